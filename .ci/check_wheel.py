@@ -1,0 +1,16 @@
+"""Check an installed wheel: `PYTHONPATH=FOLDER python check_wheel.py FOLDER`."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import scram
+
+folder = Path(sys.argv[1]).resolve()
+package = Path(scram.__file__).resolve().parent
+assert package == folder / "scram", f"imported {package}, not the wheel in {folder}"
+assert scram.__version__ == version("scram-attention"), f"{scram.__version__} is not {version('scram-attention')}"
+assert "scram.cli" not in sys.modules, "import scram must not import the command line"
+for name in ("py.typed", "cli/data/city_a.jpg", "cli/data/city_b.jpg"):
+    assert (package / name).is_file(), f"the wheel lacks scram/{name}"
+print(f"wheel: scram {scram.__version__} imports and is complete")

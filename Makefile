@@ -1,0 +1,66 @@
+# PYTHON=python3.12 make test   uses another Python for the environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MADE := $(VENV)/.made-$(subst /,_,$(PYTHON))
+READY := $(VENV)/.ready
+WHEEL := build/wheel
+INSTALLED := build/installed
+VERSION_OF := import pip, sys; print(*sys.version_info[:2])
+
+.PHONY: help demo test setup lint format types wheel unit clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    set up, then match two photographs and write pictures to ./scram-demo"
+	@echo "make test    set up, then lint, types, wheel and the whole suite"
+	@echo "make setup   the environment in $(VENV) alone"
+	@echo "make lint | types | wheel | unit   one step of make test"
+	@echo "make format  rewrite the sources in the house format"
+	@echo "make clean   remove the environment and everything built"
+
+# Kept when it already fits $(PYTHON); made anew when it is another version or was left half made.
+$(MADE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "SCRAM needs Python 3.10 or newer; name one: PYTHON=python3.12 make $(MAKECMDGOALS)" >&2; exit 2; }
+	@test "$$($(PYTHON) -c 'import sys; print(*sys.version_info[:2])')" = "$$($(BIN)/python -c '$(VERSION_OF)' 2>&1)" \
+	  || $(PYTHON) -m venv --clear $(VENV) \
+	  || { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu install python3-venv" >&2; exit 2; }
+	@touch $@
+
+$(READY): $(MADE) pyproject.toml constraints.txt
+	@echo "installing SCRAM and its dependencies into $(VENV) (the first time takes some minutes) ..."
+	@rm -f $@
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@touch $@
+
+setup: $(READY)
+
+demo: setup
+	$(BIN)/scram demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/mypy
+
+wheel: setup
+	@rm -rf $(WHEEL) $(INSTALLED)
+	$(BIN)/python -m build --wheel --no-isolation --outdir $(WHEEL) . > /dev/null
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index --target $(INSTALLED) $(WHEEL)/*.whl
+	cd build && PYTHONPATH=$(CURDIR)/$(INSTALLED) $(CURDIR)/$(BIN)/python $(CURDIR)/.ci/check_wheel.py installed
+
+unit: setup
+	$(BIN)/pytest -n 2
+
+test: lint types wheel unit
+
+clean:
+	rm -rf $(VENV) build dist scram-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,21 @@
+"""SCRAM, Spatially Coherent Randomized Attention Maps: attention over grids in O(n log n)."""
+
+from . import measure, pick
+from .api import attend, attention, search
+from .exact import exact_attention, exact_search, merge
+from .types import Attended, Matches, Search
+
+__version__ = "0.1.0"
+__all__ = [
+    "Attended",
+    "Matches",
+    "Search",
+    "attend",
+    "attention",
+    "exact_attention",
+    "exact_search",
+    "measure",
+    "merge",
+    "pick",
+    "search",
+]

@@ -1,0 +1,237 @@
+"""The public functions: check, pick, call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from . import check, ops, pick, reference
+from .noise import draw_seed
+from .scoring import accumulator, default_scale, prepare_key, prepare_query
+from .types import Attended, Matches, Score, Search
+
+
+def search(
+    q: Tensor,
+    k: Tensor,
+    *,
+    search: Search = Search(),  # noqa: B008 - frozen
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    score: Score = "dot",
+    warm: Matches | None = None,
+    impl: str = "auto",
+) -> Matches:
+    """For every query the keys with the highest scores anywhere on the key grid, by randomized search.
+
+    Args:
+        q: queries [B, H, *G, E].
+        k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
+        search: how to look; `Search.paper()` is the paper's Algorithm 1.
+        causal: a query may attend keys up to itself in row-major order (equal grids).
+        key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
+        score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
+        warm: matches of an earlier search on the same shapes, to start from.
+        impl: "auto" or the name of an implementation; a name never falls back to another.
+
+    Returns:
+        Matches with index and score [B, H, *G, kappa], best first.
+
+    >>> import scram
+    >>> _ = torch.manual_seed(0)
+    >>> q = torch.randn(1, 2, 16, 16, 8)
+    >>> found = scram.search(q, q, search=scram.Search(matches=2, seed=0))
+    >>> found
+    Matches(512 queries on grid (16, 16), keys on grid (16, 16), kappa=2, batch=1, heads=2, found 100.0 %, cpu)
+    """
+    _check_search(q, k, causal, key_mask, score, warm)
+    chosen = pick.choose(impl, q.device, q.dtype, score)
+    return _search(_Features(chosen, score, q, k, None, None), search, causal, key_mask, warm)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    matches: Matches,
+    *,
+    radius: int | Sequence[int] = 1,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    weight: str = "softmax",
+    extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    impl: str = "auto",
+) -> Attended:
+    """Attention of every query over the windows around its matches: the union of them, each key once.
+
+    Differentiable in q, k, v and extra, through `out` and through `lse`.
+
+    Args:
+        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
+        matches: the centres of the windows, from `search`.
+        radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
+        causal, key_mask: as in `search`; what they forbid is left out of the windows.
+        scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
+        score: as in `search`.
+        weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
+            A search finds the highest scores: under "mean" large negative ones are missed.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        dropout_p: probability that a weight is dropped after the softmax; lse is without it. In force whenever > 0,
+            as in F.scaled_dot_product_attention; `torch.manual_seed` governs it.
+        impl: as in `search`.
+
+    Returns:
+        Attended(out [B, H, *G, F], lse [B, H, *G]).
+
+    >>> import scram
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
+    >>> found = scram.search(q, k, search=scram.Search(seed=0))
+    >>> out, lse = scram.attend(q, k, v, found, radius=2)
+    >>> out.shape, lse.shape
+    (torch.Size([1, 2, 16, 16, 8]), torch.Size([1, 2, 16, 16]))
+    """
+    _check_search(q, k, causal, key_mask, score, warm=None)
+    window = _check_attend(q, k, v, radius, scale, weight, extra, dropout_p)
+    check.matches("matches", q, k, matches)
+    chosen = pick.choose(impl, q.device, q.dtype, score)
+    features = _Features(chosen, score, q, k, v, extra)
+    return _attend(features, matches, window, causal, key_mask, scale, weight, dropout_p)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    search: Search = Search(),  # noqa: B008 - frozen
+    radius: int | Sequence[int] = 1,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    weight: str = "softmax",
+    extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    warm: Matches | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Attention on a grid in O(n log n): search the best keys of every query, then attend to the windows around them.
+
+    Stands where `F.scaled_dot_product_attention` stood; `q.unflatten(2, grid)` turns [B, H, N, E] into what it takes.
+    The arguments are those of `search` and `attend`.
+
+    Returns:
+        out [B, H, *G, F].
+
+    >>> import scram
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 2, 256, 8).unbind()
+    >>> grid = (16, 16)
+    >>> out = scram.attention(q.unflatten(2, grid), k.unflatten(2, grid), v.unflatten(2, grid))
+    >>> out.flatten(2, 3).shape
+    torch.Size([1, 2, 256, 8])
+    """
+    _check_search(q, k, causal, key_mask, score, warm)
+    window = _check_attend(q, k, v, radius, scale, weight, extra, dropout_p)
+    chosen = pick.choose(impl, q.device, q.dtype, score)
+    features = _Features(chosen, score, q, k, v, extra)  # prepared once for both stages
+    found = _search(features, search, causal, key_mask, warm)
+    return _attend(features, found, window, causal, key_mask, scale, weight, dropout_p).out
+
+
+def _check_search(
+    q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score, warm: Matches | None
+) -> None:
+    check.queries_keys(q, k)
+    check.order(q, k, causal)
+    check.key_mask(q, k, key_mask)
+    check.score(score)
+    if warm is not None:
+        check.matches("warm", q, k, warm)
+
+
+def _check_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    radius: int | Sequence[int],
+    scale: float | None,
+    weight: str,
+    extra: tuple[Tensor, Tensor] | None,
+    dropout_p: float,
+) -> tuple[int, ...]:
+    """What `attend` takes beyond `search`; returns the radius of each axis."""
+    check.values(q, k, v)
+    check.scale(scale)
+    check.weight(weight)
+    check.extra(q, k, v, extra)
+    check.dropout(dropout_p)
+    return check.radius(radius, q.ndim - 3)
+
+
+class _Features:
+    """The tensors of a call, prepared for its score and for the implementation that was picked."""
+
+    def __init__(
+        self, impl: str, score: Score, q: Tensor, k: Tensor, v: Tensor | None, extra: tuple[Tensor, Tensor] | None
+    ) -> None:
+        self.impl, self.score, self.width, self.v = impl, score, q.shape[-1], v
+        # Numba reads float32 and float64 only: converted here, once for search and attend.
+        wide = accumulator(q.dtype) if impl == "numba" else None
+        self.q, self.k = prepare_query(q, score).to(wide), prepare_key(k, score).to(wide)
+        self.extra = None if extra is None else (prepare_key(extra[0], score).to(wide), extra[1])
+
+
+def _search(
+    features: _Features, settings: Search, causal: bool, key_mask: Tensor | None, warm: Matches | None
+) -> Matches:
+    q, k = features.q.detach(), features.k.detach()
+    seed = draw_seed() if settings.seed is None else torch.as_tensor(settings.seed, dtype=torch.int64)
+    run = reference.search if features.impl == "reference" else partial(ops.search, impl=features.impl)
+    with torch.no_grad():
+        return run(
+            q,
+            k,
+            settings.resolved(q.device),
+            seed=seed,
+            causal=causal,
+            key_mask=key_mask,
+            score=features.score,
+            warm=warm,
+        )
+
+
+def _attend(
+    features: _Features,
+    matches: Matches,
+    radius: tuple[int, ...],
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float | None,
+    weight: str,
+    dropout_p: float,
+) -> Attended:
+    run = reference.attend if features.impl == "reference" else partial(ops.attend, impl=features.impl)
+    assert features.v is not None
+    return run(
+        features.q,
+        features.k,
+        features.v,
+        matches.index,
+        radius=radius,
+        causal=causal,
+        key_mask=key_mask,
+        scale=default_scale(scale, features.width, features.score, weight),
+        score=features.score,
+        weight=weight,
+        extra=features.extra,
+        dropout_p=dropout_p,
+        dropout_seed=draw_seed() if dropout_p else None,
+    )

@@ -1,0 +1,64 @@
+"""Photograph -> dense patch features: RGB patches, projected by a PCA, unit norm."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torch import Tensor
+
+
+def read_picture(path: Path, height: int | None = None) -> Tensor:
+    """Read a picture as RGB in 0..1 `[H, W, 3]`, upright, resized to `height` with its aspect kept."""
+    with Image.open(path) as file:
+        image = ImageOps.exif_transpose(file).convert("RGB")
+    if height is not None and height != image.height:
+        if height < 1:
+            raise ValueError(f"the height of a picture must be at least 1, got {height}")
+        image = image.resize((max(round(image.width * height / image.height), 1), height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
+
+
+@dataclass(frozen=True)
+class PatchFeatures:
+    """A PCA of p x p RGB patches; call it with a picture `[H, W, 3]` to get features `[1, 1, H, W, width]`.
+
+    >>> picture = torch.rand(16, 20, 3)
+    >>> features = PatchFeatures.fit(picture, width=8, patch=5)
+    >>> features(picture).shape
+    torch.Size([1, 1, 16, 20, 8])
+    """
+
+    mean: Tensor  # [3 * p * p]
+    basis: Tensor  # [width, 3 * p * p], rows orthonormal
+    patch: int
+
+    @classmethod
+    def fit(cls, reference: Tensor, width: int = 32, patch: int = 7, stride: int = 5) -> "PatchFeatures":
+        """Fit on every `stride`-th patch per axis of the reference picture `[H, W, 3]`."""
+        if patch < 1 or patch % 2 == 0:
+            raise ValueError(f"patch must be odd and positive, got {patch}")
+        if not 1 <= width <= 3 * patch * patch:
+            raise ValueError(f"width must be 1..{3 * patch * patch} for {patch} x {patch} RGB patches, got {width}")
+        patches = F.unfold(_padded(reference, patch), patch, stride=stride)[0].T.double()
+        mean = patches.mean(0)
+        # eigh sorts ascending: the last vectors hold the most variance.
+        vectors = torch.linalg.eigh((patches - mean).T @ (patches - mean)).eigenvectors
+        return cls(mean.float(), vectors[:, -width:].T.flip(0).float(), patch)
+
+    def __call__(self, picture: Tensor) -> Tensor:
+        """The features of every pixel, unit norm `[1, 1, H, W, width]`."""
+        # A convolution with the basis is the projection of every patch, without writing the patches out.
+        kernel = self.basis.reshape(-1, 3, self.patch, self.patch)
+        projected = F.conv2d(_padded(picture, self.patch), kernel, -self.basis @ self.mean)
+        return F.normalize(projected.movedim(1, -1), dim=-1)[None].contiguous()
+
+
+def _padded(picture: Tensor, patch: int) -> Tensor:
+    """Reflect the borders so that every pixel has a whole patch: `[H, W, 3] -> [1, 3, H + p - 1, W + p - 1]`."""
+    if min(picture.shape[:2]) <= patch // 2:
+        height, width = picture.shape[:2]
+        raise ValueError(f"a {width} x {height} picture is too small for {patch} x {patch} patches")
+    return F.pad(picture.movedim(-1, 0)[None], [patch // 2] * 4, mode="reflect")

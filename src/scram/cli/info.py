@@ -1,0 +1,62 @@
+"""`scram info`: versions, threads, GPU, and which implementations run here."""
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from .. import __version__, pick
+from .console import console
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Say what SCRAM finds on this machine, and why an implementation cannot run."""
+    found = gather()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    facts = Table(show_header=False, box=None)
+    for name, value in found.items():
+        if name != "implementations":
+            facts.add_row(name, str(value))
+    implementations = Table("implementation", "tensors on", "runs", "why not")
+    for one in found["implementations"]:
+        implementations.add_row(
+            one["name"], one["device"], "no" if one["reasons"] else "yes", "\n".join(one["reasons"])
+        )
+    screen = console()
+    screen.print(facts)
+    screen.print(implementations)
+
+
+def gather() -> dict[str, Any]:
+    """Everything `scram info` prints."""
+    gpu = torch.cuda.is_available()
+    return {
+        "scram": __version__,
+        "python": platform.python_version(),
+        **{name: _installed(name) for name in ("torch", "numpy", "numba", "triton")},
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "torch threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if gpu else "none",
+        "implementations": [
+            {"name": name, "device": device, "reasons": reasons}
+            for device in (["cpu", "cuda"] if gpu else ["cpu"])
+            for name, reasons in pick.implementations(device)
+        ],
+    }
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,136 @@
+"""Fields and tensors -> pictures: match fields as colour wheels, error maps, sheets with titles."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import hsv_to_rgb
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from ..types import Matches
+
+INK = "#222222"
+
+
+def save(picture: Tensor, path: Path) -> None:
+    """Write a picture `[H, W, 3]` with values 0..1 (others are cut)."""
+    Image.fromarray(_bytes(picture)).save(path)
+
+
+def offsets(matches: Matches, rank: int = 0) -> Tensor:
+    """How far each query's match of that rank lies away, (down, right) in pixels `[H, W, 2]`, NaN where none.
+
+    Both grids are 2-D; the first row (batch 0, head 0) is taken.
+    """
+    index = matches.index[0, 0, ..., rank].cpu().long()
+    height, width = index.shape
+    down = index // matches.key_grid[1] - torch.arange(height)[:, None]
+    right = index % matches.key_grid[1] - torch.arange(width)
+    field = torch.stack((down, right), -1).float()
+    return torch.where(index[..., None] >= 0, field, torch.nan)
+
+
+def wheel_limit(*fields: Tensor, share: float = 0.65) -> float:
+    """A length that `share` of the offsets stay within, for `wheel_colours`; rounded so that a legend reads well."""
+    lengths = torch.cat([field.norm(dim=-1).flatten() for field in fields])
+    limit = max(float(lengths.nanquantile(share)), 1.0)
+    step = 10 ** np.floor(np.log10(limit))
+    return float(np.ceil(limit / step) * step)
+
+
+def wheel_colours(field: Tensor, limit: float) -> Tensor:
+    """Offsets `[H, W, 2]` -> colours `[H, W, 3]`: hue is direction, saturation length.
+
+    Offsets longer than `limit` are darker, NaN is grey.
+    """
+    down, right = field.unbind(-1)
+    length = field.norm(dim=-1) / limit
+    hue = torch.atan2(-down, right) / (2 * torch.pi) % 1
+    value = torch.where(length > 1, 0.55, 0.97)
+    colours = torch.stack((hue, length.clamp(max=1), value), -1)
+    none = torch.isnan(length)
+    rgb = torch.from_numpy(hsv_to_rgb(colours.nan_to_num(0).double().numpy())).float()
+    return torch.where(none[..., None], 0.5, rgb)
+
+
+def error_map(error: Tensor, limit: float) -> Tensor:
+    """Errors `[H, W]` -> colours `[H, W, 3]`, dark for none, bright at `limit` and above."""
+    shades = colormaps["magma"]((error / limit).clamp(0, 1).cpu().numpy())
+    return torch.from_numpy(shades[..., :3]).float()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture `[H, W, 3]` of a sheet, with its title, a line of explanation and something to draw over it."""
+
+    title: str
+    picture: Tensor
+    note: str = ""
+    legend: Callable[[Axes], None] | None = None
+
+
+def wheel_legend(limit: float) -> Callable[[Axes], None]:
+    """Draw a colour wheel of that limit into the corner of a panel."""
+
+    def draw(axes: Axes) -> None:
+        line = torch.linspace(-1.2, 1.2, 241) * limit
+        field = torch.stack(torch.meshgrid(line, line, indexing="ij"), -1)
+        alpha = (field.norm(dim=-1) <= 1.2 * limit).float()
+        inset = axes.inset_axes((0.0, 0.0, 0.24, 0.42), zorder=3)
+        inset.imshow(torch.cat((wheel_colours(field, limit), alpha[..., None]), -1).numpy())
+        inset.set_axis_off()
+        inset.annotate(
+            "", (220, 120), (120, 120), arrowprops={"arrowstyle": "->", "color": INK, "shrinkA": 0, "shrinkB": 0}
+        )
+        inset.text(170, 112, f"{limit:g} px", ha="center", va="bottom", fontsize=7, color=INK)
+
+    return draw
+
+
+def bar_legend(limit: float, label: str) -> Callable[[Axes], None]:
+    """Draw the scale of an `error_map` into the corner of a panel."""
+
+    def draw(axes: Axes) -> None:
+        inset = axes.inset_axes((0.03, 0.06, 0.3, 0.05), zorder=3)
+        inset.imshow(
+            error_map(torch.linspace(0, limit, 128)[None], limit).numpy(), aspect="auto", extent=(0, limit, 0, 1)
+        )
+        inset.set(xticks=[0, limit], yticks=[], title=label)
+        inset.xaxis.tick_top()
+        for text in (*inset.get_xticklabels(), inset.title):
+            text.set(color="white", fontsize=8)
+
+    return draw
+
+
+def sheet(panels: Sequence[Panel], path: Path, title: str, note: str = "", columns: int = 3) -> None:
+    """Write the panels on one page, row by row, as a PNG."""
+    rows = -(-len(panels) // columns)
+    height, width = panels[0].picture.shape[:2]
+    panel_inches = 5.0
+    size = (columns * panel_inches, rows * (panel_inches * height / width + 0.5) + 0.4 + 0.3 * bool(note))
+    figure = Figure(size, dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.08), facecolor="white")
+    figure.suptitle(title, fontsize=16, fontweight="bold", color=INK)
+    for place, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        axes.imshow(_bytes(panel.picture), interpolation="nearest")
+        axes.set_axis_off()
+        axes.set_title(panel.title, fontsize=12, loc="left", color=INK, pad=18)
+        axes.text(0, 1.015, panel.note, transform=axes.transAxes, fontsize=9, color="#666666", va="bottom")
+        if panel.legend:
+            panel.legend(axes)
+    if note:
+        figure.supxlabel(note, fontsize=10, color="#666666")
+    figure.savefig(path)
+
+
+def _bytes(picture: Tensor) -> NDArray[np.uint8]:
+    return (picture.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()

@@ -1,0 +1,82 @@
+"""How Numba compiles and runs here: cached on disk where it can be, on torch's number of threads, safe to call at once.
+
+Numba's omp layer kills a forked child and its workqueue aborts when two Python threads call at once, so tbb is taken
+where it can be had, else workqueue behind a lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba
+import torch
+
+# Without nnan and ninf, which would break tests for NaN and -inf.
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+
+_lock = threading.Lock()
+_serial = threading.RLock()
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Machine code for one thread, inlined where it is called."""
+    return _cached(function, fastmath=FASTMATH, error_model="numpy")
+
+
+def parallel(function: Callable[..., Any]) -> Any:
+    """Machine code whose `prange` loops use all threads."""
+    return _cached(function, fastmath=FASTMATH, error_model="numpy", parallel=True, nogil=True)
+
+
+def _cached(function: Callable[..., Any], **options: Any) -> Any:
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder for the cache can be written
+        return numba.njit(**options)(function)
+
+
+def _find_tbb() -> None:
+    """Load the tbb of this Python environment, which lies where the loader does not look."""
+    try:
+        files = importlib.metadata.files("tbb") or []
+        found = [file.locate() for file in files if file.name == "libtbb.so.12"]
+        for path in found[:1]:
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        pass  # workqueue serves
+
+
+def _start() -> bool:
+    """Fix the threading layer, once; whether it needs the lock."""
+    with _lock:
+        try:
+            layer = numba.threading_layer()
+        except ValueError:  # none chosen yet in this process
+            if numba.config.THREADING_LAYER == "default":
+                _find_tbb()
+                numba.config.THREADING_LAYER_PRIORITY = ["tbb", "workqueue", "omp"]
+            numba.get_num_threads()  # launches them
+            layer = numba.threading_layer()
+    return bool(layer == "workqueue")
+
+
+@contextmanager
+def threads() -> Iterator[int]:
+    """Run what is inside on torch's number of threads, and say how many."""
+    locked = _start()
+    if locked:
+        _serial.acquire()
+    before = numba.get_num_threads()
+    count = max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(count)
+    try:
+        yield count
+    finally:
+        numba.set_num_threads(before)
+        if locked:
+            _serial.release()

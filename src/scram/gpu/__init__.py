@@ -1,0 +1,7 @@
+"""The engine for CUDA, in Triton: float16, bfloat16, float32, ranks 1 to 4."""
+
+from .attend import attend
+from .attend_backward import attend_backward
+from .search import search
+
+__all__ = ["attend", "attend_backward", "search"]

@@ -1,0 +1,347 @@
+"""Algorithm 1 in Triton: one launch draws the starts of a run, one makes each sweep, one sorts the runs.
+
+The state of a query is one int32. A key >= 0 was taken in the last sweep; ~key is a key that is older; NOTHING is none.
+A neighbour whose key is older has offered it to this query before, where it either won or could not: it is not asked
+again. That changes no answer and saves most of the reads once a field settles. State is double-buffered by sweep.
+"""
+
+# Kernels carry no types that mypy knows.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..grid import LegalKeys, grid_of
+from .grid import GEOMETRY, divide, dot, features, geometry, lane_place, lane_query, near, points, tile_at, tiles
+from .launch import Kernel
+from .noise import absorb, below, row_state, seed_arguments
+from .tiles import search_tile
+
+NOTHING = tl.constexpr(-(2**31))
+PLANES = ("best_out", "best_io", "state_in", "state_out")  # one number per lane, aligned or not
+SETTINGS = ("low", "high", "mask_heads", "group", "run", "separation", "final", *GEOMETRY)
+
+
+def search(
+    q: Tensor,
+    k: Tensor,
+    seed: Tensor,
+    key_mask: Tensor | None,
+    warm: Tensor | None,
+    *,
+    matches: int,
+    separation: int,
+    sweeps: int,
+    jumps: tuple[int, ...],
+    propagate: str,
+    gossip: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """q [B, H, *G, E], k [B, Hk, *G', E], warm int32 [B, H, *G, any] -> index int32, score f32 [B, H, *G, kappa]."""
+    query_grid, key_grid = grid_of(q), grid_of(k)
+    rows, queries = q.shape[0] * q.shape[1], math.prod(query_grid)
+    q, k = q.contiguous(), k.contiguous()
+    index = torch.empty((matches, rows * queries), dtype=torch.int32, device=q.device)
+    score = torch.empty((matches, rows * queries), dtype=torch.float32, device=q.device)
+    other = torch.empty(rows * queries, dtype=torch.int32, device=q.device)
+    shape = (*q.shape[:-1], matches)
+    if index.numel() == 0:
+        return index.reshape(shape), score.reshape(shape)
+
+    legal = LegalKeys.of(q, k, causal, None if key_mask is None else key_mask.contiguous())
+    masks = (legal.mask, legal.order, legal.count, legal.heads_per_row, q.shape[1] // k.shape[1])
+    before = (*seed_arguments(seed), *masks)
+    extents = geometry(query_grid, key_grid)
+    radii = max(key_grid).bit_length()
+    warm = None if warm is None else warm.contiguous()
+    kept = 0 if warm is None else warm.shape[-1]
+    block = search_tile(len(key_grid), q.shape[-1], q.dtype)
+    programs = rows * tiles(query_grid, block["TILE"])
+    # A jump past every grid asks nobody; without it no step overflows 32 bits.
+    asked = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
+
+    with torch.cuda.device_of(q):
+        for run in range(matches):
+            flags = {"RANK": len(key_grid), "E": q.shape[-1], "CAUSAL": causal, "SEPARATED": separation > 0}
+            flags = {**flags, "EARLIER": run > 0, **block}
+            state = (other, index[run]) if sweeps % 2 else (index[run], other)
+            common = (q, k, index, score[run], *before, run, separation)
+            start = (state[0], warm if run < kept else None, kept)
+            Kernel(start_kernel, programs, flags)(*common, sweeps == 0, *extents, *start)
+            by_turn = _sweep_kernels(programs, propagate, asked, {**flags, "KEYLESS": run > 0 or key_mask is not None})
+            for sweep in range(1, sweeps + 1):
+                to = sweep % 2
+                settings = (sweep, gossip, radii)
+                by_turn[to](*common, sweep == sweeps, *extents, state[1 - to], state[to], *settings)
+        if matches == 1:
+            return index.reshape(shape), score.reshape(shape)
+        sorted_index, sorted_score = index.new_empty(shape), score.new_empty(shape)
+        sorts = Kernel(sort_kernel, triton.cdiv(rows * queries, 256), {"BLOCK": 256})
+        sorts(index, score, sorted_index, sorted_score, rows * queries, matches)
+    return sorted_index, sorted_score
+
+
+def _sweep_kernels(
+    programs: int, propagate: str, jumps: tuple[int, ...], flags: dict[str, Any]
+) -> tuple[Kernel, Kernel]:
+    """The kernels of even and of odd sweeps; they differ under "turns" only."""
+    flags = {**flags, "JUMPS": jumps, "TURNS": propagate == "turns"}
+    if propagate == "turns":
+        even = Kernel(sweep_kernel, programs, {**flags, "SHIFT": False, "STAY": True})
+        return even, Kernel(sweep_kernel, programs, {**flags, "SHIFT": True, "STAY": False})
+    every = Kernel(sweep_kernel, programs, {**flags, "SHIFT": propagate != "stay", "STAY": propagate != "shift"})
+    return every, every
+
+
+@triton.jit
+def legal_draw(bits, query, limits, order, count, CAUSAL: tl.constexpr):
+    """A key drawn from the legal ones of each query, and whether there is any."""
+    mask_row, keys = limits[1], limits[2]
+    last = query if CAUSAL else query * 0 + (keys - 1)
+    if count is None:
+        choices = last + 1
+        key = below(bits, choices)
+    else:
+        choices = tl.load(count + mask_row * keys + last).to(tl.int32)
+        key = tl.load(order + mask_row * keys + below(bits, choices), mask=choices > 0, other=0).to(tl.int32)
+    return key, choices > 0
+
+
+@triton.jit
+def allowed(
+    key, ok, query, point, limits, KG, MAGIC,
+    RANK: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
+):  # fmt: skip
+    """Where `ok` also holds whether `key`, on the grid, may be taken: mask, order, distance to earlier matches."""
+    mask, mask_row, keys, earlier, plane, run, separation = limits
+    if CAUSAL:
+        ok = ok & (key <= query)
+    if mask is not None:
+        ok = ok & (tl.load(mask + mask_row * keys + key, mask=ok, other=0) != 0)
+    if EARLIER:
+        # Most candidates lose in every lane, then no earlier match is read.
+        for e in range(tl.where(tl.max(ok.to(tl.int32), axis=0) > 0, run, 0)):
+            match = tl.load(earlier + e * plane + point, mask=ok, other=-1)
+            if SEPARATED:
+                reach = (separation, separation, separation, separation)
+                close = (match >= 0) & near(key, tl.maximum(match, 0), reach, KG, MAGIC, RANK)
+            else:
+                close = match == key
+            ok = ok & ~close
+    return ok
+
+
+@triton.jit
+def score_of(mine, k_row, key, wanted, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr):
+    """The score of one key per lane, NaN as -inf; keys that are not wanted are not read."""
+    s = dot(mine, features(k_row, key, wanted, E, W, PIECES), PIECES)
+    return tl.where(s == s, s, -float("inf"))
+
+
+@triton.jit(do_not_specialize=[*SETTINGS, "kept"], do_not_specialize_on_alignment=PLANES)
+def start_kernel(
+    q, k, earlier, best_out, SEED, low, high, mask, order, count, mask_heads, group, run, separation, final,
+    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
+    state_out, warm, kept,
+    RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
+    TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Sweep 0: a warm key where it is legal, else a draw; kept whatever its score."""
+    QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
+    row, corner = tile_at(tl.program_id(0), QG, RANK, TILE)
+    query, valid = lane_query(corner, QG, RANK, TILE, LANES)
+    queries, keys = points(QG, RANK).to(tl.int64), points(KG, RANK)
+    plane = queries * (tl.num_programs(0) // tile_count(QG, RANK, TILE))
+    point = row * queries + query
+    limits = (mask, (row // mask_heads).to(tl.int64), keys, earlier, plane, run, separation)
+    zero = query * 0
+    draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), run), zero)
+    key, ok = legal_draw(absorb(draws, zero), tl.where(valid, query, 0), limits, order, count, CAUSAL)
+    if warm is not None:
+        given = tl.load(warm + point * kept + run, mask=valid, other=-1)
+        usable = (given >= 0) & (given < keys)
+        usable = allowed(given, usable, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
+        key, ok = tl.where(usable, given, key), usable | ok
+    ok = allowed(key, ok & valid, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
+    k_row = k + (row // group).to(tl.int64) * keys * E
+    mine = features(q + row * queries * E, query, ok, E, W, PIECES)
+    best = tl.where(ok, score_of(mine, k_row, key, ok, E, W, PIECES), -float("inf"))
+    tl.store(state_out + point, tl.where(ok, key, tl.where(final != 0, -1, NOTHING)), mask=valid)
+    tl.store(best_out + point, best, mask=valid)
+
+
+@triton.jit(do_not_specialize=[*SETTINGS, "sweep", "gossip", "radii"], do_not_specialize_on_alignment=PLANES)
+def sweep_kernel(
+    q, k, earlier, best_io, SEED, low, high, mask, order, count, mask_heads, group, run, separation, final,
+    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
+    state_in, state_out, sweep, gossip, radii,
+    RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
+    KEYLESS: tl.constexpr, JUMPS: tl.constexpr, SHIFT: tl.constexpr, STAY: tl.constexpr, TURNS: tl.constexpr,
+    TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """One sweep: propagate, gossip, random search, each candidate taken where it is legal and strictly better."""
+    QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
+    row, corner = tile_at(tl.program_id(0), QG, RANK, TILE)
+    query, valid = lane_query(corner, QG, RANK, TILE, LANES)
+    queries, keys = points(QG, RANK).to(tl.int64), points(KG, RANK)
+    plane = queries * (tl.num_programs(0) // tile_count(QG, RANK, TILE))
+    point = row * queries + query
+    limits = (mask, (row // mask_heads).to(tl.int64), keys, earlier, plane, run, separation)
+    k_row = k + (row // group).to(tl.int64) * keys * E
+    mine = features(q + row * queries * E, query, valid, E, W, PIECES)
+
+    key = decoded(tl.load(state_in + point, mask=valid, other=NOTHING))
+    old = key
+    if TURNS:
+        # A key is old to the neighbours when it was there at the last sweep of the same kind, two before.
+        old = tl.where(sweep > 1, decoded(tl.load(state_out + point, mask=valid, other=NOTHING)), -1)
+    best = tl.load(best_io + point, mask=valid, other=float("inf"))
+
+    for n in range(len(JUMPS) * RANK):
+        axis = n % RANK
+        jump, here, extent, key_extent, up, down = neighbour(n, axis, corner, QG, KG, JUMPS, RANK, TILE, LANES)
+        for side in tl.static_range(2):
+            step = jump * (2 * side - 1)
+            there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
+            found = tl.load(state_in + point + step * up, mask=valid & there, other=NOTHING)
+            fresh = found >= 0
+            if SHIFT:
+                at = coordinate(found, axis, KG, MAGIC, RANK)
+                moved = fresh & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32))
+                key, best = offer(
+                    found - step * down, moved, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+                    RANK, E, CAUSAL, SEPARATED, EARLIER, W, PIECES,
+                )  # fmt: skip
+            if STAY:
+                key, best = offer(
+                    found, fresh, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+                    RANK, E, CAUSAL, SEPARATED, EARLIER, W, PIECES,
+                )  # fmt: skip
+
+    draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), run), sweep)
+    for g in range(gossip):
+        other = below(absorb(draws, gossip * 0 + g), queries)
+        heard = decoded(tl.load(state_in + row * queries + other, mask=valid, other=NOTHING))
+        key, best = offer(
+            heard, heard >= 0, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+            RANK, E, CAUSAL, SEPARATED, EARLIER, W, PIECES,
+        )  # fmt: skip
+
+    reach = tl.maximum(tl.maximum(k0, k1), tl.maximum(k2, k3))
+    keyless = tl.max((valid & (key < 0)).to(tl.int32), axis=0) if KEYLESS else 0
+    for n in range(radii):
+        draw = gossip + n * (RANK + 1)
+        candidate, exists = around(draws, draw, key, reach, KG, MAGIC, RANK), valid
+        if KEYLESS:  # noqa: SIM102 - known when compiling, unlike the next
+            if keyless > 0:
+                some_query = tl.where(valid, query, 0)
+                drawn, some = legal_draw(absorb(draws, draw + RANK), some_query, limits, order, count, CAUSAL)
+                exists = valid & ((key >= 0) | some)
+                candidate = tl.where(key < 0, drawn, candidate)
+        key, best = offer(
+            candidate, exists, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+            RANK, E, CAUSAL, SEPARATED, EARLIER, W, PIECES,
+        )  # fmt: skip
+        reach = reach // 2
+
+    # A keyless query is ~-1 = 0 nowhere: NOTHING, or -1 in what is returned.
+    coded = tl.where(key < 0, NOTHING, tl.where(key != old, key, ~key))
+    tl.store(state_out + point, tl.where(final != 0, key, coded), mask=valid)
+    tl.store(best_io + point, best, mask=valid)
+
+
+@triton.jit
+def decoded(state):
+    """The key of a state, -1 for none."""
+    return tl.where(state == NOTHING, -1, tl.where(state < 0, ~state, state))
+
+
+@triton.jit
+def tile_count(QG, RANK: tl.constexpr, TILE: tl.constexpr):
+    n = (QG[0] + TILE[0] - 1) // TILE[0]
+    for a in tl.static_range(1, RANK):
+        n = n * ((QG[a] + TILE[a] - 1) // TILE[a])
+    return n
+
+
+@triton.jit
+def neighbour(
+    n, axis, corner, QG, KG, JUMPS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Propagation number n: jump, the lanes' places on its axis, the axis's extents and strides of queries and keys."""
+    jump = n * 0
+    for j in tl.static_range(len(JUMPS)):
+        jump = tl.where(n // RANK == j, JUMPS[j], jump)
+    here, extent, key_extent = lane_place(corner, 0, RANK, TILE, LANES), QG[0], KG[0]
+    up, down = n * 0 + 1, n * 0 + 1
+    for a in tl.static_range(1, RANK):
+        here = tl.where(axis == a, lane_place(corner, a, RANK, TILE, LANES), here)
+        extent, key_extent = tl.where(axis == a, QG[a], extent), tl.where(axis == a, KG[a], key_extent)
+        up, down = tl.where(axis < a, up * QG[a], up), tl.where(axis < a, down * KG[a], down)
+    return jump, here, extent, key_extent, up, down
+
+
+@triton.jit
+def coordinate(key, axis, KG, MAGIC, RANK: tl.constexpr):
+    """The coordinate of flat keys on an axis known at run time."""
+    rest, at = key, key
+    for a in tl.static_range(RANK - 1, 0, -1):
+        up = divide(rest, MAGIC[a])
+        at = tl.where(axis == a, rest - up * KG[a], at)
+        rest = up
+    return tl.where(axis == 0, rest, at)
+
+
+@triton.jit
+def around(draws, draw, key, reach, KG, MAGIC, RANK: tl.constexpr):
+    """A key drawn from the box of radius `reach` around `key`, cut at the border."""
+    rest, flat, stride = tl.maximum(key, 0), key * 0, 1
+    for a in tl.static_range(RANK - 1, -1, -1):
+        up = divide(rest, MAGIC[a]) if a > 0 else rest * 0
+        at = rest - up * KG[a]
+        low = tl.maximum(at - reach, 0)
+        high = at + tl.minimum(reach, KG[a] - 1 - at)
+        flat += (low + below(absorb(draws, draw + a), high - low + 1)) * stride
+        rest, stride = up, stride * KG[a]
+    return flat
+
+
+@triton.jit
+def offer(
+    candidate, exists, key, best, mine, k_row, query, point, limits, KG, MAGIC, RANK: tl.constexpr, E: tl.constexpr,
+    CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Take the candidate where it is legal and strictly better. The best so far cannot beat itself: it is not read."""
+    wanted = exists & (candidate != key)
+    if CAUSAL:
+        wanted = wanted & (candidate <= query)
+    s = score_of(mine, k_row, candidate, wanted, E, W, PIECES)
+    better = wanted & (s > best)
+    better = allowed(candidate, better, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
+    return tl.where(better, candidate, key), tl.where(better, s, best)
+
+
+@triton.jit(do_not_specialize=["total", "kappa"])
+def sort_kernel(index, score, index_out, score_out, total, kappa, BLOCK: tl.constexpr):
+    """[kappa, P] by run -> [P, kappa] best first, equal scores in run order, -1 last: every key finds its own place."""
+    point = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = point < total
+    plane = total.to(tl.int64)
+    for e in range(kappa):
+        key = tl.load(index + e * plane + point, mask=valid, other=-1)
+        s = tl.load(score + e * plane + point, mask=valid, other=0.0)
+        place = point * kappa
+        for f in range(kappa):
+            rival = tl.load(index + f * plane + point, mask=valid, other=-1)
+            theirs = tl.load(score + f * plane + point, mask=valid, other=0.0)
+            level = (rival >= 0) == (key >= 0)
+            ahead = (level & ((theirs > s) | ((theirs == s) & (f < e)))) | ((rival >= 0) & (key < 0))
+            place += ahead.to(tl.int32)
+        tl.store(index_out + place, key, mask=valid)
+        tl.store(score_out + place, s, mask=valid)

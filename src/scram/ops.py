@@ -1,0 +1,196 @@
+"""The fast engines as torch operators: schemas, shapes for tracing, autograd. Imports neither Numba nor Triton.
+
+`search` and `attend` here have the signatures of the reference; an engine is a package with three functions
+    search(q, k, seed, key_mask, warm, *, matches, separation, sweeps, jumps, propagate, gossip, causal) -> index, score
+    attend(q, k, v, index, key_mask, k_extra, v_extra, seed, *, radius, causal, scale, weight, dropout_p) -> out, lse
+    attend_backward(grad_out, grad_lse, <the tensors of attend>, out, lse, *, <its settings>)
+        -> dq, dk, dv, dk_extra or None, dv_extra or None
+on prepared features (q and k of one dtype, v perhaps of another), and is loaded when first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .grid import grid_of
+from .scoring import accumulator
+from .types import Attended, Matches, Score, Search
+
+ENGINES = {"numba": "scram.cpu", "triton": "scram.gpu"}
+
+torch.library.define(
+    "scram::search",
+    "(Tensor q, Tensor k, Tensor seed, Tensor? key_mask, Tensor? warm, int matches, int separation, int sweeps, "
+    "int[] jumps, str propagate, int gossip, bool causal, str impl) -> (Tensor, Tensor)",
+)
+_ATTEND = (
+    "Tensor q, Tensor k, Tensor v, Tensor index, Tensor? key_mask, Tensor? k_extra, Tensor? v_extra, Tensor? seed, "
+)
+_HOW = "int[] radius, bool causal, float scale, str weight, float dropout_p, str impl"
+torch.library.define("scram::attend", f"({_ATTEND}{_HOW}) -> (Tensor, Tensor)")
+torch.library.define(
+    "scram::attend_backward",
+    f"(Tensor grad_out, Tensor grad_lse, {_ATTEND}Tensor out, Tensor lse, {_HOW}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def search(
+    q: Tensor,
+    k: Tensor,
+    settings: Search,
+    *,
+    seed: Tensor,
+    causal: bool,
+    key_mask: Tensor | None,
+    score: Score,
+    warm: Matches | None,
+    impl: str,
+) -> Matches:
+    """As `reference.search`, by the engine `impl`."""
+    index, found = torch.ops.scram.search(
+        q,
+        k,
+        seed,
+        key_mask,
+        None if warm is None else warm.index,
+        settings.matches,
+        settings.separation,
+        settings.sweeps,
+        settings.jumps,
+        settings.propagate,
+        settings.gossip,
+        causal,
+        impl,
+    )
+    return Matches(index, found, grid_of(k))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    *,
+    radius: Sequence[int],
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float,
+    score: Score,
+    weight: str,
+    extra: tuple[Tensor, Tensor] | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    impl: str,
+) -> Attended:
+    """As `reference.attend`, by the engine `impl`."""
+    k_extra, v_extra = (None, None) if extra is None else extra
+    how = (list(radius), causal, scale, weight, dropout_p, impl)
+    return Attended(*torch.ops.scram.attend(q, k, v, index, key_mask, k_extra, v_extra, dropout_seed, *how))
+
+
+def _engine(impl: str) -> ModuleType:
+    return import_module(ENGINES[impl])
+
+
+@torch.library.impl("scram::search", ("cpu", "cuda"))
+def _search(
+    q: Tensor,
+    k: Tensor,
+    seed: Tensor,
+    key_mask: Tensor | None,
+    warm: Tensor | None,
+    matches: int,
+    separation: int,
+    sweeps: int,
+    jumps: list[int],
+    propagate: str,
+    gossip: int,
+    causal: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _engine(impl).search(
+        q,
+        k,
+        seed,
+        key_mask,
+        warm,
+        matches=matches,
+        separation=separation,
+        sweeps=sweeps,
+        jumps=tuple(jumps),
+        propagate=propagate,
+        gossip=gossip,
+        causal=causal,
+    )
+    return result
+
+
+@torch.library.register_fake("scram::search")  # type: ignore[untyped-decorator]
+def _search_shapes(q: Tensor, k: Tensor, seed: Tensor, key_mask: Any, warm: Any, matches: int, *_: Any) -> Any:
+    shape = (*q.shape[:-1], matches)
+    return q.new_empty(shape, dtype=torch.int32), q.new_empty(shape, dtype=torch.float32)
+
+
+def _settings(how: Sequence[Any]) -> dict[str, Any]:
+    radius, causal, scale, weight, dropout_p, _ = how
+    return {"radius": tuple(radius), "causal": causal, "scale": scale, "weight": weight, "dropout_p": dropout_p}
+
+
+@torch.library.impl("scram::attend", ("cpu", "cuda"))
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    tensors, how = arguments[:8], arguments[8:]
+    result: tuple[Tensor, Tensor] = _engine(how[-1]).attend(*tensors, **_settings(how))
+    return result
+
+
+@torch.library.register_fake("scram::attend")  # type: ignore[untyped-decorator]
+def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = v.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=accumulator(v.dtype))
+
+
+@torch.library.impl("scram::attend_backward", ("cpu", "cuda"))
+def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    tensors, how = arguments[:12], arguments[12:]
+    grads = _engine(how[-1]).attend_backward(*tensors, **_settings(how))
+    return tuple(tensors[2].new_empty(0) if grad is None else grad for grad in grads)
+
+
+@torch.library.register_fake("scram::attend_backward")  # type: ignore[untyped-decorator]
+def _attend_backward_shapes(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    key_mask: Tensor | None,
+    k_extra: Tensor | None,
+    v_extra: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    return tuple(v.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, k_extra, v_extra))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:8], *output)
+    ctx.how = inputs[8:]
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+    dq, dk, dv, dk_extra, dv_extra = torch.ops.scram.attend_backward(grad_out, grad_lse, *tensors, out, lse, *ctx.how)
+    extra = (None, None) if tensors[5] is None else (dk_extra, dv_extra)
+    return dq, dk, dv, None, None, *extra, None, *[None] * len(ctx.how)
+
+
+torch.library.register_autograd("scram::attend", _differentiate, setup_context=_save)

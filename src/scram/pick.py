@@ -1,0 +1,93 @@
+"""Which implementation runs a call, and why the others cannot. Capabilities are data; nothing here computes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from . import check
+from .types import Score
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call needs of an implementation."""
+
+    device: torch.device
+    dtype: torch.dtype
+    score: Score = "dot"
+    explicit: bool = False
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A named engine and why it cannot serve a request."""
+
+    name: str
+    reasons: Callable[[Request], list[str]]
+
+
+def _missing(package: str) -> list[str]:
+    return [] if find_spec(package) else [f"the package {package} is not installed"]
+
+
+def _not_a_dot_product(request: Request) -> list[str]:
+    return ["a callable score runs in the reference only"] if callable(request.score) else []
+
+
+def _triton_reasons(request: Request) -> list[str]:
+    why = _missing("triton") + _not_a_dot_product(request)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if request.device.type != "cuda" and not (request.explicit and interpreted and request.device.type == "cpu"):
+        why.append(f"it runs on CUDA tensors, these are on {request.device.type}")
+    if request.dtype == torch.float64:
+        why.append("float64 is not for it: the reference takes it on CUDA")
+    return why
+
+
+def _numba_reasons(request: Request) -> list[str]:
+    why = _missing("numba") + _not_a_dot_product(request)
+    if request.device.type != "cpu":
+        why.append(f"it runs on CPU tensors, these are on {request.device.type}")
+    return why
+
+
+def _reference_reasons(request: Request) -> list[str]:
+    return []
+
+
+# In order of preference.
+IMPLEMENTATIONS = (
+    Implementation("triton", _triton_reasons),
+    Implementation("numba", _numba_reasons),
+    Implementation("reference", _reference_reasons),
+)
+
+
+def choose(impl: str, device: torch.device, dtype: torch.dtype, score: Score = "dot") -> str:
+    """The implementation of that name, or for "auto" the first that can run; an error with every reason otherwise.
+
+    >>> choose("auto", torch.device("cpu"), torch.float64, score=lambda q, k: (q - k).abs().sum(-1))
+    'reference'
+    """
+    check.one_of("impl", impl, check.IMPLS)
+    request = Request(device, dtype, score, explicit=impl != "auto")
+    reasons = {one.name: one.reasons(request) for one in IMPLEMENTATIONS if impl in ("auto", one.name)}
+    for name, why in reasons.items():
+        if not why:
+            return name
+    raise check.no_implementation(impl, reasons)
+
+
+def implementations(device: torch.device | str = "cpu") -> list[tuple[str, list[str]]]:
+    """Every implementation with the reasons why it cannot run float32 tensors on `device`; none means it can.
+
+    >>> [name for name, why_not in implementations() if not why_not]
+    ['numba', 'reference']
+    """
+    request = Request(torch.device(device), torch.float32)
+    return [(one.name, one.reasons(request)) for one in IMPLEMENTATIONS]

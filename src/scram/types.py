@@ -1,0 +1,156 @@
+"""The values that pass between the stages, and the glossary of axes.
+
+B batch, H query heads, Hk key heads (Hk divides H), *G query grid, *G' key grid (rank 1..4), N = prod(G) queries,
+M = prod(G') keys, E width of q and k, F width of v, kappa matches per query. A row is one (batch, query head),
+row = b*H + head. Keys are named by their flat row-major index into G'; -1 is "no key".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import check
+
+Score = str | Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to look for keys. Checks itself when made; `dataclasses.replace` makes a changed copy.
+
+    Args:
+        method: "auto" or "query" (the paper's Algorithm 1, one query at a time, and its extensions).
+        matches: kappa, the keys to find for each query.
+        separation: L, matches of one query are farther apart than this (Chebyshev distance on the key grid);
+            0 asks for distinct keys, the paper's top-kappa_max, more for its top-kappa_mode.
+        sweeps: T, how often every query looks at its neighbours' matches and around its own.
+        jumps: distances to the neighbours that are asked, in this order.
+        propagate: what a neighbour offers: "shift" its match moved by the distance between the two queries
+            (the paper), "stay" its match itself, "both", or "turns" (shift in odd sweeps, stay in even ones).
+        gossip: queries anywhere in the grid whose match is tried too, per sweep.
+        seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
+
+    >>> Search(matches=4, separation=2, seed=0).sweeps
+    8
+    >>> Search.paper() == Search("query", matches=1, sweeps=8, propagate="shift", gossip=0)
+    True
+    """
+
+    method: str = "auto"
+    matches: int = 1
+    separation: int = 0
+    sweeps: int = 8
+    jumps: tuple[int, ...] = (8, 4, 2, 1)
+    propagate: str = "both"
+    gossip: int = 8
+    seed: int | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check.one_of("method", self.method, check.METHODS)
+        check.whole("matches", self.matches, 1)
+        check.whole("separation", self.separation, 0)
+        check.whole("sweeps", self.sweeps, 0)
+        object.__setattr__(self, "jumps", check.jumps(self.jumps))
+        check.one_of("propagate", self.propagate, check.PROPAGATE)
+        check.whole("gossip", self.gossip, 0)
+        check.seed(self.seed)
+
+    @staticmethod
+    def paper(matches: int = 1, separation: int = 0, seed: int | Tensor | None = None) -> Search:
+        """Algorithm 1 as printed: shifted matches of the neighbours only, no gossip, 8 sweeps."""
+        return Search(
+            "query", matches, separation, sweeps=8, jumps=(8, 4, 2, 1), propagate="shift", gossip=0, seed=seed
+        )
+
+    def resolved(self, device: torch.device) -> Search:
+        """The same settings with method="auto" replaced by what is best on `device`."""
+        return replace(self, method="query") if self.method == "auto" else self
+
+
+@dataclass(frozen=True, eq=False)
+class Matches:
+    """For every query its best keys, best first: the result of a search.
+
+    Args:
+        index: int32 [B, H, *G, kappa], flat row-major index into the key grid, -1 for none.
+        score: float32 [B, H, *G, kappa], the score of each match before `scale`, -inf for none.
+        key_grid: the extents of the key grid.
+
+    >>> found = Matches(torch.zeros(1, 1, 4, 1, dtype=torch.int32), torch.ones(1, 1, 4, 1), (6,))
+    >>> found
+    Matches(4 queries on grid (4,), keys on grid (6,), kappa=1, batch=1, heads=1, found 100.0 %, cpu)
+    """
+
+    index: Tensor
+    score: Tensor
+    key_grid: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key_grid", check.matches_fields(self.index, self.score, self.key_grid))
+
+    def to(self, device: torch.device | str) -> Matches:
+        """The same matches on another device."""
+        return Matches(self.index.to(device), self.score.to(device), self.key_grid)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file.
+
+        >>> import tempfile
+        >>> found = Matches(torch.zeros(1, 1, 4, 1, dtype=torch.int32), torch.ones(1, 1, 4, 1), (6,))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found.save(folder + "/found.safetensors")
+        ...     Matches.load(folder + "/found.safetensors").key_grid
+        (6,)
+        """
+        from safetensors.torch import save_file
+
+        tensors = {"index": self.index.contiguous(), "score": self.score.contiguous()}
+        grid = ",".join(map(str, self.key_grid))
+        save_file(tensors, path, metadata={"format": "scram.Matches", "key_grid": grid})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Matches:
+        """Read what `save` wrote. Nothing is unpickled."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != "scram.Matches":
+                    raise ValueError(f"{path} is a safetensors file, but not one that Matches.save wrote")
+                grid = tuple(int(extent) for extent in metadata["key_grid"].split(","))
+                return Matches(file.get_tensor("index"), file.get_tensor("score"), grid)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file that Matches.save wrote: {error}") from error
+
+    def __repr__(self) -> str:
+        batch, heads, *grid, kappa = self.index.shape
+        queries = self.index.numel() // max(kappa, 1)
+        if isinstance(self.index, torch._subclasses.FakeTensor):
+            share = "?"
+        else:
+            share = f"{100 * float((self.index >= 0).float().mean()):.1f} %" if self.index.numel() else "-"
+        return (
+            f"Matches({queries} queries on grid {tuple(grid)}, keys on grid {self.key_grid}, kappa={kappa}, "
+            f"batch={batch}, heads={heads}, found {share}, {self.index.device})"
+        )
+
+
+class Attended(NamedTuple):
+    """The result of attending: out [B, H, *G, F], and lse [B, H, *G], the log of the normaliser.
+
+    lse is what `merge` needs to join two results exactly, and what tells how much of the attention was captured.
+    A query that attends no key has out 0 and lse -inf.
+
+    >>> Attended(torch.zeros(1, 1, 4, 3), torch.zeros(1, 1, 4)).out.shape
+    torch.Size([1, 1, 4, 3])
+    """
+
+    out: Tensor
+    lse: Tensor

@@ -1,0 +1,64 @@
+"""The table of cases: every implementation against plain Python and against the reference."""
+
+import pytest
+import torch
+
+import plain
+import scram
+from cases import CASES, EXACT, gradients, make_tensors, run_attend, run_search
+from scram.noise import draw_seed
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_field_is_that_of_the_plain_loop(case, impl):
+    tensors = make_tensors(case, integer=True)
+    found = run_search(case, tensors, impl)
+    index, score = plain.search(case, tensors, seed=7)
+    assert torch.equal(found.index, index)
+    assert torch.equal(found.score, score)
+    assert found.key_grid == case.keys_grid
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_attends_what_plain_python_attends(case):
+    tensors = make_tensors(case)
+    leaves, plain_leaves = tensors.leaves(torch.float64), tensors.leaves(torch.float64)
+    attended = run_attend(case, tensors, leaves, "reference", dropout_seed=3)
+    torch.manual_seed(3)
+    expected = scram.Attended(*plain.attend(case, tensors, plain_leaves, int(draw_seed())))
+    torch.testing.assert_close(attended.out, expected.out)
+    torch.testing.assert_close(attended.lse, expected.lse)
+    if case.batch:
+        for ours, theirs in zip(gradients(attended, leaves), gradients(expected, plain_leaves), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attend_is_as_near_float64_as_the_reference(case, impl):
+    tensors = make_tensors(case)
+    truth, same, ours = (
+        _everything(case, tensors, name, dtype)
+        for name, dtype in (("reference", torch.float64), ("reference", case.dtype), (impl, case.dtype))
+    )
+    for exact, reference, result in zip(truth, same, ours, strict=True):
+        assert result.dtype == reference.dtype
+        assert result.shape == exact.shape
+        assert (result.isfinite() == exact.isfinite()).all()
+        limit = 2 * _error(reference, exact) + 8 * torch.finfo(torch.float32).eps * _size(exact)
+        assert _error(result, exact) <= limit
+
+
+def _everything(case, tensors, impl, dtype):
+    """out, lse and the gradients of all leaves."""
+    leaves = tensors.leaves(dtype)
+    attended = run_attend(case, tensors, leaves, impl)
+    return [attended.out.detach(), attended.lse.detach(), *gradients(attended, leaves)]
+
+
+def _error(x, exact):
+    return _size(torch.where(exact.isfinite(), x.double() - exact, 0))
+
+
+def _size(x):
+    finite = torch.where(x.isfinite(), x, 0).abs()
+    return float(finite.max()) if x.numel() else 0.0

@@ -1,0 +1,189 @@
+"""The Triton engine on the CPU, in Triton's interpreter. TRITON_INTERPRET is read when triton is imported, so this file
+runs itself in a process of its own."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cases import gradients, make_tensors, named, run_attend, run_search
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+
+FIELDS = [
+    "rank 1",
+    "rank 3",
+    "rank 4",
+    "unequal grids",
+    "runs without a key",
+    "separated",
+    "causal, masked, separated",
+    "one row fully masked",
+    "one key head",
+    "width 60, values 1",
+    "the paper",
+    "stay",
+    "turns",
+    "no jumps",
+    "warm with fewer",
+    "bfloat16",
+    "empty batch",
+]
+WINDOWS = [
+    "rank 1",
+    "rank 3",
+    "radius per axis",
+    "causal, masked, separated",
+    "width 3, values 60",
+    "strided",
+    "float16",
+    "bfloat16 l2",
+    "mean",
+    "relu",
+    "extra and a masked row",
+    "dropout",
+    "empty batch",
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="already there")
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert f"{len(FIELDS) + 2 * len(WINDOWS) + 5} passed" in done.stdout, done.stdout[-500:]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """The interpreter patches triton.language at every call of a device function; once per launch is enough."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    patch, run = interpreter._patch_lang, interpreter.InterpretedFunction.run
+    done = set()
+
+    def patch_once(fn):
+        if id(fn.__globals__) in done:
+            return interpreter._LangPatchScope()
+        done.add(id(fn.__globals__))
+        return patch(fn)
+
+    def launch(self, *args, **kwargs):
+        done.clear()
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", launch)
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that ran."""
+    from scram.gpu import launch
+
+    names = []
+    call = launch.Kernel.__call__
+
+    def record(self, *arguments):
+        names.append(self.kernel.fn.__name__)
+        call(self, *arguments)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", record)
+    return names
+
+
+@interpreted
+@pytest.mark.parametrize("name", FIELDS)
+def test_field_is_that_of_the_reference(name, launched):
+    case = named(name)
+    tensors = make_tensors(case, integer=True)
+    found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
+    assert torch.equal(found.index, expected.index)
+    assert torch.equal(found.score, expected.score)
+    assert launched.count("sweep_kernel") == (case.kappa * case.sweeps if case.batch else 0)
+    assert launched.count("start_kernel") == (case.kappa if case.batch else 0)
+
+
+@interpreted
+@pytest.mark.parametrize("repeatable", [False, True])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_attend_is_as_near_float64_as_the_reference(name, repeatable, launched, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    case = named(name)
+    tensors = make_tensors(case)
+    truth, same, ours = (
+        _everything(case, tensors, impl, dtype)
+        for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype))
+    )
+    for exact, reference, result in zip(truth, same, ours, strict=True):
+        assert result.dtype == reference.dtype
+        assert result.shape == exact.shape
+        assert (result.isfinite() == exact.isfinite()).all()
+        limit = 2 * _error(reference, exact) + 8 * torch.finfo(torch.float32).eps * _size(exact)
+        assert _error(result, exact) <= limit
+    kernels = ["attend_kernel", "backward_kernel", *["collect_kernel"] * repeatable] if case.batch else []
+    assert launched == kernels
+
+
+def _everything(case, tensors, impl, dtype):
+    leaves = tensors.leaves(dtype)
+    attended = run_attend(case, tensors, leaves, impl)
+    return [attended.out.detach(), attended.lse.detach(), *gradients(attended, leaves)]
+
+
+def _error(x, exact):
+    return _size(torch.where(exact.isfinite(), x.double() - exact, 0))
+
+
+def _size(x):
+    return float(torch.where(x.isfinite(), x.double(), 0).norm())
+
+
+@interpreted
+def test_the_real_tiles_cover_a_grid_that_they_do_not_divide(launched):
+    case = named("rank 2", grid=(9, 17), kappa=1, sweeps=1, gossip=0, propagate="shift")
+    tensors = make_tensors(case, integer=True)
+    found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
+    assert torch.equal(found.index, expected.index)
+
+
+@interpreted
+def test_nan_reaches_no_other_query():
+    case = named("rank 2", kappa=1)
+    tensors = make_tensors(case, integer=True)
+    tensors.q[0, 0, 1, 1] = torch.nan
+    tensors.k[0, 0, 4, 4, 0] = torch.nan
+    found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
+    assert torch.equal(found.index, expected.index)
+    assert torch.equal(found.score, expected.score)
+    ours, theirs = (run_attend(case, tensors, tensors.leaves(torch.float32), impl) for impl in ("triton", "reference"))
+    assert torch.equal(ours.out.isnan(), theirs.out.isnan())
+    assert torch.equal(ours.lse.isnan(), theirs.lse.isnan())
+
+
+@interpreted
+@pytest.mark.parametrize("seed", [0, -1, 2**62 + 12345])
+def test_noise_is_that_of_torch(seed):
+    import triton
+    import triton.language as tl
+
+    from scram.gpu.noise import absorb, row_state, seed_arguments
+    from scram.noise import noise
+
+    @triton.jit
+    def kernel(out, SEED, low, high, row, N: tl.constexpr):
+        i = tl.arange(0, N)
+        tl.store(out + i, absorb(row_state(SEED, low, high, row), i).to(tl.int64))
+
+    out = torch.empty(16, dtype=torch.int64)
+    kernel[(1,)](out, *seed_arguments(torch.tensor(seed)), 5, N=16)
+    assert torch.equal(out, noise(seed, 5, torch.arange(16)))

@@ -1,0 +1,98 @@
+"""Gradients of q, k, v and extra through out and through lse, in float64 with frozen matches."""
+
+import pytest
+import torch
+
+import scram
+
+SCORES = {"dot": "dot", "cosine": "cosine", "l2": "l2", "callable": lambda q, k: torch.cos(q - k).sum(-1)}
+
+
+def leaf(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def frozen():
+    index = torch.tensor([[[[0, 5], [3, -1]], [[-1, -1], [4, 4]]]], dtype=torch.int32).reshape(1, 2, 2, 1, 2)
+    return scram.Matches(index, torch.zeros(index.shape), (2, 3))
+
+
+@pytest.mark.parametrize("weight", ["softmax", "mean", "relu"])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("through", ["out", "lse", "both"])
+def test_gradcheck(impl, score, weight, through):
+    impl = "reference" if score == "callable" else impl
+    leaves = [
+        leaf(1, 2, 2, 1, 3, seed=0),
+        leaf(1, 1, 2, 3, 3, seed=1),
+        leaf(1, 1, 2, 3, 2, seed=2),
+        leaf(1, 1, 1, 3, seed=3),
+        leaf(1, 1, 1, 2, seed=4),
+    ]
+    mask = torch.tensor([[[True, True, False], [True, True, True]]])
+
+    def function(q, k, v, k_extra, v_extra):
+        attended = scram.attend(
+            q,
+            k,
+            v,
+            frozen(),
+            radius=(1, 0),
+            key_mask=mask,
+            score=SCORES[score],
+            weight=weight,
+            extra=(k_extra, v_extra),
+            impl=impl,
+        )
+        return attended if through == "both" else getattr(attended, through)
+
+    if through == "lse" and weight != "softmax":
+        assert not function(*leaves).isnan().any()  # log of a count: no gradient
+        return
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck_with_dropout_and_an_empty_row(impl, causal):
+    leaves = [leaf(1, 1, 3, 2, 2, seed=0), leaf(1, 1, 3, 2, 2, seed=1), leaf(1, 1, 3, 2, 2, seed=2)]
+    index = torch.tensor([5, 1, -1, 4, 0, 2], dtype=torch.int32).reshape(1, 1, 3, 2, 1)
+    found = scram.Matches(index, torch.zeros(index.shape), (3, 2))
+
+    def function(q, k, v):
+        torch.manual_seed(1)
+        out, lse = scram.attend(q, k, v, found, causal=causal, dropout_p=0.4, impl=impl)
+        assert (lse == -torch.inf).any()
+        return out, torch.where(lse == -torch.inf, 0, lse)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_gradcheck_of_the_exact_attention():
+    leaves = [leaf(1, 2, 3, 2, seed=0), leaf(1, 1, 4, 2, seed=1), leaf(1, 1, 4, 3, seed=2)]
+    assert torch.autograd.gradcheck(lambda q, k, v: scram.exact_attention(q, k, v), leaves)
+
+
+def test_gradcheck_of_merge():
+    leaves = [leaf(3, 2, seed=0), leaf(3, seed=1), leaf(3, 2, seed=2), leaf(3, seed=3)]
+    assert torch.autograd.gradcheck(lambda a, b, c, d: scram.merge(scram.Attended(a, b), scram.Attended(c, d)), leaves)
+
+
+def test_gradients_reach_the_whole_call(impl):
+    q, k, v = (leaf(1, 2, 5, 5, 4, seed=s) for s in range(3))
+    scram.attention(q, k, v, search=scram.Search(seed=0), impl=impl).square().sum().backward()
+    for x in (q, k, v):
+        assert x.grad.isfinite().all()
+        assert (x.grad != 0).any()
+
+
+def test_gradients_of_broadcast_inputs(impl):
+    narrow = leaf(1, 1, 5, 5, 4, seed=0)
+    wide = narrow.detach().repeat(2, 2, 1, 1, 1).requires_grad_()
+    found = scram.search(wide, wide, search=scram.Search(seed=0), impl=impl)
+    expanded = narrow.expand(2, 2, -1, -1, -1)
+    (one,) = torch.autograd.grad(
+        scram.attend(expanded, expanded, expanded, found, impl=impl).out.square().sum(), narrow
+    )
+    (many,) = torch.autograd.grad(scram.attend(wide, wide, wide, found, impl=impl).out.square().sum(), wide)
+    torch.testing.assert_close(one, many.sum((0, 1), keepdim=True))

@@ -1,0 +1,96 @@
+"""Which implementation runs: reasons are told, a name never falls back."""
+
+import pytest
+import torch
+
+import scram
+from scram import pick
+
+CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
+
+
+def reasons(name, **request):
+    one = next(one for one in pick.IMPLEMENTATIONS if one.name == name)
+    return one.reasons(pick.Request(**{"device": CPU, "dtype": torch.float32, **request}))
+
+
+def test_reference_runs_everything():
+    assert reasons("reference", device=META, dtype=torch.float64, score=torch.dot) == []
+
+
+def test_numba_is_for_cpu_tensors_and_named_scores():
+    assert reasons("numba") == reasons("numba", dtype=torch.bfloat16) == reasons("numba", dtype=torch.float64) == []
+    assert reasons("numba", device=CUDA) == ["it runs on CPU tensors, these are on cuda"]
+    assert reasons("numba", score=torch.dot) == ["a callable score runs in the reference only"]
+
+
+def test_triton_is_for_cuda_tensors(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(pick, "find_spec", lambda _: object())
+    assert reasons("triton", device=CUDA) == reasons("triton", device=CUDA, dtype=torch.bfloat16) == []
+    assert reasons("triton", device=CPU) == ["it runs on CUDA tensors, these are on cpu"]
+    assert reasons("triton", device=CPU, explicit=True) == ["it runs on CUDA tensors, these are on cpu"]
+    assert "float64" in " ".join(reasons("triton", device=CUDA, dtype=torch.float64))
+    assert "callable" in " ".join(reasons("triton", device=CUDA, score=torch.dot))
+
+
+def test_triton_takes_cpu_tensors_in_its_interpreter_by_name_only(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(pick, "find_spec", lambda _: object())
+    assert reasons("triton", explicit=True) == []
+    assert reasons("triton", explicit=False) == ["it runs on CUDA tensors, these are on cpu"]
+    assert pick.choose("triton", CPU, torch.float32) == "triton"
+    assert pick.choose("auto", CPU, torch.float32) == "numba"
+
+
+def test_a_missing_package_is_a_reason(monkeypatch):
+    monkeypatch.setattr(pick, "find_spec", lambda _: None)
+    assert reasons("numba") == ["the package numba is not installed"]
+    assert "the package triton is not installed" in reasons("triton", device=CUDA)
+    assert pick.choose("auto", CPU, torch.float32) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "score", "chosen"),
+    [
+        (CPU, torch.float32, "dot", "numba"),
+        (CPU, torch.float64, "l2", "numba"),
+        (CPU, torch.float32, torch.dot, "reference"),
+        (CUDA, torch.bfloat16, "dot", "triton"),
+        (CUDA, torch.float64, "dot", "reference"),
+        (CUDA, torch.float32, torch.dot, "reference"),
+        (META, torch.float32, "dot", "reference"),
+    ],
+)
+def test_auto_takes_the_first_that_can(monkeypatch, device, dtype, score, chosen):
+    monkeypatch.setattr(pick, "find_spec", lambda _: object())
+    assert pick.choose("auto", device, dtype, score) == chosen
+
+
+def test_a_name_never_falls_back_and_every_reason_is_told(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(pick, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="impl='triton' cannot run this call") as error:
+        pick.choose("triton", CPU, torch.float64, torch.dot)
+    told = str(error.value)
+    for reason in ("triton: the package triton is not installed", "callable score", "these are on cpu", "float64"):
+        assert reason in told
+    assert "numba" not in told
+    with pytest.raises(ValueError, match="these are on cuda"):
+        pick.choose("numba", CUDA, torch.float32)
+
+
+@pytest.mark.parametrize("call", [scram.search, scram.attend, scram.attention])
+def test_public_functions_ask(call, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = torch.zeros(1, 1, 4, 2)
+    given = {scram.search: (x, x), scram.attend: (x, x, x, scram.exact_search(x, x)), scram.attention: (x, x, x)}[call]
+    with pytest.raises(ValueError, match="impl='triton' cannot run this call"):
+        call(*given, impl="triton")
+    with pytest.raises(ValueError, match="impl must be one of 'auto', 'reference', 'numba', 'triton', got 'cuda'"):
+        call(*given, impl="cuda")
+
+
+def test_implementations_lists_all():
+    assert [name for name, _ in pick.implementations()] == ["triton", "numba", "reference"]
+    assert dict(pick.implementations("cuda"))["numba"] == ["it runs on CPU tensors, these are on cuda"]
