@@ -10,7 +10,7 @@ from torch import Tensor
 
 import scram
 
-IMPLS = ["reference"]
+IMPLS = ["reference", "numba"]
 
 
 @dataclass(frozen=True)

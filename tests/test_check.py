@@ -59,6 +59,7 @@ ERRORS = [
     (lambda: scram.Search(seed="7"), TypeError, "seed must be None, an int or a 0-d int64 tensor, got str '7'"),
     (lambda: scram.Search(seed=2**64), ValueError, "seed must fit a signed 64-bit integer, got 18446744073709551616"),
     (lambda: scram.Search(jumps=4), TypeError, "jumps must be a sequence of ints .* got 4"),
+    (search(search="paper"), TypeError, r"search must be a scram\.Search, got str; for example"),
     # Queries and keys.
     (search(q=[1.0]), TypeError, r"q must be a torch.Tensor \[B, H, \*G, E\], got list; use torch.as_tensor"),
     (search(k=None), TypeError, r"k must be a torch.Tensor \[B, Hk, \*G', E\], got NoneType"),
@@ -209,9 +210,3 @@ def test_attention_checks_what_its_parts_check():
             scram.attention(Q, K, V, **{"search": scram.Search(sweeps=0), "impl": "reference", **how})
     with pytest.raises(ValueError, match=r"v must be \[B, Hk"):
         scram.attention(Q, K, V[:, :1], impl="reference")
-
-
-@pytest.mark.xfail(raises=AttributeError, reason="api.search does not check the type of its settings yet")
-def test_search_must_be_settings():
-    with pytest.raises(TypeError, match=r"search must be a scram\.Search, got str"):
-        scram.search(Q, K, search="paper", impl="reference")

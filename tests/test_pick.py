@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import scram
-from scram import pick
+from scram import ops, pick
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
 
@@ -89,6 +89,23 @@ def test_public_functions_ask(call, monkeypatch):
         call(*given, impl="triton")
     with pytest.raises(ValueError, match="impl must be one of 'auto', 'reference', 'numba', 'triton', got 'cuda'"):
         call(*given, impl="cuda")
+
+
+def test_the_one_that_was_picked_runs(monkeypatch):
+    ran, real = [], ops._engine
+
+    def engine(name):
+        ran.append(name)
+        return real(name)
+
+    monkeypatch.setattr(ops, "_engine", engine)
+    x = torch.zeros(1, 1, 4, 2)
+    scram.attention(x, x, x, impl="reference")
+    assert ran == []
+    for impl in ("numba", "auto"):
+        scram.attention(x, x, x, impl=impl)
+        assert ran == ["numba", "numba"]  # search and attend
+        ran.clear()
 
 
 def test_implementations_lists_all():

@@ -136,21 +136,18 @@ INDEX, SCORE = torch.zeros(1, 1, 4, 1, dtype=torch.int32), torch.zeros(1, 1, 4, 
 OURS = {"format": "scram.Matches", "key_grid": "4"}
 
 
-NOT_YET = pytest.mark.xfail(reason="load does not wrap what the fields of a broken file raise yet")
-
-
 @pytest.mark.parametrize(
     ("tensors", "metadata"),
     [
         pytest.param({"index": INDEX, "score": SCORE}, None, id="bare"),
         pytest.param({"index": INDEX, "score": SCORE}, {"format": "other", "key_grid": "4"}, id="foreign"),
         pytest.param({"index": INDEX}, OURS, id="half"),
-        pytest.param({"index": INDEX, "score": SCORE}, {"format": "scram.Matches"}, id="no grid", marks=NOT_YET),
-        pytest.param({"index": INDEX, "score": SCORE}, {**OURS, "key_grid": "4,x"}, id="bad grid", marks=NOT_YET),
-        pytest.param({"index": INDEX, "score": SCORE}, {**OURS, "key_grid": "4,4"}, id="other rank", marks=NOT_YET),
-        pytest.param({"index": INDEX, "score": SCORE}, {**OURS, "key_grid": "0"}, id="no extent", marks=NOT_YET),
-        pytest.param({"index": INDEX.long(), "score": SCORE}, OURS, id="dtype", marks=NOT_YET),
-        pytest.param({"index": INDEX, "score": SCORE[..., 0]}, OURS, id="shape", marks=NOT_YET),
+        pytest.param({"index": INDEX, "score": SCORE}, {"format": "scram.Matches"}, id="no grid"),
+        pytest.param({"index": INDEX, "score": SCORE}, {**OURS, "key_grid": "4,x"}, id="bad grid"),
+        pytest.param({"index": INDEX, "score": SCORE}, {**OURS, "key_grid": "4,4"}, id="other rank"),
+        pytest.param({"index": INDEX, "score": SCORE}, {**OURS, "key_grid": "0"}, id="no extent"),
+        pytest.param({"index": INDEX.long(), "score": SCORE}, OURS, id="dtype"),
+        pytest.param({"index": INDEX, "score": SCORE[..., 0]}, OURS, id="shape"),
     ],
 )
 def test_load_refuses_foreign_and_broken_files(tmp_path, tensors, metadata):

@@ -47,7 +47,8 @@ def search(
     >>> found
     Matches(512 queries on grid (16, 16), keys on grid (16, 16), kappa=2, batch=1, heads=2, found 100.0 %, cpu)
     """
-    _check_search(q, k, causal, key_mask, score, warm)
+    _check_scores(q, k, causal, key_mask, score)
+    _check_search(q, k, search, warm)
     chosen = pick.choose(impl, q.device, q.dtype, score)
     return _search(_Features(chosen, score, q, k, None, None), search, causal, key_mask, warm)
 
@@ -97,7 +98,7 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 2, 16, 16, 8]), torch.Size([1, 2, 16, 16]))
     """
-    _check_search(q, k, causal, key_mask, score, warm=None)
+    _check_scores(q, k, causal, key_mask, score)
     window = _check_attend(q, k, v, radius, scale, weight, extra, dropout_p)
     check.matches("matches", q, k, matches)
     chosen = pick.choose(impl, q.device, q.dtype, score)
@@ -138,7 +139,8 @@ def attention(
     >>> out.flatten(2, 3).shape
     torch.Size([1, 2, 256, 8])
     """
-    _check_search(q, k, causal, key_mask, score, warm)
+    _check_scores(q, k, causal, key_mask, score)
+    _check_search(q, k, search, warm)
     window = _check_attend(q, k, v, radius, scale, weight, extra, dropout_p)
     chosen = pick.choose(impl, q.device, q.dtype, score)
     features = _Features(chosen, score, q, k, v, extra)  # prepared once for both stages
@@ -146,13 +148,17 @@ def attention(
     return _attend(features, found, window, causal, key_mask, scale, weight, dropout_p).out
 
 
-def _check_search(
-    q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score, warm: Matches | None
-) -> None:
+def _check_scores(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score) -> None:
+    """What every function takes."""
     check.queries_keys(q, k)
     check.order(q, k, causal)
     check.key_mask(q, k, key_mask)
     check.score(score)
+
+
+def _check_search(q: Tensor, k: Tensor, settings: Search, warm: Matches | None) -> None:
+    """What `search` takes besides."""
+    check.settings(settings)
     if warm is not None:
         check.matches("warm", q, k, warm)
 
@@ -167,7 +173,7 @@ def _check_attend(
     extra: tuple[Tensor, Tensor] | None,
     dropout_p: float,
 ) -> tuple[int, ...]:
-    """What `attend` takes beyond `search`; returns the radius of each axis."""
+    """What `attend` takes besides; returns the radius of each axis."""
     check.values(q, k, v)
     check.scale(scale)
     check.weight(weight)

@@ -36,6 +36,15 @@ def one_of(name: str, value: Any, allowed: Sequence[str], hint: str = "") -> str
     return value
 
 
+def settings(value: Any) -> None:
+    from .types import Search
+
+    if not isinstance(value, Search):
+        raise TypeError(
+            f"search must be a scram.Search, got {type(value).__name__}; for example scram.Search(matches=4)"
+        )
+
+
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__} {value!r}")

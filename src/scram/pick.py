@@ -76,10 +76,12 @@ def choose(impl: str, device: torch.device, dtype: torch.dtype, score: Score = "
     """
     check.one_of("impl", impl, check.IMPLS)
     request = Request(device, dtype, score, explicit=impl != "auto")
-    reasons = {one.name: one.reasons(request) for one in IMPLEMENTATIONS if impl in ("auto", one.name)}
-    for name, why in reasons.items():
-        if not why:
-            return name
+    reasons = {}
+    for one in IMPLEMENTATIONS:
+        if impl in ("auto", one.name):
+            reasons[one.name] = one.reasons(request)
+            if not reasons[one.name]:
+                return one.name
     raise check.no_implementation(impl, reasons)
 
 

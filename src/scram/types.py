@@ -123,10 +123,10 @@ class Matches:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != "scram.Matches":
-                    raise ValueError(f"{path} is a safetensors file, but not one that Matches.save wrote")
+                    raise ValueError("it holds something else")
                 grid = tuple(int(extent) for extent in metadata["key_grid"].split(","))
                 return Matches(file.get_tensor("index"), file.get_tensor("score"), grid)
-        except SafetensorError as error:
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a safetensors file that Matches.save wrote: {error}") from error
 
     def __repr__(self) -> str:

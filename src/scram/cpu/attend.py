@@ -43,7 +43,7 @@ class Problem:
     ) -> None:
         key_grid = grid_of(k)
         self.points, self.queries = math.prod(q.shape[:-1]), math.prod(grid_of(q))
-        self.index = index.reshape(self.points, -1).contiguous().numpy()
+        self.index = index.reshape(self.points, index.shape[-1]).contiguous().numpy()
         legal = LegalArrays.of(q, k, key_mask, listed=False)
         reach = tuple(min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True))
         self.grid = (key_grid, strides(key_grid), reach)

@@ -9,6 +9,7 @@ not scored: neither could win, since a candidate is taken only when strictly bet
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numba
 import numpy as np
@@ -26,25 +27,9 @@ AXIS, STEP, TO_POINT, TO_KEY, LINE = range(5)  # columns of `_directions`
 CHANGED, CHANGED_BEFORE = 1, 2  # whether a point's key changed in the last sweep, and in the one before
 
 
-def search(
-    q: Tensor,
-    k: Tensor,
-    seed: Tensor,
-    key_mask: Tensor | None,
-    warm: Tensor | None,
-    *,
-    matches: int,
-    separation: int,
-    sweeps: int,
-    jumps: tuple[int, ...],
-    propagate: str,
-    gossip: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """q [B, H, *G, E], k [B, Hk, *G', E] -> index int32 and score float32 [B, H, *G, kappa]."""
-    index, score, _ = counted_search(
-        q, k, seed, key_mask, warm, matches, separation, sweeps, jumps, propagate, gossip, causal
-    )
+def search(*tensors: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    """q, k, seed, key_mask, warm as in `scram.ops` -> index int32 and score float32 [B, H, *G, kappa]."""
+    index, score, _ = counted_search(*tensors, **settings)
     return index, score
 
 
@@ -54,6 +39,7 @@ def counted_search(
     seed: Tensor,
     key_mask: Tensor | None,
     warm: Tensor | None,
+    *,
     matches: int,
     separation: int,
     sweeps: int,
@@ -78,7 +64,7 @@ def counted_search(
     )
     shape = (*q.shape[:-1], matches)
     index, score = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, np.float32)
-    start = np.zeros((0, 0), np.int32) if warm is None else warm.reshape(points, -1).contiguous().numpy()
+    start = np.zeros((0, 0), np.int32) if warm is None else warm.reshape(points, warm.shape[-1]).contiguous().numpy()
     blocks = -(-points // BLOCK)
     evaluations = np.zeros(blocks, np.int64)
     best = np.empty(points, queries_.dtype)
@@ -122,7 +108,8 @@ def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Arr
 @parallel
 def _sweep(
     q, k, query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal, legal, queries, seed, run,
-    sweep, start, earlier, separation, directions, offer, memory, gossip, before, after, flags_before, flags_after, best, evaluations, coordinates, asked,
+    sweep, start, earlier, separation, directions, offer, memory, gossip, before, after, flags_before, flags_after,
+    best, evaluations, coordinates, asked,
 ):  # fmt: skip
     """Sweep number `sweep` of a run (0: the start), every block of points by one thread."""
     for block in numba.prange(len(evaluations)):
@@ -135,8 +122,8 @@ def _sweep(
             )  # fmt: skip
         else:
             evaluations[block] += _visit(
-                q, k, geometry, legal, queries, begin, end, seed, run, sweep, earlier, separation, directions, offer, memory,
-                gossip, before, after, flags_before, flags_after, best,
+                q, k, geometry, legal, queries, begin, end, seed, run, sweep, earlier, separation, directions, offer,
+                memory, gossip, before, after, flags_before, flags_after, best,
                 coordinates[block, 0], coordinates[block, 1], asked[block],
             )  # fmt: skip
 
@@ -286,7 +273,7 @@ def _fresh(geometry, legal, row, query, bits):
 
 @compiled
 def _legal(geometry, legal, row, query, point, key, run, earlier, separation):
-    """Whether a key on the grid may be taken: by mask, by order, and farther than the separation from earlier matches."""
+    """Whether a key on the grid may be taken: by mask, by order, and farther than L from earlier matches."""
     _, _, key_grid, key_strides, _, rows_per_mask, causal = geometry
     if causal and key > query:
         return False

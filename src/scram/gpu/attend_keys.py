@@ -43,23 +43,23 @@ def collect(
     block = collect_tile(q.shape[-1], v.shape[-1], q.dtype, v.dtype)
     grad_out, _, lse = from_above
     kernel = Kernel(collect_kernel, triton.cdiv(key_rows * keys, block["LANES"]), {**flags, **block})
-    kernel(*arguments, grad_out, lse, shift, dk, dv, order, first, key_rows * keys)
+    kernel(*arguments, grad_out, lse, shift, dk, dv, order, first, key_rows)
 
 
-@triton.jit(do_not_specialize=[*SETTINGS, "total"])
+@triton.jit(do_not_specialize=[*SETTINGS, "key_rows"])
 def collect_kernel(
     q, k, v, index, mask, k_extra, v_extra, SEED, low, high, mask_heads, group, kappa, extras, threshold,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale, keep,
-    grad_out, lse, shift, dk, dv, order, first, total,
+    grad_out, lse, shift, dk, dv, order, first, key_rows,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, LANES: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
 ):  # fmt: skip
-    """LANES keys of any rows; `total` keys in all. order[first[j]:first[j + 1]] are the matches (point, e) on key j."""
+    """LANES keys of any rows. order[first[j]:first[j + 1]] are the matches (point, e) on key j."""
     QG, KG, MAGIC, REACH = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (b0, b1, b2, b3)
     queries, keys = points(QG, RANK).to(tl.int64), points(KG, RANK)
     place = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    valid = place < total
+    valid = place < key_rows.to(tl.int64) * keys
     source, key = place // keys, (place % keys).to(tl.int32)
     mine = features(k, place, valid, E, W, PIECES)
     value = features(v, place, valid, F, FW, FPIECES)

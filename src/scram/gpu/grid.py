@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -24,7 +25,8 @@ def magic(d: int) -> int:
     return -(-(1 << (31 + bits)) // d) << 6 | (31 + bits)
 
 
-def geometry(query_grid: Sequence[int], key_grid: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def geometry(query_grid: tuple[int, ...], key_grid: tuple[int, ...]) -> tuple[int, ...]:
     pad = (1,) * (4 - len(key_grid))
     keys = (*key_grid, *pad)
     return (*query_grid, *pad, *keys, magic(keys[1]), magic(keys[2]), magic(keys[3]))

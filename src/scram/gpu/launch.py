@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
+NUMBERS = {int, float, bool}
 _compiled: dict[tuple[Any, ...], Any] = {}  # like Triton's own cache: one entry per variant, never stale
 
 
@@ -27,7 +26,7 @@ class Kernel:
             self.launch(*arguments, *self.constants)
 
     def _find(self, arguments: tuple[Any, ...]) -> None:
-        key = (id(self.kernel), arguments[0].device, *map(_kind, arguments), *self.flags.values())
+        key = (id(self.kernel), *_kinds(arguments), *self.flags.values())
         self.constants = [self.flags[name] for name in self.kernel.arg_names[len(arguments) :]]
         known = _compiled.get(key)
         if known is not None:
@@ -40,10 +39,7 @@ class Kernel:
             self.launch = known[(self.programs, 1, 1)]
 
 
-def _kind(argument: Any) -> Any:
-    """What Triton's compiler sees of an argument whose value is not specialised."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16
-    if isinstance(argument, int) and not isinstance(argument, bool):
-        return argument.bit_length() > 31
-    return None if argument is None else type(argument)
+def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
+    """What Triton's compiler sees of arguments whose values are not specialised; numbers are of one type each."""
+    pointers = [x for x in arguments if x.__class__ not in NUMBERS]
+    return [arguments[0].device, *(None if x is None else (x.dtype, x.data_ptr() & 15) for x in pointers)]

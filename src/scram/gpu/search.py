@@ -55,35 +55,44 @@ def search(
         return index.reshape(shape), score.reshape(shape)
 
     legal = LegalKeys.of(q, k, causal, None if key_mask is None else key_mask.contiguous())
-    masks = (legal.mask, legal.order, legal.count, legal.heads_per_row, q.shape[1] // k.shape[1])
+    order = None if legal.order is None else legal.order.contiguous()
+    masks = (legal.mask, order, legal.count, legal.heads_per_row, q.shape[1] // k.shape[1])
     before = (*seed_arguments(seed), *masks)
     extents = geometry(query_grid, key_grid)
     radii = max(key_grid).bit_length()
     warm = None if warm is None else warm.contiguous()
     kept = 0 if warm is None else warm.shape[-1]
-    block = search_tile(len(key_grid), q.shape[-1], q.dtype)
-    programs = rows * tiles(query_grid, block["TILE"])
+    start_block = search_tile(len(key_grid), q.shape[-1], q.dtype)
     # A jump past every grid asks nobody; without it no step overflows 32 bits.
     asked = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
 
     with torch.cuda.device_of(q):
         for run in range(matches):
             flags = {"RANK": len(key_grid), "E": q.shape[-1], "CAUSAL": causal, "SEPARATED": separation > 0}
-            flags = {**flags, "EARLIER": run > 0, **block}
+            flags["EARLIER"] = run > 0
             state = (other, index[run]) if sweeps % 2 else (index[run], other)
-            common = (q, k, index, score[run], *before, run, separation)
+            common = (index, score[run], *before, run, min(separation, 2**31 - 1))
             start = (state[0], warm if run < kept else None, kept)
-            Kernel(start_kernel, programs, flags)(*common, sweeps == 0, *extents, *start)
-            by_turn = _sweep_kernels(programs, propagate, asked, {**flags, "KEYLESS": run > 0 or key_mask is not None})
+            programs = rows * tiles(query_grid, start_block["TILE"])
+            Kernel(start_kernel, programs, {**flags, **start_block})(q, k, *common, sweeps == 0, *extents, *start)
+            if sweeps == 0:
+                continue
+            if run == 0:  # not before the start: the device has that to do meanwhile
+                keys = padded(k)
+                block = search_tile(len(key_grid), keys.shape[-1], q.dtype)
+            programs = rows * tiles(query_grid, block["TILE"])
+            flags.update(KE=keys.shape[-1], KEYLESS=run > 0 or key_mask is not None, **block)
+            by_turn = _sweep_kernels(programs, propagate, asked, flags)
             for sweep in range(1, sweeps + 1):
                 to = sweep % 2
                 settings = (sweep, gossip, radii)
-                by_turn[to](*common, sweep == sweeps, *extents, state[1 - to], state[to], *settings)
+                by_turn[to](q, keys, *common, sweep == sweeps, *extents, state[1 - to], state[to], *settings)
         if matches == 1:
             return index.reshape(shape), score.reshape(shape)
         sorted_index, sorted_score = index.new_empty(shape), score.new_empty(shape)
-        sorts = Kernel(sort_kernel, triton.cdiv(rows * queries, 256), {"BLOCK": 256})
-        sorts(index, score, sorted_index, sorted_score, rows * queries, matches)
+        flags = {"BLOCK": 256, "enable_fp_fusion": True}
+        sorts = Kernel(sort_kernel, triton.cdiv(rows * queries, 256), flags)
+        sorts(index, score, sorted_index, sorted_score, rows, queries, matches)
     return sorted_index, sorted_score
 
 
@@ -97,6 +106,18 @@ def _sweep_kernels(
         return even, Kernel(sweep_kernel, programs, {**flags, "SHIFT": True, "STAY": False})
     every = Kernel(sweep_kernel, programs, {**flags, "SHIFT": propagate != "stay", "STAY": propagate != "shift"})
     return every, every
+
+
+def padded(k: Tensor) -> Tensor:
+    """Keys of odd width, up to 32 bytes, with zeros up to a power of two: one aligned load for several."""
+    width = triton.next_power_of_2(k.shape[-1])
+    if width == k.shape[-1] or width * k.dtype.itemsize > 32:
+        return k
+    wide = k.new_empty((*k.shape[:-1], width))
+    key_rows, keys = k.shape[0] * k.shape[1], math.prod(grid_of(k))
+    flags = {"E": k.shape[-1], "KE": width, "BLOCK": 1024, "enable_fp_fusion": True}
+    Kernel(pad_kernel, triton.cdiv(wide.numel(), 1024), flags)(k, wide, key_rows, keys)
+    return wide
 
 
 @triton.jit
@@ -181,9 +202,9 @@ def sweep_kernel(
     q, k, earlier, best_io, SEED, low, high, mask, order, count, mask_heads, group, run, separation, final,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
     state_in, state_out, sweep, gossip, radii,
-    RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
-    KEYLESS: tl.constexpr, JUMPS: tl.constexpr, SHIFT: tl.constexpr, STAY: tl.constexpr, TURNS: tl.constexpr,
-    TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
+    RANK: tl.constexpr, E: tl.constexpr, KE: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr,
+    EARLIER: tl.constexpr, KEYLESS: tl.constexpr, JUMPS: tl.constexpr, SHIFT: tl.constexpr, STAY: tl.constexpr,
+    TURNS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """One sweep: propagate, gossip, random search, each candidate taken where it is legal and strictly better."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
@@ -193,7 +214,7 @@ def sweep_kernel(
     plane = queries * (tl.num_programs(0) // tile_count(QG, RANK, TILE))
     point = row * queries + query
     limits = (mask, (row // mask_heads).to(tl.int64), keys, earlier, plane, run, separation)
-    k_row = k + (row // group).to(tl.int64) * keys * E
+    k_row = k + (row // group).to(tl.int64) * keys * KE
     mine = features(q + row * queries * E, query, valid, E, W, PIECES)
 
     key = decoded(tl.load(state_in + point, mask=valid, other=NOTHING))
@@ -216,12 +237,12 @@ def sweep_kernel(
                 moved = fresh & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32))
                 key, best = offer(
                     found - step * down, moved, key, best, mine, k_row, query, point, limits, KG, MAGIC,
-                    RANK, E, CAUSAL, SEPARATED, EARLIER, W, PIECES,
+                    RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
                 )  # fmt: skip
             if STAY:
                 key, best = offer(
                     found, fresh, key, best, mine, k_row, query, point, limits, KG, MAGIC,
-                    RANK, E, CAUSAL, SEPARATED, EARLIER, W, PIECES,
+                    RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
                 )  # fmt: skip
 
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), run), sweep)
@@ -230,7 +251,7 @@ def sweep_kernel(
         heard = decoded(tl.load(state_in + row * queries + other, mask=valid, other=NOTHING))
         key, best = offer(
             heard, heard >= 0, key, best, mine, k_row, query, point, limits, KG, MAGIC,
-            RANK, E, CAUSAL, SEPARATED, EARLIER, W, PIECES,
+            RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
         )  # fmt: skip
 
     reach = tl.maximum(tl.maximum(k0, k1), tl.maximum(k2, k3))
@@ -246,7 +267,7 @@ def sweep_kernel(
                 candidate = tl.where(key < 0, drawn, candidate)
         key, best = offer(
             candidate, exists, key, best, mine, k_row, query, point, limits, KG, MAGIC,
-            RANK, E, CAUSAL, SEPARATED, EARLIER, W, PIECES,
+            RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
         )  # fmt: skip
         reach = reach // 2
 
@@ -327,12 +348,21 @@ def offer(
     return tl.where(better, candidate, key), tl.where(better, s, best)
 
 
-@triton.jit(do_not_specialize=["total", "kappa"])
-def sort_kernel(index, score, index_out, score_out, total, kappa, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["key_rows", "keys"])
+def pad_kernel(k, wide, key_rows, keys, E: tl.constexpr, KE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of width E to rows of width KE, zeros behind."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < key_rows.to(tl.int64) * keys * KE
+    x = tl.load(k + i // KE * E + i % KE, mask=ok & (i % KE < E), other=0.0)
+    tl.store(wide + i, x, mask=ok)
+
+
+@triton.jit(do_not_specialize=["rows", "queries", "kappa"])
+def sort_kernel(index, score, index_out, score_out, rows, queries, kappa, BLOCK: tl.constexpr):
     """[kappa, P] by run -> [P, kappa] best first, equal scores in run order, -1 last: every key finds its own place."""
     point = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = point < total
-    plane = total.to(tl.int64)
+    plane = rows.to(tl.int64) * queries
+    valid = point < plane
     for e in range(kappa):
         key = tl.load(index + e * plane + point, mask=valid, other=-1)
         s = tl.load(score + e * plane + point, mask=valid, other=0.0)

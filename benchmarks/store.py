@@ -1,0 +1,74 @@
+"""Results as JSON: each row is written when it is measured, with the machine, the versions and the commit."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def commit() -> str:
+    """The short hash of the commit that is measured, with a mark when files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+        dirty = subprocess.run([*git, "status", "--porcelain", "--", "src"], capture_output=True, text=True).stdout
+        return name.strip() + ("+" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = models[0].split(":")[1].strip() if models else cpu
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu, "torch": torch.__version__}
+
+
+class Store:
+    """A JSON file of rows; a row of the same name replaces the old one."""
+
+    def __init__(self, name: str) -> None:
+        self.path = RESULTS / f"{name}.json"
+        self.data = json.loads(self.path.read_text()) if self.path.exists() else {}
+
+    def put(self, name: str, **row: Any) -> None:
+        stamp = {"date": date.today().isoformat(), "commit": commit(), "machine": machine()}
+        self.data[name] = {**row, **stamp}
+        RESULTS.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+
+
+def alternate(calls: dict[str, Callable[[], Any]], repeats: dict[str, int]) -> dict[str, list[float]]:
+    """Seconds of each call, taken in turn so that a noisy moment hits them all; one untimed call each first."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        if repeats[name] > 1:
+            call()
+    rounds = max(repeats.values())
+    for n in range(rounds):
+        for name, call in calls.items():
+            if n * repeats[name] // rounds < (n + 1) * repeats[name] // rounds:
+                start = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median and spread in milliseconds."""
+    middle = statistics.median(times)
+    return {"median_ms": 1e3 * middle, "least_ms": 1e3 * min(times), "most_ms": 1e3 * max(times)}

@@ -1,0 +1,175 @@
+"""What is the CPU engine's own: threads, forks, the compiler's cache, chunks, memory, and the work it saves."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import tracemalloc
+
+import pytest
+import torch
+
+import scram
+from cases import CASES, gradients, make_tensors, run_attend
+from photos import stereo
+from scram.cpu import attend_backward
+from scram.cpu.compiled import _cached, threads
+from scram.cpu.search import counted_search
+
+SETTINGS = scram.Search(matches=2, seed=5, sweeps=3)
+
+
+def run_python(code, **environment):
+    """Run a program of its own; its output, or a failure with what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_forked_child_can_search_after_its_parent_did():
+    printed = run_python(
+        """
+        import multiprocessing, torch, scram
+        torch.manual_seed(0)
+        q = torch.randn(1, 1, 32, 32, 8)
+        def look(): return scram.attention(q, q, q, search=scram.Search(seed=1), impl="numba").sum().item()
+        before = look()
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            print(pool.apply_async(look).get(60) == before)
+        print(look() == before)
+        """
+    )
+    assert printed.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize("layer", ["default", "workqueue"])
+def test_four_threads_can_call_at_once(layer):
+    printed = run_python(
+        """
+        import threading, torch, scram
+        torch.manual_seed(0)
+        q = torch.randn(1, 1, 48, 48, 8, requires_grad=True)
+        def look(): return scram.attention(q, q, q, search=scram.Search(seed=1), impl="numba")
+        right, found = look(), []
+        def work():
+            for _ in range(5):
+                out = look()
+                torch.autograd.grad(out.sum(), q)
+                found.append(bool((out == right).all()))
+        workers = [threading.Thread(target=work) for _ in range(4)]
+        for worker in workers: worker.start()
+        for worker in workers: worker.join()
+        print(len(found), all(found))
+        """,
+        NUMBA_THREADING_LAYER=layer,
+    )
+    assert printed.split() == ["20", "True"]
+
+
+def test_threads_follow_torch():
+    before = torch.get_num_threads()
+    try:
+        for wanted in (1, 2):
+            torch.set_num_threads(wanted)
+            with threads() as count:
+                assert count == min(wanted, os.cpu_count())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_thread_that_waits_does_not_change_the_answer():
+    q, k = stereo(32)
+    alone = scram.search(q, k, search=SETTINGS, impl="numba")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        both = scram.search(q, k, search=SETTINGS, impl="numba")
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone.index, both.index)
+
+
+def test_compiled_code_is_kept_on_disk(tmp_path):
+    code = """
+        import time, torch, scram
+        q = torch.randn(1, 1, 16, 8)
+        start = time.perf_counter()
+        scram.attention(q, q, q, impl="numba")
+        print(time.perf_counter() - start)
+        """
+    cold, warm = (float(run_python(code, NUMBA_CACHE_DIR=str(tmp_path))) for _ in range(2))
+    assert list(tmp_path.rglob("*.nbc"))
+    assert warm < cold / 3
+
+
+def test_without_a_folder_for_the_cache_it_compiles_in_memory(monkeypatch):
+    from numba.core.caching import CacheImpl
+
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
+    assert _cached(lambda x: x + 1)(1) == 2
+
+
+@pytest.mark.parametrize("name", ["all at once", "dropout", "extra", "rank 3", "bfloat16"])
+def test_gradients_are_the_same_bits_in_any_chunks_and_threads(name, monkeypatch):
+    case = next(case for case in CASES if case.name == name)
+    tensors = make_tensors(case)
+
+    def grads():
+        leaves = tensors.leaves(case.dtype)
+        return gradients(run_attend(case, tensors, leaves, "numba", dropout_seed=3), leaves)
+
+    once, before = grads(), torch.get_num_threads()
+    monkeypatch.setattr(sys.modules[attend_backward.__module__], "CHUNK_PAIRS", 100)
+    try:
+        torch.set_num_threads(2)
+        for ours, theirs in zip(grads(), once, strict=True):
+            assert torch.equal(ours, theirs)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_memory_of_the_forward_is_linear_in_the_matches():
+    q = torch.randn(1, 1, 256, 256, 4)
+    settings = scram.Search(matches=4, sweeps=1, seed=0)
+    scram.attention(q, q, q, search=settings, impl="numba")
+    tracemalloc.start()
+    out = scram.attention(q, q, q, search=settings, impl="numba")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak - out.numel() * 4 <= 64 * 256 * 256 * 4
+
+
+def test_scores_are_counted_and_few():
+    """At most one score for each candidate of Algorithm 1, whose number grows with the log of the extent."""
+    paper = scram.Search.paper()
+    settings = {name: getattr(paper, name) for name in ("matches", "separation", "jumps", "propagate", "gossip")}
+    for size, radii in ((16, 5), (32, 6), (64, 7)):
+        q, k = stereo(size)
+        count = counted_search(q, k, torch.tensor(0), None, None, **settings, sweeps=8, causal=False)[2]
+        random_search = 8 * radii * size**2
+        assert 0.8 * random_search < count < size**2 * (1 + 8 * (16 + radii))
+
+
+def test_an_interrupted_call_leaves_the_engine_usable():
+    q, k = stereo(32)
+    right = scram.search(q, k, search=SETTINGS, impl="numba")
+    failed = []
+
+    def bad():
+        try:
+            scram.search(q, k[:, :, :1, :1, :0], impl="numba")
+        except ValueError as error:
+            failed.append(error)
+
+    worker = threading.Thread(target=bad)
+    worker.start()
+    worker.join()
+    assert failed
+    assert torch.equal(scram.search(q, k, search=SETTINGS, impl="numba").index, right.index)

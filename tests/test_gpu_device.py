@@ -1,0 +1,167 @@
+"""The Triton engine on a CUDA device: the whole table of cases, and what only a device can show."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import scram
+from cases import CASES, EXACT, gradients, make_tensors, run_attend, run_search
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NOT_HERE = torch.float64  # goes to the reference
+
+
+def on_device(tensors):
+    def move(x):
+        return x.to("cuda") if hasattr(x, "to") else x
+
+    moved = {field.name: move(getattr(tensors, field.name)) for field in dataclasses.fields(tensors)}
+    extra = None if tensors.extra is None else tuple(x.to("cuda") for x in tensors.extra)
+    return dataclasses.replace(tensors, **{**moved, "extra": extra})
+
+
+@pytest.mark.parametrize("case", [case for case in EXACT if case.dtype != NOT_HERE], ids=str)
+def test_field_is_that_of_the_reference(case):
+    tensors = make_tensors(case, integer=True)
+    expected = run_search(case, tensors, "reference")
+    found = run_search(case, on_device(tensors), "triton")
+    assert torch.equal(found.index.cpu(), expected.index)
+    assert torch.equal(found.score.cpu(), expected.score)
+
+
+@pytest.mark.parametrize("repeatable", [False, True])
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype != NOT_HERE], ids=str)
+def test_attend_is_as_near_float64_as_the_reference(case, repeatable, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    tensors = make_tensors(case)
+    truth = _everything(case, tensors, "reference", torch.float64)
+    same = _everything(case, tensors, "reference", case.dtype)
+    ours = [x.cpu() for x in _everything(case, on_device(tensors), "triton", case.dtype)]
+    for exact, reference, result in zip(truth, same, ours, strict=True):
+        assert result.dtype == reference.dtype
+        assert (result.isfinite() == exact.isfinite()).all()
+        limit = 2 * _error(reference, exact) + 8 * torch.finfo(torch.float32).eps * _size(exact)
+        assert _error(result, exact) <= limit
+
+
+def _everything(case, tensors, impl, dtype):
+    leaves = tensors.leaves(dtype)
+    attended = run_attend(case, tensors, leaves, impl)
+    return [attended.out.detach(), attended.lse.detach(), *_gradients(attended, leaves)]
+
+
+def _gradients(attended, leaves):
+    return gradients(scram.Attended(attended.out.cpu(), attended.lse.cpu()), leaves)
+
+
+def _error(x, exact):
+    return _size(torch.where(exact.isfinite(), x.double() - exact, 0))
+
+
+def _size(x):
+    return float(torch.where(x.isfinite(), x.double(), 0).norm())
+
+
+def pictures(size, width=32, dtype=torch.bfloat16, heads=1):
+    return torch.randn(3, 1, heads, size, size, width, device="cuda", dtype=dtype).unbind()
+
+
+def test_a_new_size_compiles_nothing():
+    from scram.gpu import launch
+
+    def run(height, wide):
+        q = torch.randn(1, 1, height, wide, 16, device="cuda", requires_grad=True)
+        scram.attention(q, q, q, search=scram.Search.paper(matches=2, seed=0)).sum().backward()
+
+    run(32, 48)
+    variants = {id(kernel) for kernel in launch._compiled.values()}
+    for height, wide in ((33, 47), (16, 64), (1, 5), (64, 1), (100, 100)):
+        run(height, wide)
+    assert {id(kernel) for kernel in launch._compiled.values()} == variants
+
+
+def test_a_captured_graph_draws_anew_at_every_replay():
+    q, k, _ = pictures(64)
+    seed = torch.zeros((), dtype=torch.int64, device="cuda")
+    settings = scram.Search(sweeps=1, seed=seed)
+    scram.search(q, k, search=settings)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = scram.search(q, k, search=settings)
+    fields = []
+    for value in (1, 2, 1):
+        seed.fill_(value)
+        graph.replay()
+        fields.append(found.index.clone())
+        assert torch.equal(fields[-1], scram.search(q, k, search=dataclasses.replace(settings, seed=value)).index)
+    assert torch.equal(fields[0], fields[2])
+    assert not torch.equal(fields[0], fields[1])
+
+
+def test_runs_on_the_current_stream():
+    q, k, v = pictures(256)
+    settings = scram.Search(seed=3)
+    expected = scram.attention(q, k, v, search=settings)
+    stream = torch.cuda.Stream()
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            busy @ busy
+        late = [x.clone() for x in (q, k, v)]
+        out = scram.attention(*late, search=settings)
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_a_field_is_the_same_every_time():
+    q, k, _ = pictures(200)
+    settings = scram.Search(matches=2, seed=5)
+    first = scram.search(q, k, search=settings)
+    assert all(torch.equal(scram.search(q, k, search=settings).index, first.index) for _ in range(5))
+
+
+def test_repeatable_gradients_have_the_same_bits():
+    q, k, v = (x.requires_grad_() for x in pictures(96, dtype=torch.float32))
+    k_extra, v_extra = torch.randn(2, 1, 1, 3, 32, device="cuda").unbind()
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = scram.search(q, k, search=scram.Search(matches=3, seed=0))
+        grads = []
+        for _ in range(3):
+            out, lse = scram.attend(q, k, v, found, extra=(k_extra, v_extra))
+            grads.append(torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
+    out, lse = scram.attend(q, k, v, found, extra=(k_extra, v_extra))
+    for ours, fixed in zip(torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v)), grads[0], strict=True):
+        torch.testing.assert_close(ours, fixed, rtol=1e-4, atol=1e-4)
+
+
+def test_more_than_2_to_the_31_elements():
+    heads, width = 9, 256
+    q = torch.randint(-3, 4, (1, heads, 1024, 1024, width), device="cuda", dtype=torch.int8).to(torch.float16)
+    assert q.numel() > 2**31
+    settings = scram.Search("query", sweeps=1, gossip=0, propagate="shift", jumps=(1,), seed=1)
+    found = scram.search(q, q, search=settings)
+    out, _ = scram.attend(q, q, q, found, radius=0)
+    index = found.index[0, -1, ..., 0].flatten().long()
+    last = q[0, -1].flatten(0, 1)
+    assert torch.equal((last.float() * last[index].float()).sum(-1), found.score[0, -1].flatten())
+    assert torch.equal(out[0, -1].flatten(0, 1), last[index])
+
+
+def test_extra_memory_is_at_most_40_bytes_per_query_and_match():
+    q, k, v = pictures(512, width=64)
+    scram.attention(q, k, v, search=scram.Search.paper())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = scram.attention(q, k, v, search=scram.Search.paper())
+    extra = torch.cuda.max_memory_allocated() - before - out.numel() * out.itemsize
+    assert extra / 512**2 <= 40
