@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+PAUSE = 0.6  # seconds
 
 
 def commit() -> str:
@@ -53,15 +54,19 @@ class Store:
 
 
 def alternate(calls: dict[str, Callable[[], Any]], repeats: dict[str, int]) -> dict[str, list[float]]:
-    """Seconds of each call, taken in turn so that a noisy moment hits them all; one untimed call each first."""
+    """Seconds of each call, taken in turn so that a noisy minute hits them all; one untimed call each first.
+
+    A pause between two contenders: torch's threads go on spinning for a while after their work is done.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for name, call in calls.items():
-        if repeats[name] > 1:
-            call()
-    rounds = max(repeats.values())
-    for n in range(rounds):
+    rounds = min(repeats.values())
+    for _ in range(rounds):
         for name, call in calls.items():
-            if n * repeats[name] // rounds < (n + 1) * repeats[name] // rounds:
+            if len(calls) > 1:
+                time.sleep(PAUSE)
+            if not times[name] and repeats[name] > 3:
+                call()
+            for _ in range(repeats[name] // rounds):
                 start = time.perf_counter()
                 call()
                 times[name].append(time.perf_counter() - start)

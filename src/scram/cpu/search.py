@@ -21,7 +21,8 @@ from .compiled import compiled, parallel, threads
 from .layout import Array, LegalArrays, array, key_rows, strides
 from .noise import absorb, below, seeded
 
-BLOCK = 256  # points that one task takes
+BLOCK = 256  # points that are visited together: their scratch fits the first cache
+TASKS_PER_THREAD = 16
 SHIFT, STAY = 1, 2  # what a neighbour offers, as bits
 AXIS, STEP, TO_POINT, TO_KEY, LINE = range(5)  # columns of `_directions`
 CHANGED, CHANGED_BEFORE = 1, 2  # whether a point's key changed in the last sweep, and in the one before
@@ -65,8 +66,6 @@ def counted_search(
     shape = (*q.shape[:-1], matches)
     index, score = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, np.float32)
     start = np.zeros((0, 0), np.int32) if warm is None else warm.reshape(points, warm.shape[-1]).contiguous().numpy()
-    blocks = -(-points // BLOCK)
-    evaluations = np.zeros(blocks, np.int64)
     best = np.empty(points, queries_.dtype)
     key, key_after = np.empty(points, np.int32), np.empty(points, np.int32)
     flags, flags_after = np.empty(points, np.uint8), np.empty(points, np.uint8)
@@ -74,17 +73,19 @@ def counted_search(
     memory = CHANGED | CHANGED_BEFORE if propagate == "turns" else CHANGED
     all_scores = np.empty((points, matches), queries_.dtype)
     directions = _directions(jumps, query_grid, key_grid)
-    coordinates = np.empty((blocks, 2, 8), np.int64)  # a cache line each
-    asked = np.empty((blocks, len(directions)), np.int64)
     state = np.uint32(seeded(int(seed)))
-    with threads():
+    with threads() as count:
+        tasks = count * TASKS_PER_THREAD
+        scratch = np.empty((tasks, 5 + 2 * len(key_grid), BLOCK), np.int32)
+        scores = np.empty((tasks, BLOCK), queries_.dtype)
+        evaluations = np.zeros(tasks, np.int64)
         for run in range(matches):
             for sweep in range(sweeps + 1):
                 offer = offers[propagate][sweep % 2]
                 _sweep(
                     queries_, keys_, *geometry, (legal.mask, legal.order, legal.count), queries, state, run, sweep,
                     start, index, separation, directions, offer, memory, gossip,
-                    key, key_after, flags, flags_after, best, evaluations, coordinates, asked,
+                    key, key_after, flags, flags_after, best, evaluations, scratch, scores,
                 )  # fmt: skip
                 key, key_after, flags, flags_after = key_after, key, flags_after, flags
             index[:, run], all_scores[:, run] = key, best
@@ -109,35 +110,38 @@ def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Arr
 def _sweep(
     q, k, query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal, legal, queries, seed, run,
     sweep, start, earlier, separation, directions, offer, memory, gossip, before, after, flags_before, flags_after,
-    best, evaluations, coordinates, asked,
+    best, evaluations, scratch, scores,
 ):  # fmt: skip
-    """Sweep number `sweep` of a run (0: the start), every block of points by one thread."""
-    for block in numba.prange(len(evaluations)):
+    """Sweep number `sweep` of a run (0: the start). Blocks of points of one row, each written by one thread."""
+    tasks, in_row = len(scratch), -(-queries // BLOCK)
+    blocks = len(best) // max(queries, 1) * in_row
+    for task in numba.prange(tasks):
         geometry = (query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal)
-        begin, end = block * BLOCK, min((block + 1) * BLOCK, len(best))
-        if sweep == 0:
-            evaluations[block] += _start(
-                q, k, geometry, legal, queries, begin, end, seed, run, start, earlier, separation,
-                after, flags_after, best,
-            )  # fmt: skip
-        else:
-            evaluations[block] += _visit(
-                q, k, geometry, legal, queries, begin, end, seed, run, sweep, earlier, separation, directions, offer,
-                memory, gossip, before, after, flags_before, flags_after, best,
-                coordinates[block, 0], coordinates[block, 1], asked[block],
-            )  # fmt: skip
+        for block in range(blocks * task // tasks, blocks * (task + 1) // tasks):
+            row = block // in_row
+            begin = (block - row * in_row) * BLOCK
+            end = min(begin + BLOCK, queries)
+            if sweep == 0:
+                evaluations[task] += _start(
+                    q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation,
+                    after, flags_after, best,
+                )  # fmt: skip
+            else:
+                evaluations[task] += _visit(
+                    q, k, geometry, legal, queries, row, begin, end, seed, run, sweep, earlier, separation, directions,
+                    offer, memory, gossip, before, after, flags_before, flags_after, best, scratch[task], scores[task],
+                )  # fmt: skip
 
 
 @compiled
 def _start(
-    q, k, geometry, legal, queries, begin, end, seed, run, start, earlier, separation, after, flags, best,
+    q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation, after, flags, best,
 ):  # fmt: skip
     """The warm key where it is legal, else a drawn one; kept whatever its score. Returns the scores computed."""
     keys, key_rows = _keys(geometry), geometry[4]
     count = 0
-    for point in range(begin, end):
-        row = point // queries
-        query = point - row * queries
+    for query in range(begin, end):
+        point = row * queries + query
         key = np.int64(-1)
         if run < start.shape[1]:
             key = np.int64(start[point, run])
@@ -159,74 +163,95 @@ def _start(
 
 @compiled
 def _visit(
-    q, k, geometry, legal, queries, begin, end, seed, run, sweep, earlier, separation, directions, offer, memory,
-    gossip, before, after, flags_before, flags_after, best, place, centre, asked,
+    q, k, geometry, legal, queries, row, begin, end, seed, run, sweep, earlier, separation, directions, offer, memory,
+    gossip, before, after, flags_before, flags_after, best, scratch, scores,
 ):  # fmt: skip
-    """One sweep of a block: propagate, gossip, random search. Returns the scores computed.
+    """One sweep of a block of points of one row: propagate, gossip, random search. Returns the scores computed.
 
-    Scratch: `place` and `centre`, the coordinates of the query and of its best key; `asked`, the neighbours with news;
-    `near`, a key in each box around the best; `bits`, the draws of the boxes. They are filled in plain loops, for the
-    vector units, before anything is decided.
+    One candidate (-1: none) is made for every point of the block in a plain loop, for the vector units; then `_weigh`
+    takes those that win.
     """
     query_grid, query_strides, key_grid, key_strides, key_rows, _, _ = geometry
-    rank, keys, count = len(key_grid), _keys(geometry), 0
-    widest = max(key_grid)
-    for point in range(begin, end):
-        row = point // queries
-        query = point - row * queries
-        noise = absorb(absorb(absorb(absorb(seed, row), query), run), sweep)
-        first_key, first_point = key_rows[row] * keys, point - query
-        key, top = np.int64(before[point]), best[point]
-        _locate(query, query_strides, query_grid, place)
+    rank, size, count = len(key_grid), end - begin, 0
+    key, candidate, theirs, chosen, noise = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
+    place, centre = scratch[5 : 5 + rank], scratch[5 + rank :]  # coordinates of the queries and of their best keys
+    row_point, row_key, prefix = row * queries, key_rows[row] * _keys(geometry), absorb(seed, row)
+    first = row_point + begin
+    where = (row, begin, first, row_key, run)
+    for p in range(size):
+        noise[p] = absorb(absorb(absorb(prefix, begin + p), run), sweep)
+        key[p] = before[first + p]
+    for p in range(size):
+        _locate(begin + p, query_strides, query_grid, place, p)
+        _locate(max(key[p], 0), key_strides, key_grid, centre, p)
+    for d in range(len(directions)):
+        axis, step, to_point = directions[d, AXIS], directions[d, STEP], directions[d, TO_POINT]
         news = 0
-        for d in range(len(directions)):
-            if 0 <= place[directions[d, AXIS]] + directions[d, STEP] < query_grid[directions[d, AXIS]]:
-                neighbour = point + directions[d, TO_POINT]
-                asked[news] = d
-                news += (flags_before[neighbour] & memory != 0) & (before[neighbour] >= 0)
-        for n in range(news):
-            d = asked[n]
-            theirs = np.int64(before[point + directions[d, TO_POINT]])
-            moved = theirs - directions[d, TO_KEY]
-            if offer & SHIFT and moved != key and _same_line(theirs, moved, directions[d, LINE]):
-                score = _dot(q, point, k, first_key + moved)
-                count += 1
-                if score > top and _legal(geometry, legal, row, query, point, moved, run, earlier, separation):
-                    key, top = moved, score
-            if offer & STAY and theirs != key:
-                score = _dot(q, point, k, first_key + theirs)
-                count += 1
-                if score > top and _legal(geometry, legal, row, query, point, theirs, run, earlier, separation):
-                    key, top = theirs, score
-        for draw in range(gossip):
-            theirs = np.int64(before[first_point + below(absorb(noise, draw), queries)])
-            if theirs >= 0 and theirs != key:
-                score = _dot(q, point, k, first_key + theirs)
-                count += 1
-                if score > top and _legal(geometry, legal, row, query, point, theirs, run, earlier, separation):
-                    key, top = theirs, score
-        reach, draw = widest, gossip
-        if key >= 0:
-            _locate(key, key_strides, key_grid, centre)
-        while reach >= 1:
-            if key >= 0:
-                near = np.int64(0)
-                for axis in range(rank):
-                    low, high = max(centre[axis] - reach, 0), min(centre[axis] + reach, key_grid[axis] - 1)
-                    near += key_strides[axis] * (low + below(absorb(noise, draw + axis), high - low + 1))
-            else:
-                near = _fresh(geometry, legal, row, query, absorb(noise, draw + rank))
-            if near != key:
-                score = _dot(q, point, k, first_key + near)
-                count += 1
-                if score > top and _legal(geometry, legal, row, query, point, near, run, earlier, separation):
-                    key, top = near, score
-                    _locate(key, key_strides, key_grid, centre)
-            reach //= 2
-            draw += rank + 1
-        changed = np.uint8(key != before[point])
-        flags_after[point] = changed | np.uint8((flags_before[point] & CHANGED) << 1)
-        after[point], best[point] = key, top
+        for p in range(size):
+            there = (place[axis, p] + step >= 0) & (place[axis, p] + step < query_grid[axis])
+            neighbour = first + p + (to_point if there else 0)
+            fresh = there & (flags_before[neighbour] & memory != 0)
+            theirs[p] = before[neighbour] if fresh else -1
+            news += fresh
+        if news and offer & SHIFT:
+            to_key, line = directions[d, TO_KEY], directions[d, LINE]
+            for p in range(size):
+                on_grid = theirs[p] >= 0 and _same_line(theirs[p], theirs[p] - to_key, line)
+                candidate[p] = theirs[p] - to_key if on_grid else -1
+            count += _weigh(
+                q, k, geometry, legal, where, size, candidate, chosen, scores, earlier, separation, key, best, centre
+            )
+        if news and offer & STAY:
+            count += _weigh(
+                q, k, geometry, legal, where, size, theirs, chosen, scores, earlier, separation, key, best, centre
+            )
+    for draw in range(gossip):
+        for p in range(size):
+            candidate[p] = before[row_point + below(absorb(noise[p], draw), queries)]
+        count += _weigh(
+            q, k, geometry, legal, where, size, candidate, chosen, scores, earlier, separation, key, best, centre
+        )
+    reach, draw = max(key_grid), gossip
+    while reach >= 1:
+        for p in range(size):
+            candidate[p] = 0
+        for axis in range(rank):
+            extent, stride = key_grid[axis], key_strides[axis]
+            for p in range(size):
+                low, high = max(centre[axis, p] - reach, 0), min(centre[axis, p] + reach, extent - 1)
+                candidate[p] += stride * (low + below(absorb(noise[p], draw + axis), high - low + 1))
+        for p in range(size):
+            if key[p] < 0:
+                candidate[p] = _fresh(geometry, legal, row, begin + p, absorb(noise[p], draw + rank))
+        count += _weigh(
+            q, k, geometry, legal, where, size, candidate, chosen, scores, earlier, separation, key, best, centre
+        )
+        reach //= 2
+        draw += rank + 1
+    for p in range(size):
+        after[first + p] = key[p]
+        changed = np.uint8(key[p] != before[first + p])
+        flags_after[first + p] = changed | np.uint8((flags_before[first + p] & CHANGED) << 1)
+    return count
+
+
+@compiled
+def _weigh(q, k, geometry, legal, where, size, candidate, chosen, scores, earlier, separation, key, best, centre):
+    """Take each point's candidate where it is strictly better and legal. Returns the scores computed."""
+    row, begin, first, row_key, run = where
+    count = 0
+    for p in range(size):  # what is left, in a list: no branch to guess wrong
+        chosen[count] = p
+        count += (candidate[p] >= 0) & (candidate[p] != key[p])
+    for n in range(count):  # nothing is decided here: many loads are under way at once
+        scores[n] = _dot(q, first + chosen[n], k, row_key + candidate[chosen[n]])
+    for n in range(count):
+        p = chosen[n]
+        if scores[n] > best[first + p]:
+            new = np.int64(candidate[p])
+            if _legal(geometry, legal, row, begin + p, first + p, new, run, earlier, separation):
+                key[p], best[first + p] = new, scores[n]
+                _locate(new, geometry[3], geometry[2], centre, p)
     return count
 
 
@@ -238,10 +263,11 @@ def _same_line(key, moved, line):
 
 
 @compiled
-def _locate(index, strides, grid, coordinates):
+def _locate(index, strides, grid, coordinates, p):
+    """Write the coordinates of a point of a grid to column p."""
     for axis in range(len(grid)):
-        coordinates[axis] = index // strides[axis]
-        index -= coordinates[axis] * strides[axis]
+        coordinates[axis, p] = np.uint32(index) // np.uint32(strides[axis])
+        index -= coordinates[axis, p] * strides[axis]
 
 
 @compiled
