@@ -11,6 +11,7 @@ on prepared features (q and k of one dtype, v perhaps of another), and is loaded
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -95,6 +96,7 @@ def attend(
     return Attended(*torch.ops.scram.attend(q, k, v, index, key_mask, k_extra, v_extra, dropout_seed, *how))
 
 
+@cache
 def _engine(impl: str) -> ModuleType:
     return import_module(ENGINES[impl])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -31,8 +32,14 @@ class Implementation:
     reasons: Callable[[Request], list[str]]
 
 
+@cache
+def installed(package: str) -> bool:
+    """Asked once: looking takes longer than a small search."""
+    return find_spec(package) is not None
+
+
 def _missing(package: str) -> list[str]:
-    return [] if find_spec(package) else [f"the package {package} is not installed"]
+    return [] if installed(package) else [f"the package {package} is not installed"]
 
 
 def _not_a_dot_product(request: Request) -> list[str]:
