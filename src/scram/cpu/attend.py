@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..grid import grid_of
-from .compiled import compiled, parallel, threads
+from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import Array, LegalArrays, array, key_rows, strides
 from .noise import absorb, seeded
+from .vectors import add, dot
 
 WEIGHTS = {"softmax": 0, "mean": 1, "relu": 2}
-TASKS_PER_THREAD = 16
 
 
 class Problem:
@@ -138,21 +138,6 @@ def _attend_some(
         lse[point] = math.log(total) + (top if weight == 0 and top != -np.inf else zero)
         for f in range(out.shape[1]):
             out[point, f] /= total
-
-
-@compiled
-def dot(a, i, b, j):
-    total = a.dtype.type(0)
-    for e in range(a.shape[1]):
-        total += a[i, e] * b[j, e]
-    return total
-
-
-@compiled
-def add(a, i, factor, b, j):
-    """a[i] += factor * b[j]"""
-    for e in range(a.shape[1]):
-        a[i, e] += factor * b[j, e]
 
 
 @compiled

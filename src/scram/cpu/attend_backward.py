@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attend import TASKS_PER_THREAD, Problem, add, dot, expand
-from .compiled import compiled, parallel, threads
+from .attend import Problem, expand
+from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import array
 from .noise import absorb
+from .vectors import add, dot
 
 CHUNK_PAIRS = 1 << 22
 STRETCH = 8  # log2 of how many neighbouring keys have one owner

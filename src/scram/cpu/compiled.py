@@ -19,6 +19,8 @@ import torch
 # Without nnan and ninf, which would break tests for NaN and -inf.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
+TASKS_PER_THREAD = 16  # so that a thread that is late does not hold up the others for long
+
 _lock = threading.Lock()
 _serial = threading.RLock()
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ..grid import Grid, grid_of
-from .compiled import compiled, parallel, threads
+from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import Array, LegalArrays, array, key_rows, strides
 from .noise import absorb, below, seeded
+from .vectors import dot
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
-TASKS_PER_THREAD = 16
 SHIFT, STAY = 1, 2  # what a neighbour offers, as bits
 AXIS, STEP, TO_POINT, TO_KEY, LINE = range(5)  # columns of `_directions`
 CHANGED, CHANGED_BEFORE = 1, 2  # whether a point's key changed in the last sweep, and in the one before
@@ -154,7 +154,7 @@ def _start(
                 key = np.int64(-1)
         after[point], best[point], flags[point] = key, -np.inf, CHANGED
         if key >= 0:
-            score = _dot(q, point, k, key_rows[row] * keys + key)
+            score = dot(q, point, k, key_rows[row] * keys + key)
             count += 1
             if score == score:  # NaN counts as -inf
                 best[point] = score
@@ -244,7 +244,7 @@ def _weigh(q, k, geometry, legal, where, size, candidate, chosen, scores, earlie
         chosen[count] = p
         count += (candidate[p] >= 0) & (candidate[p] != key[p])
     for n in range(count):  # nothing is decided here: many loads are under way at once
-        scores[n] = _dot(q, first + chosen[n], k, row_key + candidate[chosen[n]])
+        scores[n] = dot(q, first + chosen[n], k, row_key + candidate[chosen[n]])
     for n in range(count):
         p = chosen[n]
         if scores[n] > best[first + p]:
@@ -273,14 +273,6 @@ def _locate(index, strides, grid, coordinates, p):
 @compiled
 def _keys(geometry):
     return geometry[2][0] * geometry[3][0]
-
-
-@compiled
-def _dot(q, point, k, key):
-    total = q.dtype.type(0)
-    for e in range(q.shape[1]):
-        total += q[point, e] * k[key, e]
-    return total
 
 
 @compiled
