@@ -9,6 +9,7 @@ import tracemalloc
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import scram
 from cases import CASES, gradients, make_tensors, run_attend
@@ -173,3 +174,34 @@ def test_an_interrupted_call_leaves_the_engine_usable():
     worker.join()
     assert failed
     assert torch.equal(scram.search(q, k, search=SETTINGS, impl="numba").index, right.index)
+
+
+def three():
+    return [x.requires_grad_() for x in torch.randn(3, 1, 2, 6, 6, 4, dtype=torch.float64).unbind()]
+
+
+def test_a_graph_of_the_gradient_can_be_made_but_not_differentiated():
+    leaves = three()
+    out = scram.attention(*leaves, search=SETTINGS, impl="numba")
+    plain = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    grads = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+    for ours, theirs in zip(grads, plain, strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(NotImplementedError, match=r"impl='numba' has no second derivative; use impl='reference'"):
+        torch.autograd.grad(grads[0].sum(), leaves)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own forward mode
+def test_forward_mode_is_refused_not_zero():
+    q, k, v = (x.detach() for x in three())
+    found = scram.search(q, k, search=SETTINGS)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        scram.attend(forward_ad.make_dual(q, q), k, v, found, impl="numba")
+
+
+def test_matches_of_inference_mode_serve_training():
+    q, k, v = three()
+    with torch.inference_mode():
+        found = scram.search(q, k, search=SETTINGS, impl="numba")
+    scram.attend(q, k, v, found, impl="numba").out.sum().backward()
+    assert q.grad.abs().sum() > 0

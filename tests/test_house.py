@@ -18,7 +18,7 @@ BELOW = {
     "noise": set(),
     "scoring": {"check", "types"},
     "pick": {"check", "types"},
-    "ops": {"grid", "noise", "scoring", "types"},
+    "ops": {"check", "grid", "noise", "scoring", "types"},
     "reference": {"grid", "noise", "scoring", "types"},
     "cpu": {"grid", "noise", "scoring", "types"},
     "gpu": {"grid", "noise", "scoring", "types"},

@@ -26,7 +26,7 @@ def test_numba_is_for_cpu_tensors_and_named_scores():
 
 def test_triton_is_for_cuda_tensors(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(pick, "installed", lambda _: True)
+    monkeypatch.setattr(pick, "INSTALLED", {"numba": True, "triton": True})
     assert reasons("triton", device=CUDA) == reasons("triton", device=CUDA, dtype=torch.bfloat16) == []
     assert reasons("triton", device=CPU) == ["it runs on CUDA tensors, these are on cpu"]
     assert reasons("triton", device=CPU, explicit=True) == ["it runs on CUDA tensors, these are on cpu"]
@@ -36,7 +36,7 @@ def test_triton_is_for_cuda_tensors(monkeypatch):
 
 def test_triton_takes_cpu_tensors_in_its_interpreter_by_name_only(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(pick, "installed", lambda _: True)
+    monkeypatch.setattr(pick, "INSTALLED", {"numba": True, "triton": True})
     assert reasons("triton", explicit=True) == []
     assert reasons("triton", explicit=False) == ["it runs on CUDA tensors, these are on cpu"]
     assert pick.choose("triton", CPU, torch.float32) == "triton"
@@ -44,7 +44,7 @@ def test_triton_takes_cpu_tensors_in_its_interpreter_by_name_only(monkeypatch):
 
 
 def test_a_missing_package_is_a_reason(monkeypatch):
-    monkeypatch.setattr(pick, "installed", lambda _: False)
+    monkeypatch.setattr(pick, "INSTALLED", {"numba": False, "triton": False})
     assert reasons("numba") == ["the package numba is not installed"]
     assert "the package triton is not installed" in reasons("triton", device=CUDA)
     assert pick.choose("auto", CPU, torch.float32) == "reference"
@@ -63,13 +63,13 @@ def test_a_missing_package_is_a_reason(monkeypatch):
     ],
 )
 def test_auto_takes_the_first_that_can(monkeypatch, device, dtype, score, chosen):
-    monkeypatch.setattr(pick, "installed", lambda _: True)
+    monkeypatch.setattr(pick, "INSTALLED", {"numba": True, "triton": True})
     assert pick.choose("auto", device, dtype, score) == chosen
 
 
 def test_a_name_never_falls_back_and_every_reason_is_told(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(pick, "installed", lambda _: False)
+    monkeypatch.setattr(pick, "INSTALLED", {"numba": False, "triton": False})
     with pytest.raises(ValueError, match="impl='triton' cannot run this call") as error:
         pick.choose("triton", CPU, torch.float64, torch.dot)
     told = str(error.value)

@@ -34,7 +34,7 @@ def search(
         causal: a query may attend keys up to itself in row-major order (equal grids).
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
-        warm: matches of an earlier search on the same shapes, to start from.
+        warm: matches of an earlier search on the same shapes, to start from; their kappa may differ.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -71,7 +71,8 @@ def attend(
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
 
-    Differentiable in q, k, v and extra, through `out` and through `lse`.
+    Differentiable in q, k, v and extra, through `out` and through `lse`; once, and in reverse mode. For second
+    derivatives, forward mode or `torch.func` transforms use impl="reference".
 
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
@@ -83,8 +84,8 @@ def attend(
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
             A search finds the highest scores: under "mean" large negative ones are missed.
         extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
-        dropout_p: probability that a weight is dropped after the softmax; lse is without it. In force whenever > 0,
-            as in F.scaled_dot_product_attention; `torch.manual_seed` governs it.
+        dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
+            whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
         impl: as in `search`.
 
     Returns:

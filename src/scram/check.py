@@ -181,8 +181,8 @@ def radius(value: Any, rank: int) -> tuple[int, ...]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != rank:
             raise ValueError(f"radius must be an int or one int per grid axis ({rank}), got {len(value)} values")
-        return tuple(whole(f"radius[{axis}]", b, 0) for axis, b in enumerate(value))
-    return (whole("radius", value, 0, ", or one int per grid axis"),) * rank
+        return tuple(min(whole(f"radius[{axis}]", b, 0), 2**31) for axis, b in enumerate(value))
+    return (min(whole("radius", value, 0, ", or one int per grid axis"), 2**31),) * rank  # no grid is wider
 
 
 def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
@@ -302,6 +302,15 @@ def score_result(value: Any, want: tuple[int, ...]) -> Tensor:
             f"the score callable must return a tensor of shape {want} (inputs less their last axis), got {got}"
         )
     return value
+
+
+def reverse_mode_only(impl: str) -> NotImplementedError:
+    way_out = "use impl='reference'"
+    return NotImplementedError(f"impl={impl!r} has no forward-mode derivative (torch.func.jvp, forward_ad); {way_out}")
+
+
+def first_order_only(impl: str) -> NotImplementedError:
+    return NotImplementedError(f"impl={impl!r} has no second derivative; use impl='reference'")
 
 
 def no_implementation(impl: str, reasons: dict[str, list[str]]) -> ValueError:

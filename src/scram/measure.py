@@ -115,6 +115,8 @@ def captured_mass(
 ) -> Tensor:
     """The share of the exact softmax that the attended keys hold: mean of exp(lse_S - lse_all).
 
+    `attended` must come from weight="softmax" and no extra keys: they are not in the exact softmax over the grid.
+
     >>> q = k = torch.eye(4).reshape(1, 1, 2, 2, 4)
     >>> captured_mass(q, k, exact_attention(q, k, k))
     tensor([[1.]])

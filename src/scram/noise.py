@@ -46,4 +46,4 @@ def below(bits: Tensor, n: Tensor | int) -> Tensor:
 
 def draw_seed() -> Tensor:
     """A fresh seed from torch's default CPU generator: `torch.manual_seed` governs it, no device waits for it."""
-    return torch.empty((), dtype=torch.int64).random_()
+    return torch.randint(2**63 - 1, ())

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from . import check
 from .grid import grid_of
 from .scoring import accumulator
 from .types import Attended, Matches, Score, Search
@@ -92,8 +94,17 @@ def attend(
 ) -> Attended:
     """As `reference.attend`, by the engine `impl`."""
     k_extra, v_extra = (None, None) if extra is None else extra
+    if not torch.compiler.is_compiling():
+        if any(_has_tangent(x) for x in (q, k, v, k_extra, v_extra)):
+            raise check.reverse_mode_only(impl)  # torch would take the derivative for zero
+        if index.is_inference() and torch.is_grad_enabled():
+            index = index.clone()  # autograd keeps no inference tensor
     how = (list(radius), causal, scale, weight, dropout_p, impl)
     return Attended(*torch.ops.scram.attend(q, k, v, index, key_mask, k_extra, v_extra, dropout_seed, *how))
+
+
+def _has_tangent(x: Tensor | None) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 @cache
@@ -195,4 +206,13 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return dq, dk, dv, None, None, *extra, None, *[None] * len(ctx.how)
 
 
+def _differentiate_again(ctx: Any, *_: Tensor | None) -> None:
+    raise check.first_order_only(ctx.impl)
+
+
+def _save_name(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.impl = inputs[-1]
+
+
 torch.library.register_autograd("scram::attend", _differentiate, setup_context=_save)
+torch.library.register_autograd("scram::attend_backward", _differentiate_again, setup_context=_save_name)

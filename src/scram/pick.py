@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -32,14 +31,12 @@ class Implementation:
     reasons: Callable[[Request], list[str]]
 
 
-@cache
-def installed(package: str) -> bool:
-    """Asked once: looking takes longer than a small search."""
-    return find_spec(package) is not None
+# Asked once: looking takes longer than a small search.
+INSTALLED = {package: find_spec(package) is not None for package in ("numba", "triton")}
 
 
 def _missing(package: str) -> list[str]:
-    return [] if installed(package) else [f"the package {package} is not installed"]
+    return [] if INSTALLED[package] else [f"the package {package} is not installed"]
 
 
 def _not_a_dot_product(request: Request) -> list[str]:

@@ -78,8 +78,10 @@ class Matches:
     """For every query its best keys, best first: the result of a search.
 
     Args:
-        index: int32 [B, H, *G, kappa], flat row-major index into the key grid, -1 for none.
-        score: float32 [B, H, *G, kappa], the score of each match before `scale`, -inf for none.
+        index: int32 [B, H, *G, kappa], flat row-major index into the key grid, -1 for none; what lies off the grid
+            counts as none.
+        score: float32 [B, H, *G, kappa], the score of each match before `scale`; -inf for none, and for a key whose
+            score is NaN.
         key_grid: the extents of the key grid.
 
     >>> found = Matches(torch.zeros(1, 1, 4, 1, dtype=torch.int32), torch.ones(1, 1, 4, 1), (6,))

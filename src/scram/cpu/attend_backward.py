@@ -32,13 +32,13 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
     *inputs, _, lse = tensors
     problem = Problem(*inputs, **settings)
     q, k, v = problem.tensors
-    d_out, d_lse = array(grad_out), grad_lse.reshape(-1).contiguous().numpy()
+    d_out, d_lse = array(grad_out), grad_lse.detach().reshape(-1).contiguous().numpy()
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dk_extra, dv_extra = (np.zeros_like(x) for x in problem.extra)
     width = problem.slots + problem.extras
     size = max(1, min(problem.points, CHUNK_PAIRS // max(width, 1)))
     pairs = (np.empty((size, width), np.int32), np.empty((size, width), v.dtype), np.empty((size, width), v.dtype))
-    log_total = lse.reshape(-1).numpy()
+    log_total = lse.detach().reshape(-1).numpy()
     with threads() as count:
         for begin in range(0, problem.points, size):
             _queries(
