@@ -3,7 +3,7 @@
     python benchmarks/gpu.py prepare build/gpu_data                      # pictures and tensors, where scikit-image is
     python benchmarks/gpu.py measure build/gpu_data benchmarks/results/gpu.json --seconds 300
     python benchmarks/gpu.py table benchmarks/results/gpu.json
-    python benchmarks/gpu.py plot benchmarks/results/gpu.json benchmarks/results/gpu.png
+    python benchmarks/gpu.py plot benchmarks/results/gpu.json docs/images/gpu.png
 
 Every row is stored when it is measured; a second call goes on where the first stopped. Features are 7x7 colour patches
 of a stereo pair, PCA to E, unit norm; each head sees them through its own rotation. The values are the keys' features.

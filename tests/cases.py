@@ -241,3 +241,13 @@ def gradients(attended: scram.Attended, leaves: list[Tensor], seed: int = 5) -> 
 def named(name: str, **changes: object) -> Case:
     """The case of that name, changed."""
     return replace(next(case for case in CASES if case.name == name), **changes)
+
+
+def assert_as_near_float64(truth, same, ours, size) -> None:
+    """Each of `ours` is at most twice as far from `truth` (float64) as the reference in the same dtype, by `size`."""
+    for exact, reference, result in zip(truth, same, ours, strict=True):
+        assert result.dtype == reference.dtype
+        assert result.shape == exact.shape
+        assert (result.isfinite() == exact.isfinite()).all()
+        usual, found = (size(torch.where(exact.isfinite(), x.double() - exact, 0)) for x in (reference, result))
+        assert found <= 2 * usual + 8 * torch.finfo(torch.float32).eps * size(exact)

@@ -5,7 +5,7 @@ import torch
 
 import plain
 import scram
-from cases import CASES, EXACT, gradients, make_tensors, run_attend, run_search
+from cases import CASES, EXACT, assert_as_near_float64, gradients, make_tensors, run_attend, run_search
 from scram.noise import draw_seed
 
 
@@ -40,12 +40,7 @@ def test_attend_is_as_near_float64_as_the_reference(case, impl):
         _everything(case, tensors, name, dtype)
         for name, dtype in (("reference", torch.float64), ("reference", case.dtype), (impl, case.dtype))
     )
-    for exact, reference, result in zip(truth, same, ours, strict=True):
-        assert result.dtype == reference.dtype
-        assert result.shape == exact.shape
-        assert (result.isfinite() == exact.isfinite()).all()
-        limit = 2 * _error(reference, exact) + 8 * torch.finfo(torch.float32).eps * _size(exact)
-        assert _error(result, exact) <= limit
+    assert_as_near_float64(truth, same, ours, _size)
 
 
 def _everything(case, tensors, impl, dtype):
@@ -53,10 +48,6 @@ def _everything(case, tensors, impl, dtype):
     leaves = tensors.leaves(dtype)
     attended = run_attend(case, tensors, leaves, impl)
     return [attended.out.detach(), attended.lse.detach(), *gradients(attended, leaves)]
-
-
-def _error(x, exact):
-    return _size(torch.where(exact.isfinite(), x.double() - exact, 0))
 
 
 def _size(x):

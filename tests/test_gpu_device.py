@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import scram
-from cases import CASES, EXACT, gradients, make_tensors, run_attend, run_search
+from cases import CASES, EXACT, assert_as_near_float64, gradients, make_tensors, run_attend, run_search
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,11 +41,7 @@ def test_attend_is_as_near_float64_as_the_reference(case, repeatable, monkeypatc
     truth = _everything(case, tensors, "reference", torch.float64)
     same = _everything(case, tensors, "reference", case.dtype)
     ours = [x.cpu() for x in _everything(case, on_device(tensors), "triton", case.dtype)]
-    for exact, reference, result in zip(truth, same, ours, strict=True):
-        assert result.dtype == reference.dtype
-        assert (result.isfinite() == exact.isfinite()).all()
-        limit = 2 * _error(reference, exact) + 8 * torch.finfo(torch.float32).eps * _size(exact)
-        assert _error(result, exact) <= limit
+    assert_as_near_float64(truth, same, ours, _size)
 
 
 def _everything(case, tensors, impl, dtype):
@@ -56,10 +52,6 @@ def _everything(case, tensors, impl, dtype):
 
 def _gradients(attended, leaves):
     return gradients(scram.Attended(attended.out.cpu(), attended.lse.cpu()), leaves)
-
-
-def _error(x, exact):
-    return _size(torch.where(exact.isfinite(), x.double() - exact, 0))
 
 
 def _size(x):
