@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import check
 from .grid import grid_of
@@ -26,6 +27,8 @@ from .scoring import accumulator
 from .types import Attended, Matches, Score, Search
 
 ENGINES = {"numba": "scram.cpu", "triton": "scram.gpu"}
+
+PLAIN = {Tensor, torch.nn.Parameter}
 
 torch.library.define(
     "scram::search",
@@ -57,7 +60,8 @@ def search(
     impl: str,
 ) -> Matches:
     """As `reference.search`, by the engine `impl`."""
-    index, found = torch.ops.scram.search(
+    run = _search if _plain((q, k, key_mask)) else torch.ops.scram.search
+    index, found = run(
         q,
         k,
         seed,
@@ -95,12 +99,26 @@ def attend(
     """As `reference.attend`, by the engine `impl`."""
     k_extra, v_extra = (None, None) if extra is None else extra
     if not torch.compiler.is_compiling():
-        if any(_has_tangent(x) for x in (q, k, v, k_extra, v_extra)):
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in (q, k, v, k_extra, v_extra)):
             raise check.reverse_mode_only(impl)  # torch would take the derivative for zero
         if index.is_inference() and torch.is_grad_enabled():
             index = index.clone()  # autograd keeps no inference tensor
     how = (list(radius), causal, scale, weight, dropout_p, impl)
-    return Attended(*torch.ops.scram.attend(q, k, v, index, key_mask, k_extra, v_extra, dropout_seed, *how))
+    run = _attend if _plain((q, k, v, index, key_mask, k_extra, v_extra)) else torch.ops.scram.attend
+    return Attended(*run(q, k, v, index, key_mask, k_extra, v_extra, dropout_seed, *how))
+
+
+def _plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch has nothing to do for a call but call: then its dispatcher, slower than a small kernel, is spared.
+
+    It has when it compiles, traces, transforms or differentiates, and for subclasses of Tensor.
+    """
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    given = [x for x in tensors if x is not None]
+    if torch.is_grad_enabled() and any([x.requires_grad for x in given]):  # noqa: C419 - a list is faster
+        return False
+    return all([x.__class__ in PLAIN for x in given])  # noqa: C419
 
 
 def _has_tangent(x: Tensor | None) -> bool:
@@ -112,7 +130,6 @@ def _engine(impl: str) -> ModuleType:
     return import_module(ENGINES[impl])
 
 
-@torch.library.impl("scram::search", ("cpu", "cuda"))
 def _search(
     q: Tensor,
     k: Tensor,
@@ -122,7 +139,7 @@ def _search(
     matches: int,
     separation: int,
     sweeps: int,
-    jumps: list[int],
+    jumps: Sequence[int],
     propagate: str,
     gossip: int,
     causal: bool,
@@ -145,6 +162,9 @@ def _search(
     return result
 
 
+torch.library.impl("scram::search", ("cpu", "cuda"), _search)
+
+
 @torch.library.register_fake("scram::search")  # type: ignore[untyped-decorator]
 def _search_shapes(q: Tensor, k: Tensor, seed: Tensor, key_mask: Any, warm: Any, matches: int, *_: Any) -> Any:
     shape = (*q.shape[:-1], matches)
@@ -156,11 +176,13 @@ def _settings(how: Sequence[Any]) -> dict[str, Any]:
     return {"radius": tuple(radius), "causal": causal, "scale": scale, "weight": weight, "dropout_p": dropout_p}
 
 
-@torch.library.impl("scram::attend", ("cpu", "cuda"))
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, how = arguments[:8], arguments[8:]
     result: tuple[Tensor, Tensor] = _engine(how[-1]).attend(*tensors, **_settings(how))
     return result
+
+
+torch.library.impl("scram::attend", ("cpu", "cuda"), _attend)
 
 
 @torch.library.register_fake("scram::attend")  # type: ignore[untyped-decorator]

@@ -10,16 +10,18 @@ again. That changes no answer and saves most of the reads once a field settles. 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..grid import LegalKeys, grid_of
+from ..grid import LegalKeys
 from .grid import GEOMETRY, divide, dot, features, geometry, lane_place, lane_query, near, points, tile_at, tiles
-from .launch import Kernel
+from .launch import Kernel, kinds
 from .noise import absorb, below, row_state, seed_arguments
 from .tiles import search_tile
 
@@ -44,80 +46,114 @@ def search(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, *G, E], k [B, Hk, *G', E], warm int32 [B, H, *G, any] -> index int32, score f32 [B, H, *G, kappa]."""
-    query_grid, key_grid = grid_of(q), grid_of(k)
-    rows, queries = q.shape[0] * q.shape[1], math.prod(query_grid)
     q, k = q.contiguous(), k.contiguous()
-    index = torch.empty((matches, rows * queries), dtype=torch.int32, device=q.device)
-    score = torch.empty((matches, rows * queries), dtype=torch.float32, device=q.device)
-    other = torch.empty(rows * queries, dtype=torch.int32, device=q.device)
     shape = (*q.shape[:-1], matches)
+    planes = shape if matches == 1 else (matches, *q.shape[:-1])
+    index = torch.empty(planes, dtype=torch.int32, device=q.device)
+    score = torch.empty(planes, dtype=torch.float32, device=q.device)
     if index.numel() == 0:
         return index.reshape(shape), score.reshape(shape)
+    other = torch.empty(q.shape[:-1], dtype=torch.int32, device=q.device)
 
-    legal = LegalKeys.of(q, k, causal, None if key_mask is None else key_mask.contiguous())
-    order = None if legal.order is None else legal.order.contiguous()
-    masks = (legal.mask, order, legal.count, legal.heads_per_row, q.shape[1] // k.shape[1])
-    before = (*seed_arguments(seed), *masks)
-    extents = geometry(query_grid, key_grid)
-    radii = max(key_grid).bit_length()
-    warm = None if warm is None else warm.contiguous()
-    kept = 0 if warm is None else warm.shape[-1]
-    start_block = search_tile(len(key_grid), q.shape[-1], q.dtype)
-    # A jump past every grid asks nobody; without it no step overflows 32 bits.
-    asked = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
+    mask = order = count = None
+    mask_heads, kept = 1, 0
+    if key_mask is not None:
+        legal = LegalKeys.of(q, k, causal, key_mask.contiguous())
+        assert legal.order is not None
+        mask, order, count, mask_heads = legal.mask, legal.order.contiguous(), legal.count, legal.heads_per_row
+    if warm is not None:
+        warm, kept = warm.contiguous(), warm.shape[-1]
+    pointer, low, high = seed_arguments(seed)
+    before = (pointer, low, high, mask, order, count, mask_heads, q.shape[1] // k.shape[1])
+    settings = (causal, separation > 0, propagate, jumps, kinds(q, k, pointer, mask))
 
     with torch.cuda.device_of(q):
         for run in range(matches):
-            flags = {"RANK": len(key_grid), "E": q.shape[-1], "CAUSAL": causal, "SEPARATED": separation > 0}
-            flags["EARLIER"] = run > 0
-            state = (other, index[run]) if sweeps % 2 else (index[run], other)
-            common = (index, score[run], *before, run, min(separation, 2**31 - 1))
-            start = (state[0], warm if run < kept else None, kept)
-            programs = rows * tiles(query_grid, start_block["TILE"])
-            Kernel(start_kernel, programs, {**flags, **start_block})(q, k, *common, sweeps == 0, *extents, *start)
+            given = warm if run < kept else None
+            plan = _plan(q.shape, k.shape, run > 0, *settings, *kinds(given))
+            field, best = (index, score) if matches == 1 else (index[run], score[run])
+            state = (other, field) if sweeps % 2 else (field, other)
+            common = (index, best, *before, run, min(separation, 2**31 - 1), *plan.extents)
+            plan.start(q, k, *common, state[0], given, kept, sweeps == 0)
             if sweeps == 0:
                 continue
             if run == 0:  # not before the start: the device has that to do meanwhile
-                keys = padded(k)
-                block = search_tile(len(key_grid), keys.shape[-1], q.dtype)
-            programs = rows * tiles(query_grid, block["TILE"])
-            flags.update(KE=keys.shape[-1], KEYLESS=run > 0 or key_mask is not None, **block)
-            by_turn = _sweep_kernels(programs, propagate, asked, flags)
+                keys = k
+                if plan.pad is not None:
+                    keys = k.new_empty((*k.shape[:-1], plan.width))
+                    plan.pad(k, keys, k.shape[0] * k.shape[1], math.prod(k.shape[2:-1]))
+            by_turn = _bound(plan.turns, q, keys, *common)
             for sweep in range(1, sweeps + 1):
                 to = sweep % 2
-                settings = (sweep, gossip, radii)
-                by_turn[to](q, keys, *common, sweep == sweeps, *extents, state[1 - to], state[to], *settings)
+                by_turn[to](state[1 - to], state[to], sweep, gossip, plan.radii, sweep == sweeps)
         if matches == 1:
-            return index.reshape(shape), score.reshape(shape)
+            return index, score
         sorted_index, sorted_score = index.new_empty(shape), score.new_empty(shape)
-        flags = {"BLOCK": 256, "enable_fp_fusion": True}
-        sorts = Kernel(sort_kernel, triton.cdiv(rows * queries, 256), flags)
-        sorts(index, score, sorted_index, sorted_score, rows, queries, matches)
+        points = other.numel()
+        sorts = Kernel(sort_kernel, triton.cdiv(points, 256), {"BLOCK": 256, "enable_fp_fusion": True})
+        sorts(index, score, sorted_index, sorted_score, shape[0] * shape[1], points // (shape[0] * shape[1]), matches)
     return sorted_index, sorted_score
 
 
-def _sweep_kernels(
-    programs: int, propagate: str, jumps: tuple[int, ...], flags: dict[str, Any]
-) -> tuple[Kernel, Kernel]:
-    """The kernels of even and of odd sweeps; they differ under "turns" only."""
-    flags = {**flags, "JUMPS": jumps, "TURNS": propagate == "turns"}
+class Plan(NamedTuple):
+    """What a run launches, the sweeps' kernels by even and odd, and the numbers that the shapes give."""
+
+    start: Kernel
+    pad: Kernel | None
+    width: int  # of the keys when padded
+    turns: tuple[Kernel, Kernel]
+    extents: tuple[int, ...]
+    radii: int
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    earlier: bool,
+    causal: bool,
+    separated: bool,
+    propagate: str,
+    jumps: tuple[int, ...],
+    given: tuple[Any, ...],
+    warm: tuple[Any, ...] | None,
+) -> Plan:
+    """The plan of a run on tensors of these shapes and kinds: q, k, seed, mask, and the warm matches."""
+    query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
+    rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
+    flags: dict[str, Any] = {
+        "RANK": len(key_grid),
+        "E": width,
+        "CAUSAL": causal,
+        "SEPARATED": separated,
+        "EARLIER": earlier,
+    }
+    block = search_tile(len(key_grid), width, dtype)
+    start = Kernel(start_kernel, rows * tiles(query_grid, block["TILE"]), {**flags, **block})
+    wide, pad = triton.next_power_of_2(width), None
+    if wide == width or wide * dtype.itemsize > 32:
+        wide = width
+    else:  # one aligned load for several
+        constants = {"E": width, "KE": wide, "BLOCK": 1024, "enable_fp_fusion": True}
+        pad = Kernel(pad_kernel, triton.cdiv(math.prod(k_shape[:-1]) * wide, 1024), constants)
+    block = search_tile(len(key_grid), wide, dtype)
+    # A jump past every grid asks nobody; without it no step overflows 32 bits.
+    asked = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
+    flags |= {"KE": wide, "KEYLESS": earlier or masked, **block, "JUMPS": asked, "TURNS": propagate == "turns"}
+    programs = rows * tiles(query_grid, block["TILE"])
     if propagate == "turns":
         even = Kernel(sweep_kernel, programs, {**flags, "SHIFT": False, "STAY": True})
-        return even, Kernel(sweep_kernel, programs, {**flags, "SHIFT": True, "STAY": False})
-    every = Kernel(sweep_kernel, programs, {**flags, "SHIFT": propagate != "stay", "STAY": propagate != "shift"})
-    return every, every
+        odd = Kernel(sweep_kernel, programs, {**flags, "SHIFT": True, "STAY": False})
+    else:
+        even = odd = Kernel(
+            sweep_kernel, programs, {**flags, "SHIFT": propagate != "stay", "STAY": propagate != "shift"}
+        )
+    return Plan(start, pad, wide, (even, odd), geometry(query_grid, key_grid), max(key_grid).bit_length())
 
 
-def padded(k: Tensor) -> Tensor:
-    """Keys of odd width, up to 32 bytes, with zeros up to a power of two: one aligned load for several."""
-    width = triton.next_power_of_2(k.shape[-1])
-    if width == k.shape[-1] or width * k.dtype.itemsize > 32:
-        return k
-    wide = k.new_empty((*k.shape[:-1], width))
-    key_rows, keys = k.shape[0] * k.shape[1], math.prod(grid_of(k))
-    flags = {"E": k.shape[-1], "KE": width, "BLOCK": 1024, "enable_fp_fusion": True}
-    Kernel(pad_kernel, triton.cdiv(wide.numel(), 1024), flags)(k, wide, key_rows, keys)
-    return wide
+def _bound(turns: tuple[Kernel, Kernel], *first: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+    even = turns[0].bind(*first)
+    return even, even if turns[0] is turns[1] else turns[1].bind(*first)
 
 
 @triton.jit
@@ -167,9 +203,9 @@ def score_of(mine, k_row, key, wanted, E: tl.constexpr, W: tl.constexpr, PIECES:
 
 @triton.jit(do_not_specialize=[*SETTINGS, "kept"], do_not_specialize_on_alignment=PLANES)
 def start_kernel(
-    q, k, earlier, best_out, SEED, low, high, mask, order, count, mask_heads, group, run, separation, final,
+    q, k, earlier, best_out, SEED, low, high, mask, order, count, mask_heads, group, run, separation,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
-    state_out, warm, kept,
+    state_out, warm, kept, final,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
     TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -199,9 +235,9 @@ def start_kernel(
 
 @triton.jit(do_not_specialize=[*SETTINGS, "sweep", "gossip", "radii"], do_not_specialize_on_alignment=PLANES)
 def sweep_kernel(
-    q, k, earlier, best_io, SEED, low, high, mask, order, count, mask_heads, group, run, separation, final,
+    q, k, earlier, best_io, SEED, low, high, mask, order, count, mask_heads, group, run, separation,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
-    state_in, state_out, sweep, gossip, radii,
+    state_in, state_out, sweep, gossip, radii, final,
     RANK: tl.constexpr, E: tl.constexpr, KE: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr,
     EARLIER: tl.constexpr, KEYLESS: tl.constexpr, JUMPS: tl.constexpr, SHIFT: tl.constexpr, STAY: tl.constexpr,
     TURNS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
