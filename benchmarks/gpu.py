@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from gpu_sets import SHAPES, Data, prepare
 from store import RESULTS, Store
+from store import commit as current_commit
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -217,8 +218,11 @@ def extrapolated(row: Row, rows: dict[str, Any]) -> dict[str, Any] | None:
 def run(data: Data, store: Store, seconds: float, only: str, again: bool, commit: str | None) -> None:
     end = time.monotonic() + seconds
     this = 1 + max((row["run"] for row in store.data.values()), default=0)
-    wanted = {row: only in row.name and (again or row.name not in store.data) for row in matrix()}
-    for row in (row for row, asked in wanted.items() if asked):
+    commit = commit or current_commit()
+    for row in dict.fromkeys(matrix()):
+        old = store.data.get(row.name)
+        if only not in row.name or (old is not None and (not again or old["commit"] == commit)):
+            continue
         if time.monotonic() > end:
             break
         result = extrapolated(row, store.data)
@@ -317,7 +321,7 @@ def main() -> None:
     one.add_argument("folder", type=Path)
     one.add_argument("--seconds", type=float, default=300)
     one.add_argument("--only", default="", help="rows whose name holds this")
-    one.add_argument("--again", action="store_true", help="rows of earlier runs too")
+    one.add_argument("--again", action="store_true", help="also rows that were measured on another commit")
     one.add_argument("--commit", help="what is measured, where git cannot tell")
     commands.add_parser("table")
     commands.add_parser("plot").add_argument("picture", type=Path)

@@ -201,17 +201,22 @@ def _search(
 ) -> Matches:
     q, k = features.q.detach(), features.k.detach()
     seed = draw_seed() if settings.seed is None else torch.as_tensor(settings.seed, dtype=torch.int64)
-    run = reference.search if features.impl == "reference" else partial(ops.search, impl=features.impl)
-    with torch.no_grad():
-        return run(
+    asked = settings.resolved(q.device)
+    if features.impl != "reference":
+        return ops.search(
             q,
             k,
-            settings.resolved(q.device),
+            asked,
             seed=seed,
             causal=causal,
             key_mask=key_mask,
             score=features.score,
             warm=warm,
+            impl=features.impl,
+        )
+    with torch.no_grad():  # a callable score may hold parameters
+        return reference.search(
+            q, k, asked, seed=seed, causal=causal, key_mask=key_mask, score=features.score, warm=warm
         )
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .grid import dot, features, lane_query, points, put, tile_at, tiles
-from .launch import Kernel
+from .launch import Kernel, on_device
 from .noise import absorb, row_state
 from .tiles import attend_tile
 from .windows import SETTINGS, legal_key, match_of, weigh, window_arguments, window_flags, window_size
@@ -46,7 +46,7 @@ def attend(
     arguments, variant = window_arguments(
         q, k, v, index, key_mask, k_extra, v_extra, seed, radius, causal, scale, weight, dropout_p
     )
-    with torch.cuda.device_of(q):
+    with on_device(q):
         _kernel(*variant)(*arguments, out, lse)
     return out, lse
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..grid import grid_of
 from .attend_keys import collect
 from .grid import dot, features, lane_query, points, put, tile_at, tiles
-from .launch import Kernel, kinds
+from .launch import Kernel, kinds, on_device
 from .noise import absorb, row_state
 from .tiles import backward_tile
 from .windows import SETTINGS, add, legal_key, match_of, pair_gradient, window_arguments, window_flags, window_size
@@ -65,7 +65,7 @@ def attend_backward(
         )
         shift = torch.empty_like(lse, memory_format=torch.contiguous_format)
         from_above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous())
-        with torch.cuda.device_of(q):
+        with on_device(q):
             grads = (shift, dq, dk, dv, dk_extra, dv_extra)
             _kernel(*variant, kinds(*from_above), repeatable)(*arguments, *from_above, *grads)
             if repeatable:

@@ -7,8 +7,10 @@ types, alignment and flags, is the key here too, and addresses take the place of
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -70,5 +72,12 @@ def _addresses(arguments: tuple[Any, ...]) -> list[Any]:
 
 def _watched() -> bool:
     """Whether someone, a profiler say, wants to be told of each launch."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Makes the device of a tensor the current one, where it is not."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)

@@ -8,13 +8,15 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["key_rows", "keys"])
-def pad_kernel(k, wide, key_rows, keys, E: tl.constexpr, KE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of width E to rows of width KE, zeros behind."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok = i < key_rows.to(tl.int64) * keys * KE
-    x = tl.load(k + i // KE * E + i % KE, mask=ok & (i % KE < E), other=0.0)
-    tl.store(wide + i, x, mask=ok)
+@triton.jit
+def pad(k, wide, count, E: tl.constexpr, KE: tl.constexpr, BLOCK: tl.constexpr):
+    """`count` rows of width E to rows of width KE, zeros behind; the programs take blocks of them in turn."""
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count * KE, step):
+        i = first + tl.arange(0, BLOCK)
+        ok = i < count * KE
+        x = tl.load(k + i // KE * E + i % KE, mask=ok & (i % KE < E), other=0.0)
+        tl.store(wide + i, x, mask=ok)
 
 
 @triton.jit(do_not_specialize=["rows", "queries", "kappa"])

@@ -9,8 +9,6 @@ again. That changes no answer and saves most of the reads once a field settles. 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,8 +19,8 @@ from torch import Tensor
 
 from ..grid import LegalKeys
 from .grid import GEOMETRY, divide, dot, features, geometry, lane_place, lane_query, near, points, tile_at, tiles
-from .launch import Kernel, kinds
-from .layout import pad_kernel, sort_kernel
+from .launch import Kernel, kinds, on_device
+from .layout import pad, sort_kernel
 from .noise import absorb, below, row_state, seed_arguments
 from .tiles import search_tile
 
@@ -65,25 +63,24 @@ def search(
     if warm is not None:
         warm, kept = warm.contiguous(), warm.shape[-1]
     pointer, low, high = seed_arguments(seed)
-    before = (pointer, low, high, mask, order, count, mask_heads, q.shape[1] // k.shape[1])
-    settings = (causal, separation > 0, propagate, jumps, kinds(q, k, pointer, mask))
+    plan = _plan(
+        q.shape, k.shape, matches > 1, causal, separation > 0, propagate, jumps, kinds(q, k, pointer, mask, warm)
+    )
+    keys, wide = k, None
+    if plan.width > k.shape[-1]:
+        keys = wide = k.new_empty((*k.shape[:-1], plan.width))
+    limits = (pointer, low, high, mask, order, count, mask_heads, q.shape[1] // k.shape[1], min(separation, 2**31 - 1))
 
-    with torch.cuda.device_of(q):
+    with on_device(q):
         for run in range(matches):
-            given = warm if run < kept else None
-            plan = _plan(q.shape, k.shape, run > 0, *settings, *kinds(given))
             field, best = (index, score) if matches == 1 else (index[run], score[run])
             state = (other, field) if sweeps % 2 else (field, other)
-            common = (index, best, *before, run, min(separation, 2**31 - 1), *plan.extents)
-            plan.start(q, k, *common, state[0], given, kept, sweeps == 0)
-            if sweeps == 0:
-                continue
-            if run == 0:  # not before the start: the device has that to do meanwhile
-                keys = k
-                if plan.pad is not None:
-                    keys = k.new_empty((*k.shape[:-1], plan.width))
-                    plan.pad(k, keys, k.shape[0] * k.shape[1], math.prod(k.shape[2:-1]))
-            by_turn = _bound(plan.turns, q, keys, *common)
+            common = (index, best, *limits, *plan.extents, run)
+            key_rows = k.shape[0] * k.shape[1] if run == 0 else 0  # padded once
+            plan.start(q, k, *common, state[0], warm, kept, sweeps == 0, wide, key_rows)
+            if sweeps:
+                even = plan.even.bind(q, keys, *common)
+                by_turn = (even, even if plan.odd is plan.even else plan.odd.bind(q, keys, *common))
             for sweep in range(1, sweeps + 1):
                 to = sweep % 2
                 by_turn[to](state[1 - to], state[to], sweep, gossip, plan.radii, sweep == sweeps)
@@ -97,12 +94,12 @@ def search(
 
 
 class Plan(NamedTuple):
-    """What a run launches, the sweeps' kernels by even and odd, and the numbers that the shapes give."""
+    """What the runs launch, the sweeps' kernels by even and odd, and the numbers that the shapes give."""
 
     start: Kernel
-    pad: Kernel | None
-    width: int  # of the keys when padded
-    turns: tuple[Kernel, Kernel]
+    even: Kernel
+    odd: Kernel
+    width: int  # of the keys, padded
     extents: tuple[int, ...]
     radii: int
 
@@ -111,50 +108,35 @@ class Plan(NamedTuple):
 def _plan(
     q_shape: tuple[int, ...],
     k_shape: tuple[int, ...],
-    earlier: bool,
+    several: bool,
     causal: bool,
     separated: bool,
     propagate: str,
     jumps: tuple[int, ...],
     given: tuple[Any, ...],
-    warm: tuple[Any, ...] | None,
 ) -> Plan:
-    """The plan of a run on tensors of these shapes and kinds: q, k, seed, mask, and the warm matches."""
+    """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm. All runs share it: fewer to compile."""
     query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
     rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
-    flags: dict[str, Any] = {
-        "RANK": len(key_grid),
-        "E": width,
-        "CAUSAL": causal,
-        "SEPARATED": separated,
-        "EARLIER": earlier,
-    }
+    wide = triton.next_power_of_2(width)
+    if wide * dtype.itemsize > 32:
+        wide = width  # else one aligned load for several
+    flags: dict[str, Any] = {"RANK": len(key_grid), "E": width, "KE": wide, "CAUSAL": causal}
+    flags |= {"SEPARATED": separated, "EARLIER": several}
     block = search_tile(len(key_grid), width, dtype)
     start = Kernel(start_kernel, rows * tiles(query_grid, block["TILE"]), {**flags, **block})
-    wide, pad = triton.next_power_of_2(width), None
-    if wide == width or wide * dtype.itemsize > 32:
-        wide = width
-    else:  # one aligned load for several
-        constants = {"E": width, "KE": wide, "BLOCK": 1024, "enable_fp_fusion": True}
-        pad = Kernel(pad_kernel, triton.cdiv(math.prod(k_shape[:-1]) * wide, 1024), constants)
     block = search_tile(len(key_grid), wide, dtype)
     # A jump past every grid asks nobody; without it no step overflows 32 bits.
     asked = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
-    flags |= {"KE": wide, "KEYLESS": earlier or masked, **block, "JUMPS": asked, "TURNS": propagate == "turns"}
+    flags |= {"KEYLESS": several or masked, **block, "JUMPS": asked, "TURNS": propagate == "turns"}
     programs = rows * tiles(query_grid, block["TILE"])
     if propagate == "turns":
         even = Kernel(sweep_kernel, programs, {**flags, "SHIFT": False, "STAY": True})
         odd = Kernel(sweep_kernel, programs, {**flags, "SHIFT": True, "STAY": False})
     else:
-        even = odd = Kernel(
-            sweep_kernel, programs, {**flags, "SHIFT": propagate != "stay", "STAY": propagate != "shift"}
-        )
-    return Plan(start, pad, wide, (even, odd), geometry(query_grid, key_grid), max(key_grid).bit_length())
-
-
-def _bound(turns: tuple[Kernel, Kernel], *first: Any) -> tuple[Callable[..., None], Callable[..., None]]:
-    even = turns[0].bind(*first)
-    return even, even if turns[0] is turns[1] else turns[1].bind(*first)
+        offers = {"SHIFT": propagate != "stay", "STAY": propagate != "shift"}
+        even = odd = Kernel(sweep_kernel, programs, {**flags, **offers})
+    return Plan(start, even, odd, wide, geometry(query_grid, key_grid), max(key_grid).bit_length())
 
 
 @triton.jit
@@ -202,15 +184,17 @@ def score_of(mine, k_row, key, wanted, E: tl.constexpr, W: tl.constexpr, PIECES:
     return tl.where(s == s, s, -float("inf"))
 
 
-@triton.jit(do_not_specialize=[*SETTINGS, "kept"], do_not_specialize_on_alignment=PLANES)
+@triton.jit(do_not_specialize=[*SETTINGS, "kept", "padded_rows"], do_not_specialize_on_alignment=PLANES)
 def start_kernel(
-    q, k, earlier, best_out, SEED, low, high, mask, order, count, mask_heads, group, run, separation,
-    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
-    state_out, warm, kept, final,
-    RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
-    TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
+    q, k, earlier, best_out, SEED, low, high, mask, order, count, mask_heads, group, separation,
+    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, run,
+    state_out, warm, kept, final, wide, padded_rows,
+    RANK: tl.constexpr, E: tl.constexpr, KE: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr,
+    EARLIER: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Sweep 0: a warm key where it is legal, else a draw; kept whatever its score."""
+    """Sweep 0: a warm key where it is legal, else a draw; kept whatever its score. Pads the keys besides."""
+    if wide is not None:
+        pad(k, wide, padded_rows.to(tl.int64) * points((k0, k1, k2, k3), RANK), E, KE, LANES * KE)
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
     row, corner = tile_at(tl.program_id(0), QG, RANK, TILE)
     query, valid = lane_query(corner, QG, RANK, TILE, LANES)
@@ -222,7 +206,7 @@ def start_kernel(
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), run), zero)
     key, ok = legal_draw(absorb(draws, zero), tl.where(valid, query, 0), limits, order, count, CAUSAL)
     if warm is not None:
-        given = tl.load(warm + point * kept + run, mask=valid, other=-1)
+        given = tl.load(warm + point * kept + run, mask=valid & (zero + run < kept), other=-1)
         usable = (given >= 0) & (given < keys)
         usable = allowed(given, usable, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
         key, ok = tl.where(usable, given, key), usable | ok
@@ -236,8 +220,8 @@ def start_kernel(
 
 @triton.jit(do_not_specialize=[*SETTINGS, "sweep", "gossip", "radii"], do_not_specialize_on_alignment=PLANES)
 def sweep_kernel(
-    q, k, earlier, best_io, SEED, low, high, mask, order, count, mask_heads, group, run, separation,
-    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
+    q, k, earlier, best_io, SEED, low, high, mask, order, count, mask_heads, group, separation,
+    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, run,
     state_in, state_out, sweep, gossip, radii, final,
     RANK: tl.constexpr, E: tl.constexpr, KE: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr,
     EARLIER: tl.constexpr, KEYLESS: tl.constexpr, JUMPS: tl.constexpr, SHIFT: tl.constexpr, STAY: tl.constexpr,
