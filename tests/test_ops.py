@@ -38,17 +38,35 @@ def test_a_mode_sees_the_operators_and_changes_nothing(tensors):
     assert torch.equal(plain, seen)
 
 
-def test_what_torch_has_nothing_to_do_for_is_plain(tensors):
+def test_torch_is_idle_for_plain_tensors_only(tensors):
     q, k, _ = tensors
-    assert ops._plain((q, k, None))
-    assert ops._plain((torch.nn.Parameter(q, requires_grad=False), k))
-    assert not ops._plain((q, k.clone().requires_grad_()))
-    assert not ops._plain((q.as_subclass(Subclass), k))
-    with torch.no_grad():
-        assert ops._plain((q, k.clone().requires_grad_()))
+    assert ops._idle((q, k, None))
+    assert ops._idle((torch.nn.Parameter(q), k))
+    assert not ops._idle((q.as_subclass(Subclass), k))
     asked = []
-    torch.vmap(lambda x: (asked.append(ops._plain((x,))), x)[1])(q)
+    torch.vmap(lambda x: (asked.append(ops._idle((x,))), x)[1])(q)
     assert asked == [False]
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_gradients_are_the_same_with_and_without_the_dispatcher(tensors, seen, monkeypatch):
+    given = []
+    for idle in (True, False):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        monkeypatch.setattr(ops, "_idle", lambda _, idle=idle: idle)
+        found = scram.search(*leaves[:2], search=SETTINGS, impl="numba")
+        out, lse = scram.attend(*leaves, found, impl="numba")
+        given.append(torch.autograd.grad(out.square().sum() + (lse.sum() if seen else 0), leaves))
+    for one, other in zip(*given, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_second_derivatives_are_refused_without_the_dispatcher_too(tensors):
+    q, k, v = (x.clone().requires_grad_() for x in tensors)
+    out = scram.attention(q, k, v, search=SETTINGS, impl="numba")
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(first.sum(), q)
 
 
 def test_compiles_in_one_graph(tensors):

@@ -159,7 +159,7 @@ def _check_scores(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, s
 
 def _check_search(q: Tensor, k: Tensor, settings: Search, warm: Matches | None) -> None:
     """What `search` takes besides."""
-    check.settings(settings)
+    check.settings(settings, Search)
     if warm is not None:
         check.matches("warm", q, k, warm)
 

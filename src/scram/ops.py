@@ -10,7 +10,7 @@ on prepared features (q and k of one dtype, v perhaps of another), and is loaded
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -60,7 +60,7 @@ def search(
     impl: str,
 ) -> Matches:
     """As `reference.search`, by the engine `impl`."""
-    run = _search if _plain((q, k, key_mask)) else torch.ops.scram.search
+    run = _search if _idle((q, k, key_mask)) else torch.ops.scram.search
     index, found = run(
         q,
         k,
@@ -104,21 +104,22 @@ def attend(
         if index.is_inference() and torch.is_grad_enabled():
             index = index.clone()  # autograd keeps no inference tensor
     how = (list(radius), causal, scale, weight, dropout_p, impl)
-    run = _attend if _plain((q, k, v, index, key_mask, k_extra, v_extra)) else torch.ops.scram.attend
-    return Attended(*run(q, k, v, index, key_mask, k_extra, v_extra, dropout_seed, *how))
+    tensors = (q, k, v, index, key_mask, k_extra, v_extra)
+    run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.scram.attend
+    if _idle(tensors):
+        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        run = _Attend.apply if learning else _attend
+    return Attended(*run(*tensors, dropout_seed, *how))
 
 
-def _plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether torch has nothing to do for a call but call: then its dispatcher, slower than a small kernel, is spared.
+def _idle(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch would only pass a call on: then its dispatcher, slower than a small kernel, is spared.
 
-    It has when it compiles, traces, transforms or differentiates, and for subclasses of Tensor.
+    It has more to do when it compiles, traces or transforms, and for subclasses of Tensor.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._functorch.peek_interpreter_stack():
         return False
-    given = [x for x in tensors if x is not None]
-    if torch.is_grad_enabled() and any([x.requires_grad for x in given]):  # noqa: C419 - a list is faster
-        return False
-    return all([x.__class__ in PLAIN for x in given])  # noqa: C419
+    return all([x is None or x.__class__ in PLAIN for x in tensors])  # noqa: C419 - a list is faster
 
 
 def _has_tangent(x: Tensor | None) -> bool:
@@ -191,11 +192,13 @@ def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Te
     return out, q.new_empty(q.shape[:-1], dtype=accumulator(v.dtype))
 
 
-@torch.library.impl("scram::attend_backward", ("cpu", "cuda"))
 def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
     tensors, how = arguments[:12], arguments[12:]
     grads = _engine(how[-1]).attend_backward(*tensors, **_settings(how))
     return tuple(tensors[2].new_empty(0) if grad is None else grad for grad in grads)
+
+
+torch.library.impl("scram::attend_backward", ("cpu", "cuda"), _attend_backward)
 
 
 @torch.library.register_fake("scram::attend_backward")  # type: ignore[untyped-decorator]
@@ -223,9 +226,26 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     *tensors, out, lse = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    dq, dk, dv, dk_extra, dv_extra = torch.ops.scram.attend_backward(grad_out, grad_lse, *tensors, out, lse, *ctx.how)
+    given = (grad_out, grad_lse, *tensors, out, lse)
+    # Under create_graph the operator stands in the graph, to refuse the second derivative.
+    run = torch.ops.scram.attend_backward if torch.is_grad_enabled() or not _idle(given) else _attend_backward
+    dq, dk, dv, dk_extra, dv_extra = run(*given, *ctx.how)
     extra = (None, None) if tensors[5] is None else (dk_extra, dv_extra)
     return dq, dk, dv, None, None, *extra, None, *[None] * len(ctx.how)
+
+
+class _Attend(torch.autograd.Function):
+    """`scram::attend` with its gradient, where torch is idle."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output = _attend(*arguments)
+        _save(ctx, arguments, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, *grads)
 
 
 def _differentiate_again(ctx: Any, *_: Tensor | None) -> None:

@@ -46,13 +46,14 @@ def search(
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, *G, E], k [B, Hk, *G', E], warm int32 [B, H, *G, any] -> index int32, score f32 [B, H, *G, kappa]."""
     q, k = q.contiguous(), k.contiguous()
-    shape = (*q.shape[:-1], matches)
-    planes = shape if matches == 1 else (matches, *q.shape[:-1])
-    index = torch.empty(planes, dtype=torch.int32, device=q.device)
-    score = torch.empty(planes, dtype=torch.float32, device=q.device)
+    device, q_shape, k_shape = q.device, q.shape, k.shape
+    plane, shape = q_shape[:-1], (*q_shape[:-1], matches)
+    planes = shape if matches == 1 else (matches, *plane)
+    index = torch.empty(planes, dtype=torch.int32, device=device)
+    score = torch.empty(planes, dtype=torch.float32, device=device)
     if index.numel() == 0:
         return index.reshape(shape), score.reshape(shape)
-    other = torch.empty(q.shape[:-1], dtype=torch.int32, device=q.device)
+    other = torch.empty(plane, dtype=torch.int32, device=device)
 
     mask = order = count = None
     mask_heads, kept = 1, 0
@@ -64,19 +65,19 @@ def search(
         warm, kept = warm.contiguous(), warm.shape[-1]
     pointer, low, high = seed_arguments(seed)
     plan = _plan(
-        q.shape, k.shape, matches > 1, causal, separation > 0, propagate, jumps, kinds(q, k, pointer, mask, warm)
+        q_shape, k_shape, matches > 1, causal, separation > 0, propagate, jumps, kinds(q, k, pointer, mask, warm)
     )
     keys, wide = k, None
-    if plan.width > k.shape[-1]:
-        keys = wide = k.new_empty((*k.shape[:-1], plan.width))
-    limits = (pointer, low, high, mask, order, count, mask_heads, q.shape[1] // k.shape[1], min(separation, 2**31 - 1))
+    if plan.width > k_shape[-1]:
+        keys = wide = torch.empty((*k_shape[:-1], plan.width), dtype=k.dtype, device=device)
+    limits = (pointer, low, high, mask, order, count, mask_heads, q_shape[1] // k_shape[1], min(separation, 2**31 - 1))
 
     with on_device(q):
         for run in range(matches):
             field, best = (index, score) if matches == 1 else (index[run], score[run])
             state = (other, field) if sweeps % 2 else (field, other)
             common = (index, best, *limits, *plan.extents, run)
-            key_rows = k.shape[0] * k.shape[1] if run == 0 else 0  # padded once
+            key_rows = k_shape[0] * k_shape[1] if run == 0 else 0  # padded once
             plan.start(q, k, *common, state[0], warm, kept, sweeps == 0, wide, key_rows)
             if sweeps:
                 even = plan.even.bind(q, keys, *common)
@@ -87,9 +88,9 @@ def search(
         if matches == 1:
             return index, score
         sorted_index, sorted_score = index.new_empty(shape), score.new_empty(shape)
-        points = other.numel()
-        sorts = Kernel(sort_kernel, triton.cdiv(points, 256), {"BLOCK": 256, "enable_fp_fusion": True})
-        sorts(index, score, sorted_index, sorted_score, shape[0] * shape[1], points // (shape[0] * shape[1]), matches)
+        rows, programs = shape[0] * shape[1], triton.cdiv(other.numel(), 256)
+        sorts = Kernel(sort_kernel, programs, {"BLOCK": 256, "enable_fp_fusion": True})
+        sorts(index, score, sorted_index, sorted_score, rows, other.numel() // rows, matches)
     return sorted_index, sorted_score
 
 
