@@ -38,7 +38,7 @@ def table_cases():
         width = size // dtype.itemsize - (size <= 32)  # narrow keys are padded
         yield Case(
             f"{size} bytes",
-            grid=GRIDS[n if n < 4 else 2 * n - 8],
+            grid=GRIDS[(n if n < 4 else 2 * n) % 4],
             heads=2,
             width=width,
             value_width=60 if n == 5 else width,
@@ -47,7 +47,7 @@ def table_cases():
             separation=int(n % 4 == 3),
             causal=n % 3 == 1,
             mask=("none", "batch", "head", "none")[n % 4],
-            weight=WEIGHTS[n // 2],
+            weight=WEIGHTS[n // 2 % 3],
             extra=n % 2,
             dropout_p=0.5 * (n % 3 == 0),
             propagate=PROPAGATE[n % 4],
@@ -99,7 +99,7 @@ def test_compiles(number, architecture, launches):
 
     launches(number, compile_only)
     left_out = {"sort_kernel"} if number % 2 == 0 else set()
-    left_out |= {"collect_kernel"} if number in (2, 4) else set()
+    left_out |= {"collect_kernel"} if number % 2 == 0 and number > 0 else set()
     assert set(compiled) == KERNELS - left_out
 
 
