@@ -16,15 +16,19 @@ BELOW = {
     "types": {"check"},
     "grid": set(),
     "noise": set(),
+    "precision": set(),
     "scoring": {"check", "types"},
     "pick": {"check", "types"},
     "ops": {"check", "grid", "noise", "scoring", "types"},
     "reference": {"grid", "noise", "scoring", "types"},
     "cpu": {"grid", "noise", "scoring", "types"},
     "gpu": {"grid", "noise", "scoring", "types"},
-    "exact": {"check", "grid", "scoring", "types"},
+    "exact": {"check", "grid", "precision", "scoring", "types"},
     "measure": {"check", "exact", "grid", "scoring", "types"},
-    "api": {"check", "ops", "pick", "reference", "noise", "scoring", "types"},
+    "api": {"check", "ops", "pick", "precision", "reference", "noise", "scoring", "types"},
+    "nn": {"api", "check", "pick", "scoring", "types"},
+    "patch": {"api", "check", "types"},
+    "trust": {"api", "check", "exact", "grid", "measure", "precision", "scoring", "types"},
 }
 
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from . import check, ops, pick, reference
 from .noise import draw_seed
+from .precision import follows_autocast
 from .scoring import accumulator, default_scale, prepare_key, prepare_query
 from .types import Attended, Matches, Score, Search
 
 
+@follows_autocast
 def search(
     q: Tensor,
     k: Tensor,
@@ -53,6 +55,7 @@ def search(
     return _search(_Features(chosen, score, q, k, None, None), search, causal, key_mask, warm)
 
 
+@follows_autocast
 def attend(
     q: Tensor,
     k: Tensor,
@@ -107,6 +110,7 @@ def attend(
     return _attend(features, matches, window, causal, key_mask, scale, weight, dropout_p)
 
 
+@follows_autocast
 def attention(
     q: Tensor,
     k: Tensor,
@@ -200,7 +204,7 @@ def _search(
     features: _Features, settings: Search, causal: bool, key_mask: Tensor | None, warm: Matches | None
 ) -> Matches:
     q, k = features.q.detach(), features.k.detach()
-    seed = draw_seed() if settings.seed is None else torch.as_tensor(settings.seed, dtype=torch.int64)
+    seed = draw_seed() if settings.seed_tensor is None else settings.seed_tensor
     asked = settings.resolved(q.device)
     if features.impl != "reference":
         return ops.search(

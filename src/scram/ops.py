@@ -105,6 +105,8 @@ def attend(
             index = index.clone()  # autograd keeps no inference tensor
     how = (list(radius), causal, scale, weight, dropout_p, impl)
     tensors = (q, k, v, index, key_mask, k_extra, v_extra)
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return Attended(*_TransformedAttend.apply(*tensors, dropout_seed, *how))  # type: ignore[no-untyped-call]
     run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.scram.attend
     if _idle(tensors):
         learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -219,16 +221,19 @@ def _attend_backward_shapes(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:8], *output)
-    ctx.how = inputs[8:]
+    ctx.how, ctx.impl = inputs[8:], inputs[-1]
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, run: Any = None
+) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
     given = (grad_out, grad_lse, *tensors, out, lse)
     # Under create_graph the operator stands in the graph, to refuse the second derivative.
-    run = torch.ops.scram.attend_backward if torch.is_grad_enabled() or not _idle(given) else _attend_backward
+    if run is None:
+        run = torch.ops.scram.attend_backward if torch.is_grad_enabled() or not _idle(given) else _attend_backward
     dq, dk, dv, dk_extra, dv_extra = run(*given, *ctx.how)
     extra = (None, None) if tensors[5] is None else (dk_extra, dv_extra)
     return dq, dk, dv, None, None, *extra, None, *[None] * len(ctx.how)
@@ -252,9 +257,62 @@ def _differentiate_again(ctx: Any, *_: Tensor | None) -> None:
     raise check.first_order_only(ctx.impl)
 
 
+def _differentiate_forward(ctx: Any, *_: Tensor | None) -> None:
+    raise check.reverse_mode_only(ctx.impl)
+
+
 def _save_name(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.impl = inputs[-1]
 
 
+def _one_by_one(op: Any) -> Any:
+    """The rule of vmap: sample by sample, so that each one's noise is that of a call of its own."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        def sample(n: int) -> list[Any]:
+            return [x.select(d, n) if isinstance(d, int) else x for x, d in zip(arguments, in_dims, strict=True)]
+
+        results = zip(*(op(*sample(n)) for n in range(info.batch_size)), strict=True)
+        stacked = tuple(torch.stack(result) for result in results)
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
+class _TransformedAttend(torch.autograd.Function):
+    """`scram::attend` under the transforms of torch.func, which do not take the autograd of a registered operator."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = torch.ops.scram.attend(*arguments)
+        return result
+
+    setup_context = staticmethod(_save)
+    jvp = staticmethod(_differentiate_forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        return _differentiate(ctx, grad_out, grad_lse, _TransformedBackward.apply)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """`scram::attend_backward` likewise."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = torch.ops.scram.attend_backward(*arguments)
+        return result
+
+    setup_context = staticmethod(_save_name)
+    jvp = staticmethod(_differentiate_forward)
+    backward = staticmethod(_differentiate_again)
+
+
+for _op in (torch.ops.scram.search, torch.ops.scram.attend, torch.ops.scram.attend_backward):
+    torch.library.register_vmap(_op.default, _one_by_one(_op))
 torch.library.register_autograd("scram::attend", _differentiate, setup_context=_save)
 torch.library.register_autograd("scram::attend_backward", _differentiate_again, setup_context=_save_name)
