@@ -1,6 +1,6 @@
 """SCRAM, Spatially Coherent Randomized Attention Maps: attention over grids in O(n log n)."""
 
-from . import measure, pick
+from . import measure, nn, pick
 from .api import attend, attention, search
 from .exact import exact_attention, exact_search, merge
 from .types import Attended, Matches, Search
@@ -16,6 +16,7 @@ __all__ = [
     "exact_search",
     "measure",
     "merge",
+    "nn",
     "pick",
     "search",
 ]
