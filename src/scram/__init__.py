@@ -1,8 +1,9 @@
 """SCRAM, Spatially Coherent Randomized Attention Maps: attention over grids in O(n log n)."""
 
-from . import measure, nn, pick
+from . import measure, nn, patch, pick
 from .api import attend, attention, search
 from .exact import exact_attention, exact_search, merge
+from .patch import patch_sdpa
 from .types import Attended, Matches, Search
 
 __version__ = "0.1.0"
@@ -17,6 +18,8 @@ __all__ = [
     "measure",
     "merge",
     "nn",
+    "patch",
+    "patch_sdpa",
     "pick",
     "search",
 ]

@@ -186,6 +186,13 @@ def radius(value: Any, rank: int) -> tuple[int, ...]:
     return (min(whole("radius", value, 0, ", or one int per grid axis"), 2**31),) * rank  # no grid is wider
 
 
+def grid(value: Any) -> tuple[int, ...]:
+    """Extents of a grid of rank 1 to 4."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not 1 <= len(value) <= MAX_RANK:
+        raise ValueError(f"grid must be a sequence of 1 to {MAX_RANK} extents such as (14, 14), got {value!r}")
+    return tuple(whole(f"grid[{axis}]", extent, 1) for axis, extent in enumerate(value))
+
+
 def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
     """None or (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F])."""
     if pair is None:
