@@ -59,6 +59,7 @@ class Task:
     steps: int
     rate: float = 1e-3
     augment: bool = False
+    patch: int = 1  # pixels on a side that a token sees at first
 
 
 CIFAR = Task((32, 32), 3, width=96, heads=3, depth=4, batch=128, steps=2500, augment=True)
@@ -84,13 +85,13 @@ class Vit(nn.Module):
 
     def __init__(self, task: Task, **attention: Any) -> None:
         super().__init__()
-        self.embed = nn.Linear(task.colours, task.width)
+        self.embed = nn.Conv2d(task.colours, task.width, task.patch, padding=task.patch // 2)
         self.place = nn.Parameter(torch.randn(*task.grid, task.width) * 0.5)
         self.blocks = nn.Sequential(*(Block(task.width, task.heads, **attention) for _ in range(task.depth)))
         self.norm, self.head = nn.LayerNorm(task.width), nn.Linear(task.width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.embed(x) + self.place)
+        x = self.blocks(self.embed(x.movedim(-1, 1)).movedim(1, -1) + self.place)
         return self.head(self.norm(x.flatten(1, -2).mean(1)))
 
 

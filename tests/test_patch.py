@@ -1,5 +1,6 @@
 """SCRAM inside models that call torch's attention: what is replaced, what is left alone, and what the report says."""
 
+import re
 import threading
 import warnings
 
@@ -28,7 +29,6 @@ TAKEN = {
     "causal": (0, {}, {"is_causal": True}),
     "causal after a prefix": (3, {}, {"is_causal": True}),
     "grouped heads": (2, {"heads": 4}, {"enable_gqa": True}),
-    "float64": (1, {"dtype": torch.float64}, {}),
     "key mask": (0, {}, {"attn_mask": torch.arange(40).reshape(2, 1, 1, 20) % 3 > 0}),
     "one key mask for all": (0, {}, {"attn_mask": torch.arange(20).reshape(1, 20) % 3 > 0}),
 }
@@ -84,9 +84,7 @@ def test_left_alone(name):
         out = F.scaled_dot_product_attention(*leaves, **how)
     assert (out == want).all()
     assert (report.replaced, report.left_alone) == (0, 1)
-    with pytest.raises(AssertionError), pytest.raises(ValueError, match=why):
-        raise AssertionError
-    assert __import__("re").search(why, report.calls[0].why_not)
+    assert re.search(why, report.calls[0].why_not)
 
 
 def test_a_mask_between_queries_is_left_alone():
@@ -147,7 +145,7 @@ def test_compiled_model():
         with scram.patch_sdpa(**WHOLE, prefix=1) as report:
             for _ in range(2):
                 torch.testing.assert_close(compiled(x), want)
-    assert report.replaced == 4
+    assert str(report).splitlines()[1] == "  2 x compiled: SCRAM"  # noted while it compiles
 
 
 def test_other_threads_are_left_alone():

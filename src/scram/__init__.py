@@ -4,6 +4,7 @@ from . import measure, nn, patch, pick
 from .api import attend, attention, search
 from .exact import exact_attention, exact_search, merge
 from .patch import patch_sdpa
+from .trust import Trust, trust
 from .types import Attended, Matches, Search
 
 __version__ = "0.1.0"
@@ -11,6 +12,7 @@ __all__ = [
     "Attended",
     "Matches",
     "Search",
+    "Trust",
     "attend",
     "attention",
     "exact_attention",
@@ -22,4 +24,5 @@ __all__ = [
     "patch_sdpa",
     "pick",
     "search",
+    "trust",
 ]

@@ -20,7 +20,10 @@ from .types import Search
 
 
 class Call(NamedTuple):
-    """One call of `F.scaled_dot_product_attention`: shapes of q and k, and why it was left alone ("": replaced)."""
+    """One call of `F.scaled_dot_product_attention`: shapes of q and k, and why it was left alone ("": replaced).
+
+    A call in a compiled graph is noted once, when it is compiled, without its shapes.
+    """
 
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -46,7 +49,8 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.replaced} of {len(self.calls)} calls of scaled_dot_product_attention went to SCRAM"]
         for call, times in Counter(self.calls).items():
-            shapes = f"q {list(call.q)}" + (f", k {list(call.k)}" if call.k != call.q else "")
+            shapes = f"q {list(call.q)}" if call.q else "compiled"
+            shapes += f", k {list(call.k)}" if call.k != call.q else ""
             lines.append(f"  {times} x {shapes}: " + (f"left alone: {call.why_not}" if call.why_not else "SCRAM"))
         return "\n".join(lines)
 
@@ -87,6 +91,12 @@ def patch_sdpa(
     patch = _Patch(grid, prefix, search, radius, impl)
     with patch:
         yield patch.report
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_compiled(report: Report, why_not: str) -> None:
+    """Runs while a graph is traced. An append in the graph would make a new graph of every call."""
+    report.calls.append(Call((), (), why_not))
 
 
 def register_transformers(
@@ -148,9 +158,7 @@ class _Patch(TorchFunctionMode):
             return self.attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             if kwargs.get("need_weights", True):
-                query, key = args[:2]
-                why_not = "nn.MultiheadAttention was asked for its weights; call it with need_weights=False"
-                self.report.calls.append(Call(tuple(query.shape), tuple(key.shape), why_not))
+                self._note(args[0], args[1], "nn.MultiheadAttention was asked for its weights; pass need_weights=False")
             return self.multi_head(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -167,7 +175,7 @@ class _Patch(TorchFunctionMode):
     ) -> Tensor:
         """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
         why_not = self._why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        self.report.calls.append(Call(tuple(query.shape), tuple(key.shape), why_not))
+        self._note(query, key, why_not)
         if why_not:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -205,6 +213,12 @@ class _Patch(TorchFunctionMode):
             )
             out = torch.cat([dense, out], 2)
         return out if query.ndim == 4 else out.squeeze(1)
+
+    def _note(self, query: Tensor, key: Tensor, why_not: str) -> None:
+        if torch.compiler.is_compiling():
+            _note_compiled(self.report, why_not)
+        else:
+            self.report.calls.append(Call(tuple(query.shape), tuple(key.shape), why_not))
 
     def _why_not(
         self,
@@ -250,9 +264,9 @@ class _Patch(TorchFunctionMode):
 def _with_name(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any]:
     """A copy of a Python function in which the global `name` is `value`."""
     assert isinstance(function, FunctionType)
-    copy = FunctionType(
-        function.__code__, {**function.__globals__, name: value, "has_torch_function": _none}, function.__name__
-    )
+    names = {**function.__globals__, name: value, "has_torch_function": _none}
+    del names["__name__"]  # torch.compile would look the names up in the module again
+    copy = FunctionType(function.__code__, names, function.__name__)
     copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return copy
 
