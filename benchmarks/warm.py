@@ -1,7 +1,8 @@
 """What a warm start saves on video: `python benchmarks/warm.py VIDEO`, a real camera pan or any other film.
 
-Each frame attends to itself through random projections of its patch features, as one layer of a model would, and to the
-first frame. It starts cold, or from the matches of the frame before; both are asked for recall@1. The scores are counted, so they are the same on every machine. Results: results/warm.json. Needs PyAV (`pip install av`).
+Each frame attends to itself through random projections of its patch features, as a layer of a model would, and to the
+first frame. It starts cold, or from the matches of the frame before; both are asked for recall@1. The cost is counted
+in scores, so it is the same on every machine. Results: results/warm.json. Needs PyAV (`pip install av`).
 """
 
 from __future__ import annotations

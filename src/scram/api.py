@@ -75,7 +75,7 @@ def attend(
     """Attention of every query over the windows around its matches: the union of them, each key once.
 
     Differentiable in q, k, v and extra, through `out` and through `lse`; once, and in reverse mode. For second
-    derivatives, forward mode or `torch.func` transforms use impl="reference".
+    derivatives and forward mode use impl="reference".
 
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].

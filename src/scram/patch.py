@@ -142,7 +142,7 @@ class _Patch(TorchFunctionMode):
         super().__init__()
         self.grid = check.grid(grid)
         self.prefix = check.whole("prefix", prefix, 0)
-        check.settings(search)
+        check.settings(search, Search)
         self.radius = check.radius(radius, len(self.grid))
         self.search, self.impl = search, check.one_of("impl", impl, check.IMPLS)
         self.tokens = prefix + math.prod(self.grid)

@@ -55,7 +55,7 @@ class NonLocalBlock(Searching):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check.settings(search)
+        check.settings(search, Search)
         super().__init__(search, warm_search, radius, keep_matches, impl)
         self.channels = check.whole("channels", channels, 1)
         inner = max(channels // 2, 1) if inner_channels is None else check.whole("inner_channels", inner_channels, 1)

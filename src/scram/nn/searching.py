@@ -26,9 +26,9 @@ class Searching(nn.Module):
     ) -> None:
         super().__init__()
         if search is not None:
-            check.settings(search)
+            check.settings(search, Search)
         if warm_search is not None:
-            check.settings(warm_search)
+            check.settings(warm_search, Search)
         check.one_of("impl", impl, check.IMPLS)
         check.radius(radius, len(radius) if isinstance(radius, Sequence) else 1)
         self.search, self.warm_search = search, warm_search
