@@ -51,7 +51,8 @@ def main(folder: Path) -> None:
         trust = scram.trust(q, k, v, matches=found, search=settings, **how)
         shares = coverage(q, k, v, matches=found, search=settings, **how) if name in COVERED else None
         print(f"\n{name}\n{trust}\nintervals that enclose the truth, least head: {shares}", flush=True)
-        figures = {key: [x.flatten().tolist() for x in getattr(trust, key)] for key in INTERVALS}  # value, low, high
+        # Value, low and high, each of the head where it is least.
+        figures = {key: [float(x.flatten().min()) for x in getattr(trust, key)] for key in INTERVALS}
         store.put(
             name,
             verdict=trust.verdict,
