@@ -93,7 +93,6 @@ def patch_sdpa(
         yield patch.report
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_compiled(report: Report, why_not: str) -> None:
     """Runs while a graph is traced. An append in the graph would make a new graph of every call."""
     report.calls.append(Call((), (), why_not))
@@ -147,6 +146,7 @@ class _Patch(TorchFunctionMode):
         self.search, self.impl = search, check.one_of("impl", impl, check.IMPLS)
         self.tokens = prefix + math.prod(self.grid)
         self.report = Report()
+        torch.compiler.assume_constant_result(_note_compiled)  # type: ignore[no-untyped-call] # loads the compiler
         # torch hands us nn.MultiheadAttention's function whole; ours is its own code with the inner call replaced.
         self.multi_head = _with_name(F.multi_head_attention_forward, "scaled_dot_product_attention", self.attention)
 
