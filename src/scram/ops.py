@@ -103,15 +103,20 @@ def attend(
             raise check.reverse_mode_only(impl)  # torch would take the derivative for zero
         if index.is_inference() and torch.is_grad_enabled():
             index = index.clone()  # autograd keeps no inference tensor
+    tensors = (q, k, v, index, key_mask, k_extra, v_extra, dropout_seed)
     how = (list(radius), causal, scale, weight, dropout_p, impl)
-    tensors = (q, k, v, index, key_mask, k_extra, v_extra)
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return Attended(*_TransformedAttend.apply(*tensors, dropout_seed, *how))  # type: ignore[no-untyped-call]
     run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.scram.attend
-    if _idle(tensors):
+    if _transformed():
+        run = _Attend.apply
+    elif _idle(tensors):
         learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         run = _Attend.apply if learning else _attend
-    return Attended(*run(*tensors, dropout_seed, *how))
+    return Attended(*run(*tensors, *how))
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is at work: they do not take the autograd of a registered operator."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _idle(tensors: Sequence[Tensor | None]) -> bool:
@@ -119,7 +124,7 @@ def _idle(tensors: Sequence[Tensor | None]) -> bool:
 
     It has more to do when it compiles, traces or transforms, and for subclasses of Tensor.
     """
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._functorch.peek_interpreter_stack():
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         return False
     return all([x is None or x.__class__ in PLAIN for x in tensors])  # noqa: C419 - a list is faster
 
@@ -224,33 +229,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.how, ctx.impl = inputs[8:], inputs[-1]
 
 
-def _differentiate(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, run: Any = None
-) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
     given = (grad_out, grad_lse, *tensors, out, lse)
-    # Under create_graph the operator stands in the graph, to refuse the second derivative.
-    if run is None:
-        run = torch.ops.scram.attend_backward if torch.is_grad_enabled() or not _idle(given) else _attend_backward
+    run: Callable[..., tuple[Tensor, ...]] = torch.ops.scram.attend_backward
+    if _transformed():
+        run = _AttendBackward.apply
+    elif not torch.is_grad_enabled() and _idle(given):  # else the operator stands in the graph, to refuse the next one
+        run = _attend_backward
     dq, dk, dv, dk_extra, dv_extra = run(*given, *ctx.how)
     extra = (None, None) if tensors[5] is None else (dk_extra, dv_extra)
     return dq, dk, dv, None, None, *extra, None, *[None] * len(ctx.how)
-
-
-class _Attend(torch.autograd.Function):
-    """`scram::attend` with its gradient, where torch is idle."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output = _attend(*arguments)
-        _save(ctx, arguments, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, *grads)
 
 
 def _differentiate_again(ctx: Any, *_: Tensor | None) -> None:
@@ -279,37 +270,32 @@ def _one_by_one(op: Any) -> Any:
     return rule
 
 
-class _TransformedAttend(torch.autograd.Function):
-    """`scram::attend` under the transforms of torch.func, which do not take the autograd of a registered operator."""
+class _Attend(torch.autograd.Function):
+    """`scram::attend` with its gradient, where torch is idle or a transform of torch.func is at work."""
 
     generate_vmap_rule = True
+    setup_context = staticmethod(_save)
+    jvp = staticmethod(_differentiate_forward)
+    backward = staticmethod(_differentiate)
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = torch.ops.scram.attend(*arguments)
+        result: tuple[Tensor, Tensor] = (_attend if _idle(arguments[:8]) else torch.ops.scram.attend)(*arguments)
         return result
 
-    setup_context = staticmethod(_save)
-    jvp = staticmethod(_differentiate_forward)
 
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        return _differentiate(ctx, grad_out, grad_lse, _TransformedBackward.apply)
-
-
-class _TransformedBackward(torch.autograd.Function):
-    """`scram::attend_backward` likewise."""
+class _AttendBackward(torch.autograd.Function):
+    """`scram::attend_backward` under a transform of torch.func."""
 
     generate_vmap_rule = True
+    setup_context = staticmethod(_save_name)
+    jvp = staticmethod(_differentiate_forward)
+    backward = staticmethod(_differentiate_again)
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = torch.ops.scram.attend_backward(*arguments)
         return result
-
-    setup_context = staticmethod(_save_name)
-    jvp = staticmethod(_differentiate_forward)
-    backward = staticmethod(_differentiate_again)
 
 
 for _op in (torch.ops.scram.search, torch.ops.scram.attend, torch.ops.scram.attend_backward):
