@@ -60,7 +60,7 @@ def _points(x: Tensor) -> tuple[Tensor, Tensor]:
 def legal_counts(q: Tensor, legal: LegalKeys) -> Tensor:
     """M_i as int32 [B, H, *G]."""
     row, query = _points(rows(q))
-    total = legal.total(*torch.broadcast_tensors(row, query))
+    total = legal.total(row, query.expand(len(row), -1))
     return total.to(torch.int32).reshape(q.shape[:-1])
 
 
@@ -76,9 +76,7 @@ def shared_tail(
     row, key = torch.arange(count, device=device).unsqueeze(1), torch.arange(keys, device=device)
     ranked = noise(seed.to(device), row, key) << 31 | key  # unique: ties go to the lower index
     ranked = ranked.reshape(count, keys)
-    open_ = (
-        torch.ones_like(ranked, dtype=torch.bool) if legal.mask is None else legal.mask[row // legal.heads_per_row, key]
-    )
+    open_ = legal.allows(row, torch.full_like(key, keys), key.expand(count, -1))
     ranked = torch.where(open_, ranked, _LAST)
     shape = q.shape[:2]
     if not stratified:

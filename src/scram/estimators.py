@@ -77,7 +77,7 @@ class MetropolisHastings:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """The windows around the matches exactly, and all other keys estimated from a draw that the queries of a head share.
+    """The windows around the matches exactly, and all other keys estimated from a draw that a head's queries share.
 
     Because they share it, their errors go together: averaging over queries does not make the error smaller, and over
     one draw an interval may hold the truth for clearly more or fewer queries than it says. Over draws it is right.
@@ -147,8 +147,8 @@ class Estimate:
         low = _share(self.ess, lambda ess: ess < LOW_ESS * samples)
         if low:
             found.append(
-                f"effective samples under {LOW_ESS:.0%} of {samples} for {low:.1%} of the queries: a few keys carry the "
-                "estimate; lower alpha, widen bandwidth, or use Hybrid"
+                f"effective samples under {LOW_ESS:.0%} of {samples} for {low:.1%} of the queries: a few keys carry "
+                "the estimate; lower alpha, widen bandwidth, or use Hybrid"
             )
         low = _share(self.acceptance, lambda acceptance: acceptance < LOW_ACCEPTANCE)
         if low:

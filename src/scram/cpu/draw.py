@@ -30,7 +30,7 @@ def _draw_one(modes, count, total, order, grid, strides, rest, table, seed, alph
     row = point // queries
     query, mask_row, samples = point - row * queries, row // rows_per_mask, len(keys)
     near = alpha if count[point] > 0 else 0.0
-    threshold, whole = np.int64(alpha * 4294967296.0), grid[0] * strides[0]
+    threshold = np.int64(alpha * 4294967296.0)
     state, seen = absorb(absorb(seed, row), query), 0
     for t in range(samples):
         noise = absorb(state, t)

@@ -48,15 +48,11 @@ class _Problem:
         self.rows, self.queries, self.keys = q.shape[0] * q.shape[1], math.prod(q.shape[2:-1]), math.prod(key_grid)
         self.wide, self.scale, self.causal, drawn = accumulator(v_tail.dtype), scale, causal, names.shape[-1]
         self.q, self.k, self.v, self.head_out = (
-            x.detach().to(self.wide).reshape(self.rows, -1, x.shape[-1])
-            if x.numel()
-            else x.new_zeros(self.rows, 0, x.shape[-1], dtype=self.wide)
+            x.detach().to(self.wide).reshape(self.rows, math.prod(x.shape[2:-1]), x.shape[-1])
             for x in (q, k_tail, v_tail, head_out)
         )
         self.head_lse = head_lse.detach().to(self.wide).contiguous().reshape(-1).numpy()
-        self.index = (
-            index.contiguous().reshape(-1, index.shape[-1]).numpy() if index.numel() else np.zeros((0, 1), np.int32)
-        )
+        self.index = index.reshape(self.rows * self.queries, index.shape[-1]).contiguous().numpy()
         self.total = total.contiguous().reshape(-1).numpy()
         self.names = names.reshape(self.rows, drawn).numpy()
         plain = torch.zeros(self.rows, drawn, dtype=self.wide)
@@ -100,7 +96,8 @@ def tail(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
             scores = problem.q[row, queries] @ problem.k[row].T
             _weigh(
                 scores.numpy(), problem.index, *problem.grid, problem.rest, row, at.start, *shared, problem.logs[row],
-                problem.stratified, problem.scale, problem.total, problem.head_lse, *scratch, lse, offset, share, seen, left,
+                problem.stratified, problem.scale, problem.total, problem.head_lse, *scratch,
+                lse, offset, share, seen, left,
             )  # fmt: skip
             p, values = scores, problem.v[row]
             head = torch.from_numpy(share[at]).unsqueeze(1)
@@ -177,8 +174,8 @@ def _weigh(
         geometry = (grid, strides, reach, *rest)
         for c in range(len(scores) * task // tasks, len(scores) * (task + 1) // tasks):
             _weigh_one(
-                scores[c], index, geometry, row, first + c, slot, names, drawn, logs, stratified, scale, total, head_lse,
-                keys[task], places[task], lse, offset, share, seen, left,
+                scores[c], index, geometry, row, first + c, slot, names, drawn, logs, stratified, scale, total,
+                head_lse, keys[task], places[task], lse, offset, share, seen, left,
             )  # fmt: skip
 
 
@@ -249,7 +246,8 @@ def _slopes(
 
 @compiled
 def _slopes_one(
-    scores, slopes, index, geometry, row, point, slot, names, drawn, logs, scale, lse, offset, d_lse, keys, places, shift
+    scores, slopes, index, geometry, row, point, slot, names, drawn, logs, scale, lse, offset, d_lse, keys, places,
+    shift,
 ):  # fmt: skip
     limit, _, _ = _open(scores, index, geometry, row, point, slot, names, drawn, keys, places)
     number = scores.dtype.type

@@ -72,27 +72,27 @@ class _Problem:
         self.seed, self.alpha = np.uint32(seeded(int(seed))), alpha
         self.chains_per_mode, self.burn_in = chains_per_mode, burn_in
         wide = self.tensors[2].dtype
+        self.told = np.zeros((2, self.points), wide)  # acceptance and rhat of walks
         self.head_out = np.zeros((0, v.shape[-1]), wide) if head_out is None else array(head_out)
         self.head_lse = np.zeros(0, wide) if head_lse is None else head_lse.detach().contiguous().reshape(-1).numpy()
 
-    def chunks(self, tasks: int) -> Iterator[tuple[int, Array, Array, Array]]:
-        """First point, the keys visited [C, T] with -1 after the last, the logs of their weights, and diagnostics."""
+    def chunks(self, tasks: int) -> Iterator[tuple[int, Array, Array]]:
+        """First point, the keys visited [C, T] with -1 after the last, and the logs of their weights."""
         size = max(1, min(self.points, CHUNK_PAIRS // self.samples))
         wide = self.tensors[2].dtype
         keys, logs = np.empty((size, self.samples), np.int32), np.empty((size, self.samples), wide)
-        told = np.zeros((2, self.points), wide)
         for begin in range(0, self.points, size):
             if self.walks:
                 walk_keys(
                     *self.tensors[:2], self.modes, self.count, *self.grid, self.rest, self.table, self.seed, self.scale,
-                    self.chains_per_mode, self.burn_in, begin, tasks, keys, logs, told,
+                    self.chains_per_mode, self.burn_in, begin, tasks, keys, logs, self.told,
                 )  # fmt: skip
             else:
                 draw_keys(
                     self.modes, self.count, self.total, self.order, *self.grid, self.rest, self.table, self.seed,
                     self.alpha, begin, tasks, keys, logs,
                 )  # fmt: skip
-            yield begin, keys, logs, told
+            yield begin, keys, logs
 
 
 def sample(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
@@ -102,16 +102,15 @@ def sample(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
     wide = problem.tensors[2].dtype
     out, variance = (np.empty((problem.points, v.shape[-1]), wide) for _ in range(2))
     lse, ess = np.empty(problem.points, wide), np.empty(problem.points, wide)
-    told = np.zeros((2, problem.points), wide)
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
-        for begin, keys, logs, told in problem.chunks(tasks):
+        for begin, keys, logs in problem.chunks(tasks):
             _mix(
                 *problem.tensors, *problem.grid, problem.rest, problem.scale, problem.walks, problem.head_out,
                 problem.head_lse, begin, tasks, keys, logs, out, lse, variance, ess,
             )  # fmt: skip
     shape = (*q.shape[:-1], v.shape[-1])
-    numbers = (torch.from_numpy(x).reshape(q.shape[:-1]) for x in (ess, *told))
+    numbers = (torch.from_numpy(x).reshape(q.shape[:-1]) for x in (ess, *problem.told))
     shaped = (torch.from_numpy(out).to(v.dtype).reshape(shape), torch.from_numpy(lse).reshape(q.shape[:-1]))
     return *shaped, torch.from_numpy(variance).reshape(shape), *numbers
 
@@ -129,7 +128,7 @@ def sample_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
         weights = None
-        for begin, keys, logs, _ in problem.chunks(tasks):
+        for begin, keys, logs in problem.chunks(tasks):
             weights = np.empty_like(logs) if weights is None else weights
             _slopes(
                 q, k, v, *problem.grid, problem.rest, problem.scale, problem.walks, problem.head_out, problem.head_lse,

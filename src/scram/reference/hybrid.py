@@ -73,13 +73,8 @@ def tail(
             variance = tail_variance(p_tail, v_seen, out, counts, left)
         return out, lse, variance
 
-    tensors = (
-        q.flatten(0, -2),
-        k_tail.flatten(0, 1),
-        v_tail.flatten(0, 1),
-        head_out.flatten(0, -2),
-        head_lse.flatten(),
-    )
+    tails = (k_tail.flatten(0, 1), v_tail.flatten(0, 1))
+    tensors = (q.flatten(0, -2), *tails, head_out.flatten(0, -2), head_lse.flatten())
     points_in_all = math.prod(q.shape[:-1])
     size = max(1, CHUNK_ELEMENTS // max(drawn * (q.shape[-1] + 2 * v_tail.shape[-1]), 1))
     chunks = []

@@ -88,8 +88,7 @@ def metropolis(
 
 
 def rhat(scores: Tensor, chains: Tensor, most: int) -> Tensor:
-    """Gelman and Rubin's statistic of the scores [C, T] of walks that lie one after the other, `chains` [C] of them, at most
-    `most`.
+    """Gelman and Rubin's statistic of the scores [C, T] of `chains` [C] walks, at most `most`, one after the other.
 
     Walks are cut to the shortest; a single one is cut into halves.
     """
@@ -117,7 +116,7 @@ def rhat(scores: Tensor, chains: Tensor, most: int) -> Tensor:
     w = (inner * exists).sum(-1) / parts.squeeze(-1)
     centre = (mean * exists).sum(-1, keepdim=True) / parts
     between = ((mean - centre) * exists).square().sum(-1) / (parts.squeeze(-1) - 1)
-    n = length.squeeze(-1).clamp(min=1)
+    n = length.squeeze(-1).clamp(min=1).to(scores.dtype)
     r = (((n - 1) / n * w + between) / w).sqrt()
     agree = torch.where(((mean - mean[:, :1]) * exists == 0).all(-1), 1.0, torch.inf).to(r.dtype)
     r = torch.where(w == 0, agree, r)

@@ -34,7 +34,7 @@ def attend_visited(
     """out, lse, variance, ess, and the diagnostics of `visit`; a key weighs exp(score) times its weight.
 
     `flat`: the visits themselves are in proportion to exp(score), so each weighs the same, and the score only carries
-    the gradient. The head is exact attention over other keys: out [B, H, *G, F], lse [B, H, *G], -inf for none; or None.
+    the gradient. The head, if any, is exact attention over other keys: out [B, H, *G, F], lse [B, H, *G].
     """
     heads, key_heads, keys = q.shape[1], k.shape[1], math.prod(grid_of(k))
     queries, wide = math.prod(grid_of(q)), accumulator(v.dtype)
