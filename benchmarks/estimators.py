@@ -135,8 +135,8 @@ def intervals(file: Path, rows: store.Store) -> None:
 
 
 def bias(file: Path, rows: store.Store, seeds: int) -> None:
-    """Of out, from the mean over seeds less what chance alone gives; 64 queries of each head."""
-    problem = Problem(file, every=8)
+    """Of out, from the mean over seeds less what chance alone gives; 16 queries of each head."""
+    problem = Problem(file, every=16)
     truth = problem.truth.out.double()
     sizes = {"snis": (64, 256, 1024), "hybrid": (32, 64, 128, 256)}
     for name, numbers in sizes.items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import check, draws, estimate_ops, ops, pick, reference
 from .estimators import Estimate, Estimator, Hybrid, MetropolisHastings, Snis
-from .grid import LegalKeys, grid_of
+from .grid import LegalKeys
 from .noise import draw_seed
 from .scoring import accumulator, default_scale, prepare_key, prepare_query
 from .types import Attended, Matches, Score, Search
@@ -312,17 +313,19 @@ def _hybrid(
     q, k, v = features.q, features.k, features.v
     assert v is not None
     head = _attend(features, matches, radius, causal, key_mask, scale, "softmax", 0.0)
-    legal = LegalKeys.of(q, k, causal, key_mask)
-    names, for_keys = draws.shared_tail(q, k, legal, _seed(method), method.samples, method.stratified)
-    tail = (q, draws.tail_rows(k, names), draws.tail_rows(v, names), names, for_keys, matches.index)
-    total = draws.legal_counts(q, legal)
-    factor = default_scale(scale, features.width, features.score, "softmax")
-    how = {"key_grid": grid_of(k), "radius": radius, "scale": factor}
+    how: dict[str, Any] = {
+        "seed": _seed(method),
+        "samples": method.samples,
+        "stratified": method.stratified,
+        "radius": radius,
+        "scale": default_scale(scale, features.width, features.score, "softmax"),
+    }
     if features.impl == "reference":
-        made = reference.tail(*tail, total, *head, legal=legal, score=features.score, **how)  # type: ignore[arg-type]
+        how |= {"legal": LegalKeys.of(q, k, causal, key_mask), "score": features.score}
+        out, lse, variance = reference.tail(q, k, v, matches.index, *head, **how)
     else:
-        made = estimate_ops.tail(*tail, total, *head, key_mask=key_mask, causal=causal, impl=features.impl, **how)  # type: ignore[arg-type]
-    out, lse, variance = made
+        how |= {"key_mask": key_mask, "causal": causal, "impl": features.impl}
+        out, lse, variance = estimate_ops.tail(q, k, v, matches.index, *head, **how)
     return Estimate(out, lse, variance, None, None, None, method)
 
 
@@ -342,7 +345,7 @@ def _sampled(
     walks = isinstance(method, MetropolisHastings)
     modes, count = draws.modes(matches.index, matches.key_grid, legal if walks else None)
     factor = default_scale(scale, features.width, features.score, "softmax")
-    how = {
+    how: dict[str, Any] = {
         "seed": _seed(method),
         "table": draws.step_table(float(method.bandwidth), matches.key_grid, q.device),
         "samples": method.samples,

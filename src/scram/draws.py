@@ -11,6 +11,8 @@ from torch import Tensor
 from .grid import Grid, LegalKeys, coordinates, flat, grid_of, key_row, rows
 from .noise import noise
 
+NONE = 2**31 - 1  # the name of a shared key that is missing: after all others
+LAST = 2**63 - 1  # the rank of a key that must not be drawn; its name is NONE
 UNIT = 1 << 30  # the table's weights add up to about this: `below` takes them, and int32 holds them
 
 
@@ -64,40 +66,42 @@ def legal_counts(q: Tensor, legal: LegalKeys) -> Tensor:
     return total.to(torch.int32).reshape(q.shape[:-1])
 
 
+def ranked_keys(q: Tensor, legal: LegalKeys, seed: Tensor) -> Tensor:
+    """noise(seed, row, key) << 31 | key, int64 [rows, M]: unique, ties go to the lower key; LAST for a masked one."""
+    count = q.shape[0] * q.shape[1]
+    row, key = torch.arange(count, device=q.device).unsqueeze(1), torch.arange(legal.keys, device=q.device)
+    ranked = noise(seed, row, key) << 31 | key
+    open_ = legal.allows(row, torch.full_like(key, legal.keys), key.expand(count, -1))
+    return torch.where(open_, ranked, LAST)
+
+
 def shared_tail(
-    q: Tensor, k: Tensor, legal: LegalKeys, seed: Tensor, samples: int, stratified: bool
+    ranked: Tensor, key_grid: Grid, samples: int, stratified: bool, ascending: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """The keys that the queries of each row share: int32 [B, H, m], ascending, -1 last; and how many keys each is for.
+    """The keys that the queries of a row share: int32 [rows, m], NONE where one is missing; and how many each is for.
 
-    Plain: the unmasked keys of smallest noise(seed, row, key), each for as many as the query has left (None).
-    Stratified: of each cell the one of smallest noise, for the unmasked keys of the cell, float32 [B, H, m].
+    Plain: the m keys ranked first, each for as many as the query has left (None). Stratified: the first of each cell,
+    for the unmasked keys of the cell, float32 [rows, m]. Ascending: by key.
     """
-    count, keys, device = q.shape[0] * q.shape[1], legal.keys, q.device
-    row, key = torch.arange(count, device=device).unsqueeze(1), torch.arange(keys, device=device)
-    ranked = noise(seed.to(device), row, key) << 31 | key  # unique: ties go to the lower index
-    ranked = ranked.reshape(count, keys)
-    open_ = legal.allows(row, torch.full_like(key, keys), key.expand(count, -1))
-    ranked = torch.where(open_, ranked, _LAST)
-    shape = q.shape[:2]
-    if not stratified:
+    count, keys = ranked.shape
+    for_keys = None
+    if stratified:
+        cell, cells = _cells(key_grid, samples, ranked.device)
+        cell = cell.expand(count, -1)
+        first = torch.full((count, cells), LAST, device=ranked.device).scatter_reduce(1, cell, ranked, "amin")
+        for_keys = torch.zeros(count, cells, device=ranked.device).scatter_add(1, cell, (ranked != LAST).float())
+    else:
         first = ranked if samples >= keys else ranked.topk(samples, dim=1, largest=False, sorted=False).values
-        return _ascending(first)[0].reshape(*shape, first.shape[1]), None
-    cell, cells = _cells(grid_of(k), samples, device)
-    cell = cell.expand(count, -1)
-    best = torch.full((count, cells), _LAST, device=device).scatter_reduce(1, cell, ranked, "amin")
-    for_keys = torch.zeros(count, cells, device=device).scatter_add(1, cell, open_.float())
-    names, order = _ascending(best)
-    return names.reshape(*shape, cells), for_keys.gather(1, order).reshape(*shape, cells)
+    name = (first & NONE).to(torch.int32)
+    if ascending:
+        name, order = name.sort(dim=1)
+        for_keys = None if for_keys is None else for_keys.gather(1, order)
+    return name, for_keys
 
 
-_LAST = 2**63 - 1
-
-
-def _ascending(ranked: Tensor) -> tuple[Tensor, Tensor]:
-    """Ranked keys [R, m] -> their names, int32, ascending with -1 last, and the order they were taken in."""
-    name = torch.where(ranked == _LAST, 2**31 - 1, ranked & (2**31 - 1))
-    name, order = name.sort(dim=1)
-    return torch.where(name == 2**31 - 1, -1, name).to(torch.int32), order
+def tail_size(key_grid: Grid, samples: int, stratified: bool) -> int:
+    """How many keys `shared_tail` names."""
+    return math.prod(cell_counts(key_grid, samples)) if stratified else min(samples, math.prod(key_grid))
 
 
 def _cells(key_grid: Grid, most: int, device: torch.device) -> tuple[Tensor, int]:
@@ -126,10 +130,14 @@ def cell_counts(key_grid: Grid, most: int) -> Grid:
             return tuple(parts)
 
 
-def tail_rows(x: Tensor, names: Tensor) -> Tensor:
-    """Keys or values [B, Hk, *G', width] -> those of the names [B, H, m] for every query head: [B, H, m, width]."""
-    count, keys = names.shape[0] * names.shape[1], math.prod(grid_of(x))
-    source = key_row(torch.arange(count, device=x.device), names.shape[1], x.shape[1]).unsqueeze(1)
-    at = (source * keys + names.flatten(0, 1).clamp(min=0)).flatten()
-    found = rows(x).flatten(0, 1).index_select(0, at).reshape(*names.shape, x.shape[-1])
-    return torch.where((names >= 0).unsqueeze(-1), found, 0)  # 0 * NaN is NaN
+def tail_rows(names: Tensor, heads: int, key_heads: int, keys: int) -> Tensor:
+    """Names [rows, m] -> their places in keys or values [B * Hk * M, width]; any place for NONE."""
+    source = key_row(torch.arange(len(names), device=names.device), heads, key_heads).unsqueeze(1)
+    return source * keys + names.clamp(max=keys - 1)
+
+
+def tail_values(x: Tensor, names: Tensor, heads: int) -> Tensor:
+    """Keys or values [B, Hk, *G', width] of the names [rows, m]: [rows, m, width], 0 for NONE."""
+    at = tail_rows(names, heads, x.shape[1], math.prod(grid_of(x)))
+    found = rows(x).flatten(0, 1).index_select(0, at.flatten()).reshape(*names.shape, x.shape[-1])
+    return torch.where((names != NONE).unsqueeze(-1), found, 0)  # 0 * NaN is NaN

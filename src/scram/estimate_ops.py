@@ -1,12 +1,14 @@
 """The estimators of the fast engines as torch operators, like `ops`: schemas, shapes for tracing, autograd.
 
 An engine has two more pairs of functions,
-    tail(<tensors>, *, key_grid, radius, causal, scale) -> out, lse, variance, offset
-    tail_backward(grad_out, grad_lse, <tensors>, lse, offset, *, ..) -> dq, dk_tail, dv_tail, dhead_out, dhead_lse
+    tail(<tensors>, *, samples, stratified, radius, causal, scale) -> out, lse, variance, offset, names, for_keys
+    tail_backward(grad_out, grad_lse, <tensors>, lse, offset, names, for_keys, *, ..)
+        -> dq, dk, dv, dhead_out, dhead_lse
     sample(<tensors>, *, method, samples, alpha, chains_per_mode, burn_in, causal, scale)
         -> out, lse, variance, ess, acceptance, rhat
     sample_backward(grad_out, grad_lse, <tensors>, lse, *, ..) -> dq, dk, dv, dhead_out or None, dhead_lse or None
-with the tensors of the schemas below. `offset` is what a query adds to the scores of its tail, a constant.
+with the tensors of the schemas below. `offset` is what a query adds to the scores of its tail, a constant;
+`names` and `for_keys` (empty unless stratified) are the shared keys that `draws.shared_tail` gives.
 """
 
 from __future__ import annotations
@@ -18,16 +20,14 @@ import torch
 from torch import Tensor
 
 from . import check
-from .grid import Grid
+from .draws import tail_size
+from .grid import grid_of
 from .ops import _differentiate_again, _engine, _has_tangent, _save_name
 from .scoring import accumulator
 
-_TAIL = (
-    "Tensor q, Tensor k_tail, Tensor v_tail, Tensor names, Tensor? for_keys, Tensor index, Tensor total, "
-    "Tensor head_out, Tensor head_lse, Tensor? key_mask, "
-)
-_TAIL_HOW = "int[] key_grid, int[] radius, bool causal, float scale, str impl"
-_TAIL_NAMES = ("key_grid", "radius", "causal", "scale")
+_TAIL = "Tensor q, Tensor k, Tensor v, Tensor index, Tensor? key_mask, Tensor head_out, Tensor head_lse, Tensor seed, "
+_TAIL_HOW = "int samples, bool stratified, int[] radius, bool causal, float scale, str impl"
+_TAIL_NAMES = ("samples", "stratified", "radius", "causal", "scale")
 _SAMPLE = (
     "Tensor q, Tensor k, Tensor v, Tensor modes, Tensor count, Tensor total, Tensor? order, Tensor? key_mask, "
     "Tensor? head_out, Tensor? head_lse, Tensor seed, Tensor table, "
@@ -36,12 +36,12 @@ _SAMPLE_HOW = (
     "str method, int samples, float alpha, int chains_per_mode, int burn_in, bool causal, float scale, str impl"
 )
 _SAMPLE_NAMES = ("method", "samples", "alpha", "chains_per_mode", "burn_in", "causal", "scale")
-TAIL_TENSORS, SAMPLE_TENSORS = 10, 12
+TAIL_TENSORS, SAMPLE_TENSORS = 8, 12
 
-torch.library.define("scram::tail", f"({_TAIL}{_TAIL_HOW}) -> (Tensor, Tensor, Tensor, Tensor)")
+torch.library.define("scram::tail", f"({_TAIL}{_TAIL_HOW}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 torch.library.define(
     "scram::tail_backward",
-    f"(Tensor grad_out, Tensor grad_lse, {_TAIL}Tensor lse, Tensor offset, {_TAIL_HOW}) "
+    f"(Tensor grad_out, Tensor grad_lse, {_TAIL}Tensor lse, Tensor offset, Tensor names, Tensor for_keys, {_TAIL_HOW}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define("scram::sample", f"({_SAMPLE}{_SAMPLE_HOW}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
@@ -54,29 +54,25 @@ torch.library.define(
 
 def tail(
     q: Tensor,
-    k_tail: Tensor,
-    v_tail: Tensor,
-    names: Tensor,
-    for_keys: Tensor | None,
+    k: Tensor,
+    v: Tensor,
     index: Tensor,
-    total: Tensor,
     head_out: Tensor,
     head_lse: Tensor,
     *,
     key_mask: Tensor | None,
-    key_grid: Grid,
+    seed: Tensor,
+    samples: int,
+    stratified: bool,
     radius: Sequence[int],
     causal: bool,
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.tail`, by the engine `impl`."""
-    _refuse_tangents(impl, q, k_tail, v_tail, head_out, head_lse)
-    index = _kept(index)
-    how = (list(key_grid), list(radius), causal, scale, impl)
-    out, lse, variance, _ = torch.ops.scram.tail(
-        q, k_tail, v_tail, names, for_keys, index, total, head_out, head_lse, key_mask, *how
-    )
+    _refuse_tangents(impl, q, k, v, head_out, head_lse)
+    how = (samples, stratified, list(radius), causal, scale, impl)
+    out, lse, variance, *_ = torch.ops.scram.tail(q, k, v, _kept(index), key_mask, head_out, head_lse, seed, *how)
     return out, lse, variance.detach()
 
 
@@ -167,7 +163,7 @@ def _tail(*arguments: Any) -> tuple[Tensor, ...]:
 
 @torch.library.impl("scram::tail_backward", ("cpu", "cuda"))
 def _tail_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, how = arguments[: TAIL_TENSORS + 4], arguments[TAIL_TENSORS + 4 :]
+    tensors, how = arguments[: TAIL_TENSORS + 6], arguments[TAIL_TENSORS + 6 :]
     result: tuple[Tensor, ...] = _engine(how[-1]).tail_backward(*tensors, **_settings(_TAIL_NAMES, how))
     return result
 
@@ -193,14 +189,24 @@ def _like_queries(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.register_fake("scram::tail")  # type: ignore[untyped-decorator]
-def _tail_shapes(q: Tensor, k_tail: Tensor, v_tail: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    out, lse, variance = _like_queries(q, v_tail)
-    return out, lse, variance, torch.empty_like(lse)
+def _tail_shapes(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    out, lse, variance = _like_queries(q, v)
+    samples, stratified = arguments[5:7]
+    shape = (q.shape[0] * q.shape[1], tail_size(grid_of(k), samples, stratified))
+    names = q.new_empty(shape, dtype=torch.int32)
+    return (
+        out,
+        lse,
+        variance,
+        torch.empty_like(lse),
+        names,
+        q.new_empty(shape if stratified else 0, dtype=torch.float32),
+    )
 
 
 @torch.library.register_fake("scram::tail_backward")  # type: ignore[untyped-decorator]
 def _tail_backward_shapes(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (*arguments[:3], *arguments[7:9]))
+    return tuple(x.new_empty(x.shape) for x in (*arguments[:3], *arguments[5:7]))
 
 
 @torch.library.register_fake("scram::sample")  # type: ignore[untyped-decorator]
@@ -216,16 +222,16 @@ def _sample_backward_shapes(grad_out: Tensor, grad_lse: Tensor, *arguments: Any)
 
 
 def _save_tail(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:TAIL_TENSORS], output[1], output[3])
+    ctx.save_for_backward(*inputs[:TAIL_TENSORS], output[1], *output[3:])
     ctx.how = inputs[TAIL_TENSORS:]
-    ctx.mark_non_differentiable(output[2], output[3])
+    ctx.mark_non_differentiable(*output[2:])
 
 
 def _differentiate_tail(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
     grads = _given(tensors[0], tensors[2], tensors[TAIL_TENSORS], grad_out, grad_lse)
     dq, dk, dv, dhead_out, dhead_lse = torch.ops.scram.tail_backward(*grads, *tensors, *ctx.how)
-    return dq, dk, dv, None, None, None, None, dhead_out, dhead_lse, None, *[None] * len(ctx.how)
+    return dq, dk, dv, None, None, dhead_out, dhead_lse, None, *[None] * len(ctx.how)
 
 
 def _save_sample(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

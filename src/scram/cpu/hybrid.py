@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..draws import NONE, legal_counts, ranked_keys, shared_tail, tail_rows, tail_values
+from ..grid import LegalKeys, grid_of
 from ..scoring import accumulator
 from .attend import expand
 from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
@@ -30,34 +32,37 @@ class _Problem:
     def __init__(
         self,
         q: Tensor,
-        k_tail: Tensor,
-        v_tail: Tensor,
-        names: Tensor,
-        for_keys: Tensor | None,
+        k: Tensor,
+        v: Tensor,
         index: Tensor,
-        total: Tensor,
+        key_mask: Tensor | None,
         head_out: Tensor,
         head_lse: Tensor,
-        key_mask: Tensor | None,
+        seed: Tensor,
         *,
-        key_grid: tuple[int, ...],
+        samples: int,
+        stratified: bool,
         radius: tuple[int, ...],
         causal: bool,
         scale: float,
     ) -> None:
-        self.rows, self.queries, self.keys = q.shape[0] * q.shape[1], math.prod(q.shape[2:-1]), math.prod(key_grid)
-        self.wide, self.scale, self.causal, drawn = accumulator(v_tail.dtype), scale, causal, names.shape[-1]
-        self.q, self.k, self.v, self.head_out = (
-            x.detach().to(self.wide).reshape(self.rows, math.prod(x.shape[2:-1]), x.shape[-1])
-            for x in (q, k_tail, v_tail, head_out)
+        key_grid = grid_of(k)
+        legal = LegalKeys.of(q, k, causal, key_mask)
+        self.shared, self.for_keys = shared_tail(ranked_keys(q, legal, seed), key_grid, samples, stratified)
+        self.rows, self.queries, self.keys = q.shape[0] * q.shape[1], math.prod(grid_of(q)), math.prod(key_grid)
+        self.wide, self.scale, self.causal = accumulator(v.dtype), scale, causal
+        self.at = tail_rows(self.shared, q.shape[1], k.shape[1], self.keys)
+        self.k, self.v = (tail_values(x.detach(), self.shared, q.shape[1]).to(self.wide) for x in (k, v))
+        self.q, self.head_out = (
+            x.detach().to(self.wide).reshape(self.rows, self.queries, x.shape[-1]) for x in (q, head_out)
         )
         self.head_lse = head_lse.detach().to(self.wide).contiguous().reshape(-1).numpy()
         self.index = index.reshape(self.rows * self.queries, index.shape[-1]).contiguous().numpy()
-        self.total = total.contiguous().reshape(-1).numpy()
-        self.names = names.reshape(self.rows, drawn).numpy()
-        plain = torch.zeros(self.rows, drawn, dtype=self.wide)
-        self.logs = (plain if for_keys is None else for_keys.reshape(self.rows, drawn).to(self.wide).log()).numpy()
-        self.stratified = for_keys is not None
+        self.total = legal_counts(q, legal).contiguous().reshape(-1).numpy()
+        self.names = self.shared.numpy()
+        plain = torch.zeros(self.shared.shape, dtype=self.wide)
+        self.logs = (plain if self.for_keys is None else self.for_keys.to(self.wide).log()).numpy()
+        self.stratified = stratified
         mask = np.zeros((0, 0), np.bool_) if key_mask is None else key_mask.contiguous().reshape(-1, self.keys).numpy()
         shared = key_mask is not None and key_mask.ndim == len(key_grid) + 1
         reach = tuple(min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True))
@@ -73,7 +78,7 @@ class _Problem:
         """Row, its queries, the same as points, and the row's shared keys: slot of each key, names, how many."""
         size = max(1, CHUNK_SCORES // max(self.names.shape[1], 1))
         for row in range(self.rows):
-            drawn = int((self.names[row] >= 0).sum())
+            drawn = int((self.names[row] != NONE).sum())
             slot = np.full(self.keys, -1, np.int32)
             slot[self.names[row, :drawn]] = np.arange(drawn, dtype=np.int32)
             for begin in range(0, self.queries, size):
@@ -83,7 +88,7 @@ class _Problem:
 
 
 def tail(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
-    """The tensors of `scram.estimate_ops` -> out, lse, variance, offset."""
+    """The tensors of `scram.estimate_ops` -> out, lse, variance, offset, names, for_keys."""
     q, v = tensors[0], tensors[2]
     problem = _Problem(*tensors, **settings)
     points, width = math.prod(q.shape[:-1]), v.shape[-1]
@@ -107,18 +112,19 @@ def tail(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
             variance[at] = _variance(p, values, out[at], *numbers)
     shape = (*q.shape[:-1], width)
     made = (torch.from_numpy(x).reshape(q.shape[:-1]) for x in (lse, offset))
-    return out.to(v.dtype).reshape(shape), next(made), variance.reshape(shape), next(made)
+    for_keys = torch.empty(0) if problem.for_keys is None else problem.for_keys
+    return out.to(v.dtype).reshape(shape), next(made), variance.reshape(shape), next(made), problem.shared, for_keys
 
 
 def tail_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k_tail, v_tail, head_out, head_lse from those of out and lse."""
-    *inputs, lse, offset = tensors
+    """Gradients of q, k, v, head_out, head_lse from those of out and lse."""
+    *inputs, lse, offset, _, _ = tensors  # the keys are drawn again
     problem = _Problem(*inputs, **settings)
     wide = problem.wide
     d_out = grad_out.detach().to(wide).reshape(problem.rows, problem.queries, grad_out.shape[-1])
     d_lse = grad_lse.detach().to(wide).contiguous().reshape(-1)
     norm, add = (x.contiguous().reshape(-1).numpy() for x in (lse, offset))
-    share = torch.where(lse == -torch.inf, 0, (inputs[8].detach().to(wide) - lse).exp()).reshape(-1, 1)
+    share = torch.where(lse == -torch.inf, 0, (inputs[6].detach().to(wide) - lse).exp()).reshape(-1, 1)
     dq, dk, dv = torch.empty_like(problem.q), torch.zeros_like(problem.k), torch.zeros_like(problem.v)
     to_head = torch.where(share == 0, 0, (d_out * problem.head_out).sum(-1).reshape(-1, 1))
     shift = (share * to_head).squeeze(1).contiguous()
@@ -136,8 +142,14 @@ def tail_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings:
             dv[row] += scores.T @ d_out[row, queries]
     d_head_out = share * d_out.reshape(-1, d_out.shape[-1])
     d_head_lse = share * (to_head - (shift - d_lse).unsqueeze(1))
-    grads = (dq, dk, dv, d_head_out, d_head_lse)
-    given = (*inputs[:3], *inputs[7:9])
+    full = (
+        torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], dtype=wide).index_add_(
+            0, problem.at.flatten(), d.flatten(0, 1)
+        )
+        for x, d in ((inputs[1], dk), (inputs[2], dv))
+    )
+    grads = (dq, *full, d_head_out, d_head_lse)
+    given = (*inputs[:3], *inputs[5:7])
     return tuple(grad.to(x.dtype).reshape(x.shape) for grad, x in zip(grads, given, strict=True))
 
 

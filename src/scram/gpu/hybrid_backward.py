@@ -17,38 +17,61 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..grid import grid_of
+from ..draws import tail_rows
+from ..grid import LegalKeys, grid_of
 from .grid import points
-from .hybrid import PROGRAMS, SETTINGS, arguments_of, block_of, in_tail, product, scores
+from .hybrid import PROGRAMS, SETTINGS, arguments_of, block_of, finite, in_tail, product, scores, shared_names
 from .launch import Kernel
 
 
-def tail_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k_tail, v_tail, head_out, head_lse, in the dtypes of their tensors."""
-    *inputs, lse, offset = tensors
-    q, k, v, head_out, head_lse = (inputs[n] for n in (0, 1, 2, 7, 8))
+def tail_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    key_mask: Tensor | None,
+    head_out: Tensor,
+    head_lse: Tensor,
+    seed: Tensor,
+    lse: Tensor,
+    offset: Tensor,
+    names: Tensor,
+    for_keys: Tensor,
+    *,
+    samples: int,
+    stratified: bool,
+    causal: bool,
+    **settings: Any,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, head_out, head_lse, in the dtypes of their tensors."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    rows, queries, drawn = q.shape[0] * q.shape[1], math.prod(grid_of(q)), k.shape[2]
+    (rows, drawn), queries = names.shape, math.prod(grid_of(q))
     share = torch.where(lse == -torch.inf, 0, (head_lse - lse).exp())
     wish = grad_out.float()
     to_head = torch.where(share == 0, 0, (wish * head_out).sum(-1))
     shift = (share * to_head).contiguous()
+    dk, dv = (torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], device=q.device) for x in (k, v))
     if lse.numel():
-        arguments, flags = arguments_of(*inputs, **settings)
+        legal = LegalKeys.of(q, k, causal, key_mask)
+        tensors = (q, k, v, index, key_mask, head_out, head_lse, names, for_keys)
+        arguments, flags = arguments_of(*tensors, legal=legal, causal=causal, **settings)
         above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous(), offset.contiguous())
         blocks, key_blocks = triton.cdiv(queries, flags["BM"]), triton.cdiv(drawn, flags["BN"])
         splits = max(1, min(blocks, PROGRAMS // max(rows * key_blocks, 1)))
-        dk, dv = (torch.zeros((splits, *x.shape), dtype=torch.float32, device=q.device) for x in (k, v))
+        parts = [torch.empty((splits, rows * drawn, x.shape[-1]), device=q.device) for x in (k, v)]
         with torch.cuda.device_of(q):
             Kernel(queries_kernel, rows * blocks, flags)(*arguments, *above, shift, dq)
-            Kernel(keys_kernel, rows * key_blocks * splits, flags)(*arguments, *above, shift, dk, dv, splits)
-        dk, dv = dk.sum(0), dv.sum(0)
-    else:
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+            Kernel(keys_kernel, rows * key_blocks * splits, flags)(*arguments, *above, shift, *parts, splits)
+        at = tail_rows(names, q.shape[1], k.shape[1], legal.keys).flatten()
+        dk.index_add_(0, at, parts[0].sum(0))
+        dv.index_add_(0, at, parts[1].sum(0))
     d_head = share.unsqueeze(-1) * wish
     # The kernel has added the tail's part to shift and taken grad_lse from it.
     d_head_lse = share * (to_head - shift)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), d_head.to(head_out.dtype), d_head_lse.to(head_lse.dtype)
+    grads = (dq, dk, dv, d_head, d_head_lse)
+    return tuple(d.to(x.dtype).reshape(x.shape) for d, x in zip(grads, (q, k, v, head_out, head_lse), strict=True))
 
 
 @triton.jit
@@ -58,32 +81,26 @@ def weights(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The joint weights [BM, BN], and which pairs count."""
-    s = scores(mine, k_row, at, there, logs, row, drawn, scale, E, W, PIECES, BM, BN)
-    ok = in_tail(name, query, valid, index_row, kappa, keys, KG, MAGIC, REACH, RANK, CAUSAL)
+    s = scores(mine, k_row, name, at, there, logs, row, drawn, scale, E, W, PIECES, BM, BN)
+    ok = in_tail(name, there, query, valid, index_row, kappa, keys, KG, MAGIC, REACH, RANK, CAUSAL)
     return tl.where(ok, tl.exp(s + (add - norm)[:, None]), 0.0), ok
 
 
 @triton.jit
 def wishes(
-    wish, v_row, at, there, F: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, BM: tl.constexpr,
+    wish, v_row, name, there, F: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
     """<grad_out, v> of every pair."""
     dp = tl.zeros([BM, BN], tl.float32)
     for n in tl.static_range(FPIECES):
-        dp = product(wish[n], tl.trans(block_of(v_row, at, there, n, F, FW)), dp)
+        dp = product(wish[n], tl.trans(block_of(v_row, name, there, n, F, FW)), dp)
     return dp
-
-
-@triton.jit
-def finite(x):
-    """x with zeros for what is not finite: where a slope is 0 it must not spoil a sum, elsewhere the slope is NaN."""
-    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=SETTINGS)
 def queries_kernel(
-    q, k_tail, v_tail, names, logs, index, total, head_out, head_lse, mask, drawn, mask_heads, kappa,
+    q, k, v, names, logs, index, head_out, head_lse, mask, count, drawn, mask_heads, group, kappa,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale,
     grad_out, grad_lse, lse, offset, shift_io, dq,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -96,7 +113,7 @@ def queries_kernel(
     query = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM)
     valid = query < queries
     index_row, point = index + row * queries * kappa, row * queries + query
-    k_row, v_row = k_tail + row * drawn * E, v_tail + row * drawn * F
+    k_row, v_row = k + row // group * keys * E, v + row // group * keys * F
     mine, wish, sums = (), (), ()
     for n in tl.static_range(PIECES):
         mine += (block_of(q + row * queries * E, query, valid, n, E, W),)
@@ -110,30 +127,29 @@ def queries_kernel(
 
     for start in range(0, drawn, BN):
         at = start + tl.arange(0, BN)
-        there = at < drawn
-        name = tl.load(names + row * drawn + at, mask=there, other=-1)
+        name, there = shared_names(names, row, at, drawn, keys)
         p, ok = weights(
             mine, k_row, name, at, there, query, valid, index_row, kappa, logs, row, drawn, scale, norm, add, keys, KG,
             MAGIC, REACH, RANK, CAUSAL, E, W, PIECES, BM, BN,
         )  # fmt: skip
-        dp = wishes(wish, v_row, at, there, F, FW, FPIECES, BM, BN)
+        dp = wishes(wish, v_row, name, there, F, FW, FPIECES, BM, BN)
         shift += tl.sum(tl.where(ok, p * dp, 0.0), 1)
     shift -= tl.load(grad_lse + point, mask=valid, other=0.0)
     tl.store(shift_io + point, shift, mask=valid)
 
     for start in range(0, drawn, BN):
         at = start + tl.arange(0, BN)
-        there = at < drawn
-        name = tl.load(names + row * drawn + at, mask=there, other=-1)
+        name, there = shared_names(names, row, at, drawn, keys)
         p, ok = weights(
             mine, k_row, name, at, there, query, valid, index_row, kappa, logs, row, drawn, scale, norm, add, keys, KG,
             MAGIC, REACH, RANK, CAUSAL, E, W, PIECES, BM, BN,
         )  # fmt: skip
-        dp = wishes(wish, v_row, at, there, F, FW, FPIECES, BM, BN)
+        dp = wishes(wish, v_row, name, there, F, FW, FPIECES, BM, BN)
         ds = tl.where(ok, p * (dp - shift[:, None]) * scale, 0.0)
         more = ()
         for n in tl.static_range(PIECES):
-            theirs = finite(block_of(k_row, at, there, n, E, W))
+            # Where a slope is 0, what is not finite must not spoil the sum; elsewhere the slope is NaN.
+            theirs = finite(block_of(k_row, name, there, n, E, W))
             more += (product(ds.to(theirs.dtype), theirs, sums[n]),)
         sums = more
     for n in tl.static_range(PIECES):
@@ -144,7 +160,7 @@ def queries_kernel(
 
 @triton.jit(do_not_specialize=[*SETTINGS, "splits"])
 def keys_kernel(
-    q, k_tail, v_tail, names, logs, index, total, head_out, head_lse, mask, drawn, mask_heads, kappa,
+    q, k, v, names, logs, index, head_out, head_lse, mask, count, drawn, mask_heads, group, kappa,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale,
     grad_out, grad_lse, lse, offset, shift_in, dk, dv, splits,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -158,10 +174,9 @@ def keys_kernel(
     row = (block // key_blocks).to(tl.int64)
     rows = tl.num_programs(0) // (splits * key_blocks)
     at = (block % key_blocks) * BN + tl.arange(0, BN)
-    there = at < drawn
-    name = tl.load(names + row * drawn + at, mask=there, other=-1)
+    name, there = shared_names(names, row, at, drawn, keys)
     index_row = index + row * queries * kappa
-    k_row, v_row = k_tail + row * drawn * E, v_tail + row * drawn * F
+    k_row, v_row = k + row // group * keys * E, v + row // group * keys * F
     k_sums, v_sums = (), ()
     for _ in tl.static_range(PIECES):
         k_sums += (tl.zeros([BN, W], tl.float32),)
@@ -184,7 +199,7 @@ def keys_kernel(
             mine, k_row, name, at, there, query, valid, index_row, kappa, logs, row, drawn, scale, norm, add, keys, KG,
             MAGIC, REACH, RANK, CAUSAL, E, W, PIECES, BM, BN,
         )  # fmt: skip
-        dp = wishes(wish, v_row, at, there, F, FW, FPIECES, BM, BN)
+        dp = wishes(wish, v_row, name, there, F, FW, FPIECES, BM, BN)
         ds = tl.trans(tl.where(ok, p * (dp - shift[:, None]) * scale, 0.0))
         k_more, v_more = (), ()
         for n in tl.static_range(PIECES):
@@ -195,7 +210,7 @@ def keys_kernel(
     slot = (split.to(tl.int64) * rows + row) * drawn
     for n in tl.static_range(PIECES):
         e = n * W + tl.arange(0, W)[None, :]
-        tl.store(dk + (slot + at)[:, None] * E + e, k_sums[n], mask=there[:, None] & (e < E))
+        tl.store(dk + (slot + at)[:, None] * E + e, k_sums[n], mask=(at < drawn)[:, None] & (e < E))
     for n in tl.static_range(FPIECES):
         f = n * FW + tl.arange(0, FW)[None, :]
-        tl.store(dv + (slot + at)[:, None] * F + f, v_sums[n], mask=there[:, None] & (f < F))
+        tl.store(dv + (slot + at)[:, None] * F + f, v_sums[n], mask=(at < drawn)[:, None] & (f < F))

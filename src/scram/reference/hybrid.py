@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..grid import Grid, LegalKeys, coordinates, within
+from ..draws import NONE, legal_counts, ranked_keys, shared_tail, tail_values
+from ..grid import Grid, LegalKeys, coordinates, grid_of, within
 from ..scoring import accumulator, pair_score, weigh
 from ..types import Score
 from .attend import CHUNK_ELEMENTS, expand, mix
@@ -17,17 +18,16 @@ from .attend import CHUNK_ELEMENTS, expand, mix
 
 def tail(
     q: Tensor,
-    k_tail: Tensor,
-    v_tail: Tensor,
-    names: Tensor,
-    for_keys: Tensor | None,
+    k: Tensor,
+    v: Tensor,
     index: Tensor,
-    total: Tensor,
     head_out: Tensor,
     head_lse: Tensor,
     *,
     legal: LegalKeys,
-    key_grid: Grid,
+    seed: Tensor,
+    samples: int,
+    stratified: bool,
     radius: Sequence[int],
     scale: float,
     score: Score,
@@ -36,17 +36,16 @@ def tail(
 
     Args:
         q: [B, H, *G, E], prepared for `score`.
-        k_tail, v_tail, names, for_keys: the shared keys [B, H, m, E|F], which they are and how many each is for
-            [B, H, m]; as `draws` makes them.
+        k, v: [B, Hk, *G', E|F].
         index: the matches [B, H, *G, kappa]; keys within `radius` of one are in the head.
-        total: M_i, [B, H, *G].
         head_out, head_lse: attention over the head, [B, H, *G, F] and [B, H, *G].
     """
-    drawn, queries = names.shape[-1], math.prod(q.shape[2:-1])
+    key_grid, queries = grid_of(k), math.prod(grid_of(q))
+    flat_names, flat_for = shared_tail(ranked_keys(q, legal, seed), key_grid, samples, stratified)
+    k_tail, v_tail = (tail_values(x, flat_names, q.shape[1]) for x in (k, v))
+    flat_names, drawn = flat_names.long(), flat_names.shape[1]
     radius = [min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)]
-    flat_index, flat_names = index.reshape(-1, index.shape[-1]).long(), names.reshape(-1, drawn).long()
-    flat_total = total.reshape(-1)
-    flat_for = None if for_keys is None else for_keys.reshape(-1, drawn)
+    flat_index, flat_total = index.reshape(-1, index.shape[-1]).long(), legal_counts(q, legal).reshape(-1)
     wide = accumulator(v_tail.dtype)
 
     def points(
@@ -56,8 +55,8 @@ def tail(
         key, new = expand(flat_index[at], key_grid, radius)
         left = (flat_total[at] - (new & legal.allows(row, query, key)).sum(-1)).to(wide)  # M_i - |S_i|
         name = flat_names[row.squeeze(-1)]
-        safe = name.clamp(min=0)
-        counts = (name >= 0) & legal.allows(row, query, safe) & ~covered(safe, flat_index[at], key_grid, radius)
+        safe = torch.where(name == NONE, 0, name)
+        counts = (name != NONE) & legal.allows(row, query, safe) & ~covered(safe, flat_index[at], key_grid, radius)
         seen = counts.sum(-1).to(wide)  # m_i
         k_seen = torch.where(counts.unsqueeze(-1), k_tail[row.squeeze(-1)], 0)
         v_seen = torch.where(counts.unsqueeze(-1), v_tail[row.squeeze(-1)], 0).to(wide)
@@ -73,8 +72,7 @@ def tail(
             variance = tail_variance(p_tail, v_seen, out, counts, left)
         return out, lse, variance
 
-    tails = (k_tail.flatten(0, 1), v_tail.flatten(0, 1))
-    tensors = (q.flatten(0, -2), *tails, head_out.flatten(0, -2), head_lse.flatten())
+    tensors = (q.flatten(0, -2), k_tail, v_tail, head_out.flatten(0, -2), head_lse.flatten())
     points_in_all = math.prod(q.shape[:-1])
     size = max(1, CHUNK_ELEMENTS // max(drawn * (q.shape[-1] + 2 * v_tail.shape[-1]), 1))
     chunks = []
