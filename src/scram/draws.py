@@ -44,7 +44,7 @@ def modes(index: Tensor, key_grid: Grid, legal: LegalKeys | None) -> tuple[Tenso
 
     With `legal` only those that the query may attend count.
     """
-    keys, flat_index = math.prod(key_grid), index.reshape(index.shape[0] * index.shape[1], -1, index.shape[-1])
+    keys, flat_index = math.prod(key_grid), rows(index)
     there = (flat_index >= 0) & (flat_index < keys)
     if legal is not None:
         row, query = _points(flat_index)

@@ -155,6 +155,18 @@ def product(a, b, total):
 
 
 @triton.jit
+def spread_sums(p2, away, first, second, ROUGH: tl.constexpr):
+    """first + p2 @ away, second + p2 @ away^2: a variance needs few digits, and fewer where the values have few."""
+    if ROUGH:
+        first = tl.dot(p2.to(tl.bfloat16), away.to(tl.bfloat16), first)
+        second = tl.dot(p2.to(tl.bfloat16), (away * away).to(tl.bfloat16), second)
+    else:
+        first = tl.dot(p2, away, first, input_precision="tf32")
+        second = tl.dot(p2, away * away, second, input_precision="tf32")
+    return first, second
+
+
+@triton.jit
 def head_size(
     query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH,
     RANK: tl.constexpr, CAUSAL: tl.constexpr,
@@ -257,8 +269,7 @@ def tail_kernel(
             value = finite(value)
         mixed = product(p.to(value.dtype), value, mixed * shrink[:, None])
         away, p2, less = value.to(tl.float32) - middle[None, :], p * p, (shrink * shrink)[:, None]
-        first = tl.dot(p2, away, first * less, input_precision="tf32")
-        second = tl.dot(p2, away * away, second * less, input_precision="tf32")
+        first, second = spread_sums(p2, away, first * less, second * less, value.dtype == tl.bfloat16)
         whole = whole * shrink + tl.sum(p, 1)
         squares = squares * shrink * shrink + tl.sum(p2, 1)
         seen += tl.sum(tl.where(ok, 1.0, 0.0), 1)
