@@ -27,7 +27,7 @@ CHUNK_SCORES = 1 << 20  # of one row at a time: they stay in the cache between t
 
 
 class _Problem:
-    """The tensors of `tail` and its backward pass as matrices of one row each, and the geometry of the windows."""
+    """The tensors of `tail` and its backward pass as one matrix for each row, and the geometry of the windows."""
 
     def __init__(
         self,
@@ -74,87 +74,94 @@ class _Problem:
         rank = len(self.grid[0])
         return np.empty((tasks, self.slots), np.int32), np.empty((tasks, self.index.shape[1] + 1, rank), np.int64)
 
-    def chunks(self) -> Iterator[tuple[int, slice, slice, tuple[Array, Array, int]]]:
-        """Row, its queries, the same as points, and the row's shared keys: slot of each key, names, how many."""
-        size = max(1, CHUNK_SCORES // max(self.names.shape[1], 1))
-        for row in range(self.rows):
-            drawn = int((self.names[row] != NONE).sum())
-            slot = np.full(self.keys, -1, np.int32)
-            slot[self.names[row, :drawn]] = np.arange(drawn, dtype=np.int32)
-            for begin in range(0, self.queries, size):
-                end = min(begin + size, self.queries)
-                first = row * self.queries
-                yield row, slice(begin, end), slice(first + begin, first + end), (slot, self.names[row], drawn)
+    def chunks(self) -> Iterator[tuple[slice, slice]]:
+        """Several whole rows at a time, or some queries of one."""
+        most = max(1, CHUNK_SCORES // max(self.names.shape[1], 1))
+        together = max(1, most // max(self.queries, 1))
+        for row in range(0, self.rows, together):
+            for begin in range(0, self.queries, most if together == 1 else self.queries):
+                end = min(begin + most, self.queries) if together == 1 else self.queries
+                yield slice(row, min(row + together, self.rows)), slice(begin, end)
+
+    def shared_keys(self, rows: slice) -> tuple[Array, Array, Array, Array]:
+        """Of some rows: the place of each key among the shared ones, -1 for none; their names, number and logs."""
+        names = self.names[rows]
+        drawn = (names != NONE).sum(1)
+        slot = np.full((len(names), self.keys), -1, np.int32)
+        for row, number in enumerate(drawn):
+            slot[row, names[row, :number]] = np.arange(number, dtype=np.int32)
+        return slot, names, drawn, self.logs[rows]
 
 
 def tail(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
     """The tensors of `scram.estimate_ops` -> out, lse, variance, offset, names, for_keys."""
     q, v = tensors[0], tensors[2]
     problem = _Problem(*tensors, **settings)
-    points, width = math.prod(q.shape[:-1]), v.shape[-1]
-    out = torch.empty(points, width, dtype=problem.wide)
+    width = v.shape[-1]
+    out = torch.empty(problem.rows, problem.queries, width, dtype=problem.wide)
     variance = torch.empty_like(out)
-    lse, offset, share, seen, left = (np.empty(points, problem.head_lse.dtype) for _ in range(5))
+    numbers = tuple(torch.empty(problem.rows, problem.queries, dtype=problem.wide) for _ in range(5))
+    lse, offset, share, seen, left = numbers
     with threads() as count:
         scratch = problem.scratch(count * TASKS_PER_THREAD)
-        for row, queries, at, shared in problem.chunks():
-            scores = problem.q[row, queries] @ problem.k[row].T
+        for rows, queries in problem.chunks():
+            p = problem.q[rows, queries] @ problem.k[rows].mT
             _weigh(
-                scores.numpy(), problem.index, *problem.grid, problem.rest, row, at.start, *shared, problem.logs[row],
-                problem.stratified, problem.scale, problem.total, problem.head_lse, *scratch,
-                lse, offset, share, seen, left,
+                p.numpy(), problem.index, *problem.grid, problem.rest, rows.start, queries.start,
+                *problem.shared_keys(rows), problem.stratified, problem.scale, problem.total, problem.head_lse,
+                *scratch, *(x.view(-1).numpy() for x in numbers),
             )  # fmt: skip
-            p, values = scores, problem.v[row]
-            head = torch.from_numpy(share[at]).unsqueeze(1)
+            head, values = share[rows, queries].unsqueeze(-1), problem.v[rows]
             # A head of no key has out 0; what is not there is not multiplied.
-            out[at] = _mix(p, values, problem.causal) + torch.where(head == 0, 0, head * problem.head_out[row, queries])
-            numbers = (torch.from_numpy(x[at]).unsqueeze(1) for x in (seen, left))
-            variance[at] = _variance(p, values, out[at], *numbers)
+            theirs = torch.where(head == 0, 0, head * problem.head_out[rows, queries])
+            answer = _mix(p, values, problem.causal) + theirs
+            out[rows, queries] = answer
+            counts = (x[rows, queries].unsqueeze(-1) for x in (seen, left))
+            variance[rows, queries] = _variance(p, values, answer, *counts)
     shape = (*q.shape[:-1], width)
-    made = (torch.from_numpy(x).reshape(q.shape[:-1]) for x in (lse, offset))
     for_keys = torch.empty(0) if problem.for_keys is None else problem.for_keys
-    return out.to(v.dtype).reshape(shape), next(made), variance.reshape(shape), next(made), problem.shared, for_keys
+    each = (lse.reshape(shape[:-1]), variance.reshape(shape), offset.reshape(shape[:-1]))
+    return out.to(v.dtype).reshape(shape), *each, problem.shared, for_keys
 
 
 def tail_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, head_out, head_lse from those of out and lse."""
     *inputs, lse, offset, _, _ = tensors  # the keys are drawn again
     problem = _Problem(*inputs, **settings)
-    wide = problem.wide
-    d_out = grad_out.detach().to(wide).reshape(problem.rows, problem.queries, grad_out.shape[-1])
-    d_lse = grad_lse.detach().to(wide).contiguous().reshape(-1)
-    norm, add = (x.contiguous().reshape(-1).numpy() for x in (lse, offset))
-    share = torch.where(lse == -torch.inf, 0, (inputs[6].detach().to(wide) - lse).exp()).reshape(-1, 1)
+    wide, shape = problem.wide, (problem.rows, problem.queries)
+    d_out = grad_out.detach().to(wide).reshape(*shape, grad_out.shape[-1])
+    d_lse, norm, add = (x.detach().to(wide).contiguous().reshape(shape) for x in (grad_lse, lse, offset))
+    head_lse = inputs[6].detach().to(wide).reshape(shape)
+    share = torch.where(norm == -torch.inf, 0, (head_lse - norm).exp())
     dq, dk, dv = torch.empty_like(problem.q), torch.zeros_like(problem.k), torch.zeros_like(problem.v)
-    to_head = torch.where(share == 0, 0, (d_out * problem.head_out).sum(-1).reshape(-1, 1))
-    shift = (share * to_head).squeeze(1).contiguous()
+    to_head = torch.where(share == 0, 0, (d_out * problem.head_out).sum(-1))
+    shift = (share * to_head).contiguous()
     with threads() as count:
         scratch = problem.scratch(count * TASKS_PER_THREAD)
-        for row, queries, at, shared in problem.chunks():
-            scores = problem.q[row, queries] @ problem.k[row].T
-            slopes = d_out[row, queries] @ problem.v[row].T
+        for rows, queries in problem.chunks():
+            p = problem.q[rows, queries] @ problem.k[rows].mT
+            slopes = d_out[rows, queries] @ problem.v[rows].mT
             _slopes(
-                scores.numpy(), slopes.numpy(), problem.index, *problem.grid, problem.rest, row, at.start, *shared,
-                problem.logs[row], problem.scale, norm, add, d_lse.numpy(), *scratch, shift.numpy(),
+                p.numpy(), slopes.numpy(), problem.index, *problem.grid, problem.rest, rows.start, queries.start,
+                *problem.shared_keys(rows), problem.scale, *(x.view(-1).numpy() for x in (norm, add, d_lse)),
+                *scratch, shift.view(-1).numpy(),
             )  # fmt: skip
-            dq[row, queries] = _mix(slopes, problem.k[row], problem.causal)
-            dk[row] += _mix(slopes.T, problem.q[row, queries], True)
-            dv[row] += scores.T @ d_out[row, queries]
-    d_head_out = share * d_out.reshape(-1, d_out.shape[-1])
-    d_head_lse = share * (to_head - (shift - d_lse).unsqueeze(1))
+            dq[rows, queries] = _mix(slopes, problem.k[rows], problem.causal)
+            dk[rows] += _mix(slopes.mT, problem.q[rows, queries], True)
+            dv[rows] += p.mT @ d_out[rows, queries]
+    at = problem.at.flatten()
     full = (
-        torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], dtype=wide).index_add_(
-            0, problem.at.flatten(), d.flatten(0, 1)
-        )
+        torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], dtype=wide).index_add_(0, at, d.flatten(0, 1))
         for x, d in ((inputs[1], dk), (inputs[2], dv))
     )
-    grads = (dq, *full, d_head_out, d_head_lse)
+    # The kernel has added the tail's part to shift.
+    grads = (dq, *full, share.unsqueeze(-1) * d_out, share * (to_head - shift + d_lse))
     given = (*inputs[:3], *inputs[5:7])
     return tuple(grad.to(x.dtype).reshape(x.shape) for grad, x in zip(grads, given, strict=True))
 
 
 def _mix(p: Tensor, x: Tensor, guarded: bool) -> Tensor:
-    """p [n, m] @ x [m, width], where a weight of 0 lets no NaN of x through."""
+    """p [R, n, m] @ x [R, m, width], where a weight of 0 lets no NaN of x through."""
     if not guarded or bool(x.isfinite().all()):
         return p @ x
     bad = ~x.isfinite()
@@ -164,11 +171,11 @@ def _mix(p: Tensor, x: Tensor, guarded: bool) -> Tensor:
 
 def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> Tensor:
     """Of each component of out; values are centred first, so that little cancels in the sums of squares."""
-    centre = v.mean(0) if len(v) else v.new_zeros(v.shape[1])
+    centre = v.mean(1, keepdim=True)
     v, out = v - centre, out - centre
     squares = p.square()
-    r = p @ v - out * p.sum(1, keepdim=True)
-    r_squares = squares @ v.square() - 2 * out * (squares @ v) + out.square() * squares.sum(1, keepdim=True)
+    r = p @ v - out * p.sum(-1, keepdim=True)
+    r_squares = squares @ v.square() - 2 * out * (squares @ v) + out.square() * squares.sum(-1, keepdim=True)
     spread = (r_squares - r.square() / seen.clamp(min=1)).clamp(min=0)
     factor = (1 - seen / left.clamp(min=1)) * seen / (seen - 1)
     known = torch.where(seen >= 2, factor * spread, torch.inf)
@@ -177,17 +184,21 @@ def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> 
 
 @parallel
 def _weigh(
-    scores, index, grid, strides, reach, rest, row, first, slot, names, drawn, logs, stratified, scale, total, head_lse,
+    scores, index, grid, strides, reach, rest, row, begin, slot, names, drawn, logs, stratified, scale, total, head_lse,
     keys, places, lse, offset, share, seen, left,
 ):  # fmt: skip
-    """Scores [C, m] of the points from `first` on become weights; lse, offset, the head's share, m_i, M_i - |S_i|."""
-    tasks = len(keys)
+    """Scores [R, C, m] of queries `begin`.. of rows `row`.. become weights; lse, offset, the head's share, m_i and
+    M_i - |S_i| of each point."""
+    tasks, size = len(keys), scores.shape[0] * scores.shape[1]
     for task in numba.prange(tasks):
         geometry = (grid, strides, reach, *rest)
-        for c in range(len(scores) * task // tasks, len(scores) * (task + 1) // tasks):
+        for c in range(size * task // tasks, size * (task + 1) // tasks):
+            r = c // scores.shape[1]
+            query = c - r * scores.shape[1]
             _weigh_one(
-                scores[c], index, geometry, row, first + c, slot, names, drawn, logs, stratified, scale, total,
-                head_lse, keys[task], places[task], lse, offset, share, seen, left,
+                scores[r, query], index, geometry, row + r, (row + r) * rest[4] + begin + query, slot[r], names[r],
+                drawn[r], logs[r], stratified, scale, total, head_lse, keys[task], places[task], lse, offset, share,
+                seen, left,
             )  # fmt: skip
 
 
@@ -242,17 +253,19 @@ def _open(scores, index, geometry, row, point, slot, names, drawn, keys, places)
 
 @parallel
 def _slopes(
-    scores, slopes, index, grid, strides, reach, rest, row, first, slot, names, drawn, logs, scale, lse, offset, d_lse,
+    scores, slopes, index, grid, strides, reach, rest, row, begin, slot, names, drawn, logs, scale, lse, offset, d_lse,
     keys, places, shift,
 ):  # fmt: skip
     """Scores become weights, <grad_out, v_j> become d loss / d (q.k); `shift` begins with the head's part of delta."""
-    tasks = len(keys)
+    tasks, size = len(keys), scores.shape[0] * scores.shape[1]
     for task in numba.prange(tasks):
         geometry = (grid, strides, reach, *rest)
-        for c in range(len(scores) * task // tasks, len(scores) * (task + 1) // tasks):
+        for c in range(size * task // tasks, size * (task + 1) // tasks):
+            r = c // scores.shape[1]
+            query = c - r * scores.shape[1]
             _slopes_one(
-                scores[c], slopes[c], index, geometry, row, first + c, slot, names, drawn, logs, scale, lse, offset,
-                d_lse, keys[task], places[task], shift,
+                scores[r, query], slopes[r, query], index, geometry, row + r, (row + r) * rest[4] + begin + query,
+                slot[r], names[r], drawn[r], logs[r], scale, lse, offset, d_lse, keys[task], places[task], shift,
             )  # fmt: skip
 
 
