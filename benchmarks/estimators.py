@@ -229,8 +229,10 @@ def cost(folder: Path, rows: store.Store, only: str) -> None:
             ms_low=times[0],
             ms_high=times[-1],
             peak_bytes=peak,
+            host_ms=host,
+            queued_ms=queued,
             shape="512x512 E64 bf16",
-            error=gap,
+            from_float64=gap,
         )
         print("cost", name, ms, times[0], times[-1], peak, "host", host, "queued", queued, flush=True)
 
