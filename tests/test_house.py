@@ -12,19 +12,34 @@ FOLDERS = ("reference", "cpu", "gpu")
 HEAVY = ("numba", "triton", "typer", "rich", "safetensors", "matplotlib", "scram.cpu", "scram.gpu", "scram.cli")
 # What each module may import of the package; the folders count as one each.
 BELOW = {
-    "check": {"types"},
+    "check": {"estimators", "types"},
     "types": {"check"},
     "grid": set(),
     "noise": set(),
     "scoring": {"check", "types"},
     "pick": {"check", "types"},
     "ops": {"check", "grid", "noise", "scoring", "types"},
-    "reference": {"grid", "noise", "scoring", "types"},
-    "cpu": {"grid", "noise", "scoring", "types"},
-    "gpu": {"grid", "noise", "scoring", "types"},
+    "estimators": {"check"},
+    "draws": {"grid", "noise"},
+    "estimate_ops": {"check", "draws", "grid", "ops", "scoring"},
+    "reference": {"draws", "grid", "noise", "scoring", "types"},
+    "cpu": {"draws", "grid", "noise", "scoring", "types"},
+    "gpu": {"draws", "grid", "noise", "scoring", "types"},
     "exact": {"check", "grid", "scoring", "types"},
     "measure": {"check", "exact", "grid", "scoring", "types"},
-    "api": {"check", "ops", "pick", "reference", "noise", "scoring", "types"},
+    "api": {
+        "check",
+        "draws",
+        "estimate_ops",
+        "estimators",
+        "grid",
+        "noise",
+        "ops",
+        "pick",
+        "reference",
+        "scoring",
+        "types",
+    },
 }
 
 

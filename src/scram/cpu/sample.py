@@ -66,6 +66,7 @@ class _Problem:
         reach = (0,) * len(key_grid)
         self.grid = (key_grid, strides(key_grid), reach)
         self.rest = (key_rows(q, k), mask, q.shape[1] if shared else 1, causal, math.prod(grid_of(q)))
+        self.rows = (self.rest[0], keys, self.rest[4])
         self.modes = modes.contiguous().reshape(self.points, modes.shape[-1]).numpy()
         self.count, self.total = (x.contiguous().reshape(-1).numpy() for x in (count, total))
         self.order, self.table, self.scale = listed, table.contiguous().numpy(), scale
@@ -106,8 +107,8 @@ def sample(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
         tasks = count * TASKS_PER_THREAD
         for begin, keys, logs in problem.chunks(tasks):
             _mix(
-                *problem.tensors, *problem.grid, problem.rest, problem.scale, problem.walks, problem.head_out,
-                problem.head_lse, begin, tasks, keys, logs, out, lse, variance, ess,
+                *problem.tensors, *problem.rows, problem.scale, problem.walks, problem.head_out, problem.head_lse,
+                begin, tasks, keys, logs, out, lse, variance, ess,
             )  # fmt: skip
     shape = (*q.shape[:-1], v.shape[-1])
     numbers = (torch.from_numpy(x).reshape(q.shape[:-1]) for x in (ess, *problem.told))
@@ -131,11 +132,13 @@ def sample_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
         for begin, keys, logs in problem.chunks(tasks):
             weights = np.empty_like(logs) if weights is None else weights
             _slopes(
-                q, k, v, *problem.grid, problem.rest, problem.scale, problem.walks, problem.head_out, problem.head_lse,
-                begin, tasks, keys, logs, norm, d_out, d_lse, dq, weights, d_head, d_head_lse,
+                q, k, v, *problem.rows, problem.scale, problem.walks, problem.head_out, problem.head_lse, begin,
+                tasks, keys, logs, norm, d_out, d_lse, dq, weights, d_head, d_head_lse,
             )  # fmt: skip
-            how = (problem.scale, 0, 0)
-            _keys(q, d_out, *problem.grid, problem.rest, how, begin, count, keys, weights, logs, dk, dv, *no_extra)
+            # The sums over keys need no grid: for them the keys lie in a line, which saves compiling for each rank.
+            line = ((problem.rows[1],), (1,), (0,))
+            how = (problem.scale, 0, 0, np.uint32(0), 0, 1.0)
+            _keys(q, d_out, *line, problem.rest, how, begin, count, keys, weights, logs, dk, dv, *no_extra)
     made = (dq, dk, dv, d_head, d_head_lse)
     given = (*inputs[:3], *inputs[8:10])
     return tuple(
@@ -146,14 +149,13 @@ def sample_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
 
 @parallel
 def _mix(
-    q, k, v, grid, strides, reach, rest, scale, flat, head_out, head_lse, begin, tasks, keys, logs, out, lse, variance,
-    ess,
+    q, k, v, key_rows, total_keys, queries, scale, flat, head_out, head_lse, begin, tasks, keys, logs, out, lse,
+    variance, ess,
 ):  # fmt: skip
     size = min(len(keys), len(lse) - begin)
     for task in numba.prange(tasks):
         for c in range(size * task // tasks, size * (task + 1) // tasks):
-            row = (begin + c) // rest[4]
-            first = rest[0][row] * (grid[0] * strides[0])
+            first = key_rows[(begin + c) // queries] * total_keys
             _mix_one(
                 q, k, v, scale, flat, head_out, head_lse, begin + c, first, keys[c], logs[c], out, lse, variance, ess
             )
@@ -209,14 +211,13 @@ def _mix_one(q, k, v, scale, flat, head_out, head_lse, point, first, keys, logs,
 
 @parallel
 def _slopes(
-    q, k, v, grid, strides, reach, rest, scale, flat, head_out, head_lse, begin, tasks, keys, logs, lse, d_out, d_lse,
-    dq, weights, d_head, d_head_lse,
+    q, k, v, key_rows, total_keys, queries, scale, flat, head_out, head_lse, begin, tasks, keys, logs, lse, d_out,
+    d_lse, dq, weights, d_head, d_head_lse,
 ):  # fmt: skip
     size = min(len(keys), len(lse) - begin)
     for task in numba.prange(tasks):
         for c in range(size * task // tasks, size * (task + 1) // tasks):
-            row = (begin + c) // rest[4]
-            first = rest[0][row] * (grid[0] * strides[0])
+            first = key_rows[(begin + c) // queries] * total_keys
             _slopes_one(
                 q, k, v, scale, flat, head_out, head_lse, begin + c, first, keys[c], logs[c], lse, d_out, d_lse, dq,
                 weights[c], d_head, d_head_lse,
