@@ -16,13 +16,12 @@ LAST = 2**63 - 1  # the rank of a key that must not be drawn; its name is NONE
 UNIT = 1 << 30  # the table's weights add up to about this: `below` takes them, and int32 holds them
 
 
-@lru_cache(maxsize=64)
-def _steps(bandwidth: float, reach: int) -> tuple[int, ...]:
+def _steps(bandwidth: float, reach: int) -> list[int]:
     weights = [math.exp(-0.5 * (d / bandwidth) ** 2) for d in range(-reach, reach + 1)]
     total, running = math.fsum(weights), [0]
     for weight in weights:
         running.append(running[-1] + round(UNIT * weight / total))
-    return tuple(running)
+    return running
 
 
 def step_table(bandwidth: float, key_grid: Grid, device: torch.device) -> Tensor:

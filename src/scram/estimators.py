@@ -28,12 +28,12 @@ class Snis:
         seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
 
     >>> Snis(samples=64, alpha=0.25).bandwidth
-    2.0
+    1.0
     """
 
     samples: int = 512
-    alpha: float = 0.1
-    bandwidth: float = 2.0
+    alpha: float = 0.2
+    bandwidth: float = 1.0
     seed: int | Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class MetropolisHastings:
 
     samples: int = 512
     chains_per_mode: int = 1
-    bandwidth: float = 2.0
+    bandwidth: float = 4.0
     burn_in: int = 0
     seed: int | Tensor | None = None
 
