@@ -11,6 +11,8 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import scram
+from scram import draws
+from scram.grid import LegalKeys
 
 # torch's own compiler and its forward derivatives still go through what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -64,6 +66,24 @@ def op_calls():
         out, lse = (x.detach() for x in OPS.attend(*tensors, *how))
         plain = [x if x is None else x.detach() for x in tensors]
         yield "attend_backward", (torch.randn_like(out), torch.randn_like(lse), *plain, out, lse, *how)
+    head = (torch.randn_like(out, requires_grad=True), torch.randn_like(lse))
+    for stratified in (False, True):
+        tensors, how = (q, k, v, index, mask, *head, seed), (6, stratified, [1, 1], False, 0.3, "numba")
+        yield "tail", (*tensors, *how)
+        result = [x.detach() for x in OPS.tail(*tensors, *how)]
+        above, plain = [torch.randn_like(x) for x in result[:2]], [x.detach() for x in tensors]
+        yield "tail_backward", (*above, *plain, result[1], *result[3:], *how)
+    legal = LegalKeys.of(q, k, False, mask)
+    total, table = draws.legal_counts(q, legal), draws.step_table(1.5, (4, 5), q.device)
+    for method, given in (("snis", head), ("metropolis", (None, None))):
+        modes = draws.modes(index, (4, 5), legal)
+        tensors = (q, k, v, *modes, total, legal.order, mask, *given, seed, table)
+        how = (method, 8, 0.3, 1, 0, False, 0.3, "numba")
+        yield "sample", (*tensors, *how)
+        if method == "snis":
+            result = [x.detach() for x in OPS.sample(*tensors, *how)]
+            above, plain = [torch.randn_like(x) for x in result[:2]], [x.detach() for x in tensors]
+            yield "sample_backward", (*above, *plain, result[1], *how)
 
 
 def test_operators_are_what_they_say():

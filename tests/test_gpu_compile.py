@@ -3,17 +3,19 @@
 The launchers run as they are, on CPU tensors; what they would launch is compiled instead.
 """
 
+import sys
 from importlib import import_module
 
 import pytest
 import torch
 
 from cases import Case, gradients, make_tensors, run_attend, run_search
+from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tensors_of
 
 triton = pytest.importorskip("triton")
 
 from scram import pick  # noqa: E402
-from scram.gpu import launch, noise, tiles, windows  # noqa: E402
+from scram.gpu import launch, noise, sample, tiles, windows  # noqa: E402
 
 search = import_module("scram.gpu.search")  # the package's own `search` is the function
 
@@ -162,3 +164,37 @@ def _compile(kernel, arguments, flags, architecture):
         target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
         _seen[key] = triton.compile(source, target=target, options=options)
     return _seen[key]
+
+
+ESTIMATED = [
+    (Estimated(Case("rank 2", width=64, value_width=64, dtype=torch.bfloat16), HYBRID), "tail"),
+    (Estimated(Case("rank 1", grid=(8,), width=5, causal=True, mask="head", heads=2), CELLS), "tail"),
+    (Estimated(Case("rank 3", grid=(2, 2, 2), width=64, dtype=torch.float16, mask="batch", causal=True), SNIS), "draw"),
+    (Estimated(Case("rank 2", width=32, value_width=32, mask="batch", causal=True), WALKS), "walk"),
+]
+
+
+@pytest.mark.parametrize(("one", "first"), ESTIMATED, ids=str)
+def test_estimators_compile(one, first, monkeypatch):
+    compiled = []
+
+    def compile_only(self, *arguments):
+        compiled.append(self.kernel.fn.__name__)
+        assert _compile(self.kernel, arguments, self.flags, 90).asm["cubin"]
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
+    monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
+    monkeypatch.setattr(sys.modules[sample.__module__], "_collect", lambda *_: None)  # no keys were written
+    for repeatable in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
+        tensors = tensors_of(one)
+        leaves = tensors.leaves(one.case.dtype)
+        made = run_estimate(one, tensors, leaves, "triton")
+        torch.autograd.grad(made.out.sum(), leaves)
+    wanted = (
+        {"rank_kernel", "queries_kernel", "keys_kernel"}
+        if first == "tail"
+        else {"visit_kernel", "visit_backward_kernel"}
+    )
+    assert set(compiled) - {"attend_kernel", "backward_kernel", "collect_kernel"} == wanted | {f"{first}_kernel"}

@@ -99,7 +99,7 @@ def _quick(monkeypatch):
     # Large tiles: the interpreter's time goes by programs, not by lanes.
     block = tiles._block
     monkeypatch.setattr(tiles, "_block", lambda *args: block(*args[:3], max(args[3], LANES), *args[4:]))
-    for tile in (tiles.search_tile, tiles.attend_tile, tiles.backward_tile, tiles.collect_tile):
+    for tile in (tiles.search_tile, tiles.attend_tile, tiles.backward_tile, tiles.collect_tile, tiles.visit_tile):
         tile.cache_clear()
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))

@@ -67,6 +67,40 @@ def seed(value: Any) -> None:
         raise ValueError(f"seed must fit a signed 64-bit integer, got {value}; take it modulo 2**63")
 
 
+def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str = "") -> None:
+    """A float in the half-open interval [low, high)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__} {value!r}")
+    if not low <= value < high:
+        raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
+
+
+def bandwidth(value: Any) -> None:
+    """> 0 and finite; below the smallest normal float it could not divide."""
+    real("bandwidth", value, 1e-30, math.inf, "(0, inf)")
+
+
+def samples(value: Any) -> None:
+    if whole("samples", value, 1) >= 2**31:
+        raise ValueError(f"samples must be below 2**31, got {value}; more than all keys is never needed")
+
+
+def estimator(method: Any, pair: Any) -> None:
+    """An estimator's settings; a random walk has no normaliser to join extra keys by."""
+    from .estimators import Hybrid, MetropolisHastings, Snis
+
+    if not isinstance(method, (Snis, MetropolisHastings, Hybrid)):
+        raise TypeError(
+            "method must be a scram.Snis, scram.MetropolisHastings or scram.Hybrid, "
+            f"got {type(method).__name__}; for example scram.Hybrid(samples=512)"
+        )
+    if isinstance(method, MetropolisHastings) and pair is not None:
+        raise ValueError(
+            "extra must be None with MetropolisHastings: its walks estimate no normaliser (lse), without which exact "
+            "keys cannot be joined to it; use Snis or Hybrid"
+        )
+
+
 def jumps(value: Any) -> tuple[int, ...]:
     if isinstance(value, int) or not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"jumps must be a sequence of ints such as (8, 4, 2, 1), got {value!r}")

@@ -57,6 +57,12 @@ def backward_tile(
 
 
 @lru_cache(maxsize=256)
+def visit_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
+    block = _blocks(1, width, value_width, dtype, value_dtype, BACKWARD)
+    return {name: value for name, value in block.items() if name != "TILE"}
+
+
+@lru_cache(maxsize=256)
 def collect_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
     block = _blocks(1, width, value_width, dtype, value_dtype, COLLECT)
     return {name: value for name, value in block.items() if name != "TILE"}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import check
 from ..check import MAX_RANK, whole
 from ..check import _tensor as tensor
 
@@ -15,6 +16,17 @@ from ..check import _tensor as tensor
 def heads(embed_dim: Any, num_heads: Any) -> None:
     if whole("embed_dim", embed_dim, 1) % whole("num_heads", num_heads, 1):
         raise ValueError(f"num_heads must divide embed_dim, got {num_heads} heads and {embed_dim} channels")
+
+
+def estimator(method: Any, search: Any, dropout: float) -> None:
+    """None, or settings of `scram.estimate`, which starts from matches and knows no dropout."""
+    if method is None:
+        return
+    check.estimator(method, None)
+    if search is None:
+        raise ValueError("an estimator starts from matches: give search=scram.Search(), or estimator=None to be dense")
+    if dropout:
+        raise ValueError(f"dropout must be 0 with an estimator, got {dropout}; drop out the layer's output instead")
 
 
 def channels_last(name: str, x: Any, width: int) -> None:

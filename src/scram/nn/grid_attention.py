@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import api, check
+from ..estimators import Estimator
 from ..scoring import default_scale, prepare_key, prepare_query
 from ..types import Matches, Score, Search
 from . import check as fits
@@ -30,6 +31,8 @@ class GridAttention(Searching):
         keep_matches: in evaluation mode each call starts from the matches of the call before, where the shapes
             agree (video frames, denoising steps). They are not part of the state dict; `reset()` forgets them.
         warm_search: settings for calls that start from matches, such as fewer sweeps; None: those of `search`.
+        estimator: `scram.Hybrid`, `Snis` or `MetropolisHastings` in place of the windows alone, for diffuse attention
+            (`scram.estimate`); without dropout.
         impl: as in `scram.attention`.
 
     >>> _ = torch.manual_seed(0)
@@ -56,6 +59,7 @@ class GridAttention(Searching):
         score: Score = "dot",
         keep_matches: bool = False,
         warm_search: Search | None = None,
+        estimator: Estimator | None = None,
         impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -65,6 +69,8 @@ class GridAttention(Searching):
         check.dropout(dropout)
         check.scale(scale)
         check.score(score)
+        fits.estimator(estimator, search, dropout)
+        self.estimator = estimator
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.kdim = embed_dim if kdim is None else check.whole("kdim", kdim, 1)
         self.vdim = embed_dim if vdim is None else check.whole("vdim", vdim, 1)
@@ -160,20 +166,12 @@ class GridAttention(Searching):
             out = self._dense(q, k, v, extra, mask, dropout, self.causal)
         else:
             found = self._find(q, k, warm, self.causal, mask, self.score)
-            out = api.attend(
-                q,
-                k,
-                v,
-                found,
-                radius=self.radius,
-                causal=self.causal,
-                key_mask=mask,
-                scale=self.scale,
-                score=self.score,
-                extra=extra,
-                dropout_p=dropout,
-                impl=self.impl,
-            ).out
+            how: dict[str, Any] = {"radius": self.radius, "causal": self.causal, "key_mask": mask, "extra": extra}
+            how |= {"scale": self.scale, "score": self.score, "impl": self.impl}
+            if self.estimator is None:
+                out = api.attend(q, k, v, found, dropout_p=dropout, **how).out
+            else:
+                out = api.estimate(q, k, v, found, method=self.estimator, **how).out
         return self._join(out)
 
     def read(
