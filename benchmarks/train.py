@@ -38,7 +38,12 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 # A grid of 8 x 8 needs no far jumps.
 SMALL = ATTENTION | {
-    "sparse": {"search": scram.Search(matches=2, separation=2, sweeps=1, jumps=(2, 1), gossip=4), "radius": 2}
+    "sparse": {"search": scram.Search(matches=2, separation=2, sweeps=1, jumps=(2, 1), gossip=4), "radius": 2},
+    "hybrid": {
+        "search": scram.Search(sweeps=1, jumps=(2, 1), gossip=4),
+        "radius": 1,
+        "estimator": scram.Hybrid(samples=16),
+    },
 }
 # How near SCRAM comes to dense attention with the same weights, when it is given more keys.
 WIDER: dict[str, dict[str, Any]] = {
@@ -285,7 +290,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after these")
-    parser.add_argument("--kinds", nargs="+", default=["sparse", "dense"], choices=list(ATTENTION))
+    parser.add_argument("--kinds", nargs="+", default=["sparse", "dense"], choices=list(SMALL))
     arguments = parser.parse_args()
     if arguments.what == "prepare":
         return prepare(*arguments.files)

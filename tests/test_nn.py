@@ -300,3 +300,22 @@ WRONG = [
 def test_wrong_use_is_told(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+def test_an_estimator_takes_the_place_of_the_windows():
+    x = torch.randn(2, 6, 7, 16)
+    layer = GridAttention(16, 2, search=scram.Search(seed=0), estimator=scram.Hybrid(samples=42, seed=1))
+    dense = GridAttention(16, 2, search=None)
+    dense.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), dense(x))  # a tail of every key is exact
+    fewer = GridAttention(16, 2, search=scram.Search(seed=0), estimator=scram.Hybrid(samples=8, seed=1))
+    fewer.load_state_dict(layer.state_dict())
+    assert not torch.allclose(fewer(x), dense(x))
+    fewer(x).sum().backward()
+    assert fewer.in_proj_weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("settings", [{"search": None}, {"dropout": 0.1}, {"estimator": 512}])
+def test_an_estimator_that_does_not_fit_is_refused(settings):
+    with pytest.raises((ValueError, TypeError), match="estimator"):
+        GridAttention(16, 2, **({"estimator": scram.Hybrid()} | settings))

@@ -27,6 +27,12 @@ def test_digits_are_learnt_as_well_as_with_dense_attention(train):
     assert train.agree(logits["sparse"], swapped)["same_class"] > 97
 
 
+def test_digits_are_learnt_through_the_hybrid_estimator(train):
+    data = train.digits()
+    model = train.train(train.DIGITS, data, train.SMALL["hybrid"], seed=0)[0]
+    assert train.accuracy(train.logits(model, data), data) > 95  # 16 drawn keys and 9 around a match, of 64
+
+
 def test_pictures_survive_packing(train):
     x = torch.randint(32, (5, 32, 32, 3), dtype=torch.uint8).numpy()
     assert (train._sums(train._differences(x)) == x).all()
