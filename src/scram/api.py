@@ -201,12 +201,14 @@ def _search(
 ) -> Matches:
     q, k = features.q.detach(), features.k.detach()
     seed = draw_seed() if settings.seed is None else torch.as_tensor(settings.seed, dtype=torch.int64)
-    run = reference.search if features.impl == "reference" else partial(ops.search, impl=features.impl)
+    settings = settings.resolved(q.device)
+    plain = reference.tile_search if settings.method == "tile" else reference.search
+    run = plain if features.impl == "reference" else partial(ops.search, impl=features.impl)
     with torch.no_grad():
         return run(
             q,
             k,
-            settings.resolved(q.device),
+            settings,
             seed=seed,
             causal=causal,
             key_mask=key_mask,

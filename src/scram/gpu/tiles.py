@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
+from ..schedule import LANES, TOGETHER
 from .grid import tile_shape, vector
 
 MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which costs registers and compile time
@@ -31,6 +33,11 @@ SEARCH_WIDE = (16, 8, 4)
 ATTEND_NARROW, ATTEND, ATTEND_WIDE = (32, 1, 1), (16, 2, 1), (16, 4, 1)
 BACKWARD = (16, 4, 1)
 COLLECT = (32, 4, 4)
+
+
+# The tile search.
+WEIGH_PIECE, WEIGH_WARPS, WEIGH_STAGES = 128, 4, 3
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @lru_cache(maxsize=256)
@@ -59,6 +66,17 @@ def backward_tile(
 def collect_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
     block = _blocks(1, width, value_width, dtype, value_dtype, COLLECT)
     return {name: value for name, value in block.items() if name != "TILE"}
+
+
+@lru_cache(maxsize=256)
+def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
+    """Of the tile search: keys per matrix product, features per piece, places for matches, and how to multiply."""
+    wide = max(16, triton.next_power_of_2(width))
+    piece = min(wide, WEIGH_PIECE)
+    block = {"KEYS": LANES * TOGETHER, "BE": piece, "PIECES": wide // piece, "KP": triton.next_power_of_2(matches)}
+    # float32 in three products of tf32: as good as float32; Triton's interpreter multiplies no 16-bit types.
+    block.update(PRECISION="tf32x3" if dtype == torch.float32 else "tf32", WIDEN=INTERPRETED)
+    return {**block, "num_warps": WEIGH_WARPS, "num_stages": WEIGH_STAGES, "enable_fp_fusion": True}
 
 
 def _blocks(

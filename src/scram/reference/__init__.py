@@ -2,5 +2,6 @@
 
 from .attend import attend
 from .search import search
+from .tile import tile_search
 
-__all__ = ["attend", "search"]
+__all__ = ["attend", "search", "tile_search"]
