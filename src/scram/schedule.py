@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LANES = 64  # queries of a tile
-TOGETHER = 2  # offers of each query that make one window of keys
+WINDOW = 32  # keys of which a query considers its best
 STOP = 256  # a row stops when fewer than one query in this many took a key in a sweep
 
 

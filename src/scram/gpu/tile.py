@@ -103,7 +103,7 @@ def tile_search(
             weigh = Kernel(weigh_kernel, programs, {**flags, "E": q.shape[-1], "TILE": tile, "LANES": LANES})
             weigh.flags.update(STOP=STOP, **chosen)
             for sweep in range(1, sweeps + 1):
-                table, length = tables[(sweep - 1) % 2]
+                table, length = tables[(sweep - 1) % len(tables)]
                 make(index, offered, took, table, *seeds, *lists, sweep, sweeps, length, matches, *extents)
                 weigh(q, k, index, score, offered, took, group, sweep, sweeps, length, matches, separation, *extents)
         if q.dtype == torch.float32:  # the matrix unit rounds
@@ -243,40 +243,26 @@ def weigh_kernel(
             legal = legal & (new[None, :] <= query[:, None])
         s = tl.where(legal, s, -float("inf"))
         top = tl.max(s, axis=1)
-        if KP == 1:
-            better = top > best
-            if tl.max(better.to(tl.int32), axis=0) > 0:  # most windows hold nothing new: then no index is asked for
-                first = tl.min(tl.where(s == top[:, None], new[None, :], NO_KEY), axis=1)
+        better = top > (best if KP == 1 else worst)
+        if tl.max(better.to(tl.int32), axis=0) > 0:  # most windows hold nothing new: then nobody asks which key it is
+            first = tl.min(tl.where(s == top[:, None], lane[None, :], NO_KEY), axis=1)
+            first = tl.load(list_of + first, mask=better, other=-1)
+            if KP == 1:
                 key, best = tl.where(better, first, key), tl.where(better, top, best)
-                changed = changed | better
-        else:
-            if tl.max((top > worst).to(tl.int32), axis=0) > 0:
-                for c in range(kappa):  # what a kept key refuses
-                    theirs = tl.sum(tl.where(column == c, kept, 0), axis=1)[:, None]
-                    its = tl.sum(tl.where(column == c, kept_score, 0.0), axis=1)[:, None]
-                    close = close_to(new[None, :], theirs, reach, KG, MAGIC, RANK, SEPARATED)
-                    s = tl.where(close & (its >= s), -float("inf"), s)
-                top = tl.max(s, axis=1)
-                more = tl.max((top > worst).to(tl.int32), axis=0)
-                while more > 0:
-                    takes = top > worst
-                    first = tl.min(tl.where(s == top[:, None], new[None, :], NO_KEY), axis=1)
-                    first = tl.where(takes, first, -1)[:, None]
-                    gone = close_to(kept, first, reach, KG, MAGIC, RANK, SEPARATED)
-                    kept, kept_score = tl.where(gone, -1, kept), tl.where(gone, -float("inf"), kept_score)
-                    # Into an empty place, else into that of the worst, of equal ones the highest key.
-                    low_score = tl.min(kept_score, axis=1)[:, None]
-                    last = tl.where(kept < 0, NO_KEY, kept)
-                    last = tl.where((kept_score == low_score) & (column < kappa), last, -1)
-                    fall = tl.max(last, axis=1)[:, None]
-                    to = tl.min(tl.where(last == fall, column, KP), axis=1)[:, None]
-                    put = (column == to) & takes[:, None]
-                    kept, kept_score = tl.where(put, first, kept), tl.where(put, top[:, None], kept_score)
-                    worst = tl.min(kept_score, axis=1)
-                    changed = changed | takes
-                    s = tl.where(close_to(new[None, :], first, reach, KG, MAGIC, RANK, SEPARATED), -float("inf"), s)
-                    top = tl.max(s, axis=1)
-                    more = tl.max((top > worst).to(tl.int32), axis=0)
+            else:
+                close = close_to(kept, first[:, None], reach, KG, MAGIC, RANK, SEPARATED)
+                refused = close & (kept_score >= top[:, None])
+                better = better & (tl.max(refused.to(tl.int32), axis=1) == 0)
+                gone = close & better[:, None]
+                kept, kept_score = tl.where(gone, -1, kept), tl.where(gone, -float("inf"), kept_score)
+                # Into an empty place, else into that of the worst, of equal ones the highest key.
+                last = tl.where(kept < 0, NO_KEY, kept)
+                last = tl.where((kept_score == tl.min(kept_score, axis=1)[:, None]) & (column < kappa), last, -1)
+                to = tl.min(tl.where(last == tl.max(last, axis=1)[:, None], column, KP), axis=1)[:, None]
+                put = (column == to) & better[:, None]
+                kept, kept_score = tl.where(put, first[:, None], kept), tl.where(put, top[:, None], kept_score)
+                worst = tl.min(kept_score, axis=1)
+            changed = changed | better
 
     if total > 0:
         if KP == 1:

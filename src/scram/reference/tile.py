@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..grid import coordinates, flat, inside, key_row, within
 from ..noise import below, noise
-from ..schedule import LANES, STOP, TOGETHER, Offer, offers, tile_shape
+from ..schedule import LANES, STOP, WINDOW, Offer, offers, tile_shape
 from ..scoring import pair_score
 from ..types import Matches, Score, Search
 from .search import CHUNK_ELEMENTS, Problem
@@ -148,12 +148,12 @@ def _weigh(problem: Problem, settings: Search, state: _State, table: list[Tensor
     # What lies off the grid is written to one more point: no nonzero(), which would wait
     key, score = torch.cat([state.key, state.key[:1]]), torch.cat([state.score, state.score[:1]])
     took = torch.zeros(len(key), dtype=torch.bool, device=key.device)
-    for at in _tiles(problem, LANES * (problem.q.shape[-1] + LANES * TOGETHER)):
+    for at in _tiles(problem, LANES * (problem.q.shape[-1] + WINDOW)):
         exists, safe = at >= 0, at.clamp(min=0)
         tile = _Tile(problem, settings.separation, safe, _State(state.key[safe], state.score[safe]))
-        for begin in range(0, len(table), TOGETHER):
-            window = [torch.where(exists, offer[safe], -1) for offer in table[begin : begin + TOGETHER]]
-            tile.weigh(torch.cat(window, 1))
+        for offer in table:
+            for keys in torch.where(exists, offer[safe], -1).split(WINDOW, 1):
+                tile.weigh(keys)
         to = torch.where(exists, at, problem.points)
         key[to], score[to], took[to] = tile.state.key, tile.state.score, tile.took
     return _State(key[:-1], score[:-1]), took[:-1]
@@ -178,25 +178,19 @@ class _Tile:
         return torch.where(found.isnan(), -torch.inf, found)
 
     def weigh(self, keys: Tensor) -> None:
-        """Take what is legal and better of one window of keys [C, K]: the best first, equal scores by key."""
-        score, keys = self.scores(keys), keys.unsqueeze(1)
-        alive = keys >= 0
+        """Every query considers its best key of one window [C, W], of equal ones the first."""
+        score = self.scores(keys)
+        legal = (keys >= 0).unsqueeze(1)
         if self.problem.legal.causal:
-            alive = alive & (keys <= self.query.unsqueeze(-1))
-        alive = alive.expand_as(score)
-        for kept, its_score in zip(self.state.key.unbind(-1), self.state.score.unbind(-1), strict=True):
-            refused = _near(self.problem, keys, kept.unsqueeze(-1), self.separation)
-            alive = alive & ~(refused & (its_score.unsqueeze(-1) >= score))
-        for _ in range(self.state.key.shape[-1]):
-            best = torch.where(alive, score, -torch.inf).amax(-1)
-            top = alive & (score == best.unsqueeze(-1))
-            new = torch.where(top, keys, self.problem.keys).amin(-1)
-            takes = best > self.state.score[..., -1]  # -inf while there is room
-            new = torch.where(takes, new, -1)
-            gone = _near(self.problem, self.state.key, new.unsqueeze(-1), self.separation)
-            kept, theirs = torch.where(gone, -1, self.state.key), torch.where(gone, -torch.inf, self.state.score)
-            both = torch.cat([kept, new.unsqueeze(-1)], -1), torch.cat([theirs, torch.where(takes, best, -torch.inf).unsqueeze(-1)], -1)
-            joined = _State(*both)
-            self.state = _State(joined.key[..., :-1], joined.score[..., :-1])
-            self.took = self.took | takes
-            alive = alive & ~_near(self.problem, keys, new.unsqueeze(-1), self.separation)
+            legal = legal & (keys.unsqueeze(1) <= self.query.unsqueeze(-1))
+        best, first = torch.where(legal, score, -torch.inf).max(-1)
+        new = keys.unsqueeze(1).expand_as(score).gather(-1, first.unsqueeze(-1))
+        close = _near(self.problem, self.state.key, new, self.separation)
+        refused = (close & (self.state.score >= best.unsqueeze(-1))).any(-1)
+        takes = (best > self.state.score[..., -1]) & ~refused  # the last is -inf while there is room
+        gone = close & takes.unsqueeze(-1)
+        key, theirs = torch.where(gone, -1, self.state.key), torch.where(gone, -torch.inf, self.state.score)
+        new, best = torch.where(takes.unsqueeze(-1), new, -1), torch.where(takes, best, -torch.inf).unsqueeze(-1)
+        joined = _State(torch.cat([key, new], -1), torch.cat([theirs, best], -1))
+        self.state = _State(joined.key[..., :-1], joined.score[..., :-1])
+        self.took = self.took | takes

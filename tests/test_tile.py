@@ -1,0 +1,120 @@
+"""Tile search: the reference against plain Python, and what every answer must hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import photos
+import plain_tile
+import scram
+from cases import EXACT, make_tensors, named, run_search
+from scram import schedule
+
+TILED = [replace(case, method="tile", sweeps=case.sweeps and case.sweeps + 2) for case in EXACT if case.batch]
+
+
+def search(q, k, impl="reference", warm=None, causal=False, key_mask=None, **settings):
+    how = scram.Search("tile", **{"seed": 0, **settings})
+    return scram.search(q, k, search=how, warm=warm, causal=causal, key_mask=key_mask, impl=impl)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("case", TILED, ids=str)
+def test_field_is_that_of_plain_python(case):
+    tensors = make_tensors(case, integer=True)
+    index, score = plain_tile.tile_search(case, tensors, seed=7)
+    found = run_search(case, tensors, "reference")
+    assert torch.equal(found.index, index)
+    assert torch.equal(found.score, score)
+
+
+def test_a_grid_of_several_tiles_that_do_not_divide_it():
+    case = named("rank 2", grid=(9, 19), key_grid=(11, 8), kappa=2, separation=1, method="tile")
+    tensors = make_tensors(case, integer=True)
+    assert torch.equal(run_search(case, tensors, "reference").index, plain_tile.tile_search(case, tensors, 7)[0])
+
+
+def test_finds_what_the_query_search_finds_and_more():
+    q, k = photos.stereo(32)
+    exact = scram.exact_search(q, k)
+    tile = search(q, k, sweeps=4)
+    query = scram.search(q, k, search=scram.Search("query", sweeps=4, seed=0))
+    share = [float((found.index == exact.index).float().mean()) for found in (query, tile)]
+    assert share[1] > share[0]
+    assert share[1] > 0.97
+
+
+@pytest.mark.parametrize("separation", [0, 2])
+def test_matches_are_apart_legal_and_best_first(separation):
+    q, k = randn(1, 2, 12, 12, 4), randn(1, 2, 12, 12, 4, seed=1)
+    mask = torch.rand(1, 2, 12, 12, generator=torch.Generator().manual_seed(2)) < 0.5
+    found = search(q, k, matches=4, separation=separation, sweeps=3, key_mask=mask, causal=True)
+    assert (found.score[..., :-1] >= found.score[..., 1:]).all()
+    index = found.index.flatten(2, 3).long()
+    queries = torch.arange(144)[:, None]
+    for head in range(2):
+        one = index[0, head]
+        assert ((one < 0) | (mask[0, head].flatten()[one.clamp(0)] & (one <= queries))).all()
+        row, column = one // 12, one % 12
+        apart = torch.maximum((row[:, :, None] - row[:, None]).abs(), (column[:, :, None] - column[:, None]).abs())
+        both = (one[:, :, None] >= 0) & (one[:, None] >= 0) & ~torch.eye(4, dtype=torch.bool)
+        assert (apart[both.expand_as(apart)] > separation).all()
+
+
+def test_small_grids_are_searched_whole():
+    q, k = randn(1, 1, 5, 5, 8), randn(1, 1, 4, 3, 8, seed=1)  # both smaller than a tile
+    exact = scram.exact_search(q, k, matches=3, separation=1)
+    found = search(q, k, matches=3, separation=1, sweeps=16)
+    assert (found.index == exact.index).float().mean() > 0.9
+
+
+def test_a_row_stops_when_nothing_changes():
+    q, k = photos.stereo(16)
+    few, many = search(q, k, sweeps=24), search(q, k, sweeps=48)
+    assert torch.equal(few.index, many.index)
+    calm, other = torch.zeros(1, 1, 16, 16, 2), randn(1, 1, 16, 16, 2, seed=3)
+    both = torch.cat([calm, other], 1)
+    alone = search(torch.cat([other, other], 1), both[:, [1, 1]], sweeps=3)
+    beside = search(both, both, sweeps=3)  # the first row stops at once, the second goes on
+    assert torch.equal(beside.index[:, 1], alone.index[:, 1])
+
+
+def test_warm_matches_are_kept_unless_beaten():
+    q, k = photos.stereo(24)
+    exact = scram.exact_search(q, k, matches=2, separation=3)
+    again = search(q, k, matches=2, separation=3, sweeps=2, warm=exact)
+    assert torch.equal(again.index, exact.index)
+
+
+def test_a_nan_reaches_no_other_query():
+    q, k = randn(1, 1, 9, 9, 4), randn(1, 1, 9, 9, 4, seed=1)
+    clean = search(q, k, sweeps=0)
+    q[0, 0, 3, 3], k[0, 0, 5, 5, 0] = torch.nan, torch.nan
+    found = search(q, k, sweeps=4)
+    assert found.index[0, 0, 3, 3, 0] == clean.index[0, 0, 3, 3, 0]
+    assert found.score[0, 0, 3, 3, 0] == -torch.inf
+    others = torch.ones(9, 9, dtype=torch.bool)
+    others[3, 3] = False
+    assert found.score[0, 0, ..., 0][others].isfinite().all()
+    assert (found.index[0, 0, ..., 0][others] != 5 * 9 + 5).all()
+
+
+def test_a_callable_score_runs_in_the_reference():
+    q, k = randn(1, 1, 6, 6, 4), randn(1, 1, 6, 6, 4, seed=1)
+    by_name = scram.search(q, k, search=scram.Search("tile", seed=0), score="l2", impl="reference")
+    by_call = scram.search(q, k, search=scram.Search("tile", seed=0), score=lambda a, b: -(a - b).square().sum(-1))
+    assert torch.equal(by_name.index, by_call.index)
+
+
+def test_the_tiles_hold_64_queries():
+    for rank in (1, 2, 3, 4):
+        assert torch.tensor(schedule.tile_shape(rank)).prod() == schedule.LANES == 64
+
+
+def test_radii_take_turns_and_cover_all():
+    seen = [[o.reach for o in schedule.offers(sweep, (), "both", 0, (100,)) if o.kind == "random"] for sweep in (1, 2)]
+    assert seen == [[100, 25, 6, 1], [50, 12, 3]]
