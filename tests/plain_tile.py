@@ -102,7 +102,8 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
                     place.append(low + drawn(high - low + 1, i, 0, sweep, first + axis))
                 return flat(place, case.keys_grid)
             axis, side = divmod((sum(places[i]) + sweep + number) % (2 * rank), 2)
-            step = [(2 * side - 1) * reach * (a == axis) for a in range(rank)]
+            far = reach if kind == "shift" else reach * SIDES[rank][axis]
+            step = [(2 * side - 1) * far * (a == axis) for a in range(rank)]
             p = flat([c + s for c, s in zip(places[i], step, strict=True)], case.grid)
             m = None if p is None else match_of(p)
             if m is None or kind == "stay":
@@ -117,8 +118,8 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
                 lanes[flat(place, SIDES[rank])] = i
             for n, kind in enumerate(kinds):
                 made = {lane: offer(i, n, *kind) for lane, i in lanes.items()}
-                for begin in range(0, 64, 32):
-                    window = [made[lane] for lane in range(begin, begin + 32) if made.get(lane) is not None]
+                for begin in range(0, 64, 16):
+                    window = [made[lane] for lane in range(begin, begin + 16) if made.get(lane) is not None]
                     window = [j for j in window if j in keys]
                     for i in tile:
                         legal = [j for j in window if not case.causal or j <= i]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LANES = 64  # queries of a tile
-WINDOW = 32  # keys of which a query considers its best
+WINDOW = 16  # keys of which a query considers its best
 STOP = 256  # a row stops when fewer than one query in this many took a key in a sweep
 
 
@@ -14,8 +14,8 @@ STOP = 256  # a row stops when fewer than one query in this many took a key in a
 class Offer:
     """One key from each query of a tile.
 
-    kind: "shift" or "stay", the match of a neighbour `reach` away; "gossip", that of a drawn query; "random", a key at
-        most `reach` from the query's own match.
+    kind: "shift", the match of a neighbour `reach` points away, moved along; "stay", that of one `reach` tiles away as
+        it is; "gossip", that of a drawn query; "random", a key at most `reach` from the query's own match.
     draw: the number of its first draw; for "shift" and "stay" the number of the jump.
     """
 

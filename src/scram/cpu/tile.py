@@ -144,7 +144,7 @@ def _sweep(
             if not going[row]:
                 continue
             _queries_of(tile - row * in_row, sides, counts, query_grid, query_strides, lanes)
-            _offer(geometry, legal, queries, seed, row, sweep, table, lanes, before, made)
+            _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, before, made)
             for lane in range(LANES):
                 for e in range(q.shape[1]):
                     across[e, lane] = q[row * queries + lanes[lane], e] if lanes[lane] >= 0 else 0
@@ -178,7 +178,7 @@ def _queries_of(tile, sides, counts, query_grid, query_strides, lanes):
 
 
 @compiled
-def _offer(geometry, legal, queries, seed, row, sweep, table, lanes, before, made):
+def _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, before, made):
     """What each query of a tile offers, -1 for nothing."""
     query_grid, query_strides, key_grid, key_strides, _, rows_per_mask, _ = geometry
     rank, kappa, prefix = len(key_grid), before.shape[1], absorb(seed, row)
@@ -209,7 +209,8 @@ def _offer(geometry, legal, queries, seed, row, sweep, table, lanes, before, mad
             else:
                 direction = (diagonal + sweep + draw) % (2 * rank)
                 axis = direction // 2
-                step = -reach if direction % 2 == 0 else reach
+                far = reach if kind == SHIFT else reach * sides[axis]
+                step = -far if direction % 2 == 0 else far
                 at = query // query_strides[axis] % query_grid[axis] + step
                 found = np.int64(-1)
                 if 0 <= at < query_grid[axis]:

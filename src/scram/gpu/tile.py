@@ -164,8 +164,9 @@ def offer_kernel(
                 found = tl.where(own >= 0, found, tl.where(some & valid, fresh, -1))
         else:
             direction = (place + sweep + draw) % (2 * RANK)
-            step = tl.where(direction % 2 == 0, -reach, reach)
             axis = direction // 2
+            far = tl.where(kind == SHIFT, reach, reach * side_of(axis, RANK, TILE))
+            step = tl.where(direction % 2 == 0, -far, far)
             here, extent, key_extent, up, down = along(axis, corner, QG, KG, RANK, TILE, LANES)
             there = valid & ((here + step).to(tl.uint32) < extent.to(tl.uint32))
             source = tl.where(there, some_query + step * up, 0)
@@ -177,6 +178,15 @@ def offer_kernel(
             allowed = tl.load(mask + mask_row * keys + tl.maximum(found, 0), mask=found >= 0, other=0)
             found = tl.where(allowed != 0, found, -1)
         tl.store(out + n * LANES, found)
+
+
+@triton.jit
+def side_of(axis, RANK: tl.constexpr, TILE: tl.constexpr):
+    """The tile's extent on each lane's own axis."""
+    side = axis * 0 + TILE[0]
+    for a in tl.static_range(1, RANK):
+        side = tl.where(axis == a, TILE[a], side)
+    return side
 
 
 @triton.jit
@@ -197,7 +207,7 @@ def weigh_kernel(
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, STOP: tl.constexpr, KEYS: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
-    KP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    KP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Every query of a tile scores what all its queries offer, KEYS keys at a time, and keeps its best."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
@@ -242,27 +252,31 @@ def weigh_kernel(
         if CAUSAL:
             legal = legal & (new[None, :] <= query[:, None])
         s = tl.where(legal, s, -float("inf"))
-        top = tl.max(s, axis=1)
-        better = top > (best if KP == 1 else worst)
-        if tl.max(better.to(tl.int32), axis=0) > 0:  # most windows hold nothing new: then nobody asks which key it is
-            first = tl.min(tl.where(s == top[:, None], lane[None, :], NO_KEY), axis=1)
-            first = tl.load(list_of + first, mask=better, other=-1)
-            if KP == 1:
-                key, best = tl.where(better, first, key), tl.where(better, top, best)
-            else:
-                close = close_to(kept, first[:, None], reach, KG, MAGIC, RANK, SEPARATED)
-                refused = close & (kept_score >= top[:, None])
-                better = better & (tl.max(refused.to(tl.int32), axis=1) == 0)
-                gone = close & better[:, None]
-                kept, kept_score = tl.where(gone, -1, kept), tl.where(gone, -float("inf"), kept_score)
-                # Into an empty place, else into that of the worst, of equal ones the highest key.
-                last = tl.where(kept < 0, NO_KEY, kept)
-                last = tl.where((kept_score == tl.min(kept_score, axis=1)[:, None]) & (column < kappa), last, -1)
-                to = tl.min(tl.where(last == tl.max(last, axis=1)[:, None], column, KP), axis=1)[:, None]
-                put = (column == to) & better[:, None]
-                kept, kept_score = tl.where(put, first[:, None], kept), tl.where(put, top[:, None], kept_score)
-                worst = tl.min(kept_score, axis=1)
-            changed = changed | better
+        # Most windows hold nothing new: then nobody asks which key it is.
+        if KP == 1:
+            top = tl.max(s, axis=1)
+            better = top > best
+            if tl.max(better.to(tl.int32), axis=0) > 0:
+                first = tl.min(tl.where(s == top[:, None], lane[None, :], NO_KEY), axis=1)
+                key = tl.where(better, tl.load(list_of + first, mask=better, other=-1), key)
+                best = tl.where(better, top, best)
+                changed = changed | better
+        else:
+            parts = tl.reshape(s, [LANES, KEYS // WINDOW, WINDOW])
+            tops = tl.max(parts, axis=2)
+            hope = tops > worst[:, None]
+            if tl.max(tl.max(hope.to(tl.int32), axis=1), axis=0) > 0:
+                places = tl.reshape(tl.broadcast_to(lane[None, :], [LANES, KEYS]), [LANES, KEYS // WINDOW, WINDOW])
+                firsts = tl.min(tl.where(parts == tops[:, :, None], places, NO_KEY), axis=2)
+                firsts = tl.load(list_of + firsts, mask=tops > -float("inf"), other=-1)
+                for w in tl.static_range(KEYS // WINDOW):
+                    this = tl.arange(0, KEYS // WINDOW)[None, :] == w
+                    first = tl.max(tl.where(this, firsts, -1), axis=1)[:, None]
+                    top = tl.max(tl.where(this, tops, -float("inf")), axis=1)[:, None]
+                    kept, kept_score, worst, took_one = entered(
+                        kept, kept_score, worst, first, top, column, kappa, reach, KG, MAGIC, RANK, SEPARATED, KP
+                    )
+                    changed = changed | took_one
 
     if total > 0:
         if KP == 1:
@@ -277,6 +291,26 @@ def weigh_kernel(
                 tl.store(state + place, own, mask=valid)
                 tl.store(score + place, its, mask=valid)
         tl.atomic_add(took + row.to(tl.int64) * (sweeps + 1) + sweep, tl.sum((changed & valid).to(tl.int32), axis=0))
+
+
+@triton.jit
+def entered(
+    kept, kept_score, worst, first, top, column, kappa, reach, KG, MAGIC,
+    RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Let the best key of a window in where it beats the worst match and no better one is near; near ones go."""
+    close = close_to(kept, first, reach, KG, MAGIC, RANK, SEPARATED)
+    refused = tl.max((close & (kept_score >= top)).to(tl.int32), axis=1)[:, None]
+    takes = (top > worst[:, None]) & (refused == 0)
+    gone = close & takes
+    kept, kept_score = tl.where(gone, -1, kept), tl.where(gone, -float("inf"), kept_score)
+    # Into an empty place, else into that of the worst, of equal ones the highest key.
+    last = tl.where(kept < 0, NO_KEY, kept)
+    last = tl.where((kept_score == tl.min(kept_score, axis=1)[:, None]) & (column < kappa), last, -1)
+    to = tl.min(tl.where(last == tl.max(last, axis=1)[:, None], column, KP), axis=1)[:, None]
+    put = (column == to) & takes
+    kept, kept_score = tl.where(put, first, kept), tl.where(put, top, kept_score)
+    return kept, kept_score, tl.min(kept_score, axis=1), tl.max(takes.to(tl.int32), axis=1) > 0
 
 
 @triton.jit

@@ -36,7 +36,7 @@ COLLECT = (32, 4, 4)
 
 
 # The tile search.
-WEIGH_KEYS, WEIGH_PIECE, WEIGH_WARPS, WEIGH_STAGES = 128, 128, 4, 2
+WEIGH_KEYS, WEIGH_PIECE, WEIGH_WARPS, WEIGH_STAGES = 64, 128, 4, 2
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -73,9 +73,9 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     """Of the tile search: keys per matrix product, features per piece, places for matches, and how to multiply."""
     wide = max(16, triton.next_power_of_2(width))
     piece = min(wide, WEIGH_PIECE)
-    block = {"KEYS": WEIGH_KEYS if matches == 1 else WINDOW, "BE": piece, "PIECES": wide // piece, "KP": triton.next_power_of_2(matches)}
+    block = {"KEYS": WEIGH_KEYS, "BE": piece, "PIECES": wide // piece, "KP": triton.next_power_of_2(matches)}
     # float32 in three products of tf32: as good as float32; Triton's interpreter multiplies no 16-bit types.
-    block.update(PRECISION="tf32x3" if dtype == torch.float32 else "tf32", WIDEN=INTERPRETED)
+    block.update(WINDOW=WINDOW, PRECISION="tf32x3" if dtype == torch.float32 else "tf32", WIDEN=INTERPRETED)
     return {**block, "num_warps": WEIGH_WARPS, "num_stages": WEIGH_STAGES, "enable_fp_fusion": True}
 
 

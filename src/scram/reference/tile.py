@@ -117,8 +117,10 @@ def _offered(problem: Problem, offer: Offer, sweep: int, number: int, key: Tenso
         found = torch.where(own < 0, fresh, flat(near, key_grid))
     else:
         direction = (sum(place) + sweep + offer.draw) % (2 * rank)
-        step = torch.where(direction % 2 == 0, -offer.reach, offer.reach)
-        moves = [torch.where(direction // 2 == axis, step, 0) for axis in range(rank)]
+        sign = direction % 2 * 2 - 1
+        # Every query of a tile knows the keys of the others: what stays comes from other tiles.
+        reach = [offer.reach * (1 if offer.kind == "shift" else side) for side in tile_shape(rank)]
+        moves = [torch.where(direction // 2 == axis, sign * reach[axis], 0) for axis in range(rank)]
         there = [at + move for at, move in zip(place, moves, strict=True)]
         exists = inside(there, grid)
         found = torch.where(exists, match_of(torch.where(exists, flat(there, grid), 0)), -1)
