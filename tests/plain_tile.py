@@ -129,5 +129,3 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
             break
     none = [(-1, -math.inf)] * case.kappa
     return [([(j, score[i][j]) for j in mine] + none)[: case.kappa] for i, mine in enumerate(kept)]
-
-

@@ -159,7 +159,7 @@ def _check_scores(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, s
 
 def _check_search(q: Tensor, k: Tensor, settings: Search, warm: Matches | None) -> None:
     """What `search` takes besides."""
-    check.settings(settings)
+    check.settings(settings, Search)
     if warm is not None:
         check.matches("warm", q, k, warm)
 
@@ -201,20 +201,22 @@ def _search(
 ) -> Matches:
     q, k = features.q.detach(), features.k.detach()
     seed = draw_seed() if settings.seed is None else torch.as_tensor(settings.seed, dtype=torch.int64)
-    settings = settings.resolved(q.device)
-    plain = reference.tile_search if settings.method == "tile" else reference.search
-    run = plain if features.impl == "reference" else partial(ops.search, impl=features.impl)
-    with torch.no_grad():
-        return run(
+    asked = settings.resolved(q.device)
+    if features.impl != "reference":
+        return ops.search(
             q,
             k,
-            settings,
+            asked,
             seed=seed,
             causal=causal,
             key_mask=key_mask,
             score=features.score,
             warm=warm,
+            impl=features.impl,
         )
+    with torch.no_grad():  # a callable score may hold parameters
+        run = reference.tile_search if asked.method == "tile" else reference.search
+        return run(q, k, asked, seed=seed, causal=causal, key_mask=key_mask, score=features.score, warm=warm)
 
 
 def _attend(

@@ -11,7 +11,7 @@ on prepared features (q and k of one dtype, v perhaps of another), and is loaded
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import check
 from .grid import grid_of
@@ -27,6 +28,8 @@ from .scoring import accumulator
 from .types import Attended, Matches, Score, Search
 
 ENGINES = {"numba": "scram.cpu", "triton": "scram.gpu"}
+
+PLAIN = {Tensor, torch.nn.Parameter}
 
 torch.library.define(
     "scram::search",
@@ -58,7 +61,8 @@ def search(
     impl: str,
 ) -> Matches:
     """As `reference.search` or `reference.tile_search`, by the engine `impl`."""
-    index, found = torch.ops.scram.search(
+    run = _search if _idle((q, k, key_mask)) else torch.ops.scram.search
+    index, found = run(
         q,
         k,
         seed,
@@ -97,12 +101,27 @@ def attend(
     """As `reference.attend`, by the engine `impl`."""
     k_extra, v_extra = (None, None) if extra is None else extra
     if not torch.compiler.is_compiling():
-        if any(_has_tangent(x) for x in (q, k, v, k_extra, v_extra)):
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in (q, k, v, k_extra, v_extra)):
             raise check.reverse_mode_only(impl)  # torch would take the derivative for zero
         if index.is_inference() and torch.is_grad_enabled():
             index = index.clone()  # autograd keeps no inference tensor
     how = (list(radius), causal, scale, weight, dropout_p, impl)
-    return Attended(*torch.ops.scram.attend(q, k, v, index, key_mask, k_extra, v_extra, dropout_seed, *how))
+    tensors = (q, k, v, index, key_mask, k_extra, v_extra)
+    run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.scram.attend
+    if _idle(tensors):
+        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        run = _Attend.apply if learning else _attend
+    return Attended(*run(*tensors, dropout_seed, *how))
+
+
+def _idle(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch would only pass a call on: then its dispatcher, slower than a small kernel, is spared.
+
+    It has more to do when it compiles, traces or transforms, and for subclasses of Tensor.
+    """
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    return all([x is None or x.__class__ in PLAIN for x in tensors])  # noqa: C419 - a list is faster
 
 
 def _has_tangent(x: Tensor | None) -> bool:
@@ -114,7 +133,6 @@ def _engine(impl: str) -> ModuleType:
     return import_module(ENGINES[impl])
 
 
-@torch.library.impl("scram::search", ("cpu", "cuda"))
 def _search(
     q: Tensor,
     k: Tensor,
@@ -124,7 +142,7 @@ def _search(
     matches: int,
     separation: int,
     sweeps: int,
-    jumps: list[int],
+    jumps: Sequence[int],
     propagate: str,
     gossip: int,
     causal: bool,
@@ -149,6 +167,9 @@ def _search(
     return result
 
 
+torch.library.impl("scram::search", ("cpu", "cuda"), _search)
+
+
 @torch.library.register_fake("scram::search")  # type: ignore[untyped-decorator]
 def _search_shapes(q: Tensor, k: Tensor, seed: Tensor, key_mask: Any, warm: Any, matches: int, *_: Any) -> Any:
     shape = (*q.shape[:-1], matches)
@@ -160,11 +181,13 @@ def _settings(how: Sequence[Any]) -> dict[str, Any]:
     return {"radius": tuple(radius), "causal": causal, "scale": scale, "weight": weight, "dropout_p": dropout_p}
 
 
-@torch.library.impl("scram::attend", ("cpu", "cuda"))
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, how = arguments[:8], arguments[8:]
     result: tuple[Tensor, Tensor] = _engine(how[-1]).attend(*tensors, **_settings(how))
     return result
+
+
+torch.library.impl("scram::attend", ("cpu", "cuda"), _attend)
 
 
 @torch.library.register_fake("scram::attend")  # type: ignore[untyped-decorator]
@@ -173,11 +196,13 @@ def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Te
     return out, q.new_empty(q.shape[:-1], dtype=accumulator(v.dtype))
 
 
-@torch.library.impl("scram::attend_backward", ("cpu", "cuda"))
 def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
     tensors, how = arguments[:12], arguments[12:]
     grads = _engine(how[-1]).attend_backward(*tensors, **_settings(how))
     return tuple(tensors[2].new_empty(0) if grad is None else grad for grad in grads)
+
+
+torch.library.impl("scram::attend_backward", ("cpu", "cuda"), _attend_backward)
 
 
 @torch.library.register_fake("scram::attend_backward")  # type: ignore[untyped-decorator]
@@ -205,9 +230,26 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     *tensors, out, lse = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    dq, dk, dv, dk_extra, dv_extra = torch.ops.scram.attend_backward(grad_out, grad_lse, *tensors, out, lse, *ctx.how)
+    given = (grad_out, grad_lse, *tensors, out, lse)
+    # Under create_graph the operator stands in the graph, to refuse the second derivative.
+    run = torch.ops.scram.attend_backward if torch.is_grad_enabled() or not _idle(given) else _attend_backward
+    dq, dk, dv, dk_extra, dv_extra = run(*given, *ctx.how)
     extra = (None, None) if tensors[5] is None else (dk_extra, dv_extra)
     return dq, dk, dv, None, None, *extra, None, *[None] * len(ctx.how)
+
+
+class _Attend(torch.autograd.Function):
+    """`scram::attend` with its gradient, where torch is idle."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output = _attend(*arguments)
+        _save(ctx, arguments, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, *grads)
 
 
 def _differentiate_again(ctx: Any, *_: Tensor | None) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attend import Problem, expand
+from .attend import Problem
 from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import array
 from .noise import absorb
@@ -40,10 +40,11 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
     pairs = (np.empty((size, width), np.int32), np.empty((size, width), v.dtype), np.empty((size, width), v.dtype))
     log_total = lse.detach().reshape(-1).numpy()
     with threads() as count:
+        places = np.empty((count * TASKS_PER_THREAD, problem.index.shape[1] + 1, len(problem.grid[0])), np.int64)
         for begin in range(0, problem.points, size):
             _queries(
                 *problem.tensors, *problem.extra, problem.index, *problem.grid, problem.rest, problem.how,
-                problem.scratch(count * TASKS_PER_THREAD)[1], begin, log_total, d_out, d_lse, dq, *pairs,
+                places, begin, log_total, d_out, d_lse, dq, *pairs,
             )  # fmt: skip
             _keys(q, d_out, *problem.grid, problem.rest, problem.how, begin, count, *pairs, dk, dv, dk_extra, dv_extra)
     shaped = (
@@ -81,7 +82,7 @@ def _some_queries(
         point = begin + slot_row
         row = point // queries
         noise = absorb(absorb(seed, row), point - row * queries)
-        found = expand(index, geometry, row, point, keys[slot_row], places)
+        found = _expand(index, geometry, row, point, keys[slot_row], places)
         first_key, first_extra = key_rows[row] * total_keys, key_rows[row] * extras
         mean = zero
         for slot in range(found + extras):
@@ -153,3 +154,63 @@ def _some_keys(
             elif key % owners == owner:
                 add(dk_extra, row * extras + key - total_keys, slopes[slot_row, slot], q, point)
                 add(dv_extra, row * extras + key - total_keys, weights[slot_row, slot], d_out, point)
+
+
+@compiled
+def _expand(index, geometry, row, point, keys, places):
+    """Write the legal keys in the union of the windows around a point's matches to `keys`, each once; return how many.
+
+    `places` holds the matches' coordinates, its last row those of the line of keys at hand: windows are walked line by
+    line along the last axis, and a key is new when no earlier window holds it.
+    """
+    grid, strides, reach, _, mask, rows_per_mask, causal, queries = geometry
+    rank, total_keys = len(grid), grid[0] * strides[0]
+    query, mask_row, found = point - row * queries, row // rows_per_mask, 0
+    last = rank - 1
+    lines = 1
+    for axis in range(last):
+        lines *= 2 * reach[axis] + 1
+    line = places[index.shape[1]]
+    for e in range(index.shape[1]):
+        match = np.int64(index[point, e])
+        if not 0 <= match < total_keys:
+            places[e, 0] = -1
+            continue
+        for axis in range(rank):
+            places[e, axis] = match // strides[axis]
+            match -= places[e, axis] * strides[axis]
+        for number in range(lines):
+            rest, first, there = number, np.int64(0), True
+            for axis in range(last - 1, -1, -1):
+                side = 2 * reach[axis] + 1
+                line[axis] = places[e, axis] + rest % side - reach[axis]
+                rest //= side
+                there = there and 0 <= line[axis] < grid[axis]
+                first += line[axis] * strides[axis]
+            if not there:
+                continue
+            low, high = max(places[e, last] - reach[last], 0), min(places[e, last] + reach[last], grid[last] - 1)
+            for at in range(low, high + 1):
+                key = first + at
+                if causal and key > query:
+                    break
+                if len(mask) and not mask[mask_row, key]:
+                    continue
+                line[last] = at
+                if _new(e, places, line, reach):
+                    keys[found] = key
+                    found += 1
+    return found
+
+
+@compiled
+def _new(e, places, place, reach):
+    for before in range(e):
+        if places[before, 0] < 0:
+            continue
+        covered = True
+        for axis in range(len(reach)):
+            covered = covered and -reach[axis] <= place[axis] - places[before, axis] <= reach[axis]
+        if covered:
+            return False
+    return True

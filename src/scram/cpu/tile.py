@@ -19,7 +19,7 @@ from ..schedule import LANES, STOP, WINDOW, offers, tile_shape
 from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import LegalArrays, array, key_rows, strides
 from .noise import absorb, below, seeded
-from .search import _fresh, _legal, _same_line
+from .search import _fresh, _legal
 from .vectors import dot
 
 KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}
@@ -101,9 +101,7 @@ def _start(
                 if entry < start.shape[1]:
                     key = np.int64(start[point, entry])
                     on_grid = 0 <= key < keys
-                    if not on_grid or not _legal(
-                        geometry, legal, row, query, point, key, filled, index, separation
-                    ):
+                    if not on_grid or not _legal(geometry, legal, row, query, point, key, filled, index, separation):
                         key = np.int64(-1)
                 if key < 0:
                     key = _fresh(geometry, legal, row, query, noise)
@@ -216,8 +214,8 @@ def _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, befo
                 if 0 <= at < query_grid[axis]:
                     found = np.int64(before[row * queries + query + step * query_strides[axis], entry])
                 if kind == SHIFT and found >= 0:
-                    moved = found - step * key_strides[axis]
-                    found = moved if _same_line(found, moved, key_grid[axis] * key_strides[axis]) else np.int64(-1)
+                    moved = found // key_strides[axis] % key_grid[axis] - step
+                    found = found - step * key_strides[axis] if 0 <= moved < key_grid[axis] else np.int64(-1)
             if found >= 0 and len(legal[0]) and not legal[0][row // rows_per_mask, found]:
                 found = np.int64(-1)
             made[n, lane] = found

@@ -10,35 +10,24 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..grid import LegalKeys, grid_of
+from ..grid import LegalKeys
 from ..schedule import LANES, STOP, offers
 from .grid import GEOMETRY, features, geometry, lane_place, lane_query, near, points, tile_at, tile_shape, tiles
-from .launch import Kernel
+from .launch import Kernel, kinds, on_device
 from .noise import absorb, below, row_state, seed_arguments
 from .search import around, coordinate, legal_draw, score_of, start_kernel, tile_count
-from .tiles import search_tile, weigh_tile
+from .tiles import OFFER_WARPS, search_tile, weigh_tile
 
 KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}
 SHIFT, GOSSIP, RANDOM = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3)
 NO_KEY = tl.constexpr(2**31 - 1)  # behind every key
-
-
-@lru_cache(maxsize=256)
-def schedule(
-    sweeps: int, jumps: tuple[int, ...], propagate: str, gossip: int, key_grid: tuple[int, ...], device: torch.device
-) -> list[tuple[Tensor, int]]:
-    """For odd and for even sweeps the table [offers, 3] of kind, reach and draw, on the device, and its length."""
-    every = []
-    for sweep in (1, 2)[:sweeps]:
-        rows = [(KINDS[o.kind], o.reach, o.draw) for o in offers(sweep, jumps, propagate, gossip, key_grid)]
-        every.append((torch.tensor(rows or [(0, 0, 0)], dtype=torch.int32, device=device), len(rows)))
-    return every
 
 
 def tile_search(
@@ -57,62 +46,115 @@ def tile_search(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, *G, E], k [B, Hk, *G', E], warm int32 [B, H, *G, any] -> index int32, score f32 [B, H, *G, kappa]."""
-    query_grid, key_grid, rank = grid_of(q), grid_of(k), q.ndim - 3
-    rows, queries = q.shape[0] * q.shape[1], math.prod(query_grid)
     q, k = q.contiguous(), k.contiguous()
-    index = torch.empty((*q.shape[:-1], matches), dtype=torch.int32, device=q.device)
-    score = torch.empty(index.shape, dtype=torch.float32, device=q.device)
+    device, q_shape, k_shape = q.device, q.shape, k.shape
+    index = torch.empty((*q_shape[:-1], matches), dtype=torch.int32, device=device)
+    score = torch.empty(index.shape, dtype=torch.float32, device=device)
     if index.numel() == 0:
         return index, score
 
-    legal = LegalKeys.of(q, k, causal, None if key_mask is None else key_mask.contiguous())
-    order = None if legal.order is None else legal.order.contiguous()
-    lists = (legal.mask, order, legal.count, legal.heads_per_row)
-    seeds, extents, group = seed_arguments(seed), geometry(query_grid, key_grid), q.shape[1] // k.shape[1]
-    separation = min(separation, 2**31 - 1)
-    block = search_tile(rank, q.shape[-1], q.dtype)
-    flags = {"RANK": rank, "CAUSAL": causal, "SEPARATED": separation > 0}
-    wide = {"E": q.shape[-1], **block}
-    blocks = triton.cdiv(rows * queries, 256)
+    lists: tuple[Any, ...] = (None, None, None, 1)
+    if key_mask is not None:
+        legal = LegalKeys.of(q, k, causal, key_mask.contiguous())
+        assert legal.order is not None
+        lists = (legal.mask, legal.order.contiguous(), legal.count, legal.heads_per_row)
+    if warm is not None:
+        warm = warm.contiguous()
+    seeds, given = seed_arguments(seed), kinds(q, k, seed_arguments(seed)[0], lists[0], warm)
+    plan = _plan(q_shape, k_shape, matches, causal, separation > 0, given)
+    separation, group = min(separation, 2**31 - 1), q_shape[1] // k_shape[1]
+    rows, queries = q_shape[0] * q_shape[1], index.numel() // (q_shape[0] * q_shape[1] * matches)
 
-    with torch.cuda.device_of(q):
-        given = 1 if warm is None else min(matches, warm.shape[-1])
-        planes = (index, score) if matches == 1 else _planes(index, score, given)
-        warm = None if warm is None else warm.contiguous()
-        for entry in range(given):
-            first = Kernel(
-                start_kernel, rows * tiles(query_grid, block["TILE"]), {**flags, "EARLIER": entry > 0, **wide}
-            )
-            common = (planes[0], planes[1].view(given, -1)[entry], *seeds, *lists, group, entry, separation, True)
-            kept = 0 if warm is None else warm.shape[-1]
-            first(q, k, *common, *extents, planes[0].view(given, -1)[entry], warm, kept)
-        arrange = Kernel(arrange_kernel, blocks, {"BLOCK": 256, "enable_fp_fusion": True})
+    with on_device(q):
+        entries = 1 if warm is None else min(matches, warm.shape[-1])
+        planes = (index, score) if matches == 1 else _planes(index, score, entries)
+        for entry in range(entries):
+            field, best = (index, score) if matches == 1 else (planes[0][entry], planes[1][entry])
+            limits = (*seeds, *lists, group, separation, *plan.extents, entry)
+            plan.start(q, k, planes[0], best, *limits, field, warm, 0 if warm is None else warm.shape[-1], 1, None, 0)
         if matches > 1:
-            arrange(*planes, index, score, rows, queries, given, matches)
+            plan.arrange(*planes, index, score, rows, queries, entries, matches)
         if sweeps:
-            tables = schedule(min(sweeps, 2), jumps, propagate, gossip, key_grid, q.device)
-            tile = (*tile_shape(LANES, rank),)
+            tables = _tables(min(sweeps, 2), jumps, propagate, gossip, tuple(k_shape[2:-1]), device)
             most = max(length for _, length in tables)
-            programs = rows * tiles(query_grid, tile)
-            offered = torch.empty((programs, max(most, 1), LANES), dtype=torch.int32, device=q.device)
-            took = torch.zeros((rows, sweeps + 1), dtype=torch.int32, device=q.device)
-            keyless = matches > 1 or key_mask is not None
-            make = Kernel(offer_kernel, programs, {"RANK": rank, "CAUSAL": causal, "KEYLESS": keyless, "TILE": tile})
-            make.flags.update(LANES=LANES, STOP=STOP, num_warps=2, enable_fp_fusion=True)
-            chosen = weigh_tile(q.shape[-1], q.dtype, matches)
-            weigh = Kernel(weigh_kernel, programs, {**flags, "E": q.shape[-1], "TILE": tile, "LANES": LANES})
-            weigh.flags.update(STOP=STOP, **chosen)
+            offered = torch.empty((plan.tiles, max(most, 1), LANES), dtype=torch.int32, device=device)
+            took = torch.zeros((rows, sweeps + 1), dtype=torch.int32, device=device)
+            offer = plan.offer.bind(index, offered, took, *seeds, *lists, sweeps, matches, *plan.extents)
+            weigh = plan.weigh.bind(
+                q, k, index, score, offered, took, group, sweeps, matches, separation, *plan.extents
+            )
             for sweep in range(1, sweeps + 1):
                 table, length = tables[(sweep - 1) % len(tables)]
-                make(index, offered, took, table, *seeds, *lists, sweep, sweeps, length, matches, *extents)
-                weigh(q, k, index, score, offered, took, group, sweep, sweeps, length, matches, separation, *extents)
+                offer(table, sweep, length)
+                weigh(sweep, length)
         if q.dtype == torch.float32:  # the matrix unit rounds
-            exact = Kernel(exact_kernel, rows * tiles(query_grid, block["TILE"]), {"RANK": rank, **wide})
             planes = (index, score) if matches == 1 else _planes(index, score, matches)
-            exact(q, k, index, *planes, group, matches, *extents)
+            plan.exact(q, k, index, *planes, group, matches, *plan.extents)
             if matches > 1:
-                arrange(*planes, index, score, rows, queries, matches, matches)
+                plan.arrange(*planes, index, score, rows, queries, matches, matches)
     return index, score
+
+
+class Plan(NamedTuple):
+    """The kernels of a search, how many tiles there are, and the numbers that the shapes give."""
+
+    start: Kernel
+    arrange: Kernel
+    offer: Kernel
+    weigh: Kernel
+    exact: Kernel
+    tiles: int
+    extents: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    matches: int,
+    causal: bool,
+    separated: bool,
+    given: tuple[Any, ...],
+) -> Plan:
+    """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm."""
+    query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
+    rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
+    block = search_tile(len(key_grid), width, dtype)
+    programs, tile = rows * tiles(query_grid, block["TILE"]), tile_shape(LANES, len(key_grid))
+    count = rows * tiles(query_grid, tile)
+    flags: dict[str, Any] = {"RANK": len(key_grid), "E": width}
+    limits = {"CAUSAL": causal, "SEPARATED": separated}
+    lanes = {"TILE": tile, "LANES": LANES, "STOP": STOP}
+    fused = {"enable_fp_fusion": True}
+    return Plan(
+        Kernel(start_kernel, programs, {**flags, "KE": width, **limits, "EARLIER": matches > 1, **block}),
+        Kernel(arrange_kernel, triton.cdiv(math.prod(q_shape[:-1]), 256), {"BLOCK": 256, **fused}),
+        Kernel(
+            offer_kernel,
+            count,
+            {"RANK": len(key_grid), "CAUSAL": causal, "KEYLESS": matches > 1 or masked, **lanes, **fused}
+            | {"num_warps": OFFER_WARPS},
+        ),
+        Kernel(weigh_kernel, count, {**flags, **limits, **lanes, **weigh_tile(width, dtype, matches)}),
+        Kernel(exact_kernel, programs, {**flags, **block}),
+        count,
+        geometry(query_grid, key_grid),
+    )
+
+
+@lru_cache(maxsize=256)
+def _tables(
+    sweeps: int, jumps: tuple[int, ...], propagate: str, gossip: int, key_grid: tuple[int, ...], device: torch.device
+) -> list[tuple[Tensor, int]]:
+    """For odd and for even sweeps the table [offers, 3] of kind, reach and draw, on the device, and its length."""
+    every = []
+    for sweep in range(1, sweeps + 1):
+        made = offers(sweep, jumps, propagate, gossip, key_grid)
+        # Past every grid a neighbour is not there: no step overflows 32 bits.
+        reaches = {"shift": 2**30, "stay": 2**30 // LANES}
+        rows = [(KINDS[one.kind], min(one.reach, reaches.get(one.kind, one.reach)), one.draw) for one in made]
+        every.append((torch.tensor(rows or [(0, 0, 0)], dtype=torch.int32).to(device), len(rows)))
+    return every
 
 
 def _planes(index: Tensor, score: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -130,8 +172,8 @@ def going(took, row, sweep, sweeps, queries, STOP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["low", "high", "mask_heads", "sweep", "sweeps", "length", "kappa", *GEOMETRY])
 def offer_kernel(
-    state, offered, took, table, SEED, low, high, mask, order, count, mask_heads, sweep, sweeps, length, kappa,
-    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
+    state, offered, took, SEED, low, high, mask, order, count, mask_heads, sweeps, kappa,
+    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, table, sweep, length,
     RANK: tl.constexpr, CAUSAL: tl.constexpr, KEYLESS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
     STOP: tl.constexpr,
 ):  # fmt: skip
@@ -203,11 +245,11 @@ def along(axis, corner, QG, KG, RANK: tl.constexpr, TILE: tl.constexpr, LANES: t
 
 @triton.jit(do_not_specialize=["group", "sweep", "sweeps", "length", "kappa", "separation", *GEOMETRY])
 def weigh_kernel(
-    q, k, state, score, offered, took, group, sweep, sweeps, length, kappa, separation,
-    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
+    q, k, state, score, offered, took, group, sweeps, kappa, separation,
+    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, sweep, length,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, STOP: tl.constexpr, KEYS: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
-    KP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    KP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Every query of a tile scores what all its queries offer, KEYS keys at a time, and keeps its best."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
@@ -219,7 +261,7 @@ def weigh_kernel(
     k_row = k + (row // group).to(tl.int64) * keys * E
     q_rows = q + point[:, None] * E + tl.arange(0, BE)[None, :]
     e = tl.arange(0, BE)
-    mine = piece(q_rows, valid[:, None] & (e < E)[None, :], WIDEN)
+    mine = piece(q_rows, valid[:, None] & (e < E)[None, :], CACHE, WIDEN)
     list_of = offered + number.to(tl.int64) * length * LANES
     total = tl.where(going(took, row, sweep, sweeps, queries, STOP), length * LANES, 0)
     column = tl.arange(0, KP)[None, :]
@@ -240,13 +282,15 @@ def weigh_kernel(
         new = tl.load(list_of + lane, mask=lane < total, other=-1)
         k_rows = k_row + tl.maximum(new, 0).to(tl.int64)[None, :] * E + e[:, None]
         if PIECES == 1:
-            s = tl.dot(mine, piece(k_rows, (new >= 0)[None, :] & (e < E)[:, None], WIDEN), input_precision=PRECISION)
+            s = tl.dot(
+                mine, piece(k_rows, (new >= 0)[None, :] & (e < E)[:, None], CACHE, WIDEN), input_precision=PRECISION
+            )
         else:
             s = tl.zeros([LANES, KEYS], tl.float32)
             for p in range(PIECES):
                 part = e + p * BE < E
-                ours = piece(q_rows + p * BE, valid[:, None] & part[None, :], WIDEN)
-                theirs = piece(k_rows + p * BE, (new >= 0)[None, :] & part[:, None], WIDEN)
+                ours = piece(q_rows + p * BE, valid[:, None] & part[None, :], CACHE, WIDEN)
+                theirs = piece(k_rows + p * BE, (new >= 0)[None, :] & part[:, None], CACHE, WIDEN)
                 s = tl.dot(ours, theirs, s, input_precision=PRECISION)
         legal = (new >= 0)[None, :]
         if CAUSAL:
@@ -314,15 +358,15 @@ def entered(
 
 
 @triton.jit
-def piece(rows, exists, WIDEN: tl.constexpr):
-    x = tl.load(rows, mask=exists, other=0.0)
+def piece(rows, exists, CACHE: tl.constexpr, WIDEN: tl.constexpr):
+    x = tl.load(rows, mask=exists, other=0.0, cache_modifier=CACHE)
     return x.to(tl.float32) if WIDEN else x
 
 
 @triton.jit
 def close_to(key, other, reach, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr):
     """Whether two keys are at most the separation apart; -1 is far from everything."""
-    if SEPARATED:
+    if SEPARATED:  # noqa: SIM108 - known when compiling
         close = near(tl.maximum(key, 0), tl.maximum(other, 0), reach, KG, MAGIC, RANK)
     else:
         close = key == other

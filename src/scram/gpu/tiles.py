@@ -24,6 +24,7 @@ MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which cost
 #   (16, 4, 1), (32, 4, 2)  -          -      1.019   1.81, 1.78   4.025
 #   (8, 8, 1), (16, 8, 4)   -          -      -       -            3.626, 3.218
 # One warp per program needs neither barriers nor shared memory; two queries per thread hide each other's latency.
+# With four matches, where lanes agree on what to read, E=3: 1.41 (32, 1, 1), 1.47 (64, 1, 2), 1.50 (128, 1, 4).
 SEARCH = {16: (32, 1, 1), 32: (32, 1, 1), 64: (32, 2, 1), 128: (32, 2, 1), 256: (16, 4, 1)}
 SEARCH_WIDE = (16, 8, 4)
 
@@ -37,6 +38,7 @@ COLLECT = (32, 4, 4)
 
 # The tile search.
 WEIGH_KEYS, WEIGH_PIECE, WEIGH_WARPS, WEIGH_STAGES = 64, 128, 4, 2
+OFFER_WARPS, WEIGH_CACHE = 2, ""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -73,9 +75,16 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     """Of the tile search: keys per matrix product, features per piece, places for matches, and how to multiply."""
     wide = max(16, triton.next_power_of_2(width))
     piece = min(wide, WEIGH_PIECE)
-    block = {"KEYS": WEIGH_KEYS, "BE": piece, "PIECES": wide // piece, "KP": triton.next_power_of_2(matches)}
+    block: dict[str, Any] = {
+        "KEYS": WEIGH_KEYS,
+        "BE": piece,
+        "PIECES": wide // piece,
+        "KP": triton.next_power_of_2(matches),
+    }
     # float32 in three products of tf32: as good as float32; Triton's interpreter multiplies no 16-bit types.
-    block.update(WINDOW=WINDOW, PRECISION="tf32x3" if dtype == torch.float32 else "tf32", WIDEN=INTERPRETED)
+    block.update(
+        WINDOW=WINDOW, CACHE=WEIGH_CACHE, PRECISION="tf32x3" if dtype == torch.float32 else "tf32", WIDEN=INTERPRETED
+    )
     return {**block, "num_warps": WEIGH_WARPS, "num_stages": WEIGH_STAGES, "enable_fp_fusion": True}
 
 

@@ -116,7 +116,7 @@ def _offered(problem: Problem, offer: Offer, sweep: int, number: int, key: Tenso
         fresh = torch.where(choices > 0, problem.legal.nth(row, drawn(offer.draw + rank, choices)), -1)
         found = torch.where(own < 0, fresh, flat(near, key_grid))
     else:
-        direction = (sum(place) + sweep + offer.draw) % (2 * rank)
+        direction = (torch.stack(place).sum(0) + sweep + offer.draw) % (2 * rank)
         sign = direction % 2 * 2 - 1
         # Every query of a tile knows the keys of the others: what stays comes from other tiles.
         reach = [offer.reach * (1 if offer.kind == "shift" else side) for side in tile_shape(rank)]
@@ -141,7 +141,7 @@ def _tiles(problem: Problem, elements: int) -> Iterator[Tensor]:
         for begin in range(0, math.prod(counts), step):
             tile = torch.arange(begin, min(begin + step, math.prod(counts)), device=device)
             corner = zip(coordinates(tile, counts), shape, strict=True)
-            place = [at.unsqueeze(1) * side + l for (at, side), l in zip(corner, lane, strict=True)]
+            place = [at.unsqueeze(1) * side + of for (at, side), of in zip(corner, lane, strict=True)]
             yield torch.where(inside(place, grid), row * problem.queries + flat(place, grid), -1)
 
 
@@ -154,7 +154,7 @@ def _weigh(problem: Problem, settings: Search, state: _State, table: list[Tensor
         exists, safe = at >= 0, at.clamp(min=0)
         tile = _Tile(problem, settings.separation, safe, _State(state.key[safe], state.score[safe]))
         for offer in table:
-            for keys in torch.where(exists, offer[safe], -1).split(WINDOW, 1):
+            for keys in torch.where(exists, offer[safe], -1).unflatten(1, (-1, WINDOW)).unbind(1):
                 tile.weigh(keys)
         to = torch.where(exists, at, problem.points)
         key[to], score[to], took[to] = tile.state.key, tile.state.score, tile.took
