@@ -154,7 +154,7 @@ def _weigh(problem: Problem, settings: Search, state: _State, table: list[Tensor
         exists, safe = at >= 0, at.clamp(min=0)
         tile = _Tile(problem, settings.separation, safe, _State(state.key[safe], state.score[safe]))
         for offer in table:
-            for keys in torch.where(exists, offer[safe], -1).unflatten(1, (-1, WINDOW)).unbind(1):
+            for keys in torch.where(exists, offer[safe], -1).reshape(len(at), -1, WINDOW).unbind(1):
                 tile.weigh(keys)
         to = torch.where(exists, at, problem.points)
         key[to], score[to], took[to] = tile.state.key, tile.state.score, tile.took
