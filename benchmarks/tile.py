@@ -106,12 +106,20 @@ def gpu(folder: Path, seconds: float, commit: str | None, out: Path, only: str) 
         times = {"ms": graph_ms(call), "ms_call": call_ms(call)}
         measured = quality(q, k, v, found, scale, how.separation)
         return {"kind": kind, "label": label, "kappa": how.matches, "separation": how.separation, "sweeps": how.sweeps,
-                **shape, **times, **measured}  # fmt: skip
+                **{**shape, "dtype": str(q.dtype)}, **times, **measured}  # fmt: skip
 
-    for shape in ({"size": 256, "heads": 8}, {"size": 1024}, {"size": 256, "heads": 24, "width": 128}, {}):
-        for sweeps in (4, 5):
+    targets = [({"size": 256, "heads": 8}, (4, 5)), ({"size": 1024}, (5, 6, 7)), ({}, (4, 5, 6))]
+    for shape, several in [*targets, ({"size": 256, "heads": 24, "width": 128}, (4, 5))]:
+        for sweeps in several:
             name = f"attention {shape} {sweeps}"
             put(name, lambda s=shape, t=sweeps: attention_row(data, {**s, "data": "stereo"}, replace(QUICK, sweeps=t)))
+    for width, dtype in ((16, "bfloat16"), (32, "bfloat16"), (128, "bfloat16"), (64, "float32"), (3, "float32")):
+        for how in (scram.Search("tile"), scram.Search("query")):
+            label, at = (
+                f"{how.method} {dtype} {width}",
+                {"data": "stereo", "width": width, "dtype": getattr(torch, dtype)},
+            )
+            put(f"stereo {label}", lambda m=label, h=how, s=at: search_row("width", m, h, s))
     for name in SETS:
         for label, how in searches():
             put(f"{name} {label}", lambda n=name, m=label, h=how: search_row("search", m, h, {"data": n}))

@@ -167,7 +167,7 @@ def test_field_of_the_tile_search_is_that_of_the_reference(name, launched):
 def test_features_wider_than_a_piece(monkeypatch):
     from scram.gpu import tile, tiles
 
-    monkeypatch.setattr(tiles, "WEIGH_PIECE", 16)
+    monkeypatch.setattr(tiles, "WEIGH_PIECE", 32)
     tiles.weigh_tile.cache_clear()
     tile._plan.cache_clear()
     case = named("width 60, values 1", method="tile", kappa=1, sweeps=1)

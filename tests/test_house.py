@@ -16,12 +16,13 @@ BELOW = {
     "types": {"check"},
     "grid": set(),
     "noise": set(),
+    "schedule": set(),
     "scoring": {"check", "types"},
     "pick": {"check", "types"},
     "ops": {"check", "grid", "noise", "scoring", "types"},
-    "reference": {"grid", "noise", "scoring", "types"},
-    "cpu": {"grid", "noise", "scoring", "types"},
-    "gpu": {"grid", "noise", "scoring", "types"},
+    "reference": {"grid", "noise", "schedule", "scoring", "types"},
+    "cpu": {"grid", "noise", "schedule", "scoring", "types"},
+    "gpu": {"grid", "noise", "schedule", "scoring", "types"},
     "exact": {"check", "grid", "scoring", "types"},
     "measure": {"check", "exact", "grid", "scoring", "types"},
     "api": {"check", "ops", "pick", "reference", "noise", "scoring", "types"},
@@ -93,7 +94,12 @@ def test_importing_scram_is_light():
 
 def test_search_never_waits_for_the_device():
     waiting = {"nonzero", "item", "tolist", "unique", "masked_select", "cpu", "numpy"}
-    for path in (PACKAGE / "reference" / "search.py", PACKAGE / "grid.py", PACKAGE / "noise.py"):
+    for path in (
+        PACKAGE / "reference" / "search.py",
+        PACKAGE / "reference" / "tile.py",
+        PACKAGE / "grid.py",
+        PACKAGE / "noise.py",
+    ):
         calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         named = {func.attr for func in calls if isinstance(func, ast.Attribute)}
         assert not named & waiting, path

@@ -201,7 +201,7 @@ def _search(
 ) -> Matches:
     q, k = features.q.detach(), features.k.detach()
     seed = draw_seed() if settings.seed is None else torch.as_tensor(settings.seed, dtype=torch.int64)
-    asked = settings.resolved(q.device)
+    asked = settings.resolved(q)
     if features.impl != "reference":
         return ops.search(
             q,

@@ -249,7 +249,7 @@ def weigh_kernel(
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, sweep, length,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, STOP: tl.constexpr, KEYS: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
-    KP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr, WIDEN: tl.constexpr,
+    KP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Every query of a tile scores what all its queries offer, KEYS keys at a time, and keeps its best."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
@@ -261,7 +261,7 @@ def weigh_kernel(
     k_row = k + (row // group).to(tl.int64) * keys * E
     q_rows = q + point[:, None] * E + tl.arange(0, BE)[None, :]
     e = tl.arange(0, BE)
-    mine = piece(q_rows, valid[:, None] & (e < E)[None, :], CACHE, WIDEN)
+    mine = piece(q_rows, valid[:, None] & (e < E)[None, :], WIDEN)
     list_of = offered + number.to(tl.int64) * length * LANES
     total = tl.where(going(took, row, sweep, sweeps, queries, STOP), length * LANES, 0)
     column = tl.arange(0, KP)[None, :]
@@ -282,15 +282,13 @@ def weigh_kernel(
         new = tl.load(list_of + lane, mask=lane < total, other=-1)
         k_rows = k_row + tl.maximum(new, 0).to(tl.int64)[None, :] * E + e[:, None]
         if PIECES == 1:
-            s = tl.dot(
-                mine, piece(k_rows, (new >= 0)[None, :] & (e < E)[:, None], CACHE, WIDEN), input_precision=PRECISION
-            )
+            s = tl.dot(mine, piece(k_rows, (new >= 0)[None, :] & (e < E)[:, None], WIDEN), input_precision=PRECISION)
         else:
             s = tl.zeros([LANES, KEYS], tl.float32)
             for p in range(PIECES):
                 part = e + p * BE < E
-                ours = piece(q_rows + p * BE, valid[:, None] & part[None, :], CACHE, WIDEN)
-                theirs = piece(k_rows + p * BE, (new >= 0)[None, :] & part[:, None], CACHE, WIDEN)
+                ours = piece(q_rows + p * BE, valid[:, None] & part[None, :], WIDEN)
+                theirs = piece(k_rows + p * BE, (new >= 0)[None, :] & part[:, None], WIDEN)
                 s = tl.dot(ours, theirs, s, input_precision=PRECISION)
         legal = (new >= 0)[None, :]
         if CAUSAL:
@@ -358,8 +356,8 @@ def entered(
 
 
 @triton.jit
-def piece(rows, exists, CACHE: tl.constexpr, WIDEN: tl.constexpr):
-    x = tl.load(rows, mask=exists, other=0.0, cache_modifier=CACHE)
+def piece(rows, exists, WIDEN: tl.constexpr):
+    x = tl.load(rows, mask=exists, other=0.0)
     return x.to(tl.float32) if WIDEN else x
 
 
