@@ -41,6 +41,7 @@ class Case:
     warm: int = 0  # kappa of the warm start, 0 for none
     dtype: torch.dtype = torch.float32
     strided: bool = False
+    method: str = "query"
 
     @property
     def keys_grid(self) -> tuple[int, ...]:
@@ -55,7 +56,7 @@ class Case:
 
     def settings(self, seed: int = 7) -> scram.Search:
         return scram.Search(
-            "query", self.kappa, self.separation, self.sweeps, self.jumps, self.propagate, self.gossip, seed
+            self.method, self.kappa, self.separation, self.sweeps, self.jumps, self.propagate, self.gossip, seed
         )
 
 

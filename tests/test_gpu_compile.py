@@ -132,6 +132,33 @@ def test_the_cases_reach_every_choice_of_the_launchers(launches):
     assert shapes["attend_kernel"] == {(lanes, warps) for lanes, _, warps in windows_rows}
 
 
+TILES = [
+    Case("one match", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=1, method="tile"),
+    Case("several matches", grid=(2, 3, 4), width=20, dtype=torch.float16, kappa=5, separation=2, method="tile"),
+    Case("float32", grid=(9,), width=3, kappa=3, causal=True, mask="batch", warm=2, method="tile"),
+    Case("wide", grid=(2, 2, 2, 2), width=300, dtype=torch.bfloat16, kappa=1, mask="head", causal=True, method="tile"),
+]
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("case", TILES, ids=str)
+def test_the_tile_search_compiles(case, architecture, monkeypatch):
+    compiled = []
+
+    def compile_only(self, *arguments):
+        compiled.append(self.kernel.fn.__name__)
+        assert _compile(self.kernel, arguments, self.flags, architecture).asm["cubin"]
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
+    monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
+    run_search(case, make_tensors(case), "triton")
+    wanted = {"start_kernel", "offer_kernel", "weigh_kernel"}
+    wanted |= {"arrange_kernel"} if case.kappa > 1 else set()
+    wanted |= {"exact_kernel"} if case.dtype == torch.float32 else set()
+    assert set(compiled) == wanted
+
+
 FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "SHIFT", "STAY", "TURNS", "DROPOUT", "REPEATABLE"}
 POINTERS_OR_NONE = {"mask", "warm", "wide", "SEED", "k_extra", "v_extra"}
 

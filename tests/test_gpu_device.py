@@ -24,8 +24,10 @@ def on_device(tensors):
     return dataclasses.replace(tensors, **{**moved, "extra": extra})
 
 
+@pytest.mark.parametrize("method", ["query", "tile"])
 @pytest.mark.parametrize("case", [case for case in EXACT if case.dtype != NOT_HERE], ids=str)
-def test_field_is_that_of_the_reference(case):
+def test_field_is_that_of_the_reference(case, method):
+    case = dataclasses.replace(case, method=method)
     tensors = make_tensors(case, integer=True)
     expected = run_search(case, tensors, "reference")
     found = run_search(case, on_device(tensors), "triton")
@@ -62,12 +64,13 @@ def pictures(size, width=32, dtype=torch.bfloat16, heads=1):
     return torch.randn(3, 1, heads, size, size, width, device="cuda", dtype=dtype).unbind()
 
 
-def test_a_new_size_compiles_nothing():
+@pytest.mark.parametrize("method", ["query", "tile"])
+def test_a_new_size_compiles_nothing(method):
     from scram.gpu import launch
 
     def run(height, wide):
         q = torch.randn(1, 1, height, wide, 16, device="cuda", requires_grad=True)
-        scram.attention(q, q, q, search=scram.Search.paper(matches=2, seed=0)).sum().backward()
+        scram.attention(q, q, q, search=scram.Search(method, matches=2, seed=0)).sum().backward()
 
     run(32, 48)
     variants = {id(kernel) for kernel in launch._compiled.values()}
@@ -76,10 +79,11 @@ def test_a_new_size_compiles_nothing():
     assert {id(kernel) for kernel in launch._compiled.values()} == variants
 
 
-def test_a_captured_graph_draws_anew_at_every_replay():
+@pytest.mark.parametrize("method", ["query", "tile"])
+def test_a_captured_graph_draws_anew_at_every_replay(method):
     q, k, _ = pictures(64)
     seed = torch.zeros((), dtype=torch.int64, device="cuda")
-    settings = scram.Search(sweeps=1, seed=seed)
+    settings = scram.Search(method, sweeps=1, seed=seed)
     scram.search(q, k, search=settings)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -110,9 +114,10 @@ def test_runs_on_the_current_stream():
     assert torch.equal(out, expected)
 
 
-def test_a_field_is_the_same_every_time():
+@pytest.mark.parametrize("method", ["query", "tile"])
+def test_a_field_is_the_same_every_time(method):
     q, k, _ = pictures(200)
-    settings = scram.Search(matches=2, seed=5)
+    settings = scram.Search(method, matches=2, seed=5)
     first = scram.search(q, k, search=settings)
     assert all(torch.equal(scram.search(q, k, search=settings).index, first.index) for _ in range(5))
 

@@ -35,6 +35,23 @@ FIELDS = [
     "bfloat16",
     "empty batch",
 ]
+TILES = [
+    "rank 1",
+    "rank 3",
+    "rank 4",
+    "unequal grids",
+    "more matches than keys",
+    "separated",
+    "causal, masked, separated",
+    "one row fully masked",
+    "width 60, values 1",
+    "the paper",
+    "turns",
+    "no sweeps",
+    "warm with fewer",
+    "bfloat16",
+    "empty batch",
+]
 WINDOWS = [
     "rank 1",
     "rank 3",
@@ -69,7 +86,7 @@ def test_in_the_interpreter():
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(FIELDS) + 2 * len(WINDOWS) + 5} passed" in done.stdout, done.stdout[-500:]
+    assert f"{len(FIELDS) + len(TILES) + 2 * len(WINDOWS) + 7} passed" in done.stdout, done.stdout[-500:]
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +148,43 @@ def test_field_is_that_of_the_reference(name, launched):
     assert torch.equal(found.score, expected.score)
     assert launched.count("sweep_kernel") == (case.kappa * case.sweeps if case.batch else 0)
     assert launched.count("start_kernel") == (case.kappa if case.batch else 0)
+
+
+@interpreted
+@pytest.mark.parametrize("name", TILES)
+def test_field_of_the_tile_search_is_that_of_the_reference(name, launched):
+    case = named(name, method="tile")
+    tensors = make_tensors(case, integer=True)
+    found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
+    assert torch.equal(found.index, expected.index)
+    assert torch.equal(found.score, expected.score)
+    swept = case.sweeps if case.batch else 0
+    assert launched.count("offer_kernel") == launched.count("weigh_kernel") == swept
+    assert launched.count("exact_kernel") == (case.dtype == torch.float32 and case.batch > 0)
+
+
+@interpreted
+def test_features_wider_than_a_piece(monkeypatch):
+    from scram.gpu import tile, tiles
+
+    monkeypatch.setattr(tiles, "WEIGH_PIECE", 32)
+    tiles.weigh_tile.cache_clear()
+    tile._plan.cache_clear()
+    case = named("width 60, values 1", method="tile", kappa=1, sweeps=1)
+    tensors = make_tensors(case, integer=True)
+    found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
+    tiles.weigh_tile.cache_clear()
+    tile._plan.cache_clear()
+    assert torch.equal(found.index, expected.index)
+
+
+@interpreted
+def test_a_row_stops_in_the_tile_search(launched):
+    case = named("rank 2", batch=2, kappa=1, method="tile", sweeps=6)
+    tensors = make_tensors(case, integer=True)
+    tensors.q[0] = 0  # nothing is better than the start: this row stops after a sweep
+    found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
+    assert torch.equal(found.index, expected.index)
 
 
 @interpreted

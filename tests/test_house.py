@@ -17,15 +17,16 @@ BELOW = {
     "grid": set(),
     "noise": set(),
     "precision": set(),
+    "schedule": set(),
     "scoring": {"check", "types"},
     "pick": {"check", "types"},
     "ops": {"check", "grid", "noise", "scoring", "types"},
     "estimators": {"check"},
     "draws": {"grid", "noise"},
     "estimate_ops": {"check", "draws", "grid", "ops", "scoring"},
-    "reference": {"draws", "grid", "noise", "scoring", "types"},
-    "cpu": {"draws", "grid", "noise", "scoring", "types"},
-    "gpu": {"draws", "grid", "noise", "scoring", "types"},
+    "reference": {"draws", "grid", "noise", "schedule", "scoring", "types"},
+    "cpu": {"draws", "grid", "noise", "schedule", "scoring", "types"},
+    "gpu": {"draws", "grid", "noise", "schedule", "scoring", "types"},
     "exact": {"check", "grid", "precision", "scoring", "types"},
     "measure": {"check", "exact", "grid", "scoring", "types"},
     "api": {
@@ -113,7 +114,12 @@ def test_importing_scram_is_light():
 
 def test_search_never_waits_for_the_device():
     waiting = {"nonzero", "item", "tolist", "unique", "masked_select", "cpu", "numpy"}
-    for path in (PACKAGE / "reference" / "search.py", PACKAGE / "grid.py", PACKAGE / "noise.py"):
+    for path in (
+        PACKAGE / "reference" / "search.py",
+        PACKAGE / "reference" / "tile.py",
+        PACKAGE / "grid.py",
+        PACKAGE / "noise.py",
+    ):
         calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         named = {func.attr for func in calls if isinstance(func, ast.Attribute)}
         assert not named & waiting, path

@@ -70,8 +70,20 @@ def test_paper_is_algorithm_1():
 
 
 def test_auto_method_is_resolved():
-    assert scram.Search().resolved(torch.device("cpu")).method == "query"
-    assert scram.Search.paper(seed=3).resolved(torch.device("cpu")) == scram.Search.paper(seed=3)
+    class Queries:
+        """What is asked of a tensor, for a device that need not be there."""
+
+        def __init__(self, device, dtype, width):
+            self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 1, 4, width)
+
+    def chosen(*q):
+        return scram.Search().resolved(Queries(*q)).method
+
+    assert chosen("cuda", torch.bfloat16, 64) == chosen("cuda", torch.float16, 16) == "tile"
+    assert chosen("cpu", torch.bfloat16, 64) == chosen("cuda", torch.bfloat16, 15) == "query"
+    assert chosen("cuda", torch.float32, 64) == "query"
+    for settings in (scram.Search.paper(seed=3), scram.Search("tile", seed=3)):
+        assert settings.resolved(Queries("cuda", torch.bfloat16, 64)) is settings
 
 
 def test_matches_print_themselves():

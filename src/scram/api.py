@@ -263,7 +263,7 @@ def _search(
 ) -> Matches:
     q, k = features.q.detach(), features.k.detach()
     seed = _seed(settings)
-    asked = settings.resolved(q.device)
+    asked = settings.resolved(q)
     if features.impl != "reference":
         return ops.search(
             q,
@@ -277,9 +277,8 @@ def _search(
             impl=features.impl,
         )
     with torch.no_grad():  # a callable score may hold parameters
-        return reference.search(
-            q, k, asked, seed=seed, causal=causal, key_mask=key_mask, score=features.score, warm=warm
-        )
+        run = reference.tile_search if asked.method == "tile" else reference.search
+        return run(q, k, asked, seed=seed, causal=causal, key_mask=key_mask, score=features.score, warm=warm)
 
 
 def _attend(

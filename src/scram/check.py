@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCORES = ("dot", "cosine", "l2")
 WEIGHTS = ("softmax", "mean", "relu")
-METHODS = ("auto", "query")
+METHODS = ("auto", "query", "tile")
 PROPAGATE = ("shift", "stay", "both", "turns")
 IMPLS = ("auto", "reference", "numba", "triton")
 MAX_RANK = 4

@@ -1,7 +1,8 @@
 """The fast engines as torch operators: schemas, shapes for tracing, autograd. Imports neither Numba nor Triton.
 
-`search` and `attend` here have the signatures of the reference; an engine is a package with three functions
+`search` and `attend` here have the signatures of the reference; an engine is a package with four functions
     search(q, k, seed, key_mask, warm, *, matches, separation, sweeps, jumps, propagate, gossip, causal) -> index, score
+    tile_search(<the same>), where `pick` lets it run
     attend(q, k, v, index, key_mask, k_extra, v_extra, seed, *, radius, causal, scale, weight, dropout_p) -> out, lse
     attend_backward(grad_out, grad_lse, <the tensors of attend>, out, lse, *, <its settings>)
         -> dq, dk, dv, dk_extra or None, dv_extra or None
@@ -33,7 +34,7 @@ PLAIN = {Tensor, torch.nn.Parameter}
 torch.library.define(
     "scram::search",
     "(Tensor q, Tensor k, Tensor seed, Tensor? key_mask, Tensor? warm, int matches, int separation, int sweeps, "
-    "int[] jumps, str propagate, int gossip, bool causal, str impl) -> (Tensor, Tensor)",
+    "int[] jumps, str propagate, int gossip, bool causal, str method, str impl) -> (Tensor, Tensor)",
 )
 _ATTEND = (
     "Tensor q, Tensor k, Tensor v, Tensor index, Tensor? key_mask, Tensor? k_extra, Tensor? v_extra, Tensor? seed, "
@@ -59,7 +60,7 @@ def search(
     warm: Matches | None,
     impl: str,
 ) -> Matches:
-    """As `reference.search`, by the engine `impl`."""
+    """As `reference.search` or `reference.tile_search`, by the engine `impl`."""
     run = _search if _idle((q, k, key_mask)) else torch.ops.scram.search
     index, found = run(
         q,
@@ -74,6 +75,7 @@ def search(
         settings.propagate,
         settings.gossip,
         causal,
+        settings.method,
         impl,
     )
     return Matches(index, found, grid_of(k))
@@ -151,9 +153,11 @@ def _search(
     propagate: str,
     gossip: int,
     causal: bool,
+    method: str,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = _engine(impl).search(
+    run = _engine(impl).tile_search if method == "tile" else _engine(impl).search
+    result: tuple[Tensor, Tensor] = run(
         q,
         k,
         seed,

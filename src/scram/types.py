@@ -25,12 +25,14 @@ class Search:
     """How to look for keys. Checks itself when made; `dataclasses.replace` makes a changed copy.
 
     Args:
-        method: "auto" or "query" (the paper's Algorithm 1, one query at a time, and its extensions).
+        method: "query" (the paper's Algorithm 1, one query at a time, and its extensions), "tile" (queries in tiles
+            that share what they find, by matrix products), or "auto", the better one for the tensors at hand.
         matches: kappa, the keys to find for each query.
         separation: L, matches of one query are farther apart than this (Chebyshev distance on the key grid);
             0 asks for distinct keys, the paper's top-kappa_max, more for its top-kappa_mode.
         sweeps: T, how often every query looks at its neighbours' matches and around its own.
-        jumps: distances to the neighbours that are asked, in this order.
+        jumps: distances to the neighbours that are asked, in this order; a tile asks for unmoved matches as many tiles
+            away.
         propagate: what a neighbour offers: "shift" its match moved by the distance between the two queries
             (the paper), "stay" its match itself, "both", or "turns" (shift in odd sweeps, stay in even ones).
         gossip: queries anywhere in the grid whose match is tried too, per sweep.
@@ -72,9 +74,18 @@ class Search:
             "query", matches, separation, sweeps=8, jumps=(8, 4, 2, 1), propagate="shift", gossip=0, seed=seed
         )
 
-    def resolved(self, device: torch.device) -> Search:
-        """The same settings with method="auto" replaced by what is best on `device`."""
-        return replace(self, method="query", seed=self.seed_tensor) if self.method == "auto" else self
+    def resolved(self, q: Tensor) -> Search:
+        """The same settings with method="auto" replaced by what is best for queries like q [..., E], as measured.
+
+        That is "tile" where matrix units take the features as they are: on CUDA, 16 bits each, 16 of them or more.
+
+        >>> Search().resolved(torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)).method
+        'query'
+        """
+        if self.method != "auto":
+            return self
+        units = q.device.type == "cuda" and q.dtype.itemsize == 2 and q.shape[-1] >= 16
+        return replace(self, method="tile" if units else "query", seed=self.seed_tensor)
 
 
 @dataclass(frozen=True, eq=False)

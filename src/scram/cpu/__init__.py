@@ -5,5 +5,6 @@ from .attend_backward import attend_backward
 from .hybrid import tail, tail_backward
 from .sample import sample, sample_backward
 from .search import search
+from .tile import tile_search
 
-__all__ = ["attend", "attend_backward", "sample", "sample_backward", "search", "tail", "tail_backward"]
+__all__ = ["attend", "attend_backward", "sample", "sample_backward", "search", "tail", "tail_backward", "tile_search"]

@@ -6,5 +6,6 @@ from .hybrid import tail
 from .hybrid_backward import tail_backward
 from .sample import sample, sample_backward
 from .search import search
+from .tile import tile_search
 
-__all__ = ["attend", "attend_backward", "sample", "sample_backward", "search", "tail", "tail_backward"]
+__all__ = ["attend", "attend_backward", "sample", "sample_backward", "search", "tail", "tail_backward", "tile_search"]

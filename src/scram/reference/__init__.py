@@ -5,5 +5,6 @@ from .hybrid import tail
 from .metropolis import metropolis
 from .search import search
 from .snis import snis
+from .tile import tile_search
 
-__all__ = ["attend", "metropolis", "search", "snis", "tail"]
+__all__ = ["attend", "metropolis", "search", "snis", "tail", "tile_search"]

@@ -31,7 +31,7 @@ def search(
     warm: Matches | None,
 ) -> Matches:
     """q [B, H, *G, E], k [B, Hk, *G', E], both prepared for `score` -> Matches of kappa keys per query."""
-    problem = _Problem(q, k, seed, causal, key_mask, score)
+    problem = Problem(q, k, seed, causal, key_mask, score)
     keys: list[Tensor] = []
     scores: list[Tensor] = []
     for run in range(settings.matches):
@@ -53,7 +53,7 @@ def _best_first(index: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run(
-    problem: _Problem, settings: Search, run: int, start: Tensor | None, earlier: list[Tensor]
+    problem: Problem, settings: Search, run: int, start: Tensor | None, earlier: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """One search for one more key per point, farther than the separation from every earlier one: key [P], best [P]."""
     nothing = torch.full((problem.points,), -1, device=problem.q.device)
@@ -75,7 +75,7 @@ def _run(
     return key, best
 
 
-class _Problem:
+class Problem:
     """What stays the same during a search."""
 
     def __init__(self, q: Tensor, k: Tensor, seed: Tensor, causal: bool, key_mask: Tensor | None, score: Score) -> None:
@@ -86,6 +86,8 @@ class _Problem:
         self.points, self.wide = self.q.shape[0], accumulator(q.dtype)
         self.legal = LegalKeys.of(q, k, causal, key_mask)
         self.seed, self.score = seed, score
+        every = torch.arange(self.points, device=q.device)
+        self.row, self.query = every // self.queries, every % self.queries
 
     def chunks(self) -> Iterator[Tensor]:
         size = max(1, CHUNK_ELEMENTS // self.q.shape[-1])
@@ -98,7 +100,7 @@ class _Points:
 
     def __init__(
         self,
-        problem: _Problem,
+        problem: Problem,
         at: Tensor,
         run: int,
         sweep: int,

@@ -1,0 +1,55 @@
+"""What a tile of queries offers in a sweep of the tile search: one meaning for every engine, in plain integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LANES = 64  # queries of a tile
+WINDOW = 16  # keys of which a query considers its best
+STOP = 256  # a row stops when fewer than one query in this many took a key in a sweep
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One key from each query of a tile.
+
+    kind: "shift", the match of a neighbour `reach` points away, moved along; "stay", that of one `reach` tiles away as
+        it is; "gossip", that of a drawn query; "random", a key at most `reach` from the query's own match.
+    draw: the number of its first draw; for "shift" and "stay" the number of the jump.
+    """
+
+    kind: str
+    reach: int
+    draw: int
+
+
+def tile_shape(rank: int) -> tuple[int, ...]:
+    """The extents of a tile of 64 queries, near-cubic, wider on the last axes.
+
+    >>> [tile_shape(rank) for rank in (1, 2, 3, 4)]
+    [(64,), (8, 8), (4, 4, 4), (2, 2, 4, 4)]
+    """
+    bits = LANES.bit_length() - 1
+    return tuple(1 << (bits + axis) // rank for axis in range(rank))
+
+
+def offers(
+    sweep: int, jumps: tuple[int, ...], propagate: str, gossip: int, key_grid: tuple[int, ...]
+) -> Iterator[Offer]:
+    """The offers of sweep 1, 2, .. in their order.
+
+    >>> [f"{o.kind} {o.reach}" for o in offers(2, (8, 1), "turns", 1, (9, 9))]
+    ['stay 8', 'stay 1', 'gossip 0', 'random 4', 'random 1']
+    """
+    odd = sweep % 2 == 1
+    for number, jump in enumerate(jumps):
+        if propagate in ("shift", "both") or (propagate == "turns" and odd):
+            yield Offer("shift", jump, number)
+        if propagate in ("stay", "both") or (propagate == "turns" and not odd):
+            yield Offer("stay", jump, number)
+    for draw in range(gossip):
+        yield Offer("gossip", 0, draw)
+    widest = max(key_grid)
+    for number in range(0 if odd else 1, widest.bit_length(), 2):  # every second radius, the others next time
+        yield Offer("random", widest >> number, gossip + number * (len(key_grid) + 1))
