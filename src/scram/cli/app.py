@@ -7,6 +7,12 @@ import typer
 from .. import __version__
 from .demo import demo
 from .info import info
+from .match import match
+
+
+def _examples(*lines: str) -> str:
+    return "Examples:\n\n" + "\n\n".join(f"  scram {line}" for line in lines)
+
 
 app = typer.Typer(
     help="Attention over grids at O(N log N) cost: try it, and see what runs on this machine.",
@@ -16,8 +22,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(info)
+_EXAMPLES = {
+    "match": (
+        "match left.png right.png",
+        "match --sample motorcycle",
+        "match a.jpg b.jpg --size 240 --out /tmp/m --json",
+    ),
+}
+for command in (demo, info, match):
+    app.command(epilog=_examples(*_EXAMPLES.get(command.__name__, (command.__name__,))))(command)
 
 
 def _version(wanted: bool) -> None:
