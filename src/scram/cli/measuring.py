@@ -70,6 +70,7 @@ class Pictures:
     def __init__(self, a: Tensor, b: Tensor, device: str) -> None:
         self.a, self.b, self.device = a.to(device), b.to(device), device
         self.last: tuple[tuple[int, int], tuple[Tensor, Tensor, Tensor]] | None = None
+        self.warm: set[tuple[str, int, bool]] = set()
 
     def tensors(self, size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """7 x 7 colour patches, PCA to that width, unit norm `[1, 1, S, S, width]`; the values are the keys.
@@ -160,21 +161,27 @@ def _attention(case: Case, pictures: Pictures) -> Row:
         attention = rivals.flex(allows, case.size, q.device)
     else:
         attention = rivals.ATTENTIONS[case.contender]
-    leaves = [x.detach().clone().requires_grad_(case.backward) for x in (q, k, v)] if case.backward else [q, k, v]
-
-    def call() -> Tensor:
-        out = attention(*leaves, SCALE)
-        if case.backward:
-            torch.autograd.grad(out, leaves, torch.ones_like(out))
-        return out.detach()
-
-    row, out = clock(call, pictures.device)
+    if case.contender.startswith("flex "):
+        attention(q, k, v, SCALE)  # compiles for this size
+    elif (case.contender, case.width, case.backward) not in pictures.warm:
+        _call(attention, pictures.tensors(16, case.width), case.backward)  # compiles for every size
+        pictures.warm.add((case.contender, case.width, case.backward))
+        q, k, v = pictures.tensors(case.size, case.width)
+    row, out = clock(lambda: _call(attention, (q, k, v), case.backward), pictures.device)
     if not case.backward and case.contender not in ("strided", "fixed", "flex strided", "flex fixed"):
         error = measure.output_error(q, k, v, rivals.attended(out), scale=SCALE, sample=SAMPLE)
         row["output_error"] = float(error)  # of causal patterns it would compare different things
     if not case.backward and case.contender in SETTINGS:
         row["recall"] = _recall(q, k, search(q, k, search=SETTINGS[case.contender]).index)
     return row
+
+
+def _call(attention: rivals.Attention, tensors: tuple[Tensor, Tensor, Tensor], backward: bool) -> Tensor:
+    q, k, v = (x.detach().requires_grad_(backward) for x in tensors)
+    out = attention(q, k, v, SCALE)
+    if backward:
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return out.detach()
 
 
 def _search(case: Case, pictures: Pictures, known: dict[str, Row]) -> Row:
@@ -258,16 +265,6 @@ def available(device: str) -> int:
     except OSError:
         return 1 << 62
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-
-
-def warm_up(pictures: Pictures, contenders: tuple[str, ...], widths: tuple[int, ...], backward: bool) -> None:
-    """Compile and load everything on a tiny picture."""
-    for width in widths:
-        for name in contenders:
-            q, k, v = (x.clone().requires_grad_(backward) for x in pictures.tensors(16, width))
-            out = rivals.ATTENTIONS[name](q, k, v, SCALE)
-            if backward:
-                torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
 def slope(rows: list[Row], quantity: str = "seconds", least_size: int = 0) -> float | None:

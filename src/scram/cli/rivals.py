@@ -37,8 +37,8 @@ def scram_default(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Vanilla attention: the whole N x N map in memory."""
-    q, k, v, shape = *(x.flatten(2, 3) for x in (q, k, v)), q.shape  # type: ignore[assignment]
-    return ((scale * q @ k.mT).softmax(-1) @ v).reshape(shape)
+    p = (scale * q.flatten(2, 3) @ k.flatten(2, 3).mT).softmax(-1)
+    return (p @ v.flatten(2, 3)).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -46,7 +46,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     flat = [x.flatten(2, 3) for x in (q, k, v)]
     if q.is_cuda:  # its fused kernels want half precision and widths in eights; anything else falls back to N x N
         flat = [F.pad(x, (0, -x.shape[-1] % 8)).to(torch.bfloat16) for x in flat]
-    out = F.scaled_dot_product_attention(*flat, scale=scale)
+    out = F.scaled_dot_product_attention(flat[0], flat[1], flat[2], scale=scale)
     return out[..., : v.shape[-1]].to(v.dtype).reshape(*q.shape[:-1], v.shape[-1])
 
 
@@ -141,15 +141,15 @@ def local(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         blocks(q, 0), blocks(k, REACH), blocks(v, REACH), inside.unsqueeze(-2), scale=scale
     )
     across = (size + more) // BLOCK
-    out = out.unflatten(2, (across, across)).unflatten(4, (BLOCK, BLOCK)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
-    return out[:, :, :size, :size].contiguous()
+    out = out.reshape(*q.shape[:2], across, across, BLOCK, BLOCK, v.shape[-1]).transpose(3, 4)
+    return out.flatten(4, 5).flatten(2, 3)[:, :, :size, :size].contiguous()
 
 
 def _chunks(q: Tensor, keys: int) -> list[Tensor]:
     """The lines of the picture in groups whose scores fit in a chunk."""
     size = q.shape[2]
     some = max(1, CHUNK // (q.shape[0] * q.shape[1] * q.shape[3] * keys))
-    return list(torch.arange(size, device=q.device).split(some))
+    return [torch.arange(at, min(at + some, size), device=q.device) for at in range(0, size, some)]
 
 
 def flex(allows: Allows, size: int, device: torch.device) -> Attention:
