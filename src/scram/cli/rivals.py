@@ -130,10 +130,10 @@ def local(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     more = -size % BLOCK
 
     def blocks(x: Tensor, rim: int) -> Tensor:
-        """`[B, H, S, S, E] -> [B, H, blocks, keys of a block, E]`."""
+        """`[B, H, S, S, E] -> [B * H, blocks, keys of a block, E]`: the fused kernels take four axes."""
         x = F.pad(x, (0, 0, rim, rim + more, rim, rim + more))
         side = BLOCK + 2 * rim
-        return x.unfold(2, side, BLOCK).unfold(3, side, BLOCK).flatten(2, 3).movedim(3, -1).flatten(3, 4)
+        return x.unfold(2, side, BLOCK).unfold(3, side, BLOCK).flatten(2, 3).movedim(3, -1).flatten(3, 4).flatten(0, 1)
 
     inside = blocks(torch.ones(1, 1, size, size, 1, device=q.device), REACH)[..., 0] > 0
     # An all-padding row of scores would be NaN; a block always holds at least one real key.
