@@ -28,6 +28,7 @@ from . import rivals
 SCALE = 100.0  # of unit features, so that a softmax has peaks; times do not depend on it
 SAMPLE = 256  # queries that recall and error are measured on
 PATCH = 7
+LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
 ENOUGH = 0.4  # seconds of repeated calls
 SETTINGS = {"SCRAM, paper": Search.paper(seed=0), "SCRAM, default": Search(seed=0)}
 Row = dict[str, Any]
@@ -267,9 +268,12 @@ def available(device: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
-def slope(rows: list[Row], quantity: str = "seconds", least_size: int = 0) -> float | None:
-    """The exponent of a quantity against the number of pixels, fitted in log-log; None with fewer than two sizes."""
-    points = [(r["size"] ** 2, r[quantity]) for r in rows if r.get(quantity) and r["size"] >= least_size]
+def slope(rows: list[Row], quantity: str = "seconds") -> float | None:
+    """The exponent of a quantity against the number of pixels, fitted in log-log; None with fewer than two sizes.
+
+    The smallest sizes are left out: there a call costs what it costs to be made, not what its work costs.
+    """
+    points = [(r["size"] ** 2, r[quantity]) for r in rows if r.get(quantity) and r["size"] >= LEAST_SIZE[r["device"]]]
     if len({n for n, _ in points}) < 2:
         return None
     x, y = np.log(np.array(points, dtype=float)).T
