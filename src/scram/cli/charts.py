@@ -1,6 +1,6 @@
 """Charts: lines in colours that everyone can tell apart, with a marker each, and log-log plots with slopes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,20 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
         ("attention", True, "peak_bytes", "peak memory, forward and backward, bytes"),
         ("search", False, "seconds", "search alone, seconds"),
     ]
-    wanted = [w for w in wanted if any(r["kind"] == w[0] and r["backward"] == w[1] and r.get(w[2]) for r in rows)]
-    figure = Figure((7.2 * len(widths), 4.6 * max(len(wanted), 1)), dpi=110, layout="constrained", facecolor="white")
-    for line, (kind, backward, quantity, label) in enumerate(wanted):
-        for column, width in enumerate(widths):
+    panels = []
+    for kind, backward, quantity, label in wanted:
+        for width in widths:
             mine = {k[3]: v for k, v in series(rows).items() if k[:3] == (kind, width, backward)}
-            if not any(row.get(quantity) for some in mine.values() for row in some):
-                continue
-            axes = figure.add_subplot(len(wanted), len(widths), line * len(widths) + column + 1)
-            _loglog(axes, mine, quantity)
-            axes.set_title(f"{label.split(',')[0]}, width {width}", loc="left", color=INK)
-            axes.set(xlabel="pixels = queries = keys", ylabel=label)
+            if any(row.get(quantity) for some in mine.values() for row in some):
+                panels.append((mine, quantity, f"{label.split(',')[0]}, width {width}", label))
+    across = min(2, len(panels))
+    down = -(-len(panels) // across)
+    figure = Figure((7.2 * across, 4.6 * down), dpi=110, layout="constrained", facecolor="white")
+    for place, (mine, quantity, title, label) in enumerate(panels):
+        axes = figure.add_subplot(down, across, place + 1)
+        _loglog(axes, mine, quantity)
+        axes.set_title(title, loc="left", color=INK)
+        axes.set(xlabel="pixels = queries = keys", ylabel=label)
     machine = rows[0]["machine"]
     where = machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"
     figure.suptitle(f"Attention over pictures: {where}", fontsize=14, fontweight="bold", color=INK)
@@ -90,7 +93,7 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
 
 def lines(
     axes: Axes,
-    values: dict[str, Sequence[tuple[Any, float]]],
+    values: Mapping[str, Sequence[tuple[Any, float]]],
     title: str,
     xlabel: str,
     ylabel: str,

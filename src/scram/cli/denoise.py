@@ -273,7 +273,7 @@ def draw(
     pictures.save(colours(results["SCRAM"][0]), out / "denoised.png")
     first = [Panel("Noisy", colours(noisy), "" if added is None else f"PSNR {psnr(noisy, picture):.2f} dB")]
     if added is not None:
-        first.insert(0, Panel("Original", colours(picture), f"noise of {added:g} added below"))
+        first.insert(0, Panel("Original", colours(picture), f"before noise of {added:g} was added"))
     rest = [
         Panel(name, colours(x), f"{t:.1f} s" + ("" if added is None else f", PSNR {psnr(x, picture):.2f} dB"))
         for name, (x, t) in results.items()
@@ -282,7 +282,9 @@ def draw(
     rest.append(
         Panel("Removed by SCRAM", colours((0.5 + 2 * removed).mean(-1, keepdim=True)), "times 2; ideally only noise")
     )
-    pictures.sheet([*first, *rest], out / "denoise.png", "scram denoise: non-local means over the whole picture")
+    panels = [*first, *rest]
+    title = "scram denoise: non-local means over the whole picture"
+    pictures.sheet(panels, out / "denoise.png", title, columns=3 if len(panels) <= 3 else 4)
 
 
 def _table(numbers: dict[str, Any]) -> Table:
