@@ -40,7 +40,7 @@ def settings(seed: int) -> dict[str, Search]:
 
 
 def shuffle_blocks(x: Tensor, side: int, seed: int) -> Tensor:
-    """Cut a grid `[1, 1, S, S, E]` into blocks of side x side and shuffle these: nothing coheres beyond `side` points."""
+    """Cut a grid `[1, 1, S, S, E]` into blocks and shuffle these: nothing coheres beyond `side` points."""
     size, width = x.shape[2], x.shape[-1]
     if size % side:
         raise ValueError(f"blocks of {side} do not tile a grid of {size}")
@@ -92,7 +92,7 @@ def coherence(
     """Recall and error against the degree of spatial coherence, from shuffled keys to smooth fields."""
     with one_line_errors():
         writable_folder(out)
-        rows = []
+        rows: list[Numbers] = []
         with progress() as step:
             for kind, degree, q, k in cases(size, seed):
                 for name, how in settings(seed).items():
