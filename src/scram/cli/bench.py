@@ -121,7 +121,7 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
         kind, "forward and backward" if backward else "forward"
     )
     result = Table(
-        title=f"width {width}, {title}, milliseconds (MiB of peak memory)",
+        title=f"width {width}, {title}, milliseconds, fastest call (MiB of peak memory)",
         caption="slope: exponent of time against pixels; too long, no memory: not run, see bench.json",
     )
     result.add_column("contender")
@@ -151,4 +151,4 @@ def _cell(row: Row | None) -> str:
     if "failed" in row:
         return "no memory" if "memory" in row["failed"] else "failed"
     peak: Any = row.get("peak_bytes")
-    return f"{1e3 * row['seconds']:.3g}" + ("" if peak is None else f" ({peak / 2**20:.0f})")
+    return f"{1e3 * row['least']:.3g}" + ("" if peak is None else f" ({peak / 2**20:.0f})")

@@ -268,7 +268,7 @@ def available(device: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
-def slope(rows: list[Row], quantity: str = "seconds") -> float | None:
+def slope(rows: list[Row], quantity: str = "least") -> float | None:
     """The exponent of a quantity against the number of pixels, fitted in log-log; None with fewer than two sizes.
 
     The smallest sizes are left out: there a call costs what it costs to be made, not what its work costs.
