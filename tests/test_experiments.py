@@ -160,7 +160,9 @@ def test_denoise_command_measures_itself_and_its_rivals(mode, tmp_path):
     assert len(numbers["results"]) == 4
     for name, row in numbers["results"].items():
         assert name in printed
-        assert row["psnr_db"] > numbers["noisy_psnr_db"] + 1, name
+        # OpenCV smears so small a colour picture; it is shown as it is.
+        least = -3 if name.startswith("OpenCV") else 1
+        assert row["psnr_db"] > numbers["noisy_psnr_db"] + least, name
     with Image.open(tmp_path / "denoised.png") as picture:
         assert picture.size == a.size
     plain = json.loads(call("denoise", tmp_path / "a.png", "--json", "--out", tmp_path)[1])

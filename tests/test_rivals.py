@@ -78,7 +78,7 @@ def test_patterns_are_those_of_their_papers():
 
 
 @pytest.mark.filterwarnings("ignore")  # of third-party index builders
-@pytest.mark.parametrize("name", rivals.SEARCHES)
+@pytest.mark.parametrize("name", ["faiss flat", "faiss HNSW"])  # pynndescent compiles for minutes
 def test_searches_find_the_nearest_keys(name):
     call, efforts, package = rivals.SEARCHES[name]
     pytest.importorskip(package)

@@ -15,6 +15,7 @@ from .measuring import Case, Pictures, Results, Row
 
 SIZES = {"cpu": (32, 64, 128, 256, 512), "cuda": (64, 128, 256, 512, 1024, 2048)}
 PARTS = ("forward", "backward", "search", "flex")
+MORE_PARTS = (*PARTS, "pynndescent")  # compiles for minutes, so it runs only when asked for
 INTERRUPTED = 130  # the exit code of a program ended by Ctrl-C
 
 
@@ -25,9 +26,9 @@ def bench(
         str | None, typer.Option(help="Sides of the pictures, with commas; 32 to 512 on a CPU, 64 to 2048 on a GPU.")
     ] = None,
     widths: Annotated[str, typer.Option(help="Widths of queries and keys, with commas; the paper has 3.")] = "3,64",
-    parts: Annotated[
-        str, typer.Option(help=f"What to measure, with commas: {', '.join(PARTS)} (flex: GPU).")
-    ] = ",".join(PARTS),
+    parts: Annotated[str, typer.Option(help=f"What to measure, with commas, of {', '.join(MORE_PARTS)}.")] = ",".join(
+        PARTS
+    ),
     longest: Annotated[float, typer.Option(help="Leave out calls that would take longer, in seconds.")] = 3.0,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what bench.json holds and go on.")] = False,
     draw_only: Annotated[
@@ -41,8 +42,8 @@ def bench(
         chosen_device(device)
         wanted = _numbers("sizes", sizes, 16) if sizes else SIZES[device]
         kinds = tuple(part.strip() for part in parts.split(","))
-        if not set(kinds) <= set(PARTS):
-            raise ValueError(f"parts must be some of {', '.join(PARTS)}, got {parts}")
+        if not set(kinds) <= set(MORE_PARTS):
+            raise ValueError(f"parts must be some of {', '.join(MORE_PARTS)}, got {parts}")
         results = Results(out / "bench.json", resume or draw_only, "city")
         todo = list(measuring.cases(wanted, _numbers("widths", widths, 1), device, kinds))
         stopped = False

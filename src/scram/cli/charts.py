@@ -65,7 +65,9 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
         axes.set(xlabel="pixels = queries = keys", ylabel=label)
     machine = rows[0]["machine"]
     where = machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"
-    figure.suptitle(f"Attention over pictures: {where}; fastest of several calls", fontsize=14, fontweight="bold", color=INK)
+    figure.suptitle(
+        f"Attention over pictures: {where}; fastest of several calls", fontsize=14, fontweight="bold", color=INK
+    )
     figure.savefig(path)
 
 

@@ -85,7 +85,7 @@ def measure_case(q: Tensor, k: Tensor, how: Search, seed: int) -> dict[str, floa
 
 def coherence(
     out: Annotated[Path, typer.Option(help="Folder for coherence.png and coherence.json.")] = Path("scram-coherence"),
-    size: Annotated[int, typer.Option(min=16, help="Side of the square grids; a multiple of 16 is best.")] = 128,
+    size: Annotated[int, typer.Option(min=16, help="Side of the square grids; a multiple of 16 is best.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of searches, shuffles and fields.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")] = False,
 ) -> None:

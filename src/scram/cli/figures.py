@@ -106,7 +106,9 @@ def maps(path: Path, seed: int = 0) -> Numbers:
     )
     for place, (name, one) in enumerate(shown.items()):
         axes = figure.add_subplot(1, 3, place + 1)
-        image = axes.imshow(one.sqrt(), cmap="cividis", vmin=0, vmax=float(full.max().sqrt()), interpolation="nearest")
+        image = axes.imshow(
+            one.sqrt().numpy(), cmap="cividis", vmin=0, vmax=float(full.max().sqrt()), interpolation="nearest"
+        )
         axes.set_title(f"{name}: {int((one > 0).sum(1).float().mean())} keys a row", loc="left", fontsize=11, color=INK)
         axes.set(xlabel="key", ylabel="query")
     bar = figure.colorbar(image, ax=figure.axes, shrink=0.8, label="attention p (colour by its square root)")

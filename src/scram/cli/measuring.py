@@ -62,7 +62,9 @@ def cases(sizes: tuple[int, ...], widths: tuple[int, ...], device: str, parts: t
         for size in (n for n in sizes if n <= 256):
             for width in widths:
                 yield from (Case("search", name, size, width) for name in SETTINGS)
-                yield from (Case("search", name, size, width) for name in rivals.SEARCHES)
+                for name, (_, _, package) in rivals.SEARCHES.items():
+                    if package != "pynndescent" or "pynndescent" in parts:
+                        yield Case("search", name, size, width)
 
 
 class Pictures:

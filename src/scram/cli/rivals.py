@@ -217,7 +217,7 @@ def _faiss(q: Tensor, k: Tensor, make: Callable[[Any, int], Any]) -> Tensor:
 
 def pynndescent(q: Tensor, k: Tensor, effort: int) -> Tensor:
     """pynndescent's graph; `effort` is 100 times the epsilon of its queries. Unit vectors: its cosine is the dot."""
-    from pynndescent import NNDescent  # type: ignore[import-untyped]
+    from pynndescent import NNDescent
 
     index = NNDescent(_points(k), metric="cosine", random_state=0, n_jobs=torch.get_num_threads())
     index.prepare()
