@@ -55,8 +55,8 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
             mine = {k[3]: v for k, v in series(rows).items() if k[:3] == (kind, width, backward)}
             if any(row.get(quantity) for some in mine.values() for row in some):
                 panels.append((mine, quantity, f"{label.split(',')[0]}, width {width}", label))
-    across = min(2, len(panels))
-    down = -(-len(panels) // across)
+    across = 1 if len(panels) < 2 else 2
+    down = max(1, -(-len(panels) // across))
     figure = Figure((7.2 * across, 4.6 * down), dpi=110, layout="constrained", facecolor="white")
     for place, (mine, quantity, title, label) in enumerate(panels):
         axes = figure.add_subplot(down, across, place + 1)
@@ -90,7 +90,7 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
     axes.set_xticks([n * n for n in sizes], [f"{n}²" for n in sizes])
     axes.minorticks_off()
     axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, framealpha=0.8, edgecolor="none")
 
 
 def lines(
@@ -109,4 +109,4 @@ def lines(
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(True, color="#dddddd", linewidth=0.6)
     if legend:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, framealpha=0.8, edgecolor="none")
