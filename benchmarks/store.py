@@ -42,14 +42,15 @@ def machine() -> dict[str, Any]:
 class Store:
     """A JSON file of rows; a row of the same name replaces the old one."""
 
-    def __init__(self, name: str) -> None:
-        self.path = RESULTS / f"{name}.json"
+    def __init__(self, name: str, folder: Path = RESULTS) -> None:
+        self.path = folder / f"{name}.json"
         self.data = json.loads(self.path.read_text()) if self.path.exists() else {}
 
-    def put(self, name: str, **row: Any) -> None:
-        stamp = {"date": date.today().isoformat(), "commit": commit(), "machine": machine()}
+    def put(self, name: str, measured: str | None = None, /, **row: Any) -> None:
+        """`measured` names the commit where git is not there to ask."""
+        stamp = {"date": date.today().isoformat(), "commit": measured or commit(), "machine": machine()}
         self.data[name] = {**row, **stamp}
-        RESULTS.mkdir(exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.data, indent=1) + "\n")
 
 

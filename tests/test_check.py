@@ -1,6 +1,7 @@
 """Every user error: it names the argument, what was expected and what came. One row of the table per `raise`."""
 
 import ast
+import math
 import sys
 import traceback
 from pathlib import Path
@@ -29,6 +30,10 @@ def search(q=Q, k=K, **how):
 
 def attend(q=Q, k=K, v=V, found=None, **how):
     return lambda: scram.attend(q, k, v, matches() if found is None else found, impl="reference", **how)
+
+
+def estimate(**how):
+    return lambda: scram.estimate(Q, K, V, matches(), impl="reference", **{"method": scram.Hybrid(), **how})
 
 
 def build(index=None, score=None, key_grid=(7, 3)):
@@ -132,6 +137,25 @@ ERRORS = [
     (attend(dropout_p="0"), TypeError, "dropout_p must be a float, got str '0'"),
     (attend(dropout_p=1.0), ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
     (attend(dropout_p=-0.1), ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
+    # What estimating takes.
+    (lambda: scram.Snis(samples=0), ValueError, "samples must be at least 1, got 0"),
+    (lambda: scram.Hybrid(samples=2**31), ValueError, r"samples must be below 2\*\*31, got 2147483648"),
+    (lambda: scram.Snis(alpha="0"), TypeError, "alpha must be a float, got str '0'"),
+    (lambda: scram.Snis(alpha=1.0), ValueError, r"alpha must be in \[0, 1\), got 1.0; leave some uniform draws"),
+    (lambda: scram.Snis(alpha=float("nan")), ValueError, r"alpha must be in \[0, 1\), got nan"),
+    (lambda: scram.Snis(bandwidth=0), ValueError, r"bandwidth must be in \(0, inf\), got 0"),
+    (lambda: scram.MetropolisHastings(bandwidth=math.inf), ValueError, r"bandwidth must be in \(0, inf\), got inf"),
+    (lambda: scram.MetropolisHastings(chains_per_mode=0), ValueError, "chains_per_mode must be at least 1, got 0"),
+    (lambda: scram.MetropolisHastings(burn_in=-1), ValueError, "burn_in must be at least 0, got -1"),
+    (lambda: scram.Hybrid(stratified=1), TypeError, "stratified must be True or False, got int 1"),
+    (lambda: scram.Hybrid(seed=1.5), TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
+    (estimate(method="hybrid"), TypeError, r"method must be a scram\.Snis, .* got str; for example scram.Hybrid"),
+    (
+        estimate(method=scram.MetropolisHastings(), extra=PAIR),
+        ValueError,
+        "extra must be None with Metropolis.* no normal",
+    ),
+    (estimate(radius=-1), ValueError, "radius must be at least 0, got -1"),
     # A Matches value.
     (build(index=[0]), TypeError, r"index must be a torch.Tensor \[B, H, \*G, kappa\], got list"),
     (build(index=matches().index.long()), TypeError, "index must be int32, got torch.int64; use index.to"),

@@ -7,6 +7,8 @@ import textwrap
 import threading
 import tracemalloc
 
+import numba
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -17,6 +19,7 @@ from photos import stereo
 from scram.cpu import attend_backward
 from scram.cpu.compiled import _cached, threads
 from scram.cpu.search import counted_search
+from scram.cpu.vectors import coordinates, exp
 
 SETTINGS = scram.Search(matches=2, seed=5, sweeps=3)
 
@@ -205,3 +208,27 @@ def test_matches_of_inference_mode_serve_training():
         found = scram.search(q, k, search=SETTINGS, impl="numba")
     scram.attend(q, k, v, found, impl="numba").out.sum().backward()
     assert q.grad.abs().sum() > 0
+
+
+def test_coordinates_are_exact_up_to_the_largest_grid():
+    random = np.random.default_rng(0)
+    for extent, stride in ((2**31 - 1, 1), (46341, 46340), (9, 49), (1, 1), (1, 2**31 - 1), (65536, 32767)):
+        last = extent * stride - 1
+        index = np.r_[0, last, random.integers(0, last + 1, 500), random.integers(0, extent, 500) * stride]
+        index = np.r_[index, np.maximum(index - 1, 0)].astype(np.int32)
+        got = np.empty_like(index)
+        coordinates(index, extent, stride, got, len(index))
+        assert (got == index // stride % extent).all(), (extent, stride)
+
+
+def test_exp_is_right_to_the_last_bits():
+    @numba.njit
+    def values(x):
+        return np.array([exp(one) for one in x])
+
+    x = np.r_[np.linspace(-86.9, 0, 20001), -np.logspace(-9, 0, 1000)].astype(np.float32)
+    assert np.abs(values(x) / np.exp(x.astype(np.float64)) - 1).max() < 1.2e-7  # one unit of float32
+    small, none, unknown = values(np.array([-1000, -np.inf, np.nan], np.float32))
+    assert small == 0
+    assert none == 0
+    assert np.isnan(unknown)

@@ -3,15 +3,21 @@
 The launchers run as they are, on CPU tensors; what they would launch is compiled instead.
 """
 
+import sys
+from importlib import import_module
+
 import pytest
 import torch
 
 from cases import Case, gradients, make_tensors, run_attend, run_search
+from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tensors_of
 
 triton = pytest.importorskip("triton")
 
 from scram import pick  # noqa: E402
-from scram.gpu import launch  # noqa: E402
+from scram.gpu import launch, noise, sample, tiles, windows  # noqa: E402
+
+search = import_module("scram.gpu.search")  # the package's own `search` is the function
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -21,39 +27,113 @@ POINTERS = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
-CASES = [
-    Case("rank 1", grid=(8,), width=64, value_width=64, dtype=torch.bfloat16),
-    Case("rank 2", width=3, value_width=3, kappa=1, propagate="shift", gossip=0),
-    Case("rank 3", grid=(2, 3, 4), width=128, value_width=60, dtype=torch.float16, propagate="turns", warm=1),
-    Case("rank 4", grid=(2, 2, 2, 2), width=5, mask="head", heads=2, separation=1, extra=1, dropout_p=0.5),
-    Case("causal", width=64, value_width=64, causal=True, weight="relu", propagate="stay"),
-]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHTS = ("softmax", "mean", "relu")
+PROPAGATE = ("shift", "stay", "both", "turns")
+GRIDS = ((8,), (4, 5), (2, 3, 4), (2, 2, 2, 2))
 
 
-ON = [(case, 90) for case in CASES] + [(case, 80) for case in CASES[:2]]
+def table_cases():
+    """One case per row of the table of tiles; the other choices are dealt out so that each value comes up."""
+    for n, size in enumerate([*tiles.SEARCH, 2 * max(tiles.SEARCH)]):
+        dtype = DTYPES[n % 3]
+        width = size // dtype.itemsize - (size <= 32)  # narrow keys are padded
+        yield Case(
+            f"{size} bytes",
+            grid=GRIDS[(n if n < 4 else 2 * n) % 4],
+            heads=2,
+            width=width,
+            value_width=60 if n == 5 else width,
+            dtype=dtype,
+            kappa=1 + n % 2,
+            separation=int(n % 4 == 3),
+            causal=n % 3 == 1,
+            mask=("none", "batch", "head", "none")[n % 4],
+            weight=WEIGHTS[n // 2 % 3],
+            extra=n % 2,
+            dropout_p=0.5 * (n % 3 == 0),
+            propagate=PROPAGATE[n % 4],
+            warm=n % 3 == 2,
+        )
 
 
-@pytest.mark.parametrize(("case", "architecture"), ON, ids=str)
-def test_compiles(case, architecture, monkeypatch):
+CASES = list(table_cases())
+KERNELS = {
+    "start_kernel",
+    "sweep_kernel",
+    "attend_kernel",
+    "backward_kernel",
+    "collect_kernel",
+    "sort_kernel",
+}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Runs a case up to its launches, which `launched` (kernel, arguments, flags) takes the place of."""
+
+    def run(number, launched):
+        case, seed_by_pointer = CASES[number], number // 2 % 2 == 0
+        monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *given: launched(self.kernel, given, self.flags))
+        triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
+        monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
+        by_pointer = lambda seed: (seed, 0, 0)  # noqa: E731 - as for a seed on the device
+        for module in (search, windows):
+            monkeypatch.setattr(module, "seed_arguments", by_pointer if seed_by_pointer else noise.seed_arguments)
+        tensors = make_tensors(case)
+        run_search(case, tensors, "triton")
+        for repeatable in (False, True) if number == 0 else (number % 2 == 1,):
+            monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
+            leaves = tensors.leaves(case.dtype)
+            gradients(run_attend(case, tensors, leaves, "triton"), leaves)
+
+    return run
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: str(CASES[n]))
+def test_compiles(number, architecture, launches):
     compiled = []
 
-    def compile_only(self, *arguments):
-        compiled.append(self.kernel.fn.__name__)
-        assert _compile(self.kernel, arguments, self.flags, architecture).asm["cubin"]
+    def compile_only(kernel, arguments, flags):
+        compiled.append(kernel.fn.__name__)
+        assert _compile(kernel, arguments, flags, architecture).asm["cubin"]
 
-    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
-    monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
-    tensors = make_tensors(case)
-    run_search(case, tensors, "triton")
-    for repeatable in (False, True):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
-        leaves = tensors.leaves(case.dtype)
-        gradients(run_attend(case, tensors, leaves, "triton"), leaves)
-    wanted = {"start_kernel", "sweep_kernel", "attend_kernel", "backward_kernel", "collect_kernel"}
-    wanted |= {"sort_kernel"} if case.kappa > 1 else set()
-    wanted |= {"pad_kernel"} if case.width in (3, 5) else set()
-    assert set(compiled) == wanted
+    launches(number, compile_only)
+    left_out = {"sort_kernel"} if number % 2 == 0 else set()
+    left_out |= {"collect_kernel"} if number % 2 == 0 and number > 0 else set()
+    assert set(compiled) == KERNELS - left_out
+
+
+def test_the_cases_reach_every_choice_of_the_launchers(launches):
+    seen, shapes = {}, {}
+
+    def record(kernel, arguments, flags):
+        name = kernel.fn.__name__
+        given = dict(zip(kernel.arg_names, arguments, strict=False))
+        absent = {pointer: given[pointer] is None for pointer in POINTERS_OR_NONE & given.keys()}
+        for choice, value in {**flags, **absent, "dtype": arguments[0].dtype}.items():
+            seen.setdefault((name, choice), set()).add(value)
+        shapes.setdefault(name, set()).add((flags.get("LANES"), flags.get("num_warps")))
+
+    for number in range(len(CASES)):
+        launches(number, record)
+    for (name, choice), values in seen.items():
+        everything = {
+            "RANK": {1, 2, 3, 4},
+            "WEIGHT": set(WEIGHTS),
+            "dtype": {torch.int32} if name == "sort_kernel" else set(DTYPES),
+            **{flag: {False, True} for flag in FLAGS | POINTERS_OR_NONE},
+        }
+        assert values == everything.get(choice, values), (name, choice)
+    rows = {(lanes, warps) for lanes, _, warps in (*tiles.SEARCH.values(), tiles.SEARCH_WIDE)}
+    assert shapes["sweep_kernel"] == rows
+    windows_rows = (tiles.ATTEND_NARROW, tiles.ATTEND, tiles.ATTEND_WIDE)
+    assert shapes["attend_kernel"] == {(lanes, warps) for lanes, _, warps in windows_rows}
+
+
+FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "SHIFT", "STAY", "TURNS", "DROPOUT", "REPEATABLE"}
+POINTERS_OR_NONE = {"mask", "warm", "wide", "SEED", "k_extra", "v_extra"}
 
 
 _seen = {}
@@ -84,3 +164,37 @@ def _compile(kernel, arguments, flags, architecture):
         target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
         _seen[key] = triton.compile(source, target=target, options=options)
     return _seen[key]
+
+
+ESTIMATED = [
+    (Estimated(Case("rank 2", width=64, value_width=64, dtype=torch.bfloat16), HYBRID), "tail"),
+    (Estimated(Case("rank 1", grid=(8,), width=5, causal=True, mask="head", heads=2), CELLS), "tail"),
+    (Estimated(Case("rank 3", grid=(2, 2, 2), width=64, dtype=torch.float16, mask="batch", causal=True), SNIS), "draw"),
+    (Estimated(Case("rank 2", width=32, value_width=32, mask="batch", causal=True), WALKS), "walk"),
+]
+
+
+@pytest.mark.parametrize(("one", "first"), ESTIMATED, ids=str)
+def test_estimators_compile(one, first, monkeypatch):
+    compiled = []
+
+    def compile_only(self, *arguments):
+        compiled.append(self.kernel.fn.__name__)
+        assert _compile(self.kernel, arguments, self.flags, 90).asm["cubin"]
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
+    monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
+    monkeypatch.setattr(sys.modules[sample.__module__], "_collect", lambda *_: None)  # no keys were written
+    for repeatable in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
+        tensors = tensors_of(one)
+        leaves = tensors.leaves(one.case.dtype)
+        made = run_estimate(one, tensors, leaves, "triton")
+        torch.autograd.grad(made.out.sum(), leaves)
+    wanted = (
+        {"rank_kernel", "queries_kernel", "keys_kernel"}
+        if first == "tail"
+        else {"visit_kernel", "visit_backward_kernel"}
+    )
+    assert set(compiled) - {"attend_kernel", "backward_kernel", "collect_kernel"} == wanted | {f"{first}_kernel"}

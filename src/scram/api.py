@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import check, ops, pick, reference
+from . import check, draws, estimate_ops, ops, pick, reference
+from .estimators import Estimate, Estimator, Hybrid, MetropolisHastings, Snis
+from .grid import LegalKeys
 from .noise import draw_seed
+from .precision import follows_autocast
 from .scoring import accumulator, default_scale, prepare_key, prepare_query
 from .types import Attended, Matches, Score, Search
 
 
+@follows_autocast
 def search(
     q: Tensor,
     k: Tensor,
@@ -53,6 +58,7 @@ def search(
     return _search(_Features(chosen, score, q, k, None, None), search, causal, key_mask, warm)
 
 
+@follows_autocast
 def attend(
     q: Tensor,
     k: Tensor,
@@ -72,7 +78,7 @@ def attend(
     """Attention of every query over the windows around its matches: the union of them, each key once.
 
     Differentiable in q, k, v and extra, through `out` and through `lse`; once, and in reverse mode. For second
-    derivatives, forward mode or `torch.func` transforms use impl="reference".
+    derivatives and forward mode use impl="reference".
 
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
@@ -107,6 +113,7 @@ def attend(
     return _attend(features, matches, window, causal, key_mask, scale, weight, dropout_p)
 
 
+@follows_autocast
 def attention(
     q: Tensor,
     k: Tensor,
@@ -149,6 +156,56 @@ def attention(
     return _attend(features, found, window, causal, key_mask, scale, weight, dropout_p).out
 
 
+@follows_autocast
+def estimate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    matches: Matches,
+    *,
+    method: Estimator,
+    radius: int | Sequence[int] = 1,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    extra: tuple[Tensor, Tensor] | None = None,
+    impl: str = "auto",
+) -> Estimate:
+    """Exact softmax attention estimated from a number of keys, with diagnostics; for attention that is not sparse.
+
+    Differentiable in q, k, v and extra through `out` and `lse`; what was drawn, and how likely, carries no gradient.
+
+    Args:
+        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
+        matches: where each query's attention peaks, from `search`.
+        method: `Hybrid`, `Snis` or `MetropolisHastings`, with the number of samples.
+        radius: of the windows that `Hybrid` attends exactly; the others do not use it.
+        causal, key_mask, scale, score, extra, impl: as in `attend`. MetropolisHastings takes no extra.
+
+    Returns:
+        Estimate(out [B, H, *G, F], lse, variance, ess, acceptance, rhat), None where a method has none.
+
+    >>> import scram
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
+    >>> found = scram.search(q, k, search=scram.Search(matches=4, seed=0))
+    >>> made = scram.estimate(q, k, v, found, method=scram.Hybrid(samples=256, seed=0))
+    >>> exact = scram.exact_attention(q, k, v)  # 256 samples are all keys
+    >>> bool(torch.allclose(made.out, exact.out, atol=1e-5)), float(made.variance.max())
+    (True, 0.0)
+    """
+    _check_scores(q, k, causal, key_mask, score)
+    window = _check_attend(q, k, v, radius, scale, "softmax", extra, 0.0)
+    check.matches("matches", q, k, matches)
+    check.estimator(method, extra)
+    chosen = pick.choose(impl, q.device, q.dtype, score)
+    features = _Features(chosen, score, q, k, v, extra)
+    if isinstance(method, Hybrid):
+        return _hybrid(features, matches, method, window, causal, key_mask, scale)
+    return _sampled(features, matches, method, causal, key_mask, scale)
+
+
 def _check_scores(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score) -> None:
     """What every function takes."""
     check.queries_keys(q, k)
@@ -159,7 +216,7 @@ def _check_scores(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, s
 
 def _check_search(q: Tensor, k: Tensor, settings: Search, warm: Matches | None) -> None:
     """What `search` takes besides."""
-    check.settings(settings)
+    check.settings(settings, Search)
     if warm is not None:
         check.matches("warm", q, k, warm)
 
@@ -196,22 +253,32 @@ class _Features:
         self.extra = None if extra is None else (prepare_key(extra[0], score).to(wide), extra[1])
 
 
+def _seed(settings: Search | Estimator) -> Tensor:
+    given = settings.seed_tensor if isinstance(settings, Search) else settings.seed
+    return draw_seed() if given is None else torch.as_tensor(given, dtype=torch.int64)
+
+
 def _search(
     features: _Features, settings: Search, causal: bool, key_mask: Tensor | None, warm: Matches | None
 ) -> Matches:
     q, k = features.q.detach(), features.k.detach()
-    seed = draw_seed() if settings.seed is None else torch.as_tensor(settings.seed, dtype=torch.int64)
-    run = reference.search if features.impl == "reference" else partial(ops.search, impl=features.impl)
-    with torch.no_grad():
-        return run(
+    seed = _seed(settings)
+    asked = settings.resolved(q.device)
+    if features.impl != "reference":
+        return ops.search(
             q,
             k,
-            settings.resolved(q.device),
+            asked,
             seed=seed,
             causal=causal,
             key_mask=key_mask,
             score=features.score,
             warm=warm,
+            impl=features.impl,
+        )
+    with torch.no_grad():  # a callable score may hold parameters
+        return reference.search(
+            q, k, asked, seed=seed, causal=causal, key_mask=key_mask, score=features.score, warm=warm
         )
 
 
@@ -242,3 +309,79 @@ def _attend(
         dropout_p=dropout_p,
         dropout_seed=draw_seed() if dropout_p else None,
     )
+
+
+def _hybrid(
+    features: _Features,
+    matches: Matches,
+    method: Hybrid,
+    radius: tuple[int, ...],
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float | None,
+) -> Estimate:
+    """The head by `attend`, then the tail on the keys that the queries of a row share."""
+    q, k, v = features.q, features.k, features.v
+    assert v is not None
+    head = _attend(features, matches, radius, causal, key_mask, scale, "softmax", 0.0)
+    how: dict[str, Any] = {
+        "seed": _seed(method),
+        "samples": method.samples,
+        "stratified": method.stratified,
+        "radius": radius,
+        "scale": default_scale(scale, features.width, features.score, "softmax"),
+    }
+    if features.impl == "reference":
+        how |= {"legal": LegalKeys.of(q, k, causal, key_mask), "score": features.score}
+        out, lse, variance = reference.tail(q, k, v, matches.index, *head, **how)
+    else:
+        how |= {"key_mask": key_mask, "causal": causal, "impl": features.impl}
+        out, lse, variance = estimate_ops.tail(q, k, v, matches.index, *head, **how)
+    return Estimate(out, lse, variance, None, None, None, method)
+
+
+def _sampled(
+    features: _Features,
+    matches: Matches,
+    method: Snis | MetropolisHastings,
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float | None,
+) -> Estimate:
+    """Keys of each query's own; extra keys are an exact head."""
+    q, k, v = features.q, features.k, features.v
+    assert v is not None
+    legal = LegalKeys.of(q, k, causal, key_mask)
+    # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
+    walks = isinstance(method, MetropolisHastings)
+    modes, count = draws.modes(matches.index, matches.key_grid, legal if walks else None)
+    factor = default_scale(scale, features.width, features.score, "softmax")
+    how: dict[str, Any] = {
+        "seed": _seed(method),
+        "table": draws.step_table(float(method.bandwidth), matches.key_grid, q.device),
+        "samples": method.samples,
+        "scale": factor,
+    }
+    how |= (
+        {"score": features.score, "legal": legal}
+        if features.impl == "reference"
+        else {
+            "total": draws.legal_counts(q, legal),
+            "order": legal.order,
+            "key_mask": key_mask,
+            "causal": causal,
+            "impl": features.impl,
+        }
+    )
+    run = reference if features.impl == "reference" else estimate_ops
+    if isinstance(method, MetropolisHastings):
+        out, acceptance, rhat = run.metropolis(
+            q, k, v, modes, count, chains_per_mode=method.chains_per_mode, burn_in=method.burn_in, **how
+        )
+        return Estimate(out, None, None, None, acceptance, rhat, method)
+    head: tuple[Tensor | None, Tensor | None] = (None, None)
+    if features.extra is not None:
+        nowhere = Matches(torch.full_like(matches.index[..., :1], -1), matches.score[..., :1], matches.key_grid)
+        head = _attend(features, nowhere, (0,) * (q.ndim - 3), causal, key_mask, scale, "softmax", 0.0)
+    out, lse, variance, ess = run.snis(q, k, v, modes, count, *head, alpha=float(method.alpha), **how)
+    return Estimate(out, lse, variance, ess, None, None, method)

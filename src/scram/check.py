@@ -36,10 +36,9 @@ def one_of(name: str, value: Any, allowed: Sequence[str], hint: str = "") -> str
     return value
 
 
-def settings(value: Any) -> None:
-    from .types import Search
-
-    if not isinstance(value, Search):
+def settings(value: Any, wanted: type) -> None:
+    """`wanted` is scram.Search: to import it here would take longer than to check."""
+    if not isinstance(value, wanted):
         raise TypeError(
             f"search must be a scram.Search, got {type(value).__name__}; for example scram.Search(matches=4)"
         )
@@ -68,6 +67,40 @@ def seed(value: Any) -> None:
         raise ValueError(f"seed must fit a signed 64-bit integer, got {value}; take it modulo 2**63")
 
 
+def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str = "") -> None:
+    """A float in the half-open interval [low, high)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__} {value!r}")
+    if not low <= value < high:
+        raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
+
+
+def bandwidth(value: Any) -> None:
+    """> 0 and finite; below the smallest normal float it could not divide."""
+    real("bandwidth", value, 1e-30, math.inf, "(0, inf)")
+
+
+def samples(value: Any) -> None:
+    if whole("samples", value, 1) >= 2**31:
+        raise ValueError(f"samples must be below 2**31, got {value}; more than all keys is never needed")
+
+
+def estimator(method: Any, pair: Any) -> None:
+    """An estimator's settings; a random walk has no normaliser to join extra keys by."""
+    from .estimators import Hybrid, MetropolisHastings, Snis
+
+    if not isinstance(method, (Snis, MetropolisHastings, Hybrid)):
+        raise TypeError(
+            "method must be a scram.Snis, scram.MetropolisHastings or scram.Hybrid, "
+            f"got {type(method).__name__}; for example scram.Hybrid(samples=512)"
+        )
+    if isinstance(method, MetropolisHastings) and pair is not None:
+        raise ValueError(
+            "extra must be None with MetropolisHastings: its walks estimate no normaliser (lse), without which exact "
+            "keys cannot be joined to it; use Snis or Hybrid"
+        )
+
+
 def jumps(value: Any) -> tuple[int, ...]:
     if isinstance(value, int) or not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"jumps must be a sequence of ints such as (8, 4, 2, 1), got {value!r}")
@@ -85,28 +118,30 @@ def queries_keys(q: Any, k: Any) -> None:
     """q [B, H, *G, E] and k [B, Hk, *G', E] fit each other."""
     _tensor("q", q, "[B, H, *G, E]")
     _tensor("k", k, "[B, Hk, *G', E]")
-    rank = q.ndim - 3
+    queries, keys = q.shape, k.shape  # each time made anew by torch
+    rank = len(queries) - 3
     if not 1 <= rank <= MAX_RANK:
         raise ValueError(
-            f"q must be [B, H, *G, E] with a grid of rank 1 to {MAX_RANK}, got {q.ndim} axes {tuple(q.shape)}; "
+            f"q must be [B, H, *G, E] with a grid of rank 1 to {MAX_RANK}, got {q.ndim} axes {tuple(queries)}; "
             "for [B, H, N, E] tensors of a picture use q.unflatten(2, (height, width))"
         )
-    if k.ndim != q.ndim:
+    if len(keys) != len(queries):
         raise ValueError(
-            f"k must have as many axes as q ({q.ndim}), got {k.ndim} axes {tuple(k.shape)}; "
+            f"k must have as many axes as q ({q.ndim}), got {k.ndim} axes {tuple(keys)}; "
             "query grid and key grid have the same rank, extents may differ"
         )
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have the batch size of q, {q.shape[0]}, got {k.shape[0]}; use k.expand")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if keys[0] != queries[0]:
+        raise ValueError(f"k must have the batch size of q, {queries[0]}, got {keys[0]}; use k.expand")
+    if keys[1] == 0 or queries[1] % keys[1]:
         raise ValueError(
-            f"the key heads must divide the query heads, got q with {q.shape[1]} and k with {k.shape[1]} heads"
+            f"the key heads must divide the query heads, got q with {queries[1]} and k with {keys[1]} heads"
         )
-    if k.shape[-1] != q.shape[-1] or q.shape[-1] < 1:
-        raise ValueError(f"q and k must share their last axis (width >= 1), got {q.shape[-1]} and {k.shape[-1]}")
-    if min(q.shape[2:-1]) < 1 or min(k.shape[2:-1]) < 1:
-        raise ValueError(f"grid extents must be at least 1, got q {tuple(q.shape[2:-1])} and k {tuple(k.shape[2:-1])}")
-    if math.prod(k.shape[2:-1]) >= 2**31 or math.prod(q.shape[2:-1]) >= 2**31:
+    if keys[-1] != queries[-1] or queries[-1] < 1:
+        raise ValueError(f"q and k must share their last axis (width >= 1), got {queries[-1]} and {keys[-1]}")
+    grid, key_grid = queries[2:-1], keys[2:-1]
+    if min(grid) < 1 or min(key_grid) < 1:
+        raise ValueError(f"grid extents must be at least 1, got q {tuple(grid)} and k {tuple(key_grid)}")
+    if math.prod(key_grid) >= 2**31 or math.prod(grid) >= 2**31:
         raise ValueError("a grid must have fewer than 2**31 points: keys are named by int32")
     _same("k", k, q)
     if q.dtype not in DTYPES:
@@ -183,6 +218,13 @@ def radius(value: Any, rank: int) -> tuple[int, ...]:
             raise ValueError(f"radius must be an int or one int per grid axis ({rank}), got {len(value)} values")
         return tuple(min(whole(f"radius[{axis}]", b, 0), 2**31) for axis, b in enumerate(value))
     return (min(whole("radius", value, 0, ", or one int per grid axis"), 2**31),) * rank  # no grid is wider
+
+
+def grid(value: Any) -> tuple[int, ...]:
+    """Extents of a grid of rank 1 to 4."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not 1 <= len(value) <= MAX_RANK:
+        raise ValueError(f"grid must be a sequence of 1 to {MAX_RANK} extents such as (14, 14), got {value!r}")
+    return tuple(whole(f"grid[{axis}]", extent, 1) for axis, extent in enumerate(value))
 
 
 def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:

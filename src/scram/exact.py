@@ -11,12 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from . import check
 from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
+from .precision import ignores_autocast
 from .scoring import accumulator, default_scale, pair_score, prepare_key, prepare_query, weigh
 from .types import Attended, Matches, Score
 
 CHUNK_ELEMENTS = 1 << 23  # of the score matrix at a time
 
 
+@ignores_autocast
 def exact_attention(
     q: Tensor,
     k: Tensor,
@@ -77,6 +79,7 @@ def exact_attention(
     return Attended(out.to(v.dtype).reshape(*shape, v.shape[-1]), lse.reshape(shape))
 
 
+@ignores_autocast
 @torch.no_grad()
 def exact_search(
     q: Tensor,

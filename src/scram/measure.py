@@ -55,7 +55,34 @@ def recall(
     >>> recall(q, k, exact_search(q, k))
     tensor([[1.]])
     """
-    pairs = _Pairs(q, k, matches, separation, causal, key_mask, score, sample, seed)
+    return _mean(*_recall(_Pairs(q, k, matches, separation, causal, key_mask, score, sample, seed), separation))
+
+
+@torch.no_grad()
+def recall_of_each(
+    q: Tensor,
+    k: Tensor,
+    matches: Matches,
+    *,
+    separation: int = 0,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    score: Score = "dot",
+    sample: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """As `recall`, of each query: [B, H, n]; NaN without a legal key.
+
+    >>> q = k = torch.eye(4).reshape(1, 1, 2, 2, 4)
+    >>> recall_of_each(q, k, exact_search(q, k))
+    tensor([[[1., 1., 1., 1.]]])
+    """
+    found, counted = _recall(_Pairs(q, k, matches, separation, causal, key_mask, score, sample, seed), separation)
+    return torch.where(counted, found, torch.nan)
+
+
+def _recall(pairs: _Pairs, separation: int) -> tuple[Tensor, Tensor]:
+    """The share that each query found, and which queries count."""
     if separation > 0:
         exact, found = (coordinates(x.clamp(0), pairs.key_grid) for x in (pairs.exact_key, pairs.found_key))
         near = within([c.unsqueeze(-1) for c in exact], [c.unsqueeze(-2) for c in found], separation)
@@ -67,7 +94,7 @@ def recall(
         repeated = same.tril(-1).any(-1)
         hit = reached & (pairs.found_key >= 0) & ~repeated
     wanted = (pairs.exact_key >= 0).sum(-1)
-    return _mean(hit.sum(-1) / wanted.clamp(min=1), wanted > 0)
+    return hit.sum(-1) / wanted.clamp(min=1), wanted > 0
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ on prepared features (q and k of one dtype, v perhaps of another), and is loaded
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import check
 from .grid import grid_of
@@ -26,6 +27,8 @@ from .scoring import accumulator
 from .types import Attended, Matches, Score, Search
 
 ENGINES = {"numba": "scram.cpu", "triton": "scram.gpu"}
+
+PLAIN = {Tensor, torch.nn.Parameter}
 
 torch.library.define(
     "scram::search",
@@ -57,7 +60,8 @@ def search(
     impl: str,
 ) -> Matches:
     """As `reference.search`, by the engine `impl`."""
-    index, found = torch.ops.scram.search(
+    run = _search if _idle((q, k, key_mask)) else torch.ops.scram.search
+    index, found = run(
         q,
         k,
         seed,
@@ -95,12 +99,34 @@ def attend(
     """As `reference.attend`, by the engine `impl`."""
     k_extra, v_extra = (None, None) if extra is None else extra
     if not torch.compiler.is_compiling():
-        if any(_has_tangent(x) for x in (q, k, v, k_extra, v_extra)):
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in (q, k, v, k_extra, v_extra)):
             raise check.reverse_mode_only(impl)  # torch would take the derivative for zero
         if index.is_inference() and torch.is_grad_enabled():
             index = index.clone()  # autograd keeps no inference tensor
+    tensors = (q, k, v, index, key_mask, k_extra, v_extra, dropout_seed)
     how = (list(radius), causal, scale, weight, dropout_p, impl)
-    return Attended(*torch.ops.scram.attend(q, k, v, index, key_mask, k_extra, v_extra, dropout_seed, *how))
+    run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.scram.attend
+    if _transformed():
+        run = _Attend.apply
+    elif _idle(tensors):
+        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        run = _Attend.apply if learning else _attend
+    return Attended(*run(*tensors, *how))
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is at work: they do not take the autograd of a registered operator."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _idle(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch would only pass a call on: then its dispatcher, slower than a small kernel, is spared.
+
+    It has more to do when it compiles, traces or transforms, and for subclasses of Tensor.
+    """
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+        return False
+    return all([x is None or x.__class__ in PLAIN for x in tensors])  # noqa: C419 - a list is faster
 
 
 def _has_tangent(x: Tensor | None) -> bool:
@@ -112,7 +138,6 @@ def _engine(impl: str) -> ModuleType:
     return import_module(ENGINES[impl])
 
 
-@torch.library.impl("scram::search", ("cpu", "cuda"))
 def _search(
     q: Tensor,
     k: Tensor,
@@ -122,7 +147,7 @@ def _search(
     matches: int,
     separation: int,
     sweeps: int,
-    jumps: list[int],
+    jumps: Sequence[int],
     propagate: str,
     gossip: int,
     causal: bool,
@@ -145,6 +170,9 @@ def _search(
     return result
 
 
+torch.library.impl("scram::search", ("cpu", "cuda"), _search)
+
+
 @torch.library.register_fake("scram::search")  # type: ignore[untyped-decorator]
 def _search_shapes(q: Tensor, k: Tensor, seed: Tensor, key_mask: Any, warm: Any, matches: int, *_: Any) -> Any:
     shape = (*q.shape[:-1], matches)
@@ -156,11 +184,13 @@ def _settings(how: Sequence[Any]) -> dict[str, Any]:
     return {"radius": tuple(radius), "causal": causal, "scale": scale, "weight": weight, "dropout_p": dropout_p}
 
 
-@torch.library.impl("scram::attend", ("cpu", "cuda"))
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, how = arguments[:8], arguments[8:]
     result: tuple[Tensor, Tensor] = _engine(how[-1]).attend(*tensors, **_settings(how))
     return result
+
+
+torch.library.impl("scram::attend", ("cpu", "cuda"), _attend)
 
 
 @torch.library.register_fake("scram::attend")  # type: ignore[untyped-decorator]
@@ -169,11 +199,13 @@ def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Te
     return out, q.new_empty(q.shape[:-1], dtype=accumulator(v.dtype))
 
 
-@torch.library.impl("scram::attend_backward", ("cpu", "cuda"))
 def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
     tensors, how = arguments[:12], arguments[12:]
     grads = _engine(how[-1]).attend_backward(*tensors, **_settings(how))
     return tuple(tensors[2].new_empty(0) if grad is None else grad for grad in grads)
+
+
+torch.library.impl("scram::attend_backward", ("cpu", "cuda"), _attend_backward)
 
 
 @torch.library.register_fake("scram::attend_backward")  # type: ignore[untyped-decorator]
@@ -194,14 +226,20 @@ def _attend_backward_shapes(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:8], *output)
-    ctx.how = inputs[8:]
+    ctx.how, ctx.impl = inputs[8:], inputs[-1]
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    dq, dk, dv, dk_extra, dv_extra = torch.ops.scram.attend_backward(grad_out, grad_lse, *tensors, out, lse, *ctx.how)
+    given = (grad_out, grad_lse, *tensors, out, lse)
+    run: Callable[..., tuple[Tensor, ...]] = torch.ops.scram.attend_backward
+    if _transformed():
+        run = _AttendBackward.apply
+    elif not torch.is_grad_enabled() and _idle(given):  # else the operator stands in the graph, to refuse the next one
+        run = _attend_backward
+    dq, dk, dv, dk_extra, dv_extra = run(*given, *ctx.how)
     extra = (None, None) if tensors[5] is None else (dk_extra, dv_extra)
     return dq, dk, dv, None, None, *extra, None, *[None] * len(ctx.how)
 
@@ -210,9 +248,57 @@ def _differentiate_again(ctx: Any, *_: Tensor | None) -> None:
     raise check.first_order_only(ctx.impl)
 
 
+def _differentiate_forward(ctx: Any, *_: Tensor | None) -> None:
+    raise check.reverse_mode_only(ctx.impl)
+
+
 def _save_name(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.impl = inputs[-1]
 
 
+def _one_by_one(op: Any) -> Any:
+    """The rule of vmap: sample by sample, so that each one's noise is that of a call of its own."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        def sample(n: int) -> list[Any]:
+            return [x.select(d, n) if isinstance(d, int) else x for x, d in zip(arguments, in_dims, strict=True)]
+
+        results = zip(*(op(*sample(n)) for n in range(info.batch_size)), strict=True)
+        stacked = tuple(torch.stack(result) for result in results)
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
+class _Attend(torch.autograd.Function):
+    """`scram::attend` with its gradient, where torch is idle or a transform of torch.func is at work."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(_save)
+    jvp = staticmethod(_differentiate_forward)
+    backward = staticmethod(_differentiate)
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = (_attend if _idle(arguments[:8]) else torch.ops.scram.attend)(*arguments)
+        return result
+
+
+class _AttendBackward(torch.autograd.Function):
+    """`scram::attend_backward` under a transform of torch.func."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(_save_name)
+    jvp = staticmethod(_differentiate_forward)
+    backward = staticmethod(_differentiate_again)
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = torch.ops.scram.attend_backward(*arguments)
+        return result
+
+
+for _op in (torch.ops.scram.search, torch.ops.scram.attend, torch.ops.scram.attend_backward):
+    torch.library.register_vmap(_op.default, _one_by_one(_op))
 torch.library.register_autograd("scram::attend", _differentiate, setup_context=_save)
 torch.library.register_autograd("scram::attend_backward", _differentiate_again, setup_context=_save_name)

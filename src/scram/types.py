@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,8 @@ class Search:
     propagate: str = "both"
     gossip: int = 8
     seed: int | Tensor | None = None
+    # What the stages read: torch.compile takes an int for a constant and would compile anew for each seed.
+    seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check.one_of("method", self.method, check.METHODS)
@@ -60,6 +62,8 @@ class Search:
         check.one_of("propagate", self.propagate, check.PROPAGATE)
         check.whole("gossip", self.gossip, 0)
         check.seed(self.seed)
+        tensor = torch.tensor(self.seed, dtype=torch.int64, device="cpu") if isinstance(self.seed, int) else self.seed
+        object.__setattr__(self, "seed_tensor", tensor)
 
     @staticmethod
     def paper(matches: int = 1, separation: int = 0, seed: int | Tensor | None = None) -> Search:
@@ -70,7 +74,7 @@ class Search:
 
     def resolved(self, device: torch.device) -> Search:
         """The same settings with method="auto" replaced by what is best on `device`."""
-        return replace(self, method="query") if self.method == "auto" else self
+        return replace(self, method="query", seed=self.seed_tensor) if self.method == "auto" else self
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attend import Problem, expand
+from .attend import Problem
 from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import array
 from .noise import absorb
 from .vectors import add, dot
+from .windows import expand
 
 CHUNK_PAIRS = 1 << 22
 STRETCH = 8  # log2 of how many neighbouring keys have one owner
@@ -40,10 +41,11 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
     pairs = (np.empty((size, width), np.int32), np.empty((size, width), v.dtype), np.empty((size, width), v.dtype))
     log_total = lse.detach().reshape(-1).numpy()
     with threads() as count:
+        places = np.empty((count * TASKS_PER_THREAD, problem.index.shape[1] + 1, len(problem.grid[0])), np.int64)
         for begin in range(0, problem.points, size):
             _queries(
                 *problem.tensors, *problem.extra, problem.index, *problem.grid, problem.rest, problem.how,
-                problem.scratch(count * TASKS_PER_THREAD)[1], begin, log_total, d_out, d_lse, dq, *pairs,
+                places, begin, log_total, d_out, d_lse, dq, *pairs,
             )  # fmt: skip
             _keys(q, d_out, *problem.grid, problem.rest, problem.how, begin, count, *pairs, dk, dv, dk_extra, dv_extra)
     shaped = (

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..grid import Grid, grid_of
+from .vectors import LANES, NARROW
 
 Array = NDArray[Any]
 
@@ -22,6 +23,12 @@ def array(x: Tensor) -> Array:
         x = x.float()
     result: Array = x.detach().reshape(-1, x.shape[-1]).contiguous().numpy()
     return result
+
+
+def padded(x: Array) -> Array:
+    """Narrow rows filled up with zeros to what `vectors.dot` takes at once."""
+    missing = -x.shape[1] % LANES if x.shape[1] <= NARROW else 0
+    return np.pad(x, ((0, 0), (0, missing))) if missing else x
 
 
 def strides(grid: Grid) -> Grid:

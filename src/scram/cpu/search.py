@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..grid import Grid, grid_of
 from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
-from .layout import Array, LegalArrays, array, key_rows, strides
+from .layout import Array, LegalArrays, array, key_rows, padded, strides
 from .noise import absorb, below, seeded
-from .vectors import dot
+from .vectors import NARROW, coordinates, dot
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
 SHIFT, STAY = 1, 2  # what a neighbour offers, as bits
@@ -52,7 +52,7 @@ def counted_search(
     """As `search`, and how many scores were computed."""
     query_grid, key_grid = grid_of(q), grid_of(k)
     queries, points = math.prod(query_grid), math.prod(q.shape[:-1])
-    queries_, keys_ = array(q), array(k)
+    queries_, keys_ = padded(array(q)), padded(array(k))
     legal = LegalArrays.of(q, k, key_mask, listed=True)
     geometry = (
         query_grid,
@@ -68,7 +68,8 @@ def counted_search(
     start = np.zeros((0, 0), np.int32) if warm is None else warm.reshape(points, warm.shape[-1]).contiguous().numpy()
     best = np.empty(points, queries_.dtype)
     key, key_after = np.empty(points, np.int32), np.empty(points, np.int32)
-    flags, flags_after = np.empty(points, np.uint8), np.empty(points, np.uint8)
+    offered, offered_after = np.empty(points, np.int32), np.empty(points, np.int32)
+    flags = np.empty(points, np.uint8)
     offers = {"shift": (SHIFT, SHIFT), "stay": (STAY, STAY), "both": (SHIFT | STAY,) * 2, "turns": (STAY, SHIFT)}
     memory = CHANGED | CHANGED_BEFORE if propagate == "turns" else CHANGED
     all_scores = np.empty((points, matches), queries_.dtype)
@@ -76,7 +77,7 @@ def counted_search(
     state = np.uint32(seeded(int(seed)))
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
-        scratch = np.empty((tasks, 5 + 2 * len(key_grid), BLOCK), np.int32)
+        scratch = np.empty((tasks, 5 + 3 * len(key_grid), BLOCK), np.int32)
         scores = np.empty((tasks, BLOCK), queries_.dtype)
         evaluations = np.zeros(tasks, np.int64)
         for run in range(matches):
@@ -85,9 +86,9 @@ def counted_search(
                 _sweep(
                     queries_, keys_, *geometry, (legal.mask, legal.order, legal.count), queries, state, run, sweep,
                     start, index, separation, directions, offer, memory, gossip,
-                    key, key_after, flags, flags_after, best, evaluations, scratch, scores,
+                    key, key_after, offered, offered_after, flags, best, evaluations, scratch, scores,
                 )  # fmt: skip
-                key, key_after, flags, flags_after = key_after, key, flags_after, flags
+                key, key_after, offered, offered_after = key_after, key, offered_after, offered
             index[:, run], all_scores[:, run] = key, best
         _best_first(index, all_scores, score)
     total = int(evaluations.sum())
@@ -109,8 +110,8 @@ def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Arr
 @parallel
 def _sweep(
     q, k, query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal, legal, queries, seed, run,
-    sweep, start, earlier, separation, directions, offer, memory, gossip, before, after, flags_before, flags_after,
-    best, evaluations, scratch, scores,
+    sweep, start, earlier, separation, directions, offer, memory, gossip, before, after, offered, offered_after,
+    flags, best, evaluations, scratch, scores,
 ):  # fmt: skip
     """Sweep number `sweep` of a run (0: the start). Blocks of points of one row, each written by one thread."""
     tasks, in_row = len(scratch), -(-queries // BLOCK)
@@ -124,18 +125,20 @@ def _sweep(
             if sweep == 0:
                 evaluations[task] += _start(
                     q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation,
-                    after, flags_after, best,
+                    after, offered_after, flags, best,
                 )  # fmt: skip
             else:
                 evaluations[task] += _visit(
                     q, k, geometry, legal, queries, row, begin, end, seed, run, sweep, earlier, separation, directions,
-                    offer, memory, gossip, before, after, flags_before, flags_after, best, scratch[task], scores[task],
+                    offer, memory, gossip, before, after, offered, offered_after, flags, best,
+                    scratch[task], scores[task],
                 )  # fmt: skip
 
 
 @compiled
 def _start(
-    q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation, after, flags, best,
+    q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation, after, offered, flags,
+    best,
 ):  # fmt: skip
     """The warm key where it is legal, else a drawn one; kept whatever its score. Returns the scores computed."""
     keys, key_rows = _keys(geometry), geometry[4]
@@ -152,7 +155,7 @@ def _start(
             key = _fresh(geometry, legal, row, query, noise)
             if key >= 0 and not _legal(geometry, legal, row, query, point, key, run, earlier, separation):
                 key = np.int64(-1)
-        after[point], best[point], flags[point] = key, -np.inf, CHANGED
+        after[point], offered[point], best[point], flags[point] = key, key, -np.inf, CHANGED
         if key >= 0:
             score = dot(q, point, k, key_rows[row] * keys + key)
             count += 1
@@ -164,110 +167,159 @@ def _start(
 @compiled
 def _visit(
     q, k, geometry, legal, queries, row, begin, end, seed, run, sweep, earlier, separation, directions, offer, memory,
-    gossip, before, after, flags_before, flags_after, best, scratch, scores,
+    gossip, before, after, offered, offered_after, flags, all_best, scratch, scores,
 ):  # fmt: skip
     """One sweep of a block of points of one row: propagate, gossip, random search. Returns the scores computed.
 
     One candidate (-1: none) is made for every point of the block in a plain loop, for the vector units; then `_weigh`
-    takes those that win.
+    takes those that win. Slices of the block, since a loop over sums of indices would not be vectorised.
     """
-    query_grid, query_strides, key_grid, key_strides, key_rows, _, _ = geometry
+    query_grid, query_strides, key_grid, key_strides, key_rows = geometry[:5]
     rank, size, count = len(key_grid), end - begin, 0
     key, candidate, theirs, chosen, noise = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
-    place, centre = scratch[5 : 5 + rank], scratch[5 + rank :]  # coordinates of the queries and of their best keys
+    place, centre, drawn = scratch[5 : 5 + rank], scratch[5 + rank : 5 + 2 * rank], scratch[5 + 2 * rank :]
     row_point, row_key, prefix = row * queries, key_rows[row] * _keys(geometry), absorb(seed, row)
-    first = row_point + begin
-    where = (row, begin, first, row_key, run)
+    first, last = row_point + begin, row_point + end
+    key_before, best = before[first:last], all_best[first:last]
+    where = (row, begin, first, row_key, run, size)
     for p in range(size):
         noise[p] = absorb(absorb(absorb(prefix, begin + p), run), sweep)
-        key[p] = before[first + p]
-    for p in range(size):
-        _locate(begin + p, query_strides, query_grid, place, p)
-        _locate(max(key[p], 0), key_strides, key_grid, centre, p)
+        key[p] = key_before[p]
+    for axis in range(rank):
+        for p in range(size):
+            candidate[p] = begin + p
+        coordinates(candidate, query_grid[axis], query_strides[axis], place[axis], size)
     for d in range(len(directions)):
         axis, step, to_point = directions[d, AXIS], directions[d, STEP], directions[d, TO_POINT]
-        news = 0
-        for p in range(size):
-            there = (place[axis, p] + step >= 0) & (place[axis, p] + step < query_grid[axis])
-            neighbour = first + p + (to_point if there else 0)
-            fresh = there & (flags_before[neighbour] & memory != 0)
-            theirs[p] = before[neighbour] if fresh else -1
-            news += fresh
-        if news and offer & SHIFT:
-            to_key, line = directions[d, TO_KEY], directions[d, LINE]
-            for p in range(size):
-                on_grid = theirs[p] >= 0 and _same_line(theirs[p], theirs[p] - to_key, line)
-                candidate[p] = theirs[p] - to_key if on_grid else -1
-            count += _weigh(
-                q, k, geometry, legal, where, size, candidate, chosen, scores, earlier, separation, key, best, centre
-            )
-        if news and offer & STAY:
-            count += _weigh(
-                q, k, geometry, legal, where, size, theirs, chosen, scores, earlier, separation, key, best, centre
-            )
+        if not _ask(offered, row_point, begin, to_point, queries, place[axis], step, query_grid[axis], theirs, size):
+            continue
+        if offer & SHIFT:
+            _shift(theirs, directions[d, TO_KEY], directions[d, LINE], candidate, size)
+            count += _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores)
+        if offer & STAY:
+            count += _weigh(q, k, geometry, legal, where, earlier, separation, theirs, key, best, chosen, scores)
     for draw in range(gossip):
         for p in range(size):
-            candidate[p] = before[row_point + below(absorb(noise[p], draw), queries)]
-        count += _weigh(
-            q, k, geometry, legal, where, size, candidate, chosen, scores, earlier, separation, key, best, centre
-        )
+            chosen[p] = below(absorb(noise[p], draw), queries)
+        for p in range(size):
+            candidate[p] = before[row_point + chosen[p]]
+        count += _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores)
+    keyless = 0
+    for p in range(size):
+        keyless += key[p] < 0
+    for axis in range(rank):
+        coordinates(key, key_grid[axis], key_strides[axis], centre[axis], size)
     reach, draw = max(key_grid), gossip
     while reach >= 1:
         for p in range(size):
             candidate[p] = 0
         for axis in range(rank):
-            extent, stride = key_grid[axis], key_strides[axis]
+            _draw(noise, draw + axis, centre[axis], reach, key_grid[axis], drawn[axis], size)
             for p in range(size):
-                low, high = max(centre[axis, p] - reach, 0), min(centre[axis, p] + reach, extent - 1)
-                candidate[p] += stride * (low + below(absorb(noise[p], draw + axis), high - low + 1))
-        for p in range(size):
+                candidate[p] += key_strides[axis] * drawn[axis, p]
+        for p in range(size if keyless else 0):
             if key[p] < 0:
                 candidate[p] = _fresh(geometry, legal, row, begin + p, absorb(noise[p], draw + rank))
-        count += _weigh(
-            q, k, geometry, legal, where, size, candidate, chosen, scores, earlier, separation, key, best, centre
-        )
+                for axis in range(rank):
+                    drawn[axis, p] = candidate[p] // key_strides[axis] % key_grid[axis]
+        count += _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores)
+        for axis in range(rank):
+            for p in range(size):
+                centre[axis, p] = drawn[axis, p] if key[p] == candidate[p] else centre[axis, p]
         reach //= 2
         draw += rank + 1
-    for p in range(size):
-        after[first + p] = key[p]
-        changed = np.uint8(key[p] != before[first + p])
-        flags_after[first + p] = changed | np.uint8((flags_before[first + p] & CHANGED) << 1)
+    _leave(key, key_before, memory, after[first:last], offered_after[first:last], flags[first:last])
     return count
 
 
 @compiled
-def _weigh(q, k, geometry, legal, where, size, candidate, chosen, scores, earlier, separation, key, best, centre):
+def _leave(key, key_before, memory, after, offered, flags):
+    """Write a block's keys, and those that are news to the neighbours in the next sweep."""
+    for p in range(len(after)):
+        history = np.uint8(flags[p] << 1) | np.uint8(key[p] != key_before[p])
+        after[p], flags[p] = key[p], history
+        offered[p] = key[p] if history & memory else -1
+
+
+@compiled
+def _ask(offered, row_point, begin, to_point, queries, place, step, extent, theirs, size):
+    """What the neighbours of the points in one direction have to offer, -1 for nothing; returns whether any has."""
+    low, high = max(-begin - to_point, 0), min(queries - begin - to_point, size)  # the points that may have one
+    for p in range(size):
+        theirs[p] = -1
+    if low >= high:
+        return False
+    from_neighbours, to, at = offered[row_point + begin + to_point + low :], theirs[low:high], place[low:high]
+    news = np.int32(-1)
+    for p in range(high - low):
+        there = (at[p] + step >= 0) & (at[p] + step < extent)
+        to[p] = from_neighbours[p] if there else np.int32(-1)
+        news = max(news, to[p])
+    return news >= 0
+
+
+@compiled
+def _shift(theirs, to_key, line, candidate, size):
+    """Their keys moved along an axis, -1 where that leaves the grid; `line` is the axis' extent times its stride."""
+    inverse, move = 1.0 / line, np.int32(to_key)
+    for p in range(size):
+        rest = theirs[p] - np.int32((theirs[p] + 0.5) * inverse) * line - move
+        candidate[p] = theirs[p] - move if (theirs[p] >= 0) & (rest >= 0) & (rest < line) else -1
+
+
+@compiled
+def _draw(noise, draw, centre, reach, extent, drawn, size):
+    """For each point a coordinate from the interval of that reach around its centre, cut at the border."""
+    word, far, last = np.uint32(draw), np.int32(reach), np.int32(extent - 1)
+    for p in range(size):
+        low, high = max(np.int32(centre[p] - far), np.int32(0)), min(np.int32(centre[p] + far), last)
+        choices = np.uint64(np.uint32(high - low + np.int32(1)))
+        drawn[p] = low + np.int32((np.uint64(absorb(noise[p], word)) * choices) >> np.uint64(32))
+
+
+@compiled
+def _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores):
     """Take each point's candidate where it is strictly better and legal. Returns the scores computed."""
-    row, begin, first, row_key, run = where
+    count = _score(q, k, where, candidate, key, chosen, scores)
+    if count:
+        _take(geometry, legal, where, earlier, separation, candidate, key, best, scores)
+    return count
+
+
+@compiled
+def _score(q, k, where, candidate, key, chosen, scores):
+    """Score each point's candidate, -inf where there is none. Returns how many were new."""
+    _, _, first, row_key, _, size = where
     count = 0
+    if q.shape[1] <= NARROW:  # all are scored, without asking: that is quicker than a list
+        for p in range(size):
+            count += (candidate[p] >= 0) & (candidate[p] != key[p])
+        for p in range(size if count else 0):
+            score = dot(q, first + p, k, row_key + max(candidate[p], 0))
+            scores[p] = score if candidate[p] >= 0 else -np.inf
+        return count
     for p in range(size):  # what is left, in a list: no branch to guess wrong
         chosen[count] = p
+        scores[p] = -np.inf
         count += (candidate[p] >= 0) & (candidate[p] != key[p])
     for n in range(count):  # nothing is decided here: many loads are under way at once
-        scores[n] = dot(q, first + chosen[n], k, row_key + candidate[chosen[n]])
-    for n in range(count):
-        p = chosen[n]
-        if scores[n] > best[first + p]:
-            new = np.int64(candidate[p])
-            if _legal(geometry, legal, row, begin + p, first + p, new, run, earlier, separation):
-                key[p], best[first + p] = new, scores[n]
-                _locate(new, geometry[3], geometry[2], centre, p)
+        scores[chosen[n]] = dot(q, first + chosen[n], k, row_key + candidate[chosen[n]])
     return count
 
 
 @compiled
-def _same_line(key, moved, line):
-    """Whether a key moved along an axis is still on the grid; `line` is that axis' extent times its stride."""
-    rest = np.int64(np.uint32(key) % np.uint32(line))
-    return 0 <= rest + moved - key < line
-
-
-@compiled
-def _locate(index, strides, grid, coordinates, p):
-    """Write the coordinates of a point of a grid to column p."""
-    for axis in range(len(grid)):
-        coordinates[axis, p] = np.uint32(index) // np.uint32(strides[axis])
-        index -= coordinates[axis, p] * strides[axis]
+def _take(geometry, legal, where, earlier, separation, candidate, key, best, scores):
+    row, begin, first, _, run, size = where
+    if geometry[6] or len(legal[0]) or run:
+        for p in range(size):
+            if scores[p] > best[p] and not _legal(
+                geometry, legal, row, begin + p, first + p, np.int64(candidate[p]), run, earlier, separation
+            ):
+                scores[p] = -np.inf
+    for p in range(size):
+        better = scores[p] > best[p]
+        key[p] = candidate[p] if better else key[p]
+        best[p] = scores[p] if better else best[p]
 
 
 @compiled

@@ -7,17 +7,19 @@ A lane walks its windows key by key; lanes of a tile are neighbours, whose windo
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..grid import grid_of
 from .grid import dot, features, lane_query, points, put, tile_at, tiles
-from .launch import Kernel
+from .launch import Kernel, on_device
 from .noise import absorb, row_state
 from .tiles import attend_tile
-from .windows import SETTINGS, legal_key, match_of, weigh, window_arguments, window_size
+from .windows import SETTINGS, legal_key, match_of, weigh, window_arguments, window_flags, window_size
 
 
 def attend(
@@ -41,14 +43,21 @@ def attend(
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
-    block = attend_tile(q.ndim - 3, q.shape[-1], v.shape[-1], q.dtype, v.dtype)
-    arguments, flags = window_arguments(
+    arguments, variant = window_arguments(
         q, k, v, index, key_mask, k_extra, v_extra, seed, radius, causal, scale, weight, dropout_p
     )
-    programs = q.shape[0] * q.shape[1] * tiles(grid_of(q), block["TILE"])
-    with torch.cuda.device_of(q):
-        Kernel(attend_kernel, programs, {**flags, **block})(*arguments, out, lse)
+    with on_device(q):
+        _kernel(*variant)(*arguments, out, lse)
     return out, lse
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], flags: tuple[bool, str, bool], given: tuple[Any, ...]
+) -> Kernel:
+    block = attend_tile(len(q_shape) - 3, q_shape[-1], v_shape[-1], given[0][1], given[2][1])
+    programs = q_shape[0] * q_shape[1] * tiles(q_shape[2:-1], block["TILE"])
+    return Kernel(attend_kernel, programs, {**window_flags(q_shape, v_shape, flags), **block})
 
 
 @triton.jit(do_not_specialize=SETTINGS)

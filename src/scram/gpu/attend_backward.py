@@ -9,6 +9,9 @@ keys and values by float32 atomics; where repeatable bits are asked for, keys co
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +20,10 @@ from torch import Tensor
 from ..grid import grid_of
 from .attend_keys import collect
 from .grid import dot, features, lane_query, points, put, tile_at, tiles
-from .launch import Kernel
+from .launch import Kernel, kinds, on_device
 from .noise import absorb, row_state
 from .tiles import backward_tile
-from .windows import SETTINGS, add, legal_key, match_of, pair_gradient, window_arguments, window_size
+from .windows import SETTINGS, add, legal_key, match_of, pair_gradient, window_arguments, window_flags, window_size
 
 
 def attend_backward(
@@ -57,21 +60,35 @@ def attend_backward(
         for x in (k_extra, v_extra)
     )
     if dq.numel():
-        arguments, flags = window_arguments(
+        arguments, variant = window_arguments(
             q, k, v, index, key_mask, k_extra, v_extra, seed, radius, causal, scale, weight, dropout_p
         )
         shift = torch.empty_like(lse, memory_format=torch.contiguous_format)
         from_above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous())
-        with torch.cuda.device_of(q):
+        with on_device(q):
             grads = (shift, dq, dk, dv, dk_extra, dv_extra)
-            kernel = Kernel(backward_kernel, rows * count, {**flags, "REPEATABLE": repeatable, **block})
-            kernel(*arguments, *from_above, *grads)
+            _kernel(*variant, kinds(*from_above), repeatable)(*arguments, *from_above, *grads)
             if repeatable:
-                collect(arguments, from_above, shift, dk, dv, index, flags)
+                collect(arguments, from_above, shift, dk, dv, index, window_flags(*variant[:3]))
     if repeatable and dk_extra is not None and dv_extra is not None:
         # [rows * tiles, X, width] -> [key rows, X, width]
         dk_extra, dv_extra = (x.reshape(key_rows, -1, *x.shape[1:]).sum(1) for x in (dk_extra, dv_extra))
     return dq, dk.to(k.dtype), dv.to(v.dtype), _like(dk_extra, k_extra), _like(dv_extra, v_extra)
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    flags: tuple[bool, str, bool],
+    given: tuple[Any, ...],
+    from_above: tuple[Any, ...],
+    repeatable: bool,
+) -> Kernel:
+    block = backward_tile(len(q_shape) - 3, q_shape[-1], v_shape[-1], given[0][1], given[2][1])
+    programs = q_shape[0] * q_shape[1] * tiles(q_shape[2:-1], block["TILE"])
+    constants = {**window_flags(q_shape, v_shape, flags), "REPEATABLE": repeatable, **block}
+    return Kernel(backward_kernel, programs, constants)
 
 
 def _like(grad: Tensor | None, given: Tensor | None) -> Tensor | None:

@@ -9,17 +9,18 @@ again. That changes no answer and saves most of the reads once a field settles. 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
-import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..grid import LegalKeys, grid_of
+from ..grid import LegalKeys
 from .grid import GEOMETRY, divide, dot, features, geometry, lane_place, lane_query, near, points, tile_at, tiles
-from .launch import Kernel
+from .launch import Kernel, kinds, on_device
+from .layout import pad, sort_kernel
 from .noise import absorb, below, row_state, seed_arguments
 from .tiles import search_tile
 
@@ -44,80 +45,99 @@ def search(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, *G, E], k [B, Hk, *G', E], warm int32 [B, H, *G, any] -> index int32, score f32 [B, H, *G, kappa]."""
-    query_grid, key_grid = grid_of(q), grid_of(k)
-    rows, queries = q.shape[0] * q.shape[1], math.prod(query_grid)
     q, k = q.contiguous(), k.contiguous()
-    index = torch.empty((matches, rows * queries), dtype=torch.int32, device=q.device)
-    score = torch.empty((matches, rows * queries), dtype=torch.float32, device=q.device)
-    other = torch.empty(rows * queries, dtype=torch.int32, device=q.device)
-    shape = (*q.shape[:-1], matches)
+    device, q_shape, k_shape = q.device, q.shape, k.shape
+    plane, shape = q_shape[:-1], (*q_shape[:-1], matches)
+    planes = shape if matches == 1 else (matches, *plane)
+    index = torch.empty(planes, dtype=torch.int32, device=device)
+    score = torch.empty(planes, dtype=torch.float32, device=device)
     if index.numel() == 0:
         return index.reshape(shape), score.reshape(shape)
+    other = torch.empty(plane, dtype=torch.int32, device=device)
 
-    legal = LegalKeys.of(q, k, causal, None if key_mask is None else key_mask.contiguous())
-    order = None if legal.order is None else legal.order.contiguous()
-    masks = (legal.mask, order, legal.count, legal.heads_per_row, q.shape[1] // k.shape[1])
-    before = (*seed_arguments(seed), *masks)
-    extents = geometry(query_grid, key_grid)
-    radii = max(key_grid).bit_length()
-    warm = None if warm is None else warm.contiguous()
-    kept = 0 if warm is None else warm.shape[-1]
-    start_block = search_tile(len(key_grid), q.shape[-1], q.dtype)
-    # A jump past every grid asks nobody; without it no step overflows 32 bits.
-    asked = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
+    mask = order = count = None
+    mask_heads, kept = 1, 0
+    if key_mask is not None:
+        legal = LegalKeys.of(q, k, causal, key_mask.contiguous())
+        assert legal.order is not None
+        mask, order, count, mask_heads = legal.mask, legal.order.contiguous(), legal.count, legal.heads_per_row
+    if warm is not None:
+        warm, kept = warm.contiguous(), warm.shape[-1]
+    pointer, low, high = seed_arguments(seed)
+    plan = _plan(
+        q_shape, k_shape, matches > 1, causal, separation > 0, propagate, jumps, kinds(q, k, pointer, mask, warm)
+    )
+    keys, wide = k, None
+    if plan.width > k_shape[-1]:
+        keys = wide = torch.empty((*k_shape[:-1], plan.width), dtype=k.dtype, device=device)
+    limits = (pointer, low, high, mask, order, count, mask_heads, q_shape[1] // k_shape[1], min(separation, 2**31 - 1))
 
-    with torch.cuda.device_of(q):
+    with on_device(q):
         for run in range(matches):
-            flags = {"RANK": len(key_grid), "E": q.shape[-1], "CAUSAL": causal, "SEPARATED": separation > 0}
-            flags["EARLIER"] = run > 0
-            state = (other, index[run]) if sweeps % 2 else (index[run], other)
-            common = (index, score[run], *before, run, min(separation, 2**31 - 1))
-            start = (state[0], warm if run < kept else None, kept)
-            programs = rows * tiles(query_grid, start_block["TILE"])
-            Kernel(start_kernel, programs, {**flags, **start_block})(q, k, *common, sweeps == 0, *extents, *start)
-            if sweeps == 0:
-                continue
-            if run == 0:  # not before the start: the device has that to do meanwhile
-                keys = padded(k)
-                block = search_tile(len(key_grid), keys.shape[-1], q.dtype)
-            programs = rows * tiles(query_grid, block["TILE"])
-            flags.update(KE=keys.shape[-1], KEYLESS=run > 0 or key_mask is not None, **block)
-            by_turn = _sweep_kernels(programs, propagate, asked, flags)
+            field, best = (index, score) if matches == 1 else (index[run], score[run])
+            state = (other, field) if sweeps % 2 else (field, other)
+            common = (index, best, *limits, *plan.extents, run)
+            key_rows = k_shape[0] * k_shape[1] if run == 0 else 0  # padded once
+            plan.start(q, k, *common, state[0], warm, kept, sweeps == 0, wide, key_rows)
+            if sweeps:
+                even = plan.even.bind(q, keys, *common)
+                by_turn = (even, even if plan.odd is plan.even else plan.odd.bind(q, keys, *common))
             for sweep in range(1, sweeps + 1):
                 to = sweep % 2
-                settings = (sweep, gossip, radii)
-                by_turn[to](q, keys, *common, sweep == sweeps, *extents, state[1 - to], state[to], *settings)
+                by_turn[to](state[1 - to], state[to], sweep, gossip, plan.radii, sweep == sweeps)
         if matches == 1:
-            return index.reshape(shape), score.reshape(shape)
+            return index, score
         sorted_index, sorted_score = index.new_empty(shape), score.new_empty(shape)
-        flags = {"BLOCK": 256, "enable_fp_fusion": True}
-        sorts = Kernel(sort_kernel, triton.cdiv(rows * queries, 256), flags)
-        sorts(index, score, sorted_index, sorted_score, rows, queries, matches)
+        rows, programs = shape[0] * shape[1], triton.cdiv(other.numel(), 256)
+        sorts = Kernel(sort_kernel, programs, {"BLOCK": 256, "enable_fp_fusion": True})
+        sorts(index, score, sorted_index, sorted_score, rows, other.numel() // rows, matches)
     return sorted_index, sorted_score
 
 
-def _sweep_kernels(
-    programs: int, propagate: str, jumps: tuple[int, ...], flags: dict[str, Any]
-) -> tuple[Kernel, Kernel]:
-    """The kernels of even and of odd sweeps; they differ under "turns" only."""
-    flags = {**flags, "JUMPS": jumps, "TURNS": propagate == "turns"}
+class Plan(NamedTuple):
+    """What the runs launch, the sweeps' kernels by even and odd, and the numbers that the shapes give."""
+
+    start: Kernel
+    even: Kernel
+    odd: Kernel
+    width: int  # of the keys, padded
+    extents: tuple[int, ...]
+    radii: int
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    several: bool,
+    causal: bool,
+    separated: bool,
+    propagate: str,
+    jumps: tuple[int, ...],
+    given: tuple[Any, ...],
+) -> Plan:
+    """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm. All runs share it: fewer to compile."""
+    query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
+    rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
+    wide = triton.next_power_of_2(width)
+    if wide * dtype.itemsize > 32:
+        wide = width  # else one aligned load for several
+    flags: dict[str, Any] = {"RANK": len(key_grid), "E": width, "KE": wide, "CAUSAL": causal}
+    flags |= {"SEPARATED": separated, "EARLIER": several}
+    block = search_tile(len(key_grid), width, dtype)
+    start = Kernel(start_kernel, rows * tiles(query_grid, block["TILE"]), {**flags, **block})
+    block = search_tile(len(key_grid), wide, dtype)
+    # A jump past every grid asks nobody; without it no step overflows 32 bits.
+    asked = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
+    flags |= {"KEYLESS": several or masked, **block, "JUMPS": asked, "TURNS": propagate == "turns"}
+    programs = rows * tiles(query_grid, block["TILE"])
     if propagate == "turns":
         even = Kernel(sweep_kernel, programs, {**flags, "SHIFT": False, "STAY": True})
-        return even, Kernel(sweep_kernel, programs, {**flags, "SHIFT": True, "STAY": False})
-    every = Kernel(sweep_kernel, programs, {**flags, "SHIFT": propagate != "stay", "STAY": propagate != "shift"})
-    return every, every
-
-
-def padded(k: Tensor) -> Tensor:
-    """Keys of odd width, up to 32 bytes, with zeros up to a power of two: one aligned load for several."""
-    width = triton.next_power_of_2(k.shape[-1])
-    if width == k.shape[-1] or width * k.dtype.itemsize > 32:
-        return k
-    wide = k.new_empty((*k.shape[:-1], width))
-    key_rows, keys = k.shape[0] * k.shape[1], math.prod(grid_of(k))
-    flags = {"E": k.shape[-1], "KE": width, "BLOCK": 1024, "enable_fp_fusion": True}
-    Kernel(pad_kernel, triton.cdiv(wide.numel(), 1024), flags)(k, wide, key_rows, keys)
-    return wide
+        odd = Kernel(sweep_kernel, programs, {**flags, "SHIFT": True, "STAY": False})
+    else:
+        offers = {"SHIFT": propagate != "stay", "STAY": propagate != "shift"}
+        even = odd = Kernel(sweep_kernel, programs, {**flags, **offers})
+    return Plan(start, even, odd, wide, geometry(query_grid, key_grid), max(key_grid).bit_length())
 
 
 @triton.jit
@@ -165,15 +185,17 @@ def score_of(mine, k_row, key, wanted, E: tl.constexpr, W: tl.constexpr, PIECES:
     return tl.where(s == s, s, -float("inf"))
 
 
-@triton.jit(do_not_specialize=[*SETTINGS, "kept"], do_not_specialize_on_alignment=PLANES)
+@triton.jit(do_not_specialize=[*SETTINGS, "kept", "padded_rows"], do_not_specialize_on_alignment=PLANES)
 def start_kernel(
-    q, k, earlier, best_out, SEED, low, high, mask, order, count, mask_heads, group, run, separation, final,
-    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
-    state_out, warm, kept,
-    RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
-    TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
+    q, k, earlier, best_out, SEED, low, high, mask, order, count, mask_heads, group, separation,
+    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, run,
+    state_out, warm, kept, final, wide, padded_rows,
+    RANK: tl.constexpr, E: tl.constexpr, KE: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr,
+    EARLIER: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Sweep 0: a warm key where it is legal, else a draw; kept whatever its score."""
+    """Sweep 0: a warm key where it is legal, else a draw; kept whatever its score. Pads the keys besides."""
+    if wide is not None:
+        pad(k, wide, padded_rows.to(tl.int64) * points((k0, k1, k2, k3), RANK), E, KE, LANES * KE)
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
     row, corner = tile_at(tl.program_id(0), QG, RANK, TILE)
     query, valid = lane_query(corner, QG, RANK, TILE, LANES)
@@ -185,7 +207,7 @@ def start_kernel(
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), run), zero)
     key, ok = legal_draw(absorb(draws, zero), tl.where(valid, query, 0), limits, order, count, CAUSAL)
     if warm is not None:
-        given = tl.load(warm + point * kept + run, mask=valid, other=-1)
+        given = tl.load(warm + point * kept + run, mask=valid & (zero + run < kept), other=-1)
         usable = (given >= 0) & (given < keys)
         usable = allowed(given, usable, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
         key, ok = tl.where(usable, given, key), usable | ok
@@ -199,9 +221,9 @@ def start_kernel(
 
 @triton.jit(do_not_specialize=[*SETTINGS, "sweep", "gossip", "radii"], do_not_specialize_on_alignment=PLANES)
 def sweep_kernel(
-    q, k, earlier, best_io, SEED, low, high, mask, order, count, mask_heads, group, run, separation, final,
-    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
-    state_in, state_out, sweep, gossip, radii,
+    q, k, earlier, best_io, SEED, low, high, mask, order, count, mask_heads, group, separation,
+    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, run,
+    state_in, state_out, sweep, gossip, radii, final,
     RANK: tl.constexpr, E: tl.constexpr, KE: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr,
     EARLIER: tl.constexpr, KEYLESS: tl.constexpr, JUMPS: tl.constexpr, SHIFT: tl.constexpr, STAY: tl.constexpr,
     TURNS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
@@ -346,32 +368,3 @@ def offer(
     better = wanted & (s > best)
     better = allowed(candidate, better, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
     return tl.where(better, candidate, key), tl.where(better, s, best)
-
-
-@triton.jit(do_not_specialize=["key_rows", "keys"])
-def pad_kernel(k, wide, key_rows, keys, E: tl.constexpr, KE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of width E to rows of width KE, zeros behind."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok = i < key_rows.to(tl.int64) * keys * KE
-    x = tl.load(k + i // KE * E + i % KE, mask=ok & (i % KE < E), other=0.0)
-    tl.store(wide + i, x, mask=ok)
-
-
-@triton.jit(do_not_specialize=["rows", "queries", "kappa"])
-def sort_kernel(index, score, index_out, score_out, rows, queries, kappa, BLOCK: tl.constexpr):
-    """[kappa, P] by run -> [P, kappa] best first, equal scores in run order, -1 last: every key finds its own place."""
-    point = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    plane = rows.to(tl.int64) * queries
-    valid = point < plane
-    for e in range(kappa):
-        key = tl.load(index + e * plane + point, mask=valid, other=-1)
-        s = tl.load(score + e * plane + point, mask=valid, other=0.0)
-        place = point * kappa
-        for f in range(kappa):
-            rival = tl.load(index + f * plane + point, mask=valid, other=-1)
-            theirs = tl.load(score + f * plane + point, mask=valid, other=0.0)
-            level = (rival >= 0) == (key >= 0)
-            ahead = (level & ((theirs > s) | ((theirs == s) & (f < e)))) | ((rival >= 0) & (key < 0))
-            place += ahead.to(tl.int32)
-        tl.store(index_out + place, key, mask=valid)
-        tl.store(score_out + place, s, mask=valid)

@@ -22,6 +22,7 @@ MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which cost
 #   (16, 4, 1), (32, 4, 2)  -          -      1.019   1.81, 1.78   4.025
 #   (8, 8, 1), (16, 8, 4)   -          -      -       -            3.626, 3.218
 # One warp per program needs neither barriers nor shared memory; two queries per thread hide each other's latency.
+# With four matches, where lanes agree on what to read, E=3: 1.41 (32, 1, 1), 1.47 (64, 1, 2), 1.50 (128, 1, 4).
 SEARCH = {16: (32, 1, 1), 32: (32, 1, 1), 64: (32, 2, 1), 128: (32, 2, 1), 256: (16, 4, 1)}
 SEARCH_WIDE = (16, 8, 4)
 
@@ -53,6 +54,12 @@ def backward_tile(
     rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype
 ) -> dict[str, Any]:
     return _blocks(rank, width, value_width, dtype, value_dtype, BACKWARD)
+
+
+@lru_cache(maxsize=256)
+def visit_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
+    block = _blocks(1, width, value_width, dtype, value_dtype, BACKWARD)
+    return {name: value for name, value in block.items() if name != "TILE"}
 
 
 @lru_cache(maxsize=256)

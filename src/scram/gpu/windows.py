@@ -4,14 +4,15 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..grid import grid_of
 from .grid import GEOMETRY, divide, geometry, near
+from .launch import kinds
 from .noise import absorb, below_argument, seed_arguments
 
 SETTINGS = ("low", "high", "mask_heads", "group", "kappa", "extras", "threshold", *GEOMETRY, "b0", "b1", "b2", "b3")
@@ -31,35 +32,35 @@ def window_arguments(
     scale: float,
     weight: str,
     dropout_p: float,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the kernels over windows, forward and backward, begin with, and their flags."""
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What the kernels over windows, forward and backward, begin with, and what their variant follows from."""
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, index, key_mask, k_extra, v_extra)]
-    key_grid = grid_of(k)
-    shared = key_mask is not None and key_mask.ndim == k.ndim - 2
-    reach = [min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)]
-    arguments = (
-        *tensors,
-        *seed_arguments(seed),
-        q.shape[1] if shared else 1,
+    pointer, low, high = seed_arguments(seed)
+    settings = (
+        q.shape[1] if key_mask is not None and key_mask.ndim == k.ndim - 2 else 1,
         q.shape[1] // k.shape[1],
         index.shape[-1],
         0 if k_extra is None else k_extra.shape[2],
         below_argument(dropout_p),
-        *geometry(grid_of(q), key_grid),
-        *reach,
-        *[0] * (4 - len(reach)),
+        *_reaches(q.shape, k.shape, radius),
         scale,
         1 / (1 - dropout_p),
     )
-    flags = {
-        "RANK": len(key_grid),
-        "E": q.shape[-1],
-        "F": v.shape[-1],
-        "CAUSAL": causal,
-        "WEIGHT": weight,
-        "DROPOUT": seed is not None and dropout_p > 0,
-    }
-    return arguments, flags
+    flags = (causal, weight, seed is not None and dropout_p > 0)
+    return (*tensors, pointer, low, high, *settings), (q.shape, v.shape, flags, kinds(*tensors, pointer))
+
+
+@lru_cache(maxsize=256)
+def _reaches(q_shape: tuple[int, ...], k_shape: tuple[int, ...], radius: tuple[int, ...]) -> tuple[int, ...]:
+    key_grid = tuple(k_shape[2:-1])
+    reach = [min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)]
+    return (*geometry(tuple(q_shape[2:-1]), key_grid), *reach, *[0] * (4 - len(reach)))
+
+
+def window_flags(q_shape: tuple[int, ...], v_shape: tuple[int, ...], flags: tuple[bool, str, bool]) -> dict[str, Any]:
+    causal, weight, dropout = flags
+    rank, width, value_width = len(q_shape) - 3, q_shape[-1], v_shape[-1]
+    return {"RANK": rank, "E": width, "F": value_width, "CAUSAL": causal, "WEIGHT": weight, "DROPOUT": dropout}
 
 
 @triton.jit

@@ -1,0 +1,39 @@
+"""What search needs besides searching: keys padded to aligned rows, the matches of several runs sorted."""
+
+# Kernels carry no types that mypy knows.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pad(k, wide, count, E: tl.constexpr, KE: tl.constexpr, BLOCK: tl.constexpr):
+    """`count` rows of width E to rows of width KE, zeros behind; the programs take blocks of them in turn."""
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count * KE, step):
+        i = first + tl.arange(0, BLOCK)
+        ok = i < count * KE
+        x = tl.load(k + i // KE * E + i % KE, mask=ok & (i % KE < E), other=0.0)
+        tl.store(wide + i, x, mask=ok)
+
+
+@triton.jit(do_not_specialize=["rows", "queries", "kappa"])
+def sort_kernel(index, score, index_out, score_out, rows, queries, kappa, BLOCK: tl.constexpr):
+    """[kappa, P] by run -> [P, kappa] best first, equal scores in run order, -1 last: every key finds its own place."""
+    point = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    plane = rows.to(tl.int64) * queries
+    valid = point < plane
+    for e in range(kappa):
+        key = tl.load(index + e * plane + point, mask=valid, other=-1)
+        s = tl.load(score + e * plane + point, mask=valid, other=0.0)
+        place = point * kappa
+        for f in range(kappa):
+            rival = tl.load(index + f * plane + point, mask=valid, other=-1)
+            theirs = tl.load(score + f * plane + point, mask=valid, other=0.0)
+            level = (rival >= 0) == (key >= 0)
+            ahead = (level & ((theirs > s) | ((theirs == s) & (f < e)))) | ((rival >= 0) & (key < 0))
+            place += ahead.to(tl.int32)
+        tl.store(index_out + place, key, mask=valid)
+        tl.store(score_out + place, s, mask=valid)

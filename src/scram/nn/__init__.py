@@ -1,0 +1,6 @@
+"""Modules: projections and heads around `search` and `attend`, no mathematics of their own."""
+
+from .grid_attention import GridAttention
+from .non_local import NonLocalBlock
+
+__all__ = ["GridAttention", "NonLocalBlock"]

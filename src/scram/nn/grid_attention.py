@@ -1,0 +1,277 @@
+"""Multi-head attention over grids with the parameters of `nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import api, check
+from ..estimators import Estimator
+from ..scoring import default_scale, prepare_key, prepare_query
+from ..types import Matches, Score, Search
+from . import check as fits
+from .searching import Searching
+
+
+class GridAttention(Searching):
+    """Multi-head attention between the points of grids, [B, *G, C] in and out; the grid has rank 1 to 4.
+
+    The parameters have the names and shapes of `nn.MultiheadAttention`: its state dict loads as it is, and
+    `GridAttention.from_mha` turns one into the other. Always batch first, channels last, and the result is a tensor.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, device, dtype:
+            as in `nn.MultiheadAttention`; dropout acts on the weights, in training mode only.
+        search: how to look for keys; None attends densely, with the same weights, to compare or to train.
+        radius, causal, scale, score: as in `scram.attention`.
+        keep_matches: in evaluation mode each call starts from the matches of the call before, where the shapes
+            agree (video frames, denoising steps). They are not part of the state dict; `reset()` forgets them.
+        warm_search: settings for calls that start from matches, such as fewer sweeps; None: those of `search`.
+        estimator: `scram.Hybrid`, `Snis` or `MetropolisHastings` in place of the windows alone, for diffuse attention
+            (`scram.estimate`); without dropout.
+        impl: as in `scram.attention`.
+
+    >>> _ = torch.manual_seed(0)
+    >>> layer = GridAttention(32, num_heads=4, radius=2)
+    >>> layer(torch.randn(2, 16, 16, 32)).shape
+    torch.Size([2, 16, 16, 32])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        *,
+        search: Search | None = Search(),  # noqa: B008 - frozen
+        radius: int | Sequence[int] = 1,
+        causal: bool = False,
+        scale: float | None = None,
+        score: Score = "dot",
+        keep_matches: bool = False,
+        warm_search: Search | None = None,
+        estimator: Estimator | None = None,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(search, warm_search, radius, keep_matches, impl)
+        fits.heads(embed_dim, num_heads)
+        check.dropout(dropout)
+        check.scale(scale)
+        check.score(score)
+        fits.estimator(estimator, search, dropout)
+        self.estimator = estimator
+        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
+        self.kdim = embed_dim if kdim is None else check.whole("kdim", kdim, 1)
+        self.vdim = embed_dim if vdim is None else check.whole("vdim", vdim, 1)
+        self.causal, self.scale, self.score = check.flag("causal", causal), scale, score
+        self.add_zero_attn = check.flag("add_zero_attn", add_zero_attn)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        one = self.kdim == self.vdim == embed_dim
+        self.in_proj_weight = parameter(3 * embed_dim, embed_dim) if one else None
+        self.q_proj_weight = None if one else parameter(embed_dim, embed_dim)
+        self.k_proj_weight = None if one else parameter(embed_dim, self.kdim)
+        self.v_proj_weight = None if one else parameter(embed_dim, self.vdim)
+        self.in_proj_bias = parameter(3 * embed_dim) if check.flag("bias", bias) else None
+        self.bias_k = parameter(1, 1, embed_dim) if check.flag("add_bias_kv", add_bias_kv) else None
+        self.bias_v = parameter(1, 1, embed_dim) if add_bias_kv else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `nn.MultiheadAttention` starts."""
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        if self.bias_k is not None and self.bias_v is not None:
+            nn.init.xavier_normal_(self.bias_k)
+            nn.init.xavier_normal_(self.bias_v)
+
+    @classmethod
+    def from_mha(cls, mha: nn.MultiheadAttention, **settings: Any) -> GridAttention:
+        """The same weights in a GridAttention; `settings` are its own arguments, such as search and radius.
+
+        >>> mha = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        >>> GridAttention.from_mha(mha, radius=2).num_heads
+        4
+        """
+        layer = cls(
+            mha.embed_dim,
+            mha.num_heads,
+            mha.dropout,
+            bias=mha.in_proj_bias is not None,
+            add_bias_kv=mha.bias_k is not None,
+            add_zero_attn=mha.add_zero_attn,
+            kdim=mha.kdim,
+            vdim=mha.vdim,
+            device=mha.out_proj.weight.device,
+            dtype=mha.out_proj.weight.dtype,
+            **settings,
+        )
+        layer.load_state_dict(mha.state_dict())
+        return layer.train(mha.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        tokens: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        warm: Matches | None = None,
+    ) -> Tensor:
+        """Attention of every point of the query grid.
+
+        Args:
+            query: [B, *G, embed_dim].
+            key: [B, *G', kdim], a grid of the same rank; None is self-attention.
+            value: [B, *G', vdim]; None takes the key.
+            tokens: [B, X, kdim], keys and values off the grid that every query attends too (class tokens, text).
+                `read` is their own turn.
+            key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
+            key_padding_mask: bool [B, *G'], the opposite, as in `nn.MultiheadAttention`: True = is left out.
+            warm: matches to start the search from.
+
+        Returns:
+            [B, *G, embed_dim].
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        fits.channels_last("query", query, self.embed_dim)
+        fits.channels_last("key", key, self.kdim)
+        fits.channels_last("value", value, self.vdim)
+        mask = fits.padding(key_padding_mask, key_mask, key)
+        q, k, v = self._project(query, key, value)
+        extra = self._extra(tokens, len(query))
+        dropout = self.dropout if self.training else 0.0
+        if self.search is None:
+            out = self._dense(q, k, v, extra, mask, dropout, self.causal)
+        else:
+            found = self._find(q, k, warm, self.causal, mask, self.score)
+            how: dict[str, Any] = {"radius": self.radius, "causal": self.causal, "key_mask": mask, "extra": extra}
+            how |= {"scale": self.scale, "score": self.score, "impl": self.impl}
+            if self.estimator is None:
+                out = api.attend(q, k, v, found, dropout_p=dropout, **how).out
+            else:
+                out = api.estimate(q, k, v, found, method=self.estimator, **how).out
+        return self._join(out)
+
+    def read(
+        self,
+        tokens: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Dense attention of tokens [B, X, embed_dim] over themselves and the grid [B, *G', kdim] -> [B, X, embed_dim].
+
+        With it `layer(x, tokens=t)` and `layer.read(t, x)` are what dense attention over tokens and grid would be.
+        """
+        value = key if value is None else value
+        fits.channels_last("key", key, self.kdim)
+        fits.channels_last("value", value, self.vdim)
+        fits.tokens(tokens, len(key), self.embed_dim)
+        mask = fits.padding(key_padding_mask, key_mask, key)
+        q, k, v = self._project(tokens, key, value)
+        dropout = self.dropout if self.training else 0.0
+        return self._join(self._dense(q, k, v, self._extra(tokens, len(tokens)), mask, dropout, causal=False))
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> q [B, H, *G, E], k and v [B, H, *G', E]."""
+        if self.in_proj_weight is not None and query is key is value:
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            return self._split(q), self._split(k), self._split(v)
+        return self._linear(query, 0), self._linear(key, 1), self._linear(value, 2)
+
+    def _linear(self, x: Tensor, part: int) -> Tensor:
+        """As query (0), key (1) or value (2): [B, *G, C] -> [B, H, *G, E]."""
+        if self.in_proj_weight is not None:
+            weight: Tensor | None = self.in_proj_weight.chunk(3)[part]
+        else:
+            weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)[part]
+        assert weight is not None
+        return self._split(F.linear(x, weight, None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[part]))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, *G, C] -> [B, H, *G, E]."""
+        return x.reshape(*x.shape[:-1], self.num_heads, self.embed_dim // self.num_heads).movedim(-2, 1)
+
+    def _join(self, out: Tensor) -> Tensor:
+        """[B, H, *G, E] -> [B, *G, C], projected."""
+        return self.out_proj(out.movedim(1, -2).flatten(-2))  # type: ignore[no-any-return]
+
+    def _extra(self, tokens: Tensor | None, batch: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values off the grid: the tokens, the learned key and the zero key of `nn.MultiheadAttention`."""
+        keys, values = [], []
+        if tokens is not None:
+            fits.tokens(tokens, batch, self.kdim, self.vdim)
+            keys, values = [self._linear(tokens, 1)], [self._linear(tokens, 2)]
+        if self.bias_k is not None and self.bias_v is not None:
+            keys.append(self._split(self.bias_k.expand(batch, -1, -1)))
+            values.append(self._split(self.bias_v.expand(batch, -1, -1)))
+        if self.add_zero_attn:
+            none = self.out_proj.weight.new_zeros(batch, self.num_heads, 1, self.embed_dim // self.num_heads)
+            keys.append(none)
+            values.append(none)
+        if not keys:
+            return None
+        dtype = keys[0].dtype  # the projections' under autocast
+        return torch.cat([k.to(dtype) for k in keys], 2), torch.cat([v.to(dtype) for v in values], 2)
+
+    def _dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        extra: tuple[Tensor, Tensor] | None,
+        key_mask: Tensor | None,
+        dropout: float,
+        causal: bool,
+    ) -> Tensor:
+        """The same attention over every key, by torch."""
+        if callable(self.score):
+            raise fits.dense_callable()
+        if causal:
+            check.order(q, k, causal)
+        grid, flat = q.shape[2:-1], [x.flatten(2, -2) for x in (q, k, v)]
+        mask = None if key_mask is None else key_mask.reshape(len(k), -1, 1, flat[1].shape[2])
+        if causal and (mask is not None or extra is not None):
+            below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
+            mask, causal = below if mask is None else mask & below, False
+        if extra is not None:
+            flat[1], flat[2] = (torch.cat([x, more], 2) for x, more in zip(flat[1:], extra, strict=True))
+            mask = None if mask is None else F.pad(mask, (0, extra[0].shape[2]), value=True)
+        out = F.scaled_dot_product_attention(
+            prepare_query(flat[0], self.score).to(v.dtype),
+            prepare_key(flat[1], self.score).to(v.dtype),
+            flat[2],
+            mask,
+            dropout,
+            causal,
+            scale=default_scale(self.scale, q.shape[-1], self.score, "softmax"),
+        )
+        return out.reshape(*out.shape[:2], *grid, out.shape[-1])
+
+    def extra_repr(self) -> str:
+        looked = "dense" if self.search is None else f"radius={self.radius}, {self.search}"
+        return f"{self.embed_dim}, num_heads={self.num_heads}, {looked}"

@@ -1,0 +1,110 @@
+"""The non-local block of Wang et al., "Non-local Neural Networks" (2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import api, check
+from ..types import Matches, Search
+from . import check as fits
+from .searching import Searching
+
+_CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+class NonLocalBlock(Searching):
+    """The residual non-local block of Wang et al. (2018), channels first: x [B, C, *G] -> x + W y, rank 1 to 3.
+
+    The block starts as the identity. Every form sums over the keys that SCRAM found, and divides by their softmax or by
+    their number. The search looks for the highest scores: of "dot_product" it misses the large negative ones.
+
+    Args:
+        channels: C.
+        inner_channels: width of the embeddings; default half of C.
+        rank: axes of the grid.
+        form: "embedded_gaussian", exp(theta.phi); "gaussian", exp(x.x); "dot_product", theta.phi; "concatenation",
+            relu(w.[theta, phi]).
+        norm: batch normalisation after the last convolution.
+        search, radius, keep_matches, warm_search, impl: as in `GridAttention`.
+
+    >>> x = torch.randn(2, 16, 12, 12)
+    >>> bool((NonLocalBlock(16)(x) == x).all())
+    True
+    """
+
+    FORMS = ("embedded_gaussian", "gaussian", "dot_product", "concatenation")
+
+    def __init__(
+        self,
+        channels: int,
+        inner_channels: int | None = None,
+        *,
+        rank: int = 2,
+        form: str = "embedded_gaussian",
+        norm: bool = True,
+        search: Search = Search(),  # noqa: B008 - frozen
+        radius: int | Sequence[int] = 1,
+        keep_matches: bool = False,
+        warm_search: Search | None = None,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check.settings(search, Search)
+        super().__init__(search, warm_search, radius, keep_matches, impl)
+        self.channels = check.whole("channels", channels, 1)
+        inner = max(channels // 2, 1) if inner_channels is None else check.whole("inner_channels", inner_channels, 1)
+        self.form = check.one_of("form", form, self.FORMS)
+        self.rank = fits.block_rank(rank, tuple(_CONV))
+        conv, where = _CONV[rank], dict[str, Any](device=device, dtype=dtype)
+        embedded = form != "gaussian"
+        self.theta = conv(channels, inner, 1, **where) if embedded else None
+        self.phi = conv(channels, inner, 1, **where) if embedded else None
+        self.g = conv(channels, inner, 1, **where)
+        self.pair = conv(2 * inner, 1, 1, bias=False, **where) if form == "concatenation" else None
+        self.out = conv(inner, channels, 1, **where)
+        self.norm = _NORM[rank](channels, **where) if check.flag("norm", norm) else None
+        for parameter in (self.out if self.norm is None else self.norm).parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None, warm: Matches | None = None) -> Tensor:
+        """x [B, C, *G] -> [B, C, *G].
+
+        Args:
+            x: features, channels first.
+            key_mask: bool [B, *G], True = may be attended.
+            warm: matches to start the search from.
+        """
+        fits.channels_first(x, self.channels, self.rank)
+        q, k, weight = self._pair(x)
+        v = self._last(self.g(x))
+        found = self._find(q, k, warm, False, key_mask, "dot")
+        y = api.attend(
+            q, k, v, found, radius=self.radius, key_mask=key_mask, scale=1.0, weight=weight, impl=self.impl
+        ).out
+        change: Tensor = self.out(y.squeeze(1).movedim(-1, 1))
+        return x + (change if self.norm is None else self.norm(change))
+
+    def _pair(self, x: Tensor) -> tuple[Tensor, Tensor, str]:
+        """q and k [B, 1, *G, E] whose dot product is the score of the form, and its weight."""
+        if self.theta is None or self.phi is None:
+            return self._last(x), self._last(x), "softmax"
+        q, k = self._last(self.theta(x)), self._last(self.phi(x))
+        if self.pair is None:
+            return q, k, "mean" if self.form == "dot_product" else "softmax"
+        w_q, w_k = self.pair.weight.flatten().chunk(2)
+        q, k = (q * w_q.to(q)).sum(-1, keepdim=True), (k * w_k.to(k)).sum(-1, keepdim=True)
+        return torch.cat([q, torch.ones_like(q)], -1), torch.cat([torch.ones_like(k), k], -1), "relu"
+
+    @staticmethod
+    def _last(x: Tensor) -> Tensor:
+        """[B, C, *G] -> [B, 1, *G, C]."""
+        return x.movedim(1, -1).unsqueeze(1)
+
+    def extra_repr(self) -> str:
+        return f"form={self.form!r}, radius={self.radius}, {self.search}"

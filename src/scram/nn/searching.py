@@ -1,0 +1,75 @@
+"""What the modules share: how to look, where to start, and the matches kept from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from .. import api, check
+from ..types import Matches, Score, Search
+
+
+class Searching(nn.Module):
+    """A module that searches."""
+
+    kept_index: Tensor | None
+    kept_score: Tensor | None
+
+    def __init__(
+        self,
+        search: Search | None,
+        warm_search: Search | None,
+        radius: int | Sequence[int],
+        keep_matches: bool,
+        impl: str,
+    ) -> None:
+        super().__init__()
+        if search is not None:
+            check.settings(search, Search)
+        if warm_search is not None:
+            check.settings(warm_search, Search)
+        check.one_of("impl", impl, check.IMPLS)
+        check.radius(radius, len(radius) if isinstance(radius, Sequence) else 1)
+        self.search, self.warm_search = search, warm_search
+        self.radius, self.impl = radius, impl
+        self.keep_matches = check.flag("keep_matches", keep_matches)
+        self.register_buffer("kept_index", None, persistent=False)
+        self.register_buffer("kept_score", None, persistent=False)
+        self.kept_grid: tuple[int, ...] = ()
+
+    @property
+    def matches(self) -> Matches | None:
+        """What the last call in evaluation mode found, where `keep_matches` is set."""
+        if self.kept_index is None or self.kept_score is None:
+            return None
+        return Matches(self.kept_index, self.kept_score.float(), self.kept_grid)  # .half() reaches buffers
+
+    def reset(self) -> None:
+        """Forget the kept matches: another video, another picture."""
+        self.kept_index = self.kept_score = None
+
+    def _find(
+        self, q: Tensor, k: Tensor, warm: Matches | None, causal: bool, key_mask: Tensor | None, score: Score
+    ) -> Matches:
+        assert self.search is not None
+        # In training every batch is another picture, and a checkpoint would search again from other matches.
+        keep = self.keep_matches and not self.training
+        if warm is None and keep and self._fits(q, k):
+            warm = self.matches
+        search = self.search if warm is None or self.warm_search is None else self.warm_search
+        found = api.search(
+            q, k, search=search, causal=causal, key_mask=key_mask, score=score, warm=warm, impl=self.impl
+        )
+        if keep:
+            self.kept_index, self.kept_score, self.kept_grid = found.index, found.score, found.key_grid
+        return found
+
+    def _fits(self, q: Tensor, k: Tensor) -> bool:
+        kept = self.kept_index
+        return (
+            kept is not None
+            and kept.shape[:-1] == q.shape[:-1]
+            and self.kept_grid == tuple(k.shape[2:-1])
+            and kept.device == q.device
+        )

@@ -1,0 +1,275 @@
+"""SCRAM inside models that call torch's own attention: as a context, and as an implementation for transformers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import api, check
+from .types import Search
+
+
+class Call(NamedTuple):
+    """One call of `F.scaled_dot_product_attention`: shapes of q and k, and why it was left alone ("": replaced).
+
+    A call in a compiled graph is noted once, when it is compiled, without its shapes.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    why_not: str
+
+
+@dataclass
+class Report:
+    """What `patch_sdpa` replaced, what not and why. Prints itself."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def replaced(self) -> int:
+        """How many calls went to SCRAM."""
+        return sum(not call.why_not for call in self.calls)
+
+    @property
+    def left_alone(self) -> int:
+        """How many calls torch answered."""
+        return len(self.calls) - self.replaced
+
+    def __str__(self) -> str:
+        lines = [f"{self.replaced} of {len(self.calls)} calls of scaled_dot_product_attention went to SCRAM"]
+        for call, times in Counter(self.calls).items():
+            shapes = f"q {list(call.q)}" if call.q else "compiled"
+            shapes += f", k {list(call.k)}" if call.k != call.q else ""
+            lines.append(f"  {times} x {shapes}: " + (f"left alone: {call.why_not}" if call.why_not else "SCRAM"))
+        return "\n".join(lines)
+
+
+@contextmanager
+def patch_sdpa(
+    *,
+    grid: Sequence[int],
+    prefix: int = 0,
+    search: Search = Search(),  # noqa: B008 - frozen
+    radius: int | Sequence[int] = 1,
+    impl: str = "auto",
+) -> Iterator[Report]:
+    """Inside, calls of `F.scaled_dot_product_attention` on that grid go to SCRAM, whoever makes them in this thread.
+
+    A call is taken when queries and keys are `prefix` tokens followed by the points of the grid in row-major order. The
+    prefix tokens (class, registers) are extra keys for every query, and attend densely as queries. Scale, dropout,
+    `is_causal`, grouped heads and a boolean mask over the keys go along. A float bias, a mask that differs between
+    queries, a mask beside a prefix and any other length are left to torch. `torch.compile` sees the context.
+
+    Args:
+        grid: extents of the grid, such as (14, 14).
+        prefix: tokens before the grid.
+        search, radius, impl: as in `attention`.
+
+    Returns:
+        A report of what was replaced, what not and why, which fills up as the calls come.
+
+    >>> import torch.nn.functional as F
+    >>> q = torch.randn(1, 2, 1 + 64, 8)
+    >>> with scram.patch_sdpa(grid=(8, 8), prefix=1) as report:
+    ...     _ = F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q[:, :, :9], q[:, :, :9])
+    >>> print(report)
+    1 of 2 calls of scaled_dot_product_attention went to SCRAM
+      1 x q [1, 2, 65, 8]: SCRAM
+      1 x q [1, 2, 65, 8], k [1, 2, 9, 8]: left alone: 65 queries and 9 keys, the grid has 1 + 8 x 8 = 65
+    """
+    patch = _Patch(grid, prefix, search, radius, impl)
+    with patch:
+        yield patch.report
+
+
+def _note_compiled(report: Report, why_not: str) -> None:
+    """Runs while a graph is traced. An append in the graph would make a new graph of every call."""
+    report.calls.append(Call((), (), why_not))
+
+
+def register_transformers(
+    name: str = "scram",
+    *,
+    grid: Sequence[int],
+    prefix: int = 0,
+    search: Search = Search(),  # noqa: B008 - frozen
+    radius: int | Sequence[int] = 1,
+    impl: str = "auto",
+) -> Report:
+    """Make SCRAM an attention implementation of the package transformers: `model.set_attn_implementation(name)`.
+
+    What `patch_sdpa` would leave alone runs as transformers' "sdpa" does, with the masks that it makes for it.
+
+    Args:
+        name: how models are told to use it; a second registration of the same name replaces the first.
+        grid, prefix, search, radius, impl: as in `patch_sdpa`.
+
+    Returns:
+        The report of all calls that models make by that name.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    patch = _Patch(grid, prefix, search, radius, impl)
+    plain = AttentionInterface()["sdpa"]
+
+    def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with patch:
+            return plain(module, *args, **kwargs)
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    return patch.report
+
+
+class _Patch(TorchFunctionMode):
+    """Sees every call of a torch function in its thread, also of functions imported by name."""
+
+    def __init__(
+        self, grid: Sequence[int], prefix: int, search: Search, radius: int | Sequence[int], impl: str
+    ) -> None:
+        super().__init__()
+        self.grid = check.grid(grid)
+        self.prefix = check.whole("prefix", prefix, 0)
+        check.settings(search, Search)
+        self.radius = check.radius(radius, len(self.grid))
+        self.search, self.impl = search, check.one_of("impl", impl, check.IMPLS)
+        self.tokens = prefix + math.prod(self.grid)
+        self.report = Report()
+        torch.compiler.assume_constant_result(_note_compiled)  # type: ignore[no-untyped-call] # loads the compiler
+        # torch hands us nn.MultiheadAttention's function whole; ours is its own code with the inner call replaced.
+        self.multi_head = _with_name(F.multi_head_attention_forward, "scaled_dot_product_attention", self.attention)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self.attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            if kwargs.get("need_weights", True):
+                self._note(args[0], args[1], "nn.MultiheadAttention was asked for its weights; pass need_weights=False")
+            return self.multi_head(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
+        why_not = self._why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        self._note(query, key, why_not)
+        if why_not:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
+        first, k_extra, v_extra = (x[:, :, : self.prefix] for x in heads)
+        q, k, v = (x[:, :, self.prefix :].reshape(*x.shape[:2], *self.grid, x.shape[-1]) for x in heads)
+        mask = None
+        if attn_mask is not None:
+            mask = attn_mask.expand(*q.shape[:2], 1, self.tokens).reshape(*q.shape[:2], *self.grid)
+        out = api.attention(
+            q,
+            k,
+            v,
+            search=self.search,
+            radius=self.radius,
+            causal=is_causal,
+            key_mask=mask,
+            scale=scale,
+            extra=(k_extra, v_extra) if self.prefix else None,
+            dropout_p=dropout_p,
+            impl=self.impl,
+        ).flatten(2, -2)
+        if self.prefix:
+            seen = self.prefix if is_causal else self.tokens
+            dense = F.scaled_dot_product_attention(
+                first,
+                heads[1][:, :, :seen],
+                heads[2][:, :, :seen],
+                None,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            out = torch.cat([dense, out], 2)
+        return out if query.ndim == 4 else out.squeeze(1)
+
+    def _note(self, query: Tensor, key: Tensor, why_not: str) -> None:
+        if torch.compiler.is_compiling():
+            _note_compiled(self.report, why_not)
+        else:
+            self.report.calls.append(Call(tuple(query.shape), tuple(key.shape), why_not))
+
+    def _why_not(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> str:
+        """The reason to leave a call to torch, "" for none."""
+        if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
+            return "tensors that are not dense"
+        if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
+            return f"{query.ndim} axes, not [B, H, N, E] or [B, N, E]"
+        if query.shape[-2] != self.tokens or key.shape[-2] != self.tokens or value.shape[-2] != self.tokens:
+            grid = f"{self.prefix} + {' x '.join(map(str, self.grid))} = {self.tokens}"
+            return f"{query.shape[-2]} queries and {key.shape[-2]} keys, the grid has {grid}"
+        grouped = query.ndim == 4 and key.shape[1] != query.shape[1]
+        if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not enable_gqa):
+            return "batches or heads that broadcast"
+        if not key.dtype == query.dtype == value.dtype or query.dtype not in check.DTYPES:
+            return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
+        if not key.device == query.device == value.device:
+            return "tensors on several devices"
+        if scale is not None and not scale > 0:
+            return f"a scale of {scale}"
+        if not dropout_p < 1:
+            return f"a dropout of {dropout_p}"
+        if attn_mask is None:
+            return ""
+        if attn_mask.dtype != torch.bool:
+            return "a float bias, which the search would have to know"
+        if self.prefix or is_causal:
+            return "a mask beside prefix tokens or causal order"
+        if attn_mask.ndim < 2 or attn_mask.ndim > query.ndim or attn_mask.shape[-2] != 1:
+            return "a mask that differs between queries"
+        return "a mask over [B, N, E]" if query.ndim == 3 else ""
+
+
+def _with_name(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any]:
+    """A copy of a Python function in which the global `name` is `value`."""
+    assert isinstance(function, FunctionType)
+    names = {**function.__globals__, name: value, "has_torch_function": _none}
+    del names["__name__"]  # torch.compile would look the names up in the module again
+    copy = FunctionType(function.__code__, names, function.__name__)
+    copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return copy
+
+
+def _none(tensors: Any) -> bool:
+    return False  # the mode has seen the call; a tensor subclass would send it round again

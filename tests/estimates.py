@@ -1,0 +1,128 @@
+"""One table of estimates for every implementation: a case of `cases`, and how it is estimated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import scram
+from cases import Case, Tensors, gradients, make_tensors, named
+
+HYBRID = scram.Hybrid(samples=9, seed=11)
+CELLS = scram.Hybrid(samples=12, stratified=True, seed=11)
+SNIS = scram.Snis(samples=17, alpha=0.4, bandwidth=0.8, seed=11)
+WALKS = scram.MetropolisHastings(samples=17, chains_per_mode=2, bandwidth=0.8, seed=11)
+
+
+@dataclass(frozen=True)
+class Estimated:
+    case: Case
+    method: scram.estimators.Estimator
+
+    def __str__(self) -> str:
+        return f"{type(self.method).__name__}-{self.case}"
+
+
+ESTIMATES = [
+    Estimated(named("rank 1"), HYBRID),
+    Estimated(named("rank 2"), replace(HYBRID, samples=1)),
+    Estimated(named("rank 3"), HYBRID),
+    Estimated(named("rank 4"), CELLS),
+    Estimated(named("unequal grids"), replace(HYBRID, samples=1000)),
+    Estimated(named("one key"), HYBRID),
+    Estimated(named("causal"), HYBRID),
+    Estimated(named("causal, masked, separated"), CELLS),
+    Estimated(named("mask of the batch"), CELLS),
+    Estimated(named("mask of each head"), HYBRID),
+    Estimated(named("one row fully masked"), HYBRID),
+    Estimated(named("grouped heads"), HYBRID),
+    Estimated(named("one key head"), CELLS),
+    Estimated(named("width 3, values 60"), CELLS),
+    Estimated(named("radius per axis"), HYBRID),
+    Estimated(named("radius over the grid"), HYBRID),
+    Estimated(named("strided"), HYBRID),
+    Estimated(named("empty batch"), HYBRID),
+    Estimated(named("float64"), CELLS),
+    Estimated(named("float16"), HYBRID),
+    Estimated(named("bfloat16"), HYBRID),
+    Estimated(named("bfloat16 l2"), CELLS),
+    Estimated(named("cosine"), HYBRID),
+    Estimated(named("extra and a masked row"), HYBRID),
+    Estimated(named("rank 1"), replace(SNIS, samples=1)),
+    Estimated(named("rank 2"), replace(SNIS, alpha=0.0)),
+    Estimated(named("rank 3"), replace(SNIS, bandwidth=100.0)),
+    Estimated(named("unequal grids"), SNIS),
+    Estimated(named("one key"), SNIS),
+    Estimated(named("causal, masked, separated"), SNIS),
+    Estimated(named("mask of the batch"), SNIS),
+    Estimated(named("one row fully masked"), SNIS),
+    Estimated(named("one key head"), SNIS),
+    Estimated(named("strided"), SNIS),
+    Estimated(named("empty batch"), SNIS),
+    Estimated(named("float64"), SNIS),
+    Estimated(named("float16"), SNIS),
+    Estimated(named("bfloat16 l2"), SNIS),
+    Estimated(named("extra and a masked row"), SNIS),
+    Estimated(named("rank 2"), replace(WALKS, samples=3, burn_in=2)),
+    Estimated(named("rank 4"), WALKS),
+    Estimated(named("unequal grids"), replace(WALKS, burn_in=4)),
+    Estimated(named("radius 0, kappa 1"), replace(WALKS, chains_per_mode=1)),
+    Estimated(named("one key"), WALKS),
+    Estimated(named("causal, masked, separated"), WALKS),
+    Estimated(named("one row fully masked"), WALKS),
+    Estimated(named("one key head"), WALKS),
+    Estimated(named("empty batch"), WALKS),
+    Estimated(named("float64"), WALKS),
+    Estimated(named("bfloat16 l2", extra=0), WALKS),
+]
+
+
+def estimated(name: str) -> Estimated:
+    """The row that prints so."""
+    return next(one for one in ESTIMATES if str(one) == name)
+
+
+def run_estimate(one: Estimated, tensors: Tensors, leaves: list[Tensor], impl: str) -> scram.Estimate:
+    q, k, v, *extra = leaves
+    return scram.estimate(
+        q,
+        k,
+        v,
+        tensors.matches,
+        method=one.method,
+        radius=one.case.radius,
+        causal=one.case.causal,
+        key_mask=tensors.key_mask,
+        score=one.case.score,
+        extra=tuple(extra) if extra else None,
+        impl=impl,
+    )
+
+
+def everything(one: Estimated, tensors: Tensors, impl: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """out, lse and all gradients; and the diagnostics."""
+    leaves = tensors.leaves(dtype)
+    made = run_estimate(one, tensors, leaves, impl)
+    lse = torch.zeros(made.out.shape[:-1], device=made.out.device) if made.lse is None else made.lse
+    exact = [made.out.detach().cpu(), lse.detach().cpu()]
+    grads = gradients(scram.Attended(made.out.cpu(), lse.cpu()), leaves)
+    told = [made.variance, made.ess, made.acceptance, made.rhat]
+    return exact + [x.cpu() for x in grads], [x.cpu() for x in told if x is not None]
+
+
+def size(x: Tensor) -> float:
+    return float(torch.where(x.isfinite(), x.double(), 0).norm())
+
+
+def assert_told(truth: list[Tensor], told: list[Tensor]) -> None:
+    """Diagnostics to a percent: they are estimates themselves."""
+    for exact, ours in zip(truth, told, strict=True):
+        assert ours.shape == exact.shape
+        assert (ours.isfinite() == exact.isfinite()).all()
+        assert size(torch.where(exact.isfinite(), ours.double() - exact, 0)) <= 0.01 * size(exact) + 1e-9
+
+
+def tensors_of(one: Estimated, seed: int = 0) -> Tensors:
+    return make_tensors(one.case, seed)

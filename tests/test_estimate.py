@@ -1,0 +1,409 @@
+"""What an estimate is, in every implementation: the table against the reference, draws and formulas in plain Python."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import plain
+import scram
+from cases import IMPLS, assert_as_near_float64
+from estimates import ESTIMATES, HYBRID, SNIS, WALKS, assert_told, estimated, everything, run_estimate, size, tensors_of
+from scram import draws
+from scram.grid import LegalKeys
+
+WORD = 1 << 32
+
+
+@pytest.mark.parametrize("one", ESTIMATES, ids=str)
+@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "reference"])
+def test_as_near_float64_as_the_reference(one, impl):
+    tensors = tensors_of(one)
+    truth, told_truth = everything(one, tensors, "reference", torch.float64)
+    same, _ = everything(one, tensors, "reference", one.case.dtype)
+    ours, told = everything(one, tensors, impl, one.case.dtype)
+    assert_as_near_float64(truth, same, ours, size)
+    assert_told(told_truth, told)
+
+
+def step_weights(method, key_grid):
+    """Integer weights of the steps -R..R, from the definition."""
+    reach = min(math.ceil(4 * method.bandwidth), max(key_grid) - 1)
+    weights = [math.exp(-0.5 * (d / method.bandwidth) ** 2) for d in range(-reach, reach + 1)]
+    return {d: round(2**30 * w / sum(weights)) for d, w in zip(range(-reach, reach + 1), weights, strict=True)}
+
+
+def take(weights, bits):
+    """The step that the bits draw from {step: weight}."""
+    target = bits * sum(weights.values()) // WORD
+    for step, weight in weights.items():
+        if target < weight:
+            return step
+        target -= weight
+    raise AssertionError
+
+
+def on_axis(weights, centre, extent):
+    return {d: w for d, w in weights.items() if 0 <= centre + d < extent}
+
+
+class Plain:
+    """One row of a case in plain Python."""
+
+    def __init__(self, one, row):
+        self.one, self.case, self.row = one, one.case, row
+        self.tensors = tensors_of(one)
+        batch, head = plain.key_head(self.case, row)
+        k = self.tensors.k[batch, head].double().reshape(self.case.keys, -1)
+        self.v = self.tensors.v[batch, head].double().reshape(self.case.keys, -1)
+        q = self.tensors.q[batch, row % self.case.heads].double().reshape(-1, k.shape[1])
+        self.a = q @ k.T / k.shape[1] ** 0.5
+        self.places = plain.points(self.case.keys_grid)
+        index = self.tensors.matches.index[batch, row % self.case.heads]
+        self.matches = [[j for j in m if 0 <= j < self.case.keys] for m in index.reshape(-1, self.case.kappa).tolist()]
+
+    def legal(self, i):
+        return [j for j in plain.allowed(self.case, self.tensors, self.row) if not self.case.causal or j <= i]
+
+    def bits(self, *counters):
+        return plain.noise(11, self.row, *counters)
+
+    def density(self, i, j):
+        """r_i(j)."""
+        method, grid, modes = self.one.method, self.case.keys_grid, self.matches[i]
+        weights, total = step_weights(method, grid), 0.0
+        for m in modes:
+            g = 1.0
+            for axis, extent in enumerate(grid):
+                here = on_axis(weights, self.places[m][axis], extent)
+                g *= here.get(self.places[j][axis] - self.places[m][axis], 0) / sum(here.values())
+            total += g / len(modes)
+        alpha = method.alpha if modes else 0.0
+        return alpha * total + (1 - alpha) / len(self.legal(i))
+
+    def snis_keys(self, i):
+        method, modes, legal = self.one.method, self.matches[i], self.legal(i)
+        keys = []
+        for t in range(method.samples):
+            if modes and self.bits(i, t, 0) < int(method.alpha * WORD):
+                mode = self.places[modes[self.bits(i, t, 1) * len(modes) // WORD]]
+                place = []
+                for axis, extent in enumerate(self.case.keys_grid):
+                    steps = on_axis(step_weights(method, self.case.keys_grid), mode[axis], extent)
+                    place.append(mode[axis] + take(steps, self.bits(i, t, 2 + axis)))
+                keys.append(plain.flat(place, self.case.keys_grid))
+            elif legal:
+                keys.append(legal[self.bits(i, t, 1) * len(legal) // WORD])
+        return [j for j in keys if j in legal]
+
+    def walk_keys(self, i):
+        """The states that count, and how many steps moved."""
+        method, legal, grid = self.one.method, self.legal(i), self.case.keys_grid
+        modes = [m for m in self.matches[i] if m in legal]
+        chains = min(len(modes) * method.chains_per_mode, method.samples)
+        weights, states, accepted = step_weights(method, grid), [], 0
+        for chain in range(chains):
+            key = modes[chain // method.chains_per_mode]
+            length = method.samples // chains + (chain < method.samples % chains)
+            for step in range(method.burn_in + length):
+                moves = [take(weights, self.bits(i, chain, step, axis)) for axis in range(len(grid))]
+                to = plain.flat([c + d for c, d in zip(self.places[key], moves, strict=True)], grid)
+                u = (self.bits(i, chain, step, len(grid)) + 0.5) / WORD
+                moved = to in legal and to != key and u < math.exp(min(float(self.a[i, to] - self.a[i, key]), 0.0))
+                key = to if moved else key
+                if step >= method.burn_in:
+                    states.append(key)
+                    accepted += moved
+        return states, accepted
+
+
+SNIS_ROWS = ["Snis-rank-2", "Snis-unequal-grids", "Snis-causal,-masked,-separated"]
+
+
+@pytest.mark.parametrize("name", SNIS_ROWS)
+def test_snis_in_plain_python(impl, name):
+    one = replace(estimated(name), case=replace(estimated(name).case, dtype=torch.float64))
+    made = run_estimate(one, tensors_of(one), tensors_of(one).leaves(torch.float64), impl)
+    row = one.case.batch * one.case.heads - 1
+    rule = Plain(one, row)
+    out, lse, variance, ess = (x.flatten(0, 1)[row].flatten(0, x.ndim - 3 - (x.ndim == made.out.ndim)).detach()
+                               for x in (made.out, made.lse, made.variance, made.ess))  # fmt: skip
+    for i in range(len(plain.points(one.case.grid))):
+        keys = rule.snis_keys(i)
+        if not keys:
+            assert out[i].eq(0).all()
+            assert variance[i].eq(torch.inf).all()
+            assert (float(ess[i]), float(lse[i])) == (0.0, -math.inf)
+            continue
+        w = torch.stack([(rule.a[i, j] - math.log(rule.density(i, j))).exp() for j in keys])
+        mean = (w[:, None] * rule.v[keys]).sum(0) / w.sum()
+        torch.testing.assert_close(out[i], mean)
+        torch.testing.assert_close(lse[i], (w.sum() / one.method.samples).log())
+        torch.testing.assert_close(variance[i], ((w / w.sum())[:, None] * (rule.v[keys] - mean)).square().sum(0))
+        torch.testing.assert_close(ess[i], w.sum() ** 2 / w.square().sum())
+
+
+WALK_ROWS = [
+    "MetropolisHastings-rank-2",
+    "MetropolisHastings-unequal-grids",
+    "MetropolisHastings-causal,-masked,-separated",
+]
+
+
+@pytest.mark.parametrize("name", WALK_ROWS)
+def test_metropolis_in_plain_python(impl, name):
+    one = replace(estimated(name), case=replace(estimated(name).case, dtype=torch.float64))
+    made = run_estimate(one, tensors_of(one), tensors_of(one).leaves(torch.float64), impl)
+    row = one.case.batch * one.case.heads - 1
+    rule = Plain(one, row)
+    out = made.out.detach().flatten(0, 1)[row].flatten(0, -2)
+    acceptance = made.acceptance.flatten(0, 1)[row].flatten()
+    for i in range(len(out)):
+        states, accepted = rule.walk_keys(i)
+        if not states:
+            assert out[i].eq(0).all()
+            continue
+        assert len(states) == one.method.samples
+        torch.testing.assert_close(out[i], rule.v[states].mean(0))
+        assert float(acceptance[i]) == pytest.approx(accepted / len(states))
+
+
+@pytest.mark.parametrize(
+    "name", ["Hybrid-rank-2", "Hybrid-causal", "Hybrid-mask-of-each-head", "Hybrid-radius-per-axis"]
+)
+def test_hybrid_in_plain_python(impl, name):
+    one = replace(estimated(name), case=replace(estimated(name).case, dtype=torch.float64))
+    made = run_estimate(one, tensors_of(one), tensors_of(one).leaves(torch.float64), impl)
+    row = one.case.batch * one.case.heads - 1
+    rule = Plain(one, row)
+    open_keys = plain.allowed(one.case, rule.tensors, row)
+    drawn = sorted(open_keys, key=lambda j: (rule.bits(j), j))[: one.method.samples]
+    radius = one.case.radius if isinstance(one.case.radius, tuple) else (one.case.radius,) * len(one.case.grid)
+    out, lse, variance = (x.detach().flatten(0, 1)[row] for x in (made.out, made.lse, made.variance))
+    out, lse, variance = out.flatten(0, -2), lse.flatten(), variance.flatten(0, -2)
+    for i in range(len(out)):
+        legal = rule.legal(i)
+        head = [
+            j
+            for j in legal
+            if any(
+                all(abs(x - y) <= b for x, y, b in zip(rule.places[j], rule.places[m], radius, strict=True))
+                for m in rule.matches[i]
+            )
+        ]
+        tail = [j for j in drawn if j in legal and j not in head]
+        left = len(legal) - len(head)
+        w = torch.cat([rule.a[i, head].exp(), rule.a[i, tail].exp() * left / max(len(tail), 1)])
+        p = w / w.sum()
+        mean = p @ rule.v[head + tail]
+        torch.testing.assert_close(out[i], mean)
+        torch.testing.assert_close(lse[i], w.sum().log())
+        r = p[len(head) :, None] * (rule.v[tail] - mean)
+        m = len(tail)
+        expected = torch.zeros_like(mean)
+        if m < left:
+            spread = (r - r.mean(0)).square().sum(0)
+            expected = (1 - m / left) * m / (m - 1) * spread if m >= 2 else expected + torch.inf
+        torch.testing.assert_close(variance[i], expected)
+
+
+def features(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def problem(batch=1, heads=2, grid=(7, 8), width=4, kappa=2, causal=False, seed=0):
+    q, k, v = (features(batch, heads, *grid, width, seed=seed + n) for n in range(3))
+    found = scram.search(q, k, search=scram.Search(matches=kappa, seed=0), causal=causal, impl="numba")
+    return q, k, v, found
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_full_tail_is_exact_with_variance_0(impl, stratified, causal, masked):
+    q, k, v, found = problem(causal=causal)
+    mask = features(1, 7, 8, seed=9) < 0.4 if masked else None
+    how = {"causal": causal, "key_mask": mask}
+    made = scram.estimate(q, k, v, found, method=scram.Hybrid(56, stratified, seed=3), impl=impl, **how)
+    truth = scram.exact_attention(q, k, v, **how)
+    torch.testing.assert_close(made.out, truth.out)
+    torch.testing.assert_close(made.lse, truth.lse)
+    assert made.variance.eq(0).all()
+
+
+def test_one_key_of_each_cell_stands_for_the_cell():
+    q = features(1, 1, 6, 9, 2)
+    mask = features(1, 6, 9, seed=4) < 0.5
+    mask[0, :3, :3] = False
+    legal = LegalKeys.of(q, q, False, mask)
+    names, for_keys = draws.shared_tail(draws.ranked_keys(q, legal, torch.tensor(5)), (6, 9), 6, True)
+    assert draws.cell_counts((6, 9), 6) == (2, 3)
+    expected = {}
+    for corner in range(6):
+        low = (corner // 3 * 3, corner % 3 * 3)
+        cell = [9 * y + x for y in range(low[0], low[0] + 3) for x in range(low[1], low[1] + 3) if mask[0, y, x]]
+        if cell:
+            expected[min(cell, key=lambda j: (plain.noise(5, 0, j), j))] = len(cell)
+    found = dict(zip(names[0].tolist(), for_keys[0].tolist(), strict=True))
+    assert found.pop(draws.NONE) == 0
+    assert found == expected
+    assert names[0].tolist() == [*sorted(expected), *[draws.NONE] * (6 - len(expected))]
+
+
+def test_sampling_a_flat_distribution_loses_nothing(impl):
+    q, k, v, found = problem()
+    made = scram.estimate(q * 0, k, v, found, method=scram.Snis(32, 0.0, seed=0), impl=impl)
+    torch.testing.assert_close(made.ess, torch.full_like(made.ess, 32))
+    torch.testing.assert_close(made.lse, torch.full_like(made.lse, math.log(56)))
+
+
+def test_effective_samples_are_at_most_the_samples(impl):
+    q, k, v, found = problem()
+    made = scram.estimate(3 * q, k, v, found, method=scram.Snis(40, 0.5, 0.7, seed=0), impl=impl)
+    assert (made.ess <= 40 + 1e-9).all()
+    assert (made.ess >= 1 - 1e-9).all()
+    assert made.ess.median() < 30
+
+
+@pytest.mark.parametrize("method", [HYBRID, SNIS, WALKS], ids=lambda method: type(method).__name__)
+def test_the_seed_is_torchs(impl, method):
+    q, k, v, found = problem()
+
+    def run(seed):
+        return scram.estimate(q, k, v, found, method=replace(method, seed=seed), impl=impl).out
+
+    torch.manual_seed(3)
+    first, second = run(None), run(None)
+    torch.manual_seed(3)
+    assert torch.equal(run(None), first)
+    assert not torch.equal(first, second)
+    assert torch.equal(run(torch.tensor(4)), run(4))
+
+
+def test_a_nan_stays_where_it_is(impl):
+    q, k, v, found = problem(heads=1, causal=True)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        x[0, 0, 3, 3] = torch.nan
+        made = scram.estimate(q, k, v, found, method=scram.Hybrid(56, seed=0), causal=True, impl=impl)
+        x[0, 0, 3, 3] = 0
+        bad = made.out[0, 0].isnan().any(-1).flatten()
+        expected = torch.zeros(56, dtype=torch.bool)
+        expected[27 : 28 if name == "q" else None] = True
+        assert torch.equal(bad, expected), name
+
+
+def test_gradients_of_the_hybrid_and_of_snis_in_float64(impl):
+    leaves = [features(1, 1, 3, 3, 2, seed=n).requires_grad_() for n in range(3)]
+    extra = [features(1, 1, 1, 2, seed=n + 5).requires_grad_() for n in range(2)]
+    found = scram.Matches(torch.tensor([4, -1, 0, 8, 3, 2, 9, 1, 5], dtype=torch.int32).reshape(1, 1, 3, 3, 1),
+                          torch.zeros(1, 1, 3, 3, 1), (3, 3))  # fmt: skip
+    for method in (scram.Hybrid(4, seed=1), scram.Snis(5, 0.5, 0.6, seed=1)):
+
+        def run(q, k, v, k_extra, v_extra, method=method):
+            made = scram.estimate(q, k, v, found, method=method, radius=0, extra=(k_extra, v_extra), impl=impl)
+            return made.out, made.lse
+
+        assert torch.autograd.gradcheck(run, [*leaves, *extra])
+
+
+def test_diagnostics_carry_no_gradient(impl):
+    q, k, v, found = problem()
+    q.requires_grad_()
+    for method in (HYBRID, SNIS, WALKS):
+        made = scram.estimate(q, k, v, found, method=method, impl=impl)
+        assert made.out.requires_grad
+        for x in (made.variance, made.ess, made.acceptance, made.rhat):
+            assert x is None or not x.requires_grad
+
+
+def test_an_estimate_says_what_is_wrong_with_it():
+    q, k, v, found = problem()
+    sharp = scram.estimate(30 * q, k, v, found, method=scram.Snis(64, 0.0, seed=0))
+    assert any("effective samples under 5%" in words for words in sharp.warnings)
+    assert "warning: effective samples under 5 % of 64 for" in str(sharp)
+    assert "effective samples: median" in str(sharp)
+    stuck = scram.estimate(30 * q, k, v, found, method=scram.MetropolisHastings(64, seed=0))
+    assert any("acceptance under 10%" in words for words in stuck.warnings)
+    assert any("rhat over 1.1" in words for words in stuck.warnings)
+    few = scram.estimate(q, k, v, found, method=scram.Hybrid(1, seed=0))
+    assert any("variance unknown" in words for words in few.warnings)
+    fine = scram.estimate(q, k, v, found, method=scram.Hybrid(40, seed=0))
+    assert fine.warnings == []
+    assert "no warnings" in str(fine)
+    assert repr(fine) == "Estimate(out (1, 2, 7, 8, 4) by Hybrid(samples=40, stratified=False, seed=0))"
+
+
+def test_an_estimate_names_its_worst_query():
+    ess = torch.full((1, 2, 3, 4), 9.0)
+    ess[0, 1, 2, 1] = 2.0
+    made = scram.Estimate(torch.ones(1, 2, 3, 4, 5), None, None, ess, None, None, scram.Snis(10))
+    assert "effective samples: median 9.0, worst 2.0 (batch 0, head 1, query 9)" in str(made)
+
+
+@pytest.mark.parametrize(("name", "row"), [("tail", "Hybrid-mask-of-each-head"), ("sample", "Snis-one-key-head")])
+def test_operators_are_what_torch_expects_of_them(name, row):
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(getattr(torch.ops.scram, name), _arguments(name, estimated(row)), test_utils=checks)
+
+
+def _arguments(name, one):
+    """What the operator of that name is called with for a row of the table."""
+    seen = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is getattr(torch.ops.scram, name).default:
+                seen.append(args)
+            return func(*args, **(kwargs or {}))
+
+    tensors = tensors_of(one)
+    with Spy():
+        run_estimate(one, tensors, [x.detach() for x in tensors.leaves(torch.float32)], "numba")
+    return tuple(x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in seen[0])
+
+
+@pytest.mark.parametrize("method", [HYBRID, SNIS, WALKS], ids=lambda method: type(method).__name__)
+def test_compiles_into_one_graph(method):
+    q, k, v, found = problem(grid=(4, 5))
+    q.requires_grad_()
+
+    def run(q, k, v):
+        return scram.estimate(q, k, v, found, method=method, impl="numba").out.square().sum()
+
+    eager, fast = run(q, k, v), torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.testing.assert_close(eager, fast)
+    torch.testing.assert_close(*(torch.autograd.grad(x, q)[0] for x in (eager, fast)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own forward mode
+@pytest.mark.parametrize("method", [HYBRID, SNIS], ids=lambda method: type(method).__name__)
+def test_what_an_engine_cannot_differentiate_is_refused(method):
+    q, k, v, found = problem(grid=(4, 5))
+    q.requires_grad_()
+    out = scram.estimate(q, k, v, found, method=method, impl="numba").out
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(grad.sum(), q)
+    q = q.detach()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        scram.estimate(forward_ad.make_dual(q, q), k, v, found, method=method, impl="numba")
+
+
+def test_matches_of_inference_mode_serve_training():
+    q, k, v, _ = problem()
+    q.requires_grad_()
+    with torch.inference_mode():
+        found = scram.search(q, k, search=scram.Search(seed=0), impl="numba")
+    for method in (HYBRID, SNIS, WALKS):
+        scram.estimate(q, k, v, found, method=method, impl="numba").out.sum().backward()
+    assert q.grad.abs().sum() > 0
+
+
+def test_a_callable_score_runs_in_the_reference():
+    q, k, v, found = problem(heads=1, grid=(4, 4))
+    for method in (HYBRID, SNIS, WALKS):
+        own = scram.estimate(q, k, v, found, method=method, score=lambda a, b: (a * b).sum(-1), scale=0.5)
+        dot = scram.estimate(q, k, v, found, method=method, scale=0.5, impl="reference")
+        torch.testing.assert_close(own.out, dot.out)

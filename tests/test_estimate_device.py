@@ -1,0 +1,56 @@
+"""The Triton estimators on a CUDA device: rows of the table, repeatable gradients, a NaN that stays where it is."""
+
+import pytest
+import torch
+
+import scram
+from cases import assert_as_near_float64
+from estimates import ESTIMATES, assert_told, everything, size, tensors_of
+from test_gpu_device import on_device
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("one", [one for one in ESTIMATES if one.case.dtype != torch.float64], ids=str)
+def test_as_near_float64_as_the_reference(one):
+    tensors = tensors_of(one)
+    truth, told_truth = everything(one, tensors, "reference", torch.float64)
+    same, _ = everything(one, tensors, "reference", one.case.dtype)
+    ours, told = everything(one, on_device(tensors), "triton", one.case.dtype)
+    assert_as_near_float64(truth, same, ours, size)
+    assert_told(told_truth, told)
+
+
+METHODS = [
+    scram.Hybrid(64, seed=0),
+    scram.Snis(64, 0.3, seed=0),
+    scram.MetropolisHastings(32, seed=0),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_repeatable_gradients_have_the_same_bits(method):
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            leaves = [x.requires_grad_() for x in torch.randn(3, 1, 2, 24, 24, 16, device="cuda").unbind()]
+            matches = scram.search(*leaves[:2], search=scram.Search(matches=2, seed=1))
+            made = scram.estimate(*leaves, matches, method=method, impl="triton")
+            found.append(torch.autograd.grad(made.out.square().sum(), leaves))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_later_value_of_nan_reaches_no_earlier_query():
+    q, k, v = torch.randn(3, 1, 1, 12, 12, 16, device="cuda").unbind()
+    v[0, 0, 6, 0] = torch.nan
+    found = scram.search(q, k, search=scram.Search(seed=1), causal=True)
+    out = scram.estimate(q, k, v, found, method=scram.Hybrid(144, seed=0), causal=True, impl="triton").out.flatten(2, 3)
+    assert out[0, 0, :72].isfinite().all()
+    assert out[0, 0, 72:].isnan().all()

@@ -1,0 +1,53 @@
+"""The Triton estimators on the CPU, in Triton's interpreter; like test_gpu_interpreter.py in a process of its own."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cases import assert_as_near_float64, named
+from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, assert_told, everything, size, tensors_of
+from test_gpu_interpreter import INTERPRETED, _quick, interpreted, launched  # noqa: F401
+
+SMALL = {"grid": (3, 4), "kappa": 2}
+ROWS = [
+    (Estimated(named("causal, masked, separated", **SMALL), CELLS), False),
+    (Estimated(named("rank 1", grid=(9,), extra=1), HYBRID), False),
+    (Estimated(named("one key head", grid=(2, 3), width=70, value_width=70), HYBRID), False),
+    (Estimated(named("empty batch"), HYBRID), False),
+    (Estimated(named("causal, masked, separated", **SMALL), replace(SNIS, samples=7)), True),
+    (Estimated(named("extra and a masked row", **SMALL), replace(SNIS, samples=7)), False),
+    (Estimated(named("rank 3", grid=(2, 2, 3)), replace(WALKS, samples=7, burn_in=1)), False),
+    (Estimated(named("one row fully masked", grid=(3, 3)), replace(WALKS, samples=6, chains_per_mode=1)), True),
+]
+KERNELS = {
+    "Hybrid": ["rank_kernel", "tail_kernel", "queries_kernel", "keys_kernel"],
+    "Snis": ["draw_kernel", "visit_kernel", "draw_kernel", "visit_backward_kernel"],
+    "MetropolisHastings": ["walk_kernel", "visit_kernel", "walk_kernel", "visit_backward_kernel"],
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="already there")
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert f"{len(ROWS)} passed" in done.stdout, done.stdout[-500:]
+
+
+@interpreted
+@pytest.mark.parametrize(("one", "repeatable"), ROWS, ids=str)
+def test_as_near_float64_as_the_reference(one, repeatable, launched, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    tensors = tensors_of(one)
+    truth, told_truth = everything(one, tensors, "reference", torch.float64)
+    same, _ = everything(one, tensors, "reference", one.case.dtype)
+    ours, told = everything(one, tensors, "triton", one.case.dtype)
+    assert_as_near_float64(truth, same, ours, size)
+    assert_told(told_truth, told)
+    ours = [name for name in launched if name not in ("attend_kernel", "backward_kernel")]
+    assert ours == (KERNELS[type(one.method).__name__] if one.case.batch else [])

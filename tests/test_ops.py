@@ -1,0 +1,87 @@
+"""The engines as torch operators: what torch must see, it sees; a plain call spares the dispatcher."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import scram
+from scram import ops
+
+SETTINGS = scram.Search(matches=2, seed=0)
+
+
+@pytest.fixture
+def tensors():
+    return torch.randn(3, 1, 2, 5, 6, 4).unbind()
+
+
+class Told(TorchDispatchMode):
+    """The operators of ours that pass."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "scram":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_a_mode_sees_the_operators_and_changes_nothing(tensors):
+    plain = scram.attention(*tensors, search=SETTINGS, impl="numba")
+    mode = Told()
+    mode.names = []
+    with mode:
+        seen = scram.attention(*tensors, search=SETTINGS, impl="numba")
+    assert mode.names == ["search", "attend"]
+    assert torch.equal(plain, seen)
+
+
+def test_torch_is_idle_for_plain_tensors_only(tensors):
+    q, k, _ = tensors
+    assert ops._idle((q, k, None))
+    assert ops._idle((torch.nn.Parameter(q), k))
+    assert not ops._idle((q.as_subclass(Subclass), k))
+    asked = []
+    torch.vmap(lambda x: (asked.append(ops._idle((x,))), x)[1])(q)
+    assert asked == [False]
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_gradients_are_the_same_with_and_without_the_dispatcher(tensors, seen, monkeypatch):
+    given = []
+    for idle in (True, False):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        monkeypatch.setattr(ops, "_idle", lambda _, idle=idle: idle)
+        found = scram.search(*leaves[:2], search=SETTINGS, impl="numba")
+        out, lse = scram.attend(*leaves, found, impl="numba")
+        given.append(torch.autograd.grad(out.square().sum() + (lse.sum() if seen else 0), leaves))
+    for one, other in zip(*given, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_second_derivatives_are_refused_without_the_dispatcher_too(tensors):
+    q, k, v = (x.clone().requires_grad_() for x in tensors)
+    out = scram.attention(q, k, v, search=SETTINGS, impl="numba")
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(first.sum(), q)
+
+
+def test_compiles_in_one_graph(tensors):
+    def call(q, k, v):
+        return scram.attention(q, k, v, search=SETTINGS, impl="numba")
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*tensors), call(*tensors))
+
+
+def test_the_operators_keep_their_schemas(tensors):
+    q, k, v = tensors
+    how = (2, 0, 2, [2, 1], "both", 1, False, "numba")
+    torch.library.opcheck(torch.ops.scram.search, (q, k, torch.tensor(0), None, None, *how))
+    index = scram.search(q, k, search=SETTINGS, impl="numba").index
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    how = ([1, 1], False, 0.5, "softmax", 0.0, "numba")
+    torch.library.opcheck(torch.ops.scram.attend, (*leaves, index, None, None, None, None, *how))

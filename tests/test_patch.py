@@ -1,0 +1,237 @@
+"""SCRAM inside models that call torch's attention: what is replaced, what is left alone, and what the report says."""
+
+import re
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as imported
+
+import scram
+from test_compile import graphs_are
+
+GRID = (4, 5)
+WHOLE = {"grid": GRID, "search": scram.Search(sweeps=0), "radius": 99}  # every window covers the grid
+
+
+def tensors(tokens=21, heads=2, key_heads=2, dtype=torch.float32):
+    shapes = [(2, heads, tokens, 8), (2, key_heads, tokens, 8), (2, key_heads, tokens, 6)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+TAKEN = {
+    "plain": (0, {}, {}),
+    "class token": (1, {}, {}),
+    "registers": (5, {}, {"scale": 0.3}),
+    "causal": (0, {}, {"is_causal": True}),
+    "causal after a prefix": (3, {}, {"is_causal": True}),
+    "grouped heads": (2, {"heads": 4}, {"enable_gqa": True}),
+    "key mask": (0, {}, {"attn_mask": torch.arange(40).reshape(2, 1, 1, 20) % 3 > 0}),
+    "one key mask for all": (0, {}, {"attn_mask": torch.arange(20).reshape(1, 20) % 3 > 0}),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_covering_window_changes_nothing(name):
+    prefix, shape, how = TAKEN[name]
+    leaves = tensors(prefix + 20, **shape)
+    want = F.scaled_dot_product_attention(*leaves, **how)
+    with scram.patch_sdpa(**WHOLE, prefix=prefix) as report:
+        for function in (F.scaled_dot_product_attention, imported):
+            out = function(*leaves, **how)
+            torch.testing.assert_close(out, want)
+            grads = torch.autograd.grad(out.square().sum(), leaves)
+            torch.testing.assert_close(grads, torch.autograd.grad(want.square().sum(), leaves, retain_graph=True))
+    assert (report.replaced, report.left_alone) == (2, 0)
+    assert (F.scaled_dot_product_attention(*leaves, **how) == want).all()
+
+
+def test_three_axes():
+    q, k, v = (x[:, 0] for x in tensors())
+    with scram.patch_sdpa(**WHOLE, prefix=1) as report:
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert report.replaced == 1
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
+
+
+def test_it_is_scram_that_answers():
+    q, k, v = tensors(20)
+    search = scram.Search(seed=3)
+    with scram.patch_sdpa(grid=GRID, search=search, radius=0):
+        out = F.scaled_dot_product_attention(q, k, v)
+    parts = [x.unflatten(2, GRID) for x in (q, k, v)]
+    assert (out.unflatten(2, GRID) == scram.attention(*parts, search=search, radius=0)).all()
+
+
+LEFT = {
+    "another length": (tensors(19), {}, r"19 queries and 19 keys, the grid has 1 \+ 4 x 5 = 21"),
+    "a float bias": (tensors(), {"attn_mask": torch.zeros(21, 21)}, "a float bias"),
+    "a mask beside a prefix": (tensors(), {"attn_mask": torch.ones(1, 1, 1, 21, dtype=torch.bool)}, "beside prefix"),
+    "a negative scale": (tensors(), {"scale": -1.0}, "a scale of -1.0"),
+    "heads that broadcast": (tensors(key_heads=1), {}, "broadcast"),
+    "five axes": ([x.unsqueeze(0) for x in tensors()], {}, "5 axes"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_alone(name):
+    leaves, how, why = LEFT[name]
+    want = F.scaled_dot_product_attention(*leaves, **how)
+    with scram.patch_sdpa(**WHOLE, prefix=1) as report:
+        out = F.scaled_dot_product_attention(*leaves, **how)
+    assert (out == want).all()
+    assert (report.replaced, report.left_alone) == (0, 1)
+    assert re.search(why, report.calls[0].why_not)
+
+
+def test_a_mask_between_queries_is_left_alone():
+    leaves = tensors(20)
+    mask = torch.ones(20, 20, dtype=torch.bool).tril()
+    with scram.patch_sdpa(**WHOLE) as report:
+        F.scaled_dot_product_attention(*leaves, mask)
+        F.scaled_dot_product_attention(*(x[:, 0] for x in leaves), mask[:, :1].T)
+    assert [call.why_not for call in report.calls] == ["a mask that differs between queries", "a mask over [B, N, E]"]
+
+
+def test_torch_still_says_what_is_wrong():
+    q, k, v = tensors()
+    with scram.patch_sdpa(**WHOLE, prefix=1), pytest.raises(RuntimeError, match="dtype"):
+        F.scaled_dot_product_attention(q, k.double(), v)
+
+
+class ClassToken(nn.Module):
+    """A vision transformer with a class token, of torch's own layers."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 16, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x):
+        points = self.embed(x).flatten(2).mT
+        return self.layers(torch.cat([self.token.expand(len(x), -1, -1), points], 1))[:, 0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_vision_transformer_with_a_class_token(training):
+    model, x = ClassToken().train(training), torch.randn(2, 3, 16, 20)
+    with torch.set_grad_enabled(training):
+        want = model(x)
+        with scram.patch_sdpa(**WHOLE, prefix=1) as report:
+            out = model(x)
+    assert (report.replaced, report.left_alone) == (2, 0)
+    torch.testing.assert_close(out, want)
+    assert str(report).splitlines()[1] == "  2 x q [2, 2, 21, 8]: SCRAM"
+
+
+def test_weights_that_were_asked_for_are_reported():
+    mha, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 20, 16)
+    want = mha(x, x, x)
+    with scram.patch_sdpa(**WHOLE) as report:
+        torch.testing.assert_close(mha(x, x, x), want)
+    assert "need_weights=False" in str(report)
+
+
+def test_compiled_model():
+    model, x = ClassToken(), torch.randn(2, 3, 16, 20)
+    want = model(x)
+    with graphs_are(1):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with scram.patch_sdpa(**WHOLE, prefix=1) as report:
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x), want)
+    assert str(report).splitlines()[1] == "  2 x compiled: SCRAM"  # noted while it compiles
+
+
+def test_other_threads_are_left_alone():
+    leaves, results = tensors(20), []
+    want = F.scaled_dot_product_attention(*leaves)
+    with scram.patch_sdpa(grid=GRID, radius=0) as report:
+        thread = threading.Thread(target=lambda: results.append(F.scaled_dot_product_attention(*leaves)))
+        thread.start()
+        thread.join()
+    assert (results[0] == want).all()
+    assert report.calls == []
+
+
+def test_an_error_inside_ends_the_patch():
+    with pytest.raises(KeyError), scram.patch_sdpa(**WHOLE):
+        raise KeyError
+    leaves = tensors(20)
+    with scram.patch_sdpa(**WHOLE) as report:
+        pass
+    F.scaled_dot_product_attention(*leaves)
+    assert report.calls == []
+
+
+def test_autocast():
+    leaves = tensors()
+    with torch.autocast("cpu", torch.bfloat16), scram.patch_sdpa(**WHOLE, prefix=1) as report:
+        assert F.scaled_dot_product_attention(*leaves).dtype == torch.bfloat16
+    assert report.replaced == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"grid": (4, 0)}, r"grid\[1\] must be at least 1, got 0"),
+        ({"grid": 16}, r"grid must be a sequence of 1 to 4 extents"),
+        ({"prefix": -1}, r"prefix must be at least 0"),
+        ({"radius": -1}, r"radius must be at least 0"),
+        ({"search": 3}, r"search must be a scram.Search"),
+        ({"impl": "cuda"}, r"impl must be one of"),
+    ],
+)
+def test_wrong_settings_are_told(how, message):
+    with pytest.raises((ValueError, TypeError), match=message), scram.patch_sdpa(**{"grid": GRID, **how}):
+        pass
+
+
+@pytest.fixture
+def vit():
+    """A small ViT of transformers with random weights: a class token and 8 x 8 patches."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what importing transformers has to say
+        transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=4
+    )
+    return transformers.ViTModel(config).eval()
+
+
+def test_transformers(vit):
+    x = torch.randn(2, 3, 32, 32)
+    want = vit(x).last_hidden_state
+    report = scram.patch.register_transformers("scram-whole", grid=(8, 8), prefix=1, radius=99)
+    vit.set_attn_implementation("scram-whole")
+    torch.testing.assert_close(vit(x).last_hidden_state, want)
+    assert (report.replaced, report.left_alone) == (2, 0)
+    few = scram.patch.register_transformers("scram", grid=(8, 8), prefix=1, radius=0)
+    vit.set_attn_implementation("scram")
+    assert (vit(x).last_hidden_state != want).any()
+    assert few.replaced == 2
+    assert report.replaced == 2
+    vit.set_attn_implementation("sdpa")
+    assert (vit(x).last_hidden_state == want).all()
+
+
+def test_transformers_of_another_length_is_as_before(vit):
+    x = torch.randn(2, 3, 32, 32)
+    want = vit(x).last_hidden_state
+    report = scram.patch.register_transformers("scram-other", grid=(7, 8), prefix=1)
+    vit.set_attn_implementation("scram-other")
+    assert (vit(x).last_hidden_state == want).all()
+    assert (report.replaced, report.left_alone) == (0, 2)
+
+
+def test_transformers_in_the_context(vit):
+    x = torch.randn(2, 3, 32, 32)
+    want = vit(x).last_hidden_state
+    with scram.patch_sdpa(grid=(8, 8), prefix=1, radius=99) as report:
+        torch.testing.assert_close(vit(x).last_hidden_state, want)
+    assert report.replaced == 2
