@@ -5,19 +5,51 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .bench import bench
+from .coherence import coherence
 from .demo import demo
+from .denoise import denoise
+from .figures import figures
 from .info import info
+from .match import match
+
+
+def _examples(*lines: str) -> str:
+    return "Examples:\n\n" + "\n\n".join(f"  scram {line}" for line in lines)
+
 
 app = typer.Typer(
-    help="Attention over grids at O(N log N) cost: try it, and see what runs on this machine.",
-    epilog="Examples:\n\n  scram demo\n\n  scram demo --size 144 --out /tmp/demo --json\n\n  scram info",
+    help="Attention over grids at O(N log N) cost: try it, measure it, and see what runs on this machine.",
+    epilog=_examples("demo", "match left.png right.png", "denoise camera --add-noise 25", "bench", "info"),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(info)
+_EXAMPLES = {
+    "coherence": ("coherence", "coherence --size 64 --out /tmp/c --json"),
+    "figures": ("figures", "figures --only maps,modes --out /tmp/f", "figures --size 288 --json"),
+    "bench": (
+        "bench",
+        "bench --sizes 32,64 --widths 3 --out /tmp/b",
+        "bench --device cuda --longest 12",
+        "bench --resume",
+    ),
+    "demo": ("demo", "demo --size 144 --out /tmp/demo --json"),
+    "info": ("info", "info --json"),
+    "denoise": (
+        "denoise photo.jpg",
+        "denoise camera --add-noise 25",
+        "denoise photo.png --sigma 15 --out /tmp/d --json",
+    ),
+    "match": (
+        "match left.png right.png",
+        "match --sample motorcycle",
+        "match a.jpg b.jpg --size 240 --out /tmp/m --json",
+    ),
+}
+for command in (demo, match, denoise, figures, bench, coherence, info):
+    app.command(epilog=_examples(*_EXAMPLES[command.__name__]))(command)
 
 
 def _version(wanted: bool) -> None:

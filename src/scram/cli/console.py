@@ -1,5 +1,6 @@
 """What the commands share: where they print, and how they fail."""
 
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,9 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from .. import __version__
 
 
 def console(stderr: bool = False) -> Console:
@@ -42,7 +46,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         fail(str(error))
 
 
@@ -53,3 +57,17 @@ def writable_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryFile(dir=folder):
         return folder
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of that name; ValueError where it is not one of cpu and cuda, or has no GPU."""
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {name}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch finds no CUDA GPU here; leave --device out to run on the CPU")
+    return torch.device(name)
+
+
+def versions() -> dict[str, str]:
+    """What a result was made with."""
+    return {"scram": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,43 +1,26 @@
 """`scram demo`: rebuild one photograph from the pixels of another by sparse cross-attention."""
 
 import json
-import platform
 from dataclasses import asdict, dataclass
-from importlib.resources import as_file, files
 from math import log10
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 import typer
 from rich.table import Table
-from torch import Tensor
 
-from .. import Attended, Matches, Search, __version__, attend, measure, pick, search
+from .. import Attended, Matches, Search, measure, pick
 from . import pictures
-from .console import console, one_line_errors, progress, writable_folder
-from .features import PatchFeatures, read_picture
+from .console import console, one_line_errors, progress, versions, writable_folder
+from .features import sample_pair
+from .match import PATCH, RADIUS, SCALE, WIDTH, Pair, find, pair_of
 from .pictures import Panel
 
-PATCH = 11
-WIDTH = 32
-RADIUS = 1
-# On unit features a score is a cosine; times 100 (CLIP's sharpest temperature) the softmax has clear peaks.
-SCALE = 100.0
 SAMPLE = 500
 DENSE_QUERIES = 1024
-
-
-class Pair(NamedTuple):
-    """Photographs A and B `[H, W, 3]`; q from A, k and v from B `[1, 1, H, W, width]`."""
-
-    a: Tensor
-    b: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
 
 
 @dataclass(frozen=True)
@@ -71,7 +54,7 @@ def demo(
         writable_folder(out)
         with progress() as step:
             step("reading two photographs")
-            pair = load_pair(size)
+            pair = pair_of(*sample_pair(size))
             impl = pick.choose(impl, pair.q.device, pair.q.dtype)
             settings = {"paper": Search.paper(seed=seed), "default": Search(seed=seed)}
             runs = {}
@@ -92,37 +75,23 @@ def demo(
         typer.echo(f"pictures: {out / 'demo.png'} and its parts beside it; numbers: {out / 'demo.json'}")
 
 
-def load_pair(height: int) -> Pair:
-    """The sample photographs at that height, with patch features from one PCA."""
-    with as_file(files(__package__) / "data") as folder:
-        a, b = (read_picture(folder / f"city_{name}.jpg", height) for name in "ab")
-    features = PatchFeatures.fit(a, WIDTH, PATCH)
-    return Pair(a, b, features(a), features(b), b[None, None])
-
-
 def run(pair: Pair, setting: Search, seed: int, impl: str) -> Run:
-    """Search and attend twice, time the second; then measure."""
-    _search_and_attend(pair, setting, impl)  # compiles and grows the memory pool, which would distort the time
-    matches, attended, seconds = _search_and_attend(pair, setting, impl)
+    """Search and attend as `scram match` does, then measure the rebuilt colours."""
+    found = find(pair, setting, impl=impl, timed=True)
+    colours = Attended(found.attended.out[..., :3], found.attended.lse)
     quality = {
-        "recall": measure.recall(pair.q, pair.k, matches, sample=SAMPLE, seed=seed),
-        "captured_mass": measure.captured_mass(pair.q, pair.k, attended, scale=SCALE, sample=SAMPLE, seed=seed),
-        "output_error": measure.output_error(pair.q, pair.k, pair.v, attended, scale=SCALE, sample=SAMPLE, seed=seed),
+        "recall": measure.recall(pair.q, pair.k, found.matches, sample=SAMPLE, seed=seed),
+        "captured_mass": measure.captured_mass(pair.q, pair.k, colours, scale=SCALE, sample=SAMPLE, seed=seed),
+        "output_error": measure.output_error(
+            pair.q, pair.k, pair.v[..., :3], colours, scale=SCALE, sample=SAMPLE, seed=seed
+        ),
     }
-    return Run(matches, attended, seconds, {name: float(value) for name, value in quality.items()})
-
-
-def _search_and_attend(pair: Pair, setting: Search, impl: str) -> tuple[Matches, Attended, dict[str, float]]:
-    start = perf_counter()
-    matches = search(pair.q, pair.k, search=setting, impl=impl)
-    middle = perf_counter()
-    attended = attend(pair.q, pair.k, pair.v, matches, radius=RADIUS, scale=SCALE, impl=impl)
-    return matches, attended, {"search": middle - start, "attend": perf_counter() - middle}
+    return Run(found.matches, colours, found.seconds, {name: float(value) for name, value in quality.items()})
 
 
 def time_dense(pair: Pair) -> Dense:
     """Time `F.scaled_dot_product_attention` on some queries and all keys, and scale to all queries."""
-    q, k, v = (x.flatten(2, -2) for x in (pair.q, pair.k, pair.v))
+    q, k, v = (x.flatten(2, -2) for x in (pair.q, pair.k, pair.v[..., :3]))
     v = F.pad(v, (0, WIDTH - v.shape[-1]))  # torch's fast kernel wants values as wide as keys
     queries = min(DENSE_QUERIES, q.shape[2])
     some = q[:, :, torch.linspace(0, q.shape[2] - 1, queries).long()]
@@ -172,7 +141,7 @@ def draw(pair: Pair, runs: dict[str, Run], dense: Dense, out: Path) -> None:
 def report(pair: Pair, runs: dict[str, Run], dense: Dense, seed: int, impl: str) -> dict[str, Any]:
     """Every number of the demo, and what it was measured with."""
     return {
-        "versions": {"scram": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "impl": impl,
         "threads": torch.get_num_threads(),
         "grid": list(pair.a.shape[:2]),

@@ -1,7 +1,9 @@
-"""Photograph -> dense patch features: RGB patches, projected by a PCA, unit norm."""
+"""Photographs, and photograph -> dense patch features: RGB patches, projected by a PCA, unit norm."""
 
 from dataclasses import dataclass
+from importlib.resources import as_file, files
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -19,6 +21,34 @@ def read_picture(path: Path, height: int | None = None) -> Tensor:
             raise ValueError(f"the height of a picture must be at least 1, got {height}")
         image = image.resize((max(round(image.width * height / image.height), 1), height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
+
+
+def sample_pair(height: int | None = None) -> tuple[Tensor, Tensor]:
+    """The two photographs that come with SCRAM, frames of a camera pan."""
+    with as_file(files(__package__) / "data") as folder:
+        a, b = (read_picture(folder / f"city_{name}.jpg", height) for name in "ab")
+    return a, b
+
+
+def stereo_sample() -> tuple[Tensor, Tensor, Tensor]:
+    """scikit-image's stereo pair `[500, 741, 3]` and the disparities `[500, 741]` of its left view."""
+    left, right, disparity = scikit_image_data().stereo_motorcycle()
+    a, b = (torch.from_numpy(view.astype(np.float32) / 255) for view in (left, right))
+    return a, b, torch.from_numpy(disparity.astype(np.float32))
+
+
+def photograph(name: str) -> Tensor:
+    """A photograph that comes with scikit-image, in 0..1 `[H, W]` or `[H, W, 3]`."""
+    return torch.from_numpy(getattr(scikit_image_data(), name)().astype(np.float32) / 255)
+
+
+def scikit_image_data() -> ModuleType:
+    """`skimage.data`, or one line that says how to get it."""
+    try:
+        import skimage.data
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('this needs scikit-image; pip install "scram-attention[bench]"') from error
+    return skimage.data
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from matplotlib.colors import hsv_to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from ..types import Matches
@@ -61,10 +61,38 @@ def wheel_colours(field: Tensor, limit: float) -> Tensor:
     return torch.where(none[..., None], 0.5, rgb)
 
 
+def shades(values: Tensor, colours: str) -> Tensor:
+    """Values 0..1 `[H, W]` -> a colour map of matplotlib `[H, W, 3]`, NaN grey."""
+    shown = torch.from_numpy(colormaps[colours](values.nan_to_num(0).clamp(0, 1).cpu().numpy())[..., :3]).float()
+    return torch.where(values.isnan().cpu()[..., None], 0.5, shown)
+
+
 def error_map(error: Tensor, limit: float) -> Tensor:
-    """Errors `[H, W]` -> colours `[H, W, 3]`, dark for none, bright at `limit` and above."""
-    shades = colormaps["magma"]((error / limit).clamp(0, 1).cpu().numpy())
-    return torch.from_numpy(shades[..., :3]).float()
+    """Errors `[H, W]` -> colours `[H, W, 3]`, dark for none, bright at `limit` and above, grey for NaN."""
+    return shades(error / limit, "magma")
+
+
+def arrows(picture: Tensor, offset: Tensor, confidence: Tensor, limit: float, across: int = 24) -> Tensor:
+    """The picture `[H, W, 3]`, faded, with offsets of the surer half up to `limit` as lines, a dot at the end."""
+    height, width = offset.shape[:2]
+    step = max(width // across, 1)
+    # Thin lines need pixels: small pictures are enlarged first.
+    zoom = max(1, round(900 / width))
+    faded = _bytes(0.45 + 0.55 * picture.mean(-1, keepdim=True).expand(-1, -1, 3))
+    image = Image.fromarray(faded).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
+    brush, sure = ImageDraw.Draw(image), float(confidence.median())
+    for row in range(step // 2, height, step):
+        for column in range(step // 2, width, step):
+            down, right = offset[row, column].tolist()
+            if confidence[row, column] < sure or not down * down + right * right <= limit * limit:
+                continue
+            start = ((column + 0.5) * zoom, (row + 0.5) * zoom)
+            end = (start[0] + right * zoom, start[1] + down * zoom)
+            for colour, thick in (("white", 2 * zoom + 2), ("#0b5394", max(zoom, 2))):
+                brush.line((*start, *end), fill=colour, width=thick)
+            dot = 1.5 * zoom + 1
+            brush.ellipse((end[0] - dot, end[1] - dot, end[0] + dot, end[1] + dot), fill="#e69f00", outline="white")
+    return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
 
 
 @dataclass(frozen=True)
@@ -95,15 +123,16 @@ def wheel_legend(limit: float) -> Callable[[Axes], None]:
     return draw
 
 
-def bar_legend(limit: float, label: str) -> Callable[[Axes], None]:
-    """Draw the scale of an `error_map` into the corner of a panel."""
+def bar_legend(limit: float, label: str, colours: str = "magma", low: float = 0.0) -> Callable[[Axes], None]:
+    """Draw the scale of `shades`, from low to limit, into the corner of a panel."""
 
     def draw(axes: Axes) -> None:
-        inset = axes.inset_axes((0.03, 0.06, 0.3, 0.05), zorder=3)
-        inset.imshow(
-            error_map(torch.linspace(0, limit, 128)[None], limit).numpy(), aspect="auto", extent=(0, limit, 0, 1)
-        )
-        inset.set(xticks=[0, limit], yticks=[], title=label)
+        backing = axes.inset_axes((0.01, 0.02, 0.36, 0.25), zorder=2, facecolor=INK)
+        backing.set(xticks=[], yticks=[])
+        inset = axes.inset_axes((0.04, 0.05, 0.3, 0.05), zorder=3)
+        bar = shades(torch.linspace(0, 1, 128)[None], colours).numpy()
+        inset.imshow(bar, aspect="auto", extent=(low, limit, 0, 1))
+        inset.set(xticks=[low, limit], xticklabels=[f"{low:.2g}", f"{limit:g}"], yticks=[], title=label)
         inset.xaxis.tick_top()
         for text in (*inset.get_xticklabels(), inset.title):
             text.set(color="white", fontsize=8)

@@ -1,0 +1,150 @@
+"""`scram coherence`: how much the search owes to neighbours that want related keys."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from matplotlib.figure import Figure
+from rich.table import Table
+from torch import Tensor
+
+from .. import Search, attend, measure, search
+from . import charts
+from .console import console, one_line_errors, progress, versions, writable_folder
+from .pictures import INK
+from .sets import matching, projected
+
+SAMPLE = 500
+WIDTH = 16
+SCALE = 100.0
+GOSSIP = 8
+Numbers = dict[str, Any]
+
+
+def settings(seed: int) -> dict[str, Search]:
+    """The ways to search that are compared."""
+    ways = {
+        f"{way}{', gossip' * bool(gossip)}": Search(method="query", propagate=way, gossip=gossip, seed=seed)
+        for way in ("shift", "stay", "both")
+        for gossip in (0, GOSSIP)
+    }
+    try:
+        ways["tile"] = Search(method="tile", seed=seed)
+    except ValueError:  # a version without it
+        return ways
+    return ways
+
+
+def shuffle_blocks(x: Tensor, side: int, seed: int) -> Tensor:
+    """Cut a grid `[1, 1, S, S, E]` into blocks and shuffle these: nothing coheres beyond `side` points."""
+    size, width = x.shape[2], x.shape[-1]
+    if size % side:
+        raise ValueError(f"blocks of {side} do not tile a grid of {size}")
+    count = size // side
+    blocks = x.reshape(count, side, count, side, width).transpose(1, 2).flatten(0, 1)
+    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
+    shuffled = blocks[order].reshape(count, count, side, side, width).transpose(1, 2)
+    return shuffled.reshape(x.shape).contiguous()
+
+
+def smooth_field(size: int, length: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Unit vectors that change over about `length` points, and the same field moved by (5, -9): keys and queries."""
+    noise = torch.randn(1, WIDTH, size, size, generator=torch.Generator().manual_seed(seed))
+    if length > 0:
+        frequency = torch.fft.fftfreq(size)
+        damp = torch.exp(-2 * (torch.pi * length / 2) ** 2 * (frequency[:, None] ** 2 + frequency[None] ** 2))
+        noise = torch.fft.ifft2(torch.fft.fft2(noise) * damp).real
+    k = F.normalize(noise.movedim(1, -1), dim=-1)[None]
+    return k.roll((5, -9), (2, 3)).contiguous(), k.contiguous()
+
+
+def cases(size: int, seed: int) -> Iterator[tuple[str, int, Tensor, Tensor]]:
+    """Kind of tensors, degree of coherence in points, q, k; from none to whole."""
+    sides = [side for side in (1, 2, 4, 8, 16, 32, 64, 128) if size % side == 0 and side < size]
+    for kind, (q, k, _) in (("photo pair", matching(size, WIDTH)), ("projected photo", projected(size, WIDTH))):
+        q, k = (x[:, :, :, :size].contiguous() for x in (q, k))
+        for side in (*sides, size):
+            yield kind, side, q, k if side == size else shuffle_blocks(k, side, seed)
+    for length in (0, 1, 2, 4, 8, 16):
+        yield "synthetic field", length, *smooth_field(size, length, seed)
+
+
+def measure_case(q: Tensor, k: Tensor, how: Search, seed: int) -> dict[str, float]:
+    """Recall of the best key and error of the output, windows of radius 1."""
+    found = search(q, k, search=how)
+    attended = attend(q, k, k, found, radius=1, scale=SCALE)
+    return {
+        "recall": float(measure.recall(q, k, found, sample=SAMPLE, seed=seed)),
+        "output_error": float(measure.output_error(q, k, k, attended, scale=SCALE, sample=SAMPLE, seed=seed)),
+    }
+
+
+def coherence(
+    out: Annotated[Path, typer.Option(help="Folder for coherence.png and coherence.json.")] = Path("scram-coherence"),
+    size: Annotated[int, typer.Option(min=16, help="Side of the square grids; a multiple of 16 is best.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of searches, shuffles and fields.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")] = False,
+) -> None:
+    """Recall and error against the degree of spatial coherence, from shuffled keys to smooth fields."""
+    with one_line_errors():
+        writable_folder(out)
+        rows: list[Numbers] = []
+        with progress() as step:
+            for kind, degree, q, k in cases(size, seed):
+                for name, how in settings(seed).items():
+                    step(f"{kind}, coherent over {degree} points: {name}")
+                    rows.append({"kind": kind, "degree": degree, "search": name, **measure_case(q, k, how, seed)})
+            step("drawing")
+            draw(rows, out / "coherence.png", size)
+        numbers: Numbers = {"versions": versions(), "size": size, "width": WIDTH, "seed": seed, "rows": rows}
+        text = json.dumps(numbers, indent=1, allow_nan=False)
+        (out / "coherence.json").write_text(text + "\n")
+        if as_json:
+            typer.echo(text)
+            return
+        screen = console()
+        for kind in dict.fromkeys(row["kind"] for row in rows):
+            screen.print(_table(rows, kind))
+        typer.echo(f"figure: {out / 'coherence.png'}; numbers: {out / 'coherence.json'}")
+
+
+def draw(rows: list[Numbers], path: Path, size: int) -> None:
+    """Two lines of panels: recall, error; one column for each kind of tensors."""
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    figure = Figure((5.6 * len(kinds), 8.6), dpi=110, layout="constrained", facecolor="white")
+    figure.suptitle(
+        f"What spatial coherence is worth to the search ({size} x {size}, 8 sweeps)", fontweight="bold", color=INK
+    )
+    for line, (quantity, label) in enumerate(
+        (("recall", "recall@1"), ("output_error", "relative error of the output"))
+    ):
+        for column, kind in enumerate(kinds):
+            mine = [row for row in rows if row["kind"] == kind]
+            values: dict[str, list[tuple[str, float]]] = {}
+            for row in mine:
+                degree = "whole" if kind != "synthetic field" and row["degree"] == size else str(row["degree"])
+                values.setdefault(row["search"], []).append((degree, row[quantity]))
+            axes = figure.add_subplot(2, len(kinds), line * len(kinds) + column + 1)
+            what = (
+                "correlation length, points"
+                if kind == "synthetic field"
+                else "side of the shuffled blocks of keys, points"
+            )
+            charts.lines(axes, values, kind, what, label, legend=(line, column) == (0, 0))
+            axes.set_ylim(-0.02, 1.02 if quantity == "recall" else None)
+    figure.savefig(path)
+
+
+def _table(rows: list[Numbers], kind: str) -> Table:
+    mine = [row for row in rows if row["kind"] == kind]
+    degrees = list(dict.fromkeys(row["degree"] for row in mine))
+    table = Table("search", title=f"{kind}: recall@1 by degree of coherence in points")
+    for degree in degrees:
+        table.add_column(str(degree), justify="right")
+    for name in dict.fromkeys(row["search"] for row in mine):
+        table.add_row(name, *(f"{row['recall']:.2f}" for row in mine if row["search"] == name))
+    return table

@@ -1,0 +1,305 @@
+"""`scram denoise`: non-local means over the whole picture, by SCRAM with the l2 score on patches."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp, log10
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from PIL import Image, ImageOps
+from rich.table import Table
+from torch import Tensor
+
+from .. import Matches, Search, attend, search
+from . import pictures
+from .console import chosen_device, console, one_line_errors, progress, versions, writable_folder
+from .features import photograph
+from .pictures import Panel
+
+PHOTOGRAPHS = ("astronaut", "camera", "chelsea", "coffee", "retina")
+LEAST_SIDE = 16  # pixels
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to denoise; strength is the bandwidth of the weights in units of the noise."""
+
+    patch: int
+    width: int
+    strength: float
+    matches: int = 2
+    radius: int = 5
+    sweeps: int = 4
+    seed: int = 0
+
+    @classmethod
+    def of(cls, channels: int, **changed: Any) -> "Settings":
+        """The defaults for grey (7 x 7 patches) or colour (5 x 5, which hold three times the numbers)."""
+        best = (
+            {"patch": 7, "width": 24, "strength": 0.95} if channels == 1 else {"patch": 5, "width": 16, "strength": 1.2}
+        )
+        return cls(**{**best, **{name: value for name, value in changed.items() if value is not None}})
+
+
+def read(path: Path) -> Tensor:
+    """A picture in 0..1 `[H, W, 1]` or `[H, W, 3]`: grey stays grey."""
+    with Image.open(path) as file:
+        image = ImageOps.exif_transpose(file)
+        grey = image.mode in ("1", "L", "LA", "I", "I;16", "F")
+        if image.mode.startswith("I") or image.mode == "F":
+            raise ValueError(f"{path} has more than 8 bits a channel; convert it first")
+        array = np.asarray(image.convert("L" if grey else "RGB"), dtype=np.float32) / 255
+    return torch.from_numpy(array[..., None] if grey else array)
+
+
+def estimate_noise(picture: Tensor) -> float:
+    """The standard deviation of white noise in `[H, W, C]`, from the median of the finest diagonal details.
+
+    What a picture itself holds at that scale counts as noise too: textures raise the estimate.
+    """
+    even = picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
+    a, b, c, d = even[::2, ::2], even[::2, 1::2], even[1::2, ::2], even[1::2, 1::2]
+    return float(((a - b - c + d) / 2).abs().median() / 0.6745)
+
+
+def denoise_picture(noisy: Tensor, sigma: float, settings: Settings) -> Tensor:
+    """Non-local means `[H, W, C] -> [H, W, C]`: every patch becomes a mean of patches that look alike.
+
+    Keys and queries are the noisy patches in a PCA of them, each direction damped by how much of it is noise. A query
+    attends the window around itself and those around its best matches elsewhere; patches overlap and are averaged.
+    """
+    height, width, channels = noisy.shape
+    features, left = _features(noisy, sigma, settings)
+    itself = torch.arange(height * width, dtype=torch.int32, device=noisy.device).reshape(1, 1, height, width, 1)
+    start = Matches(itself, torch.zeros_like(itself, dtype=torch.float32), (height, width))
+    how = Search(
+        matches=settings.matches, separation=settings.radius, sweeps=settings.sweeps, jumps=(4, 1),
+        propagate="shift", gossip=2, seed=settings.seed,
+    )  # fmt: skip
+    # The start is the query's own place, which nothing beats; the other matches keep their distance from it.
+    found = start if settings.matches == 1 else search(features, features, search=how, score="l2", warm=start)
+    values = _unfold(noisy, settings.patch)
+    scale = 1 / ((settings.strength * sigma) ** 2 * left)
+    out, lse = attend(features, features, values[None, None], found, radius=settings.radius, scale=scale, score="l2")
+    # A patch is at distance 0 of itself, where a twin with noise of its own is at 2 sigma^2: weigh it like a twin.
+    twin = exp(-2 / settings.strength**2)
+    total = lse[0, 0].exp().unsqueeze(-1)
+    mean = (out[0, 0] * total - (1 - twin) * values) / (total - 1 + twin)
+    return _fold(mean, ((total - 1 + twin) / twin).sqrt(), settings.patch, channels)
+
+
+def _features(noisy: Tensor, sigma: float, settings: Settings) -> tuple[Tensor, float]:
+    """Damped PCA features `[1, 1, H, W, width]`, and the noise left in them in units of sigma^2."""
+    padded = _padded(noisy, settings.patch)
+    patches = F.unfold(padded, settings.patch, stride=3)[0].T.double()
+    mean = patches.mean(0)
+    values, vectors = torch.linalg.eigh((patches - mean).T @ (patches - mean) / len(patches))
+    width = min(settings.width, len(values))
+    signal = (1 - sigma**2 / values[-width:].clamp(min=1e-12)).clamp(min=1e-3)
+    basis = (vectors[:, -width:] * signal.sqrt()).T.float()
+    kernel = basis.reshape(width, noisy.shape[-1], settings.patch, settings.patch)
+    features = F.conv2d(padded, kernel, -basis @ mean.float()).movedim(1, -1)[None].contiguous()
+    return features, float(signal.sum())
+
+
+def _padded(picture: Tensor, patch: int) -> Tensor:
+    return F.pad(picture.movedim(-1, 0)[None], [patch // 2] * 4, mode="reflect")
+
+
+def _unfold(picture: Tensor, patch: int) -> Tensor:
+    """Every patch `[H, W, C * p * p]`."""
+    return F.unfold(_padded(picture, patch), patch)[0].T.reshape(*picture.shape[:2], -1)
+
+
+def _fold(patches: Tensor, trust: Tensor, patch: int, channels: int) -> Tensor:
+    """Overlapping patches `[H, W, C * p * p]`, weighed by their trust `[H, W, 1]`, averaged to `[H, W, C]`."""
+    height, width = trust.shape[:2]
+    size, rim = (height + patch - 1, width + patch - 1), patch // 2
+    total = F.fold((patches * trust).flatten(0, 1).T[None], size, patch)
+    weight = F.fold(trust.expand(-1, -1, patch * patch).flatten(0, 1).T[None], size, patch)
+    return (total / weight)[0].movedim(0, -1)[rim : rim + height, rim : rim + width]
+
+
+def _scikit_image(noisy: Tensor, sigma: float, patch: int, distance: int) -> Tensor:
+    from skimage.restoration import denoise_nl_means
+
+    array = noisy.numpy() if noisy.shape[-1] == 3 else noisy[..., 0].numpy()
+    # Its documentation's advice for the exact mode with a known noise: h = 0.8 sigma.
+    result = denoise_nl_means(
+        array, patch_size=patch, patch_distance=distance, h=0.8 * sigma, sigma=sigma, fast_mode=False,
+        channel_axis=-1 if noisy.shape[-1] == 3 else None,
+    )  # fmt: skip
+    return torch.from_numpy(np.asarray(result, dtype=np.float32)).reshape(noisy.shape)
+
+
+def _opencv(noisy: Tensor, sigma: float) -> Tensor:
+    import cv2
+
+    eight = (noisy.clamp(0, 1) * 255).round().byte().numpy()  # it takes bytes only
+    h = 255 * sigma
+    if noisy.shape[-1] == 3:
+        # In colour a smaller h is better for it: measured, 20 at sigma 25.
+        result = cv2.fastNlMeansDenoisingColored(eight, None, 0.8 * h, 0.8 * h, 7, 21)
+    else:
+        result = cv2.fastNlMeansDenoising(eight[..., 0], None, h, 7, 21)
+    return torch.from_numpy(np.asarray(result, dtype=np.float32) / 255).reshape(noisy.shape)
+
+
+RIVALS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "scikit-image, patch 7, distance 11": lambda noisy, sigma: _scikit_image(noisy, sigma, 7, 11),
+    "scikit-image, patch 5, distance 6": lambda noisy, sigma: _scikit_image(noisy, sigma, 5, 6),
+    "OpenCV, patch 7, distance 10": _opencv,
+}
+
+
+def psnr(a: Tensor, b: Tensor) -> float:
+    """Peak signal-to-noise ratio in dB, of values cut to 0..1."""
+    return -10 * log10(max(float((a.clamp(0, 1) - b.clamp(0, 1)).square().mean()), 1e-12))
+
+
+def denoise(
+    image: Annotated[str, typer.Argument(help=f"A picture file, or one of scikit-image's: {', '.join(PHOTOGRAPHS)}.")],
+    out: Annotated[Path, typer.Option(help="Folder for the pictures and denoise.json.")] = Path("scram-denoise"),
+    sigma: Annotated[
+        float | None, typer.Option(min=0.1, max=255, help="Noise level in grey values of 255; estimated if not given.")
+    ] = None,
+    add_noise: Annotated[
+        float | None, typer.Option(min=0.1, max=255, help="Add noise of this level first: shows PSNR and the rivals.")
+    ] = None,
+    rivals: Annotated[bool, typer.Option(help="With --add-noise, also run scikit-image and OpenCV.")] = True,
+    patch: Annotated[
+        int | None, typer.Option(min=1, help="Side of the patches, odd; 7 for grey, 5 for colour.")
+    ] = None,
+    strength: Annotated[float | None, typer.Option(help="Bandwidth of the weights in units of the noise.")] = None,
+    matches: Annotated[int, typer.Option(min=1, help="Windows per pixel: its own and its best matches'.")] = 2,
+    radius: Annotated[int, typer.Option(min=0, help="Radius of the windows.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the search and of added noise.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")] = False,
+) -> None:
+    """Remove noise from a picture by non-local means; with --add-noise, measure it against other programs."""
+    with one_line_errors():
+        writable_folder(out)
+        chosen_device(device)
+        with progress() as step:
+            step("reading")
+            picture = _input(image)
+            settings = Settings.of(
+                picture.shape[-1], patch=patch, strength=strength, matches=matches, radius=radius, seed=seed
+            )
+            _check(picture, settings)
+            noisy = picture
+            if add_noise is not None:
+                drawn = np.random.default_rng(seed).normal(0, add_noise / 255, tuple(picture.shape)).astype(np.float32)
+                noisy = picture + torch.from_numpy(drawn)
+            level = estimate_noise(noisy) if sigma is None else sigma / 255
+            if level == 0:
+                raise ValueError("the estimated noise is 0: nothing to remove; give --sigma to smooth all the same")
+            step("SCRAM")
+            # Compiles, so that the time is that of the work.
+            denoise_picture(noisy[:LEAST_SIDE, :LEAST_SIDE].to(device), level, settings)
+            start = perf_counter()
+            clean = denoise_picture(noisy.to(device), level, settings).cpu()
+            results = {"SCRAM": (clean, perf_counter() - start)}
+            skipped = {}
+            for name, rival in RIVALS.items() if add_noise is not None and rivals else ():
+                step(name)
+                start = perf_counter()
+                try:
+                    results[name] = (rival(noisy, level), perf_counter() - start)
+                except ModuleNotFoundError as error:
+                    skipped[name] = f"{error.name} is not installed"
+            step("drawing")
+            draw(picture, noisy, results, add_noise, out)
+        numbers = {
+            "versions": versions(),
+            "image": Path(image).name,
+            "grid": list(picture.shape[:2]),
+            "channels": picture.shape[-1],
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "sigma": 255 * level,
+            "sigma_estimated": sigma is None,
+            "added_noise": add_noise,
+            "settings": settings.__dict__,
+            "noisy_psnr_db": None if add_noise is None else psnr(noisy, picture),
+            "results": {
+                name: {"seconds": seconds, "psnr_db": None if add_noise is None else psnr(result, picture)}
+                for name, (result, seconds) in results.items()
+            },
+            "not_run": skipped,
+        }
+        text = json.dumps(numbers, indent=2, allow_nan=False)
+        (out / "denoise.json").write_text(text + "\n")
+        if as_json:
+            typer.echo(text)
+            return
+        console().print(_table(numbers))
+        typer.echo(f"picture: {out / 'denoised.png'}; all beside each other: {out / 'denoise.png'}")
+
+
+def _input(image: str) -> Tensor:
+    if image in PHOTOGRAPHS and not Path(image).exists():
+        picture = photograph(image)
+        return picture if picture.ndim == 3 else picture[..., None]
+    return read(Path(image))
+
+
+def _check(picture: Tensor, settings: Settings) -> None:
+    height, width = picture.shape[:2]
+    if settings.patch % 2 == 0:
+        raise ValueError(f"patch must be odd, got {settings.patch}")
+    if settings.strength <= 0:
+        raise ValueError(f"strength must be positive, got {settings.strength}")
+    if min(height, width) < max(LEAST_SIDE, 2 * settings.patch):
+        least = max(LEAST_SIDE, 2 * settings.patch)
+        raise ValueError(f"a {width} x {height} picture is too small; both sides must be {least} or more")
+
+
+def draw(
+    picture: Tensor, noisy: Tensor, results: dict[str, tuple[Tensor, float]], added: float | None, out: Path
+) -> None:
+    """The denoised picture, and a sheet of all with what was left out below."""
+
+    def colours(x: Tensor) -> Tensor:
+        return x.expand(-1, -1, 3)
+
+    pictures.save(colours(results["SCRAM"][0]), out / "denoised.png")
+    first = [Panel("Noisy", colours(noisy), "" if added is None else f"PSNR {psnr(noisy, picture):.2f} dB")]
+    if added is not None:
+        first.insert(0, Panel("Original", colours(picture), f"before noise of {added:g} was added"))
+    rest = [
+        Panel(name, colours(x), f"{t:.1f} s" + ("" if added is None else f", PSNR {psnr(x, picture):.2f} dB"))
+        for name, (x, t) in results.items()
+    ]
+    removed = noisy - results["SCRAM"][0]
+    rest.append(
+        Panel("Removed by SCRAM", colours((0.5 + 2 * removed).mean(-1, keepdim=True)), "times 2; ideally only noise")
+    )
+    panels = [*first, *rest]
+    title = "scram denoise: non-local means over the whole picture"
+    pictures.sheet(panels, out / "denoise.png", title, columns=3 if len(panels) <= 3 else 4)
+
+
+def _table(numbers: dict[str, Any]) -> Table:
+    source = "estimated" if numbers["sigma_estimated"] else "given"
+    result = Table(
+        "method", title=f"{numbers['image']}, noise {numbers['sigma']:.1f} of 255 ({source})",
+        caption=f"{numbers['threads']} threads for SCRAM and OpenCV; scikit-image uses one",
+    )  # fmt: skip
+    result.add_column("PSNR", justify="right")
+    result.add_column("time", justify="right")
+    known = numbers["noisy_psnr_db"] is not None
+    if known:
+        result.add_row("noisy", f"{numbers['noisy_psnr_db']:.2f} dB", "")
+    for name, row in numbers["results"].items():
+        result.add_row(name, f"{row['psnr_db']:.2f} dB" if known else "unknown", f"{row['seconds']:.2f} s")
+    for name, why in numbers["not_run"].items():
+        result.add_row(name, why, "")
+    return result

@@ -1,0 +1,246 @@
+"""`scram figures`: the paper's pictures, drawn from real runs, each with a number that tests its claim."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from matplotlib.figure import Figure
+from rich.table import Table
+from torch import Tensor
+
+from .. import Search, attend, exact_attention, measure, search
+from . import charts, pictures
+from .console import console, one_line_errors, progress, versions, writable_folder
+from .features import PatchFeatures, sample_pair
+from .match import find, own_places, pair_of
+from .pictures import INK, Panel
+from .sets import tensor_sets
+
+SIDE = 128  # of the maps of (a)
+RANK = 4
+SHARPNESS = 12.0  # of the maps of (a): the picture's contrast, in nats
+SWEEPS = (0, 1, 2, 4, 8)
+SAMPLE = 500
+QUERIES = 60  # whose blobs are counted
+Numbers = dict[str, Any]
+
+
+def figures(
+    out: Annotated[Path, typer.Option(help="Folder for the figures and figures.json.")] = Path("scram-figures"),
+    only: Annotated[
+        str, typer.Option(help="Which, with commas: maps, modes, sweeps, curves.")
+    ] = "maps,modes,sweeps,curves",
+    size: Annotated[int, typer.Option(min=32, help="Height of the photographs in pixels.")] = 144,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with qk_gmflow_motorcycle.npz and qkv_minisam_astronaut.npz for curves.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of every search and sample.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")] = False,
+) -> None:
+    """Draw the paper's figures: attention maps, separated modes, sweeps of the search, recall and mass."""
+    makers: dict[str, Callable[[], Numbers]] = {
+        "maps": lambda: maps(out / "maps.png", seed),
+        "modes": lambda: modes(out / "modes.png", size, seed),
+        "sweeps": lambda: sweeps(out / "sweeps.png", size, seed),
+        "curves": lambda: curves(out / "curves.png", size, seed, data),
+    }
+    with one_line_errors():
+        writable_folder(out)
+        wanted = [name.strip() for name in only.split(",")]
+        if not set(wanted) <= set(makers):
+            raise ValueError(f"only must name some of {', '.join(makers)}, got {only}")
+        numbers: Numbers = {"versions": versions(), "size": size, "seed": seed}
+        with progress() as step:
+            for name in wanted:
+                step(f"figure {name}")
+                numbers[name] = makers[name]()
+        text = json.dumps(numbers, indent=2, allow_nan=False)
+        (out / "figures.json").write_text(text + "\n")
+        if as_json:
+            typer.echo(text)
+            return
+        table = Table("figure", "claim", title="The paper's claims, tested")
+        table.add_column("measured", justify="right")
+        for name in wanted:
+            for claim, value in numbers[name]["claims"].items():
+                table.add_row(name, claim, f"{value:.3f}")
+        console().print(table)
+        typer.echo(f"figures: {', '.join(str(out / f'{name}.png') for name in wanted)}")
+
+
+def low_rank(side: int = SIDE, rank: int = RANK) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys `[1, 1, side, 1, rank]` whose products are the best rank-4 copy of a photograph, and that."""
+    grey = sample_pair(side)[0].mean(-1)
+    left = (grey.shape[1] - side) // 2
+    picture = grey[:, left : left + side]
+    picture = (picture - picture.mean()) / picture.std()
+    u, s, vh = torch.linalg.svd(picture)
+    root = s[:rank].sqrt()
+    q, k = u[:, :rank] * root, vh[:rank].T * root
+    return q[None, None, :, None].contiguous(), k[None, None, :, None].contiguous(), picture
+
+
+def maps(path: Path, seed: int = 0) -> Numbers:
+    """(a) The whole attention map against the sparse ones, 128 queries and keys on a line."""
+    q, k, _ = low_rank()
+    scale = SHARPNESS / 4
+    one_hot = torch.eye(SIDE)[None, None, :, None]
+    full = exact_attention(q, k, one_hot, scale=scale).out[0, 0, :, 0]
+    shown, claims = {"full attention": full}, {}
+    for name, settings, radius in (
+        ("top-8 max", Search(matches=8, seed=seed), 0),
+        ("top-4 mode, L = 8, b = 1", Search(matches=4, separation=8, seed=seed), 1),
+    ):
+        sparse = attend(q, k, one_hot, search(q, k, search=settings), radius=radius, scale=scale).out[0, 0, :, 0]
+        shown[name] = sparse
+        holds = sparse.gather(1, full.argmax(1, keepdim=True)) > 0
+        claims[f"rows whose maximum is in the {name} map"] = float(holds.float().mean())
+        claims[f"share of the map kept by {name}"] = float((full * (sparse > 0)).sum(1).mean())
+    figure = Figure((15, 5.4), dpi=110, layout="constrained", facecolor="white")
+    figure.suptitle(
+        f"Attention maps of {SIDE} queries and keys, the rank-{RANK} SVD of a photograph", fontweight="bold"
+    )
+    for place, (name, one) in enumerate(shown.items()):
+        axes = figure.add_subplot(1, 3, place + 1)
+        image = axes.imshow(
+            one.sqrt().numpy(), cmap="cividis", vmin=0, vmax=float(full.max().sqrt()), interpolation="nearest"
+        )
+        axes.set_title(f"{name}: {int((one > 0).sum(1).float().mean())} keys a row", loc="left", fontsize=11, color=INK)
+        axes.set(xlabel="key", ylabel="query")
+    bar = figure.colorbar(image, ax=figure.axes, shrink=0.8, label="attention p (colour by its square root)")
+    ticks = [0, 0.01, 0.05, 0.2, 0.5, 1]
+    bar.set_ticks(
+        [t**0.5 for t in ticks if t <= float(full.max())], labels=[f"{t:g}" for t in ticks if t <= float(full.max())]
+    )
+    figure.savefig(path)
+    return {"scale": scale, "claims": claims}
+
+
+def blobs(weights: Tensor, share: float = 0.1) -> Tensor:
+    """Number the connected regions where the weights `[H, W]` reach a share of their maximum; 0 elsewhere."""
+    inside = weights >= share * weights.max()
+    labels = torch.where(inside, torch.arange(1, weights.numel() + 1).reshape(weights.shape), 0).float()
+    while True:
+        spread = torch.where(inside, F.max_pool2d(labels[None, None], 3, 1, 1)[0, 0], 0)
+        if torch.equal(spread, labels):
+            return labels.long()
+        labels = spread
+
+
+def modes(path: Path, size: int, seed: int = 0) -> Numbers:
+    """(b) One query's attention over a picture: kappa keys anywhere, or kappa keys that keep their distance."""
+    a, _ = sample_pair(max(32, size // 2))
+    height, width = a.shape[:2]
+    features = PatchFeatures.fit(a, 8, 9, stride=2)(a)
+    # Averaged over 5 x 5 pixels, so that what is alike forms blobs and not dots.
+    smooth = F.avg_pool2d(features[0].movedim(-1, 1), 5, 1, 2, count_include_pad=False).movedim(1, -1)
+    q = k = F.normalize(smooth, dim=-1)[None].contiguous()
+    places = torch.eye(height * width).reshape(1, 1, height, width, -1)
+    scale, kappa, apart, radius = 150.0, 4, 6, 1
+    settings = {
+        f"top-{kappa} max": Search(matches=kappa, seed=seed),
+        f"top-{kappa} mode, L = {apart}": Search(matches=kappa, separation=apart, seed=seed),
+    }
+    queries = torch.randperm(height * width, generator=torch.Generator().manual_seed(seed))[:QUERIES]
+    full = exact_attention(q, k, places, scale=scale, queries=queries).out[0, 0]
+    labels = [blobs(weights.reshape(height, width)).flatten() for weights in full]
+    several = torch.tensor([len(set(one.tolist()) - {0}) > 1 for one in labels])
+    sparse, touched = {}, {}
+    for name, one in settings.items():
+        found = search(q, k, search=one)
+        sparse[name] = attend(q, k, places, found, radius=radius, scale=scale).out[0, 0].flatten(0, 1)[queries]
+        pairs = zip(labels, sparse[name], strict=True)
+        touched[name] = torch.tensor([len(set(one[weights > 0].tolist()) - {0}) for one, weights in pairs])
+    any_name, apart_name = settings
+    chosen = int((touched[apart_name] - touched[any_name]).argmax())
+    shown = {"full attention": full[chosen], **{name: one[chosen] for name, one in sparse.items()}}
+    counts = {name: int(count[chosen]) for name, count in touched.items()}
+    _draw_modes(path, a, {n: w.reshape(height, width) for n, w in shown.items()}, int(queries[chosen]), counts)
+    claims = {f"blobs touched by {n}, mean": float(t[several].float().mean()) for n, t in touched.items()}
+    return {
+        "queries": QUERIES, "with_several_blobs": int(several.sum()), "scale": scale, "kappa": kappa,
+        "separation": apart, "radius": radius,
+        "query": divmod(int(queries[chosen]), width), "shown": counts, "claims": claims,
+    }  # fmt: skip
+
+
+def _draw_modes(path: Path, a: Tensor, shown: dict[str, Tensor], query: int, counts: dict[str, int]) -> None:
+    figure = Figure((16, 3.4), dpi=110, layout="constrained", facecolor="white")
+    figure.suptitle("One query's attention over a photograph: its best keys anywhere, or apart", fontweight="bold")
+    row, column = divmod(query, a.shape[1])
+    first = figure.add_subplot(1, 4, 1)
+    first.imshow(a.numpy(), interpolation="nearest")
+    first.set_title("photograph, and the query", loc="left", color=INK, fontsize=11)
+    for place, (name, one) in enumerate(shown.items()):
+        axes = figure.add_subplot(1, 4, place + 2)
+        image = axes.imshow((one / one.max()).sqrt().numpy(), cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
+        touches = f": {counts[name]} blob{'s' * (counts[name] != 1)}" if name in counts else ""
+        axes.set_title(name + touches, loc="left", color=INK, fontsize=11)
+    for axes in figure.axes:
+        axes.plot(column, row, "+", color="#D55E00", markersize=13, markeredgewidth=2)
+        axes.set_axis_off()
+    figure.colorbar(image, ax=figure.axes, shrink=0.8, label="√(p / largest p of the map)")
+    figure.savefig(path)
+
+
+def sweeps(path: Path, size: int, seed: int = 0) -> Numbers:
+    """(c) The match field of two photographs after 0, 1, 2, 4, 8 sweeps of the paper's search."""
+    a, b = sample_pair(size)
+    pair = pair_of(a, b)
+    fields, recall = {}, {}
+    for count in SWEEPS:
+        settings = Search(sweeps=count, propagate="shift", gossip=0, seed=seed)
+        found = find(pair, settings)
+        fields[count] = found.place - own_places(*a.shape[:2])
+        recall[count] = float(measure.recall(pair.q, pair.k, found.matches, sample=SAMPLE, seed=seed))
+    limit = pictures.wheel_limit(fields[SWEEPS[-1]])
+    panels = [Panel("Photograph A", a, "the other is a frame of the same camera pan")]
+    for count, field in fields.items():
+        panels.append(
+            Panel(
+                f"{count} sweeps", pictures.wheel_colours(field, limit), f"recall@1 {recall[count]:.2f}",
+                pictures.wheel_legend(limit) if count == SWEEPS[-1] else None,
+            )
+        )  # fmt: skip
+    pictures.sheet(panels, path, "Spatial coherence: good matches spread from neighbour to neighbour")
+    return {"claims": {f"recall@1 after {count} sweeps": value for count, value in recall.items()}}
+
+
+def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Numbers:
+    """(d) Recall against sweeps, captured mass against kappa and b, on several kinds of tensors."""
+    kinds = tensor_sets(size, data)
+    lines: dict[str, dict[str, list[tuple[int, float]]]] = {"recall": {}, "kappa": {}, "radius": {}}
+    for name, (q, k, scale) in kinds.items():
+
+        def mass(kappa: int, radius: int, q: Tensor = q, k: Tensor = k, scale: float = scale) -> float:
+            found = search(q, k, search=Search(matches=kappa, seed=seed))
+            attended = attend(q, k, k[..., :1].contiguous(), found, radius=radius, scale=scale)
+            return float(measure.captured_mass(q, k, attended, scale=scale, sample=SAMPLE, seed=seed).mean())
+
+        for label, base in (("paper", Search.paper(seed=seed)), ("default", Search(seed=seed))):
+            points = []
+            for count in SWEEPS:
+                settings = Search(sweeps=count, propagate=base.propagate, gossip=base.gossip, seed=seed)
+                found = search(q, k, search=settings)
+                points.append((count, float(measure.recall(q, k, found, sample=SAMPLE, seed=seed).mean())))
+            lines["recall"][f"{name}, {label}"] = points
+        lines["kappa"][name] = [(kappa, mass(kappa, 1)) for kappa in (1, 2, 4, 8)]
+        lines["radius"][name] = [(radius, mass(1, radius)) for radius in (0, 1, 2, 4)]
+    figure = Figure((17, 5), dpi=110, layout="constrained", facecolor="white")
+    titles = {
+        "recall": ("Recall@1 against sweeps", "sweeps T", "share of queries with their best key"),
+        "kappa": ("Captured mass against matches, b = 1", "matches per query κ", "share of the exact softmax"),
+        "radius": ("Captured mass against the window, κ = 1", "window radius b", "share of the exact softmax"),
+    }
+    for place, (name, (title, x, y)) in enumerate(titles.items()):
+        axes = figure.add_subplot(1, 3, place + 1)
+        charts.lines(axes, lines[name], title, x, y)
+        axes.set_ylim(-0.02, 1.02)
+    figure.savefig(path)
+    best = {f"recall@1 after 8 sweeps, {name}": points[-1][1] for name, points in lines["recall"].items()}
+    most = {f"captured mass of 1 match, b = 1, {name}": points[0][1] for name, points in lines["kappa"].items()}
+    return {"lines": lines, "claims": {**best, **most}}

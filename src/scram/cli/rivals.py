@@ -1,0 +1,246 @@
+"""What SCRAM is compared with: dense attention, fixed sparse patterns, brute force, and nearest-neighbour libraries.
+
+Every attention takes q, k, v `[1, H, S, S, E]` of a square picture and returns out. A pattern also says which pairs it
+allows, as FlexAttention writes masks; the tests compare it with a dense masked softmax. The Sparse Transformer's
+patterns are causal, as published, with the picture's width as their stride.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import Attended, Search, attend, attention, exact_search
+
+SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after it see
+BLOCK, REACH = 8, 4  # side of the local pattern's query blocks, and how far their keys reach beyond them
+CHUNK = 1 << 26  # elements of a score matrix at a time
+Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Allows = Callable[..., Tensor]
+
+
+def scram_paper(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The paper's settings, one match, radius 1."""
+    return attention(q, k, v, search=Search.paper(seed=0), radius=1, scale=scale)
+
+
+def scram_default(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The library's settings, one match, radius 1."""
+    return attention(q, k, v, search=Search(seed=0), radius=1, scale=scale)
+
+
+def full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Vanilla attention: the whole N x N map in memory."""
+    p = (scale * q.flatten(2, 3) @ k.flatten(2, 3).mT).softmax(-1)
+    return (p @ v.flatten(2, 3)).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Torch's fused attention, with the backend that torch takes for these tensors."""
+    flat = [x.flatten(2, 3) for x in (q, k, v)]
+    if q.is_cuda:  # its fused kernels want half precision and widths in eights; anything else falls back to N x N
+        flat = [F.pad(x, (0, -x.shape[-1] % 8)).to(torch.bfloat16) for x in flat]
+    out = F.scaled_dot_product_attention(flat[0], flat[1], flat[2], scale=scale)
+    return out[..., : v.shape[-1]].to(v.dtype).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def brute_force(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The exact best key of each query, by all N^2 scores in chunks, then the same windows as SCRAM."""
+    with torch.no_grad():
+        found = exact_search(q, k)
+    return attend(q, k, v, found, radius=1, scale=scale).out
+
+
+def strided_allows(size: int) -> Allows:
+    """The last `size` points, and every `size`-th one before: the own line and the own column."""
+    return lambda b, h, i, j: (j <= i) & ((i - j < size) | ((i - j) % size == 0))
+
+
+def fixed_allows(size: int) -> Allows:
+    """The own line so far, and the last columns of all lines before."""
+    return lambda b, h, i, j: (j <= i) & ((i // size == j // size) | (j % size >= size - SUMMARY))
+
+
+def local_allows(size: int) -> Allows:
+    """The block of the query and a rim around it."""
+
+    def allows(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
+        row, column = i // size // BLOCK * BLOCK, i % size // BLOCK * BLOCK
+        down, right = j // size - row, j % size - column
+        return (down >= -REACH) & (down < BLOCK + REACH) & (right >= -REACH) & (right < BLOCK + REACH)
+
+    return allows
+
+
+def strided(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The Sparse Transformer's strided pattern, line by line: O(N sqrt N) time."""
+    size, device = q.shape[3], q.device
+    at = torch.arange(size, device=device)
+    # Of the line above only the points right of the query's column are among the last `size`; the rest are its own.
+    band = torch.cat((at[None, :] > at[:, None], at[None, :] <= at[:, None]), -1)
+    lines = []
+    for rows in _chunks(q, 3 * size):
+        above = [F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, rows] for x in (k, v)]
+        near = [torch.cat((up, x[:, :, rows]), 3) for up, x in zip(above, (k, v), strict=True)]
+        mine = q[:, :, rows] * scale
+        legal = band & ((rows[:, None, None] > 0) | (torch.arange(2 * size, device=device) >= size))
+        scores = torch.cat(
+            (
+                (mine @ near[0].mT).masked_fill(~legal, -torch.inf),
+                torch.einsum("bhyxe,bhzxe->bhyxz", mine, k).masked_fill(at >= rows[:, None, None], -torch.inf),
+            ),
+            -1,
+        )
+        p = scores.softmax(-1)
+        column = torch.einsum("bhyxz,bhzxe->bhyxe", p[..., 2 * size :], v)
+        lines.append(p[..., : 2 * size] @ near[1] + column)
+    return torch.cat(lines, 2)
+
+
+def fixed(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The Sparse Transformer's fixed pattern, line by line: O(N sqrt N) time."""
+    size, device = q.shape[3], q.device
+    at = torch.arange(size, device=device)
+    summaries = [x[:, :, :, -SUMMARY:].flatten(2, 3) for x in (k, v)]
+    line_of = torch.arange(summaries[0].shape[2], device=device) // min(SUMMARY, size)
+    lines = []
+    for rows in _chunks(q, size + len(line_of)):
+        mine = q[:, :, rows] * scale
+        scores = torch.cat(
+            (
+                (mine @ k[:, :, rows].mT).masked_fill(at[None, :] > at[:, None], -torch.inf),
+                (mine @ summaries[0].mT.unsqueeze(2)).masked_fill(line_of >= rows[:, None, None], -torch.inf),
+            ),
+            -1,
+        )
+        p = scores.softmax(-1)
+        lines.append(p[..., :size] @ v[:, :, rows] + p[..., size:] @ summaries[1].unsqueeze(2))
+    return torch.cat(lines, 2)
+
+
+def local(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The Image Transformer's local 2-D blocks: each block of queries sees its own block of keys and a rim: O(N)."""
+    size = q.shape[3]
+    more = -size % BLOCK
+
+    def blocks(x: Tensor, rim: int) -> Tensor:
+        """`[B, H, S, S, E] -> [B * H, blocks, keys of a block, E]`: the fused kernels take four axes."""
+        x = F.pad(x, (0, 0, rim, rim + more, rim, rim + more))
+        side = BLOCK + 2 * rim
+        return x.unfold(2, side, BLOCK).unfold(3, side, BLOCK).flatten(2, 3).movedim(3, -1).flatten(3, 4).flatten(0, 1)
+
+    inside = blocks(torch.ones(1, 1, size, size, 1, device=q.device), REACH)[..., 0] > 0
+    # An all-padding row of scores would be NaN; a block always holds at least one real key.
+    out = F.scaled_dot_product_attention(
+        blocks(q, 0), blocks(k, REACH), blocks(v, REACH), inside.unsqueeze(-2), scale=scale
+    )
+    across = (size + more) // BLOCK
+    out = out.reshape(*q.shape[:2], across, across, BLOCK, BLOCK, v.shape[-1]).transpose(3, 4)
+    return out.flatten(4, 5).flatten(2, 3)[:, :, :size, :size].contiguous()
+
+
+def _chunks(q: Tensor, keys: int) -> list[Tensor]:
+    """The lines of the picture in groups whose scores fit in a chunk."""
+    size = q.shape[2]
+    some = max(1, CHUNK // (q.shape[0] * q.shape[1] * q.shape[3] * keys))
+    return [torch.arange(at, min(at + some, size), device=q.device) for at in range(0, size, some)]
+
+
+def flex(allows: Allows, size: int, device: torch.device) -> Attention:
+    """A pattern as a FlexAttention mask, compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    points = size * size
+    mask = create_block_mask(allows, None, None, points, points, device=str(device), _compile=device.type == "cuda")
+    run: Any = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        flat = [F.pad(x.flatten(2, 3), (0, -x.shape[-1] % 16)) for x in (q, k, v)]
+        out: Tensor = run(*flat, block_mask=mask, scale=scale)
+        return out[..., : v.shape[-1]].reshape(*q.shape[:-1], v.shape[-1])
+
+    return attention
+
+
+ATTENTIONS: dict[str, Attention] = {
+    "SCRAM, paper": scram_paper,
+    "SCRAM, default": scram_default,
+    "full attention": full,
+    "torch SDPA": sdpa,
+    "strided": strided,
+    "fixed": fixed,
+    "local blocks": local,
+    "brute-force top-1": brute_force,
+}
+PATTERNS: dict[str, Callable[[int], Allows]] = {
+    "strided": strided_allows,
+    "fixed": fixed_allows,
+    "local blocks": local_allows,
+}
+
+
+def peak_bytes(name: str, points: int) -> int:
+    """What a contender holds at least, to refuse it before a machine without that memory starts to swap."""
+    return 2 * 4 * points**2 if name == "full attention" else 0
+
+
+def faiss_flat(q: Tensor, k: Tensor, effort: int) -> Tensor:
+    """faiss's exact search; `effort` has no meaning here."""
+    return _faiss(q, k, lambda faiss, width: faiss.IndexFlatIP(width))
+
+
+def faiss_hnsw(q: Tensor, k: Tensor, effort: int) -> Tensor:
+    """faiss's graph of 32 links; `effort` is efSearch."""
+
+    def make(faiss: Any, width: int) -> Any:
+        index = faiss.IndexHNSWFlat(width, 32, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efSearch = effort
+        return index
+
+    return _faiss(q, k, make)
+
+
+def _faiss(q: Tensor, k: Tensor, make: Callable[[Any, int], Any]) -> Tensor:
+    import faiss
+
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    index = make(faiss, q.shape[-1])
+    index.add(_points(k))
+    return torch.from_numpy(index.search(_points(q), 1)[1])
+
+
+def pynndescent(q: Tensor, k: Tensor, effort: int) -> Tensor:
+    """pynndescent's graph; `effort` is 100 times the epsilon of its queries. Unit vectors: its cosine is the dot."""
+    from pynndescent import NNDescent
+
+    index = NNDescent(_points(k), metric="cosine", random_state=0, n_jobs=torch.get_num_threads())
+    index.prepare()
+    return torch.from_numpy(index.query(_points(q), k=1, epsilon=effort / 100)[0].astype(np.int64))
+
+
+def _points(x: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.ascontiguousarray(x.reshape(-1, x.shape[-1]).float().cpu().numpy())
+
+
+# Search alone: the call, and the efforts to try until the recall is that of SCRAM.
+SEARCHES: dict[str, tuple[Callable[[Tensor, Tensor, int], Tensor], tuple[int, ...], str]] = {
+    "faiss flat": (faiss_flat, (1,), "faiss"),
+    "faiss HNSW": (faiss_hnsw, (4, 8, 16, 32, 64, 128, 256, 512), "faiss"),
+    "pynndescent": (pynndescent, (0, 5, 10, 20, 40, 80), "pynndescent"),
+}
+
+
+def missing(package: str) -> bool:
+    """Whether a rival's package is not installed."""
+    return find_spec(package) is None
+
+
+def attended(out: Tensor) -> Attended:
+    """An output alone as a value of `measure.output_error`."""
+    return Attended(out, out.new_zeros(out.shape[:-1]))
