@@ -56,7 +56,7 @@ def op_calls():
     q, k, v = leaves(4, 5)
     seed, mask = torch.tensor(3), torch.rand(2, 4, 5) < 0.7
     plain = [x.detach() for x in (q, k)]
-    settings = (2, 0, 2, [2, 1], "both", 2, False, "numba")
+    settings = (2, 0, 2, [2, 1], "both", 2, False, "query", "numba")
     index, _ = OPS.search(*plain, seed, mask, None, *settings)
     yield "search", (*plain, seed, mask, index, *settings)
     for extra in ((None, None), (torch.randn(2, 2, 3, 8, requires_grad=True), torch.randn(2, 2, 3, 5))):
