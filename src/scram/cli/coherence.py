@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import Search, attend, measure, search
 from . import charts
-from .console import console, one_line_errors, progress, versions, writable_folder
+from .console import console, one_line_errors, progress, writable_folder
+from .measuring import made_with
 from .pictures import INK
 from .sets import matching, projected
 
@@ -100,7 +101,7 @@ def coherence(
                     rows.append({"kind": kind, "degree": degree, "search": name, **measure_case(q, k, how, seed)})
             step("drawing")
             draw(rows, out / "coherence.png", size)
-        numbers: Numbers = {"versions": versions(), "size": size, "width": WIDTH, "seed": seed, "rows": rows}
+        numbers: Numbers = {**made_with("cpu"), "size": size, "width": WIDTH, "seed": seed, "rows": rows}
         text = json.dumps(numbers, indent=1, allow_nan=False)
         (out / "coherence.json").write_text(text + "\n")
         if as_json:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from .. import Matches, Search, attend, search
 from . import pictures
-from .console import chosen_device, console, one_line_errors, progress, versions, writable_folder
+from .console import chosen_device, console, one_line_errors, progress, writable_folder
 from .features import photograph
+from .measuring import made_with
 from .pictures import Panel
 
 PHOTOGRAPHS = ("astronaut", "camera", "chelsea", "coffee", "retina")
@@ -218,7 +219,7 @@ def denoise(
             step("drawing")
             draw(picture, noisy, results, add_noise, out)
         numbers = {
-            "versions": versions(),
+            **made_with(device),
             "image": Path(image).name,
             "grid": list(picture.shape[:2]),
             "channels": picture.shape[-1],

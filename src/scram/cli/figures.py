@@ -14,9 +14,10 @@ from torch import Tensor
 
 from .. import Search, attend, exact_attention, measure, search
 from . import charts, pictures
-from .console import console, one_line_errors, progress, versions, writable_folder
+from .console import console, one_line_errors, progress, writable_folder
 from .features import PatchFeatures, sample_pair
 from .match import find, own_places, pair_of
+from .measuring import made_with
 from .pictures import INK, Panel
 from .sets import tensor_sets
 
@@ -53,7 +54,7 @@ def figures(
         wanted = [name.strip() for name in only.split(",")]
         if not set(wanted) <= set(makers):
             raise ValueError(f"only must name some of {', '.join(makers)}, got {only}")
-        numbers: Numbers = {"versions": versions(), "size": size, "seed": seed}
+        numbers: Numbers = {**made_with("cpu"), "size": size, "seed": seed}
         with progress() as step:
             for name in wanted:
                 step(f"figure {name}")

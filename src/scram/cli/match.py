@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .. import Attended, Matches, Search, attend, pick, search
 from . import pictures
-from .console import chosen_device, console, one_line_errors, progress, versions, writable_folder
+from .console import chosen_device, console, one_line_errors, progress, writable_folder
 from .features import PatchFeatures, read_picture, sample_pair, stereo_sample
+from .measuring import made_with
 from .pictures import Panel
 
 PATCH = 11
@@ -183,7 +184,7 @@ def match(
             draw(pair, offset, found.warped, confidence, known, out)
         _save_arrays(out / "match.npz", found, offset, confidence)
         numbers: dict[str, Any] = {
-            "versions": versions(),
+            **made_with(device),
             "impl": impl,
             "device": device,
             "threads": torch.get_num_threads(),

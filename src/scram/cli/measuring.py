@@ -107,7 +107,7 @@ class Results:
         self.rows: dict[str, Row] = json.loads(path.read_text())["rows"] if resume and path.exists() else {}
 
     def put(self, case: Case, row: Row, device: str) -> None:
-        about = {"machine": machine(device), "commit": commit(), "date": date.today().isoformat(), "data": self.data}
+        about = {**made_with(device), "data": self.data}
         self.rows[case.name] = {**asdict(case), "device": device, **row, **about}
         self.path.write_text(json.dumps({"rows": self.rows}, indent=1, allow_nan=False) + "\n")
 
@@ -282,6 +282,11 @@ def slope(rows: list[Row], quantity: str = "least") -> float | None:
     return float(np.polyfit(x, y, 1)[0])
 
 
+def made_with(device: str) -> dict[str, Any]:
+    """What a result is stored with."""
+    return {"machine": machine(device), "commit": commit(), "date": date.today().isoformat()}
+
+
 def machine(device: str) -> dict[str, Any]:
     """What was measured on."""
     cpu = platform.processor() or platform.machine()
@@ -311,6 +316,13 @@ def commit() -> str:
     """The commit of the sources, with a mark when they differ from it; "installed" outside a repository."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
+        tracked = [
+            *git,
+            "ls-files",
+            "--error-unmatch",
+            Path(__file__).name,
+        ]  # a repository around an installation is not ours
+        subprocess.run(tracked, capture_output=True, check=True)
         name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
         changed = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True).stdout
         return name.strip() + ("+" if changed else "")
