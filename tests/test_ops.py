@@ -67,21 +67,3 @@ def test_second_derivatives_are_refused_without_the_dispatcher_too(tensors):
     (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(first.sum(), q)
-
-
-def test_compiles_in_one_graph(tensors):
-    def call(q, k, v):
-        return scram.attention(q, k, v, search=SETTINGS, impl="numba")
-
-    compiled = torch.compile(call, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(*tensors), call(*tensors))
-
-
-def test_the_operators_keep_their_schemas(tensors):
-    q, k, v = tensors
-    how = (2, 0, 2, [2, 1], "both", 1, False, "numba")
-    torch.library.opcheck(torch.ops.scram.search, (q, k, torch.tensor(0), None, None, *how))
-    index = scram.search(q, k, search=SETTINGS, impl="numba").index
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    how = ([1, 1], False, 0.5, "softmax", 0.0, "numba")
-    torch.library.opcheck(torch.ops.scram.attend, (*leaves, index, None, None, None, None, *how))

@@ -255,7 +255,9 @@ class _Features:
 
 def _seed(settings: Search | Estimator) -> Tensor:
     given = settings.seed_tensor if isinstance(settings, Search) else settings.seed
-    return draw_seed() if given is None else torch.as_tensor(given, dtype=torch.int64)
+    if given is None:
+        return draw_seed()
+    return given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64, device="cpu")
 
 
 def _search(
