@@ -329,10 +329,12 @@ def test_an_estimate_says_what_is_wrong_with_it():
     assert any("rhat over 1.1" in words for words in stuck.warnings)
     few = scram.estimate(q, k, v, found, method=scram.Hybrid(1, seed=0))
     assert any("variance unknown" in words for words in few.warnings)
-    fine = scram.estimate(q, k, v, found, method=scram.Hybrid(40, seed=0))
+    rough = scram.estimate(q, k, v, found, method=scram.Hybrid(3, seed=0))
+    assert any("standard error over 50% of the size of out" in words for words in rough.warnings)
+    fine = scram.estimate(q, k, v, found, method=scram.Hybrid(56, seed=0))
     assert fine.warnings == []
     assert "no warnings" in str(fine)
-    assert repr(fine) == "Estimate(out (1, 2, 7, 8, 4) by Hybrid(samples=40, stratified=False, seed=0))"
+    assert repr(fine) == "Estimate(out (1, 2, 7, 8, 4) by Hybrid(samples=56, stratified=False, seed=0))"
 
 
 def test_an_estimate_names_its_worst_query():

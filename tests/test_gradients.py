@@ -96,3 +96,13 @@ def test_gradients_of_broadcast_inputs(impl):
     )
     (many,) = torch.autograd.grad(scram.attend(wide, wide, wide, found, impl=impl).out.square().sum(), wide)
     torch.testing.assert_close(one, many.sum((0, 1), keepdim=True))
+
+
+def test_gradients_bear_scores_that_share_a_large_part(impl):
+    k = torch.tensor([[[[1e4, 0.0], [1e4, 3.0], [1e4, 1.0]]]], requires_grad=True)
+    q = torch.tensor([[[[1.0, 0.1]] * 3]], requires_grad=True)
+    v = torch.tensor([[[[1.0], [2.0], [4.0]]]])
+    found = scram.Matches(torch.ones(1, 1, 3, 1, dtype=torch.int32), torch.zeros(1, 1, 3, 1), (3,))
+    out = scram.attend(q, k, v, found, scale=1.0, impl=impl).out
+    (dq,) = torch.autograd.grad(out[..., 0, :].sum(), q)
+    assert dq[0, 0, 0, 0].abs() < 0.01  # all keys have that part: it cancels

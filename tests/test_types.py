@@ -53,6 +53,7 @@ def test_search_is_frozen_and_takes_edges():
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.sweeps = 3
     assert scram.Search(jumps=()).jumps == ()
+    assert scram.Search(jumps=(2**63,)).jumps == (2**31,)  # past every grid
     assert scram.Search(matches=2) == scram.Search(matches=2) != scram.Search(matches=3)
 
 

@@ -104,7 +104,8 @@ def estimator(method: Any, pair: Any) -> None:
 def jumps(value: Any) -> tuple[int, ...]:
     if isinstance(value, int) or not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"jumps must be a sequence of ints such as (8, 4, 2, 1), got {value!r}")
-    return tuple(whole(f"jumps[{n}]", jump, 1) for n, jump in enumerate(value))
+    # No grid is wider than 2**31.
+    return tuple(min(whole(f"jumps[{n}]", jump, 1), 2**31) for n, jump in enumerate(value))
 
 
 def _tensor(name: str, value: Any, axes: str) -> None:
@@ -218,6 +219,11 @@ def radius(value: Any, rank: int) -> tuple[int, ...]:
             raise ValueError(f"radius must be an int or one int per grid axis ({rank}), got {len(value)} values")
         return tuple(min(whole(f"radius[{axis}]", b, 0), 2**31) for axis, b in enumerate(value))
     return (min(whole("radius", value, 0, ", or one int per grid axis"), 2**31),) * rank  # no grid is wider
+
+
+def some_queries(q: Tensor) -> None:
+    if q.numel() == 0:
+        raise ValueError(f"q must hold at least one query to judge, got {tuple(q.shape)}; skip an empty batch")
 
 
 def grid(value: Any) -> tuple[int, ...]:

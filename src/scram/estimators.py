@@ -12,6 +12,7 @@ from . import check
 LOW_ESS = 0.05  # of the samples
 LOW_ACCEPTANCE = 0.1
 HIGH_RHAT = 1.1
+HIGH_ERROR = 0.5  # of the size of out
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,13 @@ class Estimate:
             found.append(
                 f"rhat over {HIGH_RHAT} for {high:.1%} of the queries: their walks have not met, and the shares of the "
                 "modes are biased; take more samples, or use Hybrid"
+            )
+        error = None if self.variance is None else _relative(self.variance, self.out)
+        high = _share(error, lambda error: (error > HIGH_ERROR) & (error < torch.inf))
+        if high:
+            found.append(
+                f"standard error over {HIGH_ERROR:.0%} of the size of out for {high:.1%} of the queries: take more "
+                "samples; where out is nearly 0, that may not be needed"
             )
         unknown = _share(self.variance, lambda variance: variance == torch.inf)
         if unknown:

@@ -177,6 +177,7 @@ def trust(
     ['sparse', 'dense']
     """
     check.queries_keys(q, k)
+    check.some_queries(q)
     check.values(q, k, v)
     check.extra(q, k, v, extra)
     check.scale(scale)

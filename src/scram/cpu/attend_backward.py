@@ -30,7 +30,7 @@ STRETCH = 8  # log2 of how many neighbouring keys have one owner
 
 def attend_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, k_extra, v_extra (None without extra keys) from those of out and lse."""
-    *inputs, _, lse = tensors
+    inputs = tensors[:-2]  # without out and lse
     problem = Problem(*inputs, **settings)
     q, k, v = problem.tensors
     d_out, d_lse = array(grad_out), grad_lse.detach().reshape(-1).contiguous().numpy()
@@ -39,13 +39,12 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
     width = problem.slots + problem.extras
     size = max(1, min(problem.points, CHUNK_PAIRS // max(width, 1)))
     pairs = (np.empty((size, width), np.int32), np.empty((size, width), v.dtype), np.empty((size, width), v.dtype))
-    log_total = lse.detach().reshape(-1).numpy()
     with threads() as count:
         places = np.empty((count * TASKS_PER_THREAD, problem.index.shape[1] + 1, len(problem.grid[0])), np.int64)
         for begin in range(0, problem.points, size):
             _queries(
                 *problem.tensors, *problem.extra, problem.index, *problem.grid, problem.rest, problem.how,
-                places, begin, log_total, d_out, d_lse, dq, *pairs,
+                places, begin, d_out, d_lse, dq, *pairs,
             )  # fmt: skip
             _keys(q, d_out, *problem.grid, problem.rest, problem.how, begin, count, *pairs, dk, dv, dk_extra, dv_extra)
     shaped = (
@@ -57,21 +56,21 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
 
 @parallel
 def _queries(
-    q, k, v, k_extra, v_extra, index, grid, strides, reach, rest, how, places, begin, lse, d_out, d_lse, dq,
+    q, k, v, k_extra, v_extra, index, grid, strides, reach, rest, how, places, begin, d_out, d_lse, dq,
     keys, weights, slopes,
 ):  # fmt: skip
-    tasks, size = len(places), min(len(keys), len(lse) - begin)
+    tasks, size = len(places), min(len(keys), len(d_lse) - begin)
     for task in numba.prange(tasks):
         geometry = (grid, strides, reach, *rest)
         _some_queries(
             q, k, v, k_extra, v_extra, index, geometry, how, places[task], begin, size * task // tasks,
-            size * (task + 1) // tasks, lse, d_out, d_lse, dq, keys, weights, slopes,
+            size * (task + 1) // tasks, d_out, d_lse, dq, keys, weights, slopes,
         )  # fmt: skip
 
 
 @compiled
 def _some_queries(
-    q, k, v, k_extra, v_extra, index, geometry, how, places, begin, low, high, lse, d_out, d_lse, dq,
+    q, k, v, k_extra, v_extra, index, geometry, how, places, begin, low, high, d_out, d_lse, dq,
     keys, weights, slopes,
 ):  # fmt: skip
     """dq, and for each pair the key (after the grid's the extra ones, -1: none), its weight and d loss / d (q.k)."""
@@ -85,11 +84,17 @@ def _some_queries(
         noise = absorb(absorb(seed, row), point - row * queries)
         found = expand(index, geometry, row, point, keys[slot_row], places)
         first_key, first_extra = key_rows[row] * total_keys, key_rows[row] * extras
-        mean = zero
+        mean, total, top = zero, zero, weights.dtype.type(-np.inf)
         for slot in range(found + extras):
             grid_key = slot < found
             key = first_key + keys[slot_row, slot] if grid_key else first_extra + slot - found
-            a = scale * (dot(q, point, k, key) if grid_key else dot(q, point, k_extra, key))
+            score = dot(q, point, k, key) if grid_key else dot(q, point, k_extra, key)
+            weights[slot_row, slot] = scale * score
+            top = max(top, weights[slot_row, slot])
+        for slot in range(found + extras):
+            grid_key = slot < found
+            key = first_key + keys[slot_row, slot] if grid_key else first_extra + slot - found
+            a = weights[slot_row, slot]
             d_p = dot(d_out, point, v, key) if grid_key else dot(d_out, point, v_extra, key)
             if not grid_key:
                 keys[slot_row, slot] = total_keys + slot - found
@@ -97,7 +102,8 @@ def _some_queries(
             if dropped:
                 keep = boost if absorb(noise, keys[slot_row, slot]) >= dropped else zero
             if weight == 0:
-                p = math.exp(a - lse[point])
+                p = math.exp(a - top)  # from lse, rounded, they would not add up to 1 where scores are large
+                total += p
                 mean += p * keep * d_p
                 slopes[slot_row, slot] = p * keep * d_p + p * d_lse[point]
                 weights[slot_row, slot] = p
@@ -109,7 +115,8 @@ def _some_queries(
             grid_key = slot < found
             key = first_key + keys[slot_row, slot] if grid_key else first_extra + slot - found
             if weight == 0:
-                slopes[slot_row, slot] -= weights[slot_row, slot] * mean
+                weights[slot_row, slot] /= total
+                slopes[slot_row, slot] = slopes[slot_row, slot] / total - weights[slot_row, slot] * (mean / total)
                 if dropped:
                     kept = absorb(noise, keys[slot_row, slot]) >= dropped
                     weights[slot_row, slot] *= boost if kept else zero
