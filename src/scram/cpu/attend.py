@@ -167,12 +167,12 @@ def _score(q, k, k_extra, geometry, how, where, keys, weights):
     first = row * geometry[7] + begin
     first_key, first_extra = geometry[3][row] * geometry[0][0] * geometry[1][0], geometry[3][row] * extras
     number = weights.dtype.type
-    for slot in range(slots):
+    for slot in range(slots + extras):
+        grid_key = slot < slots
+        features = k if grid_key else k_extra
         for p in range(size):
-            weights[slot, p] = number(scale * dot(q, first + p, k, first_key + max(keys[slot, p], 0)))
-    for x in range(extras):
-        for p in range(size):
-            weights[slots + x, p] = number(scale * dot(q, first + p, k_extra, first_extra + x))
+            key = first_key + max(keys[slot, p], 0) if grid_key else first_extra + slot - slots
+            weights[slot, p] = number(scale * dot(q, first + p, features, key))
 
 
 @compiled

@@ -27,7 +27,7 @@ _serial = threading.RLock()
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Machine code for one thread, inlined where it is called."""
-    return _cached(function, fastmath=FASTMATH, error_model="numpy")
+    return _cached(function, fastmath=FASTMATH, error_model="numpy", no_cfunc_wrapper=True)
 
 
 def plain(function: Callable[..., Any]) -> Any:
@@ -37,7 +37,7 @@ def plain(function: Callable[..., Any]) -> Any:
 
 def parallel(function: Callable[..., Any]) -> Any:
     """Machine code whose `prange` loops use all threads."""
-    return _cached(function, fastmath=FASTMATH, error_model="numpy", parallel=True, nogil=True)
+    return _cached(function, fastmath=FASTMATH, error_model="numpy", parallel=True, nogil=True, no_cfunc_wrapper=True)
 
 
 def _cached(function: Callable[..., Any], **options: Any) -> Any:

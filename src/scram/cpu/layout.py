@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..grid import Grid, grid_of
-from .vectors import LANES, NARROW
+from .vectors import LANES
 
 Array = NDArray[Any]
 
@@ -27,7 +27,7 @@ def array(x: Tensor) -> Array:
 
 def padded(x: Array) -> Array:
     """Narrow rows filled up with zeros to what `vectors.dot` takes at once."""
-    missing = -x.shape[1] % LANES if x.shape[1] <= NARROW else 0
+    missing = max(0, LANES - x.shape[1])
     return np.pad(x, ((0, 0), (0, missing))) if missing else x
 
 

@@ -20,7 +20,7 @@ from ..grid import Grid, grid_of
 from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import Array, LegalArrays, array, key_rows, padded, strides
 from .noise import absorb, below, seeded
-from .vectors import NARROW, coordinates, dot
+from .vectors import LANES, coordinates, dot
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
 SHIFT, STAY = 1, 2  # what a neighbour offers, as bits
@@ -291,7 +291,7 @@ def _score(q, k, where, candidate, key, chosen, scores):
     """Score each point's candidate, -inf where there is none. Returns how many were new."""
     _, _, first, row_key, _, size = where
     count = 0
-    if q.shape[1] <= NARROW:  # all are scored, without asking: that is quicker than a list
+    if q.shape[1] == LANES:  # all are scored, without asking: that is quicker than a list
         for p in range(size):
             count += (candidate[p] >= 0) & (candidate[p] != key[p])
         for p in range(size if count else 0):

@@ -14,8 +14,7 @@ from numba.extending import intrinsic, overload
 
 from .compiled import compiled, plain
 
-NARROW = 8  # rows up to this width are padded to a multiple of LANES
-LANES = 4
+LANES = 4  # narrower rows are padded to as many elements
 LEAST = np.float32(-87)  # exp of less counts as 0
 HALF, INVERSE_LN2 = np.float32(0.5), np.float32(1 / math.log(2))
 LN2_HIGH = np.float32(0.693359375)  # few bits: its product with n is exact
@@ -50,8 +49,6 @@ def dot(a, i, b, j):
     width, total = a.shape[1], a.dtype.type(0)
     if width == LANES:  # the compiler's own loop would take few elements one by one
         return _product(a, i * LANES, b, j * LANES)
-    if width == 2 * LANES:
-        return _product(a, i * width, b, j * width) + _product(a, i * width + LANES, b, j * width + LANES)
     for e in range(width):
         total += a[i, e] * b[j, e]
     return total
