@@ -146,6 +146,31 @@ def test_compiled_for_any_size_and_seed():
         assert len({compiled(*tensors, scram.Search(sweeps=0)).sum().item() for _ in range(4)}) == 4
 
 
+ESTIMATORS = {
+    "Hybrid": lambda seed: scram.Hybrid(samples=5, seed=seed),
+    "Snis": lambda seed: scram.Snis(samples=5, seed=seed),
+    "MetropolisHastings": lambda seed: scram.MetropolisHastings(samples=6, seed=seed),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_compiles_once_for_all_seeds_and_sizes(name):
+    def estimate(q, k, v, method):
+        found = scram.search(q, k, search=SEARCH)
+        return scram.estimate(q, k, v, found, method=method, radius=0).out
+
+    compiled = torch.compile(estimate, backend="aot_eager", fullgraph=True, dynamic=True)
+    tensors = leaves(6, 7)
+    with graphs_are(1):
+        for seed in (*range(3), 2**62, torch.tensor(7)):
+            method = ESTIMATORS[name](seed)
+            ours = results(lambda *x, m=method: compiled(*x, m), tensors)
+            assert_equal(ours, results(lambda *x, m=method: estimate(*x, m), tensors))
+        compiled(*leaves(9, 5), ESTIMATORS[name](3))
+    with graphs_are(1):
+        assert len({compiled(*tensors, ESTIMATORS[name](None)).sum().item() for _ in range(4)}) == 4
+
+
 def test_compiled_takes_the_seed_as_an_argument():
     def attention(q, k, v, seed):
         return scram.attention(q, k, v, search=scram.Search(sweeps=1, seed=seed))

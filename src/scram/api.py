@@ -254,10 +254,7 @@ class _Features:
 
 
 def _seed(settings: Search | Estimator) -> Tensor:
-    given = settings.seed_tensor if isinstance(settings, Search) else settings.seed
-    if given is None:
-        return draw_seed()
-    return given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64, device="cpu")
+    return draw_seed() if settings.seed_tensor is None else settings.seed_tensor
 
 
 def _search(

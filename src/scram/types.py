@@ -63,9 +63,7 @@ class Search:
         object.__setattr__(self, "jumps", check.jumps(self.jumps))
         check.one_of("propagate", self.propagate, check.PROPAGATE)
         check.whole("gossip", self.gossip, 0)
-        check.seed(self.seed)
-        tensor = torch.tensor(self.seed, dtype=torch.int64, device="cpu") if isinstance(self.seed, int) else self.seed
-        object.__setattr__(self, "seed_tensor", tensor)
+        object.__setattr__(self, "seed_tensor", check.seed(self.seed))
 
     @staticmethod
     def paper(matches: int = 1, separation: int = 0, seed: int | Tensor | None = None) -> Search:
