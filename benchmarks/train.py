@@ -297,13 +297,18 @@ def show(file: Path) -> None:
     print("\nThe same weights, against dense attention with them:\n")
     print("| task | trained | steps | through | accuracy, % | logits, relative error | same class, % |")
     print("|---|---|---|---|---|---|---|")
+    same: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for row in stored:
         if "through" in row:
-            start = f"| {row['task']} | {row['attention']} | {row['steps']} |"
-            print(f"{start} dense | {row['accuracy']:.2f} | | |")
-            for name, one in row["through"].items():
-                error, same = f"{one['logits_error']:.3f}", f"{one['same_class']:.1f}"
-                print(f"{start} {name} | {one['accuracy']:.2f} | {error} | {same} |")
+            dense = {"dense": {"accuracy": row["accuracy"]}}
+            same.setdefault((row["task"], row["attention"], row["steps"]), []).append(dense | row["through"])
+    for (task, kind, steps), rows in same.items():
+        for name in rows[0]:
+            figures = [
+                form.format(statistics.mean(row[name][key] for row in rows)) if key in rows[0][name] else ""
+                for key, form in (("accuracy", "{:.2f}"), ("logits_error", "{:.3f}"), ("same_class", "{:.1f}"))
+            ]
+            print(f"| {task} | {kind} | {steps} | {name} | {' | '.join(figures)} |")
 
 
 def main() -> None:

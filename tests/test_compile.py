@@ -348,6 +348,25 @@ def test_func_refuses_what_the_engines_lack():
         func.grad(lambda q: func.grad(one)(q).sum())(q)
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_func_goes_through_estimators(name):
+    """Gradients of each sample, as of calls of their own; what is missing is told."""
+    q, k, v = (torch.randn(3, *x.shape) for x in leaves(3, 4))
+    found = scram.search(q[0], k[0], search=SEARCH)
+
+    def of(q, k, v):
+        return scram.estimate(q, k, v, found, method=ESTIMATORS[name](5), impl="numba").out.square().sum()
+
+    mapped = func.vmap(func.grad(of, argnums=(0, 1, 2)))(q, k, v)
+    for n, sample in enumerate(zip(q, k, v, strict=True)):
+        asked = [x.clone().requires_grad_() for x in sample]
+        assert_equal([x[n] for x in mapped], torch.autograd.grad(of(*asked), asked))
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative .*use impl='reference'"):
+        func.jvp(lambda q: of(q, k[0], v[0]), (q[0],), (q[0],))
+    with pytest.raises(NotImplementedError, match="no second derivative; use impl='reference'"):
+        func.grad(lambda q: func.grad(of)(q, k[0], v[0]).sum())(q[0])
+
+
 def test_func_wants_to_know_about_randomness():
     """torch's own rule for a drawn seed: say whether the samples share it."""
     tensors = [torch.randn(3, *x.shape) for x in leaves(3, 4)]

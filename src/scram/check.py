@@ -23,11 +23,11 @@ MAX_RANK = 4
 
 def whole(name: str, value: Any, least: int, hint: str = "") -> int:
     """An int (not a bool) that is at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # an extent while torch exports
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}{hint}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}{hint}")
-    return value
+    return value  # type: ignore[return-value]
 
 
 def one_of(name: str, value: Any, allowed: Sequence[str], hint: str = "") -> str:

@@ -22,7 +22,15 @@ from torch import Tensor
 from . import check
 from .draws import tail_size
 from .grid import grid_of
-from .ops import _differentiate_again, _engine, _has_tangent, _save_name
+from .ops import (
+    _differentiate_again,
+    _differentiate_forward,
+    _engine,
+    _has_tangent,
+    _one_by_one,
+    _save_name,
+    _transformed,
+)
 from .scoring import accumulator
 
 _TAIL = "Tensor q, Tensor k, Tensor v, Tensor index, Tensor? key_mask, Tensor head_out, Tensor head_lse, Tensor seed, "
@@ -72,7 +80,7 @@ def tail(
     """As `reference.tail`, by the engine `impl`."""
     _refuse_tangents(impl, q, k, v, head_out, head_lse)
     how = (samples, stratified, list(radius), causal, scale, impl)
-    out, lse, variance, *_ = torch.ops.scram.tail(q, k, v, _kept(index), key_mask, head_out, head_lse, seed, *how)
+    out, lse, variance, *_ = _run("tail", q, k, v, _kept(index), key_mask, head_out, head_lse, seed, *how)
     return out, lse, variance.detach()
 
 
@@ -136,7 +144,7 @@ def _sample_all(
     _refuse_tangents(impl, q, k, v, head_out, head_lse)
     tensors = (q, k, v, _kept(modes), _kept(count), total, order, key_mask, head_out, head_lse, seed, table)
     how = (method, samples, alpha, chains_per_mode, burn_in, causal, scale, impl)
-    return tuple(torch.ops.scram.sample(*tensors, *how))
+    return _run("sample", *tensors, *how)
 
 
 def _refuse_tangents(impl: str, *tensors: Tensor | None) -> None:
@@ -232,7 +240,7 @@ def _save_tail(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 def _differentiate_tail(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
     grads = _given(tensors[0], tensors[2], tensors[TAIL_TENSORS], grad_out, grad_lse)
-    dq, dk, dv, dhead_out, dhead_lse = torch.ops.scram.tail_backward(*grads, *tensors, *ctx.how)
+    dq, dk, dv, dhead_out, dhead_lse = _run("tail_backward", *grads, *tensors, *ctx.how)
     return dq, dk, dv, None, None, dhead_out, dhead_lse, None, *[None] * len(ctx.how)
 
 
@@ -245,7 +253,7 @@ def _save_sample(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 def _differentiate_sample(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
     grads = _given(tensors[0], tensors[2], tensors[SAMPLE_TENSORS], grad_out, grad_lse)
-    dq, dk, dv, dhead_out, dhead_lse = torch.ops.scram.sample_backward(*grads, *tensors, *ctx.how)
+    dq, dk, dv, dhead_out, dhead_lse = _run("sample_backward", *grads, *tensors, *ctx.how)
     head = (None, None) if tensors[8] is None else (dhead_out, dhead_lse)
     return dq, dk, dv, *[None] * 5, *head, None, None, *[None] * len(ctx.how)
 
@@ -255,6 +263,28 @@ def _given(
 ) -> tuple[Tensor, Tensor]:
     shape = (*q.shape[:-1], v.shape[-1])
     return v.new_zeros(shape) if grad_out is None else grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse
+
+
+def _function(name: str, save: Any, differentiate: Any) -> Any:
+    """The operator with its gradient under a transform of torch.func, and its rule of vmap."""
+    op = getattr(torch.ops.scram, name)
+    torch.library.register_vmap(op.default, _one_by_one(op))
+    parts = {"forward": lambda *arguments: op(*arguments), "setup_context": save, "backward": differentiate}
+    parts = {part: staticmethod(of) for part, of in {**parts, "jvp": _differentiate_forward}.items()}
+    return type(name, (torch.autograd.Function,), {"generate_vmap_rule": True, **parts})
+
+
+_TRANSFORMED = {
+    "tail": _function("tail", _save_tail, _differentiate_tail),
+    "tail_backward": _function("tail_backward", _save_name, _differentiate_again),
+    "sample": _function("sample", _save_sample, _differentiate_sample),
+    "sample_backward": _function("sample_backward", _save_name, _differentiate_again),
+}
+
+
+def _run(name: str, *arguments: Any) -> tuple[Tensor, ...]:
+    run = _TRANSFORMED[name].apply if _transformed() else getattr(torch.ops.scram, name)
+    return tuple(run(*arguments))
 
 
 torch.library.register_autograd("scram::tail", _differentiate_tail, setup_context=_save_tail)

@@ -147,7 +147,7 @@ class Matches:
     def __repr__(self) -> str:
         batch, heads, *grid, kappa = self.index.shape
         queries = self.index.numel() // max(kappa, 1)
-        if isinstance(self.index, torch._subclasses.FakeTensor):
+        if self.index.is_meta or isinstance(self.index, torch._subclasses.FakeTensor):
             share = "?"
         else:
             share = f"{100 * float((self.index >= 0).float().mean()):.1f} %" if self.index.numel() else "-"
