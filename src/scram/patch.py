@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -94,9 +95,12 @@ def patch_sdpa(
         yield patch.report
 
 
-def _note_compiled(report: Report, why_not: str) -> None:
+def _note_compiled(report: str, why_not: str) -> None:
     """Runs while a graph is traced. An append in the graph would make a new graph of every call."""
-    report.calls.append(Call((), (), why_not))
+    _reports[report].calls.append(Call((), (), why_not))
+
+
+_reports: WeakValueDictionary[str, Report] = WeakValueDictionary()  # the compiler takes no other object as a constant
 
 
 def register_transformers(
@@ -147,6 +151,8 @@ class _Patch(TorchFunctionMode):
         self.search, self.impl = search, check.one_of("impl", impl, check.IMPLS)
         self.tokens = prefix + math.prod(self.grid)
         self.report = Report()
+        self.report_name = str(id(self.report))
+        _reports[self.report_name] = self.report
         torch.compiler.assume_constant_result(_note_compiled)  # type: ignore[no-untyped-call] # loads the compiler
         # torch hands us nn.MultiheadAttention's function whole; ours is its own code with the inner call replaced.
         self.multi_head = _with_name(F.multi_head_attention_forward, "scaled_dot_product_attention", self.attention)
@@ -224,7 +230,7 @@ class _Patch(TorchFunctionMode):
 
     def _note(self, query: Tensor, key: Tensor, why_not: str) -> None:
         if torch.compiler.is_compiling():
-            _note_compiled(self.report, why_not)
+            _note_compiled(self.report_name, why_not)
         else:
             self.report.calls.append(Call(tuple(query.shape), tuple(key.shape), why_not))
 
