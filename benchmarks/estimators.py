@@ -171,9 +171,11 @@ def bias(file: Path, rows: store.Store, seeds: int) -> None:
 
 
 def cost(folder: Path, rows: store.Store, only: str) -> None:
-    from gpu import Data, Row, clock
+    from gpu import Row, clock
+    from gpu_sets import Data
 
-    q, k, v, scale = Data(folder).tensors(Row("paper"))
+    row = Row("paper")
+    q, k, v, scale = Data(folder).tensors(row.data, row.size, row.width, row.heads, row.dtype)
     search = scram.Search.paper(seed=0)
 
     def sparse() -> Tensor:
