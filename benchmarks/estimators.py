@@ -144,16 +144,17 @@ def bias(file: Path, rows: store.Store, seeds: int) -> None:
     """
     problem = Problem(file, every=16)
     truth, true_lse = problem.truth.out.double(), problem.truth.lse.double().unsqueeze(-1)
-    for name, numbers in {"snis": (64, 256, 1024), "hybrid": (32, 64, 128, 256, 512, 1024)}.items():
+    methods: dict[str, tuple[Callable[[int, int], Any], tuple[int, ...]]] = {
+        "snis": (lambda samples, seed: scram.Snis(samples, 0.1, 1.0, seed=seed), (64, 256, 1024)),
+        "hybrid": (lambda samples, seed: scram.Hybrid(samples, seed=seed), (32, 64, 128, 256, 512, 1024)),
+    }
+    for name, (make, numbers) in methods.items():
         groups, variances = [], []  # of seeds: their sums, [groups, numbers, ..]; and the variance of one run
         for samples in numbers:
             sums = torch.zeros(GROUPS, 2, *truth.shape, dtype=torch.float64, device=DEVICE)  # of the rest, its square
             total, squares = torch.zeros_like(truth), torch.zeros_like(truth)
             for seed in range(seeds):
-                method = (
-                    scram.Snis(samples, 0.1, 1.0, seed=seed) if name == "snis" else scram.Hybrid(samples, seed=seed)
-                )
-                made = problem.estimate(method)
+                made = problem.estimate(make(samples, seed))
                 assert made.lse is not None
                 gap = made.out.double() - truth
                 rest = gap * (1 - (made.lse.double().unsqueeze(-1) - true_lse).exp())
