@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import store
 import torch
+from gpu_sets import Data
 from torch import Tensor
 
 import scram
@@ -201,12 +202,15 @@ def _bias_slope(sizes: Any, groups: list[Tensor], seeds: int) -> tuple[float, fl
     return slope([]), float(((GROUPS - 1) * ((each - each.mean()) ** 2).mean()) ** 0.5)
 
 
-def cost(folder: Path, rows: store.Store, only: str) -> None:
-    from gpu import Row, clock
-    from gpu_sets import Data
+def cost_tensors(data: Data, size: int = 512) -> tuple[Tensor, Tensor, Tensor, float]:
+    """q, k, v and the scale that the cost is measured on."""
+    return data.tensors("stereo", size, 64, 1, torch.bfloat16)
 
-    row = Row("paper")
-    q, k, v, scale = Data(folder).tensors(row.data, row.size, row.width, row.heads, row.dtype)
+
+def cost(folder: Path, rows: store.Store, only: str) -> None:
+    from gpu import clock
+
+    q, k, v, scale = cost_tensors(Data(folder))
     search = scram.Search.paper(seed=0)
 
     def sparse() -> Tensor:
