@@ -22,7 +22,6 @@ from .launch import Kernel
 from .shared import (
     KEYS,
     LN2,
-    LOG2E,
     LOWEST,
     block_of,
     corners_of,
@@ -106,7 +105,7 @@ def tail(
             tensors = (q, k, v, index, head_lse, names, for_keys)
             arguments, flags = arguments_of(*tensors, causal=causal, spread=True, **settings)
             flags = {**flags, "STRATIFIED": stratified, **forward_block(q.dtype, v.dtype)}
-            programs = q.shape[0] * q.shape[1] * triton.cdiv(math.prod(grid_of(q)), flags["BM"]) * flags["FPIECES"]
+            programs = q.shape[0] * q.shape[1] * -(-math.prod(grid_of(q)) // flags["BM"]) * flags["FPIECES"]
             more = (head_out.contiguous(), legal.mask, legal.count, legal.heads_per_row)
             Kernel(tail_kernel, programs, flags)(*arguments, *more, out, lse, variance, offset)
     return out, lse, variance, offset, names, for_keys
@@ -115,7 +114,7 @@ def tail(
 def forward_block(dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, int]:
     """Queries per program, warps and stages."""
     if dtype.itemsize == value_dtype.itemsize == 2:
-        return {"BM": 128, "num_warps": 8, "num_stages": 3}
+        return {"BM": 64, "num_warps": 4, "num_stages": 3}
     return EXACT
 
 
@@ -185,13 +184,13 @@ def tail_kernel(
             place, padded, at, log, query, valid, low, index_row, kappa, keys, KG, MAGIC, REACH, RANK, CAUSAL, MATCHES
         )  # fmt: skip
         s = tl.where(ok, s, -float("inf"))
-        higher = tl.maximum(top, tl.max(s, 1) * LOG2E)
-        shrink, p = tl.exp2(top - higher), powers(s, higher[:, None])
+        higher = tl.maximum(top, tl.max(s, 1))
+        shrink, p = powers(top, higher), powers(s, higher[:, None])
         top = higher
         value = whole_block(values_row, at, piece, FW, FPIECES)
         if CAUSAL:  # a weight of 0 lets no NaN of a later key through
             bad = ~(tl.abs(value.to(tl.float32)) < float("inf"))
-            spoiled = rough_product(tl.where(ok, 1.0, 0.0), tl.where(bad, 1.0, 0.0), spoiled)
+            spoiled = rough_product(tl.where(ok, 1.0, 0.0), tl.where(bad, 1.0, 0.0).to(value.dtype), spoiled)
             value = finite(value)
         mixed = product(p.to(value.dtype), value, mixed * shrink[:, None])
         p2, less = p * p, (shrink * shrink)[:, None]
@@ -234,5 +233,5 @@ def tail_kernel(
     tl.store(out + point[:, None] * F + f[None, :], answer.to(out.dtype.element_ty), mask=here)
     tl.store(variance + point[:, None] * F + f[None, :], known, mask=here)
     if piece == 0:
-        tl.store(lse + point, (top + norm) * LN2, mask=valid)
+        tl.store(lse + point, top + norm * LN2, mask=valid)
         tl.store(offset + point, add, mask=valid)

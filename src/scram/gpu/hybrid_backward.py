@@ -22,7 +22,7 @@ from ..grid import grid_of
 from .grid import points
 from .hybrid import EXACT, SETTINGS, arguments_of
 from .launch import Kernel
-from .shared import LOG2E, LOWEST, block_of, corners_of, finite, in_tail, joined, powers, product, scores, whole_block
+from .shared import LOWEST, block_of, corners_of, finite, in_tail, joined, powers, product, scores, whole_block
 
 # Of programs that share the queries in the gradient of the shared keys: a few for every processor of a large device.
 PROGRAMS = 512
@@ -62,7 +62,7 @@ def tail_backward(
             arguments, flags = arguments_of(*tensors, causal=causal, spread=False, **settings)
             flags = {**flags, **backward_block(q.dtype, v.dtype)}
             above = (grad_out.contiguous(), offset.contiguous())
-            blocks, key_blocks = triton.cdiv(queries, flags["BM"]), triton.cdiv(drawn, flags["BN"])
+            blocks, key_blocks = -(-queries // flags["BM"]), -(-drawn // flags["BN"])
             splits = max(1, min(blocks, PROGRAMS // max(rows * key_blocks, 1)))
             parts = [torch.empty((splits, rows * drawn, x.shape[-1]), device=q.device) for x in (k, v)]
             more = (grad_lse.contiguous(), to_head.contiguous(), *numbers)
@@ -79,7 +79,7 @@ def tail_backward(
 
 def backward_block(dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, int]:
     """Queries per program, warps and stages."""
-    return {"BM": 64, "num_warps": 4, "num_stages": 2} if dtype.itemsize == value_dtype.itemsize == 2 else EXACT
+    return {"BM": 64, "num_warps": 4, "num_stages": 3} if dtype.itemsize == value_dtype.itemsize == 2 else EXACT
 
 
 @triton.jit
@@ -131,8 +131,8 @@ def queries_kernel(
             place, padded, at, log, query, valid, low, index_row, kappa, keys, KG, MAGIC, REACH, RANK, CAUSAL, MATCHES
         )  # fmt: skip
         s = tl.where(ok, scores(mine, keys_row, at, log, scale, W, PIECES, BM, BN), -float("inf"))
-        higher = tl.maximum(top, tl.max(s, 1) * LOG2E)
-        shrink, p = tl.exp2(top - higher), powers(s, higher[:, None])
+        higher = tl.maximum(top, tl.max(s, 1))
+        shrink, p = powers(top, higher), powers(s, higher[:, None])
         top = higher
         whole = whole * shrink + tl.sum(p, 1)
         dp = wishes(wish, values_row, at, FW, FPIECES, BM, BN)

@@ -22,7 +22,7 @@ from .draw import draw_kernel
 from .grid import dot, features, geometry, put
 from .launch import Kernel
 from .noise import below_argument, seed_arguments
-from .shared import LN2, LOG2E, LOWEST, joined, powers
+from .shared import LN2, LOWEST, joined, powers
 from .tiles import visit_tile
 from .walk import walk_kernel
 from .windows import add
@@ -212,8 +212,8 @@ def visit_kernel(
         if not FLAT:
             tl.store(logs + slots + t, s, mask=ok)
         s = tl.where(ok, s, -float("inf"))
-        higher = tl.maximum(top, s * LOG2E)
-        shrink, p = tl.exp2(top - higher), powers(s, higher)
+        higher = tl.maximum(top, s)
+        shrink, p = powers(top, higher), powers(s, higher)
         whole, top = whole * shrink + p, higher
         seen += ok.to(tl.int32)
         more = ()
@@ -222,7 +222,7 @@ def visit_kernel(
         mixed = more
 
     factor, share, highest, norm = joined(top, whole, seen > 0, tl.zeros([LANES], tl.float32), head)
-    tl.store(lse + point, (highest + norm) * LN2, mask=valid)
+    tl.store(lse + point, highest + norm * LN2, mask=valid)
     answer = ()
     if head_out is not None:
         theirs = features(head_out, point, valid & (head > -float("inf")), F, FW, FPIECES)
@@ -282,7 +282,7 @@ def visit_backward_kernel(
     top = tl.full([LANES], LOWEST, tl.float32)
     if head_lse is not None:
         head = tl.load(head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
-        top = tl.maximum(top, head * LOG2E)
+        top = tl.maximum(top, head)
         whole = powers(head, top)
         slope = dot(wish, features(head_out, point, valid & (head > -float("inf")), F, FW, FPIECES), FPIECES)
         mean = whole * slope
@@ -290,8 +290,8 @@ def visit_backward_kernel(
         place, ok, theirs, s = visit(mine, k, source, keys_in, logs, slots + t, valid, scale, E, W, PIECES, FLAT)
         dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES)
         s = tl.where(ok, s, -float("inf"))
-        higher = tl.maximum(top, s * LOG2E)
-        shrink, p = tl.exp2(top - higher), powers(s, higher)
+        higher = tl.maximum(top, s)
+        shrink, p = powers(top, higher), powers(s, higher)
         whole, mean, top = whole * shrink + p, mean * shrink + p * dp, higher
     top = tl.where(top == LOWEST, 0.0, top)
     factor = 1.0 / tl.where(whole == 0.0, 1.0, whole)

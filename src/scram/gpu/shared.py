@@ -8,6 +8,8 @@ the log of how many keys it is for. A place without a key has the log of 0.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,7 @@ from .windows import match_of
 
 KEYS, WIDTH = 64, 64  # keys and features of a block; wider features come in several pieces
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3e38)  # where a maximum begins: -inf - -inf would be NaN
+LOWEST = tl.constexpr(-1e38)  # where a maximum begins: -inf - -inf would be NaN
 
 
 def draw(q: Tensor, k: Tensor, legal: LegalKeys, seed: Tensor, samples: int, stratified: bool) -> tuple[Tensor, Tensor]:
@@ -31,7 +33,7 @@ def draw(q: Tensor, k: Tensor, legal: LegalKeys, seed: Tensor, samples: int, str
     ranked = torch.empty((rows, keys), dtype=torch.int64, device=q.device)
     if ranked.numel():
         flags = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": True}
-        kernel = Kernel(rank_kernel, triton.cdiv(rows * keys, 1024), flags)
+        kernel = Kernel(rank_kernel, -(-rows * keys // 1024), flags)
         kernel(ranked, legal.mask, *seed_arguments(seed), legal.heads_per_row, rows, keys)
     names, for_keys = shared_tail(ranked, grid_of(k), samples, stratified, ascending=False)
     return names, torch.empty(0, device=q.device) if for_keys is None else for_keys
@@ -50,6 +52,7 @@ def rank_kernel(ranked, mask, SEED, low, high, mask_heads, rows, keys, BLOCK: tl
     tl.store(ranked + slot, rank, mask=valid)
 
 
+@lru_cache(maxsize=256)
 def pieces(width: int, value_width: int) -> dict[str, int]:
     """Features and values in blocks that matrix products take."""
     w, fw = (max(16, min(WIDTH, triton.next_power_of_2(x))) for x in (width, value_width))
@@ -66,7 +69,7 @@ def side_by_side(
     """
     (rows, drawn), key_grid, device = names.shape, grid_of(k), q.device
     flags = pieces(k.shape[-1], v.shape[-1])
-    blocks = triton.cdiv(drawn, KEYS)
+    blocks = -(-drawn // KEYS)
     padded, width, value_width = blocks * KEYS, flags["W"] * flags["PIECES"], flags["FW"] * flags["FPIECES"]
     keys = torch.empty((rows, padded, width), dtype=k.dtype, device=device)
     values = torch.empty((rows, padded, value_width), dtype=v.dtype, device=device)
@@ -236,19 +239,19 @@ def scores(
 
 @triton.jit
 def powers(s, top):
-    """exp(s) / 2**top: the exponent is rounded once."""
-    return tl.exp2(s * LOG2E - top)
+    """exp(s - top), exactly 1 for s = top; tl.exp would spend as much again on results below 1e-38."""
+    return tl.exp2((s - top) * LOG2E)
 
 
 @triton.jit
 def joined(top, whole, some, add, head):
-    """Head and tail in one sum, all over 2**top, since `top` may be large and would take the digits of what is added.
+    """Head and tail in one sum, all over exp(top), since `top` may be large and would take the digits of what is added.
 
     Returns what a tail's `powers` and the head weigh in the sum, `top` or 0 for none, and the sum's log to base 2.
     """
     top = tl.where(top == LOWEST, 0.0, top)
     own = tl.where(some, tl.log2(tl.where(some, whole, 1.0)) + add * LOG2E, -float("inf"))
-    head = head * LOG2E - top
+    head = (head - top) * LOG2E
     large = tl.maximum(own, head)
     large = tl.where(large == -float("inf"), 0.0, large)
     empty = ~some & (head == -float("inf"))
