@@ -238,21 +238,24 @@ def _slopes_one(
             top = max(top, weights[seen])
         seen += 1
     # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
-    whole, mean = number(0), number(0)
+    # Slopes are measured from one of them, so that equal ones leave nothing.
+    whole, mean, base = number(0), number(0), number(0)
+    if head != -np.inf:
+        base = dot(d_out, point, head_out, point)
+        whole = number(math.exp(head - top))
+    elif seen:
+        base = dot(d_out, point, v, first + keys[0])
+    share = whole
     for t in range(seen):
         weights[t] = math.exp(weights[t] - top)
-        logs[t] = dot(d_out, point, v, first + keys[t])
+        logs[t] = dot(d_out, point, v, first + keys[t]) - base
         whole += weights[t]
         mean += weights[t] * logs[t]
+    if seen or head != -np.inf:
+        mean, share = mean / whole, share / whole
     if head != -np.inf:
-        share, slope = number(math.exp(head - top)), dot(d_out, point, head_out, point)
-        whole += share
-        mean += share * slope
-        share, mean = share / whole, mean / whole
         add(d_head, point, share, d_out, point)
-        d_head_lse[point] = share * (slope - mean + d_lse[point])
-    elif seen:
-        mean /= whole
+        d_head_lse[point] = share * (d_lse[point] - mean)
     for t in range(seen):
         weights[t] /= whole
         logs[t] = scale * weights[t] * (logs[t] - mean + d_lse[point])

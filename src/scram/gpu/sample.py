@@ -278,17 +278,21 @@ def visit_backward_kernel(
     from_lse = tl.load(grad_lse + point, mask=valid, other=0.0)
 
     # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
+    # Slopes are measured from one of them, so that equal ones leave nothing.
     whole, mean = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     top = tl.full([LANES], LOWEST, tl.float32)
-    if head_lse is not None:
+    if head_lse is None:
+        key = tl.load(keys_in + slots, mask=valid, other=-1)
+        value = features(v, source + tl.maximum(key, 0), key >= 0, F, FW, FPIECES)
+        base = dot(wish, value, FPIECES)
+    else:
         head = tl.load(head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
         top = tl.maximum(top, head)
         whole = powers(head, top)
-        slope = dot(wish, features(head_out, point, valid & (head > -float("inf")), F, FW, FPIECES), FPIECES)
-        mean = whole * slope
+        base = dot(wish, features(head_out, point, valid & (head > -float("inf")), F, FW, FPIECES), FPIECES)
     for t in range(samples):
         place, ok, theirs, s = visit(mine, k, source, keys_in, logs, slots + t, valid, scale, E, W, PIECES, FLAT)
-        dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES)
+        dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES) - base
         s = tl.where(ok, s, -float("inf"))
         higher = tl.maximum(top, s)
         shrink, p = powers(top, higher), powers(s, higher)
@@ -302,7 +306,7 @@ def visit_backward_kernel(
         for n in tl.static_range(FPIECES):
             back += (share[:, None] * wish[n],)
         put(d_head, point, back, valid, F, FW, FPIECES)
-        d_lse = (share * (slope - shift + from_lse)).to(d_head_lse.dtype.element_ty)
+        d_lse = (share * (from_lse - shift)).to(d_head_lse.dtype.element_ty)
         tl.store(d_head_lse + point, d_lse, mask=valid)
     shift -= from_lse
 
@@ -311,7 +315,7 @@ def visit_backward_kernel(
         sums += (tl.zeros([LANES, W], tl.float32),)
     for t in range(samples):
         place, ok, theirs, s = visit(mine, k, source, keys_in, logs, slots + t, valid, scale, E, W, PIECES, FLAT)
-        dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES)
+        dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES) - base
         p = tl.where(ok, powers(s, top) * factor, 0.0)
         ds = tl.where(ok, p * (dp - shift) * scale, 0.0)
         sums = add(sums, ds, theirs, PIECES)
