@@ -23,6 +23,7 @@ from .noise import absorb, row_state, seed_arguments
 from .windows import match_of
 
 KEYS, WIDTH = 64, 64  # keys and features of a block; wider features come in several pieces
+SPARE = 20 << 10  # bytes of shared memory for what passes between threads
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)  # where a maximum begins: -inf - -inf would be NaN
 
@@ -57,6 +58,19 @@ def pieces(width: int, value_width: int) -> dict[str, int]:
     """Features and values in blocks that matrix products take."""
     w, fw = (max(16, min(WIDTH, triton.next_power_of_2(x))) for x in (width, value_width))
     return {"W": w, "PIECES": -(-width // w), "FW": fw, "FPIECES": -(-value_width // fw)}
+
+
+def stages(device: torch.device, most: int, each: int, fixed: int) -> int:
+    """How many blocks of `each` bytes are loaded ahead: what shared memory holds besides `fixed`, `most` at most."""
+    return max(1, min(most, (_shared_memory(device) - SPARE - fixed) // each))
+
+
+@lru_cache(maxsize=16)
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of a program; without a device the least that supported ones have."""
+    if device.type != "cuda":
+        return 99 << 10
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10)
 
 
 def side_by_side(
