@@ -220,7 +220,7 @@ def test_estimators_compile(one, first, monkeypatch):
         made = run_estimate(one, tensors, leaves, "triton")
         torch.autograd.grad(made.out.sum(), leaves)
     wanted = (
-        {"rank_kernel", "queries_kernel", "keys_kernel"}
+        {"rank_kernel", "gather_kernel", "queries_kernel", "keys_kernel"}
         if first == "tail"
         else {"visit_kernel", "visit_backward_kernel"}
     )
