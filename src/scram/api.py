@@ -150,9 +150,8 @@ def attention(
     >>> out.flatten(2, 3).shape
     torch.Size([1, 2, 256, 8])
     """
-    window = _check_attention(q, k, v, causal, key_mask, score, radius, scale, weight, extra, dropout_p)
     _check_search(q, k, search, warm)
-    chosen = pick.choose(impl, q.device, q.dtype, score)
+    window, chosen = _check_attention(q, k, v, causal, key_mask, score, radius, scale, weight, extra, dropout_p, impl)
     features = _Features(chosen, score, q, k, v, extra)  # prepared once for both stages
     index, _ = _search(features, search, causal, key_mask, warm)
     return _attend(features, index, window, causal, key_mask, scale, weight, dropout_p).out
@@ -242,9 +241,9 @@ def _check_attend(
     return check.radius(radius, q.ndim - 3)
 
 
-# By what a sound call was judged -> its radii. To check a call takes longer than to search a small grid, so what was
-# found sound once is not checked again.
-_sound: dict[tuple[Any, ...], tuple[int, ...]] = {}
+# By what a sound call was judged -> its radii and implementation. To check a call takes longer than to search a small
+# grid, so what was found sound once is not checked again.
+_sound: dict[tuple[Any, ...], tuple[tuple[int, ...], str]] = {}
 
 
 def _check_attention(
@@ -259,13 +258,14 @@ def _check_attention(
     weight: str,
     extra: tuple[Tensor, Tensor] | None,
     dropout_p: float,
-) -> tuple[int, ...]:
-    """`_check_scores` and `_check_attend`; returns the radius of each axis."""
+    impl: str,
+) -> tuple[tuple[int, ...], str]:
+    """`_check_scores` and `_check_attend`; returns the radius of each axis and the implementation that runs."""
     kind = None
     if key_mask is None and extra is None and radius.__class__ is int and ops.idle((q, k, v)):
         shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
         places = (q.device, k.device, v.device, q.layout, k.layout, v.layout)
-        options = (causal, score, radius, scale, weight, dropout_p)
+        options = (causal, score, radius, scale, weight, dropout_p, impl)
         kind = (*shapes, *dtypes, *places, *options, *[x.__class__ for x in options])  # 1 == True
         try:
             known = _sound.get(kind)
@@ -275,11 +275,12 @@ def _check_attention(
             return known
     _check_scores(q, k, causal, key_mask, score)
     window = _check_attend(q, k, v, radius, scale, weight, extra, dropout_p)
+    chosen = pick.choose(impl, q.device, q.dtype, score)
     if kind is not None:
         if len(_sound) >= MOST_SOUND:
             _sound.clear()
-        _sound[kind] = window
-    return window
+        _sound[kind] = window, chosen
+    return window, chosen
 
 
 class _Features:
