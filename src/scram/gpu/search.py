@@ -168,7 +168,8 @@ def allowed(
     RANK: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
 ):  # fmt: skip
     """Where `ok` also holds whether `key`, on the grid, may be taken: mask, order, distance to earlier matches."""
-    mask, mask_row, keys, earlier, plane, run, separation = limits[:7]
+    mask, mask_row, keys, earlier = limits[0], limits[1], limits[2], limits[3]
+    plane, run, separation = limits[4], limits[5], limits[6]
     if CAUSAL:
         ok = ok & (key <= query)
     if mask is not None:
