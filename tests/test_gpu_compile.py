@@ -122,7 +122,6 @@ def test_the_cases_reach_every_choice_of_the_launchers(launches):
         everything = {
             "RANK": {1, 2, 3, 4},
             "WEIGHT": set(WEIGHTS),
-            "EARLIER": {0, 1, 2},
             "dtype": {torch.int32} if name == "sort_kernel" else set(DTYPES),
             **{flag: {False, True} for flag in FLAGS | POINTERS_OR_NONE},
         }
@@ -160,7 +159,7 @@ def test_the_tile_search_compiles(case, architecture, monkeypatch):
     assert set(compiled) == wanted
 
 
-FLAGS = {"CAUSAL", "SEPARATED", "KEYLESS", "SHIFT", "STAY", "TURNS", "DROPOUT", "REPEATABLE", "SEVERAL"}
+FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "SHIFT", "STAY", "TURNS", "DROPOUT", "REPEATABLE", "SEVERAL"}
 POINTERS_OR_NONE = {"mask", "warm", "wide", "SEED", "k_extra", "v_extra"}
 
 

@@ -25,9 +25,6 @@ from .noise import absorb, below, row_state, seed_arguments
 from .tiles import search_tile
 
 NOTHING = tl.constexpr(-(2**31))
-FEW = tl.constexpr(4)  # earlier matches that fit registers
-# How a run knows what the runs before it found: nothing to know, looked up when it matters, kept in registers.
-NONE, LOOKED_UP, KEPT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PLANES = ("best_out", "best_io", "state_in", "state_out")  # one number per lane, aligned or not
 SETTINGS = ("low", "high", "mask_heads", "group", "run", "separation", "final", *GEOMETRY)
 
@@ -67,7 +64,7 @@ def search(
         warm, kept = warm.contiguous(), warm.shape[-1]
     pointer, low, high = seed_arguments(seed)
     given = kinds(q, k, pointer, mask, warm)
-    plan = _plan(q_shape, k_shape, NONE.value, causal, False, propagate, jumps, given)
+    plan = _plan(q_shape, k_shape, False, causal, False, propagate, jumps, given)
     keys, wide = k, None
     if plan.width > k_shape[-1]:
         keys = wide = torch.empty((*k_shape[:-1], plan.width), dtype=k.dtype, device=device)
@@ -78,8 +75,7 @@ def search(
     with on_device(q):
         for run in range(matches):
             if run == 1:
-                earlier = KEPT.value if separation == 0 and matches - 1 <= FEW.value else LOOKED_UP.value
-                plan = _plan(q_shape, k_shape, earlier, causal, separation > 0, propagate, jumps, given)
+                plan = _plan(q_shape, k_shape, True, causal, separation > 0, propagate, jumps, given)
             field, best = (index, score) if matches == 1 else (index[run], score[run])
             common = (index, best, *limits, *plan.extents, run)
             key_rows = k_shape[0] * k_shape[1] if run == 0 else 0  # padded once
@@ -116,7 +112,7 @@ class Plan(NamedTuple):
 def _plan(
     q_shape: tuple[int, ...],
     k_shape: tuple[int, ...],
-    earlier: int,
+    earlier: bool,
     causal: bool,
     separated: bool,
     propagate: str,
@@ -131,13 +127,12 @@ def _plan(
         wide = width  # else one aligned load for several
     flags: dict[str, Any] = {"RANK": len(key_grid), "E": width, "KE": wide, "CAUSAL": causal}
     flags |= {"SEPARATED": separated, "EARLIER": earlier}
-    looked_up = earlier == LOOKED_UP.value
-    block = search_tile(len(key_grid), width, dtype, looked_up)
+    block = search_tile(len(key_grid), width, dtype, earlier)
     start = Kernel(start_kernel, rows * tiles(query_grid, block["TILE"]), {**flags, **block})
-    block = search_tile(len(key_grid), wide, dtype, looked_up)
+    block = search_tile(len(key_grid), wide, dtype, earlier)
     # A jump past every grid asks nobody; without it no step overflows 32 bits.
     asked = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
-    flags |= {"KEYLESS": earlier > 0 or masked, **block, "JUMPS": asked, "TURNS": propagate == "turns"}
+    flags |= {"KEYLESS": earlier or masked, **block, "JUMPS": asked, "TURNS": propagate == "turns"}
     programs = rows * tiles(query_grid, block["TILE"])
     if propagate == "turns":
         even = Kernel(sweep_kernel, programs, {**flags, "SHIFT": False, "STAY": True})
@@ -168,16 +163,12 @@ def allowed(
     RANK: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
 ):  # fmt: skip
     """Where `ok` also holds whether `key`, on the grid, may be taken: mask, order, distance to earlier matches."""
-    mask, mask_row, keys, earlier = limits[0], limits[1], limits[2], limits[3]
-    plane, run, separation = limits[4], limits[5], limits[6]
+    mask, mask_row, keys, earlier, plane, run, separation = limits
     if CAUSAL:
         ok = ok & (key <= query)
     if mask is not None:
         ok = ok & (tl.load(mask + mask_row * keys + key, mask=ok, other=0) != 0)
-    if EARLIER == KEPT:
-        for n in tl.static_range(FEW):
-            ok = ok & (key != limits[7 + n])
-    if EARLIER == LOOKED_UP:
+    if EARLIER:
         # Most candidates lose in every lane, then no earlier match is read.
         for e in range(tl.where(tl.max(ok.to(tl.int32), axis=0) > 0, run, 0)):
             match = tl.load(earlier + e * plane + point, mask=ok, other=-1)
@@ -215,9 +206,6 @@ def start_kernel(
     plane = queries * (tl.num_programs(0) // tile_count(QG, RANK, TILE))
     point = row * queries + query
     limits = (mask, (row // mask_heads).to(tl.int64), keys, earlier, plane, run, separation)
-    if EARLIER == KEPT:
-        for n in tl.static_range(FEW):
-            limits += (tl.load(earlier + n * plane + point, mask=valid & (query * 0 + run > n), other=-1),)
     zero = query * 0
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), run), zero)
     key, ok = legal_draw(absorb(draws, zero), tl.where(valid, query, 0), limits, order, count, CAUSAL)
@@ -251,9 +239,6 @@ def sweep_kernel(
     plane = queries * (tl.num_programs(0) // tile_count(QG, RANK, TILE))
     point = row * queries + query
     limits = (mask, (row // mask_heads).to(tl.int64), keys, earlier, plane, run, separation)
-    if EARLIER == KEPT:
-        for n in tl.static_range(FEW):
-            limits += (tl.load(earlier + n * plane + point, mask=valid & (query * 0 + run > n), other=-1),)
     k_row = k + (row // group).to(tl.int64) * keys * KE
     mine = features(q + row * queries * E, query, valid, E, W, PIECES)
 
@@ -268,7 +253,7 @@ def sweep_kernel(
         axis = n % RANK
         jump, here, extent, key_extent, up, down = neighbour(n, axis, corner, QG, KG, JUMPS, RANK, TILE, LANES)
         for side in tl.static_range(2):
-            if EARLIER == LOOKED_UP:
+            if EARLIER:
                 own = key  # reads wait for each other anyhow
             step = jump * (2 * side - 1)
             there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
@@ -289,7 +274,7 @@ def sweep_kernel(
 
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), run), sweep)
     for g in range(gossip):
-        if EARLIER == LOOKED_UP:
+        if EARLIER:
             own = key
         other = below(absorb(draws, gossip * 0 + g), queries)
         heard = decoded(tl.load(state_in + row * queries + other, mask=valid, other=NOTHING))
