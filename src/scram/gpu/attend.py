@@ -50,8 +50,8 @@ def attend(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, *G, E], k [B, Hk, *G', E], v [B, Hk, *G', F], index [B, H, *G, kappa] -> out [B, H, *G, F], lse."""
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=v.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    out = v.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
     arguments, variant = window_arguments(

@@ -37,9 +37,8 @@ class Kernel:
         elif _watched():
             self.code[(self.programs, 1, 1)](*arguments, *self.constants)
         else:
-            run, *code = self.direct
             stream = driver.active.get_current_stream(self.device)
-            run(self.programs, 1, 1, stream, *code, *self._addresses(arguments), *self.constants)
+            self.run(self.programs, 1, 1, stream, *self.direct, *self._addresses(arguments), *self.constants)
 
     def bind(self, *first: Any) -> Callable[..., None]:
         """What launches the kernel on the current stream with these arguments and those it is called with."""
@@ -48,9 +47,8 @@ class Kernel:
         if _watched():
             launch = self.code[(self.programs, 1, 1)]
             return lambda *more: launch(*first, *more, *self.constants)
-        run, *code = self.direct
-        stream, constants = driver.active.get_current_stream(self.device), self.constants
-        begin = (self.programs, 1, 1, stream, *code, *self._addresses(first))
+        run, stream, constants = self.run, driver.active.get_current_stream(self.device), self.constants
+        begin = (self.programs, 1, 1, stream, *self.direct, *self._addresses(first))
         return lambda *more: run(*begin, *_addresses(more), *constants)
 
     def _addresses(self, first: tuple[Any, ...]) -> list[Any]:
@@ -75,7 +73,7 @@ class Kernel:
             code[(self.programs, 1, 1)](*arguments, *self.constants)
         self.device = arguments[0].device.index
         self.tensors = [n for n, x in enumerate(arguments) if x.__class__ not in NO_TENSORS]
-        self.direct = (code.run, code.function, code.packed_metadata, None, None, None)
+        self.run, self.direct = code.run, (code.function, code.packed_metadata, None, None, None)
         self.code = code
 
 

@@ -46,11 +46,10 @@ def search(
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, *G, E], k [B, Hk, *G', E], warm int32 [B, H, *G, any] -> index int32, score f32 [B, H, *G, kappa]."""
     q, k = q.contiguous(), k.contiguous()
-    device, q_shape, k_shape = q.device, q.shape, k.shape
+    q_shape, k_shape = q.shape, k.shape
     plane, shape = q_shape[:-1], (*q_shape[:-1], matches)
     planes = shape if matches == 1 else (matches, *plane)
-    index = torch.empty(planes, dtype=torch.int32, device=device)
-    score = torch.empty(planes, dtype=torch.float32, device=device)
+    index, score = q.new_empty(planes, dtype=torch.int32), q.new_empty(planes, dtype=torch.float32)
     if index.numel() == 0:
         return index.reshape(shape), score.reshape(shape)
 
@@ -67,11 +66,11 @@ def search(
     plan = _plan(q_shape, k_shape, False, causal, False, propagate, jumps, given)
     keys, wide = k, None
     if plan.width > k_shape[-1]:
-        keys = wide = torch.empty((*k_shape[:-1], plan.width), dtype=k.dtype, device=device)
+        keys = wide = k.new_empty((*k_shape[:-1], plan.width))
     limits = (pointer, low, high, mask, order, count, mask_heads, q_shape[1] // k_shape[1], min(separation, 2**31 - 1))
 
     # A device at rest waits for the first launch: what that does not need is made after it.
-    other = torch.empty(plane, dtype=torch.int32, device=device) if sweeps % 2 else None
+    other = index.new_empty(plane) if sweeps % 2 else None
     with on_device(q):
         for run in range(matches):
             if run == 1:
@@ -80,7 +79,7 @@ def search(
             common = (index, best, *limits, *plan.extents, run)
             key_rows = k_shape[0] * k_shape[1] if run == 0 else 0  # padded once
             plan.start(q, k, *common, other if sweeps % 2 else field, warm, kept, sweeps == 0, wide, key_rows)
-            other = torch.empty(plane, dtype=torch.int32, device=device) if other is None else other
+            other = index.new_empty(plane) if other is None else other
             state = (other, field) if sweeps % 2 else (field, other)
             if sweeps:
                 even = plan.even.bind(q, keys, *common)
