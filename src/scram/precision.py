@@ -24,6 +24,8 @@ def follows_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args, **kwargs)
         device = _autocast_device(*args, *kwargs.values())
         if device is None:
             return function(*args, **kwargs)
