@@ -16,7 +16,7 @@ from ..grid import grid_of
 from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import LegalArrays, array, key_rows, padded, strides
 from .noise import absorb, seeded
-from .vectors import add, coordinates, dot, exp
+from .vectors import LANES, add, coordinates, dot, exp, narrow_dots
 
 BLOCK = 256  # queries that are taken together, fewer where they attend many keys
 BLOCK_WEIGHTS = 1 << 15  # at most, so that they stay in the second cache
@@ -166,13 +166,20 @@ def _score(q, k, k_extra, geometry, how, where, keys, weights):
     scale, extras, slots = how[0], how[2], len(keys) - 1
     first = row * geometry[7] + begin
     first_key, first_extra = geometry[3][row] * geometry[0][0] * geometry[1][0], geometry[3][row] * extras
-    number = weights.dtype.type
-    for slot in range(slots + extras):
-        grid_key = slot < slots
-        features = k if grid_key else k_extra
+    number, any_key = weights.dtype.type, keys[slots]
+    for slot in range(slots):
         for p in range(size):
-            key = first_key + max(keys[slot, p], 0) if grid_key else first_extra + slot - slots
-            weights[slot, p] = number(scale * dot(q, first + p, features, key))
+            any_key[p] = max(keys[slot, p], np.int32(0))
+        if q.shape[1] == LANES:
+            narrow_dots(q, first, k, first_key, any_key, weights[slot], size)
+        else:
+            for p in range(size):
+                weights[slot, p] = dot(q, first + p, k, first_key + any_key[p])
+        for p in range(size):
+            weights[slot, p] = number(scale * weights[slot, p])
+    for x in range(extras):
+        for p in range(size):
+            weights[slots + x, p] = number(scale * dot(q, first + p, k_extra, first_extra + x))
 
 
 @compiled

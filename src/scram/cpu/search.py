@@ -20,7 +20,7 @@ from ..grid import Grid, grid_of
 from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import Array, LegalArrays, array, key_rows, padded, strides
 from .noise import absorb, below, seeded
-from .vectors import LANES, coordinates, dot
+from .vectors import LANES, coordinates, dot, narrow_dots
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
 SHIFT, STAY = 1, 2  # what a neighbour offers, as bits
@@ -98,12 +98,13 @@ def counted_search(
 def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Array:
     """The neighbours in the order they are asked: a row of AXIS, STEP, TO_POINT, TO_KEY, LINE for each."""
     to_point, to_key = strides(query_grid), strides(key_grid)
-    rows = [
-        (axis, step, step * to_point[axis], step * to_key[axis], key_grid[axis] * to_key[axis])
-        for jump in jumps
-        for axis in range(len(key_grid))
-        for step in (-jump, jump)
-    ]
+
+    def row(axis: int, step: int) -> tuple[int, ...]:
+        own, other = query_grid[axis], key_grid[axis]  # farther steps leave the grid as well, and need more bits
+        to_other = max(-other, min(step, other)) * to_key[axis]
+        return axis, max(-own, min(step, own)), step * to_point[axis], to_other, other * to_key[axis]
+
+    rows = [row(axis, step) for jump in jumps for axis in range(len(key_grid)) for step in (-jump, jump)]
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
@@ -224,8 +225,7 @@ def _visit(
                     drawn[axis, p] = candidate[p] // key_strides[axis] % key_grid[axis]
         count += _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores)
         for axis in range(rank):
-            for p in range(size):
-                centre[axis, p] = drawn[axis, p] if key[p] == candidate[p] else centre[axis, p]
+            _follow(key, candidate, drawn[axis], centre[axis], size)
         reach //= 2
         draw += rank + 1
     _leave(key, key_before, memory, after[first:last], offered_after[first:last], flags[first:last])
@@ -250,21 +250,23 @@ def _ask(offered, row_point, begin, to_point, queries, place, step, extent, thei
     if low >= high:
         return False
     from_neighbours, to, at = offered[row_point + begin + to_point + low :], theirs[low:high], place[low:high]
-    news = np.int32(-1)
+    news, step, extent = np.int32(-1), np.int32(step), np.int32(extent)
     for p in range(high - low):
-        there = (at[p] + step >= 0) & (at[p] + step < extent)
-        to[p] = from_neighbours[p] if there else np.int32(-1)
-        news = max(news, to[p])
+        offer, target = from_neighbours[p], np.int32(at[p] + step)
+        offer = offer if (target >= 0) & (target < extent) else np.int32(-1)
+        to[p] = offer
+        news = max(news, offer)
     return news >= 0
 
 
 @compiled
 def _shift(theirs, to_key, line, candidate, size):
     """Their keys moved along an axis, -1 where that leaves the grid; `line` is the axis' extent times its stride."""
-    inverse, move = 1.0 / line, np.int32(to_key)
+    inverse, move, line = 1.0 / line, np.int32(to_key), np.int32(line)
     for p in range(size):
-        rest = theirs[p] - np.int32((theirs[p] + 0.5) * inverse) * line - move
-        candidate[p] = theirs[p] - move if (theirs[p] >= 0) & (rest >= 0) & (rest < line) else -1
+        offer = theirs[p]
+        rest = np.int32(offer - np.int32(np.int32((offer + 0.5) * inverse) * line) - move)
+        candidate[p] = np.int32(offer - move) if (offer >= 0) & (rest >= 0) & (rest < line) else np.int32(-1)
 
 
 @compiled
@@ -275,6 +277,14 @@ def _draw(noise, draw, centre, reach, extent, drawn, size):
         low, high = max(np.int32(centre[p] - far), np.int32(0)), min(np.int32(centre[p] + far), last)
         choices = np.uint64(np.uint32(high - low + np.int32(1)))
         drawn[p] = low + np.int32((np.uint64(absorb(noise[p], word)) * choices) >> np.uint64(32))
+
+
+@compiled
+def _follow(key, candidate, drawn, centre, size):
+    """Move the centre of each point that took its candidate to what was drawn."""
+    for p in range(size):
+        new, old = drawn[p], centre[p]
+        centre[p] = new if key[p] == candidate[p] else old
 
 
 @compiled
@@ -292,12 +302,12 @@ def _score(q, k, where, candidate, key, chosen, scores):
     _, _, first, row_key, _, size = where
     count = 0
     if q.shape[1] == LANES:  # all are scored, without asking: that is quicker than a list
+        new = np.int32(0)
         for p in range(size):
-            count += (candidate[p] >= 0) & (candidate[p] != key[p])
-        for p in range(size if count else 0):
-            score = dot(q, first + p, k, row_key + max(candidate[p], 0))
-            scores[p] = score if candidate[p] >= 0 else -np.inf
-        return count
+            new = np.int32(new + ((candidate[p] >= 0) & (candidate[p] != key[p])))
+            chosen[p] = max(candidate[p], np.int32(0))
+        narrow_dots(q, first, k, row_key, chosen, scores, size if new else 0)
+        return np.int64(new)
     for p in range(size):  # what is left, in a list: no branch to guess wrong
         chosen[count] = p
         scores[p] = -np.inf
@@ -312,14 +322,15 @@ def _take(geometry, legal, where, earlier, separation, candidate, key, best, sco
     row, begin, first, _, run, size = where
     if geometry[6] or len(legal[0]) or run:
         for p in range(size):
-            if scores[p] > best[p] and not _legal(
-                geometry, legal, row, begin + p, first + p, np.int64(candidate[p]), run, earlier, separation
-            ):
-                scores[p] = -np.inf
-    for p in range(size):
-        better = scores[p] > best[p]
-        key[p] = candidate[p] if better else key[p]
-        best[p] = scores[p] if better else best[p]
+            if scores[p] > best[p] and candidate[p] >= 0:
+                new = np.int64(candidate[p])
+                if not _legal(geometry, legal, row, begin + p, first + p, new, run, earlier, separation):
+                    scores[p] = -np.inf
+    for p in range(size):  # every load before the choice, or the compiler would branch
+        new, old, score, least = candidate[p], key[p], scores[p], best[p]
+        better = (score > least) & (new >= 0)
+        key[p] = new if better else old
+        best[p] = score if better else least
 
 
 @compiled
