@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..grid import Grid, grid_of
-from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
+from .compiled import TASKS_PER_THREAD, compiled, launcher, threads
 from .layout import Array, LegalArrays, array, key_rows, padded, strides
 from .noise import absorb, below, seeded
+from .tasks import each_task
 from .vectors import LANES, coordinates, dot, narrow_dots
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
@@ -64,7 +64,7 @@ def counted_search(
         causal,
     )
     shape = (*q.shape[:-1], matches)
-    index, score = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, np.float32)
+    index = np.full((points, matches), -1, np.int32)
     start = np.zeros((0, 0), np.int32) if warm is None else warm.reshape(points, warm.shape[-1]).contiguous().numpy()
     best = np.empty(points, queries_.dtype)
     key, key_after = np.empty(points, np.int32), np.empty(points, np.int32)
@@ -84,13 +84,15 @@ def counted_search(
             for sweep in range(sweeps + 1):
                 offer = offers[propagate][sweep % 2]
                 _sweep(
-                    queries_, keys_, *geometry, (legal.mask, legal.order, legal.count), queries, state, run, sweep,
-                    start, index, separation, directions, offer, memory, gossip,
+                    tasks, queries_, keys_, geometry, (legal.mask, legal.order, legal.count), queries, state, run,
+                    sweep, start, index, separation, directions, offer, memory, gossip,
                     key, key_after, offered, offered_after, flags, best, evaluations, scratch, scores,
                 )  # fmt: skip
                 key, key_after, offered, offered_after = key_after, key, offered_after, offered
             index[:, run], all_scores[:, run] = key, best
-        _best_first(index, all_scores, score)
+        if matches > 1:
+            _best_first(tasks, index, all_scores)
+    score = all_scores.astype(np.float32, copy=False)
     total = int(evaluations.sum())
     return torch.from_numpy(index).reshape(shape), torch.from_numpy(score).reshape(shape), total
 
@@ -108,32 +110,35 @@ def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Arr
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
-@parallel
-def _sweep(
-    q, k, query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal, legal, queries, seed, run,
-    sweep, start, earlier, separation, directions, offer, memory, gossip, before, after, offered, offered_after,
-    flags, best, evaluations, scratch, scores,
+@launcher
+def _sweep(tasks, *arguments):
+    """Sweep number `sweep` of a run (0: the start)."""
+    each_task(_some_blocks, tasks, arguments)
+
+
+@compiled
+def _some_blocks(
+    task, q, k, geometry, legal, queries, seed, run, sweep, start, earlier, separation, directions, offer, memory,
+    gossip, before, after, offered, offered_after, flags, best, evaluations, scratch, scores,
 ):  # fmt: skip
-    """Sweep number `sweep` of a run (0: the start). Blocks of points of one row, each written by one thread."""
+    """Blocks of points of one row, each written by one task."""
     tasks, in_row = len(scratch), -(-queries // BLOCK)
     blocks = len(best) // max(queries, 1) * in_row
-    for task in numba.prange(tasks):
-        geometry = (query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal)
-        for block in range(blocks * task // tasks, blocks * (task + 1) // tasks):
-            row = block // in_row
-            begin = (block - row * in_row) * BLOCK
-            end = min(begin + BLOCK, queries)
-            if sweep == 0:
-                evaluations[task] += _start(
-                    q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation,
-                    after, offered_after, flags, best,
-                )  # fmt: skip
-            else:
-                evaluations[task] += _visit(
-                    q, k, geometry, legal, queries, row, begin, end, seed, run, sweep, earlier, separation, directions,
-                    offer, memory, gossip, before, after, offered, offered_after, flags, best,
-                    scratch[task], scores[task],
-                )  # fmt: skip
+    for block in range(blocks * task // tasks, blocks * (task + 1) // tasks):
+        row = block // in_row
+        begin = (block - row * in_row) * BLOCK
+        end = min(begin + BLOCK, queries)
+        if sweep == 0:
+            evaluations[task] += _start(
+                q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation,
+                after, offered_after, flags, best,
+            )  # fmt: skip
+        else:
+            evaluations[task] += _visit(
+                q, k, geometry, legal, queries, row, begin, end, seed, run, sweep, earlier, separation, directions,
+                offer, memory, gossip, before, after, offered, offered_after, flags, best,
+                scratch[task], scores[task],
+            )  # fmt: skip
 
 
 @compiled
@@ -373,15 +378,18 @@ def _legal(geometry, legal, row, query, point, key, run, earlier, separation):
     return True
 
 
-@parallel
-def _best_first(index, score, rounded):
-    """Sort each point's matches by score, equal ones in run order, -1 last; scores also rounded to float32."""
-    for point in numba.prange(len(index)):
+@launcher
+def _best_first(tasks, index, score):
+    """Sort each point's matches by score, equal ones in run order, -1 last."""
+    each_task(_sort_some, tasks, (tasks, index, score))
+
+
+@compiled
+def _sort_some(task, tasks, index, score):
+    for point in range(len(index) * task // tasks, len(index) * (task + 1) // tasks):
         for run in range(1, index.shape[1]):
             key, value, place = index[point, run], score[point, run], run
             while place > 0 and key >= 0 and (index[point, place - 1] < 0 or score[point, place - 1] < value):
                 index[point, place], score[point, place] = index[point, place - 1], score[point, place - 1]
                 place -= 1
             index[point, place], score[point, place] = key, value
-        for run in range(index.shape[1]):
-            rounded[point, run] = score[point, run]
