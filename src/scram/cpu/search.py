@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..grid import Grid, grid_of
+from .candidates import ask, draw_around, follow, leave, leave_out, shift
 from .compiled import TASKS_PER_THREAD, compiled, launcher, threads
 from .layout import Array, LegalArrays, array, key_rows, padded, strides
 from .noise import absorb, below, seeded
@@ -51,7 +52,7 @@ def counted_search(
 ) -> tuple[Tensor, Tensor, int]:
     """As `search`, and how many scores were computed."""
     query_grid, key_grid = grid_of(q), grid_of(k)
-    queries, points = math.prod(query_grid), math.prod(q.shape[:-1])
+    queries, points, keys = math.prod(query_grid), math.prod(q.shape[:-1]), math.prod(key_grid)
     queries_, keys_ = padded(array(q)), padded(array(k))
     legal = LegalArrays.of(q, k, key_mask, listed=True)
     geometry = (
@@ -72,15 +73,17 @@ def counted_search(
     flags = np.empty(points, np.uint8)
     offers = {"shift": (SHIFT, SHIFT), "stay": (STAY, STAY), "both": (SHIFT | STAY,) * 2, "turns": (STAY, SHIFT)}
     memory = CHANGED | CHANGED_BEFORE if propagate == "turns" else CHANGED
-    all_scores = np.empty((points, matches), queries_.dtype)
+    all_scores = np.full((points, matches), -np.inf, queries_.dtype)
     directions = _directions(jumps, query_grid, key_grid)
     state = np.uint32(seeded(int(seed)))
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
-        scratch = np.empty((tasks, 5 + 3 * len(key_grid), BLOCK), np.int32)
+        scratch = np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32)
         scores = np.empty((tasks, BLOCK), queries_.dtype)
         evaluations = np.zeros(tasks, np.int64)
         for run in range(matches):
+            if run >= keys and (index[:, :run] >= 0).sum(1).min(initial=keys) == keys:
+                break  # every key is a match already
             for sweep in range(sweeps + 1):
                 offer = offers[propagate][sweep % 2]
                 _sweep(
@@ -183,33 +186,37 @@ def _visit(
     query_grid, query_strides, key_grid, key_strides, key_rows = geometry[:5]
     rank, size, count = len(key_grid), end - begin, 0
     key, candidate, theirs, chosen, noise = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
-    place, centre, drawn = scratch[5 : 5 + rank], scratch[5 + rank : 5 + 2 * rank], scratch[5 + 2 * rank :]
+    place, centre, rest = scratch[5 : 5 + rank], scratch[5 + rank : 5 + 2 * rank], scratch[5 + 2 * rank :]
+    drawn, barred = rest[:rank], rest[rank : rank + (0 if separation else run)]
     row_point, row_key, prefix = row * queries, key_rows[row] * _keys(geometry), absorb(seed, row)
     first, last = row_point + begin, row_point + end
     key_before, best = before[first:last], all_best[first:last]
-    where = (row, begin, first, row_key, run, size)
+    where, others = (row, begin, first, row_key, run, size), (earlier, separation, barred)
     for p in range(size):
         noise[p] = absorb(absorb(absorb(prefix, begin + p), run), sweep)
         key[p] = key_before[p]
+    for match in range(len(barred)):
+        for p in range(size):
+            barred[match, p] = earlier[first + p, match]
     for axis in range(rank):
         for p in range(size):
             candidate[p] = begin + p
         coordinates(candidate, query_grid[axis], query_strides[axis], place[axis], size)
     for d in range(len(directions)):
         axis, step, to_point = directions[d, AXIS], directions[d, STEP], directions[d, TO_POINT]
-        if not _ask(offered, row_point, begin, to_point, queries, place[axis], step, query_grid[axis], theirs, size):
+        if not ask(offered, row_point, begin, to_point, queries, place[axis], step, query_grid[axis], theirs, size):
             continue
         if offer & SHIFT:
-            _shift(theirs, directions[d, TO_KEY], directions[d, LINE], candidate, size)
-            count += _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores)
+            shift(theirs, directions[d, TO_KEY], directions[d, LINE], candidate, size)
+            count += _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores)
         if offer & STAY:
-            count += _weigh(q, k, geometry, legal, where, earlier, separation, theirs, key, best, chosen, scores)
+            count += _weigh(q, k, geometry, legal, where, others, theirs, key, best, chosen, scores)
     for draw in range(gossip):
         for p in range(size):
             chosen[p] = below(absorb(noise[p], draw), queries)
         for p in range(size):
             candidate[p] = before[row_point + chosen[p]]
-        count += _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores)
+        count += _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores)
     keyless = 0
     for p in range(size):
         keyless += key[p] < 0
@@ -220,7 +227,7 @@ def _visit(
         for p in range(size):
             candidate[p] = 0
         for axis in range(rank):
-            _draw(noise, draw + axis, centre[axis], reach, key_grid[axis], drawn[axis], size)
+            draw_around(noise, draw + axis, centre[axis], reach, key_grid[axis], drawn[axis], size)
             for p in range(size):
                 candidate[p] += key_strides[axis] * drawn[axis, p]
         for p in range(size if keyless else 0):
@@ -228,76 +235,26 @@ def _visit(
                 candidate[p] = _fresh(geometry, legal, row, begin + p, absorb(noise[p], draw + rank))
                 for axis in range(rank):
                     drawn[axis, p] = candidate[p] // key_strides[axis] % key_grid[axis]
-        count += _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores)
+        count += _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores)
         for axis in range(rank):
-            _follow(key, candidate, drawn[axis], centre[axis], size)
+            follow(key, candidate, drawn[axis], centre[axis], size)
         reach //= 2
         draw += rank + 1
-    _leave(key, key_before, memory, after[first:last], offered_after[first:last], flags[first:last])
+    leave(key, key_before, memory, after[first:last], offered_after[first:last], flags[first:last])
     return count
 
 
 @compiled
-def _leave(key, key_before, memory, after, offered, flags):
-    """Write a block's keys, and those that are news to the neighbours in the next sweep."""
-    for p in range(len(after)):
-        history = np.uint8(flags[p] << 1) | np.uint8(key[p] != key_before[p])
-        after[p], flags[p] = key[p], history
-        offered[p] = key[p] if history & memory else -1
+def _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores):
+    """Take each point's candidate where it is strictly better and legal. Returns the scores computed.
 
-
-@compiled
-def _ask(offered, row_point, begin, to_point, queries, place, step, extent, theirs, size):
-    """What the neighbours of the points in one direction have to offer, -1 for nothing; returns whether any has."""
-    low, high = max(-begin - to_point, 0), min(queries - begin - to_point, size)  # the points that may have one
-    for p in range(size):
-        theirs[p] = -1
-    if low >= high:
-        return False
-    from_neighbours, to, at = offered[row_point + begin + to_point + low :], theirs[low:high], place[low:high]
-    news, step, extent = np.int32(-1), np.int32(step), np.int32(extent)
-    for p in range(high - low):
-        offer, target = from_neighbours[p], np.int32(at[p] + step)
-        offer = offer if (target >= 0) & (target < extent) else np.int32(-1)
-        to[p] = offer
-        news = max(news, offer)
-    return news >= 0
-
-
-@compiled
-def _shift(theirs, to_key, line, candidate, size):
-    """Their keys moved along an axis, -1 where that leaves the grid; `line` is the axis' extent times its stride."""
-    inverse, move, line = 1.0 / line, np.int32(to_key), np.int32(line)
-    for p in range(size):
-        offer = theirs[p]
-        rest = np.int32(offer - np.int32(np.int32((offer + 0.5) * inverse) * line) - move)
-        candidate[p] = np.int32(offer - move) if (offer >= 0) & (rest >= 0) & (rest < line) else np.int32(-1)
-
-
-@compiled
-def _draw(noise, draw, centre, reach, extent, drawn, size):
-    """For each point a coordinate from the interval of that reach around its centre, cut at the border."""
-    word, far, last = np.uint32(draw), np.int32(reach), np.int32(extent - 1)
-    for p in range(size):
-        low, high = max(np.int32(centre[p] - far), np.int32(0)), min(np.int32(centre[p] + far), last)
-        choices = np.uint64(np.uint32(high - low + np.int32(1)))
-        drawn[p] = low + np.int32((np.uint64(absorb(noise[p], word)) * choices) >> np.uint64(32))
-
-
-@compiled
-def _follow(key, candidate, drawn, centre, size):
-    """Move the centre of each point that took its candidate to what was drawn."""
-    for p in range(size):
-        new, old = drawn[p], centre[p]
-        centre[p] = new if key[p] == candidate[p] else old
-
-
-@compiled
-def _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores):
-    """Take each point's candidate where it is strictly better and legal. Returns the scores computed."""
+    Without separation a candidate that is an earlier match is left out at once; distances are asked of winners only.
+    """
+    for match in range(len(others[2])):
+        leave_out(candidate, others[2][match], where[5])
     count = _score(q, k, where, candidate, key, chosen, scores)
     if count:
-        _take(geometry, legal, where, earlier, separation, candidate, key, best, scores)
+        _take(geometry, legal, where, others, candidate, key, best, scores)
     return count
 
 
@@ -323,9 +280,10 @@ def _score(q, k, where, candidate, key, chosen, scores):
 
 
 @compiled
-def _take(geometry, legal, where, earlier, separation, candidate, key, best, scores):
+def _take(geometry, legal, where, others, candidate, key, best, scores):
     row, begin, first, _, run, size = where
-    if geometry[6] or len(legal[0]) or run:
+    earlier, separation, _ = others
+    if geometry[6] or len(legal[0]) or (run and separation):
         for p in range(size):
             if scores[p] > best[p] and candidate[p] >= 0:
                 new = np.int64(candidate[p])
@@ -367,12 +325,12 @@ def _legal(geometry, legal, row, query, point, key, run, earlier, separation):
         return False
     for match in range(run):
         other = np.int64(earlier[point, match])
-        if other < 0:
-            continue
-        near = True
-        for axis in range(len(key_grid)):
-            apart = key // key_strides[axis] % key_grid[axis] - other // key_strides[axis] % key_grid[axis]
-            near = near and -separation <= apart <= separation
+        near = other == key
+        if separation and other >= 0:
+            near = True
+            for axis in range(len(key_grid)):
+                apart = key // key_strides[axis] % key_grid[axis] - other // key_strides[axis] % key_grid[axis]
+                near = near and -separation <= apart <= separation
         if near:
             return False
     return True
