@@ -7,8 +7,9 @@ from __future__ import annotations
 import numba
 from llvmlite import ir
 from numba.core import cgutils
+from numba.core.cgutils import create_struct_proxy
 from numba.core.compiler import Flags, compile_extra
-from numba.core.types import int64, none
+from numba.core.types import Array, BaseTuple, int64, none
 from numba.extending import intrinsic
 
 from .compiled import parallel
@@ -45,6 +46,19 @@ def _compile(typing_context, context, dispatcher, types):
     )
 
 
+def _borrowed(context, builder, type_, value):
+    """Arrays without an owner: threads that count references to one array wait for each other."""
+    if isinstance(type_, BaseTuple):
+        for n, part in enumerate(type_):
+            lent = _borrowed(context, builder, part, builder.extract_value(value, n))
+            value = builder.insert_value(value, lent, n)
+    elif isinstance(type_, Array):
+        array = create_struct_proxy(type_)(context, builder, value=value)
+        array.meminfo, array.parent = (cgutils.get_null_value(field.type) for field in (array.meminfo, array.parent))
+        value = array._getvalue()
+    return value
+
+
 @intrinsic
 def each_task(typing_context, kernel, tasks, arguments):
     """kernel(task, *arguments) for 0 <= task < tasks on all threads. It returns nothing and must not raise."""
@@ -58,7 +72,7 @@ def each_task(typing_context, kernel, tasks, arguments):
         function.linkage = "internal"
         inside = ir.IRBuilder(function.append_basic_block())
         task, data = function.args
-        packed = inside.load(inside.bitcast(data, kept.type))
+        packed = _borrowed(context, inside, arguments, inside.load(inside.bitcast(data, kept.type)))
         unpacked = (task, *cgutils.unpack_tuple(inside, packed, len(arguments)))
         context.call_internal_no_propagate(inside, compiled.fndesc, compiled.signature, unpacked)
         inside.ret_void()
