@@ -9,7 +9,8 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.core.cgutils import create_struct_proxy
 from numba.core.compiler import Flags, compile_extra
-from numba.core.types import Array, Tuple, UniTuple, int64, none
+from numba.core.types import Array, int64, none
+from numba.core.types.containers import BaseTuple
 from numba.extending import intrinsic
 
 from .compiled import parallel
@@ -48,7 +49,7 @@ def _compile(typing_context, context, dispatcher, types):
 
 def _borrowed(context, builder, type_, value):
     """Arrays without an owner: threads that count references to one array wait for each other."""
-    if isinstance(type_, (Tuple, UniTuple)):
+    if isinstance(type_, BaseTuple):
         for n, part in enumerate(type_):
             lent = _borrowed(context, builder, part, builder.extract_value(value, n))
             value = builder.insert_value(value, lent, n)
