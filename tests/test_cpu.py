@@ -1,5 +1,6 @@
 """What is the CPU engine's own: threads, forks, the compiler's cache, chunks, memory, and the work it saves."""
 
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from photos import stereo
 from scram.cpu import attend_backward
 from scram.cpu.compiled import _cached, threads
 from scram.cpu.search import counted_search
-from scram.cpu.vectors import coordinates, exp
+from scram.cpu.vectors import coordinates, dot, exp, narrow_dots
 
 SETTINGS = scram.Search(matches=2, seed=5, sweeps=3)
 
@@ -161,6 +162,31 @@ def test_scores_are_counted_and_few():
         assert 0.8 * random_search < count < size**2 * (1 + 8 * (16 + radii))
 
 
+def test_runs_end_when_every_key_is_a_match(monkeypatch):
+    module, calls = sys.modules[counted_search.__module__], []
+    sweep = module._sweep
+
+    def counting(*arguments):
+        calls.append(1)
+        sweep(*arguments)
+
+    monkeypatch.setattr(module, "_sweep", counting)
+    q, k = torch.randn(1, 1, 20, 4), torch.randn(1, 1, 3, 4)
+    found = scram.search(q, k, search=scram.Search(matches=50, sweeps=6, seed=0), impl="numba").index
+    assert (found[..., :3].sort(-1).values == torch.arange(3)).all()
+    assert (found[..., 3:] == -1).all()
+    assert len(calls) < 10 * 7
+
+
+def test_sixteen_bit_tensors_are_widened_once():
+    q, k, v = (torch.randn(1, 1, 40, 40, 8, dtype=torch.bfloat16) for _ in range(3))
+    with torch.profiler.profile(record_shapes=True) as profile:
+        scram.attention(q, k, v, search=SETTINGS, impl="numba")
+    copies = [event for event in profile.events() if event.name == "aten::_to_copy"]
+    whole = [event for event in copies if math.prod(event.input_shapes[0]) == q.numel()]
+    assert len(whole) == 4  # q, k and v to float32, out back
+
+
 def test_an_interrupted_call_leaves_the_engine_usable():
     q, k = stereo(32)
     right = scram.search(q, k, search=SETTINGS, impl="numba")
@@ -211,14 +237,40 @@ def test_matches_of_inference_mode_serve_training():
 
 
 def test_coordinates_are_exact_up_to_the_largest_grid():
+    @numba.njit
+    def fill(*arguments):
+        coordinates(*arguments)
+
     random = np.random.default_rng(0)
     for extent, stride in ((2**31 - 1, 1), (46341, 46340), (9, 49), (1, 1), (1, 2**31 - 1), (65536, 32767)):
         last = extent * stride - 1
         index = np.r_[0, last, random.integers(0, last + 1, 500), random.integers(0, extent, 500) * stride]
         index = np.r_[index, np.maximum(index - 1, 0)].astype(np.int32)
         got = np.empty_like(index)
-        coordinates(index, extent, stride, got, len(index))
+        fill(index, extent, stride, got, len(index))
         assert (got == index // stride % extent).all(), (extent, stride)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_narrow_rows_give_the_same_bits_one_by_one_and_many_at_a_time(dtype):
+    @numba.njit
+    def each(a, i, b, j, keys, result):
+        for p in range(len(keys)):
+            result[p] = dot(a, i + p, b, j + keys[p])
+
+    @numba.njit
+    def many(a, i, b, j, keys, result):
+        narrow_dots(a, i, b, j, keys, result, len(keys))
+
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal((90, 4)).astype(dtype) for _ in range(2))
+    for size in (0, 1, 15, 16, 17, 70):
+        keys = random.integers(0, 80, size).astype(np.int32)
+        one, all_, true = np.empty(size, dtype), np.empty(size, dtype), (a[5 : 5 + size] * b[10 + keys]).sum(1)
+        each(a, 5, b, 10, keys, one)
+        many(a, 5, b, 10, keys, all_)
+        assert (one == all_).all()
+        np.testing.assert_allclose(one, true, rtol=0, atol=20 * np.finfo(dtype).eps)
 
 
 def test_exp_is_right_to_the_last_bits():

@@ -7,16 +7,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..grid import grid_of
-from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
+from .compiled import TASKS_PER_THREAD, compiled, launcher, threads
 from .layout import LegalArrays, array, key_rows, padded, strides
 from .noise import absorb, seeded
-from .vectors import add, coordinates, dot, exp
+from .tasks import each_task
+from .vectors import LANES, add, coordinates, dot, exp, narrow_dots
 
 BLOCK = 256  # queries that are taken together, fewer where they attend many keys
 BLOCK_WEIGHTS = 1 << 15  # at most, so that they stay in the second cache
@@ -75,8 +75,8 @@ def attend(*tensors: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
         _attend(
-            padded(queries), padded(keys), padded(keys_extra), values, values_extra, problem.index, *problem.grid,
-            problem.rest, problem.how, np.empty((tasks, problem.slots + 1, size), np.int32),
+            tasks, padded(queries), padded(keys), padded(keys_extra), values, values_extra, problem.index,
+            (*problem.grid, *problem.rest), problem.how, np.empty((tasks, problem.slots + 1, size), np.int32),
             np.empty((tasks, width, size), out.dtype),
             np.empty((tasks, problem.index.shape[1], len(problem.grid[0]), size), np.int32),
             np.empty((tasks, 2, size), out.dtype), out, lse,
@@ -85,24 +85,27 @@ def attend(*tensors: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(out).to(v.dtype).reshape(out_shape), torch.from_numpy(lse).reshape(q.shape[:-1])
 
 
-@parallel
-def _attend(
-    q, k, k_extra, v, v_extra, index, grid, strides, reach, rest, how, keys, weights, places, sums, out, lse,
+@launcher
+def _attend(tasks, *arguments):
+    each_task(_some_blocks, tasks, arguments)
+
+
+@compiled
+def _some_blocks(
+    task, q, k, k_extra, v, v_extra, index, geometry, how, keys, weights, places, sums, out, lse
 ):  # fmt: skip
-    """Blocks of points of one row, each written by one thread."""
-    tasks, queries, block_size = len(keys), rest[4], keys.shape[2]
+    """Blocks of points of one row, each written by one task."""
+    tasks, queries, block_size = len(keys), geometry[7], keys.shape[2]
     in_row = -(-queries // block_size)
     blocks = len(lse) // max(queries, 1) * in_row
-    for task in numba.prange(tasks):
-        geometry = (grid, strides, reach, *rest)
-        for block in range(blocks * task // tasks, blocks * (task + 1) // tasks):
-            row = block // in_row
-            begin = (block - row * in_row) * block_size
-            where = (row, begin, min(block_size, queries - begin))
-            _expand(index, geometry, where, keys[task], places[task])
-            _score(q, k, k_extra, geometry, how, where, keys[task], weights[task])
-            _weigh(geometry, how, where, keys[task], weights[task], sums[task])
-            _mix(v, v_extra, geometry, how, where, keys[task], weights[task], sums[task], out, lse)
+    for block in range(blocks * task // tasks, blocks * (task + 1) // tasks):
+        row = block // in_row
+        begin = (block - row * in_row) * block_size
+        where = (row, begin, min(block_size, queries - begin))
+        _expand(index, geometry, where, keys[task], places[task])
+        _score(q, k, k_extra, geometry, how, where, keys[task], weights[task])
+        _weigh(geometry, how, where, keys[task], weights[task], sums[task])
+        _mix(v, v_extra, geometry, how, where, keys[task], weights[task], sums[task], out, lse)
 
 
 @compiled
@@ -166,13 +169,20 @@ def _score(q, k, k_extra, geometry, how, where, keys, weights):
     scale, extras, slots = how[0], how[2], len(keys) - 1
     first = row * geometry[7] + begin
     first_key, first_extra = geometry[3][row] * geometry[0][0] * geometry[1][0], geometry[3][row] * extras
-    number = weights.dtype.type
-    for slot in range(slots + extras):
-        grid_key = slot < slots
-        features = k if grid_key else k_extra
+    number, any_key = weights.dtype.type, keys[slots]
+    for slot in range(slots):
         for p in range(size):
-            key = first_key + max(keys[slot, p], 0) if grid_key else first_extra + slot - slots
-            weights[slot, p] = number(scale * dot(q, first + p, features, key))
+            any_key[p] = max(keys[slot, p], np.int32(0))
+        if q.shape[1] == LANES:
+            narrow_dots(q, first, k, first_key, any_key, weights[slot], size)
+        else:
+            for p in range(size):
+                weights[slot, p] = dot(q, first + p, k, first_key + any_key[p])
+        for p in range(size):
+            weights[slot, p] = number(scale * weights[slot, p])
+    for x in range(extras):
+        for p in range(size):
+            weights[slots + x, p] = number(scale * dot(q, first + p, k_extra, first_extra + x))
 
 
 @compiled

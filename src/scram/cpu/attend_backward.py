@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from .attend import Problem
-from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
+from .compiled import TASKS_PER_THREAD, compiled, launcher, threads
 from .layout import array
 from .noise import absorb
+from .tasks import each_task
 from .vectors import add, dot
 from .windows import expand
 
@@ -39,14 +39,15 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
     width = problem.slots + problem.extras
     size = max(1, min(problem.points, CHUNK_PAIRS // max(width, 1)))
     pairs = (np.empty((size, width), np.int32), np.empty((size, width), v.dtype), np.empty((size, width), v.dtype))
+    geometry = (*problem.grid, *problem.rest)
     with threads() as count:
         places = np.empty((count * TASKS_PER_THREAD, problem.index.shape[1] + 1, len(problem.grid[0])), np.int64)
         for begin in range(0, problem.points, size):
             _queries(
-                *problem.tensors, *problem.extra, problem.index, *problem.grid, problem.rest, problem.how,
+                len(places), *problem.tensors, *problem.extra, problem.index, geometry, problem.how,
                 places, begin, d_out, d_lse, dq, *pairs,
             )  # fmt: skip
-            _keys(q, d_out, *problem.grid, problem.rest, problem.how, begin, count, *pairs, dk, dv, dk_extra, dv_extra)
+            _keys(count, q, d_out, geometry, problem.how, begin, count, *pairs, dk, dv, dk_extra, dv_extra)
     shaped = (
         torch.from_numpy(grad).to(x.dtype).reshape(x.shape) if x is not None else None
         for grad, x in zip((dq, dk, dv, dk_extra, dv_extra), (*inputs[:3], *inputs[5:7]), strict=True)
@@ -54,31 +55,22 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
     return tuple(shaped)
 
 
-@parallel
-def _queries(
-    q, k, v, k_extra, v_extra, index, grid, strides, reach, rest, how, places, begin, d_out, d_lse, dq,
-    keys, weights, slopes,
-):  # fmt: skip
-    tasks, size = len(places), min(len(keys), len(d_lse) - begin)
-    for task in numba.prange(tasks):
-        geometry = (grid, strides, reach, *rest)
-        _some_queries(
-            q, k, v, k_extra, v_extra, index, geometry, how, places[task], begin, size * task // tasks,
-            size * (task + 1) // tasks, d_out, d_lse, dq, keys, weights, slopes,
-        )  # fmt: skip
+@launcher
+def _queries(tasks, *arguments):
+    each_task(_some_queries, tasks, arguments)
 
 
 @compiled
 def _some_queries(
-    q, k, v, k_extra, v_extra, index, geometry, how, places, begin, low, high, d_out, d_lse, dq,
-    keys, weights, slopes,
+    task, q, k, v, k_extra, v_extra, index, geometry, how, all_places, begin, d_out, d_lse, dq, keys, weights, slopes,
 ):  # fmt: skip
     """dq, and for each pair the key (after the grid's the extra ones, -1: none), its weight and d loss / d (q.k)."""
     scale, weight, extras, seed, dropped, boost = how
     queries, key_rows = geometry[7], geometry[3]
     total_keys = geometry[0][0] * geometry[1][0]
     zero = weights.dtype.type(0)
-    for slot_row in range(low, high):
+    tasks, size, places = len(all_places), min(len(keys), len(d_lse) - begin), all_places[task]
+    for slot_row in range(size * task // tasks, size * (task + 1) // tasks):
         point = begin + slot_row
         row = point // queries
         noise = absorb(absorb(seed, row), point - row * queries)
@@ -128,27 +120,19 @@ def _some_queries(
         keys[slot_row, found + extras :] = -1
 
 
-@parallel
-def _keys(
-    q, d_out, grid, strides, reach, rest, how, begin, owners, keys, weights, slopes, dk, dv, dk_extra, dv_extra
-):  # fmt: skip
-    points = len(q)
-    for owner in numba.prange(owners):
-        geometry = (grid, strides, reach, *rest)
-        _some_keys(
-            q, d_out, geometry, how, begin, min(len(keys), points - begin), owner, owners, keys, weights, slopes,
-            dk, dv, dk_extra, dv_extra,
-        )  # fmt: skip
+@launcher
+def _keys(owners, *arguments):
+    each_task(_some_keys, owners, arguments)
 
 
 @compiled
 def _some_keys(
-    q, d_out, geometry, how, begin, size, owner, owners, keys, weights, slopes, dk, dv, dk_extra, dv_extra
+    owner, q, d_out, geometry, how, begin, owners, keys, weights, slopes, dk, dv, dk_extra, dv_extra
 ):  # fmt: skip
     """dk and dv of the keys of one owner: stretches of neighbouring keys in turn, and the extra keys in turn."""
     queries, key_rows, extras = geometry[7], geometry[3], how[2]
     total_keys = geometry[0][0] * geometry[1][0]
-    for slot_row in range(size):
+    for slot_row in range(min(len(keys), len(q) - begin)):
         point = begin + slot_row
         row = key_rows[point // queries]
         for slot in range(keys.shape[1]):

@@ -26,13 +26,19 @@ _serial = threading.RLock()
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Machine code for one thread, inlined where it is called."""
-    return _cached(function, fastmath=FASTMATH, error_model="numpy", no_cfunc_wrapper=True)
+    """Machine code for one thread that becomes part of what calls it; Python cannot call it."""
+    options = {"no_cfunc_wrapper": True, "no_cpython_wrapper": True}  # each would be compiled
+    return numba.njit(fastmath=FASTMATH, error_model="numpy", **options)(function)
 
 
 def plain(function: Callable[..., Any]) -> Any:
     """As `compiled`, with sums in the order in which they are written."""
     return _cached(function, fastmath={"contract"}, error_model="numpy")
+
+
+def launcher(function: Callable[..., Any]) -> Any:
+    """Machine code that is called from Python."""
+    return _cached(function, fastmath=FASTMATH, error_model="numpy", nogil=True, no_cfunc_wrapper=True)
 
 
 def parallel(function: Callable[..., Any]) -> Any:

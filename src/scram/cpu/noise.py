@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .compiled import compiled
+from .compiled import compiled, launcher
 
 GOLDEN = np.uint32(0x9E3779B9)
 FIRST = np.uint32(0x7FEB352D)
@@ -25,7 +25,7 @@ def absorb(state, word):
     return np.uint32(x ^ np.uint32(x >> S16))
 
 
-@compiled
+@launcher
 def seeded(seed):
     """The hash state of a 64-bit seed."""
     low, high = np.uint32(seed & 0xFFFFFFFF), np.uint32((seed >> 32) & 0xFFFFFFFF)

@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..grid import Grid, grid_of
-from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
+from .candidates import ask, draw_around, follow, leave, leave_out, shift
+from .compiled import TASKS_PER_THREAD, compiled, launcher, threads
 from .layout import Array, LegalArrays, array, key_rows, padded, strides
 from .noise import absorb, below, seeded
-from .vectors import LANES, coordinates, dot
+from .tasks import each_task
+from .vectors import LANES, coordinates, dot, narrow_dots
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
 SHIFT, STAY = 1, 2  # what a neighbour offers, as bits
@@ -51,7 +52,7 @@ def counted_search(
 ) -> tuple[Tensor, Tensor, int]:
     """As `search`, and how many scores were computed."""
     query_grid, key_grid = grid_of(q), grid_of(k)
-    queries, points = math.prod(query_grid), math.prod(q.shape[:-1])
+    queries, points, keys = math.prod(query_grid), math.prod(q.shape[:-1]), math.prod(key_grid)
     queries_, keys_ = padded(array(q)), padded(array(k))
     legal = LegalArrays.of(q, k, key_mask, listed=True)
     geometry = (
@@ -64,7 +65,7 @@ def counted_search(
         causal,
     )
     shape = (*q.shape[:-1], matches)
-    index, score = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, np.float32)
+    index = np.full((points, matches), -1, np.int32)
     start = np.zeros((0, 0), np.int32) if warm is None else warm.reshape(points, warm.shape[-1]).contiguous().numpy()
     best = np.empty(points, queries_.dtype)
     key, key_after = np.empty(points, np.int32), np.empty(points, np.int32)
@@ -72,25 +73,29 @@ def counted_search(
     flags = np.empty(points, np.uint8)
     offers = {"shift": (SHIFT, SHIFT), "stay": (STAY, STAY), "both": (SHIFT | STAY,) * 2, "turns": (STAY, SHIFT)}
     memory = CHANGED | CHANGED_BEFORE if propagate == "turns" else CHANGED
-    all_scores = np.empty((points, matches), queries_.dtype)
+    all_scores = np.full((points, matches), -np.inf, queries_.dtype)
     directions = _directions(jumps, query_grid, key_grid)
     state = np.uint32(seeded(int(seed)))
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
-        scratch = np.empty((tasks, 5 + 3 * len(key_grid), BLOCK), np.int32)
+        scratch = np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32)
         scores = np.empty((tasks, BLOCK), queries_.dtype)
         evaluations = np.zeros(tasks, np.int64)
         for run in range(matches):
+            if run >= keys and (index[:, :run] >= 0).sum(1).min(initial=keys) == keys:
+                break  # every key is a match already
             for sweep in range(sweeps + 1):
                 offer = offers[propagate][sweep % 2]
                 _sweep(
-                    queries_, keys_, *geometry, (legal.mask, legal.order, legal.count), queries, state, run, sweep,
-                    start, index, separation, directions, offer, memory, gossip,
+                    tasks, queries_, keys_, geometry, (legal.mask, legal.order, legal.count), queries, state, run,
+                    sweep, start, index, separation, directions, offer, memory, gossip,
                     key, key_after, offered, offered_after, flags, best, evaluations, scratch, scores,
                 )  # fmt: skip
                 key, key_after, offered, offered_after = key_after, key, offered_after, offered
             index[:, run], all_scores[:, run] = key, best
-        _best_first(index, all_scores, score)
+        if matches > 1:
+            _best_first(tasks, index, all_scores)
+    score = all_scores.astype(np.float32, copy=False)
     total = int(evaluations.sum())
     return torch.from_numpy(index).reshape(shape), torch.from_numpy(score).reshape(shape), total
 
@@ -98,41 +103,45 @@ def counted_search(
 def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Array:
     """The neighbours in the order they are asked: a row of AXIS, STEP, TO_POINT, TO_KEY, LINE for each."""
     to_point, to_key = strides(query_grid), strides(key_grid)
-    rows = [
-        (axis, step, step * to_point[axis], step * to_key[axis], key_grid[axis] * to_key[axis])
-        for jump in jumps
-        for axis in range(len(key_grid))
-        for step in (-jump, jump)
-    ]
+
+    def row(axis: int, step: int) -> tuple[int, ...]:
+        own, other = query_grid[axis], key_grid[axis]  # farther steps leave the grid as well, and need more bits
+        to_other = max(-other, min(step, other)) * to_key[axis]
+        return axis, max(-own, min(step, own)), step * to_point[axis], to_other, other * to_key[axis]
+
+    rows = [row(axis, step) for jump in jumps for axis in range(len(key_grid)) for step in (-jump, jump)]
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
-@parallel
-def _sweep(
-    q, k, query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal, legal, queries, seed, run,
-    sweep, start, earlier, separation, directions, offer, memory, gossip, before, after, offered, offered_after,
-    flags, best, evaluations, scratch, scores,
+@launcher
+def _sweep(tasks, *arguments):
+    """Sweep number `sweep` of a run (0: the start)."""
+    each_task(_some_blocks, tasks, arguments)
+
+
+@compiled
+def _some_blocks(
+    task, q, k, geometry, legal, queries, seed, run, sweep, start, earlier, separation, directions, offer, memory,
+    gossip, before, after, offered, offered_after, flags, best, evaluations, scratch, scores,
 ):  # fmt: skip
-    """Sweep number `sweep` of a run (0: the start). Blocks of points of one row, each written by one thread."""
+    """Blocks of points of one row, each written by one task."""
     tasks, in_row = len(scratch), -(-queries // BLOCK)
     blocks = len(best) // max(queries, 1) * in_row
-    for task in numba.prange(tasks):
-        geometry = (query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal)
-        for block in range(blocks * task // tasks, blocks * (task + 1) // tasks):
-            row = block // in_row
-            begin = (block - row * in_row) * BLOCK
-            end = min(begin + BLOCK, queries)
-            if sweep == 0:
-                evaluations[task] += _start(
-                    q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation,
-                    after, offered_after, flags, best,
-                )  # fmt: skip
-            else:
-                evaluations[task] += _visit(
-                    q, k, geometry, legal, queries, row, begin, end, seed, run, sweep, earlier, separation, directions,
-                    offer, memory, gossip, before, after, offered, offered_after, flags, best,
-                    scratch[task], scores[task],
-                )  # fmt: skip
+    for block in range(blocks * task // tasks, blocks * (task + 1) // tasks):
+        row = block // in_row
+        begin = (block - row * in_row) * BLOCK
+        end = min(begin + BLOCK, queries)
+        if sweep == 0:
+            evaluations[task] += _start(
+                q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation,
+                after, offered_after, flags, best,
+            )  # fmt: skip
+        else:
+            evaluations[task] += _visit(
+                q, k, geometry, legal, queries, row, begin, end, seed, run, sweep, earlier, separation, directions,
+                offer, memory, gossip, before, after, offered, offered_after, flags, best,
+                scratch[task], scores[task],
+            )  # fmt: skip
 
 
 @compiled
@@ -177,33 +186,37 @@ def _visit(
     query_grid, query_strides, key_grid, key_strides, key_rows = geometry[:5]
     rank, size, count = len(key_grid), end - begin, 0
     key, candidate, theirs, chosen, noise = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
-    place, centre, drawn = scratch[5 : 5 + rank], scratch[5 + rank : 5 + 2 * rank], scratch[5 + 2 * rank :]
+    place, centre, rest = scratch[5 : 5 + rank], scratch[5 + rank : 5 + 2 * rank], scratch[5 + 2 * rank :]
+    drawn, barred = rest[:rank], rest[rank : rank + (0 if separation else run)]
     row_point, row_key, prefix = row * queries, key_rows[row] * _keys(geometry), absorb(seed, row)
     first, last = row_point + begin, row_point + end
     key_before, best = before[first:last], all_best[first:last]
-    where = (row, begin, first, row_key, run, size)
+    where, others = (row, begin, first, row_key, run, size), (earlier, separation, barred)
     for p in range(size):
         noise[p] = absorb(absorb(absorb(prefix, begin + p), run), sweep)
         key[p] = key_before[p]
+    for match in range(len(barred)):
+        for p in range(size):
+            barred[match, p] = earlier[first + p, match]
     for axis in range(rank):
         for p in range(size):
             candidate[p] = begin + p
         coordinates(candidate, query_grid[axis], query_strides[axis], place[axis], size)
     for d in range(len(directions)):
         axis, step, to_point = directions[d, AXIS], directions[d, STEP], directions[d, TO_POINT]
-        if not _ask(offered, row_point, begin, to_point, queries, place[axis], step, query_grid[axis], theirs, size):
+        if not ask(offered, row_point, begin, to_point, queries, place[axis], step, query_grid[axis], theirs, size):
             continue
         if offer & SHIFT:
-            _shift(theirs, directions[d, TO_KEY], directions[d, LINE], candidate, size)
-            count += _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores)
+            shift(theirs, directions[d, TO_KEY], directions[d, LINE], candidate, size)
+            count += _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores)
         if offer & STAY:
-            count += _weigh(q, k, geometry, legal, where, earlier, separation, theirs, key, best, chosen, scores)
+            count += _weigh(q, k, geometry, legal, where, others, theirs, key, best, chosen, scores)
     for draw in range(gossip):
         for p in range(size):
             chosen[p] = below(absorb(noise[p], draw), queries)
         for p in range(size):
             candidate[p] = before[row_point + chosen[p]]
-        count += _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores)
+        count += _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores)
     keyless = 0
     for p in range(size):
         keyless += key[p] < 0
@@ -214,7 +227,7 @@ def _visit(
         for p in range(size):
             candidate[p] = 0
         for axis in range(rank):
-            _draw(noise, draw + axis, centre[axis], reach, key_grid[axis], drawn[axis], size)
+            draw_around(noise, draw + axis, centre[axis], reach, key_grid[axis], drawn[axis], size)
             for p in range(size):
                 candidate[p] += key_strides[axis] * drawn[axis, p]
         for p in range(size if keyless else 0):
@@ -222,67 +235,26 @@ def _visit(
                 candidate[p] = _fresh(geometry, legal, row, begin + p, absorb(noise[p], draw + rank))
                 for axis in range(rank):
                     drawn[axis, p] = candidate[p] // key_strides[axis] % key_grid[axis]
-        count += _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores)
+        count += _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores)
         for axis in range(rank):
-            for p in range(size):
-                centre[axis, p] = drawn[axis, p] if key[p] == candidate[p] else centre[axis, p]
+            follow(key, candidate, drawn[axis], centre[axis], size)
         reach //= 2
         draw += rank + 1
-    _leave(key, key_before, memory, after[first:last], offered_after[first:last], flags[first:last])
+    leave(key, key_before, memory, after[first:last], offered_after[first:last], flags[first:last])
     return count
 
 
 @compiled
-def _leave(key, key_before, memory, after, offered, flags):
-    """Write a block's keys, and those that are news to the neighbours in the next sweep."""
-    for p in range(len(after)):
-        history = np.uint8(flags[p] << 1) | np.uint8(key[p] != key_before[p])
-        after[p], flags[p] = key[p], history
-        offered[p] = key[p] if history & memory else -1
+def _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores):
+    """Take each point's candidate where it is strictly better and legal. Returns the scores computed.
 
-
-@compiled
-def _ask(offered, row_point, begin, to_point, queries, place, step, extent, theirs, size):
-    """What the neighbours of the points in one direction have to offer, -1 for nothing; returns whether any has."""
-    low, high = max(-begin - to_point, 0), min(queries - begin - to_point, size)  # the points that may have one
-    for p in range(size):
-        theirs[p] = -1
-    if low >= high:
-        return False
-    from_neighbours, to, at = offered[row_point + begin + to_point + low :], theirs[low:high], place[low:high]
-    news = np.int32(-1)
-    for p in range(high - low):
-        there = (at[p] + step >= 0) & (at[p] + step < extent)
-        to[p] = from_neighbours[p] if there else np.int32(-1)
-        news = max(news, to[p])
-    return news >= 0
-
-
-@compiled
-def _shift(theirs, to_key, line, candidate, size):
-    """Their keys moved along an axis, -1 where that leaves the grid; `line` is the axis' extent times its stride."""
-    inverse, move = 1.0 / line, np.int32(to_key)
-    for p in range(size):
-        rest = theirs[p] - np.int32((theirs[p] + 0.5) * inverse) * line - move
-        candidate[p] = theirs[p] - move if (theirs[p] >= 0) & (rest >= 0) & (rest < line) else -1
-
-
-@compiled
-def _draw(noise, draw, centre, reach, extent, drawn, size):
-    """For each point a coordinate from the interval of that reach around its centre, cut at the border."""
-    word, far, last = np.uint32(draw), np.int32(reach), np.int32(extent - 1)
-    for p in range(size):
-        low, high = max(np.int32(centre[p] - far), np.int32(0)), min(np.int32(centre[p] + far), last)
-        choices = np.uint64(np.uint32(high - low + np.int32(1)))
-        drawn[p] = low + np.int32((np.uint64(absorb(noise[p], word)) * choices) >> np.uint64(32))
-
-
-@compiled
-def _weigh(q, k, geometry, legal, where, earlier, separation, candidate, key, best, chosen, scores):
-    """Take each point's candidate where it is strictly better and legal. Returns the scores computed."""
+    Without separation a candidate that is an earlier match is left out at once; distances are asked of winners only.
+    """
+    for match in range(len(others[2])):
+        leave_out(candidate, others[2][match], where[5])
     count = _score(q, k, where, candidate, key, chosen, scores)
     if count:
-        _take(geometry, legal, where, earlier, separation, candidate, key, best, scores)
+        _take(geometry, legal, where, others, candidate, key, best, scores)
     return count
 
 
@@ -292,12 +264,12 @@ def _score(q, k, where, candidate, key, chosen, scores):
     _, _, first, row_key, _, size = where
     count = 0
     if q.shape[1] == LANES:  # all are scored, without asking: that is quicker than a list
+        new = np.int32(0)
         for p in range(size):
-            count += (candidate[p] >= 0) & (candidate[p] != key[p])
-        for p in range(size if count else 0):
-            score = dot(q, first + p, k, row_key + max(candidate[p], 0))
-            scores[p] = score if candidate[p] >= 0 else -np.inf
-        return count
+            new = np.int32(new + ((candidate[p] >= 0) & (candidate[p] != key[p])))
+            chosen[p] = max(candidate[p], np.int32(0))
+        narrow_dots(q, first, k, row_key, chosen, scores, size if new else 0)
+        return np.int64(new)
     for p in range(size):  # what is left, in a list: no branch to guess wrong
         chosen[count] = p
         scores[p] = -np.inf
@@ -308,18 +280,20 @@ def _score(q, k, where, candidate, key, chosen, scores):
 
 
 @compiled
-def _take(geometry, legal, where, earlier, separation, candidate, key, best, scores):
+def _take(geometry, legal, where, others, candidate, key, best, scores):
     row, begin, first, _, run, size = where
-    if geometry[6] or len(legal[0]) or run:
+    earlier, separation, _ = others
+    if geometry[6] or len(legal[0]) or (run and separation):
         for p in range(size):
-            if scores[p] > best[p] and not _legal(
-                geometry, legal, row, begin + p, first + p, np.int64(candidate[p]), run, earlier, separation
-            ):
-                scores[p] = -np.inf
-    for p in range(size):
-        better = scores[p] > best[p]
-        key[p] = candidate[p] if better else key[p]
-        best[p] = scores[p] if better else best[p]
+            if scores[p] > best[p] and candidate[p] >= 0:
+                new = np.int64(candidate[p])
+                if not _legal(geometry, legal, row, begin + p, first + p, new, run, earlier, separation):
+                    scores[p] = -np.inf
+    for p in range(size):  # every load before the choice, or the compiler would branch
+        new, old, score, least = candidate[p], key[p], scores[p], best[p]
+        better = (score > least) & (new >= 0)
+        key[p] = new if better else old
+        best[p] = score if better else least
 
 
 @compiled
@@ -351,26 +325,29 @@ def _legal(geometry, legal, row, query, point, key, run, earlier, separation):
         return False
     for match in range(run):
         other = np.int64(earlier[point, match])
-        if other < 0:
-            continue
-        near = True
-        for axis in range(len(key_grid)):
-            apart = key // key_strides[axis] % key_grid[axis] - other // key_strides[axis] % key_grid[axis]
-            near = near and -separation <= apart <= separation
+        near = other == key
+        if separation and other >= 0:
+            near = True
+            for axis in range(len(key_grid)):
+                apart = key // key_strides[axis] % key_grid[axis] - other // key_strides[axis] % key_grid[axis]
+                near = near and -separation <= apart <= separation
         if near:
             return False
     return True
 
 
-@parallel
-def _best_first(index, score, rounded):
-    """Sort each point's matches by score, equal ones in run order, -1 last; scores also rounded to float32."""
-    for point in numba.prange(len(index)):
+@launcher
+def _best_first(tasks, index, score):
+    """Sort each point's matches by score, equal ones in run order, -1 last."""
+    each_task(_sort_some, tasks, (tasks, index, score))
+
+
+@compiled
+def _sort_some(task, tasks, index, score):
+    for point in range(len(index) * task // tasks, len(index) * (task + 1) // tasks):
         for run in range(1, index.shape[1]):
             key, value, place = index[point, run], score[point, run], run
             while place > 0 and key >= 0 and (index[point, place - 1] < 0 or score[point, place - 1] < value):
                 index[point, place], score[point, place] = index[point, place - 1], score[point, place - 1]
                 place -= 1
             index[point, place], score[point, place] = key, value
-        for run in range(index.shape[1]):
-            rounded[point, run] = score[point, run]

@@ -1,0 +1,73 @@
+"""Candidates for a block of points at a time: plain loops over int32, which the vector units take."""
+
+# Numba infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-untyped-calls
+from __future__ import annotations
+
+import numpy as np
+
+from .compiled import compiled
+from .noise import absorb
+
+
+@compiled
+def leave(key, key_before, memory, after, offered, flags):
+    """Write a block's keys, and those that are news to the neighbours in the next sweep."""
+    for p in range(len(after)):
+        history = np.uint8(flags[p] << 1) | np.uint8(key[p] != key_before[p])
+        after[p], flags[p] = key[p], history
+        offered[p] = key[p] if history & memory else -1
+
+
+@compiled
+def ask(offered, row_point, begin, to_point, queries, place, step, extent, theirs, size):
+    """What the neighbours of the points in one direction have to offer, -1 for nothing; returns whether any has."""
+    low, high = max(-begin - to_point, 0), min(queries - begin - to_point, size)  # the points that may have one
+    for p in range(size):
+        theirs[p] = -1
+    if low >= high:
+        return False
+    from_neighbours, to, at = offered[row_point + begin + to_point + low :], theirs[low:high], place[low:high]
+    news, step, extent = np.int32(-1), np.int32(step), np.int32(extent)
+    for p in range(high - low):
+        offer, target = from_neighbours[p], np.int32(at[p] + step)
+        offer = offer if (target >= 0) & (target < extent) else np.int32(-1)
+        to[p] = offer
+        news = max(news, offer)
+    return news >= 0
+
+
+@compiled
+def shift(theirs, to_key, line, candidate, size):
+    """Their keys moved along an axis, -1 where that leaves the grid; `line` is the axis' extent times its stride."""
+    inverse, move, line = 1.0 / line, np.int32(to_key), np.int32(line)
+    for p in range(size):
+        offer = theirs[p]
+        rest = np.int32(offer - np.int32(np.int32((offer + 0.5) * inverse) * line) - move)
+        candidate[p] = np.int32(offer - move) if (offer >= 0) & (rest >= 0) & (rest < line) else np.int32(-1)
+
+
+@compiled
+def draw_around(noise, draw, centre, reach, extent, drawn, size):
+    """For each point a coordinate from the interval of that reach around its centre, cut at the border."""
+    word, far, last = np.uint32(draw), np.int32(reach), np.int32(extent - 1)
+    for p in range(size):
+        low, high = max(np.int32(centre[p] - far), np.int32(0)), min(np.int32(centre[p] + far), last)
+        choices = np.uint64(np.uint32(high - low + np.int32(1)))
+        drawn[p] = low + np.int32((np.uint64(absorb(noise[p], word)) * choices) >> np.uint64(32))
+
+
+@compiled
+def follow(key, candidate, drawn, centre, size):
+    """Move the centre of each point that took its candidate to what was drawn."""
+    for p in range(size):
+        new, old = drawn[p], centre[p]
+        centre[p] = new if key[p] == candidate[p] else old
+
+
+@compiled
+def leave_out(candidate, barred, size):
+    """No candidate where it is the key that is barred."""
+    for p in range(size):
+        new = candidate[p]
+        candidate[p] = np.int32(-1) if new == barred[p] else new
