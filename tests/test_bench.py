@@ -88,7 +88,7 @@ def test_calls_that_would_take_too_long_are_left_out():
     known = {"a": row(64, 0.1), "b": row(128, 1.6)}  # grows as N^2
     assert measuring.forecast(Case("attention", "x", 256, 3), known) == pytest.approx(25.6)
     assert measuring.forecast(Case("attention", "y", 256, 3), known) is None
-    assert "skipped" in measuring.run(Case("attention", "x", 256, 3), None, known, 10.0)
+    assert "skipped" in measuring.run(Case("attention", "x", 256, 3), None, known, measuring.Limits(10.0))
 
 
 def test_slopes_are_exponents():

@@ -1,6 +1,7 @@
 """`scram bench`: time and memory against the size of a picture, SCRAM beside its rivals."""
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +12,12 @@ from rich.table import Table
 from . import charts, measuring
 from .console import chosen_device, console, one_line_errors, writable_folder
 from .features import sample_pair
-from .measuring import Case, Pictures, Results, Row
+from .measuring import Case, Limits, Pictures, Results, Row
 
 SIZES = {"cpu": (32, 64, 128, 256, 512), "cuda": (64, 128, 256, 512, 1024, 2048)}
 PARTS = ("forward", "backward", "search", "flex")
-MORE_PARTS = (*PARTS, "pynndescent")  # compiles for minutes, so it runs only when asked for
+MORE_PARTS = (*PARTS, "pynndescent", "natten")  # one compiles for minutes, one installs in few places: when asked for
+BUDGET = {"cpu": 140.0, "cuda": inf}  # seconds
 INTERRUPTED = 130  # the exit code of a program ended by Ctrl-C
 
 
@@ -30,7 +32,12 @@ def bench(
         PARTS
     ),
     longest: Annotated[float, typer.Option(help="Leave out calls that would take longer, in seconds.")] = 3.0,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep what bench.json holds and go on.")] = False,
+    budget: Annotated[
+        float | None, typer.Option(help="Stop measuring after so many seconds; 140 on a CPU, no limit on a GPU.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the times that bench.json holds and measure the rest.")
+    ] = False,
     draw_only: Annotated[
         bool, typer.Option("--draw-only", help="Measure nothing; table and plot of bench.json.")
     ] = False,
@@ -44,11 +51,12 @@ def bench(
         kinds = tuple(part.strip() for part in parts.split(","))
         if not set(kinds) <= set(MORE_PARTS):
             raise ValueError(f"parts must be some of {', '.join(MORE_PARTS)}, got {parts}")
-        results = Results(out / "bench.json", resume or draw_only, "city")
+        results = Results(out / "bench.json", resume or draw_only, "city", device)
         todo = list(measuring.cases(wanted, _numbers("widths", widths, 1), device, kinds))
         stopped = False
         if not draw_only:
-            stopped = _measure(todo, Pictures(*sample_pair(), device), results, longest)
+            limits = Limits(longest, BUDGET[device] if budget is None else budget)
+            stopped = _measure(todo, Pictures(*sample_pair(), device), results, limits)
         if not results.rows:
             raise ValueError(f"nothing was measured: {results.path} has no rows")
         rows = list(results.rows.values())
@@ -75,7 +83,7 @@ def _numbers(name: str, text: str, least: int) -> tuple[int, ...]:
     return values
 
 
-def _measure(todo: list[Case], pictures: Pictures, results: Results, longest: float) -> bool:
+def _measure(todo: list[Case], pictures: Pictures, results: Results, limits: Limits) -> bool:
     """Measure what is not there yet; True when Ctrl-C ended it."""
     screen = console(stderr=True)
     columns = (
@@ -85,11 +93,9 @@ def _measure(todo: list[Case], pictures: Pictures, results: Results, longest: fl
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("", total=len(todo))
         try:
-            for case in todo:
-                bar.update(task, description=f"{case.contender}, {case.size} x {case.size}, E={case.width}")
-                if case.name not in results.rows:
-                    results.put(case, measuring.run(case, pictures, results.rows, longest), pictures.device)
-                bar.advance(task)
+            for number, case in enumerate(measuring.measure_all(todo, pictures, results, limits)):
+                name = f"{case.contender}, {case.size} x {case.size}, E={case.width}"
+                bar.update(task, completed=number, description=name)
         except KeyboardInterrupt:
             return True
     return False
@@ -123,7 +129,7 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
     )
     result = Table(
         title=f"width {width}, {title}, milliseconds, fastest call (MiB of peak memory)",
-        caption="slope: exponent of time against pixels; too long, no memory: not run, see bench.json",
+        caption="slope: exponent of time against pixels; ~: too long to run here, continued from smaller sizes",
     )
     result.add_column("contender")
     for size in sizes:
@@ -147,9 +153,9 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    if "skipped" in row:
-        return "too long"
     if "failed" in row:
         return "no memory" if "memory" in row["failed"] else "failed"
+    if "skipped" in row:
+        return f"~{1e3 * row['about']:.3g}" if "about" in row else "no time"
     peak: Any = row.get("peak_bytes")
     return f"{1e3 * row['least']:.3g}" + ("" if peak is None else f" ({peak / 2**20:.0f})")

@@ -15,8 +15,8 @@ from torch import Tensor
 from .. import Search, attend, measure, search
 from . import charts
 from .console import console, one_line_errors, progress, writable_folder
-from .measuring import made_with
 from .pictures import INK
+from .provenance import made_with
 from .sets import matching, projected
 
 SAMPLE = 500

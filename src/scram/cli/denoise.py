@@ -20,8 +20,8 @@ from .. import Matches, Search, attend, search
 from . import pictures
 from .console import chosen_device, console, one_line_errors, progress, writable_folder
 from .features import photograph
-from .measuring import made_with
 from .pictures import Panel
+from .provenance import made_with
 
 PHOTOGRAPHS = ("astronaut", "camera", "chelsea", "coffee", "retina")
 LEAST_SIDE = 16  # pixels

@@ -17,8 +17,8 @@ from . import charts, pictures
 from .console import console, one_line_errors, progress, writable_folder
 from .features import PatchFeatures, sample_pair
 from .match import find, own_places, pair_of
-from .measuring import made_with
 from .pictures import INK, Panel
+from .provenance import made_with
 from .sets import tensor_sets
 
 SIDE = 128  # of the maps of (a)

@@ -17,8 +17,8 @@ from .. import Attended, Matches, Search, attend, pick, search
 from . import pictures
 from .console import chosen_device, console, one_line_errors, progress, writable_folder
 from .features import PatchFeatures, read_picture, sample_pair, stereo_sample
-from .measuring import made_with
 from .pictures import Panel
+from .provenance import made_with
 
 PATCH = 11
 WIDTH = 32
