@@ -68,6 +68,9 @@ def bench(
             for table in tables(rows):
                 screen.print(table)
             typer.echo(f"rows: {results.path}; plot: {out / 'bench.png'}")
+            late = sum(row.get("skipped") == measuring.LATE for row in rows)
+            if late:
+                typer.echo(f"{late} rows were left for lack of time; --resume measures them, --budget gives more")
         if stopped:
             typer.echo("stopped by Ctrl-C; what was measured is kept, --resume goes on", err=True)
             raise typer.Exit(INTERRUPTED)
@@ -117,7 +120,7 @@ def tables(rows: list[Row]) -> list[Table]:
     for width in sorted({row["width"] for row in rows}):
         for kind, backward in (("attention", False), ("attention", True), ("search", False)):
             some = [r for r in rows if (r["width"], r["kind"], r["backward"]) == (width, kind, backward)]
-            if some:
+            if any("about" in row or row.get("skipped") != measuring.LATE for row in some):
                 result.append(_table(some, width, kind, backward))
     return result
 

@@ -30,6 +30,7 @@ LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
 ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once
 SETTINGS = {"SCRAM, paper": Search.paper(seed=0), "SCRAM, default": Search(seed=0)}
+LATE = "the time for all rows was spent"
 Row = dict[str, Any]
 
 
@@ -142,8 +143,7 @@ def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -
         why = f"a call would take about {expected:.3g} s, more than the limit of {limits.longest:g} s"
         return {"skipped": why, "about": expected}
     if needed >= limits.budget:
-        why = "the time for all rows is spent"
-        return {"skipped": why} if expected is None else {"skipped": why, "about": expected}
+        return {"skipped": LATE} if expected is None else {"skipped": LATE, "about": expected}
     try:
         return _search(case, pictures, known) if case.kind == "search" else _attention(case, pictures)
     except (torch.OutOfMemoryError, MemoryError) as error:
