@@ -23,7 +23,7 @@ from . import rivals
 from .provenance import made_with
 
 SCALE = 100.0  # of unit features, so that a softmax has peaks; times do not depend on it
-SAMPLE = 256  # queries that recall and error are measured on
+SAMPLE, RECALL_SAMPLE = 256, 500  # queries that error and recall are measured on
 PATCH = 7
 LARGEST_INDEX = 256  # side of the largest picture that nearest-neighbour libraries index
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
@@ -147,13 +147,13 @@ def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -
     try:
         return _search(case, pictures, known) if case.kind == "search" else _attention(case, pictures)
     except (torch.OutOfMemoryError, MemoryError) as error:
+        gc.collect()
         return {"failed": f"out of memory: {str(error).splitlines()[0][:120]}"}
     except ModuleNotFoundError as error:
         return {"failed": f"{error.name} is not installed"}
     except RuntimeError as error:  # torch's CPU allocator, and kernels that cannot run on this device
         return {"failed": str(error).splitlines()[0][:160]}
     finally:
-        gc.collect()
         if pictures.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -236,7 +236,7 @@ def _search(case: Case, pictures: Pictures, known: dict[str, Row]) -> Row:
 def _recall(q: Tensor, k: Tensor, index: Tensor) -> float:
     index = index.to(torch.int32).to(q.device)
     found = Matches(index, torch.zeros(index.shape, device=q.device), (q.shape[2], q.shape[3]))
-    return float(measure.recall(q, k, found, sample=1000))
+    return float(measure.recall(q, k, found, sample=RECALL_SAMPLE))
 
 
 def clock(call: Callable[[], Tensor], device: str) -> tuple[Row, Tensor]:
