@@ -81,6 +81,35 @@ def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
     assert all("out of memory" in row["failed"] for row in rows.values())
 
 
+def test_a_row_that_does_not_end_is_a_row(tmp_path, monkeypatch):
+    def endless(*_):
+        while True:
+            pass
+
+    few(monkeypatch, "torch SDPA", "strided")
+    monkeypatch.setitem(rivals.ATTENTIONS, "torch SDPA", endless)
+    monkeypatch.setattr(bench_module, "ROW", 1.5)
+    code, printed, _ = call("bench", "--sizes", "16", "--widths", 3, "--parts", "forward", "--out", tmp_path)
+    assert code == 0
+    assert "failed" in printed
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert rows["attention torch SDPA 16 E3"]["failed"] == "not finished in 1.5 s"
+    assert rows["attention strided 16 E3"]["seconds"] > 0
+
+
+def test_budget_is_kept_and_resume_measures_the_rest(tmp_path, monkeypatch):
+    few(monkeypatch, "torch SDPA", "strided")
+    arguments = ("bench", "--sizes", "16", "--widths", 3, "--parts", "forward", "--out", tmp_path)
+    code, printed, _ = call(*arguments, "--budget", 0)
+    assert code == 0
+    assert "2 rows were left for lack of time" in printed
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["skipped"] for row in rows.values()] == [measuring.LATE] * 2
+    assert call(*arguments, "--resume")[0] == 0
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert all(row["seconds"] > 0 for row in rows.values())
+
+
 def test_calls_that_would_take_too_long_are_left_out():
     def row(size, seconds):
         return {"kind": "attention", "contender": "x", "size": size, "width": 3, "backward": False, "seconds": seconds}

@@ -17,6 +17,7 @@ from .measuring import Case, Limits, Pictures, Results, Row
 SIZES = {"cpu": (32, 64, 128, 256, 512), "cuda": (64, 128, 256, 512, 1024, 2048)}
 PARTS = ("forward", "backward", "search", "flex")
 MORE_PARTS = (*PARTS, "pynndescent", "natten")  # one compiles for minutes, one installs in few places: when asked for
+ROW = 240.0  # seconds; pynndescent compiles for two minutes
 BUDGET = {"cpu": 140.0, "cuda": inf}  # seconds
 INTERRUPTED = 130  # the exit code of a program ended by Ctrl-C
 
@@ -55,7 +56,7 @@ def bench(
         todo = list(measuring.cases(wanted, _numbers("widths", widths, 1), device, kinds))
         stopped = False
         if not draw_only:
-            limits = Limits(longest, BUDGET[device] if budget is None else budget)
+            limits = Limits(longest, BUDGET[device] if budget is None else budget, ROW)
             stopped = _measure(todo, Pictures(*sample_pair(), device), results, limits)
         if not results.rows:
             raise ValueError(f"nothing was measured: {results.path} has no rows")

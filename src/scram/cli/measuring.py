@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import signal
 import statistics
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -120,10 +123,11 @@ class Results:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: of one call, and of all of them."""
+    """Seconds: of one call, of all rows, and of one row with what it compiles and builds."""
 
     longest: float
     budget: float = inf
+    row: float = inf
 
 
 def measure_all(todo: Sequence[Case], pictures: Pictures, results: Results, limits: Limits) -> Iterator[Case]:
@@ -133,7 +137,7 @@ def measure_all(todo: Sequence[Case], pictures: Pictures, results: Results, limi
         yield case
         if "seconds" not in results.rows.get(case.name, {}):
             left = limits.budget - (perf_counter() - start)
-            results.put(case, run(case, pictures, results.rows, Limits(limits.longest, left)))
+            results.put(case, run(case, pictures, results.rows, replace(limits, budget=left)))
 
 
 def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -> Row:
@@ -145,7 +149,10 @@ def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -
     if needed >= limits.budget:
         return {"skipped": LATE} if expected is None else {"skipped": LATE, "about": expected}
     try:
-        return _search(case, pictures, known) if case.kind == "search" else _attention(case, pictures)
+        with alarm(limits.row):
+            return _search(case, pictures, known) if case.kind == "search" else _attention(case, pictures)
+    except TimeoutError:
+        return {"failed": f"not finished in {limits.row:g} s"}
     except (torch.OutOfMemoryError, MemoryError) as error:
         gc.collect()
         return {"failed": f"out of memory: {str(error).splitlines()[0][:120]}"}
@@ -156,6 +163,25 @@ def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -
     finally:
         if pictures.device == "cuda":
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so many seconds, where signals can: in the main thread, not on Windows."""
+    if seconds == inf or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def forecast(case: Case, known: dict[str, Row], quantity: str = "seconds") -> float | None:
