@@ -32,9 +32,10 @@ def bench(
     parts: Annotated[str, typer.Option(help=f"What to measure, with commas, of {', '.join(MORE_PARTS)}.")] = ",".join(
         PARTS
     ),
-    longest: Annotated[float, typer.Option(help="Leave out calls that would take longer, in seconds.")] = 3.0,
+    longest: Annotated[float, typer.Option(min=0.0, help="Leave out calls that would take longer, in seconds.")] = 3.0,
     budget: Annotated[
-        float | None, typer.Option(help="Stop measuring after so many seconds; 140 on a CPU, no limit on a GPU.")
+        float | None,
+        typer.Option(min=0.0, help="Stop measuring after so many seconds; 140 on a CPU, no limit on a GPU."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the times that bench.json holds and measure the rest.")
@@ -48,7 +49,7 @@ def bench(
     with one_line_errors():
         writable_folder(out)
         chosen_device(device)
-        wanted = _numbers("sizes", sizes, 16) if sizes else SIZES[device]
+        wanted = SIZES[device] if sizes is None else _numbers("sizes", sizes, 16)
         kinds = tuple(part.strip() for part in parts.split(","))
         if not set(kinds) <= set(MORE_PARTS):
             raise ValueError(f"parts must be some of {', '.join(MORE_PARTS)}, got {parts}")
@@ -135,7 +136,7 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
         title=f"width {width}, {title}, milliseconds, fastest call (MiB of peak memory)",
         caption="slope: exponent of time against pixels; ~: too long to run here, continued from smaller sizes",
     )
-    result.add_column("contender")
+    result.add_column("contender", no_wrap=True)
     for size in sizes:
         result.add_column(f"{size}x{size}", justify="right")
     result.add_column("slope", justify="right")
@@ -160,6 +161,10 @@ def _cell(row: Row | None) -> str:
     if "failed" in row:
         return "no memory" if "memory" in row["failed"] else "failed"
     if "skipped" in row:
-        return f"~{1e3 * row['about']:.3g}" if "about" in row else "no time"
+        return f"~{_milliseconds(row['about'])}" if "about" in row else "no time"
     peak: Any = row.get("peak_bytes")
-    return f"{1e3 * row['least']:.3g}" + ("" if peak is None else f" ({peak / 2**20:.0f})")
+    return _milliseconds(row["least"]) + ("" if peak is None else f" ({peak / 2**20:.0f})")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"

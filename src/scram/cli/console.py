@@ -33,6 +33,11 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda step: bar.update(task, description=step)
 
 
+def warn(message: str) -> None:
+    """Print one line to stderr and go on."""
+    typer.echo(f"scram: warning: {' '.join(message.split())}", err=True)
+
+
 def fail(message: str) -> NoReturn:
     """Print one line to stderr and leave with exit code 2."""
     typer.echo(f"scram: {' '.join(message.split())}", err=True)

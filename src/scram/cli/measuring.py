@@ -34,6 +34,7 @@ ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once
 SETTINGS = {"SCRAM, paper": Search.paper(seed=0), "SCRAM, default": Search(seed=0)}
 LATE = "the time for all rows was spent"
+SAME = ("kind", "contender", "width", "backward")  # what rows of one line share
 Row = dict[str, Any]
 
 
@@ -111,7 +112,12 @@ class Results:
 
     def __init__(self, path: Path, resume: bool, data: str, device: str = "cpu") -> None:
         self.path, self.about = path, {"device": device, **made_with(device), "data": data}
-        self.rows: dict[str, Row] = json.loads(path.read_text())["rows"] if resume and path.exists() else {}
+        self.rows: dict[str, Row] = {}
+        if resume and path.exists():
+            try:
+                self.rows = dict(json.loads(path.read_text())["rows"])
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(f"{path} holds no rows of this program; remove it or give another --out") from None
 
     def put(self, case: Case, row: Row) -> None:
         self.rows[case.name] = {**asdict(case), **row, **self.about}
@@ -142,6 +148,8 @@ def measure_all(todo: Sequence[Case], pictures: Pictures, results: Results, limi
 
 def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -> Row:
     """Measure a case; what cannot run is a row too: `skipped` (would take too long), `failed` (memory, package)."""
+    if (size := out_of_memory(case, known)) is not None:
+        return {"failed": f"out of memory: already at {size} x {size}"}
     expected, needed = forecast(case, known), forecast(case, known, "took") or 0.0
     if expected is not None and expected > limits.longest:
         why = f"a call would take about {expected:.3g} s, more than the limit of {limits.longest:g} s"
@@ -165,6 +173,12 @@ def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -
             torch.cuda.empty_cache()
 
 
+def out_of_memory(case: Case, known: dict[str, Row]) -> int | None:
+    """The smallest size at which this contender found too little memory, if below this one."""
+    rows = [row for row in known.values() if all(row[key] == getattr(case, key) for key in SAME)]
+    return min((r["size"] for r in rows if r["size"] < case.size and "memory" in r.get("failed", "")), default=None)
+
+
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
     """Raise TimeoutError after so many seconds, where signals can: in the main thread, not on Windows."""
@@ -186,11 +200,10 @@ def alarm(seconds: float) -> Iterator[None]:
 
 def forecast(case: Case, known: dict[str, Row], quantity: str = "seconds") -> float | None:
     """Seconds, continued from the largest smaller sizes by the growth between them; None without one."""
-    same = ("kind", "contender", "width", "backward")
     timed = sorted(
         (row["size"], row.get(quantity) or row["about"])
         for row in known.values()
-        if all(row[key] == getattr(case, key) for key in same)
+        if all(row[key] == getattr(case, key) for key in SAME)
         and row["size"] < case.size
         and (quantity in row or "about" in row)
     )
