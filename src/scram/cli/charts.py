@@ -113,10 +113,14 @@ def lines(
     xlabel: str,
     ylabel: str,
     legend: bool = True,
+    pairs: bool = False,
 ) -> None:
-    """Plain lines over categories or numbers."""
+    """Plain lines over categories or numbers; `pairs` gives every two the same colour, the first of them dashed."""
     for number, (name, points) in enumerate(values.items()):
-        style = {"color": PALETTE[number % 8], "marker": MARKERS[number % 8]}
+        kind = number // 2 if pairs else number
+        style = {"color": PALETTE[kind % 8], "marker": MARKERS[kind % 8]}
+        if pairs and number % 2 == 0:
+            style["linestyle"] = "--"
         axes.plot(*zip(*points, strict=True), label=name, linewidth=1.6, markersize=5, **style)  # type: ignore[arg-type]
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.set(xlabel=xlabel, ylabel=ylabel)
