@@ -26,7 +26,8 @@ from . import rivals
 from .provenance import made_with
 
 SCALE = 100.0  # of unit features, so that a softmax has peaks; times do not depend on it
-SAMPLE, RECALL_SAMPLE = 256, 500  # queries that error and recall are measured on
+SAMPLE, RECALL_SAMPLE = 256, 500  # queries that error and recall are measured on, on a GPU or small grids
+SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
 PATCH = 7
 LARGEST_INDEX = 256  # side of the largest picture that nearest-neighbour libraries index
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
@@ -237,7 +238,7 @@ def _attention(case: Case, pictures: Pictures) -> Row:
         start = perf_counter()
     row, out = clock(lambda: _call(attention, (q, k, v), case.backward), pictures.device)
     if not case.backward and case.contender not in ("strided", "fixed", "flex strided", "flex fixed"):
-        error = measure.output_error(q, k, v, rivals.attended(out), scale=SCALE, sample=SAMPLE)
+        error = measure.output_error(q, k, v, rivals.attended(out), scale=SCALE, sample=_sample(q, SAMPLE))
         row["output_error"] = float(error)  # of causal patterns it would compare different things
     if not case.backward and case.contender in SETTINGS:
         row["recall"] = _recall(q, k, search(q, k, search=SETTINGS[case.contender]).index)
@@ -272,10 +273,14 @@ def _search(case: Case, pictures: Pictures, known: dict[str, Row]) -> Row:
     return {**row, **ready, "recall_asked": asked, "took": perf_counter() - start}
 
 
+def _sample(q: Tensor, most: int) -> int:
+    return most if q.is_cuda else max(64, min(most, SCORES // (q.shape[2] * q.shape[3])))
+
+
 def _recall(q: Tensor, k: Tensor, index: Tensor) -> float:
     index = index.to(torch.int32).to(q.device)
     found = Matches(index, torch.zeros(index.shape, device=q.device), (q.shape[2], q.shape[3]))
-    return float(measure.recall(q, k, found, sample=RECALL_SAMPLE))
+    return float(measure.recall(q, k, found, sample=_sample(q, RECALL_SAMPLE)))
 
 
 def clock(call: Callable[[], Tensor], device: str) -> tuple[Row, Tensor]:
