@@ -20,6 +20,7 @@ from scram.cli import measuring
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n\n)(.*?)(\n\n<!-- end of table -->)", re.S)
+BY = "\N{MULTIPLICATION SIGN}"
 CONTENDERS = ("SCRAM, paper", "SCRAM, default", "full attention", "torch SDPA", "strided", "fixed", "local blocks",
               "NATTEN", "flex strided", "flex fixed", "flex local blocks", "brute-force top-1")  # fmt: skip
 
@@ -49,7 +50,7 @@ def results() -> str:
     for grid, width, which in ((128, 64, "forward"), (128, 64, "both"), (256, 64, "forward"), (256, 3, "forward")):
         row = cpu[f"speed {grid}x{grid} E={width} {which}"]
         quick, dense = row["scram_median_ms"] / 1e3, row["sdpa_median_ms"] / 1e3
-        name = f"{grid}×{grid}, {width}" + ", forward + backward" * (which == "both")
+        name = f"{grid}{BY}{grid}, {width}" + ", forward + backward" * (which == "both")
         lines.append(("2 CPU cores, torch SDPA" if not lines else "", name, time(quick), time(dense),
                       f"{dense / quick:.1f}", share(row["recall"]), share(row["error_at_scale_100"])))  # fmt: skip
     first = len(lines)
@@ -60,7 +61,7 @@ def results() -> str:
         shape = f"stereo {size} E{width} h{heads} k1"
         quick, dense = (gpu[f"{name} {shape}{backward}"]["ms"] / 1e3 for name in (engine, "cudnn"))
         found = gpu[f"paper {shape}"]
-        name = f"{size}×{size}, {width}" + f", {heads} heads" * (heads > 1) + ", forward + backward" * bool(backward)
+        name = f"{size}{BY}{size}, {width}" + f", {heads} heads" * (heads > 1) + ", forward + backward" * bool(backward)
         name += ", in a CUDA graph" * (engine == "captured")
         exact = time(dense) if dense > quick else f"**{time(dense)}**"
         lines.append(("H200, cuDNN attention" if len(lines) == first else "", name, time(quick), exact,
@@ -80,7 +81,7 @@ def settings() -> str:
     lines = []
     for kind, wants in kinds.items():
         paper, default = (rows[f"recall {kind} {name}"] for name in ("paper", "default"))
-        name = kind.replace("x", "×") + f", radius {default['radius']}" * (default["radius"] != 1)
+        name = kind.replace("x", BY) + f", radius {default['radius']}" * (default["radius"] != 1)
         lines.append((name, wants, share(paper["recall"]), share(default["recall"]), share(default["mass"]),
                       share(default["error"])))  # fmt: skip
     return table(head, *lines)
@@ -113,12 +114,11 @@ def search() -> str:
     lines = []
     for row in load("bench_cpu")["rows"].values():
         if row["kind"] == "search" and row["size"] in (64, 128) and ("least" in row or "failed" in row):
-            ready = time(row["prepared"]) if "prepared" in row else ""
             took = time(row["least"]) if "least" in row else row["failed"]
             recall = share(row["recall"]) if "recall" in row else ""
-            lines.append((f"{row['size']}²", str(row["width"]), row["contender"], took, recall, ready))
+            lines.append((f"{row['size']}²", str(row["width"]), row["contender"], took, recall))
     lines.sort(key=lambda line: (int(line[0][:-1]), int(line[1])))
-    return table(("grid", "width", "", "time, index included", "recall@1", "compiles for"), *lines)
+    return table(("grid", "width", "", "time, index included", "recall@1"), *lines)
 
 
 def denoise() -> str:
@@ -137,7 +137,7 @@ def modes() -> str:
     """docs/modes: blobs touched, over features and separations."""
     head = ("averaged over", "L", "queries", "blobs, anywhere", "blobs, apart", "apart touches more", "fewer")
     return table(head, *(
-        (f"{r['smoothing']} × {r['smoothing']}", str(r["separation"]), str(r["queries"]), f"{r['blobs_anywhere']:.2f}",
+        (f"{r['smoothing']} {BY} {r['smoothing']}", str(r["separation"]), str(r["queries"]), f"{r['blobs_anywhere']:.2f}",
          f"{r['blobs_apart']:.2f}", f"{r['apart_more']:.0%}", f"{r['apart_fewer']:.0%}")
         for r in load("figures")["modes"]["rows"]
     ))  # fmt: skip

@@ -294,7 +294,7 @@ def clock(call: Callable[[], Tensor], device: str) -> tuple[Row, Tensor]:
     times = [first]
     if first < ONCE or device == "cuda":
         times = [_timed(call, device)[1]]
-        while times[0] < ONCE and (len(times) < 2 or (sum(times) < ENOUGH and len(times) < 30)):
+        while times[0] < ONCE and (len(times) < 3 or (sum(times) < ENOUGH and len(times) < 30)):
             times.append(_timed(call, device)[1])
     row = {"seconds": statistics.median(times), "least": min(times), "most": max(times), "calls": len(times)}
     return {**row, "peak_bytes": None if peak is None else max(0, peak - before)}, out
