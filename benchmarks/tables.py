@@ -137,8 +137,8 @@ def modes() -> str:
     """docs/modes: blobs touched, over features and separations."""
     head = ("averaged over", "L", "queries", "blobs, anywhere", "blobs, apart", "apart touches more", "fewer")
     return table(head, *(
-        (f"{r['smoothing']} {BY} {r['smoothing']}", str(r["separation"]), str(r["queries"]), f"{r['blobs_anywhere']:.2f}",
-         f"{r['blobs_apart']:.2f}", f"{r['apart_more']:.0%}", f"{r['apart_fewer']:.0%}")
+        (f"{r['smoothing']} {BY} {r['smoothing']}", str(r["separation"]), str(r["queries"]),
+         f"{r['blobs_anywhere']:.2f}", f"{r['blobs_apart']:.2f}", f"{r['apart_more']:.0%}", f"{r['apart_fewer']:.0%}")
         for r in load("figures")["modes"]["rows"]
     ))  # fmt: skip
 

@@ -1,6 +1,5 @@
 """What the commands share: where they print, and how they fail."""
 
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +12,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from .. import __version__
 
 
 def console(stderr: bool = False) -> Console:
@@ -71,8 +68,3 @@ def chosen_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch finds no CUDA GPU here; leave --device out to run on the CPU")
     return torch.device(name)
-
-
-def versions() -> dict[str, str]:
-    """What a result was made with."""
-    return {"scram": __version__, "torch": torch.__version__, "python": platform.python_version()}
