@@ -42,4 +42,4 @@ def stamped(value):
 def test_results_say_what_they_were_made_with(path):
     found = list(stamped(json.loads(path.read_text(encoding="utf-8"))))
     assert found
-    assert all(row["commit"] and row["machine"]["cpu"] for row in found)
+    assert all(row["commit"] and (row["machine"].get("cpu") or row["machine"].get("gpu")) for row in found)
