@@ -120,6 +120,19 @@ def test_calls_that_would_take_too_long_are_left_out():
     assert "skipped" in measuring.run(Case("attention", "x", 256, 3), None, known, measuring.Limits(10.0))
 
 
+def test_what_found_no_memory_is_not_tried_larger():
+    small = {
+        "kind": "attention",
+        "contender": "x",
+        "size": 64,
+        "width": 3,
+        "backward": False,
+        "failed": "out of memory: 1",
+    }
+    row = measuring.run(Case("attention", "x", 128, 3), None, {"a": small}, measuring.Limits(10.0))
+    assert row == {"failed": "out of memory: already at 64 x 64"}
+
+
 def test_slopes_are_exponents():
     rows = [{"size": n, "least": 3e-6 * (n * n) ** 1.25, "device": "cpu"} for n in (64, 128, 256)]
     small = {"size": 16, "least": 1.0, "device": "cpu"}  # a call's fixed cost, left out

@@ -210,15 +210,18 @@ def test_denoise_command_measures_itself_and_its_rivals(mode, tmp_path):
     assert plain["results"]["SCRAM"]["psnr_db"] is None
 
 
-def test_figures_show_what_the_paper_claims(tmp_path):
+def test_figures_show_what_the_paper_claims(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures_module, "SEEDS", 2)
     code, printed, complaints = call("figures", "--size", 64, "--out", tmp_path)
     assert (code, complaints) == (0, "")
     numbers = json.loads((tmp_path / "figures.json").read_text())
     holds = [value for claim, value in numbers["maps"]["claims"].items() if claim.startswith("rows whose maximum")]
     assert len(holds) == 2
     assert min(holds) >= 0.95
-    anywhere, apart = numbers["modes"]["claims"].values()
+    anywhere, apart, more, fewer = numbers["modes"]["claims"].values()
     assert apart > 1.2 * anywhere
+    assert more > 3 * fewer
+    assert len(numbers["modes"]["rows"]) == 9
     recall = list(numbers["sweeps"]["claims"].values())
     assert recall[0] < 0.05 < recall[2] < recall[3] < recall[4]
     assert recall[4] > 0.85
