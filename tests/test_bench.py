@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from rich.progress import Progress
 
 from scram.cli import bench as bench_module
 from scram.cli import measuring, rivals
@@ -131,6 +132,16 @@ def test_what_found_no_memory_is_not_tried_larger():
     }
     row = measuring.run(Case("attention", "x", 128, 3), None, {"a": small}, measuring.Limits(10.0))
     assert row == {"failed": "out of memory: already at 64 x 64"}
+
+
+def test_time_left_is_at_most_the_budget():
+    progress = Progress()
+    progress.add_task("", total=10)
+    task = progress.tasks[0]
+    task.start_time, task.get_time = 0.0, lambda: 40.0
+    assert bench_module.TimeLeft(100.0).render(task).plain == "1:00"
+    assert bench_module.TimeLeft(10.0).render(task).plain == "0:00"
+    assert bench_module.TimeLeft(math.inf).render(task).plain == "-:--"
 
 
 def test_slopes_are_exponents():

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from . import charts, measuring
 from .console import chosen_device, console, one_line_errors, writable_folder
@@ -88,12 +89,25 @@ def _numbers(name: str, text: str, least: int) -> tuple[int, ...]:
     return values
 
 
+class TimeLeft(ProgressColumn):
+    """The time that the rows so far let expect, at most what the budget leaves."""
+
+    def __init__(self, budget: float) -> None:
+        super().__init__()
+        self.budget = budget
+
+    def render(self, task: Task) -> Text:
+        rows = inf if task.time_remaining is None else task.time_remaining
+        left = min(rows, max(self.budget - (task.elapsed or 0.0), 0.0))
+        return Text("-:--" if left == inf else f"{int(left) // 60}:{int(left) % 60:02}")
+
+
 def _measure(todo: list[Case], pictures: Pictures, results: Results, limits: Limits) -> bool:
     """Measure what is not there yet; True when Ctrl-C ended it."""
     screen = console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
+        TextColumn("left"), TimeLeft(limits.budget),
     )  # fmt: skip
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("", total=len(todo))
