@@ -8,7 +8,7 @@ WHEEL := build/wheel
 INSTALLED := build/installed
 VERSION_OF := import pip, sys; print(*sys.version_info[:2])
 
-.PHONY: help demo test setup lint format types wheel unit clean
+.PHONY: help demo test setup lint format types wheel unit tables clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make setup   the environment in $(VENV) alone"
 	@echo "make lint | types | wheel | unit   one step of make test"
 	@echo "make format  rewrite the sources in the house format"
+	@echo "make tables  rewrite the tables of README and docs from benchmarks/results"
 	@echo "make clean   remove the environment and everything built"
 
 # Kept when it already fits $(PYTHON); made anew when it is another version or was left half made.
@@ -58,6 +59,9 @@ wheel: setup
 
 unit: setup
 	$(BIN)/pytest -n 2
+
+tables: setup
+	$(BIN)/python benchmarks/tables.py
 
 test: lint types wheel unit
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
@@ -14,29 +12,16 @@ from typing import Any
 
 import torch
 
+from scram.cli.provenance import commit
+from scram.cli.provenance import machine as machine_of
+
 RESULTS = Path(__file__).parent / "results"
 PAUSE = 0.6  # seconds
 
 
-def commit() -> str:
-    """The short hash of the commit that is measured, with a mark when files differ from it."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-        dirty = subprocess.run([*git, "status", "--porcelain", "--", "src"], capture_output=True, text=True).stdout
-        return name.strip() + ("+" if dirty else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def machine() -> dict[str, Any]:
-    """What was measured on."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        cpu = models[0].split(":")[1].strip() if models else cpu
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu, "torch": torch.__version__}
+    """What was measured on, with the GPU where there is one."""
+    return machine_of("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Store:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from rich.progress import Progress
 
 from scram.cli import bench as bench_module
 from scram.cli import measuring, rivals
@@ -81,6 +82,35 @@ def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
     assert all("out of memory" in row["failed"] for row in rows.values())
 
 
+def test_a_row_that_does_not_end_is_a_row(tmp_path, monkeypatch):
+    def endless(*_):
+        while True:
+            pass
+
+    few(monkeypatch, "torch SDPA", "strided")
+    monkeypatch.setitem(rivals.ATTENTIONS, "torch SDPA", endless)
+    monkeypatch.setattr(bench_module, "ROW", 1.5)
+    code, printed, _ = call("bench", "--sizes", "16", "--widths", 3, "--parts", "forward", "--out", tmp_path)
+    assert code == 0
+    assert "failed" in printed
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert rows["attention torch SDPA 16 E3"]["failed"] == "not finished in 1.5 s"
+    assert rows["attention strided 16 E3"]["seconds"] > 0
+
+
+def test_budget_is_kept_and_resume_measures_the_rest(tmp_path, monkeypatch):
+    few(monkeypatch, "torch SDPA", "strided")
+    arguments = ("bench", "--sizes", "16", "--widths", 3, "--parts", "forward", "--out", tmp_path)
+    code, printed, _ = call(*arguments, "--budget", 0)
+    assert code == 0
+    assert "2 rows were left for lack of time" in printed
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["skipped"] for row in rows.values()] == [measuring.LATE] * 2
+    assert call(*arguments, "--resume")[0] == 0
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert all(row["seconds"] > 0 for row in rows.values())
+
+
 def test_calls_that_would_take_too_long_are_left_out():
     def row(size, seconds):
         return {"kind": "attention", "contender": "x", "size": size, "width": 3, "backward": False, "seconds": seconds}
@@ -88,7 +118,30 @@ def test_calls_that_would_take_too_long_are_left_out():
     known = {"a": row(64, 0.1), "b": row(128, 1.6)}  # grows as N^2
     assert measuring.forecast(Case("attention", "x", 256, 3), known) == pytest.approx(25.6)
     assert measuring.forecast(Case("attention", "y", 256, 3), known) is None
-    assert "skipped" in measuring.run(Case("attention", "x", 256, 3), None, known, 10.0)
+    assert "skipped" in measuring.run(Case("attention", "x", 256, 3), None, known, measuring.Limits(10.0))
+
+
+def test_what_found_no_memory_is_not_tried_larger():
+    small = {
+        "kind": "attention",
+        "contender": "x",
+        "size": 64,
+        "width": 3,
+        "backward": False,
+        "failed": "out of memory: 1",
+    }
+    row = measuring.run(Case("attention", "x", 128, 3), None, {"a": small}, measuring.Limits(10.0))
+    assert row == {"failed": "out of memory: already at 64 x 64"}
+
+
+def test_time_left_is_at_most_the_budget():
+    progress = Progress()
+    progress.add_task("", total=10)
+    task = progress.tasks[0]
+    task.start_time, task.get_time = 0.0, lambda: 40.0
+    assert bench_module.TimeLeft(100.0).render(task).plain == "1:00"
+    assert bench_module.TimeLeft(10.0).render(task).plain == "0:00"
+    assert bench_module.TimeLeft(math.inf).render(task).plain == "-:--"
 
 
 def test_slopes_are_exponents():

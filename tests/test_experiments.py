@@ -11,7 +11,7 @@ import scram
 from scram.cli import coherence as coherence_module
 from scram.cli import denoise as denoise_module
 from scram.cli import figures as figures_module
-from scram.cli.features import sample_pair
+from scram.cli.features import read_picture, sample_pair
 from test_cli import call
 
 
@@ -54,6 +54,30 @@ def test_match_takes_photographs_of_unequal_size(pair, tmp_path):
     assert first["median_offset_px"] == second["median_offset_px"]
 
 
+@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "CMYK", "I;16"])
+def test_every_kind_of_picture_is_read(mode, pair, tmp_path):
+    a = Image.open(pair / "a.png")
+    name = tmp_path / ("a.tif" if mode == "CMYK" else "a.png")
+    grey16 = Image.fromarray(np.asarray(a.convert("L")).astype(np.uint16) * 257)
+    other = {"I;16": lambda: grey16, "P": a.quantize}.get(mode, lambda: a.convert(mode))
+    other().save(name)
+    want = read_picture(pair / "a.png")
+    if mode[0] in "LI":
+        want = torch.from_numpy(np.asarray(a.convert("L"), np.float32) / 255)[..., None].expand(want.shape)
+    read = read_picture(name)
+    assert read.shape == want.shape
+    assert float((read - want).abs().mean()) < 0.05
+    assert denoise_module.read(name).shape[-1] == (1 if mode[0] in "LI" else 3)
+
+
+def test_match_warns_of_a_picture_without_anything_in_it(pair, tmp_path):
+    Image.new("RGB", (40, 40), (90, 10, 200)).save(tmp_path / "flat.png")
+    code, printed, complaints = call("match", tmp_path / "flat.png", pair / "b.png", "--json", "--out", tmp_path)
+    assert code == 0
+    assert complaints == "scram: warning: 100% of photograph A is one colour: matches there say nothing\n"
+    assert json.loads(printed)["plain_share"] == {"a": 1.0, "b": 0.0}
+
+
 def test_demo_runs_what_match_runs(tmp_path):
     demo = json.loads(call("demo", "--size", 32, "--json", "--out", tmp_path)[1])["settings"]["default"]
     call("match", "--sample", "city", "--size", 32, "--out", tmp_path)
@@ -67,7 +91,13 @@ def test_demo_runs_what_match_runs(tmp_path):
     [
         (("match", "none.png", "b.png"), "No such file"),
         (("match", "text.png", "b.png"), "cannot identify image file"),
+        (("match", "half.png", "b.png"), "half.png: image file is truncated"),
+        (("match", "float.tif", "b.png"), "floats of unknown range"),
+        (("match", "folder", "b.png"), "folder: Is a directory"),
         (("match", "tiny.png", "b.png"), "too small"),
+        (("match", "a.png", "b.png", "--size", 8), "'--size'"),
+        (("match", "a.png", "b.png", "--sideways"), "--sideways"),
+        (("sideways",), "sideways"),
         (("match", "a.png"), "give two photographs"),
         (("match", "a.png", "b.png", "--sample", "city"), "not both"),
         (("match", "--sample", "moon"), "city or motorcycle"),
@@ -79,13 +109,18 @@ def test_demo_runs_what_match_runs(tmp_path):
         (("match", "a.png", "b.png", "--out", "a.png/x"), "a.png"),
         (("denoise", "none.png"), "No such file"),
         (("denoise", "text.png"), "cannot identify image file"),
+        (("denoise", "half.png"), "half.png: image file is truncated"),
+        (("denoise", "folder"), "folder: Is a directory"),
         (("denoise", "tiny.png"), "too small"),
         (("denoise", "a.png", "--patch", 4), "odd"),
         (("denoise", "a.png", "--strength", 0), "strength must be positive"),
         (("denoise", "flat.png"), "nothing to remove"),
         (("denoise", "a.png", "--out", "a.png"), "not a folder"),
         (("figures", "--only", "everything"), "only must name"),
+        (("figures", "--only", "curves", "--data", "folder"), "No such file"),
         (("coherence", "--out", "a.png"), "not a folder"),
+        (("demo", "--out", "/proc/none/x"), "/proc/none"),
+        (("bench", "--resume", "--out", "folder"), "holds no rows"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(arguments, words, pair, tmp_path, monkeypatch):
@@ -96,6 +131,10 @@ def test_errors_are_one_line_and_exit_code_2(arguments, words, pair, tmp_path, m
     (tmp_path / "text.png").write_text("not a picture")
     Image.new("RGB", (4, 4)).save(tmp_path / "tiny.png")
     Image.new("L", (40, 40)).save(tmp_path / "flat.png")
+    (tmp_path / "half.png").write_bytes((pair / "a.png").read_bytes()[:2000])
+    Image.fromarray(np.zeros((40, 40), np.float32)).save(tmp_path / "float.tif")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "bench.json").write_text("[]")
     np.save(tmp_path / "bad.npy", np.zeros((3, 3)))
     monkeypatch.chdir(tmp_path)
     code, printed, complaints = call(*arguments)
@@ -171,15 +210,18 @@ def test_denoise_command_measures_itself_and_its_rivals(mode, tmp_path):
     assert plain["results"]["SCRAM"]["psnr_db"] is None
 
 
-def test_figures_show_what_the_paper_claims(tmp_path):
+def test_figures_show_what_the_paper_claims(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures_module, "SEEDS", 2)
     code, printed, complaints = call("figures", "--size", 64, "--out", tmp_path)
     assert (code, complaints) == (0, "")
     numbers = json.loads((tmp_path / "figures.json").read_text())
     holds = [value for claim, value in numbers["maps"]["claims"].items() if claim.startswith("rows whose maximum")]
     assert len(holds) == 2
     assert min(holds) >= 0.95
-    anywhere, apart = numbers["modes"]["claims"].values()
+    anywhere, apart, more, fewer = numbers["modes"]["claims"].values()
     assert apart > 1.2 * anywhere
+    assert more > 3 * fewer
+    assert len(numbers["modes"]["rows"]) == 9
     recall = list(numbers["sweeps"]["claims"].values())
     assert recall[0] < 0.05 < recall[2] < recall[3] < recall[4]
     assert recall[4] > 0.85

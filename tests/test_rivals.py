@@ -66,6 +66,14 @@ def test_flex_masks_equal_a_masked_softmax(name):
     torch.testing.assert_close(out, masked(q, k, v, allows), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the package and of FlexAttention
+def test_natten_equals_a_masked_softmax():
+    pytest.importorskip("natten")
+    q, k, v = tensors(18)
+    out = rivals.natten(q, k, v, SCALE)
+    torch.testing.assert_close(out, masked(q, k, v, rivals.natten_allows(18)), rtol=1e-4, atol=1e-5)
+
+
 def test_patterns_are_those_of_their_papers():
     """At point (2, 3) of a 16 x 16 picture: what a reader of the papers would list."""
     point, j = torch.tensor(2 * 16 + 3), torch.arange(256)

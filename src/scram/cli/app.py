@@ -1,8 +1,10 @@
 """The `scram` command: one file per subcommand, gathered here."""
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from .bench import bench
@@ -18,7 +20,29 @@ def _examples(*lines: str) -> str:
     return "Examples:\n\n" + "\n\n".join(f"  scram {line}" for line in lines)
 
 
+class OneLineErrors(TyperGroup):
+    """Options that do not exist or do not fit are one line too, not a box."""
+
+    def main(self, *arguments: Any, **settings: Any) -> Any:
+        if not settings.get("standalone_mode", True):
+            return super().main(*arguments, **settings)
+        try:
+            code = super().main(*arguments, **{**settings, "standalone_mode": False})
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # of the parser's errors alone
+                raise
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()  # type: ignore[attr-defined]  # no command at all: the help
+                sys.exit(2)
+            where = getattr(getattr(error, "ctx", None), "command_path", "scram")
+            message = " ".join(error.format_message().split())
+            typer.echo(f"scram: {message} (`{where} --help` lists what there is)", err=True)
+            sys.exit(2)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
 app = typer.Typer(
+    cls=OneLineErrors,
     help="Attention over grids at O(N log N) cost: try it, measure it, and see what runs on this machine.",
     epilog=_examples("demo", "match left.png right.png", "denoise camera --add-noise 25", "bench", "info"),
     no_args_is_help=True,

@@ -1,21 +1,25 @@
 """`scram bench`: time and memory against the size of a picture, SCRAM beside its rivals."""
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from . import charts, measuring
 from .console import chosen_device, console, one_line_errors, writable_folder
 from .features import sample_pair
-from .measuring import Case, Pictures, Results, Row
+from .measuring import Case, Limits, Pictures, Results, Row
 
 SIZES = {"cpu": (32, 64, 128, 256, 512), "cuda": (64, 128, 256, 512, 1024, 2048)}
 PARTS = ("forward", "backward", "search", "flex")
-MORE_PARTS = (*PARTS, "pynndescent")  # compiles for minutes, so it runs only when asked for
+MORE_PARTS = (*PARTS, "pynndescent", "natten")  # one compiles for minutes, one installs in few places: when asked for
+ROW = 240.0  # seconds; pynndescent compiles for two minutes
+BUDGET = {"cpu": 140.0, "cuda": inf}  # seconds
 INTERRUPTED = 130  # the exit code of a program ended by Ctrl-C
 
 
@@ -29,8 +33,14 @@ def bench(
     parts: Annotated[str, typer.Option(help=f"What to measure, with commas, of {', '.join(MORE_PARTS)}.")] = ",".join(
         PARTS
     ),
-    longest: Annotated[float, typer.Option(help="Leave out calls that would take longer, in seconds.")] = 3.0,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep what bench.json holds and go on.")] = False,
+    longest: Annotated[float, typer.Option(min=0.0, help="Leave out calls that would take longer, in seconds.")] = 3.0,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Stop measuring after so many seconds; 140 on a CPU, no limit on a GPU."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the times that bench.json holds and measure the rest.")
+    ] = False,
     draw_only: Annotated[
         bool, typer.Option("--draw-only", help="Measure nothing; table and plot of bench.json.")
     ] = False,
@@ -40,15 +50,16 @@ def bench(
     with one_line_errors():
         writable_folder(out)
         chosen_device(device)
-        wanted = _numbers("sizes", sizes, 16) if sizes else SIZES[device]
+        wanted = SIZES[device] if sizes is None else _numbers("sizes", sizes, 16)
         kinds = tuple(part.strip() for part in parts.split(","))
         if not set(kinds) <= set(MORE_PARTS):
             raise ValueError(f"parts must be some of {', '.join(MORE_PARTS)}, got {parts}")
-        results = Results(out / "bench.json", resume or draw_only, "city")
+        results = Results(out / "bench.json", resume or draw_only, "city", device)
         todo = list(measuring.cases(wanted, _numbers("widths", widths, 1), device, kinds))
         stopped = False
         if not draw_only:
-            stopped = _measure(todo, Pictures(*sample_pair(), device), results, longest)
+            limits = Limits(longest, BUDGET[device] if budget is None else budget, ROW)
+            stopped = _measure(todo, Pictures(*sample_pair(), device), results, limits)
         if not results.rows:
             raise ValueError(f"nothing was measured: {results.path} has no rows")
         rows = list(results.rows.values())
@@ -60,6 +71,9 @@ def bench(
             for table in tables(rows):
                 screen.print(table)
             typer.echo(f"rows: {results.path}; plot: {out / 'bench.png'}")
+            late = sum(row.get("skipped") == measuring.LATE for row in rows)
+            if late:
+                typer.echo(f"{late} rows were left for lack of time; --resume measures them, --budget gives more")
         if stopped:
             typer.echo("stopped by Ctrl-C; what was measured is kept, --resume goes on", err=True)
             raise typer.Exit(INTERRUPTED)
@@ -75,21 +89,32 @@ def _numbers(name: str, text: str, least: int) -> tuple[int, ...]:
     return values
 
 
-def _measure(todo: list[Case], pictures: Pictures, results: Results, longest: float) -> bool:
+class TimeLeft(ProgressColumn):
+    """The time that the rows so far let expect, at most what the budget leaves."""
+
+    def __init__(self, budget: float) -> None:
+        super().__init__()
+        self.budget = budget
+
+    def render(self, task: Task) -> Text:
+        rows = inf if task.time_remaining is None else task.time_remaining
+        left = min(rows, max(self.budget - (task.elapsed or 0.0), 0.0))
+        return Text("-:--" if left == inf else f"{int(left) // 60}:{int(left) % 60:02}")
+
+
+def _measure(todo: list[Case], pictures: Pictures, results: Results, limits: Limits) -> bool:
     """Measure what is not there yet; True when Ctrl-C ended it."""
     screen = console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
+        TextColumn("left"), TimeLeft(limits.budget),
     )  # fmt: skip
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("", total=len(todo))
         try:
-            for case in todo:
-                bar.update(task, description=f"{case.contender}, {case.size} x {case.size}, E={case.width}")
-                if case.name not in results.rows:
-                    results.put(case, measuring.run(case, pictures, results.rows, longest), pictures.device)
-                bar.advance(task)
+            for number, case in enumerate(measuring.measure_all(todo, pictures, results, limits)):
+                name = f"{case.contender}, {case.size} x {case.size}, E={case.width}"
+                bar.update(task, completed=number, description=name)
         except KeyboardInterrupt:
             return True
     return False
@@ -111,7 +136,7 @@ def tables(rows: list[Row]) -> list[Table]:
     for width in sorted({row["width"] for row in rows}):
         for kind, backward in (("attention", False), ("attention", True), ("search", False)):
             some = [r for r in rows if (r["width"], r["kind"], r["backward"]) == (width, kind, backward)]
-            if some:
+            if any("about" in row or row.get("skipped") != measuring.LATE for row in some):
                 result.append(_table(some, width, kind, backward))
     return result
 
@@ -123,9 +148,9 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
     )
     result = Table(
         title=f"width {width}, {title}, milliseconds, fastest call (MiB of peak memory)",
-        caption="slope: exponent of time against pixels; too long, no memory: not run, see bench.json",
+        caption="slope: exponent of time against pixels; ~: too long to run here, continued from smaller sizes",
     )
-    result.add_column("contender")
+    result.add_column("contender", no_wrap=True)
     for size in sizes:
         result.add_column(f"{size}x{size}", justify="right")
     result.add_column("slope", justify="right")
@@ -147,9 +172,13 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    if "skipped" in row:
-        return "too long"
     if "failed" in row:
         return "no memory" if "memory" in row["failed"] else "failed"
+    if "skipped" in row:
+        return f"~{_milliseconds(row['about'])}" if "about" in row else "no time"
     peak: Any = row.get("peak_bytes")
-    return f"{1e3 * row['least']:.3g}" + ("" if peak is None else f" ({peak / 2**20:.0f})")
+    return _milliseconds(row["least"]) + ("" if peak is None else f" ({peak / 2**20:.0f})")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"

@@ -20,9 +20,10 @@ STYLES = {
     "fixed": ("#56B4E9", "<"),
     "local blocks": ("#CC79A7", ">"),
     "brute-force top-1": ("#999999", "X"),
-    "flex strided": ("#009E73", "1"),
-    "flex fixed": ("#56B4E9", "2"),
-    "flex local blocks": ("#CC79A7", "3"),
+    "flex strided": ("#009E73", "P"),
+    "flex fixed": ("#56B4E9", "*"),
+    "flex local blocks": ("#CC79A7", "h"),
+    "NATTEN": ("#882255", "p"),
     "faiss flat": ("#0072B2", "^"),
     "faiss HNSW": ("#009E73", "v"),
     "pynndescent": ("#CC79A7", ">"),
@@ -44,53 +45,65 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
     """Time and peak memory against the number of pixels, log-log, one column for each width."""
     widths = sorted({row["width"] for row in rows})
     wanted = [
-        ("attention", False, "least", "forward, seconds"),
-        ("attention", True, "least", "forward and backward, seconds"),
-        ("attention", True, "peak_bytes", "peak memory, forward and backward, bytes"),
-        ("search", False, "least", "search alone, seconds"),
+        ("attention", False, "least", "forward", "seconds"),
+        ("attention", True, "least", "forward and backward", "seconds"),
+        ("attention", False, "peak_bytes", "peak memory, forward", "MiB"),
+        ("attention", True, "peak_bytes", "peak memory, forward and backward", "MiB"),
+        ("search", False, "least", "search alone, index building included", "seconds"),
     ]
-    panels = []
-    for kind, backward, quantity, label in wanted:
-        for width in widths:
-            mine = {k[3]: v for k, v in series(rows).items() if k[:3] == (kind, width, backward)}
-            if any(row.get(quantity) for some in mine.values() for row in some):
-                panels.append((mine, quantity, f"{label.split(',')[0]}, width {width}", label))
-    across = 1 if len(panels) < 2 else 2
-    down = max(1, -(-len(panels) // across))
-    figure = Figure((7.2 * across, 4.6 * down), dpi=110, layout="constrained", facecolor="white")
-    for place, (mine, quantity, title, label) in enumerate(panels):
-        axes = figure.add_subplot(down, across, place + 1)
-        _loglog(axes, mine, quantity)
-        axes.set_title(title, loc="left", color=INK)
-        axes.set(xlabel="pixels = queries = keys", ylabel=label)
+    lines = series(rows)
+    panels = [[{k[3]: v for k, v in lines.items() if k[:3] == (one[0], n, one[1])} for n in widths] for one in wanted]
+    shown = [
+        (one, row)
+        for one, row in zip(wanted, panels, strict=True)
+        if any(r.get(one[2]) for panel in row for some in panel.values() for r in some)
+    ]
+    down, across = max(1, len(shown)), len(widths)
+    figure = Figure((8.4 * across, 4.0 * down + 0.4), dpi=110, layout="constrained", facecolor="white")
+    for line, ((_, _, quantity, title, unit), row) in enumerate(shown):
+        for column, (width, panel) in enumerate(zip(widths, row, strict=True)):
+            if any(r.get(quantity) for some in panel.values() for r in some):
+                axes = figure.add_subplot(down, across, line * across + column + 1)
+                _loglog(axes, panel, quantity)
+                axes.set_title(f"{title}; width {width}", loc="left", color=INK)
+                axes.set(xlabel="pixels = queries = keys", ylabel=unit)
     machine = rows[0]["machine"]
     where = machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"
-    figure.suptitle(
-        f"Attention over pictures: {where}; fastest of several calls", fontsize=14, fontweight="bold", color=INK
-    )
+    note = "fastest of several calls; hollow: continued from smaller sizes" if _continued(rows) else "fastest call"
+    figure.suptitle(f"Attention over pictures: {where}; {note}", fontsize=14, fontweight="bold", color=INK)
     figure.savefig(path)
 
 
+def _continued(rows: Sequence[measuring.Row]) -> bool:
+    return any("about" in row for row in rows)
+
+
 def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) -> None:
+    unit = 2.0**20 if quantity == "peak_bytes" else 1.0
+    sizes = sorted({row["size"] for rows in lines.values() for row in rows})
     for contender, rows in lines.items():
-        points = [(row["size"] ** 2, row[quantity]) for row in rows if row.get(quantity)]
+        points = [(row["size"], row[quantity] / unit) for row in rows if row.get(quantity)]
         if not points:
             continue
         slope = measuring.slope(rows, quantity)
+        beyond = next((row for row in rows if row["size"] > points[-1][0]), {})
+        label = contender + ("" if slope is None else f", slope {slope:.2f}")
+        if "memory" in beyond.get("failed", ""):
+            label += f"\n(no memory for {beyond['size']}²)"
         colour, marker = STYLES.get(contender, ("#999999", "."))
-        label = contender + ("" if slope is None else f"  (slope {slope:.2f})")
-        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label, linewidth=1.6, markersize=6)
-        failed = [row for row in rows if "failed" in row and "memory" in row["failed"]]
-        if failed:
-            axes.annotate(
-                "out of memory", points[-1], xytext=(6, 4), textcoords="offset points", fontsize=8, color=colour
-            )
+        dash = (0, (4, 1.5)) if contender.startswith("flex ") else "-"
+        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 1.6}
+        axes.plot([n * n for n, _ in points], [y for _, y in points], label=label, linestyle=dash, **style)
+        # Only the next size is continued: from there on it would be a guess from a guess.
+        if "about" in beyond and quantity == "least":
+            x, y = zip(points[-1], (beyond["size"], beyond["about"]), strict=True)
+            hollow = {**style, "linewidth": 1.0, "markerfacecolor": "white"}
+            axes.plot([n * n for n in x], y, linestyle=":", markevery=[1], **hollow)
     axes.set(xscale="log", yscale="log")
-    sizes = sorted({row["size"] for rows in lines.values() for row in rows})
     axes.set_xticks([n * n for n in sizes], [f"{n}²" for n in sizes])
     axes.minorticks_off()
     axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.legend(fontsize=8, framealpha=0.8, edgecolor="none")
+    axes.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.02))
 
 
 def lines(
@@ -100,10 +113,14 @@ def lines(
     xlabel: str,
     ylabel: str,
     legend: bool = True,
+    pairs: bool = False,
 ) -> None:
-    """Plain lines over categories or numbers."""
+    """Plain lines over categories or numbers; `pairs` gives every two the same colour, the first of them dashed."""
     for number, (name, points) in enumerate(values.items()):
-        style = {"color": PALETTE[number % 8], "marker": MARKERS[number % 8]}
+        kind = number // 2 if pairs else number
+        style = {"color": PALETTE[kind % 8], "marker": MARKERS[kind % 8]}
+        if pairs and number % 2 == 0:
+            style["linestyle"] = "--"
         axes.plot(*zip(*points, strict=True), label=name, linewidth=1.6, markersize=5, **style)  # type: ignore[arg-type]
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.set(xlabel=xlabel, ylabel=ylabel)

@@ -15,8 +15,8 @@ from torch import Tensor
 from .. import Search, attend, measure, search
 from . import charts
 from .console import console, one_line_errors, progress, writable_folder
-from .measuring import made_with
 from .pictures import INK
+from .provenance import made_with
 from .sets import matching, projected
 
 SAMPLE = 500
@@ -135,8 +135,9 @@ def draw(rows: list[Numbers], path: Path, size: int) -> None:
                 if kind == "synthetic field"
                 else "side of the shuffled blocks of keys, points"
             )
-            charts.lines(axes, values, kind, what, label, legend=(line, column) == (0, 0))
+            charts.lines(axes, values, kind, what, label, legend=False)
             axes.set_ylim(-0.02, 1.02 if quantity == "recall" else None)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
     figure.savefig(path)
 
 

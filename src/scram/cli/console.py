@@ -1,6 +1,5 @@
 """What the commands share: where they print, and how they fail."""
 
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +12,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from .. import __version__
 
 
 def console(stderr: bool = False) -> Console:
@@ -31,6 +28,11 @@ def progress() -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda step: bar.update(task, description=step)
+
+
+def warn(message: str) -> None:
+    """Print one line to stderr and go on."""
+    typer.echo(f"scram: warning: {' '.join(message.split())}", err=True)
 
 
 def fail(message: str) -> NoReturn:
@@ -66,8 +68,3 @@ def chosen_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch finds no CUDA GPU here; leave --device out to run on the CPU")
     return torch.device(name)
-
-
-def versions() -> dict[str, str]:
-    """What a result was made with."""
-    return {"scram": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -14,10 +14,11 @@ from rich.table import Table
 
 from .. import Attended, Matches, Search, measure, pick
 from . import pictures
-from .console import console, one_line_errors, progress, versions, writable_folder
+from .console import console, one_line_errors, progress, writable_folder
 from .features import sample_pair
 from .match import PATCH, RADIUS, SCALE, WIDTH, Pair, find, pair_of
 from .pictures import Panel
+from .provenance import made_with
 
 SAMPLE = 500
 DENSE_QUERIES = 1024
@@ -141,7 +142,7 @@ def draw(pair: Pair, runs: dict[str, Run], dense: Dense, out: Path) -> None:
 def report(pair: Pair, runs: dict[str, Run], dense: Dense, seed: int, impl: str) -> dict[str, Any]:
     """Every number of the demo, and what it was measured with."""
     return {
-        "versions": versions(),
+        **made_with("cpu"),
         "impl": impl,
         "threads": torch.get_num_threads(),
         "grid": list(pair.a.shape[:2]),

@@ -12,16 +12,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
-from PIL import Image, ImageOps
 from rich.table import Table
 from torch import Tensor
 
 from .. import Matches, Search, attend, search
 from . import pictures
 from .console import chosen_device, console, one_line_errors, progress, writable_folder
-from .features import photograph
-from .measuring import made_with
+from .features import open_picture, photograph
 from .pictures import Panel
+from .provenance import made_with
 
 PHOTOGRAPHS = ("astronaut", "camera", "chelsea", "coffee", "retina")
 LEAST_SIDE = 16  # pixels
@@ -50,13 +49,8 @@ class Settings:
 
 def read(path: Path) -> Tensor:
     """A picture in 0..1 `[H, W, 1]` or `[H, W, 3]`: grey stays grey."""
-    with Image.open(path) as file:
-        image = ImageOps.exif_transpose(file)
-        grey = image.mode in ("1", "L", "LA", "I", "I;16", "F")
-        if image.mode.startswith("I") or image.mode == "F":
-            raise ValueError(f"{path} has more than 8 bits a channel; convert it first")
-        array = np.asarray(image.convert("L" if grey else "RGB"), dtype=np.float32) / 255
-    return torch.from_numpy(array[..., None] if grey else array)
+    array = np.asarray(open_picture(path), dtype=np.float32) / 255
+    return torch.from_numpy(array[..., None] if array.ndim == 2 else array)
 
 
 def estimate_noise(picture: Tensor) -> float:
@@ -178,8 +172,8 @@ def denoise(
         int | None, typer.Option(min=1, help="Side of the patches, odd; 7 for grey, 5 for colour.")
     ] = None,
     strength: Annotated[float | None, typer.Option(help="Bandwidth of the weights in units of the noise.")] = None,
-    matches: Annotated[int, typer.Option(min=1, help="Windows per pixel: its own and its best matches'.")] = 2,
-    radius: Annotated[int, typer.Option(min=0, help="Radius of the windows.")] = 5,
+    matches: Annotated[int, typer.Option(min=1, max=64, help="Windows per pixel: its own and its best matches'.")] = 2,
+    radius: Annotated[int, typer.Option(min=0, max=64, help="Radius of the windows.")] = 5,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the search and of added noise.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")] = False,

@@ -12,10 +12,26 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 
+def open_picture(path: Path) -> Image.Image:
+    """A picture file, upright, as 8-bit grey ("L") or colour ("RGB"); of 16 bits the upper 8, transparency ignored."""
+    try:
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file)
+            image.load()
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        raise ValueError(f"{path}: {error}; a PNG or JPEG that other programs open is wanted") from error
+    if image.mode == "F":
+        raise ValueError(f"{path} holds floats of unknown range; save it with 8 or 16 bits")
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+
+
 def read_picture(path: Path, height: int | None = None) -> Tensor:
     """Read a picture as RGB in 0..1 `[H, W, 3]`, upright, resized to `height` with its aspect kept."""
-    with Image.open(path) as file:
-        image = ImageOps.exif_transpose(file).convert("RGB")
+    image = open_picture(path).convert("RGB")
     if height is not None and height != image.height:
         if height < 1:
             raise ValueError(f"the height of a picture must be at least 1, got {height}")
@@ -92,3 +108,10 @@ def _padded(picture: Tensor, patch: int) -> Tensor:
         height, width = picture.shape[:2]
         raise ValueError(f"a {width} x {height} picture is too small for {patch} x {patch} patches")
     return F.pad(picture.movedim(-1, 0)[None], [patch // 2] * 4, mode="reflect")
+
+
+def plain_share(picture: Tensor, patch: int) -> float:
+    """The share of pixels `[H, W, 3]` whose patch is all one colour: nothing tells them apart."""
+    x = _padded(picture, patch)
+    same = (F.max_pool2d(x, patch, 1) == -F.max_pool2d(-x, patch, 1)).all(1)
+    return float(same.float().mean())

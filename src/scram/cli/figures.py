@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from .. import Search, attend, exact_attention, measure, search
+from .. import Matches, Search, attend, exact_attention, measure, search
 from . import charts, pictures
 from .console import console, one_line_errors, progress, writable_folder
 from .features import PatchFeatures, sample_pair
 from .match import find, own_places, pair_of
-from .measuring import made_with
 from .pictures import INK, Panel
+from .provenance import made_with
 from .sets import tensor_sets
 
 SIDE = 128  # of the maps of (a)
@@ -26,7 +26,9 @@ RANK = 4
 SHARPNESS = 12.0  # of the maps of (a): the picture's contrast, in nats
 SWEEPS = (0, 1, 2, 4, 8)
 SAMPLE = 500
-QUERIES = 60  # whose blobs are counted
+# Of the maps of (b): queries whose blobs are counted, how often, and the ways to make features and to keep apart.
+QUERIES, SEEDS, MODES_SCALE, KAPPA, SEPARATION = 60, 5, 150.0, 4, 6
+SMOOTHINGS, SEPARATIONS = (1, 3, 5), (4, 6, 10)
 Numbers = dict[str, Any]
 
 
@@ -101,7 +103,7 @@ def maps(path: Path, seed: int = 0) -> Numbers:
         holds = sparse.gather(1, full.argmax(1, keepdim=True)) > 0
         claims[f"rows whose maximum is in the {name} map"] = float(holds.float().mean())
         claims[f"share of the map kept by {name}"] = float((full * (sparse > 0)).sum(1).mean())
-    figure = Figure((15, 5.4), dpi=110, layout="constrained", facecolor="white")
+    figure = Figure((15, 4.9), dpi=110, layout="constrained", facecolor="white")
     figure.suptitle(
         f"Attention maps of {SIDE} queries and keys, the rank-{RANK} SVD of a photograph", fontweight="bold"
     )
@@ -135,56 +137,112 @@ def blobs(weights: Tensor, share: float = 0.1) -> Tensor:
 def modes(path: Path, size: int, seed: int = 0) -> Numbers:
     """(b) One query's attention over a picture: kappa keys anywhere, or kappa keys that keep their distance."""
     a, _ = sample_pair(max(32, size // 2))
-    height, width = a.shape[:2]
-    features = PatchFeatures.fit(a, 8, 9, stride=2)(a)
-    # Averaged over 5 x 5 pixels, so that what is alike forms blobs and not dots.
-    smooth = F.avg_pool2d(features[0].movedim(-1, 1), 5, 1, 2, count_include_pad=False).movedim(1, -1)
-    q = k = F.normalize(smooth, dim=-1)[None].contiguous()
-    places = torch.eye(height * width).reshape(1, 1, height, width, -1)
-    scale, kappa, apart, radius = 150.0, 4, 6, 1
-    settings = {
-        f"top-{kappa} max": Search(matches=kappa, seed=seed),
-        f"top-{kappa} mode, L = {apart}": Search(matches=kappa, separation=apart, seed=seed),
-    }
-    queries = torch.randperm(height * width, generator=torch.Generator().manual_seed(seed))[:QUERIES]
-    full = exact_attention(q, k, places, scale=scale, queries=queries).out[0, 0]
-    labels = [blobs(weights.reshape(height, width)).flatten() for weights in full]
-    several = torch.tensor([len(set(one.tolist()) - {0}) > 1 for one in labels])
-    sparse, touched = {}, {}
-    for name, one in settings.items():
-        found = search(q, k, search=one)
-        sparse[name] = attend(q, k, places, found, radius=radius, scale=scale).out[0, 0].flatten(0, 1)[queries]
-        pairs = zip(labels, sparse[name], strict=True)
-        touched[name] = torch.tensor([len(set(one[weights > 0].tolist()) - {0}) for one, weights in pairs])
-    any_name, apart_name = settings
-    chosen = int((touched[apart_name] - touched[any_name]).argmax())
-    shown = {"full attention": full[chosen], **{name: one[chosen] for name, one in sparse.items()}}
-    counts = {name: int(count[chosen]) for name, count in touched.items()}
-    _draw_modes(path, a, {n: w.reshape(height, width) for n, w in shown.items()}, int(queries[chosen]), counts)
-    claims = {f"blobs touched by {n}, mean": float(t[several].float().mean()) for n, t in touched.items()}
+    rows, drawn = [], None
+    for smoothing in SMOOTHINGS:
+        x = _smooth_features(a, smoothing)
+        counts: dict[int, list[Tensor]] = {apart: [] for apart in (0, *SEPARATIONS)}
+        for one in range(seed, seed + SEEDS):
+            queries, labels, full = _mapped(x, one)
+            several = torch.tensor([len(set(label.flatten().tolist()) - {0}) > 1 for label in labels])
+            found = {n: search(x, x, search=Search(matches=KAPPA, separation=n, seed=one)) for n in counts}
+            touched = {n: _touched(matches, queries, labels) for n, matches in found.items()}
+            for n, count in touched.items():
+                counts[n].append(count[several])
+            if smoothing == SMOOTHINGS[-1] and one == seed:
+                chosen = int((touched[SEPARATION] - touched[0]).argmax())
+                place = divmod(int(queries[chosen]), a.shape[1])
+                shown = {n: int(touched[n][chosen]) for n in (0, SEPARATION)}
+                drawn = (full[chosen], labels[chosen], _sparse(x, {n: found[n] for n in shown}, place))
+        anywhere = torch.cat(counts.pop(0)).float()
+        for n, some in counts.items():
+            apart = torch.cat(some).float()
+            rows.append({
+                "smoothing": smoothing, "separation": n, "queries": len(apart),
+                "blobs_anywhere": float(anywhere.mean()), "blobs_apart": float(apart.mean()),
+                "apart_more": float((apart > anywhere).float().mean()),
+                "apart_fewer": float((apart < anywhere).float().mean()),
+            })  # fmt: skip
+    assert drawn is not None
+    _draw_modes(path, a, *drawn, place, shown)
+    main = next(row for row in rows if (row["smoothing"], row["separation"]) == (SMOOTHINGS[-1], SEPARATION))
+    names = {"blobs_anywhere": f"blobs touched by top-{KAPPA} max, mean",
+             "blobs_apart": f"blobs touched by top-{KAPPA} mode, L = {SEPARATION}, mean",
+             "apart_more": "queries of which top-mode touches more blobs",
+             "apart_fewer": "queries of which top-mode touches fewer blobs"}  # fmt: skip
     return {
-        "queries": QUERIES, "with_several_blobs": int(several.sum()), "scale": scale, "kappa": kappa,
-        "separation": apart, "radius": radius,
-        "query": divmod(int(queries[chosen]), width), "shown": counts, "claims": claims,
+        "sampled": QUERIES, "seeds": SEEDS, "scale": MODES_SCALE, "kappa": KAPPA, "separation": SEPARATION,
+        "radius": 1, "query": place, "shown": {"anywhere": shown[0], "apart": shown[SEPARATION]}, "rows": rows,
+        "claims": {name: main[key] for key, name in names.items()},
     }  # fmt: skip
 
 
-def _draw_modes(path: Path, a: Tensor, shown: dict[str, Tensor], query: int, counts: dict[str, int]) -> None:
-    figure = Figure((16, 3.4), dpi=110, layout="constrained", facecolor="white")
-    figure.suptitle("One query's attention over a photograph: its best keys anywhere, or apart", fontweight="bold")
-    row, column = divmod(query, a.shape[1])
+def _smooth_features(a: Tensor, side: int) -> Tensor:
+    """Patch features averaged over side x side pixels, unit norm: what is alike forms blobs and not dots."""
+    features = PatchFeatures.fit(a, 8, 9, stride=2)(a)
+    smooth = F.avg_pool2d(features[0].movedim(-1, 1), side, 1, side // 2, count_include_pad=False).movedim(1, -1)
+    return F.normalize(smooth, dim=-1)[None].contiguous()
+
+
+def _mapped(x: Tensor, seed: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Some queries, the blobs of their attention, and that attention `[queries, H, W]`."""
+    height, width = x.shape[2:4]
+    queries = torch.randperm(height * width, generator=torch.Generator().manual_seed(seed))[:QUERIES]
+    flat = x[0, 0].flatten(0, 1)
+    full = (MODES_SCALE * flat[queries] @ flat.T).softmax(-1).reshape(-1, height, width)
+    return queries, [blobs(weights) for weights in full], full
+
+
+def _touched(found: Matches, queries: Tensor, labels: list[Tensor]) -> Tensor:
+    """How many blobs of each query hold a key of the windows of radius 1 around its matches."""
+    width = found.key_grid[1]
+    counts = []
+    for index, label in zip(found.index[0, 0].flatten(0, 1)[queries], labels, strict=True):
+        seen: set[int] = set()
+        for row, column in (divmod(int(one), width) for one in index if one >= 0):
+            seen |= set(label[max(row - 1, 0) : row + 2, max(column - 1, 0) : column + 2].flatten().tolist())
+        counts.append(len(seen - {0}))
+    return torch.tensor(counts)
+
+
+def _sparse(x: Tensor, found: dict[int, Matches], place: tuple[int, int]) -> dict[int, Tensor]:
+    """The attention of the query at that place over the windows of its matches, as maps `[H, W]`."""
+    height, width = x.shape[2:4]
+    row, column = (slice(n, n + 1) for n in place)
+    one_hot = torch.eye(height * width).reshape(1, 1, height, width, -1)
+    maps = {}
+    for n, matches in found.items():
+        index, score = (y[:, :, row, column].contiguous() for y in (matches.index, matches.score))
+        mine = Matches(index, score, matches.key_grid)
+        out = attend(x[:, :, row, column].contiguous(), x, one_hot, mine, radius=1, scale=MODES_SCALE).out
+        maps[n] = out.reshape(height, width)
+    return maps
+
+
+def _draw_modes(
+    path: Path, a: Tensor, full: Tensor, label: Tensor, sparse: dict[int, Tensor], place: tuple[int, int],
+    counts: dict[int, int],
+) -> None:  # fmt: skip
+    figure = Figure((15, 3.1), dpi=110, layout="constrained", facecolor="white")
+    figure.suptitle(
+        "One query's attention over a photograph: its best keys anywhere, or apart (outlined: the blobs)",
+        fontweight="bold",
+    )
     first = figure.add_subplot(1, 4, 1)
     first.imshow(a.numpy(), interpolation="nearest")
     first.set_title("photograph, and the query", loc="left", color=INK, fontsize=11)
-    for place, (name, one) in enumerate(shown.items()):
-        axes = figure.add_subplot(1, 4, place + 2)
+    shown = {"full attention": full}
+    for n, one in sparse.items():
+        how = f"mode, L = {n}" if n else "max"
+        shown[f"top-{KAPPA} {how}: {counts[n]} blob{'s' * (counts[n] != 1)}"] = one
+    for number, (name, one) in enumerate(shown.items()):
+        axes = figure.add_subplot(1, 4, number + 2)
         image = axes.imshow((one / one.max()).sqrt().numpy(), cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
-        touches = f": {counts[name]} blob{'s' * (counts[name] != 1)}" if name in counts else ""
-        axes.set_title(name + touches, loc="left", color=INK, fontsize=11)
+        axes.contour((label > 0).float().numpy(), levels=[0.5], colors="white", linewidths=0.8)
+        axes.set_title(name, loc="left", color=INK, fontsize=11)
     for axes in figure.axes:
-        axes.plot(column, row, "+", color="#D55E00", markersize=13, markeredgewidth=2)
+        axes.plot(place[1], place[0], "+", color="#D55E00", markersize=13, markeredgewidth=2)
         axes.set_axis_off()
-    figure.colorbar(image, ax=figure.axes, shrink=0.8, label="√(p / largest p of the map)")
+    figure.colorbar(image, ax=figure.axes, shrink=0.9, label="√(p / largest p)")
     figure.savefig(path)
 
 
@@ -201,14 +259,15 @@ def sweeps(path: Path, size: int, seed: int = 0) -> Numbers:
     limit = pictures.wheel_limit(fields[SWEEPS[-1]])
     panels = [Panel("Photograph A", a, "the other is a frame of the same camera pan")]
     for count, field in fields.items():
+        title = f"{count} sweep{'s' * (count != 1)}"
         panels.append(
             Panel(
-                f"{count} sweeps", pictures.wheel_colours(field, limit), f"recall@1 {recall[count]:.2f}",
+                title, pictures.wheel_colours(field, limit), f"recall@1 {recall[count]:.2f}",
                 pictures.wheel_legend(limit) if count == SWEEPS[-1] else None,
             )
         )  # fmt: skip
     pictures.sheet(panels, path, "Spatial coherence: good matches spread from neighbour to neighbour")
-    return {"claims": {f"recall@1 after {count} sweeps": value for count, value in recall.items()}}
+    return {"claims": {f"recall@1 after {count} sweep{'s' * (count != 1)}": value for count, value in recall.items()}}
 
 
 def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Numbers:
@@ -231,7 +290,7 @@ def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Nu
             lines["recall"][f"{name}, {label}"] = points
         lines["kappa"][name] = [(kappa, mass(kappa, 1)) for kappa in (1, 2, 4, 8)]
         lines["radius"][name] = [(radius, mass(1, radius)) for radius in (0, 1, 2, 4)]
-    figure = Figure((17, 5), dpi=110, layout="constrained", facecolor="white")
+    figure = Figure((17, 5.4), dpi=110, layout="constrained", facecolor="white")
     titles = {
         "recall": ("Recall@1 against sweeps", "sweeps T", "share of queries with their best key"),
         "kappa": ("Captured mass against matches, b = 1", "matches per query κ", "share of the exact softmax"),
@@ -239,8 +298,10 @@ def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Nu
     }
     for place, (name, (title, x, y)) in enumerate(titles.items()):
         axes = figure.add_subplot(1, 3, place + 1)
-        charts.lines(axes, lines[name], title, x, y)
+        charts.lines(axes, lines[name], title, x, y, legend=False, pairs=name == "recall")
         axes.set_ylim(-0.02, 1.02)
+        axes.set_xticks([n for n, _ in next(iter(lines[name].values()))])
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=9, frameon=False)
     figure.savefig(path)
     best = {f"recall@1 after 8 sweeps, {name}": points[-1][1] for name, points in lines["recall"].items()}
     most = {f"captured mass of 1 match, b = 1, {name}": points[0][1] for name, points in lines["kappa"].items()}

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from .. import Attended, Matches, Search, attend, pick, search
 from . import pictures
-from .console import chosen_device, console, one_line_errors, progress, writable_folder
-from .features import PatchFeatures, read_picture, sample_pair, stereo_sample
-from .measuring import made_with
+from .console import chosen_device, console, one_line_errors, progress, warn, writable_folder
+from .features import PatchFeatures, plain_share, read_picture, sample_pair, stereo_sample
 from .pictures import Panel
+from .provenance import made_with
 
 PATCH = 11
 WIDTH = 32
 RADIUS = 1
 # On unit features a score is a cosine; times 100 (CLIP's sharpest temperature) the softmax has clear peaks.
 SCALE = 100.0
+PLAIN = 0.5  # share of one-colour patches from which a warning is due
 NEAR = 2.0  # pixels; an error up to this counts as a hit
 
 
@@ -151,10 +152,10 @@ def match(
     size: Annotated[int | None, typer.Option(min=16, help="Resize both to this height in pixels.")] = None,
     patch: Annotated[int, typer.Option(min=1, help="Side of the patches, odd.")] = PATCH,
     width: Annotated[int, typer.Option(min=1, help="Width of the features kept by the PCA.")] = WIDTH,
-    matches: Annotated[int, typer.Option(min=1, help="Matches per pixel (kappa).")] = 1,
+    matches: Annotated[int, typer.Option(min=1, max=64, help="Matches per pixel (kappa).")] = 1,
     separation: Annotated[int, typer.Option(min=0, help="Distance between matches of a pixel (L).")] = 0,
-    radius: Annotated[int, typer.Option(min=0, help="Radius of the windows around matches (b).")] = RADIUS,
-    sweeps: Annotated[int, typer.Option(min=0, help="Sweeps of the search (T).")] = 8,
+    radius: Annotated[int, typer.Option(min=0, max=64, help="Radius of the windows around matches (b).")] = RADIUS,
+    sweeps: Annotated[int, typer.Option(min=0, max=1000, help="Sweeps of the search (T).")] = 8,
     scale: Annotated[float, typer.Option(help="Factor on the cosine before the softmax.")] = SCALE,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
@@ -171,6 +172,7 @@ def match(
             start = perf_counter()
             step("patch features")
             pair = pair_of(picture_a, picture_b, patch, width, device)
+            plain = {"a": plain_share(picture_a, patch), "b": plain_share(picture_b, patch)}
             impl = pick.choose(impl, pair.q.device, pair.q.dtype)
             step(f"searching and attending, {_grid(pair.a)} pixels")
             setting = Search(matches=matches, separation=separation, sweeps=sweeps, seed=seed)
@@ -182,6 +184,9 @@ def match(
             quality = {} if known is None else errors(offset, known, confidence)
             step("drawing")
             draw(pair, offset, found.warped, confidence, known, out)
+        for name, share in plain.items():
+            if share > PLAIN:
+                warn(f"{share:.0%} of photograph {name.upper()} is one colour: matches there say nothing")
         _save_arrays(out / "match.npz", found, offset, confidence)
         numbers: dict[str, Any] = {
             **made_with(device),
@@ -195,6 +200,7 @@ def match(
                 "radius": radius, "sweeps": sweeps, "scale": scale, "seed": seed,
             },
             "seconds": seconds,
+            "plain_share": plain,
             "median_confidence": float(confidence.median()),
             "median_offset_px": [float(x) for x in offset.flatten(0, 1).nanmedian(0).values],
             "truth": quality,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import os
-import platform
+import signal
 import statistics
-import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,15 +21,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import Matches, Search, __version__, measure, search
+from .. import Matches, Search, measure, search
 from . import rivals
+from .provenance import made_with
 
 SCALE = 100.0  # of unit features, so that a softmax has peaks; times do not depend on it
-SAMPLE = 256  # queries that recall and error are measured on
+SAMPLE, RECALL_SAMPLE = 256, 500  # queries that error and recall are measured on, on a GPU or small grids
+SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
 PATCH = 7
+LARGEST_INDEX = 256  # side of the largest picture that nearest-neighbour libraries index
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
-ENOUGH = 0.4  # seconds of repeated calls
+ENOUGH = 0.25  # seconds of repeated calls
+ONCE = 1.0  # seconds from which a call is made only once
 SETTINGS = {"SCRAM, paper": Search.paper(seed=0), "SCRAM, default": Search(seed=0)}
+LATE = "the time for all rows was spent"
+SAME = ("kind", "contender", "width", "backward")  # what rows of one line share
 Row = dict[str, Any]
 
 
@@ -50,21 +55,25 @@ class Case:
 
 
 def cases(sizes: tuple[int, ...], widths: tuple[int, ...], device: str, parts: tuple[str, ...]) -> Iterator[Case]:
-    """Small sizes first, so that a run that is cut short has every contender."""
-    for size in sizes:
-        for width in widths:
-            for backward in (False, True):
-                if ("backward" if backward else "forward") in parts:
-                    yield from (Case("attention", name, size, width, backward) for name in rivals.ATTENTIONS)
-                    if device == "cuda" and not backward and "flex" in parts:
-                        yield from (Case("attention", f"flex {name}", size, width) for name in rivals.PATTERNS)
-    if "search" in parts:
-        for size in (n for n in sizes if n <= 256):
+    """The paper's figure first, each part from small to large: a run that is cut short has the most wanted rows."""
+    for part in ("forward", "flex", "search", "backward"):
+        if part not in parts or (part == "flex" and device != "cuda"):
+            continue
+        kind = "search" if part == "search" else "attention"
+        for size in (n for n in sizes if part != "search" or n <= LARGEST_INDEX):
             for width in widths:
-                yield from (Case("search", name, size, width) for name in SETTINGS)
-                for name, (_, _, package) in rivals.SEARCHES.items():
-                    if package != "pynndescent" or "pynndescent" in parts:
-                        yield Case("search", name, size, width)
+                for name in contenders(part, parts):
+                    yield Case(kind, name, size, width, part == "backward")
+
+
+def contenders(part: str, parts: tuple[str, ...]) -> list[str]:
+    """Who takes part in a part; pynndescent and NATTEN only when they are asked for."""
+    if part == "search":
+        others = [n for n, (_, _, package) in rivals.SEARCHES.items() if package != "pynndescent" or package in parts]
+        return [*SETTINGS, *others]
+    if part == "flex":
+        return [f"flex {name}" for name in rivals.PATTERNS]
+    return [*rivals.ATTENTIONS, *(rivals.OPTIONAL if "natten" in parts else ())]
 
 
 class Pictures:
@@ -102,47 +111,102 @@ class Pictures:
 class Results:
     """Rows by name in a JSON file, written whenever one is added."""
 
-    def __init__(self, path: Path, resume: bool, data: str) -> None:
-        self.path, self.data = path, data
-        self.rows: dict[str, Row] = json.loads(path.read_text())["rows"] if resume and path.exists() else {}
+    def __init__(self, path: Path, resume: bool, data: str, device: str = "cpu") -> None:
+        self.path, self.about = path, {"device": device, **made_with(device), "data": data}
+        self.rows: dict[str, Row] = {}
+        if resume and path.exists():
+            try:
+                self.rows = dict(json.loads(path.read_text())["rows"])
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(f"{path} holds no rows of this program; remove it or give another --out") from None
 
-    def put(self, case: Case, row: Row, device: str) -> None:
-        about = {**made_with(device), "data": self.data}
-        self.rows[case.name] = {**asdict(case), "device": device, **row, **about}
-        self.path.write_text(json.dumps({"rows": self.rows}, indent=1, allow_nan=False) + "\n")
+    def put(self, case: Case, row: Row) -> None:
+        self.rows[case.name] = {**asdict(case), **row, **self.about}
+        text = json.dumps({"rows": self.rows}, indent=1, allow_nan=False) + "\n"
+        new = self.path.with_suffix(".new")
+        new.write_text(text)
+        new.replace(self.path)  # Ctrl-C leaves the old file or the new one
 
 
-def run(case: Case, pictures: Pictures, known: dict[str, Row], longest: float) -> Row:
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: of one call, of all rows, and of one row with what it compiles and builds."""
+
+    longest: float
+    budget: float = inf
+    row: float = inf
+
+
+def measure_all(todo: Sequence[Case], pictures: Pictures, results: Results, limits: Limits) -> Iterator[Case]:
+    """Measure what has no time yet; yields each case before its turn comes."""
+    start = perf_counter()
+    for case in todo:
+        yield case
+        if "seconds" not in results.rows.get(case.name, {}):
+            left = limits.budget - (perf_counter() - start)
+            results.put(case, run(case, pictures, results.rows, replace(limits, budget=left)))
+
+
+def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -> Row:
     """Measure a case; what cannot run is a row too: `skipped` (would take too long), `failed` (memory, package)."""
-    expected = forecast(case, known)
-    if expected is not None and expected > longest:
-        return {
-            "skipped": f"would take about {expected:.0f} s, more than the limit of {longest:g} s",
-            "about": expected,
-        }
+    if (size := out_of_memory(case, known)) is not None:
+        return {"failed": f"out of memory: already at {size} x {size}"}
+    expected, needed = forecast(case, known), forecast(case, known, "took") or 0.0
+    if expected is not None and expected > limits.longest:
+        why = f"a call would take about {expected:.3g} s, more than the limit of {limits.longest:g} s"
+        return {"skipped": why, "about": expected}
+    if needed >= limits.budget:
+        return {"skipped": LATE} if expected is None else {"skipped": LATE, "about": expected}
     try:
-        return _search(case, pictures, known) if case.kind == "search" else _attention(case, pictures)
+        with alarm(limits.row):
+            return _search(case, pictures, known) if case.kind == "search" else _attention(case, pictures)
+    except TimeoutError:
+        return {"failed": f"not finished in {limits.row:g} s"}
     except (torch.OutOfMemoryError, MemoryError) as error:
+        gc.collect()
         return {"failed": f"out of memory: {str(error).splitlines()[0][:120]}"}
     except ModuleNotFoundError as error:
         return {"failed": f"{error.name} is not installed"}
     except RuntimeError as error:  # torch's CPU allocator, and kernels that cannot run on this device
         return {"failed": str(error).splitlines()[0][:160]}
     finally:
-        gc.collect()
         if pictures.device == "cuda":
             torch.cuda.empty_cache()
 
 
-def forecast(case: Case, known: dict[str, Row]) -> float | None:
+def out_of_memory(case: Case, known: dict[str, Row]) -> int | None:
+    """The smallest size at which this contender found too little memory, if below this one."""
+    rows = [row for row in known.values() if all(row[key] == getattr(case, key) for key in SAME)]
+    return min((r["size"] for r in rows if r["size"] < case.size and "memory" in r.get("failed", "")), default=None)
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so many seconds, where signals can: in the main thread, not on Windows."""
+    if seconds == inf or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def forecast(case: Case, known: dict[str, Row], quantity: str = "seconds") -> float | None:
     """Seconds, continued from the largest smaller sizes by the growth between them; None without one."""
-    same = ("kind", "contender", "width", "backward")
     timed = sorted(
-        (row["size"], row.get("seconds") or row["about"])
+        (row["size"], row.get(quantity) or row["about"])
         for row in known.values()
-        if all(row[key] == getattr(case, key) for key in same)
+        if all(row[key] == getattr(case, key) for key in SAME)
         and row["size"] < case.size
-        and ("seconds" in row or "about" in row)
+        and (quantity in row or "about" in row)
     )
     if not timed:
         return None
@@ -159,24 +223,26 @@ def _attention(case: Case, pictures: Pictures) -> Row:
     wanted, free = rivals.peak_bytes(case.contender, case.size**2), available(pictures.device)
     if wanted > free:
         raise MemoryError(f"needs {wanted / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+    start, ready = perf_counter(), {}
     if case.contender.startswith("flex "):
         allows = rivals.PATTERNS[case.contender.removeprefix("flex ")](case.size)
         attention = rivals.flex(allows, case.size, q.device)
+        _timed(lambda: attention(q, k, v, SCALE), pictures.device)  # compiles for this size
+        ready["prepared"] = perf_counter() - start
     else:
-        attention = rivals.ATTENTIONS[case.contender]
-    if case.contender.startswith("flex "):
-        attention(q, k, v, SCALE)  # compiles for this size
-    elif (case.contender, case.width, case.backward) not in pictures.warm:
+        attention = {**rivals.ATTENTIONS, **rivals.OPTIONAL}[case.contender]
+    if (case.contender, case.width, case.backward) not in pictures.warm and not ready:
         _call(attention, pictures.tensors(16, case.width), case.backward)  # compiles for every size
         pictures.warm.add((case.contender, case.width, case.backward))
         q, k, v = pictures.tensors(case.size, case.width)
+        start = perf_counter()
     row, out = clock(lambda: _call(attention, (q, k, v), case.backward), pictures.device)
     if not case.backward and case.contender not in ("strided", "fixed", "flex strided", "flex fixed"):
-        error = measure.output_error(q, k, v, rivals.attended(out), scale=SCALE, sample=SAMPLE)
+        error = measure.output_error(q, k, v, rivals.attended(out), scale=SCALE, sample=_sample(q, SAMPLE))
         row["output_error"] = float(error)  # of causal patterns it would compare different things
     if not case.backward and case.contender in SETTINGS:
         row["recall"] = _recall(q, k, search(q, k, search=SETTINGS[case.contender]).index)
-    return row
+    return {**row, **ready, "took": perf_counter() - start}
 
 
 def _call(attention: rivals.Attention, tensors: tuple[Tensor, Tensor, Tensor], backward: bool) -> Tensor:
@@ -189,35 +255,46 @@ def _call(attention: rivals.Attention, tensors: tuple[Tensor, Tensor, Tensor], b
 
 def _search(case: Case, pictures: Pictures, known: dict[str, Row]) -> Row:
     q, k, _ = pictures.tensors(case.size, case.width)
+    start = perf_counter()
     if case.contender in SETTINGS:
         row, index = clock(lambda: search(q, k, search=SETTINGS[case.contender]).index, pictures.device)
-        return {**row, "recall": _recall(q, k, index)}
-    call, efforts, _ = rivals.SEARCHES[case.contender]
+        return {**row, "recall": _recall(q, k, index), "took": perf_counter() - start}
+    call, efforts, package = rivals.SEARCHES[case.contender]
+    ready = {}
+    if package == "pynndescent":  # compiles one program for few points and another for many, in every process
+        _timed(lambda: call(q, k, efforts[0]), pictures.device)
+        ready["prepared"] = perf_counter() - start
     asked = known.get(Case("search", "SCRAM, default", case.size, case.width).name, {}).get("recall", 1.0)
     for effort in efforts:
         row, index = clock(lambda effort=effort: call(q, k, effort), pictures.device)  # type: ignore[misc]
         row |= {"recall": _recall(q, k, index.reshape(1, 1, case.size, case.size, 1)), "effort": effort}
         if row["recall"] >= asked:
             break
-    return {**row, "recall_asked": asked}
+    return {**row, **ready, "recall_asked": asked, "took": perf_counter() - start}
+
+
+def _sample(q: Tensor, most: int) -> int:
+    return most if q.is_cuda else max(64, min(most, SCORES // (q.shape[2] * q.shape[3])))
 
 
 def _recall(q: Tensor, k: Tensor, index: Tensor) -> float:
     index = index.to(torch.int32).to(q.device)
     found = Matches(index, torch.zeros(index.shape, device=q.device), (q.shape[2], q.shape[3]))
-    return float(measure.recall(q, k, found, sample=1000))
+    return float(measure.recall(q, k, found, sample=_sample(q, RECALL_SAMPLE)))
 
 
 def clock(call: Callable[[], Tensor], device: str) -> tuple[Row, Tensor]:
-    """Median and spread of a call's seconds and its peak memory; calls of more than a second are made once."""
+    """Median and spread of a call's seconds, the first left out, and its peak memory.
+
+    A call of more than a second is made once, on a GPU twice: there the first may compile.
+    """
     before = _reset_peak(device)
     out, first = _timed(call, device)
     peak = _peak(device)
     times = [first]
-    if first < 1.0:
-        _timed(call, device)
-        times = []
-        while len(times) < 3 or (sum(times) < ENOUGH and len(times) < 30):
+    if first < ONCE or device == "cuda":
+        times = [_timed(call, device)[1]]
+        while times[0] < ONCE and (len(times) < 3 or (sum(times) < ENOUGH and len(times) < 30)):
             times.append(_timed(call, device)[1])
     row = {"seconds": statistics.median(times), "least": min(times), "most": max(times), "calls": len(times)}
     return {**row, "peak_bytes": None if peak is None else max(0, peak - before)}, out
@@ -280,51 +357,3 @@ def slope(rows: list[Row], quantity: str = "least") -> float | None:
         return None
     x, y = np.log(np.array(points, dtype=float)).T
     return float(np.polyfit(x, y, 1)[0])
-
-
-def made_with(device: str) -> dict[str, Any]:
-    """What a result is stored with."""
-    return {"machine": machine(device), "commit": commit(), "date": date.today().isoformat()}
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What was measured on."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        cpu = models[0].split(":")[1].strip() if models else cpu
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        "versions": {"scram": __version__, "python": platform.python_version(), **_installed()},
-    }
-
-
-def _installed() -> dict[str, str]:
-    found = {}
-    for package in ("torch", "triton", "numba", "faiss-cpu", "pynndescent"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str:
-    """The commit of the sources, with a mark when they differ from it; "installed" outside a repository."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        tracked = [
-            *git,
-            "ls-files",
-            "--error-unmatch",
-            Path(__file__).name,
-        ]  # a repository around an installation is not ours
-        subprocess.run(tracked, capture_output=True, check=True)
-        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-        changed = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True).stdout
-        return name.strip() + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "installed"

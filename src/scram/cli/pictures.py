@@ -127,9 +127,9 @@ def bar_legend(limit: float, label: str, colours: str = "magma", low: float = 0.
     """Draw the scale of `shades`, from low to limit, into the corner of a panel."""
 
     def draw(axes: Axes) -> None:
-        backing = axes.inset_axes((0.01, 0.02, 0.36, 0.25), zorder=2, facecolor=INK)
+        backing = axes.inset_axes((0.01, 0.02, 0.38, 0.3), zorder=2, facecolor=INK)
         backing.set(xticks=[], yticks=[])
-        inset = axes.inset_axes((0.04, 0.05, 0.3, 0.05), zorder=3)
+        inset = axes.inset_axes((0.05, 0.05, 0.3, 0.05), zorder=3)
         bar = shades(torch.linspace(0, 1, 128)[None], colours).numpy()
         inset.imshow(bar, aspect="auto", extent=(low, limit, 0, 1))
         inset.set(xticks=[low, limit], xticklabels=[f"{low:.2g}", f"{limit:g}"], yticks=[], title=label)

@@ -20,6 +20,7 @@ from .. import Attended, Search, attend, attention, exact_search
 
 SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after it see
 BLOCK, REACH = 8, 4  # side of the local pattern's query blocks, and how far their keys reach beyond them
+NEIGHBOURS = 15  # side of NATTEN's neighbourhoods, about as many keys as a local block sees
 CHUNK = 1 << 26  # elements of a score matrix at a time
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Allows = Callable[..., Tensor]
@@ -157,6 +158,7 @@ def flex(allows: Allows, size: int, device: torch.device) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     points = size * size
+    torch.compiler.reset()  # each pattern and size is another program, and torch keeps only a few of one function
     mask = create_block_mask(allows, None, None, points, points, device=str(device), _compile=device.type == "cuda")
     run: Any = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
 
@@ -166,6 +168,26 @@ def flex(allows: Allows, size: int, device: torch.device) -> Attention:
         return out[..., : v.shape[-1]].reshape(*q.shape[:-1], v.shape[-1])
 
     return attention
+
+
+def natten(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """NATTEN's neighbourhood attention, with its own kernels where they are built, else through FlexAttention."""
+    from natten import HAS_LIBNATTEN, na2d
+
+    flat = [F.pad(x, (0, -x.shape[-1] % 16)).movedim(1, 3) for x in (q, k, v)]
+    how = {} if HAS_LIBNATTEN else {"backend": "flex-fna", "torch_compile": q.is_cuda}
+    out: Tensor = na2d(*flat, kernel_size=NEIGHBOURS, scale=scale, **how)
+    return out[..., : v.shape[-1]].movedim(3, 1).contiguous()
+
+
+def natten_allows(size: int) -> Allows:
+    """The square of keys around the query, moved inward at the border."""
+
+    def near(i: Tensor, j: Tensor) -> Tensor:
+        first = (i - NEIGHBOURS // 2).clamp(0, size - NEIGHBOURS)
+        return (j >= first) & (j < first + NEIGHBOURS)
+
+    return lambda b, h, i, j: near(i // size, j // size) & near(i % size, j % size)
 
 
 ATTENTIONS: dict[str, Attention] = {
@@ -178,6 +200,7 @@ ATTENTIONS: dict[str, Attention] = {
     "local blocks": local,
     "brute-force top-1": brute_force,
 }
+OPTIONAL: dict[str, Attention] = {"NATTEN": natten}  # packages that install in few places
 PATTERNS: dict[str, Callable[[int], Allows]] = {
     "strided": strided_allows,
     "fixed": fixed_allows,

@@ -1,0 +1,182 @@
+"""The tables of README and docs, written from the stored results.
+
+    python benchmarks/tables.py            # rewrites every table between its marks
+    python benchmarks/tables.py --check    # only says which pages are out of date
+
+A page holds a mark `<!-- table: NAME -->`, the table, and `<!-- end of table -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from scram.cli import measuring
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MARKS = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n\n)(.*?)(\n\n<!-- end of table -->)", re.S)
+BY = "\N{MULTIPLICATION SIGN}"
+CONTENDERS = ("SCRAM, paper", "SCRAM, default", "full attention", "torch SDPA", "strided", "fixed", "local blocks",
+              "NATTEN", "flex strided", "flex fixed", "flex local blocks", "brute-force top-1")  # fmt: skip
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head: Iterable[str], *lines: Iterable[str]) -> str:
+    names = list(head)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (names, ["---"] * len(names), *map(list, lines)))
+
+
+def time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def share(value: float) -> str:
+    return f"{value:.3f}".removeprefix("0") if value < 1 else f"{value:.3g}"
+
+
+def results() -> str:
+    """README: SCRAM with the paper's settings against dense attention, on both machines."""
+    head = ("machine", "grid, width", "SCRAM", "dense", "times faster", "recall@1", "output error")
+    lines = []
+    cpu, gpu = load("cpu"), load("gpu")
+    for grid, width, which in ((128, 64, "forward"), (128, 64, "both"), (256, 64, "forward"), (256, 3, "forward")):
+        row = cpu[f"speed {grid}x{grid} E={width} {which}"]
+        quick, dense = row["scram_median_ms"] / 1e3, row["sdpa_median_ms"] / 1e3
+        name = f"{grid}{BY}{grid}, {width}" + ", forward + backward" * (which == "both")
+        lines.append(("2 CPU cores, torch SDPA" if not lines else "", name, time(quick), time(dense),
+                      f"{dense / quick:.1f}", share(row["recall"]), share(row["error_at_scale_100"])))  # fmt: skip
+    first = len(lines)
+    for engine, size, width, heads, backward in (
+        ("paper", 512, 64, 1, ""), ("paper", 1024, 64, 1, ""), ("paper", 256, 64, 8, ""), ("paper", 512, 3, 1, ""),
+        ("captured", 512, 3, 1, ""), ("paper", 512, 64, 1, " fwd+bwd"), ("captured", 64, 64, 1, ""),
+    ):  # fmt: skip
+        shape = f"stereo {size} E{width} h{heads} k1"
+        quick, dense = (gpu[f"{name} {shape}{backward}"]["ms"] / 1e3 for name in (engine, "cudnn"))
+        found = gpu[f"paper {shape}"]
+        name = f"{size}{BY}{size}, {width}" + f", {heads} heads" * (heads > 1) + ", forward + backward" * bool(backward)
+        name += ", in a CUDA graph" * (engine == "captured")
+        exact = time(dense) if dense > quick else f"**{time(dense)}**"
+        lines.append(("H200, cuDNN attention" if len(lines) == first else "", name, time(quick), exact,
+                      f"{dense / quick:.3g}", share(found["recall"]), share(found["output_error"])))  # fmt: skip
+    return table(head, *lines)
+
+
+def settings() -> str:
+    """README: what the paper's search and the default find on several kinds of tensors."""
+    head = ("tensors", "what the queries want", "paper", "default", "captured mass, default", "output error, default")
+    shared, own = "few keys shared by many", "a key of its own for each query"
+    kinds = {
+        "stereo 256x256": own, "projected 256x256": shared, "un-normalised 256x256": shared,
+        "GMFlow 60x92, trained": own, "MobileSAM 64x64, 5 heads, trained": "diffuse",
+    }  # fmt: skip
+    rows = load("cpu")
+    lines = []
+    for kind, wants in kinds.items():
+        paper, default = (rows[f"recall {kind} {name}"] for name in ("paper", "default"))
+        name = kind.replace("x", BY) + f", radius {default['radius']}" * (default["radius"] != 1)
+        lines.append((name, wants, share(paper["recall"]), share(default["recall"]), share(default["mass"]),
+                      share(default["error"])))  # fmt: skip
+    return table(head, *lines)
+
+
+def bench(name: str, width: int, backward: bool = False) -> str:
+    """docs/bench: times of one width by contender and size, with slopes."""
+    rows = [r for r in load(name)["rows"].values()
+            if (r["kind"], r["width"], r["backward"]) == ("attention", width, backward)]  # fmt: skip
+    sizes = sorted({row["size"] for row in rows})
+    lines = []
+    for contender in CONTENDERS:
+        mine = {row["size"]: row for row in rows if row["contender"] == contender}
+        if mine:
+            slope = measuring.slope(list(mine.values()))
+            full = min((n for n, row in mine.items() if "memory" in row.get("failed", "")), default=sizes[-1] + 1)
+            cells = ["no memory" if size >= full else cell(mine.get(size, {})) for size in sizes]
+            lines.append((contender, *cells, "" if slope is None else f"{slope:.2f}"))
+    return table(("", *(f"{size}²" for size in sizes), "slope"), *lines)
+
+
+def cell(row: dict[str, Any]) -> str:
+    if "least" in row:
+        return time(row["least"])
+    return f"~{time(row['about'])}" if "about" in row else ""
+
+
+def search() -> str:
+    """docs/bench: search alone on the CPU, each as good as SCRAM's default or better."""
+    lines = []
+    for row in load("bench_cpu")["rows"].values():
+        if row["kind"] == "search" and row["size"] in (64, 128) and ("least" in row or "failed" in row):
+            took = time(row["least"]) if "least" in row else row["failed"]
+            recall = share(row["recall"]) if "recall" in row else ""
+            lines.append((f"{row['size']}²", str(row["width"]), row["contender"], took, recall))
+    lines.sort(key=lambda line: (int(line[0][:-1]), int(line[1])))
+    return table(("grid", "width", "", "time, index included", "recall@1"), *lines)
+
+
+def denoise() -> str:
+    """docs/denoise: PSNR and seconds, all of a photograph in one run."""
+    photographs = load("denoise")
+    names = {"camera": "camera", "astronaut": "astronaut"}
+    runs = {name: photographs[name]["results"] for name in names}
+    lines = [
+        (way, *(x for run in runs.values() for x in (f"{run[way]['psnr_db']:.2f}", f"{run[way]['seconds']:.1f}")))
+        for way in runs["camera"]
+    ]
+    return table(("", "camera, dB", "s", "astronaut, dB", "s"), *lines)
+
+
+def modes() -> str:
+    """docs/modes: blobs touched, over features and separations."""
+    head = ("averaged over", "L", "queries", "blobs, anywhere", "blobs, apart", "apart touches more", "fewer")
+    return table(head, *(
+        (f"{r['smoothing']} {BY} {r['smoothing']}", str(r["separation"]), str(r["queries"]),
+         f"{r['blobs_anywhere']:.2f}", f"{r['blobs_apart']:.2f}", f"{r['apart_more']:.0%}", f"{r['apart_fewer']:.0%}")
+        for r in load("figures")["modes"]["rows"]
+    ))  # fmt: skip
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "results": results,
+    "settings": settings,
+    "bench-cpu-3": lambda: bench("bench_cpu", 3),
+    "bench-cpu-64": lambda: bench("bench_cpu", 64),
+    "bench-gpu-3": lambda: bench("bench_gpu", 3),
+    "bench-gpu-64": lambda: bench("bench_gpu", 64),
+    "bench-gpu-64-backward": lambda: bench("bench_gpu", 64, backward=True),
+    "search": search,
+    "denoise": denoise,
+    "modes": modes,
+}
+
+
+def filled(text: str) -> str:
+    """The page with its tables as the results have them now."""
+    return MARKS.sub(lambda found: found[1] + found[2] + TABLES[found[1]]() + found[4], text)
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def main() -> int:
+    stale = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if filled(text) != text:
+            stale.append(str(page.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                page.write_text(filled(text), encoding="utf-8")
+    print(("out of date: " if "--check" in sys.argv else "written: ") + (", ".join(stale) or "none"))
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

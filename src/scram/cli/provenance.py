@@ -1,0 +1,61 @@
+"""What a result was made with: machine, versions, commit, date. Needs torch alone, so it runs anywhere."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+
+PACKAGES = ("torch", "triton", "numba", "faiss-cpu", "pynndescent", "natten")
+
+
+def made_with(device: str) -> dict[str, Any]:
+    """What a result is stored with."""
+    return {"machine": machine(device), "commit": commit(), "date": date.today().isoformat()}
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What was measured on."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = models[0].split(":")[1].strip() if models else cpu
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "versions": {"scram": __version__, "python": platform.python_version(), **_installed()},
+    }
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the sources, with a mark when they differ from it; "installed" outside a repository."""
+    here = Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    try:
+        # A repository around an installation is not ours.
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], capture_output=True, check=True)
+        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run([*git, "status", "--porcelain", "--", ".."], capture_output=True, text=True).stdout
+        return name.strip() + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "installed"
