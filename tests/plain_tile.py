@@ -84,7 +84,7 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
         kinds += [("random", r, widest >> r) for r in radii]
 
         def offer(i, place_in_sweep, kind, number, reach, before=before, sweep=sweep):
-            entry = (i + place_in_sweep + sweep) % case.kappa
+            entry = (i + place_in_sweep + sweep) % case.kappa if sweep > 1 else 0
 
             def match_of(p):
                 return before[p][entry] if entry < len(before[p]) else None
@@ -118,12 +118,12 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
                 lanes[flat(place, SIDES[rank])] = i
             for n, kind in enumerate(kinds):
                 made = {lane: offer(i, n, *kind) for lane, i in lanes.items()}
-                for begin in range(0, 64, 16):
-                    window = [made[lane] for lane in range(begin, begin + 16) if made.get(lane) is not None]
+                for part in range(4 if case.kappa > 1 else 1):
+                    window = [j for lane, j in made.items() if case.kappa == 1 or lane % 8 // 2 == part]
                     window = [j for j in window if j in keys]
                     for i in tile:
                         legal = [j for j in window if not case.causal or j <= i]
-                        if legal and enters(i, max(legal, key=lambda j, i=i: score[i][j])):
+                        if legal and enters(i, max(legal, key=lambda j, i=i: (score[i][j], -j))):
                             took.add(i)
         if len(took) * 256 < len(places):
             break

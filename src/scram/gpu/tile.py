@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grid import LegalKeys
-from ..schedule import LANES, STOP, offers
-from .grid import GEOMETRY, features, geometry, lane_place, lane_query, near, points, tile_at, tile_shape, tiles
+from ..schedule import LANES, STOP, WINDOWS, offers
+from .grid import GEOMETRY, divide, features, geometry, lane_place, lane_query, points, tile_at, tile_shape, tiles
 from .launch import Kernel, kinds, on_device
 from .noise import absorb, below, row_state, seed_arguments
 from .search import around, coordinate, legal_draw, score_of, start_kernel, tile_count
@@ -28,6 +28,7 @@ from .tiles import OFFER_WARPS, search_tile, weigh_tile
 KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}
 SHIFT, GOSSIP, RANDOM = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3)
 NO_KEY = tl.constexpr(2**31 - 1)  # behind every key
+EMPTY = tl.constexpr(2**31 - 33)  # and so are these: the places without a match, each its own
 
 
 def tile_search(
@@ -132,10 +133,10 @@ def _plan(
         Kernel(
             offer_kernel,
             count,
-            {"RANK": len(key_grid), "CAUSAL": causal, "KEYLESS": matches > 1 or masked, **lanes, **fused}
+            {"RANK": len(key_grid), "CAUSAL": causal, "KEYLESS": matches > 1 or masked, "SEVERAL": matches > 1, **lanes, **fused}
             | {"num_warps": OFFER_WARPS},
         ),
-        Kernel(weigh_kernel, count, {**flags, **limits, **lanes, **weigh_tile(width, dtype, matches)}),
+        Kernel(weigh_kernel, count, {**flags, **limits, **lanes, "WINDOWS": WINDOWS, **weigh_tile(width, dtype, matches)}),
         Kernel(exact_kernel, programs, {**flags, **block}),
         count,
         geometry(query_grid, key_grid),
@@ -174,8 +175,8 @@ def going(took, row, sweep, sweeps, queries, STOP: tl.constexpr):
 def offer_kernel(
     state, offered, took, SEED, low, high, mask, order, count, mask_heads, sweeps, kappa,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, table, sweep, length,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr, KEYLESS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
-    STOP: tl.constexpr,
+    RANK: tl.constexpr, CAUSAL: tl.constexpr, KEYLESS: tl.constexpr, SEVERAL: tl.constexpr, TILE: tl.constexpr,
+    LANES: tl.constexpr, STOP: tl.constexpr,
 ):  # fmt: skip
     """What the queries of a tile offer in a sweep, [offers, LANES]."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
@@ -194,7 +195,9 @@ def offer_kernel(
     out = offered + number.to(tl.int64) * length * LANES + tl.arange(0, LANES)
     for n in range(tl.where(going(took, row, sweep, sweeps, queries, STOP), length, 0)):
         kind, reach, draw = tl.load(table + 3 * n), tl.load(table + 3 * n + 1), tl.load(table + 3 * n + 2)
-        entry = (some_query + n + sweep) % kappa
+        entry = some_query * 0
+        if SEVERAL:
+            entry = (some_query + n + sweep) % tl.where(sweep > 1, kappa, 1)
         if kind == GOSSIP:
             source = below(absorb(draws, draw), queries)
             found = tl.load(mine + source.to(tl.int64) * kappa + entry, mask=valid, other=-1)
@@ -249,7 +252,7 @@ def weigh_kernel(
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, sweep, length,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, STOP: tl.constexpr, KEYS: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
-    KP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    KP: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Every query of a tile scores what all its queries offer, KEYS keys at a time, and keeps its best."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
@@ -264,18 +267,13 @@ def weigh_kernel(
     mine = piece(q_rows, valid[:, None] & (e < E)[None, :], WIDEN)
     list_of = offered + number.to(tl.int64) * length * LANES
     total = tl.where(going(took, row, sweep, sweeps, queries, STOP), length * LANES, 0)
-    column = tl.arange(0, KP)[None, :]
-    reach = (separation, separation, separation, separation)
+    reach = separation.to(tl.uint32)
     changed = query < 0
     if KP == 1:
         key = tl.load(state + point, mask=valid, other=-1)
         best = tl.load(score + point, mask=valid, other=float("inf"))
     else:
-        slot = point[:, None] * kappa + column
-        here = valid[:, None] & (column < kappa)
-        kept = tl.load(state + slot, mask=here, other=-1)
-        kept_score = tl.load(score + slot, mask=here, other=float("inf"))  # columns beyond kappa are never the worst
-        worst = tl.min(kept_score, axis=1)
+        kept, its, spots = matches_of(state, score, point, valid, kappa, KG, MAGIC, RANK, SEPARATED, KP)
 
     for begin in range(0, total, KEYS):
         lane = begin + tl.arange(0, KEYS)
@@ -299,76 +297,133 @@ def weigh_kernel(
             top = tl.max(s, axis=1)
             better = top > best
             if tl.max(better.to(tl.int32), axis=0) > 0:
-                first = tl.min(tl.where(s == top[:, None], lane[None, :], NO_KEY), axis=1)
-                key = tl.where(better, tl.load(list_of + first, mask=better, other=-1), key)
+                first = tl.min(tl.where(s == top[:, None], new[None, :], NO_KEY), axis=1)
+                key = tl.where(better, first, key)
                 best = tl.where(better, top, best)
                 changed = changed | better
         else:
-            parts = tl.reshape(s, [LANES, KEYS // WINDOW, WINDOW])
-            tops = tl.max(parts, axis=2)
-            hope = tops > worst[:, None]
-            if tl.max(tl.max(hope.to(tl.int32), axis=1), axis=0) > 0:
-                places = tl.reshape(tl.broadcast_to(lane[None, :], [LANES, KEYS]), [LANES, KEYS // WINDOW, WINDOW])
-                firsts = tl.min(tl.where(parts == tops[:, :, None], places, NO_KEY), axis=2)
-                firsts = tl.load(list_of + firsts, mask=tops > -float("inf"), other=-1)
-                for w in tl.static_range(KEYS // WINDOW):
-                    this = tl.arange(0, KEYS // WINDOW)[None, :] == w
-                    first = tl.max(tl.where(this, firsts, -1), axis=1)[:, None]
-                    top = tl.max(tl.where(this, tops, -float("inf")), axis=1)[:, None]
-                    kept, kept_score, worst, took_one = entered(
-                        kept, kept_score, worst, first, top, column, kappa, reach, KG, MAGIC, RANK, SEPARATED, KP
+            tops, firsts = window_bests(s, new, LANES, WINDOWS)
+            worst = its[0]
+            for c in tl.static_range(1, KP):
+                worst = tl.minimum(worst, its[c])
+            hope = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3])) > worst
+            if tl.max(hope.to(tl.int32), axis=0) > 0:
+                for w in tl.static_range(WINDOWS):
+                    kept, its, spots, takes = entered(
+                        kept, its, spots, firsts[w], tops[w], reach, KG, MAGIC, RANK, SEPARATED, KP
                     )
-                    changed = changed | took_one
+                    changed = changed | takes
 
     if total > 0:
         if KP == 1:
             tl.store(state + point, key, mask=valid)
             tl.store(score + point, best, mask=valid)
         else:
-            for c in range(kappa):
-                own = tl.sum(tl.where(column == c, kept, 0), axis=1)
-                its = tl.sum(tl.where(column == c, kept_score, 0.0), axis=1)
-                ahead = precedes(kept, kept_score, column, own[:, None], its[:, None], c) & (column < kappa)
-                place = point * kappa + tl.sum(ahead.to(tl.int32), axis=1)
-                tl.store(state + place, own, mask=valid)
-                tl.store(score + place, its, mask=valid)
+            for c in tl.static_range(KP):
+                ahead = query * 0
+                for d in tl.static_range(KP):
+                    first = (its[d] > its[c]) | ((its[d] == its[c]) & (kept[d] < kept[c]))
+                    first = ((kept[d] < EMPTY) & ((kept[c] >= EMPTY) | first)) | ((kept[c] >= EMPTY) & (kept[d] < kept[c]))
+                    ahead += first.to(tl.int32)
+                place, there = point * kappa + ahead, valid & (ahead < kappa)
+                tl.store(state + place, tl.where(kept[c] < EMPTY, kept[c], -1), mask=there)
+                tl.store(score + place, its[c], mask=there)
         tl.atomic_add(took + row.to(tl.int64) * (sweeps + 1) + sweep, tl.sum((changed & valid).to(tl.int32), axis=0))
 
 
 @triton.jit
+def matches_of(
+    state, score, point, valid, kappa, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr
+):  # fmt: skip
+    """The matches of every lane as tuples of KP: keys, scores, coordinates. One key or none per place, all different.
+
+    Places beyond kappa hold what nothing beats and nothing is near.
+    """
+    kept, its, spots = (), (), ()
+    for c in tl.static_range(KP):
+        here = valid & (point * 0 + c < kappa)
+        key = tl.load(state + point * kappa + c, mask=here, other=-1)
+        kept += (tl.where(key < 0, EMPTY + c, key),)
+        its += (tl.load(score + point * kappa + c, mask=here, other=float("inf")),)
+        spots += (spot_of(key, KG, MAGIC, RANK, SEPARATED),)
+    return kept, its, spots
+
+
+@triton.jit
+def spot_of(key, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr):
+    """What tells how far keys are apart: their coordinates, or the keys where only equal ones are too near."""
+    if not SEPARATED:
+        return (key,)
+    spot = ()
+    rest = tl.maximum(key, 0)
+    for a in tl.static_range(RANK - 1, 0, -1):
+        up = divide(rest, MAGIC[a])
+        spot = (rest - up * KG[a],) + spot  # noqa: RUF005 - Triton knows no unpacking
+        rest = up
+    return (rest,) + spot  # noqa: RUF005
+
+
+@triton.jit
+def window_bests(s, new, LANES: tl.constexpr, WINDOWS: tl.constexpr):
+    """Of each of the four windows the best score and its key, of equal scores the lowest: two tuples of [LANES]."""
+    parts = tl.reshape(s, [LANES, LANES // WINDOWS // 2, WINDOWS, 2])
+    keys = tl.reshape(tl.broadcast_to(new[None, :], [LANES, LANES]), [LANES, LANES // WINDOWS // 2, WINDOWS, 2])
+    tops = tl.max(tl.max(parts, axis=3), axis=1)
+    firsts = tl.min(tl.min(tl.where(parts == tops[:, None, :, None], keys, NO_KEY), axis=3), axis=1)
+    return quarters(tops, LANES), quarters(firsts, LANES)
+
+
+@triton.jit
+def quarters(x, LANES: tl.constexpr):
+    """[LANES, 4] -> its columns."""
+    even, odd = tl.split(tl.reshape(x, [LANES, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
 def entered(
-    kept, kept_score, worst, first, top, column, kappa, reach, KG, MAGIC,
-    RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr,
+    kept, its, spots, new, s, reach, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr
 ):  # fmt: skip
     """Let the best key of a window in where it beats the worst match and no better one is near; near ones go."""
-    close = close_to(kept, first, reach, KG, MAGIC, RANK, SEPARATED)
-    refused = tl.max((close & (kept_score >= top)).to(tl.int32), axis=1)[:, None]
-    takes = (top > worst[:, None]) & (refused == 0)
-    gone = close & takes
-    kept, kept_score = tl.where(gone, -1, kept), tl.where(gone, -float("inf"), kept_score)
+    spot = spot_of(new, KG, MAGIC, RANK, SEPARATED)
+    close, refused, worst = (), new < 0, its[0]
+    for c in tl.static_range(KP):
+        near = kept[c] < EMPTY
+        for a in tl.static_range(len(spot)):
+            near = near & ((spot[a] - spots[c][a]).to(tl.uint32) + reach <= 2 * reach)
+        close += (near,)
+        refused = refused | (near & (its[c] >= s))
+        worst = tl.minimum(worst, its[c])
+    takes = (s > worst) & ~refused
+    left, left_its, lowest = (), (), s
+    for c in tl.static_range(KP):
+        gone = close[c] & takes
+        left += (tl.where(gone, EMPTY + c, kept[c]),)
+        left_its += (tl.where(gone, -float("inf"), its[c]),)
+        lowest = tl.minimum(lowest, left_its[c])
     # Into an empty place, else into that of the worst, of equal ones the highest key.
-    last = tl.where(kept < 0, NO_KEY, kept)
-    last = tl.where((kept_score == tl.min(kept_score, axis=1)[:, None]) & (column < kappa), last, -1)
-    to = tl.min(tl.where(last == tl.max(last, axis=1)[:, None], column, KP), axis=1)[:, None]
-    put = (column == to) & takes
-    kept, kept_score = tl.where(put, first, kept), tl.where(put, top, kept_score)
-    return kept, kept_score, tl.min(kept_score, axis=1), tl.max(takes.to(tl.int32), axis=1) > 0
+    last = new * 0 - 1
+    for c in tl.static_range(KP):
+        last = tl.maximum(last, tl.where(left_its[c] == lowest, left[c], -1))
+    kept, its, to = (), (), spots
+    spots = ()
+    for c in tl.static_range(KP):
+        here = takes & (left[c] == last)
+        kept += (tl.where(here, new, left[c]),)
+        its += (tl.where(here, s, left_its[c]),)
+        own = ()
+        for a in tl.static_range(len(spot)):
+            own += (tl.where(here, spot[a], to[c][a]),)
+        spots += (own,)
+    return kept, its, spots, takes
 
 
 @triton.jit
 def piece(rows, exists, WIDEN: tl.constexpr):
     x = tl.load(rows, mask=exists, other=0.0)
     return x.to(tl.float32) if WIDEN else x
-
-
-@triton.jit
-def close_to(key, other, reach, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr):
-    """Whether two keys are at most the separation apart; -1 is far from everything."""
-    if SEPARATED:  # noqa: SIM108 - known when compiling
-        close = near(tl.maximum(key, 0), tl.maximum(other, 0), reach, KG, MAGIC, RANK)
-    else:
-        close = key == other
-    return close & (key >= 0) & (other >= 0)
 
 
 @triton.jit

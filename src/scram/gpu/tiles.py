@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton
 
-from ..schedule import WINDOW
 from .grid import tile_shape, vector
 
 MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which costs registers and compile time
@@ -88,7 +87,7 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     """Of the tile search: keys per matrix product, features per piece, places for matches, and how to multiply."""
     wide = max(16, triton.next_power_of_2(width))
     piece = wide if wide <= WEIGH_PIECE else WEIGH_PIECE // 2
-    block: dict[str, Any] = {"KEYS": WEIGH_KEYS if matches == 1 else WEIGH_KEYS_SEVERAL, "WINDOW": WINDOW}
+    block: dict[str, Any] = {"KEYS": WEIGH_KEYS}
     block.update(BE=piece, PIECES=wide // piece, KP=triton.next_power_of_2(matches))
     # float32 in three products of tf32, as good as float32; Triton's interpreter multiplies no 16-bit types.
     block.update(PRECISION="tf32x3" if dtype == torch.float32 else "tf32", WIDEN=INTERPRETED)
