@@ -217,8 +217,8 @@ def _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, befo
                 if kind == SHIFT and found >= 0:
                     moved = found // key_strides[axis] % key_grid[axis] - step
                     found = found - step * key_strides[axis] if 0 <= moved < key_grid[axis] else np.int64(-1)
-            if found >= 0 and len(legal[0]) and not legal[0][row // rows_per_mask, found]:
-                found = np.int64(-1)
+            if found < 0 or (len(legal[0]) and not legal[0][row // rows_per_mask, found]):
+                found = np.int64(before[row * queries + query, entry])
             made[n, lane] = found
 
 

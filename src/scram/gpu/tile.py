@@ -19,7 +19,10 @@ from torch import Tensor
 
 from ..grid import LegalKeys
 from ..schedule import LANES, STOP, WINDOWS, offers
-from .grid import GEOMETRY, divide, features, geometry, lane_place, lane_query, points, tile_at, tile_shape, tiles
+from .grid import GEOMETRY, features, geometry, lane_place, lane_query, points, tile_at, tile_shape, tiles
+from .keep import (
+    NO_KEY, arrange_kernel, enter_few, enter_many, few_matches, joined, least, many_matches, put_in_order, window_bests
+)  # fmt: skip
 from .launch import Kernel, kinds, on_device
 from .noise import absorb, below, row_state, seed_arguments
 from .search import around, coordinate, legal_draw, score_of, start_kernel, tile_count
@@ -27,8 +30,6 @@ from .tiles import OFFER_WARPS, search_tile, weigh_tile
 
 KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}
 SHIFT, GOSSIP, RANDOM = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3)
-NO_KEY = tl.constexpr(2**31 - 1)  # behind every key
-EMPTY = tl.constexpr(2**31 - 33)  # and so are these: the places without a match, each its own
 
 
 def tile_search(
@@ -78,8 +79,8 @@ def tile_search(
         if sweeps:
             tables = _tables(min(sweeps, 2), jumps, propagate, gossip, tuple(k_shape[2:-1]), device)
             most = max(length for _, length in tables)
-            offered = torch.empty((plan.tiles, max(most, 1), LANES), dtype=torch.int32, device=device)
-            took = torch.zeros((rows, sweeps + 1), dtype=torch.int32, device=device)
+            room = torch.empty(plan.tiles * most * LANES + rows * (sweeps + 1), dtype=torch.int32, device=device)
+            offered, took = room, room[plan.tiles * most * LANES :]
             offer = plan.offer.bind(index, offered, took, *seeds, *lists, sweeps, matches, *plan.extents)
             weigh = plan.weigh.bind(
                 q, k, index, score, offered, took, group, sweeps, matches, separation, *plan.extents
@@ -125,6 +126,7 @@ def _plan(
     count = rows * tiles(query_grid, tile)
     flags: dict[str, Any] = {"RANK": len(key_grid), "E": width}
     limits = {"CAUSAL": causal, "SEPARATED": separated}
+    holes = matches > 1 or masked  # else every query has its match
     lanes = {"TILE": tile, "LANES": LANES, "STOP": STOP}
     fused = {"enable_fp_fusion": True}
     return Plan(
@@ -133,10 +135,10 @@ def _plan(
         Kernel(
             offer_kernel,
             count,
-            {"RANK": len(key_grid), "CAUSAL": causal, "KEYLESS": matches > 1 or masked, "SEVERAL": matches > 1, **lanes, **fused}
+            {"RANK": len(key_grid), "CAUSAL": causal, "SEVERAL": matches > 1, "HOLES": holes, **lanes, **fused}
             | {"num_warps": OFFER_WARPS},
         ),
-        Kernel(weigh_kernel, count, {**flags, **limits, **lanes, "WINDOWS": WINDOWS, **weigh_tile(width, dtype, matches)}),
+        Kernel(weigh_kernel, count, {**flags, **limits, **lanes, "HOLES": holes, "WINDOWS": WINDOWS, **weigh_tile(width, dtype, matches)}),
         Kernel(exact_kernel, programs, {**flags, **block}),
         count,
         geometry(query_grid, key_grid),
@@ -175,54 +177,70 @@ def going(took, row, sweep, sweeps, queries, STOP: tl.constexpr):
 def offer_kernel(
     state, offered, took, SEED, low, high, mask, order, count, mask_heads, sweeps, kappa,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, table, sweep, length,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr, KEYLESS: tl.constexpr, SEVERAL: tl.constexpr, TILE: tl.constexpr,
+    RANK: tl.constexpr, CAUSAL: tl.constexpr, SEVERAL: tl.constexpr, HOLES: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, STOP: tl.constexpr,
 ):  # fmt: skip
-    """What the queries of a tile offer in a sweep, [offers, LANES]."""
+    """What the queries of a tile offer in a sweep, [offers, LANES]. A lane off the grid does as the first one."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
     number = tl.program_id(0)
     row, corner = tile_at(number, QG, RANK, TILE)
-    query, valid = lane_query(corner, QG, RANK, TILE, LANES)
-    some_query = tl.where(valid, query, 0)
+    lane, exists = lane_query(corner, QG, RANK, TILE, LANES)
     queries, keys = points(QG, RANK), points(KG, RANK)
+    query, diagonal = lane * 0, lane * 0
+    for a in tl.static_range(RANK):
+        query = query * QG[a] + corner[a]
+        diagonal += tl.where(exists, lane_place(corner, a, RANK, TILE, LANES), corner[a])
+    query = tl.where(exists, lane, query)
     mask_row = (row // mask_heads).to(tl.int64)
     limits = (mask, mask_row, keys)
-    mine = state + row.to(tl.int64) * queries * kappa
-    place = query * 0
-    for a in tl.static_range(RANK):
-        place += lane_place(corner, a, RANK, TILE, LANES)
+    matches = state + row.to(tl.int64) * queries * kappa
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), query * 0), sweep)
     out = offered + number.to(tl.int64) * length * LANES + tl.arange(0, LANES)
-    for n in range(tl.where(going(took, row, sweep, sweeps, queries, STOP), length, 0)):
+    goes = going(took, row, sweep, sweeps, queries, STOP)
+    tl.store(took + row.to(tl.int64) * (sweeps + 1) + sweep, 0)  # the same by every tile of the row
+    own, entry = tl.load(matches + query.to(tl.int64) * kappa), query * 0
+    for n in range(tl.where(goes, length, 0)):
         kind, reach, draw = tl.load(table + 3 * n), tl.load(table + 3 * n + 1), tl.load(table + 3 * n + 2)
-        entry = some_query * 0
         if SEVERAL:
-            entry = (some_query + n + sweep) % tl.where(sweep > 1, kappa, 1)
+            entry = (query + n + sweep) % tl.where(sweep > 1, kappa, 1)
+            own = tl.load(matches + query.to(tl.int64) * kappa + entry)
         if kind == GOSSIP:
             source = below(absorb(draws, draw), queries)
-            found = tl.load(mine + source.to(tl.int64) * kappa + entry, mask=valid, other=-1)
+            found = tl.load(matches + source.to(tl.int64) * kappa + entry)
         elif kind == RANDOM:
-            own = tl.load(mine + some_query.to(tl.int64) * kappa + entry, mask=valid, other=-1)
-            found = tl.where(valid, around(draws, draw, own, reach, KG, MAGIC, RANK), -1)
-            if KEYLESS:
-                fresh, some = legal_draw(absorb(draws, draw + RANK), some_query, limits, order, count, CAUSAL)
-                found = tl.where(own >= 0, found, tl.where(some & valid, fresh, -1))
+            found = around(draws, draw, own, reach, KG, MAGIC, RANK)
+            if HOLES:
+                fresh, some = legal_draw(absorb(draws, draw + RANK), query, limits, order, count, CAUSAL)
+                found = tl.where(own >= 0, found, tl.where(some, fresh, -1))
         else:
-            direction = (place + sweep + draw) % (2 * RANK)
+            direction = (diagonal + sweep + draw) % (2 * RANK)
             axis = direction // 2
             far = tl.where(kind == SHIFT, reach, reach * side_of(axis, RANK, TILE))
             step = tl.where(direction % 2 == 0, -far, far)
             here, extent, key_extent, up, down = along(axis, corner, QG, KG, RANK, TILE, LANES)
-            there = valid & ((here + step).to(tl.uint32) < extent.to(tl.uint32))
-            source = tl.where(there, some_query + step * up, 0)
-            found = tl.load(mine + source.to(tl.int64) * kappa + entry, mask=there, other=-1)
+            here = tl.where(exists, here, corner_of(axis, corner, RANK))
+            there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
+            source = tl.where(there, query + step * up, 0)
+            found = tl.load(matches + source.to(tl.int64) * kappa + entry, mask=there, other=-1)
             at = coordinate(tl.maximum(found, 0), axis, KG, MAGIC, RANK)
             moved = (found >= 0) & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32))
             found = tl.where(kind == SHIFT, tl.where(moved, found - step * down, -1), found)
         if mask is not None:
             allowed = tl.load(mask + mask_row * keys + tl.maximum(found, 0), mask=found >= 0, other=0)
             found = tl.where(allowed != 0, found, -1)
+        found = tl.where(found >= 0, found, own)
+        if HOLES:
+            found = tl.where(exists, found, -1)
         tl.store(out + n * LANES, found)
+
+
+@triton.jit
+def corner_of(axis, corner, RANK: tl.constexpr):
+    """The tile's corner on each lane's own axis."""
+    at = axis * 0 + corner[0]
+    for a in tl.static_range(1, RANK):
+        at = tl.where(axis == a, corner[a], at)
+    return at
 
 
 @triton.jit
@@ -251,8 +269,8 @@ def weigh_kernel(
     q, k, state, score, offered, took, group, sweeps, kappa, separation,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, sweep, length,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, TILE: tl.constexpr,
-    LANES: tl.constexpr, STOP: tl.constexpr, KEYS: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
-    KP: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    LANES: tl.constexpr, HOLES: tl.constexpr, STOP: tl.constexpr, KEYS: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
+    KP: tl.constexpr, FEW: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Every query of a tile scores what all its queries offer, KEYS keys at a time, and keeps its best."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
@@ -272,46 +290,54 @@ def weigh_kernel(
     if KP == 1:
         key = tl.load(state + point, mask=valid, other=-1)
         best = tl.load(score + point, mask=valid, other=float("inf"))
+    elif FEW:
+        kept, its, spots = few_matches(state, score, point, valid, kappa, KG, MAGIC, RANK, SEPARATED, KP)
     else:
-        kept, its, spots = matches_of(state, score, point, valid, kappa, KG, MAGIC, RANK, SEPARATED, KP)
+        kept, its = many_matches(state, score, point, valid, kappa, KP)
 
     for begin in range(0, total, KEYS):
         lane = begin + tl.arange(0, KEYS)
-        new = tl.load(list_of + lane, mask=lane < total, other=-1)
+        new = tl.load(list_of + lane)
         k_rows = k_row + tl.maximum(new, 0).to(tl.int64)[None, :] * E + e[:, None]
         if PIECES == 1:
-            s = tl.dot(mine, piece(k_rows, (new >= 0)[None, :] & (e < E)[:, None], WIDEN), input_precision=PRECISION)
+            s = tl.dot(mine, piece(k_rows, (e < E)[:, None], WIDEN), input_precision=PRECISION)
         else:
             s = tl.zeros([LANES, KEYS], tl.float32)
             for p in range(PIECES):
                 part = e + p * BE < E
                 ours = piece(q_rows + p * BE, valid[:, None] & part[None, :], WIDEN)
-                theirs = piece(k_rows + p * BE, (new >= 0)[None, :] & part[:, None], WIDEN)
+                theirs = piece(k_rows + p * BE, part[:, None], WIDEN)
                 s = tl.dot(ours, theirs, s, input_precision=PRECISION)
-        legal = (new >= 0)[None, :]
+        if HOLES:
+            s = tl.where((new >= 0)[None, :], s, -float("inf"))
         if CAUSAL:
-            legal = legal & (new[None, :] <= query[:, None])
-        s = tl.where(legal, s, -float("inf"))
-        # Most windows hold nothing new: then nobody asks which key it is.
+            s = tl.where(new[None, :] <= query[:, None], s, -float("inf"))
+        # Most offers hold nothing new: then nobody asks which key it is.
         if KP == 1:
             top = tl.max(s, axis=1)
             better = top > best
             if tl.max(better.to(tl.int32), axis=0) > 0:
-                first = tl.min(tl.where(s == top[:, None], new[None, :], NO_KEY), axis=1)
-                key = tl.where(better, first, key)
+                which = tl.load(list_of + lane)  # anew: nothing of it stays in registers meanwhile
+                key = tl.where(better, tl.min(tl.where(s == top[:, None], which[None, :], NO_KEY), axis=1), key)
                 best = tl.where(better, top, best)
                 changed = changed | better
         else:
             tops, firsts = window_bests(s, new, LANES, WINDOWS)
-            worst = its[0]
-            for c in tl.static_range(1, KP):
-                worst = tl.minimum(worst, its[c])
+            worst = least(its, KP) if FEW else tl.min(its, axis=1)
             hope = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3])) > worst
             if tl.max(hope.to(tl.int32), axis=0) > 0:
-                for w in tl.static_range(WINDOWS):
-                    kept, its, spots, takes = entered(
-                        kept, its, spots, firsts[w], tops[w], reach, KG, MAGIC, RANK, SEPARATED, KP
-                    )
+                for w in range(WINDOWS):
+                    top, first = tops[0], firsts[0]
+                    for n in tl.static_range(1, WINDOWS):
+                        top, first = tl.where(w == n, tops[n], top), tl.where(w == n, firsts[n], first)
+                    if FEW:
+                        kept, its, spots, takes = enter_few(
+                            kept, its, spots, first, top, reach, KG, MAGIC, RANK, SEPARATED, KP
+                        )
+                    else:
+                        kept, its, takes = enter_many(
+                            kept, its, first, top, kappa, separation, KG, MAGIC, RANK, SEPARATED, KP
+                        )
                     changed = changed | takes
 
     if total > 0:
@@ -319,139 +345,15 @@ def weigh_kernel(
             tl.store(state + point, key, mask=valid)
             tl.store(score + point, best, mask=valid)
         else:
-            for c in tl.static_range(KP):
-                ahead = query * 0
-                for d in tl.static_range(KP):
-                    first = (its[d] > its[c]) | ((its[d] == its[c]) & (kept[d] < kept[c]))
-                    first = ((kept[d] < EMPTY) & ((kept[c] >= EMPTY) | first)) | ((kept[c] >= EMPTY) & (kept[d] < kept[c]))
-                    ahead += first.to(tl.int32)
-                place, there = point * kappa + ahead, valid & (ahead < kappa)
-                tl.store(state + place, tl.where(kept[c] < EMPTY, kept[c], -1), mask=there)
-                tl.store(score + place, its[c], mask=there)
+            every, scores = joined(state, score, point, valid, kappa, kept, its, KP) if FEW else (kept, its)
+            put_in_order(state, score, point, valid, kappa, every, scores, KP)
         tl.atomic_add(took + row.to(tl.int64) * (sweeps + 1) + sweep, tl.sum((changed & valid).to(tl.int32), axis=0))
-
-
-@triton.jit
-def matches_of(
-    state, score, point, valid, kappa, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr
-):  # fmt: skip
-    """The matches of every lane as tuples of KP: keys, scores, coordinates. One key or none per place, all different.
-
-    Places beyond kappa hold what nothing beats and nothing is near.
-    """
-    kept, its, spots = (), (), ()
-    for c in tl.static_range(KP):
-        here = valid & (point * 0 + c < kappa)
-        key = tl.load(state + point * kappa + c, mask=here, other=-1)
-        kept += (tl.where(key < 0, EMPTY + c, key),)
-        its += (tl.load(score + point * kappa + c, mask=here, other=float("inf")),)
-        spots += (spot_of(key, KG, MAGIC, RANK, SEPARATED),)
-    return kept, its, spots
-
-
-@triton.jit
-def spot_of(key, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr):
-    """What tells how far keys are apart: their coordinates, or the keys where only equal ones are too near."""
-    if not SEPARATED:
-        return (key,)
-    spot = ()
-    rest = tl.maximum(key, 0)
-    for a in tl.static_range(RANK - 1, 0, -1):
-        up = divide(rest, MAGIC[a])
-        spot = (rest - up * KG[a],) + spot  # noqa: RUF005 - Triton knows no unpacking
-        rest = up
-    return (rest,) + spot  # noqa: RUF005
-
-
-@triton.jit
-def window_bests(s, new, LANES: tl.constexpr, WINDOWS: tl.constexpr):
-    """Of each of the four windows the best score and its key, of equal scores the lowest: two tuples of [LANES]."""
-    parts = tl.reshape(s, [LANES, LANES // WINDOWS // 2, WINDOWS, 2])
-    keys = tl.reshape(tl.broadcast_to(new[None, :], [LANES, LANES]), [LANES, LANES // WINDOWS // 2, WINDOWS, 2])
-    tops = tl.max(tl.max(parts, axis=3), axis=1)
-    firsts = tl.min(tl.min(tl.where(parts == tops[:, None, :, None], keys, NO_KEY), axis=3), axis=1)
-    return quarters(tops, LANES), quarters(firsts, LANES)
-
-
-@triton.jit
-def quarters(x, LANES: tl.constexpr):
-    """[LANES, 4] -> its columns."""
-    even, odd = tl.split(tl.reshape(x, [LANES, 2, 2]))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return a, b, c, d
-
-
-@triton.jit
-def entered(
-    kept, its, spots, new, s, reach, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr
-):  # fmt: skip
-    """Let the best key of a window in where it beats the worst match and no better one is near; near ones go."""
-    spot = spot_of(new, KG, MAGIC, RANK, SEPARATED)
-    close, refused, worst = (), new < 0, its[0]
-    for c in tl.static_range(KP):
-        near = kept[c] < EMPTY
-        for a in tl.static_range(len(spot)):
-            near = near & ((spot[a] - spots[c][a]).to(tl.uint32) + reach <= 2 * reach)
-        close += (near,)
-        refused = refused | (near & (its[c] >= s))
-        worst = tl.minimum(worst, its[c])
-    takes = (s > worst) & ~refused
-    left, left_its, lowest = (), (), s
-    for c in tl.static_range(KP):
-        gone = close[c] & takes
-        left += (tl.where(gone, EMPTY + c, kept[c]),)
-        left_its += (tl.where(gone, -float("inf"), its[c]),)
-        lowest = tl.minimum(lowest, left_its[c])
-    # Into an empty place, else into that of the worst, of equal ones the highest key.
-    last = new * 0 - 1
-    for c in tl.static_range(KP):
-        last = tl.maximum(last, tl.where(left_its[c] == lowest, left[c], -1))
-    kept, its, to = (), (), spots
-    spots = ()
-    for c in tl.static_range(KP):
-        here = takes & (left[c] == last)
-        kept += (tl.where(here, new, left[c]),)
-        its += (tl.where(here, s, left_its[c]),)
-        own = ()
-        for a in tl.static_range(len(spot)):
-            own += (tl.where(here, spot[a], to[c][a]),)
-        spots += (own,)
-    return kept, its, spots, takes
 
 
 @triton.jit
 def piece(rows, exists, WIDEN: tl.constexpr):
     x = tl.load(rows, mask=exists, other=0.0)
     return x.to(tl.float32) if WIDEN else x
-
-
-@triton.jit
-def precedes(key, score, place, other, its, c):
-    """Whether a match stands before the other, which is at place c: by score, then by key; -1 last."""
-    ahead = (score > its) | ((score == its) & (key < other))
-    return ((key >= 0) & (ahead | (other < 0))) | ((key < 0) & (other < 0) & (place < c))
-
-
-@triton.jit(do_not_specialize=["rows", "queries", "count", "kappa"])
-def arrange_kernel(index, score, index_out, score_out, rows, queries, count, kappa, BLOCK: tl.constexpr):
-    """[count, P] in any order -> [P, kappa] best first, equal scores by key, -1 last and beyond count."""
-    point = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    plane = rows.to(tl.int64) * queries
-    valid = point < plane
-    for e in range(count):
-        key = tl.load(index + e * plane + point, mask=valid, other=-1)
-        s = tl.load(score + e * plane + point, mask=valid, other=0.0)
-        place = point * kappa
-        for f in range(count):
-            rival = tl.load(index + f * plane + point, mask=valid, other=-1)
-            theirs = tl.load(score + f * plane + point, mask=valid, other=0.0)
-            place += precedes(rival, theirs, key * 0 + f, key, s, e).to(tl.int32)
-        tl.store(index_out + place, key, mask=valid)
-        tl.store(score_out + place, s, mask=valid)
-    for e in range(count, kappa):
-        tl.store(index_out + point * kappa + e, point.to(tl.int32) * 0 - 1, mask=valid)
-        tl.store(score_out + point * kappa + e, (point * 0).to(tl.float32) - float("inf"), mask=valid)
 
 
 @triton.jit(do_not_specialize=["group", "kappa", *GEOMETRY])

@@ -44,7 +44,8 @@ COLLECT = (32, 4, 4)
 #   E=256 (256x256), in one piece .958, in pieces of 64 .821
 # Eight warps: 1.4 times as long; two: 1.6. Loads past the first cache or through it: alike.
 # Offers made by 1, 2, 4 warps: 1.060, 1.071, 1.157 in all.
-WEIGH_KEYS, WEIGH_KEYS_SEVERAL, WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 64, 32, 128, 4, 1
+WEIGH_KEYS, WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 64, 128, 4, 1
+FEW = 8  # matches that are kept as tuples: with 16 the kernel compiles for a minute
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -88,7 +89,7 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     wide = max(16, triton.next_power_of_2(width))
     piece = wide if wide <= WEIGH_PIECE else WEIGH_PIECE // 2
     block: dict[str, Any] = {"KEYS": WEIGH_KEYS}
-    block.update(BE=piece, PIECES=wide // piece, KP=triton.next_power_of_2(matches))
+    block.update(BE=piece, PIECES=wide // piece, KP=triton.next_power_of_2(matches), FEW=matches <= FEW)
     # float32 in three products of tf32, as good as float32; Triton's interpreter multiplies no 16-bit types.
     block.update(PRECISION="tf32x3" if dtype == torch.float32 else "tf32", WIDEN=INTERPRETED)
     stages = 3 if wide == WEIGH_PIECE or matches > 1 else 2

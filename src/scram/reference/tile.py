@@ -129,7 +129,8 @@ def _offered(problem: Problem, offer: Offer, sweep: int, number: int, key: Tenso
             moved = [at - move for at, move in zip(coordinates(found.clamp(min=0), key_grid), moves, strict=True)]
             found = torch.where((found >= 0) & inside(moved, key_grid), flat(moved, key_grid), -1)
     allowed = problem.legal.allows(row, torch.full_like(query, problem.keys), found.clamp(min=0))
-    return torch.where(allowed, found, -1)  # causal order is for each query of the tile to test
+    # Whoever finds nothing shows what it has. Causal order is for each query of the tile to test.
+    return torch.where((found >= 0) & allowed, found, match_of(query))
 
 
 def _tiles(problem: Problem, elements: int) -> Iterator[Tensor]:
