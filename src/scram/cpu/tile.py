@@ -269,7 +269,7 @@ def _sort_in(some, count, key):
 
 @compiled
 def _weigh_one(across, keys, lanes, made, products, seen, causal, index, score):
-    """One match per query: of each offer the best key, of equal ones the lowest, if strictly better. Returns how many queries took one."""
+    """One match per query: of each offer the best key, of equal ones the lowest. Returns how many queries took one."""
     key, best = np.empty(LANES, np.int32), np.empty(LANES, across.dtype)
     old = np.empty(LANES, np.int32)
     for lane in range(LANES):

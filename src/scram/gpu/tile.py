@@ -21,8 +21,17 @@ from ..grid import LegalKeys
 from ..schedule import LANES, STOP, WINDOWS, offers
 from .grid import GEOMETRY, features, geometry, lane_place, lane_query, points, tile_at, tile_shape, tiles
 from .keep import (
-    NO_KEY, arrange_kernel, enter_few, enter_many, few_matches, joined, least, many_matches, put_in_order, window_bests
-)  # fmt: skip
+    NO_KEY,
+    arrange_kernel,
+    enter_few,
+    enter_many,
+    few_matches,
+    joined,
+    least,
+    many_matches,
+    put_in_order,
+    window_bests,
+)
 from .launch import Kernel, kinds, on_device
 from .noise import absorb, below, row_state, seed_arguments
 from .search import around, coordinate, legal_draw, score_of, start_kernel, tile_count
@@ -138,7 +147,11 @@ def _plan(
             {"RANK": len(key_grid), "CAUSAL": causal, "SEVERAL": matches > 1, "HOLES": holes, **lanes, **fused}
             | {"num_warps": OFFER_WARPS},
         ),
-        Kernel(weigh_kernel, count, {**flags, **limits, **lanes, "HOLES": holes, "WINDOWS": WINDOWS, **weigh_tile(width, dtype, matches)}),
+        Kernel(
+            weigh_kernel,
+            count,
+            {**flags, **limits, **lanes, "HOLES": holes, "WINDOWS": WINDOWS, **weigh_tile(width, dtype, matches)},
+        ),
         Kernel(exact_kernel, programs, {**flags, **block}),
         count,
         geometry(query_grid, key_grid),
@@ -197,7 +210,8 @@ def offer_kernel(
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), query * 0), sweep)
     out = offered + number.to(tl.int64) * length * LANES + tl.arange(0, LANES)
     goes = going(took, row, sweep, sweeps, queries, STOP)
-    tl.store(took + row.to(tl.int64) * (sweeps + 1) + sweep, 0)  # the same by every tile of the row
+    first = number % tile_count(QG, RANK, TILE) == 0  # one tile clears the count of the row: all of them would queue
+    tl.store(took + row.to(tl.int64) * (sweeps + 1) + sweep, 0, mask=first)
     own, entry = tl.load(matches + query.to(tl.int64) * kappa), query * 0
     for n in range(tl.where(goes, length, 0)):
         kind, reach, draw = tl.load(table + 3 * n), tl.load(table + 3 * n + 1), tl.load(table + 3 * n + 2)
@@ -269,10 +283,10 @@ def weigh_kernel(
     q, k, state, score, offered, took, group, sweeps, kappa, separation,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, sweep, length,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, TILE: tl.constexpr,
-    LANES: tl.constexpr, HOLES: tl.constexpr, STOP: tl.constexpr, KEYS: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
+    LANES: tl.constexpr, HOLES: tl.constexpr, STOP: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
     KP: tl.constexpr, FEW: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Every query of a tile scores what all its queries offer, KEYS keys at a time, and keeps its best."""
+    """Every query of a tile scores what all its queries offer, LANES keys at a time, and keeps its best."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
     number = tl.program_id(0)
     row, corner = tile_at(number, QG, RANK, TILE)
@@ -295,14 +309,14 @@ def weigh_kernel(
     else:
         kept, its = many_matches(state, score, point, valid, kappa, KP)
 
-    for begin in range(0, total, KEYS):
-        lane = begin + tl.arange(0, KEYS)
+    for begin in range(0, total, LANES):
+        lane = begin + tl.arange(0, LANES)
         new = tl.load(list_of + lane)
         k_rows = k_row + tl.maximum(new, 0).to(tl.int64)[None, :] * E + e[:, None]
         if PIECES == 1:
             s = tl.dot(mine, piece(k_rows, (e < E)[:, None], WIDEN), input_precision=PRECISION)
         else:
-            s = tl.zeros([LANES, KEYS], tl.float32)
+            s = tl.zeros([LANES, LANES], tl.float32)
             for p in range(PIECES):
                 part = e + p * BE < E
                 ours = piece(q_rows + p * BE, valid[:, None] & part[None, :], WIDEN)

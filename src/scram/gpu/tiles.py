@@ -44,7 +44,7 @@ COLLECT = (32, 4, 4)
 #   E=256 (256x256), in one piece .958, in pieces of 64 .821
 # Eight warps: 1.4 times as long; two: 1.6. Loads past the first cache or through it: alike.
 # Offers made by 1, 2, 4 warps: 1.060, 1.071, 1.157 in all.
-WEIGH_KEYS, WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 64, 128, 4, 1
+WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 128, 4, 1
 FEW = 8  # matches that are kept as tuples: with 16 the kernel compiles for a minute
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -88,10 +88,10 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     """Of the tile search: keys per matrix product, features per piece, places for matches, and how to multiply."""
     wide = max(16, triton.next_power_of_2(width))
     piece = wide if wide <= WEIGH_PIECE else WEIGH_PIECE // 2
-    block: dict[str, Any] = {"KEYS": WEIGH_KEYS}
-    block.update(BE=piece, PIECES=wide // piece, KP=triton.next_power_of_2(matches), FEW=matches <= FEW)
+    block: dict[str, Any] = {"BE": piece, "PIECES": wide // piece, "FEW": matches <= FEW}
     # float32 in three products of tf32, as good as float32; Triton's interpreter multiplies no 16-bit types.
-    block.update(PRECISION="tf32x3" if dtype == torch.float32 else "tf32", WIDEN=INTERPRETED)
+    precision = "tf32x3" if dtype == torch.float32 else "tf32"
+    block.update(KP=triton.next_power_of_2(matches), PRECISION=precision, WIDEN=INTERPRETED)
     stages = 3 if wide == WEIGH_PIECE or matches > 1 else 2
     return {**block, "num_warps": WEIGH_WARPS, "num_stages": stages, "enable_fp_fusion": True}
 
