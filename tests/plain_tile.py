@@ -85,7 +85,9 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
 
         def offer(i, place_in_sweep, kind, number, reach, before=before, sweep=sweep):
             found, own = sought(i, place_in_sweep, kind, number, reach, before, sweep)
-            return found if found in keys else own
+            if found in keys or not before[i]:
+                return found if found in keys else None
+            return before[i][0] if own is None else own
 
         def sought(i, place_in_sweep, kind, number, reach, before, sweep):
             entry = (i + place_in_sweep + sweep) % case.kappa if sweep > 1 else 0
@@ -116,12 +118,12 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
 
         took = set()
         for tile in tiles(case.grid):
-            lanes = {}  # the place of each query in its tile; a tile that sticks out has empty ones
+            lanes = {}  # the place of each query in its tile; where a tile sticks out the first query speaks
             for i in tile:
                 place = [c % side for c, side in zip(places[i], SIDES[rank], strict=True)]
                 lanes[flat(place, SIDES[rank])] = i
             for n, kind in enumerate(kinds):
-                made = {lane: offer(i, n, *kind) for lane, i in lanes.items()}
+                made = {lane: offer(lanes.get(lane, lanes[0]), n, *kind) for lane in range(64)}
                 for part in range(4 if case.kappa > 1 else 1):
                     window = [j for lane, j in made.items() if case.kappa == 1 or lane % 8 // 2 == part]
                     window = [j for j in window if j is not None]

@@ -184,7 +184,7 @@ def _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, befo
     for lane in range(LANES):
         query = lanes[lane]
         if query < 0:
-            made[:, lane] = -1
+            made[:, lane] = made[:, 0]
             continue
         noise = absorb(absorb(absorb(prefix, query), 0), sweep)
         diagonal = 0
@@ -218,7 +218,8 @@ def _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, befo
                     moved = found // key_strides[axis] % key_grid[axis] - step
                     found = found - step * key_strides[axis] if 0 <= moved < key_grid[axis] else np.int64(-1)
             if found < 0 or (len(legal[0]) and not legal[0][row // rows_per_mask, found]):
-                found = np.int64(before[row * queries + query, entry])
+                own = before[row * queries + query]
+                found = np.int64(own[entry] if own[entry] >= 0 else own[0])
             made[n, lane] = found
 
 

@@ -56,13 +56,18 @@ def spot_of(key, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr):
 
 
 @triton.jit
-def window_bests(s, new, LANES: tl.constexpr, WINDOWS: tl.constexpr):
-    """Of each of the four windows the best score and its key, of equal scores the lowest: two tuples of [LANES]."""
+def window_bests(s, LANES: tl.constexpr, WINDOWS: tl.constexpr):
+    """[LANES, LANES] -> the best score of each window, [LANES, WINDOWS]; in layout each thread has a window whole."""
+    return tl.max(tl.max(tl.reshape(s, [LANES, LANES // WINDOWS // 2, WINDOWS, 2]), axis=3), axis=1)
+
+
+@triton.jit
+def first_keys(s, bests, new, LANES: tl.constexpr, WINDOWS: tl.constexpr):
+    """The keys [LANES] of these scores, of equal ones the lowest, by windows."""
     parts = tl.reshape(s, [LANES, LANES // WINDOWS // 2, WINDOWS, 2])
     keys = tl.reshape(tl.broadcast_to(new[None, :], [LANES, LANES]), [LANES, LANES // WINDOWS // 2, WINDOWS, 2])
-    tops = tl.max(tl.max(parts, axis=3), axis=1)
-    firsts = tl.min(tl.min(tl.where(parts == tops[:, None, :, None], keys, NO_KEY), axis=3), axis=1)
-    return quarters(tops, LANES), quarters(firsts, LANES)
+    best = tl.where(parts == bests[:, None, :, None], keys, NO_KEY)
+    return quarters(tl.min(tl.min(best, axis=3), axis=1), LANES)
 
 
 @triton.jit
@@ -84,15 +89,18 @@ def least(its, KP: tl.constexpr):
 
 @triton.jit
 def enter_few(
-    kept, its, spots, new, s, reach, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr
+    kept, its, spots, new, s, reach, KG, MAGIC,
+    RANK: tl.constexpr, SEPARATED: tl.constexpr, PADDED: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Let the best key of a window in where it beats the worst match and no better one is near; near ones go."""
     spot = spot_of(new, KG, MAGIC, RANK, SEPARATED)
-    close, refused, worst = (), new < 0, its[0]
+    close, refused, worst = (), s != s, its[0]
     for c in tl.static_range(KP):
-        near = kept[c] < EMPTY
-        for a in tl.static_range(len(spot)):
+        near = (spot[0] - spots[c][0]).to(tl.uint32) + reach <= 2 * reach
+        for a in tl.static_range(1, len(spot)):
             near = near & ((spot[a] - spots[c][a]).to(tl.uint32) + reach <= 2 * reach)
+        if PADDED:  # an empty place may seem near: there is nothing better in it, and nothing to lose
+            near = near & (kept[c] < EMPTY)
         close += (near,)
         refused = refused | (near & (its[c] >= s))
         worst = tl.minimum(worst, its[c])
@@ -143,20 +151,23 @@ def enter_many(
 
 
 @triton.jit
-def joined(state, score, point, valid, kappa, kept, its, KP: tl.constexpr):
-    """Tuples of [LANES] -> [LANES, KP], by way of memory: a place in a tuple is known when compiling only."""
+def store_few(state, score, point, valid, kappa, kept, its, KP: tl.constexpr):
+    """Store the matches best first, equal scores by key; an empty place has the lowest score and the highest key."""
+    scores = ()
     for c in tl.static_range(KP):
-        here = valid & (point * 0 + c < kappa)
-        tl.store(state + point * kappa + c, tl.where(kept[c] < EMPTY, kept[c], -1), mask=here)
-        tl.store(score + point * kappa + c, its[c], mask=here)
-    tl.debug_barrier()
-    kept, its = many_matches(state, score, point, valid, kappa, KP)
-    tl.debug_barrier()
-    return kept, its
+        scores += (tl.where(kept[c] < EMPTY, its[c], -float("inf")),)
+    for c in tl.static_range(KP):
+        place = point * 0
+        for d in tl.static_range(KP):
+            ahead = (scores[d] > scores[c]) | ((scores[d] == scores[c]) & (kept[d] < kept[c]))
+            place += ahead.to(tl.int64)
+        here = valid & (place < kappa)
+        tl.store(state + point * kappa + place, tl.where(kept[c] < EMPTY, kept[c], -1), mask=here)
+        tl.store(score + point * kappa + place, scores[c], mask=here)
 
 
 @triton.jit
-def put_in_order(state, score, point, valid, kappa, kept, its, KP: tl.constexpr):
+def store_many(state, score, point, valid, kappa, kept, its, KP: tl.constexpr):
     """Store the matches best first."""
     column = tl.arange(0, KP)[None, :]
     for c in range(kappa):

@@ -26,10 +26,12 @@ from .keep import (
     enter_few,
     enter_many,
     few_matches,
-    joined,
+    first_keys,
     least,
     many_matches,
-    put_in_order,
+    quarters,
+    store_few,
+    store_many,
     window_bests,
 )
 from .launch import Kernel, kinds, on_device
@@ -135,7 +137,7 @@ def _plan(
     count = rows * tiles(query_grid, tile)
     flags: dict[str, Any] = {"RANK": len(key_grid), "E": width}
     limits = {"CAUSAL": causal, "SEPARATED": separated}
-    holes = matches > 1 or masked  # else every query has its match
+    holes = masked  # else every query has a match
     lanes = {"TILE": tile, "LANES": LANES, "STOP": STOP}
     fused = {"enable_fp_fusion": True}
     return Plan(
@@ -212,7 +214,8 @@ def offer_kernel(
     goes = going(took, row, sweep, sweeps, queries, STOP)
     first = number % tile_count(QG, RANK, TILE) == 0  # one tile clears the count of the row: all of them would queue
     tl.store(took + row.to(tl.int64) * (sweeps + 1) + sweep, 0, mask=first)
-    own, entry = tl.load(matches + query.to(tl.int64) * kappa), query * 0
+    best, entry = tl.load(matches + query.to(tl.int64) * kappa), query * 0
+    own = best
     for n in range(tl.where(goes, length, 0)):
         kind, reach, draw = tl.load(table + 3 * n), tl.load(table + 3 * n + 1), tl.load(table + 3 * n + 2)
         if SEVERAL:
@@ -223,7 +226,7 @@ def offer_kernel(
             found = tl.load(matches + source.to(tl.int64) * kappa + entry)
         elif kind == RANDOM:
             found = around(draws, draw, own, reach, KG, MAGIC, RANK)
-            if HOLES:
+            if SEVERAL or HOLES:
                 fresh, some = legal_draw(absorb(draws, draw + RANK), query, limits, order, count, CAUSAL)
                 found = tl.where(own >= 0, found, tl.where(some, fresh, -1))
         else:
@@ -242,10 +245,7 @@ def offer_kernel(
         if mask is not None:
             allowed = tl.load(mask + mask_row * keys + tl.maximum(found, 0), mask=found >= 0, other=0)
             found = tl.where(allowed != 0, found, -1)
-        found = tl.where(found >= 0, found, own)
-        if HOLES:
-            found = tl.where(exists, found, -1)
-        tl.store(out + n * LANES, found)
+        tl.store(out + n * LANES, tl.where(found >= 0, found, tl.where(own >= 0, own, best)))
 
 
 @triton.jit
@@ -284,7 +284,8 @@ def weigh_kernel(
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, sweep, length,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, HOLES: tl.constexpr, STOP: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
-    KP: tl.constexpr, FEW: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    KP: tl.constexpr, FEW: tl.constexpr, PADDED: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Every query of a tile scores what all its queries offer, LANES keys at a time, and keeps its best."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
@@ -336,17 +337,19 @@ def weigh_kernel(
                 best = tl.where(better, top, best)
                 changed = changed | better
         else:
-            tops, firsts = window_bests(s, new, LANES, WINDOWS)
+            bests = window_bests(s, LANES, WINDOWS)
+            tops = quarters(bests, LANES)
             worst = least(its, KP) if FEW else tl.min(its, axis=1)
             hope = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3])) > worst
             if tl.max(hope.to(tl.int32), axis=0) > 0:
+                firsts = first_keys(s, bests, new, LANES, WINDOWS)
                 for w in range(WINDOWS):
                     top, first = tops[0], firsts[0]
                     for n in tl.static_range(1, WINDOWS):
                         top, first = tl.where(w == n, tops[n], top), tl.where(w == n, firsts[n], first)
                     if FEW:
                         kept, its, spots, takes = enter_few(
-                            kept, its, spots, first, top, reach, KG, MAGIC, RANK, SEPARATED, KP
+                            kept, its, spots, first, top, reach, KG, MAGIC, RANK, SEPARATED, PADDED, KP
                         )
                     else:
                         kept, its, takes = enter_many(
@@ -359,8 +362,10 @@ def weigh_kernel(
             tl.store(state + point, key, mask=valid)
             tl.store(score + point, best, mask=valid)
         else:
-            every, scores = joined(state, score, point, valid, kappa, kept, its, KP) if FEW else (kept, its)
-            put_in_order(state, score, point, valid, kappa, every, scores, KP)
+            if FEW:
+                store_few(state, score, point, valid, kappa, kept, its, KP)
+            else:
+                store_many(state, score, point, valid, kappa, kept, its, KP)
         tl.atomic_add(took + row.to(tl.int64) * (sweeps + 1) + sweep, tl.sum((changed & valid).to(tl.int32), axis=0))
 
 

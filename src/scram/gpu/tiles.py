@@ -89,9 +89,10 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     wide = max(16, triton.next_power_of_2(width))
     piece = wide if wide <= WEIGH_PIECE else WEIGH_PIECE // 2
     block: dict[str, Any] = {"BE": piece, "PIECES": wide // piece, "FEW": matches <= FEW}
+    places = triton.next_power_of_2(matches)
     # float32 in three products of tf32, as good as float32; Triton's interpreter multiplies no 16-bit types.
     precision = "tf32x3" if dtype == torch.float32 else "tf32"
-    block.update(KP=triton.next_power_of_2(matches), PRECISION=precision, WIDEN=INTERPRETED)
+    block.update(KP=places, PADDED=places > matches, PRECISION=precision, WIDEN=INTERPRETED)
     stages = 3 if wide == WEIGH_PIECE or matches > 1 else 2
     return {**block, "num_warps": WEIGH_WARPS, "num_stages": stages, "enable_fp_fusion": True}
 

@@ -130,7 +130,8 @@ def _offered(problem: Problem, offer: Offer, sweep: int, number: int, key: Tenso
             found = torch.where((found >= 0) & inside(moved, key_grid), flat(moved, key_grid), -1)
     allowed = problem.legal.allows(row, torch.full_like(query, problem.keys), found.clamp(min=0))
     # Whoever finds nothing shows what it has. Causal order is for each query of the tile to test.
-    return torch.where((found >= 0) & allowed, found, match_of(query))
+    own = torch.where(match_of(query) < 0, key[:, 0], match_of(query))
+    return torch.where((found >= 0) & allowed, found, own)
 
 
 def _tiles(problem: Problem, elements: int) -> Iterator[Tensor]:
@@ -153,12 +154,11 @@ def _weigh(problem: Problem, settings: Search, state: _State, table: list[Tensor
     key, score = torch.cat([state.key, state.key[:1]]), torch.cat([state.score, state.score[:1]])
     took = torch.zeros(len(key), dtype=torch.bool, device=key.device)
     for at in _tiles(problem, LANES * (problem.q.shape[-1] + LANES)):
-        exists, safe = at >= 0, at.clamp(min=0)
+        exists, safe = at >= 0, torch.where(at < 0, at[:, :1], at)  # off the grid: as the first
         tile = _Tile(problem, settings.separation, safe, _State(state.key[safe], state.score[safe]))
         for offer in table:
-            keys = torch.where(exists, offer[safe], -1)
             for lanes in windows(settings.matches):
-                tile.weigh(keys[:, lanes])
+                tile.weigh(offer[safe[:, lanes]])
         to = torch.where(exists, at, problem.points)
         key[to], score[to], took[to] = tile.state.key, tile.state.score, tile.took
     return _State(key[:-1], score[:-1]), took[:-1]
