@@ -40,8 +40,8 @@ COLLECT = (32, 4, 4)
 #   .955 (2 stages), .940 (3) at E=32; 1.071, 1.116 at E=64; 2.176, 1.580 at E=128; 128 keys 1.077, 32 keys 1.191
 #   E=256 (256x256), in one piece .958, in pieces of 64 .821
 # Eight warps: 1.4 times as long; two: 1.6. Offers made by 1, 2, 4 warps: 1.060, 1.071, 1.157 in all.
-# Since then: 1.060, 1.080, 1.092 with 2, 3, 4 stages; four matches 1.814 with 99 registers, 1.720 with 96: one tile more
-# on each multiprocessor.
+# Since then: 1.060, 1.080, 1.092 with 2, 3, 4 stages; four matches 1.814 with 99 registers, 1.720 with 96, where one
+# tile more has room on a multiprocessor.
 WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 128, 4, 1
 FEW = 8  # matches that are kept as tuples: with 16 the kernel compiles for a minute
 WEIGH_REGISTERS, REGISTERS_FOR = 96, range(2, 5)
