@@ -2,7 +2,7 @@
 
     python benchmarks/estimators.py errors FILE       # error against keys visited, five heads of MobileSAM
     python benchmarks/estimators.py intervals FILE    # how often a nominal 95 % interval holds the truth
-    python benchmarks/estimators.py bias FILE         # over thousands of seeds
+    python benchmarks/estimators.py bias FILE         # over thousands of seeds, a multiple of 20
     python benchmarks/estimators.py cost FOLDER       # what `gpu.py prepare` made; needs a CUDA device
     python benchmarks/estimators.py table
     python benchmarks/estimators.py plot docs/images/estimators.png
@@ -23,12 +23,14 @@ from typing import Any
 import numpy as np
 import store
 import torch
+from gpu_sets import Data
 from torch import Tensor
 
 import scram
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = 5
+GROUPS = 20  # of seeds, for the error of a slope
 HEAD = scram.Search(matches=8, separation=2, seed=0)  # with radius 1: at most 72 keys
 HEAD_KEYS = 72
 TAILS = (64, 128, 256, 512, 1024, 2048)
@@ -136,44 +138,79 @@ def intervals(file: Path, rows: store.Store) -> None:
 
 
 def bias(file: Path, rows: store.Store, seeds: int) -> None:
-    """Of out, from the mean over seeds less what chance alone gives; 16 queries of each head."""
+    """Of out, with what chance gives to its square taken off; 16 queries of each head.
+
+    (out - truth) times the estimated over the true normaliser has the mean 0, since numerator and normaliser have no
+    bias. It is subtracted from out - truth: what is left has the same mean and varies far less.
+    """
     problem = Problem(file, every=16)
-    truth = problem.truth.out.double()
-    sizes = {"snis": (64, 256, 1024), "hybrid": (32, 64, 128, 256)}
-    for name, numbers in sizes.items():
-        seen = []
+    truth, true_lse = problem.truth.out.double(), problem.truth.lse.double().unsqueeze(-1)
+    methods: dict[str, tuple[Callable[[int, int], Any], tuple[int, ...]]] = {
+        "snis": (lambda samples, seed: scram.Snis(samples, 0.1, 1.0, seed=seed), (64, 256, 1024)),
+        "hybrid": (lambda samples, seed: scram.Hybrid(samples, seed=seed), (32, 64, 128, 256, 512, 1024)),
+    }
+    for name, (make, numbers) in methods.items():
+        groups, variances = [], []  # of seeds: their sums, [groups, numbers, ..]; and the variance of one run
         for samples in numbers:
+            sums = torch.zeros(GROUPS, 2, *truth.shape, dtype=torch.float64, device=DEVICE)  # of the rest, its square
             total, squares = torch.zeros_like(truth), torch.zeros_like(truth)
             for seed in range(seeds):
-                method = (
-                    scram.Snis(samples, 0.1, 1.0, seed=seed) if name == "snis" else scram.Hybrid(samples, seed=seed)
-                )
-                gap = problem.estimate(method).out.double() - truth
+                made = problem.estimate(make(samples, seed))
+                assert made.lse is not None
+                gap = made.out.double() - truth
+                rest = gap * (1 - (made.lse.double().unsqueeze(-1) - true_lse).exp())
+                sums[seed % GROUPS] += torch.stack([rest, rest.square()])
                 total += gap
                 squares += gap.square()
-            mean = total / seeds
-            variance = (squares / seeds - mean.square()) * seeds / (seeds - 1)
-            square = float((mean.square() - variance / seeds).sum())
-            deviation = float(variance.sum()) ** 0.5
-            seen.append((samples, max(square, 0.0) ** 0.5, deviation))
+            groups.append(sums)
+            variances.append(float(((squares - total.square() / seeds) / (seeds - 1)).sum()))
+            square, chance = _squared_bias(sums, seeds)
             rows.put(
-                f"bias {name} {samples}", samples=samples, seeds=seeds, bias=seen[-1][1], deviation=deviation,
-                chance=(float(variance.sum()) / seeds) ** 0.5,
+                f"bias {name} {samples}", samples=samples, seeds=seeds, bias=max(square, 0.0) ** 0.5,
+                deviation=variances[-1] ** 0.5, chance=chance,
             )  # fmt: skip
-            print("bias", name, *seen[-1], flush=True)
-        if name == "hybrid":  # drawn without replacement from M keys: 1/m becomes 1/m - 1/M
-            seen = [(1 / (1 / n - 1 / 4096), b, d) for n, b, d in seen]
-        slopes = [float(np.polyfit(*(np.log([one[i] for one in seen]) for i in (0, j)), 1)[0]) for j in (1, 2)]
-        rows.put(
-            f"slopes {name}", bias=slopes[0], variance=2 * slopes[1], against="1/m - 1/M" if name == "hybrid" else "1/T"
-        )
-        print("slopes", name, "bias", slopes[0], "variance", 2 * slopes[1], flush=True)
+            print("bias", name, samples, max(square, 0.0) ** 0.5, variances[-1] ** 0.5, chance, flush=True)
+        # Drawn without replacement from M keys: 1/m becomes 1/m - 1/M.
+        sizes = np.array([1 / (1 / n - (name == "hybrid") / 4096) for n in numbers])
+        for label, some in {"": slice(None), " from 128": slice(2, None)}.items():
+            if name == "snis" and label:
+                continue
+            slope, error = _bias_slope(sizes[some], groups[some], seeds)
+            spread = float(np.polyfit(np.log(sizes[some]), np.log(variances[some]), 1)[0])
+            against = "1/m - 1/M" if name == "hybrid" else "1/T"
+            rows.put(f"slopes {name}{label}", bias=slope, bias_error=error, variance=spread, against=against)
+            print("slopes", name, label, "bias", slope, "+-", error, "variance", spread, flush=True)
+
+
+def _squared_bias(sums: Tensor, seeds: float) -> tuple[float, float]:
+    """Of the sums over groups of seeds: the squared size of the mean without chance's part, and chance's size."""
+    total, squares = sums.sum(0)
+    variance = (squares - total.square() / seeds) / (seeds - 1)
+    chance = float(variance.sum()) / seeds
+    return float((total / seeds).square().sum()) - chance, chance**0.5
+
+
+def _bias_slope(sizes: Any, groups: list[Tensor], seeds: int) -> tuple[float, float]:
+    """In log-log, and its standard error: the jackknife over the groups of seeds."""
+
+    def slope(left_out: list[int]) -> float:
+        kept, number = [n for n in range(GROUPS) if n not in left_out], seeds * (1 - len(left_out) / GROUPS)
+        squares = [max(_squared_bias(sums[kept], number)[0], 1e-12) for sums in groups]
+        return float(np.polyfit(np.log(sizes), np.log(squares), 1)[0]) / 2
+
+    each = np.array([slope([n]) for n in range(GROUPS)])
+    return slope([]), float(((GROUPS - 1) * ((each - each.mean()) ** 2).mean()) ** 0.5)
+
+
+def cost_tensors(data: Data, size: int = 512) -> tuple[Tensor, Tensor, Tensor, float]:
+    """q, k, v and the scale that the cost is measured on."""
+    return data.tensors("stereo", size, 64, 1, torch.bfloat16)
 
 
 def cost(folder: Path, rows: store.Store, only: str) -> None:
-    from gpu import Data, Row, clock
+    from gpu import clock
 
-    q, k, v, scale = Data(folder).tensors(Row("paper"))
+    q, k, v, scale = cost_tensors(Data(folder))
     search = scram.Search.paper(seed=0)
 
     def sparse() -> Tensor:

@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import scram
 
 LONGEST = 2.0  # seconds of a rival's call; beyond it the largest shorter one is continued as n^2
+SLOW = 0.4  # seconds of a call that is timed once, after one to warm up
 SAMPLE = 1000  # queries that recall and error are measured on
 SIZES = (256, 512, 1024, 128, 64, 2048)  # a dense call is predicted from a smaller one before it is made
 WIDTHS = (3, 32, 64, 128)
@@ -41,6 +42,7 @@ MOST_ELEMENTS = {False: 2**31, True: 2**30}  # of q, forward and with backward: 
 NAMED = ("engine", "data", "size", "width", "heads", "kappa", "backward")
 LINE = ("engine", "data", "width", "heads", "kappa", "backward")
 DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+RIVALS = (*DENSE, "flex local")
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,17 @@ def matrix() -> Iterator[Row]:
     yield from (Row(engine, size=size) for size in SIZES for engine in ("paper", "captured", "cudnn"))
     yield from (Row("flash", size=row.size, width=row.width, heads=row.heads) for row in targets)
     yield Row("flash", backward=True)
-    for rivals in (("paper", "cudnn"), ("flash",)):
-        for width, heads in sorted(product(WIDTHS, HEADS), key=lambda pair: (pair[0] != 64) + (pair[1] == 24)):
-            for backward in (False, True):
-                for size in SIZES:
-                    if size**2 * width * heads <= MOST_ELEMENTS[backward]:
-                        yield from (Row(engine, "stereo", size, width, heads, 1, backward) for engine in rivals)
     yield from (Row("flex local", size=size, backward=b) for b in (False, True) for size in (64, 128, 256, 512))
+    for sizes in (SIZES[:2], SIZES[2:]):
+        for width, heads, size in product(sorted(WIDTHS, key=lambda width: width != 64), HEADS, sizes):
+            for backward, engine in product((False, True), ("paper", "cudnn", "flash")):
+                if size**2 * width * heads <= MOST_ELEMENTS[backward]:
+                    yield Row(engine, "stereo", size, width, heads, 1, backward)
+
+
+def compared() -> set[Row]:
+    """Rivals that are measured in every run, beside what they are compared with; others do not change with the code."""
+    return {row for row in islice(matrix(), 14) if row.engine == "cudnn"}
 
 
 def settings(row: Row, seed: Any = None) -> scram.Search:
@@ -152,7 +158,7 @@ def measure(row: Row, data: Data) -> dict[str, Any]:
     first = time.perf_counter() - begun
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    times = clock(once)
+    times = clock(once, first)
     result = {
         "ms": statistics.median(times),
         "ms_low": times[len(times) // 10],
@@ -166,29 +172,39 @@ def measure(row: Row, data: Data) -> dict[str, Any]:
         if row.dtype == torch.bfloat16 and row.heads == 1 and row.data not in SHAPES:
             q, k, _, _ = data.tensors(row.data, row.size, row.width, row.heads, torch.float32)
             found = scram.search(q, k, search=settings(row, 0), impl="triton")
-            result["recall_f32"] = float(scram.measure.recall(q, k, found, sample=SAMPLE).mean())
+            result["recall_f32"] = float(scram.measure.recall(q, k, found, sample=sample_of(row)).mean())
     return result
+
+
+def sample_of(row: Row) -> int:
+    """Queries that are compared with all keys: fewer where there are many keys."""
+    return SAMPLE if row.size <= 1024 else SAMPLE // 4
 
 
 def quality(row: Row, q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, float]:
     """Recall, captured mass and output error on a sample of the queries."""
     found = scram.search(q, k, search=settings(row, 0), impl="triton")
     attended = scram.attend(q, k, v, found, radius=1, scale=scale, impl="triton")
-    sample = max(64, SAMPLE // row.heads)
+    sample = max(64, sample_of(row) // row.heads)
     mass = scram.measure.captured_mass(q, k, attended, scale=scale, sample=sample)
     error = scram.measure.output_error(q, k, v, attended, scale=scale, sample=sample)
     recall = scram.measure.recall(q, k, found, sample=sample)
     return {"recall": float(recall.mean()), "captured_mass": float(mass.mean()), "output_error": float(error.mean())}
 
 
-def clock(call: Callable[[], None], seconds: float = 0.1) -> list[float]:
-    """Milliseconds of each call, sorted; a few calls at least, after as long a time to warm up clocks and caches."""
+def clock(call: Callable[[], None], first: float, seconds: float = 0.06) -> list[float]:
+    """Milliseconds of each call, sorted; a few calls at least, after as long a time to warm up clocks and caches.
+
+    `first` is how many seconds a call has taken already.
+    """
     begun = time.monotonic()
-    while time.monotonic() < begun + seconds:
+    while first < SLOW and time.monotonic() < begun + seconds:
         call()
         torch.cuda.synchronize()
     times: list[float] = []
-    while len(times) < 3 or (sum(times) < 1000 * seconds and len(times) < 50):
+    while len(times) < (1 if times and times[0] > 1000 * SLOW else 3) or (
+        sum(times) < 1000 * seconds and len(times) < 50
+    ):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
@@ -218,11 +234,13 @@ def extrapolated(row: Row, rows: dict[str, Any]) -> dict[str, Any] | None:
 def run(data: Data, store: Store, seconds: float, only: str, again: bool, commit: str | None) -> None:
     end = time.monotonic() + seconds
     this = 1 + max((row["run"] for row in store.data.values()), default=0)
-    commit = commit or current_commit()
+    commit, beside = commit or current_commit(), compared()
     for row in dict.fromkeys(matrix()):
         old = store.data.get(row.name)
-        if only not in row.name or (old is not None and (not again or old["commit"] == commit)):
+        fixed = row.engine in RIVALS and row not in beside
+        if only not in row.name or (old is not None and (not again or fixed or old["commit"] == commit)):
             continue
+        begun = time.monotonic()
         if time.monotonic() > end:
             break
         result = extrapolated(row, store.data)
@@ -235,7 +253,7 @@ def run(data: Data, store: Store, seconds: float, only: str, again: bool, commit
         figures = (
             f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in result.items()
         )
-        print(row.name, *figures, flush=True)
+        print(row.name, *figures, f"in {time.monotonic() - begun:.2f} s", flush=True)
 
 
 def table(rows: dict[str, Any]) -> str:
@@ -321,7 +339,7 @@ def main() -> None:
     one.add_argument("folder", type=Path)
     one.add_argument("--seconds", type=float, default=300)
     one.add_argument("--only", default="", help="rows whose name holds this")
-    one.add_argument("--again", action="store_true", help="also rows that were measured on another commit")
+    one.add_argument("--again", action="store_true", help="also rows of SCRAM that were measured on another commit")
     one.add_argument("--commit", help="what is measured, where git cannot tell")
     commands.add_parser("table")
     commands.add_parser("plot").add_argument("picture", type=Path)

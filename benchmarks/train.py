@@ -6,7 +6,8 @@
     python benchmarks/train.py table benchmarks/results/train.json
 
 Every pixel is a token, so CIFAR-10 has 32 x 32 of them. Both models have the same start, data and order of batches and
-differ in `search` alone. Each run is stored when it is done.
+differ in `search` alone. Then the same weights run through other attentions. Each run is stored when it is done;
+`--weights FOLDER` keeps what was trained, and takes it from there when it is found.
 """
 
 from __future__ import annotations
@@ -45,13 +46,30 @@ SMALL = ATTENTION | {
         "estimator": scram.Hybrid(samples=16),
     },
 }
-# How near SCRAM comes to dense attention with the same weights, when it is given more keys.
-WIDER: dict[str, dict[str, Any]] = {
-    f"{matches} matches, radius {radius}": {
-        "search": scram.Search(matches=matches, separation=radius),
-        "radius": radius,
-    }
-    for matches, radius in ((2, 1), (8, 2), (16, 3))
+
+
+def _through(matches: int, radius: int, samples: int = 0) -> dict[str, Any]:
+    how: dict[str, Any] = {"search": scram.Search(matches=matches, separation=radius), "radius": radius}
+    return how | ({"estimator": scram.Hybrid(samples=samples, stratified=True)} if samples else {})
+
+
+# What the same weights run through, from the settings of the training on.
+THROUGH: dict[str, dict[str, dict[str, Any]]] = {
+    "cifar": {
+        "as trained with SCRAM": ATTENTION["sparse"],
+        "8 matches, radius 2": _through(8, 2),
+        "16 matches, radius 3": _through(16, 3),
+        "hybrid, 8 matches, radius 1, 256 drawn": _through(8, 1, 256),
+        "hybrid, 8 matches, radius 2, 256 drawn": _through(8, 2, 256),
+        "hybrid, 4 matches, radius 1, 128 drawn": _through(4, 1, 128),
+        "hybrid, 8 matches, radius 2, 512 drawn": _through(8, 2, 512),
+    },
+    "digits": {
+        "as trained with SCRAM": SMALL["sparse"],
+        "3 matches, radius 2": _through(3, 2),
+        "4 matches, radius 2": _through(4, 2),
+        "hybrid, 4 matches, radius 1, 16 drawn": _through(4, 1, 16),
+    },
 }
 
 
@@ -164,11 +182,11 @@ def _augmented(x: Tensor, order: np.random.Generator) -> Tensor:
 
 
 @torch.inference_mode()
-def logits(model: Vit, data: Pictures, batch: int = 500) -> Tensor:
-    """Of all test pictures."""
+def logits(model: Vit, data: Pictures, batch: int = 500, half: bool = True) -> Tensor:
+    """Of all test pictures; half: in bf16 where training was."""
     model.eval()
     device = data.x.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.autocast(device.type, torch.bfloat16, enabled=half and device.type == "cuda"):
         return torch.cat([model(x).float() for x in data.test_x.split(batch)])
 
 
@@ -176,17 +194,19 @@ def accuracy(found: Tensor, data: Pictures) -> float:
     return 100 * float((found.argmax(-1) == data.test_y).float().mean())
 
 
-def run(task: Task, data: Pictures, kind: str, seed: int) -> dict[str, Any]:
-    """Train one model and test it; then the same weights with the other attention, and with more keys."""
-    attention = SMALL if task.grid == DIGITS.grid else ATTENTION
-    model, row = train(task, data, attention[kind], seed)
-    found = logits(model, data)
-    swapped = logits(copied(model, task, attention["sparse" if kind == "dense" else "dense"]), data)
-    row |= {"accuracy": accuracy(found, data), "swapped_accuracy": accuracy(swapped, data)}
-    few = replace(data, test_x=data.test_x[:1000], test_y=data.test_y[:1000])
-    dense = logits(copied(model, task, ATTENTION["dense"]), few)
-    agreement = {name: agree(logits(copied(model, task, how), few), dense) for name, how in WIDER.items()}
-    return row | {"agreement_with_dense": agreement}
+def through(name: str, task: Task, data: Pictures, model: Vit, row: dict[str, Any], file: Path) -> None:
+    """The same weights with dense attention, and how near others come to it; stored one by one."""
+    plain = copied(model, task, ATTENTION["dense"])
+    dense = logits(plain, data)
+    row |= {"accuracy": accuracy(dense, data), "through": {}}
+    row["through"]["dense in float32"] = agree(logits(plain, data, half=False), dense, data)  # what rounding does
+    for label, how in THROUGH[row["task"]].items():
+        start = time.perf_counter()
+        found = agree(logits(copied(model, task, how), data), dense, data)
+        row["through"][label] = {"settings": {key: str(value) for key, value in how.items()}, **found}
+        save(file, f"{name} same weights", **row)
+        shown = {key: round(value, 3) for key, value in found.items()}
+        print(f"  {label} {shown} {time.perf_counter() - start:.1f} s", flush=True)
 
 
 def copied(model: Vit, task: Task, attention: dict[str, Any]) -> Vit:
@@ -196,9 +216,11 @@ def copied(model: Vit, task: Task, attention: dict[str, Any]) -> Vit:
     return other
 
 
-def agree(found: Tensor, dense: Tensor) -> dict[str, float]:
+def agree(found: Tensor, dense: Tensor, data: Pictures) -> dict[str, float]:
+    """Of logits with those of dense attention."""
     same = (found.argmax(-1) == dense.argmax(-1)).float().mean()
-    return {"logits_error": float((found - dense).norm() / dense.norm()), "same_class": 100 * float(same)}
+    error = float((found - dense).norm() / dense.norm())
+    return {"accuracy": accuracy(found, data), "logits_error": error, "same_class": 100 * float(same)}
 
 
 def digits(device: str = "cpu") -> Pictures:
@@ -261,25 +283,32 @@ def save(file: Path, name: str, **row: Any) -> None:
 
 
 def show(file: Path) -> None:
-    """The stored runs as a table, mean and spread over the seeds."""
+    """The stored runs as tables, mean and spread over the seeds."""
+    stored = json.loads(file.read_text()).values()
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in json.loads(file.read_text()).values():
-        groups.setdefault((row["task"], row["attention"]), []).append(row)
-    print("| task | attention | accuracy, % (seeds) | ms per step | same weights, other attention: accuracy, % |")
-    print("|---|---|---|---|---|")
+    for row in stored:
+        if "step_ms" in row:
+            groups.setdefault((row["task"], row["attention"]), []).append(row)
+    print("| task | attention | accuracy, % (seeds) | ms per step |\n|---|---|---|---|")
     for (task, kind), rows in groups.items():
-        accuracy, step, swapped = (
-            statistics.mean(row[name] for row in rows) for name in ("accuracy", "step_ms", "swapped_accuracy")
-        )
+        accuracy, step = (statistics.mean(row[name] for row in rows) for name in ("accuracy", "step_ms"))
         each = ", ".join(f"{row['accuracy']:.1f}" for row in rows)
-        print(f"| {task} | {kind} | {accuracy:.2f} ({each}) | {step:.1f} | {swapped:.2f} |")
-    print("\n| task | trained with | the same weights: SCRAM with | logits, relative error | same class, % |")
-    print("|---|---|---|---|---|")
-    for (task, kind), rows in groups.items():
-        for name in rows[0]["agreement_with_dense"]:
-            found = [row["agreement_with_dense"][name] for row in rows]
-            error, same = (statistics.mean(one[key] for one in found) for key in ("logits_error", "same_class"))
-            print(f"| {task} | {kind} | {name} | {error:.3f} | {same:.1f} |")
+        print(f"| {task} | {kind} | {accuracy:.2f} ({each}) | {step:.1f} |")
+    print("\nThe same weights, against dense attention with them:\n")
+    print("| task | trained | steps | through | accuracy, % | logits, relative error | same class, % |")
+    print("|---|---|---|---|---|---|---|")
+    same: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for row in stored:
+        if "through" in row:
+            dense = {"dense": {"accuracy": row["accuracy"]}}
+            same.setdefault((row["task"], row["attention"], row["steps"]), []).append(dense | row["through"])
+    for (task, kind, steps), rows in same.items():
+        for name in rows[0]:
+            figures = [
+                form.format(statistics.mean(row[name][key] for row in rows)) if key in rows[0][name] else ""
+                for key, form in (("accuracy", "{:.2f}"), ("logits_error", "{:.3f}"), ("same_class", "{:.1f}"))
+            ]
+            print(f"| {task} | {kind} | {steps} | {name} | {' | '.join(figures)} |")
 
 
 def main() -> None:
@@ -290,6 +319,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after these")
+    parser.add_argument("--weights", type=Path, help="folder of trained weights, to take or to fill")
     parser.add_argument("--kinds", nargs="+", default=["sparse", "dense"], choices=list(SMALL))
     arguments = parser.parse_args()
     if arguments.what == "prepare":
@@ -307,14 +337,23 @@ def main() -> None:
             if time.perf_counter() - start > arguments.seconds:
                 print(f"no time for {kind} {seed}")
                 continue
-            begin = time.perf_counter()
-            row = run(task, data, kind, seed)
-            row |= {"task": arguments.what, "attention": kind, "seed": seed, "steps": task.steps, "batch": task.batch}
-            attention = SMALL if arguments.what == "digits" else ATTENTION
-            settings = {name: str(value) for name, value in attention[kind].items()}
-            save(arguments.files[-1], f"{arguments.what} {kind} {seed}", **row, settings=settings)
-            print(kind, seed, {n: round(v, 3) for n, v in row.items() if isinstance(v, float)}, flush=True)
-            print(f"  {time.perf_counter() - begin:.1f} s", flush=True)
+            name, file = f"{arguments.what} {kind} {seed}", arguments.files[-1]
+            row = {"task": arguments.what, "attention": kind, "seed": seed, "steps": task.steps, "batch": task.batch}
+            attention = (SMALL if arguments.what == "digits" else ATTENTION)[kind]
+            kept = None if arguments.weights is None else arguments.weights / f"{name} {task.steps}.pt"
+            if kept is not None and kept.exists():
+                model = Vit(task, **attention).to(device)
+                model.load_state_dict(torch.load(kept, device, weights_only=True))
+            else:
+                model, found = train(task, data, attention, seed)
+                found["accuracy"] = accuracy(logits(model, data), data)
+                settings = {name: str(value) for name, value in attention.items()}
+                save(file, name, **row, **found, settings=settings)
+                print(name, {n: round(v, 3) for n, v in found.items()}, flush=True)
+                if kept is not None:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    torch.save(model.state_dict(), kept)
+            through(name, task, data, model, row, file)
     return show(arguments.files[-1])
 
 

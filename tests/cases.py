@@ -41,6 +41,7 @@ class Case:
     warm: int = 0  # kappa of the warm start, 0 for none
     dtype: torch.dtype = torch.float32
     strided: bool = False
+    offset: float = 0.0  # of every key's first feature: what all scores of a query share; they are exact in float32
     method: str = "query"
 
     @property
@@ -105,6 +106,7 @@ CASES = [
     Case("bfloat16 l2", dtype=torch.bfloat16, score="l2", extra=2),
     Case("cosine", score="cosine", extra=2, kappa=3),
     Case("l2", score="l2", causal=True),
+    Case("large common scores", offset=2.0**13, extra=1),
     Case("mean", weight="mean", extra=2),
     Case("relu", weight="relu", mask="row", batch=2),
     Case("mean of l2", weight="mean", score="l2"),
@@ -162,6 +164,7 @@ def make_tensors(case: Case, seed: int = 0, integer: bool = False) -> Tensors:
             x = torch.randint(-3, 4, shape, generator=generator)
         else:
             x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            x = (8 * x).round() / 8 if case.offset else x
         return _spread(x) if case.strided else x
 
     def keys(kappa: int) -> scram.Matches:
@@ -172,10 +175,12 @@ def make_tensors(case: Case, seed: int = 0, integer: bool = False) -> Tensors:
     key_heads = case.key_heads or case.heads
     q = features(case.batch, case.heads, *case.grid, case.width).to(case.dtype)
     k = features(case.batch, key_heads, *case.keys_grid, case.width).to(case.dtype)
+    k[..., 0] += case.offset
     v = features(case.batch, key_heads, *case.keys_grid, case.value_width).to(case.dtype)
     extra = None
     if case.extra:
         k_extra = features(case.batch, key_heads, case.extra, case.width).to(case.dtype)
+        k_extra[..., 0] += case.offset
         extra = k_extra, features(case.batch, key_heads, case.extra, case.value_width).to(case.dtype)
     return Tensors(q, k, v, extra, _mask(case, generator), keys(case.warm) if case.warm else None, keys(case.kappa))
 

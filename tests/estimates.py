@@ -9,6 +9,8 @@ from torch import Tensor
 
 import scram
 from cases import Case, Tensors, gradients, make_tensors, named
+from scram import estimate_ops, reference
+from scram.grid import LegalKeys
 
 HYBRID = scram.Hybrid(samples=9, seed=11)
 CELLS = scram.Hybrid(samples=12, stratified=True, seed=11)
@@ -126,3 +128,24 @@ def assert_told(truth: list[Tensor], told: list[Tensor]) -> None:
 
 def tensors_of(one: Estimated, seed: int = 0) -> Tensors:
     return make_tensors(one.case, seed)
+
+
+def tail_of_large_scores(impl: str, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """A hybrid's tail joined with a head where all scores share 10000: out, lse and the gradients of both."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(1, 2, 7, 8, 4)] * 4 + [(1, 2, 7, 8)]
+    leaves = [torch.randn(shape, generator=generator) for shape in shapes]
+    leaves[0][..., 0], leaves[1][..., 0] = 100, 200
+    leaves[4] += 10001
+    leaves = [x.to(device, dtype).requires_grad_() for x in leaves]
+    q, k, v, *head = leaves
+    index = torch.arange(2 * 56, dtype=torch.int32, device=device).reshape(1, 2, 7, 8, 1) % 56
+    how = {"seed": torch.tensor(11), "samples": 20, "stratified": False, "radius": (1, 1), "scale": 0.5}
+    if impl == "reference":
+        legal = LegalKeys.of(q, k, False, None)
+        out, lse, _ = reference.tail(q, k, v, index, *head, legal=legal, score="dot", **how)
+    else:
+        out, lse, _ = estimate_ops.tail(q, k, v, index, *head, key_mask=None, causal=False, impl=impl, **how)
+    wish = torch.randn(out.shape, generator=generator).to(device, dtype)
+    grads = torch.autograd.grad((out * wish).sum() + lse.sum(), leaves)
+    return [x.detach().cpu() for x in (out, lse, *grads)]

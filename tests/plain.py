@@ -216,8 +216,9 @@ def pairwise(q: torch.Tensor, k: torch.Tensor, score: str) -> torch.Tensor:
 def weigh(a: torch.Tensor, some: torch.Tensor, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
     """f / C over the keys in the table [N, M], and log C."""
     empty = ~some.any(-1)
-    f = {"softmax": a.exp(), "relu": a.clamp(min=0), "mean": a}[weight]
+    top = a.detach().amax(-1) if weight == "softmax" else torch.zeros_like(a[:, 0])  # large scores have no exp
+    f = {"softmax": (a - top[:, None]).exp(), "relu": a.clamp(min=0), "mean": a}[weight]
     f = torch.where(some, f, 0)
     c = f.sum(-1) if weight == "softmax" else some.sum(-1).to(a)
     c = torch.where(empty, 1, c)
-    return f / c[:, None], torch.where(empty, -torch.inf, c.log())
+    return f / c[:, None], torch.where(empty, -torch.inf, c.log() + top)

@@ -251,6 +251,20 @@ def test_nan_reaches_only_queries_whose_windows_hold_it(impl, which, weight):
     assert all(grad.isfinite().all() for grad in grads)
 
 
+@pytest.mark.parametrize("weight", ["mean", "relu"])
+def test_a_dropped_weight_is_zero_even_if_it_was_nan(impl, weight):
+    """Without a softmax one NaN score is one NaN weight; some queries drop it, the same ones everywhere."""
+    q, k, v = (torch.ones(1, 1, 40, 1) for _ in range(3))
+    k[0, 0, 20] = torch.nan
+    matches = scram.Matches(torch.full((1, 1, 40, 1), 20, dtype=torch.int32), torch.zeros(1, 1, 40, 1), (40,))
+    torch.manual_seed(0)
+    out = scram.attend(q, k, v, matches, weight=weight, dropout_p=0.5, impl=impl).out.flatten()
+    torch.manual_seed(0)
+    kept = scram.attend(q, k.nan_to_num(9), v, matches, weight=weight, dropout_p=0.5, impl=impl).out.flatten() > 3
+    assert (out.isnan() == kept).all()
+    assert 10 < kept.sum() < 30
+
+
 def test_nan_query_reaches_no_other(impl):
     q, k, v = randn(3, 1, 1, 40, 4).unbind()
     found = matches(torch.arange(40).reshape(1, 1, 40, 1), (40,))

@@ -236,3 +236,46 @@ def test_attention_checks_what_its_parts_check():
             scram.attention(Q, K, V, **{"search": scram.Search(sweeps=0), "impl": "reference", **how})
     with pytest.raises(ValueError, match=r"v must be \[B, Hk"):
         scram.attention(Q, K, V[:, :1], impl="reference")
+
+
+def attention(q=Q[:1, :2], k=Q[:1, :2], v=Q[:1, :2], **how):
+    return scram.attention(q, k, v, search=scram.Search(sweeps=0, seed=0), impl="reference", **how)
+
+
+def test_a_sound_call_is_checked_once(monkeypatch):
+    monkeypatch.setattr(scram.api, "_sound", {})
+    monkeypatch.setattr(scram.api, "MOST_SOUND", 2)
+    seen = []
+    monkeypatch.setattr(scram.api, "_check_scores", lambda *given: seen.append(given[2]))
+    for how in ({}, {}, {"causal": True}, {"causal": True}, {}, {"radius": 2}, {}):
+        attention(**how)
+    assert seen == [False, True, False, False]  # the third kind is one too many: all are forgotten
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"k": Q[:1, :2, 1:], "causal": True},
+        {"v": Q[:1, :2, 1:]},
+        {"v": Q[:1, :2].double()},
+        {"v": Q[:1, :2].to(META)},
+        {"v": Q[:1, :2].to_sparse()},
+        {"v": Q[:1, :2].numpy()},
+        {"causal": 1},
+        {"radius": True},
+        {"radius": -1},
+        {"radius": [1, 1, 1]},
+        {"scale": True},
+        {"scale": -1.0},
+        {"dropout_p": 1.0},
+        {"weight": ["softmax"]},
+        {"score": "sum"},
+        {"key_mask": MASK},
+        {"extra": PAIR},
+    ],
+    ids=str,
+)
+def test_a_call_like_a_sound_one_is_refused(wrong):
+    attention(causal=True, scale=1.0)
+    with pytest.raises((TypeError, ValueError), match=r"must|needs"):
+        attention(**{"causal": True, "scale": 1.0, **wrong})

@@ -10,7 +10,19 @@ from torch.autograd import forward_ad
 import plain
 import scram
 from cases import IMPLS, assert_as_near_float64
-from estimates import ESTIMATES, HYBRID, SNIS, WALKS, assert_told, estimated, everything, run_estimate, size, tensors_of
+from estimates import (
+    CELLS,
+    ESTIMATES,
+    HYBRID,
+    SNIS,
+    WALKS,
+    assert_told,
+    estimated,
+    everything,
+    run_estimate,
+    size,
+    tensors_of,
+)
 from scram import draws
 from scram.grid import LegalKeys
 
@@ -306,6 +318,31 @@ def test_gradients_of_the_hybrid_and_of_snis_in_float64(impl):
             return made.out, made.lse
 
         assert torch.autograd.gradcheck(run, [*leaves, *extra])
+
+
+@pytest.mark.parametrize("method", [HYBRID, CELLS, SNIS], ids=["hybrid", "stratified", "snis"])
+@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "reference"])
+def test_a_large_part_that_all_scores_share_costs_no_digits(impl, method):
+    """Weights made from an lse of 10000 in float32 would be off by a thousandth, and dq by as much of a common key."""
+    leaves = [features(1, 2, 7, 8, 4, seed=n) for n in range(3)]
+    leaves[0][..., 0], leaves[1][..., 0] = 100, 200
+    truth, same, ours = (everything_of(leaves, method, *how) for how in shared_part_runs(impl))
+    assert float(truth[1].min()) > 9e3
+    assert_as_near_float64(truth, same, ours, size)
+
+
+def shared_part_runs(impl):
+    return ("reference", torch.float64), ("reference", torch.float32), (impl, torch.float32)
+
+
+def everything_of(leaves, method, impl, dtype):
+    """out, lse and the gradients of a functional of both."""
+    leaves = [x.float().to(dtype).requires_grad_() for x in leaves]
+    index = torch.arange(2 * 56, dtype=torch.int32).reshape(1, 2, 7, 8, 1) % 56
+    found = scram.Matches(index, torch.zeros(index.shape), (7, 8))
+    made = scram.estimate(*leaves, found, method=method, impl=impl)
+    total = (made.out * features(*made.out.shape, seed=7).to(dtype)).sum() + made.lse.sum()
+    return [made.out.detach(), made.lse.detach(), *torch.autograd.grad(total, leaves)]
 
 
 def test_diagnostics_carry_no_gradient(impl):

@@ -4,8 +4,16 @@ import pytest
 import torch
 
 import scram
-from cases import assert_as_near_float64
-from estimates import ESTIMATES, assert_told, everything, size, tensors_of
+from cases import assert_as_near_float64, named
+from estimates import (
+    ESTIMATES,
+    Estimated,
+    assert_told,
+    everything,
+    size,
+    tail_of_large_scores,
+    tensors_of,
+)
 from test_gpu_device import on_device
 
 pytestmark = [
@@ -14,7 +22,18 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("one", [one for one in ESTIMATES if one.case.dtype != torch.float64], ids=str)
+WIDE = {"grid": (20, 20), "width": 64, "value_width": 64}
+LARGE = [  # blocks as they are multiplied in practice, several of them
+    Estimated(named("bfloat16", **WIDE, kappa=1), scram.Hybrid(300, seed=11)),
+    Estimated(named("bfloat16", **WIDE, kappa=9, causal=True), scram.Hybrid(300, seed=11)),
+    Estimated(named("float16", **WIDE), scram.Hybrid(300, stratified=True, seed=11)),
+    Estimated(named("bfloat16", **{**WIDE, "width": 130, "value_width": 130}, mask="head"), scram.Hybrid(70, seed=11)),
+    Estimated(named("bfloat16 l2", **WIDE), scram.Hybrid(300, stratified=True, seed=11)),
+    Estimated(named("rank 2", **WIDE), scram.Hybrid(300, seed=11)),
+]
+
+
+@pytest.mark.parametrize("one", [*(one for one in ESTIMATES if one.case.dtype != torch.float64), *LARGE], ids=str)
 def test_as_near_float64_as_the_reference(one):
     tensors = tensors_of(one)
     truth, told_truth = everything(one, tensors, "reference", torch.float64)
@@ -54,3 +73,8 @@ def test_a_later_value_of_nan_reaches_no_earlier_query():
     out = scram.estimate(q, k, v, found, method=scram.Hybrid(144, seed=0), causal=True, impl="triton").out.flatten(2, 3)
     assert out[0, 0, :72].isfinite().all()
     assert out[0, 0, 72:].isnan().all()
+
+
+def test_a_large_part_that_all_scores_share_costs_no_digits():
+    truth, same = (tail_of_large_scores("reference", dtype) for dtype in (torch.float64, torch.float32))
+    assert_as_near_float64(truth, same, tail_of_large_scores("triton", torch.float32, "cuda"), size)

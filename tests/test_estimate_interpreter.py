@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from cases import assert_as_near_float64, named
-from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, assert_told, everything, size, tensors_of
+from estimates import (
+    CELLS,
+    HYBRID,
+    SNIS,
+    WALKS,
+    Estimated,
+    assert_told,
+    everything,
+    size,
+    tail_of_large_scores,
+    tensors_of,
+)
 from test_gpu_interpreter import INTERPRETED, _quick, interpreted, launched  # noqa: F401
 
 SMALL = {"grid": (3, 4), "kappa": 2}
@@ -24,7 +35,7 @@ ROWS = [
     (Estimated(named("one row fully masked", grid=(3, 3)), replace(WALKS, samples=6, chains_per_mode=1)), True),
 ]
 KERNELS = {
-    "Hybrid": ["rank_kernel", "tail_kernel", "queries_kernel", "keys_kernel"],
+    "Hybrid": ["rank_kernel", "gather_kernel", "tail_kernel", "gather_kernel", "queries_kernel", "keys_kernel"],
     "Snis": ["draw_kernel", "visit_kernel", "draw_kernel", "visit_backward_kernel"],
     "MetropolisHastings": ["walk_kernel", "visit_kernel", "walk_kernel", "visit_backward_kernel"],
 }
@@ -36,7 +47,7 @@ def test_in_the_interpreter():
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(ROWS)} passed" in done.stdout, done.stdout[-500:]
+    assert f"{len(ROWS) + 1} passed" in done.stdout, done.stdout[-500:]
 
 
 @interpreted
@@ -51,3 +62,9 @@ def test_as_near_float64_as_the_reference(one, repeatable, launched, monkeypatch
     assert_told(told_truth, told)
     ours = [name for name in launched if name not in ("attend_kernel", "backward_kernel")]
     assert ours == (KERNELS[type(one.method).__name__] if one.case.batch else [])
+
+
+@interpreted
+def test_a_large_part_that_all_scores_share_costs_no_digits():
+    truth, same = (tail_of_large_scores("reference", dtype) for dtype in (torch.float64, torch.float32))
+    assert_as_near_float64(truth, same, tail_of_large_scores("triton", torch.float32), size)

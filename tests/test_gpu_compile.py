@@ -126,9 +126,9 @@ def test_the_cases_reach_every_choice_of_the_launchers(launches):
             **{flag: {False, True} for flag in FLAGS | POINTERS_OR_NONE},
         }
         assert values == everything.get(choice, values), (name, choice)
-    rows = {(lanes, warps) for lanes, _, warps in (*tiles.SEARCH.values(), tiles.SEARCH_WIDE)}
+    rows = {(lanes, warps) for lanes, _, warps in (tiles.SEARCH_NARROW, *tiles.SEARCH.values(), tiles.SEARCH_WIDE)}
     assert shapes["sweep_kernel"] == rows
-    windows_rows = (tiles.ATTEND_NARROW, tiles.ATTEND, tiles.ATTEND_WIDE)
+    windows_rows = (tiles.ATTEND_NARROW, tiles.ATTEND)
     assert shapes["attend_kernel"] == {(lanes, warps) for lanes, _, warps in windows_rows}
 
 
@@ -160,7 +160,7 @@ def test_the_tile_search_compiles(case, architecture, monkeypatch):
     assert set(compiled) == wanted
 
 
-FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "SHIFT", "STAY", "TURNS", "DROPOUT", "REPEATABLE"}
+FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "SHIFT", "STAY", "TURNS", "DROPOUT", "REPEATABLE", "SEVERAL"}
 POINTERS_OR_NONE = {"mask", "warm", "wide", "SEED", "k_extra", "v_extra"}
 
 
@@ -221,7 +221,7 @@ def test_estimators_compile(one, first, monkeypatch):
         made = run_estimate(one, tensors, leaves, "triton")
         torch.autograd.grad(made.out.sum(), leaves)
     wanted = (
-        {"rank_kernel", "queries_kernel", "keys_kernel"}
+        {"rank_kernel", "gather_kernel", "queries_kernel", "keys_kernel"}
         if first == "tail"
         else {"visit_kernel", "visit_backward_kernel"}
     )

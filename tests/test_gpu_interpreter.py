@@ -61,6 +61,7 @@ WINDOWS = [
     "strided",
     "float16",
     "l2",  # bfloat16 on a device only: the interpreter cuts it instead of rounding
+    "large common scores",
     "mean",
     "relu",
     "extra and a masked row",

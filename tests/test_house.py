@@ -45,7 +45,7 @@ BELOW = {
     },
     "nn": {"api", "check", "estimators", "pick", "scoring", "types"},
     "patch": {"api", "check", "types"},
-    "trust": {"api", "check", "exact", "grid", "measure", "precision", "scoring", "types"},
+    "trust": {"api", "check", "exact", "grid", "measure", "precision", "schedule", "scoring", "types"},
 }
 
 

@@ -103,6 +103,26 @@ def test_state_dict_is_that_of_multihead_attention():
         mha.load_state_dict(layer.state_dict())
 
 
+def test_it_starts_as_multihead_attention_does():
+    for settings in ({}, *MHA.values()):
+        starts = []
+        for module in (nn.MultiheadAttention, GridAttention):
+            torch.manual_seed(0)
+            starts.append(module(12, 3, **settings).state_dict())
+        torch.testing.assert_close(dict(starts[0]), dict(starts[1]), rtol=0, atol=0)
+
+
+def test_what_the_mask_of_a_block_hides():
+    block = NonLocalBlock(4, norm=False, **WHOLE)
+    nn.init.normal_(block.out.weight)
+    x, mask = torch.randn(1, 4, 5, 6), torch.ones(1, 5, 6, dtype=torch.bool)
+    mask[0, 2, 3] = False
+    other = torch.where(mask[:, None], x, -x)
+    seen = mask[:, None].expand_as(x)
+    assert (block(x, key_mask=mask)[seen] == block(other, key_mask=mask)[seen]).all()
+    assert (block(x)[seen] != block(other)[seen]).any()
+
+
 def test_empty_batch():
     layer, block = GridAttention(12, 3), NonLocalBlock(4).eval()
     assert layer(torch.randn(0, 4, 5, 12), tokens=torch.randn(0, 1, 12)).shape == (0, 4, 5, 12)
@@ -184,6 +204,75 @@ def test_kept_matches_start_the_next_call(module):
     module.train()
     module(x)
     assert module.matches is None
+
+
+def test_kept_matches_of_other_keys_or_devices_start_anew():
+    layer = GridAttention(12, 3, search=scram.Search(seed=0), keep_matches=True).eval()
+    x = grids(4, 5)
+    layer(x, grids(3, 6))
+    assert (layer(x, key=grids(2, 4)).isfinite()).all()
+    layer.kept_index, layer.kept_score = layer.kept_index.to("meta"), layer.kept_score.to("meta")
+    assert "found ?" in repr(layer.matches)
+    layer(x, grids(2, 4))
+    assert layer.matches.index.is_cpu
+
+
+def test_matches_from_the_caller_beat_those_kept():
+    layer = GridAttention(12, 3, search=scram.Search(), keep_matches=True).eval()
+    layer.warm_search = scram.Search(sweeps=0)
+    x = grids(4, 5)
+    layer(x)
+    warm = scram.Matches((layer.matches.index + 1) % 20, layer.matches.score, (4, 5))
+    layer(x, warm=warm)
+    assert (layer.matches.index == warm.index).all()
+    block = NonLocalBlock(12, keep_matches=True).eval()
+    block.warm_search = scram.Search(sweeps=0)
+    block(x.movedim(-1, 1))
+    warm = scram.Matches((block.matches.index + 1) % 20, block.matches.score, (4, 5))
+    block(x.movedim(-1, 1), warm=warm)
+    assert (block.matches.index == warm.index).all()
+
+
+def test_the_search_knows_mask_and_score():
+    mask, x = torch.rand(2, 4, 5) < 0.4, 3 * grids(4, 5)
+    for module, given in (
+        (GridAttention(12, 3, score="l2", search=scram.Search(seed=0), keep_matches=True), x),
+        (NonLocalBlock(12, form="gaussian", search=scram.Search(seed=0), keep_matches=True), x.movedim(-1, 1)),
+    ):
+        module.eval()(given, key_mask=mask)
+        found = module.matches.index
+        assert mask.flatten(1)[:, None].expand(-1, found.shape[1], -1).gather(2, found.flatten(2).long()).all()
+    layer = GridAttention(12, 3, score="l2", search=scram.Search(seed=0, sweeps=12), keep_matches=True).eval()
+    layer(x)
+    q, k, _ = layer._project(x, x, x)
+    recall = scram.measure.recall(q, k, layer.matches, score="l2")
+    assert (recall > scram.measure.recall(q, k, scram.search(q, k, search=layer.search), score="l2")).all()
+
+
+def test_values_of_their_own():
+    mha = nn.MultiheadAttention(12, 3, batch_first=True).eval()
+    x, value = grids(4, 5), grids(4, 5)
+    layer = GridAttention.from_mha(mha, **WHOLE)
+    assert not layer.training
+    torch.testing.assert_close(flat(layer(x, x, value)), mha(flat(x), flat(x), flat(value), need_weights=False)[0])
+
+
+def test_reading_is_not_causal():
+    x, tokens = grids(4, 5), torch.randn(2, 3, 12)
+    causal, plain = GridAttention(12, 3, causal=True), GridAttention(12, 3)
+    plain.load_state_dict(causal.state_dict())
+    torch.testing.assert_close(causal.read(tokens, x), plain.read(tokens, x))
+
+
+def test_export():
+    """For any size; an exported program keeps no matches."""
+    layer, x = GridAttention(12, 3, search=scram.Search(seed=0), keep_matches=True).eval(), grids(4, 5)
+    sides = tuple(torch.export.Dim(name) for name in ("height", "width"))
+    program = torch.export.export(layer, (x,), dynamic_shapes=({1: sides[0], 2: sides[1]},)).module()
+    assert layer.matches is None
+    for given in (x, grids(6, 9)):
+        torch.testing.assert_close(program(given), layer(given))
+        layer.reset()
 
 
 def test_kept_matches_compile():
@@ -274,6 +363,8 @@ def test_modules_print_themselves():
 
 WRONG = [
     (lambda: GridAttention(12, 5), r"num_heads must divide embed_dim, got 5 heads and 12 channels"),
+    (lambda: GridAttention(12, 3, batch_first=False), r"batch_first must be True.*use x.movedim\(0, -2\)"),
+    (lambda: GridAttention.from_mha(nn.Linear(12, 12)), r"mha must be a torch.nn.MultiheadAttention, got Linear"),
     (lambda: GridAttention(12, 3, radius=-1), r"radius must be at least 0, got -1"),
     (lambda: GridAttention(12, 3, search=3), r"search must be a scram.Search, got int"),
     (lambda: GridAttention(12, 3, scale=-1.0), r"scale must be positive"),

@@ -40,11 +40,11 @@ def test_a_mode_sees_the_operators_and_changes_nothing(tensors):
 
 def test_torch_is_idle_for_plain_tensors_only(tensors):
     q, k, _ = tensors
-    assert ops._idle((q, k, None))
-    assert ops._idle((torch.nn.Parameter(q), k))
-    assert not ops._idle((q.as_subclass(Subclass), k))
+    assert ops.idle((q, k, None))
+    assert ops.idle((torch.nn.Parameter(q), k))
+    assert not ops.idle((q.as_subclass(Subclass), k))
     asked = []
-    torch.vmap(lambda x: (asked.append(ops._idle((x,))), x)[1])(q)
+    torch.vmap(lambda x: (asked.append(ops.idle((x,))), x)[1])(q)
     assert asked == [False]
 
 
@@ -53,7 +53,7 @@ def test_gradients_are_the_same_with_and_without_the_dispatcher(tensors, seen, m
     given = []
     for idle in (True, False):
         leaves = [x.clone().requires_grad_() for x in tensors]
-        monkeypatch.setattr(ops, "_idle", lambda _, idle=idle: idle)
+        monkeypatch.setattr(ops, "idle", lambda _, idle=idle: idle)
         found = scram.search(*leaves[:2], search=SETTINGS, impl="numba")
         out, lse = scram.attend(*leaves, found, impl="numba")
         given.append(torch.autograd.grad(out.square().sum() + (lse.sum() if seen else 0), leaves))

@@ -1,6 +1,8 @@
 """SCRAM inside models that call torch's attention: what is replaced, what is left alone, and what the report says."""
 
+import contextlib
 import re
+import sys
 import threading
 import warnings
 
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as imported
+from torch.utils.checkpoint import checkpoint
 
 import scram
 from test_compile import graphs_are
@@ -30,6 +33,7 @@ TAKEN = {
     "causal after a prefix": (3, {}, {"is_causal": True}),
     "grouped heads": (2, {"heads": 4}, {"enable_gqa": True}),
     "key mask": (0, {}, {"attn_mask": torch.arange(40).reshape(2, 1, 1, 20) % 3 > 0}),
+    "a key mask for each head": (0, {}, {"attn_mask": torch.arange(80).reshape(2, 2, 1, 20) % 3 > 0}),
     "one key mask for all": (0, {}, {"attn_mask": torch.arange(20).reshape(1, 20) % 3 > 0}),
 }
 
@@ -68,6 +72,8 @@ def test_it_is_scram_that_answers():
 
 LEFT = {
     "another length": (tensors(19), {}, r"19 queries and 19 keys, the grid has 1 \+ 4 x 5 = 21"),
+    "fewer keys": ([x[:, :, :n] for x, n in zip(tensors(), (21, 9, 9), strict=True)], {}, "21 queries and 9 keys"),
+    "a dropout of everything": (tensors(), {"dropout_p": 1.0}, "a dropout of 1.0"),
     "a float bias": (tensors(), {"attn_mask": torch.zeros(21, 21)}, "a float bias"),
     "a mask beside a prefix": (tensors(), {"attn_mask": torch.ones(1, 1, 1, 21, dtype=torch.bool)}, "beside prefix"),
     "a negative scale": (tensors(), {"scale": -1.0}, "a scale of -1.0"),
@@ -100,6 +106,67 @@ def test_torch_still_says_what_is_wrong():
     q, k, v = tensors()
     with scram.patch_sdpa(**WHOLE, prefix=1), pytest.raises(RuntimeError, match="dtype"):
         F.scaled_dot_product_attention(q, k.double(), v)
+    mask = torch.ones(1, 1, 1, 21, dtype=torch.bool)
+    with scram.patch_sdpa(**WHOLE | {"grid": (21,)}), pytest.raises(RuntimeError, match="is_causal"):
+        F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    with scram.patch_sdpa(**WHOLE, prefix=1) as report, contextlib.suppress(RuntimeError):
+        F.scaled_dot_product_attention(q, k.to("meta"), v)
+    assert report.calls[0].why_not == "tensors on several devices"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_ragged_tensors_are_left_alone():
+    q = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (20, 7)], layout=torch.jagged).transpose(1, 2)
+    want = F.scaled_dot_product_attention(q, q, q)
+    with scram.patch_sdpa(**WHOLE) as report:
+        out = F.scaled_dot_product_attention(q, q, q)
+    assert (out.values() == want.values()).all()
+    assert report.calls[0].why_not == "tensors that are not dense"
+
+
+def test_dropout_reaches_prefix_and_grid():
+    """Of values of one: without dropout the output is one too."""
+    q, k, v = tensors()
+    with scram.patch_sdpa(**WHOLE, prefix=1):
+        out = F.scaled_dot_product_attention(q, k, torch.ones_like(v), dropout_p=0.5)
+    for part in (out[:, :, :1], out[:, :, 1:]):
+        assert (part - 1).abs().max() > 0.1
+
+
+def test_settings_go_along(monkeypatch):
+    seen = {}
+    attention = scram.api.attention
+    monkeypatch.setattr(scram.api, "attention", lambda *x, **how: seen.update(how) or attention(*x, **how))
+    settings = {"search": scram.Search(sweeps=1), "radius": (0, 2), "impl": "reference"}
+    with scram.patch_sdpa(grid=GRID, **settings):
+        F.scaled_dot_product_attention(*tensors(20), scale=0.7)
+    assert {name: seen[name] for name in (*settings, "scale")} == {**settings, "scale": 0.7}
+
+
+@pytest.mark.parametrize("how", ["backward", "reentrant backward", "grad"])
+def test_a_checkpoint_inside_computes_the_same_again(how):
+    """The second time it runs while torch handles a call that the patch sees, too."""
+    q, k, v = tensors(20)
+    with scram.patch_sdpa(grid=GRID, radius=0) as report:
+        out = checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=how.startswith("reentrant"))
+        loss = out.square().sum()
+        _ = torch.autograd.grad(loss, q) if how == "grad" else loss.backward()
+    assert (report.replaced, report.left_alone) == (2, 0)
+
+
+class Tagged(torch.Tensor):
+    """A tensor of the caller's own class."""
+
+
+def test_multihead_attention_as_a_function():
+    """With nothing but what it needs, and with tensors of another class."""
+    mha, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 20, 16)
+    needed = (16, 2, mha.in_proj_weight, mha.in_proj_bias, None, None, False, 0.0, *mha.out_proj.parameters())
+    with scram.patch_sdpa(**WHOLE) as report:
+        assert F.multi_head_attention_forward(*[x.transpose(0, 1)] * 3, *needed)[1] is not None
+        mine = x.as_subclass(Tagged)
+        mha(mine, mine, mine, need_weights=False)
+    assert report.replaced == 1
 
 
 class ClassToken(nn.Module):
@@ -208,6 +275,8 @@ def test_transformers(vit):
     x = torch.randn(2, 3, 32, 32)
     want = vit(x).last_hidden_state
     report = scram.patch.register_transformers("scram-whole", grid=(8, 8), prefix=1, radius=99)
+    masks = sys.modules["transformers"].AttentionMaskInterface()
+    assert masks["scram-whole"] is masks["sdpa"]
     vit.set_attn_implementation("scram-whole")
     torch.testing.assert_close(vit(x).last_hidden_state, want)
     assert (report.replaced, report.left_alone) == (2, 0)

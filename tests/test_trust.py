@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import scram
-from scram.trust import Interval, _mean, _quantile
+from scram.trust import Cost, Interval, Trust, _mean, _quantile
 
 SEARCH = scram.Search(seed=0)
 
@@ -126,7 +126,28 @@ def test_a_small_grid_stays_dense():
     found = scram.trust(q, k, v, search=SEARCH, scale=1.0)
     assert found.mass.value > 0.9
     assert found.verdict == "dense"
-    assert f"on so small a grid the search may read {found.cost.sparse} keys of 144" in str(found)
+    assert f"on so small a grid SCRAM may score {found.cost.sparse} keys, dense attention 144" in str(found)
+
+
+@pytest.mark.parametrize("method", ["query", "tile"])
+def test_the_cost_is_what_the_search_scores(method):
+    """Counted in the reference with a score that counts; no more, and, since some offers fail, not much less."""
+    grid, sweeps, scored = (16, 16), 3, 0
+
+    def score(q, k):
+        nonlocal scored
+        pairs = torch.broadcast_tensors(q, k)[0]
+        scored += pairs[..., 0].numel()
+        return (q * k).sum(-1)
+
+    q, k = torch.randn(1, 1, *grid, 4), torch.randn(1, 1, *grid, 4)
+    search = scram.Search(method, matches=2, sweeps=sweeps, jumps=(2, 1), gossip=2, seed=0)
+    matches = scram.search(q, k, search=search, score=score)
+    made = scored / 256
+    found = scram.trust(q, k, k, search=search, radius=0, matches=matches, samples=40)
+    looked = found.cost.sparse - 2  # without the windows
+    assert 0.9 * looked < made <= looked
+    assert found.cost == (looked + 2, looked + 42, 256)
 
 
 def test_the_worst_head_decides():
@@ -160,11 +181,81 @@ def test_predicted_error_of_the_hybrid():
     torch.testing.assert_close(found.hybrid_error[0, 0], real, rtol=0.1, atol=0)
 
 
+def test_the_typical_query_counts():
+    """Most of them sharp: the hybrid's error is theirs, not that of the few."""
+    q, k, v = coherent(size=12, sharpness=60, noise=0.0)
+    q[:, :, :4] /= 60
+    found = scram.trust(q, k, v, search=SEARCH, scale=1.0, samples=10)
+    assert found.hybrid_error < 1e-6
+
+
+def test_masked_keys_are_as_if_they_were_not_there():
+    q, k, v = (torch.randn(1, 1, 16, 6) for _ in range(3))
+    mask = (torch.arange(16) < 9)[None]
+    fewer = scram.search(q, k[:, :, :9], search=SEARCH)
+    same = scram.Matches(fewer.index, fewer.score, (16,))
+    k[:, :, 9:], v[:, :, 9:] = torch.nan, torch.nan
+    masked = scram.trust(q, k, v, key_mask=mask, matches=same, samples=4)
+    gone = scram.trust(q, k[:, :, :9], v[:, :, :9], matches=fewer, samples=4)
+    for ours, theirs in ((masked.mass, gone.mass), (masked.p95_error, gone.p95_error), (masked.recall, gone.recall)):
+        torch.testing.assert_close(ours.value, theirs.value)
+    torch.testing.assert_close(masked.hybrid_error, gone.hybrid_error)
+
+
+def test_no_match_holds_nothing():
+    q, k, v = (x.requires_grad_() for x in coherent(size=12))
+    found = scram.search(q, k, search=SEARCH)
+    none = scram.Matches(torch.full_like(found.index, -1), found.score, found.key_grid)
+    for index in (none.index, torch.full_like(found.index, 144)):
+        told = scram.trust(q, k, v, matches=scram.Matches(index, found.score, found.key_grid))
+        assert told.mass.value == 0
+        assert told.median_error.value == 1
+        assert not told.l2_error.requires_grad
+
+
+def test_quantiles_leave_out_what_is_missing():
+    x = torch.rand(1, 1, 60)
+    x[..., ::2] = torch.nan
+    torch.testing.assert_close(_quantile(x, 0.95, 1000), _quantile(x[..., 1::2], 0.95, 1000))
+
+
+def made(mass=(0.95, 0.92, 0.97), error=(0.05, 0.04, 0.06), hybrid=0.2, recall=0.99, heads=1):
+    """A Trust of these figures."""
+
+    def interval(value, low, high):
+        return Interval(*(torch.full((1, heads), x) for x in (value, low, high)))
+
+    known, share = torch.full((1, heads), hybrid), interval(recall, recall, recall)
+    wide = interval(*error)
+    return Trust(interval(*mass), share, wide, wide, known, known, Cost(100, 200, 1000), 64, 10, 20, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict"),
+    [
+        ({}, "sparse"),
+        ({"mass": (0.95, 0.85, 0.99)}, "hybrid"),
+        ({"error": (0.05, 0.01, 0.2)}, "hybrid"),
+        ({"error": (0.05, 0.01, 0.2), "hybrid": 0.3}, "dense"),
+    ],
+)
+def test_the_unfavourable_end_decides(figures, verdict):
+    assert made(**figures).verdict == verdict
+
+
+def test_a_search_that_is_to_blame_is_named():
+    assert "more sweeps may help" in made(mass=(0.5, 0.4, 0.6), recall=0.5).reason
+    assert "more sweeps" not in made(mass=(0.5, 0.4, 0.6)).reason
+    assert "... and 4 more" in str(made(heads=20))
+
+
 def test_the_sample_is_seeded():
     q, k, v = coherent()
     matches = scram.search(q, k, search=SEARCH)
     one, same, other = (scram.trust(q, k, v, matches=matches, sample=100, seed=seed) for seed in (1, 1, 2))
     assert one.mass.value == same.mass.value != other.mass.value
+    for told, seed in ((one, 1), (other, 2)):
+        assert told.recall.value == scram.measure.recall(q, k, matches, sample=100, seed=seed)
     assert (one.sample, one.queries) == (100, 1600)
     assert "on 100 of 1600 queries" in repr(one)
 
@@ -193,6 +284,7 @@ def test_autocast_does_not_blur_it():
     [
         ({"sample": 0}, "sample must be at least 1"),
         ({"samples": 0}, "samples must be at least 1"),
+        ({"impl": "triton"}, "impl='triton' cannot run this call"),
         ({"radius": -1}, "radius must be at least 0"),
         ({"matches": 3}, "matches must be a scram.Matches"),
         ({"scale": 0.0}, "scale must be positive"),

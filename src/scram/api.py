@@ -11,11 +11,13 @@ from torch import Tensor
 
 from . import check, draws, estimate_ops, ops, pick, reference
 from .estimators import Estimate, Estimator, Hybrid, MetropolisHastings, Snis
-from .grid import LegalKeys
+from .grid import LegalKeys, grid_of
 from .noise import draw_seed
 from .precision import follows_autocast
 from .scoring import accumulator, default_scale, prepare_key, prepare_query
 from .types import Attended, Matches, Score, Search
+
+MOST_SOUND = 1000  # kinds of calls that are remembered
 
 
 @follows_autocast
@@ -55,7 +57,8 @@ def search(
     _check_scores(q, k, causal, key_mask, score)
     _check_search(q, k, search, warm)
     chosen = pick.choose(impl, q.device, q.dtype, score)
-    return _search(_Features(chosen, score, q, k, None, None), search, causal, key_mask, warm)
+    found = _search(_Features(chosen, score, q, k, None, None), search, causal, key_mask, warm)
+    return Matches(*found, grid_of(k))
 
 
 @follows_autocast
@@ -110,7 +113,7 @@ def attend(
     check.matches("matches", q, k, matches)
     chosen = pick.choose(impl, q.device, q.dtype, score)
     features = _Features(chosen, score, q, k, v, extra)
-    return _attend(features, matches, window, causal, key_mask, scale, weight, dropout_p)
+    return _attend(features, matches.index, window, causal, key_mask, scale, weight, dropout_p)
 
 
 @follows_autocast
@@ -147,13 +150,11 @@ def attention(
     >>> out.flatten(2, 3).shape
     torch.Size([1, 2, 256, 8])
     """
-    _check_scores(q, k, causal, key_mask, score)
     _check_search(q, k, search, warm)
-    window = _check_attend(q, k, v, radius, scale, weight, extra, dropout_p)
-    chosen = pick.choose(impl, q.device, q.dtype, score)
+    window, chosen = _check_attention(q, k, v, causal, key_mask, score, radius, scale, weight, extra, dropout_p, impl)
     features = _Features(chosen, score, q, k, v, extra)  # prepared once for both stages
-    found = _search(features, search, causal, key_mask, warm)
-    return _attend(features, found, window, causal, key_mask, scale, weight, dropout_p).out
+    index, _ = _search(features, search, causal, key_mask, warm)
+    return _attend(features, index, window, causal, key_mask, scale, weight, dropout_p).out
 
 
 @follows_autocast
@@ -240,6 +241,48 @@ def _check_attend(
     return check.radius(radius, q.ndim - 3)
 
 
+# By what a sound call was judged -> its radii and implementation. To check a call takes longer than to search a small
+# grid, so what was found sound once is not checked again.
+_sound: dict[tuple[Any, ...], tuple[tuple[int, ...], str]] = {}
+
+
+def _check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    key_mask: Tensor | None,
+    score: Score,
+    radius: int | Sequence[int],
+    scale: float | None,
+    weight: str,
+    extra: tuple[Tensor, Tensor] | None,
+    dropout_p: float,
+    impl: str,
+) -> tuple[tuple[int, ...], str]:
+    """`_check_scores` and `_check_attend`; returns the radius of each axis and the implementation that runs."""
+    kind = None
+    if key_mask is None and extra is None and radius.__class__ is int and ops.idle((q, k, v)):
+        shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+        places = (q.device, k.device, v.device, q.layout, k.layout, v.layout)
+        options = (causal, score, radius, scale, weight, dropout_p, impl)
+        kind = (*shapes, *dtypes, *places, *options, *[x.__class__ for x in options])  # 1 == True
+        try:
+            known = _sound.get(kind)
+        except TypeError:  # an option that is not hashable is not sound either
+            known = kind = None
+        if known is not None:
+            return known
+    _check_scores(q, k, causal, key_mask, score)
+    window = _check_attend(q, k, v, radius, scale, weight, extra, dropout_p)
+    chosen = pick.choose(impl, q.device, q.dtype, score)
+    if kind is not None:
+        if len(_sound) >= MOST_SOUND:
+            _sound.clear()
+        _sound[kind] = window, chosen
+    return window, chosen
+
+
 class _Features:
     """The tensors of a call, prepared for its score and for the implementation that was picked."""
 
@@ -247,23 +290,23 @@ class _Features:
         self, impl: str, score: Score, q: Tensor, k: Tensor, v: Tensor | None, extra: tuple[Tensor, Tensor] | None
     ) -> None:
         self.impl, self.score, self.width, self.v = impl, score, q.shape[-1], v
-        # Numba reads float32 and float64 only: converted here, once for search and attend.
-        wide = accumulator(q.dtype) if impl == "numba" else None
-        self.q, self.k = prepare_query(q, score).to(wide), prepare_key(k, score).to(wide)
-        self.extra = None if extra is None else (prepare_key(extra[0], score).to(wide), extra[1])
+        self.q, self.k = prepare_query(q, score), prepare_key(k, score)
+        self.extra = None if extra is None else (prepare_key(extra[0], score), extra[1])
+        if impl == "numba":  # it reads float32 and float64 only: converted here, once for search and attend
+            wide = accumulator(q.dtype)
+            self.q, self.k = self.q.to(wide), self.k.to(wide)
+            self.extra = None if self.extra is None else (self.extra[0].to(wide), self.extra[1])
 
 
 def _seed(settings: Search | Estimator) -> Tensor:
-    given = settings.seed_tensor if isinstance(settings, Search) else settings.seed
-    if given is None:
-        return draw_seed()
-    return given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64, device="cpu")
+    return draw_seed() if settings.seed_tensor is None else settings.seed_tensor
 
 
 def _search(
     features: _Features, settings: Search, causal: bool, key_mask: Tensor | None, warm: Matches | None
-) -> Matches:
-    q, k = features.q.detach(), features.k.detach()
+) -> tuple[Tensor, Tensor]:
+    """The fields index and score of the matches."""
+    q, k = features.q, features.k
     seed = _seed(settings)
     asked = settings.resolved(q)
     if features.impl != "reference":
@@ -280,12 +323,15 @@ def _search(
         )
     with torch.no_grad():  # a callable score may hold parameters
         run = reference.tile_search if asked.method == "tile" else reference.search
-        return run(q, k, asked, seed=seed, causal=causal, key_mask=key_mask, score=features.score, warm=warm)
+        found = run(
+            q.detach(), k.detach(), asked, seed=seed, causal=causal, key_mask=key_mask, score=features.score, warm=warm
+        )
+    return found.index, found.score
 
 
 def _attend(
     features: _Features,
-    matches: Matches,
+    index: Tensor,
     radius: tuple[int, ...],
     causal: bool,
     key_mask: Tensor | None,
@@ -299,7 +345,7 @@ def _attend(
         features.q,
         features.k,
         features.v,
-        matches.index,
+        index,
         radius=radius,
         causal=causal,
         key_mask=key_mask,
@@ -324,7 +370,7 @@ def _hybrid(
     """The head by `attend`, then the tail on the keys that the queries of a row share."""
     q, k, v = features.q, features.k, features.v
     assert v is not None
-    head = _attend(features, matches, radius, causal, key_mask, scale, "softmax", 0.0)
+    head = _attend(features, matches.index, radius, causal, key_mask, scale, "softmax", 0.0)
     how: dict[str, Any] = {
         "seed": _seed(method),
         "samples": method.samples,
@@ -382,7 +428,7 @@ def _sampled(
         return Estimate(out, None, None, None, acceptance, rhat, method)
     head: tuple[Tensor | None, Tensor | None] = (None, None)
     if features.extra is not None:
-        nowhere = Matches(torch.full_like(matches.index[..., :1], -1), matches.score[..., :1], matches.key_grid)
+        nowhere = torch.full_like(matches.index[..., :1], -1)
         head = _attend(features, nowhere, (0,) * (q.ndim - 3), causal, key_mask, scale, "softmax", 0.0)
     out, lse, variance, ess = run.snis(q, k, v, modes, count, *head, alpha=float(method.alpha), **how)
     return Estimate(out, lse, variance, ess, None, None, method)

@@ -23,11 +23,11 @@ MAX_RANK = 4
 
 def whole(name: str, value: Any, least: int, hint: str = "") -> int:
     """An int (not a bool) that is at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # an extent while torch exports
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}{hint}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}{hint}")
-    return value
+    return value  # type: ignore[return-value]
 
 
 def one_of(name: str, value: Any, allowed: Sequence[str], hint: str = "") -> str:
@@ -50,21 +50,22 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
-def seed(value: Any) -> None:
-    """None, an int that fits 64 bits, or a 0-d int64 tensor."""
+def seed(value: Any) -> Tensor | None:
+    """None, an int that fits 64 bits, or a 0-d int64 tensor; as a tensor, which compiled graphs take for an input."""
     if value is None:
-        return
+        return None
     if isinstance(value, Tensor):
         if value.dtype != torch.int64 or value.ndim != 0:
             raise TypeError(
                 f"seed as a tensor must be 0-d int64, got {value.dtype} of shape {tuple(value.shape)}; "
                 "use torch.tensor(7) or a plain int"
             )
-        return
+        return value
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"seed must be None, an int or a 0-d int64 tensor, got {type(value).__name__} {value!r}")
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"seed must fit a signed 64-bit integer, got {value}; take it modulo 2**63")
+    return torch.tensor(value, dtype=torch.int64, device="cpu")
 
 
 def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str = "") -> None:

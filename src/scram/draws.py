@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .grid import Grid, LegalKeys, coordinates, flat, grid_of, key_row, rows
@@ -14,14 +15,6 @@ from .noise import noise
 NONE = 2**31 - 1  # the name of a shared key that is missing: after all others
 LAST = 2**63 - 1  # the rank of a key that must not be drawn; its name is NONE
 UNIT = 1 << 30  # the table's weights add up to about this: `below` takes them, and int32 holds them
-
-
-def _steps(bandwidth: float, reach: int) -> list[int]:
-    weights = [math.exp(-0.5 * (d / bandwidth) ** 2) for d in range(-reach, reach + 1)]
-    total, running = math.fsum(weights), [0]
-    for weight in weights:
-        running.append(running[-1] + round(UNIT * weight / total))
-    return running
 
 
 def step_table(bandwidth: float, key_grid: Grid, device: torch.device) -> Tensor:
@@ -35,7 +28,11 @@ def step_table(bandwidth: float, key_grid: Grid, device: torch.device) -> Tensor
     """
     longest = max(key_grid) - 1
     reach = longest if 4 * bandwidth >= longest else math.ceil(4 * bandwidth)
-    return torch.tensor(_steps(bandwidth, reach), dtype=torch.int32).to(device, non_blocking=True)
+    # In torch: a graph for any size takes the bandwidth and the extents for symbols.
+    step = torch.arange(-reach, reach + 1, dtype=torch.float64, device="cpu")
+    weight = (-0.5 * (step / bandwidth).square()).exp()
+    share = (UNIT * weight / weight.sum()).round().to(torch.int32)
+    return F.pad(share.cumsum(0, dtype=torch.int32), (1, 0)).to(device, non_blocking=True)
 
 
 def modes(index: Tensor, key_grid: Grid, legal: LegalKeys | None) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,11 @@
 
 An engine has two more pairs of functions,
     tail(<tensors>, *, samples, stratified, radius, causal, scale) -> out, lse, variance, offset, names, for_keys
-    tail_backward(grad_out, grad_lse, <tensors>, lse, offset, names, for_keys, *, ..)
+    tail_backward(grad_out, grad_lse, <tensors>, offset, names, for_keys, *, ..)
         -> dq, dk, dv, dhead_out, dhead_lse
     sample(<tensors>, *, method, samples, alpha, chains_per_mode, burn_in, causal, scale)
         -> out, lse, variance, ess, acceptance, rhat
-    sample_backward(grad_out, grad_lse, <tensors>, lse, *, ..) -> dq, dk, dv, dhead_out or None, dhead_lse or None
+    sample_backward(grad_out, grad_lse, <tensors>, *, ..) -> dq, dk, dv, dhead_out or None, dhead_lse or None
 with the tensors of the schemas below. `offset` is what a query adds to the scores of its tail, a constant;
 `names` and `for_keys` (empty unless stratified) are the shared keys that `draws.shared_tail` gives.
 """
@@ -22,7 +22,15 @@ from torch import Tensor
 from . import check
 from .draws import tail_size
 from .grid import grid_of
-from .ops import _differentiate_again, _engine, _has_tangent, _save_name
+from .ops import (
+    _differentiate_again,
+    _differentiate_forward,
+    _engine,
+    _has_tangent,
+    _one_by_one,
+    _save_name,
+    _transformed,
+)
 from .scoring import accumulator
 
 _TAIL = "Tensor q, Tensor k, Tensor v, Tensor index, Tensor? key_mask, Tensor head_out, Tensor head_lse, Tensor seed, "
@@ -41,14 +49,13 @@ TAIL_TENSORS, SAMPLE_TENSORS = 8, 12
 torch.library.define("scram::tail", f"({_TAIL}{_TAIL_HOW}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 torch.library.define(
     "scram::tail_backward",
-    f"(Tensor grad_out, Tensor grad_lse, {_TAIL}Tensor lse, Tensor offset, Tensor names, Tensor for_keys, {_TAIL_HOW}) "
+    f"(Tensor grad_out, Tensor grad_lse, {_TAIL}Tensor offset, Tensor names, Tensor for_keys, {_TAIL_HOW}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define("scram::sample", f"({_SAMPLE}{_SAMPLE_HOW}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 torch.library.define(
     "scram::sample_backward",
-    f"(Tensor grad_out, Tensor grad_lse, {_SAMPLE}Tensor lse, {_SAMPLE_HOW}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad_out, Tensor grad_lse, {_SAMPLE}{_SAMPLE_HOW}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -72,7 +79,7 @@ def tail(
     """As `reference.tail`, by the engine `impl`."""
     _refuse_tangents(impl, q, k, v, head_out, head_lse)
     how = (samples, stratified, list(radius), causal, scale, impl)
-    out, lse, variance, *_ = torch.ops.scram.tail(q, k, v, _kept(index), key_mask, head_out, head_lse, seed, *how)
+    out, lse, variance, *_ = _run("tail", q, k, v, _kept(index), key_mask, head_out, head_lse, seed, *how)
     return out, lse, variance.detach()
 
 
@@ -136,7 +143,7 @@ def _sample_all(
     _refuse_tangents(impl, q, k, v, head_out, head_lse)
     tensors = (q, k, v, _kept(modes), _kept(count), total, order, key_mask, head_out, head_lse, seed, table)
     how = (method, samples, alpha, chains_per_mode, burn_in, causal, scale, impl)
-    return tuple(torch.ops.scram.sample(*tensors, *how))
+    return _run("sample", *tensors, *how)
 
 
 def _refuse_tangents(impl: str, *tensors: Tensor | None) -> None:
@@ -163,7 +170,7 @@ def _tail(*arguments: Any) -> tuple[Tensor, ...]:
 
 @torch.library.impl("scram::tail_backward", ("cpu", "cuda"))
 def _tail_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, how = arguments[: TAIL_TENSORS + 6], arguments[TAIL_TENSORS + 6 :]
+    tensors, how = arguments[: TAIL_TENSORS + 5], arguments[TAIL_TENSORS + 5 :]
     result: tuple[Tensor, ...] = _engine(how[-1]).tail_backward(*tensors, **_settings(_TAIL_NAMES, how))
     return result
 
@@ -177,7 +184,7 @@ def _sample(*arguments: Any) -> tuple[Tensor, ...]:
 
 @torch.library.impl("scram::sample_backward", ("cpu", "cuda"))
 def _sample_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, how = arguments[: SAMPLE_TENSORS + 3], arguments[SAMPLE_TENSORS + 3 :]
+    tensors, how = arguments[: SAMPLE_TENSORS + 2], arguments[SAMPLE_TENSORS + 2 :]
     grads = _engine(how[-1]).sample_backward(*tensors, **_settings(_SAMPLE_NAMES, how))
     return tuple(tensors[4].new_empty(0) if grad is None else grad for grad in grads)
 
@@ -224,37 +231,60 @@ def _sample_backward_shapes(grad_out: Tensor, grad_lse: Tensor, *arguments: Any)
 
 
 def _save_tail(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:TAIL_TENSORS], output[1], *output[3:])
+    ctx.save_for_backward(*inputs[:TAIL_TENSORS], *output[3:])
     ctx.how = inputs[TAIL_TENSORS:]
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _differentiate_tail(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
-    grads = _given(tensors[0], tensors[2], tensors[TAIL_TENSORS], grad_out, grad_lse)
-    dq, dk, dv, dhead_out, dhead_lse = torch.ops.scram.tail_backward(*grads, *tensors, *ctx.how)
+    grads = _given(tensors[0], tensors[2], grad_out, grad_lse)
+    dq, dk, dv, dhead_out, dhead_lse = _run("tail_backward", *grads, *tensors, *ctx.how)
     return dq, dk, dv, None, None, dhead_out, dhead_lse, None, *[None] * len(ctx.how)
 
 
 def _save_sample(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:SAMPLE_TENSORS], output[1])
+    ctx.save_for_backward(*inputs[:SAMPLE_TENSORS])
     ctx.how = inputs[SAMPLE_TENSORS:]
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _differentiate_sample(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
-    grads = _given(tensors[0], tensors[2], tensors[SAMPLE_TENSORS], grad_out, grad_lse)
-    dq, dk, dv, dhead_out, dhead_lse = torch.ops.scram.sample_backward(*grads, *tensors, *ctx.how)
+    grads = _given(tensors[0], tensors[2], grad_out, grad_lse)
+    dq, dk, dv, dhead_out, dhead_lse = _run("sample_backward", *grads, *tensors, *ctx.how)
     head = (None, None) if tensors[8] is None else (dhead_out, dhead_lse)
     return dq, dk, dv, *[None] * 5, *head, None, None, *[None] * len(ctx.how)
 
 
-def _given(
-    q: Tensor, v: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    shape = (*q.shape[:-1], v.shape[-1])
-    return v.new_zeros(shape) if grad_out is None else grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse
+def _given(q: Tensor, v: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    if grad_out is None:
+        grad_out = v.new_zeros(*q.shape[:-1], v.shape[-1])
+    if grad_lse is None:
+        grad_lse = v.new_zeros(q.shape[:-1], dtype=accumulator(v.dtype))
+    return grad_out, grad_lse
+
+
+def _function(name: str, save: Any, differentiate: Any) -> Any:
+    """The operator with its gradient under a transform of torch.func, and its rule of vmap."""
+    op = getattr(torch.ops.scram, name)
+    torch.library.register_vmap(op.default, _one_by_one(op))
+    parts = {"forward": lambda *arguments: op(*arguments), "setup_context": save, "backward": differentiate}
+    parts = {part: staticmethod(of) for part, of in {**parts, "jvp": _differentiate_forward}.items()}
+    return type(name, (torch.autograd.Function,), {"generate_vmap_rule": True, **parts})
+
+
+_TRANSFORMED = {
+    "tail": _function("tail", _save_tail, _differentiate_tail),
+    "tail_backward": _function("tail_backward", _save_name, _differentiate_again),
+    "sample": _function("sample", _save_sample, _differentiate_sample),
+    "sample_backward": _function("sample_backward", _save_name, _differentiate_again),
+}
+
+
+def _run(name: str, *arguments: Any) -> tuple[Tensor, ...]:
+    run = _TRANSFORMED[name].apply if _transformed() else getattr(torch.ops.scram, name)
+    return tuple(run(*arguments))
 
 
 torch.library.register_autograd("scram::tail", _differentiate_tail, setup_context=_save_tail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,12 +36,13 @@ class Snis:
     alpha: float = 0.2
     bandwidth: float = 1.0
     seed: int | Tensor | None = None
+    seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
 
     def __post_init__(self) -> None:
         check.samples(self.samples)
         check.real("alpha", self.alpha, 0.0, 1.0, "[0, 1)", "; leave some uniform draws, or far keys are never seen")
         check.bandwidth(self.bandwidth)
-        check.seed(self.seed)
+        object.__setattr__(self, "seed_tensor", check.seed(self.seed))
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,14 @@ class MetropolisHastings:
     bandwidth: float = 4.0
     burn_in: int = 0
     seed: int | Tensor | None = None
+    seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
 
     def __post_init__(self) -> None:
         check.samples(self.samples)
         check.whole("chains_per_mode", self.chains_per_mode, 1)
         check.bandwidth(self.bandwidth)
         check.whole("burn_in", self.burn_in, 0)
-        check.seed(self.seed)
+        object.__setattr__(self, "seed_tensor", check.seed(self.seed))
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,12 @@ class Hybrid:
     samples: int = 512
     stratified: bool = False
     seed: int | Tensor | None = None
+    seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
 
     def __post_init__(self) -> None:
         check.samples(self.samples)
         check.flag("stratified", self.stratified)
-        check.seed(self.seed)
+        object.__setattr__(self, "seed_tensor", check.seed(self.seed))
 
 
 Estimator = Snis | MetropolisHastings | Hybrid

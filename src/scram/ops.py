@@ -23,7 +23,6 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import check
-from .grid import grid_of
 from .scoring import accumulator
 from .types import Attended, Matches, Score, Search
 
@@ -59,10 +58,16 @@ def search(
     score: Score,
     warm: Matches | None,
     impl: str,
-) -> Matches:
-    """As `reference.search` or `reference.tile_search`, by the engine `impl`."""
-    run = _search if _idle((q, k, key_mask)) else torch.ops.scram.search
-    index, found = run(
+) -> tuple[Tensor, Tensor]:
+    """Index and score as `reference.search` or `reference.tile_search` find them, by the engine `impl`."""
+    run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.scram.search
+    if idle((q, k, key_mask)):
+        run = _search
+        if q.requires_grad or k.requires_grad:
+            q, k = q.detach(), k.detach()
+    else:
+        q, k = q.detach(), k.detach()
+    return run(
         q,
         k,
         seed,
@@ -78,7 +83,6 @@ def search(
         settings.method,
         impl,
     )
-    return Matches(index, found, grid_of(k))
 
 
 def attend(
@@ -110,7 +114,7 @@ def attend(
     run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.scram.attend
     if _transformed():
         run = _Attend.apply
-    elif _idle(tensors):
+    elif idle(tensors):
         learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         run = _Attend.apply if learning else _attend
     return Attended(*run(*tensors, *how))
@@ -121,7 +125,7 @@ def _transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-def _idle(tensors: Sequence[Tensor | None]) -> bool:
+def idle(tensors: Sequence[Tensor | None]) -> bool:
     """Whether torch would only pass a call on: then its dispatcher, slower than a small kernel, is spared.
 
     It has more to do when it compiles, traces or transforms, and for subclasses of Tensor.
@@ -241,7 +245,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     run: Callable[..., tuple[Tensor, ...]] = torch.ops.scram.attend_backward
     if _transformed():
         run = _AttendBackward.apply
-    elif not torch.is_grad_enabled() and _idle(given):  # else the operator stands in the graph, to refuse the next one
+    elif not torch.is_grad_enabled() and idle(given):  # else the operator stands in the graph, to refuse the next one
         run = _attend_backward
     dq, dk, dv, dk_extra, dv_extra = run(*given, *ctx.how)
     extra = (None, None) if tensors[5] is None else (dk_extra, dv_extra)
@@ -284,7 +288,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = (_attend if _idle(arguments[:8]) else torch.ops.scram.attend)(*arguments)
+        result: tuple[Tensor, Tensor] = (_attend if idle(arguments[:8]) else torch.ops.scram.attend)(*arguments)
         return result
 
 

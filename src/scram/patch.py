@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,8 @@ def patch_sdpa(
     A call is taken when queries and keys are `prefix` tokens followed by the points of the grid in row-major order. The
     prefix tokens (class, registers) are extra keys for every query, and attend densely as queries. Scale, dropout,
     `is_causal`, grouped heads and a boolean mask over the keys go along. A float bias, a mask that differs between
-    queries, a mask beside a prefix and any other length are left to torch. `torch.compile` sees the context.
+    queries, a mask beside a prefix and any other length are left to torch. `torch.compile` sees the context. A
+    checkpoint computes again in the backward pass: that belongs inside too.
 
     Args:
         grid: extents of the grid, such as (14, 14).
@@ -93,9 +95,12 @@ def patch_sdpa(
         yield patch.report
 
 
-def _note_compiled(report: Report, why_not: str) -> None:
+def _note_compiled(report: str, why_not: str) -> None:
     """Runs while a graph is traced. An append in the graph would make a new graph of every call."""
-    report.calls.append(Call((), (), why_not))
+    _reports[report].calls.append(Call((), (), why_not))
+
+
+_reports: WeakValueDictionary[str, Report] = WeakValueDictionary()  # the compiler takes no other object as a constant
 
 
 def register_transformers(
@@ -146,9 +151,13 @@ class _Patch(TorchFunctionMode):
         self.search, self.impl = search, check.one_of("impl", impl, check.IMPLS)
         self.tokens = prefix + math.prod(self.grid)
         self.report = Report()
+        self.report_name = str(id(self.report))
+        _reports[self.report_name] = self.report
         torch.compiler.assume_constant_result(_note_compiled)  # type: ignore[no-untyped-call] # loads the compiler
         # torch hands us nn.MultiheadAttention's function whole; ours is its own code with the inner call replaced.
         self.multi_head = _with_name(F.multi_head_attention_forward, "scaled_dot_product_attention", self.attention)
+        again = (torch.autograd.backward, torch.autograd.grad)
+        self.differentiate = {one: _with_name(one, "has_torch_function", _none) for one in again}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,6 +169,11 @@ class _Patch(TorchFunctionMode):
             if kwargs.get("need_weights", True):
                 self._note(args[0], args[1], "nn.MultiheadAttention was asked for its weights; pass need_weights=False")
             return self.multi_head(*args, **kwargs)
+        if func is Tensor.backward:
+            func, args, kwargs = torch.autograd.backward, *_of_backward(*args, **kwargs)
+        if func in self.differentiate:
+            with self:  # torch takes a mode off while it handles a call, and a checkpoint computes again in this one
+                return self.differentiate[func](*args, **kwargs)
         return func(*args, **kwargs)
 
     def attention(
@@ -216,7 +230,7 @@ class _Patch(TorchFunctionMode):
 
     def _note(self, query: Tensor, key: Tensor, why_not: str) -> None:
         if torch.compiler.is_compiling():
-            _note_compiled(self.report, why_not)
+            _note_compiled(self.report_name, why_not)
         else:
             self.report.calls.append(Call(tuple(query.shape), tuple(key.shape), why_not))
 
@@ -269,6 +283,13 @@ def _with_name(function: Callable[..., Any], name: str, value: Any) -> Callable[
     copy = FunctionType(function.__code__, names, function.__name__)
     copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return copy
+
+
+def _of_backward(
+    x: Tensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `Tensor.backward` as `torch.autograd.backward` has them."""
+    return (x, gradient, retain_graph, create_graph), {"inputs": inputs}
 
 
 def _none(tensors: Any) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,7 @@ from . import check
 from .types import Score
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What a call needs of an implementation."""
 
     device: torch.device
@@ -45,9 +45,10 @@ def _not_a_dot_product(request: Request) -> list[str]:
 
 def _triton_reasons(request: Request) -> list[str]:
     why = _missing("triton") + _not_a_dot_product(request)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if request.device.type != "cuda" and not (request.explicit and interpreted and request.device.type == "cpu"):
-        why.append(f"it runs on CUDA tensors, these are on {request.device.type}")
+    if request.device.type != "cuda":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if not (request.explicit and interpreted and request.device.type == "cpu"):
+            why.append(f"it runs on CUDA tensors, these are on {request.device.type}")
     if request.dtype == torch.float64:
         why.append("float64 is not for it: the reference takes it on CUDA")
     return why

@@ -12,6 +12,9 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Asked once: torch 2.11 does not compile the question.
+AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+
 
 def follows_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Under autocast: float arguments, alone or in a tuple, become its dtype, as `scaled_dot_product_attention` has it.
@@ -21,6 +24,8 @@ def follows_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args, **kwargs)
         device = _autocast_device(*args, *kwargs.values())
         if device is None:
             return function(*args, **kwargs)
@@ -52,7 +57,7 @@ def _autocast_device(*arguments: Any) -> str | None:
     for x in arguments:
         if isinstance(x, Tensor):
             kind = x.device.type
-            return kind if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
+            return kind if kind in AUTOCAST and torch.is_autocast_enabled(kind) else None
     return None
 
 

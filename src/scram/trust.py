@@ -14,7 +14,8 @@ from . import api, check, measure
 from .exact import _Dense
 from .grid import coordinates, grid_of, rows, within
 from .precision import ignores_autocast
-from .scoring import default_scale, prepare_key, weigh
+from .schedule import LANES, offers
+from .scoring import default_scale, prepare_key, prepare_query, weigh
 from .types import Matches, Score, Search
 
 # What a verdict of "sparse" asks of every head, by the unfavourable end of the intervals.
@@ -37,7 +38,7 @@ class Interval(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Keys read per query, at most: by SCRAM, by SCRAM with a drawn tail, by dense attention."""
+    """Keys scored per query, at most: by SCRAM, by SCRAM with a drawn tail, by dense attention."""
 
     sparse: int
     hybrid: int
@@ -55,7 +56,7 @@ class Trust:
         l2_error: ||out - exact|| / ||exact|| over all sampled queries. A point value: few queries dominate it, so
             another sample may give another one.
         hybrid_error: median predicted error of a query if the missed keys were estimated from `samples` drawn ones.
-        cost: keys read per query.
+        cost: keys scored per query.
         sample, queries: queries looked at, and queries in all.
         settings: what was run, in words.
     """
@@ -98,7 +99,8 @@ class Trust:
         if self.verdict == "sparse":
             return f"sparse and coherent, use SCRAM: {held}."
         if self.cost.sparse >= self.cost.dense:
-            return f"stay dense: on so small a grid the search may read {self.cost.sparse} keys of {self.cost.dense}."
+            keys = f"{self.cost.sparse} keys, dense attention {self.cost.dense}"
+            return f"stay dense: on so small a grid SCRAM may score {keys}."
         tail = f"{self.samples} drawn keys per query would leave a typical query {drawn:.0f} % off"
         hint = f" {heads.count('sparse')} of {len(heads)} heads are sparse." if "sparse" in heads else ""
         best = float(self.recall.value.min())
@@ -127,7 +129,7 @@ class Trust:
             [
                 *lines,
                 "* a point value, dominated by few queries; the others are with 95 % intervals",
-                f"keys read per query: {cost}",
+                f"keys scored per query: {cost}",
                 f"verdict: {self.reason}",
             ]
         )
@@ -210,7 +212,7 @@ def trust(
         _quantile(error, 0.95, points),
         (torch.where(some, square, 0).sum(-1) / torch.where(some, size, 0).sum(-1)).sqrt(),
         hybrid.nanmedian(-1).values,
-        _cost(search, matches, window, k, samples),
+        _cost(search.resolved(prepare_query(q[:0], score)), matches, window, k, samples),
         samples,
         len(wanted),
         points,
@@ -335,10 +337,14 @@ def _ranks(n: int, share: float) -> tuple[int, int]:
 
 
 def _cost(search: Search, matches: Matches, radius: tuple[int, ...], k: Tensor, samples: int) -> Cost:
-    """By the formulas of DESIGN, section 8."""
+    """By the formulas of DESIGN, sections 8 and 14; `search` is resolved."""
     rank, kappa, grid = k.ndim - 3, matches.index.shape[-1], grid_of(k)
-    offers = (2 if search.propagate == "both" else 1) * 2 * rank * len(search.jumps)
-    looked = kappa * (1 + search.sweeps * (offers + search.gossip + int(math.log2(max(grid))) + 1))
+    if search.method == "tile":  # a query scores what all queries of its tile offer
+        made = [offers(n + 1, search.jumps, search.propagate, search.gossip, grid) for n in range(search.sweeps)]
+        looked = kappa + LANES * sum(len(list(sweep)) for sweep in made)
+    else:
+        offered = (2 if search.propagate == "both" else 1) * 2 * rank * len(search.jumps)
+        looked = kappa * (1 + search.sweeps * (offered + search.gossip + max(grid).bit_length()))
     window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
     keys = math.prod(grid)
     return Cost(looked + window, looked + window + min(samples, keys), keys)

@@ -63,9 +63,7 @@ class Search:
         object.__setattr__(self, "jumps", check.jumps(self.jumps))
         check.one_of("propagate", self.propagate, check.PROPAGATE)
         check.whole("gossip", self.gossip, 0)
-        check.seed(self.seed)
-        tensor = torch.tensor(self.seed, dtype=torch.int64, device="cpu") if isinstance(self.seed, int) else self.seed
-        object.__setattr__(self, "seed_tensor", tensor)
+        object.__setattr__(self, "seed_tensor", check.seed(self.seed))
 
     @staticmethod
     def paper(matches: int = 1, separation: int = 0, seed: int | Tensor | None = None) -> Search:
@@ -149,7 +147,7 @@ class Matches:
     def __repr__(self) -> str:
         batch, heads, *grid, kappa = self.index.shape
         queries = self.index.numel() // max(kappa, 1)
-        if isinstance(self.index, torch._subclasses.FakeTensor):
+        if self.index.is_meta or isinstance(self.index, torch._subclasses.FakeTensor):
             share = "?"
         else:
             share = f"{100 * float((self.index >= 0).float().mean()):.1f} %" if self.index.numel() else "-"

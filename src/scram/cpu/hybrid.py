@@ -126,16 +126,15 @@ def tail(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
 
 def tail_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, head_out, head_lse from those of out and lse."""
-    *inputs, lse, offset, _, _ = tensors  # the keys are drawn again
+    *inputs, offset, _, _ = tensors  # the keys are drawn again
     problem = _Problem(*inputs, **settings)
     wide, shape = problem.wide, (problem.rows, problem.queries)
     d_out = grad_out.detach().to(wide).reshape(*shape, grad_out.shape[-1])
-    d_lse, norm, add = (x.detach().to(wide).contiguous().reshape(shape) for x in (grad_lse, lse, offset))
-    head_lse = inputs[6].detach().to(wide).reshape(shape)
-    share = torch.where(norm == -torch.inf, 0, (head_lse - norm).exp())
+    d_lse, add = (x.detach().to(wide).contiguous().reshape(shape) for x in (grad_lse, offset))
     dq, dk, dv = torch.empty_like(problem.q), torch.zeros_like(problem.k), torch.zeros_like(problem.v)
-    to_head = torch.where(share == 0, 0, (d_out * problem.head_out).sum(-1))
-    shift = (share * to_head).contiguous()
+    head_lse = torch.from_numpy(problem.head_lse).reshape(shape)
+    to_head = torch.where(head_lse == -torch.inf, 0, (d_out * problem.head_out).sum(-1))
+    share, shift = torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide)
     with threads() as count:
         scratch = problem.scratch(count * TASKS_PER_THREAD)
         for rows, queries in problem.chunks():
@@ -143,8 +142,9 @@ def tail_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings:
             slopes = d_out[rows, queries] @ problem.v[rows].mT
             _slopes(
                 p.numpy(), slopes.numpy(), problem.index, *problem.grid, problem.rest, rows.start, queries.start,
-                *problem.shared_keys(rows), problem.scale, *(x.view(-1).numpy() for x in (norm, add, d_lse)),
-                *scratch, shift.view(-1).numpy(),
+                *problem.shared_keys(rows), problem.scale, problem.head_lse,
+                *(x.view(-1).numpy() for x in (add, d_lse, to_head)), *scratch,
+                *(x.view(-1).numpy() for x in (share, shift)),
             )  # fmt: skip
             dq[rows, queries] = _mix(slopes, problem.k[rows], problem.causal)
             dk[rows] += _mix(slopes.mT, problem.q[rows, queries], True)
@@ -154,8 +154,8 @@ def tail_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings:
         torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], dtype=wide).index_add_(0, at, d.flatten(0, 1))
         for x, d in ((inputs[1], dk), (inputs[2], dv))
     )
-    # The kernel has added the tail's part to shift.
-    grads = (dq, *full, share.unsqueeze(-1) * d_out, share * (to_head - shift + d_lse))
+    d_head_lse = torch.where(share == 0, 0, share * (to_head - shift))
+    grads = (dq, *full, share.unsqueeze(-1) * d_out, d_head_lse)
     given = (*inputs[:3], *inputs[5:7])
     return tuple(grad.to(x.dtype).reshape(x.shape) for grad, x in zip(grads, given, strict=True))
 
@@ -223,7 +223,8 @@ def _weigh_one(
         scores[:] = 0
         lse[point], share[point] = -np.inf, 0
         return
-    whole = number(math.exp(head_lse[point] - top))
+    head = number(math.exp(head_lse[point] - top))
+    whole = head
     for j in range(limit):
         scores[j] = math.exp(scores[j] - top)
         whole += scores[j]
@@ -231,7 +232,7 @@ def _weigh_one(
         scores[j] /= whole
     scores[limit:] = 0
     lse[point] = math.log(whole) + top
-    share[point] = math.exp(head_lse[point] - lse[point])
+    share[point] = head / whole
 
 
 @compiled
@@ -253,10 +254,11 @@ def _open(scores, index, geometry, row, point, slot, names, drawn, keys, places)
 
 @parallel
 def _slopes(
-    scores, slopes, index, grid, strides, reach, rest, row, begin, slot, names, drawn, logs, scale, lse, offset, d_lse,
-    keys, places, shift,
+    scores, slopes, index, grid, strides, reach, rest, row, begin, slot, names, drawn, logs, scale, head_lse, offset,
+    d_lse, to_head, keys, places, share, shift,
 ):  # fmt: skip
-    """Scores become weights, <grad_out, v_j> become d loss / d (q.k); `shift` begins with the head's part of delta."""
+    """Scores become weights, <grad_out, v_j> become d loss / d (q.k); the head's share, and what is taken from each
+    <grad_out, v_j>: their mean less the gradient of lse."""
     tasks, size = len(keys), scores.shape[0] * scores.shape[1]
     for task in numba.prange(tasks):
         geometry = (grid, strides, reach, *rest)
@@ -265,26 +267,39 @@ def _slopes(
             query = c - r * scores.shape[1]
             _slopes_one(
                 scores[r, query], slopes[r, query], index, geometry, row + r, (row + r) * rest[4] + begin + query,
-                slot[r], names[r], drawn[r], logs[r], scale, lse, offset, d_lse, keys[task], places[task], shift,
+                slot[r], names[r], drawn[r], logs[r], scale, head_lse, offset, d_lse, to_head, keys[task],
+                places[task], share, shift,
             )  # fmt: skip
 
 
 @compiled
 def _slopes_one(
-    scores, slopes, index, geometry, row, point, slot, names, drawn, logs, scale, lse, offset, d_lse, keys, places,
-    shift,
+    scores, slopes, index, geometry, row, point, slot, names, drawn, logs, scale, head_lse, offset, d_lse, to_head,
+    keys, places, share, shift,
 ):  # fmt: skip
     limit, _, _ = _open(scores, index, geometry, row, point, slot, names, drawn, keys, places)
     number = scores.dtype.type
+    top = head_lse[point]
     for j in range(limit):
-        if scores[j] == -np.inf:
-            scores[j] = 0
-        else:
-            scores[j] = math.exp(number(scale) * scores[j] + (logs[j] + offset[point]) - lse[point])
-            shift[point] += scores[j] * slopes[j]
-    less = shift[point] - d_lse[point]
+        scores[j] = number(scale) * scores[j] + (logs[j] + offset[point])
+        top = max(top, scores[j]) if scores[j] == scores[j] else top
+    if top == -np.inf:
+        top = number(0)  # -inf - -inf is NaN
+    # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
+    head = number(math.exp(head_lse[point] - top))
+    whole, mean = head, number(0)
+    if head != 0:
+        mean = head * to_head[point]
     for j in range(limit):
-        # A head's key has weight 0, and perhaps a NaN in its value.
-        slopes[j] = number(scale) * scores[j] * (slopes[j] - less) if scores[j] != 0 else number(0)
+        scores[j] = math.exp(scores[j] - top)
+        if scores[j] != 0:  # a head's key has weight 0, and perhaps a NaN in its value
+            whole += scores[j]
+            mean += scores[j] * slopes[j]
+    if whole == 0:
+        whole = number(1)
+    share[point], shift[point] = head / whole, mean / whole - d_lse[point]
+    for j in range(limit):
+        scores[j] /= whole
+        slopes[j] = number(scale) * scores[j] * (slopes[j] - shift[point]) if scores[j] != 0 else number(0)
     scores[limit:] = 0
     slopes[limit:] = 0

@@ -118,11 +118,9 @@ def sample(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
 
 def sample_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, and of head_out and head_lse where there is a head."""
-    *inputs, lse = tensors
-    problem = _Problem(*inputs, **settings)
+    problem = _Problem(*tensors, **settings)
     q, k, v = problem.tensors
     d_out, d_lse = array(grad_out), grad_lse.detach().contiguous().reshape(-1).numpy()
-    norm = lse.detach().contiguous().reshape(-1).numpy()
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     d_head, d_head_lse = np.zeros_like(problem.head_out), np.zeros_like(problem.head_lse)
     no_extra = (np.zeros((0, q.shape[1]), k.dtype), np.zeros((0, v.shape[1]), v.dtype))
@@ -133,14 +131,14 @@ def sample_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
             weights = np.empty_like(logs) if weights is None else weights
             _slopes(
                 q, k, v, *problem.rows, problem.scale, problem.walks, problem.head_out, problem.head_lse, begin,
-                tasks, keys, logs, norm, d_out, d_lse, dq, weights, d_head, d_head_lse,
+                tasks, keys, logs, d_out, d_lse, dq, weights, d_head, d_head_lse,
             )  # fmt: skip
             # The sums over keys need no grid: for them the keys lie in a line, which saves compiling for each rank.
             line = ((problem.rows[1],), (1,), (0,))
             how = (problem.scale, 0, 0, np.uint32(0), 0, 1.0)
             _keys(q, d_out, *line, problem.rest, how, begin, count, keys, weights, logs, dk, dv, *no_extra)
     made = (dq, dk, dv, d_head, d_head_lse)
-    given = (*inputs[:3], *inputs[8:10])
+    given = (*tensors[:3], *tensors[8:10])
     return tuple(
         None if x is None else torch.from_numpy(grad).to(x.dtype).reshape(x.shape)
         for grad, x in zip(made, given, strict=True)
@@ -211,39 +209,54 @@ def _mix_one(q, k, v, scale, flat, head_out, head_lse, point, first, keys, logs,
 
 @parallel
 def _slopes(
-    q, k, v, key_rows, total_keys, queries, scale, flat, head_out, head_lse, begin, tasks, keys, logs, lse, d_out,
-    d_lse, dq, weights, d_head, d_head_lse,
+    q, k, v, key_rows, total_keys, queries, scale, flat, head_out, head_lse, begin, tasks, keys, logs, d_out, d_lse,
+    dq, weights, d_head, d_head_lse,
 ):  # fmt: skip
-    size = min(len(keys), len(lse) - begin)
+    size = min(len(keys), len(d_lse) - begin)
     for task in numba.prange(tasks):
         for c in range(size * task // tasks, size * (task + 1) // tasks):
             first = key_rows[(begin + c) // queries] * total_keys
             _slopes_one(
-                q, k, v, scale, flat, head_out, head_lse, begin + c, first, keys[c], logs[c], lse, d_out, d_lse, dq,
+                q, k, v, scale, flat, head_out, head_lse, begin + c, first, keys[c], logs[c], d_out, d_lse, dq,
                 weights[c], d_head, d_head_lse,
             )  # fmt: skip
 
 
 @compiled
 def _slopes_one(
-    q, k, v, scale, flat, head_out, head_lse, point, first, keys, logs, lse, d_out, d_lse, dq, weights, d_head,
+    q, k, v, scale, flat, head_out, head_lse, point, first, keys, logs, d_out, d_lse, dq, weights, d_head,
     d_head_lse,
 ):  # fmt: skip
     """dq and the head's gradients; the list of logs becomes that of d loss / d (q.k), beside the weights."""
     number = weights.dtype.type
-    seen, mean = 0, number(0)
+    seen, head = 0, head_lse[point] if len(head_lse) else number(-np.inf)
+    top = head
     while seen < len(keys) and keys[seen] >= 0:
         a = number(scale * dot(q, point, k, first + keys[seen]))
-        weights[seen] = math.exp((a - a if flat else a + logs[seen]) - lse[point])
-        logs[seen] = dot(d_out, point, v, first + keys[seen])
-        mean += weights[seen] * logs[seen]
+        weights[seen] = a - a if flat else a + logs[seen]
+        if weights[seen] == weights[seen]:
+            top = max(top, weights[seen])
         seen += 1
-    if len(head_lse) and head_lse[point] != -np.inf:
-        share = number(math.exp(head_lse[point] - lse[point]))
-        slope = dot(d_out, point, head_out, point)
-        mean += share * slope
-        add(d_head, point, share, d_out, point)
-        d_head_lse[point] = share * (slope - mean + d_lse[point])
+    # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
+    # Slopes are measured from one of them, so that equal ones leave nothing.
+    whole, mean, base = number(0), number(0), number(0)
+    if head != -np.inf:
+        base = dot(d_out, point, head_out, point)
+        whole = number(math.exp(head - top))
+    elif seen:
+        base = dot(d_out, point, v, first + keys[0])
+    share = whole
     for t in range(seen):
+        weights[t] = math.exp(weights[t] - top)
+        logs[t] = dot(d_out, point, v, first + keys[t]) - base
+        whole += weights[t]
+        mean += weights[t] * logs[t]
+    if seen or head != -np.inf:
+        mean, share = mean / whole, share / whole
+    if head != -np.inf:
+        add(d_head, point, share, d_out, point)
+        d_head_lse[point] = share * (d_lse[point] - mean)
+    for t in range(seen):
+        weights[t] /= whole
         logs[t] = scale * weights[t] * (logs[t] - mean + d_lse[point])
         add(dq, point, logs[t], k, first + keys[t])

@@ -19,7 +19,18 @@ from .grid import dot, features, lane_query, points, put, tile_at, tiles
 from .launch import Kernel, on_device
 from .noise import absorb, row_state
 from .tiles import attend_tile
-from .windows import SETTINGS, legal_key, match_of, weigh, window_arguments, window_flags, window_size
+from .windows import (
+    SETTINGS,
+    Flags,
+    first_offset,
+    legal_at,
+    match_of,
+    next_offset,
+    weigh,
+    window_arguments,
+    window_flags,
+    window_size,
+)
 
 
 def attend(
@@ -39,8 +50,8 @@ def attend(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, *G, E], k [B, Hk, *G', E], v [B, Hk, *G', F], index [B, H, *G, kappa] -> out [B, H, *G, F], lse."""
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=v.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    out = v.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
     arguments, variant = window_arguments(
@@ -52,9 +63,7 @@ def attend(
 
 
 @lru_cache(maxsize=256)
-def _kernel(
-    q_shape: tuple[int, ...], v_shape: tuple[int, ...], flags: tuple[bool, str, bool], given: tuple[Any, ...]
-) -> Kernel:
+def _kernel(q_shape: tuple[int, ...], v_shape: tuple[int, ...], flags: Flags, given: tuple[Any, ...]) -> Kernel:
     block = attend_tile(len(q_shape) - 3, q_shape[-1], v_shape[-1], given[0][1], given[2][1])
     programs = q_shape[0] * q_shape[1] * tiles(q_shape[2:-1], block["TILE"])
     return Kernel(attend_kernel, programs, {**window_flags(q_shape, v_shape, flags), **block})
@@ -66,7 +75,7 @@ def attend_kernel(
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale, keep,
     out, lse,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
-    DROPOUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
+    DROPOUT: tl.constexpr, SEVERAL: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
 ):  # fmt: skip
     QG, KG, MAGIC, REACH = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (b0, b1, b2, b3)
@@ -86,10 +95,13 @@ def attend_kernel(
         mixed += (tl.zeros([LANES, FW], tl.float32),)
     for e in range(kappa):
         match = match_of(index_row, query, e, valid, kappa, keys)
-        for number in range(window_size(REACH, RANK)):
-            key, ok = legal_key(
-                match, e, number, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH, RANK, CAUSAL
-            )
+        offset = first_offset(REACH, RANK)
+        for _step in range(window_size(REACH, RANK)):
+            key, ok = legal_at(
+                match, e, offset, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH,
+                RANK, CAUSAL, SEVERAL,
+            )  # fmt: skip
+            offset = next_offset(offset, REACH, RANK)
             s = dot(mine, features(k_row, key, ok, E, W, PIECES), PIECES) * scale
             value = features(v_row, key, ok, F, FW, FPIECES)
             top, total, count, mixed = mix(

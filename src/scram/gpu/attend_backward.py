@@ -1,8 +1,9 @@
 """The gradient of Algorithm 2 in Triton, through out and through lse.
 
 With p the weights, r the dropout factor, dp_j = <grad_out, v_j> and delta = sum_j p_j r_j dp_j, the gradient of a score
-is p_j (r_j dp_j - delta + grad_lse). delta is summed anew: out was rounded to v's dtype. Queries add what they owe to
-keys and values by float32 atomics; where repeatable bits are asked for, keys collect it in a fixed order instead.
+is p_j (r_j dp_j - delta + grad_lse). The sum of the weights and delta are made anew in a first walk through the
+windows: lse and out were rounded. Queries add what they owe to keys and values by float32 atomics; where repeatable
+bits are asked for, keys collect it in a fixed order instead.
 """
 
 # Kernels carry no types that mypy knows.
@@ -23,7 +24,21 @@ from .grid import dot, features, lane_query, points, put, tile_at, tiles
 from .launch import Kernel, kinds, on_device
 from .noise import absorb, row_state
 from .tiles import backward_tile
-from .windows import SETTINGS, add, legal_key, match_of, pair_gradient, window_arguments, window_flags, window_size
+from .windows import (
+    SETTINGS,
+    Flags,
+    add,
+    first_offset,
+    kept,
+    legal_at,
+    match_of,
+    next_offset,
+    pair_gradient,
+    rough_weight,
+    window_arguments,
+    window_flags,
+    window_size,
+)
 
 
 def attend_backward(
@@ -63,13 +78,14 @@ def attend_backward(
         arguments, variant = window_arguments(
             q, k, v, index, key_mask, k_extra, v_extra, seed, radius, causal, scale, weight, dropout_p
         )
-        shift = torch.empty_like(lse, memory_format=torch.contiguous_format)
+        # One over the sum of the weights, and delta - grad_lse: what keys need to collect.
+        sums = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device) if repeatable else None
         from_above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous())
         with on_device(q):
-            grads = (shift, dq, dk, dv, dk_extra, dv_extra)
+            grads = (sums, dq, dk, dv, dk_extra, dv_extra)
             _kernel(*variant, kinds(*from_above), repeatable)(*arguments, *from_above, *grads)
-            if repeatable:
-                collect(arguments, from_above, shift, dk, dv, index, window_flags(*variant[:3]))
+            if sums is not None:
+                collect(arguments, from_above, sums, dk, dv, index, window_flags(*variant[:3]))
     if repeatable and dk_extra is not None and dv_extra is not None:
         # [rows * tiles, X, width] -> [key rows, X, width]
         dk_extra, dv_extra = (x.reshape(key_rows, -1, *x.shape[1:]).sum(1) for x in (dk_extra, dv_extra))
@@ -80,7 +96,7 @@ def attend_backward(
 def _kernel(
     q_shape: tuple[int, ...],
     v_shape: tuple[int, ...],
-    flags: tuple[bool, str, bool],
+    flags: Flags,
     given: tuple[Any, ...],
     from_above: tuple[Any, ...],
     repeatable: bool,
@@ -124,9 +140,9 @@ def add_sum(
 def backward_kernel(
     q, k, v, index, mask, k_extra, v_extra, SEED, low, high, mask_heads, group, kappa, extras, threshold,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale, keep,
-    grad_out, grad_lse, lse, shift_out, dq, dk, dv, dk_extra, dv_extra,
+    grad_out, grad_lse, lse, sums, dq, dk, dv, dk_extra, dv_extra,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
-    DROPOUT: tl.constexpr, REPEATABLE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
+    DROPOUT: tl.constexpr, SEVERAL: tl.constexpr, REPEATABLE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
 ):  # fmt: skip
     QG, KG, MAGIC, REACH = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (b0, b1, b2, b3)
@@ -142,42 +158,53 @@ def backward_kernel(
     noise = absorb(row_state(SEED, low, high, row), query)
     window = window_size(REACH, RANK)
 
-    shift = tl.zeros([LANES], tl.float32)
+    shift, over = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     if WEIGHT == "softmax":
+        total = tl.zeros([LANES], tl.float32)
         for e in range(kappa):
             match = match_of(index_row, query, e, valid, kappa, keys)
-            for number in range(window):
-                key, ok = legal_key(
-                    match, e, number, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH,
-                    RANK, CAUSAL,
+            offset = first_offset(REACH, RANK)
+            for _step in range(window):
+                key, ok = legal_at(
+                    match, e, offset, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH,
+                    RANK, CAUSAL, SEVERAL,
                 )  # fmt: skip
+                offset = next_offset(offset, REACH, RANK)
                 s = dot(mine, features(k_row, key, ok, E, W, PIECES), PIECES) * scale
                 dp = dot(wish, features(v_row, key, ok, F, FW, FPIECES), FPIECES)
-                p, ds = pair_gradient(s, dp, ok, norm, 0.0, key, noise, threshold, keep, WEIGHT, DROPOUT)
-                shift += ds
+                p = rough_weight(s, ok, norm)
+                total += p
+                shift += tl.where(ok, p * kept(key, noise, threshold, keep, DROPOUT) * dp, 0.0)
         if k_extra is not None:
             for x in range(extras):
                 there = query * 0 + x
                 s = dot(mine, features(k_extra + source * extras * E, there, valid, E, W, PIECES), PIECES) * scale
                 dp = dot(wish, features(v_extra + source * extras * F, there, valid, F, FW, FPIECES), FPIECES)
-                p, ds = pair_gradient(s, dp, valid, norm, 0.0, keys + there, noise, threshold, keep, WEIGHT, DROPOUT)
-                shift += ds
-        shift -= tl.load(grad_lse + row * queries + query, mask=valid, other=0.0)
-        tl.store(shift_out + row * queries + query, shift, mask=valid)
+                p = rough_weight(s, valid, norm)
+                total += p
+                shift += tl.where(valid, p * kept(keys + there, noise, threshold, keep, DROPOUT) * dp, 0.0)
+        over = 1 / tl.where(total == 0, 1.0, total)
+        shift = shift * over - tl.load(grad_lse + row * queries + query, mask=valid, other=0.0)
+    if REPEATABLE:
+        tl.store(sums + (row * queries + query) * 2, over, mask=valid)
+        tl.store(sums + (row * queries + query) * 2 + 1, shift, mask=valid)
 
     mixed = ()
     for _ in tl.static_range(PIECES):
         mixed += (tl.zeros([LANES, W], tl.float32),)
     for e in range(kappa):
         match = match_of(index_row, query, e, valid, kappa, keys)
-        for number in range(window):
-            key, ok = legal_key(
-                match, e, number, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH, RANK, CAUSAL
-            )
+        offset = first_offset(REACH, RANK)
+        for _step in range(window):
+            key, ok = legal_at(
+                match, e, offset, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH,
+                RANK, CAUSAL, SEVERAL,
+            )  # fmt: skip
+            offset = next_offset(offset, REACH, RANK)
             theirs = features(k_row, key, ok, E, W, PIECES)
             s = dot(mine, theirs, PIECES) * scale
             dp = dot(wish, features(v_row, key, ok, F, FW, FPIECES), FPIECES)
-            p, ds = pair_gradient(s, dp, ok, norm, shift, key, noise, threshold, keep, WEIGHT, DROPOUT)
+            p, ds = pair_gradient(s, dp, ok, norm, over, shift, key, noise, threshold, keep, WEIGHT, DROPOUT)
             mixed = add(mixed, ds * scale, theirs, PIECES)
             if not REPEATABLE:
                 add_rows(dk + source * keys * E, key, ds * scale, mine, ok, E, W, PIECES)
@@ -189,7 +216,9 @@ def backward_kernel(
             theirs = features(k_extra + source * extras * E, there, valid, E, W, PIECES)
             s = dot(mine, theirs, PIECES) * scale
             dp = dot(wish, features(v_extra + source * extras * F, there, valid, F, FW, FPIECES), FPIECES)
-            p, ds = pair_gradient(s, dp, valid, norm, shift, keys + there, noise, threshold, keep, WEIGHT, DROPOUT)
+            p, ds = pair_gradient(
+                s, dp, valid, norm, over, shift, keys + there, noise, threshold, keep, WEIGHT, DROPOUT
+            )
             mixed = add(mixed, ds * scale, theirs, PIECES)
             add_sum(dk_extra + (slot + x) * E, ds * scale, mine, E, W, PIECES, REPEATABLE)
             add_sum(dv_extra + (slot + x) * F, p, wish, F, FW, FPIECES, REPEATABLE)

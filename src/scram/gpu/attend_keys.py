@@ -19,19 +19,19 @@ from .grid import dot, features, near, points, put
 from .launch import Kernel
 from .noise import absorb, row_state
 from .tiles import collect_tile
-from .windows import SETTINGS, add, pair_gradient, window_key, window_size
+from .windows import SETTINGS, add, first_offset, next_offset, pair_gradient, window_key, window_size
 
 
 def collect(
     arguments: tuple[Any, ...],
     from_above: tuple[Tensor, Tensor, Tensor],
-    shift: Tensor,
+    sums: Tensor,
     dk: Tensor,
     dv: Tensor,
     index: Tensor,
     flags: dict[str, Any],
 ) -> None:
-    """Fill dk and dv, float32 and zero before. `shift` [B, H, *G] is delta - grad_lse of each query."""
+    """Fill dk and dv, float32 and zero before. `sums` [B, H, *G, 2] is what the queries found."""
     rows, key_rows, keys = index.shape[0] * index.shape[1], dk.shape[0] * dk.shape[1], dk[0, 0, ..., 0].numel()
     source = torch.arange(key_rows, device=index.device).repeat_interleave(rows // key_rows)
     match = index.reshape(rows, -1).long()
@@ -43,16 +43,16 @@ def collect(
     block = collect_tile(q.shape[-1], v.shape[-1], q.dtype, v.dtype)
     grad_out, _, lse = from_above
     kernel = Kernel(collect_kernel, triton.cdiv(key_rows * keys, block["LANES"]), {**flags, **block})
-    kernel(*arguments, grad_out, lse, shift, dk, dv, order, first, key_rows)
+    kernel(*arguments, grad_out, lse, sums, dk, dv, order, first, key_rows)
 
 
 @triton.jit(do_not_specialize=[*SETTINGS, "key_rows"])
 def collect_kernel(
     q, k, v, index, mask, k_extra, v_extra, SEED, low, high, mask_heads, group, kappa, extras, threshold,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale, keep,
-    grad_out, lse, shift, dk, dv, order, first, key_rows,
+    grad_out, lse, sums, dk, dv, order, first, key_rows,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
-    DROPOUT: tl.constexpr, LANES: tl.constexpr,
+    DROPOUT: tl.constexpr, SEVERAL: tl.constexpr, LANES: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
 ):  # fmt: skip
     """LANES keys of any rows. order[first[j]:first[j + 1]] are the matches (point, e) on key j."""
@@ -68,8 +68,10 @@ def collect_kernel(
         k_sum += (tl.zeros([LANES, W], tl.float32),)
     for _ in tl.static_range(FPIECES):
         v_sum += (tl.zeros([LANES, FW], tl.float32),)
-    for number in range(window_size(REACH, RANK)):
-        centre, near_by = window_key(key, number, KG, MAGIC, REACH, RANK)
+    offset = first_offset(REACH, RANK)
+    for _step in range(window_size(REACH, RANK)):
+        centre, near_by = window_key(key, offset, KG, MAGIC, RANK)
+        offset = next_offset(offset, REACH, RANK)
         near_by = near_by & valid
         begin = tl.load(first + source * keys + centre, mask=near_by, other=0)
         end = tl.load(first + source * keys + centre + 1, mask=near_by, other=0)
@@ -82,18 +84,20 @@ def collect_kernel(
                 ok = ok & (key <= query)
             if mask is not None:
                 ok = ok & (tl.load(mask + (row // mask_heads).to(tl.int64) * keys + key, mask=ok, other=0) != 0)
-            for before in range(kappa - 1):
-                earlier = tl.load(index + point * kappa + before, mask=ok & (before < e), other=-1)
-                there = (earlier >= 0) & (earlier < keys)
-                ok = ok & ~(there & near(key, tl.where(there, earlier, 0), REACH, KG, MAGIC, RANK))
+            if SEVERAL:
+                for before in range(kappa - 1):
+                    earlier = tl.load(index + point * kappa + before, mask=ok & (before < e), other=-1)
+                    there = (earlier >= 0) & (earlier < keys)
+                    ok = ok & ~(there & near(key, tl.where(there, earlier, 0), REACH, KG, MAGIC, RANK))
             theirs = features(q, point, ok, E, W, PIECES)
             wish = features(grad_out, point, ok, F, FW, FPIECES)
             norm = tl.load(lse + point, mask=ok, other=0.0)
-            less = tl.load(shift + point, mask=ok, other=0.0)
+            over = tl.load(sums + point * 2, mask=ok, other=0.0)
+            shift = tl.load(sums + point * 2 + 1, mask=ok, other=0.0)
             noise = absorb(row_state(SEED, low, high, row), query)
             s = dot(theirs, mine, PIECES) * scale
             dp = dot(wish, value, FPIECES)
-            p, ds = pair_gradient(s, dp, ok, norm, less, key, noise, threshold, keep, WEIGHT, DROPOUT)
+            p, ds = pair_gradient(s, dp, ok, norm, over, shift, key, noise, threshold, keep, WEIGHT, DROPOUT)
             k_sum = add(k_sum, ds * scale, theirs, PIECES)
             v_sum = add(v_sum, p, wish, FPIECES)
     put(dk, place, k_sum, valid, E, W, PIECES)

@@ -20,9 +20,9 @@ GEOMETRY = ("q0", "q1", "q2", "q3", "k0", "k1", "k2", "k3", "m1", "m2", "m3")
 
 
 def magic(d: int) -> int:
-    """factor << 6 | shift with n // d == n * factor >> shift for 0 <= n < 2**31. Always an int64 to Triton."""
+    """factor << 6 | bits with n // d == 2 * n * factor >> 32 >> bits for 0 <= n < 2**31. Always an int64 to Triton."""
     bits = (d - 1).bit_length()
-    return -(-(1 << (31 + bits)) // d) << 6 | (31 + bits)
+    return -(-(1 << (31 + bits)) // d) << 6 | bits
 
 
 @lru_cache(maxsize=256)
@@ -51,9 +51,9 @@ def vector(width: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def divide(n, magic):
-    """n // d for 0 <= n < 2**31, with magic = magic(d): one wide product."""
-    factor = (magic >> 6).to(tl.uint32).to(tl.uint64)
-    return ((n.to(tl.uint32).to(tl.uint64) * factor) >> (magic & 63).to(tl.uint64)).to(tl.int32)
+    """n // d for 0 <= n < 2**31, with magic = magic(d): the high word of one product."""
+    high = tl.umulhi(n.to(tl.uint32) * 2, (magic >> 6).to(tl.uint32))
+    return (high >> (magic & 63).to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit

@@ -18,10 +18,27 @@ import triton.language as tl
 from torch import Tensor
 
 from ..draws import tail_rows
-from ..grid import LegalKeys, grid_of
+from ..grid import grid_of
 from .grid import points
-from .hybrid import PROGRAMS, SETTINGS, arguments_of, block_of, finite, in_tail, product, scores, shared_names
+from .hybrid import EXACT, HALF, SETTINGS, arguments_of
 from .launch import Kernel
+from .shared import (
+    KEYS,
+    LOWEST,
+    block_of,
+    corners_of,
+    finite,
+    in_tail,
+    joined,
+    powers,
+    product,
+    scores,
+    stages,
+    whole_block,
+)
+
+# Of programs that share the queries in the gradient of the shared keys: a few for every processor of a large device.
+PROGRAMS = 512
 
 
 def tail_backward(
@@ -35,7 +52,6 @@ def tail_backward(
     head_out: Tensor,
     head_lse: Tensor,
     seed: Tensor,
-    lse: Tensor,
     offset: Tensor,
     names: Tensor,
     for_keys: Tensor,
@@ -48,135 +64,148 @@ def tail_backward(
     """Gradients of q, k, v, head_out, head_lse, in the dtypes of their tensors."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     (rows, drawn), queries = names.shape, math.prod(grid_of(q))
-    share = torch.where(lse == -torch.inf, 0, (head_lse - lse).exp())
     wish = grad_out.float()
-    to_head = torch.where(share == 0, 0, (wish * head_out).sum(-1))
-    shift = (share * to_head).contiguous()
+    to_head = torch.where(head_lse == -torch.inf, 0, (wish * head_out).sum(-1))
+    numbers = [torch.empty_like(to_head) for _ in range(4)]
+    share, shift = numbers[:2]
     dk, dv = (torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], device=q.device) for x in (k, v))
-    if lse.numel():
-        legal = LegalKeys.of(q, k, causal, key_mask)
-        tensors = (q, k, v, index, key_mask, head_out, head_lse, names, for_keys)
-        arguments, flags = arguments_of(*tensors, legal=legal, causal=causal, **settings)
-        above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous(), offset.contiguous())
-        blocks, key_blocks = triton.cdiv(queries, flags["BM"]), triton.cdiv(drawn, flags["BN"])
-        splits = max(1, min(blocks, PROGRAMS // max(rows * key_blocks, 1)))
-        parts = [torch.empty((splits, rows * drawn, x.shape[-1]), device=q.device) for x in (k, v)]
+    if to_head.numel():
         with torch.cuda.device_of(q):
-            Kernel(queries_kernel, rows * blocks, flags)(*arguments, *above, shift, dq)
-            Kernel(keys_kernel, rows * key_blocks * splits, flags)(*arguments, *above, shift, *parts, splits)
-        at = tail_rows(names, q.shape[1], k.shape[1], legal.keys).flatten()
+            tensors = (q, k, v, index, head_lse, names, for_keys)
+            arguments, flags = arguments_of(*tensors, causal=causal, spread=False, **settings)
+            flags = {**flags, **backward_block(q, v, flags)}
+            above = (grad_out.contiguous(), offset.contiguous())
+            blocks, key_blocks = -(-queries // flags["BM"]), -(-drawn // flags["BN"])
+            splits = max(1, min(blocks, PROGRAMS // max(rows * key_blocks, 1)))
+            parts = [torch.empty((splits, rows * drawn, x.shape[-1]), device=q.device) for x in (k, v)]
+            more = (grad_lse.contiguous(), to_head.contiguous(), *numbers)
+            Kernel(queries_kernel, rows * blocks, flags)(*arguments, *above, *more, dq)
+            Kernel(keys_kernel, rows * key_blocks * splits, flags)(*arguments, *above, *numbers[1:], *parts, splits)
+        at = tail_rows(names, q.shape[1], k.shape[1], math.prod(grid_of(k))).flatten()
         dk.index_add_(0, at, parts[0].sum(0))
         dv.index_add_(0, at, parts[1].sum(0))
     d_head = share.unsqueeze(-1) * wish
-    # The kernel has added the tail's part to shift and taken grad_lse from it.
-    d_head_lse = share * (to_head - shift)
+    d_head_lse = torch.where(share == 0, 0, share * (to_head - shift))
     grads = (dq, dk, dv, d_head, d_head_lse)
     return tuple(d.to(x.dtype).reshape(x.shape) for d, x in zip(grads, (q, k, v, head_out, head_lse), strict=True))
 
 
-@triton.jit
-def weights(
-    mine, k_row, name, at, there, query, valid, index_row, kappa, logs, row, drawn, scale, norm, add, keys, KG, MAGIC,
-    REACH, RANK: tl.constexpr, CAUSAL: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """The joint weights [BM, BN], and which pairs count."""
-    s = scores(mine, k_row, name, at, there, logs, row, drawn, scale, E, W, PIECES, BM, BN)
-    ok = in_tail(name, there, query, valid, index_row, kappa, keys, KG, MAGIC, REACH, RANK, CAUSAL)
-    return tl.where(ok, tl.exp(s + (add - norm)[:, None]), 0.0), ok
+def backward_block(q: Tensor, v: Tensor, flags: dict[str, Any]) -> dict[str, int]:
+    """Queries per program, warps and stages. As in `forward_block`, both kernels: 2 and 3 stages 993, 925 us."""
+    half = q.element_size() == v.element_size() == 2
+    block, most = (HALF, 3) if half else (EXACT, 2)
+    row = flags["W"] * flags["PIECES"] * q.element_size() + flags["FW"] * flags["FPIECES"] * v.element_size()
+    return {**block, "num_stages": stages(q.device, most, KEYS * row, block["BM"] * row)}
 
 
 @triton.jit
 def wishes(
-    wish, v_row, name, there, F: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    wish, values_row, at, FW: tl.constexpr, FPIECES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """<grad_out, v> of every pair."""
     dp = tl.zeros([BM, BN], tl.float32)
     for n in tl.static_range(FPIECES):
-        dp = product(wish[n], tl.trans(block_of(v_row, name, there, n, F, FW)), dp)
+        dp = product(wish[n], tl.trans(whole_block(values_row, at, n, FW, FPIECES)), dp)
     return dp
 
 
 @triton.jit(do_not_specialize=SETTINGS)
 def queries_kernel(
-    q, k, v, names, logs, index, head_out, head_lse, mask, count, drawn, mask_heads, group, kappa,
+    q, index, head_lse, keys_in, values_in, places, logs, drawn, kappa,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale,
-    grad_out, grad_lse, lse, offset, shift_io, dq,
-    RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
+    grad_out, offset, grad_lse, to_head, share_out, shift_out, top_out, factor_out, dq,
+    RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, MATCHES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
 ):  # fmt: skip
+    """dq, and of each query the head's share, shift, and what makes weights of scores: `powers` over top, times factor.
+
+    The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
+    """
     QG, KG, MAGIC, REACH = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (b0, b1, b2, b3)
     queries, keys = points(QG, RANK), points(KG, RANK)
-    blocks = (queries + BM - 1) // BM
+    blocks, padded = (queries + BM - 1) // BM, (drawn + BN - 1) // BN * BN
     row = (tl.program_id(0) // blocks).to(tl.int64)
     query = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM)
     valid = query < queries
     index_row, point = index + row * queries * kappa, row * queries + query
-    k_row, v_row = k + row // group * keys * E, v + row // group * keys * F
+    keys_row, logs_row = keys_in + row * padded * (W * PIECES), logs + row * padded
+    values_row, place = values_in + row * padded * (FW * FPIECES), places + row * (RANK + 1) * padded
     mine, wish, sums = (), (), ()
     for n in tl.static_range(PIECES):
         mine += (block_of(q + row * queries * E, query, valid, n, E, W),)
         sums += (tl.zeros([BM, W], tl.float32),)
     for n in tl.static_range(FPIECES):
         wish += (block_of(grad_out + row * queries * F, query, valid, n, F, FW),)
-    norm = tl.load(lse + point, mask=valid, other=0.0)
-    norm = tl.where(norm == -float("inf"), 0.0, norm)
+
+    low = corners_of(query, valid, index_row, kappa, keys, KG, MAGIC, REACH, RANK, MATCHES)
+    top = tl.full([BM], LOWEST, tl.float32)
+    whole, mean, seen = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.int32)
+    for start in range(0, padded, BN):
+        at = start + tl.arange(0, BN)
+        log = tl.load(logs_row + at)
+        ok = in_tail(
+            place, padded, at, log, query, valid, low, index_row, kappa, keys, KG, MAGIC, REACH, RANK, CAUSAL, MATCHES
+        )  # fmt: skip
+        s = tl.where(ok, scores(mine, keys_row, at, log, scale, W, PIECES, BM, BN), -float("inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        shrink, p = powers(top, higher), powers(s, higher[:, None])
+        top = higher
+        whole = whole * shrink + tl.sum(p, 1)
+        dp = wishes(wish, values_row, at, FW, FPIECES, BM, BN)
+        mean = mean * shrink + tl.sum(tl.where(ok, p * dp, 0.0), 1)
+        seen += tl.sum(ok.to(tl.int32), 1)
+    head = tl.load(head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
     add = tl.load(offset + point, mask=valid, other=0.0)
-    shift = tl.load(shift_io + point, mask=valid, other=0.0)
-
-    for start in range(0, drawn, BN):
-        at = start + tl.arange(0, BN)
-        name, there = shared_names(names, row, at, drawn, keys)
-        p, ok = weights(
-            mine, k_row, name, at, there, query, valid, index_row, kappa, logs, row, drawn, scale, norm, add, keys, KG,
-            MAGIC, REACH, RANK, CAUSAL, E, W, PIECES, BM, BN,
-        )  # fmt: skip
-        dp = wishes(wish, v_row, name, there, F, FW, FPIECES, BM, BN)
-        shift += tl.sum(tl.where(ok, p * dp, 0.0), 1)
+    factor, share, top, _ = joined(top, whole, seen > 0, add, head)
+    shift = mean * factor + tl.where(share == 0, 0.0, share * tl.load(to_head + point, mask=valid, other=0.0))
     shift -= tl.load(grad_lse + point, mask=valid, other=0.0)
-    tl.store(shift_io + point, shift, mask=valid)
+    tl.store(share_out + point, share, mask=valid)
+    tl.store(shift_out + point, shift, mask=valid)
+    tl.store(top_out + point, top, mask=valid)
+    tl.store(factor_out + point, factor, mask=valid)
 
-    for start in range(0, drawn, BN):
+    for start in range(0, padded, BN):
         at = start + tl.arange(0, BN)
-        name, there = shared_names(names, row, at, drawn, keys)
-        p, ok = weights(
-            mine, k_row, name, at, there, query, valid, index_row, kappa, logs, row, drawn, scale, norm, add, keys, KG,
-            MAGIC, REACH, RANK, CAUSAL, E, W, PIECES, BM, BN,
+        log = tl.load(logs_row + at)
+        ok = in_tail(
+            place, padded, at, log, query, valid, low, index_row, kappa, keys, KG, MAGIC, REACH, RANK, CAUSAL, MATCHES
         )  # fmt: skip
-        dp = wishes(wish, v_row, name, there, F, FW, FPIECES, BM, BN)
+        s = tl.where(ok, scores(mine, keys_row, at, log, scale, W, PIECES, BM, BN), -float("inf"))
+        p = powers(s, top[:, None]) * factor[:, None]
+        dp = wishes(wish, values_row, at, FW, FPIECES, BM, BN)
         ds = tl.where(ok, p * (dp - shift[:, None]) * scale, 0.0)
         more = ()
         for n in tl.static_range(PIECES):
             # Where a slope is 0, what is not finite must not spoil the sum; elsewhere the slope is NaN.
-            theirs = finite(block_of(k_row, name, there, n, E, W))
+            theirs = finite(whole_block(keys_row, at, n, W, PIECES))
             more += (product(ds.to(theirs.dtype), theirs, sums[n]),)
         sums = more
     for n in tl.static_range(PIECES):
         e = n * W + tl.arange(0, W)[None, :]
-        place = dq + row * queries * E + query.to(tl.int64)[:, None] * E + e
-        tl.store(place, sums[n].to(dq.dtype.element_ty), mask=valid[:, None] & (e < E))
+        to = dq + row * queries * E + query.to(tl.int64)[:, None] * E + e
+        tl.store(to, sums[n].to(dq.dtype.element_ty), mask=valid[:, None] & (e < E))
 
 
 @triton.jit(do_not_specialize=[*SETTINGS, "splits"])
 def keys_kernel(
-    q, k, v, names, logs, index, head_out, head_lse, mask, count, drawn, mask_heads, group, kappa,
+    q, index, head_lse, keys_in, values_in, places, logs, drawn, kappa,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale,
-    grad_out, grad_lse, lse, offset, shift_in, dk, dv, splits,
-    RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
+    grad_out, offset, shift_in, top_in, factor_in, dk, dv, splits,
+    RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, MATCHES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of keys, split) adds up its share of the row's queries: dk, dv [splits, B, H, m, width]."""
     QG, KG, MAGIC, REACH = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (b0, b1, b2, b3)
     queries, keys = points(QG, RANK), points(KG, RANK)
     blocks, key_blocks = (queries + BM - 1) // BM, (drawn + BN - 1) // BN
+    padded = key_blocks * BN
     split, block = tl.program_id(0) % splits, tl.program_id(0) // splits
     row = (block // key_blocks).to(tl.int64)
     rows = tl.num_programs(0) // (splits * key_blocks)
     at = (block % key_blocks) * BN + tl.arange(0, BN)
-    name, there = shared_names(names, row, at, drawn, keys)
-    index_row = index + row * queries * kappa
-    k_row, v_row = k + row // group * keys * E, v + row // group * keys * F
+    log = tl.load(logs + row * padded + at)
+    index_row, place = index + row * queries * kappa, places + row * (RANK + 1) * padded
+    keys_row, values_row = keys_in + row * padded * (W * PIECES), values_in + row * padded * (FW * FPIECES)
     k_sums, v_sums = (), ()
     for _ in tl.static_range(PIECES):
         k_sums += (tl.zeros([BN, W], tl.float32),)
@@ -191,15 +220,16 @@ def keys_kernel(
             mine += (block_of(q + row * queries * E, query, valid, n, E, W),)
         for n in tl.static_range(FPIECES):
             wish += (block_of(grad_out + row * queries * F, query, valid, n, F, FW),)
-        norm = tl.load(lse + point, mask=valid, other=0.0)
-        norm = tl.where(norm == -float("inf"), 0.0, norm)
-        add = tl.load(offset + point, mask=valid, other=0.0)
+        top = tl.load(top_in + point, mask=valid, other=0.0)
+        factor = tl.load(factor_in + point, mask=valid, other=0.0)
         shift = tl.load(shift_in + point, mask=valid, other=0.0)
-        p, ok = weights(
-            mine, k_row, name, at, there, query, valid, index_row, kappa, logs, row, drawn, scale, norm, add, keys, KG,
-            MAGIC, REACH, RANK, CAUSAL, E, W, PIECES, BM, BN,
+        low = corners_of(query, valid, index_row, kappa, keys, KG, MAGIC, REACH, RANK, MATCHES)
+        ok = in_tail(
+            place, padded, at, log, query, valid, low, index_row, kappa, keys, KG, MAGIC, REACH, RANK, CAUSAL, MATCHES
         )  # fmt: skip
-        dp = wishes(wish, v_row, name, there, F, FW, FPIECES, BM, BN)
+        s = tl.where(ok, scores(mine, keys_row, at, log, scale, W, PIECES, BM, BN), -float("inf"))
+        p = powers(s, top[:, None]) * factor[:, None]
+        dp = wishes(wish, values_row, at, FW, FPIECES, BM, BN)
         ds = tl.trans(tl.where(ok, p * (dp - shift[:, None]) * scale, 0.0))
         k_more, v_more = (), ()
         for n in tl.static_range(PIECES):

@@ -34,8 +34,11 @@ class Kernel:
     def __call__(self, *arguments: Any) -> None:
         if self.code is None:
             self._find(arguments)
+        elif _watched():
+            self.code[(self.programs, 1, 1)](*arguments, *self.constants)
         else:
-            self.bind()(*arguments)
+            stream = driver.active.get_current_stream(self.device)
+            self.run(self.programs, 1, 1, stream, *self.direct, *self._addresses(arguments), *self.constants)
 
     def bind(self, *first: Any) -> Callable[..., None]:
         """What launches the kernel on the current stream with these arguments and those it is called with."""
@@ -44,10 +47,17 @@ class Kernel:
         if _watched():
             launch = self.code[(self.programs, 1, 1)]
             return lambda *more: launch(*first, *more, *self.constants)
-        programs, run, function, metadata, constants = self.programs, *self.direct
-        stream = driver.active.get_current_stream(self.device)
-        begin = (programs, 1, 1, stream, function, metadata, None, None, None, *_addresses(first))
+        run, stream, constants = self.run, driver.active.get_current_stream(self.device), self.constants
+        begin = (self.programs, 1, 1, stream, *self.direct, *self._addresses(first))
         return lambda *more: run(*begin, *_addresses(more), *constants)
+
+    def _addresses(self, first: tuple[Any, ...]) -> list[Any]:
+        """The first arguments, addresses in the place of tensors."""
+        given = [*first]
+        for n in self.tensors:
+            if n < len(given):
+                given[n] = given[n].data_ptr()
+        return given
 
     def _find(self, arguments: tuple[Any, ...]) -> None:
         pointers = [x for x in arguments if x is None or x.__class__ not in NO_TENSORS]
@@ -62,7 +72,8 @@ class Kernel:
         else:
             code[(self.programs, 1, 1)](*arguments, *self.constants)
         self.device = arguments[0].device.index
-        self.direct = (code.run, code.function, code.packed_metadata, self.constants)
+        self.tensors = [n for n, x in enumerate(arguments) if x.__class__ not in NO_TENSORS]
+        self.run, self.direct = code.run, (code.function, code.packed_metadata, None, None, None)
         self.code = code
 
 

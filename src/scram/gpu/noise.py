@@ -21,9 +21,9 @@ def seed_arguments(seed: Tensor | None) -> tuple[Tensor | None, int, int]:
     """(pointer, low, high) for the kernels: a seed on the device is read there, one on the CPU goes by value."""
     if seed is None:
         return None, 0, 0
-    if seed.device.type == "cuda":
+    if seed.is_cuda:
         return seed, 0, 0
-    value = int(seed)
+    value = int(seed.item())
     return None, signed(value), signed(value >> 32)
 
 
@@ -54,4 +54,4 @@ def row_state(SEED, low, high, row):
 @triton.jit
 def below(bits, n):
     """A number in 0..n-1 from 32 random bits."""
-    return ((bits.to(tl.uint64) * n.to(tl.uint32).to(tl.uint64)) >> 32).to(tl.int32)
+    return tl.umulhi(bits, n.to(tl.uint32)).to(tl.int32)

@@ -22,6 +22,7 @@ from .draw import draw_kernel
 from .grid import dot, features, geometry, put
 from .launch import Kernel
 from .noise import below_argument, seed_arguments
+from .shared import LN2, LOWEST, joined, powers
 from .tiles import visit_tile
 from .walk import walk_kernel
 from .windows import add
@@ -120,15 +121,14 @@ def sample(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
 
 def sample_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, and of head_out and head_lse where there is a head."""
-    *inputs, lse = tensors
-    visits = Visits(*inputs, **settings)
+    visits = Visits(*tensors, **settings)
     q, k, v = visits.q, visits.k, visits.v
     repeatable = torch.are_deterministic_algorithms_enabled()
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (k, v))
     d_head = tuple(None if x is None else torch.empty_like(x) for x in visits.head)
-    if lse.numel():
-        above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous())
+    if grad_lse.numel():
+        above = (grad_out.contiguous(), grad_lse.contiguous())
         flags = {"E": q.shape[-1], "F": v.shape[-1], "FLAT": visits.walks, "REPEATABLE": repeatable, **visits.block}
         weights = None
         with torch.cuda.device_of(q):
@@ -202,7 +202,7 @@ def visit_kernel(
         head = tl.load(head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
 
     whole, seen = tl.zeros([LANES], tl.float32), lane * 0
-    top = tl.full([LANES], -float("inf"), tl.float32)
+    top = tl.full([LANES], LOWEST, tl.float32)
     mixed = ()
     for _ in tl.static_range(FPIECES):
         mixed += (tl.zeros([LANES, FW], tl.float32),)
@@ -213,8 +213,7 @@ def visit_kernel(
             tl.store(logs + slots + t, s, mask=ok)
         s = tl.where(ok, s, -float("inf"))
         higher = tl.maximum(top, s)
-        safe = tl.where(higher == -float("inf"), 0.0, higher)
-        shrink, p = tl.exp(top - safe), tl.exp(s - safe)
+        shrink, p = powers(top, higher), powers(s, higher)
         whole, top = whole * shrink + p, higher
         seen += ok.to(tl.int32)
         more = ()
@@ -222,14 +221,8 @@ def visit_kernel(
             more += (mixed[n] * shrink[:, None] + p[:, None] * value[n],)
         mixed = more
 
-    highest = tl.where(top == -float("inf"), 0.0, top)
-    own = tl.where(seen > 0, tl.log(tl.where(seen > 0, whole, 1.0)) + highest, -float("inf"))
-    large = tl.maximum(own, head)
-    large = tl.where(large == -float("inf"), 0.0, large)
-    empty = (seen == 0) & (head == -float("inf"))
-    norm = tl.log(tl.where(empty, 1.0, tl.exp(own - large) + tl.exp(head - large))) + large
-    factor, share = tl.where(seen > 0, tl.exp(highest - norm), 0.0), tl.exp(head - norm)
-    tl.store(lse + point, tl.where(empty, -float("inf"), norm), mask=valid)
+    factor, share, highest, norm = joined(top, whole, seen > 0, tl.zeros([LANES], tl.float32), head)
+    tl.store(lse + point, highest + norm * LN2, mask=valid)
     answer = ()
     if head_out is not None:
         theirs = features(head_out, point, valid & (head > -float("inf")), F, FW, FPIECES)
@@ -251,7 +244,8 @@ def visit_kernel(
             ok = key >= 0
             s = tl.load(logs + slots + t, mask=ok, other=-float("inf"))
             value = features(v, source + tl.where(ok, key, 0), ok, F, FW, FPIECES)
-            weight, p = tl.exp(s - highest), tl.exp(s - norm)
+            weight = powers(s, highest)
+            p = weight * factor
             plain += weight
             squares += weight * weight
             sum_more, more = (), ()
@@ -271,7 +265,7 @@ def visit_kernel(
 @triton.jit(do_not_specialize=SETTINGS)
 def visit_backward_kernel(
     q, k, v, head_out, head_lse, keys_in, logs, queries, keys, group, samples, begin, size, scale,
-    grad_out, grad_lse, lse, weights, dq, dk, dv, d_head, d_head_lse,
+    grad_out, grad_lse, weights, dq, dk, dv, d_head, d_head_lse,
     E: tl.constexpr, F: tl.constexpr, FLAT: tl.constexpr, REPEATABLE: tl.constexpr, LANES: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
 ):  # fmt: skip
@@ -281,26 +275,38 @@ def visit_backward_kernel(
     source = point // queries // group * keys
     mine = features(q, point, valid, E, W, PIECES)
     wish = features(grad_out, point, valid, F, FW, FPIECES)
-    norm = tl.load(lse + point, mask=valid, other=0.0)
-    norm = tl.where(norm == -float("inf"), 0.0, norm)
     from_lse = tl.load(grad_lse + point, mask=valid, other=0.0)
 
-    shift = tl.zeros([LANES], tl.float32)
+    # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
+    # Slopes are measured from one of them, so that equal ones leave nothing.
+    whole, mean = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    top = tl.full([LANES], LOWEST, tl.float32)
+    if head_lse is None:
+        key = tl.load(keys_in + slots, mask=valid, other=-1)
+        value = features(v, source + tl.maximum(key, 0), key >= 0, F, FW, FPIECES)
+        base = dot(wish, value, FPIECES)
+    else:
+        head = tl.load(head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
+        top = tl.maximum(top, head)
+        whole = powers(head, top)
+        base = dot(wish, features(head_out, point, valid & (head > -float("inf")), F, FW, FPIECES), FPIECES)
     for t in range(samples):
         place, ok, theirs, s = visit(mine, k, source, keys_in, logs, slots + t, valid, scale, E, W, PIECES, FLAT)
-        dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES)
-        shift += tl.where(ok, tl.exp(s - norm) * dp, 0.0)
-    if head_out is not None:
-        head = tl.load(head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
-        some = valid & (head > -float("inf"))
-        share = tl.where(some, tl.exp(head - norm), 0.0)
-        slope = dot(wish, features(head_out, point, some, F, FW, FPIECES), FPIECES)
-        shift += share * slope
+        dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES) - base
+        s = tl.where(ok, s, -float("inf"))
+        higher = tl.maximum(top, s)
+        shrink, p = powers(top, higher), powers(s, higher)
+        whole, mean, top = whole * shrink + p, mean * shrink + p * dp, higher
+    top = tl.where(top == LOWEST, 0.0, top)
+    factor = 1.0 / tl.where(whole == 0.0, 1.0, whole)
+    shift = mean * factor
+    if head_lse is not None:
+        share = powers(head, top) * factor
         back = ()
         for n in tl.static_range(FPIECES):
             back += (share[:, None] * wish[n],)
         put(d_head, point, back, valid, F, FW, FPIECES)
-        d_lse = (share * (slope - shift + from_lse)).to(d_head_lse.dtype.element_ty)
+        d_lse = (share * (from_lse - shift)).to(d_head_lse.dtype.element_ty)
         tl.store(d_head_lse + point, d_lse, mask=valid)
     shift -= from_lse
 
@@ -309,8 +315,8 @@ def visit_backward_kernel(
         sums += (tl.zeros([LANES, W], tl.float32),)
     for t in range(samples):
         place, ok, theirs, s = visit(mine, k, source, keys_in, logs, slots + t, valid, scale, E, W, PIECES, FLAT)
-        dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES)
-        p = tl.where(ok, tl.exp(s - norm), 0.0)
+        dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES) - base
+        p = tl.where(ok, powers(s, top) * factor, 0.0)
         ds = tl.where(ok, p * (dp - shift) * scale, 0.0)
         sums = add(sums, ds, theirs, PIECES)
         if REPEATABLE:

@@ -46,14 +46,12 @@ def search(
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, *G, E], k [B, Hk, *G', E], warm int32 [B, H, *G, any] -> index int32, score f32 [B, H, *G, kappa]."""
     q, k = q.contiguous(), k.contiguous()
-    device, q_shape, k_shape = q.device, q.shape, k.shape
+    q_shape, k_shape = q.shape, k.shape
     plane, shape = q_shape[:-1], (*q_shape[:-1], matches)
     planes = shape if matches == 1 else (matches, *plane)
-    index = torch.empty(planes, dtype=torch.int32, device=device)
-    score = torch.empty(planes, dtype=torch.float32, device=device)
+    index, score = q.new_empty(planes, dtype=torch.int32), q.new_empty(planes, dtype=torch.float32)
     if index.numel() == 0:
         return index.reshape(shape), score.reshape(shape)
-    other = torch.empty(plane, dtype=torch.int32, device=device)
 
     mask = order = count = None
     mask_heads, kept = 1, 0
@@ -64,21 +62,25 @@ def search(
     if warm is not None:
         warm, kept = warm.contiguous(), warm.shape[-1]
     pointer, low, high = seed_arguments(seed)
-    plan = _plan(
-        q_shape, k_shape, matches > 1, causal, separation > 0, propagate, jumps, kinds(q, k, pointer, mask, warm)
-    )
+    given = kinds(q, k, pointer, mask, warm)
+    plan = _plan(q_shape, k_shape, False, causal, False, propagate, jumps, given)
     keys, wide = k, None
     if plan.width > k_shape[-1]:
-        keys = wide = torch.empty((*k_shape[:-1], plan.width), dtype=k.dtype, device=device)
+        keys = wide = k.new_empty((*k_shape[:-1], plan.width))
     limits = (pointer, low, high, mask, order, count, mask_heads, q_shape[1] // k_shape[1], min(separation, 2**31 - 1))
 
+    # A device at rest waits for the first launch: what that does not need is made after it.
+    other = index.new_empty(plane) if sweeps % 2 else None
     with on_device(q):
         for run in range(matches):
+            if run == 1:
+                plan = _plan(q_shape, k_shape, True, causal, separation > 0, propagate, jumps, given)
             field, best = (index, score) if matches == 1 else (index[run], score[run])
-            state = (other, field) if sweeps % 2 else (field, other)
             common = (index, best, *limits, *plan.extents, run)
             key_rows = k_shape[0] * k_shape[1] if run == 0 else 0  # padded once
-            plan.start(q, k, *common, state[0], warm, kept, sweeps == 0, wide, key_rows)
+            plan.start(q, k, *common, other if sweeps % 2 else field, warm, kept, sweeps == 0, wide, key_rows)
+            other = index.new_empty(plane) if other is None else other
+            state = (other, field) if sweeps % 2 else (field, other)
             if sweeps:
                 even = plan.even.bind(q, keys, *common)
                 by_turn = (even, even if plan.odd is plan.even else plan.odd.bind(q, keys, *common))
@@ -88,9 +90,9 @@ def search(
         if matches == 1:
             return index, score
         sorted_index, sorted_score = index.new_empty(shape), score.new_empty(shape)
-        rows, programs = shape[0] * shape[1], triton.cdiv(other.numel(), 256)
-        sorts = Kernel(sort_kernel, programs, {"BLOCK": 256, "enable_fp_fusion": True})
-        sorts(index, score, sorted_index, sorted_score, rows, other.numel() // rows, matches)
+        rows, plane_size = shape[0] * shape[1], index.numel() // matches
+        sorts = Kernel(sort_kernel, triton.cdiv(plane_size, 256), {"BLOCK": 256, "enable_fp_fusion": True})
+        sorts(index, score, sorted_index, sorted_score, rows, plane_size // rows, matches)
     return sorted_index, sorted_score
 
 
@@ -109,27 +111,27 @@ class Plan(NamedTuple):
 def _plan(
     q_shape: tuple[int, ...],
     k_shape: tuple[int, ...],
-    several: bool,
+    earlier: bool,
     causal: bool,
     separated: bool,
     propagate: str,
     jumps: tuple[int, ...],
     given: tuple[Any, ...],
 ) -> Plan:
-    """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm. All runs share it: fewer to compile."""
+    """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm; of a run without or with earlier ones."""
     query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
     rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
     wide = triton.next_power_of_2(width)
     if wide * dtype.itemsize > 32:
         wide = width  # else one aligned load for several
     flags: dict[str, Any] = {"RANK": len(key_grid), "E": width, "KE": wide, "CAUSAL": causal}
-    flags |= {"SEPARATED": separated, "EARLIER": several}
-    block = search_tile(len(key_grid), width, dtype)
+    flags |= {"SEPARATED": separated, "EARLIER": earlier}
+    block = search_tile(len(key_grid), width, dtype, earlier)
     start = Kernel(start_kernel, rows * tiles(query_grid, block["TILE"]), {**flags, **block})
-    block = search_tile(len(key_grid), wide, dtype)
+    block = search_tile(len(key_grid), wide, dtype, earlier)
     # A jump past every grid asks nobody; without it no step overflows 32 bits.
     asked = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
-    flags |= {"KEYLESS": several or masked, **block, "JUMPS": asked, "TURNS": propagate == "turns"}
+    flags |= {"KEYLESS": earlier or masked, **block, "JUMPS": asked, "TURNS": propagate == "turns"}
     programs = rows * tiles(query_grid, block["TILE"])
     if propagate == "turns":
         even = Kernel(sweep_kernel, programs, {**flags, "SHIFT": False, "STAY": True})
@@ -240,7 +242,7 @@ def sweep_kernel(
     mine = features(q + row * queries * E, query, valid, E, W, PIECES)
 
     key = decoded(tl.load(state_in + point, mask=valid, other=NOTHING))
-    old = key
+    old, own = key, key
     if TURNS:
         # A key is old to the neighbours when it was there at the last sweep of the same kind, two before.
         old = tl.where(sweep > 1, decoded(tl.load(state_out + point, mask=valid, other=NOTHING)), -1)
@@ -250,6 +252,8 @@ def sweep_kernel(
         axis = n % RANK
         jump, here, extent, key_extent, up, down = neighbour(n, axis, corner, QG, KG, JUMPS, RANK, TILE, LANES)
         for side in tl.static_range(2):
+            if EARLIER:
+                own = key  # reads wait for each other anyhow
             step = jump * (2 * side - 1)
             there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
             found = tl.load(state_in + point + step * up, mask=valid & there, other=NOTHING)
@@ -258,21 +262,23 @@ def sweep_kernel(
                 at = coordinate(found, axis, KG, MAGIC, RANK)
                 moved = fresh & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32))
                 key, best = offer(
-                    found - step * down, moved, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+                    found - step * down, moved, own, key, best, mine, k_row, query, point, limits, KG, MAGIC,
                     RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
                 )  # fmt: skip
             if STAY:
                 key, best = offer(
-                    found, fresh, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+                    found, fresh, own, key, best, mine, k_row, query, point, limits, KG, MAGIC,
                     RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
                 )  # fmt: skip
 
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), run), sweep)
     for g in range(gossip):
+        if EARLIER:
+            own = key
         other = below(absorb(draws, gossip * 0 + g), queries)
         heard = decoded(tl.load(state_in + row * queries + other, mask=valid, other=NOTHING))
         key, best = offer(
-            heard, heard >= 0, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+            heard, heard >= 0, own, key, best, mine, k_row, query, point, limits, KG, MAGIC,
             RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
         )  # fmt: skip
 
@@ -288,10 +294,10 @@ def sweep_kernel(
                 exists = valid & ((key >= 0) | some)
                 candidate = tl.where(key < 0, drawn, candidate)
         key, best = offer(
-            candidate, exists, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+            candidate, exists, key, key, best, mine, k_row, query, point, limits, KG, MAGIC,
             RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
         )  # fmt: skip
-        reach = reach // 2
+        reach = reach >> 1
 
     # A keyless query is ~-1 = 0 nowhere: NOTHING, or -1 in what is returned.
     coded = tl.where(key < 0, NOTHING, tl.where(key != old, key, ~key))
@@ -357,14 +363,18 @@ def around(draws, draw, key, reach, KG, MAGIC, RANK: tl.constexpr):
 
 @triton.jit
 def offer(
-    candidate, exists, key, best, mine, k_row, query, point, limits, KG, MAGIC, RANK: tl.constexpr, E: tl.constexpr,
-    CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
+    candidate, exists, had, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+    RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
+    W: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Take the candidate where it is legal and strictly better. The best so far cannot beat itself: it is not read."""
-    wanted = exists & (candidate != key)
+    """Take the candidate where it is legal and strictly better. `had`, a key held before, cannot win: it is not read.
+
+    `had` may be older than `key`: then no read waits for the one before it.
+    """
+    wanted = exists & (candidate != had)
     if CAUSAL:
         wanted = wanted & (candidate <= query)
-    s = score_of(mine, k_row, candidate, wanted, E, W, PIECES)
-    better = wanted & (s > best)
+    s = dot(mine, features(k_row, candidate, wanted, E, W, PIECES), PIECES)
+    better = wanted & (s > best)  # NaN is not
     better = allowed(candidate, better, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
     return tl.where(better, candidate, key), tl.where(better, s, best)

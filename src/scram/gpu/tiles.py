@@ -14,23 +14,25 @@ from .grid import tile_shape, vector
 MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which costs registers and compile time
 
 # Queries per program, threads per query, warps. H200, 512x512, the paper's search, graph replays, ms, by bytes per row:
-#                           16 (E=3)   64     128     256 (bf16)   512
-#   (32, 1, 1)              .29        .659   -       -            -
-#   (128, 1, 4)             .28        -      -       -            -
-#   (32, 2, 1)              -          .519   .970    -            -
-#   (16, 2, 1)              -          -      1.071   -            -
-#   (64, 2, 1)              -          .855   1.700   -            -
-#   (16, 4, 1), (32, 4, 2)  -          -      1.019   1.81, 1.78   4.025
-#   (8, 8, 1), (16, 8, 4)   -          -      -       -            3.626, 3.218
+#                           16 (E=3)   64     128           256 (bf16)    512
+#   (32, 1, 1)              .276       .659   -             -             -
+#   (64, 1, 2), (128, 1, 4) .290 .278  -      -             -             -
+#   (256, 1, 8)             .268       -      -             -             -
+#   (32, 2, 1)              -          .519   .973          -             -
+#   (16, 2, 1)              -          -      1.021         1.774         -
+#   (64, 2, 1), (64, 2, 2)  -          .855   1.700, 1.061  -             -
+#   (16, 4, 1), (32, 4, 2)  -          -      1.033, 1.031  1.778, 1.776  4.025
+#   (8, 8, 1), (16, 8, 4)   -          -      -             -             3.626, 3.218
 # One warp per program needs neither barriers nor shared memory; two queries per thread hide each other's latency.
-# With four matches, where lanes agree on what to read, E=3: 1.41 (32, 1, 1), 1.47 (64, 1, 2), 1.50 (128, 1, 4).
+# In runs with earlier matches lanes have to agree on what to read; four matches, E=3: 1.34 (32, 1, 1), 1.40 (64, 1, 2).
+SEARCH_NARROW = (256, 1, 8)
 SEARCH = {16: (32, 1, 1), 32: (32, 1, 1), 64: (32, 2, 1), 128: (32, 2, 1), 256: (16, 4, 1)}
 SEARCH_WIDE = (16, 8, 4)
 
-# The same for attend, radius 1: E=3 f32 .026 (32, 1, 1), .065 (32, 4, 4); E=64 bf16 .103 (16, 2, 1), .113 (16, 4, 1),
-# .122 (64, 4, 4); E=128 bf16 .192 (16, 2, 1), .190 (16, 4, 1). Its backward: E=64 .611 (16, 4, 1), .644 (16, 2, 1),
-# .579 (32, 4, 4); E=3 .158 (32, 1, 1), .116 (32, 4, 4).
-ATTEND_NARROW, ATTEND, ATTEND_WIDE = (32, 1, 1), (16, 2, 1), (16, 4, 1)
+# The same for attend, radius 1: E=3 f32 .028 (32, 1, 1), .031 (64, 1, 2), .029 (128, 1, 4); E=64 bf16 .102 (16, 2, 1),
+# .099 (16, 4, 1), .099 (32, 4, 2), .124 (32, 2, 1). Its backward, a plain call: E=64 .768 (16, 4, 1), .876 (16, 2, 1),
+# .750 (32, 4, 4), .758 (8, 4, 1); E=3 .298 (16, 4, 1), .409 (32, 1, 1), .396 (32, 4, 4).
+ATTEND_NARROW, ATTEND = (32, 1, 1), (16, 4, 1)
 BACKWARD = (16, 4, 1)
 COLLECT = (32, 4, 4)
 
@@ -49,9 +51,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @lru_cache(maxsize=256)
-def search_tile(rank: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
+def search_tile(rank: int, width: int, dtype: torch.dtype, earlier: bool = False) -> dict[str, Any]:
     size = max(16, triton.next_power_of_2(width * dtype.itemsize))
-    return _block(rank, width, dtype, *SEARCH.get(size, SEARCH_WIDE))
+    shape = SEARCH_NARROW if size == 16 and not earlier else SEARCH.get(size, SEARCH_WIDE)
+    return _block(rank, width, dtype, *shape)
 
 
 @lru_cache(maxsize=256)
@@ -59,8 +62,7 @@ def attend_tile(
     rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype
 ) -> dict[str, Any]:
     size = max(width * dtype.itemsize, value_width * value_dtype.itemsize)
-    shape = ATTEND_NARROW if size <= 16 else ATTEND if size <= 128 else ATTEND_WIDE
-    return _blocks(rank, width, value_width, dtype, value_dtype, shape)
+    return _blocks(rank, width, value_width, dtype, value_dtype, ATTEND_NARROW if size <= 16 else ATTEND)
 
 
 @lru_cache(maxsize=256)

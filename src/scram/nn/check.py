@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import check
 from ..check import MAX_RANK, whole
@@ -16,6 +16,16 @@ from ..check import _tensor as tensor
 def heads(embed_dim: Any, num_heads: Any) -> None:
     if whole("embed_dim", embed_dim, 1) % whole("num_heads", num_heads, 1):
         raise ValueError(f"num_heads must divide embed_dim, got {num_heads} heads and {embed_dim} channels")
+
+
+def batch_first(value: Any) -> None:
+    if value is not True:
+        raise ValueError(f"batch_first must be True: inputs are [B, *G, C], got {value!r}; use x.movedim(0, -2)")
+
+
+def multi_head(mha: Any) -> None:
+    if not isinstance(mha, nn.MultiheadAttention):
+        raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
 
 
 def estimator(method: Any, search: Any, dropout: float) -> None:

@@ -26,6 +26,7 @@ class GridAttention(Searching):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, device, dtype:
             as in `nn.MultiheadAttention`; dropout acts on the weights, in training mode only.
+        batch_first: True; there is no other order.
         search: how to look for keys; None attends densely, with the same weights, to compare or to train.
         radius, causal, scale, score: as in `scram.attention`.
         keep_matches: in evaluation mode each call starts from the matches of the call before, where the shapes
@@ -51,6 +52,7 @@ class GridAttention(Searching):
         add_zero_attn: bool = False,
         kdim: int | None = None,
         vdim: int | None = None,
+        batch_first: bool = True,
         *,
         search: Search | None = Search(),  # noqa: B008 - frozen
         radius: int | Sequence[int] = 1,
@@ -66,6 +68,7 @@ class GridAttention(Searching):
     ) -> None:
         super().__init__(search, warm_search, radius, keep_matches, impl)
         fits.heads(embed_dim, num_heads)
+        fits.batch_first(batch_first)
         check.dropout(dropout)
         check.scale(scale)
         check.score(score)
@@ -111,6 +114,7 @@ class GridAttention(Searching):
         >>> GridAttention.from_mha(mha, radius=2).num_heads
         4
         """
+        fits.multi_head(mha)
         layer = cls(
             mha.embed_dim,
             mha.num_heads,

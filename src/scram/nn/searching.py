@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from .. import api, check
@@ -54,7 +55,8 @@ class Searching(nn.Module):
     ) -> Matches:
         assert self.search is not None
         # In training every batch is another picture, and a checkpoint would search again from other matches.
-        keep = self.keep_matches and not self.training
+        # An exported program is a function: it keeps nothing.
+        keep = self.keep_matches and not self.training and not torch.compiler.is_exporting()
         if warm is None and keep and self._fits(q, k):
             warm = self.matches
         search = self.search if warm is None or self.warm_search is None else self.warm_search

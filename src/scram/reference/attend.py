@@ -61,7 +61,8 @@ def attend(
         p, lse = weigh(scale * pair_score(q[at].unsqueeze(1), k_found, score).to(wide), legal, weight)
         if dropout_seed is not None:
             named = torch.cat([key, (keys + torch.arange(extras, device=key.device)).expand(len(at), -1)], 1)
-            p = p * kept(dropout_seed, row, query, named, dropout_p).to(wide)
+            # What is dropped is zero, NaN too.
+            p = torch.where(kept(dropout_seed, row, query, named, dropout_p), p / (1 - dropout_p), 0)
         return mix(p, v_found), lse
 
     tensors = tuple(rows(x).flatten(0, 1) for x in (q, k, v)) + tuple(x.flatten(0, 1) for x in extra)
@@ -101,9 +102,8 @@ def expand(match: Tensor, key_grid: Grid, radius: Sequence[int]) -> tuple[Tensor
 
 
 def kept(seed: Tensor, row: Tensor, query: Tensor, key: Tensor, p: float) -> Tensor:
-    """Dropout's factor for each (query, key): 0 with probability p, else 1 / (1 - p)."""
-    keep = noise(seed, row, query, key) >= int(p * 2**32)
-    return keep.double() / (1 - p)
+    """Whether dropout keeps each (query, key): not, with probability p."""
+    return noise(seed, row, query, key) >= int(p * 2**32)
 
 
 def mix(p: Tensor, v: Tensor) -> Tensor:
