@@ -85,6 +85,7 @@ def gpu(folder: Path, seconds: float, commit: str | None, out: Path, only: str) 
     from gpu_sets import Data
 
     data, store, end = Data(folder), Store("tile", out), time.monotonic() + seconds
+    others = Data(folder, pictures="held_out")
 
     def put(name: str, row: Callable[[], dict[str, Any]]) -> None:
         if only not in name or time.monotonic() > end:
@@ -97,7 +98,9 @@ def gpu(folder: Path, seconds: float, commit: str | None, out: Path, only: str) 
         print(name, {key: round(x, 4) if isinstance(x, float) else x for key, x in made.items()}, flush=True)
 
     def search_row(kind: str, label: str, how: scram.Search, shape: dict[str, Any]) -> dict[str, Any]:
-        q, k, v, scale = data.tensors(**{"size": 512, "width": 64, "heads": 1, "dtype": torch.bfloat16, **shape})
+        q, k, v, scale = (others if kind == "held out" else data).tensors(
+            **{"size": 512, "width": 64, "heads": 1, "dtype": torch.bfloat16, **shape}
+        )
         how = seeded(how, "cuda")
 
         def call() -> scram.Matches:
@@ -109,24 +112,11 @@ def gpu(folder: Path, seconds: float, commit: str | None, out: Path, only: str) 
         return {"kind": kind, "label": label, "kappa": how.matches, "separation": how.separation, "sweeps": how.sweeps,
                 **{**shape, "dtype": str(q.dtype)}, **times, **measured}  # fmt: skip
 
-    targets = [({"size": 256, "heads": 8}, (4, 5)), ({"size": 1024}, (5, 6, 7)), ({}, (4, 5, 6))]
-    for shape, several in [*targets, ({"size": 256, "heads": 24, "width": 128}, (4, 5))]:
-        for sweeps in several:
-            name = f"attention {shape} {sweeps}"
-            put(name, lambda s=shape, t=sweeps: attention_row(data, {**s, "data": "stereo"}, replace(QUICK, sweeps=t)))
-    for width, dtype in ((16, "bfloat16"), (32, "bfloat16"), (128, "bfloat16"), (64, "float32"), (3, "float32")):
-        for how in (scram.Search("tile"), scram.Search("query")):
-            label, at = (
-                f"{how.method} {dtype} {width}",
-                {"data": "stereo", "width": width, "dtype": getattr(torch, dtype)},
-            )
-            put(f"stereo {label}", lambda m=label, h=how, s=at: search_row("width", m, h, s))
     for name in SETS:
         for label, how in searches():
             put(f"{name} {label}", lambda n=name, m=label, h=how: search_row("search", m, h, {"data": n}))
     for name in SETS:
-        for how in (scram.Search("tile"), QUICK, replace(QUICK, sweeps=6), replace(QUICK, sweeps=8),
-                    scram.Search("query")):  # fmt: skip
+        for how in (scram.Search("tile"), QUICK, replace(QUICK, sweeps=6), scram.Search("query")):
             several = replace(how, matches=4, separation=4)
             label = f"{how.method}, gossip {how.gossip}, sweeps {how.sweeps}, four matches"
             put(f"{name} {label}", lambda n=name, m=label, h=several: search_row("several", m, h, {"data": n}))
@@ -137,6 +127,23 @@ def gpu(folder: Path, seconds: float, commit: str | None, out: Path, only: str) 
                 label = f"{how.method} kappa {kappa}"
                 several, at = replace(how, matches=kappa), {**shape, "data": name}
                 put(f"{name} {label}", lambda m=label, h=several, s=at: search_row("trained", m, h, s))
+    for name in SETS:
+        for how in (QUICK, replace(QUICK, matches=4, separation=4), scram.Search("query"),
+                    scram.Search("query", matches=4, separation=4)):  # fmt: skip
+            label = f"{how.method} sweeps {how.sweeps} kappa {how.matches}"
+            put(f"held out {name} {label}", lambda n=name, m=label, h=how: search_row("held out", m, h, {"data": n}))
+    targets = [({"size": 256, "heads": 8}, (4, 5)), ({"size": 1024}, (8,)), ({}, (5, 6))]
+    for shape, several in [*targets, ({"size": 256, "heads": 24, "width": 128}, (4,))]:
+        for sweeps in several:
+            name = f"attention {shape} {sweeps}"
+            put(name, lambda s=shape, t=sweeps: attention_row(data, {**s, "data": "stereo"}, replace(QUICK, sweeps=t)))
+    for width, dtype in ((16, "bfloat16"), (32, "bfloat16"), (128, "bfloat16"), (64, "float32"), (3, "float32")):
+        for how in (scram.Search("tile"), scram.Search("query")):
+            label, at = (
+                f"{how.method} {dtype} {width}",
+                {"data": "stereo", "width": width, "dtype": getattr(torch, dtype)},
+            )
+            put(f"stereo {label}", lambda m=label, h=how, s=at: search_row("width", m, h, s))
 
 
 def attention_row(data: Any, shape: dict[str, Any], how: scram.Search) -> dict[str, Any]:

@@ -84,46 +84,52 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
         kinds += [("random", r, widest >> r) for r in radii]
 
         def offer(i, place_in_sweep, kind, number, reach, before=before, sweep=sweep):
-            entry = (i + place_in_sweep + sweep) % case.kappa
+            found, own = sought(i, place_in_sweep, kind, number, reach, before, sweep)
+            if found in keys or not before[i]:
+                return found if found in keys else None
+            return before[i][0] if own is None else own
+
+        def sought(i, place_in_sweep, kind, number, reach, before, sweep):
+            entry = (i + place_in_sweep + sweep) % case.kappa if sweep > 1 else 0
 
             def match_of(p):
                 return before[p][entry] if entry < len(before[p]) else None
 
             if kind == "gossip":
-                return match_of(drawn(len(places), i, 0, sweep, number))
+                return match_of(drawn(len(places), i, 0, sweep, number)), match_of(i)
             if kind == "random":
                 first = case.gossip + number * (rank + 1)
                 m = match_of(i)
                 if m is None:
-                    return fresh(i, 0, sweep, first + rank)
+                    return fresh(i, 0, sweep, first + rank), None
                 place = []
                 for axis, (c, extent) in enumerate(zip(key_places[m], case.keys_grid, strict=True)):
                     low, high = max(c - reach, 0), min(c + reach, extent - 1)
                     place.append(low + drawn(high - low + 1, i, 0, sweep, first + axis))
-                return flat(place, case.keys_grid)
+                return flat(place, case.keys_grid), m
             axis, side = divmod((sum(places[i]) + sweep + number) % (2 * rank), 2)
             far = reach if kind == "shift" else reach * SIDES[rank][axis]
             step = [(2 * side - 1) * far * (a == axis) for a in range(rank)]
             p = flat([c + s for c, s in zip(places[i], step, strict=True)], case.grid)
             m = None if p is None else match_of(p)
             if m is None or kind == "stay":
-                return m
-            return flat([c - s for c, s in zip(key_places[m], step, strict=True)], case.keys_grid)
+                return m, match_of(i)
+            return flat([c - s for c, s in zip(key_places[m], step, strict=True)], case.keys_grid), match_of(i)
 
         took = set()
         for tile in tiles(case.grid):
-            lanes = {}  # the place of each query in its tile; a tile that sticks out has empty ones
+            lanes = {}  # the place of each query in its tile; where a tile sticks out the first query speaks
             for i in tile:
                 place = [c % side for c, side in zip(places[i], SIDES[rank], strict=True)]
                 lanes[flat(place, SIDES[rank])] = i
             for n, kind in enumerate(kinds):
-                made = {lane: offer(i, n, *kind) for lane, i in lanes.items()}
-                for begin in range(0, 64, 16):
-                    window = [made[lane] for lane in range(begin, begin + 16) if made.get(lane) is not None]
-                    window = [j for j in window if j in keys]
+                made = {lane: offer(lanes.get(lane, lanes[0]), n, *kind) for lane in range(64)}
+                for part in range(4 if case.kappa > 1 else 1):
+                    window = [j for lane, j in made.items() if case.kappa == 1 or lane % 8 // 2 == part]
+                    window = [j for j in window if j is not None]
                     for i in tile:
                         legal = [j for j in window if not case.causal or j <= i]
-                        if legal and enters(i, max(legal, key=lambda j, i=i: score[i][j])):
+                        if legal and enters(i, max(legal, key=lambda j, i=i: (score[i][j], -j))):
                             took.add(i)
         if len(took) * 256 < len(places):
             break

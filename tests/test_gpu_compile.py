@@ -135,6 +135,7 @@ def test_the_cases_reach_every_choice_of_the_launchers(launches):
 TILES = [
     Case("one match", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=1, method="tile"),
     Case("several matches", grid=(2, 3, 4), width=20, dtype=torch.float16, kappa=5, separation=2, method="tile"),
+    Case("many matches", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=32, separation=1, method="tile"),
     Case("float32", grid=(9,), width=3, kappa=3, causal=True, mask="batch", warm=2, method="tile"),
     Case("wide", grid=(2, 2, 2, 2), width=300, dtype=torch.bfloat16, kappa=1, mask="head", causal=True, method="tile"),
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import scram
-from cases import CASES, EXACT, assert_as_near_float64, gradients, make_tensors, run_attend, run_search
+from cases import CASES, EXACT, assert_as_near_float64, gradients, make_tensors, named, run_attend, run_search
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,6 +33,18 @@ def test_field_is_that_of_the_reference(case, method):
     found = run_search(case, on_device(tensors), "triton")
     assert torch.equal(found.index.cpu(), expected.index)
     assert torch.equal(found.score.cpu(), expected.score)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kappa", [1, 4, 8, 16, 32])
+def test_every_number_of_matches_in_a_tile_search(kappa, dtype):
+    case = named("rank 2", grid=(41, 50), key_grid=(37, 45), width=64, dtype=dtype, kappa=kappa, separation=1)
+    case = dataclasses.replace(case, sweeps=3, method="tile")
+    tensors = make_tensors(case, integer=True)
+    expected = run_search(case, on_device(tensors), "reference")
+    found = run_search(case, on_device(tensors), "triton")
+    assert torch.equal(found.index, expected.index)
+    assert torch.equal(found.score, expected.score)
 
 
 @pytest.mark.parametrize("repeatable", [False, True])

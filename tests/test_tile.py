@@ -91,18 +91,23 @@ def test_warm_matches_are_kept_unless_beaten(impl):
     assert torch.equal(again.index, exact.index)
 
 
-def test_a_nan_reaches_no_other_query(impl):
+@pytest.mark.parametrize("kappa", [1, 2])
+def test_a_nan_reaches_no_other_query(impl, kappa):
     q, k = randn(1, 1, 9, 9, 4), randn(1, 1, 3, 3, 4, seed=1)  # few keys: bad ones are in every window
     q[..., 3], k[..., 3] = 1, 0
     k[0, 0, :2, :, 3] = -1e6  # nobody wants these
-    clean, start = search(q, k, impl, sweeps=3), search(q, k, impl, sweeps=0)
+
+    def found_by(sweeps):
+        return search(q, k, impl, sweeps=sweeps, matches=kappa)
+
+    clean, start = found_by(3), found_by(0)
     k[0, 0, :2] = torch.nan
-    assert torch.equal(search(q, k, impl, sweeps=3).index, clean.index)
+    assert torch.equal(found_by(3).index, clean.index)
     q[0, 0, 3, 3] = torch.nan
-    found = search(q, k, impl, sweeps=3)
+    found = found_by(3)
     assert found.index[0, 0, 3, 3, 0] == start.index[0, 0, 3, 3, 0]
     assert found.score[0, 0, 3, 3, 0] == -torch.inf
-    assert found.score.isfinite().sum() == 80
+    assert found.score.isfinite().sum() == 80 * kappa
 
 
 def test_a_callable_score_runs_in_the_reference():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LANES = 64  # queries of a tile
-WINDOW = 16  # keys of which a query considers its best
+WINDOWS = 4  # that the keys of an offer form where queries keep several matches
 STOP = 256  # a row stops when fewer than one query in this many took a key in a sweep
 
 
@@ -32,6 +32,16 @@ def tile_shape(rank: int) -> tuple[int, ...]:
     """
     bits = LANES.bit_length() - 1
     return tuple(1 << (bits + axis) // rank for axis in range(rank))
+
+
+def windows(matches: int) -> list[list[int]]:
+    """The lanes of each window of an offer: all of them for one match, else every fourth pair.
+
+    >>> [lanes[:4] for lanes in windows(2)]
+    [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
+    """
+    count = 1 if matches == 1 else WINDOWS
+    return [[lane for lane in range(LANES) if lane // 2 % count == window] for window in range(count)]
 
 
 def offers(

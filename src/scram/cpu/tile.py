@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..grid import grid_of
-from ..schedule import LANES, STOP, WINDOW, offers, tile_shape
+from ..schedule import LANES, STOP, WINDOWS, offers, tile_shape
 from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import LegalArrays, array, key_rows, strides
 from .noise import absorb, below, seeded
@@ -134,7 +134,7 @@ def _sweep(
     for task in numba.prange(tasks):
         geometry = (query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal)
         across = np.empty((q.shape[1], LANES), q.dtype)
-        products = np.empty((WINDOW, LANES), q.dtype)
+        products = np.empty((LANES, LANES), q.dtype)
         made = np.empty((len(table), LANES), np.int32)
         lanes = np.empty(LANES, np.int64)
         seen = np.empty(SEEN, np.int32)
@@ -184,7 +184,7 @@ def _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, befo
     for lane in range(LANES):
         query = lanes[lane]
         if query < 0:
-            made[:, lane] = -1
+            made[:, lane] = made[:, 0]
             continue
         noise = absorb(absorb(absorb(prefix, query), 0), sweep)
         diagonal = 0
@@ -192,7 +192,7 @@ def _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, befo
             diagonal += query // query_strides[axis] % query_grid[axis]
         for n in range(len(table)):
             kind, reach, draw = table[n, 0], table[n, 1], table[n, 2]
-            entry = (query + n + sweep) % kappa
+            entry = (query + n + sweep) % kappa if sweep > 1 else 0
             if kind == GOSSIP:
                 found = np.int64(before[row * queries + below(absorb(noise, draw), queries), entry])
             elif kind == RANDOM:
@@ -217,8 +217,9 @@ def _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, befo
                 if kind == SHIFT and found >= 0:
                     moved = found // key_strides[axis] % key_grid[axis] - step
                     found = found - step * key_strides[axis] if 0 <= moved < key_grid[axis] else np.int64(-1)
-            if found >= 0 and len(legal[0]) and not legal[0][row // rows_per_mask, found]:
-                found = np.int64(-1)
+            if found < 0 or (len(legal[0]) and not legal[0][row // rows_per_mask, found]):
+                own = before[row * queries + query]
+                found = np.int64(own[entry] if own[entry] >= 0 else own[0])
             made[n, lane] = found
 
 
@@ -259,8 +260,17 @@ def _multiply(across, keys, some, count, products):
 
 
 @compiled
+def _sort_in(some, count, key):
+    """Put a key into its place among the `count` first, ascending: of equal scores the first seen is the lowest key."""
+    while count > 0 and some[count - 1] > key:
+        some[count] = some[count - 1]
+        count -= 1
+    some[count] = key
+
+
+@compiled
 def _weigh_one(across, keys, lanes, made, products, seen, causal, index, score):
-    """One match per query: the first of the best keys, if strictly better. Returns how many queries took one."""
+    """One match per query: of each offer the best key, of equal ones the lowest. Returns how many queries took one."""
     key, best = np.empty(LANES, np.int32), np.empty(LANES, across.dtype)
     old = np.empty(LANES, np.int32)
     for lane in range(LANES):
@@ -268,25 +278,24 @@ def _weigh_one(across, keys, lanes, made, products, seen, causal, index, score):
         best[lane] = score[lanes[lane]] if lanes[lane] >= 0 else np.inf
         old[lane] = key[lane]
     seen[:] = -1
-    some, count = np.empty(WINDOW, np.int32), 0
+    some = np.empty(LANES, np.int32)
     for n in range(made.shape[0]):
+        count = 0
         for offered in range(LANES):
             new = made[n, offered]
             if new >= 0:
                 slot = np.uint32(np.uint32(new) * np.uint32(0x9E3779B1)) >> np.uint32(20)
                 if seen[slot] != new:
                     seen[slot] = new
-                    some[count] = new
+                    _sort_in(some, count, new)
                     count += 1
-            if count == WINDOW or (count and n == made.shape[0] - 1 and offered == LANES - 1):
-                _multiply(across, keys, some, count, products)
-                for m in range(count):
-                    new = some[m]
-                    for lane in range(LANES):
-                        better = (products[m, lane] > best[lane]) & ((not causal) | (new <= lanes[lane]))
-                        best[lane] = products[m, lane] if better else best[lane]
-                        key[lane] = new if better else key[lane]
-                count = 0
+        _multiply(across, keys, some, count, products)
+        for m in range(count):
+            new = some[m]
+            for lane in range(LANES):
+                better = (products[m, lane] > best[lane]) & ((not causal) | (new <= lanes[lane]))
+                best[lane] = products[m, lane] if better else best[lane]
+                key[lane] = new if better else key[lane]
     changed = 0
     for lane in range(LANES):
         if lanes[lane] >= 0:
@@ -299,13 +308,14 @@ def _weigh_one(across, keys, lanes, made, products, seen, causal, index, score):
 def _weigh(across, keys, lanes, made, products, causal, key_grid, key_strides, separation, index, score):
     """Several matches per query: of each window its best key enters where it may. Returns how many queries took one."""
     took = np.zeros(LANES, np.bool_)
-    some, top, first = np.empty(WINDOW, np.int32), np.empty(LANES, across.dtype), np.empty(LANES, np.int32)
+    some, top, first = np.empty(LANES, np.int32), np.empty(LANES, across.dtype), np.empty(LANES, np.int32)
     for n in range(made.shape[0]):
-        for begin in range(0, LANES, WINDOW):
+        for window in range(WINDOWS):
             count = 0
-            for offered in range(begin, begin + WINDOW):
-                some[count] = made[n, offered]
-                count += made[n, offered] >= 0
+            for offered in range(LANES):
+                if offered // 2 % WINDOWS == window and made[n, offered] >= 0:
+                    _sort_in(some, count, made[n, offered])
+                    count += 1
             if count == 0:
                 continue
             _multiply(across, keys, some, count, products)

@@ -18,8 +18,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grid import LegalKeys
-from ..schedule import LANES, STOP, offers
-from .grid import GEOMETRY, features, geometry, lane_place, lane_query, near, points, tile_at, tile_shape, tiles
+from ..schedule import LANES, STOP, WINDOWS, offers
+from .grid import GEOMETRY, features, geometry, lane_place, lane_query, points, tile_at, tile_shape, tiles
+from .keep import (
+    NO_KEY,
+    arrange_kernel,
+    enter_few,
+    enter_many,
+    few_matches,
+    first_keys,
+    least,
+    many_matches,
+    quarters,
+    store_few,
+    store_many,
+    window_bests,
+)
 from .launch import Kernel, kinds, on_device
 from .noise import absorb, below, row_state, seed_arguments
 from .search import around, coordinate, legal_draw, score_of, start_kernel, tile_count
@@ -27,7 +41,6 @@ from .tiles import OFFER_WARPS, search_tile, weigh_tile
 
 KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}
 SHIFT, GOSSIP, RANDOM = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3)
-NO_KEY = tl.constexpr(2**31 - 1)  # behind every key
 
 
 def tile_search(
@@ -77,8 +90,8 @@ def tile_search(
         if sweeps:
             tables = _tables(min(sweeps, 2), jumps, propagate, gossip, tuple(k_shape[2:-1]), device)
             most = max(length for _, length in tables)
-            offered = torch.empty((plan.tiles, max(most, 1), LANES), dtype=torch.int32, device=device)
-            took = torch.zeros((rows, sweeps + 1), dtype=torch.int32, device=device)
+            room = torch.empty(plan.tiles * most * LANES + rows * (sweeps + 1), dtype=torch.int32, device=device)
+            offered, took = room, room[plan.tiles * most * LANES :]
             offer = plan.offer.bind(index, offered, took, *seeds, *lists, sweeps, matches, *plan.extents)
             weigh = plan.weigh.bind(
                 q, k, index, score, offered, took, group, sweeps, matches, separation, *plan.extents
@@ -124,6 +137,7 @@ def _plan(
     count = rows * tiles(query_grid, tile)
     flags: dict[str, Any] = {"RANK": len(key_grid), "E": width}
     limits = {"CAUSAL": causal, "SEPARATED": separated}
+    holes = masked  # else every query has a match
     lanes = {"TILE": tile, "LANES": LANES, "STOP": STOP}
     fused = {"enable_fp_fusion": True}
     return Plan(
@@ -132,10 +146,14 @@ def _plan(
         Kernel(
             offer_kernel,
             count,
-            {"RANK": len(key_grid), "CAUSAL": causal, "KEYLESS": matches > 1 or masked, **lanes, **fused}
+            {"RANK": len(key_grid), "CAUSAL": causal, "SEVERAL": matches > 1, "HOLES": holes, **lanes, **fused}
             | {"num_warps": OFFER_WARPS},
         ),
-        Kernel(weigh_kernel, count, {**flags, **limits, **lanes, **weigh_tile(width, dtype, matches)}),
+        Kernel(
+            weigh_kernel,
+            count,
+            {**flags, **limits, **lanes, "HOLES": holes, "WINDOWS": WINDOWS, **weigh_tile(width, dtype, matches)},
+        ),
         Kernel(exact_kernel, programs, {**flags, **block}),
         count,
         geometry(query_grid, key_grid),
@@ -174,52 +192,69 @@ def going(took, row, sweep, sweeps, queries, STOP: tl.constexpr):
 def offer_kernel(
     state, offered, took, SEED, low, high, mask, order, count, mask_heads, sweeps, kappa,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, table, sweep, length,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr, KEYLESS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
-    STOP: tl.constexpr,
+    RANK: tl.constexpr, CAUSAL: tl.constexpr, SEVERAL: tl.constexpr, HOLES: tl.constexpr, TILE: tl.constexpr,
+    LANES: tl.constexpr, STOP: tl.constexpr,
 ):  # fmt: skip
-    """What the queries of a tile offer in a sweep, [offers, LANES]."""
+    """What the queries of a tile offer in a sweep, [offers, LANES]. A lane off the grid does as the first one."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
     number = tl.program_id(0)
     row, corner = tile_at(number, QG, RANK, TILE)
-    query, valid = lane_query(corner, QG, RANK, TILE, LANES)
-    some_query = tl.where(valid, query, 0)
+    lane, exists = lane_query(corner, QG, RANK, TILE, LANES)
     queries, keys = points(QG, RANK), points(KG, RANK)
+    query, diagonal = lane * 0, lane * 0
+    for a in tl.static_range(RANK):
+        query = query * QG[a] + corner[a]
+        diagonal += tl.where(exists, lane_place(corner, a, RANK, TILE, LANES), corner[a])
+    query = tl.where(exists, lane, query)
     mask_row = (row // mask_heads).to(tl.int64)
     limits = (mask, mask_row, keys)
-    mine = state + row.to(tl.int64) * queries * kappa
-    place = query * 0
-    for a in tl.static_range(RANK):
-        place += lane_place(corner, a, RANK, TILE, LANES)
+    matches = state + row.to(tl.int64) * queries * kappa
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), query * 0), sweep)
     out = offered + number.to(tl.int64) * length * LANES + tl.arange(0, LANES)
-    for n in range(tl.where(going(took, row, sweep, sweeps, queries, STOP), length, 0)):
+    goes = going(took, row, sweep, sweeps, queries, STOP)
+    first = number % tile_count(QG, RANK, TILE) == 0  # one tile clears the count of the row: all of them would queue
+    tl.store(took + row.to(tl.int64) * (sweeps + 1) + sweep, 0, mask=first)
+    best, entry = tl.load(matches + query.to(tl.int64) * kappa), query * 0
+    own = best
+    for n in range(tl.where(goes, length, 0)):
         kind, reach, draw = tl.load(table + 3 * n), tl.load(table + 3 * n + 1), tl.load(table + 3 * n + 2)
-        entry = (some_query + n + sweep) % kappa
+        if SEVERAL:
+            entry = (query + n + sweep) % tl.where(sweep > 1, kappa, 1)
+            own = tl.load(matches + query.to(tl.int64) * kappa + entry)
         if kind == GOSSIP:
             source = below(absorb(draws, draw), queries)
-            found = tl.load(mine + source.to(tl.int64) * kappa + entry, mask=valid, other=-1)
+            found = tl.load(matches + source.to(tl.int64) * kappa + entry)
         elif kind == RANDOM:
-            own = tl.load(mine + some_query.to(tl.int64) * kappa + entry, mask=valid, other=-1)
-            found = tl.where(valid, around(draws, draw, own, reach, KG, MAGIC, RANK), -1)
-            if KEYLESS:
-                fresh, some = legal_draw(absorb(draws, draw + RANK), some_query, limits, order, count, CAUSAL)
-                found = tl.where(own >= 0, found, tl.where(some & valid, fresh, -1))
+            found = around(draws, draw, own, reach, KG, MAGIC, RANK)
+            if SEVERAL or HOLES:
+                fresh, some = legal_draw(absorb(draws, draw + RANK), query, limits, order, count, CAUSAL)
+                found = tl.where(own >= 0, found, tl.where(some, fresh, -1))
         else:
-            direction = (place + sweep + draw) % (2 * RANK)
+            direction = (diagonal + sweep + draw) % (2 * RANK)
             axis = direction // 2
             far = tl.where(kind == SHIFT, reach, reach * side_of(axis, RANK, TILE))
             step = tl.where(direction % 2 == 0, -far, far)
             here, extent, key_extent, up, down = along(axis, corner, QG, KG, RANK, TILE, LANES)
-            there = valid & ((here + step).to(tl.uint32) < extent.to(tl.uint32))
-            source = tl.where(there, some_query + step * up, 0)
-            found = tl.load(mine + source.to(tl.int64) * kappa + entry, mask=there, other=-1)
+            here = tl.where(exists, here, corner_of(axis, corner, RANK))
+            there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
+            source = tl.where(there, query + step * up, 0)
+            found = tl.load(matches + source.to(tl.int64) * kappa + entry, mask=there, other=-1)
             at = coordinate(tl.maximum(found, 0), axis, KG, MAGIC, RANK)
             moved = (found >= 0) & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32))
             found = tl.where(kind == SHIFT, tl.where(moved, found - step * down, -1), found)
         if mask is not None:
             allowed = tl.load(mask + mask_row * keys + tl.maximum(found, 0), mask=found >= 0, other=0)
             found = tl.where(allowed != 0, found, -1)
-        tl.store(out + n * LANES, found)
+        tl.store(out + n * LANES, tl.where(found >= 0, found, tl.where(own >= 0, own, best)))
+
+
+@triton.jit
+def corner_of(axis, corner, RANK: tl.constexpr):
+    """The tile's corner on each lane's own axis."""
+    at = axis * 0 + corner[0]
+    for a in tl.static_range(1, RANK):
+        at = tl.where(axis == a, corner[a], at)
+    return at
 
 
 @triton.jit
@@ -248,10 +283,11 @@ def weigh_kernel(
     q, k, state, score, offered, took, group, sweeps, kappa, separation,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, sweep, length,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, TILE: tl.constexpr,
-    LANES: tl.constexpr, STOP: tl.constexpr, KEYS: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
-    KP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    LANES: tl.constexpr, HOLES: tl.constexpr, STOP: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
+    KP: tl.constexpr, FEW: tl.constexpr, PADDED: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Every query of a tile scores what all its queries offer, KEYS keys at a time, and keeps its best."""
+    """Every query of a tile scores what all its queries offer, LANES keys at a time, and keeps its best."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
     number = tl.program_id(0)
     row, corner = tile_at(number, QG, RANK, TILE)
@@ -264,139 +300,79 @@ def weigh_kernel(
     mine = piece(q_rows, valid[:, None] & (e < E)[None, :], WIDEN)
     list_of = offered + number.to(tl.int64) * length * LANES
     total = tl.where(going(took, row, sweep, sweeps, queries, STOP), length * LANES, 0)
-    column = tl.arange(0, KP)[None, :]
-    reach = (separation, separation, separation, separation)
+    reach = separation.to(tl.uint32)
     changed = query < 0
     if KP == 1:
         key = tl.load(state + point, mask=valid, other=-1)
         best = tl.load(score + point, mask=valid, other=float("inf"))
+    elif FEW:
+        kept, its, spots = few_matches(state, score, point, valid, kappa, KG, MAGIC, RANK, SEPARATED, KP)
     else:
-        slot = point[:, None] * kappa + column
-        here = valid[:, None] & (column < kappa)
-        kept = tl.load(state + slot, mask=here, other=-1)
-        kept_score = tl.load(score + slot, mask=here, other=float("inf"))  # columns beyond kappa are never the worst
-        worst = tl.min(kept_score, axis=1)
+        kept, its = many_matches(state, score, point, valid, kappa, KP)
 
-    for begin in range(0, total, KEYS):
-        lane = begin + tl.arange(0, KEYS)
-        new = tl.load(list_of + lane, mask=lane < total, other=-1)
+    for begin in range(0, total, LANES):
+        lane = begin + tl.arange(0, LANES)
+        new = tl.load(list_of + lane)
         k_rows = k_row + tl.maximum(new, 0).to(tl.int64)[None, :] * E + e[:, None]
         if PIECES == 1:
-            s = tl.dot(mine, piece(k_rows, (new >= 0)[None, :] & (e < E)[:, None], WIDEN), input_precision=PRECISION)
+            s = tl.dot(mine, piece(k_rows, (e < E)[:, None], WIDEN), input_precision=PRECISION)
         else:
-            s = tl.zeros([LANES, KEYS], tl.float32)
+            s = tl.zeros([LANES, LANES], tl.float32)
             for p in range(PIECES):
                 part = e + p * BE < E
                 ours = piece(q_rows + p * BE, valid[:, None] & part[None, :], WIDEN)
-                theirs = piece(k_rows + p * BE, (new >= 0)[None, :] & part[:, None], WIDEN)
+                theirs = piece(k_rows + p * BE, part[:, None], WIDEN)
                 s = tl.dot(ours, theirs, s, input_precision=PRECISION)
-        legal = (new >= 0)[None, :]
+        if HOLES:
+            s = tl.where((new >= 0)[None, :], s, -float("inf"))
         if CAUSAL:
-            legal = legal & (new[None, :] <= query[:, None])
-        s = tl.where(legal, s, -float("inf"))
-        # Most windows hold nothing new: then nobody asks which key it is.
+            s = tl.where(new[None, :] <= query[:, None], s, -float("inf"))
+        # Most offers hold nothing new: then nobody asks which key it is.
         if KP == 1:
             top = tl.max(s, axis=1)
             better = top > best
             if tl.max(better.to(tl.int32), axis=0) > 0:
-                first = tl.min(tl.where(s == top[:, None], lane[None, :], NO_KEY), axis=1)
-                key = tl.where(better, tl.load(list_of + first, mask=better, other=-1), key)
+                which = tl.load(list_of + lane)  # anew: nothing of it stays in registers meanwhile
+                key = tl.where(better, tl.min(tl.where(s == top[:, None], which[None, :], NO_KEY), axis=1), key)
                 best = tl.where(better, top, best)
                 changed = changed | better
         else:
-            parts = tl.reshape(s, [LANES, KEYS // WINDOW, WINDOW])
-            tops = tl.max(parts, axis=2)
-            hope = tops > worst[:, None]
-            if tl.max(tl.max(hope.to(tl.int32), axis=1), axis=0) > 0:
-                places = tl.reshape(tl.broadcast_to(lane[None, :], [LANES, KEYS]), [LANES, KEYS // WINDOW, WINDOW])
-                firsts = tl.min(tl.where(parts == tops[:, :, None], places, NO_KEY), axis=2)
-                firsts = tl.load(list_of + firsts, mask=tops > -float("inf"), other=-1)
-                for w in tl.static_range(KEYS // WINDOW):
-                    this = tl.arange(0, KEYS // WINDOW)[None, :] == w
-                    first = tl.max(tl.where(this, firsts, -1), axis=1)[:, None]
-                    top = tl.max(tl.where(this, tops, -float("inf")), axis=1)[:, None]
-                    kept, kept_score, worst, took_one = entered(
-                        kept, kept_score, worst, first, top, column, kappa, reach, KG, MAGIC, RANK, SEPARATED, KP
-                    )
-                    changed = changed | took_one
+            bests = window_bests(s, LANES, WINDOWS)
+            tops = quarters(bests, LANES)
+            worst = least(its, KP) if FEW else tl.min(its, axis=1)
+            hope = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3])) > worst
+            if tl.max(hope.to(tl.int32), axis=0) > 0:
+                firsts = first_keys(s, bests, new, LANES, WINDOWS)
+                for w in range(WINDOWS):
+                    top, first = tops[0], firsts[0]
+                    for n in tl.static_range(1, WINDOWS):
+                        top, first = tl.where(w == n, tops[n], top), tl.where(w == n, firsts[n], first)
+                    if FEW:
+                        kept, its, spots, takes = enter_few(
+                            kept, its, spots, first, top, reach, KG, MAGIC, RANK, SEPARATED, PADDED, KP
+                        )
+                    else:
+                        kept, its, takes = enter_many(
+                            kept, its, first, top, kappa, separation, KG, MAGIC, RANK, SEPARATED, KP
+                        )
+                    changed = changed | takes
 
     if total > 0:
         if KP == 1:
             tl.store(state + point, key, mask=valid)
             tl.store(score + point, best, mask=valid)
         else:
-            for c in range(kappa):
-                own = tl.sum(tl.where(column == c, kept, 0), axis=1)
-                its = tl.sum(tl.where(column == c, kept_score, 0.0), axis=1)
-                ahead = precedes(kept, kept_score, column, own[:, None], its[:, None], c) & (column < kappa)
-                place = point * kappa + tl.sum(ahead.to(tl.int32), axis=1)
-                tl.store(state + place, own, mask=valid)
-                tl.store(score + place, its, mask=valid)
+            if FEW:
+                store_few(state, score, point, valid, kappa, kept, its, KP)
+            else:
+                store_many(state, score, point, valid, kappa, kept, its, KP)
         tl.atomic_add(took + row.to(tl.int64) * (sweeps + 1) + sweep, tl.sum((changed & valid).to(tl.int32), axis=0))
-
-
-@triton.jit
-def entered(
-    kept, kept_score, worst, first, top, column, kappa, reach, KG, MAGIC,
-    RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
-    """Let the best key of a window in where it beats the worst match and no better one is near; near ones go."""
-    close = close_to(kept, first, reach, KG, MAGIC, RANK, SEPARATED)
-    refused = tl.max((close & (kept_score >= top)).to(tl.int32), axis=1)[:, None]
-    takes = (top > worst[:, None]) & (refused == 0)
-    gone = close & takes
-    kept, kept_score = tl.where(gone, -1, kept), tl.where(gone, -float("inf"), kept_score)
-    # Into an empty place, else into that of the worst, of equal ones the highest key.
-    last = tl.where(kept < 0, NO_KEY, kept)
-    last = tl.where((kept_score == tl.min(kept_score, axis=1)[:, None]) & (column < kappa), last, -1)
-    to = tl.min(tl.where(last == tl.max(last, axis=1)[:, None], column, KP), axis=1)[:, None]
-    put = (column == to) & takes
-    kept, kept_score = tl.where(put, first, kept), tl.where(put, top, kept_score)
-    return kept, kept_score, tl.min(kept_score, axis=1), tl.max(takes.to(tl.int32), axis=1) > 0
 
 
 @triton.jit
 def piece(rows, exists, WIDEN: tl.constexpr):
     x = tl.load(rows, mask=exists, other=0.0)
     return x.to(tl.float32) if WIDEN else x
-
-
-@triton.jit
-def close_to(key, other, reach, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr):
-    """Whether two keys are at most the separation apart; -1 is far from everything."""
-    if SEPARATED:  # noqa: SIM108 - known when compiling
-        close = near(tl.maximum(key, 0), tl.maximum(other, 0), reach, KG, MAGIC, RANK)
-    else:
-        close = key == other
-    return close & (key >= 0) & (other >= 0)
-
-
-@triton.jit
-def precedes(key, score, place, other, its, c):
-    """Whether a match stands before the other, which is at place c: by score, then by key; -1 last."""
-    ahead = (score > its) | ((score == its) & (key < other))
-    return ((key >= 0) & (ahead | (other < 0))) | ((key < 0) & (other < 0) & (place < c))
-
-
-@triton.jit(do_not_specialize=["rows", "queries", "count", "kappa"])
-def arrange_kernel(index, score, index_out, score_out, rows, queries, count, kappa, BLOCK: tl.constexpr):
-    """[count, P] in any order -> [P, kappa] best first, equal scores by key, -1 last and beyond count."""
-    point = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    plane = rows.to(tl.int64) * queries
-    valid = point < plane
-    for e in range(count):
-        key = tl.load(index + e * plane + point, mask=valid, other=-1)
-        s = tl.load(score + e * plane + point, mask=valid, other=0.0)
-        place = point * kappa
-        for f in range(count):
-            rival = tl.load(index + f * plane + point, mask=valid, other=-1)
-            theirs = tl.load(score + f * plane + point, mask=valid, other=0.0)
-            place += precedes(rival, theirs, key * 0 + f, key, s, e).to(tl.int32)
-        tl.store(index_out + place, key, mask=valid)
-        tl.store(score_out + place, s, mask=valid)
-    for e in range(count, kappa):
-        tl.store(index_out + point * kappa + e, point.to(tl.int32) * 0 - 1, mask=valid)
-        tl.store(score_out + point * kappa + e, (point * 0).to(tl.float32) - float("inf"), mask=valid)
 
 
 @triton.jit(do_not_specialize=["group", "kappa", *GEOMETRY])

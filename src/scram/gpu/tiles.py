@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton
 
-from ..schedule import WINDOW
 from .grid import tile_shape, vector
 
 MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which costs registers and compile time
@@ -38,16 +37,16 @@ BACKWARD = (16, 4, 1)
 COLLECT = (32, 4, 4)
 
 
-# The tile search: keys per product, stages, by width padded; warps of the kernel that makes the offers. H200, 512x512,
-# five sweeps, gossip 4, ms:        (64, 2)   (64, 3)   (128, 2)   (32, 3)
-#   E=32                            .955      .940      -          -
-#   E=64                            1.071     1.116     1.077      1.191
-#   E=128                           2.176     1.580     -          -
-#   E=64, four matches              3.199     3.155     4.284      2.828
+# The tile search, 64 keys per product: stages by width padded, registers of a thread with two to four matches, warps of
+# the kernel that makes the offers. H200, 512x512, five sweeps, gossip 4, ms, before the offers had no holes:
+#   .955 (2 stages), .940 (3) at E=32; 1.071, 1.116 at E=64; 2.176, 1.580 at E=128; 128 keys 1.077, 32 keys 1.191
 #   E=256 (256x256), in one piece .958, in pieces of 64 .821
-# Eight warps: 1.4 times as long; two: 1.6. Loads past the first cache or through it: alike.
-# Offers made by 1, 2, 4 warps: 1.060, 1.071, 1.157 in all.
-WEIGH_KEYS, WEIGH_KEYS_SEVERAL, WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 64, 32, 128, 4, 1
+# Eight warps: 1.4 times as long; two: 1.6. Offers made by 1, 2, 4 warps: 1.060, 1.071, 1.157 in all.
+# Since then: 1.060, 1.080, 1.092 with 2, 3, 4 stages; four matches 1.814 with 99 registers, 1.720 with 96, where one
+# tile more has room on a multiprocessor.
+WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 128, 4, 1
+FEW = 8  # matches that are kept as tuples: with 16 the kernel compiles for a minute
+WEIGH_REGISTERS, REGISTERS_FOR = 96, range(2, 5)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -90,12 +89,14 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     """Of the tile search: keys per matrix product, features per piece, places for matches, and how to multiply."""
     wide = max(16, triton.next_power_of_2(width))
     piece = wide if wide <= WEIGH_PIECE else WEIGH_PIECE // 2
-    block: dict[str, Any] = {"KEYS": WEIGH_KEYS if matches == 1 else WEIGH_KEYS_SEVERAL, "WINDOW": WINDOW}
-    block.update(BE=piece, PIECES=wide // piece, KP=triton.next_power_of_2(matches))
+    block: dict[str, Any] = {"BE": piece, "PIECES": wide // piece, "FEW": matches <= FEW}
+    places = triton.next_power_of_2(matches)
     # float32 in three products of tf32, as good as float32; Triton's interpreter multiplies no 16-bit types.
-    block.update(PRECISION="tf32x3" if dtype == torch.float32 else "tf32", WIDEN=INTERPRETED)
+    precision = "tf32x3" if dtype == torch.float32 else "tf32"
+    block.update(KP=places, PADDED=places > matches, PRECISION=precision, WIDEN=INTERPRETED)
     stages = 3 if wide == WEIGH_PIECE or matches > 1 else 2
-    return {**block, "num_warps": WEIGH_WARPS, "num_stages": stages, "enable_fp_fusion": True}
+    block.update(num_warps=WEIGH_WARPS, num_stages=stages, enable_fp_fusion=True)
+    return {**block, "maxnreg": WEIGH_REGISTERS} if matches in REGISTERS_FOR else block
 
 
 def _blocks(

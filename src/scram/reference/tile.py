@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..grid import coordinates, flat, inside, key_row, within
 from ..noise import below, noise
-from ..schedule import LANES, STOP, WINDOW, Offer, offers, tile_shape
+from ..schedule import LANES, STOP, Offer, offers, tile_shape, windows
 from ..scoring import pair_score
 from ..types import Matches, Score, Search
 from .search import CHUNK_ELEMENTS, Problem
@@ -96,7 +96,8 @@ def _offered(problem: Problem, offer: Offer, sweep: int, number: int, key: Tenso
     row, query = problem.row, problem.query
     grid, key_grid, rank = problem.query_grid, problem.key_grid, len(problem.key_grid)
     place = coordinates(query, grid)
-    entry = (query + number + sweep) % key.shape[1]  # each offer of a query shows another of its matches
+    # Each offer of a query shows another of its matches; in the first sweep there is but one.
+    entry = (query + number + sweep) % (key.shape[1] if sweep > 1 else 1)
 
     def drawn(draw: int, n: Tensor | int) -> Tensor:
         return below(noise(problem.seed, row, query, 0, sweep, draw), n)
@@ -128,7 +129,9 @@ def _offered(problem: Problem, offer: Offer, sweep: int, number: int, key: Tenso
             moved = [at - move for at, move in zip(coordinates(found.clamp(min=0), key_grid), moves, strict=True)]
             found = torch.where((found >= 0) & inside(moved, key_grid), flat(moved, key_grid), -1)
     allowed = problem.legal.allows(row, torch.full_like(query, problem.keys), found.clamp(min=0))
-    return torch.where(allowed, found, -1)  # causal order is for each query of the tile to test
+    # Whoever finds nothing shows what it has. Causal order is for each query of the tile to test.
+    own = torch.where(match_of(query) < 0, key[:, 0], match_of(query))
+    return torch.where((found >= 0) & allowed, found, own)
 
 
 def _tiles(problem: Problem, elements: int) -> Iterator[Tensor]:
@@ -150,12 +153,12 @@ def _weigh(problem: Problem, settings: Search, state: _State, table: list[Tensor
     # What lies off the grid is written to one more point: no nonzero(), which would wait
     key, score = torch.cat([state.key, state.key[:1]]), torch.cat([state.score, state.score[:1]])
     took = torch.zeros(len(key), dtype=torch.bool, device=key.device)
-    for at in _tiles(problem, LANES * (problem.q.shape[-1] + WINDOW)):
-        exists, safe = at >= 0, at.clamp(min=0)
+    for at in _tiles(problem, LANES * (problem.q.shape[-1] + LANES)):
+        exists, safe = at >= 0, torch.where(at < 0, at[:, :1], at)  # off the grid: as the first
         tile = _Tile(problem, settings.separation, safe, _State(state.key[safe], state.score[safe]))
         for offer in table:
-            for keys in torch.where(exists, offer[safe], -1).reshape(len(at), -1, WINDOW).unbind(1):
-                tile.weigh(keys)
+            for lanes in windows(settings.matches):
+                tile.weigh(offer[safe[:, lanes]])
         to = torch.where(exists, at, problem.points)
         key[to], score[to], took[to] = tile.state.key, tile.state.score, tile.took
     return _State(key[:-1], score[:-1]), took[:-1]
@@ -180,7 +183,8 @@ class _Tile:
         return torch.where(found.isnan(), -torch.inf, found)
 
     def weigh(self, keys: Tensor) -> None:
-        """Every query considers its best key of one window [C, W], of equal ones the first."""
+        """Every query considers its best key of one window [C, W], of equal ones the lowest."""
+        keys = keys.sort(-1).values
         score = self.scores(keys)
         legal = (keys >= 0).unsqueeze(1)
         if self.problem.legal.causal:

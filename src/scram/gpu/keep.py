@@ -1,0 +1,207 @@
+"""Several matches of a query in Triton, kept jointly: what enters, what goes, and their order.
+
+Few matches are tuples of [LANES], so a thread holds all matches of its query and asks no other; many are [LANES, KP].
+"""
+
+# Kernels carry no types that mypy knows.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .grid import divide, near
+
+NO_KEY = tl.constexpr(2**31 - 1)  # behind every key
+EMPTY = tl.constexpr(2**31 - 33)  # and so are these: places of a tuple without a match, each its own
+
+
+@triton.jit
+def few_matches(
+    state, score, point, valid, kappa, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr
+):  # fmt: skip
+    """The matches of every lane as tuples of KP: keys, scores, coordinates. One key or none per place, all different.
+
+    Places beyond kappa hold what nothing beats and nothing is near.
+    """
+    kept, its, spots = (), (), ()
+    for c in tl.static_range(KP):
+        here = valid & (point * 0 + c < kappa)
+        key = tl.load(state + point * kappa + c, mask=here, other=-1)
+        kept += (tl.where(key < 0, EMPTY + c, key),)
+        its += (tl.load(score + point * kappa + c, mask=here, other=float("inf")),)
+        spots += (spot_of(key, KG, MAGIC, RANK, SEPARATED),)
+    return kept, its, spots
+
+
+@triton.jit
+def many_matches(state, score, point, valid, kappa, KP: tl.constexpr):
+    """The matches of every lane [LANES, KP]: keys, -1 for none, and scores; places beyond kappa are never the worst."""
+    column = tl.arange(0, KP)[None, :]
+    slot, here = point[:, None] * kappa + column, valid[:, None] & (column < kappa)
+    return tl.load(state + slot, mask=here, other=-1), tl.load(score + slot, mask=here, other=float("inf"))
+
+
+@triton.jit
+def spot_of(key, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr):
+    """What tells how far keys are apart: their coordinates, or the keys where only equal ones are too near."""
+    spot = ()
+    rest = tl.maximum(key, 0)
+    if SEPARATED:
+        for a in tl.static_range(RANK - 1, 0, -1):
+            up = divide(rest, MAGIC[a])
+            spot += (rest - up * KG[a],)
+            rest = up
+    return spot + (rest,)  # noqa: RUF005 - Triton knows no unpacking
+
+
+@triton.jit
+def window_bests(s, LANES: tl.constexpr, WINDOWS: tl.constexpr):
+    """[LANES, LANES] -> the best score of each window, [LANES, WINDOWS]; in layout each thread has a window whole."""
+    return tl.max(tl.max(tl.reshape(s, [LANES, LANES // WINDOWS // 2, WINDOWS, 2]), axis=3), axis=1)
+
+
+@triton.jit
+def first_keys(s, bests, new, LANES: tl.constexpr, WINDOWS: tl.constexpr):
+    """The keys [LANES] of these scores, of equal ones the lowest, by windows."""
+    parts = tl.reshape(s, [LANES, LANES // WINDOWS // 2, WINDOWS, 2])
+    keys = tl.reshape(tl.broadcast_to(new[None, :], [LANES, LANES]), [LANES, LANES // WINDOWS // 2, WINDOWS, 2])
+    best = tl.where(parts == bests[:, None, :, None], keys, NO_KEY)
+    return quarters(tl.min(tl.min(best, axis=3), axis=1), LANES)
+
+
+@triton.jit
+def quarters(x, LANES: tl.constexpr):
+    """[LANES, 4] -> its columns."""
+    even, odd = tl.split(tl.reshape(x, [LANES, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def least(its, KP: tl.constexpr):
+    worst = its[0]
+    for c in tl.static_range(1, KP):
+        worst = tl.minimum(worst, its[c])
+    return worst
+
+
+@triton.jit
+def enter_few(
+    kept, its, spots, new, s, reach, KG, MAGIC,
+    RANK: tl.constexpr, SEPARATED: tl.constexpr, PADDED: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Let the best key of a window in where it beats the worst match and no better one is near; near ones go."""
+    spot = spot_of(new, KG, MAGIC, RANK, SEPARATED)
+    close, refused, worst = (), s != s, its[0]
+    for c in tl.static_range(KP):
+        near = (spot[0] - spots[c][0]).to(tl.uint32) + reach <= 2 * reach
+        for a in tl.static_range(1, len(spot)):
+            near = near & ((spot[a] - spots[c][a]).to(tl.uint32) + reach <= 2 * reach)
+        if PADDED:  # an empty place may seem near: there is nothing better in it, and nothing to lose
+            near = near & (kept[c] < EMPTY)
+        close += (near,)
+        refused = refused | (near & (its[c] >= s))
+        worst = tl.minimum(worst, its[c])
+    takes = (s > worst) & ~refused
+    left, left_its, lowest = (), (), s
+    for c in tl.static_range(KP):
+        gone = close[c] & takes
+        left += (tl.where(gone, EMPTY + c, kept[c]),)
+        left_its += (tl.where(gone, -float("inf"), its[c]),)
+        lowest = tl.minimum(lowest, left_its[c])
+    # Into an empty place, else into that of the worst, of equal ones the highest key.
+    last = new * 0 - 1
+    for c in tl.static_range(KP):
+        last = tl.maximum(last, tl.where(left_its[c] == lowest, left[c], -1))
+    kept, its, to = (), (), spots
+    spots = ()
+    for c in tl.static_range(KP):
+        here = takes & (left[c] == last)
+        kept += (tl.where(here, new, left[c]),)
+        its += (tl.where(here, s, left_its[c]),)
+        own = ()
+        for a in tl.static_range(len(spot)):
+            own += (tl.where(here, spot[a], to[c][a]),)
+        spots += (own,)
+    return kept, its, spots, takes
+
+
+@triton.jit
+def enter_many(
+    kept, its, new, s, kappa, separation, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr
+):  # fmt: skip
+    """As `enter_few`."""
+    column, new, s = tl.arange(0, KP)[None, :], new[:, None], s[:, None]
+    if SEPARATED:
+        reach = (separation, separation, separation, separation)
+        close = near(tl.maximum(kept, 0), tl.maximum(new, 0), reach, KG, MAGIC, RANK) & (kept >= 0)
+    else:
+        close = kept == new
+    refused = tl.max((close & (its >= s)).to(tl.int32), axis=1)[:, None]
+    takes = (s > tl.min(its, axis=1)[:, None]) & (refused == 0)
+    gone = close & takes
+    kept, its = tl.where(gone, -1, kept), tl.where(gone, -float("inf"), its)
+    last = tl.where(kept < 0, NO_KEY, kept)
+    last = tl.where((its == tl.min(its, axis=1)[:, None]) & (column < kappa), last, -1)
+    to = tl.min(tl.where(last == tl.max(last, axis=1)[:, None], column, KP), axis=1)[:, None]
+    put = (column == to) & takes
+    return tl.where(put, new, kept), tl.where(put, s, its), tl.max(takes.to(tl.int32), axis=1) > 0
+
+
+@triton.jit
+def store_few(state, score, point, valid, kappa, kept, its, KP: tl.constexpr):
+    """Store the matches best first, equal scores by key; an empty place has the lowest score and the highest key."""
+    scores = ()
+    for c in tl.static_range(KP):
+        scores += (tl.where(kept[c] < EMPTY, its[c], -float("inf")),)
+    for c in tl.static_range(KP):
+        place = point * 0
+        for d in tl.static_range(KP):
+            ahead = (scores[d] > scores[c]) | ((scores[d] == scores[c]) & (kept[d] < kept[c]))
+            place += ahead.to(tl.int64)
+        here = valid & (place < kappa)
+        tl.store(state + point * kappa + place, tl.where(kept[c] < EMPTY, kept[c], -1), mask=here)
+        tl.store(score + point * kappa + place, scores[c], mask=here)
+
+
+@triton.jit
+def store_many(state, score, point, valid, kappa, kept, its, KP: tl.constexpr):
+    """Store the matches best first."""
+    column = tl.arange(0, KP)[None, :]
+    for c in range(kappa):
+        own = tl.sum(tl.where(column == c, kept, 0), axis=1)
+        of_own = tl.sum(tl.where(column == c, its, 0.0), axis=1)
+        ahead = precedes(kept, its, column, own[:, None], of_own[:, None], c) & (column < kappa)
+        place = point * kappa + tl.sum(ahead.to(tl.int32), axis=1)
+        tl.store(state + place, own, mask=valid)
+        tl.store(score + place, of_own, mask=valid)
+
+
+@triton.jit
+def precedes(key, score, place, other, its, c):
+    """Whether a match stands before the other, which is at place c: by score, then by key; -1 last."""
+    ahead = (score > its) | ((score == its) & (key < other))
+    return ((key >= 0) & (ahead | (other < 0))) | ((key < 0) & (other < 0) & (place < c))
+
+
+@triton.jit(do_not_specialize=["rows", "queries", "count", "kappa"])
+def arrange_kernel(index, score, index_out, score_out, rows, queries, count, kappa, BLOCK: tl.constexpr):
+    """[count, P] in any order -> [P, kappa] best first, equal scores by key, -1 last and beyond count."""
+    point = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    plane = rows.to(tl.int64) * queries
+    valid = point < plane
+    for e in range(count):
+        key = tl.load(index + e * plane + point, mask=valid, other=-1)
+        s = tl.load(score + e * plane + point, mask=valid, other=0.0)
+        place = point * kappa
+        for f in range(count):
+            rival = tl.load(index + f * plane + point, mask=valid, other=-1)
+            theirs = tl.load(score + f * plane + point, mask=valid, other=0.0)
+            place += precedes(rival, theirs, key * 0 + f, key, s, e).to(tl.int32)
+        tl.store(index_out + place, key, mask=valid)
+        tl.store(score_out + place, s, mask=valid)
+    for e in range(count, kappa):
+        tl.store(index_out + point * kappa + e, point.to(tl.int32) * 0 - 1, mask=valid)
+        tl.store(score_out + point * kappa + e, (point * 0).to(tl.float32) - float("inf"), mask=valid)
