@@ -8,6 +8,7 @@ A page holds a mark `<!-- table: NAME -->`, the table, and `<!-- end of table --
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -167,15 +168,18 @@ def pages() -> list[Path]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, only say what is out of date")
+    only_check = parser.parse_args().check
     stale = []
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if filled(text) != text:
             stale.append(str(page.relative_to(ROOT)))
-            if "--check" not in sys.argv:
+            if not only_check:
                 page.write_text(filled(text), encoding="utf-8")
-    print(("out of date: " if "--check" in sys.argv else "written: ") + (", ".join(stale) or "none"))
-    return int(bool(stale) and "--check" in sys.argv)
+    print(("out of date: " if only_check else "written: ") + (", ".join(stale) or "none"))
+    return int(bool(stale) and only_check)
 
 
 if __name__ == "__main__":

@@ -134,9 +134,9 @@ def sample_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **setting
                 tasks, keys, logs, d_out, d_lse, dq, weights, d_head, d_head_lse,
             )  # fmt: skip
             # The sums over keys need no grid: for them the keys lie in a line, which saves compiling for each rank.
-            line = ((problem.rows[1],), (1,), (0,))
+            line = ((problem.rows[1],), (1,), (0,), *problem.rest)
             how = (problem.scale, 0, 0, np.uint32(0), 0, 1.0)
-            _keys(q, d_out, *line, problem.rest, how, begin, count, keys, weights, logs, dk, dv, *no_extra)
+            _keys(count, q, d_out, line, how, begin, count, keys, weights, logs, dk, dv, *no_extra)
     made = (dq, dk, dv, d_head, d_head_lse)
     given = (*tensors[:3], *tensors[8:10])
     return tuple(
