@@ -199,10 +199,10 @@ def tail_kernel(
             spoiled = rough_product(tl.where(ok, 1.0, 0.0), tl.where(bad, 1.0, 0.0).to(value.dtype), spoiled)
             value = finite(value)
         mixed = product(p.to(value.dtype), value, mixed * shrink[:, None])
-        p2, less = p * p, (shrink * shrink)[:, None]
+        p2, less = (p * p).to(away.dtype.element_ty), (shrink * shrink)[:, None]  # rounded alike in all three sums
         first = rough_product(p2, whole_block(away_row, at, piece, FW, FPIECES), first * less)
         second = rough_product(p2, whole_block(squares_row, at, piece, FW, FPIECES), second * less)
-        p_sum, p2_sum, ok_sum = tl.reduce((p, p2, tl.where(ok, 1.0, 0.0)), 1, plus)
+        p_sum, p2_sum, ok_sum = tl.reduce((p, p2.to(tl.float32), tl.where(ok, 1.0, 0.0)), 1, plus)
         whole, squares, seen = whole * shrink + p_sum, squares * shrink * shrink + p2_sum, seen + ok_sum
 
     mask_row = row // mask_heads
@@ -227,9 +227,10 @@ def tail_kernel(
         answer = tl.where(spoiled > 0, float("nan"), answer)
 
     # Values are measured from the mean of a few, so that little cancels in the sums of squares.
-    middle = tl.load(middle_in + row * (FW * FPIECES) + f)
-    apart = answer - middle[None, :]
-    r_squares = (second - 2 * apart * first + apart * apart * squares[:, None]) * (factor * factor)[:, None]
+    middle_row = middle_in + row * (FW * FPIECES) + f
+    middle, unit = tl.load(middle_row), tl.load(middle_row + rows * (FW * FPIECES))
+    apart, each = (answer - middle[None, :]) / unit[None, :], factor[:, None] * unit[None, :]
+    r_squares = (second - 2 * apart * first + apart * apart * squares[:, None]) * (each * each)
     r_sum = share[:, None] * (answer - theirs)  # all residuals add up to 0, so the tail's are the head's negated
     spread = tl.maximum(r_squares - r_sum * r_sum / tl.maximum(seen, 1.0)[:, None], 0.0)
     rest = (1 - seen / tl.maximum(left, 1.0)) * seen / tl.maximum(seen - 1, 1.0)
