@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import scram
-from scram import check
+from scram import check, sound
 
 Q = torch.zeros(2, 4, 5, 6, 8)
 K = torch.zeros(2, 2, 7, 3, 8)
@@ -243,10 +243,10 @@ def attention(q=Q[:1, :2], k=Q[:1, :2], v=Q[:1, :2], **how):
 
 
 def test_a_sound_call_is_checked_once(monkeypatch):
-    monkeypatch.setattr(scram.api, "_sound", {})
-    monkeypatch.setattr(scram.api, "MOST_SOUND", 2)
+    monkeypatch.setattr(sound, "_sound", {})
+    monkeypatch.setattr(sound, "MOST_SOUND", 2)
     seen = []
-    monkeypatch.setattr(scram.api, "_check_scores", lambda *given: seen.append(given[2]))
+    monkeypatch.setattr(sound, "scores", lambda *given: seen.append(given[2]))
     for how in ({}, {}, {"causal": True}, {"causal": True}, {}, {"radius": 2}, {}):
         attention(**how)
     assert seen == [False, True, False, False]  # the third kind is one too many: all are forgotten

@@ -29,6 +29,7 @@ BELOW = {
     "gpu": {"draws", "grid", "noise", "schedule", "scoring", "types"},
     "exact": {"check", "grid", "precision", "scoring", "types"},
     "measure": {"check", "exact", "grid", "scoring", "types"},
+    "sound": {"check", "ops", "pick", "types"},
     "api": {
         "check",
         "draws",
@@ -41,6 +42,7 @@ BELOW = {
         "precision",
         "reference",
         "scoring",
+        "sound",
         "types",
     },
     "nn": {"api", "check", "estimators", "pick", "scoring", "types"},

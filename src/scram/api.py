@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import check, draws, estimate_ops, ops, pick, reference
+from . import check, draws, estimate_ops, ops, pick, reference, sound
 from .estimators import Estimate, Estimator, Hybrid, MetropolisHastings, Snis
 from .grid import LegalKeys, grid_of
 from .noise import draw_seed
 from .precision import follows_autocast
 from .scoring import accumulator, default_scale, prepare_key, prepare_query
 from .types import Attended, Matches, Score, Search
-
-MOST_SOUND = 1000  # kinds of calls that are remembered
 
 
 @follows_autocast
@@ -54,8 +52,8 @@ def search(
     >>> found
     Matches(512 queries on grid (16, 16), keys on grid (16, 16), kappa=2, batch=1, heads=2, found 100.0 %, cpu)
     """
-    _check_scores(q, k, causal, key_mask, score)
-    _check_search(q, k, search, warm)
+    sound.scores(q, k, causal, key_mask, score)
+    sound.search(q, k, search, warm)
     chosen = pick.choose(impl, q.device, q.dtype, score)
     found = _search(_Features(chosen, score, q, k, None, None), search, causal, key_mask, warm)
     return Matches(*found, grid_of(k))
@@ -108,8 +106,8 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 2, 16, 16, 8]), torch.Size([1, 2, 16, 16]))
     """
-    _check_scores(q, k, causal, key_mask, score)
-    window = _check_attend(q, k, v, radius, scale, weight, extra, dropout_p)
+    sound.scores(q, k, causal, key_mask, score)
+    window = sound.attend(q, k, v, radius, scale, weight, extra, dropout_p)
     check.matches("matches", q, k, matches)
     chosen = pick.choose(impl, q.device, q.dtype, score)
     features = _Features(chosen, score, q, k, v, extra)
@@ -150,8 +148,8 @@ def attention(
     >>> out.flatten(2, 3).shape
     torch.Size([1, 2, 256, 8])
     """
-    _check_search(q, k, search, warm)
-    window, chosen = _check_attention(q, k, v, causal, key_mask, score, radius, scale, weight, extra, dropout_p, impl)
+    sound.search(q, k, search, warm)
+    window, chosen = sound.attention(q, k, v, causal, key_mask, score, radius, scale, weight, extra, dropout_p, impl)
     features = _Features(chosen, score, q, k, v, extra)  # prepared once for both stages
     index, _ = _search(features, search, causal, key_mask, warm)
     return _attend(features, index, window, causal, key_mask, scale, weight, dropout_p).out
@@ -196,8 +194,8 @@ def estimate(
     >>> bool(torch.allclose(made.out, exact.out, atol=1e-5)), float(made.variance.max())
     (True, 0.0)
     """
-    _check_scores(q, k, causal, key_mask, score)
-    window = _check_attend(q, k, v, radius, scale, "softmax", extra, 0.0)
+    sound.scores(q, k, causal, key_mask, score)
+    window = sound.attend(q, k, v, radius, scale, "softmax", extra, 0.0)
     check.matches("matches", q, k, matches)
     check.estimator(method, extra)
     chosen = pick.choose(impl, q.device, q.dtype, score)
@@ -205,82 +203,6 @@ def estimate(
     if isinstance(method, Hybrid):
         return _hybrid(features, matches, method, window, causal, key_mask, scale)
     return _sampled(features, matches, method, causal, key_mask, scale)
-
-
-def _check_scores(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score) -> None:
-    """What every function takes."""
-    check.queries_keys(q, k)
-    check.order(q, k, causal)
-    check.key_mask(q, k, key_mask)
-    check.score(score)
-
-
-def _check_search(q: Tensor, k: Tensor, settings: Search, warm: Matches | None) -> None:
-    """What `search` takes besides."""
-    check.settings(settings, Search)
-    if warm is not None:
-        check.matches("warm", q, k, warm)
-
-
-def _check_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    radius: int | Sequence[int],
-    scale: float | None,
-    weight: str,
-    extra: tuple[Tensor, Tensor] | None,
-    dropout_p: float,
-) -> tuple[int, ...]:
-    """What `attend` takes besides; returns the radius of each axis."""
-    check.values(q, k, v)
-    check.scale(scale)
-    check.weight(weight)
-    check.extra(q, k, v, extra)
-    check.dropout(dropout_p)
-    return check.radius(radius, q.ndim - 3)
-
-
-# By what a sound call was judged -> its radii and implementation. To check a call takes longer than to search a small
-# grid, so what was found sound once is not checked again.
-_sound: dict[tuple[Any, ...], tuple[tuple[int, ...], str]] = {}
-
-
-def _check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    key_mask: Tensor | None,
-    score: Score,
-    radius: int | Sequence[int],
-    scale: float | None,
-    weight: str,
-    extra: tuple[Tensor, Tensor] | None,
-    dropout_p: float,
-    impl: str,
-) -> tuple[tuple[int, ...], str]:
-    """`_check_scores` and `_check_attend`; returns the radius of each axis and the implementation that runs."""
-    kind = None
-    if key_mask is None and extra is None and radius.__class__ is int and ops.idle((q, k, v)):
-        shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-        places = (q.device, k.device, v.device, q.layout, k.layout, v.layout)
-        options = (causal, score, radius, scale, weight, dropout_p, impl)
-        kind = (*shapes, *dtypes, *places, *options, *[x.__class__ for x in options])  # 1 == True
-        try:
-            known = _sound.get(kind)
-        except TypeError:  # an option that is not hashable is not sound either
-            known = kind = None
-        if known is not None:
-            return known
-    _check_scores(q, k, causal, key_mask, score)
-    window = _check_attend(q, k, v, radius, scale, weight, extra, dropout_p)
-    chosen = pick.choose(impl, q.device, q.dtype, score)
-    if kind is not None:
-        if len(_sound) >= MOST_SOUND:
-            _sound.clear()
-        _sound[kind] = window, chosen
-    return window, chosen
 
 
 class _Features:

@@ -1,0 +1,89 @@
+"""Whether a call's arguments fit together, as the public functions ask it; the errors are in `check`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from . import check, ops, pick
+from .types import Matches, Score, Search
+
+MOST_SOUND = 1000  # kinds of calls that are remembered
+
+
+def scores(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score) -> None:
+    """What every function takes."""
+    check.queries_keys(q, k)
+    check.order(q, k, causal)
+    check.key_mask(q, k, key_mask)
+    check.score(score)
+
+
+def search(q: Tensor, k: Tensor, settings: Search, warm: Matches | None) -> None:
+    """What `search` takes besides."""
+    check.settings(settings, Search)
+    if warm is not None:
+        check.matches("warm", q, k, warm)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    radius: int | Sequence[int],
+    scale: float | None,
+    weight: str,
+    extra: tuple[Tensor, Tensor] | None,
+    dropout_p: float,
+) -> tuple[int, ...]:
+    """What `attend` takes besides; returns the radius of each axis."""
+    check.values(q, k, v)
+    check.scale(scale)
+    check.weight(weight)
+    check.extra(q, k, v, extra)
+    check.dropout(dropout_p)
+    return check.radius(radius, q.ndim - 3)
+
+
+# By what a sound call was judged -> its radii and implementation. To check a call takes longer than to search a small
+# grid, so what was found sound once is not checked again.
+_sound: dict[tuple[Any, ...], tuple[tuple[int, ...], str]] = {}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    key_mask: Tensor | None,
+    score: Score,
+    radius: int | Sequence[int],
+    scale: float | None,
+    weight: str,
+    extra: tuple[Tensor, Tensor] | None,
+    dropout_p: float,
+    impl: str,
+) -> tuple[tuple[int, ...], str]:
+    """`scores` and `attend` for the whole; returns the radius of each axis and the implementation that runs."""
+    kind = None
+    if key_mask is None and extra is None and radius.__class__ is int and ops.idle((q, k, v)):
+        shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+        places = (q.device, k.device, v.device, q.layout, k.layout, v.layout)
+        options = (causal, score, radius, scale, weight, dropout_p, impl)
+        kind = (*shapes, *dtypes, *places, *options, *[x.__class__ for x in options])  # 1 == True
+        try:
+            known = _sound.get(kind)
+        except TypeError:  # an option that is not hashable is not sound either
+            known = kind = None
+        if known is not None:
+            return known
+    scores(q, k, causal, key_mask, score)
+    window = attend(q, k, v, radius, scale, weight, extra, dropout_p)
+    chosen = pick.choose(impl, q.device, q.dtype, score)
+    if kind is not None:
+        if len(_sound) >= MOST_SOUND:
+            _sound.clear()
+        _sound[kind] = window, chosen
+    return window, chosen
