@@ -36,7 +36,7 @@ def table(head: Iterable[str], *lines: Iterable[str]) -> str:
 
 
 def time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{float(f'{seconds:.3g}'):g} s"
 
 
 def share(value: float) -> str:

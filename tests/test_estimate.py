@@ -446,3 +446,13 @@ def test_a_callable_score_runs_in_the_reference():
         own = scram.estimate(q, k, v, found, method=method, score=lambda a, b: (a * b).sum(-1), scale=0.5)
         dot = scram.estimate(q, k, v, found, method=method, scale=0.5, impl="reference")
         torch.testing.assert_close(own.out, dot.out)
+
+
+def test_outputs_that_are_not_finite_are_told():
+    q = torch.randn(1, 1, 6, 6, 4)
+    bad = q.clone()
+    bad[0, 0, 0, 0, 0] = torch.nan
+    made = scram.estimate(bad, q, q, scram.search(q, q), method=scram.Hybrid(8, seed=0), impl="reference")
+    assert "NaN or infinite" in str(made)
+    made = scram.estimate(q, q, q, scram.search(q, q), method=scram.Hybrid(8, seed=0), impl="reference")
+    assert "NaN" not in str(made)

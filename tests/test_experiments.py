@@ -121,6 +121,8 @@ def test_demo_runs_what_match_runs(tmp_path):
         (("coherence", "--out", "a.png"), "not a folder"),
         (("demo", "--out", "/proc/none/x"), "/proc/none"),
         (("bench", "--resume", "--out", "folder"), "holds no rows"),
+        (("bench", "--widths", "5000"), "widths must be 147 or less"),
+        (("denoise", "a.png", "--strength", "nan"), "strength must be positive and finite"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(arguments, words, pair, tmp_path, monkeypatch):

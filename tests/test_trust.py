@@ -294,3 +294,15 @@ def test_autocast_does_not_blur_it():
 def test_wrong_use_is_told(how, message):
     with pytest.raises((ValueError, TypeError), match=message):
         scram.trust(*coherent(size=12), **how)
+
+
+def test_what_is_not_finite_is_not_judged():
+    q = torch.randn(1, 1, 8, 8, 4)
+    bad = q.clone()
+    bad[0, 0, 3, 3, 1] = torch.nan
+    for given in ((bad, q, q), (q, bad, q), (q, q, bad)):
+        with pytest.raises(ValueError, match="must be finite to be judged, 1 of its 256 values"):
+            scram.trust(*given)
+    mask = torch.ones(1, 8, 8, dtype=torch.bool)
+    mask[0, 3, 3] = False
+    scram.trust(q, bad, q, key_mask=mask)

@@ -182,7 +182,11 @@ def key_mask(q: Tensor, k: Tensor, mask: Any) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(
             f"key_mask must be bool (True = may be attended), got {mask.dtype}; "
-            "a float attention bias is not supported: SCRAM would have to search with it"
+            + (
+                "a float attention bias is not supported: SCRAM would have to search with it"
+                if mask.is_floating_point()
+                else "use key_mask.bool()"
+            )
         )
     batch, heads, grid = q.shape[0], q.shape[1], tuple(k.shape[2:-1])
     want = (batch, *grid), (batch, heads, *grid)
@@ -225,6 +229,13 @@ def radius(value: Any, rank: int) -> tuple[int, ...]:
 def some_queries(q: Tensor) -> None:
     if q.numel() == 0:
         raise ValueError(f"q must hold at least one query to judge, got {tuple(q.shape)}; skip an empty batch")
+
+
+def finite(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        bad = int((~x.detach().isfinite()).sum())
+        if bad:
+            raise ValueError(f"{name} must be finite to be judged, {bad} of its {x.numel()} values are NaN or infinite")
 
 
 def grid(value: Any) -> tuple[int, ...]:

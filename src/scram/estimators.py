@@ -148,6 +148,9 @@ class Estimate:
     def warnings(self) -> list[str]:
         """What is wrong with the estimate, in words; empty when nothing is."""
         found, samples = [], self.method.samples
+        broken = _share(self.out, lambda out: ~out.isfinite())
+        if broken:
+            found.append(f"{broken:.1%} of the outputs are NaN or infinite: so are q, k or v, or their scores")
         low = _share(self.ess, lambda ess: ess < LOW_ESS * samples)
         if low:
             found.append(

@@ -181,6 +181,7 @@ def trust(
     check.queries_keys(q, k)
     check.some_queries(q)
     check.values(q, k, v)
+    check.finite(q=q, **({} if key_mask is not None else {"k": k, "v": v}))  # a masked key may be anything
     check.extra(q, k, v, extra)
     check.scale(scale)
     window = check.radius(radius, q.ndim - 3)

@@ -12,6 +12,9 @@ def main() -> None:
     if missing:
         print(f'scram: missing {", ".join(missing)}; pip install "scram-attention[cli]"', file=sys.stderr)
         raise SystemExit(2)
-    from .app import app
-
+    try:
+        from .app import app
+    except KeyboardInterrupt:
+        print("scram: stopped by Ctrl-C", file=sys.stderr)
+        raise SystemExit(130) from None
     app(prog_name="scram")

@@ -55,7 +55,11 @@ def bench(
         if not set(kinds) <= set(MORE_PARTS):
             raise ValueError(f"parts must be some of {', '.join(MORE_PARTS)}, got {parts}")
         results = Results(out / "bench.json", resume or draw_only, "city", device)
-        todo = list(measuring.cases(wanted, _numbers("widths", widths, 1), device, kinds))
+        numbers = _numbers("widths", widths, 1)
+        most = 3 * measuring.PATCH**2  # the colours of a patch
+        if numbers[-1] > most:
+            raise ValueError(f"widths must be {most} or less, got {numbers[-1]}")
+        todo = list(measuring.cases(wanted, numbers, device, kinds))
         stopped = False
         if not draw_only:
             limits = Limits(longest, BUDGET[device] if budget is None else budget, ROW)

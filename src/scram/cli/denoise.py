@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp, log10
+from math import exp, inf, log10
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -250,8 +250,8 @@ def _check(picture: Tensor, settings: Settings) -> None:
     height, width = picture.shape[:2]
     if settings.patch % 2 == 0:
         raise ValueError(f"patch must be odd, got {settings.patch}")
-    if settings.strength <= 0:
-        raise ValueError(f"strength must be positive, got {settings.strength}")
+    if not 0 < settings.strength < inf:
+        raise ValueError(f"strength must be positive and finite, got {settings.strength}")
     if min(height, width) < max(LEAST_SIDE, 2 * settings.patch):
         least = max(LEAST_SIDE, 2 * settings.patch)
         raise ValueError(f"a {width} x {height} picture is too small; both sides must be {least} or more")
