@@ -1,5 +1,6 @@
 """What is the CPU engine's own: threads, forks, the compiler's cache, chunks, memory, and the work it saves."""
 
+import importlib.metadata
 import math
 import os
 import subprocess
@@ -52,6 +53,43 @@ def test_a_forked_child_can_search_after_its_parent_did():
         """
     )
     assert printed.split() == ["True", "True"]
+
+
+def test_a_child_forked_while_another_thread_searches_can_search():
+    """workqueue runs behind a lock, which that thread holds and nobody in the child would release."""
+    printed = run_python(
+        """
+        import os, signal, threading, time, torch, scram, warnings
+        warnings.simplefilter("ignore")  # Python warns of a fork beside threads
+        q, few = torch.randn(1, 1, 200, 200, 8), torch.randn(1, 1, 4, 4, 8)
+        def look(x): scram.search(x, x, search=scram.Search(seed=1), impl="numba")
+        look(few)
+        worker = threading.Thread(target=lambda: [look(q) for _ in range(6)])
+        worker.start()
+        time.sleep(0.1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            torch.set_num_threads(1)
+            look(few)
+            os._exit(0)
+        print(os.waitpid(child, 0)[1])
+        worker.join()
+        """,
+        NUMBA_THREADING_LAYER="workqueue",
+    )
+    assert printed.split() == ["0"]
+
+
+@pytest.mark.skipif(not list(importlib.metadata.distributions(name="tbb")), reason="needs tbb")
+def test_tbb_is_found_when_it_is_asked_for():
+    code = """
+        import numba, torch, scram
+        q = torch.randn(1, 1, 8, 8, 8)
+        scram.search(q, q, impl="numba")
+        print(numba.threading_layer())
+        """
+    assert run_python(code, NUMBA_THREADING_LAYER="tbb").strip() == "tbb"
 
 
 @pytest.mark.parametrize("layer", ["default", "workqueue"])

@@ -456,3 +456,14 @@ def test_outputs_that_are_not_finite_are_told():
     assert "NaN or infinite" in str(made)
     made = scram.estimate(q, q, q, scram.search(q, q), method=scram.Hybrid(8, seed=0), impl="reference")
     assert "NaN" not in str(made)
+
+
+def test_one_step_of_a_walk_is_an_estimate():
+    q = torch.randn(1, 1, 1, 9, 3)
+    found = scram.search(q, q, search=scram.Search(matches=2, seed=1))
+    made = [
+        scram.estimate(q, q, q, found, method=scram.MetropolisHastings(1, seed=0), impl=i)
+        for i in ("reference", "numba")
+    ]
+    torch.testing.assert_close(made[0].out, made[1].out)
+    assert (made[0].rhat == torch.inf).all()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,16 @@ TASKS_PER_THREAD = 16  # so that a thread that is late does not hold up the othe
 
 _lock = threading.Lock()
 _serial = threading.RLock()
+
+
+def _unlock() -> None:
+    """In a forked child: whoever held the locks is not there."""
+    global _lock, _serial
+    _lock, _serial = threading.Lock(), threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -70,8 +81,9 @@ def _start() -> bool:
         try:
             layer = numba.threading_layer()
         except ValueError:  # none chosen yet in this process
-            if numba.config.THREADING_LAYER == "default":
+            if numba.config.THREADING_LAYER in ("default", "tbb"):
                 _find_tbb()
+            if numba.config.THREADING_LAYER == "default":
                 numba.config.THREADING_LAYER_PRIORITY = ["tbb", "workqueue", "omp"]
             numba.get_num_threads()  # launches them
             layer = numba.threading_layer()

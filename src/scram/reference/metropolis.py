@@ -108,7 +108,7 @@ def rhat(scores: Tensor, chains: Tensor, most: int) -> Tensor:
     own = ((walk.unsqueeze(-1) == everyone) & kept.unsqueeze(-1)).to(scores.dtype)  # [C, T, walks]
     starts = torch.where(number > 1, everyone * shortest + everyone.clamp(max=longer), everyone * (samples - half))
     # Measured from where each walk stands first, so that one that never moves has a variance of exactly 0.
-    origin = scores.gather(1, torch.where(exists, starts, 0))
+    origin = scores.gather(1, torch.where(exists, starts, 0).clamp(max=samples - 1))
     away = (scores.unsqueeze(-1) - origin.unsqueeze(1)) * own
     mean = away.sum(1) / length.clamp(min=1)
     inner = ((away - mean.unsqueeze(1)) * own).square().sum(1) / (length - 1).clamp(min=1)
