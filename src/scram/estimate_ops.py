@@ -161,32 +161,21 @@ def _settings(names: Sequence[str], how: Sequence[Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in zip(names, how, strict=False)}
 
 
-@torch.library.impl("scram::tail", ("cpu", "cuda"))
-def _tail(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, how = arguments[:TAIL_TENSORS], arguments[TAIL_TENSORS:]
-    result: tuple[Tensor, ...] = _engine(how[-1]).tail(*tensors, **_settings(_TAIL_NAMES, how))
-    return result
+def _implement(name: str, tensors: int, settings: Sequence[str]) -> None:
+    """The operator by the engine that its last argument names."""
+
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        given, how = arguments[:tensors], arguments[tensors:]
+        made = getattr(_engine(how[-1]), name)(*given, **_settings(settings, how))
+        return tuple(given[0].new_empty(0) if x is None else x for x in made)
+
+    torch.library.impl(f"scram::{name}", ("cpu", "cuda"), run)
 
 
-@torch.library.impl("scram::tail_backward", ("cpu", "cuda"))
-def _tail_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, how = arguments[: TAIL_TENSORS + 5], arguments[TAIL_TENSORS + 5 :]
-    result: tuple[Tensor, ...] = _engine(how[-1]).tail_backward(*tensors, **_settings(_TAIL_NAMES, how))
-    return result
-
-
-@torch.library.impl("scram::sample", ("cpu", "cuda"))
-def _sample(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, how = arguments[:SAMPLE_TENSORS], arguments[SAMPLE_TENSORS:]
-    result: tuple[Tensor, ...] = _engine(how[-1]).sample(*tensors, **_settings(_SAMPLE_NAMES, how))
-    return result
-
-
-@torch.library.impl("scram::sample_backward", ("cpu", "cuda"))
-def _sample_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, how = arguments[: SAMPLE_TENSORS + 2], arguments[SAMPLE_TENSORS + 2 :]
-    grads = _engine(how[-1]).sample_backward(*tensors, **_settings(_SAMPLE_NAMES, how))
-    return tuple(tensors[4].new_empty(0) if grad is None else grad for grad in grads)
+_implement("tail", TAIL_TENSORS, _TAIL_NAMES)
+_implement("tail_backward", TAIL_TENSORS + 5, _TAIL_NAMES)
+_implement("sample", SAMPLE_TENSORS, _SAMPLE_NAMES)
+_implement("sample_backward", SAMPLE_TENSORS + 2, _SAMPLE_NAMES)
 
 
 def _like_queries(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
