@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from ..grid import grid_of
-from ..schedule import LANES, STOP, WINDOWS, offers, tile_shape
+from ..schedule import KINDS, LANES, STOP, WINDOWS, offers, tile_shape
 from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
 from .layout import LegalArrays, array, key_rows, strides
 from .noise import absorb, below, seeded
 from .search import _fresh, _legal
 from .vectors import dot
 
-KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}
-SHIFT, GOSSIP, RANDOM = 0, 2, 3
+SHIFT, GOSSIP, RANDOM = (KINDS[kind] for kind in ("shift", "gossip", "random"))
 SEEN = 1 << 12  # slots of a tile's table of keys that it has scored
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grid import LegalKeys
-from ..schedule import LANES, STOP, WINDOWS, offers
+from ..schedule import KINDS, LANES, STOP, WINDOWS, offers
 from .grid import GEOMETRY, features, geometry, lane_place, lane_query, points, tile_at, tile_shape, tiles
 from .keep import (
     NO_KEY,
@@ -39,8 +39,7 @@ from .noise import absorb, below, row_state, seed_arguments
 from .search import around, coordinate, legal_draw, score_of, start_kernel, tile_count
 from .tiles import OFFER_WARPS, search_tile, weigh_tile
 
-KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}
-SHIFT, GOSSIP, RANDOM = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3)
+SHIFT, GOSSIP, RANDOM = (tl.constexpr(KINDS[kind]) for kind in ("shift", "gossip", "random"))
 
 
 def tile_search(
