@@ -59,7 +59,7 @@ ERRORS = [
     # Settings.
     (lambda: scram.trust(Q[:0], K[:0], V[:0]), ValueError, "q must hold at least one query to judge"),
     (lambda: scram.trust(Q / 0, K, V), ValueError, "q must be finite to be judged, .* values are NaN or infinite"),
-    (lambda: scram.patch_sdpa(grid=8).__enter__(), ValueError, "grid must be a sequence of 1 to 4 extents"),
+    (lambda: scram.patch_sdpa(grid=8), ValueError, "grid must be a sequence of 1 to 4 extents"),
     (lambda: scram.Search(matches=1.5), TypeError, "matches must be an int, got float 1.5"),
     (lambda: scram.Search(matches=torch.tensor(3)), TypeError, "matches must be an int, got Tensor"),
     (search(search=scram.Search(matches=10**9)), ValueError, "matches must be at most the number of keys, 21, got 10"),
