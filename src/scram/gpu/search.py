@@ -242,7 +242,7 @@ def sweep_kernel(
     mine = features(q + row * queries * E, query, valid, E, W, PIECES)
 
     key = decoded(tl.load(state_in + point, mask=valid, other=NOTHING))
-    old, own = key, key
+    had, old = key, key
     if TURNS:
         # A key is old to the neighbours when it was there at the last sweep of the same kind, two before.
         old = tl.where(sweep > 1, decoded(tl.load(state_out + point, mask=valid, other=NOTHING)), -1)
@@ -251,34 +251,36 @@ def sweep_kernel(
     for n in range(len(JUMPS) * RANK):
         axis = n % RANK
         jump, here, extent, key_extent, up, down = neighbour(n, axis, corner, QG, KG, JUMPS, RANK, TILE, LANES)
+        candidates, exist, wanted, scores = (), (), (), ()
         for side in tl.static_range(2):
-            if EARLIER:
-                own = key  # reads wait for each other anyhow
             step = jump * (2 * side - 1)
             there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
             found = tl.load(state_in + point + step * up, mask=valid & there, other=NOTHING)
             fresh = found >= 0
             if SHIFT:
                 at = coordinate(found, axis, KG, MAGIC, RANK)
-                moved = fresh & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32))
-                key, best = offer(
-                    found - step * down, moved, own, key, best, mine, k_row, query, point, limits, KG, MAGIC,
-                    RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
-                )  # fmt: skip
+                candidates += (found - step * down,)
+                exist += (fresh & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32)),)
             if STAY:
-                key, best = offer(
-                    found, fresh, own, key, best, mine, k_row, query, point, limits, KG, MAGIC,
-                    RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
-                )  # fmt: skip
+                candidates += (found,)
+                exist += (fresh,)
+        # All are read before one is taken: to look up earlier matches is to wait.
+        for c in tl.static_range(len(candidates)):
+            worth, s = weigh(candidates[c], exist[c], had, mine, k_row, query, KE, CAUSAL, W, PIECES)
+            wanted += (worth,)
+            scores += (s,)
+        for c in tl.static_range(len(candidates)):
+            key, best = take(
+                candidates[c], wanted[c], scores[c], key, best, query, point, limits, KG, MAGIC,
+                RANK, CAUSAL, SEPARATED, EARLIER,
+            )  # fmt: skip
 
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), run), sweep)
     for g in range(gossip):
-        if EARLIER:
-            own = key
         other = below(absorb(draws, gossip * 0 + g), queries)
         heard = decoded(tl.load(state_in + row * queries + other, mask=valid, other=NOTHING))
         key, best = offer(
-            heard, heard >= 0, own, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+            heard, heard >= 0, had, key, best, mine, k_row, query, point, limits, KG, MAGIC,
             RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
         )  # fmt: skip
 
@@ -367,14 +369,32 @@ def offer(
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Take the candidate where it is legal and strictly better. `had`, a key held before, cannot win: it is not read.
+    """Read one candidate and take it where it is legal and strictly better."""
+    wanted, s = weigh(candidate, exists, had, mine, k_row, query, E, CAUSAL, W, PIECES)
+    return take(candidate, wanted, s, key, best, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
 
-    `had` may be older than `key`: then no read waits for the one before it.
+
+@triton.jit
+def weigh(
+    candidate, exists, had, mine, k_row, query, E: tl.constexpr, CAUSAL: tl.constexpr, W: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    """Where a candidate can win, and its score there. `had`, a key held before, cannot win: it is not read.
+
+    `had` may be older than the best so far: then no read waits for the one before it.
     """
     wanted = exists & (candidate != had)
     if CAUSAL:
         wanted = wanted & (candidate <= query)
-    s = dot(mine, features(k_row, candidate, wanted, E, W, PIECES), PIECES)
+    return wanted, dot(mine, features(k_row, candidate, wanted, E, W, PIECES), PIECES)
+
+
+@triton.jit
+def take(
+    candidate, wanted, s, key, best, query, point, limits, KG, MAGIC,
+    RANK: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
+):  # fmt: skip
+    """Key and score after a candidate of score s."""
     better = wanted & (s > best)  # NaN is not
     better = allowed(candidate, better, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
     return tl.where(better, candidate, key), tl.where(better, s, best)
