@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grid import LegalKeys
-from .grid import GEOMETRY, divide, dot, features, geometry, lane_place, lane_query, near, points, tile_at, tiles
+from .candidates import allowed, around, coordinate, legal_draw, neighbour, offer, score_of, take, weigh
+from .grid import GEOMETRY, features, geometry, lane_query, points, tile_at, tiles
 from .launch import Kernel, kinds, on_device
 from .layout import pad, sort_kernel
 from .noise import absorb, below, row_state, seed_arguments
@@ -142,51 +143,6 @@ def _plan(
     return Plan(start, even, odd, wide, geometry(query_grid, key_grid), max(key_grid).bit_length())
 
 
-@triton.jit
-def legal_draw(bits, query, limits, order, count, CAUSAL: tl.constexpr):
-    """A key drawn from the legal ones of each query, and whether there is any."""
-    mask_row, keys = limits[1], limits[2]
-    last = query if CAUSAL else query * 0 + (keys - 1)
-    if count is None:
-        choices = last + 1
-        key = below(bits, choices)
-    else:
-        choices = tl.load(count + mask_row * keys + last).to(tl.int32)
-        key = tl.load(order + mask_row * keys + below(bits, choices), mask=choices > 0, other=0).to(tl.int32)
-    return key, choices > 0
-
-
-@triton.jit
-def allowed(
-    key, ok, query, point, limits, KG, MAGIC,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
-):  # fmt: skip
-    """Where `ok` also holds whether `key`, on the grid, may be taken: mask, order, distance to earlier matches."""
-    mask, mask_row, keys, earlier, plane, run, separation = limits
-    if CAUSAL:
-        ok = ok & (key <= query)
-    if mask is not None:
-        ok = ok & (tl.load(mask + mask_row * keys + key, mask=ok, other=0) != 0)
-    if EARLIER:
-        # Most candidates lose in every lane, then no earlier match is read.
-        for e in range(tl.where(tl.max(ok.to(tl.int32), axis=0) > 0, run, 0)):
-            match = tl.load(earlier + e * plane + point, mask=ok, other=-1)
-            if SEPARATED:
-                reach = (separation, separation, separation, separation)
-                close = (match >= 0) & near(key, tl.maximum(match, 0), reach, KG, MAGIC, RANK)
-            else:
-                close = match == key
-            ok = ok & ~close
-    return ok
-
-
-@triton.jit
-def score_of(mine, k_row, key, wanted, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr):
-    """The score of one key per lane, NaN as -inf; keys that are not wanted are not read."""
-    s = dot(mine, features(k_row, key, wanted, E, W, PIECES), PIECES)
-    return tl.where(s == s, s, -float("inf"))
-
-
 @triton.jit(do_not_specialize=[*SETTINGS, "kept", "padded_rows"], do_not_specialize_on_alignment=PLANES)
 def start_kernel(
     q, k, earlier, best_out, SEED, low, high, mask, order, count, mask_heads, group, separation,
@@ -242,7 +198,7 @@ def sweep_kernel(
     mine = features(q + row * queries * E, query, valid, E, W, PIECES)
 
     key = decoded(tl.load(state_in + point, mask=valid, other=NOTHING))
-    old, own = key, key
+    had, old = key, key
     if TURNS:
         # A key is old to the neighbours when it was there at the last sweep of the same kind, two before.
         old = tl.where(sweep > 1, decoded(tl.load(state_out + point, mask=valid, other=NOTHING)), -1)
@@ -251,34 +207,43 @@ def sweep_kernel(
     for n in range(len(JUMPS) * RANK):
         axis = n % RANK
         jump, here, extent, key_extent, up, down = neighbour(n, axis, corner, QG, KG, JUMPS, RANK, TILE, LANES)
+        candidates, exist, wanted, scores = (), (), (), ()
         for side in tl.static_range(2):
-            if EARLIER:
-                own = key  # reads wait for each other anyhow
             step = jump * (2 * side - 1)
             there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
             found = tl.load(state_in + point + step * up, mask=valid & there, other=NOTHING)
             fresh = found >= 0
             if SHIFT:
                 at = coordinate(found, axis, KG, MAGIC, RANK)
-                moved = fresh & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32))
-                key, best = offer(
-                    found - step * down, moved, own, key, best, mine, k_row, query, point, limits, KG, MAGIC,
-                    RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
-                )  # fmt: skip
+                candidates += (found - step * down,)
+                exist += (fresh & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32)),)
             if STAY:
-                key, best = offer(
-                    found, fresh, own, key, best, mine, k_row, query, point, limits, KG, MAGIC,
-                    RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
-                )  # fmt: skip
+                candidates += (found,)
+                exist += (fresh,)
+            if not EARLIER:
+                for c in tl.static_range(len(candidates)):
+                    key, best = offer(
+                        candidates[c], exist[c], had, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+                        RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
+                    )  # fmt: skip
+                candidates, exist = (), ()
+        # To look up earlier matches is to wait: what both sides offer is read before one of it is taken.
+        for c in tl.static_range(len(candidates)):
+            worth, s = weigh(candidates[c], exist[c], had, mine, k_row, query, KE, CAUSAL, W, PIECES)
+            wanted += (worth,)
+            scores += (s,)
+        for c in tl.static_range(len(candidates)):
+            key, best = take(
+                candidates[c], wanted[c], scores[c], key, best, query, point, limits, KG, MAGIC,
+                RANK, CAUSAL, SEPARATED, EARLIER,
+            )  # fmt: skip
 
     draws = absorb(absorb(absorb(row_state(SEED, low, high, row), query), run), sweep)
     for g in range(gossip):
-        if EARLIER:
-            own = key
         other = below(absorb(draws, gossip * 0 + g), queries)
         heard = decoded(tl.load(state_in + row * queries + other, mask=valid, other=NOTHING))
         key, best = offer(
-            heard, heard >= 0, own, key, best, mine, k_row, query, point, limits, KG, MAGIC,
+            heard, heard >= 0, had, key, best, mine, k_row, query, point, limits, KG, MAGIC,
             RANK, KE, CAUSAL, SEPARATED, EARLIER, W, PIECES,
         )  # fmt: skip
 
@@ -317,64 +282,3 @@ def tile_count(QG, RANK: tl.constexpr, TILE: tl.constexpr):
     for a in tl.static_range(1, RANK):
         n = n * ((QG[a] + TILE[a] - 1) // TILE[a])
     return n
-
-
-@triton.jit
-def neighbour(
-    n, axis, corner, QG, KG, JUMPS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    """Propagation number n: jump, the lanes' places on its axis, the axis's extents and strides of queries and keys."""
-    jump = n * 0
-    for j in tl.static_range(len(JUMPS)):
-        jump = tl.where(n // RANK == j, JUMPS[j], jump)
-    here, extent, key_extent = lane_place(corner, 0, RANK, TILE, LANES), QG[0], KG[0]
-    up, down = n * 0 + 1, n * 0 + 1
-    for a in tl.static_range(1, RANK):
-        here = tl.where(axis == a, lane_place(corner, a, RANK, TILE, LANES), here)
-        extent, key_extent = tl.where(axis == a, QG[a], extent), tl.where(axis == a, KG[a], key_extent)
-        up, down = tl.where(axis < a, up * QG[a], up), tl.where(axis < a, down * KG[a], down)
-    return jump, here, extent, key_extent, up, down
-
-
-@triton.jit
-def coordinate(key, axis, KG, MAGIC, RANK: tl.constexpr):
-    """The coordinate of flat keys on an axis known at run time."""
-    rest, at = key, key
-    for a in tl.static_range(RANK - 1, 0, -1):
-        up = divide(rest, MAGIC[a])
-        at = tl.where(axis == a, rest - up * KG[a], at)
-        rest = up
-    return tl.where(axis == 0, rest, at)
-
-
-@triton.jit
-def around(draws, draw, key, reach, KG, MAGIC, RANK: tl.constexpr):
-    """A key drawn from the box of radius `reach` around `key`, cut at the border."""
-    rest, flat, stride = tl.maximum(key, 0), key * 0, 1
-    for a in tl.static_range(RANK - 1, -1, -1):
-        up = divide(rest, MAGIC[a]) if a > 0 else rest * 0
-        at = rest - up * KG[a]
-        low = tl.maximum(at - reach, 0)
-        high = at + tl.minimum(reach, KG[a] - 1 - at)
-        flat += (low + below(absorb(draws, draw + a), high - low + 1)) * stride
-        rest, stride = up, stride * KG[a]
-    return flat
-
-
-@triton.jit
-def offer(
-    candidate, exists, had, key, best, mine, k_row, query, point, limits, KG, MAGIC,
-    RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
-    W: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """Take the candidate where it is legal and strictly better. `had`, a key held before, cannot win: it is not read.
-
-    `had` may be older than `key`: then no read waits for the one before it.
-    """
-    wanted = exists & (candidate != had)
-    if CAUSAL:
-        wanted = wanted & (candidate <= query)
-    s = dot(mine, features(k_row, candidate, wanted, E, W, PIECES), PIECES)
-    better = wanted & (s > best)  # NaN is not
-    better = allowed(candidate, better, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
-    return tl.where(better, candidate, key), tl.where(better, s, best)

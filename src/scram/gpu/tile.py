@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..grid import LegalKeys
 from ..schedule import KINDS, LANES, STOP, WINDOWS, offers
+from .candidates import around, coordinate, legal_draw, score_of
 from .grid import GEOMETRY, features, geometry, lane_place, lane_query, points, tile_at, tile_shape, tiles
 from .keep import (
     NO_KEY,
@@ -36,7 +37,7 @@ from .keep import (
 )
 from .launch import Kernel, kinds, on_device
 from .noise import absorb, below, row_state, seed_arguments
-from .search import around, coordinate, legal_draw, score_of, start_kernel, tile_count
+from .search import start_kernel, tile_count
 from .tiles import OFFER_WARPS, search_tile, weigh_tile
 
 SHIFT, GOSSIP, RANDOM = (tl.constexpr(KINDS[kind]) for kind in ("shift", "gossip", "random"))
