@@ -204,7 +204,8 @@ def table() -> str:
     columns = ("row", "ms", "ms of a call", "recall", "captured mass", "output error", "cuDNN ms")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for stored, row in Store("tile").data.items():
-        name = stored.translate(str.maketrans("", "", "{}':,"))  # shapes were stored as Python prints them
+        # Shapes were stored as Python prints them, 512 x 512 with one head as {}.
+        name = stored.replace("{}", "size 512").translate(str.maketrans("", "", "{}':,"))
         if "failed" in row:
             lines.append(f"| {name} | failed: {row['failed'][:60]} | | | | | |")
             continue

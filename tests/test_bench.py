@@ -121,6 +121,12 @@ def test_calls_that_would_take_too_long_are_left_out():
     assert "skipped" in measuring.run(Case("attention", "x", 256, 3), None, known, measuring.Limits(10.0))
 
 
+def test_masks_of_the_largest_pictures_are_left_out():
+    asked = {(case.contender, case.size) for case in measuring.cases((1024, 2048), (64,), "cuda", ("forward", "flex"))}
+    assert {("flex strided", 1024), ("strided", 1024), ("strided", 2048)} <= asked
+    assert ("flex strided", 2048) not in asked
+
+
 def test_what_found_no_memory_is_not_tried_larger():
     small = {
         "kind": "attention",
