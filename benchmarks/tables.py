@@ -122,6 +122,13 @@ def search() -> str:
     return table(("grid", "width", "", "time, index included", "recall@1"), *lines)
 
 
+def rivals() -> str:
+    """docs/bench: how far the rivals on the GPU are from a dense masked softmax."""
+    rows = [row for row in load("rivals_gpu").values() if row["width"] == 64]
+    lines = [(row["contender"], *(f"{row[key]:.1%}" for key in ("out", "dq", "dk", "dv"))) for row in rows]
+    return table(("", "out", "dq", "dk", "dv"), *lines)
+
+
 def denoise() -> str:
     """docs/denoise: PSNR and seconds, all of a photograph in one run."""
     photographs = load("denoise")
@@ -152,6 +159,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-gpu-3": lambda: bench("bench_gpu", 3),
     "bench-gpu-64": lambda: bench("bench_gpu", 64),
     "bench-gpu-64-backward": lambda: bench("bench_gpu", 64, backward=True),
+    "rivals": rivals,
     "search": search,
     "denoise": denoise,
     "modes": modes,
