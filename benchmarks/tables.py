@@ -70,6 +70,19 @@ def results() -> str:
     return table(head, *lines)
 
 
+def others() -> str:
+    """README: other sparse attention on the GPU; of causal patterns an error would compare different things."""
+    rows, sizes = load("bench_gpu")["rows"], (512, 1024, 2048)
+    names = {"SCRAM, paper": "", "SCRAM, default": "", "torch SDPA": "", "NATTEN": f"NATTEN, 15{BY}15 keys"}
+    names |= {f"flex {name}": f"{name}, FlexAttention mask" for name in ("local blocks", "strided", "fixed")}
+    lines = []
+    for contender, shown in names.items():
+        mine = {size: rows.get(f"attention {contender} {size} E64", {}) for size in sizes}
+        error = mine[1024].get("output_error")
+        lines.append((shown or contender, *map(cell, mine.values()), "" if error is None else share(error)))
+    return table(("", *(f"{size}{BY}{size}" for size in sizes), f"output error, 1024{BY}1024"), *lines)
+
+
 def settings() -> str:
     """README: what the paper's search and the default find on several kinds of tensors."""
     head = ("tensors", "what the queries want", "paper", "default", "captured mass, default", "output error, default")
@@ -153,6 +166,7 @@ def modes() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
+    "others": others,
     "settings": settings,
     "bench-cpu-3": lambda: bench("bench_cpu", 3),
     "bench-cpu-64": lambda: bench("bench_cpu", 64),
