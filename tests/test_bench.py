@@ -99,13 +99,20 @@ def test_a_row_that_does_not_end_is_a_row(tmp_path, monkeypatch):
 
 
 def test_budget_is_kept_and_resume_measures_the_rest(tmp_path, monkeypatch):
-    few(monkeypatch, "torch SDPA", "strided")
+    few(monkeypatch, "torch SDPA", "strided", "fixed")
     arguments = ("bench", "--sizes", "16", "--widths", 3, "--parts", "forward", "--out", tmp_path)
-    code, printed, _ = call(*arguments, "--budget", 0)
+    code, _, complaints = call(*arguments, "--budget", 0)
+    assert code == 2
+    assert "no time to measure anything" in complaints
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["skipped"] for row in rows.values()] == [measuring.LATE] * 3
+    rows.pop("attention strided 16 E3")
+    measured = call(*arguments[:-1], tmp_path / "one", "--json")[1]
+    rows["attention strided 16 E3"] = json.loads(measured)["rows"]["attention strided 16 E3"]
+    (tmp_path / "bench.json").write_text(json.dumps({"rows": rows}))
+    code, printed, _ = call(*arguments, "--resume", "--budget", 0)
     assert code == 0
     assert "2 rows were left for lack of time" in printed
-    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert [row["skipped"] for row in rows.values()] == [measuring.LATE] * 2
     assert call(*arguments, "--resume")[0] == 0
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert all(row["seconds"] > 0 for row in rows.values())
