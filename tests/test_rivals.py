@@ -61,9 +61,11 @@ def test_brute_force_attends_the_window_of_the_best_key():
 @pytest.mark.parametrize("name", rivals.PATTERNS)
 def test_flex_masks_equal_a_masked_softmax(name):
     q, k, v = tensors(12)
-    allows = rivals.PATTERNS[name](12)
-    out = rivals.flex(allows, 12, torch.device("cpu"))(q, k, v, SCALE)
-    torch.testing.assert_close(out, masked(q, k, v, allows), rtol=1e-4, atol=1e-5)
+    attention = rivals.flex(name, 12, torch.device("cpu"))
+    torch.testing.assert_close(
+        attention(q, k, v, SCALE), masked(q, k, v, rivals.PATTERNS[name](12)), rtol=1e-4, atol=1e-5
+    )
+    assert rivals.flex(name, 12, torch.device("cpu")) is attention  # for another width
 
 
 @pytest.mark.filterwarnings("ignore")  # of the package and of FlexAttention

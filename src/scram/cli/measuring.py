@@ -226,8 +226,7 @@ def _attention(case: Case, pictures: Pictures) -> Row:
         raise MemoryError(f"needs {wanted / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
     start, ready = perf_counter(), {}
     if case.contender.startswith("flex "):
-        allows = rivals.PATTERNS[case.contender.removeprefix("flex ")](case.size)
-        attention = rivals.flex(allows, case.size, q.device)
+        attention = rivals.flex(case.contender.removeprefix("flex "), case.size, q.device)
         _timed(lambda: attention(q, k, v, SCALE), pictures.device)  # compiles for this size
         ready["prepared"] = perf_counter() - start
     else:

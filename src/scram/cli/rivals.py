@@ -8,6 +8,7 @@ patterns are causal, as published, with the picture's width as their stride.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -153,7 +154,8 @@ def _chunks(q: Tensor, keys: int) -> list[Tensor]:
     return [torch.arange(at, min(at + some, size), device=q.device) for at in range(0, size, some)]
 
 
-def flex(allows: Allows, size: int, device: torch.device) -> Attention:
+@lru_cache(maxsize=3)  # to make a mask takes seconds, and it serves every width
+def flex(pattern: str, size: int, device: torch.device) -> Attention:
     """A pattern as a FlexAttention mask, compiled, in bfloat16 on a GPU as `sdpa` is."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -163,7 +165,7 @@ def flex(allows: Allows, size: int, device: torch.device) -> Attention:
     run: Any = flex_attention
     if device.type == "cuda":  # compiled, the mask of all pairs is never in memory
         make, run = (torch.compile(call, dynamic=False) for call in (make, run))
-    mask = make(allows, 1, 1, points, points, device=str(device))
+    mask = make(PATTERNS[pattern](size), 1, 1, points, points, device=str(device))
 
     def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         flat = [F.pad(x.flatten(2, 3), (0, -x.shape[-1] % 16)) for x in (q, k, v)]
