@@ -70,6 +70,46 @@ def results() -> str:
     return table(head, *lines)
 
 
+def others() -> str:
+    """README: other sparse attention on the GPU; of causal patterns an error would compare different things."""
+    rows, sizes = load("bench_gpu")["rows"], (512, 1024, 2048)
+    names = {"SCRAM, paper": "", "SCRAM, default": "", "torch SDPA": "", "NATTEN": f"NATTEN, 15{BY}15 keys"}
+    names |= {f"flex {name}": f"{name}, FlexAttention mask" for name in ("local blocks", "strided", "fixed")}
+    lines = []
+    for contender, shown in names.items():
+        mine = {size: rows.get(f"attention {contender} {size} E64", {}) for size in sizes}
+        error = mine[1024].get("output_error")
+        lines.append((shown or contender, *map(cell, mine.values()), "" if error is None else share(error)))
+    return table(("", *(f"{size}{BY}{size}" for size in sizes), f"output error, 1024{BY}1024"), *lines)
+
+
+def tile() -> str:
+    """README: tile search beside the query search on the GPU."""
+    rows, sets = load("tile"), {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalised"}
+    names = {"query, paper 8": "query, the paper's", "query, default 8": "query, default",
+             "tile, gossip 4 5": "tile, 5 sweeps, gossip 4", "tile, gossip 4 6": "tile, 6 sweeps, gossip 4",
+             "tile 8": "tile, default"}  # fmt: skip
+    lines = []
+    for label, shown in names.items():
+        mine = [rows[f"gpu {data} {label}"] for data in sets]
+        ms = sorted(row["ms"] for row in mine)
+        lines.append((shown, f"{ms[0]:.2f} to {ms[-1]:.2f}", *(share(row["recall"]) for row in mine)))
+    return table(("search", "ms", *sets.values()), *lines)
+
+
+def train() -> str:
+    """README: a vision transformer, trained with either attention."""
+    rows = load("train")
+    names = {"sparse": ("SCRAM, 2 matches, radius 1, 4 sweeps", "18"), "dense": ("dense", "1024")}
+    lines = []
+    for kind, (shown, keys) in names.items():
+        seeds = [rows[f"cifar {kind} {seed}"] for seed in range(3)]
+        accuracy, step = (sum(row[key] for row in seeds) / 3 for key in ("accuracy", "step_ms"))
+        each = ", ".join(f"{row['accuracy']:.1f}" for row in seeds)
+        lines.append((shown, keys, f"{accuracy:.1f} % ({each})", f"{step:.1f} ms"))
+    return table(("attention", "keys per query", "accuracy", "time per step"), *lines)
+
+
 def settings() -> str:
     """README: what the paper's search and the default find on several kinds of tensors."""
     head = ("tensors", "what the queries want", "paper", "default", "captured mass, default", "output error, default")
@@ -122,6 +162,13 @@ def search() -> str:
     return table(("grid", "width", "", "time, index included", "recall@1"), *lines)
 
 
+def rivals() -> str:
+    """docs/bench: how far the rivals on the GPU are from a dense masked softmax."""
+    rows = [row for row in load("rivals_gpu").values() if row["width"] == 64]
+    lines = [(row["contender"], *(f"{row[key]:.1%}" for key in ("out", "dq", "dk", "dv"))) for row in rows]
+    return table(("", "out", "dq", "dk", "dv"), *lines)
+
+
 def denoise() -> str:
     """docs/denoise: PSNR and seconds, all of a photograph in one run."""
     photographs = load("denoise")
@@ -146,12 +193,16 @@ def modes() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
+    "others": others,
+    "tile": tile,
+    "train": train,
     "settings": settings,
     "bench-cpu-3": lambda: bench("bench_cpu", 3),
     "bench-cpu-64": lambda: bench("bench_cpu", 64),
     "bench-gpu-3": lambda: bench("bench_gpu", 3),
     "bench-gpu-64": lambda: bench("bench_gpu", 64),
     "bench-gpu-64-backward": lambda: bench("bench_gpu", 64, backward=True),
+    "rivals": rivals,
     "search": search,
     "denoise": denoise,
     "modes": modes,

@@ -265,6 +265,23 @@ def test_a_dropped_weight_is_zero_even_if_it_was_nan(impl, weight):
     assert 10 < kept.sum() < 30
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("weight", ["softmax", "mean", "relu"])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+def test_nan_reaches_the_same_gradients_in_every_engine(impl, which, weight, dropout_p):
+    tensors = [randn(1, 1, 5, 4, 3, seed=s) for s in (0, 1, 2)]
+    tensors[which][0, 0, 2, 2] = torch.nan
+    found = random_matches((1, 1, 5, 4), (5, 4), 1)
+    grads = []
+    for engine in (impl, "reference"):
+        torch.manual_seed(0)  # the same weights are dropped
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        attended = scram.attend(*leaves, found, weight=weight, dropout_p=dropout_p, impl=engine)
+        grads.append(torch.autograd.grad(attended.out.sum() + attended.lse.sum(), leaves))
+    for mine, exact in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, exact, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
 def test_nan_query_reaches_no_other(impl):
     q, k, v = randn(3, 1, 1, 40, 4).unbind()
     found = matches(torch.arange(40).reshape(1, 1, 40, 1), (40,))

@@ -1,6 +1,7 @@
 """The scripts in benchmarks/ start, and those that measure a device get their tensors."""
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,3 +37,18 @@ def test_the_cost_of_an_estimate_gets_its_tensors(tmp_path):
     assert q.shape == k.shape == v.shape == (1, 1, 16, 16, 64)
     assert q.dtype == torch.bfloat16
     assert scale > 1
+
+
+def test_the_table_of_the_tile_search_names_its_rows_in_words():
+    import tile
+
+    lines = tile.table().splitlines()
+    assert any(line.startswith("| gpu attention size 256 heads 8 4 |") for line in lines)
+    assert not any("{" in line for line in lines)
+
+
+def test_a_table_may_be_cut_short_by_a_pipe():
+    command = f"{sys.executable} {FOLDER / 'tile.py'} table | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=FOLDER, check=True)
+    assert done.stdout.startswith("| row |")
+    assert done.stderr == ""

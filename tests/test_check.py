@@ -6,6 +6,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,8 +59,15 @@ ERRORS = [
     # Settings.
     (lambda: scram.trust(Q[:0], K[:0], V[:0]), ValueError, "q must hold at least one query to judge"),
     (lambda: scram.trust(Q / 0, K, V), ValueError, "q must be finite to be judged, .* values are NaN or infinite"),
-    (lambda: scram.patch_sdpa(grid=8).__enter__(), ValueError, "grid must be a sequence of 1 to 4 extents"),
+    (lambda: scram.patch_sdpa(grid=8), ValueError, "grid must be a sequence of 1 to 4 extents"),
     (lambda: scram.Search(matches=1.5), TypeError, "matches must be an int, got float 1.5"),
+    (lambda: scram.Search(matches=torch.tensor(3)), TypeError, "matches must be an int, got Tensor"),
+    (search(search=scram.Search(matches=10**9)), ValueError, "matches must be at most the number of keys, 21, got 10"),
+    (
+        lambda: scram.Snis(alpha=np.float32(0.5)),
+        TypeError,
+        r"alpha must be a float, got float32.*; use float\(alpha\)",
+    ),
     (lambda: scram.Search(matches=0), ValueError, "matches must be at least 1, got 0"),
     (lambda: scram.Search(propagate="up"), ValueError, "propagate must be one of 'shift', .* got 'up'"),
     (lambda: scram.Search(propagate=3), ValueError, "propagate must be one of .* got 3"),
@@ -225,6 +233,29 @@ def test_every_check_is_in_the_table():
             lines = [frame.lineno for frame in traceback.extract_tb(sys.exc_info()[2]) if frame.filename == str(source)]
             reached |= {line for line, node in raises.items() if line <= lines[-1] <= node.end_lineno}
     assert sorted(set(raises) - reached) == []
+
+
+def test_integers_of_numpy_are_ints():
+    three = np.int64(3)
+    made = scram.Search(matches=three, separation=three, sweeps=three, gossip=three, jumps=(three,), seed=three)
+    assert made == scram.Search(matches=3, separation=3, sweeps=3, gossip=3, jumps=(3,), seed=3)
+    assert made.seed_tensor == 3
+    settings = (made, scram.MetropolisHastings(three, three, burn_in=three), scram.Hybrid(three), scram.Snis(three))
+    for one in settings:
+        assert type(one.matches if one is made else one.samples) is int
+    assert check.radius(three, 2) == check.radius((three, three), 2) == (3, 3)
+    assert type(check.grid((three,))[0]) is int
+    assert scram.exact_search(Q, K, matches=three).index.shape[-1] == 3
+    with pytest.raises(TypeError, match="matches must be an int"):
+        scram.Search(matches=np.bool_(True))
+
+
+def test_more_matches_than_keys_are_none():
+    for call in (scram.search(Q, K, search=scram.Search(matches=30)), scram.exact_search(Q, K, matches=30)):
+        assert (call.index[..., :21] >= 0).all()
+        assert (call.index[..., 21:] == -1).all()
+    with pytest.raises(ValueError, match="at most the number of keys, 21"):
+        scram.exact_search(Q, K, matches=10**9)
 
 
 def test_attention_checks_what_its_parts_check():

@@ -123,6 +123,8 @@ def test_demo_runs_what_match_runs(tmp_path):
         (("bench", "--resume", "--out", "folder"), "holds no rows"),
         (("bench", "--widths", "5000"), "widths must be 147 or less"),
         (("denoise", "a.png", "--strength", "nan"), "strength must be positive and finite"),
+        (("match", "a.png", "b.png", "--scale", "nan"), "scale must be positive and finite, got nan\n"),
+        (("bench", "--sizes", "16", "--budget", "0", "--out", "none"), "no time to measure anything"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(arguments, words, pair, tmp_path, monkeypatch):
@@ -210,6 +212,10 @@ def test_denoise_command_measures_itself_and_its_rivals(mode, tmp_path):
     assert plain["sigma_estimated"]
     assert plain["results"].keys() == {"SCRAM"}
     assert plain["results"]["SCRAM"]["psnr_db"] is None
+    assert "scikit-image uses one" in printed
+    code, printed, _ = call("denoise", tmp_path / "a.png", "--out", tmp_path)  # who did not run is not spoken of
+    assert "SCRAM" in printed
+    assert "scikit-image" not in printed
 
 
 def test_figures_show_what_the_paper_claims(tmp_path, monkeypatch):

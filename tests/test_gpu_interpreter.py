@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import scram
 from cases import gradients, make_tensors, named, run_attend, run_search
 
 LANES = 128
@@ -255,6 +256,24 @@ def test_nan_reaches_no_other_query():
     ours, theirs = (run_attend(case, tensors, tensors.leaves(torch.float32), impl) for impl in ("triton", "reference"))
     assert torch.equal(ours.out.isnan(), theirs.out.isnan())
     assert torch.equal(ours.lse.isnan(), theirs.lse.isnan())
+
+
+@interpreted
+@pytest.mark.parametrize(("weight", "dropout_p"), [("softmax", 0.5), ("mean", 0.5), ("relu", 0.0), ("relu", 0.5)])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+def test_nan_reaches_the_gradients_that_it_reaches_in_the_reference(which, weight, dropout_p):
+    tensors = make_tensors(named("rank 2"))
+    given = [x.float() for x in (tensors.q, tensors.k, tensors.v)]
+    given[which][0, 0, 1, 1] = torch.nan
+    found = scram.search(tensors.q, tensors.k, search=scram.Search(seed=0), impl="reference")
+    grads = []
+    for impl in ("triton", "reference"):
+        torch.manual_seed(0)  # the same weights are dropped
+        leaves = [x.clone().requires_grad_() for x in given]
+        out, lse = scram.attend(*leaves, found, weight=weight, dropout_p=dropout_p, impl=impl)
+        grads.append(torch.autograd.grad(out.sum() + lse.sum(), leaves))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
 @interpreted

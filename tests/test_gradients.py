@@ -106,3 +106,23 @@ def test_gradients_bear_scores_that_share_a_large_part(impl):
     out = scram.attend(q, k, v, found, scale=1.0, impl=impl).out
     (dq,) = torch.autograd.grad(out[..., 0, :].sum(), q)
     assert dq[0, 0, 0, 0].abs() < 0.01  # all keys have that part: it cancels
+
+
+@pytest.mark.parametrize(
+    "method", [None, scram.Snis(9, 0.0, seed=0), scram.MetropolisHastings(9, seed=0), scram.Hybrid(6, seed=0)], ids=str
+)
+def test_many_small_gradients_are_summed_in_float32(impl, method):
+    """600 queries share few keys: in bfloat16, whose 256 + 1 is 256, the sums would stop growing."""
+    q, k, v = (leaf(1, 1, n, 2, seed=s).detach().to(torch.bfloat16) for s, n in enumerate((600, 8, 8)))
+    found = scram.search(q, k, search=scram.Search(seed=0), impl="reference")
+
+    def grads(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        if method is None:
+            out = scram.attend(*leaves, found, impl=impl).out
+        else:
+            out = scram.estimate(*leaves, found, method=method, impl=impl).out
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    for mine, exact in zip(grads(torch.bfloat16), grads(torch.float32), strict=True):
+        assert (mine - exact).norm() < 2**-8 * exact.norm()  # rounded once, at the end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,33 @@ METHODS = ("auto", "query", "tile")
 PROPAGATE = ("shift", "stay", "both", "turns")
 IMPLS = ("auto", "reference", "numba", "triton")
 MAX_RANK = 4
+MOST_MATCHES = 4096  # that may be asked for where there are fewer keys
 
 
 def whole(name: str, value: Any, least: int, hint: str = "") -> int:
-    """An int (not a bool) that is at least `least`."""
+    """An int (not a bool) that is at least `least`; NumPy's integers become ints."""
+    value = _int(value)
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # an extent while torch exports
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}{hint}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}{hint}")
     return value  # type: ignore[return-value]
+
+
+def whole_fields(settings: Any, **least: int) -> None:
+    """Fields of a frozen dataclass that are ints, each at least that."""
+    for name, low in least.items():
+        object.__setattr__(settings, name, whole(name, getattr(settings, name), low))
+
+
+def _int(value: Any) -> Any:
+    """What stands for an int without loss, as one; a tensor would have to be waited for."""
+    if isinstance(value, (int, Tensor, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 def one_of(name: str, value: Any, allowed: Sequence[str], hint: str = "") -> str:
@@ -42,6 +61,15 @@ def settings(value: Any, wanted: type) -> None:
         raise TypeError(
             f"search must be a scram.Search, got {type(value).__name__}; for example scram.Search(matches=4)"
         )
+
+
+def enough_keys(q: Any, k: Any, matches: int) -> None:
+    """A few matches more than keys are none (-1); very many are a mistake that fits no memory."""
+    if matches > MOST_MATCHES:
+        queries_keys(q, k)
+        keys = math.prod(k.shape[2:-1])
+        if matches > keys:
+            raise ValueError(f"matches must be at most the number of keys, {keys}, got {matches}")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -61,6 +89,7 @@ def seed(value: Any) -> Tensor | None:
                 "use torch.tensor(7) or a plain int"
             )
         return value
+    value = _int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"seed must be None, an int or a 0-d int64 tensor, got {type(value).__name__} {value!r}")
     if not -(2**63) <= value < 2**63:
@@ -68,10 +97,15 @@ def seed(value: Any) -> Tensor | None:
     return torch.tensor(value, dtype=torch.int64, device="cpu")
 
 
+def _float(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        hint = f"; use float({name})" if hasattr(value, "__float__") and not isinstance(value, bool) else ""
+        raise TypeError(f"{name} must be a float, got {type(value).__name__} {value!r}{hint}")
+
+
 def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str = "") -> None:
     """A float in the half-open interval [low, high)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a float, got {type(value).__name__} {value!r}")
+    _float(name, value)
     if not low <= value < high:
         raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
 
@@ -81,8 +115,8 @@ def bandwidth(value: Any) -> None:
     real("bandwidth", value, 1e-30, math.inf, "(0, inf)")
 
 
-def samples(value: Any) -> None:
-    if whole("samples", value, 1) >= 2**31:
+def samples(value: int) -> None:
+    if value >= 2**31:
         raise ValueError(f"samples must be below 2**31, got {value}; more than all keys is never needed")
 
 
@@ -202,8 +236,7 @@ def key_mask(q: Tensor, k: Tensor, mask: Any) -> None:
 def scale(value: Any) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"scale must be a float, got {type(value).__name__} {value!r}")
+    _float("scale", value)
     if not (0 < value < math.inf):
         raise ValueError(f"scale must be positive and finite, got {value}; to seek low scores negate q")
 
@@ -262,8 +295,7 @@ def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
 
 
 def dropout(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"dropout_p must be a float, got {type(value).__name__} {value!r}")
+    _float("dropout_p", value)
     if not 0 <= value < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {value}")
 

@@ -39,6 +39,7 @@ class Snis:
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
 
     def __post_init__(self) -> None:
+        check.whole_fields(self, samples=1)
         check.samples(self.samples)
         check.real("alpha", self.alpha, 0.0, 1.0, "[0, 1)", "; leave some uniform draws, or far keys are never seen")
         check.bandwidth(self.bandwidth)
@@ -71,10 +72,9 @@ class MetropolisHastings:
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
 
     def __post_init__(self) -> None:
+        check.whole_fields(self, samples=1, chains_per_mode=1, burn_in=0)
         check.samples(self.samples)
-        check.whole("chains_per_mode", self.chains_per_mode, 1)
         check.bandwidth(self.bandwidth)
-        check.whole("burn_in", self.burn_in, 0)
         object.__setattr__(self, "seed_tensor", check.seed(self.seed))
 
 
@@ -102,6 +102,7 @@ class Hybrid:
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
 
     def __post_init__(self) -> None:
+        check.whole_fields(self, samples=1)
         check.samples(self.samples)
         check.flag("stratified", self.stratified)
         object.__setattr__(self, "seed_tensor", check.seed(self.seed))

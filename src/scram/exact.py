@@ -102,8 +102,8 @@ def exact_search(
               [2, 3]]]], dtype=torch.int32)
     """
     check.queries_keys(q, k)
-    check.whole("matches", matches, 1)
-    check.whole("separation", separation, 0)
+    matches, separation = check.whole("matches", matches, 1), check.whole("separation", separation, 0)
+    check.enough_keys(q, k, matches)
     _check_common(q, k, causal, key_mask, score, queries)
     dense = _Dense(q, k, causal, key_mask, score, queries)
     key_grid = grid_of(k)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -56,7 +56,6 @@ class Report:
         return "\n".join(lines)
 
 
-@contextmanager
 def patch_sdpa(
     *,
     grid: Sequence[int],
@@ -64,7 +63,7 @@ def patch_sdpa(
     search: Search = Search(),  # noqa: B008 - frozen
     radius: int | Sequence[int] = 1,
     impl: str = "auto",
-) -> Iterator[Report]:
+) -> AbstractContextManager[Report]:
     """Inside, calls of `F.scaled_dot_product_attention` on that grid go to SCRAM, whoever makes them in this thread.
 
     A call is taken when queries and keys are `prefix` tokens followed by the points of the grid in row-major order. The
@@ -79,7 +78,7 @@ def patch_sdpa(
         search, radius, impl: as in `attention`.
 
     Returns:
-        A report of what was replaced, what not and why, which fills up as the calls come.
+        A context that gives a report of what was replaced, what not and why, which fills up as the calls come.
 
     >>> import torch.nn.functional as F
     >>> q = torch.randn(1, 2, 1 + 64, 8)
@@ -90,7 +89,11 @@ def patch_sdpa(
       1 x q [1, 2, 65, 8]: SCRAM
       1 x q [1, 2, 65, 8], k [1, 2, 9, 8]: left alone: 65 queries and 9 keys, the grid has 1 + 8 x 8 = 65
     """
-    patch = _Patch(grid, prefix, search, radius, impl)
+    return _inside(_Patch(grid, prefix, search, radius, impl))
+
+
+@contextmanager
+def _inside(patch: _Patch) -> Iterator[Report]:
     with patch:
         yield patch.report
 

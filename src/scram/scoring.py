@@ -43,6 +43,15 @@ def pair_score(q: Tensor, k: Tensor, score: Score) -> Tensor:
     return (q.to(wide) * k.to(wide)).sum(-1)
 
 
+def widened(score: Score, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As the accumulator's dtype before they are gathered: the gradients of a key that many read are summed in it.
+
+    A user's callable gets q and k as they are.
+    """
+    wide = accumulator(v.dtype)
+    return (q, k, v.to(wide)) if callable(score) else (q.to(wide), k.to(wide), v.to(wide))
+
+
 def default_scale(scale: float | None, width: int, score: Score, weight: str) -> float:
     """scale as given, or width**-0.5 for the dot product under softmax and 1 otherwise."""
     if scale is not None:

@@ -24,6 +24,7 @@ def scores(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: S
 def search(q: Tensor, k: Tensor, settings: Search, warm: Matches | None) -> None:
     """What `search` takes besides."""
     check.settings(settings, Search)
+    check.enough_keys(q, k, settings.matches)
     if warm is not None:
         check.matches("warm", q, k, warm)
 

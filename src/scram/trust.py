@@ -185,7 +185,7 @@ def trust(
     check.extra(q, k, v, extra)
     check.scale(scale)
     window = check.radius(radius, q.ndim - 3)
-    check.whole("samples", samples, 1)
+    samples = check.whole("samples", samples, 1)
     how = {"causal": causal, "key_mask": key_mask, "score": score}
     if matches is None:
         matches = api.search(q, k, search=search, impl=impl, **how)  # type: ignore[arg-type]

@@ -57,12 +57,9 @@ class Search:
 
     def __post_init__(self) -> None:
         check.one_of("method", self.method, check.METHODS)
-        check.whole("matches", self.matches, 1)
-        check.whole("separation", self.separation, 0)
-        check.whole("sweeps", self.sweeps, 0)
+        check.whole_fields(self, matches=1, separation=0, sweeps=0, gossip=0)
         object.__setattr__(self, "jumps", check.jumps(self.jumps))
         check.one_of("propagate", self.propagate, check.PROPAGATE)
-        check.whole("gossip", self.gossip, 0)
         object.__setattr__(self, "seed_tensor", check.seed(self.seed))
 
     @staticmethod

@@ -67,6 +67,8 @@ def bench(
         if not results.rows:
             raise ValueError(f"nothing was measured: {results.path} has no rows")
         rows = list(results.rows.values())
+        if all(row.get("skipped") == measuring.LATE for row in rows) and not stopped:
+            raise ValueError("there was no time to measure anything; give --budget more seconds")
         charts.performance(rows, out / "bench.png")
         if as_json:
             typer.echo(json.dumps({"slopes": slopes(rows), "rows": results.rows}, indent=1))

@@ -81,7 +81,8 @@ def _continued(rows: Sequence[measuring.Row]) -> bool:
 def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) -> None:
     unit = 2.0**20 if quantity == "peak_bytes" else 1.0
     sizes = sorted({row["size"] for rows in lines.values() for row in rows})
-    for contender, rows in lines.items():
+    order = {contender: place for place, contender in enumerate(STYLES)}
+    for contender, rows in sorted(lines.items(), key=lambda line: order.get(line[0], len(order))):
         points = [(row["size"], row[quantity] / unit) for row in rows if row.get(quantity)]
         if not points:
             continue

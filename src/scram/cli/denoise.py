@@ -286,7 +286,7 @@ def _table(numbers: dict[str, Any]) -> Table:
     source = "estimated" if numbers["sigma_estimated"] else "given"
     result = Table(
         "method", title=f"{numbers['image']}, noise {numbers['sigma']:.1f} of 255 ({source})",
-        caption=f"{numbers['threads']} threads for SCRAM and OpenCV; scikit-image uses one",
+        caption=_threads(numbers),
     )  # fmt: skip
     result.add_column("PSNR", justify="right")
     result.add_column("time", justify="right")
@@ -298,3 +298,11 @@ def _table(numbers: dict[str, Any]) -> Table:
     for name, why in numbers["not_run"].items():
         result.add_row(name, why, "")
     return result
+
+
+def _threads(numbers: dict[str, Any]) -> str:
+    """Who used how many, of those that ran."""
+    ran = [who for who in ("SCRAM", "OpenCV") if any(name.startswith(who) for name in numbers["results"])]
+    one = any(name.startswith("scikit-image") for name in numbers["results"])
+    many = numbers["threads"]
+    return f"{many} thread{'s' * (many != 1)} for {' and '.join(ran)}" + "; scikit-image uses one" * one

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from math import log
+from math import inf, log
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -166,6 +166,8 @@ def match(
     with one_line_errors():
         writable_folder(out)
         chosen_device(device)
+        if not 0 < scale < inf:
+            raise ValueError(f"scale must be positive and finite, got {scale}")
         with progress() as step:
             step("reading two photographs")
             picture_a, picture_b, known = _inputs(a, b, sample, truth, size)

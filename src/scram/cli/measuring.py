@@ -30,6 +30,7 @@ SAMPLE, RECALL_SAMPLE = 256, 500  # queries that error and recall are measured o
 SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
 PATCH = 7
 LARGEST_INDEX = 256  # side of the largest picture that nearest-neighbour libraries index
+LARGEST_MASK = 1024  # and for FlexAttention, whose masks are made by asking about all pairs, several times to tune it
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
 ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once
@@ -60,7 +61,7 @@ def cases(sizes: tuple[int, ...], widths: tuple[int, ...], device: str, parts: t
         if part not in parts or (part == "flex" and device != "cuda"):
             continue
         kind = "search" if part == "search" else "attention"
-        for size in (n for n in sizes if part != "search" or n <= LARGEST_INDEX):
+        for size in (n for n in sizes if n <= {"search": LARGEST_INDEX, "flex": LARGEST_MASK}.get(part, inf)):
             for width in widths:
                 for name in contenders(part, parts):
                     yield Case(kind, name, size, width, part == "backward")

@@ -154,30 +154,38 @@ def _chunks(q: Tensor, keys: int) -> list[Tensor]:
 
 
 def flex(allows: Allows, size: int, device: torch.device) -> Attention:
-    """A pattern as a FlexAttention mask, compiled."""
+    """A pattern as a FlexAttention mask, compiled, in bfloat16 on a GPU as `sdpa` is."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     points = size * size
     torch.compiler.reset()  # each pattern and size is another program, and torch keeps only a few of one function
-    mask = create_block_mask(allows, None, None, points, points, device=str(device), _compile=device.type == "cuda")
-    run: Any = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
+    make: Any = create_block_mask
+    run: Any = flex_attention
+    if device.type == "cuda":  # compiled, the mask of all pairs is never in memory
+        make, run = (torch.compile(call, dynamic=False) for call in (make, run))
+    mask = make(allows, 1, 1, points, points, device=str(device))
 
     def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         flat = [F.pad(x.flatten(2, 3), (0, -x.shape[-1] % 16)) for x in (q, k, v)]
+        if q.is_cuda:
+            flat = [x.to(torch.bfloat16) for x in flat]
         out: Tensor = run(*flat, block_mask=mask, scale=scale)
-        return out[..., : v.shape[-1]].reshape(*q.shape[:-1], v.shape[-1])
+        return out[..., : v.shape[-1]].to(v.dtype).reshape(*q.shape[:-1], v.shape[-1])
 
     return attention
 
 
 def natten(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """NATTEN's neighbourhood attention, with its own kernels where they are built, else through FlexAttention."""
+    """NATTEN's neighbourhood attention by its own kernels; on a CPU, where it has none, through FlexAttention."""
     from natten import HAS_LIBNATTEN, na2d
 
-    flat = [F.pad(x, (0, -x.shape[-1] % 16)).movedim(1, 3) for x in (q, k, v)]
-    how = {} if HAS_LIBNATTEN else {"backend": "flex-fna", "torch_compile": q.is_cuda}
-    out: Tensor = na2d(*flat, kernel_size=NEIGHBOURS, scale=scale, **how)
-    return out[..., : v.shape[-1]].movedim(3, 1).contiguous()
+    flat = [F.pad(x, (0, -x.shape[-1] % 32)).movedim(1, 3) for x in (q, k, v)]
+    if q.is_cuda:
+        if not HAS_LIBNATTEN:
+            raise RuntimeError("NATTEN is installed without its kernels")
+        flat = [x.to(torch.bfloat16) for x in flat]  # half precision and widths of 32, 64, .. as its kernels want
+    out: Tensor = na2d(*flat, kernel_size=NEIGHBOURS, scale=scale, **({} if q.is_cuda else {"backend": "flex-fna"}))
+    return out[..., : v.shape[-1]].to(v.dtype).movedim(3, 1).contiguous()
 
 
 def natten_allows(size: int) -> Allows:

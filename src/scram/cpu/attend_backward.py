@@ -90,19 +90,18 @@ def _some_queries(
             d_p = dot(d_out, point, v, key) if grid_key else dot(d_out, point, v_extra, key)
             if not grid_key:
                 keys[slot_row, slot] = total_keys + slot - found
-            keep = weights.dtype.type(1)
-            if dropped:
-                keep = boost if absorb(noise, keys[slot_row, slot]) >= dropped else zero
+            kept = dropped == 0 or absorb(noise, keys[slot_row, slot]) >= dropped
+            d_p = weights.dtype.type(d_p * boost) if kept else zero  # what is dropped is zero, NaN too
             if weight == 0:
                 p = math.exp(a - top)  # from lse, rounded, they would not add up to 1 where scores are large
                 total += p
-                mean += p * keep * d_p
-                slopes[slot_row, slot] = p * keep * d_p + p * d_lse[point]
+                mean += p * d_p
+                slopes[slot_row, slot] = p * d_p + p * d_lse[point]
                 weights[slot_row, slot] = p
             else:
                 p = (max(a, zero) if weight == 2 else a) / (found + extras)
-                weights[slot_row, slot] = p * keep
-                slopes[slot_row, slot] = keep * d_p / (found + extras) if weight == 1 or a > 0 else zero
+                weights[slot_row, slot] = p * boost if kept else zero
+                slopes[slot_row, slot] = zero if weight == 2 and a <= 0 else d_p / (found + extras)
         for slot in range(found + extras):
             grid_key = slot < found
             key = first_key + keys[slot_row, slot] if grid_key else first_extra + slot - found
@@ -111,7 +110,7 @@ def _some_queries(
                 slopes[slot_row, slot] = slopes[slot_row, slot] / total - weights[slot_row, slot] * (mean / total)
                 if dropped:
                     kept = absorb(noise, keys[slot_row, slot]) >= dropped
-                    weights[slot_row, slot] *= boost if kept else zero
+                    weights[slot_row, slot] = weights[slot_row, slot] * boost if kept else zero
             slopes[slot_row, slot] *= scale
             if grid_key:
                 add(dq, point, slopes[slot_row, slot], k, key)

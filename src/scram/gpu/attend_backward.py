@@ -174,7 +174,8 @@ def backward_kernel(
                 dp = dot(wish, features(v_row, key, ok, F, FW, FPIECES), FPIECES)
                 p = rough_weight(s, ok, norm)
                 total += p
-                shift += tl.where(ok, p * kept(key, noise, threshold, keep, DROPOUT) * dp, 0.0)
+                r = kept(key, noise, threshold, keep, DROPOUT)
+                shift += tl.where(ok & (r > 0), p * r * dp, 0.0)
         if k_extra is not None:
             for x in range(extras):
                 there = query * 0 + x
@@ -182,7 +183,8 @@ def backward_kernel(
                 dp = dot(wish, features(v_extra + source * extras * F, there, valid, F, FW, FPIECES), FPIECES)
                 p = rough_weight(s, valid, norm)
                 total += p
-                shift += tl.where(valid, p * kept(keys + there, noise, threshold, keep, DROPOUT) * dp, 0.0)
+                r = kept(keys + there, noise, threshold, keep, DROPOUT)
+                shift += tl.where(valid & (r > 0), p * r * dp, 0.0)
         over = 1 / tl.where(total == 0, 1.0, total)
         shift = shift * over - tl.load(grad_lse + row * queries + query, mask=valid, other=0.0)
     if REPEATABLE:

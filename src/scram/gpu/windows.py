@@ -186,13 +186,13 @@ def pair_gradient(
     r = kept(key, noise, threshold, keep, DROPOUT)
     if WEIGHT == "softmax":
         p = rough_weight(s, ok, lse) * over
-        ds = p * (r * dp - shift)
-        p = p * r
+        ds = p * (tl.where(r == 0, 0.0, r * dp) - shift)
     else:
-        share = r / tl.maximum(tl.floor(tl.exp(lse) + 0.5), 1.0)
+        share = 1 / tl.maximum(tl.floor(tl.exp(lse) + 0.5), 1.0)
         p = weigh(s, ok, WEIGHT) * share
-        slope = tl.where(s > 0, 1.0, 0.0) if WEIGHT == "relu" else 1.0
-        ds = dp * share * slope
+        flat = (r == 0) | (s <= 0) if WEIGHT == "relu" else r == 0
+        ds = tl.where(flat, 0.0, r * dp * share)
+    p = tl.where(r == 0, 0.0, p * r)  # what is dropped is zero, NaN too
     return tl.where(ok, p, 0.0), tl.where(ok, ds, 0.0)
 
 

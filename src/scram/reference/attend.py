@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..grid import Grid, LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, window, within
 from ..noise import noise
-from ..scoring import accumulator, pair_score, weigh
+from ..scoring import accumulator, pair_score, weigh, widened
 from ..types import Attended, Score
 
 CHUNK_ELEMENTS = 1 << 22  # of gathered keys and values at a time
@@ -65,7 +65,8 @@ def attend(
             p = torch.where(kept(dropout_seed, row, query, named, dropout_p), p / (1 - dropout_p), 0)
         return mix(p, v_found), lse
 
-    tensors = tuple(rows(x).flatten(0, 1) for x in (q, k, v)) + tuple(x.flatten(0, 1) for x in extra)
+    _, *extra_wide = widened(score, q, *extra)
+    tensors = tuple(rows(x).flatten(0, 1) for x in widened(score, q, k, v)) + tuple(x.flatten(0, 1) for x in extra_wide)
     total = q.shape[0] * heads * queries
     each = (index.shape[-1] * math.prod(2 * b + 1 for b in radius) + extras) * (k.shape[-1] + v.shape[-1])
     size = max(1, CHUNK_ELEMENTS // max(each, 1))

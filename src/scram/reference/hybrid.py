@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..draws import NONE, legal_counts, ranked_keys, shared_tail, tail_values
 from ..grid import Grid, LegalKeys, coordinates, grid_of, within
-from ..scoring import accumulator, pair_score, weigh
+from ..scoring import accumulator, pair_score, weigh, widened
 from ..types import Score
 from .attend import CHUNK_ELEMENTS, expand, mix
 
@@ -72,7 +72,8 @@ def tail(
             variance = tail_variance(p_tail, v_seen, out, counts, left)
         return out, lse, variance
 
-    tensors = (q.flatten(0, -2), k_tail, v_tail, head_out.flatten(0, -2), head_lse.flatten())
+    q_wide, k_wide, v_wide = widened(score, q, k_tail, v_tail)
+    tensors = (q_wide.flatten(0, -2), k_wide, v_wide, head_out.flatten(0, -2), head_lse.flatten())
     points_in_all = math.prod(q.shape[:-1])
     size = max(1, CHUNK_ELEMENTS // max(drawn * (q.shape[-1] + 2 * v_tail.shape[-1]), 1))
     chunks = []

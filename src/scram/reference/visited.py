@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..grid import grid_of, key_row, rows
-from ..scoring import accumulator, pair_score, weigh
+from ..scoring import accumulator, pair_score, weigh, widened
 from ..types import Score
 from .attend import CHUNK_ELEMENTS, mix
 
@@ -65,7 +65,7 @@ def attend_visited(
             ess = torch.where(some, share.sum(-1).square() / share.square().sum(-1), 0)
         return out, lse, variance, ess, *told
 
-    tensors = (*(rows(x).flatten(0, 1) for x in (q, k, v)), head_out.flatten(0, -2), head_lse.flatten())
+    tensors = (*(rows(x).flatten(0, 1) for x in widened(score, q, k, v)), head_out.flatten(0, -2), head_lse.flatten())
     total = math.prod(q.shape[:-1])
     size = max(1, CHUNK_ELEMENTS // (samples * (q.shape[-1] + 2 * v.shape[-1])))
     chunks = []
