@@ -116,7 +116,7 @@ def attend(
         run = _Attend.apply
     elif idle(tensors):
         learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        run = _Attend.apply if learning else _attend
+        run = _AttendIdle.apply if learning else _attend
     return Attended(*run(*tensors, *how))
 
 
@@ -278,8 +278,20 @@ def _one_by_one(op: Any) -> Any:
     return rule
 
 
+class _AttendIdle(torch.autograd.Function):
+    """`scram::attend` with its gradient, where torch is idle: one that sets its context itself costs less."""
+
+    backward = staticmethod(_differentiate)
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        result = _attend(*arguments)
+        _save(ctx, arguments, result)
+        return result
+
+
 class _Attend(torch.autograd.Function):
-    """`scram::attend` with its gradient, where torch is idle or a transform of torch.func is at work."""
+    """The same under a transform of torch.func."""
 
     generate_vmap_rule = True
     setup_context = staticmethod(_save)
@@ -288,7 +300,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = (_attend if idle(arguments[:8]) else torch.ops.scram.attend)(*arguments)
+        result: tuple[Tensor, Tensor] = torch.ops.scram.attend(*arguments)
         return result
 
 
