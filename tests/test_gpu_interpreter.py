@@ -88,7 +88,7 @@ def test_in_the_interpreter():
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(FIELDS) + len(TILES) + 2 * len(WINDOWS) + 8} passed" in done.stdout, done.stdout[-500:]
+    assert f"{len(FIELDS) + len(TILES) + 2 * len(WINDOWS) + 20} passed" in done.stdout, done.stdout[-500:]
 
 
 @pytest.fixture(autouse=True)
