@@ -160,7 +160,7 @@ def rows_at(base, at, there, piece, E: tl.constexpr, W: tl.constexpr, WEIGHT: tl
     As float32 where weights are scores themselves, which 16 bits may not hold.
     """
     e, here = piece * W + tl.arange(0, W)[None, :], there[:, None]
-    if E % W != 0:
+    if E != W:
         here = here & (e < E)
     x = tl.load(base + at.to(tl.int64)[:, None] * E + e, mask=here, other=0.0)
     return x if WEIGHT == "softmax" else x.to(tl.float32)

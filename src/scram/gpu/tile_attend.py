@@ -23,6 +23,7 @@ from .grid import lane_query, points, tile_at, tile_shape, tiles
 from .launch import Kernel, on_device
 from .noise import absorb, row_state
 from .shared import LOWEST, finite, powers, product, stages
+from .tile_pairs import dots
 from .tiles import TILE_FORWARD, TILE_FORWARD_EXACT, tile_pieces
 from .windows import SETTINGS, Flags, weigh, window_arguments, window_flags
 
@@ -85,11 +86,10 @@ def tile_flags(
     narrow = dtype.itemsize == value_dtype.itemsize == 2 and flags[1] == "softmax"
     keys, warps, most = half if narrow else exact
     pieces = tile_pieces(q_shape[-1], v_shape[-1], narrow)
-    row = pieces["W"] * pieces["PIECES"] * dtype.itemsize
-    value_row = pieces["FW"] * pieces["FPIECES"] * value_dtype.itemsize
+    row = pieces["W"] * dtype.itemsize + pieces["FW"] * value_dtype.itemsize
     whole = {name: value for name, value in window_flags(q_shape, v_shape, flags).items() if name != "SEVERAL"}
     whole |= {"TILE": tile_shape(LANES, len(q_shape) - 3), "LANES": LANES, "BN": keys, "EVEN": keys % size == 0}
-    ahead = stages(device, most, keys * (row + value_row), LANES * (row + value_row))
+    ahead = stages(device, most, keys * row, LANES * row)
     return {**whole, **pieces, "num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
 
 
@@ -111,9 +111,7 @@ def tile_attend_kernel(
     source, mask_row = (row // group).to(tl.int64), (row // mask_heads).to(tl.int64)
     k_row, v_row, q_row = k + source * keys * E, v + source * keys * F, q + row * queries * E
     noise = absorb(row_state(SEED, low, high, row), query)
-    mine = ()
-    for n in tl.static_range(PIECES):
-        mine += (rows_at(q_row, query, valid, n, E, W, WEIGHT),)
+    mine = rows_at(q_row, query, valid, 0, E, W, WEIGHT)
 
     top = tl.full([LANES], LOWEST, tl.float32)
     total, seen = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
@@ -128,15 +126,15 @@ def tile_attend_kernel(
         if CAUSAL:
             ok = ok & (key[None, :] <= query[:, None])
         top, total, seen, mixed, spoiled = mix_block(
-            mine, k_row, v_row, key, there, key, ok, piece, top, total, seen, mixed, spoiled,
+            mine, q_row, query, valid, k_row, v_row, key, there, key, ok, piece, top, total, seen, mixed, spoiled,
             noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, LANES, BN, W, PIECES, FW,
         )  # fmt: skip
     if k_extra is not None:
         for begin in range(0, extras, BN):
             x = begin + tl.arange(0, BN)
             top, total, seen, mixed, spoiled = mix_block(
-                mine, k_extra + source * extras * E, v_extra + source * extras * F, x, x < extras, keys + x,
-                (x < extras)[None, :] & valid[:, None], piece, top, total, seen, mixed, spoiled,
+                mine, q_row, query, valid, k_extra + source * extras * E, v_extra + source * extras * F, x, x < extras,
+                keys + x, (x < extras)[None, :] & valid[:, None], piece, top, total, seen, mixed, spoiled,
                 noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, LANES, BN, W, PIECES, FW,
             )  # fmt: skip
 
@@ -159,14 +157,13 @@ def tile_attend_kernel(
 
 @triton.jit
 def mix_block(
-    mine, k_row, v_row, at, there, name, ok, piece, top, total, seen, mixed, spoiled, noise, threshold, keep, scale,
+    mine, q_row, query, valid, k_row, v_row, at, there, name, ok, piece, top, total, seen, mixed, spoiled,
+    noise, threshold, keep, scale,
     E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     LANES: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr,
 ):  # fmt: skip
     """BN more keys: the running maximum, normaliser, number of keys and weighted sum of values of each query."""
-    s = tl.zeros([LANES, BN], tl.float32)
-    for n in tl.static_range(PIECES):
-        s = product(mine[n], tl.trans(rows_at(k_row, at, there, n, E, W, WEIGHT)), s)
+    s, _ = dots(mine, q_row, query, valid, k_row, at, there, 0, E, W, PIECES, WEIGHT, LANES, BN)
     s *= scale
     if WEIGHT == "softmax":
         s = tl.where(ok, s, -float("inf"))

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from .attend_backward import like
 from .cells import cells_of, keys_at, rows_at
-from .grid import lane_query, points, put, tile_at
+from .grid import lane_query, points, tile_at
 from .launch import Kernel, kinds, on_device
 from .noise import absorb, row_state
-from .shared import finite, product
-from .tile_attend import CELL, tile_count, tile_flags
-from .tile_keys import collect
-from .tile_pairs import nothing, owed, pairs, put_owed, spoils
+from .shared import finite
+from .tile_attend import CELL, tile_count
+from .tile_keys import backward_flags, collect
+from .tile_pairs import dots, fine_product, owed, put_owed
 from .tiles import TILE_BACKWARD, TILE_BACKWARD_EXACT
 from .windows import SETTINGS, Flags, kept, pair_gradient, rough_weight, window_arguments
 
@@ -67,7 +67,7 @@ def tile_attend_backward(
         )
         # One over the sum of the weights, and delta - grad_lse: what keys need to collect.
         sums = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device) if repeatable else None
-        above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous())
+        above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous(), out.contiguous())
         with on_device(q):
             cells = cells_of(q, k, arguments[3], radius)
             kernel = _kernel(*variant, cells.size, kinds(*above), repeatable)
@@ -80,6 +80,9 @@ def tile_attend_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype), like(dk_extra, k_extra), like(dv_extra, v_extra)
 
 
+ANEW = True
+
+
 @lru_cache(maxsize=256)
 def _kernel(
     q_shape: tuple[int, ...],
@@ -90,37 +93,47 @@ def _kernel(
     above: tuple[Any, ...],
     repeatable: bool,
 ) -> Kernel:
-    block = tile_flags(q_shape, v_shape, flags, given, size, TILE_BACKWARD, TILE_BACKWARD_EXACT)
-    return Kernel(tile_backward_kernel, tile_count(q_shape), {**block, "REPEATABLE": repeatable})
+    block = backward_flags(q_shape, v_shape, flags, given, size, TILE_BACKWARD, TILE_BACKWARD_EXACT)
+    return Kernel(
+        tile_backward_kernel,
+        tile_count(q_shape) * block["PARTS"],
+        {**block, "ANEW": ANEW or given[0][1].itemsize > 2, "REPEATABLE": repeatable},
+    )
 
 
 @triton.jit(do_not_specialize=[*SETTINGS, *CELL])
 def tile_backward_kernel(
     q, k, v, index, mask, k_extra, v_extra, SEED, low, high, mask_heads, group, kappa, extras, threshold,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale, keep,
-    s0, s1, s2, s3, room, cells, count, grad_out, grad_lse, lse, sums, dq, dk, dv, dk_extra, dv_extra,
+    s0, s1, s2, s3, room, cells, count, grad_out, grad_lse, lse, out, sums, dq, dk, dv, dk_extra, dv_extra,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, REPEATABLE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr,
-    EVEN: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, ANEW: tl.constexpr,
+    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    """Program (tile, piece of the features and of the values)."""
     QG, KG, MAGIC, SIDE = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (s0, s1, s2, s3)
-    tile = tl.program_id(0)
+    piece, tile = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     row, corner = tile_at(tile, QG, RANK, TILE)
     query, valid = lane_query(corner, QG, RANK, TILE, LANES)
     queries, keys, size = points(QG, RANK).to(tl.int64), points(KG, RANK), points(SIDE, RANK)
     source, mask_row = (row // group).to(tl.int64), (row // mask_heads).to(tl.int64)
     k_row, v_row, point = k + source * keys * E, v + source * keys * F, row * queries + query
+    q_row, wish_row = q + row * queries * E, grad_out + row * queries * F
     noise = absorb(row_state(SEED, low, high, row), query)
-    mine, wish = (), ()
-    for n in tl.static_range(PIECES):
-        mine += (rows_at(q + row * queries * E, query, valid, n, E, W, WEIGHT),)
-    for n in tl.static_range(FPIECES):
-        wish += (rows_at(grad_out + row * queries * F, query, valid, n, F, FW, WEIGHT),)
+    mine = rows_at(q_row, query, valid, piece, E, W, WEIGHT)
+    wish = rows_at(wish_row, query, valid, piece, F, FW, WEIGHT)
     norm = tl.load(lse + point, mask=valid, other=0.0)
     mine_cells, last = cells + tile.to(tl.int64) * room, tl.load(count + tile) * size
 
     shift, over = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
-    if WEIGHT == "softmax":
+    if WEIGHT == "softmax" and not ANEW:
+        over += 1.0
+        for n in range(FPIECES):
+            given = rows_at(wish_row, query, valid, n, F, FW, WEIGHT).to(tl.float32)
+            shift += tl.sum(given * rows_at(out + row * queries * F, query, valid, n, F, FW, WEIGHT).to(tl.float32), 1)
+        shift -= tl.load(grad_lse + point, mask=valid, other=0.0)
+    if WEIGHT == "softmax" and ANEW:
         total = tl.zeros([LANES], tl.float32)
         for begin in range(0, last, BN):
             key, there = keys_at(
@@ -129,32 +142,31 @@ def tile_backward_kernel(
             ok = there[None, :] & valid[:, None]
             if CAUSAL:
                 ok = ok & (key[None, :] <= query[:, None])
-            s, dp, _ = pairs(
-                mine, wish, k_row, v_row, key, there, scale, E, F, WEIGHT, LANES, BN, W, PIECES, FW, FPIECES
-            )
-            p = rough_weight(s, ok, norm[:, None])
+            s, _ = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
+            dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
+            p = rough_weight(s * scale, ok, norm[:, None])
             total += tl.sum(p, 1)
-            shift += tl.sum(tl.where(ok, p * kept(key[None, :], noise[:, None], threshold, keep, DROPOUT) * dp, 0.0), 1)
+            factor = kept(key[None, :], noise[:, None], threshold, keep, DROPOUT)
+            shift += tl.sum(tl.where(ok, p * factor * dp, 0.0), 1)
         if k_extra is not None:
             for begin in range(0, extras, BN):
                 x = begin + tl.arange(0, BN)
-                ok = (x < extras)[None, :] & valid[:, None]
-                s, dp, _ = pairs(
-                    mine, wish, k_extra + source * extras * E, v_extra + source * extras * F, x, x < extras, scale,
-                    E, F, WEIGHT, LANES, BN, W, PIECES, FW, FPIECES,
-                )  # fmt: skip
-                p = rough_weight(s, ok, norm[:, None])
+                there, k_more, v_more = x < extras, k_extra + source * extras * E, v_extra + source * extras * F
+                ok = there[None, :] & valid[:, None]
+                s, _ = dots(mine, q_row, query, valid, k_more, x, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
+                dp, _ = dots(wish, wish_row, query, valid, v_more, x, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
+                p = rough_weight(s * scale, ok, norm[:, None])
                 total += tl.sum(p, 1)
                 factor = kept((keys + x)[None, :], noise[:, None], threshold, keep, DROPOUT)
                 shift += tl.sum(tl.where(ok, p * factor * dp, 0.0), 1)
         over = 1 / tl.where(total == 0, 1.0, total)
         shift = shift * over - tl.load(grad_lse + point, mask=valid, other=0.0)
-    if REPEATABLE:
-        tl.store(sums + point * 2, over, mask=valid)
-        tl.store(sums + point * 2 + 1, shift, mask=valid)
+    if REPEATABLE:  # noqa: SIM102 - what is known to the compiler apart
+        if piece == 0:
+            tl.store(sums + point * 2, over, mask=valid)
+            tl.store(sums + point * 2 + 1, shift, mask=valid)
 
-    bad = spoils(wish, FPIECES)
-    mixed = nothing(LANES, W, PIECES)
+    mixed = tl.zeros([LANES, W], tl.float32)
     for begin in range(0, last, BN):
         key, there = keys_at(
             begin, mine_cells, last, mask, mask_row, keys, KG, MAGIC, SIDE, size, RANK, BN, EVEN
@@ -162,53 +174,36 @@ def tile_backward_kernel(
         ok = there[None, :] & valid[:, None]
         if CAUSAL:
             ok = ok & (key[None, :] <= query[:, None])
-        s, dp, theirs = pairs(
-            mine, wish, k_row, v_row, key, there, scale, E, F, WEIGHT, LANES, BN, W, PIECES, FW, FPIECES
-        )
+        s, theirs = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
+        dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
         p, ds = pair_gradient(
-            s, dp, ok, norm[:, None], over[:, None], shift[:, None], key[None, :], noise[:, None], threshold, keep,
-            WEIGHT, DROPOUT,
+            s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], key[None, :], noise[:, None],
+            threshold, keep, WEIGHT, DROPOUT,
         )  # fmt: skip
         ds *= scale
-        mixed = slopes(s, ds, ok, theirs, mixed, CAUSAL, WEIGHT, PIECES)
+        # Under causal order a slope may be 0 where a key is not finite; where it is not, the slope is NaN.
+        mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, SPLIT)
         if not REPEATABLE:
-            k_more, v_more = owed(
-                p, ds, ok, bad, mine, wish, nothing(BN, W, PIECES), nothing(BN, FW, FPIECES), CAUSAL, PIECES, FPIECES
-            )
-            put_owed(dk + source * keys * E, key, there, k_more, E, W, PIECES, True)
-            put_owed(dv + source * keys * F, key, there, v_more, F, FW, FPIECES, True)
+            k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
+            k_sum, v_sum = owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL, SPLIT)
+            put_owed(dk + source * keys * E, key, there, piece, k_sum, E, W, True)
+            put_owed(dv + source * keys * F, key, there, piece, v_sum, F, FW, True)
     if k_extra is not None:
         slot = (tile.to(tl.int64) if REPEATABLE else source) * extras
         for begin in range(0, extras, BN):
             x = begin + tl.arange(0, BN)
-            there = x < extras
+            there, k_more, v_more = x < extras, k_extra + source * extras * E, v_extra + source * extras * F
             ok = there[None, :] & valid[:, None]
-            s, dp, theirs = pairs(
-                mine, wish, k_extra + source * extras * E, v_extra + source * extras * F, x, there, scale,
-                E, F, WEIGHT, LANES, BN, W, PIECES, FW, FPIECES,
-            )  # fmt: skip
+            s, theirs = dots(mine, q_row, query, valid, k_more, x, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
+            dp, _ = dots(wish, wish_row, query, valid, v_more, x, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
             p, ds = pair_gradient(
-                s, dp, ok, norm[:, None], over[:, None], shift[:, None], (keys + x)[None, :], noise[:, None],
+                s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], (keys + x)[None, :], noise[:, None],
                 threshold, keep, WEIGHT, DROPOUT,
             )  # fmt: skip
             ds *= scale
-            mixed = slopes(s, ds, ok, theirs, mixed, CAUSAL, WEIGHT, PIECES)
-            k_more, v_more = owed(
-                p, ds, ok, bad, mine, wish, nothing(BN, W, PIECES), nothing(BN, FW, FPIECES), CAUSAL, PIECES, FPIECES
-            )
-            put_owed(dk_extra + slot * E, x, there, k_more, E, W, PIECES, not REPEATABLE)
-            put_owed(dv_extra + slot * F, x, there, v_more, F, FW, FPIECES, not REPEATABLE)
-    put(dq + row * queries * E, query, mixed, valid, E, W, PIECES)
-
-
-@triton.jit
-def slopes(s, ds, ok, theirs, mixed, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr, PIECES: tl.constexpr):
-    """mixed + ds k."""
-    if CAUSAL and WEIGHT != "softmax":  # there a score that is not finite leaves no trace in its slope
-        ds = tl.where(ok & ~(tl.abs(s) < float("inf")), float("nan"), ds)
-    more = ()
-    for n in tl.static_range(PIECES):
-        # Where a slope is 0, what is not finite must not spoil the sum; elsewhere the slope is NaN.
-        x = finite(theirs[n]) if CAUSAL else theirs[n]
-        more += (product(ds.to(x.dtype), x, mixed[n]),)
-    return more
+            mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, SPLIT)
+            k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
+            k_sum, v_sum = owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL, SPLIT)
+            put_owed(dk_extra + slot * E, x, there, piece, k_sum, E, W, not REPEATABLE)
+            put_owed(dv_extra + slot * F, x, there, piece, v_sum, F, FW, not REPEATABLE)
+    put_owed(dq + row * queries * E, query, valid, piece, mixed, E, W, False)

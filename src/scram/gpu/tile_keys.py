@@ -20,16 +20,26 @@ from .grid import lane_query, points, tile_at
 from .launch import Kernel
 from .noise import absorb, row_state
 from .tile_attend import CELL, tile_flags
-from .tile_pairs import nothing, owed, pairs, put_owed, spoils
+from .tile_pairs import dots, owed, put_owed
 from .tiles import TILE_COLLECT, TILE_COLLECT_EXACT
 from .windows import SETTINGS, pair_gradient
+
+SPLIT = True
+
+
+def backward_flags(*given: Any) -> dict[str, Any]:
+    """`tile_flags`, how many programs share the widths, and whether slopes need more digits than features have."""
+    flags = tile_flags(*given)
+    dtype, weight = given[3][0][1], flags["WEIGHT"]
+    split = SPLIT and dtype.itemsize == 2 and weight == "softmax"
+    return {**flags, "PARTS": max(flags["PIECES"], flags["FPIECES"]), "SPLIT": split}
 
 
 def collect(
     arguments: tuple[Any, ...],
     variant: tuple[Any, ...],
     cells: Cells,
-    above: tuple[Tensor, Tensor, Tensor],
+    above: tuple[Tensor, ...],
     sums: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -47,10 +57,10 @@ def collect(
     names, order = names.sort(stable=True)
     begin, end = (torch.searchsorted(names, every, right=right) for right in (False, True))
     q_shape, v_shape, flags, given = variant
-    block = tile_flags(q_shape, v_shape, flags, given, cells.size, TILE_COLLECT, TILE_COLLECT_EXACT)
+    block = backward_flags(q_shape, v_shape, flags, given, cells.size, TILE_COLLECT, TILE_COLLECT_EXACT)
     blocks = triton.cdiv(cells.size, block["BN"])
-    grad_out, _, lse = above
-    kernel = Kernel(tile_collect_kernel, len(every) * blocks, block)
+    grad_out, _, lse, _ = above
+    kernel = Kernel(tile_collect_kernel, len(every) * blocks * block["PARTS"], block)
     kernel(*arguments, *cells.arguments, grad_out, lse, sums, dk, dv, order, every, begin, end)
 
 
@@ -61,19 +71,23 @@ def tile_collect_kernel(
     s0, s1, s2, s3, room, cells, count, grad_out, lse, sums, dk, dv, order, every, begin, end,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (cell of a key row, BN of its keys); order[begin:end] // room are the tiles that list the cell."""
+    """Program (cell of a key row, BN of its keys, piece of their width).
+
+    order[begin:end] // room are the tiles that list the cell.
+    """
     QG, KG, MAGIC, SIDE = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (s0, s1, s2, s3)
     queries, keys, size = points(QG, RANK).to(tl.int64), points(KG, RANK), points(SIDE, RANK)
-    blocks = (size + BN - 1) // BN
-    cell, number = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BN + tl.arange(0, BN)
+    piece, blocks = tl.program_id(0) % PARTS, (size + BN - 1) // BN
+    cell, number = tl.program_id(0) // PARTS // blocks, tl.program_id(0) // PARTS % blocks * BN + tl.arange(0, BN)
     first = tl.load(every + cell)
     source, base = first // keys, (first % keys).to(tl.int32)
     key, own = key_of(base + number * 0, place_of(number, SIDE, RANK), KG, MAGIC, RANK)
     own = own & (number < size)
     k_row, v_row = k + source * keys * E, v + source * keys * F
-    k_sums, v_sums = nothing(BN, W, PIECES), nothing(BN, FW, FPIECES)
+    k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
     for t in range(tl.load(begin + cell), tl.load(end + cell)):
         row, corner = tile_at((tl.load(order + t) // room).to(tl.int32), QG, RANK, TILE)
         query, valid = lane_query(corner, QG, RANK, TILE, LANES)
@@ -83,22 +97,19 @@ def tile_collect_kernel(
         ok = there[None, :] & valid[:, None]
         if CAUSAL:
             ok = ok & (key[None, :] <= query[:, None])
-        mine, wish = (), ()
-        for n in tl.static_range(PIECES):
-            mine += (rows_at(q + row * queries * E, query, valid, n, E, W, WEIGHT),)
-        for n in tl.static_range(FPIECES):
-            wish += (rows_at(grad_out + row * queries * F, query, valid, n, F, FW, WEIGHT),)
+        q_row, wish_row = q + row * queries * E, grad_out + row * queries * F
+        mine = rows_at(q_row, query, valid, piece, E, W, WEIGHT)
+        wish = rows_at(wish_row, query, valid, piece, F, FW, WEIGHT)
         norm = tl.load(lse + point, mask=valid, other=0.0)
         over = tl.load(sums + point * 2, mask=valid, other=0.0)
         shift = tl.load(sums + point * 2 + 1, mask=valid, other=0.0)
         noise = absorb(row_state(SEED, low, high, row), query)
-        s, dp, _ = pairs(mine, wish, k_row, v_row, key, there, scale, E, F, WEIGHT, LANES, BN, W, PIECES, FW, FPIECES)
+        s, _ = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
+        dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
         p, ds = pair_gradient(
-            s, dp, ok, norm[:, None], over[:, None], shift[:, None], key[None, :], noise[:, None], threshold, keep,
-            WEIGHT, DROPOUT,
+            s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], key[None, :], noise[:, None],
+            threshold, keep, WEIGHT, DROPOUT,
         )  # fmt: skip
-        k_sums, v_sums = owed(
-            p, ds * scale, ok, spoils(wish, FPIECES), mine, wish, k_sums, v_sums, CAUSAL, PIECES, FPIECES
-        )
-    put_owed(dk + source * keys * E, key, own, k_sums, E, W, PIECES, False)
-    put_owed(dv + source * keys * F, key, own, v_sums, F, FW, FPIECES, False)
+        k_sum, v_sum = owed(p, ds * scale, ok, mine, wish, k_sum, v_sum, CAUSAL, SPLIT)
+    put_owed(dk + source * keys * E, key, own, piece, k_sum, E, W, False)
+    put_owed(dv + source * keys * F, key, own, piece, v_sum, F, FW, False)

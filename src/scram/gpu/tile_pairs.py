@@ -1,4 +1,7 @@
-"""Pairs of a tile's queries and of keys in the backward pass: scores, and what keys are owed."""
+"""Pairs of a tile's queries and of keys: products over the whole width, and what keys are owed in the backward pass.
+
+Features wider than one product come in pieces. A program owns one piece of what it sums; the others it only reads.
+"""
 
 # Kernels carry no types that mypy knows.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
@@ -12,69 +15,56 @@ from .shared import finite, product
 
 
 @triton.jit
-def nothing(ROWS: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr):
-    """PIECES sums [ROWS, W] of nothing."""
-    sums = ()
-    for _ in tl.static_range(PIECES):
-        sums += (tl.zeros([ROWS, W], tl.float32),)
-    return sums
-
-
-@triton.jit
-def pairs(
-    mine, wish, k_row, v_row, at, there, scale, E: tl.constexpr, F: tl.constexpr, WEIGHT: tl.constexpr,
-    LANES: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr,
-    FPIECES: tl.constexpr,
+def dots(
+    own, row, query, valid, base, at, there, piece, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
+    WEIGHT: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Scaled scores and <grad_out, v> of every pair [LANES, BN], and the features of the keys."""
-    theirs, s, dp = (), tl.zeros([LANES, BN], tl.float32), tl.zeros([LANES, BN], tl.float32)
-    for n in tl.static_range(PIECES):
-        theirs += (rows_at(k_row, at, there, n, E, W, WEIGHT),)
-        s = product(mine[n], tl.trans(theirs[n]), s)
-    for n in tl.static_range(FPIECES):
-        dp = product(wish[n], tl.trans(rows_at(v_row, at, there, n, F, FW, WEIGHT)), dp)
-    return s * scale, dp, theirs
+    """Rows `query` at `row` times rows `at` of `base` [LANES, BN], and of the latter the program's own piece.
+
+    `own` is that piece of the former.
+    """
+    total, theirs = tl.zeros([LANES, BN], tl.float32), rows_at(base, at, there, piece, E, W, WEIGHT)
+    if PIECES == 1:
+        total = product(own, tl.trans(theirs), total)
+    else:
+        for n in range(PIECES):
+            other = rows_at(base, at, there, n, E, W, WEIGHT)
+            total = product(rows_at(row, query, valid, n, E, W, WEIGHT), tl.trans(other), total)
+    return total, theirs
 
 
 @triton.jit
-def spoils(wish, FPIECES: tl.constexpr):
+def fine_product(a, b, total, SPLIT: tl.constexpr):
+    """total + a @ b, where a is float32 and b may not be; with SPLIT a keeps twice the digits of b."""
+    rounded = a.to(b.dtype)
+    if SPLIT:
+        total = product((a - rounded.to(tl.float32)).to(b.dtype), b, total)
+    return product(rounded, b, total)
+
+
+@triton.jit
+def spoils(wish):
     """Whose gradient is not finite."""
-    bad = None
-    for n in tl.static_range(FPIECES):
-        here = tl.max(tl.where(tl.abs(wish[n].to(tl.float32)) < float("inf"), 0, 1), 1) > 0
-        bad = here if bad is None else bad | here
-    return bad
+    return tl.max(tl.where(tl.abs(wish.to(tl.float32)) < float("inf"), 0, 1), 1) > 0
 
 
 @triton.jit
-def owed(
-    p, ds, ok, bad, mine, wish, k_sums, v_sums, CAUSAL: tl.constexpr, PIECES: tl.constexpr, FPIECES: tl.constexpr
-):  # fmt: skip
-    """k_sums + ds^T q, v_sums + p^T grad_out. Under causal order a pair that is none must not spoil the others'."""
+def owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL: tl.constexpr, SPLIT: tl.constexpr):
+    """k_sum + ds^T q, v_sum + p^T grad_out. Under causal order a pair that is none must not spoil the others'."""
     if CAUSAL:
-        p = tl.where(ok & bad[:, None], float("nan"), p)
-    ds, p = tl.trans(ds), tl.trans(p)
-    k_more, v_more = (), ()
-    for n in tl.static_range(PIECES):
-        x = finite(mine[n]) if CAUSAL else mine[n]
-        k_more += (product(ds.to(x.dtype), x, k_sums[n]),)
-    for n in tl.static_range(FPIECES):
-        x = finite(wish[n]) if CAUSAL else wish[n]
-        v_more += (product(p.to(x.dtype), x, v_sums[n]),)
-    return k_more, v_more
+        p = tl.where(ok & spoils(wish)[:, None], float("nan"), p)
+        mine, wish = finite(mine), finite(wish)
+    return fine_product(tl.trans(ds), mine, k_sum, SPLIT), fine_product(tl.trans(p), wish, v_sum, False)
 
 
 @triton.jit
-def put_owed(
-    base, at, there, pieces, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr, ADD: tl.constexpr
-):  # fmt: skip
-    """base[at] += pieces by atomics, or base[at] = pieces where the rows are the program's own."""
-    for n in tl.static_range(PIECES):
-        e = n * W + tl.arange(0, W)[None, :]
-        to, here = base + at.to(tl.int64)[:, None] * E + e, there[:, None]
-        if E % W != 0:
-            here = here & (e < E)
-        if ADD:
-            tl.atomic_add(to, pieces[n], mask=here, sem="relaxed")
-        else:
-            tl.store(to, pieces[n], mask=here)
+def put_owed(base, at, there, piece, x, E: tl.constexpr, W: tl.constexpr, ADD: tl.constexpr):
+    """A piece of the rows base[at], plus x by atomics, or x where the rows are the program's own."""
+    e, here = piece * W + tl.arange(0, W)[None, :], there[:, None]
+    if E != W:
+        here = here & (e < E)
+    to = base + at.to(tl.int64)[:, None] * E + e
+    if ADD:
+        tl.atomic_add(to, x, mask=here, sem="relaxed")
+    else:
+        tl.store(to, x.to(base.dtype.element_ty), mask=here)
