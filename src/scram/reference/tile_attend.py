@@ -68,6 +68,7 @@ def tile_attend(
         legal = torch.cat([legal, (query >= 0).expand(-1, -1, extras)], 2)
         own = torch.where(query >= 0, q[row.squeeze(-1) * queries + query.squeeze(-1).clamp(min=0)], 0)
         p, lse = weigh(scale * scores(own, k_found, legal, score, causal).to(wide), legal, weight)
+        p = torch.where(legal, p, 0)  # of a query of NaNs too
         if dropout_seed is not None:
             named = torch.cat([key, (keys + torch.arange(extras, device=key.device)).expand(len(at), 1, -1)], 2)
             # What is dropped is zero, NaN too.
@@ -164,7 +165,7 @@ def scores(q: Tensor, k: Tensor, legal: Tensor, score: Score, causal: bool) -> T
         return q @ k.transpose(1, 2)
     # A key is legal for some queries of the tile: to the gradients of the others it must be nothing, NaN too.
     spoiled = ~q.isfinite().all(-1, keepdim=True) | ~k.isfinite().all(-1).unsqueeze(1)
-    return (_finite(q) @ _finite(k).transpose(1, 2)).masked_fill(spoiled, torch.nan)
+    return _finite(q) @ _finite(k).transpose(1, 2) + torch.where(spoiled, torch.nan, 0)
 
 
 def mix(p: Tensor, v: Tensor, legal: Tensor, causal: bool) -> Tensor:
@@ -172,7 +173,7 @@ def mix(p: Tensor, v: Tensor, legal: Tensor, causal: bool) -> Tensor:
     if not causal:
         return p @ v
     spoiled = legal.to(v) @ (~v.isfinite()).to(v) > 0
-    return (p @ _finite(v)).masked_fill(spoiled, torch.nan)
+    return p @ _finite(v) + torch.where(spoiled, torch.nan, 0)
 
 
 def _finite(x: Tensor) -> Tensor:
