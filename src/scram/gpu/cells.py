@@ -112,45 +112,40 @@ def place_of(number, SIDE, RANK: tl.constexpr):
 
 
 @triton.jit
-def key_of(base, place, KG, MAGIC, RANK: tl.constexpr):
-    """The key at a place in the cell whose first key is `base`, and whether it lies on the grid; -1 is no cell."""
-    ok = base >= 0
-    rest, key, stride = tl.maximum(base, 0), tl.maximum(base, 0), 1
+def key_of(first, place, ok, KG, MAGIC, RANK: tl.constexpr):
+    """The key at a place in the cell that begins with key `first`, and whether it is on the grid if that is `ok`."""
+    rest, key, stride = first, first, 1
     for a in tl.static_range(RANK - 1, -1, -1):
         up = divide(rest, MAGIC[a]) if a > 0 else rest * 0
         ok = ok & (rest - up * KG[a] + place[a] < KG[a])
         key += place[a] * stride
         rest, stride = up, stride * KG[a]
-    return tl.where(ok, key, 0), ok
+    return key, ok
 
 
 @triton.jit
 def keys_at(
-    begin,
-    cells,
-    total,
-    mask,
-    mask_row,
-    keys,
-    KG,
-    MAGIC,
-    SIDE,
-    size,
-    RANK: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """BN keys of a tile's cells from number `begin` on, and which of them exist and are not masked."""
-    lane = tl.arange(0, BN)
+    begin, cells, total, mask, mask_row, keys, KG, MAGIC, SIDE, size,
+    RANK: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """BN keys of a tile's cells from number `begin` on, -1 for one that does not exist or is masked.
+
+    The compiler makes a vector anew for every layout it is wanted in, unless each thread has a load to make for it.
+    Hence COPIES: a number for every thread.
+    """
+    lane = tl.arange(0, COPIES * BN) % BN
     if EVEN:  # whole cells: places are the same every time
         place, cell = place_of(lane % size, SIDE, RANK), begin // size + lane // size
     else:
         place, cell = place_of((begin + lane) % size, SIDE, RANK), (begin + lane) // size
-    base = tl.load(cells + cell, mask=begin + lane < total, other=-1)
-    key, there = key_of(base, place, KG, MAGIC, RANK)
+    here = begin + lane < total
+    key, there = key_of(tl.load(cells + cell, mask=here, other=0), place, here, KG, MAGIC, RANK)
     if mask is not None:
         there = there & (tl.load(mask + mask_row * keys + key, mask=there, other=0) != 0)
-    return key, there
+    key = tl.where(there, key, -1)
+    if COPIES > 1:
+        key = tl.max(tl.reshape(key, [COPIES, BN]), 0)
+    return key
 
 
 @triton.jit

@@ -22,8 +22,8 @@ from .cells import cells_of, keys_at, rows_at
 from .grid import lane_query, points, tile_at, tile_shape, tiles
 from .launch import Kernel, on_device
 from .noise import absorb, row_state
-from .shared import LOWEST, finite, powers, product, stages
-from .tile_pairs import dots
+from .shared import finite, product, stages
+from .tile_pairs import LEAST, dots, pairs_of, scaled_powers
 from .tiles import TILE_FORWARD, TILE_FORWARD_EXACT, tile_pieces
 from .windows import SETTINGS, Flags, weigh, window_arguments, window_flags
 
@@ -89,6 +89,7 @@ def tile_flags(
     row = pieces["W"] * dtype.itemsize + pieces["FW"] * value_dtype.itemsize
     whole = {name: value for name, value in window_flags(q_shape, v_shape, flags).items() if name != "SEVERAL"}
     whole |= {"TILE": tile_shape(LANES, len(q_shape) - 3), "LANES": LANES, "BN": keys, "EVEN": keys % size == 0}
+    whole |= {"NARROW": narrow, "COPIES": max(1, 32 * warps // keys)}
     ahead = stages(device, most, keys * row, LANES * row)
     return {**whole, **pieces, "num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
 
@@ -100,6 +101,7 @@ def tile_attend_kernel(
     s0, s1, s2, s3, room, cells, count, out, lse,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    COPIES: tl.constexpr, NARROW: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, piece of the values)."""
@@ -113,35 +115,34 @@ def tile_attend_kernel(
     noise = absorb(row_state(SEED, low, high, row), query)
     mine = rows_at(q_row, query, valid, 0, E, W, WEIGHT)
 
-    top = tl.full([LANES], LOWEST, tl.float32)
+    top = tl.full([LANES], LEAST, tl.float32)
     total, seen = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     mixed = tl.zeros([LANES, FW], tl.float32)
     spoiled = mixed
     mine_cells, last = cells + tile.to(tl.int64) * room, tl.load(count + tile) * size
     for begin in range(0, last, BN):
-        key, there = keys_at(
-            begin, mine_cells, last, mask, mask_row, keys, KG, MAGIC, SIDE, size, RANK, BN, EVEN
+        key = keys_at(
+            begin, mine_cells, last, mask, mask_row, keys, KG, MAGIC, SIDE, size, RANK, BN, EVEN, COPIES
         )  # fmt: skip
-        ok = there[None, :] & valid[:, None]
-        if CAUSAL:
-            ok = ok & (key[None, :] <= query[:, None])
+        there = key >= 0
+        ok = pairs_of(key, there, query, CAUSAL)
         top, total, seen, mixed, spoiled = mix_block(
             mine, q_row, query, valid, k_row, v_row, key, there, key, ok, piece, top, total, seen, mixed, spoiled,
-            noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, LANES, BN, W, PIECES, FW,
+            noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, NARROW, LANES, BN, W, PIECES, FW,
         )  # fmt: skip
     if k_extra is not None:
         for begin in range(0, extras, BN):
             x = begin + tl.arange(0, BN)
             top, total, seen, mixed, spoiled = mix_block(
                 mine, q_row, query, valid, k_extra + source * extras * E, v_extra + source * extras * F, x, x < extras,
-                keys + x, (x < extras)[None, :] & valid[:, None], piece, top, total, seen, mixed, spoiled,
-                noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, LANES, BN, W, PIECES, FW,
+                keys + x, (x < extras)[None, :], piece, top, total, seen, mixed, spoiled,
+                noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, NARROW, LANES, BN, W, PIECES, FW,
             )  # fmt: skip
 
     if WEIGHT == "softmax":
         some = ~(total == 0.0)  # a NaN is some
         whole = tl.where(some, total, 1.0)
-        norm = tl.where(some, tl.log(whole) + tl.where(top == LOWEST, 0.0, top), -float("inf"))
+        norm = tl.where(some, tl.log(whole) + top * scale, -float("inf"))
     else:
         whole = tl.maximum(seen, 1.0)
         norm = tl.where(seen > 0, tl.log(whole), -float("inf"))
@@ -160,19 +161,19 @@ def mix_block(
     mine, q_row, query, valid, k_row, v_row, at, there, name, ok, piece, top, total, seen, mixed, spoiled,
     noise, threshold, keep, scale,
     E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    LANES: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr,
+    NARROW: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
+    FW: tl.constexpr,
 ):  # fmt: skip
     """BN more keys: the running maximum, normaliser, number of keys and weighted sum of values of each query."""
     s, _ = dots(mine, q_row, query, valid, k_row, at, there, 0, E, W, PIECES, WEIGHT, LANES, BN)
-    s *= scale
     if WEIGHT == "softmax":
         s = tl.where(ok, s, -float("inf"))
         higher = tl.maximum(top, tl.max(s, 1))
-        shrink, p = powers(top, higher), powers(s, higher[:, None])
+        shrink, p = scaled_powers(top, higher, scale, NARROW), scaled_powers(s, higher[:, None], scale, NARROW)
         total, top = total * shrink + tl.sum(p, 1), higher
         mixed *= shrink[:, None]
     else:
-        p = weigh(s, ok, WEIGHT)
+        p = weigh(s * scale, ok, WEIGHT)
         seen += tl.sum(tl.where(ok, 1.0, 0.0), 1)
     if DROPOUT:
         p = tl.where(absorb(noise[:, None], name[None, :]) >= threshold.to(tl.uint32), p * keep, 0.0)

@@ -25,9 +25,9 @@ from .noise import absorb, row_state
 from .shared import finite
 from .tile_attend import CELL, tile_count
 from .tile_keys import backward_flags, collect
-from .tile_pairs import dots, fine_product, owed, put_owed
+from .tile_pairs import dots, fine_product, owed, pairs_of, put_owed, slopes, weights
 from .tiles import TILE_BACKWARD, TILE_BACKWARD_EXACT
-from .windows import SETTINGS, Flags, kept, pair_gradient, rough_weight, window_arguments
+from .windows import SETTINGS, Flags, kept, window_arguments
 
 
 def tile_attend_backward(
@@ -67,7 +67,7 @@ def tile_attend_backward(
         )
         # One over the sum of the weights, and delta - grad_lse: what keys need to collect.
         sums = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device) if repeatable else None
-        above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous(), out.contiguous())
+        above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous())
         with on_device(q):
             cells = cells_of(q, k, arguments[3], radius)
             kernel = _kernel(*variant, cells.size, kinds(*above), repeatable)
@@ -78,9 +78,6 @@ def tile_attend_backward(
         # [tiles, X, width] -> [key rows, X, width]
         dk_extra, dv_extra = (x.reshape(key_rows, -1, *x.shape[1:]).sum(1) for x in (dk_extra, dv_extra))
     return dq, dk.to(k.dtype), dv.to(v.dtype), like(dk_extra, k_extra), like(dv_extra, v_extra)
-
-
-ANEW = True
 
 
 @lru_cache(maxsize=256)
@@ -97,7 +94,7 @@ def _kernel(
     return Kernel(
         tile_backward_kernel,
         tile_count(q_shape) * block["PARTS"],
-        {**block, "ANEW": ANEW or given[0][1].itemsize > 2, "REPEATABLE": repeatable},
+        {**block, "REPEATABLE": repeatable},
     )
 
 
@@ -105,10 +102,10 @@ def _kernel(
 def tile_backward_kernel(
     q, k, v, index, mask, k_extra, v_extra, SEED, low, high, mask_heads, group, kappa, extras, threshold,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale, keep,
-    s0, s1, s2, s3, room, cells, count, grad_out, grad_lse, lse, out, sums, dq, dk, dv, dk_extra, dv_extra,
+    s0, s1, s2, s3, room, cells, count, grad_out, grad_lse, lse, sums, dq, dk, dv, dk_extra, dv_extra,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, REPEATABLE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr,
-    EVEN: tl.constexpr, SPLIT: tl.constexpr, ANEW: tl.constexpr,
+    EVEN: tl.constexpr, COPIES: tl.constexpr, NARROW: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, piece of the features and of the values)."""
@@ -123,28 +120,21 @@ def tile_backward_kernel(
     noise = absorb(row_state(SEED, low, high, row), query)
     mine = rows_at(q_row, query, valid, piece, E, W, WEIGHT)
     wish = rows_at(wish_row, query, valid, piece, F, FW, WEIGHT)
-    norm = tl.load(lse + point, mask=valid, other=0.0)
+    norm = tl.load(lse + point, mask=valid, other=float("inf"))
     mine_cells, last = cells + tile.to(tl.int64) * room, tl.load(count + tile) * size
 
     shift, over = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
-    if WEIGHT == "softmax" and not ANEW:
-        over += 1.0
-        for n in range(FPIECES):
-            given = rows_at(wish_row, query, valid, n, F, FW, WEIGHT).to(tl.float32)
-            shift += tl.sum(given * rows_at(out + row * queries * F, query, valid, n, F, FW, WEIGHT).to(tl.float32), 1)
-        shift -= tl.load(grad_lse + point, mask=valid, other=0.0)
-    if WEIGHT == "softmax" and ANEW:
+    if WEIGHT == "softmax":
         total = tl.zeros([LANES], tl.float32)
         for begin in range(0, last, BN):
-            key, there = keys_at(
-                begin, mine_cells, last, mask, mask_row, keys, KG, MAGIC, SIDE, size, RANK, BN, EVEN
+            key = keys_at(
+                begin, mine_cells, last, mask, mask_row, keys, KG, MAGIC, SIDE, size, RANK, BN, EVEN, COPIES
             )  # fmt: skip
-            ok = there[None, :] & valid[:, None]
-            if CAUSAL:
-                ok = ok & (key[None, :] <= query[:, None])
+            there = key >= 0
+            ok = pairs_of(key, there, query, CAUSAL)
             s, _ = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
             dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
-            p = rough_weight(s * scale, ok, norm[:, None])
+            p = weights(s, ok, norm, scale, NARROW)
             total += tl.sum(p, 1)
             factor = kept(key[None, :], noise[:, None], threshold, keep, DROPOUT)
             shift += tl.sum(tl.where(ok, p * factor * dp, 0.0), 1)
@@ -152,10 +142,10 @@ def tile_backward_kernel(
             for begin in range(0, extras, BN):
                 x = begin + tl.arange(0, BN)
                 there, k_more, v_more = x < extras, k_extra + source * extras * E, v_extra + source * extras * F
-                ok = there[None, :] & valid[:, None]
+                ok = there[None, :]
                 s, _ = dots(mine, q_row, query, valid, k_more, x, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
                 dp, _ = dots(wish, wish_row, query, valid, v_more, x, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
-                p = rough_weight(s * scale, ok, norm[:, None])
+                p = weights(s, ok, norm, scale, NARROW)
                 total += tl.sum(p, 1)
                 factor = kept((keys + x)[None, :], noise[:, None], threshold, keep, DROPOUT)
                 shift += tl.sum(tl.where(ok, p * factor * dp, 0.0), 1)
@@ -168,24 +158,21 @@ def tile_backward_kernel(
 
     mixed = tl.zeros([LANES, W], tl.float32)
     for begin in range(0, last, BN):
-        key, there = keys_at(
-            begin, mine_cells, last, mask, mask_row, keys, KG, MAGIC, SIDE, size, RANK, BN, EVEN
+        key = keys_at(
+            begin, mine_cells, last, mask, mask_row, keys, KG, MAGIC, SIDE, size, RANK, BN, EVEN, COPIES
         )  # fmt: skip
-        ok = there[None, :] & valid[:, None]
-        if CAUSAL:
-            ok = ok & (key[None, :] <= query[:, None])
+        there = key >= 0
+        ok = pairs_of(key, there, query, CAUSAL)
         s, theirs = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
         dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
-        p, ds = pair_gradient(
-            s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], key[None, :], noise[:, None],
-            threshold, keep, WEIGHT, DROPOUT,
+        p, ds = slopes(
+            s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, WEIGHT, DROPOUT, NARROW
         )  # fmt: skip
-        ds *= scale
         # Under causal order a slope may be 0 where a key is not finite; where it is not, the slope is NaN.
-        mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, SPLIT)
+        mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, NARROW)
         if not REPEATABLE:
             k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
-            k_sum, v_sum = owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL, SPLIT)
+            k_sum, v_sum = owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
             put_owed(dk + source * keys * E, key, there, piece, k_sum, E, W, True)
             put_owed(dv + source * keys * F, key, there, piece, v_sum, F, FW, True)
     if k_extra is not None:
@@ -193,17 +180,15 @@ def tile_backward_kernel(
         for begin in range(0, extras, BN):
             x = begin + tl.arange(0, BN)
             there, k_more, v_more = x < extras, k_extra + source * extras * E, v_extra + source * extras * F
-            ok = there[None, :] & valid[:, None]
+            ok = there[None, :]
             s, theirs = dots(mine, q_row, query, valid, k_more, x, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
             dp, _ = dots(wish, wish_row, query, valid, v_more, x, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
-            p, ds = pair_gradient(
-                s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], (keys + x)[None, :], noise[:, None],
-                threshold, keep, WEIGHT, DROPOUT,
+            p, ds = slopes(
+                s, dp, ok, norm, over, shift, keys + x, noise, threshold, keep, scale, WEIGHT, DROPOUT, NARROW
             )  # fmt: skip
-            ds *= scale
-            mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, SPLIT)
+            mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, NARROW)
             k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
-            k_sum, v_sum = owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL, SPLIT)
+            k_sum, v_sum = owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
             put_owed(dk_extra + slot * E, x, there, piece, k_sum, E, W, not REPEATABLE)
             put_owed(dv_extra + slot * F, x, there, piece, v_sum, F, FW, not REPEATABLE)
     put_owed(dq + row * queries * E, query, valid, piece, mixed, E, W, False)

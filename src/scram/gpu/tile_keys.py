@@ -20,26 +20,22 @@ from .grid import lane_query, points, tile_at
 from .launch import Kernel
 from .noise import absorb, row_state
 from .tile_attend import CELL, tile_flags
-from .tile_pairs import dots, owed, put_owed
+from .tile_pairs import dots, owed, pairs_of, put_owed, slopes
 from .tiles import TILE_COLLECT, TILE_COLLECT_EXACT
-from .windows import SETTINGS, pair_gradient
-
-SPLIT = True
+from .windows import SETTINGS
 
 
 def backward_flags(*given: Any) -> dict[str, Any]:
-    """`tile_flags`, how many programs share the widths, and whether slopes need more digits than features have."""
+    """`tile_flags`, and how many programs share the widths."""
     flags = tile_flags(*given)
-    dtype, weight = given[3][0][1], flags["WEIGHT"]
-    split = SPLIT and dtype.itemsize == 2 and weight == "softmax"
-    return {**flags, "PARTS": max(flags["PIECES"], flags["FPIECES"]), "SPLIT": split}
+    return {**flags, "PARTS": max(flags["PIECES"], flags["FPIECES"])}
 
 
 def collect(
     arguments: tuple[Any, ...],
     variant: tuple[Any, ...],
     cells: Cells,
-    above: tuple[Tensor, ...],
+    above: tuple[Tensor, Tensor, Tensor],
     sums: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -59,7 +55,7 @@ def collect(
     q_shape, v_shape, flags, given = variant
     block = backward_flags(q_shape, v_shape, flags, given, cells.size, TILE_COLLECT, TILE_COLLECT_EXACT)
     blocks = triton.cdiv(cells.size, block["BN"])
-    grad_out, _, lse, _ = above
+    grad_out, _, lse = above
     kernel = Kernel(tile_collect_kernel, len(every) * blocks * block["PARTS"], block)
     kernel(*arguments, *cells.arguments, grad_out, lse, sums, dk, dv, order, every, begin, end)
 
@@ -71,7 +67,7 @@ def tile_collect_kernel(
     s0, s1, s2, s3, room, cells, count, grad_out, lse, sums, dk, dv, order, every, begin, end,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
+    COPIES: tl.constexpr, NARROW: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (cell of a key row, BN of its keys, piece of their width).
@@ -84,8 +80,7 @@ def tile_collect_kernel(
     cell, number = tl.program_id(0) // PARTS // blocks, tl.program_id(0) // PARTS % blocks * BN + tl.arange(0, BN)
     first = tl.load(every + cell)
     source, base = first // keys, (first % keys).to(tl.int32)
-    key, own = key_of(base + number * 0, place_of(number, SIDE, RANK), KG, MAGIC, RANK)
-    own = own & (number < size)
+    key, own = key_of(base + number * 0, place_of(number, SIDE, RANK), number < size, KG, MAGIC, RANK)
     k_row, v_row = k + source * keys * E, v + source * keys * F
     k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
     for t in range(tl.load(begin + cell), tl.load(end + cell)):
@@ -94,22 +89,19 @@ def tile_collect_kernel(
         there, point = own, row * queries + query
         if mask is not None:
             there = own & (tl.load(mask + (row // mask_heads).to(tl.int64) * keys + key, mask=own, other=0) != 0)
-        ok = there[None, :] & valid[:, None]
-        if CAUSAL:
-            ok = ok & (key[None, :] <= query[:, None])
+        ok = pairs_of(key, there, query, CAUSAL)
         q_row, wish_row = q + row * queries * E, grad_out + row * queries * F
         mine = rows_at(q_row, query, valid, piece, E, W, WEIGHT)
         wish = rows_at(wish_row, query, valid, piece, F, FW, WEIGHT)
-        norm = tl.load(lse + point, mask=valid, other=0.0)
+        norm = tl.load(lse + point, mask=valid, other=float("inf"))
         over = tl.load(sums + point * 2, mask=valid, other=0.0)
         shift = tl.load(sums + point * 2 + 1, mask=valid, other=0.0)
         noise = absorb(row_state(SEED, low, high, row), query)
         s, _ = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
         dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
-        p, ds = pair_gradient(
-            s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], key[None, :], noise[:, None],
-            threshold, keep, WEIGHT, DROPOUT,
+        p, ds = slopes(
+            s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, WEIGHT, DROPOUT, NARROW
         )  # fmt: skip
-        k_sum, v_sum = owed(p, ds * scale, ok, mine, wish, k_sum, v_sum, CAUSAL, SPLIT)
+        k_sum, v_sum = owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
     put_owed(dk + source * keys * E, key, own, piece, k_sum, E, W, False)
     put_owed(dv + source * keys * F, key, own, piece, v_sum, F, FW, False)

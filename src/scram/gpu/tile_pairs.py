@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 
 from .cells import rows_at
-from .shared import finite, product
+from .shared import LOG2E, finite, powers, product
+from .windows import kept, pair_gradient, rough_weight
+
+LEAST = tl.constexpr(-1e30)  # where a maximum of scores begins that have yet to be scaled
 
 
 @triton.jit
@@ -34,10 +37,57 @@ def dots(
 
 
 @triton.jit
-def fine_product(a, b, total, SPLIT: tl.constexpr):
-    """total + a @ b, where a is float32 and b may not be; with SPLIT a keeps twice the digits of b."""
+def pairs_of(key, there, query, CAUSAL: tl.constexpr):
+    """Which keys [BN] a query may attend: [1, BN], under causal order [LANES, BN]."""
+    ok = there[None, :]
+    if CAUSAL:
+        ok = ok & (key[None, :] <= query[:, None])
+    return ok
+
+
+@triton.jit
+def scaled_powers(s, top, scale, NARROW: tl.constexpr):
+    """exp(scale (s - top)). With a fused product one instruction less; where that is not, a large s loses digits."""
+    each = scale * LOG2E
+    return tl.exp2(s * each - top * each) if NARROW else powers(s * scale, top * scale)
+
+
+@triton.jit
+def weights(s, ok, norm, scale, NARROW: tl.constexpr):
+    """exp(scale s - norm), up to a factor that all pairs of a query share: norm has been rounded."""
+    if NARROW:
+        p = tl.where(ok, tl.exp2(s * (scale * LOG2E) - (norm * LOG2E)[:, None]), 0.0)
+    else:
+        p = rough_weight(s * scale, ok, norm[:, None])
+    return p
+
+
+@triton.jit
+def slopes(
+    s, dp, ok, norm, over, shift, name, noise, threshold, keep, scale,
+    WEIGHT: tl.constexpr, DROPOUT: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """The weight of every value in out, and the gradient of every score."""
+    if NARROW:
+        p = weights(s, ok, norm, scale, NARROW) * over[:, None]
+        if DROPOUT:
+            r = kept(name[None, :], noise[:, None], threshold, keep, DROPOUT)
+            ds, p = p * (r * dp - shift[:, None]), p * r
+        else:
+            ds = p * (dp - shift[:, None])
+    else:
+        p, ds = pair_gradient(
+            s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], name[None, :], noise[:, None],
+            threshold, keep, WEIGHT, DROPOUT,
+        )  # fmt: skip
+    return p, ds * scale
+
+
+@triton.jit
+def fine_product(a, b, total, NARROW: tl.constexpr):
+    """total + a @ b, where a is float32 and b may not be; of NARROW features a keeps twice the digits of b."""
     rounded = a.to(b.dtype)
-    if SPLIT:
+    if NARROW:
         total = product((a - rounded.to(tl.float32)).to(b.dtype), b, total)
     return product(rounded, b, total)
 
@@ -49,12 +99,12 @@ def spoils(wish):
 
 
 @triton.jit
-def owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL: tl.constexpr, SPLIT: tl.constexpr):
+def owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL: tl.constexpr, NARROW: tl.constexpr):
     """k_sum + ds^T q, v_sum + p^T grad_out. Under causal order a pair that is none must not spoil the others'."""
     if CAUSAL:
         p = tl.where(ok & spoils(wish)[:, None], float("nan"), p)
         mine, wish = finite(mine), finite(wish)
-    return fine_product(tl.trans(ds), mine, k_sum, SPLIT), fine_product(tl.trans(p), wish, v_sum, False)
+    return fine_product(tl.trans(ds), mine, k_sum, NARROW), fine_product(tl.trans(p), wish, v_sum, False)
 
 
 @triton.jit

@@ -51,10 +51,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 # Attention of tiles: how many corners one program sorts, its warps, and how many of a list a program takes at a time.
-MOST_SORTED, CORNER_WARPS, LIST_BLOCK = 1024, 2, 64
+MOST_SORTED, CORNER_WARPS, LIST_BLOCK = 1024, 1, 64
 # Keys per product, warps, stages at most; for float32 two warps, as in the hybrid.
-TILE_FORWARD, TILE_FORWARD_EXACT = (64, 4, 3), (32, 2, 2)
-TILE_BACKWARD, TILE_BACKWARD_EXACT = (64, 4, 2), (32, 2, 1)
+TILE_FORWARD, TILE_FORWARD_EXACT = (128, 4, 2), (32, 2, 2)
+TILE_BACKWARD, TILE_BACKWARD_EXACT = (64, 4, 1), (32, 2, 1)
 TILE_COLLECT, TILE_COLLECT_EXACT = (16, 4, 2), (16, 2, 1)
 TILE_WIDTH, TILE_WIDTH_EXACT = 128, 64  # features of one product; more come in pieces
 
