@@ -95,8 +95,9 @@ def _plan(
     count = q_shape[0] * q_shape[1] * tiles(q_shape[2:], tile)
     sort = LANES * kappa <= MOST_SORTED
     flags: dict[str, Any] = {"RANK": rank, "TILE": tile, "IDS": triton.next_power_of_2(LANES * kappa), "SORT": sort}
-    corner = Kernel(corner_kernel, count, {**flags, "num_warps": CORNER_WARPS})
-    union = Kernel(union_kernel, count, {"RANK": rank, "BLOCK": LIST_BLOCK, "num_warps": 1})
+    fused = {"enable_fp_fusion": True}
+    corner = Kernel(corner_kernel, count, {**flags, "num_warps": CORNER_WARPS, **fused})
+    union = Kernel(union_kernel, count, {"RANK": rank, "BLOCK": LIST_BLOCK, "num_warps": 1, **fused})
     room = (LANES * kappa) << len(joined)
     return _Plan(corner, union, count, room, (*sides, *[1] * rest), tuple(n for part in frame for n in part), joins)
 

@@ -180,7 +180,8 @@ def mix_block(
     value = rows_at(v_row, at, there, piece, F, FW, WEIGHT)
     if CAUSAL:  # a weight of 0 lets no NaN of a later key through
         bad = ~(tl.abs(value.to(tl.float32)) < float("inf"))
-        spoiled = product(tl.where(ok, 1.0, 0.0).to(value.dtype), tl.where(bad, 1.0, 0.0).to(value.dtype), spoiled)
+        held = tl.where(ok & valid[:, None], 1.0, 0.0).to(value.dtype)
+        spoiled = product(held, tl.where(bad, 1.0, 0.0).to(value.dtype), spoiled)
         value = finite(value)
     mixed = product(p.to(value.dtype), value, mixed)
     return top, total, seen, mixed, spoiled
