@@ -22,7 +22,7 @@ from ..grid import cell_sides, grid_of
 from ..schedule import LANES
 from .grid import GEOMETRY, divide, geometry, points, tile_at, tile_shape, tiles
 from .launch import Kernel, kinds
-from .tiles import CORNER_WARPS, LIST_BLOCK, MOST_SORTED
+from .tiles import LIST_BLOCK, LIST_WARPS, MOST_SORTED
 
 NO_CELL = tl.constexpr(2**31 - 1)
 FRAME = ("s0", "s1", "s2", "s3", "b0", "b1", "b2", "b3", "u0", "u1", "u2", "u3", "l0", "l1", "l2", "l3")
@@ -52,7 +52,7 @@ class _Plan(NamedTuple):
     """The kernels and the numbers that shapes give."""
 
     corner: Kernel
-    union: Kernel
+    cells: Kernel
     tiles: int
     room: int
     sides: tuple[int, ...]
@@ -70,10 +70,10 @@ def cells_of(q: Tensor, k: Tensor, index: Tensor, radius: tuple[int, ...]) -> Ce
     )
     count = torch.empty(plan.tiles, dtype=torch.int32, device=q.device)
     extents = geometry(grid_of(q), grid_of(k))
-    plan.corner(index, corners, kappa, *extents, *plan.frame)
     if LANES * kappa > MOST_SORTED:
+        plan.corner(index, corners, kappa, *extents, *plan.frame)
         corners = corners.sort(1).values
-    plan.union(corners, room, first, count, LANES * kappa, plan.room, *extents, *plan.frame, *plan.joins)
+    plan.cells(index, corners, room, first, count, kappa, plan.room, *extents, *plan.frame, *plan.joins)
     return Cells(plan.sides, plan.room, first, count)
 
 
@@ -93,13 +93,13 @@ def _plan(
     joins = (len(joined), *joined, *[0] * (4 - len(joined)), *number, *[1] * rest)
     tile = tile_shape(LANES, rank)
     count = q_shape[0] * q_shape[1] * tiles(q_shape[2:], tile)
-    sort = LANES * kappa <= MOST_SORTED
-    flags: dict[str, Any] = {"RANK": rank, "TILE": tile, "IDS": triton.next_power_of_2(LANES * kappa), "SORT": sort}
-    fused = {"enable_fp_fusion": True}
-    corner = Kernel(corner_kernel, count, {**flags, "num_warps": CORNER_WARPS, **fused})
-    union = Kernel(union_kernel, count, {"RANK": rank, "BLOCK": LIST_BLOCK, "num_warps": 1, **fused})
+    flags: dict[str, Any] = {"RANK": rank, "TILE": tile, "IDS": triton.next_power_of_2(LANES * kappa)}
+    how = {"num_warps": LIST_WARPS, "enable_fp_fusion": True}
+    corner = Kernel(corner_kernel, count, {**flags, **how})
+    flags |= {"SORT": LANES * kappa <= MOST_SORTED, "BLOCK": LIST_BLOCK}
+    cells = Kernel(cells_kernel, count, {**flags, **how})
     room = (LANES * kappa) << len(joined)
-    return _Plan(corner, union, count, room, (*sides, *[1] * rest), tuple(n for part in frame for n in part), joins)
+    return _Plan(corner, cells, count, room, (*sides, *[1] * rest), tuple(n for part in frame for n in part), joins)
 
 
 @triton.jit
@@ -132,9 +132,9 @@ def keys_at(
     """BN keys of a tile's cells from number `begin` on, -1 for one that does not exist or is masked.
 
     The compiler makes a vector anew for every layout it is wanted in, unless each thread has a load to make for it.
-    Hence COPIES: a number for every thread.
+    Where there are more threads than keys each key is hence loaded twice.
     """
-    lane = tl.arange(0, COPIES * BN) % BN
+    lane = tl.arange(0, COPIES * BN) // COPIES
     if EVEN:  # whole cells: places are the same every time
         place, cell = place_of(lane % size, SIDE, RANK), begin // size + lane // size
     else:
@@ -144,8 +144,8 @@ def keys_at(
     if mask is not None:
         there = there & (tl.load(mask + mask_row * keys + key, mask=there, other=0) != 0)
     key = tl.where(there, key, -1)
-    if COPIES > 1:
-        key = tl.max(tl.reshape(key, [COPIES, BN]), 0)
+    if COPIES == 2:
+        key, _ = tl.split(tl.reshape(key, [BN, 2]))
     return key
 
 
@@ -162,24 +162,19 @@ def rows_at(base, at, there, piece, E: tl.constexpr, W: tl.constexpr, WEIGHT: tl
     return x if WEIGHT == "softmax" else x.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["kappa", *GEOMETRY, *FRAME])
-def corner_kernel(
-    index, corners, kappa, q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
-    s0, s1, s2, s3, b0, b1, b2, b3, u0, u1, u2, u3, l0, l1, l2, l3,
-    RANK: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, SORT: tl.constexpr,
+@triton.jit
+def corners_of(
+    index, tile, kappa, QG, KG, MAGIC, SIDE, REACH, RIM, LIFT, RANK: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr
 ):  # fmt: skip
     """The corner of every match of a tile: the number of its first cell on the grid of cells with a rim."""
-    QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
-    SIDE, REACH, RIM, LIFT = (s0, s1, s2, s3), (b0, b1, b2, b3), (u0, u1, u2, u3), (l0, l1, l2, l3)
-    row, corner = tile_at(tl.program_id(0), QG, RANK, TILE)
+    row, corner = tile_at(tile, QG, RANK, TILE)
     n = tl.arange(0, IDS)
-    rest, query, stride, here = n // kappa, n * 0, 1, n >= 0
+    rest, query, stride, here = n // kappa, n * 0, 1, n // kappa < 64
     for a in tl.static_range(RANK - 1, -1, -1):
         place = corner[a] + (rest % TILE[a] if a > 0 else rest)
         here = here & (place < QG[a])
         query += place * stride
         rest, stride = rest // TILE[a], stride * QG[a]
-    here = here & (n // kappa < 64)
     point = row.to(tl.int64) * points(QG, RANK) + query
     match = tl.load(index + point * kappa + n % kappa, mask=here, other=-1)
     here = (match >= 0) & (match < points(KG, RANK))
@@ -189,11 +184,22 @@ def corner_kernel(
         place = (rest - up * KG[a] + LIFT[a] * (SIDE[a] - REACH[a])) // SIDE[a]
         number += place * stride
         rest, stride = up, stride * RIM[a]
-    number = tl.where(here, number, NO_CELL)
-    if SORT:
-        number = tl.sort(number)
-    mine = corners + tl.program_id(0).to(tl.int64) * (64 * kappa)
-    tl.store(mine + n, number, mask=n < 64 * kappa)
+    return tl.where(here, number, NO_CELL)
+
+
+@triton.jit(do_not_specialize=["kappa", *GEOMETRY, *FRAME])
+def corner_kernel(
+    index, corners, kappa, q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
+    s0, s1, s2, s3, b0, b1, b2, b3, u0, u1, u2, u3, l0, l1, l2, l3,
+    RANK: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """More corners than a program sorts."""
+    number = corners_of(
+        index, tl.program_id(0), kappa, (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (s0, s1, s2, s3),
+        (b0, b1, b2, b3), (u0, u1, u2, u3), (l0, l1, l2, l3), RANK, TILE, IDS,
+    )  # fmt: skip
+    n = tl.arange(0, IDS)
+    tl.store(corners + tl.program_id(0).to(tl.int64) * (64 * kappa) + n, number, mask=n < 64 * kappa)
 
 
 @triton.jit
@@ -210,18 +216,26 @@ def lower_bound(base, count, x):
     return low
 
 
-@triton.jit(do_not_specialize=["found", "room", *GEOMETRY, *FRAME, *STEPS])
-def union_kernel(
-    corners, lists, first, count, found, room, q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
+@triton.jit(do_not_specialize=["kappa", "room", *GEOMETRY, *FRAME, *STEPS])
+def cells_kernel(
+    index, corners, lists, first, count, kappa, room, q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3,
     s0, s1, s2, s3, b0, b1, b2, b3, u0, u1, u2, u3, l0, l1, l2, l3, steps, t0, t1, t2, t3, n0, n1, n2, n3,
-    RANK: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, SORT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sorted corners of a tile -> its cells, each once, ascending."""
-    KG, SIDE, RIM = (k0, k1, k2, k3), (s0, s1, s2, s3), (u0, u1, u2, u3)
-    LIFT, NUMBER = (l0, l1, l2, l3), (n0, n1, n2, n3)
+    """The cells of a tile, each once, ascending; from `corners`, sorted before unless SORT."""
+    QG, KG, MAGIC, SIDE = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (s0, s1, s2, s3)
+    RIM, LIFT, NUMBER = (u0, u1, u2, u3), (l0, l1, l2, l3), (n0, n1, n2, n3)
     tile, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mine, result = lists + tile * 2 * room, first + tile * room
-    have = 0
+    found, have = 64 * kappa, 0
+    if SORT:
+        number = tl.sort(
+            corners_of(
+                index, tl.program_id(0), kappa, QG, KG, MAGIC, SIDE, (b0, b1, b2, b3), RIM, LIFT, RANK, TILE, IDS
+            )
+        )  # fmt: skip
+        tl.store(corners + tile * found + tl.arange(0, IDS), number, mask=tl.arange(0, IDS) < found)
+        tl.debug_barrier()
     for begin in range(0, found, BLOCK):
         n = begin + lane
         x = tl.load(corners + tile * found + n, mask=n < found, other=NO_CELL)

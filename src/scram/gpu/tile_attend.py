@@ -89,7 +89,7 @@ def tile_flags(
     row = pieces["W"] * dtype.itemsize + pieces["FW"] * value_dtype.itemsize
     whole = {name: value for name, value in window_flags(q_shape, v_shape, flags).items() if name != "SEVERAL"}
     whole |= {"TILE": tile_shape(LANES, len(q_shape) - 3), "LANES": LANES, "BN": keys, "EVEN": keys % size == 0}
-    whole |= {"NARROW": narrow, "COPIES": max(1, 32 * warps // keys)}
+    whole |= {"NARROW": narrow, "COPIES": 2 if 32 * warps > keys else 1}
     ahead = stages(device, most, keys * row, LANES * row)
     return {**whole, **pieces, "num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
 
