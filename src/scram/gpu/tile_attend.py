@@ -169,7 +169,9 @@ def mix_block(
     if WEIGHT == "softmax":
         s = tl.where(ok, s, -float("inf"))
         higher = tl.maximum(top, tl.max(s, 1))
-        shrink, p = scaled_powers(top, higher, scale, NARROW), scaled_powers(s, higher[:, None], scale, NARROW)
+        # A fused product less a rounded one is not 0 for equal tops, and LEAST would make it infinite.
+        shrink = tl.where(higher == top, 1.0, scaled_powers(top, higher, scale, NARROW))
+        p = scaled_powers(s, higher[:, None], scale, NARROW)
         total, top = total * shrink + tl.sum(p, 1), higher
         mixed *= shrink[:, None]
     else:
