@@ -43,6 +43,7 @@ class Case:
     strided: bool = False
     offset: float = 0.0  # of every key's first feature: what all scores of a query share; they are exact in float32
     method: str = "query"
+    window: str = "query"
 
     @property
     def keys_grid(self) -> tuple[int, ...]:
@@ -230,6 +231,7 @@ def run_attend(case: Case, tensors: Tensors, leaves: list[Tensor], impl: str, dr
         weight=case.weight,
         extra=tuple(extra) if extra else None,
         dropout_p=case.dropout_p,
+        window=case.window,
         impl=impl,
     )
 

@@ -175,10 +175,41 @@ def windows(case: Case, tensors: Tensors, index: torch.Tensor) -> torch.Tensor:
     return table
 
 
+def tile_windows(case: Case, tensors: Tensors, index: torch.Tensor) -> torch.Tensor:
+    """S_i under window="tile": the legal keys of all cells that hold a key of a window of a query of i's tile."""
+    rank = len(case.grid)
+    radius = (case.radius,) * rank if isinstance(case.radius, int) else case.radius
+    side = [max(1, 2 * min(b, extent - 1)) for b, extent in zip(radius, case.keys_grid, strict=True)]
+    tile = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (2, 2, 4, 4)}[rank]
+
+    def cell(place):
+        return tuple(c // s for c, s in zip(place, side, strict=True))
+
+    places, key_places = points(case.grid), points(case.keys_grid)
+    own = [tuple(c // s for c, s in zip(place, tile, strict=True)) for place in places]
+    index = index.reshape(case.batch * case.heads, len(places), index.shape[-1])
+    table = torch.zeros(case.batch * case.heads, len(places), len(key_places), dtype=torch.bool)
+    for row in range(len(table)):
+        seen = {}
+        for i in range(len(places)):
+            for match in index[row, i].tolist():
+                if 0 <= match < len(key_places):
+                    box = [
+                        range(max(c - b, 0), min(c + b + 1, extent))
+                        for c, b, extent in zip(key_places[match], radius, case.keys_grid, strict=True)
+                    ]
+                    seen.setdefault(own[i], set()).update(map(cell, itertools.product(*box)))
+        for i in range(len(places)):
+            for j in allowed(case, tensors, row):
+                if cell(key_places[j]) in seen.get(own[i], ()) and (not case.causal or j <= i):
+                    table[row, i, j] = True
+    return table
+
+
 def attend(case: Case, tensors: Tensors, leaves: list[torch.Tensor], dropout_seed: int = 0):
     """out and lse of the case by a dense table of scores, differentiable in the leaves q, k, v and extra."""
     q, k, v, *extra = leaves
-    some = windows(case, tensors, tensors.matches.index)
+    some = {"query": windows, "tile": tile_windows}[case.window](case, tensors, tensors.matches.index)
     outs, lses = [], []
     for row in range(case.batch * case.heads):
         batch, head = key_head(case, row)

@@ -1,5 +1,7 @@
 """The table of cases: every implementation against plain Python and against the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,8 +21,10 @@ def test_field_is_that_of_the_plain_loop(case, impl):
     assert found.key_grid == case.keys_grid
 
 
+@pytest.mark.parametrize("window", ["query", "tile"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_reference_attends_what_plain_python_attends(case):
+def test_reference_attends_what_plain_python_attends(case, window):
+    case = replace(case, window=window)
     tensors = make_tensors(case)
     leaves, plain_leaves = tensors.leaves(torch.float64), tensors.leaves(torch.float64)
     attended = run_attend(case, tensors, leaves, "reference", dropout_seed=3)

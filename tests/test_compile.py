@@ -61,7 +61,7 @@ def op_calls():
     yield "search", (*plain, seed, mask, index, *settings)
     for extra in ((None, None), (torch.randn(2, 2, 3, 8, requires_grad=True), torch.randn(2, 2, 3, 5))):
         tensors = (q, k, v, index, mask, *extra, seed)
-        how = ([1, 1], False, 0.3, "softmax", 0.2, "numba")
+        how = ([1, 1], False, 0.3, "softmax", 0.2, "query", "numba")
         yield "attend", (*tensors, *how)
         out, lse = (x.detach() for x in OPS.attend(*tensors, *how))
         plain = [x if x is None else x.detach() for x in tensors]

@@ -4,6 +4,7 @@ The launchers run as they are, on CPU tensors; what they would launch is compile
 """
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -157,6 +158,43 @@ def test_the_tile_search_compiles(case, architecture, monkeypatch):
     wanted = {"start_kernel", "offer_kernel", "weigh_kernel"}
     wanted |= {"arrange_kernel"} if case.kappa > 1 else set()
     wanted |= {"exact_kernel"} if case.dtype == torch.float32 else set()
+    assert set(compiled) == wanted
+
+
+TILE_ATTEND = [
+    Case("half", width=64, value_width=64, dtype=torch.bfloat16, kappa=1),
+    Case("exact", grid=(9,), width=5, causal=True, mask="batch", extra=1, dropout_p=0.5),
+    Case("other weights", grid=(2, 3, 4), width=16, dtype=torch.float16, weight="mean", radius=3, kappa=17),
+    Case("wide", grid=(2, 2, 2, 2), width=130, value_width=20, dtype=torch.float16, causal=True, mask="head"),
+]
+
+
+@pytest.mark.parametrize(("number", "architecture"), [(0, 80), (0, 90), (1, 90), (2, 80), (3, 90)])
+def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
+    compiled, case = [], replace(TILE_ATTEND[number], window="tile")
+
+    def compile_only(self, *arguments):
+        compiled.append((self.kernel.fn.__name__, self.flags["num_warps"]))
+        assert _compile(self.kernel, arguments, self.flags, architecture).asm["cubin"]
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
+    monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
+    tensors = make_tensors(case)
+    for repeatable in (False, True) if number == 0 else (number == 2,):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
+        leaves = tensors.leaves(case.dtype)
+        gradients(run_attend(case, tensors, leaves, "triton"), leaves)
+    exact = number in (1, 2)  # not the matrix unit's 16 bits
+    rows = {
+        "tile_attend_kernel": tiles.TILE_FORWARD_EXACT if exact else tiles.TILE_FORWARD,
+        "tile_backward_kernel": tiles.TILE_BACKWARD_EXACT if exact else tiles.TILE_BACKWARD,
+        "tile_collect_kernel": tiles.TILE_COLLECT_EXACT if exact else tiles.TILE_COLLECT,
+    }
+    if number in (1, 3):
+        del rows["tile_collect_kernel"]
+    wanted = {(name, warps) for name, (_, warps, _) in rows.items()}
+    wanted |= {("cells_kernel", tiles.LIST_WARPS)} | ({("corner_kernel", tiles.LIST_WARPS)} if number == 2 else set())
     assert set(compiled) == wanted
 
 

@@ -47,14 +47,43 @@ def test_every_number_of_matches_in_a_tile_search(kappa, dtype):
     assert torch.equal(found.score, expected.score)
 
 
+@pytest.mark.parametrize("window", ["query", "tile"])
 @pytest.mark.parametrize("repeatable", [False, True])
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype != NOT_HERE], ids=str)
-def test_attend_is_as_near_float64_as_the_reference(case, repeatable, monkeypatch):
+def test_attend_is_as_near_float64_as_the_reference(case, repeatable, window, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    case = dataclasses.replace(case, window=window)
     tensors = make_tensors(case)
     truth = _everything(case, tensors, "reference", torch.float64)
     same = _everything(case, tensors, "reference", case.dtype)
     ours = [x.cpu() for x in _everything(case, on_device(tensors), "triton", case.dtype)]
+    assert_as_near_float64(truth, same, ours, _size)
+
+
+WIDE = {"grid": (41, 50), "key_grid": (37, 45), "kappa": 4, "window": "tile", "width": 64, "value_width": 64}
+TILES = {
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16, "extra": 3},
+    "float32": {},
+    "width 128": {"dtype": torch.bfloat16, "width": 128, "value_width": 128},
+    "width 300": {"dtype": torch.bfloat16, "width": 300, "value_width": 300},
+    "radius 3": {"dtype": torch.bfloat16, "radius": 3},
+    "many matches": {"dtype": torch.bfloat16, "kappa": 20},
+    "causal": {"dtype": torch.bfloat16, "key_grid": (41, 50), "causal": True, "mask": "batch"},
+    "rank 3": {"dtype": torch.bfloat16, "grid": (9, 10, 11), "key_grid": (8, 9, 7), "radius": 2},
+}
+
+
+@pytest.mark.parametrize("repeatable", [False, True])
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_are_attended_as_near_float64_as_the_reference_does(name, repeatable, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    case = named("rank 2", **{**WIDE, **TILES[name]})
+    tensors = on_device(make_tensors(case))
+    truth, same, ours = (
+        [x.cpu() for x in _everything(case, tensors, impl, dtype)]
+        for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype))
+    )
     assert_as_near_float64(truth, same, ours, _size)
 
 
@@ -82,7 +111,7 @@ def test_a_new_size_compiles_nothing(method):
 
     def run(height, wide):
         q = torch.randn(1, 1, height, wide, 16, device="cuda", requires_grad=True)
-        scram.attention(q, q, q, search=scram.Search(method, matches=2, seed=0)).sum().backward()
+        scram.attention(q, q, q, search=scram.Search(method, matches=2, seed=0), window=method).sum().backward()
 
     run(32, 48)
     variants = {id(kernel) for kernel in launch._compiled.values()}
@@ -110,6 +139,26 @@ def test_a_captured_graph_draws_anew_at_every_replay(method):
     assert not torch.equal(fields[0], fields[1])
 
 
+def test_a_captured_graph_attends_tiles_anew_at_every_replay():
+    q, k, v = (x.requires_grad_() for x in pictures(64))
+    found = scram.search(q, k, search=scram.Search(matches=2, seed=0))
+    grad = torch.randn_like(v)
+
+    def step():
+        out, lse = scram.attend(q, k, v, found, window="tile")
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    other = scram.search(q, k, search=scram.Search(matches=2, seed=1, sweeps=1))
+    found.index.copy_(other.index)
+    graph.replay()
+    torch.testing.assert_close(made, step(), rtol=2e-2, atol=2e-2)  # atomics add in any order
+    assert torch.equal(made[0], step()[0])
+
+
 def test_runs_on_the_current_stream():
     q, k, v = pictures(256)
     settings = scram.Search(seed=3)
@@ -134,7 +183,8 @@ def test_a_field_is_the_same_every_time(method):
     assert all(torch.equal(scram.search(q, k, search=settings).index, first.index) for _ in range(5))
 
 
-def test_repeatable_gradients_have_the_same_bits():
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_repeatable_gradients_have_the_same_bits(window):
     q, k, v = (x.requires_grad_() for x in pictures(96, dtype=torch.float32))
     k_extra, v_extra = torch.randn(2, 1, 1, 3, 32, device="cuda").unbind()
     torch.use_deterministic_algorithms(True)
@@ -142,12 +192,12 @@ def test_repeatable_gradients_have_the_same_bits():
         found = scram.search(q, k, search=scram.Search(matches=3, seed=0))
         grads = []
         for _ in range(3):
-            out, lse = scram.attend(q, k, v, found, extra=(k_extra, v_extra))
+            out, lse = scram.attend(q, k, v, found, extra=(k_extra, v_extra), window=window)
             grads.append(torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v)))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
-    out, lse = scram.attend(q, k, v, found, extra=(k_extra, v_extra))
+    out, lse = scram.attend(q, k, v, found, extra=(k_extra, v_extra), window=window)
     for ours, fixed in zip(torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v)), grads[0], strict=True):
         torch.testing.assert_close(ours, fixed, rtol=1e-4, atol=1e-4)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import scram
-from cases import gradients, make_tensors, named, run_attend, run_search
+from cases import assert_as_near_float64, gradients, make_tensors, named, run_attend, run_search
 
 LANES = 128
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -69,6 +69,28 @@ WINDOWS = [
     "dropout",
     "empty batch",
 ]
+TILE_WINDOWS = [
+    "rank 1",
+    "rank 3",
+    "rank 4",
+    "unequal grids",
+    "one key",
+    "radius per axis",
+    "radius 0, kappa 1",
+    "radius over the grid",
+    "causal, masked, separated",
+    "one key head",
+    "width 3, values 60",
+    "strided",
+    "float16",
+    "l2",
+    "large common scores",
+    "mean",
+    "relu",
+    "extra and a masked row",
+    "dropout",
+    "empty batch",
+]
 
 if INTERPRETED:
     import triton
@@ -88,7 +110,8 @@ def test_in_the_interpreter():
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(FIELDS) + len(TILES) + 2 * len(WINDOWS) + 20} passed" in done.stdout, done.stdout[-500:]
+    tests = len(FIELDS) + len(TILES) + 2 * len(WINDOWS) + len(TILE_WINDOWS) + 28
+    assert f"{tests} passed" in done.stdout, done.stdout[-500:]
 
 
 @pytest.fixture(autouse=True)
@@ -211,24 +234,80 @@ def test_attend_is_as_near_float64_as_the_reference(name, repeatable, launched, 
         _everything(case, tensors, impl, dtype)
         for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype))
     )
-    for exact, reference, result in zip(truth, same, ours, strict=True):
-        assert result.dtype == reference.dtype
-        assert result.shape == exact.shape
-        assert (result.isfinite() == exact.isfinite()).all()
-        limit = 2 * _error(reference, exact) + 8 * torch.finfo(torch.float32).eps * _size(exact)
-        assert _error(result, exact) <= limit
+    assert_as_near_float64(truth, same, ours, _size)
     kernels = ["attend_kernel", "backward_kernel", *["collect_kernel"] * repeatable] if case.batch else []
     assert launched == kernels
+
+
+@interpreted
+@pytest.mark.parametrize(("number", "name"), list(enumerate(TILE_WINDOWS)))
+def test_tile_attend_is_as_near_float64_as_the_reference(number, name, launched, monkeypatch):
+    repeatable = number % 2 == 1
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    case = named(name, window="tile")
+    tensors = make_tensors(case)
+    truth, same, ours = (
+        _everything(case, tensors, impl, dtype)
+        for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype))
+    )
+    assert_as_near_float64(truth, same, ours, _size)
+    kernels = ["cells_kernel", "tile_attend_kernel", "cells_kernel", "tile_backward_kernel"]
+    kernels += ["tile_collect_kernel"] * repeatable
+    assert launched == (kernels if case.batch else [])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"grid": (9, 8), "key_grid": (20, 27), "kappa": 3},  # several tiles; lists longer than a program takes at once
+        {"grid": (8, 9), "key_grid": (10, 14), "radius": 3, "extra": 2},  # cells that do not divide a block
+        {"grid": (70,), "key_grid": (300,), "radius": 40},  # cells larger than a block
+        {"grid": (70,), "key_grid": (200,), "radius": 40, "repeatable": True},
+        {"grid": (9, 9), "kappa": 17},  # more corners than one program sorts
+        {"grid": (5, 6), "width": 70, "value_width": 130, "extra": 1},  # pieces of features
+    ],
+    ids=str,
+)
+def test_tiles_of_all_sizes(changes, monkeypatch):
+    repeatable = changes.pop("repeatable", False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    case = named("rank 2", window="tile", **changes)
+    tensors = make_tensors(case)
+    truth, same, ours = (
+        _everything(case, tensors, impl, dtype)
+        for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype))
+    )
+    assert_as_near_float64(truth, same, ours, _size)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, whose maximum the interpreter takes
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_nan_reaches_no_pair_that_is_none_in_a_tile(causal):
+    case = named("rank 1", grid=(70,), kappa=1, causal=causal, window="tile")
+    for which in range(3):
+        tensors = make_tensors(case)
+        tensors.matches.index.copy_(torch.arange(70).reshape(1, 1, 70, 1))
+        (tensors.q, tensors.k, tensors.v)[which][0, 0, 40, 1] = torch.nan
+        ours, theirs = (
+            run_attend(case, tensors, tensors.leaves(torch.float32), impl) for impl in ("triton", "reference")
+        )
+        assert torch.equal(ours.out.isnan(), theirs.out.isnan())
+        assert torch.equal(ours.lse.isnan(), theirs.lse.isnan())
+        leaves = tensors.leaves(torch.float32)
+        dq, dk, dv = gradients(run_attend(case, tensors, leaves, "triton"), leaves)
+        assert dq[0, 0, :40].isfinite().all() == (causal or which == 0)
+        assert dq[0, 0, 64:].isfinite().all()
+        if causal and which == 0:
+            assert dk[0, 0, 41:].isfinite().all()
+            assert dv[0, 0, 41:].isfinite().all()
 
 
 def _everything(case, tensors, impl, dtype):
     leaves = tensors.leaves(dtype)
     attended = run_attend(case, tensors, leaves, impl)
     return [attended.out.detach(), attended.lse.detach(), *gradients(attended, leaves)]
-
-
-def _error(x, exact):
-    return _size(torch.where(exact.isfinite(), x.double() - exact, 0))
 
 
 def _size(x):

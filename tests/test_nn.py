@@ -406,7 +406,7 @@ def test_an_estimator_takes_the_place_of_the_windows():
     assert fewer.in_proj_weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("settings", [{"search": None}, {"dropout": 0.1}, {"estimator": 512}])
+@pytest.mark.parametrize("settings", [{"search": None}, {"dropout": 0.1}, {"estimator": 512}, {"window": "tile"}])
 def test_an_estimator_that_does_not_fit_is_refused(settings):
     with pytest.raises((ValueError, TypeError), match=r"estimator|method must be"):
         GridAttention(16, 2, **({"estimator": scram.Hybrid()} | settings))

@@ -22,6 +22,9 @@ def test_numba_is_for_cpu_tensors_and_named_scores():
     assert reasons("numba") == reasons("numba", dtype=torch.bfloat16) == reasons("numba", dtype=torch.float64) == []
     assert reasons("numba", device=CUDA) == ["it runs on CPU tensors, these are on cuda"]
     assert reasons("numba", score=torch.dot) == ["a callable score runs in the reference only"]
+    assert reasons("numba", window="tile") == [
+        "it attends window='query' only; the reference takes window='tile' on a CPU"
+    ]
 
 
 def test_triton_is_for_cuda_tensors(monkeypatch):

@@ -17,6 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCORES = ("dot", "cosine", "l2")
 WEIGHTS = ("softmax", "mean", "relu")
 METHODS = ("auto", "query", "tile")
+WINDOWS = ("query", "tile")
 PROPAGATE = ("shift", "stay", "both", "turns")
 IMPLS = ("auto", "reference", "numba", "triton")
 MAX_RANK = 4

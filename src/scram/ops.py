@@ -6,6 +6,7 @@
     attend(q, k, v, index, key_mask, k_extra, v_extra, seed, *, radius, causal, scale, weight, dropout_p) -> out, lse
     attend_backward(grad_out, grad_lse, <the tensors of attend>, out, lse, *, <its settings>)
         -> dq, dk, dv, dk_extra or None, dv_extra or None
+    tile_attend, tile_attend_backward(<the same>), where `pick` lets them run
 on prepared features (q and k of one dtype, v perhaps of another), and is loaded when first called.
 """
 
@@ -38,7 +39,7 @@ torch.library.define(
 _ATTEND = (
     "Tensor q, Tensor k, Tensor v, Tensor index, Tensor? key_mask, Tensor? k_extra, Tensor? v_extra, Tensor? seed, "
 )
-_HOW = "int[] radius, bool causal, float scale, str weight, float dropout_p, str impl"
+_HOW = "int[] radius, bool causal, float scale, str weight, float dropout_p, str window, str impl"
 torch.library.define("scram::attend", f"({_ATTEND}{_HOW}) -> (Tensor, Tensor)")
 torch.library.define(
     "scram::attend_backward",
@@ -100,9 +101,10 @@ def attend(
     extra: tuple[Tensor, Tensor] | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    window: str,
     impl: str,
 ) -> Attended:
-    """As `reference.attend`, by the engine `impl`."""
+    """As `reference.attend` or `reference.tile_attend`, by the engine `impl`."""
     k_extra, v_extra = (None, None) if extra is None else extra
     if not torch.compiler.is_compiling():
         if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in (q, k, v, k_extra, v_extra)):
@@ -110,7 +112,7 @@ def attend(
         if index.is_inference() and torch.is_grad_enabled():
             index = index.clone()  # autograd keeps no inference tensor
     tensors = (q, k, v, index, key_mask, k_extra, v_extra, dropout_seed)
-    how = (list(radius), causal, scale, weight, dropout_p, impl)
+    how = (list(radius), causal, scale, weight, dropout_p, window, impl)
     run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.scram.attend
     if _transformed():
         run = _Attend.apply
@@ -188,13 +190,15 @@ def _search_shapes(q: Tensor, k: Tensor, seed: Tensor, key_mask: Any, warm: Any,
 
 
 def _settings(how: Sequence[Any]) -> dict[str, Any]:
-    radius, causal, scale, weight, dropout_p, _ = how
+    radius, causal, scale, weight, dropout_p, *_ = how
     return {"radius": tuple(radius), "causal": causal, "scale": scale, "weight": weight, "dropout_p": dropout_p}
 
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, how = arguments[:8], arguments[8:]
-    result: tuple[Tensor, Tensor] = _engine(how[-1]).attend(*tensors, **_settings(how))
+    engine = _engine(how[-1])
+    run = engine.tile_attend if how[-2] == "tile" else engine.attend
+    result: tuple[Tensor, Tensor] = run(*tensors, **_settings(how))
     return result
 
 
@@ -209,7 +213,9 @@ def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Te
 
 def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
     tensors, how = arguments[:12], arguments[12:]
-    grads = _engine(how[-1]).attend_backward(*tensors, **_settings(how))
+    engine = _engine(how[-1])
+    run = engine.tile_attend_backward if how[-2] == "tile" else engine.attend_backward
+    grads = run(*tensors, **_settings(how))
     return tuple(tensors[2].new_empty(0) if grad is None else grad for grad in grads)
 
 

@@ -21,6 +21,7 @@ class Request(NamedTuple):
     dtype: torch.dtype
     score: Score = "dot"
     explicit: bool = False
+    window: str = "query"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def _numba_reasons(request: Request) -> list[str]:
     why = _missing("numba") + _not_a_dot_product(request)
     if request.device.type != "cpu":
         why.append(f"it runs on CPU tensors, these are on {request.device.type}")
+    if request.window == "tile":
+        why.append("it attends window='query' only; the reference takes window='tile' on a CPU")
     return why
 
 
@@ -73,14 +76,14 @@ IMPLEMENTATIONS = (
 )
 
 
-def choose(impl: str, device: torch.device, dtype: torch.dtype, score: Score = "dot") -> str:
+def choose(impl: str, device: torch.device, dtype: torch.dtype, score: Score = "dot", window: str = "query") -> str:
     """The implementation of that name, or for "auto" the first that can run; an error with every reason otherwise.
 
     >>> choose("auto", torch.device("cpu"), torch.float64, score=lambda q, k: (q - k).abs().sum(-1))
     'reference'
     """
     check.one_of("impl", impl, check.IMPLS)
-    request = Request(device, dtype, score, explicit=impl != "auto")
+    request = Request(device, dtype, score, explicit=impl != "auto", window=window)
     reasons = {}
     for one in IMPLEMENTATIONS:
         if impl in ("auto", one.name):

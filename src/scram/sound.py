@@ -38,6 +38,7 @@ def attend(
     weight: str,
     extra: tuple[Tensor, Tensor] | None,
     dropout_p: float,
+    window: str = "query",
 ) -> tuple[int, ...]:
     """What `attend` takes besides; returns the radius of each axis."""
     check.values(q, k, v)
@@ -45,12 +46,13 @@ def attend(
     check.weight(weight)
     check.extra(q, k, v, extra)
     check.dropout(dropout_p)
+    check.one_of("window", window, check.WINDOWS)
     return check.radius(radius, q.ndim - 3)
 
 
-# By what a sound call was judged -> its radii and implementation. To check a call takes longer than to search a small
+# By what a sound call was judged -> its radii and implementations. To check a call takes longer than to search a small
 # grid, so what was found sound once is not checked again.
-_sound: dict[tuple[Any, ...], tuple[tuple[int, ...], str]] = {}
+_sound: dict[tuple[Any, ...], tuple[tuple[int, ...], str, str]] = {}
 
 
 def attention(
@@ -65,14 +67,15 @@ def attention(
     weight: str,
     extra: tuple[Tensor, Tensor] | None,
     dropout_p: float,
+    window: str,
     impl: str,
-) -> tuple[tuple[int, ...], str]:
-    """`scores` and `attend` for the whole; returns the radius of each axis and the implementation that runs."""
+) -> tuple[tuple[int, ...], str, str]:
+    """`scores` and `attend` for the whole; returns the radius of each axis and who searches and who attends."""
     kind = None
     if key_mask is None and extra is None and radius.__class__ is int and ops.idle((q, k, v)):
         shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
         places = (q.device, k.device, v.device, q.layout, k.layout, v.layout)
-        options = (causal, score, radius, scale, weight, dropout_p, impl)
+        options = (causal, score, radius, scale, weight, dropout_p, window, impl)
         kind = (*shapes, *dtypes, *places, *options, *[x.__class__ for x in options])  # 1 == True
         try:
             known = _sound.get(kind)
@@ -81,10 +84,11 @@ def attention(
         if known is not None:
             return known
     scores(q, k, causal, key_mask, score)
-    window = attend(q, k, v, radius, scale, weight, extra, dropout_p)
-    chosen = pick.choose(impl, q.device, q.dtype, score)
+    radii = attend(q, k, v, radius, scale, weight, extra, dropout_p, window)
+    attends = pick.choose(impl, q.device, q.dtype, score, window)
+    found = radii, pick.choose(impl, q.device, q.dtype, score), attends
     if kind is not None:
         if len(_sound) >= MOST_SOUND:
             _sound.clear()
-        _sound[kind] = window, chosen
-    return window, chosen
+        _sound[kind] = found
+    return found

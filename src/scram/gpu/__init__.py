@@ -7,5 +7,18 @@ from .hybrid_backward import tail_backward
 from .sample import sample, sample_backward
 from .search import search
 from .tile import tile_search
+from .tile_attend import tile_attend
+from .tile_attend_backward import tile_attend_backward
 
-__all__ = ["attend", "attend_backward", "sample", "sample_backward", "search", "tail", "tail_backward", "tile_search"]
+__all__ = [
+    "attend",
+    "attend_backward",
+    "sample",
+    "sample_backward",
+    "search",
+    "tail",
+    "tail_backward",
+    "tile_attend",
+    "tile_attend_backward",
+    "tile_search",
+]

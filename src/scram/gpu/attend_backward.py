@@ -89,7 +89,7 @@ def attend_backward(
     if repeatable and dk_extra is not None and dv_extra is not None:
         # [rows * tiles, X, width] -> [key rows, X, width]
         dk_extra, dv_extra = (x.reshape(key_rows, -1, *x.shape[1:]).sum(1) for x in (dk_extra, dv_extra))
-    return dq, dk.to(k.dtype), dv.to(v.dtype), _like(dk_extra, k_extra), _like(dv_extra, v_extra)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), like(dk_extra, k_extra), like(dv_extra, v_extra)
 
 
 @lru_cache(maxsize=256)
@@ -107,7 +107,8 @@ def _kernel(
     return Kernel(backward_kernel, programs, constants)
 
 
-def _like(grad: Tensor | None, given: Tensor | None) -> Tensor | None:
+def like(grad: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """A gradient in the shape and dtype of what it belongs to."""
     return None if grad is None or given is None else grad.reshape(given.shape).to(given.dtype)
 
 

@@ -50,6 +50,19 @@ WEIGH_REGISTERS, REGISTERS_FOR = 96, range(2, 5)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+# Attention of tiles: how many corners one program sorts, its warps, and how many of a list it takes at a time. H200,
+# 512x512, one and four matches, us: 23, 43 (1 warp, 64); 23, 45 (2 warps); 27, 48 (4); 22, 46 (2 warps, 32)
+MOST_SORTED, LIST_WARPS, LIST_BLOCK = 1024, 1, 64
+# Keys per product, warps, stages at most. E=64 bf16, one match on stereo and four on un-normalised features, us:
+#   forward   113, 352 (64, 4, 3); 120, 355 (64, 4, 2); 147, 456 (64, 4, 1); 133, 366 (128, 4, 3); 132, 466 (32, 2, 3)
+#   backward 451, 1549 (64, 4, 2); 452, 1527 (64, 4, 3); 516, 1802 (64, 4, 1); 506, 1876 (32, 2, 2)
+# Eight warps took two to three times as long. For float32 two warps, as in the hybrid.
+TILE_FORWARD, TILE_FORWARD_EXACT = (64, 4, 3), (32, 2, 2)
+TILE_BACKWARD, TILE_BACKWARD_EXACT = (64, 4, 2), (32, 2, 1)
+TILE_COLLECT, TILE_COLLECT_EXACT = (16, 4, 2), (16, 2, 1)
+TILE_WIDTH, TILE_WIDTH_EXACT = 128, 64  # features of one product; more come in pieces
+
+
 @lru_cache(maxsize=256)
 def search_tile(rank: int, width: int, dtype: torch.dtype, earlier: bool = False) -> dict[str, Any]:
     size = max(16, triton.next_power_of_2(width * dtype.itemsize))
@@ -97,6 +110,14 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     stages = 3 if wide == WEIGH_PIECE or matches > 1 else 2
     block.update(num_warps=WEIGH_WARPS, num_stages=stages, enable_fp_fusion=True)
     return {**block, "maxnreg": WEIGH_REGISTERS} if matches in REGISTERS_FOR else block
+
+
+@lru_cache(maxsize=256)
+def tile_pieces(width: int, value_width: int, narrow: bool) -> dict[str, int]:
+    """Features and values of the attention of tiles in pieces that matrix products take; `narrow`: 16 bits each."""
+    most = TILE_WIDTH if narrow else TILE_WIDTH_EXACT
+    w, fw = (max(16, min(most, triton.next_power_of_2(x))) for x in (width, value_width))
+    return {"W": w, "PIECES": -(-width // w), "FW": fw, "FPIECES": -(-value_width // fw)}
 
 
 def _blocks(

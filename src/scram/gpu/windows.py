@@ -169,9 +169,10 @@ def rough_weight(s, ok, lse):
 @triton.jit
 def kept(key, noise, threshold, keep, DROPOUT: tl.constexpr):
     """What dropout makes of a weight: a factor."""
+    factor = (key * 0 + 1).to(tl.float32)
     if DROPOUT:
-        return tl.where(absorb(noise, key) >= threshold.to(tl.uint32), keep, 0.0)
-    return (key * 0 + 1).to(tl.float32)
+        factor = tl.where(absorb(noise, key) >= threshold.to(tl.uint32), keep, 0.0)
+    return factor
 
 
 @triton.jit

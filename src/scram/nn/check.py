@@ -28,8 +28,8 @@ def multi_head(mha: Any) -> None:
         raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
 
 
-def estimator(method: Any, search: Any, dropout: float) -> None:
-    """None, or settings of `scram.estimate`, which starts from matches and knows no dropout."""
+def estimator(method: Any, search: Any, dropout: float, window: str) -> None:
+    """None, or settings of `scram.estimate`, which starts from matches and knows neither dropout nor tiles."""
     if method is None:
         return
     check.estimator(method, None)
@@ -37,6 +37,10 @@ def estimator(method: Any, search: Any, dropout: float) -> None:
         raise ValueError("an estimator starts from matches: give search=scram.Search(), or estimator=None to be dense")
     if dropout:
         raise ValueError(f"dropout must be 0 with an estimator, got {dropout}; drop out the layer's output instead")
+    if window != "query":
+        raise ValueError(
+            f"window must be 'query' with an estimator, got {window!r}; its head is each query's own windows"
+        )
 
 
 def channels_last(name: str, x: Any, width: int) -> None:

@@ -28,7 +28,7 @@ class GridAttention(Searching):
             as in `nn.MultiheadAttention`; dropout acts on the weights, in training mode only.
         batch_first: True; there is no other order.
         search: how to look for keys; None attends densely, with the same weights, to compare or to train.
-        radius, causal, scale, score: as in `scram.attention`.
+        radius, causal, scale, score, window: as in `scram.attention`; an estimator takes window="query" only.
         keep_matches: in evaluation mode each call starts from the matches of the call before, where the shapes
             agree (video frames, denoising steps). They are not part of the state dict; `reset()` forgets them.
         warm_search: settings for calls that start from matches, such as fewer sweeps; None: those of `search`.
@@ -62,17 +62,18 @@ class GridAttention(Searching):
         keep_matches: bool = False,
         warm_search: Search | None = None,
         estimator: Estimator | None = None,
+        window: str = "query",
         impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(search, warm_search, radius, keep_matches, impl)
+        super().__init__(search, warm_search, radius, keep_matches, window, impl)
         fits.heads(embed_dim, num_heads)
         fits.batch_first(batch_first)
         check.dropout(dropout)
         check.scale(scale)
         check.score(score)
-        fits.estimator(estimator, search, dropout)
+        fits.estimator(estimator, search, dropout, window)
         self.estimator = estimator
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.kdim = embed_dim if kdim is None else check.whole("kdim", kdim, 1)
@@ -173,7 +174,7 @@ class GridAttention(Searching):
             how: dict[str, Any] = {"radius": self.radius, "causal": self.causal, "key_mask": mask, "extra": extra}
             how |= {"scale": self.scale, "score": self.score, "impl": self.impl}
             if self.estimator is None:
-                out = api.attend(q, k, v, found, dropout_p=dropout, **how).out
+                out = api.attend(q, k, v, found, dropout_p=dropout, window=self.window, **how).out
             else:
                 out = api.estimate(q, k, v, found, method=self.estimator, **how).out
         return self._join(out)

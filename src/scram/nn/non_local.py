@@ -30,7 +30,7 @@ class NonLocalBlock(Searching):
         form: "embedded_gaussian", exp(theta.phi); "gaussian", exp(x.x); "dot_product", theta.phi; "concatenation",
             relu(w.[theta, phi]).
         norm: batch normalisation after the last convolution.
-        search, radius, keep_matches, warm_search, impl: as in `GridAttention`.
+        search, radius, keep_matches, warm_search, window, impl: as in `GridAttention`.
 
     >>> x = torch.randn(2, 16, 12, 12)
     >>> bool((NonLocalBlock(16)(x) == x).all())
@@ -51,12 +51,13 @@ class NonLocalBlock(Searching):
         radius: int | Sequence[int] = 1,
         keep_matches: bool = False,
         warm_search: Search | None = None,
+        window: str = "query",
         impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check.settings(search, Search)
-        super().__init__(search, warm_search, radius, keep_matches, impl)
+        super().__init__(search, warm_search, radius, keep_matches, window, impl)
         self.channels = check.whole("channels", channels, 1)
         inner = max(channels // 2, 1) if inner_channels is None else check.whole("inner_channels", inner_channels, 1)
         self.form = check.one_of("form", form, self.FORMS)
@@ -84,9 +85,8 @@ class NonLocalBlock(Searching):
         q, k, weight = self._pair(x)
         v = self._last(self.g(x))
         found = self._find(q, k, warm, False, key_mask, "dot")
-        y = api.attend(
-            q, k, v, found, radius=self.radius, key_mask=key_mask, scale=1.0, weight=weight, impl=self.impl
-        ).out
+        how: dict[str, Any] = {"radius": self.radius, "window": self.window, "impl": self.impl}
+        y = api.attend(q, k, v, found, key_mask=key_mask, scale=1.0, weight=weight, **how).out
         change: Tensor = self.out(y.squeeze(1).movedim(-1, 1))
         return x + (change if self.norm is None else self.norm(change))
 

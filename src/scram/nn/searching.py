@@ -23,6 +23,7 @@ class Searching(nn.Module):
         warm_search: Search | None,
         radius: int | Sequence[int],
         keep_matches: bool,
+        window: str,
         impl: str,
     ) -> None:
         super().__init__()
@@ -34,6 +35,7 @@ class Searching(nn.Module):
         check.radius(radius, len(radius) if isinstance(radius, Sequence) else 1)
         self.search, self.warm_search = search, warm_search
         self.radius, self.impl = radius, impl
+        self.window = check.one_of("window", window, check.WINDOWS)
         self.keep_matches = check.flag("keep_matches", keep_matches)
         self.register_buffer("kept_index", None, persistent=False)
         self.register_buffer("kept_score", None, persistent=False)

@@ -6,5 +6,6 @@ from .metropolis import metropolis
 from .search import search
 from .snis import snis
 from .tile import tile_search
+from .tile_attend import tile_attend
 
-__all__ = ["attend", "metropolis", "search", "snis", "tail", "tile_search"]
+__all__ = ["attend", "metropolis", "search", "snis", "tail", "tile_attend", "tile_search"]

@@ -1,0 +1,120 @@
+"""Pairs of a tile's queries and of keys: products over the whole width, and what keys are owed in the backward pass.
+
+Features wider than one product come in pieces. A program owns one piece of what it sums; the others it only reads.
+"""
+
+# Kernels carry no types that mypy knows.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .cells import rows_at
+from .shared import LOG2E, finite, powers, product
+from .windows import kept, pair_gradient, rough_weight
+
+LEAST = tl.constexpr(-1e30)  # where a maximum of scores begins that have yet to be scaled
+
+
+@triton.jit
+def dots(
+    own, row, query, valid, base, at, there, piece, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
+    WEIGHT: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Rows `query` at `row` times rows `at` of `base` [LANES, BN], and of the latter the program's own piece.
+
+    `own` is that piece of the former.
+    """
+    total, theirs = tl.zeros([LANES, BN], tl.float32), rows_at(base, at, there, piece, E, W, WEIGHT)
+    if PIECES == 1:
+        total = product(own, tl.trans(theirs), total)
+    else:
+        for n in range(PIECES):
+            other = rows_at(base, at, there, n, E, W, WEIGHT)
+            total = product(rows_at(row, query, valid, n, E, W, WEIGHT), tl.trans(other), total)
+    return total, theirs
+
+
+@triton.jit
+def pairs_of(key, there, query, CAUSAL: tl.constexpr):
+    """Which keys [BN] a query may attend: [1, BN], under causal order [LANES, BN]."""
+    ok = there[None, :]
+    if CAUSAL:
+        ok = ok & (key[None, :] <= query[:, None])
+    return ok
+
+
+@triton.jit
+def scaled_powers(s, top, scale, NARROW: tl.constexpr):
+    """exp(scale (s - top)). With a fused product one instruction less; where that is not, a large s loses digits."""
+    each = scale * LOG2E
+    return tl.exp2(s * each - top * each) if NARROW else powers(s * scale, top * scale)
+
+
+@triton.jit
+def weights(s, ok, norm, scale, NARROW: tl.constexpr):
+    """exp(scale s - norm), up to a factor that all pairs of a query share: norm has been rounded."""
+    if NARROW:
+        p = tl.where(ok, tl.exp2(s * (scale * LOG2E) - (norm * LOG2E)[:, None]), 0.0)
+    else:
+        p = rough_weight(s * scale, ok, norm[:, None])
+    return p
+
+
+@triton.jit
+def slopes(
+    s, dp, ok, norm, over, shift, name, noise, threshold, keep, scale,
+    WEIGHT: tl.constexpr, DROPOUT: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """The weight of every value in out, and the gradient of every score."""
+    if NARROW:
+        p = weights(s, ok, norm, scale, NARROW) * over[:, None]
+        if DROPOUT:
+            r = kept(name[None, :], noise[:, None], threshold, keep, DROPOUT)
+            ds, p = p * (r * dp - shift[:, None]), p * r
+        else:
+            ds = p * (dp - shift[:, None])
+    else:
+        p, ds = pair_gradient(
+            s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], name[None, :], noise[:, None],
+            threshold, keep, WEIGHT, DROPOUT,
+        )  # fmt: skip
+    return p, ds * scale
+
+
+@triton.jit
+def fine_product(a, b, total, NARROW: tl.constexpr):
+    """total + a @ b, where a is float32 and b may not be; of NARROW features a keeps twice the digits of b."""
+    rounded = a.to(b.dtype)
+    if NARROW:
+        total = product((a - rounded.to(tl.float32)).to(b.dtype), b, total)
+    return product(rounded, b, total)
+
+
+@triton.jit
+def spoils(wish):
+    """Whose gradient is not finite."""
+    return tl.max(tl.where(tl.abs(wish.to(tl.float32)) < float("inf"), 0, 1), 1) > 0
+
+
+@triton.jit
+def owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL: tl.constexpr, NARROW: tl.constexpr):
+    """k_sum + ds^T q, v_sum + p^T grad_out. Under causal order a pair that is none must not spoil the others'."""
+    if CAUSAL:
+        p = tl.where(ok & spoils(wish)[:, None], float("nan"), p)
+        mine, wish = finite(mine), finite(wish)
+    return fine_product(tl.trans(ds), mine, k_sum, NARROW), fine_product(tl.trans(p), wish, v_sum, False)
+
+
+@triton.jit
+def put_owed(base, at, there, piece, x, E: tl.constexpr, W: tl.constexpr, ADD: tl.constexpr):
+    """A piece of the rows base[at], plus x by atomics, or x where the rows are the program's own."""
+    e, here = piece * W + tl.arange(0, W)[None, :], there[:, None]
+    if E != W:
+        here = here & (e < E)
+    to = base + at.to(tl.int64)[:, None] * E + e
+    if ADD:
+        tl.atomic_add(to, x, mask=here, sem="relaxed")
+    else:
+        tl.store(to, x.to(base.dtype.element_ty), mask=here)
