@@ -110,7 +110,7 @@ def test_in_the_interpreter():
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    tests = len(FIELDS) + len(TILES) + 2 * len(WINDOWS) + len(TILE_WINDOWS) + 28
+    tests = len(FIELDS) + len(TILES) + 2 * len(WINDOWS) + len(TILE_WINDOWS) + 30
     assert f"{tests} passed" in done.stdout, done.stdout[-500:]
 
 
@@ -279,6 +279,21 @@ def test_tiles_of_all_sizes(changes, monkeypatch):
         for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype))
     )
     assert_as_near_float64(truth, same, ours, _size)
+
+
+@interpreted
+@pytest.mark.parametrize("repeatable", [False, True])
+def test_small_gradients_of_float16_keep_their_digits(repeatable, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    case = named("float16", window="tile", extra=0)
+    tensors = make_tensors(case)
+    found = []
+    for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype)):
+        leaves = tensors.leaves(dtype)
+        out = run_attend(case, tensors, leaves, impl).out
+        small = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)) / 2**14
+        found.append(torch.autograd.grad(out, leaves, small.half().to(dtype)))
+    assert_as_near_float64(*found, _size)
 
 
 @interpreted

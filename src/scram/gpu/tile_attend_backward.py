@@ -25,7 +25,7 @@ from .noise import absorb, row_state
 from .shared import finite
 from .tile_attend import CELL, tile_count
 from .tile_keys import backward_flags, collect
-from .tile_pairs import dots, fine_product, owed, pairs_of, put_owed, slopes, weights
+from .tile_pairs import dots, fine_product, owed, pairs_of, put_owed, slopes, unit_of, weights
 from .tiles import TILE_BACKWARD, TILE_BACKWARD_EXACT
 from .windows import SETTINGS, Flags, kept, window_arguments
 
@@ -156,6 +156,7 @@ def tile_backward_kernel(
             tl.store(sums + point * 2, over, mask=valid)
             tl.store(sums + point * 2 + 1, shift, mask=valid)
 
+    unit = unit_of(wish) if NARROW else 1.0
     mixed = tl.zeros([LANES, W], tl.float32)
     for begin in range(0, last, BN):
         key = keys_at(
@@ -166,13 +167,13 @@ def tile_backward_kernel(
         s, theirs = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
         dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
         p, ds = slopes(
-            s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, WEIGHT, DROPOUT, NARROW
+            s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, unit, WEIGHT, DROPOUT, NARROW
         )  # fmt: skip
         # Under causal order a slope may be 0 where a key is not finite; where it is not, the slope is NaN.
         mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, NARROW)
         if not REPEATABLE:
             k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
-            k_sum, v_sum = owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
+            k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
             put_owed(dk + source * keys * E, key, there, piece, k_sum, E, W, True)
             put_owed(dv + source * keys * F, key, there, piece, v_sum, F, FW, True)
     if k_extra is not None:
@@ -184,11 +185,11 @@ def tile_backward_kernel(
             s, theirs = dots(mine, q_row, query, valid, k_more, x, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
             dp, _ = dots(wish, wish_row, query, valid, v_more, x, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
             p, ds = slopes(
-                s, dp, ok, norm, over, shift, keys + x, noise, threshold, keep, scale, WEIGHT, DROPOUT, NARROW
+                s, dp, ok, norm, over, shift, keys + x, noise, threshold, keep, scale, unit, WEIGHT, DROPOUT, NARROW
             )  # fmt: skip
             mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, NARROW)
             k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
-            k_sum, v_sum = owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
+            k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
             put_owed(dk_extra + slot * E, x, there, piece, k_sum, E, W, not REPEATABLE)
             put_owed(dv_extra + slot * F, x, there, piece, v_sum, F, FW, not REPEATABLE)
-    put_owed(dq + row * queries * E, query, valid, piece, mixed, E, W, False)
+    put_owed(dq + row * queries * E, query, valid, piece, mixed / unit, E, W, False)

@@ -20,7 +20,7 @@ from .grid import lane_query, points, tile_at
 from .launch import Kernel
 from .noise import absorb, row_state
 from .tile_attend import CELL, tile_flags
-from .tile_pairs import dots, owed, pairs_of, put_owed, slopes
+from .tile_pairs import dots, owed, pairs_of, put_owed, slopes, unit_of
 from .tiles import TILE_COLLECT, TILE_COLLECT_EXACT
 from .windows import SETTINGS
 
@@ -97,11 +97,12 @@ def tile_collect_kernel(
         over = tl.load(sums + point * 2, mask=valid, other=0.0)
         shift = tl.load(sums + point * 2 + 1, mask=valid, other=0.0)
         noise = absorb(row_state(SEED, low, high, row), query)
+        unit = unit_of(wish) if NARROW else 1.0
         s, _ = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
         dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
         p, ds = slopes(
-            s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, WEIGHT, DROPOUT, NARROW
+            s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, unit, WEIGHT, DROPOUT, NARROW
         )  # fmt: skip
-        k_sum, v_sum = owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
+        k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
     put_owed(dk + source * keys * E, key, own, piece, k_sum, E, W, False)
     put_owed(dv + source * keys * F, key, own, piece, v_sum, F, FW, False)

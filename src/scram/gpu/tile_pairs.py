@@ -64,10 +64,10 @@ def weights(s, ok, norm, scale, NARROW: tl.constexpr):
 
 @triton.jit
 def slopes(
-    s, dp, ok, norm, over, shift, name, noise, threshold, keep, scale,
+    s, dp, ok, norm, over, shift, name, noise, threshold, keep, scale, unit,
     WEIGHT: tl.constexpr, DROPOUT: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """The weight of every value in out, and the gradient of every score."""
+    """The weight of every value in out, and the gradient of every score times `unit`."""
     if NARROW:
         p = weights(s, ok, norm, scale, NARROW) * over[:, None]
         if DROPOUT:
@@ -80,7 +80,7 @@ def slopes(
             s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], name[None, :], noise[:, None],
             threshold, keep, WEIGHT, DROPOUT,
         )  # fmt: skip
-    return p, ds * scale
+    return p, ds * (scale * unit)
 
 
 @triton.jit
@@ -93,18 +93,32 @@ def fine_product(a, b, total, NARROW: tl.constexpr):
 
 
 @triton.jit
+def unit_of(wish):
+    """A power of two that lifts slopes off the smallest numbers of float16, which have few digits; else 1."""
+    unit = 1.0
+    if wish.dtype == tl.float16:
+        most = tl.max(tl.max(tl.abs(finite(wish).to(tl.float32)), 1), 0)
+        unit = tl.exp2(-tl.floor(tl.log2(tl.maximum(most, 2.0**-24))) - 4.0)
+    return unit
+
+
+@triton.jit
 def spoils(wish):
     """Whose gradient is not finite."""
     return tl.max(tl.where(tl.abs(wish.to(tl.float32)) < float("inf"), 0, 1), 1) > 0
 
 
 @triton.jit
-def owed(p, ds, ok, mine, wish, k_sum, v_sum, CAUSAL: tl.constexpr, NARROW: tl.constexpr):
-    """k_sum + ds^T q, v_sum + p^T grad_out. Under causal order a pair that is none must not spoil the others'."""
+def owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL: tl.constexpr, NARROW: tl.constexpr):
+    """k_sum + ds^T q / unit, v_sum + p^T grad_out. Under causal order no pair that is none may spoil the others'."""
     if CAUSAL:
         p = tl.where(ok & spoils(wish)[:, None], float("nan"), p)
         mine, wish = finite(mine), finite(wish)
-    return fine_product(tl.trans(ds), mine, k_sum, NARROW), fine_product(tl.trans(p), wish, v_sum, False)
+    if wish.dtype == tl.float16 and NARROW:
+        k_sum += fine_product(tl.trans(ds), mine, k_sum * 0.0, NARROW) / unit
+    else:
+        k_sum = fine_product(tl.trans(ds), mine, k_sum, NARROW)
+    return k_sum, fine_product(tl.trans(p), wish, v_sum, False)
 
 
 @triton.jit
