@@ -22,8 +22,8 @@ from .cells import cells_of, keys_at, rows_at
 from .grid import lane_query, points, tile_at, tile_shape, tiles
 from .launch import Kernel, on_device
 from .noise import absorb, row_state
-from .shared import finite, product, stages
-from .tile_pairs import LEAST, dots, pairs_of, scaled_powers
+from .shared import LN2, finite, product, stages
+from .tile_pairs import LEAST, dots, in_powers, pairs_of, powers_of
 from .tiles import TILE_FORWARD, TILE_FORWARD_EXACT, tile_pieces
 from .windows import SETTINGS, Flags, weigh, window_arguments, window_flags
 
@@ -142,7 +142,7 @@ def tile_attend_kernel(
     if WEIGHT == "softmax":
         some = ~(total == 0.0)  # a NaN is some
         whole = tl.where(some, total, 1.0)
-        norm = tl.where(some, tl.log(whole) + top * scale, -float("inf"))
+        norm = tl.where(some, tl.log(whole) + (top * LN2 if NARROW else top), -float("inf"))
     else:
         whole = tl.maximum(seen, 1.0)
         norm = tl.where(seen > 0, tl.log(whole), -float("inf"))
@@ -167,11 +167,9 @@ def mix_block(
     """BN more keys: the running maximum, normaliser, number of keys and weighted sum of values of each query."""
     s, _ = dots(mine, q_row, query, valid, k_row, at, there, 0, E, W, PIECES, WEIGHT, LANES, BN)
     if WEIGHT == "softmax":
-        s = tl.where(ok, s, -float("inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        # A fused product less a rounded one is not 0 for equal tops, and LEAST would make it infinite.
-        shrink = tl.where(higher == top, 1.0, scaled_powers(top, higher, scale, NARROW))
-        p = scaled_powers(s, higher[:, None], scale, NARROW)
+        s, each = tl.where(ok, s, -float("inf")), in_powers(scale, NARROW)
+        higher = tl.maximum(top, tl.max(s, 1) * each)
+        shrink, p = powers_of(top, higher, NARROW), powers_of(s * each, higher[:, None], NARROW)
         total, top = total * shrink + tl.sum(p, 1), higher
         mixed *= shrink[:, None]
     else:

@@ -137,7 +137,7 @@ def tile_backward_kernel(
             p = weights(s, ok, norm, scale, NARROW)
             total += tl.sum(p, 1)
             factor = kept(key[None, :], noise[:, None], threshold, keep, DROPOUT)
-            shift += tl.sum(tl.where(ok, p * factor * dp, 0.0), 1)
+            shift += tl.sum(tl.where(ok & (factor > 0), p * factor * dp, 0.0), 1)
         if k_extra is not None:
             for begin in range(0, extras, BN):
                 x = begin + tl.arange(0, BN)
@@ -148,7 +148,7 @@ def tile_backward_kernel(
                 p = weights(s, ok, norm, scale, NARROW)
                 total += tl.sum(p, 1)
                 factor = kept((keys + x)[None, :], noise[:, None], threshold, keep, DROPOUT)
-                shift += tl.sum(tl.where(ok, p * factor * dp, 0.0), 1)
+                shift += tl.sum(tl.where(ok & (factor > 0), p * factor * dp, 0.0), 1)
         over = 1 / tl.where(total == 0, 1.0, total)
         shift = shift * over - tl.load(grad_lse + point, mask=valid, other=0.0)
     if REPEATABLE:  # noqa: SIM102 - what is known to the compiler apart

@@ -14,7 +14,7 @@ from .cells import rows_at
 from .shared import LOG2E, finite, powers, product
 from .windows import kept, pair_gradient, rough_weight
 
-LEAST = tl.constexpr(-1e30)  # where a maximum of scores begins that have yet to be scaled
+LEAST = tl.constexpr(-1e30)  # where a maximum of scores begins: -inf - -inf would be NaN
 
 
 @triton.jit
@@ -46,17 +46,23 @@ def pairs_of(key, there, query, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def scaled_powers(s, top, scale, NARROW: tl.constexpr):
-    """exp(scale (s - top)). With a fused product one instruction less; where that is not, a large s loses digits."""
-    each = scale * LOG2E
-    return tl.exp2(s * each - top * each) if NARROW else powers(s * scale, top * scale)
+def in_powers(scale, NARROW: tl.constexpr):
+    """What a score is multiplied by: so that it is a power of two for NARROW features, of e for others."""
+    return scale * LOG2E if NARROW else scale
+
+
+@triton.jit
+def powers_of(s, top, NARROW: tl.constexpr):
+    """exp(s - top) of what `in_powers` made. Of two it is one instruction with the product, which is then not rounded;
+    where it is, as in Triton's interpreter, a large score loses digits: hence for NARROW features only."""
+    return tl.exp2(s - top) if NARROW else powers(s, top)
 
 
 @triton.jit
 def weights(s, ok, norm, scale, NARROW: tl.constexpr):
     """exp(scale s - norm), up to a factor that all pairs of a query share: norm has been rounded."""
     if NARROW:
-        p = tl.where(ok, tl.exp2(s * (scale * LOG2E) - (norm * LOG2E)[:, None]), 0.0)
+        p = tl.where(ok, tl.exp2(s * in_powers(scale, NARROW) - (norm * LOG2E)[:, None]), 0.0)
     else:
         p = rough_weight(s * scale, ok, norm[:, None])
     return p
@@ -72,7 +78,8 @@ def slopes(
         p = weights(s, ok, norm, scale, NARROW) * over[:, None]
         if DROPOUT:
             r = kept(name[None, :], noise[:, None], threshold, keep, DROPOUT)
-            ds, p = p * (r * dp - shift[:, None]), p * r
+            ds = p * (tl.where(r == 0, 0.0, r * dp) - shift[:, None])
+            p = tl.where(r == 0, 0.0, p * r)  # what is dropped is zero, NaN too
         else:
             ds = p * (dp - shift[:, None])
     else:

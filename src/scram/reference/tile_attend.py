@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..grid import Grid, LegalKeys, cell_sides, coordinates, flat, grid_of, inside, key_row, rows
 from ..schedule import LANES, tile_shape
-from ..scoring import accumulator, pair_score, weigh
+from ..scoring import accumulator, pair_score, weigh, widened
 from ..types import Attended, Score
 from .attend import kept
 
@@ -64,7 +64,7 @@ def tile_attend(
         k_found = torch.where(there, k[source * keys + key].squeeze(1), 0)
         v_found = torch.where(there, v[source * keys + key].squeeze(1), 0)
         k_found = torch.cat([k_found, k_extra[source.flatten()]], 1)
-        v_found = torch.cat([v_found, v_extra[source.flatten()]], 1).to(wide)
+        v_found = torch.cat([v_found, v_extra[source.flatten()]], 1)
         legal = torch.cat([legal, (query >= 0).expand(-1, -1, extras)], 2)
         own = torch.where(query >= 0, q[row.squeeze(-1) * queries + query.squeeze(-1).clamp(min=0)], 0)
         p, lse = weigh(scale * scores(own, k_found, legal, score, causal).to(wide), legal, weight)
@@ -75,7 +75,8 @@ def tile_attend(
             p = torch.where(kept(dropout_seed, row, query, named, dropout_p), p / (1 - dropout_p), 0)
         return mix(p, v_found, legal, causal), lse
 
-    tensors = tuple(rows(x).flatten(0, 1) for x in (q, k, v)) + tuple(x.flatten(0, 1) for x in extra)
+    _, *extra_wide = widened(score, q, *extra)
+    tensors = tuple(rows(x).flatten(0, 1) for x in widened(score, q, k, v)) + tuple(x.flatten(0, 1) for x in extra_wide)
     each = LANES * (k.shape[-1] if callable(score) else 1) + k.shape[-1] + v.shape[-1]
     each *= cells.shape[1] * math.prod(sides) + extras
     size, count = max(1, CHUNK_ELEMENTS // max(each, 1)), total * len(member)
@@ -160,7 +161,6 @@ def scores(q: Tensor, k: Tensor, legal: Tensor, score: Score, causal: bool) -> T
     """[C, LANES, E] and [C, K, E] -> [C, LANES, K]."""
     if callable(score):
         return pair_score(q.unsqueeze(2), torch.where(legal.unsqueeze(-1), k.unsqueeze(1), 0), score)
-    q, k = q.to(accumulator(q.dtype)), k.to(accumulator(k.dtype))
     if not causal:
         return q @ k.transpose(1, 2)
     # A key is legal for some queries of the tile: to the gradients of the others it must be nothing, NaN too.
