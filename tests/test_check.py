@@ -247,6 +247,9 @@ def test_integers_of_numpy_are_ints():
     assert check.radius(three, 2) == check.radius((three, three), 2) == (3, 3)
     assert type(check.grid((three,))[0]) is int
     assert scram.exact_search(Q, K, matches=three).index.shape[-1] == 3
+    assert torch.equal(scram.measure.sample_queries(Q, 5, three), scram.measure.sample_queries(Q, 5, 3))
+    assert scram.Search(matches=2, separation=10**30).separation == 2**31
+    assert (scram.search(Q, K, search=scram.Search(matches=2, separation=10**30)).index[..., 1] == -1).all()
     with pytest.raises(TypeError, match="matches must be an int"):
         scram.Search(matches=np.bool_(True))
 

@@ -83,6 +83,7 @@ TILE_WINDOWS = [
     "width 3, values 60",
     "strided",
     "float16",
+    "bfloat16",
     "l2",
     "large common scores",
     "mean",

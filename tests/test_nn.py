@@ -267,10 +267,10 @@ def test_reading_is_not_causal():
 def test_export():
     """For any size; an exported program keeps no matches."""
     layer, x = GridAttention(12, 3, search=scram.Search(seed=0), keep_matches=True).eval(), grids(4, 5)
-    sides = tuple(torch.export.Dim(name) for name in ("height", "width"))
-    program = torch.export.export(layer, (x,), dynamic_shapes=({1: sides[0], 2: sides[1]},)).module()
+    free = {n: torch.export.Dim(name) for n, name in enumerate(("batch", "height", "width"))}
+    program = torch.export.export(layer, (x,), dynamic_shapes=(free,)).module()
     assert layer.matches is None
-    for given in (x, grids(6, 9)):
+    for given in (x, grids(6, 9), grids(6, 9)[:1].repeat(5, 1, 1, 1)):
         torch.testing.assert_close(program(given), layer(given))
         layer.reset()
 
@@ -356,9 +356,9 @@ def test_modules_under_autocast():
 
 
 def test_modules_print_themselves():
-    assert "radius=2, Search(" in repr(GridAttention(12, 3, radius=2))
-    assert "12, num_heads=3, dense" in repr(GridAttention(12, 3, search=None))
-    assert "form='gaussian'" in repr(NonLocalBlock(4, form="gaussian"))
+    assert "causal=False, radius=2, window='query', Search(" in repr(GridAttention(12, 3, radius=2))
+    assert "12, num_heads=3, causal=True, dense" in repr(GridAttention(12, 3, search=None, causal=True))
+    assert "form='gaussian', radius=1, window='tile'" in repr(NonLocalBlock(4, form="gaussian", window="tile"))
 
 
 WRONG = [

@@ -95,7 +95,8 @@ def attend(
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
             whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
         window: whose windows a query attends: "query", its own; "tile", those of all 64 queries of its tile, rounded up
-            to cells of keys. That is nearer to exact attention, and on a GPU its gradient is faster.
+            to cells of keys. That is nearer to exact attention, and on a GPU faster with several matches or gradients;
+            on a CPU the reference runs it, tens of times slower than "query".
         impl: as in `search`.
 
     Returns:

@@ -112,7 +112,8 @@ class LegalKeys:
         count = mask.cumsum(1)
         order = torch.zeros(mask.shape[0], keys + 1, dtype=torch.int64, device=mask.device)
         # Masked keys are all written to the spare last slot: no nonzero(), which would wait for the device.
-        order.scatter_(1, torch.where(mask, count - 1, keys), torch.arange(keys, device=mask.device).expand_as(count))
+        names = torch.arange(keys, device=mask.device).expand_as(count)
+        order = order.scatter(1, torch.where(mask, count - 1, keys), names)
         return LegalKeys(keys, causal, q.shape[1] if shared else 1, mask, order[:, :keys], count)
 
     def allows(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def sample_queries(q: Tensor, sample: int | None, seed: int = 0) -> Tensor:
     points = math.prod(grid_of(q))
     if sample is None or check.whole("sample", sample, 1) >= points:
         return torch.arange(points, device=q.device)
-    drawn = torch.randperm(points, generator=torch.Generator().manual_seed(seed))[:sample]
+    drawn = torch.randperm(points, generator=torch.Generator().manual_seed(check.whole("seed", seed, 0)))[:sample]
     return drawn.sort().values.to(q.device)
 
 

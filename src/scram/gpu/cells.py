@@ -22,8 +22,9 @@ from ..grid import cell_sides, grid_of
 from ..schedule import LANES
 from .grid import GEOMETRY, divide, geometry, points, tile_at, tile_shape, tiles
 from .launch import Kernel, kinds
-from .tiles import LIST_BLOCK, LIST_WARPS, MOST_SORTED
+from .tiles import INTERPRETED, LIST_BLOCK, LIST_WARPS, MOST_SORTED
 
+WIDEN = tl.constexpr(INTERPRETED)  # Triton's interpreter multiplies no bfloat16
 NO_CELL = tl.constexpr(2**31 - 1)
 FRAME = ("s0", "s1", "s2", "s3", "b0", "b1", "b2", "b3", "u0", "u1", "u2", "u3", "l0", "l1", "l2", "l3")
 STEPS = ("steps", "t0", "t1", "t2", "t3", "n0", "n1", "n2", "n3")
@@ -159,7 +160,9 @@ def rows_at(base, at, there, piece, E: tl.constexpr, W: tl.constexpr, WEIGHT: tl
     if E != W:
         here = here & (e < E)
     x = tl.load(base + at.to(tl.int64)[:, None] * E + e, mask=here, other=0.0)
-    return x if WEIGHT == "softmax" else x.to(tl.float32)
+    if WEIGHT != "softmax" or (WIDEN and x.dtype == tl.bfloat16):
+        x = x.to(tl.float32)
+    return x
 
 
 @triton.jit

@@ -75,7 +75,7 @@ def block_rank(rank: Any, ranks: Sequence[int]) -> int:
 def tokens(x: Any, batch: int, width: int, value_width: int | None = None) -> None:
     """[B, X, width]; as keys and as values at once where value_width is given."""
     tensor("tokens", x, "[B, X, C]")
-    if x.ndim != 3 or len(x) != batch or x.shape[-1] != width:
+    if x.ndim != 3 or x.shape[0] != batch or x.shape[-1] != width:
         raise ValueError(f"tokens must be [B, X, C] = ({batch}, X, {width}), got {tuple(x.shape)}")
     if value_width not in (None, width):
         raise ValueError(f"tokens are keys and values at once, so kdim must equal vdim, got {width} and {value_width}")

@@ -165,7 +165,7 @@ class GridAttention(Searching):
         fits.channels_last("value", value, self.vdim)
         mask = fits.padding(key_padding_mask, key_mask, key)
         q, k, v = self._project(query, key, value)
-        extra = self._extra(tokens, len(query))
+        extra = self._extra(tokens, query.shape[0])  # len() would be a constant to torch.export
         dropout = self.dropout if self.training else 0.0
         if self.search is None:
             out = self._dense(q, k, v, extra, mask, dropout, self.causal)
@@ -195,11 +195,11 @@ class GridAttention(Searching):
         value = key if value is None else value
         fits.channels_last("key", key, self.kdim)
         fits.channels_last("value", value, self.vdim)
-        fits.tokens(tokens, len(key), self.embed_dim)
+        fits.tokens(tokens, key.shape[0], self.embed_dim)
         mask = fits.padding(key_padding_mask, key_mask, key)
         q, k, v = self._project(tokens, key, value)
         dropout = self.dropout if self.training else 0.0
-        return self._join(self._dense(q, k, v, self._extra(tokens, len(tokens)), mask, dropout, causal=False))
+        return self._join(self._dense(q, k, v, self._extra(tokens, tokens.shape[0]), mask, dropout, causal=False))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> q [B, H, *G, E], k and v [B, H, *G', E]."""
@@ -259,7 +259,7 @@ class GridAttention(Searching):
         if causal:
             check.order(q, k, causal)
         grid, flat = q.shape[2:-1], [x.flatten(2, -2) for x in (q, k, v)]
-        mask = None if key_mask is None else key_mask.reshape(len(k), -1, 1, flat[1].shape[2])
+        mask = None if key_mask is None else key_mask.reshape(k.shape[0], -1, 1, flat[1].shape[2])
         if causal and (mask is not None or extra is not None):
             below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
             mask, causal = below if mask is None else mask & below, False
@@ -278,5 +278,5 @@ class GridAttention(Searching):
         return out.reshape(*out.shape[:2], *grid, out.shape[-1])
 
     def extra_repr(self) -> str:
-        looked = "dense" if self.search is None else f"radius={self.radius}, {self.search}"
-        return f"{self.embed_dim}, num_heads={self.num_heads}, {looked}"
+        looked = "dense" if self.search is None else f"radius={self.radius}, window={self.window!r}, {self.search}"
+        return f"{self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}, {looked}"

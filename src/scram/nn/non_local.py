@@ -107,4 +107,4 @@ class NonLocalBlock(Searching):
         return x.movedim(1, -1).unsqueeze(1)
 
     def extra_repr(self) -> str:
-        return f"form={self.form!r}, radius={self.radius}, {self.search}"
+        return f"form={self.form!r}, radius={self.radius}, window={self.window!r}, {self.search}"

@@ -137,7 +137,7 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
     most = min(cells.shape[1], none)
     sets = torch.full((len(cells), most + 1), -1, device=cells.device)
     # What is not new is written to a spare last place.
-    sets.scatter_(1, torch.where(new, new.cumsum(1) - 1, most), torch.where(new, cells, -1))
+    sets = sets.scatter(1, torch.where(new, new.cumsum(1) - 1, most), torch.where(new, cells, -1))
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or cells.is_meta
     if not traced and len(cells):  # a graph must not depend on how many there are
         most = max(1, int(new.sum(1).max()))
@@ -165,7 +165,7 @@ def scores(q: Tensor, k: Tensor, legal: Tensor, score: Score, causal: bool) -> T
         return q @ k.transpose(1, 2)
     # A key is legal for some queries of the tile: to the gradients of the others it must be nothing, NaN too.
     spoiled = ~q.isfinite().all(-1, keepdim=True) | ~k.isfinite().all(-1).unsqueeze(1)
-    return _finite(q) @ _finite(k).transpose(1, 2) + torch.where(spoiled, torch.nan, 0)
+    return torch.where(spoiled, (q @ k.transpose(1, 2)).detach(), _finite(q) @ _finite(k).transpose(1, 2))
 
 
 def mix(p: Tensor, v: Tensor, legal: Tensor, causal: bool) -> Tensor:
@@ -173,7 +173,8 @@ def mix(p: Tensor, v: Tensor, legal: Tensor, causal: bool) -> Tensor:
     if not causal:
         return p @ v
     spoiled = legal.to(v) @ (~v.isfinite()).to(v) > 0
-    return p @ _finite(v) + torch.where(spoiled, torch.nan, 0)
+    # Times the sum of the weights, which is no constant: the gradients of a spoiled query are spoiled too.
+    return p @ _finite(v) + p.sum(-1, keepdim=True) * torch.where(spoiled, torch.nan, 0)
 
 
 def _finite(x: Tensor) -> Tensor:
