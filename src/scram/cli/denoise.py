@@ -175,7 +175,7 @@ def denoise(
     matches: Annotated[int, typer.Option(min=1, max=64, help="Windows per pixel: its own and its best matches'.")] = 2,
     radius: Annotated[int, typer.Option(min=0, max=64, help="Radius of the windows.")] = 5,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of the search and of added noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search and of added noise.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")] = False,
 ) -> None:
     """Remove noise from a picture by non-local means; with --add-noise, measure it against other programs."""
