@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import scram
 from scram import pick
-from scram.reference.tile_attend import members
+from scram.reference.tile import members
 
 
 def randn(*shape, seed=0, dtype=torch.float32):

@@ -67,13 +67,8 @@ def attend_backward(
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (k, v))
     block = backward_tile(q.ndim - 3, q.shape[-1], v.shape[-1], q.dtype, v.dtype)
     count = tiles(grid_of(q), block["TILE"])
-    rows, key_rows = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
-    # Atomics share one slot per key row; repeatable sums need one per program, added up in order afterwards.
-    slots = rows * count if repeatable else key_rows
-    dk_extra, dv_extra = (
-        None if x is None else torch.zeros((slots, *x.shape[2:]), dtype=torch.float32, device=q.device)
-        for x in (k_extra, v_extra)
-    )
+    programs = q.shape[0] * q.shape[1] * count
+    dk_extra, dv_extra = (extra_slots(x, programs, repeatable) for x in (k_extra, v_extra))
     if dq.numel():
         arguments, variant = window_arguments(
             q, k, v, index, key_mask, k_extra, v_extra, seed, radius, causal, scale, weight, dropout_p
@@ -86,10 +81,7 @@ def attend_backward(
             _kernel(*variant, kinds(*from_above), repeatable)(*arguments, *from_above, *grads)
             if sums is not None:
                 collect(arguments, from_above, sums, dk, dv, index, window_flags(*variant[:3]))
-    if repeatable and dk_extra is not None and dv_extra is not None:
-        # [rows * tiles, X, width] -> [key rows, X, width]
-        dk_extra, dv_extra = (x.reshape(key_rows, -1, *x.shape[1:]).sum(1) for x in (dk_extra, dv_extra))
-    return dq, dk.to(k.dtype), dv.to(v.dtype), like(dk_extra, k_extra), like(dv_extra, v_extra)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), from_slots(dk_extra, k_extra), from_slots(dv_extra, v_extra)
 
 
 @lru_cache(maxsize=256)
@@ -107,9 +99,25 @@ def _kernel(
     return Kernel(backward_kernel, programs, constants)
 
 
-def like(grad: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """A gradient in the shape and dtype of what it belongs to."""
-    return None if grad is None or given is None else grad.reshape(given.shape).to(given.dtype)
+def extra_slots(extra: Tensor | None, programs: int, repeatable: bool) -> Tensor | None:
+    """Where the gradient of extra keys or values [B, Hk, X, width] is summed, float32 [slots, X, width].
+
+    Atomics share one slot per key row; repeatable sums need one per program, and `from_slots` adds them up in order.
+    """
+    if extra is None:
+        return None
+    slots = programs if repeatable else extra.shape[0] * extra.shape[1]
+    return torch.zeros((slots, *extra.shape[2:]), dtype=torch.float32, device=extra.device)
+
+
+def from_slots(grad: Tensor | None, extra: Tensor | None) -> Tensor | None:
+    """The gradient in the shape and dtype of what it belongs to."""
+    if grad is None or extra is None:
+        return None
+    key_rows = extra.shape[0] * extra.shape[1]
+    if len(grad) != key_rows:
+        grad = grad.reshape(key_rows, -1, *grad.shape[1:]).sum(1)
+    return grad.reshape(extra.shape).to(extra.dtype)
 
 
 @triton.jit

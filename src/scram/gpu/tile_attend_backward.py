@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attend_backward import like
+from .attend_backward import extra_slots, from_slots
 from .cells import cells_of, keys_at, rows_at
 from .grid import lane_query, points, tile_at
 from .launch import Kernel, kinds, on_device
@@ -54,13 +54,7 @@ def tile_attend_backward(
     repeatable = torch.are_deterministic_algorithms_enabled()
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (k, v))
-    key_rows = k.shape[0] * k.shape[1]
-    # Atomics share one slot per key row; repeatable sums need one per tile, added up in order afterwards.
-    slots = tile_count(q.shape) if repeatable else key_rows
-    dk_extra, dv_extra = (
-        None if x is None else torch.zeros((slots, *x.shape[2:]), dtype=torch.float32, device=q.device)
-        for x in (k_extra, v_extra)
-    )
+    dk_extra, dv_extra = (extra_slots(x, tile_count(q.shape), repeatable) for x in (k_extra, v_extra))
     if dq.numel():
         arguments, variant = window_arguments(
             q, k, v, index, key_mask, k_extra, v_extra, seed, radius, causal, scale, weight, dropout_p
@@ -74,10 +68,7 @@ def tile_attend_backward(
             kernel(*arguments, *cells.arguments, *above, sums, dq, dk, dv, dk_extra, dv_extra)
             if sums is not None:
                 collect(arguments, variant, cells, above, sums, dk, dv)
-    if repeatable and dk_extra is not None and dv_extra is not None:
-        # [tiles, X, width] -> [key rows, X, width]
-        dk_extra, dv_extra = (x.reshape(key_rows, -1, *x.shape[1:]).sum(1) for x in (dk_extra, dv_extra))
-    return dq, dk.to(k.dtype), dv.to(v.dtype), like(dk_extra, k_extra), like(dv_extra, v_extra)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), from_slots(dk_extra, k_extra), from_slots(dv_extra, v_extra)
 
 
 @lru_cache(maxsize=256)

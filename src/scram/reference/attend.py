@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..grid import Grid, LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, window, within
 from ..noise import noise
 from ..scoring import accumulator, pair_score, weigh, widened
 from ..types import Attended, Score
+from .chunks import in_chunks
 
 CHUNK_ELEMENTS = 1 << 22  # of gathered keys and values at a time
 
@@ -70,14 +70,7 @@ def attend(
     total = q.shape[0] * heads * queries
     each = (index.shape[-1] * math.prod(2 * b + 1 for b in radius) + extras) * (k.shape[-1] + v.shape[-1])
     size = max(1, CHUNK_ELEMENTS // max(each, 1))
-    chunks = []
-    for begin in range(0, max(total, 1), size):  # once for an empty batch too: its gradients are empty, not missing
-        at = torch.arange(begin, min(begin + size, total), device=q.device)
-        if torch.is_grad_enabled() and total > size:
-            chunks.append(checkpoint(points, at, *tensors, use_reentrant=False, preserve_rng_state=False))
-        else:
-            chunks.append(points(at, *tensors))
-    out, lse = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    out, lse = in_chunks(points, total, size, tensors)
     return Attended(out.to(v.dtype).reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1]))
 
 

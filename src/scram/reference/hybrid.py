@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..draws import NONE, legal_counts, ranked_keys, shared_tail, tail_values
 from ..grid import Grid, LegalKeys, coordinates, grid_of, within
 from ..scoring import accumulator, pair_score, weigh, widened
 from ..types import Score
 from .attend import CHUNK_ELEMENTS, expand, mix
+from .chunks import in_chunks
 
 
 def tail(
@@ -74,16 +74,8 @@ def tail(
 
     q_wide, k_wide, v_wide = widened(score, q, k_tail, v_tail)
     tensors = (q_wide.flatten(0, -2), k_wide, v_wide, head_out.flatten(0, -2), head_lse.flatten())
-    points_in_all = math.prod(q.shape[:-1])
     size = max(1, CHUNK_ELEMENTS // max(drawn * (q.shape[-1] + 2 * v_tail.shape[-1]), 1))
-    chunks = []
-    for begin in range(0, max(points_in_all, 1), size):
-        at = torch.arange(begin, min(begin + size, points_in_all), device=q.device)
-        if torch.is_grad_enabled() and points_in_all > size:
-            chunks.append(checkpoint(points, at, *tensors, use_reentrant=False, preserve_rng_state=False))
-        else:
-            chunks.append(points(at, *tensors))
-    out, lse, variance = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    out, lse, variance = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)
     shape = (*q.shape[:-1], v_tail.shape[-1])
     return out.to(v_tail.dtype).reshape(shape), lse.reshape(q.shape[:-1]), variance.reshape(shape)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..grid import coordinates, flat, inside, key_row, within
+from ..grid import Grid, coordinates, flat, inside, key_row, within
 from ..noise import below, noise
 from ..schedule import LANES, STOP, Offer, offers, tile_shape, windows
 from ..scoring import pair_score
@@ -134,18 +134,27 @@ def _offered(problem: Problem, offer: Offer, sweep: int, number: int, key: Tenso
     return torch.where((found >= 0) & allowed, found, own)
 
 
+def members(grid: Grid, device: torch.device) -> Tensor:
+    """The queries of every tile [tiles, LANES], -1 where it sticks out of the grid.
+
+    >>> members((3, 9), torch.device("cpu"))[1, :9].tolist()
+    [8, -1, -1, -1, -1, -1, -1, -1, 17]
+    """
+    shape = tile_shape(len(grid))
+    across = [-(-extent // side) for extent, side in zip(grid, shape, strict=True)]
+    corner = [c.unsqueeze(1) for c in coordinates(torch.arange(math.prod(across), device=device), across)]
+    lane = coordinates(torch.arange(LANES, device=device), shape)
+    place = [at * side + of for at, side, of in zip(corner, shape, lane, strict=True)]
+    return torch.where(inside(place, grid), flat(place, grid), -1)
+
+
 def _tiles(problem: Problem, elements: int) -> Iterator[Tensor]:
     """Points of tiles [C, LANES], -1 off the query grid, some tiles of one row at a time."""
-    shape, grid, device = tile_shape(len(problem.query_grid)), problem.query_grid, problem.q.device
-    counts = [-(-extent // side) for extent, side in zip(grid, shape, strict=True)]
-    lane = coordinates(torch.arange(LANES, device=device), shape)
-    step = max(1, CHUNK_ELEMENTS // elements)
+    member, step = members(problem.query_grid, problem.q.device), max(1, CHUNK_ELEMENTS // elements)
     for row in range(problem.points // problem.queries):
-        for begin in range(0, math.prod(counts), step):
-            tile = torch.arange(begin, min(begin + step, math.prod(counts)), device=device)
-            corner = zip(coordinates(tile, counts), shape, strict=True)
-            place = [at.unsqueeze(1) * side + of for (at, side), of in zip(corner, lane, strict=True)]
-            yield torch.where(inside(place, grid), row * problem.queries + flat(place, grid), -1)
+        for begin in range(0, len(member), step):
+            queries = member[begin : begin + step]
+            yield torch.where(queries < 0, -1, row * problem.queries + queries)
 
 
 def _weigh(problem: Problem, settings: Search, state: _State, table: list[Tensor]) -> tuple[_State, Tensor]:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..grid import Grid, LegalKeys, cell_sides, coordinates, flat, grid_of, inside, key_row, rows
-from ..schedule import LANES, tile_shape
+from ..schedule import LANES
 from ..scoring import accumulator, pair_score, weigh, widened
 from ..types import Attended, Score
 from .attend import kept
+from .chunks import in_chunks
+from .tile import members
 
 CHUNK_ELEMENTS = 1 << 22  # of scores, gathered keys and values at a time
 
@@ -79,36 +80,12 @@ def tile_attend(
     tensors = tuple(rows(x).flatten(0, 1) for x in widened(score, q, k, v)) + tuple(x.flatten(0, 1) for x in extra_wide)
     each = LANES * (k.shape[-1] if callable(score) else 1) + k.shape[-1] + v.shape[-1]
     each *= cells.shape[1] * math.prod(sides) + extras
-    size, count = max(1, CHUNK_ELEMENTS // max(each, 1)), total * len(member)
-    chunks = []
-    for begin in range(0, max(count, 1), size):  # once for an empty batch too: its gradients are empty, not missing
-        at = torch.arange(begin, min(begin + size, count), device=q.device)
-        if torch.is_grad_enabled() and count > size:
-            chunks.append(checkpoint(tiles, at, *tensors, use_reentrant=False, preserve_rng_state=False))
-        else:
-            chunks.append(tiles(at, *tensors))
-    out, lse = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-    place, shape = coordinates(torch.arange(queries, device=q.device), grid), tile_shape(len(grid))
-    across = [-(-extent // side) for extent, side in zip(grid, shape, strict=True)]
-    tile = flat([c // side for c, side in zip(place, shape, strict=True)], across)
-    lane = flat([c % side for c, side in zip(place, shape, strict=True)], shape)
-    out = out.reshape(total, len(member) * LANES, v.shape[-1])[:, tile * LANES + lane].to(v.dtype)
-    lse = lse.reshape(total, len(member) * LANES)[:, tile * LANES + lane]
+    size = max(1, CHUNK_ELEMENTS // max(each, 1))
+    out, lse = in_chunks(tiles, total * len(member), size, tensors)
+    slot = member.flatten().argsort()[-queries:]  # where each query stands in the tiles
+    out = out.reshape(total, len(member) * LANES, v.shape[-1])[:, slot].to(v.dtype)
+    lse = lse.reshape(total, len(member) * LANES)[:, slot]
     return Attended(out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1]))
-
-
-def members(grid: Grid, device: torch.device) -> Tensor:
-    """The queries of every tile [tiles, LANES], -1 where it sticks out of the grid.
-
-    >>> members((3, 9), torch.device("cpu"))[1, :9].tolist()
-    [8, -1, -1, -1, -1, -1, -1, -1, 17]
-    """
-    shape = tile_shape(len(grid))
-    across = [-(-extent // side) for extent, side in zip(grid, shape, strict=True)]
-    corner = [c.unsqueeze(1) for c in coordinates(torch.arange(math.prod(across), device=device), across)]
-    lane = coordinates(torch.arange(LANES, device=device), shape)
-    place = [at * side + of for at, side, of in zip(corner, shape, lane, strict=True)]
-    return torch.where(inside(place, grid), flat(place, grid), -1)
 
 
 def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int], sides: Grid) -> Tensor:

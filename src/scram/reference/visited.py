@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..grid import grid_of, key_row, rows
 from ..scoring import accumulator, pair_score, weigh, widened
 from ..types import Score
 from .attend import CHUNK_ELEMENTS, mix
+from .chunks import in_chunks
 
 # points [C] -> the keys they visit [C, T], the log of their weights [C, T] (-inf: none), and diagnostics [C] each
 Visit = Callable[[Tensor], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
@@ -66,16 +66,8 @@ def attend_visited(
         return out, lse, variance, ess, *told
 
     tensors = (*(rows(x).flatten(0, 1) for x in widened(score, q, k, v)), head_out.flatten(0, -2), head_lse.flatten())
-    total = math.prod(q.shape[:-1])
     size = max(1, CHUNK_ELEMENTS // (samples * (q.shape[-1] + 2 * v.shape[-1])))
-    chunks = []
-    for begin in range(0, max(total, 1), size):
-        at = torch.arange(begin, min(begin + size, total), device=q.device)
-        if torch.is_grad_enabled() and total > size:
-            chunks.append(checkpoint(points, at, *tensors, use_reentrant=False, preserve_rng_state=False))
-        else:
-            chunks.append(points(at, *tensors))
-    out, lse, variance, *told = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    out, lse, variance, *told = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)
     shape = (*q.shape[:-1], v.shape[-1])
     each = (x.reshape(q.shape[:-1]) for x in told)
     return out.to(v.dtype).reshape(shape), lse.reshape(shape[:-1]), variance.reshape(shape), *each
