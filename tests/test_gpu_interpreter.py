@@ -111,7 +111,7 @@ def test_in_the_interpreter():
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    tests = len(FIELDS) + len(TILES) + 2 * len(WINDOWS) + len(TILE_WINDOWS) + 30
+    tests = len(FIELDS) + len(TILES) + 2 * len(WINDOWS) + len(TILE_WINDOWS) + 32
     assert f"{tests} passed" in done.stdout, done.stdout[-500:]
 
 
@@ -238,6 +238,19 @@ def test_attend_is_as_near_float64_as_the_reference(name, repeatable, launched, 
     assert_as_near_float64(truth, same, ours, _size)
     kernels = ["attend_kernel", "backward_kernel", *["collect_kernel"] * repeatable] if case.batch else []
     assert launched == kernels
+
+
+@interpreted
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_repeatable_gradients_of_extra_keys_add_up_over_programs(window, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    case = named("extra and a masked row", grid=(9, 9), key_grid=(4, 4), sweeps=1, window=window)
+    tensors = make_tensors(case)
+    truth, same, ours = (
+        _everything(case, tensors, impl, dtype)
+        for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype))
+    )
+    assert_as_near_float64(truth, same, ours, _size)
 
 
 @interpreted
