@@ -297,16 +297,18 @@ def test_tiles_of_all_sizes(changes, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("repeatable", [False, True])
-def test_small_gradients_of_float16_keep_their_digits(repeatable, monkeypatch):
+@pytest.mark.parametrize(("gradient", "value"), [(2**-14, 1), (1, 2**-7), (32, 2**9)])
+def test_slopes_of_float16_keep_their_digits(gradient, value, repeatable, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
     case = named("float16", window="tile", extra=0)
     tensors = make_tensors(case)
+    tensors.v.mul_(value)
     found = []
     for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype)):
         leaves = tensors.leaves(dtype)
         out = run_attend(case, tensors, leaves, impl).out
-        small = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)) / 2**14
-        found.append(torch.autograd.grad(out, leaves, small.half().to(dtype)))
+        above = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)) * gradient
+        found.append(torch.autograd.grad(out, leaves, above.half().to(dtype)))
     assert_as_near_float64(*found, _size)
 
 

@@ -59,8 +59,8 @@ def tile_attend_backward(
         arguments, variant = window_arguments(
             q, k, v, index, key_mask, k_extra, v_extra, seed, radius, causal, scale, weight, dropout_p
         )
-        # One over the sum of the weights, and delta - grad_lse: what keys need to collect.
-        sums = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device) if repeatable else None
+        # One over the sum of the weights, delta - grad_lse and a bound of the slopes: what keys need to collect.
+        sums = torch.empty((*lse.shape, 3), dtype=torch.float32, device=q.device) if repeatable else None
         above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous())
         with on_device(q):
             cells = cells_of(q, k, arguments[3], radius)
@@ -96,7 +96,7 @@ def tile_backward_kernel(
     s0, s1, s2, s3, room, cells, count, grad_out, grad_lse, lse, sums, dq, dk, dv, dk_extra, dv_extra,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, REPEATABLE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr,
-    EVEN: tl.constexpr, COPIES: tl.constexpr, NARROW: tl.constexpr,
+    EVEN: tl.constexpr, COPIES: tl.constexpr, NARROW: tl.constexpr, LIFT: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, piece of the features and of the values)."""
@@ -115,6 +115,7 @@ def tile_backward_kernel(
     mine_cells, last = cells + tile.to(tl.int64) * room, tl.load(count + tile) * size
 
     shift, over = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    steep = shift
     if WEIGHT == "softmax":
         total = tl.zeros([LANES], tl.float32)
         for begin in range(0, last, BN):
@@ -128,7 +129,10 @@ def tile_backward_kernel(
             p = weights(s, ok, norm, scale, NARROW)
             total += tl.sum(p, 1)
             factor = kept(key[None, :], noise[:, None], threshold, keep, DROPOUT)
-            shift += tl.sum(tl.where(ok & (factor > 0), p * factor * dp, 0.0), 1)
+            share = tl.where(ok & (factor > 0), p * factor * dp, 0.0)
+            shift += tl.sum(share, 1)
+            if LIFT:
+                steep = tl.maximum(steep, tl.max(tl.abs(share), 1))
         if k_extra is not None:
             for begin in range(0, extras, BN):
                 x = begin + tl.arange(0, BN)
@@ -139,15 +143,20 @@ def tile_backward_kernel(
                 p = weights(s, ok, norm, scale, NARROW)
                 total += tl.sum(p, 1)
                 factor = kept((keys + x)[None, :], noise[:, None], threshold, keep, DROPOUT)
-                shift += tl.sum(tl.where(ok & (factor > 0), p * factor * dp, 0.0), 1)
+                share = tl.where(ok & (factor > 0), p * factor * dp, 0.0)
+                shift += tl.sum(share, 1)
+                if LIFT:
+                    steep = tl.maximum(steep, tl.max(tl.abs(share), 1))
         over = 1 / tl.where(total == 0, 1.0, total)
         shift = shift * over - tl.load(grad_lse + point, mask=valid, other=0.0)
+        steep = steep * over + tl.abs(shift)
     if REPEATABLE:  # noqa: SIM102 - what is known to the compiler apart
         if piece == 0:
-            tl.store(sums + point * 2, over, mask=valid)
-            tl.store(sums + point * 2 + 1, shift, mask=valid)
+            tl.store(sums + point * 3, over, mask=valid)
+            tl.store(sums + point * 3 + 1, shift, mask=valid)
+            tl.store(sums + point * 3 + 2, steep, mask=valid)
 
-    unit = unit_of(wish) if NARROW else 1.0
+    unit = unit_of(steep, scale, LIFT)
     mixed = tl.zeros([LANES, W], tl.float32)
     for begin in range(0, last, BN):
         key = keys_at(
@@ -164,7 +173,7 @@ def tile_backward_kernel(
         mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, NARROW)
         if not REPEATABLE:
             k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
-            k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
+            k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW, LIFT)
             put_owed(dk + source * keys * E, key, there, piece, k_sum, E, W, True)
             put_owed(dv + source * keys * F, key, there, piece, v_sum, F, FW, True)
     if k_extra is not None:
@@ -180,7 +189,7 @@ def tile_backward_kernel(
             )  # fmt: skip
             mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, NARROW)
             k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
-            k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
+            k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW, LIFT)
             put_owed(dk_extra + slot * E, x, there, piece, k_sum, E, W, not REPEATABLE)
             put_owed(dv_extra + slot * F, x, there, piece, v_sum, F, FW, not REPEATABLE)
     put_owed(dq + row * queries * E, query, valid, piece, mixed / unit, E, W, False)

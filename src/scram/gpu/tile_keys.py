@@ -26,9 +26,9 @@ from .windows import SETTINGS
 
 
 def backward_flags(*given: Any) -> dict[str, Any]:
-    """`tile_flags`, and how many programs share the widths."""
-    flags = tile_flags(*given)
-    return {**flags, "PARTS": max(flags["PIECES"], flags["FPIECES"])}
+    """`tile_flags`, how many programs share the widths, and whether slopes are float16."""
+    flags, dtype = tile_flags(*given), given[3][0][1]
+    return {**flags, "PARTS": max(flags["PIECES"], flags["FPIECES"]), "LIFT": flags["NARROW"] and dtype == torch.half}
 
 
 def collect(
@@ -40,7 +40,7 @@ def collect(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Fill dk and dv, float32 and zero before. `sums` [B, H, *G, 2] is what the queries found."""
+    """Fill dk and dv, float32 and zero before. `sums` [B, H, *G, 3] is what the queries found."""
     key_grid, device, key_rows = tuple(dk.shape[2:-1]), dk.device, dk.shape[0] * dk.shape[1]
     keys = dk[0, 0, ..., 0].numel()
     steps = [torch.arange(0, extent, side, device=device) for extent, side in zip(key_grid, cells.sides, strict=False)]
@@ -67,7 +67,7 @@ def tile_collect_kernel(
     s0, s1, s2, s3, room, cells, count, grad_out, lse, sums, dk, dv, order, every, begin, end,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    COPIES: tl.constexpr, NARROW: tl.constexpr,
+    COPIES: tl.constexpr, NARROW: tl.constexpr, LIFT: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (cell of a key row, BN of its keys, piece of their width).
@@ -94,15 +94,15 @@ def tile_collect_kernel(
         mine = rows_at(q_row, query, valid, piece, E, W, WEIGHT)
         wish = rows_at(wish_row, query, valid, piece, F, FW, WEIGHT)
         norm = tl.load(lse + point, mask=valid, other=float("inf"))
-        over = tl.load(sums + point * 2, mask=valid, other=0.0)
-        shift = tl.load(sums + point * 2 + 1, mask=valid, other=0.0)
+        over = tl.load(sums + point * 3, mask=valid, other=0.0)
+        shift = tl.load(sums + point * 3 + 1, mask=valid, other=0.0)
+        unit = unit_of(tl.load(sums + point * 3 + 2, mask=valid, other=0.0), scale, LIFT)
         noise = absorb(row_state(SEED, low, high, row), query)
-        unit = unit_of(wish) if NARROW else 1.0
         s, _ = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
         dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
         p, ds = slopes(
             s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, unit, WEIGHT, DROPOUT, NARROW
         )  # fmt: skip
-        k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW)
+        k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW, LIFT)
     put_owed(dk + source * keys * E, key, own, piece, k_sum, E, W, False)
     put_owed(dv + source * keys * F, key, own, piece, v_sum, F, FW, False)

@@ -100,12 +100,15 @@ def fine_product(a, b, total, NARROW: tl.constexpr):
 
 
 @triton.jit
-def unit_of(wish):
-    """A power of two that lifts slopes off the smallest numbers of float16, which have few digits; else 1."""
+def unit_of(steep, scale, LIFT: tl.constexpr):
+    """A power of two that lifts slopes of at most `steep` off the smallest numbers of float16, which have few digits.
+
+    The largest becomes 2^12 to 2^13; 2^16 would be too large.
+    """
     unit = 1.0
-    if wish.dtype == tl.float16:
-        most = tl.max(tl.max(tl.abs(finite(wish).to(tl.float32)), 1), 0)
-        unit = tl.exp2(-tl.floor(tl.log2(tl.maximum(most, 2.0**-24))) - 4.0)
+    if LIFT:
+        most = tl.max(tl.where(steep < float("inf"), steep, 0.0), 0) * tl.abs(scale)
+        unit = tl.exp2(12.0 - tl.floor(tl.log2(tl.minimum(tl.maximum(most, 2.0**-100), 2.0**100))))
     return unit
 
 
@@ -116,12 +119,14 @@ def spoils(wish):
 
 
 @triton.jit
-def owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL: tl.constexpr, NARROW: tl.constexpr):
+def owed(
+    p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL: tl.constexpr, NARROW: tl.constexpr, LIFT: tl.constexpr
+):  # fmt: skip
     """k_sum + ds^T q / unit, v_sum + p^T grad_out. Under causal order no pair that is none may spoil the others'."""
     if CAUSAL:
         p = tl.where(ok & spoils(wish)[:, None], float("nan"), p)
         mine, wish = finite(mine), finite(wish)
-    if wish.dtype == tl.float16 and NARROW:
+    if LIFT:
         k_sum += fine_product(tl.trans(ds), mine, k_sum * 0.0, NARROW) / unit
     else:
         k_sum = fine_product(tl.trans(ds), mine, k_sum, NARROW)
