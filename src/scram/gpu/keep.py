@@ -1,6 +1,7 @@
 """Several matches of a query in Triton, kept jointly: what enters, what goes, and their order.
 
-Few matches are tuples of [LANES], so a thread holds all matches of its query and asks no other; many are [LANES, KP].
+They are tuples of [LANES], so a thread holds all matches of its query and asks no other; where they are many, of
+[LANES, COLUMNS], so some threads do together.
 """
 
 # Kernels carry no types that mypy knows.
@@ -10,36 +11,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .grid import divide, near
+from .grid import divide
 
 NO_KEY = tl.constexpr(2**31 - 1)  # behind every key
 EMPTY = tl.constexpr(2**31 - 33)  # and so are these: places of a tuple without a match, each its own
 
 
 @triton.jit
-def few_matches(
-    state, score, point, valid, kappa, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr
+def beside(x, COLUMNS: tl.constexpr):
+    """What every lane has, for all its columns."""
+    return x if COLUMNS == 1 else x[:, None]
+
+
+@triton.jit
+def lowest_of(x, COLUMNS: tl.constexpr):
+    return x if COLUMNS == 1 else tl.min(x, axis=1)[:, None]
+
+
+@triton.jit
+def highest_of(x, COLUMNS: tl.constexpr):
+    return x if COLUMNS == 1 else tl.max(x, axis=1)[:, None]
+
+
+@triton.jit
+def place_of(c, COLUMNS: tl.constexpr):
+    """The places of slot c."""
+    return c if COLUMNS == 1 else c * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def kept_matches(
+    state, score, point, valid, kappa, KG, MAGIC,
+    RANK: tl.constexpr, SEPARATED: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The matches of every lane as tuples of KP: keys, scores, coordinates. One key or none per place, all different.
+    """The matches of every lane as tuples of SLOTS: keys, scores, coordinates. A place has one key or none, its own.
 
     Places beyond kappa hold what nothing beats and nothing is near.
     """
     kept, its, spots = (), (), ()
-    for c in tl.static_range(KP):
-        here = valid & (point * 0 + c < kappa)
-        key = tl.load(state + point * kappa + c, mask=here, other=-1)
-        kept += (tl.where(key < 0, EMPTY + c, key),)
-        its += (tl.load(score + point * kappa + c, mask=here, other=float("inf")),)
+    own = beside(point, COLUMNS)
+    for c in tl.static_range(SLOTS):
+        place = own * 0 + place_of(c, COLUMNS)
+        here = beside(valid, COLUMNS) & (place < kappa)
+        key = tl.load(state + own * kappa + place, mask=here, other=-1)
+        kept += (tl.where(key < 0, EMPTY + place_of(c, COLUMNS), key),)
+        its += (tl.load(score + own * kappa + place, mask=here, other=float("inf")),)
         spots += (spot_of(key, KG, MAGIC, RANK, SEPARATED),)
     return kept, its, spots
-
-
-@triton.jit
-def many_matches(state, score, point, valid, kappa, KP: tl.constexpr):
-    """The matches of every lane [LANES, KP]: keys, -1 for none, and scores; places beyond kappa are never the worst."""
-    column = tl.arange(0, KP)[None, :]
-    slot, here = point[:, None] * kappa + column, valid[:, None] & (column < kappa)
-    return tl.load(state + slot, mask=here, other=-1), tl.load(score + slot, mask=here, other=float("inf"))
 
 
 @triton.jit
@@ -80,22 +98,23 @@ def quarters(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def least(its, KP: tl.constexpr):
+def least(its, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
     worst = its[0]
-    for c in tl.static_range(1, KP):
+    for c in tl.static_range(1, SLOTS):
         worst = tl.minimum(worst, its[c])
-    return worst
+    return lowest_of(worst, COLUMNS)
 
 
 @triton.jit
-def enter_few(
+def enter(
     kept, its, spots, new, s, reach, KG, MAGIC,
-    RANK: tl.constexpr, SEPARATED: tl.constexpr, PADDED: tl.constexpr, KP: tl.constexpr,
+    RANK: tl.constexpr, SEPARATED: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Let the best key of a window in where it beats the worst match and no better one is near; near ones go."""
+    new, s = beside(new, COLUMNS), beside(s, COLUMNS)
     spot = spot_of(new, KG, MAGIC, RANK, SEPARATED)
-    close, refused, worst = (), s != s, its[0]
-    for c in tl.static_range(KP):
+    close, refused = (), s != s
+    for c in tl.static_range(SLOTS):
         near = (spot[0] - spots[c][0]).to(tl.uint32) + reach <= 2 * reach
         for a in tl.static_range(1, len(spot)):
             near = near & ((spot[a] - spots[c][a]).to(tl.uint32) + reach <= 2 * reach)
@@ -103,21 +122,23 @@ def enter_few(
             near = near & (kept[c] < EMPTY)
         close += (near,)
         refused = refused | (near & (its[c] >= s))
-        worst = tl.minimum(worst, its[c])
-    takes = (s > worst) & ~refused
-    left, left_its, lowest = (), (), s
-    for c in tl.static_range(KP):
+    if COLUMNS > 1:
+        refused = highest_of(refused.to(tl.int32), COLUMNS) > 0
+    takes = (s > least(its, SLOTS, COLUMNS)) & ~refused
+    left, left_its = (), ()
+    for c in tl.static_range(SLOTS):
         gone = close[c] & takes
-        left += (tl.where(gone, EMPTY + c, kept[c]),)
+        left += (tl.where(gone, EMPTY + place_of(c, COLUMNS), kept[c]),)
         left_its += (tl.where(gone, -float("inf"), its[c]),)
-        lowest = tl.minimum(lowest, left_its[c])
+    lowest = tl.minimum(s, least(left_its, SLOTS, COLUMNS))
     # Into an empty place, else into that of the worst, of equal ones the highest key.
     last = new * 0 - 1
-    for c in tl.static_range(KP):
+    for c in tl.static_range(SLOTS):
         last = tl.maximum(last, tl.where(left_its[c] == lowest, left[c], -1))
+    last = highest_of(last, COLUMNS)
     kept, its, to = (), (), spots
     spots = ()
-    for c in tl.static_range(KP):
+    for c in tl.static_range(SLOTS):
         here = takes & (left[c] == last)
         kept += (tl.where(here, new, left[c]),)
         its += (tl.where(here, s, left_its[c]),)
@@ -129,54 +150,26 @@ def enter_few(
 
 
 @triton.jit
-def enter_many(
-    kept, its, new, s, kappa, separation, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr, KP: tl.constexpr
+def store_matches(
+    state, score, point, valid, kappa, kept, its, SLOTS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """As `enter_few`."""
-    column, new, s = tl.arange(0, KP)[None, :], new[:, None], s[:, None]
-    if SEPARATED:
-        reach = (separation, separation, separation, separation)
-        close = near(tl.maximum(kept, 0), tl.maximum(new, 0), reach, KG, MAGIC, RANK) & (kept >= 0)
-    else:
-        close = kept == new
-    refused = tl.max((close & (its >= s)).to(tl.int32), axis=1)[:, None]
-    takes = (s > tl.min(its, axis=1)[:, None]) & (refused == 0)
-    gone = close & takes
-    kept, its = tl.where(gone, -1, kept), tl.where(gone, -float("inf"), its)
-    last = tl.where(kept < 0, NO_KEY, kept)
-    last = tl.where((its == tl.min(its, axis=1)[:, None]) & (column < kappa), last, -1)
-    to = tl.min(tl.where(last == tl.max(last, axis=1)[:, None], column, KP), axis=1)[:, None]
-    put = (column == to) & takes
-    return tl.where(put, new, kept), tl.where(put, s, its), tl.max(takes.to(tl.int32), axis=1) > 0
-
-
-@triton.jit
-def store_few(state, score, point, valid, kappa, kept, its, KP: tl.constexpr):
     """Store the matches best first, equal scores by key; an empty place has the lowest score and the highest key."""
-    scores = ()
-    for c in tl.static_range(KP):
+    own, scores = beside(point, COLUMNS), ()
+    for c in tl.static_range(SLOTS):
         scores += (tl.where(kept[c] < EMPTY, its[c], -float("inf")),)
-    for c in tl.static_range(KP):
-        place = point * 0
-        for d in tl.static_range(KP):
-            ahead = (scores[d] > scores[c]) | ((scores[d] == scores[c]) & (kept[d] < kept[c]))
-            place += ahead.to(tl.int64)
-        here = valid & (place < kappa)
-        tl.store(state + point * kappa + place, tl.where(kept[c] < EMPTY, kept[c], -1), mask=here)
-        tl.store(score + point * kappa + place, scores[c], mask=here)
-
-
-@triton.jit
-def store_many(state, score, point, valid, kappa, kept, its, KP: tl.constexpr):
-    """Store the matches best first."""
-    column = tl.arange(0, KP)[None, :]
-    for c in range(kappa):
-        own = tl.sum(tl.where(column == c, kept, 0), axis=1)
-        of_own = tl.sum(tl.where(column == c, its, 0.0), axis=1)
-        ahead = precedes(kept, its, column, own[:, None], of_own[:, None], c) & (column < kappa)
-        place = point * kappa + tl.sum(ahead.to(tl.int32), axis=1)
-        tl.store(state + place, own, mask=valid)
-        tl.store(score + place, of_own, mask=valid)
+    for c in tl.static_range(SLOTS):
+        place = own * 0
+        for d in tl.static_range(SLOTS):
+            if COLUMNS == 1:
+                ahead = (scores[d] > scores[c]) | ((scores[d] == scores[c]) & (kept[d] < kept[c]))
+                place += ahead.to(tl.int64)
+            else:
+                theirs, mine = scores[d][:, None, :], scores[c][:, :, None]
+                ahead = (theirs > mine) | ((theirs == mine) & (kept[d][:, None, :] < kept[c][:, :, None]))
+                place += tl.sum(ahead.to(tl.int32), axis=2)
+        here = beside(valid, COLUMNS) & (place < kappa)
+        tl.store(state + own * kappa + place, tl.where(kept[c] < EMPTY, kept[c], -1), mask=here)
+        tl.store(score + own * kappa + place, scores[c], mask=here)
 
 
 @triton.jit

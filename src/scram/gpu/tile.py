@@ -24,15 +24,13 @@ from .grid import GEOMETRY, features, geometry, lane_place, lane_query, points, 
 from .keep import (
     NO_KEY,
     arrange_kernel,
-    enter_few,
-    enter_many,
-    few_matches,
+    beside,
+    enter,
     first_keys,
+    kept_matches,
     least,
-    many_matches,
     quarters,
-    store_few,
-    store_many,
+    store_matches,
     window_bests,
 )
 from .launch import Kernel, kinds, on_device
@@ -284,8 +282,8 @@ def weigh_kernel(
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, sweep, length,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, HOLES: tl.constexpr, STOP: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
-    KP: tl.constexpr, FEW: tl.constexpr, PADDED: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    SLOTS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, WINDOWS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Every query of a tile scores what all its queries offer, LANES keys at a time, and keeps its best."""
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
@@ -301,14 +299,12 @@ def weigh_kernel(
     list_of = offered + number.to(tl.int64) * length * LANES
     total = tl.where(going(took, row, sweep, sweeps, queries, STOP), length * LANES, 0)
     reach = separation.to(tl.uint32)
-    changed = query < 0
-    if KP == 1:
+    changed = beside(query < 0, COLUMNS)
+    if SLOTS == 1:
         key = tl.load(state + point, mask=valid, other=-1)
         best = tl.load(score + point, mask=valid, other=float("inf"))
-    elif FEW:
-        kept, its, spots = few_matches(state, score, point, valid, kappa, KG, MAGIC, RANK, SEPARATED, KP)
     else:
-        kept, its = many_matches(state, score, point, valid, kappa, KP)
+        kept, its, spots = kept_matches(state, score, point, valid, kappa, KG, MAGIC, RANK, SEPARATED, SLOTS, COLUMNS)
 
     for begin in range(0, total, LANES):
         lane = begin + tl.arange(0, LANES)
@@ -328,7 +324,7 @@ def weigh_kernel(
         if CAUSAL:
             s = tl.where(new[None, :] <= query[:, None], s, -float("inf"))
         # Most offers hold nothing new: then nobody asks which key it is.
-        if KP == 1:
+        if SLOTS == 1:
             top = tl.max(s, axis=1)
             better = top > best
             if tl.max(better.to(tl.int32), axis=0) > 0:
@@ -339,34 +335,27 @@ def weigh_kernel(
         else:
             bests = window_bests(s, LANES, WINDOWS)
             tops = quarters(bests, LANES)
-            worst = least(its, KP) if FEW else tl.min(its, axis=1)
-            hope = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3])) > worst
-            if tl.max(hope.to(tl.int32), axis=0) > 0:
+            top = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3]))
+            hope = beside(top, COLUMNS) > least(its, SLOTS, COLUMNS)
+            if tl.max(hope.to(tl.int32)) > 0:
                 firsts = first_keys(s, bests, new, LANES, WINDOWS)
                 for w in range(WINDOWS):
                     top, first = tops[0], firsts[0]
                     for n in tl.static_range(1, WINDOWS):
                         top, first = tl.where(w == n, tops[n], top), tl.where(w == n, firsts[n], first)
-                    if FEW:
-                        kept, its, spots, takes = enter_few(
-                            kept, its, spots, first, top, reach, KG, MAGIC, RANK, SEPARATED, PADDED, KP
-                        )
-                    else:
-                        kept, its, takes = enter_many(
-                            kept, its, first, top, kappa, separation, KG, MAGIC, RANK, SEPARATED, KP
-                        )
+                    kept, its, spots, takes = enter(
+                        kept, its, spots, first, top, reach, KG, MAGIC, RANK, SEPARATED, PADDED, SLOTS, COLUMNS
+                    )
                     changed = changed | takes
 
     if total > 0:
-        if KP == 1:
+        if SLOTS == 1:
             tl.store(state + point, key, mask=valid)
             tl.store(score + point, best, mask=valid)
         else:
-            if FEW:
-                store_few(state, score, point, valid, kappa, kept, its, KP)
-            else:
-                store_many(state, score, point, valid, kappa, kept, its, KP)
-        tl.atomic_add(took + row.to(tl.int64) * (sweeps + 1) + sweep, tl.sum((changed & valid).to(tl.int32), axis=0))
+            store_matches(state, score, point, valid, kappa, kept, its, SLOTS, COLUMNS)
+        several = tl.sum((changed & beside(valid, COLUMNS)).to(tl.int32))
+        tl.atomic_add(took + row.to(tl.int64) * (sweeps + 1) + sweep, several)
 
 
 @triton.jit

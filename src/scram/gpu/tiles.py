@@ -45,7 +45,7 @@ COLLECT = (32, 4, 4)
 # Since then: 1.060, 1.080, 1.092 with 2, 3, 4 stages; four matches 1.814 with 99 registers, 1.720 with 96, where one
 # tile more has room on a multiprocessor.
 WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 128, 4, 1
-FEW = 8  # matches that are kept as tuples: with 16 the kernel compiles for a minute
+MOST_SLOTS = 8  # matches of a query that a thread holds: with 16 the kernel compiles for a minute
 WEIGH_REGISTERS, REGISTERS_FOR = 96, range(2, 5)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -102,11 +102,12 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     """Of the tile search: keys per matrix product, features per piece, places for matches, and how to multiply."""
     wide = max(16, triton.next_power_of_2(width))
     piece = wide if wide <= WEIGH_PIECE else WEIGH_PIECE // 2
-    block: dict[str, Any] = {"BE": piece, "PIECES": wide // piece, "FEW": matches <= FEW}
+    block: dict[str, Any] = {"BE": piece, "PIECES": wide // piece}
     places = triton.next_power_of_2(matches)
+    slots = min(places, MOST_SLOTS)
     # float32 in three products of tf32, as good as float32; Triton's interpreter multiplies no 16-bit types.
     precision = "tf32x3" if dtype == torch.float32 else "tf32"
-    block.update(KP=places, PADDED=places > matches, PRECISION=precision, WIDEN=INTERPRETED)
+    block.update(SLOTS=slots, COLUMNS=places // slots, PADDED=places > matches, PRECISION=precision, WIDEN=INTERPRETED)
     stages = 3 if wide == WEIGH_PIECE or matches > 1 else 2
     block.update(num_warps=WEIGH_WARPS, num_stages=stages, enable_fp_fusion=True)
     return {**block, "maxnreg": WEIGH_REGISTERS} if matches in REGISTERS_FOR else block
