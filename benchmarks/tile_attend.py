@@ -5,7 +5,8 @@
     python benchmarks/tile_attend.py table
 
 Both attend the same matches of the default tile search, radius 1, in the same run. On a device the forward time is that
-of a replayed CUDA graph, the backward time that of a call, `step_ms` that of `scram.attention` forward and backward.
+of a replayed CUDA graph, the backward time that of a call, `repeatable_ms` the same with repeatable bits, and
+`step_ms` that of `scram.attention` forward and backward.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ def gpu_row(data: Any, name: str, kappa: int, shape: dict[str, int]) -> dict[str
         row[window] |= {"forward_ms": graph_ms(forward), "forward_ms_call": call_ms(forward)}
         row[window]["backward_ms"] = call_ms(backward_of(leaves, found, window, SHARPNESS, "triton"))
         row[window]["step_ms"] = call_ms(step)
+        torch.use_deterministic_algorithms(True)
+        row[window]["repeatable_ms"] = call_ms(backward_of(leaves, found, window, SHARPNESS, "triton"))
+        torch.use_deterministic_algorithms(False)
     return row
 
 
@@ -115,12 +119,12 @@ def cpu(size: int) -> None:
 
 
 def table() -> str:
-    columns = ("row", "keys of a tile", "error, tile and query", "forward ms", "backward ms", "step ms")
+    columns = ("row", "keys of a tile", "error, tile and query", "forward ms", "backward ms", "repeatable", "step ms")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, row in Store("tile_attend").data.items():
         both = [
             ", ".join(f"{row[window][key]:.3f}" if key in row[window] else "" for window in WINDOWS)
-            for key in ("output_error", "forward_ms", "backward_ms", "step_ms")
+            for key in ("output_error", "forward_ms", "backward_ms", "repeatable_ms", "step_ms")
         ]
         lines.append(f"| {name} | {row.get('keys', 0):.0f} | {' | '.join(both)} |")
     return "\n".join(lines)

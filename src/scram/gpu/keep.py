@@ -1,11 +1,11 @@
 """Several matches of a query in Triton, kept jointly: what enters, what goes, and their order.
 
-They are tuples of [LANES], so a thread holds all matches of its query and asks no other; where they are many, of
-[LANES, COLUMNS], so some threads do together.
+They are tuples of SLOTS [LANES, COLUMNS]: two threads hold the matches of a query, and ask each other four times
+per offer. [LANES] would be held twice over, by as many threads.
 """
 
 # Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment, var-annotated"
 from __future__ import annotations
 
 import triton
@@ -18,25 +18,9 @@ EMPTY = tl.constexpr(2**31 - 33)  # and so are these: places of a tuple without 
 
 
 @triton.jit
-def beside(x, COLUMNS: tl.constexpr):
-    """What every lane has, for all its columns."""
-    return x if COLUMNS == 1 else x[:, None]
-
-
-@triton.jit
-def lowest_of(x, COLUMNS: tl.constexpr):
-    return x if COLUMNS == 1 else tl.min(x, axis=1)[:, None]
-
-
-@triton.jit
-def highest_of(x, COLUMNS: tl.constexpr):
-    return x if COLUMNS == 1 else tl.max(x, axis=1)[:, None]
-
-
-@triton.jit
 def place_of(c, COLUMNS: tl.constexpr):
-    """The places of slot c."""
-    return c if COLUMNS == 1 else c * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    """The places of slot c, [1, COLUMNS]."""
+    return c * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
@@ -49,13 +33,12 @@ def kept_matches(
     Places beyond kappa hold what nothing beats and nothing is near.
     """
     kept, its, spots = (), (), ()
-    own = beside(point, COLUMNS)
     for c in tl.static_range(SLOTS):
-        place = own * 0 + place_of(c, COLUMNS)
-        here = beside(valid, COLUMNS) & (place < kappa)
-        key = tl.load(state + own * kappa + place, mask=here, other=-1)
-        kept += (tl.where(key < 0, EMPTY + place_of(c, COLUMNS), key),)
-        its += (tl.load(score + own * kappa + place, mask=here, other=float("inf")),)
+        place = place_of(c, COLUMNS)
+        at, here = point[:, None] * kappa + place, valid[:, None] & (place < kappa)
+        key = tl.load(state + at, mask=here, other=-1)
+        kept += (tl.where(key < 0, EMPTY + place, key),)
+        its += (tl.load(score + at, mask=here, other=float("inf")),)
         spots += (spot_of(key, KG, MAGIC, RANK, SEPARATED),)
     return kept, its, spots
 
@@ -98,11 +81,12 @@ def quarters(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def least(its, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+def least(its, SLOTS: tl.constexpr):
+    """The worst score of every lane, [LANES, 1]."""
     worst = its[0]
     for c in tl.static_range(1, SLOTS):
         worst = tl.minimum(worst, its[c])
-    return lowest_of(worst, COLUMNS)
+    return tl.min(worst, axis=1)[:, None]
 
 
 @triton.jit
@@ -111,7 +95,7 @@ def enter(
     RANK: tl.constexpr, SEPARATED: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Let the best key of a window in where it beats the worst match and no better one is near; near ones go."""
-    new, s = beside(new, COLUMNS), beside(s, COLUMNS)
+    new, s = new[:, None], s[:, None]
     spot = spot_of(new, KG, MAGIC, RANK, SEPARATED)
     close, refused = (), s != s
     for c in tl.static_range(SLOTS):
@@ -122,20 +106,18 @@ def enter(
             near = near & (kept[c] < EMPTY)
         close += (near,)
         refused = refused | (near & (its[c] >= s))
-    if COLUMNS > 1:
-        refused = highest_of(refused.to(tl.int32), COLUMNS) > 0
-    takes = (s > least(its, SLOTS, COLUMNS)) & ~refused
+    takes = (s > least(its, SLOTS)) & (tl.max(refused.to(tl.int32), axis=1)[:, None] == 0)
     left, left_its = (), ()
     for c in tl.static_range(SLOTS):
         gone = close[c] & takes
         left += (tl.where(gone, EMPTY + place_of(c, COLUMNS), kept[c]),)
         left_its += (tl.where(gone, -float("inf"), its[c]),)
-    lowest = tl.minimum(s, least(left_its, SLOTS, COLUMNS))
+    lowest = tl.minimum(s, least(left_its, SLOTS))
     # Into an empty place, else into that of the worst, of equal ones the highest key.
     last = new * 0 - 1
     for c in tl.static_range(SLOTS):
         last = tl.maximum(last, tl.where(left_its[c] == lowest, left[c], -1))
-    last = highest_of(last, COLUMNS)
+    last = tl.max(last, axis=1)[:, None]
     kept, its, to = (), (), spots
     spots = ()
     for c in tl.static_range(SLOTS):
@@ -150,26 +132,20 @@ def enter(
 
 
 @triton.jit
-def store_matches(
-    state, score, point, valid, kappa, kept, its, SLOTS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def store_matches(state, score, point, valid, kappa, kept, its, SLOTS: tl.constexpr):
     """Store the matches best first, equal scores by key; an empty place has the lowest score and the highest key."""
-    own, scores = beside(point, COLUMNS), ()
+    scores = ()
     for c in tl.static_range(SLOTS):
         scores += (tl.where(kept[c] < EMPTY, its[c], -float("inf")),)
     for c in tl.static_range(SLOTS):
-        place = own * 0
+        ahead = kept[c] * 0
         for d in tl.static_range(SLOTS):
-            if COLUMNS == 1:
-                ahead = (scores[d] > scores[c]) | ((scores[d] == scores[c]) & (kept[d] < kept[c]))
-                place += ahead.to(tl.int64)
-            else:
-                theirs, mine = scores[d][:, None, :], scores[c][:, :, None]
-                ahead = (theirs > mine) | ((theirs == mine) & (kept[d][:, None, :] < kept[c][:, :, None]))
-                place += tl.sum(ahead.to(tl.int32), axis=2)
-        here = beside(valid, COLUMNS) & (place < kappa)
-        tl.store(state + own * kappa + place, tl.where(kept[c] < EMPTY, kept[c], -1), mask=here)
-        tl.store(score + own * kappa + place, scores[c], mask=here)
+            other, its = scores[d][:, None, :], scores[c][:, :, None]
+            before = (other > its) | ((other == its) & (kept[d][:, None, :] < kept[c][:, :, None]))
+            ahead += tl.sum(before.to(tl.int32), axis=2)
+        at, here = point[:, None] * kappa + ahead, valid[:, None] & (ahead < kappa)
+        tl.store(state + at, tl.where(kept[c] < EMPTY, kept[c], -1), mask=here)
+        tl.store(score + at, scores[c], mask=here)
 
 
 @triton.jit

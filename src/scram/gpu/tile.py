@@ -24,7 +24,6 @@ from .grid import GEOMETRY, features, geometry, lane_place, lane_query, points, 
 from .keep import (
     NO_KEY,
     arrange_kernel,
-    beside,
     enter,
     first_keys,
     kept_matches,
@@ -299,8 +298,9 @@ def weigh_kernel(
     list_of = offered + number.to(tl.int64) * length * LANES
     total = tl.where(going(took, row, sweep, sweeps, queries, STOP), length * LANES, 0)
     reach = separation.to(tl.uint32)
-    changed = beside(query < 0, COLUMNS)
-    if SLOTS == 1:
+    there = valid if COLUMNS == 1 else valid[:, None]
+    changed = there & ~there
+    if COLUMNS == 1:
         key = tl.load(state + point, mask=valid, other=-1)
         best = tl.load(score + point, mask=valid, other=float("inf"))
     else:
@@ -324,7 +324,7 @@ def weigh_kernel(
         if CAUSAL:
             s = tl.where(new[None, :] <= query[:, None], s, -float("inf"))
         # Most offers hold nothing new: then nobody asks which key it is.
-        if SLOTS == 1:
+        if COLUMNS == 1:
             top = tl.max(s, axis=1)
             better = top > best
             if tl.max(better.to(tl.int32), axis=0) > 0:
@@ -336,7 +336,7 @@ def weigh_kernel(
             bests = window_bests(s, LANES, WINDOWS)
             tops = quarters(bests, LANES)
             top = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3]))
-            hope = beside(top, COLUMNS) > least(its, SLOTS, COLUMNS)
+            hope = top[:, None] > least(its, SLOTS)
             if tl.max(hope.to(tl.int32)) > 0:
                 firsts = first_keys(s, bests, new, LANES, WINDOWS)
                 for w in range(WINDOWS):
@@ -349,13 +349,12 @@ def weigh_kernel(
                     changed = changed | takes
 
     if total > 0:
-        if SLOTS == 1:
+        if COLUMNS == 1:
             tl.store(state + point, key, mask=valid)
             tl.store(score + point, best, mask=valid)
         else:
-            store_matches(state, score, point, valid, kappa, kept, its, SLOTS, COLUMNS)
-        several = tl.sum((changed & beside(valid, COLUMNS)).to(tl.int32))
-        tl.atomic_add(took + row.to(tl.int64) * (sweeps + 1) + sweep, several)
+            store_matches(state, score, point, valid, kappa, kept, its, SLOTS)
+        tl.atomic_add(took + row.to(tl.int64) * (sweeps + 1) + sweep, tl.sum((changed & there).to(tl.int32)))
 
 
 @triton.jit

@@ -37,16 +37,21 @@ BACKWARD = (16, 4, 1)
 COLLECT = (32, 4, 4)
 
 
-# The tile search, 64 keys per product: stages by width padded, registers of a thread with two to four matches, warps of
-# the kernel that makes the offers. H200, 512x512, five sweeps, gossip 4, ms, before the offers had no holes:
+# The tile search, 64 keys per product: stages by width padded, warps of the kernel that makes the offers. H200,
+# 512x512, five sweeps, gossip 4, ms, before the offers had no holes:
 #   .955 (2 stages), .940 (3) at E=32; 1.071, 1.116 at E=64; 2.176, 1.580 at E=128; 128 keys 1.077, 32 keys 1.191
 #   E=256 (256x256), in one piece .958, in pieces of 64 .821
 # Eight warps: 1.4 times as long; two: 1.6. Offers made by 1, 2, 4 warps: 1.060, 1.071, 1.157 in all.
-# Since then: 1.060, 1.080, 1.092 with 2, 3, 4 stages; four matches 1.814 with 99 registers, 1.720 with 96, where one
-# tile more has room on a multiprocessor.
+# Since then: 1.060, 1.080, 1.092 with 2, 3, 4 stages.
 WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 128, 4, 1
-MOST_SLOTS = 8  # matches of a query that a thread holds: with 16 the kernel compiles for a minute
-WEIGH_REGISTERS, REGISTERS_FOR = 96, range(2, 5)
+# Several matches, slots x columns and registers of a thread at most, stereo, eight sweeps, ms:
+#    2 matches  1x2 2.31, 64 registers 2.32, 96 2.47;  in one column 2.42
+#    4 matches  2x2 2.68, 64 registers 2.86, 96 2.84;  in one column 3.04
+#    8 matches  4x2 3.83, 64 registers 3.94, 80 3.53, 96 3.59;  2x4 4.67;  in one column 5.20
+#   16 matches  8x2 6.05, 80 registers 6.07, 96 5.88, 112 6.03;  4x4 7.58;  2x8 14.3;  as a matrix 33.1
+#   32 matches  8x4 15.9, 128 registers 13.7, 168 13.5, 200 15.7;  4x8 22.3;  as a matrix 57.3
+# 16 slots compile for a minute. A look at each window whether anybody has hope of it costs more than it saves.
+MOST_SLOTS, WEIGH_REGISTERS = 8, {8: 80, 16: 96, 32: 168}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -104,13 +109,15 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     piece = wide if wide <= WEIGH_PIECE else WEIGH_PIECE // 2
     block: dict[str, Any] = {"BE": piece, "PIECES": wide // piece}
     places = triton.next_power_of_2(matches)
-    slots = min(places, MOST_SLOTS)
+    columns = 1 if matches == 1 else max(2, places // MOST_SLOTS)
     # float32 in three products of tf32, as good as float32; Triton's interpreter multiplies no 16-bit types.
     precision = "tf32x3" if dtype == torch.float32 else "tf32"
-    block.update(SLOTS=slots, COLUMNS=places // slots, PADDED=places > matches, PRECISION=precision, WIDEN=INTERPRETED)
+    block.update(
+        SLOTS=places // columns, COLUMNS=columns, PADDED=places > matches, PRECISION=precision, WIDEN=INTERPRETED
+    )
     stages = 3 if wide == WEIGH_PIECE or matches > 1 else 2
     block.update(num_warps=WEIGH_WARPS, num_stages=stages, enable_fp_fusion=True)
-    return {**block, "maxnreg": WEIGH_REGISTERS} if matches in REGISTERS_FOR else block
+    return {**block, "maxnreg": WEIGH_REGISTERS[places]} if places in WEIGH_REGISTERS else block
 
 
 @lru_cache(maxsize=256)
