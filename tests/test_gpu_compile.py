@@ -16,7 +16,7 @@ from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tenso
 triton = pytest.importorskip("triton")
 
 from scram import pick  # noqa: E402
-from scram.gpu import launch, noise, sample, tiles, windows  # noqa: E402
+from scram.gpu import attend_keys, launch, noise, sample, tiles, windows  # noqa: E402
 
 search = import_module("scram.gpu.search")  # the package's own `search` is the function
 
@@ -64,6 +64,7 @@ KERNELS = {
     "sweep_kernel",
     "attend_kernel",
     "backward_kernel",
+    "share_kernel",
     "collect_kernel",
     "sort_kernel",
 }
@@ -78,6 +79,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *given: launched(self.kernel, given, self.flags))
         triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
         monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
+        monkeypatch.setattr(attend_keys, "SHARE", 2)  # so that these few keys have several shares too
         by_pointer = lambda seed: (seed, 0, 0)  # noqa: E731 - as for a seed on the device
         for module in (search, windows):
             monkeypatch.setattr(module, "seed_arguments", by_pointer if seed_by_pointer else noise.seed_arguments)
@@ -102,7 +104,7 @@ def test_compiles(number, architecture, launches):
 
     launches(number, compile_only)
     left_out = {"sort_kernel"} if number % 2 == 0 else set()
-    left_out |= {"collect_kernel"} if number % 2 == 0 and number > 0 else set()
+    left_out |= {"share_kernel", "collect_kernel"} if number % 2 == 0 and number > 0 else set()
     assert set(compiled) == KERNELS - left_out
 
 
@@ -123,7 +125,7 @@ def test_the_cases_reach_every_choice_of_the_launchers(launches):
         everything = {
             "RANK": {1, 2, 3, 4},
             "WEIGHT": set(WEIGHTS),
-            "dtype": {torch.int32} if name == "sort_kernel" else set(DTYPES),
+            "dtype": {"sort_kernel": {torch.int32}, "share_kernel": {torch.int64}}.get(name, set(DTYPES)),
             **{flag: {False, True} for flag in FLAGS | POINTERS_OR_NONE},
         }
         assert values == everything.get(choice, values), (name, choice)
@@ -199,6 +201,7 @@ def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
 
 
 FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "SHIFT", "STAY", "TURNS", "DROPOUT", "REPEATABLE", "SEVERAL"}
+FLAGS |= {"EXTRA"}
 POINTERS_OR_NONE = {"mask", "warm", "wide", "SEED", "k_extra", "v_extra"}
 
 
@@ -263,4 +266,5 @@ def test_estimators_compile(one, first, monkeypatch):
         if first == "tail"
         else {"visit_kernel", "visit_backward_kernel"}
     )
-    assert set(compiled) - {"attend_kernel", "backward_kernel", "collect_kernel"} == wanted | {f"{first}_kernel"}
+    windows = {"attend_kernel", "backward_kernel", "share_kernel", "collect_kernel"}
+    assert set(compiled) - windows == wanted | {f"{first}_kernel"}

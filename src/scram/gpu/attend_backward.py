@@ -80,7 +80,7 @@ def attend_backward(
             grads = (sums, dq, dk, dv, dk_extra, dv_extra)
             _kernel(*variant, kinds(*from_above), repeatable)(*arguments, *from_above, *grads)
             if sums is not None:
-                collect(arguments, from_above, sums, dk, dv, index, window_flags(*variant[:3]))
+                collect(arguments, from_above, sums, dk, dv, index, radius, window_flags(*variant[:3]))
     return dq, dk.to(k.dtype), dv.to(v.dtype), from_slots(dk_extra, k_extra), from_slots(dv_extra, v_extra)
 
 

@@ -34,7 +34,7 @@ SEARCH_WIDE = (16, 8, 4)
 # .750 (32, 4, 4), .758 (8, 4, 1); E=3 .298 (16, 4, 1), .409 (32, 1, 1), .396 (32, 4, 4).
 ATTEND_NARROW, ATTEND = (32, 1, 1), (16, 4, 1)
 BACKWARD = (16, 4, 1)
-COLLECT = (32, 4, 4)
+COLLECT, SHARE = (8, 4, 1), 256
 
 
 # The tile search, 64 keys per product: stages by width padded, warps of the kernel that makes the offers. H200,
