@@ -22,9 +22,11 @@ from ..grid import cell_sides, grid_of
 from ..schedule import LANES
 from .grid import GEOMETRY, divide, geometry, points, tile_at, tile_shape, tiles
 from .launch import Kernel, kinds
+from .shared import block_of
 from .tiles import INTERPRETED, LIST_BLOCK, LIST_WARPS, MOST_SORTED
 
 WIDEN = tl.constexpr(INTERPRETED)  # Triton's interpreter multiplies no bfloat16
+QUERIES = tl.constexpr(LANES)  # of a tile
 NO_CELL = tl.constexpr(2**31 - 1)
 FRAME = ("s0", "s1", "s2", "s3", "b0", "b1", "b2", "b3", "u0", "u1", "u2", "u3", "l0", "l1", "l2", "l3")
 STEPS = ("steps", "t0", "t1", "t2", "t3", "n0", "n1", "n2", "n3")
@@ -152,14 +154,8 @@ def keys_at(
 
 @triton.jit
 def rows_at(base, at, there, piece, E: tl.constexpr, W: tl.constexpr, WEIGHT: tl.constexpr):
-    """Rows base[at] as [len(at), W]: piece number `piece` of their width; zeros where there is nothing.
-
-    As float32 where weights are scores themselves, which 16 bits may not hold.
-    """
-    e, here = piece * W + tl.arange(0, W)[None, :], there[:, None]
-    if E != W:
-        here = here & (e < E)
-    x = tl.load(base + at.to(tl.int64)[:, None] * E + e, mask=here, other=0.0)
+    """`block_of`, as float32 where weights are scores themselves, which 16 bits may not hold."""
+    x = block_of(base, at, there, piece, E, W)
     if WEIGHT != "softmax" or (WIDEN and x.dtype == tl.bfloat16):
         x = x.to(tl.float32)
     return x
@@ -172,7 +168,7 @@ def corners_of(
     """The corner of every match of a tile: the number of its first cell on the grid of cells with a rim."""
     row, corner = tile_at(tile, QG, RANK, TILE)
     n = tl.arange(0, IDS)
-    rest, query, stride, here = n // kappa, n * 0, 1, n // kappa < 64
+    rest, query, stride, here = n // kappa, n * 0, 1, n // kappa < QUERIES
     for a in tl.static_range(RANK - 1, -1, -1):
         place = corner[a] + (rest % TILE[a] if a > 0 else rest)
         here = here & (place < QG[a])
@@ -202,7 +198,7 @@ def corner_kernel(
         (b0, b1, b2, b3), (u0, u1, u2, u3), (l0, l1, l2, l3), RANK, TILE, IDS,
     )  # fmt: skip
     n = tl.arange(0, IDS)
-    tl.store(corners + tl.program_id(0).to(tl.int64) * (64 * kappa) + n, number, mask=n < 64 * kappa)
+    tl.store(corners + tl.program_id(0).to(tl.int64) * (kappa * QUERIES) + n, number, mask=n < kappa * QUERIES)
 
 
 @triton.jit
@@ -230,7 +226,7 @@ def cells_kernel(
     RIM, LIFT, NUMBER = (u0, u1, u2, u3), (l0, l1, l2, l3), (n0, n1, n2, n3)
     tile, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mine, result = lists + tile * 2 * room, first + tile * room
-    found, have = 64 * kappa, 0
+    found, have = kappa * QUERIES, 0
     if SORT:
         number = tl.sort(
             corners_of(

@@ -113,8 +113,10 @@ def finite(x):
 @triton.jit
 def block_of(base, at, there, piece, E: tl.constexpr, W: tl.constexpr):
     """Rows base[at] as [len(at), W]: piece number `piece` of their width; zeros where there is nothing."""
-    e = piece * W + tl.arange(0, W)[None, :]
-    return tl.load(base + at.to(tl.int64)[:, None] * E + e, mask=there[:, None] & (e < E), other=0.0)
+    e, here = piece * W + tl.arange(0, W)[None, :], there[:, None]
+    if E != W:
+        here = here & (e < E)
+    return tl.load(base + at.to(tl.int64)[:, None] * E + e, mask=here, other=0.0)
 
 
 @triton.jit
