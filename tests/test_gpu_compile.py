@@ -79,7 +79,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *given: launched(self.kernel, given, self.flags))
         triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
         monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
-        monkeypatch.setattr(attend_keys, "SHARE", 2)  # so that these few keys have several shares too
+        monkeypatch.setattr(attend_keys, "LEAST_SHARE", 2)  # so that these few keys have several shares too
         by_pointer = lambda seed: (seed, 0, 0)  # noqa: E731 - as for a seed on the device
         for module in (search, windows):
             monkeypatch.setattr(module, "seed_arguments", by_pointer if seed_by_pointer else noise.seed_arguments)

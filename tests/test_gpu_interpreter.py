@@ -231,7 +231,7 @@ def test_attend_is_as_near_float64_as_the_reference(name, repeatable, launched, 
     from scram.gpu import attend_keys
 
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
-    monkeypatch.setattr(attend_keys, "SHARE", 20)  # few pairs: keys of these small grids have several shares too
+    monkeypatch.setattr(attend_keys, "LEAST_SHARE", 20)  # few, so that there may be shares beyond the first
     case = named(name)
     tensors = make_tensors(case)
     truth, same, ours = (
@@ -241,6 +241,23 @@ def test_attend_is_as_near_float64_as_the_reference(name, repeatable, launched, 
     assert_as_near_float64(truth, same, ours, _size)
     kernels = ["share_kernel", "collect_kernel", "collect_kernel"] if repeatable else []
     assert launched == (["attend_kernel", "backward_kernel", *kernels] if case.batch else [])
+
+
+@interpreted
+def test_repeatable_gradients_of_a_key_that_all_queries_want(monkeypatch):
+    from scram.gpu import attend_keys
+
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(attend_keys, "LEAST_SHARE", 5)
+    case = named("rank 2", grid=(8, 8), key_grid=(20, 20), kappa=2, sweeps=1)
+    tensors = make_tensors(case)
+    tensors.matches.index[..., 0] = 131
+    tensors.matches.index[..., ::2, :, 1] = 170  # half of them another one, near enough that windows overlap
+    truth, same, ours = (
+        _everything(case, tensors, impl, dtype)
+        for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype))
+    )
+    assert_as_near_float64(truth, same, ours, _size)
 
 
 @interpreted

@@ -1,8 +1,8 @@
 """Gradients of keys and values with repeatable bits: every key collects from the queries that attend it, in order.
 
 The queries that match a key stand together in a list sorted by key, so those that match the keys of a row of its window
-do too. A key may be wanted by most queries: what is beyond SHARE pairs is summed in shares, by programs of their own,
-and added in order. No atomics, no list of pairs.
+do too. A key may be wanted by most queries: what is beyond one share of pairs is summed in shares, by programs of their
+own, and added in order. No atomics, no list of pairs.
 """
 
 # Kernels carry no types that mypy knows.
@@ -20,7 +20,7 @@ from torch import Tensor
 from .grid import GEOMETRY, divide, dot, features, near, points, put
 from .launch import Kernel
 from .noise import absorb, row_state
-from .tiles import SHARE, collect_tile
+from .tiles import LEAST_SHARE, collect_tile
 from .windows import SETTINGS, add, first_offset, next_offset, pair_gradient, window_key, window_size
 
 
@@ -37,27 +37,28 @@ def collect(
     """Fill dk and dv, float32. `sums` [B, H, *G, 2] is what the queries found."""
     rows, key_rows, keys = index.shape[0] * index.shape[1], dk.shape[0] * dk.shape[1], dk[0, 0, ..., 0].numel()
     device, every = index.device, key_rows * keys
-    source = torch.arange(key_rows, device=device).repeat_interleave(rows // key_rows)
-    match = index.reshape(rows, -1).long()
+    small = torch.int32 if every < 2**31 - 1 else torch.int64  # sorted in half the time
+    source = torch.arange(key_rows, dtype=small, device=device).repeat_interleave(rows // key_rows)
+    match = index.reshape(rows, -1).to(small)
     there = (match >= 0) & (match < keys)
     names = torch.where(there, match + keys * source.unsqueeze(1), every).flatten()
     names, order = names.sort(stable=True)
-    first = torch.searchsorted(names, torch.arange(every + 1, device=device))
+    first = torch.searchsorted(names, torch.arange(every + 1, dtype=small, device=device))
     q, v = arguments[0], arguments[2]
-    block = {**flags, **collect_tile(q.shape[-1], v.shape[-1], q.dtype, v.dtype), "SHARE": SHARE}
+    block = {**flags, **collect_tile(q.shape[-1], v.shape[-1], q.dtype, v.dtype)}
     window = math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, dk.shape[2:-1], strict=True))
-    shares = len(names) * window // SHARE  # at most, beyond the first of each key
+    share = max(LEAST_SHARE, 8 * len(names) * window // every)
+    shares = len(names) * window // share  # at most, beyond the first of each key: a share for eight keys
     more = torch.empty(every, dtype=torch.int64, device=device)
-    Kernel(
-        share_kernel,
-        triton.cdiv(every, 128),
-        {"RANK": flags["RANK"], "SHARE": SHARE, "BLOCK": 128, "enable_fp_fusion": True},
-    )(first, more, key_rows, *arguments[-17:-2])
+    counts = Kernel(
+        share_kernel, triton.cdiv(every, 128), {"RANK": flags["RANK"], "BLOCK": 128, "enable_fp_fusion": True}
+    )
+    counts(first, more, key_rows, share, *arguments[-17:-2])
     ends = more.cumsum(0)
     owner = torch.searchsorted(ends, torch.arange(shares, device=device), right=True)
     parts = [torch.empty((shares, x.shape[-1]), dtype=torch.float32, device=device) for x in (q, v)]
     grad_out, _, lse = from_above
-    given = (*arguments, grad_out, lse, sums, dk, dv, order, first, more, ends, owner, *parts, key_rows)
+    given = (*arguments, grad_out, lse, sums, dk, dv, order, first, more, ends, owner, *parts, key_rows, share)
     if shares:
         Kernel(collect_kernel, shares, {**block, "EXTRA": True})(*given)
     Kernel(collect_kernel, every, {**block, "EXTRA": False})(*given)
@@ -82,10 +83,10 @@ def matched(first, place, key, offset, left, right, ok, KG, MAGIC, RANK: tl.cons
     return tl.load(at - left, mask=there, other=0), tl.load(at + right + 1, mask=there, other=0)
 
 
-@triton.jit(do_not_specialize=["key_rows", *GEOMETRY, "b0", "b1", "b2", "b3"])
+@triton.jit(do_not_specialize=["key_rows", "share", *GEOMETRY, "b0", "b1", "b2", "b3"])
 def share_kernel(
-    first, more, key_rows, q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3,
-    RANK: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
+    first, more, key_rows, share, q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How many shares each key has beyond its first."""
     KG, MAGIC, REACH = (k0, k1, k2, k3), (m1, m1, m2, m3), (b0, b1, b2, b3)
@@ -99,18 +100,17 @@ def share_kernel(
         begin, end = matched(first, place, key, offset, left, right, valid, KG, MAGIC, RANK)
         offset = next_offset(offset, rows, RANK)
         total += end - begin
-    tl.store(more + place, tl.maximum(total - 1, 0) // SHARE, mask=valid)
+    tl.store(more + place, tl.maximum(total - 1, 0) // share, mask=valid)
 
 
-@triton.jit(do_not_specialize=[*SETTINGS, "key_rows"])
+@triton.jit(do_not_specialize=[*SETTINGS, "key_rows", "share"])
 def collect_kernel(
     q, k, v, index, mask, k_extra, v_extra, SEED, low, high, mask_heads, group, kappa, extras, threshold,
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale, keep,
-    grad_out, lse, sums, dk, dv, order, first, more, ends, owner, k_parts, v_parts, key_rows,
+    grad_out, lse, sums, dk, dv, order, first, more, ends, owner, k_parts, v_parts, key_rows, share,
     RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, SEVERAL: tl.constexpr, LANES: tl.constexpr,
-    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, SHARE: tl.constexpr,
-    EXTRA: tl.constexpr,
+    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
     """One share of the pairs of one key, LANES at a time: an EXTRA one, or the first, and then the sum of all.
 
@@ -134,11 +134,11 @@ def collect_kernel(
         v_sum += (tl.zeros([LANES, FW], tl.float32),)
     left, right, rows = sides(key, REACH, KG, MAGIC, RANK)
     offset = first_offset(rows, RANK)
-    skip = (number - start + 1) * SHARE if EXTRA else place * 0  # pairs of this key that are others' share
+    skip = (number - start + 1) * share if EXTRA else place * 0  # pairs of this key that are others' share
     for _ in range(tl.where(exists, window_size(rows, RANK), 0)):
         begin, end = matched(first, place, key, offset, left, right, exists, KG, MAGIC, RANK)
         offset = next_offset(offset, rows, RANK)
-        stop = tl.minimum(end, tl.maximum(begin + skip + SHARE, begin))
+        stop = tl.minimum(end, tl.maximum(begin + skip + share, begin))
         at, skip = begin + tl.maximum(skip, 0), skip - (end - begin)
         for t in range(((stop - at + LANES - 1) // LANES).to(tl.int32)):
             ok = at + t * LANES + lane < stop
