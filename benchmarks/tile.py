@@ -145,13 +145,16 @@ def gpu(folder: Path, seconds: float, commit: str | None, out: Path, only: str) 
         for sweeps in several:
             name = f"attention {shape} {sweeps}"
             put(name, lambda s=shape, t=sweeps: attention_row(data, {**s, "data": "stereo"}, replace(QUICK, sweeps=t)))
-    for width, dtype in ((16, "bfloat16"), (32, "bfloat16"), (128, "bfloat16"), (64, "float32"), (3, "float32")):
-        for how in (scram.Search("tile"), scram.Search("query")):
-            label, at = (
-                f"{how.method} {dtype} {width}",
-                {"data": "stereo", "width": width, "dtype": getattr(torch, dtype)},
-            )
-            put(f"stereo {label}", lambda m=label, h=how, s=at: search_row("width", m, h, s))
+    for width, dtype in ((16, "bfloat16"), (32, "bfloat16"), (128, "bfloat16"), (3, "float32"), (32, "float32"),
+                         (64, "float32"), (128, "float32")):  # fmt: skip
+        for name in SETS if dtype == "float32" and width > 3 else SETS[:1]:
+            for how in (scram.Search("tile"), scram.Search("query")):
+                label, at = f"{how.method} {dtype} {width}", {"data": name, "width": width}
+                at["dtype"] = getattr(torch, dtype)
+                put(f"{name} {label}", lambda m=label, h=how, s=at: search_row("width", m, h, s))
+    for name in SETS:
+        at, label = {"data": name, "dtype": torch.float32}, "tile float32 64, gossip 4, sweeps 5"
+        put(f"{name} {label}", lambda m=label, s=at: search_row("width", m, QUICK, s))
 
 
 def attention_row(data: Any, shape: dict[str, Any], how: scram.Search) -> dict[str, Any]:

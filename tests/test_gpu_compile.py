@@ -159,7 +159,7 @@ def test_the_tile_search_compiles(case, architecture, monkeypatch):
     run_search(case, make_tensors(case), "triton")
     wanted = {"start_kernel", "offer_kernel", "weigh_kernel"}
     wanted |= {"arrange_kernel"} if case.kappa > 1 else set()
-    wanted |= {"exact_kernel"} if case.dtype == torch.float32 else set()
+    wanted |= {"exact_kernel", "halves_kernel"} if case.dtype == torch.float32 else set()
     assert set(compiled) == wanted
 
 

@@ -47,6 +47,18 @@ def test_every_number_of_matches_in_a_tile_search(kappa, dtype):
     assert torch.equal(found.score, expected.score)
 
 
+@pytest.mark.parametrize("kappa", [1, 4])
+@pytest.mark.parametrize("width", [5, 64, 140])
+def test_float32_tiles_find_as_much_as_the_reference(width, kappa):
+    q, k = torch.randn(2, 1, 2, 60, 70, width, device="cuda").cumsum(2).cumsum(3).unbind()
+    settings = scram.Search("tile", matches=kappa, seed=0)
+    found, expected = (scram.search(q, k, search=settings, impl=impl) for impl in ("triton", "reference"))
+    assert found.score.mean() >= expected.score.mean() - 1e-5 * expected.score.abs().mean()
+    chosen = k.flatten(2, 3).gather(2, found.index.flatten(2).long()[..., None].expand(-1, -1, -1, width))
+    exact = (q.flatten(2, 3).repeat_interleave(kappa, 2).double() * chosen).sum(-1).view_as(found.score)
+    torch.testing.assert_close(found.score.double(), exact, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("window", ["query", "tile"])
 @pytest.mark.parametrize("repeatable", [False, True])
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype != NOT_HERE], ids=str)

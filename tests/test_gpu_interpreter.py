@@ -216,6 +216,21 @@ def test_more_matches_than_a_thread_holds_itself():
 
 
 @interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("width", "kappa"), [(16, 1), (140, 3)])
+def test_float32_that_is_not_finite_in_the_tile_search(width, kappa):
+    case = named("rank 2", grid=(9, 10), key_grid=(11, 9), width=width, kappa=kappa, sweeps=4, method="tile")
+    tensors = make_tensors(case, integer=True)
+    q, k = tensors.q, tensors.k
+    q[q == 0] = 1  # zero times infinity is NaN for the reference too
+    k[0, 0, 3, 4, 2], k[0, 0, 8, 8, 1], k[0, 0, 0, 0, 0], k[0, 0, 5, 5, 0] = torch.inf, -torch.inf, 3e38, torch.nan
+    q[0, 0, 7, 7, 0], q[0, 0, 2, 2, 1] = torch.inf, torch.nan
+    found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
+    assert torch.equal(found.index, expected.index)
+    assert found.score.isinf().any()
+
+
+@interpreted
 def test_a_row_stops_in_the_tile_search(launched):
     # A few queries would find better keys in later sweeps.
     case = named("rank 2", grid=(23, 23), width=12, kappa=1, jumps=(1,), gossip=1, sweeps=14, method="tile")

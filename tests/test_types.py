@@ -82,7 +82,8 @@ def test_auto_method_is_resolved():
 
     assert chosen("cuda", torch.bfloat16, 64) == chosen("cuda", torch.float16, 16) == "tile"
     assert chosen("cpu", torch.bfloat16, 64) == chosen("cuda", torch.bfloat16, 15) == "query"
-    assert chosen("cuda", torch.float32, 64) == "query"
+    assert chosen("cuda", torch.float32, 32) == "tile"
+    assert chosen("cuda", torch.float32, 31) == chosen("cuda", torch.float64, 64) == "query"
     for settings in (scram.Search.paper(seed=3), scram.Search("tile", seed=3)):
         assert settings.resolved(Queries("cuda", torch.bfloat16, 64)) is settings
 

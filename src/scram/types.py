@@ -73,14 +73,15 @@ class Search:
     def resolved(self, q: Tensor) -> Search:
         """The same settings with method="auto" replaced by what is best for queries like q [..., E], as measured.
 
-        That is "tile" where matrix units take the features as they are: on CUDA, 16 bits each, 16 of them or more.
+        That is "tile" where matrix units are worth their while: on CUDA, 16 features of 16 bits or more, 32 of 32 bits.
 
         >>> Search().resolved(torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)).method
         'query'
         """
         if self.method != "auto":
             return self
-        units = q.device.type == "cuda" and q.dtype.itemsize == 2 and q.shape[-1] >= 16
+        least = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}.get(q.dtype)
+        units = q.device.type == "cuda" and least is not None and q.shape[-1] >= least
         return replace(self, method="tile" if units else "query", seed=self.seed_tensor)
 
 

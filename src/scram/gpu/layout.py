@@ -1,11 +1,15 @@
-"""What search needs besides searching: keys padded to aligned rows, the matches of several runs sorted."""
+"""What search needs besides searching: keys padded or split for the units, the matches of several runs sorted."""
 
 # Kernels carry no types that mypy knows.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from .launch import Kernel
 
 
 @triton.jit
@@ -17,6 +21,26 @@ def pad(k, wide, count, E: tl.constexpr, KE: tl.constexpr, BLOCK: tl.constexpr):
         ok = i < count * KE
         x = tl.load(k + i // KE * E + i % KE, mask=ok & (i % KE < E), other=0.0)
         tl.store(wide + i, x, mask=ok)
+
+
+def halves(x: Tensor) -> Tensor:
+    """float32 [..., E] -> bfloat16 [..., 2 E]: the rounded features, then what rounding left of them, rounded too."""
+    out = x.new_empty((*x.shape[:-1], 2 * x.shape[-1]), dtype=torch.bfloat16)
+    flags = {"E": x.shape[-1], "BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": True}
+    Kernel(halves_kernel, -(-x.numel() // 1024), flags)(x, out, x.numel())
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def halves_kernel(x, out, count, E: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    whole = tl.load(x + i, mask=i < count, other=0.0)
+    high = whole.to(tl.bfloat16)
+    low = whole - high.to(tl.float32)
+    low = tl.where(tl.abs(low) < float("inf"), low, 0.0)  # what is not finite is so in the first half
+    to = out + i // E * (2 * E) + i % E
+    tl.store(to, high, mask=i < count)
+    tl.store(to + E, low.to(tl.bfloat16), mask=i < count)
 
 
 @triton.jit(do_not_specialize=["rows", "queries", "kappa"])

@@ -33,6 +33,7 @@ from .keep import (
     window_bests,
 )
 from .launch import Kernel, kinds, on_device
+from .layout import halves
 from .noise import absorb, below, row_state, seed_arguments
 from .search import start_kernel, tile_count
 from .tiles import OFFER_WARPS, search_tile, weigh_tile
@@ -90,14 +91,15 @@ def tile_search(
             room = torch.empty(plan.tiles * most * LANES + rows * (sweeps + 1), dtype=torch.int32, device=device)
             offered, took = room, room[plan.tiles * most * LANES :]
             offer = plan.offer.bind(index, offered, took, *seeds, *lists, sweeps, matches, *plan.extents)
+            weighed = (q, k) if q.dtype.itemsize == 2 else (halves(q), halves(k))
             weigh = plan.weigh.bind(
-                q, k, index, score, offered, took, group, sweeps, matches, separation, *plan.extents
+                *weighed, index, score, offered, took, group, sweeps, matches, separation, *plan.extents
             )
             for sweep in range(1, sweeps + 1):
                 table, length = tables[(sweep - 1) % len(tables)]
                 offer(table, sweep, length)
                 weigh(sweep, length)
-        if q.dtype == torch.float32:  # the matrix unit rounds
+        if q.dtype == torch.float32:  # halves lose some digits
             planes = (index, score) if matches == 1 else _planes(index, score, matches)
             plan.exact(q, k, index, *planes, group, matches, *plan.extents)
             if matches > 1:
@@ -281,20 +283,24 @@ def weigh_kernel(
     q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, sweep, length,
     RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, HOLES: tl.constexpr, STOP: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
-    SLOTS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, WINDOWS: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    HALVES: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, WINDOWS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Every query of a tile scores what all its queries offer, LANES keys at a time, and keeps its best."""
+    """Every query of a tile scores what all its queries offer, LANES keys at a time, and keeps its best.
+
+    A row is E features, or the two HALVES of each: then the product of the second ones is left out.
+    """
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
     number = tl.program_id(0)
     row, corner = tile_at(number, QG, RANK, TILE)
     query, valid = lane_query(corner, QG, RANK, TILE, LANES)
     queries, keys = points(QG, RANK), points(KG, RANK)
     point = row.to(tl.int64) * queries + query
-    k_row = k + (row // group).to(tl.int64) * keys * E
-    q_rows = q + point[:, None] * E + tl.arange(0, BE)[None, :]
+    k_row = k + (row // group).to(tl.int64) * keys * (HALVES * E)
+    q_rows = q + point[:, None] * (HALVES * E) + tl.arange(0, BE)[None, :]
     e = tl.arange(0, BE)
     mine = piece(q_rows, valid[:, None] & (e < E)[None, :], WIDEN)
+    rest = piece(q_rows + (HALVES - 1) * E, valid[:, None] & (e < E)[None, :], WIDEN)
     list_of = offered + number.to(tl.int64) * length * LANES
     total = tl.where(going(took, row, sweep, sweeps, queries, STOP), length * LANES, 0)
     reach = separation.to(tl.uint32)
@@ -309,16 +315,25 @@ def weigh_kernel(
     for begin in range(0, total, LANES):
         lane = begin + tl.arange(0, LANES)
         new = tl.load(list_of + lane)
-        k_rows = k_row + tl.maximum(new, 0).to(tl.int64)[None, :] * E + e[:, None]
+        k_rows = k_row + tl.maximum(new, 0).to(tl.int64)[None, :] * (HALVES * E) + e[:, None]
         if PIECES == 1:
-            s = tl.dot(mine, piece(k_rows, (e < E)[:, None], WIDEN), input_precision=PRECISION)
+            theirs = piece(k_rows, (e < E)[:, None], WIDEN)
+            s = tl.dot(mine, theirs)
+            if HALVES == 2:
+                small = tl.dot(rest, theirs, tl.dot(mine, piece(k_rows + E, (e < E)[:, None], WIDEN)))
         else:
             s = tl.zeros([LANES, LANES], tl.float32)
+            small = s
             for p in range(PIECES):
                 part = e + p * BE < E
                 ours = piece(q_rows + p * BE, valid[:, None] & part[None, :], WIDEN)
                 theirs = piece(k_rows + p * BE, part[:, None], WIDEN)
-                s = tl.dot(ours, theirs, s, input_precision=PRECISION)
+                s = tl.dot(ours, theirs, s)
+                if HALVES == 2:
+                    small = tl.dot(ours, piece(k_rows + p * BE + E, part[:, None], WIDEN), small)
+                    small = tl.dot(piece(q_rows + p * BE + E, valid[:, None] & part[None, :], WIDEN), theirs, small)
+        if HALVES == 2:
+            s = tl.where(tl.abs(s) < float("inf"), s + small, s)  # zero times infinity is none of ours
         if HOLES:
             s = tl.where((new >= 0)[None, :], s, -float("inf"))
         if CAUSAL:

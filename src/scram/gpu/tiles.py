@@ -46,6 +46,8 @@ COLLECT, LEAST_SHARE = (8, 4, 1), 256
 #   E=256 (256x256), in one piece .958, in pieces of 64 .821
 # Eight warps: 1.4 times as long; two: 1.6. Offers made by 1, 2, 4 warps: 1.060, 1.071, 1.157 in all.
 # Since then: 1.060, 1.080, 1.092 with 2, 3, 4 stages.
+# float32, E=64, eight sweeps, stereo: in halves 3.40 (2 stages), 3.28 (3), 3.27 (4); the unit's own three products of
+# bf16 4.38, of tf32 7.85; one of tf32 2.67, but recall .869 instead of .949.
 WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 128, 4, 1
 # Several matches, slots x columns and registers of a thread at most, stereo, eight sweeps, ms:
 #    2 matches  1x2 2.31, 64 registers 2.32, 96 2.47;  in one column 2.42
@@ -113,12 +115,11 @@ def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
     block: dict[str, Any] = {"BE": piece, "PIECES": wide // piece}
     places = triton.next_power_of_2(matches)
     columns = 1 if matches == 1 else max(2, places // MOST_SLOTS)
-    # float32 in three products of tf32, as good as float32; Triton's interpreter multiplies no 16-bit types.
-    precision = "tf32x3" if dtype == torch.float32 else "tf32"
-    block.update(
-        SLOTS=places // columns, COLUMNS=columns, PADDED=places > matches, PRECISION=precision, WIDEN=INTERPRETED
-    )
-    stages = 3 if wide == WEIGH_PIECE or matches > 1 else 2
+    # float32 as two numbers of 16 bits; Triton's interpreter multiplies none of those.
+    halves = 1 + (dtype == torch.float32)
+    block.update(HALVES=halves, WIDEN=INTERPRETED)
+    block.update(SLOTS=places // columns, COLUMNS=columns, PADDED=places > matches)
+    stages = 3 if wide == WEIGH_PIECE or matches > 1 or halves > 1 else 2
     block.update(num_warps=WEIGH_WARPS, num_stages=stages, enable_fp_fusion=True)
     return {**block, "maxnreg": WEIGH_REGISTERS[places]} if places in WEIGH_REGISTERS else block
 
