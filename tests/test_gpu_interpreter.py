@@ -216,6 +216,20 @@ def test_more_matches_than_a_thread_holds_itself():
 
 
 @interpreted
+@pytest.mark.parametrize(("width", "large"), [(5, 1500), (140, 300)])
+def test_large_whole_numbers_of_float32_in_the_tile_search(width, large):
+    case = named("rank 2", grid=(9, 10), width=width, kappa=1, sweeps=3, method="tile")
+    tensors = make_tensors(case)
+    little = torch.arange(width) % 5 - 2
+    for x in (tensors.q, tensors.k):  # of equal sums: the products differ in their last digits
+        x.copy_(large + little[torch.rand(x.shape, generator=torch.Generator().manual_seed(len(x))).argsort(-1)])
+        large -= 1
+    found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
+    assert torch.equal(found.index, expected.index)
+    assert torch.equal(found.score, expected.score)
+
+
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("width", "kappa"), [(16, 1), (140, 3)])
 def test_float32_that_is_not_finite_in_the_tile_search(width, kappa):

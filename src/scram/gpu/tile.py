@@ -288,7 +288,7 @@ def weigh_kernel(
 ):  # fmt: skip
     """Every query of a tile scores what all its queries offer, LANES keys at a time, and keeps its best.
 
-    A row is E features, or the two HALVES of each: then the product of the second ones is left out.
+    A row is E features, or the two HALVES of each.
     """
     QG, KG, MAGIC = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3)
     number = tl.program_id(0)
@@ -320,7 +320,8 @@ def weigh_kernel(
             theirs = piece(k_rows, (e < E)[:, None], WIDEN)
             s = tl.dot(mine, theirs)
             if HALVES == 2:
-                small = tl.dot(rest, theirs, tl.dot(mine, piece(k_rows + E, (e < E)[:, None], WIDEN)))
+                low = piece(k_rows + E, (e < E)[:, None], WIDEN)
+                small = tl.dot(rest, theirs, tl.dot(mine, low, tl.dot(rest, low)))
         else:
             s = tl.zeros([LANES, LANES], tl.float32)
             small = s
@@ -330,8 +331,9 @@ def weigh_kernel(
                 theirs = piece(k_rows + p * BE, part[:, None], WIDEN)
                 s = tl.dot(ours, theirs, s)
                 if HALVES == 2:
-                    small = tl.dot(ours, piece(k_rows + p * BE + E, part[:, None], WIDEN), small)
-                    small = tl.dot(piece(q_rows + p * BE + E, valid[:, None] & part[None, :], WIDEN), theirs, small)
+                    low = piece(k_rows + p * BE + E, part[:, None], WIDEN)
+                    rest = piece(q_rows + p * BE + E, valid[:, None] & part[None, :], WIDEN)
+                    small = tl.dot(rest, theirs, tl.dot(ours, low, tl.dot(rest, low, small)))
         if HALVES == 2:
             s = tl.where(tl.abs(s) < float("inf"), s + small, s)  # zero times infinity is none of ours
         if HOLES:
