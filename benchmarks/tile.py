@@ -247,7 +247,7 @@ def plot(folder: Path) -> None:
                 for at, key in enumerate(("recall", "output_error")):
                     ms, y = [row["ms"] for row in line], [row[key] for row in line]
                     axes[at, column].plot(ms, y, color=colour, marker=mark, label=label, markersize=5)
-            axes[0, column].set_title(data)
+            axes[0, column].set_title(data.replace("unn", "un-n"))
             axes[0, column].set_ylim(0, 1)
             axes[1, column].set_yscale("log")
             axes[1, column].set_xlabel("ms")

@@ -123,10 +123,11 @@ def table() -> str:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, row in Store("tile_attend").data.items():
         both = [
-            ", ".join(f"{row[window][key]:.3f}" if key in row[window] else "" for window in WINDOWS)
+            ", ".join(f"{row[window][key]:.3f}" for window in WINDOWS if key in row[window])
             for key in ("output_error", "forward_ms", "backward_ms", "repeatable_ms", "step_ms")
         ]
-        lines.append(f"| {name} | {row.get('keys', 0):.0f} | {' | '.join(both)} |")
+        keys = f"{row['keys']:.0f}" if "keys" in row else ""
+        lines.append(f"| {name} | {keys} | {' | '.join(both)} |")
     return "\n".join(lines)
 
 

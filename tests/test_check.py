@@ -61,6 +61,12 @@ ERRORS = [
     (lambda: scram.trust(Q / 0, K, V), ValueError, "q must be finite to be judged, .* values are NaN or infinite"),
     (lambda: scram.patch_sdpa(grid=8), ValueError, "grid must be a sequence of 1 to 4 extents"),
     (lambda: scram.Search(matches=1.5), TypeError, "matches must be an int, got float 1.5"),
+    (lambda: scram.Search(sweeps=2**31), ValueError, r"sweeps must be below 2\*\*31, got 2147483648"),
+    (
+        lambda: check.tile_matches(scram.Search("tile", matches=33)),
+        ValueError,
+        "keeps at most 32 matches, got 33; method='query' keeps any number",
+    ),
     (lambda: scram.Search(matches=torch.tensor(3)), TypeError, "matches must be an int, got Tensor"),
     (search(search=scram.Search(matches=10**9)), ValueError, "matches must be at most the number of keys, 21, got 10"),
     (
@@ -318,3 +324,11 @@ def test_a_call_like_a_sound_one_is_refused(wrong):
     attention(causal=True, scale=1.0)
     with pytest.raises((TypeError, ValueError), match=r"must|needs"):
         attention(**{"causal": True, "scale": 1.0, **wrong})
+
+
+def test_a_callable_is_not_kept(monkeypatch):
+    monkeypatch.setattr(sound, "_sound", {})
+    scram.attention(Q, K, V, score=lambda q, k: (q * k).sum(-1))
+    assert sound._sound == {}
+    scram.attention(Q, K, V)
+    assert len(sound._sound) == 1

@@ -79,6 +79,11 @@ def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert str(tmp_path / "file") in complaints
 
 
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "scram", "info"], capture_output=True, text=True, check=True)
+    assert scram.__version__ in done.stdout
+
+
 def test_info_names_versions_and_implementations() -> None:
     code, printed, _ = call("info")
     assert code == 0

@@ -303,6 +303,81 @@ def test_repeatable_gradients_of_extra_keys_add_up_over_programs(window, monkeyp
 
 
 @interpreted
+@pytest.mark.parametrize("repeatable", [False, True])
+@pytest.mark.parametrize(
+    ("width", "value_width", "dtype"),
+    [(3, 70, "float32"), (64, 128, "float32"), (66, 64, "float32"), (16, 130, "float16"), (130, 16, "float16")],
+)
+def test_tiles_with_features_and_values_in_unlike_numbers_of_pieces(
+    width, value_width, dtype, repeatable, monkeypatch
+):  # fmt: skip
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    changes = {"width": width, "value_width": value_width, "dtype": getattr(torch, dtype), "extra": 2}
+    case = named("rank 1", grid=(20,), kappa=1, window="tile", **changes)
+    tensors = make_tensors(case)
+    truth, same, ours = (
+        _everything(case, tensors, impl, dtype)
+        for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype))
+    )
+    assert_as_near_float64(truth, same, ours, _size)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_of_minus_infinity_and_near_it_in_a_tile(dtype, causal):
+    case = named("rank 1", grid=(6,), width=4, value_width=4, dtype=dtype, kappa=1, causal=causal, window="tile")
+    tensors = make_tensors(case)
+    tensors.k.abs_().add_(0.1)
+    tensors.k[0, 0, 5] = 1e16
+    tensors.q[0, 0, 1], tensors.q[0, 0, 2] = -torch.inf, -1e16
+    ours, expected = (run_attend(case, tensors, tensors.leaves(dtype), impl) for impl in ("triton", "reference"))
+    assert expected.out[0, 0, 1].isnan().all()
+    torch.testing.assert_close(ours.out, expected.out, rtol=1e-2, atol=1e-2, equal_nan=True)
+    torch.testing.assert_close(ours.lse, expected.lse, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("repeatable", [False, True])
+@pytest.mark.parametrize("limit", ["causal", "mask"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_of_nan_spoils_no_key_that_it_may_not_attend(dtype, limit, repeatable, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    q, k, v = torch.randn(3, 1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
+    q[0, 0, 1] = torch.nan
+    found = scram.Matches(torch.arange(4, dtype=torch.int32).view(1, 1, 4, 1), torch.zeros(1, 1, 4, 1), (4,))
+    mask = torch.tensor([[True, True, True, False]])
+    how = {"causal": True} if limit == "causal" else {"key_mask": mask}
+    spoiled = {}
+    for window in ("query", "tile"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = scram.attend(*leaves, found, window=window, impl="triton", radius=3, **how).out
+        spoiled[window] = [x.isnan().any(-1).flatten().tolist() for x in torch.autograd.grad(out.sum(), leaves)]
+    may = [True, True, False, False] if limit == "causal" else mask[0].tolist()
+    assert spoiled["tile"] == spoiled["query"] == [[False, True, False, False], may, may]
+
+
+@interpreted
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_no_extra_keys_at_all_with_repeatable_gradients(window, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    q = torch.randn(1, 1, 200, 4, requires_grad=True)  # several programs
+    found = scram.search(q, q, search=scram.Search(sweeps=0, seed=0), impl="triton")
+    none = torch.zeros(1, 1, 0, 4, requires_grad=True)
+    out = scram.attend(q, q, q, found, extra=(none, none), window=window, impl="triton").out
+    assert torch.autograd.grad(out.sum(), none)[0].shape == none.shape
+
+
+@interpreted
+def test_more_matches_than_a_tile_keeps():
+    q = torch.randn(1, 1, 8, 8, 16)
+    with pytest.raises(ValueError, match="at most 32 matches, got 33"):
+        scram.search(q, q, search=scram.Search("tile", matches=33), impl="triton")
+
+
+@interpreted
 @pytest.mark.parametrize(("number", "name"), list(enumerate(TILE_WINDOWS)))
 def test_tile_attend_is_as_near_float64_as_the_reference(number, name, launched, monkeypatch):
     repeatable = number % 2 == 1

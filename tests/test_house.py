@@ -12,8 +12,8 @@ FOLDERS = ("reference", "cpu", "gpu")
 HEAVY = ("numba", "triton", "typer", "rich", "safetensors", "matplotlib", "scram.cpu", "scram.gpu", "scram.cli")
 # What each module may import of the package; the folders count as one each.
 BELOW = {
-    "check": {"estimators", "types"},
-    "types": {"check"},
+    "check": {"estimators", "schedule", "types"},
+    "types": {"check", "schedule"},
     "grid": set(),
     "noise": set(),
     "precision": set(),

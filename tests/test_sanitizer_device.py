@@ -32,6 +32,14 @@ for method, matches in (("query", 1), ("query", 3), ("tile", 1), ("tile", 3)):
             how = {"window": window, "key_mask": mask, "extra": extra, "dropout_p": 0.1, "impl": "triton"}
             out, lse = scram.attend(q, k, v, found, **how)
             torch.autograd.grad(out.float().sum() + lse.sum(), leaves)
+# float32 in halves; features and values in unlike numbers of pieces.
+for width, values, dtype in ((64, 192, torch.bfloat16), (130, 16, torch.bfloat16), (64, 128, torch.float32)):
+    wide = [torch.randn(1, 1, 9, 9, n, device="cuda").to(dtype).requires_grad_() for n in (width, width, values)]
+    search = scram.Search("tile", matches=12, sweeps=2, seed=0)
+    for repeatable in (False, True):
+        torch.use_deterministic_algorithms(repeatable)
+        out = scram.attention(*wide, search=search, window="tile", impl="triton")
+        torch.autograd.grad(out.float().sum(), wide)
 for estimator in (scram.Hybrid(samples=40), scram.Snis(samples=8), scram.MetropolisHastings(samples=8)):
     made = scram.estimate(q, k, v, found, method=estimator, key_mask=mask, impl="triton")
     torch.autograd.grad(made.out.float().sum(), leaves)

@@ -84,6 +84,7 @@ def test_auto_method_is_resolved():
     assert chosen("cpu", torch.bfloat16, 64) == chosen("cuda", torch.bfloat16, 15) == "query"
     assert chosen("cuda", torch.float32, 32) == "tile"
     assert chosen("cuda", torch.float32, 31) == chosen("cuda", torch.float64, 64) == "query"
+    assert scram.Search(matches=33).resolved(Queries("cuda", torch.bfloat16, 64)).method == "query"
     for settings in (scram.Search.paper(seed=3), scram.Search("tile", seed=3)):
         assert settings.resolved(Queries("cuda", torch.bfloat16, 64)) is settings
 

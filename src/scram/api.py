@@ -239,6 +239,8 @@ def _search(
     q, k = features.q, features.k
     seed = _seed(settings)
     asked = settings.resolved(q)
+    if features.impl == "triton":
+        check.tile_matches(asked)
     if features.impl != "reference":
         return ops.search(
             q,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .schedule import MOST_IN_TILES
+
 if TYPE_CHECKING:
     from .types import Attended
 
@@ -37,7 +39,10 @@ def whole(name: str, value: Any, least: int, hint: str = "") -> int:
 def whole_fields(settings: Any, **least: int) -> None:
     """Fields of a frozen dataclass that are ints, each at least that."""
     for name, low in least.items():
-        object.__setattr__(settings, name, whole(name, getattr(settings, name), low))
+        value = whole(name, getattr(settings, name), low)
+        if isinstance(value, int) and value >= 2**31 and name not in ("separation", "samples"):  # which say more
+            raise ValueError(f"{name} must be below 2**31, got {value}")
+        object.__setattr__(settings, name, value)
 
 
 def _int(value: Any) -> Any:
@@ -404,6 +409,14 @@ def reverse_mode_only(impl: str) -> NotImplementedError:
 
 def first_order_only(impl: str) -> NotImplementedError:
     return NotImplementedError(f"impl={impl!r} has no second derivative; use impl='reference'")
+
+
+def tile_matches(search: Any) -> None:
+    if search.method == "tile" and search.matches > MOST_IN_TILES:
+        raise ValueError(
+            f"the tile search of impl='triton' keeps at most {MOST_IN_TILES} matches, got {search.matches}; "
+            "method='query' keeps any number, impl='reference' too"
+        )
 
 
 def no_implementation(impl: str, reasons: dict[str, list[str]]) -> ValueError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 LANES = 64  # queries of a tile
 WINDOWS = 4  # that the keys of an offer form where queries keep several matches
 KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}  # of offers, as kernels number them
+MOST_IN_TILES = 32  # that a tile keeps on a GPU, where registers hold them
 STOP = 256  # a row stops when fewer than one query in this many took a key in a sweep
 
 

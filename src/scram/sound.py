@@ -72,7 +72,14 @@ def attention(
 ) -> tuple[tuple[int, ...], str, str]:
     """`scores` and `attend` for the whole; returns the radius of each axis and who searches and who attends."""
     kind = None
-    if key_mask is None and extra is None and radius.__class__ is int and ops.idle((q, k, v)):
+    # A callable is not kept: it may hold tensors.
+    if (
+        key_mask is None
+        and extra is None
+        and score.__class__ is str
+        and radius.__class__ is int
+        and ops.idle((q, k, v))
+    ):
         shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
         places = (q.device, k.device, v.device, q.layout, k.layout, v.layout)
         options = (causal, score, radius, scale, weight, dropout_p, window, impl)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import check
+from .schedule import MOST_IN_TILES
 
 Score = str | Callable[[Tensor, Tensor], Tensor]
 
@@ -73,7 +74,8 @@ class Search:
     def resolved(self, q: Tensor) -> Search:
         """The same settings with method="auto" replaced by what is best for queries like q [..., E], as measured.
 
-        That is "tile" where matrix units are worth their while: on CUDA, 16 features of 16 bits or more, 32 of 32 bits.
+        That is "tile" where matrix units are worth their while: on CUDA, 16 features of 16 bits or more, 32 of 32 bits,
+        and up to 32 matches.
 
         >>> Search().resolved(torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)).method
         'query'
@@ -82,6 +84,7 @@ class Search:
             return self
         least = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}.get(q.dtype)
         units = q.device.type == "cuda" and least is not None and q.shape[-1] >= least
+        units = units and self.matches <= MOST_IN_TILES
         return replace(self, method="tile" if units else "query", seed=self.seed_tensor)
 
 

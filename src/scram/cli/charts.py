@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from . import measuring
+from .console import counted
 from .pictures import INK
 
 # Okabe and Ito's colours; a marker of its own for each line, too.
@@ -68,7 +69,7 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
                 axes.set_title(f"{title}; width {width}", loc="left", color=INK)
                 axes.set(xlabel="pixels = queries = keys", ylabel=unit)
     machine = rows[0]["machine"]
-    where = machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"
+    where = machine["gpu"] or f"{counted(machine['threads'], 'thread')} of {machine['cpu']}"
     note = "fastest of several calls; hollow: continued from smaller sizes" if _continued(rows) else "fastest call"
     figure.suptitle(f"Attention over pictures: {where}; {note}", fontsize=14, fontweight="bold", color=INK)
     figure.savefig(path)

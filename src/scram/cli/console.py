@@ -61,6 +61,10 @@ def writable_folder(folder: Path) -> Path:
         return folder
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def chosen_device(name: str) -> torch.device:
     """The device of that name; ValueError where it is not one of cpu and cuda, or has no GPU."""
     if name not in ("cpu", "cuda"):

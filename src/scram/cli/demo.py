@@ -14,7 +14,7 @@ from rich.table import Table
 
 from .. import Attended, Matches, Search, measure, pick
 from . import pictures
-from .console import console, one_line_errors, progress, writable_folder
+from .console import console, counted, one_line_errors, progress, writable_folder
 from .features import sample_pair
 from .match import PATCH, RADIUS, SCALE, WIDTH, Pair, find, pair_of
 from .pictures import Panel
@@ -163,8 +163,9 @@ def table(pair: Pair, runs: dict[str, Run], dense: Dense, impl: str) -> Table:
     """The numbers for people."""
     sample = min(SAMPLE, pair.a.shape[0] * pair.a.shape[1])
     measured = f"extrapolated from {dense.timed_queries} queries" if dense.extrapolated else "measured"
+    threads = counted(torch.get_num_threads(), "thread")
     result = Table(
-        title=f"A rebuilt from B by cross-attention ({impl} implementation, {torch.get_num_threads()} threads)",
+        title=f"A rebuilt from B by cross-attention ({impl} implementation, {threads})",
         caption=f"recall, mass and error are against exact attention on {sample} queries drawn by the seed; "
         f"patch features of width {WIDTH}, unit norm, scale {SCALE:g}, radius {RADIUS}; time of dense {measured}",
     )

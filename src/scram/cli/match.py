@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import Attended, Matches, Search, attend, pick, search
 from . import pictures
-from .console import chosen_device, console, one_line_errors, progress, warn, writable_folder
+from .console import chosen_device, console, counted, one_line_errors, progress, warn, writable_folder
 from .features import PatchFeatures, plain_share, read_picture, sample_pair, stereo_sample
 from .pictures import Panel
 from .provenance import made_with
@@ -292,7 +292,7 @@ def _grid(picture: Tensor) -> str:
 
 
 def _table(numbers: dict[str, Any]) -> Table:
-    result = Table(title=f"A found in B ({numbers['impl']} implementation, {numbers['threads']} threads)")
+    result = Table(title=f"A found in B ({numbers['impl']} implementation, {counted(numbers['threads'], 'thread')})")
     result.add_column("")
     result.add_column("", justify="right")
     for name, value in numbers["seconds"].items():

@@ -116,7 +116,7 @@ def from_slots(grad: Tensor | None, extra: Tensor | None) -> Tensor | None:
         return None
     key_rows = extra.shape[0] * extra.shape[1]
     if len(grad) != key_rows:
-        grad = grad.reshape(key_rows, -1, *grad.shape[1:]).sum(1)
+        grad = grad.reshape(key_rows, len(grad) // key_rows, *grad.shape[1:]).sum(1)
     return grad.reshape(extra.shape).to(extra.dtype)
 
 

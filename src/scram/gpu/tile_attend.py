@@ -23,7 +23,7 @@ from .grid import lane_query, points, tile_at, tile_shape, tiles
 from .launch import Kernel, on_device
 from .noise import absorb, row_state
 from .shared import LN2, finite, product, stages
-from .tile_pairs import LEAST, dots, in_powers, pairs_of, powers_of
+from .tile_pairs import dots, in_powers, pairs_of, powers_of
 from .tiles import TILE_FORWARD, TILE_FORWARD_EXACT, tile_pieces
 from .windows import SETTINGS, Flags, weigh, window_arguments, window_flags
 
@@ -115,11 +115,14 @@ def tile_attend_kernel(
     noise = absorb(row_state(SEED, low, high, row), query)
     mine = rows_at(q_row, query, valid, 0, E, W, WEIGHT)
 
-    top = tl.full([LANES], LEAST, tl.float32)
+    COUNT: tl.constexpr = WEIGHT != "softmax" or CAUSAL or mask is not None  # else a cell has a key for everyone
+    top = tl.full([LANES], -float("inf"), tl.float32)
     total, seen = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     mixed = tl.zeros([LANES, FW], tl.float32)
     spoiled = mixed
     mine_cells, last = cells + tile.to(tl.int64) * room, tl.load(count + tile) * size
+    if not COUNT:
+        seen += last
     for begin in range(0, last, BN):
         key = keys_at(
             begin, mine_cells, last, mask, mask_row, keys, KG, MAGIC, SIDE, size, RANK, BN, EVEN, COPIES
@@ -128,7 +131,7 @@ def tile_attend_kernel(
         ok = pairs_of(key, there, query, CAUSAL)
         top, total, seen, mixed, spoiled = mix_block(
             mine, q_row, query, valid, k_row, v_row, key, there, key, ok, piece, top, total, seen, mixed, spoiled,
-            noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, NARROW, LANES, BN, W, PIECES, FW,
+            noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, NARROW, COUNT, LANES, BN, W, PIECES, FW,
         )  # fmt: skip
     if k_extra is not None:
         for begin in range(0, extras, BN):
@@ -136,13 +139,13 @@ def tile_attend_kernel(
             top, total, seen, mixed, spoiled = mix_block(
                 mine, q_row, query, valid, k_extra + source * extras * E, v_extra + source * extras * F, x, x < extras,
                 keys + x, (x < extras)[None, :], piece, top, total, seen, mixed, spoiled,
-                noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, NARROW, LANES, BN, W, PIECES, FW,
+                noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, NARROW, True, LANES, BN, W, PIECES, FW,
             )  # fmt: skip
 
     if WEIGHT == "softmax":
-        some = ~(total == 0.0)  # a NaN is some
-        whole = tl.where(some, total, 1.0)
-        norm = tl.where(some, tl.log(whole) + (top * LN2 if NARROW else top), -float("inf"))
+        whole = tl.where(seen > 0, total, 1.0)
+        top = tl.where(top == -float("inf"), 0.0, top)
+        norm = tl.where(seen > 0, tl.log(whole) + (top * LN2 if NARROW else top), -float("inf"))
     else:
         whole = tl.maximum(seen, 1.0)
         norm = tl.where(seen > 0, tl.log(whole), -float("inf"))
@@ -161,19 +164,21 @@ def mix_block(
     mine, q_row, query, valid, k_row, v_row, at, there, name, ok, piece, top, total, seen, mixed, spoiled,
     noise, threshold, keep, scale,
     E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    NARROW: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
-    FW: tl.constexpr,
+    NARROW: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
+    PIECES: tl.constexpr, FW: tl.constexpr,
 ):  # fmt: skip
     """BN more keys: the running maximum, normaliser, number of keys and weighted sum of values of each query."""
     s, _ = dots(mine, q_row, query, valid, k_row, at, there, 0, E, W, PIECES, WEIGHT, LANES, BN)
     if WEIGHT == "softmax":
         s, each = tl.where(ok, s, -float("inf")), in_powers(scale, NARROW)
         higher = tl.maximum(top, tl.max(s, 1) * each)
-        shrink, p = powers_of(top, higher, NARROW), powers_of(s * each, higher[:, None], NARROW)
+        safe = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf is NaN
+        shrink, p = powers_of(top, safe, NARROW), powers_of(s * each, safe[:, None], NARROW)
         total, top = total * shrink + tl.sum(p, 1), higher
         mixed *= shrink[:, None]
     else:
         p = weigh(s * scale, ok, WEIGHT)
+    if COUNT:
         seen += tl.sum(tl.where(ok, 1.0, 0.0), 1)
     if DROPOUT:
         p = tl.where(absorb(noise[:, None], name[None, :]) >= threshold.to(tl.uint32), p * keep, 0.0)

@@ -25,7 +25,7 @@ from .noise import absorb, row_state
 from .shared import finite
 from .tile_attend import CELL, tile_count
 from .tile_keys import backward_flags, collect
-from .tile_pairs import dots, fine_product, owed, pairs_of, put_owed, slopes, unit_of, weights
+from .tile_pairs import dots, fine_product, owed, own_pieces, pairs_of, put_owed, slopes, unit_of, weights
 from .tiles import TILE_BACKWARD, TILE_BACKWARD_EXACT
 from .windows import SETTINGS, Flags, kept, window_arguments
 
@@ -109,8 +109,9 @@ def tile_backward_kernel(
     k_row, v_row, point = k + source * keys * E, v + source * keys * F, row * queries + query
     q_row, wish_row = q + row * queries * E, grad_out + row * queries * F
     noise = absorb(row_state(SEED, low, high, row), query)
-    mine = rows_at(q_row, query, valid, piece, E, W, WEIGHT)
-    wish = rows_at(wish_row, query, valid, piece, F, FW, WEIGHT)
+    e_piece, f_piece = own_pieces(piece, PIECES, FPIECES)
+    mine = rows_at(q_row, query, valid, e_piece, E, W, WEIGHT)
+    wish = rows_at(wish_row, query, valid, f_piece, F, FW, WEIGHT)
     norm = tl.load(lse + point, mask=valid, other=float("inf"))
     mine_cells, last = cells + tile.to(tl.int64) * room, tl.load(count + tile) * size
 
@@ -124,8 +125,8 @@ def tile_backward_kernel(
             )  # fmt: skip
             there = key >= 0
             ok = pairs_of(key, there, query, CAUSAL)
-            s, _ = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
-            dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
+            s, _ = dots(mine, q_row, query, valid, k_row, key, there, e_piece, E, W, PIECES, WEIGHT, LANES, BN)
+            dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, f_piece, F, FW, FPIECES, WEIGHT, LANES, BN)
             p = weights(s, ok, norm, scale, NARROW)
             total += tl.sum(p, 1)
             factor = kept(key[None, :], noise[:, None], threshold, keep, DROPOUT)
@@ -138,8 +139,8 @@ def tile_backward_kernel(
                 x = begin + tl.arange(0, BN)
                 there, k_more, v_more = x < extras, k_extra + source * extras * E, v_extra + source * extras * F
                 ok = there[None, :]
-                s, _ = dots(mine, q_row, query, valid, k_more, x, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
-                dp, _ = dots(wish, wish_row, query, valid, v_more, x, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
+                s, _ = dots(mine, q_row, query, valid, k_more, x, there, e_piece, E, W, PIECES, WEIGHT, LANES, BN)
+                dp, _ = dots(wish, wish_row, query, valid, v_more, x, there, f_piece, F, FW, FPIECES, WEIGHT, LANES, BN)
                 p = weights(s, ok, norm, scale, NARROW)
                 total += tl.sum(p, 1)
                 factor = kept((keys + x)[None, :], noise[:, None], threshold, keep, DROPOUT)
@@ -164,32 +165,33 @@ def tile_backward_kernel(
         )  # fmt: skip
         there = key >= 0
         ok = pairs_of(key, there, query, CAUSAL)
-        s, theirs = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
-        dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
+        s, theirs = dots(mine, q_row, query, valid, k_row, key, there, e_piece, E, W, PIECES, WEIGHT, LANES, BN)
+        dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, f_piece, F, FW, FPIECES, WEIGHT, LANES, BN)
         p, ds = slopes(
-            s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, unit, WEIGHT, DROPOUT, NARROW
+            s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, unit, WEIGHT, DROPOUT, NARROW, CAUSAL
         )  # fmt: skip
         # Under causal order a slope may be 0 where a key is not finite; where it is not, the slope is NaN.
         mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, NARROW)
         if not REPEATABLE:
             k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
-            k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW, LIFT)
-            put_owed(dk + source * keys * E, key, there, piece, k_sum, E, W, True)
-            put_owed(dv + source * keys * F, key, there, piece, v_sum, F, FW, True)
+            k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, NARROW, LIFT, CAUSAL)
+            put_owed(dk + source * keys * E, key, there, piece, k_sum, E, W, PARTS, True)
+            put_owed(dv + source * keys * F, key, there, piece, v_sum, F, FW, PARTS, True)
     if k_extra is not None:
         slot = (tile.to(tl.int64) if REPEATABLE else source) * extras
         for begin in range(0, extras, BN):
             x = begin + tl.arange(0, BN)
             there, k_more, v_more = x < extras, k_extra + source * extras * E, v_extra + source * extras * F
             ok = there[None, :]
-            s, theirs = dots(mine, q_row, query, valid, k_more, x, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
-            dp, _ = dots(wish, wish_row, query, valid, v_more, x, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
+            s, theirs = dots(mine, q_row, query, valid, k_more, x, there, e_piece, E, W, PIECES, WEIGHT, LANES, BN)
+            dp, _ = dots(wish, wish_row, query, valid, v_more, x, there, f_piece, F, FW, FPIECES, WEIGHT, LANES, BN)
             p, ds = slopes(
-                s, dp, ok, norm, over, shift, keys + x, noise, threshold, keep, scale, unit, WEIGHT, DROPOUT, NARROW
+                s, dp, ok, norm, over, shift, keys + x, noise, threshold, keep, scale, unit,
+                WEIGHT, DROPOUT, NARROW, CAUSAL,
             )  # fmt: skip
             mixed = fine_product(ds, finite(theirs) if CAUSAL else theirs, mixed, NARROW)
             k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
-            k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW, LIFT)
-            put_owed(dk_extra + slot * E, x, there, piece, k_sum, E, W, not REPEATABLE)
-            put_owed(dv_extra + slot * F, x, there, piece, v_sum, F, FW, not REPEATABLE)
-    put_owed(dq + row * queries * E, query, valid, piece, mixed / unit, E, W, False)
+            k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, NARROW, LIFT, CAUSAL)
+            put_owed(dk_extra + slot * E, x, there, piece, k_sum, E, W, PARTS, not REPEATABLE)
+            put_owed(dv_extra + slot * F, x, there, piece, v_sum, F, FW, PARTS, not REPEATABLE)
+    put_owed(dq + row * queries * E, query, valid, piece, mixed / unit, E, W, PARTS, False)

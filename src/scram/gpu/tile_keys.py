@@ -20,7 +20,7 @@ from .grid import lane_query, points, tile_at
 from .launch import Kernel
 from .noise import absorb, row_state
 from .tile_attend import CELL, tile_flags
-from .tile_pairs import dots, owed, pairs_of, put_owed, slopes, unit_of
+from .tile_pairs import dots, owed, own_pieces, pairs_of, put_owed, slopes, unit_of
 from .tiles import TILE_COLLECT, TILE_COLLECT_EXACT
 from .windows import SETTINGS
 
@@ -83,6 +83,8 @@ def tile_collect_kernel(
     key, own = key_of(base + number * 0, place_of(number, SIDE, RANK), number < size, KG, MAGIC, RANK)
     k_row, v_row = k + source * keys * E, v + source * keys * F
     k_sum, v_sum = tl.zeros([BN, W], tl.float32), tl.zeros([BN, FW], tl.float32)
+    e_piece, f_piece = own_pieces(piece, PIECES, FPIECES)
+    GUARD: tl.constexpr = CAUSAL or mask is not None
     for t in range(tl.load(begin + cell), tl.load(end + cell)):
         row, corner = tile_at((tl.load(order + t) // room).to(tl.int32), QG, RANK, TILE)
         query, valid = lane_query(corner, QG, RANK, TILE, LANES)
@@ -91,18 +93,18 @@ def tile_collect_kernel(
             there = own & (tl.load(mask + (row // mask_heads).to(tl.int64) * keys + key, mask=own, other=0) != 0)
         ok = pairs_of(key, there, query, CAUSAL)
         q_row, wish_row = q + row * queries * E, grad_out + row * queries * F
-        mine = rows_at(q_row, query, valid, piece, E, W, WEIGHT)
-        wish = rows_at(wish_row, query, valid, piece, F, FW, WEIGHT)
+        mine = rows_at(q_row, query, valid, e_piece, E, W, WEIGHT)
+        wish = rows_at(wish_row, query, valid, f_piece, F, FW, WEIGHT)
         norm = tl.load(lse + point, mask=valid, other=float("inf"))
         over = tl.load(sums + point * 3, mask=valid, other=0.0)
         shift = tl.load(sums + point * 3 + 1, mask=valid, other=0.0)
         unit = unit_of(tl.load(sums + point * 3 + 2, mask=valid, other=0.0), scale, LIFT)
         noise = absorb(row_state(SEED, low, high, row), query)
-        s, _ = dots(mine, q_row, query, valid, k_row, key, there, piece, E, W, PIECES, WEIGHT, LANES, BN)
-        dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, piece, F, FW, FPIECES, WEIGHT, LANES, BN)
+        s, _ = dots(mine, q_row, query, valid, k_row, key, there, e_piece, E, W, PIECES, WEIGHT, LANES, BN)
+        dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, f_piece, F, FW, FPIECES, WEIGHT, LANES, BN)
         p, ds = slopes(
-            s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, unit, WEIGHT, DROPOUT, NARROW
+            s, dp, ok, norm, over, shift, key, noise, threshold, keep, scale, unit, WEIGHT, DROPOUT, NARROW, GUARD
         )  # fmt: skip
-        k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL, NARROW, LIFT)
-    put_owed(dk + source * keys * E, key, own, piece, k_sum, E, W, False)
-    put_owed(dv + source * keys * F, key, own, piece, v_sum, F, FW, False)
+        k_sum, v_sum = owed(p, ds, unit, ok, mine, wish, k_sum, v_sum, NARROW, LIFT, GUARD)
+    put_owed(dk + source * keys * E, key, own, piece, k_sum, E, W, PARTS, False)
+    put_owed(dv + source * keys * F, key, own, piece, v_sum, F, FW, PARTS, False)

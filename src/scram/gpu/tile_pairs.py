@@ -14,7 +14,11 @@ from .cells import rows_at
 from .shared import LOG2E, finite, powers, product
 from .windows import kept, pair_gradient, rough_weight
 
-LEAST = tl.constexpr(-1e30)  # where a maximum of scores begins: -inf - -inf would be NaN
+
+@triton.jit
+def own_pieces(piece, PIECES: tl.constexpr, FPIECES: tl.constexpr):
+    """Which pieces of features and of values a program reads as its own: whole rows have the first one only."""
+    return piece if PIECES > 1 else 0, piece if FPIECES > 1 else 0
 
 
 @triton.jit
@@ -71,9 +75,12 @@ def weights(s, ok, norm, scale, NARROW: tl.constexpr):
 @triton.jit
 def slopes(
     s, dp, ok, norm, over, shift, name, noise, threshold, keep, scale, unit,
-    WEIGHT: tl.constexpr, DROPOUT: tl.constexpr, NARROW: tl.constexpr,
+    WEIGHT: tl.constexpr, DROPOUT: tl.constexpr, NARROW: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """The weight of every value in out, and the gradient of every score times `unit`."""
+    """The weight of every value in out, and the gradient of every score times `unit`.
+
+    GUARD: some pairs of a query are none while others are; then what is not finite of the query must not reach them.
+    """
     if NARROW:
         p = weights(s, ok, norm, scale, NARROW) * over[:, None]
         if DROPOUT:
@@ -82,6 +89,8 @@ def slopes(
             p = tl.where(r == 0, 0.0, p * r)  # what is dropped is zero, NaN too
         else:
             ds = p * (dp - shift[:, None])
+        if GUARD:
+            p, ds = tl.where(ok, p, 0.0), tl.where(ok, ds, 0.0)
     else:
         p, ds = pair_gradient(
             s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], name[None, :], noise[:, None],
@@ -120,10 +129,10 @@ def spoils(wish):
 
 @triton.jit
 def owed(
-    p, ds, unit, ok, mine, wish, k_sum, v_sum, CAUSAL: tl.constexpr, NARROW: tl.constexpr, LIFT: tl.constexpr
+    p, ds, unit, ok, mine, wish, k_sum, v_sum, NARROW: tl.constexpr, LIFT: tl.constexpr, GUARD: tl.constexpr
 ):  # fmt: skip
-    """k_sum + ds^T q / unit, v_sum + p^T grad_out. Under causal order no pair that is none may spoil the others'."""
-    if CAUSAL:
+    """k_sum + ds^T q / unit, v_sum + p^T grad_out."""
+    if GUARD:
         p = tl.where(ok & spoils(wish)[:, None], float("nan"), p)
         mine, wish = finite(mine), finite(wish)
     if LIFT:
@@ -134,10 +143,13 @@ def owed(
 
 
 @triton.jit
-def put_owed(base, at, there, piece, x, E: tl.constexpr, W: tl.constexpr, ADD: tl.constexpr):
-    """A piece of the rows base[at], plus x by atomics, or x where the rows are the program's own."""
+def put_owed(base, at, there, piece, x, E: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr):
+    """A piece of the rows base[at], plus x by atomics, or x where the rows are the program's own.
+
+    PARTS programs share the wider of features and values; of the narrower some have no piece.
+    """
     e, here = piece * W + tl.arange(0, W)[None, :], there[:, None]
-    if E != W:
+    if E != W or PARTS > 1:
         here = here & (e < E)
     to = base + at.to(tl.int64)[:, None] * E + e
     if ADD:

@@ -1,0 +1,5 @@
+"""`python -m scram`, the same as the command `scram`."""
+
+from .cli import main
+
+main()
