@@ -61,13 +61,14 @@ def test_three_axes():
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
 
 
-def test_it_is_scram_that_answers():
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_it_is_scram_that_answers(window):
     q, k, v = tensors(20)
     search = scram.Search(seed=3)
-    with scram.patch_sdpa(grid=GRID, search=search, radius=0):
+    with scram.patch_sdpa(grid=GRID, search=search, radius=0, window=window):
         out = F.scaled_dot_product_attention(q, k, v)
     parts = [x.unflatten(2, GRID) for x in (q, k, v)]
-    assert (out.unflatten(2, GRID) == scram.attention(*parts, search=search, radius=0)).all()
+    assert (out.unflatten(2, GRID) == scram.attention(*parts, search=search, radius=0, window=window)).all()
 
 
 LEFT = {

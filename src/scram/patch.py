@@ -62,6 +62,7 @@ def patch_sdpa(
     prefix: int = 0,
     search: Search = Search(),  # noqa: B008 - frozen
     radius: int | Sequence[int] = 1,
+    window: str = "query",
     impl: str = "auto",
 ) -> AbstractContextManager[Report]:
     """Inside, calls of `F.scaled_dot_product_attention` on that grid go to SCRAM, whoever makes them in this thread.
@@ -75,7 +76,7 @@ def patch_sdpa(
     Args:
         grid: extents of the grid, such as (14, 14).
         prefix: tokens before the grid.
-        search, radius, impl: as in `attention`.
+        search, radius, window, impl: as in `attention`.
 
     Returns:
         A context that gives a report of what was replaced, what not and why, which fills up as the calls come.
@@ -89,7 +90,7 @@ def patch_sdpa(
       1 x q [1, 2, 65, 8]: SCRAM
       1 x q [1, 2, 65, 8], k [1, 2, 9, 8]: left alone: 65 queries and 9 keys, the grid has 1 + 8 x 8 = 65
     """
-    return _inside(_Patch(grid, prefix, search, radius, impl))
+    return _inside(_Patch(grid, prefix, search, radius, window, impl))
 
 
 @contextmanager
@@ -113,6 +114,7 @@ def register_transformers(
     prefix: int = 0,
     search: Search = Search(),  # noqa: B008 - frozen
     radius: int | Sequence[int] = 1,
+    window: str = "query",
     impl: str = "auto",
 ) -> Report:
     """Make SCRAM an attention implementation of the package transformers: `model.set_attn_implementation(name)`.
@@ -121,14 +123,14 @@ def register_transformers(
 
     Args:
         name: how models are told to use it; a second registration of the same name replaces the first.
-        grid, prefix, search, radius, impl: as in `patch_sdpa`.
+        grid, prefix, search, radius, window, impl: as in `patch_sdpa`.
 
     Returns:
         The report of all calls that models make by that name.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    patch = _Patch(grid, prefix, search, radius, impl)
+    patch = _Patch(grid, prefix, search, radius, window, impl)
     plain = AttentionInterface()["sdpa"]
 
     def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +146,7 @@ class _Patch(TorchFunctionMode):
     """Sees every call of a torch function in its thread, also of functions imported by name."""
 
     def __init__(
-        self, grid: Sequence[int], prefix: int, search: Search, radius: int | Sequence[int], impl: str
+        self, grid: Sequence[int], prefix: int, search: Search, radius: int | Sequence[int], window: str, impl: str
     ) -> None:
         super().__init__()
         self.grid = check.grid(grid)
@@ -152,6 +154,7 @@ class _Patch(TorchFunctionMode):
         check.settings(search, Search)
         self.radius = check.radius(radius, len(self.grid))
         self.search, self.impl = search, check.one_of("impl", impl, check.IMPLS)
+        self.window = check.one_of("window", window, check.WINDOWS)
         self.tokens = prefix + math.prod(self.grid)
         self.report = Report()
         self.report_name = str(id(self.report))
@@ -214,6 +217,7 @@ class _Patch(TorchFunctionMode):
             scale=scale,
             extra=(k_extra, v_extra) if self.prefix else None,
             dropout_p=dropout_p,
+            window=self.window,
             impl=self.impl,
         ).flatten(2, -2)
         if self.prefix:
