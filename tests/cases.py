@@ -259,3 +259,23 @@ def assert_as_near_float64(truth, same, ours, size) -> None:
         assert (result.isfinite() == exact.isfinite()).all()
         usual, found = (size(torch.where(exact.isfinite(), x.double() - exact, 0)) for x in (reference, result))
         assert found <= 2 * usual + 8 * torch.finfo(torch.float32).eps * size(exact)
+
+
+def size(x: Tensor) -> float:
+    return float(torch.where(x.isfinite(), x.double(), 0).norm())
+
+
+def everything(case: Case, tensors: Tensors, impl: str, dtype: torch.dtype) -> list[Tensor]:
+    """out, lse and the gradients of all leaves, on the CPU."""
+    leaves = tensors.leaves(dtype)
+    attended = run_attend(case, tensors, leaves, impl)
+    attended = scram.Attended(attended.out.cpu(), attended.lse.cpu())
+    return [x.detach().cpu() for x in (attended.out, attended.lse, *gradients(attended, leaves))]
+
+
+def assert_attended_as_near_float64(
+    case: Case, tensors: Tensors, impl: str, by=size, ours: Tensors | None = None
+) -> None:
+    """`impl` attends as near float64 as the reference does in the same dtype; `ours`: its tensors, if on a device."""
+    truth, same = (everything(case, tensors, "reference", dtype) for dtype in (torch.float64, case.dtype))
+    assert_as_near_float64(truth, same, everything(case, ours or tensors, impl, case.dtype), by)

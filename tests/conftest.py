@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from cases import IMPLS
+from in_interpreter import _quick, launched  # noqa: F401 - fixtures of every file
 
 settings.register_profile(
     "scram", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]

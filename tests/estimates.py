@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import scram
-from cases import Case, Tensors, gradients, make_tensors, named
+from cases import Case, Tensors, gradients, make_tensors, named, size
 from scram import estimate_ops, reference
 from scram.grid import LegalKeys
 
@@ -112,10 +112,6 @@ def everything(one: Estimated, tensors: Tensors, impl: str, dtype: torch.dtype) 
     grads = gradients(scram.Attended(made.out.cpu(), lse.cpu()), leaves)
     told = [made.variance, made.ess, made.acceptance, made.rhat]
     return exact + [x.cpu() for x in grads], [x.cpu() for x in told if x is not None]
-
-
-def size(x: Tensor) -> float:
-    return float(torch.where(x.isfinite(), x.double(), 0).norm())
 
 
 def assert_told(truth: list[Tensor], told: list[Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import plain
 import scram
-from cases import CASES, EXACT, assert_as_near_float64, gradients, make_tensors, run_attend, run_search
+from cases import CASES, EXACT, assert_attended_as_near_float64, gradients, make_tensors, run_attend, run_search
 from scram.noise import draw_seed
 
 
@@ -39,21 +39,9 @@ def test_reference_attends_what_plain_python_attends(case, window):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attend_is_as_near_float64_as_the_reference(case, impl):
-    tensors = make_tensors(case)
-    truth, same, ours = (
-        _everything(case, tensors, name, dtype)
-        for name, dtype in (("reference", torch.float64), ("reference", case.dtype), (impl, case.dtype))
-    )
-    assert_as_near_float64(truth, same, ours, _size)
+    assert_attended_as_near_float64(case, make_tensors(case), impl, by=_largest)
 
 
-def _everything(case, tensors, impl, dtype):
-    """out, lse and the gradients of all leaves."""
-    leaves = tensors.leaves(dtype)
-    attended = run_attend(case, tensors, leaves, impl)
-    return [attended.out.detach(), attended.lse.detach(), *gradients(attended, leaves)]
-
-
-def _size(x):
+def _largest(x):
     finite = torch.where(x.isfinite(), x, 0).abs()
     return float(finite.max()) if x.numel() else 0.0

@@ -1,8 +1,5 @@
 """The Triton estimators on the CPU, in Triton's interpreter; like test_gpu_interpreter.py in a process of its own."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -21,7 +18,7 @@ from estimates import (
     tail_of_large_scores,
     tensors_of,
 )
-from test_gpu_interpreter import INTERPRETED, _quick, interpreted, launched  # noqa: F401
+from in_interpreter import interpreted, passes_in_the_interpreter, starts
 
 SMALL = {"grid": (3, 4), "kappa": 2}
 ROWS = [
@@ -41,18 +38,14 @@ KERNELS = {
 }
 
 
-@pytest.mark.skipif(INTERPRETED, reason="already there")
+@starts
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(ROWS) + 1} passed" in done.stdout, done.stdout[-500:]
+    assert passes_in_the_interpreter(__file__) == len(ROWS) + 1
 
 
 @interpreted
 @pytest.mark.parametrize(("one", "repeatable"), ROWS, ids=str)
-def test_as_near_float64_as_the_reference(one, repeatable, launched, monkeypatch):  # noqa: F811
+def test_as_near_float64_as_the_reference(one, repeatable, launched, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
     tensors = tensors_of(one)
     truth, told_truth = everything(one, tensors, "reference", torch.float64)

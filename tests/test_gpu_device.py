@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import scram
-from cases import CASES, EXACT, assert_as_near_float64, gradients, make_tensors, named, run_attend, run_search
+from cases import CASES, EXACT, assert_attended_as_near_float64, make_tensors, named, run_search
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,10 +66,7 @@ def test_attend_is_as_near_float64_as_the_reference(case, repeatable, window, mo
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
     case = dataclasses.replace(case, window=window)
     tensors = make_tensors(case)
-    truth = _everything(case, tensors, "reference", torch.float64)
-    same = _everything(case, tensors, "reference", case.dtype)
-    ours = [x.cpu() for x in _everything(case, on_device(tensors), "triton", case.dtype)]
-    assert_as_near_float64(truth, same, ours, _size)
+    assert_attended_as_near_float64(case, tensors, "triton", ours=on_device(tensors))
 
 
 WIDE = {"grid": (41, 50), "key_grid": (37, 45), "kappa": 4, "window": "tile", "width": 64, "value_width": 64}
@@ -94,26 +91,7 @@ TILES = {
 def test_tiles_are_attended_as_near_float64_as_the_reference_does(name, repeatable, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
     case = named("rank 2", **{**WIDE, **TILES[name]})
-    tensors = on_device(make_tensors(case))
-    truth, same, ours = (
-        [x.cpu() for x in _everything(case, tensors, impl, dtype)]
-        for impl, dtype in (("reference", torch.float64), ("reference", case.dtype), ("triton", case.dtype))
-    )
-    assert_as_near_float64(truth, same, ours, _size)
-
-
-def _everything(case, tensors, impl, dtype):
-    leaves = tensors.leaves(dtype)
-    attended = run_attend(case, tensors, leaves, impl)
-    return [attended.out.detach(), attended.lse.detach(), *_gradients(attended, leaves)]
-
-
-def _gradients(attended, leaves):
-    return gradients(scram.Attended(attended.out.cpu(), attended.lse.cpu()), leaves)
-
-
-def _size(x):
-    return float(torch.where(x.isfinite(), x.double(), 0).norm())
+    assert_attended_as_near_float64(case, on_device(make_tensors(case)), "triton")
 
 
 def pictures(size, width=32, dtype=torch.bfloat16, heads=1):
