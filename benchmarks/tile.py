@@ -149,8 +149,8 @@ def gpu(folder: Path, seconds: float, commit: str | None, out: Path, only: str) 
                          (64, "float32"), (128, "float32")):  # fmt: skip
         for name in SETS if dtype == "float32" and width > 3 else SETS[:1]:
             for how in (scram.Search("tile"), scram.Search("query")):
-                label, at = f"{how.method} {dtype} {width}", {"data": name, "width": width}
-                at["dtype"] = getattr(torch, dtype)
+                label = f"{how.method} {dtype} {width}"
+                at = {"data": name, "width": width, "dtype": getattr(torch, dtype)}
                 put(f"{name} {label}", lambda m=label, h=how, s=at: search_row("width", m, h, s))
     for name in SETS:
         at, label = {"data": name, "dtype": torch.float32}, "tile float32 64, gossip 4, sweeps 5"

@@ -200,8 +200,8 @@ def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
     assert set(compiled) == wanted
 
 
-FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "SHIFT", "STAY", "TURNS", "DROPOUT", "REPEATABLE", "SEVERAL"}
-FLAGS |= {"EXTRA"}
+FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "SHIFT", "STAY", "TURNS"}
+FLAGS |= {"DROPOUT", "REPEATABLE", "SEVERAL", "EXTRA"}
 POINTERS_OR_NONE = {"mask", "warm", "wide", "SEED", "k_extra", "v_extra"}
 
 

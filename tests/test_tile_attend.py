@@ -1,6 +1,6 @@
 """Attention of whole tiles, window="tile": what it holds more than each query's own windows, and what it leaves alone.
 
-The table of cases runs against it in test_cases.py, test_gpu_interpreter.py and test_gpu_device.py.
+The table of cases runs against it in test_cases.py, test_tile_interpreter.py and test_gpu_device.py.
 """
 
 import math

@@ -40,8 +40,8 @@ def whole_fields(settings: Any, **least: int) -> None:
     """Fields of a frozen dataclass that are ints, each at least that."""
     for name, low in least.items():
         value = whole(name, getattr(settings, name), low)
-        if isinstance(value, int) and value >= 2**31 and name not in ("separation", "samples"):  # which say more
-            raise ValueError(f"{name} must be below 2**31, got {value}")
+        if isinstance(value, int) and value >= 2**31:
+            raise ValueError(f"{name} must be below 2**31, got {value}; more is never needed")
         object.__setattr__(settings, name, value)
 
 
@@ -119,11 +119,6 @@ def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str 
 def bandwidth(value: Any) -> None:
     """> 0 and finite; below the smallest normal float it could not divide."""
     real("bandwidth", value, 1e-30, math.inf, "(0, inf)")
-
-
-def samples(value: int) -> None:
-    if value >= 2**31:
-        raise ValueError(f"samples must be below 2**31, got {value}; more than all keys is never needed")
 
 
 def estimator(method: Any, pair: Any) -> None:

@@ -40,7 +40,6 @@ class Snis:
 
     def __post_init__(self) -> None:
         check.whole_fields(self, samples=1)
-        check.samples(self.samples)
         check.real("alpha", self.alpha, 0.0, 1.0, "[0, 1)", "; leave some uniform draws, or far keys are never seen")
         check.bandwidth(self.bandwidth)
         object.__setattr__(self, "seed_tensor", check.seed(self.seed))
@@ -73,7 +72,6 @@ class MetropolisHastings:
 
     def __post_init__(self) -> None:
         check.whole_fields(self, samples=1, chains_per_mode=1, burn_in=0)
-        check.samples(self.samples)
         check.bandwidth(self.bandwidth)
         object.__setattr__(self, "seed_tensor", check.seed(self.seed))
 
@@ -103,7 +101,6 @@ class Hybrid:
 
     def __post_init__(self) -> None:
         check.whole_fields(self, samples=1)
-        check.samples(self.samples)
         check.flag("stratified", self.stratified)
         object.__setattr__(self, "seed_tensor", check.seed(self.seed))
 

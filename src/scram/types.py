@@ -58,8 +58,9 @@ class Search:
 
     def __post_init__(self) -> None:
         check.one_of("method", self.method, check.METHODS)
-        check.whole_fields(self, matches=1, separation=0, sweeps=0, gossip=0)
-        object.__setattr__(self, "separation", min(self.separation, 2**31))  # farther apart than keys can be
+        check.whole_fields(self, matches=1, sweeps=0, gossip=0)
+        farthest = 2**31  # that keys can be apart
+        object.__setattr__(self, "separation", min(check.whole("separation", self.separation, 0), farthest))
         object.__setattr__(self, "jumps", check.jumps(self.jumps))
         check.one_of("propagate", self.propagate, check.PROPAGATE)
         object.__setattr__(self, "seed_tensor", check.seed(self.seed))
