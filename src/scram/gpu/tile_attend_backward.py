@@ -25,9 +25,9 @@ from .noise import absorb, row_state
 from .shared import finite
 from .tile_attend import CELL, tile_count
 from .tile_keys import backward_flags, collect
-from .tile_pairs import dots, fine_product, owed, own_pieces, pairs_of, put_owed, slopes, unit_of, weights
+from .tile_pairs import dots, fine_product, owed, own_pieces, pairs_of, put_owed, slopes, summed, unit_of, weights
 from .tiles import TILE_BACKWARD, TILE_BACKWARD_EXACT
-from .windows import SETTINGS, Flags, kept, window_arguments
+from .windows import SETTINGS, Flags, window_arguments
 
 
 def tile_attend_backward(
@@ -128,12 +128,9 @@ def tile_backward_kernel(
             s, _ = dots(mine, q_row, query, valid, k_row, key, there, e_piece, E, W, PIECES, WEIGHT, LANES, BN)
             dp, _ = dots(wish, wish_row, query, valid, v_row, key, there, f_piece, F, FW, FPIECES, WEIGHT, LANES, BN)
             p = weights(s, ok, norm, scale, NARROW)
-            total += tl.sum(p, 1)
-            factor = kept(key[None, :], noise[:, None], threshold, keep, DROPOUT)
-            share = tl.where(ok & (factor > 0), p * factor * dp, 0.0)
-            shift += tl.sum(share, 1)
-            if LIFT:
-                steep = tl.maximum(steep, tl.max(tl.abs(share), 1))
+            total, shift, steep = summed(
+                p, dp, ok, key, noise, threshold, keep, total, shift, steep, DROPOUT, LIFT
+            )  # fmt: skip
         if k_extra is not None:
             for begin in range(0, extras, BN):
                 x = begin + tl.arange(0, BN)
@@ -142,12 +139,9 @@ def tile_backward_kernel(
                 s, _ = dots(mine, q_row, query, valid, k_more, x, there, e_piece, E, W, PIECES, WEIGHT, LANES, BN)
                 dp, _ = dots(wish, wish_row, query, valid, v_more, x, there, f_piece, F, FW, FPIECES, WEIGHT, LANES, BN)
                 p = weights(s, ok, norm, scale, NARROW)
-                total += tl.sum(p, 1)
-                factor = kept((keys + x)[None, :], noise[:, None], threshold, keep, DROPOUT)
-                share = tl.where(ok & (factor > 0), p * factor * dp, 0.0)
-                shift += tl.sum(share, 1)
-                if LIFT:
-                    steep = tl.maximum(steep, tl.max(tl.abs(share), 1))
+                total, shift, steep = summed(
+                    p, dp, ok, keys + x, noise, threshold, keep, total, shift, steep, DROPOUT, LIFT
+                )  # fmt: skip
         over = 1 / tl.where(total == 0, 1.0, total)
         shift = shift * over - tl.load(grad_lse + point, mask=valid, other=0.0)
         steep = steep * over + tl.abs(shift)

@@ -73,6 +73,20 @@ def weights(s, ok, norm, scale, NARROW: tl.constexpr):
 
 
 @triton.jit
+def summed(
+    p, dp, ok, name, noise, threshold, keep, total, shift, steep, DROPOUT: tl.constexpr, LIFT: tl.constexpr
+):  # fmt: skip
+    """Some more pairs: the sum of the weights, delta, and with LIFT the largest part of delta; all but for a factor."""
+    total += tl.sum(p, 1)
+    factor = kept(name[None, :], noise[:, None], threshold, keep, DROPOUT)
+    share = tl.where(ok & (factor > 0), p * factor * dp, 0.0)
+    shift += tl.sum(share, 1)
+    if LIFT:
+        steep = tl.maximum(steep, tl.max(tl.abs(share), 1))
+    return total, shift, steep
+
+
+@triton.jit
 def slopes(
     s, dp, ok, norm, over, shift, name, noise, threshold, keep, scale, unit,
     WEIGHT: tl.constexpr, DROPOUT: tl.constexpr, NARROW: tl.constexpr, GUARD: tl.constexpr,
