@@ -24,8 +24,8 @@ from store import Store, alternate, summary
 from torch import Tensor
 
 import scram
-from scram.cpu.search import counted_search
-from scram.reference.search import _Points
+from scram.engines.cpu.search import counted_search
+from scram.engines.reference.search import _Points
 
 PAPER = scram.Search.paper(seed=0)
 SHARP = 100.0  # scale for features of unit norm: at E**-0.5 their softmax is flat and no sparse answer is near it

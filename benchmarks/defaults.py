@@ -19,7 +19,7 @@ from store import Store
 from torch import Tensor
 
 import scram
-from scram.cpu.search import counted_search
+from scram.engines.cpu.search import counted_search
 
 FIELDS = ("matches", "separation", "sweeps", "jumps", "propagate", "gossip")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import scram
 from scram.cli.features import PatchFeatures
-from scram.cpu.search import counted_search
+from scram.engines.cpu.search import counted_search
 
 FRAMES, STEP, SIZE, WIDTH = 6, 1, (72, 128), 32
 SWEEPS = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import scram
 from cases import Case, Tensors, gradients, make_tensors, named, size
-from scram import estimate_ops, reference
+from scram import estimate_ops
+from scram.engines import reference
 from scram.grid import LegalKeys
 
 HYBRID = scram.Hybrid(samples=9, seed=11)

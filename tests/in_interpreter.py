@@ -33,7 +33,7 @@ def _quick(monkeypatch):
         return
     from triton.runtime import interpreter
 
-    from scram.gpu import tiles
+    from scram.engines.gpu import block_sizes
 
     patch, run = interpreter._patch_lang, interpreter.InterpretedFunction.run
     done = set()
@@ -50,10 +50,16 @@ def _quick(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", launch)
-    # Large tiles: the interpreter's time goes by programs, not by lanes.
-    block = tiles._block
-    monkeypatch.setattr(tiles, "_block", lambda *args: block(*args[:3], max(args[3], LANES), *args[4:]))
-    for tile in (tiles.search_tile, tiles.attend_tile, tiles.backward_tile, tiles.collect_tile, tiles.visit_tile):
+    # Large block_sizes: the interpreter's time goes by programs, not by lanes.
+    block = block_sizes._block
+    monkeypatch.setattr(block_sizes, "_block", lambda *args: block(*args[:3], max(args[3], LANES), *args[4:]))
+    for tile in (
+        block_sizes.search_tile,
+        block_sizes.attend_tile,
+        block_sizes.backward_tile,
+        block_sizes.collect_tile,
+        block_sizes.visit_tile,
+    ):
         tile.cache_clear()
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
@@ -62,7 +68,7 @@ def _quick(monkeypatch):
 @pytest.fixture
 def launched(monkeypatch):
     """The names of the kernels that ran."""
-    from scram.gpu import launch
+    from scram.engines.gpu import launch
 
     names = []
     call = launch.Kernel.__call__

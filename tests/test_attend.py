@@ -373,7 +373,7 @@ def test_chunks_do_not_change_the_answer(monkeypatch):
         return [out, lse, *torch.autograd.grad(out.sum() + lse.square().sum(), leaves)]
 
     whole = everything()
-    monkeypatch.setattr(sys.modules["scram.reference.attend"], "CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(sys.modules["scram.engines.reference.attend"], "CHUNK_ELEMENTS", 1000)
     for one, other in zip(whole, everything(), strict=True):
         torch.testing.assert_close(one, other)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import scram
-from scram import check, sound
+from scram import errors, validate
 
 Q = torch.zeros(2, 4, 5, 6, 8)
 K = torch.zeros(2, 2, 7, 3, 8)
@@ -63,7 +63,7 @@ ERRORS = [
     (lambda: scram.Search(matches=1.5), TypeError, "matches must be an int, got float 1.5"),
     (lambda: scram.Search(sweeps=2**31), ValueError, r"sweeps must be below 2\*\*31, got 2147483648"),
     (
-        lambda: check.tile_matches(scram.Search("tile", matches=33)),
+        lambda: errors.tile_matches(scram.Search("tile", matches=33)),
         ValueError,
         "keeps at most 32 matches, got 33; method='query' keeps any number",
     ),
@@ -230,7 +230,7 @@ def test_message(call, error, message):
 
 
 def test_every_check_is_in_the_table():
-    source = Path(check.__file__)
+    source = Path(errors.__file__)
     raises = {node.lineno: node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Raise)}
     reached = set()
     for call, *_ in ERRORS:
@@ -250,8 +250,8 @@ def test_integers_of_numpy_are_ints():
     settings = (made, scram.MetropolisHastings(three, three, burn_in=three), scram.Hybrid(three), scram.Snis(three))
     for one in settings:
         assert type(one.matches if one is made else one.samples) is int
-    assert check.radius(three, 2) == check.radius((three, three), 2) == (3, 3)
-    assert type(check.grid((three,))[0]) is int
+    assert errors.radius(three, 2) == errors.radius((three, three), 2) == (3, 3)
+    assert type(errors.grid((three,))[0]) is int
     assert scram.exact_search(Q, K, matches=three).index.shape[-1] == 3
     assert torch.equal(scram.measure.sample_queries(Q, 5, three), scram.measure.sample_queries(Q, 5, 3))
     assert scram.Search(matches=2, separation=10**30).separation == 2**31
@@ -286,10 +286,10 @@ def attention(q=Q[:1, :2], k=Q[:1, :2], v=Q[:1, :2], **how):
 
 
 def test_a_sound_call_is_checked_once(monkeypatch):
-    monkeypatch.setattr(sound, "_sound", {})
-    monkeypatch.setattr(sound, "MOST_SOUND", 2)
+    monkeypatch.setattr(validate, "_sound", {})
+    monkeypatch.setattr(validate, "MOST_SOUND", 2)
     seen = []
-    monkeypatch.setattr(sound, "scores", lambda *given: seen.append(given[2]))
+    monkeypatch.setattr(validate, "scores", lambda *given: seen.append(given[2]))
     for how in ({}, {}, {"causal": True}, {"causal": True}, {}, {"radius": 2}, {}):
         attention(**how)
     assert seen == [False, True, False, False]  # the third kind is one too many: all are forgotten
@@ -327,8 +327,8 @@ def test_a_call_like_a_sound_one_is_refused(wrong):
 
 
 def test_a_callable_is_not_kept(monkeypatch):
-    monkeypatch.setattr(sound, "_sound", {})
+    monkeypatch.setattr(validate, "_sound", {})
     scram.attention(Q, K, V, score=lambda q, k: (q * k).sum(-1))
-    assert sound._sound == {}
+    assert validate._sound == {}
     scram.attention(Q, K, V)
-    assert len(sound._sound) == 1
+    assert len(validate._sound) == 1

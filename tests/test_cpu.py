@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 import scram
 from cases import CASES, gradients, make_tensors, run_attend
 from photos import stereo
-from scram.cpu import attend_backward
-from scram.cpu.compiled import _cached, threads
-from scram.cpu.search import counted_search
-from scram.cpu.vectors import coordinates, dot, exp, narrow_dots
+from scram.engines.cpu import attend_backward
+from scram.engines.cpu.compiled import _cached, threads
+from scram.engines.cpu.search import counted_search
+from scram.engines.cpu.vectors import coordinates, dot, exp, narrow_dots
 
 SETTINGS = scram.Search(matches=2, seed=5, sweeps=3)
 

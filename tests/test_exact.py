@@ -175,8 +175,8 @@ def test_no_table_of_all_pairs_exists(monkeypatch, score):
 
 
 def test_reference_holds_no_table_either(monkeypatch):
-    monkeypatch.setattr(sys.modules["scram.reference.attend"], "CHUNK_ELEMENTS", 1000)
-    monkeypatch.setattr(sys.modules["scram.reference.search"], "CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(sys.modules["scram.engines.reference.attend"], "CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(sys.modules["scram.engines.reference.search"], "CHUNK_ELEMENTS", 1000)
     n = 300
     leaves = [randn(1, 1, n, 3, seed=s).requires_grad_() for s in range(3)]
     with Largest() as largest:

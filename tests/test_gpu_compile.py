@@ -15,10 +15,10 @@ from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tenso
 
 triton = pytest.importorskip("triton")
 
-from scram import pick  # noqa: E402
-from scram.gpu import attend_keys, launch, noise, sample, tiles, windows  # noqa: E402
+from scram import dispatch  # noqa: E402
+from scram.engines.gpu import attend_keys, block_sizes, launch, noise, sample, windows  # noqa: E402
 
-search = import_module("scram.gpu.search")  # the package's own `search` is the function
+search = import_module("scram.engines.gpu.search")  # the package's own `search` is the function
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -35,8 +35,8 @@ GRIDS = ((8,), (4, 5), (2, 3, 4), (2, 2, 2, 2))
 
 
 def table_cases():
-    """One case per row of the table of tiles; the other choices are dealt out so that each value comes up."""
-    for n, size in enumerate([*tiles.SEARCH, 2 * max(tiles.SEARCH)]):
+    """One case per row of the table of block_sizes; the other choices are dealt out so that each value comes up."""
+    for n, size in enumerate([*block_sizes.SEARCH, 2 * max(block_sizes.SEARCH)]):
         dtype = DTYPES[n % 3]
         width = size // dtype.itemsize - (size <= 32)  # narrow keys are padded
         yield Case(
@@ -77,8 +77,8 @@ def launches(monkeypatch):
     def run(number, launched):
         case, seed_by_pointer = CASES[number], number // 2 % 2 == 0
         monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *given: launched(self.kernel, given, self.flags))
-        triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
-        monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
+        triton_first = [dispatch.Implementation("triton", lambda request: []), *dispatch.IMPLEMENTATIONS[1:]]
+        monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", triton_first)
         monkeypatch.setattr(attend_keys, "LEAST_SHARE", 2)  # so that these few keys have several shares too
         by_pointer = lambda seed: (seed, 0, 0)  # noqa: E731 - as for a seed on the device
         for module in (search, windows):
@@ -129,9 +129,12 @@ def test_the_cases_reach_every_choice_of_the_launchers(launches):
             **{flag: {False, True} for flag in FLAGS | POINTERS_OR_NONE},
         }
         assert values == everything.get(choice, values), (name, choice)
-    rows = {(lanes, warps) for lanes, _, warps in (tiles.SEARCH_NARROW, *tiles.SEARCH.values(), tiles.SEARCH_WIDE)}
+    rows = {
+        (lanes, warps)
+        for lanes, _, warps in (block_sizes.SEARCH_NARROW, *block_sizes.SEARCH.values(), block_sizes.SEARCH_WIDE)
+    }
     assert shapes["sweep_kernel"] == rows
-    windows_rows = (tiles.ATTEND_NARROW, tiles.ATTEND)
+    windows_rows = (block_sizes.ATTEND_NARROW, block_sizes.ATTEND)
     assert shapes["attend_kernel"] == {(lanes, warps) for lanes, _, warps in windows_rows}
 
 
@@ -154,8 +157,8 @@ def test_the_tile_search_compiles(case, architecture, monkeypatch):
         assert _compile(self.kernel, arguments, self.flags, architecture).asm["cubin"]
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
-    monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
+    triton_first = [dispatch.Implementation("triton", lambda request: []), *dispatch.IMPLEMENTATIONS[1:]]
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", triton_first)
     run_search(case, make_tensors(case), "triton")
     wanted = {"start_kernel", "offer_kernel", "weigh_kernel"}
     wanted |= {"arrange_kernel"} if case.kappa > 1 else set()
@@ -180,8 +183,8 @@ def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
         assert _compile(self.kernel, arguments, self.flags, architecture).asm["cubin"]
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
-    monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
+    triton_first = [dispatch.Implementation("triton", lambda request: []), *dispatch.IMPLEMENTATIONS[1:]]
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", triton_first)
     tensors = make_tensors(case)
     for repeatable in (False, True) if number == 0 else (number == 2,):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
@@ -189,14 +192,16 @@ def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
         gradients(run_attend(case, tensors, leaves, "triton"), leaves)
     exact = number in (1, 2)  # not the matrix unit's 16 bits
     rows = {
-        "tile_attend_kernel": tiles.TILE_FORWARD_EXACT if exact else tiles.TILE_FORWARD,
-        "tile_backward_kernel": tiles.TILE_BACKWARD_EXACT if exact else tiles.TILE_BACKWARD,
-        "tile_collect_kernel": tiles.TILE_COLLECT_EXACT if exact else tiles.TILE_COLLECT,
+        "tile_attend_kernel": block_sizes.TILE_FORWARD_EXACT if exact else block_sizes.TILE_FORWARD,
+        "tile_backward_kernel": block_sizes.TILE_BACKWARD_EXACT if exact else block_sizes.TILE_BACKWARD,
+        "tile_collect_kernel": block_sizes.TILE_COLLECT_EXACT if exact else block_sizes.TILE_COLLECT,
     }
     if number in (1, 3):
         del rows["tile_collect_kernel"]
     wanted = {(name, warps) for name, (_, warps, _) in rows.items()}
-    wanted |= {("cells_kernel", tiles.LIST_WARPS)} | ({("corner_kernel", tiles.LIST_WARPS)} if number == 2 else set())
+    wanted |= {("cells_kernel", block_sizes.LIST_WARPS)} | (
+        {("corner_kernel", block_sizes.LIST_WARPS)} if number == 2 else set()
+    )
     assert set(compiled) == wanted
 
 
@@ -252,8 +257,8 @@ def test_estimators_compile(one, first, monkeypatch):
         assert _compile(self.kernel, arguments, self.flags, 90).asm["cubin"]
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    triton_first = [pick.Implementation("triton", lambda request: []), *pick.IMPLEMENTATIONS[1:]]
-    monkeypatch.setattr(pick, "IMPLEMENTATIONS", triton_first)
+    triton_first = [dispatch.Implementation("triton", lambda request: []), *dispatch.IMPLEMENTATIONS[1:]]
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", triton_first)
     monkeypatch.setattr(sys.modules[sample.__module__], "_collect", lambda *_: None)  # no keys were written
     for repeatable in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)

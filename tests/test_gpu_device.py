@@ -100,7 +100,7 @@ def pictures(size, width=32, dtype=torch.bfloat16, heads=1):
 
 @pytest.mark.parametrize("method", ["query", "tile"])
 def test_a_new_size_compiles_nothing(method):
-    from scram.gpu import launch
+    from scram.engines.gpu import launch
 
     def run(height, wide):
         q = torch.randn(1, 1, height, wide, 16, device="cuda", requires_grad=True)

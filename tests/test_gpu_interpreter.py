@@ -49,7 +49,7 @@ if INTERPRETED:
     import triton
     import triton.language as tl
 
-    from scram.gpu.noise import absorb, row_state, seed_arguments
+    from scram.engines.gpu.noise import absorb, row_state, seed_arguments
 
     @triton.jit
     def noise_kernel(out, SEED, low, high, row, N: tl.constexpr):
@@ -78,7 +78,7 @@ def test_field_is_that_of_the_reference(name, launched):
 @pytest.mark.parametrize("repeatable", [False, True])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_attend_is_as_near_float64_as_the_reference(name, repeatable, launched, monkeypatch):
-    from scram.gpu import attend_keys
+    from scram.engines.gpu import attend_keys
 
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
     monkeypatch.setattr(attend_keys, "LEAST_SHARE", 20)  # few, so that there may be shares beyond the first
@@ -90,7 +90,7 @@ def test_attend_is_as_near_float64_as_the_reference(name, repeatable, launched, 
 
 @interpreted
 def test_repeatable_gradients_of_a_key_that_all_queries_want(monkeypatch):
-    from scram.gpu import attend_keys
+    from scram.engines.gpu import attend_keys
 
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     monkeypatch.setattr(attend_keys, "LEAST_SHARE", 5)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from scram.gpu import launch
+from scram.engines.gpu import launch
 
 
 class Code:

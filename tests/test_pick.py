@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import scram
-from scram import ops, pick
+from scram import dispatch, ops
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
 
 
 def reasons(name, **request):
-    one = next(one for one in pick.IMPLEMENTATIONS if one.name == name)
-    return one.reasons(pick.Request(**{"device": CPU, "dtype": torch.float32, **request}))
+    one = next(one for one in dispatch.IMPLEMENTATIONS if one.name == name)
+    return one.reasons(dispatch.Request(**{"device": CPU, "dtype": torch.float32, **request}))
 
 
 def test_reference_runs_everything():
@@ -29,7 +29,7 @@ def test_numba_is_for_cpu_tensors_and_named_scores():
 
 def test_triton_is_for_cuda_tensors(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(pick, "INSTALLED", {"numba": True, "triton": True})
+    monkeypatch.setattr(dispatch, "INSTALLED", {"numba": True, "triton": True})
     assert reasons("triton", device=CUDA) == reasons("triton", device=CUDA, dtype=torch.bfloat16) == []
     assert reasons("triton", device=CPU) == ["it runs on CUDA tensors, these are on cpu"]
     assert reasons("triton", device=CPU, explicit=True) == ["it runs on CUDA tensors, these are on cpu"]
@@ -39,18 +39,18 @@ def test_triton_is_for_cuda_tensors(monkeypatch):
 
 def test_triton_takes_cpu_tensors_in_its_interpreter_by_name_only(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(pick, "INSTALLED", {"numba": True, "triton": True})
+    monkeypatch.setattr(dispatch, "INSTALLED", {"numba": True, "triton": True})
     assert reasons("triton", explicit=True) == []
     assert reasons("triton", explicit=False) == ["it runs on CUDA tensors, these are on cpu"]
-    assert pick.choose("triton", CPU, torch.float32) == "triton"
-    assert pick.choose("auto", CPU, torch.float32) == "numba"
+    assert dispatch.choose("triton", CPU, torch.float32) == "triton"
+    assert dispatch.choose("auto", CPU, torch.float32) == "numba"
 
 
 def test_a_missing_package_is_a_reason(monkeypatch):
-    monkeypatch.setattr(pick, "INSTALLED", {"numba": False, "triton": False})
+    monkeypatch.setattr(dispatch, "INSTALLED", {"numba": False, "triton": False})
     assert reasons("numba") == ["the package numba is not installed"]
     assert "the package triton is not installed" in reasons("triton", device=CUDA)
-    assert pick.choose("auto", CPU, torch.float32) == "reference"
+    assert dispatch.choose("auto", CPU, torch.float32) == "reference"
 
 
 @pytest.mark.parametrize(
@@ -66,21 +66,21 @@ def test_a_missing_package_is_a_reason(monkeypatch):
     ],
 )
 def test_auto_takes_the_first_that_can(monkeypatch, device, dtype, score, chosen):
-    monkeypatch.setattr(pick, "INSTALLED", {"numba": True, "triton": True})
-    assert pick.choose("auto", device, dtype, score) == chosen
+    monkeypatch.setattr(dispatch, "INSTALLED", {"numba": True, "triton": True})
+    assert dispatch.choose("auto", device, dtype, score) == chosen
 
 
 def test_a_name_never_falls_back_and_every_reason_is_told(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(pick, "INSTALLED", {"numba": False, "triton": False})
+    monkeypatch.setattr(dispatch, "INSTALLED", {"numba": False, "triton": False})
     with pytest.raises(ValueError, match="impl='triton' cannot run this call") as error:
-        pick.choose("triton", CPU, torch.float64, torch.dot)
+        dispatch.choose("triton", CPU, torch.float64, torch.dot)
     told = str(error.value)
     for reason in ("triton: the package triton is not installed", "callable score", "these are on cpu", "float64"):
         assert reason in told
     assert "numba" not in told
     with pytest.raises(ValueError, match="these are on cuda"):
-        pick.choose("numba", CUDA, torch.float32)
+        dispatch.choose("numba", CUDA, torch.float32)
 
 
 @pytest.mark.parametrize("call", [scram.search, scram.attend, scram.attention])
@@ -112,5 +112,5 @@ def test_the_one_that_was_picked_runs(monkeypatch):
 
 
 def test_implementations_lists_all():
-    assert [name for name, _ in pick.implementations()] == ["triton", "numba", "reference"]
-    assert dict(pick.implementations("cuda"))["numba"] == ["it runs on CPU tensors, these are on cuda"]
+    assert [name for name, _ in dispatch.implementations()] == ["triton", "numba", "reference"]
+    assert dict(dispatch.implementations("cuda"))["numba"] == ["it runs on CPU tensors, these are on cuda"]

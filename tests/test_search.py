@@ -317,7 +317,7 @@ def test_half_precision_l2_does_not_lose_the_best(impl):
 def test_chunks_do_not_change_the_answer(monkeypatch):
     q, k = randn(2, 1, 5, 5, 4), randn(2, 1, 5, 5, 4, seed=1)
     whole = scram.search(q, k, search=scram.Search(matches=2, sweeps=2, seed=0), impl="reference")
-    monkeypatch.setattr(sys.modules["scram.reference.search"], "CHUNK_ELEMENTS", 28)
+    monkeypatch.setattr(sys.modules["scram.engines.reference.search"], "CHUNK_ELEMENTS", 28)
     pieces = scram.search(q, k, search=scram.Search(matches=2, sweeps=2, seed=0), impl="reference")
     assert torch.equal(whole.index, pieces.index)
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import scram
-from scram import pick
-from scram.reference.tile import members
+from scram import dispatch
+from scram.engines.reference.tile_search import members
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -152,7 +152,7 @@ def test_chunks_do_not_change_the_answer(monkeypatch):
         return [out, lse, *torch.autograd.grad(out.sum() + lse.square().sum(), leaves)]
 
     whole = everything()
-    monkeypatch.setattr(sys.modules["scram.reference.tile_attend"], "CHUNK_ELEMENTS", 20000)
+    monkeypatch.setattr(sys.modules["scram.engines.reference.tile_attend"], "CHUNK_ELEMENTS", 20000)
     for one, other in zip(whole, everything(), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -172,7 +172,7 @@ def test_on_a_cpu_numba_searches_and_the_reference_attends():
     found = scram.search(q, k, search=settings, impl="numba")
     assert torch.equal(whole, scram.attend(q, k, v, found, window="tile", impl="reference").out)
     assert not torch.equal(whole, scram.attention(q, k, v, search=settings))  # sound before, but another call
-    assert pick.choose("auto", q.device, q.dtype, window="tile") == "reference"
+    assert dispatch.choose("auto", q.device, q.dtype, window="tile") == "reference"
     for call in (scram.attention, lambda *given, **how: scram.attend(*given, found, **how)):
         with pytest.raises(ValueError, match="numba: it attends window='query' only"):
             call(q, k, v, window="tile", impl="numba")

@@ -1,5 +1,7 @@
 """The Triton engine on the CPU, in Triton's interpreter: queries in tiles."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -78,24 +80,26 @@ def test_field_of_the_tile_search_is_that_of_the_reference(name, launched):
 
 @interpreted
 def test_features_wider_than_a_piece(monkeypatch):
-    from scram.gpu import tile, tiles
+    from scram.engines.gpu import block_sizes
 
-    monkeypatch.setattr(tiles, "WEIGH_PIECE", 32)
-    tiles.weigh_tile.cache_clear()
-    tile._plan.cache_clear()
+    tile_search = import_module("scram.engines.gpu.tile_search")
+
+    monkeypatch.setattr(block_sizes, "WEIGH_PIECE", 32)
+    block_sizes.weigh_tile.cache_clear()
+    tile_search._plan.cache_clear()
     case = named("width 60, values 1", method="tile", kappa=1, sweeps=1)
     tensors = make_tensors(case, integer=True)
     found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
-    tiles.weigh_tile.cache_clear()
-    tile._plan.cache_clear()
+    block_sizes.weigh_tile.cache_clear()
+    tile_search._plan.cache_clear()
     assert torch.equal(found.index, expected.index)
 
 
 @interpreted
 def test_more_matches_than_a_thread_holds_itself():
-    from scram.gpu import tiles
+    from scram.engines.gpu import block_sizes
 
-    case = named("rank 2", grid=(9, 7), kappa=tiles.MOST_SLOTS + 1, separation=1, sweeps=3, method="tile")
+    case = named("rank 2", grid=(9, 7), kappa=block_sizes.MOST_SLOTS + 1, separation=1, sweeps=3, method="tile")
     tensors = make_tensors(case, integer=True)
     found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
     assert torch.equal(found.index, expected.index)

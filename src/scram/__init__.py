@@ -1,6 +1,6 @@
 """SCRAM, Spatially Coherent Randomized Attention Maps: attention over grids in O(n log n)."""
 
-from . import measure, nn, patch, pick
+from . import dispatch, measure, nn, patch
 from .api import attend, attention, estimate, search
 from .estimators import Estimate, Hybrid, MetropolisHastings, Snis
 from .exact import exact_attention, exact_search, merge
@@ -20,6 +20,7 @@ __all__ = [
     "Trust",
     "attend",
     "attention",
+    "dispatch",
     "estimate",
     "exact_attention",
     "exact_search",
@@ -28,7 +29,6 @@ __all__ = [
     "nn",
     "patch",
     "patch_sdpa",
-    "pick",
     "search",
     "trust",
 ]

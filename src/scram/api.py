@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import check, draws, estimate_ops, ops, pick, reference, sound
+from . import dispatch, draws, errors, estimate_ops, ops, validate
+from .engines import reference
 from .estimators import Estimate, Estimator, Hybrid, MetropolisHastings, Snis
 from .grid import LegalKeys, grid_of
 from .noise import draw_seed
@@ -52,9 +53,9 @@ def search(
     >>> found
     Matches(512 queries on grid (16, 16), keys on grid (16, 16), kappa=2, batch=1, heads=2, found 100.0 %, cpu)
     """
-    sound.scores(q, k, causal, key_mask, score)
-    sound.search(q, k, search, warm)
-    chosen = pick.choose(impl, q.device, q.dtype, score)
+    validate.scores(q, k, causal, key_mask, score)
+    validate.search(q, k, search, warm)
+    chosen = dispatch.choose(impl, q.device, q.dtype, score)
     found = _search(_Features(chosen, score, q, k, None, None), search, causal, key_mask, warm)
     return Matches(*found, grid_of(k))
 
@@ -110,10 +111,10 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 2, 16, 16, 8]), torch.Size([1, 2, 16, 16]))
     """
-    sound.scores(q, k, causal, key_mask, score)
-    radii = sound.attend(q, k, v, radius, scale, weight, extra, dropout_p, window)
-    check.matches("matches", q, k, matches)
-    chosen = pick.choose(impl, q.device, q.dtype, score, window)
+    validate.scores(q, k, causal, key_mask, score)
+    radii = validate.attend(q, k, v, radius, scale, weight, extra, dropout_p, window)
+    errors.matches("matches", q, k, matches)
+    chosen = dispatch.choose(impl, q.device, q.dtype, score, window)
     features = _Features(chosen, score, q, k, v, extra)
     return _attend(features, matches.index, radii, causal, key_mask, scale, weight, dropout_p, window)
 
@@ -153,8 +154,8 @@ def attention(
     >>> out.flatten(2, 3).shape
     torch.Size([1, 2, 256, 8])
     """
-    sound.search(q, k, search, warm)
-    radii, searches, attends = sound.attention(
+    validate.search(q, k, search, warm)
+    radii, searches, attends = validate.attention(
         q, k, v, causal, key_mask, score, radius, scale, weight, extra, dropout_p, window, impl
     )
     features = _Features(searches, score, q, k, v, extra)  # prepared once for both stages
@@ -202,11 +203,11 @@ def estimate(
     >>> bool(torch.allclose(made.out, exact.out, atol=1e-5)), float(made.variance.max())
     (True, 0.0)
     """
-    sound.scores(q, k, causal, key_mask, score)
-    radii = sound.attend(q, k, v, radius, scale, "softmax", extra, 0.0)
-    check.matches("matches", q, k, matches)
-    check.estimator(method, extra)
-    chosen = pick.choose(impl, q.device, q.dtype, score)
+    validate.scores(q, k, causal, key_mask, score)
+    radii = validate.attend(q, k, v, radius, scale, "softmax", extra, 0.0)
+    errors.matches("matches", q, k, matches)
+    errors.estimator(method, extra)
+    chosen = dispatch.choose(impl, q.device, q.dtype, score)
     features = _Features(chosen, score, q, k, v, extra)
     if isinstance(method, Hybrid):
         return _hybrid(features, matches, method, radii, causal, key_mask, scale)
@@ -240,7 +241,7 @@ def _search(
     seed = _seed(settings)
     asked = settings.resolved(q)
     if features.impl == "triton":
-        check.tile_matches(asked)
+        errors.tile_matches(asked)
     if features.impl != "reference":
         return ops.search(
             q,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import check
+from . import errors
 from .draws import tail_size
 from .grid import grid_of
 from .ops import (
@@ -148,7 +148,7 @@ def _sample_all(
 
 def _refuse_tangents(impl: str, *tensors: Tensor | None) -> None:
     if not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors):
-        raise check.reverse_mode_only(impl)  # torch would take the derivative for zero
+        raise errors.reverse_mode_only(impl)  # torch would take the derivative for zero
 
 
 def _kept(index: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import check
+from . import errors
 
 LOW_ESS = 0.05  # of the samples
 LOW_ACCEPTANCE = 0.1
@@ -39,10 +39,10 @@ class Snis:
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
 
     def __post_init__(self) -> None:
-        check.whole_fields(self, samples=1)
-        check.real("alpha", self.alpha, 0.0, 1.0, "[0, 1)", "; leave some uniform draws, or far keys are never seen")
-        check.bandwidth(self.bandwidth)
-        object.__setattr__(self, "seed_tensor", check.seed(self.seed))
+        errors.whole_fields(self, samples=1)
+        errors.real("alpha", self.alpha, 0.0, 1.0, "[0, 1)", "; leave some uniform draws, or far keys are never seen")
+        errors.bandwidth(self.bandwidth)
+        object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class MetropolisHastings:
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
 
     def __post_init__(self) -> None:
-        check.whole_fields(self, samples=1, chains_per_mode=1, burn_in=0)
-        check.bandwidth(self.bandwidth)
-        object.__setattr__(self, "seed_tensor", check.seed(self.seed))
+        errors.whole_fields(self, samples=1, chains_per_mode=1, burn_in=0)
+        errors.bandwidth(self.bandwidth)
+        object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Hybrid:
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
 
     def __post_init__(self) -> None:
-        check.whole_fields(self, samples=1)
-        check.flag("stratified", self.stratified)
-        object.__setattr__(self, "seed_tensor", check.seed(self.seed))
+        errors.whole_fields(self, samples=1)
+        errors.flag("stratified", self.stratified)
+        object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
 
 Estimator = Snis | MetropolisHastings | Hybrid

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import check
+from . import errors
 from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
 from .precision import ignores_autocast
 from .scoring import accumulator, default_scale, pair_score, prepare_key, prepare_query, weigh
@@ -48,10 +48,10 @@ def exact_attention(
     tensor([[1.7437, 1.7437],
             [1.7437, 1.7437]])
     """
-    check.queries_keys(q, k)
-    check.values(q, k, v)
-    check.weight(weight)
-    check.scale(scale)
+    errors.queries_keys(q, k)
+    errors.values(q, k, v)
+    errors.weight(weight)
+    errors.scale(scale)
     _check_common(q, k, causal, key_mask, score, queries)
     factor = default_scale(scale, q.shape[-1], score, weight)
     dense = _Dense(q, k, causal, key_mask, score, queries)
@@ -101,9 +101,9 @@ def exact_search(
     tensor([[[[0, 1],
               [2, 3]]]], dtype=torch.int32)
     """
-    check.queries_keys(q, k)
-    matches, separation = check.whole("matches", matches, 1), check.whole("separation", separation, 0)
-    check.enough_keys(q, k, matches)
+    errors.queries_keys(q, k)
+    matches, separation = errors.whole("matches", matches, 1), errors.whole("separation", separation, 0)
+    errors.enough_keys(q, k, matches)
     _check_common(q, k, causal, key_mask, score, queries)
     dense = _Dense(q, k, causal, key_mask, score, queries)
     key_grid = grid_of(k)
@@ -141,7 +141,7 @@ def merge(a: Attended, b: Attended) -> Attended:
     >>> merge(one, Attended(torch.tensor([[4.0]]), torch.tensor([0.0]))).out
     tensor([[2.5000]])
     """
-    check.mergeable(a, b)
+    errors.mergeable(a, b)
     top = torch.maximum(a.lse, b.lse).detach()
     top = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
     mass_a, mass_b = (a.lse - top).exp(), (b.lse - top).exp()
@@ -155,10 +155,10 @@ def merge(a: Attended, b: Attended) -> Attended:
 def _check_common(
     q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score, queries: Tensor | None
 ) -> None:
-    check.order(q, k, causal)
-    check.key_mask(q, k, key_mask)
-    check.score(score)
-    check.query_sample(queries, math.prod(grid_of(q)))
+    errors.order(q, k, causal)
+    errors.key_mask(q, k, key_mask)
+    errors.score(score)
+    errors.query_sample(queries, math.prod(grid_of(q)))
 
 
 class _Dense:

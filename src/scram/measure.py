@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import check
+from . import errors
 from .exact import exact_attention, exact_search
 from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
 from .scoring import accumulator, default_scale, pair_score, prepare_key, prepare_query
@@ -27,9 +27,9 @@ def sample_queries(q: Tensor, sample: int | None, seed: int = 0) -> Tensor:
     tensor([1, 4, 7])
     """
     points = math.prod(grid_of(q))
-    if sample is None or check.whole("sample", sample, 1) >= points:
+    if sample is None or errors.whole("sample", sample, 1) >= points:
         return torch.arange(points, device=q.device)
-    drawn = torch.randperm(points, generator=torch.Generator().manual_seed(check.whole("seed", seed, 0)))[:sample]
+    drawn = torch.randperm(points, generator=torch.Generator().manual_seed(errors.whole("seed", seed, 0)))[:sample]
     return drawn.sort().values.to(q.device)
 
 
@@ -119,7 +119,7 @@ def score_gap(
     >>> score_gap(q, k, exact_search(q, k))
     tensor([[0.]])
     """
-    check.scale(scale)
+    errors.scale(scale)
     pairs = _Pairs(q, k, matches, separation, causal, key_mask, score, sample, seed)
     both = (pairs.exact_key >= 0) & (pairs.found_key >= 0)
     gap = torch.where(both, pairs.exact_score - pairs.found_score, 0)
@@ -148,8 +148,8 @@ def captured_mass(
     >>> captured_mass(q, k, exact_attention(q, k, k))
     tensor([[1.]])
     """
-    check.queries_keys(q, k)
-    check.attended("attended", q, attended)
+    errors.queries_keys(q, k)
+    errors.attended("attended", q, attended)
     wanted = sample_queries(q, sample, seed)
     truth = exact_attention(
         q, k, k[..., :1], causal=causal, key_mask=key_mask, scale=scale, score=score, queries=wanted
@@ -179,9 +179,9 @@ def output_error(
     >>> output_error(q, k, k, exact_attention(q, k, k))
     tensor([[0.]])
     """
-    check.queries_keys(q, k)
-    check.values(q, k, v)
-    check.attended("attended", q, attended, v.shape[-1])
+    errors.queries_keys(q, k)
+    errors.values(q, k, v)
+    errors.attended("attended", q, attended, v.shape[-1])
     wanted = sample_queries(q, sample, seed)
     truth = exact_attention(
         q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, weight=weight, queries=wanted
@@ -218,8 +218,8 @@ class _Pairs:
         sample: int | None,
         seed: int,
     ) -> None:
-        check.queries_keys(q, k)
-        check.matches("matches", q, k, matches)
+        errors.queries_keys(q, k)
+        errors.matches("matches", q, k, matches)
         wanted = sample_queries(q, sample, seed)
         kappa, self.key_grid = matches.index.shape[-1], matches.key_grid
         exact = exact_search(

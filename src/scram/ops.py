@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import check
+from . import errors
 from .scoring import accumulator
 from .types import Attended, Matches, Score, Search
 
-ENGINES = {"numba": "scram.cpu", "triton": "scram.gpu"}
+ENGINES = {"numba": "scram.engines.cpu", "triton": "scram.engines.gpu"}
 
 PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -108,7 +108,7 @@ def attend(
     k_extra, v_extra = (None, None) if extra is None else extra
     if not torch.compiler.is_compiling():
         if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in (q, k, v, k_extra, v_extra)):
-            raise check.reverse_mode_only(impl)  # torch would take the derivative for zero
+            raise errors.reverse_mode_only(impl)  # torch would take the derivative for zero
         if index.is_inference() and torch.is_grad_enabled():
             index = index.clone()  # autograd keeps no inference tensor
     tensors = (q, k, v, index, key_mask, k_extra, v_extra, dropout_seed)
@@ -259,11 +259,11 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 
 
 def _differentiate_again(ctx: Any, *_: Tensor | None) -> None:
-    raise check.first_order_only(ctx.impl)
+    raise errors.first_order_only(ctx.impl)
 
 
 def _differentiate_forward(ctx: Any, *_: Tensor | None) -> None:
-    raise check.reverse_mode_only(ctx.impl)
+    raise errors.reverse_mode_only(ctx.impl)
 
 
 def _save_name(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import api, check
+from . import api, errors
 from .types import Search
 
 
@@ -149,12 +149,12 @@ class _Patch(TorchFunctionMode):
         self, grid: Sequence[int], prefix: int, search: Search, radius: int | Sequence[int], window: str, impl: str
     ) -> None:
         super().__init__()
-        self.grid = check.grid(grid)
-        self.prefix = check.whole("prefix", prefix, 0)
-        check.settings(search, Search)
-        self.radius = check.radius(radius, len(self.grid))
-        self.search, self.impl = search, check.one_of("impl", impl, check.IMPLS)
-        self.window = check.one_of("window", window, check.WINDOWS)
+        self.grid = errors.grid(grid)
+        self.prefix = errors.whole("prefix", prefix, 0)
+        errors.settings(search, Search)
+        self.radius = errors.radius(radius, len(self.grid))
+        self.search, self.impl = search, errors.one_of("impl", impl, errors.IMPLS)
+        self.window = errors.one_of("window", window, errors.WINDOWS)
         self.tokens = prefix + math.prod(self.grid)
         self.report = Report()
         self.report_name = str(id(self.report))
@@ -263,7 +263,7 @@ class _Patch(TorchFunctionMode):
         grouped = query.ndim == 4 and key.shape[1] != query.shape[1]
         if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not enable_gqa):
             return "batches or heads that broadcast"
-        if not key.dtype == query.dtype == value.dtype or query.dtype not in check.DTYPES:
+        if not key.dtype == query.dtype == value.dtype or query.dtype not in errors.DTYPES:
             return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
         if not key.device == query.device == value.device:
             return "tensors on several devices"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import check
+from . import errors
 from .types import Score
 
 
@@ -39,7 +39,7 @@ def pair_score(q: Tensor, k: Tensor, score: Score) -> Tensor:
     wide = accumulator(q.dtype)
     if callable(score):
         want = torch.broadcast_shapes(q.shape[:-1], k.shape[:-1])  # type: ignore[no-untyped-call]
-        return check.score_result(score(q, k), tuple(want)).to(wide)
+        return errors.score_result(score(q, k), tuple(want)).to(wide)
     return (q.to(wide) * k.to(wide)).sum(-1)
 
 

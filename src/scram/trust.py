@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import api, check, measure
+from . import api, errors, measure
 from .exact import _Dense
 from .grid import coordinates, grid_of, rows, within
 from .precision import ignores_autocast
@@ -178,19 +178,19 @@ def trust(
     >>> [trust(sharpness * k, k, k, search=scram.Search(seed=0)).verdict for sharpness in (4, 0.1)]
     ['sparse', 'dense']
     """
-    check.queries_keys(q, k)
-    check.some_queries(q)
-    check.values(q, k, v)
-    check.finite(q=q, **({} if key_mask is not None else {"k": k, "v": v}))  # a masked key may be anything
-    check.extra(q, k, v, extra)
-    check.scale(scale)
-    window = check.radius(radius, q.ndim - 3)
-    samples = check.whole("samples", samples, 1)
+    errors.queries_keys(q, k)
+    errors.some_queries(q)
+    errors.values(q, k, v)
+    errors.finite(q=q, **({} if key_mask is not None else {"k": k, "v": v}))  # a masked key may be anything
+    errors.extra(q, k, v, extra)
+    errors.scale(scale)
+    window = errors.radius(radius, q.ndim - 3)
+    samples = errors.whole("samples", samples, 1)
     how = {"causal": causal, "key_mask": key_mask, "score": score}
     if matches is None:
         matches = api.search(q, k, search=search, impl=impl, **how)  # type: ignore[arg-type]
     else:
-        check.matches("matches", q, k, matches)
+        errors.matches("matches", q, k, matches)
     wanted = measure.sample_queries(q, sample, seed)
     found = measure.recall_of_each(
         q,

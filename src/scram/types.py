@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import check
+from . import errors
 from .schedule import MOST_IN_TILES
 
 Score = str | Callable[[Tensor, Tensor], Tensor]
@@ -57,13 +57,13 @@ class Search:
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check.one_of("method", self.method, check.METHODS)
-        check.whole_fields(self, matches=1, sweeps=0, gossip=0)
+        errors.one_of("method", self.method, errors.METHODS)
+        errors.whole_fields(self, matches=1, sweeps=0, gossip=0)
         farthest = 2**31  # that keys can be apart
-        object.__setattr__(self, "separation", min(check.whole("separation", self.separation, 0), farthest))
-        object.__setattr__(self, "jumps", check.jumps(self.jumps))
-        check.one_of("propagate", self.propagate, check.PROPAGATE)
-        object.__setattr__(self, "seed_tensor", check.seed(self.seed))
+        object.__setattr__(self, "separation", min(errors.whole("separation", self.separation, 0), farthest))
+        object.__setattr__(self, "jumps", errors.jumps(self.jumps))
+        errors.one_of("propagate", self.propagate, errors.PROPAGATE)
+        object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
     @staticmethod
     def paper(matches: int = 1, separation: int = 0, seed: int | Tensor | None = None) -> Search:
@@ -110,7 +110,7 @@ class Matches:
     key_grid: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key_grid", check.matches_fields(self.index, self.score, self.key_grid))
+        object.__setattr__(self, "key_grid", errors.matches_fields(self.index, self.score, self.key_grid))
 
     def to(self, device: torch.device | str) -> Matches:
         """The same matches on another device."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import typer
 from rich.table import Table
 
-from .. import Attended, Matches, Search, measure, pick
+from .. import Attended, Matches, Search, dispatch, measure
 from . import pictures
 from .console import console, counted, one_line_errors, progress, writable_folder
 from .features import sample_pair
@@ -56,7 +56,7 @@ def demo(
         with progress() as step:
             step("reading two photographs")
             pair = pair_of(*sample_pair(size))
-            impl = pick.choose(impl, pair.q.device, pair.q.dtype)
+            impl = dispatch.choose(impl, pair.q.device, pair.q.dtype)
             settings = {"paper": Search.paper(seed=seed), "default": Search(seed=seed)}
             runs = {}
             for name, setting in settings.items():

@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.table import Table
 
-from .. import __version__, pick
+from .. import __version__, dispatch
 from .console import console
 
 
@@ -50,7 +50,7 @@ def gather() -> dict[str, Any]:
         "implementations": [
             {"name": name, "device": device, "reasons": reasons}
             for device in (["cpu", "cuda"] if gpu else ["cpu"])
-            for name, reasons in pick.implementations(device)
+            for name, reasons in dispatch.implementations(device)
         ],
     }
 

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from .. import Attended, Matches, Search, attend, pick, search
+from .. import Attended, Matches, Search, attend, dispatch, search
 from . import pictures
 from .console import chosen_device, console, counted, one_line_errors, progress, warn, writable_folder
 from .features import PatchFeatures, plain_share, read_picture, sample_pair, stereo_sample
@@ -175,7 +175,7 @@ def match(
             step("patch features")
             pair = pair_of(picture_a, picture_b, patch, width, device)
             plain = {"a": plain_share(picture_a, patch), "b": plain_share(picture_b, patch)}
-            impl = pick.choose(impl, pair.q.device, pair.q.dtype)
+            impl = dispatch.choose(impl, pair.q.device, pair.q.dtype)
             step(f"searching and attending, {_grid(pair.a)} pixels")
             setting = Search(matches=matches, separation=separation, sweeps=sweeps, seed=seed)
             found = find(pair, setting, radius, scale, impl)

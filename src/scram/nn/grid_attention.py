@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import api, check
+from .. import api, errors
 from ..estimators import Estimator
 from ..scoring import default_scale, prepare_key, prepare_query
 from ..types import Matches, Score, Search
-from . import check as fits
+from . import validate as fits
 from .searching import Searching
 
 
@@ -70,16 +70,16 @@ class GridAttention(Searching):
         super().__init__(search, warm_search, radius, keep_matches, window, impl)
         fits.heads(embed_dim, num_heads)
         fits.batch_first(batch_first)
-        check.dropout(dropout)
-        check.scale(scale)
-        check.score(score)
+        errors.dropout(dropout)
+        errors.scale(scale)
+        errors.score(score)
         fits.estimator(estimator, search, dropout, window)
         self.estimator = estimator
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
-        self.kdim = embed_dim if kdim is None else check.whole("kdim", kdim, 1)
-        self.vdim = embed_dim if vdim is None else check.whole("vdim", vdim, 1)
-        self.causal, self.scale, self.score = check.flag("causal", causal), scale, score
-        self.add_zero_attn = check.flag("add_zero_attn", add_zero_attn)
+        self.kdim = embed_dim if kdim is None else errors.whole("kdim", kdim, 1)
+        self.vdim = embed_dim if vdim is None else errors.whole("vdim", vdim, 1)
+        self.causal, self.scale, self.score = errors.flag("causal", causal), scale, score
+        self.add_zero_attn = errors.flag("add_zero_attn", add_zero_attn)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -89,8 +89,8 @@ class GridAttention(Searching):
         self.q_proj_weight = None if one else parameter(embed_dim, embed_dim)
         self.k_proj_weight = None if one else parameter(embed_dim, self.kdim)
         self.v_proj_weight = None if one else parameter(embed_dim, self.vdim)
-        self.in_proj_bias = parameter(3 * embed_dim) if check.flag("bias", bias) else None
-        self.bias_k = parameter(1, 1, embed_dim) if check.flag("add_bias_kv", add_bias_kv) else None
+        self.in_proj_bias = parameter(3 * embed_dim) if errors.flag("bias", bias) else None
+        self.bias_k = parameter(1, 1, embed_dim) if errors.flag("add_bias_kv", add_bias_kv) else None
         self.bias_v = parameter(1, 1, embed_dim) if add_bias_kv else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.reset_parameters()
@@ -257,7 +257,7 @@ class GridAttention(Searching):
         if callable(self.score):
             raise fits.dense_callable()
         if causal:
-            check.order(q, k, causal)
+            errors.order(q, k, causal)
         grid, flat = q.shape[2:-1], [x.flatten(2, -2) for x in (q, k, v)]
         mask = None if key_mask is None else key_mask.reshape(k.shape[0], -1, 1, flat[1].shape[2])
         if causal and (mask is not None or extra is not None):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import api, check
+from .. import api, errors
 from ..types import Matches, Search
-from . import check as fits
+from . import validate as fits
 from .searching import Searching
 
 _CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -56,11 +56,11 @@ class NonLocalBlock(Searching):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check.settings(search, Search)
+        errors.settings(search, Search)
         super().__init__(search, warm_search, radius, keep_matches, window, impl)
-        self.channels = check.whole("channels", channels, 1)
-        inner = max(channels // 2, 1) if inner_channels is None else check.whole("inner_channels", inner_channels, 1)
-        self.form = check.one_of("form", form, self.FORMS)
+        self.channels = errors.whole("channels", channels, 1)
+        inner = max(channels // 2, 1) if inner_channels is None else errors.whole("inner_channels", inner_channels, 1)
+        self.form = errors.one_of("form", form, self.FORMS)
         self.rank = fits.block_rank(rank, tuple(_CONV))
         conv, where = _CONV[rank], dict[str, Any](device=device, dtype=dtype)
         embedded = form != "gaussian"
@@ -69,7 +69,7 @@ class NonLocalBlock(Searching):
         self.g = conv(channels, inner, 1, **where)
         self.pair = conv(2 * inner, 1, 1, bias=False, **where) if form == "concatenation" else None
         self.out = conv(inner, channels, 1, **where)
-        self.norm = _NORM[rank](channels, **where) if check.flag("norm", norm) else None
+        self.norm = _NORM[rank](channels, **where) if errors.flag("norm", norm) else None
         for parameter in (self.out if self.norm is None else self.norm).parameters():
             nn.init.zeros_(parameter)
 

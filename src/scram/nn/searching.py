@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import api, check
+from .. import api, errors
 from ..types import Matches, Score, Search
 
 
@@ -28,15 +28,15 @@ class Searching(nn.Module):
     ) -> None:
         super().__init__()
         if search is not None:
-            check.settings(search, Search)
+            errors.settings(search, Search)
         if warm_search is not None:
-            check.settings(warm_search, Search)
-        check.one_of("impl", impl, check.IMPLS)
-        check.radius(radius, len(radius) if isinstance(radius, Sequence) else 1)
+            errors.settings(warm_search, Search)
+        errors.one_of("impl", impl, errors.IMPLS)
+        errors.radius(radius, len(radius) if isinstance(radius, Sequence) else 1)
         self.search, self.warm_search = search, warm_search
         self.radius, self.impl = radius, impl
-        self.window = check.one_of("window", window, check.WINDOWS)
-        self.keep_matches = check.flag("keep_matches", keep_matches)
+        self.window = errors.one_of("window", window, errors.WINDOWS)
+        self.keep_matches = errors.flag("keep_matches", keep_matches)
         self.register_buffer("kept_index", None, persistent=False)
         self.register_buffer("kept_score", None, persistent=False)
         self.kept_grid: tuple[int, ...] = ()

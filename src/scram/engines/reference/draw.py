@@ -1,0 +1,95 @@
+"""Self-normalised importance sampling: keys drawn near the modes or anywhere, weighed by the whole mixture."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...grid import LegalKeys, coordinates, flat, grid_of
+from ...noise import below, noise
+from ...scoring import accumulator
+from ...types import Score
+from .sample import attend_visited
+
+
+def snis(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    modes: Tensor,
+    count: Tensor,
+    head_out: Tensor | None,
+    head_lse: Tensor | None,
+    *,
+    legal: LegalKeys,
+    seed: Tensor,
+    table: Tensor,
+    samples: int,
+    alpha: float,
+    scale: float,
+    score: Score,
+) -> tuple[Tensor, ...]:
+    """out [B, H, *G, F], lse [B, H, *G], variance like out, ess like lse.
+
+    The noise of sample t is noise(seed, row, query, t, draw): draw 0 chooses the part of the mixture, 1 the mode or the
+    uniform key, 2 + axis the step from the mode.
+    """
+    key_grid, queries = grid_of(k), math.prod(grid_of(q))
+    flat_modes, flat_count = modes.reshape(-1, modes.shape[-1]).long(), count.reshape(-1)
+    table = table.long()
+    wide = accumulator(v.dtype)
+    t = torch.arange(samples, device=q.device)
+
+    def visit(at: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
+        number, choices = flat_count[at].unsqueeze(-1), legal.total(row, query)
+
+        def bits(draw: int) -> Tensor:
+            return noise(seed, row, query, t, draw)
+
+        local = (bits(0) < int(alpha * 2**32)) & (number > 0)
+        uniform = legal.nth(row, torch.where(choices > 0, below(bits(1), choices), 0))
+        mode = flat_modes[at].gather(-1, below(bits(1), number.clamp(min=1)))
+        centre = coordinates(torch.where(local, mode, 0), key_grid)
+        place = [c + step(table, bits(2 + axis), c, key_grid[axis]) for axis, c in enumerate(centre)]
+        key = torch.where(local, flat(place, key_grid), uniform)
+        some = (local | (choices > 0)) & legal.allows(row, query, key)
+        near = torch.where(number > 0, alpha, 0.0).to(wide)
+        r = near * closeness(key, flat_modes[at], number, table, key_grid, wide) + (1 - near) / choices.clamp(min=1)
+        return key, torch.where(some, -(r * samples).log(), -torch.inf), ()
+
+    how = {"samples": samples, "scale": scale, "score": score, "flat": False}
+    return attend_visited(q, k, v, head_out, head_lse, visit, **how)  # type: ignore[arg-type]
+
+
+def step(table: Tensor, bits: Tensor, centre: Tensor, extent: int) -> Tensor:
+    """A step from a coordinate that stays on its axis, drawn from the weights of all such steps."""
+    reach = len(table) // 2 - 1
+    low, high = (-centre).clamp(min=-reach), (extent - 1 - centre).clamp(max=reach)
+    below_low, below_high = table[low + reach], table[high + 1 + reach]
+    target = below_low + below(bits, below_high - below_low)
+    return torch.searchsorted(table, target, right=True) - 1 - reach
+
+
+def closeness(
+    key: Tensor, modes: Tensor, number: Tensor, table: Tensor, key_grid: tuple[int, ...], wide: torch.dtype
+) -> Tensor:
+    """The mean over the first `number` modes [C, kappa] of the density of a step from there to each key [C, T]."""
+    reach = len(table) // 2 - 1
+    total = torch.zeros(key.shape, dtype=wide, device=key.device)
+    place = coordinates(key, key_grid)
+    for m in range(modes.shape[1]):
+        there = m < number
+        g = there.to(wide)
+        for c, centre, extent in zip(
+            place, coordinates(torch.where(there, modes[:, m : m + 1], 0), key_grid), key_grid, strict=True
+        ):
+            d = c - centre
+            low, high = (-centre).clamp(min=-reach), (extent - 1 - centre).clamp(max=reach)
+            mass = (table[high + 1 + reach] - table[low + reach]).to(wide)
+            safe = d.clamp(-reach, reach) + reach
+            g = g * torch.where(d.abs() <= reach, (table[safe + 1] - table[safe]).to(wide) / mass, 0)
+        total = total + g
+    return total / number.clamp(min=1)

@@ -1,0 +1,158 @@
+"""Attention of whole tiles: the queries of a tile attend together what the windows of all of them touch.
+
+The key grid is cut into cells, twice the radius wide, and a tile attends every cell that holds a key of one of its
+windows. Works on some tiles at a time; autograd differentiates it, recomputing tiles by tiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...grid import Grid, LegalKeys, cell_sides, coordinates, flat, grid_of, inside, key_row, rows
+from ...schedule import LANES
+from ...scoring import accumulator, pair_score, weigh, widened
+from ...types import Attended, Score
+from .attend import kept
+from .chunks import in_chunks
+from .tile_search import members
+
+CHUNK_ELEMENTS = 1 << 22  # of scores, gathered keys and values at a time
+
+
+def tile_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    *,
+    radius: Sequence[int],
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float,
+    score: Score,
+    weight: str,
+    extra: tuple[Tensor, Tensor] | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> Attended:
+    """q, k prepared for `score`, v [B, Hk, *G', F], index [B, H, *G, kappa] -> out [B, H, *G, F], lse [B, H, *G]."""
+    heads, key_heads, grid, key_grid = q.shape[1], k.shape[1], grid_of(q), grid_of(k)
+    queries, keys, total = math.prod(grid), math.prod(key_grid), q.shape[0] * heads
+    legal_keys = LegalKeys.of(q, k, causal, key_mask)
+    sides = cell_sides(radius, key_grid)
+    member = members(grid, q.device)  # [tiles of a row, LANES]
+    cells = touched(index.reshape(total, queries, index.shape[-1]).long(), member, key_grid, radius, sides)
+    if extra is None:
+        extra = (k.new_zeros(*k.shape[:2], 0, k.shape[-1]), v.new_zeros(*v.shape[:2], 0, v.shape[-1]))
+    extras, wide = extra[0].shape[2], accumulator(v.dtype)
+
+    def tiles(at: Tensor, q: Tensor, k: Tensor, v: Tensor, k_extra: Tensor, v_extra: Tensor) -> tuple[Tensor, Tensor]:
+        row, query = (at // len(member)).reshape(-1, 1, 1), member[at % len(member)].unsqueeze(-1)
+        source = key_row(row, heads, key_heads)
+        key, there = keys_of(cells[at], key_grid, sides)  # [C, K]
+        key, there = key.unsqueeze(1), there.unsqueeze(1)  # [C, 1, K]
+        there = there & legal_keys.allows(row, torch.full_like(key, keys), key)
+        legal = (query >= 0) & there
+        if causal:
+            legal = legal & (key <= query)
+        # What is legal for no query of the tile is zeroed before it is multiplied: 0 * NaN is NaN.
+        there = there.transpose(1, 2)
+        k_found = torch.where(there, k[source * keys + key].squeeze(1), 0)
+        v_found = torch.where(there, v[source * keys + key].squeeze(1), 0)
+        k_found = torch.cat([k_found, k_extra[source.flatten()]], 1)
+        v_found = torch.cat([v_found, v_extra[source.flatten()]], 1)
+        legal = torch.cat([legal, (query >= 0).expand(-1, -1, extras)], 2)
+        own = torch.where(query >= 0, q[row.squeeze(-1) * queries + query.squeeze(-1).clamp(min=0)], 0)
+        p, lse = weigh(scale * scores(own, k_found, legal, score, causal).to(wide), legal, weight)
+        p = torch.where(legal, p, 0)  # of a query of NaNs too
+        if dropout_seed is not None:
+            named = torch.cat([key, (keys + torch.arange(extras, device=key.device)).expand(len(at), 1, -1)], 2)
+            # What is dropped is zero, NaN too.
+            p = torch.where(kept(dropout_seed, row, query, named, dropout_p), p / (1 - dropout_p), 0)
+        return mix(p, v_found, legal, causal), lse
+
+    _, *extra_wide = widened(score, q, *extra)
+    tensors = tuple(rows(x).flatten(0, 1) for x in widened(score, q, k, v)) + tuple(x.flatten(0, 1) for x in extra_wide)
+    each = LANES * (k.shape[-1] if callable(score) else 1) + k.shape[-1] + v.shape[-1]
+    each *= cells.shape[1] * math.prod(sides) + extras
+    size = max(1, CHUNK_ELEMENTS // max(each, 1))
+    out, lse = in_chunks(tiles, total * len(member), size, tensors)
+    slot = member.flatten().argsort()[-queries:]  # where each query stands in the tiles
+    out = out.reshape(total, len(member) * LANES, v.shape[-1])[:, slot].to(v.dtype)
+    lse = lse.reshape(total, len(member) * LANES)[:, slot]
+    return Attended(out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1]))
+
+
+def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int], sides: Grid) -> Tensor:
+    """index [rows, N, kappa] -> the cells that hold a key of a window of a tile's queries, ascending, then -1:
+    [rows * tiles, as many as the largest set]."""
+    match = torch.where(member.unsqueeze(-1) < 0, -1, index[:, member.clamp(min=0)]).reshape(
+        index.shape[0] * len(member), LANES * index.shape[-1]
+    )
+    exists = (match >= 0) & (match < math.prod(key_grid))
+    centre = coordinates(torch.where(exists, match, 0), key_grid)
+    first = [(c - b).clamp(min=0) // side for c, b, side in zip(centre, radius, sides, strict=True)]
+    last = [
+        (c + b).clamp(max=extent - 1) // side
+        for c, b, extent, side in zip(centre, radius, key_grid, sides, strict=True)
+    ]
+    number = _cell_grid(key_grid, sides)
+    none, found = math.prod(number), []
+    for corner in itertools.product((0, 1), repeat=len(sides)):
+        cell = [c + more for c, more in zip(first, corner, strict=True)]
+        there = exists
+        for c, end in zip(cell, last, strict=True):
+            there = there & (c <= end)
+        found.append(torch.where(there, flat(cell, number), none))
+    cells = torch.cat(found, 1).sort(1).values
+    new = (cells < none) & torch.cat([cells[:, :1] >= 0, cells[:, 1:] != cells[:, :-1]], 1)
+    most = min(cells.shape[1], none)
+    sets = torch.full((len(cells), most + 1), -1, device=cells.device)
+    # What is not new is written to a spare last place.
+    sets = sets.scatter(1, torch.where(new, new.cumsum(1) - 1, most), torch.where(new, cells, -1))
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or cells.is_meta
+    if not traced and len(cells):  # a graph must not depend on how many there are
+        most = max(1, int(new.sum(1).max()))
+    return sets[:, :most]
+
+
+def _cell_grid(key_grid: Grid, sides: Grid) -> Grid:
+    return tuple(-(-extent // side) for extent, side in zip(key_grid, sides, strict=True))
+
+
+def keys_of(cells: Tensor, key_grid: Grid, sides: Grid) -> tuple[Tensor, Tensor]:
+    """Cells [C, L], -1 for none -> their keys [C, L * keys of a cell], flat indices on the grid, and which exist."""
+    corner = coordinates(cells.clamp(min=0).unsqueeze(-1), _cell_grid(key_grid, sides))
+    inner = coordinates(torch.arange(math.prod(sides), device=cells.device), sides)
+    place = [c * side + of for c, side, of in zip(corner, sides, inner, strict=True)]
+    there = (cells >= 0).unsqueeze(-1) & inside(place, key_grid)
+    return torch.where(there, flat(place, key_grid), 0).flatten(1), there.flatten(1)
+
+
+def scores(q: Tensor, k: Tensor, legal: Tensor, score: Score, causal: bool) -> Tensor:
+    """[C, LANES, E] and [C, K, E] -> [C, LANES, K]."""
+    if callable(score):
+        return pair_score(q.unsqueeze(2), torch.where(legal.unsqueeze(-1), k.unsqueeze(1), 0), score)
+    if not causal:
+        return q @ k.transpose(1, 2)
+    # A key is legal for some queries of the tile: to the gradients of the others it must be nothing, NaN too.
+    spoiled = ~q.isfinite().all(-1, keepdim=True) | ~k.isfinite().all(-1).unsqueeze(1)
+    return torch.where(spoiled, (q @ k.transpose(1, 2)).detach(), _finite(q) @ _finite(k).transpose(1, 2))
+
+
+def mix(p: Tensor, v: Tensor, legal: Tensor, causal: bool) -> Tensor:
+    """Weights [C, LANES, K] and values [C, K, F] to outputs [C, LANES, F]."""
+    if not causal:
+        return p @ v
+    spoiled = legal.to(v) @ (~v.isfinite()).to(v) > 0
+    # Times the sum of the weights, which is no constant: the gradients of a spoiled query are spoiled too.
+    return p @ _finite(v) + p.sum(-1, keepdim=True) * torch.where(spoiled, torch.nan, 0)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x, 0)

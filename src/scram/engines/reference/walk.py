@@ -1,0 +1,123 @@
+"""Metropolis-Hastings: walks from the modes, one after the other in a query's samples; all queries step together."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...grid import LegalKeys, coordinates, flat, grid_of, inside, key_row, rows
+from ...noise import below, noise
+from ...scoring import accumulator, pair_score
+from ...types import Score
+from .sample import attend_visited
+
+
+def metropolis(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    modes: Tensor,
+    count: Tensor,
+    *,
+    legal: LegalKeys,
+    seed: Tensor,
+    table: Tensor,
+    samples: int,
+    chains_per_mode: int,
+    burn_in: int,
+    scale: float,
+    score: Score,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B, H, *G, F], acceptance and rhat [B, H, *G].
+
+    The noise of a step is noise(seed, row, query, chain, step, draw): draw axis is the move, draw rank accepts it.
+    """
+    key_grid, queries, keys = grid_of(k), math.prod(grid_of(q)), math.prod(grid_of(k))
+    flat_modes, flat_count, table = modes.reshape(-1, modes.shape[-1]).long(), count.reshape(-1).long(), table.long()
+    q_points, k_points, wide = rows(q).flatten(0, 1), rows(k).flatten(0, 1), accumulator(v.dtype)
+    reach, most = len(table) // 2 - 1, min(modes.shape[-1] * chains_per_mode, samples)
+
+    def visit(at: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        row, query = at // queries, at % queries
+        source, mine = key_row(row, q.shape[1], k.shape[1]) * keys, q_points[at]
+        chains = (flat_count[at] * chains_per_mode).clamp(max=samples)
+        shortest, longer = samples // chains.clamp(min=1), samples % chains.clamp(min=1)
+
+        def score_of(key: Tensor) -> Tensor:
+            return scale * pair_score(mine, k_points[source + key], score).to(wide)
+
+        chain, done, made = torch.zeros_like(at), torch.zeros_like(at), torch.zeros_like(at)
+        state, a = torch.zeros_like(at), torch.zeros(at.shape, dtype=wide, device=at.device)
+        visited = torch.full((len(at), samples + 1), 0, device=at.device)  # the last place takes what does not count
+        scores = torch.zeros(len(at), samples + 1, dtype=wide, device=at.device)
+        accepted = torch.zeros_like(at)
+        for _ in range(samples + burn_in * most):
+            active = (made < samples) & (chains > 0)
+            begins = active & (done == 0)
+            start = flat_modes[at, (chain // chains_per_mode).clamp(max=modes.shape[-1] - 1)]
+            state = torch.where(begins, start.clamp(0, keys - 1), state)
+            a = torch.where(begins, score_of(state), a)
+            place, to = coordinates(state, key_grid), []
+            for axis, c in enumerate(place):
+                bits = noise(seed, row, query, chain, done, axis)
+                to.append(c + torch.searchsorted(table, below(bits, table[-1]), right=True) - 1 - reach)
+            there = inside(to, key_grid)
+            key = torch.where(there, flat(to, key_grid), state)
+            move = there & (key != state) & legal.allows(row, query, key)
+            b = score_of(key)
+            u = (noise(seed, row, query, chain, done, len(key_grid)).to(wide) + 0.5) / 2**32
+            take = active & move & ((b >= a) | (u < (b - a).exp()))
+            state, a = torch.where(take, key, state), torch.where(take, b, a)
+            counted = active & (done >= burn_in)
+            slot = torch.where(counted, made, samples).unsqueeze(-1)
+            visited.scatter_(1, slot, state.unsqueeze(-1))
+            scores.scatter_(1, slot, a.unsqueeze(-1))
+            accepted, made = accepted + (take & counted), made + counted
+            done = done + active
+            ends = done == burn_in + shortest + (chain < longer)
+            chain, done = chain + ends, torch.where(ends, 0, done)
+        some = (chains > 0).unsqueeze(-1)
+        log_weight = torch.where(some, 0.0, -torch.inf).to(wide).expand(-1, samples)
+        return visited[:, :samples], log_weight, (accepted.to(wide) / samples, rhat(scores[:, :samples], chains, most))
+
+    how = {"samples": samples, "scale": scale, "score": score, "flat": True}
+    out, _, _, _, acceptance, r = attend_visited(q, k, v, None, None, visit, **how)  # type: ignore[arg-type]
+    return out, acceptance, r
+
+
+def rhat(scores: Tensor, chains: Tensor, most: int) -> Tensor:
+    """Gelman and Rubin's statistic of the scores [C, T] of `chains` [C] walks, at most `most`, one after the other.
+
+    Walks are cut to the shortest; a single one is cut into halves.
+    """
+    samples = scores.shape[1]
+    slot, number = torch.arange(samples, device=scores.device), chains.clamp(min=1).unsqueeze(-1)
+    shortest, longer = samples // number, samples % number
+    ahead = longer * (shortest + 1)
+    walk = torch.where(slot < ahead, slot // (shortest + 1), longer + (slot - ahead) // shortest)
+    step = slot - walk * shortest - walk.clamp(max=longer)
+    half = samples // 2
+    length = torch.where(number > 1, shortest, half)
+    walk = torch.where(number > 1, walk, (slot >= samples - half).long())
+    kept = torch.where(number > 1, step < shortest, (slot < half) | (slot >= samples - half))
+    parts = torch.where(number > 1, number, 2)
+    everyone = torch.arange(max(most, 2), device=scores.device)
+    exists = everyone < parts
+    own = ((walk.unsqueeze(-1) == everyone) & kept.unsqueeze(-1)).to(scores.dtype)  # [C, T, walks]
+    starts = torch.where(number > 1, everyone * shortest + everyone.clamp(max=longer), everyone * (samples - half))
+    # Measured from where each walk stands first, so that one that never moves has a variance of exactly 0.
+    origin = scores.gather(1, torch.where(exists, starts, 0).clamp(max=samples - 1))
+    away = (scores.unsqueeze(-1) - origin.unsqueeze(1)) * own
+    mean = away.sum(1) / length.clamp(min=1)
+    inner = ((away - mean.unsqueeze(1)) * own).square().sum(1) / (length - 1).clamp(min=1)
+    mean = mean + origin
+    w = (inner * exists).sum(-1) / parts.squeeze(-1)
+    centre = (mean * exists).sum(-1, keepdim=True) / parts
+    between = ((mean - centre) * exists).square().sum(-1) / (parts.squeeze(-1) - 1)
+    n = length.squeeze(-1).clamp(min=1).to(scores.dtype)
+    r = (((n - 1) / n * w + between) / w).sqrt()
+    agree = torch.where(((mean - mean[:, :1]) * exists == 0).all(-1), 1.0, torch.inf).to(r.dtype)
+    r = torch.where(w == 0, agree, r)
+    return torch.where((chains > 0) & (length.squeeze(-1) > 0), r, torch.inf)

@@ -1,0 +1,420 @@
+"""Every user-facing error: what was expected, what came, and the way out. Imports nothing of the package."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .schedule import MOST_IN_TILES
+
+if TYPE_CHECKING:
+    from .types import Attended
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SCORES = ("dot", "cosine", "l2")
+WEIGHTS = ("softmax", "mean", "relu")
+METHODS = ("auto", "query", "tile")
+WINDOWS = ("query", "tile")
+PROPAGATE = ("shift", "stay", "both", "turns")
+IMPLS = ("auto", "reference", "numba", "triton")
+MAX_RANK = 4
+MOST_MATCHES = 4096  # that may be asked for where there are fewer keys
+
+
+def whole(name: str, value: Any, least: int, hint: str = "") -> int:
+    """An int (not a bool) that is at least `least`; NumPy's integers become ints."""
+    value = _int(value)
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # an extent while torch exports
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}{hint}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}{hint}")
+    return value  # type: ignore[return-value]
+
+
+def whole_fields(settings: Any, **least: int) -> None:
+    """Fields of a frozen dataclass that are ints, each at least that."""
+    for name, low in least.items():
+        value = whole(name, getattr(settings, name), low)
+        if isinstance(value, int) and value >= 2**31:
+            raise ValueError(f"{name} must be below 2**31, got {value}; more is never needed")
+        object.__setattr__(settings, name, value)
+
+
+def _int(value: Any) -> Any:
+    """What stands for an int without loss, as one; a tensor would have to be waited for."""
+    if isinstance(value, (int, Tensor, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def one_of(name: str, value: Any, allowed: Sequence[str], hint: str = "") -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
+    return value
+
+
+def settings(value: Any, wanted: type) -> None:
+    """`wanted` is scram.Search: to import it here would take longer than to errors."""
+    if not isinstance(value, wanted):
+        raise TypeError(
+            f"search must be a scram.Search, got {type(value).__name__}; for example scram.Search(matches=4)"
+        )
+
+
+def enough_keys(q: Any, k: Any, matches: int) -> None:
+    """A few matches more than keys are none (-1); very many are a mistake that fits no memory."""
+    if matches > MOST_MATCHES:
+        queries_keys(q, k)
+        keys = math.prod(k.shape[2:-1])
+        if matches > keys:
+            raise ValueError(f"matches must be at most the number of keys, {keys}, got {matches}")
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__} {value!r}")
+    return value
+
+
+def seed(value: Any) -> Tensor | None:
+    """None, an int that fits 64 bits, or a 0-d int64 tensor; as a tensor, which compiled graphs take for an input."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.dtype != torch.int64 or value.ndim != 0:
+            raise TypeError(
+                f"seed as a tensor must be 0-d int64, got {value.dtype} of shape {tuple(value.shape)}; "
+                "use torch.tensor(7) or a plain int"
+            )
+        return value
+    value = _int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"seed must be None, an int or a 0-d int64 tensor, got {type(value).__name__} {value!r}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"seed must fit a signed 64-bit integer, got {value}; take it modulo 2**63")
+    return torch.tensor(value, dtype=torch.int64, device="cpu")
+
+
+def _float(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        hint = f"; use float({name})" if hasattr(value, "__float__") and not isinstance(value, bool) else ""
+        raise TypeError(f"{name} must be a float, got {type(value).__name__} {value!r}{hint}")
+
+
+def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str = "") -> None:
+    """A float in the half-open interval [low, high)."""
+    _float(name, value)
+    if not low <= value < high:
+        raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
+
+
+def bandwidth(value: Any) -> None:
+    """> 0 and finite; below the smallest normal float it could not divide."""
+    real("bandwidth", value, 1e-30, math.inf, "(0, inf)")
+
+
+def estimator(method: Any, pair: Any) -> None:
+    """An estimator's settings; a random walk has no normaliser to join extra keys by."""
+    from .estimators import Hybrid, MetropolisHastings, Snis
+
+    if not isinstance(method, (Snis, MetropolisHastings, Hybrid)):
+        raise TypeError(
+            "method must be a scram.Snis, scram.MetropolisHastings or scram.Hybrid, "
+            f"got {type(method).__name__}; for example scram.Hybrid(samples=512)"
+        )
+    if isinstance(method, MetropolisHastings) and pair is not None:
+        raise ValueError(
+            "extra must be None with MetropolisHastings: its walks estimate no normaliser (lse), without which exact "
+            "keys cannot be joined to it; use Snis or Hybrid"
+        )
+
+
+def jumps(value: Any) -> tuple[int, ...]:
+    if isinstance(value, int) or not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"jumps must be a sequence of ints such as (8, 4, 2, 1), got {value!r}")
+    # No grid is wider than 2**31.
+    return tuple(min(whole(f"jumps[{n}]", jump, 1), 2**31) for n, jump in enumerate(value))
+
+
+def _tensor(name: str, value: Any, axes: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor {axes}, got {type(value).__name__}; use torch.as_tensor")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}; call .to_dense()")
+
+
+def queries_keys(q: Any, k: Any) -> None:
+    """q [B, H, *G, E] and k [B, Hk, *G', E] fit each other."""
+    _tensor("q", q, "[B, H, *G, E]")
+    _tensor("k", k, "[B, Hk, *G', E]")
+    queries, keys = q.shape, k.shape  # each time made anew by torch
+    rank = len(queries) - 3
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(
+            f"q must be [B, H, *G, E] with a grid of rank 1 to {MAX_RANK}, got {q.ndim} axes {tuple(queries)}; "
+            "for [B, H, N, E] tensors of a picture use q.unflatten(2, (height, width))"
+        )
+    if len(keys) != len(queries):
+        raise ValueError(
+            f"k must have as many axes as q ({q.ndim}), got {k.ndim} axes {tuple(keys)}; "
+            "query grid and key grid have the same rank, extents may differ"
+        )
+    if keys[0] != queries[0]:
+        raise ValueError(f"k must have the batch size of q, {queries[0]}, got {keys[0]}; use k.expand")
+    if keys[1] == 0 or queries[1] % keys[1]:
+        raise ValueError(
+            f"the key heads must divide the query heads, got q with {queries[1]} and k with {keys[1]} heads"
+        )
+    if keys[-1] != queries[-1] or queries[-1] < 1:
+        raise ValueError(f"q and k must share their last axis (width >= 1), got {queries[-1]} and {keys[-1]}")
+    grid, key_grid = queries[2:-1], keys[2:-1]
+    if min(grid) < 1 or min(key_grid) < 1:
+        raise ValueError(f"grid extents must be at least 1, got q {tuple(grid)} and k {tuple(key_grid)}")
+    if math.prod(key_grid) >= 2**31 or math.prod(grid) >= 2**31:
+        raise ValueError("a grid must have fewer than 2**31 points: keys are named by int32")
+    _same("k", k, q)
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}; use q.float()")
+
+
+def _same(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}; use {name}.to(q.device)")
+    if x.dtype != q.dtype:
+        raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}; use {name}.to(q.dtype)")
+
+
+def values(q: Tensor, k: Tensor, v: Any) -> None:
+    """v [B, Hk, *G', F] belongs to k."""
+    _tensor("v", v, "[B, Hk, *G', F]")
+    if v.shape[:-1] != k.shape[:-1] or v.ndim != k.ndim or v.shape[-1] < 1:
+        want = (*k.shape[:-1], "F >= 1")
+        raise ValueError(f"v must be [B, Hk, *G', F] = {want} like k, got {tuple(v.shape)}")
+    _same("v", v, q)
+
+
+def order(q: Tensor, k: Tensor, causal: Any) -> None:
+    if flag("causal", causal) and q.shape[2:-1] != k.shape[2:-1]:
+        raise ValueError(
+            f"causal needs equal grids, got queries {tuple(q.shape[2:-1])} and keys {tuple(k.shape[2:-1])}; "
+            "pad the smaller grid and mask the padding with key_mask"
+        )
+
+
+def key_mask(q: Tensor, k: Tensor, mask: Any) -> None:
+    """None or bool [B, *G'] or [B, H, *G'], True = may be attended."""
+    if mask is None:
+        return
+    _tensor("key_mask", mask, "[B, *G']")
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"key_mask must be bool (True = may be attended), got {mask.dtype}; "
+            + (
+                "a float attention bias is not supported: SCRAM would have to search with it"
+                if mask.is_floating_point()
+                else "use key_mask.bool()"
+            )
+        )
+    batch, heads, grid = q.shape[0], q.shape[1], tuple(k.shape[2:-1])
+    want = (batch, *grid), (batch, heads, *grid)
+    if tuple(mask.shape) not in want:
+        hint = "; add the batch axis" if tuple(mask.shape) == grid else ""
+        raise ValueError(
+            f"key_mask must be [B, *G'] = {want[0]} or [B, H, *G'] = {want[1]}, got {tuple(mask.shape)}{hint}"
+        )
+    if mask.device != q.device:
+        raise ValueError(f"key_mask must be on q's device {q.device}, got {mask.device}; use key_mask.to(q.device)")
+
+
+def scale(value: Any) -> None:
+    if value is None:
+        return
+    _float("scale", value)
+    if not (0 < value < math.inf):
+        raise ValueError(f"scale must be positive and finite, got {value}; to seek low scores negate q")
+
+
+def score(value: Any) -> None:
+    if not callable(value):
+        one_of("score", value, SCORES, "; or pass a callable (q [..., E], k [..., E]) -> [...]")
+
+
+def weight(value: Any) -> None:
+    one_of("weight", value, WEIGHTS)
+
+
+def radius(value: Any, rank: int) -> tuple[int, ...]:
+    """One radius per axis, from an int or a sequence of them."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != rank:
+            raise ValueError(f"radius must be an int or one int per grid axis ({rank}), got {len(value)} values")
+        return tuple(min(whole(f"radius[{axis}]", b, 0), 2**31) for axis, b in enumerate(value))
+    return (min(whole("radius", value, 0, ", or one int per grid axis"), 2**31),) * rank  # no grid is wider
+
+
+def some_queries(q: Tensor) -> None:
+    if q.numel() == 0:
+        raise ValueError(f"q must hold at least one query to judge, got {tuple(q.shape)}; skip an empty batch")
+
+
+def finite(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        bad = int((~x.detach().isfinite()).sum())
+        if bad:
+            raise ValueError(f"{name} must be finite to be judged, {bad} of its {x.numel()} values are NaN or infinite")
+
+
+def grid(value: Any) -> tuple[int, ...]:
+    """Extents of a grid of rank 1 to 4."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not 1 <= len(value) <= MAX_RANK:
+        raise ValueError(f"grid must be a sequence of 1 to {MAX_RANK} extents such as (14, 14), got {value!r}")
+    return tuple(whole(f"grid[{axis}]", extent, 1) for axis, extent in enumerate(value))
+
+
+def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
+    """None or (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F])."""
+    if pair is None:
+        return
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"extra must be a pair (k_extra, v_extra), got {type(pair).__name__}")
+    for name, x, like in (("k_extra", pair[0], k), ("v_extra", pair[1], v)):
+        _tensor(name, x, "[B, Hk, X, E|F]")
+        batch, heads, width = like.shape[0], like.shape[1], like.shape[-1]
+        if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, width):
+            raise ValueError(f"{name} must be [B, Hk, X, width] = ({batch}, {heads}, X, {width}), got {tuple(x.shape)}")
+        _same(name, x, q)
+    if pair[0].shape[2] != pair[1].shape[2]:
+        raise ValueError(f"k_extra and v_extra must hold as many keys, got {pair[0].shape[2]} and {pair[1].shape[2]}")
+
+
+def dropout(value: Any) -> None:
+    _float("dropout_p", value)
+    if not 0 <= value < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {value}")
+
+
+def matches_fields(index: Any, score: Any, key_grid: Any) -> tuple[int, ...]:
+    """The fields of a Matches value fit each other."""
+    _tensor("index", index, "[B, H, *G, kappa]")
+    _tensor("score", score, "[B, H, *G, kappa]")
+    if index.dtype != torch.int32:
+        raise TypeError(f"index must be int32, got {index.dtype}; use index.to(torch.int32)")
+    if score.dtype != torch.float32:
+        raise TypeError(f"score must be float32, got {score.dtype}; use score.float()")
+    if index.shape != score.shape or index.device != score.device:
+        raise ValueError(
+            f"index and score must share shape and device, got {tuple(index.shape)} on {index.device} "
+            f"and {tuple(score.shape)} on {score.device}"
+        )
+    if not isinstance(key_grid, Sequence) or isinstance(key_grid, str) or not 1 <= len(key_grid) <= MAX_RANK:
+        raise ValueError(f"key_grid must be a sequence of 1 to {MAX_RANK} extents, got {key_grid!r}")
+    grid = tuple(whole(f"key_grid[{axis}]", extent, 1) for axis, extent in enumerate(key_grid))
+    if index.ndim != len(grid) + 3:
+        raise ValueError(
+            f"index must be [B, H, *G, kappa] with {len(grid)} grid axes like key_grid, got {tuple(index.shape)}"
+        )
+    if index.shape[-1] < 1:
+        raise ValueError(f"index must hold at least one match per query, kappa >= 1, got {tuple(index.shape)}")
+    return grid
+
+
+def matches(name: str, q: Tensor, k: Tensor, found: Any) -> None:
+    """`found` was made for queries and keys of these shapes."""
+    from .types import Matches
+
+    if not isinstance(found, Matches):
+        raise TypeError(f"{name} must be a scram.Matches, got {type(found).__name__}; scram.search returns one")
+    if found.index.shape[:-1] != q.shape[:-1]:
+        raise ValueError(
+            f"{name} must have one entry per query, [B, H, *G] = {tuple(q.shape[:-1])}, "
+            f"got {tuple(found.index.shape[:-1])}"
+        )
+    if found.key_grid != tuple(k.shape[2:-1]):
+        raise ValueError(f"{name} was made for key grid {found.key_grid}, but k has {tuple(k.shape[2:-1])}")
+    if found.index.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {found.index.device}; use {name}.to(q.device)")
+
+
+def query_sample(queries: Any, points: int) -> None:
+    """Flat query indices [n] into the query grid, or None for all."""
+    if queries is None:
+        return
+    _tensor("queries", queries, "[n]")
+    if queries.ndim != 1 or queries.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"queries must be int64 [n], got {queries.dtype} {tuple(queries.shape)}")
+    if queries.numel() and not (int(queries.min()) >= 0 and int(queries.max()) < points):
+        raise ValueError(f"queries must lie in 0..{points - 1}, the flat indices of the query grid")
+
+
+def _attended(name: str, value: Any) -> None:
+    from .types import Attended
+
+    if not isinstance(value, Attended):
+        raise TypeError(
+            f"{name} must be a scram.Attended (out, lse), got {type(value).__name__}; scram.attend returns one"
+        )
+
+
+def attended(name: str, q: Tensor, found: Attended, width: int | None = None) -> None:
+    """`found` holds out and lse of every query of q."""
+    _attended(name, found)
+    if found.lse.shape != q.shape[:-1]:
+        raise ValueError(f"{name}.lse must be [B, H, *G] = {tuple(q.shape[:-1])}, got {tuple(found.lse.shape)}")
+    if width is not None and found.out.shape != (*q.shape[:-1], width):
+        want = (*q.shape[:-1], width)
+        raise ValueError(f"{name}.out must be [B, H, *G, F] = {want}, got {tuple(found.out.shape)}")
+
+
+def mergeable(a: Attended, b: Attended) -> None:
+    _attended("a", a)
+    _attended("b", b)
+    if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape:
+        raise ValueError(
+            f"merge needs two results of the same queries, got out {tuple(a.out.shape)} and {tuple(b.out.shape)}"
+        )
+    if a.out.dtype != b.out.dtype or a.out.device != b.out.device:
+        raise ValueError(
+            f"merge needs results of one dtype and device, got {a.out.dtype} on {a.out.device} "
+            f"and {b.out.dtype} on {b.out.device}"
+        )
+
+
+def score_result(value: Any, want: tuple[int, ...]) -> Tensor:
+    """What a user's score callable returned."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != want:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"the score callable must return a tensor of shape {want} (inputs less their last axis), got {got}"
+        )
+    return value
+
+
+def reverse_mode_only(impl: str) -> NotImplementedError:
+    way_out = "use impl='reference'"
+    return NotImplementedError(f"impl={impl!r} has no forward-mode derivative (torch.func.jvp, forward_ad); {way_out}")
+
+
+def first_order_only(impl: str) -> NotImplementedError:
+    return NotImplementedError(f"impl={impl!r} has no second derivative; use impl='reference'")
+
+
+def tile_matches(search: Any) -> None:
+    if search.method == "tile" and search.matches > MOST_IN_TILES:
+        raise ValueError(
+            f"the tile search of impl='triton' keeps at most {MOST_IN_TILES} matches, got {search.matches}; "
+            "method='query' keeps any number, impl='reference' too"
+        )
+
+
+def no_implementation(impl: str, reasons: dict[str, list[str]]) -> ValueError:
+    """No candidate can run: every reason of every one."""
+    lines = [f"  {name}: {'; '.join(why)}" for name, why in reasons.items()]
+    return ValueError(f"impl={impl!r} cannot run this call:\n" + "\n".join(lines))

@@ -1,0 +1,105 @@
+"""The modules' own user-facing errors; the rest are in `scram.errors`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import errors
+from ..errors import MAX_RANK, whole
+from ..errors import _tensor as tensor
+
+
+def heads(embed_dim: Any, num_heads: Any) -> None:
+    if whole("embed_dim", embed_dim, 1) % whole("num_heads", num_heads, 1):
+        raise ValueError(f"num_heads must divide embed_dim, got {num_heads} heads and {embed_dim} channels")
+
+
+def batch_first(value: Any) -> None:
+    if value is not True:
+        raise ValueError(f"batch_first must be True: inputs are [B, *G, C], got {value!r}; use x.movedim(0, -2)")
+
+
+def multi_head(mha: Any) -> None:
+    if not isinstance(mha, nn.MultiheadAttention):
+        raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
+
+
+def estimator(method: Any, search: Any, dropout: float, window: str) -> None:
+    """None, or settings of `scram.estimate`, which starts from matches and knows neither dropout nor tiles."""
+    if method is None:
+        return
+    errors.estimator(method, None)
+    if search is None:
+        raise ValueError("an estimator starts from matches: give search=scram.Search(), or estimator=None to be dense")
+    if dropout:
+        raise ValueError(f"dropout must be 0 with an estimator, got {dropout}; drop out the layer's output instead")
+    if window != "query":
+        raise ValueError(
+            f"window must be 'query' with an estimator, got {window!r}; its head is each query's own windows"
+        )
+
+
+def channels_last(name: str, x: Any, width: int) -> None:
+    """[B, *G, width] with a grid of rank 1 to 4."""
+    tensor(name, x, "[B, *G, C]")
+    if not 1 <= x.ndim - 2 <= MAX_RANK:
+        raise ValueError(
+            f"{name} must be [B, *G, C] with a grid of rank 1 to {MAX_RANK}, got {tuple(x.shape)}; add the batch axis?"
+        )
+    if x.shape[-1] != width:
+        hint = "; for channels first use x.movedim(1, -1)" if x.shape[1] == width else ""
+        raise ValueError(f"{name} must be [B, *G, C], channels last, with C = {width}, got {tuple(x.shape)}{hint}")
+
+
+def channels_first(x: Any, width: int, rank: int) -> None:
+    """[B, width, *G]."""
+    tensor("x", x, "[B, C, *G]")
+    if x.ndim != rank + 2 or x.shape[1] != width:
+        hint = "; for channels last use x.movedim(-1, 1)" if x.ndim == rank + 2 and x.shape[-1] == width else ""
+        raise ValueError(
+            f"x must be [B, C, *G], channels first, with C = {width} and a grid of rank {rank}, "
+            f"got {tuple(x.shape)}{hint}"
+        )
+
+
+def block_rank(rank: Any, ranks: Sequence[int]) -> int:
+    if whole("rank", rank, 1) not in ranks:
+        raise ValueError(f"rank must be {', '.join(map(str, ranks))}: torch has no other convolution, got {rank}")
+    return int(rank)
+
+
+def tokens(x: Any, batch: int, width: int, value_width: int | None = None) -> None:
+    """[B, X, width]; as keys and as values at once where value_width is given."""
+    tensor("tokens", x, "[B, X, C]")
+    if x.ndim != 3 or x.shape[0] != batch or x.shape[-1] != width:
+        raise ValueError(f"tokens must be [B, X, C] = ({batch}, X, {width}), got {tuple(x.shape)}")
+    if value_width not in (None, width):
+        raise ValueError(f"tokens are keys and values at once, so kdim must equal vdim, got {width} and {value_width}")
+
+
+def padding(ignored: Any, key_mask: Any, key: Tensor) -> Any:
+    """key_mask, less what `ignored` [B, *G'] leaves out: True means the opposite there."""
+    if ignored is None:
+        return key_mask
+    tensor("key_padding_mask", ignored, "[B, *G']")
+    if ignored.dtype != torch.bool:
+        raise TypeError(
+            f"key_padding_mask must be bool (True = is left out), got {ignored.dtype}; "
+            "a float attention bias is not supported"
+        )
+    if ignored.shape != key.shape[:-1]:
+        raise ValueError(f"key_padding_mask must be [B, *G'] = {tuple(key.shape[:-1])}, got {tuple(ignored.shape)}")
+    if key_mask is None:
+        return ~ignored
+    tensor("key_mask", key_mask, "[B, *G']")
+    if key_mask.dtype != torch.bool or key_mask.ndim not in (ignored.ndim, ignored.ndim + 1):
+        return key_mask  # refused with its own message where it is used
+    return key_mask & ~(ignored if key_mask.ndim == ignored.ndim else ignored.unsqueeze(1))
+
+
+def dense_callable() -> ValueError:
+    return ValueError("search=None attends by torch's own attention, which takes no callable score; use 'dot' or 'l2'")
