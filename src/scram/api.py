@@ -1,16 +1,16 @@
-"""The public functions: check, pick, call."""
+"""The public functions: validate the arguments, make a call of them, give it to an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import dispatch, draws, errors, estimate_ops, ops, validate
-from .engines import reference
+from . import dispatch, draws, errors, ops, validate
+from .calls import AttendCall, DrawnTailCall, SampleCall, ScoreFunction, SearchCall
+from .engines import EngineSpec
 from .estimators import Estimate, Estimator, Hybrid, MetropolisHastings, Snis
 from .grid import LegalKeys, grid_of
 from .noise import draw_seed
@@ -53,11 +53,12 @@ def search(
     >>> found
     Matches(512 queries on grid (16, 16), keys on grid (16, 16), kappa=2, batch=1, heads=2, found 100.0 %, cpu)
     """
-    validate.scores(q, k, causal, key_mask, score)
+    validate.pairs(q, k, causal, key_mask, score)
     validate.search(q, k, search, warm)
-    chosen = dispatch.choose(impl, q.device, q.dtype, score)
-    found = _search(_Features(chosen, score, q, k, None, None), search, causal, key_mask, warm)
-    return Matches(*found, grid_of(k))
+    spec = validate.search_engine(impl, q, score, search)
+    inputs = _prepare(spec, q, k, q, None, score, 1.0, causal, key_mask)
+    found = ops.search(spec, _search_call(inputs, search, warm))
+    return Matches(found.index, found.score, grid_of(k))
 
 
 @follows_autocast
@@ -111,12 +112,13 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 2, 16, 16, 8]), torch.Size([1, 2, 16, 16]))
     """
-    validate.scores(q, k, causal, key_mask, score)
+    validate.pairs(q, k, causal, key_mask, score)
     radii = validate.attend(q, k, v, radius, scale, weight, extra, dropout_p, window)
     errors.matches("matches", q, k, matches)
-    chosen = dispatch.choose(impl, q.device, q.dtype, score, window)
-    features = _Features(chosen, score, q, k, v, extra)
-    return _attend(features, matches.index, radii, causal, key_mask, scale, weight, dropout_p, window)
+    spec = dispatch.choose(impl, q.device, q.dtype, score, window)
+    scale = default_scale(scale, q.shape[-1], score, weight)
+    inputs = _prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
+    return ops.attend(spec, _attend_call(inputs, matches.index, radii, weight, dropout_p, window))
 
 
 @follows_autocast
@@ -155,13 +157,13 @@ def attention(
     torch.Size([1, 2, 256, 8])
     """
     validate.search(q, k, search, warm)
-    radii, searches, attends = validate.attention(
-        q, k, v, causal, key_mask, score, radius, scale, weight, extra, dropout_p, window, impl
+    plan = validate.attention(
+        q, k, v, search, causal, key_mask, score, radius, scale, weight, extra, dropout_p, window, impl
     )
-    features = _Features(searches, score, q, k, v, extra)  # prepared once for both stages
-    index, _ = _search(features, search, causal, key_mask, warm)
-    features.impl = attends
-    return _attend(features, index, radii, causal, key_mask, scale, weight, dropout_p, window).out
+    scale = default_scale(scale, q.shape[-1], score, weight)
+    inputs = _prepare(plan.search, q, k, v, extra, score, scale, causal, key_mask)  # once for both stages
+    found = ops.search(plan.search, _search_call(inputs, search, warm))
+    return ops.attend(plan.attend, _attend_call(inputs, found.index, plan.radius, weight, dropout_p, window)).out
 
 
 @follows_autocast
@@ -203,168 +205,166 @@ def estimate(
     >>> bool(torch.allclose(made.out, exact.out, atol=1e-5)), float(made.variance.max())
     (True, 0.0)
     """
-    validate.scores(q, k, causal, key_mask, score)
+    validate.pairs(q, k, causal, key_mask, score)
     radii = validate.attend(q, k, v, radius, scale, "softmax", extra, 0.0)
     errors.matches("matches", q, k, matches)
     errors.estimator(method, extra)
-    chosen = dispatch.choose(impl, q.device, q.dtype, score)
-    features = _Features(chosen, score, q, k, v, extra)
+    spec = dispatch.choose(impl, q.device, q.dtype, score)
+    scale = default_scale(scale, q.shape[-1], score, "softmax")
+    inputs = _prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
     if isinstance(method, Hybrid):
-        return _hybrid(features, matches, method, radii, causal, key_mask, scale)
-    return _sampled(features, matches, method, causal, key_mask, scale)
+        return _hybrid(spec, inputs, matches.index, method, radii)
+    return _sample(spec, inputs, matches.index, method)
 
 
-class _Features:
-    """The tensors of a call, prepared for its score and for the implementation that was picked."""
+class _Inputs(NamedTuple):
+    """The tensors and options of a public call that every stage reads; features are prepared for the score."""
 
-    def __init__(
-        self, impl: str, score: Score, q: Tensor, k: Tensor, v: Tensor | None, extra: tuple[Tensor, Tensor] | None
-    ) -> None:
-        self.impl, self.score, self.width, self.v = impl, score, q.shape[-1], v
-        self.q, self.k = prepare_query(q, score), prepare_key(k, score)
-        self.extra = None if extra is None else (prepare_key(extra[0], score), extra[1])
-        if impl == "numba":  # it reads float32 and float64 only: converted here, once for search and attend
-            wide = accumulator(q.dtype)
-            self.q, self.k = self.q.to(wide), self.k.to(wide)
-            self.extra = None if self.extra is None else (self.extra[0].to(wide), self.extra[1])
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_extra: Tensor | None
+    v_extra: Tensor | None
+    key_mask: Tensor | None
+    causal: bool
+    scale: float
+    score: ScoreFunction | None
+
+
+def _prepare(
+    spec: EngineSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: tuple[Tensor, Tensor] | None,
+    score: Score,
+    scale: float,
+    causal: bool,
+    key_mask: Tensor | None,
+) -> _Inputs:
+    """Features in the dtype that the engine takes: once for all stages of a call."""
+    k_extra, v_extra = extra or (None, None)
+    wide = accumulator(q.dtype)
+
+    def ready(x: Tensor) -> Tensor:
+        return x.to(wide) if spec.wide_features else x
+
+    return _Inputs(
+        q=ready(prepare_query(q, score)),
+        k=ready(prepare_key(k, score)),
+        v=v,
+        k_extra=None if k_extra is None else ready(prepare_key(k_extra, score)),
+        v_extra=v_extra,
+        key_mask=key_mask,
+        causal=causal,
+        scale=scale,
+        score=score if callable(score) else None,
+    )
 
 
 def _seed(settings: Search | Estimator) -> Tensor:
     return draw_seed() if settings.seed_tensor is None else settings.seed_tensor
 
 
-def _search(
-    features: _Features, settings: Search, causal: bool, key_mask: Tensor | None, warm: Matches | None
-) -> tuple[Tensor, Tensor]:
-    """The fields index and score of the matches."""
-    q, k = features.q, features.k
-    seed = _seed(settings)
-    asked = settings.resolved(q)
-    if features.impl == "triton":
-        errors.tile_matches(asked)
-    if features.impl != "reference":
-        return ops.search(
-            q,
-            k,
-            asked,
-            seed=seed,
-            causal=causal,
-            key_mask=key_mask,
-            score=features.score,
-            warm=warm,
-            impl=features.impl,
-        )
-    with torch.no_grad():  # a callable score may hold parameters
-        run = reference.tile_search if asked.method == "tile" else reference.search
-        found = run(
-            q.detach(), k.detach(), asked, seed=seed, causal=causal, key_mask=key_mask, score=features.score, warm=warm
-        )
-    return found.index, found.score
+def _search_call(inputs: _Inputs, search: Search, warm: Matches | None) -> SearchCall:
+    return SearchCall(
+        q=inputs.q,
+        k=inputs.k,
+        seed=_seed(search),
+        key_mask=inputs.key_mask,
+        warm=None if warm is None else warm.index,
+        method=search.resolved_method(inputs.q),
+        matches=search.matches,
+        separation=search.separation,
+        sweeps=search.sweeps,
+        jumps=search.jumps,
+        propagate=search.propagate,
+        gossip=search.gossip,
+        causal=inputs.causal,
+        score=inputs.score,
+    )
 
 
-def _attend(
-    features: _Features,
-    index: Tensor,
-    radius: tuple[int, ...],
-    causal: bool,
-    key_mask: Tensor | None,
-    scale: float | None,
-    weight: str,
-    dropout_p: float,
-    window: str = "query",
-) -> Attended:
-    run: Callable[..., Attended] = partial(ops.attend, window=window, impl=features.impl)
-    if features.impl == "reference":
-        run = reference.tile_attend if window == "tile" else reference.attend
-    assert features.v is not None
-    return run(
-        features.q,
-        features.k,
-        features.v,
-        index,
-        radius=radius,
-        causal=causal,
-        key_mask=key_mask,
-        scale=default_scale(scale, features.width, features.score, weight),
-        score=features.score,
-        weight=weight,
-        extra=features.extra,
-        dropout_p=dropout_p,
+def _attend_call(
+    inputs: _Inputs, index: Tensor, radius: tuple[int, ...], weight: str, dropout_p: float, window: str
+) -> AttendCall:
+    return AttendCall(
+        q=inputs.q,
+        k=inputs.k,
+        v=inputs.v,
+        index=index,
+        key_mask=inputs.key_mask,
+        k_extra=inputs.k_extra,
+        v_extra=inputs.v_extra,
         dropout_seed=draw_seed() if dropout_p else None,
+        radius=radius,
+        causal=inputs.causal,
+        scale=inputs.scale,
+        weight=weight,
+        dropout_p=dropout_p,
+        window=window,
+        score=inputs.score,
     )
 
 
-def _hybrid(
-    features: _Features,
-    matches: Matches,
-    method: Hybrid,
-    radius: tuple[int, ...],
-    causal: bool,
-    key_mask: Tensor | None,
-    scale: float | None,
-) -> Estimate:
+def _hybrid(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Hybrid, radius: tuple[int, ...]) -> Estimate:
     """The head by `attend`, then the tail on the keys that the queries of a row share."""
-    q, k, v = features.q, features.k, features.v
-    assert v is not None
-    head = _attend(features, matches.index, radius, causal, key_mask, scale, "softmax", 0.0)
-    how: dict[str, Any] = {
-        "seed": _seed(method),
-        "samples": method.samples,
-        "stratified": method.stratified,
-        "radius": radius,
-        "scale": default_scale(scale, features.width, features.score, "softmax"),
-    }
-    if features.impl == "reference":
-        how |= {"legal": LegalKeys.of(q, k, causal, key_mask), "score": features.score}
-        out, lse, variance = reference.tail(q, k, v, matches.index, *head, **how)
-    else:
-        how |= {"key_mask": key_mask, "causal": causal, "impl": features.impl}
-        out, lse, variance = estimate_ops.tail(q, k, v, matches.index, *head, **how)
-    return Estimate(out, lse, variance, None, None, None, method)
-
-
-def _sampled(
-    features: _Features,
-    matches: Matches,
-    method: Snis | MetropolisHastings,
-    causal: bool,
-    key_mask: Tensor | None,
-    scale: float | None,
-) -> Estimate:
-    """Keys of each query's own; extra keys are an exact head."""
-    q, k, v = features.q, features.k, features.v
-    assert v is not None
-    legal = LegalKeys.of(q, k, causal, key_mask)
-    # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
-    walks = isinstance(method, MetropolisHastings)
-    modes, count = draws.modes(matches.index, matches.key_grid, legal if walks else None)
-    factor = default_scale(scale, features.width, features.score, "softmax")
-    how: dict[str, Any] = {
-        "seed": _seed(method),
-        "table": draws.step_table(float(method.bandwidth), matches.key_grid, q.device),
-        "samples": method.samples,
-        "scale": factor,
-    }
-    how |= (
-        {"score": features.score, "legal": legal}
-        if features.impl == "reference"
-        else {
-            "total": draws.legal_counts(q, legal),
-            "order": legal.order,
-            "key_mask": key_mask,
-            "causal": causal,
-            "impl": features.impl,
-        }
+    head = ops.attend(spec, _attend_call(inputs, index, radius, "softmax", 0.0, "query"))
+    call = DrawnTailCall(
+        q=inputs.q,
+        k=inputs.k,
+        v=inputs.v,
+        index=index,
+        key_mask=inputs.key_mask,
+        head_out=head.out,
+        head_lse=head.lse,
+        seed=_seed(method),
+        samples=method.samples,
+        stratified=method.stratified,
+        radius=radius,
+        causal=inputs.causal,
+        scale=inputs.scale,
+        score=inputs.score,
     )
-    run = reference if features.impl == "reference" else estimate_ops
-    if isinstance(method, MetropolisHastings):
-        out, acceptance, rhat = run.metropolis(
-            q, k, v, modes, count, chains_per_mode=method.chains_per_mode, burn_in=method.burn_in, **how
+    made = ops.drawn_tail(spec, call)
+    return Estimate(made.out, made.lse, made.variance.detach(), None, None, None, method)
+
+
+def _sample(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Snis | MetropolisHastings) -> Estimate:
+    """Keys of each query's own; extra keys are an exact head."""
+    q, key_grid, walks = inputs.q, grid_of(inputs.k), isinstance(method, MetropolisHastings)
+    legal = LegalKeys.of(q, inputs.k, inputs.causal, inputs.key_mask)
+    # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
+    modes, count = draws.modes(index, key_grid, legal if walks else None)
+    head_out = head_lse = None
+    if inputs.k_extra is not None:
+        nowhere = torch.full_like(index[..., :1], -1)
+        head_out, head_lse = ops.attend(
+            spec, _attend_call(inputs, nowhere, (0,) * len(key_grid), "softmax", 0.0, "query")
         )
-        return Estimate(out, None, None, None, acceptance, rhat, method)
-    head: tuple[Tensor | None, Tensor | None] = (None, None)
-    if features.extra is not None:
-        nowhere = torch.full_like(matches.index[..., :1], -1)
-        head = _attend(features, nowhere, (0,) * (q.ndim - 3), causal, key_mask, scale, "softmax", 0.0)
-    out, lse, variance, ess = run.snis(q, k, v, modes, count, *head, alpha=float(method.alpha), **how)
-    return Estimate(out, lse, variance, ess, None, None, method)
+    call = SampleCall(
+        q=q,
+        k=inputs.k,
+        v=inputs.v,
+        modes=modes,
+        count=count,
+        total=draws.legal_counts(q, legal),
+        order=legal.order,
+        key_mask=inputs.key_mask,
+        head_out=head_out,
+        head_lse=head_lse,
+        seed=_seed(method),
+        table=draws.step_table(float(method.bandwidth), key_grid, q.device),
+        method="metropolis" if walks else "snis",
+        samples=method.samples,
+        alpha=0.0 if isinstance(method, MetropolisHastings) else float(method.alpha),
+        chains_per_mode=method.chains_per_mode if isinstance(method, MetropolisHastings) else 1,
+        burn_in=method.burn_in if isinstance(method, MetropolisHastings) else 0,
+        causal=inputs.causal,
+        scale=inputs.scale,
+        score=inputs.score,
+    )
+    made = ops.sample(spec, call)
+    if walks:
+        return Estimate(made.out, None, None, None, made.acceptance.detach(), made.rhat.detach(), method)
+    return Estimate(made.out, made.lse, made.variance.detach(), made.ess.detach(), None, None, method)

@@ -1,103 +1,65 @@
-"""Which implementation runs a call, and why the others cannot. Capabilities are data; nothing here computes."""
+"""Which engine runs a call, and why the others cannot. What an engine can do is data beside it, its `SPEC`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import NamedTuple
+from importlib import import_module
+from typing import cast
 
 import torch
 
 from . import errors
+from .engines import Engine, EngineSpec, Request, cpu, gpu, reference
+from .engines.reference import engine as _reference
 from .types import Score
 
-
-class Request(NamedTuple):
-    """What a call needs of an implementation."""
-
-    device: torch.device
-    dtype: torch.dtype
-    score: Score = "dot"
-    explicit: bool = False
-    window: str = "query"
+ENGINES = {spec.name: spec for spec in (gpu.SPEC, cpu.SPEC, reference.SPEC)}  # in order of preference
+_FOLDERS = {gpu.SPEC.name: gpu, cpu.SPEC.name: cpu, reference.SPEC.name: reference}
+_loaded: dict[str, Engine] = {reference.SPEC.name: cast(Engine, _reference)}  # a traced call cannot import
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """A named engine and why it cannot serve a request."""
-
-    name: str
-    reasons: Callable[[Request], list[str]]
-
-
-# Asked once: looking takes longer than a small search.
-INSTALLED = {package: find_spec(package) is not None for package in ("numba", "triton")}
+def engine(spec: EngineSpec) -> Engine:
+    """The engine itself, imported when it is first needed."""
+    found = _loaded.get(spec.name)
+    if found is None:
+        found = _loaded[spec.name] = cast(Engine, import_module(f"{_FOLDERS[spec.name].__name__}.engine"))
+    return found
 
 
-def _missing(package: str) -> list[str]:
-    return [] if INSTALLED[package] else [f"the package {package} is not installed"]
+def choose(
+    impl: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    score: Score = "dot",
+    window: str = "query",
+    tile_matches: int = 0,
+) -> EngineSpec:
+    """The engine of that name, or for "auto" the first that can run; an error with every reason otherwise.
 
-
-def _not_a_dot_product(request: Request) -> list[str]:
-    return ["a callable score runs in the reference only"] if callable(request.score) else []
-
-
-def _triton_reasons(request: Request) -> list[str]:
-    why = _missing("triton") + _not_a_dot_product(request)
-    if request.device.type != "cuda":
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if not (request.explicit and interpreted and request.device.type == "cpu"):
-            why.append(f"it runs on CUDA tensors, these are on {request.device.type}")
-    if request.dtype == torch.float64:
-        why.append("float64 is not for it: the reference takes it on CUDA")
-    return why
-
-
-def _numba_reasons(request: Request) -> list[str]:
-    why = _missing("numba") + _not_a_dot_product(request)
-    if request.device.type != "cpu":
-        why.append(f"it runs on CPU tensors, these are on {request.device.type}")
-    if request.window == "tile":
-        why.append("it attends window='query' only; the reference takes window='tile' on a CPU")
-    return why
-
-
-def _reference_reasons(request: Request) -> list[str]:
-    return []
-
-
-# In order of preference.
-IMPLEMENTATIONS = (
-    Implementation("triton", _triton_reasons),
-    Implementation("numba", _numba_reasons),
-    Implementation("reference", _reference_reasons),
-)
-
-
-def choose(impl: str, device: torch.device, dtype: torch.dtype, score: Score = "dot", window: str = "query") -> str:
-    """The implementation of that name, or for "auto" the first that can run; an error with every reason otherwise.
-
-    >>> choose("auto", torch.device("cpu"), torch.float64, score=lambda q, k: (q - k).abs().sum(-1))
+    >>> choose("auto", torch.device("cpu"), torch.float64, score=lambda q, k: (q - k).abs().sum(-1)).name
     'reference'
     """
     errors.one_of("impl", impl, errors.IMPLS)
-    request = Request(device, dtype, score, explicit=impl != "auto", window=window)
+    request = Request(device, dtype, callable(score), impl != "auto", window, tile_matches)
     reasons = {}
-    for one in IMPLEMENTATIONS:
-        if impl in ("auto", one.name):
-            reasons[one.name] = one.reasons(request)
-            if not reasons[one.name]:
-                return one.name
-    raise errors.no_implementation(impl, reasons)
+    for name, spec in ENGINES.items():
+        if impl in ("auto", name):
+            reasons[name] = spec.reasons(request)
+            if not reasons[name]:
+                return spec
+    raise errors.no_engine(impl, reasons)
 
 
 def implementations(device: torch.device | str = "cpu") -> list[tuple[str, list[str]]]:
-    """Every implementation with the reasons why it cannot run float32 tensors on `device`; none means it can.
+    """Every engine with the reasons why it cannot run float32 tensors on `device`; none means it can.
 
     >>> [name for name, why_not in implementations() if not why_not]
     ['numba', 'reference']
     """
     request = Request(torch.device(device), torch.float32)
-    return [(one.name, one.reasons(request)) for one in IMPLEMENTATIONS]
+    return [(name, spec.reasons(request)) for name, spec in ENGINES.items()]
+
+
+def clear_caches() -> None:
+    """Empty the caches of the engines that were loaded."""
+    for loaded in _loaded.values():
+        loaded.clear_caches()

@@ -414,7 +414,7 @@ def tile_matches(search: Any) -> None:
         )
 
 
-def no_implementation(impl: str, reasons: dict[str, list[str]]) -> ValueError:
-    """No candidate can run: every reason of every one."""
+def no_engine(impl: str, reasons: dict[str, list[str]]) -> ValueError:
+    """No engine can run: every reason of every one."""
     lines = [f"  {name}: {'; '.join(why)}" for name, why in reasons.items()]
     return ValueError(f"impl={impl!r} cannot run this call:\n" + "\n".join(lines))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from . import errors
 from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
 from .precision import ignores_autocast
-from .scoring import accumulator, default_scale, pair_score, prepare_key, prepare_query, weigh
+from .scoring import accumulator, default_scale, normalized_weights, pair_score, prepare_key, prepare_query
 from .types import Attended, Matches, Score
 
 CHUNK_ELEMENTS = 1 << 23  # of the score matrix at a time
@@ -60,7 +60,7 @@ def exact_attention(
     def chunk(q_rows: Tensor, k_rows: Tensor, values: Tensor, row: int, at: Tensor) -> tuple[Tensor, Tensor]:
         source, legal = dense.key_row(row), dense.legal(row, at)
         a = dense.scores(q_rows[row, at], dense.shown(k_rows[source], row))
-        p, lse = weigh(factor * a, legal, weight)
+        p, lse = normalized_weights(factor * a, legal, weight)
         return p @ dense.shown(values[source], row).to(p.dtype), lse
 
     parts = []

@@ -1,277 +1,248 @@
-"""The fast engines as torch operators: schemas, shapes for tracing, autograd. Imports neither Numba nor Triton.
+"""Torch operators made of calls: one factory for schema, shapes for tracing, autograd, refusals and vmap.
 
-`search` and `attend` here have the signatures of the reference; an engine is a package with four functions
-    search(q, k, seed, key_mask, warm, *, matches, separation, sweeps, jumps, propagate, gossip, causal) -> index, score
-    tile_search(<the same>), where `pick` lets it run
-    attend(q, k, v, index, key_mask, k_extra, v_extra, seed, *, radius, causal, scale, weight, dropout_p) -> out, lse
-    attend_backward(grad_out, grad_lse, <the tensors of attend>, out, lse, *, <its settings>)
-        -> dq, dk, dv, dk_extra or None, dv_extra or None
-    tile_attend, tile_attend_backward(<the same>), where `pick` lets them run
-on prepared features (q and k of one dtype, v perhaps of another), and is loaded when first called.
+`Operator` derives everything from a call type of `calls` and a few lines of data below. The last argument of an
+operator names the engine. A sharding rule, when there is one, belongs in `Operator.__init__`: all operators pass it.
+Imports neither Numba nor Triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
-from types import ModuleType
-from typing import Any
+from types import NoneType
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import errors
+from . import _compat, dispatch, errors
+from .calls import (
+    AttendCall,
+    AttendGrads,
+    DrawnTail,
+    DrawnTailCall,
+    Found,
+    SampleCall,
+    Sampled,
+    ScoreFunction,
+    SearchCall,
+    TailGrads,
+)
+from .draws import tail_size
+from .engines import EngineSpec
+from .grid import grid_of
 from .scoring import accumulator
-from .types import Attended, Matches, Score, Search
+from .types import Attended
 
-ENGINES = {"numba": "scram.engines.cpu", "triton": "scram.engines.gpu"}
+SCHEMA = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    tuple[int, ...]: "int[]",
+}
+# Arguments of a call that torch would only pass on: no subclass of Tensor, no symbolic size.
+PLAIN = {Tensor, torch.nn.Parameter, NoneType, int, float, bool, str, tuple}
 
-PLAIN = {Tensor, torch.nn.Parameter}
-
-torch.library.define(
-    "scram::search",
-    "(Tensor q, Tensor k, Tensor seed, Tensor? key_mask, Tensor? warm, int matches, int separation, int sweeps, "
-    "int[] jumps, str propagate, int gossip, bool causal, str method, str impl) -> (Tensor, Tensor)",
-)
-_ATTEND = (
-    "Tensor q, Tensor k, Tensor v, Tensor index, Tensor? key_mask, Tensor? k_extra, Tensor? v_extra, Tensor? seed, "
-)
-_HOW = "int[] radius, bool causal, float scale, str weight, float dropout_p, str window, str impl"
-torch.library.define("scram::attend", f"({_ATTEND}{_HOW}) -> (Tensor, Tensor)")
-torch.library.define(
-    "scram::attend_backward",
-    f"(Tensor grad_out, Tensor grad_lse, {_ATTEND}Tensor out, Tensor lse, {_HOW}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+Result = TypeVar("Result", bound=tuple[Any, ...])
 
 
-def search(
-    q: Tensor,
-    k: Tensor,
-    settings: Search,
-    *,
-    seed: Tensor,
-    causal: bool,
-    key_mask: Tensor | None,
-    score: Score,
-    warm: Matches | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    """Index and score as `reference.search` or `reference.tile_search` find them, by the engine `impl`."""
-    run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.scram.search
-    if idle((q, k, key_mask)):
-        run = _search
-        if q.requires_grad or k.requires_grad:
-            q, k = q.detach(), k.detach()
-    else:
-        q, k = q.detach(), k.detach()
-    return run(
-        q,
-        k,
-        seed,
-        key_mask,
-        None if warm is None else warm.index,
-        settings.matches,
-        settings.separation,
-        settings.sweeps,
-        settings.jumps,
-        settings.propagate,
-        settings.gossip,
-        causal,
-        settings.method,
-        impl,
-    )
+class Operator(Generic[Result]):
+    """`scram::name` and, where it is differentiable, `scram::name_backward`.
+
+    Args:
+        name: of the operator and of the engine's function; its gradient is the engine's `name_backward`.
+        call: the NamedTuple of its arguments. A field `score` is left out: engines know the dot product only.
+        result: the NamedTuple of its results; the first two may carry gradients, the others are diagnostics.
+        shapes: call -> empty results, for tracing.
+        grads: the NamedTuple of its gradients, with the names of the call's fields; None without gradients.
+        keep: names of results that the backward function takes, between the call and the gradients of the first two.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Any,
+        result: type[Result],
+        shapes: Callable[[Any], tuple[Tensor, ...]],
+        grads: Any = None,
+        keep: tuple[str, ...] = (),
+    ) -> None:
+        hints = get_type_hints(call)
+        self.name, self.call_type, self.result_type, self.grads_type, self.keep = name, call, result, grads, keep
+        self.names = [field for field in call._fields if hints[field] != ScoreFunction | None]
+        self.tensor_names = [field for field in self.names if "Tensor" in SCHEMA[hints[field]]]
+        self.setting_names = [field for field in self.names if field not in self.tensor_names]
+        schema = ", ".join(f"{SCHEMA[hints[field]]} {field}" for field in self.names)
+        returns = ", ".join(["Tensor"] * len(result._fields))  # type: ignore[attr-defined]
+        self.op = self._define(name, f"({schema}, str impl) -> ({returns})", self._compute, self._shapes(shapes))
+        if grads is None:
+            return
+        kept = "".join(f"Tensor {field}, " for field in keep)
+        returns = ", ".join(["Tensor"] * len(grads._fields))
+        backward_schema = f"({schema}, {kept}Tensor grad_out, Tensor grad_lse, str impl) -> ({returns})"
+        name = f"{name}_backward"
+        self.backward_op = self._define(name, backward_schema, self._compute_backward, self._backward_shapes)
+        torch.library.register_autograd(f"scram::{self.name}", self._differentiate, setup_context=self._save)
+        torch.library.register_autograd(f"scram::{name}", _refuse_second, setup_context=_save_engine)
+        # torch.func does not take the autograd of a registered operator.
+        self.function = _function(self.name, self.op, self._save, self._differentiate)
+        self.backward_function = _function(name, self.backward_op, _save_engine, _refuse_second)
+        # One that sets its own context costs less: taken where the dispatcher is bypassed.
+        parts = {"forward": staticmethod(self._direct_forward), "backward": staticmethod(self._direct_backward)}
+        self.direct_function: Any = type(f"{self.name}_direct", (torch.autograd.Function,), parts)
+
+    def __call__(self, spec: EngineSpec, call: Any) -> Result:
+        """The result of a call by an engine, differentiable where the operator is."""
+        if spec.plain_torch:
+            result: Result = getattr(dispatch.engine(spec), self.name)(call)
+            return result
+        direct = bypasses_dispatcher(call)
+        if self.grads_type is None:
+            if not direct or call.q.requires_grad or call.k.requires_grad:
+                call = call._replace(q=call.q.detach(), k=call.k.detach())
+        elif _compat.has_tangent(call):
+            raise errors.reverse_mode_only(spec.name)  # torch would take the derivative for zero
+        elif torch.is_grad_enabled() and self._requires_grad(call):
+            call = self._without_inference_tensors(call)
+            if direct:
+                return self.result_type(*self.direct_function.apply(spec, call, *self._tensors(call)))
+        if direct:
+            result = getattr(dispatch.engine(spec), self.name)(call)
+            return result
+        run = self.function.apply if self.grads_type is not None and _compat.transformed() else self.op
+        return self.result_type(*run(*[getattr(call, name) for name in self.names], spec.name))
+
+    def _requires_grad(self, call: Any) -> bool:
+        given = [getattr(call, name) for name in self.grads_type._fields]
+        return any([x is not None and x.requires_grad for x in given])  # noqa: C419 - a list is faster
+
+    def _tensors(self, call: Any) -> list[Tensor | None]:
+        return [getattr(call, name) for name in self.tensor_names]
+
+    @staticmethod
+    def _define(name: str, schema: str, compute: Any, shapes: Any) -> Any:
+        torch.library.define(f"scram::{name}", schema)
+        torch.library.impl(f"scram::{name}", ("cpu", "cuda"), compute)
+        torch.library.register_fake(f"scram::{name}", shapes)
+        op = getattr(torch.ops.scram, name)
+        torch.library.register_vmap(op.default, _one_by_one(op))
+        return op
+
+    def _engine_and_call(self, arguments: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+        """The engine, the call, and what follows the call's arguments, of an operator's arguments."""
+        *given, impl = arguments
+        fields = dict(zip(self.names, given, strict=False))
+        for name in self.setting_names:
+            if fields[name].__class__ is list:
+                fields[name] = tuple(fields[name])
+        return dispatch.engine(dispatch.ENGINES[impl]), self.call_type(**fields), given[len(self.names) :]
+
+    def _compute(self, *arguments: Any) -> tuple[Tensor, ...]:
+        engine, call, _ = self._engine_and_call(arguments)
+        found: tuple[Tensor, ...] = getattr(engine, self.name)(call)
+        return found
+
+    def _compute_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        engine, call, rest = self._engine_and_call(arguments)
+        found = getattr(engine, f"{self.name}_backward")(call, *rest)
+        return tuple(call.v.new_empty(0) if x is None else x for x in found)
+
+    def _direct_forward(self, ctx: Any, spec: EngineSpec, call: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """`tensors` are those of the call: autograd looks for them among the arguments."""
+        result = getattr(dispatch.engine(spec), self.name)(call)
+        self._keep(ctx, call, result, spec.name)
+        return tuple(result)
+
+    def _direct_backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = self._gradients(ctx, grads)
+        return None, None, *[found.get(name) for name in self.tensor_names]
+
+    def _shapes(self, shapes: Callable[[Any], tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        def run(*arguments: Any) -> tuple[Tensor, ...]:
+            *fields, _ = arguments
+            return tuple(shapes(self.call_type(*fields)))
+
+        return run
+
+    def _backward_shapes(self, *arguments: Any) -> tuple[Tensor, ...]:
+        given = dict(zip(self.names, arguments, strict=False))
+        like = (given[name] for name in self.grads_type._fields)
+        return tuple(given["v"].new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
+
+    def _save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+        *fields, impl = inputs
+        self._keep(ctx, self.call_type(*fields), output, impl)
+
+    def _keep(self, ctx: Any, call: Any, output: Sequence[Tensor], impl: str) -> None:
+        _, _, *diagnostics = result = self.result_type(*output)
+        kept = [getattr(result, name) for name in self.keep]
+        ctx.save_for_backward(*self._tensors(call), *kept)
+        ctx.settings, ctx.impl = {name: getattr(call, name) for name in self.setting_names}, impl
+        ctx.mark_non_differentiable(*diagnostics)
+
+    def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = self._gradients(ctx, grads)
+        return *[found.get(name) for name in self.names], None
+
+    def _gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """The gradients of the call's tensors by name, from those of its results."""
+        tensors = dict(zip([*self.tensor_names, *self.keep], ctx.saved_tensors, strict=True))
+        given = {**tensors, **ctx.settings}
+        q, v, (grad_out, grad_lse, *_) = given["q"], given["v"], grads
+        if grad_out is None:
+            grad_out = v.new_zeros(*q.shape[:-1], v.shape[-1])
+        if grad_lse is None:
+            grad_lse = v.new_zeros(q.shape[:-1], dtype=accumulator(v.dtype))
+        arguments = [*[given[name] for name in [*self.names, *self.keep]], grad_out, grad_lse, ctx.impl]
+        run = self.backward_op
+        if _compat.transformed():
+            run = self.backward_function.apply
+        elif not torch.is_grad_enabled() and bypasses_dispatcher(arguments):
+            run = self._compute_backward  # else the operator stands in the graph, to refuse a second derivative
+        found = self.grads_type(*run(*arguments))
+        return {name: getattr(found, name) for name in found._fields if given[name] is not None}
+
+    def _without_inference_tensors(self, call: Any) -> Any:
+        """Autograd keeps no tensor made under `torch.inference_mode`: those are copied."""
+        if torch.compiler.is_compiling():
+            return call
+        made = {name: getattr(call, name) for name in self.tensor_names}
+        return call._replace(**{name: x.clone() for name, x in made.items() if x is not None and x.is_inference()})
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    *,
-    radius: Sequence[int],
-    causal: bool,
-    key_mask: Tensor | None,
-    scale: float,
-    score: Score,
-    weight: str,
-    extra: tuple[Tensor, Tensor] | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    window: str,
-    impl: str,
-) -> Attended:
-    """As `reference.attend` or `reference.tile_attend`, by the engine `impl`."""
-    k_extra, v_extra = (None, None) if extra is None else extra
-    if not torch.compiler.is_compiling():
-        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in (q, k, v, k_extra, v_extra)):
-            raise errors.reverse_mode_only(impl)  # torch would take the derivative for zero
-        if index.is_inference() and torch.is_grad_enabled():
-            index = index.clone()  # autograd keeps no inference tensor
-    tensors = (q, k, v, index, key_mask, k_extra, v_extra, dropout_seed)
-    how = (list(radius), causal, scale, weight, dropout_p, window, impl)
-    run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.scram.attend
-    if _transformed():
-        run = _Attend.apply
-    elif idle(tensors):
-        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        run = _AttendIdle.apply if learning else _attend
-    return Attended(*run(*tensors, *how))
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func is at work: they do not take the autograd of a registered operator."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
-def idle(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether torch would only pass a call on: then its dispatcher, slower than a small kernel, is spared.
+def bypasses_dispatcher(arguments: Sequence[Any]) -> bool:
+    """Whether torch would only pass a call on. Its dispatcher takes longer than a small kernel and is left out then.
 
     It has more to do when it compiles, traces or transforms, and for subclasses of Tensor.
     """
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or _compat.dispatch_mode_active() or _compat.functorch_active():
         return False
-    return all([x is None or x.__class__ in PLAIN for x in tensors])  # noqa: C419 - a list is faster
+    return all([x.__class__ in PLAIN for x in arguments])  # noqa: C419 - a list is faster
 
 
-def _has_tangent(x: Tensor | None) -> bool:
-    return x is not None and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
-
-
-@cache
-def _engine(impl: str) -> ModuleType:
-    return import_module(ENGINES[impl])
-
-
-def _search(
-    q: Tensor,
-    k: Tensor,
-    seed: Tensor,
-    key_mask: Tensor | None,
-    warm: Tensor | None,
-    matches: int,
-    separation: int,
-    sweeps: int,
-    jumps: Sequence[int],
-    propagate: str,
-    gossip: int,
-    causal: bool,
-    method: str,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    run = _engine(impl).tile_search if method == "tile" else _engine(impl).search
-    result: tuple[Tensor, Tensor] = run(
-        q,
-        k,
-        seed,
-        key_mask,
-        warm,
-        matches=matches,
-        separation=separation,
-        sweeps=sweeps,
-        jumps=tuple(jumps),
-        propagate=propagate,
-        gossip=gossip,
-        causal=causal,
-    )
-    return result
-
-
-torch.library.impl("scram::search", ("cpu", "cuda"), _search)
-
-
-@torch.library.register_fake("scram::search")  # type: ignore[untyped-decorator]
-def _search_shapes(q: Tensor, k: Tensor, seed: Tensor, key_mask: Any, warm: Any, matches: int, *_: Any) -> Any:
-    shape = (*q.shape[:-1], matches)
-    return q.new_empty(shape, dtype=torch.int32), q.new_empty(shape, dtype=torch.float32)
-
-
-def _settings(how: Sequence[Any]) -> dict[str, Any]:
-    radius, causal, scale, weight, dropout_p, *_ = how
-    return {"radius": tuple(radius), "causal": causal, "scale": scale, "weight": weight, "dropout_p": dropout_p}
-
-
-def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors, how = arguments[:8], arguments[8:]
-    engine = _engine(how[-1])
-    run = engine.tile_attend if how[-2] == "tile" else engine.attend
-    result: tuple[Tensor, Tensor] = run(*tensors, **_settings(how))
-    return result
-
-
-torch.library.impl("scram::attend", ("cpu", "cuda"), _attend)
-
-
-@torch.library.register_fake("scram::attend")  # type: ignore[untyped-decorator]
-def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    out = v.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(q.shape[:-1], dtype=accumulator(v.dtype))
-
-
-def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, how = arguments[:12], arguments[12:]
-    engine = _engine(how[-1])
-    run = engine.tile_attend_backward if how[-2] == "tile" else engine.attend_backward
-    grads = run(*tensors, **_settings(how))
-    return tuple(tensors[2].new_empty(0) if grad is None else grad for grad in grads)
-
-
-torch.library.impl("scram::attend_backward", ("cpu", "cuda"), _attend_backward)
-
-
-@torch.library.register_fake("scram::attend_backward")  # type: ignore[untyped-decorator]
-def _attend_backward_shapes(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    key_mask: Tensor | None,
-    k_extra: Tensor | None,
-    v_extra: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, ...]:
-    return tuple(v.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, k_extra, v_extra))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:8], *output)
-    ctx.how, ctx.impl = inputs[8:], inputs[-1]
-
-
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    given = (grad_out, grad_lse, *tensors, out, lse)
-    run: Callable[..., tuple[Tensor, ...]] = torch.ops.scram.attend_backward
-    if _transformed():
-        run = _AttendBackward.apply
-    elif not torch.is_grad_enabled() and idle(given):  # else the operator stands in the graph, to refuse the next one
-        run = _attend_backward
-    dq, dk, dv, dk_extra, dv_extra = run(*given, *ctx.how)
-    extra = (None, None) if tensors[5] is None else (dk_extra, dv_extra)
-    return dq, dk, dv, None, None, *extra, None, *[None] * len(ctx.how)
-
-
-def _differentiate_again(ctx: Any, *_: Tensor | None) -> None:
+def _refuse_second(ctx: Any, *_: Tensor | None) -> None:
     raise errors.first_order_only(ctx.impl)
 
 
-def _differentiate_forward(ctx: Any, *_: Tensor | None) -> None:
+def _refuse_forward(ctx: Any, *_: Tensor | None) -> None:
     raise errors.reverse_mode_only(ctx.impl)
 
 
-def _save_name(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.impl = inputs[-1]
+def _save_engine(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    *_, ctx.impl = inputs
+
+
+def _function(name: str, op: Any, save: Any, differentiate: Any) -> Any:
+    """The operator with its gradient, for a transform of torch.func."""
+    parts = {"forward": lambda *arguments: op(*arguments), "setup_context": save, "backward": differentiate}
+    methods = {part: staticmethod(of) for part, of in {**parts, "jvp": _refuse_forward}.items()}
+    return type(name, (torch.autograd.Function,), {"generate_vmap_rule": True, **methods})
 
 
 def _one_by_one(op: Any) -> Any:
-    """The rule of vmap: sample by sample, so that each one's noise is that of a call of its own."""
+    """The vmap rule: sample by sample, so that the noise of each is that of a call of its own."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         def sample(n: int) -> list[Any]:
@@ -284,47 +255,42 @@ def _one_by_one(op: Any) -> Any:
     return rule
 
 
-class _AttendIdle(torch.autograd.Function):
-    """`scram::attend` with its gradient, where torch is idle: one that sets its context itself costs less."""
-
-    backward = staticmethod(_differentiate)
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        result = _attend(*arguments)
-        _save(ctx, arguments, result)
-        return result
+def _found_shapes(call: SearchCall) -> tuple[Tensor, ...]:
+    shape = (*call.q.shape[:-1], call.matches)
+    return call.q.new_empty(shape, dtype=torch.int32), call.q.new_empty(shape, dtype=torch.float32)
 
 
-class _Attend(torch.autograd.Function):
-    """The same under a transform of torch.func."""
-
-    generate_vmap_rule = True
-    setup_context = staticmethod(_save)
-    jvp = staticmethod(_differentiate_forward)
-    backward = staticmethod(_differentiate)
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = torch.ops.scram.attend(*arguments)
-        return result
+def _out_shapes(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and a diagnostic like out in the accumulator's dtype."""
+    q, v = call.q, call.v
+    wide, shape = accumulator(v.dtype), (*q.shape[:-1], v.shape[-1])
+    return v.new_empty(shape), v.new_empty(q.shape[:-1], dtype=wide), v.new_empty(shape, dtype=wide)
 
 
-class _AttendBackward(torch.autograd.Function):
-    """`scram::attend_backward` under a transform of torch.func."""
-
-    generate_vmap_rule = True
-    setup_context = staticmethod(_save_name)
-    jvp = staticmethod(_differentiate_forward)
-    backward = staticmethod(_differentiate_again)
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        result: tuple[Tensor, ...] = torch.ops.scram.attend_backward(*arguments)
-        return result
+def _attended_shapes(call: AttendCall) -> tuple[Tensor, ...]:
+    out, lse, _ = _out_shapes(call)
+    return out, lse
 
 
-for _op in (torch.ops.scram.search, torch.ops.scram.attend, torch.ops.scram.attend_backward):
-    torch.library.register_vmap(_op.default, _one_by_one(_op))
-torch.library.register_autograd("scram::attend", _differentiate, setup_context=_save)
-torch.library.register_autograd("scram::attend_backward", _differentiate_again, setup_context=_save_name)
+def _drawn_tail_shapes(call: DrawnTailCall) -> tuple[Tensor, ...]:
+    out, lse, variance = _out_shapes(call)
+    key_grid = grid_of(call.k)
+    if call.stratified:  # the cells follow from the extents by a search, so the graph is for one grid
+        key_grid = tuple(int(extent) for extent in key_grid)
+    shape = (call.q.shape[0] * call.q.shape[1], tail_size(key_grid, call.samples, call.stratified))
+    names = call.q.new_empty(shape, dtype=torch.int32)
+    represents = call.q.new_empty(shape if call.stratified else 0, dtype=torch.float32)
+    return out, lse, variance, torch.empty_like(lse), names, represents
+
+
+def _sampled_shapes(call: SampleCall) -> tuple[Tensor, ...]:
+    out, lse, variance = _out_shapes(call)
+    return out, lse, variance, *(torch.empty_like(lse) for _ in range(3))
+
+
+search = Operator("search", SearchCall, Found, _found_shapes)
+attend = Operator("attend", AttendCall, Attended, _attended_shapes, AttendGrads, ("out", "lse"))
+drawn_tail = Operator(
+    "drawn_tail", DrawnTailCall, DrawnTail, _drawn_tail_shapes, TailGrads, ("offset", "names", "represents")
+)
+sample = Operator("sample", SampleCall, Sampled, _sampled_shapes, TailGrads)

@@ -9,6 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from . import _compat
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -24,7 +26,7 @@ def follows_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch._C._is_any_autocast_enabled():
+        if not _compat.autocast_active():
             return function(*args, **kwargs)
         device = _autocast_device(*args, *kwargs.values())
         if device is None:

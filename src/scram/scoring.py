@@ -34,7 +34,7 @@ def prepare_key(k: Tensor, score: Score) -> Tensor:
     return k
 
 
-def pair_score(q: Tensor, k: Tensor, score: Score) -> Tensor:
+def pair_score(q: Tensor, k: Tensor, score: Score | None) -> Tensor:
     """The score of broadcast pairs, prepared q [..., E] and k [..., E] -> [...], accumulated in float32 at least."""
     wide = accumulator(q.dtype)
     if callable(score):
@@ -43,7 +43,7 @@ def pair_score(q: Tensor, k: Tensor, score: Score) -> Tensor:
     return (q.to(wide) * k.to(wide)).sum(-1)
 
 
-def widened(score: Score, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def widened(score: Score | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As the accumulator's dtype before they are gathered: the gradients of a key that many read are summed in it.
 
     A user's callable gets q and k as they are.
@@ -59,7 +59,7 @@ def default_scale(scale: float | None, width: int, score: Score, weight: str) ->
     return float(width) ** -0.5 if score == "dot" and weight == "softmax" else 1.0
 
 
-def weigh(a: Tensor, legal: Tensor, weight: str) -> tuple[Tensor, Tensor]:
+def normalized_weights(a: Tensor, legal: Tensor, weight: str) -> tuple[Tensor, Tensor]:
     """Scaled scores [..., S] to weights [..., S] that sum what is legal, and the log of the normaliser [...]."""
     some = legal.any(-1)
     if weight != "softmax":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from .exact import _Dense
 from .grid import coordinates, grid_of, rows, within
 from .precision import ignores_autocast
 from .schedule import LANES, offers
-from .scoring import default_scale, prepare_key, prepare_query, weigh
+from .scoring import default_scale, normalized_weights, prepare_key, prepare_query
 from .types import Matches, Score, Search
 
 # What a verdict of "sparse" asks of every head, by the unfavourable end of the intervals.
@@ -213,7 +213,7 @@ def trust(
         _quantile(error, 0.95, points),
         (torch.where(some, square, 0).sum(-1) / torch.where(some, size, 0).sum(-1)).sqrt(),
         hybrid.nanmedian(-1).values,
-        _cost(search.resolved(prepare_query(q[:0], score)), matches, window, k, samples),
+        _cost(replace(search, method=search.resolved_method(prepare_query(q[:0], score))), matches, window, k, samples),
         samples,
         len(wanted),
         points,
@@ -253,7 +253,7 @@ class _Missed:
             keys, values = (torch.cat([x, more[source]]) for x, more in zip((keys, values), self.extra, strict=True))
             more = legal.new_ones(len(at), len(keys) - dense.keys)
             legal, inside = torch.cat([legal, more], 1), torch.cat([inside, more], 1)
-        p, lse = weigh(self.scale * dense.scores(dense.q[row, at], keys), legal, "softmax")
+        p, lse = normalized_weights(self.scale * dense.scores(dense.q[row, at], keys), legal, "softmax")
         values = values.to(p.dtype)
         exact, near = p @ values, torch.where(inside, p, 0)
         mass = near.sum(-1)

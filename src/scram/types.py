@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -72,21 +72,20 @@ class Search:
             "query", matches, separation, sweeps=8, jumps=(8, 4, 2, 1), propagate="shift", gossip=0, seed=seed
         )
 
-    def resolved(self, q: Tensor) -> Search:
-        """The same settings with method="auto" replaced by what is best for queries like q [..., E], as measured.
+    def resolved_method(self, q: Tensor) -> str:
+        """The method, with "auto" replaced by what is best for queries like q [..., E], as measured.
 
-        That is "tile" where matrix units are worth their while: on CUDA, 16 features of 16 bits or more, 32 of 32 bits,
-        and up to 32 matches.
+        That is "tile" where matrix units pay off: on CUDA, 16 features of 16 bits or more, 32 of 32 bits, and up to 32
+        matches.
 
-        >>> Search().resolved(torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)).method
+        >>> Search().resolved_method(torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16))
         'query'
         """
         if self.method != "auto":
-            return self
+            return self.method
         least = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}.get(q.dtype)
         units = q.device.type == "cuda" and least is not None and q.shape[-1] >= least
-        units = units and self.matches <= MOST_IN_TILES
-        return replace(self, method="tile" if units else "query", seed=self.seed_tensor)
+        return "tile" if units and self.matches <= MOST_IN_TILES else "query"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,19 +1,20 @@
-"""Whether a call's arguments fit together, as the public functions ask it; the errors are in `errors`."""
+"""Checks of whole calls, as the public functions need them. Checks of single arguments are in `errors`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from . import dispatch, errors, ops
+from .engines import EngineSpec
 from .types import Matches, Score, Search
 
-MOST_SOUND = 1000  # kinds of calls that are remembered
+MOST_REMEMBERED = 1000  # kinds of calls
 
 
-def scores(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score) -> None:
+def pairs(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score) -> None:
     """What every function takes."""
     errors.queries_keys(q, k)
     errors.order(q, k, causal)
@@ -50,15 +51,23 @@ def attend(
     return errors.radius(radius, q.ndim - 3)
 
 
-# By what a sound call was judged -> its radii and implementations. To check a call takes longer than to search a small
-# grid, so what was found sound once is not checked again.
-_sound: dict[tuple[Any, ...], tuple[tuple[int, ...], str, str]] = {}
+class Plan(NamedTuple):
+    """What validating a call of `attention` yields."""
+
+    radius: tuple[int, ...]  # of each axis
+    search: EngineSpec
+    attend: EngineSpec
+
+
+# To check a call takes longer than to search a small grid, so a kind of call that was valid is not checked again.
+_valid: dict[tuple[Any, ...], Plan] = {}
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    settings: Search,
     causal: bool,
     key_mask: Tensor | None,
     score: Score,
@@ -69,33 +78,39 @@ def attention(
     dropout_p: float,
     window: str,
     impl: str,
-) -> tuple[tuple[int, ...], str, str]:
-    """`scores` and `attend` for the whole; returns the radius of each axis and who searches and who attends."""
+) -> Plan:
+    """`pairs` and `attend` together, and which engines search and attend."""
     kind = None
     # A callable is not kept: it may hold tensors.
-    if (
-        key_mask is None
-        and extra is None
-        and score.__class__ is str
-        and radius.__class__ is int
-        and ops.idle((q, k, v))
-    ):
+    simple = key_mask is None and extra is None and score.__class__ is str and radius.__class__ is int
+    if simple and ops.bypasses_dispatcher((q, k, v)):
         shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
         places = (q.device, k.device, v.device, q.layout, k.layout, v.layout)
         options = (causal, score, radius, scale, weight, dropout_p, window, impl)
-        kind = (*shapes, *dtypes, *places, *options, *[x.__class__ for x in options])  # 1 == True
+        tile = settings.matches if settings.method == "tile" else 0
+        kind = (*shapes, *dtypes, *places, *options, *[x.__class__ for x in options], tile)  # 1 == True
         try:
-            known = _sound.get(kind)
-        except TypeError:  # an option that is not hashable is not sound either
+            known = _valid.get(kind)
+        except TypeError:  # an option that is not hashable is not valid either
             known = kind = None
         if known is not None:
             return known
-    scores(q, k, causal, key_mask, score)
+    pairs(q, k, causal, key_mask, score)
     radii = attend(q, k, v, radius, scale, weight, extra, dropout_p, window)
     attends = dispatch.choose(impl, q.device, q.dtype, score, window)
-    found = radii, dispatch.choose(impl, q.device, q.dtype, score), attends
+    plan = Plan(radii, search_engine(impl, q, score, settings), attends)
     if kind is not None:
-        if len(_sound) >= MOST_SOUND:
-            _sound.clear()
-        _sound[kind] = found
-    return found
+        if len(_valid) >= MOST_REMEMBERED:
+            _valid.clear()
+        _valid[kind] = plan
+    return plan
+
+
+def search_engine(impl: str, q: Tensor, score: Score, settings: Search) -> EngineSpec:
+    """The engine that searches; a tile search keeps a number of matches that an engine may not take."""
+    tile_matches = settings.matches if settings.method == "tile" else 0
+    return dispatch.choose(impl, q.device, q.dtype, score, tile_matches=tile_matches)
+
+
+def clear_caches() -> None:
+    _valid.clear()

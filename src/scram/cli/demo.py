@@ -56,7 +56,7 @@ def demo(
         with progress() as step:
             step("reading two photographs")
             pair = pair_of(*sample_pair(size))
-            impl = dispatch.choose(impl, pair.q.device, pair.q.dtype)
+            impl = dispatch.choose(impl, pair.q.device, pair.q.dtype).name
             settings = {"paper": Search.paper(seed=seed), "default": Search(seed=seed)}
             runs = {}
             for name, setting in settings.items():

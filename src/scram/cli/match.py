@@ -175,7 +175,7 @@ def match(
             step("patch features")
             pair = pair_of(picture_a, picture_b, patch, width, device)
             plain = {"a": plain_share(picture_a, patch), "b": plain_share(picture_b, patch)}
-            impl = dispatch.choose(impl, pair.q.device, pair.q.dtype)
+            impl = dispatch.choose(impl, pair.q.device, pair.q.dtype).name
             step(f"searching and attending, {_grid(pair.a)} pixels")
             setting = Search(matches=matches, separation=separation, sweeps=sweeps, seed=seed)
             found = find(pair, setting, radius, scale, impl)

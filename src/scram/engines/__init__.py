@@ -1,1 +1,106 @@
-"""The engines: three implementations of one protocol. Folders say where code runs, files say what it does."""
+"""The engines: three implementations of one protocol. Folders say where code runs, files say what it does.
+
+An engine is a folder with an `EngineSpec` named `SPEC` in its `__init__`, which imports nothing heavy, and a module
+`engine` that implements the protocol `Engine`, loaded when it first runs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..calls import (
+    AttendCall,
+    AttendGrads,
+    DrawnTail,
+    DrawnTailCall,
+    Found,
+    SampleCall,
+    Sampled,
+    SearchCall,
+    TailGrads,
+)
+from ..types import Attended
+
+
+class Engine(Protocol):
+    """What computes a call. Engines whose spec says `plain_torch` have no backward functions: autograd sees through."""
+
+    def search(self, call: SearchCall, /) -> Found: ...
+    def attend(self, call: AttendCall, /) -> Attended: ...
+    def attend_backward(
+        self, call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor, /
+    ) -> AttendGrads: ...
+    def drawn_tail(self, call: DrawnTailCall, /) -> DrawnTail: ...
+    def drawn_tail_backward(
+        self,
+        call: DrawnTailCall,
+        offset: Tensor,
+        names: Tensor,
+        represents: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor,
+        /,
+    ) -> TailGrads: ...
+    def sample(self, call: SampleCall, /) -> Sampled: ...
+    def sample_backward(self, call: SampleCall, grad_out: Tensor, grad_lse: Tensor, /) -> TailGrads: ...
+    def clear_caches(self) -> None: ...
+
+
+class Request(NamedTuple):
+    """What a call needs of an engine."""
+
+    device: torch.device
+    dtype: torch.dtype
+    callable_score: bool = False
+    explicit: bool = False  # the engine was named, not chosen by "auto"
+    window: str = "query"
+    tile_matches: int = 0  # matches of a tile search, 0 for any other call
+
+
+# Looked up once: that takes longer than a small search.
+INSTALLED = {package: find_spec(package) is not None for package in ("numba", "triton")}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine can do, as data. `reasons` says in words why it cannot serve a request."""
+
+    name: str
+    package: str | None  # that must be installed
+    devices: tuple[str, ...] | None  # None: any
+    dtypes: tuple[torch.dtype, ...]
+    windows: tuple[str, ...] = ("query", "tile")
+    callable_scores: bool = False
+    most_tile_matches: int | None = None  # None: any number
+    wide_features: bool = False  # takes float32 and float64 features only
+    plain_torch: bool = False  # runs without an operator: autograd, torch.func and torch.compile see through it
+    interpreter: str | None = None  # environment variable that lets it take CPU tensors when it is named
+
+    def reasons(self, request: Request) -> list[str]:
+        """Every reason why this engine cannot serve the request; none means it can."""
+        why = []
+        if self.package and not INSTALLED[self.package]:
+            why.append(f"the package {self.package} is not installed")
+        if request.callable_score and not self.callable_scores:
+            why.append("a callable score runs in the reference only")
+        device = request.device.type
+        interpreted = self.interpreter and os.environ.get(self.interpreter) == "1"
+        if self.devices and device not in self.devices and not (request.explicit and interpreted and device == "cpu"):
+            names = " and ".join(name.upper() for name in self.devices)
+            why.append(f"it runs on {names} tensors, these are on {device}")
+        if request.dtype not in self.dtypes:
+            why.append(f"it does not take {request.dtype}; the reference does".replace("torch.", ""))
+        if request.window not in self.windows:
+            why.append(f"it does not take window={request.window!r}; the reference does, on any device")
+        if self.most_tile_matches is not None and request.tile_matches > self.most_tile_matches:
+            why.append(
+                f"its tile search keeps at most {self.most_tile_matches} matches, got {request.tile_matches}; "
+                "method='query' keeps any number"
+            )
+        return why

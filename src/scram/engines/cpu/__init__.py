@@ -1,10 +1,14 @@
-"""The CPU engine, in Numba."""
+"""The CPU engine, in Numba. `engine` implements the protocol."""
 
-from .attend import attend
-from .attend_backward import attend_backward
-from .drawn_tail import tail, tail_backward
-from .sample import sample, sample_backward
-from .search import search
-from .tile_search import tile_search
+import torch
 
-__all__ = ["attend", "attend_backward", "sample", "sample_backward", "search", "tail", "tail_backward", "tile_search"]
+from .. import EngineSpec
+
+SPEC = EngineSpec(
+    name="numba",
+    package="numba",
+    devices=("cpu",),
+    dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    windows=("query",),
+    wide_features=True,
+)

@@ -1,11 +1,14 @@
 """The specification in torch: any device, any float dtype, ranks 1 to 4. Short and obvious, not fast."""
 
-from .attend import attend
-from .draw import snis
-from .drawn_tail import tail
-from .search import search
-from .tile_attend import tile_attend
-from .tile_search import tile_search
-from .walk import metropolis
+import torch
 
-__all__ = ["attend", "metropolis", "search", "snis", "tail", "tile_attend", "tile_search"]
+from .. import EngineSpec
+
+SPEC = EngineSpec(
+    name="reference",
+    package=None,
+    devices=None,
+    dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    callable_scores=True,
+    plain_torch=True,
+)

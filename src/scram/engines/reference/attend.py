@@ -11,41 +11,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...calls import AttendCall
 from ...grid import Grid, LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, window, within
 from ...noise import noise
-from ...scoring import accumulator, pair_score, weigh, widened
-from ...types import Attended, Score
+from ...scoring import accumulator, normalized_weights, pair_score, widened
+from ...types import Attended
 from .chunks import in_chunks
 
 CHUNK_ELEMENTS = 1 << 22  # of gathered keys and values at a time
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    *,
-    radius: Sequence[int],
-    causal: bool,
-    key_mask: Tensor | None,
-    scale: float,
-    score: Score,
-    weight: str,
-    extra: tuple[Tensor, Tensor] | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-) -> Attended:
-    """q, k prepared for `score`, v [B, Hk, *G', F], index [B, H, *G, kappa] -> out [B, H, *G, F], lse [B, H, *G]."""
+def attend(call: AttendCall) -> Attended:
+    """out [B, H, *G, F] and lse [B, H, *G] over the union of each query's windows and the extra keys."""
+    q, k, v, index = call.q, call.k, call.v, call.index
     heads, key_heads, key_grid = q.shape[1], k.shape[1], grid_of(k)
     queries, keys = math.prod(grid_of(q)), math.prod(key_grid)
-    legal_keys = LegalKeys.of(q, k, causal, key_mask)
-    radius = [min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)]
+    legal_keys = LegalKeys.of(q, k, call.causal, call.key_mask)
+    radius = [min(b, extent - 1) for b, extent in zip(call.radius, key_grid, strict=True)]
     flat_index = index.reshape(-1, index.shape[-1]).long()
-    if extra is None:
-        extra = (k.new_zeros(*k.shape[:2], 0, k.shape[-1]), v.new_zeros(*v.shape[:2], 0, v.shape[-1]))
-    extras = extra[0].shape[2]
-    wide = accumulator(v.dtype)
+    extras, wide = extra_of(call)[0].shape[2], accumulator(v.dtype)
 
     def points(at: Tensor, q: Tensor, k: Tensor, v: Tensor, k_extra: Tensor, v_extra: Tensor) -> tuple[Tensor, Tensor]:
         row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
@@ -58,15 +42,15 @@ def attend(
         k_found = torch.cat([k_found, k_extra[source.squeeze(-1)]], 1)
         v_found = torch.cat([v_found, v_extra[source.squeeze(-1)]], 1)
         legal = torch.cat([legal, legal.new_ones(len(at), extras)], 1)
-        p, lse = weigh(scale * pair_score(q[at].unsqueeze(1), k_found, score).to(wide), legal, weight)
-        if dropout_seed is not None:
+        a = call.scale * pair_score(q[at].unsqueeze(1), k_found, call.score).to(wide)
+        p, lse = normalized_weights(a, legal, call.weight)
+        if call.dropout_seed is not None:
             named = torch.cat([key, (keys + torch.arange(extras, device=key.device)).expand(len(at), -1)], 1)
             # What is dropped is zero, NaN too.
-            p = torch.where(kept(dropout_seed, row, query, named, dropout_p), p / (1 - dropout_p), 0)
+            p = torch.where(kept(call, row, query, named), p / (1 - call.dropout_p), 0)
         return mix(p, v_found), lse
 
-    _, *extra_wide = widened(score, q, *extra)
-    tensors = tuple(rows(x).flatten(0, 1) for x in widened(score, q, k, v)) + tuple(x.flatten(0, 1) for x in extra_wide)
+    tensors = flat_tensors(call)
     total = q.shape[0] * heads * queries
     each = (index.shape[-1] * math.prod(2 * b + 1 for b in radius) + extras) * (k.shape[-1] + v.shape[-1])
     size = max(1, CHUNK_ELEMENTS // max(each, 1))
@@ -95,9 +79,25 @@ def expand(match: Tensor, key_grid: Grid, radius: Sequence[int]) -> tuple[Tensor
     return key.flatten(1), torch.stack(fresh, 1).flatten(1)
 
 
-def kept(seed: Tensor, row: Tensor, query: Tensor, key: Tensor, p: float) -> Tensor:
-    """Whether dropout keeps each (query, key): not, with probability p."""
-    return noise(seed, row, query, key) >= int(p * 2**32)
+def extra_of(call: AttendCall) -> tuple[Tensor, Tensor]:
+    """The extra keys and values; none of them where the call has none."""
+    if call.k_extra is not None and call.v_extra is not None:
+        return call.k_extra, call.v_extra
+    k, v = call.k, call.v
+    return k.new_zeros(*k.shape[:2], 0, k.shape[-1]), v.new_zeros(*v.shape[:2], 0, v.shape[-1])
+
+
+def flat_tensors(call: AttendCall) -> tuple[Tensor, ...]:
+    """q, k, v as points [P, E|F], the extra keys and values as rows [R, X, E|F], in the accumulator's dtype."""
+    _, *extra = widened(call.score, call.q, *extra_of(call))
+    grids = tuple(rows(x).flatten(0, 1) for x in widened(call.score, call.q, call.k, call.v))
+    return grids + tuple(x.flatten(0, 1) for x in extra)
+
+
+def kept(call: AttendCall, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Whether dropout keeps each (query, key)."""
+    assert call.dropout_seed is not None
+    return noise(call.dropout_seed, row, query, key) >= int(call.dropout_p * 2**32)
 
 
 def mix(p: Tensor, v: Tensor) -> Tensor:

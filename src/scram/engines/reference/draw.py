@@ -7,61 +7,44 @@ import math
 import torch
 from torch import Tensor
 
+from ...calls import SampleCall
 from ...grid import LegalKeys, coordinates, flat, grid_of
 from ...noise import below, noise
 from ...scoring import accumulator
-from ...types import Score
-from .sample import attend_visited
+from .visited import Visit, Visited
 
 
-def snis(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    modes: Tensor,
-    count: Tensor,
-    head_out: Tensor | None,
-    head_lse: Tensor | None,
-    *,
-    legal: LegalKeys,
-    seed: Tensor,
-    table: Tensor,
-    samples: int,
-    alpha: float,
-    scale: float,
-    score: Score,
-) -> tuple[Tensor, ...]:
-    """out [B, H, *G, F], lse [B, H, *G], variance like out, ess like lse.
+def draws_of(call: SampleCall) -> Visit:
+    """The keys that points draw.
 
     The noise of sample t is noise(seed, row, query, t, draw): draw 0 chooses the part of the mixture, 1 the mode or the
     uniform key, 2 + axis the step from the mode.
     """
-    key_grid, queries = grid_of(k), math.prod(grid_of(q))
-    flat_modes, flat_count = modes.reshape(-1, modes.shape[-1]).long(), count.reshape(-1)
-    table = table.long()
-    wide = accumulator(v.dtype)
-    t = torch.arange(samples, device=q.device)
+    key_grid, queries, samples = grid_of(call.k), math.prod(grid_of(call.q)), call.samples
+    flat_modes, flat_count = call.modes.reshape(-1, call.modes.shape[-1]).long(), call.count.reshape(-1)
+    table, wide = call.table.long(), accumulator(call.v.dtype)
+    legal = LegalKeys.of(call.q, call.k, call.causal, call.key_mask)
+    t = torch.arange(samples, device=call.q.device)
 
-    def visit(at: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def visit(at: Tensor) -> Visited:
         row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
         number, choices = flat_count[at].unsqueeze(-1), legal.total(row, query)
 
         def bits(draw: int) -> Tensor:
-            return noise(seed, row, query, t, draw)
+            return noise(call.seed, row, query, t, draw)
 
-        local = (bits(0) < int(alpha * 2**32)) & (number > 0)
+        local = (bits(0) < int(call.alpha * 2**32)) & (number > 0)
         uniform = legal.nth(row, torch.where(choices > 0, below(bits(1), choices), 0))
         mode = flat_modes[at].gather(-1, below(bits(1), number.clamp(min=1)))
         centre = coordinates(torch.where(local, mode, 0), key_grid)
         place = [c + step(table, bits(2 + axis), c, key_grid[axis]) for axis, c in enumerate(centre)]
         key = torch.where(local, flat(place, key_grid), uniform)
         some = (local | (choices > 0)) & legal.allows(row, query, key)
-        near = torch.where(number > 0, alpha, 0.0).to(wide)
+        near = torch.where(number > 0, call.alpha, 0.0).to(wide)
         r = near * closeness(key, flat_modes[at], number, table, key_grid, wide) + (1 - near) / choices.clamp(min=1)
-        return key, torch.where(some, -(r * samples).log(), -torch.inf), ()
+        return key, torch.where(some, -(r * samples).log(), -torch.inf), None
 
-    how = {"samples": samples, "scale": scale, "score": score, "flat": False}
-    return attend_visited(q, k, v, head_out, head_lse, visit, **how)  # type: ignore[arg-type]
+    return visit
 
 
 def step(table: Tensor, bits: Tensor, centre: Tensor, extent: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The hybrid's tail: keys that the queries of a row share, for all those outside the windows; joined with the head."""
+"""The drawn tail of `Hybrid`: keys that the queries of a row share stand for all keys outside the windows."""
 
 from __future__ import annotations
 
@@ -8,49 +8,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...calls import DrawnTail, DrawnTailCall
 from ...draws import NONE, legal_counts, ranked_keys, shared_tail, tail_values
 from ...grid import Grid, LegalKeys, coordinates, grid_of, within
-from ...scoring import accumulator, pair_score, weigh, widened
-from ...types import Score
+from ...scoring import accumulator, normalized_weights, pair_score, widened
 from .attend import CHUNK_ELEMENTS, expand, mix
 from .chunks import in_chunks
 
 
-def tail(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    head_out: Tensor,
-    head_lse: Tensor,
-    *,
-    legal: LegalKeys,
-    seed: Tensor,
-    samples: int,
-    stratified: bool,
-    radius: Sequence[int],
-    scale: float,
-    score: Score,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Head and tail together: out [B, H, *G, F], lse [B, H, *G], variance [B, H, *G, F].
-
-    Args:
-        q: [B, H, *G, E], prepared for `score`.
-        k, v: [B, Hk, *G', E|F].
-        index: the matches [B, H, *G, kappa]; keys within `radius` of one are in the head.
-        head_out, head_lse: attention over the head, [B, H, *G, F] and [B, H, *G].
-    """
+def drawn_tail(call: DrawnTailCall) -> DrawnTail:
+    """Head and tail together. Keys within `radius` of a match are in the head; a query does not draw them again."""
+    q, k, index = call.q, call.k, call.index
     key_grid, queries = grid_of(k), math.prod(grid_of(q))
-    flat_names, flat_for = shared_tail(ranked_keys(q, legal, seed), key_grid, samples, stratified)
-    k_tail, v_tail = (tail_values(x, flat_names, q.shape[1]) for x in (k, v))
-    flat_names, drawn = flat_names.long(), flat_names.shape[1]
-    radius = [min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)]
+    legal = LegalKeys.of(q, k, call.causal, call.key_mask)
+    ranked = ranked_keys(q, legal, call.seed)
+    names, represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
+    k_tail, v_tail = (tail_values(x, names, q.shape[1]) for x in (k, call.v))
+    flat_names, drawn = names.long(), names.shape[1]
+    radius = [min(b, extent - 1) for b, extent in zip(call.radius, key_grid, strict=True)]
     flat_index, flat_total = index.reshape(-1, index.shape[-1]).long(), legal_counts(q, legal).reshape(-1)
     wide = accumulator(v_tail.dtype)
 
     def points(
         at: Tensor, q: Tensor, k_tail: Tensor, v_tail: Tensor, head_out: Tensor, head_lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
         key, new = expand(flat_index[at], key_grid, radius)
         left = (flat_total[at] - (new & legal.allows(row, query, key)).sum(-1)).to(wide)  # M_i - |S_i|
@@ -60,24 +41,28 @@ def tail(
         seen = counts.sum(-1).to(wide)  # m_i
         k_seen = torch.where(counts.unsqueeze(-1), k_tail[row.squeeze(-1)], 0)
         v_seen = torch.where(counts.unsqueeze(-1), v_tail[row.squeeze(-1)], 0).to(wide)
-        a = scale * pair_score(q[at].unsqueeze(1), k_seen, score).to(wide)
-        each = left.unsqueeze(-1) / seen.clamp(min=1).unsqueeze(-1) if flat_for is None else flat_for[row.squeeze(-1)]
-        a = a + torch.where(counts, each, 1).to(wide).log()
+        a = call.scale * pair_score(q[at].unsqueeze(1), k_seen, call.score).to(wide)
+        each = left / seen.clamp(min=1)
+        offset = torch.where(seen > 0, each, 1).log() if represents is None else torch.zeros_like(each)
+        stands_for = each.unsqueeze(-1) if represents is None else represents[row.squeeze(-1)]
+        a = a + torch.where(counts, stands_for, 1).to(wide).log()
         # The head is one more key: its score is its lse, its value its out.
         head = head_lse[at].to(wide).unsqueeze(-1)
-        p, lse = weigh(torch.cat([a, head], 1), torch.cat([counts, head != -torch.inf], 1), "softmax")
+        p, lse = normalized_weights(torch.cat([a, head], 1), torch.cat([counts, head != -torch.inf], 1), "softmax")
         p_tail, p_head = p[:, :drawn], p[:, drawn:]
         out = mix(p_tail, v_seen) + torch.where(head == -torch.inf, 0, p_head * head_out[at].to(wide))
         with torch.no_grad():
             variance = tail_variance(p_tail, v_seen, out, counts, left)
-        return out, lse, variance
+        return out, lse, variance, offset
 
-    q_wide, k_wide, v_wide = widened(score, q, k_tail, v_tail)
-    tensors = (q_wide.flatten(0, -2), k_wide, v_wide, head_out.flatten(0, -2), head_lse.flatten())
+    q_wide, k_wide, v_wide = widened(call.score, q, k_tail, v_tail)
+    tensors = (q_wide.flatten(0, -2), k_wide, v_wide, call.head_out.flatten(0, -2), call.head_lse.flatten())
     size = max(1, CHUNK_ELEMENTS // max(drawn * (q.shape[-1] + 2 * v_tail.shape[-1]), 1))
-    out, lse, variance = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)
+    out, lse, variance, offset = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)
     shape = (*q.shape[:-1], v_tail.shape[-1])
-    return out.to(v_tail.dtype).reshape(shape), lse.reshape(q.shape[:-1]), variance.reshape(shape)
+    out, lse, offset = out.to(v_tail.dtype).reshape(shape), lse.reshape(shape[:-1]), offset.reshape(shape[:-1])
+    no_strata = torch.empty(0, device=q.device)
+    return DrawnTail(out, lse, variance.reshape(shape), offset, names, no_strata if represents is None else represents)
 
 
 def covered(key: Tensor, match: Tensor, key_grid: Grid, radius: Sequence[int]) -> Tensor:

@@ -1,41 +1,30 @@
-"""Attention over keys that each query visited on its own, each with a weight; shared by the two samplers."""
+"""Attention over keys that each query visits on its own, drawn (Snis) or walked to (MetropolisHastings)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ...calls import SampleCall, Sampled
 from ...grid import grid_of, key_row, rows
-from ...scoring import accumulator, pair_score, weigh, widened
-from ...types import Score
+from ...scoring import accumulator, normalized_weights, pair_score, widened
 from .attend import CHUNK_ELEMENTS, mix
 from .chunks import in_chunks
+from .draw import draws_of
+from .walk import walks_of
 
-# points [C] -> the keys they visit [C, T], the log of their weights [C, T] (-inf: none), and diagnostics [C] each
-Visit = Callable[[Tensor], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
 
+def sample(call: SampleCall) -> Sampled:
+    """Attention over the keys that each query visits; a key weighs exp(score) times its weight.
 
-def attend_visited(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    head_out: Tensor | None,
-    head_lse: Tensor | None,
-    visit: Visit,
-    *,
-    samples: int,
-    scale: float,
-    score: Score,
-    flat: bool,
-) -> tuple[Tensor, ...]:
-    """out, lse, variance, ess, and the diagnostics of `visit`; a key weighs exp(score) times its weight.
-
-    `flat`: the visits themselves are in proportion to exp(score), so each weighs the same, and the score only carries
-    the gradient. The head, if any, is exact attention over other keys: out [B, H, *G, F], lse [B, H, *G].
+    Walks visit keys in proportion to exp(score): their visits weigh the same, and the score only carries the gradient.
+    The head, if any, is exact attention over other keys.
     """
+    q, k, v, samples, walks = call.q, call.k, call.v, call.samples, call.method == "metropolis"
+    visit = walks_of(call) if walks else draws_of(call)
+    head_out, head_lse = call.head_out, call.head_lse
     heads, key_heads, keys = q.shape[1], k.shape[1], math.prod(grid_of(k))
     queries, wide = math.prod(grid_of(q)), accumulator(v.dtype)
     if head_out is None or head_lse is None:
@@ -43,16 +32,16 @@ def attend_visited(
 
     def points(at: Tensor, q: Tensor, k: Tensor, v: Tensor, head_out: Tensor, head_lse: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            key, log_weight, told = visit(at)
+            key, log_weight, diagnostics = visit(at)
         source = key_row(at // queries, heads, key_heads).unsqueeze(-1) * keys
         counts = log_weight > -torch.inf
         where = source + torch.where(counts, key, 0)
         k_seen = torch.where(counts.unsqueeze(-1), k[where], 0)
         v_seen = torch.where(counts.unsqueeze(-1), v[where], 0).to(wide)
-        a = scale * pair_score(q[at].unsqueeze(1), k_seen, score).to(wide)
-        a = a - a.detach() if flat else a + torch.where(counts, log_weight, 0).to(wide)
+        a = call.scale * pair_score(q[at].unsqueeze(1), k_seen, call.score).to(wide)
+        a = a - a.detach() if walks else a + torch.where(counts, log_weight, 0).to(wide)
         head = head_lse[at].to(wide).unsqueeze(-1)
-        p, lse = weigh(torch.cat([a, head], 1), torch.cat([counts, head != -torch.inf], 1), "softmax")
+        p, lse = normalized_weights(torch.cat([a, head], 1), torch.cat([counts, head != -torch.inf], 1), "softmax")
         p_seen, p_head = p[:, :samples], p[:, samples:]
         out = mix(p_seen, v_seen) + torch.where(head == -torch.inf, 0, p_head * head_out[at].to(wide))
         with torch.no_grad():
@@ -63,11 +52,15 @@ def attend_visited(
             variance = torch.where(some.unsqueeze(-1), variance, torch.inf)
             share = p_seen / p_seen.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
             ess = torch.where(some, share.sum(-1).square() / share.square().sum(-1), 0)
-        return out, lse, variance, ess, *told
+        return out, lse, variance, ess, *(diagnostics or (ess, ess))
 
-    tensors = (*(rows(x).flatten(0, 1) for x in widened(score, q, k, v)), head_out.flatten(0, -2), head_lse.flatten())
+    tensors = (
+        *(rows(x).flatten(0, 1) for x in widened(call.score, q, k, v)),
+        head_out.flatten(0, -2),
+        head_lse.flatten(),
+    )
     size = max(1, CHUNK_ELEMENTS // (samples * (q.shape[-1] + 2 * v.shape[-1])))
-    out, lse, variance, *told = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)
+    out, lse, variance, *diagnostics = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)
     shape = (*q.shape[:-1], v.shape[-1])
-    each = (x.reshape(q.shape[:-1]) for x in told)
-    return out.to(v.dtype).reshape(shape), lse.reshape(shape[:-1]), variance.reshape(shape), *each
+    each = (x.reshape(q.shape[:-1]) for x in diagnostics)
+    return Sampled(out.to(v.dtype).reshape(shape), lse.reshape(shape[:-1]), variance.reshape(shape), *each)

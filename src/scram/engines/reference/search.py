@@ -11,37 +11,27 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...calls import Found, SearchCall
 from ...grid import LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, within
 from ...noise import below, noise
 from ...scoring import accumulator, pair_score
-from ...types import Matches, Score, Search
 
 CHUNK_ELEMENTS = 1 << 21  # of gathered keys at a time
 
 
-def search(
-    q: Tensor,
-    k: Tensor,
-    settings: Search,
-    *,
-    seed: Tensor,
-    causal: bool,
-    key_mask: Tensor | None,
-    score: Score,
-    warm: Matches | None,
-) -> Matches:
-    """q [B, H, *G, E], k [B, Hk, *G', E], both prepared for `score` -> Matches of kappa keys per query."""
-    problem = Problem(q, k, seed, causal, key_mask, score)
+def search(call: SearchCall) -> Found:
+    """One run per match, each farther than the separation from the earlier ones."""
+    space = SearchSpace(call)
     keys: list[Tensor] = []
     scores: list[Tensor] = []
-    for run in range(settings.matches):
-        start = None if warm is None or run >= warm.index.shape[-1] else warm.index[..., run].flatten().long()
-        key, best = _run(problem, settings, run, start, keys)
+    for run in range(call.matches):
+        start = None if call.warm is None or run >= call.warm.shape[-1] else call.warm[..., run].flatten().long()
+        key, best = _run(space, run, start, keys)
         keys.append(key)
         scores.append(best)
     index, found = _best_first(torch.stack(keys, -1), torch.stack(scores, -1))
-    shape = (*q.shape[:-1], settings.matches)
-    return Matches(index.to(torch.int32).reshape(shape), found.float().reshape(shape), problem.key_grid)
+    shape = (*call.q.shape[:-1], call.matches)
+    return Found(index.to(torch.int32).reshape(shape), found.float().reshape(shape))
 
 
 def _best_first(index: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,40 +42,40 @@ def _best_first(index: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
     return index.gather(-1, order), score.gather(-1, order)
 
 
-def _run(
-    problem: Problem, settings: Search, run: int, start: Tensor | None, earlier: list[Tensor]
-) -> tuple[Tensor, Tensor]:
+def _run(space: SearchSpace, run: int, start: Tensor | None, earlier: list[Tensor]) -> tuple[Tensor, Tensor]:
     """One search for one more key per point, farther than the separation from every earlier one: key [P], best [P]."""
-    nothing = torch.full((problem.points,), -1, device=problem.q.device)
-    key, best = nothing, torch.full(nothing.shape, -torch.inf, dtype=problem.wide, device=nothing.device)
-    for sweep in range(settings.sweeps + 1):
+    call = space.call
+    nothing = torch.full((space.points,), -1, device=space.q.device)
+    key, best = nothing, torch.full(nothing.shape, -torch.inf, dtype=space.wide, device=nothing.device)
+    for sweep in range(call.sweeps + 1):
         before, chunks = key, []
-        for at in problem.chunks():
-            points = _Points(problem, at, run, sweep, before, best, earlier, settings.separation)
+        for at in space.chunks():
+            points = _Points(space, at, run, sweep, before, best, earlier)
             if sweep == 0:
                 points.start(start)
             else:
-                for jump in settings.jumps:
-                    points.propagate(before, jump, settings.propagate)
-                points.gossip(before, settings.gossip)
-                points.random_search(first_draw=settings.gossip)
+                for jump in call.jumps:
+                    points.propagate(before, jump)
+                points.gossip(before)
+                points.random_search()
             chunks.append((points.key, points.best))
         if chunks:
             key, best = torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
     return key, best
 
 
-class Problem:
-    """What stays the same during a search."""
+class SearchSpace:
+    """What stays the same during a search: queries and keys as flat points, and which keys are legal."""
 
-    def __init__(self, q: Tensor, k: Tensor, seed: Tensor, causal: bool, key_mask: Tensor | None, score: Score) -> None:
+    def __init__(self, call: SearchCall) -> None:
+        q, k = call.q, call.k
+        self.call = call
         self.query_grid, self.key_grid = grid_of(q), grid_of(k)
         self.queries, self.keys = math.prod(self.query_grid), math.prod(self.key_grid)
         self.heads, self.key_heads = q.shape[1], k.shape[1]
         self.q, self.k = rows(q).flatten(0, 1), rows(k).flatten(0, 1)
         self.points, self.wide = self.q.shape[0], accumulator(q.dtype)
-        self.legal = LegalKeys.of(q, k, causal, key_mask)
-        self.seed, self.score = seed, score
+        self.legal = LegalKeys.of(q, k, call.causal, call.key_mask)
         every = torch.arange(self.points, device=q.device)
         self.row, self.query = every // self.queries, every % self.queries
 
@@ -100,44 +90,43 @@ class _Points:
 
     def __init__(
         self,
-        problem: Problem,
+        space: SearchSpace,
         at: Tensor,
         run: int,
         sweep: int,
         key: Tensor,
         best: Tensor,
         earlier: list[Tensor],
-        separation: int,
     ) -> None:
-        self.problem, self.sweep, self.separation = problem, sweep, separation
-        self.row, self.query = at // problem.queries, at % problem.queries
-        self.place = coordinates(self.query, problem.query_grid)
-        self.q, self.key, self.best = problem.q[at], key[at], best[at]
-        self.key_row = key_row(self.row, problem.heads, problem.key_heads)
+        self.space, self.sweep = space, sweep
+        self.row, self.query = at // space.queries, at % space.queries
+        self.place = coordinates(self.query, space.query_grid)
+        self.q, self.key, self.best = space.q[at], key[at], best[at]
+        self.key_row = key_row(self.row, space.heads, space.key_heads)
         self.earlier = [match[at] for match in earlier]
-        self.choices = problem.legal.total(self.row, self.query)
+        self.choices = space.legal.total(self.row, self.query)
         self.counters = (self.row, self.query, run, sweep)
 
     def below(self, draw: int, n: Tensor | int) -> Tensor:
-        return below(noise(self.problem.seed, *self.counters, draw), n)
+        return below(noise(self.space.call.seed, *self.counters, draw), n)
 
     def legal(self, key: Tensor, exists: Tensor) -> Tensor:
         """Whether `key` (any value where it does not exist) may be taken in this run."""
-        safe = key.clamp(0, self.problem.keys - 1)
-        ok = exists & (key == safe) & self.problem.legal.allows(self.row, self.query, safe)
-        place = coordinates(safe, self.problem.key_grid)
+        safe = key.clamp(0, self.space.keys - 1)
+        ok = exists & (key == safe) & self.space.legal.allows(self.row, self.query, safe)
+        place = coordinates(safe, self.space.key_grid)
         for match in self.earlier:
-            near = within(place, coordinates(match, self.problem.key_grid), self.separation)
+            near = within(place, coordinates(match, self.space.key_grid), self.space.call.separation)
             ok = ok & ~(near & (match >= 0))
         return ok
 
     def score(self, key: Tensor) -> Tensor:
-        found = pair_score(self.q, self.problem.k[self.key_row * self.problem.keys + key], self.problem.score)
+        found = pair_score(self.q, self.space.k[self.key_row * self.space.keys + key], self.space.call.score)
         return torch.where(found.isnan(), -torch.inf, found)
 
     def offer(self, key: Tensor, exists: Tensor) -> None:
         """Take the candidate where it is legal and strictly better."""
-        safe = key.clamp(0, self.problem.keys - 1)
+        safe = key.clamp(0, self.space.keys - 1)
         score = self.score(safe)
         better = (score > self.best) & self.legal(key, exists)
         self.key, self.best = torch.where(better, safe, self.key), torch.where(better, score, self.best)
@@ -145,49 +134,50 @@ class _Points:
     def fresh(self, draw: int) -> tuple[Tensor, Tensor]:
         """A key drawn from the legal ones, and whether there is any."""
         some = self.choices > 0
-        return self.problem.legal.nth(self.row, self.below(draw, self.choices)), some
+        return self.space.legal.nth(self.row, self.below(draw, self.choices)), some
 
     def start(self, warm: Tensor | None) -> None:
         """A legal start is kept whatever its score."""
         key, exists = self.fresh(0)
         if warm is not None:
-            given = warm[self.row * self.problem.queries + self.query]
+            given = warm[self.row * self.space.queries + self.query]
             usable = self.legal(given, given >= 0)
             key, exists = torch.where(usable, given, key), usable | exists
         taken = self.legal(key, exists)
         self.key = torch.where(taken, key, -1)
         self.best = torch.where(taken, self.score(key.clamp(0)), -torch.inf)
 
-    def propagate(self, before: Tensor, jump: int, how: str) -> None:
+    def propagate(self, before: Tensor, jump: int) -> None:
         """The matches that the neighbours `jump` away had before this sweep: moved along, or as they are."""
-        shift = how in ("shift", "both") or (how == "turns" and self.sweep % 2 == 1)
-        stay = how in ("stay", "both") or (how == "turns" and self.sweep % 2 == 0)
-        grid = self.problem.query_grid
+        kind = self.space.call.propagate
+        shift = kind in ("shift", "both") or (kind == "turns" and self.sweep % 2 == 1)
+        stay = kind in ("stay", "both") or (kind == "turns" and self.sweep % 2 == 0)
+        grid = self.space.query_grid
         for axis in range(len(grid)):
             for step in (-jump, jump):
                 there = [place + step * (a == axis) for a, place in enumerate(self.place)]
                 exists = inside(there, grid)
                 neighbour = torch.where(exists, flat(there, grid), 0)
-                key = before[self.row * self.problem.queries + neighbour]
+                key = before[self.row * self.space.queries + neighbour]
                 exists = exists & (key >= 0)
                 if shift:
-                    moved = [at - step * (a == axis) for a, at in enumerate(coordinates(key, self.problem.key_grid))]
-                    on_grid = inside(moved, self.problem.key_grid)
-                    self.offer(flat(moved, self.problem.key_grid), exists & on_grid)
+                    moved = [at - step * (a == axis) for a, at in enumerate(coordinates(key, self.space.key_grid))]
+                    on_grid = inside(moved, self.space.key_grid)
+                    self.offer(flat(moved, self.space.key_grid), exists & on_grid)
                 if stay:
                     self.offer(key, exists)
 
-    def gossip(self, before: Tensor, count: int) -> None:
+    def gossip(self, before: Tensor) -> None:
         """The matches of queries drawn from the whole row."""
-        for draw in range(count):
-            other = self.below(draw, self.problem.queries)
-            key = before[self.row * self.problem.queries + other]
+        for draw in range(self.space.call.gossip):
+            other = self.below(draw, self.space.queries)
+            key = before[self.row * self.space.queries + other]
             self.offer(key, key >= 0)
 
-    def random_search(self, first_draw: int) -> None:
+    def random_search(self) -> None:
         """One key from ever smaller boxes around the best so far, cut at the border; a fresh one while keyless."""
-        grid = self.problem.key_grid
-        rank, reach, draw = len(grid), max(grid), first_draw
+        grid = self.space.key_grid
+        rank, reach, draw = len(grid), max(grid), self.space.call.gossip
         while reach >= 1:
             near = []
             for axis, centre in enumerate(coordinates(self.key.clamp(0), grid)):

@@ -13,43 +13,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...grid import Grid, LegalKeys, cell_sides, coordinates, flat, grid_of, inside, key_row, rows
+from ..._compat import functorch_active
+from ...calls import AttendCall, ScoreFunction
+from ...grid import Grid, LegalKeys, cell_sides, coordinates, flat, grid_of, inside, key_row
 from ...schedule import LANES
-from ...scoring import accumulator, pair_score, weigh, widened
-from ...types import Attended, Score
-from .attend import kept
+from ...scoring import accumulator, normalized_weights, pair_score
+from ...types import Attended
+from .attend import extra_of, flat_tensors, kept
 from .chunks import in_chunks
 from .tile_search import members
 
 CHUNK_ELEMENTS = 1 << 22  # of scores, gathered keys and values at a time
 
 
-def tile_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    *,
-    radius: Sequence[int],
-    causal: bool,
-    key_mask: Tensor | None,
-    scale: float,
-    score: Score,
-    weight: str,
-    extra: tuple[Tensor, Tensor] | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-) -> Attended:
-    """q, k prepared for `score`, v [B, Hk, *G', F], index [B, H, *G, kappa] -> out [B, H, *G, F], lse [B, H, *G]."""
+def tile_attend(call: AttendCall) -> Attended:
+    """out [B, H, *G, F] and lse [B, H, *G] over the cells that the windows of a query's tile touch."""
+    q, k, v, index, causal = call.q, call.k, call.v, call.index, call.causal
     heads, key_heads, grid, key_grid = q.shape[1], k.shape[1], grid_of(q), grid_of(k)
     queries, keys, total = math.prod(grid), math.prod(key_grid), q.shape[0] * heads
-    legal_keys = LegalKeys.of(q, k, causal, key_mask)
-    sides = cell_sides(radius, key_grid)
+    legal_keys = LegalKeys.of(q, k, causal, call.key_mask)
+    sides = cell_sides(call.radius, key_grid)
     member = members(grid, q.device)  # [tiles of a row, LANES]
-    cells = touched(index.reshape(total, queries, index.shape[-1]).long(), member, key_grid, radius, sides)
-    if extra is None:
-        extra = (k.new_zeros(*k.shape[:2], 0, k.shape[-1]), v.new_zeros(*v.shape[:2], 0, v.shape[-1]))
-    extras, wide = extra[0].shape[2], accumulator(v.dtype)
+    cells = touched(index.reshape(total, queries, index.shape[-1]).long(), member, key_grid, call.radius, sides)
+    extras, wide = extra_of(call)[0].shape[2], accumulator(v.dtype)
 
     def tiles(at: Tensor, q: Tensor, k: Tensor, v: Tensor, k_extra: Tensor, v_extra: Tensor) -> tuple[Tensor, Tensor]:
         row, query = (at // len(member)).reshape(-1, 1, 1), member[at % len(member)].unsqueeze(-1)
@@ -68,20 +54,19 @@ def tile_attend(
         v_found = torch.cat([v_found, v_extra[source.flatten()]], 1)
         legal = torch.cat([legal, (query >= 0).expand(-1, -1, extras)], 2)
         own = torch.where(query >= 0, q[row.squeeze(-1) * queries + query.squeeze(-1).clamp(min=0)], 0)
-        p, lse = weigh(scale * scores(own, k_found, legal, score, causal).to(wide), legal, weight)
+        a = call.scale * scores(own, k_found, legal, call.score, causal).to(wide)
+        p, lse = normalized_weights(a, legal, call.weight)
         p = torch.where(legal, p, 0)  # of a query of NaNs too
-        if dropout_seed is not None:
+        if call.dropout_seed is not None:
             named = torch.cat([key, (keys + torch.arange(extras, device=key.device)).expand(len(at), 1, -1)], 2)
             # What is dropped is zero, NaN too.
-            p = torch.where(kept(dropout_seed, row, query, named, dropout_p), p / (1 - dropout_p), 0)
+            p = torch.where(kept(call, row, query, named), p / (1 - call.dropout_p), 0)
         return mix(p, v_found, legal, causal), lse
 
-    _, *extra_wide = widened(score, q, *extra)
-    tensors = tuple(rows(x).flatten(0, 1) for x in widened(score, q, k, v)) + tuple(x.flatten(0, 1) for x in extra_wide)
-    each = LANES * (k.shape[-1] if callable(score) else 1) + k.shape[-1] + v.shape[-1]
+    each = LANES * (k.shape[-1] if call.score else 1) + k.shape[-1] + v.shape[-1]
     each *= cells.shape[1] * math.prod(sides) + extras
     size = max(1, CHUNK_ELEMENTS // max(each, 1))
-    out, lse = in_chunks(tiles, total * len(member), size, tensors)
+    out, lse = in_chunks(tiles, total * len(member), size, flat_tensors(call))
     slot = member.flatten().argsort()[-queries:]  # where each query stands in the tiles
     out = out.reshape(total, len(member) * LANES, v.shape[-1])[:, slot].to(v.dtype)
     lse = lse.reshape(total, len(member) * LANES)[:, slot]
@@ -115,7 +100,7 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
     sets = torch.full((len(cells), most + 1), -1, device=cells.device)
     # What is not new is written to a spare last place.
     sets = sets.scatter(1, torch.where(new, new.cumsum(1) - 1, most), torch.where(new, cells, -1))
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or cells.is_meta
+    traced = torch.compiler.is_compiling() or functorch_active() or cells.is_meta
     if not traced and len(cells):  # a graph must not depend on how many there are
         most = max(1, int(new.sum(1).max()))
     return sets[:, :most]
@@ -134,9 +119,9 @@ def keys_of(cells: Tensor, key_grid: Grid, sides: Grid) -> tuple[Tensor, Tensor]
     return torch.where(there, flat(place, key_grid), 0).flatten(1), there.flatten(1)
 
 
-def scores(q: Tensor, k: Tensor, legal: Tensor, score: Score, causal: bool) -> Tensor:
+def scores(q: Tensor, k: Tensor, legal: Tensor, score: ScoreFunction | None, causal: bool) -> Tensor:
     """[C, LANES, E] and [C, K, E] -> [C, LANES, K]."""
-    if callable(score):
+    if score is not None:
         return pair_score(q.unsqueeze(2), torch.where(legal.unsqueeze(-1), k.unsqueeze(1), 0), score)
     if not causal:
         return q @ k.transpose(1, 2)

@@ -11,39 +11,29 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...calls import Found, SearchCall
 from ...grid import Grid, coordinates, flat, inside, key_row, within
 from ...noise import below, noise
 from ...schedule import LANES, STOP, Offer, offers, tile_shape, windows
 from ...scoring import pair_score
-from ...types import Matches, Score, Search
-from .search import CHUNK_ELEMENTS, Problem
+from .search import CHUNK_ELEMENTS, SearchSpace
 
 
-def tile_search(
-    q: Tensor,
-    k: Tensor,
-    settings: Search,
-    *,
-    seed: Tensor,
-    causal: bool,
-    key_mask: Tensor | None,
-    score: Score,
-    warm: Matches | None,
-) -> Matches:
-    """q [B, H, *G, E], k [B, Hk, *G', E], both prepared for `score` -> Matches of kappa keys per query."""
-    problem = Problem(q, k, seed, causal, key_mask, score)
-    state = _start(problem, settings, None if warm is None else warm.index.flatten(0, -2).long())
-    going = torch.ones(problem.points, 1, dtype=torch.bool, device=q.device)
-    for sweep in range(1, settings.sweeps + 1):
-        made = offers(sweep, settings.jumps, settings.propagate, settings.gossip, problem.key_grid)
-        table = [_offered(problem, offer, sweep, number, state.key) for number, offer in enumerate(made)]
-        after, took = _weigh(problem, settings, state, table)
+def tile_search(call: SearchCall) -> Found:
+    """All matches of a query in one run; a row stops when few of its queries still improve."""
+    space = SearchSpace(call)
+    state = _start(space)
+    going = torch.ones(space.points, 1, dtype=torch.bool, device=call.q.device)
+    for sweep in range(1, call.sweeps + 1):
+        made = offers(sweep, call.jumps, call.propagate, call.gossip, space.key_grid)
+        table = [_offered(space, offer, sweep, number, state.key) for number, offer in enumerate(made)]
+        after, took = _score_offers(space, state, table)
         state = _State(torch.where(going, after.key, state.key), torch.where(going, after.score, state.score))
-        count = took.reshape(-1, problem.queries).sum(1, keepdim=True)
-        enough = (count * STOP >= problem.queries).expand(-1, problem.queries).reshape(-1, 1)
+        count = took.reshape(-1, space.queries).sum(1, keepdim=True)
+        enough = (count * STOP >= space.queries).expand(-1, space.queries).reshape(-1, 1)
         going = going & enough
-    shape = (*q.shape[:-1], settings.matches)
-    return Matches(state.key.to(torch.int32).reshape(shape), state.score.float().reshape(shape), problem.key_grid)
+    shape = (*call.q.shape[:-1], call.matches)
+    return Found(state.key.to(torch.int32).reshape(shape), state.score.float().reshape(shape))
 
 
 class _State:
@@ -56,65 +46,67 @@ class _State:
         self.key, self.score = key.gather(-1, order), score.gather(-1, order)
 
 
-def _start(problem: Problem, settings: Search, warm: Tensor | None) -> _State:
+def _start(space: SearchSpace) -> _State:
     """Sweep 0: one draw per query, or its warm keys where they are legal; kept whatever their scores."""
-    row, query = problem.row, problem.query
-    given = 1 if warm is None else min(settings.matches, warm.shape[1])
-    key = torch.full((problem.points, settings.matches), -1, device=row.device)
-    choices = problem.legal.total(row, query)
+    call, row, query = space.call, space.row, space.query
+    # The rank of an empty batch cannot be inferred from its size.
+    warm = None if call.warm is None else call.warm.reshape(space.points, call.warm.shape[-1]).long()
+    given = 1 if warm is None else min(call.matches, warm.shape[1])
+    key = torch.full((space.points, call.matches), -1, device=row.device)
+    choices = space.legal.total(row, query)
     for entry in range(given):
-        start = problem.legal.nth(row, below(noise(problem.seed, row, query, entry, 0, 0), choices))
+        start = space.legal.nth(row, below(noise(space.call.seed, row, query, entry, 0, 0), choices))
         start = torch.where(choices > 0, start, -1)
         if warm is not None:
-            usable = _apart(problem, warm[:, entry], key, settings.separation)
+            usable = _apart(space, warm[:, entry], key, call.separation)
             start = torch.where(usable, warm[:, entry], start)
-        key[:, entry] = torch.where(_apart(problem, start, key, settings.separation), start, -1)
-    score = torch.full(key.shape, -torch.inf, dtype=problem.wide, device=key.device)
+        key[:, entry] = torch.where(_apart(space, start, key, call.separation), start, -1)
+    score = torch.full(key.shape, -torch.inf, dtype=space.wide, device=key.device)
     for entry in range(given):
-        for at in problem.chunks():
-            there = key_row(row[at], problem.heads, problem.key_heads) * problem.keys + key[at, entry].clamp(min=0)
-            found = pair_score(problem.q[at], problem.k[there], problem.score)
+        for at in space.chunks():
+            there = key_row(row[at], space.heads, space.key_heads) * space.keys + key[at, entry].clamp(min=0)
+            found = pair_score(space.q[at], space.k[there], space.call.score)
             score[at, entry] = torch.where((key[at, entry] < 0) | found.isnan(), -torch.inf, found)
     return _State(key, score)
 
 
-def _apart(problem: Problem, key: Tensor, others: Tensor, separation: int) -> Tensor:
+def _apart(space: SearchSpace, key: Tensor, others: Tensor, separation: int) -> Tensor:
     """Whether each point may take its key [P] (any value) beside the `others` [P, kappa] that it has."""
-    safe = key.clamp(0, problem.keys - 1)
-    ok = (key == safe) & problem.legal.allows(problem.row, problem.query, safe)
-    return ok & ~_near(problem, safe.unsqueeze(1), others, separation).any(1)
+    safe = key.clamp(0, space.keys - 1)
+    ok = (key == safe) & space.legal.allows(space.row, space.query, safe)
+    return ok & ~_near(space, safe.unsqueeze(1), others, separation).any(1)
 
 
-def _near(problem: Problem, key: Tensor, other: Tensor, separation: int) -> Tensor:
+def _near(space: SearchSpace, key: Tensor, other: Tensor, separation: int) -> Tensor:
     """Which keys are at most the separation apart; -1 is far from everything. Broadcasts."""
-    a, b = coordinates(key.clamp(min=0), problem.key_grid), coordinates(other.clamp(min=0), problem.key_grid)
+    a, b = coordinates(key.clamp(min=0), space.key_grid), coordinates(other.clamp(min=0), space.key_grid)
     return within(a, b, separation) & (key >= 0) & (other >= 0)
 
 
-def _offered(problem: Problem, offer: Offer, sweep: int, number: int, key: Tensor) -> Tensor:
+def _offered(space: SearchSpace, offer: Offer, sweep: int, number: int, key: Tensor) -> Tensor:
     """One key from every point, -1 for none: [P], from the matches [P, kappa] at the start of the sweep."""
-    row, query = problem.row, problem.query
-    grid, key_grid, rank = problem.query_grid, problem.key_grid, len(problem.key_grid)
+    row, query = space.row, space.query
+    grid, key_grid, rank = space.query_grid, space.key_grid, len(space.key_grid)
     place = coordinates(query, grid)
     # Each offer of a query shows another of its matches; in the first sweep there is but one.
     entry = (query + number + sweep) % (key.shape[1] if sweep > 1 else 1)
 
     def drawn(draw: int, n: Tensor | int) -> Tensor:
-        return below(noise(problem.seed, row, query, 0, sweep, draw), n)
+        return below(noise(space.call.seed, row, query, 0, sweep, draw), n)
 
     def match_of(other: Tensor) -> Tensor:
-        return key[row * problem.queries + other, entry]
+        return key[row * space.queries + other, entry]
 
     if offer.kind == "gossip":
-        found = match_of(drawn(offer.draw, problem.queries))
+        found = match_of(drawn(offer.draw, space.queries))
     elif offer.kind == "random":
         own = match_of(query)
         near = []
         for axis, centre in enumerate(coordinates(own.clamp(min=0), key_grid)):
             low, high = (centre - offer.reach).clamp(min=0), (centre + offer.reach).clamp(max=key_grid[axis] - 1)
             near.append(low + drawn(offer.draw + axis, high - low + 1))
-        choices = problem.legal.total(row, query)
-        fresh = torch.where(choices > 0, problem.legal.nth(row, drawn(offer.draw + rank, choices)), -1)
+        choices = space.legal.total(row, query)
+        fresh = torch.where(choices > 0, space.legal.nth(row, drawn(offer.draw + rank, choices)), -1)
         found = torch.where(own < 0, fresh, flat(near, key_grid))
     else:
         direction = (torch.stack(place).sum(0) + sweep + offer.draw) % (2 * rank)
@@ -128,7 +120,7 @@ def _offered(problem: Problem, offer: Offer, sweep: int, number: int, key: Tenso
         if offer.kind == "shift":
             moved = [at - move for at, move in zip(coordinates(found.clamp(min=0), key_grid), moves, strict=True)]
             found = torch.where((found >= 0) & inside(moved, key_grid), flat(moved, key_grid), -1)
-    allowed = problem.legal.allows(row, torch.full_like(query, problem.keys), found.clamp(min=0))
+    allowed = space.legal.allows(row, torch.full_like(query, space.keys), found.clamp(min=0))
     # Whoever finds nothing shows what it has. Causal order is for each query of the tile to test.
     own = torch.where(match_of(query) < 0, key[:, 0], match_of(query))
     return torch.where((found >= 0) & allowed, found, own)
@@ -148,27 +140,27 @@ def members(grid: Grid, device: torch.device) -> Tensor:
     return torch.where(inside(place, grid), flat(place, grid), -1)
 
 
-def _tiles(problem: Problem, elements: int) -> Iterator[Tensor]:
+def _tiles(space: SearchSpace, elements: int) -> Iterator[Tensor]:
     """Points of tiles [C, LANES], -1 off the query grid, some tiles of one row at a time."""
-    member, step = members(problem.query_grid, problem.q.device), max(1, CHUNK_ELEMENTS // elements)
-    for row in range(problem.points // problem.queries):
+    member, step = members(space.query_grid, space.q.device), max(1, CHUNK_ELEMENTS // elements)
+    for row in range(space.points // space.queries):
         for begin in range(0, len(member), step):
             queries = member[begin : begin + step]
-            yield torch.where(queries < 0, -1, row * problem.queries + queries)
+            yield torch.where(queries < 0, -1, row * space.queries + queries)
 
 
-def _weigh(problem: Problem, settings: Search, state: _State, table: list[Tensor]) -> tuple[_State, Tensor]:
+def _score_offers(space: SearchSpace, state: _State, table: list[Tensor]) -> tuple[_State, Tensor]:
     """Every query of every tile sees the offers of the sweep; the state after it and who took a key [P]."""
     # What lies off the grid is written to one more point: no nonzero(), which would wait
     key, score = torch.cat([state.key, state.key[:1]]), torch.cat([state.score, state.score[:1]])
     took = torch.zeros(len(key), dtype=torch.bool, device=key.device)
-    for at in _tiles(problem, LANES * (problem.q.shape[-1] + LANES)):
+    for at in _tiles(space, LANES * (space.q.shape[-1] + LANES)):
         exists, safe = at >= 0, torch.where(at < 0, at[:, :1], at)  # off the grid: as the first
-        tile = _Tile(problem, settings.separation, safe, _State(state.key[safe], state.score[safe]))
+        tile = _Tile(space, safe, _State(state.key[safe], state.score[safe]))
         for offer in table:
-            for lanes in windows(settings.matches):
-                tile.weigh(offer[safe[:, lanes]])
-        to = torch.where(exists, at, problem.points)
+            for lanes in windows(space.call.matches):
+                tile.take_best(offer[safe[:, lanes]])
+        to = torch.where(exists, at, space.points)
         key[to], score[to], took[to] = tile.state.key, tile.state.score, tile.took
     return _State(key[:-1], score[:-1]), took[:-1]
 
@@ -176,31 +168,31 @@ def _weigh(problem: Problem, settings: Search, state: _State, table: list[Tensor
 class _Tile:
     """Some tiles of one row in a sweep: `state` of [C, LANES] queries and which of them `took` a key."""
 
-    def __init__(self, problem: Problem, separation: int, at: Tensor, state: _State) -> None:
-        self.problem, self.separation, self.state = problem, separation, state
-        self.query, self.q = at % problem.queries, problem.q[at]
-        self.first_key = key_row(at[:1, :1] // problem.queries, problem.heads, problem.key_heads) * problem.keys
+    def __init__(self, space: SearchSpace, at: Tensor, state: _State) -> None:
+        self.space, self.state = space, state
+        self.query, self.q = at % space.queries, space.q[at]
+        self.first_key = key_row(at[:1, :1] // space.queries, space.heads, space.key_heads) * space.keys
         self.took = torch.zeros_like(at, dtype=torch.bool)
 
     def scores(self, keys: Tensor) -> Tensor:
         """[C, K] -> [C, LANES, K]."""
-        k = self.problem.k[self.first_key + keys.clamp(min=0)]
-        if callable(self.problem.score):
-            found = pair_score(self.q.unsqueeze(2), k.unsqueeze(1), self.problem.score)
+        k = self.space.k[self.first_key + keys.clamp(min=0)]
+        if callable(self.space.call.score):
+            found = pair_score(self.q.unsqueeze(2), k.unsqueeze(1), self.space.call.score)
         else:
-            found = self.q.to(self.problem.wide) @ k.to(self.problem.wide).transpose(1, 2)
+            found = self.q.to(self.space.wide) @ k.to(self.space.wide).transpose(1, 2)
         return torch.where(found.isnan(), -torch.inf, found)
 
-    def weigh(self, keys: Tensor) -> None:
+    def take_best(self, keys: Tensor) -> None:
         """Every query considers its best key of one window [C, W], of equal ones the lowest."""
         keys = keys.sort(-1).values
         score = self.scores(keys)
         legal = (keys >= 0).unsqueeze(1)
-        if self.problem.legal.causal:
+        if self.space.legal.causal:
             legal = legal & (keys.unsqueeze(1) <= self.query.unsqueeze(-1))
         best, first = torch.where(legal, score, -torch.inf).max(-1)
         new = keys.unsqueeze(1).expand_as(score).gather(-1, first.unsqueeze(-1))
-        close = _near(self.problem, self.state.key, new, self.separation)
+        close = _near(self.space, self.state.key, new, self.space.call.separation)
         refused = (close & (self.state.score >= best.unsqueeze(-1))).any(-1)
         takes = (best > self.state.score[..., -1]) & ~refused  # the last is -inf while there is room
         gone = close & takes.unsqueeze(-1)

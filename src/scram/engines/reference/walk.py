@@ -7,46 +7,33 @@ import math
 import torch
 from torch import Tensor
 
+from ...calls import SampleCall
 from ...grid import LegalKeys, coordinates, flat, grid_of, inside, key_row, rows
 from ...noise import below, noise
 from ...scoring import accumulator, pair_score
-from ...types import Score
-from .sample import attend_visited
+from .visited import Visit, Visited
 
 
-def metropolis(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    modes: Tensor,
-    count: Tensor,
-    *,
-    legal: LegalKeys,
-    seed: Tensor,
-    table: Tensor,
-    samples: int,
-    chains_per_mode: int,
-    burn_in: int,
-    scale: float,
-    score: Score,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, H, *G, F], acceptance and rhat [B, H, *G].
+def walks_of(call: SampleCall) -> Visit:
+    """The keys that points walk to, with acceptance and rhat.
 
-    The noise of a step is noise(seed, row, query, chain, step, draw): draw axis is the move, draw rank accepts it.
-    """
+    The noise of a step is noise(seed, row, query, chain, step, draw): draw axis is the move, draw rank accepts it."""
+    q, k, modes, seed, samples, burn_in = call.q, call.k, call.modes, call.seed, call.samples, call.burn_in
+    chains_per_mode, table = call.chains_per_mode, call.table.long()
+    legal = LegalKeys.of(q, k, call.causal, call.key_mask)
     key_grid, queries, keys = grid_of(k), math.prod(grid_of(q)), math.prod(grid_of(k))
-    flat_modes, flat_count, table = modes.reshape(-1, modes.shape[-1]).long(), count.reshape(-1).long(), table.long()
-    q_points, k_points, wide = rows(q).flatten(0, 1), rows(k).flatten(0, 1), accumulator(v.dtype)
+    flat_modes, flat_count = modes.reshape(-1, modes.shape[-1]).long(), call.count.reshape(-1).long()
+    q_points, k_points, wide = rows(q).flatten(0, 1), rows(k).flatten(0, 1), accumulator(call.v.dtype)
     reach, most = len(table) // 2 - 1, min(modes.shape[-1] * chains_per_mode, samples)
 
-    def visit(at: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def visit(at: Tensor) -> Visited:
         row, query = at // queries, at % queries
         source, mine = key_row(row, q.shape[1], k.shape[1]) * keys, q_points[at]
         chains = (flat_count[at] * chains_per_mode).clamp(max=samples)
         shortest, longer = samples // chains.clamp(min=1), samples % chains.clamp(min=1)
 
         def score_of(key: Tensor) -> Tensor:
-            return scale * pair_score(mine, k_points[source + key], score).to(wide)
+            return call.scale * pair_score(mine, k_points[source + key], call.score).to(wide)
 
         chain, done, made = torch.zeros_like(at), torch.zeros_like(at), torch.zeros_like(at)
         state, a = torch.zeros_like(at), torch.zeros(at.shape, dtype=wide, device=at.device)
@@ -82,9 +69,7 @@ def metropolis(
         log_weight = torch.where(some, 0.0, -torch.inf).to(wide).expand(-1, samples)
         return visited[:, :samples], log_weight, (accepted.to(wide) / samples, rhat(scores[:, :samples], chains, most))
 
-    how = {"samples": samples, "scale": scale, "score": score, "flat": True}
-    out, _, _, _, acceptance, r = attend_visited(q, k, v, None, None, visit, **how)  # type: ignore[arg-type]
-    return out, acceptance, r
+    return visit
 
 
 def rhat(scores: Tensor, chains: Tensor, most: int) -> Tensor:

@@ -1,0 +1,152 @@
+"""What an engine is given and what it returns: one immutable value per operator, one named field per argument.
+
+The public functions validate their arguments and make a call; an engine takes it as its only argument. `ops` derives
+the schema of a torch operator from the annotations below, so tensors come first and settings after them.
+A call is a NamedTuple: it is made in a third of the time of a frozen dataclass, and `op(*call)` needs no list of names.
+
+Shapes: q [B, H, *G, E], k [B, Hk, *G', E], v [B, Hk, *G', F]; q, k and k_extra hold the features prepared for the score
+(`scoring`), so engines know the dot product only. `key_mask` is bool [B, *G'] or [B, H, *G']. Indices are int32 flat
+row-major indices into the key grid, -1 for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+# A user's own score (q [..., E], k [..., E]) -> [...]; None is the dot product. Never part of an operator.
+ScoreFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class SearchCall(NamedTuple):
+    """Find `matches` keys of high score for every query (Algorithm 1 for method="query")."""
+
+    q: Tensor
+    k: Tensor
+    seed: Tensor  # int64 []
+    key_mask: Tensor | None
+    warm: Tensor | None  # int32 [B, H, *G, any number]: indices to start from
+    method: str  # "query" or "tile"
+    matches: int
+    separation: int
+    sweeps: int
+    jumps: tuple[int, ...]
+    propagate: str
+    gossip: int
+    causal: bool
+    score: ScoreFunction | None = None
+
+
+class Found(NamedTuple):
+    """Result of a search, best match first."""
+
+    index: Tensor  # type: ignore[assignment]  # int32 [B, H, *G, kappa]
+    score: Tensor  # float32 [B, H, *G, kappa]
+
+
+class AttendCall(NamedTuple):
+    """Attend to the union of the windows around every query's matches (Algorithm 2), and to the extra keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    index: Tensor  # type: ignore[assignment]  # int32 [B, H, *G, kappa]
+    key_mask: Tensor | None
+    k_extra: Tensor | None  # [B, Hk, X, E]
+    v_extra: Tensor | None  # [B, Hk, X, F]
+    dropout_seed: Tensor | None  # int64 []; None without dropout
+    radius: tuple[int, ...]  # one per axis
+    causal: bool
+    scale: float
+    weight: str
+    dropout_p: float
+    window: str  # "query" or "tile"
+    score: ScoreFunction | None = None
+
+
+class AttendGrads(NamedTuple):
+    """Gradients of an AttendCall; None for the extra keys where there are none."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_extra: Tensor | None
+    v_extra: Tensor | None
+
+
+class DrawnTailCall(NamedTuple):
+    """Join the attention over the windows (`head_out`, `head_lse`) with keys drawn for all others (`Hybrid`)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    index: Tensor  # type: ignore[assignment]  # int32 [B, H, *G, kappa]
+    key_mask: Tensor | None
+    head_out: Tensor  # [B, H, *G, F]
+    head_lse: Tensor  # [B, H, *G]
+    seed: Tensor  # int64 []
+    samples: int
+    stratified: bool
+    radius: tuple[int, ...]
+    causal: bool
+    scale: float
+    score: ScoreFunction | None = None
+
+
+class DrawnTail(NamedTuple):
+    """Result of a DrawnTailCall. The last three fields are kept for the backward pass."""
+
+    out: Tensor  # [B, H, *G, F]
+    lse: Tensor  # [B, H, *G]
+    variance: Tensor  # [B, H, *G, F]
+    offset: Tensor  # [B, H, *G], what a query adds to the scores of its tail; a constant
+    names: Tensor  # int32 [R, m], the keys that the queries of a row share
+    represents: Tensor  # float32 [R, m], how many keys each stands for; empty unless stratified
+
+
+class TailGrads(NamedTuple):
+    """Gradients of a DrawnTailCall or SampleCall; None for the head where there is none."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    head_out: Tensor | None
+    head_lse: Tensor | None
+
+
+class SampleCall(NamedTuple):
+    """Attend to keys that every query draws ("snis") or walks to ("metropolis") on its own."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    modes: Tensor  # int32 [B, H, *G, kappa], the matches that exist first
+    count: Tensor  # type: ignore[assignment]  # int32 [B, H, *G], how many exist
+    total: Tensor  # int32 [B, H, *G], legal keys of each query
+    order: Tensor | None  # int64 [rows of the mask, M], each row's legal keys ascending
+    key_mask: Tensor | None
+    head_out: Tensor | None  # attention over the extra keys
+    head_lse: Tensor | None
+    seed: Tensor  # int64 []
+    table: Tensor  # int32 [2 R + 2], running sums of the weights of the steps -R..R
+    method: str  # "snis" or "metropolis"
+    samples: int
+    alpha: float
+    chains_per_mode: int
+    burn_in: int
+    causal: bool
+    scale: float
+    score: ScoreFunction | None = None
+
+
+class Sampled(NamedTuple):
+    """Result of a SampleCall; a diagnostic that the method does not have holds anything."""
+
+    out: Tensor  # [B, H, *G, F]
+    lse: Tensor  # [B, H, *G]
+    variance: Tensor  # [B, H, *G, F]
+    ess: Tensor  # [B, H, *G]
+    acceptance: Tensor  # [B, H, *G]
+    rhat: Tensor  # [B, H, *G]

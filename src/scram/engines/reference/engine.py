@@ -1,0 +1,29 @@
+"""The reference as an engine. Autograd differentiates it, so it has no backward functions."""
+
+import torch
+
+from ...calls import AttendCall, Found, SearchCall
+from ...types import Attended
+from .attend import attend as query_attend
+from .drawn_tail import drawn_tail
+from .sample import sample
+from .search import search as query_search
+from .tile_attend import tile_attend
+from .tile_search import tile_search
+
+__all__ = ["attend", "clear_caches", "drawn_tail", "sample", "search"]
+
+
+def search(call: SearchCall) -> Found:
+    with torch.no_grad():  # a callable score may hold parameters
+        return (tile_search if call.method == "tile" else query_search)(
+            call._replace(q=call.q.detach(), k=call.k.detach())
+        )
+
+
+def attend(call: AttendCall) -> Attended:
+    return (tile_attend if call.window == "tile" else query_attend)(call)
+
+
+def clear_caches() -> None:
+    """It keeps none."""
