@@ -1,4 +1,4 @@
-"""The engines as torch operators: what torch must see, it sees; a plain call spares the dispatcher."""
+"""The engines as torch operators: what torch must see, it sees; a plain call bypasses the dispatcher."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def tensors():
     return torch.randn(3, 1, 2, 5, 6, 4).unbind()
 
 
-class Told(TorchDispatchMode):
+class Seen(TorchDispatchMode):
     """The operators of ours that pass."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -30,7 +30,7 @@ class Subclass(torch.Tensor):
 
 def test_a_mode_sees_the_operators_and_changes_nothing(tensors):
     plain = scram.attention(*tensors, search=SETTINGS, impl="numba")
-    mode = Told()
+    mode = Seen()
     mode.names = []
     with mode:
         seen = scram.attention(*tensors, search=SETTINGS, impl="numba")
@@ -38,22 +38,22 @@ def test_a_mode_sees_the_operators_and_changes_nothing(tensors):
     assert torch.equal(plain, seen)
 
 
-def test_torch_is_idle_for_plain_tensors_only(tensors):
+def test_plain_tensors_alone_bypass_the_dispatcher(tensors):
     q, k, _ = tensors
-    assert ops.idle((q, k, None))
-    assert ops.idle((torch.nn.Parameter(q), k))
-    assert not ops.idle((q.as_subclass(Subclass), k))
-    asked = []
-    torch.vmap(lambda x: (asked.append(ops.idle((x,))), x)[1])(q)
-    assert asked == [False]
+    assert ops.bypasses_dispatcher((q, k, None))
+    assert ops.bypasses_dispatcher((torch.nn.Parameter(q), k))
+    assert not ops.bypasses_dispatcher((q.as_subclass(Subclass), k))
+    seen = []
+    torch.vmap(lambda x: (seen.append(ops.bypasses_dispatcher((x,))), x)[1])(q)
+    assert seen == [False]
 
 
 @pytest.mark.parametrize("seen", [False, True])
 def test_gradients_are_the_same_with_and_without_the_dispatcher(tensors, seen, monkeypatch):
     given = []
-    for idle in (True, False):
+    for direct in (True, False):
         leaves = [x.clone().requires_grad_() for x in tensors]
-        monkeypatch.setattr(ops, "idle", lambda _, idle=idle: idle)
+        monkeypatch.setattr(ops, "bypasses_dispatcher", lambda _, direct=direct: direct)
         found = scram.search(*leaves[:2], search=SETTINGS, impl="numba")
         out, lse = scram.attend(*leaves, found, impl="numba")
         given.append(torch.autograd.grad(out.square().sum() + (lse.sum() if seen else 0), leaves))

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .schedule import MOST_IN_TILES
-
 if TYPE_CHECKING:
     from .types import Attended
 
@@ -21,7 +19,7 @@ WEIGHTS = ("softmax", "mean", "relu")
 METHODS = ("auto", "query", "tile")
 WINDOWS = ("query", "tile")
 PROPAGATE = ("shift", "stay", "both", "turns")
-IMPLS = ("auto", "reference", "numba", "triton")
+IMPLS = ("auto", "triton", "numba", "reference")  # in order of preference
 MAX_RANK = 4
 MOST_MATCHES = 4096  # that may be asked for where there are fewer keys
 
@@ -404,14 +402,6 @@ def reverse_mode_only(impl: str) -> NotImplementedError:
 
 def first_order_only(impl: str) -> NotImplementedError:
     return NotImplementedError(f"impl={impl!r} has no second derivative; use impl='reference'")
-
-
-def tile_matches(search: Any) -> None:
-    if search.method == "tile" and search.matches > MOST_IN_TILES:
-        raise ValueError(
-            f"the tile search of impl='triton' keeps at most {MOST_IN_TILES} matches, got {search.matches}; "
-            "method='query' keeps any number, impl='reference' too"
-        )
 
 
 def no_engine(impl: str, reasons: dict[str, list[str]]) -> ValueError:
