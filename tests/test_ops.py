@@ -67,3 +67,54 @@ def test_second_derivatives_are_refused_without_the_dispatcher_too(tensors):
     (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(first.sum(), q)
+
+
+METHODS = {
+    "hybrid": scram.Hybrid(samples=4, seed=0),
+    "snis": scram.Snis(samples=4, seed=0),
+    "walks": scram.MetropolisHastings(samples=4, seed=0),
+}
+
+
+@pytest.mark.parametrize("name", ["attend", *METHODS])
+def test_second_derivatives_and_forward_mode_are_refused_in_words(tensors, name):
+    q, k, v = tensors
+    found = scram.search(q, k, search=SETTINGS, impl="numba")
+
+    def loss(x):
+        if name == "attend":
+            return scram.attend(x, k, v, found, impl="numba").out.square().sum()
+        return scram.estimate(x, k, v, found, method=METHODS[name], impl="numba").out.square().sum()
+
+    with pytest.raises(NotImplementedError, match="impl='numba' has no"):
+        torch.func.hessian(loss)(q)
+    with pytest.raises(NotImplementedError, match="impl='numba' has no"):
+        torch.func.jvp(torch.func.grad(loss), (q,), (q,))
+    with pytest.raises(NotImplementedError, match="impl='numba' has no second derivative"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(q)
+    with pytest.raises(NotImplementedError, match="impl='numba' has no forward-mode derivative"):
+        torch.func.jvp(loss, (q,), (q,))
+
+
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+@pytest.mark.parametrize("given", ["key_mask", "warm", "matches"])
+def test_what_was_made_in_inference_mode_is_taken_in_training(tensors, impl, given):
+    q, k, v = (x.clone().requires_grad_() for x in tensors)
+    with torch.inference_mode():
+        mask = torch.ones(1, 5, 6, dtype=torch.bool)
+        found = scram.search(q, k, search=SETTINGS, impl=impl)
+    how = {"key_mask": {"key_mask": mask}, "warm": {"warm": found}, "matches": {}}[given]
+    if given == "matches":
+        out = scram.attend(q, k, v, found, impl=impl).out
+        out = out + scram.estimate(q, k, v, found, method=METHODS["hybrid"], impl=impl).out
+    else:
+        out = scram.attention(q, k, v, search=SETTINGS, impl=impl, **how)
+    out.sum().backward()
+    assert all(x.grad.abs().sum() > 0 for x in (k, v))
+
+
+def test_a_schema_names_the_fields_of_its_call():
+    schema = str(torch.ops.scram.attend.default._schema)
+    assert schema.startswith("scram::attend(Tensor q, Tensor k, Tensor v, Tensor index, Tensor? key_mask, ")
+    assert schema.endswith("str weight, float dropout_p, str window, str impl) -> (Tensor, Tensor)")
+    assert "score" not in schema

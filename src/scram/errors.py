@@ -121,16 +121,16 @@ def bandwidth(value: Any) -> None:
 
 def estimator(method: Any, pair: Any) -> None:
     """An estimator's settings; a random walk has no normaliser to join extra keys by."""
-    from .estimators import Hybrid, MetropolisHastings, Snis
+    from .estimators import Estimator
 
-    if not isinstance(method, (Snis, MetropolisHastings, Hybrid)):
+    if not isinstance(method, Estimator):
         raise TypeError(
             "method must be a scram.Snis, scram.MetropolisHastings or scram.Hybrid, "
             f"got {type(method).__name__}; for example scram.Hybrid(samples=512)"
         )
-    if isinstance(method, MetropolisHastings) and pair is not None:
+    if "lse" not in method.reports and pair is not None:
         raise ValueError(
-            "extra must be None with MetropolisHastings: its walks estimate no normaliser (lse), without which exact "
+            f"extra must be None with {type(method).__name__}: it estimates no normaliser (lse), without which exact "
             "keys cannot be joined to it; use Snis or Hybrid"
         )
 
