@@ -112,7 +112,7 @@ def train() -> str:
 
 def settings() -> str:
     """docs/when: what the paper's search and the default find on several kinds of tensors."""
-    head = ("tensors", "what the queries want", "paper", "default", "captured mass, default", "output error, default")
+    head = ("tensors", "best keys", "paper", "default", "captured mass, default", "output error, default")
     shared, own = "few keys shared by many", "a key of its own for each query"
     kinds = {
         "stereo 256x256": own, "projected 256x256": shared, "un-normalised 256x256": shared,
