@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,6 @@ SCORES = ("dot", "cosine", "l2")
 WEIGHTS = ("softmax", "mean", "relu")
 METHODS = ("auto", "query", "tile")
 WINDOWS = ("query", "tile")
-PROPAGATE = ("shift", "stay", "both", "turns")
 IMPLS = ("auto", "triton", "numba", "reference")  # in order of preference
 MAX_RANK = 4
 MOST_MATCHES = 4096  # that may be asked for where there are fewer keys
@@ -53,7 +52,7 @@ def _int(value: Any) -> Any:
         return value
 
 
-def one_of(name: str, value: Any, allowed: Sequence[str], hint: str = "") -> str:
+def one_of(name: str, value: Any, allowed: Collection[str], hint: str = "") -> str:
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
     return value
