@@ -76,6 +76,7 @@ METHODS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.func itself, at first use
 @pytest.mark.parametrize("name", ["attend", *METHODS])
 def test_second_derivatives_and_forward_mode_are_refused_in_words(tensors, name):
     q, k, v = tensors

@@ -171,8 +171,8 @@ def test_on_a_cpu_numba_searches_and_the_reference_attends():
     whole = scram.attention(q, k, v, search=settings, window="tile")
     found = scram.search(q, k, search=settings, impl="numba")
     assert torch.equal(whole, scram.attend(q, k, v, found, window="tile", impl="reference").out)
-    assert not torch.equal(whole, scram.attention(q, k, v, search=settings))  # sound before, but another call
-    assert dispatch.choose("auto", q.device, q.dtype, window="tile") == "reference"
+    assert not torch.equal(whole, scram.attention(q, k, v, search=settings))  # valid before, but another call
+    assert dispatch.choose("auto", q.device, q.dtype, window="tile").name == "reference"
     for call in (scram.attention, lambda *given, **how: scram.attend(*given, found, **how)):
         with pytest.raises(ValueError, match="numba: it attends window='query' only"):
             call(q, k, v, window="tile", impl="numba")
