@@ -17,11 +17,11 @@ _FOLDERS = {gpu.SPEC.name: gpu, cpu.SPEC.name: cpu, reference.SPEC.name: referen
 _loaded: dict[str, Engine] = {reference.SPEC.name: cast(Engine, _reference)}  # a traced call cannot import
 
 
-def engine(spec: EngineSpec) -> Engine:
-    """The engine itself, imported when it is first needed."""
-    found = _loaded.get(spec.name)
+def engine(name: str) -> Engine:
+    """The engine of that name, imported when it is first needed."""
+    found = _loaded.get(name)
     if found is None:
-        found = _loaded[spec.name] = cast(Engine, import_module(f"{_FOLDERS[spec.name].__name__}.engine"))
+        found = _loaded[name] = cast(Engine, import_module(f"{_FOLDERS[name].__name__}.engine"))
     return found
 
 

@@ -96,8 +96,7 @@ class Operator(Generic[Result]):
     def __call__(self, spec: EngineSpec, call: Any) -> Result:
         """The result of a call by an engine, differentiable where the operator is."""
         if spec.plain_torch:
-            result: Result = getattr(dispatch.engine(spec), self.name)(call)
-            return result
+            return self._engine(spec.name)(call)  # type: ignore[no-any-return]
         direct = bypasses_dispatcher(call)
         if self.grads_type is None:
             if not direct or call.q.requires_grad or call.k.requires_grad:
@@ -109,10 +108,9 @@ class Operator(Generic[Result]):
             if direct:
                 return self.result_type(*self.direct_function.apply(spec, call, *self._tensors(call)))
         if direct:
-            result = getattr(dispatch.engine(spec), self.name)(call)
-            return result
+            return self._engine(spec.name)(call)  # type: ignore[no-any-return]
         run = self.function.apply if self.grads_type is not None and _compat.transformed() else self.op
-        return self.result_type(*run(*[getattr(call, name) for name in self.names], spec.name))
+        return self.result_type(*run(*self._fields(call), spec.name))
 
     def _requires_grad(self, call: Any) -> bool:
         given = [getattr(call, name) for name in self.grads_type._fields]
@@ -130,28 +128,34 @@ class Operator(Generic[Result]):
         torch.library.register_vmap(op.default, _one_by_one(op))
         return op
 
-    def _engine_and_call(self, arguments: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
-        """The engine, the call, and what follows the call's arguments, of an operator's arguments."""
-        *given, impl = arguments
-        fields = dict(zip(self.names, given, strict=False))
-        for name in self.setting_names:
-            if fields[name].__class__ is list:
-                fields[name] = tuple(fields[name])
-        return dispatch.engine(dispatch.ENGINES[impl]), self.call_type(**fields), given[len(self.names) :]
+    def _call_and_rest(self, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The call, and what follows its fields, of an operator's arguments; the compiler gives lists for tuples."""
+        given = [tuple(x) if x.__class__ is list else x for x in arguments]
+        return self.call_type(**dict(zip(self.names, given, strict=False))), given[len(self.names) :]
 
     def _compute(self, *arguments: Any) -> tuple[Tensor, ...]:
-        engine, call, _ = self._engine_and_call(arguments)
-        found: tuple[Tensor, ...] = getattr(engine, self.name)(call)
+        call, (impl,) = self._call_and_rest(arguments)
+        found: tuple[Tensor, ...] = self._engine(impl)(call)
         return found
 
     def _compute_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        engine, call, rest = self._engine_and_call(arguments)
-        found = getattr(engine, f"{self.name}_backward")(call, *rest)
-        return tuple(call.v.new_empty(0) if x is None else x for x in found)
+        call, (*rest, impl) = self._call_and_rest(arguments)
+        return tuple(call.v.new_empty(0) if x is None else x for x in self._engine_backward(impl)(call, *rest))
+
+    def _engine(self, impl: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(dispatch.engine(impl), self.name)
+        return function
+
+    def _engine_backward(self, impl: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(dispatch.engine(impl), f"{self.name}_backward")
+        return function
+
+    def _fields(self, call: Any) -> list[Any]:
+        return [getattr(call, name) for name in self.names]
 
     def _direct_forward(self, ctx: Any, spec: EngineSpec, call: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """`tensors` are those of the call: autograd looks for them among the arguments."""
-        result = getattr(dispatch.engine(spec), self.name)(call)
+        result = self._engine(spec.name)(call)
         self._keep(ctx, call, result, spec.name)
         return tuple(result)
 
@@ -188,21 +192,22 @@ class Operator(Generic[Result]):
 
     def _gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """The gradients of the call's tensors by name, from those of its results."""
-        tensors = dict(zip([*self.tensor_names, *self.keep], ctx.saved_tensors, strict=True))
-        given = {**tensors, **ctx.settings}
-        q, v, (grad_out, grad_lse, *_) = given["q"], given["v"], grads
+        given = dict(zip([*self.tensor_names, *self.keep], ctx.saved_tensors, strict=True))
+        kept = [given.pop(name) for name in self.keep]
+        call = self.call_type(**given, **ctx.settings)
+        grad_out, grad_lse, *_ = grads
         if grad_out is None:
-            grad_out = v.new_zeros(*q.shape[:-1], v.shape[-1])
+            grad_out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
         if grad_lse is None:
-            grad_lse = v.new_zeros(q.shape[:-1], dtype=accumulator(v.dtype))
-        arguments = [*[given[name] for name in [*self.names, *self.keep]], grad_out, grad_lse, ctx.impl]
-        run = self.backward_op
-        if _compat.transformed():
-            run = self.backward_function.apply
-        elif not torch.is_grad_enabled() and bypasses_dispatcher(arguments):
-            run = self._compute_backward  # else the operator stands in the graph, to refuse a second derivative
-        found = self.grads_type(*run(*arguments))
-        return {name: getattr(found, name) for name in found._fields if given[name] is not None}
+            grad_lse = call.v.new_zeros(call.q.shape[:-1], dtype=accumulator(call.v.dtype))
+        rest = (*kept, grad_out, grad_lse)
+        # Where a graph is made of the backward pass the operator stands in it, to refuse a second derivative.
+        if not torch.is_grad_enabled() and bypasses_dispatcher((*call, *rest)):
+            found = self._engine_backward(ctx.impl)(call, *rest)
+        else:
+            run = self.backward_function.apply if _compat.transformed() else self.backward_op
+            found = self.grads_type(*run(*self._fields(call), *rest, ctx.impl))
+        return {name: getattr(found, name) for name in found._fields if getattr(call, name) is not None}
 
     def _without_inference_tensors(self, call: Any) -> Any:
         """Autograd keeps no tensor made under `torch.inference_mode`: those are copied."""
