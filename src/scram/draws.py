@@ -1,4 +1,4 @@
-"""What the estimators draw from, in integers, the same for every implementation: steps, modes, shared tails."""
+"""Random choices of the estimators, in integers and equal in every engine: steps, modes, keys that queries share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every user-facing error: what was expected, what came, and the way out. Imports nothing of the package."""
+"""Checks of single arguments. Every user-facing error says what was expected, what came, and the way out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS = ("auto", "query", "tile")
 WINDOWS = ("query", "tile")
 IMPLS = ("auto", "triton", "numba", "reference")  # in order of preference
 MAX_RANK = 4
-MOST_MATCHES = 4096  # that may be asked for where there are fewer keys
+MOST_MATCHES = 4096  # more than this must not exceed the number of keys
 
 
 def whole(name: str, value: Any, least: int, hint: str = "") -> int:
@@ -43,7 +43,7 @@ def whole_fields(settings: Any, **least: int) -> None:
 
 
 def _int(value: Any) -> Any:
-    """What stands for an int without loss, as one; a tensor would have to be waited for."""
+    """An int from anything that converts to one without loss; a tensor does not, since that would synchronize."""
     if isinstance(value, (int, Tensor, torch.SymInt)):
         return value
     try:
@@ -59,7 +59,7 @@ def one_of(name: str, value: Any, allowed: Collection[str], hint: str = "") -> s
 
 
 def settings(value: Any, wanted: type) -> None:
-    """`wanted` is scram.Search: to import it here would take longer than to errors."""
+    """`wanted` is scram.Search; importing it here would take longer than the check."""
     if not isinstance(value, wanted):
         raise TypeError(
             f"search must be a scram.Search, got {type(value).__name__}; for example scram.Search(matches=4)"
@@ -67,7 +67,7 @@ def settings(value: Any, wanted: type) -> None:
 
 
 def enough_keys(q: Any, k: Any, matches: int) -> None:
-    """A few matches more than keys are none (-1); very many are a mistake that fits no memory."""
+    """Matches beyond the number of keys are -1; thousands of them are a mistake that fits no memory."""
     if matches > MOST_MATCHES:
         queries_keys(q, k)
         keys = math.prod(k.shape[2:-1])
@@ -82,7 +82,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def seed(value: Any) -> Tensor | None:
-    """None, an int that fits 64 bits, or a 0-d int64 tensor; as a tensor, which compiled graphs take for an input."""
+    """None, an int that fits 64 bits, or a 0-d int64 tensor. Returns a tensor: an input of compiled graphs."""
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -114,12 +114,12 @@ def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str 
 
 
 def bandwidth(value: Any) -> None:
-    """> 0 and finite; below the smallest normal float it could not divide."""
+    """Positive and finite; below the smallest normal float a division by it overflows."""
     real("bandwidth", value, 1e-30, math.inf, "(0, inf)")
 
 
 def estimator(method: Any, pair: Any) -> None:
-    """An estimator's settings; a random walk has no normaliser to join extra keys by."""
+    """An estimator's settings. Extra keys are joined by the normaliser, so the method must estimate one."""
     from .estimators import Estimator
 
     if not isinstance(method, Estimator):
@@ -259,14 +259,14 @@ def radius(value: Any, rank: int) -> tuple[int, ...]:
 
 def some_queries(q: Tensor) -> None:
     if q.numel() == 0:
-        raise ValueError(f"q must hold at least one query to judge, got {tuple(q.shape)}; skip an empty batch")
+        raise ValueError(f"q must hold at least one query, got {tuple(q.shape)}; skip an empty batch")
 
 
 def finite(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         bad = int((~x.detach().isfinite()).sum())
         if bad:
-            raise ValueError(f"{name} must be finite to be judged, {bad} of its {x.numel()} values are NaN or infinite")
+            raise ValueError(f"{name} must be finite, {bad} of its {x.numel()} values are NaN or infinite")
 
 
 def grid(value: Any) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ class LegalKeys:
         mask = key_mask.reshape(-1, keys)
         count = mask.cumsum(1)
         order = torch.zeros(mask.shape[0], keys + 1, dtype=torch.int64, device=mask.device)
-        # Masked keys are all written to the spare last slot: no nonzero(), which would wait for the device.
+        # All masked keys are written to one extra slot at the end: nonzero() would synchronize with the device.
         names = torch.arange(keys, device=mask.device).expand_as(count)
         order = order.scatter(1, torch.where(mask, count - 1, keys), names)
         return LegalKeys(keys, causal, q.shape[1] if shared else 1, mask, order[:, :keys], count)

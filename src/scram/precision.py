@@ -14,7 +14,7 @@ from . import _compat
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Asked once: torch 2.11 does not compile the question.
+# Looked up once: torch 2.11 does not compile `is_autocast_available`.
 AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 

@@ -1,4 +1,4 @@
-"""Scores and weights of any non-local mean: prepared features, and scores to weights. Shared by all engines."""
+"""Scores and weights of any non-local mean: features prepared for a score, and weights from scores."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def pair_score(q: Tensor, k: Tensor, score: Score | None) -> Tensor:
 
 
 def widened(score: Score | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As the accumulator's dtype before they are gathered: the gradients of a key that many read are summed in it.
+    """Converted to the accumulator's dtype before gathering, so that gradients of shared keys are summed in it.
 
-    A user's callable gets q and k as they are.
+    A callable score gets q and k unconverted.
     """
     wide = accumulator(v.dtype)
     return (q, k, v.to(wide)) if callable(score) else (q.to(wide), k.to(wide), v.to(wide))
@@ -60,7 +60,7 @@ def default_scale(scale: float | None, width: int, score: Score, weight: str) ->
 
 
 def normalized_weights(a: Tensor, legal: Tensor, weight: str) -> tuple[Tensor, Tensor]:
-    """Scaled scores [..., S] to weights [..., S] that sum what is legal, and the log of the normaliser [...]."""
+    """Scaled scores [..., S] to normalized weights [..., S], 0 where not legal, and the log of the normaliser [...]."""
     some = legal.any(-1)
     if weight != "softmax":
         f = a.relu() if weight == "relu" else a

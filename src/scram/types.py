@@ -1,8 +1,9 @@
-"""The values that pass between the stages, and the glossary of axes.
+"""Settings and results that users hold, and the glossary of axes.
 
 B batch, H query heads, Hk key heads (Hk divides H), *G query grid, *G' key grid (rank 1..4), N = prod(G) queries,
-M = prod(G') keys, E width of q and k, F width of v, kappa matches per query. A row is one (batch, query head),
-row = b*H + head. Keys are named by their flat row-major index into G'; -1 is "no key".
+M = prod(G') keys, E width of q and k, F width of v, kappa matches per query, i a query, j a key. A row is one
+(batch, query head), row = b*H + head; there are R = B*H rows. A key is named by its flat row-major index into G'; -1
+means "no key".
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ Score = str | Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Search:
-    """How to look for keys. Checks itself when made; `dataclasses.replace` makes a changed copy.
+    """Settings of a search. Validated when made; `dataclasses.replace` makes a changed copy.
 
     Args:
-        method: "query" (the paper's Algorithm 1, one query at a time, and its extensions), "tile" (queries in tiles
-            that share what they find, by matrix products), or "auto", the better one for the tensors at hand.
-        matches: kappa, the keys to find for each query.
+        method: "query" (the paper's Algorithm 1 with its extensions: every query has candidates of its own), "tile"
+            (tiles of queries share their candidates and score them by matrix products), or "auto", the faster one for
+            the tensors at hand.
+        matches: kappa, number of keys to find for each query.
         separation: L, matches of one query are farther apart than this (Chebyshev distance on the key grid);
-            0 asks for distinct keys, the paper's top-kappa_max, more for its top-kappa_mode.
-        sweeps: T, how often every query looks at its neighbours' matches and around its own.
-        jumps: distances to the neighbours that are asked, in this order; a tile asks for unmoved matches as many tiles
+            0 means distinct keys, the paper's top-kappa_max; more is its top-kappa_mode.
+        sweeps: T, number of iterations. In each, every query tries its neighbours' matches and keys around its own.
+        jumps: distances to the neighbours that are read, in this order. A tile reads unmoved matches that many tiles
             away.
         propagate: what a neighbour offers: "shift" its match moved by the distance between the two queries
             (the paper), "stay" its match itself, "both", or "turns" (shift in odd sweeps, stay in even ones).
-        gossip: queries anywhere in the grid whose match is tried too, per sweep.
+        gossip: number of queries drawn anywhere in the grid whose match is tried too, per sweep.
         seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
 
     >>> Search(matches=4, separation=2, seed=0).sweeps
@@ -53,7 +55,7 @@ class Search:
     propagate: str = "both"
     gossip: int = 8
     seed: int | Tensor | None = None
-    # What the stages read: torch.compile takes an int for a constant and would compile anew for each seed.
+    # Engines read this one: torch.compile takes an int for a constant and would recompile for each seed.
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

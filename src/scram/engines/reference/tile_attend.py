@@ -98,7 +98,7 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
     new = (cells < none) & torch.cat([cells[:, :1] >= 0, cells[:, 1:] != cells[:, :-1]], 1)
     most = min(cells.shape[1], none)
     sets = torch.full((len(cells), most + 1), -1, device=cells.device)
-    # What is not new is written to a spare last place.
+    # Duplicates are written to an extra slot at the end.
     sets = sets.scatter(1, torch.where(new, new.cumsum(1) - 1, most), torch.where(new, cells, -1))
     traced = torch.compiler.is_compiling() or functorch_active() or cells.is_meta
     if not traced and len(cells):  # a graph must not depend on how many there are
