@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -88,6 +88,11 @@ class Search:
         least = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}.get(q.dtype)
         units = q.device.type == "cuda" and least is not None and q.shape[-1] >= least
         return "tile" if units and self.matches <= MOST_IN_TILES else "query"
+
+    def resolved(self, q: Tensor) -> Search:
+        """Deprecated: use `resolved_method`."""
+        errors.renamed("Search.resolved", "Search.resolved_method")
+        return replace(self, method=self.resolved_method(q), seed=self.seed_tensor)
 
 
 @dataclass(frozen=True, eq=False)
