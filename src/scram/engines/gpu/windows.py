@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import AttendCall
+from ...grid import grid_of
 from .grid import Block, Geometry, KeyMask, divide, geometry, near, points, tiles
 from .launch import cached, kinds
 from .noise import Seed, absorb, below_argument, seed_argument
@@ -91,8 +92,8 @@ def windows_of(call: AttendCall) -> tuple[Windows, Variant]:
         *(q, k, v, index, k_extra, v_extra),
         KeyMask(mask, q.shape[1] if mask is not None and mask.ndim == k.ndim - 2 else 1),
         seed,
-        geometry(q.shape[2:-1], k.shape[2:-1]),
-        reaches(call.radius, k.shape[2:-1]),
+        geometry(grid_of(q), grid_of(k)),
+        reaches(call.radius, grid_of(k)),
         q.shape[1] // k.shape[1],
         index.shape[-1],
         0 if k_extra is None else k_extra.shape[2],
