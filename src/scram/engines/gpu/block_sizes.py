@@ -7,8 +7,10 @@ from typing import Any
 import torch
 import triton
 
+from ...schedule import WINDOWS
 from .grid import Block, Row, tile_shape, vector
 from .launch import INTERPRETED, cached
+from .top_matches import Places
 
 MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which costs registers and compile time
 
@@ -105,7 +107,7 @@ def collect_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: 
 
 
 @cached
-def score_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
+def score_tile(width: int, dtype: torch.dtype, matches: int, separated: bool) -> dict[str, Any]:
     """Of the tile search: how rows are multiplied, and the places for matches."""
     wide = max(16, triton.next_power_of_2(width))
     piece = wide if wide <= SCORE_PIECE else SCORE_PIECE // 2
@@ -118,9 +120,7 @@ def score_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
         "ROW": Row(width, piece, wide // piece),
         "HALVES": halves,
         "WIDEN": INTERPRETED,
-        "SLOTS": places // columns,
-        "COLUMNS": columns,
-        "PADDED": places > matches,
+        "PLACES": Places(places // columns, columns, places > matches, separated, WINDOWS),
         "num_stages": stages,
         **_options(SCORE_WARPS),
     }
