@@ -1,9 +1,19 @@
-"""What a tile of queries offers in a sweep of the tile search: one meaning for every engine, in plain integers."""
+"""What neighbours and tiles offer in a sweep of a search: one meaning for every engine, in plain integers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+# A neighbour `step` points away on an axis offers its key moved by this many steps along that axis.
+MOVES = {"shift": -1, "stay": 0}
+# What a neighbour offers in even and in odd sweeps.
+PROPAGATE = {
+    "shift": (("shift",), ("shift",)),
+    "stay": (("stay",), ("stay",)),
+    "both": (("shift", "stay"), ("shift", "stay")),
+    "turns": (("stay",), ("shift",)),
+}
 
 LANES = 64  # queries of a tile
 WINDOWS = 4  # that the keys of an offer form where queries keep several matches
@@ -24,6 +34,15 @@ class Offer:
     kind: str
     reach: int
     draw: int
+
+
+def moves(propagate: str, sweep: int) -> tuple[int, ...]:
+    """How the keys that a neighbour offers in a sweep are moved, in their order.
+
+    >>> moves("both", 1), moves("turns", 1), moves("turns", 2)
+    ((-1, 0), (-1,), (0,))
+    """
+    return tuple(MOVES[kind] for kind in PROPAGATE[propagate][sweep % 2])
 
 
 def tile_shape(rank: int) -> tuple[int, ...]:
@@ -54,14 +73,11 @@ def offers(
     >>> [f"{o.kind} {o.reach}" for o in offers(2, (8, 1), "turns", 1, (9, 9))]
     ['stay 8', 'stay 1', 'gossip 0', 'random 4', 'random 1']
     """
-    odd = sweep % 2 == 1
     for number, jump in enumerate(jumps):
-        if propagate in ("shift", "both") or (propagate == "turns" and odd):
-            yield Offer("shift", jump, number)
-        if propagate in ("stay", "both") or (propagate == "turns" and not odd):
-            yield Offer("stay", jump, number)
+        for kind in PROPAGATE[propagate][sweep % 2]:
+            yield Offer(kind, jump, number)
     for draw in range(gossip):
         yield Offer("gossip", 0, draw)
     widest = max(key_grid)
-    for number in range(0 if odd else 1, widest.bit_length(), 2):  # every second radius, the others next time
+    for number in range(1 - sweep % 2, widest.bit_length(), 2):  # every second radius, the others next time
         yield Offer("random", widest >> number, gossip + number * (len(key_grid) + 1))
