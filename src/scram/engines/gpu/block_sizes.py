@@ -98,12 +98,12 @@ def backward_tile(
 
 @cached
 def visit_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
-    return {"BLOCK_Q": BACKWARD[0], **_rows(width, value_width, dtype, value_dtype, BACKWARD)}
+    return {"BLOCK_Q": _block(1, BACKWARD[0]).BLOCK_Q, **_rows(width, value_width, dtype, value_dtype, BACKWARD)}
 
 
 @cached
 def collect_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
-    return {"BLOCK_Q": COLLECT[0], **_rows(width, value_width, dtype, value_dtype, COLLECT)}
+    return {"BLOCK_Q": _block(1, COLLECT[0]).BLOCK_Q, **_rows(width, value_width, dtype, value_dtype, COLLECT)}
 
 
 @cached

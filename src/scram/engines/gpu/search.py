@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ...calls import Found, SearchCall
+from ...schedule import moves
 from .block_sizes import search_tile
 from .candidates import (
     Limits,
@@ -46,9 +47,8 @@ class Propagation(NamedTuple):
     """What neighbours offer in a sweep, known when compiling."""
 
     JUMPS: tuple[int, ...]
-    SHIFT: bool  # their match moved along
-    STAY: bool  # their match as it is
-    TURNS: bool  # the one in even sweeps, the other in odd ones
+    MOVES: tuple[int, ...]  # how many steps their match is moved
+    TURNS: bool  # even and odd sweeps move it differently
 
 
 def search(call: SearchCall) -> Found:
@@ -132,14 +132,10 @@ def _plan(
     # A jump past every grid reads nobody; without it no step overflows 32 bits.
     near = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
 
-    def sweep(shift: bool, stay: bool, turns: bool = False) -> Kernel:
-        return Kernel(sweep_kernel, programs, {**flags, "FROM": Propagation(near, shift, stay, turns)})
-
-    if propagate == "turns":
-        even, odd = sweep(False, True, True), sweep(True, False, True)
-    else:
-        even = odd = sweep(propagate != "stay", propagate != "shift")
-    return Plan(start, even, odd, wide, geometry(query_grid, key_grid), max(key_grid).bit_length())
+    by_turn = [moves(propagate, sweep) for sweep in (0, 1)]
+    even, odd = (Propagation(near, moved, by_turn[0] != by_turn[1]) for moved in by_turn)
+    sweeps = {moved: Kernel(sweep_kernel, programs, {**flags, "FROM": moved}) for moved in (even, odd)}
+    return Plan(start, sweeps[even], sweeps[odd], wide, geometry(query_grid, key_grid), max(key_grid).bit_length())
 
 
 @triton.jit(do_not_specialize_on_alignment=PLANES)
@@ -204,13 +200,14 @@ def sweep_kernel(
             there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
             found = tl.load(state_in + point + step * up, mask=valid & there, other=NOTHING)
             fresh = found >= 0
-            if FROM.SHIFT:
-                at = coordinate(found, axis, geo)
-                candidates += (found - step * down,)
-                exist += (fresh & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32)),)
-            if FROM.STAY:
-                candidates += (found,)
-                exist += (fresh,)
+            for m in tl.static_range(len(FROM.MOVES)):
+                by = step * FROM.MOVES[m]
+                candidates += (found + by * down,)
+                if FROM.MOVES[m] == 0:
+                    exist += (fresh,)
+                else:
+                    at = coordinate(found, axis, geo) + by
+                    exist += (fresh & (at.to(tl.uint32) < key_extent.to(tl.uint32)),)
             if not RULES.EARLIER:
                 for c in tl.static_range(len(candidates)):
                     key, best = offer(candidates[c], exist[c], had, key, best, ours, limits, geo, RULES, KROW)

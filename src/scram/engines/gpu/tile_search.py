@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import Found, SearchCall
-from ...schedule import KINDS, STOP, offers
-from ...schedule import LANES as TILE_QUERIES
+from ...schedule import KINDS, STOP, TILE_QUERIES, offers
 from .block_sizes import OFFER_WARPS, score_tile, search_tile
 from .candidates import Rules, along, around, at_axis, coordinate, legal_argument, legal_draw, score_of
 from .grid import (
