@@ -71,7 +71,7 @@ def results() -> str:
 
 
 def others() -> str:
-    """README: other sparse attention on the GPU; of causal patterns an error would compare different things."""
+    """docs/bench: other sparse attention on the GPU; causal patterns attend other keys, so they show no error."""
     rows, sizes = load("bench_gpu")["rows"], (512, 1024, 2048)
     names = {"SCRAM, paper": "", "SCRAM, default": "", "torch SDPA": "", "NATTEN": f"NATTEN, 15{BY}15 keys"}
     names |= {f"flex {name}": f"{name}, FlexAttention mask" for name in ("local blocks", "strided", "fixed")}
@@ -84,7 +84,7 @@ def others() -> str:
 
 
 def tile() -> str:
-    """README: tile search beside the query search on the GPU."""
+    """docs/tile_search: tile search beside the query search on the GPU."""
     rows, sets = load("tile"), {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalised"}
     names = {"query, paper 8": "query, the paper's", "query, default 8": "query, default",
              "tile, gossip 4 5": "tile, 5 sweeps, gossip 4", "tile, gossip 4 6": "tile, 6 sweeps, gossip 4",
@@ -98,7 +98,7 @@ def tile() -> str:
 
 
 def train() -> str:
-    """README: a vision transformer, trained with either attention."""
+    """docs/models: a vision transformer, trained with either attention."""
     rows = load("train")
     names = {"sparse": ("SCRAM, 2 matches, radius 1, 4 sweeps", "18"), "dense": ("dense", "1024")}
     lines = []
@@ -111,8 +111,8 @@ def train() -> str:
 
 
 def settings() -> str:
-    """README: what the paper's search and the default find on several kinds of tensors."""
-    head = ("tensors", "what the queries want", "paper", "default", "captured mass, default", "output error, default")
+    """docs/when: what the paper's search and the default find on several kinds of tensors."""
+    head = ("tensors", "best keys", "paper", "default", "captured mass, default", "output error, default")
     shared, own = "few keys shared by many", "a key of its own for each query"
     kinds = {
         "stereo 256x256": own, "projected 256x256": shared, "un-normalised 256x256": shared,

@@ -9,9 +9,8 @@ from torch import Tensor
 
 import scram
 from cases import Case, Tensors, gradients, make_tensors, named, size
-from scram import estimate_ops
-from scram.engines import reference
-from scram.grid import LegalKeys
+from scram import dispatch, ops
+from scram.calls import DrawnTailCall
 
 HYBRID = scram.Hybrid(samples=9, seed=11)
 CELLS = scram.Hybrid(samples=12, stratified=True, seed=11)
@@ -137,12 +136,8 @@ def tail_of_large_scores(impl: str, dtype: torch.dtype, device: str = "cpu") -> 
     leaves = [x.to(device, dtype).requires_grad_() for x in leaves]
     q, k, v, *head = leaves
     index = torch.arange(2 * 56, dtype=torch.int32, device=device).reshape(1, 2, 7, 8, 1) % 56
-    how = {"seed": torch.tensor(11), "samples": 20, "stratified": False, "radius": (1, 1), "scale": 0.5}
-    if impl == "reference":
-        legal = LegalKeys.of(q, k, False, None)
-        out, lse, _ = reference.tail(q, k, v, index, *head, legal=legal, score="dot", **how)
-    else:
-        out, lse, _ = estimate_ops.tail(q, k, v, index, *head, key_mask=None, causal=False, impl=impl, **how)
+    call = DrawnTailCall(q, k, v, index, None, *head, torch.tensor(11), 20, False, (1, 1), False, 0.5)
+    out, lse, *_ = ops.drawn_tail(dispatch.ENGINES[impl], call)
     wish = torch.randn(out.shape, generator=generator).to(device, dtype)
     grads = torch.autograd.grad((out * wish).sum() + lse.sum(), leaves)
     return [x.detach().cpu() for x in (out, lse, *grads)]

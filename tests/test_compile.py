@@ -56,34 +56,30 @@ def op_calls():
     q, k, v = leaves(4, 5)
     seed, mask = torch.tensor(3), torch.rand(2, 4, 5) < 0.7
     plain = [x.detach() for x in (q, k)]
-    settings = (2, 0, 2, [2, 1], "both", 2, False, "query", "numba")
+    settings = ("query", 2, 0, 2, [2, 1], "both", 2, False, "numba")
     index, _ = OPS.search(*plain, seed, mask, None, *settings)
     yield "search", (*plain, seed, mask, index, *settings)
     for extra in ((None, None), (torch.randn(2, 2, 3, 8, requires_grad=True), torch.randn(2, 2, 3, 5))):
-        tensors = (q, k, v, index, mask, *extra, seed)
-        how = ([1, 1], False, 0.3, "softmax", 0.2, "query", "numba")
-        yield "attend", (*tensors, *how)
-        out, lse = (x.detach() for x in OPS.attend(*tensors, *how))
-        plain = [x if x is None else x.detach() for x in tensors]
-        yield "attend_backward", (torch.randn_like(out), torch.randn_like(lse), *plain, out, lse, *how)
+        call = (q, k, v, index, mask, *extra, seed, [1, 1], False, 0.3, "softmax", 0.2, "query")
+        yield from both_passes("attend", call, slice(0, 2))
+    out, lse = OPS.attend(*call, "numba")
     head = (torch.randn_like(out, requires_grad=True), torch.randn_like(lse))
     for stratified in (False, True):
-        tensors, how = (q, k, v, index, mask, *head, seed), (6, stratified, [1, 1], False, 0.3, "numba")
-        yield "tail", (*tensors, *how)
-        result = [x.detach() for x in OPS.tail(*tensors, *how)]
-        above, plain = [torch.randn_like(x) for x in result[:2]], [x.detach() for x in tensors]
-        yield "tail_backward", (*above, *plain, *result[3:], *how)
+        call = (q, k, v, index, mask, *head, seed, 6, stratified, [1, 1], False, 0.3)
+        yield from both_passes("drawn_tail", call, slice(3, 6))
     legal = LegalKeys.of(q, k, False, mask)
     total, table = draws.legal_counts(q, legal), draws.step_table(1.5, (4, 5), q.device)
     for method, given in (("snis", head), ("metropolis", (None, None))):
-        modes = draws.modes(index, (4, 5), legal)
-        tensors = (q, k, v, *modes, total, legal.order, mask, *given, seed, table)
-        how = (method, 8, 0.3, 1, 0, False, 0.3, "numba")
-        yield "sample", (*tensors, *how)
-        if method == "snis":
-            result = [x.detach() for x in OPS.sample(*tensors, *how)]
-            above, plain = [torch.randn_like(x) for x in result[:2]], [x.detach() for x in tensors]
-            yield "sample_backward", (*above, *plain, *how)
+        tensors = (q, k, v, *draws.modes(index, (4, 5), legal), total, legal.order, mask, *given, seed, table)
+        yield from both_passes("sample", (*tensors, method, 8, 0.3, 1, 0, False, 0.3), slice(0, 0))
+
+
+def both_passes(name, call, kept):
+    """The arguments of an operator and of its gradient, which takes the results `kept` besides."""
+    yield name, (*call, "numba")
+    result = [x.detach() for x in getattr(OPS, name)(*call, "numba")]
+    above, plain = [torch.randn_like(x) for x in result[:2]], [x.detach() if torch.is_tensor(x) else x for x in call]
+    yield f"{name}_backward", (*plain, *result[kept], *above, "numba")
 
 
 def test_operators_are_what_they_say():

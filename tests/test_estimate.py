@@ -198,7 +198,7 @@ def test_an_estimate_names_its_worst_query():
     assert "effective samples: median 9.0, worst 2.0 (batch 0, head 1, query 9)" in str(made)
 
 
-@pytest.mark.parametrize(("name", "row"), [("tail", "Hybrid-mask-of-each-head"), ("sample", "Snis-one-key-head")])
+@pytest.mark.parametrize(("name", "row"), [("drawn_tail", "Hybrid-mask-of-each-head"), ("sample", "Snis-one-key-head")])
 def test_operators_are_what_torch_expects_of_them(name, row):
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(getattr(torch.ops.scram, name), _arguments(name, estimated(row)), test_utils=checks)

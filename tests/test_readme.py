@@ -1,4 +1,4 @@
-"""What the documents show is true: the README's Python runs, and DESIGN lists the noise that the tests know."""
+"""The documents are true: their Python runs, their links resolve, DESIGN lists the noise vectors of the tests."""
 
 import re
 from pathlib import Path
@@ -9,16 +9,25 @@ import torch
 from test_noise import VECTORS
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+]
+TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
+BLOCKS = [
+    (name, block) for name, text in TEXTS.items() for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+]
 
 
-def test_readme_shows_python():
-    assert BLOCKS
-    assert sum(bool(line) for line in BLOCKS[0].splitlines()) == 8
+def test_pages_with_python():
+    assert {name for name, _ in BLOCKS} == {"README.md", "docs/models.md", "docs/estimators.md"}
+    assert sum(bool(line) for line in BLOCKS[0][1].splitlines()) == 8
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_readme_runs(block, capsys):
+@pytest.mark.parametrize("block", [block for _, block in BLOCKS], ids=[name for name, _ in BLOCKS])
+def test_python_of_pages_runs(block, capsys):
     names = {}
     exec(block, names)
     assert capsys.readouterr().out
@@ -29,36 +38,33 @@ def test_readme_runs(block, capsys):
 def test_readme_finds_what_it_says():
     """Each query of the example has one key that fits it, and the search finds nearly all of them."""
     names = {}
-    exec(BLOCKS[0], names)
+    exec(BLOCKS[0][1], names)
     height, width = names["q"].shape[2:4]
     moved = torch.arange(height * width).reshape(height, width).roll((5, -9), (0, 1))
     assert (names["found"].index[..., 0] == moved).float().mean() > 0.95
 
 
 def test_design_lists_the_noise():
-    text = (ROOT / "docs" / "DESIGN.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (-?\d+) \| ([\d, ]*)\| (\d+) \|$", text, re.M)
+    rows = re.findall(r"^\| (-?\d+) \| ([\d, ]*)\| (\d+) \|$", TEXTS["docs/DESIGN.md"], re.M)
     listed = [(int(seed), tuple(map(int, re.findall(r"\d+", counters))), int(bits)) for seed, counters, bits in rows]
     assert listed == VECTORS
 
 
-PAGES = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
-]
+def test_design_is_short():
+    assert len(TEXTS["docs/DESIGN.md"].split()) <= 5000
+
+
+def anchors(text):
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+(.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name):
-    document = ROOT / name
-    text = document.read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall(r"^#+(.*)$", text, re.M)
-    }
-    for target in re.findall(r"\[[^\]]*\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        elif not target.startswith("https://"):
-            assert (document.parent / target).exists(), target
+    for target in re.findall(r"\[[^\]]*\]\(([^)]+)\)", TEXTS[name]):
+        if not target.startswith("https://"):
+            path, _, anchor = target.partition("#")
+            linked = (ROOT / name).parent / path if path else ROOT / name
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), target

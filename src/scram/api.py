@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from . import dispatch, draws, errors, ops, validate
-from .calls import AttendCall, DrawnTailCall, SampleCall, ScoreFunction, SearchCall
+from .calls import AttendCall, DrawnTail, DrawnTailCall, SampleCall, Sampled, ScoreFunction, SearchCall
 from .engines import EngineSpec
-from .estimators import Estimate, Estimator, Hybrid, MetropolisHastings, Snis
+from .estimators import Estimate, Estimator, Hybrid
 from .grid import LegalKeys, grid_of
 from .noise import draw_seed
 from .precision import follows_autocast
@@ -326,16 +326,15 @@ def _hybrid(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Hybrid, ra
         scale=inputs.scale,
         score=inputs.score,
     )
-    made = ops.drawn_tail(spec, call)
-    return Estimate(made.out, made.lse, made.variance.detach(), None, None, None, method)
+    return _estimate(ops.drawn_tail(spec, call), method)
 
 
-def _sample(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Snis | MetropolisHastings) -> Estimate:
+def _sample(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Estimator) -> Estimate:
     """Keys of each query's own; extra keys are an exact head."""
-    q, key_grid, walks = inputs.q, grid_of(inputs.k), isinstance(method, MetropolisHastings)
+    q, key_grid, settings = inputs.q, grid_of(inputs.k), method.sample_settings()
     legal = LegalKeys.of(q, inputs.k, inputs.causal, inputs.key_mask)
     # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
-    modes, count = draws.modes(index, key_grid, legal if walks else None)
+    modes, count = draws.modes(index, key_grid, legal if settings["method"] == "metropolis" else None)
     head_out = head_lse = None
     if inputs.k_extra is not None:
         nowhere = torch.full_like(index[..., :1], -1)
@@ -354,17 +353,19 @@ def _sample(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Snis | Met
         head_out=head_out,
         head_lse=head_lse,
         seed=_seed(method),
-        table=draws.step_table(float(method.bandwidth), key_grid, q.device),
-        method="metropolis" if walks else "snis",
+        table=draws.step_table(settings.pop("bandwidth"), key_grid, q.device),
         samples=method.samples,
-        alpha=0.0 if isinstance(method, MetropolisHastings) else float(method.alpha),
-        chains_per_mode=method.chains_per_mode if isinstance(method, MetropolisHastings) else 1,
-        burn_in=method.burn_in if isinstance(method, MetropolisHastings) else 0,
         causal=inputs.causal,
         scale=inputs.scale,
         score=inputs.score,
+        **settings,
     )
-    made = ops.sample(spec, call)
-    if walks:
-        return Estimate(made.out, None, None, None, made.acceptance.detach(), made.rhat.detach(), method)
-    return Estimate(made.out, made.lse, made.variance.detach(), made.ess.detach(), None, None, method)
+    return _estimate(ops.sample(spec, call), method)
+
+
+def _estimate(made: DrawnTail | Sampled, method: Estimator) -> Estimate:
+    """The diagnostics that the method has; gradients pass through `out` and `lse` alone."""
+    names = ("lse", "variance", "ess", "acceptance", "rhat")
+    fields = {name: getattr(made, name) if name in method.reports else None for name in names}
+    constants = {name: x.detach() for name, x in fields.items() if x is not None and name != "lse"}
+    return Estimate(out=made.out, method=method, **{**fields, **constants})

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
-from .schedule import MOST_IN_TILES
 
 if TYPE_CHECKING:
     from .types import Attended
@@ -20,8 +18,7 @@ SCORES = ("dot", "cosine", "l2")
 WEIGHTS = ("softmax", "mean", "relu")
 METHODS = ("auto", "query", "tile")
 WINDOWS = ("query", "tile")
-PROPAGATE = ("shift", "stay", "both", "turns")
-IMPLS = ("auto", "reference", "numba", "triton")
+IMPLS = ("auto", "triton", "numba", "reference")  # in order of preference
 MAX_RANK = 4
 MOST_MATCHES = 4096  # that may be asked for where there are fewer keys
 
@@ -55,7 +52,7 @@ def _int(value: Any) -> Any:
         return value
 
 
-def one_of(name: str, value: Any, allowed: Sequence[str], hint: str = "") -> str:
+def one_of(name: str, value: Any, allowed: Collection[str], hint: str = "") -> str:
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
     return value
@@ -123,16 +120,16 @@ def bandwidth(value: Any) -> None:
 
 def estimator(method: Any, pair: Any) -> None:
     """An estimator's settings; a random walk has no normaliser to join extra keys by."""
-    from .estimators import Hybrid, MetropolisHastings, Snis
+    from .estimators import Estimator
 
-    if not isinstance(method, (Snis, MetropolisHastings, Hybrid)):
+    if not isinstance(method, Estimator):
         raise TypeError(
             "method must be a scram.Snis, scram.MetropolisHastings or scram.Hybrid, "
             f"got {type(method).__name__}; for example scram.Hybrid(samples=512)"
         )
-    if isinstance(method, MetropolisHastings) and pair is not None:
+    if "lse" not in method.reports and pair is not None:
         raise ValueError(
-            "extra must be None with MetropolisHastings: its walks estimate no normaliser (lse), without which exact "
+            f"extra must be None with {type(method).__name__}: it estimates no normaliser (lse), without which exact "
             "keys cannot be joined to it; use Snis or Hybrid"
         )
 
@@ -404,14 +401,6 @@ def reverse_mode_only(impl: str) -> NotImplementedError:
 
 def first_order_only(impl: str) -> NotImplementedError:
     return NotImplementedError(f"impl={impl!r} has no second derivative; use impl='reference'")
-
-
-def tile_matches(search: Any) -> None:
-    if search.method == "tile" and search.matches > MOST_IN_TILES:
-        raise ValueError(
-            f"the tile search of impl='triton' keeps at most {MOST_IN_TILES} matches, got {search.matches}; "
-            "method='query' keeps any number, impl='reference' too"
-        )
 
 
 def no_engine(impl: str, reasons: dict[str, list[str]]) -> ValueError:

@@ -1,8 +1,9 @@
-"""How to estimate what a sparse answer leaves out, and what an estimate is: values with diagnostics."""
+"""Settings of the estimators, and the value that they return: an output with diagnostics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +16,20 @@ HIGH_RHAT = 1.1
 HIGH_ERROR = 0.5  # of the size of out
 
 
+class Estimator:
+    """Base class of the settings of an estimator: what `scram.estimate` takes as its method."""
+
+    samples: int
+    seed_tensor: Tensor | None
+    reports: ClassVar[tuple[str, ...]]  # the fields of `Estimate` that it has besides `out`
+
+    def sample_settings(self) -> dict[str, Any]:
+        """The fields of a SampleCall that are this estimator's own, and the bandwidth of its steps."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Snis:
+class Snis(Estimator):
     """Self-normalised importance sampling: keys drawn near the matches, and anywhere; weighed by how likely they were.
 
     Every query draws keys of its own, so queries err independently. The estimate is consistent: its bias falls as
@@ -37,6 +50,7 @@ class Snis:
     bandwidth: float = 1.0
     seed: int | Tensor | None = None
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
+    reports: ClassVar[tuple[str, ...]] = ("lse", "variance", "ess")
 
     def __post_init__(self) -> None:
         errors.whole_fields(self, samples=1)
@@ -44,9 +58,13 @@ class Snis:
         errors.bandwidth(self.bandwidth)
         object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
+    def sample_settings(self) -> dict[str, Any]:
+        draws = {"alpha": float(self.alpha), "bandwidth": float(self.bandwidth)}
+        return {"method": "snis", **draws, "chains_per_mode": 1, "burn_in": 0}
+
 
 @dataclass(frozen=True)
-class MetropolisHastings:
+class MetropolisHastings(Estimator):
     """Random walks over the keys, from the matches, that stay at a key in proportion to its attention.
 
     A walk explores the neighbourhood it began in. Walks that do not reach the other modes give each mode the same share
@@ -69,15 +87,20 @@ class MetropolisHastings:
     burn_in: int = 0
     seed: int | Tensor | None = None
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
+    reports: ClassVar[tuple[str, ...]] = ("acceptance", "rhat")
 
     def __post_init__(self) -> None:
         errors.whole_fields(self, samples=1, chains_per_mode=1, burn_in=0)
         errors.bandwidth(self.bandwidth)
         object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
+    def sample_settings(self) -> dict[str, Any]:
+        walks = {"chains_per_mode": self.chains_per_mode, "burn_in": self.burn_in}
+        return {"method": "metropolis", "alpha": 0.0, "bandwidth": float(self.bandwidth), **walks}
+
 
 @dataclass(frozen=True)
-class Hybrid:
+class Hybrid(Estimator):
     """The windows around the matches exactly, and all other keys estimated from a draw that a head's queries share.
 
     Because they share it, their errors go together: averaging over queries does not make the error smaller, and over
@@ -98,14 +121,12 @@ class Hybrid:
     stratified: bool = False
     seed: int | Tensor | None = None
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
+    reports: ClassVar[tuple[str, ...]] = ("lse", "variance")
 
     def __post_init__(self) -> None:
         errors.whole_fields(self, samples=1)
         errors.flag("stratified", self.stratified)
         object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
-
-
-Estimator = Snis | MetropolisHastings | Hybrid
 
 
 @dataclass(frozen=True, eq=False)

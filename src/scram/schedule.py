@@ -1,11 +1,22 @@
-"""What a tile of queries offers in a sweep of the tile search: one meaning for every engine, in plain integers."""
+"""What neighbours and tiles offer in a sweep of a search: one meaning for every engine, in plain integers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-LANES = 64  # queries of a tile
+# A neighbour `step` points away on an axis offers its key moved by this many steps along that axis.
+MOVES = {"shift": -1, "stay": 0}
+# What a neighbour offers in even and in odd sweeps.
+PROPAGATE = {
+    "shift": (("shift",), ("shift",)),
+    "stay": (("stay",), ("stay",)),
+    "both": (("shift", "stay"), ("shift", "stay")),
+    "turns": (("stay",), ("shift",)),
+}
+
+TILE_QUERIES = 64  # queries of a tile
+LANES = TILE_QUERIES
 WINDOWS = 4  # that the keys of an offer form where queries keep several matches
 KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}  # of offers, as kernels number them
 MOST_IN_TILES = 32  # that a tile keeps on a GPU, where registers hold them
@@ -26,13 +37,22 @@ class Offer:
     draw: int
 
 
+def moves(propagate: str, sweep: int) -> tuple[int, ...]:
+    """How the keys that a neighbour offers in a sweep are moved, in their order.
+
+    >>> moves("both", 1), moves("turns", 1), moves("turns", 2)
+    ((-1, 0), (-1,), (0,))
+    """
+    return tuple(MOVES[kind] for kind in PROPAGATE[propagate][sweep % 2])
+
+
 def tile_shape(rank: int) -> tuple[int, ...]:
     """The extents of a tile of 64 queries, near-cubic, wider on the last axes.
 
     >>> [tile_shape(rank) for rank in (1, 2, 3, 4)]
     [(64,), (8, 8), (4, 4, 4), (2, 2, 4, 4)]
     """
-    bits = LANES.bit_length() - 1
+    bits = TILE_QUERIES.bit_length() - 1
     return tuple(1 << (bits + axis) // rank for axis in range(rank))
 
 
@@ -43,7 +63,7 @@ def windows(matches: int) -> list[list[int]]:
     [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
     """
     count = 1 if matches == 1 else WINDOWS
-    return [[lane for lane in range(LANES) if lane // 2 % count == window] for window in range(count)]
+    return [[lane for lane in range(TILE_QUERIES) if lane // 2 % count == window] for window in range(count)]
 
 
 def offers(
@@ -54,14 +74,11 @@ def offers(
     >>> [f"{o.kind} {o.reach}" for o in offers(2, (8, 1), "turns", 1, (9, 9))]
     ['stay 8', 'stay 1', 'gossip 0', 'random 4', 'random 1']
     """
-    odd = sweep % 2 == 1
     for number, jump in enumerate(jumps):
-        if propagate in ("shift", "both") or (propagate == "turns" and odd):
-            yield Offer("shift", jump, number)
-        if propagate in ("stay", "both") or (propagate == "turns" and not odd):
-            yield Offer("stay", jump, number)
+        for kind in PROPAGATE[propagate][sweep % 2]:
+            yield Offer(kind, jump, number)
     for draw in range(gossip):
         yield Offer("gossip", 0, draw)
     widest = max(key_grid)
-    for number in range(0 if odd else 1, widest.bit_length(), 2):  # every second radius, the others next time
+    for number in range(1 - sweep % 2, widest.bit_length(), 2):  # every second radius, the others next time
         yield Offer("random", widest >> number, gossip + number * (len(key_grid) + 1))

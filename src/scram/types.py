@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import errors
-from .schedule import MOST_IN_TILES
+from .schedule import MOST_IN_TILES, PROPAGATE
 
 Score = str | Callable[[Tensor, Tensor], Tensor]
 
@@ -62,7 +62,7 @@ class Search:
         farthest = 2**31  # that keys can be apart
         object.__setattr__(self, "separation", min(errors.whole("separation", self.separation, 0), farthest))
         object.__setattr__(self, "jumps", errors.jumps(self.jumps))
-        errors.one_of("propagate", self.propagate, errors.PROPAGATE)
+        errors.one_of("propagate", self.propagate, PROPAGATE)
         object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
     @staticmethod

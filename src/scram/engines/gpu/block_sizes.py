@@ -7,8 +7,10 @@ from typing import Any
 import torch
 import triton
 
+from ...schedule import WINDOWS
 from .grid import Block, Row, tile_shape, vector
 from .launch import INTERPRETED, cached
+from .top_matches import Places
 
 MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which costs registers and compile time
 
@@ -96,16 +98,16 @@ def backward_tile(
 
 @cached
 def visit_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
-    return {"BLOCK_Q": BACKWARD[0], **_rows(width, value_width, dtype, value_dtype, BACKWARD)}
+    return {"BLOCK_Q": _block(1, BACKWARD[0]).BLOCK_Q, **_rows(width, value_width, dtype, value_dtype, BACKWARD)}
 
 
 @cached
 def collect_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
-    return {"BLOCK_Q": COLLECT[0], **_rows(width, value_width, dtype, value_dtype, COLLECT)}
+    return {"BLOCK_Q": _block(1, COLLECT[0]).BLOCK_Q, **_rows(width, value_width, dtype, value_dtype, COLLECT)}
 
 
 @cached
-def score_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
+def score_tile(width: int, dtype: torch.dtype, matches: int, separated: bool) -> dict[str, Any]:
     """Of the tile search: how rows are multiplied, and the places for matches."""
     wide = max(16, triton.next_power_of_2(width))
     piece = wide if wide <= SCORE_PIECE else SCORE_PIECE // 2
@@ -118,9 +120,7 @@ def score_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
         "ROW": Row(width, piece, wide // piece),
         "HALVES": halves,
         "WIDEN": INTERPRETED,
-        "SLOTS": places // columns,
-        "COLUMNS": columns,
-        "PADDED": places > matches,
+        "PLACES": Places(places // columns, columns, places > matches, separated, WINDOWS),
         "num_stages": stages,
         **_options(SCORE_WARPS),
     }

@@ -43,7 +43,7 @@ def below_argument(share: float) -> int:
 
 @triton.jit
 def absorb(state, word):
-    x = (state ^ word.to(tl.uint32)) + 0x9E3779B9
+    x = (state ^ tl.cast(word, tl.uint32)) + 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -57,8 +57,7 @@ def row_state(seed, row):
         low, high = word & 0xFFFFFFFF, (word >> 32) & 0xFFFFFFFF
     else:
         low, high = seed.low, seed.high
-    low = tl.cast(low, tl.uint32)
-    return absorb(absorb(absorb(low * 0, low), tl.cast(high, tl.uint32)), row)
+    return absorb(absorb(absorb(tl.cast(low, tl.uint32) * 0, low), high), row)
 
 
 @triton.jit

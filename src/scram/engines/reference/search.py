@@ -14,6 +14,7 @@ from torch import Tensor
 from ...calls import Found, SearchCall
 from ...grid import LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, within
 from ...noise import below, noise
+from ...schedule import moves
 from ...scoring import accumulator, pair_score
 
 CHUNK_ELEMENTS = 1 << 21  # of gathered keys at a time
@@ -149,9 +150,6 @@ class _Points:
 
     def propagate(self, before: Tensor, jump: int) -> None:
         """The matches that the neighbours `jump` away had before this sweep: moved along, or as they are."""
-        kind = self.space.call.propagate
-        shift = kind in ("shift", "both") or (kind == "turns" and self.sweep % 2 == 1)
-        stay = kind in ("stay", "both") or (kind == "turns" and self.sweep % 2 == 0)
         grid = self.space.query_grid
         for axis in range(len(grid)):
             for step in (-jump, jump):
@@ -160,12 +158,10 @@ class _Points:
                 neighbour = torch.where(exists, flat(there, grid), 0)
                 key = before[self.row * self.space.queries + neighbour]
                 exists = exists & (key >= 0)
-                if shift:
-                    moved = [at - step * (a == axis) for a, at in enumerate(coordinates(key, self.space.key_grid))]
-                    on_grid = inside(moved, self.space.key_grid)
-                    self.offer(flat(moved, self.space.key_grid), exists & on_grid)
-                if stay:
-                    self.offer(key, exists)
+                for move in moves(self.space.call.propagate, self.sweep):
+                    place = coordinates(key, self.space.key_grid)
+                    moved = [at + move * step * (a == axis) for a, at in enumerate(place)]
+                    self.offer(flat(moved, self.space.key_grid), exists & inside(moved, self.space.key_grid))
 
     def gossip(self, before: Tensor) -> None:
         """The matches of queries drawn from the whole row."""

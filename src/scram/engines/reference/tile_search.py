@@ -14,7 +14,7 @@ from torch import Tensor
 from ...calls import Found, SearchCall
 from ...grid import Grid, coordinates, flat, inside, key_row, within
 from ...noise import below, noise
-from ...schedule import LANES, STOP, Offer, offers, tile_shape, windows
+from ...schedule import LANES, MOVES, STOP, Offer, offers, tile_shape, windows
 from ...scoring import pair_score
 from .search import CHUNK_ELEMENTS, SearchSpace
 
@@ -112,14 +112,14 @@ def _offered(space: SearchSpace, offer: Offer, sweep: int, number: int, key: Ten
         direction = (torch.stack(place).sum(0) + sweep + offer.draw) % (2 * rank)
         sign = direction % 2 * 2 - 1
         # Every query of a tile knows the keys of the others: what stays comes from other tiles.
-        reach = [offer.reach * (1 if offer.kind == "shift" else side) for side in tile_shape(rank)]
-        moves = [torch.where(direction // 2 == axis, sign * reach[axis], 0) for axis in range(rank)]
-        there = [at + move for at, move in zip(place, moves, strict=True)]
+        reach = [offer.reach * (1 if MOVES[offer.kind] else side) for side in tile_shape(rank)]
+        steps = [torch.where(direction // 2 == axis, sign * reach[axis], 0) for axis in range(rank)]
+        there = [at + step for at, step in zip(place, steps, strict=True)]
         exists = inside(there, grid)
         found = torch.where(exists, match_of(torch.where(exists, flat(there, grid), 0)), -1)
-        if offer.kind == "shift":
-            moved = [at - move for at, move in zip(coordinates(found.clamp(min=0), key_grid), moves, strict=True)]
-            found = torch.where((found >= 0) & inside(moved, key_grid), flat(moved, key_grid), -1)
+        place = coordinates(found.clamp(min=0), key_grid)
+        moved = [at + MOVES[offer.kind] * step for at, step in zip(place, steps, strict=True)]
+        found = torch.where((found >= 0) & inside(moved, key_grid), flat(moved, key_grid), -1)
     allowed = space.legal.allows(row, torch.full_like(query, space.keys), found.clamp(min=0))
     # Whoever finds nothing shows what it has. Causal order is for each query of the tile to test.
     own = torch.where(match_of(query) < 0, key[:, 0], match_of(query))

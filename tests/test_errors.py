@@ -62,11 +62,6 @@ ERRORS = [
     (lambda: scram.patch_sdpa(grid=8), ValueError, "grid must be a sequence of 1 to 4 extents"),
     (lambda: scram.Search(matches=1.5), TypeError, "matches must be an int, got float 1.5"),
     (lambda: scram.Search(sweeps=2**31), ValueError, r"sweeps must be below 2\*\*31, got 2147483648"),
-    (
-        lambda: errors.tile_matches(scram.Search("tile", matches=33)),
-        ValueError,
-        "keeps at most 32 matches, got 33; method='query' keeps any number",
-    ),
     (lambda: scram.Search(matches=torch.tensor(3)), TypeError, "matches must be an int, got Tensor"),
     (search(search=scram.Search(matches=10**9)), ValueError, "matches must be at most the number of keys, 21, got 10"),
     (
@@ -285,11 +280,11 @@ def attention(q=Q[:1, :2], k=Q[:1, :2], v=Q[:1, :2], **how):
     return scram.attention(q, k, v, search=scram.Search(sweeps=0, seed=0), impl="reference", **how)
 
 
-def test_a_sound_call_is_checked_once(monkeypatch):
-    monkeypatch.setattr(validate, "_sound", {})
-    monkeypatch.setattr(validate, "MOST_SOUND", 2)
+def test_a_valid_kind_of_call_is_checked_once(monkeypatch):
+    monkeypatch.setattr(validate, "_valid", {})
+    monkeypatch.setattr(validate, "MOST_REMEMBERED", 2)
     seen = []
-    monkeypatch.setattr(validate, "scores", lambda *given: seen.append(given[2]))
+    monkeypatch.setattr(validate, "pairs", lambda *given: seen.append(given[2]))
     for how in ({}, {}, {"causal": True}, {"causal": True}, {}, {"radius": 2}, {}):
         attention(**how)
     assert seen == [False, True, False, False]  # the third kind is one too many: all are forgotten
@@ -320,15 +315,15 @@ def test_a_sound_call_is_checked_once(monkeypatch):
     ],
     ids=str,
 )
-def test_a_call_like_a_sound_one_is_refused(wrong):
+def test_a_call_like_a_valid_one_is_refused(wrong):
     attention(causal=True, scale=1.0)
     with pytest.raises((TypeError, ValueError), match=r"must|needs"):
         attention(**{"causal": True, "scale": 1.0, **wrong})
 
 
 def test_a_callable_is_not_kept(monkeypatch):
-    monkeypatch.setattr(validate, "_sound", {})
+    monkeypatch.setattr(validate, "_valid", {})
     scram.attention(Q, K, V, score=lambda q, k: (q * k).sum(-1))
-    assert validate._sound == {}
+    assert validate._valid == {}
     scram.attention(Q, K, V)
-    assert len(validate._sound) == 1
+    assert len(validate._valid) == 1
