@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-LANES = 128
+LEAST_QUERIES = 128  # of a program
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
 starts = pytest.mark.skipif(INTERPRETED, reason="already there")
@@ -33,7 +33,7 @@ def _quick(monkeypatch):
         return
     from triton.runtime import interpreter
 
-    from scram.engines.gpu import block_sizes
+    from scram.engines.gpu import block_sizes, launch
 
     patch, run = interpreter._patch_lang, interpreter.InterpretedFunction.run
     done = set()
@@ -44,23 +44,16 @@ def _quick(monkeypatch):
         done.add(id(fn.__globals__))
         return patch(fn)
 
-    def launch(self, *args, **kwargs):
+    def run_anew(self, *args, **kwargs):
         done.clear()
         return run(self, *args, **kwargs)
 
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "run", launch)
-    # Large block_sizes: the interpreter's time goes by programs, not by lanes.
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", run_anew)
+    # Large blocks: the interpreter's time goes by programs, not by queries.
     block = block_sizes._block
-    monkeypatch.setattr(block_sizes, "_block", lambda *args: block(*args[:3], max(args[3], LANES), *args[4:]))
-    for tile in (
-        block_sizes.search_tile,
-        block_sizes.attend_tile,
-        block_sizes.backward_tile,
-        block_sizes.collect_tile,
-        block_sizes.visit_tile,
-    ):
-        tile.cache_clear()
+    monkeypatch.setattr(block_sizes, "_block", lambda rank, queries: block(rank, max(queries, LEAST_QUERIES)))
+    launch.clear_caches()
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
 

@@ -49,12 +49,12 @@ if INTERPRETED:
     import triton
     import triton.language as tl
 
-    from scram.engines.gpu.noise import absorb, row_state, seed_arguments
+    from scram.engines.gpu.noise import absorb, row_state, seed_argument
 
     @triton.jit
-    def noise_kernel(out, SEED, low, high, row, N: tl.constexpr):
+    def noise_kernel(out, seed, row, N: tl.constexpr):
         i = tl.arange(0, N)
-        tl.store(out + i, absorb(row_state(SEED, low, high, row), i).to(tl.int64))
+        tl.store(out + i, absorb(row_state(seed, row), i).to(tl.int64))
 
 
 @starts
@@ -103,7 +103,7 @@ def test_repeatable_gradients_of_a_key_that_all_queries_want(monkeypatch):
 
 @interpreted
 def test_the_real_tiles_cover_a_grid_that_they_do_not_divide(monkeypatch):
-    monkeypatch.setattr(in_interpreter, "LANES", 1)
+    monkeypatch.setattr(in_interpreter, "LEAST_QUERIES", 1)
     case = named("rank 2", grid=(9, 17), kappa=1, sweeps=1, gossip=0, propagate="shift")
     tensors = make_tensors(case, integer=True)
     found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
@@ -148,5 +148,5 @@ def test_noise_is_that_of_torch(seed):
     from scram.noise import noise
 
     out = torch.empty(16, dtype=torch.int64)
-    noise_kernel[(1,)](out, *seed_arguments(torch.tensor(seed)), 5, N=16)
+    noise_kernel[(1,)](out, seed_argument(torch.tensor(seed)), 5, N=16)
     assert torch.equal(out, noise(seed, 5, torch.arange(16)))

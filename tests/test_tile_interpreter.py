@@ -1,7 +1,5 @@
 """The Triton engine on the CPU, in Triton's interpreter: queries in tiles."""
 
-from importlib import import_module
-
 import pytest
 import torch
 
@@ -74,24 +72,20 @@ def test_field_of_the_tile_search_is_that_of_the_reference(name, launched):
     assert torch.equal(found.index, expected.index)
     assert torch.equal(found.score, expected.score)
     swept = case.sweeps if case.batch else 0
-    assert launched.count("offer_kernel") == launched.count("weigh_kernel") == swept
+    assert launched.count("offer_kernel") == launched.count("score_offers_kernel") == swept
     assert launched.count("exact_kernel") == (case.dtype == torch.float32 and case.batch > 0)
 
 
 @interpreted
 def test_features_wider_than_a_piece(monkeypatch):
-    from scram.engines.gpu import block_sizes
+    from scram.engines.gpu import block_sizes, launch
 
-    tile_search = import_module("scram.engines.gpu.tile_search")
-
-    monkeypatch.setattr(block_sizes, "WEIGH_PIECE", 32)
-    block_sizes.weigh_tile.cache_clear()
-    tile_search._plan.cache_clear()
+    monkeypatch.setattr(block_sizes, "SCORE_PIECE", 32)
+    launch.clear_caches()
     case = named("width 60, values 1", method="tile", kappa=1, sweeps=1)
     tensors = make_tensors(case, integer=True)
     found, expected = (run_search(case, tensors, impl) for impl in ("triton", "reference"))
-    block_sizes.weigh_tile.cache_clear()
-    tile_search._plan.cache_clear()
+    launch.clear_caches()
     assert torch.equal(found.index, expected.index)
 
 

@@ -15,7 +15,8 @@ PROPAGATE = {
     "turns": (("stay",), ("shift",)),
 }
 
-LANES = 64  # queries of a tile
+TILE_QUERIES = 64  # queries of a tile
+LANES = TILE_QUERIES
 WINDOWS = 4  # that the keys of an offer form where queries keep several matches
 KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}  # of offers, as kernels number them
 MOST_IN_TILES = 32  # that a tile keeps on a GPU, where registers hold them
@@ -51,7 +52,7 @@ def tile_shape(rank: int) -> tuple[int, ...]:
     >>> [tile_shape(rank) for rank in (1, 2, 3, 4)]
     [(64,), (8, 8), (4, 4, 4), (2, 2, 4, 4)]
     """
-    bits = LANES.bit_length() - 1
+    bits = TILE_QUERIES.bit_length() - 1
     return tuple(1 << (bits + axis) // rank for axis in range(rank))
 
 
@@ -62,7 +63,7 @@ def windows(matches: int) -> list[list[int]]:
     [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
     """
     count = 1 if matches == 1 else WINDOWS
-    return [[lane for lane in range(LANES) if lane // 2 % count == window] for window in range(count)]
+    return [[lane for lane in range(TILE_QUERIES) if lane // 2 % count == window] for window in range(count)]
 
 
 def offers(

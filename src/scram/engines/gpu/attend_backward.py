@@ -1,16 +1,15 @@
 """The gradient of Algorithm 2 in Triton, through out and through lse.
 
-With p the weights, r the dropout factor, dp_j = <grad_out, v_j> and delta = sum_j p_j r_j dp_j, the gradient of a score
-is p_j (r_j dp_j - delta + grad_lse). The sum of the weights and delta are made anew in a first walk through the
-windows: lse and out were rounded. Queries add what they owe to keys and values by float32 atomics; where repeatable
-bits are asked for, keys collect it in a fixed order instead.
+With p the weights, r the dropout factor, dp_j = <grad_out, v_j> and delta = sum_j p_j r_j dp_j - grad_lse, the gradient
+of a score is p_j (r_j dp_j - delta). The sum of the weights and delta come from a first walk through the windows: lse
+and out were rounded. Queries add the gradients of keys and values by float32 atomics. With deterministic algorithms
+keys collect them in a fixed order instead.
 """
 
 # Kernels carry no types that mypy knows.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...grid import grid_of
-from .attend_keys import collect
+from ...calls import AttendCall, AttendGrads
+from .attend_keys import Upstream, collect
 from .block_sizes import backward_tile
-from .grid import dot, features, lane_query, points, put, tile_at, tiles
-from .launch import Kernel, kinds, on_device
+from .grid import dot, features, lane_query, points, put, tile_at
+from .launch import Kernel, cached, kinds, on_device
 from .noise import absorb, row_state
 from .windows import (
-    SETTINGS,
-    Flags,
+    Queries,
+    Variant,
     add,
     first_offset,
     kept,
@@ -35,203 +34,164 @@ from .windows import (
     next_offset,
     pair_gradient,
     rough_weight,
-    window_arguments,
-    window_flags,
     window_size,
+    windows_of,
+    zeros,
 )
 
 
-def attend_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    key_mask: Tensor | None,
-    k_extra: Tensor | None,
-    v_extra: Tensor | None,
-    seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    radius: tuple[int, ...],
-    causal: bool,
-    scale: float,
-    weight: str,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """grad_out [B, H, *G, F], grad_lse [B, H, *G] -> dq, dk, dv, dk_extra, dv_extra in the dtypes of their tensors."""
+def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> AttendGrads:
+    """out, grad_out [B, H, *G, F], lse, grad_lse [B, H, *G] -> gradients in the dtypes of their tensors."""
+    windows, variant = windows_of(call)
+    above = upstream(lse, grad_out, grad_lse, 2)
+    kernel = _kernel(variant, kinds(*above))
+    grads = empty_grads(call, above, kernel.programs)
+    if grads.q.numel():
+        with on_device(grads.q):
+            kernel(windows, above, grads)
+            if above.sums is not None:
+                collect(windows, variant, above, grads, call.radius)
+    return rounded_grads(call, grads)
+
+
+@cached
+def _kernel(variant: Variant, above: tuple[Any, ...]) -> Kernel:
+    block = backward_tile(variant.rank, *variant.widths, *variant.dtypes)
+    return Kernel(backward_kernel, variant.programs(block["B"]), {"MODE": variant.mode, **block})
+
+
+def upstream(lse: Tensor, grad_out: Tensor, grad_lse: Tensor, numbers: int) -> Upstream:
+    """With deterministic algorithms also room for what queries find, that many numbers of each."""
     repeatable = torch.are_deterministic_algorithms_enabled()
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (k, v))
-    block = backward_tile(q.ndim - 3, q.shape[-1], v.shape[-1], q.dtype, v.dtype)
-    count = tiles(grid_of(q), block["TILE"])
-    programs = q.shape[0] * q.shape[1] * count
-    dk_extra, dv_extra = (extra_slots(x, programs, repeatable) for x in (k_extra, v_extra))
-    if dq.numel():
-        arguments, variant = window_arguments(
-            q, k, v, index, key_mask, k_extra, v_extra, seed, radius, causal, scale, weight, dropout_p
-        )
-        # One over the sum of the weights, and delta - grad_lse: what keys need to collect.
-        sums = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device) if repeatable else None
-        from_above = (grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous())
-        with on_device(q):
-            grads = (sums, dq, dk, dv, dk_extra, dv_extra)
-            _kernel(*variant, kinds(*from_above), repeatable)(*arguments, *from_above, *grads)
-            if sums is not None:
-                collect(arguments, from_above, sums, dk, dv, index, radius, window_flags(*variant[:3]))
-    return dq, dk.to(k.dtype), dv.to(v.dtype), from_slots(dk_extra, k_extra), from_slots(dv_extra, v_extra)
+    sums = torch.empty((*lse.shape, numbers), dtype=torch.float32, device=lse.device) if repeatable else None
+    return Upstream(grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous(), sums)
 
 
-@lru_cache(maxsize=256)
-def _kernel(
-    q_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    flags: Flags,
-    given: tuple[Any, ...],
-    from_above: tuple[Any, ...],
-    repeatable: bool,
-) -> Kernel:
-    block = backward_tile(len(q_shape) - 3, q_shape[-1], v_shape[-1], given[0][1], given[2][1])
-    programs = q_shape[0] * q_shape[1] * tiles(q_shape[2:-1], block["TILE"])
-    constants = {**window_flags(q_shape, v_shape, flags), "REPEATABLE": repeatable, **block}
-    return Kernel(backward_kernel, programs, constants)
+def empty_grads(call: AttendCall, above: Upstream, programs: int) -> AttendGrads:
+    """Where gradients are summed, zeros of float32, and where that of q is written.
 
-
-def extra_slots(extra: Tensor | None, programs: int, repeatable: bool) -> Tensor | None:
-    """Where the gradient of extra keys or values [B, Hk, X, width] is summed, float32 [slots, X, width].
-
-    Atomics share one slot per key row; repeatable sums need one per program, and `from_slots` adds them up in order.
+    The extra keys have slots [slots, X, width]. Atomics share one slot per key row; repeatable sums need one per
+    program, and `rounded_grads` adds them up in order.
     """
-    if extra is None:
-        return None
-    slots = programs if repeatable else extra.shape[0] * extra.shape[1]
-    return torch.zeros((slots, *extra.shape[2:]), dtype=torch.float32, device=extra.device)
+    q, k, v, extra = call.q, call.k, call.v, (call.k_extra, call.v_extra)
+    slots = k.shape[0] * k.shape[1] if above.sums is None else programs
+    shapes = [k.shape, v.shape, *[None if x is None else (slots, *x.shape[2:]) for x in extra]]
+    sums = [None if x is None else torch.zeros(x, dtype=torch.float32, device=q.device) for x in shapes]
+    return AttendGrads(torch.empty(q.shape, dtype=q.dtype, device=q.device), *sums)  # type: ignore[arg-type]
 
 
-def from_slots(grad: Tensor | None, extra: Tensor | None) -> Tensor | None:
-    """The gradient in the shape and dtype of what it belongs to."""
-    if grad is None or extra is None:
-        return None
-    key_rows = extra.shape[0] * extra.shape[1]
-    if len(grad) != key_rows:
-        grad = grad.reshape(key_rows, len(grad) // key_rows, *grad.shape[1:]).sum(1)
-    return grad.reshape(extra.shape).to(extra.dtype)
+def rounded_grads(call: AttendCall, grads: AttendGrads) -> AttendGrads:
+    """The gradients in the shapes and dtypes of what they belong to."""
 
+    def whole(grad: Tensor | None, extra: Tensor | None) -> Tensor | None:
+        if grad is None or extra is None:
+            return None
+        key_rows = extra.shape[0] * extra.shape[1]
+        if len(grad) != key_rows:
+            grad = grad.reshape(key_rows, len(grad) // key_rows, *grad.shape[1:]).sum(1)
+        return grad.reshape(extra.shape).to(extra.dtype)
 
-@triton.jit
-def add_rows(
-    base, at, factor, pieces, ok, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr
-):  # fmt: skip
-    """base[at] += factor * pieces, atomically, for the lanes that are ok."""
-    for n in tl.static_range(PIECES):
-        e = n * W + tl.arange(0, W)[None, :]
-        place = base + at.to(tl.int64)[:, None] * E + e
-        tl.atomic_add(place, factor[:, None] * pieces[n], mask=ok[:, None] & (e < E), sem="relaxed")
+    extra = whole(grads.k_extra, call.k_extra), whole(grads.v_extra, call.v_extra)
+    return AttendGrads(grads.q, grads.k.to(call.k.dtype), grads.v.to(call.v.dtype), *extra)
 
 
 @triton.jit
-def add_sum(
-    base, factor, pieces, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr, REPEATABLE: tl.constexpr
-):  # fmt: skip
-    """base += the sum over lanes of factor * pieces; a plain store where the slot is the program's own."""
-    for n in tl.static_range(PIECES):
-        e = n * W + tl.arange(0, W)
+def add_rows(base, at, factor, pieces, ok, ROW: tl.constexpr):
+    """base[at] += factor * pieces, atomically, where `ok`."""
+    for n in tl.static_range(len(pieces)):
+        e = n * ROW.W + tl.arange(0, ROW.W)[None, :]
+        place = base + at.to(tl.int64)[:, None] * ROW.E + e
+        tl.atomic_add(place, factor[:, None] * pieces[n], mask=ok[:, None] & (e < ROW.E), sem="relaxed")
+
+
+@triton.jit
+def add_sum(base, factor, pieces, ROW: tl.constexpr, REPEATABLE: tl.constexpr):
+    """base += the sum over queries of factor * pieces; a plain store where the slot is the program's own."""
+    for n in tl.static_range(len(pieces)):
+        e = n * ROW.W + tl.arange(0, ROW.W)
         total = tl.sum(factor[:, None] * pieces[n], axis=0)
         if REPEATABLE:
-            tl.store(base + e, total, mask=e < E)
+            tl.store(base + e, total, mask=e < ROW.E)
         else:
-            tl.atomic_add(base + e, total, mask=e < E, sem="relaxed")
+            tl.atomic_add(base + e, total, mask=e < ROW.E, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=SETTINGS)
+@triton.jit
 def backward_kernel(
-    q, k, v, index, mask, k_extra, v_extra, SEED, low, high, mask_heads, group, kappa, extras, threshold,
-    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale, keep,
-    grad_out, grad_lse, lse, sums, dq, dk, dv, dk_extra, dv_extra,
-    RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
-    DROPOUT: tl.constexpr, SEVERAL: tl.constexpr, REPEATABLE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
-    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
+    w, above, grads, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
-    QG, KG, MAGIC, REACH = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (b0, b1, b2, b3)
-    row, corner = tile_at(tl.program_id(0), QG, RANK, TILE)
-    query, valid = lane_query(corner, QG, RANK, TILE, LANES)
-    queries, keys = points(QG, RANK).to(tl.int64), points(KG, RANK)
-    source = (row // group).to(tl.int64)
-    k_row, v_row, index_row = k + source * keys * E, v + source * keys * F, index + row * queries * kappa
-    mask_row = (row // mask_heads).to(tl.int64)
-    mine = features(q + row * queries * E, query, valid, E, W, PIECES)
-    wish = features(grad_out + row * queries * F, query, valid, F, FW, FPIECES)
-    norm = tl.load(lse + row * queries + query, mask=valid, other=0.0)
-    noise = absorb(row_state(SEED, low, high, row), query)
-    window = window_size(REACH, RANK)
+    REPEATABLE: tl.constexpr = above.sums is not None
+    row, corner = tile_at(tl.program_id(0), w.geo, B)
+    query, valid = lane_query(corner, w.geo, B)
+    queries, keys = points(w.geo.q).to(tl.int64), points(w.geo.k)
+    source = (row // w.group).to(tl.int64)
+    k_row, v_row = w.k + source * keys * ROW.E, w.v + source * keys * VROW.E
+    here = Queries(query, valid, w.index + row * queries * w.kappa, (row // w.masked.heads).to(tl.int64))
+    mine = features(w.q + row * queries * ROW.E, query, valid, ROW)
+    grad_out = features(above.grad_out + row * queries * VROW.E, query, valid, VROW)
+    lse = tl.load(above.lse + row * queries + query, mask=valid, other=0.0)
+    noise = absorb(row_state(w.seed, row), query)
+    window = window_size(w.reach)
+    if w.k_extra is not None:
+        k_extra, v_extra = w.k_extra + source * w.extras * ROW.E, w.v_extra + source * w.extras * VROW.E
 
-    shift, over = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
-    if WEIGHT == "softmax":
-        total = tl.zeros([LANES], tl.float32)
-        for e in range(kappa):
-            match = match_of(index_row, query, e, valid, kappa, keys)
-            offset = first_offset(REACH, RANK)
+    delta, inv_sum = tl.zeros([B.BLOCK_Q], tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
+    if MODE.WEIGHT == "softmax":
+        total = tl.zeros([B.BLOCK_Q], tl.float32)
+        for e in range(w.kappa):
+            match = match_of(e, valid, here, w)
+            offset = first_offset(w.reach)
             for _step in range(window):
-                key, ok = legal_at(
-                    match, e, offset, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH,
-                    RANK, CAUSAL, SEVERAL,
-                )  # fmt: skip
-                offset = next_offset(offset, REACH, RANK)
-                s = dot(mine, features(k_row, key, ok, E, W, PIECES), PIECES) * scale
-                dp = dot(wish, features(v_row, key, ok, F, FW, FPIECES), FPIECES)
-                p = rough_weight(s, ok, norm)
-                total += p
-                r = kept(key, noise, threshold, keep, DROPOUT)
-                shift += tl.where(ok & (r > 0), p * r * dp, 0.0)
-        if k_extra is not None:
-            for x in range(extras):
-                there = query * 0 + x
-                s = dot(mine, features(k_extra + source * extras * E, there, valid, E, W, PIECES), PIECES) * scale
-                dp = dot(wish, features(v_extra + source * extras * F, there, valid, F, FW, FPIECES), FPIECES)
-                p = rough_weight(s, valid, norm)
-                total += p
-                r = kept(keys + there, noise, threshold, keep, DROPOUT)
-                shift += tl.where(valid & (r > 0), p * r * dp, 0.0)
-        over = 1 / tl.where(total == 0, 1.0, total)
-        shift = shift * over - tl.load(grad_lse + row * queries + query, mask=valid, other=0.0)
+                key, ok = legal_at(match, e, offset, here, w, MODE.CAUSAL, MODE.SEVERAL)
+                offset = next_offset(offset, w.reach)
+                _, s, dp = pair(mine, grad_out, k_row, v_row, key, ok, w, ROW, VROW)
+                total, delta = summed(total, delta, s, dp, ok, lse, key, noise, w, MODE)
+        if w.k_extra is not None:
+            for x in range(w.extras):
+                at = query * 0 + x
+                _, s, dp = pair(mine, grad_out, k_extra, v_extra, at, valid, w, ROW, VROW)
+                total, delta = summed(total, delta, s, dp, valid, lse, keys + at, noise, w, MODE)
+        inv_sum = 1 / tl.where(total == 0, 1.0, total)
+        delta = delta * inv_sum - tl.load(above.grad_lse + row * queries + query, mask=valid, other=0.0)
     if REPEATABLE:
-        tl.store(sums + (row * queries + query) * 2, over, mask=valid)
-        tl.store(sums + (row * queries + query) * 2 + 1, shift, mask=valid)
+        tl.store(above.sums + (row * queries + query) * 2, inv_sum, mask=valid)
+        tl.store(above.sums + (row * queries + query) * 2 + 1, delta, mask=valid)
 
-    mixed = ()
-    for _ in tl.static_range(PIECES):
-        mixed += (tl.zeros([LANES, W], tl.float32),)
-    for e in range(kappa):
-        match = match_of(index_row, query, e, valid, kappa, keys)
-        offset = first_offset(REACH, RANK)
+    dq = zeros(B.BLOCK_Q, ROW)
+    for e in range(w.kappa):
+        match = match_of(e, valid, here, w)
+        offset = first_offset(w.reach)
         for _step in range(window):
-            key, ok = legal_at(
-                match, e, offset, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH,
-                RANK, CAUSAL, SEVERAL,
-            )  # fmt: skip
-            offset = next_offset(offset, REACH, RANK)
-            theirs = features(k_row, key, ok, E, W, PIECES)
-            s = dot(mine, theirs, PIECES) * scale
-            dp = dot(wish, features(v_row, key, ok, F, FW, FPIECES), FPIECES)
-            p, ds = pair_gradient(s, dp, ok, norm, over, shift, key, noise, threshold, keep, WEIGHT, DROPOUT)
-            mixed = add(mixed, ds * scale, theirs, PIECES)
+            key, ok = legal_at(match, e, offset, here, w, MODE.CAUSAL, MODE.SEVERAL)
+            offset = next_offset(offset, w.reach)
+            theirs, s, dp = pair(mine, grad_out, k_row, v_row, key, ok, w, ROW, VROW)
+            p, ds = pair_gradient(s, dp, ok, lse, inv_sum, delta, key, noise, w, MODE.WEIGHT, MODE.DROPOUT)
+            dq = add(dq, ds * w.scale, theirs)
             if not REPEATABLE:
-                add_rows(dk + source * keys * E, key, ds * scale, mine, ok, E, W, PIECES)
-                add_rows(dv + source * keys * F, key, p, wish, ok, F, FW, FPIECES)
-    if k_extra is not None:
-        slot = (tl.program_id(0).to(tl.int64) if REPEATABLE else source) * extras
-        for x in range(extras):
-            there = query * 0 + x
-            theirs = features(k_extra + source * extras * E, there, valid, E, W, PIECES)
-            s = dot(mine, theirs, PIECES) * scale
-            dp = dot(wish, features(v_extra + source * extras * F, there, valid, F, FW, FPIECES), FPIECES)
-            p, ds = pair_gradient(
-                s, dp, valid, norm, over, shift, keys + there, noise, threshold, keep, WEIGHT, DROPOUT
-            )
-            mixed = add(mixed, ds * scale, theirs, PIECES)
-            add_sum(dk_extra + (slot + x) * E, ds * scale, mine, E, W, PIECES, REPEATABLE)
-            add_sum(dv_extra + (slot + x) * F, p, wish, F, FW, FPIECES, REPEATABLE)
+                add_rows(grads.k + source * keys * ROW.E, key, ds * w.scale, mine, ok, ROW)
+                add_rows(grads.v + source * keys * VROW.E, key, p, grad_out, ok, VROW)
+    if w.k_extra is not None:
+        slot = (tl.program_id(0).to(tl.int64) if REPEATABLE else source) * w.extras
+        for x in range(w.extras):
+            at = query * 0 + x
+            theirs, s, dp = pair(mine, grad_out, k_extra, v_extra, at, valid, w, ROW, VROW)
+            p, ds = pair_gradient(s, dp, valid, lse, inv_sum, delta, keys + at, noise, w, MODE.WEIGHT, MODE.DROPOUT)
+            dq = add(dq, ds * w.scale, theirs)
+            add_sum(grads.k_extra + (slot + x) * ROW.E, ds * w.scale, mine, ROW, REPEATABLE)
+            add_sum(grads.v_extra + (slot + x) * VROW.E, p, grad_out, VROW, REPEATABLE)
 
-    put(dq + row * queries * E, query, mixed, valid, E, W, PIECES)
+    put(grads.q + row * queries * ROW.E, query, dq, valid, ROW)
+
+
+@triton.jit
+def pair(mine, grad_out, k_row, v_row, at, ok, w, ROW: tl.constexpr, VROW: tl.constexpr):
+    """One key per query, row `at` of keys and values where `ok`: its features, its score, <grad_out, v>."""
+    theirs = features(k_row, at, ok, ROW)
+    return theirs, dot(mine, theirs) * w.scale, dot(grad_out, features(v_row, at, ok, VROW))
+
+
+@triton.jit
+def summed(total, delta, s, dp, ok, lse, name, noise, w, MODE: tl.constexpr):
+    """One more key in the sum of the weights and in delta."""
+    p, r = rough_weight(s, ok, lse), kept(name, noise, w, MODE.DROPOUT)
+    return total + p, delta + tl.where(ok & (r > 0), p * r * dp, 0.0)

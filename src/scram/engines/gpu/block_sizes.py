@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
-from .grid import tile_shape, vector
+from ...schedule import WINDOWS
+from .grid import Block, Row, tile_shape, vector
+from .launch import INTERPRETED, cached
+from .top_matches import Places
 
 MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which costs registers and compile time
 
@@ -48,7 +49,7 @@ COLLECT, LEAST_SHARE = (8, 4, 1), 256
 # Since then: 1.060, 1.080, 1.092 with 2, 3, 4 stages.
 # float32, E=64, eight sweeps, stereo: in halves 3.40 (2 stages), 3.28 (3), 3.27 (4); the unit's own three products of
 # bf16 4.38, of tf32 7.85; one of tf32 2.67, but recall .869 instead of .949.
-WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 128, 4, 1
+SCORE_PIECE, SCORE_WARPS, OFFER_WARPS = 128, 4, 1
 # Several matches, slots x columns and registers of a thread at most, stereo, eight sweeps, ms:
 #    2 matches  1x2 2.31, 64 registers 2.32, 96 2.47;  in one column 2.42
 #    4 matches  2x2 2.68, 64 registers 2.86, 96 2.84;  in one column 3.04
@@ -56,8 +57,7 @@ WEIGH_PIECE, WEIGH_WARPS, OFFER_WARPS = 128, 4, 1
 #   16 matches  8x2 6.05, 80 registers 6.07, 96 5.88, 112 6.03;  4x4 7.58;  2x8 14.3;  as a matrix 33.1
 #   32 matches  8x4 15.9, 128 registers 13.7, 168 13.5, 200 15.7;  4x8 22.3;  as a matrix 57.3
 # 16 slots compile for a minute. A look at each window whether anybody has hope of it costs more than it saves.
-MOST_SLOTS, WEIGH_REGISTERS = 8, {8: 80, 16: 96, 32: 168}
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MOST_SLOTS, SCORE_REGISTERS = 8, {8: 80, 16: 96, 32: 168}
 
 
 # Attention of tiles: how many corners one program sorts, its warps, and how many of a list it takes at a time. H200,
@@ -73,83 +73,89 @@ TILE_COLLECT, TILE_COLLECT_EXACT = (16, 4, 2), (16, 2, 1)
 TILE_WIDTH, TILE_WIDTH_EXACT = 128, 64  # features of one product; more come in pieces
 
 
-@lru_cache(maxsize=256)
+@cached
 def search_tile(rank: int, width: int, dtype: torch.dtype, earlier: bool = False) -> dict[str, Any]:
     size = max(16, triton.next_power_of_2(width * dtype.itemsize))
-    shape = SEARCH_NARROW if size == 16 and not earlier else SEARCH.get(size, SEARCH_WIDE)
-    return _block(rank, width, dtype, *shape)
+    queries, threads, warps = SEARCH_NARROW if size == 16 and not earlier else SEARCH.get(size, SEARCH_WIDE)
+    return {"B": _block(rank, queries), "ROW": _row(width, dtype, threads), **_options(warps)}
 
 
-@lru_cache(maxsize=256)
+@cached
 def attend_tile(
     rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype
 ) -> dict[str, Any]:
     size = max(width * dtype.itemsize, value_width * value_dtype.itemsize)
-    return _blocks(rank, width, value_width, dtype, value_dtype, ATTEND_NARROW if size <= 16 else ATTEND)
+    shape = ATTEND_NARROW if size <= 16 else ATTEND
+    return {"B": _block(rank, shape[0]), **_rows(width, value_width, dtype, value_dtype, shape)}
 
 
-@lru_cache(maxsize=256)
+@cached
 def backward_tile(
     rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype
 ) -> dict[str, Any]:
-    return _blocks(rank, width, value_width, dtype, value_dtype, BACKWARD)
+    return {"B": _block(rank, BACKWARD[0]), **_rows(width, value_width, dtype, value_dtype, BACKWARD)}
 
 
-@lru_cache(maxsize=256)
+@cached
 def visit_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
-    block = _blocks(1, width, value_width, dtype, value_dtype, BACKWARD)
-    return {name: value for name, value in block.items() if name != "TILE"}
+    return {"BLOCK_Q": _block(1, BACKWARD[0]).BLOCK_Q, **_rows(width, value_width, dtype, value_dtype, BACKWARD)}
 
 
-@lru_cache(maxsize=256)
+@cached
 def collect_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
-    block = _blocks(1, width, value_width, dtype, value_dtype, COLLECT)
-    return {name: value for name, value in block.items() if name != "TILE"}
+    return {"BLOCK_Q": _block(1, COLLECT[0]).BLOCK_Q, **_rows(width, value_width, dtype, value_dtype, COLLECT)}
 
 
-@lru_cache(maxsize=256)
-def weigh_tile(width: int, dtype: torch.dtype, matches: int) -> dict[str, Any]:
-    """Of the tile search: keys per matrix product, features per piece, places for matches, and how to multiply."""
+@cached
+def score_tile(width: int, dtype: torch.dtype, matches: int, separated: bool) -> dict[str, Any]:
+    """Of the tile search: how rows are multiplied, and the places for matches."""
     wide = max(16, triton.next_power_of_2(width))
-    piece = wide if wide <= WEIGH_PIECE else WEIGH_PIECE // 2
-    block: dict[str, Any] = {"BE": piece, "PIECES": wide // piece}
+    piece = wide if wide <= SCORE_PIECE else SCORE_PIECE // 2
     places = triton.next_power_of_2(matches)
     columns = 1 if matches == 1 else max(2, places // MOST_SLOTS)
     # float32 as two numbers of 16 bits; Triton's interpreter multiplies none of those.
     halves = 1 + (dtype == torch.float32)
-    block.update(HALVES=halves, WIDEN=INTERPRETED)
-    block.update(SLOTS=places // columns, COLUMNS=columns, PADDED=places > matches)
-    stages = 3 if wide == WEIGH_PIECE or matches > 1 or halves > 1 else 2
-    block.update(num_warps=WEIGH_WARPS, num_stages=stages, enable_fp_fusion=True)
-    return {**block, "maxnreg": WEIGH_REGISTERS[places]} if places in WEIGH_REGISTERS else block
+    stages = 3 if wide == SCORE_PIECE or matches > 1 or halves > 1 else 2
+    block = {
+        "ROW": Row(width, piece, wide // piece),
+        "HALVES": halves,
+        "WIDEN": INTERPRETED,
+        "PLACES": Places(places // columns, columns, places > matches, separated, WINDOWS),
+        "num_stages": stages,
+        **_options(SCORE_WARPS),
+    }
+    return {**block, "maxnreg": SCORE_REGISTERS[places]} if places in SCORE_REGISTERS else block
 
 
-@lru_cache(maxsize=256)
-def tile_pieces(width: int, value_width: int, narrow: bool) -> dict[str, int]:
+@cached
+def tile_pieces(width: int, value_width: int, narrow: bool) -> dict[str, Row]:
     """Features and values of the attention of tiles in pieces that matrix products take; `narrow`: 16 bits each."""
     most = TILE_WIDTH if narrow else TILE_WIDTH_EXACT
     w, fw = (max(16, min(most, triton.next_power_of_2(x))) for x in (width, value_width))
-    return {"W": w, "PIECES": -(-width // w), "FW": fw, "FPIECES": -(-value_width // fw)}
+    return {"ROW": Row(width, w, -(-width // w)), "VROW": Row(value_width, fw, -(-value_width // fw))}
 
 
-def _blocks(
-    rank: int,
-    width: int,
-    value_width: int,
-    dtype: torch.dtype,
-    value_dtype: torch.dtype,
-    shape: tuple[int, int, int],
-) -> dict[str, Any]:
-    values = _block(rank, value_width, value_dtype, *shape)
-    return {**_block(rank, width, dtype, *shape), "FW": values["W"], "FPIECES": values["PIECES"]}
+def _block(rank: int, queries: int) -> Block:
+    return Block(tile_shape(queries, rank), queries)
 
 
-def _block(rank: int, width: int, dtype: torch.dtype, lanes: int, threads: int, warps: int) -> dict[str, Any]:
-    """`lanes` queries per program, the features of each spread over `threads` threads in aligned loads."""
+def _row(width: int, dtype: torch.dtype, threads: int) -> Row:
+    """Rows of which each is spread over `threads` threads in aligned loads."""
     w = threads * vector(width, dtype)
     while w * MOST_PIECES < width:
         w *= 2
     w = min(w, triton.next_power_of_2(width))
-    block = {"TILE": tile_shape(lanes, rank), "LANES": lanes, "W": w, "PIECES": -(-width // w)}
+    return Row(width, w, -(-width // w))
+
+
+def _rows(
+    width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype, shape: tuple[int, int, int]
+) -> dict[str, Any]:
+    _, threads, warps = shape
+    values = _row(value_width, value_dtype, threads)
+    return {"ROW": _row(width, dtype, threads), "VROW": values, **_options(warps)}
+
+
+def _options(warps: int) -> dict[str, Any]:
     # Triton's default for fusion changes in 3.10; a product and a sum stay one instruction here.
-    return {**block, "num_warps": warps, "enable_fp_fusion": True}
+    return {"num_warps": warps, "enable_fp_fusion": True}

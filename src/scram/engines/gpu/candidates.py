@@ -1,135 +1,173 @@
-"""Candidates of a search in Triton: whom a query asks, which keys it may take, what they score."""
+"""Candidates of a search in Triton: where they come from, which keys may be taken, what they score."""
 
 # Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment, override"
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ...grid import LegalKeys
 from .grid import divide, dot, features, lane_place, near
 from .noise import absorb, below
 
 
-@triton.jit
-def neighbour(
-    n, axis, corner, QG, KG, JUMPS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    """Propagation number n: jump, the lanes' places on its axis, the axis's extents and strides of queries and keys."""
-    jump = n * 0
-    for j in tl.static_range(len(JUMPS)):
-        jump = tl.where(n // RANK == j, JUMPS[j], jump)
-    here, extent, key_extent = lane_place(corner, 0, RANK, TILE, LANES), QG[0], KG[0]
-    up, down = n * 0 + 1, n * 0 + 1
-    for a in tl.static_range(1, RANK):
-        here = tl.where(axis == a, lane_place(corner, a, RANK, TILE, LANES), here)
-        extent, key_extent = tl.where(axis == a, QG[a], extent), tl.where(axis == a, KG[a], key_extent)
-        up, down = tl.where(axis < a, up * QG[a], up), tl.where(axis < a, down * KG[a], down)
-    return jump, here, extent, key_extent, up, down
+class Legal(NamedTuple):
+    """The keys that a mask leaves, as kernels take them; no mask, no tensors."""
+
+    mask: Any  # bool [rows of the mask, M]
+    order: Any  # int64 [rows of the mask, M], the unmasked keys ascending
+    count: Any  # int64 [rows of the mask, M], how many come up to a key
+    heads: int  # how many rows of queries share a row of the mask
+
+
+class Limits(NamedTuple):
+    """What decides in a row of queries whether a key may be taken."""
+
+    legal: Any
+    mask_row: Any
+    keys: Any
+    earlier: Any  # int32 [runs, P], the matches of the runs before this one
+    plane: Any  # P
+    run: Any
+    separation: Any
+
+
+class Rules(NamedTuple):
+    """Which limits there are, known when compiling."""
+
+    CAUSAL: bool
+    SEPARATED: bool  # earlier matches keep others at a distance, not only from themselves
+    EARLIER: bool  # there may be earlier runs
+
+
+class Queries(NamedTuple):
+    """The queries of a program: flat index, place in a plane of all queries, features, and the keys of their row."""
+
+    query: Any
+    point: Any
+    mine: Any
+    k_row: Any
+
+
+def legal_argument(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Legal:
+    """q [B, H, *G, E], k [B, Hk, *G', E], key_mask bool [B, *G'] or [B, H, *G']."""
+    if key_mask is None:
+        return Legal(None, None, None, 1)
+    legal = LegalKeys.of(q, k, causal, key_mask.contiguous())
+    assert legal.order is not None
+    return Legal(legal.mask, legal.order.contiguous(), legal.count, legal.heads_per_row)
 
 
 @triton.jit
-def coordinate(key, axis, KG, MAGIC, RANK: tl.constexpr):
+def at_axis(axis, x):
+    """x[axis], for an axis known at run time."""
+    chosen = axis * 0 + x[0]
+    for a in tl.static_range(1, len(x)):
+        chosen = tl.where(axis == a, x[a], chosen)
+    return chosen
+
+
+@triton.jit
+def along(axis, corner, geo, B: tl.constexpr):
+    """On an axis known at run time: the queries' places, the extents and the strides of queries and keys."""
+    here = lane_place(corner, 0, B)
+    up, down = axis * 0 + 1, axis * 0 + 1
+    for a in tl.static_range(1, len(geo.q)):
+        here = tl.where(axis == a, lane_place(corner, a, B), here)
+        up, down = tl.where(axis < a, up * geo.q[a], up), tl.where(axis < a, down * geo.k[a], down)
+    return here, at_axis(axis, geo.q), at_axis(axis, geo.k), up, down
+
+
+@triton.jit
+def coordinate(key, axis, geo):
     """The coordinate of flat keys on an axis known at run time."""
     rest, at = key, key
-    for a in tl.static_range(RANK - 1, 0, -1):
-        up = divide(rest, MAGIC[a])
-        at = tl.where(axis == a, rest - up * KG[a], at)
+    for a in tl.static_range(len(geo.k) - 1, 0, -1):
+        up = divide(rest, geo.magic[a])
+        at = tl.where(axis == a, rest - up * geo.k[a], at)
         rest = up
     return tl.where(axis == 0, rest, at)
 
 
 @triton.jit
-def around(draws, draw, key, reach, KG, MAGIC, RANK: tl.constexpr):
+def around(draws, draw, key, reach, geo):
     """A key drawn from the box of radius `reach` around `key`, cut at the border."""
     rest, flat, stride = tl.maximum(key, 0), key * 0, 1
-    for a in tl.static_range(RANK - 1, -1, -1):
-        up = divide(rest, MAGIC[a]) if a > 0 else rest * 0
-        at = rest - up * KG[a]
+    for a in tl.static_range(len(geo.k) - 1, -1, -1):
+        up = divide(rest, geo.magic[a]) if a > 0 else rest * 0
+        at = rest - up * geo.k[a]
         low = tl.maximum(at - reach, 0)
-        high = at + tl.minimum(reach, KG[a] - 1 - at)
+        high = at + tl.minimum(reach, geo.k[a] - 1 - at)
         flat += (low + below(absorb(draws, draw + a), high - low + 1)) * stride
-        rest, stride = up, stride * KG[a]
+        rest, stride = up, stride * geo.k[a]
     return flat
 
 
 @triton.jit
-def legal_draw(bits, query, limits, order, count, CAUSAL: tl.constexpr):
+def legal_draw(bits, query, legal, mask_row, keys, CAUSAL: tl.constexpr):
     """A key drawn from the legal ones of each query, and whether there is any."""
-    mask_row, keys = limits[1], limits[2]
     last = query if CAUSAL else query * 0 + (keys - 1)
-    if count is None:
+    if legal.count is None:
         choices = last + 1
         key = below(bits, choices)
     else:
-        choices = tl.load(count + mask_row * keys + last).to(tl.int32)
-        key = tl.load(order + mask_row * keys + below(bits, choices), mask=choices > 0, other=0).to(tl.int32)
+        choices = tl.load(legal.count + mask_row * keys + last).to(tl.int32)
+        key = tl.load(legal.order + mask_row * keys + below(bits, choices), mask=choices > 0, other=0).to(tl.int32)
     return key, choices > 0
 
 
 @triton.jit
-def allowed(
-    key, ok, query, point, limits, KG, MAGIC,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
-):  # fmt: skip
+def allowed(key, ok, query, point, limits, geo, RULES: tl.constexpr):
     """Where `ok` also holds whether `key`, on the grid, may be taken: mask, order, distance to earlier matches."""
-    mask, mask_row, keys, earlier, plane, run, separation = limits
-    if CAUSAL:
+    if RULES.CAUSAL:
         ok = ok & (key <= query)
-    if mask is not None:
-        ok = ok & (tl.load(mask + mask_row * keys + key, mask=ok, other=0) != 0)
-    if EARLIER:
-        # Most candidates lose in every lane, then no earlier match is read.
-        for e in range(tl.where(tl.max(ok.to(tl.int32), axis=0) > 0, run, 0)):
-            match = tl.load(earlier + e * plane + point, mask=ok, other=-1)
-            if SEPARATED:
-                reach = (separation, separation, separation, separation)
-                close = (match >= 0) & near(key, tl.maximum(match, 0), reach, KG, MAGIC, RANK)
-            else:
-                close = match == key
+    if limits.legal.mask is not None:
+        ok = ok & (tl.load(limits.legal.mask + limits.mask_row * limits.keys + key, mask=ok, other=0) != 0)
+    if RULES.EARLIER:
+        reach = ()
+        for _ in tl.static_range(len(geo.k)):
+            reach += (limits.separation,)
+        # Most candidates lose for every query, then no earlier match is read.
+        for e in range(tl.where(tl.max(ok.to(tl.int32), axis=0) > 0, limits.run, 0)):
+            match = tl.load(limits.earlier + e * limits.plane + point, mask=ok, other=-1)
+            close = (match >= 0) & near(key, tl.maximum(match, 0), reach, geo) if RULES.SEPARATED else match == key
             ok = ok & ~close
     return ok
 
 
 @triton.jit
-def score_of(mine, k_row, key, wanted, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr):
-    """The score of one key per lane, NaN as -inf; keys that are not wanted are not read."""
-    s = dot(mine, features(k_row, key, wanted, E, W, PIECES), PIECES)
+def score_of(mine, k_row, key, wanted, ROW: tl.constexpr):
+    """The score of one key per query, NaN as -inf; keys that are not wanted are not read."""
+    s = dot(mine, features(k_row, key, wanted, ROW))
     return tl.where(s == s, s, -float("inf"))
 
 
 @triton.jit
-def offer(
-    candidate, exists, had, key, best, mine, k_row, query, point, limits, KG, MAGIC,
-    RANK: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
-    W: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
+def offer(candidate, exists, had, key, best, ours, limits, geo, RULES: tl.constexpr, ROW: tl.constexpr):
     """Read one candidate and take it where it is legal and strictly better."""
-    wanted, s = weigh(candidate, exists, had, mine, k_row, query, E, CAUSAL, W, PIECES)
-    return take(candidate, wanted, s, key, best, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
+    wanted, s = score_candidate(candidate, exists, had, ours, RULES, ROW)
+    return take(candidate, wanted, s, key, best, ours, limits, geo, RULES)
 
 
 @triton.jit
-def weigh(
-    candidate, exists, had, mine, k_row, query, E: tl.constexpr, CAUSAL: tl.constexpr, W: tl.constexpr,
-    PIECES: tl.constexpr,
-):  # fmt: skip
+def score_candidate(candidate, exists, had, ours, RULES: tl.constexpr, ROW: tl.constexpr):
     """Where a candidate can win, and its score there. `had`, a key held before, cannot win: it is not read.
 
     `had` may be older than the best so far: then no read waits for the one before it.
     """
     wanted = exists & (candidate != had)
-    if CAUSAL:
-        wanted = wanted & (candidate <= query)
-    return wanted, dot(mine, features(k_row, candidate, wanted, E, W, PIECES), PIECES)
+    if RULES.CAUSAL:
+        wanted = wanted & (candidate <= ours.query)
+    return wanted, dot(ours.mine, features(ours.k_row, candidate, wanted, ROW))
 
 
 @triton.jit
-def take(
-    candidate, wanted, s, key, best, query, point, limits, KG, MAGIC,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr, SEPARATED: tl.constexpr, EARLIER: tl.constexpr,
-):  # fmt: skip
+def take(candidate, wanted, s, key, best, ours, limits, geo, RULES: tl.constexpr):
     """Key and score after a candidate of score s."""
     better = wanted & (s > best)  # NaN is not
-    better = allowed(candidate, better, query, point, limits, KG, MAGIC, RANK, CAUSAL, SEPARATED, EARLIER)
+    better = allowed(candidate, better, ours.query, ours.point, limits, geo, RULES)
     return tl.where(better, candidate, key), tl.where(better, s, best)

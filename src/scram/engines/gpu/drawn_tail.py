@@ -8,135 +8,130 @@ radius of one of the query's matches, so no key counts twice and nothing is subt
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...calls import DrawnTail, DrawnTailCall
 from ...grid import LegalKeys, grid_of
-from .grid import GEOMETRY, geometry, points
-from .launch import Kernel
+from .block_sizes import tile_pieces
+from .grid import Geometry, KeyMask, geometry, points
+from .launch import Kernel, on_device
 from .shared_keys import (
-    KEYS,
+    BLOCK_K,
     LN2,
     LOWEST,
-    block_of,
+    SharedKeys,
+    blocks_of,
     corners_of,
-    draw,
+    draw_names,
     finite,
-    in_tail,
     joined,
-    pieces,
+    masked_by,
     powers,
     product,
-    scores,
+    shared_row,
     side_by_side,
     stages,
+    tail_scores,
     whole_block,
 )
-from .windows import legal_key, match_of, window_size
+from .windows import Queries, legal_at, match_of, offset_of, reaches, window_size
 
-SETTINGS = ("drawn", "kappa", *GEOMETRY, "b0", "b1", "b2", "b3")
+# Queries per program, warps, stages at most. H200, 512x512, E = F = 64, bf16, 512 shared keys, one match, us, forward:
+# 64 queries, 4 warps, 2 and 3 stages 351, 342; 128, 8 warps 391, 388; with blocks of 32 keys 400, of 128 630.
+# Both kernels of the backward pass with 2 and 3 stages: 993, 925.
 # Where a product is of float32: two warps make Triton multiply by mma.sync. With four it takes wgmma on sm_90, which in
 # its version 3.6 read shared memory out of bounds (products of float32 beside those of bfloat16, a stratified tail).
-HALF, EXACT = {"BM": 64, "num_warps": 4}, {"BM": 32, "num_warps": 2}
+HALF, EXACT = (64, 4, 3), (32, 2, 2)
 UNROLLED = 8  # matches at most that are compared without a loop
 
 
-def arguments_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    head_lse: Tensor,
-    names: Tensor,
-    for_keys: Tensor,
-    *,
-    radius: tuple[int, ...],
-    causal: bool,
-    scale: float,
-    spread: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the kernels, forward and backward, begin with, and their flags."""
-    key_grid = grid_of(k)
-    reach = [min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)]
-    shared = side_by_side(q, k, v, names, for_keys, causal, spread)
-    arguments = (
-        *(x.contiguous() for x in (q, index, head_lse)),
-        *(shared if spread else shared[:4]),
-        names.shape[-1],
-        index.shape[-1],
-        *geometry(grid_of(q), key_grid),
-        *reach,
-        *[0] * (4 - len(reach)),
-        scale,
-    )
-    flags = {"RANK": len(key_grid), "E": q.shape[-1], "F": v.shape[-1], "CAUSAL": causal, "BN": KEYS}
-    flags["MATCHES"] = index.shape[-1] if index.shape[-1] <= UNROLLED else 0
-    return arguments, {**flags, **pieces(q.shape[-1], v.shape[-1]), "enable_fp_fusion": True}
+class Tail(NamedTuple):
+    """A DrawnTailCall as kernels take it: contiguous tensors, and numbers."""
+
+    q: Tensor
+    index: Tensor  # type: ignore[assignment]
+    head_lse: Tensor
+    shared: SharedKeys
+    masked: KeyMask
+    geo: Geometry
+    reach: tuple[int, ...]
+    kappa: int
+    scale: float
 
 
-def tail(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    key_mask: Tensor | None,
-    head_out: Tensor,
-    head_lse: Tensor,
-    seed: Tensor,
-    *,
-    samples: int,
-    stratified: bool,
-    causal: bool,
-    **settings: Any,
-) -> tuple[Tensor, ...]:
-    """The tensors of `scram.estimate_ops` -> out, lse, variance, offset, names, for_keys."""
+class TailMode(NamedTuple):
+    """What a kernel over shared keys is compiled for."""
+
+    CAUSAL: bool
+    MATCHES: int  # of a query, 0: too many to be unrolled
+    BLOCK_Q: int
+    BLOCK_K: int
+
+
+def drawn_tail(call: DrawnTailCall) -> DrawnTail:
+    q, v = call.q, call.v
     shape = (*q.shape[:-1], v.shape[-1])
     out = torch.empty(shape, dtype=v.dtype, device=q.device)
     lse, offset = (torch.empty(shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
     variance = torch.empty(shape, dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):
-        legal = LegalKeys.of(q, k, causal, key_mask)
-        names, for_keys = draw(q, k, legal, seed, samples, stratified)
+    with on_device(q):
+        legal = LegalKeys.of(q, call.k, call.causal, call.key_mask)
+        found = DrawnTail(out, lse, variance, offset, *draw_names(call, legal))
         if lse.numel():
-            tensors = (q, k, v, index, head_lse, names, for_keys)
-            arguments, flags = arguments_of(*tensors, causal=causal, spread=True, **settings)
-            flags = {**flags, "STRATIFIED": stratified, **forward_block(q, v, flags)}
-            programs = q.shape[0] * q.shape[1] * -(-math.prod(grid_of(q)) // flags["BM"]) * flags["FPIECES"]
-            more = (head_out.contiguous(), legal.mask, legal.count, legal.heads_per_row)
-            Kernel(tail_kernel, programs, flags)(*arguments, *more, out, lse, variance, offset)
-    return out, lse, variance, offset, names, for_keys
+            tail = tail_of(call, side_by_side(call, found.names, found.represents, True), masked_by(legal))
+            flags = {"STRATIFIED": call.stratified, **tail_flags(call, forward=True)}
+            programs = blocks_of_queries(call, flags) * flags["VROW"].PIECES
+            Kernel(tail_kernel, programs, flags)(tail, call.head_out.contiguous(), legal.count, found)
+    return found
 
 
-def forward_block(q: Tensor, v: Tensor, flags: dict[str, Any]) -> dict[str, int]:
-    """Queries per program, warps and stages. H200, 512x512, E = F = 64, bf16, 512 shared keys, one match, us:
+def tail_of(call: DrawnTailCall, shared: SharedKeys, masked: KeyMask) -> Tail:
+    q, key_grid = call.q, grid_of(call.k)
+    return Tail(
+        *(x.contiguous() for x in (q, call.index, call.head_lse)),
+        shared,
+        masked,
+        geometry(grid_of(q), key_grid),
+        reaches(call.radius, key_grid),
+        call.index.shape[-1],
+        call.scale,
+    )
 
-    64 queries, 4 warps, 2 and 3 stages 351, 342; 128, 8 warps 391, 388; with blocks of 32 keys 400, of 128 630.
-    """
-    half = q.element_size() == v.element_size() == 2
-    block, most = (HALF, 3) if half else (EXACT, 2)
-    row = flags["W"] * flags["PIECES"] * q.element_size()
-    each = KEYS * (row + flags["FW"] * (v.element_size() + 2 * (4 if v.dtype == torch.float32 else 2)))
-    return {**block, "num_stages": stages(q.device, most, each, block["BM"] * row)}
+
+def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:
+    q, v, matches = call.q, call.v, call.index.shape[-1]
+    queries, warps, most = HALF if q.element_size() == v.element_size() == 2 else EXACT
+    rows = tile_pieces(q.shape[-1], v.shape[-1], False)
+    row, value_row = rows["ROW"], rows["VROW"]
+    each = fixed = row.W * row.PIECES * q.element_size()
+    if forward:
+        each += value_row.W * (v.element_size() + 2 * (4 if v.dtype == torch.float32 else 2))
+    else:
+        each = fixed = fixed + value_row.W * value_row.PIECES * v.element_size()
+    mode = TailMode(call.causal, matches if matches <= UNROLLED else 0, queries, BLOCK_K)
+    ahead = stages(q.device, most, BLOCK_K * each, queries * fixed)
+    return {"MODE": mode, **rows, "num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
+
+
+def blocks_of_queries(call: DrawnTailCall, flags: dict[str, Any]) -> int:
+    """Of all rows."""
+    rows = call.q.shape[0] * call.q.shape[1]
+    return rows * -(-call.q[0, 0, ..., 0].numel() // flags["MODE"].BLOCK_Q)
 
 
 @triton.jit
-def head_size(
-    query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
+def head_size(here, t, CAUSAL: tl.constexpr):
     """|S_i|: the legal keys in the union of the windows."""
-    found = query * 0
-    for e in range(kappa):
-        match = match_of(index_row, query, e, valid, kappa, keys)
-        for number in range(window_size(REACH, RANK)):
-            _, ok = legal_key(
-                match, e, number, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH, RANK, CAUSAL
-            )
+    found = here.query * 0
+    for e in range(t.kappa):
+        match = match_of(e, here.exists, here, t)
+        for number in range(window_size(t.reach)):
+            _, ok = legal_at(match, e, offset_of(number, t.reach), here, t, CAUSAL, True)
             found += ok.to(tl.int32)
     return found
 
@@ -152,83 +147,75 @@ def rough_product(a, b, total):
     return tl.dot(a.to(b.dtype), b, total, input_precision="tf32")
 
 
-@triton.jit(do_not_specialize=[*SETTINGS, "mask_heads"])
-def tail_kernel(
-    q, index, head_lse, keys_in, values_in, places, logs, away, middle_in, drawn, kappa,
-    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale,
-    head_out, mask, count, mask_heads, out, lse, variance, offset,
-    RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, MATCHES: tl.constexpr,
-    STRATIFIED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
-    FW: tl.constexpr, FPIECES: tl.constexpr,
-):  # fmt: skip
-    QG, KG, MAGIC, REACH = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (b0, b1, b2, b3)
-    queries, keys = points(QG, RANK), points(KG, RANK)
-    blocks, padded = (queries + BM - 1) // BM, (drawn + BN - 1) // BN * BN
-    piece, block = tl.program_id(0) % FPIECES, tl.program_id(0) // FPIECES
-    row = (block // blocks).to(tl.int64)
-    rows = tl.num_programs(0) // (FPIECES * blocks)
-    query = (block % blocks) * BM + tl.arange(0, BM)
-    valid = query < queries
-    index_row, point = index + row * queries * kappa, row * queries + query
-    keys_row, logs_row = keys_in + row * padded * (W * PIECES), logs + row * padded
-    values_row, away_row = values_in + row * padded * (FW * FPIECES), away + row * padded * (FW * FPIECES)
-    squares_row, place = away_row + rows.to(tl.int64) * padded * (FW * FPIECES), places + row * (RANK + 1) * padded
-    mine = ()
-    for n in tl.static_range(PIECES):
-        mine += (block_of(q + row * queries * E, query, valid, n, E, W),)
+@triton.jit
+def block_queries(row, number, t, MODE: tl.constexpr):
+    """The queries of a block of a row; `row` is int64."""
+    queries, query = points(t.geo.q), number * MODE.BLOCK_Q + tl.arange(0, MODE.BLOCK_Q)
+    return Queries(query, query < queries, t.index + row * queries * t.kappa, row // t.masked.heads)
 
-    low = corners_of(query, valid, index_row, kappa, keys, KG, MAGIC, REACH, RANK, MATCHES)
-    top = tl.full([BM], LOWEST, tl.float32)
-    whole, squares, seen = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    mixed = tl.zeros([BM, FW], tl.float32)
+
+@triton.jit
+def tail_kernel(
+    t, head_out, count, found, MODE: tl.constexpr, STRATIFIED: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+):  # fmt: skip
+    queries, keys = points(t.geo.q), points(t.geo.k)
+    piece, block = tl.program_id(0) % VROW.PIECES, tl.program_id(0) // VROW.PIECES
+    blocks = (queries + MODE.BLOCK_Q - 1) // MODE.BLOCK_Q
+    row, rows = (block // blocks).to(tl.int64), tl.num_programs(0) // (VROW.PIECES * blocks)
+    here = block_queries(row, block % blocks, t, MODE)
+    query, valid, point = here.query, here.exists, row * queries + here.query
+    shared = shared_row(row, t, MODE, ROW, VROW)
+    away_row = t.shared.away + row * shared.padded * (VROW.W * VROW.PIECES)
+    squares_row = away_row + rows.to(tl.int64) * shared.padded * (VROW.W * VROW.PIECES)
+    mine = blocks_of(t.q + row * queries * ROW.E, query, valid, ROW)
+
+    low = corners_of(here, t, MODE)
+    top = tl.full([MODE.BLOCK_Q], LOWEST, tl.float32)
+    whole = tl.zeros([MODE.BLOCK_Q], tl.float32)
+    squares, seen = whole, whole
+    mixed = tl.zeros([MODE.BLOCK_Q, VROW.W], tl.float32)
     first, second, spoiled = mixed, mixed, mixed
-    for start in range(0, padded, BN):
-        at = start + tl.arange(0, BN)
-        log = tl.load(logs_row + at)
-        s = scores(mine, keys_row, at, log, scale, W, PIECES, BM, BN)
-        ok = in_tail(
-            place, padded, at, log, query, valid, low, index_row, kappa, keys, KG, MAGIC, REACH, RANK, CAUSAL, MATCHES
-        )  # fmt: skip
-        s = tl.where(ok, s, -float("inf"))
+    for start in range(0, shared.padded, MODE.BLOCK_K):
+        at = start + tl.arange(0, MODE.BLOCK_K)
+        s, ok = tail_scores(at, mine, low, shared, here, t, MODE, ROW)
         higher = tl.maximum(top, tl.max(s, 1))
         shrink, p = powers(top, higher), powers(s, higher[:, None])
         top = higher
-        value = whole_block(values_row, at, piece, FW, FPIECES)
-        if CAUSAL:  # a weight of 0 lets no NaN of a later key through
+        value = whole_block(shared.v, at, piece, VROW)
+        if MODE.CAUSAL:  # a weight of 0 lets no NaN of a later key through
             bad = ~(tl.abs(value.to(tl.float32)) < float("inf"))
             spoiled = rough_product(tl.where(ok, 1.0, 0.0), tl.where(bad, 1.0, 0.0).to(value.dtype), spoiled)
             value = finite(value)
         mixed = product(p.to(value.dtype), value, mixed * shrink[:, None])
-        p2, less = (p * p).to(away.dtype.element_ty), (shrink * shrink)[:, None]  # rounded alike in all three sums
-        first = rough_product(p2, whole_block(away_row, at, piece, FW, FPIECES), first * less)
-        second = rough_product(p2, whole_block(squares_row, at, piece, FW, FPIECES), second * less)
+        p2, less = (p * p).to(away_row.dtype.element_ty), (shrink * shrink)[:, None]  # rounded alike in all three sums
+        first = rough_product(p2, whole_block(away_row, at, piece, VROW), first * less)
+        second = rough_product(p2, whole_block(squares_row, at, piece, VROW), second * less)
         p_sum, p2_sum, ok_sum = tl.reduce((p, p2.to(tl.float32), tl.where(ok, 1.0, 0.0)), 1, plus)
         whole, squares, seen = whole * shrink + p_sum, squares * shrink * shrink + p2_sum, seen + ok_sum
 
-    mask_row = row // mask_heads
-    size = head_size(query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH, RANK, CAUSAL)
-    last = query if CAUSAL else query * 0 + keys - 1
+    size = head_size(here, t, MODE.CAUSAL)
+    last = query if MODE.CAUSAL else query * 0 + keys - 1
     total = last + 1
     if count is not None:
-        total = tl.load(count + mask_row * keys + last, mask=valid, other=0).to(tl.int32)
+        total = tl.load(count + here.mask_row * keys + last, mask=valid, other=0).to(tl.int32)
     left = (total - size).to(tl.float32)
-    some, add = valid & (seen > 0), tl.zeros([BM], tl.float32)
+    some, add = valid & (seen > 0), tl.zeros([MODE.BLOCK_Q], tl.float32)
     if not STRATIFIED:
         add = tl.log(tl.where(some, left, 1.0) / tl.maximum(seen, 1.0))
-    head = tl.load(head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
+    head = tl.load(t.head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
     factor, share, top, norm = joined(top, whole, some, add, head)
-    f = piece * FW + tl.arange(0, FW)
-    here = valid[:, None] & (f < F)[None, :]
-    theirs = tl.load(head_out + point[:, None] * F + f[None, :], mask=here, other=0.0).to(tl.float32)
+    f = piece * VROW.W + tl.arange(0, VROW.W)
+    to, inside = point[:, None] * VROW.E + f[None, :], valid[:, None] & (f < VROW.E)[None, :]
+    theirs = tl.load(head_out + to, mask=inside, other=0.0).to(tl.float32)
     theirs = tl.where((head == -float("inf"))[:, None], 0.0, theirs)
     answer = tl.where(some[:, None], mixed * factor[:, None], 0.0)
     answer += tl.where((share == 0.0)[:, None], 0.0, share[:, None] * theirs)
-    if CAUSAL:
+    if MODE.CAUSAL:
         answer = tl.where(spoiled > 0, float("nan"), answer)
 
     # Values are measured from the mean of a few, so that little cancels in the sums of squares.
-    middle_row = middle_in + row * (FW * FPIECES) + f
-    middle, unit = tl.load(middle_row), tl.load(middle_row + rows * (FW * FPIECES))
+    middle_row = t.shared.middle + row * (VROW.W * VROW.PIECES) + f
+    middle, unit = tl.load(middle_row), tl.load(middle_row + rows * (VROW.W * VROW.PIECES))
     apart, each = (answer - middle[None, :]) / unit[None, :], factor[:, None] * unit[None, :]
     r_squares = (second - 2 * apart * first + apart * apart * squares[:, None]) * (each * each)
     r_sum = share[:, None] * (answer - theirs)  # all residuals add up to 0, so the tail's are the head's negated
@@ -237,8 +224,8 @@ def tail_kernel(
     known = tl.where((seen >= 2)[:, None], rest[:, None] * spread, float("inf"))
     known = tl.where((seen == left)[:, None], 0.0, known)
 
-    tl.store(out + point[:, None] * F + f[None, :], answer.to(out.dtype.element_ty), mask=here)
-    tl.store(variance + point[:, None] * F + f[None, :], known, mask=here)
+    tl.store(found.out + to, answer.to(found.out.dtype.element_ty), mask=inside)
+    tl.store(found.variance + to, known, mask=inside)
     if piece == 0:
-        tl.store(lse + point, top + norm * LN2, mask=valid)
-        tl.store(offset + point, add, mask=valid)
+        tl.store(found.lse + point, top + norm * LN2, mask=valid)
+        tl.store(found.offset + point, add, mask=valid)

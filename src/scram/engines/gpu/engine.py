@@ -20,6 +20,7 @@ from .attend import attend as _attend
 from .attend_backward import attend_backward as _attend_backward
 from .drawn_tail import tail
 from .drawn_tail_backward import tail_backward
+from .launch import clear_caches as clear_caches
 from .sample import sample as _sample
 from .sample import sample_backward as _sample_backward
 from .search import search as _search
@@ -29,9 +30,7 @@ from .tile_search import tile_search
 
 
 def search(call: SearchCall) -> Found:
-    run = tile_search if call.method == "tile" else _search
-    how = {n: getattr(call, n) for n in ("matches", "separation", "sweeps", "jumps", "propagate", "gossip", "causal")}
-    return Found(*run(call.q, call.k, call.seed, call.key_mask, call.warm, **how))
+    return tile_search(call) if call.method == "tile" else _search(call)
 
 
 def _args(call: Any, settings: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
@@ -79,7 +78,3 @@ def sample(call: SampleCall) -> Sampled:
 def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> TailGrads:
     tensors, how = _args(call, _SAMPLE)
     return TailGrads(*_sample_backward(grad_out, grad_lse, *tensors, **how))  # type: ignore
-
-
-def clear_caches() -> None:
-    pass

@@ -2,26 +2,88 @@
 
 Triton looks at every argument of every launch, which takes longer than a sweep over a small grid. What it looks at,
 types, alignment and flags, is the key here too, and addresses take the place of tensors.
+Arguments are tensors, numbers, None, and tuples of these. No number is compiled in: Triton is shown others instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import lru_cache
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+import triton.language as tl
 from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
 
-NO_TENSORS = {int, float, bool, type(None)}  # isinstance takes ten times as long
+from . import _triton_compat as compat
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+P = ParamSpec("P")
+R = TypeVar("R")
+PLAIN = {float, bool, type(None)}  # what Triton types by its class alone; isinstance takes ten times as long
 _compiled: dict[tuple[Any, ...], Any] = {}  # like Triton's own cache: one entry per variant, never stale
+_caches: list[Callable[[], None]] = [_compiled.clear]
 
 
-def kinds(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What Triton's compiler sees of tensors: where they are, their types, and whether they start at 16 bytes."""
-    return tuple([None if x is None else (x.device, x.dtype, x.data_ptr() & 15) for x in tensors])
+def cached(function: Callable[P, R]) -> Callable[P, R]:
+    """An lru_cache that `clear_caches` empties."""
+    wrapped = lru_cache(maxsize=256)(function)
+    _caches.append(wrapped.cache_clear)
+    return cast("Callable[P, R]", wrapped)
+
+
+def clear_caches() -> None:
+    """Forget all compiled code and every plan of the engine."""
+    for clear in _caches:
+        clear()
+
+
+@cached
+def _launches_directly() -> bool:
+    return compat.launches_directly()
+
+
+def fits(number: int) -> bool:
+    """Whether Triton types an int as int32; else as int64."""
+    return -0x80000000 <= number <= 0x7FFFFFFF
+
+
+def kinds(*arguments: Any) -> tuple[Any, ...]:
+    """What the compiler sees: classes, widths of ints; of tensors the device, the type, the start within 16 bytes."""
+    return tuple([_kind(x) for x in arguments])
+
+
+def _kind(x: Any) -> Any:
+    if x.__class__ is int:
+        return fits(x)
+    if x.__class__ in PLAIN:
+        return None if x is None else x.__class__
+    return kinds(*x) if isinstance(x, tuple) else (x.device, x.dtype, x.data_ptr() & 15)
+
+
+def _stand_in(x: Any) -> Any:
+    """What to compile with: ints that say nothing, being neither 1 nor a multiple of 16, of the same width."""
+    if x.__class__ is int:
+        return 3 if fits(x) else 2**31 + 1
+    if isinstance(x, tuple):
+        parts = map(_stand_in, x)
+        return x.__class__(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return x
+
+
+def _constant(flag: Any) -> Any:
+    """A flag as Triton 3.6 needs it: the fields of a NamedTuple are constants too."""
+    if hasattr(flag, "_fields") and not INTERPRETED:
+        return flag.__class__(*[tl.constexpr(_constant(x)) for x in flag])
+    return flag
+
+
+def compiled(kernel: Any, arguments: Iterable[Any], flags: dict[str, Any]) -> Any:
+    """The code of a kernel for arguments of these kinds, launched by none; None in the interpreter."""
+    constants = {name: _constant(flag) for name, flag in flags.items()}
+    return kernel.warmup(*map(_stand_in, arguments), grid=(1,), **constants)
 
 
 class Kernel:
@@ -32,59 +94,62 @@ class Kernel:
         self.code: Any = None
 
     def __call__(self, *arguments: Any) -> None:
-        if self.code is None:
-            self._find(arguments)
-        elif _watched():
+        widths: list[bool] = []
+        given = _addresses(arguments, widths)
+        if self.code is None or widths != self.widths:
+            self._find(arguments, widths)
+        elif compat.watched():
             self.code[(self.programs, 1, 1)](*arguments, *self.constants)
         else:
-            stream = driver.active.get_current_stream(self.device)
-            self.run(self.programs, 1, 1, stream, *self.direct, *self._addresses(arguments), *self.constants)
+            stream = compat.current_stream(self.device)
+            self.run(self.programs, 1, 1, stream, *self.behind, *given, *self.constants)
 
     def bind(self, *first: Any) -> Callable[..., None]:
         """What launches the kernel on the current stream with these arguments and those it is called with."""
-        if self.code is None:
+        widths: list[bool] = []
+        given = _addresses(first, widths)
+        if self.code is None or compat.watched() or widths != self.widths[: len(widths)]:
             return lambda *more: self(*first, *more)
-        if _watched():
-            launch = self.code[(self.programs, 1, 1)]
-            return lambda *more: launch(*first, *more, *self.constants)
-        run, stream, constants = self.run, driver.active.get_current_stream(self.device), self.constants
-        begin = (self.programs, 1, 1, stream, *self.direct, *self._addresses(first))
-        return lambda *more: run(*begin, *_addresses(more), *constants)
+        run, constants, others = self.run, self.constants, self.widths[len(widths) :]
+        begin = (self.programs, 1, 1, compat.current_stream(self.device), *self.behind, *given)
 
-    def _addresses(self, first: tuple[Any, ...]) -> list[Any]:
-        """The first arguments, addresses in the place of tensors."""
-        given = [*first]
-        for n in self.tensors:
-            if n < len(given):
-                given[n] = given[n].data_ptr()
-        return given
+        def launch(*more: Any) -> None:
+            wide: list[bool] = []
+            rest = _addresses(more, wide)
+            if wide == others:
+                run(*begin, *rest, *constants)
+            else:
+                self(*first, *more)
 
-    def _find(self, arguments: tuple[Any, ...]) -> None:
-        pointers = [x for x in arguments if x is None or x.__class__ not in NO_TENSORS]
-        key = (id(self.kernel), *kinds(*pointers), *self.flags.values())
+        return launch
+
+    def _find(self, arguments: tuple[Any, ...], widths: list[bool]) -> None:
+        """Launch, and keep the code for the next time."""
+        key = (id(self.kernel), *kinds(*arguments), *self.flags.values())
         code = _compiled.get(key)
+        if code is None and _launches_directly():
+            code = _compiled[key] = compiled(self.kernel, arguments, self.flags)
+        if code is None:  # the interpreter compiles nothing
+            constants = {name: _constant(flag) for name, flag in self.flags.items()}
+            self.kernel[(self.programs,)](*arguments, **constants)
+            return
         self.constants = [self.flags[name] for name in self.kernel.arg_names[len(arguments) :]]
-        if code is None:
-            code = self.kernel[(self.programs,)](*arguments, **self.flags)
-            if code is None:  # the interpreter compiles nothing
-                return
-            _compiled[key] = code
-        else:
-            code[(self.programs, 1, 1)](*arguments, *self.constants)
-        self.device = arguments[0].device.index
-        self.tensors = [n for n, x in enumerate(arguments) if x.__class__ not in NO_TENSORS]
-        self.run, self.direct = code.run, (code.function, code.packed_metadata, None, None, None)
-        self.code = code
+        code[(self.programs, 1, 1)](*arguments, *self.constants)
+        self.run, self.behind = compat.direct(code)
+        self.code, self.widths, self.device = code, widths, compat.current_device()
 
 
-def _addresses(arguments: tuple[Any, ...]) -> list[Any]:
-    return [x if x.__class__ in NO_TENSORS else x.data_ptr() for x in arguments]
-
-
-def _watched() -> bool:
-    """Whether someone, a profiler say, wants to be told of each launch."""
-    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+def _addresses(arguments: tuple[Any, ...], widths: list[bool]) -> list[Any]:
+    """The arguments with addresses in the place of tensors. Appends for each int whether it fits int32."""
+    given = []
+    for x in arguments:
+        kind = x.__class__
+        if kind is int:
+            widths.append(-0x80000000 <= x <= 0x7FFFFFFF)
+        elif kind not in PLAIN:
+            x = tuple(_addresses(x, widths)) if isinstance(x, tuple) else x.data_ptr()
+        given.append(x)
+    return given
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""What search needs besides searching: keys padded or split for the units, the matches of several runs sorted."""
+"""What search needs besides searching: keys padded or split for the units."""
 
 # Kernels carry no types that mypy knows.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
@@ -31,7 +31,7 @@ def halves(x: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def halves_kernel(x, out, count, E: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     whole = tl.load(x + i, mask=i < count, other=0.0)
@@ -41,23 +41,3 @@ def halves_kernel(x, out, count, E: tl.constexpr, BLOCK: tl.constexpr):
     to = out + i // E * (2 * E) + i % E
     tl.store(to, high, mask=i < count)
     tl.store(to + E, low.to(tl.bfloat16), mask=i < count)
-
-
-@triton.jit(do_not_specialize=["rows", "queries", "kappa"])
-def sort_kernel(index, score, index_out, score_out, rows, queries, kappa, BLOCK: tl.constexpr):
-    """[kappa, P] by run -> [P, kappa] best first, equal scores in run order, -1 last: every key finds its own place."""
-    point = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    plane = rows.to(tl.int64) * queries
-    valid = point < plane
-    for e in range(kappa):
-        key = tl.load(index + e * plane + point, mask=valid, other=-1)
-        s = tl.load(score + e * plane + point, mask=valid, other=0.0)
-        place = point * kappa
-        for f in range(kappa):
-            rival = tl.load(index + f * plane + point, mask=valid, other=-1)
-            theirs = tl.load(score + f * plane + point, mask=valid, other=0.0)
-            level = (rival >= 0) == (key >= 0)
-            ahead = (level & ((theirs > s) | ((theirs == s) & (f < e)))) | ((rival >= 0) & (key < 0))
-            place += ahead.to(tl.int32)
-        tl.store(index_out + place, key, mask=valid)
-        tl.store(score_out + place, s, mask=valid)

@@ -4,6 +4,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,14 +19,21 @@ def signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
-def seed_arguments(seed: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """(pointer, low, high) for the kernels: a seed on the device is read there, one on the CPU goes by value."""
+class Seed(NamedTuple):
+    """A seed as kernels take it: a pointer to one on the device, or the two halves of one on the CPU."""
+
+    pointer: Any
+    low: int
+    high: int
+
+
+def seed_argument(seed: Tensor | None) -> Seed:
     if seed is None:
-        return None, 0, 0
+        return Seed(None, 0, 0)
     if seed.is_cuda:
-        return seed, 0, 0
+        return Seed(seed, 0, 0)
     value = int(seed.item())
-    return None, signed(value), signed(value >> 32)
+    return Seed(None, signed(value), signed(value >> 32))
 
 
 def below_argument(share: float) -> int:
@@ -34,21 +43,21 @@ def below_argument(share: float) -> int:
 
 @triton.jit
 def absorb(state, word):
-    x = (state ^ word.to(tl.uint32)) + 0x9E3779B9
+    x = (state ^ tl.cast(word, tl.uint32)) + 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
 
 
 @triton.jit
-def row_state(SEED, low, high, row):
-    """The hash after the seed and the row; a seed given by pointer comes before `low` and `high`."""
-    if SEED is not None:
-        seed = tl.load(SEED)
-        low = (seed & 0xFFFFFFFF).to(tl.uint32)
-        high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    start = low.to(tl.uint32) * 0
-    return absorb(absorb(absorb(start, low), high), row)
+def row_state(seed, row):
+    """The hash after the seed and the row."""
+    if seed.pointer is not None:
+        word = tl.load(seed.pointer)
+        low, high = word & 0xFFFFFFFF, (word >> 32) & 0xFFFFFFFF
+    else:
+        low, high = seed.low, seed.high
+    return absorb(absorb(absorb(tl.cast(low, tl.uint32) * 0, low), high), row)
 
 
 @triton.jit

@@ -9,320 +9,307 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...calls import SampleCall, Sampled, TailGrads
 from ...grid import grid_of
 from .attend_backward import add_rows
 from .block_sizes import visit_tile
-from .draw import draw_kernel
-from .grid import dot, features, geometry, put
-from .launch import Kernel
-from .noise import below_argument, seed_arguments
+from .draw import Chunk, Proposal, draw_kernel
+from .grid import KeyMask, dot, features, geometry, put
+from .launch import Kernel, on_device
+from .noise import below_argument, seed_argument
 from .shared_keys import LN2, LOWEST, joined, powers
-from .walk import walk_kernel
-from .windows import add
+from .walk import Walks, walk_kernel
+from .windows import add, zeros
 
 CHUNK_PAIRS = 1 << 26
-CHUNK_ELEMENTS = 1 << 26  # of gathered rows, where repeatable bits are asked for
-SETTINGS = ("queries", "keys", "group", "samples", "begin", "size")
+CHUNK_ELEMENTS = 1 << 26  # of gathered rows, with deterministic algorithms
 
 
-class Visits:
-    """The tensors and settings of `sample` and its backward pass, and the lists of keys, chunk by chunk."""
+class Visits(NamedTuple):
+    """A SampleCall as the kernels over visited keys take it: contiguous tensors, and numbers."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        modes: Tensor,
-        count: Tensor,
-        total: Tensor,
-        order: Tensor | None,
-        key_mask: Tensor | None,
-        head_out: Tensor | None,
-        head_lse: Tensor | None,
-        seed: Tensor,
-        table: Tensor,
-        *,
-        method: str,
-        samples: int,
-        alpha: float,
-        chains_per_mode: int,
-        burn_in: int,
-        causal: bool,
-        scale: float,
-    ) -> None:
-        self.q, self.k, self.v = q.contiguous(), k.contiguous(), v.contiguous()
-        self.queries, self.keys = math.prod(grid_of(q)), math.prod(grid_of(k))
-        self.points, self.samples, self.walks = math.prod(q.shape[:-1]), samples, method == "metropolis"
-        self.head = (head_out, head_lse)
-        if head_out is not None and head_lse is not None:
-            self.head = (head_out.contiguous(), head_lse.contiguous())
-        shared = key_mask is not None and key_mask.ndim == k.ndim - 2
-        lists = (modes, count, total, order, key_mask, table)
-        self.lists = tuple(None if x is None else x.contiguous() for x in lists)
-        self.group = q.shape[1] // k.shape[1]
-        self.before = (*seed_arguments(seed), q.shape[1] if shared else 1, self.group, modes.shape[-1], samples)
-        self.before += (below_argument(alpha), table.shape[0] - 1)
-        self.after = (*geometry(grid_of(q), grid_of(k)), alpha)
-        self.flags = {"RANK": q.ndim - 3, "CAUSAL": causal}
-        self.scale, self.chains_per_mode, self.burn_in = scale, chains_per_mode, burn_in
-        self.rounds = samples + burn_in * min(modes.shape[-1] * chains_per_mode, samples)
-        self.told = tuple(torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
-        self.block = visit_tile(q.shape[-1], v.shape[-1], q.dtype, v.dtype)
-
-    def chunks(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """First point and number of points, their keys [C, T] with -1 for none, and the logs of their weights."""
-        size = max(1, min(self.points, CHUNK_PAIRS // self.samples))
-        keys = torch.empty((size, self.samples), dtype=torch.int32, device=self.q.device)
-        logs = torch.empty((size, self.samples), dtype=torch.float32, device=self.q.device)
-        for begin in range(0, self.points, size):
-            now = min(size, self.points - begin)
-            before = (*self.lists, *self.before, begin, now, *self.after)
-            if self.walks:
-                logs.zero_()
-                names = ("LANES", "W", "PIECES", "num_warps", "enable_fp_fusion")
-                flags = {**self.flags, "E": self.q.shape[-1], **{name: self.block[name] for name in names}}
-                how = (self.q, self.k, self.scale, self.chains_per_mode, self.burn_in, self.rounds)
-                programs = triton.cdiv(now, self.block["LANES"])
-                Kernel(walk_kernel, programs, flags)(*before, *how, keys, logs, *self.told)
-            else:
-                flags = {**self.flags, "BLOCK": 256, "num_warps": 4, "enable_fp_fusion": True}
-                Kernel(draw_kernel, triton.cdiv(now * self.samples, 256), flags)(*before, keys, logs)
-            yield begin, now, keys, logs
-
-    def arguments(self, begin: int, size: int, keys: Tensor, logs: Tensor) -> tuple[Any, ...]:
-        numbers = (self.queries, self.keys, self.group, self.samples, begin, size, self.scale)
-        return (self.q, self.k, self.v, *self.head, keys, logs, *numbers)
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    head_out: Tensor | None
+    head_lse: Tensor | None
+    queries: int  # of a row
+    keys: int  # of a row
+    group: int  # rows of queries that share a row of keys
+    samples: int
+    scale: float
 
 
-def sample(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
-    """The tensors of `scram.estimate_ops` -> out, lse, variance, ess, acceptance, rhat."""
-    visits = Visits(*tensors, **settings)
-    q, v = visits.q, visits.v
+class Grads(NamedTuple):
+    """Where gradients go: sums of float32 for k and v, else in the dtypes of their tensors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    head_out: Tensor | None
+    head_lse: Tensor | None
+    weights: Tensor | None  # float32 [C, T] with deterministic algorithms: the weights of a chunk, not added to k and v
+
+
+def visits_of(call: SampleCall) -> Visits:
+    q, k = call.q, call.k
+    head = (None if x is None else x.contiguous() for x in (call.head_out, call.head_lse))
+    sizes = (math.prod(grid_of(q)), math.prod(grid_of(k)), q.shape[1] // k.shape[1], call.samples, call.scale)
+    return Visits(q.contiguous(), k.contiguous(), call.v.contiguous(), *head, *sizes)
+
+
+def flags_of(call: SampleCall) -> dict[str, Any]:
+    block = visit_tile(call.q.shape[-1], call.v.shape[-1], call.q.dtype, call.v.dtype)
+    return {"FLAT": call.method == "metropolis", **block}
+
+
+def chunks(call: SampleCall, visits: Visits, acceptance: Tensor, rhat: Tensor) -> Iterator[Chunk]:
+    """The lists of keys, chunk by chunk. Walks write their diagnostics [B, H, *G]."""
+    q, k, mask, modes, samples = visits.q, visits.k, call.key_mask, call.modes, call.samples
+    lists = (None if x is None else x.contiguous() for x in (modes, call.count, call.total, call.order, call.table))
+    shared = mask is not None and mask.ndim == k.ndim - 2
+    proposal = Proposal(
+        *lists,  # type: ignore[arg-type]
+        KeyMask(None if mask is None else mask.contiguous(), q.shape[1] if shared else 1),
+        seed_argument(call.seed),
+        geometry(grid_of(q), grid_of(k)),
+        modes.shape[-1],
+        samples,
+        call.table.shape[0] - 1,
+        below_argument(call.alpha),
+        call.alpha,
+    )
+    chains = min(modes.shape[-1] * call.chains_per_mode, samples)
+    length = (call.chains_per_mode, call.burn_in, samples + call.burn_in * chains, call.scale)
+    walks = Walks(q, k, acceptance, rhat, visits.group, *length)
+    points = acceptance.numel()
+    size = max(1, min(points, CHUNK_PAIRS // samples))
+    keys = torch.empty((size, samples), dtype=torch.int32, device=q.device)
+    logs = torch.empty((size, samples), dtype=torch.float32, device=q.device)
+    for begin in range(0, points, size):
+        chunk = Chunk(keys, logs, begin, min(size, points - begin))
+        if call.method == "metropolis":
+            logs.zero_()
+            flags = {name: flag for name, flag in flags_of(call).items() if name not in ("FLAT", "VROW")}
+            kernel = Kernel(walk_kernel, triton.cdiv(chunk.size, flags["BLOCK_Q"]), {"CAUSAL": call.causal, **flags})
+            kernel(proposal, chunk, walks)
+        else:
+            flags = {"CAUSAL": call.causal, "BLOCK": 256, "num_warps": 4, "enable_fp_fusion": True}
+            Kernel(draw_kernel, triton.cdiv(chunk.size * samples, 256), flags)(proposal, chunk)
+        yield chunk
+
+
+def sample(call: SampleCall) -> Sampled:
+    q, v = call.q, call.v
     shape = (*q.shape[:-1], v.shape[-1])
     out = torch.empty(shape, dtype=v.dtype, device=q.device)
     variance = torch.empty(shape, dtype=torch.float32, device=q.device)
-    lse, ess = (torch.empty(shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
+    lse, *diagnostics = (torch.empty(shape[:-1], dtype=torch.float32, device=q.device) for _ in range(4))
+    made = Sampled(out, lse, variance, *diagnostics)
     if lse.numel():
-        flags = {"E": q.shape[-1], "F": v.shape[-1], "FLAT": visits.walks, **visits.block}
-        with torch.cuda.device_of(q):
-            for begin, size, keys, logs in visits.chunks():
-                kernel = Kernel(visit_kernel, triton.cdiv(size, visits.block["LANES"]), flags)
-                kernel(*visits.arguments(begin, size, keys, logs), out, lse, variance, ess)
-    return out, lse, variance, ess, *visits.told
+        visits, flags = visits_of(call), flags_of(call)
+        with on_device(q):
+            for chunk in chunks(call, visits, made.acceptance, made.rhat):
+                Kernel(visit_kernel, triton.cdiv(chunk.size, flags["BLOCK_Q"]), flags)(visits, chunk, made)
+    return made
 
 
-def sample_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, and of head_out and head_lse where there is a head."""
-    visits = Visits(*tensors, **settings)
+def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> TailGrads:
+    """grad_out [B, H, *G, F], grad_lse [B, H, *G] -> gradients in the dtypes of their tensors."""
+    visits, flags, weights = visits_of(call), flags_of(call), None
     q, k, v = visits.q, visits.k, visits.v
-    repeatable = torch.are_deterministic_algorithms_enabled()
-    dq = torch.empty_like(q)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (k, v))
-    d_head = tuple(None if x is None else torch.empty_like(x) for x in visits.head)
+    d_head = [None if x is None else torch.empty_like(x) for x in (visits.head_out, visits.head_lse)]
+    grads = Grads(torch.empty_like(q), dk, dv, *d_head, None)
     if grad_lse.numel():
-        above = (grad_out.contiguous(), grad_lse.contiguous())
-        flags = {"E": q.shape[-1], "F": v.shape[-1], "FLAT": visits.walks, "REPEATABLE": repeatable, **visits.block}
-        weights = None
-        with torch.cuda.device_of(q):
-            for begin, size, keys, logs in visits.chunks():
-                if repeatable and weights is None:
-                    weights = torch.empty_like(logs)
-                kernel = Kernel(visit_backward_kernel, triton.cdiv(size, visits.block["LANES"]), flags)
-                kernel(*visits.arguments(begin, size, keys, logs), *above, weights, dq, dk, dv, *d_head)
+        grad_out, grad_lse = grad_out.contiguous(), grad_lse.contiguous()
+        with on_device(q):
+            for chunk in chunks(call, visits, *(torch.empty_like(grad_lse, dtype=torch.float32) for _ in range(2))):
+                if torch.are_deterministic_algorithms_enabled() and weights is None:
+                    weights = torch.empty_like(chunk.logs)
+                kernel = Kernel(visit_backward_kernel, triton.cdiv(chunk.size, flags["BLOCK_Q"]), flags)
+                kernel(visits, chunk, grad_out, grad_lse, grads._replace(weights=weights))
                 if weights is not None:
-                    _collect(visits, begin, size, keys, weights, logs, above[0], dk, dv)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), *d_head
+                    _collect(visits, chunk, weights, grad_out, dk, dv)
+    return TailGrads(grads.q, dk.to(k.dtype), dv.to(v.dtype), *d_head)
 
 
-def _collect(
-    visits: Visits,
-    begin: int,
-    size: int,
-    keys: Tensor,
-    weights: Tensor,
-    slopes: Tensor,
-    grad_out: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    """Add the pairs of a chunk to dk and dv in a fixed order, which index_add_ keeps to where that is asked for."""
-    q, wish = visits.q.flatten(0, -2), grad_out.flatten(0, -2)
+def _collect(visits: Visits, chunk: Chunk, weights: Tensor, grad_out: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Add the pairs of a chunk to dk and dv in a fixed order, to which index_add_ keeps; its logs are slopes now."""
+    q, grads = visits.q.flatten(0, -2), grad_out.flatten(0, -2)
     k_sums, v_sums = dk.view(-1, dk.shape[-1]), dv.view(-1, dv.shape[-1])
-    some = max(1, CHUNK_ELEMENTS // (visits.samples * max(q.shape[1], wish.shape[1])))
-    for low in range(0, size, some):
-        at = torch.arange(low, min(low + some, size), device=q.device)
-        point = begin + at
-        ok = keys[at] >= 0
-        source = (point // visits.queries // visits.group * visits.keys).unsqueeze(1) + torch.where(ok, keys[at], 0)
-        for sums, factor, rows in ((k_sums, slopes, q), (v_sums, weights, wish)):
+    some = max(1, CHUNK_ELEMENTS // (visits.samples * max(q.shape[1], grads.shape[1])))
+    for low in range(0, chunk.size, some):
+        at = torch.arange(low, min(low + some, chunk.size), device=q.device)
+        point, key = chunk.begin + at, chunk.keys[at]
+        ok = key >= 0
+        source = (point // visits.queries // visits.group * visits.keys).unsqueeze(1) + torch.where(ok, key, 0)
+        for sums, factor, rows in ((k_sums, chunk.logs, q), (v_sums, weights, grads)):
             each = torch.where(ok, factor[at], 0).unsqueeze(-1) * rows[point].float().unsqueeze(1)
             sums.index_add_(0, source.flatten(), each.flatten(0, 1))
 
 
+class Points(NamedTuple):
+    """The queries of a program, in a kernel."""
+
+    point: Any  # int64 [BLOCK_Q], among those of all rows
+    valid: Any
+    slots: Any  # int64 [BLOCK_Q], where their lists of keys begin
+    source: Any  # int64 [BLOCK_Q], where their keys begin
+    mine: Any  # features in pieces
+
+
 @triton.jit
-def visit(
-    mine, k, source, keys, logs, slot, valid, scale, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
-    FLAT: tl.constexpr,
-):  # fmt: skip
-    """Row of the key visited at a slot, whether there is one, its features and its score with the log of its weight."""
-    key = tl.load(keys + slot, mask=valid, other=-1)
+def points_of(x, chunk, BLOCK_Q: tl.constexpr, ROW: tl.constexpr):
+    lane = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    valid = lane < chunk.size
+    point, slots = chunk.begin + lane.to(tl.int64), lane.to(tl.int64) * x.samples
+    return Points(point, valid, slots, point // x.queries // x.group * x.keys, features(x.q, point, valid, ROW))
+
+
+@triton.jit
+def visit(t, here, x, chunk, FLAT: tl.constexpr, ROW: tl.constexpr):
+    """Row of the t-th key of each list, whether there is one, its features and its score with the log of its weight."""
+    slot = here.slots + t
+    key = tl.load(chunk.keys + slot, mask=here.valid, other=-1)
     ok = key >= 0
-    place = source + tl.where(ok, key, 0)
-    theirs = features(k, place, ok, E, W, PIECES)
-    s = dot(mine, theirs, PIECES) * scale
+    place = here.source + tl.where(ok, key, 0)
+    theirs = features(x.k, place, ok, ROW)
+    s = dot(here.mine, theirs) * x.scale
     if FLAT:
         s = s - s  # keeps a NaN
     else:
-        s += tl.load(logs + slot, mask=ok, other=0.0)
+        s += tl.load(chunk.logs + slot, mask=ok, other=0.0)
     return place, ok, theirs, s
 
 
-@triton.jit(do_not_specialize=SETTINGS)
+@triton.jit
 def visit_kernel(
-    q, k, v, head_out, head_lse, keys_in, logs, queries, keys, group, samples, begin, size, scale,
-    out, lse, variance, ess,
-    E: tl.constexpr, F: tl.constexpr, FLAT: tl.constexpr, LANES: tl.constexpr,
-    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
+    x, chunk, made, FLAT: tl.constexpr, BLOCK_Q: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
-    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    valid = lane < size
-    point, slots = begin + lane.to(tl.int64), lane.to(tl.int64) * samples
-    source = point // queries // group * keys
-    mine = features(q, point, valid, E, W, PIECES)
-    head = tl.full([LANES], -float("inf"), tl.float32)
-    if head_lse is not None:
-        head = tl.load(head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
+    here = points_of(x, chunk, BLOCK_Q, ROW)
+    point, valid, slots = here.point, here.valid, here.slots
+    head = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    if x.head_lse is not None:
+        head = tl.load(x.head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
 
-    whole, seen = tl.zeros([LANES], tl.float32), lane * 0
-    top = tl.full([LANES], LOWEST, tl.float32)
-    mixed = ()
-    for _ in tl.static_range(FPIECES):
-        mixed += (tl.zeros([LANES, FW], tl.float32),)
-    for t in range(samples):
-        place, ok, theirs, s = visit(mine, k, source, keys_in, logs, slots + t, valid, scale, E, W, PIECES, FLAT)
-        value = features(v, place, ok, F, FW, FPIECES)
+    whole, seen = tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q], tl.int32)
+    top = tl.full([BLOCK_Q], LOWEST, tl.float32)
+    mixed = zeros(BLOCK_Q, VROW)
+    for t in range(x.samples):
+        place, ok, theirs, s = visit(t, here, x, chunk, FLAT, ROW)
+        value = features(x.v, place, ok, VROW)
         if not FLAT:
-            tl.store(logs + slots + t, s, mask=ok)
+            tl.store(chunk.logs + slots + t, s, mask=ok)
         s = tl.where(ok, s, -float("inf"))
         higher = tl.maximum(top, s)
         shrink, p = powers(top, higher), powers(s, higher)
         whole, top = whole * shrink + p, higher
         seen += ok.to(tl.int32)
         more = ()
-        for n in tl.static_range(FPIECES):
+        for n in tl.static_range(len(mixed)):
             more += (mixed[n] * shrink[:, None] + p[:, None] * value[n],)
         mixed = more
 
-    factor, share, highest, norm = joined(top, whole, seen > 0, tl.zeros([LANES], tl.float32), head)
-    tl.store(lse + point, highest + norm * LN2, mask=valid)
+    factor, share, highest, norm = joined(top, whole, seen > 0, tl.zeros([BLOCK_Q], tl.float32), head)
+    tl.store(made.lse + point, highest + norm * LN2, mask=valid)
     answer = ()
-    if head_out is not None:
-        theirs = features(head_out, point, valid & (head > -float("inf")), F, FW, FPIECES)
-        for n in tl.static_range(FPIECES):
+    if x.head_out is not None:
+        theirs = features(x.head_out, point, valid & (head > -float("inf")), VROW)
+        for n in tl.static_range(len(mixed)):
             answer += (mixed[n] * factor[:, None] + share[:, None] * theirs[n],)
     else:
-        for n in tl.static_range(FPIECES):
+        for n in tl.static_range(len(mixed)):
             answer += (mixed[n] * factor[:, None],)
-    put(out, point, answer, valid, F, FW, FPIECES)
+    put(made.out, point, answer, valid, VROW)
 
     if not FLAT:
-        plain, squares = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
-        r_sum, r_squares = (), ()
-        for _ in tl.static_range(FPIECES):
-            r_sum += (tl.zeros([LANES, FW], tl.float32),)
-            r_squares += (tl.zeros([LANES, FW], tl.float32),)
-        for t in range(samples):
-            key = tl.load(keys_in + slots + t, mask=valid, other=-1)
+        plain, squares = tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q], tl.float32)
+        r_sum, r_squares = zeros(BLOCK_Q, VROW), zeros(BLOCK_Q, VROW)
+        for t in range(x.samples):
+            key = tl.load(chunk.keys + slots + t, mask=valid, other=-1)
             ok = key >= 0
-            s = tl.load(logs + slots + t, mask=ok, other=-float("inf"))
-            value = features(v, source + tl.where(ok, key, 0), ok, F, FW, FPIECES)
+            s = tl.load(chunk.logs + slots + t, mask=ok, other=-float("inf"))
+            value = features(x.v, here.source + tl.where(ok, key, 0), ok, VROW)
             weight = powers(s, highest)
             p = weight * factor
             plain += weight
             squares += weight * weight
             sum_more, more = (), ()
-            for n in tl.static_range(FPIECES):
+            for n in tl.static_range(len(mixed)):
                 r = tl.where(ok[:, None], p[:, None] * (value[n] - answer[n]), 0.0)
                 sum_more += (r_sum[n] + r,)
                 more += (r_squares[n] + r * r,)
             r_sum, r_squares = sum_more, more
         known = ()
-        for n in tl.static_range(FPIECES):
-            spread = tl.maximum(r_squares[n] - r_sum[n] * r_sum[n] / samples, 0.0)
+        for n in tl.static_range(len(mixed)):
+            spread = tl.maximum(r_squares[n] - r_sum[n] * r_sum[n] / x.samples, 0.0)
             known += (tl.where((seen > 0)[:, None], spread, float("inf")),)
-        put(variance, point, known, valid, F, FW, FPIECES)
-        tl.store(ess + point, tl.where(seen > 0, plain * plain / tl.where(seen > 0, squares, 1.0), 0.0), mask=valid)
+        put(made.variance, point, known, valid, VROW)
+        tl.store(made.ess + point, tl.where(seen > 0, plain * plain / tl.where(seen > 0, squares, 1.0), 0.0), mask=valid)
 
 
-@triton.jit(do_not_specialize=SETTINGS)
+@triton.jit
 def visit_backward_kernel(
-    q, k, v, head_out, head_lse, keys_in, logs, queries, keys, group, samples, begin, size, scale,
-    grad_out, grad_lse, weights, dq, dk, dv, d_head, d_head_lse,
-    E: tl.constexpr, F: tl.constexpr, FLAT: tl.constexpr, REPEATABLE: tl.constexpr, LANES: tl.constexpr,
-    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
+    x, chunk, grad_out, grad_lse, grads, FLAT: tl.constexpr, BLOCK_Q: tl.constexpr, ROW: tl.constexpr,
+    VROW: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    valid = lane < size
-    point, slots = begin + lane.to(tl.int64), lane.to(tl.int64) * samples
-    source = point // queries // group * keys
-    mine = features(q, point, valid, E, W, PIECES)
-    wish = features(grad_out, point, valid, F, FW, FPIECES)
+    here = points_of(x, chunk, BLOCK_Q, ROW)
+    point, valid, slots = here.point, here.valid, here.slots
+    above = features(grad_out, point, valid, VROW)
     from_lse = tl.load(grad_lse + point, mask=valid, other=0.0)
 
-    # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
+    # The normaliser is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
     # Slopes are measured from one of them, so that equal ones leave nothing.
-    whole, mean = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
-    top = tl.full([LANES], LOWEST, tl.float32)
-    if head_lse is None:
-        key = tl.load(keys_in + slots, mask=valid, other=-1)
-        value = features(v, source + tl.maximum(key, 0), key >= 0, F, FW, FPIECES)
-        base = dot(wish, value, FPIECES)
+    whole, mean = tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q], tl.float32)
+    top = tl.full([BLOCK_Q], LOWEST, tl.float32)
+    if x.head_lse is None:
+        key = tl.load(chunk.keys + slots, mask=valid, other=-1)
+        value = features(x.v, here.source + tl.maximum(key, 0), key >= 0, VROW)
+        base = dot(above, value)
     else:
-        head = tl.load(head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
+        head = tl.load(x.head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
         top = tl.maximum(top, head)
         whole = powers(head, top)
-        base = dot(wish, features(head_out, point, valid & (head > -float("inf")), F, FW, FPIECES), FPIECES)
-    for t in range(samples):
-        place, ok, theirs, s = visit(mine, k, source, keys_in, logs, slots + t, valid, scale, E, W, PIECES, FLAT)
-        dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES) - base
+        base = dot(above, features(x.head_out, point, valid & (head > -float("inf")), VROW))
+    for t in range(x.samples):
+        place, ok, theirs, s = visit(t, here, x, chunk, FLAT, ROW)
+        dp = dot(above, features(x.v, place, ok, VROW)) - base
         s = tl.where(ok, s, -float("inf"))
         higher = tl.maximum(top, s)
         shrink, p = powers(top, higher), powers(s, higher)
         whole, mean, top = whole * shrink + p, mean * shrink + p * dp, higher
     top = tl.where(top == LOWEST, 0.0, top)
     factor = 1.0 / tl.where(whole == 0.0, 1.0, whole)
-    shift = mean * factor
-    if head_lse is not None:
+    delta = mean * factor
+    if x.head_lse is not None:
         share = powers(head, top) * factor
         back = ()
-        for n in tl.static_range(FPIECES):
-            back += (share[:, None] * wish[n],)
-        put(d_head, point, back, valid, F, FW, FPIECES)
-        d_lse = (share * (from_lse - shift)).to(d_head_lse.dtype.element_ty)
-        tl.store(d_head_lse + point, d_lse, mask=valid)
-    shift -= from_lse
+        for n in tl.static_range(len(above)):
+            back += (share[:, None] * above[n],)
+        put(grads.head_out, point, back, valid, VROW)
+        d_lse = (share * (from_lse - delta)).to(grads.head_lse.dtype.element_ty)
+        tl.store(grads.head_lse + point, d_lse, mask=valid)
+    delta -= from_lse
 
-    sums = ()
-    for _ in tl.static_range(PIECES):
-        sums += (tl.zeros([LANES, W], tl.float32),)
-    for t in range(samples):
-        place, ok, theirs, s = visit(mine, k, source, keys_in, logs, slots + t, valid, scale, E, W, PIECES, FLAT)
-        dp = dot(wish, features(v, place, ok, F, FW, FPIECES), FPIECES) - base
+    sums = zeros(BLOCK_Q, ROW)
+    for t in range(x.samples):
+        place, ok, theirs, s = visit(t, here, x, chunk, FLAT, ROW)
+        dp = dot(above, features(x.v, place, ok, VROW)) - base
         p = tl.where(ok, powers(s, top) * factor, 0.0)
-        ds = tl.where(ok, p * (dp - shift) * scale, 0.0)
-        sums = add(sums, ds, theirs, PIECES)
-        if REPEATABLE:
-            tl.store(weights + slots + t, p, mask=ok)
-            tl.store(logs + slots + t, ds, mask=ok)
+        ds = tl.where(ok, p * (dp - delta) * x.scale, 0.0)
+        sums = add(sums, ds, theirs)
+        if grads.weights is not None:
+            tl.store(grads.weights + slots + t, p, mask=ok)
+            tl.store(chunk.logs + slots + t, ds, mask=ok)
         else:
-            add_rows(dk, place, ds, mine, ok, E, W, PIECES)
-            add_rows(dv, place, p, wish, ok, F, FW, FPIECES)
-    put(dq, point, sums, valid, E, W, PIECES)
+            add_rows(grads.k, place, ds, here.mine, ok, ROW)
+            add_rows(grads.v, place, p, above, ok, VROW)
+    put(grads.q, point, sums, valid, ROW)

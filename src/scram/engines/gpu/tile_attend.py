@@ -9,184 +9,118 @@ some: what is not finite is left out of the product of the values, and counted b
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...schedule import LANES
-from .block_sizes import TILE_FORWARD, TILE_FORWARD_EXACT, tile_pieces
-from .cells import cells_of, keys_at, rows_at
-from .grid import lane_query, points, tile_at, tile_shape, tiles
-from .launch import Kernel, on_device
+from ...calls import AttendCall
+from ...types import Attended
+from .block_sizes import TILE_FORWARD, TILE_FORWARD_EXACT
+from .cells import cells_of, rows_at
+from .grid import lane_query, points, tile_at
+from .launch import Kernel, cached, on_device
 from .noise import absorb, row_state
-from .shared_keys import LN2, finite, product, stages
-from .tile_pairs import dots, in_powers, pairs_of, powers_of
-from .windows import SETTINGS, Flags, weigh, window_arguments, window_flags
-
-CELL = ("s0", "s1", "s2", "s3", "room")
+from .shared_keys import LN2, finite, product
+from .tile_pairs import TileQueries, dots, in_powers, keys_from, listed_keys, powers_of, tile_flags
+from .windows import Variant, dropped, weigh, windows_of
 
 
-def tile_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    key_mask: Tensor | None,
-    k_extra: Tensor | None,
-    v_extra: Tensor | None,
-    seed: Tensor | None,
-    *,
-    radius: tuple[int, ...],
-    causal: bool,
-    scale: float,
-    weight: str,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
-    """q [B, H, *G, E], k [B, Hk, *G', E], v [B, Hk, *G', F], index [B, H, *G, kappa] -> out [B, H, *G, F], lse."""
+def tile_attend(call: AttendCall) -> Attended:
+    q, v = call.q, call.v
     out = v.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    if lse.numel() == 0:
-        return out, lse
-    arguments, variant = window_arguments(
-        q, k, v, index, key_mask, k_extra, v_extra, seed, radius, causal, scale, weight, dropout_p
-    )
-    with on_device(q):
-        cells = cells_of(q, k, arguments[3], radius)
-        _kernel(*variant, cells.size)(*arguments, *cells.arguments, out, lse)
-    return out, lse
+    if lse.numel():
+        windows, variant = windows_of(call)
+        with on_device(q):
+            cells = cells_of(windows, call.radius)
+            _kernel(variant, cells.size)(windows, cells, out, lse)
+    return Attended(out, lse)
 
 
-@lru_cache(maxsize=256)
-def _kernel(
-    q_shape: tuple[int, ...], v_shape: tuple[int, ...], flags: Flags, given: tuple[Any, ...], size: int
-) -> Kernel:
-    block = tile_flags(q_shape, v_shape, flags, given, size, TILE_FORWARD, TILE_FORWARD_EXACT)
-    return Kernel(tile_attend_kernel, tile_count(q_shape) * block["FPIECES"], block)
+@cached
+def _kernel(variant: Variant, size: int) -> Kernel:
+    flags = tile_flags(variant, size, TILE_FORWARD, TILE_FORWARD_EXACT, backward=False)
+    return Kernel(tile_attend_kernel, variant.programs(flags["B"]) * flags["MODE"].PARTS, flags)
 
 
-def tile_count(q_shape: tuple[int, ...]) -> int:
-    return q_shape[0] * q_shape[1] * tiles(q_shape[2:-1], tile_shape(LANES, len(q_shape) - 3))
+class Mixed(NamedTuple):
+    """What the queries of a tile have of the keys so far, in a kernel."""
+
+    top: Any  # [BLOCK_Q], largest score
+    total: Any  # [BLOCK_Q], sum of exp(score - top)
+    count: Any  # [BLOCK_Q], how many keys
+    sums: Any  # [BLOCK_Q, VW], of weighted values
+    spoiled: Any  # [BLOCK_Q, VW], how many values are not finite
 
 
-def tile_flags(
-    q_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    flags: Flags,
-    given: tuple[Any, ...],
-    size: int,
-    half: tuple[int, int, int],
-    exact: tuple[int, int, int],
-) -> dict[str, Any]:
-    """The flags of a kernel over cells: `half` or `exact` are its keys per product, warps and stages at most."""
-    (device, dtype, _), value_dtype = given[0], given[2][1]
-    narrow = dtype.itemsize == value_dtype.itemsize == 2 and flags[1] == "softmax"
-    keys, warps, most = half if narrow else exact
-    pieces = tile_pieces(q_shape[-1], v_shape[-1], narrow)
-    row = pieces["W"] * dtype.itemsize + pieces["FW"] * value_dtype.itemsize
-    whole = {name: value for name, value in window_flags(q_shape, v_shape, flags).items() if name != "SEVERAL"}
-    whole |= {"TILE": tile_shape(LANES, len(q_shape) - 3), "LANES": LANES, "BN": keys, "EVEN": keys % size == 0}
-    whole |= {"NARROW": narrow, "COPIES": 2 if 32 * warps > keys else 1}
-    ahead = stages(device, most, keys * row, LANES * row)
-    return {**whole, **pieces, "num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
-
-
-@triton.jit(do_not_specialize=[*SETTINGS, *CELL])
+@triton.jit
 def tile_attend_kernel(
-    q, k, v, index, mask, k_extra, v_extra, SEED, low, high, mask_heads, group, kappa, extras, threshold,
-    q0, q1, q2, q3, k0, k1, k2, k3, m1, m2, m3, b0, b1, b2, b3, scale, keep,
-    s0, s1, s2, s3, room, cells, count, out, lse,
-    RANK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr,
-    DROPOUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    COPIES: tl.constexpr, NARROW: tl.constexpr,
-    W: tl.constexpr, PIECES: tl.constexpr, FW: tl.constexpr, FPIECES: tl.constexpr,
+    w, cells, out, lse, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     """Program (tile, piece of the values)."""
-    QG, KG, MAGIC, SIDE = (q0, q1, q2, q3), (k0, k1, k2, k3), (m1, m1, m2, m3), (s0, s1, s2, s3)
-    piece, tile = tl.program_id(0) % FPIECES, tl.program_id(0) // FPIECES
-    row, corner = tile_at(tile, QG, RANK, TILE)
-    query, valid = lane_query(corner, QG, RANK, TILE, LANES)
-    queries, keys, size = points(QG, RANK).to(tl.int64), points(KG, RANK), points(SIDE, RANK)
-    source, mask_row = (row // group).to(tl.int64), (row // mask_heads).to(tl.int64)
-    k_row, v_row, q_row = k + source * keys * E, v + source * keys * F, q + row * queries * E
-    noise = absorb(row_state(SEED, low, high, row), query)
-    mine = rows_at(q_row, query, valid, 0, E, W, WEIGHT)
+    piece, tile = tl.program_id(0) % MODE.PARTS, tl.program_id(0) // MODE.PARTS
+    row, corner = tile_at(tile, w.geo, B)
+    query, valid = lane_query(corner, w.geo, B)
+    queries = points(w.geo.q).to(tl.int64)
+    q_row, noise = w.q + row * queries * ROW.E, absorb(row_state(w.seed, row), query)
+    here = TileQueries(query, valid, noise, q_row, rows_at(q_row, query, valid, 0, ROW, MODE.WEIGHT), None, None, None)
+    listed = listed_keys(tile, row, w, cells)
 
-    COUNT: tl.constexpr = WEIGHT != "softmax" or CAUSAL or mask is not None  # else a cell has a key for everyone
-    top = tl.full([LANES], -float("inf"), tl.float32)
-    total, seen = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
-    mixed = tl.zeros([LANES, FW], tl.float32)
-    spoiled = mixed
-    mine_cells, last = cells + tile.to(tl.int64) * room, tl.load(count + tile) * size
-    if not COUNT:
-        seen += last
-    for begin in range(0, last, BN):
-        key = keys_at(
-            begin, mine_cells, last, mask, mask_row, keys, KG, MAGIC, SIDE, size, RANK, BN, EVEN, COPIES
-        )  # fmt: skip
-        there = key >= 0
-        ok = pairs_of(key, there, query, CAUSAL)
-        top, total, seen, mixed, spoiled = mix_block(
-            mine, q_row, query, valid, k_row, v_row, key, there, key, ok, piece, top, total, seen, mixed, spoiled,
-            noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, NARROW, COUNT, LANES, BN, W, PIECES, FW,
-        )  # fmt: skip
-    if k_extra is not None:
-        for begin in range(0, extras, BN):
-            x = begin + tl.arange(0, BN)
-            top, total, seen, mixed, spoiled = mix_block(
-                mine, q_row, query, valid, k_extra + source * extras * E, v_extra + source * extras * F, x, x < extras,
-                keys + x, (x < extras)[None, :], piece, top, total, seen, mixed, spoiled,
-                noise, threshold, keep, scale, E, F, CAUSAL, WEIGHT, DROPOUT, NARROW, True, LANES, BN, W, PIECES, FW,
-            )  # fmt: skip
+    # Else a cell has a key for everyone.
+    COUNT: tl.constexpr = MODE.WEIGHT != "softmax" or MODE.CAUSAL or w.masked.mask is not None
+    WALKS: tl.constexpr = 1 if w.k_extra is None else 2
+    top, nothing = tl.full([B.BLOCK_Q], -float("inf"), tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
+    sums = tl.zeros([B.BLOCK_Q, VROW.W], tl.float32)
+    mixed = Mixed(top, nothing, nothing if COUNT else nothing + listed.end, sums, sums)
+    for EXTRA in tl.static_range(WALKS):
+        for begin in range(0, w.extras if EXTRA else listed.end, MODE.BLOCK_K):
+            keys = keys_from(begin, listed, query, w, cells, EXTRA, MODE, ROW, VROW)
+            mixed = mix_block(mixed, here, keys, piece, w, COUNT or EXTRA, MODE, B, ROW, VROW)
 
-    if WEIGHT == "softmax":
-        whole = tl.where(seen > 0, total, 1.0)
-        top = tl.where(top == -float("inf"), 0.0, top)
-        norm = tl.where(seen > 0, tl.log(whole) + (top * LN2 if NARROW else top), -float("inf"))
+    some = mixed.count > 0
+    if MODE.WEIGHT == "softmax":
+        whole = tl.where(some, mixed.total, 1.0)
+        top = tl.where(mixed.top == -float("inf"), 0.0, mixed.top)
+        norm = tl.log(whole) + (top * LN2 if MODE.NARROW else top)
     else:
-        whole = tl.maximum(seen, 1.0)
-        norm = tl.where(seen > 0, tl.log(whole), -float("inf"))
+        whole = tl.maximum(mixed.count, 1.0)
+        norm = tl.log(whole)
     if piece == 0:
-        tl.store(lse + row * queries + query, norm, mask=valid)
-    answer = mixed / whole[:, None]
-    if CAUSAL:
-        answer = tl.where(spoiled > 0, float("nan"), answer)
-    f = piece * FW + tl.arange(0, FW)[None, :]
-    to = out + row * queries * F + query.to(tl.int64)[:, None] * F + f
-    tl.store(to, answer.to(out.dtype.element_ty), mask=valid[:, None] & (f < F))
+        tl.store(lse + row * queries + query, tl.where(some, norm, -float("inf")), mask=valid)
+    answer = mixed.sums / whole[:, None]
+    if MODE.CAUSAL:
+        answer = tl.where(mixed.spoiled > 0, float("nan"), answer)
+    f = piece * VROW.W + tl.arange(0, VROW.W)[None, :]
+    to = out + row * queries * VROW.E + query.to(tl.int64)[:, None] * VROW.E + f
+    tl.store(to, answer.to(out.dtype.element_ty), mask=valid[:, None] & (f < VROW.E))
 
 
 @triton.jit
 def mix_block(
-    mine, q_row, query, valid, k_row, v_row, at, there, name, ok, piece, top, total, seen, mixed, spoiled,
-    noise, threshold, keep, scale,
-    E: tl.constexpr, F: tl.constexpr, CAUSAL: tl.constexpr, WEIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    NARROW: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
-    PIECES: tl.constexpr, FW: tl.constexpr,
+    mixed, here, keys, piece, w, COUNT: tl.constexpr, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr,
+    VROW: tl.constexpr,
 ):  # fmt: skip
-    """BN more keys: the running maximum, normaliser, number of keys and weighted sum of values of each query."""
-    s, _ = dots(mine, q_row, query, valid, k_row, at, there, 0, E, W, PIECES, WEIGHT, LANES, BN)
-    if WEIGHT == "softmax":
-        s, each = tl.where(ok, s, -float("inf")), in_powers(scale, NARROW)
+    """BLOCK_K more keys; COUNT: they are counted."""
+    s, _ = dots(here.mine, here.q_row, here, keys.k_row, keys, 0, MODE, B, ROW)
+    top, total, count, sums, spoiled = mixed
+    if MODE.WEIGHT == "softmax":
+        s, each = tl.where(keys.ok, s, -float("inf")), in_powers(w.scale, MODE.NARROW)
         higher = tl.maximum(top, tl.max(s, 1) * each)
         safe = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf is NaN
-        shrink, p = powers_of(top, safe, NARROW), powers_of(s * each, safe[:, None], NARROW)
+        shrink, p = powers_of(top, safe, MODE.NARROW), powers_of(s * each, safe[:, None], MODE.NARROW)
         total, top = total * shrink + tl.sum(p, 1), higher
-        mixed *= shrink[:, None]
+        sums *= shrink[:, None]
     else:
-        p = weigh(s * scale, ok, WEIGHT)
+        p = weigh(s * w.scale, keys.ok, MODE.WEIGHT)
     if COUNT:
-        seen += tl.sum(tl.where(ok, 1.0, 0.0), 1)
-    if DROPOUT:
-        p = tl.where(absorb(noise[:, None], name[None, :]) >= threshold.to(tl.uint32), p * keep, 0.0)
-    value = rows_at(v_row, at, there, piece, F, FW, WEIGHT)
-    if CAUSAL:  # a weight of 0 lets no NaN of a later key through
+        count += tl.sum(tl.where(keys.ok, 1.0, 0.0), 1)
+    p = dropped(p, keys.name[None, :], here.noise[:, None], w, MODE.DROPOUT)
+    value = rows_at(keys.v_row, keys.at, keys.there, piece, VROW, MODE.WEIGHT)
+    if MODE.CAUSAL:  # a weight of 0 lets no NaN of a later key through
         bad = ~(tl.abs(value.to(tl.float32)) < float("inf"))
-        held = tl.where(ok & valid[:, None], 1.0, 0.0).to(value.dtype)
+        held = tl.where(keys.ok & here.exists[:, None], 1.0, 0.0).to(value.dtype)
         spoiled = product(held, tl.where(bad, 1.0, 0.0).to(value.dtype), spoiled)
         value = finite(value)
-    mixed = product(p.to(value.dtype), value, mixed)
-    return top, total, seen, mixed, spoiled
+    return Mixed(top, total, count, product(p.to(value.dtype), value, sums), spoiled)

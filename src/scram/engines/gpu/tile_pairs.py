@@ -1,4 +1,4 @@
-"""Pairs of a tile's queries and of keys: products over the whole width, and what keys are owed in the backward pass.
+"""Pairs of a tile's queries and of keys: products over the whole width, and gradients in the backward pass.
 
 Features wider than one product come in pieces. A program owns one piece of what it sums; the others it only reads.
 """
@@ -7,44 +7,152 @@ Features wider than one product come in pieces. A program owns one piece of what
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-from .cells import rows_at
-from .shared_keys import LOG2E, finite, powers, product
-from .windows import kept, pair_gradient, rough_weight
+from ...schedule import LANES
+from .block_sizes import tile_pieces
+from .cells import keys_at, rows_at
+from .grid import Block, points, tile_shape
+from .shared_keys import LOG2E, finite, powers, product, stages
+from .windows import Variant, kept, pair_gradient, rough_weight
+
+
+class TileMode(NamedTuple):
+    """What a kernel over cells is compiled for."""
+
+    CAUSAL: bool
+    WEIGHT: str
+    DROPOUT: bool
+    NARROW: bool  # features and values of 16 bits, and softmax
+    BLOCK_K: int  # keys per product
+    EVEN: bool  # these are whole cells
+    COPIES: int  # of each key among the threads
+    PARTS: int  # programs that share the width of a tile's rows
+    FP16_SCALE: bool  # slopes are float16, hence scaled
+
+
+class TileQueries(NamedTuple):
+    """The queries of a tile, in a kernel; forward without the gradients."""
+
+    query: Any  # int32 [BLOCK_Q], flat
+    exists: Any
+    noise: Any
+    q_row: Any  # pointer
+    mine: Any  # [BLOCK_Q, W], the program's piece of the features
+    grad_row: Any = None  # pointer
+    grad_out: Any = None  # [BLOCK_Q, VW], the program's piece
+    lse: Any = None
+
+
+class Listed(NamedTuple):
+    """Where the keys of a tile are, in a kernel."""
+
+    first: Any  # pointer to the first keys of its cells
+    end: Any  # how many keys they have
+    source: Any  # row of keys, int64
+    mask_row: Any  # row of the mask, int64
+
+
+class Keys(NamedTuple):
+    """Some keys of a tile, in a kernel."""
+
+    k_row: Any  # pointers to a row of keys and values
+    v_row: Any
+    at: Any  # int32 [BLOCK_K], their places there
+    there: Any  # bool [BLOCK_K]
+    name: Any  # int32 [BLOCK_K], for dropout
+    ok: Any  # bool [1 or BLOCK_Q, BLOCK_K], who may attend them
+
+
+def tile_block(rank: int) -> Block:
+    return Block(tile_shape(LANES, rank), LANES)
+
+
+def tile_flags(
+    variant: Variant, size: int, half: tuple[int, int, int], exact: tuple[int, int, int], backward: bool = True
+) -> dict[str, Any]:
+    """Flags of a kernel over cells of `size` keys. `half`, `exact`: its keys per product, warps and stages at most."""
+    mode, (dtype, value_dtype) = variant.mode, variant.dtypes
+    narrow = dtype.itemsize == value_dtype.itemsize == 2 and mode.WEIGHT == "softmax"
+    keys, warps, most = half if narrow else exact
+    rows = tile_pieces(*variant.widths, narrow)
+    row, value_row = rows["ROW"], rows["VROW"]
+    parts = max(row.PIECES, value_row.PIECES) if backward else value_row.PIECES
+    copies, scaled = 2 if 32 * warps > keys else 1, backward and narrow and dtype == torch.half
+    chosen = (narrow, keys, keys % size == 0, copies, parts, scaled)
+    each = row.W * dtype.itemsize + value_row.W * value_dtype.itemsize
+    ahead = stages(variant.device, most, keys * each, LANES * each)
+    flags = {"MODE": TileMode(mode.CAUSAL, mode.WEIGHT, mode.DROPOUT, *chosen), "B": tile_block(variant.rank), **rows}
+    return {**flags, "num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
 
 
 @triton.jit
-def own_pieces(piece, PIECES: tl.constexpr, FPIECES: tl.constexpr):
+def own_pieces(piece, ROW: tl.constexpr, VROW: tl.constexpr):
     """Which pieces of features and of values a program reads as its own: whole rows have the first one only."""
-    return piece if PIECES > 1 else 0, piece if FPIECES > 1 else 0
+    return piece if ROW.PIECES > 1 else 0, piece if VROW.PIECES > 1 else 0
 
 
 @triton.jit
-def dots(
-    own, row, query, valid, base, at, there, piece, E: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr,
-    WEIGHT: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Rows `query` at `row` times rows `at` of `base` [LANES, BN], and of the latter the program's own piece.
+def listed_keys(tile, row, w, cells):
+    end = tl.load(cells.count + tile) * points(cells.sides)
+    source, mask_row = (row // w.group).to(tl.int64), (row // w.masked.heads).to(tl.int64)
+    return Listed(cells.first + tile.to(tl.int64) * cells.room, end, source, mask_row)
 
-    `own` is that piece of the former.
+
+@triton.jit
+def keys_from(
+    begin, listed, query, w, cells, EXTRA: tl.constexpr, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+):  # fmt: skip
+    """BLOCK_K keys of a tile from number `begin` on: of its cells, or EXTRA keys."""
+    keys = points(w.geo.k)
+    if EXTRA:
+        at = begin + tl.arange(0, MODE.BLOCK_K)
+        there, before = at < w.extras, listed.source * w.extras
+        made = Keys(w.k_extra + before * ROW.E, w.v_extra + before * VROW.E, at, there, keys + at, there[None, :])
+    else:
+        at, before = keys_at(begin, listed, cells.sides, w, MODE), listed.source * keys
+        there = at >= 0
+        made = Keys(w.k + before * ROW.E, w.v + before * VROW.E, at, there, at, pairs_of(at, there, query, MODE))
+    return made
+
+
+@triton.jit
+def dots(own, row, here, base, keys, piece, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr):
+    """Rows of the queries at `row` times rows of the keys at `base` [BLOCK_Q, BLOCK_K]; the program's piece of these.
+
+    `own` is the program's piece of the former.
     """
-    total, theirs = tl.zeros([LANES, BN], tl.float32), rows_at(base, at, there, piece, E, W, WEIGHT)
-    if PIECES == 1:
+    total = tl.zeros([B.BLOCK_Q, MODE.BLOCK_K], tl.float32)
+    theirs = rows_at(base, keys.at, keys.there, piece, ROW, MODE.WEIGHT)
+    if ROW.PIECES == 1:
         total = product(own, tl.trans(theirs), total)
     else:
-        for n in range(PIECES):
-            other = rows_at(base, at, there, n, E, W, WEIGHT)
-            total = product(rows_at(row, query, valid, n, E, W, WEIGHT), tl.trans(other), total)
+        for n in range(ROW.PIECES):
+            other = rows_at(base, keys.at, keys.there, n, ROW, MODE.WEIGHT)
+            total = product(rows_at(row, here.query, here.exists, n, ROW, MODE.WEIGHT), tl.trans(other), total)
     return total, theirs
 
 
 @triton.jit
-def pairs_of(key, there, query, CAUSAL: tl.constexpr):
-    """Which keys [BN] a query may attend: [1, BN], under causal order [LANES, BN]."""
+def pair_dots(
+    here, keys, piece, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+):  # fmt: skip
+    """<q, k> and <grad_out, v> of all pairs, and the program's piece of the keys."""
+    e_piece, f_piece = own_pieces(piece, ROW, VROW)
+    s, theirs = dots(here.mine, here.q_row, here, keys.k_row, keys, e_piece, MODE, B, ROW)
+    dp, _ = dots(here.grad_out, here.grad_row, here, keys.v_row, keys, f_piece, MODE, B, VROW)
+    return s, dp, theirs
+
+
+@triton.jit
+def pairs_of(key, there, query, MODE: tl.constexpr):
+    """Which keys [BLOCK_K] a query may attend: [1, BLOCK_K], under causal order [BLOCK_Q, BLOCK_K]."""
     ok = there[None, :]
-    if CAUSAL:
+    if MODE.CAUSAL:
         ok = ok & (key[None, :] <= query[:, None])
     return ok
 
@@ -63,54 +171,51 @@ def powers_of(s, top, NARROW: tl.constexpr):
 
 
 @triton.jit
-def weights(s, ok, norm, scale, NARROW: tl.constexpr):
-    """exp(scale s - norm), up to a factor that all pairs of a query share: norm has been rounded."""
+def weights(s, ok, lse, scale, NARROW: tl.constexpr):
+    """exp(scale s - lse), up to a factor that all pairs of a query share: lse has been rounded."""
     if NARROW:
-        p = tl.where(ok, tl.exp2(s * in_powers(scale, NARROW) - (norm * LOG2E)[:, None]), 0.0)
+        p = tl.where(ok, tl.exp2(s * in_powers(scale, NARROW) - (lse * LOG2E)[:, None]), 0.0)
     else:
-        p = rough_weight(s * scale, ok, norm[:, None])
+        p = rough_weight(s * scale, ok, lse[:, None])
     return p
 
 
 @triton.jit
-def summed(
-    p, dp, ok, name, noise, threshold, keep, total, shift, steep, DROPOUT: tl.constexpr, LIFT: tl.constexpr
-):  # fmt: skip
-    """Some more pairs: the sum of the weights, delta, and with LIFT the largest part of delta; all but for a factor."""
+def summed(total, delta, slope_bound, s, dp, here, keys, w, MODE: tl.constexpr):
+    """Some more pairs: the sum of the weights, delta, for float16 the largest part of delta; all but for a factor."""
+    p = weights(s, keys.ok, here.lse, w.scale, MODE.NARROW)
     total += tl.sum(p, 1)
-    factor = kept(name[None, :], noise[:, None], threshold, keep, DROPOUT)
-    share = tl.where(ok & (factor > 0), p * factor * dp, 0.0)
-    shift += tl.sum(share, 1)
-    if LIFT:
-        steep = tl.maximum(steep, tl.max(tl.abs(share), 1))
-    return total, shift, steep
+    factor = kept(keys.name[None, :], here.noise[:, None], w, MODE.DROPOUT)
+    share = tl.where(keys.ok & (factor > 0), p * factor * dp, 0.0)
+    delta += tl.sum(share, 1)
+    if MODE.FP16_SCALE:
+        slope_bound = tl.maximum(slope_bound, tl.max(tl.abs(share), 1))
+    return total, delta, slope_bound
 
 
 @triton.jit
-def slopes(
-    s, dp, ok, norm, over, shift, name, noise, threshold, keep, scale, unit,
-    WEIGHT: tl.constexpr, DROPOUT: tl.constexpr, NARROW: tl.constexpr, GUARD: tl.constexpr,
-):  # fmt: skip
-    """The weight of every value in out, and the gradient of every score times `unit`.
+def slopes(s, dp, inv_sum, delta, fp16_scale, here, keys, w, MODE: tl.constexpr, GUARD: tl.constexpr):
+    """The weight of every value in out, and the gradient of every score times `fp16_scale`.
 
     GUARD: some pairs of a query are none while others are; then what is not finite of the query must not reach them.
     """
-    if NARROW:
-        p = weights(s, ok, norm, scale, NARROW) * over[:, None]
-        if DROPOUT:
-            r = kept(name[None, :], noise[:, None], threshold, keep, DROPOUT)
-            ds = p * (tl.where(r == 0, 0.0, r * dp) - shift[:, None])
+    name, noise = keys.name[None, :], here.noise[:, None]
+    if MODE.NARROW:
+        p = weights(s, keys.ok, here.lse, w.scale, MODE.NARROW) * inv_sum[:, None]
+        if MODE.DROPOUT:
+            r = kept(name, noise, w, MODE.DROPOUT)
+            ds = p * (tl.where(r == 0, 0.0, r * dp) - delta[:, None])
             p = tl.where(r == 0, 0.0, p * r)  # what is dropped is zero, NaN too
         else:
-            ds = p * (dp - shift[:, None])
+            ds = p * (dp - delta[:, None])
         if GUARD:
-            p, ds = tl.where(ok, p, 0.0), tl.where(ok, ds, 0.0)
+            p, ds = tl.where(keys.ok, p, 0.0), tl.where(keys.ok, ds, 0.0)
     else:
+        each = (here.lse[:, None], inv_sum[:, None], delta[:, None])
         p, ds = pair_gradient(
-            s * scale, dp, ok, norm[:, None], over[:, None], shift[:, None], name[None, :], noise[:, None],
-            threshold, keep, WEIGHT, DROPOUT,
+            s * w.scale, dp, keys.ok, each[0], each[1], each[2], name, noise, w, MODE.WEIGHT, MODE.DROPOUT
         )  # fmt: skip
-    return p, ds * (scale * unit)
+    return p, ds * (w.scale * fp16_scale)
 
 
 @triton.jit
@@ -123,49 +228,48 @@ def fine_product(a, b, total, NARROW: tl.constexpr):
 
 
 @triton.jit
-def unit_of(steep, scale, LIFT: tl.constexpr):
-    """A power of two that lifts slopes of at most `steep` off the smallest numbers of float16, which have few digits.
+def fp16_scale_of(slope_bound, scale, FP16_SCALE: tl.constexpr):
+    """A power of two that lifts slopes of at most `slope_bound` off the smallest numbers of float16, of few digits.
 
     The largest becomes 2^12 to 2^13; 2^16 would be too large.
     """
-    unit = 1.0
-    if LIFT:
-        most = tl.max(tl.where(steep < float("inf"), steep, 0.0), 0) * tl.abs(scale)
-        unit = tl.exp2(12.0 - tl.floor(tl.log2(tl.minimum(tl.maximum(most, 2.0**-100), 2.0**100))))
-    return unit
+    factor = 1.0
+    if FP16_SCALE:
+        most = tl.max(tl.where(slope_bound < float("inf"), slope_bound, 0.0), 0) * tl.abs(scale)
+        factor = tl.exp2(12.0 - tl.floor(tl.log2(tl.minimum(tl.maximum(most, 2.0**-100), 2.0**100))))
+    return factor
 
 
 @triton.jit
-def spoils(wish):
-    """Whose gradient is not finite."""
-    return tl.max(tl.where(tl.abs(wish.to(tl.float32)) < float("inf"), 0, 1), 1) > 0
+def not_finite(rows):
+    """Which rows have a number that is not finite."""
+    return tl.max(tl.where(tl.abs(rows.to(tl.float32)) < float("inf"), 0, 1), 1) > 0
 
 
 @triton.jit
-def owed(
-    p, ds, unit, ok, mine, wish, k_sum, v_sum, NARROW: tl.constexpr, LIFT: tl.constexpr, GUARD: tl.constexpr
-):  # fmt: skip
-    """k_sum + ds^T q / unit, v_sum + p^T grad_out."""
+def key_grads(p, ds, fp16_scale, ok, here, k_sum, v_sum, MODE: tl.constexpr, GUARD: tl.constexpr):
+    """k_sum + ds^T q / fp16_scale, v_sum + p^T grad_out."""
+    mine, grad_out = here.mine, here.grad_out
     if GUARD:
-        p = tl.where(ok & spoils(wish)[:, None], float("nan"), p)
-        mine, wish = finite(mine), finite(wish)
-    if LIFT:
-        k_sum += fine_product(tl.trans(ds), mine, k_sum * 0.0, NARROW) / unit
+        p = tl.where(ok & not_finite(grad_out)[:, None], float("nan"), p)
+        mine, grad_out = finite(mine), finite(grad_out)
+    if MODE.FP16_SCALE:
+        k_sum += fine_product(tl.trans(ds), mine, k_sum * 0.0, MODE.NARROW) / fp16_scale
     else:
-        k_sum = fine_product(tl.trans(ds), mine, k_sum, NARROW)
-    return k_sum, fine_product(tl.trans(p), wish, v_sum, False)
+        k_sum = fine_product(tl.trans(ds), mine, k_sum, MODE.NARROW)
+    return k_sum, fine_product(tl.trans(p), grad_out, v_sum, False)
 
 
 @triton.jit
-def put_owed(base, at, there, piece, x, E: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr):
+def put_piece(base, at, there, piece, x, PARTS: tl.constexpr, ADD: tl.constexpr, ROW: tl.constexpr):
     """A piece of the rows base[at], plus x by atomics, or x where the rows are the program's own.
 
     PARTS programs share the wider of features and values; of the narrower some have no piece.
     """
-    e, here = piece * W + tl.arange(0, W)[None, :], there[:, None]
-    if E != W or PARTS > 1:
-        here = here & (e < E)
-    to = base + at.to(tl.int64)[:, None] * E + e
+    e, here = piece * ROW.W + tl.arange(0, ROW.W)[None, :], there[:, None]
+    if ROW.E != ROW.W or PARTS > 1:
+        here = here & (e < ROW.E)
+    to = base + at.to(tl.int64)[:, None] * ROW.E + e
     if ADD:
         tl.atomic_add(to, x, mask=here, sem="relaxed")
     else:

@@ -1,20 +1,37 @@
 """Several matches of a query in Triton, kept jointly: what enters, what goes, and their order.
 
-They are tuples of SLOTS [LANES, COLUMNS]: two threads hold the matches of a query, and ask each other four times
-per offer. [LANES] would be held twice over, by as many threads.
+They are tuples of SLOTS [BLOCK_Q, COLUMNS]: two threads hold the matches of a query, and exchange four times per offer.
+[BLOCK_Q] would be held twice over, by as many threads.
 """
 
 # Kernels carry no types that mypy knows.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment, var-annotated"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .grid import divide
+from .launch import Kernel
 
 NO_KEY = tl.constexpr(2**31 - 1)  # behind every key
 EMPTY = tl.constexpr(2**31 - 33)  # and so are these: places of a tuple without a match, each its own
+
+
+class Places(NamedTuple):
+    """The places for the matches of a query, known when compiling."""
+
+    SLOTS: int
+    COLUMNS: int
+    PADDED: bool  # there are more places than matches
+    SEPARATED: bool  # matches keep others at a distance, not only from themselves
+    WINDOWS: int  # of the keys of an offer
+
+
+def arrange(points: int, by_key: bool) -> Kernel:
+    return Kernel(arrange_kernel, triton.cdiv(points, 256), {"BY_KEY": by_key, "BLOCK": 256, "enable_fp_fusion": True})
 
 
 @triton.jit
@@ -24,103 +41,102 @@ def place_of(c, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def kept_matches(
-    state, score, point, valid, kappa, KG, MAGIC,
-    RANK: tl.constexpr, SEPARATED: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The matches of every lane as tuples of SLOTS: keys, scores, coordinates. A place has one key or none, its own.
+def kept_matches(state, score, point, valid, kappa, geo, PLACES: tl.constexpr):
+    """The matches of every query as tuples of SLOTS: keys, scores, coordinates. A place has one key or none, its own.
 
     Places beyond kappa hold what nothing beats and nothing is near.
     """
     kept, its, spots = (), (), ()
-    for c in tl.static_range(SLOTS):
-        place = place_of(c, COLUMNS)
+    for c in tl.static_range(PLACES.SLOTS):
+        place = place_of(c, PLACES.COLUMNS)
         at, here = point[:, None] * kappa + place, valid[:, None] & (place < kappa)
         key = tl.load(state + at, mask=here, other=-1)
         kept += (tl.where(key < 0, EMPTY + place, key),)
         its += (tl.load(score + at, mask=here, other=float("inf")),)
-        spots += (spot_of(key, KG, MAGIC, RANK, SEPARATED),)
+        spots += (spot_of(key, geo, PLACES.SEPARATED),)
     return kept, its, spots
 
 
 @triton.jit
-def spot_of(key, KG, MAGIC, RANK: tl.constexpr, SEPARATED: tl.constexpr):
+def spot_of(key, geo, SEPARATED: tl.constexpr):
     """What tells how far keys are apart: their coordinates, or the keys where only equal ones are too near."""
     spot = ()
     rest = tl.maximum(key, 0)
     if SEPARATED:
-        for a in tl.static_range(RANK - 1, 0, -1):
-            up = divide(rest, MAGIC[a])
-            spot += (rest - up * KG[a],)
+        for a in tl.static_range(len(geo.k) - 1, 0, -1):
+            up = divide(rest, geo.magic[a])
+            spot += (rest - up * geo.k[a],)
             rest = up
     return spot + (rest,)  # noqa: RUF005 - Triton knows no unpacking
 
 
 @triton.jit
-def window_bests(s, LANES: tl.constexpr, WINDOWS: tl.constexpr):
-    """[LANES, LANES] -> the best score of each window, [LANES, WINDOWS]; in layout each thread has a window whole."""
-    return tl.max(tl.max(tl.reshape(s, [LANES, LANES // WINDOWS // 2, WINDOWS, 2]), axis=3), axis=1)
+def by_window(x, WINDOWS: tl.constexpr):
+    """[BLOCK_Q, BLOCK_Q] -> [BLOCK_Q, pairs, WINDOWS, 2]; in layout each thread has a window whole."""
+    return tl.reshape(x, [x.shape[0], x.shape[1] // WINDOWS // 2, WINDOWS, 2])
 
 
 @triton.jit
-def first_keys(s, bests, new, LANES: tl.constexpr, WINDOWS: tl.constexpr):
-    """The keys [LANES] of these scores, of equal ones the lowest, by windows."""
-    parts = tl.reshape(s, [LANES, LANES // WINDOWS // 2, WINDOWS, 2])
-    keys = tl.reshape(tl.broadcast_to(new[None, :], [LANES, LANES]), [LANES, LANES // WINDOWS // 2, WINDOWS, 2])
-    best = tl.where(parts == bests[:, None, :, None], keys, NO_KEY)
-    return quarters(tl.min(tl.min(best, axis=3), axis=1), LANES)
+def window_bests(s, WINDOWS: tl.constexpr):
+    """[BLOCK_Q, BLOCK_Q] -> the best score of each window, [BLOCK_Q, WINDOWS]."""
+    return tl.max(tl.max(by_window(s, WINDOWS), axis=3), axis=1)
 
 
 @triton.jit
-def quarters(x, LANES: tl.constexpr):
-    """[LANES, 4] -> its columns."""
-    even, odd = tl.split(tl.reshape(x, [LANES, 2, 2]))
+def first_keys(s, bests, new, WINDOWS: tl.constexpr):
+    """The keys [BLOCK_Q] of these scores, of equal ones the lowest, by windows."""
+    keys = by_window(tl.broadcast_to(new[None, :], s.shape), WINDOWS)
+    best = tl.where(by_window(s, WINDOWS) == bests[:, None, :, None], keys, NO_KEY)
+    return quarters(tl.min(tl.min(best, axis=3), axis=1))
+
+
+@triton.jit
+def quarters(x):
+    """[BLOCK_Q, 4] -> its columns."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
     return a, b, c, d
 
 
 @triton.jit
-def least(its, SLOTS: tl.constexpr):
-    """The worst score of every lane, [LANES, 1]."""
+def least(its):
+    """The worst score of every query, [BLOCK_Q, 1]."""
     worst = its[0]
-    for c in tl.static_range(1, SLOTS):
+    for c in tl.static_range(1, len(its)):
         worst = tl.minimum(worst, its[c])
     return tl.min(worst, axis=1)[:, None]
 
 
 @triton.jit
-def enter(
-    kept, its, spots, new, s, reach, KG, MAGIC,
-    RANK: tl.constexpr, SEPARATED: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def enter(kept, its, spots, new, s, reach, geo, PLACES: tl.constexpr):
     """Let the best key of a window in where it beats the worst match and no better one is near; near ones go."""
     new, s = new[:, None], s[:, None]
-    spot = spot_of(new, KG, MAGIC, RANK, SEPARATED)
+    spot = spot_of(new, geo, PLACES.SEPARATED)
     close, refused = (), s != s
-    for c in tl.static_range(SLOTS):
+    for c in tl.static_range(PLACES.SLOTS):
         near = (spot[0] - spots[c][0]).to(tl.uint32) + reach <= 2 * reach
         for a in tl.static_range(1, len(spot)):
             near = near & ((spot[a] - spots[c][a]).to(tl.uint32) + reach <= 2 * reach)
-        if PADDED:  # an empty place may seem near: there is nothing better in it, and nothing to lose
+        if PLACES.PADDED:  # an empty place may seem near: there is nothing better in it, and nothing to lose
             near = near & (kept[c] < EMPTY)
         close += (near,)
         refused = refused | (near & (its[c] >= s))
-    takes = (s > least(its, SLOTS)) & (tl.max(refused.to(tl.int32), axis=1)[:, None] == 0)
+    takes = (s > least(its)) & (tl.max(refused.to(tl.int32), axis=1)[:, None] == 0)
     left, left_its = (), ()
-    for c in tl.static_range(SLOTS):
+    for c in tl.static_range(PLACES.SLOTS):
         gone = close[c] & takes
-        left += (tl.where(gone, EMPTY + place_of(c, COLUMNS), kept[c]),)
+        left += (tl.where(gone, EMPTY + place_of(c, PLACES.COLUMNS), kept[c]),)
         left_its += (tl.where(gone, -float("inf"), its[c]),)
-    lowest = tl.minimum(s, least(left_its, SLOTS))
+    lowest = tl.minimum(s, least(left_its))
     # Into an empty place, else into that of the worst, of equal ones the highest key.
     last = new * 0 - 1
-    for c in tl.static_range(SLOTS):
+    for c in tl.static_range(PLACES.SLOTS):
         last = tl.maximum(last, tl.where(left_its[c] == lowest, left[c], -1))
     last = tl.max(last, axis=1)[:, None]
     kept, its, to = (), (), spots
     spots = ()
-    for c in tl.static_range(SLOTS):
+    for c in tl.static_range(PLACES.SLOTS):
         here = takes & (left[c] == last)
         kept += (tl.where(here, new, left[c]),)
         its += (tl.where(here, s, left_its[c]),)
@@ -132,14 +148,14 @@ def enter(
 
 
 @triton.jit
-def store_matches(state, score, point, valid, kappa, kept, its, SLOTS: tl.constexpr):
+def store_matches(state, score, point, valid, kappa, kept, its):
     """Store the matches best first, equal scores by key; an empty place has the lowest score and the highest key."""
     scores = ()
-    for c in tl.static_range(SLOTS):
+    for c in tl.static_range(len(kept)):
         scores += (tl.where(kept[c] < EMPTY, its[c], -float("inf")),)
-    for c in tl.static_range(SLOTS):
+    for c in tl.static_range(len(kept)):
         ahead = kept[c] * 0
-        for d in tl.static_range(SLOTS):
+        for d in tl.static_range(len(kept)):
             other, its = scores[d][:, None, :], scores[c][:, :, None]
             before = (other > its) | ((other == its) & (kept[d][:, None, :] < kept[c][:, :, None]))
             ahead += tl.sum(before.to(tl.int32), axis=2)
@@ -149,17 +165,20 @@ def store_matches(state, score, point, valid, kappa, kept, its, SLOTS: tl.conste
 
 
 @triton.jit
-def precedes(key, score, place, other, its, c):
-    """Whether a match stands before the other, which is at place c: by score, then by key; -1 last."""
-    ahead = (score > its) | ((score == its) & (key < other))
+def precedes(key, score, place, other, its, c, BY_KEY: tl.constexpr):
+    """Whether a match stands before the other, which is at place c: by score, then by key or by place; -1 last."""
+    tie = key < other if BY_KEY else place < c
+    ahead = (score > its) | ((score == its) & tie)
     return ((key >= 0) & (ahead | (other < 0))) | ((key < 0) & (other < 0) & (place < c))
 
 
-@triton.jit(do_not_specialize=["rows", "queries", "count", "kappa"])
-def arrange_kernel(index, score, index_out, score_out, rows, queries, count, kappa, BLOCK: tl.constexpr):
-    """[count, P] in any order -> [P, kappa] best first, equal scores by key, -1 last and beyond count."""
+@triton.jit
+def arrange_kernel(
+    index, score, index_out, score_out, rows, queries, count, kappa, BY_KEY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """[count, P] -> [P, kappa] best first, equal scores by key or in the order given, -1 last and beyond count."""
     point = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    plane = rows.to(tl.int64) * queries
+    plane = tl.cast(rows, tl.int64) * queries
     valid = point < plane
     for e in range(count):
         key = tl.load(index + e * plane + point, mask=valid, other=-1)
@@ -168,7 +187,7 @@ def arrange_kernel(index, score, index_out, score_out, rows, queries, count, kap
         for f in range(count):
             rival = tl.load(index + f * plane + point, mask=valid, other=-1)
             theirs = tl.load(score + f * plane + point, mask=valid, other=0.0)
-            place += precedes(rival, theirs, key * 0 + f, key, s, e).to(tl.int32)
+            place += precedes(rival, theirs, key * 0 + f, key, s, e, BY_KEY).to(tl.int32)
         tl.store(index_out + place, key, mask=valid)
         tl.store(score_out + place, s, mask=valid)
     for e in range(count, kappa):

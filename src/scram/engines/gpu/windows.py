@@ -1,154 +1,194 @@
-"""What the kernels over windows share: their arguments, the keys of a window, the weights and their gradients."""
+"""What the kernels over windows share: the call as they take it, the keys of a window, weights and their gradients."""
 
 # Kernels carry no types that mypy knows.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .grid import GEOMETRY, divide, geometry, near
-from .launch import kinds
-from .noise import absorb, below_argument, seed_arguments
+from ...calls import AttendCall
+from ...grid import grid_of
+from .grid import Block, Geometry, KeyMask, divide, geometry, near, points, tiles
+from .launch import cached, kinds
+from .noise import Seed, absorb, below_argument, seed_argument
 
-Flags = tuple[bool, str, bool, bool]  # causal, weight, dropout, several matches
-SETTINGS = ("low", "high", "mask_heads", "group", "kappa", "extras", "threshold", *GEOMETRY, "b0", "b1", "b2", "b3")
+
+class Windows(NamedTuple):
+    """An AttendCall as kernels take it: contiguous tensors, and numbers."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    index: Tensor  # type: ignore[assignment]
+    k_extra: Tensor | None
+    v_extra: Tensor | None
+    masked: KeyMask
+    seed: Seed
+    geo: Geometry
+    reach: tuple[int, ...]  # the radius on each axis, less than its extent
+    group: int  # rows of queries that share a row of keys
+    kappa: int  # matches of a query
+    extras: int  # extra keys of a row
+    threshold: int  # dropout takes a pair whose noise lies below
+    keep: float  # 1 / (1 - dropout_p)
+    scale: float
 
 
-def window_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    key_mask: Tensor | None,
-    k_extra: Tensor | None,
-    v_extra: Tensor | None,
-    seed: Tensor | None,
-    radius: tuple[int, ...],
-    causal: bool,
-    scale: float,
-    weight: str,
-    dropout_p: float,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What the kernels over windows, forward and backward, begin with, and what their variant follows from."""
-    tensors = [None if x is None else x.contiguous() for x in (q, k, v, index, key_mask, k_extra, v_extra)]
-    pointer, low, high = seed_arguments(seed)
-    settings = (
-        q.shape[1] if key_mask is not None and key_mask.ndim == k.ndim - 2 else 1,
+class Mode(NamedTuple):
+    """What a kernel over windows is compiled for."""
+
+    CAUSAL: bool
+    WEIGHT: str
+    DROPOUT: bool
+    SEVERAL: bool  # matches
+
+
+class Variant(NamedTuple):
+    """What the kernels of a call follow from."""
+
+    q_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    mode: Mode
+    device: torch.device
+    dtypes: tuple[torch.dtype, torch.dtype]  # of features and values
+    kinds: tuple[Any, ...]  # of all tensors
+
+    @property
+    def rank(self) -> int:
+        return len(self.q_shape) - 3
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of features and values."""
+        return self.q_shape[-1], self.v_shape[-1]
+
+    def programs(self, block: Block) -> int:
+        """Tiles of all rows."""
+        return self.q_shape[0] * self.q_shape[1] * tiles(self.q_shape[2:-1], block.TILE)
+
+
+class Queries(NamedTuple):
+    """Some queries of a row, in a kernel."""
+
+    query: Any  # int32 [BLOCK_Q], flat
+    exists: Any  # bool [BLOCK_Q]
+    index_row: Any  # pointer to the row of matches
+    mask_row: Any  # the number of the row of the mask, int64
+
+
+def windows_of(call: AttendCall) -> tuple[Windows, Variant]:
+    q, k, v, index, mask, k_extra, v_extra = tensors = [
+        None if x is None else x.contiguous()
+        for x in (call.q, call.k, call.v, call.index, call.key_mask, call.k_extra, call.v_extra)
+    ]
+    assert q is not None and k is not None and v is not None and index is not None
+    dropout, seed = call.dropout_seed is not None and call.dropout_p > 0, seed_argument(call.dropout_seed)
+    windows = Windows(
+        *(q, k, v, index, k_extra, v_extra),
+        KeyMask(mask, q.shape[1] if mask is not None and mask.ndim == k.ndim - 2 else 1),
+        seed,
+        geometry(grid_of(q), grid_of(k)),
+        reaches(call.radius, grid_of(k)),
         q.shape[1] // k.shape[1],
         index.shape[-1],
         0 if k_extra is None else k_extra.shape[2],
-        below_argument(dropout_p),
-        *_reaches(q.shape, k.shape, radius),
-        scale,
-        1 / (1 - dropout_p),
+        below_argument(call.dropout_p),
+        1 / (1 - call.dropout_p),
+        call.scale,
     )
-    flags = (causal, weight, seed is not None and dropout_p > 0, index.shape[-1] > 1)
-    return (*tensors, pointer, low, high, *settings), (q.shape, v.shape, flags, kinds(*tensors, pointer))
+    mode = Mode(call.causal, call.weight, dropout, index.shape[-1] > 1)
+    seen = kinds(*tensors, seed.pointer)
+    return windows, Variant(q.shape, v.shape, mode, q.device, (q.dtype, v.dtype), seen)
 
 
-@lru_cache(maxsize=256)
-def _reaches(q_shape: tuple[int, ...], k_shape: tuple[int, ...], radius: tuple[int, ...]) -> tuple[int, ...]:
-    key_grid = tuple(k_shape[2:-1])
-    reach = [min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)]
-    return (*geometry(tuple(q_shape[2:-1]), key_grid), *reach, *[0] * (4 - len(reach)))
-
-
-def window_flags(q_shape: tuple[int, ...], v_shape: tuple[int, ...], flags: Flags) -> dict[str, Any]:
-    causal, weight, dropout, several = flags
-    shape = {"RANK": len(q_shape) - 3, "E": q_shape[-1], "F": v_shape[-1]}
-    return {**shape, "CAUSAL": causal, "WEIGHT": weight, "DROPOUT": dropout, "SEVERAL": several}
+@cached
+def reaches(radius: tuple[int, ...], key_grid: tuple[int, ...]) -> tuple[int, ...]:
+    """The radius, less than the extent on every axis."""
+    return tuple(min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True))
 
 
 @triton.jit
-def window_size(REACH, RANK: tl.constexpr):
-    n = 2 * REACH[0] + 1
-    for a in tl.static_range(1, RANK):
-        n = n * (2 * REACH[a] + 1)
+def window_size(reach):
+    n = 2 * reach[0] + 1
+    for a in tl.static_range(1, len(reach)):
+        n = n * (2 * reach[a] + 1)
     return n
 
 
 @triton.jit
-def first_offset(REACH, RANK: tl.constexpr):
+def first_offset(reach):
     """Where a walk through a window begins, as an offset from its centre on every axis."""
     offset = ()
-    for a in tl.static_range(RANK):
-        offset += (-REACH[a],)
+    for a in tl.static_range(len(reach)):
+        offset += (-tl.cast(reach[a], tl.int32),)
     return offset
 
 
 @triton.jit
-def next_offset(offset, REACH, RANK: tl.constexpr):
+def next_offset(offset, reach):
     """The next place of a walk, row-major: counting up takes a fifth of the instructions of dividing a number."""
     moved, carry = (), 1
-    for a in tl.static_range(RANK - 1, -1, -1):
+    for a in tl.static_range(len(reach) - 1, -1, -1):
         here = offset[a] + carry
-        carry = (here > REACH[a]).to(tl.int32)
-        moved = (tl.where(carry > 0, -REACH[a], here),) + moved  # noqa: RUF005 - Triton knows no unpacking
+        carry = (here > reach[a]).to(tl.int32)
+        moved = (tl.where(carry > 0, -reach[a], here),) + moved  # noqa: RUF005 - Triton knows no unpacking
     return moved
 
 
 @triton.jit
-def offset_of(number, REACH, RANK: tl.constexpr):
+def offset_of(number, reach):
     """The place `number`, row-major."""
     offset = ()
-    for a in tl.static_range(RANK - 1, -1, -1):
-        offset = (number % (2 * REACH[a] + 1) - REACH[a],) + offset  # noqa: RUF005 - Triton knows no unpacking
-        number = number // (2 * REACH[a] + 1)
+    for a in tl.static_range(len(reach) - 1, -1, -1):
+        offset = (number % (2 * reach[a] + 1) - reach[a],) + offset  # noqa: RUF005 - Triton knows no unpacking
+        number = number // (2 * reach[a] + 1)
     return offset
 
 
 @triton.jit
-def window_key(match, offset, KG, MAGIC, RANK: tl.constexpr):
+def window_key(match, offset, geo):
     """The key at an offset from each match, and whether it lies on the grid."""
     rest, key, stride, ok = match, match, 1, match >= 0
-    for a in tl.static_range(RANK - 1, -1, -1):
-        up = divide(rest, MAGIC[a]) if a > 0 else rest * 0
-        ok = ok & ((rest - up * KG[a] + offset[a]).to(tl.uint32) < KG[a].to(tl.uint32))
+    for a in tl.static_range(len(geo.k) - 1, -1, -1):
+        up = divide(rest, geo.magic[a]) if a > 0 else rest * 0
+        ok = ok & ((rest - up * geo.k[a] + offset[a]).to(tl.uint32) < tl.cast(geo.k[a], tl.uint32))
         key += offset[a] * stride
-        rest, stride = up, stride * KG[a]
+        rest, stride = up, stride * geo.k[a]
     return key, ok
 
 
 @triton.jit
-def match_of(index_row, query, e, valid, kappa, keys):
-    """Match e of each query, -1 for none; what is off the grid is none."""
-    match = tl.load(index_row + query.to(tl.int64) * kappa + e, mask=valid, other=-1)
-    return tl.where(match < keys, match, -1)
+def unmasked(key, ok, mask_row, w):
+    """Where `ok` also holds whether the mask allows a key."""
+    if w.masked.mask is not None:
+        ok = ok & (tl.load(w.masked.mask + mask_row * points(w.geo.k) + key, mask=ok, other=0) != 0)
+    return ok
 
 
 @triton.jit
-def legal_key(
-    match, e, number, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Key `number` of window e, and whether it counts."""
-    offset = offset_of(number, REACH, RANK)
-    return legal_at(
-        match, e, offset, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH, RANK, CAUSAL, True
-    )
+def match_of(e, ok, here, w):
+    """Match e of each of the queries `here`, -1 for none; what is off the grid is none. Read where `ok`."""
+    match = tl.load(here.index_row + here.query.to(tl.int64) * w.kappa + e, mask=ok, other=-1)
+    return tl.where(match < points(w.geo.k), match, -1)
 
 
 @triton.jit
-def legal_at(
-    match, e, offset, query, valid, index_row, kappa, mask, mask_row, keys, KG, MAGIC, REACH,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr, SEVERAL: tl.constexpr,
-):  # fmt: skip
+def legal_at(match, e, offset, here, w, CAUSAL: tl.constexpr, SEVERAL: tl.constexpr):
     """The key at `offset` in window e, and whether it counts: on the grid, allowed, and in no window before e."""
-    key, ok = window_key(match, offset, KG, MAGIC, RANK)
-    ok = ok & valid
+    key, ok = window_key(match, offset, w.geo)
+    ok = ok & here.exists
     if CAUSAL:
-        ok = ok & (key <= query)
-    if mask is not None:
-        ok = ok & (tl.load(mask + mask_row * keys + key, mask=ok, other=0) != 0)
+        ok = ok & (key <= here.query)
+    ok = unmasked(key, ok, here.mask_row, w)
     if SEVERAL:
         for before in range(e):
-            earlier = match_of(index_row, query, before, ok, kappa, keys)
-            ok = ok & ~((earlier >= 0) & near(key, tl.maximum(earlier, 0), REACH, KG, MAGIC, RANK))
+            earlier = match_of(before, ok, here, w)
+            ok = ok & ~((earlier >= 0) & near(key, tl.maximum(earlier, 0), w.reach, w.geo))
     return key, ok
 
 
@@ -167,27 +207,35 @@ def rough_weight(s, ok, lse):
 
 
 @triton.jit
-def kept(key, noise, threshold, keep, DROPOUT: tl.constexpr):
-    """What dropout makes of a weight: a factor."""
-    factor = (key * 0 + 1).to(tl.float32)
+def dropped(p, name, noise, w, DROPOUT: tl.constexpr):
+    """Weights after dropout; `name` is the key's number."""
     if DROPOUT:
-        factor = tl.where(absorb(noise, key) >= threshold.to(tl.uint32), keep, 0.0)
+        p = tl.where(absorb(noise, name) >= tl.cast(w.threshold, tl.uint32), p * w.keep, 0.0)
+    return p
+
+
+@triton.jit
+def kept(name, noise, w, DROPOUT: tl.constexpr):
+    """What dropout makes of a weight: a factor."""
+    factor = (name * 0 + 1).to(tl.float32)
+    if DROPOUT:
+        factor = tl.where(absorb(noise, name) >= tl.cast(w.threshold, tl.uint32), w.keep, 0.0)
     return factor
 
 
 @triton.jit
 def pair_gradient(
-    s, dp, ok, lse, over, shift, key, noise, threshold, keep, WEIGHT: tl.constexpr, DROPOUT: tl.constexpr
+    s, dp, ok, lse, inv_sum, delta, name, noise, w, WEIGHT: tl.constexpr, DROPOUT: tl.constexpr
 ):  # fmt: skip
-    """The weight of a value in out, and the gradient of the scaled score less what `shift` takes from it.
+    """The weight of a value in out, and the gradient of the scaled score.
 
-    `over` is one over the sum of the query's rough weights: were it taken for 1, no gradient would cancel where
+    `inv_sum` is one over the sum of the query's rough weights: with 1 in its place no gradient would cancel where
     scores are large.
     """
-    r = kept(key, noise, threshold, keep, DROPOUT)
+    r = kept(name, noise, w, DROPOUT)
     if WEIGHT == "softmax":
-        p = rough_weight(s, ok, lse) * over
-        ds = p * (tl.where(r == 0, 0.0, r * dp) - shift)
+        p = rough_weight(s, ok, lse) * inv_sum
+        ds = p * (tl.where(r == 0, 0.0, r * dp) - delta)
     else:
         share = 1 / tl.maximum(tl.floor(tl.exp(lse) + 0.5), 1.0)
         p = weigh(s, ok, WEIGHT) * share
@@ -198,9 +246,18 @@ def pair_gradient(
 
 
 @triton.jit
-def add(sums, factor, pieces, PIECES: tl.constexpr):
+def zeros(BLOCK: tl.constexpr, ROW: tl.constexpr):
+    """Rows of zeros in pieces."""
+    pieces = ()
+    for _ in tl.static_range(tl.constexpr(ROW.PIECES)):
+        pieces += (tl.zeros([BLOCK, ROW.W], tl.float32),)
+    return pieces
+
+
+@triton.jit
+def add(sums, factor, pieces):
     """sums + factor * pieces."""
     more = ()
-    for n in tl.static_range(PIECES):
+    for n in tl.static_range(len(sums)):
         more += (sums[n] + factor[:, None] * pieces[n],)
     return more
