@@ -146,6 +146,8 @@ def compare_results(asked: argparse.Namespace, workers: dict[str, Worker], repor
         if words:
             report["failures"].append({"call": number, "verdict": verdict, "what": words, "parameters": case})
             say(f"{impl} call {number}, {verdict}: " + "; ".join(words) + f"\n  {case}")
+        if number % 20 == 0:
+            store(asked.json, report)
     good = {"same bits", "same to rounding"}
     verdicts = [set(count) for count in report["calls"].values()]
     return 0 if all(some & good and some <= good.union(REFUSED.values()) for some in verdicts) else 1
@@ -198,7 +200,7 @@ def main() -> int:
     same.add_argument("--calls", type=int, default=500, help="of each implementation")
     same.add_argument("--first", type=int, default=0, help="number of the first call, to repeat one")
     same.add_argument("--seed", type=int, default=0)
-    same.add_argument("--points", type=int, help="of the largest grid; by default as many as the implementation bears")
+    same.add_argument("--points", type=int, help="of the largest grid; by default what suits the implementation")
     speed.add_argument("--rounds", type=int, default=20, help="turns of each tree, per row")
     speed.add_argument("--seconds", type=float, default=0.3, help="that a turn takes about")
     speed.add_argument("--processes", type=int, default=2, help="over which the rounds are spread, per tree")

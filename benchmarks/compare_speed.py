@@ -73,7 +73,7 @@ def pictures(folder: Path) -> str:
     except Exception:  # not installed, or its pictures are not on this machine
         rng, size = np.random.default_rng(0), 512
         frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None]) + 1 / size
-        noise = np.fft.rfft2(rng.standard_normal((4, size, size))) / frequency**1.5  # about as steep as photographs
+        noise = np.fft.rfft2(rng.standard_normal((4, size, size))) / frequency**1.5  # much as in photographs
         *colours, depth = np.fft.irfft2(noise, (size, size))
         left = np.stack([(x - x.min()) / np.ptp(x) for x in colours], -1)
         shift = np.rint(24 * (depth - depth.min()) / np.ptp(depth)).astype(int)
@@ -107,6 +107,8 @@ def compare_speed(asked: argparse.Namespace, workers: dict[str, Worker], report:
             if number % len(rows) == 0:  # a new process lies elsewhere in memory, which alone can change its times
                 for worker in workers.values():
                     worker.close()
+            if "failed" in report["rows"].get(row["name"], {}):
+                continue
             try:
                 time_row(row, asked, workers, folder, times[row["name"]])
                 report["rows"][row["name"]] = summary(times[row["name"]])

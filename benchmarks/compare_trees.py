@@ -48,7 +48,10 @@ class Worker:
         why = f"no answer in {self.limit:.0f} s"
         if select.select([self.process.stdout], [], [], self.limit)[0]:
             try:
-                return pickle.load(self.process.stdout)  # type: ignore[no-any-return]
+                status, result = pickle.load(self.process.stdout)
+                if status == "error" and "CUDA" in result:
+                    self.close()  # such an error may leave the device unusable to its process
+                return status, result
             except (EOFError, pickle.UnpicklingError):
                 why = f"exit code {self.process.wait()}"
         self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - 600))
@@ -94,9 +97,13 @@ def tracked(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
 
 
 def describe(tree: Path) -> str:
-    git = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=9"]
+    """The commit of a tree, with a mark when its files differ from it; "unknown" outside a repository."""
+    git = ["git", "-C", str(tree)]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        # A repository around a copy of the sources is not theirs.
+        subprocess.run([*git, "ls-files", "--error-unmatch", "scram/__init__.py"], capture_output=True, check=True)
+        name = [*git, "describe", "--always", "--dirty", "--abbrev=9"]
+        return subprocess.run(name, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

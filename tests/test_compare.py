@@ -78,7 +78,7 @@ def test_what_differs_or_dies_is_reported_with_its_parameters(tmp_path):
     assert f"'grid': {tuple(crashed['parameters']['grid'])}" in done.stderr
 
 
-def test_rounding_is_told_from_a_difference(compare):
+def test_rounding_is_no_difference_but_in_a_search_field(compare):
     x = np.linspace(-1, 1, 50, dtype=np.float32)
     nearly, off = x * np.float32(1 + 1e-6), x * np.float32(1 + 1e-4)
     for name, new, words, rounded in [
