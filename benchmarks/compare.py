@@ -178,8 +178,9 @@ def table(report: dict[str, Any]) -> str:
         if "failed" in row:
             lines.append(f"{name:{wide}} failed: {row['failed']}")
             continue
-        both = (f"{row[tree]['ms']:.4g} ({row[tree]['ms_low']:.4g}-{row[tree]['ms_high']:.4g})" for tree in TREES)
-        times = " ".join(f"{words:>25}" for words in both)
+        both = ([row[tree][key] for key in ("ms", "ms_low", "ms_high")] for tree in TREES)
+        figures = ([f"{ms:.0f}" if ms >= 1000 else f"{ms:.4g}" for ms in three] for three in both)
+        times = " ".join(f"{f'{middle} ({low}-{high})':>25}" for middle, low, high in figures)
         lines.append(f"{name:{wide}} {times}   {row['ratio']:.3f} ({row['low']:.3f}-{row['high']:.3f})")
     return "\n".join([*lines, f"features: {report['features']}"])
 
