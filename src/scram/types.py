@@ -9,6 +9,7 @@ means "no key".
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -91,7 +92,7 @@ class Search:
 
     def resolved(self, q: Tensor) -> Search:
         """Deprecated: use `resolved_method`."""
-        errors.renamed("Search.resolved", "Search.resolved_method")
+        warnings.warn("Search.resolved is now resolved_method", DeprecationWarning, stacklevel=2)
         return replace(self, method=self.resolved_method(q), seed=self.seed_tensor)
 
 
