@@ -1,0 +1,73 @@
+"""Every private or version-bound API of torch, Triton, Numba and llvmlite, in one place.
+
+Each entry names the versions it was run on, has a check, and has a public fallback.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodWrapperType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+# --- torch functions that a TorchFunctionMode is given whole (torch 2.13) ---
+# Such a function asks `has_torch_function` first and runs its body only where the answer is no. `patch_sdpa` needs the
+# body inside the mode: it runs a copy of the code in which the answer is no.
+# Fallback: the function itself, outside the mode.
+
+C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType)
+# What torch passes to a mode, whatever `F.scaled_dot_product_attention` was replaced by.
+SDPA: Callable[..., Any] = getattr(torch._C._nn, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_HANDLER = getattr(inspect.unwrap(torch.overrides.handle_torch_function), "__code__", None)
+
+
+def caller_of_mode() -> FunctionType | None:
+    """The Python function of torch that gave its call to a mode; call this in `__torch_function__` itself.
+
+    Found by its frame: the name in torch's module may be another library's wrapper. None where there is no such frame.
+    The frame knows no defaults: an argument that torch does not hand on is None.
+    """
+    handler = sys._getframe(2)
+    frame = handler.f_back
+    if handler.f_code is not _HANDLER or frame is None or frame.f_code.co_freevars:
+        return None
+    code = frame.f_code
+    function = FunctionType(code, frame.f_globals, code.co_name, (None,) * code.co_argcount)
+    only_named = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    function.__kwdefaults__ = dict.fromkeys(only_named)
+    return function
+
+
+def torch_function(function: Any, filename: str) -> FunctionType | None:
+    """The function of torch's file beneath wrappers that keep `__wrapped__`; None where it cannot be seen."""
+    function = inspect.unwrap(function)
+    found = isinstance(function, FunctionType) and function.__code__.co_filename == filename
+    return function if found and not function.__code__.co_freevars else None
+
+
+def reads(code: CodeType, name: str) -> bool:
+    """Whether the code reads the global `name`."""
+    return name in code.co_names
+
+
+def inside_mode(function: FunctionType, **names: Any) -> Callable[..., Any] | None:
+    """A copy that does not hand its call over, and whose globals `names` are replaced.
+
+    None where the function does not ask `has_torch_function` by a known name: the copy would call itself without end.
+    """
+    if not any(reads(function.__code__, question) for question in _QUESTIONS):
+        return None
+    scope = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no), **names}
+    scope.pop("__name__", None)  # torch.compile would look the names up in the module again
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _no(*tensors: Any) -> bool:
+    return False
