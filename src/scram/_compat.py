@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 # --- torch functions that a TorchFunctionMode is given whole (torch 2.13) ---
 # Such a function asks `has_torch_function` first and runs its body only where the answer is no. `patch_sdpa` needs the
@@ -71,3 +73,30 @@ def inside_mode(function: FunctionType, **names: Any) -> Callable[..., Any] | No
 
 def _no(*tensors: Any) -> bool:
     return False
+
+
+# --- transforms of torch.func (torch 2.13) ---
+# They refuse the hooks that a checkpoint needs, and their tensors are dead when the backward pass computes again.
+# Fallback: torch refuses the hooks at once, which tells of all transforms but vmap and jvp alone.
+
+_transforms_active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
+
+
+def transforms_active() -> bool:
+    """Whether a transform of `torch.func` runs this code."""
+    return _hooks_are_refused() if _transforms_active is None else _transforms_active()
+
+
+def _hooks_are_refused() -> bool:
+    try:
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            return False
+    except RuntimeError:
+        return True
+
+
+def recomputed(run: Callable[..., Any], *arguments: Any) -> Any:
+    """run(*arguments), computed again in the backward pass in place of kept; under `torch.func` it is kept."""
+    if not torch.compiler.is_compiling() and transforms_active():
+        return run(*arguments)
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
