@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import api, errors
+from ..arguments import explains
 from ..estimators import Estimator
+from ..layout_hints import warn_about_tokens
 from ..scoring import default_scale, prepare_key, prepare_query
 from ..types import Matches, Score, Search
 from . import validate as fits
@@ -42,6 +44,7 @@ class GridAttention(Searching):
     torch.Size([2, 16, 16, 32])
     """
 
+    @explains
     def __init__(
         self,
         embed_dim: int,
@@ -132,6 +135,7 @@ class GridAttention(Searching):
         layer.load_state_dict(mha.state_dict())
         return layer.train(mha.training)
 
+    @explains
     def forward(
         self,
         query: Tensor,
@@ -164,6 +168,7 @@ class GridAttention(Searching):
         fits.channels_last("key", key, self.kdim)
         fits.channels_last("value", value, self.vdim)
         mask = fits.padding(key_padding_mask, key_mask, key)
+        warn_about_tokens(query.shape, key.shape)
         q, k, v = self._project(query, key, value)
         extra = self._extra(tokens, query.shape[0])  # len() would be a constant to torch.export
         dropout = self.dropout if self.training else 0.0

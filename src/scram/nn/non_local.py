@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import api, errors
+from ..arguments import explains
 from ..types import Matches, Search
 from . import validate as fits
 from .searching import Searching
@@ -39,6 +40,7 @@ class NonLocalBlock(Searching):
 
     FORMS = ("embedded_gaussian", "gaussian", "dot_product", "concatenation")
 
+    @explains
     def __init__(
         self,
         channels: int,
@@ -73,6 +75,7 @@ class NonLocalBlock(Searching):
         for parameter in (self.out if self.norm is None else self.norm).parameters():
             nn.init.zeros_(parameter)
 
+    @explains
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None, warm: Matches | None = None) -> Tensor:
         """x [B, C, *G] -> [B, C, *G].
 
