@@ -14,8 +14,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 
 import torch
 
@@ -29,49 +28,57 @@ class LayoutWarning(UserWarning):
 
 def warn_about_layout(q_shape: Sequence[int], k_shape: Sequence[int]) -> None:
     """Warn where q [B, H, *G, E] and k [B, Hk, *G', E] are probably in another layout; silent while torch compiles."""
-    _look(_attention_hint, q_shape, k_shape)
+    if _is_new(q_shape, k_shape):
+        _warn(_attention_hint(tuple(q_shape[1:]), tuple(k_shape[1:])))
 
 
 def warn_about_tokens(query_shape: Sequence[int], key_shape: Sequence[int]) -> None:
     """The same for a module's query [B, *G, C] and key [B, *G', C]."""
-    _look(_module_hint, query_shape, key_shape)
+    if _is_new("module", query_shape, key_shape):
+        _warn(_module_hint(tuple(query_shape[1:]), tuple(key_shape[1:])))
+
+
+def accept(q_shape: Sequence[int], k_shape: Sequence[int]) -> None:
+    """The caller knows that these shapes are what they should be: `warn_about_layout` is silent about them."""
+    _is_new(q_shape, k_shape)
 
 
 def clear() -> None:
     """Forget what was seen: each warning comes again."""
-    _once.cache_clear()
-    _warn.cache_clear()
+    _seen.clear()
 
 
-Hint = Callable[[tuple[int, ...], tuple[int, ...]], str]  # of two shapes without their batch; "" for none
+_seen: set[tuple[object, ...]] = set()
 
 
-def _look(hint: Hint, q: Sequence[int], k: Sequence[int]) -> None:
-    if not torch.compiler.is_compiling():
-        try:
-            _once(hint, q, k)
-        except TypeError:  # symbolic extents have no hash
-            return
+def _is_new(*shapes: Sequence[int] | str) -> bool:
+    """Whether they come for the first time; not while torch compiles, and not with symbolic extents."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        if shapes in _seen:
+            return False
+    except TypeError:  # a symbolic extent has no hash
+        return False
+    if len(_seen) >= 4096:  # shapes without end
+        clear()
+    _seen.add(shapes)
+    return True
 
 
-@lru_cache(maxsize=1024)
-def _once(hint: Hint, q: Sequence[int], k: Sequence[int]) -> None:
-    message = hint(tuple(q[1:]), tuple(k[1:]))
-    if message:
-        _warn(message)
-
-
-@lru_cache(maxsize=1024)
-def _warn(message: str) -> None:
+def _warn(hint: str) -> None:
+    """Each hint once: another batch has the same."""
+    if not hint or not _is_new(hint):
+        return
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         level, frame = level + 1, frame.f_back
-    message += ". To keep it as it is, ignore the category scram.layout_hints.LayoutWarning"
-    warnings.warn(message, LayoutWarning, stacklevel=level)
+    silence = "To keep it as it is, ignore the category scram.layout_hints.LayoutWarning"
+    warnings.warn(f"{hint}. {silence}", LayoutWarning, stacklevel=level)
 
 
 def _attention_hint(q: tuple[int, ...], k: tuple[int, ...]) -> str:
-    """The hint for [H, *G, E] and [Hk, *G', E]."""
+    """The hint for [H, *G, E] and [Hk, *G', E], "" for none."""
     heads, *grid, width = q
     points, shape = math.prod(grid), f"q [B, {', '.join(map(str, q))}]"
     if heads >= 32 and heads > points:
@@ -97,7 +104,7 @@ def _attention_hint(q: tuple[int, ...], k: tuple[int, ...]) -> str:
 
 
 def _module_hint(query: tuple[int, ...], key: tuple[int, ...]) -> str:
-    """The hint for [*G, C] and [*G', C]."""
+    """The hint for [*G, C] and [*G', C], "" for none."""
     found = _flattened(query[0]) if len(query) == 2 and key[:-1] == query[:-1] else None
     if found is None:
         return ""

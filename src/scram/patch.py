@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import _compat, api, errors
+from .layout_hints import accept
 from .types import Search
 
 NO_INNER_CALL = (
@@ -220,6 +221,7 @@ class _Patch(TorchFunctionMode):
         heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
         first, k_extra, v_extra = (x[:, :, : self.prefix] for x in heads)
         q, k, v = (x[:, :, self.prefix :].reshape(*x.shape[:2], *self.grid, x.shape[-1]) for x in heads)
+        accept(q.shape, k.shape)  # the caller gave the grid
         mask = None
         if attn_mask is not None:
             mask = attn_mask.expand(*q.shape[:2], 1, self.tokens).reshape(*q.shape[:2], *self.grid)

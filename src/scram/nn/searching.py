@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import api, errors
+from ..layout_hints import accept
 from ..types import Matches, Score, Search
 
 
@@ -62,6 +63,7 @@ class Searching(nn.Module):
         if warm is None and keep and self._fits(q, k):
             warm = self.matches
         search = self.search if warm is None or self.warm_search is None else self.warm_search
+        accept(q.shape, k.shape)  # the module made them
         found = api.search(
             q, k, search=search, causal=causal, key_mask=key_mask, score=score, warm=warm, impl=self.impl
         )
