@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 import scram
 from scram import _compat
@@ -26,7 +26,7 @@ class Seen(TorchFunctionMode):
         self.callers = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        caller = _compat.caller_of_mode()
+        caller = _compat.caller_of_mode("backward", "grad", "softmax")
         if caller is not None:
             self.callers.append((caller, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -45,9 +45,16 @@ def test_the_caller_of_a_mode_is_torchs_own_function(name):
         assert parameter.name in handed or parameter.default is None
 
 
-def test_a_call_from_c_has_no_caller():
+def softmax(x):
+    """Another library's function that a mode is given, too."""
+    return handle_torch_function(softmax, (x,), x) if has_torch_function_unary(x) else x
+
+
+def test_other_calls_have_no_caller():
     with Seen() as seen:
-        torch.ones(3) + 1
+        torch.softmax(torch.ones(3), 0) + 1  # from C
+        F.relu(torch.ones(3))  # another name
+        softmax(torch.ones(3))
     assert not seen.callers
 
 
@@ -72,7 +79,7 @@ def test_a_copy_is_not_handed_over_and_reads_other_names():
         assert len(seen.callers) == 1
 
 
-def test_a_function_that_asks_nothing_is_not_copied():
+def test_a_function_without_a_check_is_not_copied():
     assert _compat.inside_mode(inspect.unwrap) is None
 
 

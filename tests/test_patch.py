@@ -311,7 +311,7 @@ def test_vision_transformer_with_a_class_token(training):
     assert str(report).splitlines()[1] == "  2 x q [2, 2, 21, 8]: SCRAM"
 
 
-def test_weights_that_were_asked_for_are_reported():
+def test_returned_weights_are_reported():
     mha, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 20, 16)
     want = mha(x, x, x)
     with scram.patch_sdpa(**WHOLE) as report:
@@ -369,7 +369,7 @@ def test_autocast():
         ({"impl": "cuda"}, r"impl must be one of"),
     ],
 )
-def test_wrong_settings_are_told(how, message):
+def test_wrong_settings_are_refused(how, message):
     with pytest.raises((ValueError, TypeError), match=message), scram.patch_sdpa(**{"grid": GRID, **how}):
         pass
 

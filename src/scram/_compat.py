@@ -6,6 +6,7 @@ Each entry names the versions it was run on, has a check, and has a public fallb
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodWrapperType
@@ -17,28 +18,33 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 # --- torch functions that a TorchFunctionMode is given whole (torch 2.13) ---
-# Such a function asks `has_torch_function` first and runs its body only where the answer is no. `patch_sdpa` needs the
-# body inside the mode: it runs a copy of the code in which the answer is no.
+# Such a function calls `has_torch_function` first and runs its body only where that is False. `patch_sdpa` needs the
+# body inside the mode: it runs a copy of the code in which it is False.
 # Fallback: the function itself, outside the mode.
 
 C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType)
 # What torch passes to a mode, whatever `F.scaled_dot_product_attention` was replaced by.
-SDPA: Callable[..., Any] = getattr(torch._C._nn, "scaled_dot_product_attention", F.scaled_dot_product_attention)
-_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+SDPA: Callable[..., torch.Tensor] = getattr(
+    torch._C._nn, "scaled_dot_product_attention", F.scaled_dot_product_attention
+)
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _HANDLER = getattr(inspect.unwrap(torch.overrides.handle_torch_function), "__code__", None)
 
 
-def caller_of_mode() -> FunctionType | None:
-    """The Python function of torch that gave its call to a mode; call this in `__torch_function__` itself.
+def caller_of_mode(*names: str) -> FunctionType | None:
+    """The Python function of torch that gave its call to a mode, if it has one of these names.
 
-    Found by its frame: the name in torch's module may be another library's wrapper. None where there is no such frame.
-    The frame knows no defaults: an argument that torch does not hand on is None.
+    To be called in `__torch_function__` itself. The function is found by its frame: the name in torch's module may be
+    another library's wrapper. The frame knows no defaults: an argument that torch does not hand on is None.
     """
     handler = sys._getframe(2)
     frame = handler.f_back
-    if handler.f_code is not _HANDLER or frame is None or frame.f_code.co_freevars:
+    if handler.f_code is not _HANDLER or frame is None:
         return None
     code = frame.f_code
+    if code.co_name not in names or code.co_freevars or not code.co_filename.startswith(_TORCH):
+        return None
     function = FunctionType(code, frame.f_globals, code.co_name, (None,) * code.co_argcount)
     only_named = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     function.__kwdefaults__ = dict.fromkeys(only_named)
@@ -60,11 +66,11 @@ def reads(code: CodeType, name: str) -> bool:
 def inside_mode(function: FunctionType, **names: Any) -> Callable[..., Any] | None:
     """A copy that does not hand its call over, and whose globals `names` are replaced.
 
-    None where the function does not ask `has_torch_function` by a known name: the copy would call itself without end.
+    None where the function has no check of a known name: the copy would hand its call over, without end.
     """
-    if not any(reads(function.__code__, question) for question in _QUESTIONS):
+    if not any(reads(function.__code__, check) for check in _CHECKS):
         return None
-    scope = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no), **names}
+    scope = {**function.__globals__, **dict.fromkeys(_CHECKS, _no), **names}
     scope.pop("__name__", None)  # torch.compile would look the names up in the module again
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import errors
 from ._compat import recomputed
+from .arguments import explains
 from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
 from .precision import ignores_autocast
 from .scoring import accumulator, default_scale, pair_score, prepare_key, prepare_query, weigh
@@ -19,6 +20,7 @@ from .types import Attended, Matches, Score
 CHUNK_ELEMENTS = 1 << 23  # of the score matrix at a time
 
 
+@explains
 @ignores_autocast
 def exact_attention(
     q: Tensor,
@@ -77,6 +79,7 @@ def exact_attention(
     return Attended(out.to(v.dtype).reshape(*shape, v.shape[-1]), lse.reshape(shape))
 
 
+@explains
 @ignores_autocast
 @torch.no_grad()
 def exact_search(

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -175,19 +176,19 @@ class _Patch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _compat.SDPA or func is F.scaled_dot_product_attention:
             return self.attention(*args, **kwargs)
-        traced = torch.compiler.is_compiling()
-        caller = None if traced or isinstance(func, _compat.C_FUNCTIONS) else _compat.caller_of_mode()
+        caller = None
+        if not isinstance(func, _compat.C_FUNCTIONS) and not torch.compiler.is_compiling():
+            caller = _compat.caller_of_mode("backward", "grad", "multi_head_attention_forward")
         if func is F.multi_head_attention_forward:
             if kwargs.get("need_weights", True):
                 self._note(args[0], args[1], "nn.MultiheadAttention returns its weights; pass need_weights=False")
             body = self.multi_head if caller is None else self._copy(caller)
             return (body or func)(*args, **kwargs)
-        if caller is not None and caller.__name__ in ("backward", "grad"):
-            body = self._copy(caller)
-            if body is not None:
-                with self:  # torch takes a mode off while it handles a call; a checkpoint computes again inside
-                    return body(*args, **kwargs)
-        return func(*args, **kwargs)
+        body = None if caller is None else self._copy(caller)
+        if body is None:
+            return func(*args, **kwargs)
+        with self:  # torch takes a mode off while it handles a call; a checkpoint computes again inside
+            return body(*args, **kwargs)
 
     def _copy(self, function: FunctionType) -> Callable[..., Any] | None:
         """The body of a torch function, to run it inside the mode; made once."""
@@ -214,10 +215,10 @@ class _Patch(TorchFunctionMode):
         """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
         why_not = self._why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         self._note(query, key, why_not)
+        how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        dense = partial(_compat.SDPA, **how)
         if why_not:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return dense(query, key, value, attn_mask)
         heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
         first, k_extra, v_extra = (x[:, :, : self.prefix] for x in heads)
         q, k, v = (x[:, :, self.prefix :].reshape(*x.shape[:2], *self.grid, x.shape[-1]) for x in heads)
@@ -241,17 +242,7 @@ class _Patch(TorchFunctionMode):
         ).flatten(2, -2)
         if self.prefix:
             seen = self.prefix if is_causal else self.tokens
-            dense = F.scaled_dot_product_attention(
-                first,
-                heads[1][:, :, :seen],
-                heads[2][:, :, :seen],
-                None,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-            out = torch.cat([dense, out], 2)
+            out = torch.cat([dense(first, heads[1][:, :, :seen], heads[2][:, :, :seen]), out], 2)
         return out if query.ndim == 4 else out.squeeze(1)
 
     def _note(self, query: Tensor, key: Tensor, why_not: str) -> None:
