@@ -213,10 +213,10 @@ class _Patch(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
-        why_not = self._why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        self._note(query, key, why_not)
         how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         dense = partial(_compat.SDPA, **how)
+        why_not = self._why_not(query, key, value, attn_mask, how)
+        self._note(query, key, why_not)
         if why_not:
             return dense(query, key, value, attn_mask)
         heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
@@ -251,17 +251,7 @@ class _Patch(TorchFunctionMode):
         else:
             self.report.calls[Call(tuple(query.shape), tuple(key.shape), why_not)] += 1
 
-    def _why_not(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> str:
+    def _why_not(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, how: dict[str, Any]) -> str:
         """The reason to leave a call to torch, "" for none."""
         if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
             return "tensors that are not dense"
@@ -271,21 +261,21 @@ class _Patch(TorchFunctionMode):
             grid = f"{self.prefix} + {' x '.join(map(str, self.grid))} = {self.tokens}"
             return f"{query.shape[-2]} queries and {key.shape[-2]} keys, the grid has {grid}"
         grouped = query.ndim == 4 and key.shape[1] != query.shape[1]
-        if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not enable_gqa):
+        if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not how["enable_gqa"]):
             return "batches or heads that broadcast"
         if not key.dtype == query.dtype == value.dtype or query.dtype not in errors.DTYPES:
             return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
         if not key.device == query.device == value.device:
             return "tensors on several devices"
-        if scale is not None and not scale > 0:
-            return f"a scale of {scale}"
-        if not dropout_p < 1:
-            return f"a dropout of {dropout_p}"
+        if how["scale"] is not None and not how["scale"] > 0:
+            return f"a scale of {how['scale']}"
+        if not how["dropout_p"] < 1:
+            return f"a dropout of {how['dropout_p']}"
         if attn_mask is None:
             return ""
         if attn_mask.dtype != torch.bool:
             return "a float bias, which the search would have to know"
-        if self.prefix or is_causal:
+        if self.prefix or how["is_causal"]:
             return "a mask beside prefix tokens or causal order"
         if attn_mask.ndim < 2 or attn_mask.ndim > query.ndim or attn_mask.shape[-2] != 1:
             return "a mask that differs between queries"
