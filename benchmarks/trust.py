@@ -23,7 +23,7 @@ INTERVALS = ("mass", "recall", "median_error", "p95_error")
 
 def coverage(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> dict[str, float]:
     """The least share of seeds, over the heads, in which each interval encloses the value of all queries."""
-    truth = scram.trust(q, k, v, sample=q[0, 0, ..., 0].numel(), **how)
+    truth = scram.trust(q, k, v, num_queries=q[0, 0, ..., 0].numel(), **how)
     held = dict.fromkeys(INTERVALS, 0)
     for seed in range(SEEDS):
         found = scram.trust(q, k, v, seed=seed, **how)

@@ -17,6 +17,8 @@ HEAVY = (
 SHARED = {"_compat", "calls", "draws", "engines", "grid", "noise", "schedule", "scoring", "types"}
 BELOW = {
     "_compat": set(),
+    "arguments": {"types"},
+    "layout_hints": set(),
     "calls": set(),
     "grid": set(),
     "noise": set(),
@@ -33,13 +35,13 @@ BELOW = {
     "gpu": SHARED,
     "dispatch": {"cpu", "engines", "errors", "gpu", "reference", "types"},
     "ops": SHARED | {"dispatch", "errors"},
-    "validate": {"dispatch", "engines", "errors", "ops", "types"},
-    "api": SHARED | {"dispatch", "errors", "estimators", "ops", "precision", "validate"},
-    "exact": {"errors", "grid", "precision", "scoring", "types"},
+    "validate": {"dispatch", "engines", "errors", "layout_hints", "ops", "types"},
+    "api": SHARED | {"arguments", "dispatch", "errors", "estimators", "ops", "precision", "validate"},
+    "exact": {"_compat", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"errors", "exact", "grid", "scoring", "types"},
-    "nn": {"api", "dispatch", "errors", "estimators", "scoring", "types"},
-    "patch": {"_compat", "api", "errors", "types"},
-    "trust": {"api", "errors", "exact", "grid", "measure", "precision", "schedule", "scoring", "types"},
+    "nn": {"api", "arguments", "layout_hints", "dispatch", "errors", "estimators", "scoring", "types"},
+    "patch": {"_compat", "api", "errors", "layout_hints", "types"},
+    "trust": {"api", "arguments", "errors", "exact", "grid", "measure", "precision", "schedule", "scoring", "types"},
 }
 
 

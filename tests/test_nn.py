@@ -388,7 +388,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG, ids=range(len(WRONG)))
-def test_wrong_use_is_told(call, message):
+def test_wrong_use_is_refused(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
 

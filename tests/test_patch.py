@@ -1,9 +1,12 @@
 """SCRAM inside models that call torch's attention: what is replaced, what is left alone, and what the report says."""
 
 import contextlib
+import functools
+import pickle
 import re
 import sys
 import threading
+import types
 import warnings
 
 import pytest
@@ -91,7 +94,7 @@ def test_left_alone(name):
         out = F.scaled_dot_product_attention(*leaves, **how)
     assert (out == want).all()
     assert (report.replaced, report.left_alone) == (0, 1)
-    assert re.search(why, report.calls[0].why_not)
+    assert re.search(why, next(iter(report.calls)).why_not)
 
 
 def test_a_mask_between_queries_is_left_alone():
@@ -112,7 +115,7 @@ def test_torch_still_says_what_is_wrong():
         F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
     with scram.patch_sdpa(**WHOLE, prefix=1) as report, contextlib.suppress(RuntimeError):
         F.scaled_dot_product_attention(q, k.to("meta"), v)
-    assert report.calls[0].why_not == "tensors on several devices"
+    assert next(iter(report.calls)).why_not == "tensors on several devices"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -122,7 +125,7 @@ def test_ragged_tensors_are_left_alone():
     with scram.patch_sdpa(**WHOLE) as report:
         out = F.scaled_dot_product_attention(q, q, q)
     assert (out.values() == want.values()).all()
-    assert report.calls[0].why_not == "tensors that are not dense"
+    assert next(iter(report.calls)).why_not == "tensors that are not dense"
 
 
 def test_dropout_reaches_prefix_and_grid():
@@ -153,6 +156,117 @@ def test_a_checkpoint_inside_computes_the_same_again(how):
         loss = out.square().sum()
         _ = torch.autograd.grad(loss, q) if how == "grad" else loss.backward()
     assert (report.replaced, report.left_alone) == (2, 0)
+
+
+def test_the_report_does_not_grow_with_the_calls():
+    q, k, v = tensors(20)
+    sizes = []
+    with scram.patch_sdpa(**WHOLE) as report:
+        for _ in range(3):
+            for _ in range(50):
+                F.scaled_dot_product_attention(q, k, v)
+                F.scaled_dot_product_attention(q, k[:, :, :9], v[:, :, :9])
+            sizes.append(len(pickle.dumps(report)))
+    assert (report.replaced, report.left_alone) == (150, 150)
+    assert len(report.calls) == 2
+    assert report.calls[scram.patch.Call((2, 2, 20, 8), (2, 2, 20, 8), "")] == 150
+    assert sizes[2] <= sizes[0] + 4  # the digits of the counts
+    assert str(report).splitlines()[:2] == [
+        "150 of 300 calls of scaled_dot_product_attention went to SCRAM",
+        "  150 x q [2, 2, 20, 8]: SCRAM",
+    ]
+
+
+def plain_wrapper(function, seen):
+    return lambda *args, **kwargs: seen.append("plain") or function(*args, **kwargs)
+
+
+def documented_wrapper(function, seen):
+    return functools.wraps(function)(plain_wrapper(function, seen))
+
+
+def bound_wrapper(function, seen):
+    """A C callable that keeps no `__wrapped__`; on the class a descriptor makes it a method."""
+
+    def before(function, *args, **kwargs):
+        return seen.append("partial") or function(*args, **kwargs)
+
+    return functools.partial(before, function)
+
+
+WRAPPERS = {"plain": plain_wrapper, "functools.wraps": documented_wrapper, "partial": bound_wrapper}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("owner", ["Tensor.backward", "autograd.backward", "autograd.grad", "all"])
+@pytest.mark.parametrize("again", [None, True, False], ids=["no checkpoint", "reentrant", "checkpoint"])
+def test_another_library_wraps_backward(monkeypatch, wrapper, owner, again):
+    """A wrapper runs once for each call, and a checkpoint computes again with SCRAM."""
+    q, k, v = tensors(20)
+    seen = []
+    for holder, name in ((torch.Tensor, "backward"), (torch.autograd, "backward"), (torch.autograd, "grad")):
+        if owner in ("all", f"{holder.__name__.removeprefix('torch.')}.{name}"):
+            wrapped = WRAPPERS[wrapper](getattr(holder, name), seen)
+            if holder is torch.Tensor and wrapper == "partial":
+                wrapped = functools.partialmethod(wrapped)
+            monkeypatch.setattr(holder, name, wrapped)
+    with scram.patch_sdpa(grid=GRID, radius=0) as report:
+        call = F.scaled_dot_product_attention
+        out = call(q, k, v) if again is None else checkpoint(call, q, k, v, use_reentrant=again)
+        loss = out.square().sum()
+        if owner == "autograd.grad" and again is not True:  # the older checkpoint has no grad
+            assert len(torch.autograd.grad(loss, (q, k, v))) == 3
+        else:
+            loss.backward()
+            assert (v.grad != 0).any()
+    assert (report.replaced, report.left_alone) == (1 if again is None else 2, 0)
+    inner = 1 if again is True else 0  # the older checkpoint calls torch.autograd.backward itself
+    wants = {"Tensor.backward": 1, "autograd.backward": 1 + inner, "autograd.grad": again is not True, "all": 2 + inner}
+    assert len(seen) == wants[owner]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_another_library_wraps_attention(monkeypatch, wrapper):
+    mha, x, seen = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 20, 16), []
+    for name in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+        monkeypatch.setattr(F, name, WRAPPERS[wrapper](getattr(F, name), seen))
+    want = mha(x, x, x, need_weights=False)[0]
+    with scram.patch_sdpa(**WHOLE) as report:
+        torch.testing.assert_close(mha(x, x, x, need_weights=False)[0], want)
+        F.scaled_dot_product_attention(*tensors(20))
+    assert (report.replaced, report.left_alone) == (2, 0)
+    assert not report.warning
+
+
+def renamed():
+    """nn.MultiheadAttention's function as it would be if torch called its attention by another name."""
+    code = F.multi_head_attention_forward.__code__
+    names = tuple("_another" if name == "scaled_dot_product_attention" else name for name in code.co_names)
+    function = types.FunctionType(code.replace(co_names=names), vars(F), code.co_name)
+    function.__defaults__, function.__kwdefaults__ = F.multi_head_attention_forward.__defaults__, None
+    return function
+
+
+@pytest.mark.parametrize("wrapper", [None, *WRAPPERS])
+def test_a_renamed_inner_call_is_reported(monkeypatch, wrapper):
+    """At once where the function can be seen, at its first call where a wrapper hides it; once."""
+    mha, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 20, 16)
+    function = renamed() if wrapper is None else WRAPPERS[wrapper](renamed(), [])
+    monkeypatch.setattr(F, "_another", F.scaled_dot_product_attention, raising=False)
+    monkeypatch.setattr(F, "multi_head_attention_forward", function)
+    want = mha(x, x, x, need_weights=False)[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        context = scram.patch_sdpa(**WHOLE)
+        assert len(caught) == (wrapper in (None, "functools.wraps"))
+        with context as report:
+            for _ in range(2):
+                assert (mha(x, x, x, need_weights=False)[0] == want).all()
+    assert [one.category for one in caught] == [RuntimeWarning]
+    assert "does not call scaled_dot_product_attention by that name" in str(caught[0].message)
+    assert caught[0].filename == __file__ or wrapper in ("plain", "partial")
+    assert str(report).splitlines()[-1].startswith("warning: torch ")
+    assert "GridAttention.from_mha" in str(report)
 
 
 class Tagged(torch.Tensor):
@@ -197,7 +311,7 @@ def test_vision_transformer_with_a_class_token(training):
     assert str(report).splitlines()[1] == "  2 x q [2, 2, 21, 8]: SCRAM"
 
 
-def test_weights_that_were_asked_for_are_reported():
+def test_returned_weights_are_reported():
     mha, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 20, 16)
     want = mha(x, x, x)
     with scram.patch_sdpa(**WHOLE) as report:
@@ -224,7 +338,7 @@ def test_other_threads_are_left_alone():
         thread.start()
         thread.join()
     assert (results[0] == want).all()
-    assert report.calls == []
+    assert not report.calls
 
 
 def test_an_error_inside_ends_the_patch():
@@ -234,7 +348,7 @@ def test_an_error_inside_ends_the_patch():
     with scram.patch_sdpa(**WHOLE) as report:
         pass
     F.scaled_dot_product_attention(*leaves)
-    assert report.calls == []
+    assert not report.calls
 
 
 def test_autocast():
@@ -255,7 +369,7 @@ def test_autocast():
         ({"impl": "cuda"}, r"impl must be one of"),
     ],
 )
-def test_wrong_settings_are_told(how, message):
+def test_wrong_settings_are_refused(how, message):
     with pytest.raises((ValueError, TypeError), match=message), scram.patch_sdpa(**{"grid": GRID, **how}):
         pass
 

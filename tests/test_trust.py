@@ -71,7 +71,7 @@ def test_intervals_enclose_the_truth():
     """In at least 90 of 100 samples of 512 queries."""
     q, k, v = coherent(sharpness=50)
     matches = scram.search(q, k, search=SEARCH)
-    truth = scram.trust(q, k, v, matches=matches, sample=q[0, 0, ..., 0].numel())
+    truth = scram.trust(q, k, v, matches=matches, num_queries=q[0, 0, ..., 0].numel())
     assert 0.3 < truth.mass.value < 0.95
     names = ("mass", "recall", "median_error", "p95_error")
     held, widths = dict.fromkeys(names, 0), []
@@ -113,10 +113,10 @@ def test_sharp_and_coherent_is_sparse():
 
 def test_diffuse_is_not_sparse():
     q, k, v = coherent(sharpness=2)
-    found = scram.trust(q, k, v + 10, search=SEARCH, samples=200)
+    found = scram.trust(q, k, v + 10, search=SEARCH, tail_samples=200)
     assert found.verdict == "hybrid"
     assert "diffuse, use the hybrid estimator" in str(found)
-    found = scram.trust(q, k, torch.randn(1, 1, 40, 40, 3), search=SEARCH, samples=200)
+    found = scram.trust(q, k, torch.randn(1, 1, 40, 40, 3), search=SEARCH, tail_samples=200)
     assert found.verdict == "dense"  # the mean of the values is small beside their spread
     assert "stay dense: in the worst head" in str(found)
 
@@ -144,7 +144,7 @@ def test_the_cost_is_what_the_search_scores(method):
     search = scram.Search(method, matches=2, sweeps=sweeps, jumps=(2, 1), gossip=2, seed=0)
     matches = scram.search(q, k, search=search, score=score)
     made = scored / 256
-    found = scram.trust(q, k, k, search=search, radius=0, matches=matches, samples=40)
+    found = scram.trust(q, k, k, search=search, radius=0, matches=matches, tail_samples=40)
     looked = found.cost.sparse - 2  # without the windows
     assert 0.9 * looked < made <= looked
     assert found.cost == (looked + 2, looked + 42, 256)
@@ -163,7 +163,7 @@ def test_predicted_error_of_the_hybrid():
     """Against hybrids that are really drawn."""
     q, k, v = coherent(size=12, sharpness=3)
     matches = scram.search(q, k, search=SEARCH)
-    found = scram.trust(q, k, v, matches=matches, samples=40)
+    found = scram.trust(q, k, v, matches=matches, tail_samples=40)
     a = (q.flatten(2, 3) @ k.flatten(2, 3).mT * q.shape[-1] ** -0.5)[0, 0]
     exact = a.softmax(-1) @ v.flatten(2, 3)[0, 0]
     rows, columns = (torch.arange(144) // 12)[:, None], (torch.arange(144) % 12)[:, None]
@@ -185,7 +185,7 @@ def test_the_typical_query_counts():
     """Most of them sharp: the hybrid's error is theirs, not that of the few."""
     q, k, v = coherent(size=12, sharpness=60, noise=0.0)
     q[:, :, :4] /= 60
-    found = scram.trust(q, k, v, search=SEARCH, scale=1.0, samples=10)
+    found = scram.trust(q, k, v, search=SEARCH, scale=1.0, tail_samples=10)
     assert found.hybrid_error < 1e-6
 
 
@@ -195,8 +195,8 @@ def test_masked_keys_are_as_if_they_were_not_there():
     fewer = scram.search(q, k[:, :, :9], search=SEARCH)
     same = scram.Matches(fewer.index, fewer.score, (16,))
     k[:, :, 9:], v[:, :, 9:] = torch.nan, torch.nan
-    masked = scram.trust(q, k, v, key_mask=mask, matches=same, samples=4)
-    gone = scram.trust(q, k[:, :, :9], v[:, :, :9], matches=fewer, samples=4)
+    masked = scram.trust(q, k, v, key_mask=mask, matches=same, tail_samples=4)
+    gone = scram.trust(q, k[:, :, :9], v[:, :, :9], matches=fewer, tail_samples=4)
     for ours, theirs in ((masked.mass, gone.mass), (masked.p95_error, gone.p95_error), (masked.recall, gone.recall)):
         torch.testing.assert_close(ours.value, theirs.value)
     torch.testing.assert_close(masked.hybrid_error, gone.hybrid_error)
@@ -207,10 +207,10 @@ def test_no_match_holds_nothing():
     found = scram.search(q, k, search=SEARCH)
     none = scram.Matches(torch.full_like(found.index, -1), found.score, found.key_grid)
     for index in (none.index, torch.full_like(found.index, 144)):
-        told = scram.trust(q, k, v, matches=scram.Matches(index, found.score, found.key_grid))
-        assert told.mass.value == 0
-        assert told.median_error.value == 1
-        assert not told.l2_error.requires_grad
+        trust = scram.trust(q, k, v, matches=scram.Matches(index, found.score, found.key_grid))
+        assert trust.mass.value == 0
+        assert trust.median_error.value == 1
+        assert not trust.l2_error.requires_grad
 
 
 def test_quantiles_leave_out_what_is_missing():
@@ -252,12 +252,29 @@ def test_a_search_that_is_to_blame_is_named():
 def test_the_sample_is_seeded():
     q, k, v = coherent()
     matches = scram.search(q, k, search=SEARCH)
-    one, same, other = (scram.trust(q, k, v, matches=matches, sample=100, seed=seed) for seed in (1, 1, 2))
+    one, same, other = (scram.trust(q, k, v, matches=matches, num_queries=100, seed=seed) for seed in (1, 1, 2))
     assert one.mass.value == same.mass.value != other.mass.value
-    for told, seed in ((one, 1), (other, 2)):
-        assert told.recall.value == scram.measure.recall(q, k, matches, sample=100, seed=seed)
-    assert (one.sample, one.queries) == (100, 1600)
+    for trust, seed in ((one, 1), (other, 2)):
+        assert trust.recall.value == scram.measure.recall(q, k, matches, sample=100, seed=seed)
+    assert (one.num_queries, one.queries) == (100, 1600)
     assert "on 100 of 1600 queries" in repr(one)
+
+
+def test_the_old_names_still_work():
+    q, k, v = coherent(size=12)
+    new = scram.trust(q, k, v, search=SEARCH, tail_samples=9, num_queries=20)
+    with pytest.warns(DeprecationWarning, match="is now") as caught:
+        old = scram.trust(q, k, v, search=SEARCH, samples=9, sample=20)
+    assert {str(one.message) for one in caught} == {
+        "trust: samples= is now tail_samples=; the old name goes with the next version",
+        "trust: sample= is now num_queries=; the old name goes with the next version",
+    }
+    assert {one.filename for one in caught} == {__file__}
+    assert repr(old) == repr(new)
+    with pytest.warns(DeprecationWarning, match=r"Trust: \.sample is now \.num_queries"):
+        assert old.sample == old.num_queries == 20
+    with pytest.warns(DeprecationWarning, match=r"Trust: \.samples is now \.tail_samples"):
+        assert old.samples == old.tail_samples == 9
 
 
 def test_queries_without_keys_are_left_out():
@@ -282,8 +299,9 @@ def test_autocast_does_not_blur_it():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"sample": 0}, "sample must be at least 1"),
-        ({"samples": 0}, "samples must be at least 1"),
+        ({"num_queries": 0}, "num_queries must be at least 1"),
+        ({"tail_samples": 0}, "tail_samples must be at least 1"),
+        ({"is_causal": True}, "no argument is_causal; use causal="),
         ({"impl": "triton"}, "impl='triton' cannot run this call"),
         ({"radius": -1}, "radius must be at least 0"),
         ({"matches": 3}, "matches must be a scram.Matches"),
@@ -291,7 +309,7 @@ def test_autocast_does_not_blur_it():
         ({"key_mask": torch.zeros(1, 12, 12)}, "a float attention bias is not supported"),
     ],
 )
-def test_wrong_use_is_told(how, message):
+def test_wrong_use_is_refused(how, message):
     with pytest.raises((ValueError, TypeError), match=message):
         scram.trust(*coherent(size=12), **how)
 

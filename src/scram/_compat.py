@@ -1,54 +1,139 @@
 """Every private or version-bound API of torch, Triton, Numba and llvmlite, in one place.
 
-Each has the versions it was run on, a check that it still is what it was, and a public fallback.
+Each entry names the versions it was run on, has a check, and has a public fallback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodWrapperType
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+# --- torch functions that a TorchFunctionMode is given whole (torch 2.11 to 2.13) ---
+# Such a function calls `has_torch_function` first and runs its body only where that is False. `patch_sdpa` needs the
+# body inside the mode: it runs a copy of the code in which it is False.
+# Fallback: the function itself, outside the mode.
+
+C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType)
+# What torch passes to a mode, whatever `F.scaled_dot_product_attention` was replaced by.
+SDPA: Callable[..., torch.Tensor] = getattr(
+    torch._C._nn, "scaled_dot_product_attention", F.scaled_dot_product_attention
+)
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HANDLER = getattr(inspect.unwrap(torch.overrides.handle_torch_function), "__code__", None)
 
 
-def _resolve(path: str) -> object | None:
-    """The object at a dotted path below torch, None where there is none."""
-    found: object | None = torch
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+def caller_of_mode(*names: str) -> FunctionType | None:
+    """The Python function of torch that gave its call to a mode, if it has one of these names.
+
+    To be called in `__torch_function__` itself. The function is found by its frame: the name in torch's module may be
+    another library's wrapper. The frame knows no defaults: an argument that torch does not hand on is None.
+    """
+    handler = sys._getframe(2)
+    frame = handler.f_back
+    if handler.f_code is not _HANDLER or frame is None:
+        return None
+    code = frame.f_code
+    if code.co_name not in names or code.co_freevars or not code.co_filename.startswith(_TORCH):
+        return None
+    function = FunctionType(code, frame.f_globals, code.co_name, (None,) * code.co_argcount)
+    only_named = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    function.__kwdefaults__ = dict.fromkeys(only_named)
+    return function
 
 
-# torch 2.11 to 2.13. Without these the operators always pass through the dispatcher, which is right and slower.
-_functorch = _resolve("_C._are_functorch_transforms_active")
-_dispatch_mode = _resolve("utils._python_dispatch.is_in_torch_dispatch_mode")
-_autocast = _resolve("_C._is_any_autocast_enabled")
+def torch_function(function: Any, filename: str) -> FunctionType | None:
+    """The function of torch's file beneath wrappers that keep `__wrapped__`; None where it cannot be seen."""
+    function = inspect.unwrap(function)
+    found = isinstance(function, FunctionType) and function.__code__.co_filename == filename
+    return function if found and not function.__code__.co_freevars else None
 
 
-def functorch_active() -> bool:
-    """Whether a transform of torch.func is at work. Fallback: a grad or vmap level of the public torch.func API."""
-    return bool(_functorch()) if callable(_functorch) else True
+def reads(code: CodeType, name: str) -> bool:
+    """Whether the code reads the global `name`."""
+    return name in code.co_names
 
 
-def dispatch_mode_active() -> bool:
-    """Whether a TorchDispatchMode is at work. Fallback: yes, so the dispatcher is used."""
-    return bool(_dispatch_mode()) if callable(_dispatch_mode) else True
+def inside_mode(function: FunctionType, **names: Any) -> Callable[..., Any] | None:
+    """A copy that does not hand its call over, and whose globals `names` are replaced.
+
+    None where the function has no check of a known name: the copy would hand its call over, without end.
+    """
+    if not any(reads(function.__code__, check) for check in _CHECKS):
+        return None
+    scope = {**function.__globals__, **dict.fromkeys(_CHECKS, _no), **names}
+    scope.pop("__name__", None)  # torch.compile would look the names up in the module again
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _no(*tensors: Any) -> bool:
+    return False
+
+
+# --- what torch is doing with a call (torch 2.11 to 2.13) ---
+# `ops` bypasses the dispatcher where torch would only pass a call on. Fallback: never, which is right and slower.
+
+_transforms_active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
+_mode_active: Callable[[], bool] | None = getattr(torch.utils._python_dispatch, "is_in_torch_dispatch_mode", None)
+_autocast_active: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
+
+
+def transforms_active() -> bool:
+    """Whether a transform of `torch.func` runs this code. Fallback: whether torch refuses hooks, as all but vmap do."""
+    return _hooks_are_refused() if _transforms_active is None else _transforms_active()
+
+
+def _hooks_are_refused() -> bool:
+    try:
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            return False
+    except RuntimeError:
+        return True
+
+
+def plain_eager() -> bool:
+    """Whether nothing of torch looks at a call: no compiler, no dispatch mode, no transform. Fallback: no."""
+    if torch.compiler.is_compiling() or _mode_active is None or _transforms_active is None:
+        return False
+    return not _mode_active() and not _transforms_active()
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func is at work outside a compiled graph."""
-    return not torch.compiler.is_compiling() and functorch_active()
+    """Whether a transform of `torch.func` runs this code outside a compiled graph."""
+    return not torch.compiler.is_compiling() and transforms_active()
 
 
 def autocast_active() -> bool:
-    """Whether autocast may be on for some device. Fallback: yes, so the device is looked at."""
-    return bool(_autocast()) if callable(_autocast) else True
+    """Whether autocast may be on for some device. Fallback: yes, so that each device is looked at."""
+    return True if _autocast_active is None else _autocast_active()
 
 
 def has_tangent(arguments: Sequence[object]) -> bool:
-    """Whether a tensor among them carries a forward-mode derivative."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    """Whether a tensor among them carries a forward-mode derivative. Fallback: every tensor is looked at."""
+    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
         return False
     duals = (forward_ad.unpack_dual(x) for x in arguments if isinstance(x, Tensor))  # type: ignore[no-untyped-call]
     return any(dual.tangent is not None for dual in duals)
+
+
+def recomputed(run: Callable[..., Any], *arguments: Any) -> Any:
+    """run(*arguments), computed again in the backward pass in place of kept; under `torch.func` it is kept.
+
+    Transforms refuse the hooks that a checkpoint needs.
+    """
+    if transformed():
+        return run(*arguments)
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, draws, errors, ops, validate
+from .arguments import explains
 from .calls import AttendCall, DrawnTail, DrawnTailCall, SampleCall, Sampled, ScoreFunction, SearchCall
 from .engines import EngineSpec
 from .estimators import Estimate, Estimator, Hybrid
@@ -19,6 +20,7 @@ from .scoring import accumulator, default_scale, prepare_key, prepare_query
 from .types import Attended, Matches, Score, Search
 
 
+@explains
 @follows_autocast
 def search(
     q: Tensor,
@@ -61,6 +63,7 @@ def search(
     return Matches(found.index, found.score, grid_of(k))
 
 
+@explains
 @follows_autocast
 def attend(
     q: Tensor,
@@ -121,6 +124,7 @@ def attend(
     return ops.attend(spec, _attend_call(inputs, matches.index, radii, weight, dropout_p, window))
 
 
+@explains
 @follows_autocast
 def attention(
     q: Tensor,
@@ -166,6 +170,7 @@ def attention(
     return ops.attend(plan.attend, _attend_call(inputs, found.index, plan.radius, weight, dropout_p, window)).out
 
 
+@explains
 @follows_autocast
 def estimate(
     q: Tensor,

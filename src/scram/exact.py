@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from . import errors
+from ._compat import recomputed
+from .arguments import explains
 from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
 from .precision import ignores_autocast
 from .scoring import accumulator, default_scale, normalized_weights, pair_score, prepare_key, prepare_query
@@ -18,6 +20,7 @@ from .types import Attended, Matches, Score
 CHUNK_ELEMENTS = 1 << 23  # of the score matrix at a time
 
 
+@explains
 @ignores_autocast
 def exact_attention(
     q: Tensor,
@@ -33,7 +36,8 @@ def exact_attention(
 ) -> Attended:
     """Dense attention of every query over every legal key, the truth that SCRAM approximates.
 
-    Never holds an N x M matrix. Differentiable; the backward pass recomputes chunk by chunk.
+    Never holds an N x M matrix. Differentiable; the backward pass recomputes chunk by chunk. Transforms of `torch.func`
+    cannot recompute: they keep all chunks.
 
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
@@ -63,13 +67,9 @@ def exact_attention(
         p, lse = normalized_weights(factor * a, legal, weight)
         return p @ dense.shown(values[source], row).to(p.dtype), lse
 
-    parts = []
-    for row, at in dense.chunks():
-        tensors = (dense.q, dense.k, values, row, at)
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            parts.append(checkpoint(chunk, *tensors, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(chunk(*tensors))
+    differentiates = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    run = partial(recomputed, chunk) if differentiates else chunk
+    parts = [run(dense.q, dense.k, values, row, at) for row, at in dense.chunks()]
     shape = q.shape[:-1] if queries is None else (*q.shape[:2], len(queries))
     if not parts:
         reach = q.sum() + k.sum() + v.sum()  # no element holds it; the gradients are empty, not missing
@@ -79,6 +79,7 @@ def exact_attention(
     return Attended(out.to(v.dtype).reshape(*shape, v.shape[-1]), lse.reshape(shape))
 
 
+@explains
 @ignores_autocast
 @torch.no_grad()
 def exact_search(

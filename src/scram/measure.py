@@ -7,6 +7,7 @@ one number per batch and head, [B, H]. Queries without a legal key are left out.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,34 +56,20 @@ def recall(
     >>> recall(q, k, exact_search(q, k))
     tensor([[1.]])
     """
-    return _mean(*_recall(_Pairs(q, k, matches, separation, causal, key_mask, score, sample, seed), separation))
+    how = {"causal": causal, "key_mask": key_mask, "score": score, "sample": sample, "seed": seed}
+    each = recall_of_each(q, k, matches, separation=separation, **how)
+    return _mean(each, ~each.isnan())
 
 
 @torch.no_grad()
-def recall_of_each(
-    q: Tensor,
-    k: Tensor,
-    matches: Matches,
-    *,
-    separation: int = 0,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    score: Score = "dot",
-    sample: int | None = None,
-    seed: int = 0,
-) -> Tensor:
-    """As `recall`, of each query: [B, H, n]; NaN without a legal key.
+def recall_of_each(q: Tensor, k: Tensor, matches: Matches, *, separation: int = 0, **how: Any) -> Tensor:
+    """As `recall`, with its arguments, of each query: [B, H, n]; NaN without a legal key.
 
     >>> q = k = torch.eye(4).reshape(1, 1, 2, 2, 4)
     >>> recall_of_each(q, k, exact_search(q, k))
     tensor([[[1., 1., 1., 1.]]])
     """
-    found, counted = _recall(_Pairs(q, k, matches, separation, causal, key_mask, score, sample, seed), separation)
-    return torch.where(counted, found, torch.nan)
-
-
-def _recall(pairs: _Pairs, separation: int) -> tuple[Tensor, Tensor]:
-    """The share that each query found, and which queries count."""
+    pairs = _Pairs(q, k, matches, separation, **how)
     if separation > 0:
         exact, found = (coordinates(x.clamp(0), pairs.key_grid) for x in (pairs.exact_key, pairs.found_key))
         near = within([c.unsqueeze(-1) for c in exact], [c.unsqueeze(-2) for c in found], separation)
@@ -94,7 +81,7 @@ def _recall(pairs: _Pairs, separation: int) -> tuple[Tensor, Tensor]:
         repeated = same.tril(-1).any(-1)
         hit = reached & (pairs.found_key >= 0) & ~repeated
     wanted = (pairs.exact_key >= 0).sum(-1)
-    return hit.sum(-1) / wanted.clamp(min=1), wanted > 0
+    return torch.where(wanted > 0, hit.sum(-1) / wanted.clamp(min=1), torch.nan)
 
 
 @torch.no_grad()
@@ -212,11 +199,11 @@ class _Pairs:
         k: Tensor,
         matches: Matches,
         separation: int,
-        causal: bool,
-        key_mask: Tensor | None,
-        score: Score,
-        sample: int | None,
-        seed: int,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        score: Score = "dot",
+        sample: int | None = None,
+        seed: int = 0,
     ) -> None:
         errors.queries_keys(q, k)
         errors.matches("matches", q, k, matches)

@@ -222,9 +222,7 @@ def bypasses_dispatcher(arguments: Sequence[Any]) -> bool:
 
     It has more to do when it compiles, traces or transforms, and for subclasses of Tensor.
     """
-    if torch.compiler.is_compiling() or _compat.dispatch_mode_active() or _compat.functorch_active():
-        return False
-    return all([x.__class__ in PLAIN for x in arguments])  # noqa: C419 - a list is faster
+    return _compat.plain_eager() and all([x.__class__ in PLAIN for x in arguments])  # noqa: C419 - a list is faster
 
 
 def _refuse_second(ctx: Any, *_: Tensor | None) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import FunctionType
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -16,12 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import api, errors
+from . import _compat, api, errors
+from .layout_hints import accept
 from .types import Search
+
+NO_INNER_CALL = (
+    f"torch {torch.__version__}: nn.MultiheadAttention does not call scaled_dot_product_attention by that name, so "
+    "patch_sdpa leaves it dense; use scram.nn.GridAttention.from_mha"
+)
 
 
 class Call(NamedTuple):
-    """One call of `F.scaled_dot_product_attention`: shapes of q and k, and why it was left alone ("": replaced).
+    """A kind of call of `F.scaled_dot_product_attention`: shapes of q and k, and why it was left alone ("": replaced).
 
     A call in a compiled graph is noted once, when it is compiled, without its shapes.
     """
@@ -33,27 +41,34 @@ class Call(NamedTuple):
 
 @dataclass
 class Report:
-    """What `patch_sdpa` replaced, what not and why. Prints itself."""
+    """What `patch_sdpa` replaced, what not and why. Prints itself.
 
-    calls: list[Call] = field(default_factory=list)
+    Args:
+        calls: how often each kind of call came; the memory does not grow with their number.
+        warning: what keeps the patch from working as a whole; "" for nothing.
+    """
+
+    calls: Counter[Call] = field(default_factory=Counter)
+    warning: str = ""
 
     @property
     def replaced(self) -> int:
         """How many calls went to SCRAM."""
-        return sum(not call.why_not for call in self.calls)
+        return sum(times for call, times in self.calls.items() if not call.why_not)
 
     @property
     def left_alone(self) -> int:
         """How many calls torch answered."""
-        return len(self.calls) - self.replaced
+        return sum(self.calls.values()) - self.replaced
 
     def __str__(self) -> str:
-        lines = [f"{self.replaced} of {len(self.calls)} calls of scaled_dot_product_attention went to SCRAM"]
-        for call, times in Counter(self.calls).items():
+        total = sum(self.calls.values())
+        lines = [f"{self.replaced} of {total} calls of scaled_dot_product_attention went to SCRAM"]
+        for call, times in self.calls.items():
             shapes = f"q {list(call.q)}" if call.q else "compiled"
             shapes += f", k {list(call.k)}" if call.k != call.q else ""
             lines.append(f"  {times} x {shapes}: " + (f"left alone: {call.why_not}" if call.why_not else "SCRAM"))
-        return "\n".join(lines)
+        return "\n".join([*lines, *([f"warning: {self.warning}"] if self.warning else [])])
 
 
 def patch_sdpa(
@@ -90,47 +105,33 @@ def patch_sdpa(
       1 x q [1, 2, 65, 8]: SCRAM
       1 x q [1, 2, 65, 8], k [1, 2, 9, 8]: left alone: 65 queries and 9 keys, the grid has 1 + 8 x 8 = 65
     """
-    return _inside(_Patch(grid, prefix, search, radius, window, impl))
-
-
-@contextmanager
-def _inside(patch: _Patch) -> Iterator[Report]:
-    with patch:
-        yield patch.report
+    return _Patch(grid, prefix, search, radius, window, impl)
 
 
 def _note_compiled(report: str, why_not: str) -> None:
-    """Runs while a graph is traced. An append in the graph would make a new graph of every call."""
-    _reports[report].calls.append(Call((), (), why_not))
+    """Runs while a graph is traced. A count in the graph would make a new graph of every call."""
+    _reports[report].calls[Call((), (), why_not)] += 1
 
 
 _reports: WeakValueDictionary[str, Report] = WeakValueDictionary()  # the compiler takes no other object as a constant
 
 
-def register_transformers(
-    name: str = "scram",
-    *,
-    grid: Sequence[int],
-    prefix: int = 0,
-    search: Search = Search(),  # noqa: B008 - frozen
-    radius: int | Sequence[int] = 1,
-    window: str = "query",
-    impl: str = "auto",
-) -> Report:
+def register_transformers(name: str = "scram", *, grid: Sequence[int], **settings: Any) -> Report:
     """Make SCRAM an attention implementation of the package transformers: `model.set_attn_implementation(name)`.
 
     What `patch_sdpa` would leave alone runs as transformers' "sdpa" does, with the masks that it makes for it.
 
     Args:
-        name: how models are told to use it; a second registration of the same name replaces the first.
-        grid, prefix, search, radius, window, impl: as in `patch_sdpa`.
+        name: what `set_attn_implementation` takes; a second registration of the same name replaces the first.
+        grid, settings: the arguments of `patch_sdpa`.
 
     Returns:
         The report of all calls that models make by that name.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    patch = _Patch(grid, prefix, search, radius, window, impl)
+    patch = patch_sdpa(grid=grid, **settings)
+    assert isinstance(patch, _Patch)
     plain = AttentionInterface()["sdpa"]
 
     def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -160,27 +161,45 @@ class _Patch(TorchFunctionMode):
         self.report_name = str(id(self.report))
         _reports[self.report_name] = self.report
         torch.compiler.assume_constant_result(_note_compiled)  # type: ignore[no-untyped-call] # loads the compiler
-        # torch hands us nn.MultiheadAttention's function whole; ours is its own code with the inner call replaced.
-        self.multi_head = _with_name(F.multi_head_attention_forward, "scaled_dot_product_attention", self.attention)
-        again = (torch.autograd.backward, torch.autograd.grad)
-        self.differentiate = {one: _with_name(one, "has_torch_function", _none) for one in again}
+        self.copies: dict[CodeType, Callable[..., Any] | None] = {}
+        # torch hands over nn.MultiheadAttention's function whole; a copy has the inner call replaced.
+        plain = _compat.torch_function(F.multi_head_attention_forward, F.__file__)
+        self.multi_head = None if plain is None else self._copy(plain)
+
+    def __enter__(self) -> Report:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self.report
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is _compat.SDPA or func is F.scaled_dot_product_attention:
             return self.attention(*args, **kwargs)
+        caller = None
+        if not isinstance(func, _compat.C_FUNCTIONS) and not torch.compiler.is_compiling():
+            caller = _compat.caller_of_mode("backward", "grad", "multi_head_attention_forward")
         if func is F.multi_head_attention_forward:
             if kwargs.get("need_weights", True):
-                self._note(args[0], args[1], "nn.MultiheadAttention was asked for its weights; pass need_weights=False")
-            return self.multi_head(*args, **kwargs)
-        if func is Tensor.backward:
-            func, args, kwargs = torch.autograd.backward, *_of_backward(*args, **kwargs)
-        if func in self.differentiate:
-            with self:  # torch takes a mode off while it handles a call, and a checkpoint computes again in this one
-                return self.differentiate[func](*args, **kwargs)
-        return func(*args, **kwargs)
+                self._note(args[0], args[1], "nn.MultiheadAttention returns its weights; pass need_weights=False")
+            body = self.multi_head if caller is None else self._copy(caller)
+            return (body or func)(*args, **kwargs)
+        body = None if caller is None else self._copy(caller)
+        if body is None:
+            return func(*args, **kwargs)
+        with self:  # torch takes a mode off while it handles a call; a checkpoint computes again inside
+            return body(*args, **kwargs)
+
+    def _copy(self, function: FunctionType) -> Callable[..., Any] | None:
+        """The body of a torch function, to run it inside the mode; made once."""
+        code = function.__code__
+        if code not in self.copies:
+            self.copies[code] = _compat.inside_mode(function, scaled_dot_product_attention=self.attention)
+            attends = _compat.reads(code, "scaled_dot_product_attention")
+            if code.co_name == "multi_head_attention_forward" and not attends:
+                self.report.warning = NO_INNER_CALL
+                warnings.warn(NO_INNER_CALL, RuntimeWarning, stacklevel=4)
+        return self.copies[code]
 
     def attention(
         self,
@@ -194,15 +213,16 @@ class _Patch(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
-        why_not = self._why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        dense = partial(_compat.SDPA, **how)
+        why_not = self._why_not(query, key, value, attn_mask, how)
         self._note(query, key, why_not)
         if why_not:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return dense(query, key, value, attn_mask)
         heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
         first, k_extra, v_extra = (x[:, :, : self.prefix] for x in heads)
         q, k, v = (x[:, :, self.prefix :].reshape(*x.shape[:2], *self.grid, x.shape[-1]) for x in heads)
+        accept(q.shape, k.shape)  # the caller gave the grid
         mask = None
         if attn_mask is not None:
             mask = attn_mask.expand(*q.shape[:2], 1, self.tokens).reshape(*q.shape[:2], *self.grid)
@@ -222,36 +242,16 @@ class _Patch(TorchFunctionMode):
         ).flatten(2, -2)
         if self.prefix:
             seen = self.prefix if is_causal else self.tokens
-            dense = F.scaled_dot_product_attention(
-                first,
-                heads[1][:, :, :seen],
-                heads[2][:, :, :seen],
-                None,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-            out = torch.cat([dense, out], 2)
+            out = torch.cat([dense(first, heads[1][:, :, :seen], heads[2][:, :, :seen]), out], 2)
         return out if query.ndim == 4 else out.squeeze(1)
 
     def _note(self, query: Tensor, key: Tensor, why_not: str) -> None:
         if torch.compiler.is_compiling():
             _note_compiled(self.report_name, why_not)
         else:
-            self.report.calls.append(Call(tuple(query.shape), tuple(key.shape), why_not))
+            self.report.calls[Call(tuple(query.shape), tuple(key.shape), why_not)] += 1
 
-    def _why_not(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> str:
+    def _why_not(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, how: dict[str, Any]) -> str:
         """The reason to leave a call to torch, "" for none."""
         if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
             return "tensors that are not dense"
@@ -261,43 +261,22 @@ class _Patch(TorchFunctionMode):
             grid = f"{self.prefix} + {' x '.join(map(str, self.grid))} = {self.tokens}"
             return f"{query.shape[-2]} queries and {key.shape[-2]} keys, the grid has {grid}"
         grouped = query.ndim == 4 and key.shape[1] != query.shape[1]
-        if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not enable_gqa):
+        if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not how["enable_gqa"]):
             return "batches or heads that broadcast"
         if not key.dtype == query.dtype == value.dtype or query.dtype not in errors.DTYPES:
             return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
         if not key.device == query.device == value.device:
             return "tensors on several devices"
-        if scale is not None and not scale > 0:
-            return f"a scale of {scale}"
-        if not dropout_p < 1:
-            return f"a dropout of {dropout_p}"
+        if how["scale"] is not None and not how["scale"] > 0:
+            return f"a scale of {how['scale']}"
+        if not how["dropout_p"] < 1:
+            return f"a dropout of {how['dropout_p']}"
         if attn_mask is None:
             return ""
         if attn_mask.dtype != torch.bool:
             return "a float bias, which the search would have to know"
-        if self.prefix or is_causal:
+        if self.prefix or how["is_causal"]:
             return "a mask beside prefix tokens or causal order"
         if attn_mask.ndim < 2 or attn_mask.ndim > query.ndim or attn_mask.shape[-2] != 1:
             return "a mask that differs between queries"
         return "a mask over [B, N, E]" if query.ndim == 3 else ""
-
-
-def _with_name(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any]:
-    """A copy of a Python function in which the global `name` is `value`."""
-    assert isinstance(function, FunctionType)
-    names = {**function.__globals__, name: value, "has_torch_function": _none}
-    del names["__name__"]  # torch.compile would look the names up in the module again
-    copy = FunctionType(function.__code__, names, function.__name__)
-    copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    return copy
-
-
-def _of_backward(
-    x: Tensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `Tensor.backward` as `torch.autograd.backward` has them."""
-    return (x, gradient, retain_graph, create_graph), {"inputs": inputs}
-
-
-def _none(tensors: Any) -> bool:
-    return False  # the mode has seen the call; a tensor subclass would send it round again

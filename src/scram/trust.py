@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import api, errors, measure
+from .arguments import explains, renamed, renamed_attribute
 from .exact import _Dense
 from .grid import coordinates, grid_of, rows, within
 from .precision import ignores_autocast
-from .schedule import LANES, offers
+from .schedule import LANES, moves, offers
 from .scoring import default_scale, normalized_weights, prepare_key, prepare_query
 from .types import Matches, Score, Search
 
-# What a verdict of "sparse" asks of every head, by the unfavourable end of the intervals.
+# What a verdict of "sparse" requires of every head, at the unfavourable end of the intervals.
 LEAST_MASS = 0.9
 MOST_ERROR = 0.1
 LEAST_RECALL = 0.9  # below it the search itself is to blame
-# What "hybrid" asks: the predicted error of a typical query.
+# What "hybrid" requires: the predicted error of a typical query.
 MOST_HYBRID_ERROR = 0.25
 VERDICTS = ("sparse", "hybrid", "dense")  # from the cheapest on
 NORMAL = 1.959964  # the quantile of a 95 % interval
@@ -55,9 +56,10 @@ class Trust:
         median_error, p95_error: median and 95th percentile of a query's ||out - exact|| / ||exact||.
         l2_error: ||out - exact|| / ||exact|| over all sampled queries. A point value: few queries dominate it, so
             another sample may give another one.
-        hybrid_error: median predicted error of a query if the missed keys were estimated from `samples` drawn ones.
+        hybrid_error: median predicted error of a query if the missed keys were estimated from `tail_samples` drawn
+            ones.
         cost: keys scored per query.
-        sample, queries: queries looked at, and queries in all.
+        num_queries, queries: queries looked at, and queries in all.
         settings: what was run, in words.
     """
 
@@ -68,10 +70,12 @@ class Trust:
     l2_error: Tensor
     hybrid_error: Tensor
     cost: Cost
-    samples: int
-    sample: int
+    tail_samples: int
+    num_queries: int
     queries: int
     settings: str
+    samples = renamed_attribute("tail_samples")
+    sample = renamed_attribute("num_queries")
 
     @property
     def verdicts(self) -> list[list[str]]:
@@ -101,7 +105,7 @@ class Trust:
         if self.cost.sparse >= self.cost.dense:
             keys = f"{self.cost.sparse} keys, dense attention {self.cost.dense}"
             return f"stay dense: on so small a grid SCRAM may score {keys}."
-        tail = f"{self.samples} drawn keys per query would leave a typical query {drawn:.0f} % off"
+        tail = f"{self.tail_samples} drawn keys per query would leave a typical query {drawn:.0f} % off"
         hint = f" {heads.count('sparse')} of {len(heads)} heads are sparse." if "sparse" in heads else ""
         best = float(self.recall.value.min())
         if best < LEAST_RECALL:
@@ -113,7 +117,7 @@ class Trust:
     def __str__(self) -> str:
         names = ("captured mass", "recall", "median error", "95th percentile")
         lines = [
-            f"SCRAM with {self.settings}, on {self.sample} of {self.queries} queries",
+            f"SCRAM with {self.settings}, on {self.num_queries} of {self.queries} queries",
             "batch head  " + "  ".join(f"{name:20}" for name in names) + "  L2 error*  verdict",
         ]
         batch, heads = self.l2_error.shape
@@ -141,6 +145,8 @@ def _shown(x: Interval, at: tuple[int, int]) -> str:
     return f"{float(x.value[at]):.3f} [{float(x.low[at]):.3f}, {float(x.high[at]):.3f}]"
 
 
+@renamed(samples="tail_samples", sample="num_queries")
+@explains
 @ignores_autocast
 @torch.no_grad()
 def trust(
@@ -156,18 +162,18 @@ def trust(
     score: Score = "dot",
     extra: tuple[Tensor, Tensor] | None = None,
     matches: Matches | None = None,
-    samples: int = 512,
-    sample: int = 512,
+    tail_samples: int = 512,
+    num_queries: int = 512,
     seed: int = 0,
     impl: str = "auto",
 ) -> Trust:
-    """What SCRAM would miss on these tensors, exactly, on a seeded sample of queries: O(sample x M).
+    """What SCRAM would miss on these tensors, exactly, on a seeded sample of queries: O(num_queries x M).
 
     Args:
         q, k, v, search, radius, causal, key_mask, scale, score, extra, impl: as in `attention`.
         matches: what a search found; None searches.
-        samples: keys that the hybrid estimator would draw per query.
-        sample: queries to look at; all of them where there are not more.
+        tail_samples: keys that the hybrid estimator would draw per query.
+        num_queries: queries to look at; all of them where there are not more.
         seed: chooses the sample.
 
     Returns:
@@ -185,27 +191,23 @@ def trust(
     errors.extra(q, k, v, extra)
     errors.scale(scale)
     window = errors.radius(radius, q.ndim - 3)
-    samples = errors.whole("samples", samples, 1)
-    how = {"causal": causal, "key_mask": key_mask, "score": score}
+    tail_samples, num_queries = (
+        errors.whole("tail_samples", tail_samples, 1),
+        errors.whole("num_queries", num_queries, 1),
+    )
+    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "score": score}
     if matches is None:
-        matches = api.search(q, k, search=search, impl=impl, **how)  # type: ignore[arg-type]
+        matches = api.search(q, k, search=search, impl=impl, **how)
     else:
         errors.matches("matches", q, k, matches)
-    wanted = measure.sample_queries(q, sample, seed)
-    found = measure.recall_of_each(
-        q,
-        k,
-        matches,
-        separation=search.separation,
-        sample=sample,
-        seed=seed,
-        **how,  # type: ignore[arg-type]
-    )
+    wanted = measure.sample_queries(q, num_queries, seed)
+    found = measure.recall_of_each(q, k, matches, separation=search.separation, sample=num_queries, seed=seed, **how)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
-    parts = _Missed(_Dense(q, k, causal, key_mask, score, wanted), v, extra, matches, window, factor, samples)
+    parts = _Missed(_Dense(q, k, causal, key_mask, score, wanted), v, extra, matches, window, factor, tail_samples)
     shape = (*q.shape[:2], len(wanted))
     mass, error, square, size, hybrid = (x.reshape(shape) for x in parts.of_each())
     points, some = math.prod(grid_of(q)), mass.isfinite()
+    settings = replace(search, method=search.resolved_method(prepare_query(q[:0], score)))
     return Trust(
         _mean(mass, points),
         _mean(found, points),
@@ -213,8 +215,8 @@ def trust(
         _quantile(error, 0.95, points),
         (torch.where(some, square, 0).sum(-1) / torch.where(some, size, 0).sum(-1)).sqrt(),
         hybrid.nanmedian(-1).values,
-        _cost(replace(search, method=search.resolved_method(prepare_query(q[:0], score))), matches, window, k, samples),
-        samples,
+        _cost(settings, matches, window, k, tail_samples),
+        tail_samples,
         len(wanted),
         points,
         f"matches={matches.index.shape[-1]}, radius={radius}, sweeps={search.sweeps}",
@@ -344,7 +346,7 @@ def _cost(search: Search, matches: Matches, radius: tuple[int, ...], k: Tensor, 
         made = [offers(n + 1, search.jumps, search.propagate, search.gossip, grid) for n in range(search.sweeps)]
         looked = kappa + LANES * sum(len(list(sweep)) for sweep in made)
     else:
-        offered = (2 if search.propagate == "both" else 1) * 2 * rank * len(search.jumps)
+        offered = len(moves(search.propagate, 1)) * 2 * rank * len(search.jumps)
         looked = kappa * (1 + search.sweeps * (offered + search.gossip + max(grid).bit_length()))
     window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
     keys = math.prod(grid)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import dispatch, errors, ops
 from .engines import EngineSpec
+from .layout_hints import warn_about_layout
 from .types import Matches, Score, Search
 
 MOST_REMEMBERED = 1000  # kinds of calls
@@ -20,6 +21,7 @@ def pairs(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Sc
     errors.order(q, k, causal)
     errors.key_mask(q, k, key_mask)
     errors.score(score)
+    warn_about_layout(q.shape, k.shape)
 
 
 def search(q: Tensor, k: Tensor, settings: Search, warm: Matches | None) -> None:

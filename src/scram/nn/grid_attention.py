@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import api, errors
+from .. import errors
+from ..arguments import explains
 from ..estimators import Estimator
+from ..layout_hints import warn_about_tokens
 from ..scoring import default_scale, prepare_key, prepare_query
 from ..types import Matches, Score, Search
 from . import validate as fits
@@ -42,6 +44,7 @@ class GridAttention(Searching):
     torch.Size([2, 16, 16, 32])
     """
 
+    @explains
     def __init__(
         self,
         embed_dim: int,
@@ -132,6 +135,7 @@ class GridAttention(Searching):
         layer.load_state_dict(mha.state_dict())
         return layer.train(mha.training)
 
+    @explains
     def forward(
         self,
         query: Tensor,
@@ -159,25 +163,16 @@ class GridAttention(Searching):
             [B, *G, embed_dim].
         """
         key = query if key is None else key
-        value = key if value is None else value
         fits.channels_last("query", query, self.embed_dim)
-        fits.channels_last("key", key, self.kdim)
-        fits.channels_last("value", value, self.vdim)
-        mask = fits.padding(key_padding_mask, key_mask, key)
+        value, mask = self._keys(key, value, key_mask, key_padding_mask)
+        warn_about_tokens(query.shape, key.shape)
         q, k, v = self._project(query, key, value)
         extra = self._extra(tokens, query.shape[0])  # len() would be a constant to torch.export
-        dropout = self.dropout if self.training else 0.0
         if self.search is None:
-            out = self._dense(q, k, v, extra, mask, dropout, self.causal)
-        else:
-            found = self._find(q, k, warm, self.causal, mask, self.score)
-            how: dict[str, Any] = {"radius": self.radius, "causal": self.causal, "key_mask": mask, "extra": extra}
-            how |= {"scale": self.scale, "score": self.score, "impl": self.impl}
-            if self.estimator is None:
-                out = api.attend(q, k, v, found, dropout_p=dropout, window=self.window, **how).out
-            else:
-                out = api.estimate(q, k, v, found, method=self.estimator, **how).out
-        return self._join(out)
+            return self._join(self._dense(q, k, v, extra, mask, self.causal))
+        how: dict[str, Any] = {"causal": self.causal, "scale": self.scale, "score": self.score, "extra": extra}
+        how |= {"dropout_p": self._dropout()} if self.estimator is None else {"method": self.estimator}
+        return self._join(self._attend(q, k, v, warm, mask, **how))
 
     def read(
         self,
@@ -192,14 +187,22 @@ class GridAttention(Searching):
 
         With it `layer(x, tokens=t)` and `layer.read(t, x)` are what dense attention over tokens and grid would be.
         """
+        value, mask = self._keys(key, value, key_mask, key_padding_mask)
+        fits.tokens(tokens, key.shape[0], self.embed_dim)
+        q, k, v = self._project(tokens, key, value)
+        return self._join(self._dense(q, k, v, self._extra(tokens, tokens.shape[0]), mask, causal=False))
+
+    def _keys(
+        self, key: Tensor, value: Tensor | None, key_mask: Tensor | None, ignored: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The values of a key grid, and one mask of the two."""
         value = key if value is None else value
         fits.channels_last("key", key, self.kdim)
         fits.channels_last("value", value, self.vdim)
-        fits.tokens(tokens, key.shape[0], self.embed_dim)
-        mask = fits.padding(key_padding_mask, key_mask, key)
-        q, k, v = self._project(tokens, key, value)
-        dropout = self.dropout if self.training else 0.0
-        return self._join(self._dense(q, k, v, self._extra(tokens, tokens.shape[0]), mask, dropout, causal=False))
+        return value, fits.padding(ignored, key_mask, key)
+
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> q [B, H, *G, E], k and v [B, H, *G', E]."""
@@ -250,7 +253,6 @@ class GridAttention(Searching):
         v: Tensor,
         extra: tuple[Tensor, Tensor] | None,
         key_mask: Tensor | None,
-        dropout: float,
         causal: bool,
     ) -> Tensor:
         """The same attention over every key, by torch."""
@@ -271,7 +273,7 @@ class GridAttention(Searching):
             prepare_key(flat[1], self.score).to(v.dtype),
             flat[2],
             mask,
-            dropout,
+            self._dropout(),
             causal,
             scale=default_scale(self.scale, q.shape[-1], self.score, "softmax"),
         )

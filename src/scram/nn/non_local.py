@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import api, errors
+from .. import errors
+from ..arguments import explains
 from ..types import Matches, Search
 from . import validate as fits
 from .searching import Searching
@@ -39,6 +40,7 @@ class NonLocalBlock(Searching):
 
     FORMS = ("embedded_gaussian", "gaussian", "dot_product", "concatenation")
 
+    @explains
     def __init__(
         self,
         channels: int,
@@ -73,6 +75,7 @@ class NonLocalBlock(Searching):
         for parameter in (self.out if self.norm is None else self.norm).parameters():
             nn.init.zeros_(parameter)
 
+    @explains
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None, warm: Matches | None = None) -> Tensor:
         """x [B, C, *G] -> [B, C, *G].
 
@@ -84,9 +87,7 @@ class NonLocalBlock(Searching):
         fits.channels_first(x, self.channels, self.rank)
         q, k, weight = self._pair(x)
         v = self._last(self.g(x))
-        found = self._find(q, k, warm, False, key_mask, "dot")
-        how: dict[str, Any] = {"radius": self.radius, "window": self.window, "impl": self.impl}
-        y = api.attend(q, k, v, found, key_mask=key_mask, scale=1.0, weight=weight, **how).out
+        y = self._attend(q, k, v, warm, key_mask, scale=1.0, weight=weight)
         change: Tensor = self.out(y.squeeze(1).movedim(-1, 1))
         return x + (change if self.norm is None else self.norm(change))
 

@@ -1,13 +1,16 @@
-"""What the modules share: how to look, where to start, and the matches kept from call to call."""
+"""What the modules share: the settings of a search, and the matches kept from call to call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import api, errors
+from ..estimators import Estimator
+from ..layout_hints import accept
 from ..types import Matches, Score, Search
 
 
@@ -52,9 +55,27 @@ class Searching(nn.Module):
         """Forget the kept matches: another video, another picture."""
         self.kept_index = self.kept_score = None
 
-    def _find(
-        self, q: Tensor, k: Tensor, warm: Matches | None, causal: bool, key_mask: Tensor | None, score: Score
-    ) -> Matches:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        warm: Matches | None,
+        key_mask: Tensor | None,
+        *,
+        causal: bool = False,
+        score: Score = "dot",
+        method: Estimator | None = None,
+        **attends: Any,
+    ) -> Tensor:
+        """Search from `warm` or from what was kept, then attend, or estimate with `method`: out [B, H, *G, F]."""
+        legal: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "score": score, "impl": self.impl}
+        found = self._find(q, k, warm, legal)
+        if method is not None:
+            return api.estimate(q, k, v, found, method=method, radius=self.radius, **legal, **attends).out
+        return api.attend(q, k, v, found, radius=self.radius, window=self.window, **legal, **attends).out
+
+    def _find(self, q: Tensor, k: Tensor, warm: Matches | None, legal: dict[str, Any]) -> Matches:
         assert self.search is not None
         # In training every batch is another picture, and a checkpoint would search again from other matches.
         # An exported program is a function: it keeps nothing.
@@ -62,9 +83,8 @@ class Searching(nn.Module):
         if warm is None and keep and self._fits(q, k):
             warm = self.matches
         search = self.search if warm is None or self.warm_search is None else self.warm_search
-        found = api.search(
-            q, k, search=search, causal=causal, key_mask=key_mask, score=score, warm=warm, impl=self.impl
-        )
+        accept(q.shape, k.shape)  # the module made them
+        found = api.search(q, k, search=search, warm=warm, **legal)
         if keep:
             self.kept_index, self.kept_score, self.kept_grid = found.index, found.score, found.key_grid
         return found

@@ -1,4 +1,7 @@
-"""The reference in parts: what it gathers is never in memory at once, nor kept for the backward pass."""
+"""The reference in parts: what it gathers is never in memory at once, nor kept for the backward pass.
+
+Transforms of `torch.func` keep it: they allow no checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from ..._compat import recomputed
 
 
 def in_chunks(
@@ -17,8 +21,6 @@ def in_chunks(
     chunks: list[Any] = []
     for begin in range(0, max(count, 1), size):  # once for an empty batch too: its gradients are empty, not missing
         at = torch.arange(begin, min(begin + size, count), device=tensors[0].device)
-        if torch.is_grad_enabled() and count > size:
-            chunks.append(checkpoint(run, at, *tensors, use_reentrant=False, preserve_rng_state=False))
-        else:
-            chunks.append(run(at, *tensors))
+        again = torch.is_grad_enabled() and count > size
+        chunks.append(recomputed(run, at, *tensors) if again else run(at, *tensors))
     return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))

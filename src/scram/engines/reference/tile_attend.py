@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..._compat import functorch_active
+from ..._compat import transforms_active
 from ...calls import AttendCall, ScoreFunction
 from ...grid import Grid, LegalKeys, cell_sides, coordinates, flat, grid_of, inside, key_row
 from ...schedule import LANES
@@ -100,7 +100,7 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
     sets = torch.full((len(cells), most + 1), -1, device=cells.device)
     # Duplicates are written to an extra slot at the end.
     sets = sets.scatter(1, torch.where(new, new.cumsum(1) - 1, most), torch.where(new, cells, -1))
-    traced = torch.compiler.is_compiling() or functorch_active() or cells.is_meta
+    traced = torch.compiler.is_compiling() or transforms_active() or cells.is_meta
     if not traced and len(cells):  # a graph must not depend on how many there are
         most = max(1, int(new.sum(1).max()))
     return sets[:, :most]

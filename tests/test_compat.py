@@ -1,0 +1,95 @@
+"""The private APIs still are what they were on this version, and the fallbacks work."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+
+import scram
+from scram import _compat
+
+HANDED = {
+    "Tensor.backward": (torch.Tensor.backward, lambda x: x.sum().backward()),
+    "autograd.backward": (torch.autograd.backward, lambda x: torch.autograd.backward(x.sum())),
+    "autograd.grad": (torch.autograd.grad, lambda x: torch.autograd.grad(x.sum(), x)),
+}
+
+
+class Seen(TorchFunctionMode):
+    """Keeps what `caller_of_mode` says, and with what arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.callers = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        caller = _compat.caller_of_mode("backward", "grad", "softmax")
+        if caller is not None:
+            self.callers.append((caller, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", HANDED)
+def test_the_caller_of_a_mode_is_torchs_own_function(name):
+    function, call = HANDED[name]
+    with Seen() as seen:
+        call(torch.ones(3, requires_grad=True))
+    caller, args, kwargs = seen.callers[0]
+    assert caller.__code__ is function.__code__
+    assert _compat.inside_mode(caller) is not None
+    handed = inspect.signature(function).bind(*args, **kwargs).arguments
+    for parameter in inspect.signature(function).parameters.values():  # the frame knows no defaults
+        assert parameter.name in handed or parameter.default is None
+
+
+def softmax(x):
+    """Another library's function that a mode is given, too."""
+    return handle_torch_function(softmax, (x,), x) if has_torch_function_unary(x) else x
+
+
+def test_other_calls_have_no_caller():
+    with Seen() as seen:
+        torch.softmax(torch.ones(3), 0) + 1  # from C
+        F.relu(torch.ones(3))  # another name
+        softmax(torch.ones(3))
+    assert not seen.callers
+
+
+def test_multi_head_attention_is_what_it_was():
+    function = _compat.torch_function(F.multi_head_attention_forward, F.__file__)
+    assert function is F.multi_head_attention_forward
+    assert _compat.reads(function.__code__, "scaled_dot_product_attention")
+    assert _compat.SDPA is F.scaled_dot_product_attention
+    hidden = functools.partial(function)
+    assert _compat.torch_function(hidden, F.__file__) is None
+    assert _compat.torch_function(functools.wraps(function)(hidden), F.__file__) is function
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice:UserWarning")
+def test_a_copy_is_not_handed_over_and_reads_other_names():
+    copy = _compat.inside_mode(F.softmax, _get_softmax_dim=lambda *given: 0)
+    x = torch.randn(2, 3)
+    with Seen() as seen:
+        assert (copy(x) == x.softmax(0)).all()
+        assert not seen.callers
+        assert (F.softmax(x) == x.softmax(1)).all()
+        assert len(seen.callers) == 1
+
+
+def test_a_function_without_a_check_is_not_copied():
+    assert _compat.inside_mode(inspect.unwrap) is None
+
+
+@pytest.mark.parametrize("entry", ["caller_of_mode", "inside_mode"])
+def test_the_fallback_computes_the_gradients(monkeypatch, entry):
+    """Outside the mode: as torch would, and what is computed again is dense."""
+    monkeypatch.setattr(_compat, entry, lambda *args, **kwargs: None)
+    q = torch.randn(1, 1, 20, 8, requires_grad=True)
+    with scram.patch_sdpa(grid=(4, 5), radius=99, search=scram.Search(sweeps=0)) as report:
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+    (want,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
+    torch.testing.assert_close(q.grad, want)
+    assert report.replaced == 1
