@@ -37,7 +37,7 @@ BELOW = {
     "ops": SHARED | {"dispatch", "errors"},
     "validate": {"dispatch", "engines", "errors", "layout_hints", "ops", "types"},
     "api": SHARED | {"arguments", "dispatch", "errors", "estimators", "ops", "precision", "validate"},
-    "exact": {"_compat", "errors", "grid", "precision", "scoring", "types"},
+    "exact": {"_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"errors", "exact", "grid", "scoring", "types"},
     "nn": {"api", "arguments", "layout_hints", "dispatch", "errors", "estimators", "scoring", "types"},
     "patch": {"_compat", "api", "errors", "layout_hints", "types"},
