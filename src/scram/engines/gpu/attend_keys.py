@@ -59,9 +59,7 @@ class Lists(NamedTuple):
     share: int  # pairs at most of one
 
 
-def collect(
-    windows: Windows, variant: Variant, above: Upstream, grads: AttendGrads, radius: tuple[int, ...]
-) -> None:
+def collect(windows: Windows, variant: Variant, above: Upstream, grads: AttendGrads, radius: tuple[int, ...]) -> None:
     """Fill the gradients of k and v, float32."""
     index, dk = windows.index, grads.k
     rows, key_rows, keys = index.shape[0] * index.shape[1], dk.shape[0] * dk.shape[1], dk[0, 0, ..., 0].numel()

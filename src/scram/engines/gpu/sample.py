@@ -253,7 +253,9 @@ def visit_kernel(
             spread = tl.maximum(r_squares[n] - r_sum[n] * r_sum[n] / x.samples, 0.0)
             known += (tl.where((seen > 0)[:, None], spread, float("inf")),)
         put(made.variance, point, known, valid, VROW)
-        tl.store(made.ess + point, tl.where(seen > 0, plain * plain / tl.where(seen > 0, squares, 1.0), 0.0), mask=valid)
+        tl.store(
+            made.ess + point, tl.where(seen > 0, plain * plain / tl.where(seen > 0, squares, 1.0), 0.0), mask=valid
+        )
 
 
 @triton.jit
