@@ -158,6 +158,19 @@ def test_a_checkpoint_inside_computes_the_same_again(how):
     assert (report.replaced, report.left_alone) == (2, 0)
 
 
+@pytest.mark.parametrize("inner", [True, False])
+def test_another_mode_stands_beside_it(inner):
+    """`torch.device` as a context is a mode, too."""
+    q, k, v = tensors(20)
+    with contextlib.ExitStack() as stack:
+        report = None if inner else stack.enter_context(scram.patch_sdpa(grid=GRID, radius=0))
+        stack.enter_context(torch.device("cpu"))
+        report = report or stack.enter_context(scram.patch_sdpa(grid=GRID, radius=0))
+        checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False).square().sum().backward()
+    assert (report.replaced, report.left_alone) == (2, 0)
+    assert (v.grad != 0).any()
+
+
 def test_the_report_does_not_grow_with_the_calls():
     q, k, v = tensors(20)
     sizes = []

@@ -56,7 +56,7 @@ def exact_attention(
     errors.values(q, k, v)
     errors.weight(weight)
     errors.scale(scale)
-    _check_common(q, k, causal, key_mask, score, queries)
+    _validate(q, k, causal, key_mask, score, queries)
     factor = default_scale(scale, q.shape[-1], score, weight)
     dense = _Dense(q, k, causal, key_mask, score, queries)
     values = rows(v)
@@ -105,7 +105,7 @@ def exact_search(
     errors.queries_keys(q, k)
     matches, separation = errors.whole("matches", matches, 1), errors.whole("separation", separation, 0)
     errors.enough_keys(q, k, matches)
-    _check_common(q, k, causal, key_mask, score, queries)
+    _validate(q, k, causal, key_mask, score, queries)
     dense = _Dense(q, k, causal, key_mask, score, queries)
     key_grid = grid_of(k)
     place = coordinates(torch.arange(dense.keys, device=q.device), key_grid)
@@ -153,7 +153,7 @@ def merge(a: Attended, b: Attended) -> Attended:
     return Attended(out.to(a.out.dtype), torch.where(empty, -torch.inf, safe.log() + top))
 
 
-def _check_common(
+def _validate(
     q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score, queries: Tensor | None
 ) -> None:
     errors.order(q, k, causal)
