@@ -10,8 +10,6 @@ from torch import Tensor
 
 import scram
 
-IMPLS = ["reference", "numba"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_noise import VECTORS
+from plain import VECTORS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

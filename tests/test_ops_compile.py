@@ -1,16 +1,14 @@
 """A good citizen of PyTorch: operators, torch.compile, checkpoints, autocast, inference mode, torch.func."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import func
-from torch._dynamo.utils import counters
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import scram
+from compiling import assert_equal, graphs_are, results
 from scram import draws
 from scram.grid import LegalKeys
 
@@ -24,31 +22,6 @@ def leaves(*grid, heads=2, key_heads=2, width=8, dtype=torch.float32):
     """q, k, v that want gradients."""
     shapes = [(2, heads, *grid, width), (2, key_heads, *grid, width), (2, key_heads, *grid, 5)]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-
-
-def results(function, tensors):
-    """The output and the gradients of a fixed functional of it."""
-    out = function(*tensors)
-    weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
-    for x in tensors:
-        x.grad = None
-    (out * weights.to(out)).sum().backward()
-    return [out.detach(), *(x.grad for x in tensors)]
-
-
-def assert_equal(ours, theirs):
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-@contextmanager
-def graphs_are(count):
-    """What is inside compiles that many graphs."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    assert counters["stats"]["unique_graphs"] == count
-    torch._dynamo.reset()
 
 
 def op_calls():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SPEC = importlib.util.spec_from_file_location("tables", Path(__file__).parent.parent / "benchmarks" / "tables.py")
+SPEC = importlib.util.spec_from_file_location("tables", Path(__file__).parents[2] / "benchmarks" / "tables.py")
 tables = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tables)
 

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 import plain
 import scram
-from cases import IMPLS, assert_as_near_float64
+from cases import assert_as_near_float64
 from estimates import (
     CELLS,
     ESTIMATES,
@@ -28,12 +28,11 @@ from scram.grid import LegalKeys
 
 
 @pytest.mark.parametrize("one", ESTIMATES, ids=str)
-@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "reference"])
-def test_as_near_float64_as_the_reference(one, impl):
+def test_as_near_float64_as_the_reference(one, engine):
     tensors = tensors_of(one)
     truth, told_truth = everything(one, tensors, "reference", torch.float64)
     same, _ = everything(one, tensors, "reference", one.case.dtype)
-    ours, told = everything(one, tensors, impl, one.case.dtype)
+    ours, told = everything(one, tensors, engine, one.case.dtype)
     assert_as_near_float64(truth, same, ours, size)
     assert_told(told_truth, told)
 
@@ -138,12 +137,11 @@ def test_gradients_of_the_hybrid_and_of_snis_in_float64(impl):
 
 
 @pytest.mark.parametrize("method", [HYBRID, CELLS, SNIS], ids=["hybrid", "stratified", "snis"])
-@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "reference"])
-def test_a_large_part_that_all_scores_share_costs_no_digits(impl, method):
+def test_a_large_part_that_all_scores_share_costs_no_digits(engine, method):
     """Weights made from an lse of 10000 in float32 would be off by a thousandth, and dq by as much of a common key."""
     leaves = [features(1, 2, 7, 8, 4, seed=n) for n in range(3)]
     leaves[0][..., 0], leaves[1][..., 0] = 100, 200
-    truth, same, ours = (everything_of(leaves, method, *how) for how in shared_part_runs(impl))
+    truth, same, ours = (everything_of(leaves, method, *how) for how in shared_part_runs(engine))
     assert float(truth[1].min()) > 9e3
     assert_as_near_float64(truth, same, ours, size)
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import photos
+import plain
 import scram
+from cases import EXACT, make_tensors, run_search
 
 KEYS = 16
 
@@ -327,3 +329,13 @@ def test_paper_settings_are_algorithm_1(impl):
     spelled = scram.Search("query", 2, 1, sweeps=8, jumps=(8, 4, 2, 1), propagate="shift", gossip=0, seed=4)
     paper = scram.search(q, k, search=scram.Search.paper(2, 1, seed=4), impl=impl)
     assert torch.equal(paper.index, scram.search(q, k, search=spelled, impl=impl).index)
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_field_is_that_of_the_plain_loop(case, impl):
+    tensors = make_tensors(case, integer=True)
+    found = run_search(case, tensors, impl)
+    index, score = plain.search(case, tensors, seed=7)
+    assert torch.equal(found.index, index)
+    assert torch.equal(found.score, score)
+    assert found.key_grid == case.keys_grid

@@ -1,12 +1,16 @@
 """Attending: the set of keys, the empty row, extra keys, dropout, NaN, and the exact union of two results."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import plain
 import scram
+from cases import CASES, assert_attended_as_near_float64, gradients, make_tensors, run_attend
+from scram.noise import draw_seed
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -384,3 +388,29 @@ def test_dtypes_of_the_result(impl, dtype):
     out, lse = scram.attend(q, k, v, random_matches((1, 1, 5, 5), (5, 5), 1), impl=impl)
     assert out.dtype == dtype
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("window", ["query", "tile"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_attends_what_plain_python_attends(case, window):
+    case = replace(case, window=window)
+    tensors = make_tensors(case)
+    leaves, plain_leaves = tensors.leaves(torch.float64), tensors.leaves(torch.float64)
+    attended = run_attend(case, tensors, leaves, "reference", dropout_seed=3)
+    torch.manual_seed(3)
+    expected = scram.Attended(*plain.attend(case, tensors, plain_leaves, int(draw_seed())))
+    torch.testing.assert_close(attended.out, expected.out)
+    torch.testing.assert_close(attended.lse, expected.lse)
+    if case.batch:
+        for ours, theirs in zip(gradients(attended, leaves), gradients(expected, plain_leaves), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attend_is_as_near_float64_as_the_reference(case, impl):
+    assert_attended_as_near_float64(case, make_tensors(case), impl, by=_largest)
+
+
+def _largest(x):
+    finite = torch.where(x.isfinite(), x, 0).abs()
+    return float(finite.max()) if x.numel() else 0.0
