@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from in_interpreter import INTERPRETED, _quick, launched  # noqa: F401 - fixtures of every file
+from in_interpreter import INTERPRETED, _all_launched, _quick, launched  # noqa: F401 - fixtures of every file
 from on_device import moved
 
 settings.register_profile(
@@ -28,10 +28,17 @@ def engine(request):
     return request.param
 
 
+def pytest_addoption(parser):
+    parser.addoption("--interpreted-part", default="0/1", help="one of several shares of the tests, such as 0/2")
+    parser.addoption("--launched-to", help="a file for the names of the Triton kernels that ran")
+
+
 def pytest_collection_modifyitems(config, items):
     """Leaves out what needs a device where there is none. In Triton's interpreter leaves out all that is not for it."""
-    kept = [item for item in items if _runs_here(item)]
-    config.hook.pytest_deselected(items=[item for item in items if not _runs_here(item)])
+    part, parts = map(int, config.getoption("--interpreted-part").split("/"))
+    kept = [item for item in items if _runs_here(item)][part::parts]
+    left = set(items) - set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = kept
 
 
@@ -48,9 +55,14 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def device():
+    """Where the tensors of the Triton engine are."""
+    return "cuda" if DEVICE else "cpu"
+
+
 @pytest.fixture(autouse=True)
 def _on_device(request, monkeypatch):
-    """On a device the Triton engine is given tensors there; tests make and compare theirs on the CPU."""
-    for name in {"impl", "engine"} & set(request.fixturenames):
-        if DEVICE and request.getfixturevalue(name) == "triton":
-            moved(monkeypatch)
+    """On a device the Triton engine gets copies there of tensors that tests make and compare on the CPU."""
+    if DEVICE and request.node.get_closest_marker("gpu"):
+        moved(monkeypatch)

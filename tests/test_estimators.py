@@ -14,11 +14,11 @@ from estimates import (
     CELLS,
     ESTIMATES,
     HYBRID,
+    SMALL,
     SNIS,
     WALKS,
-    assert_told,
+    assert_estimated_as_near_float64,
     estimated,
-    everything,
     run_estimate,
     size,
     tensors_of,
@@ -26,15 +26,13 @@ from estimates import (
 from scram import draws
 from scram.grid import LegalKeys
 
+ROWS = [*(pytest.param(one, id=str(one)) for one in ESTIMATES)]
+ROWS += [pytest.param(one, id=f"small {one}", marks=pytest.mark.interpreted) for one in SMALL]
 
-@pytest.mark.parametrize("one", ESTIMATES, ids=str)
+
+@pytest.mark.parametrize("one", ROWS)
 def test_as_near_float64_as_the_reference(one, engine):
-    tensors = tensors_of(one)
-    truth, told_truth = everything(one, tensors, "reference", torch.float64)
-    same, _ = everything(one, tensors, "reference", one.case.dtype)
-    ours, told = everything(one, tensors, engine, one.case.dtype)
-    assert_as_near_float64(truth, same, ours, size)
-    assert_told(told_truth, told)
+    assert_estimated_as_near_float64(one, engine)
 
 
 def features(*shape, seed=0, dtype=torch.float64):

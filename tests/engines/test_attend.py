@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import plain
 import scram
-from cases import CASES, assert_attended_as_near_float64, gradients, make_tensors, run_attend
+from cases import CASES, assert_attended_as_near_float64, gradients, make_tensors, run_attend, table
 from scram.noise import draw_seed
 
 
@@ -269,6 +269,7 @@ def test_a_dropped_weight_is_zero_even_if_it_was_nan(impl, weight):
     assert 10 < kept.sum() < 30
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("weight", ["softmax", "mean", "relu"])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
@@ -406,7 +407,7 @@ def test_reference_attends_what_plain_python_attends(case, window):
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", table(CASES, "attend"))
 def test_attend_is_as_near_float64_as_the_reference(case, impl):
     assert_attended_as_near_float64(case, make_tensors(case), impl, by=_largest)
 

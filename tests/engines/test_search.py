@@ -9,7 +9,7 @@ import torch
 import photos
 import plain
 import scram
-from cases import EXACT, make_tensors, run_search
+from cases import EXACT, make_tensors, named, run_attend, run_search, table
 
 KEYS = 16
 
@@ -331,7 +331,7 @@ def test_paper_settings_are_algorithm_1(impl):
     assert torch.equal(paper.index, scram.search(q, k, search=spelled, impl=impl).index)
 
 
-@pytest.mark.parametrize("case", EXACT, ids=str)
+@pytest.mark.parametrize("case", table(EXACT, "search"))
 def test_field_is_that_of_the_plain_loop(case, impl):
     tensors = make_tensors(case, integer=True)
     found = run_search(case, tensors, impl)
@@ -339,3 +339,18 @@ def test_field_is_that_of_the_plain_loop(case, impl):
     assert torch.equal(found.index, index)
     assert torch.equal(found.score, score)
     assert found.key_grid == case.keys_grid
+
+
+@pytest.mark.interpreted
+def test_nan_reaches_what_it_reaches_in_the_reference(engine):
+    case = named("rank 2", kappa=1)
+    tensors = make_tensors(case, integer=True)
+    tensors.q[0, 0, 1, 1] = torch.nan
+    tensors.k[0, 0, 4, 4, 0] = torch.nan
+    found, expected = (run_search(case, tensors, impl) for impl in (engine, "reference"))
+    assert torch.equal(found.index, expected.index)
+    assert torch.equal(found.score, expected.score)
+    ours, theirs = (run_attend(case, tensors, tensors.leaves(torch.float32), impl) for impl in (engine, "reference"))
+    assert theirs.out.isnan().any()
+    assert torch.equal(ours.out.isnan(), theirs.out.isnan())
+    assert torch.equal(ours.lse.isnan(), theirs.lse.isnan())

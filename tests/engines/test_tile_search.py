@@ -8,10 +8,10 @@ import torch
 import photos
 import plain_tile
 import scram
-from cases import EXACT, make_tensors, named, run_search
+from cases import EXACT, make_tensors, named, run_search, table
 from scram import schedule
 
-TILED = [replace(case, method="tile", sweeps=case.sweeps and case.sweeps + 2) for case in EXACT if case.batch]
+TILED = [replace(case, method="tile", sweeps=case.sweeps and case.sweeps + 2) for case in EXACT]
 
 
 def search(q, k, impl="reference", warm=None, causal=False, key_mask=None, **settings):
@@ -23,7 +23,7 @@ def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("case", TILED, ids=str)
+@pytest.mark.parametrize("case", table(TILED, "tile search"))
 def test_field_is_that_of_plain_python(case, impl):
     tensors = make_tensors(case, integer=True)
     index, score = plain_tile.tile_search(case, tensors, seed=7)
@@ -73,6 +73,7 @@ def test_small_grids_are_searched_whole(impl):
     assert (found.index == exact.index).float().mean() > 0.9
 
 
+@pytest.mark.interpreted
 def test_a_row_stops_when_few_queries_took_a_key(impl):
     case = named("rank 2", grid=(23, 23), width=12, kappa=1, jumps=(1,), gossip=1, sweeps=14, method="tile")
     tensors = make_tensors(case, integer=True)
@@ -125,3 +126,32 @@ def test_the_tiles_hold_64_queries():
 def test_radii_take_turns_and_cover_all():
     seen = [[o.reach for o in schedule.offers(sweep, (), "both", 0, (100,)) if o.kind == "random"] for sweep in (1, 2)]
     assert seen == [[100, 25, 6, 1], [50, 12, 3]]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("width", "large"), [(5, 1500), (140, 300)])
+def test_large_whole_numbers_of_float32(engine, width, large):
+    case = named("rank 2", grid=(9, 10), width=width, kappa=1, sweeps=3, method="tile")
+    tensors = make_tensors(case)
+    little = torch.arange(width) % 5 - 2
+    for x in (tensors.q, tensors.k):  # of equal sums: the products differ in their last digits
+        x.copy_(large + little[torch.rand(x.shape, generator=torch.Generator().manual_seed(len(x))).argsort(-1)])
+        large -= 1
+    found, expected = (run_search(case, tensors, impl) for impl in (engine, "reference"))
+    assert torch.equal(found.index, expected.index)
+    assert torch.equal(found.score, expected.score)
+
+
+@pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("width", "kappa"), [(16, 1), (140, 3)])
+def test_float32_that_is_not_finite(engine, width, kappa):
+    case = named("rank 2", grid=(9, 10), key_grid=(11, 9), width=width, kappa=kappa, sweeps=4, method="tile")
+    tensors = make_tensors(case, integer=True)
+    q, k = tensors.q, tensors.k
+    q[q == 0] = 1  # zero times infinity is NaN for the reference too
+    k[0, 0, 3, 4, 2], k[0, 0, 8, 8, 1], k[0, 0, 0, 0, 0], k[0, 0, 5, 5, 0] = torch.inf, -torch.inf, 3e38, torch.nan
+    q[0, 0, 7, 7, 0], q[0, 0, 2, 2, 1] = torch.inf, torch.nan
+    found, expected = (run_search(case, tensors, impl) for impl in (engine, "reference"))
+    assert torch.equal(found.index, expected.index)
+    assert found.score.isinf().any()
