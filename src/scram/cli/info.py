@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -14,10 +14,8 @@ from .. import __version__, dispatch
 from .console import console
 
 
-def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
-) -> None:
-    """Say what SCRAM finds on this machine, and why an implementation cannot run."""
+def run(as_json: bool) -> None:
+    """Print what `gather` finds, as JSON or as two tables."""
     found = gather()
     if as_json:
         typer.echo(json.dumps(found, indent=2))

@@ -21,16 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import Matches, Search, measure, search
+from .. import measure
+from ..api import search
+from ..types import Matches, Search
 from . import rivals
+from .arguments import BENCH_PATCH
+from .pca import principal_axes
 from .provenance import made_with
 
 SCALE = 100.0  # of unit features, so that a softmax has peaks; times do not depend on it
 SAMPLE, RECALL_SAMPLE = 256, 500  # queries that error and recall are measured on, on a GPU or small grids
 SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
-PATCH = 7
 LARGEST_INDEX = 256  # side of the largest picture that nearest-neighbour libraries index
-LARGEST_MASK = 1024  # and for FlexAttention, whose masks are made by asking about all pairs, several times to tune it
+LARGEST_MASK = 1024  # and for FlexAttention, which makes a mask from all pairs, several times to tune it
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
 ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once
@@ -56,7 +59,7 @@ class Case:
 
 
 def cases(sizes: tuple[int, ...], widths: tuple[int, ...], device: str, parts: tuple[str, ...]) -> Iterator[Case]:
-    """The paper's figure first, each part from small to large: a run that is cut short has the most wanted rows."""
+    """The paper's figure first, each part from small to large: a run that is cut short has the most important rows."""
     for part in ("forward", "flex", "search", "backward"):
         if part not in parts or (part == "flex" and device != "cuda"):
             continue
@@ -68,7 +71,7 @@ def cases(sizes: tuple[int, ...], widths: tuple[int, ...], device: str, parts: t
 
 
 def contenders(part: str, parts: tuple[str, ...]) -> list[str]:
-    """Who takes part in a part; pynndescent and NATTEN only when they are asked for."""
+    """The contenders of a part; pynndescent and NATTEN only when named."""
     if part == "search":
         others = [n for n, (_, _, package) in rivals.SEARCHES.items() if package != "pynndescent" or package in parts]
         return [*SETTINGS, *others]
@@ -93,12 +96,10 @@ class Pictures:
         if self.last is None or self.last[0] != (size, width):
             self.last = None
             patches = self._patches(self.a, size)
-            some = patches[:: max(1, len(patches) // 10000)]
-            mean = some.mean(0)
-            basis = torch.linalg.eigh((some - mean).T @ (some - mean)).eigenvectors[:, -width:]
+            mean, _, axes = principal_axes(patches[:: max(1, len(patches) // 10000)])
             kind = torch.bfloat16 if self.device == "cuda" and width % 8 == 0 else torch.float32
             q, k = (
-                F.normalize((x - mean) @ basis, dim=-1).to(kind).reshape(1, 1, size, size, width)
+                F.normalize((x - mean) @ axes[:, -width:], dim=-1).to(kind).reshape(1, 1, size, size, width)
                 for x in (patches, self._patches(self.b, size))
             )
             self.last = (size, width), (q, k, k.clone())
@@ -106,7 +107,7 @@ class Pictures:
 
     def _patches(self, picture: Tensor, size: int) -> Tensor:
         x = F.interpolate(picture.movedim(-1, 0)[None], (size, size), mode="bilinear", antialias=True)
-        return F.unfold(F.pad(x, [PATCH // 2] * 4, mode="reflect"), PATCH)[0].T
+        return F.unfold(F.pad(x, [BENCH_PATCH // 2] * 4, mode="reflect"), BENCH_PATCH)[0].T
 
 
 class Results:

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import Attended, Search, attend, attention, exact_search
+from ..api import attend, attention
+from ..exact import exact_search
+from ..types import Attended, Search
 
 SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after it see
 BLOCK, REACH = 8, 4  # side of the local pattern's query blocks, and how far their keys reach beyond them
