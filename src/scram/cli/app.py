@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
@@ -66,11 +67,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Json = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random: search, sampled queries, added noise.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Impl = Annotated[str, typer.Option(help="Which implementation runs; `scram info` lists them.")]
-Radius = Annotated[int, typer.Option(min=0, max=64, help="Radius of the windows around matches (b).")]
+Out = Annotated[Path, Option(help="Folder for pictures and numbers; made if it is not there.")]
+Json = Annotated[bool, Option("--json", help="Print the numbers as JSON, not as a table.")]
+Seed = Annotated[int, Option(help="Seed of everything random: search, sampled queries, shuffles.")]
+Device = Annotated[str, Option(help="cpu or cuda.")]
+Impl = Annotated[str, Option(help="Which implementation runs; `scram info` lists them.")]
+Radius = Annotated[int, Option(min=0, max=64, help="Radius of the windows around matches (b).")]
 
 
 def _command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -79,8 +81,8 @@ def _command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., No
 
 @_command("demo", "demo --size 144 --out /tmp/demo --json")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the pictures and demo.json.")] = Path("scram-demo"),
-    size: Annotated[int, typer.Option(min=16, help="Height of the photographs in pixels.")] = 288,
+    out: Out = Path("scram-demo"),
+    size: Annotated[int, Option(min=16, help="Height of the photographs in pixels.")] = 288,
     seed: Seed = 0,
     impl: Impl = "auto",
     as_json: Json = False,
@@ -94,25 +96,19 @@ def demo(
 
 @_command("match left.png right.png", "match --sample motorcycle", "match a.jpg b.jpg --size 240 --out /tmp/m --json")
 def match(
-    a: Annotated[
-        Path | None, typer.Argument(help="Photograph A; its pixels are the queries.", show_default=False)
-    ] = None,
-    b: Annotated[Path | None, typer.Argument(help="Photograph B; its pixels are the keys.", show_default=False)] = None,
-    sample: Annotated[
-        str | None, typer.Option(help="Instead of files: city (comes with SCRAM) or motorcycle (scikit-image's).")
-    ] = None,
-    truth: Annotated[
-        Path | None, typer.Option(help="A .npy of disparities [H, W] or offsets (down, right) [H, W, 2] to compare.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for pictures, match.npz and match.json.")] = Path("scram-match"),
-    size: Annotated[int | None, typer.Option(min=16, help="Resize both to this height in pixels.")] = None,
-    patch: Annotated[int, typer.Option(min=1, help="Side of the patches, odd.")] = arguments.MATCH_PATCH,
-    width: Annotated[int, typer.Option(min=1, help="Width of the features kept by the PCA.")] = arguments.MATCH_WIDTH,
-    matches: Annotated[int, typer.Option(min=1, max=64, help="Matches per pixel (kappa).")] = 1,
-    separation: Annotated[int, typer.Option(min=0, help="Distance between matches of a pixel (L).")] = 0,
+    a: Annotated[Path | None, Argument(help="Photograph A; its pixels are the queries.", show_default=False)] = None,
+    b: Annotated[Path | None, Argument(help="Photograph B; its pixels are the keys.", show_default=False)] = None,
+    sample: Annotated[str | None, Option(help="Instead of files: city, or scikit-image's motorcycle.")] = None,
+    truth: Annotated[Path | None, Option(help="A .npy of true disparities [H, W] or offsets [H, W, 2].")] = None,
+    out: Out = Path("scram-match"),
+    size: Annotated[int | None, Option(min=16, help="Resize both to this height in pixels.")] = None,
+    patch: Annotated[int, Option(min=1, help="Side of the patches, odd.")] = arguments.MATCH_PATCH,
+    width: Annotated[int, Option(min=1, help="Width of the features kept by the PCA.")] = arguments.MATCH_WIDTH,
+    matches: Annotated[int, Option(min=1, max=64, help="Matches per pixel (kappa).")] = 1,
+    separation: Annotated[int, Option(min=0, help="Distance between matches of a pixel (L).")] = 0,
     radius: Radius = arguments.MATCH_RADIUS,
-    sweeps: Annotated[int, typer.Option(min=0, max=1000, help="Sweeps of the search (T).")] = 8,
-    scale: Annotated[float, typer.Option(help="Factor on the cosine before the softmax.")] = arguments.MATCH_SCALE,
+    sweeps: Annotated[int, Option(min=0, max=1000, help="Sweeps of the search (T).")] = 8,
+    scale: Annotated[float, Option(help="Factor on the cosine before the softmax.")] = arguments.MATCH_SCALE,
     device: Device = "cpu",
     seed: Seed = 0,
     impl: Impl = "auto",
@@ -131,29 +127,19 @@ def match(
 
 @_command("denoise photo.jpg", "denoise camera --add-noise 25", "denoise photo.png --sigma 15 --out /tmp/d --json")
 def denoise(
-    image: Annotated[str, typer.Argument(help=f"A picture file, or one of scikit-image's: {', '.join(PHOTOGRAPHS)}.")],
-    out: Annotated[Path, typer.Option(help="Folder for the pictures and denoise.json.")] = Path("scram-denoise"),
-    sigma: Annotated[
-        float | None, typer.Option(min=0.1, max=255, help="Noise level in grey values of 255; estimated if not given.")
-    ] = None,
-    add_noise: Annotated[
-        float | None, typer.Option(min=0.1, max=255, help="Add noise of this level first; shows PSNR and baselines.")
-    ] = None,
-    baselines: Annotated[
-        bool,
-        typer.Option(
-            "--baselines/--no-baselines", "--rivals/--no-rivals",
-            help="With --add-noise, also run scikit-image and OpenCV.",
-        ),
-    ] = True,
-    patch: Annotated[int | None, typer.Option(min=1, help="Side of the patches, odd; grey 7, colour 5.")] = None,
-    strength: Annotated[float | None, typer.Option(help="Bandwidth of the weights in units of the noise.")] = None,
-    matches: Annotated[int, typer.Option(min=1, max=64, help="Windows per pixel: its own and its best matches'.")] = 2,
+    image: Annotated[str, Argument(help=f"A picture file, or one of scikit-image's: {', '.join(PHOTOGRAPHS)}.")],
+    out: Out = Path("scram-denoise"),
+    sigma: Annotated[float | None, Option(min=0.1, max=255, help="Noise level of 255; else it is estimated.")] = None,
+    add_noise: Annotated[float | None, Option(min=0.1, max=255, help="First add noise; shows PSNR.")] = None,
+    rivals: Annotated[bool, Option(help="With --add-noise, also run scikit-image and OpenCV.")] = True,
+    patch: Annotated[int | None, Option(min=1, help="Side of the patches, odd; 7 for grey, 5 for colour.")] = None,
+    strength: Annotated[float | None, Option(help="Bandwidth of the weights in units of the noise.")] = None,
+    matches: Annotated[int, Option(min=1, max=64, help="Windows per pixel: its own and its best matches'.")] = 2,
     radius: Radius = 5,
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the search and of added noise.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of the search and of added noise.")] = 0,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Remove noise from a picture by non-local means; with --add-noise, measure it against other programs."""
     with one_line_errors(), output_folder(out):
         arguments.check_device(device)
@@ -165,16 +151,16 @@ def denoise(
         from .denoise import run
 
         changed = {"patch": patch, "strength": strength, "matches": matches, "radius": radius, "seed": seed}
-        report = run(image, is_sample, out, sigma, add_noise, baselines, changed, device)
+        report = run(image, is_sample, out, sigma, add_noise, rivals, changed, device)
         report.finish(out / "denoise.json", as_json)
 
 
 @_command("figures", "figures --only maps,modes --out /tmp/f", "figures --size 288 --json")
 def figures(
-    out: Annotated[Path, typer.Option(help="Folder for the figures and figures.json.")] = Path("scram-figures"),
-    only: Annotated[str, typer.Option(help=f"Which, with commas: {', '.join(FIGURES)}.")] = ",".join(FIGURES),
-    size: Annotated[int, typer.Option(min=32, help="Height of the photographs in pixels.")] = 144,
-    data: Annotated[Path | None, typer.Option(help="Folder with the trained tensors for curves.")] = None,
+    out: Out = Path("scram-figures"),
+    only: Annotated[str, Option(help=f"Which, with commas: {', '.join(FIGURES)}.")] = ",".join(FIGURES),
+    size: Annotated[int, Option(min=32, help="Height of the photographs in pixels.")] = 144,
+    data: Annotated[Path | None, Option(help=f"Folder with {' and '.join(TRAINED)} for curves.")] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -191,28 +177,17 @@ def figures(
 
 @_command("bench", "bench --sizes 32,64 --widths 3 --out /tmp/b", "bench --device cuda --longest 12", "bench --resume")
 def bench(
-    out: Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")] = Path("scram-bench"),
+    out: Out = Path("scram-bench"),
     device: Device = "cpu",
-    sizes: Annotated[
-        str | None, typer.Option(help="Sides of the pictures, with commas; 32 to 512 on a CPU, 64 to 2048 on a GPU.")
-    ] = None,
-    widths: Annotated[str, typer.Option(help="Widths of queries and keys, with commas; the paper has 3.")] = "3,64",
-    parts: Annotated[
-        str, typer.Option(help=f"What to measure, with commas, of {', '.join(ALL_PARTS)}.")
-    ] = ",".join(PARTS),
-    longest: Annotated[float, typer.Option(min=0.0, help="Leave out calls that would take longer, in seconds.")] = 3.0,
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Stop measuring after so many seconds; 140 on a CPU, no limit on a GPU."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the times that bench.json holds and measure the rest.")
-    ] = False,
-    draw_only: Annotated[
-        bool, typer.Option("--draw-only", help="Measure nothing; table and plot of bench.json.")
-    ] = False,
+    sizes: Annotated[str | None, Option(help="Sides of the pictures, with commas; 32 to 512, GPU 64 to 2048.")] = None,
+    widths: Annotated[str, Option(help="Widths of queries and keys, with commas; the paper has 3.")] = "3,64",
+    parts: Annotated[str, Option(help=f"What to measure, with commas, of {', '.join(ALL_PARTS)}.")] = ",".join(PARTS),
+    longest: Annotated[float, Option(min=0.0, help="Leave out calls that would take longer, in seconds.")] = 3.0,
+    budget: Annotated[float | None, Option(min=0.0, help="Seconds for all; CPU 140, GPU without limit.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Keep the times in bench.json and measure the rest.")] = False,
+    draw_only: Annotated[bool, Option("--draw-only", help="Measure nothing; table and plot of bench.json.")] = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Measure SCRAM, dense attention, fixed sparse patterns, brute force and nearest-neighbour libraries."""
     with one_line_errors(), output_folder(out):
         arguments.check_device(device)
@@ -226,8 +201,8 @@ def bench(
 
 @_command("coherence", "coherence --size 64 --out /tmp/c --json")
 def coherence(
-    out: Annotated[Path, typer.Option(help="Folder for coherence.png and coherence.json.")] = Path("scram-coherence"),
-    size: Annotated[int, typer.Option(min=16, help="Side of the square grids; a multiple of 16 is best.")] = 64,
+    out: Out = Path("scram-coherence"),
+    size: Annotated[int, Option(min=16, help="Side of the square grids; a multiple of 16 is best.")] = 64,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -255,8 +230,6 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
-    ] = False,
+    version: Annotated[bool, Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
 ) -> None:
     pass

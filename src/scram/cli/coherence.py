@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
@@ -14,7 +13,6 @@ from ..api import attend, search
 from ..types import Search
 from . import charts
 from .console import Numbers, Report, explained, progress
-from .pictures import INK
 from .provenance import made_with
 from .sets import matching, projected
 
@@ -96,10 +94,8 @@ def run(out: Path, size: int, seed: int) -> Report:
 def draw(rows: list[Numbers], path: Path, size: int) -> None:
     """Two lines of panels: recall, error; one column for each kind of tensors."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    figure = Figure((5.6 * len(kinds), 8.6), dpi=110, layout="constrained", facecolor="white")
-    figure.suptitle(
-        f"What spatial coherence is worth to the search ({size} x {size}, 8 sweeps)", fontweight="bold", color=INK
-    )
+    title = f"What the search gains from spatial coherence ({size} x {size}, 8 sweeps)"
+    figure = charts.new_figure(5.6 * len(kinds), 8.6, title)
     for line, (quantity, label) in enumerate(
         (("recall", "recall@1"), ("output_error", "relative error of the output"))
     ):

@@ -22,7 +22,7 @@ Step = Callable[[str], None]
 MEANING = {
     "recall@1": "share of queries whose best key was found",
     "captured mass": "share of the exact softmax weights that the attended keys hold",
-    "output error": "length of (output - exact output) / length of exact output",
+    "output error": "|output - exact output| / |exact output|",
 }
 
 

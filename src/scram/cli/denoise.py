@@ -139,7 +139,7 @@ def _opencv(noisy: Tensor, sigma: float) -> Tensor:
     return torch.from_numpy(np.asarray(result, dtype=np.float32) / 255).reshape(noisy.shape)
 
 
-BASELINES: dict[str, Callable[[Tensor, float], Tensor]] = {
+RIVALS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "scikit-image, patch 7, distance 11": lambda noisy, sigma: _scikit_image(noisy, sigma, 7, 11),
     "scikit-image, patch 5, distance 6": lambda noisy, sigma: _scikit_image(noisy, sigma, 5, 6),
     "OpenCV, patch 7, distance 10": _opencv,
@@ -152,10 +152,10 @@ def psnr(a: Tensor, b: Tensor) -> float:
 
 
 def run(
-    image: str, is_sample: bool, out: Path, sigma: float | None, add_noise: float | None, baselines: bool,
+    image: str, is_sample: bool, out: Path, sigma: float | None, add_noise: float | None, rivals: bool,
     changed: Mapping[str, Any], device: str,
 ) -> Report:  # fmt: skip
-    """Denoise a file or a sample, and where noise was added compare with the baselines; draw all."""
+    """Denoise a file or a sample, and where noise was added compare with the rivals; draw all."""
     with progress() as step:
         step("reading")
         picture = _sample(image) if is_sample else read(Path(image))
@@ -175,11 +175,11 @@ def run(
         clean = denoise_picture(noisy.to(device), level, settings).cpu()
         results = {"SCRAM": (clean, perf_counter() - start)}
         skipped = {}
-        for name, baseline in BASELINES.items() if add_noise is not None and baselines else ():
+        for name, rival in RIVALS.items() if add_noise is not None and rivals else ():
             step(name)
             start = perf_counter()
             try:
-                results[name] = (baseline(noisy, level), perf_counter() - start)
+                results[name] = (rival(noisy, level), perf_counter() - start)
             except ModuleNotFoundError as error:
                 skipped[name] = f"{error.name} is not installed"
         step("drawing")

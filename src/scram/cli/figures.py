@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
@@ -82,10 +81,8 @@ def maps(path: Path, seed: int = 0) -> Numbers:
         holds = sparse.gather(1, full.argmax(1, keepdim=True)) > 0
         claims[f"rows whose maximum is in the {name} map"] = float(holds.float().mean())
         claims[f"share of the map kept by {name}"] = float((full * (sparse > 0)).sum(1).mean())
-    figure = Figure((15, 4.9), dpi=110, layout="constrained", facecolor="white")
-    figure.suptitle(
-        f"Attention maps of {SIDE} queries and keys, the rank-{RANK} SVD of a photograph", fontweight="bold"
-    )
+    title = f"Attention maps of {SIDE} queries and keys, the rank-{RANK} SVD of a photograph"
+    figure = charts.new_figure(15, 4.9, title)
     for place, (name, one) in enumerate(shown.items()):
         axes = figure.add_subplot(1, 3, place + 1)
         image = axes.imshow(
@@ -201,11 +198,8 @@ def _draw_modes(
     path: Path, a: Tensor, full: Tensor, label: Tensor, sparse: dict[int, Tensor], place: tuple[int, int],
     counts: dict[int, int],
 ) -> None:  # fmt: skip
-    figure = Figure((15, 3.1), dpi=110, layout="constrained", facecolor="white")
-    figure.suptitle(
-        "One query's attention over a photograph: its best keys anywhere, or apart (outlined: the blobs)",
-        fontweight="bold",
-    )
+    title = "One query's attention over a photograph: its best keys anywhere, or apart (outlined: the blobs)"
+    figure = charts.new_figure(15, 3.1, title)
     first = figure.add_subplot(1, 4, 1)
     first.imshow(a.numpy(), interpolation="nearest")
     first.set_title("photograph, and the query", loc="left", color=INK, fontsize=11)
@@ -265,7 +259,7 @@ def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Nu
             lines["recall"][f"{name}, {label}"] = points
         lines["kappa"][name] = [(kappa, mass(kappa, 1)) for kappa in (1, 2, 4, 8)]
         lines["radius"][name] = [(radius, mass(1, radius)) for radius in (0, 1, 2, 4)]
-    figure = Figure((17, 5.4), dpi=110, layout="constrained", facecolor="white")
+    figure = charts.new_figure(17, 5.4, "What the search finds and what its windows hold")
     titles = {
         "recall": ("Recall@1 against sweeps", "sweeps T", "share of queries with their best key"),
         "kappa": ("Captured mass against matches, b = 1", "matches per query κ", "share of the exact softmax"),

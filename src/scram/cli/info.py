@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -12,6 +11,9 @@ from rich.table import Table
 
 from .. import __version__, dispatch
 from .console import console
+from .provenance import installed
+
+PACKAGES = ("torch", "numpy", "numba", "triton")
 
 
 def run(as_json: bool) -> None:
@@ -40,7 +42,8 @@ def gather() -> dict[str, Any]:
     return {
         "scram": __version__,
         "python": platform.python_version(),
-        **{name: _installed(name) for name in ("torch", "numpy", "numba", "triton")},
+        **dict.fromkeys(PACKAGES, "not installed"),
+        **installed(PACKAGES),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
@@ -51,10 +54,3 @@ def gather() -> dict[str, Any]:
             for name, reasons in dispatch.implementations(device)
         ],
     }
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

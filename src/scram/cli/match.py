@@ -257,18 +257,22 @@ def _save_arrays(path: Path, found: Found, offset: Tensor, confidence: Tensor) -
 
 
 def _table(numbers: Numbers) -> Table:
-    result = Table(title=f"A found in B ({numbers['impl']} implementation, {counted(numbers['threads'], 'thread')})")
-    result.add_column("")
-    result.add_column("", justify="right")
-    for name, value in numbers["seconds"].items():
-        result.add_row(f"time, {name}", f"{value:.2f} s")
+    result = Table(
+        title=f"A found in B ({numbers['impl']} implementation, {counted(numbers['threads'], 'thread')})",
+        caption="confidence: best cosine around the match, 0 to 1\na first search may compile, which its time includes",
+        show_header=False,
+    )
+    result.add_column()
+    result.add_column(justify="right")
     down, right = numbers["median_offset_px"]
-    result.add_row("median offset", f"{down:+.1f} px down, {right:+.1f} px right")
-    result.add_row("median confidence", f"{numbers['median_confidence']:.3f}")
-    if numbers["truth"]:
-        truth = numbers["truth"]
-        result.add_row("median error", f"{truth['median_error_px']:.3f} px")
-        result.add_row("median error, horizontal", f"{truth['median_horizontal_error_px']:.3f} px")
-        result.add_row("within 2 px", f"{100 * truth['within_2px']:.1f} %")
-        result.add_row("within 2 px, surer half", f"{100 * truth['within_2px_surer_half']:.1f} %")
+    rows = {f"time, {name}": f"{value:.2f} s" for name, value in numbers["seconds"].items()}
+    rows["median offset"] = f"{down:+.1f} px down, {right:+.1f} px right"
+    rows["median confidence"] = f"{numbers['median_confidence']:.3f}"
+    if truth := numbers["truth"]:
+        rows["median error"] = f"{truth['median_error_px']:.3f} px"
+        rows["median error, horizontal"] = f"{truth['median_horizontal_error_px']:.3f} px"
+        rows["within 2 px"] = f"{truth['within_2px']:.1%}"
+        rows["within 2 px, surer half"] = f"{truth['within_2px_surer_half']:.1%}"
+    for row in rows.items():
+        result.add_row(*row)
     return result

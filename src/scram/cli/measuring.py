@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import measure
 from ..api import search
-from ..types import Matches, Search
+from ..types import Matches
 from . import rivals
 from .arguments import BENCH_PATCH
 from .pca import principal_axes
@@ -37,7 +37,6 @@ LARGEST_MASK = 1024  # and for FlexAttention, which makes a mask from all pairs,
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
 ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once
-SETTINGS = {"SCRAM, paper": Search.paper(seed=0), "SCRAM, default": Search(seed=0)}
 LATE = "the time for all rows was spent"
 SAME = ("kind", "contender", "width", "backward")  # what rows of one line share
 Row = dict[str, Any]
@@ -74,7 +73,7 @@ def contenders(part: str, parts: tuple[str, ...]) -> list[str]:
     """The contenders of a part; pynndescent and NATTEN only when named."""
     if part == "search":
         others = [n for n, (_, _, package) in rivals.SEARCHES.items() if package != "pynndescent" or package in parts]
-        return [*SETTINGS, *others]
+        return [*rivals.SETTINGS, *others]
     if part == "flex":
         return [f"flex {name}" for name in rivals.PATTERNS]
     return [*rivals.ATTENTIONS, *(rivals.OPTIONAL if "natten" in parts else ())]
@@ -241,8 +240,8 @@ def _attention(case: Case, pictures: Pictures) -> Row:
     if not case.backward and case.contender not in ("strided", "fixed", "flex strided", "flex fixed"):
         error = measure.output_error(q, k, v, rivals.attended(out), scale=SCALE, sample=_sample(q, SAMPLE))
         row["output_error"] = float(error)  # of causal patterns it would compare different things
-    if not case.backward and case.contender in SETTINGS:
-        row["recall"] = _recall(q, k, search(q, k, search=SETTINGS[case.contender]).index)
+    if not case.backward and case.contender in rivals.SETTINGS:
+        row["recall"] = _recall(q, k, search(q, k, search=rivals.SETTINGS[case.contender]).index)
     return {**row, **ready, "took": perf_counter() - start}
 
 
@@ -257,8 +256,8 @@ def _call(attention: rivals.Attention, tensors: tuple[Tensor, Tensor, Tensor], b
 def _search(case: Case, pictures: Pictures, known: dict[str, Row]) -> Row:
     q, k, _ = pictures.tensors(case.size, case.width)
     start = perf_counter()
-    if case.contender in SETTINGS:
-        row, index = clock(lambda: search(q, k, search=SETTINGS[case.contender]).index, pictures.device)
+    if case.contender in rivals.SETTINGS:
+        row, index = clock(lambda: search(q, k, search=rivals.SETTINGS[case.contender]).index, pictures.device)
         return {**row, "recall": _recall(q, k, index), "took": perf_counter() - start}
     call, efforts, package = rivals.SEARCHES[case.contender]
     ready = {}
@@ -328,24 +327,20 @@ def _peak(device: str) -> int | None:
     return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
 
 
-def _status(field: str) -> int | None:
-    """A line of /proc/self/status in bytes, None where there is no such file."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
-
-
 def available(device: str) -> int:
     """Bytes of memory that are free."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
+    return _status("MemAvailable", "/proc/meminfo") or 1 << 62
+
+
+def _status(field: str, path: str = "/proc/self/status") -> int | None:
+    """A line of a status file in bytes, None where there is no such file."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
     except OSError:
-        return 1 << 62
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
 
 
 def slope(rows: list[Row], quantity: str = "least") -> float | None:
