@@ -1,22 +1,33 @@
 """The command line: what it prints, what it writes, how it fails."""
 
+import io
 import json
 import math
+import os
+import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
+from time import sleep
 
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
 import scram
+from scram.cli import console as console_module
 from scram.cli import main
 from scram.cli.app import app
 from scram.cli.features import PatchFeatures, read_picture
+from scram.cli.pca import principal_axes
 from scram.cli.pictures import offsets, wheel_colours
 
+SMALL = Path(__file__).parent.parent / "src/scram/cli/data/city_a.jpg"
 PICTURES = ("photo_a", "photo_b", "rebuilt", "matches_paper", "matches_default", "error", "demo")
 MEASURES = ("recall", "captured_mass", "output_error", "psnr_db")
 
@@ -31,6 +42,8 @@ def test_demo_writes_pictures_and_a_table(tmp_path: Path) -> None:
     assert (code, complaints) == (0, "")
     for heading in ("grid", "time", "recall@1", "captured mass", "output error", "24 x 43", "dense, torch SDPA"):
         assert heading in printed
+    for meaning in ("recall@1: share of queries", "captured mass: share of the exact", "output error: length of"):
+        assert meaning in printed
     for name in PICTURES:
         with Image.open(tmp_path / "new" / "folder" / f"{name}.png") as picture:
             assert picture.size == (43, 24) or name == "demo"
@@ -112,7 +125,181 @@ def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     complaint = capsys.readouterr().err
     assert complaint.count("\n") == 1
     assert "typer, pillow" in complaint
-    assert 'pip install "scram-attention[cli]"' in complaint
+    assert "pip install '.[cli]'" in complaint
+
+
+def test_hints_name_the_extras_as_the_readme_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "skimage", None)  # type: ignore[arg-type]
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    complaint = call("denoise", "camera", "--out", tmp_path)[2]
+    assert complaint.startswith("scram: scikit-image is not installed")
+    assert complaint.count("\n") == 1
+    assert complaint[complaint.index("pip install") :].strip() in readme
+    (tmp_path / "a.png").write_bytes(SMALL.read_bytes())
+    monkeypatch.setitem(sys.modules, "cv2", None)  # type: ignore[arg-type]
+    printed = call("denoise", tmp_path / "a.png", "--add-noise", 25, "--out", tmp_path)[1]
+    assert "skimage, cv2 are not installed" in " ".join(printed.split())
+    assert "pip install '.[cli,bench]'" in printed
+
+
+LIGHT = """
+import sys
+from scram.cli import main
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["scram", *line.split()]
+    try:
+        main()
+    except SystemExit as stop:
+        heavy = [name for name in ("torch", "numpy", "numba", "matplotlib", "PIL") if name in sys.modules]
+        print(f"@{line}|{stop.code}|{heavy}", flush=True)
+"""
+
+
+def test_help_and_wrong_arguments_import_nothing_heavy(tmp_path: Path) -> None:
+    right = ("--help", "--version", "match --help", "bench --help")
+    wrong = (
+        "sideways", "demo --sise 3", "demo --size tall", "demo --size 3", "match a.png", "match none.png none.png",
+        "match --sample citty", "match --sample city --scale nan", "denoise cofee", "denoise camera --patch 4",
+        "denoise camera --device tpu", "figures --only everything", "figures --data none", "bench --sizes a",
+        "bench --widths 5000", "bench --parts sideways", "bench --out {}/file/x",
+    )  # fmt: skip
+    (tmp_path / "file").write_text("")
+    lines = [line.format(tmp_path) for line in (*right, *wrong)]
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT], input="\n".join(lines), capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    found = [line[1:].split("|") for line in done.stdout.splitlines() if line.startswith("@")]
+    assert found == [[line, "0" if line in right else "2", "[]"] for line in lines]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_flags_take_no_value_in_the_help() -> None:
+    for name in ("", "demo", "match", "denoise", "figures", "bench", "coherence", "info"):
+        printed = call(*name.split(), "--help")[1]
+        assert "--help" in printed
+        assert "<bool>" not in printed
+    assert re.search("--json +Print", call("info", "--help")[1])
+
+
+INTERRUPTED = """
+import signal, sys, time
+from scram.cli import demo, main
+def wait(*_):
+    print("ready", flush=True, file=sys.__stdout__)  # rich redirects sys.stdout
+    time.sleep(60)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it
+demo.pair_of = wait
+sys.argv = ["scram", "demo", "--out", "new/folder"]
+main()
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_interrupt_is_one_line_at_once(terminal: bool, tmp_path: Path) -> None:
+    screen, stderr = os.openpty() if terminal else os.pipe()
+    printed: list[bytes] = []
+
+    def read() -> None:
+        with suppress(OSError):  # the end of a terminal
+            while text := os.read(screen, 1 << 12):
+                printed.append(text)
+
+    reader = Thread(target=read)
+    reader.start()
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=-1, stderr=stderr, cwd=tmp_path)
+    os.close(stderr)
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=10) == 130
+        finally:
+            process.kill()
+            reader.join()
+            os.close(screen)
+    text = b"".join(printed).decode()
+    assert "scram: interrupted" in text
+    assert "Traceback" not in text
+    assert terminal or text == "scram: interrupted\n"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_is_kept_once_it_holds_something(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), console_module.output_folder(tmp_path / "new" / "empty"):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old").mkdir()
+    with pytest.raises(KeyError), console_module.output_folder(tmp_path / "old"):
+        raise KeyError
+    assert (tmp_path / "old").exists()
+    with console_module.output_folder(tmp_path / "new" / "full"):
+        (tmp_path / "new" / "full" / "row").write_text("")
+    assert (tmp_path / "new" / "full" / "row").exists()
+
+
+def test_unknown_photograph_lists_the_samples(tmp_path: Path) -> None:
+    code, printed, complaint = call("denoise", "cofee", "--out", tmp_path / "new")
+    assert (code, printed) == (2, "")
+    for words in (
+        "cofee: No such file or sample",
+        "did you mean coffee?",
+        "astronaut, camera, chelsea, coffee, retina",
+    ):
+        assert words in complaint
+    assert "did you mean" not in call("denoise", "zzz")[2]
+
+
+def test_each_stage_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr(console_module, "console", lambda stderr=False: screen)
+    with console_module.progress() as step:
+        step("first")
+        sleep(1.3)
+        step("second")
+        sleep(0.3)
+    assert isinstance(screen.file, io.StringIO)
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.file.getvalue())
+    clocks = {stage: set(re.findall(rf"{stage} ([\d:]+)", text)) for stage in ("first", "second")}
+    assert clocks == {"first": {"0:00:00", "0:00:01"}, "second": {"0:00:00"}}
+
+
+def test_demo_names_measuring_apart_from_searching(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stages: list[str] = []
+    screen = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(console_module, "console", lambda stderr=False: screen)
+    monkeypatch.setattr(console_module.Progress, "reset", lambda self, task, description: stages.append(description))
+    call("demo", "--size", 20, "--out", tmp_path)
+    for name in ("paper", "default"):
+        compiles, runs, measures = (stage for stage in stages if stage.startswith(f"{name} setting"))
+        assert "may compile" in compiles
+        assert "search and attend" in runs
+        assert "exact attention" in measures
+
+
+@pytest.mark.parametrize("points", [torch.rand(20, 5, dtype=torch.float64), torch.full((20, 5), torch.nan)])
+def test_pca_runs_on_one_thread_and_gives_the_others_back(
+    points: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, used = torch.linalg.eigh, []
+
+    def eigh(x: torch.Tensor) -> torch.Tensor:
+        used.append(torch.get_num_threads())
+        return real(x)
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        mean, variances, axes = principal_axes(points)
+        around = points - mean
+        torch.testing.assert_close(axes.T @ (around.T @ around) @ axes / 20, variances.diag())
+    except torch.linalg.LinAlgError:
+        assert points.isnan().all()
+    finally:
+        after = torch.get_num_threads()
+        torch.set_num_threads(before)
+    assert (used, after) == ([1], before + 1)
 
 
 def test_importing_scram_leaves_the_command_line_alone() -> None:

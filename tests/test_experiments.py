@@ -141,11 +141,14 @@ def test_errors_are_one_line_and_exit_code_2(arguments, words, pair, tmp_path, m
     (tmp_path / "folder" / "bench.json").write_text("[]")
     np.save(tmp_path / "bad.npy", np.zeros((3, 3)))
     monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.rglob("*"))
     code, printed, complaints = call(*arguments)
     assert (code, printed) == (2, ""), complaints
     assert words in complaints
     assert complaints.startswith("scram: ")
     assert complaints.count("\n") == 1
+    made = {path.name for path in set(tmp_path.rglob("*")) - before}
+    assert made == ({"none", "bench.json"} if "--budget" in arguments else set())
 
 
 def test_every_command_shows_examples():

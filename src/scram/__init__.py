@@ -1,12 +1,22 @@
-"""SCRAM, Spatially Coherent Randomized Attention Maps: attention over grids in O(n log n)."""
+"""SCRAM, Spatially Coherent Randomized Attention Maps: attention over grids in O(n log n).
 
-from . import dispatch, measure, nn, patch
-from .api import attend, attention, estimate, search
-from .estimators import Estimate, Hybrid, MetropolisHastings, Snis
-from .exact import exact_attention, exact_search, merge
-from .patch import patch_sdpa
-from .trust import Trust, trust
-from .types import Attended, Matches, Search
+Public names are imported when first used, so the command line starts without torch. Where torch is already imported,
+`import scram` imports them all, and with them the operators `torch.ops.scram`.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import dispatch, measure, nn, patch
+    from .api import attend, attention, estimate, search
+    from .estimators import Estimate, Hybrid, MetropolisHastings, Snis
+    from .exact import exact_attention, exact_search, merge
+    from .patch import patch_sdpa
+    from .trust import Trust, trust
+    from .types import Attended, Matches, Search
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,3 +42,38 @@ __all__ = [
     "search",
     "trust",
 ]
+# The names that each module defines; every other public name is a module itself.
+_DEFINED = {
+    "api": ("attend", "attention", "estimate", "search"),
+    "estimators": ("Estimate", "Hybrid", "MetropolisHastings", "Snis"),
+    "exact": ("exact_attention", "exact_search", "merge"),
+    "patch": ("patch_sdpa",),
+    "trust": ("Trust", "trust"),
+    "types": ("Attended", "Matches", "Search"),
+}
+
+
+class _Package(ModuleType):
+    """Imports a public name when it is first used and keeps it."""
+
+    def __getattr__(self, name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = next((module for module, names in _DEFINED.items() if name in names), None)
+        module = import_module(f".{home or name}", __name__)
+        setattr(self, name, getattr(module, name) if home else module)
+        return self.__dict__[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Python stores an imported submodule in its package; the function `trust` stays before the module of that name.
+        hides = name == "trust" and isinstance(value, ModuleType)
+        super().__setattr__(name, getattr(value, name) if hides else value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package
+if "torch" in sys.modules:
+    for _name in __all__:
+        getattr(sys.modules[__name__], _name)

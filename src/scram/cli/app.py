@@ -1,27 +1,40 @@
-"""The `scram` command: one file per subcommand, gathered here."""
+"""The `scram` command: what can be typed. A command imports its own file, and with it torch, only when it runs."""
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer import Argument, Option
+from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
-from .bench import bench
-from .coherence import coherence
-from .demo import demo
-from .denoise import denoise
-from .figures import figures
-from .info import info
-from .match import match
+from . import arguments
+from .arguments import ALL_PARTS, BENCH_PATCH, BENCH_SIZES, FIGURES, PARTS, PHOTOGRAPHS, TRAINED
+from .console import one_line_errors, output_folder
 
 
-def _examples(*lines: str) -> str:
-    return "Examples:\n\n" + "\n\n".join(f"  scram {line}" for line in lines)
+def _flags_without_type(parameters: list[Any]) -> list[Any]:
+    """The parameters of a command; the help shows a flag without the type of a value, for it takes none."""
+    for one in parameters:
+        if getattr(one, "is_flag", False):
+            one.metavar = ""
+    return parameters
 
 
-class OneLineErrors(TyperGroup):
-    """Options that do not exist or do not fit are one line too, not a box."""
+class Command(TyperCommand):
+    """A command whose help shows flags as flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_type(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """All commands. Errors of usage are one line too, not a box."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_type(super().get_params(ctx))
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
         if not settings.get("standalone_mode", True):
@@ -36,13 +49,17 @@ class OneLineErrors(TyperGroup):
                 sys.exit(2)
             where = getattr(getattr(error, "ctx", None), "command_path", "scram")
             message = " ".join(error.format_message().split())
-            typer.echo(f"scram: {message} (`{where} --help` lists what there is)", err=True)
+            typer.echo(f"scram: {message} (`{where} --help` shows the options)", err=True)
             sys.exit(2)
         sys.exit(code if isinstance(code, int) else 0)
 
 
+def _examples(*lines: str) -> str:
+    return "Examples:\n\n" + "\n\n".join(f"  scram {line}" for line in lines)
+
+
 app = typer.Typer(
-    cls=OneLineErrors,
+    cls=Group,
     help="Attention over grids at O(N log N) cost: try it, measure it, and see what runs on this machine.",
     epilog=_examples("demo", "match left.png right.png", "denoise camera --add-noise 25", "bench", "info"),
     no_args_is_help=True,
@@ -50,30 +67,159 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_EXAMPLES = {
-    "coherence": ("coherence", "coherence --size 64 --out /tmp/c --json"),
-    "figures": ("figures", "figures --only maps,modes --out /tmp/f", "figures --size 288 --json"),
-    "bench": (
-        "bench",
-        "bench --sizes 32,64 --widths 3 --out /tmp/b",
-        "bench --device cuda --longest 12",
-        "bench --resume",
-    ),
-    "demo": ("demo", "demo --size 144 --out /tmp/demo --json"),
-    "info": ("info", "info --json"),
-    "denoise": (
-        "denoise photo.jpg",
-        "denoise camera --add-noise 25",
-        "denoise photo.png --sigma 15 --out /tmp/d --json",
-    ),
-    "match": (
-        "match left.png right.png",
-        "match --sample motorcycle",
-        "match a.jpg b.jpg --size 240 --out /tmp/m --json",
-    ),
-}
-for command in (demo, match, denoise, figures, bench, coherence, info):
-    app.command(epilog=_examples(*_EXAMPLES[command.__name__]))(command)
+Out = Annotated[Path, Option(help="Folder for pictures and numbers; made if it is not there.")]
+Json = Annotated[bool, Option("--json", help="Print the numbers as JSON, not as a table.")]
+Seed = Annotated[int, Option(help="Seed of everything random: search, sampled queries, shuffles.")]
+Device = Annotated[str, Option(help="cpu or cuda.")]
+Impl = Annotated[str, Option(help="Which implementation runs; `scram info` lists them.")]
+Radius = Annotated[int, Option(min=0, max=64, help="Radius of the windows around matches (b).")]
+
+
+def _command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return app.command(cls=Command, epilog=_examples(*examples))
+
+
+@_command("demo", "demo --size 144 --out /tmp/demo --json")
+def demo(
+    out: Out = Path("scram-demo"),
+    size: Annotated[int, Option(min=16, help="Height of the photographs in pixels.")] = 288,
+    seed: Seed = 0,
+    impl: Impl = "auto",
+    as_json: Json = False,
+) -> None:
+    """Rebuild photograph A from the pixels of photograph B, and measure it against exact attention."""
+    with one_line_errors(), output_folder(out):
+        from .demo import run
+
+        run(out, size, seed, impl).finish(out / "demo.json", as_json)
+
+
+@_command("match left.png right.png", "match --sample motorcycle", "match a.jpg b.jpg --size 240 --out /tmp/m --json")
+def match(
+    a: Annotated[Path | None, Argument(help="Photograph A; its pixels are the queries.", show_default=False)] = None,
+    b: Annotated[Path | None, Argument(help="Photograph B; its pixels are the keys.", show_default=False)] = None,
+    sample: Annotated[str | None, Option(help="Instead of files: city, or scikit-image's motorcycle.")] = None,
+    truth: Annotated[Path | None, Option(help="A .npy of true disparities [H, W] or offsets [H, W, 2].")] = None,
+    out: Out = Path("scram-match"),
+    size: Annotated[int | None, Option(min=16, help="Resize both to this height in pixels.")] = None,
+    patch: Annotated[int, Option(min=1, help="Side of the patches, odd.")] = arguments.MATCH_PATCH,
+    width: Annotated[int, Option(min=1, help="Width of the features kept by the PCA.")] = arguments.MATCH_WIDTH,
+    matches: Annotated[int, Option(min=1, max=64, help="Matches per pixel (kappa).")] = 1,
+    separation: Annotated[int, Option(min=0, help="Distance between matches of a pixel (L).")] = 0,
+    radius: Radius = arguments.MATCH_RADIUS,
+    sweeps: Annotated[int, Option(min=0, max=1000, help="Sweeps of the search (T).")] = 8,
+    scale: Annotated[float, Option(help="Factor on the cosine before the softmax.")] = arguments.MATCH_SCALE,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    impl: Impl = "auto",
+    as_json: Json = False,
+) -> None:
+    """Find every pixel of A in B: a colour-coded match field, B warped onto A, arrows, a confidence, numbers."""
+    with one_line_errors(), output_folder(out):
+        arguments.check_device(device)
+        arguments.check_positive("scale", scale)
+        arguments.check_pair(a, b, sample, truth, size)
+        from .match import Settings, run
+
+        settings = Settings(patch, width, matches, separation, radius, sweeps, scale, seed)
+        run(a, b, sample, truth, out, size, settings, device, impl).finish(out / "match.json", as_json)
+
+
+@_command("denoise photo.jpg", "denoise camera --add-noise 25", "denoise photo.png --sigma 15 --out /tmp/d --json")
+def denoise(
+    image: Annotated[str, Argument(help=f"A picture file, or one of scikit-image's: {', '.join(PHOTOGRAPHS)}.")],
+    out: Out = Path("scram-denoise"),
+    sigma: Annotated[float | None, Option(min=0.1, max=255, help="Noise level of 255; else it is estimated.")] = None,
+    add_noise: Annotated[float | None, Option(min=0.1, max=255, help="First add noise; shows PSNR.")] = None,
+    rivals: Annotated[bool, Option(help="With --add-noise, also run scikit-image and OpenCV.")] = True,
+    patch: Annotated[int | None, Option(min=1, help="Side of the patches, odd; 7 for grey, 5 for colour.")] = None,
+    strength: Annotated[float | None, Option(help="Bandwidth of the weights in units of the noise.")] = None,
+    matches: Annotated[int, Option(min=1, max=64, help="Windows per pixel: its own and its best matches'.")] = 2,
+    radius: Radius = 5,
+    device: Device = "cpu",
+    seed: Annotated[int, Option(min=0, help="Seed of the search and of added noise.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Remove noise from a picture by non-local means; with --add-noise, measure it against other programs."""
+    with one_line_errors(), output_folder(out):
+        arguments.check_device(device)
+        if strength is not None:
+            arguments.check_positive("strength", strength)
+        if patch is not None and patch % 2 == 0:
+            raise ValueError(f"patch must be odd, got {patch}")
+        is_sample = arguments.is_photograph(image)
+        from .denoise import run
+
+        changed = {"patch": patch, "strength": strength, "matches": matches, "radius": radius, "seed": seed}
+        report = run(image, is_sample, out, sigma, add_noise, rivals, changed, device)
+        report.finish(out / "denoise.json", as_json)
+
+
+@_command("figures", "figures --only maps,modes --out /tmp/f", "figures --size 288 --json")
+def figures(
+    out: Out = Path("scram-figures"),
+    only: Annotated[str, Option(help=f"Which, with commas: {', '.join(FIGURES)}.")] = ",".join(FIGURES),
+    size: Annotated[int, Option(min=32, help="Height of the photographs in pixels.")] = 144,
+    data: Annotated[Path | None, Option(help=f"Folder with {' and '.join(TRAINED)} for curves.")] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Draw the paper's figures: attention maps, separated modes, sweeps of the search, recall and mass."""
+    with one_line_errors(), output_folder(out):
+        names = arguments.some_of("only must name", only, FIGURES)
+        if data is not None and "curves" in names:
+            for name in TRAINED:
+                arguments.check_readable(data / name)
+        from .figures import run
+
+        run(out, names, size, data, seed).finish(out / "figures.json", as_json)
+
+
+@_command("bench", "bench --sizes 32,64 --widths 3 --out /tmp/b", "bench --device cuda --longest 12", "bench --resume")
+def bench(
+    out: Out = Path("scram-bench"),
+    device: Device = "cpu",
+    sizes: Annotated[str | None, Option(help="Sides of the pictures, with commas; 32 to 512, GPU 64 to 2048.")] = None,
+    widths: Annotated[str, Option(help="Widths of queries and keys, with commas; the paper has 3.")] = "3,64",
+    parts: Annotated[str, Option(help=f"What to measure, with commas, of {', '.join(ALL_PARTS)}.")] = ",".join(PARTS),
+    longest: Annotated[float, Option(min=0.0, help="Leave out calls that would take longer, in seconds.")] = 3.0,
+    budget: Annotated[float | None, Option(min=0.0, help="Seconds for all; CPU 140, GPU without limit.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Keep the times in bench.json and measure the rest.")] = False,
+    draw_only: Annotated[bool, Option("--draw-only", help="Measure nothing; table and plot of bench.json.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure SCRAM, dense attention, fixed sparse patterns, brute force and nearest-neighbour libraries."""
+    with one_line_errors(), output_folder(out):
+        arguments.check_device(device)
+        sides = BENCH_SIZES[device] if sizes is None else arguments.whole_numbers("sizes", sizes, 16)
+        kinds = arguments.some_of("parts must be", parts, ALL_PARTS)
+        numbers = arguments.whole_numbers("widths", widths, 1, 3 * BENCH_PATCH**2)  # the colours of a patch
+        from .bench import run
+
+        run(out, device, sides, numbers, tuple(kinds), longest, budget, resume, draw_only, as_json)
+
+
+@_command("coherence", "coherence --size 64 --out /tmp/c --json")
+def coherence(
+    out: Out = Path("scram-coherence"),
+    size: Annotated[int, Option(min=16, help="Side of the square grids; a multiple of 16 is best.")] = 64,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Recall and error against the degree of spatial coherence, from shuffled keys to smooth fields."""
+    with one_line_errors(), output_folder(out):
+        from .coherence import run
+
+        run(out, size, seed).finish(out / "coherence.json", as_json)
+
+
+@_command("info", "info --json")
+def info(as_json: Json = False) -> None:
+    """Say what SCRAM finds on this machine, and why an implementation cannot run."""
+    with one_line_errors():
+        from .info import run
+
+        run(as_json)
 
 
 def _version(wanted: bool) -> None:
@@ -84,8 +230,6 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
-    ] = False,
+    version: Annotated[bool, Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
 ) -> None:
     pass

@@ -3,100 +3,62 @@
 import json
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from . import charts, measuring
-from .console import chosen_device, console, one_line_errors, writable_folder
+from . import INTERRUPTED, charts, measuring, not_installed
+from .console import console, explained, fail, progress_line
 from .features import sample_pair
 from .measuring import Case, Limits, Pictures, Results, Row
 
-SIZES = {"cpu": (32, 64, 128, 256, 512), "cuda": (64, 128, 256, 512, 1024, 2048)}
-PARTS = ("forward", "backward", "search", "flex")
-MORE_PARTS = (*PARTS, "pynndescent", "natten")  # one compiles for minutes, one installs in few places: when asked for
 ROW = 240.0  # seconds; pynndescent compiles for two minutes
 BUDGET = {"cpu": 140.0, "cuda": inf}  # seconds
-INTERRUPTED = 130  # the exit code of a program ended by Ctrl-C
 
 
-def bench(
-    out: Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")] = Path("scram-bench"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    sizes: Annotated[
-        str | None, typer.Option(help="Sides of the pictures, with commas; 32 to 512 on a CPU, 64 to 2048 on a GPU.")
-    ] = None,
-    widths: Annotated[str, typer.Option(help="Widths of queries and keys, with commas; the paper has 3.")] = "3,64",
-    parts: Annotated[str, typer.Option(help=f"What to measure, with commas, of {', '.join(MORE_PARTS)}.")] = ",".join(
-        PARTS
-    ),
-    longest: Annotated[float, typer.Option(min=0.0, help="Leave out calls that would take longer, in seconds.")] = 3.0,
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Stop measuring after so many seconds; 140 on a CPU, no limit on a GPU."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the times that bench.json holds and measure the rest.")
-    ] = False,
-    draw_only: Annotated[
-        bool, typer.Option("--draw-only", help="Measure nothing; table and plot of bench.json.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, not as a table.")] = False,
-) -> None:
-    """Measure SCRAM, dense attention, fixed sparse patterns, brute force and nearest-neighbour libraries."""
-    with one_line_errors():
-        writable_folder(out)
-        chosen_device(device)
-        wanted = SIZES[device] if sizes is None else _numbers("sizes", sizes, 16)
-        kinds = tuple(part.strip() for part in parts.split(","))
-        if not set(kinds) <= set(MORE_PARTS):
-            raise ValueError(f"parts must be some of {', '.join(MORE_PARTS)}, got {parts}")
-        results = Results(out / "bench.json", resume or draw_only, "city", device)
-        numbers = _numbers("widths", widths, 1)
-        most = 3 * measuring.PATCH**2  # the colours of a patch
-        if numbers[-1] > most:
-            raise ValueError(f"widths must be {most} or less, got {numbers[-1]}")
-        todo = list(measuring.cases(wanted, numbers, device, kinds))
-        stopped = False
-        if not draw_only:
-            limits = Limits(longest, BUDGET[device] if budget is None else budget, ROW)
-            stopped = _measure(todo, Pictures(*sample_pair(), device), results, limits)
-        if not results.rows:
-            raise ValueError(f"nothing was measured: {results.path} has no rows")
-        rows = list(results.rows.values())
-        if all(row.get("skipped") == measuring.LATE for row in rows) and not stopped:
+def run(
+    out: Path, device: str, sizes: tuple[int, ...], widths: tuple[int, ...], parts: tuple[str, ...], longest: float,
+    budget: float | None, resume: bool, draw_only: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure what bench.json lacks, store each row at once, and print the tables."""
+    results = Results(out / "bench.json", resume or draw_only, "city", device)
+    todo = list(measuring.cases(sizes, widths, device, parts))
+    stopped = False
+    if not draw_only:
+        limits = Limits(longest, BUDGET[device] if budget is None else budget, ROW)
+        stopped = _measure(todo, Pictures(*sample_pair(), device), results, limits)
+    rows = list(results.rows.values())
+    if rows:
+        late = sum(row.get("skipped") == measuring.LATE for row in rows)
+        if late == len(rows) and not stopped:
             raise ValueError("there was no time to measure anything; give --budget more seconds")
         charts.performance(rows, out / "bench.png")
-        if as_json:
-            typer.echo(json.dumps({"slopes": slopes(rows), "rows": results.rows}, indent=1))
-        else:
-            screen = console()
-            for table in tables(rows):
-                screen.print(table)
-            typer.echo(f"rows: {results.path}; plot: {out / 'bench.png'}")
-            late = sum(row.get("skipped") == measuring.LATE for row in rows)
-            if late:
-                typer.echo(f"{late} rows were left for lack of time; --resume measures them, --budget gives more")
-        if stopped:
-            typer.echo("stopped by Ctrl-C; what was measured is kept, --resume goes on", err=True)
-            raise typer.Exit(INTERRUPTED)
+        _print(rows, results, out / "bench.png", late, as_json)
+    if stopped:
+        fail("interrupted; what was measured is kept, --resume continues", INTERRUPTED)
+    if not rows:
+        raise ValueError(f"nothing was measured: {results.path} has no rows")
 
 
-def _numbers(name: str, text: str, least: int) -> tuple[int, ...]:
-    try:
-        values = tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        raise ValueError(f"{name} must be whole numbers with commas, got {text}") from None
-    if values[0] < least:
-        raise ValueError(f"{name} must be {least} or more, got {values[0]}")
-    return values
+def _print(rows: list[Row], results: Results, plot: Path, late: int, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"slopes": slopes(rows), "rows": results.rows}, indent=1))
+        return
+    screen = console()
+    for table in tables(rows):
+        screen.print(table)
+    typer.echo(f"rows: {results.path}; plot: {plot}")
+    packages = {row["failed"].split()[0] for row in rows if row.get("failed", "").endswith("is not installed")}
+    if packages:
+        typer.echo(not_installed(", ".join(sorted(packages)), "cli", "bench"))
+    if late:
+        typer.echo(f"{late} rows were left for lack of time; --resume measures them, --budget gives more")
 
 
 class TimeLeft(ProgressColumn):
-    """The time that the rows so far let expect, at most what the budget leaves."""
+    """The time left, estimated from the rows so far, at most what the budget leaves."""
 
     def __init__(self, budget: float) -> None:
         super().__init__()
@@ -110,13 +72,11 @@ class TimeLeft(ProgressColumn):
 
 def _measure(todo: list[Case], pictures: Pictures, results: Results, limits: Limits) -> bool:
     """Measure what is not there yet; True when Ctrl-C ended it."""
-    screen = console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("left"), TimeLeft(limits.budget),
     )  # fmt: skip
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("", total=len(todo))
+    with progress_line(*columns, total=len(todo)) as (bar, task):
         try:
             for number, case in enumerate(measuring.measure_all(todo, pictures, results, limits)):
                 name = f"{case.contender}, {case.size} x {case.size}, E={case.width}"
@@ -154,7 +114,8 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
     )
     result = Table(
         title=f"width {width}, {title}, milliseconds, fastest call (MiB of peak memory)",
-        caption="slope: exponent of time against pixels; ~: too long, or no time left; continued from smaller sizes",
+        caption="slope: exponent of time against pixels; ~: too long, or no time left; continued from smaller sizes\n"
+        + explained("recall@1" if kind == "search" else "output error") * (not backward),
     )
     result.add_column("contender", no_wrap=True)
     for size in sizes:
@@ -162,7 +123,7 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
     result.add_column("slope", justify="right")
     quality = "recall" if kind == "search" else "output_error"
     if not backward:
-        result.add_column("recall@1" if kind == "search" else "error", justify="right")
+        result.add_column("recall@1" if kind == "search" else "output error", justify="right")
     for contender in dict.fromkeys(row["contender"] for row in rows):
         mine = {row["size"]: row for row in rows if row["contender"] == contender}
         slope = measuring.slope(list(mine.values()))
@@ -182,7 +143,7 @@ def _cell(row: Row | None) -> str:
         return "no memory" if "memory" in row["failed"] else "failed"
     if "skipped" in row:
         return f"~{_milliseconds(row['about'])}" if "about" in row else "no time"
-    peak: Any = row.get("peak_bytes")
+    peak = row.get("peak_bytes")
     return _milliseconds(row["least"]) + ("" if peak is None else f" ({peak / 2**20:.0f})")
 
 

@@ -34,6 +34,13 @@ MARKERS = ("o", "s", "^", "v", "D", "<", ">", "X")
 Series = dict[tuple[str, int, bool, str], list[measuring.Row]]
 
 
+def new_figure(width: float, height: float, title: str, **style: Any) -> Figure:
+    """An empty white figure of that size in inches."""
+    figure = Figure((width, height), dpi=110, layout="constrained", facecolor="white")
+    figure.suptitle(title, fontweight="bold", color=INK, **style)
+    return figure
+
+
 def series(rows: Sequence[measuring.Row]) -> Series:
     """The rows of each kind, width, pass and contender, by size."""
     found: Series = {}
@@ -60,23 +67,20 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
         if any(r.get(one[2]) for panel in row for some in panel.values() for r in some)
     ]
     down, across = max(1, len(shown)), len(widths)
-    figure = Figure((8.4 * across, 4.0 * down + 0.4), dpi=110, layout="constrained", facecolor="white")
-    for line, ((_, _, quantity, title, unit), row) in enumerate(shown):
+    machine = rows[0]["machine"]
+    where = machine["gpu"] or f"{counted(machine['threads'], 'thread')} of {machine['cpu']}"
+    continued = any("about" in row for row in rows)
+    note = "fastest of several calls; hollow: continued from smaller sizes" if continued else "fastest call"
+    title = f"Attention over pictures: {where}; {note}"
+    figure = new_figure(8.4 * across, 4.0 * down + 0.4, title, fontsize=14)
+    for line, ((_, _, quantity, name, unit), row) in enumerate(shown):
         for column, (width, panel) in enumerate(zip(widths, row, strict=True)):
             if any(r.get(quantity) for some in panel.values() for r in some):
                 axes = figure.add_subplot(down, across, line * across + column + 1)
                 _loglog(axes, panel, quantity)
-                axes.set_title(f"{title}; width {width}", loc="left", color=INK)
+                axes.set_title(f"{name}; width {width}", loc="left", color=INK)
                 axes.set(xlabel="pixels = queries = keys", ylabel=unit)
-    machine = rows[0]["machine"]
-    where = machine["gpu"] or f"{counted(machine['threads'], 'thread')} of {machine['cpu']}"
-    note = "fastest of several calls; hollow: continued from smaller sizes" if _continued(rows) else "fastest call"
-    figure.suptitle(f"Attention over pictures: {where}; {note}", fontsize=14, fontweight="bold", color=INK)
     figure.savefig(path)
-
-
-def _continued(rows: Sequence[measuring.Row]) -> bool:
-    return any("about" in row for row in rows)
 
 
 def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) -> None:

@@ -1,21 +1,18 @@
-"""`scram coherence`: how much the search owes to neighbours that want related keys."""
+"""`scram coherence`: how much the search gains where neighbouring queries match neighbouring keys."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-import typer
-from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from .. import Search, attend, measure, search
+from .. import measure
+from ..api import attend, search
+from ..types import Search
 from . import charts
-from .console import console, one_line_errors, progress, writable_folder
-from .pictures import INK
+from .console import Numbers, Report, explained, progress
 from .provenance import made_with
 from .sets import matching, projected
 
@@ -23,21 +20,16 @@ SAMPLE = 500
 WIDTH = 16
 SCALE = 100.0
 GOSSIP = 8
-Numbers = dict[str, Any]
 
 
 def settings(seed: int) -> dict[str, Search]:
     """The ways to search that are compared."""
-    ways = {
+    by_query = {
         f"{way}{', gossip' * bool(gossip)}": Search(method="query", propagate=way, gossip=gossip, seed=seed)
         for way in ("shift", "stay", "both")
         for gossip in (0, GOSSIP)
     }
-    try:
-        ways["tile"] = Search(method="tile", seed=seed)
-    except ValueError:  # a version without it
-        return ways
-    return ways
+    return {**by_query, "tile": Search(method="tile", seed=seed)}
 
 
 def shuffle_blocks(x: Tensor, side: int, seed: int) -> Tensor:
@@ -84,42 +76,26 @@ def measure_case(q: Tensor, k: Tensor, how: Search, seed: int) -> dict[str, floa
     }
 
 
-def coherence(
-    out: Annotated[Path, typer.Option(help="Folder for coherence.png and coherence.json.")] = Path("scram-coherence"),
-    size: Annotated[int, typer.Option(min=16, help="Side of the square grids; a multiple of 16 is best.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of searches, shuffles and fields.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")] = False,
-) -> None:
-    """Recall and error against the degree of spatial coherence, from shuffled keys to smooth fields."""
-    with one_line_errors():
-        writable_folder(out)
-        rows: list[Numbers] = []
-        with progress() as step:
-            for kind, degree, q, k in cases(size, seed):
-                for name, how in settings(seed).items():
-                    step(f"{kind}, coherent over {degree} points: {name}")
-                    rows.append({"kind": kind, "degree": degree, "search": name, **measure_case(q, k, how, seed)})
-            step("drawing")
-            draw(rows, out / "coherence.png", size)
-        numbers: Numbers = {**made_with("cpu"), "size": size, "width": WIDTH, "seed": seed, "rows": rows}
-        text = json.dumps(numbers, indent=1, allow_nan=False)
-        (out / "coherence.json").write_text(text + "\n")
-        if as_json:
-            typer.echo(text)
-            return
-        screen = console()
-        for kind in dict.fromkeys(row["kind"] for row in rows):
-            screen.print(_table(rows, kind))
-        typer.echo(f"figure: {out / 'coherence.png'}; numbers: {out / 'coherence.json'}")
+def run(out: Path, size: int, seed: int) -> Report:
+    """Run every search on every case, and draw recall and error against the degree of coherence."""
+    rows: list[Numbers] = []
+    with progress() as step:
+        for kind, degree, q, k in cases(size, seed):
+            for name, how in settings(seed).items():
+                step(f"{kind}, coherent over {degree} points: {name}")
+                rows.append({"kind": kind, "degree": degree, "search": name, **measure_case(q, k, how, seed)})
+        step("drawing")
+        draw(rows, out / "coherence.png", size)
+    numbers = {**made_with("cpu"), "size": size, "width": WIDTH, "seed": seed, "rows": rows}
+    tables = [_table(rows, kind) for kind in dict.fromkeys(row["kind"] for row in rows)]
+    return Report(numbers, tables, f"figure: {out / 'coherence.png'}; numbers: {out / 'coherence.json'}")
 
 
 def draw(rows: list[Numbers], path: Path, size: int) -> None:
     """Two lines of panels: recall, error; one column for each kind of tensors."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    figure = Figure((5.6 * len(kinds), 8.6), dpi=110, layout="constrained", facecolor="white")
-    figure.suptitle(
-        f"What spatial coherence is worth to the search ({size} x {size}, 8 sweeps)", fontweight="bold", color=INK
-    )
+    title = f"What the search gains from spatial coherence ({size} x {size}, 8 sweeps)"
+    figure = charts.new_figure(5.6 * len(kinds), 8.6, title)
     for line, (quantity, label) in enumerate(
         (("recall", "recall@1"), ("output_error", "relative error of the output"))
     ):
@@ -144,7 +120,7 @@ def draw(rows: list[Numbers], path: Path, size: int) -> None:
 def _table(rows: list[Numbers], kind: str) -> Table:
     mine = [row for row in rows if row["kind"] == kind]
     degrees = list(dict.fromkeys(row["degree"] for row in mine))
-    table = Table("search", title=f"{kind}: recall@1 by degree of coherence in points")
+    table = Table("search", title=f"{kind}: recall@1 by degree of coherence in points", caption=explained("recall@1"))
     for degree in degrees:
         table.add_column(str(degree), justify="right")
     for name in dict.fromkeys(row["search"] for row in mine):

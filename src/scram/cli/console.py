@@ -1,17 +1,49 @@
-"""What the commands share: where they print, and how they fail."""
+"""What the commands share: where they print and write, and how they fail."""
 
+import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from errno import ENOTDIR
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from . import INTERRUPTED
+
+Numbers = dict[str, Any]
+Step = Callable[[str], None]
+MEANING = {
+    "recall@1": "share of queries whose best key was found",
+    "captured mass": "share of the exact softmax weights that the attended keys hold",
+    "output error": "|output - exact output| / |exact output|",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a command found: numbers to store, tables to print, and a line that names the written files."""
+
+    numbers: Numbers
+    tables: Sequence[Table]
+    files: str
+
+    def finish(self, path: Path, as_json: bool) -> None:
+        """Store the numbers at that path; print them as JSON, or the tables and the files."""
+        text = json.dumps(self.numbers, indent=2, allow_nan=False)
+        path.write_text(text + "\n")
+        if as_json:
+            typer.echo(text)
+            return
+        for table in self.tables:
+            console().print(table)
+        typer.echo(self.files)
 
 
 def console(stderr: bool = False) -> Console:
@@ -20,14 +52,24 @@ def console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if stream.isatty() else 120, soft_wrap=False)
 
 
+def explained(*names: str) -> str:
+    """One line for each measure: its name and what it means."""
+    return "\n".join(f"{name}: {MEANING[name]}" for name in names)
+
+
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that names the step under way, on a line that is gone when done; silent when no terminal."""
+def progress_line(*columns: ProgressColumn, total: int | None = None) -> Iterator[tuple[Progress, TaskID]]:
+    """A line of progress on stderr that disappears when done; silent where stderr is no terminal."""
     screen = console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda step: bar.update(task, description=step)
+        yield bar, bar.add_task("", total=total)
+
+
+@contextmanager
+def progress() -> Iterator[Step]:
+    """Yield a function that names the stage under way; the clock beside it is that of the stage."""
+    with progress_line(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as (bar, task):
+        yield lambda stage: bar.reset(task, description=stage)
 
 
 def warn(message: str) -> None:
@@ -35,40 +77,40 @@ def warn(message: str) -> None:
     typer.echo(f"scram: warning: {' '.join(message.split())}", err=True)
 
 
-def fail(message: str) -> NoReturn:
-    """Print one line to stderr and leave with exit code 2."""
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Print one line to stderr and leave with that exit code."""
     typer.echo(f"scram: {' '.join(message.split())}", err=True)
-    raise typer.Exit(2)
+    raise typer.Exit(code)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what a user can get wrong (files, sizes, settings) into one line and exit code 2."""
+    """Turn Ctrl-C and what a user can get wrong (files, sizes, settings) into one line and an exit code."""
     try:
         yield
+    except KeyboardInterrupt:
+        fail("interrupted", INTERRUPTED)
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (ValueError, ModuleNotFoundError) as error:
         fail(str(error))
 
 
-def writable_folder(folder: Path) -> Path:
-    """Make the folder; raise OSError now, not after the work, if nothing can be written there."""
+@contextmanager
+def output_folder(folder: Path) -> Iterator[None]:
+    """Make the folder before the work, so that an error comes at once; remove it if it stays empty."""
     if folder.is_file():
         raise NotADirectoryError(ENOTDIR, "this is a file, not a folder", str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryFile(dir=folder):
-        return folder
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+        yield
+    finally:
+        for path in made:
+            with suppress(OSError):  # not empty: keep it
+                path.rmdir()
 
 
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def chosen_device(name: str) -> torch.device:
-    """The device of that name; ValueError where it is not one of cpu and cuda, or has no GPU."""
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {name}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("torch finds no CUDA GPU here; leave --device out to run on the CPU")
-    return torch.device(name)

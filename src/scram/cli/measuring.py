@@ -21,20 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import Matches, Search, measure, search
+from .. import measure
+from ..api import search
+from ..types import Matches
 from . import rivals
+from .arguments import BENCH_PATCH
+from .pca import principal_axes
 from .provenance import made_with
 
 SCALE = 100.0  # of unit features, so that a softmax has peaks; times do not depend on it
 SAMPLE, RECALL_SAMPLE = 256, 500  # queries that error and recall are measured on, on a GPU or small grids
 SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
-PATCH = 7
 LARGEST_INDEX = 256  # side of the largest picture that nearest-neighbour libraries index
-LARGEST_MASK = 1024  # and for FlexAttention, whose masks are made by asking about all pairs, several times to tune it
+LARGEST_MASK = 1024  # and for FlexAttention, which makes a mask from all pairs, several times to tune it
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
 ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once
-SETTINGS = {"SCRAM, paper": Search.paper(seed=0), "SCRAM, default": Search(seed=0)}
 LATE = "the time for all rows was spent"
 SAME = ("kind", "contender", "width", "backward")  # what rows of one line share
 Row = dict[str, Any]
@@ -56,7 +58,7 @@ class Case:
 
 
 def cases(sizes: tuple[int, ...], widths: tuple[int, ...], device: str, parts: tuple[str, ...]) -> Iterator[Case]:
-    """The paper's figure first, each part from small to large: a run that is cut short has the most wanted rows."""
+    """The paper's figure first, each part from small to large: a run that is cut short has the most important rows."""
     for part in ("forward", "flex", "search", "backward"):
         if part not in parts or (part == "flex" and device != "cuda"):
             continue
@@ -68,10 +70,10 @@ def cases(sizes: tuple[int, ...], widths: tuple[int, ...], device: str, parts: t
 
 
 def contenders(part: str, parts: tuple[str, ...]) -> list[str]:
-    """Who takes part in a part; pynndescent and NATTEN only when they are asked for."""
+    """The contenders of a part; pynndescent and NATTEN only when named."""
     if part == "search":
         others = [n for n, (_, _, package) in rivals.SEARCHES.items() if package != "pynndescent" or package in parts]
-        return [*SETTINGS, *others]
+        return [*rivals.SETTINGS, *others]
     if part == "flex":
         return [f"flex {name}" for name in rivals.PATTERNS]
     return [*rivals.ATTENTIONS, *(rivals.OPTIONAL if "natten" in parts else ())]
@@ -93,12 +95,10 @@ class Pictures:
         if self.last is None or self.last[0] != (size, width):
             self.last = None
             patches = self._patches(self.a, size)
-            some = patches[:: max(1, len(patches) // 10000)]
-            mean = some.mean(0)
-            basis = torch.linalg.eigh((some - mean).T @ (some - mean)).eigenvectors[:, -width:]
+            mean, _, axes = principal_axes(patches[:: max(1, len(patches) // 10000)])
             kind = torch.bfloat16 if self.device == "cuda" and width % 8 == 0 else torch.float32
             q, k = (
-                F.normalize((x - mean) @ basis, dim=-1).to(kind).reshape(1, 1, size, size, width)
+                F.normalize((x - mean) @ axes[:, -width:], dim=-1).to(kind).reshape(1, 1, size, size, width)
                 for x in (patches, self._patches(self.b, size))
             )
             self.last = (size, width), (q, k, k.clone())
@@ -106,7 +106,7 @@ class Pictures:
 
     def _patches(self, picture: Tensor, size: int) -> Tensor:
         x = F.interpolate(picture.movedim(-1, 0)[None], (size, size), mode="bilinear", antialias=True)
-        return F.unfold(F.pad(x, [PATCH // 2] * 4, mode="reflect"), PATCH)[0].T
+        return F.unfold(F.pad(x, [BENCH_PATCH // 2] * 4, mode="reflect"), BENCH_PATCH)[0].T
 
 
 class Results:
@@ -240,8 +240,8 @@ def _attention(case: Case, pictures: Pictures) -> Row:
     if not case.backward and case.contender not in ("strided", "fixed", "flex strided", "flex fixed"):
         error = measure.output_error(q, k, v, rivals.attended(out), scale=SCALE, sample=_sample(q, SAMPLE))
         row["output_error"] = float(error)  # of causal patterns it would compare different things
-    if not case.backward and case.contender in SETTINGS:
-        row["recall"] = _recall(q, k, search(q, k, search=SETTINGS[case.contender]).index)
+    if not case.backward and case.contender in rivals.SETTINGS:
+        row["recall"] = _recall(q, k, search(q, k, search=rivals.SETTINGS[case.contender]).index)
     return {**row, **ready, "took": perf_counter() - start}
 
 
@@ -256,8 +256,8 @@ def _call(attention: rivals.Attention, tensors: tuple[Tensor, Tensor, Tensor], b
 def _search(case: Case, pictures: Pictures, known: dict[str, Row]) -> Row:
     q, k, _ = pictures.tensors(case.size, case.width)
     start = perf_counter()
-    if case.contender in SETTINGS:
-        row, index = clock(lambda: search(q, k, search=SETTINGS[case.contender]).index, pictures.device)
+    if case.contender in rivals.SETTINGS:
+        row, index = clock(lambda: search(q, k, search=rivals.SETTINGS[case.contender]).index, pictures.device)
         return {**row, "recall": _recall(q, k, index), "took": perf_counter() - start}
     call, efforts, package = rivals.SEARCHES[case.contender]
     ready = {}
@@ -327,24 +327,20 @@ def _peak(device: str) -> int | None:
     return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
 
 
-def _status(field: str) -> int | None:
-    """A line of /proc/self/status in bytes, None where there is no such file."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
-
-
 def available(device: str) -> int:
     """Bytes of memory that are free."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
+    return _status("MemAvailable", "/proc/meminfo") or 1 << 62
+
+
+def _status(field: str, path: str = "/proc/self/status") -> int | None:
+    """A line of a status file in bytes, None where there is no such file."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
     except OSError:
-        return 1 << 62
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
 
 
 def slope(rows: list[Row], quantity: str = "least") -> float | None:

@@ -25,6 +25,11 @@ def save(picture: Tensor, path: Path) -> None:
     Image.fromarray(_bytes(picture)).save(path)
 
 
+def grid_of(picture: Tensor) -> str:
+    """The size of a picture `[H, W, ...]` in words: "288 x 512"."""
+    return " x ".join(map(str, picture.shape[:2]))
+
+
 def offsets(matches: Matches, rank: int = 0) -> Tensor:
     """How far each query's match of that rank lies away, (down, right) in pixels `[H, W, 2]`, NaN where none.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,17 +34,16 @@ def machine(device: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        "versions": {"scram": __version__, "python": platform.python_version(), **_installed()},
+        "versions": {"scram": __version__, "python": platform.python_version(), **installed(PACKAGES)},
     }
 
 
-def _installed() -> dict[str, str]:
+def installed(packages: tuple[str, ...]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
     found = {}
-    for package in PACKAGES:
-        try:
+    for package in packages:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 

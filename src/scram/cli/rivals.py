@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,24 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import Attended, Search, attend, attention, exact_search
+from ..api import attend, attention
+from ..exact import exact_search
+from ..types import Attended, Search
 
 SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after it see
 BLOCK, REACH = 8, 4  # side of the local pattern's query blocks, and how far their keys reach beyond them
 NEIGHBOURS = 15  # side of NATTEN's neighbourhoods, about as many keys as a local block sees
 CHUNK = 1 << 26  # elements of a score matrix at a time
+SETTINGS = {"SCRAM, paper": Search.paper(seed=0), "SCRAM, default": Search(seed=0)}
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Allows = Callable[..., Tensor]
 
 
-def scram_paper(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The paper's settings, one match, radius 1."""
-    return attention(q, k, v, search=Search.paper(seed=0), radius=1, scale=scale)
-
-
-def scram_default(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The library's settings, one match, radius 1."""
-    return attention(q, k, v, search=Search(seed=0), radius=1, scale=scale)
+def scram(settings: Search) -> Attention:
+    """SCRAM with these settings, one match, radius 1."""
+    return lambda q, k, v, scale: attention(q, k, v, search=settings, radius=1, scale=scale)
 
 
 def full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -46,7 +43,7 @@ def full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Torch's fused attention, with the backend that torch takes for these tensors."""
     flat = [x.flatten(2, 3) for x in (q, k, v)]
-    if q.is_cuda:  # its fused kernels want half precision and widths in eights; anything else falls back to N x N
+    if q.is_cuda:  # its fused kernels need half precision and widths in eights; anything else falls back to N x N
         flat = [F.pad(x, (0, -x.shape[-1] % 8)).to(torch.bfloat16) for x in flat]
     out = F.scaled_dot_product_attention(flat[0], flat[1], flat[2], scale=scale)
     return out[..., : v.shape[-1]].to(v.dtype).reshape(*q.shape[:-1], v.shape[-1])
@@ -185,7 +182,7 @@ def natten(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if q.is_cuda:
         if not HAS_LIBNATTEN:
             raise RuntimeError("NATTEN is installed without its kernels")
-        flat = [x.to(torch.bfloat16) for x in flat]  # half precision and widths of 32, 64, .. as its kernels want
+        flat = [x.to(torch.bfloat16) for x in flat]  # its kernels need half precision and widths of 32, 64, ..
     out: Tensor = na2d(*flat, kernel_size=NEIGHBOURS, scale=scale, **({} if q.is_cuda else {"backend": "flex-fna"}))
     return out[..., : v.shape[-1]].to(v.dtype).movedim(3, 1).contiguous()
 
@@ -201,8 +198,7 @@ def natten_allows(size: int) -> Allows:
 
 
 ATTENTIONS: dict[str, Attention] = {
-    "SCRAM, paper": scram_paper,
-    "SCRAM, default": scram_default,
+    **{name: scram(settings) for name, settings in SETTINGS.items()},
     "full attention": full,
     "torch SDPA": sdpa,
     "strided": strided,
@@ -219,7 +215,7 @@ PATTERNS: dict[str, Callable[[int], Allows]] = {
 
 
 def peak_bytes(name: str, points: int) -> int:
-    """What a contender holds at least, to refuse it before a machine without that memory starts to swap."""
+    """What a contender holds at least, to skip it before a machine without that memory starts to swap."""
     return 2 * 4 * points**2 if name == "full attention" else 0
 
 
@@ -267,11 +263,6 @@ SEARCHES: dict[str, tuple[Callable[[Tensor, Tensor, int], Tensor], tuple[int, ..
     "faiss HNSW": (faiss_hnsw, (4, 8, 16, 32, 64, 128, 256, 512), "faiss"),
     "pynndescent": (pynndescent, (0, 5, 10, 20, 40, 80), "pynndescent"),
 }
-
-
-def missing(package: str) -> bool:
-    """Whether a rival's package is not installed."""
-    return find_spec(package) is None
 
 
 def attended(out: Tensor) -> Attended:

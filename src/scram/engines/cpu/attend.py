@@ -5,124 +5,143 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from ...calls import AttendCall
 from ...grid import grid_of
-from .compiled import TASKS_PER_THREAD, compiled, launcher, threads
-from .layout import LegalArrays, array, key_rows, padded, strides
+from ...types import Attended
+from ._numba_compat import SIMD_WIDTH, each_task
+from .compiled import compiled, launcher
+from .layout import Array, Geometry, Windows, array, padded
 from .noise import absorb, seeded
-from .tasks import each_task
-from .vectors import LANES, add, coordinates, dot, exp, narrow_dots
+from .threads import TASKS_PER_THREAD, threads
+from .vectors import add, coordinates, dot, exp, narrow_dots
 
 BLOCK = 256  # queries that are taken together, fewer where they attend many keys
 BLOCK_WEIGHTS = 1 << 15  # at most, so that they stay in the second cache
-WEIGHTS = {"softmax": 0, "mean": 1, "relu": 2}
+SOFTMAX, MEAN, RELU = range(3)
+WEIGHTS = {"softmax": SOFTMAX, "mean": MEAN, "relu": RELU}
 
 
-class Problem:
-    """The tensors and settings of `attend` and its backward pass as the kernels take them."""
-
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        index: Tensor,
-        key_mask: Tensor | None,
-        k_extra: Tensor | None,
-        v_extra: Tensor | None,
-        seed: Tensor | None,
-        *,
-        radius: tuple[int, ...],
-        causal: bool,
-        scale: float,
-        weight: str,
-        dropout_p: float,
-    ) -> None:
-        key_grid = grid_of(k)
-        self.points, self.queries = math.prod(q.shape[:-1]), math.prod(grid_of(q))
-        self.index = index.reshape(self.points, index.shape[-1]).contiguous().numpy()
-        legal = LegalArrays.of(q, k, key_mask, listed=False)
-        reach = tuple(min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True))
-        self.grid = (key_grid, strides(key_grid), reach)
-        self.rest = (key_rows(q, k), legal.mask, legal.rows_per_mask, causal, self.queries)
-        self.slots = self.index.shape[1] * math.prod(2 * b + 1 for b in reach)
-        self.extras = 0 if k_extra is None else k_extra.shape[2]
-        self.tensors = (array(q), array(k), array(v))
-        wide = self.tensors[2].dtype
-        if k_extra is None or v_extra is None:
-            self.extra = (np.zeros((0, q.shape[-1]), self.tensors[1].dtype), np.zeros((0, v.shape[-1]), wide))
-        else:
-            self.extra = (array(k_extra), array(v_extra))
-        dropped = 0 if seed is None else int(dropout_p * 2**32)
-        noise = np.uint32(0 if seed is None else seeded(int(seed)))
-        self.how = (scale, WEIGHTS[weight], self.extras, noise, dropped, 1 / (1 - dropout_p))
+class Dropout(NamedTuple):
+    seed: np.uint32
+    threshold: int  # noise below it drops a key; 0 drops none
+    boost: float  # of what is kept
 
 
-def attend(*tensors: Any, **settings: Any) -> tuple[Tensor, Tensor]:
-    """q, k, v, index, key_mask, k_extra, v_extra, seed as in `scram.ops` -> out [B, H, *G, F], lse [B, H, *G]."""
-    q, v = tensors[0], tensors[2]
-    problem = Problem(*tensors, **settings)
-    (queries, keys, values), (keys_extra, values_extra) = problem.tensors, problem.extra
-    out = np.empty((problem.points, v.shape[-1]), values.dtype)
-    lse = np.empty(problem.points, out.dtype)
-    width = problem.slots + problem.extras
+class AttendArrays(NamedTuple):
+    """An AttendCall as the kernels read it."""
+
+    q: Array  # [P, E]
+    k: Array  # [B*Hk*M, E]
+    v: Array  # [B*Hk*M, F]
+    k_extra: Array  # [B*Hk*X, E]
+    v_extra: Array  # [B*Hk*X, F]
+    extras: int  # X
+    windows: Windows
+    geometry: Geometry
+    scale: float
+    weight: int
+    dropout: Dropout
+
+    @staticmethod
+    def of(call: AttendCall) -> AttendArrays:
+        q, k, v = (array(x) for x in (call.q, call.k, call.v))
+        k_extra, v_extra = np.zeros((0, k.shape[1]), k.dtype), np.zeros((0, v.shape[1]), v.dtype)
+        extras = 0
+        if call.k_extra is not None and call.v_extra is not None:
+            k_extra, v_extra, extras = array(call.k_extra), array(call.v_extra), call.k_extra.shape[2]
+        seed = call.dropout_seed
+        dropped = (0, 0) if seed is None else (seeded(int(seed)), int(call.dropout_p * 2**32))
+        return AttendArrays(
+            q, k, v, k_extra, v_extra, extras, Windows.of(call.index, call.radius, grid_of(call.k)),
+            Geometry.of(call.q, call.k, call.key_mask, call.causal), call.scale, WEIGHTS[call.weight],
+            Dropout(np.uint32(dropped[0]), dropped[1], 1 / (1 - call.dropout_p)),
+        )  # fmt: skip
+
+
+class Scratch(NamedTuple):
+    """Of each task."""
+
+    keys: Array  # int32 [tasks, slots + 1, size]
+    weights: Array  # [tasks, slots + extras, size]
+    places: Array  # int32 [tasks, kappa, rank, size], coordinates of the matches
+    sums: Array  # [tasks, 2, size]
+
+
+class Block(NamedTuple):
+    """Points of one row that are taken together."""
+
+    row: int
+    begin: int  # the first as a query
+    first: int  # and as a point
+    first_key: int  # where the row's keys begin
+    first_extra: int
+    size: int
+
+
+def attend(call: AttendCall) -> Attended:
+    """Algorithm 2."""
+    arrays = AttendArrays.of(call)
+    points, dtype = len(arrays.q), arrays.v.dtype
+    out, lse = np.empty((points, arrays.v.shape[1]), dtype), np.empty(points, dtype)
+    matches, slots = arrays.windows.index.shape[1], arrays.windows.slots
+    width = slots + arrays.extras
     size = max(1, min(BLOCK, BLOCK_WEIGHTS // max(width, 1)))
+    arrays = arrays._replace(q=padded(arrays.q), k=padded(arrays.k), k_extra=padded(arrays.k_extra))
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
-        _attend(
-            tasks, padded(queries), padded(keys), padded(keys_extra), values, values_extra, problem.index,
-            (*problem.grid, *problem.rest), problem.how, np.empty((tasks, problem.slots + 1, size), np.int32),
-            np.empty((tasks, width, size), out.dtype),
-            np.empty((tasks, problem.index.shape[1], len(problem.grid[0]), size), np.int32),
-            np.empty((tasks, 2, size), out.dtype), out, lse,
+        scratch = Scratch(
+            np.empty((tasks, slots + 1, size), np.int32), np.empty((tasks, width, size), dtype),
+            np.empty((tasks, matches, len(arrays.geometry.grid), size), np.int32), np.empty((tasks, 2, size), dtype),
         )  # fmt: skip
-    out_shape = (*q.shape[:-1], v.shape[-1])
-    return torch.from_numpy(out).to(v.dtype).reshape(out_shape), torch.from_numpy(lse).reshape(q.shape[:-1])
+        _attend(tasks, arrays, scratch, out, lse)
+    shape = call.q.shape[:-1]
+    return Attended(
+        torch.from_numpy(out).to(call.v.dtype).reshape(*shape, out.shape[1]), torch.from_numpy(lse).reshape(shape)
+    )
 
 
 @launcher
-def _attend(tasks, *arguments):
-    each_task(_some_blocks, tasks, arguments)
+def _attend(tasks, arrays, scratch, out, lse):
+    each_task(_some_blocks, tasks, (arrays, scratch, out, lse))
 
 
 @compiled
-def _some_blocks(
-    task, q, k, k_extra, v, v_extra, index, geometry, how, keys, weights, places, sums, out, lse
-):  # fmt: skip
+def _some_blocks(task, arrays, scratch, out, lse):
     """Blocks of points of one row, each written by one task."""
-    tasks, queries, block_size = len(keys), geometry[7], keys.shape[2]
+    tasks, queries, block_size = len(scratch.keys), arrays.geometry.queries, scratch.keys.shape[2]
     in_row = -(-queries // block_size)
     blocks = len(lse) // max(queries, 1) * in_row
-    for block in range(blocks * task // tasks, blocks * (task + 1) // tasks):
-        row = block // in_row
-        begin = (block - row * in_row) * block_size
-        where = (row, begin, min(block_size, queries - begin))
-        _expand(index, geometry, where, keys[task], places[task])
-        _score(q, k, k_extra, geometry, how, where, keys[task], weights[task])
-        _weigh(geometry, how, where, keys[task], weights[task], sums[task])
-        _mix(v, v_extra, geometry, how, where, keys[task], weights[task], sums[task], out, lse)
+    keys, weights, sums = scratch.keys[task], scratch.weights[task], scratch.sums[task]
+    for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
+        row = number // in_row
+        begin, key_row = (number - row * in_row) * block_size, arrays.geometry.key_rows[row]
+        first_key, first_extra = key_row * arrays.geometry.keys, key_row * arrays.extras
+        size = min(block_size, queries - begin)
+        block = Block(row, begin, row * queries + begin, first_key, first_extra, size)
+        _expand(arrays.windows, arrays.geometry, block, keys, scratch.places[task])
+        _score(arrays, block, keys, weights)
+        _weigh(arrays, block, keys, weights, sums)
+        _mix(arrays, block, keys, weights, sums, out, lse)
 
 
 @compiled
-def _expand(index, geometry, where, keys, places):
+def _expand(windows, geometry, block, keys, places):
     """For every slot of the windows and every point its key, or -1: off the grid, illegal, or in a window before."""
-    grid, strides, reach, _, mask, rows_per_mask, causal, queries = geometry
-    row, begin, size = where
-    rank, total_keys, first = len(grid), grid[0] * strides[0], row * queries + begin
-    match, matches = keys[len(keys) - 1], len(places)
+    grid, strides, reach, size = geometry.grid, geometry.strides, windows.reach, block.size
+    rank, match, matches = len(grid), keys[len(keys) - 1], len(places)
     window = (len(keys) - 1) // max(matches, 1)
     for e in range(matches):
         for p in range(size):
-            match[p] = index[first + p, e]
+            match[p] = windows.index[block.first + p, e]
         for axis in range(rank):
             coordinates(match, grid[axis], strides[axis], places[e, axis], size)
         for p in range(size):
-            places[e, 0, p] = places[e, 0, p] if (match[p] >= 0) & (match[p] < total_keys) else -1
+            places[e, 0, p] = places[e, 0, p] if (match[p] >= 0) & (match[p] < geometry.keys) else -1
         for number in range(window):
             slot, rest, move = keys[e * window + number], number, 0
             for p in range(size):
@@ -139,11 +158,11 @@ def _expand(index, geometry, where, keys, places):
                 slot[p] = match[p] + move if slot[p] else -1
             for before in range(e):
                 _leave_out(slot, number, reach, places[e], places[before], size)
-            if causal:
+            if geometry.causal:
                 for p in range(size):
-                    slot[p] = slot[p] if slot[p] <= begin + p else -1
-            if len(mask):
-                allowed = mask[row // rows_per_mask]
+                    slot[p] = slot[p] if slot[p] <= block.begin + p else -1
+            if len(geometry.mask):
+                allowed = geometry.mask[block.row // geometry.rows_per_mask]
                 for p in range(size):
                     slot[p] = slot[p] if slot[p] >= 0 and allowed[slot[p]] else -1
 
@@ -163,86 +182,79 @@ def _leave_out(slot, number, reach, places, before, size):
 
 
 @compiled
-def _score(q, k, k_extra, geometry, how, where, keys, weights):
+def _score(arrays, block, keys, weights):
     """Scaled scores of the keys; of slots without one nothing that is used."""
-    row, begin, size = where
-    scale, extras, slots = how[0], how[2], len(keys) - 1
-    first = row * geometry[7] + begin
-    first_key, first_extra = geometry[3][row] * geometry[0][0] * geometry[1][0], geometry[3][row] * extras
+    q, k, size, slots = arrays.q, arrays.k, block.size, len(keys) - 1
     number, any_key = weights.dtype.type, keys[slots]
     for slot in range(slots):
         for p in range(size):
             any_key[p] = max(keys[slot, p], np.int32(0))
-        if q.shape[1] == LANES:
-            narrow_dots(q, first, k, first_key, any_key, weights[slot], size)
+        if q.shape[1] == SIMD_WIDTH:
+            narrow_dots(q, block.first, k, block.first_key, any_key, weights[slot], size)
         else:
             for p in range(size):
-                weights[slot, p] = dot(q, first + p, k, first_key + any_key[p])
+                weights[slot, p] = dot(q, block.first + p, k, block.first_key + any_key[p])
         for p in range(size):
-            weights[slot, p] = number(scale * weights[slot, p])
-    for x in range(extras):
+            weights[slot, p] = number(arrays.scale * weights[slot, p])
+    for x in range(arrays.extras):
         for p in range(size):
-            weights[slots + x, p] = number(scale * dot(q, first + p, k_extra, first_extra + x))
+            score = dot(q, block.first + p, arrays.k_extra, block.first_extra + x)
+            weights[slots + x, p] = number(arrays.scale * score)
 
 
 @compiled
-def _weigh(geometry, how, where, keys, weights, sums):
+def _weigh(arrays, block, keys, weights, sums):
     """Scores to weights before they are divided by their sum; sums[0] is that sum, sums[1] the highest score."""
-    row, begin, size = where
-    _, weight, extras, seed, dropped, boost = how
-    slots, number = len(keys) - 1, weights.dtype.type
+    size, slots, number, dropout = block.size, len(keys) - 1, weights.dtype.type, arrays.dropout
     total, top = sums[0], sums[1]
-    zero, lowest = number(0), number(-np.inf)
+    zero, lowest, all_slots = number(0), number(-np.inf), slots + arrays.extras
     for p in range(size):
         total[p], top[p] = zero, lowest
-    if weight == 0:
-        for slot in range(slots + extras):
+    if arrays.weight == SOFTMAX:
+        for slot in range(all_slots):
             for p in range(size):
                 if slot < slots:
                     weights[slot, p] = weights[slot, p] if keys[slot, p] >= 0 else lowest
                 top[p] = max(top[p], weights[slot, p])
-        for slot in range(slots + extras):
+        for slot in range(all_slots):
             for p in range(size):
                 a = weights[slot, p] - (top[p] if top[p] > lowest else zero)
                 weights[slot, p] = exp(a)
                 total[p] += weights[slot, p]
     else:
-        for slot in range(slots + extras):
+        for slot in range(all_slots):
             for p in range(size):
                 a = weights[slot, p]
-                a = max(a, zero) if weight == 2 else a
+                a = max(a, zero) if arrays.weight == RELU else a
                 there = slot >= slots or keys[min(slot, slots), p] >= 0
                 weights[slot, p] = a if there else zero
                 total[p] += there
-    if dropped:
-        prefix, total_keys = absorb(seed, row), geometry[0][0] * geometry[1][0]
-        for slot in range(slots + extras):
+    if dropout.threshold:
+        prefix = absorb(dropout.seed, block.row)
+        for slot in range(all_slots):
             for p in range(size):
-                name = keys[slot, p] if slot < slots else total_keys + slot - slots
-                keep = absorb(absorb(prefix, begin + p), name) >= dropped
-                weights[slot, p] = number(weights[slot, p] * boost) if keep else zero
+                name = keys[slot, p] if slot < slots else arrays.geometry.keys + slot - slots
+                keep = absorb(absorb(prefix, block.begin + p), name) >= dropout.threshold
+                weights[slot, p] = number(weights[slot, p] * dropout.boost) if keep else zero
 
 
 @compiled
-def _mix(v, v_extra, geometry, how, where, keys, weights, sums, out, lse):
-    row, begin, size = where
-    extras, slots, first = how[2], len(keys) - 1, row * geometry[7] + begin
-    first_key, first_extra = geometry[3][row] * geometry[0][0] * geometry[1][0], geometry[3][row] * extras
-    zero = out.dtype.type(0)
-    for p in range(size):
-        point, found = first + p, extras
+def _mix(arrays, block, keys, weights, sums, out, lse):
+    slots, zero = len(keys) - 1, out.dtype.type(0)
+    for p in range(block.size):
+        point, found = block.first + p, arrays.extras
         for f in range(out.shape[1]):
             out[point, f] = zero
         for slot in range(slots):
             if keys[slot, p] >= 0:
-                add(out, point, weights[slot, p], v, first_key + keys[slot, p])
+                add(out, point, weights[slot, p], arrays.v, block.first_key + keys[slot, p])
                 found += 1
-        for x in range(extras):
-            add(out, point, weights[slots + x, p], v_extra, first_extra + x)
+        for x in range(arrays.extras):
+            add(out, point, weights[slots + x, p], arrays.v_extra, block.first_extra + x)
         total, top = sums[0, p], sums[1, p]
         if found == 0:
             lse[point] = -np.inf
             continue
-        lse[point] = math.log(total) + (top if how[1] == 0 and top != -np.inf else zero)
+        lse[point] = math.log(total) + (top if arrays.weight == SOFTMAX and top != -np.inf else zero)
         for f in range(out.shape[1]):
             out[point, f] /= total

@@ -10,17 +10,18 @@ queries are taken in chunks, so that the list is bounded.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from .attend import Problem
-from .compiled import TASKS_PER_THREAD, compiled, launcher, threads
-from .layout import array
+from ...calls import AttendCall, AttendGrads
+from ._numba_compat import each_task
+from .attend import RELU, SOFTMAX, AttendArrays
+from .compiled import compiled, launcher
+from .layout import Array, Rows, array, flat, like
 from .noise import absorb
-from .tasks import each_task
+from .threads import TASKS_PER_THREAD, threads
 from .vectors import add, dot
 from .windows import expand
 
@@ -28,31 +29,39 @@ CHUNK_PAIRS = 1 << 22
 STRETCH = 8  # log2 of how many neighbouring keys have one owner
 
 
-def attend_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor | None, ...]:
+class Pairs(NamedTuple):
+    """Of each query of a chunk its keys (after the grid's the extra ones, -1 after the last), a row for each query."""
+
+    keys: Array  # int32 [C, n]
+    weights: Array  # [C, n]
+    slopes: Array  # [C, n], d loss / d (q.k)
+
+
+class KeyGrads(NamedTuple):
+    k: Array
+    v: Array
+    k_extra: Array
+    v_extra: Array
+
+
+def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> AttendGrads:
     """Gradients of q, k, v, k_extra, v_extra (None without extra keys) from those of out and lse."""
-    inputs = tensors[:-2]  # without out and lse
-    problem = Problem(*inputs, **settings)
-    q, k, v = problem.tensors
-    d_out, d_lse = array(grad_out), grad_lse.detach().reshape(-1).contiguous().numpy()
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    dk_extra, dv_extra = (np.zeros_like(x) for x in problem.extra)
-    width = problem.slots + problem.extras
-    size = max(1, min(problem.points, CHUNK_PAIRS // max(width, 1)))
-    pairs = (np.empty((size, width), np.int32), np.empty((size, width), v.dtype), np.empty((size, width), v.dtype))
-    geometry = (*problem.grid, *problem.rest)
+    arrays = AttendArrays.of(call)
+    d_out, d_lse, dq = array(grad_out), flat(grad_lse), np.zeros_like(arrays.q)
+    grads = KeyGrads(*(np.zeros_like(x) for x in (arrays.k, arrays.v, arrays.k_extra, arrays.v_extra)))
+    points, width = len(arrays.q), arrays.windows.slots + arrays.extras
+    size = max(1, min(points, CHUNK_PAIRS // max(width, 1)))
+    dtype = arrays.v.dtype
+    pairs = Pairs(np.empty((size, width), np.int32), np.empty((size, width), dtype), np.empty((size, width), dtype))
     with threads() as count:
-        places = np.empty((count * TASKS_PER_THREAD, problem.index.shape[1] + 1, len(problem.grid[0])), np.int64)
-        for begin in range(0, problem.points, size):
-            _queries(
-                len(places), *problem.tensors, *problem.extra, problem.index, geometry, problem.how,
-                places, begin, d_out, d_lse, dq, *pairs,
-            )  # fmt: skip
-            _keys(count, q, d_out, geometry, problem.how, begin, count, *pairs, dk, dv, dk_extra, dv_extra)
-    shaped = (
-        torch.from_numpy(grad).to(x.dtype).reshape(x.shape) if x is not None else None
-        for grad, x in zip((dq, dk, dv, dk_extra, dv_extra), (*inputs[:3], *inputs[5:7]), strict=True)
-    )
-    return tuple(shaped)
+        places = arrays.windows.places(count * TASKS_PER_THREAD)
+        for begin in range(0, points, size):
+            _queries(len(places), arrays, places, begin, d_out, d_lse, dq, pairs)
+            add_to_keys(count, arrays.q, d_out, Rows.of(arrays.geometry), arrays.extras, begin, pairs, grads)
+    extra = [
+        None if x is None else like(d, x) for d, x in ((grads.k_extra, call.k_extra), (grads.v_extra, call.v_extra))
+    ]
+    return AttendGrads(like(dq, call.q), like(grads.k, call.k), like(grads.v, call.v), *extra)
 
 
 @launcher
@@ -61,87 +70,91 @@ def _queries(tasks, *arguments):
 
 
 @compiled
-def _some_queries(
-    task, q, k, v, k_extra, v_extra, index, geometry, how, all_places, begin, d_out, d_lse, dq, keys, weights, slopes,
-):  # fmt: skip
-    """dq, and for each pair the key (after the grid's the extra ones, -1: none), its weight and d loss / d (q.k)."""
-    scale, weight, extras, seed, dropped, boost = how
-    queries, key_rows = geometry[7], geometry[3]
-    total_keys = geometry[0][0] * geometry[1][0]
-    zero = weights.dtype.type(0)
-    tasks, size, places = len(all_places), min(len(keys), len(d_lse) - begin), all_places[task]
-    for slot_row in range(size * task // tasks, size * (task + 1) // tasks):
-        point = begin + slot_row
-        row = point // queries
-        noise = absorb(absorb(seed, row), point - row * queries)
-        found = expand(index, geometry, row, point, keys[slot_row], places)
-        first_key, first_extra = key_rows[row] * total_keys, key_rows[row] * extras
-        mean, total, top = zero, zero, weights.dtype.type(-np.inf)
-        for slot in range(found + extras):
-            grid_key = slot < found
-            key = first_key + keys[slot_row, slot] if grid_key else first_extra + slot - found
-            score = dot(q, point, k, key) if grid_key else dot(q, point, k_extra, key)
-            weights[slot_row, slot] = scale * score
-            top = max(top, weights[slot_row, slot])
-        for slot in range(found + extras):
-            grid_key = slot < found
-            key = first_key + keys[slot_row, slot] if grid_key else first_extra + slot - found
-            a = weights[slot_row, slot]
-            d_p = dot(d_out, point, v, key) if grid_key else dot(d_out, point, v_extra, key)
-            if not grid_key:
-                keys[slot_row, slot] = total_keys + slot - found
-            kept = dropped == 0 or absorb(noise, keys[slot_row, slot]) >= dropped
-            d_p = weights.dtype.type(d_p * boost) if kept else zero  # what is dropped is zero, NaN too
-            if weight == 0:
-                p = math.exp(a - top)  # from lse, rounded, they would not add up to 1 where scores are large
-                total += p
-                mean += p * d_p
-                slopes[slot_row, slot] = p * d_p + p * d_lse[point]
-                weights[slot_row, slot] = p
+def _some_queries(task, arrays, places, begin, d_out, d_lse, dq, pairs):
+    """dq, and the pairs of some queries of the chunk."""
+    tasks, size = len(places), min(len(pairs.keys), len(d_lse) - begin)
+    geometry, dropout = arrays.geometry, arrays.dropout
+    for c in range(size * task // tasks, size * (task + 1) // tasks):
+        point = begin + c
+        row = point // geometry.queries
+        noise = absorb(absorb(dropout.seed, row), point - row * geometry.queries)
+        keys, weights, slopes = pairs.keys[c], pairs.weights[c], pairs.slopes[c]
+        found = expand(arrays.windows, geometry, row, point, keys, places[task])
+        for x in range(arrays.extras):
+            keys[found + x] = geometry.keys + x
+        keys[found + arrays.extras :] = -1
+        _slopes(arrays, geometry.key_rows[row], point, noise, found, d_out, d_lse[point], keys, weights, slopes)
+        for slot in range(found + arrays.extras):
+            if slot < found:
+                add(dq, point, slopes[slot], arrays.k, geometry.key_rows[row] * geometry.keys + keys[slot])
             else:
-                p = (max(a, zero) if weight == 2 else a) / (found + extras)
-                weights[slot_row, slot] = p * boost if kept else zero
-                slopes[slot_row, slot] = zero if weight == 2 and a <= 0 else d_p / (found + extras)
-        for slot in range(found + extras):
-            grid_key = slot < found
-            key = first_key + keys[slot_row, slot] if grid_key else first_extra + slot - found
-            if weight == 0:
-                weights[slot_row, slot] /= total
-                slopes[slot_row, slot] = slopes[slot_row, slot] / total - weights[slot_row, slot] * (mean / total)
-                if dropped:
-                    kept = absorb(noise, keys[slot_row, slot]) >= dropped
-                    weights[slot_row, slot] = weights[slot_row, slot] * boost if kept else zero
-            slopes[slot_row, slot] *= scale
-            if grid_key:
-                add(dq, point, slopes[slot_row, slot], k, key)
-            else:
-                add(dq, point, slopes[slot_row, slot], k_extra, key)
-        keys[slot_row, found + extras :] = -1
-
-
-@launcher
-def _keys(owners, *arguments):
-    each_task(_some_keys, owners, arguments)
+                add(dq, point, slopes[slot], arrays.k_extra, geometry.key_rows[row] * arrays.extras + slot - found)
 
 
 @compiled
-def _some_keys(
-    owner, q, d_out, geometry, how, begin, owners, keys, weights, slopes, dk, dv, dk_extra, dv_extra
-):  # fmt: skip
+def _pair_dot(a, point, b, first, b_extra, first_extra, keys, slot, found):
+    """<a[point], b of the key in that slot>, an extra key's after the `found` first."""
+    if slot < found:
+        return dot(a, point, b, first + keys[slot])
+    return dot(a, point, b_extra, first_extra + slot - found)
+
+
+@compiled
+def _slopes(arrays, key_row, point, noise, found, d_out, d_lse, keys, weights, slopes):
+    """Weight and slope of every key of a query."""
+    first, first_extra, all_found = key_row * arrays.geometry.keys, key_row * arrays.extras, found + arrays.extras
+    number, weight, dropout = weights.dtype.type, arrays.weight, arrays.dropout
+    zero, boost = number(0), dropout.boost
+    mean, total, top = zero, zero, number(-np.inf)
+    for slot in range(all_found):
+        score = _pair_dot(arrays.q, point, arrays.k, first, arrays.k_extra, first_extra, keys, slot, found)
+        weights[slot] = arrays.scale * score
+        top = max(top, weights[slot])
+    for slot in range(all_found):
+        a = weights[slot]
+        d_p = _pair_dot(d_out, point, arrays.v, first, arrays.v_extra, first_extra, keys, slot, found)
+        kept = dropout.threshold == 0 or absorb(noise, keys[slot]) >= dropout.threshold
+        d_p = number(d_p * boost) if kept else zero  # what is dropped is zero, NaN too
+        if weight == SOFTMAX:
+            p = math.exp(a - top)  # from lse, rounded, they would not add up to 1 where scores are large
+            total += p
+            mean += p * d_p
+            slopes[slot] = p * d_p + p * d_lse
+            weights[slot] = p
+        else:
+            p = (max(a, zero) if weight == RELU else a) / all_found
+            weights[slot] = p * boost if kept else zero
+            slopes[slot] = zero if weight == RELU and a <= 0 else d_p / all_found
+    for slot in range(all_found):
+        if weight == SOFTMAX:
+            weights[slot] /= total
+            slopes[slot] = slopes[slot] / total - weights[slot] * (mean / total)
+            if dropout.threshold:
+                kept = absorb(noise, keys[slot]) >= dropout.threshold
+                weights[slot] = weights[slot] * boost if kept else zero
+        slopes[slot] *= arrays.scale
+
+
+@launcher
+def add_to_keys(owners, q, d_out, rows, extras, begin, pairs, grads):
+    """Add what the pairs of the queries from `begin` on give to their keys."""
+    each_task(_some_keys, owners, (owners, q, d_out, rows, extras, begin, pairs, grads))
+
+
+@compiled
+def _some_keys(owner, owners, q, d_out, rows, extras, begin, pairs, grads):
     """dk and dv of the keys of one owner: stretches of neighbouring keys in turn, and the extra keys in turn."""
-    queries, key_rows, extras = geometry[7], geometry[3], how[2]
-    total_keys = geometry[0][0] * geometry[1][0]
-    for slot_row in range(min(len(keys), len(q) - begin)):
-        point = begin + slot_row
-        row = key_rows[point // queries]
-        for slot in range(keys.shape[1]):
-            key = keys[slot_row, slot]
+    for c in range(min(len(pairs.keys), len(q) - begin)):
+        point = begin + c
+        row = rows.key_rows[point // rows.queries]
+        for slot in range(pairs.keys.shape[1]):
+            key = pairs.keys[c, slot]
             if key < 0:
                 break
-            if key < total_keys:
+            if key < rows.keys:
                 if (key >> STRETCH) % owners == owner:
-                    add(dk, row * total_keys + key, slopes[slot_row, slot], q, point)
-                    add(dv, row * total_keys + key, weights[slot_row, slot], d_out, point)
+                    add(grads.k, row * rows.keys + key, pairs.slopes[c, slot], q, point)
+                    add(grads.v, row * rows.keys + key, pairs.weights[c, slot], d_out, point)
             elif key % owners == owner:
-                add(dk_extra, row * extras + key - total_keys, slopes[slot_row, slot], q, point)
-                add(dv_extra, row * extras + key - total_keys, weights[slot_row, slot], d_out, point)
+                add(grads.k_extra, row * extras + key - rows.keys, pairs.slopes[c, slot], q, point)
+                add(grads.v_extra, row * extras + key - rows.keys, pairs.weights[c, slot], d_out, point)

@@ -20,14 +20,15 @@ def leave(key, key_before, memory, after, offered, flags):
 
 
 @compiled
-def ask(offered, row_point, begin, to_point, queries, place, step, extent, theirs, size):
-    """What the neighbours of the points in one direction have to offer, -1 for nothing; returns whether any has."""
-    low, high = max(-begin - to_point, 0), min(queries - begin - to_point, size)  # the points that may have one
-    for p in range(size):
+def read_neighbours(offered, block, queries, to_point, place, step, extent, theirs):
+    """What the neighbours of the points in one direction offer, -1 for nothing; returns whether any has."""
+    low = max(-block.begin - to_point, 0)
+    high = min(queries - block.begin - to_point, block.size)  # the points that may have one
+    for p in range(block.size):
         theirs[p] = -1
     if low >= high:
         return False
-    from_neighbours, to, at = offered[row_point + begin + to_point + low :], theirs[low:high], place[low:high]
+    from_neighbours, to, at = offered[block.first + to_point + low :], theirs[low:high], place[low:high]
     news, step, extent = np.int32(-1), np.int32(step), np.int32(extent)
     for p in range(high - low):
         offer, target = from_neighbours[p], np.int32(at[p] + step)
@@ -38,13 +39,13 @@ def ask(offered, row_point, begin, to_point, queries, place, step, extent, their
 
 
 @compiled
-def shift(theirs, to_key, line, candidate, size):
+def move(theirs, to_key, line, candidate, size):
     """Their keys moved along an axis, -1 where that leaves the grid; `line` is the axis' extent times its stride."""
-    inverse, move, line = 1.0 / line, np.int32(to_key), np.int32(line)
+    inverse, step, line = 1.0 / line, np.int32(to_key), np.int32(line)
     for p in range(size):
         offer = theirs[p]
-        rest = np.int32(offer - np.int32(np.int32((offer + 0.5) * inverse) * line) - move)
-        candidate[p] = np.int32(offer - move) if (offer >= 0) & (rest >= 0) & (rest < line) else np.int32(-1)
+        rest = np.int32(offer - np.int32(np.int32((offer + 0.5) * inverse) * line) - step)
+        candidate[p] = np.int32(offer - step) if (offer >= 0) & (rest >= 0) & (rest < line) else np.int32(-1)
 
 
 @compiled

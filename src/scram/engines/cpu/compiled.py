@@ -1,107 +1,26 @@
-"""How Numba compiles and runs here: cached on disk where it can be, on torch's number of threads, safe to call at once.
-
-Numba's omp layer kills a forked child and its workqueue aborts when two Python threads call at once, so tbb is taken
-where it can be had, else workqueue behind a lock.
-"""
+"""How Numba compiles here. Sums may be reordered and contracted; NaN and infinity are not assumed away."""
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
-import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numba
-import torch
 
-# Without nnan and ninf, which would break tests for NaN and -inf.
-FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-
-TASKS_PER_THREAD = 16  # so that a thread that is late does not hold up the others for long
-
-_lock = threading.Lock()
-_serial = threading.RLock()
-
-
-def _unlock() -> None:
-    """In a forked child: whoever held the locks is not there."""
-    global _lock, _serial
-    _lock, _serial = threading.Lock(), threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock)
+from ._numba_compat import PART
+from .caching import FASTMATH, cached
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Machine code for one thread that becomes part of what calls it; Python cannot call it."""
-    options = {"no_cfunc_wrapper": True, "no_cpython_wrapper": True}  # each would be compiled
-    return numba.njit(fastmath=FASTMATH, error_model="numpy", **options)(function)
+    return numba.njit(fastmath=FASTMATH, error_model="numpy", **PART)(function)
 
 
 def plain(function: Callable[..., Any]) -> Any:
     """As `compiled`, with sums in the order in which they are written."""
-    return _cached(function, fastmath={"contract"}, error_model="numpy")
+    return numba.njit(fastmath={"contract"}, error_model="numpy", **PART)(function)
 
 
 def launcher(function: Callable[..., Any]) -> Any:
     """Machine code that is called from Python."""
-    return _cached(function, fastmath=FASTMATH, error_model="numpy", nogil=True, no_cfunc_wrapper=True)
-
-
-def parallel(function: Callable[..., Any]) -> Any:
-    """Machine code whose `prange` loops use all threads."""
-    return _cached(function, fastmath=FASTMATH, error_model="numpy", parallel=True, nogil=True, no_cfunc_wrapper=True)
-
-
-def _cached(function: Callable[..., Any], **options: Any) -> Any:
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder for the cache can be written
-        return numba.njit(**options)(function)
-
-
-def _find_tbb() -> None:
-    """Load the tbb of this Python environment, which lies where the loader does not look."""
-    try:
-        files = importlib.metadata.files("tbb") or []
-        found = [file.locate() for file in files if file.name == "libtbb.so.12"]
-        for path in found[:1]:
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except (importlib.metadata.PackageNotFoundError, OSError):
-        pass  # workqueue serves
-
-
-def _start() -> bool:
-    """Fix the threading layer, once; whether it needs the lock."""
-    with _lock:
-        try:
-            layer = numba.threading_layer()
-        except ValueError:  # none chosen yet in this process
-            if numba.config.THREADING_LAYER in ("default", "tbb"):
-                _find_tbb()
-            if numba.config.THREADING_LAYER == "default":
-                numba.config.THREADING_LAYER_PRIORITY = ["tbb", "workqueue", "omp"]
-            numba.get_num_threads()  # launches them
-            layer = numba.threading_layer()
-    return bool(layer == "workqueue")
-
-
-@contextmanager
-def threads() -> Iterator[int]:
-    """Run what is inside on torch's number of threads, and say how many."""
-    locked = _start()
-    if locked:
-        _serial.acquire()
-    before = numba.get_num_threads()
-    count = max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-    numba.set_num_threads(count)
-    try:
-        yield count
-    finally:
-        numba.set_num_threads(before)
-        if locked:
-            _serial.release()
+    return cached(function, fastmath=FASTMATH, error_model="numpy", nogil=True, no_cfunc_wrapper=True)

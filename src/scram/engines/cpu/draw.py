@@ -5,53 +5,69 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
-from .compiled import compiled, parallel
+from ._numba_compat import each_task
+from .compiled import compiled, launcher
+from .layout import Array
 from .noise import absorb, below
 
 
-@parallel
-def draw_keys(
-    modes, count, total, order, grid, strides, reach, rest, table, seed, alpha, begin, tasks, keys, logs
-):  # fmt: skip
+class Draws(NamedTuple):
+    """Where the keys are drawn from."""
+
+    modes: Array  # int32 [P, kappa]
+    count: Array  # type: ignore[assignment]  # int32 [P], modes that exist
+    total: Array  # int32 [P], legal keys
+    order: Array  # int64 [Rm, M], the legal keys ascending; no row where all are legal
+    table: Array  # int32 [2 R + 2], running sums of the weights of the steps -R..R
+    seed: np.uint32
+    alpha: float  # the share of draws near modes
+
+
+@launcher
+def draw_keys(tasks, *arguments):
     """Fill keys and logs for the points from `begin` on; what may not be visited is left out, -1 follows the last."""
-    size = min(len(keys), len(count) - begin)
-    for task in numba.prange(tasks):
-        for c in range(size * task // tasks, size * (task + 1) // tasks):
-            _draw_one(modes, count, total, order, grid, strides, rest, table, seed, alpha, begin + c, keys[c], logs[c])
+    each_task(_draw_some, tasks, arguments)
 
 
 @compiled
-def _draw_one(modes, count, total, order, grid, strides, rest, table, seed, alpha, point, keys, logs):
-    _, mask, rows_per_mask, causal, queries = rest
-    row = point // queries
-    query, mask_row, samples = point - row * queries, row // rows_per_mask, len(keys)
-    near = alpha if count[point] > 0 else 0.0
-    threshold = np.int64(alpha * 4294967296.0)
-    state, seen = absorb(absorb(seed, row), query), 0
+def _draw_some(task, tasks, geometry, draws, begin, keys, logs):
+    size = min(len(keys), len(draws.count) - begin)
+    for c in range(size * task // tasks, size * (task + 1) // tasks):
+        _draw_one(geometry, draws, begin + c, keys[c], logs[c])
+
+
+@compiled
+def _draw_one(geometry, draws, point, keys, logs):
+    grid, strides, mask, table = geometry.grid, geometry.strides, geometry.mask, draws.table
+    row, count, total = point // geometry.queries, draws.count[point], draws.total[point]
+    query, mask_row, samples = point - row * geometry.queries, row // geometry.rows_per_mask, len(keys)
+    near = draws.alpha if count > 0 else 0.0
+    threshold = np.int64(draws.alpha * 4294967296.0)
+    state, seen = absorb(absorb(draws.seed, row), query), 0
     for t in range(samples):
         noise = absorb(state, t)
         which = absorb(noise, 1)
-        if np.int64(absorb(noise, 0)) < threshold and count[point] > 0:
-            mode, key = np.int64(modes[point, below(which, count[point])]), np.int64(0)
+        if np.int64(absorb(noise, 0)) < threshold and count > 0:
+            mode, key = np.int64(draws.modes[point, below(which, count)]), np.int64(0)
             for axis in range(len(grid)):
                 centre = mode // strides[axis]
                 mode -= centre * strides[axis]
                 key += (centre + _step(table, absorb(noise, 2 + axis), centre, grid[axis])) * strides[axis]
-        elif total[point] > 0:
-            key = below(which, total[point])
-            if len(order):
-                key = order[mask_row, key]
+        elif total > 0:
+            key = below(which, total)
+            if len(draws.order):
+                key = draws.order[mask_row, key]
         else:
             continue
-        if (causal and key > query) or (len(mask) and not mask[mask_row, key]):
+        if (geometry.causal and key > query) or (len(mask) and not mask[mask_row, key]):
             continue
-        r = (1 - near) / total[point]
+        r = (1 - near) / total
         if near > 0:
-            r += near * _closeness(key, modes, count[point], point, table, grid, strides) / count[point]
+            r += near * _closeness(key, draws.modes[point, :count], table, grid, strides) / count
         keys[seen], logs[seen] = key, -math.log(r * samples)
         seen += 1
     keys[seen:] = -1
@@ -79,11 +95,11 @@ def _step(table, bits, centre, extent):
 
 
 @compiled
-def _closeness(key, modes, count, point, table, grid, strides):
+def _closeness(key, modes, table, grid, strides):
     """The sum over the modes of the density of a step from there to the key."""
     reach, total = len(table) // 2 - 1, 0.0
-    for m in range(count):
-        mode, rest, g = np.int64(modes[point, m]), key, 1.0
+    for m in range(len(modes)):
+        mode, rest, g = np.int64(modes[m]), key, 1.0
         for axis in range(len(grid)):
             centre, at = mode // strides[axis], rest // strides[axis]
             mode -= centre * strides[axis]

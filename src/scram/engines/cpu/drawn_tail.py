@@ -9,70 +9,94 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...calls import DrawnTail, DrawnTailCall, TailGrads
 from ...draws import NONE, legal_counts, ranked_keys, shared_tail, tail_rows, tail_values
 from ...grid import LegalKeys, grid_of
 from ...scoring import accumulator
-from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
-from .layout import Array, strides
+from ._numba_compat import each_task
+from .compiled import compiled, launcher
+from .layout import Array, Geometry, Windows, flat
+from .threads import TASKS_PER_THREAD, threads
 from .windows import expand
 
 CHUNK_SCORES = 1 << 20  # of one row at a time: they stay in the cache between the products
 
 
-class _Problem:
-    """The tensors of `tail` and its backward pass as one matrix for each row, and the geometry of the windows."""
+class Head(NamedTuple):
+    """The windows that the head attends, and its lse."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        index: Tensor,
-        key_mask: Tensor | None,
-        head_out: Tensor,
-        head_lse: Tensor,
-        seed: Tensor,
-        *,
-        samples: int,
-        stratified: bool,
-        radius: tuple[int, ...],
-        causal: bool,
-        scale: float,
-    ) -> None:
-        key_grid = grid_of(k)
-        legal = LegalKeys.of(q, k, causal, key_mask)
-        self.shared, self.for_keys = shared_tail(ranked_keys(q, legal, seed), key_grid, samples, stratified)
-        self.rows, self.queries, self.keys = q.shape[0] * q.shape[1], math.prod(grid_of(q)), math.prod(key_grid)
-        self.wide, self.scale, self.causal = accumulator(v.dtype), scale, causal
-        self.at = tail_rows(self.shared, q.shape[1], k.shape[1], self.keys)
-        self.k, self.v = (tail_values(x.detach(), self.shared, q.shape[1]).to(self.wide) for x in (k, v))
-        self.q, self.head_out = (
-            x.detach().to(self.wide).reshape(self.rows, self.queries, x.shape[-1]) for x in (q, head_out)
-        )
-        self.head_lse = head_lse.detach().to(self.wide).contiguous().reshape(-1).numpy()
-        self.index = index.reshape(self.rows * self.queries, index.shape[-1]).contiguous().numpy()
-        self.total = legal_counts(q, legal).contiguous().reshape(-1).numpy()
-        self.names = self.shared.numpy()
-        plain = torch.zeros(self.shared.shape, dtype=self.wide)
-        self.logs = (plain if self.for_keys is None else self.for_keys.to(self.wide).log()).numpy()
-        self.stratified = stratified
-        mask = np.zeros((0, 0), np.bool_) if key_mask is None else key_mask.contiguous().reshape(-1, self.keys).numpy()
-        shared = key_mask is not None and key_mask.ndim == len(key_grid) + 1
-        reach = tuple(min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True))
-        self.grid = (key_grid, strides(key_grid), reach)
-        self.rest = (np.zeros(0, np.int64), mask, q.shape[1] if shared else 1, causal, self.queries)
-        self.slots = self.index.shape[1] * math.prod(2 * b + 1 for b in reach)
+    windows: Windows
+    geometry: Geometry
+    lse: Array  # [P]
+    keys: Array  # int32 [tasks, slots], scratch
+    places: Array  # int64 [tasks, kappa + 1, rank], scratch
 
-    def scratch(self, tasks: int) -> tuple[Array, Array]:
-        rank = len(self.grid[0])
-        return np.empty((tasks, self.slots), np.int32), np.empty((tasks, self.index.shape[1] + 1, rank), np.int64)
+
+class Chunk(NamedTuple):
+    """Queries `begin`.. of rows `row`.., and the keys that the queries of each row share."""
+
+    row: int
+    begin: int
+    slot: Array  # int32 [R, M], the place of each key among the shared ones, -1 for none
+    names: Array  # int32 [R, m]
+    drawn: Array  # int64 [R], how many there are
+    logs: Array  # [R, m], of how many keys each represents
+    scale: float
+
+
+class Sums(NamedTuple):
+    """Of each point."""
+
+    lse: Array
+    offset: Array
+    share: Array  # of the head
+    seen: Array  # m_i, shared keys of the tail
+    left: Array  # M_i - |S_i|, keys of the tail
+
+
+class Slopes(NamedTuple):
+    """Of each point, for the backward pass."""
+
+    offset: Array
+    d_lse: Array
+    to_head: Array  # <grad_out, head_out>
+    share: Array  # of the head
+    delta: Array  # mean of <grad_out, v_j> less the gradient of lse
+
+
+class TailTensors:
+    """A DrawnTailCall with one matrix for each row, and what the kernels read."""
+
+    def __init__(self, call: DrawnTailCall) -> None:
+        q, k, v, self.call = call.q, call.k, call.v, call
+        key_grid, legal = grid_of(k), LegalKeys.of(q, k, call.causal, call.key_mask)
+        ranked = ranked_keys(q, legal, call.seed)
+        self.names, self.represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
+        self.geometry = Geometry.of(q, k, call.key_mask, call.causal)
+        self.windows = Windows.of(call.index, call.radius, key_grid)
+        self.rows, self.queries = q.shape[0] * q.shape[1], self.geometry.queries
+        self.wide = accumulator(v.dtype)
+        self.at = tail_rows(self.names, q.shape[1], k.shape[1], self.geometry.keys)
+        self.k, self.v = (tail_values(x.detach(), self.names, q.shape[1]).to(self.wide) for x in (k, v))
+        self.q, self.head_out = (self.matrix(x) for x in (q, call.head_out))
+        self.head_lse = flat(call.head_lse.to(self.wide))
+        self.total = flat(legal_counts(q, legal))
+        plain = torch.zeros(self.names.shape, dtype=self.wide)
+        self.logs = (plain if self.represents is None else self.represents.to(self.wide).log()).numpy()
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """[B, H, *G, width] -> [R, N, width]"""
+        return x.detach().to(self.wide).reshape(self.rows, self.queries, x.shape[-1])
+
+    def head(self, tasks: int) -> Head:
+        keys = np.empty((tasks, self.windows.slots), np.int32)
+        return Head(self.windows, self.geometry, self.head_lse, keys, self.windows.places(tasks))
 
     def chunks(self) -> Iterator[tuple[slice, slice]]:
         """Several whole rows at a time, or some queries of one."""
@@ -83,81 +107,74 @@ class _Problem:
                 end = min(begin + most, self.queries) if together == 1 else self.queries
                 yield slice(row, min(row + together, self.rows)), slice(begin, end)
 
-    def shared_keys(self, rows: slice) -> tuple[Array, Array, Array, Array]:
-        """Of some rows: the place of each key among the shared ones, -1 for none; their names, number and logs."""
-        names = self.names[rows]
+    def chunk(self, rows: slice, queries: slice) -> Chunk:
+        names = self.names.numpy()[rows]
         drawn = (names != NONE).sum(1)
-        slot = np.full((len(names), self.keys), -1, np.int32)
+        slot = np.full((len(names), self.geometry.keys), -1, np.int32)
         for row, number in enumerate(drawn):
             slot[row, names[row, :number]] = np.arange(number, dtype=np.int32)
-        return slot, names, drawn, self.logs[rows]
+        return Chunk(rows.start, queries.start, slot, names, drawn, self.logs[rows], self.call.scale)
 
 
-def tail(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
-    """The tensors of `scram.estimate_ops` -> out, lse, variance, offset, names, for_keys."""
-    q, v = tensors[0], tensors[2]
-    problem = _Problem(*tensors, **settings)
-    width = v.shape[-1]
-    out = torch.empty(problem.rows, problem.queries, width, dtype=problem.wide)
-    variance = torch.empty_like(out)
-    numbers = tuple(torch.empty(problem.rows, problem.queries, dtype=problem.wide) for _ in range(5))
+def drawn_tail(call: DrawnTailCall) -> DrawnTail:
+    tail = TailTensors(call)
+    shape = (tail.rows, tail.queries)
+    out = torch.empty(*shape, call.v.shape[-1], dtype=tail.wide)
+    variance, numbers = torch.empty_like(out), [torch.empty(shape, dtype=tail.wide) for _ in Sums._fields]
     lse, offset, share, seen, left = numbers
+    sums = Sums(*map(flat, numbers))
     with threads() as count:
-        scratch = problem.scratch(count * TASKS_PER_THREAD)
-        for rows, queries in problem.chunks():
-            p = problem.q[rows, queries] @ problem.k[rows].mT
-            _weigh(
-                p.numpy(), problem.index, *problem.grid, problem.rest, rows.start, queries.start,
-                *problem.shared_keys(rows), problem.stratified, problem.scale, problem.total, problem.head_lse,
-                *scratch, *(x.view(-1).numpy() for x in numbers),
-            )  # fmt: skip
-            head, values = share[rows, queries].unsqueeze(-1), problem.v[rows]
+        tasks = count * TASKS_PER_THREAD
+        head = tail.head(tasks)
+        for rows, queries in tail.chunks():
+            p = tail.q[rows, queries] @ tail.k[rows].mT
+            _weigh(tasks, p.numpy(), tail.chunk(rows, queries), head, call.stratified, tail.total, sums)
+            own, values = share[rows, queries].unsqueeze(-1), tail.v[rows]
             # A head of no key has out 0; what is not there is not multiplied.
-            theirs = torch.where(head == 0, 0, head * problem.head_out[rows, queries])
-            answer = _mix(p, values, problem.causal) + theirs
+            theirs = torch.where(own == 0, 0, own * tail.head_out[rows, queries])
+            answer = _mix(p, values, call.causal) + theirs
             out[rows, queries] = answer
             counts = (x[rows, queries].unsqueeze(-1) for x in (seen, left))
             variance[rows, queries] = _variance(p, values, answer, *counts)
-    shape = (*q.shape[:-1], width)
-    for_keys = torch.empty(0) if problem.for_keys is None else problem.for_keys
-    each = (lse.reshape(shape[:-1]), variance.reshape(shape), offset.reshape(shape[:-1]))
-    return out.to(v.dtype).reshape(shape), *each, problem.shared, for_keys
+    points = call.q.shape[:-1]
+    full = (*points, out.shape[-1])
+    represents = torch.empty(0) if tail.represents is None else tail.represents
+    return DrawnTail(
+        out.to(call.v.dtype).reshape(full), lse.reshape(points), variance.reshape(full), offset.reshape(points),
+        tail.names, represents,
+    )  # fmt: skip
 
 
-def tail_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, head_out, head_lse from those of out and lse."""
-    *inputs, offset, _, _ = tensors  # the keys are drawn again
-    problem = _Problem(*inputs, **settings)
-    wide, shape = problem.wide, (problem.rows, problem.queries)
-    d_out = grad_out.detach().to(wide).reshape(*shape, grad_out.shape[-1])
-    d_lse, add = (x.detach().to(wide).contiguous().reshape(shape) for x in (grad_lse, offset))
-    dq, dk, dv = torch.empty_like(problem.q), torch.zeros_like(problem.k), torch.zeros_like(problem.v)
-    head_lse = torch.from_numpy(problem.head_lse).reshape(shape)
-    to_head = torch.where(head_lse == -torch.inf, 0, (d_out * problem.head_out).sum(-1))
-    share, shift = torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide)
+def drawn_tail_backward(
+    call: DrawnTailCall, offset: Tensor, names: Tensor, represents: Tensor, grad_out: Tensor, grad_lse: Tensor
+) -> TailGrads:
+    """Gradients of q, k, v, head_out, head_lse from those of out and lse. The keys are drawn again."""
+    tail = TailTensors(call)
+    wide, shape = tail.wide, (tail.rows, tail.queries)
+    d_out = tail.matrix(grad_out)
+    d_lse, head_lse = (x.detach().to(wide).reshape(shape) for x in (grad_lse, call.head_lse))
+    dq, dk, dv = torch.empty_like(tail.q), torch.zeros_like(tail.k), torch.zeros_like(tail.v)
+    to_head = torch.where(head_lse == -torch.inf, 0, (d_out * tail.head_out).sum(-1))
+    share, delta = torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide)
+    points = Slopes(*map(flat, (offset.to(wide), d_lse, to_head, share, delta)))
     with threads() as count:
-        scratch = problem.scratch(count * TASKS_PER_THREAD)
-        for rows, queries in problem.chunks():
-            p = problem.q[rows, queries] @ problem.k[rows].mT
-            slopes = d_out[rows, queries] @ problem.v[rows].mT
-            _slopes(
-                p.numpy(), slopes.numpy(), problem.index, *problem.grid, problem.rest, rows.start, queries.start,
-                *problem.shared_keys(rows), problem.scale, problem.head_lse,
-                *(x.view(-1).numpy() for x in (add, d_lse, to_head)), *scratch,
-                *(x.view(-1).numpy() for x in (share, shift)),
-            )  # fmt: skip
-            dq[rows, queries] = _mix(slopes, problem.k[rows], problem.causal)
-            dk[rows] += _mix(slopes.mT, problem.q[rows, queries], True)
+        tasks = count * TASKS_PER_THREAD
+        head = tail.head(tasks)
+        for rows, queries in tail.chunks():
+            p = tail.q[rows, queries] @ tail.k[rows].mT
+            slopes = d_out[rows, queries] @ tail.v[rows].mT
+            _slopes(tasks, p.numpy(), slopes.numpy(), tail.chunk(rows, queries), head, points)
+            dq[rows, queries] = _mix(slopes, tail.k[rows], call.causal)
+            dk[rows] += _mix(slopes.mT, tail.q[rows, queries], True)
             dv[rows] += p.mT @ d_out[rows, queries]
-    at = problem.at.flatten()
-    full = (
+    at = tail.at.flatten()
+    d_k, d_v = (
         torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], dtype=wide).index_add_(0, at, d.flatten(0, 1))
-        for x, d in ((inputs[1], dk), (inputs[2], dv))
+        for x, d in ((call.k, dk), (call.v, dv))
     )
-    d_head_lse = torch.where(share == 0, 0, share * (to_head - shift))
-    grads = (dq, *full, share.unsqueeze(-1) * d_out, d_head_lse)
-    given = (*inputs[:3], *inputs[5:7])
-    return tuple(grad.to(x.dtype).reshape(x.shape) for grad, x in zip(grads, given, strict=True))
+    made = TailGrads(dq, d_k, d_v, share.unsqueeze(-1) * d_out, torch.where(share == 0, 0, share * (to_head - delta)))
+    given = ((grad, getattr(call, name)) for name, grad in made._asdict().items())
+    return TailGrads(*(grad.to(x.dtype).reshape(x.shape) for grad, x in given))
 
 
 def _mix(p: Tensor, x: Tensor, guarded: bool) -> Tensor:
@@ -182,48 +199,40 @@ def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> 
     return torch.where(seen == left, 0, known)
 
 
-@parallel
-def _weigh(
-    scores, index, grid, strides, reach, rest, row, begin, slot, names, drawn, logs, stratified, scale, total, head_lse,
-    keys, places, lse, offset, share, seen, left,
-):  # fmt: skip
-    """Scores [R, C, m] of queries `begin`.. of rows `row`.. become weights; lse, offset, the head's share, m_i and
-    M_i - |S_i| of each point."""
-    tasks, size = len(keys), scores.shape[0] * scores.shape[1]
-    for task in numba.prange(tasks):
-        geometry = (grid, strides, reach, *rest)
-        for c in range(size * task // tasks, size * (task + 1) // tasks):
-            r = c // scores.shape[1]
-            query = c - r * scores.shape[1]
-            _weigh_one(
-                scores[r, query], index, geometry, row + r, (row + r) * rest[4] + begin + query, slot[r], names[r],
-                drawn[r], logs[r], stratified, scale, total, head_lse, keys[task], places[task], lse, offset, share,
-                seen, left,
-            )  # fmt: skip
+@launcher
+def _weigh(tasks, *arguments):
+    each_task(_weigh_some, tasks, arguments)
 
 
 @compiled
-def _weigh_one(
-    scores, index, geometry, row, point, slot, names, drawn, logs, stratified, scale, total, head_lse, keys, places,
-    lse, offset, share, seen, left,
-):  # fmt: skip
-    limit, found, gone = _open(scores, index, geometry, row, point, slot, names, drawn, keys, places)
+def _weigh_some(task, scores, chunk, head, stratified, total, sums):
+    """Scores [R, C, m] become weights; the sums of each point."""
+    tasks, size = len(head.keys), scores.shape[0] * scores.shape[1]
+    for c in range(size * task // tasks, size * (task + 1) // tasks):
+        r = c // scores.shape[1]
+        query = c - r * scores.shape[1]
+        point = (chunk.row + r) * head.geometry.queries + chunk.begin + query
+        limit, found, gone = _leave_out_head(scores[r, query], chunk, head, task, r, point)
+        _weigh_one(
+            scores[r, query], chunk.logs[r], chunk.scale, limit, limit - gone, total[point] - found, stratified,
+            head.lse[point], point, sums,
+        )  # fmt: skip
+
+
+@compiled
+def _weigh_one(scores, logs, scale, limit, counted, left, stratified, head_lse, point, sums):
     number = scores.dtype.type
-    counted, rest = limit - gone, total[point] - found
-    seen[point], left[point] = counted, rest
-    add = number(0)
+    sums.seen[point], sums.left[point] = counted, left
+    offset = number(0)
     if not stratified and counted > 0:
-        add = number(math.log(rest / counted))
-    offset[point] = add
-    top = head_lse[point]
-    for j in range(limit):
-        scores[j] = number(scale) * scores[j] + (logs[j] + add)
-        top = max(top, scores[j]) if scores[j] == scores[j] else top
-    if counted == 0 and head_lse[point] == -np.inf:
+        offset = number(math.log(left / counted))
+    sums.offset[point] = offset
+    top = _add_logs(scores, logs, scale, offset, limit, head_lse)
+    if counted == 0 and head_lse == -np.inf:
         scores[:] = 0
-        lse[point], share[point] = -np.inf, 0
+        sums.lse[point], sums.share[point] = -np.inf, 0
         return
-    head = number(math.exp(head_lse[point] - top))
+    head = number(math.exp(head_lse - top))
     whole = head
     for j in range(limit):
         scores[j] = math.exp(scores[j] - top)
@@ -231,65 +240,67 @@ def _weigh_one(
     for j in range(limit):
         scores[j] /= whole
     scores[limit:] = 0
-    lse[point] = math.log(whole) + top
-    share[point] = head / whole
+    sums.lse[point] = math.log(whole) + top
+    sums.share[point] = head / whole
 
 
 @compiled
-def _open(scores, index, geometry, row, point, slot, names, drawn, keys, places):
+def _leave_out_head(scores, chunk, head, task, r, point):
     """Set the scores of the head's keys to -inf. Returns how many shared keys come up to the query, |S_i|, and how many
     shared keys are the head's."""
-    query, found = point - row * geometry[7], expand(index, geometry, row, point, keys, places)
-    limit, gone = drawn, 0
-    if geometry[6]:
+    geometry, row, keys, names = head.geometry, chunk.row + r, head.keys[task], chunk.names[r]
+    query, found = point - row * geometry.queries, expand(head.windows, geometry, row, point, keys, head.places[task])
+    limit, gone = chunk.drawn[r], 0
+    if geometry.causal:
         while limit > 0 and names[limit - 1] > query:
             limit -= 1
     for n in range(found):
-        at = slot[keys[n]]
+        at = chunk.slot[r, keys[n]]
         if at >= 0:
             scores[at] = -np.inf
             gone += 1
     return limit, found, gone
 
 
-@parallel
-def _slopes(
-    scores, slopes, index, grid, strides, reach, rest, row, begin, slot, names, drawn, logs, scale, head_lse, offset,
-    d_lse, to_head, keys, places, share, shift,
-):  # fmt: skip
-    """Scores become weights, <grad_out, v_j> become d loss / d (q.k); the head's share, and what is taken from each
-    <grad_out, v_j>: their mean less the gradient of lse."""
-    tasks, size = len(keys), scores.shape[0] * scores.shape[1]
-    for task in numba.prange(tasks):
-        geometry = (grid, strides, reach, *rest)
-        for c in range(size * task // tasks, size * (task + 1) // tasks):
-            r = c // scores.shape[1]
-            query = c - r * scores.shape[1]
-            _slopes_one(
-                scores[r, query], slopes[r, query], index, geometry, row + r, (row + r) * rest[4] + begin + query,
-                slot[r], names[r], drawn[r], logs[r], scale, head_lse, offset, d_lse, to_head, keys[task],
-                places[task], share, shift,
-            )  # fmt: skip
+@compiled
+def _add_logs(scores, logs, scale, offset, limit, top):
+    """Scaled scores with the logs of what each key represents. Returns the highest, or `top`."""
+    for j in range(limit):
+        scores[j] = scores.dtype.type(scale) * scores[j] + (logs[j] + offset)
+        top = max(top, scores[j]) if scores[j] == scores[j] else top
+    return top
+
+
+@launcher
+def _slopes(tasks, *arguments):
+    each_task(_slopes_some, tasks, arguments)
 
 
 @compiled
-def _slopes_one(
-    scores, slopes, index, geometry, row, point, slot, names, drawn, logs, scale, head_lse, offset, d_lse, to_head,
-    keys, places, share, shift,
-):  # fmt: skip
-    limit, _, _ = _open(scores, index, geometry, row, point, slot, names, drawn, keys, places)
+def _slopes_some(task, scores, slopes, chunk, head, points):
+    """Scores become weights, <grad_out, v_j> become d loss / d (q.k); share and delta of each point."""
+    tasks, size = len(head.keys), scores.shape[0] * scores.shape[1]
+    for c in range(size * task // tasks, size * (task + 1) // tasks):
+        r = c // scores.shape[1]
+        query = c - r * scores.shape[1]
+        point = (chunk.row + r) * head.geometry.queries + chunk.begin + query
+        limit, _, _ = _leave_out_head(scores[r, query], chunk, head, task, r, point)
+        _slopes_one(
+            scores[r, query], slopes[r, query], chunk.logs[r], chunk.scale, limit, head.lse[point], point, points
+        )  # fmt: skip
+
+
+@compiled
+def _slopes_one(scores, slopes, logs, scale, limit, head_lse, point, points):
     number = scores.dtype.type
-    top = head_lse[point]
-    for j in range(limit):
-        scores[j] = number(scale) * scores[j] + (logs[j] + offset[point])
-        top = max(top, scores[j]) if scores[j] == scores[j] else top
+    top = _add_logs(scores, logs, scale, points.offset[point], limit, head_lse)
     if top == -np.inf:
         top = number(0)  # -inf - -inf is NaN
     # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
-    head = number(math.exp(head_lse[point] - top))
+    head = number(math.exp(head_lse - top))
     whole, mean = head, number(0)
     if head != 0:
-        mean = head * to_head[point]
+        mean = head * points.to_head[point]
     for j in range(limit):
         scores[j] = math.exp(scores[j] - top)
         if scores[j] != 0:  # a head's key has weight 0, and perhaps a NaN in its value
@@ -297,9 +308,10 @@ def _slopes_one(
             mean += scores[j] * slopes[j]
     if whole == 0:
         whole = number(1)
-    share[point], shift[point] = head / whole, mean / whole - d_lse[point]
+    delta = mean / whole - points.d_lse[point]
+    points.share[point], points.delta[point] = head / whole, delta
     for j in range(limit):
         scores[j] /= whole
-        slopes[j] = number(scale) * scores[j] * (slopes[j] - shift[point]) if scores[j] != 0 else number(0)
+        slopes[j] = number(scale) * scores[j] * (slopes[j] - delta) if scores[j] != 0 else number(0)
     scores[limit:] = 0
     slopes[limit:] = 0

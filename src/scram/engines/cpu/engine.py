@@ -1,80 +1,28 @@
 """The CPU engine's functions by the names of the protocol."""
 
-from typing import Any
-
-from torch import Tensor
-
-from ...calls import (
-    AttendCall,
-    AttendGrads,
-    DrawnTail,
-    DrawnTailCall,
-    Found,
-    SampleCall,
-    Sampled,
-    SearchCall,
-    TailGrads,
-)
-from ...types import Attended
-from .attend import attend as _attend
-from .attend_backward import attend_backward as _attend_backward
-from .drawn_tail import tail, tail_backward
-from .sample import sample as _sample
-from .sample import sample_backward as _sample_backward
-from .search import search as _search
+from ...calls import Found, SearchCall
+from .attend import attend
+from .attend_backward import attend_backward
+from .drawn_tail import drawn_tail, drawn_tail_backward
+from .sample import sample, sample_backward
+from .search import search as query_search
 from .tile_search import tile_search
+
+__all__ = [
+    "attend",
+    "attend_backward",
+    "clear_caches",
+    "drawn_tail",
+    "drawn_tail_backward",
+    "sample",
+    "sample_backward",
+    "search",
+]
 
 
 def search(call: SearchCall) -> Found:
-    run = tile_search if call.method == "tile" else _search
-    how = {n: getattr(call, n) for n in ("matches", "separation", "sweeps", "jumps", "propagate", "gossip", "causal")}
-    return Found(*run(call.q, call.k, call.seed, call.key_mask, call.warm, **how))
-
-
-def _args(call: Any, settings: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
-    how = {n: getattr(call, n) for n in settings}
-    first = call._fields.index(
-        next(n for n in call._fields if type(getattr(call, n)) in (int, float, bool, str, tuple))
-    )
-    return list(call)[:first], how
-
-
-_ATT = ("radius", "causal", "scale", "weight", "dropout_p")
-_TAIL = ("samples", "stratified", "radius", "causal", "scale")
-_SAMPLE = ("method", "samples", "alpha", "chains_per_mode", "burn_in", "causal", "scale")
-
-
-def attend(call: AttendCall) -> Attended:
-    tensors, how = _args(call, _ATT)
-    return Attended(*_attend(*tensors, **how))
-
-
-def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> AttendGrads:
-    tensors, how = _args(call, _ATT)
-    return AttendGrads(*_attend_backward(grad_out, grad_lse, *tensors, out, lse, **how))  # type: ignore[arg-type]
-
-
-def drawn_tail(call: DrawnTailCall) -> DrawnTail:
-    tensors, how = _args(call, _TAIL)
-    return DrawnTail(*tail(*tensors, **how))
-
-
-def drawn_tail_backward(
-    call: DrawnTailCall, offset: Tensor, names: Tensor, represents: Tensor, grad_out: Tensor, grad_lse: Tensor
-) -> TailGrads:
-    tensors, how = _args(call, _TAIL)
-    return TailGrads(*tail_backward(grad_out, grad_lse, *tensors, offset, names, represents, **how))
-
-
-def sample(call: SampleCall) -> Sampled:
-    tensors, how = _args(call, _SAMPLE)
-    return Sampled(*_sample(*tensors, **how))
-
-
-def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> TailGrads:
-    tensors, how = _args(call, _SAMPLE)
-    return TailGrads(*_sample_backward(grad_out, grad_lse, *tensors, **how))  # type: ignore[arg-type]
+    return (tile_search if call.method == "tile" else query_search)(call)
 
 
 def clear_caches() -> None:
-    pass
+    """It keeps none: compiled code belongs to Numba, in the process and on disk."""

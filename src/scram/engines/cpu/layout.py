@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +11,64 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...grid import Grid, grid_of
-from .vectors import LANES
+from ._numba_compat import SIMD_WIDTH
 
 Array = NDArray[Any]
+
+
+class Geometry(NamedTuple):
+    """The key grid, and which keys a query may attend. Tuples let the compiler know the rank."""
+
+    grid: Grid  # of keys
+    strides: Grid  # row-major, in keys
+    key_rows: Array  # int64 [R], the row of k that serves each row of q
+    mask: Array  # bool [Rm, M]; without elements: no mask
+    rows_per_mask: int
+    causal: bool
+    queries: int  # N
+    keys: int  # M
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool) -> Geometry:
+        grid, keys, shared = grid_of(k), math.prod(grid_of(k)), key_mask is not None and key_mask.ndim == k.ndim - 2
+        mask = np.zeros((0, 0), np.bool_) if key_mask is None else key_mask.reshape(-1, keys).contiguous().numpy()
+        row, heads = np.arange(q.shape[0] * q.shape[1]), max(q.shape[1], 1)
+        key_rows = row // heads * k.shape[1] + row % heads // (heads // k.shape[1] if k.shape[1] else 1)
+        rows_per_mask = q.shape[1] if shared else 1
+        return Geometry(grid, strides(grid), key_rows, mask, rows_per_mask, causal, math.prod(grid_of(q)), keys)
+
+
+class Rows(NamedTuple):
+    """What of a geometry is independent of the rank."""
+
+    key_rows: Array
+    queries: int
+    keys: int
+
+    @staticmethod
+    def of(geometry: Geometry) -> Rows:
+        return Rows(geometry.key_rows, geometry.queries, geometry.keys)
+
+
+class Windows(NamedTuple):
+    """The windows around every point's matches."""
+
+    index: Array  # type: ignore[assignment]  # int32 [P, kappa]
+    reach: Grid  # the radius, cut to the grid
+
+    @staticmethod
+    def of(index: Tensor, radius: Grid, key_grid: Grid) -> Windows:
+        matches = index.reshape(math.prod(index.shape[:-1]), index.shape[-1]).contiguous().numpy()
+        return Windows(matches, tuple(min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)))
+
+    @property
+    def slots(self) -> int:
+        """Keys in all windows of a point."""
+        return self.index.shape[1] * math.prod(2 * b + 1 for b in self.reach)
+
+    def places(self, tasks: int) -> Array:
+        """Scratch for `expand`: int64 [tasks, kappa + 1, rank]."""
+        return np.empty((tasks, self.index.shape[1] + 1, len(self.reach)), np.int64)
 
 
 def array(x: Tensor) -> Array:
@@ -25,45 +79,23 @@ def array(x: Tensor) -> Array:
     return result
 
 
+def flat(x: Tensor) -> Array:
+    """[B, H, *G] -> [B*H*prod(G)]; shares memory where it can."""
+    result: Array = x.detach().reshape(-1).contiguous().numpy()
+    return result
+
+
+def like(made: Array, given: Tensor) -> Tensor:
+    """A result in the shape and dtype of a tensor."""
+    return torch.from_numpy(made).to(given.dtype).reshape(given.shape)
+
+
 def padded(x: Array) -> Array:
     """Narrow rows filled up with zeros to what `vectors.dot` takes at once."""
-    missing = max(0, LANES - x.shape[1])
+    missing = max(0, SIMD_WIDTH - x.shape[1])
     return np.pad(x, ((0, 0), (0, missing))) if missing else x
 
 
 def strides(grid: Grid) -> Grid:
-    """Row-major strides of a grid, in points. Tuples tell the compiler the rank."""
+    """Row-major strides of a grid, in points."""
     return tuple(math.prod(grid[axis + 1 :]) for axis in range(len(grid)))
-
-
-def key_rows(q: Tensor, k: Tensor) -> Array:
-    """For each row of q the row of k that serves it, int64 [B*H]."""
-    row, heads = np.arange(q.shape[0] * q.shape[1]), max(q.shape[1], 1)
-    return row // heads * k.shape[1] + row % heads // (heads // k.shape[1] if k.shape[1] else 1)
-
-
-@dataclass(frozen=True)
-class LegalArrays:
-    """The key mask as the kernels read it; arrays of no element stand for "no mask"."""
-
-    mask: Array  # bool [Rm, M]
-    order: Array  # int32 [Rm, M]: the unmasked keys of a mask row, ascending
-    count: Array  # int32 [Rm, M]: how many unmasked keys come up to each
-    rows_per_mask: int
-
-    @staticmethod
-    def of(q: Tensor, k: Tensor, key_mask: Tensor | None, listed: bool) -> LegalArrays:
-        """`listed`: with `order` and `count`, which only a search needs."""
-        nothing = np.zeros((0, 0), np.int32)
-        if key_mask is None:
-            return LegalArrays(nothing.astype(np.bool_), nothing, nothing, 1)
-        keys = math.prod(grid_of(k))
-        mask: Array = key_mask.reshape(-1, keys).contiguous().numpy()
-        shared = key_mask.ndim == k.ndim - 2
-        if not listed:
-            return LegalArrays(mask, nothing, nothing, q.shape[1] if shared else 1)
-        order = np.zeros(mask.shape, np.int32)
-        for row in range(len(mask)):
-            legal = np.flatnonzero(mask[row])
-            order[row, : len(legal)] = legal
-        return LegalArrays(mask, order, mask.cumsum(1, dtype=np.int32), q.shape[1] if shared else 1)

@@ -10,173 +10,161 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...grid import grid_of
-from .attend_backward import _keys
-from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
-from .draw import draw_keys
-from .layout import Array, array, key_rows, strides
+from ...calls import SampleCall, Sampled, TailGrads
+from ._numba_compat import each_task
+from .attend_backward import KeyGrads, Pairs, add_to_keys
+from .compiled import compiled, launcher
+from .draw import Draws, draw_keys
+from .layout import Array, Geometry, Rows, array, flat, like
 from .noise import seeded
+from .threads import TASKS_PER_THREAD, threads
 from .vectors import add, dot
-from .walk import walk_keys
+from .walk import Walks, walk_keys
 
 CHUNK_PAIRS = 1 << 21
 
 
-class _Problem:
-    """The tensors and settings of `sample` and its backward pass as the kernels take them."""
+class SampleArrays(NamedTuple):
+    """A SampleCall as the kernels read it once the keys are drawn: independent of the rank."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        modes: Tensor,
-        count: Tensor,
-        total: Tensor,
-        order: Tensor | None,
-        key_mask: Tensor | None,
-        head_out: Tensor | None,
-        head_lse: Tensor | None,
-        seed: Tensor,
-        table: Tensor,
-        *,
-        method: str,
-        samples: int,
-        alpha: float,
-        chains_per_mode: int,
-        burn_in: int,
-        causal: bool,
-        scale: float,
-    ) -> None:
-        key_grid = grid_of(k)
-        self.points, self.samples, self.walks = math.prod(q.shape[:-1]), samples, method == "metropolis"
-        self.tensors = (array(q), array(k), array(v))
-        keys = math.prod(key_grid)
-        mask = np.zeros((0, 0), np.bool_) if key_mask is None else key_mask.contiguous().reshape(-1, keys).numpy()
-        listed = np.zeros((0, 0), np.int64) if order is None else order.contiguous().numpy()
-        shared = key_mask is not None and key_mask.ndim == len(key_grid) + 1
-        # As `expand` and the sums over keys know it; windows have no part in this.
-        reach = (0,) * len(key_grid)
-        self.grid = (key_grid, strides(key_grid), reach)
-        self.rest = (key_rows(q, k), mask, q.shape[1] if shared else 1, causal, math.prod(grid_of(q)))
-        self.rows = (self.rest[0], keys, self.rest[4])
-        self.modes = modes.contiguous().reshape(self.points, modes.shape[-1]).numpy()
-        self.count, self.total = (x.contiguous().reshape(-1).numpy() for x in (count, total))
-        self.order, self.table, self.scale = listed, table.contiguous().numpy(), scale
-        self.seed, self.alpha = np.uint32(seeded(int(seed))), alpha
-        self.chains_per_mode, self.burn_in = chains_per_mode, burn_in
-        wide = self.tensors[2].dtype
-        self.told = np.zeros((2, self.points), wide)  # acceptance and rhat of walks
-        self.head_out = np.zeros((0, v.shape[-1]), wide) if head_out is None else array(head_out)
-        self.head_lse = np.zeros(0, wide) if head_lse is None else head_lse.detach().contiguous().reshape(-1).numpy()
+    q: Array  # [P, E]
+    k: Array  # [B*Hk*M, E]
+    v: Array  # [B*Hk*M, F]
+    rows: Rows
+    scale: float
+    equal: bool  # all weights are equal, as after walks
+    head_out: Array  # [P, F]; no row without a head
+    head_lse: Array  # [P]; no element without a head
 
-    def chunks(self, tasks: int) -> Iterator[tuple[int, Array, Array]]:
-        """First point, the keys visited [C, T] with -1 after the last, and the logs of their weights."""
-        size = max(1, min(self.points, CHUNK_PAIRS // self.samples))
-        wide = self.tensors[2].dtype
-        keys, logs = np.empty((size, self.samples), np.int32), np.empty((size, self.samples), wide)
-        for begin in range(0, self.points, size):
-            if self.walks:
-                walk_keys(
-                    *self.tensors[:2], self.modes, self.count, *self.grid, self.rest, self.table, self.seed, self.scale,
-                    self.chains_per_mode, self.burn_in, begin, tasks, keys, logs, self.told,
-                )  # fmt: skip
-            else:
-                draw_keys(
-                    self.modes, self.count, self.total, self.order, *self.grid, self.rest, self.table, self.seed,
-                    self.alpha, begin, tasks, keys, logs,
-                )  # fmt: skip
-            yield begin, keys, logs
+    @staticmethod
+    def of(call: SampleCall) -> SampleArrays:
+        q, k, v = (array(x) for x in (call.q, call.k, call.v))
+        head_out = np.zeros((0, v.shape[1]), v.dtype) if call.head_out is None else array(call.head_out)
+        head_lse = np.zeros(0, v.dtype) if call.head_lse is None else flat(call.head_lse)
+        rows = Rows.of(Geometry.of(call.q, call.k, None, call.causal))
+        return SampleArrays(q, k, v, rows, call.scale, call.method == "metropolis", head_out, head_lse)
 
 
-def sample(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
-    """The tensors of `scram.estimate_ops` -> out, lse, variance, ess, acceptance, rhat."""
-    q, v = tensors[0], tensors[2]
-    problem = _Problem(*tensors, **settings)
-    wide = problem.tensors[2].dtype
-    out, variance = (np.empty((problem.points, v.shape[-1]), wide) for _ in range(2))
-    lse, ess = np.empty(problem.points, wide), np.empty(problem.points, wide)
+class Results(NamedTuple):
+    out: Array  # [P, F]
+    lse: Array  # [P]
+    variance: Array  # [P, F]
+    ess: Array  # [P]
+
+
+class Grads(NamedTuple):
+    """Gradients, of results first; head_out and head_lse have no row without a head."""
+
+    out: Array
+    lse: Array
+    q: Array
+    head_out: Array
+    head_lse: Array
+
+
+def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: int) -> Iterator[tuple[int, Pairs]]:
+    """First point, and the keys visited with the logs of their weights as slopes.
+
+    `diagnostics` [2, P] takes acceptance and rhat of walks.
+    """
+    points, dtype = len(arrays.q), arrays.v.dtype
+    geometry = Geometry.of(call.q, call.k, call.key_mask, call.causal)
+    modes = call.modes.contiguous().reshape(points, call.modes.shape[-1]).numpy()
+    count, total, table = flat(call.count), flat(call.total), flat(call.table)
+    order = np.zeros((0, 0), np.int64) if call.order is None else call.order.contiguous().numpy()
+    seed = np.uint32(seeded(int(call.seed)))
+    shape = (max(1, min(points, CHUNK_PAIRS // call.samples)), call.samples)
+    pairs = Pairs(np.empty(shape, np.int32), np.empty(shape, dtype), np.empty(shape, dtype))
+    for begin in range(0, points, shape[0]):
+        if call.method == "metropolis":
+            walks = Walks(modes, count, table, seed, call.scale, call.chains_per_mode, call.burn_in)
+            walk_keys(tasks, tasks, arrays.q, arrays.k, geometry, walks, begin, pairs.keys, pairs.slopes, diagnostics)
+        else:
+            draws = Draws(modes, count, total, order, table, seed, call.alpha)
+            draw_keys(tasks, tasks, geometry, draws, begin, pairs.keys, pairs.slopes)
+        yield begin, pairs
+
+
+def sample(call: SampleCall) -> Sampled:
+    arrays = SampleArrays.of(call)
+    points, width, dtype = len(arrays.q), arrays.v.shape[1], arrays.v.dtype
+    out, variance = (np.empty((points, width), dtype) for _ in range(2))
+    results = Results(out, np.empty(points, dtype), variance, np.empty(points, dtype))
+    diagnostics = np.zeros((2, points), dtype)
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
-        for begin, keys, logs in problem.chunks(tasks):
-            _mix(
-                *problem.tensors, *problem.rows, problem.scale, problem.walks, problem.head_out, problem.head_lse,
-                begin, tasks, keys, logs, out, lse, variance, ess,
-            )  # fmt: skip
-    shape = (*q.shape[:-1], v.shape[-1])
-    numbers = (torch.from_numpy(x).reshape(q.shape[:-1]) for x in (ess, *problem.told))
-    shaped = (torch.from_numpy(out).to(v.dtype).reshape(shape), torch.from_numpy(lse).reshape(q.shape[:-1]))
-    return *shaped, torch.from_numpy(variance).reshape(shape), *numbers
+        for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
+            _mix(tasks, tasks, arrays, begin, pairs.keys, pairs.slopes, results)
+    shape = call.q.shape[:-1]
+    lse, ess, *walked = (torch.from_numpy(x).reshape(shape) for x in (results.lse, results.ess, *diagnostics))
+    wide = (torch.from_numpy(x).reshape(*shape, width) for x in (out, variance))
+    first, second = wide
+    return Sampled(first.to(call.v.dtype), lse, second, ess, *walked)
 
 
-def sample_backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, and of head_out and head_lse where there is a head."""
-    problem = _Problem(*tensors, **settings)
-    q, k, v = problem.tensors
-    d_out, d_lse = array(grad_out), grad_lse.detach().contiguous().reshape(-1).numpy()
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    d_head, d_head_lse = np.zeros_like(problem.head_out), np.zeros_like(problem.head_lse)
-    no_extra = (np.zeros((0, q.shape[1]), k.dtype), np.zeros((0, v.shape[1]), v.dtype))
+def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> TailGrads:
+    """Gradients of q, k, v, and of head_out and head_lse where there is a head. The keys are drawn again."""
+    arrays = SampleArrays.of(call)
+    q, k, v = arrays.q, arrays.k, arrays.v
+    made = (np.zeros_like(x) for x in (q, arrays.head_out, arrays.head_lse))
+    grads = Grads(array(grad_out), flat(grad_lse), *made)
+    none = (np.zeros((0, x.shape[1]), x.dtype) for x in (k, v))
+    to_keys = KeyGrads(np.zeros_like(k), np.zeros_like(v), *none)
+    diagnostics = np.zeros((2, len(q)), v.dtype)
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
-        weights = None
-        for begin, keys, logs in problem.chunks(tasks):
-            weights = np.empty_like(logs) if weights is None else weights
-            _slopes(
-                q, k, v, *problem.rows, problem.scale, problem.walks, problem.head_out, problem.head_lse, begin,
-                tasks, keys, logs, d_out, d_lse, dq, weights, d_head, d_head_lse,
-            )  # fmt: skip
-            # The sums over keys need no grid: for them the keys lie in a line, which saves compiling for each rank.
-            line = ((problem.rows[1],), (1,), (0,), *problem.rest)
-            how = (problem.scale, 0, 0, np.uint32(0), 0, 1.0)
-            _keys(count, q, d_out, line, how, begin, count, keys, weights, logs, dk, dv, *no_extra)
-    made = (dq, dk, dv, d_head, d_head_lse)
-    given = (*tensors[:3], *tensors[8:10])
-    return tuple(
-        None if x is None else torch.from_numpy(grad).to(x.dtype).reshape(x.shape)
-        for grad, x in zip(made, given, strict=True)
-    )
+        for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
+            _slopes(tasks, tasks, arrays, begin, pairs, grads)
+            add_to_keys(count, q, grads.out, arrays.rows, 0, begin, pairs, to_keys)
+    head_out = None if call.head_out is None else like(grads.head_out, call.head_out)
+    head_lse = None if call.head_lse is None else like(grads.head_lse, call.head_lse)
+    return TailGrads(like(grads.q, call.q), like(to_keys.k, call.k), like(to_keys.v, call.v), head_out, head_lse)
 
 
-@parallel
-def _mix(
-    q, k, v, key_rows, total_keys, queries, scale, flat, head_out, head_lse, begin, tasks, keys, logs, out, lse,
-    variance, ess,
-):  # fmt: skip
-    size = min(len(keys), len(lse) - begin)
-    for task in numba.prange(tasks):
-        for c in range(size * task // tasks, size * (task + 1) // tasks):
-            first = key_rows[(begin + c) // queries] * total_keys
-            _mix_one(
-                q, k, v, scale, flat, head_out, head_lse, begin + c, first, keys[c], logs[c], out, lse, variance, ess
-            )
+@launcher
+def _mix(tasks, *arguments):
+    each_task(_mix_some, tasks, arguments)
 
 
 @compiled
-def _mix_one(q, k, v, scale, flat, head_out, head_lse, point, first, keys, logs, out, lse, variance, ess):
-    number = out.dtype.type
-    zero, samples, width = number(0), len(keys), out.shape[1]
-    seen, head = 0, head_lse[point] if len(head_lse) else number(-np.inf)
-    top, highest = head, number(-np.inf)
-    while seen < samples and keys[seen] >= 0:
-        a = number(scale * dot(q, point, k, first + keys[seen]))
-        logs[seen] = a - a if flat else a + logs[seen]  # a - a keeps a NaN
-        if logs[seen] == logs[seen]:
-            highest = max(highest, logs[seen])
+def _mix_some(task, tasks, arrays, begin, keys, logs, results):
+    size, rows = min(len(keys), len(results.lse) - begin), arrays.rows
+    for c in range(size * task // tasks, size * (task + 1) // tasks):
+        first = rows.key_rows[(begin + c) // rows.queries] * rows.keys
+        _mix_one(arrays, begin + c, first, keys[c], logs[c], results)
+
+
+@compiled
+def _score(arrays, point, first, keys, logs, scores):
+    """Scores with the logs of their weights. Returns how many keys there are, and the highest score, -inf for none."""
+    seen, highest = 0, scores.dtype.type(-np.inf)
+    while seen < len(keys) and keys[seen] >= 0:
+        a = scores.dtype.type(arrays.scale * dot(arrays.q, point, arrays.k, first + keys[seen]))
+        scores[seen] = a - a if arrays.equal else a + logs[seen]  # a - a keeps a NaN
+        if scores[seen] == scores[seen]:
+            highest = max(highest, scores[seen])
         seen += 1
-    top = max(top, highest)
+    return seen, highest
+
+
+@compiled
+def _mix_one(arrays, point, first, keys, logs, results):
+    out, v, variance, number = results.out, arrays.v, results.variance, results.out.dtype.type
+    zero, samples, width = number(0), len(keys), out.shape[1]
+    head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
+    seen, highest = _score(arrays, point, first, keys, logs, logs)
+    top = max(head, highest)
     for f in range(width):
         out[point, f] = zero
-    ess[point] = zero
+    results.ess[point] = zero
     if seen == 0 and head == -np.inf:
-        lse[point] = -np.inf
+        results.lse[point] = -np.inf
         variance[point, :] = np.inf
         return
     whole = number(math.exp(head - top))
@@ -190,14 +178,14 @@ def _mix_one(q, k, v, scale, flat, head_out, head_lse, point, first, keys, logs,
         logs[t] = p
         add(out, point, p, v, first + keys[t])
     if head != -np.inf:
-        add(out, point, number(math.exp(head - top)), head_out, point)
+        add(out, point, number(math.exp(head - top)), arrays.head_out, point)
     for f in range(width):
         out[point, f] /= whole
-    lse[point] = math.log(whole) + top
+    results.lse[point] = math.log(whole) + top
     if seen == 0:
         variance[point, :] = np.inf
         return
-    ess[point] = plain * plain / squares
+    results.ess[point] = plain * plain / squares
     for f in range(width):
         total, square = zero, zero
         for t in range(seen):
@@ -207,56 +195,46 @@ def _mix_one(q, k, v, scale, flat, head_out, head_lse, point, first, keys, logs,
         variance[point, f] = max(square - total * total / samples, zero)
 
 
-@parallel
-def _slopes(
-    q, k, v, key_rows, total_keys, queries, scale, flat, head_out, head_lse, begin, tasks, keys, logs, d_out, d_lse,
-    dq, weights, d_head, d_head_lse,
-):  # fmt: skip
-    size = min(len(keys), len(d_lse) - begin)
-    for task in numba.prange(tasks):
-        for c in range(size * task // tasks, size * (task + 1) // tasks):
-            first = key_rows[(begin + c) // queries] * total_keys
-            _slopes_one(
-                q, k, v, scale, flat, head_out, head_lse, begin + c, first, keys[c], logs[c], d_out, d_lse, dq,
-                weights[c], d_head, d_head_lse,
-            )  # fmt: skip
+@launcher
+def _slopes(tasks, *arguments):
+    each_task(_slopes_some, tasks, arguments)
 
 
 @compiled
-def _slopes_one(
-    q, k, v, scale, flat, head_out, head_lse, point, first, keys, logs, d_out, d_lse, dq, weights, d_head,
-    d_head_lse,
-):  # fmt: skip
-    """dq and the head's gradients; the list of logs becomes that of d loss / d (q.k), beside the weights."""
-    number = weights.dtype.type
-    seen, head = 0, head_lse[point] if len(head_lse) else number(-np.inf)
-    top = head
-    while seen < len(keys) and keys[seen] >= 0:
-        a = number(scale * dot(q, point, k, first + keys[seen]))
-        weights[seen] = a - a if flat else a + logs[seen]
-        if weights[seen] == weights[seen]:
-            top = max(top, weights[seen])
-        seen += 1
+def _slopes_some(task, tasks, arrays, begin, pairs, grads):
+    size, rows = min(len(pairs.keys), len(grads.lse) - begin), arrays.rows
+    for c in range(size * task // tasks, size * (task + 1) // tasks):
+        first = rows.key_rows[(begin + c) // rows.queries] * rows.keys
+        _slopes_one(arrays, begin + c, first, pairs.keys[c], pairs.weights[c], pairs.slopes[c], grads)
+
+
+@compiled
+def _slopes_one(arrays, point, first, keys, weights, slopes, grads):
+    """dq and the head's gradients; the logs in `slopes` become d loss / d (q.k), beside the weights."""
+    v, d_out, d_lse, number = arrays.v, grads.out, grads.lse[point], weights.dtype.type
+    head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
+    seen, highest = _score(arrays, point, first, keys, slopes, weights)
+    top = max(head, highest)
     # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
     # Slopes are measured from one of them, so that equal ones leave nothing.
     whole, mean, base = number(0), number(0), number(0)
     if head != -np.inf:
-        base = dot(d_out, point, head_out, point)
+        base = dot(d_out, point, arrays.head_out, point)
         whole = number(math.exp(head - top))
     elif seen:
         base = dot(d_out, point, v, first + keys[0])
     share = whole
     for t in range(seen):
         weights[t] = math.exp(weights[t] - top)
-        logs[t] = dot(d_out, point, v, first + keys[t]) - base
+        slopes[t] = dot(d_out, point, v, first + keys[t]) - base
         whole += weights[t]
-        mean += weights[t] * logs[t]
+        mean += weights[t] * slopes[t]
     if seen or head != -np.inf:
         mean, share = mean / whole, share / whole
     if head != -np.inf:
-        add(d_head, point, share, d_out, point)
-        d_head_lse[point] = share * (d_lse[point] - mean)
+        add(grads.head_out, point, share, d_out, point)
+        grads.head_lse[point] = share * (d_lse - mean)
     for t in range(seen):
         weights[t] /= whole
-        logs[t] = scale * weights[t] * (logs[t] - mean + d_lse[point])
-        add(dq, point, logs[t], k, first + keys[t])
+        slopes[t] = arrays.scale * weights[t] * (slopes[t] - mean + d_lse)
+        add(grads.q, point, slopes[t], arrays.k, first + keys[t])

@@ -1,7 +1,7 @@
 """Algorithm 1 on a CPU: blocks of points in parallel, each writing only its own.
 
-A neighbour that has not changed since it was last asked is not asked again, and a candidate that is the current best is
-not scored: neither could win, since a candidate is taken only when strictly better. So the answer is the reference's.
+A neighbour that has not changed since it was last read is not read again, and a candidate that is the current best is
+not scored: neither could win, since a candidate is taken only when strictly better. So the result is the reference's.
 """
 
 # Numba infers the types of what it compiles.
@@ -9,99 +9,137 @@ not scored: neither could win, since a candidate is taken only when strictly bet
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from ...calls import Found, SearchCall
 from ...grid import Grid, grid_of
-from .candidates import ask, draw_around, follow, leave, leave_out, shift
-from .compiled import TASKS_PER_THREAD, compiled, launcher, threads
-from .layout import Array, LegalArrays, array, key_rows, padded, strides
+from ._numba_compat import SIMD_WIDTH, each_task
+from .candidates import draw_around, follow, leave, leave_out, move, read_neighbours
+from .compiled import compiled, launcher
+from .layout import Array, Geometry, array, padded, strides
+from .legal import Earlier, Lists, drawn, first_key, legal
 from .noise import absorb, below, seeded
-from .tasks import each_task
-from .vectors import LANES, coordinates, dot, narrow_dots
+from .threads import TASKS_PER_THREAD, threads
+from .vectors import coordinates, dot, narrow_dots
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
 SHIFT, STAY = 1, 2  # what a neighbour offers, as bits
+OFFERS = {"shift": (SHIFT, SHIFT), "stay": (STAY, STAY), "both": (SHIFT | STAY,) * 2, "turns": (STAY, SHIFT)}
 AXIS, STEP, TO_POINT, TO_KEY, LINE = range(5)  # columns of `_directions`
 CHANGED, CHANGED_BEFORE = 1, 2  # whether a point's key changed in the last sweep, and in the one before
 
 
-def search(*tensors: Any, **settings: Any) -> tuple[Tensor, Tensor]:
-    """q, k, seed, key_mask, warm as in `scram.ops` -> index int32 and score float32 [B, H, *G, kappa]."""
-    index, score, _ = counted_search(*tensors, **settings)
-    return index, score
+class Features(NamedTuple):
+    q: Array  # [P, E]
+    k: Array  # [B*Hk*M, E]
 
 
-def counted_search(
-    q: Tensor,
-    k: Tensor,
-    seed: Tensor,
-    key_mask: Tensor | None,
-    warm: Tensor | None,
-    *,
-    matches: int,
-    separation: int,
-    sweeps: int,
-    jumps: tuple[int, ...],
-    propagate: str,
-    gossip: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor, int]:
+class QueryGrid(NamedTuple):
+    grid: Grid
+    strides: Grid
+
+
+class Sweep(NamedTuple):
+    """One sweep over all points; number 0 is the start."""
+
+    number: int
+    seed: np.uint32
+    offer: int  # SHIFT, STAY or both
+    memory: int  # CHANGED or more: how long a change is news
+    gossip: int
+    directions: Array
+    warm: Array  # int32 [P, any number]
+
+
+class Field(NamedTuple):
+    """What every point has and leaves for the next sweep, [P] each."""
+
+    before: Array
+    after: Array
+    offered: Array
+    offered_after: Array
+    flags: Array
+    best: Array
+
+
+class Scratch(NamedTuple):
+    """Of each task."""
+
+    rows: Array  # int32 [tasks, rows, BLOCK]
+    scores: Array  # [tasks, BLOCK]
+    evaluations: Array  # int64 [tasks], scores computed
+
+
+class Block(NamedTuple):
+    """Points of one row that are visited together."""
+
+    row: int
+    begin: int  # the first as a query
+    first: int  # and as a point
+    row_key: int  # where the row's keys begin
+    size: int
+
+
+class Own(NamedTuple):
+    """What the points of a block have, and room for their candidates' scores."""
+
+    key: Array  # int32 [BLOCK]
+    best: Array  # [size]
+    chosen: Array  # int32 [BLOCK]
+    scores: Array  # [BLOCK]
+    barred: Array  # int32 [earlier matches that are no candidates, BLOCK]
+
+
+def search(call: SearchCall) -> Found:
+    """Algorithm 1."""
+    found, _ = counted_search(call)
+    return found
+
+
+def counted_search(call: SearchCall) -> tuple[Found, int]:
     """As `search`, and how many scores were computed."""
-    query_grid, key_grid = grid_of(q), grid_of(k)
-    queries, points, keys = math.prod(query_grid), math.prod(q.shape[:-1]), math.prod(key_grid)
-    queries_, keys_ = padded(array(q)), padded(array(k))
-    legal = LegalArrays.of(q, k, key_mask, listed=True)
-    geometry = (
-        query_grid,
-        strides(query_grid),
-        key_grid,
-        strides(key_grid),
-        key_rows(q, k),
-        legal.rows_per_mask,
-        causal,
-    )
-    shape = (*q.shape[:-1], matches)
-    index = np.full((points, matches), -1, np.int32)
-    start = np.zeros((0, 0), np.int32) if warm is None else warm.reshape(points, warm.shape[-1]).contiguous().numpy()
-    best = np.empty(points, queries_.dtype)
-    key, key_after = np.empty(points, np.int32), np.empty(points, np.int32)
-    offered, offered_after = np.empty(points, np.int32), np.empty(points, np.int32)
-    flags = np.empty(points, np.uint8)
-    offers = {"shift": (SHIFT, SHIFT), "stay": (STAY, STAY), "both": (SHIFT | STAY,) * 2, "turns": (STAY, SHIFT)}
-    memory = CHANGED | CHANGED_BEFORE if propagate == "turns" else CHANGED
-    all_scores = np.full((points, matches), -np.inf, queries_.dtype)
-    directions = _directions(jumps, query_grid, key_grid)
-    state = np.uint32(seeded(int(seed)))
+    q, k, matches = call.q, call.k, call.matches
+    query_grid, key_grid, points = grid_of(q), grid_of(k), math.prod(q.shape[:-1])
+    features = Features(padded(array(q)), padded(array(k)))
+    geometry = Geometry.of(q, k, call.key_mask, call.causal)
+    lists = Lists.of(geometry.mask)
+    index, scores = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, features.q.dtype)
+    warm = np.zeros((0, 0), np.int32)
+    if call.warm is not None:
+        warm = call.warm.reshape(points, call.warm.shape[-1]).contiguous().numpy()
+    before, after, offered, offered_after = (np.empty(points, np.int32) for _ in range(4))
+    flags, best = np.empty(points, np.uint8), np.empty(points, features.q.dtype)
+    memory = CHANGED | CHANGED_BEFORE if call.propagate == "turns" else CHANGED
+    directions, seed = _directions(call.jumps, query_grid, key_grid), np.uint32(seeded(int(call.seed)))
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
-        scratch = np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32)
-        scores = np.empty((tasks, BLOCK), queries_.dtype)
-        evaluations = np.zeros(tasks, np.int64)
+        rows = np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32)
+        scratch = Scratch(rows, np.empty((tasks, BLOCK), best.dtype), np.zeros(tasks, np.int64))
         for run in range(matches):
-            if run >= keys and (index[:, :run] >= 0).sum(1).min(initial=keys) == keys:
+            if run >= geometry.keys and (index[:, :run] >= 0).sum(1).min(initial=geometry.keys) == geometry.keys:
                 break  # every key is a match already
-            for sweep in range(sweeps + 1):
-                offer = offers[propagate][sweep % 2]
-                _sweep(
-                    tasks, queries_, keys_, geometry, (legal.mask, legal.order, legal.count), queries, state, run,
-                    sweep, start, index, separation, directions, offer, memory, gossip,
-                    key, key_after, offered, offered_after, flags, best, evaluations, scratch, scores,
-                )  # fmt: skip
-                key, key_after, offered, offered_after = key_after, key, offered_after, offered
-            index[:, run], all_scores[:, run] = key, best
+            for number in range(call.sweeps + 1):
+                offer = OFFERS[call.propagate][number % 2]
+                sweep = Sweep(number, seed, offer, memory, call.gossip, directions, warm)
+                field = Field(before, after, offered, offered_after, flags, best)
+                earlier = Earlier(index, run, call.separation)
+                parts = (features, geometry, QueryGrid(query_grid, strides(query_grid)), lists, earlier, sweep, field)
+                _sweep(tasks, *map(tuple, (*parts, scratch)))  # Numba recognises plain tuples sooner
+                before, after, offered, offered_after = after, before, offered_after, offered
+            index[:, run], scores[:, run] = before, best
         if matches > 1:
-            _best_first(tasks, index, all_scores)
-    score = all_scores.astype(np.float32, copy=False)
-    total = int(evaluations.sum())
-    return torch.from_numpy(index).reshape(shape), torch.from_numpy(score).reshape(shape), total
+            _best_first(tasks, index, scores)
+    shape = (*q.shape[:-1], matches)
+    score = scores.astype(np.float32, copy=False)
+    found = Found(torch.from_numpy(index).reshape(shape), torch.from_numpy(score).reshape(shape))
+    return found, int(scratch.evaluations.sum())
 
 
 def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Array:
-    """The neighbours in the order they are asked: a row of AXIS, STEP, TO_POINT, TO_KEY, LINE for each."""
+    """The neighbours in the order they are read: a row of AXIS, STEP, TO_POINT, TO_KEY, LINE for each."""
     to_point, to_key = strides(query_grid), strides(key_grid)
 
     def row(axis: int, step: int) -> tuple[int, ...]:
@@ -114,226 +152,174 @@ def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Arr
 
 
 @launcher
-def _sweep(tasks, *arguments):
-    """Sweep number `sweep` of a run (0: the start)."""
-    each_task(_some_blocks, tasks, arguments)
+def _sweep(tasks, features, geometry, query_grid, lists, earlier, sweep, field, scratch):
+    named = (
+        Features(*features), Geometry(*geometry), QueryGrid(*query_grid), Lists(*lists), Earlier(*earlier),
+        Sweep(*sweep), Field(*field), Scratch(*scratch),
+    )  # fmt: skip
+    each_task(_some_blocks, tasks, named)
 
 
 @compiled
-def _some_blocks(
-    task, q, k, geometry, legal, queries, seed, run, sweep, start, earlier, separation, directions, offer, memory,
-    gossip, before, after, offered, offered_after, flags, best, evaluations, scratch, scores,
-):  # fmt: skip
+def _some_blocks(task, features, geometry, query_grid, lists, earlier, sweep, field, scratch):
     """Blocks of points of one row, each written by one task."""
-    tasks, in_row = len(scratch), -(-queries // BLOCK)
-    blocks = len(best) // max(queries, 1) * in_row
-    for block in range(blocks * task // tasks, blocks * (task + 1) // tasks):
-        row = block // in_row
-        begin = (block - row * in_row) * BLOCK
-        end = min(begin + BLOCK, queries)
-        if sweep == 0:
-            evaluations[task] += _start(
-                q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation,
-                after, offered_after, flags, best,
-            )  # fmt: skip
+    tasks, queries = len(scratch.rows), geometry.queries
+    in_row = -(-queries // BLOCK)
+    blocks = len(field.best) // max(queries, 1) * in_row
+    for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
+        row = number // in_row
+        begin = (number - row * in_row) * BLOCK
+        row_key, size = geometry.key_rows[row] * geometry.keys, min(BLOCK, queries - begin)
+        block = Block(row, begin, row * queries + begin, row_key, size)
+        if sweep.number == 0:
+            count = _start(features, geometry, lists, earlier, sweep, field, block)
         else:
-            evaluations[task] += _visit(
-                q, k, geometry, legal, queries, row, begin, end, seed, run, sweep, earlier, separation, directions,
-                offer, memory, gossip, before, after, offered, offered_after, flags, best,
-                scratch[task], scores[task],
-            )  # fmt: skip
+            rows, scores = scratch.rows[task], scratch.scores[task]
+            count = _visit(features, geometry, query_grid, lists, earlier, sweep, field, block, rows, scores)
+        scratch.evaluations[task] += count
 
 
 @compiled
-def _start(
-    q, k, geometry, legal, queries, row, begin, end, seed, run, start, earlier, separation, after, offered, flags,
-    best,
-):  # fmt: skip
-    """The warm key where it is legal, else a drawn one; kept whatever its score. Returns the scores computed."""
-    keys, key_rows = _keys(geometry), geometry[4]
+def _start(features, geometry, lists, earlier, sweep, field, block):
+    """The first key of every point, kept whatever its score. Returns the scores computed."""
     count = 0
-    for query in range(begin, end):
-        point = row * queries + query
-        key = np.int64(-1)
-        if run < start.shape[1]:
-            key = np.int64(start[point, run])
-            if not 0 <= key < keys or not _legal(geometry, legal, row, query, point, key, run, earlier, separation):
-                key = np.int64(-1)
-        if key < 0:
-            noise = absorb(absorb(absorb(absorb(absorb(seed, row), query), run), 0), 0)
-            key = _fresh(geometry, legal, row, query, noise)
-            if key >= 0 and not _legal(geometry, legal, row, query, point, key, run, earlier, separation):
-                key = np.int64(-1)
-        after[point], offered[point], best[point], flags[point] = key, key, -np.inf, CHANGED
+    for p in range(block.size):
+        point = block.first + p
+        key = first_key(
+            geometry, lists, earlier, sweep.warm, earlier.run, sweep.seed, block.row, block.begin + p
+        )  # fmt: skip
+        field.after[point], field.offered_after[point], field.best[point], field.flags[point] = (
+            key, key, -np.inf, CHANGED
+        )  # fmt: skip
         if key >= 0:
-            score = dot(q, point, k, key_rows[row] * keys + key)
+            score = dot(features.q, point, features.k, block.row_key + key)
             count += 1
             if score == score:  # NaN counts as -inf
-                best[point] = score
+                field.best[point] = score
     return count
 
 
 @compiled
-def _visit(
-    q, k, geometry, legal, queries, row, begin, end, seed, run, sweep, earlier, separation, directions, offer, memory,
-    gossip, before, after, offered, offered_after, flags, all_best, scratch, scores,
-):  # fmt: skip
+def _visit(features, geometry, query_grid, lists, earlier, sweep, field, block, rows, scores):
     """One sweep of a block of points of one row: propagate, gossip, random search. Returns the scores computed.
 
-    One candidate (-1: none) is made for every point of the block in a plain loop, for the vector units; then `_weigh`
-    takes those that win. Slices of the block, since a loop over sums of indices would not be vectorised.
+    One candidate (-1: none) is made for every point of the block in a plain loop, for the vector units; then
+    `_try_candidates` takes those that win. Slices of the block, since a loop over sums of indices would not be
+    vectorised.
     """
-    query_grid, query_strides, key_grid, key_strides, key_rows = geometry[:5]
-    rank, size, count = len(key_grid), end - begin, 0
-    key, candidate, theirs, chosen, noise = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
-    place, centre, rest = scratch[5 : 5 + rank], scratch[5 + rank : 5 + 2 * rank], scratch[5 + 2 * rank :]
-    drawn, barred = rest[:rank], rest[rank : rank + (0 if separation else run)]
-    row_point, row_key, prefix = row * queries, key_rows[row] * _keys(geometry), absorb(seed, row)
-    first, last = row_point + begin, row_point + end
-    key_before, best = before[first:last], all_best[first:last]
-    where, others = (row, begin, first, row_key, run, size), (earlier, separation, barred)
+    rank, size, begin, first, count = len(geometry.grid), block.size, block.begin, block.first, 0
+    key, candidate, theirs, chosen, noise = rows[0], rows[1], rows[2], rows[3], rows[4]
+    place, centre, rest = rows[5 : 5 + rank], rows[5 + rank : 5 + 2 * rank], rows[5 + 2 * rank :]
+    around, barred = rest[:rank], rest[rank : rank + (0 if earlier.separation else earlier.run)]
+    row_point, prefix = first - begin, absorb(sweep.seed, block.row)
+    key_before, best = field.before[first : first + size], field.best[first : first + size]
     for p in range(size):
-        noise[p] = absorb(absorb(absorb(prefix, begin + p), run), sweep)
+        noise[p] = absorb(absorb(absorb(prefix, begin + p), earlier.run), sweep.number)
         key[p] = key_before[p]
     for match in range(len(barred)):
         for p in range(size):
-            barred[match, p] = earlier[first + p, match]
+            barred[match, p] = earlier.index[first + p, match]
     for axis in range(rank):
         for p in range(size):
             candidate[p] = begin + p
-        coordinates(candidate, query_grid[axis], query_strides[axis], place[axis], size)
-    for d in range(len(directions)):
-        axis, step, to_point = directions[d, AXIS], directions[d, STEP], directions[d, TO_POINT]
-        if not ask(offered, row_point, begin, to_point, queries, place[axis], step, query_grid[axis], theirs, size):
+        coordinates(candidate, query_grid.grid[axis], query_grid.strides[axis], place[axis], size)
+    own = Own(key, best, chosen, scores, barred)
+    for d in range(len(sweep.directions)):
+        direction = sweep.directions[d]
+        axis = direction[AXIS]
+        extent = query_grid.grid[axis]
+        offered, to_point, step = field.offered, direction[TO_POINT], direction[STEP]
+        if not read_neighbours(offered, block, geometry.queries, to_point, place[axis], step, extent, theirs):
             continue
-        if offer & SHIFT:
-            shift(theirs, directions[d, TO_KEY], directions[d, LINE], candidate, size)
-            count += _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores)
-        if offer & STAY:
-            count += _weigh(q, k, geometry, legal, where, others, theirs, key, best, chosen, scores)
-    for draw in range(gossip):
+        if sweep.offer & SHIFT:
+            move(theirs, direction[TO_KEY], direction[LINE], candidate, size)
+            count += _try_candidates(features, geometry, earlier, block, own, candidate)
+        if sweep.offer & STAY:
+            count += _try_candidates(features, geometry, earlier, block, own, theirs)
+    for draw in range(sweep.gossip):
         for p in range(size):
-            chosen[p] = below(absorb(noise[p], draw), queries)
+            chosen[p] = below(absorb(noise[p], draw), geometry.queries)
         for p in range(size):
-            candidate[p] = before[row_point + chosen[p]]
-        count += _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores)
+            candidate[p] = field.before[row_point + chosen[p]]
+        count += _try_candidates(features, geometry, earlier, block, own, candidate)
     keyless = 0
     for p in range(size):
         keyless += key[p] < 0
     for axis in range(rank):
-        coordinates(key, key_grid[axis], key_strides[axis], centre[axis], size)
-    reach, draw = max(key_grid), gossip
+        coordinates(key, geometry.grid[axis], geometry.strides[axis], centre[axis], size)
+    reach, draw = max(geometry.grid), sweep.gossip
     while reach >= 1:
         for p in range(size):
             candidate[p] = 0
         for axis in range(rank):
-            draw_around(noise, draw + axis, centre[axis], reach, key_grid[axis], drawn[axis], size)
+            draw_around(noise, draw + axis, centre[axis], reach, geometry.grid[axis], around[axis], size)
             for p in range(size):
-                candidate[p] += key_strides[axis] * drawn[axis, p]
+                candidate[p] += geometry.strides[axis] * around[axis, p]
         for p in range(size if keyless else 0):
             if key[p] < 0:
-                candidate[p] = _fresh(geometry, legal, row, begin + p, absorb(noise[p], draw + rank))
+                candidate[p] = drawn(geometry, lists, block.row, begin + p, absorb(noise[p], draw + rank))
                 for axis in range(rank):
-                    drawn[axis, p] = candidate[p] // key_strides[axis] % key_grid[axis]
-        count += _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores)
+                    around[axis, p] = candidate[p] // geometry.strides[axis] % geometry.grid[axis]
+        count += _try_candidates(features, geometry, earlier, block, own, candidate)
         for axis in range(rank):
-            follow(key, candidate, drawn[axis], centre[axis], size)
+            follow(key, candidate, around[axis], centre[axis], size)
         reach //= 2
         draw += rank + 1
-    leave(key, key_before, memory, after[first:last], offered_after[first:last], flags[first:last])
+    after, offered = field.after[first : first + size], field.offered_after[first : first + size]
+    leave(key, key_before, sweep.memory, after, offered, field.flags[first : first + size])
     return count
 
 
 @compiled
-def _weigh(q, k, geometry, legal, where, others, candidate, key, best, chosen, scores):
+def _try_candidates(features, geometry, earlier, block, own, candidate):
     """Take each point's candidate where it is strictly better and legal. Returns the scores computed.
 
-    Without separation a candidate that is an earlier match is left out at once; distances are asked of winners only.
+    Without separation a candidate that is an earlier match is left out at once; distances are computed for winners
+    only.
     """
-    for match in range(len(others[2])):
-        leave_out(candidate, others[2][match], where[5])
-    count = _score(q, k, where, candidate, key, chosen, scores)
+    for match in range(len(own.barred)):
+        leave_out(candidate, own.barred[match], block.size)
+    count = _score(features, block, own, candidate)
     if count:
-        _take(geometry, legal, where, others, candidate, key, best, scores)
+        _take(geometry, earlier, block, own, candidate)
     return count
 
 
 @compiled
-def _score(q, k, where, candidate, key, chosen, scores):
+def _score(features, block, own, candidate):
     """Score each point's candidate, -inf where there is none. Returns how many were new."""
-    _, _, first, row_key, _, size = where
-    count = 0
-    if q.shape[1] == LANES:  # all are scored, without asking: that is quicker than a list
+    key, chosen, scores, size, count = own.key, own.chosen, own.scores, block.size, 0
+    if features.q.shape[1] == SIMD_WIDTH:  # all are scored: that is quicker than a list
         new = np.int32(0)
         for p in range(size):
             new = np.int32(new + ((candidate[p] >= 0) & (candidate[p] != key[p])))
             chosen[p] = max(candidate[p], np.int32(0))
-        narrow_dots(q, first, k, row_key, chosen, scores, size if new else 0)
+        narrow_dots(features.q, block.first, features.k, block.row_key, chosen, scores, size if new else 0)
         return np.int64(new)
     for p in range(size):  # what is left, in a list: no branch to guess wrong
         chosen[count] = p
         scores[p] = -np.inf
         count += (candidate[p] >= 0) & (candidate[p] != key[p])
     for n in range(count):  # nothing is decided here: many loads are under way at once
-        scores[chosen[n]] = dot(q, first + chosen[n], k, row_key + candidate[chosen[n]])
+        p = chosen[n]
+        scores[p] = dot(features.q, block.first + p, features.k, block.row_key + candidate[p])
     return count
 
 
 @compiled
-def _take(geometry, legal, where, others, candidate, key, best, scores):
-    row, begin, first, _, run, size = where
-    earlier, separation, _ = others
-    if geometry[6] or len(legal[0]) or (run and separation):
-        for p in range(size):
+def _take(geometry, earlier, block, own, candidate):
+    key, best, scores = own.key, own.best, own.scores
+    if geometry.causal or len(geometry.mask) or (earlier.run and earlier.separation):
+        for p in range(block.size):
             if scores[p] > best[p] and candidate[p] >= 0:
                 new = np.int64(candidate[p])
-                if not _legal(geometry, legal, row, begin + p, first + p, new, run, earlier, separation):
+                if not legal(geometry, earlier, block.row, block.begin + p, block.first + p, new):
                     scores[p] = -np.inf
-    for p in range(size):  # every load before the choice, or the compiler would branch
+    for p in range(block.size):  # every load before the choice, or the compiler would branch
         new, old, score, least = candidate[p], key[p], scores[p], best[p]
         better = (score > least) & (new >= 0)
         key[p] = new if better else old
         best[p] = score if better else least
-
-
-@compiled
-def _keys(geometry):
-    return geometry[2][0] * geometry[3][0]
-
-
-@compiled
-def _fresh(geometry, legal, row, query, bits):
-    """A key drawn from the legal ones, -1 if there is none."""
-    _, order, count = legal
-    last = query if geometry[6] else _keys(geometry) - 1
-    if len(count) == 0:
-        return below(bits, last + 1)
-    mask_row = row // geometry[5]
-    choices = count[mask_row, last]
-    if choices == 0:
-        return np.int64(-1)
-    return np.int64(order[mask_row, below(bits, choices)])
-
-
-@compiled
-def _legal(geometry, legal, row, query, point, key, run, earlier, separation):
-    """Whether a key on the grid may be taken: by mask, by order, and farther than L from earlier matches."""
-    _, _, key_grid, key_strides, _, rows_per_mask, causal = geometry
-    if causal and key > query:
-        return False
-    if len(legal[0]) and not legal[0][row // rows_per_mask, key]:
-        return False
-    for match in range(run):
-        other = np.int64(earlier[point, match])
-        near = other == key
-        if separation and other >= 0:
-            near = True
-            for axis in range(len(key_grid)):
-                apart = key // key_strides[axis] % key_grid[axis] - other // key_strides[axis] % key_grid[axis]
-                near = near and -separation <= apart <= separation
-        if near:
-            return False
-    return True
 
 
 @launcher

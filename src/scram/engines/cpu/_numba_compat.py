@@ -1,0 +1,294 @@
+"""Every private API of Numba and llvmlite in this engine, with a public fallback for each.
+
+Run with Numba 0.64.0 (llvmlite 0.46.0) to 0.68.1 (llvmlite 0.50.0). `PRIVATE` says whether what is used here still is
+what it was; otherwise the fallbacks serve, with the same results: more to compile, and slower.
+"""
+
+# Numba infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="misc, no-redef"
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import sys
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import intrinsic, overload
+
+from .caching import FASTMATH, cached
+
+SIMD_WIDTH = 4  # narrower rows are padded to as many elements
+ROWS = SIMD_WIDTH**2  # of them are multiplied at a time
+PARALLEL = {"parallel": True, "fastmath": FASTMATH, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
+LOGGER = logging.getLogger("scram")
+_announced = False
+
+try:
+    from llvmlite import ir
+    from numba.core import cgutils
+    from numba.core.codegen import JITCodeLibrary
+    from numba.core.compiler import Compiler
+    from numba.core.registry import cpu_target
+
+    _library = JITCodeLibrary(cpu_target.target_context.codegen(), "check")
+    _used = (
+        *((_library, name) for name in ("_linking_libraries", "_final_module", "_reload_init", "_finalized")),
+        *((_library, name) for name in ("_get_module_for_linking", "_ensure_finalized", "enable_object_caching")),
+        *((cgutils, name) for name in ("alloca_once_value", "create_struct_proxy", "get_null_value", "unpack_tuple")),
+        *((cpu_target.target_context, name) for name in ("push_code_library", "call_internal_no_propagate")),
+        (numba.core.dispatcher.Dispatcher, "get_compile_result"),
+    )
+    _arguments = ["self", "typingctx", "targetctx", "library", "args", "return_type", "flags", "locals"]
+    PRIVATE = (
+        all(hasattr(*one) for one in _used) and list(inspect.signature(Compiler.__init__).parameters) == _arguments
+    )
+except (ImportError, AttributeError, TypeError):
+    PRIVATE = False
+
+
+def _announce(kernel: Any, arguments: Any) -> None:
+    """Say that a kernel is compiled: to the log, and where nobody reads that, once to a terminal.
+
+    Called when the types of a launcher are inferred, so not for code that is loaded from the disk cache.
+    """
+    global _announced
+    leaves = list(_leaves(arguments))
+    dtype = next((str(x.dtype) for x in leaves if isinstance(x, types.Array) and isinstance(x.dtype, types.Float)), "")
+    rank = next((f", rank {len(x)}" for x in leaves if isinstance(x, types.UniTuple)), "")
+    stage = kernel.dispatcher.py_func.__module__.rsplit(".", 1)[-1]
+    text = f"compiling the CPU kernels ({stage}) for {dtype}{rank}; this happens once and takes about 10 s"
+    if LOGGER.isEnabledFor(logging.INFO):
+        LOGGER.info(text)
+    elif not _announced and sys.stderr is not None and sys.stderr.isatty():
+        print(f"scram: {text}", file=sys.stderr)
+        _announced = True
+
+
+def _leaves(type_):
+    """The types in nested tuples; a tuple of integers counts as one."""
+    if isinstance(type_, types.BaseTuple) and not isinstance(type_, types.UniTuple):
+        for part in type_:
+            yield from _leaves(part)
+    else:
+        yield type_
+
+
+if PRIVATE:
+    TASK, ADDRESS = ir.IntType(64), ir.IntType(8).as_pointer()
+    KERNEL = ir.FunctionType(ir.VoidType(), (TASK, ADDRESS))
+
+    class _NoEnvironment:
+        """What a library that never runs has for a code generator."""
+
+        @staticmethod
+        def set_env(name, environment):
+            pass
+
+    class _PartLibrary(JITCodeLibrary):
+        """The code of a function that only becomes part of others: neither optimised nor emitted on its own."""
+
+        codegen = _NoEnvironment
+
+        def finalize(self):
+            for library in dict.fromkeys(self._linking_libraries):
+                self._reload_init.update(library._reload_init)
+                self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+            self._finalized = True
+
+        def get_pointer_to_function(self, name):
+            self._ensure_finalized()
+            return 0
+
+    class _PartCompiler(Compiler):
+        def __init__(self, typingctx, targetctx, library, args, return_type, flags, locals):
+            if library is None:
+                library = _PartLibrary(targetctx.codegen(), "part")
+                library.enable_object_caching()
+            super().__init__(typingctx, targetctx, library, args, return_type, flags, locals)
+
+    PART: dict[str, Any] = {"pipeline_class": _PartCompiler, "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+
+    @intrinsic
+    def _call(typing_context, kernel, data, task):
+        """kernel(task, data), both by their address."""
+
+        def generate(context, builder, signature, arguments):
+            function = builder.inttoptr(arguments[0], KERNEL.as_pointer())
+            builder.call(function, (arguments[2], builder.inttoptr(arguments[1], ADDRESS)))
+            return context.get_dummy_value()
+
+        return types.none(types.int64, types.int64, types.int64), generate
+
+    def _borrowed(context, builder, type_, value):
+        """Arrays without an owner: threads that count references to one array wait for each other."""
+        if isinstance(type_, types.BaseTuple):
+            for n, part in enumerate(type_):
+                lent = _borrowed(context, builder, part, builder.extract_value(value, n))
+                value = builder.insert_value(value, lent, n)
+        elif isinstance(type_, types.Array):
+            array = cgutils.create_struct_proxy(type_)(context, builder, value=value)
+            array.meminfo, array.parent = (
+                cgutils.get_null_value(field.type) for field in (array.meminfo, array.parent)
+            )
+            value = array._getvalue()
+        return value
+
+    def _task(context, module, compiled, arguments, kept):
+        """A function (task, address of the arguments) in the module at hand that calls the kernel."""
+        function = ir.Function(module, KERNEL, module.get_unique_name("task"))
+        function.linkage = "internal"
+        inside = ir.IRBuilder(function.append_basic_block())
+        task, data = function.args
+        packed = _borrowed(context, inside, arguments, inside.load(inside.bitcast(data, kept.type)))
+        unpacked = (task, *cgutils.unpack_tuple(inside, packed, len(arguments)))
+        context.call_internal_no_propagate(inside, compiled.fndesc, compiled.signature, unpacked)
+        inside.ret_void()
+        return function
+
+    @intrinsic
+    def each_task(typing_context, kernel, tasks, arguments):
+        """kernel(task, *arguments) for 0 <= task < tasks on all threads. It returns nothing and must not raise.
+
+        Numba optimises a kernel that is called in a `prange` loop four times over. The only such loop calls an
+        address, so kernels are optimised once.
+        """
+        _announce(kernel, arguments)
+        loop = typing_context.resolve_value_type(_each)
+        loop_types = loop.get_call_type(typing_context, (types.int64, types.int64, types.int64), {})
+
+        def generate(context, builder, signature, values):
+            compiled = kernel.dispatcher.get_compile_result(types.none(types.int64, *arguments))
+            context.active_code_library.add_linking_library(compiled.library)
+            kept = cgutils.alloca_once_value(builder, values[2])
+            function = _task(context, builder.module, compiled, arguments, kept)
+            addresses = [builder.ptrtoint(pointer, TASK) for pointer in (function, kept)]
+            context.get_function(loop, loop_types)(builder, (*addresses, values[1]))
+            return context.get_dummy_value()
+
+        return types.none(kernel, types.int64, arguments), generate
+
+    def _load(context, builder, signature, arguments, which, index, width):
+        """The place of `width` elements of an array argument, taken flat, and what stands there."""
+        array = cgutils.create_struct_proxy(signature.args[which])(context, builder, value=arguments[which])
+        place = builder.gep(array.data, [index], inbounds=True)
+        element = place.type.pointee
+        if width > 1:
+            place = builder.bitcast(place, ir.VectorType(element, width).as_pointer())
+        return place, builder.load(place, align=context.get_abi_sizeof(element))
+
+    def _shuffle(builder, x, y, order):
+        return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(order)), list(order)))
+
+    def _sum_of_pairs(builder, x, y, width):
+        """Of x and y one after the other, elements 0 and 1, 2 and 3, and so on. Never reordered: equal rows, equal
+        bits."""
+        evens, odds = (_shuffle(builder, x, y, range(start, 2 * width, 2)) for start in (0, 1))
+        return builder.fadd(evens, odds)
+
+    @intrinsic
+    def product(typing_context, a, i, b, j):
+        """<a[i], b[j]> of rows of SIMD_WIDTH elements."""
+
+        def generate(context, builder, signature, arguments):
+            width, (left, i, right, j) = ir.Constant(ir.IntType(64), SIMD_WIDTH), range(4)
+            rows = ((x, builder.mul(arguments[row], width)) for x, row in ((left, i), (right, j)))
+            loaded = [_load(context, builder, signature, arguments, x, at, SIMD_WIDTH)[1] for x, at in rows]
+            total = builder.fmul(*loaded)
+            for _ in range(2):
+                total = _sum_of_pairs(builder, total, total, SIMD_WIDTH)
+            return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+        return a.dtype(a, types.int64, b, types.int64), generate
+
+    @intrinsic
+    def products(typing_context, a, i, b, j, keys, p, result):
+        """result[n] = <a[i + n], b[j + keys[n]]> for p <= n < p + ROWS, of rows of SIMD_WIDTH elements."""
+
+        def generate(context, builder, signature, arguments):
+            def load(which, index, width):
+                return _load(context, builder, signature, arguments, which, index, width)
+
+            def number(n):
+                return ir.Constant(ir.IntType(64), n)
+
+            rows = []
+            for n in range(ROWS):
+                key = builder.sext(load(4, builder.add(arguments[5], number(n)), 1)[1], ir.IntType(64))
+                rows.append(load(2, builder.mul(builder.add(arguments[3], key), number(SIMD_WIDTH)), SIMD_WIDTH)[1])
+            while len(rows) > SIMD_WIDTH:
+                rows = [
+                    _shuffle(builder, x, y, range(2 * x.type.count)) for x, y in zip(rows[::2], rows[1::2], strict=True)
+                ]
+            for n, right in enumerate(rows):
+                row = builder.add(builder.add(arguments[1], arguments[5]), number(n * SIMD_WIDTH))
+                at = builder.mul(row, number(SIMD_WIDTH))
+                rows[n] = builder.fmul(load(0, at, ROWS)[1], right)
+            while len(rows) > 1:
+                rows = [_sum_of_pairs(builder, x, y, ROWS) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+            place, _ = load(6, arguments[5], ROWS)
+            builder.store(rows[0], place, align=context.get_abi_sizeof(place.type.pointee.element))
+            return context.get_dummy_value()
+
+        return types.none(a, types.int64, b, types.int64, keys, types.int64, result), generate
+
+    @intrinsic
+    def power_of_two(typing_context, n):
+        """2^n as float32, n from -126 to 127."""
+
+        def generate(context, builder, signature, arguments):
+            biased = builder.add(arguments[0], ir.Constant(ir.IntType(32), 127))
+            return builder.bitcast(builder.shl(biased, ir.Constant(ir.IntType(32), 23)), ir.FloatType())
+
+        return types.float32(types.int32), generate
+
+    def _each(kernel, data, tasks):
+        for task in numba.prange(tasks):
+            _call(kernel, data, task)
+
+    _each = cached(_each, **PARALLEL)
+
+else:
+    PART = {}
+
+    def each_task(kernel, tasks, arguments):
+        """As above, by `prange`. Its loop takes no nested tuples: they are taken apart before and built anew inside."""
+
+    @overload(each_task, jit_options=PARALLEL)
+    def _each_task(kernel, tasks, arguments):
+        _announce(kernel, arguments)
+        scope: dict[str, Any] = {"prange": numba.prange, "call": kernel.dispatcher}
+        lines: list[str] = []
+
+        def rebuilt(type_, value):
+            if not isinstance(type_, types.BaseTuple):
+                lines.append(f"x{len(lines)} = {value}")
+                return f"x{len(lines) - 1}"
+            parts = "".join(f"{rebuilt(part, f'{value}[{n}]')}, " for n, part in enumerate(type_))
+            if not isinstance(type_, types.BaseNamedTuple):
+                return f"({parts})"
+            name = type_.instance_class.__name__
+            scope[name] = type_.instance_class
+            return f"{name}({parts})"
+
+        given = rebuilt(types.Tuple(arguments.types), "arguments")
+        body = "\n    ".join([*lines, "for task in prange(tasks):", f"    call(task, *{given})"])
+        exec(f"def run(kernel, tasks, arguments):\n    {body}", scope)
+        return scope["run"]
+
+    @numba.njit
+    def product(a, i, b, j):
+        return (a[i, 0] * b[j, 0] + a[i, 1] * b[j, 1]) + (a[i, 2] * b[j, 2] + a[i, 3] * b[j, 3])
+
+    @numba.njit
+    def products(a, i, b, j, keys, p, result):
+        for n in range(p, p + ROWS):
+            result[n] = product(a, i + n, b, j + keys[n])
+
+    @numba.njit
+    def power_of_two(n):
+        return math.ldexp(np.float32(1), n)

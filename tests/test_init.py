@@ -1,0 +1,55 @@
+"""The package: public names arrive when first used, stay, and are the same in every order of imports."""
+
+import subprocess
+import sys
+
+import pytest
+
+import scram
+
+
+def printed(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_names_are_imported_when_first_used():
+    code = (
+        "import sys, scram; before = 'torch' in sys.modules; listed = set(scram.__all__) <= set(dir(scram)); "
+        "scram.attention; print(before, listed, 'torch' in sys.modules, 'attention' in vars(scram))"
+    )
+    assert printed(code) == "False True True True"
+
+
+def test_torch_imported_before_brings_all_names_and_operators():
+    code = "import torch, scram; print(set(scram.__all__) <= set(vars(scram)), hasattr(torch.ops.scram, 'search'))"
+    assert printed(code) == "True True"
+
+
+@pytest.mark.parametrize("imports", ["import scram.trust", "from scram.trust import Trust; import scram",
+                                     "import torch, scram.trust", "from scram import trust; import scram"])  # fmt: skip
+def test_trust_is_the_function_whatever_was_imported(imports):
+    assert printed(f"{imports}; print(type(scram.trust).__name__, scram.trust.__module__)") == "function scram.trust"
+
+
+def test_every_name_is_what_its_module_defines():
+    code = (
+        "import scram; from scram import *; print([n for n in scram.__all__ if globals()[n] is not getattr(scram, n)])"
+    )
+    assert printed(code) == "[]"
+    homes = {getattr(scram, name).__module__ for name in scram.__all__ if hasattr(getattr(scram, name), "__module__")}
+    assert all(home.startswith("scram.") for home in homes)
+    with pytest.raises(AttributeError, match="module 'scram' has no attribute 'atention'"):
+        scram.atention  # noqa: B018
+
+
+def test_a_compiled_function_may_use_a_name_first():
+    code = """
+import scram, torch
+def attention(q):
+    return scram.attention(q, q, q, search=scram.Search(seed=0))
+q = torch.randn(1, 1, 8, 8, 4)
+compiled = torch.compile(attention, backend="eager", fullgraph=True)(q)
+print(torch.equal(compiled, attention(q)))
+"""
+    assert printed(code) == "True"
