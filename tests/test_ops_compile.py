@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import func
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
@@ -190,62 +189,6 @@ def test_a_compiled_checkpoint_finds_the_same_matches_again():
     (grad,) = torch.autograd.grad(out.sum(), v)
     taken = (out.flatten(2, 3) == v.square().flatten(2, 3).transpose(2, 3)).sum(2).unflatten(2, (5, 6))[..., None]
     torch.testing.assert_close(grad, 2 * v.detach() * taken)
-
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("impl", ["numba", "reference"])
-def test_autocast_goes_by_the_rules_of_torch(dtype, impl):
-    q, k, v = leaves(4, 5, dtype=dtype)
-    extra = torch.randn(2, 2, 1, 8, dtype=dtype), torch.randn(2, 2, 1, 5, dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16):
-        wanted = F.scaled_dot_product_attention(*(x.flatten(2, 3) for x in (q, k, v))).dtype
-
-    @torch.autocast("cpu", torch.bfloat16)
-    def attention(q, k, v):
-        return scram.attention(q, k, v, search=SEARCH, extra=extra, impl=impl)
-
-    ours = results(attention, (q, k, v))
-    assert ours[0].dtype == wanted
-    assert [x.dtype for x in ours[1:]] == [dtype] * 3
-    cast_extra = tuple(x.to(wanted) for x in extra)
-
-    def cast(q, k, v):
-        return scram.attention(q.to(wanted), k.to(wanted), v.to(wanted), search=SEARCH, extra=cast_extra, impl=impl)
-
-    assert_equal(ours, results(cast, (q, k, v)))
-
-
-def test_autocast_mends_a_mix_of_dtypes():
-    q, k, v = leaves(4, 5)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = scram.search(q, k.bfloat16(), search=SEARCH)
-        out, lse = scram.attend(q, k.bfloat16(), v.half(), found)
-        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-        with torch.autocast("cpu", enabled=False):
-            assert scram.attention(q, k, v, search=SEARCH).dtype == torch.float32
-    with pytest.raises(TypeError, match=r"k must have q's dtype torch.float32, got torch.bfloat16"):
-        scram.search(q, k.bfloat16())
-
-
-def test_autocast_leaves_the_truth_exact():
-    q, k, v = leaves(4, 5)
-    plain, best = scram.exact_attention(q, k, v), scram.exact_search(q, k)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_equal(scram.exact_attention(q, k, v), plain)
-        assert_equal([scram.exact_search(q, k).score], [best.score])
-
-
-def test_autocast_compiles():
-    def attention(q, k, v):
-        with torch.autocast("cpu", torch.bfloat16):
-            return scram.attention(q, k, v, search=SEARCH)
-
-    tensors = leaves(4, 5)
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    assert_equal(results(compiled, tensors), results(attention, tensors))
 
 
 def test_inference_mode():

@@ -9,7 +9,6 @@ import photos
 import plain_tile
 import scram
 from cases import EXACT, make_tensors, named, run_search, table
-from scram import schedule
 
 TILED = [replace(case, method="tile", sweeps=case.sweeps and case.sweeps + 2) for case in EXACT]
 
@@ -116,16 +115,6 @@ def test_a_callable_score_runs_in_the_reference():
     by_name = scram.search(q, k, search=scram.Search("tile", seed=0), score="l2", impl="reference")
     by_call = scram.search(q, k, search=scram.Search("tile", seed=0), score=lambda a, b: -(a - b).square().sum(-1))
     assert torch.equal(by_name.index, by_call.index)
-
-
-def test_the_tiles_hold_64_queries():
-    for rank in (1, 2, 3, 4):
-        assert torch.tensor(schedule.tile_shape(rank)).prod() == schedule.LANES == 64
-
-
-def test_radii_take_turns_and_cover_all():
-    seen = [[o.reach for o in schedule.offers(sweep, (), "both", 0, (100,)) if o.kind == "random"] for sweep in (1, 2)]
-    assert seen == [[100, 25, 6, 1], [50, 12, 3]]
 
 
 @pytest.mark.interpreted
