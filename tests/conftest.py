@@ -22,6 +22,12 @@ def impl(request):
     return request.param
 
 
+@pytest.fixture(scope="session")
+def widest(impl):
+    """The widest dtype that the engine takes."""
+    return torch.float32 if impl == "triton" else torch.float64
+
+
 @pytest.fixture(params=["numba", TRITON], scope="session")
 def engine(request):
     """Every engine but the reference, for tests that compare with it."""

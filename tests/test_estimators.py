@@ -39,8 +39,8 @@ def features(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def problem(batch=1, heads=2, grid=(7, 8), width=4, kappa=2, causal=False, seed=0):
-    q, k, v = (features(batch, heads, *grid, width, seed=seed + n) for n in range(3))
+def problem(batch=1, heads=2, grid=(7, 8), width=4, kappa=2, causal=False, seed=0, dtype=torch.float64):
+    q, k, v = (features(batch, heads, *grid, width, seed=seed + n).to(dtype) for n in range(3))
     found = scram.search(q, k, search=scram.Search(matches=kappa, seed=0), causal=causal, impl="numba")
     return q, k, v, found
 
@@ -48,8 +48,8 @@ def problem(batch=1, heads=2, grid=(7, 8), width=4, kappa=2, causal=False, seed=
 @pytest.mark.parametrize("stratified", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_full_tail_is_exact_with_variance_0(impl, stratified, causal, masked):
-    q, k, v, found = problem(causal=causal)
+def test_a_full_tail_is_exact_with_variance_0(impl, widest, stratified, causal, masked):
+    q, k, v, found = problem(causal=causal, dtype=widest)
     mask = features(1, 7, 8, seed=9) < 0.4 if masked else None
     how = {"causal": causal, "key_mask": mask}
     made = scram.estimate(q, k, v, found, method=scram.Hybrid(56, stratified, seed=3), impl=impl, **how)
@@ -78,15 +78,15 @@ def test_one_key_of_each_cell_stands_for_the_cell():
     assert names[0].tolist() == [*sorted(expected), *[draws.NONE] * (6 - len(expected))]
 
 
-def test_sampling_a_flat_distribution_loses_nothing(impl):
-    q, k, v, found = problem()
+def test_sampling_a_flat_distribution_loses_nothing(impl, widest):
+    q, k, v, found = problem(dtype=widest)
     made = scram.estimate(q * 0, k, v, found, method=scram.Snis(32, 0.0, seed=0), impl=impl)
     torch.testing.assert_close(made.ess, torch.full_like(made.ess, 32))
     torch.testing.assert_close(made.lse, torch.full_like(made.lse, math.log(56)))
 
 
-def test_effective_samples_are_at_most_the_samples(impl):
-    q, k, v, found = problem()
+def test_effective_samples_are_at_most_the_samples(impl, widest):
+    q, k, v, found = problem(dtype=widest)
     made = scram.estimate(3 * q, k, v, found, method=scram.Snis(40, 0.5, 0.7, seed=0), impl=impl)
     assert (made.ess <= 40 + 1e-9).all()
     assert (made.ess >= 1 - 1e-9).all()
@@ -94,8 +94,8 @@ def test_effective_samples_are_at_most_the_samples(impl):
 
 
 @pytest.mark.parametrize("method", [HYBRID, SNIS, WALKS], ids=lambda method: type(method).__name__)
-def test_the_seed_is_torchs(impl, method):
-    q, k, v, found = problem()
+def test_the_seed_is_torchs(impl, widest, method):
+    q, k, v, found = problem(dtype=widest)
 
     def run(seed):
         return scram.estimate(q, k, v, found, method=replace(method, seed=seed), impl=impl).out
@@ -108,7 +108,7 @@ def test_the_seed_is_torchs(impl, method):
     assert torch.equal(run(torch.tensor(4)), run(4))
 
 
-def test_a_nan_stays_where_it_is(impl):
+def test_a_nan_stays_where_it_is(impl, widest):
     q, k, v, found = problem(heads=1, causal=True)
     for name, x in (("q", q), ("k", k), ("v", v)):
         x[0, 0, 3, 3] = torch.nan
@@ -158,8 +158,8 @@ def everything_of(leaves, method, impl, dtype):
     return [made.out.detach(), made.lse.detach(), *torch.autograd.grad(total, leaves)]
 
 
-def test_diagnostics_carry_no_gradient(impl):
-    q, k, v, found = problem()
+def test_diagnostics_carry_no_gradient(impl, widest):
+    q, k, v, found = problem(dtype=widest)
     q.requires_grad_()
     for method in (HYBRID, SNIS, WALKS):
         made = scram.estimate(q, k, v, found, method=method, impl=impl)

@@ -16,9 +16,9 @@ SCORES = {
 
 
 @pytest.fixture
-def tensors():
+def tensors(widest):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, 1, 4, 5, e, generator=generator, dtype=torch.float64) for e in (6, 6, 3)]
+    return [torch.randn(1, 1, 4, 5, e, generator=generator, dtype=torch.float64).to(widest) for e in (6, 6, 3)]
 
 
 def whole_grid(q, k):
@@ -58,7 +58,7 @@ def test_every_score_and_weight(tensors, impl, score, weight, scale):
         c = equation(q, k, torch.ones_like(v), f, 1)[:, 0]
         torch.testing.assert_close(lse.flatten(), c.log())
     else:
-        torch.testing.assert_close(lse.flatten(), torch.full((20,), math.log(20), dtype=torch.float64))
+        torch.testing.assert_close(lse.flatten(), torch.full((20,), math.log(20), dtype=v.dtype))
     exact = scram.exact_attention(q, k, v, score=named, weight=weight, scale=scale)
     torch.testing.assert_close(out, exact.out)
     torch.testing.assert_close(lse, exact.lse)
@@ -72,7 +72,7 @@ def test_gaussian_form(tensors, impl):
 
 def test_embedded_gaussian_form(tensors, impl):
     x, y, v = tensors
-    theta, phi = torch.randn(2, 6, 6, dtype=torch.float64)
+    theta, phi = torch.randn(2, 6, 6, dtype=x.dtype)
     out = attended(x @ theta, y @ phi, v, impl, scale=1.0).out
     torch.testing.assert_close(out.reshape(20, 3), equation(x, y, v, lambda a, b: torch.exp((a @ theta) @ (b @ phi))))
 
@@ -85,9 +85,9 @@ def test_dot_product_form(tensors, impl):
 
 def test_concatenation_form(tensors, impl):
     x, y, v = tensors
-    w = torch.randn(12, dtype=torch.float64)
+    w = torch.randn(12, dtype=x.dtype)
     w_q, w_k = w[:6], w[6:]
-    one = torch.ones(1, 1, 4, 5, 1, dtype=torch.float64)
+    one = torch.ones(1, 1, 4, 5, 1, dtype=x.dtype)
     q = torch.cat([(x @ w_q).unsqueeze(-1), one], -1)
     k = torch.cat([one, (y @ w_k).unsqueeze(-1)], -1)
     out = attended(q, k, v, impl, weight="relu").out
@@ -106,7 +106,7 @@ def test_non_local_means_form(tensors, impl):
 def test_the_normaliser_counts_the_keys_attended(tensors, impl, weight):
     q, k, v = tensors
     index = torch.full((1, 1, 4, 5, 1), 7, dtype=torch.int32)  # a window of 9
-    extra = torch.randn(1, 1, 2, 6, dtype=torch.float64), torch.randn(1, 1, 2, 3, dtype=torch.float64)
+    extra = torch.randn(1, 1, 2, 6, dtype=q.dtype), torch.randn(1, 1, 2, 3, dtype=q.dtype)
     found = scram.Matches(index, torch.zeros(index.shape), (4, 5))
     lse = scram.attend(q, k, v, found, weight=weight, extra=extra, impl=impl).lse
     torch.testing.assert_close(lse.exp(), torch.full_like(lse, 11))

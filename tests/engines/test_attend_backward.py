@@ -8,9 +8,9 @@ import scram
 SCORES = {"dot": "dot", "cosine": "cosine", "l2": "l2", "callable": lambda q, k: torch.cos(q - k).sum(-1)}
 
 
-def leaf(*shape, seed):
+def leaf(*shape, seed, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
 def frozen():
@@ -78,16 +78,16 @@ def test_gradcheck_of_merge():
     assert torch.autograd.gradcheck(lambda a, b, c, d: scram.merge(scram.Attended(a, b), scram.Attended(c, d)), leaves)
 
 
-def test_gradients_reach_the_whole_call(impl):
-    q, k, v = (leaf(1, 2, 5, 5, 4, seed=s) for s in range(3))
+def test_gradients_reach_the_whole_call(impl, widest):
+    q, k, v = (leaf(1, 2, 5, 5, 4, seed=s, dtype=widest) for s in range(3))
     scram.attention(q, k, v, search=scram.Search(seed=0), impl=impl).square().sum().backward()
     for x in (q, k, v):
         assert x.grad.isfinite().all()
         assert (x.grad != 0).any()
 
 
-def test_gradients_of_broadcast_inputs(impl):
-    narrow = leaf(1, 1, 5, 5, 4, seed=0)
+def test_gradients_of_broadcast_inputs(impl, widest):
+    narrow = leaf(1, 1, 5, 5, 4, seed=0, dtype=widest)
     wide = narrow.detach().repeat(2, 2, 1, 1, 1).requires_grad_()
     found = scram.search(wide, wide, search=scram.Search(seed=0), impl=impl)
     expanded = narrow.expand(2, 2, -1, -1, -1)
