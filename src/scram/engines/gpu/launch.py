@@ -52,14 +52,14 @@ def fits(number: int) -> bool:
 
 def kinds(*arguments: Any) -> tuple[Any, ...]:
     """What the compiler sees: classes, widths of ints; of tensors the device, the type, the start within 16 bytes."""
-    return tuple([_kind(x) for x in arguments])
+    return tuple([None if x is None else _kind(x) for x in arguments])
 
 
 def _kind(x: Any) -> Any:
     if x.__class__ is int:
         return fits(x)
     if x.__class__ in PLAIN:
-        return None if x is None else x.__class__
+        return x.__class__
     return kinds(*x) if isinstance(x, tuple) else (x.device, x.dtype, x.data_ptr() & 15)
 
 
@@ -86,6 +86,25 @@ def compiled(kernel: Any, arguments: Iterable[Any], flags: dict[str, Any]) -> An
     return kernel.warmup(*map(_stand_in, arguments), grid=(1,), **constants)
 
 
+@cached
+def _function(source: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = eval(source)
+    return function
+
+
+def _written(x: Any, name: str) -> tuple[str, list[str]]:
+    """Python for what the launcher takes in the place of x, and for whether the ints in it are as wide as those of x.
+
+    To walk over arguments at each launch would take longer than to launch.
+    """
+    if x.__class__ is int:
+        return name, [f"{'' if fits(x) else 'not '}-0x80000000 <= {name} <= 0x7FFFFFFF"]
+    if isinstance(x, tuple):
+        parts = [_written(part, f"{name}[{n}]") for n, part in enumerate(x)]
+        return f"({''.join(value + ', ' for value, _ in parts)})", [check for _, checks in parts for check in checks]
+    return name if x.__class__ in PLAIN else f"{name}.data_ptr()", []
+
+
 class Kernel:
     """One kernel on a number of programs with fixed flags; called with arguments of one and the same kind."""
 
@@ -94,10 +113,9 @@ class Kernel:
         self.code: Any = None
 
     def __call__(self, *arguments: Any) -> None:
-        widths: list[bool] = []
-        given = _addresses(arguments, widths)
-        if self.code is None or widths != self.widths:
-            self._find(arguments, widths)
+        given = None if self.code is None else self.addresses(*arguments)
+        if given is None:
+            self._find(arguments)
         elif compat.watched():
             self.code[(self.programs, 1, 1)](*arguments, *self.constants)
         else:
@@ -106,24 +124,37 @@ class Kernel:
 
     def bind(self, *first: Any) -> Callable[..., None]:
         """What launches the kernel on the current stream with these arguments and those it is called with."""
-        widths: list[bool] = []
-        given = _addresses(first, widths)
-        if self.code is None or compat.watched() or widths != self.widths[: len(widths)]:
+        given = None
+        if self.code is not None and not compat.watched():
+            if len(first) not in self.bound:
+                stop = len(self.written)
+                self.bound[len(first)] = self._addresses_of(0, len(first)), self._addresses_of(len(first), stop)
+            addresses_of_first, addresses = self.bound[len(first)]
+            given = addresses_of_first(*first)
+        if given is None:
             return lambda *more: self(*first, *more)
-        run, constants, others = self.run, self.constants, self.widths[len(widths) :]
+        run, constants = self.run, self.constants
         begin = (self.programs, 1, 1, compat.current_stream(self.device), *self.behind, *given)
 
         def launch(*more: Any) -> None:
-            wide: list[bool] = []
-            rest = _addresses(more, wide)
-            if wide == others:
-                run(*begin, *rest, *constants)
-            else:
+            rest = addresses(*more)
+            if rest is None:
                 self(*first, *more)
+            else:
+                run(*begin, *rest, *constants)
 
         return launch
 
-    def _find(self, arguments: tuple[Any, ...], widths: list[bool]) -> None:
+    def _addresses_of(self, start: int, stop: int) -> Callable[..., tuple[Any, ...] | None]:
+        """From these arguments to what the launcher takes; None where an int is not as wide as it was."""
+        values, checks = zip(*self.written[start:stop], strict=True) if start < stop else ((), ())
+        names, conditions = [f"a{n}" for n in range(start, stop)], [one for several in checks for one in several]
+        return _function(
+            f"lambda {', '.join(names)}: ({''.join(value + ', ' for value in values)}) "
+            f"if {' and '.join(conditions) or True} else None"
+        )
+
+    def _find(self, arguments: tuple[Any, ...]) -> None:
         """Launch, and keep the code for the next time."""
         key = (id(self.kernel), *kinds(*arguments), *self.flags.values())
         code = _compiled.get(key)
@@ -136,20 +167,9 @@ class Kernel:
         self.constants = [self.flags[name] for name in self.kernel.arg_names[len(arguments) :]]
         code[(self.programs, 1, 1)](*arguments, *self.constants)
         self.run, self.behind = compat.direct(code)
-        self.code, self.widths, self.device = code, widths, compat.current_device()
-
-
-def _addresses(arguments: tuple[Any, ...], widths: list[bool]) -> list[Any]:
-    """The arguments with addresses in the place of tensors. Appends for each int whether it fits int32."""
-    given = []
-    for x in arguments:
-        kind = x.__class__
-        if kind is int:
-            widths.append(-0x80000000 <= x <= 0x7FFFFFFF)
-        elif kind not in PLAIN:
-            x = tuple(_addresses(x, widths)) if isinstance(x, tuple) else x.data_ptr()
-        given.append(x)
-    return given
+        self.written = [_written(x, f"a{n}") for n, x in enumerate(arguments)]
+        self.addresses, self.bound = self._addresses_of(0, len(arguments)), {}
+        self.code, self.device = code, compat.current_device()
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:

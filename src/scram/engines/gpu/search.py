@@ -20,8 +20,8 @@ from ...schedule import moves
 from .block_sizes import search_tile
 from .candidates import (
     Limits,
-    Queries,
     Rules,
+    SweepQueries,
     allowed,
     along,
     around,
@@ -180,7 +180,7 @@ def sweep_kernel(
     point = row * queries + query
     limits = limits_of(row, legal, earlier, run, separation, geo, B)
     k_row = k + tl.cast(row // group, tl.int64) * keys * KROW.E
-    ours = Queries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
+    ours = SweepQueries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
 
     key = decoded(tl.load(state_in + point, mask=valid, other=NOTHING))
     had, old = key, key
