@@ -101,7 +101,8 @@ def _written(x: Any, name: str) -> tuple[str, list[str]]:
         return name, [f"{'' if fits(x) else 'not '}-0x80000000 <= {name} <= 0x7FFFFFFF"]
     if isinstance(x, tuple):
         parts = [_written(part, f"{name}[{n}]") for n, part in enumerate(x)]
-        return f"({''.join(value + ', ' for value, _ in parts)})", [check for _, checks in parts for check in checks]
+        values = "".join(f"{value}, " for value, _ in parts)
+        return f"({values})" if "data_ptr" in values else name, [check for _, checks in parts for check in checks]
     return name if x.__class__ in PLAIN else f"{name}.data_ptr()", []
 
 
