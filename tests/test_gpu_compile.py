@@ -168,6 +168,23 @@ def test_the_tile_search_compiles(case, architecture, monkeypatch):
     assert set(compiled) == wanted
 
 
+@pytest.mark.parametrize("method", ["query", "tile"])
+def test_the_public_way_compiles_where_numbers_are_1(method, monkeypatch):
+    """`kernel[grid](...)` makes constants of them, and of all numbers in tuples: what kernels do must suit those."""
+    compiled = set()
+
+    def compile_specialised(self, *arguments):
+        monkeypatch.setattr(launch, "_stand_in", lambda x: x)
+        compiled.add(self.kernel.fn.__name__)
+        assert _compile(self.kernel, arguments, self.flags, 90).asm["cubin"]
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_specialised)
+    monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
+    case = Case("1", grid=(1, 1), kappa=2, separation=1, sweeps=1, mask="batch", warm=1, method=method)
+    run_search(case, make_tensors(case), "triton")
+    assert {"start_kernel", "arrange_kernel"} < compiled
+
+
 TILE_ATTEND = [
     Case("half", width=64, value_width=64, dtype=torch.bfloat16, kappa=1),
     Case("exact", grid=(9,), width=5, causal=True, mask="batch", extra=1, dropout_p=0.5),
