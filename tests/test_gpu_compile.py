@@ -103,7 +103,7 @@ def test_compiles(number, architecture, launches):
 
 def leaves(named):
     """The names and values of a dict, and of the NamedTuples in it; an outer name wins."""
-    for name, value in named.items():
+    for value in named.values():
         yield from leaves(value._asdict()) if hasattr(value, "_fields") else ()
     yield from named.items()
 
