@@ -80,16 +80,13 @@ def _constant(flag: Any) -> Any:
     return flag
 
 
+def _constants(flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: _constant(flag) for name, flag in flags.items()}
+
+
 def compiled(kernel: Any, arguments: Iterable[Any], flags: dict[str, Any]) -> Any:
     """The code of a kernel for arguments of these kinds, launched by none; None in the interpreter."""
-    constants = {name: _constant(flag) for name, flag in flags.items()}
-    return kernel.warmup(*map(_stand_in, arguments), grid=(1,), **constants)
-
-
-@cached
-def _function(source: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = eval(source)
-    return function
+    return kernel.warmup(*map(_stand_in, arguments), grid=(1,), **_constants(flags))
 
 
 def _written(x: Any, name: str) -> tuple[str, list[str]]:
@@ -104,6 +101,12 @@ def _written(x: Any, name: str) -> tuple[str, list[str]]:
         values = "".join(f"{value}, " for value, _ in parts)
         return f"({values})" if "data_ptr" in values else name, [check for _, checks in parts for check in checks]
     return name if x.__class__ in PLAIN else f"{name}.data_ptr()", []
+
+
+@cached
+def _function(source: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = eval(source)
+    return function
 
 
 class Kernel:
@@ -128,8 +131,7 @@ class Kernel:
         given = None
         if self.code is not None and not compat.watched():
             if len(first) not in self.bound:
-                stop = len(self.written)
-                self.bound[len(first)] = self._addresses_of(0, len(first)), self._addresses_of(len(first), stop)
+                self.bound[len(first)] = self._addresses(0, len(first)), self._addresses(len(first), None)
             addresses_of_first, addresses = self.bound[len(first)]
             given = addresses_of_first(*first)
         if given is None:
@@ -146,14 +148,12 @@ class Kernel:
 
         return launch
 
-    def _addresses_of(self, start: int, stop: int) -> Callable[..., tuple[Any, ...] | None]:
+    def _addresses(self, start: int, stop: int | None) -> Callable[..., Any]:
         """From these arguments to what the launcher takes; None where an int is not as wide as it was."""
-        values, checks = zip(*self.written[start:stop], strict=True) if start < stop else ((), ())
-        names, conditions = [f"a{n}" for n in range(start, stop)], [one for several in checks for one in several]
-        return _function(
-            f"lambda {', '.join(names)}: ({''.join(value + ', ' for value in values)}) "
-            f"if {' and '.join(conditions) or True} else None"
-        )
+        names = ", ".join([f"a{n}" for n in range(len(self.written))][start:stop])
+        values = "".join(f"{value}, " for value, _ in self.written[start:stop])
+        checks = [check for _, checks in self.written[start:stop] for check in checks]
+        return _function(f"lambda {names}: ({values}) if {' and '.join(checks) or True} else None")
 
     def _find(self, arguments: tuple[Any, ...]) -> None:
         """Launch, and keep the code for the next time."""
@@ -162,14 +162,14 @@ class Kernel:
         if code is None and _launches_directly():
             code = _compiled[key] = compiled(self.kernel, arguments, self.flags)
         if code is None:  # the interpreter compiles nothing
-            constants = {name: _constant(flag) for name, flag in self.flags.items()}
-            self.kernel[(self.programs,)](*arguments, **constants)
+            self.kernel[(self.programs,)](*arguments, **_constants(self.flags))
             return
         self.constants = [self.flags[name] for name in self.kernel.arg_names[len(arguments) :]]
         code[(self.programs, 1, 1)](*arguments, *self.constants)
         self.run, self.behind = compat.direct(code)
         self.written = [_written(x, f"a{n}") for n, x in enumerate(arguments)]
-        self.addresses, self.bound = self._addresses_of(0, len(arguments)), {}
+        self.addresses = self._addresses(0, None)
+        self.bound: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self.code, self.device = code, compat.current_device()
 
 
