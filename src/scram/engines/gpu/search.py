@@ -201,12 +201,12 @@ def sweep_kernel(
             found = tl.load(state_in + point + step * up, mask=valid & there, other=NOTHING)
             fresh = found >= 0
             for m in tl.static_range(len(FROM.MOVES)):
-                by = step * FROM.MOVES[m]
-                candidates += (found + by * down,)
+                back = step * -FROM.MOVES[m]  # to subtract: with a sum the compiler spills a register
+                candidates += (found - back * down,)
                 if FROM.MOVES[m] == 0:
                     exist += (fresh,)
                 else:
-                    at = coordinate(found, axis, geo) + by
+                    at = coordinate(found, axis, geo) - back
                     exist += (fresh & (at.to(tl.uint32) < key_extent.to(tl.uint32)),)
             if not RULES.EARLIER:
                 for c in tl.static_range(len(candidates)):
