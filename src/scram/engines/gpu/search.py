@@ -150,7 +150,8 @@ def start_kernel(
     query, valid = lane_query(corner, geo, B)
     queries, keys = points(geo.q).to(tl.int64), points(geo.k)
     point = row * queries + query
-    limits = limits_of(row, legal, earlier, run, separation, geo, B)
+    plane = queries * (tl.num_programs(0) // tile_count(geo, B))
+    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation)
     zero = query * 0
     draws = absorb(absorb(absorb(row_state(seed, row), query), run), zero)
     some_query = tl.where(valid, query, 0)
@@ -178,7 +179,8 @@ def sweep_kernel(
     query, valid = lane_query(corner, geo, B)
     queries, keys = points(geo.q).to(tl.int64), points(geo.k)
     point = row * queries + query
-    limits = limits_of(row, legal, earlier, run, separation, geo, B)
+    plane = queries * (tl.num_programs(0) // tile_count(geo, B))
+    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation)
     k_row = k + tl.cast(row // group, tl.int64) * keys * KROW.E
     ours = SweepQueries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
 
@@ -246,13 +248,6 @@ def sweep_kernel(
     coded = tl.where(key < 0, NOTHING, tl.where(key != old, key, ~key))
     tl.store(state_out + point, tl.where(final != 0, key, coded), mask=valid)
     tl.store(best_io + point, best, mask=valid)
-
-
-@triton.jit
-def limits_of(row, legal, earlier, run, separation, geo, B: tl.constexpr):
-    """What limits the queries of a row."""
-    plane = points(geo.q).to(tl.int64) * (tl.num_programs(0) // tile_count(geo, B))
-    return Limits(legal, tl.cast(row // legal.heads, tl.int64), points(geo.k), earlier, plane, run, separation)
 
 
 @triton.jit
