@@ -20,8 +20,8 @@ from ...schedule import moves
 from .block_sizes import search_tile
 from .candidates import (
     Limits,
-    Queries,
     Rules,
+    SweepQueries,
     allowed,
     along,
     around,
@@ -180,7 +180,7 @@ def sweep_kernel(
     point = row * queries + query
     limits = limits_of(row, legal, earlier, run, separation, geo, B)
     k_row = k + tl.cast(row // group, tl.int64) * keys * KROW.E
-    ours = Queries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
+    ours = SweepQueries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
 
     key = decoded(tl.load(state_in + point, mask=valid, other=NOTHING))
     had, old = key, key
@@ -201,12 +201,12 @@ def sweep_kernel(
             found = tl.load(state_in + point + step * up, mask=valid & there, other=NOTHING)
             fresh = found >= 0
             for m in tl.static_range(len(FROM.MOVES)):
-                by = step * FROM.MOVES[m]
-                candidates += (found + by * down,)
+                back = step * -FROM.MOVES[m]  # to subtract: with a sum the compiler spills a register
+                candidates += (found - back * down,)
                 if FROM.MOVES[m] == 0:
                     exist += (fresh,)
                 else:
-                    at = coordinate(found, axis, geo) + by
+                    at = coordinate(found, axis, geo) - back
                     exist += (fresh & (at.to(tl.uint32) < key_extent.to(tl.uint32)),)
             if not RULES.EARLIER:
                 for c in tl.static_range(len(candidates)):
