@@ -24,7 +24,7 @@ from .windows import (
     first_offset,
     match_of,
     next_key,
-    tile_block,
+    program_queries,
     weigh,
     window_size,
     windows_of,
@@ -60,7 +60,7 @@ class Mixed(NamedTuple):
 def attend_kernel(
     w, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
-    row, start, here, mine, noise = tile_block(w, B, ROW)
+    row, start, here, mine, noise = program_queries(w, B, ROW)
     source, keys = (row // w.group).to(tl.int64), points(w.geo.k)
     k_row, v_row = w.k + source * keys * ROW.E, w.v + source * keys * VROW.E
 

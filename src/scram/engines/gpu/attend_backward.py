@@ -30,8 +30,8 @@ from .windows import (
     match_of,
     next_key,
     pair_gradient,
+    program_queries,
     rough_weight,
-    tile_block,
     window_size,
     windows_of,
     zeros,
@@ -119,7 +119,7 @@ def backward_kernel(
     w, above, grads, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     REPEATABLE: tl.constexpr = above.sums is not None
-    row, start, here, mine, noise = tile_block(w, B, ROW)
+    row, start, here, mine, noise = program_queries(w, B, ROW)
     source, keys, query, valid = (row // w.group).to(tl.int64), points(w.geo.k), here.query, here.exists
     k_row, v_row = w.k + source * keys * ROW.E, w.v + source * keys * VROW.E
     grad_out = features(above.grad_out + start * VROW.E, query, valid, VROW)

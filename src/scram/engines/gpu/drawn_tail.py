@@ -91,18 +91,10 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
 
 
 def tail_of(call: DrawnTailCall, shared: SharedKeys) -> Tail:
-    q, key_grid = call.q, grid_of(call.k)
-    return Tail(
-        q.contiguous(),
-        call.index.contiguous(),
-        call.head_lse.contiguous(),
-        shared,
-        masked_by(q, call.k, call.key_mask),
-        geometry(grid_of(q), key_grid),
-        reaches(call.radius, key_grid),
-        call.index.shape[-1],
-        call.scale,
-    )
+    q, index, head_lse = call.q.contiguous(), call.index.contiguous(), call.head_lse.contiguous()
+    key_grid, masked = grid_of(call.k), masked_by(q, call.k, call.key_mask)
+    grids = geometry(grid_of(q), key_grid), reaches(call.radius, key_grid)
+    return Tail(q, index, head_lse, shared, masked, *grids, index.shape[-1], call.scale)
 
 
 def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:

@@ -74,21 +74,11 @@ def flags_of(call: SampleCall) -> dict[str, Any]:
 def chunks(call: SampleCall, visits: Visits, acceptance: Tensor, rhat: Tensor) -> Iterator[Chunk]:
     """The lists of keys, chunk by chunk. Walks write their diagnostics [B, H, *G]."""
     q, k, modes, samples = visits.q, visits.k, call.modes, call.samples
-    proposal = Proposal(
-        modes.contiguous(),
-        call.count.contiguous(),
-        call.total.contiguous(),
-        None if call.order is None else call.order.contiguous(),
-        call.table.contiguous(),
-        masked_by(q, k, call.key_mask),
-        seed_argument(call.seed),
-        geometry(grid_of(q), grid_of(k)),
-        modes.shape[-1],
-        samples,
-        call.table.shape[0] - 1,
-        below_argument(call.alpha),
-        call.alpha,
-    )
+    lists = modes.contiguous(), call.count.contiguous(), call.total.contiguous()
+    order, table = None if call.order is None else call.order.contiguous(), call.table.contiguous()
+    rules = masked_by(q, k, call.key_mask), seed_argument(call.seed), geometry(grid_of(q), grid_of(k))
+    numbers = modes.shape[-1], samples, len(table) - 1, below_argument(call.alpha)
+    proposal = Proposal(*lists, order, table, *rules, *numbers, call.alpha)
     chains = min(modes.shape[-1] * call.chains_per_mode, samples)
     length = (call.chains_per_mode, call.burn_in, samples + call.burn_in * chains, call.scale)
     walks = Walks(q, k, acceptance, rhat, visits.group, *length)

@@ -14,19 +14,7 @@ from torch import Tensor
 from ...calls import AttendCall
 from ...grid import grid_of
 from ...types import Attended
-from .grid import (
-    Block,
-    Geometry,
-    KeyMask,
-    divide,
-    features,
-    geometry,
-    lane_query,
-    near,
-    points,
-    tile_at,
-    tiles,
-)
+from .grid import Block, Geometry, KeyMask, divide, features, geometry, lane_query, near, points, tile_at, tiles
 from .launch import cached, kinds
 from .noise import Seed, absorb, below_argument, row_state, seed_argument
 
@@ -110,27 +98,14 @@ def windows_of(call: AttendCall) -> tuple[Windows, Variant]:
     q, k, v, index = call.q.contiguous(), call.k.contiguous(), call.v.contiguous(), call.index.contiguous()
     k_extra, v_extra = (None if x is None else x.contiguous() for x in (call.k_extra, call.v_extra))
     masked, seed = masked_by(q, k, call.key_mask), seed_argument(call.dropout_seed)
-    windows = Windows(
-        q,
-        k,
-        v,
-        index,
-        k_extra,
-        v_extra,
-        masked,
-        seed,
-        geometry(grid_of(q), grid_of(k)),
-        reaches(call.radius, grid_of(k)),
-        q.shape[1] // k.shape[1],
-        index.shape[-1],
-        0 if k_extra is None else k_extra.shape[2],
-        below_argument(call.dropout_p),
-        1 / (1 - call.dropout_p),
-        call.scale,
-    )
+    grids = geometry(grid_of(q), grid_of(k)), reaches(call.radius, grid_of(k))
+    extras, threshold = 0 if k_extra is None else k_extra.shape[2], below_argument(call.dropout_p)
+    sizes = q.shape[1] // k.shape[1], index.shape[-1], extras, threshold
+    tensors = q, k, v, index, k_extra, v_extra
+    windows = Windows(*tensors, masked, seed, *grids, *sizes, 1 / (1 - call.dropout_p), call.scale)
     dropout = call.dropout_seed is not None and call.dropout_p > 0
     mode = Mode(call.causal, call.weight, dropout, index.shape[-1] > 1)
-    seen = kinds(q, k, v, index, masked.mask, k_extra, v_extra, seed.pointer)
+    seen = kinds(*tensors, masked.mask, seed.pointer)
     return windows, Variant(q.shape, v.shape, mode, q.device, (q.dtype, v.dtype), seen)
 
 
@@ -141,7 +116,7 @@ def reaches(radius: tuple[int, ...], key_grid: tuple[int, ...]) -> tuple[int, ..
 
 
 @triton.jit
-def tile_block(w, B: tl.constexpr, ROW: tl.constexpr):
+def program_queries(w, B: tl.constexpr, ROW: tl.constexpr):
     """The queries of a program: their row, where it begins among all queries, themselves, their features and noise."""
     row, corner = tile_at(tl.program_id(0), w.geo, B)
     query, exists = lane_query(corner, w.geo, B)
