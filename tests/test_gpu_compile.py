@@ -3,7 +3,6 @@
 The launchers run as they are, on CPU tensors; what they would launch is compiled instead.
 """
 
-import sys
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -114,8 +113,9 @@ def test_the_cases_reach_every_choice_of_the_launchers(launches):
     def record(kernel, arguments, flags):
         name, given = kernel.fn.__name__, dict(leaves(dict(zip(kernel.arg_names, arguments, strict=False))))
         constants = dict(leaves(flags))
-        dtype = next(x.dtype for x in given.values() if isinstance(x, torch.Tensor))
-        absent = {pointer: given[pointer] is None for pointer in POINTERS_OR_NONE & given.keys()}
+        dtype = next(x.dtype for x in (given.get("q"), *given.values()) if isinstance(x, torch.Tensor))
+        pointers = POINTERS_OR_NONE | ({"sums"} if name == "backward_kernel" else set())
+        absent = {pointer: given[pointer] is None for pointer in pointers & given.keys()}
         ranks = {"rank": len(given["magic"])} if "magic" in given else {}
         for choice, value in {**constants, **absent, **ranks, "dtype": dtype}.items():
             seen.setdefault((name, choice), set()).add(value)
@@ -130,6 +130,7 @@ def test_the_cases_reach_every_choice_of_the_launchers(launches):
             "WEIGHT": set(WEIGHTS),
             "dtype": {"arrange_kernel": {torch.int32}, "share_kernel": {torch.int64}}.get(name, set(DTYPES)),
             **{flag: {False, True} for flag in FLAGS | POINTERS_OR_NONE},
+            **({"sums": {False, True}} if name == "backward_kernel" else {}),
         }
         assert values == everything.get(choice, values), (name, choice)
     rows = {
@@ -168,21 +169,49 @@ def test_the_tile_search_compiles(case, architecture, monkeypatch):
     assert set(compiled) == wanted
 
 
-@pytest.mark.parametrize("method", ["query", "tile"])
-def test_the_public_way_compiles_where_numbers_are_1(method, monkeypatch):
-    """`kernel[grid](...)` makes constants of them, and of all numbers in tuples: what kernels do must suit those."""
+@pytest.fixture
+def specialised(monkeypatch):
+    """Compiles instead of launching, as `kernel[grid](...)` would: that makes constants of numbers that are 1, also in
+    tuples. Gathers the names of the kernels."""
     compiled = set()
 
     def compile_specialised(self, *arguments):
-        monkeypatch.setattr(launch, "_stand_in", lambda x: x)
         compiled.add(self.kernel.fn.__name__)
         assert _compile(self.kernel, arguments, self.flags, 90).asm["cubin"]
 
+    monkeypatch.setattr(launch, "_stand_in", lambda x: x)
     monkeypatch.setattr(launch.Kernel, "__call__", compile_specialised)
     monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
+    return compiled
+
+
+@pytest.mark.parametrize("method", ["query", "tile"])
+def test_the_public_way_compiles_where_numbers_are_1(method, specialised):
     case = Case("1", grid=(1, 1), kappa=2, separation=1, sweeps=1, mask="batch", warm=1, method=method)
     run_search(case, make_tensors(case), "triton")
-    assert {"start_kernel", "arrange_kernel"} < compiled
+    assert {"start_kernel", "arrange_kernel"} < specialised
+
+
+@pytest.mark.parametrize("repeatable", [False, True])
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_the_public_way_compiles_attention_where_numbers_are_1(window, repeatable, specialised, monkeypatch):
+    case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, extra=1, mask="batch", window=window)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    monkeypatch.setattr(attend_keys, "LEAST_SHARE", 1)
+    tensors = make_tensors(case)
+    leaves = tensors.leaves(case.dtype)
+    gradients(run_attend(case, tensors, leaves, "triton"), leaves)
+    collects = {"query": {"share_kernel", "collect_kernel"}, "tile": {"tile_collect_kernel"}}[window]
+    assert collects <= specialised if repeatable else not collects & specialised
+
+
+@pytest.mark.parametrize("method", [HYBRID, SNIS, WALKS], ids=lambda method: type(method).__name__)
+def test_the_public_way_compiles_estimators_where_numbers_are_1(method, specialised):
+    case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, mask="batch")
+    one = Estimated(case, replace(method, samples=1))
+    leaves = (tensors := tensors_of(one)).leaves(case.dtype)
+    torch.autograd.grad(run_estimate(one, tensors, leaves, "triton").out.sum(), leaves)
+    assert {"queries_kernel", "visit_backward_kernel"} & specialised
 
 
 TILE_ATTEND = [
@@ -224,7 +253,7 @@ def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
 
 
 FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "TURNS"}
-FLAGS |= {"DROPOUT", "REPEATABLE", "SEVERAL", "EXTRA"}
+FLAGS |= {"DROPOUT", "SEVERAL", "FIRST"}
 POINTERS_OR_NONE = {"mask", "warm", "wide", "pointer", "k_extra", "v_extra"}
 
 
@@ -250,6 +279,7 @@ def _active_driver():
 ESTIMATED = [
     (Estimated(Case("rank 2", width=64, value_width=64, dtype=torch.bfloat16), HYBRID), "tail"),
     (Estimated(Case("rank 1", grid=(8,), width=5, causal=True, mask="head", heads=2), CELLS), "tail"),
+    (Estimated(Case("many matches", width=5, kappa=9), HYBRID), "tail"),
     (Estimated(Case("rank 3", grid=(2, 2, 2), width=64, dtype=torch.float16, mask="batch", causal=True), SNIS), "draw"),
     (Estimated(Case("rank 2", width=32, value_width=32, mask="batch", causal=True), WALKS), "walk"),
 ]
@@ -265,7 +295,7 @@ def test_estimators_compile(one, first, monkeypatch):
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
     monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
-    monkeypatch.setattr(sys.modules[sample.__module__], "_collect", lambda *_: None)  # no keys were written
+    monkeypatch.setattr(sample, "_collect", lambda *_: None)  # no keys were written
     for repeatable in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
         tensors = tensors_of(one)
