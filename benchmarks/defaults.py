@@ -11,7 +11,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-import torch
+from counted import counted
 from rich.console import Console
 from rich.table import Table
 from sets import gmflow, minisam, projected, stereo, unnormalised
@@ -19,18 +19,13 @@ from store import Store
 from torch import Tensor
 
 import scram
-from scram.engines.cpu.search import counted_search
-
-FIELDS = ("matches", "separation", "sweeps", "jumps", "propagate", "gossip")
 
 
 def measure(q: Tensor, k: Tensor, settings: scram.Search) -> tuple[float, float]:
     """recall@1, and the scores computed per query."""
-    how = {name: getattr(settings, name) for name in FIELDS}
-    index, score, count = counted_search(q, k, torch.tensor(0), None, None, **how, causal=False)
-    found = scram.Matches(index, score, tuple(k.shape[2:-1]))
+    found, count = counted(q, k, settings)
     recall = float(scram.measure.recall(q, k, found, sample=1000).mean())
-    return recall, count / index[..., 0].numel()
+    return recall, count / found.index[..., 0].numel()
 
 
 def main(folder: Path) -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from counted import counted
 from PIL import Image
 from store import Store
 from torch import Tensor
 
 import scram
 from scram.cli.features import PatchFeatures
-from scram.engines.cpu.search import counted_search
 
 FRAMES, STEP, SIZE, WIDTH = 6, 1, (72, 128), 32
 SWEEPS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -41,11 +41,9 @@ def frames(path: Path) -> list[Tensor]:
 
 def look(q: Tensor, k: Tensor, sweeps: int, warm: scram.Matches | None) -> tuple[scram.Matches, float, float]:
     """Matches, recall@1 on a sample, and scores computed per query."""
-    how = {"matches": 1, "separation": 0, "sweeps": sweeps, "jumps": (8, 4, 2, 1), "propagate": "both", "gossip": 8}
-    start = None if warm is None else warm.index
-    index, score, count = counted_search(q, k, torch.tensor(sweeps), None, start, **how, causal=False)
-    found = scram.Matches(index, score, tuple(k.shape[2:-1]))
-    return found, float(scram.measure.recall(q, k, found, sample=1000).mean()), count / index.numel()
+    settings, start = scram.Search(sweeps=sweeps), None if warm is None else warm.index
+    found, count = counted(q, k, settings, seed=sweeps, warm=start)
+    return found, float(scram.measure.recall(q, k, found, sample=1000).mean()), count / found.index.numel()
 
 
 def main(path: Path) -> None:

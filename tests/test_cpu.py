@@ -18,9 +18,10 @@ from torch.autograd import forward_ad
 import scram
 from cases import CASES, gradients, make_tensors, run_attend
 from photos import stereo
-from scram.engines.cpu import attend_backward
-from scram.engines.cpu.compiled import _cached, threads
+from scram.calls import SearchCall
+from scram.engines.cpu import _numba_compat, attend_backward, caching
 from scram.engines.cpu.search import counted_search
+from scram.engines.cpu.threads import threads
 from scram.engines.cpu.vectors import coordinates, dot, exp, narrow_dots
 
 SETTINGS = scram.Search(matches=2, seed=5, sweeps=3)
@@ -156,7 +157,7 @@ def test_without_a_folder_for_the_cache_it_compiles_in_memory(monkeypatch):
     from numba.core.caching import CacheImpl
 
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
-    assert _cached(lambda x: x + 1)(1) == 2
+    assert caching.cached(lambda x: x + 1)(1) == 2
 
 
 @pytest.mark.parametrize("name", ["all at once", "dropout", "extra", "rank 3", "bfloat16"])
@@ -169,7 +170,7 @@ def test_gradients_are_the_same_bits_in_any_chunks_and_threads(name, monkeypatch
         return gradients(run_attend(case, tensors, leaves, "numba", dropout_seed=3), leaves)
 
     once, before = grads(), torch.get_num_threads()
-    monkeypatch.setattr(sys.modules[attend_backward.__module__], "CHUNK_PAIRS", 100)
+    monkeypatch.setattr(attend_backward, "CHUNK_PAIRS", 100)
     try:
         torch.set_num_threads(2)
         for ours, theirs in zip(grads(), once, strict=True):
@@ -195,7 +196,8 @@ def test_scores_are_counted_and_few():
     settings = {name: getattr(paper, name) for name in ("matches", "separation", "jumps", "propagate", "gossip")}
     for size, radii in ((16, 5), (32, 6), (64, 7)):
         q, k = stereo(size)
-        count = counted_search(q, k, torch.tensor(0), None, None, **settings, sweeps=8, causal=False)[2]
+        call = SearchCall(q, k, torch.tensor(0), None, None, "query", **settings, sweeps=8, causal=False)
+        count = counted_search(call)[1]
         random_search = 8 * radii * size**2
         assert 0.8 * random_search < count < size**2 * (1 + 8 * (16 + radii))
 

@@ -3,9 +3,9 @@
 The launchers run as they are, on CPU tensors; what they would launch is compiled instead.
 """
 
-import sys
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,14 +20,6 @@ from scram.engines.gpu import attend_keys, block_sizes, launch, noise, sample, w
 
 search = import_module("scram.engines.gpu.search")  # the package's own `search` is the function
 
-POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
-}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = ("softmax", "mean", "relu")
 PROPAGATE = ("shift", "stay", "both", "turns")
@@ -59,6 +51,7 @@ def table_cases():
 
 
 CASES = list(table_cases())
+ANYWHERE = replace(dispatch.ENGINES["triton"], devices=None)  # the engine on CPU tensors
 KERNELS = {
     "start_kernel",
     "sweep_kernel",
@@ -66,7 +59,7 @@ KERNELS = {
     "backward_kernel",
     "share_kernel",
     "collect_kernel",
-    "sort_kernel",
+    "arrange_kernel",
 }
 
 
@@ -77,12 +70,11 @@ def launches(monkeypatch):
     def run(number, launched):
         case, seed_by_pointer = CASES[number], number // 2 % 2 == 0
         monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *given: launched(self.kernel, given, self.flags))
-        triton_first = [dispatch.Implementation("triton", lambda request: []), *dispatch.IMPLEMENTATIONS[1:]]
-        monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", triton_first)
+        monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
         monkeypatch.setattr(attend_keys, "LEAST_SHARE", 2)  # so that these few keys have several shares too
-        by_pointer = lambda seed: (seed, 0, 0)  # noqa: E731 - as for a seed on the device
+        by_pointer = lambda seed: noise.Seed(seed, 0, 0)  # noqa: E731 - as for a seed on the device
         for module in (search, windows):
-            monkeypatch.setattr(module, "seed_arguments", by_pointer if seed_by_pointer else noise.seed_arguments)
+            monkeypatch.setattr(module, "seed_argument", by_pointer if seed_by_pointer else noise.seed_argument)
         tensors = make_tensors(case)
         run_search(case, tensors, "triton")
         for repeatable in (False, True) if number == 0 else (number % 2 == 1,):
@@ -103,30 +95,42 @@ def test_compiles(number, architecture, launches):
         assert _compile(kernel, arguments, flags, architecture).asm["cubin"]
 
     launches(number, compile_only)
-    left_out = {"sort_kernel"} if number % 2 == 0 else set()
+    left_out = {"arrange_kernel"} if number % 2 == 0 else set()
     left_out |= {"share_kernel", "collect_kernel"} if number % 2 == 0 and number > 0 else set()
     assert set(compiled) == KERNELS - left_out
+
+
+def leaves(named):
+    """The names and values of a dict, and of the NamedTuples in it; an outer name wins."""
+    for value in named.values():
+        yield from leaves(value._asdict()) if hasattr(value, "_fields") else ()
+    yield from named.items()
 
 
 def test_the_cases_reach_every_choice_of_the_launchers(launches):
     seen, shapes = {}, {}
 
     def record(kernel, arguments, flags):
-        name = kernel.fn.__name__
-        given = dict(zip(kernel.arg_names, arguments, strict=False))
-        absent = {pointer: given[pointer] is None for pointer in POINTERS_OR_NONE & given.keys()}
-        for choice, value in {**flags, **absent, "dtype": arguments[0].dtype}.items():
+        name, given = kernel.fn.__name__, dict(leaves(dict(zip(kernel.arg_names, arguments, strict=False))))
+        constants = dict(leaves(flags))
+        dtype = next(x.dtype for x in (given.get("q"), *given.values()) if isinstance(x, torch.Tensor))
+        pointers = POINTERS_OR_NONE | ({"sums"} if name == "backward_kernel" else set())
+        absent = {pointer: given[pointer] is None for pointer in pointers & given.keys()}
+        ranks = {"rank": len(given["magic"])} if "magic" in given else {}
+        for choice, value in {**constants, **absent, **ranks, "dtype": dtype}.items():
             seen.setdefault((name, choice), set()).add(value)
-        shapes.setdefault(name, set()).add((flags.get("LANES"), flags.get("num_warps")))
+        shapes.setdefault(name, set()).add((constants.get("BLOCK_Q"), flags.get("num_warps")))
 
     for number in range(len(CASES)):
         launches(number, record)
     for (name, choice), values in seen.items():
         everything = {
-            "RANK": {1, 2, 3, 4},
+            "rank": {1, 2, 3, 4},
+            "MOVES": {(-1,), (0,), (-1, 0)},
             "WEIGHT": set(WEIGHTS),
-            "dtype": {"sort_kernel": {torch.int32}, "share_kernel": {torch.int64}}.get(name, set(DTYPES)),
+            "dtype": {"arrange_kernel": {torch.int32}, "share_kernel": {torch.int64}}.get(name, set(DTYPES)),
             **{flag: {False, True} for flag in FLAGS | POINTERS_OR_NONE},
+            **({"sums": {False, True}} if name == "backward_kernel" else {}),
         }
         assert values == everything.get(choice, values), (name, choice)
     rows = {
@@ -157,13 +161,57 @@ def test_the_tile_search_compiles(case, architecture, monkeypatch):
         assert _compile(self.kernel, arguments, self.flags, architecture).asm["cubin"]
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    triton_first = [dispatch.Implementation("triton", lambda request: []), *dispatch.IMPLEMENTATIONS[1:]]
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", triton_first)
+    monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
     run_search(case, make_tensors(case), "triton")
-    wanted = {"start_kernel", "offer_kernel", "weigh_kernel"}
+    wanted = {"start_kernel", "offer_kernel", "score_offers_kernel"}
     wanted |= {"arrange_kernel"} if case.kappa > 1 else set()
     wanted |= {"exact_kernel", "halves_kernel"} if case.dtype == torch.float32 else set()
     assert set(compiled) == wanted
+
+
+@pytest.fixture
+def specialised(monkeypatch):
+    """Compiles instead of launching, as `kernel[grid](...)` would: that makes constants of numbers that are 1, also in
+    tuples. Gathers the names of the kernels."""
+    compiled = set()
+
+    def compile_specialised(self, *arguments):
+        compiled.add(self.kernel.fn.__name__)
+        assert _compile(self.kernel, arguments, self.flags, 90).asm["cubin"]
+
+    monkeypatch.setattr(launch, "_stand_in", lambda x: x)
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_specialised)
+    monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
+    return compiled
+
+
+@pytest.mark.parametrize("method", ["query", "tile"])
+def test_the_public_way_compiles_where_numbers_are_1(method, specialised):
+    case = Case("1", grid=(1, 1), kappa=2, separation=1, sweeps=1, mask="batch", warm=1, method=method)
+    run_search(case, make_tensors(case), "triton")
+    assert {"start_kernel", "arrange_kernel"} < specialised
+
+
+@pytest.mark.parametrize("repeatable", [False, True])
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_the_public_way_compiles_attention_where_numbers_are_1(window, repeatable, specialised, monkeypatch):
+    case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, extra=1, mask="batch", window=window)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    monkeypatch.setattr(attend_keys, "LEAST_SHARE", 1)
+    tensors = make_tensors(case)
+    leaves = tensors.leaves(case.dtype)
+    gradients(run_attend(case, tensors, leaves, "triton"), leaves)
+    collects = {"query": {"share_kernel", "collect_kernel"}, "tile": {"tile_collect_kernel"}}[window]
+    assert collects <= specialised if repeatable else not collects & specialised
+
+
+@pytest.mark.parametrize("method", [HYBRID, SNIS, WALKS], ids=lambda method: type(method).__name__)
+def test_the_public_way_compiles_estimators_where_numbers_are_1(method, specialised):
+    case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, mask="batch")
+    one = Estimated(case, replace(method, samples=1))
+    leaves = (tensors := tensors_of(one)).leaves(case.dtype)
+    torch.autograd.grad(run_estimate(one, tensors, leaves, "triton").out.sum(), leaves)
+    assert {"queries_kernel", "visit_backward_kernel"} & specialised
 
 
 TILE_ATTEND = [
@@ -183,8 +231,7 @@ def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
         assert _compile(self.kernel, arguments, self.flags, architecture).asm["cubin"]
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    triton_first = [dispatch.Implementation("triton", lambda request: []), *dispatch.IMPLEMENTATIONS[1:]]
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", triton_first)
+    monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
     tensors = make_tensors(case)
     for repeatable in (False, True) if number == 0 else (number == 2,):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
@@ -205,44 +252,34 @@ def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
     assert set(compiled) == wanted
 
 
-FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "SHIFT", "STAY", "TURNS"}
-FLAGS |= {"DROPOUT", "REPEATABLE", "SEVERAL", "EXTRA"}
-POINTERS_OR_NONE = {"mask", "warm", "wide", "SEED", "k_extra", "v_extra"}
-
-
-_seen = {}
+FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "TURNS"}
+FLAGS |= {"DROPOUT", "SEVERAL", "FIRST"}
+POINTERS_OR_NONE = {"mask", "warm", "wide", "pointer", "k_extra", "v_extra"}
 
 
 def _compile(kernel, arguments, flags, architecture):
-    """What `kernel[grid](*arguments, **flags)` would compile."""
-    names = kernel.arg_names
-    constants = dict(zip(names, arguments, strict=False)) | flags
-    signature, attributes, values = {}, {}, {}
-    for n, name in enumerate(names):
-        value = constants[name]
-        if value is None or n >= len(arguments):
-            signature[name], values[(n,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = POINTERS[value.dtype]
-            attributes[(n,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, bool):
-            signature[name] = "u1"
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i64" if value.bit_length() > 31 else "i32"
-    options = {name: value for name, value in flags.items() if name not in names}
-    key = (id(kernel), architecture, str(signature), str(values), str(options))
-    if key not in _seen:
-        source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-        target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
-        _seen[key] = triton.compile(source, target=target, options=options)
-    return _seen[key]
+    """What a launch of these arguments would compile."""
+    target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: architecture,  # Triton keeps the code of each device
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: target,
+        )
+    )
+    return launch.compiled(kernel, arguments, flags)
+
+
+@pytest.fixture(autouse=True)
+def _active_driver():
+    yield
+    triton.runtime.driver._active = None
 
 
 ESTIMATED = [
     (Estimated(Case("rank 2", width=64, value_width=64, dtype=torch.bfloat16), HYBRID), "tail"),
     (Estimated(Case("rank 1", grid=(8,), width=5, causal=True, mask="head", heads=2), CELLS), "tail"),
+    (Estimated(Case("many matches", width=5, kappa=9), HYBRID), "tail"),
     (Estimated(Case("rank 3", grid=(2, 2, 2), width=64, dtype=torch.float16, mask="batch", causal=True), SNIS), "draw"),
     (Estimated(Case("rank 2", width=32, value_width=32, mask="batch", causal=True), WALKS), "walk"),
 ]
@@ -257,9 +294,8 @@ def test_estimators_compile(one, first, monkeypatch):
         assert _compile(self.kernel, arguments, self.flags, 90).asm["cubin"]
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    triton_first = [dispatch.Implementation("triton", lambda request: []), *dispatch.IMPLEMENTATIONS[1:]]
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", triton_first)
-    monkeypatch.setattr(sys.modules[sample.__module__], "_collect", lambda *_: None)  # no keys were written
+    monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
+    monkeypatch.setattr(sample, "_collect", lambda *_: None)  # no keys were written
     for repeatable in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
         tensors = tensors_of(one)

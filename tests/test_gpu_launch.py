@@ -182,7 +182,7 @@ def test_hooks_see_every_launch(log, monkeypatch):
 
 
 class Renamed:
-    def __call__(self, gridX, gridY, gridZ, stream, kernel, *args):  # noqa: N803 - Triton's names
+    def __call__(self, gridX, gridY, gridZ, stream, kernel, *args):
         """A launcher as it may be one day."""
 
 

@@ -37,7 +37,7 @@ def run(
         charts.performance(rows, out / "bench.png")
         _print(rows, results, out / "bench.png", late, as_json)
     if stopped:
-        fail("interrupted; what was measured is kept, --resume continues", INTERRUPTED)
+        fail("interrupted" + "; what was measured is kept, --resume continues" * bool(rows), INTERRUPTED)
     if not rows:
         raise ValueError(f"nothing was measured: {results.path} has no rows")
 

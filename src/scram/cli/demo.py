@@ -54,7 +54,9 @@ def run(out: Path, size: int, seed: int, impl: str) -> Report:
     """Run both settings and dense attention on the sample pair, and draw what they find."""
     with progress() as step:
         step("reading two photographs")
-        pair = pair_of(*sample_pair(size))
+        photographs = sample_pair(size)
+        step("patch features")
+        pair = pair_of(*photographs)
         impl = dispatch.choose(impl, pair.q.device, pair.q.dtype).name
         settings = {"paper": Search.paper(seed=seed), "default": Search(seed=seed)}
         runs = {name: run_setting(pair, name, setting, seed, impl, step) for name, setting in settings.items()}

@@ -181,7 +181,7 @@ def run(
             try:
                 results[name] = (rival(noisy, level), perf_counter() - start)
             except ModuleNotFoundError as error:
-                skipped[name] = f"{error.name} is not installed"
+                skipped[name] = str(error.name).split(".")[0]
         step("drawing")
         draw(picture, noisy, results, add_noise, out)
     numbers = {
@@ -200,9 +200,11 @@ def run(
             name: {"seconds": seconds, "psnr_db": None if add_noise is None else psnr(result, picture)}
             for name, (result, seconds) in results.items()
         },
-        "not_run": skipped,
+        "not_run": {name: f"{package} is not installed" for name, package in skipped.items()},
     }
     files = f"picture: {out / 'denoised.png'}; all beside each other: {out / 'denoise.png'}"
+    if skipped:
+        files += "\n" + not_installed(", ".join(dict.fromkeys(skipped.values())), "cli", "bench")
     return Report(numbers, [_table(numbers)], files)
 
 
@@ -262,12 +264,9 @@ def _table(numbers: Numbers) -> Table:
 
 
 def _notes(numbers: Numbers) -> str:
-    """What PSNR is, how many threads each program used, and how to install those that did not run."""
+    """What PSNR is, and how many threads each program used."""
     notes = ["PSNR: peak signal-to-noise ratio against the picture before noise"] * (numbers["added_noise"] is not None)
     ran = [who for who in ("SCRAM", "OpenCV") if any(name.startswith(who) for name in numbers["results"])]
     one = any(name.startswith("scikit-image") for name in numbers["results"])
     notes.append(f"{counted(numbers['threads'], 'thread')} for {' and '.join(ran)}" + "; scikit-image uses one" * one)
-    if numbers["not_run"]:
-        packages = dict.fromkeys(why.split()[0] for why in numbers["not_run"].values())
-        notes.append(not_installed(", ".join(packages), "cli", "bench"))
     return "\n".join(notes)

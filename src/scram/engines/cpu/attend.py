@@ -14,7 +14,7 @@ from ...calls import AttendCall
 from ...grid import grid_of
 from ...types import Attended
 from ._numba_compat import SIMD_WIDTH, each_task
-from .compiled import compiled, launcher
+from .compiled import compiled, inlined, launcher
 from .layout import Array, Geometry, Windows, array, padded
 from .noise import absorb, seeded
 from .threads import TASKS_PER_THREAD, threads
@@ -110,7 +110,7 @@ def _attend(tasks, arrays, scratch, out, lse):
     each_task(_some_blocks, tasks, (arrays, scratch, out, lse))
 
 
-@compiled
+@inlined
 def _some_blocks(task, arrays, scratch, out, lse):
     """Blocks of points of one row, each written by one task."""
     tasks, queries, block_size = len(scratch.keys), arrays.geometry.queries, scratch.keys.shape[2]
@@ -129,7 +129,7 @@ def _some_blocks(task, arrays, scratch, out, lse):
         _mix(arrays, block, keys, weights, sums, out, lse)
 
 
-@compiled
+@inlined
 def _expand(windows, geometry, block, keys, places):
     """For every slot of the windows and every point its key, or -1: off the grid, illegal, or in a window before."""
     grid, strides, reach, size = geometry.grid, geometry.strides, windows.reach, block.size
@@ -181,7 +181,7 @@ def _leave_out(slot, number, reach, places, before, size):
         slot[p] = -1 if covered else slot[p]
 
 
-@compiled
+@inlined
 def _score(arrays, block, keys, weights):
     """Scaled scores of the keys; of slots without one nothing that is used."""
     q, k, size, slots = arrays.q, arrays.k, block.size, len(keys) - 1
@@ -202,7 +202,7 @@ def _score(arrays, block, keys, weights):
             weights[slots + x, p] = number(arrays.scale * score)
 
 
-@compiled
+@inlined
 def _weigh(arrays, block, keys, weights, sums):
     """Scores to weights before they are divided by their sum; sums[0] is that sum, sums[1] the highest score."""
     size, slots, number, dropout = block.size, len(keys) - 1, weights.dtype.type, arrays.dropout
@@ -238,7 +238,7 @@ def _weigh(arrays, block, keys, weights, sums):
                 weights[slot, p] = number(weights[slot, p] * dropout.boost) if keep else zero
 
 
-@compiled
+@inlined
 def _mix(arrays, block, keys, weights, sums, out, lse):
     slots, zero = len(keys) - 1, out.dtype.type(0)
     for p in range(block.size):

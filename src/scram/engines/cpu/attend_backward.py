@@ -18,7 +18,7 @@ from torch import Tensor
 from ...calls import AttendCall, AttendGrads
 from ._numba_compat import each_task
 from .attend import RELU, SOFTMAX, AttendArrays
-from .compiled import compiled, launcher
+from .compiled import inlined, launcher
 from .layout import Array, Rows, array, flat, like
 from .noise import absorb
 from .threads import TASKS_PER_THREAD, threads
@@ -69,7 +69,7 @@ def _queries(tasks, *arguments):
     each_task(_some_queries, tasks, arguments)
 
 
-@compiled
+@inlined
 def _some_queries(task, arrays, places, begin, d_out, d_lse, dq, pairs):
     """dq, and the pairs of some queries of the chunk."""
     tasks, size = len(places), min(len(pairs.keys), len(d_lse) - begin)
@@ -91,7 +91,7 @@ def _some_queries(task, arrays, places, begin, d_out, d_lse, dq, pairs):
                 add(dq, point, slopes[slot], arrays.k_extra, geometry.key_rows[row] * arrays.extras + slot - found)
 
 
-@compiled
+@inlined
 def _pair_dot(a, point, b, first, b_extra, first_extra, keys, slot, found):
     """<a[point], b of the key in that slot>, an extra key's after the `found` first."""
     if slot < found:
@@ -99,7 +99,7 @@ def _pair_dot(a, point, b, first, b_extra, first_extra, keys, slot, found):
     return dot(a, point, b_extra, first_extra + slot - found)
 
 
-@compiled
+@inlined
 def _slopes(arrays, key_row, point, noise, found, d_out, d_lse, keys, weights, slopes):
     """Weight and slope of every key of a query."""
     first, first_extra, all_found = key_row * arrays.geometry.keys, key_row * arrays.extras, found + arrays.extras
@@ -141,7 +141,7 @@ def add_to_keys(owners, q, d_out, rows, extras, begin, pairs, grads):
     each_task(_some_keys, owners, (owners, q, d_out, rows, extras, begin, pairs, grads))
 
 
-@compiled
+@inlined
 def _some_keys(owner, owners, q, d_out, rows, extras, begin, pairs, grads):
     """dk and dv of the keys of one owner: stretches of neighbouring keys in turn, and the extra keys in turn."""
     for c in range(min(len(pairs.keys), len(q) - begin)):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ._numba_compat import each_task
-from .compiled import compiled, launcher
+from .compiled import compiled, inlined, launcher
 from .layout import Array
 from .noise import absorb, below
 
@@ -33,14 +33,14 @@ def draw_keys(tasks, *arguments):
     each_task(_draw_some, tasks, arguments)
 
 
-@compiled
+@inlined
 def _draw_some(task, tasks, geometry, draws, begin, keys, logs):
     size = min(len(keys), len(draws.count) - begin)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         _draw_one(geometry, draws, begin + c, keys[c], logs[c])
 
 
-@compiled
+@inlined
 def _draw_one(geometry, draws, point, keys, logs):
     grid, strides, mask, table = geometry.grid, geometry.strides, geometry.mask, draws.table
     row, count, total = point // geometry.queries, draws.count[point], draws.total[point]

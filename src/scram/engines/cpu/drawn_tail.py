@@ -20,7 +20,7 @@ from ...draws import NONE, legal_counts, ranked_keys, shared_tail, tail_rows, ta
 from ...grid import LegalKeys, grid_of
 from ...scoring import accumulator
 from ._numba_compat import each_task
-from .compiled import compiled, launcher
+from .compiled import inlined, launcher
 from .layout import Array, Geometry, Windows, flat
 from .threads import TASKS_PER_THREAD, threads
 from .windows import expand
@@ -204,7 +204,7 @@ def _weigh(tasks, *arguments):
     each_task(_weigh_some, tasks, arguments)
 
 
-@compiled
+@inlined
 def _weigh_some(task, scores, chunk, head, stratified, total, sums):
     """Scores [R, C, m] become weights; the sums of each point."""
     tasks, size = len(head.keys), scores.shape[0] * scores.shape[1]
@@ -219,7 +219,7 @@ def _weigh_some(task, scores, chunk, head, stratified, total, sums):
         )  # fmt: skip
 
 
-@compiled
+@inlined
 def _weigh_one(scores, logs, scale, limit, counted, left, stratified, head_lse, point, sums):
     number = scores.dtype.type
     sums.seen[point], sums.left[point] = counted, left
@@ -244,7 +244,7 @@ def _weigh_one(scores, logs, scale, limit, counted, left, stratified, head_lse, 
     sums.share[point] = head / whole
 
 
-@compiled
+@inlined
 def _leave_out_head(scores, chunk, head, task, r, point):
     """Set the scores of the head's keys to -inf. Returns how many shared keys come up to the query, |S_i|, and how many
     shared keys are the head's."""
@@ -262,7 +262,7 @@ def _leave_out_head(scores, chunk, head, task, r, point):
     return limit, found, gone
 
 
-@compiled
+@inlined
 def _add_logs(scores, logs, scale, offset, limit, top):
     """Scaled scores with the logs of what each key represents. Returns the highest, or `top`."""
     for j in range(limit):
@@ -276,7 +276,7 @@ def _slopes(tasks, *arguments):
     each_task(_slopes_some, tasks, arguments)
 
 
-@compiled
+@inlined
 def _slopes_some(task, scores, slopes, chunk, head, points):
     """Scores become weights, <grad_out, v_j> become d loss / d (q.k); share and delta of each point."""
     tasks, size = len(head.keys), scores.shape[0] * scores.shape[1]
@@ -290,7 +290,7 @@ def _slopes_some(task, scores, slopes, chunk, head, points):
         )  # fmt: skip
 
 
-@compiled
+@inlined
 def _slopes_one(scores, slopes, logs, scale, limit, head_lse, point, points):
     number = scores.dtype.type
     top = _add_logs(scores, logs, scale, points.offset[point], limit, head_lse)

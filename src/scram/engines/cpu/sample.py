@@ -19,7 +19,7 @@ from torch import Tensor
 from ...calls import SampleCall, Sampled, TailGrads
 from ._numba_compat import each_task
 from .attend_backward import KeyGrads, Pairs, add_to_keys
-from .compiled import compiled, launcher
+from .compiled import compiled, inlined, launcher
 from .draw import Draws, draw_keys
 from .layout import Array, Geometry, Rows, array, flat, like
 from .noise import seeded
@@ -132,7 +132,7 @@ def _mix(tasks, *arguments):
     each_task(_mix_some, tasks, arguments)
 
 
-@compiled
+@inlined
 def _mix_some(task, tasks, arrays, begin, keys, logs, results):
     size, rows = min(len(keys), len(results.lse) - begin), arrays.rows
     for c in range(size * task // tasks, size * (task + 1) // tasks):
@@ -153,7 +153,7 @@ def _score(arrays, point, first, keys, logs, scores):
     return seen, highest
 
 
-@compiled
+@inlined
 def _mix_one(arrays, point, first, keys, logs, results):
     out, v, variance, number = results.out, arrays.v, results.variance, results.out.dtype.type
     zero, samples, width = number(0), len(keys), out.shape[1]
@@ -200,7 +200,7 @@ def _slopes(tasks, *arguments):
     each_task(_slopes_some, tasks, arguments)
 
 
-@compiled
+@inlined
 def _slopes_some(task, tasks, arrays, begin, pairs, grads):
     size, rows = min(len(pairs.keys), len(grads.lse) - begin), arrays.rows
     for c in range(size * task // tasks, size * (task + 1) // tasks):
@@ -208,7 +208,7 @@ def _slopes_some(task, tasks, arrays, begin, pairs, grads):
         _slopes_one(arrays, begin + c, first, pairs.keys[c], pairs.weights[c], pairs.slopes[c], grads)
 
 
-@compiled
+@inlined
 def _slopes_one(arrays, point, first, keys, weights, slopes, grads):
     """dq and the head's gradients; the logs in `slopes` become d loss / d (q.k), beside the weights."""
     v, d_out, d_lse, number = arrays.v, grads.out, grads.lse[point], weights.dtype.type

@@ -18,7 +18,7 @@ from ...calls import Found, SearchCall
 from ...grid import Grid, grid_of
 from ._numba_compat import SIMD_WIDTH, each_task
 from .candidates import draw_around, follow, leave, leave_out, move, read_neighbours
-from .compiled import compiled, launcher
+from .compiled import compiled, inlined, launcher
 from .layout import Array, Geometry, array, padded, strides
 from .legal import Earlier, Lists, drawn, first_key, legal
 from .noise import absorb, below, seeded
@@ -160,7 +160,7 @@ def _sweep(tasks, features, geometry, query_grid, lists, earlier, sweep, field, 
     each_task(_some_blocks, tasks, named)
 
 
-@compiled
+@inlined
 def _some_blocks(task, features, geometry, query_grid, lists, earlier, sweep, field, scratch):
     """Blocks of points of one row, each written by one task."""
     tasks, queries = len(scratch.rows), geometry.queries
@@ -179,7 +179,7 @@ def _some_blocks(task, features, geometry, query_grid, lists, earlier, sweep, fi
         scratch.evaluations[task] += count
 
 
-@compiled
+@inlined
 def _start(features, geometry, lists, earlier, sweep, field, block):
     """The first key of every point, kept whatever its score. Returns the scores computed."""
     count = 0
@@ -199,7 +199,7 @@ def _start(features, geometry, lists, earlier, sweep, field, block):
     return count
 
 
-@compiled
+@inlined
 def _visit(features, geometry, query_grid, lists, earlier, sweep, field, block, rows, scores):
     """One sweep of a block of points of one row: propagate, gossip, random search. Returns the scores computed.
 
@@ -328,7 +328,7 @@ def _best_first(tasks, index, score):
     each_task(_sort_some, tasks, (tasks, index, score))
 
 
-@compiled
+@inlined
 def _sort_some(task, tasks, index, score):
     for point in range(len(index) * task // tasks, len(index) * (task + 1) // tasks):
         for run in range(1, index.shape[1]):

@@ -8,7 +8,7 @@ With one match per query a key that a tile has scored in this sweep is not score
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from ...calls import Found, SearchCall
 from ...grid import grid_of
 from ...schedule import KINDS, LANES, STOP, WINDOWS, offers, tile_shape
 from ._numba_compat import each_task
-from .compiled import compiled, launcher
+from .compiled import compiled, inlined, launcher
 from .layout import Array, Geometry, array, strides
 from .legal import Earlier, Lists, drawn, first_key, near
 from .noise import absorb, below, seeded
@@ -61,10 +61,7 @@ class Scratch(NamedTuple):
 
     across: Array  # [tasks, E, LANES], the queries
     products: Array  # [tasks, LANES, LANES]
-    best: Array  # [tasks, LANES]
     made: Array  # int32 [tasks, offers, LANES], the keys offered
-    some: Array  # int32 [tasks, LANES], those that are scored together
-    key: Array  # int32 [tasks, LANES]
     lanes: Array  # int64 [tasks, LANES], the queries' numbers, -1 off the grid
     seen: Array  # int32 [tasks, SEEN]
 
@@ -74,10 +71,7 @@ class Tile(NamedTuple):
 
     across: Array
     products: Array
-    best: Array
     made: Array
-    some: Array
-    key: Array
     lanes: Array
     keys: Array  # [M, E]
     index: Array  # type: ignore[assignment]  # int32 [N, kappa]
@@ -108,7 +102,11 @@ def tile_search(call: SearchCall) -> Found:
             table = np.array([(KINDS[o.kind], o.reach, o.draw) for o in made], np.int64).reshape(-1, 3)
             took = np.zeros((len(going), int(tiles.counts.prod())), np.int64)
             sweep = Sweep(number, seed, table, call.separation, going, found.index.copy(), took)
-            scratch = _scratch(tasks, features.q.shape[1], len(table), dtype)
+            scratch = Scratch(
+                np.empty((tasks, features.q.shape[1], LANES), dtype), np.empty((tasks, LANES, LANES), dtype),
+                np.empty((tasks, len(table), LANES), np.int32), np.empty((tasks, LANES), np.int64),
+                np.empty((tasks, SEEN), np.int32),
+            )  # fmt: skip
             _sweep(tasks, features, geometry, lists, tiles, sweep, found, scratch)
             going &= took.sum(1) * STOP >= geometry.queries
             if not going.any():
@@ -118,22 +116,12 @@ def tile_search(call: SearchCall) -> Found:
     return Found(torch.from_numpy(found.index).reshape(shape), torch.from_numpy(score).reshape(shape))
 
 
-def _scratch(tasks: int, width: int, made: int, dtype: np.dtype[Any]) -> Scratch:
-    def lanes(*shape: int, dtype: Any = np.int32) -> Array:
-        return np.empty((tasks, *shape, LANES), dtype)
-
-    across, products, best = (lanes(*shape, dtype=dtype) for shape in ((width,), (LANES,), ()))
-    return Scratch(
-        across, products, best, lanes(made), lanes(), lanes(), lanes(dtype=np.int64), np.empty((tasks, SEEN), np.int32)
-    )
-
-
 @launcher
 def _start(tasks, *arguments):
     each_task(_start_some, tasks, arguments)
 
 
-@compiled
+@inlined
 def _start_some(task, tasks, features, geometry, lists, seed, warm, given, separation, found):
     """Sweep 0: warm keys where they are legal, else draws; kept whatever their scores."""
     points = len(features.q)
@@ -164,7 +152,7 @@ def _sweep(tasks, *arguments):
     each_task(_sweep_some, tasks, arguments)
 
 
-@compiled
+@inlined
 def _sweep_some(task, features, geometry, lists, tiles, sweep, found, scratch):
     """Some tiles: each makes its offers from the state before, then takes the best."""
     q, queries, in_row, tasks = features.q, geometry.queries, sweep.took.shape[1], len(scratch.seen)
@@ -179,11 +167,8 @@ def _sweep_some(task, features, geometry, lists, tiles, sweep, found, scratch):
             for e in range(q.shape[1]):
                 across[e, lane] = q[row * queries + lanes[lane], e] if lanes[lane] >= 0 else 0
         row_key, first = geometry.key_rows[row] * geometry.keys, row * queries
-        tile = Tile(
-            across, scratch.products[task], scratch.best[task], made, scratch.some[task], scratch.key[task], lanes,
-            features.k[row_key : row_key + geometry.keys], found.index[first : first + queries],
-            found.score[first : first + queries],
-        )  # fmt: skip
+        keys, own = features.k[row_key : row_key + geometry.keys], slice(first, first + queries)
+        tile = Tile(across, scratch.products[task], made, lanes, keys, found.index[own], found.score[own])
         if found.index.shape[1] == 1:
             took = _take_best(geometry.causal, tile, scratch.seen[task])
         else:
@@ -191,7 +176,7 @@ def _sweep_some(task, features, geometry, lists, tiles, sweep, found, scratch):
         sweep.took[row, number - row * in_row] = took
 
 
-@compiled
+@inlined
 def _queries_of(tiles, number, lanes):
     """The queries of a tile, -1 where it sticks out of the grid."""
     for lane in range(LANES):
@@ -204,11 +189,11 @@ def _queries_of(tiles, number, lanes):
         lanes[lane] = query
 
 
-@compiled
+@inlined
 def _offer(geometry, lists, tiles, sweep, row, lanes, made):
     """What each query of a tile offers, -1 for nothing."""
     kappa, prefix, queries = sweep.before.shape[1], absorb(sweep.seed, row), geometry.queries
-    before = sweep.before[row * queries : (row + 1) * queries]
+    before, mask_row = sweep.before[row * queries : (row + 1) * queries], row // geometry.rows_per_mask
     for lane in range(LANES):
         query = lanes[lane]
         if query < 0:
@@ -228,14 +213,13 @@ def _offer(geometry, lists, tiles, sweep, row, lanes, made):
             else:
                 direction = diagonal + sweep.number + draw
                 found = _offer_neighbour(geometry, tiles, before, query, entry, direction, kind, reach)
-            mask_row = row // geometry.rows_per_mask
             if found < 0 or (len(geometry.mask) and not geometry.mask[mask_row, found]):
                 own = before[query]
                 found = np.int64(own[entry] if own[entry] >= 0 else own[0])
             made[n, lane] = found
 
 
-@compiled
+@inlined
 def _offer_near(geometry, lists, row, query, own, noise, draw, reach):
     """A key at most `reach` from the query's own; a drawn one where it has none."""
     rank = len(geometry.grid)
@@ -250,7 +234,7 @@ def _offer_near(geometry, lists, row, query, own, noise, draw, reach):
     return found
 
 
-@compiled
+@inlined
 def _offer_neighbour(geometry, tiles, before, query, entry, direction, kind, reach):
     """The match of the neighbour in a direction, moved along or as it is; -1 off the grid."""
     direction %= 2 * len(tiles.grid)
@@ -266,7 +250,7 @@ def _offer_neighbour(geometry, tiles, before, query, entry, direction, kind, rea
     return found - step * stride if 0 <= found // stride % extent - step < extent else np.int64(-1)
 
 
-@compiled
+@inlined
 def _multiply(across, keys, some, count, products):
     """products[n, lane] = <query of the lane, keys[some[n]]> for n < count; four keys and four features at a time."""
     width = across.shape[0]
@@ -311,10 +295,12 @@ def _sort_in(some, count, key):
     some[count] = key
 
 
-@compiled
+@inlined
 def _take_best(causal, tile, seen):
     """One match per query: of each offer the best key, of equal ones the lowest. Returns how many queries took one."""
-    lanes, key, best, some, products = tile.lanes, tile.key, tile.best, tile.some, tile.products
+    lanes, products = tile.lanes, tile.products
+    # Arrays of its own: the compiler knows that they overlap with no other.
+    key, some, best = np.empty(LANES, np.int32), np.empty(LANES, np.int32), np.empty(LANES, tile.score.dtype)
     for lane in range(LANES):
         key[lane] = tile.index[lanes[lane], 0] if lanes[lane] >= 0 else -1
         best[lane] = tile.score[lanes[lane], 0] if lanes[lane] >= 0 else np.inf
@@ -340,7 +326,7 @@ def _take_best(causal, tile, seen):
     return changed
 
 
-@compiled
+@inlined
 def _keep_better(products, new, causal, lanes, best, key):
     """Where a key's score is higher and the key legal, it takes the place of the best."""
     for lane in range(LANES):
@@ -349,10 +335,11 @@ def _keep_better(products, new, causal, lanes, best, key):
         key[lane] = new if better else key[lane]
 
 
-@compiled
+@inlined
 def _take_several(geometry, separation, tile):
     """Several matches per query: of each window its best key enters where it may. Returns how many queries took one."""
-    lanes, key, best, some, products = tile.lanes, tile.key, tile.best, tile.some, tile.products
+    lanes, products = tile.lanes, tile.products
+    key, some, best = np.empty(LANES, np.int32), np.empty(LANES, np.int32), np.empty(LANES, tile.score.dtype)
     took = np.uint64(0)  # a bit for each query
     for n in range(len(tile.made)):
         for window in range(WINDOWS):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ._numba_compat import each_task
-from .compiled import compiled, launcher
+from .compiled import inlined, launcher
 from .draw import find
 from .layout import Array
 from .noise import absorb, below
@@ -35,7 +35,7 @@ def walk_keys(tasks, *arguments):
     each_task(_walk_some, tasks, arguments)
 
 
-@compiled
+@inlined
 def _walk_some(task, tasks, q, k, geometry, walks, begin, keys, logs, diagnostics):
     size = min(len(keys), len(walks.count) - begin)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
@@ -46,7 +46,7 @@ def _walk_some(task, tasks, q, k, geometry, walks, begin, keys, logs, diagnostic
         logs[c, :] = 0
 
 
-@compiled
+@inlined
 def _walk(q, k, geometry, walks, chains, point, keys, scores):
     """All walks of a query, one after the other: the state after each step that counts. Returns how many moved."""
     grid, strides, mask, table = geometry.grid, geometry.strides, geometry.mask, walks.table
@@ -82,7 +82,7 @@ def _walk(q, k, geometry, walks, chains, point, keys, scores):
     return accepted
 
 
-@compiled
+@inlined
 def _rhat(scores, chains):
     """Of walks that lie one after the other, cut to the shortest; a single one is cut into halves."""
     samples = len(scores)

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from ...calls import AttendCall
 from ...types import Attended
 from .block_sizes import attend_tile
-from .grid import dot, features, lane_query, points, put, tile_at
+from .grid import dot, features, points, put
 from .launch import Kernel, cached, on_device
-from .noise import absorb, row_state
 from .windows import (
-    Queries,
     Variant,
     dropped,
+    empty_attended,
     first_offset,
-    legal_at,
     match_of,
-    next_offset,
+    next_key,
+    program_queries,
     weigh,
     window_size,
     windows_of,
@@ -35,14 +33,12 @@ from .windows import (
 
 
 def attend(call: AttendCall) -> Attended:
-    q, v = call.q, call.v
-    out = v.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    if lse.numel():
+    made = empty_attended(call)
+    if made.lse.numel():
         windows, variant = windows_of(call)
-        with on_device(q):
-            _kernel(variant)(windows, out, lse)
-    return Attended(out, lse)
+        with on_device(call.q):
+            _kernel(variant)(windows, made)
+    return made
 
 
 @cached
@@ -62,42 +58,36 @@ class Mixed(NamedTuple):
 
 @triton.jit
 def attend_kernel(
-    w, out, lse, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+    w, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
-    row, corner = tile_at(tl.program_id(0), w.geo, B)
-    query, valid = lane_query(corner, w.geo, B)
-    queries, keys = points(w.geo.q).to(tl.int64), points(w.geo.k)
-    source = (row // w.group).to(tl.int64)
+    row, start, here, mine, noise = program_queries(w, B, ROW)
+    source, keys = (row // w.group).to(tl.int64), points(w.geo.k)
     k_row, v_row = w.k + source * keys * ROW.E, w.v + source * keys * VROW.E
-    here = Queries(query, valid, w.index + row * queries * w.kappa, (row // w.masked.heads).to(tl.int64))
-    mine = features(w.q + row * queries * ROW.E, query, valid, ROW)
-    noise = absorb(row_state(w.seed, row), query)
 
     top, nothing = tl.full([B.BLOCK_Q], -float("inf"), tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
     mixed = Mixed(top, nothing, nothing, zeros(B.BLOCK_Q, VROW))
     for e in range(w.kappa):
-        match = match_of(e, valid, here, w)
+        match = match_of(e, here.exists, here, w)
         offset = first_offset(w.reach)
         for _step in range(window_size(w.reach)):
-            key, ok = legal_at(match, e, offset, here, w, MODE.CAUSAL, MODE.SEVERAL)
-            offset = next_offset(offset, w.reach)
+            key, ok, offset = next_key(match, e, offset, here, w, MODE)
             mixed = mix(mixed, mine, k_row, v_row, key, ok, key, noise, w, MODE, ROW, VROW)
     if w.k_extra is not None:
         k_row, v_row = w.k_extra + source * w.extras * ROW.E, w.v_extra + source * w.extras * VROW.E
         for x in range(w.extras):
-            at = query * 0 + x
-            mixed = mix(mixed, mine, k_row, v_row, at, valid, keys + at, noise, w, MODE, ROW, VROW)
+            at = here.query * 0 + x
+            mixed = mix(mixed, mine, k_row, v_row, at, here.exists, keys + at, noise, w, MODE, ROW, VROW)
 
     some = mixed.count > 0
     whole = tl.where(some, mixed.total if MODE.WEIGHT == "softmax" else mixed.count, 1.0)
     norm = tl.log(whole)
     if MODE.WEIGHT == "softmax":
         norm += tl.where(mixed.top == -float("inf"), 0.0, mixed.top)
-    tl.store(lse + row * queries + query, tl.where(some, norm, -float("inf")), mask=valid)
+    tl.store(made.lse + start + here.query, tl.where(some, norm, -float("inf")), mask=here.exists)
     shares = ()
     for n in tl.static_range(len(mixed.sums)):
         shares += (mixed.sums[n] / whole[:, None],)
-    put(out + row * queries * VROW.E, query, shares, valid, VROW)
+    put(made.out + start * VROW.E, here.query, shares, here.exists, VROW)
 
 
 @triton.jit

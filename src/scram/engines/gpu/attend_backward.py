@@ -20,19 +20,17 @@ from torch import Tensor
 from ...calls import AttendCall, AttendGrads
 from .attend_keys import Upstream, collect
 from .block_sizes import backward_tile
-from .grid import dot, features, lane_query, points, put, tile_at
+from .grid import dot, features, points, put
 from .launch import Kernel, cached, kinds, on_device
-from .noise import absorb, row_state
 from .windows import (
-    Queries,
     Variant,
     add,
     first_offset,
     kept,
-    legal_at,
     match_of,
-    next_offset,
+    next_key,
     pair_gradient,
+    program_queries,
     rough_weight,
     window_size,
     windows_of,
@@ -121,16 +119,11 @@ def backward_kernel(
     w, above, grads, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     REPEATABLE: tl.constexpr = above.sums is not None
-    row, corner = tile_at(tl.program_id(0), w.geo, B)
-    query, valid = lane_query(corner, w.geo, B)
-    queries, keys = points(w.geo.q).to(tl.int64), points(w.geo.k)
-    source = (row // w.group).to(tl.int64)
+    row, start, here, mine, noise = program_queries(w, B, ROW)
+    source, keys, query, valid = (row // w.group).to(tl.int64), points(w.geo.k), here.query, here.exists
     k_row, v_row = w.k + source * keys * ROW.E, w.v + source * keys * VROW.E
-    here = Queries(query, valid, w.index + row * queries * w.kappa, (row // w.masked.heads).to(tl.int64))
-    mine = features(w.q + row * queries * ROW.E, query, valid, ROW)
-    grad_out = features(above.grad_out + row * queries * VROW.E, query, valid, VROW)
-    lse = tl.load(above.lse + row * queries + query, mask=valid, other=0.0)
-    noise = absorb(row_state(w.seed, row), query)
+    grad_out = features(above.grad_out + start * VROW.E, query, valid, VROW)
+    lse = tl.load(above.lse + start + query, mask=valid, other=0.0)
     window = window_size(w.reach)
     if w.k_extra is not None:
         k_extra, v_extra = w.k_extra + source * w.extras * ROW.E, w.v_extra + source * w.extras * VROW.E
@@ -142,8 +135,7 @@ def backward_kernel(
             match = match_of(e, valid, here, w)
             offset = first_offset(w.reach)
             for _step in range(window):
-                key, ok = legal_at(match, e, offset, here, w, MODE.CAUSAL, MODE.SEVERAL)
-                offset = next_offset(offset, w.reach)
+                key, ok, offset = next_key(match, e, offset, here, w, MODE)
                 _, s, dp = pair(mine, grad_out, k_row, v_row, key, ok, w, ROW, VROW)
                 total, delta = summed(total, delta, s, dp, ok, lse, key, noise, w, MODE)
         if w.k_extra is not None:
@@ -152,18 +144,17 @@ def backward_kernel(
                 _, s, dp = pair(mine, grad_out, k_extra, v_extra, at, valid, w, ROW, VROW)
                 total, delta = summed(total, delta, s, dp, valid, lse, keys + at, noise, w, MODE)
         inv_sum = 1 / tl.where(total == 0, 1.0, total)
-        delta = delta * inv_sum - tl.load(above.grad_lse + row * queries + query, mask=valid, other=0.0)
+        delta = delta * inv_sum - tl.load(above.grad_lse + start + query, mask=valid, other=0.0)
     if REPEATABLE:
-        tl.store(above.sums + (row * queries + query) * 2, inv_sum, mask=valid)
-        tl.store(above.sums + (row * queries + query) * 2 + 1, delta, mask=valid)
+        tl.store(above.sums + (start + query) * 2, inv_sum, mask=valid)
+        tl.store(above.sums + (start + query) * 2 + 1, delta, mask=valid)
 
     dq = zeros(B.BLOCK_Q, ROW)
     for e in range(w.kappa):
         match = match_of(e, valid, here, w)
         offset = first_offset(w.reach)
         for _step in range(window):
-            key, ok = legal_at(match, e, offset, here, w, MODE.CAUSAL, MODE.SEVERAL)
-            offset = next_offset(offset, w.reach)
+            key, ok, offset = next_key(match, e, offset, here, w, MODE)
             theirs, s, dp = pair(mine, grad_out, k_row, v_row, key, ok, w, ROW, VROW)
             p, ds = pair_gradient(s, dp, ok, lse, inv_sum, delta, key, noise, w, MODE.WEIGHT, MODE.DROPOUT)
             dq = add(dq, ds * w.scale, theirs)
@@ -180,7 +171,7 @@ def backward_kernel(
             add_sum(grads.k_extra + (slot + x) * ROW.E, ds * w.scale, mine, ROW, REPEATABLE)
             add_sum(grads.v_extra + (slot + x) * VROW.E, p, grad_out, VROW, REPEATABLE)
 
-    put(grads.q + row * queries * ROW.E, query, dq, valid, ROW)
+    put(grads.q + start * ROW.E, query, dq, valid, ROW)
 
 
 @triton.jit

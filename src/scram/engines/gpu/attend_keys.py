@@ -79,8 +79,8 @@ def collect(windows: Windows, variant: Variant, above: Upstream, grads: AttendGr
     counts(first, further, key_rows, share, windows.geo, windows.reach)
     ends = further.cumsum(0)
     owner = torch.searchsorted(ends, torch.arange(shares, device=device), right=True)
-    parts = (torch.empty((shares, width), dtype=torch.float32, device=device) for width in variant.widths)
-    lists = Lists(order, first, further, ends, owner, *parts, key_rows, share)
+    k_parts, v_parts = (torch.empty((shares, width), dtype=torch.float32, device=device) for width in variant.widths)
+    lists = Lists(order, first, further, ends, owner, k_parts, v_parts, key_rows, share)
     flags = {"MODE": variant.mode, **collect_tile(*variant.widths, *variant.dtypes)}
     if shares:
         Kernel(collect_kernel, shares, {**flags, "FIRST": False})(windows, above, grads, lists)

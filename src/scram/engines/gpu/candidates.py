@@ -24,6 +24,9 @@ class Legal(NamedTuple):
     heads: int  # how many rows of queries share a row of the mask
 
 
+ANY_KEY = Legal(None, None, None, 1)
+
+
 class Limits(NamedTuple):
     """What decides in a row of queries whether a key may be taken."""
 
@@ -44,7 +47,7 @@ class Rules(NamedTuple):
     EARLIER: bool  # there may be earlier runs
 
 
-class Queries(NamedTuple):
+class SweepQueries(NamedTuple):
     """The queries of a program: flat index, place in a plane of all queries, features, and the keys of their row."""
 
     query: Any
@@ -56,7 +59,7 @@ class Queries(NamedTuple):
 def legal_argument(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Legal:
     """q [B, H, *G, E], k [B, Hk, *G', E], key_mask bool [B, *G'] or [B, H, *G']."""
     if key_mask is None:
-        return Legal(None, None, None, 1)
+        return ANY_KEY
     legal = LegalKeys.of(q, k, causal, key_mask.contiguous())
     assert legal.order is not None
     return Legal(legal.mask, legal.order.contiguous(), legal.count, legal.heads_per_row)

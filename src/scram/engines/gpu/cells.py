@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ...grid import cell_sides
 from ...schedule import LANES
-from .block_sizes import INTERPRETED, LIST_BLOCK, LIST_WARPS, MOST_SORTED
+from .block_sizes import LIST_BLOCK, LIST_WARPS, MOST_SORTED
 from .grid import Block, divide, points, tile_at, tile_shape, tiles
-from .launch import Kernel, cached, kinds
+from .launch import INTERPRETED, Kernel, cached, kinds
 from .shared_keys import block_of
 from .windows import Windows, reaches, unmasked
 
@@ -34,7 +34,7 @@ class Cells(NamedTuple):
     """The cells of every tile of queries."""
 
     first: Tensor  # int32 [tiles, room], the first key of each cell of a tile, ascending
-    count: Tensor  # type: ignore[assignment]  # int32 [tiles]
+    count: Tensor  # int32 [tiles]
     room: int
     sides: tuple[int, ...]  # of a cell, in keys
 
@@ -68,7 +68,7 @@ class _Plan(NamedTuple):
 
 def cells_of(windows: Windows, radius: tuple[int, ...]) -> Cells:
     index, kappa, geo = windows.index, windows.kappa, windows.geo
-    plan = _plan(tuple(index.shape[:2]), geo.q, geo.k, kappa, radius, kinds(index))
+    plan = _plan(index.shape[0] * index.shape[1], geo.q, geo.k, kappa, radius, kinds(index))
     corners, first, lists = (
         torch.empty((plan.tiles, n), dtype=torch.int32, device=index.device)
         for n in (LANES * kappa, plan.room, 2 * plan.room)
@@ -84,7 +84,7 @@ def cells_of(windows: Windows, radius: tuple[int, ...]) -> Cells:
 
 @cached
 def _plan(
-    rows: tuple[int, int],
+    rows: int,
     query_grid: tuple[int, ...],
     key_grid: tuple[int, ...],
     kappa: int,
@@ -99,7 +99,7 @@ def _plan(
     moves = (*joined, *[0] * (len(rim) - len(joined)))
     frame = Frame(sides, reach, number, spans, rim, moves, len(joined))
     block = Block(tile_shape(LANES, len(key_grid)), LANES)
-    count = math.prod(rows) * tiles(query_grid, block.TILE)
+    count = rows * tiles(query_grid, block.TILE)
     flags: dict[str, Any] = {"B": block, "IDS": triton.next_power_of_2(LANES * kappa)}
     how = {"num_warps": LIST_WARPS, "enable_fp_fusion": True}
     corner = Kernel(corner_kernel, count, {**flags, **how})

@@ -19,7 +19,7 @@ class Proposal(NamedTuple):
     """What the keys of a SampleCall are drawn from, as kernels take it."""
 
     modes: Tensor  # int32 [B, H, *G, kappa]
-    count: Tensor  # type: ignore[assignment]  # int32 [B, H, *G]
+    count: Tensor  # int32 [B, H, *G]
     total: Tensor  # int32 [B, H, *G]
     order: Tensor | None  # int64 [rows of the mask, M]
     table: Tensor  # int32 [steps + 1]

@@ -8,6 +8,7 @@ radius of one of the query's matches, so no key counts twice and nothing is subt
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,6 @@ from .shared_keys import (
     draw_names,
     finite,
     joined,
-    masked_by,
     powers,
     product,
     shared_row,
@@ -39,7 +39,7 @@ from .shared_keys import (
     tail_scores,
     whole_block,
 )
-from .windows import Queries, legal_at, match_of, offset_of, reaches, window_size
+from .windows import QueryBlock, legal_at, masked_by, match_of, offset_of, reaches, window_size
 
 # Queries per program, warps, stages at most. H200, 512x512, E = F = 64, bf16, 512 shared keys, one match, us, forward:
 # 64 queries, 4 warps, 2 and 3 stages 351, 342; 128, 8 warps 391, 388; with blocks of 32 keys 400, of 128 630.
@@ -54,7 +54,7 @@ class Tail(NamedTuple):
     """A DrawnTailCall as kernels take it: contiguous tensors, and numbers."""
 
     q: Tensor
-    index: Tensor  # type: ignore[assignment]
+    index: Tensor
     head_lse: Tensor
     shared: SharedKeys
     masked: KeyMask
@@ -81,26 +81,20 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     variance = torch.empty(shape, dtype=torch.float32, device=q.device)
     with on_device(q):
         legal = LegalKeys.of(q, call.k, call.causal, call.key_mask)
-        found = DrawnTail(out, lse, variance, offset, *draw_names(call, legal))
+        found = DrawnTail(out, lse, variance, offset, *draw_names(call))
         if lse.numel():
-            tail = tail_of(call, side_by_side(call, found.names, found.represents, True), masked_by(legal))
+            tail = tail_of(call, side_by_side(call, found.names, found.represents, True))
             flags = {"STRATIFIED": call.stratified, **tail_flags(call, forward=True)}
             programs = blocks_of_queries(call, flags) * flags["VROW"].PIECES
             Kernel(tail_kernel, programs, flags)(tail, call.head_out.contiguous(), legal.count, found)
     return found
 
 
-def tail_of(call: DrawnTailCall, shared: SharedKeys, masked: KeyMask) -> Tail:
-    q, key_grid = call.q, grid_of(call.k)
-    return Tail(
-        *(x.contiguous() for x in (q, call.index, call.head_lse)),
-        shared,
-        masked,
-        geometry(grid_of(q), key_grid),
-        reaches(call.radius, key_grid),
-        call.index.shape[-1],
-        call.scale,
-    )
+def tail_of(call: DrawnTailCall, shared: SharedKeys) -> Tail:
+    q, index, head_lse = call.q.contiguous(), call.index.contiguous(), call.head_lse.contiguous()
+    key_grid, masked = grid_of(call.k), masked_by(q, call.k, call.key_mask)
+    grids = geometry(grid_of(q), key_grid), reaches(call.radius, key_grid)
+    return Tail(q, index, head_lse, shared, masked, *grids, index.shape[-1], call.scale)
 
 
 def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:
@@ -120,8 +114,8 @@ def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:
 
 def blocks_of_queries(call: DrawnTailCall, flags: dict[str, Any]) -> int:
     """Of all rows."""
-    rows = call.q.shape[0] * call.q.shape[1]
-    return rows * -(-call.q[0, 0, ..., 0].numel() // flags["MODE"].BLOCK_Q)
+    rows, block_q = call.q.shape[0] * call.q.shape[1], int(flags["MODE"].BLOCK_Q)
+    return rows * -(-math.prod(grid_of(call.q)) // block_q)
 
 
 @triton.jit
@@ -151,7 +145,7 @@ def rough_product(a, b, total):
 def block_queries(row, number, t, MODE: tl.constexpr):
     """The queries of a block of a row; `row` is int64."""
     queries, query = points(t.geo.q), number * MODE.BLOCK_Q + tl.arange(0, MODE.BLOCK_Q)
-    return Queries(query, query < queries, t.index + row * queries * t.kappa, row // t.masked.heads)
+    return QueryBlock(query, query < queries, t.index + row * queries * t.kappa, row // t.masked.heads)
 
 
 @triton.jit
@@ -176,8 +170,7 @@ def tail_kernel(
     mixed = tl.zeros([MODE.BLOCK_Q, VROW.W], tl.float32)
     first, second, spoiled = mixed, mixed, mixed
     for start in range(0, shared.padded, MODE.BLOCK_K):
-        at = start + tl.arange(0, MODE.BLOCK_K)
-        s, ok = tail_scores(at, mine, low, shared, here, t, MODE, ROW)
+        at, s, ok = tail_scores(start, mine, low, shared, here, t, MODE, ROW)
         higher = tl.maximum(top, tl.max(s, 1))
         shrink, p = powers(top, higher), powers(s, higher[:, None])
         top = higher

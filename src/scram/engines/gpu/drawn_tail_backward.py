@@ -21,7 +21,7 @@ from ...calls import DrawnTailCall, TailGrads
 from ...draws import tail_rows
 from ...grid import grid_of
 from .drawn_tail import block_queries, blocks_of_queries, tail_flags, tail_of
-from .grid import KeyMask, points, put
+from .grid import points, put
 from .launch import Kernel, on_device
 from .shared_keys import (
     BLOCK_K,
@@ -54,7 +54,7 @@ class Upstream(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What the gradients of all scores of a query need, float32 [B, H, *G]. A weight is `powers` over top, times factor.
+    """What the gradients of all scores of a query need, float32 [B, H, *G]. A weight is factor * `powers` over top.
 
     The normaliser is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
     """
@@ -81,7 +81,7 @@ def drawn_tail_backward(
         splits = max(1, min(blocks // rows, PROGRAMS // max(rows * key_blocks, 1)))
         parts = [torch.empty((splits, rows * drawn, x.shape[-1]), device=q.device) for x in (k, v)]
         with on_device(q):
-            tail = tail_of(call, side_by_side(call, names, represents, False), KeyMask(None, 1))
+            tail = tail_of(call, side_by_side(call, names, represents, False))
             above = Upstream(*(x.contiguous() for x in (grad_out, grad_lse, offset, to_head)))
             Kernel(queries_kernel, blocks, flags)(tail, above, totals, dq)
             Kernel(keys_kernel, rows * key_blocks * splits, flags)(tail, above, totals, *parts, splits)
@@ -111,8 +111,7 @@ def queries_kernel(t, above, totals, dq, MODE: tl.constexpr, ROW: tl.constexpr, 
     whole, mean = tl.zeros([MODE.BLOCK_Q], tl.float32), tl.zeros([MODE.BLOCK_Q], tl.float32)
     seen = tl.zeros([MODE.BLOCK_Q], tl.int32)
     for start in range(0, shared.padded, MODE.BLOCK_K):
-        at = start + tl.arange(0, MODE.BLOCK_K)
-        s, ok = tail_scores(at, mine, low, shared, here, t, MODE, ROW)
+        at, s, ok = tail_scores(start, mine, low, shared, here, t, MODE, ROW)
         higher = tl.maximum(top, tl.max(s, 1))
         shrink, p = powers(top, higher), powers(s, higher[:, None])
         top = higher
@@ -132,8 +131,7 @@ def queries_kernel(t, above, totals, dq, MODE: tl.constexpr, ROW: tl.constexpr, 
 
     sums = zeros(MODE.BLOCK_Q, ROW)
     for start in range(0, shared.padded, MODE.BLOCK_K):
-        at = start + tl.arange(0, MODE.BLOCK_K)
-        s, ok = tail_scores(at, mine, low, shared, here, t, MODE, ROW)
+        at, s, ok = tail_scores(start, mine, low, shared, here, t, MODE, ROW)
         p = powers(s, top[:, None]) * factor[:, None]
         dp = products(grad_out, shared.v, at, MODE, VROW)
         ds = tl.where(ok, p * (dp - delta[:, None]) * t.scale, 0.0)
@@ -156,7 +154,7 @@ def keys_kernel(
     split, block = tl.program_id(0) % splits, tl.program_id(0) // splits
     row = (block // key_blocks).to(tl.int64)
     rows = tl.num_programs(0) // (splits * key_blocks)
-    at = (block % key_blocks) * MODE.BLOCK_K + tl.arange(0, MODE.BLOCK_K)
+    first = (block % key_blocks) * MODE.BLOCK_K
     shared = shared_row(row, t, MODE, ROW, VROW)
     k_sums, v_sums = zeros(MODE.BLOCK_K, ROW), zeros(MODE.BLOCK_K, VROW)
     for number in range(split, blocks, splits):
@@ -167,7 +165,7 @@ def keys_kernel(
         top = tl.load(totals.top + point, mask=valid, other=0.0)
         factor = tl.load(totals.factor + point, mask=valid, other=0.0)
         delta = tl.load(totals.delta + point, mask=valid, other=0.0)
-        s, ok = tail_scores(at, mine, corners_of(here, t, MODE), shared, here, t, MODE, ROW)
+        at, s, ok = tail_scores(first, mine, corners_of(here, t, MODE), shared, here, t, MODE, ROW)
         p = powers(s, top[:, None]) * factor[:, None]
         dp = products(grad_out, shared.v, at, MODE, VROW)
         ds = tl.trans(tl.where(ok, p * (dp - delta[:, None]) * t.scale, 0.0))
@@ -177,6 +175,7 @@ def keys_kernel(
         for n in tl.static_range(len(v_sums)):
             v_more += (product(tl.trans(p).to(grad_out[n].dtype), grad_out[n], v_sums[n]),)
         k_sums, v_sums = k_more, v_more
+    at = first + tl.arange(0, MODE.BLOCK_K)
     slot = (split.to(tl.int64) * rows + row) * drawn + at
     put(dk, slot, k_sums, at < drawn, ROW)
     put(dv, slot, v_sums, at < drawn, VROW)

@@ -52,14 +52,14 @@ def fits(number: int) -> bool:
 
 def kinds(*arguments: Any) -> tuple[Any, ...]:
     """What the compiler sees: classes, widths of ints; of tensors the device, the type, the start within 16 bytes."""
-    return tuple([_kind(x) for x in arguments])
+    return tuple([None if x is None else _kind(x) for x in arguments])
 
 
 def _kind(x: Any) -> Any:
     if x.__class__ is int:
         return fits(x)
     if x.__class__ in PLAIN:
-        return None if x is None else x.__class__
+        return x.__class__
     return kinds(*x) if isinstance(x, tuple) else (x.device, x.dtype, x.data_ptr() & 15)
 
 
@@ -80,10 +80,33 @@ def _constant(flag: Any) -> Any:
     return flag
 
 
+def _constants(flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: _constant(flag) for name, flag in flags.items()}
+
+
 def compiled(kernel: Any, arguments: Iterable[Any], flags: dict[str, Any]) -> Any:
     """The code of a kernel for arguments of these kinds, launched by none; None in the interpreter."""
-    constants = {name: _constant(flag) for name, flag in flags.items()}
-    return kernel.warmup(*map(_stand_in, arguments), grid=(1,), **constants)
+    return kernel.warmup(*map(_stand_in, arguments), grid=(1,), **_constants(flags))
+
+
+def _written(x: Any, name: str) -> tuple[str, list[str]]:
+    """Python for what the launcher takes in the place of x, and for whether the ints in it are as wide as those of x.
+
+    To walk over arguments at each launch would take longer than to launch.
+    """
+    if x.__class__ is int:
+        return name, [f"{'' if fits(x) else 'not '}-0x80000000 <= {name} <= 0x7FFFFFFF"]
+    if isinstance(x, tuple):
+        parts = [_written(part, f"{name}[{n}]") for n, part in enumerate(x)]
+        values = "".join(f"{value}, " for value, _ in parts)
+        return f"({values})" if "data_ptr" in values else name, [check for _, checks in parts for check in checks]
+    return name if x.__class__ in PLAIN else f"{name}.data_ptr()", []
+
+
+@cached
+def _function(source: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = eval(source)
+    return function
 
 
 class Kernel:
@@ -94,10 +117,9 @@ class Kernel:
         self.code: Any = None
 
     def __call__(self, *arguments: Any) -> None:
-        widths: list[bool] = []
-        given = _addresses(arguments, widths)
-        if self.code is None or widths != self.widths:
-            self._find(arguments, widths)
+        given = None if self.code is None else self.addresses(*arguments)
+        if given is None:
+            self._find(arguments)
         elif compat.watched():
             self.code[(self.programs, 1, 1)](*arguments, *self.constants)
         else:
@@ -106,50 +128,49 @@ class Kernel:
 
     def bind(self, *first: Any) -> Callable[..., None]:
         """What launches the kernel on the current stream with these arguments and those it is called with."""
-        widths: list[bool] = []
-        given = _addresses(first, widths)
-        if self.code is None or compat.watched() or widths != self.widths[: len(widths)]:
+        given = None
+        if self.code is not None and not compat.watched():
+            if len(first) not in self.bound:
+                self.bound[len(first)] = self._addresses(0, len(first)), self._addresses(len(first), None)
+            addresses_of_first, addresses = self.bound[len(first)]
+            given = addresses_of_first(*first)
+        if given is None:
             return lambda *more: self(*first, *more)
-        run, constants, others = self.run, self.constants, self.widths[len(widths) :]
+        run, constants = self.run, self.constants
         begin = (self.programs, 1, 1, compat.current_stream(self.device), *self.behind, *given)
 
         def launch(*more: Any) -> None:
-            wide: list[bool] = []
-            rest = _addresses(more, wide)
-            if wide == others:
-                run(*begin, *rest, *constants)
-            else:
+            rest = addresses(*more)
+            if rest is None:
                 self(*first, *more)
+            else:
+                run(*begin, *rest, *constants)
 
         return launch
 
-    def _find(self, arguments: tuple[Any, ...], widths: list[bool]) -> None:
+    def _addresses(self, start: int, stop: int | None) -> Callable[..., Any]:
+        """From these arguments to what the launcher takes; None where an int is not as wide as it was."""
+        names = ", ".join([f"a{n}" for n in range(len(self.written))][start:stop])
+        values = "".join(f"{value}, " for value, _ in self.written[start:stop])
+        checks = [check for _, checks in self.written[start:stop] for check in checks]
+        return _function(f"lambda {names}: ({values}) if {' and '.join(checks) or True} else None")
+
+    def _find(self, arguments: tuple[Any, ...]) -> None:
         """Launch, and keep the code for the next time."""
         key = (id(self.kernel), *kinds(*arguments), *self.flags.values())
         code = _compiled.get(key)
         if code is None and _launches_directly():
             code = _compiled[key] = compiled(self.kernel, arguments, self.flags)
         if code is None:  # the interpreter compiles nothing
-            constants = {name: _constant(flag) for name, flag in self.flags.items()}
-            self.kernel[(self.programs,)](*arguments, **constants)
+            self.kernel[(self.programs,)](*arguments, **_constants(self.flags))
             return
         self.constants = [self.flags[name] for name in self.kernel.arg_names[len(arguments) :]]
         code[(self.programs, 1, 1)](*arguments, *self.constants)
         self.run, self.behind = compat.direct(code)
-        self.code, self.widths, self.device = code, widths, compat.current_device()
-
-
-def _addresses(arguments: tuple[Any, ...], widths: list[bool]) -> list[Any]:
-    """The arguments with addresses in the place of tensors. Appends for each int whether it fits int32."""
-    given = []
-    for x in arguments:
-        kind = x.__class__
-        if kind is int:
-            widths.append(-0x80000000 <= x <= 0x7FFFFFFF)
-        elif kind not in PLAIN:
-            x = tuple(_addresses(x, widths)) if isinstance(x, tuple) else x.data_ptr()
-        given.append(x)
-    return given
+        self.written = [_written(x, f"a{n}") for n, x in enumerate(arguments)]
+        self.addresses = self._addresses(0, None)
+        self.bound: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self.code, self.device = code, compat.current_device()
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:

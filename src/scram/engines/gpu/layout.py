@@ -4,12 +4,14 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Kernel
+from .launch import Kernel, cached, kinds
 
 
 @triton.jit
@@ -26,9 +28,14 @@ def pad(k, wide, count, E: tl.constexpr, KE: tl.constexpr, BLOCK: tl.constexpr):
 def halves(x: Tensor) -> Tensor:
     """float32 [..., E] -> bfloat16 [..., 2 E]: the rounded features, then what rounding left of them, rounded too."""
     out = x.new_empty((*x.shape[:-1], 2 * x.shape[-1]), dtype=torch.bfloat16)
-    flags = {"E": x.shape[-1], "BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": True}
-    Kernel(halves_kernel, -(-x.numel() // 1024), flags)(x, out, x.numel())
+    _halves(x.shape[-1], x.numel(), kinds(x))(x, out, x.numel())
     return out
+
+
+@cached
+def _halves(width: int, numbers: int, given: tuple[Any, ...]) -> Kernel:
+    flags = {"E": width, "BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": True}
+    return Kernel(halves_kernel, triton.cdiv(numbers, 1024), flags)
 
 
 @triton.jit

@@ -21,12 +21,12 @@ from ...grid import grid_of
 from .attend_backward import add_rows
 from .block_sizes import visit_tile
 from .draw import Chunk, Proposal, draw_kernel
-from .grid import KeyMask, dot, features, geometry, put
+from .grid import dot, features, geometry, put
 from .launch import Kernel, on_device
 from .noise import below_argument, seed_argument
 from .shared_keys import LN2, LOWEST, joined, powers
 from .walk import Walks, walk_kernel
-from .windows import add, zeros
+from .windows import add, masked_by, zeros
 
 CHUNK_PAIRS = 1 << 26
 CHUNK_ELEMENTS = 1 << 26  # of gathered rows, with deterministic algorithms
@@ -60,9 +60,10 @@ class Grads(NamedTuple):
 
 def visits_of(call: SampleCall) -> Visits:
     q, k = call.q, call.k
-    head = (None if x is None else x.contiguous() for x in (call.head_out, call.head_lse))
-    sizes = (math.prod(grid_of(q)), math.prod(grid_of(k)), q.shape[1] // k.shape[1], call.samples, call.scale)
-    return Visits(q.contiguous(), k.contiguous(), call.v.contiguous(), *head, *sizes)
+    head_out, head_lse = (None if x is None else x.contiguous() for x in (call.head_out, call.head_lse))
+    sizes = math.prod(grid_of(q)), math.prod(grid_of(k)), q.shape[1] // k.shape[1]
+    q, k, v = q.contiguous(), k.contiguous(), call.v.contiguous()
+    return Visits(q, k, v, head_out, head_lse, *sizes, call.samples, call.scale)
 
 
 def flags_of(call: SampleCall) -> dict[str, Any]:
@@ -72,20 +73,12 @@ def flags_of(call: SampleCall) -> dict[str, Any]:
 
 def chunks(call: SampleCall, visits: Visits, acceptance: Tensor, rhat: Tensor) -> Iterator[Chunk]:
     """The lists of keys, chunk by chunk. Walks write their diagnostics [B, H, *G]."""
-    q, k, mask, modes, samples = visits.q, visits.k, call.key_mask, call.modes, call.samples
-    lists = (None if x is None else x.contiguous() for x in (modes, call.count, call.total, call.order, call.table))
-    shared = mask is not None and mask.ndim == k.ndim - 2
-    proposal = Proposal(
-        *lists,  # type: ignore[arg-type]
-        KeyMask(None if mask is None else mask.contiguous(), q.shape[1] if shared else 1),
-        seed_argument(call.seed),
-        geometry(grid_of(q), grid_of(k)),
-        modes.shape[-1],
-        samples,
-        call.table.shape[0] - 1,
-        below_argument(call.alpha),
-        call.alpha,
-    )
+    q, k, modes, samples = visits.q, visits.k, call.modes, call.samples
+    lists = modes.contiguous(), call.count.contiguous(), call.total.contiguous()
+    order, table = None if call.order is None else call.order.contiguous(), call.table.contiguous()
+    rules = masked_by(q, k, call.key_mask), seed_argument(call.seed), geometry(grid_of(q), grid_of(k))
+    numbers = modes.shape[-1], samples, len(table) - 1, below_argument(call.alpha)
+    proposal = Proposal(*lists, order, table, *rules, *numbers, call.alpha)
     chains = min(modes.shape[-1] * call.chains_per_mode, samples)
     length = (call.chains_per_mode, call.burn_in, samples + call.burn_in * chains, call.scale)
     walks = Walks(q, k, acceptance, rhat, visits.group, *length)
@@ -126,8 +119,8 @@ def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> Tai
     visits, flags, weights = visits_of(call), flags_of(call), None
     q, k, v = visits.q, visits.k, visits.v
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (k, v))
-    d_head = [None if x is None else torch.empty_like(x) for x in (visits.head_out, visits.head_lse)]
-    grads = Grads(torch.empty_like(q), dk, dv, *d_head, None)
+    d_out, d_lse = (None if x is None else torch.empty_like(x) for x in (visits.head_out, visits.head_lse))
+    grads = Grads(torch.empty_like(q), dk, dv, d_out, d_lse, None)
     if grad_lse.numel():
         grad_out, grad_lse = grad_out.contiguous(), grad_lse.contiguous()
         with on_device(q):
@@ -138,7 +131,7 @@ def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> Tai
                 kernel(visits, chunk, grad_out, grad_lse, grads._replace(weights=weights))
                 if weights is not None:
                     _collect(visits, chunk, weights, grad_out, dk, dv)
-    return TailGrads(grads.q, dk.to(k.dtype), dv.to(v.dtype), *d_head)
+    return TailGrads(grads.q, dk.to(k.dtype), dv.to(v.dtype), d_out, d_lse)
 
 
 def _collect(visits: Visits, chunk: Chunk, weights: Tensor, grad_out: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -253,9 +246,8 @@ def visit_kernel(
             spread = tl.maximum(r_squares[n] - r_sum[n] * r_sum[n] / x.samples, 0.0)
             known += (tl.where((seen > 0)[:, None], spread, float("inf")),)
         put(made.variance, point, known, valid, VROW)
-        tl.store(
-            made.ess + point, tl.where(seen > 0, plain * plain / tl.where(seen > 0, squares, 1.0), 0.0), mask=valid
-        )
+        number = tl.where(seen > 0, plain * plain / tl.where(seen > 0, squares, 1.0), 0.0)
+        tl.store(made.ess + point, number, mask=valid)
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from ...schedule import moves
 from .block_sizes import search_tile
 from .candidates import (
     Limits,
-    Queries,
     Rules,
+    SweepQueries,
     allowed,
     along,
     around,
@@ -150,8 +150,8 @@ def start_kernel(
     query, valid = lane_query(corner, geo, B)
     queries, keys = points(geo.q).to(tl.int64), points(geo.k)
     point = row * queries + query
-    mask_row = tl.cast(row // legal.heads, tl.int64)
-    limits = Limits(legal, mask_row, keys, earlier, plane_size(geo, B), run, separation)
+    plane = queries * (tl.num_programs(0) // tile_count(geo, B))
+    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation)
     zero = query * 0
     draws = absorb(absorb(absorb(row_state(seed, row), query), run), zero)
     some_query = tl.where(valid, query, 0)
@@ -179,10 +179,10 @@ def sweep_kernel(
     query, valid = lane_query(corner, geo, B)
     queries, keys = points(geo.q).to(tl.int64), points(geo.k)
     point = row * queries + query
-    mask_row = tl.cast(row // legal.heads, tl.int64)
-    limits = Limits(legal, mask_row, keys, earlier, plane_size(geo, B), run, separation)
+    plane = queries * (tl.num_programs(0) // tile_count(geo, B))
+    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation)
     k_row = k + tl.cast(row // group, tl.int64) * keys * KROW.E
-    ours = Queries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
+    ours = SweepQueries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
 
     key = decoded(tl.load(state_in + point, mask=valid, other=NOTHING))
     had, old = key, key
@@ -203,12 +203,12 @@ def sweep_kernel(
             found = tl.load(state_in + point + step * up, mask=valid & there, other=NOTHING)
             fresh = found >= 0
             for m in tl.static_range(len(FROM.MOVES)):
-                by = step * FROM.MOVES[m]
-                candidates += (found + by * down,)
+                back = step * -FROM.MOVES[m]  # to subtract: with a sum the compiler spills a register
+                candidates += (found - back * down,)
                 if FROM.MOVES[m] == 0:
                     exist += (fresh,)
                 else:
-                    at = coordinate(found, axis, geo) + by
+                    at = coordinate(found, axis, geo) - back
                     exist += (fresh & (at.to(tl.uint32) < key_extent.to(tl.uint32)),)
             if not RULES.EARLIER:
                 for c in tl.static_range(len(candidates)):
@@ -248,12 +248,6 @@ def sweep_kernel(
     coded = tl.where(key < 0, NOTHING, tl.where(key != old, key, ~key))
     tl.store(state_out + point, tl.where(final != 0, key, coded), mask=valid)
     tl.store(best_io + point, best, mask=valid)
-
-
-@triton.jit
-def plane_size(geo, B: tl.constexpr):
-    """Number of queries of all rows."""
-    return points(geo.q).to(tl.int64) * (tl.num_programs(0) // tile_count(geo, B))
 
 
 @triton.jit

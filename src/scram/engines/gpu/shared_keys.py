@@ -8,6 +8,7 @@ coordinates, the log of how many keys it represents. A place without a key has t
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,12 @@ from torch import Tensor
 
 from ...calls import DrawnTailCall
 from ...draws import shared_tail
-from ...grid import LegalKeys, grid_of
+from ...grid import grid_of
 from .block_sizes import tile_pieces
-from .grid import KeyMask, divide, geometry, points
+from .grid import divide, geometry, points
 from .launch import Kernel, cached
 from .noise import absorb, row_state, seed_argument
-from .windows import match_of
+from .windows import masked_by, match_of
 
 BLOCK_K = 64  # shared keys of a block
 SPARE = 20 << 10  # bytes of shared memory for what passes between threads
@@ -54,18 +55,14 @@ class SharedRow(NamedTuple):
     padded: Any
 
 
-def masked_by(legal: LegalKeys) -> KeyMask:
-    return KeyMask(None if legal.mask is None else legal.mask.contiguous(), legal.heads_per_row)
-
-
-def draw_names(call: DrawnTailCall, legal: LegalKeys) -> tuple[Tensor, Tensor]:
-    """names and represents [rows, m] as `draws.shared_tail` has them, not sorted; the latter empty if not stratified."""
-    q, rows, keys = call.q, call.q.shape[0] * call.q.shape[1], legal.keys
+def draw_names(call: DrawnTailCall) -> tuple[Tensor, Tensor]:
+    """names and represents [rows, m] of `draws.shared_tail`, not sorted; the latter empty unless stratified."""
+    q, rows, keys = call.q, call.q.shape[0] * call.q.shape[1], math.prod(grid_of(call.k))
     ranked = torch.empty((rows, keys), dtype=torch.int64, device=q.device)
     if ranked.numel():
         flags = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": True}
         kernel = Kernel(rank_kernel, -(-rows * keys // 1024), flags)
-        kernel(ranked, masked_by(legal), seed_argument(call.seed), rows, keys)
+        kernel(ranked, masked_by(q, call.k, call.key_mask), seed_argument(call.seed), rows, keys)
     names, represents = shared_tail(ranked, grid_of(call.k), call.samples, call.stratified, ascending=False)
     return names, torch.empty(0, device=q.device) if represents is None else represents
 
@@ -297,12 +294,16 @@ def products(mine, base, at, MODE: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def tail_scores(at, mine, low, row, here, t, MODE: tl.constexpr, ROW: tl.constexpr):
-    """scale <q, k> plus the log of how many keys each represents, -inf where it does not count, and where it does."""
+def tail_scores(start, mine, low, row, here, t, MODE: tl.constexpr, ROW: tl.constexpr):
+    """BLOCK_K shared keys from `start` on: where they are, their scores, and which count for which query.
+
+    The score is scale <q, k> plus the log of how many keys each represents, -inf where it does not count.
+    """
+    at = start + tl.arange(0, MODE.BLOCK_K)
     log = tl.load(row.logs + at)
     ok = in_tail(at, log, low, row, here, t, MODE)
     s = products(mine, row.k, at, MODE, ROW) * t.scale + log[None, :]
-    return tl.where(ok, s, -float("inf")), ok
+    return at, tl.where(ok, s, -float("inf")), ok
 
 
 @triton.jit

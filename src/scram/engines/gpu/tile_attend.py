@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -19,24 +18,20 @@ from ...calls import AttendCall
 from ...types import Attended
 from .block_sizes import TILE_FORWARD, TILE_FORWARD_EXACT
 from .cells import cells_of, rows_at
-from .grid import lane_query, points, tile_at
 from .launch import Kernel, cached, on_device
-from .noise import absorb, row_state
 from .shared_keys import LN2, finite, product
-from .tile_pairs import TileQueries, dots, in_powers, keys_from, listed_keys, powers_of, tile_flags
-from .windows import Variant, dropped, weigh, windows_of
+from .tile_pairs import dots, in_powers, keys_from, listed_keys, powers_of, put_piece, tile_flags, tile_queries
+from .windows import Variant, dropped, empty_attended, weigh, windows_of
 
 
 def tile_attend(call: AttendCall) -> Attended:
-    q, v = call.q, call.v
-    out = v.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    if lse.numel():
+    made = empty_attended(call)
+    if made.lse.numel():
         windows, variant = windows_of(call)
-        with on_device(q):
+        with on_device(call.q):
             cells = cells_of(windows, call.radius)
-            _kernel(variant, cells.size)(windows, cells, out, lse)
-    return Attended(out, lse)
+            _kernel(variant, cells.size)(windows, cells, made)
+    return made
 
 
 @cached
@@ -57,16 +52,12 @@ class Mixed(NamedTuple):
 
 @triton.jit
 def tile_attend_kernel(
-    w, cells, out, lse, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+    w, cells, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     """Program (tile, piece of the values)."""
     piece, tile = tl.program_id(0) % MODE.PARTS, tl.program_id(0) // MODE.PARTS
-    row, corner = tile_at(tile, w.geo, B)
-    query, valid = lane_query(corner, w.geo, B)
-    queries = points(w.geo.q).to(tl.int64)
-    q_row, noise = w.q + row * queries * ROW.E, absorb(row_state(w.seed, row), query)
-    here = TileQueries(query, valid, noise, q_row, rows_at(q_row, query, valid, 0, ROW, MODE.WEIGHT), None, None, None)
-    listed = listed_keys(tile, row, w, cells)
+    here = tile_queries(tile, 0, w, None, MODE, B, ROW, VROW)
+    listed = listed_keys(tile, here.row, w, cells)
 
     # Else a cell has a key for everyone.
     COUNT: tl.constexpr = MODE.WEIGHT != "softmax" or MODE.CAUSAL or w.masked.mask is not None
@@ -76,7 +67,7 @@ def tile_attend_kernel(
     mixed = Mixed(top, nothing, nothing if COUNT else nothing + listed.end, sums, sums)
     for EXTRA in tl.static_range(WALKS):
         for begin in range(0, w.extras if EXTRA else listed.end, MODE.BLOCK_K):
-            keys = keys_from(begin, listed, query, w, cells, EXTRA, MODE, ROW, VROW)
+            keys = keys_from(begin, listed, here.query, w, cells, EXTRA, MODE, ROW, VROW)
             mixed = mix_block(mixed, here, keys, piece, w, COUNT or EXTRA, MODE, B, ROW, VROW)
 
     some = mixed.count > 0
@@ -88,13 +79,11 @@ def tile_attend_kernel(
         whole = tl.maximum(mixed.count, 1.0)
         norm = tl.log(whole)
     if piece == 0:
-        tl.store(lse + row * queries + query, tl.where(some, norm, -float("inf")), mask=valid)
+        tl.store(made.lse + here.point, tl.where(some, norm, -float("inf")), mask=here.exists)
     answer = mixed.sums / whole[:, None]
     if MODE.CAUSAL:
         answer = tl.where(mixed.spoiled > 0, float("nan"), answer)
-    f = piece * VROW.W + tl.arange(0, VROW.W)[None, :]
-    to = out + row * queries * VROW.E + query.to(tl.int64)[:, None] * VROW.E + f
-    tl.store(to, answer.to(out.dtype.element_ty), mask=valid[:, None] & (f < VROW.E))
+    put_piece(made.out, here.point, here.exists, piece, answer, MODE.PARTS, False, VROW)
 
 
 @triton.jit

@@ -19,10 +19,10 @@ from ...calls import AttendCall, AttendGrads
 from .attend_backward import empty_grads, rounded_grads, upstream
 from .block_sizes import TILE_BACKWARD, TILE_BACKWARD_EXACT
 from .cells import cells_of
-from .grid import lane_query, points, tile_at
+from .grid import points
 from .launch import Kernel, cached, kinds, on_device
 from .shared_keys import finite
-from .tile_keys import collect, tile_queries
+from .tile_keys import collect
 from .tile_pairs import (
     fine_product,
     fp16_scale_of,
@@ -35,6 +35,7 @@ from .tile_pairs import (
     summed,
     tile_block,
     tile_flags,
+    tile_queries,
 )
 from .windows import Variant, windows_of
 
@@ -67,11 +68,8 @@ def tile_backward_kernel(
 ):  # fmt: skip
     """Program (tile, piece of the features and of the values)."""
     piece, tile = tl.program_id(0) % MODE.PARTS, tl.program_id(0) // MODE.PARTS
-    row, corner = tile_at(tile, w.geo, B)
-    query, valid = lane_query(corner, w.geo, B)
-    queries = points(w.geo.q).to(tl.int64)
-    point, listed = row * queries + query, listed_keys(tile, row, w, cells)
-    here = tile_queries(row, query, valid, piece, w, above, MODE, ROW, VROW)
+    here = tile_queries(tile, piece, w, above, MODE, B, ROW, VROW)
+    point, valid, listed = here.point, here.exists, listed_keys(tile, here.row, w, cells)
     WALKS: tl.constexpr = 1 if w.k_extra is None else 2
 
     delta, inv_sum = tl.zeros([B.BLOCK_Q], tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
@@ -80,7 +78,7 @@ def tile_backward_kernel(
         total = tl.zeros([B.BLOCK_Q], tl.float32)
         for EXTRA in tl.static_range(WALKS):
             for begin in range(0, w.extras if EXTRA else listed.end, MODE.BLOCK_K):
-                keys = keys_from(begin, listed, query, w, cells, EXTRA, MODE, ROW, VROW)
+                keys = keys_from(begin, listed, here.query, w, cells, EXTRA, MODE, ROW, VROW)
                 s, dp, _ = pair_dots(here, keys, piece, MODE, B, ROW, VROW)
                 total, delta, slope_bound = summed(total, delta, slope_bound, s, dp, here, keys, w, MODE)
         inv_sum = 1 / tl.where(total == 0, 1.0, total)
@@ -96,7 +94,7 @@ def tile_backward_kernel(
     dq = tl.zeros([B.BLOCK_Q, ROW.W], tl.float32)
     for EXTRA in tl.static_range(WALKS):
         for begin in range(0, w.extras if EXTRA else listed.end, MODE.BLOCK_K):
-            keys = keys_from(begin, listed, query, w, cells, EXTRA, MODE, ROW, VROW)
+            keys = keys_from(begin, listed, here.query, w, cells, EXTRA, MODE, ROW, VROW)
             s, dp, theirs = pair_dots(here, keys, piece, MODE, B, ROW, VROW)
             p, ds = slopes(s, dp, inv_sum, delta, fp16_scale, here, keys, w, MODE, MODE.CAUSAL)
             # Under causal order a slope may be 0 where a key is not finite; where it is not, the slope is NaN.
@@ -112,4 +110,4 @@ def tile_backward_kernel(
                     to_k, to_v = grads.k + slot * ROW.E, grads.v + slot * VROW.E
                 put_piece(to_k, keys.at, keys.there, piece, k_sum, MODE.PARTS, above.sums is None, ROW)
                 put_piece(to_v, keys.at, keys.there, piece, v_sum, MODE.PARTS, above.sums is None, VROW)
-    put_piece(grads.q + row * queries * ROW.E, query, valid, piece, dq / fp16_scale, MODE.PARTS, False, ROW)
+    put_piece(grads.q, point, valid, piece, dq / fp16_scale, MODE.PARTS, False, ROW)

@@ -18,21 +18,19 @@ from ...calls import AttendGrads
 from ...grid import flat
 from .attend_keys import Upstream
 from .block_sizes import TILE_COLLECT, TILE_COLLECT_EXACT
-from .cells import Cells, key_of, place_of, rows_at
-from .grid import lane_query, points, tile_at
+from .cells import Cells, key_of, place_of
+from .grid import points
 from .launch import Kernel
-from .noise import absorb, row_state
 from .tile_pairs import (
     Keys,
-    TileQueries,
     fp16_scale_of,
     key_grads,
-    own_pieces,
     pair_dots,
     pairs_of,
     put_piece,
     slopes,
     tile_flags,
+    tile_queries,
 )
 from .windows import Variant, Windows, unmasked
 
@@ -66,25 +64,11 @@ def collect(windows: Windows, variant: Variant, cells: Cells, above: Upstream, g
 
 
 @triton.jit
-def tile_queries(
-    row, query, valid, piece, w, above, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
-    """What the backward pass reads of the queries of a tile."""
-    queries = points(w.geo.q).to(tl.int64)
-    q_row, grad_row = w.q + row * queries * ROW.E, above.grad_out + row * queries * VROW.E
-    e_piece, f_piece = own_pieces(piece, ROW, VROW)
-    mine = rows_at(q_row, query, valid, e_piece, ROW, MODE.WEIGHT)
-    grad_out = rows_at(grad_row, query, valid, f_piece, VROW, MODE.WEIGHT)
-    lse = tl.load(above.lse + row * queries + query, mask=valid, other=float("inf"))
-    return TileQueries(query, valid, absorb(row_state(w.seed, row), query), q_row, mine, grad_row, grad_out, lse)
-
-
-@triton.jit
 def tile_collect_kernel(
     w, cells, above, grads, lists, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     """Program (cell of a key row, BLOCK_K of its keys, piece of their width)."""
-    queries, all_keys, size = points(w.geo.q).to(tl.int64), points(w.geo.k), points(cells.sides)
+    all_keys, size = points(w.geo.k), points(cells.sides)
     piece, blocks = tl.program_id(0) % MODE.PARTS, (size + MODE.BLOCK_K - 1) // MODE.BLOCK_K
     cell = tl.program_id(0) // MODE.PARTS // blocks
     number = tl.program_id(0) // MODE.PARTS % blocks * MODE.BLOCK_K + tl.arange(0, MODE.BLOCK_K)
@@ -94,13 +78,12 @@ def tile_collect_kernel(
     k_sum, v_sum = tl.zeros([MODE.BLOCK_K, ROW.W], tl.float32), tl.zeros([MODE.BLOCK_K, VROW.W], tl.float32)
     GUARD: tl.constexpr = MODE.CAUSAL or w.masked.mask is not None
     for t in range(tl.load(lists.begin + cell), tl.load(lists.end + cell)):
-        row, corner = tile_at((tl.load(lists.order + t) // cells.room).to(tl.int32), w.geo, B)
-        query, valid = lane_query(corner, w.geo, B)
-        there, point = unmasked(key, own, (row // w.masked.heads).to(tl.int64), w), row * queries + query
-        before = source * all_keys
-        ok = pairs_of(key, there, query, MODE)
+        tile = (tl.load(lists.order + t) // cells.room).to(tl.int32)
+        here = tile_queries(tile, piece, w, above, MODE, B, ROW, VROW)
+        point, valid, before = here.point, here.exists, source * all_keys
+        there = unmasked(key, own, (here.row // w.masked.heads).to(tl.int64), w)
+        ok = pairs_of(key, there, here.query, MODE)
         keys = Keys(w.k + before * ROW.E, w.v + before * VROW.E, key, there, key, ok)
-        here = tile_queries(row, query, valid, piece, w, above, MODE, ROW, VROW)
         inv_sum = tl.load(above.sums + point * 3, mask=valid, other=0.0)
         delta = tl.load(above.sums + point * 3 + 1, mask=valid, other=0.0)
         slope_bound = tl.load(above.sums + point * 3 + 2, mask=valid, other=0.0)

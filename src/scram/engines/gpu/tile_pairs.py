@@ -16,7 +16,8 @@ import triton.language as tl
 from ...schedule import LANES
 from .block_sizes import tile_pieces
 from .cells import keys_at, rows_at
-from .grid import Block, points, tile_shape
+from .grid import Block, lane_query, points, tile_at, tile_shape
+from .noise import absorb, row_state
 from .shared_keys import LOG2E, finite, powers, product, stages
 from .windows import Variant, kept, pair_gradient, rough_weight
 
@@ -38,14 +39,16 @@ class TileMode(NamedTuple):
 class TileQueries(NamedTuple):
     """The queries of a tile, in a kernel; forward without the gradients."""
 
+    row: Any
     query: Any  # int32 [BLOCK_Q], flat
+    point: Any  # int64 [BLOCK_Q], among those of all rows
     exists: Any
     noise: Any
     q_row: Any  # pointer
     mine: Any  # [BLOCK_Q, W], the program's piece of the features
-    grad_row: Any = None  # pointer
-    grad_out: Any = None  # [BLOCK_Q, VW], the program's piece
-    lse: Any = None
+    grad_row: Any  # pointer
+    grad_out: Any  # [BLOCK_Q, VW], the program's piece
+    lse: Any
 
 
 class Listed(NamedTuple):
@@ -94,6 +97,26 @@ def tile_flags(
 def own_pieces(piece, ROW: tl.constexpr, VROW: tl.constexpr):
     """Which pieces of features and of values a program reads as its own: whole rows have the first one only."""
     return piece if ROW.PIECES > 1 else 0, piece if VROW.PIECES > 1 else 0
+
+
+@triton.jit
+def tile_queries(
+    tile, piece, w, above, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+):  # fmt: skip
+    """The queries of a tile; `above` is None forward."""
+    row, corner = tile_at(tile, w.geo, B)
+    query, exists = lane_query(corner, w.geo, B)
+    start = row * points(w.geo.q).to(tl.int64)
+    e_piece, f_piece = own_pieces(piece, ROW, VROW)
+    q_row = w.q + start * ROW.E
+    mine = rows_at(q_row, query, exists, e_piece, ROW, MODE.WEIGHT)
+    grad_row, grad_out, lse = None, None, None
+    if above is not None:
+        grad_row = above.grad_out + start * VROW.E
+        grad_out = rows_at(grad_row, query, exists, f_piece, VROW, MODE.WEIGHT)
+        lse = tl.load(above.lse + start + query, mask=exists, other=float("inf"))
+    noise = absorb(row_state(w.seed, row), query)
+    return TileQueries(row, query, start + query, exists, noise, q_row, mine, grad_row, grad_out, lse)
 
 
 @triton.jit

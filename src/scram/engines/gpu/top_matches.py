@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .grid import divide
-from .launch import Kernel
+from .launch import Kernel, cached
 
 NO_KEY = tl.constexpr(2**31 - 1)  # behind every key
 EMPTY = tl.constexpr(2**31 - 33)  # and so are these: places of a tuple without a match, each its own
@@ -30,6 +30,7 @@ class Places(NamedTuple):
     WINDOWS: int  # of the keys of an offer
 
 
+@cached
 def arrange(points: int, by_key: bool) -> Kernel:
     return Kernel(arrange_kernel, triton.cdiv(points, 256), {"BY_KEY": by_key, "BLOCK": 256, "enable_fp_fusion": True})
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ...calls import AttendCall
 from ...grid import grid_of
-from .grid import Block, Geometry, KeyMask, divide, geometry, near, points, tiles
+from ...types import Attended
+from .grid import Block, Geometry, KeyMask, divide, features, geometry, lane_query, near, points, tile_at, tiles
 from .launch import cached, kinds
-from .noise import Seed, absorb, below_argument, seed_argument
+from .noise import Seed, absorb, below_argument, row_state, seed_argument
 
 
 class Windows(NamedTuple):
@@ -24,7 +25,7 @@ class Windows(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    index: Tensor  # type: ignore[assignment]
+    index: Tensor
     k_extra: Tensor | None
     v_extra: Tensor | None
     masked: KeyMask
@@ -72,7 +73,7 @@ class Variant(NamedTuple):
         return self.q_shape[0] * self.q_shape[1] * tiles(self.q_shape[2:-1], block.TILE)
 
 
-class Queries(NamedTuple):
+class QueryBlock(NamedTuple):
     """Some queries of a row, in a kernel."""
 
     query: Any  # int32 [BLOCK_Q], flat
@@ -81,28 +82,30 @@ class Queries(NamedTuple):
     mask_row: Any  # the number of the row of the mask, int64
 
 
+def empty_attended(call: AttendCall) -> Attended:
+    q, v = call.q, call.v
+    return Attended(v.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32))
+
+
+def masked_by(q: Tensor, k: Tensor, key_mask: Tensor | None) -> KeyMask:
+    """key_mask bool [B, *G'] or [B, H, *G']."""
+    if key_mask is None:
+        return KeyMask(None, 1)
+    return KeyMask(key_mask.contiguous(), q.shape[1] if key_mask.ndim == k.ndim - 2 else 1)
+
+
 def windows_of(call: AttendCall) -> tuple[Windows, Variant]:
-    q, k, v, index, mask, k_extra, v_extra = tensors = [
-        None if x is None else x.contiguous()
-        for x in (call.q, call.k, call.v, call.index, call.key_mask, call.k_extra, call.v_extra)
-    ]
-    assert q is not None and k is not None and v is not None and index is not None
-    dropout, seed = call.dropout_seed is not None and call.dropout_p > 0, seed_argument(call.dropout_seed)
-    windows = Windows(
-        *(q, k, v, index, k_extra, v_extra),
-        KeyMask(mask, q.shape[1] if mask is not None and mask.ndim == k.ndim - 2 else 1),
-        seed,
-        geometry(grid_of(q), grid_of(k)),
-        reaches(call.radius, grid_of(k)),
-        q.shape[1] // k.shape[1],
-        index.shape[-1],
-        0 if k_extra is None else k_extra.shape[2],
-        below_argument(call.dropout_p),
-        1 / (1 - call.dropout_p),
-        call.scale,
-    )
+    q, k, v, index = call.q.contiguous(), call.k.contiguous(), call.v.contiguous(), call.index.contiguous()
+    k_extra, v_extra = (None if x is None else x.contiguous() for x in (call.k_extra, call.v_extra))
+    masked, seed = masked_by(q, k, call.key_mask), seed_argument(call.dropout_seed)
+    grids = geometry(grid_of(q), grid_of(k)), reaches(call.radius, grid_of(k))
+    extras, threshold = 0 if k_extra is None else k_extra.shape[2], below_argument(call.dropout_p)
+    sizes = q.shape[1] // k.shape[1], index.shape[-1], extras, threshold
+    tensors = q, k, v, index, k_extra, v_extra
+    windows = Windows(*tensors, masked, seed, *grids, *sizes, 1 / (1 - call.dropout_p), call.scale)
+    dropout = call.dropout_seed is not None and call.dropout_p > 0
     mode = Mode(call.causal, call.weight, dropout, index.shape[-1] > 1)
-    seen = kinds(*tensors, seed.pointer)
+    seen = kinds(*tensors, masked.mask, seed.pointer)
     return windows, Variant(q.shape, v.shape, mode, q.device, (q.dtype, v.dtype), seen)
 
 
@@ -110,6 +113,16 @@ def windows_of(call: AttendCall) -> tuple[Windows, Variant]:
 def reaches(radius: tuple[int, ...], key_grid: tuple[int, ...]) -> tuple[int, ...]:
     """The radius, less than the extent on every axis."""
     return tuple(min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True))
+
+
+@triton.jit
+def program_queries(w, B: tl.constexpr, ROW: tl.constexpr):
+    """The queries of a program: their row, where it begins among all queries, themselves, their features and noise."""
+    row, corner = tile_at(tl.program_id(0), w.geo, B)
+    query, exists = lane_query(corner, w.geo, B)
+    start = row * points(w.geo.q).to(tl.int64)
+    here = QueryBlock(query, exists, w.index + start * w.kappa, (row // w.masked.heads).to(tl.int64))
+    return row, start, here, features(w.q + start * ROW.E, query, exists, ROW), absorb(row_state(w.seed, row), query)
 
 
 @triton.jit
@@ -175,6 +188,13 @@ def match_of(e, ok, here, w):
     """Match e of each of the queries `here`, -1 for none; what is off the grid is none. Read where `ok`."""
     match = tl.load(here.index_row + here.query.to(tl.int64) * w.kappa + e, mask=ok, other=-1)
     return tl.where(match < points(w.geo.k), match, -1)
+
+
+@triton.jit
+def next_key(match, e, offset, here, w, MODE: tl.constexpr):
+    """`legal_at`, and the next place of the walk."""
+    key, ok = legal_at(match, e, offset, here, w, MODE.CAUSAL, MODE.SEVERAL)
+    return key, ok, next_offset(offset, w.reach)
 
 
 @triton.jit
