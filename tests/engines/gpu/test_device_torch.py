@@ -10,7 +10,6 @@ from compiling import assert_equal, graphs_are, results
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # torch's compiler warns
 ]
 SEARCH = scram.Search(matches=2, sweeps=2, seed=3)

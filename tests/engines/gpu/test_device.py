@@ -1,4 +1,4 @@
-"""The Triton engine on a CUDA device: the whole table of cases, and what only a device can show."""
+"""The Triton engine on a CUDA device: large cases, and what only a device can show. The table runs in engines/."""
 
 import dataclasses
 
@@ -6,33 +6,10 @@ import pytest
 import torch
 
 import scram
-from cases import CASES, EXACT, assert_attended_as_near_float64, make_tensors, named, run_search
+from cases import assert_attended_as_near_float64, make_tensors, named, run_search
+from on_device import to
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-NOT_HERE = torch.float64  # goes to the reference
-
-
-def on_device(tensors):
-    def move(x):
-        return x.to("cuda") if hasattr(x, "to") else x
-
-    moved = {field.name: move(getattr(tensors, field.name)) for field in dataclasses.fields(tensors)}
-    extra = None if tensors.extra is None else tuple(x.to("cuda") for x in tensors.extra)
-    return dataclasses.replace(tensors, **{**moved, "extra": extra})
-
-
-@pytest.mark.parametrize("method", ["query", "tile"])
-@pytest.mark.parametrize("case", [case for case in EXACT if case.dtype != NOT_HERE], ids=str)
-def test_field_is_that_of_the_reference(case, method):
-    case = dataclasses.replace(case, method=method)
-    tensors = make_tensors(case, integer=True)
-    expected = run_search(case, tensors, "reference")
-    found = run_search(case, on_device(tensors), "triton")
-    assert torch.equal(found.index.cpu(), expected.index)
-    assert torch.equal(found.score.cpu(), expected.score)
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -41,8 +18,8 @@ def test_every_number_of_matches_in_a_tile_search(kappa, dtype):
     case = named("rank 2", grid=(41, 50), key_grid=(37, 45), width=64, dtype=dtype, kappa=kappa, separation=1)
     case = dataclasses.replace(case, sweeps=3, method="tile")
     tensors = make_tensors(case, integer=True)
-    expected = run_search(case, on_device(tensors), "reference")
-    found = run_search(case, on_device(tensors), "triton")
+    expected = run_search(case, to(tensors, "cuda"), "reference")
+    found = run_search(case, to(tensors, "cuda"), "triton")
     assert torch.equal(found.index, expected.index)
     assert torch.equal(found.score, expected.score)
 
@@ -57,16 +34,6 @@ def test_float32_tiles_find_as_much_as_the_reference(width, kappa):
     chosen = k.flatten(2, 3).gather(2, found.index.flatten(2).long()[..., None].expand(-1, -1, -1, width))
     exact = (q.flatten(2, 3).repeat_interleave(kappa, 2).double() * chosen).sum(-1).view_as(found.score)
     torch.testing.assert_close(found.score.double(), exact, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("window", ["query", "tile"])
-@pytest.mark.parametrize("repeatable", [False, True])
-@pytest.mark.parametrize("case", [case for case in CASES if case.dtype != NOT_HERE], ids=str)
-def test_attend_is_as_near_float64_as_the_reference(case, repeatable, window, monkeypatch):
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
-    case = dataclasses.replace(case, window=window)
-    tensors = make_tensors(case)
-    assert_attended_as_near_float64(case, tensors, "triton", ours=on_device(tensors))
 
 
 WIDE = {"grid": (41, 50), "key_grid": (37, 45), "kappa": 4, "window": "tile", "width": 64, "value_width": 64}
@@ -91,7 +58,7 @@ TILES = {
 def test_tiles_are_attended_as_near_float64_as_the_reference_does(name, repeatable, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
     case = named("rank 2", **{**WIDE, **TILES[name]})
-    assert_attended_as_near_float64(case, on_device(make_tensors(case)), "triton")
+    assert_attended_as_near_float64(case, to(make_tensors(case), "cuda"), "triton")
 
 
 def pictures(size, width=32, dtype=torch.bfloat16, heads=1):

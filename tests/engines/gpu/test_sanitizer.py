@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer"),
     pytest.mark.timeout(580),
 ]
@@ -50,7 +48,7 @@ print("done")
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_nothing_is_found(tool):
-    source = Path(__file__).resolve().parents[1] / "src"
+    source = Path(__file__).resolve().parents[3] / "src"
     environment = {**os.environ, "PYTHONPATH": str(source), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", CALLS]
