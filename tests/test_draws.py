@@ -89,3 +89,22 @@ def test_values_of_names():
         want = [0.0 if name == draws.NONE else float(source[name]) for name in names[row].tolist()]
         torch.testing.assert_close(found[row].flatten(), torch.tensor(want), equal_nan=True)
     assert not found[names == draws.NONE].any()
+
+
+def test_one_key_of_each_cell_stands_for_the_cell():
+    q = torch.randn(1, 1, 6, 9, 2)
+    mask = torch.randn(1, 6, 9) < 0.5
+    mask[0, :3, :3] = False
+    legal = LegalKeys.of(q, q, False, mask)
+    names, for_keys = draws.shared_tail(draws.ranked_keys(q, legal, torch.tensor(5)), (6, 9), 6, True)
+    assert draws.cell_counts((6, 9), 6) == (2, 3)
+    expected = {}
+    for corner in range(6):
+        low = (corner // 3 * 3, corner % 3 * 3)
+        cell = [9 * y + x for y in range(low[0], low[0] + 3) for x in range(low[1], low[1] + 3) if mask[0, y, x]]
+        if cell:
+            expected[min(cell, key=lambda j: (plain.noise(5, 0, j), j))] = len(cell)
+    found = dict(zip(names[0].tolist(), for_keys[0].tolist(), strict=True))
+    assert found.pop(draws.NONE) == 0
+    assert found == expected
+    assert names[0].tolist() == [*sorted(expected), *[draws.NONE] * (6 - len(expected))]

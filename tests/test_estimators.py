@@ -1,13 +1,11 @@
 """What an estimate is, in every implementation: the table against the reference, exact limits, gradients, words."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
-import plain
 import scram
 from cases import assert_as_near_float64
 from estimates import (
@@ -23,8 +21,6 @@ from estimates import (
     size,
     tensors_of,
 )
-from scram import draws
-from scram.grid import LegalKeys
 
 ROWS = [*(pytest.param(one, id=str(one)) for one in ESTIMATES)]
 ROWS += [pytest.param(one, id=f"small {one}", marks=pytest.mark.interpreted) for one in SMALL]
@@ -43,54 +39,6 @@ def problem(batch=1, heads=2, grid=(7, 8), width=4, kappa=2, causal=False, seed=
     q, k, v = (features(batch, heads, *grid, width, seed=seed + n).to(dtype) for n in range(3))
     found = scram.search(q, k, search=scram.Search(matches=kappa, seed=0), causal=causal, impl="numba")
     return q, k, v, found
-
-
-@pytest.mark.parametrize("stratified", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_full_tail_is_exact_with_variance_0(impl, widest, stratified, causal, masked):
-    q, k, v, found = problem(causal=causal, dtype=widest)
-    mask = features(1, 7, 8, seed=9) < 0.4 if masked else None
-    how = {"causal": causal, "key_mask": mask}
-    made = scram.estimate(q, k, v, found, method=scram.Hybrid(56, stratified, seed=3), impl=impl, **how)
-    truth = scram.exact_attention(q, k, v, **how)
-    torch.testing.assert_close(made.out, truth.out)
-    torch.testing.assert_close(made.lse, truth.lse)
-    assert made.variance.eq(0).all()
-
-
-def test_one_key_of_each_cell_stands_for_the_cell():
-    q = features(1, 1, 6, 9, 2)
-    mask = features(1, 6, 9, seed=4) < 0.5
-    mask[0, :3, :3] = False
-    legal = LegalKeys.of(q, q, False, mask)
-    names, for_keys = draws.shared_tail(draws.ranked_keys(q, legal, torch.tensor(5)), (6, 9), 6, True)
-    assert draws.cell_counts((6, 9), 6) == (2, 3)
-    expected = {}
-    for corner in range(6):
-        low = (corner // 3 * 3, corner % 3 * 3)
-        cell = [9 * y + x for y in range(low[0], low[0] + 3) for x in range(low[1], low[1] + 3) if mask[0, y, x]]
-        if cell:
-            expected[min(cell, key=lambda j: (plain.noise(5, 0, j), j))] = len(cell)
-    found = dict(zip(names[0].tolist(), for_keys[0].tolist(), strict=True))
-    assert found.pop(draws.NONE) == 0
-    assert found == expected
-    assert names[0].tolist() == [*sorted(expected), *[draws.NONE] * (6 - len(expected))]
-
-
-def test_sampling_a_flat_distribution_loses_nothing(impl, widest):
-    q, k, v, found = problem(dtype=widest)
-    made = scram.estimate(q * 0, k, v, found, method=scram.Snis(32, 0.0, seed=0), impl=impl)
-    torch.testing.assert_close(made.ess, torch.full_like(made.ess, 32))
-    torch.testing.assert_close(made.lse, torch.full_like(made.lse, math.log(56)))
-
-
-def test_effective_samples_are_at_most_the_samples(impl, widest):
-    q, k, v, found = problem(dtype=widest)
-    made = scram.estimate(3 * q, k, v, found, method=scram.Snis(40, 0.5, 0.7, seed=0), impl=impl)
-    assert (made.ess <= 40 + 1e-9).all()
-    assert (made.ess >= 1 - 1e-9).all()
-    assert made.ess.median() < 30
 
 
 @pytest.mark.parametrize("method", [HYBRID, SNIS, WALKS], ids=lambda method: type(method).__name__)

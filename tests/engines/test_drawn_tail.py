@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import plain
+import scram
 from plain_estimators import assert_close, made_by
 
 
@@ -42,3 +43,27 @@ def test_hybrid_in_plain_python(impl, widest, name):
             spread = (r - r.mean(0)).square().sum(0)
             expected = (1 - m / left) * m / (m - 1) * spread if m >= 2 else expected + torch.inf
         assert_close(variance[i], expected)
+
+
+def features(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def problem(batch=1, heads=2, grid=(7, 8), width=4, kappa=2, causal=False, seed=0, dtype=torch.float64):
+    q, k, v = (features(batch, heads, *grid, width, seed=seed + n).to(dtype) for n in range(3))
+    found = scram.search(q, k, search=scram.Search(matches=kappa, seed=0), causal=causal, impl="numba")
+    return q, k, v, found
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_full_tail_is_exact_with_variance_0(impl, widest, stratified, causal, masked):
+    q, k, v, found = problem(causal=causal, dtype=widest)
+    mask = features(1, 7, 8, seed=9) < 0.4 if masked else None
+    how = {"causal": causal, "key_mask": mask}
+    made = scram.estimate(q, k, v, found, method=scram.Hybrid(56, stratified, seed=3), impl=impl, **how)
+    truth = scram.exact_attention(q, k, v, **how)
+    torch.testing.assert_close(made.out, truth.out)
+    torch.testing.assert_close(made.lse, truth.lse)
+    assert made.variance.eq(0).all()
