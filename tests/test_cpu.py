@@ -19,7 +19,7 @@ import scram
 from cases import CASES, gradients, make_tensors, run_attend
 from photos import stereo
 from scram.calls import SearchCall
-from scram.engines.cpu import _numba_compat, attend_backward, caching
+from scram.engines.cpu import attend_backward, caching
 from scram.engines.cpu.search import counted_search
 from scram.engines.cpu.threads import threads
 from scram.engines.cpu.vectors import coordinates, dot, exp, narrow_dots
