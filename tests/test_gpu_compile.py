@@ -3,9 +3,7 @@
 The launchers run as they are, on CPU tensors; what they would launch is compiled instead.
 """
 
-import sys
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +15,7 @@ from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tenso
 triton = pytest.importorskip("triton")
 
 from scram import dispatch  # noqa: E402
-from scram.engines.gpu import attend_keys, block_sizes, launch, noise, sample, windows  # noqa: E402
-
-search = import_module("scram.engines.gpu.search")  # the package's own `search` is the function
+from scram.engines.gpu import attend_keys, block_sizes, launch, noise, sample, search, windows  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = ("softmax", "mean", "relu")
@@ -114,7 +110,7 @@ def test_the_cases_reach_every_choice_of_the_launchers(launches):
     def record(kernel, arguments, flags):
         name, given = kernel.fn.__name__, dict(leaves(dict(zip(kernel.arg_names, arguments, strict=False))))
         constants = dict(leaves(flags))
-        dtype = next(x.dtype for x in given.values() if isinstance(x, torch.Tensor))
+        dtype = next(x.dtype for x in (given.get("q"), *given.values()) if isinstance(x, torch.Tensor))
         absent = {pointer: given[pointer] is None for pointer in POINTERS_OR_NONE & given.keys()}
         ranks = {"rank": len(given["magic"])} if "magic" in given else {}
         for choice, value in {**constants, **absent, **ranks, "dtype": dtype}.items():
@@ -180,9 +176,14 @@ def test_the_public_way_compiles_where_numbers_are_1(method, monkeypatch):
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_specialised)
     monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
-    case = Case("1", grid=(1, 1), kappa=2, separation=1, sweeps=1, mask="batch", warm=1, method=method)
-    run_search(case, make_tensors(case), "triton")
+    case = Case("1", grid=(1, 1), kappa=2, separation=1, sweeps=1, mask="batch", warm=1, method=method, window=method)
+    tensors = make_tensors(case)
+    leaves = tensors.leaves(case.dtype)
+    run_search(case, tensors, "triton")
+    gradients(run_attend(case, tensors, leaves, "triton"), leaves)
+    tiles = {"offer_kernel", "score_offers_kernel", "tile_attend_kernel", "tile_backward_kernel"}
     assert {"start_kernel", "arrange_kernel"} < compiled
+    assert (tiles if method == "tile" else {"sweep_kernel", "attend_kernel", "backward_kernel"}) < compiled
 
 
 TILE_ATTEND = [
@@ -265,7 +266,7 @@ def test_estimators_compile(one, first, monkeypatch):
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
     monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
-    monkeypatch.setattr(sys.modules[sample.__module__], "_collect", lambda *_: None)  # no keys were written
+    monkeypatch.setattr(sample, "_collect", lambda *_: None)  # no keys were written
     for repeatable in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
         tensors = tensors_of(one)
