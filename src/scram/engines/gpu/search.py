@@ -150,7 +150,8 @@ def start_kernel(
     query, valid = lane_query(corner, geo, B)
     queries, keys = points(geo.q).to(tl.int64), points(geo.k)
     point = row * queries + query
-    limits = limits_of(row, legal, earlier, run, separation, geo, B)
+    plane = queries * (tl.num_programs(0) // tile_count(geo, B))
+    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation)
     zero = query * 0
     draws = absorb(absorb(absorb(row_state(seed, row), query), run), zero)
     some_query = tl.where(valid, query, 0)
@@ -178,7 +179,8 @@ def sweep_kernel(
     query, valid = lane_query(corner, geo, B)
     queries, keys = points(geo.q).to(tl.int64), points(geo.k)
     point = row * queries + query
-    limits = limits_of(row, legal, earlier, run, separation, geo, B)
+    plane = queries * (tl.num_programs(0) // tile_count(geo, B))
+    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation)
     k_row = k + tl.cast(row // group, tl.int64) * keys * KROW.E
     ours = SweepQueries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
 
@@ -188,37 +190,7 @@ def sweep_kernel(
         # A key is old to the neighbours when it was there at the last sweep of the same kind, two before.
         old = tl.where(sweep > 1, decoded(tl.load(state_out + point, mask=valid, other=NOTHING)), -1)
     best = tl.load(best_io + point, mask=valid, other=float("inf"))
-
-    for n in range(len(FROM.JUMPS) * len(geo.q)):
-        axis, jump = n % len(geo.q), n * 0
-        for j in tl.static_range(len(FROM.JUMPS)):
-            jump = tl.where(n // len(geo.q) == j, FROM.JUMPS[j], jump)
-        here, extent, key_extent, up, down = along(axis, corner, geo, B)
-        candidates, exist, wanted, scores = (), (), (), ()
-        for side in tl.static_range(2):
-            step = jump * (2 * side - 1)
-            there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
-            found = tl.load(state_in + point + step * up, mask=valid & there, other=NOTHING)
-            fresh = found >= 0
-            for m in tl.static_range(len(FROM.MOVES)):
-                back = step * -FROM.MOVES[m]  # to subtract: with a sum the compiler spills a register
-                candidates += (found - back * down,)
-                if FROM.MOVES[m] == 0:
-                    exist += (fresh,)
-                else:
-                    at = coordinate(found, axis, geo) - back
-                    exist += (fresh & (at.to(tl.uint32) < key_extent.to(tl.uint32)),)
-            if not RULES.EARLIER:
-                for c in tl.static_range(len(candidates)):
-                    key, best = offer(candidates[c], exist[c], had, key, best, ours, limits, geo, RULES, KROW)
-                candidates, exist = (), ()
-        # To look up earlier matches is to wait: what both sides offer is read before one of it is taken.
-        for c in tl.static_range(len(candidates)):
-            worth, s = score_candidate(candidates[c], exist[c], had, ours, RULES, KROW)
-            wanted += (worth,)
-            scores += (s,)
-        for c in tl.static_range(len(candidates)):
-            key, best = take(candidates[c], wanted[c], scores[c], key, best, ours, limits, geo, RULES)
+    key, best = propagated(key, best, state_in, corner, valid, ours, limits, geo, RULES, FROM, B, KROW)
 
     draws = absorb(absorb(absorb(row_state(seed, row), query), run), sweep)
     for g in range(gossip):
@@ -249,10 +221,43 @@ def sweep_kernel(
 
 
 @triton.jit
-def limits_of(row, legal, earlier, run, separation, geo, B: tl.constexpr):
-    """What limits the queries of a row."""
-    plane = points(geo.q).to(tl.int64) * (tl.num_programs(0) // tile_count(geo, B))
-    return Limits(legal, tl.cast(row // legal.heads, tl.int64), points(geo.k), earlier, plane, run, separation)
+def propagated(
+    key, best, state_in, corner, valid, ours, limits, geo,
+    RULES: tl.constexpr, FROM: tl.constexpr, B: tl.constexpr, KROW: tl.constexpr,
+):  # fmt: skip
+    """Keys and scores after what neighbours offer."""
+    had = key
+    for n in range(len(FROM.JUMPS) * len(geo.q)):
+        axis, jump = n % len(geo.q), n * 0
+        for j in tl.static_range(len(FROM.JUMPS)):
+            jump = tl.where(n // len(geo.q) == j, FROM.JUMPS[j], jump)
+        here, extent, key_extent, up, down = along(axis, corner, geo, B)
+        candidates, exist, wanted, scores = (), (), (), ()
+        for side in tl.static_range(2):
+            step = jump * (2 * side - 1)
+            there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
+            found = tl.load(state_in + ours.point + step * up, mask=valid & there, other=NOTHING)
+            fresh = found >= 0
+            for m in tl.static_range(len(FROM.MOVES)):
+                back = step * -FROM.MOVES[m]  # to subtract: with a sum the compiler spills a register
+                candidates += (found - back * down,)
+                if FROM.MOVES[m] == 0:
+                    exist += (fresh,)
+                else:
+                    at = coordinate(found, axis, geo) - back
+                    exist += (fresh & (at.to(tl.uint32) < key_extent.to(tl.uint32)),)
+            if not RULES.EARLIER:
+                for c in tl.static_range(len(candidates)):
+                    key, best = offer(candidates[c], exist[c], had, key, best, ours, limits, geo, RULES, KROW)
+                candidates, exist = (), ()
+        # To look up earlier matches is to wait: what both sides offer is read before one of it is taken.
+        for c in tl.static_range(len(candidates)):
+            worth, s = score_candidate(candidates[c], exist[c], had, ours, RULES, KROW)
+            wanted += (worth,)
+            scores += (s,)
+        for c in tl.static_range(len(candidates)):
+            key, best = take(candidates[c], wanted[c], scores[c], key, best, ours, limits, geo, RULES)
+    return key, best
 
 
 @triton.jit
