@@ -4,7 +4,6 @@ The launchers run as they are, on CPU tensors; what they would launch is compile
 """
 
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +15,7 @@ from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tenso
 triton = pytest.importorskip("triton")
 
 from scram import dispatch  # noqa: E402
-from scram.engines.gpu import attend_keys, block_sizes, launch, noise, sample, windows  # noqa: E402
-
-search = import_module("scram.engines.gpu.search")  # the package's own `search` is the function
+from scram.engines.gpu import attend_keys, block_sizes, launch, noise, sample, search, windows  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = ("softmax", "mean", "relu")

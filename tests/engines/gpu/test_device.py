@@ -80,6 +80,16 @@ def test_a_new_size_compiles_nothing(method):
     assert {id(kernel) for kernel in launch._compiled.values()} == variants
 
 
+def test_more_numbers_than_an_int32_counts_after_fewer():
+    from scram.engines.gpu.layout import halves
+
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB")
+    for rows in (1024, 2**25 + 1024):
+        x = torch.full((rows, 64), 1.0 + 2**-9, device="cuda")
+        assert bool((halves(x).unflatten(-1, (2, 64)).sum(-2, dtype=torch.float32) == x).all())
+
+
 @pytest.mark.parametrize("method", ["query", "tile"])
 def test_a_captured_graph_draws_anew_at_every_replay(method):
     q, k, _ = pictures(64)

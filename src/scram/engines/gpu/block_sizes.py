@@ -25,7 +25,7 @@ MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which cost
 #   (16, 4, 1), (32, 4, 2)  -          -      1.033, 1.031  1.778, 1.776  4.025
 #   (8, 8, 1), (16, 8, 4)   -          -      -             -             3.626, 3.218
 # One warp per program needs neither barriers nor shared memory; two queries per thread hide each other's latency.
-# In runs with earlier matches lanes have to agree on what to read; four matches, E=3: 1.34 (32, 1, 1), 1.40 (64, 1, 2).
+# With earlier matches queries have to agree on what to read; four matches, E=3: 1.34 (32, 1, 1), 1.40 (64, 1, 2).
 SEARCH_NARROW = (256, 1, 8)
 SEARCH = {16: (32, 1, 1), 32: (32, 1, 1), 64: (32, 2, 1), 128: (32, 2, 1), 256: (16, 4, 1)}
 SEARCH_WIDE = (16, 8, 4)

@@ -190,37 +190,7 @@ def sweep_kernel(
         # A key is old to the neighbours when it was there at the last sweep of the same kind, two before.
         old = tl.where(sweep > 1, decoded(tl.load(state_out + point, mask=valid, other=NOTHING)), -1)
     best = tl.load(best_io + point, mask=valid, other=float("inf"))
-
-    for n in range(len(FROM.JUMPS) * len(geo.q)):
-        axis, jump = n % len(geo.q), n * 0
-        for j in tl.static_range(len(FROM.JUMPS)):
-            jump = tl.where(n // len(geo.q) == j, FROM.JUMPS[j], jump)
-        here, extent, key_extent, up, down = along(axis, corner, geo, B)
-        candidates, exist, wanted, scores = (), (), (), ()
-        for side in tl.static_range(2):
-            step = jump * (2 * side - 1)
-            there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
-            found = tl.load(state_in + point + step * up, mask=valid & there, other=NOTHING)
-            fresh = found >= 0
-            for m in tl.static_range(len(FROM.MOVES)):
-                back = step * -FROM.MOVES[m]  # to subtract: with a sum the compiler spills a register
-                candidates += (found - back * down,)
-                if FROM.MOVES[m] == 0:
-                    exist += (fresh,)
-                else:
-                    at = coordinate(found, axis, geo) - back
-                    exist += (fresh & (at.to(tl.uint32) < key_extent.to(tl.uint32)),)
-            if not RULES.EARLIER:
-                for c in tl.static_range(len(candidates)):
-                    key, best = offer(candidates[c], exist[c], had, key, best, ours, limits, geo, RULES, KROW)
-                candidates, exist = (), ()
-        # To look up earlier matches is to wait: what both sides offer is read before one of it is taken.
-        for c in tl.static_range(len(candidates)):
-            worth, s = score_candidate(candidates[c], exist[c], had, ours, RULES, KROW)
-            wanted += (worth,)
-            scores += (s,)
-        for c in tl.static_range(len(candidates)):
-            key, best = take(candidates[c], wanted[c], scores[c], key, best, ours, limits, geo, RULES)
+    key, best = propagated(key, best, state_in, corner, valid, ours, limits, geo, RULES, FROM, B, KROW)
 
     draws = absorb(absorb(absorb(row_state(seed, row), query), run), sweep)
     for g in range(gossip):
@@ -248,6 +218,46 @@ def sweep_kernel(
     coded = tl.where(key < 0, NOTHING, tl.where(key != old, key, ~key))
     tl.store(state_out + point, tl.where(final != 0, key, coded), mask=valid)
     tl.store(best_io + point, best, mask=valid)
+
+
+@triton.jit
+def propagated(
+    key, best, state_in, corner, valid, ours, limits, geo,
+    RULES: tl.constexpr, FROM: tl.constexpr, B: tl.constexpr, KROW: tl.constexpr,
+):  # fmt: skip
+    """Keys and scores after what neighbours offer."""
+    had = key
+    for n in range(len(FROM.JUMPS) * len(geo.q)):
+        axis, jump = n % len(geo.q), n * 0
+        for j in tl.static_range(len(FROM.JUMPS)):
+            jump = tl.where(n // len(geo.q) == j, FROM.JUMPS[j], jump)
+        here, extent, key_extent, up, down = along(axis, corner, geo, B)
+        candidates, exist, wanted, scores = (), (), (), ()
+        for side in tl.static_range(2):
+            step = jump * (2 * side - 1)
+            there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
+            found = tl.load(state_in + ours.point + step * up, mask=valid & there, other=NOTHING)
+            fresh = found >= 0
+            for m in tl.static_range(len(FROM.MOVES)):
+                back = step * -FROM.MOVES[m]  # to subtract: with a sum the compiler spills a register
+                candidates += (found - back * down,)
+                if FROM.MOVES[m] == 0:
+                    exist += (fresh,)
+                else:
+                    at = coordinate(found, axis, geo) - back
+                    exist += (fresh & (at.to(tl.uint32) < key_extent.to(tl.uint32)),)
+            if not RULES.EARLIER:
+                for c in tl.static_range(len(candidates)):
+                    key, best = offer(candidates[c], exist[c], had, key, best, ours, limits, geo, RULES, KROW)
+                candidates, exist = (), ()
+        # To look up earlier matches is to wait: what both sides offer is read before one of it is taken.
+        for c in tl.static_range(len(candidates)):
+            worth, s = score_candidate(candidates[c], exist[c], had, ours, RULES, KROW)
+            wanted += (worth,)
+            scores += (s,)
+        for c in tl.static_range(len(candidates)):
+            key, best = take(candidates[c], wanted[c], scores[c], key, best, ours, limits, geo, RULES)
+    return key, best
 
 
 @triton.jit

@@ -40,13 +40,9 @@ from .search import start_kernel
 from .top_matches import (
     NO_KEY,
     arrange,
-    enter,
-    first_keys,
+    enter_offer,
     kept_matches,
-    least,
-    quarters,
     store_matches,
-    window_bests,
 )
 
 SHIFT, GOSSIP, RANDOM = (tl.constexpr(KINDS[kind]) for kind in ("shift", "gossip", "random"))
@@ -272,18 +268,7 @@ def score_offers_kernel(
                 best = tl.where(better, top, best)
                 changed = changed | better
         else:
-            bests = window_bests(s, PLACES.WINDOWS)
-            tops = quarters(bests)
-            top = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3]))
-            hope = top[:, None] > least(its)
-            if tl.max(hope.to(tl.int32)) > 0:
-                firsts = first_keys(s, bests, new, PLACES.WINDOWS)
-                for w in range(PLACES.WINDOWS):
-                    top, first = tops[0], firsts[0]
-                    for n in tl.static_range(1, len(tops)):
-                        top, first = tl.where(w == n, tops[n], top), tl.where(w == n, firsts[n], first)
-                    kept, its, spots, takes = enter(kept, its, spots, first, top, reach, geo, PLACES)
-                    changed = changed | takes
+            kept, its, spots, changed = enter_offer(kept, its, spots, changed, s, new, reach, geo, PLACES)
 
     if total > 0:
         if PLACES.COLUMNS == 1:

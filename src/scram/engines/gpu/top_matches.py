@@ -149,6 +149,24 @@ def enter(kept, its, spots, new, s, reach, geo, PLACES: tl.constexpr):
 
 
 @triton.jit
+def enter_offer(kept, its, spots, changed, s, new, reach, geo, PLACES: tl.constexpr):
+    """Let in the best key of each window of an offer with scores s; `changed`: which queries took one."""
+    bests = window_bests(s, PLACES.WINDOWS)
+    tops = quarters(bests)
+    top = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3]))
+    hope = top[:, None] > least(its)
+    if tl.max(hope.to(tl.int32)) > 0:
+        firsts = first_keys(s, bests, new, PLACES.WINDOWS)
+        for w in range(PLACES.WINDOWS):
+            top, first = tops[0], firsts[0]
+            for n in tl.static_range(1, len(tops)):
+                top, first = tl.where(w == n, tops[n], top), tl.where(w == n, firsts[n], first)
+            kept, its, spots, takes = enter(kept, its, spots, first, top, reach, geo, PLACES)
+            changed = changed | takes
+    return kept, its, spots, changed
+
+
+@triton.jit
 def store_matches(state, score, point, valid, kappa, kept, its):
     """Store the matches best first, equal scores by key; an empty place has the lowest score and the highest key."""
     scores = ()
