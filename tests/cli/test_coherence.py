@@ -29,5 +29,10 @@ def test_coherence_decides_the_recall(tmp_path):
     assert (tmp_path / "coherence.png").stat().st_size > 10_000
 
 
-def test_settings_of_the_analysis_are_valid_searches():
-    assert all(isinstance(one, scram.Search) for one in coherence_module.settings(0).values())
+def test_settings_of_the_analysis():
+    """Every kind of propagation, alone and with gossip; and the tile search."""
+    found = coherence_module.settings(3)
+    assert found.pop("tile") == scram.Search("tile", seed=3)
+    ways = {(name, one.method, one.propagate, one.gossip > 0, one.seed) for name, one in found.items()}
+    kinds = [(way, gossip) for way in ("shift", "stay", "both") for gossip in (False, True)]
+    assert ways == {(way + ", gossip" * gossip, "query", way, gossip, 3) for way, gossip in kinds}
