@@ -1,25 +1,74 @@
-"""What every test file shares: the implementations under test, few threads, deterministic hypothesis."""
+"""What every test file shares: the engines under test, few threads, deterministic hypothesis."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from cases import IMPLS
-from in_interpreter import _quick, launched  # noqa: F401 - fixtures of every file
+from in_interpreter import INTERPRETED, _all_launched, _quick, launched  # noqa: F401 - fixtures of every file
+from on_device import moved
 
 settings.register_profile(
     "scram", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("scram")
 torch.set_num_threads(1)
+DEVICE = torch.cuda.is_available() and not INTERPRETED
+TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=IMPLS, scope="session")
+@pytest.fixture(params=["reference", "numba", TRITON], scope="session")
 def impl(request):
-    """Every implementation that a test of meaning runs against."""
+    """Every engine that a test of meaning runs against; Triton on a device, or in its interpreter where marked so."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def widest(impl):
+    """The widest dtype that the engine takes."""
+    return torch.float32 if impl == "triton" else torch.float64
+
+
+@pytest.fixture(params=["numba", TRITON], scope="session")
+def engine(request):
+    """Every engine but the reference, for tests that compare with it."""
+    return request.param
+
+
+def pytest_addoption(parser):
+    parser.addoption("--interpreted-part", default="0/1", help="one of several shares of the tests, such as 0/2")
+    parser.addoption("--launched-to", help="a file for the names of the Triton kernels that ran")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what needs a device where there is none. In Triton's interpreter leaves out all that is not for it."""
+    part, parts = map(int, config.getoption("--interpreted-part").split("/"))
+    kept = [item for item in items if _runs_here(item)][part::parts]
+    left = set(items) - set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = kept
+
+
+def _runs_here(item):
+    if not INTERPRETED:
+        return DEVICE or item.get_closest_marker("gpu") is None
+    given = getattr(item, "callspec", None)
+    engines = {given.params[name] for name in ("impl", "engine") if name in given.params} if given else set()
+    return item.get_closest_marker("interpreted") is not None and engines <= {"triton"}
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def device():
+    """Where the tensors of the Triton engine are."""
+    return "cuda" if DEVICE else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _on_device(request, monkeypatch):
+    """On a device the Triton engine gets copies there of tensors that tests make and compare on the CPU."""
+    if DEVICE and request.node.get_closest_marker("gpu"):
+        moved(monkeypatch)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import scram
-from cases import Case, Tensors, gradients, make_tensors, named, size
+from cases import Case, Tensors, assert_as_near_float64, gradients, make_tensors, named, size
 from scram import dispatch, ops
 from scram.calls import DrawnTailCall
 
@@ -79,6 +79,17 @@ ESTIMATES = [
     Estimated(named("float64"), WALKS),
     Estimated(named("bfloat16 l2", extra=0), WALKS),
 ]
+FEW = {"grid": (3, 4), "kappa": 2}
+SMALL = [  # that run in Triton's interpreter, too
+    Estimated(named("causal, masked, separated", **FEW), CELLS),
+    Estimated(named("rank 1", grid=(9,), extra=1), HYBRID),
+    Estimated(named("one key head", grid=(2, 3), width=70, value_width=70), HYBRID),
+    Estimated(named("empty batch"), HYBRID),
+    Estimated(named("causal, masked, separated", **FEW), replace(SNIS, samples=7)),
+    Estimated(named("extra and a masked row", **FEW), replace(SNIS, samples=7)),
+    Estimated(named("rank 3", grid=(2, 2, 3)), replace(WALKS, samples=7, burn_in=1)),
+    Estimated(named("one row fully masked", grid=(3, 3)), replace(WALKS, samples=6, chains_per_mode=1)),
+]
 
 
 def estimated(name: str) -> Estimated:
@@ -124,6 +135,16 @@ def assert_told(truth: list[Tensor], told: list[Tensor]) -> None:
 
 def tensors_of(one: Estimated, seed: int = 0) -> Tensors:
     return make_tensors(one.case, seed)
+
+
+def assert_estimated_as_near_float64(one: Estimated, impl: str) -> None:
+    """`impl` estimates as near float64 as the reference does in the same dtype; its diagnostics agree."""
+    tensors = tensors_of(one)
+    truth, told_truth = everything(one, tensors, "reference", torch.float64)
+    same, _ = everything(one, tensors, "reference", one.case.dtype)
+    ours, told = everything(one, tensors, impl, one.case.dtype)
+    assert_as_near_float64(truth, same, ours, size)
+    assert_told(told_truth, told)
 
 
 def tail_of_large_scores(impl: str, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:

@@ -1,29 +1,15 @@
-"""What tests in Triton's interpreter share. TRITON_INTERPRET is read when triton is imported, so each of their files
-runs itself in a process of its own."""
+"""What tests in Triton's interpreter share. TRITON_INTERPRET is read when triton is imported: they have a process of
+their own, which engines/gpu/test_interpreter.py starts."""
 
 import dataclasses
+import json
 import os
-import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 LEAST_QUERIES = 128  # of a program
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
-starts = pytest.mark.skipif(INTERPRETED, reason="already there")
-
-
-def passes_in_the_interpreter(file):
-    """Every test of the file but the one that asks passes there, and none is skipped; returns how many."""
-    pytest.importorskip("triton")
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", file]
-    done = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    passed = re.search(r"^(\d+) passed, 1 skipped in", done.stdout, re.MULTILINE)
-    assert passed, done.stdout[-500:]
-    return int(passed[1])
 
 
 @pytest.fixture(autouse=True)
@@ -58,17 +44,37 @@ def _quick(monkeypatch):
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The names of the kernels that ran."""
+def _record(patch, names):
+    """Until the patch ends, the names of the kernels that run are appended."""
     from scram.engines.gpu import launch
 
-    names = []
     call = launch.Kernel.__call__
 
     def record(self, *arguments):
         names.append(self.kernel.fn.__name__)
         call(self, *arguments)
 
-    monkeypatch.setattr(launch.Kernel, "__call__", record)
+    patch.setattr(launch.Kernel, "__call__", record)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that ran. On a device some go another way."""
+    if not INTERPRETED:
+        pytest.skip("launches are seen in Triton's interpreter only")
+    names = []
+    _record(monkeypatch, names)
     return names
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _all_launched(request):
+    """Writes the names of all kernels that ran to the file that --launched-to names."""
+    file = request.config.getoption("--launched-to")
+    names = []
+    with pytest.MonkeyPatch.context() as patch:
+        if file:
+            _record(patch, names)
+        yield
+    if file:
+        Path(file).write_text(json.dumps(sorted(set(names))))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import scram
-from scram import errors, validate
+from scram import errors
 
 Q = torch.zeros(2, 4, 5, 6, 8)
 K = torch.zeros(2, 2, 7, 3, 8)
@@ -261,69 +261,3 @@ def test_more_matches_than_keys_are_none():
         assert (call.index[..., 21:] == -1).all()
     with pytest.raises(ValueError, match="at most the number of keys, 21"):
         scram.exact_search(Q, K, matches=10**9)
-
-
-def test_attention_checks_what_its_parts_check():
-    for how, message in (
-        ({"radius": -1}, "radius must be at least 0"),
-        ({"key_mask": MASK.float()}, "key_mask must be bool"),
-        ({"warm": 3}, "warm must be a scram.Matches"),
-        ({"impl": "fast"}, "impl must be one of"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            scram.attention(Q, K, V, **{"search": scram.Search(sweeps=0), "impl": "reference", **how})
-    with pytest.raises(ValueError, match=r"v must be \[B, Hk"):
-        scram.attention(Q, K, V[:, :1], impl="reference")
-
-
-def attention(q=Q[:1, :2], k=Q[:1, :2], v=Q[:1, :2], **how):
-    return scram.attention(q, k, v, search=scram.Search(sweeps=0, seed=0), impl="reference", **how)
-
-
-def test_a_valid_kind_of_call_is_checked_once(monkeypatch):
-    monkeypatch.setattr(validate, "_valid", {})
-    monkeypatch.setattr(validate, "MOST_REMEMBERED", 2)
-    seen = []
-    monkeypatch.setattr(validate, "pairs", lambda *given: seen.append(given[2]))
-    for how in ({}, {}, {"causal": True}, {"causal": True}, {}, {"radius": 2}, {}):
-        attention(**how)
-    assert seen == [False, True, False, False]  # the third kind is one too many: all are forgotten
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"k": Q[:1, :2, 1:], "causal": True},
-        {"v": Q[:1, :2, 1:]},
-        {"v": Q[:1, :2].double()},
-        {"v": Q[:1, :2].to(META)},
-        {"v": Q[:1, :2].to_sparse()},
-        {"v": Q[:1, :2].numpy()},
-        {"causal": 1},
-        {"radius": True},
-        {"radius": -1},
-        {"radius": [1, 1, 1]},
-        {"scale": True},
-        {"scale": -1.0},
-        {"dropout_p": 1.0},
-        {"weight": ["softmax"]},
-        {"window": "row"},
-        {"window": ["tile"]},
-        {"score": "sum"},
-        {"key_mask": MASK},
-        {"extra": PAIR},
-    ],
-    ids=str,
-)
-def test_a_call_like_a_valid_one_is_refused(wrong):
-    attention(causal=True, scale=1.0)
-    with pytest.raises((TypeError, ValueError), match=r"must|needs"):
-        attention(**{"causal": True, "scale": 1.0, **wrong})
-
-
-def test_a_callable_is_not_kept(monkeypatch):
-    monkeypatch.setattr(validate, "_valid", {})
-    scram.attention(Q, K, V, score=lambda q, k: (q * k).sum(-1))
-    assert validate._valid == {}
-    scram.attention(Q, K, V)
-    assert len(validate._valid) == 1

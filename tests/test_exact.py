@@ -194,3 +194,57 @@ def test_empty_batch_has_empty_gradients(call):
     assert out.shape == q.shape
     out.sum().backward()
     assert q.grad.shape == q.shape
+
+
+def random_matches(shape, key_grid, kappa):
+    keys = int(torch.tensor(key_grid).prod())
+    index = torch.randint(-1, keys, (*shape, kappa), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    return scram.Matches(index, torch.zeros(index.shape), key_grid)
+
+
+@pytest.mark.parametrize("weight", ["softmax", "mean", "relu"])
+def test_merge_is_exact(impl, weight):
+    leaves = [randn(2, 1, 5, 5, e, seed=e).requires_grad_() for e in (4, 5, 3)]
+    q, k, v = leaves[0], leaves[1][..., :4], leaves[2]
+    found = random_matches((2, 1, 5, 5), (5, 5), 2)
+    found.index[0, 0, 0, 0] = -1
+    one = torch.rand(2, 5, 5, generator=torch.Generator().manual_seed(1)) < 0.3
+    one[1] = False  # a whole row on one side
+    whole, first, second = (
+        scram.attend(q, k, v, found, key_mask=mask, weight=weight, impl=impl)
+        for mask in (torch.ones_like(one), one, ~one)
+    )
+    assert (first.lse == -torch.inf).any()
+    both = scram.merge(first, second)
+    torch.testing.assert_close(both.out, whole.out)
+    torch.testing.assert_close(both.lse, whole.lse)
+    empty = whole.lse == -torch.inf
+    assert empty.any()
+
+    def total(attended):
+        return attended.out.square().sum() + torch.where(empty, 0, attended.lse).square().sum()
+
+    for mine, theirs in zip(
+        torch.autograd.grad(total(both), leaves, retain_graph=True),
+        torch.autograd.grad(total(whole), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_merge_of_nothing_is_nothing():
+    nothing = scram.Attended(torch.zeros(1, 3), torch.full((1,), -torch.inf, requires_grad=True))
+    both = scram.merge(nothing, nothing)
+    assert both.out.tolist() == [[0, 0, 0]]
+    assert both.lse.item() == -torch.inf
+    (grad,) = torch.autograd.grad(both.out.sum(), nothing.lse)
+    assert grad.isfinite().all()
+
+
+def test_merge_survives_large_scores():
+    low, high = torch.tensor([-5000.0]), torch.tensor([5000.0])
+    both = scram.merge(scram.Attended(torch.ones(1, 1), low), scram.Attended(torch.zeros(1, 1), high))
+    assert (both.out.item(), both.lse.item()) == (0, 5000)
+    both = scram.merge(scram.Attended(torch.ones(1, 1), low), scram.Attended(torch.zeros(1, 1), low))
+    assert both.out.item() == 0.5
+    assert both.lse.item() == pytest.approx(-5000 + torch.tensor(2.0).log().item())

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import scram
@@ -45,6 +46,55 @@ BELOW = {
 }
 
 
+TESTS = Path(__file__).parent
+# Modules without a test file of their own name: which one tests them.
+TESTED_IN = {
+    "__main__": "cli/test_app.py",
+    "cli/__init__": "cli/test_app.py",
+    "nn/__init__": "nn/test_grid_attention.py",
+    **{f"engines/{name}": "engines/test_engine.py" for name in ("__init__", *(f"{x}/__init__" for x in FOLDERS))},
+    # A type, and parts of the CPU's kernels that Python cannot call.
+    "engines/reference/visited": "engines/test_walk.py",
+    "engines/cpu/candidates": "engines/test_search.py",
+    "engines/cpu/legal": "engines/test_search.py",
+    "engines/cpu/windows": "engines/test_attend.py",
+    # Parts of the GPU's kernels; where kernels of a stage are launched and with which blocks.
+    "engines/gpu/_triton_compat": "engines/gpu/test_launch.py",
+    "engines/gpu/block_sizes": "engines/gpu/test_compile.py",
+    "engines/gpu/candidates": "engines/gpu/test_search.py",
+    "engines/gpu/grid": "engines/gpu/test_search.py",
+    "engines/gpu/layout": "engines/gpu/test_search.py",
+    "engines/gpu/top_matches": "engines/gpu/test_tile_search.py",
+    "engines/gpu/attend_keys": "engines/gpu/test_attend.py",
+    "engines/gpu/windows": "engines/gpu/test_attend.py",
+    "engines/gpu/cells": "engines/gpu/test_tile_attend.py",
+    "engines/gpu/tile_keys": "engines/gpu/test_tile_attend.py",
+    "engines/gpu/tile_pairs": "engines/gpu/test_tile_attend.py",
+    "engines/gpu/tile_attend_backward": "engines/gpu/test_tile_attend.py",
+    "engines/gpu/shared_keys": "engines/gpu/test_drawn_tail.py",
+    "engines/gpu/drawn_tail_backward": "engines/gpu/test_drawn_tail.py",
+}
+# Test files that belong to no single module.
+WITHOUT_A_MODULE = {
+    "test_house.py": "rules of all sources",
+    "test_readme.py": "the documents",
+    "engines/gpu/test_compile.py": "every kernel",
+    "engines/gpu/test_device.py": "every kernel, on a device",
+    "engines/gpu/test_device_estimators.py": "every kernel, on a device",
+    "engines/gpu/test_device_torch.py": "every kernel, on a device",
+    "engines/gpu/test_interpreter.py": "every kernel, in the interpreter",
+    "engines/gpu/test_sanitizer.py": "every kernel, on a device",
+}
+
+
+def mirrors_of(path):
+    """The files test_x.py and test_x_topic.py of a module x.py; those of engines/ test that stage in every engine."""
+    folder = path.relative_to(PACKAGE).parent
+    places = [TESTS / folder, *([TESTS / "engines"] if folder.parts[:1] == ("engines",) else [])]
+    name = path.stem.strip("_")
+    return {found for place in places for found in (*place.glob(f"test_{name}.py"), *place.glob(f"test_{name}_*.py"))}
+
+
 def imported(path):
     """Every module that a file imports, absolute: "scram.grid", "numba.np"."""
     package = ["scram", *path.relative_to(PACKAGE).parts[:-1]]
@@ -76,6 +126,19 @@ def test_every_module_has_its_place_in_the_table():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     engines = {path.name for path in (PACKAGE / "engines").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert modules | folders | engines == {*BELOW, "api", "cli"}
+
+
+def test_every_module_has_its_test_file():
+    modules = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}
+    without = {name for name, path in modules.items() if not mirrors_of(path)}
+    assert without == set(TESTED_IN)
+    assert all((TESTS / file).is_file() for file in TESTED_IN.values())
+
+
+def test_every_test_file_has_its_module():
+    theirs = set().union(*(mirrors_of(path) for path in PACKAGE.rglob("*.py")))
+    ours = {path for path in TESTS.rglob("test_*.py") if path.parent.name != "benchmarks"}
+    assert {path.relative_to(TESTS).as_posix() for path in ours - theirs} == set(WITHOUT_A_MODULE)
 
 
 def test_imports_go_one_way():
@@ -114,6 +177,7 @@ def test_importing_scram_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+    assert all(find_spec(name) for name in HEAVY if name.startswith("scram"))  # none of them was renamed
 
 
 def test_search_never_waits_for_the_device():
@@ -131,7 +195,9 @@ def test_search_never_waits_for_the_device():
 
 def test_public_names_are_documented():
     for name in scram.__all__:
-        assert getattr(scram, name).__doc__, name
+        words = getattr(scram, name).__doc__
+        assert words, name
+        assert not words.startswith(f"{name}("), name  # what a dataclass writes itself
 
 
 def test_source_files_are_short():

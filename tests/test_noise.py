@@ -4,18 +4,9 @@ import pytest
 import torch
 
 import plain
+from plain import VECTORS
 from scram.noise import below, draw_seed, noise
 
-VECTORS = [  # seed, counters, bits
-    (0, (), 2685500393),
-    (0, (0,), 14768737),
-    (1, (0,), 1059457021),
-    (0, (0, 0, 0, 0, 0), 3062336776),
-    (7, (1, 2, 3, 4, 5), 4142002953),
-    (-1, (0, 1), 3480778224),
-    (2**63 - 1, (3, 65535, 0, 8, 40), 2339114107),
-    (0x123456789ABCDEF0, (2**31 - 1, 2**32 - 1), 2838911792),
-]
 COUNT = 1 << 15
 POSITIONS = ["row", "query", "run", "sweep", "draw"]
 

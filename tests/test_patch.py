@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
 import scram
-from test_compile import graphs_are
+from compiling import graphs_are
 
 GRID = (4, 5)
 WHOLE = {"grid": GRID, "search": scram.Search(sweeps=0), "radius": 99}  # every window covers the grid

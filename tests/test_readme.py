@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_noise import VECTORS
+from plain import VECTORS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -60,9 +60,18 @@ def anchors(text):
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
+LINKS = {name: re.findall(r"\[[^\]]*\]\(([^)]+)\)", text) for name, text in TEXTS.items()}
+
+
+def test_links_are_seen():
+    inside = {name: [target for target in found if not target.startswith("https://")] for name, found in LINKS.items()}
+    assert len(inside["README.md"]) >= 5
+    assert sum(map(len, inside.values())) >= 10
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name):
-    for target in re.findall(r"\[[^\]]*\]\(([^)]+)\)", TEXTS[name]):
+    for target in LINKS[name]:
         if not target.startswith("https://"):
             path, _, anchor = target.partition("#")
             linked = (ROOT / name).parent / path if path else ROOT / name

@@ -1,0 +1,126 @@
+"""The script that compares two source trees: it agrees with itself, and reports what differs, dies or is refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CALLS = 8
+CHANGED = """
+_attention, _search = attention, search
+
+
+def search(q, k, **how):
+    from pathlib import Path
+
+    died = Path(__file__).with_name("died")  # once, in the first call
+    if not died.exists():
+        died.touch()
+        raise SystemExit(3)
+    found = _search(q, k, **how)
+    return Matches(found.index.flip(-1), found.score, found.key_grid)
+
+
+def attention(*tensors, **how):
+    return 1.1 * _attention(*tensors, **how)
+"""
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import compare
+
+    return compare
+
+
+def run(mode, base, new, out, *options):
+    command = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), mode, str(base), str(new), "--json", str(out)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    return done, json.loads(out.read_text())
+
+
+def same(base, new, out):
+    options = ("--impl", "reference", "--calls", str(CALLS), "--points", "12", "--threads", "1")
+    return run("same", base, new, out, *options)
+
+
+def test_a_tree_is_the_same_as_itself(tmp_path):
+    done, report = same(ROOT / "src", ROOT / "src", tmp_path / "same.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert report["calls"] == {"reference": {"same bits": CALLS}}
+    assert report["results"] > 5 * CALLS
+    assert f"{CALLS} same bits" in done.stdout
+
+
+def test_what_differs_or_dies_is_reported_with_its_parameters(tmp_path):
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "src" / "scram" / "__init__.py").open("a") as file:
+        file.write(CHANGED)
+    done, report = same(ROOT / "src", tmp_path / "src", tmp_path / "same.json")
+    assert done.returncode == 1
+    verdicts = report["calls"]["reference"]
+    assert verdicts["base ok, new crash"] == 1
+    assert verdicts["different"] >= CALLS // 2
+    assert sum(verdicts.values()) == CALLS
+    words = " ".join(word for one in report["failures"] for word in one["what"])
+    assert "index: " in words
+    assert "out: " in words
+    crashed = next(one for one in report["failures"] if "crash" in one["verdict"])
+    assert crashed["call"] == 0
+    assert "exit code 3" in crashed["what"][0]
+    assert {"grid", "dtype", "search"} <= crashed["parameters"].keys()
+    assert f"'grid': {tuple(crashed['parameters']['grid'])}" in done.stderr
+
+
+def test_rounding_is_no_difference_but_in_a_search_field(compare):
+    x = np.linspace(-1, 1, 50, dtype=np.float32)
+    nearly, off = x * np.float32(1 + 1e-6), x * np.float32(1 + 1e-4)
+    for name, new, words, rounded in [
+        ("out", x, 0, 0), ("out", nearly, 0, 1), ("out", off, 1, 1), ("match score", nearly, 1, 1),
+        ("out", np.where(x > 0, x, np.nan), 1, 1), ("out", x[:-1], 1, 0),
+    ]:  # fmt: skip
+        found = compare.differences({name: ("float32", x)}, {name: ("float32", new)})
+        assert tuple(map(len, found)) == (words, rounded)
+    assert compare.differences({"out": ("float32", x)}, {})[0]
+
+
+def test_random_calls_reach_everything(compare):
+    cases = [compare.random_case(f"0 triton {n}", "triton", "cuda", 4000) for n in range(500)]
+    assert {len(case["grid"]) for case in cases} == {1, 2, 3, 4}
+    assert {case["search"]["matches"] for case in cases} == {1, 2, 3, 4, 5, 6}
+    assert {case["dtype"] for case in cases} == {"float16", "bfloat16", "float32"}
+    assert {case["window"] for case in cases} == {"query", "tile"}
+    assert {case["estimator"] for case in cases if case["kind"] == "estimate"} == {
+        "Hybrid", "Snis", "MetropolisHastings",
+    }  # fmt: skip
+    assert min(case["batch"] for case in cases) == 0
+    assert all(case["grid"] == case["key_grid"] for case in cases if case["causal"])
+    assert any(case["grid"] != case["key_grid"] for case in cases)
+
+
+def test_speed_prints_the_ratio_of_the_two_trees(tmp_path):
+    out = tmp_path / "speed.json"
+    done, report = run("speed", ROOT / "src", ROOT / "src", out, "--only", "import scram", "--imports", "1")
+    assert done.returncode == 0, done.stderr
+    row = report["rows"]["import scram"]
+    assert row["ratio"] == pytest.approx(row["new"]["ms"] / row["base"]["ms"])
+    table = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), "table", str(out)]
+    assert subprocess.run(table, capture_output=True, text=True, check=True).stdout == done.stdout
+    assert f"{row['ratio']:.3f}" in done.stdout
+
+
+def test_interval_holds_the_ratio_of_two_speeds(compare):
+    from compare_speed import summary
+
+    rng = np.random.default_rng(0)
+    drift = np.linspace(1, 3, 20)[:, None]  # of the machine, which both trees see
+    base, new = (list(speed * drift * rng.normal(1, 0.01, (20, 5))) for speed in (10.0, 10.4))
+    row = summary({"base": base, "new": new})
+    assert row["low"] < 1.04 < row["high"]
+    assert 0.98 < row["low"] / row["ratio"] <= 1 <= row["high"] / row["ratio"] < 1.02

@@ -1,0 +1,54 @@
+"""The scripts in benchmarks/ start, and those that measure a device get their tensors."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.fixture(autouse=True)
+def _from_their_folder(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_script_says_what_it_takes(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(script), run_name="__main__")
+    assert left.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_the_cost_of_an_estimate_gets_its_tensors(tmp_path):
+    import estimators
+    from gpu_sets import Data
+
+    picture = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    np.savez(tmp_path / "pictures.npz", left=picture, right=picture, astronaut=picture)
+    q, k, v, scale = estimators.cost_tensors(Data(tmp_path, device="cpu"), size=16)
+    assert q.shape == k.shape == v.shape == (1, 1, 16, 16, 64)
+    assert q.dtype == torch.bfloat16
+    assert scale > 1
+
+
+def test_the_table_of_the_tile_search_names_its_rows_in_words():
+    import tile
+
+    lines = tile.table().splitlines()
+    assert any(line.startswith("| gpu attention size 256 heads 8 4 |") for line in lines)
+    assert not any("{" in line for line in lines)
+
+
+def test_a_table_may_be_cut_short_by_a_pipe():
+    command = f"{sys.executable} {FOLDER / 'tile.py'} table | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=FOLDER, check=True)
+    assert done.stdout.startswith("| row |")
+    assert done.stderr == ""

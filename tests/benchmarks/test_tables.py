@@ -1,0 +1,117 @@
+"""The tables of README and docs are those of the stored results, and every stored result says what it was made with."""
+
+import copy
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+SPEC = importlib.util.spec_from_file_location("tables", Path(__file__).parents[2] / "benchmarks" / "tables.py")
+tables = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tables)
+
+TEXTS = {page: page.read_text(encoding="utf-8") for page in tables.pages()}
+SHOWN = {found[0]: (page, found[2]) for page, text in TEXTS.items() for found in tables.MARKS.findall(text)}
+STORED = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in tables.RESULTS.glob("*.json")}
+FIGURE = re.compile(r"\d*\.\d+|\d+(?=%| m?s\b)")  # a measured one: not a size, a width or a count in a label
+
+
+def test_every_table_stands_in_one_page():
+    marks = re.findall(r"<!-- table: ([\w-]+) -->", "".join(TEXTS.values()))
+    assert sorted(marks) == sorted(tables.TABLES) == sorted(SHOWN)
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_pages_show_the_stored_results(name):
+    page, shown = SHOWN[name]
+    assert shown == tables.TABLES[name](), f"{page.name} is out of date: make tables"
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_a_changed_figure_of_a_page_is_seen(name, monkeypatch):
+    """Every figure of the table, one at a time."""
+    monkeypatch.setattr(tables, "load", STORED.get)
+    page, shown = SHOWN[name]
+    figures = list(FIGURE.finditer(shown))
+    assert len(figures) >= 4
+    for figure in figures:
+        digit = str((int(figure[0][-1]) + 1) % 10)
+        changed = shown[: figure.end() - 1] + digit + shown[figure.end() :]
+        text = TEXTS[page].replace(shown, changed)
+        assert text != TEXTS[page]
+        assert tables.filled(text) == TEXTS[page]
+
+
+def leaves(value, path=()):
+    """Every number of a stored result, as the keys that lead to it; not those of the machine."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if key != "machine":
+                yield from leaves(one, (*path, key))
+    elif isinstance(value, list):
+        for at, one in enumerate(value):
+            yield from leaves(one, (*path, at))
+    elif isinstance(value, float):
+        yield path
+
+
+def cells(table):
+    return [line.strip("|").split("|") for line in table.splitlines()]
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_a_changed_result_is_seen(name, monkeypatch):
+    """Each number is changed alone; every measured cell follows one of them, so none is written by hand."""
+    shown, used = tables.TABLES[name](), set()
+    monkeypatch.setattr(tables, "load", lambda file: used.add(file) or STORED[file])
+    tables.TABLES[name]()
+    follows = set()
+    for file in used:
+        changed = copy.deepcopy(STORED[file])
+        monkeypatch.setattr(
+            tables, "load", lambda other, file=file, changed=changed: changed if other == file else STORED[other]
+        )
+        for *path, last in leaves(STORED[file]):
+            row = changed
+            for key in path:
+                row = row[key]
+            was, row[last] = row[last], 1.5 * row[last] + 0.011
+            after = cells(tables.TABLES[name]())
+            row[last] = was
+            follows |= {
+                (i, j) for i, line in enumerate(cells(shown)) for j, cell in enumerate(line) if after[i][j] != cell
+            }
+    measured = {(i, j) for i, line in enumerate(cells(shown)) for j, cell in enumerate(line) if FIGURE.search(cell)}
+    assert measured <= follows
+
+
+def test_the_command_finds_and_mends_a_stale_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    page, shown = SHOWN["denoise"]
+    stale = tmp_path / "docs" / page.name
+    stale.write_text(TEXTS[page].replace(shown, FIGURE.sub("99.9", shown, count=1)), encoding="utf-8")
+    (tmp_path / "README.md").write_text(TEXTS[tables.RESULTS.parent.parent / "README.md"], encoding="utf-8")
+    for argv, code, said in ((["--check"], 1, "out of date"), ([], 0, "written"), (["--check"], 0, "none")):
+        monkeypatch.setattr("sys.argv", ["tables.py", *argv])
+        assert tables.main() == code
+        assert said in capsys.readouterr().out
+    assert stale.read_text(encoding="utf-8") == TEXTS[page]
+
+
+def stamped(value):
+    """Every dict that holds a machine, at any depth."""
+    if isinstance(value, dict):
+        if "machine" in value:
+            yield value
+        for one in value.values():
+            yield from stamped(one)
+
+
+@pytest.mark.parametrize("file", sorted(STORED))
+def test_results_say_what_they_were_made_with(file):
+    found = list(stamped(STORED[file]))
+    assert found
+    assert all(row["commit"] and (row["machine"].get("cpu") or row["machine"].get("gpu")) for row in found)

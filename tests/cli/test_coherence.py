@@ -1,0 +1,38 @@
+"""`scram coherence`: the recall goes with the coherence of the keys."""
+
+import json
+
+import torch
+
+import scram
+from command import call
+from scram.cli import coherence as coherence_module
+
+
+def test_shuffled_blocks_are_the_same_keys_elsewhere():
+    x = torch.arange(64.0).reshape(1, 1, 8, 8, 1)
+    shuffled = coherence_module.shuffle_blocks(x, 4, 0)
+    assert sorted(shuffled.flatten().tolist()) == x.flatten().tolist()
+    assert not torch.equal(shuffled, x)
+    inside = shuffled[0, 0, :4, :4, 0]
+    assert torch.equal(inside - inside[0, 0], x[0, 0, :4, :4, 0])
+
+
+def test_coherence_decides_the_recall(tmp_path):
+    code, printed, complaints = call("coherence", "--size", 32, "--out", tmp_path)
+    assert (code, complaints) == (0, "")
+    assert "photo pair" in printed
+    rows = json.loads((tmp_path / "coherence.json").read_text())["rows"]
+    recall = {(row["kind"], row["degree"], row["search"]): row["recall"] for row in rows}
+    assert recall["photo pair", 1, "shift"] < 0.3 < recall["photo pair", 32, "shift"]
+    assert recall["projected photo", 32, "both, gossip"] > recall["projected photo", 32, "shift"] + 0.1
+    assert (tmp_path / "coherence.png").stat().st_size > 10_000
+
+
+def test_settings_of_the_analysis():
+    """Every kind of propagation, alone and with gossip; and the tile search."""
+    found = coherence_module.settings(3)
+    assert found.pop("tile") == scram.Search("tile", seed=3)
+    ways = {(name, one.method, one.propagate, one.gossip > 0, one.seed) for name, one in found.items()}
+    kinds = [(way, gossip) for way in ("shift", "stay", "both") for gossip in (False, True)]
+    assert ways == {(way + ", gossip" * gossip, "query", way, gossip, 3) for way, gossip in kinds}

@@ -1,0 +1,57 @@
+"""Measuring calls: forecasts, memory, slopes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from scram.cli import measuring
+from scram.cli.measuring import Case
+
+
+def test_calls_that_would_take_too_long_are_left_out():
+    def row(size, seconds):
+        return {"kind": "attention", "contender": "x", "size": size, "width": 3, "backward": False, "seconds": seconds}
+
+    known = {"a": row(64, 0.1), "b": row(128, 1.6)}  # grows as N^2
+    assert measuring.forecast(Case("attention", "x", 256, 3), known) == pytest.approx(25.6)
+    assert measuring.forecast(Case("attention", "y", 256, 3), known) is None
+    assert "skipped" in measuring.run(Case("attention", "x", 256, 3), None, known, measuring.Limits(10.0))
+
+
+def test_masks_of_the_largest_pictures_are_left_out():
+    asked = {(case.contender, case.size) for case in measuring.cases((1024, 2048), (64,), "cuda", ("forward", "flex"))}
+    assert {("flex strided", 1024), ("strided", 1024), ("strided", 2048)} <= asked
+    assert ("flex strided", 2048) not in asked
+
+
+def test_what_found_no_memory_is_not_tried_larger():
+    small = {
+        "kind": "attention",
+        "contender": "x",
+        "size": 64,
+        "width": 3,
+        "backward": False,
+        "failed": "out of memory: 1",
+    }
+    row = measuring.run(Case("attention", "x", 128, 3), None, {"a": small}, measuring.Limits(10.0))
+    assert row == {"failed": "out of memory: already at 64 x 64"}
+
+
+def test_slopes_are_exponents():
+    rows = [{"size": n, "least": 3e-6 * (n * n) ** 1.25, "device": "cpu"} for n in (64, 128, 256)]
+    small = {"size": 16, "least": 1.0, "device": "cpu"}  # a call's fixed cost, left out
+    assert measuring.slope([small, *rows]) == pytest.approx(1.25)
+    assert measuring.slope(rows[:1]) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_peak_memory_sees_what_a_call_holds():
+    row, _ = measuring.clock(lambda: torch.ones(8 << 20).mul_(2).sum(), "cpu")  # 32 MiB
+    assert 24 << 20 < row["peak_bytes"] < 80 << 20
+    assert 0 < row["seconds"] < 10
+
+
+def test_without_proc_there_is_no_figure():
+    assert measuring._status("VmRSS", "/no/such/file") is None
+    assert (measuring._status("Name", __file__), measuring._status("no such field")) == (None, None)

@@ -1,0 +1,34 @@
+"""The Triton engine's estimators: their kernels, and digits where scores are large."""
+
+import pytest
+import torch
+
+from cases import assert_as_near_float64
+from estimates import SMALL, assert_estimated_as_near_float64, everything, size, tail_of_large_scores, tensors_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.interpreted]
+
+
+KERNELS = {
+    "Hybrid": ["rank_kernel", "gather_kernel", "tail_kernel", "gather_kernel", "queries_kernel", "keys_kernel"],
+    "Snis": ["draw_kernel", "visit_kernel", "draw_kernel", "visit_backward_kernel"],
+    "MetropolisHastings": ["walk_kernel", "visit_kernel", "walk_kernel", "visit_backward_kernel"],
+}
+
+
+@pytest.mark.parametrize("one", [SMALL[1], SMALL[3], SMALL[5], SMALL[6]], ids=str)
+def test_kernels_of_both_passes(one, launched):
+    everything(one, tensors_of(one), "triton", one.case.dtype)
+    ours = [name for name in launched if name not in ("attend_kernel", "backward_kernel")]
+    assert ours == (KERNELS[type(one.method).__name__] if one.case.batch else [])
+
+
+@pytest.mark.parametrize("one", [SMALL[4], SMALL[7]], ids=str)
+def test_repeatable_gradients_are_as_near_float64_as_the_reference(one, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert_estimated_as_near_float64(one, "triton")
+
+
+def test_a_large_part_that_all_scores_share_costs_no_digits(device):
+    truth, same = (tail_of_large_scores("reference", dtype) for dtype in (torch.float64, torch.float32))
+    assert_as_near_float64(truth, same, tail_of_large_scores("triton", torch.float32, device), size)

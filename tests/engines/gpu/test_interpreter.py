@@ -1,0 +1,45 @@
+"""The Triton engine on the CPU: every test that is marked `interpreted` passes in Triton's interpreter."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import scram
+
+TESTS = Path(__file__).parents[2]
+GPU = Path(scram.__file__).parent / "engines" / "gpu"
+PARTS = 2
+
+
+def kernels():
+    """The kernels of the engine: what is decorated as one and named so."""
+    for path in GPU.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel"):
+                yield node.name
+
+
+@pytest.mark.timeout(900)
+def test_in_the_interpreter(tmp_path):
+    """In processes side by side. None is skipped, and every kernel of the engine ran."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(TESTS)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    started = []
+    for part in range(PARTS):
+        file = tmp_path / f"{part}.json"
+        options = [f"--interpreted-part={part}/{PARTS}", f"--launched-to={file}"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append((subprocess.Popen([*command, *options], env=environment, **pipes), file))
+    said = [process.communicate()[0] for process, _ in started]
+    ran = set()
+    for (process, file), output in zip(started, said, strict=True):
+        assert process.returncode == 0, output[-6000:]
+        assert re.search(r"^\d+ passed, \d+ deselected in", output, re.MULTILINE), output[-500:]
+        ran |= set(json.loads(file.read_text()))
+    assert ran == set(kernels())

@@ -1,0 +1,124 @@
+"""What the modules share: the search they were given, and the matches kept from call to call."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import scram
+from compiling import graphs_are
+from scram.nn import GridAttention, NonLocalBlock
+
+
+def grids(*shape, width=12):
+    return torch.randn(2, *shape, width)
+
+
+@pytest.mark.parametrize("module", [GridAttention(8, 2, keep_matches=True), NonLocalBlock(8, keep_matches=True)])
+def test_kept_matches_start_the_next_call(module):
+    """With no sweep a call returns its start: what the call before found."""
+    x = torch.randn(2, 8, 6, 8)
+    module.eval()
+    module(x)
+    first = module.matches
+    module.warm_search = scram.Search(sweeps=0)
+    module(x)
+    assert (module.matches.index == first.index).all()
+    module(x.repeat(1, 1, 2, 1))  # another grid starts anew
+    assert module.matches.index.shape[2:-1].numel() == 2 * first.index.shape[2:-1].numel()
+    module.half()
+    assert module.matches.score.dtype == torch.float32
+    module.float()
+    module.reset()
+    assert module.matches is None
+    module.train()
+    module(x)
+    assert module.matches is None
+
+
+def test_kept_matches_of_other_keys_or_devices_start_anew():
+    layer = GridAttention(12, 3, search=scram.Search(seed=0), keep_matches=True).eval()
+    x = grids(4, 5)
+    layer(x, grids(3, 6))
+    assert (layer(x, key=grids(2, 4)).isfinite()).all()
+    layer.kept_index, layer.kept_score = layer.kept_index.to("meta"), layer.kept_score.to("meta")
+    assert "found ?" in repr(layer.matches)
+    layer(x, grids(2, 4))
+    assert layer.matches.index.is_cpu
+
+
+def test_matches_from_the_caller_beat_those_kept():
+    layer = GridAttention(12, 3, search=scram.Search(), keep_matches=True).eval()
+    layer.warm_search = scram.Search(sweeps=0)
+    x = grids(4, 5)
+    layer(x)
+    warm = scram.Matches((layer.matches.index + 1) % 20, layer.matches.score, (4, 5))
+    layer(x, warm=warm)
+    assert (layer.matches.index == warm.index).all()
+    block = NonLocalBlock(12, keep_matches=True).eval()
+    block.warm_search = scram.Search(sweeps=0)
+    block(x.movedim(-1, 1))
+    warm = scram.Matches((block.matches.index + 1) % 20, block.matches.score, (4, 5))
+    block(x.movedim(-1, 1), warm=warm)
+    assert (block.matches.index == warm.index).all()
+
+
+def test_the_search_knows_mask_and_score():
+    mask, x = torch.rand(2, 4, 5) < 0.4, 3 * grids(4, 5)
+    for module, given in (
+        (GridAttention(12, 3, score="l2", search=scram.Search(seed=0), keep_matches=True), x),
+        (NonLocalBlock(12, form="gaussian", search=scram.Search(seed=0), keep_matches=True), x.movedim(-1, 1)),
+    ):
+        module.eval()(given, key_mask=mask)
+        found = module.matches.index
+        assert mask.flatten(1)[:, None].expand(-1, found.shape[1], -1).gather(2, found.flatten(2).long()).all()
+    layer = GridAttention(12, 3, score="l2", search=scram.Search(seed=0, sweeps=12), keep_matches=True).eval()
+    layer(x)
+    q, k, _ = layer._project(x, x, x)
+    recall = scram.measure.recall(q, k, layer.matches, score="l2")
+    assert (recall > scram.measure.recall(q, k, scram.search(q, k, search=layer.search), score="l2")).all()
+
+
+def test_kept_matches_compile():
+    layer = GridAttention(12, 3, search=scram.Search(sweeps=2), keep_matches=True).eval()
+    layer.warm_search = scram.Search(sweeps=0)
+    x = grids(4, 7)
+    with graphs_are(2), torch.no_grad():  # without and with matches to start from
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        compiled(x)
+        first = layer.matches.index.clone()
+        for _ in range(3):
+            compiled(x)
+            assert (layer.matches.index == first).all()
+
+
+def test_warm_matches_are_taken_from_the_caller():
+    layer = GridAttention(12, 3, search=scram.Search(sweeps=0), radius=0).eval()
+    x = grids(4, 5)
+    index = torch.randint(20, (2, 3, 4, 5, 1), dtype=torch.int32)
+    warm = scram.Matches(index, torch.zeros(index.shape), (4, 5))
+    assert (layer(x, warm=warm) == layer(x, warm=warm)).all()
+    assert (layer(x, warm=warm) != layer(x)).any()
+    with pytest.raises(ValueError, match="warm must have one entry per query"):
+        layer(grids(4, 6), warm=warm)
+
+
+def test_copies_and_files():
+    layer = GridAttention(12, 3, search=scram.Search(seed=torch.tensor(3)), keep_matches=True).eval()
+    x = grids(4, 5)
+    want, file = layer(x), io.BytesIO()
+    layer(x)
+    torch.save(layer, file)
+    file.seek(0)
+    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert (other.matches.index == layer.matches.index).all()
+        other.reset()
+        assert (other(x) == want).all()
+    assert not any("kept" in name for name in layer.state_dict())
+
+
+def test_modules_print_themselves():
+    assert "causal=False, radius=2, window='query', Search(" in repr(GridAttention(12, 3, radius=2))
+    assert "12, num_heads=3, causal=True, dense" in repr(GridAttention(12, 3, search=None, causal=True))
+    assert "form='gaussian', radius=1, window='tile'" in repr(NonLocalBlock(4, form="gaussian", window="tile"))

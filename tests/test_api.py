@@ -1,0 +1,62 @@
+"""The public functions: one is made of the others, and none changes what it is given."""
+
+import inspect
+
+import pytest
+import torch
+
+import scram
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_matches(shape, key_grid, kappa):
+    keys = int(torch.tensor(key_grid).prod())
+    index = torch.randint(-1, keys, (*shape, kappa), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    return scram.Matches(index, torch.zeros(index.shape), key_grid)
+
+
+def test_attention_is_search_then_attend(impl):
+    q, k, v = randn(3, 1, 2, 8, 8, 4).unbind()
+    settings = scram.Search(matches=2, separation=1, seed=3)
+    how = {"causal": True, "score": "cosine", "key_mask": torch.rand(1, 8, 8) < 0.8, "impl": impl}
+    then = {"radius": (1, 2), "scale": 3.0, "weight": "relu", "dropout_p": 0.2}
+    then["extra"] = (randn(1, 2, 2, 4, seed=1), randn(1, 2, 2, 4, seed=2))
+    warm = random_matches((1, 2, 8, 8), (8, 8), 1)
+    torch.manual_seed(0)
+    whole = scram.attention(q, k, v, search=settings, warm=warm, **how, **then)
+    torch.manual_seed(0)
+    found = scram.search(q, k, search=settings, warm=warm, **how)
+    assert torch.equal(whole, scram.attend(q, k, v, found, **how, **then).out)
+
+
+def test_attention_takes_what_its_parts_take():
+    """Under the same names, with the same defaults."""
+    whole, search, attend = (
+        inspect.signature(function).parameters for function in (scram.attention, scram.search, scram.attend)
+    )
+    assert set(whole) == set(search) | set(attend) - {"matches"}
+    for name, parameter in whole.items():
+        for other in (search, attend):
+            assert name not in other or other[name].default == parameter.default
+
+
+@pytest.mark.parametrize("function", [scram.search, scram.attend, scram.attention, scram.estimate])
+def test_settings_are_keywords(function):
+    for name, parameter in inspect.signature(function).parameters.items():
+        keyword = parameter.kind is parameter.KEYWORD_ONLY
+        assert keyword == (name not in ("q", "k", "v", "matches"))
+
+
+def test_arguments_are_left_as_they_were(impl):
+    q, k, v = randn(3, 1, 2, 5, 6, 4).unbind()
+    mask, extra = torch.rand(1, 5, 6) < 0.7, (randn(1, 2, 2, 4), randn(1, 2, 2, 4, seed=1))
+    found = random_matches((1, 2, 5, 6), (5, 6), 2)
+    given = [q, k, v, mask, *extra, found.index, found.score]
+    before = [x.clone() for x in given]
+    scram.attention(q, k, v, search=scram.Search(matches=2, seed=0), key_mask=mask, warm=found, extra=extra, impl=impl)
+    scram.estimate(q, k, v, found, method=scram.Hybrid(5, seed=0), key_mask=mask, impl=impl)
+    for one, other in zip(given, before, strict=True):
+        assert torch.equal(one, other)

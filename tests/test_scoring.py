@@ -1,0 +1,68 @@
+"""Scores and weights: prepared features against the definitions, normalised weights against loops."""
+
+import math
+
+import pytest
+import torch
+
+from scram import scoring
+
+SCORES = {
+    "dot": lambda q, k: q @ k,
+    "cosine": lambda q, k: q @ k / (q.norm() * k.norm()),
+    "l2": lambda q, k: -(q - k).square().sum(),
+}
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_prepared_features_multiply_to_the_score(score):
+    q, k = torch.randn(2, 5, 3, dtype=torch.float64).unbind()
+    ours = scoring.pair_score(scoring.prepare_query(q, score), scoring.prepare_key(k, score), None)
+    want = torch.stack([SCORES[score](a, b) for a, b in zip(q, k, strict=True)])
+    torch.testing.assert_close(ours, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_sums_are_kept_in_float32_at_least(dtype):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x = torch.ones(2, 3, dtype=dtype)
+    assert scoring.accumulator(dtype) == wide
+    assert scoring.pair_score(x, x, None).dtype == wide
+    assert scoring.prepare_query(x, "dot").dtype == dtype
+    assert {scoring.prepare_key(x, score).dtype for score in ("cosine", "l2")} == {wide}
+    assert [y.dtype for y in scoring.widened(None, x, x, x)] == [wide] * 3
+    assert [y.dtype for y in scoring.widened(torch.dot, x, x, x)] == [dtype, dtype, wide]
+
+
+def test_a_callable_gets_broadcast_pairs_and_must_return_their_shape():
+    q, k = torch.randn(5, 1, 3), torch.randn(4, 3)
+    assert scoring.pair_score(q, k, lambda a, b: (a - b).abs().sum(-1)).shape == (5, 4)
+    with pytest.raises(ValueError, match=r"must return a tensor of shape .*\(5, 4\).*got \(5, 4, 3\)"):
+        scoring.pair_score(q, k, lambda a, b: a * b)
+
+
+def test_the_default_scale():
+    assert scoring.default_scale(None, 16, "dot", "softmax") == 0.25
+    for score, weight in (("cosine", "softmax"), ("l2", "softmax"), ("dot", "mean"), ("dot", "relu")):
+        assert scoring.default_scale(None, 16, score, weight) == 1
+    assert scoring.default_scale(3, 16, "dot", "softmax") == 3
+
+
+@pytest.mark.parametrize("weight", ["softmax", "mean", "relu"])
+def test_weights_over_the_legal_keys(weight):
+    a, legal = 3 * torch.randn(6, 5, dtype=torch.float64), torch.rand(6, 5) < 0.6
+    legal[0], legal[1] = False, True
+    a[2] += 1000  # exp would overflow
+    legal[2, 0] = True
+    shares, log_sum = scoring.normalized_weights(a, legal, weight)
+    for row in range(6):
+        some = a[row][legal[row]]
+        if weight == "softmax":
+            want, total = some.softmax(0), some.logsumexp(0)
+        else:
+            count = len(some)
+            want = (some.relu() if weight == "relu" else some) / max(count, 1)
+            total = torch.tensor(math.log(count) if count else -math.inf, dtype=torch.float64)
+        torch.testing.assert_close(shares[row][legal[row]], want)
+        assert (shares[row][~legal[row]] == 0).all()
+        torch.testing.assert_close(log_sum[row], total)
