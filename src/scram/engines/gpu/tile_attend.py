@@ -29,7 +29,7 @@ def tile_attend(call: AttendCall) -> Attended:
     if made.lse.numel():
         windows, variant = windows_of(call)
         with on_device(call.q):
-            cells = cells_of(windows, call.radius)
+            cells = cells_of(windows.index, windows.geo, call.radius)
             _kernel(variant, cells.size)(windows, cells, made)
     return made
 

@@ -50,7 +50,7 @@ def tile_attend_backward(
     grads = empty_grads(call, above, variant.programs(tile_block(variant.rank)))
     if grads.q.numel():
         with on_device(grads.q):
-            cells = cells_of(windows, call.radius)
+            cells = cells_of(windows.index, windows.geo, call.radius)
             _kernel(variant, cells.size, kinds(*above))(windows, cells, above, grads)
             if above.sums is not None:
                 collect(windows, variant, cells, above, grads)
