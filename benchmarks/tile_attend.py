@@ -24,6 +24,7 @@ from tile import SAMPLE, SETS, SHARPNESS, call_ms, graph_ms, seeded
 from torch import Tensor
 
 import scram
+from scram.grid import grid_of
 
 WINDOWS = ("tile", "query")
 
@@ -51,16 +52,18 @@ def backward_of(
 
 def gpu_row(data: Any, name: str, kappa: int, shape: dict[str, int]) -> dict[str, Any]:
     from scram.engines.gpu.cells import cells_of
+    from scram.engines.gpu.grid import geometry
 
     how = {"size": 512, "width": 64, "heads": 1, **shape}
     q, k, v, _ = data.tensors(name, **how, dtype=torch.bfloat16)
     search = replace(seeded(scram.Search("tile"), "cuda"), matches=kappa)
     found = scram.search(q, k, search=search)
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    cells = cells_of(q, k, found.index, (1, 1))
+    geo = geometry(grid_of(q), grid_of(k))
+    cells = cells_of(found.index, geo, (1, 1))
     row: dict[str, Any] = {"data": name, "kappa": kappa, "radius": 1, **how}
     row |= {"keys": float(cells.size * cells.count.float().mean()), "most_keys": int(cells.size * cells.count.max())}
-    row["list_ms"] = graph_ms(lambda: cells_of(q, k, found.index, (1, 1)))
+    row["list_ms"] = graph_ms(lambda: cells_of(found.index, geo, (1, 1)))
     for window in WINDOWS:
 
         def forward(window: str = window) -> scram.Attended:

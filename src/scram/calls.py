@@ -2,7 +2,7 @@
 
 The public functions validate their arguments and make a call; an engine takes it as its only argument. `ops` derives
 the schema of a torch operator from the annotations below, so tensors come first and settings after them.
-A call is a NamedTuple: it is made in a third of the time of a frozen dataclass, and `op(*call)` needs no list of names.
+A call is a NamedTuple: it is made 2.5 times faster than a frozen dataclass (1.6 against 4.1 us for a search).
 
 Shapes: q [B, H, *G, E], k [B, Hk, *G', E], v [B, Hk, *G', F]; q, k and k_extra hold the features prepared for the score
 (`scoring`), so engines know the dot product only. `key_mask` is bool [B, *G'] or [B, H, *G']. Indices are int32 flat

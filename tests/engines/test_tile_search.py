@@ -91,6 +91,13 @@ def test_warm_matches_are_kept_unless_beaten(impl):
     assert torch.equal(again.index, exact.index)
 
 
+def test_an_empty_batch_can_be_warm(impl):
+    q, k = torch.zeros(0, 1, 5, 5, 4), torch.zeros(0, 1, 4, 3, 4)
+    cold = search(q, k, impl, matches=2)
+    again = search(q, k, impl, matches=2, warm=cold)
+    assert again.index.shape == again.score.shape == (0, 1, 5, 5, 2)
+
+
 @pytest.mark.parametrize("kappa", [1, 2])
 def test_a_nan_reaches_no_other_query(impl, kappa):
     q, k = randn(1, 1, 9, 9, 4), randn(1, 1, 3, 3, 4, seed=1)  # few keys: bad ones are in every window

@@ -7,7 +7,7 @@ from typing import Any
 
 import numba
 
-from ._numba_compat import PART
+from ._numba_compat import PART, PRIVATE
 from .caching import FASTMATH, cached
 
 
@@ -18,7 +18,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 def inlined(function: Callable[..., Any]) -> Any:
     """As `compiled`, for what is called in one place: its many arguments are not passed, and arrays not counted."""
-    return numba.njit(fastmath=FASTMATH, error_model="numpy", forceinline=True, **PART)(function)
+    return numba.njit(fastmath=FASTMATH, error_model="numpy", forceinline=PRIVATE, **PART)(function)
 
 
 def plain(function: Callable[..., Any]) -> Any:
@@ -27,5 +27,6 @@ def plain(function: Callable[..., Any]) -> Any:
 
 
 def launcher(function: Callable[..., Any]) -> Any:
-    """Machine code that is called from Python."""
-    return cached(function, fastmath=FASTMATH, error_model="numpy", nogil=True, no_cfunc_wrapper=True)
+    """Machine code that is called from Python. Numba does not keep the fallback of `each_task` on disk."""
+    make = cached if PRIVATE else lambda function, **options: numba.njit(**options)(function)
+    return make(function, fastmath=FASTMATH, error_model="numpy", nogil=True, no_cfunc_wrapper=True)

@@ -64,7 +64,7 @@ class Windows(NamedTuple):
     @property
     def slots(self) -> int:
         """Keys in all windows of a point."""
-        return self.index.shape[1] * math.prod(2 * b + 1 for b in self.reach)
+        return int(self.index.shape[1]) * math.prod(2 * b + 1 for b in self.reach)
 
     def places(self, tasks: int) -> Array:
         """Scratch for `expand`: int64 [tasks, kappa + 1, rank]."""

@@ -67,8 +67,7 @@ def attend_kernel(
     top, nothing = tl.full([B.BLOCK_Q], -float("inf"), tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
     mixed = Mixed(top, nothing, nothing, zeros(B.BLOCK_Q, VROW))
     for e in range(w.kappa):
-        match = match_of(e, here.exists, here, w)
-        offset = first_offset(w.reach)
+        match, offset = match_of(e, here.exists, here, w), first_offset(w.reach)
         for _step in range(window_size(w.reach)):
             key, ok, offset = next_key(match, e, offset, here, w, MODE)
             mixed = mix(mixed, mine, k_row, v_row, key, ok, key, noise, w, MODE, ROW, VROW)

@@ -132,8 +132,7 @@ def backward_kernel(
     if MODE.WEIGHT == "softmax":
         total = tl.zeros([B.BLOCK_Q], tl.float32)
         for e in range(w.kappa):
-            match = match_of(e, valid, here, w)
-            offset = first_offset(w.reach)
+            match, offset = match_of(e, valid, here, w), first_offset(w.reach)
             for _step in range(window):
                 key, ok, offset = next_key(match, e, offset, here, w, MODE)
                 _, s, dp = pair(mine, grad_out, k_row, v_row, key, ok, w, ROW, VROW)
@@ -151,8 +150,7 @@ def backward_kernel(
 
     dq = zeros(B.BLOCK_Q, ROW)
     for e in range(w.kappa):
-        match = match_of(e, valid, here, w)
-        offset = first_offset(w.reach)
+        match, offset = match_of(e, valid, here, w), first_offset(w.reach)
         for _step in range(window):
             key, ok, offset = next_key(match, e, offset, here, w, MODE)
             theirs, s, dp = pair(mine, grad_out, k_row, v_row, key, ok, w, ROW, VROW)

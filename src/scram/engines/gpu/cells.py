@@ -20,10 +20,10 @@ from torch import Tensor
 from ...grid import cell_sides
 from ...schedule import LANES
 from .block_sizes import LIST_BLOCK, LIST_WARPS, MOST_SORTED
-from .grid import Block, divide, points, tile_at, tile_shape, tiles
+from .grid import Block, Geometry, divide, points, tile_at, tile_shape, tiles
 from .launch import INTERPRETED, Kernel, cached, kinds
 from .shared_keys import block_of
-from .windows import Windows, reaches, unmasked
+from .windows import reaches, unmasked
 
 WIDEN = tl.constexpr(INTERPRETED)  # Triton's interpreter multiplies no bfloat16
 QUERIES = tl.constexpr(LANES)  # of a tile
@@ -66,8 +66,9 @@ class _Plan(NamedTuple):
     frame: Frame
 
 
-def cells_of(windows: Windows, radius: tuple[int, ...]) -> Cells:
-    index, kappa, geo = windows.index, windows.kappa, windows.geo
+def cells_of(index: Tensor, geo: Geometry, radius: tuple[int, ...]) -> Cells:
+    """The cells of every tile of queries; index int32 [B, H, *G, kappa], contiguous."""
+    kappa = index.shape[-1]
     plan = _plan(index.shape[0] * index.shape[1], geo.q, geo.k, kappa, radius, kinds(index))
     corners, first, lists = (
         torch.empty((plan.tiles, n), dtype=torch.int32, device=index.device)

@@ -71,6 +71,7 @@ class TailMode(NamedTuple):
     MATCHES: int  # of a query, 0: too many to be unrolled
     BLOCK_Q: int
     BLOCK_K: int
+    SCORES_FIRST: bool  # scores before comparisons: fewer registers forward, more backward
 
 
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
@@ -107,7 +108,7 @@ def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:
         each += value_row.W * (v.element_size() + 2 * (4 if v.dtype == torch.float32 else 2))
     else:
         each = fixed = fixed + value_row.W * value_row.PIECES * v.element_size()
-    mode = TailMode(call.causal, matches if matches <= UNROLLED else 0, queries, BLOCK_K)
+    mode = TailMode(call.causal, matches if matches <= UNROLLED else 0, queries, BLOCK_K, forward)
     ahead = stages(q.device, most, BLOCK_K * each, queries * fixed)
     return {"MODE": mode, **rows, "num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
 

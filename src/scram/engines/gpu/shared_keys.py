@@ -301,8 +301,13 @@ def tail_scores(start, mine, low, row, here, t, MODE: tl.constexpr, ROW: tl.cons
     """
     at = start + tl.arange(0, MODE.BLOCK_K)
     log = tl.load(row.logs + at)
-    ok = in_tail(at, log, low, row, here, t, MODE)
-    s = products(mine, row.k, at, MODE, ROW) * t.scale + log[None, :]
+    if MODE.SCORES_FIRST:
+        s = products(mine, row.k, at, MODE, ROW)
+        ok = in_tail(at, log, low, row, here, t, MODE)
+    else:
+        ok = in_tail(at, log, low, row, here, t, MODE)
+        s = products(mine, row.k, at, MODE, ROW)
+    s = s * t.scale + log[None, :]
     return at, tl.where(ok, s, -float("inf")), ok
 
 

@@ -29,7 +29,7 @@ def tile_attend(call: AttendCall) -> Attended:
     if made.lse.numel():
         windows, variant = windows_of(call)
         with on_device(call.q):
-            cells = cells_of(windows, call.radius)
+            cells = cells_of(windows.index, windows.geo, call.radius)
             _kernel(variant, cells.size)(windows, cells, made)
     return made
 
@@ -56,7 +56,7 @@ def tile_attend_kernel(
 ):  # fmt: skip
     """Program (tile, piece of the values)."""
     piece, tile = tl.program_id(0) % MODE.PARTS, tl.program_id(0) // MODE.PARTS
-    here = tile_queries(tile, 0, w, None, MODE, B, ROW, VROW)
+    here = tile_queries(tile, 0, w, MODE, B, ROW)
     listed = listed_keys(tile, here.row, w, cells)
 
     # Else a cell has a key for everyone.

@@ -35,6 +35,7 @@ from .tile_pairs import (
     summed,
     tile_block,
     tile_flags,
+    tile_grads,
     tile_queries,
 )
 from .windows import Variant, windows_of
@@ -49,7 +50,7 @@ def tile_attend_backward(
     grads = empty_grads(call, above, variant.programs(tile_block(variant.rank)))
     if grads.q.numel():
         with on_device(grads.q):
-            cells = cells_of(windows, call.radius)
+            cells = cells_of(windows.index, windows.geo, call.radius)
             _kernel(variant, cells.size, kinds(*above))(windows, cells, above, grads)
             if above.sums is not None:
                 collect(windows, variant, cells, above, grads)
@@ -68,7 +69,8 @@ def tile_backward_kernel(
 ):  # fmt: skip
     """Program (tile, piece of the features and of the values)."""
     piece, tile = tl.program_id(0) % MODE.PARTS, tl.program_id(0) // MODE.PARTS
-    here = tile_queries(tile, piece, w, above, MODE, B, ROW, VROW)
+    here = tile_queries(tile, piece, w, MODE, B, ROW)
+    up = tile_grads(here, piece, w, above, MODE, VROW)
     point, valid, listed = here.point, here.exists, listed_keys(tile, here.row, w, cells)
     WALKS: tl.constexpr = 1 if w.k_extra is None else 2
 
@@ -79,8 +81,8 @@ def tile_backward_kernel(
         for EXTRA in tl.static_range(WALKS):
             for begin in range(0, w.extras if EXTRA else listed.end, MODE.BLOCK_K):
                 keys = keys_from(begin, listed, here.query, w, cells, EXTRA, MODE, ROW, VROW)
-                s, dp, _ = pair_dots(here, keys, piece, MODE, B, ROW, VROW)
-                total, delta, slope_bound = summed(total, delta, slope_bound, s, dp, here, keys, w, MODE)
+                s, dp, _ = pair_dots(here, up, keys, piece, MODE, B, ROW, VROW)
+                total, delta, slope_bound = summed(total, delta, slope_bound, s, dp, here, up, keys, w, MODE)
         inv_sum = 1 / tl.where(total == 0, 1.0, total)
         delta = delta * inv_sum - tl.load(above.grad_lse + point, mask=valid, other=0.0)
         slope_bound = slope_bound * inv_sum + tl.abs(delta)
@@ -95,13 +97,13 @@ def tile_backward_kernel(
     for EXTRA in tl.static_range(WALKS):
         for begin in range(0, w.extras if EXTRA else listed.end, MODE.BLOCK_K):
             keys = keys_from(begin, listed, here.query, w, cells, EXTRA, MODE, ROW, VROW)
-            s, dp, theirs = pair_dots(here, keys, piece, MODE, B, ROW, VROW)
-            p, ds = slopes(s, dp, inv_sum, delta, fp16_scale, here, keys, w, MODE, MODE.CAUSAL)
+            s, dp, theirs = pair_dots(here, up, keys, piece, MODE, B, ROW, VROW)
+            p, ds = slopes(s, dp, inv_sum, delta, fp16_scale, here, up, keys, w, MODE, MODE.CAUSAL)
             # Under causal order a slope may be 0 where a key is not finite; where it is not, the slope is NaN.
             dq = fine_product(ds, finite(theirs) if MODE.CAUSAL else theirs, dq, MODE.NARROW)
             if EXTRA or above.sums is None:
                 k_sum, v_sum = tl.zeros([MODE.BLOCK_K, ROW.W], tl.float32), tl.zeros([MODE.BLOCK_K, VROW.W], tl.float32)
-                k_sum, v_sum = key_grads(p, ds, fp16_scale, keys.ok, here, k_sum, v_sum, MODE, MODE.CAUSAL)
+                k_sum, v_sum = key_grads(p, ds, fp16_scale, keys.ok, here, up, k_sum, v_sum, MODE, MODE.CAUSAL)
                 if EXTRA:
                     slot = (listed.source if above.sums is None else tile.to(tl.int64)) * w.extras
                     to_k, to_v = grads.k_extra + slot * ROW.E, grads.v_extra + slot * VROW.E

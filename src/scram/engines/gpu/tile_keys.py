@@ -30,6 +30,7 @@ from .tile_pairs import (
     put_piece,
     slopes,
     tile_flags,
+    tile_grads,
     tile_queries,
 )
 from .windows import Variant, Windows, unmasked
@@ -79,7 +80,8 @@ def tile_collect_kernel(
     GUARD: tl.constexpr = MODE.CAUSAL or w.masked.mask is not None
     for t in range(tl.load(lists.begin + cell), tl.load(lists.end + cell)):
         tile = (tl.load(lists.order + t) // cells.room).to(tl.int32)
-        here = tile_queries(tile, piece, w, above, MODE, B, ROW, VROW)
+        here = tile_queries(tile, piece, w, MODE, B, ROW)
+        up = tile_grads(here, piece, w, above, MODE, VROW)
         point, valid, before = here.point, here.exists, source * all_keys
         there = unmasked(key, own, (here.row // w.masked.heads).to(tl.int64), w)
         ok = pairs_of(key, there, here.query, MODE)
@@ -88,8 +90,8 @@ def tile_collect_kernel(
         delta = tl.load(above.sums + point * 3 + 1, mask=valid, other=0.0)
         slope_bound = tl.load(above.sums + point * 3 + 2, mask=valid, other=0.0)
         fp16_scale = fp16_scale_of(slope_bound, w.scale, MODE.FP16_SCALE)
-        s, dp, _ = pair_dots(here, keys, piece, MODE, B, ROW, VROW)
-        p, ds = slopes(s, dp, inv_sum, delta, fp16_scale, here, keys, w, MODE, GUARD)
-        k_sum, v_sum = key_grads(p, ds, fp16_scale, ok, here, k_sum, v_sum, MODE, GUARD)
+        s, dp, _ = pair_dots(here, up, keys, piece, MODE, B, ROW, VROW)
+        p, ds = slopes(s, dp, inv_sum, delta, fp16_scale, here, up, keys, w, MODE, GUARD)
+        k_sum, v_sum = key_grads(p, ds, fp16_scale, ok, here, up, k_sum, v_sum, MODE, GUARD)
     put_piece(grads.k + source * all_keys * ROW.E, key, own, piece, k_sum, MODE.PARTS, False, ROW)
     put_piece(grads.v + source * all_keys * VROW.E, key, own, piece, v_sum, MODE.PARTS, False, VROW)

@@ -37,7 +37,7 @@ class TileMode(NamedTuple):
 
 
 class TileQueries(NamedTuple):
-    """The queries of a tile, in a kernel; forward without the gradients."""
+    """The queries of a tile, in a kernel."""
 
     row: Any
     query: Any  # int32 [BLOCK_Q], flat
@@ -46,8 +46,13 @@ class TileQueries(NamedTuple):
     noise: Any
     q_row: Any  # pointer
     mine: Any  # [BLOCK_Q, W], the program's piece of the features
-    grad_row: Any  # pointer
-    grad_out: Any  # [BLOCK_Q, VW], the program's piece
+
+
+class TileGrads(NamedTuple):
+    """What comes from above to the queries of a tile, in a kernel."""
+
+    row: Any  # pointer
+    mine: Any  # [BLOCK_Q, VW], the program's piece of grad_out
     lse: Any
 
 
@@ -94,29 +99,26 @@ def tile_flags(
 
 
 @triton.jit
-def own_pieces(piece, ROW: tl.constexpr, VROW: tl.constexpr):
-    """Which pieces of features and of values a program reads as its own: whole rows have the first one only."""
-    return piece if ROW.PIECES > 1 else 0, piece if VROW.PIECES > 1 else 0
+def own_piece(piece, ROW: tl.constexpr):
+    """Which piece of rows a program reads as its own: whole rows have the first one only."""
+    return piece if ROW.PIECES > 1 else 0
 
 
 @triton.jit
-def tile_queries(
-    tile, piece, w, above, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
-    """The queries of a tile; `above` is None forward."""
+def tile_queries(tile, piece, w, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr):
     row, corner = tile_at(tile, w.geo, B)
     query, exists = lane_query(corner, w.geo, B)
     start = row * points(w.geo.q).to(tl.int64)
-    e_piece, f_piece = own_pieces(piece, ROW, VROW)
     q_row = w.q + start * ROW.E
-    mine = rows_at(q_row, query, exists, e_piece, ROW, MODE.WEIGHT)
-    grad_row, grad_out, lse = None, None, None
-    if above is not None:
-        grad_row = above.grad_out + start * VROW.E
-        grad_out = rows_at(grad_row, query, exists, f_piece, VROW, MODE.WEIGHT)
-        lse = tl.load(above.lse + start + query, mask=exists, other=float("inf"))
-    noise = absorb(row_state(w.seed, row), query)
-    return TileQueries(row, query, start + query, exists, noise, q_row, mine, grad_row, grad_out, lse)
+    mine = rows_at(q_row, query, exists, own_piece(piece, ROW), ROW, MODE.WEIGHT)
+    return TileQueries(row, query, start + query, exists, absorb(row_state(w.seed, row), query), q_row, mine)
+
+
+@triton.jit
+def tile_grads(here, piece, w, above, MODE: tl.constexpr, VROW: tl.constexpr):
+    row = above.grad_out + here.row * points(w.geo.q).to(tl.int64) * VROW.E
+    mine = rows_at(row, here.query, here.exists, own_piece(piece, VROW), VROW, MODE.WEIGHT)
+    return TileGrads(row, mine, tl.load(above.lse + here.point, mask=here.exists, other=float("inf")))
 
 
 @triton.jit
@@ -162,12 +164,11 @@ def dots(own, row, here, base, keys, piece, MODE: tl.constexpr, B: tl.constexpr,
 
 @triton.jit
 def pair_dots(
-    here, keys, piece, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+    here, up, keys, piece, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     """<q, k> and <grad_out, v> of all pairs, and the program's piece of the keys."""
-    e_piece, f_piece = own_pieces(piece, ROW, VROW)
-    s, theirs = dots(here.mine, here.q_row, here, keys.k_row, keys, e_piece, MODE, B, ROW)
-    dp, _ = dots(here.grad_out, here.grad_row, here, keys.v_row, keys, f_piece, MODE, B, VROW)
+    s, theirs = dots(here.mine, here.q_row, here, keys.k_row, keys, own_piece(piece, ROW), MODE, B, ROW)
+    dp, _ = dots(up.mine, up.row, here, keys.v_row, keys, own_piece(piece, VROW), MODE, B, VROW)
     return s, dp, theirs
 
 
@@ -204,9 +205,9 @@ def weights(s, ok, lse, scale, NARROW: tl.constexpr):
 
 
 @triton.jit
-def summed(total, delta, slope_bound, s, dp, here, keys, w, MODE: tl.constexpr):
+def summed(total, delta, slope_bound, s, dp, here, up, keys, w, MODE: tl.constexpr):
     """Some more pairs: the sum of the weights, delta, for float16 the largest part of delta; all but for a factor."""
-    p = weights(s, keys.ok, here.lse, w.scale, MODE.NARROW)
+    p = weights(s, keys.ok, up.lse, w.scale, MODE.NARROW)
     total += tl.sum(p, 1)
     factor = kept(keys.name[None, :], here.noise[:, None], w, MODE.DROPOUT)
     share = tl.where(keys.ok & (factor > 0), p * factor * dp, 0.0)
@@ -217,14 +218,16 @@ def summed(total, delta, slope_bound, s, dp, here, keys, w, MODE: tl.constexpr):
 
 
 @triton.jit
-def slopes(s, dp, inv_sum, delta, fp16_scale, here, keys, w, MODE: tl.constexpr, GUARD: tl.constexpr):
+def slopes(
+    s, dp, inv_sum, delta, fp16_scale, here, up, keys, w, MODE: tl.constexpr, GUARD: tl.constexpr
+):  # fmt: skip
     """The weight of every value in out, and the gradient of every score times `fp16_scale`.
 
     GUARD: some pairs of a query are none while others are; then what is not finite of the query must not reach them.
     """
     name, noise = keys.name[None, :], here.noise[:, None]
     if MODE.NARROW:
-        p = weights(s, keys.ok, here.lse, w.scale, MODE.NARROW) * inv_sum[:, None]
+        p = weights(s, keys.ok, up.lse, w.scale, MODE.NARROW) * inv_sum[:, None]
         if MODE.DROPOUT:
             r = kept(name, noise, w, MODE.DROPOUT)
             ds = p * (tl.where(r == 0, 0.0, r * dp) - delta[:, None])
@@ -234,7 +237,7 @@ def slopes(s, dp, inv_sum, delta, fp16_scale, here, keys, w, MODE: tl.constexpr,
         if GUARD:
             p, ds = tl.where(keys.ok, p, 0.0), tl.where(keys.ok, ds, 0.0)
     else:
-        each = (here.lse[:, None], inv_sum[:, None], delta[:, None])
+        each = (up.lse[:, None], inv_sum[:, None], delta[:, None])
         p, ds = pair_gradient(
             s * w.scale, dp, keys.ok, each[0], each[1], each[2], name, noise, w, MODE.WEIGHT, MODE.DROPOUT
         )  # fmt: skip
@@ -270,9 +273,9 @@ def not_finite(rows):
 
 
 @triton.jit
-def key_grads(p, ds, fp16_scale, ok, here, k_sum, v_sum, MODE: tl.constexpr, GUARD: tl.constexpr):
+def key_grads(p, ds, fp16_scale, ok, here, up, k_sum, v_sum, MODE: tl.constexpr, GUARD: tl.constexpr):
     """k_sum + ds^T q / fp16_scale, v_sum + p^T grad_out."""
-    mine, grad_out = here.mine, here.grad_out
+    mine, grad_out = here.mine, up.mine
     if GUARD:
         p = tl.where(ok & not_finite(grad_out)[:, None], float("nan"), p)
         mine, grad_out = finite(mine), finite(grad_out)
