@@ -1,0 +1,84 @@
+"""The private parts of Numba are what they were, and the fallbacks give the same results."""
+
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import scram
+from processes import run_python
+from scram.engines.cpu import _numba_compat
+
+
+def test_compiling_is_said_once_and_loading_is_not(tmp_path):
+    code = """
+        import logging, sys, torch, scram
+        from scram.engines.cpu import _numba_compat
+        sys.stderr.isatty = lambda: True
+        logging.basicConfig(level=LEVEL, stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
+        q = torch.randn(1, 1, 16, 8)
+        for _ in range(2): scram.search(q, q, search=scram.Search(matches=2), impl="numba")
+        sys.stdout.flush()
+        """
+    run = [sys.executable, "-W", "error", "-c"]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def output(level):
+        program = textwrap.dedent(code.replace("LEVEL", level))
+        done = subprocess.run([*run, program], env=environment, capture_output=True, text=True, timeout=240, check=True)
+        return done.stdout.splitlines(), done.stderr.splitlines()
+
+    said, to_terminal = output("logging.WARNING")
+    assert not said
+    assert len(to_terminal) == 1
+    assert to_terminal[0].startswith("scram: compiling the CPU kernels (search) for float32, rank 1; this happens once")
+    assert output("logging.WARNING") == ([], [])  # loaded from the disk
+    for path in tmp_path.rglob("*.nbi"):
+        path.unlink()
+    said, to_terminal = output("logging.INFO")
+    assert len(said) == 2  # sweeps, and the sort of several matches
+    assert said[0].startswith("scram INFO compiling the CPU kernels (search) for float32, rank 1")
+    assert not to_terminal
+
+
+def test_the_private_parts_of_numba_are_what_they_were():
+    assert _numba_compat.PRIVATE
+
+
+FALLBACK = """
+    import sys, torch, numba, numba.core.codegen
+    sys.modules["numba.core.codegen"] = None
+    import scram
+    from scram.engines.cpu import _numba_compat
+    assert not _numba_compat.PRIVATE
+    """
+
+
+def results():
+    """Searches of integer features, attention and its gradients, in Numba."""
+    found = []
+    for width in (3, 6):
+        torch.manual_seed(3)
+        q, k = (torch.randint(-4, 5, (1, 2, 90, width)).float() for _ in range(2))
+        matches = scram.search(q, k, search=scram.Search(matches=2, sweeps=2, seed=1), impl="numba")
+        leaves = [x.requires_grad_() for x in (q, k, torch.randn(1, 2, 90, 5))]
+        out, lse = scram.attend(*leaves, matches, scale=0.1, dropout_p=0.2, impl="numba")
+        grads = torch.autograd.grad(out.square().sum() + lse.sum(), leaves)
+        found += [matches.index, matches.score, out.detach(), lse.detach(), *grads]
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_without_the_private_parts_of_numba_the_results_are_the_same(tmp_path):
+    code = textwrap.dedent(FALLBACK) + textwrap.dedent(inspect.getsource(results))
+    code += f"torch.save(results(), {str(tmp_path / 'results.pt')!r})"
+    run_python(code, NUMBA_OPT="1")  # what it computes, not how fast
+    for n, (ours, theirs) in enumerate(zip(results(), torch.load(tmp_path / "results.pt"), strict=True)):
+        if n % 7 < 2:  # matches and their scores
+            assert torch.equal(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
