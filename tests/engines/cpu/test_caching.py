@@ -1,9 +1,12 @@
 """Compiled code is kept on disk, and made anew when a source changes."""
 
 import numba
+import pytest
 
 from processes import run_python
 from scram.engines.cpu import caching
+
+pytestmark = pytest.mark.slow
 
 
 def test_compiled_code_is_kept_on_disk(tmp_path):

@@ -13,6 +13,8 @@ import scram
 from processes import run_python
 from scram.engines.cpu import _numba_compat
 
+pytestmark = pytest.mark.slow
+
 
 def test_compiling_is_said_once_and_loading_is_not(tmp_path):
     code = """

@@ -12,6 +12,8 @@ from photos import stereo
 from processes import run_python
 from scram.engines.cpu.threads import threads
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = scram.Search(matches=2, seed=5, sweeps=3)
 
 
