@@ -1,9 +1,6 @@
 """The private parts of Numba are what they were, and the fallbacks give the same results."""
 
 import inspect
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -14,37 +11,6 @@ from processes import run_python
 from scram.engines.cpu import _numba_compat
 
 pytestmark = pytest.mark.slow
-
-
-def test_compiling_is_said_once_and_loading_is_not(tmp_path):
-    code = """
-        import logging, sys, torch, scram
-        from scram.engines.cpu import _numba_compat
-        sys.stderr.isatty = lambda: True
-        logging.basicConfig(level=LEVEL, stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
-        q = torch.randn(1, 1, 16, 8)
-        for _ in range(2): scram.search(q, q, search=scram.Search(matches=2), impl="numba")
-        sys.stdout.flush()
-        """
-    run = [sys.executable, "-W", "error", "-c"]
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-
-    def output(level):
-        program = textwrap.dedent(code.replace("LEVEL", level))
-        done = subprocess.run([*run, program], env=environment, capture_output=True, text=True, timeout=240, check=True)
-        return done.stdout.splitlines(), done.stderr.splitlines()
-
-    said, to_terminal = output("logging.WARNING")
-    assert not said
-    assert len(to_terminal) == 1
-    assert to_terminal[0].startswith("scram: compiling the CPU kernels (search) for float32, rank 1; this happens once")
-    assert output("logging.WARNING") == ([], [])  # loaded from the disk
-    for path in tmp_path.rglob("*.nbi"):
-        path.unlink()
-    said, to_terminal = output("logging.INFO")
-    assert len(said) == 2  # sweeps, and the sort of several matches
-    assert said[0].startswith("scram INFO compiling the CPU kernels (search) for float32, rank 1")
-    assert not to_terminal
 
 
 def test_the_private_parts_of_numba_are_what_they_were():
