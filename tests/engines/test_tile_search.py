@@ -77,6 +77,9 @@ def test_a_row_stops_when_few_queries_took_a_key(impl):
     case = named("rank 2", grid=(23, 23), width=12, kappa=1, jumps=(1,), gossip=1, sweeps=14, method="tile")
     tensors = make_tensors(case, integer=True)
     assert torch.equal(run_search(case, tensors, impl).index, plain_tile.tile_search(case, tensors, 7)[0])
+
+
+def test_a_row_that_stops_leaves_the_others_alone(impl):
     q, k = randn(1, 1, 32, 32, 2), randn(1, 1, 32, 32, 2, seed=1)
     calm = torch.zeros_like(q)
     beside = search(torch.cat([calm, q], 1), torch.cat([calm, k], 1), impl, sweeps=4)  # the first row stops at once
