@@ -23,7 +23,7 @@ def kernels():
     """The kernels of the engine: what is decorated as one and named so."""
     for path in GPU.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel"):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and "triton.jit" in map(ast.unparse, node.decorator_list):
                 yield node.name
 
 
