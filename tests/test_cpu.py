@@ -19,8 +19,10 @@ from torch.autograd import forward_ad
 import scram
 from cases import CASES, gradients, make_tensors, run_attend
 from photos import stereo
+from scram._compat import numba as _numba_compat
+from scram._compat import numba_cache
 from scram.calls import SearchCall
-from scram.engines.cpu import attend_backward, caching
+from scram.engines.cpu import attend_backward
 from scram.engines.cpu.search import counted_search
 from scram.engines.cpu.threads import threads
 from scram.engines.cpu.vectors import coordinates, dot, exp, narrow_dots
@@ -162,19 +164,19 @@ def test_the_cache_on_disk_knows_all_sources(monkeypatch, tmp_path):
         def one(x):
             return x + 1
 
-        function = caching.cached(one)
+        function = numba_cache.cached(one)
         function(1)
         return sum(function.stats.cache_misses.values())
 
     assert [compiled_anew(), compiled_anew()] == [1, 0]
-    monkeypatch.setattr(caching, "SOURCES", "edited")
+    monkeypatch.setattr(numba_cache, "SOURCES", "edited")
     assert [compiled_anew(), compiled_anew()] == [1, 0]
 
 
 def test_compiling_is_said_once_and_loading_is_not(tmp_path):
     code = """
         import logging, sys, torch, scram
-        from scram.engines.cpu import _numba_compat
+        from scram._compat import numba as _numba_compat
         sys.stderr.isatty = lambda: True
         logging.basicConfig(level=LEVEL, stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
         q = torch.randn(1, 1, 16, 8)
@@ -210,7 +212,7 @@ FALLBACK = """
     import sys, torch, numba, numba.core.codegen
     sys.modules["numba.core.codegen"] = None
     import scram
-    from scram.engines.cpu import _numba_compat
+    from scram._compat import numba as _numba_compat
     assert not _numba_compat.PRIVATE
     """
 
@@ -245,7 +247,7 @@ def test_without_a_folder_for_the_cache_it_compiles_in_memory(monkeypatch):
     from numba.core.caching import CacheImpl
 
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
-    assert caching.cached(lambda x: x + 1)(1) == 2
+    assert numba_cache.cached(lambda x: x + 1)(1) == 2
 
 
 @pytest.mark.parametrize("name", ["all at once", "dropout", "extra", "rank 3", "bfloat16"])
