@@ -18,7 +18,6 @@ from .grid import Block, Geometry, KeyMask, divide, features, geometry, lane_que
 from .launch import cached, kinds
 from .noise import Seed, absorb, below_argument, row_state, seed_argument
 
-
 UNMASKED = KeyMask(None, 1)
 
 
