@@ -8,12 +8,13 @@ WHEEL := build/wheel
 INSTALLED := build/installed
 VERSION_OF := import pip, sys; print(*sys.version_info[:2])
 
-.PHONY: help demo test setup lint format types wheel unit tables clean
+.PHONY: help demo test setup lint format types wheel unit quick tables clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    set up, then match two photographs and write pictures to ./scram-demo"
 	@echo "make test    set up, then lint, types, wheel and the whole suite"
+	@echo "make quick   set up, then the part of the suite that takes a minute and a half on two cores"
 	@echo "make setup   the environment in $(VENV) alone"
 	@echo "make lint | types | wheel | unit   one step of make test"
 	@echo "make format  rewrite the sources in the house format"
@@ -59,6 +60,9 @@ wheel: setup
 
 unit: setup
 	$(BIN)/pytest -n 2
+
+quick: setup
+	$(BIN)/pytest -n 2 -m "not slow"
 
 tables: setup
 	$(BIN)/python benchmarks/tables.py

@@ -14,6 +14,8 @@ import torch
 import scram
 from scram import draws
 
+pytestmark = pytest.mark.slow
+
 IMPL = "numba"  # the reference draws the same, which test_estimate.py checks
 GRID = (16, 16)
 

@@ -50,9 +50,6 @@ TESTS = Path(__file__).parent
 # Modules without a test file of their own name: which one tests them.
 TESTED_IN = {
     "__main__": "cli/test_app.py",
-    "_compat/__init__": "test_compat.py",
-    "_compat/numba": "test_cpu.py",
-    "_compat/numba_cache": "test_cpu.py",
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
     "nn/__init__": "nn/test_grid_attention.py",
@@ -60,6 +57,7 @@ TESTED_IN = {
     # A type, and parts of the CPU's kernels that Python cannot call.
     "engines/reference/visited": "engines/test_walk.py",
     "engines/cpu/candidates": "engines/test_search.py",
+    "engines/cpu/compiled": "_compat/test_numba_cache.py",
     "engines/cpu/legal": "engines/test_search.py",
     "engines/cpu/windows": "engines/test_attend.py",
     # Parts of the GPU's kernels; where kernels of a stage are launched and with which blocks.

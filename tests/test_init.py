@@ -7,6 +7,8 @@ import pytest
 
 import scram
 
+pytestmark = pytest.mark.slow
+
 
 def printed(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -54,6 +54,7 @@ def both_passes(name, call, kept):
     yield f"{name}_backward", (*plain, *result[kept], *above, "numba")
 
 
+@pytest.mark.slow
 def test_operators_are_what_they_say():
     tested = set()
     for name, arguments in op_calls():
@@ -82,6 +83,7 @@ def test_compiled_equals_eager(name):
         assert_equal(results(compiled, tensors), results(attention, tensors))
 
 
+@pytest.mark.slow
 def test_inductor_equals_eager():
     """With what goes into the operators and comes out of them fused by the compiler."""
 
@@ -95,6 +97,7 @@ def test_inductor_equals_eager():
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_compiled_for_any_size_and_seed():
     """One graph for all grids and seeds; it draws a new seed at each call where none is given."""
 
@@ -121,6 +124,7 @@ ESTIMATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_estimator_compiles_once_for_all_seeds_and_sizes(name):
     def estimate(q, k, v, method):

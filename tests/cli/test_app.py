@@ -15,6 +15,8 @@ import scram
 from command import call
 from scram.cli import main
 
+pytestmark = pytest.mark.slow
+
 SMALL = Path(__file__).parents[2] / "src/scram/cli/data/city_a.jpg"
 
 

@@ -7,6 +7,8 @@ from PIL import Image
 
 from command import call
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("arguments", "words"),

@@ -11,6 +11,8 @@ from command import call
 from scram.cli import bench as bench_module
 from scram.cli import measuring, rivals
 
+pytestmark = pytest.mark.slow
+
 
 def few(monkeypatch, *names):
     monkeypatch.setattr(rivals, "ATTENTIONS", {name: rivals.ATTENTIONS[name] for name in names})

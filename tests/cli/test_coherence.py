@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
 import torch
 
 import scram
 from command import call
 from scram.cli import coherence as coherence_module
+
+pytestmark = pytest.mark.slow
 
 
 def test_shuffled_blocks_are_the_same_keys_elsewhere():

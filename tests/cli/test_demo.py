@@ -12,6 +12,8 @@ from rich.console import Console
 from command import call
 from scram.cli import console as console_module
 
+pytestmark = pytest.mark.slow
+
 PICTURES = ("photo_a", "photo_b", "rebuilt", "matches_paper", "matches_default", "error", "demo")
 
 MEASURES = ("recall", "captured_mass", "output_error", "psnr_db")

@@ -12,6 +12,8 @@ from command import call
 from scram.cli import denoise as denoise_module
 from scram.cli.features import sample_pair
 
+pytestmark = pytest.mark.slow
+
 
 def noisy_ramp(channels, sigma):
     line = torch.linspace(0, 1, 48)

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
 import torch
 
 from command import call
 from scram.cli import figures as figures_module
+
+pytestmark = pytest.mark.slow
 
 
 def test_figures_show_what_the_paper_claims(tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from command import call
 from scram.cli import denoise as denoise_module
 from scram.cli.features import read_picture, sample_pair
 
+pytestmark = pytest.mark.slow
+
 
 def test_match_finds_a_moved_picture(pair, tmp_path):
     code, printed, complaints = call(

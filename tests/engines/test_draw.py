@@ -8,7 +8,7 @@ import torch
 import plain
 from plain_estimators import assert_close, made_by
 
-SNIS_ROWS = ["Snis-rank-2", "Snis-unequal-grids", "Snis-causal,-masked,-separated"]
+SNIS_ROWS = ["Snis-rank-2", "Snis-unequal-grids", "Snis-causal,-masked,-separated", "Snis-one-row-fully-masked"]
 
 
 @pytest.mark.parametrize("name", SNIS_ROWS)

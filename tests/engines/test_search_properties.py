@@ -2,11 +2,14 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scram
+
+pytestmark = pytest.mark.slow
 
 EXTENTS = {1: 12, 2: 5, 3: 4, 4: 3}
 

@@ -5,6 +5,8 @@ import pytest
 import photos
 import scram
 
+pytestmark = pytest.mark.slow
+
 PAPER = scram.Search.paper
 BOTH = "both + gossip 8"
 

@@ -17,6 +17,8 @@ triton = pytest.importorskip("triton")
 from scram import dispatch  # noqa: E402
 from scram.engines.gpu import attend_keys, block_sizes, launch, noise, sample, search, windows  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = ("softmax", "mean", "relu")
 PROPAGATE = ("shift", "stay", "both", "turns")

@@ -12,6 +12,8 @@ import pytest
 
 import scram
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[2]
 GPU = Path(scram.__file__).parent / "engines" / "gpu"
 PARTS = 2
