@@ -74,8 +74,8 @@ class Trust:
     num_queries: int
     queries: int
     settings: str
-    samples = renamed_attribute("tail_samples")
-    sample = renamed_attribute("num_queries")
+    samples = renamed_attribute("samples", "tail_samples")
+    sample = renamed_attribute("sample", "num_queries")
 
     @property
     def verdicts(self) -> list[list[str]]:
