@@ -46,33 +46,15 @@ class GridAttention(Searching):
 
     @explains
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = True,
-        *,
-        search: Search | None = Search(),  # noqa: B008 - frozen
-        radius: int | Sequence[int] = 1,
-        causal: bool = False,
-        scale: float | None = None,
-        score: Score = "dot",
-        keep_matches: bool = False,
-        warm_search: Search | None = None,
-        estimator: Estimator | None = None,
-        window: str = "query",
-        impl: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
+        add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = True, *,
+        search: Search | None = Search(), radius: int | Sequence[int] = 1, causal: bool = False,  # noqa: B008 - frozen
+        scale: float | None = None, score: Score = "dot", keep_matches: bool = False, warm_search: Search | None = None,
+        estimator: Estimator | None = None, window: str = "query", impl: str = "auto",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(search, warm_search, radius, keep_matches, window, impl)
-        fits.heads(embed_dim, num_heads)
-        fits.batch_first(batch_first)
+        fits.layout(embed_dim, num_heads, batch_first)
         errors.dropout(dropout)
         errors.scale(scale)
         errors.score(score)
@@ -118,7 +100,7 @@ class GridAttention(Searching):
         >>> GridAttention.from_mha(mha, radius=2).num_heads
         4
         """
-        fits.multi_head(mha)
+        errors.instance("mha", mha, nn.MultiheadAttention, "torch.nn.MultiheadAttention")
         layer = cls(
             mha.embed_dim,
             mha.num_heads,
@@ -257,7 +239,7 @@ class GridAttention(Searching):
     ) -> Tensor:
         """The same attention over every key, by torch."""
         if callable(self.score):
-            raise fits.dense_callable()
+            raise ValueError("search=None is torch's own attention, which takes no callable score; use 'dot' or 'l2'")
         if causal:
             errors.order(q, k, causal)
         grid, flat = q.shape[2:-1], [x.flatten(2, -2) for x in (q, k, v)]
