@@ -179,9 +179,9 @@ def trust(
     wanted = measure.sample_queries(q, num_queries, seed)
     found = measure.recall_of_each(q, k, matches, separation=search.separation, sample=num_queries, seed=seed, **how)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
-    parts = _Missed(_Dense(q, k, causal, key_mask, score, wanted), v, extra, matches, window, factor, tail_samples)
-    shape = (*q.shape[:2], len(wanted))
-    mass, error, square, size, hybrid = (x.reshape(shape) for x in parts.of_each())
+    missed = _Missed(_Dense(q, k, causal, key_mask, score, wanted), v, extra, matches, window, factor, tail_samples)
+    parts = zip(*(missed.of_each(row, at) for row, at in missed.dense.chunks()), strict=True)
+    mass, error, square, size, hybrid = (torch.cat(x).reshape(*q.shape[:2], len(wanted)) for x in parts)
     points, some = math.prod(grid_of(q)), mass.isfinite()
     settings = replace(search, method=search.resolved_method(prepare_query(q[:0], score)))
     return Trust(
@@ -211,13 +211,8 @@ class _Missed:
         self.index, self.key_grid = matches.index.flatten(0, 1).flatten(1, -2), matches.key_grid
         self.place = coordinates(torch.arange(dense.keys, device=v.device), matches.key_grid)
 
-    def of_each(self) -> list[Tensor]:
-        """Mass, relative error, squared error, squared size of the output, and predicted error of the hybrid."""
-        parts = [self._chunk(row, at) for row, at in self.dense.chunks()]
-        empty = torch.zeros(0, device=self.values.device)
-        return [torch.cat(part) for part in zip(*parts, strict=True)] if parts else [empty] * 5
-
-    def _chunk(self, row: int, at: Tensor) -> tuple[Tensor, ...]:
+    def of_each(self, row: int, at: Tensor) -> tuple[Tensor, ...]:
+        """Mass, relative error, squared error, squared size of the output, and predicted error of the hybrid: [C]."""
         dense, source = self.dense, self.dense.key_row(row)
         legal, inside = dense.legal(row, at), self._inside(row, at)
         keys, values = dense.shown(dense.k[source], row), dense.shown(self.values[source], row)

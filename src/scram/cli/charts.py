@@ -113,14 +113,9 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
 
 
 def lines(
-    axes: Axes,
-    values: Mapping[str, Sequence[tuple[Any, float]]],
-    title: str,
-    xlabel: str,
-    ylabel: str,
-    legend: bool = True,
+    axes: Axes, values: Mapping[str, Sequence[tuple[Any, float]]], title: str, xlabel: str, ylabel: str,
     pairs: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Plain lines over categories or numbers; `pairs` gives every two the same colour, the first of them dashed."""
     for number, (name, points) in enumerate(values.items()):
         kind = number // 2 if pairs else number
@@ -131,5 +126,3 @@ def lines(
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(True, color="#dddddd", linewidth=0.6)
-    if legend:
-        axes.legend(fontsize=8, framealpha=0.8, edgecolor="none")

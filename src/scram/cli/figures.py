@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor
 
 from .. import measure
@@ -13,7 +12,7 @@ from ..api import attend, search
 from ..exact import exact_attention
 from ..types import Matches, Search
 from . import charts, pictures
-from .console import Numbers, Report, counted, explained, progress
+from .console import Numbers, Report, counted, explained, numbers_table, progress
 from .features import PatchFeatures, sample_pair
 from .match import find, own_places, pair_of
 from .pictures import INK, Panel
@@ -45,11 +44,9 @@ def run(out: Path, names: list[str], size: int, data: Path | None, seed: int) ->
             numbers[name] = makers[name](out / f"{name}.png")
     measures = {"sweeps": ("recall@1",), "curves": ("recall@1", "captured mass")}
     used = dict.fromkeys(measure for name in names for measure in measures.get(name, ()))
-    table = Table("figure", "claim", title="The paper's claims, tested", caption=explained(*used) or None)
-    table.add_column("measured", justify="right")
-    for name in names:
-        for claim, value in numbers[name]["claims"].items():
-            table.add_row(name, claim, f"{value:.3f}")
+    rows = [(name, claim, f"{value:.3f}") for name in names for claim, value in numbers[name]["claims"].items()]
+    headings, title = ("figure", "claim", "measured"), "The paper's claims, tested"
+    table = numbers_table(headings, rows, title, explained(*used), left=2)
     return Report(numbers, [table], f"figures: {', '.join(str(out / f'{name}.png') for name in names)}")
 
 
@@ -267,7 +264,7 @@ def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Nu
     }
     for place, (name, (title, x, y)) in enumerate(titles.items()):
         axes = figure.add_subplot(1, 3, place + 1)
-        charts.lines(axes, lines[name], title, x, y, legend=False, pairs=name == "recall")
+        charts.lines(axes, lines[name], title, x, y, pairs=name == "recall")
         axes.set_ylim(-0.02, 1.02)
         axes.set_xticks([n for n, _ in next(iter(lines[name].values()))])
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=9, frameon=False)
