@@ -99,12 +99,11 @@ def draw(rows: list[Numbers], path: Path, size: int) -> None:
     figure = charts.new_figure(5.6 * len(kinds), 8.6, title)
     labels = {"recall": "recall@1", "output_error": "relative error of the output"}
     for place, (quantity, kind) in enumerate(product(labels, kinds), 1):
-        whole, what = size, "side of the shuffled blocks of keys, points"
-        if kind == "synthetic field":
-            whole, what = 0, "correlation length, points"
+        shuffled = kind != "synthetic field"
+        what = "side of the shuffled blocks of keys, points" if shuffled else "correlation length, points"
         values: dict[str, list[tuple[str, float]]] = {}
         for row in (row for row in rows if row["kind"] == kind):
-            degree = "whole" if row["degree"] == whole != 0 else str(row["degree"])
+            degree = "whole" if shuffled and row["degree"] == size else str(row["degree"])
             values.setdefault(row["search"], []).append((degree, row[quantity]))
         axes = figure.add_subplot(2, len(kinds), place)
         charts.lines(axes, values, kind, what, labels[quantity])

@@ -58,7 +58,7 @@ def numbers_table(
     """A table with names in the first `left` columns and numbers, aligned to the right, in the others."""
     table = Table(title=title, caption=caption or None, show_header=any(headings))
     for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place < left else "right")
+        table.add_column(heading, justify="left" if place < left else "right", no_wrap=place == 0)
     for row in rows:
         table.add_row(*row)
     return table

@@ -79,19 +79,15 @@ def maps(path: Path, seed: int = 0) -> Numbers:
         claims[f"rows whose maximum is in the {name} map"] = float(holds.float().mean())
         claims[f"share of the map kept by {name}"] = float((full * (sparse > 0)).sum(1).mean())
     title = f"Attention maps of {SIDE} queries and keys, the rank-{RANK} SVD of a photograph"
-    figure = charts.new_figure(15, 4.9, title)
+    figure, most = charts.new_figure(15, 4.9, title), float(full.max().sqrt())
     for place, (name, one) in enumerate(shown.items()):
         axes = figure.add_subplot(1, 3, place + 1)
-        image = axes.imshow(
-            one.sqrt().numpy(), cmap="cividis", vmin=0, vmax=float(full.max().sqrt()), interpolation="nearest"
-        )
+        image = axes.imshow(one.sqrt().numpy(), cmap="cividis", vmin=0, vmax=most, interpolation="nearest")
         axes.set_title(f"{name}: {int((one > 0).sum(1).float().mean())} keys a row", loc="left", fontsize=11, color=INK)
         axes.set(xlabel="key", ylabel="query")
     bar = figure.colorbar(image, ax=figure.axes, shrink=0.8, label="attention p (colour by its square root)")
-    ticks = [0, 0.01, 0.05, 0.2, 0.5, 1]
-    bar.set_ticks(
-        [t**0.5 for t in ticks if t <= float(full.max())], labels=[f"{t:g}" for t in ticks if t <= float(full.max())]
-    )
+    ticks = [t for t in (0, 0.01, 0.05, 0.2, 0.5, 1) if t <= float(full.max())]
+    bar.set_ticks([t**0.5 for t in ticks], labels=[f"{t:g}" for t in ticks])
     figure.savefig(path)
     return {"scale": scale, "claims": claims}
 

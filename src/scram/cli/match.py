@@ -160,8 +160,9 @@ def run(
         plain = {"a": plain_share(picture_a, settings.patch), "b": plain_share(picture_b, settings.patch)}
         impl = dispatch.choose(impl, pair.q.device, pair.q.dtype).name
         step(f"search and attend, {grid_of(pair.a)} pixels")
-        searched = ("matches", "separation", "sweeps", "seed")
-        how = Search(**{name: getattr(settings, name) for name in searched})
+        how = Search(
+            matches=settings.matches, separation=settings.separation, sweeps=settings.sweeps, seed=settings.seed
+        )
         found = find(pair, how, settings.radius, settings.scale, impl)
         whole = perf_counter() - start
         seconds = {"features": whole - sum(found.seconds.values()), **found.seconds, "all": whole}

@@ -8,9 +8,9 @@ import json
 import signal
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -33,8 +33,9 @@ from .provenance import made_with
 SCALE = 100.0  # of unit features, so that a softmax has peaks; times do not depend on it
 SAMPLE, RECALL_SAMPLE = 256, 500  # queries that error and recall are measured on, on a GPU or small grids
 SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
-LARGEST_INDEX = 256  # side of the largest picture that nearest-neighbour libraries index
-LARGEST_MASK = 1024  # and for FlexAttention, which makes a mask from all pairs, several times to tune it
+# Side of the largest picture of each part: FlexAttention makes a mask from all pairs, several times to tune it, and
+# nearest-neighbour libraries build an index.
+LARGEST = {"forward": inf, "flex": 1024, "search": 256, "backward": inf}
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
 ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once
@@ -60,15 +61,9 @@ class Case:
 
 def cases(sizes: tuple[int, ...], widths: tuple[int, ...], device: str, parts: tuple[str, ...]) -> Iterator[Case]:
     """The paper's figure first, each part from small to large: a run that is cut short has the most important rows."""
-    largest = {
-        "forward": inf,
-        "flex": LARGEST_MASK if device == "cuda" else 0,
-        "search": LARGEST_INDEX,
-        "backward": inf,
-    }
-    for part in (part for part in largest if part in parts):
+    for part in (part for part in LARGEST if part in parts and (part != "flex" or device == "cuda")):
         kind = "search" if part == "search" else "attention"
-        some = [size for size in sizes if size <= largest[part]]
+        some = [size for size in sizes if size <= LARGEST[part]]
         for size, width, name in product(some, widths, contenders(part, parts)):
             yield Case(kind, name, size, width, part == "backward")
 
@@ -139,16 +134,6 @@ class Limits:
     longest: float
     budget: float = inf
     row: float = inf
-
-
-def measure_all(todo: Sequence[Case], pictures: Pictures, results: Results, limits: Limits) -> Iterator[Case]:
-    """Measure what has no time yet; yields each case before its turn comes."""
-    start = perf_counter()
-    for case in todo:
-        yield case
-        if "seconds" not in results.rows.get(case.name, {}):
-            left = limits.budget - (perf_counter() - start)
-            results.put(case, run(case, pictures, results.rows, replace(limits, budget=left)))
 
 
 def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -> Row:

@@ -180,16 +180,6 @@ def natten(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out[..., : v.shape[-1]].to(v.dtype).movedim(3, 1).contiguous()
 
 
-def natten_allows(size: int) -> Allows:
-    """The square of keys around the query, moved inward at the border."""
-
-    def near(i: Tensor, j: Tensor) -> Tensor:
-        first = (i - NEIGHBOURS // 2).clamp(0, size - NEIGHBOURS)
-        return (j >= first) & (j < first + NEIGHBOURS)
-
-    return lambda b, h, i, j: near(i // size, j // size) & near(i % size, j % size)
-
-
 ATTENTIONS: dict[str, Attention] = {
     **{name: scram(settings) for name, settings in SETTINGS.items()},
     "full attention": full,
