@@ -37,7 +37,7 @@ BELOW = {
     "dispatch": {"cpu", "engines", "errors", "gpu", "reference", "types"},
     "ops": SHARED | {"dispatch", "errors"},
     "validate": {"dispatch", "engines", "errors", "layout_hints", "ops", "types"},
-    "api": SHARED | {"arguments", "dispatch", "errors", "estimators", "ops", "precision", "validate"},
+    "api": SHARED | {"arguments", "dispatch", "errors", "estimators", "layout_hints", "ops", "precision", "validate"},
     "exact": {"_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"errors", "exact", "grid", "scoring", "types"},
     "nn": {"api", "arguments", "layout_hints", "dispatch", "errors", "estimators", "scoring", "types"},
