@@ -91,7 +91,7 @@ def test_an_old_name_works_with_a_warning():
 
 class Holder:
     new = 7
-    old = renamed_attribute("new")
+    old = renamed_attribute("old", "new")
 
 
 def test_an_old_attribute_works_with_a_warning():

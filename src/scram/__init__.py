@@ -11,40 +11,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import dispatch, measure, nn, patch
-    from .api import attend, attention, estimate, search
+    from .api import attend, attention, clear_caches, estimate, search
     from .estimators import Estimate, Hybrid, MetropolisHastings, Snis
     from .exact import exact_attention, exact_search, merge
     from .patch import patch_sdpa
     from .trust import Trust, trust
     from .types import Attended, Matches, Search
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
-    "Attended",
-    "Estimate",
-    "Hybrid",
-    "Matches",
-    "MetropolisHastings",
-    "Search",
-    "Snis",
-    "Trust",
-    "attend",
-    "attention",
-    "dispatch",
-    "estimate",
-    "exact_attention",
-    "exact_search",
-    "measure",
-    "merge",
-    "nn",
-    "patch",
-    "patch_sdpa",
-    "search",
-    "trust",
-]
+    "Attended", "Estimate", "Hybrid", "Matches", "MetropolisHastings", "Search", "Snis", "Trust", "attend", "attention",
+    "clear_caches", "dispatch", "estimate", "exact_attention", "exact_search", "measure", "merge", "nn", "patch",
+    "patch_sdpa", "search", "trust",
+]  # fmt: skip
 # The names that each module defines; every other public name is a module itself.
 _DEFINED = {
-    "api": ("attend", "attention", "estimate", "search"),
+    "api": ("attend", "attention", "clear_caches", "estimate", "search"),
     "estimators": ("Estimate", "Hybrid", "MetropolisHastings", "Snis"),
     "exact": ("exact_attention", "exact_search", "merge"),
     "patch": ("patch_sdpa",),
@@ -57,17 +39,21 @@ class _Package(ModuleType):
     """Imports a public name when it is first used and keeps it."""
 
     def __getattr__(self, name: str) -> object:
+        if name == "pick":
+            from .arguments import warn_renamed
+
+            warn_renamed("scram.pick", "scram.dispatch", stacklevel=3)
+            return self.dispatch
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = next((module for module, names in _DEFINED.items() if name in names), None)
-        module = import_module(f".{home or name}", __name__)
-        setattr(self, name, getattr(module, name) if home else module)
+        home = next((module for module, names in _DEFINED.items() if name in names), name)
+        module = import_module(f".{home}", __name__)
+        setattr(self, name, getattr(module, name, module))
         return self.__dict__[name]
 
     def __setattr__(self, name: str, value: object) -> None:
         # Python stores an imported submodule in its package; the function `trust` stays before the module of that name.
-        hides = name == "trust" and isinstance(value, ModuleType)
-        super().__setattr__(name, getattr(value, name) if hides else value)
+        super().__setattr__(name, getattr(value, "trust", value) if name == "trust" else value)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})

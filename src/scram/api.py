@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import dispatch, draws, errors, ops, validate
+from . import dispatch, draws, errors, layout_hints, ops, validate
 from .arguments import explains
 from .calls import AttendCall, DrawnTail, DrawnTailCall, SampleCall, Sampled, ScoreFunction, SearchCall
 from .engines import EngineSpec
@@ -220,6 +220,17 @@ def estimate(
     if isinstance(method, Hybrid):
         return _hybrid(spec, inputs, matches.index, method, radii)
     return _sample(spec, inputs, matches.index, method)
+
+
+def clear_caches() -> None:
+    """Empty every cache of the package: kinds of calls that were valid, layouts warned about, what engines keep.
+
+    The next call of a kind is validated again, and a GPU kernel is looked up again. Results never change.
+    """
+    validate.clear_caches()
+    dispatch.clear_caches()
+    layout_hints.clear()
+    draws.cell_counts.cache_clear()
 
 
 class _Inputs(NamedTuple):

@@ -59,15 +59,13 @@ def unknown_arguments(function: str, names: Iterable[str], known: Iterable[str])
 def _way_out(name: str, known: list[str]) -> str:
     from .types import Search
 
-    ways = dict(ELSEWHERE.get(name, {}))
+    ways = ELSEWHERE.get(name, {})
     if name in Search.__dataclass_fields__:
-        ways.setdefault("search", f"use search=scram.Search({name}=...)")
-        ways.setdefault("", f"use search=scram.Search({name}=...) where the search is chosen")
-    for needs, way in ways.items():
-        if needs in known or not needs:
-            return way
+        use = f"use search=scram.Search({name}=...)"
+        ways = {"search": use, "": f"{use} where the search is chosen", **ways}
+    way = next((ways[needs] for needs in (*known, "") if needs in ways), "")
     near = get_close_matches(name, known, 1)
-    return f"use {near[0]}=" if near else f"it takes {', '.join(known)}"
+    return way or (f"use {near[0]}=" if near else f"it takes {', '.join(known)}")
 
 
 def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -76,11 +74,11 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for old in [name for name in kwargs if name in names]:
+            for old in [name for name in names if name in kwargs]:
                 new = names[old]
                 if new in kwargs:
                     raise TypeError(f"{function.__name__}() takes {new}= or its old name {old}=, not both")
-                warnings.warn(_is_now(function.__name__, f"{old}=", f"{new}="), DeprecationWarning, stacklevel=2)
+                warn_renamed(f"{function.__name__}: {old}=", f"{new}=", stacklevel=3)
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
@@ -89,21 +87,17 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def renamed_attribute(new: str) -> Any:
+def renamed_attribute(old: str, new: str) -> Any:
     """A property by the old name of an attribute, with a DeprecationWarning."""
 
-    class Old:
-        def __set_name__(self, owner: type, name: str) -> None:
-            self.owner, self.name = owner.__name__, name
+    def read(instance: Any) -> Any:
+        warn_renamed(f"{type(instance).__name__}: .{old}", f".{new}", stacklevel=3)
+        return getattr(instance, new)
 
-        def __get__(self, instance: Any, owner: type) -> Any:
-            if instance is None:
-                return self
-            warnings.warn(_is_now(self.owner, f".{self.name}", f".{new}"), DeprecationWarning, stacklevel=2)
-            return getattr(instance, new)
-
-    return Old()
+    return property(read)
 
 
-def _is_now(owner: str, old: str, new: str) -> str:
-    return f"{owner}: {old} is now {new}; the old name goes with the next version"
+def warn_renamed(old: str, new: str, stacklevel: int) -> None:
+    """`stacklevel` as in `warnings.warn`, counted from here."""
+    message = f"{old} is now {new}; the old name goes with the next version"
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)

@@ -58,12 +58,15 @@ def one_of(name: str, value: Any, allowed: Collection[str], hint: str = "") -> s
     return value
 
 
+def instance(name: str, value: Any, wanted: type, words: str, hint: str = "") -> None:
+    """A value of the type `wanted`, which the message calls `words`."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name} must be a {words}, got {type(value).__name__}{hint}")
+
+
 def settings(value: Any, wanted: type) -> None:
     """`wanted` is scram.Search; importing it here would take longer than the check."""
-    if not isinstance(value, wanted):
-        raise TypeError(
-            f"search must be a scram.Search, got {type(value).__name__}; for example scram.Search(matches=4)"
-        )
+    instance("search", value, wanted, "scram.Search", "; for example scram.Search(matches=4)")
 
 
 def enough_keys(q: Any, k: Any, matches: int) -> None:
@@ -122,11 +125,8 @@ def estimator(method: Any, pair: Any) -> None:
     """An estimator's settings. Extra keys are joined by the normaliser, so the method must estimate one."""
     from .estimators import Estimator
 
-    if not isinstance(method, Estimator):
-        raise TypeError(
-            "method must be a scram.Snis, scram.MetropolisHastings or scram.Hybrid, "
-            f"got {type(method).__name__}; for example scram.Hybrid(samples=512)"
-        )
+    words = "scram.Snis, scram.MetropolisHastings or scram.Hybrid"
+    instance("method", method, Estimator, words, "; for example scram.Hybrid(samples=512)")
     if "lse" not in method.reports and pair is not None:
         raise ValueError(
             f"extra must be None with {type(method).__name__}: it estimates no normaliser (lse), without which exact "
@@ -134,8 +134,12 @@ def estimator(method: Any, pair: Any) -> None:
         )
 
 
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def jumps(value: Any) -> tuple[int, ...]:
-    if isinstance(value, int) or not isinstance(value, Sequence) or isinstance(value, str):
+    if not _is_sequence(value):
         raise TypeError(f"jumps must be a sequence of ints such as (8, 4, 2, 1), got {value!r}")
     # No grid is wider than 2**31.
     return tuple(min(whole(f"jumps[{n}]", jump, 1), 2**31) for n, jump in enumerate(value))
@@ -212,14 +216,9 @@ def key_mask(q: Tensor, k: Tensor, mask: Any) -> None:
         return
     _tensor("key_mask", mask, "[B, *G']")
     if mask.dtype != torch.bool:
-        raise TypeError(
-            f"key_mask must be bool (True = may be attended), got {mask.dtype}; "
-            + (
-                "a float attention bias is not supported: SCRAM would have to search with it"
-                if mask.is_floating_point()
-                else "use key_mask.bool()"
-            )
-        )
+        bias = "a float attention bias is not supported: SCRAM would have to search with it"
+        hint = bias if mask.is_floating_point() else "use key_mask.bool()"
+        raise TypeError(f"key_mask must be bool (True = may be attended), got {mask.dtype}; {hint}")
     batch, heads, grid = q.shape[0], q.shape[1], tuple(k.shape[2:-1])
     want = (batch, *grid), (batch, heads, *grid)
     if tuple(mask.shape) not in want:
@@ -250,7 +249,7 @@ def weight(value: Any) -> None:
 
 def radius(value: Any, rank: int) -> tuple[int, ...]:
     """One radius per axis, from an int or a sequence of them."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if _is_sequence(value):
         if len(value) != rank:
             raise ValueError(f"radius must be an int or one int per grid axis ({rank}), got {len(value)} values")
         return tuple(min(whole(f"radius[{axis}]", b, 0), 2**31) for axis, b in enumerate(value))
@@ -269,11 +268,11 @@ def finite(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be finite, {bad} of its {x.numel()} values are NaN or infinite")
 
 
-def grid(value: Any) -> tuple[int, ...]:
+def grid(value: Any, name: str = "grid", example: str = " such as (14, 14)") -> tuple[int, ...]:
     """Extents of a grid of rank 1 to 4."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not 1 <= len(value) <= MAX_RANK:
-        raise ValueError(f"grid must be a sequence of 1 to {MAX_RANK} extents such as (14, 14), got {value!r}")
-    return tuple(whole(f"grid[{axis}]", extent, 1) for axis, extent in enumerate(value))
+    if not _is_sequence(value) or not 1 <= len(value) <= MAX_RANK:
+        raise ValueError(f"{name} must be a sequence of 1 to {MAX_RANK} extents{example}, got {value!r}")
+    return tuple(whole(f"{name}[{axis}]", extent, 1) for axis, extent in enumerate(value))
 
 
 def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
@@ -293,9 +292,7 @@ def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
 
 
 def dropout(value: Any) -> None:
-    _float("dropout_p", value)
-    if not 0 <= value < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {value}")
+    real("dropout_p", value, 0.0, 1.0, "[0, 1)")
 
 
 def matches_fields(index: Any, score: Any, key_grid: Any) -> tuple[int, ...]:
@@ -311,24 +308,21 @@ def matches_fields(index: Any, score: Any, key_grid: Any) -> tuple[int, ...]:
             f"index and score must share shape and device, got {tuple(index.shape)} on {index.device} "
             f"and {tuple(score.shape)} on {score.device}"
         )
-    if not isinstance(key_grid, Sequence) or isinstance(key_grid, str) or not 1 <= len(key_grid) <= MAX_RANK:
-        raise ValueError(f"key_grid must be a sequence of 1 to {MAX_RANK} extents, got {key_grid!r}")
-    grid = tuple(whole(f"key_grid[{axis}]", extent, 1) for axis, extent in enumerate(key_grid))
-    if index.ndim != len(grid) + 3:
+    extents = grid(key_grid, "key_grid", "")
+    if index.ndim != len(extents) + 3:
         raise ValueError(
-            f"index must be [B, H, *G, kappa] with {len(grid)} grid axes like key_grid, got {tuple(index.shape)}"
+            f"index must be [B, H, *G, kappa] with {len(extents)} grid axes like key_grid, got {tuple(index.shape)}"
         )
     if index.shape[-1] < 1:
         raise ValueError(f"index must hold at least one match per query, kappa >= 1, got {tuple(index.shape)}")
-    return grid
+    return extents
 
 
 def matches(name: str, q: Tensor, k: Tensor, found: Any) -> None:
     """`found` was made for queries and keys of these shapes."""
     from .types import Matches
 
-    if not isinstance(found, Matches):
-        raise TypeError(f"{name} must be a scram.Matches, got {type(found).__name__}; scram.search returns one")
+    instance(name, found, Matches, "scram.Matches", "; scram.search returns one")
     if found.index.shape[:-1] != q.shape[:-1]:
         raise ValueError(
             f"{name} must have one entry per query, [B, H, *G] = {tuple(q.shape[:-1])}, "
@@ -354,10 +348,7 @@ def query_sample(queries: Any, points: int) -> None:
 def _attended(name: str, value: Any) -> None:
     from .types import Attended
 
-    if not isinstance(value, Attended):
-        raise TypeError(
-            f"{name} must be a scram.Attended (out, lse), got {type(value).__name__}; scram.attend returns one"
-        )
+    instance(name, value, Attended, "scram.Attended (out, lse)", "; scram.attend returns one")
 
 
 def attended(name: str, q: Tensor, found: Attended, width: int | None = None) -> None:
@@ -365,8 +356,8 @@ def attended(name: str, q: Tensor, found: Attended, width: int | None = None) ->
     _attended(name, found)
     if found.lse.shape != q.shape[:-1]:
         raise ValueError(f"{name}.lse must be [B, H, *G] = {tuple(q.shape[:-1])}, got {tuple(found.lse.shape)}")
-    if width is not None and found.out.shape != (*q.shape[:-1], width):
-        want = (*q.shape[:-1], width)
+    want = (*q.shape[:-1], width)
+    if width is not None and found.out.shape != want:
         raise ValueError(f"{name}.out must be [B, H, *G, F] = {want}, got {tuple(found.out.shape)}")
 
 
@@ -395,8 +386,8 @@ def score_result(value: Any, want: tuple[int, ...]) -> Tensor:
 
 
 def reverse_mode_only(impl: str) -> NotImplementedError:
-    way_out = "use impl='reference'"
-    return NotImplementedError(f"impl={impl!r} has no forward-mode derivative (torch.func.jvp, forward_ad); {way_out}")
+    lacks = "has no forward-mode derivative (torch.func.jvp, forward_ad)"
+    return NotImplementedError(f"impl={impl!r} {lacks}; use impl='reference'")
 
 
 def first_order_only(impl: str) -> NotImplementedError:

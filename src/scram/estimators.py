@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -166,46 +167,42 @@ class Estimate:
     @property
     def warnings(self) -> list[str]:
         """What is wrong with the estimate, in words; empty when nothing is."""
-        found, samples = [], self.method.samples
-        broken = _share(self.out, lambda out: ~out.isfinite())
-        if broken:
-            found.append(f"{broken:.1%} of the outputs are NaN or infinite: so are q, k or v, or their scores")
-        low = _share(self.ess, lambda ess: ess < LOW_ESS * samples)
-        if low:
-            found.append(
-                f"effective samples under {LOW_ESS:.0%} of {samples} for {low:.1%} of the queries: a few keys carry "
-                "the estimate; lower alpha, widen bandwidth, or use Hybrid"
-            )
-        low = _share(self.acceptance, lambda acceptance: acceptance < LOW_ACCEPTANCE)
-        if low:
-            found.append(
-                f"acceptance under {LOW_ACCEPTANCE:.0%} for {low:.1%} of the queries: their walks hardly move; "
-                "lower bandwidth, or use Hybrid"
-            )
-        high = _share(self.rhat, lambda rhat: ~(rhat <= HIGH_RHAT))
-        if high:
-            found.append(
-                f"rhat over {HIGH_RHAT} for {high:.1%} of the queries: their walks have not met, and the shares of the "
-                "modes are biased; take more samples, or use Hybrid"
-            )
-        error = None if self.variance is None else _relative(self.variance, self.out)
-        high = _share(error, lambda error: (error > HIGH_ERROR) & (error < torch.inf))
-        if high:
-            found.append(
-                f"standard error over {HIGH_ERROR:.0%} of the size of out for {high:.1%} of the queries: take more "
-                "samples; where out is nearly 0, that may not be needed"
-            )
-        unknown = _share(self.variance, lambda variance: variance == torch.inf)
-        if unknown:
-            found.append(f"variance unknown for {unknown:.1%} of the outputs: too few samples count; take more")
-        return found
+        samples = self.method.samples
+        kinds: list[tuple[Tensor | None, Callable[[Tensor], Tensor], str]] = [
+            (self.out, lambda out: ~out.isfinite(),
+             "{} of the outputs are NaN or infinite: so are q, k or v, or their scores"),
+            (self.ess, lambda ess: ess < LOW_ESS * samples,
+             f"effective samples under {LOW_ESS:.0%} of {samples} for {{}} of the queries: a few keys carry the "
+             "estimate; lower alpha, widen bandwidth, or use Hybrid"),
+            (self.acceptance, lambda acceptance: acceptance < LOW_ACCEPTANCE,
+             f"acceptance under {LOW_ACCEPTANCE:.0%} for {{}} of the queries: their walks hardly move; lower "
+             "bandwidth, or use Hybrid"),
+            (self.rhat, lambda rhat: ~(rhat <= HIGH_RHAT),
+             f"rhat over {HIGH_RHAT} for {{}} of the queries: their walks have not met, and the shares of the modes "
+             "are biased; take more samples, or use Hybrid"),
+            (self._relative_error(), lambda error: (error > HIGH_ERROR) & (error < torch.inf),
+             f"standard error over {HIGH_ERROR:.0%} of the size of out for {{}} of the queries: take more samples; "
+             "where out is nearly 0, that may not be needed"),
+            (self.variance, lambda variance: variance == torch.inf,
+             "variance unknown for {} of the outputs: too few samples count; take more"),
+        ]  # fmt: skip
+        shares = [(float(bad(x.detach()).float().mean()), words) for x, bad, words in kinds if x is not None]
+        return [words.format(f"{share:.1%}") for share, words in shares if share > 0]  # NaN without any query
+
+    def _relative_error(self) -> Tensor | None:
+        """The standard error of each query's out over the size of out: [B, H, *G]."""
+        if self.variance is None:
+            return None
+        size = self.out.detach().to(self.variance.dtype).square().sum(-1)
+        spread = self.variance.sum(-1)
+        return torch.where(spread == 0, 0, spread / size).sqrt()
 
     def __str__(self) -> str:
         queries = self.out.numel() // max(self.out.shape[-1], 1)
         lines = [f"{type(self.method).__name__} estimate of {queries} queries: {self.method.samples} samples each"]
         if queries:
             lines += _line("effective samples", self.ess, smallest=True, form="{:.1f}")
-            error = None if self.variance is None else _relative(self.variance, self.out)
+            error = self._relative_error()
             lines += _line("standard error of out over its size", error, smallest=False, form="{:.2%}")
             lines += _line("acceptance", self.acceptance, smallest=True, form="{:.1%}")
             lines += _line("rhat", self.rhat, smallest=False, form="{:.3f}")
@@ -216,20 +213,6 @@ class Estimate:
         return f"Estimate(out {tuple(self.out.shape)} by {self.method})"
 
 
-def _share(x: Tensor | None, bad: object) -> float:
-    """Of the entries of x that are bad; 0 without any."""
-    if x is None or x.numel() == 0:
-        return 0.0
-    return float(bad(x.detach()).float().mean())  # type: ignore[operator]
-
-
-def _relative(variance: Tensor, out: Tensor) -> Tensor:
-    """The standard error of a query's out over the size of out."""
-    size = out.detach().to(variance.dtype).square().sum(-1)
-    spread = variance.sum(-1)
-    return torch.where(spread == 0, 0, spread / size).sqrt()
-
-
 def _line(name: str, x: Tensor | None, *, smallest: bool, form: str) -> list[str]:
     """Median and worst query of a diagnostic, or nothing where there is none."""
     if x is None:
@@ -237,8 +220,7 @@ def _line(name: str, x: Tensor | None, *, smallest: bool, form: str) -> list[str
     x = x.detach().double()
     flat = torch.where(x.isnan(), -torch.inf if smallest else torch.inf, x).flatten()
     at = int(flat.argmin() if smallest else flat.argmax())
-    queries = x[0, 0].numel()
-    row, query = divmod(at, queries)
+    row, query = divmod(at, x[0, 0].numel())
     batch, head = divmod(row, x.shape[1])
     middle, worst = form.format(float(flat.median())), form.format(float(flat[at]))
     return [f"{name}: median {middle}, worst {worst} (batch {batch}, head {head}, query {query})"]

@@ -23,17 +23,9 @@ CHUNK_ELEMENTS = 1 << 23  # of the score matrix at a time
 @explains
 @ignores_autocast
 def exact_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    scale: float | None = None,
-    score: Score = "dot",
-    weight: str = "softmax",
-    queries: Tensor | None = None,
-) -> Attended:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
+    scale: float | None = None, score: Score = "dot", weight: str = "softmax", queries: Tensor | None = None,
+) -> Attended:  # fmt: skip
     """Dense attention of every query over every legal key, the truth that SCRAM approximates.
 
     Never holds an N x M matrix. Differentiable; the backward pass recomputes chunk by chunk. Transforms of `torch.func`
@@ -56,10 +48,8 @@ def exact_attention(
     errors.values(q, k, v)
     errors.weight(weight)
     errors.scale(scale)
-    _validate(q, k, causal, key_mask, score, queries)
+    dense, values = _Dense(q, k, causal, key_mask, score, queries), rows(v)
     factor = default_scale(scale, q.shape[-1], score, weight)
-    dense = _Dense(q, k, causal, key_mask, score, queries)
-    values = rows(v)
 
     def chunk(q_rows: Tensor, k_rows: Tensor, values: Tensor, row: int, at: Tensor) -> tuple[Tensor, Tensor]:
         source, legal = dense.key_row(row), dense.legal(row, at)
@@ -83,16 +73,9 @@ def exact_attention(
 @ignores_autocast
 @torch.no_grad()
 def exact_search(
-    q: Tensor,
-    k: Tensor,
-    *,
-    matches: int = 1,
-    separation: int = 0,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    score: Score = "dot",
-    queries: Tensor | None = None,
-) -> Matches:
+    q: Tensor, k: Tensor, *, matches: int = 1, separation: int = 0, causal: bool = False,
+    key_mask: Tensor | None = None, score: Score = "dot", queries: Tensor | None = None,
+) -> Matches:  # fmt: skip
     """The best keys of every query by brute force: greedily the best, then the best farther than `separation`.
 
     Ties go to the lower index. With `queries` (int64 [n]) the result has the query grid (n, 1, ..).
@@ -105,16 +88,13 @@ def exact_search(
     errors.queries_keys(q, k)
     matches, separation = errors.whole("matches", matches, 1), errors.whole("separation", separation, 0)
     errors.enough_keys(q, k, matches)
-    _validate(q, k, causal, key_mask, score, queries)
-    dense = _Dense(q, k, causal, key_mask, score, queries)
-    key_grid = grid_of(k)
+    dense, key_grid = _Dense(q, k, causal, key_mask, score, queries), grid_of(k)
     place = coordinates(torch.arange(dense.keys, device=q.device), key_grid)
     found = []
     for row, at in dense.chunks():
         a = dense.scores(dense.q[row, at], dense.k[dense.key_row(row)])
         # Below -inf there is nothing, so that a legal key of score -inf or NaN still comes before none at all.
-        open_ = dense.legal(row, at)
-        a = torch.where(a.isnan(), -torch.inf, a)
+        a, open_ = torch.where(a.isnan(), -torch.inf, a), dense.legal(row, at)
         keys, scores = [], []
         for _ in range(matches):
             some = open_.any(-1)
@@ -153,24 +133,19 @@ def merge(a: Attended, b: Attended) -> Attended:
     return Attended(out.to(a.out.dtype), torch.where(empty, -torch.inf, safe.log() + top))
 
 
-def _validate(
-    q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score, queries: Tensor | None
-) -> None:
-    errors.order(q, k, causal)
-    errors.key_mask(q, k, key_mask)
-    errors.score(score)
-    errors.query_sample(queries, math.prod(grid_of(q)))
-
-
 class _Dense:
     """Chunks of the score matrix: some queries of one row against all its keys."""
 
     def __init__(
         self, q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, score: Score, queries: Tensor | None
     ) -> None:
+        errors.order(q, k, causal)
+        errors.key_mask(q, k, key_mask)
+        errors.score(score)
+        points, self.keys = math.prod(grid_of(q)), math.prod(grid_of(k))
+        errors.query_sample(queries, points)
         self.heads, self.key_heads, self.score = q.shape[1], k.shape[1], score
-        self.keys = math.prod(grid_of(k))
-        self.wanted = torch.arange(math.prod(grid_of(q)), device=q.device) if queries is None else queries.to(q.device)
+        self.wanted = torch.arange(points, device=q.device) if queries is None else queries.to(q.device)
         self.legal_keys = LegalKeys.of(q, k, causal, key_mask)
         self.q, self.k = rows(prepare_query(q, score)), rows(prepare_key(k, score))
 

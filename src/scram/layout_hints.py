@@ -53,10 +53,8 @@ _seen: set[tuple[object, ...]] = set()
 
 def _is_new(*shapes: Sequence[int] | str) -> bool:
     """Whether they come for the first time; not while torch compiles, and not with symbolic extents."""
-    if torch.compiler.is_compiling():
-        return False
     try:
-        if shapes in _seen:
+        if torch.compiler.is_compiling() or shapes in _seen:
             return False
     except TypeError:  # a symbolic extent has no hash
         return False
@@ -91,29 +89,32 @@ def _attention_hint(q: tuple[int, ...], k: tuple[int, ...]) -> str:
         return f"{shape} looks like [B, h, w, heads, E], not [B, H, *G, E]; use q.movedim(-2, 1)"
     if len(grid) > 1 and width > 256 and width == grid[-1] > grid[0]:
         return f"{shape} looks like [B, H, E, h, w], not [B, H, *G, E]; use q.movedim(2, -1)"
-    found = _flattened(points) if len(grid) == 1 and k[1:-1] == q[1:-1] else None
-    if found is None:
+    flattened = _flattened(points) if len(grid) == 1 and k[1:-1] == q[1:-1] else None
+    if flattened is None:
         return ""
-    prefix, side = found
-    grid_of = f"unflatten(2, ({side}, {side}))"
-    mend = f"q.{grid_of}, k and v too"
+    prefix, side = flattened
+    mend = f"q.unflatten(2, ({side}, {side})), k and v too"
     if prefix:
         first = f"[:, :, :{prefix}]"
-        mend = f"q[:, :, {prefix}:].{grid_of}, k and v too; prefix tokens: pass them as extra=(k{first}, v{first})"
-    return f"{shape} is read as a 1-D grid, and {points} looks like {_sum(prefix, side)} flattened tokens; use {mend}"
+        mend = f"q[:, :, {prefix}:]{mend[1:]}; prefix tokens: pass them as extra=(k{first}, v{first})"
+    return _read_as_line(shape, points, prefix, side, mend)
 
 
 def _module_hint(query: tuple[int, ...], key: tuple[int, ...]) -> str:
     """The hint for [*G, C] and [*G', C], "" for none."""
-    found = _flattened(query[0]) if len(query) == 2 and key[:-1] == query[:-1] else None
-    if found is None:
+    flattened = _flattened(query[0]) if len(query) == 2 and key[:-1] == query[:-1] else None
+    if flattened is None:
         return ""
-    prefix, side = found
+    prefix, side = flattened
     mend = f"x.unflatten(1, ({side}, {side}))"
     if prefix:
-        mend = f"layer(x[:, {prefix}:].unflatten(1, ({side}, {side})), tokens=x[:, :{prefix}])"
-    shape = f"query [B, {', '.join(map(str, query))}]"
-    return f"{shape} is read as a 1-D grid, and {query[0]} looks like {_sum(prefix, side)} flattened tokens; use {mend}"
+        mend = f"layer(x[:, {prefix}:]{mend[1:]}, tokens=x[:, :{prefix}])"
+    return _read_as_line(f"query [B, {', '.join(map(str, query))}]", query[0], prefix, side, mend)
+
+
+def _read_as_line(shape: str, points: int, prefix: int, side: int, mend: str) -> str:
+    picture = f"{prefix} + {side} x {side}" if prefix else f"{side} x {side}"
+    return f"{shape} is read as a 1-D grid, and {points} looks like {picture} flattened tokens; use {mend}"
 
 
 def _flattened(points: int) -> tuple[int, int] | None:
@@ -122,12 +123,5 @@ def _flattened(points: int) -> tuple[int, int] | None:
     >>> _flattened(576), _flattened(577), _flattened(600), _flattened(49)
     ((0, 24), (1, 24), None, None)
     """
-    for prefix in PREFIXES if points >= 64 else ():
-        side = math.isqrt(points - prefix)
-        if side * side + prefix == points:
-            return prefix, side
-    return None
-
-
-def _sum(prefix: int, side: int) -> str:
-    return f"{prefix} + {side} x {side}" if prefix else f"{side} x {side}"
+    sides = {prefix: math.isqrt(points - prefix) for prefix in PREFIXES if points >= 64}
+    return next(((prefix, side) for prefix, side in sides.items() if side * side + prefix == points), None)

@@ -36,17 +36,10 @@ def sample_queries(q: Tensor, sample: int | None, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def recall(
-    q: Tensor,
-    k: Tensor,
-    matches: Matches,
-    *,
-    separation: int = 0,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    score: Score = "dot",
-    sample: int | None = None,
-    seed: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, matches: Matches, *, separation: int = 0,
+    causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot",
+    sample: int | None = None, seed: int = 0,
+) -> Tensor:  # fmt: skip
     """How many of the best keys were found.
 
     separation 0: the share of the kappa keys whose score reaches the exact kappa-th best, less 1e-5 relative.
@@ -56,20 +49,22 @@ def recall(
     >>> recall(q, k, exact_search(q, k))
     tensor([[1.]])
     """
-    how = {"causal": causal, "key_mask": key_mask, "score": score, "sample": sample, "seed": seed}
-    each = recall_of_each(q, k, matches, separation=separation, **how)
+    how: dict[str, Any] = {"separation": separation, "causal": causal, "key_mask": key_mask, "score": score}
+    each = recall_of_each(q, k, matches, sample=sample, seed=seed, **how)
     return _mean(each, ~each.isnan())
 
 
 @torch.no_grad()
-def recall_of_each(q: Tensor, k: Tensor, matches: Matches, *, separation: int = 0, **how: Any) -> Tensor:
+def recall_of_each(
+    q: Tensor, k: Tensor, matches: Matches, *, separation: int = 0, sample: int | None = None, seed: int = 0, **how: Any
+) -> Tensor:
     """As `recall`, with its arguments, of each query: [B, H, n]; NaN without a legal key.
 
     >>> q = k = torch.eye(4).reshape(1, 1, 2, 2, 4)
     >>> recall_of_each(q, k, exact_search(q, k))
     tensor([[[1., 1., 1., 1.]]])
     """
-    pairs = _Pairs(q, k, matches, separation, **how)
+    pairs = _Pairs(q, k, matches, separation, sample, seed, **how)
     if separation > 0:
         exact, found = (coordinates(x.clamp(0), pairs.key_grid) for x in (pairs.exact_key, pairs.found_key))
         near = within([c.unsqueeze(-1) for c in exact], [c.unsqueeze(-2) for c in found], separation)
@@ -86,18 +81,10 @@ def recall_of_each(q: Tensor, k: Tensor, matches: Matches, *, separation: int = 
 
 @torch.no_grad()
 def score_gap(
-    q: Tensor,
-    k: Tensor,
-    matches: Matches,
-    *,
-    scale: float | None = None,
-    separation: int = 0,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    score: Score = "dot",
-    sample: int | None = None,
-    seed: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, matches: Matches, *, scale: float | None = None, separation: int = 0,
+    causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot",
+    sample: int | None = None, seed: int = 0,
+) -> Tensor:  # fmt: skip
     """By how much the found scores fall short of the exact ones of the same rank, in nats: mean of scale * difference.
 
     Ranks at which either has no key are left out.
@@ -107,7 +94,7 @@ def score_gap(
     tensor([[0.]])
     """
     errors.scale(scale)
-    pairs = _Pairs(q, k, matches, separation, causal, key_mask, score, sample, seed)
+    pairs = _Pairs(q, k, matches, separation, sample, seed, causal=causal, key_mask=key_mask, score=score)
     both = (pairs.exact_key >= 0) & (pairs.found_key >= 0)
     gap = torch.where(both, pairs.exact_score - pairs.found_score, 0)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
@@ -116,17 +103,10 @@ def score_gap(
 
 @torch.no_grad()
 def captured_mass(
-    q: Tensor,
-    k: Tensor,
-    attended: Attended,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    score: Score = "dot",
-    sample: int | None = None,
-    seed: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, attended: Attended, *, scale: float | None = None,
+    causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot",
+    sample: int | None = None, seed: int = 0,
+) -> Tensor:  # fmt: skip
     """The share of the exact softmax that the attended keys hold: mean of exp(lse_S - lse_all).
 
     `attended` must come from weight="softmax" and no extra keys: they are not in the exact softmax over the grid.
@@ -138,28 +118,18 @@ def captured_mass(
     errors.queries_keys(q, k)
     errors.attended("attended", q, attended)
     wanted = sample_queries(q, sample, seed)
-    truth = exact_attention(
-        q, k, k[..., :1], causal=causal, key_mask=key_mask, scale=scale, score=score, queries=wanted
-    )
+    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score}
+    truth = exact_attention(q, k, k[..., :1], queries=wanted, **how)
     lse = attended.lse.flatten(2)[..., wanted]
     return _mean((lse - truth.lse).exp(), truth.lse > -torch.inf)
 
 
 @torch.no_grad()
 def output_error(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attended: Attended,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    score: Score = "dot",
-    weight: str = "softmax",
-    sample: int | None = None,
-    seed: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, attended: Attended, *, scale: float | None = None,
+    causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot", weight: str = "softmax",
+    sample: int | None = None, seed: int = 0,
+) -> Tensor:  # fmt: skip
     """||out - exact|| / ||exact|| over the queries of a head.
 
     >>> q = k = torch.eye(4).reshape(1, 1, 2, 2, 4)
@@ -170,19 +140,13 @@ def output_error(
     errors.values(q, k, v)
     errors.attended("attended", q, attended, v.shape[-1])
     wanted = sample_queries(q, sample, seed)
-    truth = exact_attention(
-        q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, weight=weight, queries=wanted
-    )
+    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score}
+    truth = exact_attention(q, k, v, weight=weight, queries=wanted, **how)
+    outs = (attended.out.flatten(2, -2)[:, :, wanted], truth.out)
     some = (truth.lse > -torch.inf).unsqueeze(-1)
-    wide = accumulator(q.dtype)
-    exact = torch.where(some, truth.out.to(wide), 0)
-    found = torch.where(some, attended.out.flatten(2, -2)[:, :, wanted].to(wide), 0)
-    return _norm(found - exact) / _norm(exact)
-
-
-def _norm(x: Tensor) -> Tensor:
-    """[B, H, n, F] -> [B, H]."""
-    return x.square().sum((-2, -1)).sqrt()
+    found, exact = (torch.where(some, out.to(accumulator(q.dtype)), 0).flatten(2) for out in outs)
+    distance, size = (x.square().sum(-1).sqrt() for x in (found - exact, exact))
+    return distance / size
 
 
 def _mean(x: Tensor, counted: Tensor) -> Tensor:
@@ -194,44 +158,30 @@ class _Pairs:
     """Exact and found keys of the sampled queries, [B, H, n, kappa], with their exact scores."""
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        matches: Matches,
-        separation: int,
-        causal: bool = False,
-        key_mask: Tensor | None = None,
-        score: Score = "dot",
-        sample: int | None = None,
-        seed: int = 0,
-    ) -> None:
+        self, q: Tensor, k: Tensor, matches: Matches, separation: int, sample: int | None, seed: int,
+        causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot",
+    ) -> None:  # fmt: skip
         errors.queries_keys(q, k)
         errors.matches("matches", q, k, matches)
         wanted = sample_queries(q, sample, seed)
         kappa, self.key_grid = matches.index.shape[-1], matches.key_grid
-        exact = exact_search(
-            q, k, matches=kappa, separation=separation, causal=causal, key_mask=key_mask, score=score, queries=wanted
-        )
+        how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "score": score, "queries": wanted}
+        exact = exact_search(q, k, matches=kappa, separation=separation, **how)
         shape = (*q.shape[:2], len(wanted), kappa)
         self.exact_key = exact.index.reshape(shape).long()
         q_rows, k_rows = rows(prepare_query(q, score)), rows(prepare_key(k, score))
         row = torch.arange(q_rows.shape[0], device=q.device)
         found = matches.index.flatten(2, -2)[:, :, wanted].long()
         on_grid = found.clamp(0, math.prod(self.key_grid) - 1)
-        allowed = LegalKeys.of(q, k, causal, key_mask).allows(
-            row.reshape(*q.shape[:2], 1, 1), wanted.unsqueeze(-1), on_grid
-        )
+        legal = LegalKeys.of(q, k, causal, key_mask)
+        allowed = legal.allows(row.reshape(*q.shape[:2], 1, 1), wanted.unsqueeze(-1), on_grid)
         self.found_key = torch.where((found == on_grid) & allowed, found, -1)  # off the grid or illegal is none
         source = key_row(row, q.shape[1], k.shape[1]).reshape(-1, 1, 1)
 
         def scores(key: Tensor) -> Tensor:
             chosen = key.clamp(0).reshape(len(row), len(wanted), kappa)
-            parts = [
-                pair_score(
-                    q_rows[:, wanted[at : at + 1024]].unsqueeze(2), k_rows[source, chosen[:, at : at + 1024]], score
-                )
-                for at in range(0, len(wanted), 1024)
-            ]
-            return torch.cat(parts, 1).reshape(shape)
+            parts = (slice(at, at + 1024) for at in range(0, len(wanted), 1024))
+            found = [pair_score(q_rows[:, wanted[at], None], k_rows[source, chosen[:, at]], score) for at in parts]
+            return torch.cat(found, 1).reshape(shape)
 
         self.exact_score, self.found_score = scores(self.exact_key), scores(self.found_key)

@@ -8,6 +8,8 @@ Imports neither Numba nor Triton.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
+from operator import attrgetter
 from types import NoneType
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -73,7 +75,10 @@ class Operator(Generic[Result]):
         self.name, self.call_type, self.result_type, self.grads_type, self.keep = name, call, result, grads, keep
         self.names = [field for field in call._fields if hints[field] != ScoreFunction | None]
         self.tensor_names = [field for field in self.names if "Tensor" in SCHEMA[hints[field]]]
-        self.setting_names = [field for field in self.names if field not in self.tensor_names]
+        setting_names = [field for field in self.names if field not in self.tensor_names]
+        assert self.names == self.tensor_names + setting_names, "the tensors of a call come before its settings"
+        self.tensors: Callable[[Any], tuple[Tensor | None, ...]] = attrgetter(*self.tensor_names)
+        self.settings: Callable[[Any], tuple[Any, ...]] = attrgetter(*setting_names)
         schema = ", ".join(f"{SCHEMA[hints[field]]} {field}" for field in self.names)
         returns = ", ".join(["Tensor"] * len(result._fields))  # type: ignore[attr-defined]
         self.op = self._define(name, f"({schema}, str impl) -> ({returns})", self._compute, self._shapes(shapes))
@@ -106,7 +111,7 @@ class Operator(Generic[Result]):
         elif torch.is_grad_enabled() and self._requires_grad(call):
             call = self._without_inference_tensors(call)
             if direct:
-                return self.result_type(*self.direct_function.apply(spec, call, *self._tensors(call)))
+                return self.result_type(*self.direct_function.apply(spec, call, *self.tensors(call)))
         if direct:
             return self._engine(spec.name)(call)  # type: ignore[no-any-return]
         run = self.function.apply if self.grads_type is not None and _compat.transformed() else self.op
@@ -115,9 +120,6 @@ class Operator(Generic[Result]):
     def _requires_grad(self, call: Any) -> bool:
         given = [getattr(call, name) for name in self.grads_type._fields]
         return any([x is not None and x.requires_grad for x in given])  # noqa: C419 - a list is faster
-
-    def _tensors(self, call: Any) -> list[Tensor | None]:
-        return [getattr(call, name) for name in self.tensor_names]
 
     @staticmethod
     def _define(name: str, schema: str, compute: Any, shapes: Any) -> Any:
@@ -160,8 +162,7 @@ class Operator(Generic[Result]):
         return tuple(result)
 
     def _direct_backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = self._gradients(ctx, grads)
-        return None, None, *[found.get(name) for name in self.tensor_names]
+        return None, None, *self._gradients(ctx, grads)
 
     def _shapes(self, shapes: Callable[[Any], tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         def run(*arguments: Any) -> tuple[Tensor, ...]:
@@ -180,41 +181,41 @@ class Operator(Generic[Result]):
         self._keep(ctx, self.call_type(*fields), output, impl)
 
     def _keep(self, ctx: Any, call: Any, output: Sequence[Tensor], impl: str) -> None:
-        _, _, *diagnostics = result = self.result_type(*output)
-        kept = [getattr(result, name) for name in self.keep]
-        ctx.save_for_backward(*self._tensors(call), *kept)
-        ctx.settings, ctx.impl = {name: getattr(call, name) for name in self.setting_names}, impl
-        ctx.mark_non_differentiable(*diagnostics)
+        result = self.result_type(*output)
+        ctx.save_for_backward(*self.tensors(call), *[getattr(result, name) for name in self.keep])
+        ctx.settings, ctx.impl = self.settings(call), impl
+        _, _, *diagnostics = output
+        if diagnostics:
+            ctx.mark_non_differentiable(*diagnostics)
 
     def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = self._gradients(ctx, grads)
-        return *[found.get(name) for name in self.names], None
+        return *self._gradients(ctx, grads), *[None] * len(ctx.settings), None
 
-    def _gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """The gradients of the call's tensors by name, from those of its results."""
-        given = dict(zip([*self.tensor_names, *self.keep], ctx.saved_tensors, strict=True))
-        kept = [given.pop(name) for name in self.keep]
-        call = self.call_type(**given, **ctx.settings)
+    def _gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the call's tensors, from those of its results."""
+        saved = iter(ctx.saved_tensors)
+        call = self.call_type(*islice(saved, len(self.tensor_names)), *ctx.settings)
         grad_out, grad_lse, *_ = grads
         if grad_out is None:
             grad_out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
         if grad_lse is None:
             grad_lse = call.v.new_zeros(call.q.shape[:-1], dtype=accumulator(call.v.dtype))
-        rest = (*kept, grad_out, grad_lse)
+        rest = (*saved, grad_out, grad_lse)  # what is left of them are the results kept
         # Where a graph is made of the backward pass the operator stands in it, to refuse a second derivative.
         if not torch.is_grad_enabled() and bypasses_dispatcher((*call, *rest)):
             found = self._engine_backward(ctx.impl)(call, *rest)
         else:
             run = self.backward_function.apply if _compat.transformed() else self.backward_op
             found = self.grads_type(*run(*self._fields(call), *rest, ctx.impl))
-        return {name: getattr(found, name) for name in found._fields if getattr(call, name) is not None}
+        given = zip(self.tensor_names, self.tensors(call), strict=True)
+        return [getattr(found, name) if x is not None and name in found._fields else None for name, x in given]
 
     def _without_inference_tensors(self, call: Any) -> Any:
         """Autograd keeps no tensor made under `torch.inference_mode`: those are copied."""
         if torch.compiler.is_compiling():
             return call
-        made = {name: getattr(call, name) for name in self.tensor_names}
-        return call._replace(**{name: x.clone() for name, x in made.items() if x is not None and x.is_inference()})
+        made = [name for name in self.tensor_names if (x := getattr(call, name)) is not None and x.is_inference()]
+        return call._replace(**{name: getattr(call, name).clone() for name in made}) if made else call
 
 
 def bypasses_dispatcher(arguments: Sequence[Any]) -> bool:

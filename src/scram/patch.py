@@ -72,14 +72,9 @@ class Report:
 
 
 def patch_sdpa(
-    *,
-    grid: Sequence[int],
-    prefix: int = 0,
-    search: Search = Search(),  # noqa: B008 - frozen
-    radius: int | Sequence[int] = 1,
-    window: str = "query",
-    impl: str = "auto",
-) -> AbstractContextManager[Report]:
+    *, grid: Sequence[int], prefix: int = 0, search: Search = Search(),  # noqa: B008 - frozen
+    radius: int | Sequence[int] = 1, window: str = "query", impl: str = "auto",
+) -> AbstractContextManager[Report]:  # fmt: skip
     """Inside, calls of `F.scaled_dot_product_attention` on that grid go to SCRAM, whoever makes them in this thread.
 
     A call is taken when queries and keys are `prefix` tokens followed by the points of the grid in row-major order. The
@@ -153,9 +148,10 @@ class _Patch(TorchFunctionMode):
         self.grid = errors.grid(grid)
         self.prefix = errors.whole("prefix", prefix, 0)
         errors.settings(search, Search)
-        self.radius = errors.radius(radius, len(self.grid))
-        self.search, self.impl = search, errors.one_of("impl", impl, errors.IMPLS)
-        self.window = errors.one_of("window", window, errors.WINDOWS)
+        errors.one_of("impl", impl, errors.IMPLS)
+        errors.one_of("window", window, errors.WINDOWS)
+        radii = errors.radius(radius, len(self.grid))
+        self.settings: dict[str, Any] = {"search": search, "radius": radii, "window": window, "impl": impl}
         self.tokens = prefix + math.prod(self.grid)
         self.report = Report()
         self.report_name = str(id(self.report))
@@ -202,16 +198,9 @@ class _Patch(TorchFunctionMode):
         return self.copies[code]
 
     def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
         """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
         how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         dense = partial(_compat.SDPA, **how)
@@ -226,20 +215,9 @@ class _Patch(TorchFunctionMode):
         mask = None
         if attn_mask is not None:
             mask = attn_mask.expand(*q.shape[:2], 1, self.tokens).reshape(*q.shape[:2], *self.grid)
-        out = api.attention(
-            q,
-            k,
-            v,
-            search=self.search,
-            radius=self.radius,
-            causal=is_causal,
-            key_mask=mask,
-            scale=scale,
-            extra=(k_extra, v_extra) if self.prefix else None,
-            dropout_p=dropout_p,
-            window=self.window,
-            impl=self.impl,
-        ).flatten(2, -2)
+        extra = (k_extra, v_extra) if self.prefix else None
+        same: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p}
+        out = api.attention(q, k, v, key_mask=mask, extra=extra, **same, **self.settings).flatten(2, -2)
         if self.prefix:
             seen = self.prefix if is_causal else self.tokens
             out = torch.cat([dense(first, heads[1][:, :, :seen], heads[2][:, :, :seen]), out], 2)

@@ -74,24 +74,22 @@ class Trust:
     num_queries: int
     queries: int
     settings: str
-    samples = renamed_attribute("tail_samples")
-    sample = renamed_attribute("num_queries")
+    samples = renamed_attribute("samples", "tail_samples")
+    sample = renamed_attribute("sample", "num_queries")
 
     @property
     def verdicts(self) -> list[list[str]]:
         """For each batch and head "sparse", "hybrid" or "dense"."""
-        sparse = (self.mass.low >= LEAST_MASS) & (self.median_error.high <= MOST_ERROR)
-        hybrid = self.hybrid_error <= MOST_HYBRID_ERROR
-        sparse &= self.cost.sparse < self.cost.dense
-        hybrid &= self.cost.hybrid < self.cost.dense
+        cheaper = self.cost.sparse < self.cost.dense, self.cost.hybrid < self.cost.dense
+        sparse = (self.mass.low >= LEAST_MASS) & (self.median_error.high <= MOST_ERROR) & cheaper[0]
+        hybrid = (self.hybrid_error <= MOST_HYBRID_ERROR) & cheaper[1]
         grade = torch.where(sparse, 0, torch.where(hybrid, 1, 2))
         return [[VERDICTS[n] for n in batch] for batch in grade.tolist()]
 
     @property
     def verdict(self) -> str:
         """The verdict for all heads together: that of the one that needs most."""
-        found = [VERDICTS.index(one) for batch in self.verdicts for one in batch]
-        return VERDICTS[max(found, default=0)]
+        return max((one for batch in self.verdicts for one in batch), key=VERDICTS.index, default=VERDICTS[0])
 
     @property
     def reason(self) -> str:
@@ -116,6 +114,7 @@ class Trust:
 
     def __str__(self) -> str:
         names = ("captured mass", "recall", "median error", "95th percentile")
+        intervals = (self.mass, self.recall, self.median_error, self.p95_error)
         lines = [
             f"SCRAM with {self.settings}, on {self.num_queries} of {self.queries} queries",
             "batch head  " + "  ".join(f"{name:20}" for name in names) + "  L2 error*  verdict",
@@ -123,26 +122,17 @@ class Trust:
         batch, heads = self.l2_error.shape
         for row in range(min(batch * heads, ROWS_SHOWN)):
             at = row // heads, row % heads
-            shown = "  ".join(_shown(x, at) for x in (self.mass, self.recall, self.median_error, self.p95_error))
+            each = [[float(x[at]) for x in interval] for interval in intervals]
+            shown = "  ".join(f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in each)
             verdict = self.verdicts[at[0]][at[1]]
             lines.append(f"{at[0]:5} {at[1]:4}  {shown}  {float(self.l2_error[at]):9.4f}  {verdict}")
         if batch * heads > ROWS_SHOWN:
             lines.append(f"  ... and {batch * heads - ROWS_SHOWN} more")
         cost = f"dense {self.cost.dense}, SCRAM at most {self.cost.sparse}, hybrid at most {self.cost.hybrid}"
-        return "\n".join(
-            [
-                *lines,
-                "* a point value, dominated by few queries; the others are with 95 % intervals",
-                f"keys scored per query: {cost}",
-                f"verdict: {self.reason}",
-            ]
-        )
+        note = "* a point value, dominated by few queries; the others are with 95 % intervals"
+        return "\n".join([*lines, note, f"keys scored per query: {cost}", f"verdict: {self.reason}"])
 
     __repr__ = __str__
-
-
-def _shown(x: Interval, at: tuple[int, int]) -> str:
-    return f"{float(x.value[at]):.3f} [{float(x.low[at]):.3f}, {float(x.high[at]):.3f}]"
 
 
 @renamed(samples="tail_samples", sample="num_queries")
@@ -150,23 +140,11 @@ def _shown(x: Interval, at: tuple[int, int]) -> str:
 @ignores_autocast
 @torch.no_grad()
 def trust(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    search: Search = Search(),  # noqa: B008 - frozen
-    radius: int | Sequence[int] = 1,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    scale: float | None = None,
-    score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None,
-    matches: Matches | None = None,
-    tail_samples: int = 512,
-    num_queries: int = 512,
-    seed: int = 0,
-    impl: str = "auto",
-) -> Trust:
+    q: Tensor, k: Tensor, v: Tensor, *, search: Search = Search(), radius: int | Sequence[int] = 1,  # noqa: B008 - frozen
+    causal: bool = False, key_mask: Tensor | None = None, scale: float | None = None, score: Score = "dot",
+    extra: tuple[Tensor, Tensor] | None = None, matches: Matches | None = None,
+    tail_samples: int = 512, num_queries: int = 512, seed: int = 0, impl: str = "auto",
+) -> Trust:  # fmt: skip
     """What SCRAM would miss on these tensors, exactly, on a seeded sample of queries: O(num_queries x M).
 
     Args:
@@ -191,10 +169,8 @@ def trust(
     errors.extra(q, k, v, extra)
     errors.scale(scale)
     window = errors.radius(radius, q.ndim - 3)
-    tail_samples, num_queries = (
-        errors.whole("tail_samples", tail_samples, 1),
-        errors.whole("num_queries", num_queries, 1),
-    )
+    tail_samples = errors.whole("tail_samples", tail_samples, 1)
+    num_queries = errors.whole("num_queries", num_queries, 1)
     how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "score": score}
     if matches is None:
         matches = api.search(q, k, search=search, impl=impl, **how)
@@ -203,23 +179,23 @@ def trust(
     wanted = measure.sample_queries(q, num_queries, seed)
     found = measure.recall_of_each(q, k, matches, separation=search.separation, sample=num_queries, seed=seed, **how)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
-    parts = _Missed(_Dense(q, k, causal, key_mask, score, wanted), v, extra, matches, window, factor, tail_samples)
-    shape = (*q.shape[:2], len(wanted))
-    mass, error, square, size, hybrid = (x.reshape(shape) for x in parts.of_each())
+    missed = _Missed(_Dense(q, k, causal, key_mask, score, wanted), v, extra, matches, window, factor, tail_samples)
+    parts = zip(*(missed.of_each(row, at) for row, at in missed.dense.chunks()), strict=True)
+    mass, error, square, size, hybrid = (torch.cat(x).reshape(*q.shape[:2], len(wanted)) for x in parts)
     points, some = math.prod(grid_of(q)), mass.isfinite()
     settings = replace(search, method=search.resolved_method(prepare_query(q[:0], score)))
     return Trust(
-        _mean(mass, points),
-        _mean(found, points),
-        _quantile(error, 0.5, points),
-        _quantile(error, 0.95, points),
-        (torch.where(some, square, 0).sum(-1) / torch.where(some, size, 0).sum(-1)).sqrt(),
-        hybrid.nanmedian(-1).values,
-        _cost(settings, matches, window, k, tail_samples),
-        tail_samples,
-        len(wanted),
-        points,
-        f"matches={matches.index.shape[-1]}, radius={radius}, sweeps={search.sweeps}",
+        mass=_mean(mass, points),
+        recall=_mean(found, points),
+        median_error=_quantile(error, 0.5, points),
+        p95_error=_quantile(error, 0.95, points),
+        l2_error=(torch.where(some, square, 0).sum(-1) / torch.where(some, size, 0).sum(-1)).sqrt(),
+        hybrid_error=hybrid.nanmedian(-1).values,
+        cost=_cost(settings, matches, window, k, tail_samples),
+        tail_samples=tail_samples,
+        num_queries=len(wanted),
+        queries=points,
+        settings=f"matches={matches.index.shape[-1]}, radius={radius}, sweeps={search.sweeps}",
     )
 
 
@@ -227,27 +203,16 @@ class _Missed:
     """Exact attention of the sampled queries, split into the keys that SCRAM attends and the rest."""
 
     def __init__(
-        self,
-        dense: _Dense,
-        v: Tensor,
-        extra: tuple[Tensor, Tensor] | None,
-        matches: Matches,
-        radius: tuple[int, ...],
-        scale: float,
-        samples: int,
-    ) -> None:
+        self, dense: _Dense, v: Tensor, extra: tuple[Tensor, Tensor] | None, matches: Matches,
+        radius: tuple[int, ...], scale: float, samples: int,
+    ) -> None:  # fmt: skip
         self.dense, self.values, self.radius, self.scale, self.samples = dense, rows(v), radius, scale, samples
         self.extra = None if extra is None else (rows(prepare_key(extra[0], dense.score)), rows(extra[1]))
         self.index, self.key_grid = matches.index.flatten(0, 1).flatten(1, -2), matches.key_grid
         self.place = coordinates(torch.arange(dense.keys, device=v.device), matches.key_grid)
 
-    def of_each(self) -> list[Tensor]:
-        """Mass, relative error, squared error, squared size of the output, and predicted error of the hybrid."""
-        parts = [self._chunk(row, at) for row, at in self.dense.chunks()]
-        empty = torch.zeros(0, device=self.values.device)
-        return [torch.cat(part) for part in zip(*parts, strict=True)] if parts else [empty] * 5
-
-    def _chunk(self, row: int, at: Tensor) -> tuple[Tensor, ...]:
+    def of_each(self, row: int, at: Tensor) -> tuple[Tensor, ...]:
+        """Mass, relative error, squared error, squared size of the output, and predicted error of the hybrid: [C]."""
         dense, source = self.dense, self.dense.key_row(row)
         legal, inside = dense.legal(row, at), self._inside(row, at)
         keys, values = dense.shown(dense.k[source], row), dense.shown(self.values[source], row)
@@ -314,13 +279,11 @@ def _quantile(x: Tensor, share: float, points: int) -> Interval:
     value = x.nanquantile(share, -1)
     if x.shape[-1] >= points:
         return Interval(value, value, value)
-    ordered = x.sort(-1).values  # NaN last
+    ordered = torch.where(x.isfinite(), x, torch.nan).sort(-1).values  # NaN last
     low, high = torch.empty_like(value), torch.empty_like(value)
     for at in [(b, h) for b in range(x.shape[0]) for h in range(x.shape[1])]:
         n = int(x[at].isfinite().sum())
-        first, last = _ranks(n, share)
-        low[at] = ordered[at][first] if n else torch.nan
-        high[at] = ordered[at][last] if n else torch.nan
+        low[at], high[at] = ordered[at][list(_ranks(n, share))]  # NaN where n is 0
     return Interval(value, low, high)
 
 
@@ -334,8 +297,7 @@ def _ranks(n: int, share: float) -> tuple[int, int]:
     law = torch.lgamma(torch.tensor(n + 1.0, dtype=torch.float64)) - torch.lgamma(counts + 1)
     law = (law - torch.lgamma(n - counts + 1) + counts * math.log(share) + (n - counts) * math.log1p(-share)).exp()
     below = law.cumsum(0)
-    first = int((below <= 0.025).sum()) - 1
-    last = int((below < 0.975).sum())
+    first, last = int((below <= 0.025).sum()) - 1, int((below < 0.975).sum())
     return max(first, 0), min(last, max(n - 1, 0))
 
 

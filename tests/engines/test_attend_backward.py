@@ -128,4 +128,6 @@ def test_many_small_gradients_are_summed_in_float32(impl, method):
         return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     for mine, exact in zip(grads(torch.bfloat16), grads(torch.float32), strict=True):
-        assert (mine - exact).norm() < 2**-8 * exact.norm()  # rounded once, at the end
+        # Rounded once, at the end; where q is bfloat16 for the engine too, once for the windows and once for the tail.
+        times = 2 if impl == "triton" and isinstance(method, scram.Hybrid) else 1
+        assert (mine - exact).norm() < times * 2**-8 * exact.norm()

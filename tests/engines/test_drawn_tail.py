@@ -42,7 +42,7 @@ def test_hybrid_in_plain_python(impl, widest, name):
         if m < left:
             spread = (r - r.mean(0)).square().sum(0)
             expected = (1 - m / left) * m / (m - 1) * spread if m >= 2 else expected + torch.inf
-        assert_close(variance[i], expected)
+        assert_close(variance[i], expected, of_largest=0.01)
 
 
 def features(*shape, seed=0, dtype=torch.float64):

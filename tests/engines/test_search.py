@@ -67,7 +67,7 @@ def test_shift_moves_the_neighbours_match_along(impl, axis, known):
     warm = scram.Matches(
         torch.where(along, right, 0).int().reshape(1, 1, *grid, 1), torch.zeros(1, 1, *grid, 1), tuple(grid)
     )
-    settings = scram.Search(sweeps=1, jumps=(1,), propagate="shift", gossip=0, seed=0)
+    settings = scram.Search("query", sweeps=1, jumps=(1,), propagate="shift", gossip=0, seed=0)
     q, k = q.reshape(1, 1, *grid, n), torch.eye(n).reshape(1, 1, *grid, n)
     found = scram.search(q, k, search=settings, warm=warm, impl=impl).index.flatten()
     assert torch.equal(found[right >= 0].long(), right[right >= 0])

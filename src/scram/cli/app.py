@@ -15,26 +15,23 @@ from .arguments import ALL_PARTS, BENCH_PATCH, BENCH_SIZES, FIGURES, PARTS, PHOT
 from .console import one_line_errors, output_folder
 
 
-def _flags_without_type(parameters: list[Any]) -> list[Any]:
-    """The parameters of a command; the help shows a flag without the type of a value, for it takes none."""
-    for one in parameters:
-        if getattr(one, "is_flag", False):
-            one.metavar = ""
-    return parameters
-
-
-class Command(TyperCommand):
-    """A command whose help shows flags as flags."""
+class PlainFlags:
+    """The help shows a flag without the type of a value, for it takes none."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _flags_without_type(super().get_params(ctx))
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for one in parameters:
+            if getattr(one, "is_flag", False):
+                one.metavar = ""
+        return parameters
 
 
-class Group(TyperGroup):
+class Command(PlainFlags, TyperCommand):
+    """One command."""
+
+
+class Group(PlainFlags, TyperGroup):
     """All commands. Errors of usage are one line too, not a box."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _flags_without_type(super().get_params(ctx))
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
         if not settings.get("standalone_mode", True):

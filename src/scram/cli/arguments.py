@@ -57,16 +57,14 @@ def check_pair(a: Path | None, b: Path | None, sample: str | None, truth: Path |
 
 def is_photograph(image: str) -> bool:
     """Whether the argument of `scram denoise` names a sample; otherwise it must be a file that can be opened."""
-    if Path(image).exists() or image not in PHOTOGRAPHS:
-        try:
-            check_readable(Path(image))
-        except FileNotFoundError:
-            names = ", ".join(PHOTOGRAPHS)
-            raise ValueError(
-                f"{image}: No such file or sample{_nearest(image, PHOTOGRAPHS)}; samples: {names}"
-            ) from None
-        return False
-    return True
+    if image in PHOTOGRAPHS and not Path(image).exists():
+        return True
+    try:
+        check_readable(Path(image))
+    except FileNotFoundError:
+        hint = f"{_nearest(image, PHOTOGRAPHS)}; samples: {', '.join(PHOTOGRAPHS)}"
+        raise ValueError(f"{image}: No such file or sample{hint}") from None
+    return False
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

@@ -1,8 +1,10 @@
 """`scram bench`: time and memory against the size of a picture, SCRAM beside its rivals."""
 
 import json
+from dataclasses import replace
 from math import inf
 from pathlib import Path
+from time import perf_counter
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn
@@ -10,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import INTERRUPTED, charts, measuring, not_installed
-from .console import console, explained, fail, progress_line
+from .console import console, explained, fail, numbers_table, progress_line
 from .features import sample_pair
 from .measuring import Case, Limits, Pictures, Results, Row
 
@@ -76,11 +78,15 @@ def _measure(todo: list[Case], pictures: Pictures, results: Results, limits: Lim
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("left"), TimeLeft(limits.budget),
     )  # fmt: skip
+    start = perf_counter()
     with progress_line(*columns, total=len(todo)) as (bar, task):
         try:
-            for number, case in enumerate(measuring.measure_all(todo, pictures, results, limits)):
+            for number, case in enumerate(todo):
                 name = f"{case.contender}, {case.size} x {case.size}, E={case.width}"
                 bar.update(task, completed=number, description=name)
+                if "seconds" not in results.rows.get(case.name, {}):
+                    left = replace(limits, budget=limits.budget - (perf_counter() - start))
+                    results.put(case, measuring.run(case, pictures, results.rows, left))
         except KeyboardInterrupt:
             return True
     return False
@@ -88,12 +94,8 @@ def _measure(todo: list[Case], pictures: Pictures, results: Results, limits: Lim
 
 def slopes(rows: list[Row]) -> dict[str, float]:
     """Exponents of time against the number of pixels."""
-    found = {}
-    for key, some in charts.series(rows).items():
-        value = measuring.slope(some)
-        if value is not None:
-            found[" ".join(map(str, key))] = value
-    return found
+    found = {" ".join(map(str, key)): measuring.slope(some) for key, some in charts.series(rows).items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def tables(rows: list[Row]) -> list[Table]:
@@ -109,21 +111,12 @@ def tables(rows: list[Row]) -> list[Table]:
 
 def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
     sizes = sorted({row["size"] for row in rows})
-    title = {"search": "search alone, index building included"}.get(
-        kind, "forward and backward" if backward else "forward"
-    )
-    result = Table(
-        title=f"width {width}, {title}, milliseconds, fastest call (MiB of peak memory)",
-        caption="slope: exponent of time against pixels; ~: too long, or no time left; continued from smaller sizes\n"
-        + explained("recall@1" if kind == "search" else "output error") * (not backward),
-    )
-    result.add_column("contender", no_wrap=True)
-    for size in sizes:
-        result.add_column(f"{size}x{size}", justify="right")
-    result.add_column("slope", justify="right")
-    quality = "recall" if kind == "search" else "output_error"
-    if not backward:
-        result.add_column("recall@1" if kind == "search" else "output error", justify="right")
+    part = "search alone, index building included" if kind == "search" else "forward" + " and backward" * backward
+    title = f"width {width}, {part}, milliseconds, fastest call (MiB of peak memory)"
+    note = "slope: exponent of time against pixels; ~: too long, or no time left; continued from smaller sizes\n"
+    quality, name = ("recall", "recall@1") if kind == "search" else ("output_error", "output error")
+    measured = () if backward else (name,)
+    lines = []
     for contender in dict.fromkeys(row["contender"] for row in rows):
         mine = {row["size"]: row for row in rows if row["contender"] == contender}
         slope = measuring.slope(list(mine.values()))
@@ -132,8 +125,9 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
         if not backward:
             values = [row[quality] for _, row in sorted(mine.items()) if row.get(quality) is not None]
             cells.append(f"{values[-1]:.3f}" if values else "-")
-        result.add_row(contender, *cells)
-    return result
+        lines.append((contender, *cells))
+    headings = ("contender", *(f"{size}x{size}" for size in sizes), "slope", *measured)
+    return numbers_table(headings, lines, title, note + explained(*measured))
 
 
 def _cell(row: Row | None) -> str:

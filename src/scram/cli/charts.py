@@ -1,6 +1,7 @@
 """Charts: lines in colours that everyone can tell apart, with a marker each, and log-log plots with slopes."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,10 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
         ("attention", True, "peak_bytes", "peak memory, forward and backward", "MiB"),
         ("search", False, "least", "search alone, index building included", "seconds"),
     ]
-    lines = series(rows)
-    panels = [[{k[3]: v for k, v in lines.items() if k[:3] == (one[0], n, one[1])} for n in widths] for one in wanted]
     shown = [
-        (one, row)
-        for one, row in zip(wanted, panels, strict=True)
-        if any(r.get(one[2]) for panel in row for some in panel.values() for r in some)
+        (kind, backward, quantity, name, unit)
+        for kind, backward, quantity, name, unit in wanted
+        if any(row.get(quantity) for row in rows if (row["kind"], row["backward"]) == (kind, backward))
     ]
     down, across = max(1, len(shown)), len(widths)
     machine = rows[0]["machine"]
@@ -73,13 +72,13 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
     note = "fastest of several calls; hollow: continued from smaller sizes" if continued else "fastest call"
     title = f"Attention over pictures: {where}; {note}"
     figure = new_figure(8.4 * across, 4.0 * down + 0.4, title, fontsize=14)
-    for line, ((_, _, quantity, name, unit), row) in enumerate(shown):
-        for column, (width, panel) in enumerate(zip(widths, row, strict=True)):
-            if any(r.get(quantity) for some in panel.values() for r in some):
-                axes = figure.add_subplot(down, across, line * across + column + 1)
-                _loglog(axes, panel, quantity)
-                axes.set_title(f"{name}; width {width}", loc="left", color=INK)
-                axes.set(xlabel="pixels = queries = keys", ylabel=unit)
+    for place, ((kind, backward, quantity, name, unit), width) in enumerate(product(shown, widths), 1):
+        panel = {contender: some for (*of, contender), some in series(rows).items() if of == [kind, width, backward]}
+        if any(row.get(quantity) for some in panel.values() for row in some):
+            axes = figure.add_subplot(down, across, place)
+            _loglog(axes, panel, quantity)
+            axes.set_title(f"{name}; width {width}", loc="left", color=INK)
+            axes.set(xlabel="pixels = queries = keys", ylabel=unit)
     figure.savefig(path)
 
 
@@ -113,14 +112,9 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
 
 
 def lines(
-    axes: Axes,
-    values: Mapping[str, Sequence[tuple[Any, float]]],
-    title: str,
-    xlabel: str,
-    ylabel: str,
-    legend: bool = True,
+    axes: Axes, values: Mapping[str, Sequence[tuple[Any, float]]], title: str, xlabel: str, ylabel: str,
     pairs: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Plain lines over categories or numbers; `pairs` gives every two the same colour, the first of them dashed."""
     for number, (name, points) in enumerate(values.items()):
         kind = number // 2 if pairs else number
@@ -131,5 +125,3 @@ def lines(
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(True, color="#dddddd", linewidth=0.6)
-    if legend:
-        axes.legend(fontsize=8, framealpha=0.8, edgecolor="none")

@@ -1,6 +1,7 @@
 """`scram coherence`: how much the search gains where neighbouring queries match neighbouring keys."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from .. import measure
 from ..api import attend, search
 from ..types import Search
 from . import charts
-from .console import Numbers, Report, explained, progress
+from .console import Numbers, Report, explained, numbers_table, progress
 from .provenance import made_with
 from .sets import matching, projected
 
@@ -96,33 +97,27 @@ def draw(rows: list[Numbers], path: Path, size: int) -> None:
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     title = f"What the search gains from spatial coherence ({size} x {size}, 8 sweeps)"
     figure = charts.new_figure(5.6 * len(kinds), 8.6, title)
-    for line, (quantity, label) in enumerate(
-        (("recall", "recall@1"), ("output_error", "relative error of the output"))
-    ):
-        for column, kind in enumerate(kinds):
-            mine = [row for row in rows if row["kind"] == kind]
-            values: dict[str, list[tuple[str, float]]] = {}
-            for row in mine:
-                degree = "whole" if kind != "synthetic field" and row["degree"] == size else str(row["degree"])
-                values.setdefault(row["search"], []).append((degree, row[quantity]))
-            axes = figure.add_subplot(2, len(kinds), line * len(kinds) + column + 1)
-            what = (
-                "correlation length, points"
-                if kind == "synthetic field"
-                else "side of the shuffled blocks of keys, points"
-            )
-            charts.lines(axes, values, kind, what, label, legend=False)
-            axes.set_ylim(-0.02, 1.02 if quantity == "recall" else None)
+    labels = {"recall": "recall@1", "output_error": "relative error of the output"}
+    for place, (quantity, kind) in enumerate(product(labels, kinds), 1):
+        shuffled = kind != "synthetic field"
+        what = "side of the shuffled blocks of keys, points" if shuffled else "correlation length, points"
+        values: dict[str, list[tuple[str, float]]] = {}
+        for row in (row for row in rows if row["kind"] == kind):
+            degree = "whole" if shuffled and row["degree"] == size else str(row["degree"])
+            values.setdefault(row["search"], []).append((degree, row[quantity]))
+        axes = figure.add_subplot(2, len(kinds), place)
+        charts.lines(axes, values, kind, what, labels[quantity])
+        axes.set_ylim(-0.02, 1.02 if quantity == "recall" else None)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
     figure.savefig(path)
 
 
 def _table(rows: list[Numbers], kind: str) -> Table:
     mine = [row for row in rows if row["kind"] == kind]
-    degrees = list(dict.fromkeys(row["degree"] for row in mine))
-    table = Table("search", title=f"{kind}: recall@1 by degree of coherence in points", caption=explained("recall@1"))
-    for degree in degrees:
-        table.add_column(str(degree), justify="right")
-    for name in dict.fromkeys(row["search"] for row in mine):
-        table.add_row(name, *(f"{row['recall']:.2f}" for row in mine if row["search"] == name))
-    return table
+    degrees = dict.fromkeys(str(row["degree"]) for row in mine)
+    lines = [
+        (name, *(f"{row['recall']:.2f}" for row in mine if row["search"] == name))
+        for name in dict.fromkeys(row["search"] for row in mine)
+    ]
+    title = f"{kind}: recall@1 by degree of coherence in points"
+    return numbers_table(("search", *degrees), lines, title, explained("recall@1"))

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import ENOTDIR
@@ -52,6 +52,18 @@ def console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if stream.isatty() else 120, soft_wrap=False)
 
 
+def numbers_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], title: str, caption: str = "", left: int = 1
+) -> Table:
+    """A table with names in the first `left` columns and numbers, aligned to the right, in the others."""
+    table = Table(title=title, caption=caption or None, show_header=any(headings))
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place < left else "right", no_wrap=place == 0)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def explained(*names: str) -> str:
     """One line for each measure: its name and what it means."""
     return "\n".join(f"{name}: {MEANING[name]}" for name in names)
@@ -72,14 +84,14 @@ def progress() -> Iterator[Step]:
         yield lambda stage: bar.reset(task, description=stage)
 
 
-def warn(message: str) -> None:
+def complain(message: str) -> None:
     """Print one line to stderr and go on."""
-    typer.echo(f"scram: warning: {' '.join(message.split())}", err=True)
+    typer.echo(f"scram: {' '.join(message.split())}", err=True)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """Print one line to stderr and leave with that exit code."""
-    typer.echo(f"scram: {' '.join(message.split())}", err=True)
+    complain(message)
     raise typer.Exit(code)
 
 

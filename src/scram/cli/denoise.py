@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import exp, log10
+from math import exp
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,10 +16,10 @@ from torch import Tensor
 from ..api import attend, search
 from ..types import Matches, Search
 from . import not_installed, pictures
-from .console import Numbers, Report, counted, progress
+from .console import Numbers, Report, counted, numbers_table, progress
 from .features import open_picture, padded, photograph
 from .pca import principal_axes
-from .pictures import Panel
+from .pictures import Panel, psnr
 from .provenance import made_with
 
 LEAST_SIDE = 16  # pixels
@@ -40,16 +40,14 @@ class Settings:
     @classmethod
     def of(cls, channels: int, changed: Mapping[str, Any] | None = None) -> "Settings":
         """The defaults for grey (7 x 7 patches) or colour (5 x 5, which hold three times the numbers)."""
-        best = (
-            {"patch": 7, "width": 24, "strength": 0.95} if channels == 1 else {"patch": 5, "width": 16, "strength": 1.2}
-        )
-        return cls(**{**best, **{name: value for name, value in (changed or {}).items() if value is not None}})
+        patch, width, strength = (7, 24, 0.95) if channels == 1 else (5, 16, 1.2)
+        given = {name: value for name, value in (changed or {}).items() if value is not None}
+        return cls(**{"patch": patch, "width": width, "strength": strength, **given})
 
 
 def read(path: Path) -> Tensor:
     """A picture in 0..1 `[H, W, 1]` or `[H, W, 3]`: grey stays grey."""
-    array = np.asarray(open_picture(path), dtype=np.float32) / 255
-    return torch.from_numpy(array[..., None] if array.ndim == 2 else array)
+    return torch.from_numpy(np.atleast_3d(np.asarray(open_picture(path), dtype=np.float32) / 255))
 
 
 def estimate_noise(picture: Tensor) -> float:
@@ -146,11 +144,6 @@ RIVALS: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-def psnr(a: Tensor, b: Tensor) -> float:
-    """Peak signal-to-noise ratio in dB, of values cut to 0..1."""
-    return -10 * log10(max(float((a.clamp(0, 1) - b.clamp(0, 1)).square().mean()), 1e-12))
-
-
 def run(
     image: str, is_sample: bool, out: Path, sigma: float | None, add_noise: float | None, rivals: bool,
     changed: Mapping[str, Any], device: str,
@@ -158,9 +151,11 @@ def run(
     """Denoise a file or a sample, and where noise was added compare with the rivals; draw all."""
     with progress() as step:
         step("reading")
-        picture = _sample(image) if is_sample else read(Path(image))
+        picture = photograph(image) if is_sample else read(Path(image))
         settings = Settings.of(picture.shape[-1], changed)
-        _check_size(picture, settings.patch)
+        (height, width), least = picture.shape[:2], max(LEAST_SIDE, 2 * settings.patch)
+        if min(height, width) < least:
+            raise ValueError(f"a {width} x {height} picture is too small; both sides must be {least} or more")
         noisy = picture
         if add_noise is not None:
             drawn = np.random.default_rng(settings.seed).normal(0, add_noise / 255, tuple(picture.shape))
@@ -208,65 +203,36 @@ def run(
     return Report(numbers, [_table(numbers)], files)
 
 
-def _sample(name: str) -> Tensor:
-    picture = photograph(name)
-    return picture if picture.ndim == 3 else picture[..., None]
-
-
-def _check_size(picture: Tensor, patch: int) -> None:
-    height, width = picture.shape[:2]
-    least = max(LEAST_SIDE, 2 * patch)
-    if min(height, width) < least:
-        raise ValueError(f"a {width} x {height} picture is too small; both sides must be {least} or more")
-
-
 def draw(
     picture: Tensor, noisy: Tensor, results: dict[str, tuple[Tensor, float]], added: float | None, out: Path
 ) -> None:
     """The denoised picture, and a sheet of all with what was left out below."""
 
-    def colours(x: Tensor) -> Tensor:
-        return x.expand(-1, -1, 3)
+    def panel(title: str, x: Tensor, *notes: str, measured: bool = True) -> Panel:
+        shown = [*notes, f"PSNR {psnr(x, picture):.2f} dB"] if measured and added is not None else notes
+        return Panel(title, x.expand(-1, -1, 3), ", ".join(shown))
 
-    pictures.save(colours(results["SCRAM"][0]), out / "denoised.png")
-    first = [Panel("Noisy", colours(noisy), "" if added is None else f"PSNR {psnr(noisy, picture):.2f} dB")]
+    panels = [panel("Noisy", noisy), *(panel(name, x, f"{t:.1f} s") for name, (x, t) in results.items())]
+    pictures.save(panels[1].picture, out / "denoised.png")
     if added is not None:
-        first.insert(0, Panel("Original", colours(picture), f"before noise of {added:g} was added"))
-    rest = [
-        Panel(name, colours(x), f"{t:.1f} s" + ("" if added is None else f", PSNR {psnr(x, picture):.2f} dB"))
-        for name, (x, t) in results.items()
-    ]
-    removed = noisy - results["SCRAM"][0]
-    rest.append(
-        Panel("Removed by SCRAM", colours((0.5 + 2 * removed).mean(-1, keepdim=True)), "times 2; ideally only noise")
-    )
+        panels.insert(0, panel("Original", picture, f"before noise of {added:g} was added", measured=False))
+    removed = (0.5 + 2 * (noisy - results["SCRAM"][0])).mean(-1, keepdim=True)
+    panels.append(panel("Removed by SCRAM", removed, "times 2; ideally only noise", measured=False))
     title = "scram denoise: non-local means over the whole picture"
-    columns = 3 if len(first) + len(rest) <= 3 else 4
-    pictures.sheet([*first, *rest], out / "denoise.png", title, columns=columns)
+    pictures.sheet(panels, out / "denoise.png", title, columns=3 if len(panels) <= 3 else 4)
 
 
 def _table(numbers: Numbers) -> Table:
     source = "estimated" if numbers["sigma_estimated"] else "given"
-    result = Table(
-        "method", title=f"{numbers['image']}, noise {numbers['sigma']:.1f} of 255 ({source})",
-        caption=_notes(numbers),
-    )  # fmt: skip
-    result.add_column("PSNR", justify="right")
-    result.add_column("time", justify="right")
+    title = f"{numbers['image']}, noise {numbers['sigma']:.1f} of 255 ({source})"
     known = numbers["noisy_psnr_db"] is not None
-    if known:
-        result.add_row("noisy", f"{numbers['noisy_psnr_db']:.2f} dB", "")
+    rows = [("noisy", f"{numbers['noisy_psnr_db']:.2f} dB", "")] if known else []
     for name, row in numbers["results"].items():
-        result.add_row(name, f"{row['psnr_db']:.2f} dB" if known else "unknown", f"{row['seconds']:.2f} s")
-    for name, why in numbers["not_run"].items():
-        result.add_row(name, why, "")
-    return result
-
-
-def _notes(numbers: Numbers) -> str:
-    """What PSNR is, and how many threads each program used."""
-    notes = ["PSNR: peak signal-to-noise ratio against the picture before noise"] * (numbers["added_noise"] is not None)
-    ran = [who for who in ("SCRAM", "OpenCV") if any(name.startswith(who) for name in numbers["results"])]
-    one = any(name.startswith("scikit-image") for name in numbers["results"])
-    notes.append(f"{counted(numbers['threads'], 'thread')} for {' and '.join(ran)}" + "; scikit-image uses one" * one)
-    return "\n".join(notes)
+        rows.append((name, f"{row['psnr_db']:.2f} dB" if known else "unknown", f"{row['seconds']:.2f} s"))
+    rows += [(name, why, "") for name, why in numbers["not_run"].items()]
+    ran = {name.split(",")[0] for name in numbers["results"]}
+    threaded = " and ".join(name for name in ("SCRAM", "OpenCV") if name in ran)
+    note = "PSNR: peak signal-to-noise ratio against the picture before noise\n" * known
+    note += f"{counted(numbers['threads'], 'thread')} for {threaded}"
+    note += "; scikit-image uses one" * ("scikit-image" in ran)
+    return numbers_table(("method", "PSNR", "time"), rows, title, note)

@@ -57,8 +57,8 @@ def stereo_sample() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def photograph(name: str) -> Tensor:
-    """A photograph that comes with scikit-image, in 0..1 `[H, W]` or `[H, W, 3]`."""
-    return torch.from_numpy(getattr(scikit_image_data(), name)().astype(np.float32) / 255)
+    """A photograph that comes with scikit-image, in 0..1 `[H, W, 1]` or `[H, W, 3]`."""
+    return torch.from_numpy(np.atleast_3d(getattr(scikit_image_data(), name)()).astype(np.float32) / 255)
 
 
 def scikit_image_data() -> ModuleType:

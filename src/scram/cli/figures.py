@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor
 
 from .. import measure
@@ -13,7 +12,7 @@ from ..api import attend, search
 from ..exact import exact_attention
 from ..types import Matches, Search
 from . import charts, pictures
-from .console import Numbers, Report, counted, explained, progress
+from .console import Numbers, Report, counted, explained, numbers_table, progress
 from .features import PatchFeatures, sample_pair
 from .match import find, own_places, pair_of
 from .pictures import INK, Panel
@@ -45,11 +44,9 @@ def run(out: Path, names: list[str], size: int, data: Path | None, seed: int) ->
             numbers[name] = makers[name](out / f"{name}.png")
     measures = {"sweeps": ("recall@1",), "curves": ("recall@1", "captured mass")}
     used = dict.fromkeys(measure for name in names for measure in measures.get(name, ()))
-    table = Table("figure", "claim", title="The paper's claims, tested", caption=explained(*used) or None)
-    table.add_column("measured", justify="right")
-    for name in names:
-        for claim, value in numbers[name]["claims"].items():
-            table.add_row(name, claim, f"{value:.3f}")
+    rows = [(name, claim, f"{value:.3f}") for name in names for claim, value in numbers[name]["claims"].items()]
+    headings, title = ("figure", "claim", "measured"), "The paper's claims, tested"
+    table = numbers_table(headings, rows, title, explained(*used), left=2)
     return Report(numbers, [table], f"figures: {', '.join(str(out / f'{name}.png') for name in names)}")
 
 
@@ -82,19 +79,15 @@ def maps(path: Path, seed: int = 0) -> Numbers:
         claims[f"rows whose maximum is in the {name} map"] = float(holds.float().mean())
         claims[f"share of the map kept by {name}"] = float((full * (sparse > 0)).sum(1).mean())
     title = f"Attention maps of {SIDE} queries and keys, the rank-{RANK} SVD of a photograph"
-    figure = charts.new_figure(15, 4.9, title)
+    figure, most = charts.new_figure(15, 4.9, title), float(full.max().sqrt())
     for place, (name, one) in enumerate(shown.items()):
         axes = figure.add_subplot(1, 3, place + 1)
-        image = axes.imshow(
-            one.sqrt().numpy(), cmap="cividis", vmin=0, vmax=float(full.max().sqrt()), interpolation="nearest"
-        )
+        image = axes.imshow(one.sqrt().numpy(), cmap="cividis", vmin=0, vmax=most, interpolation="nearest")
         axes.set_title(f"{name}: {int((one > 0).sum(1).float().mean())} keys a row", loc="left", fontsize=11, color=INK)
         axes.set(xlabel="key", ylabel="query")
     bar = figure.colorbar(image, ax=figure.axes, shrink=0.8, label="attention p (colour by its square root)")
-    ticks = [0, 0.01, 0.05, 0.2, 0.5, 1]
-    bar.set_ticks(
-        [t**0.5 for t in ticks if t <= float(full.max())], labels=[f"{t:g}" for t in ticks if t <= float(full.max())]
-    )
+    ticks = [t for t in (0, 0.01, 0.05, 0.2, 0.5, 1) if t <= float(full.max())]
+    bar.set_ticks([t**0.5 for t in ticks], labels=[f"{t:g}" for t in ticks])
     figure.savefig(path)
     return {"scale": scale, "claims": claims}
 
@@ -267,7 +260,7 @@ def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Nu
     }
     for place, (name, (title, x, y)) in enumerate(titles.items()):
         axes = figure.add_subplot(1, 3, place + 1)
-        charts.lines(axes, lines[name], title, x, y, legend=False, pairs=name == "recall")
+        charts.lines(axes, lines[name], title, x, y, pairs=name == "recall")
         axes.set_ylim(-0.02, 1.02)
         axes.set_xticks([n for n, _ in next(iter(lines[name].values()))])
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=9, frameon=False)

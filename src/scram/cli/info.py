@@ -3,43 +3,22 @@
 import json
 import os
 import platform
-from typing import Any
 
 import torch
 import typer
 from rich.table import Table
 
 from .. import __version__, dispatch
-from .console import console
+from .console import Numbers, console
 from .provenance import installed
 
 PACKAGES = ("torch", "numpy", "numba", "triton")
 
 
 def run(as_json: bool) -> None:
-    """Print what `gather` finds, as JSON or as two tables."""
-    found = gather()
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    facts = Table(show_header=False, box=None)
-    for name, value in found.items():
-        if name != "implementations":
-            facts.add_row(name, str(value))
-    implementations = Table("implementation", "tensors on", "runs", "why not")
-    for one in found["implementations"]:
-        implementations.add_row(
-            one["name"], one["device"], "no" if one["reasons"] else "yes", "\n".join(one["reasons"])
-        )
-    screen = console()
-    screen.print(facts)
-    screen.print(implementations)
-
-
-def gather() -> dict[str, Any]:
-    """Everything `scram info` prints."""
+    """Print what is found, as JSON or as two tables."""
     gpu = torch.cuda.is_available()
-    return {
+    facts = {
         "scram": __version__,
         "python": platform.python_version(),
         **dict.fromkeys(PACKAGES, "not installed"),
@@ -48,9 +27,21 @@ def gather() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if gpu else "none",
-        "implementations": [
-            {"name": name, "device": device, "reasons": reasons}
-            for device in (["cpu", "cuda"] if gpu else ["cpu"])
-            for name, reasons in dispatch.implementations(device)
-        ],
     }
+    implementations: list[Numbers] = [
+        {"name": name, "device": device, "reasons": reasons}
+        for device in ("cpu", "cuda")[: 1 + gpu]
+        for name, reasons in dispatch.implementations(device)
+    ]
+    if as_json:
+        typer.echo(json.dumps({**facts, "implementations": implementations}, indent=2))
+        return
+    upper = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        upper.add_row(name, str(value))
+    lower = Table("implementation", "tensors on", "runs", "why not")
+    for one in implementations:
+        reasons = "\n".join(one["reasons"])
+        lower.add_row(one["name"], one["device"], "no" if reasons else "yes", reasons)
+    for table in (upper, lower):
+        console().print(table)

@@ -15,7 +15,7 @@ from ..api import attend, search
 from ..types import Attended, Matches, Search
 from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
-from .console import Numbers, Report, counted, progress, warn
+from .console import Numbers, Report, complain, counted, numbers_table, progress
 from .features import PatchFeatures, plain_share, read_picture, sample_pair, stereo_sample
 from .pictures import Panel, grid_of
 from .provenance import made_with
@@ -90,17 +90,17 @@ def find(
     pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: str = "auto"
 ) -> Found:
     """Search and attend; the seconds of a first call hold what it compiles."""
-    start = _now(pair)
+
+    def now() -> float:
+        if pair.q.is_cuda:
+            torch.cuda.synchronize()
+        return perf_counter()
+
+    start = now()
     matches = search(pair.q, pair.k, search=setting, impl=impl)
-    middle = _now(pair)
+    middle = now()
     attended = attend(pair.q, pair.k, pair.v, matches, radius=radius, scale=scale, impl=impl)
-    return Found(matches, attended, {"search": middle - start, "attend": _now(pair) - middle})
-
-
-def _now(pair: Pair) -> float:
-    if pair.q.is_cuda:
-        torch.cuda.synchronize()
-    return perf_counter()
+    return Found(matches, attended, {"search": middle - start, "attend": now() - middle})
 
 
 def own_places(height: int, width: int) -> Tensor:
@@ -173,8 +173,11 @@ def run(
         draw(pair, offset, found.warped, confidence, known, out)
     for name, share in plain.items():
         if share > PLAIN:
-            warn(f"{share:.0%} of photograph {name.upper()} is one colour: matches there say nothing")
-    _save_arrays(out / "match.npz", found, offset, confidence)
+            complain(f"warning: {share:.0%} of photograph {name.upper()} is one colour: matches there say nothing")
+    index, score, lse = (x[0, 0].cpu().numpy() for x in (found.matches.index, found.matches.score, found.attended.lse))
+    np.savez_compressed(
+        out / "match.npz", offset=offset.numpy(), index=index, score=score, lse=lse, confidence=confidence.numpy()
+    )
     numbers = {
         **made_with(device),
         "impl": impl,
@@ -219,7 +222,7 @@ def draw(pair: Pair, offset: Tensor, warped: Tensor, confidence: Tensor, truth: 
         ),
         "warped": Panel("B warped onto A", warped, "B's colours, mixed by the attention"),
         "arrows": Panel(
-            "Matches as arrows", pictures.arrows(a, offset, confidence, limit), "the surer half, up to the wheel's rim"
+            "Matches as arrows", pictures.arrows(a, offset, confidence, limit), "the surer half, up to the wheel's rim",
         ),
         "confidence": Panel(
             "Confidence", pictures.shades((confidence - low) / max(1 - low, 1e-6), "cividis"),
@@ -230,40 +233,20 @@ def draw(pair: Pair, offset: Tensor, warped: Tensor, confidence: Tensor, truth: 
     if truth is not None:
         error = (offset - truth).norm(dim=-1)
         panels["error"] = Panel(
-            "Error against the ground truth", pictures.error_map(error, 4.0), "grey: truth unknown",
+            "Error against the ground truth", pictures.shades(error / 4), "grey: truth unknown",
             pictures.bar_legend(4.0, "error, px (4 and more: bright)"),
         )  # fmt: skip
-    for name, panel in panels.items():
-        pictures.save(panel.picture, out / f"{name}.png")
+    pictures.save_each(panels, out)
     first = [Panel("Photograph A", a, "its patches are the queries")]
     if truth is None:
         first.append(Panel("Photograph B", pair.b.cpu(), "its patches are the keys"))
-    pictures.sheet(
-        [*first, *panels.values()],
-        out / "match.png",
-        f"scram match: {grid_of(pair.a)} pixels of A, found in B",
-    )
-
-
-def _save_arrays(path: Path, found: Found, offset: Tensor, confidence: Tensor) -> None:
-    np.savez_compressed(
-        path,
-        offset=offset.numpy(),
-        index=found.matches.index[0, 0].cpu().numpy(),
-        score=found.matches.score[0, 0].cpu().numpy(),
-        lse=found.attended.lse[0, 0].cpu().numpy(),
-        confidence=confidence.numpy(),
-    )
+    title = f"scram match: {grid_of(pair.a)} pixels of A, found in B"
+    pictures.sheet([*first, *panels.values()], out / "match.png", title)
 
 
 def _table(numbers: Numbers) -> Table:
-    result = Table(
-        title=f"A found in B ({numbers['impl']} implementation, {counted(numbers['threads'], 'thread')})",
-        caption="confidence: best cosine around the match, 0 to 1\na first search may compile, which its time includes",
-        show_header=False,
-    )
-    result.add_column()
-    result.add_column(justify="right")
+    title = f"A found in B ({numbers['impl']} implementation, {counted(numbers['threads'], 'thread')})"
+    note = "confidence: best cosine around the match, 0 to 1\na first search may compile, which its time includes"
     down, right = numbers["median_offset_px"]
     rows = {f"time, {name}": f"{value:.2f} s" for name, value in numbers["seconds"].items()}
     rows["median offset"] = f"{down:+.1f} px down, {right:+.1f} px right"
@@ -273,6 +256,4 @@ def _table(numbers: Numbers) -> Table:
         rows["median error, horizontal"] = f"{truth['median_horizontal_error_px']:.3f} px"
         rows["within 2 px"] = f"{truth['within_2px']:.1%}"
         rows["within 2 px, surer half"] = f"{truth['within_2px_surer_half']:.1%}"
-    for row in rows.items():
-        result.add_row(*row)
-    return result
+    return numbers_table(("", ""), rows.items(), title, note)

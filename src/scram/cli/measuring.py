@@ -8,9 +8,10 @@ import json
 import signal
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import product
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from .. import measure
 from ..api import search
-from ..types import Matches
+from ..types import Attended, Matches
 from . import rivals
 from .arguments import BENCH_PATCH
 from .pca import principal_axes
@@ -32,8 +33,9 @@ from .provenance import made_with
 SCALE = 100.0  # of unit features, so that a softmax has peaks; times do not depend on it
 SAMPLE, RECALL_SAMPLE = 256, 500  # queries that error and recall are measured on, on a GPU or small grids
 SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
-LARGEST_INDEX = 256  # side of the largest picture that nearest-neighbour libraries index
-LARGEST_MASK = 1024  # and for FlexAttention, which makes a mask from all pairs, several times to tune it
+# Side of the largest picture of each part: FlexAttention makes a mask from all pairs, several times to tune it, and
+# nearest-neighbour libraries build an index.
+LARGEST = {"forward": inf, "flex": 1024, "search": 256, "backward": inf}
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
 ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once
@@ -59,14 +61,11 @@ class Case:
 
 def cases(sizes: tuple[int, ...], widths: tuple[int, ...], device: str, parts: tuple[str, ...]) -> Iterator[Case]:
     """The paper's figure first, each part from small to large: a run that is cut short has the most important rows."""
-    for part in ("forward", "flex", "search", "backward"):
-        if part not in parts or (part == "flex" and device != "cuda"):
-            continue
+    for part in (part for part in LARGEST if part in parts and (part != "flex" or device == "cuda")):
         kind = "search" if part == "search" else "attention"
-        for size in (n for n in sizes if n <= {"search": LARGEST_INDEX, "flex": LARGEST_MASK}.get(part, inf)):
-            for width in widths:
-                for name in contenders(part, parts):
-                    yield Case(kind, name, size, width, part == "backward")
+        some = [size for size in sizes if size <= LARGEST[part]]
+        for size, width, name in product(some, widths, contenders(part, parts)):
+            yield Case(kind, name, size, width, part == "backward")
 
 
 def contenders(part: str, parts: tuple[str, ...]) -> list[str]:
@@ -123,9 +122,8 @@ class Results:
 
     def put(self, case: Case, row: Row) -> None:
         self.rows[case.name] = {**asdict(case), **row, **self.about}
-        text = json.dumps({"rows": self.rows}, indent=1, allow_nan=False) + "\n"
         new = self.path.with_suffix(".new")
-        new.write_text(text)
+        new.write_text(json.dumps({"rows": self.rows}, indent=1, allow_nan=False) + "\n")
         new.replace(self.path)  # Ctrl-C leaves the old file or the new one
 
 
@@ -138,26 +136,16 @@ class Limits:
     row: float = inf
 
 
-def measure_all(todo: Sequence[Case], pictures: Pictures, results: Results, limits: Limits) -> Iterator[Case]:
-    """Measure what has no time yet; yields each case before its turn comes."""
-    start = perf_counter()
-    for case in todo:
-        yield case
-        if "seconds" not in results.rows.get(case.name, {}):
-            left = limits.budget - (perf_counter() - start)
-            results.put(case, run(case, pictures, results.rows, replace(limits, budget=left)))
-
-
 def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -> Row:
     """Measure a case; what cannot run is a row too: `skipped` (would take too long), `failed` (memory, package)."""
-    if (size := out_of_memory(case, known)) is not None:
-        return {"failed": f"out of memory: already at {size} x {size}"}
+    if full := [row["size"] for row in smaller(case, known) if "memory" in row.get("failed", "")]:
+        return {"failed": f"out of memory: already at {full[0]} x {full[0]}"}
     expected, needed = forecast(case, known), forecast(case, known, "took") or 0.0
     if expected is not None and expected > limits.longest:
         why = f"a call would take about {expected:.3g} s, more than the limit of {limits.longest:g} s"
         return {"skipped": why, "about": expected}
     if needed >= limits.budget:
-        return {"skipped": LATE} if expected is None else {"skipped": LATE, "about": expected}
+        return {"skipped": LATE, **({} if expected is None else {"about": expected})}
     try:
         with alarm(limits.row):
             return _search(case, pictures, known) if case.kind == "search" else _attention(case, pictures)
@@ -175,10 +163,10 @@ def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -
             torch.cuda.empty_cache()
 
 
-def out_of_memory(case: Case, known: dict[str, Row]) -> int | None:
-    """The smallest size at which this contender found too little memory, if below this one."""
-    rows = [row for row in known.values() if all(row[key] == getattr(case, key) for key in SAME)]
-    return min((r["size"] for r in rows if r["size"] < case.size and "memory" in r.get("failed", "")), default=None)
+def smaller(case: Case, known: dict[str, Row]) -> list[Row]:
+    """The rows of the same contender, width and pass at smaller sizes, ascending."""
+    same = [row for row in known.values() if all(row[key] == getattr(case, key) for key in SAME)]
+    return sorted((row for row in same if row["size"] < case.size), key=lambda row: int(row["size"]))
 
 
 @contextmanager
@@ -202,13 +190,8 @@ def alarm(seconds: float) -> Iterator[None]:
 
 def forecast(case: Case, known: dict[str, Row], quantity: str = "seconds") -> float | None:
     """Seconds, continued from the largest smaller sizes by the growth between them; None without one."""
-    timed = sorted(
-        (row["size"], row.get(quantity) or row["about"])
-        for row in known.values()
-        if all(row[key] == getattr(case, key) for key in SAME)
-        and row["size"] < case.size
-        and (quantity in row or "about" in row)
-    )
+    rows = [row for row in smaller(case, known) if quantity in row or "about" in row]
+    timed = [(row["size"], row.get(quantity) or row["about"]) for row in rows]
     if not timed:
         return None
     power = 1.5  # with one size only; a call's fixed cost hides the growth of small ones
@@ -238,7 +221,8 @@ def _attention(case: Case, pictures: Pictures) -> Row:
         start = perf_counter()
     row, out = clock(lambda: _call(attention, (q, k, v), case.backward), pictures.device)
     if not case.backward and case.contender not in ("strided", "fixed", "flex strided", "flex fixed"):
-        error = measure.output_error(q, k, v, rivals.attended(out), scale=SCALE, sample=_sample(q, SAMPLE))
+        attended = Attended(out, out.new_zeros(out.shape[:-1]))
+        error = measure.output_error(q, k, v, attended, scale=SCALE, sample=_sample(q, SAMPLE))
         row["output_error"] = float(error)  # of causal patterns it would compare different things
     if not case.backward and case.contender in rivals.SETTINGS:
         row["recall"] = _recall(q, k, search(q, k, search=rivals.SETTINGS[case.contender]).index)
@@ -290,7 +274,7 @@ def clock(call: Callable[[], Tensor], device: str) -> tuple[Row, Tensor]:
     """
     before = _reset_peak(device)
     out, first = _timed(call, device)
-    peak = _peak(device)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
     times = [first]
     if first < ONCE or device == "cuda":
         times = [_timed(call, device)[1]]
@@ -321,10 +305,6 @@ def _reset_peak(device: str) -> int:
     except (OSError, AttributeError, TypeError):  # not Linux with glibc
         return 0
     return _status("VmRSS") or 0
-
-
-def _peak(device: str) -> int | None:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
 
 
 def available(device: str) -> int:

@@ -1,7 +1,8 @@
 """Fields and tensors -> pictures: match fields as colour wheels, error maps, sheets with titles."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import log10
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,17 @@ INK = "#222222"
 def save(picture: Tensor, path: Path) -> None:
     """Write a picture `[H, W, 3]` with values 0..1 (others are cut)."""
     Image.fromarray(_bytes(picture)).save(path)
+
+
+def save_each(panels: Mapping[str, "Panel"], folder: Path) -> None:
+    """Write the picture of every panel under its name."""
+    for name, panel in panels.items():
+        save(panel.picture, folder / f"{name}.png")
+
+
+def psnr(a: Tensor, b: Tensor) -> float:
+    """Peak signal-to-noise ratio in dB, of values cut to 0..1."""
+    return -10 * log10(max(float((a.clamp(0, 1) - b.clamp(0, 1)).square().mean()), 1e-12))
 
 
 def grid_of(picture: Tensor) -> str:
@@ -61,20 +73,14 @@ def wheel_colours(field: Tensor, limit: float) -> Tensor:
     hue = torch.atan2(-down, right) / (2 * torch.pi) % 1
     value = torch.where(length > 1, 0.55, 0.97)
     colours = torch.stack((hue, length.clamp(max=1), value), -1)
-    none = torch.isnan(length)
     rgb = torch.from_numpy(hsv_to_rgb(colours.nan_to_num(0).double().numpy())).float()
-    return torch.where(none[..., None], 0.5, rgb)
+    return torch.where(length.isnan()[..., None], 0.5, rgb)
 
 
-def shades(values: Tensor, colours: str) -> Tensor:
+def shades(values: Tensor, colours: str = "magma") -> Tensor:
     """Values 0..1 `[H, W]` -> a colour map of matplotlib `[H, W, 3]`, NaN grey."""
     shown = torch.from_numpy(colormaps[colours](values.nan_to_num(0).clamp(0, 1).cpu().numpy())[..., :3]).float()
     return torch.where(values.isnan().cpu()[..., None], 0.5, shown)
-
-
-def error_map(error: Tensor, limit: float) -> Tensor:
-    """Errors `[H, W]` -> colours `[H, W, 3]`, dark for none, bright at `limit` and above, grey for NaN."""
-    return shades(error / limit, "magma")
 
 
 def arrows(picture: Tensor, offset: Tensor, confidence: Tensor, limit: float, across: int = 24) -> Tensor:
@@ -120,9 +126,8 @@ def wheel_legend(limit: float) -> Callable[[Axes], None]:
         inset = axes.inset_axes((0.0, 0.0, 0.24, 0.42), zorder=3)
         inset.imshow(torch.cat((wheel_colours(field, limit), alpha[..., None]), -1).numpy())
         inset.set_axis_off()
-        inset.annotate(
-            "", (220, 120), (120, 120), arrowprops={"arrowstyle": "->", "color": INK, "shrinkA": 0, "shrinkB": 0}
-        )
+        arrow = {"arrowstyle": "->", "color": INK, "shrinkA": 0, "shrinkB": 0}
+        inset.annotate("", (220, 120), (120, 120), arrowprops=arrow)
         inset.text(170, 112, f"{limit:g} px", ha="center", va="bottom", fontsize=7, color=INK)
 
     return draw
@@ -149,8 +154,7 @@ def sheet(panels: Sequence[Panel], path: Path, title: str, note: str = "", colum
     """Write the panels on one page, row by row, as a PNG."""
     rows = -(-len(panels) // columns)
     height, width = panels[0].picture.shape[:2]
-    panel_inches = 5.0
-    size = (columns * panel_inches, rows * (panel_inches * height / width + 0.5) + 0.4 + 0.3 * bool(note))
+    size = (5.0 * columns, rows * (5.0 * height / width + 0.5) + 0.4 + 0.3 * bool(note))  # inches
     figure = Figure(size, dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.08), facecolor="white")
     figure.suptitle(title, fontsize=16, fontweight="bold", color=INK)
     for place, panel in enumerate(panels):

@@ -50,12 +50,12 @@ def installed(packages: tuple[str, ...]) -> dict[str, str]:
 def commit() -> str:
     """The commit of the sources, with a mark when they differ from it; "installed" outside a repository."""
     here = Path(__file__)
-    git = ["git", "-C", str(here.parent)]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", here.parent, *words], capture_output=True, text=True, check=True).stdout
+
     try:
-        # A repository around an installation is not ours.
-        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], capture_output=True, check=True)
-        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-        changed = subprocess.run([*git, "status", "--porcelain", "--", ".."], capture_output=True, text=True).stdout
-        return name.strip() + ("+" if changed else "")
+        git("ls-files", "--error-unmatch", here.name)  # a repository around an installation is not ours
+        return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(git("status", "--porcelain", "--", ".."))
     except (OSError, subprocess.CalledProcessError):
         return "installed"

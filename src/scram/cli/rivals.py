@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..api import attend, attention
 from ..exact import exact_search
-from ..types import Attended, Search
+from ..types import Search
 
 SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after it see
 BLOCK, REACH = 8, 4  # side of the local pattern's query blocks, and how far their keys reach beyond them
@@ -89,16 +89,9 @@ def strided(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         near = [torch.cat((up, x[:, :, rows]), 3) for up, x in zip(above, (k, v), strict=True)]
         mine = q[:, :, rows] * scale
         legal = band & ((rows[:, None, None] > 0) | (torch.arange(2 * size, device=device) >= size))
-        scores = torch.cat(
-            (
-                (mine @ near[0].mT).masked_fill(~legal, -torch.inf),
-                torch.einsum("bhyxe,bhzxe->bhyxz", mine, k).masked_fill(at >= rows[:, None, None], -torch.inf),
-            ),
-            -1,
-        )
-        p = scores.softmax(-1)
-        column = torch.einsum("bhyxz,bhzxe->bhyxe", p[..., 2 * size :], v)
-        lines.append(p[..., : 2 * size] @ near[1] + column)
+        column = torch.einsum("bhyxe,bhzxe->bhyxz", mine, k)
+        p_near, p_column = _softmax_of_both(mine @ near[0].mT, legal, column, at < rows[:, None, None])
+        lines.append(p_near @ near[1] + torch.einsum("bhyxz,bhzxe->bhyxe", p_column, v))
     return torch.cat(lines, 2)
 
 
@@ -111,16 +104,17 @@ def fixed(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     lines = []
     for rows in _chunks(q, size + len(line_of)):
         mine = q[:, :, rows] * scale
-        scores = torch.cat(
-            (
-                (mine @ k[:, :, rows].mT).masked_fill(at[None, :] > at[:, None], -torch.inf),
-                (mine @ summaries[0].mT.unsqueeze(2)).masked_fill(line_of >= rows[:, None, None], -torch.inf),
-            ),
-            -1,
-        )
-        p = scores.softmax(-1)
-        lines.append(p[..., :size] @ v[:, :, rows] + p[..., size:] @ summaries[1].unsqueeze(2))
+        line, before = mine @ k[:, :, rows].mT, mine @ summaries[0].mT.unsqueeze(2)
+        p_line, p_before = _softmax_of_both(line, at <= at[:, None], before, line_of < rows[:, None, None])
+        lines.append(p_line @ v[:, :, rows] + p_before @ summaries[1].unsqueeze(2))
     return torch.cat(lines, 2)
+
+
+def _softmax_of_both(a: Tensor, a_legal: Tensor, b: Tensor, b_legal: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of two sets of keys under one softmax, from their scores `[..., n]` and `[..., m]`."""
+    masked = (a.masked_fill(~a_legal, -torch.inf), b.masked_fill(~b_legal, -torch.inf))
+    p = torch.cat(masked, -1).softmax(-1)
+    return p[..., : a.shape[-1]], p[..., a.shape[-1] :]
 
 
 def local(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -136,9 +130,8 @@ def local(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
     inside = blocks(torch.ones(1, 1, size, size, 1, device=q.device), REACH)[..., 0] > 0
     # An all-padding row of scores would be NaN; a block always holds at least one real key.
-    out = F.scaled_dot_product_attention(
-        blocks(q, 0), blocks(k, REACH), blocks(v, REACH), inside.unsqueeze(-2), scale=scale
-    )
+    shown = blocks(k, REACH), blocks(v, REACH), inside.unsqueeze(-2)
+    out = F.scaled_dot_product_attention(blocks(q, 0), *shown, scale=scale)
     across = (size + more) // BLOCK
     out = out.reshape(*q.shape[:2], across, across, BLOCK, BLOCK, v.shape[-1]).transpose(3, 4)
     return out.flatten(4, 5).flatten(2, 3)[:, :, :size, :size].contiguous()
@@ -187,16 +180,6 @@ def natten(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out[..., : v.shape[-1]].to(v.dtype).movedim(3, 1).contiguous()
 
 
-def natten_allows(size: int) -> Allows:
-    """The square of keys around the query, moved inward at the border."""
-
-    def near(i: Tensor, j: Tensor) -> Tensor:
-        first = (i - NEIGHBOURS // 2).clamp(0, size - NEIGHBOURS)
-        return (j >= first) & (j < first + NEIGHBOURS)
-
-    return lambda b, h, i, j: near(i // size, j // size) & near(i % size, j % size)
-
-
 ATTENTIONS: dict[str, Attention] = {
     **{name: scram(settings) for name, settings in SETTINGS.items()},
     "full attention": full,
@@ -219,27 +202,15 @@ def peak_bytes(name: str, points: int) -> int:
     return 2 * 4 * points**2 if name == "full attention" else 0
 
 
-def faiss_flat(q: Tensor, k: Tensor, effort: int) -> Tensor:
-    """faiss's exact search; `effort` has no meaning here."""
-    return _faiss(q, k, lambda faiss, width: faiss.IndexFlatIP(width))
-
-
-def faiss_hnsw(q: Tensor, k: Tensor, effort: int) -> Tensor:
-    """faiss's graph of 32 links; `effort` is efSearch."""
-
-    def make(faiss: Any, width: int) -> Any:
-        index = faiss.IndexHNSWFlat(width, 32, faiss.METRIC_INNER_PRODUCT)
-        index.hnsw.efSearch = effort
-        return index
-
-    return _faiss(q, k, make)
-
-
-def _faiss(q: Tensor, k: Tensor, make: Callable[[Any, int], Any]) -> Tensor:
+def faiss(q: Tensor, k: Tensor, effort: int | None) -> Tensor:
+    """faiss's graph of 32 links, `effort` is efSearch; None is its exact search."""
     import faiss
 
     faiss.omp_set_num_threads(torch.get_num_threads())
-    index = make(faiss, q.shape[-1])
+    index: Any = faiss.IndexFlatIP(q.shape[-1])
+    if effort is not None:
+        index = faiss.IndexHNSWFlat(q.shape[-1], 32, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efSearch = effort
     index.add(_points(k))
     return torch.from_numpy(index.search(_points(q), 1)[1])
 
@@ -259,12 +230,7 @@ def _points(x: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 # Search alone: the call, and the efforts to try until the recall is that of SCRAM.
 SEARCHES: dict[str, tuple[Callable[[Tensor, Tensor, int], Tensor], tuple[int, ...], str]] = {
-    "faiss flat": (faiss_flat, (1,), "faiss"),
-    "faiss HNSW": (faiss_hnsw, (4, 8, 16, 32, 64, 128, 256, 512), "faiss"),
+    "faiss flat": (lambda q, k, effort: faiss(q, k, None), (1,), "faiss"),
+    "faiss HNSW": (faiss, (4, 8, 16, 32, 64, 128, 256, 512), "faiss"),
     "pynndescent": (pynndescent, (0, 5, 10, 20, 40, 80), "pynndescent"),
 }
-
-
-def attended(out: Tensor) -> Attended:
-    """An output alone as a value of `measure.output_error`."""
-    return Attended(out, out.new_zeros(out.shape[:-1]))

@@ -46,33 +46,15 @@ class GridAttention(Searching):
 
     @explains
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = True,
-        *,
-        search: Search | None = Search(),  # noqa: B008 - frozen
-        radius: int | Sequence[int] = 1,
-        causal: bool = False,
-        scale: float | None = None,
-        score: Score = "dot",
-        keep_matches: bool = False,
-        warm_search: Search | None = None,
-        estimator: Estimator | None = None,
-        window: str = "query",
-        impl: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
+        add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = True, *,
+        search: Search | None = Search(), radius: int | Sequence[int] = 1, causal: bool = False,  # noqa: B008 - frozen
+        scale: float | None = None, score: Score = "dot", keep_matches: bool = False, warm_search: Search | None = None,
+        estimator: Estimator | None = None, window: str = "query", impl: str = "auto",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(search, warm_search, radius, keep_matches, window, impl)
-        fits.heads(embed_dim, num_heads)
-        fits.batch_first(batch_first)
+        fits.layout(embed_dim, num_heads, batch_first)
         errors.dropout(dropout)
         errors.scale(scale)
         errors.score(score)
@@ -118,35 +100,21 @@ class GridAttention(Searching):
         >>> GridAttention.from_mha(mha, radius=2).num_heads
         4
         """
-        fits.multi_head(mha)
-        layer = cls(
-            mha.embed_dim,
-            mha.num_heads,
-            mha.dropout,
-            bias=mha.in_proj_bias is not None,
-            add_bias_kv=mha.bias_k is not None,
-            add_zero_attn=mha.add_zero_attn,
-            kdim=mha.kdim,
-            vdim=mha.vdim,
-            device=mha.out_proj.weight.device,
-            dtype=mha.out_proj.weight.dtype,
-            **settings,
-        )
+        errors.instance("mha", mha, nn.MultiheadAttention, "torch.nn.MultiheadAttention")
+        same = {
+            name: getattr(mha, name) for name in ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim")
+        }
+        same |= {"bias": mha.in_proj_bias is not None, "add_bias_kv": mha.bias_k is not None}
+        same |= {"device": mha.out_proj.weight.device, "dtype": mha.out_proj.weight.dtype}
+        layer = cls(**same, **settings)
         layer.load_state_dict(mha.state_dict())
         return layer.train(mha.training)
 
     @explains
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        tokens: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        warm: Matches | None = None,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, tokens: Tensor | None = None,
+        key_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, warm: Matches | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of every point of the query grid.
 
         Args:
@@ -175,14 +143,9 @@ class GridAttention(Searching):
         return self._join(self._attend(q, k, v, warm, mask, **how))
 
     def read(
-        self,
-        tokens: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        key_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
+        self, tokens: Tensor, key: Tensor, value: Tensor | None = None, *,
+        key_mask: Tensor | None = None, key_padding_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Dense attention of tokens [B, X, embed_dim] over themselves and the grid [B, *G', kdim] -> [B, X, embed_dim].
 
         With it `layer(x, tokens=t)` and `layer.read(t, x)` are what dense attention over tokens and grid would be.
@@ -213,10 +176,8 @@ class GridAttention(Searching):
 
     def _linear(self, x: Tensor, part: int) -> Tensor:
         """As query (0), key (1) or value (2): [B, *G, C] -> [B, H, *G, E]."""
-        if self.in_proj_weight is not None:
-            weight: Tensor | None = self.in_proj_weight.chunk(3)[part]
-        else:
-            weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)[part]
+        apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weight = apart[part] if self.in_proj_weight is None else self.in_proj_weight.chunk(3)[part]
         assert weight is not None
         return self._split(F.linear(x, weight, None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[part]))
 
@@ -239,25 +200,19 @@ class GridAttention(Searching):
             values.append(self._split(self.bias_v.expand(batch, -1, -1)))
         if self.add_zero_attn:
             none = self.out_proj.weight.new_zeros(batch, self.num_heads, 1, self.embed_dim // self.num_heads)
-            keys.append(none)
-            values.append(none)
+            keys, values = [*keys, none], [*values, none]
         if not keys:
             return None
         dtype = keys[0].dtype  # the projections' under autocast
         return torch.cat([k.to(dtype) for k in keys], 2), torch.cat([v.to(dtype) for v in values], 2)
 
     def _dense(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        extra: tuple[Tensor, Tensor] | None,
-        key_mask: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, extra: tuple[Tensor, Tensor] | None, key_mask: Tensor | None,
         causal: bool,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The same attention over every key, by torch."""
         if callable(self.score):
-            raise fits.dense_callable()
+            raise ValueError("search=None is torch's own attention, which takes no callable score; use 'dot' or 'l2'")
         if causal:
             errors.order(q, k, causal)
         grid, flat = q.shape[2:-1], [x.flatten(2, -2) for x in (q, k, v)]
@@ -268,15 +223,9 @@ class GridAttention(Searching):
         if extra is not None:
             flat[1], flat[2] = (torch.cat([x, more], 2) for x, more in zip(flat[1:], extra, strict=True))
             mask = None if mask is None else F.pad(mask, (0, extra[0].shape[2]), value=True)
-        out = F.scaled_dot_product_attention(
-            prepare_query(flat[0], self.score).to(v.dtype),
-            prepare_key(flat[1], self.score).to(v.dtype),
-            flat[2],
-            mask,
-            self._dropout(),
-            causal,
-            scale=default_scale(self.scale, q.shape[-1], self.score, "softmax"),
-        )
+        scale = default_scale(self.scale, q.shape[-1], self.score, "softmax")
+        q, k = prepare_query(flat[0], self.score).to(v.dtype), prepare_key(flat[1], self.score).to(v.dtype)
+        out = F.scaled_dot_product_attention(q, k, flat[2], mask, self._dropout(), causal, scale=scale)
         return out.reshape(*out.shape[:2], *grid, out.shape[-1])
 
     def extra_repr(self) -> str:

@@ -42,28 +42,19 @@ class NonLocalBlock(Searching):
 
     @explains
     def __init__(
-        self,
-        channels: int,
-        inner_channels: int | None = None,
-        *,
-        rank: int = 2,
-        form: str = "embedded_gaussian",
-        norm: bool = True,
-        search: Search = Search(),  # noqa: B008 - frozen
-        radius: int | Sequence[int] = 1,
-        keep_matches: bool = False,
-        warm_search: Search | None = None,
-        window: str = "query",
-        impl: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, channels: int, inner_channels: int | None = None, *,
+        rank: int = 2, form: str = "embedded_gaussian", norm: bool = True,
+        search: Search = Search(), radius: int | Sequence[int] = 1, keep_matches: bool = False,  # noqa: B008 - frozen
+        warm_search: Search | None = None, window: str = "query", impl: str = "auto",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         errors.settings(search, Search)
         super().__init__(search, warm_search, radius, keep_matches, window, impl)
         self.channels = errors.whole("channels", channels, 1)
         inner = max(channels // 2, 1) if inner_channels is None else errors.whole("inner_channels", inner_channels, 1)
-        self.form = errors.one_of("form", form, self.FORMS)
-        self.rank = fits.block_rank(rank, tuple(_CONV))
+        self.form, self.rank = errors.one_of("form", form, self.FORMS), errors.whole("rank", rank, 1)
+        if rank not in _CONV:
+            raise ValueError(f"rank must be {', '.join(map(str, _CONV))}: torch has no other convolution, got {rank}")
         conv, where = _CONV[rank], dict[str, Any](device=device, dtype=dtype)
         embedded = form != "gaussian"
         self.theta = conv(channels, inner, 1, **where) if embedded else None

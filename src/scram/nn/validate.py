@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import errors
 from ..errors import MAX_RANK, whole
 from ..errors import _tensor as tensor
 
 
-def heads(embed_dim: Any, num_heads: Any) -> None:
+def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:
+    """Whole heads, and batches first."""
     if whole("embed_dim", embed_dim, 1) % whole("num_heads", num_heads, 1):
         raise ValueError(f"num_heads must divide embed_dim, got {num_heads} heads and {embed_dim} channels")
-
-
-def batch_first(value: Any) -> None:
-    if value is not True:
-        raise ValueError(f"batch_first must be True: inputs are [B, *G, C], got {value!r}; use x.movedim(0, -2)")
-
-
-def multi_head(mha: Any) -> None:
-    if not isinstance(mha, nn.MultiheadAttention):
-        raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
+    if batch_first is not True:
+        raise ValueError(f"batch_first must be True: inputs are [B, *G, C], got {batch_first!r}; use x.movedim(0, -2)")
 
 
 def estimator(method: Any, search: Any, dropout: float, window: str) -> None:
@@ -38,9 +30,8 @@ def estimator(method: Any, search: Any, dropout: float, window: str) -> None:
     if dropout:
         raise ValueError(f"dropout must be 0 with an estimator, got {dropout}; drop out the layer's output instead")
     if window != "query":
-        raise ValueError(
-            f"window must be 'query' with an estimator, got {window!r}; its head is each query's own windows"
-        )
+        hint = "its head is each query's own windows"
+        raise ValueError(f"window must be 'query' with an estimator, got {window!r}; {hint}")
 
 
 def channels_last(name: str, x: Any, width: int) -> None:
@@ -60,16 +51,8 @@ def channels_first(x: Any, width: int, rank: int) -> None:
     tensor("x", x, "[B, C, *G]")
     if x.ndim != rank + 2 or x.shape[1] != width:
         hint = "; for channels last use x.movedim(-1, 1)" if x.ndim == rank + 2 and x.shape[-1] == width else ""
-        raise ValueError(
-            f"x must be [B, C, *G], channels first, with C = {width} and a grid of rank {rank}, "
-            f"got {tuple(x.shape)}{hint}"
-        )
-
-
-def block_rank(rank: Any, ranks: Sequence[int]) -> int:
-    if whole("rank", rank, 1) not in ranks:
-        raise ValueError(f"rank must be {', '.join(map(str, ranks))}: torch has no other convolution, got {rank}")
-    return int(rank)
+        want = f"[B, C, *G], channels first, with C = {width} and a grid of rank {rank}"
+        raise ValueError(f"x must be {want}, got {tuple(x.shape)}{hint}")
 
 
 def tokens(x: Any, batch: int, width: int, value_width: int | None = None) -> None:
@@ -87,10 +70,8 @@ def padding(ignored: Any, key_mask: Any, key: Tensor) -> Any:
         return key_mask
     tensor("key_padding_mask", ignored, "[B, *G']")
     if ignored.dtype != torch.bool:
-        raise TypeError(
-            f"key_padding_mask must be bool (True = is left out), got {ignored.dtype}; "
-            "a float attention bias is not supported"
-        )
+        hint = "a float attention bias is not supported"
+        raise TypeError(f"key_padding_mask must be bool (True = is left out), got {ignored.dtype}; {hint}")
     if ignored.shape != key.shape[:-1]:
         raise ValueError(f"key_padding_mask must be [B, *G'] = {tuple(key.shape[:-1])}, got {tuple(ignored.shape)}")
     if key_mask is None:
@@ -99,7 +80,3 @@ def padding(ignored: Any, key_mask: Any, key: Tensor) -> Any:
     if key_mask.dtype != torch.bool or key_mask.ndim not in (ignored.ndim, ignored.ndim + 1):
         return key_mask  # refused with its own message where it is used
     return key_mask & ~(ignored if key_mask.ndim == ignored.ndim else ignored.unsqueeze(1))
-
-
-def dense_callable() -> ValueError:
-    return ValueError("search=None attends by torch's own attention, which takes no callable score; use 'dot' or 'l2'")

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
 
-from scram.engines.gpu import _triton_compat as compat
+from scram._compat import triton as compat
 from scram.engines.gpu import launch
 
 WIDE = 2**31  # the first int that Triton types as int64
@@ -73,7 +73,7 @@ def direct(*arguments):
 
 
 def test_triton_launches_as_it_did(log):
-    """Of the version installed. If this fails, launches are slower: see `_triton_compat`."""
+    """Of the version installed. If this fails, launches are slower: see `_compat.triton`."""
     assert compat.launches_directly()
 
 

@@ -68,7 +68,9 @@ def test_tiles_with_features_and_values_in_unlike_numbers_of_pieces(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_of_minus_infinity_and_near_it_in_a_tile(dtype, causal):
+def test_scores_of_minus_infinity_and_near_it_in_a_tile(dtype, causal, device):
+    if device == "cuda" and dtype == torch.bfloat16:
+        pytest.skip("products are fused there: scores beyond 2e9 overflow, as README says under Limits")
     case = named("rank 1", grid=(6,), width=4, value_width=4, dtype=dtype, kappa=1, causal=causal, window="tile")
     tensors = make_tensors(case)
     tensors.k.abs_().add_(0.1)

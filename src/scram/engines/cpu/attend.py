@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..._compat.numba import SIMD_WIDTH, each_task
 from ...calls import AttendCall
 from ...grid import grid_of
 from ...types import Attended
-from ._numba_compat import SIMD_WIDTH, each_task
 from .compiled import compiled, inlined, launcher
 from .layout import Array, Geometry, Windows, array, padded
 from .noise import absorb, seeded

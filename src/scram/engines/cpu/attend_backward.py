@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ..._compat.numba import each_task
 from ...calls import AttendCall, AttendGrads
-from ._numba_compat import each_task
 from .attend import RELU, SOFTMAX, AttendArrays
 from .compiled import inlined, launcher
 from .layout import Array, Rows, array, flat, like

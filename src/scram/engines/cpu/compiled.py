@@ -7,8 +7,8 @@ from typing import Any
 
 import numba
 
-from ._numba_compat import PART, PRIVATE
-from .caching import FASTMATH, cached
+from ..._compat.numba import PART, PRIVATE
+from ..._compat.numba_cache import FASTMATH, cached
 
 
 def compiled(function: Callable[..., Any]) -> Any:

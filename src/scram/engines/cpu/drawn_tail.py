@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..._compat.numba import each_task
 from ...calls import DrawnTail, DrawnTailCall, TailGrads
 from ...draws import NONE, legal_counts, ranked_keys, shared_tail, tail_rows, tail_values
 from ...grid import LegalKeys, grid_of
 from ...scoring import accumulator
-from ._numba_compat import each_task
 from .compiled import inlined, launcher
 from .layout import Array, Geometry, Windows, flat
 from .threads import TASKS_PER_THREAD, threads

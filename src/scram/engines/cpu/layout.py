@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..._compat.numba import SIMD_WIDTH
 from ...grid import Grid, grid_of
-from ._numba_compat import SIMD_WIDTH
 
 Array = NDArray[Any]
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..._compat.numba import each_task
 from ...calls import SampleCall, Sampled, TailGrads
-from ._numba_compat import each_task
 from .attend_backward import KeyGrads, Pairs, add_to_keys
 from .compiled import compiled, inlined, launcher
 from .draw import Draws, draw_keys

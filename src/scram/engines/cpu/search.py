@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..._compat.numba import SIMD_WIDTH, each_task
 from ...calls import Found, SearchCall
 from ...grid import Grid, grid_of
-from ._numba_compat import SIMD_WIDTH, each_task
 from .candidates import draw_around, follow, leave, leave_out, move, read_neighbours
 from .compiled import compiled, inlined, launcher
 from .layout import Array, Geometry, array, padded, strides

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..._compat.numba import each_task
 from ...calls import Found, SearchCall
 from ...grid import grid_of
 from ...schedule import KINDS, LANES, STOP, WINDOWS, offers, tile_shape
-from ._numba_compat import each_task
 from .compiled import compiled, inlined, launcher
 from .layout import Array, Geometry, array, strides
 from .legal import Earlier, Lists, drawn, first_key, near

@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from ._numba_compat import ROWS, SIMD_WIDTH, power_of_two, product, products
+from ..._compat.numba import ROWS, SIMD_WIDTH, power_of_two, product, products
 from .compiled import compiled, plain
 
 LEAST = np.float32(-87)  # exp of less counts as 0

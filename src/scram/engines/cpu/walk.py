@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._numba_compat import each_task
+from ..._compat.numba import each_task
 from .compiled import inlined, launcher
 from .draw import find
 from .layout import Array

@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from . import _triton_compat as compat
+from ..._compat import triton as compat
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 P = ParamSpec("P")

@@ -79,11 +79,11 @@ def tile_attend_kernel(
         whole = tl.maximum(mixed.count, 1.0)
         norm = tl.log(whole)
     if piece == 0:
-        tl.store(made.lse + here.point, tl.where(some, norm, -float("inf")), mask=here.exists)
+        tl.store(made.lse + here.start + here.query, tl.where(some, norm, -float("inf")), mask=here.exists)
     answer = mixed.sums / whole[:, None]
     if MODE.CAUSAL:
         answer = tl.where(mixed.spoiled > 0, float("nan"), answer)
-    put_piece(made.out, here.point, here.exists, piece, answer, MODE.PARTS, False, VROW)
+    put_piece(made.out + here.start * VROW.E, here.query, here.exists, piece, answer, MODE.PARTS, False, VROW)
 
 
 @triton.jit

@@ -70,8 +70,8 @@ def tile_backward_kernel(
     """Program (tile, piece of the features and of the values)."""
     piece, tile = tl.program_id(0) % MODE.PARTS, tl.program_id(0) // MODE.PARTS
     here = tile_queries(tile, piece, w, MODE, B, ROW)
-    up = tile_grads(here, piece, w, above, MODE, VROW)
-    point, valid, listed = here.point, here.exists, listed_keys(tile, here.row, w, cells)
+    up = tile_grads(here, piece, above, MODE, VROW)
+    point, valid, listed = here.start + here.query, here.exists, listed_keys(tile, here.row, w, cells)
     WALKS: tl.constexpr = 1 if w.k_extra is None else 2
 
     delta, inv_sum = tl.zeros([B.BLOCK_Q], tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
@@ -112,4 +112,4 @@ def tile_backward_kernel(
                     to_k, to_v = grads.k + slot * ROW.E, grads.v + slot * VROW.E
                 put_piece(to_k, keys.at, keys.there, piece, k_sum, MODE.PARTS, above.sums is None, ROW)
                 put_piece(to_v, keys.at, keys.there, piece, v_sum, MODE.PARTS, above.sums is None, VROW)
-    put_piece(grads.q, point, valid, piece, dq / fp16_scale, MODE.PARTS, False, ROW)
+    put_piece(grads.q + here.start * ROW.E, here.query, valid, piece, dq / fp16_scale, MODE.PARTS, False, ROW)

@@ -81,8 +81,8 @@ def tile_collect_kernel(
     for t in range(tl.load(lists.begin + cell), tl.load(lists.end + cell)):
         tile = (tl.load(lists.order + t) // cells.room).to(tl.int32)
         here = tile_queries(tile, piece, w, MODE, B, ROW)
-        up = tile_grads(here, piece, w, above, MODE, VROW)
-        point, valid, before = here.point, here.exists, source * all_keys
+        up = tile_grads(here, piece, above, MODE, VROW)
+        point, valid, before = here.start + here.query, here.exists, source * all_keys
         there = unmasked(key, own, (here.row // w.masked.heads).to(tl.int64), w)
         ok = pairs_of(key, there, here.query, MODE)
         keys = Keys(w.k + before * ROW.E, w.v + before * VROW.E, key, there, key, ok)

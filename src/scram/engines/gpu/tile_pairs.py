@@ -41,7 +41,7 @@ class TileQueries(NamedTuple):
 
     row: Any
     query: Any  # int32 [BLOCK_Q], flat
-    point: Any  # int64 [BLOCK_Q], among those of all rows
+    start: Any  # of the row among all queries, int64
     exists: Any
     noise: Any
     q_row: Any  # pointer
@@ -111,14 +111,14 @@ def tile_queries(tile, piece, w, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.co
     start = row * points(w.geo.q).to(tl.int64)
     q_row = w.q + start * ROW.E
     mine = rows_at(q_row, query, exists, own_piece(piece, ROW), ROW, MODE.WEIGHT)
-    return TileQueries(row, query, start + query, exists, absorb(row_state(w.seed, row), query), q_row, mine)
+    return TileQueries(row, query, start, exists, absorb(row_state(w.seed, row), query), q_row, mine)
 
 
 @triton.jit
-def tile_grads(here, piece, w, above, MODE: tl.constexpr, VROW: tl.constexpr):
-    row = above.grad_out + here.row * points(w.geo.q).to(tl.int64) * VROW.E
+def tile_grads(here, piece, above, MODE: tl.constexpr, VROW: tl.constexpr):
+    row = above.grad_out + here.start * VROW.E
     mine = rows_at(row, here.query, here.exists, own_piece(piece, VROW), VROW, MODE.WEIGHT)
-    return TileGrads(row, mine, tl.load(above.lse + here.point, mask=here.exists, other=float("inf")))
+    return TileGrads(row, mine, tl.load(above.lse + here.start + here.query, mask=here.exists, other=float("inf")))
 
 
 @triton.jit

@@ -4,6 +4,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import AttendCall
-from ...grid import grid_of
 from ...types import Attended
 from .grid import Block, Geometry, KeyMask, divide, features, geometry, lane_query, near, points, tile_at, tiles
 from .launch import cached, kinds
 from .noise import Seed, absorb, below_argument, row_state, seed_argument
+
+UNMASKED = KeyMask(None, 1)
 
 
 class Windows(NamedTuple):
@@ -49,24 +51,20 @@ class Mode(NamedTuple):
     SEVERAL: bool  # matches
 
 
-class Variant(NamedTuple):
-    """What the kernels of a call follow from."""
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """What the kernels of a call and their numbers follow from; one object for all calls that are alike."""
 
     q_shape: tuple[int, ...]
-    v_shape: tuple[int, ...]
-    mode: Mode
+    widths: tuple[int, int]  # of features and values
+    dtypes: tuple[torch.dtype, torch.dtype]
     device: torch.device
-    dtypes: tuple[torch.dtype, torch.dtype]  # of features and values
-    kinds: tuple[Any, ...]  # of all tensors
+    mode: Mode
+    grids: tuple[Geometry, tuple[int, ...]]  # and the reach
 
     @property
     def rank(self) -> int:
         return len(self.q_shape) - 3
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Of features and values."""
-        return self.q_shape[-1], self.v_shape[-1]
 
     def programs(self, block: Block) -> int:
         """Tiles of all rows."""
@@ -90,23 +88,37 @@ def empty_attended(call: AttendCall) -> Attended:
 def masked_by(q: Tensor, k: Tensor, key_mask: Tensor | None) -> KeyMask:
     """key_mask bool [B, *G'] or [B, H, *G']."""
     if key_mask is None:
-        return KeyMask(None, 1)
+        return UNMASKED
     return KeyMask(key_mask.contiguous(), q.shape[1] if key_mask.ndim == k.ndim - 2 else 1)
 
 
 def windows_of(call: AttendCall) -> tuple[Windows, Variant]:
     q, k, v, index = call.q.contiguous(), call.k.contiguous(), call.v.contiguous(), call.index.contiguous()
-    k_extra, v_extra = (None if x is None else x.contiguous() for x in (call.k_extra, call.v_extra))
-    masked, seed = masked_by(q, k, call.key_mask), seed_argument(call.dropout_seed)
-    grids = geometry(grid_of(q), grid_of(k)), reaches(call.radius, grid_of(k))
-    extras, threshold = 0 if k_extra is None else k_extra.shape[2], below_argument(call.dropout_p)
-    sizes = q.shape[1] // k.shape[1], index.shape[-1], extras, threshold
-    tensors = q, k, v, index, k_extra, v_extra
-    windows = Windows(*tensors, masked, seed, *grids, *sizes, 1 / (1 - call.dropout_p), call.scale)
-    dropout = call.dropout_seed is not None and call.dropout_p > 0
-    mode = Mode(call.causal, call.weight, dropout, index.shape[-1] > 1)
-    seen = kinds(*tensors, masked.mask, seed.pointer)
-    return windows, Variant(q.shape, v.shape, mode, q.device, (q.dtype, v.dtype), seen)
+    k_extra, v_extra, extras = call.k_extra, call.v_extra, 0
+    if k_extra is not None and v_extra is not None:
+        k_extra, v_extra, extras = k_extra.contiguous(), v_extra.contiguous(), k_extra.shape[2]
+    masked, seed, kappa = masked_by(q, k, call.key_mask), seed_argument(call.dropout_seed), index.shape[-1]
+    settings = call.causal, call.weight, call.dropout_seed is not None and call.dropout_p > 0, kappa > 1
+    seen = kinds(q, k, v, index, k_extra, v_extra, masked.mask, seed.pointer)
+    variant = _variant(q.shape, k.shape, v.shape, call.radius, settings, seen)
+    sizes = q.shape[1] // k.shape[1], kappa, extras, below_argument(call.dropout_p)
+    tensors, numbers = (q, k, v, index, k_extra, v_extra), (1 / (1 - call.dropout_p), call.scale)
+    return Windows(*tensors, masked, seed, *variant.grids, *sizes, *numbers), variant
+
+
+@cached
+def _variant(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    v_shape: torch.Size,
+    radius: tuple[int, ...],
+    settings: tuple[bool, str, bool, bool],
+    seen: tuple[Any, ...],
+) -> Variant:
+    (device, dtype, _), _, (_, value_dtype, _), *_ = seen
+    key_grid = tuple(k_shape[2:-1])
+    grids = geometry(tuple(q_shape[2:-1]), key_grid), reaches(radius, key_grid)
+    return Variant(q_shape, (q_shape[-1], v_shape[-1]), (dtype, value_dtype), device, Mode(*settings), grids)
 
 
 @cached

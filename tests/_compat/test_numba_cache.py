@@ -8,7 +8,7 @@ import textwrap
 import numba
 import pytest
 
-from scram.engines.cpu import caching
+from scram._compat import numba_cache
 
 pytestmark = pytest.mark.slow
 PROGRAM = """
@@ -66,12 +66,12 @@ def test_the_cache_on_disk_knows_all_sources(monkeypatch, tmp_path):
         def one(x):
             return x + 1
 
-        function = caching.cached(one)
+        function = numba_cache.cached(one)
         function(1)
         return sum(function.stats.cache_misses.values())
 
     assert [compiled_anew(), compiled_anew()] == [1, 0]
-    monkeypatch.setattr(caching, "SOURCES", "edited")
+    monkeypatch.setattr(numba_cache, "SOURCES", "edited")
     assert [compiled_anew(), compiled_anew()] == [1, 0]
 
 
@@ -79,4 +79,4 @@ def test_without_a_folder_for_the_cache_it_compiles_in_memory(monkeypatch):
     from numba.core.caching import CacheImpl
 
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
-    assert caching.cached(lambda x: x + 1)(1) == 2
+    assert numba_cache.cached(lambda x: x + 1)(1) == 2

@@ -9,16 +9,15 @@ from typing import Any
 
 import numba
 
-from ... import schedule
-
 # Without nnan and ninf, which would break tests for NaN and -inf.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def _hash_of_sources() -> str:
-    digest = hashlib.sha256()
+    digest, package = hashlib.sha256(), Path(__file__).parent.parent
+    kernels = [*sorted((package / "engines" / "cpu").glob("*.py")), package / "schedule.py"]
     try:
-        for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(schedule.__file__)):
+        for path in (*kernels, *sorted(Path(__file__).parent.glob("numba*.py"))):
             digest.update(path.read_bytes())
     except OSError:  # not on disk: they do not change
         pass

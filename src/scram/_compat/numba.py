@@ -1,4 +1,4 @@
-"""Every private API of Numba and llvmlite in this engine, with a public fallback for each.
+"""Every private API of Numba and llvmlite, with a public fallback for each. Imported with the CPU engine only.
 
 Run with Numba 0.64.0 (llvmlite 0.46.0) to 0.68.1 (llvmlite 0.50.0). `PRIVATE` says whether what is used here still is
 what it was; otherwise the fallbacks serve, with the same results: more to compile, and slower.
@@ -20,7 +20,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic, overload
 
-from .caching import FASTMATH, cached
+from .numba_cache import FASTMATH, cached
 
 SIMD_WIDTH = 4  # narrower rows are padded to as many elements
 ROWS = SIMD_WIDTH**2  # of them are multiplied at a time

@@ -1,6 +1,7 @@
-"""Every private or version-bound API of torch, Triton, Numba and llvmlite, in one place.
+"""Every private or version-bound API of torch (here), of Triton and of Numba with llvmlite (`triton`, `numba`).
 
-Each entry names the versions it was run on, has a check, and has a public fallback.
+Each entry names the versions it was run on, has a check, and has a public fallback. The three are apart because
+`import scram` loads neither Triton nor Numba.
 """
 
 from __future__ import annotations

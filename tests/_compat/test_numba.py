@@ -8,21 +8,21 @@ import torch
 
 import scram
 from processes import run_python
-from scram.engines.cpu import _numba_compat
+from scram._compat import numba as compat
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_private_parts_of_numba_are_what_they_were():
-    assert _numba_compat.PRIVATE
+    assert compat.PRIVATE
 
 
 FALLBACK = """
     import sys, torch, numba, numba.core.codegen
     sys.modules["numba.core.codegen"] = None
     import scram
-    from scram.engines.cpu import _numba_compat
-    assert not _numba_compat.PRIVATE
+    from scram._compat import numba as compat
+    assert not compat.PRIVATE
     """
 
 
