@@ -164,6 +164,7 @@ def _arguments(name, one):
     return tuple(x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in seen[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [HYBRID, SNIS, WALKS], ids=lambda method: type(method).__name__)
 def test_compiles_into_one_graph(method):
     q, k, v, found = problem(grid=(4, 5))

@@ -332,6 +332,7 @@ def test_returned_weights_are_reported():
     assert "need_weights=False" in str(report)
 
 
+@pytest.mark.slow
 def test_compiled_model():
     model, x = ClassToken(), torch.randn(2, 3, 16, 20)
     want = model(x)
@@ -399,6 +400,7 @@ def vit():
     return transformers.ViTModel(config).eval()
 
 
+@pytest.mark.slow
 def test_transformers(vit):
     x = torch.randn(2, 3, 32, 32)
     want = vit(x).last_hidden_state

@@ -67,6 +67,7 @@ def _off_grid(q, extra):
     return scram.Attended(torch.einsum("bhxyk,bhkf->bhxyf", a.softmax(-1), extra[1]), a.logsumexp(-1))
 
 
+@pytest.mark.slow
 def test_intervals_enclose_the_truth():
     """In at least 90 of 100 samples of 512 queries."""
     q, k, v = coherent(sharpness=50)

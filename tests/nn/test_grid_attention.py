@@ -143,6 +143,7 @@ def test_threads_share_a_module():
             assert (ours == layer(x)).all()
 
 
+@pytest.mark.slow
 def test_compiled_training_step():
     layer = GridAttention(12, 3, dropout=0.0, search=scram.Search(seed=0, sweeps=2))
     x = grids(4, 7)
@@ -173,6 +174,7 @@ def test_reading_is_not_causal():
     torch.testing.assert_close(causal.read(tokens, x), plain.read(tokens, x))
 
 
+@pytest.mark.slow
 def test_export():
     """For any size; an exported program keeps no matches."""
     layer, x = GridAttention(12, 3, search=scram.Search(seed=0), keep_matches=True).eval(), grids(4, 5)

@@ -54,6 +54,7 @@ def test_what_the_mask_of_a_block_hides():
     assert (block(x)[seen] != block(other)[seen]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", NonLocalBlock.FORMS)
 def test_block_trains_compiled_and_in_half(form):
     block = NonLocalBlock(8, 3, form=form, search=scram.Search(seed=0, sweeps=2))

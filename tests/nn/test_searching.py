@@ -80,6 +80,7 @@ def test_the_search_knows_mask_and_score():
     assert (recall > scram.measure.recall(q, k, scram.search(q, k, search=layer.search), score="l2")).all()
 
 
+@pytest.mark.slow
 def test_kept_matches_compile():
     layer = GridAttention(12, 3, search=scram.Search(sweeps=2), keep_matches=True).eval()
     layer.warm_search = scram.Search(sweeps=0)
