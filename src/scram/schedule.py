@@ -16,7 +16,6 @@ PROPAGATE = {
 }
 
 TILE_QUERIES = 64  # queries of a tile
-LANES = TILE_QUERIES
 WINDOWS = 4  # that the keys of an offer form where queries keep several matches
 KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}  # of offers, as kernels number them
 MOST_IN_TILES = 32  # that a tile keeps on a GPU, where registers hold them

@@ -15,7 +15,7 @@ from .arguments import explains, renamed, renamed_attribute
 from .exact import _Dense
 from .grid import coordinates, grid_of, rows, within
 from .precision import ignores_autocast
-from .schedule import LANES, moves, offers
+from .schedule import TILE_QUERIES, moves, offers
 from .scoring import default_scale, normalized_weights, prepare_key, prepare_query
 from .types import Matches, Score, Search
 
@@ -306,7 +306,7 @@ def _cost(search: Search, matches: Matches, radius: tuple[int, ...], k: Tensor, 
     rank, kappa, grid = k.ndim - 3, matches.index.shape[-1], grid_of(k)
     if search.method == "tile":  # a query scores what all queries of its tile offer
         made = [offers(n + 1, search.jumps, search.propagate, search.gossip, grid) for n in range(search.sweeps)]
-        looked = kappa + LANES * sum(len(list(sweep)) for sweep in made)
+        looked = kappa + TILE_QUERIES * sum(len(list(sweep)) for sweep in made)
     else:
         offered = len(moves(search.propagate, 1)) * 2 * rank * len(search.jumps)
         looked = kappa * (1 + search.sweeps * (offered + search.gossip + max(grid).bit_length()))

@@ -16,7 +16,8 @@ import torch
 from ..._compat.numba import each_task
 from ...calls import Found, SearchCall
 from ...grid import grid_of
-from ...schedule import KINDS, LANES, STOP, WINDOWS, offers, tile_shape
+from ...schedule import KINDS, STOP, WINDOWS, offers, tile_shape
+from ...schedule import TILE_QUERIES as LANES
 from .compiled import compiled, inlined, launcher
 from .layout import Array, Geometry, array, strides
 from .legal import Earlier, Lists, drawn, first_key, near

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...grid import cell_sides
-from ...schedule import LANES
+from ...schedule import TILE_QUERIES
 from .block_sizes import LIST_BLOCK, LIST_WARPS, MOST_SORTED
 from .grid import Block, Geometry, divide, points, tile_at, tile_shape, tiles
 from .launch import INTERPRETED, Kernel, cached, kinds
@@ -26,7 +26,7 @@ from .shared_keys import block_of
 from .windows import reaches, unmasked
 
 WIDEN = tl.constexpr(INTERPRETED)  # Triton's interpreter multiplies no bfloat16
-QUERIES = tl.constexpr(LANES)  # of a tile
+QUERIES = tl.constexpr(TILE_QUERIES)  # of a tile
 NO_CELL = tl.constexpr(2**31 - 1)
 
 
@@ -72,11 +72,11 @@ def cells_of(index: Tensor, geo: Geometry, radius: tuple[int, ...]) -> Cells:
     plan = _plan(index.shape[0] * index.shape[1], geo.q, geo.k, kappa, radius, kinds(index))
     corners, first, lists = (
         torch.empty((plan.tiles, n), dtype=torch.int32, device=index.device)
-        for n in (LANES * kappa, plan.room, 2 * plan.room)
+        for n in (TILE_QUERIES * kappa, plan.room, 2 * plan.room)
     )
     count = torch.empty(plan.tiles, dtype=torch.int32, device=index.device)
     cells = Cells(first, count, plan.room, plan.frame.sides)
-    if LANES * kappa > MOST_SORTED:
+    if TILE_QUERIES * kappa > MOST_SORTED:
         plan.corner(index, corners, kappa, geo, plan.frame)
         corners = corners.sort(1).values
     plan.cells(index, corners, lists, cells, kappa, geo, plan.frame)
@@ -99,14 +99,14 @@ def _plan(
     joined = [math.prod(rim[axis + 1 :]) for axis, one in enumerate(spans) if one]
     moves = (*joined, *[0] * (len(rim) - len(joined)))
     frame = Frame(sides, reach, number, spans, rim, moves, len(joined))
-    block = Block(tile_shape(LANES, len(key_grid)), LANES)
+    block = Block(tile_shape(TILE_QUERIES, len(key_grid)), TILE_QUERIES)
     count = rows * tiles(query_grid, block.TILE)
-    flags: dict[str, Any] = {"B": block, "IDS": triton.next_power_of_2(LANES * kappa)}
+    flags: dict[str, Any] = {"B": block, "IDS": triton.next_power_of_2(TILE_QUERIES * kappa)}
     how = {"num_warps": LIST_WARPS, "enable_fp_fusion": True}
     corner = Kernel(corner_kernel, count, {**flags, **how})
-    flags |= {"SORT": LANES * kappa <= MOST_SORTED, "BLOCK": LIST_BLOCK}
+    flags |= {"SORT": TILE_QUERIES * kappa <= MOST_SORTED, "BLOCK": LIST_BLOCK}
     cells = Kernel(cells_kernel, count, {**flags, **how})
-    return _Plan(corner, cells, count, (LANES * kappa) << len(joined), frame)
+    return _Plan(corner, cells, count, (TILE_QUERIES * kappa) << len(joined), frame)
 
 
 @triton.jit

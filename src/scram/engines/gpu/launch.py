@@ -115,9 +115,10 @@ class Kernel:
     def __init__(self, kernel: Any, programs: int, flags: dict[str, Any]) -> None:
         self.kernel, self.programs, self.flags = kernel, programs, flags
         self.code: Any = None
+        self.addresses: Callable[..., Any] | None = None  # written at the second launch: many kernels have but one
 
     def __call__(self, *arguments: Any) -> None:
-        given = None if self.code is None else self.addresses(*arguments)
+        given = self.addresses(*arguments) if self.addresses else None
         if given is None:
             self._find(arguments)
         elif compat.watched():
@@ -129,7 +130,7 @@ class Kernel:
     def bind(self, *first: Any) -> Callable[..., None]:
         """What launches the kernel on the current stream with these arguments and those it is called with."""
         given = None
-        if self.code is not None and not compat.watched():
+        if self.addresses and not compat.watched():
             if len(first) not in self.bound:
                 self.bound[len(first)] = self._addresses(0, len(first)), self._addresses(len(first), None)
             addresses_of_first, addresses = self.bound[len(first)]
@@ -158,7 +159,7 @@ class Kernel:
     def _find(self, arguments: tuple[Any, ...]) -> None:
         """Launch, and keep the code for the next time."""
         key = (id(self.kernel), *kinds(*arguments), *self.flags.values())
-        code = _compiled.get(key)
+        code, again = _compiled.get(key), self.code
         if code is None and _launches_directly():
             code = _compiled[key] = compiled(self.kernel, arguments, self.flags)
         if code is None:  # the interpreter compiles nothing
@@ -166,11 +167,12 @@ class Kernel:
             return
         self.constants = [self.flags[name] for name in self.kernel.arg_names[len(arguments) :]]
         code[(self.programs, 1, 1)](*arguments, *self.constants)
-        self.run, self.behind = compat.direct(code)
-        self.written = [_written(x, f"a{n}") for n, x in enumerate(arguments)]
-        self.addresses = self._addresses(0, None)
-        self.bound: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self.code, self.device = code, compat.current_device()
+        if code is again:
+            self.run, self.behind = compat.direct(code)
+            self.written = [_written(x, f"a{n}") for n, x in enumerate(arguments)]
+            self.addresses = self._addresses(0, None)
+            self.bound: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:

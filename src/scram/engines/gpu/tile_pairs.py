@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...schedule import LANES
+from ...schedule import TILE_QUERIES
 from .block_sizes import tile_pieces
 from .cells import keys_at, rows_at
 from .grid import Block, lane_query, points, tile_at, tile_shape
@@ -77,7 +77,7 @@ class Keys(NamedTuple):
 
 
 def tile_block(rank: int) -> Block:
-    return Block(tile_shape(LANES, rank), LANES)
+    return Block(tile_shape(TILE_QUERIES, rank), TILE_QUERIES)
 
 
 def tile_flags(
@@ -93,7 +93,7 @@ def tile_flags(
     copies, scaled = 2 if 32 * warps > keys else 1, backward and narrow and dtype == torch.half
     chosen = (narrow, keys, keys % size == 0, copies, parts, scaled)
     each = row.W * dtype.itemsize + value_row.W * value_dtype.itemsize
-    ahead = stages(variant.device, most, keys * each, LANES * each)
+    ahead = stages(variant.device, most, keys * each, TILE_QUERIES * each)
     flags = {"MODE": TileMode(mode.CAUSAL, mode.WEIGHT, mode.DROPOUT, *chosen), "B": tile_block(variant.rank), **rows}
     return {**flags, "num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._compat import transforms_active
 from ...calls import AttendCall, ScoreFunction
 from ...grid import Grid, LegalKeys, cell_sides, coordinates, flat, grid_of, inside, key_row
-from ...schedule import LANES
+from ...schedule import TILE_QUERIES
 from ...scoring import accumulator, normalized_weights, pair_score
 from ...types import Attended
 from .attend import extra_of, flat_tensors, kept
@@ -33,7 +33,7 @@ def tile_attend(call: AttendCall) -> Attended:
     queries, keys, total = math.prod(grid), math.prod(key_grid), q.shape[0] * heads
     legal_keys = LegalKeys.of(q, k, causal, call.key_mask)
     sides = cell_sides(call.radius, key_grid)
-    member = members(grid, q.device)  # [tiles of a row, LANES]
+    member = members(grid, q.device)  # [tiles of a row, TILE_QUERIES]
     cells = touched(index.reshape(total, queries, index.shape[-1]).long(), member, key_grid, call.radius, sides)
     extras, wide = extra_of(call)[0].shape[2], accumulator(v.dtype)
 
@@ -63,13 +63,13 @@ def tile_attend(call: AttendCall) -> Attended:
             p = torch.where(kept(call, row, query, named), p / (1 - call.dropout_p), 0)
         return mix(p, v_found, legal, causal), lse
 
-    each = LANES * (k.shape[-1] if call.score else 1) + k.shape[-1] + v.shape[-1]
+    each = TILE_QUERIES * (k.shape[-1] if call.score else 1) + k.shape[-1] + v.shape[-1]
     each *= cells.shape[1] * math.prod(sides) + extras
     size = max(1, CHUNK_ELEMENTS // max(each, 1))
     out, lse = in_chunks(tiles, total * len(member), size, flat_tensors(call))
     slot = member.flatten().argsort()[-queries:]  # where each query stands in the tiles
-    out = out.reshape(total, len(member) * LANES, v.shape[-1])[:, slot].to(v.dtype)
-    lse = lse.reshape(total, len(member) * LANES)[:, slot]
+    out = out.reshape(total, len(member) * TILE_QUERIES, v.shape[-1])[:, slot].to(v.dtype)
+    lse = lse.reshape(total, len(member) * TILE_QUERIES)[:, slot]
     return Attended(out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1]))
 
 
@@ -77,7 +77,7 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
     """index [rows, N, kappa] -> the cells that hold a key of a window of a tile's queries, ascending, then -1:
     [rows * tiles, as many as the largest set]."""
     match = torch.where(member.unsqueeze(-1) < 0, -1, index[:, member.clamp(min=0)]).reshape(
-        index.shape[0] * len(member), LANES * index.shape[-1]
+        index.shape[0] * len(member), TILE_QUERIES * index.shape[-1]
     )
     exists = (match >= 0) & (match < math.prod(key_grid))
     centre = coordinates(torch.where(exists, match, 0), key_grid)
@@ -120,7 +120,7 @@ def keys_of(cells: Tensor, key_grid: Grid, sides: Grid) -> tuple[Tensor, Tensor]
 
 
 def scores(q: Tensor, k: Tensor, legal: Tensor, score: ScoreFunction | None, causal: bool) -> Tensor:
-    """[C, LANES, E] and [C, K, E] -> [C, LANES, K]."""
+    """[C, TILE_QUERIES, E] and [C, K, E] -> [C, TILE_QUERIES, K]."""
     if score is not None:
         return pair_score(q.unsqueeze(2), torch.where(legal.unsqueeze(-1), k.unsqueeze(1), 0), score)
     if not causal:
@@ -131,7 +131,7 @@ def scores(q: Tensor, k: Tensor, legal: Tensor, score: ScoreFunction | None, cau
 
 
 def mix(p: Tensor, v: Tensor, legal: Tensor, causal: bool) -> Tensor:
-    """Weights [C, LANES, K] and values [C, K, F] to outputs [C, LANES, F]."""
+    """Weights [C, TILE_QUERIES, K] and values [C, K, F] to outputs [C, TILE_QUERIES, F]."""
     if not causal:
         return p @ v
     spoiled = legal.to(v) @ (~v.isfinite()).to(v) > 0

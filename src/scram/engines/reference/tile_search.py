@@ -1,6 +1,6 @@
 """Tile search: every query of a tile scores the offers of all its queries, a window of keys at a time.
 
-Works on points as `search` does; a tile is a row of LANES points, -1 where it sticks out of the query grid.
+Works on points as `search` does; a tile is a row of TILE_QUERIES points, -1 where it sticks out of the query grid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ...calls import Found, SearchCall
 from ...grid import Grid, coordinates, flat, inside, key_row, within
 from ...noise import below, noise
-from ...schedule import LANES, MOVES, STOP, Offer, offers, tile_shape, windows
+from ...schedule import MOVES, STOP, TILE_QUERIES, Offer, offers, tile_shape, windows
 from ...scoring import pair_score
 from .search import CHUNK_ELEMENTS, SearchSpace
 
@@ -127,7 +127,7 @@ def _offered(space: SearchSpace, offer: Offer, sweep: int, number: int, key: Ten
 
 
 def members(grid: Grid, device: torch.device) -> Tensor:
-    """The queries of every tile [tiles, LANES], -1 where it sticks out of the grid.
+    """The queries of every tile [tiles, TILE_QUERIES], -1 where it sticks out of the grid.
 
     >>> members((3, 9), torch.device("cpu"))[1, :9].tolist()
     [8, -1, -1, -1, -1, -1, -1, -1, 17]
@@ -135,13 +135,13 @@ def members(grid: Grid, device: torch.device) -> Tensor:
     shape = tile_shape(len(grid))
     across = [-(-extent // side) for extent, side in zip(grid, shape, strict=True)]
     corner = [c.unsqueeze(1) for c in coordinates(torch.arange(math.prod(across), device=device), across)]
-    lane = coordinates(torch.arange(LANES, device=device), shape)
+    lane = coordinates(torch.arange(TILE_QUERIES, device=device), shape)
     place = [at * side + of for at, side, of in zip(corner, shape, lane, strict=True)]
     return torch.where(inside(place, grid), flat(place, grid), -1)
 
 
 def _tiles(space: SearchSpace, elements: int) -> Iterator[Tensor]:
-    """Points of tiles [C, LANES], -1 off the query grid, some tiles of one row at a time."""
+    """Points of tiles [C, TILE_QUERIES], -1 off the query grid, some tiles of one row at a time."""
     member, step = members(space.query_grid, space.q.device), max(1, CHUNK_ELEMENTS // elements)
     for row in range(space.points // space.queries):
         for begin in range(0, len(member), step):
@@ -154,7 +154,7 @@ def _score_offers(space: SearchSpace, state: _State, table: list[Tensor]) -> tup
     # What lies off the grid is written to one more point: no nonzero(), which would wait
     key, score = torch.cat([state.key, state.key[:1]]), torch.cat([state.score, state.score[:1]])
     took = torch.zeros(len(key), dtype=torch.bool, device=key.device)
-    for at in _tiles(space, LANES * (space.q.shape[-1] + LANES)):
+    for at in _tiles(space, TILE_QUERIES * (space.q.shape[-1] + TILE_QUERIES)):
         exists, safe = at >= 0, torch.where(at < 0, at[:, :1], at)  # off the grid: as the first
         tile = _Tile(space, safe, _State(state.key[safe], state.score[safe]))
         for offer in table:
@@ -166,7 +166,7 @@ def _score_offers(space: SearchSpace, state: _State, table: list[Tensor]) -> tup
 
 
 class _Tile:
-    """Some tiles of one row in a sweep: `state` of [C, LANES] queries and which of them `took` a key."""
+    """Some tiles of one row in a sweep: `state` of [C, TILE_QUERIES] queries and which of them `took` a key."""
 
     def __init__(self, space: SearchSpace, at: Tensor, state: _State) -> None:
         self.space, self.state = space, state
@@ -175,7 +175,7 @@ class _Tile:
         self.took = torch.zeros_like(at, dtype=torch.bool)
 
     def scores(self, keys: Tensor) -> Tensor:
-        """[C, K] -> [C, LANES, K]."""
+        """[C, K] -> [C, TILE_QUERIES, K]."""
         k = self.space.k[self.first_key + keys.clamp(min=0)]
         if callable(self.space.call.score):
             found = pair_score(self.q.unsqueeze(2), k.unsqueeze(1), self.space.call.score)
