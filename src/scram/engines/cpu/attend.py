@@ -1,7 +1,5 @@
 """Algorithm 2 on a CPU: expand, weigh and mix for a block of queries at a time, in plain loops for the vector units."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math

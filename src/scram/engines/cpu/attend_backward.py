@@ -5,8 +5,6 @@ done. Then every thread walks that list for the keys that it owns: a key's sum i
 queries are taken in chunks, so that the list is bounded.
 """
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math

@@ -1,7 +1,5 @@
 """Draws of importance sampling on a CPU: keys near the modes or anywhere, and the logs of their weights."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math

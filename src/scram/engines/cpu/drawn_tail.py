@@ -3,8 +3,6 @@
 A query takes its own head's keys out of them: it walks its windows and looks each key up among the shared ones.
 """
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math

@@ -1,7 +1,5 @@
 """Which keys a point may take in a search, and the keys it starts from."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Queries are taken in chunks. Their keys and the logs of the keys' weights go to 
 and both passes read: the backward pass draws the same keys again.
 """
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math

@@ -4,8 +4,6 @@ A neighbour that has not changed since it was last read is not read again, and a
 not scored: neither could win, since a candidate is taken only when strictly better. So the result is the reference's.
 """
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math

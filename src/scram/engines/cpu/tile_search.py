@@ -3,8 +3,6 @@
 With one match per query a key that a tile has scored in this sweep is not scored again: it could not win.
 """
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math

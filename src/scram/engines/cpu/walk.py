@@ -1,7 +1,5 @@
 """Metropolis-Hastings walks on a CPU: the keys visited, the share of steps accepted, and rhat of the scores."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math
