@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..._compat.numba import SIMD_WIDTH, each_task
+from ..._compat.numba import SIMD_WIDTH
 from ...calls import AttendCall
 from ...grid import grid_of
 from ...types import Attended
-from .compiled import compiled, inlined, launcher
+from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, Windows, array, padded
 from .noise import absorb, seeded
 from .threads import TASKS_PER_THREAD, threads
@@ -103,15 +103,10 @@ def attend(call: AttendCall) -> Attended:
     )
 
 
-@launcher
-def _attend(tasks, arrays, scratch, out, lse):
-    each_task(_some_blocks, tasks, (arrays, scratch, out, lse))
-
-
-@inlined
-def _some_blocks(task, arrays, scratch, out, lse):
+@parallel
+def _attend(task, tasks, arrays, scratch, out, lse):
     """Blocks of points of one row, each written by one task."""
-    tasks, queries, block_size = len(scratch.keys), arrays.geometry.queries, scratch.keys.shape[2]
+    queries, block_size = arrays.geometry.queries, scratch.keys.shape[2]
     in_row = -(-queries // block_size)
     blocks = len(lse) // max(queries, 1) * in_row
     keys, weights, sums = scratch.keys[task], scratch.weights[task], scratch.sums[task]

@@ -5,18 +5,15 @@ done. Then every thread walks that list for the keys that it owns: a key's sum i
 queries are taken in chunks, so that the list is bounded.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from ..._compat.numba import each_task
 from ...calls import AttendCall, AttendGrads
 from .attend import RELU, SOFTMAX, AttendArrays
-from .compiled import inlined, launcher
+from .compiled import inlined, parallel
 from .layout import Array, Rows, array, flat, like
 from .noise import absorb
 from .threads import TASKS_PER_THREAD, threads
@@ -62,15 +59,10 @@ def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor
     return AttendGrads(like(dq, call.q), like(grads.k, call.k), like(grads.v, call.v), *extra)
 
 
-@launcher
-def _queries(tasks, *arguments):
-    each_task(_some_queries, tasks, arguments)
-
-
-@inlined
-def _some_queries(task, arrays, places, begin, d_out, d_lse, dq, pairs):
+@parallel
+def _queries(task, tasks, arrays, places, begin, d_out, d_lse, dq, pairs):
     """dq, and the pairs of some queries of the chunk."""
-    tasks, size = len(places), min(len(pairs.keys), len(d_lse) - begin)
+    size = min(len(pairs.keys), len(d_lse) - begin)
     geometry, dropout = arrays.geometry, arrays.dropout
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         point = begin + c
@@ -133,15 +125,12 @@ def _slopes(arrays, key_row, point, noise, found, d_out, d_lse, keys, weights, s
         slopes[slot] *= arrays.scale
 
 
-@launcher
-def add_to_keys(owners, q, d_out, rows, extras, begin, pairs, grads):
-    """Add what the pairs of the queries from `begin` on give to their keys."""
-    each_task(_some_keys, owners, (owners, q, d_out, rows, extras, begin, pairs, grads))
+@parallel
+def add_to_keys(owner, owners, q, d_out, rows, extras, begin, pairs, grads):
+    """Add what the pairs of the queries from `begin` on give to the keys of one owner.
 
-
-@inlined
-def _some_keys(owner, owners, q, d_out, rows, extras, begin, pairs, grads):
-    """dk and dv of the keys of one owner: stretches of neighbouring keys in turn, and the extra keys in turn."""
+    It owns stretches of neighbouring keys in turn, and extra keys in turn.
+    """
     for c in range(min(len(pairs.keys), len(q) - begin)):
         point = begin + c
         row = rows.key_rows[point // rows.queries]

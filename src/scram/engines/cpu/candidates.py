@@ -1,7 +1,5 @@
 """Candidates for a block of points at a time: plain loops over int32, which the vector units take."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .compiled import compiled

@@ -1,14 +1,11 @@
 """Draws of importance sampling on a CPU: keys near the modes or anywhere, and the logs of their weights."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import numpy as np
 
-from ..._compat.numba import each_task
-from .compiled import compiled, inlined, launcher
+from .compiled import compiled, inlined, parallel
 from .layout import Array
 from .noise import absorb, below
 
@@ -25,14 +22,9 @@ class Draws(NamedTuple):
     alpha: float  # the share of draws near modes
 
 
-@launcher
-def draw_keys(tasks, *arguments):
+@parallel
+def draw_keys(task, tasks, geometry, draws, begin, keys, logs):
     """Fill keys and logs for the points from `begin` on; what may not be visited is left out, -1 follows the last."""
-    each_task(_draw_some, tasks, arguments)
-
-
-@inlined
-def _draw_some(task, tasks, geometry, draws, begin, keys, logs):
     size = min(len(keys), len(draws.count) - begin)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         _draw_one(geometry, draws, begin + c, keys[c], logs[c])

@@ -3,8 +3,6 @@
 A query takes its own head's keys out of them: it walks its windows and looks each key up among the shared ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._compat.numba import each_task
 from ...calls import DrawnTail, DrawnTailCall, TailGrads
 from ...draws import NONE, legal_counts, ranked_keys, shared_tail, tail_rows, tail_values
 from ...grid import LegalKeys, grid_of
 from ...scoring import accumulator
-from .compiled import inlined, launcher
+from .compiled import inlined, parallel
 from .layout import Array, Geometry, Windows, flat
 from .threads import TASKS_PER_THREAD, threads
 from .windows import expand
@@ -197,15 +194,10 @@ def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> 
     return torch.where(seen == left, 0, known)
 
 
-@launcher
-def _weigh(tasks, *arguments):
-    each_task(_weigh_some, tasks, arguments)
-
-
-@inlined
-def _weigh_some(task, scores, chunk, head, stratified, total, sums):
+@parallel
+def _weigh(task, tasks, scores, chunk, head, stratified, total, sums):
     """Scores [R, C, m] become weights; the sums of each point."""
-    tasks, size = len(head.keys), scores.shape[0] * scores.shape[1]
+    size = scores.shape[0] * scores.shape[1]
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         r = c // scores.shape[1]
         query = c - r * scores.shape[1]
@@ -269,15 +261,10 @@ def _add_logs(scores, logs, scale, offset, limit, top):
     return top
 
 
-@launcher
-def _slopes(tasks, *arguments):
-    each_task(_slopes_some, tasks, arguments)
-
-
-@inlined
-def _slopes_some(task, scores, slopes, chunk, head, points):
+@parallel
+def _slopes(task, tasks, scores, slopes, chunk, head, points):
     """Scores become weights, <grad_out, v_j> become d loss / d (q.k); share and delta of each point."""
-    tasks, size = len(head.keys), scores.shape[0] * scores.shape[1]
+    size = scores.shape[0] * scores.shape[1]
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         r = c // scores.shape[1]
         query = c - r * scores.shape[1]

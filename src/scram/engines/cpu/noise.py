@@ -1,7 +1,5 @@
 """The counter hash of `scram.noise`, in Numba. Every step is cast back to 32 bits: Numba would widen it."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .compiled import compiled, launcher

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._compat.numba import each_task
 from ...calls import SampleCall, Sampled, TailGrads
 from .attend_backward import KeyGrads, Pairs, add_to_keys
-from .compiled import compiled, inlined, launcher
+from .compiled import compiled, inlined, parallel
 from .draw import Draws, draw_keys
 from .layout import Array, Geometry, Rows, array, flat, like
 from .noise import seeded
@@ -82,10 +81,10 @@ def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: i
     for begin in range(0, points, shape[0]):
         if call.method == "metropolis":
             walks = Walks(modes, count, table, seed, call.scale, call.chains_per_mode, call.burn_in)
-            walk_keys(tasks, tasks, arrays.q, arrays.k, geometry, walks, begin, pairs.keys, pairs.slopes, diagnostics)
+            walk_keys(tasks, arrays.q, arrays.k, geometry, walks, begin, pairs.keys, pairs.slopes, diagnostics)
         else:
             draws = Draws(modes, count, total, order, table, seed, call.alpha)
-            draw_keys(tasks, tasks, geometry, draws, begin, pairs.keys, pairs.slopes)
+            draw_keys(tasks, geometry, draws, begin, pairs.keys, pairs.slopes)
         yield begin, pairs
 
 
@@ -98,7 +97,7 @@ def sample(call: SampleCall) -> Sampled:
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
         for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
-            _mix(tasks, tasks, arrays, begin, pairs.keys, pairs.slopes, results)
+            _mix(tasks, arrays, begin, pairs.keys, pairs.slopes, results)
     shape = call.q.shape[:-1]
     lse, ess, *walked = (torch.from_numpy(x).reshape(shape) for x in (results.lse, results.ess, *diagnostics))
     wide = (torch.from_numpy(x).reshape(*shape, width) for x in (out, variance))
@@ -118,20 +117,15 @@ def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> Tai
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
         for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
-            _slopes(tasks, tasks, arrays, begin, pairs, grads)
+            _slopes(tasks, arrays, begin, pairs, grads)
             add_to_keys(count, q, grads.out, arrays.rows, 0, begin, pairs, to_keys)
     head_out = None if call.head_out is None else like(grads.head_out, call.head_out)
     head_lse = None if call.head_lse is None else like(grads.head_lse, call.head_lse)
     return TailGrads(like(grads.q, call.q), like(to_keys.k, call.k), like(to_keys.v, call.v), head_out, head_lse)
 
 
-@launcher
-def _mix(tasks, *arguments):
-    each_task(_mix_some, tasks, arguments)
-
-
-@inlined
-def _mix_some(task, tasks, arrays, begin, keys, logs, results):
+@parallel
+def _mix(task, tasks, arrays, begin, keys, logs, results):
     size, rows = min(len(keys), len(results.lse) - begin), arrays.rows
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         first = rows.key_rows[(begin + c) // rows.queries] * rows.keys
@@ -193,13 +187,8 @@ def _mix_one(arrays, point, first, keys, logs, results):
         variance[point, f] = max(square - total * total / samples, zero)
 
 
-@launcher
-def _slopes(tasks, *arguments):
-    each_task(_slopes_some, tasks, arguments)
-
-
-@inlined
-def _slopes_some(task, tasks, arrays, begin, pairs, grads):
+@parallel
+def _slopes(task, tasks, arrays, begin, pairs, grads):
     size, rows = min(len(pairs.keys), len(grads.lse) - begin), arrays.rows
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         first = rows.key_rows[(begin + c) // rows.queries] * rows.keys

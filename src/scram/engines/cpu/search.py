@@ -4,8 +4,6 @@ A neighbour that has not changed since it was last read is not read again, and a
 not scored: neither could win, since a candidate is taken only when strictly better. So the result is the reference's.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ from ..._compat.numba import SIMD_WIDTH, each_task
 from ...calls import Found, SearchCall
 from ...grid import Grid, grid_of
 from .candidates import draw_around, follow, leave, leave_out, move, read_neighbours
-from .compiled import compiled, inlined, launcher
+from .compiled import compiled, inlined, launcher, parallel
 from .layout import Array, Geometry, array, padded, strides
 from .legal import Earlier, Lists, drawn, first_key, legal
 from .noise import absorb, below, seeded
@@ -320,14 +318,9 @@ def _take(geometry, earlier, block, own, candidate):
         best[p] = score if better else least
 
 
-@launcher
-def _best_first(tasks, index, score):
+@parallel
+def _best_first(task, tasks, index, score):
     """Sort each point's matches by score, equal ones in run order, -1 last."""
-    each_task(_sort_some, tasks, (tasks, index, score))
-
-
-@inlined
-def _sort_some(task, tasks, index, score):
     for point in range(len(index) * task // tasks, len(index) * (task + 1) // tasks):
         for run in range(1, index.shape[1]):
             key, value, place = index[point, run], score[point, run], run

@@ -4,8 +4,6 @@ Numba's omp layer kills a forked child and its workqueue aborts when two Python 
 where it can be had, else workqueue behind a lock.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import os

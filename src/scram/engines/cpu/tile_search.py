@@ -3,19 +3,16 @@
 With one match per query a key that a tile has scored in this sweep is not scored again: it could not win.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..._compat.numba import each_task
 from ...calls import Found, SearchCall
 from ...grid import grid_of
 from ...schedule import KINDS, LANES, STOP, WINDOWS, offers, tile_shape
-from .compiled import compiled, inlined, launcher
+from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, array, strides
 from .legal import Earlier, Lists, drawn, first_key, near
 from .noise import absorb, below, seeded
@@ -94,7 +91,7 @@ def tile_search(call: SearchCall) -> Found:
     with threads() as count:
         tasks = count * TASKS_PER_THREAD
         given = 1 if call.warm is None else min(matches, warm.shape[1])
-        _start(tasks, tasks, features, geometry, lists, seed, warm, given, call.separation, found)
+        _start(tasks, features, geometry, lists, seed, warm, given, call.separation, found)
         for number in range(1, call.sweeps + 1):
             made = offers(number, call.jumps, call.propagate, call.gossip, key_grid)
             table = np.array([(KINDS[o.kind], o.reach, o.draw) for o in made], np.int64).reshape(-1, 3)
@@ -114,13 +111,8 @@ def tile_search(call: SearchCall) -> Found:
     return Found(torch.from_numpy(found.index).reshape(shape), torch.from_numpy(score).reshape(shape))
 
 
-@launcher
-def _start(tasks, *arguments):
-    each_task(_start_some, tasks, arguments)
-
-
-@inlined
-def _start_some(task, tasks, features, geometry, lists, seed, warm, given, separation, found):
+@parallel
+def _start(task, tasks, features, geometry, lists, seed, warm, given, separation, found):
     """Sweep 0: warm keys where they are legal, else draws; kept whatever their scores."""
     points = len(features.q)
     for point in range(points * task // tasks, points * (task + 1) // tasks):
@@ -145,15 +137,10 @@ def _insert(index, score, filled, key, value):
     index[place], score[place] = key, value
 
 
-@launcher
-def _sweep(tasks, *arguments):
-    each_task(_sweep_some, tasks, arguments)
-
-
-@inlined
-def _sweep_some(task, features, geometry, lists, tiles, sweep, found, scratch):
+@parallel
+def _sweep(task, tasks, features, geometry, lists, tiles, sweep, found, scratch):
     """Some tiles: each makes its offers from the state before, then takes the best."""
-    q, queries, in_row, tasks = features.q, geometry.queries, sweep.took.shape[1], len(scratch.seen)
+    q, queries, in_row = features.q, geometry.queries, sweep.took.shape[1]
     lanes, across, made = scratch.lanes[task], scratch.across[task], scratch.made[task]
     for number in range(sweep.took.size * task // tasks, sweep.took.size * (task + 1) // tasks):
         row = number // in_row

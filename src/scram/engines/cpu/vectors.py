@@ -1,7 +1,5 @@
 """Small arithmetic that vector units can do: products of rows [points, width], coordinates, exp."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

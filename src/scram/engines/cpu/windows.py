@@ -1,7 +1,5 @@
 """The keys that one query attends, in a list."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .compiled import compiled
