@@ -13,11 +13,11 @@ from ...calls import Found, SearchCall
 from ...grid import grid_of
 from ...schedule import KINDS, LANES, STOP, WINDOWS, offers, tile_shape
 from .compiled import compiled, inlined, parallel
-from .layout import Array, Geometry, array, strides
-from .legal import Earlier, Lists, drawn, first_key, near
-from .noise import absorb, below, seeded
+from .layout import Array, Geometry, array, strides, tensor
+from .legal import Choices, Earlier, drawn, first_key, near
+from .noise import absorb, below
 from .search import Features
-from .threads import TASKS_PER_THREAD, threads
+from .threads import threads
 from .vectors import dot
 
 SHIFT, GOSSIP, RANDOM = (KINDS[kind] for kind in ("shift", "gossip", "random"))
@@ -34,16 +34,8 @@ class Tiles(NamedTuple):
     counts: Array  # of tiles along each axis
 
 
-class Matches(NamedTuple):
-    """Every point's matches, best first."""
-
-    index: Array  # type: ignore[assignment]  # int32 [P, kappa]
-    score: Array  # [P, kappa]
-
-
 class Sweep(NamedTuple):
     number: int
-    seed: np.uint32
     offers: Array  # int64 [offers, 3]
     separation: int
     going: Array  # bool [R], rows that have not stopped
@@ -79,51 +71,45 @@ def tile_search(call: SearchCall) -> Found:
     q, k, matches = call.q, call.k, call.matches
     query_grid, key_grid, points = grid_of(q), grid_of(k), math.prod(q.shape[:-1])
     features, geometry = Features(array(q), array(k)), Geometry.of(q, k, call.key_mask, call.causal)
-    lists, dtype = Lists.of(geometry.mask), features.q.dtype
+    choices, dtype = Choices.of(call, geometry.mask), features.q.dtype
     geometry = geometry._replace(grid=np.array(key_grid), strides=np.array(geometry.strides))  # type: ignore[arg-type]
-    found = Matches(np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, dtype))
-    warm = np.zeros((points, 0), np.int32)
-    if call.warm is not None:
-        warm = call.warm.reshape(points, call.warm.shape[-1]).contiguous().numpy()
+    index, score = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, dtype)
     sides = np.array(tile_shape(len(query_grid)))
     tiles = Tiles(np.array(query_grid), np.array(strides(query_grid)), sides, -(-np.array(query_grid) // sides))
-    seed, going = np.uint32(seeded(int(call.seed))), np.ones(points // geometry.queries, np.bool_)
-    with threads() as count:
-        tasks = count * TASKS_PER_THREAD
-        given = 1 if call.warm is None else min(matches, warm.shape[1])
-        _start(tasks, features, geometry, lists, seed, warm, given, call.separation, found)
+    going = np.ones(points // geometry.queries, np.bool_)
+    with threads() as tasks:
+        given = 1 if call.warm is None else min(matches, call.warm.shape[-1])
+        _start(tasks, features, geometry, choices, given, call.separation, index, score)
         for number in range(1, call.sweeps + 1):
             made = offers(number, call.jumps, call.propagate, call.gossip, key_grid)
             table = np.array([(KINDS[o.kind], o.reach, o.draw) for o in made], np.int64).reshape(-1, 3)
             took = np.zeros((len(going), int(tiles.counts.prod())), np.int64)
-            sweep = Sweep(number, seed, table, call.separation, going, found.index.copy(), took)
+            sweep = Sweep(number, table, call.separation, going, index.copy(), took)
             scratch = Scratch(
                 np.empty((tasks, features.q.shape[1], LANES), dtype), np.empty((tasks, LANES, LANES), dtype),
                 np.empty((tasks, len(table), LANES), np.int32), np.empty((tasks, LANES), np.int64),
                 np.empty((tasks, SEEN), np.int32),
             )  # fmt: skip
-            _sweep(tasks, features, geometry, lists, tiles, sweep, found, scratch)
+            _sweep(tasks, features, geometry, choices, tiles, sweep, index, score, scratch)
             going &= took.sum(1) * STOP >= geometry.queries
             if not going.any():
                 break
-    shape = (*q.shape[:-1], matches)
-    score = found.score.astype(np.float32, copy=False)
-    return Found(torch.from_numpy(found.index).reshape(shape), torch.from_numpy(score).reshape(shape))
+    return Found(tensor(index, None, q), tensor(score, torch.float32, q))
 
 
 @parallel
-def _start(task, tasks, features, geometry, lists, seed, warm, given, separation, found):
+def _start(task, tasks, features, geometry, choices, given, separation, index, score):
     """Sweep 0: warm keys where they are legal, else draws; kept whatever their scores."""
     points = len(features.q)
     for point in range(points * task // tasks, points * (task + 1) // tasks):
         row = point // geometry.queries
         query, filled = point - row * geometry.queries, 0
         for entry in range(given):
-            earlier = Earlier(found.index, filled, separation)
-            key = first_key(geometry, lists, earlier, warm, entry, seed, row, query)
+            earlier = Earlier(index, filled, separation)
+            key = first_key(geometry, choices, earlier, entry, row, query)
             if key >= 0:
                 s = dot(features.q, point, features.k, geometry.key_rows[row] * geometry.keys + key)
-                _insert(found.index[point], found.score[point], filled, np.int32(key), s if s == s else -np.inf)
+                _insert(index[point], score[point], filled, np.int32(key), s if s == s else -np.inf)
                 filled += 1
 
 
@@ -138,7 +124,7 @@ def _insert(index, score, filled, key, value):
 
 
 @parallel
-def _sweep(task, tasks, features, geometry, lists, tiles, sweep, found, scratch):
+def _sweep(task, tasks, features, geometry, choices, tiles, sweep, index, score, scratch):
     """Some tiles: each makes its offers from the state before, then takes the best."""
     q, queries, in_row = features.q, geometry.queries, sweep.took.shape[1]
     lanes, across, made = scratch.lanes[task], scratch.across[task], scratch.made[task]
@@ -147,14 +133,14 @@ def _sweep(task, tasks, features, geometry, lists, tiles, sweep, found, scratch)
         if not sweep.going[row]:
             continue
         _queries_of(tiles, number - row * in_row, lanes)
-        _offer(geometry, lists, tiles, sweep, row, lanes, made)
+        _offer(geometry, choices, tiles, sweep, row, lanes, made)
         for lane in range(LANES):
             for e in range(q.shape[1]):
                 across[e, lane] = q[row * queries + lanes[lane], e] if lanes[lane] >= 0 else 0
         row_key, first = geometry.key_rows[row] * geometry.keys, row * queries
         keys, own = features.k[row_key : row_key + geometry.keys], slice(first, first + queries)
-        tile = Tile(across, scratch.products[task], made, lanes, keys, found.index[own], found.score[own])
-        if found.index.shape[1] == 1:
+        tile = Tile(across, scratch.products[task], made, lanes, keys, index[own], score[own])
+        if index.shape[1] == 1:
             took = _take_best(geometry.causal, tile, scratch.seen[task])
         else:
             took = _take_several(geometry, sweep.separation, tile)
@@ -175,9 +161,9 @@ def _queries_of(tiles, number, lanes):
 
 
 @inlined
-def _offer(geometry, lists, tiles, sweep, row, lanes, made):
+def _offer(geometry, choices, tiles, sweep, row, lanes, made):
     """What each query of a tile offers, -1 for nothing."""
-    kappa, prefix, queries = sweep.before.shape[1], absorb(sweep.seed, row), geometry.queries
+    kappa, prefix, queries = sweep.before.shape[1], absorb(choices.seed, row), geometry.queries
     before, mask_row = sweep.before[row * queries : (row + 1) * queries], row // geometry.rows_per_mask
     for lane in range(LANES):
         query = lanes[lane]
@@ -194,7 +180,7 @@ def _offer(geometry, lists, tiles, sweep, row, lanes, made):
             if kind == GOSSIP:
                 found = np.int64(before[below(absorb(noise, draw), queries), entry])
             elif kind == RANDOM:
-                found = _offer_near(geometry, lists, row, query, before[query, entry], noise, draw, reach)
+                found = _offer_near(geometry, choices, row, query, before[query, entry], noise, draw, reach)
             else:
                 direction = diagonal + sweep.number + draw
                 found = _offer_neighbour(geometry, tiles, before, query, entry, direction, kind, reach)
@@ -205,11 +191,11 @@ def _offer(geometry, lists, tiles, sweep, row, lanes, made):
 
 
 @inlined
-def _offer_near(geometry, lists, row, query, own, noise, draw, reach):
+def _offer_near(geometry, choices, row, query, own, noise, draw, reach):
     """A key at most `reach` from the query's own; a drawn one where it has none."""
     rank = len(geometry.grid)
     if own < 0:
-        return drawn(geometry, lists, row, query, absorb(noise, draw + rank))
+        return drawn(geometry, choices, row, query, absorb(noise, draw + rank))
     found = np.int64(0)
     for axis in range(rank):
         extent, stride = geometry.grid[axis], geometry.strides[axis]
