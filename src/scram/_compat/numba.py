@@ -4,9 +4,6 @@ Run with Numba 0.64.0 (llvmlite 0.46.0) to 0.68.1 (llvmlite 0.50.0). `PRIVATE` s
 what it was; otherwise the fallbacks serve, with the same results: more to compile, and slower.
 """
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: disable-error-code="misc, no-redef"
 from __future__ import annotations
 
 import inspect

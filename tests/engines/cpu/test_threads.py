@@ -4,13 +4,14 @@ import importlib.metadata
 import os
 import threading
 
+import numba
 import pytest
 import torch
 
 import scram
 from photos import stereo
 from processes import run_python
-from scram.engines.cpu.threads import threads
+from scram.engines.cpu.threads import TASKS_PER_THREAD, threads
 
 pytestmark = pytest.mark.slow
 
@@ -99,8 +100,9 @@ def test_threads_follow_torch():
     try:
         for wanted in (1, 2):
             torch.set_num_threads(wanted)
-            with threads() as count:
-                assert count == min(wanted, os.cpu_count())
+            with threads() as tasks:
+                assert numba.get_num_threads() == min(wanted, os.cpu_count())
+                assert tasks == TASKS_PER_THREAD * numba.get_num_threads()
     finally:
         torch.set_num_threads(before)
 

@@ -1,9 +1,5 @@
 """Candidates for a block of points at a time: plain loops over int32, which the vector units take."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
-from __future__ import annotations
-
 import numpy as np
 
 from .compiled import compiled

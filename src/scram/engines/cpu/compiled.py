@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numba
 
-from ..._compat.numba import PART, PRIVATE
+from ..._compat.numba import PART, PRIVATE, each_task
 from ..._compat.numba_cache import FASTMATH, cached
 
 
@@ -30,3 +31,18 @@ def launcher(function: Callable[..., Any]) -> Any:
     """Machine code that is called from Python. Numba does not keep the fallback of `each_task` on disk."""
     make = cached if PRIVATE else lambda function, **options: numba.njit(**options)(function)
     return make(function, fastmath=FASTMATH, error_model="numpy", nogil=True, no_cfunc_wrapper=True)
+
+
+KERNEL = None  # `parallel` gives each copy of `_run` its own
+
+
+def _run(tasks, *arguments):  # type: ignore[no-untyped-def]
+    each_task(KERNEL, tasks, (tasks, *arguments))
+
+
+def parallel(function: Callable[..., Any]) -> Any:
+    """A launcher run(tasks, *arguments) of function(task, tasks, *arguments) for 0 <= task < tasks, on all threads."""
+    names = {"__name__": function.__module__, "each_task": each_task, "KERNEL": inlined(function)}
+    run = FunctionType(_run.__code__, names, function.__name__)
+    run.__qualname__ = f"{function.__module__}.{function.__name__}"  # names the file of Numba's cache
+    return launcher(run)

@@ -1,16 +1,11 @@
 """Draws of importance sampling on a CPU: keys near the modes or anywhere, and the logs of their weights."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import numpy as np
 
-from ..._compat.numba import each_task
-from .compiled import compiled, inlined, launcher
+from .compiled import compiled, parallel
 from .layout import Array
 from .noise import absorb, below
 
@@ -27,50 +22,40 @@ class Draws(NamedTuple):
     alpha: float  # the share of draws near modes
 
 
-@launcher
-def draw_keys(tasks, *arguments):
+@parallel
+def draw_keys(task, tasks, geometry, draws, begin, keys, logs):
     """Fill keys and logs for the points from `begin` on; what may not be visited is left out, -1 follows the last."""
-    each_task(_draw_some, tasks, arguments)
-
-
-@inlined
-def _draw_some(task, tasks, geometry, draws, begin, keys, logs):
-    size = min(len(keys), len(draws.count) - begin)
-    for c in range(size * task // tasks, size * (task + 1) // tasks):
-        _draw_one(geometry, draws, begin + c, keys[c], logs[c])
-
-
-@inlined
-def _draw_one(geometry, draws, point, keys, logs):
     grid, strides, mask, table = geometry.grid, geometry.strides, geometry.mask, draws.table
-    row, count, total = point // geometry.queries, draws.count[point], draws.total[point]
-    query, mask_row, samples = point - row * geometry.queries, row // geometry.rows_per_mask, len(keys)
-    near = draws.alpha if count > 0 else 0.0
-    threshold = np.int64(draws.alpha * 4294967296.0)
-    state, seen = absorb(absorb(draws.seed, row), query), 0
-    for t in range(samples):
-        noise = absorb(state, t)
-        which = absorb(noise, 1)
-        if np.int64(absorb(noise, 0)) < threshold and count > 0:
-            mode, key = np.int64(draws.modes[point, below(which, count)]), np.int64(0)
-            for axis in range(len(grid)):
-                centre = mode // strides[axis]
-                mode -= centre * strides[axis]
-                key += (centre + _step(table, absorb(noise, 2 + axis), centre, grid[axis])) * strides[axis]
-        elif total > 0:
-            key = below(which, total)
-            if len(draws.order):
-                key = draws.order[mask_row, key]
-        else:
-            continue
-        if (geometry.causal and key > query) or (len(mask) and not mask[mask_row, key]):
-            continue
-        r = (1 - near) / total
-        if near > 0:
-            r += near * _closeness(key, draws.modes[point, :count], table, grid, strides) / count
-        keys[seen], logs[seen] = key, -math.log(r * samples)
-        seen += 1
-    keys[seen:] = -1
+    threshold, samples, size = np.int64(draws.alpha * 2.0**32), keys.shape[1], min(len(keys), len(draws.count) - begin)
+    for c in range(size * task // tasks, size * (task + 1) // tasks):
+        point = begin + c
+        row, count, total = point // geometry.queries, draws.count[point], draws.total[point]
+        query, mask_row = point - row * geometry.queries, row // geometry.rows_per_mask
+        near = draws.alpha if count > 0 else 0.0
+        state, seen = absorb(absorb(draws.seed, row), query), 0
+        for t in range(samples):
+            noise = absorb(state, t)
+            which = absorb(noise, 1)
+            if np.int64(absorb(noise, 0)) < threshold and count > 0:
+                mode, key = np.int64(draws.modes[point, below(which, count)]), np.int64(0)
+                for axis in range(len(grid)):
+                    centre = mode // strides[axis]
+                    mode -= centre * strides[axis]
+                    key += (centre + _step(table, absorb(noise, 2 + axis), centre, grid[axis])) * strides[axis]
+            elif total > 0:
+                key = below(which, total)
+                if len(draws.order):
+                    key = draws.order[mask_row, key]
+            else:
+                continue
+            if (geometry.causal and key > query) or (len(mask) and not mask[mask_row, key]):
+                continue
+            r = (1 - near) / total
+            if near > 0:
+                r += near * _closeness(key, draws.modes[point, :count], table, grid, strides) / count
+            keys[c, seen], logs[c, seen] = key, -math.log(r * samples)
+            seen += 1
+        keys[c, seen:] = -1
 
 
 @compiled

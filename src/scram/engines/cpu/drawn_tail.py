@@ -3,10 +3,6 @@
 A query takes its own head's keys out of them: it walks its windows and looks each key up among the shared ones.
 """
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._compat.numba import each_task
 from ...calls import DrawnTail, DrawnTailCall, TailGrads
 from ...draws import NONE, legal_counts, ranked_keys, shared_tail, tail_rows, tail_values
 from ...grid import LegalKeys, grid_of
 from ...scoring import accumulator
-from .compiled import inlined, launcher
+from .compiled import inlined, parallel
 from .layout import Array, Geometry, Windows, flat
-from .threads import TASKS_PER_THREAD, threads
+from .threads import threads
 from .windows import expand
 
 CHUNK_SCORES = 1 << 20  # of one row at a time: they stay in the cache between the products
@@ -123,8 +118,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     variance, numbers = torch.empty_like(out), [torch.empty(shape, dtype=tail.wide) for _ in Sums._fields]
     lse, offset, share, seen, left = numbers
     sums = Sums(*map(flat, numbers))
-    with threads() as count:
-        tasks = count * TASKS_PER_THREAD
+    with threads() as tasks:
         head = tail.head(tasks)
         for rows, queries in tail.chunks():
             p = tail.q[rows, queries] @ tail.k[rows].mT
@@ -157,8 +151,7 @@ def drawn_tail_backward(
     to_head = torch.where(head_lse == -torch.inf, 0, (d_out * tail.head_out).sum(-1))
     share, delta = torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide)
     points = Slopes(*map(flat, (offset.to(wide), d_lse, to_head, share, delta)))
-    with threads() as count:
-        tasks = count * TASKS_PER_THREAD
+    with threads() as tasks:
         head = tail.head(tasks)
         for rows, queries in tail.chunks():
             p = tail.q[rows, queries] @ tail.k[rows].mT
@@ -199,119 +192,89 @@ def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> 
     return torch.where(seen == left, 0, known)
 
 
-@launcher
-def _weigh(tasks, *arguments):
-    each_task(_weigh_some, tasks, arguments)
-
-
 @inlined
-def _weigh_some(task, scores, chunk, head, stratified, total, sums):
-    """Scores [R, C, m] become weights; the sums of each point."""
-    tasks, size = len(head.keys), scores.shape[0] * scores.shape[1]
-    for c in range(size * task // tasks, size * (task + 1) // tasks):
-        r = c // scores.shape[1]
-        query = c - r * scores.shape[1]
-        point = (chunk.row + r) * head.geometry.queries + chunk.begin + query
-        limit, found, gone = _leave_out_head(scores[r, query], chunk, head, task, r, point)
-        _weigh_one(
-            scores[r, query], chunk.logs[r], chunk.scale, limit, limit - gone, total[point] - found, stratified,
-            head.lse[point], point, sums,
-        )  # fmt: skip
+def _tail_of(all_scores, chunk, head, task, c):
+    """The scores of query `c` of the chunk, those of the head's keys set to -inf; and the query as a point.
 
-
-@inlined
-def _weigh_one(scores, logs, scale, limit, counted, left, stratified, head_lse, point, sums):
-    number = scores.dtype.type
-    sums.seen[point], sums.left[point] = counted, left
-    offset = number(0)
-    if not stratified and counted > 0:
-        offset = number(math.log(left / counted))
-    sums.offset[point] = offset
-    top = _add_logs(scores, logs, scale, offset, limit, head_lse)
-    if counted == 0 and head_lse == -np.inf:
-        scores[:] = 0
-        sums.lse[point], sums.share[point] = -np.inf, 0
-        return
-    head = number(math.exp(head_lse - top))
-    whole = head
-    for j in range(limit):
-        scores[j] = math.exp(scores[j] - top)
-        whole += scores[j]
-    for j in range(limit):
-        scores[j] /= whole
-    scores[limit:] = 0
-    sums.lse[point] = math.log(whole) + top
-    sums.share[point] = head / whole
-
-
-@inlined
-def _leave_out_head(scores, chunk, head, task, r, point):
-    """Set the scores of the head's keys to -inf. Returns how many shared keys come up to the query, |S_i|, and how many
-    shared keys are the head's."""
-    geometry, row, keys, names = head.geometry, chunk.row + r, head.keys[task], chunk.names[r]
-    query, found = point - row * geometry.queries, expand(head.windows, geometry, row, point, keys, head.places[task])
-    limit, gone = chunk.drawn[r], 0
+    Then how many shared keys come up to the query, |S_i|, and how many shared keys are the head's.
+    """
+    geometry, r, keys = head.geometry, c // all_scores.shape[1], head.keys[task]
+    row, query = chunk.row + r, chunk.begin + c - r * all_scores.shape[1]
+    scores, point, limit, gone = all_scores[r, query - chunk.begin], row * geometry.queries + query, chunk.drawn[r], 0
+    found = expand(head.windows, geometry, row, point, keys, head.places[task])
     if geometry.causal:
-        while limit > 0 and names[limit - 1] > query:
+        while limit > 0 and chunk.names[r, limit - 1] > query:
             limit -= 1
     for n in range(found):
         at = chunk.slot[r, keys[n]]
         if at >= 0:
             scores[at] = -np.inf
             gone += 1
-    return limit, found, gone
+    return scores, point, limit, found, gone
 
 
 @inlined
-def _add_logs(scores, logs, scale, offset, limit, top):
+def _add_logs(scores, chunk, r, offset, limit, top):
     """Scaled scores with the logs of what each key represents. Returns the highest, or `top`."""
+    logs, scale = chunk.logs[r], scores.dtype.type(chunk.scale)
     for j in range(limit):
-        scores[j] = scores.dtype.type(scale) * scores[j] + (logs[j] + offset)
+        scores[j] = scale * scores[j] + (logs[j] + offset)
         top = max(top, scores[j]) if scores[j] == scores[j] else top
     return top
 
 
-@launcher
-def _slopes(tasks, *arguments):
-    each_task(_slopes_some, tasks, arguments)
-
-
-@inlined
-def _slopes_some(task, scores, slopes, chunk, head, points):
-    """Scores become weights, <grad_out, v_j> become d loss / d (q.k); share and delta of each point."""
-    tasks, size = len(head.keys), scores.shape[0] * scores.shape[1]
+@parallel
+def _weigh(task, tasks, all_scores, chunk, head, stratified, total, sums):
+    """Scores [R, C, m] become weights; the sums of each point."""
+    size, number = all_scores.shape[0] * all_scores.shape[1], all_scores.dtype.type
     for c in range(size * task // tasks, size * (task + 1) // tasks):
-        r = c // scores.shape[1]
-        query = c - r * scores.shape[1]
-        point = (chunk.row + r) * head.geometry.queries + chunk.begin + query
-        limit, _, _ = _leave_out_head(scores[r, query], chunk, head, task, r, point)
-        _slopes_one(
-            scores[r, query], slopes[r, query], chunk.logs[r], chunk.scale, limit, head.lse[point], point, points
-        )  # fmt: skip
-
-
-@inlined
-def _slopes_one(scores, slopes, logs, scale, limit, head_lse, point, points):
-    number = scores.dtype.type
-    top = _add_logs(scores, logs, scale, points.offset[point], limit, head_lse)
-    if top == -np.inf:
-        top = number(0)  # -inf - -inf is NaN
-    # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
-    head = number(math.exp(head_lse - top))
-    whole, mean = head, number(0)
-    if head != 0:
-        mean = head * points.to_head[point]
-    for j in range(limit):
-        scores[j] = math.exp(scores[j] - top)
-        if scores[j] != 0:  # a head's key has weight 0, and perhaps a NaN in its value
+        scores, point, limit, found, gone = _tail_of(all_scores, chunk, head, task, c)
+        counted, left, head_lse, offset = limit - gone, total[point] - found, head.lse[point], number(0)
+        if not stratified and counted > 0:
+            offset = number(math.log(left / counted))
+        sums.seen[point], sums.left[point], sums.offset[point] = counted, left, offset
+        top = _add_logs(scores, chunk, c // all_scores.shape[1], offset, limit, head_lse)
+        if counted == 0 and head_lse == -np.inf:
+            scores[:] = 0
+            sums.lse[point], sums.share[point] = -np.inf, 0
+            continue
+        share = number(math.exp(head_lse - top))
+        whole = share
+        for j in range(limit):
+            scores[j] = math.exp(scores[j] - top)
             whole += scores[j]
-            mean += scores[j] * slopes[j]
-    if whole == 0:
-        whole = number(1)
-    delta = mean / whole - points.d_lse[point]
-    points.share[point], points.delta[point] = head / whole, delta
-    for j in range(limit):
-        scores[j] /= whole
-        slopes[j] = number(scale) * scores[j] * (slopes[j] - delta) if scores[j] != 0 else number(0)
-    scores[limit:] = 0
-    slopes[limit:] = 0
+        for j in range(limit):
+            scores[j] /= whole
+        scores[limit:] = 0
+        sums.lse[point], sums.share[point] = math.log(whole) + top, share / whole
+
+
+@parallel
+def _slopes(task, tasks, all_scores, all_slopes, chunk, head, points):
+    """Scores become weights, <grad_out, v_j> become d loss / d (q.k); share and delta of each point."""
+    size, number, queries = all_scores.shape[0] * all_scores.shape[1], all_scores.dtype.type, all_scores.shape[1]
+    for c in range(size * task // tasks, size * (task + 1) // tasks):
+        scores, point, limit, _, _ = _tail_of(all_scores, chunk, head, task, c)
+        slopes, head_lse = all_slopes[c // queries, c % queries], head.lse[point]
+        top = _add_logs(scores, chunk, c // queries, points.offset[point], limit, head_lse)
+        if top == -np.inf:
+            top = number(0)  # -inf - -inf is NaN
+        # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
+        share = number(math.exp(head_lse - top))
+        whole, mean = share, number(0)
+        if share != 0:
+            mean = share * points.to_head[point]
+        for j in range(limit):
+            scores[j] = math.exp(scores[j] - top)
+            if scores[j] != 0:  # a head's key has weight 0, and perhaps a NaN in its value
+                whole += scores[j]
+                mean += scores[j] * slopes[j]
+        if whole == 0:
+            whole = number(1)
+        delta = mean / whole - points.d_lse[point]
+        points.share[point], points.delta[point] = share / whole, delta
+        for j in range(limit):
+            scores[j] /= whole
+            slopes[j] = number(chunk.scale) * scores[j] * (slopes[j] - delta) if scores[j] != 0 else number(0)
+        scores[limit:] = 0
+        slopes[limit:] = 0

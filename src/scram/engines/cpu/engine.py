@@ -8,16 +8,7 @@ from .sample import sample, sample_backward
 from .search import search as query_search
 from .tile_search import tile_search
 
-__all__ = [
-    "attend",
-    "attend_backward",
-    "clear_caches",
-    "drawn_tail",
-    "drawn_tail_backward",
-    "sample",
-    "sample_backward",
-    "search",
-]
+__all__ = ["attend", "attend_backward", "drawn_tail", "drawn_tail_backward", "sample", "sample_backward"]
 
 
 def search(call: SearchCall) -> Found:

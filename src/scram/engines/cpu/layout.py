@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..._compat.numba import SIMD_WIDTH
 from ...grid import Grid, grid_of
+from .compiled import compiled
 
 Array = NDArray[Any]
 
@@ -38,16 +39,24 @@ class Geometry(NamedTuple):
         return Geometry(grid, strides(grid), key_rows, mask, rows_per_mask, causal, math.prod(grid_of(q)), keys)
 
 
-class Rows(NamedTuple):
-    """What of a geometry is independent of the rank."""
+class Block(NamedTuple):
+    """Points of one row that are taken together."""
 
-    key_rows: Array
-    queries: int
-    keys: int
+    row: int
+    begin: int  # the first as a query
+    first: int  # and as a point
+    first_key: int  # where the row's keys begin
+    size: int
 
-    @staticmethod
-    def of(geometry: Geometry) -> Rows:
-        return Rows(geometry.key_rows, geometry.queries, geometry.keys)
+
+@compiled
+def block_at(number: int, most: int, geometry: Geometry, row_keys: int) -> Block:
+    """A block by its number, where each row is cut into blocks of `most` points and has `row_keys` keys."""
+    in_row = -(-geometry.queries // most)
+    row = number // in_row
+    begin = (number - row * in_row) * most
+    first, first_key = row * geometry.queries + begin, geometry.key_rows[row] * row_keys
+    return Block(row, begin, first, first_key, min(most, geometry.queries - begin))
 
 
 class Windows(NamedTuple):
@@ -85,9 +94,14 @@ def flat(x: Tensor) -> Array:
     return result
 
 
+def tensor(made: Array, dtype: torch.dtype | None, q: Tensor) -> Tensor:
+    """[P] or [P, width], a result for every query, as a tensor [B, H, *G] or [B, H, *G, width]."""
+    return torch.from_numpy(made).to(dtype).reshape(*q.shape[:-1], *made.shape[1:])
+
+
 def like(made: Array, given: Tensor) -> Tensor:
     """A result in the shape and dtype of a tensor."""
-    return torch.from_numpy(made).to(given.dtype).reshape(given.shape)
+    return torch.from_numpy(made).to(given.dtype).reshape(given.shape).contiguous()
 
 
 def padded(x: Array) -> Array:

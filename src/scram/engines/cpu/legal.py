@@ -1,31 +1,34 @@
 """Which keys a point may take in a search, and the keys it starts from."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
 
+from ...calls import SearchCall
 from .compiled import compiled
 from .layout import Array
-from .noise import absorb, below
+from .noise import absorb, below, seeded
 
 
-class Lists(NamedTuple):
-    """The unmasked keys; arrays without elements where there is no mask."""
+class Choices(NamedTuple):
+    """What keys are drawn from: the unmasked keys, lists without elements where there is no mask; and warm keys."""
 
-    order: Array  # int32 [Rm, M], those of a mask row, ascending
+    order: Array  # int32 [Rm, M], the unmasked keys of a mask row, ascending
     count: Array  # type: ignore[assignment]  # int32 [Rm, M], how many come up to each key
+    warm: Array  # int32 [P, any number]
+    seed: np.uint32
 
     @staticmethod
-    def of(mask: Array) -> Lists:
-        order = np.zeros(mask.shape, np.int32)
+    def of(call: SearchCall, mask: Array) -> Choices:
+        order, warm = np.zeros(mask.shape, np.int32), np.zeros((0, 0), np.int32)
         for row in range(len(mask)):
             legal = np.flatnonzero(mask[row])
             order[row, : len(legal)] = legal
-        return Lists(order, mask.cumsum(1, dtype=np.int32))
+        if call.warm is not None:
+            warm = call.warm.flatten(0, -2).contiguous().numpy()
+        return Choices(order, mask.cumsum(1, dtype=np.int32), warm, np.uint32(seeded(int(call.seed))))
 
 
 class Earlier(NamedTuple):
@@ -37,16 +40,16 @@ class Earlier(NamedTuple):
 
 
 @compiled
-def drawn(geometry, lists, row, query, bits):
+def drawn(geometry, choices, row, query, bits):
     """A key drawn from the legal ones, -1 if there is none."""
     last = query if geometry.causal else geometry.keys - 1
-    if len(lists.count) == 0:
+    if len(choices.count) == 0:
         return below(bits, last + 1)
     mask_row = row // geometry.rows_per_mask
-    choices = lists.count[mask_row, last]
-    if choices == 0:
+    most = choices.count[mask_row, last]
+    if most == 0:
         return np.int64(-1)
-    return np.int64(lists.order[mask_row, below(bits, choices)])
+    return np.int64(choices.order[mask_row, below(bits, most)])
 
 
 @compiled
@@ -76,15 +79,15 @@ def near(geometry, key, other, separation):
 
 
 @compiled
-def first_key(geometry, lists, earlier, warm, entry, seed, row, query):
+def first_key(geometry, choices, earlier, entry, row, query):
     """The warm key where it is legal, else a drawn one where that is legal, else -1."""
     point = row * geometry.queries + query
-    if entry < warm.shape[1]:
-        key = np.int64(warm[point, entry])
+    if entry < choices.warm.shape[1]:
+        key = np.int64(choices.warm[point, entry])
         if 0 <= key < geometry.keys and legal(geometry, earlier, row, query, point, key):
             return key
-    noise = absorb(absorb(absorb(absorb(absorb(seed, row), query), entry), 0), 0)
-    key = drawn(geometry, lists, row, query, noise)
+    noise = absorb(absorb(absorb(absorb(absorb(choices.seed, row), query), entry), 0), 0)
+    key = drawn(geometry, choices, row, query, noise)
     if key >= 0 and legal(geometry, earlier, row, query, point, key):
         return key
     return np.int64(-1)

@@ -1,9 +1,5 @@
 """The counter hash of `scram.noise`, in Numba. Every step is cast back to 32 bits: Numba would widen it."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
-from __future__ import annotations
-
 import numpy as np
 
 from .compiled import compiled, launcher

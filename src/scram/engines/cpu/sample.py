@@ -4,8 +4,6 @@ Queries are taken in chunks. Their keys and the logs of the keys' weights go to 
 and both passes read: the backward pass draws the same keys again.
 """
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math
@@ -13,15 +11,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ..._compat.numba import each_task
 from ...calls import SampleCall, Sampled, TailGrads
-from .attend_backward import KeyGrads, Pairs, add_to_keys
-from .compiled import compiled, inlined, launcher
+from .attend_backward import Pairs, add_to_keys
+from .compiled import compiled, parallel
 from .draw import Draws, draw_keys
-from .layout import Array, Geometry, Rows, array, flat, like
+from .layout import Array, Geometry, array, flat, like, tensor
 from .noise import seeded
 from .threads import TASKS_PER_THREAD, threads
 from .vectors import add, dot
@@ -36,7 +32,9 @@ class SampleArrays(NamedTuple):
     q: Array  # [P, E]
     k: Array  # [B*Hk*M, E]
     v: Array  # [B*Hk*M, F]
-    rows: Rows
+    key_rows: Array  # int64 [R], the row of k that serves each row of q
+    queries: int  # N
+    keys: int  # M
     scale: float
     equal: bool  # all weights are equal, as after walks
     head_out: Array  # [P, F]; no row without a head
@@ -47,15 +45,9 @@ class SampleArrays(NamedTuple):
         q, k, v = (array(x) for x in (call.q, call.k, call.v))
         head_out = np.zeros((0, v.shape[1]), v.dtype) if call.head_out is None else array(call.head_out)
         head_lse = np.zeros(0, v.dtype) if call.head_lse is None else flat(call.head_lse)
-        rows = Rows.of(Geometry.of(call.q, call.k, None, call.causal))
-        return SampleArrays(q, k, v, rows, call.scale, call.method == "metropolis", head_out, head_lse)
-
-
-class Results(NamedTuple):
-    out: Array  # [P, F]
-    lse: Array  # [P]
-    variance: Array  # [P, F]
-    ess: Array  # [P]
+        geometry, equal = Geometry.of(call.q, call.k, None, call.causal), call.method == "metropolis"
+        rows = (geometry.key_rows, geometry.queries, geometry.keys)
+        return SampleArrays(q, k, v, *rows, call.scale, equal, head_out, head_lse)
 
 
 class Grads(NamedTuple):
@@ -73,39 +65,33 @@ def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: i
 
     `diagnostics` [2, P] takes acceptance and rhat of walks.
     """
-    points, dtype = len(arrays.q), arrays.v.dtype
+    points = len(arrays.q)
     geometry = Geometry.of(call.q, call.k, call.key_mask, call.causal)
     modes = call.modes.contiguous().reshape(points, call.modes.shape[-1]).numpy()
     count, total, table = flat(call.count), flat(call.total), flat(call.table)
     order = np.zeros((0, 0), np.int64) if call.order is None else call.order.contiguous().numpy()
     seed = np.uint32(seeded(int(call.seed)))
-    shape = (max(1, min(points, CHUNK_PAIRS // call.samples)), call.samples)
-    pairs = Pairs(np.empty(shape, np.int32), np.empty(shape, dtype), np.empty(shape, dtype))
-    for begin in range(0, points, shape[0]):
+    pairs = Pairs.empty(max(1, min(points, CHUNK_PAIRS // call.samples)), call.samples, arrays.v.dtype)
+    for begin in range(0, points, len(pairs.keys)):
         if call.method == "metropolis":
             walks = Walks(modes, count, table, seed, call.scale, call.chains_per_mode, call.burn_in)
-            walk_keys(tasks, tasks, arrays.q, arrays.k, geometry, walks, begin, pairs.keys, pairs.slopes, diagnostics)
+            walk_keys(tasks, arrays.q, arrays.k, geometry, walks, begin, pairs.keys, pairs.slopes, diagnostics)
         else:
             draws = Draws(modes, count, total, order, table, seed, call.alpha)
-            draw_keys(tasks, tasks, geometry, draws, begin, pairs.keys, pairs.slopes)
+            draw_keys(tasks, geometry, draws, begin, pairs.keys, pairs.slopes)
         yield begin, pairs
 
 
 def sample(call: SampleCall) -> Sampled:
     arrays = SampleArrays.of(call)
-    points, width, dtype = len(arrays.q), arrays.v.shape[1], arrays.v.dtype
-    out, variance = (np.empty((points, width), dtype) for _ in range(2))
-    results = Results(out, np.empty(points, dtype), variance, np.empty(points, dtype))
-    diagnostics = np.zeros((2, points), dtype)
-    with threads() as count:
-        tasks = count * TASKS_PER_THREAD
+    points, dtype = len(arrays.q), arrays.v.dtype
+    lse, ess, diagnostics = np.empty(points, dtype), np.empty(points, dtype), np.zeros((2, points), dtype)
+    out, variance = (np.empty((points, arrays.v.shape[1]), dtype) for _ in range(2))
+    with threads() as tasks:
         for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
-            _mix(tasks, tasks, arrays, begin, pairs.keys, pairs.slopes, results)
-    shape = call.q.shape[:-1]
-    lse, ess, *walked = (torch.from_numpy(x).reshape(shape) for x in (results.lse, results.ess, *diagnostics))
-    wide = (torch.from_numpy(x).reshape(*shape, width) for x in (out, variance))
-    first, second = wide
-    return Sampled(first.to(call.v.dtype), lse, second, ess, *walked)
+            _mix(tasks, arrays, begin, pairs.keys, pairs.slopes, out, lse, variance, ess)
+    rest = (tensor(x, None, call.q) for x in (lse, variance, ess, *diagnostics))
+    return Sampled(tensor(out, call.v.dtype, call.q), *rest)
 
 
 def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> TailGrads:
@@ -114,30 +100,15 @@ def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> Tai
     q, k, v = arrays.q, arrays.k, arrays.v
     made = (np.zeros_like(x) for x in (q, arrays.head_out, arrays.head_lse))
     grads = Grads(array(grad_out), flat(grad_lse), *made)
-    none = (np.zeros((0, x.shape[1]), x.dtype) for x in (k, v))
-    to_keys = KeyGrads(np.zeros_like(k), np.zeros_like(v), *none)
-    diagnostics = np.zeros((2, len(q)), v.dtype)
-    with threads() as count:
-        tasks = count * TASKS_PER_THREAD
+    dk, dv, diagnostics = np.zeros_like(k), np.zeros_like(v), np.zeros((2, len(q)), v.dtype)
+    rows = (arrays.key_rows, arrays.queries, arrays.keys, 0)
+    with threads() as tasks:
         for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
-            _slopes(tasks, tasks, arrays, begin, pairs, grads)
-            add_to_keys(count, q, grads.out, arrays.rows, 0, begin, pairs, to_keys)
+            _slopes(tasks, arrays, begin, pairs, grads)
+            add_to_keys(tasks // TASKS_PER_THREAD, q, grads.out, *rows, begin, pairs, dk, dv)
     head_out = None if call.head_out is None else like(grads.head_out, call.head_out)
     head_lse = None if call.head_lse is None else like(grads.head_lse, call.head_lse)
-    return TailGrads(like(grads.q, call.q), like(to_keys.k, call.k), like(to_keys.v, call.v), head_out, head_lse)
-
-
-@launcher
-def _mix(tasks, *arguments):
-    each_task(_mix_some, tasks, arguments)
-
-
-@inlined
-def _mix_some(task, tasks, arrays, begin, keys, logs, results):
-    size, rows = min(len(keys), len(results.lse) - begin), arrays.rows
-    for c in range(size * task // tasks, size * (task + 1) // tasks):
-        first = rows.key_rows[(begin + c) // rows.queries] * rows.keys
-        _mix_one(arrays, begin + c, first, keys[c], logs[c], results)
+    return TailGrads(like(grads.q, call.q), like(dk, call.k), like(dv, call.v), head_out, head_lse)
 
 
 @compiled
@@ -153,88 +124,82 @@ def _score(arrays, point, first, keys, logs, scores):
     return seen, highest
 
 
-@inlined
-def _mix_one(arrays, point, first, keys, logs, results):
-    out, v, variance, number = results.out, arrays.v, results.variance, results.out.dtype.type
-    zero, samples, width = number(0), len(keys), out.shape[1]
-    head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
-    seen, highest = _score(arrays, point, first, keys, logs, logs)
-    top = max(head, highest)
-    for f in range(width):
-        out[point, f] = zero
-    results.ess[point] = zero
-    if seen == 0 and head == -np.inf:
-        results.lse[point] = -np.inf
-        variance[point, :] = np.inf
-        return
-    whole = number(math.exp(head - top))
-    plain, squares = zero, zero
-    for t in range(seen):
-        p = number(math.exp(logs[t] - top))
-        whole += p
-        share = number(math.exp(logs[t] - highest))
-        plain += share
-        squares += share * share
-        logs[t] = p
-        add(out, point, p, v, first + keys[t])
-    if head != -np.inf:
-        add(out, point, number(math.exp(head - top)), arrays.head_out, point)
-    for f in range(width):
-        out[point, f] /= whole
-    results.lse[point] = math.log(whole) + top
-    if seen == 0:
-        variance[point, :] = np.inf
-        return
-    results.ess[point] = plain * plain / squares
-    for f in range(width):
-        total, square = zero, zero
-        for t in range(seen):
-            r = logs[t] / whole * (v[first + keys[t], f] - out[point, f])
-            total += r
-            square += r * r
-        variance[point, f] = max(square - total * total / samples, zero)
-
-
-@launcher
-def _slopes(tasks, *arguments):
-    each_task(_slopes_some, tasks, arguments)
-
-
-@inlined
-def _slopes_some(task, tasks, arrays, begin, pairs, grads):
-    size, rows = min(len(pairs.keys), len(grads.lse) - begin), arrays.rows
+@parallel
+def _mix(task, tasks, arrays, begin, keys, logs, out, lse, variance, ess):
+    """Attention over the keys visited by the points from `begin` on."""
+    size, samples, width = min(len(keys), len(lse) - begin), keys.shape[1], out.shape[1]
+    v, number, zero = arrays.v, out.dtype.type, out.dtype.type(0)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
-        first = rows.key_rows[(begin + c) // rows.queries] * rows.keys
-        _slopes_one(arrays, begin + c, first, pairs.keys[c], pairs.weights[c], pairs.slopes[c], grads)
-
-
-@inlined
-def _slopes_one(arrays, point, first, keys, weights, slopes, grads):
-    """dq and the head's gradients; the logs in `slopes` become d loss / d (q.k), beside the weights."""
-    v, d_out, d_lse, number = arrays.v, grads.out, grads.lse[point], weights.dtype.type
-    head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
-    seen, highest = _score(arrays, point, first, keys, slopes, weights)
-    top = max(head, highest)
-    # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
-    # Slopes are measured from one of them, so that equal ones leave nothing.
-    whole, mean, base = number(0), number(0), number(0)
-    if head != -np.inf:
-        base = dot(d_out, point, arrays.head_out, point)
+        point, visited, log = begin + c, keys[c], logs[c]
+        first = arrays.key_rows[point // arrays.queries] * arrays.keys
+        head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
+        seen, highest = _score(arrays, point, first, visited, log, log)
+        top = max(head, highest)
+        for f in range(width):
+            out[point, f] = zero
+        ess[point] = zero
+        if seen == 0 and head == -np.inf:
+            lse[point] = -np.inf
+            variance[point, :] = np.inf
+            continue
         whole = number(math.exp(head - top))
-    elif seen:
-        base = dot(d_out, point, v, first + keys[0])
-    share = whole
-    for t in range(seen):
-        weights[t] = math.exp(weights[t] - top)
-        slopes[t] = dot(d_out, point, v, first + keys[t]) - base
-        whole += weights[t]
-        mean += weights[t] * slopes[t]
-    if seen or head != -np.inf:
-        mean, share = mean / whole, share / whole
-    if head != -np.inf:
-        add(grads.head_out, point, share, d_out, point)
-        grads.head_lse[point] = share * (d_lse - mean)
-    for t in range(seen):
-        weights[t] /= whole
-        slopes[t] = arrays.scale * weights[t] * (slopes[t] - mean + d_lse)
-        add(grads.q, point, slopes[t], arrays.k, first + keys[t])
+        plain, squares = zero, zero
+        for t in range(seen):
+            p = number(math.exp(log[t] - top))
+            whole += p
+            share = number(math.exp(log[t] - highest))
+            plain += share
+            squares += share * share
+            log[t] = p
+            add(out, point, p, v, first + visited[t])
+        if head != -np.inf:
+            add(out, point, number(math.exp(head - top)), arrays.head_out, point)
+        for f in range(width):
+            out[point, f] /= whole
+        lse[point] = math.log(whole) + top
+        if seen == 0:
+            variance[point, :] = np.inf
+            continue
+        ess[point] = plain * plain / squares
+        for f in range(width):
+            total, square = zero, zero
+            for t in range(seen):
+                r = log[t] / whole * (v[first + visited[t], f] - out[point, f])
+                total += r
+                square += r * r
+            variance[point, f] = max(square - total * total / samples, zero)
+
+
+@parallel
+def _slopes(task, tasks, arrays, begin, pairs, grads):
+    """dq and the head's gradients; the logs in pairs.slopes become d loss / d (q.k), beside the weights."""
+    v, d_out, number, size = arrays.v, grads.out, pairs.weights.dtype.type, min(len(pairs.keys), len(grads.lse) - begin)
+    for c in range(size * task // tasks, size * (task + 1) // tasks):
+        keys, weights, slopes, point = pairs.keys[c], pairs.weights[c], pairs.slopes[c], begin + c
+        first, d_lse = arrays.key_rows[point // arrays.queries] * arrays.keys, grads.lse[point]
+        head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
+        seen, highest = _score(arrays, point, first, keys, slopes, weights)
+        top = max(head, highest)
+        # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
+        # Slopes are measured from one of them, so that equal ones leave nothing.
+        whole, mean, base = number(0), number(0), number(0)
+        if head != -np.inf:
+            base = dot(d_out, point, arrays.head_out, point)
+            whole = number(math.exp(head - top))
+        elif seen:
+            base = dot(d_out, point, v, first + keys[0])
+        share = whole
+        for t in range(seen):
+            weights[t] = math.exp(weights[t] - top)
+            slopes[t] = dot(d_out, point, v, first + keys[t]) - base
+            whole += weights[t]
+            mean += weights[t] * slopes[t]
+        if seen or head != -np.inf:
+            mean, share = mean / whole, share / whole
+        if head != -np.inf:
+            add(grads.head_out, point, share, d_out, point)
+            grads.head_lse[point] = share * (d_lse - mean)
+        for t in range(seen):
+            weights[t] /= whole
+            slopes[t] = arrays.scale * weights[t] * (slopes[t] - mean + d_lse)
+            add(grads.q, point, slopes[t], arrays.k, first + keys[t])

@@ -4,10 +4,6 @@ A neighbour that has not changed since it was last read is not read again, and a
 not scored: neither could win, since a candidate is taken only when strictly better. So the result is the reference's.
 """
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -18,11 +14,11 @@ from ..._compat.numba import SIMD_WIDTH, each_task
 from ...calls import Found, SearchCall
 from ...grid import Grid, grid_of
 from .candidates import draw_around, follow, leave, leave_out, move, read_neighbours
-from .compiled import compiled, inlined, launcher
-from .layout import Array, Geometry, array, padded, strides
-from .legal import Earlier, Lists, drawn, first_key, legal
-from .noise import absorb, below, seeded
-from .threads import TASKS_PER_THREAD, threads
+from .compiled import compiled, inlined, launcher, parallel
+from .layout import Array, Geometry, array, block_at, padded, strides, tensor
+from .legal import Choices, Earlier, drawn, first_key, legal
+from .noise import absorb, below
+from .threads import threads
 from .vectors import coordinates, dot, narrow_dots
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
@@ -37,21 +33,16 @@ class Features(NamedTuple):
     k: Array  # [B*Hk*M, E]
 
 
-class QueryGrid(NamedTuple):
-    grid: Grid
-    strides: Grid
-
-
 class Sweep(NamedTuple):
     """One sweep over all points; number 0 is the start."""
 
     number: int
-    seed: np.uint32
     offer: int  # SHIFT, STAY or both
     memory: int  # CHANGED or more: how long a change is news
     gossip: int
     directions: Array
-    warm: Array  # int32 [P, any number]
+    grid: Grid  # of queries
+    strides: Grid
 
 
 class Field(NamedTuple):
@@ -71,16 +62,6 @@ class Scratch(NamedTuple):
     rows: Array  # int32 [tasks, rows, BLOCK]
     scores: Array  # [tasks, BLOCK]
     evaluations: Array  # int64 [tasks], scores computed
-
-
-class Block(NamedTuple):
-    """Points of one row that are visited together."""
-
-    row: int
-    begin: int  # the first as a query
-    first: int  # and as a point
-    row_key: int  # where the row's keys begin
-    size: int
 
 
 class Own(NamedTuple):
@@ -105,17 +86,13 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
     query_grid, key_grid, points = grid_of(q), grid_of(k), math.prod(q.shape[:-1])
     features = Features(padded(array(q)), padded(array(k)))
     geometry = Geometry.of(q, k, call.key_mask, call.causal)
-    lists = Lists.of(geometry.mask)
+    choices = Choices.of(call, geometry.mask)
     index, scores = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, features.q.dtype)
-    warm = np.zeros((0, 0), np.int32)
-    if call.warm is not None:
-        warm = call.warm.reshape(points, call.warm.shape[-1]).contiguous().numpy()
     before, after, offered, offered_after = (np.empty(points, np.int32) for _ in range(4))
     flags, best = np.empty(points, np.uint8), np.empty(points, features.q.dtype)
     memory = CHANGED | CHANGED_BEFORE if call.propagate == "turns" else CHANGED
-    directions, seed = _directions(call.jumps, query_grid, key_grid), np.uint32(seeded(int(call.seed)))
-    with threads() as count:
-        tasks = count * TASKS_PER_THREAD
+    directions, query_strides = _directions(call.jumps, query_grid, key_grid), strides(query_grid)
+    with threads() as tasks:
         rows = np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32)
         scratch = Scratch(rows, np.empty((tasks, BLOCK), best.dtype), np.zeros(tasks, np.int64))
         for run in range(matches):
@@ -123,19 +100,16 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
                 break  # every key is a match already
             for number in range(call.sweeps + 1):
                 offer = OFFERS[call.propagate][number % 2]
-                sweep = Sweep(number, seed, offer, memory, call.gossip, directions, warm)
+                sweep = Sweep(number, offer, memory, call.gossip, directions, query_grid, query_strides)
                 field = Field(before, after, offered, offered_after, flags, best)
                 earlier = Earlier(index, run, call.separation)
-                parts = (features, geometry, QueryGrid(query_grid, strides(query_grid)), lists, earlier, sweep, field)
-                _sweep(tasks, *map(tuple, (*parts, scratch)))  # Numba recognises plain tuples sooner
+                parts = (features, geometry, choices, earlier, sweep, field, scratch)
+                _sweep(tasks, *map(tuple, parts))  # Numba recognises plain tuples sooner
                 before, after, offered, offered_after = after, before, offered_after, offered
             index[:, run], scores[:, run] = before, best
         if matches > 1:
             _best_first(tasks, index, scores)
-    shape = (*q.shape[:-1], matches)
-    score = scores.astype(np.float32, copy=False)
-    found = Found(torch.from_numpy(index).reshape(shape), torch.from_numpy(score).reshape(shape))
-    return found, int(scratch.evaluations.sum())
+    return Found(tensor(index, None, q), tensor(scores, torch.float32, q)), int(scratch.evaluations.sum())
 
 
 def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Array:
@@ -152,47 +126,39 @@ def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Arr
 
 
 @launcher
-def _sweep(tasks, features, geometry, query_grid, lists, earlier, sweep, field, scratch):
+def _sweep(tasks, features, geometry, choices, earlier, sweep, field, scratch):
     named = (
-        Features(*features), Geometry(*geometry), QueryGrid(*query_grid), Lists(*lists), Earlier(*earlier),
-        Sweep(*sweep), Field(*field), Scratch(*scratch),
+        tasks, Features(*features), Geometry(*geometry), Choices(*choices), Earlier(*earlier), Sweep(*sweep),
+        Field(*field), Scratch(*scratch),
     )  # fmt: skip
     each_task(_some_blocks, tasks, named)
 
 
 @inlined
-def _some_blocks(task, features, geometry, query_grid, lists, earlier, sweep, field, scratch):
+def _some_blocks(task, tasks, features, geometry, choices, earlier, sweep, field, scratch):
     """Blocks of points of one row, each written by one task."""
-    tasks, queries = len(scratch.rows), geometry.queries
-    in_row = -(-queries // BLOCK)
-    blocks = len(field.best) // max(queries, 1) * in_row
+    blocks = len(geometry.key_rows) * -(-geometry.queries // BLOCK)
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
-        row = number // in_row
-        begin = (number - row * in_row) * BLOCK
-        row_key, size = geometry.key_rows[row] * geometry.keys, min(BLOCK, queries - begin)
-        block = Block(row, begin, row * queries + begin, row_key, size)
+        block = block_at(number, BLOCK, geometry, geometry.keys)
         if sweep.number == 0:
-            count = _start(features, geometry, lists, earlier, sweep, field, block)
+            count = _start(features, geometry, choices, earlier, field, block)
         else:
             rows, scores = scratch.rows[task], scratch.scores[task]
-            count = _visit(features, geometry, query_grid, lists, earlier, sweep, field, block, rows, scores)
+            count = _visit(features, geometry, choices, earlier, sweep, field, block, rows, scores)
         scratch.evaluations[task] += count
 
 
 @inlined
-def _start(features, geometry, lists, earlier, sweep, field, block):
+def _start(features, geometry, choices, earlier, field, block):
     """The first key of every point, kept whatever its score. Returns the scores computed."""
     count = 0
     for p in range(block.size):
         point = block.first + p
-        key = first_key(
-            geometry, lists, earlier, sweep.warm, earlier.run, sweep.seed, block.row, block.begin + p
-        )  # fmt: skip
-        field.after[point], field.offered_after[point], field.best[point], field.flags[point] = (
-            key, key, -np.inf, CHANGED
-        )  # fmt: skip
+        key = first_key(geometry, choices, earlier, earlier.run, block.row, block.begin + p)
+        field.after[point], field.offered_after[point] = key, key
+        field.best[point], field.flags[point] = -np.inf, CHANGED
         if key >= 0:
-            score = dot(features.q, point, features.k, block.row_key + key)
+            score = dot(features.q, point, features.k, block.first_key + key)
             count += 1
             if score == score:  # NaN counts as -inf
                 field.best[point] = score
@@ -200,7 +166,7 @@ def _start(features, geometry, lists, earlier, sweep, field, block):
 
 
 @inlined
-def _visit(features, geometry, query_grid, lists, earlier, sweep, field, block, rows, scores):
+def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scores):
     """One sweep of a block of points of one row: propagate, gossip, random search. Returns the scores computed.
 
     One candidate (-1: none) is made for every point of the block in a plain loop, for the vector units; then
@@ -211,7 +177,7 @@ def _visit(features, geometry, query_grid, lists, earlier, sweep, field, block, 
     key, candidate, theirs, chosen, noise = rows[0], rows[1], rows[2], rows[3], rows[4]
     place, centre, rest = rows[5 : 5 + rank], rows[5 + rank : 5 + 2 * rank], rows[5 + 2 * rank :]
     around, barred = rest[:rank], rest[rank : rank + (0 if earlier.separation else earlier.run)]
-    row_point, prefix = first - begin, absorb(sweep.seed, block.row)
+    row_point, prefix = first - begin, absorb(choices.seed, block.row)
     key_before, best = field.before[first : first + size], field.best[first : first + size]
     for p in range(size):
         noise[p] = absorb(absorb(absorb(prefix, begin + p), earlier.run), sweep.number)
@@ -222,12 +188,12 @@ def _visit(features, geometry, query_grid, lists, earlier, sweep, field, block, 
     for axis in range(rank):
         for p in range(size):
             candidate[p] = begin + p
-        coordinates(candidate, query_grid.grid[axis], query_grid.strides[axis], place[axis], size)
+        coordinates(candidate, sweep.grid[axis], sweep.strides[axis], place[axis], size)
     own = Own(key, best, chosen, scores, barred)
     for d in range(len(sweep.directions)):
         direction = sweep.directions[d]
         axis = direction[AXIS]
-        extent = query_grid.grid[axis]
+        extent = sweep.grid[axis]
         offered, to_point, step = field.offered, direction[TO_POINT], direction[STEP]
         if not read_neighbours(offered, block, geometry.queries, to_point, place[axis], step, extent, theirs):
             continue
@@ -257,7 +223,7 @@ def _visit(features, geometry, query_grid, lists, earlier, sweep, field, block, 
                 candidate[p] += geometry.strides[axis] * around[axis, p]
         for p in range(size if keyless else 0):
             if key[p] < 0:
-                candidate[p] = drawn(geometry, lists, block.row, begin + p, absorb(noise[p], draw + rank))
+                candidate[p] = drawn(geometry, choices, block.row, begin + p, absorb(noise[p], draw + rank))
                 for axis in range(rank):
                     around[axis, p] = candidate[p] // geometry.strides[axis] % geometry.grid[axis]
         count += _try_candidates(features, geometry, earlier, block, own, candidate)
@@ -294,7 +260,7 @@ def _score(features, block, own, candidate):
         for p in range(size):
             new = np.int32(new + ((candidate[p] >= 0) & (candidate[p] != key[p])))
             chosen[p] = max(candidate[p], np.int32(0))
-        narrow_dots(features.q, block.first, features.k, block.row_key, chosen, scores, size if new else 0)
+        narrow_dots(features.q, block.first, features.k, block.first_key, chosen, scores, size if new else 0)
         return np.int64(new)
     for p in range(size):  # what is left, in a list: no branch to guess wrong
         chosen[count] = p
@@ -302,7 +268,7 @@ def _score(features, block, own, candidate):
         count += (candidate[p] >= 0) & (candidate[p] != key[p])
     for n in range(count):  # nothing is decided here: many loads are under way at once
         p = chosen[n]
-        scores[p] = dot(features.q, block.first + p, features.k, block.row_key + candidate[p])
+        scores[p] = dot(features.q, block.first + p, features.k, block.first_key + candidate[p])
     return count
 
 
@@ -322,14 +288,9 @@ def _take(geometry, earlier, block, own, candidate):
         best[p] = score if better else least
 
 
-@launcher
-def _best_first(tasks, index, score):
+@parallel
+def _best_first(task, tasks, index, score):
     """Sort each point's matches by score, equal ones in run order, -1 last."""
-    each_task(_sort_some, tasks, (tasks, index, score))
-
-
-@inlined
-def _sort_some(task, tasks, index, score):
     for point in range(len(index) * task // tasks, len(index) * (task + 1) // tasks):
         for run in range(1, index.shape[1]):
             key, value, place = index[point, run], score[point, run], run

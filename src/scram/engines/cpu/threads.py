@@ -4,8 +4,6 @@ Numba's omp layer kills a forked child and its workqueue aborts when two Python 
 where it can be had, else workqueue behind a lock.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import os
@@ -60,7 +58,7 @@ def _start() -> bool:
 
 @contextmanager
 def threads() -> Iterator[int]:
-    """Run what is inside on torch's number of threads, and say how many."""
+    """Run what is inside on torch's number of threads, and say how many tasks to make: TASKS_PER_THREAD for each."""
     locked = _start()
     if locked:
         _serial.acquire()
@@ -68,7 +66,7 @@ def threads() -> Iterator[int]:
     count = max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
     numba.set_num_threads(count)
     try:
-        yield count
+        yield count * TASKS_PER_THREAD
     finally:
         numba.set_num_threads(before)
         if locked:

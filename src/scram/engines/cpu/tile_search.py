@@ -3,27 +3,21 @@
 With one match per query a key that a tile has scored in this sweep is not scored again: it could not win.
 """
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..._compat.numba import each_task
 from ...calls import Found, SearchCall
 from ...grid import grid_of
-from ...schedule import KINDS, STOP, WINDOWS, offers, tile_shape
-from ...schedule import TILE_QUERIES as LANES
-from .compiled import compiled, inlined, launcher
-from .layout import Array, Geometry, array, strides
-from .legal import Earlier, Lists, drawn, first_key, near
-from .noise import absorb, below, seeded
+from ...schedule import KINDS, STOP, TILE_QUERIES, WINDOWS, offers, tile_shape
+from .compiled import compiled, inlined, parallel
+from .layout import Array, Geometry, array, strides, tensor
+from .legal import Choices, Earlier, drawn, first_key, near
+from .noise import absorb, below
 from .search import Features
-from .threads import TASKS_PER_THREAD, threads
+from .threads import threads
 from .vectors import dot
 
 SHIFT, GOSSIP, RANDOM = (KINDS[kind] for kind in ("shift", "gossip", "random"))
@@ -40,16 +34,8 @@ class Tiles(NamedTuple):
     counts: Array  # of tiles along each axis
 
 
-class Matches(NamedTuple):
-    """Every point's matches, best first."""
-
-    index: Array  # type: ignore[assignment]  # int32 [P, kappa]
-    score: Array  # [P, kappa]
-
-
 class Sweep(NamedTuple):
     number: int
-    seed: np.uint32
     offers: Array  # int64 [offers, 3]
     separation: int
     going: Array  # bool [R], rows that have not stopped
@@ -58,12 +44,12 @@ class Sweep(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Of each task; with a place for each query of a tile, LANES."""
+    """Of each task; with a place for each query of a tile, TILE_QUERIES."""
 
-    across: Array  # [tasks, E, LANES], the queries
-    products: Array  # [tasks, LANES, LANES]
-    made: Array  # int32 [tasks, offers, LANES], the keys offered
-    lanes: Array  # int64 [tasks, LANES], the queries' numbers, -1 off the grid
+    across: Array  # [tasks, E, TILE_QUERIES], the queries
+    products: Array  # [tasks, TILE_QUERIES, TILE_QUERIES]
+    made: Array  # int32 [tasks, offers, TILE_QUERIES], the keys offered
+    lanes: Array  # int64 [tasks, TILE_QUERIES], the queries' numbers, -1 off the grid
     seen: Array  # int32 [tasks, SEEN]
 
 
@@ -85,56 +71,46 @@ def tile_search(call: SearchCall) -> Found:
     q, k, matches = call.q, call.k, call.matches
     query_grid, key_grid, points = grid_of(q), grid_of(k), math.prod(q.shape[:-1])
     features, geometry = Features(array(q), array(k)), Geometry.of(q, k, call.key_mask, call.causal)
-    lists, dtype = Lists.of(geometry.mask), features.q.dtype
+    choices, dtype = Choices.of(call, geometry.mask), features.q.dtype
     geometry = geometry._replace(grid=np.array(key_grid), strides=np.array(geometry.strides))  # type: ignore[arg-type]
-    found = Matches(np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, dtype))
-    warm = np.zeros((points, 0), np.int32)
-    if call.warm is not None:
-        warm = call.warm.reshape(points, call.warm.shape[-1]).contiguous().numpy()
+    index, score = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, dtype)
     sides = np.array(tile_shape(len(query_grid)))
     tiles = Tiles(np.array(query_grid), np.array(strides(query_grid)), sides, -(-np.array(query_grid) // sides))
-    seed, going = np.uint32(seeded(int(call.seed))), np.ones(points // geometry.queries, np.bool_)
-    with threads() as count:
-        tasks = count * TASKS_PER_THREAD
-        given = 1 if call.warm is None else min(matches, warm.shape[1])
-        _start(tasks, tasks, features, geometry, lists, seed, warm, given, call.separation, found)
+    going = np.ones(points // geometry.queries, np.bool_)
+    with threads() as tasks:
+        given = 1 if call.warm is None else min(matches, call.warm.shape[-1])
+        _start(tasks, features, geometry, choices, given, call.separation, index, score)
         for number in range(1, call.sweeps + 1):
             made = offers(number, call.jumps, call.propagate, call.gossip, key_grid)
             table = np.array([(KINDS[o.kind], o.reach, o.draw) for o in made], np.int64).reshape(-1, 3)
             took = np.zeros((len(going), int(tiles.counts.prod())), np.int64)
-            sweep = Sweep(number, seed, table, call.separation, going, found.index.copy(), took)
+            sweep = Sweep(number, table, call.separation, going, index.copy(), took)
             scratch = Scratch(
-                np.empty((tasks, features.q.shape[1], LANES), dtype), np.empty((tasks, LANES, LANES), dtype),
-                np.empty((tasks, len(table), LANES), np.int32), np.empty((tasks, LANES), np.int64),
+                np.empty((tasks, features.q.shape[1], TILE_QUERIES), dtype),
+                np.empty((tasks, TILE_QUERIES, TILE_QUERIES), dtype),
+                np.empty((tasks, len(table), TILE_QUERIES), np.int32), np.empty((tasks, TILE_QUERIES), np.int64),
                 np.empty((tasks, SEEN), np.int32),
             )  # fmt: skip
-            _sweep(tasks, features, geometry, lists, tiles, sweep, found, scratch)
+            _sweep(tasks, features, geometry, choices, tiles, sweep, index, score, scratch)
             going &= took.sum(1) * STOP >= geometry.queries
             if not going.any():
                 break
-    shape = (*q.shape[:-1], matches)
-    score = found.score.astype(np.float32, copy=False)
-    return Found(torch.from_numpy(found.index).reshape(shape), torch.from_numpy(score).reshape(shape))
+    return Found(tensor(index, None, q), tensor(score, torch.float32, q))
 
 
-@launcher
-def _start(tasks, *arguments):
-    each_task(_start_some, tasks, arguments)
-
-
-@inlined
-def _start_some(task, tasks, features, geometry, lists, seed, warm, given, separation, found):
+@parallel
+def _start(task, tasks, features, geometry, choices, given, separation, index, score):
     """Sweep 0: warm keys where they are legal, else draws; kept whatever their scores."""
     points = len(features.q)
     for point in range(points * task // tasks, points * (task + 1) // tasks):
         row = point // geometry.queries
         query, filled = point - row * geometry.queries, 0
         for entry in range(given):
-            earlier = Earlier(found.index, filled, separation)
-            key = first_key(geometry, lists, earlier, warm, entry, seed, row, query)
+            earlier = Earlier(index, filled, separation)
+            key = first_key(geometry, choices, earlier, entry, row, query)
             if key >= 0:
                 s = dot(features.q, point, features.k, geometry.key_rows[row] * geometry.keys + key)
-                _insert(found.index[point], found.score[point], filled, np.int32(key), s if s == s else -np.inf)
+                _insert(index[point], score[point], filled, np.int32(key), s if s == s else -np.inf)
                 filled += 1
 
 
@@ -148,29 +124,24 @@ def _insert(index, score, filled, key, value):
     index[place], score[place] = key, value
 
 
-@launcher
-def _sweep(tasks, *arguments):
-    each_task(_sweep_some, tasks, arguments)
-
-
-@inlined
-def _sweep_some(task, features, geometry, lists, tiles, sweep, found, scratch):
+@parallel
+def _sweep(task, tasks, features, geometry, choices, tiles, sweep, index, score, scratch):
     """Some tiles: each makes its offers from the state before, then takes the best."""
-    q, queries, in_row, tasks = features.q, geometry.queries, sweep.took.shape[1], len(scratch.seen)
+    q, queries, in_row = features.q, geometry.queries, sweep.took.shape[1]
     lanes, across, made = scratch.lanes[task], scratch.across[task], scratch.made[task]
     for number in range(sweep.took.size * task // tasks, sweep.took.size * (task + 1) // tasks):
         row = number // in_row
         if not sweep.going[row]:
             continue
         _queries_of(tiles, number - row * in_row, lanes)
-        _offer(geometry, lists, tiles, sweep, row, lanes, made)
-        for lane in range(LANES):
+        _offer(geometry, choices, tiles, sweep, row, lanes, made)
+        for lane in range(TILE_QUERIES):
             for e in range(q.shape[1]):
                 across[e, lane] = q[row * queries + lanes[lane], e] if lanes[lane] >= 0 else 0
         row_key, first = geometry.key_rows[row] * geometry.keys, row * queries
         keys, own = features.k[row_key : row_key + geometry.keys], slice(first, first + queries)
-        tile = Tile(across, scratch.products[task], made, lanes, keys, found.index[own], found.score[own])
-        if found.index.shape[1] == 1:
+        tile = Tile(across, scratch.products[task], made, lanes, keys, index[own], score[own])
+        if index.shape[1] == 1:
             took = _take_best(geometry.causal, tile, scratch.seen[task])
         else:
             took = _take_several(geometry, sweep.separation, tile)
@@ -180,7 +151,7 @@ def _sweep_some(task, features, geometry, lists, tiles, sweep, found, scratch):
 @inlined
 def _queries_of(tiles, number, lanes):
     """The queries of a tile, -1 where it sticks out of the grid."""
-    for lane in range(LANES):
+    for lane in range(TILE_QUERIES):
         rest_tile, rest_lane, query = number, lane, np.int64(0)
         for axis in range(len(tiles.grid) - 1, -1, -1):
             count, side = tiles.counts[axis], tiles.sides[axis]
@@ -191,11 +162,11 @@ def _queries_of(tiles, number, lanes):
 
 
 @inlined
-def _offer(geometry, lists, tiles, sweep, row, lanes, made):
+def _offer(geometry, choices, tiles, sweep, row, lanes, made):
     """What each query of a tile offers, -1 for nothing."""
-    kappa, prefix, queries = sweep.before.shape[1], absorb(sweep.seed, row), geometry.queries
+    kappa, prefix, queries = sweep.before.shape[1], absorb(choices.seed, row), geometry.queries
     before, mask_row = sweep.before[row * queries : (row + 1) * queries], row // geometry.rows_per_mask
-    for lane in range(LANES):
+    for lane in range(TILE_QUERIES):
         query = lanes[lane]
         if query < 0:
             made[:, lane] = made[:, 0]
@@ -210,7 +181,7 @@ def _offer(geometry, lists, tiles, sweep, row, lanes, made):
             if kind == GOSSIP:
                 found = np.int64(before[below(absorb(noise, draw), queries), entry])
             elif kind == RANDOM:
-                found = _offer_near(geometry, lists, row, query, before[query, entry], noise, draw, reach)
+                found = _offer_near(geometry, choices, row, query, before[query, entry], noise, draw, reach)
             else:
                 direction = diagonal + sweep.number + draw
                 found = _offer_neighbour(geometry, tiles, before, query, entry, direction, kind, reach)
@@ -221,11 +192,11 @@ def _offer(geometry, lists, tiles, sweep, row, lanes, made):
 
 
 @inlined
-def _offer_near(geometry, lists, row, query, own, noise, draw, reach):
+def _offer_near(geometry, choices, row, query, own, noise, draw, reach):
     """A key at most `reach` from the query's own; a drawn one where it has none."""
     rank = len(geometry.grid)
     if own < 0:
-        return drawn(geometry, lists, row, query, absorb(noise, draw + rank))
+        return drawn(geometry, choices, row, query, absorb(noise, draw + rank))
     found = np.int64(0)
     for axis in range(rank):
         extent, stride = geometry.grid[axis], geometry.strides[axis]
@@ -266,20 +237,20 @@ def _multiply(across, keys, some, count, products):
                 one, to = keys[some[m]], products[m]
                 to[:] = 0
                 for e in range(width):
-                    for lane in range(LANES):
+                    for lane in range(TILE_QUERIES):
                         to[lane] += one[e] * across[e, lane]
             return
         p0[:], p1[:], p2[:], p3[:] = 0, 0, 0, 0
         for e in range(0, whole, 4):
             x0, x1, x2, x3 = across[e], across[e + 1], across[e + 2], across[e + 3]
-            for lane in range(LANES):
+            for lane in range(TILE_QUERIES):
                 a, b, c, d = x0[lane], x1[lane], x2[lane], x3[lane]
                 p0[lane] += k0[e] * a + k0[e + 1] * b + k0[e + 2] * c + k0[e + 3] * d
                 p1[lane] += k1[e] * a + k1[e + 1] * b + k1[e + 2] * c + k1[e + 3] * d
                 p2[lane] += k2[e] * a + k2[e + 1] * b + k2[e + 2] * c + k2[e + 3] * d
                 p3[lane] += k3[e] * a + k3[e + 1] * b + k3[e + 2] * c + k3[e + 3] * d
         for e in range(whole, width):
-            for lane in range(LANES):
+            for lane in range(TILE_QUERIES):
                 x = across[e, lane]
                 p0[lane] += k0[e] * x
                 p1[lane] += k1[e] * x
@@ -301,14 +272,18 @@ def _take_best(causal, tile, seen):
     """One match per query: of each offer the best key, of equal ones the lowest. Returns how many queries took one."""
     lanes, products = tile.lanes, tile.products
     # Arrays of its own: the compiler knows that they overlap with no other.
-    key, some, best = np.empty(LANES, np.int32), np.empty(LANES, np.int32), np.empty(LANES, tile.score.dtype)
-    for lane in range(LANES):
+    key, some, best = (
+        np.empty(TILE_QUERIES, np.int32),
+        np.empty(TILE_QUERIES, np.int32),
+        np.empty(TILE_QUERIES, tile.score.dtype),
+    )
+    for lane in range(TILE_QUERIES):
         key[lane] = tile.index[lanes[lane], 0] if lanes[lane] >= 0 else -1
         best[lane] = tile.score[lanes[lane], 0] if lanes[lane] >= 0 else np.inf
     seen[:] = -1
     for n in range(len(tile.made)):
         count = 0
-        for offered in range(LANES):
+        for offered in range(TILE_QUERIES):
             new = tile.made[n, offered]
             if new >= 0:
                 slot = np.uint32(np.uint32(new) * np.uint32(0x9E3779B1)) >> np.uint32(20)
@@ -320,7 +295,7 @@ def _take_best(causal, tile, seen):
         for m in range(count):
             _keep_better(products[m], some[m], causal, lanes, best, key)
     changed = 0
-    for lane in range(LANES):
+    for lane in range(TILE_QUERIES):
         if lanes[lane] >= 0:
             changed += key[lane] != tile.index[lanes[lane], 0]
             tile.index[lanes[lane], 0], tile.score[lanes[lane], 0] = key[lane], best[lane]
@@ -330,7 +305,7 @@ def _take_best(causal, tile, seen):
 @inlined
 def _keep_better(products, new, causal, lanes, best, key):
     """Where a key's score is higher and the key legal, it takes the place of the best."""
-    for lane in range(LANES):
+    for lane in range(TILE_QUERIES):
         better = (products[lane] > best[lane]) & ((not causal) | (new <= lanes[lane]))
         best[lane] = products[lane] if better else best[lane]
         key[lane] = new if better else key[lane]
@@ -340,12 +315,16 @@ def _keep_better(products, new, causal, lanes, best, key):
 def _take_several(geometry, separation, tile):
     """Several matches per query: of each window its best key enters where it may. Returns how many queries took one."""
     lanes, products = tile.lanes, tile.products
-    key, some, best = np.empty(LANES, np.int32), np.empty(LANES, np.int32), np.empty(LANES, tile.score.dtype)
+    key, some, best = (
+        np.empty(TILE_QUERIES, np.int32),
+        np.empty(TILE_QUERIES, np.int32),
+        np.empty(TILE_QUERIES, tile.score.dtype),
+    )
     took = np.uint64(0)  # a bit for each query
     for n in range(len(tile.made)):
         for window in range(WINDOWS):
             count = 0
-            for offered in range(LANES):
+            for offered in range(TILE_QUERIES):
                 if offered // 2 % WINDOWS == window and tile.made[n, offered] >= 0:
                     _sort_in(some, count, tile.made[n, offered])
                     count += 1
@@ -355,13 +334,13 @@ def _take_several(geometry, separation, tile):
             best[:] = -np.inf
             for m in range(count):
                 _keep_better(products[m], some[m], geometry.causal, lanes, best, key)
-            for lane in range(LANES):
+            for lane in range(TILE_QUERIES):
                 if lanes[lane] >= 0 and best[lane] > tile.score[lanes[lane], -1]:
                     own, its = tile.index[lanes[lane]], tile.score[lanes[lane]]
                     entered = _enter(geometry, separation, own, its, key[lane], best[lane])
                     took |= np.uint64(entered) << np.uint64(lane)
     changed = 0
-    for lane in range(LANES):
+    for lane in range(TILE_QUERIES):
         changed += (took >> np.uint64(lane)) & np.uint64(1) != 0
     return changed
 

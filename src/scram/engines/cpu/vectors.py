@@ -1,9 +1,5 @@
 """Small arithmetic that vector units can do: products of rows [points, width], coordinates, exp."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,16 +1,11 @@
 """Metropolis-Hastings walks on a CPU: the keys visited, the share of steps accepted, and rhat of the scores."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import numpy as np
 
-from ..._compat.numba import each_task
-from .compiled import inlined, launcher
+from .compiled import inlined, parallel
 from .draw import find
 from .layout import Array
 from .noise import absorb, below
@@ -29,14 +24,9 @@ class Walks(NamedTuple):
     burn_in: int
 
 
-@launcher
-def walk_keys(tasks, *arguments):
+@parallel
+def walk_keys(task, tasks, q, k, geometry, walks, begin, keys, logs, diagnostics):
     """Fill keys and logs for the points from `begin` on, and acceptance and rhat, diagnostics [2, P]."""
-    each_task(_walk_some, tasks, arguments)
-
-
-@inlined
-def _walk_some(task, tasks, q, k, geometry, walks, begin, keys, logs, diagnostics):
     size = min(len(keys), len(walks.count) - begin)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         point, samples = begin + c, keys.shape[1]

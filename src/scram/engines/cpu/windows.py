@@ -1,9 +1,5 @@
 """The keys that one query attends, in a list."""
 
-# Numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls
-from __future__ import annotations
-
 import numpy as np
 
 from .compiled import compiled

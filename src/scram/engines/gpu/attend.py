@@ -3,8 +3,6 @@
 A query walks its windows key by key; the queries of a tile are neighbours, whose windows overlap and share cache lines.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ do too. Most queries may attend one key: pairs beyond a first share are summed i
 own, and added in order. No atomics, no list of pairs.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 import math

@@ -1,7 +1,5 @@
 """Candidates of a search in Triton: where they come from, which keys may be taken, what they score."""
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment, override"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

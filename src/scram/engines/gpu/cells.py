@@ -5,8 +5,6 @@ corners of a tile are sorted and doubles are removed. Then for each axis the lis
 cell: two sorted lists whose places in the union follow from binary searches.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 import math

@@ -1,7 +1,5 @@
 """Draws of importance sampling in Triton: one lane for each sample of each query."""
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 from typing import NamedTuple

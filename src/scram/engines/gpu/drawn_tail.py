@@ -4,8 +4,6 @@ A program takes a block of queries and walks the shared keys in blocks. A key is
 radius of one of the query's matches, so no key counts twice and nothing is subtracted afterwards.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 import math

@@ -5,8 +5,6 @@ mean of dp over head and tail less grad_lse. One kernel makes delta and dq, one 
 the queries are split among programs, whose sums are added in order afterwards, so the bits are the same every time.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 import math

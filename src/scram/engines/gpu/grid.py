@@ -1,7 +1,5 @@
 """Geometry in Triton: queries in tiles, flat keys to coordinates without divisions, rows of features."""
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 import math

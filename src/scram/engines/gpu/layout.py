@@ -1,7 +1,5 @@
 """What search needs besides searching: keys padded or split for the units."""
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 from typing import Any

@@ -1,7 +1,5 @@
 """The counter hash of `scram.noise` in Triton: the same 32 bits for the same counters."""
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

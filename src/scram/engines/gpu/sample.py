@@ -3,8 +3,6 @@
 Drawing or walking fills the list; the backward pass fills it again.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 import math

@@ -5,8 +5,6 @@ A neighbour whose key is older has offered it to this query before, where it eit
 again. That changes no answer and saves most of the reads once a field settles. State is double-buffered by sweep.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

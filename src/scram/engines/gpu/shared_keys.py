@@ -4,8 +4,6 @@ What every query of a row needs of a shared key is computed once: its features a
 coordinates, the log of how many keys it represents. A place without a key has the log of 0.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 import math

@@ -5,8 +5,6 @@ another. What is legal for no query of the tile is zero before it is multiplied.
 some: what is not finite is left out of the product of the values, and counted beside it.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ Tiles add the gradients of keys and values by float32 atomics. With deterministi
 collect them in a fixed order instead.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 from typing import Any

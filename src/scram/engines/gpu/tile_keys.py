@@ -3,8 +3,6 @@
 The tiles that list a cell stand together, in order, in a list sorted by cell. No atomics.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 from typing import NamedTuple

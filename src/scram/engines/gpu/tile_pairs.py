@@ -3,8 +3,6 @@
 Features wider than one product come in pieces. A program owns one piece of what it sums; the others it only reads.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ State is [P, kappa], best first, and is read by others only while offers are mad
 [tiles, offers, TILE_QUERIES] keys, -1 for none.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 import math

@@ -4,8 +4,6 @@ They are tuples of SLOTS [BLOCK_Q, COLUMNS]: two threads hold the matches of a q
 [BLOCK_Q] would be held twice over, by as many threads.
 """
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment, var-annotated"
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Metropolis-Hastings walks in Triton: a lane is a query, whose walks follow each other; all lanes step together."""
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What the kernels over windows share: the call as they take it, the keys of a window, weights and their gradients."""
 
-# Kernels carry no types that mypy knows.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 from __future__ import annotations
 
 from dataclasses import dataclass
