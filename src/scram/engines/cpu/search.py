@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..._compat.numba import SIMD_WIDTH, each_task
+from ..._compat.numba import SIMD_WIDTH
 from ...calls import Found, SearchCall
 from ...grid import Grid, grid_of
 from .candidates import draw_around, follow, leave, leave_out, move, read_neighbours
-from .compiled import compiled, inlined, launcher, parallel
+from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, array, block_at, padded, strides, tensor
 from .legal import Choices, Earlier, drawn, first_key, legal
 from .noise import absorb, below
@@ -125,18 +125,11 @@ def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Arr
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
-@launcher
-def _sweep(tasks, features, geometry, choices, earlier, sweep, field, scratch):
-    named = (
-        tasks, Features(*features), Geometry(*geometry), Choices(*choices), Earlier(*earlier), Sweep(*sweep),
-        Field(*field), Scratch(*scratch),
-    )  # fmt: skip
-    each_task(_some_blocks, tasks, named)
-
-
-@inlined
-def _some_blocks(task, tasks, features, geometry, choices, earlier, sweep, field, scratch):
-    """Blocks of points of one row, each written by one task."""
+@parallel
+def _sweep(task, tasks, features, geometry, choices, earlier, sweep, field, scratch):
+    """Blocks of points of one row, each written by one task. The arguments come as plain tuples."""
+    features, geometry, choices = Features(*features), Geometry(*geometry), Choices(*choices)
+    earlier, sweep, field, scratch = Earlier(*earlier), Sweep(*sweep), Field(*field), Scratch(*scratch)
     blocks = len(geometry.key_rows) * -(-geometry.queries // BLOCK)
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
         block = block_at(number, BLOCK, geometry, geometry.keys)
