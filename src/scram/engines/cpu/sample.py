@@ -165,7 +165,7 @@ def _slopes(task, tasks, arrays, begin, pairs, d_out, d_lse, dq, to_out, to_lse)
     v, number, size = arrays.v, pairs.weights.dtype.type, min(len(pairs.keys), len(d_lse) - begin)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         keys, weights, slopes, point = pairs.keys[c], pairs.weights[c], pairs.slopes[c], begin + c
-        first = arrays.key_rows[point // arrays.queries] * arrays.keys
+        first, from_lse = arrays.key_rows[point // arrays.queries] * arrays.keys, d_lse[point]
         head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
         seen, highest = _score(arrays, point, first, keys, slopes, weights)
         top = max(head, highest)
@@ -187,8 +187,8 @@ def _slopes(task, tasks, arrays, begin, pairs, d_out, d_lse, dq, to_out, to_lse)
             mean, share = mean / whole, share / whole
         if head != -np.inf:
             add(to_out, point, share, d_out, point)
-            to_lse[point] = share * (d_lse[point] - mean)
+            to_lse[point] = share * (from_lse - mean)
         for t in range(seen):
             weights[t] /= whole
-            slopes[t] = arrays.scale * weights[t] * (slopes[t] - mean + d_lse[point])
+            slopes[t] = arrays.scale * weights[t] * (slopes[t] - mean + from_lse)
             add(dq, point, slopes[t], arrays.k, first + keys[t])
