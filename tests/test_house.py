@@ -57,7 +57,7 @@ TESTED_IN = {
     # A type, and parts of the CPU's kernels that Python cannot call.
     "engines/reference/visited": "engines/test_walk.py",
     "engines/cpu/candidates": "engines/test_search.py",
-    "engines/cpu/compiled": "_compat/test_numba_cache.py",
+    "engines/cpu/compiled": "_compat/test_numba.py",
     "engines/cpu/legal": "engines/test_search.py",
     "engines/cpu/windows": "engines/test_attend.py",
     # Parts of the GPU's kernels; where kernels of a stage are launched and with which blocks.

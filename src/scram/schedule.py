@@ -17,7 +17,7 @@ PROPAGATE = {
 
 TILE_QUERIES = 64  # queries of a tile
 WINDOWS = 4  # that the keys of an offer form where queries keep several matches
-KINDS = {"shift": 0, "stay": 1, "gossip": 2, "random": 3}  # of offers, as kernels number them
+KINDS = {**MOVES, "gossip": 100, "random": 101}  # of offers, as kernels number them: neighbours by their move
 MOST_IN_TILES = 32  # that a tile keeps on a GPU, where registers hold them
 STOP = 256  # a row stops when fewer than one query in this many took a key in a sweep
 

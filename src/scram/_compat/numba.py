@@ -6,10 +6,14 @@ what it was; otherwise the fallbacks serve, with the same results: more to compi
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import math
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numba
@@ -17,8 +21,8 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic, overload
 
-from .numba_cache import FASTMATH, cached
-
+# Without nnan and ninf, which would break tests for NaN and -inf.
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 SIMD_WIDTH = 4  # narrower rows are padded to as many elements
 ROWS = SIMD_WIDTH**2  # of them are multiplied at a time
 PARALLEL = {"parallel": True, "fastmath": FASTMATH, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
@@ -34,18 +38,40 @@ try:
 
     _library = JITCodeLibrary(cpu_target.target_context.codegen(), "check")
     _used = (
-        *((_library, name) for name in ("_linking_libraries", "_final_module", "_reload_init", "_finalized")),
-        *((_library, name) for name in ("_get_module_for_linking", "_ensure_finalized", "enable_object_caching")),
-        *((cgutils, name) for name in ("alloca_once_value", "create_struct_proxy", "get_null_value", "unpack_tuple")),
-        *((cpu_target.target_context, name) for name in ("push_code_library", "call_internal_no_propagate")),
+        (_library, "_linking_libraries _final_module _reload_init _finalized"),
+        (_library, "_get_module_for_linking _ensure_finalized enable_object_caching"),
+        (cgutils, "alloca_once_value create_struct_proxy get_null_value unpack_tuple"),
+        (cpu_target.target_context, "push_code_library call_internal_no_propagate"),
         (numba.core.dispatcher.Dispatcher, "get_compile_result"),
     )
     _arguments = ["self", "typingctx", "targetctx", "library", "args", "return_type", "flags", "locals"]
-    PRIVATE = (
-        all(hasattr(*one) for one in _used) and list(inspect.signature(Compiler.__init__).parameters) == _arguments
-    )
+    PRIVATE = list(inspect.signature(Compiler.__init__).parameters) == _arguments
+    PRIVATE &= all(hasattr(owner, name) for owner, names in _used for name in names.split())
 except (ImportError, AttributeError, TypeError):
     PRIVATE = False
+
+
+def _hash_of_sources() -> str:
+    """Of all that kernels are compiled from: Numba itself sees the file of a launcher only."""
+    digest, package = hashlib.sha256(), Path(__file__).parent.parent
+    try:
+        for path in (*sorted((package / "engines" / "cpu").glob("*.py")), package / "schedule.py", Path(__file__)):
+            digest.update(path.read_bytes())
+    except OSError:  # not on disk: they do not change
+        pass
+    return digest.hexdigest()[:12]
+
+
+SOURCES = _hash_of_sources()
+
+
+def cached(function: Callable[..., Any], **options: Any) -> Any:
+    """`numba.njit` with what it compiles kept on disk, in a file that is named after the function and the sources."""
+    function.__qualname__ += f"_{SOURCES}"
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder for the cache can be written
+        return numba.njit(**options)(function)
 
 
 def _announce(kernel: Any, arguments: Any) -> None:
@@ -68,7 +94,8 @@ def _announce(kernel: Any, arguments: Any) -> None:
 
 def _leaves(type_):
     """The types in nested tuples; a tuple of integers counts as one."""
-    if isinstance(type_, types.BaseTuple) and not isinstance(type_, types.UniTuple):
+    integers = isinstance(type_, types.UniTuple) and isinstance(type_.dtype, types.Integer)
+    if isinstance(type_, types.BaseTuple) and not integers:
         for part in type_:
             yield from _leaves(part)
     else:
@@ -79,17 +106,10 @@ if PRIVATE:
     TASK, ADDRESS = ir.IntType(64), ir.IntType(8).as_pointer()
     KERNEL = ir.FunctionType(ir.VoidType(), (TASK, ADDRESS))
 
-    class _NoEnvironment:
-        """What a library that never runs has for a code generator."""
-
-        @staticmethod
-        def set_env(name, environment):
-            pass
-
     class _PartLibrary(JITCodeLibrary):
         """The code of a function that only becomes part of others: neither optimised nor emitted on its own."""
 
-        codegen = _NoEnvironment
+        codegen = SimpleNamespace(set_env=lambda name, environment: None)  # it never runs
 
         def finalize(self):
             for library in dict.fromkeys(self._linking_libraries):

@@ -8,8 +8,7 @@ from typing import Any
 
 import numba
 
-from ..._compat.numba import PART, PRIVATE, each_task
-from ..._compat.numba_cache import FASTMATH, cached
+from ..._compat.numba import FASTMATH, PART, PRIVATE, cached, each_task
 
 
 def compiled(function: Callable[..., Any]) -> Any:

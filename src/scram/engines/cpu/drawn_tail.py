@@ -45,26 +45,6 @@ class Chunk(NamedTuple):
     scale: float
 
 
-class Sums(NamedTuple):
-    """Of each point."""
-
-    lse: Array
-    offset: Array
-    share: Array  # of the head
-    seen: Array  # m_i, shared keys of the tail
-    left: Array  # M_i - |S_i|, keys of the tail
-
-
-class Slopes(NamedTuple):
-    """Of each point, for the backward pass."""
-
-    offset: Array
-    d_lse: Array
-    to_head: Array  # <grad_out, head_out>
-    share: Array  # of the head
-    delta: Array  # mean of <grad_out, v_j> less the gradient of lse
-
-
 class TailTensors:
     """A DrawnTailCall with one matrix for each row, and what the kernels read."""
 
@@ -115,14 +95,13 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     tail = TailTensors(call)
     shape = (tail.rows, tail.queries)
     out = torch.empty(*shape, call.v.shape[-1], dtype=tail.wide)
-    variance, numbers = torch.empty_like(out), [torch.empty(shape, dtype=tail.wide) for _ in Sums._fields]
+    variance, numbers = torch.empty_like(out), [torch.empty(shape, dtype=tail.wide) for _ in range(5)]
     lse, offset, share, seen, left = numbers
-    sums = Sums(*map(flat, numbers))
     with threads() as tasks:
         head = tail.head(tasks)
         for rows, queries in tail.chunks():
             p = tail.q[rows, queries] @ tail.k[rows].mT
-            _weigh(tasks, p.numpy(), tail.chunk(rows, queries), head, call.stratified, tail.total, sums)
+            _weigh(tasks, p.numpy(), tail.chunk(rows, queries), head, call.stratified, tail.total, *map(flat, numbers))
             own, values = share[rows, queries].unsqueeze(-1), tail.v[rows]
             # A head of no key has out 0; what is not there is not multiplied.
             theirs = torch.where(own == 0, 0, own * tail.head_out[rows, queries])
@@ -150,13 +129,13 @@ def drawn_tail_backward(
     dq, dk, dv = torch.empty_like(tail.q), torch.zeros_like(tail.k), torch.zeros_like(tail.v)
     to_head = torch.where(head_lse == -torch.inf, 0, (d_out * tail.head_out).sum(-1))
     share, delta = torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide)
-    points = Slopes(*map(flat, (offset.to(wide), d_lse, to_head, share, delta)))
+    numbers = [flat(x) for x in (offset.to(wide), d_lse, to_head, share, delta)]
     with threads() as tasks:
         head = tail.head(tasks)
         for rows, queries in tail.chunks():
             p = tail.q[rows, queries] @ tail.k[rows].mT
             slopes = d_out[rows, queries] @ tail.v[rows].mT
-            _slopes(tasks, p.numpy(), slopes.numpy(), tail.chunk(rows, queries), head, points)
+            _slopes(tasks, p.numpy(), slopes.numpy(), tail.chunk(rows, queries), head, *numbers)
             dq[rows, queries] = _mix(slopes, tail.k[rows], call.causal)
             dk[rows] += _mix(slopes.mT, tail.q[rows, queries], True)
             dv[rows] += p.mT @ d_out[rows, queries]
@@ -224,19 +203,22 @@ def _add_logs(scores, chunk, r, offset, limit, top):
 
 
 @parallel
-def _weigh(task, tasks, all_scores, chunk, head, stratified, total, sums):
-    """Scores [R, C, m] become weights; the sums of each point."""
+def _weigh(task, tasks, all_scores, chunk, head, stratified, total, lse, offsets, shares, seen, lefts):
+    """Scores [R, C, m] become weights; of each point lse, the offset of its logs, and the head's share, [P].
+
+    `seen` takes m_i, the shared keys of its tail, and `lefts` M_i - |S_i|, all keys of its tail.
+    """
     size, number = all_scores.shape[0] * all_scores.shape[1], all_scores.dtype.type
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         scores, point, limit, found, gone = _tail_of(all_scores, chunk, head, task, c)
         counted, left, head_lse, offset = limit - gone, total[point] - found, head.lse[point], number(0)
         if not stratified and counted > 0:
             offset = number(math.log(left / counted))
-        sums.seen[point], sums.left[point], sums.offset[point] = counted, left, offset
+        seen[point], lefts[point], offsets[point] = counted, left, offset
         top = _add_logs(scores, chunk, c // all_scores.shape[1], offset, limit, head_lse)
         if counted == 0 and head_lse == -np.inf:
             scores[:] = 0
-            sums.lse[point], sums.share[point] = -np.inf, 0
+            lse[point], shares[point] = -np.inf, 0
             continue
         share = number(math.exp(head_lse - top))
         whole = share
@@ -246,24 +228,28 @@ def _weigh(task, tasks, all_scores, chunk, head, stratified, total, sums):
         for j in range(limit):
             scores[j] /= whole
         scores[limit:] = 0
-        sums.lse[point], sums.share[point] = math.log(whole) + top, share / whole
+        lse[point], shares[point] = math.log(whole) + top, share / whole
 
 
 @parallel
-def _slopes(task, tasks, all_scores, all_slopes, chunk, head, points):
-    """Scores become weights, <grad_out, v_j> become d loss / d (q.k); share and delta of each point."""
+def _slopes(task, tasks, all_scores, all_slopes, chunk, head, offset, d_lse, to_head, shares, deltas):
+    """Scores become weights, <grad_out, v_j> become d loss / d (q.k), [R, C, m].
+
+    Of each point: `to_head` is <grad_out, head_out>; the head's share and delta, the mean of <grad_out, v_j> less the
+    gradient of lse, are written.
+    """
     size, number, queries = all_scores.shape[0] * all_scores.shape[1], all_scores.dtype.type, all_scores.shape[1]
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         scores, point, limit, _, _ = _tail_of(all_scores, chunk, head, task, c)
         slopes, head_lse = all_slopes[c // queries, c % queries], head.lse[point]
-        top = _add_logs(scores, chunk, c // queries, points.offset[point], limit, head_lse)
+        top = _add_logs(scores, chunk, c // queries, offset[point], limit, head_lse)
         if top == -np.inf:
             top = number(0)  # -inf - -inf is NaN
         # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
         share = number(math.exp(head_lse - top))
         whole, mean = share, number(0)
         if share != 0:
-            mean = share * points.to_head[point]
+            mean = share * to_head[point]
         for j in range(limit):
             scores[j] = math.exp(scores[j] - top)
             if scores[j] != 0:  # a head's key has weight 0, and perhaps a NaN in its value
@@ -271,8 +257,8 @@ def _slopes(task, tasks, all_scores, all_slopes, chunk, head, points):
                 mean += scores[j] * slopes[j]
         if whole == 0:
             whole = number(1)
-        delta = mean / whole - points.d_lse[point]
-        points.share[point], points.delta[point] = share / whole, delta
+        delta = mean / whole - d_lse[point]
+        shares[point], deltas[point] = share / whole, delta
         for j in range(limit):
             scores[j] /= whole
             slopes[j] = number(chunk.scale) * scores[j] * (slopes[j] - delta) if scores[j] != 0 else number(0)

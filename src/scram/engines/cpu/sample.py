@@ -50,16 +50,6 @@ class SampleArrays(NamedTuple):
         return SampleArrays(q, k, v, *rows, call.scale, equal, head_out, head_lse)
 
 
-class Grads(NamedTuple):
-    """Gradients, of results first; head_out and head_lse have no row without a head."""
-
-    out: Array
-    lse: Array
-    q: Array
-    head_out: Array
-    head_lse: Array
-
-
 def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: int) -> Iterator[tuple[int, Pairs]]:
     """First point, and the keys visited with the logs of their weights as slopes.
 
@@ -98,17 +88,16 @@ def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> Tai
     """Gradients of q, k, v, and of head_out and head_lse where there is a head. The keys are drawn again."""
     arrays = SampleArrays.of(call)
     q, k, v = arrays.q, arrays.k, arrays.v
-    made = (np.zeros_like(x) for x in (q, arrays.head_out, arrays.head_lse))
-    grads = Grads(array(grad_out), flat(grad_lse), *made)
-    dk, dv, diagnostics = np.zeros_like(k), np.zeros_like(v), np.zeros((2, len(q)), v.dtype)
+    d_out, d_lse, diagnostics = array(grad_out), flat(grad_lse), np.zeros((2, len(q)), v.dtype)
+    dq, dk, dv, to_out, to_lse = (np.zeros_like(x) for x in (q, k, v, arrays.head_out, arrays.head_lse))
     rows = (arrays.key_rows, arrays.queries, arrays.keys, 0)
     with threads() as tasks:
         for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
-            _slopes(tasks, arrays, begin, pairs, grads)
-            add_to_keys(tasks // TASKS_PER_THREAD, q, grads.out, *rows, begin, pairs, dk, dv)
-    head_out = None if call.head_out is None else like(grads.head_out, call.head_out)
-    head_lse = None if call.head_lse is None else like(grads.head_lse, call.head_lse)
-    return TailGrads(like(grads.q, call.q), like(dk, call.k), like(dv, call.v), head_out, head_lse)
+            _slopes(tasks, arrays, begin, pairs, d_out, d_lse, dq, to_out, to_lse)
+            add_to_keys(tasks // TASKS_PER_THREAD, q, d_out, *rows, begin, pairs, dk, dv)
+    head_out = None if call.head_out is None else like(to_out, call.head_out)
+    head_lse = None if call.head_lse is None else like(to_lse, call.head_lse)
+    return TailGrads(like(dq, call.q), like(dk, call.k), like(dv, call.v), head_out, head_lse)
 
 
 @compiled
@@ -171,12 +160,12 @@ def _mix(task, tasks, arrays, begin, keys, logs, out, lse, variance, ess):
 
 
 @parallel
-def _slopes(task, tasks, arrays, begin, pairs, grads):
-    """dq and the head's gradients; the logs in pairs.slopes become d loss / d (q.k), beside the weights."""
-    v, d_out, number, size = arrays.v, grads.out, pairs.weights.dtype.type, min(len(pairs.keys), len(grads.lse) - begin)
+def _slopes(task, tasks, arrays, begin, pairs, d_out, d_lse, dq, to_out, to_lse):
+    """dq and the gradients of the head's out and lse; the logs in pairs.slopes become d loss / d (q.k)."""
+    v, number, size = arrays.v, pairs.weights.dtype.type, min(len(pairs.keys), len(d_lse) - begin)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         keys, weights, slopes, point = pairs.keys[c], pairs.weights[c], pairs.slopes[c], begin + c
-        first, d_lse = arrays.key_rows[point // arrays.queries] * arrays.keys, grads.lse[point]
+        first, from_lse = arrays.key_rows[point // arrays.queries] * arrays.keys, d_lse[point]
         head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
         seen, highest = _score(arrays, point, first, keys, slopes, weights)
         top = max(head, highest)
@@ -197,9 +186,9 @@ def _slopes(task, tasks, arrays, begin, pairs, grads):
         if seen or head != -np.inf:
             mean, share = mean / whole, share / whole
         if head != -np.inf:
-            add(grads.head_out, point, share, d_out, point)
-            grads.head_lse[point] = share * (d_lse - mean)
+            add(to_out, point, share, d_out, point)
+            to_lse[point] = share * (from_lse - mean)
         for t in range(seen):
             weights[t] /= whole
-            slopes[t] = arrays.scale * weights[t] * (slopes[t] - mean + d_lse)
-            add(grads.q, point, slopes[t], arrays.k, first + keys[t])
+            slopes[t] = arrays.scale * weights[t] * (slopes[t] - mean + from_lse)
+            add(dq, point, slopes[t], arrays.k, first + keys[t])

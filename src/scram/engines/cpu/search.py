@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..._compat.numba import SIMD_WIDTH, each_task
+from ..._compat.numba import SIMD_WIDTH
 from ...calls import Found, SearchCall
 from ...grid import Grid, grid_of
+from ...schedule import moves
 from .candidates import draw_around, follow, leave, leave_out, move, read_neighbours
-from .compiled import compiled, inlined, launcher, parallel
+from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, array, block_at, padded, strides, tensor
 from .legal import Choices, Earlier, drawn, first_key, legal
 from .noise import absorb, below
@@ -22,8 +23,6 @@ from .threads import threads
 from .vectors import coordinates, dot, narrow_dots
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
-SHIFT, STAY = 1, 2  # what a neighbour offers, as bits
-OFFERS = {"shift": (SHIFT, SHIFT), "stay": (STAY, STAY), "both": (SHIFT | STAY,) * 2, "turns": (STAY, SHIFT)}
 AXIS, STEP, TO_POINT, TO_KEY, LINE = range(5)  # columns of `_directions`
 CHANGED, CHANGED_BEFORE = 1, 2  # whether a point's key changed in the last sweep, and in the one before
 
@@ -37,7 +36,7 @@ class Sweep(NamedTuple):
     """One sweep over all points; number 0 is the start."""
 
     number: int
-    offer: int  # SHIFT, STAY or both
+    moves: Array  # int64, by how many steps each key that a neighbour offers is moved
     memory: int  # CHANGED or more: how long a change is news
     gossip: int
     directions: Array
@@ -90,7 +89,8 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
     index, scores = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, features.q.dtype)
     before, after, offered, offered_after = (np.empty(points, np.int32) for _ in range(4))
     flags, best = np.empty(points, np.uint8), np.empty(points, features.q.dtype)
-    memory = CHANGED | CHANGED_BEFORE if call.propagate == "turns" else CHANGED
+    by_turn = [np.array(moves(call.propagate, sweep), np.int64) for sweep in (0, 1)]
+    memory = CHANGED if np.array_equal(*by_turn) else CHANGED | CHANGED_BEFORE
     directions, query_strides = _directions(call.jumps, query_grid, key_grid), strides(query_grid)
     with threads() as tasks:
         rows = np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32)
@@ -99,8 +99,7 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
             if run >= geometry.keys and (index[:, :run] >= 0).sum(1).min(initial=geometry.keys) == geometry.keys:
                 break  # every key is a match already
             for number in range(call.sweeps + 1):
-                offer = OFFERS[call.propagate][number % 2]
-                sweep = Sweep(number, offer, memory, call.gossip, directions, query_grid, query_strides)
+                sweep = Sweep(number, by_turn[number % 2], memory, call.gossip, directions, query_grid, query_strides)
                 field = Field(before, after, offered, offered_after, flags, best)
                 earlier = Earlier(index, run, call.separation)
                 parts = (features, geometry, choices, earlier, sweep, field, scratch)
@@ -125,18 +124,11 @@ def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Arr
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
-@launcher
-def _sweep(tasks, features, geometry, choices, earlier, sweep, field, scratch):
-    named = (
-        tasks, Features(*features), Geometry(*geometry), Choices(*choices), Earlier(*earlier), Sweep(*sweep),
-        Field(*field), Scratch(*scratch),
-    )  # fmt: skip
-    each_task(_some_blocks, tasks, named)
-
-
-@inlined
-def _some_blocks(task, tasks, features, geometry, choices, earlier, sweep, field, scratch):
-    """Blocks of points of one row, each written by one task."""
+@parallel
+def _sweep(task, tasks, features, geometry, choices, earlier, sweep, field, scratch):
+    """Blocks of points of one row, each written by one task. The arguments come as plain tuples."""
+    features, geometry, choices = Features(*features), Geometry(*geometry), Choices(*choices)
+    earlier, sweep, field, scratch = Earlier(*earlier), Sweep(*sweep), Field(*field), Scratch(*scratch)
     blocks = len(geometry.key_rows) * -(-geometry.queries // BLOCK)
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
         block = block_at(number, BLOCK, geometry, geometry.keys)
@@ -197,11 +189,13 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
         offered, to_point, step = field.offered, direction[TO_POINT], direction[STEP]
         if not read_neighbours(offered, block, geometry.queries, to_point, place[axis], step, extent, theirs):
             continue
-        if sweep.offer & SHIFT:
-            move(theirs, direction[TO_KEY], direction[LINE], candidate, size)
+        for m in range(len(sweep.moves)):
+            if sweep.moves[m]:
+                move(theirs, -sweep.moves[m] * direction[TO_KEY], direction[LINE], candidate, size)
+            else:
+                for p in range(size):
+                    candidate[p] = theirs[p]
             count += _try_candidates(features, geometry, earlier, block, own, candidate)
-        if sweep.offer & STAY:
-            count += _try_candidates(features, geometry, earlier, block, own, theirs)
     for draw in range(sweep.gossip):
         for p in range(size):
             chosen[p] = below(absorb(noise[p], draw), geometry.queries)

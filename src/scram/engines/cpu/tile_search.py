@@ -20,7 +20,7 @@ from .search import Features
 from .threads import threads
 from .vectors import dot
 
-SHIFT, GOSSIP, RANDOM = (KINDS[kind] for kind in ("shift", "gossip", "random"))
+GOSSIP, RANDOM = KINDS["gossip"], KINDS["random"]  # other kinds are the moves of neighbours' keys
 KIND, REACH, DRAW = range(3)  # columns of a table of offers
 SEEN = 1 << 12  # slots of a tile's table of keys that it has scored
 
@@ -51,18 +51,6 @@ class Scratch(NamedTuple):
     made: Array  # int32 [tasks, offers, TILE_QUERIES], the keys offered
     lanes: Array  # int64 [tasks, TILE_QUERIES], the queries' numbers, -1 off the grid
     seen: Array  # int32 [tasks, SEEN]
-
-
-class Tile(NamedTuple):
-    """One tile's part of the scratch, and its row's keys and matches."""
-
-    across: Array
-    products: Array
-    made: Array
-    lanes: Array
-    keys: Array  # [M, E]
-    index: Array  # type: ignore[assignment]  # int32 [N, kappa]
-    score: Array  # [N, kappa]
 
 
 def tile_search(call: SearchCall) -> Found:
@@ -140,11 +128,10 @@ def _sweep(task, tasks, features, geometry, choices, tiles, sweep, index, score,
                 across[e, lane] = q[row * queries + lanes[lane], e] if lanes[lane] >= 0 else 0
         row_key, first = geometry.key_rows[row] * geometry.keys, row * queries
         keys, own = features.k[row_key : row_key + geometry.keys], slice(first, first + queries)
-        tile = Tile(across, scratch.products[task], made, lanes, keys, index[own], score[own])
         if index.shape[1] == 1:
-            took = _take_best(geometry.causal, tile, scratch.seen[task])
+            took = _take_best(geometry.causal, scratch, task, keys, index[own], score[own])
         else:
-            took = _take_several(geometry, sweep.separation, tile)
+            took = _take_several(geometry, sweep.separation, scratch, task, keys, index[own], score[own])
         sweep.took[row, number - row * in_row] = took
 
 
@@ -207,19 +194,19 @@ def _offer_near(geometry, choices, row, query, own, noise, draw, reach):
 
 
 @inlined
-def _offer_neighbour(geometry, tiles, before, query, entry, direction, kind, reach):
-    """The match of the neighbour in a direction, moved along or as it is; -1 off the grid."""
+def _offer_neighbour(geometry, tiles, before, query, entry, direction, move, reach):
+    """The match of the neighbour in a direction, moved or as it is; -1 off the grid."""
     direction %= 2 * len(tiles.grid)
     axis = direction // 2
-    far = reach if kind == SHIFT else reach * tiles.sides[axis]
+    far = reach if move else reach * tiles.sides[axis]
     step = -far if direction % 2 == 0 else far
     if not 0 <= query // tiles.strides[axis] % tiles.grid[axis] + step < tiles.grid[axis]:
         return np.int64(-1)
     found = np.int64(before[query + step * tiles.strides[axis], entry])
-    if kind != SHIFT or found < 0:
+    if move == 0 or found < 0:
         return found
-    extent, stride = geometry.grid[axis], geometry.strides[axis]
-    return found - step * stride if 0 <= found // stride % extent - step < extent else np.int64(-1)
+    extent, stride, to = geometry.grid[axis], geometry.strides[axis], move * step
+    return found + to * stride if 0 <= found // stride % extent + to < extent else np.int64(-1)
 
 
 @inlined
@@ -268,37 +255,34 @@ def _sort_in(some, count, key):
 
 
 @inlined
-def _take_best(causal, tile, seen):
+def _take_best(causal, scratch, task, keys, index, score):
     """One match per query: of each offer the best key, of equal ones the lowest. Returns how many queries took one."""
-    lanes, products = tile.lanes, tile.products
+    lanes, products, made, seen = scratch.lanes[task], scratch.products[task], scratch.made[task], scratch.seen[task]
     # Arrays of its own: the compiler knows that they overlap with no other.
-    key, some, best = (
-        np.empty(TILE_QUERIES, np.int32),
-        np.empty(TILE_QUERIES, np.int32),
-        np.empty(TILE_QUERIES, tile.score.dtype),
-    )
+    key, some = np.empty(TILE_QUERIES, np.int32), np.empty(TILE_QUERIES, np.int32)
+    best = np.empty(TILE_QUERIES, score.dtype)
     for lane in range(TILE_QUERIES):
-        key[lane] = tile.index[lanes[lane], 0] if lanes[lane] >= 0 else -1
-        best[lane] = tile.score[lanes[lane], 0] if lanes[lane] >= 0 else np.inf
+        key[lane] = index[lanes[lane], 0] if lanes[lane] >= 0 else -1
+        best[lane] = score[lanes[lane], 0] if lanes[lane] >= 0 else np.inf
     seen[:] = -1
-    for n in range(len(tile.made)):
+    for n in range(len(made)):
         count = 0
         for offered in range(TILE_QUERIES):
-            new = tile.made[n, offered]
+            new = made[n, offered]
             if new >= 0:
                 slot = np.uint32(np.uint32(new) * np.uint32(0x9E3779B1)) >> np.uint32(20)
                 if seen[slot] != new:
                     seen[slot] = new
                     _sort_in(some, count, new)
                     count += 1
-        _multiply(tile.across, tile.keys, some, count, products)
+        _multiply(scratch.across[task], keys, some, count, products)
         for m in range(count):
             _keep_better(products[m], some[m], causal, lanes, best, key)
     changed = 0
     for lane in range(TILE_QUERIES):
         if lanes[lane] >= 0:
-            changed += key[lane] != tile.index[lanes[lane], 0]
-            tile.index[lanes[lane], 0], tile.score[lanes[lane], 0] = key[lane], best[lane]
+            changed += key[lane] != index[lanes[lane], 0]
+            index[lanes[lane], 0], score[lanes[lane], 0] = key[lane], best[lane]
     return changed
 
 
@@ -312,31 +296,28 @@ def _keep_better(products, new, causal, lanes, best, key):
 
 
 @inlined
-def _take_several(geometry, separation, tile):
+def _take_several(geometry, separation, scratch, task, keys, index, score):
     """Several matches per query: of each window its best key enters where it may. Returns how many queries took one."""
-    lanes, products = tile.lanes, tile.products
-    key, some, best = (
-        np.empty(TILE_QUERIES, np.int32),
-        np.empty(TILE_QUERIES, np.int32),
-        np.empty(TILE_QUERIES, tile.score.dtype),
-    )
+    lanes, products, made = scratch.lanes[task], scratch.products[task], scratch.made[task]
+    key, some = np.empty(TILE_QUERIES, np.int32), np.empty(TILE_QUERIES, np.int32)
+    best = np.empty(TILE_QUERIES, score.dtype)
     took = np.uint64(0)  # a bit for each query
-    for n in range(len(tile.made)):
+    for n in range(len(made)):
         for window in range(WINDOWS):
             count = 0
             for offered in range(TILE_QUERIES):
-                if offered // 2 % WINDOWS == window and tile.made[n, offered] >= 0:
-                    _sort_in(some, count, tile.made[n, offered])
+                if offered // 2 % WINDOWS == window and made[n, offered] >= 0:
+                    _sort_in(some, count, made[n, offered])
                     count += 1
             if count == 0:
                 continue
-            _multiply(tile.across, tile.keys, some, count, products)
+            _multiply(scratch.across[task], keys, some, count, products)
             best[:] = -np.inf
             for m in range(count):
                 _keep_better(products[m], some[m], geometry.causal, lanes, best, key)
             for lane in range(TILE_QUERIES):
-                if lanes[lane] >= 0 and best[lane] > tile.score[lanes[lane], -1]:
-                    own, its = tile.index[lanes[lane]], tile.score[lanes[lane]]
+                if lanes[lane] >= 0 and best[lane] > score[lanes[lane], -1]:
+                    own, its = index[lanes[lane]], score[lanes[lane]]
                     entered = _enter(geometry, separation, own, its, key[lane], best[lane])
                     took |= np.uint64(entered) << np.uint64(lane)
     changed = 0
