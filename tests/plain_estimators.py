@@ -112,11 +112,7 @@ def made_by(impl, dtype, name):
     return made, Plain(one, one.case.batch * one.case.heads - 1)
 
 
-def assert_close(ours, want, of_largest=0.0):
-    """To rounding: of float64, or of float32 where an engine has no float64; a diagnostic to a share of its largest."""
-    tolerance = {"rtol": 1e-4, "atol": 1e-5}
-    if ours.dtype == torch.float64:
-        tolerance = {}
-    elif of_largest and want.isfinite().all():
-        tolerance["atol"] = max(1e-5, of_largest * float(want.abs().max()))
+def assert_close(ours, want):
+    """To rounding: of float64, or of float32 where an engine has no float64."""
+    tolerance = {} if ours.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(ours, want.to(ours.dtype), **tolerance)

@@ -19,6 +19,7 @@ def test_hybrid_in_plain_python(impl, widest, name):
     radius = one.case.radius if isinstance(one.case.radius, tuple) else (one.case.radius,) * len(one.case.grid)
     out, lse, variance = (x.detach().flatten(0, 1)[row] for x in (made.out, made.lse, made.variance))
     out, lse, variance = out.flatten(0, -2), lse.flatten(), variance.flatten(0, -2)
+    variances = []
     for i in range(len(out)):
         legal = rule.legal(i)
         head = [
@@ -42,7 +43,14 @@ def test_hybrid_in_plain_python(impl, widest, name):
         if m < left:
             spread = (r - r.mean(0)).square().sum(0)
             expected = (1 - m / left) * m / (m - 1) * spread if m >= 2 else expected + torch.inf
-        assert_close(variance[i], expected, of_largest=0.01)
+        variances.append(expected)
+    expected = torch.stack(variances)
+    if widest == torch.float64:
+        assert_close(variance, expected)
+    else:  # of all queries together, as in `estimates`: single ones are small and rounded
+        known = expected.isfinite()
+        assert torch.equal(variance.isfinite(), known)
+        assert (variance - expected)[known].norm() <= 0.01 * expected[known].norm()
 
 
 def features(*shape, seed=0, dtype=torch.float64):

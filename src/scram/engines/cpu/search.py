@@ -90,7 +90,7 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
     before, after, offered, offered_after = (np.empty(points, np.int32) for _ in range(4))
     flags, best = np.empty(points, np.uint8), np.empty(points, features.q.dtype)
     by_turn = [np.array(moves(call.propagate, sweep), np.int64) for sweep in (0, 1)]
-    memory = CHANGED if np.array_equal(*by_turn) else CHANGED | CHANGED_BEFORE
+    memory = CHANGED if np.array_equal(by_turn[0], by_turn[1]) else CHANGED | CHANGED_BEFORE
     directions, query_strides = _directions(call.jumps, query_grid, key_grid), strides(query_grid)
     with threads() as tasks:
         rows = np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import Found, SearchCall
-from ...schedule import KINDS, STOP, TILE_QUERIES, offers
+from ...schedule import KINDS, MOVES, STOP, TILE_QUERIES, offers
 from .block_sizes import OFFER_WARPS, score_tile, search_tile
 from .candidates import Rules, along, around, at_axis, coordinate, legal_argument, legal_draw, score_of
 from .grid import (
@@ -43,7 +43,7 @@ from .top_matches import (
     store_matches,
 )
 
-SHIFT, GOSSIP, RANDOM = (tl.constexpr(KINDS[kind]) for kind in ("shift", "gossip", "random"))
+GOSSIP, RANDOM = (tl.constexpr(KINDS[kind]) for kind in ("gossip", "random"))  # others move a neighbour's key
 
 
 def tile_search(call: SearchCall) -> Found:
@@ -141,7 +141,7 @@ def _tables(
     for sweep in range(1, sweeps + 1):
         made = offers(sweep, jumps, propagate, gossip, key_grid)
         # Past every grid a neighbour is not there: no step overflows 32 bits.
-        reaches = {"shift": 2**30, "stay": 2**30 // TILE_QUERIES}
+        reaches = {kind: 2**30 if move else 2**30 // TILE_QUERIES for kind, move in MOVES.items()}
         rows = [(KINDS[one.kind], min(one.reach, reaches.get(one.kind, one.reach)), one.draw) for one in made]
         every.append((torch.tensor(rows or [(0, 0, 0)], dtype=torch.int32).to(device), len(rows)))
     return every
@@ -200,7 +200,7 @@ def offer_kernel(
         else:
             direction = (diagonal + sweep + draw) % (2 * len(corner))
             axis = direction // 2
-            far = tl.where(kind == SHIFT, reach, reach * at_axis(axis, B.TILE))
+            far = tl.where(kind != 0, reach, reach * at_axis(axis, B.TILE))
             step = tl.where(direction % 2 == 0, -far, far)
             here, extent, key_extent, up, down = along(axis, corner, geo, B)
             here = tl.where(exists, here, at_axis(axis, corner))
@@ -208,8 +208,8 @@ def offer_kernel(
             source = tl.where(there, query + step * up, 0)
             found = tl.load(matches + source.to(tl.int64) * kappa + entry, mask=there, other=-1)
             at = coordinate(tl.maximum(found, 0), axis, geo)
-            moved = (found >= 0) & ((at - step).to(tl.uint32) < key_extent.to(tl.uint32))
-            found = tl.where(kind == SHIFT, tl.where(moved, found - step * down, -1), found)
+            moved = (found >= 0) & ((at + kind * step).to(tl.uint32) < key_extent.to(tl.uint32))
+            found = tl.where(moved, found + kind * step * down, -1)
         if legal.mask is not None:
             allowed = tl.load(legal.mask + mask_row * keys + tl.maximum(found, 0), mask=found >= 0, other=0)
             found = tl.where(allowed != 0, found, -1)
