@@ -12,8 +12,8 @@ from .engines import Engine, EngineSpec, Request, cpu, gpu, reference
 from .engines.reference import engine as _reference
 from .types import Score
 
-ENGINES = {spec.name: spec for spec in (gpu.SPEC, cpu.SPEC, reference.SPEC)}  # in order of preference
-_FOLDERS = {gpu.SPEC.name: gpu, cpu.SPEC.name: cpu, reference.SPEC.name: reference}
+_FOLDERS = {folder.SPEC.name: folder for folder in (gpu, cpu, reference)}  # in order of preference
+ENGINES: dict[str, EngineSpec] = {name: folder.SPEC for name, folder in _FOLDERS.items()}
 _loaded: dict[str, Engine] = {reference.SPEC.name: cast(Engine, _reference)}  # a traced call cannot import
 
 

@@ -9,6 +9,11 @@ from estimates import SMALL, assert_estimated_as_near_float64, everything, size,
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted]
 
 
+def small(*names):
+    rows = {str(one): one for one in SMALL}
+    return [rows[name] for name in names]
+
+
 KERNELS = {
     "Hybrid": ["rank_kernel", "gather_kernel", "tail_kernel", "gather_kernel", "queries_kernel", "keys_kernel"],
     "Snis": ["draw_kernel", "visit_kernel", "draw_kernel", "visit_backward_kernel"],
@@ -16,14 +21,20 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("one", [SMALL[1], SMALL[3], SMALL[5], SMALL[6]], ids=str)
+@pytest.mark.parametrize(
+    "one",
+    small("Hybrid-rank-1", "Hybrid-empty-batch", "Snis-extra-and-a-masked-row", "MetropolisHastings-rank-3"),
+    ids=str,
+)
 def test_kernels_of_both_passes(one, launched):
     everything(one, tensors_of(one), "triton", one.case.dtype)
     ours = [name for name in launched if name not in ("attend_kernel", "backward_kernel")]
     assert ours == (KERNELS[type(one.method).__name__] if one.case.batch else [])
 
 
-@pytest.mark.parametrize("one", [SMALL[4], SMALL[7]], ids=str)
+@pytest.mark.parametrize(
+    "one", small("Snis-causal,-masked,-separated", "MetropolisHastings-one-row-fully-masked"), ids=str
+)
 def test_repeatable_gradients_are_as_near_float64_as_the_reference(one, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert_estimated_as_near_float64(one, "triton")
