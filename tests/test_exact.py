@@ -248,3 +248,11 @@ def test_merge_survives_large_scores():
     both = scram.merge(scram.Attended(torch.ones(1, 1), low), scram.Attended(torch.zeros(1, 1), low))
     assert both.out.item() == 0.5
     assert both.lse.item() == pytest.approx(-5000 + torch.tensor(2.0).log().item())
+
+
+def test_a_mask_made_in_inference_mode_is_taken_in_training():
+    q, k, v = (torch.randn(1, 1, 4, 5, 3).requires_grad_() for _ in range(3))
+    with torch.inference_mode():
+        mask = torch.rand(1, 4, 5) < 0.8
+    scram.exact_attention(q, k, v, key_mask=mask).out.sum().backward()
+    assert all(x.grad is not None for x in (q, k, v))

@@ -109,6 +109,8 @@ class LegalKeys:
             return LegalKeys(keys, causal, 1, None, None, None)
         shared = key_mask.ndim == k.ndim - 2
         mask = key_mask.reshape(-1, keys)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and mask.is_inference():
+            mask = mask.clone()  # autograd keeps no tensor made under `torch.inference_mode`
         count = mask.cumsum(1)
         order = torch.zeros(mask.shape[0], keys + 1, dtype=torch.int64, device=mask.device)
         # All masked keys are written to one extra slot at the end: nonzero() would synchronize with the device.
