@@ -220,6 +220,7 @@ def main() -> int:
     commits = asked.commits or [describe(getattr(asked, name)) for name in TREES]
     report: dict[str, Any] = {"mode": asked.mode, "date": date.today().isoformat(), "device": asked.device}
     report["commits"] = dict(zip(TREES, commits, strict=True))
+    report["commit"] = report["commits"]["new"]  # as every stored result has it
     workers = {name: Worker(getattr(asked, name), asked.threads, asked.limit) for name in TREES}
     try:
         for worker in workers.values():
