@@ -64,6 +64,15 @@ def test_tiles_with_features_and_values_in_unlike_numbers_of_pieces(
     assert_attended_as_near_float64(case, make_tensors(case), "triton")
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("width", "value_width"), [(33, 8), (16, 33), (100, 16), (64, 16), (20, 33), (8, 64)])
+def test_halves_with_features_and_values_of_unlike_widths(width, value_width, causal):
+    """The compiler's fault that `tile_pieces` goes around; rows of odd widths are not loaded ahead."""
+    changes = {"width": width, "value_width": value_width, "dtype": torch.float16, "causal": causal, "extra": 0}
+    case = named("rank 2", window="tile", **changes)
+    assert_attended_as_near_float64(case, make_tensors(case), "triton")
+
+
 @pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("causal", [False, True])

@@ -129,9 +129,15 @@ def score_tile(width: int, dtype: torch.dtype, matches: int, separated: bool) ->
 
 @cached
 def tile_pieces(width: int, value_width: int, narrow: bool) -> dict[str, Row]:
-    """Features and values of the attention of tiles in pieces that matrix products take; `narrow`: 16 bits each."""
+    """Features and values of the attention of tiles in pieces that matrix products take; `narrow`: 16 bits each.
+
+    Triton 3.6 multiplies the wrong numbers where one operand of 16 bits is narrower than another and less than 64 wide.
+    """
     most = TILE_WIDTH if narrow else TILE_WIDTH_EXACT
     w, fw = (max(16, min(most, triton.next_power_of_2(x))) for x in (width, value_width))
+    if narrow:
+        least = min(64, max(w, fw))
+        w, fw = max(w, least), max(fw, least)
     return {"ROW": Row(width, w, -(-width // w)), "VROW": Row(value_width, fw, -(-value_width // fw))}
 
 

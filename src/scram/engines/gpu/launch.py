@@ -129,32 +129,40 @@ class Kernel:
 
     def bind(self, *first: Any) -> Callable[..., None]:
         """What launches the kernel on the current stream with these arguments and those it is called with."""
-        given = None
-        if self.addresses and not compat.watched():
-            if len(first) not in self.bound:
-                self.bound[len(first)] = self._addresses(0, len(first)), self._addresses(len(first), None)
-            addresses_of_first, addresses = self.bound[len(first)]
-            given = addresses_of_first(*first)
+
+        def plainly(*more: Any) -> None:
+            self(*first, *more)
+
+        if self.addresses is None or compat.watched():
+            return plainly
+        split = len(first)
+        if split not in self.bound:
+            self.bound[split] = self._addresses(0, split), self._launcher(split)
+        addresses, launcher = self.bound[split]
+        given = addresses(*first)
         if given is None:
-            return lambda *more: self(*first, *more)
-        run, constants = self.run, self.constants
+            return plainly
         begin = (self.programs, 1, 1, compat.current_stream(self.device), *self.behind, *given)
-
-        def launch(*more: Any) -> None:
-            rest = addresses(*more)
-            if rest is None:
-                self(*first, *more)
-            else:
-                run(*begin, *rest, *constants)
-
+        launch: Callable[..., None] = launcher(self.run, begin, self.constants, plainly)
         return launch
+
+    def _source(self, start: int, stop: int | None) -> tuple[str, str, str]:
+        """Names of these arguments, what the launcher takes for them, and whether ints are as wide as they were."""
+        written = self.written[start:stop]
+        names = ", ".join([f"a{n}" for n in range(len(self.written))][start:stop])
+        checks = [check for _, checks in written for check in checks]
+        return names, "".join(f"{value}, " for value, _ in written), " and ".join(checks) or "True"
 
     def _addresses(self, start: int, stop: int | None) -> Callable[..., Any]:
         """From these arguments to what the launcher takes; None where an int is not as wide as it was."""
-        names = ", ".join([f"a{n}" for n in range(len(self.written))][start:stop])
-        values = "".join(f"{value}, " for value, _ in self.written[start:stop])
-        checks = [check for _, checks in self.written[start:stop] for check in checks]
-        return _function(f"lambda {names}: ({values}) if {' and '.join(checks) or True} else None")
+        names, values, same = self._source(start, stop)
+        return _function(f"lambda {names}: ({values}) if {same} else None")
+
+    def _launcher(self, start: int) -> Callable[..., Any]:
+        """Launches with the arguments from `start` on; `other` does where an int is not as wide as it was."""
+        names, values, same = self._source(start, None)
+        launch = f"lambda {names}: run(*begin, {values}*constants) if {same} else other({names})"
+        return _function(f"lambda run, begin, constants, other: {launch}")
 
     def _find(self, arguments: tuple[Any, ...]) -> None:
         """Launch, and keep the code for the next time."""

@@ -83,11 +83,12 @@ def search(call: SearchCall) -> Found:
             other = index.new_empty(plane) if other is None else other
             state = (other, field) if sweeps % 2 else (field, other)
             if sweeps:
-                even = plan.even.bind(q, keys, *common)
-                by_turn = (even, even if plan.odd is plan.even else plan.odd.bind(q, keys, *common))
+                same = (q, keys, *common, call.gossip, plan.radii)
+                even = plan.even.bind(*same)
+                by_turn = (even, even if plan.odd is plan.even else plan.odd.bind(*same))
             for sweep in range(1, sweeps + 1):
                 to = sweep % 2
-                by_turn[to](state[1 - to], state[to], sweep, call.gossip, plan.radii, sweep == sweeps)
+                by_turn[to](state[1 - to], state[to], sweep, sweep == sweeps)
         if matches == 1:
             return Found(index, score)
         found = Found(index.new_empty(shape), score.new_empty(shape))
@@ -168,7 +169,7 @@ def start_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=PLANES)
 def sweep_kernel(
-    q, k, earlier, best_io, seed, legal, group, separation, geo, run, state_in, state_out, sweep, gossip, radii, final,
+    q, k, earlier, best_io, seed, legal, group, separation, geo, run, gossip, radii, state_in, state_out, sweep, final,
     RULES: tl.constexpr, FROM: tl.constexpr, KEYLESS: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr,
     KROW: tl.constexpr,
 ):  # fmt: skip
