@@ -150,3 +150,67 @@ class Sampled(NamedTuple):
     ess: Tensor  # [B, H, *G]
     acceptance: Tensor  # [B, H, *G]
     rhat: Tensor  # [B, H, *G]
+
+
+class ClusterCall(NamedTuple):
+    """Group the keys of every key row by content, as the queries and the values see it (`clustering`)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None  # bool [B, *G'] or [B, Hk, *G']
+    warm_centres: Tensor | None  # [B, Hk, C, E]: where to start
+    warm_values: Tensor | None  # [B, Hk, C, F]
+    seed: Tensor  # int64 []
+    count: int  # type: ignore[assignment]  # C, at most the number of keys
+    steps: int
+    scale: float
+
+
+class Clustered(NamedTuple):
+    """Result of a ClusterCall. A cluster without keys has size 0 and centre and value 0."""
+
+    centres: Tensor  # float32 (float64 for float64) [B, Hk, C, E], mean key
+    values: Tensor  # float32 (float64 for float64) [B, Hk, C, F], mean value
+    sizes: Tensor  # int32 [B, Hk, C]
+    label: Tensor  # int32 [B, Hk, *G'], the cluster of each key; -1 for a key that is masked or not finite
+
+
+class ClusterGrads(NamedTuple):
+    """Gradients of a ClusterCall, given the labels."""
+
+    k: Tensor
+    v: Tensor
+
+
+class ClusterTailCall(NamedTuple):
+    """Join the attention over the windows (`head_out`, `head_lse`) with clusters of all keys outside of them.
+
+    Hc, the heads of the clusters, is Hk, or H where heads of queries differ.
+    """
+
+    q: Tensor
+    index: Tensor  # type: ignore[assignment]  # int32 [B, H, *G, kappa]
+    label: Tensor  # int32 [B, Hc, *G'], -1 for a key in no cluster
+    centres: Tensor  # float32 (float64 for float64) [B, Hc, C, E]
+    values: Tensor  # float32 (float64 for float64) [B, Hc, C, F]
+    sizes: Tensor  # int32 [B, Hc, C]
+    gains: Tensor | None  # float32 (float64 for float64) [B, Hc, C], factors on the weights of clusters; None is 1
+    head_out: Tensor  # [B, H, *G, F]
+    head_lse: Tensor  # [B, H, *G]
+    dropout_seed: Tensor | None  # int64 []; None without dropout
+    radius: tuple[int, ...]
+    scale: float
+    dropout_p: float
+    first_name: int  # of cluster 0 in dropout: it comes after the names of the keys and extra keys
+    window: str  # "query" or "tile"
+
+
+class ClusterTailGrads(NamedTuple):
+    """Gradients of a ClusterTailCall."""
+
+    q: Tensor
+    centres: Tensor
+    values: Tensor
+    head_out: Tensor
+    head_lse: Tensor
