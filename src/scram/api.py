@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import dispatch, draws, errors, layout_hints, ops, validate
+from . import calls, dispatch, draws, errors, layout_hints, ops, validate
 from .arguments import explains
-from .calls import AttendCall, DrawnTail, DrawnTailCall, SampleCall, Sampled, ScoreFunction, SearchCall
+from .calls import ScoreFunction
+from .codebook import Codebook
 from .engines import EngineSpec
-from .estimators import Estimate, Estimator, Hybrid
+from .estimators import Clusters, Estimate, Estimator, Hybrid
+from .fitting import fitted
 from .grid import LegalKeys, grid_of
 from .noise import draw_seed
 from .precision import follows_autocast
@@ -80,9 +83,12 @@ def attend(
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
     window: str = "query",
+    tail: Codebook | None = None,
     impl: str = "auto",
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
+
+    With a `tail` all keys outside the windows count too, by clusters; `lse` is then an estimate over all legal keys.
 
     Differentiable in q, k, v and extra, through `out` and through `lse`; once, and in reverse mode. For second
     derivatives and forward mode use impl="reference".
@@ -102,6 +108,8 @@ def attend(
         window: whose windows a query attends: "query", its own; "tile", those of all 64 queries of its tile, rounded up
             to cells of keys. That is nearer to exact attention, and on a GPU faster with several matches or gradients;
             on a CPU the reference runs it, tens of times slower than "query".
+        tail: clusters of the keys from `cluster`, made with the same score, scale and mask; only for softmax without
+            causal order. Gradients reach k and v through it too, where it has them. Dropout takes a cluster for a key.
         impl: as in `search`.
 
     Returns:
@@ -121,7 +129,73 @@ def attend(
     spec = dispatch.choose(impl, q.device, q.dtype, score, window)
     scale = default_scale(scale, q.shape[-1], score, weight)
     inputs = _prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
-    return ops.attend(spec, _attend_call(inputs, matches.index, radii, weight, dropout_p, window))
+    if tail is not None:
+        errors.clusters_only(weight, causal, score)
+        errors.codebook("tail", q, k, v, inputs.k.shape[-1], score, scale, key_mask, tail)
+        if tail.radius not in (None, radii):
+            raise ValueError(f"tail was fitted for radius {tail.radius}, the call has {radii}; fit it for that")
+    head = ops.attend(spec, _attend_call(inputs, matches.index, radii, weight, dropout_p, window))
+    return head if tail is None else _join(spec, inputs, matches.index, head, tail, radii, dropout_p, window)
+
+
+@explains
+@follows_autocast
+def cluster(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    clusters: Clusters = Clusters(),  # noqa: B008 - frozen
+    matches: Matches | None = None,
+    radius: int | Sequence[int] | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    warm: Codebook | None = None,
+    impl: str = "auto",
+) -> Codebook:
+    """Keys grouped by content, as the queries and the values see it: what `attend(tail=...)` uses for far keys.
+
+    Differentiable in k and v given the groups; the centres and values of a fit are constants.
+
+    Args:
+        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
+        clusters: how many, and how they are found.
+        matches, radius: those that `attend` will use; needed for `clusters.fit` alone, which fits what windows leave.
+        key_mask, scale, score: as in `attend`; the clusters serve calls with the same. No callable score.
+        warm: clusters to start from (the last frame, layer or step); as many, of keys and values as wide.
+        impl: as in `search`.
+
+    Returns:
+        Codebook.
+
+    >>> import scram
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
+    >>> found = scram.search(q, k, search=scram.Search(seed=0))
+    >>> codebook = scram.cluster(q, k, v, clusters=scram.Clusters(count=64, seed=0))
+    >>> out, lse = scram.attend(q, k, v, found, tail=codebook)
+    >>> exact = scram.exact_attention(q, k, v).out
+    >>> bool((out - exact).norm() < 0.5 * (scram.attend(q, k, v, found).out - exact).norm())
+    True
+    """
+    validate.pairs(q, k, False, key_mask, score)
+    validate.attend(q, k, v, 1, scale, "softmax", None, 0.0)
+    errors.instance("clusters", clusters, Clusters, "scram.Clusters", "; for example scram.Clusters(count=256)")
+    errors.clusters_only("softmax", False, score)
+    spec = dispatch.choose(impl, q.device, q.dtype, score)
+    inputs = _prepare(spec, q, k, v, None, score, default_scale(scale, q.shape[-1], score, "softmax"), False, key_mask)
+    if warm is not None:
+        errors.warm_codebook(q, k, v, inputs.k.shape[-1], clusters.count, warm)
+    index = radii = None
+    if clusters.fit:
+        if matches is None or radius is None:
+            raise ValueError(
+                "clusters.fit needs matches= and radius=, those of the attend call that the clusters are for"
+            )
+        errors.matches("matches", q, k, matches)
+        index, radii = matches.index, errors.radius(radius, q.ndim - 3)
+    return _cluster(spec, inputs, str(score), clusters, _seed(clusters), warm, index, radii)
 
 
 @explains
@@ -194,9 +268,10 @@ def estimate(
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
         matches: where each query's attention peaks, from `search`.
-        method: `Hybrid`, `Snis` or `MetropolisHastings`, with the number of samples.
-        radius: of the windows that `Hybrid` attends exactly; the others do not use it.
-        causal, key_mask, scale, score, extra, impl: as in `attend`. MetropolisHastings takes no extra.
+        method: `Clusters`, `Hybrid`, `Snis` or `MetropolisHastings`, with the number of clusters or samples.
+        radius: of the windows that `Clusters` and `Hybrid` attend exactly; the others do not use it.
+        causal, key_mask, scale, score, extra, impl: as in `attend`. MetropolisHastings takes no extra, Clusters no
+            causal order and no callable score.
 
     Returns:
         Estimate(out [B, H, *G, F], lse, variance, ess, acceptance, rhat), None where a method has none.
@@ -219,6 +294,11 @@ def estimate(
     inputs = _prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
     if isinstance(method, Hybrid):
         return _hybrid(spec, inputs, matches.index, method, radii)
+    if isinstance(method, Clusters):
+        errors.clusters_only("softmax", causal, score)
+        book = _cluster(spec, inputs, str(score), method, _seed(method), None, matches.index, radii)
+        head = ops.attend(spec, _attend_call(inputs, matches.index, radii, "softmax", 0.0, "query"))
+        return _estimate(_join(spec, inputs, matches.index, head, book, radii, 0.0, "query"), method)
     return _sample(spec, inputs, matches.index, method)
 
 
@@ -282,8 +362,8 @@ def _seed(settings: Search | Estimator) -> Tensor:
     return draw_seed() if settings.seed_tensor is None else settings.seed_tensor
 
 
-def _search_call(inputs: _Inputs, search: Search, warm: Matches | None) -> SearchCall:
-    return SearchCall(
+def _search_call(inputs: _Inputs, search: Search, warm: Matches | None) -> calls.SearchCall:
+    return calls.SearchCall(
         q=inputs.q,
         k=inputs.k,
         seed=_seed(search),
@@ -303,8 +383,8 @@ def _search_call(inputs: _Inputs, search: Search, warm: Matches | None) -> Searc
 
 def _attend_call(
     inputs: _Inputs, index: Tensor, radius: tuple[int, ...], weight: str, dropout_p: float, window: str
-) -> AttendCall:
-    return AttendCall(
+) -> calls.AttendCall:
+    return calls.AttendCall(
         q=inputs.q,
         k=inputs.k,
         v=inputs.v,
@@ -323,10 +403,79 @@ def _attend_call(
     )
 
 
+def _cluster(
+    spec: EngineSpec,
+    inputs: _Inputs,
+    score: str,
+    clusters: Clusters,
+    seed: Tensor,
+    warm: Codebook | None,
+    index: Tensor | None,
+    radius: tuple[int, ...] | None,
+) -> Codebook:
+    """Clusters of every key head; of every query head where their masks differ, or where they are fitted."""
+    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.key_mask
+    each = q.shape[1] // k.shape[1]
+    if each > 1 and mask is not None and mask.ndim == k.ndim - 1:
+        k, v = (x.repeat_interleave(each, 1) for x in (k, v))
+    made = ops.cluster(
+        spec,
+        calls.ClusterCall(
+            q=q,
+            k=k,
+            v=v,
+            key_mask=mask,
+            warm_centres=None if warm is None else warm.centres,
+            warm_values=None if warm is None else warm.values,
+            seed=seed,
+            count=min(clusters.count, math.prod(grid_of(k))),
+            steps=clusters.steps,
+            scale=inputs.scale,
+        ),
+    )
+    book = Codebook(*made, score=score, scale=inputs.scale, key_mask=mask)
+    if not clusters.fit:
+        return book
+    assert index is not None and radius is not None
+    return fitted(book, q, inputs.k, inputs.v, index, radius, clusters.fit, seed)
+
+
+def _join(
+    spec: EngineSpec,
+    inputs: _Inputs,
+    index: Tensor,
+    head: Attended,
+    book: Codebook,
+    radius: tuple[int, ...],
+    dropout_p: float,
+    window: str,
+) -> Attended:
+    """The attention over the windows with clusters for all other keys."""
+    extras = 0 if inputs.k_extra is None else inputs.k_extra.shape[2]
+    call = calls.ClusterTailCall(
+        q=inputs.q,
+        index=index,
+        label=book.label,
+        centres=book.centres,
+        values=book.values,
+        sizes=book.sizes,
+        gains=book.gains,
+        head_out=head.out,
+        head_lse=head.lse,
+        dropout_seed=draw_seed() if dropout_p else None,
+        radius=radius,
+        scale=inputs.scale,
+        dropout_p=dropout_p,
+        first_name=math.prod(grid_of(inputs.k)) + extras,
+        window=window,
+    )
+    return ops.cluster_tail(spec, call)
+
+
 def _hybrid(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Hybrid, radius: tuple[int, ...]) -> Estimate:
     """The head by `attend`, then the tail on the keys that the queries of a row share."""
     head = ops.attend(spec, _attend_call(inputs, index, radius, "softmax", 0.0, "query"))
-    call = DrawnTailCall(
+    call = calls.DrawnTailCall(
         q=inputs.q,
         k=inputs.k,
         v=inputs.v,
@@ -357,7 +506,7 @@ def _sample(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Estimator)
         head_out, head_lse = ops.attend(
             spec, _attend_call(inputs, nowhere, (0,) * len(key_grid), "softmax", 0.0, "query")
         )
-    call = SampleCall(
+    call = calls.SampleCall(
         q=q,
         k=inputs.k,
         v=inputs.v,
@@ -379,7 +528,7 @@ def _sample(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Estimator)
     return _estimate(ops.sample(spec, call), method)
 
 
-def _estimate(made: DrawnTail | Sampled, method: Estimator) -> Estimate:
+def _estimate(made: calls.DrawnTail | calls.Sampled | Attended, method: Estimator) -> Estimate:
     """The diagnostics that the method has; gradients pass through `out` and `lse` alone."""
     names = ("lse", "variance", "ess", "acceptance", "rhat")
     fields = {name: getattr(made, name) if name in method.reports else None for name in names}
