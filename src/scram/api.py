@@ -436,7 +436,8 @@ def _cluster(
     book = Codebook(*made, score=score, scale=inputs.scale, key_mask=mask)
     if not clusters.fit:
         return book
-    assert index is not None and radius is not None
+    assert index is not None
+    assert radius is not None
     return fitted(book, q, inputs.k, inputs.v, index, radius, clusters.fit, seed)
 
 

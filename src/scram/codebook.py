@@ -124,7 +124,9 @@ class Codebook:
                 if fields["radius"] is not None:
                     fields["radius"] = tuple(fields["radius"])
                 if fields["report"] is not None:
-                    pairs = {name: tuple(x) if isinstance(x, list) else x for name, x in fields["report"].items()}
+                    pairs: dict[str, Any] = {
+                        name: tuple(x) if isinstance(x, list) else x for name, x in fields["report"].items()
+                    }
                     fields["report"] = FitReport(**pairs)
                 return Codebook(**{name: file.get_tensor(name) for name in file.keys()}, **fields)  # noqa: SIM118
         except (SafetensorError, KeyError, TypeError, ValueError) as error:

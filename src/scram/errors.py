@@ -356,7 +356,7 @@ def codebook(
     name: str, q: Tensor, k: Tensor, v: Tensor, width: int, score: Any, scale: float | None, mask: Tensor | None,
     book: Any,
 ) -> None:  # fmt: skip
-    """`book` was made for keys of these shapes, for this score, mask and (None: any) scale; `width`: of prepared keys."""
+    """`book` was made for keys of these shapes, this score, scale (None: any) and mask; `width`: of prepared keys."""
     from .codebook import Codebook
 
     instance(name, book, Codebook, "scram.Codebook", "; scram.cluster returns one")

@@ -36,14 +36,14 @@ def fitted(
         radius: of their windows, one per axis.
         fit: queries to fit to; half as many choose the strength of the ridge, half as many report.
     """
-    batch, heads = q.shape[:2]
-    each = heads // book.sizes.shape[1]
+    each = q.shape[1] // book.sizes.shape[1]
     names = ("centres", "values", "sizes", "label")
     book = replace(book, **{name: getattr(book, name).detach().repeat_interleave(each, 1) for name in names})
     if not q.numel():
         return replace(book, gains=torch.ones_like(book.centres[..., 0]), radius=radius)
     seen = _seen_by_queries(book, q, k, v, index, radius, fit, seed)
-    learn, choose, report = (Seen(*part) for part in zip(*(x.split(seen.parts(fit), 1) for x in seen), strict=True))
+    split = [torch.split(x, seen.parts(fit), 1) for x in seen]
+    learn, choose, report = (Seen(*part) for part in zip(*split, strict=True))
     values, fits = book.values.flatten(0, 1).double(), book.sizes.flatten(0, 1) > 1
     gains = torch.ones_like(values[..., 0])
     sums, best = values, choose.squared_error(gains, values)
