@@ -39,7 +39,9 @@ BELOW = {
     "gpu": SHARED,
     "dispatch": {"cpu", "engines", "errors", "gpu", "reference", "types"},
     "ops": SHARED | {"dispatch", "errors"},
-    "validate": {"dispatch", "engines", "errors", "layout_hints", "ops", "types"},
+    "dense": {"errors", "scoring", "types"},
+    "defaults": {"codebook", "estimators", "types"},
+    "validate": {"defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
     "api": SHARED
     | {
         "codebook",
@@ -55,8 +57,20 @@ BELOW = {
     },
     "exact": {"_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"errors", "exact", "grid", "scoring", "types"},
-    "nn": {"api", "arguments", "layout_hints", "dispatch", "errors", "estimators", "scoring", "types"},
-    "patch": {"_compat", "api", "errors", "layout_hints", "types"},
+    "nn": {
+        "api",
+        "arguments",
+        "codebook",
+        "defaults",
+        "dense",
+        "layout_hints",
+        "dispatch",
+        "errors",
+        "estimators",
+        "scoring",
+        "types",
+    },
+    "patch": {"_compat", "api", "defaults", "errors", "estimators", "layout_hints", "types"},
     "trust": {"api", "arguments", "errors", "exact", "grid", "measure", "precision", "schedule", "scoring", "types"},
 }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import dispatch, measure, nn, patch
-    from .api import attend, attention, clear_caches, cluster, estimate, search
+    from .api import attend, attention, clear_caches, cluster, estimate, explain, search
     from .codebook import Codebook
     from .estimators import Clusters, Estimate, Hybrid, MetropolisHastings, Snis
     from .exact import exact_attention, exact_search, merge
@@ -23,11 +23,11 @@ __version__ = "0.2.0"
 __all__ = [
     "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Matches", "MetropolisHastings", "Search", "Snis",
     "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch", "estimate", "exact_attention",
-    "exact_search", "measure", "merge", "nn", "patch", "patch_sdpa", "search", "trust",
+    "exact_search", "explain", "measure", "merge", "nn", "patch", "patch_sdpa", "search", "trust",
 ]  # fmt: skip
 # The names that each module defines; every other public name is a module itself.
 _DEFINED = {
-    "api": ("attend", "attention", "clear_caches", "cluster", "estimate", "search"),
+    "api": ("attend", "attention", "clear_caches", "cluster", "estimate", "explain", "search"),
     "codebook": ("Codebook",),
     "estimators": ("Clusters", "Estimate", "Hybrid", "MetropolisHastings", "Snis"),
     "exact": ("exact_attention", "exact_search", "merge"),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import calls, dispatch, draws, errors, layout_hints, ops, validate
-from .arguments import explains
+from .arguments import explains, unknown_arguments
 from .calls import ScoreFunction
 from .codebook import Codebook
+from .defaults import SEARCH, Explanation, explanation
+from .dense import dense_attention
 from .engines import EngineSpec
 from .estimators import Clusters, Estimate, Estimator, Hybrid
 from .fitting import fitted
@@ -62,7 +65,7 @@ def search(
     validate.search(q, k, search, warm)
     spec = validate.search_engine(impl, q, score, search)
     inputs = _prepare(spec, q, k, q, None, score, 1.0, causal, key_mask)
-    found = ops.search(spec, _search_call(inputs, search, warm))
+    found = ops.search(spec, _search_call(inputs, search, _seed(search), warm))
     return Matches(found.index, found.score, grid_of(k))
 
 
@@ -131,9 +134,7 @@ def attend(
     inputs = _prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
     if tail is not None:
         errors.clusters_only(weight, causal, score)
-        errors.codebook("tail", q, k, v, inputs.k.shape[-1], score, scale, key_mask, tail)
-        if tail.radius not in (None, radii):
-            raise ValueError(f"tail was fitted for radius {tail.radius}, the call has {radii}; fit it for that")
+        errors.codebook("tail", q, k, v, inputs.k.shape[-1], score, scale, key_mask, radii, tail)
     head = ops.attend(spec, _attend_call(inputs, matches.index, radii, weight, dropout_p, window))
     return head if tail is None else _join(spec, inputs, matches.index, head, tail, radii, dropout_p, window)
 
@@ -163,7 +164,8 @@ def cluster(
         clusters: how many, and how they are found.
         matches, radius: those that `attend` will use; needed for `clusters.fit` alone, which fits what windows leave.
         key_mask, scale, score: as in `attend`; the clusters serve calls with the same. No callable score.
-        warm: clusters to start from (the last frame, layer or step); as many, of keys and values as wide.
+        warm: clusters to start from (the last frame, layer or step), as many, of keys and values as wide; then k-means
+            makes one step at most.
         impl: as in `search`.
 
     Returns:
@@ -205,8 +207,9 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    search: Search = Search(),  # noqa: B008 - frozen
+    search: Search | str = "auto",
     radius: int | Sequence[int] = 1,
+    tail: Clusters | Codebook | Hybrid | str | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -218,10 +221,19 @@ def attention(
     window: str = "query",
     impl: str = "auto",
 ) -> Tensor:
-    """Attention on a grid in O(n log n): search the best keys of every query, then attend to the windows around them.
+    """Attention on a grid in O(n log n): windows around the best keys of every query, all other keys by clusters.
 
     Stands where `F.scaled_dot_product_attention` stood; `q.unflatten(2, grid)` turns [B, H, N, E] into what it takes.
-    The arguments are those of `search` and `attend`.
+    With search, tail, warm and impl left alone it is dense attention by torch, exact, where that is faster, as on small
+    grids. `explain` says what would run.
+
+    Args:
+        search: how to look; "auto" is `Search()`. A seed in it governs the tail too.
+        tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `Hybrid` (keys
+            drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters, and Hybrid under causal
+            order; None for weight="mean" or "relu", callable scores, and causal order with dropout or tiles.
+        q, k, v, radius, causal, key_mask, scale, score, weight, extra, dropout_p, warm, window, impl: as in `search`
+            and `attend`.
 
     Returns:
         out [B, H, *G, F].
@@ -234,14 +246,84 @@ def attention(
     >>> out.flatten(2, 3).shape
     torch.Size([1, 2, 256, 8])
     """
-    validate.search(q, k, search, warm)
-    plan = validate.attention(
-        q, k, v, search, causal, key_mask, score, radius, scale, weight, extra, dropout_p, window, impl
+    settings, rest, plan = _plan(
+        q, k, v, search, radius, tail, causal, key_mask, scale, score, weight, extra, dropout_p, warm, window, impl
     )
+    if plan.dense:
+        return dense_attention(
+            q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, extra=extra, dropout_p=dropout_p
+        )
     scale = default_scale(scale, q.shape[-1], score, weight)
-    inputs = _prepare(plan.search, q, k, v, extra, score, scale, causal, key_mask)  # once for both stages
-    found = ops.search(plan.search, _search_call(inputs, search, warm))
-    return ops.attend(plan.attend, _attend_call(inputs, found.index, plan.radius, weight, dropout_p, window)).out
+    inputs = _prepare(plan.search, q, k, v, extra, score, scale, causal, key_mask)  # once for all stages
+    seed = _seed(settings)
+    index = ops.search(plan.search, _search_call(inputs, settings, seed, warm)).index
+    spec = plan.attend
+    if isinstance(rest, Hybrid):
+        return _hybrid(spec, inputs, index, rest, plan.radius, _seed(rest, seed)).out
+    if isinstance(rest, Clusters):
+        rest = _cluster(spec, inputs, str(score), rest, _seed(rest, seed), None, index, plan.radius)
+    head = ops.attend(spec, _attend_call(inputs, index, plan.radius, weight, dropout_p, window))
+    if not isinstance(rest, Codebook):
+        return head.out
+    return _join(spec, inputs, index, head, rest, plan.radius, dropout_p, window).out
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
+    """What `attention` would run with these arguments, why, and what it costs; nothing is computed.
+
+    >>> import scram
+    >>> q = torch.zeros(1, 1, 16, 16, 64)
+    >>> print(scram.explain(q, q, q))
+    dense attention, by torch
+      on cpu the grid 16 x 16 with width 64 is too small for a search to be faster
+      256 scores a query, 256 with every key; 0.0 MiB beyond inputs and outputs
+    """
+    known = signature(attention).parameters
+    unknown = [name for name in arguments if name not in known]
+    if unknown:
+        raise unknown_arguments("explain", unknown, known)
+    given = {name: known[name].default for name in known if name not in ("q", "k", "v")} | arguments
+    settings, tail, plan = _plan(q, k, v, **given)
+    return explanation(q, k, plan.dense, plan.automatic, plan.attend.name, settings, plan.radius, tail)
+
+
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    search: Search | str,
+    radius: int | Sequence[int],
+    tail: Clusters | Codebook | Hybrid | str | None,
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float | None,
+    score: Score,
+    weight: str,
+    extra: tuple[Tensor, Tensor] | None,
+    dropout_p: float,
+    warm: Matches | None,
+    window: str,
+    impl: str,
+) -> tuple[Search, Estimator | Codebook | None, validate.Plan]:
+    """The settings of the search, the tail, and what else validating a call of `attention` yields."""
+    errors.tail(tail)
+    settings = errors.search_settings(search, SEARCH)
+    validate.search(q, k, settings, warm)
+    automatic = search.__class__ is str and tail.__class__ is str and warm is None and impl == "auto"
+    plan = validate.attention(
+        q, k, v, settings, causal, key_mask, score, radius, scale, weight, extra, dropout_p, window, impl, automatic
+    )
+    if isinstance(tail, str):
+        return settings, plan.tail, plan
+    if isinstance(tail, Hybrid):
+        errors.hybrid_only(weight, dropout_p, window)
+    elif tail is not None:
+        errors.clusters_only(weight, causal, score)
+        if isinstance(tail, Codebook):
+            width = prepare_key(k[:1, :1, ..., :1, :], score).shape[-1] if score != "dot" else k.shape[-1]
+            factor = default_scale(scale, q.shape[-1], score, weight)
+            errors.codebook("tail", q, k, v, width, score, factor, key_mask, plan.radius, tail)
+    return settings, tail, plan
 
 
 @explains
@@ -293,7 +375,7 @@ def estimate(
     scale = default_scale(scale, q.shape[-1], score, "softmax")
     inputs = _prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
     if isinstance(method, Hybrid):
-        return _hybrid(spec, inputs, matches.index, method, radii)
+        return _hybrid(spec, inputs, matches.index, method, radii, _seed(method))
     if isinstance(method, Clusters):
         errors.clusters_only("softmax", causal, score)
         book = _cluster(spec, inputs, str(score), method, _seed(method), None, matches.index, radii)
@@ -358,15 +440,17 @@ def _prepare(
     )
 
 
-def _seed(settings: Search | Estimator) -> Tensor:
-    return draw_seed() if settings.seed_tensor is None else settings.seed_tensor
+def _seed(settings: Search | Estimator, otherwise: Tensor | None = None) -> Tensor:
+    if settings.seed_tensor is not None:
+        return settings.seed_tensor
+    return draw_seed() if otherwise is None else otherwise
 
 
-def _search_call(inputs: _Inputs, search: Search, warm: Matches | None) -> calls.SearchCall:
+def _search_call(inputs: _Inputs, search: Search, seed: Tensor, warm: Matches | None) -> calls.SearchCall:
     return calls.SearchCall(
         q=inputs.q,
         k=inputs.k,
-        seed=_seed(search),
+        seed=seed,
         key_mask=inputs.key_mask,
         warm=None if warm is None else warm.index,
         method=search.resolved_method(inputs.q),
@@ -429,7 +513,7 @@ def _cluster(
             warm_values=None if warm is None else warm.values,
             seed=seed,
             count=min(clusters.count, math.prod(grid_of(k))),
-            steps=clusters.steps,
+            steps=clusters.steps if warm is None else min(clusters.steps, 1),
             scale=inputs.scale,
         ),
     )
@@ -473,7 +557,9 @@ def _join(
     return ops.cluster_tail(spec, call)
 
 
-def _hybrid(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Hybrid, radius: tuple[int, ...]) -> Estimate:
+def _hybrid(
+    spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Hybrid, radius: tuple[int, ...], seed: Tensor
+) -> Estimate:
     """The head by `attend`, then the tail on the keys that the queries of a row share."""
     head = ops.attend(spec, _attend_call(inputs, index, radius, "softmax", 0.0, "query"))
     call = calls.DrawnTailCall(
@@ -484,7 +570,7 @@ def _hybrid(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Hybrid, ra
         key_mask=inputs.key_mask,
         head_out=head.out,
         head_lse=head.lse,
-        seed=_seed(method),
+        seed=seed,
         samples=method.samples,
         stratified=method.stratified,
         radius=radius,

@@ -353,10 +353,10 @@ def codebook_fields(book: Any) -> None:
 
 
 def codebook(
-    name: str, q: Tensor, k: Tensor, v: Tensor, width: int, score: Any, scale: float | None, mask: Tensor | None,
-    book: Any,
+    name: str, q: Tensor, k: Tensor, v: Tensor, width: int, score: Any, scale: float, mask: Tensor | None,
+    radius: tuple[int, ...], book: Any,
 ) -> None:  # fmt: skip
-    """`book` was made for keys of these shapes, this score, scale (None: any) and mask; `width`: of prepared keys."""
+    """`book` was made for keys of these shapes, this score, scale, mask and radius; `width`: of prepared keys."""
     from .codebook import Codebook
 
     instance(name, book, Codebook, "scram.Codebook", "; scram.cluster returns one")
@@ -370,11 +370,13 @@ def codebook(
         raise ValueError(f"{name} was made for keys and values of widths {got}, these have {width} and {v.shape[-1]}")
     if book.centres.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {book.centres.device}; use {name}.to(q.device)")
-    if book.score != score or (scale is not None and abs(book.scale - scale) > 1e-6 * scale):
+    if book.score != score or abs(book.scale - scale) > 1e-6 * scale:
         raise ValueError(
             f"{name} was made for score={book.score!r}, scale={book.scale:.6g}, the call has score={score!r}, "
             f"scale={scale}; cluster the keys for it"
         )
+    if book.radius not in (None, radius):
+        raise ValueError(f"{name} was fitted for radius {book.radius}, the call has {radius}; fit it for that")
     same = (mask is None) == (book.key_mask is None)
     if not same or (mask is not None and mask is not book.key_mask and not torch.equal(mask, book.key_mask)):
         raise ValueError(f"{name} was made with another key_mask; cluster the keys with the mask of the call")
@@ -401,6 +403,21 @@ def clusters_only(weight: str, causal: bool, score: Any) -> None:
             "clusters of keys need weight='softmax', no causal order and a score by name; use tail=None, or "
             "scram.Hybrid under causal order"
         )
+
+
+def hybrid_only(weight: str, dropout_p: float, window: str) -> None:
+    """What a tail of drawn keys does not take."""
+    if weight != "softmax" or dropout_p or window != "query":
+        raise ValueError("a tail of drawn keys needs weight='softmax', window='query' and no dropout")
+
+
+def search_settings(value: Any, default: Any) -> Any:
+    """A scram.Search, or "auto" for the default."""
+    if isinstance(value, str):
+        one_of("search", value, ("auto",), "; or pass scram.Search(...)")
+        return default
+    settings(value, type(default))
+    return value
 
 
 def tail(value: Any) -> None:
