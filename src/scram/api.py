@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import calls, dispatch, draws, errors, layout_hints, ops, validate
+from . import dispatch, draws, errors, layout_hints, ops, stages, validate
 from .arguments import explains, unknown_arguments
-from .calls import ScoreFunction
-from .codebook import Codebook
+from .codebook import Codebook, check_codebook, check_warm
 from .defaults import SEARCH, Explanation, explanation
 from .dense import dense_attention
-from .engines import EngineSpec
 from .estimators import Clusters, Estimate, Estimator, Hybrid
-from .fitting import fitted
-from .grid import LegalKeys, grid_of
-from .noise import draw_seed
+from .grid import grid_of
 from .precision import follows_autocast
-from .scoring import accumulator, default_scale, prepare_key, prepare_query
+from .scoring import default_scale, prepare_key
 from .types import Attended, Matches, Score, Search
 
 
@@ -64,8 +58,8 @@ def search(
     validate.pairs(q, k, causal, key_mask, score)
     validate.search(q, k, search, warm)
     spec = validate.search_engine(impl, q, score, search)
-    inputs = _prepare(spec, q, k, q, None, score, 1.0, causal, key_mask)
-    found = ops.search(spec, _search_call(inputs, search, _seed(search), warm))
+    inputs = stages.prepare(spec, q, k, q, None, score, 1.0, causal, key_mask)
+    found = ops.search(spec, stages.search_call(inputs, search, stages.seed_of(search), warm))
     return Matches(found.index, found.score, grid_of(k))
 
 
@@ -131,12 +125,16 @@ def attend(
     errors.matches("matches", q, k, matches)
     spec = dispatch.choose(impl, q.device, q.dtype, score, window)
     scale = default_scale(scale, q.shape[-1], score, weight)
-    inputs = _prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
+    inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
     if tail is not None:
         errors.clusters_only(weight, causal, score)
-        errors.codebook("tail", q, k, v, inputs.k.shape[-1], score, scale, key_mask, radii, tail)
-    head = ops.attend(spec, _attend_call(inputs, matches.index, radii, weight, dropout_p, window))
-    return head if tail is None else _join(spec, inputs, matches.index, head, tail, radii, dropout_p, window)
+        check_codebook("tail", q, k, v, inputs.k.shape[-1], score, scale, key_mask, radii, tail)
+    head = ops.attend(spec, stages.attend_call(inputs, matches.index, radii, weight, dropout_p, window))
+    return (
+        head
+        if tail is None
+        else stages.join_clusters(spec, inputs, matches.index, head, tail, radii, dropout_p, window)
+    )
 
 
 @explains
@@ -186,9 +184,11 @@ def cluster(
     errors.instance("clusters", clusters, Clusters, "scram.Clusters", "; for example scram.Clusters(count=256)")
     errors.clusters_only("softmax", False, score)
     spec = dispatch.choose(impl, q.device, q.dtype, score)
-    inputs = _prepare(spec, q, k, v, None, score, default_scale(scale, q.shape[-1], score, "softmax"), False, key_mask)
+    inputs = stages.prepare(
+        spec, q, k, v, None, score, default_scale(scale, q.shape[-1], score, "softmax"), False, key_mask
+    )
     if warm is not None:
-        errors.warm_codebook(q, k, v, inputs.k.shape[-1], clusters.count, warm)
+        check_warm(q, k, v, inputs.k.shape[-1], clusters.count, warm)
     index = radii = None
     if clusters.fit:
         if matches is None or radius is None:
@@ -197,7 +197,7 @@ def cluster(
             )
         errors.matches("matches", q, k, matches)
         index, radii = matches.index, errors.radius(radius, q.ndim - 3)
-    return _cluster(spec, inputs, str(score), clusters, _seed(clusters), warm, index, radii)
+    return stages.cluster_keys(spec, inputs, str(score), clusters, stages.seed_of(clusters), warm, index, radii)
 
 
 @explains
@@ -254,18 +254,18 @@ def attention(
             q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, extra=extra, dropout_p=dropout_p
         )
     scale = default_scale(scale, q.shape[-1], score, weight)
-    inputs = _prepare(plan.search, q, k, v, extra, score, scale, causal, key_mask)  # once for all stages
-    seed = _seed(settings)
-    index = ops.search(plan.search, _search_call(inputs, settings, seed, warm)).index
+    inputs = stages.prepare(plan.search, q, k, v, extra, score, scale, causal, key_mask)  # once for all stages
+    seed = stages.seed_of(settings)
+    index = ops.search(plan.search, stages.search_call(inputs, settings, seed, warm)).index
     spec = plan.attend
     if isinstance(rest, Hybrid):
-        return _hybrid(spec, inputs, index, rest, plan.radius, _seed(rest, seed)).out
+        return stages.hybrid(spec, inputs, index, rest, plan.radius, stages.seed_of(rest, seed)).out
     if isinstance(rest, Clusters):
-        rest = _cluster(spec, inputs, str(score), rest, _seed(rest, seed), None, index, plan.radius)
-    head = ops.attend(spec, _attend_call(inputs, index, plan.radius, weight, dropout_p, window))
+        rest = stages.cluster_keys(spec, inputs, str(score), rest, stages.seed_of(rest, seed), None, index, plan.radius)
+    head = ops.attend(spec, stages.attend_call(inputs, index, plan.radius, weight, dropout_p, window))
     if not isinstance(rest, Codebook):
         return head.out
-    return _join(spec, inputs, index, head, rest, plan.radius, dropout_p, window).out
+    return stages.join_clusters(spec, inputs, index, head, rest, plan.radius, dropout_p, window).out
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
@@ -322,7 +322,7 @@ def _plan(
         if isinstance(tail, Codebook):
             width = prepare_key(k[:1, :1, ..., :1, :], score).shape[-1] if score != "dot" else k.shape[-1]
             factor = default_scale(scale, q.shape[-1], score, weight)
-            errors.codebook("tail", q, k, v, width, score, factor, key_mask, plan.radius, tail)
+            check_codebook("tail", q, k, v, width, score, factor, key_mask, plan.radius, tail)
     return settings, tail, plan
 
 
@@ -373,15 +373,17 @@ def estimate(
     errors.estimator(method, extra)
     spec = dispatch.choose(impl, q.device, q.dtype, score)
     scale = default_scale(scale, q.shape[-1], score, "softmax")
-    inputs = _prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
+    inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
     if isinstance(method, Hybrid):
-        return _hybrid(spec, inputs, matches.index, method, radii, _seed(method))
+        return stages.hybrid(spec, inputs, matches.index, method, radii, stages.seed_of(method))
     if isinstance(method, Clusters):
         errors.clusters_only("softmax", causal, score)
-        book = _cluster(spec, inputs, str(score), method, _seed(method), None, matches.index, radii)
-        head = ops.attend(spec, _attend_call(inputs, matches.index, radii, "softmax", 0.0, "query"))
-        return _estimate(_join(spec, inputs, matches.index, head, book, radii, 0.0, "query"), method)
-    return _sample(spec, inputs, matches.index, method)
+        book = stages.cluster_keys(spec, inputs, str(score), method, stages.seed_of(method), None, matches.index, radii)
+        head = ops.attend(spec, stages.attend_call(inputs, matches.index, radii, "softmax", 0.0, "query"))
+        return stages.as_estimate(
+            stages.join_clusters(spec, inputs, matches.index, head, book, radii, 0.0, "query"), method
+        )
+    return stages.sample(spec, inputs, matches.index, method)
 
 
 def clear_caches() -> None:
@@ -393,231 +395,3 @@ def clear_caches() -> None:
     dispatch.clear_caches()
     layout_hints.clear()
     draws.cell_counts.cache_clear()
-
-
-class _Inputs(NamedTuple):
-    """The tensors and options of a public call that every stage reads; features are prepared for the score."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_extra: Tensor | None
-    v_extra: Tensor | None
-    key_mask: Tensor | None
-    causal: bool
-    scale: float
-    score: ScoreFunction | None
-
-
-def _prepare(
-    spec: EngineSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extra: tuple[Tensor, Tensor] | None,
-    score: Score,
-    scale: float,
-    causal: bool,
-    key_mask: Tensor | None,
-) -> _Inputs:
-    """Features in the dtype that the engine takes: once for all stages of a call."""
-    k_extra, v_extra = extra or (None, None)
-    wide = accumulator(q.dtype)
-
-    def ready(x: Tensor) -> Tensor:
-        return x.to(wide) if spec.wide_features else x
-
-    return _Inputs(
-        q=ready(prepare_query(q, score)),
-        k=ready(prepare_key(k, score)),
-        v=v,
-        k_extra=None if k_extra is None else ready(prepare_key(k_extra, score)),
-        v_extra=v_extra,
-        key_mask=key_mask,
-        causal=causal,
-        scale=scale,
-        score=score if callable(score) else None,
-    )
-
-
-def _seed(settings: Search | Estimator, otherwise: Tensor | None = None) -> Tensor:
-    if settings.seed_tensor is not None:
-        return settings.seed_tensor
-    return draw_seed() if otherwise is None else otherwise
-
-
-def _search_call(inputs: _Inputs, search: Search, seed: Tensor, warm: Matches | None) -> calls.SearchCall:
-    return calls.SearchCall(
-        q=inputs.q,
-        k=inputs.k,
-        seed=seed,
-        key_mask=inputs.key_mask,
-        warm=None if warm is None else warm.index,
-        method=search.resolved_method(inputs.q),
-        matches=search.matches,
-        separation=search.separation,
-        sweeps=search.sweeps,
-        jumps=search.jumps,
-        propagate=search.propagate,
-        gossip=search.gossip,
-        causal=inputs.causal,
-        score=inputs.score,
-    )
-
-
-def _attend_call(
-    inputs: _Inputs, index: Tensor, radius: tuple[int, ...], weight: str, dropout_p: float, window: str
-) -> calls.AttendCall:
-    return calls.AttendCall(
-        q=inputs.q,
-        k=inputs.k,
-        v=inputs.v,
-        index=index,
-        key_mask=inputs.key_mask,
-        k_extra=inputs.k_extra,
-        v_extra=inputs.v_extra,
-        dropout_seed=draw_seed() if dropout_p else None,
-        radius=radius,
-        causal=inputs.causal,
-        scale=inputs.scale,
-        weight=weight,
-        dropout_p=dropout_p,
-        window=window,
-        score=inputs.score,
-    )
-
-
-def _cluster(
-    spec: EngineSpec,
-    inputs: _Inputs,
-    score: str,
-    clusters: Clusters,
-    seed: Tensor,
-    warm: Codebook | None,
-    index: Tensor | None,
-    radius: tuple[int, ...] | None,
-) -> Codebook:
-    """Clusters of every key head; of every query head where their masks differ, or where they are fitted."""
-    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.key_mask
-    each = q.shape[1] // k.shape[1]
-    if each > 1 and mask is not None and mask.ndim == k.ndim - 1:
-        k, v = (x.repeat_interleave(each, 1) for x in (k, v))
-    made = ops.cluster(
-        spec,
-        calls.ClusterCall(
-            q=q,
-            k=k,
-            v=v,
-            key_mask=mask,
-            warm_centres=None if warm is None else warm.centres,
-            warm_values=None if warm is None else warm.values,
-            seed=seed,
-            count=min(clusters.count, math.prod(grid_of(k))),
-            steps=clusters.steps if warm is None else min(clusters.steps, 1),
-            scale=inputs.scale,
-        ),
-    )
-    book = Codebook(*made, score=score, scale=inputs.scale, key_mask=mask)
-    if not clusters.fit:
-        return book
-    assert index is not None
-    assert radius is not None
-    return fitted(book, q, inputs.k, inputs.v, index, radius, clusters.fit, seed)
-
-
-def _join(
-    spec: EngineSpec,
-    inputs: _Inputs,
-    index: Tensor,
-    head: Attended,
-    book: Codebook,
-    radius: tuple[int, ...],
-    dropout_p: float,
-    window: str,
-) -> Attended:
-    """The attention over the windows with clusters for all other keys."""
-    extras = 0 if inputs.k_extra is None else inputs.k_extra.shape[2]
-    call = calls.ClusterTailCall(
-        q=inputs.q,
-        index=index,
-        label=book.label,
-        centres=book.centres,
-        values=book.values,
-        sizes=book.sizes,
-        gains=book.gains,
-        head_out=head.out,
-        head_lse=head.lse,
-        dropout_seed=draw_seed() if dropout_p else None,
-        radius=radius,
-        scale=inputs.scale,
-        dropout_p=dropout_p,
-        first_name=math.prod(grid_of(inputs.k)) + extras,
-        window=window,
-    )
-    return ops.cluster_tail(spec, call)
-
-
-def _hybrid(
-    spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Hybrid, radius: tuple[int, ...], seed: Tensor
-) -> Estimate:
-    """The head by `attend`, then the tail on the keys that the queries of a row share."""
-    head = ops.attend(spec, _attend_call(inputs, index, radius, "softmax", 0.0, "query"))
-    call = calls.DrawnTailCall(
-        q=inputs.q,
-        k=inputs.k,
-        v=inputs.v,
-        index=index,
-        key_mask=inputs.key_mask,
-        head_out=head.out,
-        head_lse=head.lse,
-        seed=seed,
-        samples=method.samples,
-        stratified=method.stratified,
-        radius=radius,
-        causal=inputs.causal,
-        scale=inputs.scale,
-        score=inputs.score,
-    )
-    return _estimate(ops.drawn_tail(spec, call), method)
-
-
-def _sample(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Estimator) -> Estimate:
-    """Keys of each query's own; extra keys are an exact head."""
-    q, key_grid, settings = inputs.q, grid_of(inputs.k), method.sample_settings()
-    legal = LegalKeys.of(q, inputs.k, inputs.causal, inputs.key_mask)
-    # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
-    modes, count = draws.modes(index, key_grid, legal if settings["method"] == "metropolis" else None)
-    head_out = head_lse = None
-    if inputs.k_extra is not None:
-        nowhere = torch.full_like(index[..., :1], -1)
-        head_out, head_lse = ops.attend(
-            spec, _attend_call(inputs, nowhere, (0,) * len(key_grid), "softmax", 0.0, "query")
-        )
-    call = calls.SampleCall(
-        q=q,
-        k=inputs.k,
-        v=inputs.v,
-        modes=modes,
-        count=count,
-        total=draws.legal_counts(q, legal),
-        order=legal.order,
-        key_mask=inputs.key_mask,
-        head_out=head_out,
-        head_lse=head_lse,
-        seed=_seed(method),
-        table=draws.step_table(settings.pop("bandwidth"), key_grid, q.device),
-        samples=method.samples,
-        causal=inputs.causal,
-        scale=inputs.scale,
-        score=inputs.score,
-        **settings,
-    )
-    return _estimate(ops.sample(spec, call), method)
-
-
-def _estimate(made: calls.DrawnTail | calls.Sampled | Attended, method: Estimator) -> Estimate:
-    """The diagnostics that the method has; gradients pass through `out` and `lse` alone."""
-    names = ("lse", "variance", "ess", "acceptance", "rhat")
-    fields = {name: getattr(made, name) if name in method.reports else None for name in names}
-    constants = {name: x.detach() for name, x in fields.items() if x is not None and name != "lse"}
-    return Estimate(out=made.out, method=method, **{**fields, **constants})

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import codebook_fields
+from . import errors
 
 TENSORS = ("centres", "values", "sizes", "label", "gains", "key_mask")
 
@@ -76,7 +76,7 @@ class Codebook:
     report: FitReport | None = None
 
     def __post_init__(self) -> None:
-        codebook_fields(self)
+        _check_fields(self)
 
     @property
     def key_grid(self) -> tuple[int, ...]:
@@ -139,3 +139,61 @@ class Codebook:
             f"Codebook({count} clusters of keys on grid {self.key_grid}, batch={batch}, heads={heads}, "
             f"score={self.score!r}, scale={self.scale:.3g}, {self.sizes.device}{fitted})"
         )
+
+
+def _check_fields(book: Codebook) -> None:
+    """The tensors of a Codebook have the shapes and dtypes of one and the same clusters."""
+    floats = (torch.float32, torch.float64)
+    for name, axes in {"centres": 4, "values": 4, "sizes": 3, "label": None}.items():
+        x = getattr(book, name)
+        errors.instance(name, x, Tensor, "tensor")
+        kinds = (torch.int32,) if name in ("sizes", "label") else floats
+        if x.dtype not in kinds or (x.ndim != axes if axes else not 3 <= x.ndim <= 2 + errors.MAX_RANK):
+            raise ValueError(f"{name} of a codebook must be {kinds[0]} with {axes or '3 to 6'} axes, got {x.dtype} "
+                             f"{tuple(x.shape)}; scram.cluster makes one")  # fmt: skip
+    shape = book.sizes.shape
+    if any(x.shape[:3] != shape for x in (book.centres, book.values)) or book.label.shape[:2] != shape[:2]:
+        raise ValueError(
+            f"centres {tuple(book.centres.shape)}, values {tuple(book.values.shape)}, sizes {tuple(shape)} and label "
+            f"{tuple(book.label.shape)} must be [B, H, C, E], [B, H, C, F], [B, H, C] and [B, H, *G']"
+        )
+
+
+def check_codebook(
+    name: str, q: Tensor, k: Tensor, v: Tensor, width: int, score: Any, scale: float, mask: Tensor | None,
+    radius: tuple[int, ...], book: Any,
+) -> None:  # fmt: skip
+    """`book` was made for keys of these shapes, this score, scale, mask and radius; `width`: of prepared keys."""
+    errors.instance(name, book, Codebook, "scram.Codebook", "; scram.cluster returns one")
+    batch, heads = book.sizes.shape[:2]
+    if book.key_grid != tuple(k.shape[2:-1]) or batch != k.shape[0] or heads not in (k.shape[1], q.shape[1]):
+        raise ValueError(
+            f"{name} was made for batch {batch}, {heads} heads and key grid {book.key_grid}, but k is {tuple(k.shape)}"
+        )
+    if (book.centres.shape[-1], book.values.shape[-1]) != (width, v.shape[-1]):
+        got = f"{book.centres.shape[-1]} and {book.values.shape[-1]}"
+        raise ValueError(f"{name} was made for keys and values of widths {got}, these have {width} and {v.shape[-1]}")
+    if book.centres.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {book.centres.device}; use {name}.to(q.device)")
+    if book.score != score or abs(book.scale - scale) > 1e-6 * scale:
+        raise ValueError(
+            f"{name} was made for score={book.score!r}, scale={book.scale:.6g}, the call has score={score!r}, "
+            f"scale={scale}; cluster the keys for it"
+        )
+    if book.radius not in (None, radius):
+        raise ValueError(f"{name} was fitted for radius {book.radius}, the call has {radius}; fit it for that")
+    same = (mask is None) == (book.key_mask is None)
+    if not same or (mask is not None and mask is not book.key_mask and not torch.equal(mask, book.key_mask)):
+        raise ValueError(f"{name} was made with another key_mask; cluster the keys with the mask of the call")
+
+
+def check_warm(q: Tensor, k: Tensor, v: Tensor, width: int, count: int, book: Any) -> None:
+    """Clusters to start from: as many as wanted, of keys and values as wide, on as many heads."""
+    errors.instance("warm", book, Codebook, "scram.Codebook", "; scram.cluster returns one")
+    got = (*book.centres.shape, book.values.shape[-1])
+    heads = q.shape[1] if book.sizes.shape[1] == q.shape[1] else k.shape[1]
+    want = (k.shape[0], heads, min(count, k.shape[2:-1].numel()), width, v.shape[-1])
+    if got != want:
+        raise ValueError(f"warm must have (B, H, clusters, E, F) = {want}, got {got}; cluster without it")
+    if book.centres.device != q.device:
+        raise ValueError(f"warm must be on q's device {q.device}, got {book.centres.device}; use warm.to(q.device)")
