@@ -3,6 +3,8 @@
 from ...calls import Found, SearchCall
 from .attend import attend
 from .attend_backward import attend_backward
+from .cluster_tail import cluster_tail
+from .cluster_tail_backward import cluster_tail_backward
 from .drawn_tail import drawn_tail, drawn_tail_backward
 from .sample import sample, sample_backward
 from .search import search as query_search
