@@ -15,7 +15,7 @@ HEAVY = (
     *("scram.engines.cpu.engine", "scram.engines.gpu.engine", "scram.cli"),
 )
 # What each module may import of the package; folders count as one each.
-SHARED = {"_compat", "calls", "draws", "engines", "grid", "noise", "schedule", "scoring", "types"}
+SHARED = {"_compat", "calls", "clustering", "draws", "engines", "grid", "noise", "schedule", "scoring", "types"}
 BELOW = {
     "_compat": set(),
     "arguments": {"types"},
@@ -30,6 +30,7 @@ BELOW = {
     "precision": {"_compat"},
     "scoring": {"errors", "types"},
     "draws": {"grid", "noise"},
+    "clustering": {"calls", "grid", "noise", "scoring"},
     "engines": SHARED,
     "reference": SHARED,
     "cpu": SHARED,

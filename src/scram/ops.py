@@ -16,19 +16,8 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from . import _compat, dispatch, errors
-from .calls import (
-    AttendCall,
-    AttendGrads,
-    DrawnTail,
-    DrawnTailCall,
-    Found,
-    SampleCall,
-    Sampled,
-    ScoreFunction,
-    SearchCall,
-    TailGrads,
-)
+from . import _compat, calls, dispatch, errors
+from .calls import ScoreFunction
 from .draws import tail_size
 from .engines import EngineSpec
 from .grid import grid_of
@@ -73,6 +62,7 @@ class Operator(Generic[Result]):
     ) -> None:
         hints = get_type_hints(call)
         self.name, self.call_type, self.result_type, self.grads_type, self.keep = name, call, result, grads, keep
+        self.shapes = shapes
         self.names = [field for field in call._fields if hints[field] != ScoreFunction | None]
         self.tensor_names = [field for field in self.names if "Tensor" in SCHEMA[hints[field]]]
         setting_names = [field for field in self.names if field not in self.tensor_names]
@@ -81,7 +71,7 @@ class Operator(Generic[Result]):
         self.settings: Callable[[Any], tuple[Any, ...]] = attrgetter(*setting_names)
         schema = ", ".join(f"{SCHEMA[hints[field]]} {field}" for field in self.names)
         returns = ", ".join(["Tensor"] * len(result._fields))  # type: ignore[attr-defined]
-        self.op = self._define(name, f"({schema}, str impl) -> ({returns})", self._compute, self._shapes(shapes))
+        self.op = self._define(name, f"({schema}, str impl) -> ({returns})", self._compute, self._fake)
         if grads is None:
             return
         kept = "".join(f"Tensor {field}, " for field in keep)
@@ -142,7 +132,7 @@ class Operator(Generic[Result]):
 
     def _compute_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         call, (*rest, impl) = self._call_and_rest(arguments)
-        return tuple(call.v.new_empty(0) if x is None else x for x in self._engine_backward(impl)(call, *rest))
+        return tuple(call.q.new_empty(0) if x is None else x for x in self._engine_backward(impl)(call, *rest))
 
     def _engine(self, impl: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(dispatch.engine(impl), self.name)
@@ -164,17 +154,14 @@ class Operator(Generic[Result]):
     def _direct_backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *self._gradients(ctx, grads)
 
-    def _shapes(self, shapes: Callable[[Any], tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-        def run(*arguments: Any) -> tuple[Tensor, ...]:
-            *fields, _ = arguments
-            return tuple(shapes(self.call_type(*fields)))
-
-        return run
+    def _fake(self, *arguments: Any) -> tuple[Tensor, ...]:
+        *fields, _ = arguments
+        return tuple(self.shapes(self.call_type(*fields)))
 
     def _backward_shapes(self, *arguments: Any) -> tuple[Tensor, ...]:
         given = dict(zip(self.names, arguments, strict=False))
         like = (given[name] for name in self.grads_type._fields)
-        return tuple(given["v"].new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
+        return tuple(given["q"].new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
 
     def _save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         *fields, impl = inputs
@@ -195,12 +182,12 @@ class Operator(Generic[Result]):
         """The gradients of the call's tensors, from those of its results."""
         saved = iter(ctx.saved_tensors)
         call = self.call_type(*islice(saved, len(self.tensor_names)), *ctx.settings)
-        grad_out, grad_lse, *_ = grads
-        if grad_out is None:
-            grad_out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
-        if grad_lse is None:
-            grad_lse = call.v.new_zeros(call.q.shape[:-1], dtype=accumulator(call.v.dtype))
-        rest = (*saved, grad_out, grad_lse)  # what is left of them are the results kept
+        first, second, *_ = grads
+        if first is None or second is None:
+            like_first, like_second, *_ = self.shapes(call)
+            first = torch.zeros_like(like_first) if first is None else first
+            second = torch.zeros_like(like_second) if second is None else second
+        rest = (*saved, first, second)  # what is left of them are the results kept
         # Where a graph is made of the backward pass the operator stands in it, to refuse a second derivative.
         if not torch.is_grad_enabled() and bypasses_dispatcher((*call, *rest)):
             found = self._engine_backward(ctx.impl)(call, *rest)
@@ -259,7 +246,7 @@ def _one_by_one(op: Any) -> Any:
     return rule
 
 
-def _found_shapes(call: SearchCall) -> tuple[Tensor, ...]:
+def _found_shapes(call: calls.SearchCall) -> tuple[Tensor, ...]:
     shape = (*call.q.shape[:-1], call.matches)
     return call.q.new_empty(shape, dtype=torch.int32), call.q.new_empty(shape, dtype=torch.float32)
 
@@ -271,12 +258,12 @@ def _out_shapes(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     return v.new_empty(shape), v.new_empty(q.shape[:-1], dtype=wide), v.new_empty(shape, dtype=wide)
 
 
-def _attended_shapes(call: AttendCall) -> tuple[Tensor, ...]:
+def _attended_shapes(call: calls.AttendCall) -> tuple[Tensor, ...]:
     out, lse, _ = _out_shapes(call)
     return out, lse
 
 
-def _drawn_tail_shapes(call: DrawnTailCall) -> tuple[Tensor, ...]:
+def _drawn_tail_shapes(call: calls.DrawnTailCall) -> tuple[Tensor, ...]:
     out, lse, variance = _out_shapes(call)
     key_grid = grid_of(call.k)
     if call.stratified:  # the cells follow from the extents by a search, so the graph is for one grid
@@ -287,14 +274,30 @@ def _drawn_tail_shapes(call: DrawnTailCall) -> tuple[Tensor, ...]:
     return out, lse, variance, torch.empty_like(lse), names, represents
 
 
-def _sampled_shapes(call: SampleCall) -> tuple[Tensor, ...]:
+def _sampled_shapes(call: calls.SampleCall) -> tuple[Tensor, ...]:
     out, lse, variance = _out_shapes(call)
     return out, lse, variance, *(torch.empty_like(lse) for _ in range(3))
 
 
-search = Operator("search", SearchCall, Found, _found_shapes)
-attend = Operator("attend", AttendCall, Attended, _attended_shapes, AttendGrads, ("out", "lse"))
-drawn_tail = Operator(
-    "drawn_tail", DrawnTailCall, DrawnTail, _drawn_tail_shapes, TailGrads, ("offset", "names", "represents")
+def _clustered_shapes(call: calls.ClusterCall) -> tuple[Tensor, ...]:
+    k, v, wide = call.k, call.v, accumulator(call.v.dtype)
+    shape = (*k.shape[:2], call.count)
+    means = (x.new_empty((*shape, x.shape[-1]), dtype=wide) for x in (k, v))
+    return *means, k.new_empty(shape, dtype=torch.int32), k.new_empty(k.shape[:-1], dtype=torch.int32)
+
+
+def _cluster_tail_shapes(call: calls.ClusterTailCall) -> tuple[Tensor, ...]:
+    return torch.empty_like(call.head_out), torch.empty_like(call.head_lse)
+
+
+search = Operator("search", calls.SearchCall, calls.Found, _found_shapes)
+attend = Operator("attend", calls.AttendCall, Attended, _attended_shapes, calls.AttendGrads, ("out", "lse"))
+DRAWN = ("offset", "names", "represents")
+drawn_tail = Operator("drawn_tail", calls.DrawnTailCall, calls.DrawnTail, _drawn_tail_shapes, calls.TailGrads, DRAWN)
+sample = Operator("sample", calls.SampleCall, calls.Sampled, _sampled_shapes, calls.TailGrads)
+cluster = Operator(
+    "cluster", calls.ClusterCall, calls.Clustered, _clustered_shapes, calls.ClusterGrads, ("sizes", "label")
 )
-sample = Operator("sample", SampleCall, Sampled, _sampled_shapes, TailGrads)
+cluster_tail = Operator(
+    "cluster_tail", calls.ClusterTailCall, Attended, _cluster_tail_shapes, calls.ClusterTailGrads, ("out", "lse")
+)

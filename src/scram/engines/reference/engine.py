@@ -3,15 +3,17 @@
 import torch
 
 from ...calls import AttendCall, Found, SearchCall
+from ...clustering import cluster
 from ...types import Attended
 from .attend import attend as query_attend
+from .cluster_tail import cluster_tail
 from .drawn_tail import drawn_tail
 from .sample import sample
 from .search import search as query_search
 from .tile_attend import tile_attend
 from .tile_search import tile_search
 
-__all__ = ["attend", "clear_caches", "drawn_tail", "sample", "search"]
+__all__ = ["attend", "clear_caches", "cluster", "cluster_tail", "drawn_tail", "sample", "search"]
 
 
 def search(call: SearchCall) -> Found:

@@ -1,0 +1,182 @@
+"""Keys grouped by content: k-means in the metric that matters to the queries and the values, in plain torch.
+
+The distance of a key and value (k, v) from a centre (c, w) is E[(scale <q, k - c>)^2] + weight |v - w|^2: how far the
+scores of the queries are off, and the value in units of its own spread. Both are quadratic, so that the nearest centre
+is the one with the largest <k, a> + <v, b> + bias for some a, b and bias of each centre (`LinearForms`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .calls import ClusterCall, Clustered, ClusterGrads
+from .grid import rows
+from .noise import below, noise
+from .scoring import accumulator
+
+SAMPLED_KEYS = 16384  # of a row, that the steps of k-means read; the last assignment reads all
+SAMPLED_QUERIES = 4096  # of a key head, for the metric
+VALUE_WEIGHT = 1.0  # of the values' share in the distance
+CHUNK_ELEMENTS = 1 << 22  # of the scores of keys and centres at a time
+
+
+def cluster(call: ClusterCall) -> Clustered:
+    """The clusters of every row of keys, differentiable in k and v given the labels."""
+    k, v, key_rows = call.k, call.v, call.k.shape[0] * call.k.shape[1]
+    wide, keys = accumulator(v.dtype), math.prod(k.shape[2:-1])
+    k_rows, v_rows = rows(k).to(wide), rows(v).to(wide)
+    with torch.no_grad():
+        legal = legal_keys(call, k_rows, v_rows)
+        if call.count >= keys:
+            label = torch.where(legal, torch.arange(keys, device=k.device), -1)
+        else:
+            label = torch.stack(
+                [labels_of(call, row, k_rows[row], v_rows[row], legal[row]) for row in range(key_rows)]
+                or [torch.zeros(0, keys, dtype=torch.int64, device=k.device)]
+            ).reshape(key_rows, keys)
+    centres, values, sizes = means(k_rows, v_rows, label, call.count)
+    heads = k.shape[:2]
+    return Clustered(
+        centres.reshape(*heads, *centres.shape[1:]),
+        values.reshape(*heads, *values.shape[1:]),
+        sizes.to(torch.int32).reshape(*heads, call.count),
+        label.to(torch.int32).reshape(k.shape[:-1]),
+    )
+
+
+def cluster_backward(
+    call: ClusterCall, sizes: Tensor, label: Tensor, grad_centres: Tensor, grad_values: Tensor
+) -> ClusterGrads:
+    """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
+    flat_label = label.reshape(label.shape[0] * label.shape[1], -1)
+    row = torch.arange(flat_label.shape[0], device=label.device).unsqueeze(1)
+    at, share = (row * call.count + flat_label.clamp(min=0)).flatten(), sizes.reshape(-1, 1).clamp(min=1)
+
+    def spread(grad: Tensor, x: Tensor) -> Tensor:
+        each = (grad.reshape(-1, grad.shape[-1]) / share).index_select(0, at)
+        return torch.where(flat_label.reshape(-1, 1) >= 0, each, 0).to(x.dtype).reshape(x.shape)
+
+    return ClusterGrads(spread(grad_centres, call.k), spread(grad_values, call.v))
+
+
+def legal_keys(call: ClusterCall, k_rows: Tensor, v_rows: Tensor) -> Tensor:
+    """Keys that belong to a cluster, bool [key rows, M]: not masked, and all of the key and of the value finite."""
+    finite = k_rows.isfinite().all(-1) & v_rows.isfinite().all(-1)
+    if call.key_mask is None:
+        return finite
+    shared = call.key_mask.ndim == call.k.ndim - 2
+    mask = call.key_mask.unsqueeze(1).expand(call.k.shape[:-1]) if shared else call.key_mask
+    return finite & mask.reshape(finite.shape)
+
+
+def means(k_rows: Tensor, v_rows: Tensor, label: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean key [R, C, E], mean value [R, C, F] and number of keys [R, C] of each label [R, M], -1 for none."""
+    number, width = len(label), k_rows.shape[-1]
+    joint = torch.where((label >= 0).unsqueeze(-1), torch.cat([k_rows, v_rows], -1), 0)
+    row = torch.arange(number, device=label.device).unsqueeze(1)
+    at = (row * count + label.clamp(min=0)).flatten()
+    sums = joint.new_zeros(number * count, joint.shape[-1]).index_add(0, at, joint.flatten(0, 1))
+    sizes = at.new_zeros(number * count).index_add(0, at, (label >= 0).flatten().long())
+    both = (sums / sizes.clamp(min=1).unsqueeze(-1)).reshape(number, count, joint.shape[-1])
+    return both[..., :width], both[..., width:], sizes.reshape(number, count)
+
+
+def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor) -> Tensor:
+    """The cluster of each key of one row, keys [M, E] and values [M, F]: int64 [M], -1 for a key that is not legal."""
+    first = row * (call.q.shape[1] // call.k.shape[1])  # the first row of queries that reads the row governs the noise
+    k, v = (torch.where(legal.unsqueeze(-1), x, 0) for x in (k, v))
+    number = torch.where(legal, legal.long().cumsum(0) - 1, len(legal))
+    order = torch.zeros(len(legal) + 1, dtype=torch.int64, device=k.device)
+    order = order.scatter(0, number, torch.arange(len(legal), device=k.device))  # the legal keys first
+    some = order[strides(call.seed, first, 0, min(len(legal), SAMPLED_KEYS), legal.sum())]
+    k_some, v_some = k[some], v[some]
+    space = Space.of(call, row, k_some, v_some)
+    if call.warm_centres is None or call.warm_values is None:
+        at = order[strides(call.seed, first, 1, call.count, legal.sum())]
+        centres, values = k[at], v[at]
+    else:
+        centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
+    sizes, spread = torch.ones_like(centres[:, 0], dtype=torch.int64), space.spread(k_some, v_some)
+    for step in range(call.steps):
+        best, score = nearest(space.forms(centres, values, sizes), k_some, v_some)
+        centres, values, sizes = (x[0] for x in means(k_some[None], v_some[None], best[None], call.count))
+        # Clusters without keys start anew at keys drawn in proportion to their squared distance from their centres:
+        # those whose clocks, exponential with that rate, ring first.
+        distance = (spread - 2 * score).clamp(min=0)
+        far = distance > 1e-6 * spread.mean()
+        bits = noise(call.seed, first, 3 + step, torch.arange(len(some), device=k.device))
+        clock = -((bits + 0.5) / 2**32).log().to(k) / torch.where(far, distance, 1)
+        place = torch.where(far, clock, torch.inf).argsort()
+        turn = (sizes == 0).long().cumsum(0) - 1
+        anew = (sizes == 0) & (turn < far.sum())
+        at = place[turn.clamp(min=0, max=len(some) - 1)]
+        centres = torch.where(anew.unsqueeze(-1), k_some[at], centres)
+        values = torch.where(anew.unsqueeze(-1), v_some[at], values)
+        sizes = torch.where(anew, 1, sizes)
+    best, _ = nearest(space.forms(centres, values, sizes), k, v)
+    return torch.where(legal, best, -1)
+
+
+def strides(seed: Tensor, row: int, draw: int, number: int, total: Tensor) -> Tensor:
+    """`number` places in 0..total-1, one drawn from each of as many equal parts; where there are fewer, all of them."""
+    part = torch.arange(number, device=total.device)
+    begin, end = part * total // number, (part + 1) * total // number
+    return begin + below(noise(seed, row, draw, part), (end - begin).clamp(min=1))
+
+
+class LinearForms(NamedTuple):
+    """The nearest centre of (k, v) is the one with the largest <k, a> + <v, b> + bias."""
+
+    a: Tensor  # [C, E]
+    b: Tensor  # [C, F]
+    bias: Tensor  # [C], -inf for a cluster that takes no key
+
+
+class Space(NamedTuple):
+    """Where distances are measured, around the means of keys and values."""
+
+    metric: Tensor  # [E, E], scale^2 E[q q^T]
+    value_weight: Tensor  # []
+    k_mean: Tensor  # [E]
+    v_mean: Tensor  # [F]
+
+    @staticmethod
+    def of(call: ClusterCall, row: int, k: Tensor, v: Tensor) -> Space:
+        """The space of a row of keys, from some keys [S, E] and values [S, F] of it."""
+        heads_each = call.q.shape[1] // call.k.shape[1]
+        q = rows(call.q)[row * heads_each : (row + 1) * heads_each].flatten(0, 1)
+        total = torch.tensor(len(q), device=q.device)
+        q = q[strides(call.seed, row * heads_each, 2, min(SAMPLED_QUERIES, len(q)), total)].to(k)
+        finite = q.isfinite().all(-1, keepdim=True)
+        q = torch.where(finite, q, 0)
+        metric = call.scale**2 * (q.T @ q) / finite.sum().clamp(min=1)
+        k_mean, v_mean = k.mean(0), v.mean(0)
+        variance = (v - v_mean).square().sum(-1).mean()
+        return Space(metric, torch.where(variance > 0, VALUE_WEIGHT / variance, 0), k_mean, v_mean)
+
+    def forms(self, centres: Tensor, values: Tensor, sizes: Tensor) -> LinearForms:
+        k, v = centres - self.k_mean, values - self.v_mean
+        a, b = k @ self.metric, self.value_weight * v
+        bias = -a @ self.k_mean - b @ self.v_mean - (a * k).sum(-1) / 2 - (b * v).sum(-1) / 2
+        return LinearForms(a, b, torch.where(sizes > 0, bias, -torch.inf))
+
+    def spread(self, k: Tensor, v: Tensor) -> Tensor:
+        """Squared distance of keys and values from their means."""
+        k, v = k - self.k_mean, v - self.v_mean
+        return ((k @ self.metric) * k).sum(-1) + self.value_weight * v.square().sum(-1)
+
+
+def nearest(forms: LinearForms, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest centre of keys [S, E] and values [S, F], int64 [S], and its form [S]."""
+    size = max(1, CHUNK_ELEMENTS // len(forms.bias))
+    found = []
+    for begin in range(0, len(k), size):
+        some = slice(begin, begin + size)
+        score, best = (k[some] @ forms.a.T + v[some] @ forms.b.T + forms.bias).max(-1)
+        found.append((best, score))
+    best, score = (torch.cat(part) for part in zip(*found, strict=True))
+    return best, score

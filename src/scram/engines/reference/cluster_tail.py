@@ -1,0 +1,85 @@
+"""The clustered tail: every cluster stands for those of its keys that lie outside a query's windows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...calls import ClusterTailCall
+from ...grid import Grid, cell_sides, grid_of, key_row, rows
+from ...noise import noise
+from ...scoring import accumulator, normalized_weights
+from ...types import Attended
+from .attend import CHUNK_ELEMENTS, expand
+from .chunks import in_chunks
+from .tile_attend import keys_of, touched
+from .tile_search import members
+
+
+def cluster_tail(call: ClusterTailCall) -> Attended:
+    """Head and tail together: the head is one more key, its score its lse, its value its out."""
+    q, index, label = call.q, call.index, call.label
+    grid, key_grid, heads, cluster_heads = grid_of(q), tuple(label.shape[2:]), q.shape[1], label.shape[1]
+    queries, keys, count = math.prod(grid), math.prod(key_grid), call.sizes.shape[-1]
+    wide = accumulator(call.values.dtype)
+    flat_label, sizes = label.reshape(-1, keys).long(), call.sizes.flatten(0, 1)
+    gains = torch.ones_like(call.centres[..., 0]) if call.gains is None else call.gains
+    if call.window == "tile":
+        windows = _TileWindows(call, grid, key_grid)
+    else:
+        flat_index = index.reshape(-1, index.shape[-1]).long()
+        radius = [min(b, extent - 1) for b, extent in zip(call.radius, key_grid, strict=True)]
+
+    def points(
+        at: Tensor, q: Tensor, centres: Tensor, values: Tensor, gains: Tensor, head_out: Tensor, head_lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        row, query = at // queries, at % queries
+        source = key_row(row, heads, cluster_heads)
+        key, there = windows.of(row, query) if call.window == "tile" else expand(flat_index[at], key_grid, radius)
+        name = flat_label[source.unsqueeze(-1), key]
+        taken = torch.zeros(len(at), count + 1, dtype=torch.int64, device=q.device)
+        taken = taken.scatter_add(1, torch.where(there & (name >= 0), name, count), torch.ones_like(name))
+        left = sizes[source] - taken[:, :count]
+        some = left > 0
+        # What a query has nothing left of is zero before it is multiplied: 0 * NaN is NaN.
+        a = torch.where(some, call.scale * (centres[source] @ q[at].unsqueeze(-1)).squeeze(-1), 0)
+        factor = torch.where(some, left * gains[source], 1)
+        head = head_lse[at].unsqueeze(-1)
+        p, lse = normalized_weights(
+            torch.cat([a + factor.log(), head], 1), torch.cat([some, head != -torch.inf], 1), "softmax"
+        )
+        p_tail, p_head = p[:, :count], p[:, count:]
+        if call.dropout_seed is not None:
+            named = call.first_name + torch.arange(count, device=q.device)
+            bits = noise(call.dropout_seed, row.unsqueeze(-1), query.unsqueeze(-1), named)
+            p_tail = torch.where(bits >= int(call.dropout_p * 2**32), p_tail / (1 - call.dropout_p), 0)
+        joined = torch.where(head == -torch.inf, 0, p_head * head_out[at])
+        return (p_tail.unsqueeze(1) @ values[source]).squeeze(1) + joined, lse
+
+    rows_of_queries = (rows(x).flatten(0, 1).to(wide) for x in (q, call.head_out, call.head_lse.unsqueeze(-1)))
+    q_points, head_out, head_lse = rows_of_queries
+    clusters = (x.flatten(0, 1).to(wide) for x in (call.centres, call.values, gains))
+    each = count * (q.shape[-1] + call.values.shape[-1])
+    size = max(1, CHUNK_ELEMENTS // max(each, 1))
+    tensors = (q_points, *clusters, head_out, head_lse.squeeze(-1))
+    out, lse = in_chunks(points, q.shape[0] * heads * queries, size, tensors)
+    return Attended(out.to(call.head_out.dtype).reshape(call.head_out.shape), lse.reshape(q.shape[:-1]))
+
+
+class _TileWindows:
+    """The keys that each query's tile attends."""
+
+    def __init__(self, call: ClusterTailCall, grid: Grid, key_grid: Grid) -> None:
+        self.key_grid, self.sides = key_grid, cell_sides(call.radius, key_grid)
+        member = members(grid, call.q.device)  # [tiles of a row, queries of a tile]
+        index = rows(call.index).long()
+        self.cells = touched(index, member, key_grid, call.radius, self.sides)
+        self.tiles = len(member)
+        queries = math.prod(grid)
+        slot = member.flatten().argsort()[-queries:] if queries else member.flatten()[:0]
+        self.tile = slot // member.shape[1]  # of each query
+
+    def of(self, row: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        return keys_of(self.cells[row * self.tiles + self.tile[query]], self.key_grid, self.sides)
