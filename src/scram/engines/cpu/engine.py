@@ -1,6 +1,7 @@
 """The CPU engine's functions by the names of the protocol."""
 
 from ...calls import Found, SearchCall
+from ...clustering import cluster, cluster_backward
 from .attend import attend
 from .attend_backward import attend_backward
 from .cluster_tail import cluster_tail
@@ -10,7 +11,10 @@ from .sample import sample, sample_backward
 from .search import search as query_search
 from .tile_search import tile_search
 
-__all__ = ["attend", "attend_backward", "drawn_tail", "drawn_tail_backward", "sample", "sample_backward"]
+__all__ = [
+    "attend", "attend_backward", "cluster", "cluster_backward", "cluster_tail", "cluster_tail_backward",
+    "drawn_tail", "drawn_tail_backward", "sample", "sample_backward",
+]  # fmt: skip
 
 
 def search(call: SearchCall) -> Found:
