@@ -1,14 +1,9 @@
 """The clustered tail: in plain Python, against the reference in float64, and where nothing is left of a cluster."""
 
-import math
-
 import pytest
-import torch
 
-import plain
 from cases import named
-from cluster_tails import CLUSTERED, assert_tail_as_near_float64, everything, run_tail, tail_call
-from scram.noise import noise
+from cluster_tails import CLUSTERED, assert_tail_as_near_float64, tail_call
 
 
 @pytest.mark.parametrize("gains", [False, True], ids=["", "gains"])
