@@ -29,7 +29,7 @@ def attend(call: AttendCall) -> Attended:
 
 @cached
 def _kernel(variant: win.Variant) -> Kernel:
-    block = attend_tile(variant.rank, *variant.widths, *variant.dtypes)
+    block = attend_tile(variant.rank, variant.widths, variant.dtypes)
     return Kernel(attend_kernel, variant.programs(block["B"]), {"MODE": variant.mode, **block})
 
 
@@ -43,9 +43,7 @@ class Mixed(NamedTuple):
 
 
 @triton.jit
-def attend_kernel(
-    w, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
+def attend_kernel(w, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     row, start, here, mine, noise = win.program_queries(w, B, ROW)
     source, keys = (row // w.group).to(tl.int64), points(w.geo.k)
     k_row, v_row = w.k + source * keys * ROW.E, w.v + source * keys * VROW.E
@@ -76,9 +74,7 @@ def attend_kernel(
 
 
 @triton.jit
-def mix(
-    mixed, mine, k_row, v_row, at, ok, name, noise, w, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
+def mix(mixed, mine, k_row, v_row, at, ok, name, noise, w, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     """One more key per query, row `at` of keys and values where `ok`; dropout knows it as `name`."""
     s = dot(mine, features(k_row, at, ok, ROW)) * w.scale
     value = features(v_row, at, ok, VROW)

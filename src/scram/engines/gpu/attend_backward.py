@@ -39,7 +39,7 @@ def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor
 
 @cached
 def _kernel(variant: win.Variant, above: tuple[Any, ...]) -> Kernel:
-    block = backward_tile(variant.rank, *variant.widths, *variant.dtypes)
+    block = backward_tile(variant.rank, variant.widths, variant.dtypes)
     return Kernel(backward_kernel, variant.programs(block["B"]), {"MODE": variant.mode, **block})
 
 
@@ -100,9 +100,7 @@ def add_sum(base, factor, pieces, ROW: tl.constexpr, REPEATABLE: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(
-    w, above, grads, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
+def backward_kernel(w, above, grads, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     REPEATABLE: tl.constexpr = above.sums is not None
     row, start, here, mine, noise = win.program_queries(w, B, ROW)
     source, keys, query, valid = (row // w.group).to(tl.int64), points(w.geo.k), here.query, here.exists

@@ -70,7 +70,7 @@ def collect(
     owner = torch.searchsorted(ends, torch.arange(shares, device=device), right=True)
     k_parts, v_parts = (torch.empty((shares, width), dtype=torch.float32, device=device) for width in variant.widths)
     lists = Lists(order, first, further, ends, owner, k_parts, v_parts, key_rows, share)
-    flags = {"MODE": variant.mode, **collect_tile(*variant.widths, *variant.dtypes)}
+    flags = {"MODE": variant.mode, **collect_tile(variant.widths, variant.dtypes)}
     if shares:
         Kernel(collect_kernel, shares, {**flags, "FIRST": False})(windows, above, grads, lists)
     Kernel(collect_kernel, every, {**flags, "FIRST": True})(windows, above, grads, lists)

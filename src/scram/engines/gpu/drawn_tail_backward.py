@@ -129,9 +129,7 @@ def queries_kernel(t, above, totals, dq, MODE: tl.constexpr, ROW: tl.constexpr, 
 
 
 @triton.jit
-def keys_kernel(
-    t, above, totals, dk, dv, splits, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
+def keys_kernel(t, above, totals, dk, dv, splits, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     """Program (row, block of keys, split) adds up its share of the row's queries: dk, dv [splits, B, H, m, width]."""
     queries, drawn = points(t.geo.q), t.shared.drawn
     blocks, key_blocks = (queries + MODE.BLOCK_Q - 1) // MODE.BLOCK_Q, (drawn + MODE.BLOCK_K - 1) // MODE.BLOCK_K

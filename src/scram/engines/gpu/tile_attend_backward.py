@@ -25,9 +25,7 @@ from .tile_keys import collect
 from .windows import Variant, windows_of
 
 
-def tile_attend_backward(
-    call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
-) -> AttendGrads:  # fmt: skip
+def tile_attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> AttendGrads:
     """out, grad_out [B, H, *G, F], lse, grad_lse [B, H, *G] -> gradients in the dtypes of their tensors."""
     windows, variant = windows_of(call)
     above = upstream(lse, grad_out, grad_lse, 3)

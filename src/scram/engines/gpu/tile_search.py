@@ -256,9 +256,7 @@ def score_offers_kernel(
 
 
 @triton.jit
-def products(
-    q_rows, k_rows, mine, rest, valid, ROW: tl.constexpr, HALVES: tl.constexpr, WIDEN: tl.constexpr
-):  # fmt: skip
+def products(q_rows, k_rows, mine, rest, valid, ROW: tl.constexpr, HALVES: tl.constexpr, WIDEN: tl.constexpr):
     """Scores [BLOCK_Q, BLOCK_Q] of queries and keys. `mine` and `rest` are the halves of the queries' first pieces."""
     e = tl.arange(0, ROW.W)
     if ROW.PIECES == 1:
@@ -291,9 +289,7 @@ def piece(rows, exists, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def exact_kernel(
-    q, k, index, index_out, score_out, group, kappa, geo, B: tl.constexpr, ROW: tl.constexpr
-):  # fmt: skip
+def exact_kernel(q, k, index, index_out, score_out, group, kappa, geo, B: tl.constexpr, ROW: tl.constexpr):
     """The scores of the matches [P, kappa] anew, in float32 without the matrix unit, to planes [kappa, P]."""
     row, corner = tile_at(tl.program_id(0), geo, B)
     query, valid = lane_query(corner, geo, B)
