@@ -82,7 +82,8 @@ def test_any_number_of_clusters(engine, clusters):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
 def test_a_cluster_wholly_inside_the_windows_contributes_exactly_nothing(impl, bad):
     call = tail_call(named("radius over the grid", kappa=1, heads=2))
-    call = call._replace(centres=torch.full_like(call.centres, bad), index=call.index.clamp(0, 41))
+    centres, values = torch.full_like(call.centres, bad), torch.full_like(call.values, bad)
+    call = call._replace(centres=centres, values=values, index=call.index.clamp(0, 41))
     out, lse = run_tail(call, impl)
     head = call.head_lse > -torch.inf
     assert torch.equal(lse, call.head_lse)
