@@ -21,8 +21,8 @@ from .threads import TASKS_PER_THREAD, threads
 from .vectors import add_guarded_product, add_product, exp
 from .windows import expand_block
 
-BLOCK = 128  # queries that are taken together, fewer where there are many clusters
-BLOCK_WEIGHTS = 1 << 17  # at most
+BLOCK = 192  # queries that are taken together, fewer where there are many clusters
+BLOCK_WEIGHTS = 3 << 16  # at most
 LEAST_BLOCK = 16
 ALL_WEIGHTS = 1 << 24  # of all tasks: where blocks are large, there are fewer tasks
 TASK_BLOCKS = 8  # at least: each task makes its own scratch
