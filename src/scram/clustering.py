@@ -31,19 +31,19 @@ def cluster(call: ClusterCall) -> Clustered:
     k_rows, v_rows = rows(k).to(wide), rows(v).to(wide)
     with torch.no_grad():
         legal = legal_keys(call, k_rows, v_rows)
-        if call.count >= keys:
+        if call.clusters >= keys:
             label = torch.where(legal, torch.arange(keys, device=k.device), -1)
         else:
             label = torch.stack(
                 [labels_of(call, row, k_rows[row], v_rows[row], legal[row]) for row in range(key_rows)]
                 or [torch.zeros(0, keys, dtype=torch.int64, device=k.device)]
             ).reshape(key_rows, keys)
-    centres, values, sizes = means(k_rows, v_rows, label, call.count)
+    centres, values, sizes = means(k_rows, v_rows, label, call.clusters)
     heads = k.shape[:2]
     return Clustered(
-        centres.reshape(*heads, *centres.shape[1:]),
-        values.reshape(*heads, *values.shape[1:]),
-        sizes.to(torch.int32).reshape(*heads, call.count),
+        centres.reshape(*heads, *centres.shape[1:]).contiguous(),  # the two are parts of one tensor
+        values.reshape(*heads, *values.shape[1:]).contiguous(),
+        sizes.to(torch.int32).reshape(*heads, call.clusters),
         label.to(torch.int32).reshape(k.shape[:-1]),
     )
 
@@ -54,7 +54,7 @@ def cluster_backward(
     """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
     flat_label = label.reshape(label.shape[0] * label.shape[1], -1)
     row = torch.arange(flat_label.shape[0], device=label.device).unsqueeze(1)
-    at, share = (row * call.count + flat_label.clamp(min=0)).flatten(), sizes.reshape(-1, 1).clamp(min=1)
+    at, share = (row * call.clusters + flat_label.clamp(min=0)).flatten(), sizes.reshape(-1, 1).clamp(min=1)
 
     def spread(grad: Tensor, x: Tensor) -> Tensor:
         each = (grad.reshape(-1, grad.shape[-1]) / share).index_select(0, at)
@@ -96,14 +96,14 @@ def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor) 
     k_some, v_some = k[some], v[some]
     space = Space.of(call, row, k_some, v_some)
     if call.warm_centres is None or call.warm_values is None:
-        at = order[strides(call.seed, first, 1, call.count, legal.sum())]
+        at = order[strides(call.seed, first, 1, call.clusters, legal.sum())]
         centres, values = k[at], v[at]
     else:
         centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
     sizes, spread = torch.ones_like(centres[:, 0], dtype=torch.int64), space.spread(k_some, v_some)
     for step in range(call.steps):
         best, score = nearest(space.forms(centres, values, sizes), k_some, v_some)
-        centres, values, sizes = (x[0] for x in means(k_some[None], v_some[None], best[None], call.count))
+        centres, values, sizes = (x[0] for x in means(k_some[None], v_some[None], best[None], call.clusters))
         # Clusters without keys start anew at keys drawn in proportion to their squared distance from their centres:
         # those whose clocks, exponential with that rate, ring first.
         distance = (spread - 2 * score).clamp(min=0)

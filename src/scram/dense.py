@@ -27,6 +27,8 @@ def dense_attention(
 
     A query without a legal key has output 0.
     """
+    errors.values(q, k, v)
+    errors.key_mask(q, k, key_mask)
     if callable(score):
         raise ValueError("torch's own attention takes no callable score; use score='dot' or 'l2'")
     if causal:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -137,7 +136,7 @@ def cluster_keys(
             warm_centres=None if warm is None else warm.centres,
             warm_values=None if warm is None else warm.values,
             seed=seed,
-            count=min(clusters.count, math.prod(grid_of(k))),
+            count=clusters.count,
             steps=clusters.steps if warm is None else min(clusters.steps, 1),
             scale=inputs.scale,
         ),
@@ -161,7 +160,6 @@ def join_clusters(
     window: str,
 ) -> Attended:
     """The attention over the windows with clusters for all other keys."""
-    extras = 0 if inputs.k_extra is None else inputs.k_extra.shape[2]
     call = calls.ClusterTailCall(
         q=inputs.q,
         index=index,
@@ -176,7 +174,7 @@ def join_clusters(
         radius=radius,
         scale=inputs.scale,
         dropout_p=dropout_p,
-        first_name=math.prod(grid_of(inputs.k)) + extras,
+        extras=0 if inputs.k_extra is None else inputs.k_extra.shape[2],
         window=window,
     )
     return ops.cluster_tail(spec, call)

@@ -39,7 +39,9 @@ def plain_tail(call, row, query):
         w = number * gain * math.exp(call.scale * sum(x * y for x, y in zip(q, centre, strict=True)))
         z += w
         if call.dropout_seed is not None:
-            kept = noise(int(call.dropout_seed), row, query, call.first_name + c) >= int(call.dropout_p * 2**32)
+            kept = noise(int(call.dropout_seed), row, query, len(places) + call.extras + c) >= int(
+                call.dropout_p * 2**32
+            )
             w = w / (1 - call.dropout_p) if kept else 0.0
         out = [x + w * y for x, y in zip(out, value, strict=True)]
     return [x / z if z else 0.0 for x in out], math.log(z) if z else -math.inf

@@ -101,9 +101,8 @@ class GridAttention(Searching):
         4
         """
         errors.instance("mha", mha, nn.MultiheadAttention, "torch.nn.MultiheadAttention")
-        same = {
-            name: getattr(mha, name) for name in ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim")
-        }
+        names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim")
+        same = {name: getattr(mha, name) for name in names}
         same |= {"bias": mha.in_proj_bias is not None, "add_bias_kv": mha.bias_k is not None}
         same |= {"device": mha.out_proj.weight.device, "dtype": mha.out_proj.weight.dtype}
         layer = cls(**same, **settings)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import errors
 from ..arguments import explains
+from ..defaults import SEARCH
 from ..dense import dense_attention
 from ..types import Matches, Search
 from . import validate as fits
@@ -46,10 +47,11 @@ class NonLocalBlock(Searching):
     def __init__(
         self, channels: int, inner_channels: int | None = None, *,
         rank: int = 2, form: str = "embedded_gaussian", norm: bool = True,
-        search: Search | str | None = "auto", radius: int | Sequence[int] = 1, keep_matches: bool = False,
+        search: Search | str = "auto", radius: int | Sequence[int] = 1, keep_matches: bool = False,
         warm_search: Search | None = None, tail: Tail = "auto", window: str = "query", impl: str = "auto",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
+        errors.search_settings(search, SEARCH)
         super().__init__(search, warm_search, radius, keep_matches, tail, window, impl)
         self.channels = errors.whole("channels", channels, 1)
         inner = max(channels // 2, 1) if inner_channels is None else errors.whole("inner_channels", inner_channels, 1)

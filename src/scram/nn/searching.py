@@ -61,7 +61,8 @@ class Searching(nn.Module):
         """Whether the call is dense attention: without a search, or where nothing is said and that is cheaper."""
         if self.search is None:
             return True
-        automatic = self.search.__class__ is str and self.tail.__class__ is str and warm is None and self.impl == "auto"
+        said = warm is not None or self.keep_matches or self.impl != "auto"
+        automatic = self.search.__class__ is str and self.tail.__class__ is str and not said
         return automatic and weight == "softmax" and not callable(score) and dense_is_cheaper(q, k, v)
 
     def _attend(

@@ -42,9 +42,8 @@ def channels_last(name: str, x: Any, width: int) -> None:
     """[B, *G, width] with a grid of rank 1 to 4."""
     tensor(name, x, "[B, *G, C]")
     if not 1 <= x.ndim - 2 <= MAX_RANK:
-        raise ValueError(
-            f"{name} must be [B, *G, C] with a grid of rank 1 to {MAX_RANK}, got {tuple(x.shape)}; add the batch axis?"
-        )
+        want = f"[B, *G, C] with a grid of rank 1 to {MAX_RANK}"
+        raise ValueError(f"{name} must be {want}, got {tuple(x.shape)}; add the batch axis?")
     if x.shape[-1] != width:
         hint = "; for channels first use x.movedim(1, -1)" if x.shape[1] == width else ""
         raise ValueError(f"{name} must be [B, *G, C], channels last, with C = {width}, got {tuple(x.shape)}{hint}")
