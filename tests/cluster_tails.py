@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from cases import Case, assert_as_near_float64, gradients, make_tensors, named, size
+from in_interpreter import INTERPRETED
+from on_device import to
 from scram import Attended, dispatch, ops
 from scram.calls import ClusterTailCall
 from scram.scoring import accumulator
@@ -54,17 +56,18 @@ def tail_call(case: Case, clusters: int = 11, gains: bool = False, seed: int = 0
 
 
 def run_tail(call: ClusterTailCall, impl: str) -> Attended:
+    if impl == "triton" and not INTERPRETED:
+        return to(ops.cluster_tail(dispatch.ENGINES[impl], to(call, "cuda")), "cpu")
     return ops.cluster_tail(dispatch.ENGINES[impl], call)
 
 
 def everything(call: ClusterTailCall, impl: str, double: bool = False) -> list[Tensor]:
-    """out, lse and the gradients of all leaves, on the CPU."""
+    """out, lse and the gradients of all leaves."""
     given = {name: getattr(call, name).detach() for name in LEAVES}
     given = {name: (x.double() if double else x.clone()).requires_grad_() for name, x in given.items()}
     gains = call.gains.double() if double and call.gains is not None else call.gains
     made = run_tail(call._replace(**given, gains=gains), impl)
-    made = Attended(made.out.cpu(), made.lse.cpu())
-    return [x.detach().cpu() for x in (made.out, made.lse, *gradients(made, list(given.values())))]
+    return [x.detach() for x in (made.out, made.lse, *gradients(made, list(given.values())))]
 
 
 def assert_tail_as_near_float64(call: ClusterTailCall, impl: str, by=size) -> None:

@@ -21,10 +21,11 @@ from .threads import TASKS_PER_THREAD, threads
 from .vectors import add_guarded_product, add_product, exp
 from .windows import expand_block
 
-BLOCK = 128  # queries that are taken together, fewer where there are many clusters
-BLOCK_WEIGHTS = 1 << 17  # at most
+BLOCK = 192  # queries that are taken together, fewer where there are many clusters
+BLOCK_WEIGHTS = 3 << 16  # at most
 LEAST_BLOCK = 16
 ALL_WEIGHTS = 1 << 24  # of all tasks: where blocks are large, there are fewer tasks
+TASK_BLOCKS = 8  # at least: each task makes its own scratch
 TOTAL, TOP, SHARE = range(3)
 
 
@@ -98,9 +99,9 @@ def block_size(clusters: int) -> int:
     return min(BLOCK, max(LEAST_BLOCK, BLOCK_WEIGHTS // max(clusters, 1)))
 
 
-def fewer(tasks: int, clusters: int, size: int) -> int:
-    """So many tasks that their scratch is bounded, one for each thread at least."""
-    return max(tasks // TASKS_PER_THREAD, min(tasks, ALL_WEIGHTS // max(clusters * size, 1)))
+def fewer(tasks: int, blocks: int, weights: int) -> int:
+    """So many tasks that their scratch, `weights` each, is small beside the work; one for each thread at least."""
+    return max(tasks // TASKS_PER_THREAD, min(tasks, blocks // TASK_BLOCKS, ALL_WEIGHTS // max(weights, 1)))
 
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
@@ -108,7 +109,7 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
     out, lse = np.empty_like(arrays.head_out), np.empty_like(arrays.head_lse)
     clusters, size = arrays.sizes.shape[1], block_size(arrays.sizes.shape[1])
     with threads() as tasks:
-        tasks = fewer(tasks, clusters, size)
+        tasks = fewer(tasks, len(out) // size, clusters * size)
         _join(tasks, arrays, Scratch.of(arrays, tasks, size), out, lse)
     return Attended(tensor(out, call.head_out.dtype, call.q), tensor(lse, None, call.q))
 

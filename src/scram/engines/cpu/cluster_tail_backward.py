@@ -20,6 +20,7 @@ from .threads import threads
 from .vectors import add_guarded_product, add_product
 
 PARTS = 64  # of all rows together, where their sums are small
+PART_BLOCKS = 4  # at least
 ALL_SUMS = 1 << 23
 
 
@@ -49,14 +50,14 @@ def cluster_tail_backward(
     arrays, wide = ClusterTailArrays.of(call), call.centres.dtype
     (rows, clusters, width), values = arrays.centres.shape, np.ascontiguousarray(arrays.values.swapaxes(1, 2))
     value_width, size = values.shape[2], block_size(clusters)
-    blocks = arrays.q.shape[0] // max(rows, 1) // size + 1
-    parts = min(blocks, PARTS // max(rows, 1), ALL_SUMS // max(rows * clusters * (width + value_width), 1))
+    blocks, each_part = len(arrays.q) // size, rows * clusters * (width + value_width)
+    parts = min(blocks // max(PART_BLOCKS * rows, 1), PARTS // max(rows, 1), ALL_SUMS // max(each_part, 1))
     sums = [np.zeros((rows, max(1, parts), clusters, w), values.dtype) for w in (width, value_width)]
     made = [np.empty_like(x) for x in (arrays.q, arrays.head_out, arrays.head_lse)]
     turned, finite = np.ascontiguousarray(arrays.centres.swapaxes(1, 2)), bool(call.centres.isfinite().all())
     given = (array(grad_out.to(wide)), flat(grad_lse.to(wide)), values, turned, finite)
     with threads() as tasks:
-        tasks = fewer(tasks, 2 * clusters, size)
+        tasks = fewer(tasks, blocks, 2 * clusters * size)
         widths = (clusters, value_width, width, 2)
         grads = Gradients(*given, *made, *sums, *(np.empty((tasks, w, size), values.dtype) for w in widths))
         _parts(tasks, arrays, Scratch.of(arrays, tasks, size), grads)
