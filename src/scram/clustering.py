@@ -102,7 +102,8 @@ def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor) 
     k_some, v_some, q_some = k[some], v[some], queries_of(call, row).to(k)
     space = Space.of(call.scale * q_some, k_some, v_some)
     if call.warm_centres is None or call.warm_values is None:
-        rate = attention_paid(call.scale * q_some, k_some)
+        at = strides(call.seed, first, 3, min(START_QUERIES, len(q_some)), torch.tensor(len(q_some), device=k.device))
+        rate = attention_paid(call.scale * q_some[at], k_some)
         rate = torch.where(some != some.roll(1), rate, 0)  # a key of several parts, where keys are few, has one rate
         at = drawn(noise(call.seed, first, 1, torch.arange(number, device=k.device)), rate)[: call.count]
         centres, values = k_some[at], v_some[at]
@@ -115,7 +116,7 @@ def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor) 
         # Clusters without keys start anew at keys drawn in proportion to their squared distance from their centres.
         distance = (spread - 2 * score).clamp(min=0)
         far = distance > 1e-6 * spread.mean()
-        bits = noise(call.seed, first, 3 + step, torch.arange(number, device=k.device))
+        bits = noise(call.seed, first, 4 + step, torch.arange(number, device=k.device))
         place = drawn(bits, torch.where(far, distance, 0))
         turn = (sizes == 0).long().cumsum(0) - 1
         anew = (sizes == 0) & (turn < far.sum())
@@ -137,11 +138,9 @@ def queries_of(call: ClusterCall, row: int) -> Tensor:
 
 
 def attention_paid(q: Tensor, k: Tensor) -> Tensor:
-    """Attention that some of the queries [Q, E], times scale, pay each key [S, E] on average, and an even part: [S]."""
-    number = min(START_QUERIES, len(q))
-    q = q[torch.arange(number, device=q.device) * len(q) // max(number, 1)]
+    """Attention that queries [Q, E], times scale, pay each key [S, E] on average, and an even part: [S]."""
     paid = (q @ k.T).softmax(-1).clamp(max=START_MOST)
-    return paid.sum(0) / max(number, 1) + START_EVEN / len(k)
+    return paid.sum(0) / max(len(q), 1) + START_EVEN / len(k)
 
 
 def drawn(bits: Tensor, rate: Tensor) -> Tensor:
