@@ -1,8 +1,10 @@
 """Keys grouped by content: k-means in the metric that matters to the queries and the values, in plain torch.
 
 The distance of a key and value (k, v) from a centre (c, w) is E[(scale <q, k - c>)^2] + weight |v - w|^2: how far the
-scores of the queries are off, and the value in units of its own spread. Both are quadratic, so that the nearest centre
-is the one with the largest <k, a> + <v, b> + bias for some a, b and bias of each centre (`LinearForms`).
+scores of the queries are off, and the value. A query whose scores have the variance s counts as q / (1 + s): sharp
+attention is the windows' part. The weight makes the second spread VALUE_WEIGHT times the first. Both are quadratic, so
+that the nearest centre is the one with the largest <k, a> + <v, b> + bias for some a, b and bias of each centre
+(`LinearForms`). Steps start at keys drawn in proportion to the attention that a few queries pay them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from .scoring import accumulator
 
 SAMPLED_KEYS = 16384  # of a row, that the steps of k-means read; the last assignment reads all
 SAMPLED_QUERIES = 4096  # of a key head, for the metric
-VALUE_WEIGHT = 1.0  # of the values' share in the distance
+VALUE_WEIGHT = 0.3  # of the values' share in the distance, of the scores' one
+START_QUERIES = 64  # of a key head, whose attention says where the steps start
+START_MOST = 1 / 64  # that a query's attention to one key counts there
+START_EVEN = 0.25  # that all keys have in equal parts there; the attention of a query sums to 1 at most
 CHUNK_ELEMENTS = 1 << 22  # of the scores of keys and centres at a time
 
 
@@ -89,28 +94,30 @@ def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor) 
     """The cluster of each key of one row, keys [M, E] and values [M, F]: int64 [M], -1 for a key that is not legal."""
     first = row * (call.q.shape[1] // call.k.shape[1])  # the first row of queries that reads the row governs the noise
     k, v = (torch.where(legal.unsqueeze(-1), x, 0) for x in (k, v))
-    number = torch.where(legal, legal.long().cumsum(0) - 1, len(legal))
+    place = torch.where(legal, legal.long().cumsum(0) - 1, len(legal))
     order = torch.zeros(len(legal) + 1, dtype=torch.int64, device=k.device)
-    order = order.scatter(0, number, torch.arange(len(legal), device=k.device))  # the legal keys first
-    some = order[strides(call.seed, first, 0, min(len(legal), SAMPLED_KEYS), legal.sum())]
-    k_some, v_some = k[some], v[some]
-    space = Space.of(call, row, k_some, v_some)
+    order = order.scatter(0, place, torch.arange(len(legal), device=k.device))  # the legal keys first
+    number = min(len(legal), max(SAMPLED_KEYS, call.clusters))
+    some = order[strides(call.seed, first, 0, number, legal.sum())]
+    k_some, v_some, q_some = k[some], v[some], queries_of(call, row).to(k)
+    space = Space.of(call.scale * q_some, k_some, v_some)
     if call.warm_centres is None or call.warm_values is None:
-        at = order[strides(call.seed, first, 1, call.clusters, legal.sum())]
-        centres, values = k[at], v[at]
+        at = strides(call.seed, first, 3, min(START_QUERIES, len(q_some)), torch.tensor(len(q_some), device=k.device))
+        rate = attention_paid(call.scale * q_some[at], k_some)
+        rate = torch.where(some != some.roll(1), rate, 0)  # a key of several parts, where keys are few, has one rate
+        at = drawn(noise(call.seed, first, 1, torch.arange(number, device=k.device)), rate)[: call.clusters]
+        centres, values = k_some[at], v_some[at]
     else:
         centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
     sizes, spread = torch.ones_like(centres[:, 0], dtype=torch.int64), space.spread(k_some, v_some)
     for step in range(call.steps):
         best, score = nearest(space.forms(centres, values, sizes), k_some, v_some)
         centres, values, sizes = (x[0] for x in means(k_some[None], v_some[None], best[None], call.clusters))
-        # Clusters without keys start anew at keys drawn in proportion to their squared distance from their centres:
-        # those whose clocks, exponential with that rate, ring first.
+        # Clusters without keys start anew at keys drawn in proportion to their squared distance from their centres.
         distance = (spread - 2 * score).clamp(min=0)
         far = distance > 1e-6 * spread.mean()
-        bits = noise(call.seed, first, 3 + step, torch.arange(len(some), device=k.device))
-        clock = -((bits + 0.5) / 2**32).log().to(k) / torch.where(far, distance, 1)
-        place = torch.where(far, clock, torch.inf).argsort()
+        bits = noise(call.seed, first, 4 + step, torch.arange(number, device=k.device))
+        place = drawn(bits, torch.where(far, distance, 0))
         turn = (sizes == 0).long().cumsum(0) - 1
         anew = (sizes == 0) & (turn < far.sum())
         at = place[turn.clamp(min=0, max=len(some) - 1)]
@@ -119,6 +126,30 @@ def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor) 
         sizes = torch.where(anew, 1, sizes)
     best, _ = nearest(space.forms(centres, values, sizes), k, v)
     return torch.where(legal, best, -1)
+
+
+def queries_of(call: ClusterCall, row: int) -> Tensor:
+    """Some queries [S, E] of those that read a row of keys; 0 in place of one that is not finite."""
+    heads_each = call.q.shape[1] // call.k.shape[1]
+    q = rows(call.q)[row * heads_each : (row + 1) * heads_each].flatten(0, 1)
+    total = torch.tensor(len(q), device=q.device)
+    q = q[strides(call.seed, row * heads_each, 2, min(SAMPLED_QUERIES, len(q)), total)]
+    return torch.where(q.isfinite().all(-1, keepdim=True), q, 0)
+
+
+def attention_paid(q: Tensor, k: Tensor) -> Tensor:
+    """Attention that queries [Q, E], times scale, pay each key [S, E] on average, and an even part: [S]."""
+    paid = (q @ k.T).softmax(-1).clamp(max=START_MOST)
+    return paid.sum(0) / max(len(q), 1) + START_EVEN / len(k)
+
+
+def drawn(bits: Tensor, rate: Tensor) -> Tensor:
+    """All places in the order of draws in proportion to `rate` without repetition; those of rate 0 come last.
+
+    Each has a clock, exponential with its rate, from 32 random bits; the first to ring is the first drawn.
+    """
+    clock = -((bits + 0.5) / 2**32).log().to(rate) / torch.where(rate > 0, rate, 1)
+    return torch.where(rate > 0, clock, torch.inf).argsort()
 
 
 def strides(seed: Tensor, row: int, draw: int, number: int, total: Tensor) -> Tensor:
@@ -139,24 +170,20 @@ class LinearForms(NamedTuple):
 class Space(NamedTuple):
     """Where distances are measured, around the means of keys and values."""
 
-    metric: Tensor  # [E, E], scale^2 E[q q^T]
+    metric: Tensor  # [E, E], E[q q^T] of the weighted queries
     value_weight: Tensor  # []
     k_mean: Tensor  # [E]
     v_mean: Tensor  # [F]
 
     @staticmethod
-    def of(call: ClusterCall, row: int, k: Tensor, v: Tensor) -> Space:
-        """The space of a row of keys, from some keys [S, E] and values [S, F] of it."""
-        heads_each = call.q.shape[1] // call.k.shape[1]
-        q = rows(call.q)[row * heads_each : (row + 1) * heads_each].flatten(0, 1)
-        total = torch.tensor(len(q), device=q.device)
-        q = q[strides(call.seed, row * heads_each, 2, min(SAMPLED_QUERIES, len(q)), total)].to(k)
-        finite = q.isfinite().all(-1, keepdim=True)
-        q = torch.where(finite, q, 0)
-        metric = call.scale**2 * (q.T @ q) / finite.sum().clamp(min=1)
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Space:
+        """The space of a row of keys, from some queries [Q, E], times scale, keys [S, E] and values [S, F]."""
         k_mean, v_mean = k.mean(0), v.mean(0)
-        variance = (v - v_mean).square().sum(-1).mean()
-        return Space(metric, torch.where(variance > 0, VALUE_WEIGHT / variance, 0), k_mean, v_mean)
+        covariance = (k - k_mean).T @ (k - k_mean) / len(k)
+        q = q / (1 + ((q @ covariance) * q).sum(-1, keepdim=True))
+        metric = q.T @ q / max(len(q), 1)
+        spread, variance = (metric * covariance).sum(), (v - v_mean).square().sum(-1).mean()
+        return Space(metric, torch.where(variance > 0, VALUE_WEIGHT * spread / variance, 0), k_mean, v_mean)
 
     def forms(self, centres: Tensor, values: Tensor, sizes: Tensor) -> LinearForms:
         k, v = centres - self.k_mean, values - self.v_mean
