@@ -39,13 +39,14 @@ def test_every_key_is_with_the_nearest_centre(impl):
     """In the metric of the queries and the spread of the values, for centres that k-means no longer moves."""
     q, k, v = grids(1, 1, 12, 12), grids(1, 1, 12, 12), grids(1, 1, 12, 12)
     made = clusters_of(q, k, v, 6, impl, steps=40)
-    metric = q.flatten(0, -2).T @ q.flatten(0, -2) / 144 / 8
     keys, values = k.flatten(0, -2), v.flatten(0, -2)
+    queries = 8**-0.5 * q.flatten(0, -2)
+    queries = queries / (1 + (queries @ keys.T).var(1, correction=0)).unsqueeze(1)
     apart = keys[:, None] - made.centres[0, 0]
-    space = clustering.Space.of(ClusterCall(q, k, v, None, None, None, torch.tensor(0), 6, 3, 8**-0.5), 0, keys, values)
-    torch.testing.assert_close(space.metric, metric)
-    off = torch.einsum("jce,ef,jcf->jc", apart, metric, apart)
-    off = off + space.value_weight * (values[:, None] - made.values[0, 0]).square().sum(-1)
+    off = (apart @ queries.T).square().mean(-1)  # how far the scores are off
+    spread = ((keys - keys.mean(0)) @ queries.T).square().mean()
+    weight = clustering.VALUE_WEIGHT * spread / (values - values.mean(0)).square().sum(-1).mean()
+    off = off + weight * (values[:, None] - made.values[0, 0]).square().sum(-1)
     nearest = off.argmin(1)
     assert (nearest == made.label.flatten()).float().mean() > 0.97
 
