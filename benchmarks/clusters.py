@@ -29,6 +29,7 @@ from scram.calls import Clustered
 SEEDS = (0, 1)
 HEADS: dict[str, dict[str, Any]] = {"one match": {"matches": 1}, "four matches": {"matches": 4, "separation": 2}}
 LARGE = ("stereo, 8", "stereo, 32", "projected, 1", "projected, 8")  # those measured at 256x256 too
+LARGE_SWEEPS = (3, 4, 5, 8)
 
 
 class Variant(NamedTuple):
@@ -94,13 +95,17 @@ def count_variants() -> dict[str, Variant]:
     return made | {f"{count} clusters": Variant({}, {"count": count}) for count in (64, 128, 256, 512)}
 
 
+def sweep_variants(numbers: tuple[int, ...]) -> dict[str, Variant]:
+    cases = [(method, n) for method in ("query", "tile") for n in numbers]
+    return {f"{method}, {n} sweeps": Variant({"method": method, "sweeps": n}, {}) for method, n in cases}
+
+
 def search_variants() -> dict[str, Variant]:
-    made = {f"query, {n} sweeps": Variant({"method": "query", "sweeps": n}, {}) for n in (2, 3, 4, 5, 6, 8)}
-    made |= {f"tile, {n} sweeps": Variant({"method": "tile", "sweeps": n}, {}) for n in (2, 3, 4, 5, 6, 8)}
-    made |= {f"query, {n} sweeps, radius 2": Variant({"method": "query", "sweeps": n}, {}, radius=2) for n in (3, 4, 8)}
-    made |= {
-        f"query, 4 sweeps, gossip {n}": Variant({"method": "query", "sweeps": 4, "gossip": n}, {}) for n in (0, 4, 16)
-    }
+    made = sweep_variants((2, 3, 4, 5, 6, 8))
+    for n in (3, 4, 8):
+        made[f"query, {n} sweeps, radius 2"] = Variant({"method": "query", "sweeps": n}, {}, radius=2)
+    for n in (0, 4, 16):
+        made[f"query, 4 sweeps, gossip {n}"] = Variant({"method": "query", "sweeps": 4, "gossip": n}, {})
     return made
 
 
@@ -172,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with the trained tensors")
     parser.add_argument("--only", default=",".join(VARIANTS), help="tables, with commas between")
-    parser.add_argument("--large", action="store_true", help="steps and sample at 256x256 instead")
+    parser.add_argument("--large", action="store_true", help="256x256 instead, for steps, sample and search")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "clusters_cpu.json")
     parser.add_argument("--table", action="store_true", help="print what is stored")
     asked = parser.parse_args()
@@ -186,7 +191,7 @@ def main() -> None:
             problems = photo_problems() + trained_problems(asked.data)
         bench = Bench()
         for name in names:
-            variants = VARIANTS[name]()
+            variants = sweep_variants(LARGE_SWEEPS) if asked.large and name == "search" else VARIANTS[name]()
             for problem in track(problems, description=name):
                 errors = {label: bench.errors(problem, variant) for label, variant in variants.items()}
                 store.put(f"{name} {problem.name} {grid}", table=name, problem=problem.name, grid=grid, errors=errors)
