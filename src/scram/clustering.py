@@ -92,40 +92,70 @@ def means(k_rows: Tensor, v_rows: Tensor, label: Tensor, count: int) -> tuple[Te
 
 def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor) -> Tensor:
     """The cluster of each key of one row, keys [M, E] and values [M, F]: int64 [M], -1 for a key that is not legal."""
-    first = row * (call.q.shape[1] // call.k.shape[1])  # the first row of queries that reads the row governs the noise
     k, v = (torch.where(legal.unsqueeze(-1), x, 0) for x in (k, v))
-    place = torch.where(legal, legal.long().cumsum(0) - 1, len(legal))
-    order = torch.zeros(len(legal) + 1, dtype=torch.int64, device=k.device)
-    order = order.scatter(0, place, torch.arange(len(legal), device=k.device))  # the legal keys first
-    number = min(len(legal), max(SAMPLED_KEYS, call.clusters))
-    some = order[strides(call.seed, first, 0, number, legal.sum())]
-    k_some, v_some, q_some = k[some], v[some], queries_of(call, row).to(k)
-    space = Space.of(call.scale * q_some, k_some, v_some)
-    if call.warm_centres is None or call.warm_values is None:
+    start = Start.of(call, row, k, v, legal)
+    centres, values = start.centres, start.values
+    sizes = torch.ones_like(centres[:, 0], dtype=torch.int64)
+    for step in range(call.steps):
+        best, score = nearest(start.space.forms(centres, values, sizes), start.k, start.v)
+        centres, values, sizes = (x[0] for x in means(start.k[None], start.v[None], best[None], call.clusters))
+        centres, values, sizes = start.placed_anew(call, step, score, centres, values, sizes)
+    best, _ = nearest(start.space.forms(centres, values, sizes), k, v)
+    return torch.where(legal, best, -1)
+
+
+class Start(NamedTuple):
+    """Where k-means of a row starts."""
+
+    space: Space
+    k: Tensor  # [S, E], keys of the sample; 0 for one that is not finite
+    v: Tensor  # [S, F]
+    centres: Tensor  # [C, E]
+    values: Tensor  # [C, F]
+    noise_row: int  # the first row of queries that reads the row of keys
+
+    @staticmethod
+    def of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor | None) -> Start:
+        """From keys [M, E], values [M, F] and which of them are legal [M]; None: all that are finite."""
+        first, number = row * (call.q.shape[1] // call.k.shape[1]), min(len(k), max(SAMPLED_KEYS, call.clusters))
+        total = torch.tensor(len(k), device=k.device) if legal is None else legal.sum()
+        some = strides(call.seed, first, 0, number, total)
+        if legal is not None:
+            place = torch.where(legal, legal.long().cumsum(0) - 1, len(legal))
+            order = torch.zeros(len(legal) + 1, dtype=torch.int64, device=k.device)
+            some = order.scatter(0, place, torch.arange(len(legal), device=k.device))[some]  # the legal keys first
+        k_some, v_some, q_some = k[some], v[some], queries_of(call, row).to(k)
+        finite = (k_some.isfinite().all(-1) & v_some.isfinite().all(-1)).unsqueeze(-1)
+        k_some, v_some = torch.where(finite, k_some, 0), torch.where(finite, v_some, 0)
+        space = Space.of(call.scale * q_some, k_some, v_some)
+        if call.warm_centres is not None and call.warm_values is not None:
+            centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
+            return Start(space, k_some, v_some, centres, values, first)
         at = strides(call.seed, first, 3, min(START_QUERIES, len(q_some)), torch.tensor(len(q_some), device=k.device))
         rate = attention_paid(call.scale * q_some[at], k_some)
-        rate = torch.where(some != some.roll(1), rate, 0)  # a key of several parts, where keys are few, has one rate
+        new = some != some.roll(1)  # a key of several parts, where keys are few, has one rate
+        rate = torch.where(new & finite.squeeze(-1), rate, 0)
         at = drawn(noise(call.seed, first, 1, torch.arange(number, device=k.device)), rate)[: call.clusters]
-        centres, values = k_some[at], v_some[at]
-    else:
-        centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
-    sizes, spread = torch.ones_like(centres[:, 0], dtype=torch.int64), space.spread(k_some, v_some)
-    for step in range(call.steps):
-        best, score = nearest(space.forms(centres, values, sizes), k_some, v_some)
-        centres, values, sizes = (x[0] for x in means(k_some[None], v_some[None], best[None], call.clusters))
-        # Clusters without keys start anew at keys drawn in proportion to their squared distance from their centres.
+        return Start(space, k_some, v_some, k_some[at], v_some[at], first)
+
+    def placed_anew(
+        self, call: ClusterCall, step: int, score: Tensor, centres: Tensor, values: Tensor, sizes: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Clusters without keys start at keys drawn in proportion to their squared distances from their centres.
+
+        `score`: the form of each key of the sample with its centre [S].
+        """
+        spread = self.space.spread(self.k, self.v)
         distance = (spread - 2 * score).clamp(min=0)
         far = distance > 1e-6 * spread.mean()
-        bits = noise(call.seed, first, 4 + step, torch.arange(number, device=k.device))
+        bits = noise(call.seed, self.noise_row, 4 + step, torch.arange(len(score), device=score.device))
         place = drawn(bits, torch.where(far, distance, 0))
         turn = (sizes == 0).long().cumsum(0) - 1
         anew = (sizes == 0) & (turn < far.sum())
-        at = place[turn.clamp(min=0, max=len(some) - 1)]
-        centres = torch.where(anew.unsqueeze(-1), k_some[at], centres)
-        values = torch.where(anew.unsqueeze(-1), v_some[at], values)
-        sizes = torch.where(anew, 1, sizes)
-    best, _ = nearest(space.forms(centres, values, sizes), k, v)
-    return torch.where(legal, best, -1)
+        at = place[turn.clamp(min=0, max=len(score) - 1)]
+        centres = torch.where(anew.unsqueeze(-1), self.k[at], centres)
+        values = torch.where(anew.unsqueeze(-1), self.v[at], values)
+        return centres, values, torch.where(anew, 1, sizes)
 
 
 def queries_of(call: ClusterCall, row: int) -> Tensor:

@@ -1,9 +1,10 @@
 """The CPU engine's functions by the names of the protocol."""
 
 from ...calls import Found, SearchCall
-from ...clustering import cluster, cluster_backward
+from ...clustering import cluster_backward
 from .attend import attend
 from .attend_backward import attend_backward
+from .cluster import cluster
 from .cluster_tail import cluster_tail
 from .cluster_tail_backward import cluster_tail_backward
 from .drawn_tail import drawn_tail, drawn_tail_backward
