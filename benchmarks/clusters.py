@@ -30,6 +30,8 @@ SEEDS = (0, 1)
 HEADS: dict[str, dict[str, Any]] = {"one match": {"matches": 1}, "four matches": {"matches": 4, "separation": 2}}
 LARGE = ("stereo, 8", "stereo, 32", "projected, 1", "projected, 8")  # those measured at 256x256 too
 LARGE_SWEEPS = (3, 4, 5, 8)
+# Of all tables but "together", which has the library's own; every table has 256 clusters and 3 steps unless it says so.
+BASE = {"SAMPLED_KEYS": 16384, "SAMPLED_QUERIES": 4096, "START_QUERIES": 64}
 
 
 class Variant(NamedTuple):
@@ -109,17 +111,25 @@ def search_variants() -> dict[str, Variant]:
     return made
 
 
+def together_variants() -> dict[str, Variant]:
+    cases = [("query", 5, 1), ("query", 5, 2), ("tile", 3, 1), ("tile", 5, 1), ("tile", 5, 2)]
+    return {
+        f"{method}, {sweeps} sweeps, steps {steps}": Variant({"method": method, "sweeps": sweeps}, {"steps": steps})
+        for method, sweeps, steps in cases
+    }
+
+
 VARIANTS = {
     "metric": metric_variants, "steps": step_variants, "sample": sample_variants, "count": count_variants,
-    "search": search_variants,
+    "search": search_variants, "together": together_variants,
 }  # fmt: skip
 
 
 class Bench:
     """Clusters of the variants on the problems, with what is shared among them kept."""
 
-    def __init__(self) -> None:
-        self.searches = Searches()
+    def __init__(self, searches: Searches) -> None:
+        self.searches = searches
         self.heads: dict[Any, Head] = {}
         self.made: dict[Any, Clustered] = {}
 
@@ -189,11 +199,13 @@ def main() -> None:
             problems = [x for x in photo_problems(256, ("stereo", "projected")) if x.name in LARGE]
         else:
             problems = photo_problems() + trained_problems(asked.data)
-        bench = Bench()
+        searches = Searches()
         for name in names:
+            bench = Bench(searches)
             variants = sweep_variants(LARGE_SWEEPS) if asked.large and name == "search" else VARIANTS[name]()
             for problem in track(problems, description=name):
-                errors = {label: bench.errors(problem, variant) for label, variant in variants.items()}
+                with nullcontext() if name == "together" else constants(**BASE):
+                    errors = {label: bench.errors(problem, variant) for label, variant in variants.items()}
                 store.put(f"{name} {problem.name} {grid}", table=name, problem=problem.name, grid=grid, errors=errors)
     for name in names:
         Console(width=240).print(shown(store.data, name, grid))

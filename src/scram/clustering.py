@@ -20,10 +20,11 @@ from .grid import rows
 from .noise import below, noise
 from .scoring import accumulator
 
-SAMPLED_KEYS = 16384  # of a row, that the steps of k-means read; the last assignment reads all
-SAMPLED_QUERIES = 4096  # of a key head, for the metric
-VALUE_WEIGHT = 0.3  # of the values' share in the distance, of the scores' one
-START_QUERIES = 64  # of a key head, whose attention says where the steps start
+# Errors below are geometric means over 17 heads, one match (docs/measurements.md, section 13).
+SAMPLED_KEYS = 8192  # of a row, that the steps read; the last assignment reads all: 2 % more error than all keys
+SAMPLED_QUERIES = 1024  # of a key head, for the metric: 1 % more error than 4096
+VALUE_WEIGHT = 0.3  # spread of the values to that of the scores: error .050; .1 and 1 have .052
+START_QUERIES = 32  # of a key head, whose attention says where steps start: error .044, without .050; 256 gain nothing
 START_MOST = 1 / 64  # that a query's attention to one key counts there
 START_EVEN = 0.25  # that all keys have in equal parts there; the attention of a query sums to 1 at most
 CHUNK_ELEMENTS = 1 << 22  # of the scores of keys and centres at a time
@@ -213,7 +214,8 @@ class Space(NamedTuple):
         q = q / (1 + ((q @ covariance) * q).sum(-1, keepdim=True))
         metric = q.T @ q / max(len(q), 1)
         spread, variance = (metric * covariance).sum(), (v - v_mean).square().sum(-1).mean()
-        return Space(metric, torch.where(variance > 0, VALUE_WEIGHT * spread / variance, 0), k_mean, v_mean)
+        share = torch.where(spread > 0, VALUE_WEIGHT * spread, 1)  # values alone where all scores are equal
+        return Space(metric, torch.where(variance > 0, share / variance, 0), k_mean, v_mean)
 
     def forms(self, centres: Tensor, values: Tensor, sizes: Tensor) -> LinearForms:
         k, v = centres - self.k_mean, values - self.v_mean
