@@ -1,11 +1,11 @@
-"""Calls of the clustered tail for tests: drawn clusters, the head from the reference, all in one dtype."""
+"""Calls for tests: keys to be clustered; drawn clusters with a head from the reference, all in one dtype."""
 
 from dataclasses import dataclass
 
 import torch
 
 from cases import Case, make_tensors, run_attend
-from scram.calls import ClusterTailCall
+from scram.calls import ClusterCall, ClusterTailCall
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,40 @@ def tail_call(one: Tailed, dtype: torch.dtype) -> ClusterTailCall:
         first_name=case.keys + case.extra,
         window=case.window,
     )
+
+
+def cluster_call(
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    key_heads: int = 1,
+    query_grid: tuple[int, ...] = (8,),
+    grid: tuple[int, ...] = (20, 20),
+    width: int = 8,
+    value_width: int = 8,
+    count: int = 30,
+    steps: int = 2,
+    dtype: torch.dtype = torch.float32,
+    mask: str = "none",
+    warm: bool = False,
+    groups: int = 20,
+    noise: float = 0.3,
+    offset: float = 2.0,
+    unit: float = 1.0,
+) -> ClusterCall:
+    """Keys and values around `groups` places, all `offset` away from 0."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    places = drawn(groups, width + value_width)
+    own = torch.randint(groups, (batch, key_heads, *grid), generator=generator)
+    both = (places[own] + noise * drawn(batch, key_heads, *grid, width + value_width) + offset) * unit
+    q, k, v = drawn(batch, heads, *query_grid, width), both[..., :width], both[..., width:]
+    key_mask = None
+    if mask != "none":
+        key_mask = torch.rand((batch, *([] if mask == "batch" else [key_heads]), *grid), generator=generator) < 0.6
+    start = [drawn(batch, key_heads, count, x) for x in (width, value_width)] if warm else [None, None]
+    given = (x.to(dtype) for x in (q * unit, k, v))
+    return ClusterCall(*given, key_mask, *start, torch.tensor(5), count, steps, width**-0.5)

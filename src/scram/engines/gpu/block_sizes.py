@@ -75,6 +75,9 @@ TILE_WIDTH, TILE_WIDTH_EXACT = 128, 64  # features of one product; more come in 
 # Clusters: per product, warps, stages at most, of the tail and of its backward pass.
 CLUSTER_TAIL, CLUSTER_TAIL_EXACT = (64, 4, 3), (32, 2, 2)
 CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT = (64, 4, 2), (32, 2, 1)
+# Of the clustering: keys, clusters per product, warps, stages at most.
+ASSIGN, ASSIGN_EXACT = (64, 64, 4, 3), (64, 32, 2, 2)
+CLUSTER_SUMS, CLUSTER_SUMS_EXACT = (64, 128, 4, 3), (32, 32, 2, 2)
 
 
 @cached

@@ -73,7 +73,7 @@ def cluster_tail_backward(
     with on_device(q):
         tail, above = tail_of(call, flags), Upstream(grad_out.contiguous(), grad_lse.contiguous())
         by_queries, by_clusters = _kernels(
-            every, rows * blocks * splits, tuple(flags.items()), kinds(*tail, *above, *mine)
+            every, rows * blocks * splits, tuple(flags.items()), kinds(*tail, *above, *mine, *totals)
         )
         by_queries(tail, above, totals, *mine)
         by_clusters(tail, above, totals, *parts, splits, every // rows)
@@ -137,7 +137,7 @@ def tail_queries_kernel(
         top, whole = higher, whole * shrink + tl.sum(p, 1)
         mean = mean * shrink + tl.sum(tl.where(share > 0, p * dp, 0.0), 1)
     head = tl.load(t.head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
-    factor, own, top, _ = joined(top, whole, valid & ~(whole == 0), tl.zeros([B.BLOCK_Q], tl.float32), head)
+    factor, own, top, _norm = joined(top, whole, valid & ~(whole == 0), tl.zeros([B.BLOCK_Q], tl.float32), head)
     theirs = own_rows(t.head_out, here, VROW)
     slopes = ()
     for n in tl.static_range(len(grad_out)):
