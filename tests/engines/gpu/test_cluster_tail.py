@@ -123,7 +123,7 @@ def test_repeatable(one, device):
 
 @interpreted
 def test_kernels(launched):
-    for window, counts in (("query", []), ("tile", ["cells_kernel", "taken_kernel"])):
+    for window, counts in (("query", ["labels_kernel"]), ("tile", ["cells_kernel", "taken_kernel"])):
         launched.clear()
         ours(tail_call(Tailed(Case("few", grid=(4, 4), window=window)), FLOAT), "cpu")
         forward = [*counts, "cluster_tail_kernel"]

@@ -23,9 +23,9 @@ from .grid import Block, Geometry, KeyMask, geometry, lane_query, points, tile_a
 from .launch import Kernel, cached, kinds
 from .noise import Seed, absorb, below_argument, row_state, seed_argument
 from .shared_keys import block_of, product, stages, whole_block
-from .windows import UNMASKED, legal_at, match_of, offset_of, reaches, window_size
+from .windows import UNMASKED, first_offset, legal_at, match_of, next_offset, offset_of, reaches, window_size
 
-UNROLLED = 40  # keys of a query's windows at most whose labels are held in registers
+UNROLLED = 40  # keys of a query's windows at most whose labels are looked up once and kept
 TABLE_BLOCK = 64  # the table is a whole number of these
 
 
@@ -53,6 +53,7 @@ class ClusterTail(NamedTuple):
     head_out: Tensor
     table: Table
     taken: Tensor | None  # float32 [tiles, padded], keys of each cluster that the queries of a tile attend
+    labels: Tensor | None  # int16 or int32 [tiles, keys, TILE_QUERIES], of the keys in each query's windows, -1: none
     masked: KeyMask  # none
     seed: Seed
     geo: Geometry
@@ -68,8 +69,7 @@ class ClusterTail(NamedTuple):
 class ClusterMode(NamedTuple):
     """What a kernel over clusters is compiled for."""
 
-    MATCHES: int  # of a query; 0: the keys of their windows are too many to be held, or the tile's
-    WINDOW: int  # keys of a window
+    KEYS: int  # of a query's windows, whose labels are kept; 0: they are too many, or the tile's
     SEVERAL: bool  # matches
     TILE: bool  # queries of a tile attend the same keys
     DROPOUT: bool
@@ -131,8 +131,7 @@ def _tail_flags(
     keys = math.prod(2 * b + 1 for b in reaches(radius, key_grid))
     held = window == "query" and matches * keys <= UNROLLED
     mode = ClusterMode(
-        matches if held else 0,
-        keys if held else 0,
+        matches * keys if held else 0,
         matches > 1,
         window == "tile",
         dropout,
@@ -158,15 +157,19 @@ def tail_of(call: ClusterTailCall, flags: dict[str, Any]) -> ClusterTail:
     """The call with its table, and for tiles the keys they have taken."""
     q, index, label = call.q.contiguous(), call.index.contiguous(), call.label.contiguous()
     key_grid = tuple(label.shape[2:])
-    geo, table, taken = geometry(grid_of(q), key_grid), table_of(call, flags), None
+    geo, table, taken, labels = geometry(grid_of(q), key_grid), table_of(call, flags), None, None
+    mode, count = flags["MODE"], tiles_of(call)
+    if mode.KEYS:
+        dtype = torch.int16 if table.padded < 1 << 15 else torch.int32
+        labels = torch.empty((count, mode.KEYS, TILE_QUERIES), dtype=dtype, device=q.device)
     if call.window == "tile":
         cells = cells_of(index, geo, call.radius)
-        taken = torch.empty((len(cells.count), table.padded), dtype=torch.float32, device=q.device)
+        taken = torch.empty((count, table.padded), dtype=torch.float32, device=q.device)
         group = q.shape[1] // label.shape[1]
-        _taken(len(cells.count), cells.size, flags["B"], kinds(label, taken))(
+        _taken(count, cells.size, flags["B"], kinds(label, taken))(
             taken, label, cells, UNMASKED, geo, group, table.padded
         )
-    return ClusterTail(
+    tail = ClusterTail(
         q,
         index,
         label,
@@ -174,6 +177,7 @@ def tail_of(call: ClusterTailCall, flags: dict[str, Any]) -> ClusterTail:
         call.head_out.contiguous(),
         table,
         taken,
+        labels,
         UNMASKED,
         seed_argument(call.dropout_seed),
         geo,
@@ -185,6 +189,9 @@ def tail_of(call: ClusterTailCall, flags: dict[str, Any]) -> ClusterTail:
         1 / (1 - call.dropout_p),
         call.scale,
     )
+    if mode.KEYS:
+        _labels(count, mode, flags["B"], kinds(index, label, tail.seed))(tail)
+    return tail
 
 
 def table_of(call: ClusterTailCall, flags: dict[str, Any]) -> Table:
@@ -210,6 +217,11 @@ def table_of(call: ClusterTailCall, flags: dict[str, Any]) -> Table:
 def _table(programs: int, row: Any, value_row: Any, given: tuple[Any, ...]) -> Kernel:
     flags = {"BLOCK_C": TABLE_BLOCK, "ROW": row, "VROW": value_row, "num_warps": 4, "enable_fp_fusion": True}
     return Kernel(table_kernel, programs, flags)
+
+
+@cached
+def _labels(programs: int, mode: ClusterMode, block: Block, given: tuple[Any, ...]) -> Kernel:
+    return Kernel(labels_kernel, programs, {"MODE": mode, "B": block, "num_warps": 2, "enable_fp_fusion": True})
 
 
 @cached
@@ -292,44 +304,50 @@ def tail_queries(tile, t, B: tl.constexpr):
     start, source = row * points(t.geo.q).to(tl.int64), (row // t.group).to(tl.int64)
     index_row, label_row = t.index + start * t.kappa, t.label + source * points(t.geo.k)
     noise, slot = absorb(row_state(t.seed, row), query), source * t.table.padded
-    taken = t.table.sizes if t.taken is None else t.taken + tile.to(tl.int64) * t.table.padded
+    taken = t.table.sizes
+    if t.taken is not None:
+        taken = t.taken + tile.to(tl.int64) * t.table.padded
     return TailQueries(row, query, start, exists, index_row, start, label_row, noise, slot, taken)
 
 
 @triton.jit
 def label_at(match, e, offset, here, t, MODE: tl.constexpr):
-    """The label of the key at an offset from match e, as float32; -1 where it counts no more or is none."""
+    """The label of the key at an offset from match e; -1 where it counts no more or is none."""
     key, ok = legal_at(match, e, offset, here, t, False, MODE.SEVERAL)
-    return tl.load(here.label_row + key, mask=ok, other=-1).to(tl.float32)
+    return tl.load(here.label_row + key, mask=ok, other=-1)
 
 
 @triton.jit
-def window_labels(here, t, MODE: tl.constexpr):
-    """The labels of the keys in the union of each query's windows, one after the other."""
-    labels = ()
-    for e in tl.static_range(tl.constexpr(MODE.MATCHES)):
-        match = match_of(e, here.exists, here, t)
-        for n in tl.static_range(tl.constexpr(MODE.WINDOW)):
-            labels += (label_at(match, e, offset_of(n, t.reach), here, t, MODE),)
-    return labels
+def labels_kernel(t, MODE: tl.constexpr, B: tl.constexpr):
+    """The labels of the keys in the union of each query's windows. Program: tile."""
+    here, lane = tail_queries(tl.program_id(0), t, B), tl.arange(0, B.BLOCK_Q)
+    to = t.labels + tl.program_id(0).to(tl.int64) * (MODE.KEYS * B.BLOCK_Q) + lane
+    for e in range(t.kappa):
+        match, offset = match_of(e, here.exists, here, t), first_offset(t.reach)
+        for _ in range(window_size(t.reach)):
+            tl.store(to, label_at(match, e, offset, here, t, MODE).to(t.labels.dtype.element_ty))
+            offset, to = next_offset(offset, t.reach), to + B.BLOCK_Q
 
 
 @triton.jit
-def left_of(at, labels, here, t, MODE: tl.constexpr, B: tl.constexpr):
+def left_of(at, tile, here, t, MODE: tl.constexpr, B: tl.constexpr):
     """How many keys of the clusters `at` each query has left: [BLOCK_Q or 1, BLOCK_C]; whole numbers."""
     left = tl.load(t.table.sizes + here.slot + at)[None, :]
     if MODE.TILE:
         left -= tl.load(here.taken + at)[None, :]
     else:
         name = at.to(tl.float32)[None, :]
-        for n in tl.static_range(len(labels)):
-            left = left - tl.where(labels[n][:, None] == name, 1.0, 0.0)
-        if MODE.MATCHES == 0:
-            left = tl.broadcast_to(left, [B.BLOCK_Q, MODE.BLOCK_C])
+        left = tl.broadcast_to(left, [B.BLOCK_Q, MODE.BLOCK_C])
+        if MODE.KEYS > 0:
+            own = t.labels + tile.to(tl.int64) * (MODE.KEYS * B.BLOCK_Q) + tl.arange(0, B.BLOCK_Q)
+            for n in tl.static_range(tl.constexpr(MODE.KEYS)):
+                label = tl.load(own + n * B.BLOCK_Q).to(tl.float32)
+                left -= tl.where(label[:, None] == name, 1.0, 0.0)
+        else:
             for e in range(t.kappa):
                 match = match_of(e, here.exists, here, t)
                 for n in range(window_size(t.reach)):
-                    label = label_at(match, e, offset_of(n, t.reach), here, t, MODE)
+                    label = label_at(match, e, offset_of(n, t.reach), here, t, MODE).to(tl.float32)
                     left -= tl.where(label[:, None] == name, 1.0, 0.0)
     return left
 
@@ -366,7 +384,7 @@ def table_products(mine, base, rest, slot, MODE: tl.constexpr, B: tl.constexpr, 
 
 
 @triton.jit
-def cluster_scores(start, mine, labels, here, t, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr):
+def cluster_scores(start, mine, tile, here, t, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr):
     """BLOCK_C clusters from `start` on: their names, places in the table, scores, and the share of keys that is left.
 
     The score is scale <q, centre> plus the log of size and gain, -inf where no key is left.
@@ -374,6 +392,6 @@ def cluster_scores(start, mine, labels, here, t, MODE: tl.constexpr, B: tl.const
     at = start + tl.arange(0, MODE.BLOCK_C)
     slot, log = here.slot + at, tl.load(t.table.logs + here.slot + at)
     s = table_products(mine, t.table.k, t.table.k_rest, slot, MODE, B, ROW)
-    left = left_of(at, labels, here, t, MODE, B)
+    left = left_of(at, tile, here, t, MODE, B)
     s = tl.where(left > 0, s * t.scale + log[None, :], -float("inf"))
     return at, slot, s, left * tl.load(t.table.shares + slot)[None, :]

@@ -1,6 +1,6 @@
 """The clustered tail in Triton: a tile of queries meets the clusters in blocks, as matrix products.
 
-The labels of the keys in a query's windows are looked up once, and each cluster's size is less by those that name it.
+The labels of the keys in a query's windows are looked up once; each cluster's size is less by those that name it.
 A running softmax over the clusters is joined with the attention over the windows before anything is stored.
 """
 
@@ -21,7 +21,6 @@ from .cluster_table import (
     tail_of,
     tail_queries,
     tiles_of,
-    window_labels,
 )
 from .launch import Kernel, cached, kinds, on_device
 from .shared_keys import LN2, LOWEST, joined, powers, product
@@ -53,11 +52,11 @@ def cluster_tail_kernel(t, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.co
     """Program (tile, piece of the values)."""
     piece, tile = tl.program_id(0) % MODE.PARTS, tl.program_id(0) // MODE.PARTS
     here = tail_queries(tile, t, B)
-    mine, labels, point = own_rows(t.q, here, ROW), window_labels(here, t, MODE), here.start + here.query
+    mine, point = own_rows(t.q, here, ROW), here.start + here.query
     top, whole = tl.full([B.BLOCK_Q], LOWEST, tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
     mixed = tl.zeros([B.BLOCK_Q, VROW.W], tl.float32)
     for start in range(0, t.table.padded, MODE.BLOCK_C):
-        at, slot, s, share = cluster_scores(start, mine, labels, here, t, MODE, B, ROW)
+        at, slot, s, share = cluster_scores(start, mine, tile, here, t, MODE, B, ROW)
         higher = tl.maximum(top, tl.max(s, 1))
         shrink, p = powers(top, higher), powers(s, higher[:, None]) * share
         top, whole = higher, whole * shrink + tl.sum(p, 1)

@@ -26,7 +26,6 @@ from .cluster_table import (
     tail_of,
     tail_queries,
     tiles_of,
-    window_labels,
 )
 from .grid import put
 from .launch import Kernel, cached, kinds, on_device
@@ -103,10 +102,10 @@ def slope_product(ds, theirs, total, MODE: tl.constexpr):
 
 @triton.jit
 def cluster_slopes(
-    start, mine, grad_out, labels, here, t, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+    start, mine, grad_out, tile, here, t, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     """`cluster_scores`, <grad_out, value> and what dropout makes of a weight."""
-    at, slot, s, share = cluster_scores(start, mine, labels, here, t, MODE, B, ROW)
+    at, slot, s, share = cluster_scores(start, mine, tile, here, t, MODE, B, ROW)
     dp = table_products(grad_out, t.table.v, t.table.v_rest, slot, MODE, B, VROW)
     if MODE.DROPOUT:
         r = kept((t.first_name + at)[None, :], here.noise[:, None], t, MODE.DROPOUT)
@@ -121,17 +120,14 @@ def tail_queries_kernel(
     t, above, totals, dq, d_head, d_head_lse, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     """The gradients of the queries and of the head, and the totals. Program: tile."""
-    here = tail_queries(tl.program_id(0), t, B)
+    tile = tl.program_id(0)
+    here = tail_queries(tile, t, B)
     valid, point = here.exists, here.start + here.query
-    mine, labels, grad_out = (
-        own_rows(t.q, here, ROW),
-        window_labels(here, t, MODE),
-        own_rows(above.grad_out, here, VROW),
-    )
+    mine, grad_out = own_rows(t.q, here, ROW), own_rows(above.grad_out, here, VROW)
     top, whole = tl.full([B.BLOCK_Q], LOWEST, tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
     mean, to_head = whole, whole
     for start in range(0, t.table.padded, MODE.BLOCK_C):
-        _, _, s, share, dp, _ = cluster_slopes(start, mine, grad_out, labels, here, t, MODE, B, ROW, VROW)
+        _, _, s, share, dp, _ = cluster_slopes(start, mine, grad_out, tile, here, t, MODE, B, ROW, VROW)
         higher = tl.maximum(top, tl.max(s, 1))
         shrink, p = powers(top, higher), powers(s, higher[:, None]) * share
         top, whole = higher, whole * shrink + tl.sum(p, 1)
@@ -154,7 +150,7 @@ def tail_queries_kernel(
 
     sums = zeros(B.BLOCK_Q, ROW)
     for start in range(0, t.table.padded, MODE.BLOCK_C):
-        _, slot, s, share, dp, _ = cluster_slopes(start, mine, grad_out, labels, here, t, MODE, B, ROW, VROW)
+        _, slot, s, share, dp, _ = cluster_slopes(start, mine, grad_out, tile, here, t, MODE, B, ROW, VROW)
         p = powers(s, top[:, None]) * (share * factor[:, None])
         ds = tl.where(share > 0, p * (dp - delta[:, None]) * t.scale, 0.0)
         more = ()
@@ -180,14 +176,14 @@ def tail_clusters_kernel(
     first = (block % blocks) * MODE.BLOCK_C
     k_sums, v_sums = zeros(MODE.BLOCK_C, ROW), zeros(MODE.BLOCK_C, VROW)
     for number in range(split, tiles, splits):
-        here = tail_queries(source * tiles + number, t, B)
+        tile = source * tiles + number
+        here = tail_queries(tile, t, B)
         valid, point = here.exists, here.start + here.query
-        mine, labels = own_rows(t.q, here, ROW), window_labels(here, t, MODE)
-        grad_out = own_rows(above.grad_out, here, VROW)
+        mine, grad_out = own_rows(t.q, here, ROW), own_rows(above.grad_out, here, VROW)
         top = tl.load(totals.top + point, mask=valid, other=0.0)
         factor = tl.load(totals.factor + point, mask=valid, other=0.0)
         delta = tl.load(totals.delta + point, mask=valid, other=0.0)
-        _, _, s, share, dp, r = cluster_slopes(first, mine, grad_out, labels, here, t, MODE, B, ROW, VROW)
+        _, _, s, share, dp, r = cluster_slopes(first, mine, grad_out, tile, here, t, MODE, B, ROW, VROW)
         some = (share > 0) & valid[:, None]
         p = tl.where(some, powers(s, top[:, None]) * (share * factor[:, None]), 0.0)
         ds = tl.trans(tl.where(some, p * (dp - delta[:, None]) * t.scale, 0.0))
