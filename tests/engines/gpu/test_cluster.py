@@ -52,9 +52,34 @@ SMALL = [
     {"grid": (300,), "dtype": torch.float16, "unit": 64.0, "sample": 128},
 ]
 LARGE = [
-    {"width": 64, "value_width": 64, "grid": (200, 200), "count": 256, "groups": 500, "steps": 3, "dtype": torch.bfloat16},
-    {"width": 64, "value_width": 32, "grid": (200, 200), "count": 200, "groups": 500, "steps": 3, "dtype": torch.float16},
-    {"width": 64, "value_width": 64, "grid": (100, 100), "count": 256, "groups": 500, "steps": 3, "heads": 4, "key_heads": 2},
+    {
+        "width": 64,
+        "value_width": 64,
+        "grid": (200, 200),
+        "count": 256,
+        "groups": 500,
+        "steps": 3,
+        "dtype": torch.bfloat16,
+    },
+    {
+        "width": 64,
+        "value_width": 32,
+        "grid": (200, 200),
+        "count": 200,
+        "groups": 500,
+        "steps": 3,
+        "dtype": torch.float16,
+    },
+    {
+        "width": 64,
+        "value_width": 64,
+        "grid": (100, 100),
+        "count": 256,
+        "groups": 500,
+        "steps": 3,
+        "heads": 4,
+        "key_heads": 2,
+    },
 ]
 
 

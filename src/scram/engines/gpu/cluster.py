@@ -33,7 +33,7 @@ from .cluster_space import (
     space_kernel,
     wide,
 )
-from .grid import KeyMask, Row
+from .grid import KeyMask
 from .launch import Kernel, cached, kinds, on_device
 from .noise import absorb, row_state, seed_argument
 from .shared_keys import block_of, blocks_of, product, stages, whole_block
@@ -42,7 +42,7 @@ from .windows import UNMASKED
 
 TABLE_BLOCK = 64  # forms are a whole number of these
 SAMPLE_BLOCK, METRIC_SPLITS = 64, 16
-SUM_PROGRAMS, LEAST_SPLIT = 256, 256  # programs in all, keys of a split at least
+SUM_PROGRAMS, LEAST_SPLIT = 512, 512  # programs in all, keys of a split at least
 FORM_CLUSTERS, MEAN_CLUSTERS = 16, 4
 MOST_PLACES = 16  # far keys of a block of the sample
 FAR = tl.constexpr(1e-6)  # squared distance, in units of scores and of the spread of values, of a key that is far
@@ -64,15 +64,6 @@ class SumMode(NamedTuple):
     PARTS: int  # programs that share the width
 
 
-class Far(NamedTuple):
-    """Where far keys are reported, and what is drawn."""
-
-    place: Tensor  # int32 [R, PLACES, blocks], keys of each block that are far from their centres; -1 for none
-    step: int
-    by: Drawn
-    space: Space
-
-
 class _Plan(NamedTuple):
     """The kernels and the numbers that shapes give."""
 
@@ -90,78 +81,112 @@ class _Plan(NamedTuple):
     splits: int
     queries: int  # of the sample
     places: int  # for far keys
-    row: Row
-    value_row: Row
+    sizes: _Sizes
 
 
 def cluster(call: ClusterCall) -> Clustered:
-    k, v, keys = call.k, call.v, math.prod(grid_of(call.k))
-    rows, count = k.shape[0] * k.shape[1], call.count
+    q, k, v, count = call.q.contiguous(), call.k, call.v, call.count
+    rows, keys, group = k.shape[0] * k.shape[1], math.prod(grid_of(k)), q.shape[1] // max(k.shape[1], 1)
     if count >= keys or not rows:
         with torch.no_grad():
             return clustering.cluster(call)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=k.device)
-
-    shape = (*k.shape[:2], count)
-    made = Clustered(
-        empty(*shape, k.shape[-1]),
-        empty(*shape, v.shape[-1]),
-        empty(*shape, dtype=torch.int32),
-        empty(*k.shape[:-1], dtype=torch.int32),
-    )
+    warm_k, warm_v = call.warm_centres, call.warm_values
+    warm = (warm_k.contiguous(), warm_v.contiguous()) if warm_k is not None and warm_v is not None else (None, None)
     with on_device(k):
-        source, q = _source(call), call.q.contiguous()
-        warm_k, warm_v = call.warm_centres, call.warm_values
-        warm = (warm_k.contiguous(), warm_v.contiguous()) if warm_k is not None and warm_v is not None else (None, None)
-        by, group = Drawn(seed_argument(call.seed), q.shape[1] // k.shape[1]), q.shape[1] // k.shape[1]
+        source, by = _source(call), Drawn(seed_argument(call.seed), group)
         plan = _plan(q.shape, k.shape, v.shape, count, kinds(q, source, by, *warm))
-        width, value_width = plan.row.W * plan.row.PIECES, plan.value_row.W * plan.value_row.PIECES
-        padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
-        some = source
-        if plan.some < keys:
-            sampled = (empty(rows, plan.some, x.shape[-1], dtype=x.dtype) for x in (k, v))
-            some = Source(*sampled, UNMASKED, None, None, plan.some)
-        blocks = -(-plan.some // SAMPLE_BLOCK)
-        sums = Sums(
-            empty(rows, blocks, width),
-            empty(rows, blocks, value_width),
-            empty(rows, blocks),
-            empty(rows, blocks),
-            empty(rows, METRIC_SPLITS, width, width),
-            empty(rows, METRIC_SPLITS),
-            blocks,
-            METRIC_SPLITS,
-        )
-        space = Space(empty(rows, width, width), empty(rows, width), empty(rows, value_width), empty(rows))
-        every_query = group * math.prod(grid_of(q))
-        plan.sample(source, some, q, every_query, plan.queries, by, sums, rows)
-        plan.space(sums, space, call.scale, rows)
-        forms = Forms(
-            empty(rows, padded, width, dtype=k.dtype),
-            empty(rows, padded, value_width, dtype=v.dtype),
-            empty(rows, padded),
-            empty(rows, 2) if torch.half in (k.dtype, v.dtype) else None,
-            empty(rows, padded, width),
-            empty(rows, padded, value_width),
-            count,
-            padded,
-        )
-        number, most = rows * count, max(plan.some_splits, plan.splits)
-        k_parts, v_parts = empty(most, number, k.shape[-1]), empty(most, number, v.shape[-1])
-        some_parts = Parts(k_parts, v_parts, empty(most, number), plan.some_splits)
-        far, label = empty(rows, plan.places, dtype=torch.int32), empty(rows, plan.some, dtype=torch.int32)
-        plan.start(source, some_parts, *warm, some, far, by, space, forms, plan.places)
+        made, some, scratch = _made(call, plan), source, _scratch(plan, source)
+        if scratch.some_k is not None and scratch.some_v is not None:
+            some = Source(scratch.some_k, scratch.some_v, UNMASKED, None, None, plan.some)
+        forms, space, parts, far = scratch.forms, scratch.space, scratch.parts, scratch.far
+        plan.sample(source, some, q, group * math.prod(grid_of(q)), plan.queries, by, scratch.sums, rows)
+        plan.space(scratch.sums, space, call.scale, rows)
+        plan.start(source, parts, *warm, some, far, by, space, forms, plan.places)
+        if call.steps:
+            assign = plan.assign_some.bind(some, forms, scratch.label, far, by, space)
+            add = plan.sum_some.bind(some, scratch.label, parts, count, rows)
+            centre = plan.forms.bind(source, parts, None, None, some, far, by, space, forms, plan.places)
         for step in range(call.steps):
-            plan.assign_some(some, forms, label, Far(far, step, by, space))
-            plan.sum_some(some, label, some_parts, count, rows)
-            plan.forms(source, some_parts, None, None, some, far, by, space, forms, plan.places)
-        plan.assign(source, forms, made.label, None)
-        parts = Parts(k_parts, v_parts, some_parts.number, plan.splits)
+            assign(step)
+            add()
+            centre()
+        plan.assign(source, forms, made.label, None, None, None, 0)
+        parts = parts._replace(splits=plan.splits)
         plan.sum(source, made.label, parts, count, rows)
-        plan.means(parts, made.centres, made.values, made.sizes, number)
+        plan.means(parts, made.centres, made.values, made.sizes, rows * count)
     return made
+
+
+class _Scratch(NamedTuple):
+    """What the kernels hand to each other, flat."""
+
+    sums: Sums
+    space: Space
+    forms: Forms
+    parts: Parts
+    far: Tensor
+    label: Tensor
+    some_k: Tensor | None
+    some_v: Tensor | None
+
+
+def _made(call: ClusterCall, plan: _Plan) -> Clustered:
+    k, v = call.k, call.v
+    shape = (*k.shape[:2], call.count)
+    wide = (torch.empty((*shape, x.shape[-1]), dtype=torch.float32, device=k.device) for x in (k, v))
+    whole = (torch.empty(x, dtype=torch.int32, device=k.device) for x in (shape, k.shape[:-1]))
+    return Clustered(*wide, *whole)
+
+
+def _scratch(plan: _Plan, source: Source) -> _Scratch:
+    """Few allocations, cut up: each takes its time on the host."""
+    k, v, sizes = source.k, source.v, plan.sizes
+    floats = torch.empty(sum(sizes.floats), dtype=torch.float32, device=k.device).split(sizes.floats)
+    whole = torch.empty(sum(sizes.whole), dtype=torch.int32, device=k.device).split(sizes.whole)
+    by_k, by_v = (
+        torch.empty(sum(cut), dtype=x.dtype, device=k.device).split(cut) for x, cut in ((k, sizes.k), (v, sizes.v))
+    )
+    half = torch.half in (k.dtype, v.dtype)
+    return _Scratch(
+        Sums._make((*floats[:6], sizes.blocks)),
+        Space(*floats[6:10]),
+        Forms(by_k[0], by_v[0], floats[10], floats[11] if half else None, floats[12], floats[13], *sizes.clusters),
+        Parts._make((*floats[14:17], plan.some_splits)),
+        whole[0],
+        whole[1],
+        by_k[1] if sizes.drawn else None,
+        by_v[1] if sizes.drawn else None,
+    )
+
+
+class _Sizes(NamedTuple):
+    """How many numbers each of the tensors of `_Scratch` has."""
+
+    floats: list[int]
+    whole: list[int]
+    k: list[int]
+    v: list[int]
+    blocks: int  # of the sample
+    clusters: tuple[int, int]  # count and padded
+    drawn: bool  # the sample is not all keys
+
+
+def _sizes(rows: int, count: int, widths: tuple[int, int], padded_widths: tuple[int, int], some: int, keys: int,
+           splits: int, places: int) -> _Sizes:  # fmt: skip
+    (width, value_width), (wide, value_wide) = widths, padded_widths
+    blocks, padded, number = -(-some // SAMPLE_BLOCK), -(-count // TABLE_BLOCK) * TABLE_BLOCK, splits * rows * count
+    sums = [blocks * wide, blocks * value_wide, blocks, blocks, METRIC_SPLITS * wide * wide, METRIC_SPLITS]
+    space = [wide * wide, wide, value_wide, 1]
+    forms = [padded, 2, padded * wide, padded * value_wide]
+    floats = [rows * n for n in (*sums, *space, *forms)] + [number * n for n in (width, value_width, 1)]
+    whole = [rows * n for n in (places, some)]
+    drawn = some if some < keys else 0
+    k, v = ([rows * padded * a, rows * drawn * b] for a, b in zip(padded_widths, widths, strict=True))
+
+    def rounded(numbers: list[int]) -> list[int]:
+        return [-(-n // 64) * 64 for n in numbers]  # each begins where the first does within a line of memory
+
+    return _Sizes(rounded(floats), rounded(whole), rounded(k), rounded(v), blocks, (count, padded), drawn > 0)
 
 
 def _source(call: ClusterCall) -> Source:
@@ -170,7 +195,8 @@ def _source(call: ClusterCall) -> Source:
     if mask is None:
         return Source(k, v, UNMASKED, None, None, keys)
     legal = LegalKeys.of(k, k, False, mask)
-    return Source(k, v, KeyMask(mask.contiguous(), legal.heads_per_row), legal.order.contiguous(), legal.count, keys)
+    order = None if legal.order is None else legal.order.contiguous()
+    return Source(k, v, KeyMask(mask.contiguous(), legal.heads_per_row), order, legal.count, keys)
 
 
 @cached
@@ -184,7 +210,7 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
     queries = min(clustering.SAMPLED_QUERIES, group * math.prod(q_shape[2:-1]))
     padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
     plain = {**pieces, "num_warps": 4 if narrow else 2, "num_stages": 1, "enable_fp_fusion": True}
-    space = SpaceMode(SAMPLE_BLOCK, 64, some < keys, 16)
+    space = SpaceMode(SAMPLE_BLOCK, 64, some < keys, 64, METRIC_SPLITS)
     programs = rows * (-(-some // SAMPLE_BLOCK) + METRIC_SPLITS * row.PIECES**2)
     sample = Kernel(sample_kernel, programs, {"MODE": space, **plain})
     strips = row.W * row.PIECES // 16
@@ -192,12 +218,11 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
     warm = seen[-1] is not None
 
     def forms(source: str) -> Kernel:
-        flags = {"FROM": source, "MANY": 8, "BLOCK_C": FORM_CLUSTERS, **plain}
+        flags = {"FROM": source, "MANY": 16, "BLOCK_C": FORM_CLUSTERS, **plain}
         return Kernel(forms_kernel, rows * padded // FORM_CLUSTERS, flags)
 
     def assign(number: int, places: int) -> Kernel:
         block, clusters, warps, most = ASSIGN if narrow else ASSIGN_EXACT
-        block = min(block, SAMPLE_BLOCK) if places else block
         each = row.W * dtype.itemsize + value_row.W * value_dtype.itemsize
         ahead = stages(device, most, clusters * each, block * each * max(row.PIECES, value_row.PIECES))
         how = {"num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
@@ -216,30 +241,33 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
         return Kernel(cluster_sums_kernel, programs * splits, {"MODE": mode, **pieces, **how}), splits
 
     (sum_some, some_splits), (sum_all, splits) = summed(some), summed(keys)
-    flags = {"MANY": 16, "BLOCK_C": MEAN_CLUSTERS, **plain}
+    flags = {"MANY": 32, "BLOCK_C": MEAN_CLUSTERS, **plain}
     means = Kernel(means_kernel, -(-rows * count // MEAN_CLUSTERS), flags)
-    blocks = -(-some // SAMPLE_BLOCK)
+    blocks = -(-some // (ASSIGN if narrow else ASSIGN_EXACT)[0])
     places = min(MOST_PLACES, -(-count // blocks))
     kernels = (sample, made_space, forms("warm" if warm else "keys"), forms("parts"), assign(some, places), sum_some)
     rest = (assign(keys, 0), sum_all, means)
-    return _Plan(*kernels, *rest, some, some_splits, splits, queries, places * blocks, row, value_row)
+    widths = (k_shape[-1], v_shape[-1]), (row.W * row.PIECES, value_row.W * value_row.PIECES)
+    sizes = _sizes(rows, count, *widths, some, keys, max(some_splits, splits), places * blocks)
+    return _Plan(*kernels, *rest, some, some_splits, splits, queries, places * blocks, sizes)
 
 
 @triton.jit
 def assign_kernel(
-    source, forms, label, far, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+    source, forms, label, far, by, space, step, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     """The nearest centre of a block of keys; -1 for a key that is masked, or so that no form of it is finite.
 
-    With PLACES also some of them that are far from it, drawn by their squared distances. Program (row, block).
+    With PLACES also some of them that are far from it, drawn by their squared distances: `far` int32 [R, PLACES,
+    blocks], -1 for none. Program (row, block).
     """
     blocks = (source.keys + MODE.BLOCK_S - 1) // MODE.BLOCK_S
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     at = block * MODE.BLOCK_S + tl.arange(0, MODE.BLOCK_S)
     there, slot = at < source.keys, row * forms.padded
     if source.masked.mask is not None:
-        place = source.masked.mask + row // source.masked.heads * source.keys + at
-        there = there & (tl.load(place, mask=there, other=0) != 0)
+        allowed = source.masked.mask + row // source.masked.heads * source.keys + at
+        there = there & (tl.load(allowed, mask=there, other=0) != 0)
     k = blocks_of(source.k + row * source.keys * ROW.E, at, there, ROW)
     v = blocks_of(source.v + row * source.keys * VROW.E, at, there, VROW)
     best = tl.full([MODE.BLOCK_S, MODE.BLOCK_C], -float("inf"), tl.float32)
@@ -279,25 +307,25 @@ def assign_kernel(
             by_metric = tl.zeros([MODE.BLOCK_S, ROW.W], tl.float32)
             for m in tl.static_range(len(k)):
                 i = m * ROW.W + tl.arange(0, ROW.W)
-                metric = tl.load(far.space.metric + (row * width + i)[:, None] * width + e[None, :])
+                metric = tl.load(space.metric + (row * width + i)[:, None] * width + e[None, :])
                 rough, theirs = away[m].to(tl.bfloat16), metric.to(tl.bfloat16)
                 by_metric = tl.dot(wide(rough), wide(theirs), by_metric)
             distance += tl.sum(by_metric * away[n], 1)
-        weight = tl.load(far.space.weight + row)
+        weight = tl.load(space.weight + row)
         for n in tl.static_range(len(v)):
             f = n * VROW.W + tl.arange(0, VROW.W)
             value = tl.load(forms.v + name[:, None] * value_width + f[None, :])
             apart = tl.where(there[:, None], v[n].to(tl.float32) - value, 0.0)
             distance += weight * tl.sum(apart * apart, 1)
         # The first of clocks that ring at random times, at rates that are the distances.
-        noise = absorb(row_state(far.by.seed, (row * far.by.group).to(tl.int32)), 3 + far.step)
+        noise = absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 3 + step)
         share = ((absorb(noise, at) >> 8).to(tl.float32) + 0.5) / 16777216.0
         candidate = there & (distance > FAR)
         clock = tl.where(candidate, -tl.log(share) / tl.where(candidate, distance, 1.0), float("inf"))
         for n in range(MODE.PLACES):
             first = tl.min(clock, 0)
             chosen = tl.min(tl.where(clock == first, at, 0x7FFFFFFF), 0)
-            place = far.place + (row * MODE.PLACES + n) * blocks + block
+            place = far + (row * MODE.PLACES + n) * blocks + block
             tl.store(place, tl.where(first < float("inf"), chosen, -1))
             clock = tl.where(at == chosen, float("inf"), clock)
 
@@ -315,8 +343,12 @@ def cluster_sums_kernel(
     each = ((keys + MODE.BLOCK_S - 1) // MODE.BLOCK_S + parts.splits - 1) // parts.splits * MODE.BLOCK_S
     k_row, v_row = source.k + row * keys * ROW.E, source.v + row * keys * VROW.E
     k_sum = tl.zeros([MODE.BLOCK_C, ROW.W], tl.float32)
-    v_sum, number = tl.zeros([MODE.BLOCK_C, VROW.W], tl.float32), tl.zeros([MODE.BLOCK_C], tl.int32)
-    for begin in range(split * each, tl.minimum((split + 1) * each, keys), MODE.BLOCK_S):
+    v_sum, first, last = (
+        tl.zeros([MODE.BLOCK_C, VROW.W], tl.float32),
+        split * each,
+        tl.minimum((split + 1) * each, keys),
+    )
+    for begin in range(first, last, MODE.BLOCK_S):
         at = begin + tl.arange(0, MODE.BLOCK_S)
         found = tl.load(label + row * keys + at, mask=at < keys, other=-1)
         own = name[:, None] == found[None, :]
@@ -325,9 +357,13 @@ def cluster_sums_kernel(
         v = wide(block_of(v_row, at, found >= 0, own_piece(piece, VROW), VROW))
         k_sum = product(own.to(k.dtype), k, k_sum)
         v_sum = product(own.to(v.dtype), v, v_sum)
-        number += tl.sum(own.to(tl.int32), 1)
     slot, there = (split * rows + row) * count + name, name < count
     put_piece(parts.k, slot, there, piece, k_sum, MODE.PARTS, False, ROW)
     put_piece(parts.v, slot, there, piece, v_sum, MODE.PARTS, False, VROW)
-    if piece == 0:
-        tl.store(parts.number + slot, number.to(tl.float32), mask=there)
+    if piece == 0:  # counted apart: the products need all registers
+        number = tl.zeros([MODE.BLOCK_C, MODE.BLOCK_S], tl.int32)
+        for begin in range(first, last, MODE.BLOCK_S):
+            at = begin + tl.arange(0, MODE.BLOCK_S)
+            found = tl.load(label + row * keys + at, mask=at < keys, other=-1)
+            number += (name[:, None] == found[None, :]).to(tl.int32)
+        tl.store(parts.number + slot, tl.sum(number, 1).to(tl.float32), mask=there)

@@ -5,7 +5,7 @@ Sums over many keys are made in splits by programs of their own and added in ord
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -48,7 +48,6 @@ class Sums(NamedTuple):
     metric: Tensor  # float32 [R, splits, E, E], of q q^T
     queries: Tensor  # float32 [R, splits]
     blocks: int
-    splits: int
 
 
 class Space(NamedTuple):
@@ -88,7 +87,8 @@ class SpaceMode(NamedTuple):
     BLOCK_S: int  # keys of a block
     BLOCK_Q: int  # queries of a product
     GATHER: bool  # the sample is drawn, not all keys
-    MANY: int  # splits or blocks that are loaded at a time
+    MANY: int  # blocks that are loaded at a time
+    SPLITS: int  # of queries
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def drawn_keys(part, number, draw, row, source, by):
     there = (part < number) & (place < total)
     if source.order is not None:
         place = tl.load(source.order + mask_row * source.keys + place, mask=there, other=0)
-    return tl.where(there, place, 0), there
+    return place * there.to(tl.int64), there  # Triton 3.6 fails to compile tl.where here for some widths
 
 
 @triton.jit
@@ -178,11 +178,11 @@ def sample_queries(number, q, queries, parts, by, sums, MODE: tl.constexpr, ROW:
     """Program (row, split, piece, piece): q q^T over a split of the queries drawn; `queries` of a row of keys."""
     right, rest = number % ROW.PIECES, number // ROW.PIECES
     left, rest = rest % ROW.PIECES, rest // ROW.PIECES
-    row, split = (rest // sums.splits).to(tl.int64), rest % sums.splits
+    row, split = (rest // MODE.SPLITS).to(tl.int64), rest % MODE.SPLITS
     state = absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 2)
     total, found = tl.zeros([ROW.W, ROW.W], tl.float32), tl.zeros([MODE.BLOCK_Q], tl.float32)
     q_row = q + row * queries * ROW.E
-    for begin in range(split * MODE.BLOCK_Q, parts, sums.splits * MODE.BLOCK_Q):
+    for begin in range(split * MODE.BLOCK_Q, parts, MODE.SPLITS * MODE.BLOCK_Q):
         part = begin + tl.arange(0, MODE.BLOCK_Q)
         there = part < parts
         at = place_of_part(part.to(tl.int64), tl.cast(parts, tl.int64), tl.cast(queries, tl.int64), state)
@@ -196,10 +196,10 @@ def sample_queries(number, q, queries, parts, by, sums, MODE: tl.constexpr, ROW:
         total = product(tl.trans(a), b, total)
         found += ok.to(tl.float32)
     width, e = ROW.W * ROW.PIECES, tl.arange(0, ROW.W)
-    to = sums.metric + (row * sums.splits + split) * (width * width)
+    to = sums.metric + (row * MODE.SPLITS + split) * (width * width)
     tl.store(to + (left * ROW.W + e)[:, None] * width + (right * ROW.W + e)[None, :], total)
     if left + right == 0:
-        tl.store(sums.queries + row * sums.splits + split, tl.sum(found, 0))
+        tl.store(sums.queries + row * MODE.SPLITS + split, tl.sum(found, 0))
 
 
 @triton.jit
@@ -217,12 +217,12 @@ def sample_kernel(
 @triton.jit
 def block_sums(base, row, blocks, width, e, MANY: tl.constexpr):
     """Sum over the blocks of a row of base [R, blocks, width], columns e."""
-    total = tl.zeros([e.shape[0]], tl.float32)
+    total = tl.zeros([MANY, e.shape[0]], tl.float32)
     for begin in range(0, blocks, MANY):
         n = begin + tl.arange(0, MANY)
-        x = tl.load(base + ((row * blocks + n) * width)[:, None] + e[None, :], mask=(n < blocks)[:, None], other=0.0)
-        total += tl.sum(x, 0)
-    return total
+        at = ((row * blocks + n) * width)[:, None] + e[None, :]
+        total += tl.load(base + at, mask=(n < blocks)[:, None], other=0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -235,18 +235,14 @@ def space_kernel(
     number = tl.program_id(0)
     if number < rows * strips:
         row, i = (number // strips).to(tl.int64), number % strips * BLOCK_A + tl.arange(0, BLOCK_A)
-        n = tl.arange(0, MODE.MANY)
-        count = tl.sum(tl.load(sums.queries + row * sums.splits + n, mask=n < sums.splits, other=0.0), 0)
+        count = tl.sum(tl.load(sums.queries + row * MODE.SPLITS + tl.arange(0, MODE.SPLITS)), 0)
         factor = scale * scale / tl.maximum(count, 1.0)
         for piece in range(ROW.PIECES):
             e = piece * ROW.W + tl.arange(0, ROW.W)
             total = tl.zeros([BLOCK_A, ROW.W], tl.float32)
-            for begin in range(0, sums.splits, MODE.MANY):
-                split = begin + n
-                at = ((row * sums.splits + split) * (width * width))[:, None, None]
-                at += (i * width)[None, :, None] + e[None, None, :]
-                x = tl.load(sums.metric + at, mask=(split < sums.splits)[:, None, None], other=0.0)
-                total += tl.sum(x, 0)
+            for split in tl.static_range(tl.constexpr(MODE.SPLITS)):
+                at = (row * MODE.SPLITS + split) * (width * width) + (i * width)[:, None] + e[None, :]
+                total += tl.load(sums.metric + at)
             to = space.metric + row * (width * width) + (i * width)[:, None] + e[None, :]
             tl.store(to, total * factor)
     else:
@@ -273,27 +269,27 @@ def space_kernel(
 
 @triton.jit
 def part_sums(base, slot, there, parts, stride, piece, MANY: tl.constexpr, ROW: tl.constexpr):
-    """Sum over the splits of base [splits, stride, E], rows `slot`: [len(slot), W]."""
+    """Sum over the splits of base [splits, stride, E], rows `slot`: [len(slot), W]. MANY are loaded at a time."""
     total = tl.zeros([slot.shape[0], ROW.W], tl.float32)
     e = piece * ROW.W + tl.arange(0, ROW.W)
+    at = base + slot[:, None] * ROW.E + e[None, :]
     for begin in range(0, parts.splits, MANY):
-        n = begin + tl.arange(0, MANY)
-        at = ((n.to(tl.int64) * stride)[:, None] + slot[None, :]) * ROW.E
-        inside = ((n < parts.splits)[:, None] & there[None, :])[:, :, None] & (e < ROW.E)[None, None, :]
-        total += tl.sum(tl.load(base + at[:, :, None] + e[None, None, :], mask=inside, other=0.0), 0)
+        for n in tl.static_range(MANY):
+            further = (begin + n) * tl.cast(stride, tl.int64) * ROW.E
+            inside = (there & (slot * 0 + begin + n < parts.splits))[:, None] & (e < ROW.E)[None, :]
+            total += tl.load(at + further, mask=inside, other=0.0)
     return total
 
 
 @triton.jit
-def part_numbers(slot, there, parts, stride, MANY: tl.constexpr):
+def part_numbers(slot, there, parts, stride):
     """How many keys the clusters at `slot` have: int32."""
-    total = tl.zeros([slot.shape[0]], tl.int32)
-    for begin in range(0, parts.splits, MANY):
-        n = begin + tl.arange(0, MANY)
+    total = tl.zeros([64, slot.shape[0]], tl.int32)
+    for begin in range(0, parts.splits, 64):
+        n = begin + tl.arange(0, 64)
         at = (n.to(tl.int64) * stride)[:, None] + slot[None, :]
-        x = tl.load(parts.number + at, mask=(n < parts.splits)[:, None] & there[None, :], other=0.0)
-        total += tl.sum(x.to(tl.int32), 0)
-    return total
+        total += tl.load(parts.number + at, mask=(n < parts.splits)[:, None] & there[None, :], other=0.0).to(tl.int32)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -304,7 +300,7 @@ def means_kernel(
     """The mean key, mean value and number of keys of `every` cluster. Program: block of clusters of all rows."""
     at = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = at < every
-    number = part_numbers(at, there, parts, every, MANY)
+    number = part_numbers(at, there, parts, every)
     tl.store(sizes + at, number, mask=there)
     each = tl.maximum(number, 1).to(tl.float32)[:, None]
     for n in tl.static_range(tl.constexpr(ROW.PIECES)):
@@ -334,7 +330,7 @@ def starts(at, row, source, parts, warm_k, warm_v, some, far, by, forms, blocks,
         v = blocks_of(warm_v + row * count * VROW.E, at, there, VROW)
     else:
         slot, every = row * count + at, (tl.num_programs(0) // (forms.padded // at.shape[0])).to(tl.int64) * count
-        number = part_numbers(slot, there, parts, every, MANY)
+        number = part_numbers(slot, there, parts, every)
         place = tl.load(far + row * blocks + at % blocks)
         anew, each = there & (number == 0) & (place >= 0), tl.maximum(number, 1).to(tl.float32)[:, None]
         for n in tl.static_range(tl.constexpr(ROW.PIECES)):

@@ -25,7 +25,9 @@ from .noise import Seed, absorb, below_argument, row_state, seed_argument
 from .shared_keys import block_of, product, stages, whole_block
 from .windows import UNMASKED, first_offset, legal_at, match_of, next_offset, offset_of, reaches, window_size
 
-UNROLLED = 40  # keys of a query's windows at most whose labels are looked up once and kept
+MOST_KEPT, UNROLLED = 64, 12  # keys of a query's windows at most whose labels are kept, and compared without a loop
+BLOCK_BYTES = 48 << 10  # of the table at most that are multiplied at a time
+UNROLLED_KEYS = tl.constexpr(UNROLLED)
 TABLE_BLOCK = 64  # the table is a whole number of these
 
 
@@ -128,8 +130,13 @@ def _tail_flags(
     narrow = dtype.itemsize == value_dtype.itemsize == 2
     clusters, warps, most = half if narrow else exact
     rows = tile_pieces(width, value_width, narrow)
+    sizes = ((rows["ROW"], dtype), (rows["VROW"], value_dtype))
+    own = sum(row.W * row.PIECES * kind.itemsize for row, kind in sizes)
+    each = own * (2 if narrow else 1)
+    while clusters > 16 and clusters * each > BLOCK_BYTES:
+        clusters //= 2
     keys = math.prod(2 * b + 1 for b in reaches(radius, key_grid))
-    held = window == "query" and matches * keys <= UNROLLED
+    held = window == "query" and matches * keys <= MOST_KEPT
     mode = ClusterMode(
         matches * keys if held else 0,
         matches > 1,
@@ -140,8 +147,7 @@ def _tail_flags(
         clusters,
         rows["VROW"].PIECES,
     )
-    each = (rows["ROW"].W * dtype.itemsize + rows["VROW"].W * value_dtype.itemsize) * (2 if narrow else 1)
-    ahead = stages(device, most, clusters * each, TILE_QUERIES * each)
+    ahead = stages(device, most, clusters * each, 2 * TILE_QUERIES * own)
     block = Block(tile_shape(TILE_QUERIES, rank), TILE_QUERIES)
     how = {"num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
     return {"MODE": mode, "B": block, **rows, **how}
@@ -289,12 +295,12 @@ def taken_kernel(taken, label, cells, masked, geo, group, padded, MODE: tl.const
     listed = Listing(cells.first + tile.to(tl.int64) * cells.room, end, row.to(tl.int64))
     for start in range(0, padded, MODE.BLOCK_C):
         name = start + tl.arange(0, MODE.BLOCK_C)
-        found = tl.zeros([MODE.BLOCK_C], tl.int32)
+        found = tl.zeros([MODE.BLOCK_K, MODE.BLOCK_C], tl.int32)
         for begin in range(0, end, MODE.BLOCK_K):
             key = keys_at(begin, listed, cells.sides, Unmasked(masked, geo), MODE)
             theirs = tl.load(label_row + key, mask=key >= 0, other=-1)
-            found += tl.sum((theirs[:, None] == name[None, :]).to(tl.int32), 0)
-        tl.store(taken + tile.to(tl.int64) * padded + name, found.to(tl.float32))
+            found += (theirs[:, None] == name[None, :]).to(tl.int32)
+        tl.store(taken + tile.to(tl.int64) * padded + name, tl.sum(found, 0).to(tl.float32))
 
 
 @triton.jit
@@ -340,9 +346,14 @@ def left_of(at, tile, here, t, MODE: tl.constexpr, B: tl.constexpr):
         left = tl.broadcast_to(left, [B.BLOCK_Q, MODE.BLOCK_C])
         if MODE.KEYS > 0:
             own = t.labels + tile.to(tl.int64) * (MODE.KEYS * B.BLOCK_Q) + tl.arange(0, B.BLOCK_Q)
-            for n in tl.static_range(tl.constexpr(MODE.KEYS)):
-                label = tl.load(own + n * B.BLOCK_Q).to(tl.float32)
-                left -= tl.where(label[:, None] == name, 1.0, 0.0)
+            if MODE.KEYS <= UNROLLED_KEYS:
+                for n in tl.static_range(tl.constexpr(MODE.KEYS)):
+                    label = tl.load(own + n * B.BLOCK_Q).to(tl.float32)
+                    left -= tl.where(label[:, None] == name, 1.0, 0.0)
+            else:
+                for n in range(MODE.KEYS):
+                    label = tl.load(own + n * B.BLOCK_Q).to(tl.float32)
+                    left -= tl.where(label[:, None] == name, 1.0, 0.0)
         else:
             for e in range(t.kappa):
                 match = match_of(e, here.exists, here, t)

@@ -8,7 +8,7 @@ sums are added in order afterwards, so the bits are the same every time.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import ClusterTailCall, ClusterTailGrads
-from .block_sizes import CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT
+from .block_sizes import CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT
 from .cluster_table import (
     cluster_scores,
     own_rows,
@@ -64,28 +64,26 @@ def cluster_tail_backward(
     if not lse.numel():
         return ClusterTailGrads(mine[0], torch.zeros_like(centres), torch.zeros_like(values), mine[1], mine[2])
     flags = tail_flags(call, CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT)
+    collects = tail_flags(call, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT)
     every, rows, count = tiles_of(call), centres.shape[0] * centres.shape[1], centres.shape[2]
-    blocks = -(-count // flags["MODE"].BLOCK_C)
+    blocks = -(-count // collects["MODE"].BLOCK_C)
     splits = max(1, min(every // rows, PROGRAMS // (rows * blocks)))
     parts = [torch.empty((splits, rows * count, x.shape[-1]), device=q.device) for x in (centres, values)]
     totals = Totals(*torch.empty((3, *lse.shape), dtype=torch.float32, device=q.device).unbind())
     with on_device(q):
         tail, above = tail_of(call, flags), Upstream(grad_out.contiguous(), grad_lse.contiguous())
-        by_queries, by_clusters = _kernels(
-            every, rows * blocks * splits, tuple(flags.items()), kinds(*tail, *above, *mine, *totals)
-        )
-        by_queries(tail, above, totals, *mine)
-        by_clusters(tail, above, totals, *parts, splits, every // rows)
+        given = kinds(*tail, *above, *mine, *totals)
+        _kernel(tail_queries_kernel, every, tuple(flags.items()), given)(tail, above, totals, *mine)
+        clusters = _kernel(tail_clusters_kernel, rows * blocks * splits, tuple(collects.items()), given)
+        clusters(tail, above, totals, *parts, splits, every // rows)
     sums = (part.sum(0).to(x.dtype) for part, x in zip(parts, (centres, values), strict=True))
     d_centres, d_values = (d.reshape(x.shape) for d, x in zip(sums, (centres, values), strict=True))
     return ClusterTailGrads(mine[0], d_centres, d_values, mine[1], mine[2])
 
 
 @cached
-def _kernels(
-    tiles: int, programs: int, flags: tuple[tuple[str, object], ...], given: tuple[object, ...]
-) -> tuple[Kernel, Kernel]:
-    return Kernel(tail_queries_kernel, tiles, dict(flags)), Kernel(tail_clusters_kernel, programs, dict(flags))
+def _kernel(kernel: Any, programs: int, flags: tuple[tuple[str, object], ...], given: tuple[object, ...]) -> Kernel:
+    return Kernel(kernel, programs, dict(flags))
 
 
 @triton.jit
