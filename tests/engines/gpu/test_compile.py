@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from cases import Case, gradients, make_tensors, run_attend, run_search
+from cluster_calls import Tailed, cluster_call, tail_call
 from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tensors_of
 
 triton = pytest.importorskip("triton")
 
-from scram import dispatch  # noqa: E402
+from scram import clustering, dispatch  # noqa: E402
 from scram.engines.gpu import attend_keys, block_sizes, launch, noise, sample, search, windows  # noqa: E402
+from scram.engines.gpu.engine import cluster, cluster_tail, cluster_tail_backward  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -308,3 +310,55 @@ def test_estimators_compile(one, first, monkeypatch):
     )
     windows = {"attend_kernel", "backward_kernel", "share_kernel", "collect_kernel"}
     assert set(compiled) - windows == wanted | {f"{first}_kernel"}
+
+
+TAILED = [
+    Tailed(Case("rank 2", width=64, value_width=64, dtype=torch.bfloat16, kappa=1), clusters=256),
+    Tailed(Case("four matches", width=64, value_width=20, dtype=torch.float16, kappa=4, dropout_p=0.5), gains=True),
+    Tailed(Case("many keys", grid=(8,), width=5, kappa=3, radius=20, heads=2, key_heads=1, dropout_p=0.5)),
+    Tailed(Case("tile", grid=(2, 3, 4), width=130, value_width=5, window="tile"), gains=True),
+    Tailed(Case("tile of 16 bits", grid=(2, 2, 2, 2), width=20, dtype=torch.bfloat16, window="tile"), clusters=1),
+]
+
+
+@pytest.mark.parametrize(("number", "architecture"), [(0, 80), (0, 90), (1, 90), (2, 90), (3, 80), (4, 90)])
+def test_the_clustered_tail_compiles(number, architecture, monkeypatch):
+    compiled, one = [], TAILED[number]
+
+    def compile_only(self, *arguments):
+        compiled.append(self.kernel.fn.__name__)
+        assert _compile(self.kernel, arguments, self.flags, architecture).asm["cubin"]
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    call = tail_call(one, one.case.dtype)
+    out, lse = cluster_tail(call)
+    cluster_tail_backward(call, out, lse, out, lse)
+    wanted = {"table_kernel", "cluster_tail_kernel", "tail_queries_kernel", "tail_clusters_kernel"}
+    kept = set() if one.case.name == "many keys" else {"labels_kernel"}
+    assert set(compiled) == wanted | ({"cells_kernel", "taken_kernel"} if one.case.window == "tile" else kept)
+
+
+CLUSTERED = [
+    {"width": 64, "value_width": 64, "dtype": torch.bfloat16, "grid": (4, 5), "count": 7, "sample": 16},
+    {"width": 20, "value_width": 64, "dtype": torch.float16, "grid": (8,), "count": 3, "mask": "batch", "warm": True},
+    {"width": 5, "value_width": 70, "dtype": torch.float32, "grid": (4, 5), "count": 7, "mask": "head", "sample": 16},
+    {"width": 130, "value_width": 20, "dtype": torch.bfloat16, "grid": (4, 5), "count": 7},
+]
+
+
+@pytest.mark.parametrize(("number", "architecture"), [(0, 80), (0, 90), (1, 90), (2, 90), (3, 90)])
+def test_clustering_compiles(number, architecture, monkeypatch):
+    compiled, given = [], dict(CLUSTERED[number])
+
+    def compile_only(self, *arguments):
+        compiled.append(self.kernel.fn.__name__)
+        assert _compile(self.kernel, arguments, self.flags, architecture).asm["cubin"]
+
+    monkeypatch.setattr(clustering, "SAMPLED_KEYS", given.pop("sample", 1 << 14))
+    launch.clear_caches()
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    cluster(cluster_call(**given))
+    steps = ["assign_kernel", "cluster_sums_kernel", "forms_kernel"]
+    last = ["assign_kernel", "cluster_sums_kernel", "means_kernel"]
+    assert compiled == ["sample_kernel", "space_kernel", "forms_kernel", *steps, *steps, *last]
+    launch.clear_caches()

@@ -72,6 +72,14 @@ TILE_BACKWARD, TILE_BACKWARD_EXACT = (64, 4, 2), (32, 2, 1)
 TILE_COLLECT, TILE_COLLECT_EXACT = (16, 4, 2), (16, 2, 1)
 TILE_WIDTH, TILE_WIDTH_EXACT = 128, 64  # features of one product; more come in pieces
 
+# Clusters: per product, warps, stages at most, of the tail and of its backward pass.
+CLUSTER_TAIL, CLUSTER_TAIL_EXACT = (32, 4, 3), (32, 2, 2)
+CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT = (64, 4, 2), (16, 2, 1)
+CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT = (64, 4, 1), (16, 2, 1)
+# Of the clustering: keys, clusters per product, warps, stages at most.
+ASSIGN, ASSIGN_EXACT = (64, 64, 4, 3), (32, 32, 2, 2)
+CLUSTER_SUMS, CLUSTER_SUMS_EXACT = (64, 64, 4, 3), (32, 32, 2, 2)
+
 
 @cached
 def search_tile(rank: int, width: int, dtype: torch.dtype, earlier: bool = False) -> dict[str, Any]:

@@ -6,6 +6,9 @@ from ...calls import AttendCall, AttendGrads, Found, SearchCall
 from ...types import Attended
 from .attend import attend as query_attend
 from .attend_backward import attend_backward as query_attend_backward
+from .cluster import cluster as cluster
+from .cluster_tail import cluster_tail as cluster_tail
+from .cluster_tail_backward import cluster_tail_backward as cluster_tail_backward
 from .drawn_tail import drawn_tail as drawn_tail
 from .drawn_tail_backward import drawn_tail_backward as drawn_tail_backward
 from .launch import clear_caches as clear_caches

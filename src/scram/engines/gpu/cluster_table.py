@@ -1,0 +1,408 @@
+"""Clusters beside tiles of queries, in Triton: a table of the clusters, and how many keys of each a query has left.
+
+What every query needs of a cluster is computed once: its centre and value in whole blocks, for 16 bits as the rounded
+number and what rounding left of it, and the log of its weight. A place without a cluster has no keys.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...calls import ClusterTailCall
+from ...grid import grid_of
+from ...schedule import TILE_QUERIES
+from .block_sizes import tile_pieces
+from .cells import WIDEN, cells_of, keys_at
+from .grid import Block, Geometry, KeyMask, geometry, lane_query, points, tile_at, tile_shape, tiles
+from .launch import Kernel, cached, kinds
+from .noise import Seed, absorb, below_argument, row_state, seed_argument
+from .shared_keys import block_of, product, stages, whole_block
+from .windows import UNMASKED, first_offset, legal_at, match_of, next_offset, offset_of, reaches, window_size
+
+MOST_KEPT, UNROLLED = 64, 12  # keys of a query's windows at most whose labels are kept, and compared without a loop
+BLOCK_BYTES = 48 << 10  # of the table at most that are multiplied at a time
+UNROLLED_KEYS = tl.constexpr(UNROLLED)
+TABLE_BLOCK = 64  # the table is a whole number of these
+
+
+class Table(NamedTuple):
+    """The clusters of all rows, as kernels take them. The widths are whole pieces."""
+
+    k: Tensor  # [rows, padded, E], centres
+    k_rest: Tensor | None  # what rounding to 16 bits left of them
+    v: Tensor  # [rows, padded, F]
+    v_rest: Tensor | None
+    logs: Tensor  # float32 [rows, padded], log of size times gain
+    sizes: Tensor  # float32 [rows, padded]
+    shares: Tensor  # float32 [rows, padded], 1 / size
+    count: int  # clusters of a row
+    padded: int
+
+
+class ClusterTail(NamedTuple):
+    """A ClusterTailCall as kernels take it: contiguous tensors, and numbers."""
+
+    q: Tensor
+    index: Tensor
+    label: Tensor
+    head_lse: Tensor
+    head_out: Tensor
+    table: Table
+    taken: Tensor | None  # float32 [tiles, padded], keys of each cluster that the queries of a tile attend
+    labels: Tensor | None  # int16 or int32 [tiles, keys, TILE_QUERIES], of the keys in each query's windows, -1: none
+    masked: KeyMask  # none
+    seed: Seed
+    geo: Geometry
+    reach: tuple[int, ...]
+    group: int  # rows of queries that share a row of clusters
+    kappa: int
+    first_name: int
+    threshold: int
+    keep: float
+    scale: float
+
+
+class ClusterMode(NamedTuple):
+    """What a kernel over clusters is compiled for."""
+
+    KEYS: int  # of a query's windows, whose labels are kept; 0: they are too many, or the tile's
+    SEVERAL: bool  # matches
+    TILE: bool  # queries of a tile attend the same keys
+    DROPOUT: bool
+    NARROW: bool  # features and values of 16 bits
+    FP16: bool
+    BLOCK_C: int  # clusters per product
+    PARTS: int  # programs that share the width of a tile's values
+
+
+class ListMode(NamedTuple):
+    """What `taken_kernel` is compiled for: as `keys_at` wants it."""
+
+    BLOCK_K: int
+    BLOCK_C: int
+    EVEN: bool
+    COPIES: int
+
+
+class TailQueries(NamedTuple):
+    """The queries of a tile, in a kernel."""
+
+    row: Any
+    query: Any  # int32 [BLOCK_Q], flat
+    start: Any  # of the row among all queries, int64
+    exists: Any
+    index_row: Any  # pointer
+    mask_row: Any
+    label_row: Any  # pointer
+    noise: Any
+    slot: Any  # of the row's first cluster in the table, int64
+    taken: Any  # pointer to what the tile has taken
+
+
+def tail_flags(call: ClusterTailCall, half: tuple[int, int, int], exact: tuple[int, int, int]) -> dict[str, Any]:
+    """Flags of a kernel over clusters. `half`, `exact`: its clusters per product, warps and stages at most."""
+    dropout = call.dropout_seed is not None and call.dropout_p > 0
+    seen = (call.q.dtype, call.head_out.dtype, call.q.device)
+    shapes = (call.index.shape, tuple(call.label.shape[2:]), call.q.shape[-1], call.head_out.shape[-1])
+    return _tail_flags(*shapes, call.radius, call.window, dropout, seen, half, exact)
+
+
+@cached
+def _tail_flags(
+    index_shape: torch.Size,
+    key_grid: tuple[int, ...],
+    width: int,
+    value_width: int,
+    radius: tuple[int, ...],
+    window: str,
+    dropout: bool,
+    seen: tuple[torch.dtype, torch.dtype, torch.device],
+    half: tuple[int, int, int],
+    exact: tuple[int, int, int],
+) -> dict[str, Any]:
+    (dtype, value_dtype, device), matches, rank = seen, index_shape[-1], len(index_shape) - 3
+    narrow = dtype.itemsize == value_dtype.itemsize == 2
+    clusters, warps, most = half if narrow else exact
+    rows = tile_pieces(width, value_width, narrow)
+    sizes = ((rows["ROW"], dtype), (rows["VROW"], value_dtype))
+    own = sum(row.W * row.PIECES * kind.itemsize for row, kind in sizes)
+    each = own * (2 if narrow else 1)
+    while clusters > 16 and clusters * each > BLOCK_BYTES:
+        clusters //= 2
+    keys = math.prod(2 * b + 1 for b in reaches(radius, key_grid))
+    held = window == "query" and matches * keys <= MOST_KEPT
+    mode = ClusterMode(
+        matches * keys if held else 0,
+        matches > 1,
+        window == "tile",
+        dropout,
+        narrow,
+        narrow and torch.half in (dtype, value_dtype),
+        clusters,
+        rows["VROW"].PIECES,
+    )
+    ahead = stages(device, most, clusters * each, 2 * TILE_QUERIES * own)
+    block = Block(tile_shape(TILE_QUERIES, rank), TILE_QUERIES)
+    how = {"num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
+    return {"MODE": mode, "B": block, **rows, **how}
+
+
+def tiles_of(call: ClusterTailCall) -> int:
+    """Of all rows."""
+    rank = call.q.ndim - 3
+    return call.q.shape[0] * call.q.shape[1] * tiles(grid_of(call.q), tile_shape(TILE_QUERIES, rank))
+
+
+def tail_of(call: ClusterTailCall, flags: dict[str, Any]) -> ClusterTail:
+    """The call with its table, and for tiles the keys they have taken."""
+    q, index, label = call.q.contiguous(), call.index.contiguous(), call.label.contiguous()
+    key_grid = tuple(label.shape[2:])
+    geo, table, taken, labels = geometry(grid_of(q), key_grid), table_of(call, flags), None, None
+    mode, count = flags["MODE"], tiles_of(call)
+    if mode.KEYS:
+        dtype = torch.int16 if table.padded < 1 << 15 else torch.int32
+        labels = torch.empty((count, mode.KEYS, TILE_QUERIES), dtype=dtype, device=q.device)
+    if call.window == "tile":
+        cells = cells_of(index, geo, call.radius)
+        taken = torch.empty((count, table.padded), dtype=torch.float32, device=q.device)
+        group = q.shape[1] // label.shape[1]
+        _taken(count, cells.size, flags["B"], kinds(label, taken))(
+            taken, label, cells, UNMASKED, geo, group, table.padded
+        )
+    tail = ClusterTail(
+        q,
+        index,
+        label,
+        call.head_lse.contiguous(),
+        call.head_out.contiguous(),
+        table,
+        taken,
+        labels,
+        UNMASKED,
+        seed_argument(call.dropout_seed),
+        geo,
+        reaches(call.radius, key_grid),
+        q.shape[1] // label.shape[1],
+        index.shape[-1],
+        call.first_name,
+        below_argument(call.dropout_p),
+        1 / (1 - call.dropout_p),
+        call.scale,
+    )
+    if mode.KEYS:
+        _labels(count, mode, flags["B"], kinds(index, label, tail.seed))(tail)
+    return tail
+
+
+def table_of(call: ClusterTailCall, flags: dict[str, Any]) -> Table:
+    centres, values, row, value_row = call.centres, call.values, flags["ROW"], flags["VROW"]
+    rows, count = centres.shape[0] * centres.shape[1], centres.shape[2]
+    padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
+    narrow, device = flags["MODE"].NARROW, centres.device
+
+    def empty(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((rows, padded, width), dtype=dtype, device=device)
+
+    k, v = (row.W * row.PIECES, call.q.dtype), (value_row.W * value_row.PIECES, call.head_out.dtype)
+    numbers = torch.empty((3, rows, padded), dtype=torch.float32, device=device)
+    rest = (empty(*k), empty(*v)) if narrow else (None, None)
+    table = Table(empty(*k), rest[0], empty(*v), rest[1], numbers[0], numbers[1], numbers[2], count, padded)
+    gains = None if call.gains is None else call.gains.contiguous()
+    given = (centres.contiguous(), values.contiguous(), call.sizes.contiguous(), gains)
+    _table(rows * padded // TABLE_BLOCK, row, value_row, kinds(*given, table))(*given, table)
+    return table
+
+
+@cached
+def _table(programs: int, row: Any, value_row: Any, given: tuple[Any, ...]) -> Kernel:
+    flags = {"BLOCK_C": TABLE_BLOCK, "ROW": row, "VROW": value_row, "num_warps": 4, "enable_fp_fusion": True}
+    return Kernel(table_kernel, programs, flags)
+
+
+@cached
+def _labels(programs: int, mode: ClusterMode, block: Block, given: tuple[Any, ...]) -> Kernel:
+    return Kernel(labels_kernel, programs, {"MODE": mode, "B": block, "num_warps": 2, "enable_fp_fusion": True})
+
+
+@cached
+def _taken(count: int, size: int, block: Block, given: tuple[Any, ...]) -> Kernel:
+    mode = ListMode(64, TABLE_BLOCK, 64 % size == 0, 2)
+    return Kernel(taken_kernel, count, {"MODE": mode, "B": block, "num_warps": 4, "enable_fp_fusion": True})
+
+
+@triton.jit
+def put_halves(high, rest, slot, at, there, base, ROW: tl.constexpr):
+    """Rows base[at] to rows `slot` of a table, rounded, and what rounding left of them."""
+    for n in tl.static_range(tl.constexpr(ROW.PIECES)):
+        x = block_of(base, at, there, n, ROW).to(tl.float32)
+        to = slot[:, None] * (ROW.W * ROW.PIECES) + (n * ROW.W + tl.arange(0, ROW.W))[None, :]
+        rounded = x.to(high.dtype.element_ty)
+        tl.store(high + to, rounded)
+        if rest is not None:
+            left = x - rounded.to(tl.float32)
+            left = tl.where(tl.abs(left) < float("inf"), left, 0.0)  # what is not finite is so in the first half
+            tl.store(rest + to, left.to(high.dtype.element_ty))
+
+
+@triton.jit
+def table_kernel(
+    centres, values, sizes, gains, table, BLOCK_C: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+):  # fmt: skip
+    """Program (row, block of clusters)."""
+    blocks = table.padded // BLOCK_C
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    there, slot, source = at < table.count, row * table.padded + at, row * table.count
+    put_halves(table.k, table.k_rest, slot, at, there, centres + source * ROW.E, ROW)
+    put_halves(table.v, table.v_rest, slot, at, there, values + source * VROW.E, VROW)
+    size = tl.load(sizes + source + at, mask=there, other=0).to(tl.float32)
+    weight = size
+    if gains is not None:
+        weight = size * tl.load(gains + source + at, mask=there, other=0.0)
+    tl.store(table.logs + slot, tl.where(weight == 0, -float("inf"), tl.log(tl.where(weight == 0, 1.0, weight))))
+    tl.store(table.sizes + slot, size)
+    tl.store(table.shares + slot, tl.where(size > 0, 1 / tl.maximum(size, 1.0), 0.0))
+
+
+class Listing(NamedTuple):
+    """What `keys_at` reads, in a kernel."""
+
+    first: Any
+    end: Any
+    mask_row: Any
+
+
+class Unmasked(NamedTuple):
+    """Keys of which none is masked, in a kernel."""
+
+    masked: Any
+    geo: Any
+
+
+@triton.jit
+def taken_kernel(taken, label, cells, masked, geo, group, padded, MODE: tl.constexpr, B: tl.constexpr):
+    """How many keys of each cluster the cells of a tile hold. Program: tile."""
+    tile = tl.program_id(0)
+    row, _ = tile_at(tile, geo, B)
+    label_row = label + (row // group).to(tl.int64) * points(geo.k)
+    end = tl.load(cells.count + tile) * points(cells.sides)
+    listed = Listing(cells.first + tile.to(tl.int64) * cells.room, end, row.to(tl.int64))
+    for start in range(0, padded, MODE.BLOCK_C):
+        name = start + tl.arange(0, MODE.BLOCK_C)
+        found = tl.zeros([MODE.BLOCK_K, MODE.BLOCK_C], tl.int32)
+        for begin in range(0, end, MODE.BLOCK_K):
+            key = keys_at(begin, listed, cells.sides, Unmasked(masked, geo), MODE)
+            theirs = tl.load(label_row + key, mask=key >= 0, other=-1)
+            found += (theirs[:, None] == name[None, :]).to(tl.int32)
+        tl.store(taken + tile.to(tl.int64) * padded + name, tl.sum(found, 0).to(tl.float32))
+
+
+@triton.jit
+def tail_queries(tile, t, B: tl.constexpr):
+    row, corner = tile_at(tile, t.geo, B)
+    query, exists = lane_query(corner, t.geo, B)
+    start, source = row * points(t.geo.q).to(tl.int64), (row // t.group).to(tl.int64)
+    index_row, label_row = t.index + start * t.kappa, t.label + source * points(t.geo.k)
+    noise, slot = absorb(row_state(t.seed, row), query), source * t.table.padded
+    taken = t.table.sizes
+    if t.taken is not None:
+        taken = t.taken + tile.to(tl.int64) * t.table.padded
+    return TailQueries(row, query, start, exists, index_row, start, label_row, noise, slot, taken)
+
+
+@triton.jit
+def label_at(match, e, offset, here, t, MODE: tl.constexpr):
+    """The label of the key at an offset from match e; -1 where it counts no more or is none."""
+    key, ok = legal_at(match, e, offset, here, t, False, MODE.SEVERAL)
+    return tl.load(here.label_row + key, mask=ok, other=-1)
+
+
+@triton.jit
+def labels_kernel(t, MODE: tl.constexpr, B: tl.constexpr):
+    """The labels of the keys in the union of each query's windows. Program: tile."""
+    here, lane = tail_queries(tl.program_id(0), t, B), tl.arange(0, B.BLOCK_Q)
+    to = t.labels + tl.program_id(0).to(tl.int64) * (MODE.KEYS * B.BLOCK_Q) + lane
+    for e in range(t.kappa):
+        match, offset = match_of(e, here.exists, here, t), first_offset(t.reach)
+        for _ in range(window_size(t.reach)):
+            tl.store(to, label_at(match, e, offset, here, t, MODE).to(t.labels.dtype.element_ty))
+            offset, to = next_offset(offset, t.reach), to + B.BLOCK_Q
+
+
+@triton.jit
+def left_of(at, tile, here, t, MODE: tl.constexpr, B: tl.constexpr):
+    """How many keys of the clusters `at` each query has left: [BLOCK_Q or 1, BLOCK_C]; whole numbers."""
+    left = tl.load(t.table.sizes + here.slot + at)[None, :]
+    if MODE.TILE:
+        left -= tl.load(here.taken + at)[None, :]
+    else:
+        name = at.to(tl.float32)[None, :]
+        left = tl.broadcast_to(left, [B.BLOCK_Q, MODE.BLOCK_C])
+        if MODE.KEYS > 0:
+            own = t.labels + tile.to(tl.int64) * (MODE.KEYS * B.BLOCK_Q) + tl.arange(0, B.BLOCK_Q)
+            if MODE.KEYS <= UNROLLED_KEYS:
+                for n in tl.static_range(tl.constexpr(MODE.KEYS)):
+                    label = tl.load(own + n * B.BLOCK_Q).to(tl.float32)
+                    left -= tl.where(label[:, None] == name, 1.0, 0.0)
+            else:
+                for n in range(MODE.KEYS):
+                    label = tl.load(own + n * B.BLOCK_Q).to(tl.float32)
+                    left -= tl.where(label[:, None] == name, 1.0, 0.0)
+        else:
+            for e in range(t.kappa):
+                match = match_of(e, here.exists, here, t)
+                for n in range(window_size(t.reach)):
+                    label = label_at(match, e, offset_of(n, t.reach), here, t, MODE).to(tl.float32)
+                    left -= tl.where(label[:, None] == name, 1.0, 0.0)
+    return left
+
+
+@triton.jit
+def for_product(x):
+    """Triton's interpreter multiplies no bfloat16."""
+    return x.to(tl.float32) if WIDEN and x.dtype == tl.bfloat16 else x
+
+
+@triton.jit
+def own_rows(base, here, ROW: tl.constexpr):
+    """Rows of the queries as all their pieces."""
+    pieces = ()
+    for n in tl.static_range(tl.constexpr(ROW.PIECES)):
+        pieces += (for_product(block_of(base + here.start * ROW.E, here.query, here.exists, n, ROW)),)
+    return pieces
+
+
+@triton.jit
+def table_rows(base, slot, piece, ROW: tl.constexpr):
+    return for_product(whole_block(base, slot, piece, ROW))
+
+
+@triton.jit
+def table_products(mine, base, rest, slot, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr):
+    """Rows of the queries, in pieces, times rows of a table: [BLOCK_Q, BLOCK_C]."""
+    total = tl.zeros([B.BLOCK_Q, MODE.BLOCK_C], tl.float32)
+    for n in tl.static_range(len(mine)):
+        if rest is not None:
+            total = product(mine[n], tl.trans(table_rows(rest, slot, n, ROW)), total)
+        total = product(mine[n], tl.trans(table_rows(base, slot, n, ROW)), total)
+    return total
+
+
+@triton.jit
+def cluster_scores(start, mine, tile, here, t, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr):
+    """BLOCK_C clusters from `start` on: their names, places in the table, scores, and the share of keys that is left.
+
+    The score is scale <q, centre> plus the log of size and gain, -inf where no key is left.
+    """
+    at = start + tl.arange(0, MODE.BLOCK_C)
+    slot, log = here.slot + at, tl.load(t.table.logs + here.slot + at)
+    s = table_products(mine, t.table.k, t.table.k_rest, slot, MODE, B, ROW)
+    left = left_of(at, tile, here, t, MODE, B)
+    s = tl.where(left > 0, s * t.scale + log[None, :], -float("inf"))
+    return at, slot, s, left * tl.load(t.table.shares + slot)[None, :]

@@ -1,0 +1,156 @@
+"""The Triton engine's clustering: as good as the reference's, and what belongs to no cluster."""
+
+import pytest
+import torch
+
+from cluster_calls import cluster_call
+from scram import clustering
+from scram.calls import ClusterCall, Clustered
+from scram.engines.gpu.engine import clear_caches, cluster
+from scram.grid import rows
+
+pytestmark = pytest.mark.gpu
+interpreted = pytest.mark.interpreted
+
+
+def ours(call, device):
+    found = cluster(ClusterCall(*(x.to(device) if isinstance(x, torch.Tensor) and x.ndim else x for x in call)))
+    return Clustered(*(x.cpu() for x in found))
+
+
+def cost(call, made):
+    """Squared distances of all keys from their centres, in the reference's space."""
+    k, v, label = rows(call.k).double(), rows(call.v).double(), made.label.flatten(2).flatten(0, 1).long()
+    total = 0.0
+    for row in range(len(k)):
+        own = label[row][label[row] >= 0]
+        some_k, some_v = k[row][label[row] >= 0], v[row][label[row] >= 0]
+        space = clustering.Space.of(call, row, some_k, some_v)
+        apart = some_k - made.centres.flatten(0, 1)[row].double()[own]
+        away = some_v - made.values.flatten(0, 1)[row].double()[own]
+        total += float((apart @ space.metric * apart).sum() + space.value_weight * away.square().sum())
+    return total
+
+
+def assert_means(call, made):
+    """Centres, values and sizes are those of the labels, which all legal keys have."""
+    k, v, label = rows(call.k).float(), rows(call.v).float(), made.label.flatten(2).flatten(0, 1).long()
+    assert (label < call.count).all()
+    assert ((label >= 0) == clustering.legal_keys(call, k, v)).all()
+    centres, values, sizes = clustering.means(k, v, label, call.count)
+    torch.testing.assert_close(made.centres.flatten(0, 1), centres, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made.values.flatten(0, 1), values, rtol=1e-5, atol=1e-5)
+    assert made.sizes.flatten(0, 1).equal(sizes.int())
+    assert (made.centres.dtype, made.values.dtype) == (torch.float32, torch.float32)
+
+
+SMALL = [
+    {"steps": 3},
+    {"batch": 2, "heads": 2, "width": 5, "value_width": 20, "dtype": torch.float16, "mask": "batch", "groups": 300},
+    {"heads": 2, "key_heads": 2, "grid": (150,), "width": 70, "value_width": 130, "mask": "head", "sample": 128},
+    {"grid": (3, 4, 5), "dtype": torch.bfloat16, "warm": True, "count": 10, "groups": 10},
+    {"grid": (300,), "dtype": torch.float16, "unit": 64.0, "sample": 128},
+]
+LARGE = [
+    {
+        "width": 64,
+        "value_width": 64,
+        "grid": (200, 200),
+        "count": 256,
+        "groups": 500,
+        "steps": 3,
+        "dtype": torch.bfloat16,
+    },
+    {
+        "width": 64,
+        "value_width": 32,
+        "grid": (200, 200),
+        "count": 200,
+        "groups": 500,
+        "steps": 3,
+        "dtype": torch.float16,
+    },
+    {
+        "width": 64,
+        "value_width": 64,
+        "grid": (100, 100),
+        "count": 256,
+        "groups": 500,
+        "steps": 3,
+        "heads": 4,
+        "key_heads": 2,
+    },
+]
+
+
+@pytest.mark.parametrize("given", [*(pytest.param(x, marks=interpreted) for x in SMALL), *LARGE], ids=str)
+def test_clusters_are_as_good_as_the_reference(given, device, monkeypatch):
+    given = dict(given)
+    monkeypatch.setattr(clustering, "SAMPLED_KEYS", given.pop("sample", clustering.SAMPLED_KEYS))
+    clear_caches()
+    call = cluster_call(**given)
+    theirs, made = clustering.cluster(call), ours(call, device)
+    assert_means(call, made)
+    assert cost(call, made) <= 1.06 * cost(call, theirs)
+    for one, other in zip(made, ours(call, device), strict=True):
+        assert one.equal(other)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
+def test_what_is_masked_or_not_finite_is_in_no_cluster(device):
+    call = cluster_call(grid=(100,), count=7, mask="batch", heads=2)
+    call.k[..., 3, 2], call.v[..., 5, 0], call.k[..., 8, 0] = torch.nan, torch.inf, -torch.inf
+    call.q[..., 0, 0] = torch.nan
+    call.key_mask[..., 3:9] = True
+    made = ours(call, device)
+    assert_means(call, made)
+    assert (made.label[..., [3, 5, 8]] == -1).all()
+    assert all(x.isfinite().all() for x in (made.centres, made.values))
+    nothing = ours(call._replace(key_mask=torch.zeros_like(call.key_mask)), device)
+    assert (nothing.label == -1).all()
+    assert not any(x.any() for x in nothing[:3])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_copies_have_clusters_of_their_own(dtype, device):
+    call = cluster_call(grid=(600,), groups=12, count=48, noise=0.0, steps=3, dtype=dtype)
+    made = ours(call, device)
+    own = made.label.flatten().long()
+    torch.testing.assert_close(made.centres[0, 0][own], call.k[0, 0].float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(made.values[0, 0][own], call.v[0, 0].float(), rtol=1e-6, atol=1e-6)
+
+
+@interpreted
+def test_an_empty_cluster_moves_to_far_keys(device):
+    call = cluster_call(grid=(200,), groups=6, count=6, noise=0.01, steps=3)
+    far = torch.full((1, 1, 6, 8), 100.0)
+    far[..., 0, :] = 2.0
+    made = ours(call._replace(warm_centres=far, warm_values=far), device)
+    assert (made.sizes > 0).all()
+
+
+@interpreted
+def test_as_many_clusters_as_keys(device):
+    call = cluster_call(grid=(20,), count=20, mask="batch")
+    made = ours(call, device)
+    assert_means(call, made)
+    assert made.label.flatten().equal(torch.where(call.key_mask.flatten(), torch.arange(20), -1).int())
+
+
+@interpreted
+def test_few_legal_keys_are_clusters_of_one(device):
+    call = cluster_call(grid=(90,), count=30, mask="batch")
+    call.key_mask[..., 25:] = False
+    made = ours(call, device)
+    assert_means(call, made)
+    assert (made.sizes <= 1).all()
+
+
+@interpreted
+def test_kernels(launched):
+    ours(cluster_call(grid=(40,), count=4, steps=2), "cpu")
+    steps = ["assign_kernel", "cluster_sums_kernel", "forms_kernel"] * 2
+    last = ["assign_kernel", "cluster_sums_kernel", "means_kernel"]
+    assert launched == ["sample_kernel", "space_kernel", "forms_kernel", *steps, *last]

@@ -1,0 +1,131 @@
+"""The Triton engine's clustered tail: out, lse and gradients as near float64 as the reference's."""
+
+import pytest
+import torch
+
+from cases import Case, assert_as_near_float64, size
+from cluster_calls import Tailed, tail_call
+from scram.calls import ClusterTailCall
+from scram.engines.gpu.engine import cluster_tail, cluster_tail_backward
+from scram.engines.reference.cluster_tail import cluster_tail as plain_tail
+
+pytestmark = pytest.mark.gpu
+interpreted = pytest.mark.interpreted
+
+FLOAT = torch.float32
+TAILS = [
+    Tailed(Case("rank 2", width=5, value_width=7)),
+    Tailed(Case("rank 1", grid=(70,), key_grid=(9,), kappa=3, radius=2, batch=2), clusters=70, gains=True),
+    Tailed(Case("rank 3", grid=(2, 3, 4), key_grid=(5, 2, 3), kappa=1)),
+    Tailed(Case("rank 4", grid=(2, 3, 2, 2), radius=(1, 0, 1, 0))),
+    Tailed(Case("many keys of windows", grid=(5, 5), kappa=3, radius=(2, 2)), gains=True),
+    Tailed(Case("grouped heads and dropout", heads=4, key_heads=2, grid=(4, 5), dropout_p=0.4, batch=2)),
+    Tailed(Case("a row fully masked", heads=2, key_heads=1, mask="row", grid=(4, 5)), heads=2),
+    Tailed(Case("wide", grid=(3, 3), width=70, value_width=130, kappa=1), clusters=40),
+    Tailed(Case("float16 wide", width=130, value_width=20, dtype=torch.float16, grid=(3, 3), dropout_p=0.3)),
+    Tailed(Case("large common scores", offset=2.0**13), clusters=40),
+    Tailed(Case("tile", window="tile", batch=2, grid=(9, 10)), clusters=70, gains=True),
+    Tailed(Case("tile bfloat16", window="tile", heads=2, key_heads=1, radius=(0, 2), dtype=torch.bfloat16), clusters=3),
+    Tailed(Case("tile rank 1", window="tile", grid=(70,), key_grid=(40,), radius=3, dropout_p=0.2, kappa=1)),
+    Tailed(Case("empty batch", batch=0)),
+]
+# Triton's interpreter cuts bfloat16 off instead of rounding it.
+ON_A_DEVICE = [
+    Tailed(Case("bfloat16", width=5, value_width=20, dtype=torch.bfloat16), clusters=70),
+    Tailed(Case("bfloat16 wide", grid=(20, 21), width=64, value_width=64, dtype=torch.bfloat16, kappa=4), clusters=200),
+    Tailed(Case("float16", grid=(20, 21), width=64, value_width=32, dtype=torch.float16, heads=2), clusters=200),
+    Tailed(Case("bfloat16 tile", grid=(20, 21), width=64, value_width=64, dtype=torch.bfloat16, window="tile")),
+    Tailed(Case("float32", grid=(20, 21), width=64, value_width=64), clusters=200, gains=True),
+]
+
+
+def on(device, call):
+    return ClusterTailCall(*(x.to(device) if isinstance(x, torch.Tensor) and x.ndim else x for x in call))
+
+
+def drawn(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def plainly(call):
+    """out, lse and all gradients of the reference."""
+    names = ("q", "centres", "values", "head_out", "head_lse")
+    leaves = [getattr(call, name).detach().requires_grad_() for name in names]
+    out, lse = plain_tail(call._replace(**dict(zip(names, leaves, strict=True))))
+    finite = torch.where(lse == -torch.inf, 0, lse)
+    total = (out * drawn(out.shape, 1).to(out)).sum(dtype=torch.float64) + (finite * drawn(lse.shape, 2)).sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)]
+
+
+def ours(call, device):
+    call = on(device, call)
+    out, lse = cluster_tail(call)
+    grad_lse = torch.where(lse.cpu() == -torch.inf, 0, drawn(lse.shape, 2))
+    given = drawn(out.shape, 1).to(out.dtype), grad_lse.to(lse.dtype)
+    grads = cluster_tail_backward(call, out, lse, *(x.to(device) for x in given))
+    return [x.cpu() for x in (out, lse, *grads)]
+
+
+def in_dtype(results, dtype):
+    """Gradients of centres and values as keys and values of that dtype have them."""
+    return [x.to(dtype) if n in (3, 4) and dtype.itemsize == 2 else x for n, x in enumerate(results)]
+
+
+@pytest.mark.parametrize("one", [*(pytest.param(x, marks=interpreted) for x in TAILS), *ON_A_DEVICE], ids=str)
+def test_tails_and_gradients_are_as_near_float64_as_the_reference(one, device):
+    dtype = one.case.dtype
+    truth, same = (plainly(tail_call(one, kind)) for kind in (torch.float64, dtype))
+    found = ours(tail_call(one, dtype), device)
+    assert_as_near_float64(truth, in_dtype(same, dtype), in_dtype(found, dtype), size)
+
+
+@interpreted
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_a_cluster_inside_the_windows_contributes_nothing(window, device):
+    one = Tailed(Case("near", grid=(4, 4), window=window), clusters=3)
+    call = tail_call(one, FLOAT)
+    index = torch.full_like(call.index, 5)
+    label = torch.full_like(call.label, 0)
+    label[..., :2, :2] = 1  # near the match of every query
+    sizes = (label.flatten(2).unsqueeze(-1) == torch.arange(3)).sum(2).int()
+    call = call._replace(index=index, label=label, sizes=sizes)
+    spoiled = call.centres.clone()
+    spoiled[..., 1:, :] = torch.nan
+    plain, other = (on(device, call._replace(centres=x)) for x in (call.centres, spoiled))
+    for kept, changed in zip(cluster_tail(plain), cluster_tail(other), strict=True):
+        assert kept.isfinite().all()
+        assert kept.equal(changed)
+    grads = cluster_tail_backward(other, *cluster_tail(other), other.head_out, other.head_lse)
+    assert all(x.isfinite().all() for x in grads)
+    assert not grads.centres[..., 1:, :].any()
+    assert not grads.values[..., 1:, :].any()
+
+
+@interpreted
+def test_nothing_left_and_no_head_is_no_attention(device):
+    one = Tailed(Case("nothing", grid=(4, 4)))
+    call = tail_call(one, FLOAT)
+    call = call._replace(label=torch.full_like(call.label, -1), sizes=call.sizes * 0)
+    same = cluster_tail(on(device, call))
+    torch.testing.assert_close(same.out.cpu(), call.head_out)
+    torch.testing.assert_close(same.lse.cpu(), call.head_lse)
+    alone = cluster_tail(on(device, call._replace(head_lse=torch.full_like(call.head_lse, -torch.inf))))
+    assert (alone.out == 0).all()
+    assert (alone.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("one", ON_A_DEVICE[:2], ids=str)
+def test_repeatable(one, device):
+    call = tail_call(one, one.case.dtype)
+    first, second = ours(call, device), ours(call, device)
+    assert all(x.equal(y) for x, y in zip(first, second, strict=True))
+
+
+@interpreted
+def test_kernels(launched):
+    for window, counts in (("query", ["labels_kernel"]), ("tile", ["cells_kernel", "taken_kernel"])):
+        launched.clear()
+        ours(tail_call(Tailed(Case("few", grid=(4, 4), window=window)), FLOAT), "cpu")
+        forward = [*counts, "cluster_tail_kernel"]
+        assert launched == ["table_kernel", *forward, "table_kernel", *counts, "tail_queries_kernel",
+                            "tail_clusters_kernel"]  # fmt: skip
