@@ -23,14 +23,14 @@ from .cluster_space import (
     Drawn,
     Forms,
     Parts,
+    Sample,
+    SampleMode,
     Source,
-    Space,
-    SpaceMode,
-    Sums,
+    drawn_starts,
     forms_kernel,
     means_kernel,
     sample_kernel,
-    space_kernel,
+    space_of,
     wide,
 )
 from .grid import KeyMask
@@ -41,7 +41,7 @@ from .tile_pairs import own_piece, put_piece
 from .windows import UNMASKED
 
 TABLE_BLOCK = 64  # forms are a whole number of these
-SAMPLE_BLOCK, METRIC_SPLITS = 64, 16
+SAMPLE_BLOCK = 64
 SUM_PROGRAMS, LEAST_SPLIT = 512, 512  # programs in all, keys of a split at least
 FORM_CLUSTERS, MEAN_CLUSTERS = 16, 4
 MOST_PLACES = 16  # far keys of a block of the sample
@@ -68,7 +68,6 @@ class _Plan(NamedTuple):
     """The kernels and the numbers that shapes give."""
 
     sample: Kernel
-    space: Kernel
     start: Kernel
     forms: Kernel
     assign_some: Kernel
@@ -85,27 +84,31 @@ class _Plan(NamedTuple):
 
 
 def cluster(call: ClusterCall) -> Clustered:
-    q, k, v, count = call.q.contiguous(), call.k, call.v, call.count
+    q, k, v, count = call.q.contiguous(), call.k, call.v, call.clusters
     rows, keys, group = k.shape[0] * k.shape[1], math.prod(grid_of(k)), q.shape[1] // max(k.shape[1], 1)
     if count >= keys or not rows:
         with torch.no_grad():
             return clustering.cluster(call)
     warm_k, warm_v = call.warm_centres, call.warm_values
-    warm = (warm_k.contiguous(), warm_v.contiguous()) if warm_k is not None and warm_v is not None else (None, None)
     with on_device(k):
         source, by = _source(call), Drawn(seed_argument(call.seed), group)
-        plan = _plan(q.shape, k.shape, v.shape, count, kinds(q, source, by, *warm))
+        plan = _plan(q.shape, k.shape, v.shape, count, kinds(q, source, by))
         made, some, scratch = _made(call, plan), source, _scratch(plan, source)
         if scratch.some_k is not None and scratch.some_v is not None:
             some = Source(scratch.some_k, scratch.some_v, UNMASKED, None, None, plan.some)
-        forms, space, parts, far = scratch.forms, scratch.space, scratch.parts, scratch.far
-        plan.sample(source, some, q, group * math.prod(grid_of(q)), plan.queries, by, scratch.sums, rows)
-        plan.space(scratch.sums, space, call.scale, rows)
-        plan.start(source, parts, *warm, some, far, by, space, forms, plan.places)
+        forms, parts, far = scratch.forms, scratch.parts, scratch.far
+        queries, width = group * math.prod(grid_of(q)), plan.sizes.widths[0]
+        plan.sample(source, some, q, queries, plan.queries, call.scale, by, scratch.sample, rows)
+        space = space_of(scratch.sample, width)
+        if warm_k is None or warm_v is None:
+            starts = drawn_starts(scratch.sample, width, count, (k.shape[-1], v.shape[-1]))
+        else:
+            starts = warm_k.contiguous(), warm_v.contiguous()
+        plan.start(parts, *starts, some, far, space, forms, plan.places)
         if call.steps:
             assign = plan.assign_some.bind(some, forms, scratch.label, far, by, space)
             add = plan.sum_some.bind(some, scratch.label, parts, count, rows)
-            centre = plan.forms.bind(source, parts, None, None, some, far, by, space, forms, plan.places)
+            centre = plan.forms.bind(parts, None, None, some, far, space, forms, plan.places)
         for step in range(call.steps):
             assign(step)
             add()
@@ -120,8 +123,7 @@ def cluster(call: ClusterCall) -> Clustered:
 class _Scratch(NamedTuple):
     """What the kernels hand to each other, flat."""
 
-    sums: Sums
-    space: Space
+    sample: Sample
     forms: Forms
     parts: Parts
     far: Tensor
@@ -132,7 +134,7 @@ class _Scratch(NamedTuple):
 
 def _made(call: ClusterCall, plan: _Plan) -> Clustered:
     k, v = call.k, call.v
-    shape = (*k.shape[:2], call.count)
+    shape = (*k.shape[:2], call.clusters)
     wide = (torch.empty((*shape, x.shape[-1]), dtype=torch.float32, device=k.device) for x in (k, v))
     whole = (torch.empty(x, dtype=torch.int32, device=k.device) for x in (shape, k.shape[:-1]))
     return Clustered(*wide, *whole)
@@ -146,12 +148,13 @@ def _scratch(plan: _Plan, source: Source) -> _Scratch:
     by_k, by_v = (
         torch.empty(sum(cut), dtype=x.dtype, device=k.device).split(cut) for x, cut in ((k, sizes.k), (v, sizes.v))
     )
-    half = torch.half in (k.dtype, v.dtype)
+    half, (rows, some, queries), width = torch.half in (k.dtype, v.dtype), sizes.sample, sum(sizes.widths) + 1
+    joint = floats[0][: rows * some * width].view(rows, some, width)
+    q = floats[2][: rows * queries * sizes.widths[0]].view(rows, queries, -1)
     return _Scratch(
-        Sums._make((*floats[:6], sizes.blocks)),
-        Space(*floats[6:10]),
-        Forms(by_k[0], by_v[0], floats[10], floats[11] if half else None, floats[12], floats[13], *sizes.clusters),
-        Parts._make((*floats[14:17], plan.some_splits)),
+        Sample(joint, floats[1][: rows * some].view(rows, some), q, *sizes.blocks),
+        Forms(by_k[0], by_v[0], floats[3], floats[4] if half else None, floats[5], floats[6], *sizes.clusters),
+        Parts._make((*floats[7:10], plan.some_splits)),
         whole[0],
         whole[1],
         by_k[1] if sizes.drawn else None,
@@ -166,19 +169,20 @@ class _Sizes(NamedTuple):
     whole: list[int]
     k: list[int]
     v: list[int]
-    blocks: int  # of the sample
+    sample: tuple[int, int, int]  # rows, keys, queries
+    widths: tuple[int, int]  # in whole pieces
+    blocks: tuple[int, int]  # of the sample, of keys and of queries
     clusters: tuple[int, int]  # count and padded
     drawn: bool  # the sample is not all keys
 
 
-def _sizes(rows: int, count: int, widths: tuple[int, int], padded_widths: tuple[int, int], some: int, keys: int,
-           splits: int, places: int) -> _Sizes:  # fmt: skip
+def _sizes(rows: int, count: int, widths: tuple[int, int], padded_widths: tuple[int, int], some: int, queries: int,
+           keys: int, splits: int, places: int) -> _Sizes:  # fmt: skip
     (width, value_width), (wide, value_wide) = widths, padded_widths
-    blocks, padded, number = -(-some // SAMPLE_BLOCK), -(-count // TABLE_BLOCK) * TABLE_BLOCK, splits * rows * count
-    sums = [blocks * wide, blocks * value_wide, blocks, blocks, METRIC_SPLITS * wide * wide, METRIC_SPLITS]
-    space = [wide * wide, wide, value_wide, 1]
+    padded, number = -(-count // TABLE_BLOCK) * TABLE_BLOCK, splits * rows * count
+    sample = [some * (wide + value_wide + 1), some, queries * wide]
     forms = [padded, 2, padded * wide, padded * value_wide]
-    floats = [rows * n for n in (*sums, *space, *forms)] + [number * n for n in (width, value_width, 1)]
+    floats = [rows * n for n in (*sample, *forms)] + [number * n for n in (width, value_width, 1)]
     whole = [rows * n for n in (places, some)]
     drawn = some if some < keys else 0
     k, v = ([rows * padded * a, rows * drawn * b] for a, b in zip(padded_widths, widths, strict=True))
@@ -186,7 +190,9 @@ def _sizes(rows: int, count: int, widths: tuple[int, int], padded_widths: tuple[
     def rounded(numbers: list[int]) -> list[int]:
         return [-(-n // 64) * 64 for n in numbers]  # each begins where the first does within a line of memory
 
-    return _Sizes(rounded(floats), rounded(whole), rounded(k), rounded(v), blocks, (count, padded), drawn > 0)
+    cut = rounded(floats), rounded(whole), rounded(k), rounded(v)
+    blocks = (-(-some // SAMPLE_BLOCK), -(-queries // SAMPLE_BLOCK))
+    return _Sizes(*cut, (rows, some, queries), padded_widths, blocks, (count, padded), drawn > 0)
 
 
 def _source(call: ClusterCall) -> Source:
@@ -206,16 +212,12 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
     narrow = dtype.itemsize == value_dtype.itemsize == 2
     pieces = tile_pieces(k_shape[-1], v_shape[-1], narrow)
     row, value_row = pieces["ROW"], pieces["VROW"]
-    some = min(keys, clustering.SAMPLED_KEYS)
+    some = min(keys, max(clustering.SAMPLED_KEYS, count))
     queries = min(clustering.SAMPLED_QUERIES, group * math.prod(q_shape[2:-1]))
     padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
     plain = {**pieces, "num_warps": 4 if narrow else 2, "num_stages": 1, "enable_fp_fusion": True}
-    space = SpaceMode(SAMPLE_BLOCK, 64, some < keys, 64, METRIC_SPLITS)
-    programs = rows * (-(-some // SAMPLE_BLOCK) + METRIC_SPLITS * row.PIECES**2)
-    sample = Kernel(sample_kernel, programs, {"MODE": space, **plain})
-    strips = row.W * row.PIECES // 16
-    made_space = Kernel(space_kernel, rows * (strips + 1), {"MODE": space, "BLOCK_A": 16, **plain})
-    warm = seen[-1] is not None
+    programs = rows * (-(-some // SAMPLE_BLOCK) + -(-queries // SAMPLE_BLOCK))
+    sample = Kernel(sample_kernel, programs, {"MODE": SampleMode(SAMPLE_BLOCK, some < keys), **plain})
 
     def forms(source: str) -> Kernel:
         flags = {"FROM": source, "MANY": 16, "BLOCK_C": FORM_CLUSTERS, **plain}
@@ -245,10 +247,10 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
     means = Kernel(means_kernel, -(-rows * count // MEAN_CLUSTERS), flags)
     blocks = -(-some // (ASSIGN if narrow else ASSIGN_EXACT)[0])
     places = min(MOST_PLACES, -(-count // blocks))
-    kernels = (sample, made_space, forms("warm" if warm else "keys"), forms("parts"), assign(some, places), sum_some)
+    kernels = (sample, forms("given"), forms("parts"), assign(some, places), sum_some)
     rest = (assign(keys, 0), sum_all, means)
     widths = (k_shape[-1], v_shape[-1]), (row.W * row.PIECES, value_row.W * value_row.PIECES)
-    sizes = _sizes(rows, count, *widths, some, keys, max(some_splits, splits), places * blocks)
+    sizes = _sizes(rows, count, *widths, some, queries, keys, max(some_splits, splits), places * blocks)
     return _Plan(*kernels, *rest, some, some_splits, splits, queries, places * blocks, sizes)
 
 

@@ -1,4 +1,4 @@
-"""Where keys are clustered, in Triton: some keys and queries of each row, the metric, and the forms of centres.
+"""Where keys are clustered, in Triton: some keys and queries of each row, means of clusters, and the forms of centres.
 
 Sums over many keys are made in splits by programs of their own and added in order: the bits are the same every time.
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...clustering import VALUE_WEIGHT
+from ...clustering import START_EVEN, START_MOST, START_QUERIES, VALUE_WEIGHT
 from .cells import WIDEN
 from .grid import KeyMask
 from .noise import Seed, absorb, below, row_state
 from .shared_keys import block_of, blocks_of, finite, product
-
-WEIGHT = tl.constexpr(float(VALUE_WEIGHT))
 
 
 class Source(NamedTuple):
@@ -38,16 +37,14 @@ class Drawn(NamedTuple):
     group: int  # rows of queries that read a row of keys
 
 
-class Sums(NamedTuple):
-    """Of a sample, in blocks of keys and in splits of queries; widths are whole pieces."""
+class Sample(NamedTuple):
+    """Some keys and queries of each row, side by side; widths are whole pieces."""
 
-    k: Tensor  # float32 [R, blocks, E]
-    v: Tensor  # float32 [R, blocks, F]
-    squares: Tensor  # float32 [R, blocks], of the distances of values from their block's mean
-    number: Tensor  # float32 [R, blocks], keys that count
-    metric: Tensor  # float32 [R, splits, E, E], of q q^T
-    queries: Tensor  # float32 [R, splits]
-    blocks: int
+    joint: Tensor  # float32 [R, S, E + F + 1]: key, value and 1; all 0 for what is not finite or no key
+    clock: Tensor  # float32 [R, S], -log of a random number in (0, 1); inf for the second of two equal keys
+    q: Tensor  # float32 [R, Q, E], times scale; 0 for a query that is not finite
+    blocks: int  # of the keys
+    query_blocks: int
 
 
 class Space(NamedTuple):
@@ -81,14 +78,11 @@ class Parts(NamedTuple):
     splits: int
 
 
-class SpaceMode(NamedTuple):
-    """What the kernels of a space are compiled for."""
+class SampleMode(NamedTuple):
+    """What `sample_kernel` is compiled for."""
 
-    BLOCK_S: int  # keys of a block
-    BLOCK_Q: int  # queries of a product
+    BLOCK_S: int  # keys or queries of a block
     GATHER: bool  # the sample is drawn, not all keys
-    MANY: int  # blocks that are loaded at a time
-    SPLITS: int  # of queries
 
 
 @triton.jit
@@ -137,13 +131,17 @@ def put_rows(base, slot, pieces, there, ROW: tl.constexpr):
 
 @triton.jit
 def sample_keys(
-    number, source, some, by, sums, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+    number, source, some, by, sample, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
-    """A block of the sample: its keys side by side where they are drawn, its sums. What is no key is NaN."""
-    row, block = (number // sums.blocks).to(tl.int64), number % sums.blocks
+    """A block of the sample: its keys side by side where they are drawn, NaN for what is no key, and `Sample.joint`."""
+    row, block = (number // sample.blocks).to(tl.int64), number % sample.blocks
     at = block * MODE.BLOCK_S + tl.arange(0, MODE.BLOCK_S)
+    new = at >= 0
     if MODE.GATHER:
         key, there = drawn_keys(at, some.keys, 0, row, source, by)
+        if source.order is not None:  # fewer legal keys than parts
+            before, _ = drawn_keys(tl.maximum(at - 1, 0), some.keys, 0, row, source, by)
+            new = (key != before) | (at == 0)
     else:
         key, there = at.to(tl.int64), at < source.keys
         if source.masked.mask is not None:
@@ -151,120 +149,89 @@ def sample_keys(
             there = there & (tl.load(place, mask=there, other=0) != 0)
     k = blocks_of(source.k + row * source.keys * ROW.E, key, there, ROW)
     v = blocks_of(source.v + row * source.keys * VROW.E, key, there, VROW)
+    slot, inside = row * some.keys + at, at < some.keys
     if MODE.GATHER:
-        slot, inside = row * some.keys + at, at < some.keys
         marked = ()
         for n in tl.static_range(len(k)):
             marked += (tl.where(there[:, None], k[n].to(tl.float32), float("nan")).to(k[n].dtype),)
         put_rows(some.k, slot, marked, inside, ROW)
         put_rows(some.v, slot, v, inside, VROW)
     ok = there & all_finite(k) & all_finite(v)
-    count, squares = tl.sum(ok.to(tl.float32), 0), 0.0
+    width, value_width = ROW.W * ROW.PIECES, VROW.W * VROW.PIECES
+    to = sample.joint + slot[:, None] * (width + value_width + 1)
     for n in tl.static_range(len(k)):
         x = tl.where(ok[:, None], k[n].to(tl.float32), 0.0)
-        tl.store(sums.k + number.to(tl.int64) * (ROW.W * ROW.PIECES) + n * ROW.W + tl.arange(0, ROW.W), tl.sum(x, 0))
+        tl.store(to + n * ROW.W + tl.arange(0, ROW.W)[None, :], x, mask=inside[:, None])
     for n in tl.static_range(len(v)):
         x = tl.where(ok[:, None], v[n].to(tl.float32), 0.0)
-        whole = tl.sum(x, 0)
-        away = tl.where(ok[:, None], x - (whole / tl.maximum(count, 1.0))[None, :], 0.0)
-        squares += tl.sum(tl.sum(away * away, 1), 0)
-        tl.store(sums.v + number.to(tl.int64) * (VROW.W * VROW.PIECES) + n * VROW.W + tl.arange(0, VROW.W), whole)
-    tl.store(sums.number + number, count)
-    tl.store(sums.squares + number, squares)
+        tl.store(to + width + n * VROW.W + tl.arange(0, VROW.W)[None, :], x, mask=inside[:, None])
+    last = sample.joint + slot * (width + value_width + 1) + width + value_width
+    tl.store(last, ok.to(tl.float32), mask=inside)
+    bits = absorb(absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 1), at)
+    clock = -tl.log(((bits >> 8).to(tl.float32) + 0.5) / 16777216.0)
+    tl.store(sample.clock + slot, tl.where(new, clock, float("inf")), mask=inside)
 
 
 @triton.jit
-def sample_queries(number, q, queries, parts, by, sums, MODE: tl.constexpr, ROW: tl.constexpr):
-    """Program (row, split, piece, piece): q q^T over a split of the queries drawn; `queries` of a row of keys."""
-    right, rest = number % ROW.PIECES, number // ROW.PIECES
-    left, rest = rest % ROW.PIECES, rest // ROW.PIECES
-    row, split = (rest // MODE.SPLITS).to(tl.int64), rest % MODE.SPLITS
+def sample_queries(number, q, queries, parts, scale, by, sample, MODE: tl.constexpr, ROW: tl.constexpr):
+    """A block of the queries drawn for a row of keys, of `queries` that read it: `Sample.q`."""
+    row, block = (number // sample.query_blocks).to(tl.int64), number % sample.query_blocks
     state = absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 2)
-    total, found = tl.zeros([ROW.W, ROW.W], tl.float32), tl.zeros([MODE.BLOCK_Q], tl.float32)
-    q_row = q + row * queries * ROW.E
-    for begin in range(split * MODE.BLOCK_Q, parts, MODE.SPLITS * MODE.BLOCK_Q):
-        part = begin + tl.arange(0, MODE.BLOCK_Q)
-        there = part < parts
-        at = place_of_part(part.to(tl.int64), tl.cast(parts, tl.int64), tl.cast(queries, tl.int64), state)
-        at = tl.where(there, at, 0)
-        pieces = blocks_of(q_row, at, there, ROW)
-        ok = there & all_finite(pieces)
-        a, b = pieces[0], pieces[0]
-        if ROW.PIECES > 1:
-            a, b = block_of(q_row, at, there, left, ROW), block_of(q_row, at, there, right, ROW)
-        a, b = wide(tl.where(ok[:, None], a, 0.0).to(a.dtype)), wide(tl.where(ok[:, None], b, 0.0).to(b.dtype))
-        total = product(tl.trans(a), b, total)
-        found += ok.to(tl.float32)
-    width, e = ROW.W * ROW.PIECES, tl.arange(0, ROW.W)
-    to = sums.metric + (row * MODE.SPLITS + split) * (width * width)
-    tl.store(to + (left * ROW.W + e)[:, None] * width + (right * ROW.W + e)[None, :], total)
-    if left + right == 0:
-        tl.store(sums.queries + row * MODE.SPLITS + split, tl.sum(found, 0))
+    part = block * MODE.BLOCK_S + tl.arange(0, MODE.BLOCK_S)
+    there = part < parts
+    at = place_of_part(part.to(tl.int64), tl.cast(parts, tl.int64), tl.cast(queries, tl.int64), state)
+    pieces = blocks_of(q + row * queries * ROW.E, tl.where(there, at, 0), there, ROW)
+    ok = there & all_finite(pieces)
+    to = sample.q + (row * parts + part)[:, None] * (ROW.W * ROW.PIECES)
+    for n in tl.static_range(len(pieces)):
+        x = tl.where(ok[:, None], pieces[n].to(tl.float32) * scale, 0.0)
+        tl.store(to + n * ROW.W + tl.arange(0, ROW.W)[None, :], x, mask=there[:, None])
 
 
 @triton.jit
 def sample_kernel(
-    source, some, q, queries, parts, by, sums, rows, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+    source, some, q, queries, parts, scale, by, sample, rows, MODE: tl.constexpr, ROW: tl.constexpr,
+    VROW: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row, block of the sample of keys), then those of `sample_queries`."""
-    first = rows * sums.blocks
+    """Programs (row, block of the sample of keys), then (row, block of the sample of queries)."""
+    first = rows * sample.blocks
     if tl.program_id(0) < first:
-        sample_keys(tl.program_id(0), source, some, by, sums, MODE, ROW, VROW)
+        sample_keys(tl.program_id(0), source, some, by, sample, MODE, ROW, VROW)
     else:
-        sample_queries(tl.program_id(0) - first, q, queries, parts, by, sums, MODE, ROW)
+        sample_queries(tl.program_id(0) - first, q, queries, parts, scale, by, sample, MODE, ROW)
 
 
-@triton.jit
-def block_sums(base, row, blocks, width, e, MANY: tl.constexpr):
-    """Sum over the blocks of a row of base [R, blocks, width], columns e."""
-    total = tl.zeros([MANY, e.shape[0]], tl.float32)
-    for begin in range(0, blocks, MANY):
-        n = begin + tl.arange(0, MANY)
-        at = ((row * blocks + n) * width)[:, None] + e[None, :]
-        total += tl.load(base + at, mask=(n < blocks)[:, None], other=0.0)
-    return tl.sum(total, 0)
+def space_of(sample: Sample, wide: int) -> Space:
+    """`clustering.Space.of` of every row; `wide`: width of the keys in whole pieces."""
+    total = sample.joint.sum(1)
+    number = total[:, -1:].clamp(min=1)
+    mean = total[:, :-1] / number
+    away = (sample.joint[..., :-1] - mean.unsqueeze(1)) * sample.joint[..., -1:]
+    both = away.mT @ away / number.unsqueeze(-1)
+    covariance = both[:, :wide, :wide]
+    variance = both.diagonal(dim1=1, dim2=2)[:, wide:].sum(1)
+    q = sample.q / (1 + ((sample.q @ covariance) * sample.q).sum(-1, keepdim=True))
+    metric = q.mT @ q / q.shape[1]
+    spread = (metric * covariance).sum((1, 2))
+    share = torch.where(spread > 0, VALUE_WEIGHT * spread, 1)
+    weight = torch.where(variance > 0, share / variance, 0)
+    return Space(metric, mean[:, :wide].contiguous(), mean[:, wide:].contiguous(), weight)
 
 
-@triton.jit
-def space_kernel(
-    sums, space, scale, rows, MODE: tl.constexpr, BLOCK_A: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
-    """Programs (row, BLOCK_A rows of the metric), then one for the means of each row."""
-    width, value_width = ROW.W * ROW.PIECES, VROW.W * VROW.PIECES
-    strips = width // BLOCK_A
-    number = tl.program_id(0)
-    if number < rows * strips:
-        row, i = (number // strips).to(tl.int64), number % strips * BLOCK_A + tl.arange(0, BLOCK_A)
-        count = tl.sum(tl.load(sums.queries + row * MODE.SPLITS + tl.arange(0, MODE.SPLITS)), 0)
-        factor = scale * scale / tl.maximum(count, 1.0)
-        for piece in range(ROW.PIECES):
-            e = piece * ROW.W + tl.arange(0, ROW.W)
-            total = tl.zeros([BLOCK_A, ROW.W], tl.float32)
-            for split in tl.static_range(tl.constexpr(MODE.SPLITS)):
-                at = (row * MODE.SPLITS + split) * (width * width) + (i * width)[:, None] + e[None, :]
-                total += tl.load(sums.metric + at)
-            to = space.metric + row * (width * width) + (i * width)[:, None] + e[None, :]
-            tl.store(to, total * factor)
-    else:
-        row = (number - rows * strips).to(tl.int64)
-        one = tl.arange(0, 1)
-        count = tl.maximum(tl.sum(block_sums(sums.number, row, sums.blocks, 1, one, MODE.MANY), 0), 1.0)
-        squares = tl.sum(block_sums(sums.squares, row, sums.blocks, 1, one, MODE.MANY), 0)
-        for piece in range(ROW.PIECES):
-            e = piece * ROW.W + tl.arange(0, ROW.W)
-            tl.store(space.k_mean + row * width + e, block_sums(sums.k, row, sums.blocks, width, e, MODE.MANY) / count)
-        for piece in range(VROW.PIECES):
-            f = piece * VROW.W + tl.arange(0, VROW.W)
-            mean = block_sums(sums.v, row, sums.blocks, value_width, f, MODE.MANY) / count
-            tl.store(space.v_mean + row * value_width + f, mean)
-            for begin in range(0, sums.blocks, MODE.MANY):
-                n = begin + tl.arange(0, MODE.MANY)
-                slot, here = row * sums.blocks + n, n < sums.blocks
-                own = tl.load(sums.number + slot, mask=here, other=0.0)
-                x = tl.load(sums.v + (slot * value_width)[:, None] + f[None, :], mask=here[:, None], other=0.0)
-                away = x / tl.maximum(own, 1.0)[:, None] - mean[None, :]
-                squares += tl.sum(own * tl.sum(away * away, 1), 0)
-        tl.store(space.weight + row, tl.where(squares > 0, WEIGHT * count / tl.where(squares > 0, squares, 1.0), 0.0))
+def drawn_starts(sample: Sample, wide: int, count: int, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Keys [R C, E] and values [R C, F] drawn by the attention that some queries pay them; NaN where there are none."""
+    rows, some, width = sample.joint.shape
+    there = sample.joint[..., -1]
+    few = sample.q[:, :: max(1, sample.q.shape[1] // START_QUERIES)][:, :START_QUERIES]
+    absent = (there - 1).mul_(1e30).unsqueeze(1)
+    paid = torch.baddbmm(absent, few, sample.joint[..., :wide].mT).softmax(-1).clamp_(max=START_MOST).sum(1)
+    rate = paid.div_(few.shape[1]).add_(START_EVEN / some).mul_(there)
+    at = (sample.clock / rate).topk(count, largest=False).indices
+    at = (at + torch.arange(0, rows * some, some, device=at.device).unsqueeze(1)).flatten()
+    found = sample.joint.view(rows * some, width).index_select(0, at)
+    found = torch.where(found[:, -1:] > 0, found, torch.nan)
+    k, v = found[:, : widths[0]], found[:, wide : wide + widths[1]]
+    return k.contiguous(), v.contiguous()
 
 
 @triton.jit
@@ -314,20 +281,16 @@ def means_kernel(
 
 
 @triton.jit
-def starts(at, row, source, parts, warm_k, warm_v, some, far, by, forms, blocks, FROM: tl.constexpr, MANY: tl.constexpr,
+def starts(at, row, parts, start_k, start_v, some, far, forms, blocks, FROM: tl.constexpr, MANY: tl.constexpr,
            ROW: tl.constexpr, VROW: tl.constexpr):  # fmt: skip
     """Centres and values of the clusters `at` in pieces, and which of them there are.
 
-    FROM "keys": keys drawn for it; "warm": those given; "parts": the means, for an empty cluster a far key.
+    FROM "given": those of start_k and start_v; "parts": the means, for an empty cluster a far key.
     """
     count, there, k, v = forms.count, at < forms.count, (), ()
-    if FROM == "keys":
-        key, there = drawn_keys(at, count, 1, row, source, by)
-        k = blocks_of(source.k + row * source.keys * ROW.E, key, there, ROW)
-        v = blocks_of(source.v + row * source.keys * VROW.E, key, there, VROW)
-    elif FROM == "warm":
-        k = blocks_of(warm_k + row * count * ROW.E, at, there, ROW)
-        v = blocks_of(warm_v + row * count * VROW.E, at, there, VROW)
+    if FROM == "given":
+        k = blocks_of(start_k + row * count * ROW.E, at, there, ROW)
+        v = blocks_of(start_v + row * count * VROW.E, at, there, VROW)
     else:
         slot, every = row * count + at, (tl.num_programs(0) // (forms.padded // at.shape[0])).to(tl.int64) * count
         number = part_numbers(slot, there, parts, every)
@@ -348,7 +311,7 @@ def starts(at, row, source, parts, warm_k, warm_v, some, far, by, forms, blocks,
 
 @triton.jit
 def forms_kernel(
-    source, parts, warm_k, warm_v, some, far, by, space, forms, blocks, FROM: tl.constexpr, MANY: tl.constexpr,
+    parts, start_k, start_v, some, far, space, forms, blocks, FROM: tl.constexpr, MANY: tl.constexpr,
     BLOCK_C: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of clusters). The bias is that of the rounded forms, so that only what a key is away from the
@@ -358,7 +321,7 @@ def forms_kernel(
     row = (tl.program_id(0) // programs).to(tl.int64)
     at = tl.program_id(0) % programs * BLOCK_C + tl.arange(0, BLOCK_C)
     k, v, there = starts(
-        at, row, source, parts, warm_k, warm_v, some, far, by, forms, blocks, FROM, MANY, ROW, VROW
+        at, row, parts, start_k, start_v, some, far, forms, blocks, FROM, MANY, ROW, VROW
     )  # fmt: skip
     slot, bias, apart = row * forms.padded + at, tl.zeros([BLOCK_C], tl.float32), ()
     weight, unit, value_unit = tl.load(space.weight + row), 1.0, 1.0
