@@ -75,7 +75,7 @@ def test_several_at_once():
     assert str(error) == "f() has no argument is_causal; use causal=. f() has no argument mask; it takes q, causal"
 
 
-@renamed(old="new")
+@renamed(old="new", half=("new", lambda x: 2 * x))
 def function(*, new=1, other=2):
     return new, other
 
@@ -87,11 +87,14 @@ def test_an_old_name_works_with_a_warning():
     assert function(new=4) == (4, 2)
     with pytest.raises(TypeError, match="takes new= or its old name old=, not both"):
         function(new=1, old=2)
+    with pytest.warns(DeprecationWarning, match="function: half= is now new=6; the old name"):
+        assert function(half=3) == (6, 2)
 
 
 class Holder:
     new = 7
     old = renamed_attribute("old", "new")
+    older = renamed_attribute("older", "new.real")
 
 
 def test_an_old_attribute_works_with_a_warning():
@@ -101,3 +104,5 @@ def test_an_old_attribute_works_with_a_warning():
     with pytest.warns(DeprecationWarning, match=r"Holder: \.old is now \.new") as caught:
         assert Holder().old == 7
     assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=r"Holder: \.older is now \.new\.real"):
+        assert Holder().older == 7

@@ -51,7 +51,9 @@ BELOW = {
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
     "patch": {"_compat", "api", "defaults", "errors", "estimators", "layout_hints", "types"},
-    "trust": {"api", "arguments", "errors", "exact", "grid", "measure", "precision", "schedule", "scoring", "types"},
+    "missed": {"codebook", "estimators", "exact", "grid", "scoring", "types"},
+    "trust": {"api", "arguments", "codebook", "defaults", "errors", "estimators", "exact", "grid", "measure", "missed"}
+    | {"precision", "schedule", "scoring", "types"},
 }
 
 
@@ -62,6 +64,7 @@ TESTED_IN = {
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
     "nn/__init__": "nn/test_grid_attention.py",
+    "missed": "test_trust.py",
     "stages": "test_api.py",
     "engines/cpu/cluster_tail_backward": "engines/test_cluster_tail.py",
     **{f"engines/{name}": "engines/test_engine.py" for name in ("__init__", *(f"{x}/__init__" for x in FOLDERS))},

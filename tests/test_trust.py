@@ -1,4 +1,6 @@
-"""trust: the figures of the measures, intervals that hold, and verdicts that are right where the answer is known."""
+"""trust: the figures of the measures and of `attention`, intervals that hold, verdicts where the answer is known."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ import scram
 from scram.trust import Cost, Interval, Trust, _mean, _quantile
 
 SEARCH = scram.Search(seed=0)
+INTERVALS = ("mass", "recall", "median_error", "p95_error", "tail_median_error", "tail_p95_error")
 
 
 def coherent(size=40, sharpness=9.0, noise=0.4, width=24):
@@ -46,8 +49,83 @@ def test_all_queries_give_what_the_measures_give(name):
     error = ((attended.out - exact).norm(dim=-1) / exact.norm(dim=-1)).flatten(2)
     torch.testing.assert_close(found.median_error.value, error.quantile(0.5, -1))
     torch.testing.assert_close(found.p95_error.value, error.quantile(0.95, -1))
-    for interval in (found.mass, found.recall, found.median_error, found.p95_error):
+    for interval in (getattr(found, one) for one in INTERVALS):
         torch.testing.assert_close(interval.low, interval.high)  # nothing is left to chance
+
+
+def diffuse(heads=1, size=24):
+    """Attention that spreads, over smooth keys and values; two query heads share a key head."""
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.nn.functional.interpolate(torch.randn(heads, 8, 6, 6, generator=generator), (size, size))
+    keys = keys + 0.3 * torch.randn(keys.shape, generator=generator)
+    k = keys.movedim(1, -1)[None]
+    q = torch.randn(1, 2 * heads, size, size, 8, generator=generator)
+    return q, k, torch.cat([k, torch.ones_like(k)], -1)
+
+
+TAILS = {
+    "auto": {},
+    "few": {"tail": scram.Clusters(count=9)},
+    "own seed": {"tail": scram.Clusters(count=32, seed=7), "search": scram.Search(matches=3, separation=2, seed=0)},
+    "fit": {"tail": scram.Clusters(count=24, fit=64), "radius": 2},
+    "mask": {"tail": scram.Clusters(count=32), "key_mask": torch.arange(24 * 24).reshape(1, 24, 24) % 3 > 0},
+    "mask of each head": {
+        "tail": scram.Clusters(count=32),
+        "key_mask": torch.arange(4 * 24 * 24).reshape(1, 4, 24, 24) % 5 > 1,
+    },
+    "cosine": {"tail": scram.Clusters(count=32), "score": "cosine", "scale": 4.0},
+    "l2": {"tail": scram.Clusters(count=32), "score": "l2", "scale": 0.05, "radius": (0, 2)},
+    "all keys": {"tail": scram.Clusters(count=576)},
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("sample", [100, 576])
+def test_the_error_with_clusters_is_that_of_attention(name, sample):
+    q, k, v = diffuse(heads=2)
+    how = {"search": SEARCH, **TAILS[name]}
+    found = scram.trust(q, k, v, num_queries=sample, seed=3, **how)
+    out = scram.attention(q, k, v, **how)
+    wanted = scram.measure.sample_queries(q, sample, 3)
+    same = {one: how[one] for one in ("key_mask", "scale", "score") if one in how}
+    exact = scram.exact_attention(q, k, v, queries=wanted, **same).out
+    off, size = (out.flatten(2, 3)[:, :, wanted] - exact).norm(dim=-1), exact.norm(dim=-1)
+    close = {"atol": 1e-6, "rtol": 1e-3}
+    torch.testing.assert_close(found.tail_median_error.value, (off / size).quantile(0.5, -1), **close)
+    torch.testing.assert_close(found.tail_p95_error.value, (off / size).quantile(0.95, -1), **close)
+    torch.testing.assert_close(found.tail_l2_error, off.norm(dim=-1) / size.norm(dim=-1), **close)
+    assert (found.tail_l2_error < found.l2_error).all()
+    assert (found.tail_l2_error > 1e-4).all() == (name != "all keys")
+
+
+def test_a_codebook_is_used_as_it_is():
+    q, k, v = diffuse()
+    matches, extra = scram.search(q, k, search=SEARCH), (torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 16))
+    old = scram.cluster(
+        q, k.roll(1, 2), v, clusters=scram.Clusters(count=16, fit=32, seed=0), matches=matches, radius=1
+    )
+    found = scram.trust(q, k, v, tail=old, matches=matches, extra=extra)
+    out = scram.attend(q, k, v, matches, tail=old, extra=extra).out
+    exact = scram.merge(scram.exact_attention(q, k, v), _off_grid(q, extra, 2)).out
+    error = ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).flatten(2)[..., scram.measure.sample_queries(q, 512, 0)]
+    torch.testing.assert_close(found.tail_p95_error.value, error.quantile(0.95, -1), atol=1e-6, rtol=1e-3)
+    assert found.tail is old
+    assert "16 clusters" in str(found)
+
+
+def test_the_tail_is_that_of_attention():
+    q, k, v = diffuse()
+    assert isinstance(scram.trust(q, k, v).tail, scram.Clusters)
+    assert isinstance(scram.trust(q[:, :1], k, v, causal=True, search="auto").tail, scram.Hybrid)
+    for how in ({"tail": None}, {"score": lambda q, k: (q * k).sum(-1)}):
+        found = scram.trust(q, k, v, search=SEARCH, **how)
+        assert found.tail is None
+        assert found.tail_l2_error.isnan().all()
+        assert found.tail_median_error.value.isnan().all()
+        assert found.verdict == "dense"
+        assert found.cost.tail == found.cost.sparse
+        assert "or use a tail" in str(found)
+        assert "tail: median" not in str(found)
 
 
 def test_extra_keys_are_held():
@@ -55,16 +133,17 @@ def test_extra_keys_are_held():
     extra = torch.randn(1, 2, 3, 6), torch.randn(1, 2, 3, 5)
     matches = scram.search(q, k, search=SEARCH)
     found = scram.trust(q, k, v, extra=extra, matches=matches)
-    joined = scram.merge(scram.exact_attention(q, k, v), _off_grid(q, extra))
+    joined = scram.merge(scram.exact_attention(q, k, v), _off_grid(q, extra, 1))
     ours = scram.attend(q, k, v, matches, extra=extra)
     want = (ours.lse - joined.lse).exp().flatten(2).mean(-1)
     torch.testing.assert_close(found.mass.value, want)
 
 
-def _off_grid(q, extra):
-    """Dense attention over the extra keys."""
-    a = torch.einsum("bhxye,bhke->bhxyk", q, extra[0]) * q.shape[-1] ** -0.5
-    return scram.Attended(torch.einsum("bhxyk,bhkf->bhxyf", a.softmax(-1), extra[1]), a.logsumexp(-1))
+def _off_grid(q, extra, each):
+    """Dense attention over the extra keys, each of whose heads serves `each` of q's."""
+    keys, values = (x.repeat_interleave(each, 1) for x in extra)
+    a = torch.einsum("bhxye,bhke->bhxyk", q, keys) * q.shape[-1] ** -0.5
+    return scram.Attended(torch.einsum("bhxyk,bhkf->bhxyf", a.softmax(-1), values), a.logsumexp(-1))
 
 
 @pytest.mark.slow
@@ -72,14 +151,15 @@ def test_intervals_enclose_the_truth():
     """In at least 90 of 100 samples of 512 queries."""
     q, k, v = coherent(sharpness=50)
     matches = scram.search(q, k, search=SEARCH)
-    truth = scram.trust(q, k, v, matches=matches, num_queries=q[0, 0, ..., 0].numel())
+    tail = scram.cluster(q, k, v, clusters=scram.Clusters(count=64, seed=0))
+    truth = scram.trust(q, k, v, matches=matches, tail=tail, num_queries=q[0, 0, ..., 0].numel())
     assert 0.3 < truth.mass.value < 0.95
-    names = ("mass", "recall", "median_error", "p95_error")
-    held, widths = dict.fromkeys(names, 0), []
+    assert truth.tail_median_error.value > 1e-3
+    held, widths = dict.fromkeys(INTERVALS, 0), []
     for seed in range(100):
-        found = scram.trust(q, k, v, matches=matches, seed=seed)
+        found = scram.trust(q, k, v, matches=matches, tail=tail, seed=seed)
         widths.append(found.mass.high - found.mass.low)
-        for name in names:
+        for name in INTERVALS:
             value, low, high = getattr(truth, name).value, getattr(found, name).low, getattr(found, name).high
             held[name] += bool(low <= value <= high)
     assert min(held.values()) >= 90, held
@@ -109,15 +189,39 @@ def test_sharp_and_coherent_is_sparse():
     q, k, v = coherent(sharpness=25, noise=0.05)
     found = scram.trust(q, k, v, search=scram.Search(seed=0, sweeps=12), scale=1.0)
     assert (found.verdict, found.verdicts) == ("sparse", [["sparse"]])
-    assert "sparse and coherent, use SCRAM" in str(found)
+    assert "sparse and coherent, SCRAM's windows suffice" in str(found)
 
 
-def test_diffuse_is_not_sparse():
+def test_diffuse_is_for_the_tail():
+    found = scram.trust(*diffuse(heads=2, size=40), search=SEARCH)
+    assert found.verdicts == [["tail"] * 4]
+    off = 100 * float(found.tail_median_error.value.max())
+    assert "diffuse, use a tail: in the worst head the windows hold" in found.reason
+    assert f"with 256 clusters a typical query is {off:.1f} % off" in str(found)
+    head = str(found).splitlines()[2]
+    for interval in (found.median_error, found.tail_median_error, found.tail_p95_error):
+        value, low, high = (float(x[0, 0]) for x in interval)
+        assert f"{value:.3f} [{low:.3f}, {high:.3f}]" in head
+    assert f"{float(found.tail_l2_error[0, 0]):.4f}" in head
+
+
+def test_what_no_tail_mends_stays_dense():
+    q, k, _ = diffuse(size=40)
+    v = torch.randn(1, 1, 40, 40, 3, generator=torch.Generator().manual_seed(0))  # their mean is small beside them
+    found = scram.trust(q, k, v, search=SEARCH, tail=scram.Clusters(count=64))
+    assert found.tail_median_error.high.max() > 0.1
+    assert found.verdict == "dense"
+    assert "stay dense: in the worst head" in str(found)
+    assert "with 64 clusters a typical query is" in str(found)
+
+
+def test_diffuse_with_drawn_keys():
     q, k, v = coherent(sharpness=2)
-    found = scram.trust(q, k, v + 10, search=SEARCH, tail_samples=200)
-    assert found.verdict == "hybrid"
-    assert "diffuse, use the hybrid estimator" in str(found)
-    found = scram.trust(q, k, torch.randn(1, 1, 40, 40, 3), search=SEARCH, tail_samples=200)
+    found = scram.trust(q, k, v + 10, search=SEARCH, tail=scram.Hybrid(samples=200))
+    assert found.verdict == "tail"
+    assert "with 200 drawn keys a typical query would be" in str(found)
+    assert "the errors with drawn keys are predicted" in str(found)
+    found = scram.trust(q, k, torch.randn(1, 1, 40, 40, 3), search=SEARCH, tail=scram.Hybrid(samples=200))
     assert found.verdict == "dense"  # the mean of the values is small beside their spread
     assert "stay dense: in the worst head" in str(found)
 
@@ -145,10 +249,12 @@ def test_the_cost_is_what_the_search_scores(method):
     search = scram.Search(method, matches=2, sweeps=sweeps, jumps=(2, 1), gossip=2, seed=0)
     matches = scram.search(q, k, search=search, score=score)
     made = scored / 256
-    found = scram.trust(q, k, k, search=search, radius=0, matches=matches, tail_samples=40)
+    found = scram.trust(q, k, k, search=search, radius=0, matches=matches, tail=scram.Clusters(count=40))
     looked = found.cost.sparse - 2  # without the windows
     assert 0.9 * looked < made <= looked
     assert found.cost == (looked + 2, looked + 42, 256)
+    drawn = scram.trust(q, k, k, search=search, radius=0, matches=matches, tail=scram.Hybrid(samples=40))
+    assert drawn.cost == found.cost
 
 
 def test_the_worst_head_decides():
@@ -164,7 +270,7 @@ def test_predicted_error_of_the_hybrid():
     """Against hybrids that are really drawn."""
     q, k, v = coherent(size=12, sharpness=3)
     matches = scram.search(q, k, search=SEARCH)
-    found = scram.trust(q, k, v, matches=matches, tail_samples=40)
+    found = scram.trust(q, k, v, matches=matches, tail=scram.Hybrid(samples=40))
     a = (q.flatten(2, 3) @ k.flatten(2, 3).mT * q.shape[-1] ** -0.5)[0, 0]
     exact = a.softmax(-1) @ v.flatten(2, 3)[0, 0]
     rows, columns = (torch.arange(144) // 12)[:, None], (torch.arange(144) % 12)[:, None]
@@ -178,16 +284,19 @@ def test_predicted_error_of_the_hybrid():
         p = weight * (a - a.amax(-1, keepdim=True)).exp()
         out = p @ v.flatten(2, 3)[0, 0] / p.sum(-1, keepdim=True)
         errors.append((out - exact).square().sum(-1))
-    real = (torch.stack(errors).mean(0).sqrt() / exact.norm(dim=-1)).median()
-    torch.testing.assert_close(found.hybrid_error[0, 0], real, rtol=0.1, atol=0)
+    squares = torch.stack(errors).mean(0)
+    real = (squares.sqrt() / exact.norm(dim=-1)).median()
+    torch.testing.assert_close(found.tail_median_error.value[0, 0], real, rtol=0.1, atol=0)
+    real = (squares.sum() / exact.square().sum()).sqrt()
+    torch.testing.assert_close(found.tail_l2_error[0, 0], real, rtol=0.1, atol=0)
 
 
 def test_the_typical_query_counts():
-    """Most of them sharp: the hybrid's error is theirs, not that of the few."""
+    """Most of them sharp: the error with a tail is theirs, not that of the few."""
     q, k, v = coherent(size=12, sharpness=60, noise=0.0)
     q[:, :, :4] /= 60
-    found = scram.trust(q, k, v, search=SEARCH, scale=1.0, tail_samples=10)
-    assert found.hybrid_error < 1e-6
+    found = scram.trust(q, k, v, search=SEARCH, scale=1.0, tail=scram.Hybrid(samples=10))
+    assert found.tail_median_error.value < 1e-6
 
 
 def test_masked_keys_are_as_if_they_were_not_there():
@@ -196,11 +305,15 @@ def test_masked_keys_are_as_if_they_were_not_there():
     fewer = scram.search(q, k[:, :, :9], search=SEARCH)
     same = scram.Matches(fewer.index, fewer.score, (16,))
     k[:, :, 9:], v[:, :, 9:] = torch.nan, torch.nan
-    masked = scram.trust(q, k, v, key_mask=mask, matches=same, tail_samples=4)
-    gone = scram.trust(q, k[:, :, :9], v[:, :, :9], matches=fewer, tail_samples=4)
-    for ours, theirs in ((masked.mass, gone.mass), (masked.p95_error, gone.p95_error), (masked.recall, gone.recall)):
-        torch.testing.assert_close(ours.value, theirs.value)
-    torch.testing.assert_close(masked.hybrid_error, gone.hybrid_error)
+    book = scram.cluster(q, k[:, :, :9], v[:, :, :9], clusters=scram.Clusters(count=3, seed=0))
+    label = torch.cat([book.label, torch.full((1, 1, 7), -1, dtype=torch.int32)], -1)
+    tails = (replace(book, label=label, key_mask=mask), book), (scram.Hybrid(samples=4), scram.Hybrid(samples=4))
+    for of_all, of_fewer in tails:
+        masked = scram.trust(q, k, v, key_mask=mask, matches=same, tail=of_all)
+        gone = scram.trust(q, k[:, :, :9], v[:, :, :9], matches=fewer, tail=of_fewer)
+        for name in INTERVALS:
+            torch.testing.assert_close(getattr(masked, name).value, getattr(gone, name).value)
+        assert gone.tail_median_error.value > 0.01
 
 
 def test_no_match_holds_nothing():
@@ -208,9 +321,10 @@ def test_no_match_holds_nothing():
     found = scram.search(q, k, search=SEARCH)
     none = scram.Matches(torch.full_like(found.index, -1), found.score, found.key_grid)
     for index in (none.index, torch.full_like(found.index, 144)):
-        trust = scram.trust(q, k, v, matches=scram.Matches(index, found.score, found.key_grid))
+        trust = scram.trust(q, k, v, matches=scram.Matches(index, found.score, found.key_grid), seed=4)
         assert trust.mass.value == 0
         assert trust.median_error.value == 1
+        assert trust.tail_l2_error < 1e-5  # as many clusters as keys
         assert not trust.l2_error.requires_grad
 
 
@@ -220,28 +334,47 @@ def test_quantiles_leave_out_what_is_missing():
     torch.testing.assert_close(_quantile(x, 0.95, 1000), _quantile(x[..., 1::2], 0.95, 1000))
 
 
-def made(mass=(0.95, 0.92, 0.97), error=(0.05, 0.04, 0.06), hybrid=0.2, recall=0.99, heads=1):
+CLUSTERS = scram.Clusters(count=64)
+HYBRID = scram.Hybrid(samples=64)
+
+
+def made(mass=(0.95, 0.92, 0.97), error=(0.05, 0.04, 0.06), tail_error=(0.05, 0.04, 0.06), recall=0.99, heads=1,
+         tail=CLUSTERS, cost=(100, 200, 1000)):  # fmt: skip
     """A Trust of these figures."""
 
     def interval(value, low, high):
         return Interval(*(torch.full((1, heads), x) for x in (value, low, high)))
 
-    known, share = torch.full((1, heads), hybrid), interval(recall, recall, recall)
-    wide = interval(*error)
-    return Trust(interval(*mass), share, wide, wide, known, known, Cost(100, 200, 1000), 64, 10, 20, "nothing")
+    known, share = torch.full((1, heads), 0.1), interval(recall, recall, recall)
+    wide, after = interval(*error), interval(*tail_error)
+    return Trust(interval(*mass), share, wide, wide, known, after, after, known, Cost(*cost), tail, 10, 20, "nothing")
+
+
+DIFFUSE = {"error": (0.05, 0.01, 0.2)}
 
 
 @pytest.mark.parametrize(
     ("figures", "verdict"),
     [
         ({}, "sparse"),
-        ({"mass": (0.95, 0.85, 0.99)}, "hybrid"),
-        ({"error": (0.05, 0.01, 0.2)}, "hybrid"),
-        ({"error": (0.05, 0.01, 0.2), "hybrid": 0.3}, "dense"),
+        ({"mass": (0.95, 0.85, 0.99)}, "tail"),
+        (DIFFUSE, "tail"),
+        ({**DIFFUSE, "tail_error": (0.09, 0.08, 0.11)}, "dense"),
+        ({**DIFFUSE, "tail_error": (0.2, 0.1, 0.3), "tail": HYBRID}, "tail"),
+        ({**DIFFUSE, "tail_error": (0.3, 0.2, 0.4), "tail": HYBRID}, "dense"),
+        ({**DIFFUSE, "tail": None, "tail_error": (torch.nan,) * 3}, "dense"),
+        ({**DIFFUSE, "cost": (100, 1000, 1000)}, "dense"),
+        ({"cost": (100, 1000, 1000)}, "sparse"),
+        ({"cost": (1000, 1000, 1000)}, "dense"),
     ],
 )
 def test_the_unfavourable_end_decides(figures, verdict):
     assert made(**figures).verdict == verdict
+
+
+def test_a_tail_that_is_too_dear_is_named():
+    assert "where SCRAM may score 1000 keys, dense attention 900" in made(**DIFFUSE, cost=(100, 1000, 900)).reason
+    assert "SCRAM may score" not in made(**DIFFUSE, tail_error=(0.3, 0.2, 0.4)).reason
 
 
 def test_a_search_that_is_to_blame_is_named():
@@ -261,21 +394,25 @@ def test_the_sample_is_seeded():
     assert "on 100 of 1600 queries" in repr(one)
 
 
-def test_the_old_names_still_work():
+@pytest.mark.parametrize("name", ["samples", "tail_samples"])
+def test_the_old_names_still_work(name):
     q, k, v = coherent(size=12)
-    new = scram.trust(q, k, v, search=SEARCH, tail_samples=9, num_queries=20)
+    new = scram.trust(q, k, v, search=SEARCH, tail=scram.Hybrid(samples=9), num_queries=20)
     with pytest.warns(DeprecationWarning, match="is now") as caught:
-        old = scram.trust(q, k, v, search=SEARCH, samples=9, sample=20)
+        old = scram.trust(q, k, v, search=SEARCH, sample=20, **{name: 9})
+    meant = "tail=Hybrid(samples=9, stratified=False, seed=None)"
     assert {str(one.message) for one in caught} == {
-        "trust: samples= is now tail_samples=; the old name goes with the next version",
+        f"trust: {name}= is now {meant}; the old name goes with the next version",
         "trust: sample= is now num_queries=; the old name goes with the next version",
     }
     assert {one.filename for one in caught} == {__file__}
     assert repr(old) == repr(new)
     with pytest.warns(DeprecationWarning, match=r"Trust: \.sample is now \.num_queries"):
         assert old.sample == old.num_queries == 20
-    with pytest.warns(DeprecationWarning, match=r"Trust: \.samples is now \.tail_samples"):
-        assert old.samples == old.tail_samples == 9
+    with pytest.warns(DeprecationWarning, match=rf"Trust: \.{name} is now \.tail\.samples"):
+        assert getattr(old, name) == old.tail.samples == 9
+    with pytest.warns(DeprecationWarning, match=r"Trust: \.hybrid_error is now \.tail_median_error\.value"):
+        assert old.hybrid_error == new.tail_median_error.value
 
 
 def test_queries_without_keys_are_left_out():
@@ -301,7 +438,9 @@ def test_autocast_does_not_blur_it():
     ("how", "message"),
     [
         ({"num_queries": 0}, "num_queries must be at least 1"),
-        ({"tail_samples": 0}, "tail_samples must be at least 1"),
+        ({"tail": 3}, "tail must be None, 'auto', scram.Clusters, scram.Codebook or scram.Hybrid"),
+        ({"tail": scram.Clusters(), "causal": True}, "clusters of keys need weight='softmax', no causal order"),
+        ({"search": "best"}, "search must be one of 'auto', got 'best'"),
         ({"is_causal": True}, "no argument is_causal; use causal="),
         ({"impl": "triton"}, "impl='triton' cannot run this call"),
         ({"radius": -1}, "radius must be at least 0"),
@@ -313,6 +452,13 @@ def test_autocast_does_not_blur_it():
 def test_wrong_use_is_refused(how, message):
     with pytest.raises((ValueError, TypeError), match=message):
         scram.trust(*coherent(size=12), **how)
+
+
+def test_a_codebook_of_other_keys_is_refused():
+    q, k, v = coherent(size=12)
+    book = scram.cluster(q, k, v, clusters=scram.Clusters(count=8, seed=0))
+    with pytest.raises(ValueError, match="tail was made for score='dot', scale="):
+        scram.trust(q, k, v, tail=book, scale=3.0)
 
 
 def test_what_is_not_finite_is_not_judged():

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -68,18 +69,20 @@ def _way_out(name: str, known: list[str]) -> str:
     return way or (f"use {near[0]}=" if near else f"it takes {', '.join(known)}")
 
 
-def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Takes old keyword arguments for the new ones, old=new, with a DeprecationWarning."""
+def renamed(**names: str | tuple[str, Callable[[Any], Any]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Takes old keyword arguments for the new ones, with a DeprecationWarning: old=new, or old=(new, made from old)."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for old in [name for name in names if name in kwargs]:
-                new = names[old]
+                name, value = names[old], kwargs.pop(old)
+                new = name if isinstance(name, str) else name[0]
                 if new in kwargs:
                     raise TypeError(f"{function.__name__}() takes {new}= or its old name {old}=, not both")
-                warn_renamed(f"{function.__name__}: {old}=", f"{new}=", stacklevel=3)
-                kwargs[new] = kwargs.pop(old)
+                kwargs[new] = value if isinstance(name, str) else name[1](value)
+                words = f"{new}=" if isinstance(name, str) else f"{new}={kwargs[new]}"
+                warn_renamed(f"{function.__name__}: {old}=", words, stacklevel=3)
             return function(*args, **kwargs)
 
         return call
@@ -88,11 +91,11 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def renamed_attribute(old: str, new: str) -> Any:
-    """A property by the old name of an attribute, with a DeprecationWarning."""
+    """A property by the old name of an attribute, with a DeprecationWarning; `new` may have dots."""
 
     def read(instance: Any) -> Any:
         warn_renamed(f"{type(instance).__name__}: .{old}", f".{new}", stacklevel=3)
-        return getattr(instance, new)
+        return attrgetter(new)(instance)
 
     return property(read)
 

@@ -45,7 +45,7 @@ def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return bool(dense <= searched)
 
 
-def default_tail(weight: str, causal: bool, score: Score, dropout_p: float, window: str) -> Estimator | None:
+def default_tail(weight: str, causal: bool, score: Score, dropout_p: float, window: str) -> Clusters | Hybrid | None:
     """Clusters for softmax; under causal order keys drawn, which takes neither dropout nor tiles; else no tail."""
     if weight != "softmax" or callable(score):
         return None
