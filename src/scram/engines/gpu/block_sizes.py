@@ -78,7 +78,7 @@ CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT = (64, 4, 2), (16, 2, 1)
 CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT = (64, 4, 1), (16, 2, 1)
 # Of the clustering: keys, clusters per product, warps, stages at most.
 ASSIGN, ASSIGN_EXACT = (64, 64, 4, 3), (32, 32, 2, 2)
-CLUSTER_SUMS, CLUSTER_SUMS_EXACT = (64, 64, 4, 3), (32, 32, 2, 2)
+CLUSTER_SUMS, CLUSTER_SUMS_EXACT = (128, 64, 4, 3), (32, 32, 2, 2)
 
 
 @cached

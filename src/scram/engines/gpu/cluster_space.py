@@ -112,10 +112,10 @@ def drawn_keys(part, number, draw, row, source, by):
     if source.total is not None:
         total = tl.load(source.total + mask_row * source.keys + source.keys - 1)
     place = place_of_part(part.to(tl.int64), tl.cast(number, tl.int64), total, state)
-    there = (part < number) & (place < total)
+    there = part < tl.minimum(total, 1) * number
     if source.order is not None:
         place = tl.load(source.order + mask_row * source.keys + place, mask=there, other=0)
-    return place * there.to(tl.int64), there  # Triton 3.6 fails to compile tl.where here for some widths
+    return place, there
 
 
 @triton.jit
