@@ -24,7 +24,9 @@ BELOW = {
     "grid": set(),
     "noise": set(),
     "schedule": set(),
-    "errors": {"estimators", "types"},
+    "errors": {"codebook", "estimators", "types"},
+    "codebook": {"errors"},
+    "fitting": {"codebook", "grid", "noise"},
     "types": {"errors", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},
@@ -37,12 +39,18 @@ BELOW = {
     "gpu": SHARED,
     "dispatch": {"cpu", "engines", "errors", "gpu", "reference", "types"},
     "ops": SHARED | {"dispatch", "errors"},
-    "validate": {"dispatch", "engines", "errors", "layout_hints", "ops", "types"},
-    "api": SHARED | {"arguments", "dispatch", "errors", "estimators", "layout_hints", "ops", "precision", "validate"},
+    "dense": {"errors", "scoring", "types"},
+    "defaults": {"codebook", "estimators", "types"},
+    "validate": {"defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
+    "stages": SHARED | {"codebook", "estimators", "fitting", "ops"},
+    "api": SHARED
+    | {"arguments", "codebook", "defaults", "dense", "dispatch", "errors", "estimators", "layout_hints", "ops"}
+    | {"precision", "stages", "validate"},
     "exact": {"_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"errors", "exact", "grid", "scoring", "types"},
-    "nn": {"api", "arguments", "layout_hints", "dispatch", "errors", "estimators", "scoring", "types"},
-    "patch": {"_compat", "api", "errors", "layout_hints", "types"},
+    "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
+    | {"scoring", "types"},
+    "patch": {"_compat", "api", "defaults", "errors", "estimators", "layout_hints", "types"},
     "trust": {"api", "arguments", "errors", "exact", "grid", "measure", "precision", "schedule", "scoring", "types"},
 }
 
@@ -54,6 +62,8 @@ TESTED_IN = {
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
     "nn/__init__": "nn/test_grid_attention.py",
+    "stages": "test_api.py",
+    "engines/cpu/cluster_tail_backward": "engines/test_cluster_tail.py",
     **{f"engines/{name}": "engines/test_engine.py" for name in ("__init__", *(f"{x}/__init__" for x in FOLDERS))},
     # A type, and parts of the CPU's kernels that Python cannot call.
     "engines/reference/visited": "engines/test_walk.py",

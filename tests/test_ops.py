@@ -29,12 +29,12 @@ class Subclass(torch.Tensor):
 
 
 def test_a_mode_sees_the_operators_and_changes_nothing(tensors):
-    plain = scram.attention(*tensors, search=SETTINGS, impl="numba")
+    plain = scram.attention(*tensors, search=SETTINGS, impl="numba")  # with clusters
     mode = Seen()
     mode.names = []
     with mode:
         seen = scram.attention(*tensors, search=SETTINGS, impl="numba")
-    assert mode.names == ["search", "attend"]
+    assert mode.names == ["search", "cluster", "attend", "cluster_tail"]
     assert torch.equal(plain, seen)
 
 

@@ -82,9 +82,13 @@ def test_a_callable_is_not_kept(monkeypatch):
 
 def test_the_plan_names_radii_and_engines():
     how = {"causal": False, "key_mask": None, "score": "dot", "scale": None, "weight": "softmax", "extra": None}
-    plan = validate.attention(Q, K, V, scram.Search(), radius=2, dropout_p=0.0, window="tile", impl="auto", **how)
+    plan = validate.attention(
+        Q, K, V, scram.Search(), radius=2, dropout_p=0.0, window="tile", impl="auto", automatic=True, **how
+    )
     assert plan.radius == (2, 2)
     assert (plan.search.name, plan.attend.name) == ("numba", "reference")  # Numba attends no tiles
+    assert plan.dense  # a small grid
+    assert plan.tail == scram.Clusters()
 
 
 def test_caches_can_be_emptied():

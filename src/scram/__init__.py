@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import dispatch, measure, nn, patch
-    from .api import attend, attention, clear_caches, estimate, search
-    from .estimators import Estimate, Hybrid, MetropolisHastings, Snis
+    from .api import attend, attention, clear_caches, cluster, estimate, explain, search
+    from .codebook import Codebook
+    from .estimators import Clusters, Estimate, Hybrid, MetropolisHastings, Snis
     from .exact import exact_attention, exact_search, merge
     from .patch import patch_sdpa
     from .trust import Trust, trust
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "Attended", "Estimate", "Hybrid", "Matches", "MetropolisHastings", "Search", "Snis", "Trust", "attend", "attention",
-    "clear_caches", "dispatch", "estimate", "exact_attention", "exact_search", "measure", "merge", "nn", "patch",
-    "patch_sdpa", "search", "trust",
+    "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Matches", "MetropolisHastings", "Search", "Snis",
+    "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch", "estimate", "exact_attention",
+    "exact_search", "explain", "measure", "merge", "nn", "patch", "patch_sdpa", "search", "trust",
 ]  # fmt: skip
 # The names that each module defines; every other public name is a module itself.
 _DEFINED = {
-    "api": ("attend", "attention", "clear_caches", "estimate", "search"),
-    "estimators": ("Estimate", "Hybrid", "MetropolisHastings", "Snis"),
+    "api": ("attend", "attention", "clear_caches", "cluster", "estimate", "explain", "search"),
+    "codebook": ("Codebook",),
+    "estimators": ("Clusters", "Estimate", "Hybrid", "MetropolisHastings", "Snis"),
     "exact": ("exact_attention", "exact_search", "merge"),
     "patch": ("patch_sdpa",),
     "trust": ("Trust", "trust"),

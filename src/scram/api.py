@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from inspect import signature
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import dispatch, draws, errors, layout_hints, ops, validate
-from .arguments import explains
-from .calls import AttendCall, DrawnTail, DrawnTailCall, SampleCall, Sampled, ScoreFunction, SearchCall
-from .engines import EngineSpec
-from .estimators import Estimate, Estimator, Hybrid
-from .grid import LegalKeys, grid_of
-from .noise import draw_seed
+from . import dispatch, draws, errors, layout_hints, ops, stages, validate
+from .arguments import explains, unknown_arguments
+from .codebook import Codebook, check_codebook, check_warm
+from .defaults import SEARCH, Explanation, explanation
+from .dense import dense_attention
+from .estimators import Clusters, Estimate, Estimator, Hybrid
+from .grid import grid_of
 from .precision import follows_autocast
-from .scoring import accumulator, default_scale, prepare_key, prepare_query
+from .scoring import default_scale, prepare_key
 from .types import Attended, Matches, Score, Search
 
 
@@ -58,8 +58,8 @@ def search(
     validate.pairs(q, k, causal, key_mask, score)
     validate.search(q, k, search, warm)
     spec = validate.search_engine(impl, q, score, search)
-    inputs = _prepare(spec, q, k, q, None, score, 1.0, causal, key_mask)
-    found = ops.search(spec, _search_call(inputs, search, warm))
+    inputs = stages.prepare(spec, q, k, q, None, score, 1.0, causal, key_mask)
+    found = ops.search(spec, stages.search_call(inputs, search, stages.seed_of(search), warm))
     return Matches(found.index, found.score, grid_of(k))
 
 
@@ -80,9 +80,12 @@ def attend(
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
     window: str = "query",
+    tail: Codebook | None = None,
     impl: str = "auto",
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
+
+    With a `tail` all keys outside the windows count too, by clusters; `lse` is then an estimate over all legal keys.
 
     Differentiable in q, k, v and extra, through `out` and through `lse`; once, and in reverse mode. For second
     derivatives and forward mode use impl="reference".
@@ -102,6 +105,8 @@ def attend(
         window: whose windows a query attends: "query", its own; "tile", those of all 64 queries of its tile, rounded up
             to cells of keys. That is nearer to exact attention, and on a GPU faster with several matches or gradients;
             on a CPU the reference runs it, tens of times slower than "query".
+        tail: clusters of the keys from `cluster`, made with the same score, scale and mask; only for softmax without
+            causal order. Gradients reach k and v through it too, where it has them. Dropout takes a cluster for a key.
         impl: as in `search`.
 
     Returns:
@@ -120,8 +125,79 @@ def attend(
     errors.matches("matches", q, k, matches)
     spec = dispatch.choose(impl, q.device, q.dtype, score, window)
     scale = default_scale(scale, q.shape[-1], score, weight)
-    inputs = _prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
-    return ops.attend(spec, _attend_call(inputs, matches.index, radii, weight, dropout_p, window))
+    inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
+    if tail is not None:
+        errors.clusters_only(weight, causal, score)
+        check_codebook("tail", q, k, v, inputs.k.shape[-1], score, scale, key_mask, radii, tail)
+    head = ops.attend(spec, stages.attend_call(inputs, matches.index, radii, weight, dropout_p, window))
+    return (
+        head
+        if tail is None
+        else stages.join_clusters(spec, inputs, matches.index, head, tail, radii, dropout_p, window)
+    )
+
+
+@explains
+@follows_autocast
+def cluster(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    clusters: Clusters = Clusters(),  # noqa: B008 - frozen
+    matches: Matches | None = None,
+    radius: int | Sequence[int] | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    warm: Codebook | None = None,
+    impl: str = "auto",
+) -> Codebook:
+    """Keys grouped by content, as the queries and the values see it: what `attend(tail=...)` uses for far keys.
+
+    Differentiable in k and v given the groups; the centres and values of a fit are constants.
+
+    Args:
+        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
+        clusters: how many, and how they are found.
+        matches, radius: those that `attend` will use; needed for `clusters.fit` alone, which fits what windows leave.
+        key_mask, scale, score: as in `attend`; the clusters serve calls with the same. No callable score.
+        warm: clusters to start from (the last frame, layer or step), as many, of keys and values as wide; then k-means
+            makes one step at most.
+        impl: as in `search`.
+
+    Returns:
+        Codebook.
+
+    >>> import scram
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
+    >>> found = scram.search(q, k, search=scram.Search(seed=0))
+    >>> codebook = scram.cluster(q, k, v, clusters=scram.Clusters(count=64, seed=0))
+    >>> out, lse = scram.attend(q, k, v, found, tail=codebook)
+    >>> exact = scram.exact_attention(q, k, v).out
+    >>> bool((out - exact).norm() < 0.5 * (scram.attend(q, k, v, found).out - exact).norm())
+    True
+    """
+    validate.pairs(q, k, False, key_mask, score)
+    validate.attend(q, k, v, 1, scale, "softmax", None, 0.0)
+    errors.instance("clusters", clusters, Clusters, "scram.Clusters", "; for example scram.Clusters(count=256)")
+    errors.clusters_only("softmax", False, score)
+    spec = dispatch.choose(impl, q.device, q.dtype, score)
+    inputs = stages.prepare(
+        spec, q, k, v, None, score, default_scale(scale, q.shape[-1], score, "softmax"), False, key_mask
+    )
+    if warm is not None:
+        check_warm(q, k, v, inputs.k.shape[-1], clusters.count, warm)
+    index = radii = None
+    if clusters.fit:
+        if matches is None or radius is None:
+            raise ValueError(
+                "clusters.fit needs matches= and radius=, those of the attend call that the clusters are for"
+            )
+        errors.matches("matches", q, k, matches)
+        index, radii = matches.index, errors.radius(radius, q.ndim - 3)
+    return stages.cluster_keys(spec, inputs, str(score), clusters, stages.seed_of(clusters), warm, index, radii)
 
 
 @explains
@@ -131,8 +207,9 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    search: Search = Search(),  # noqa: B008 - frozen
+    search: Search | str = "auto",
     radius: int | Sequence[int] = 1,
+    tail: Clusters | Codebook | Hybrid | str | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -144,10 +221,19 @@ def attention(
     window: str = "query",
     impl: str = "auto",
 ) -> Tensor:
-    """Attention on a grid in O(n log n): search the best keys of every query, then attend to the windows around them.
+    """Attention on a grid in O(n log n): windows around the best keys of every query, all other keys by clusters.
 
     Stands where `F.scaled_dot_product_attention` stood; `q.unflatten(2, grid)` turns [B, H, N, E] into what it takes.
-    The arguments are those of `search` and `attend`.
+    With search, tail, warm and impl left alone it is dense attention by torch, exact, where that is faster, as on small
+    grids. `explain` says what would run.
+
+    Args:
+        search: how to look; "auto" is `Search()`. A seed in it governs the tail too.
+        tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `Hybrid` (keys
+            drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters, and Hybrid under causal
+            order; None for weight="mean" or "relu", callable scores, and causal order with dropout or tiles.
+        q, k, v, radius, causal, key_mask, scale, score, weight, extra, dropout_p, warm, window, impl: as in `search`
+            and `attend`.
 
     Returns:
         out [B, H, *G, F].
@@ -160,14 +246,84 @@ def attention(
     >>> out.flatten(2, 3).shape
     torch.Size([1, 2, 256, 8])
     """
-    validate.search(q, k, search, warm)
-    plan = validate.attention(
-        q, k, v, search, causal, key_mask, score, radius, scale, weight, extra, dropout_p, window, impl
+    settings, rest, plan = _plan(
+        q, k, v, search, radius, tail, causal, key_mask, scale, score, weight, extra, dropout_p, warm, window, impl
     )
+    if plan.dense:
+        return dense_attention(
+            q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, extra=extra, dropout_p=dropout_p
+        )
     scale = default_scale(scale, q.shape[-1], score, weight)
-    inputs = _prepare(plan.search, q, k, v, extra, score, scale, causal, key_mask)  # once for both stages
-    found = ops.search(plan.search, _search_call(inputs, search, warm))
-    return ops.attend(plan.attend, _attend_call(inputs, found.index, plan.radius, weight, dropout_p, window)).out
+    inputs = stages.prepare(plan.search, q, k, v, extra, score, scale, causal, key_mask)  # once for all stages
+    seed = stages.seed_of(settings)
+    index = ops.search(plan.search, stages.search_call(inputs, settings, seed, warm)).index
+    spec = plan.attend
+    if isinstance(rest, Hybrid):
+        return stages.hybrid(spec, inputs, index, rest, plan.radius, stages.seed_of(rest, seed)).out
+    if isinstance(rest, Clusters):
+        rest = stages.cluster_keys(spec, inputs, str(score), rest, stages.seed_of(rest, seed), None, index, plan.radius)
+    head = ops.attend(spec, stages.attend_call(inputs, index, plan.radius, weight, dropout_p, window))
+    if not isinstance(rest, Codebook):
+        return head.out
+    return stages.join_clusters(spec, inputs, index, head, rest, plan.radius, dropout_p, window).out
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
+    """What `attention` would run with these arguments, why, and what it costs; nothing is computed.
+
+    >>> import scram
+    >>> q = torch.zeros(1, 1, 16, 16, 64)
+    >>> print(scram.explain(q, q, q))
+    dense attention, by torch
+      on cpu the grid 16 x 16 with width 64 is too small for a search to be faster
+      256 scores a query, 256 with every key; 0.0 MiB beyond inputs and outputs
+    """
+    known = signature(attention).parameters
+    unknown = [name for name in arguments if name not in known]
+    if unknown:
+        raise unknown_arguments("explain", unknown, known)
+    given = {name: known[name].default for name in known if name not in ("q", "k", "v")} | arguments
+    settings, tail, plan = _plan(q, k, v, **given)
+    return explanation(q, k, plan.dense, plan.automatic, plan.attend.name, settings, plan.radius, tail)
+
+
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    search: Search | str,
+    radius: int | Sequence[int],
+    tail: Clusters | Codebook | Hybrid | str | None,
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float | None,
+    score: Score,
+    weight: str,
+    extra: tuple[Tensor, Tensor] | None,
+    dropout_p: float,
+    warm: Matches | None,
+    window: str,
+    impl: str,
+) -> tuple[Search, Estimator | Codebook | None, validate.Plan]:
+    """The settings of the search, the tail, and what else validating a call of `attention` yields."""
+    errors.tail(tail)
+    settings = errors.search_settings(search, SEARCH)
+    validate.search(q, k, settings, warm)
+    automatic = search.__class__ is str and tail.__class__ is str and warm is None and impl == "auto"
+    plan = validate.attention(
+        q, k, v, settings, causal, key_mask, score, radius, scale, weight, extra, dropout_p, window, impl, automatic
+    )
+    if isinstance(tail, str):
+        return settings, plan.tail, plan
+    if isinstance(tail, Hybrid):
+        errors.hybrid_only(weight, dropout_p, window)
+    elif tail is not None:
+        errors.clusters_only(weight, causal, score)
+        if isinstance(tail, Codebook):
+            width = prepare_key(k[:1, :1, ..., :1, :], score).shape[-1] if score != "dot" else k.shape[-1]
+            factor = default_scale(scale, q.shape[-1], score, weight)
+            check_codebook("tail", q, k, v, width, score, factor, key_mask, plan.radius, tail)
+    return settings, tail, plan
 
 
 @explains
@@ -194,9 +350,10 @@ def estimate(
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
         matches: where each query's attention peaks, from `search`.
-        method: `Hybrid`, `Snis` or `MetropolisHastings`, with the number of samples.
-        radius: of the windows that `Hybrid` attends exactly; the others do not use it.
-        causal, key_mask, scale, score, extra, impl: as in `attend`. MetropolisHastings takes no extra.
+        method: `Clusters`, `Hybrid`, `Snis` or `MetropolisHastings`, with the number of clusters or samples.
+        radius: of the windows that `Clusters` and `Hybrid` attend exactly; the others do not use it.
+        causal, key_mask, scale, score, extra, impl: as in `attend`. MetropolisHastings takes no extra, Clusters no
+            causal order and no callable score.
 
     Returns:
         Estimate(out [B, H, *G, F], lse, variance, ess, acceptance, rhat), None where a method has none.
@@ -216,10 +373,17 @@ def estimate(
     errors.estimator(method, extra)
     spec = dispatch.choose(impl, q.device, q.dtype, score)
     scale = default_scale(scale, q.shape[-1], score, "softmax")
-    inputs = _prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
+    inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
     if isinstance(method, Hybrid):
-        return _hybrid(spec, inputs, matches.index, method, radii)
-    return _sample(spec, inputs, matches.index, method)
+        return stages.hybrid(spec, inputs, matches.index, method, radii, stages.seed_of(method))
+    if isinstance(method, Clusters):
+        errors.clusters_only("softmax", causal, score)
+        book = stages.cluster_keys(spec, inputs, str(score), method, stages.seed_of(method), None, matches.index, radii)
+        head = ops.attend(spec, stages.attend_call(inputs, matches.index, radii, "softmax", 0.0, "query"))
+        return stages.as_estimate(
+            stages.join_clusters(spec, inputs, matches.index, head, book, radii, 0.0, "query"), method
+        )
+    return stages.sample(spec, inputs, matches.index, method)
 
 
 def clear_caches() -> None:
@@ -231,157 +395,3 @@ def clear_caches() -> None:
     dispatch.clear_caches()
     layout_hints.clear()
     draws.cell_counts.cache_clear()
-
-
-class _Inputs(NamedTuple):
-    """The tensors and options of a public call that every stage reads; features are prepared for the score."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_extra: Tensor | None
-    v_extra: Tensor | None
-    key_mask: Tensor | None
-    causal: bool
-    scale: float
-    score: ScoreFunction | None
-
-
-def _prepare(
-    spec: EngineSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extra: tuple[Tensor, Tensor] | None,
-    score: Score,
-    scale: float,
-    causal: bool,
-    key_mask: Tensor | None,
-) -> _Inputs:
-    """Features in the dtype that the engine takes: once for all stages of a call."""
-    k_extra, v_extra = extra or (None, None)
-    wide = accumulator(q.dtype)
-
-    def ready(x: Tensor) -> Tensor:
-        return x.to(wide) if spec.wide_features else x
-
-    return _Inputs(
-        q=ready(prepare_query(q, score)),
-        k=ready(prepare_key(k, score)),
-        v=v,
-        k_extra=None if k_extra is None else ready(prepare_key(k_extra, score)),
-        v_extra=v_extra,
-        key_mask=key_mask,
-        causal=causal,
-        scale=scale,
-        score=score if callable(score) else None,
-    )
-
-
-def _seed(settings: Search | Estimator) -> Tensor:
-    return draw_seed() if settings.seed_tensor is None else settings.seed_tensor
-
-
-def _search_call(inputs: _Inputs, search: Search, warm: Matches | None) -> SearchCall:
-    return SearchCall(
-        q=inputs.q,
-        k=inputs.k,
-        seed=_seed(search),
-        key_mask=inputs.key_mask,
-        warm=None if warm is None else warm.index,
-        method=search.resolved_method(inputs.q),
-        matches=search.matches,
-        separation=search.separation,
-        sweeps=search.sweeps,
-        jumps=search.jumps,
-        propagate=search.propagate,
-        gossip=search.gossip,
-        causal=inputs.causal,
-        score=inputs.score,
-    )
-
-
-def _attend_call(
-    inputs: _Inputs, index: Tensor, radius: tuple[int, ...], weight: str, dropout_p: float, window: str
-) -> AttendCall:
-    return AttendCall(
-        q=inputs.q,
-        k=inputs.k,
-        v=inputs.v,
-        index=index,
-        key_mask=inputs.key_mask,
-        k_extra=inputs.k_extra,
-        v_extra=inputs.v_extra,
-        dropout_seed=draw_seed() if dropout_p else None,
-        radius=radius,
-        causal=inputs.causal,
-        scale=inputs.scale,
-        weight=weight,
-        dropout_p=dropout_p,
-        window=window,
-        score=inputs.score,
-    )
-
-
-def _hybrid(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Hybrid, radius: tuple[int, ...]) -> Estimate:
-    """The head by `attend`, then the tail on the keys that the queries of a row share."""
-    head = ops.attend(spec, _attend_call(inputs, index, radius, "softmax", 0.0, "query"))
-    call = DrawnTailCall(
-        q=inputs.q,
-        k=inputs.k,
-        v=inputs.v,
-        index=index,
-        key_mask=inputs.key_mask,
-        head_out=head.out,
-        head_lse=head.lse,
-        seed=_seed(method),
-        samples=method.samples,
-        stratified=method.stratified,
-        radius=radius,
-        causal=inputs.causal,
-        scale=inputs.scale,
-        score=inputs.score,
-    )
-    return _estimate(ops.drawn_tail(spec, call), method)
-
-
-def _sample(spec: EngineSpec, inputs: _Inputs, index: Tensor, method: Estimator) -> Estimate:
-    """Keys of each query's own; extra keys are an exact head."""
-    q, key_grid, settings = inputs.q, grid_of(inputs.k), method.sample_settings()
-    legal = LegalKeys.of(q, inputs.k, inputs.causal, inputs.key_mask)
-    # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
-    modes, count = draws.modes(index, key_grid, legal if settings["method"] == "metropolis" else None)
-    head_out = head_lse = None
-    if inputs.k_extra is not None:
-        nowhere = torch.full_like(index[..., :1], -1)
-        head_out, head_lse = ops.attend(
-            spec, _attend_call(inputs, nowhere, (0,) * len(key_grid), "softmax", 0.0, "query")
-        )
-    call = SampleCall(
-        q=q,
-        k=inputs.k,
-        v=inputs.v,
-        modes=modes,
-        count=count,
-        total=draws.legal_counts(q, legal),
-        order=legal.order,
-        key_mask=inputs.key_mask,
-        head_out=head_out,
-        head_lse=head_lse,
-        seed=_seed(method),
-        table=draws.step_table(settings.pop("bandwidth"), key_grid, q.device),
-        samples=method.samples,
-        causal=inputs.causal,
-        scale=inputs.scale,
-        score=inputs.score,
-        **settings,
-    )
-    return _estimate(ops.sample(spec, call), method)
-
-
-def _estimate(made: DrawnTail | Sampled, method: Estimator) -> Estimate:
-    """The diagnostics that the method has; gradients pass through `out` and `lse` alone."""
-    names = ("lse", "variance", "ess", "acceptance", "rhat")
-    fields = {name: getattr(made, name) if name in method.reports else None for name in names}
-    constants = {name: x.detach() for name, x in fields.items() if x is not None and name != "lse"}
-    return Estimate(out=made.out, method=method, **{**fields, **constants})

@@ -11,6 +11,7 @@ row-major indices into the key grid, -1 for none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -162,9 +163,14 @@ class ClusterCall(NamedTuple):
     warm_centres: Tensor | None  # [B, Hk, C, E]: where to start
     warm_values: Tensor | None  # [B, Hk, C, F]
     seed: Tensor  # int64 []
-    count: int  # type: ignore[assignment]  # C, at most the number of keys
+    count: int  # type: ignore[assignment]  # of clusters; `clusters` where there are fewer keys
     steps: int
     scale: float
+
+    @property
+    def clusters(self) -> int:
+        """C: not more than there are keys."""
+        return min(self.count, math.prod(self.k.shape[2:-1]))
 
 
 class Clustered(NamedTuple):
@@ -202,8 +208,13 @@ class ClusterTailCall(NamedTuple):
     radius: tuple[int, ...]
     scale: float
     dropout_p: float
-    first_name: int  # of cluster 0 in dropout: it comes after the names of the keys and extra keys
+    extras: int  # number of extra keys
     window: str  # "query" or "tile"
+
+    @property
+    def first_name(self) -> int:
+        """The name of cluster 0 in dropout: after those of the keys and extra keys."""
+        return math.prod(self.label.shape[2:]) + self.extras
 
 
 class ClusterTailGrads(NamedTuple):

@@ -1,8 +1,10 @@
 """Keys grouped by content: k-means in the metric that matters to the queries and the values, in plain torch.
 
 The distance of a key and value (k, v) from a centre (c, w) is E[(scale <q, k - c>)^2] + weight |v - w|^2: how far the
-scores of the queries are off, and the value in units of its own spread. Both are quadratic, so that the nearest centre
-is the one with the largest <k, a> + <v, b> + bias for some a, b and bias of each centre (`LinearForms`).
+scores of the queries are off, and the value. A query whose scores have the variance s counts as q / (1 + s): sharp
+attention is the windows' part. The weight makes the second spread VALUE_WEIGHT times the first. Both are quadratic, so
+that the nearest centre is the one with the largest <k, a> + <v, b> + bias for some a, b and bias of each centre
+(`LinearForms`). Steps start at keys drawn in proportion to the attention that a few queries pay them.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ from .grid import rows
 from .noise import below, noise
 from .scoring import accumulator
 
-SAMPLED_KEYS = 16384  # of a row, that the steps of k-means read; the last assignment reads all
-SAMPLED_QUERIES = 4096  # of a key head, for the metric
-VALUE_WEIGHT = 1.0  # of the values' share in the distance
+# Errors below are geometric means over 17 heads, one match (docs/measurements.md, section 13).
+SAMPLED_KEYS = 8192  # of a row, that the steps read; the last assignment reads all: 2 % more error than all keys
+SAMPLED_QUERIES = 1024  # of a key head, for the metric: 1 % more error than 4096
+VALUE_WEIGHT = 0.3  # spread of the values to that of the scores: error .050; .1 and 1 have .052
+START_QUERIES = 32  # of a key head, whose attention says where steps start: error .044, without .050; 256 gain nothing
+START_MOST = 1 / 64  # that a query's attention to one key counts there
+START_EVEN = 0.25  # that all keys have in equal parts there; the attention of a query sums to 1 at most
 CHUNK_ELEMENTS = 1 << 22  # of the scores of keys and centres at a time
 
 
@@ -31,19 +37,19 @@ def cluster(call: ClusterCall) -> Clustered:
     k_rows, v_rows = rows(k).to(wide), rows(v).to(wide)
     with torch.no_grad():
         legal = legal_keys(call, k_rows, v_rows)
-        if call.count >= keys:
+        if call.clusters >= keys:
             label = torch.where(legal, torch.arange(keys, device=k.device), -1)
         else:
             label = torch.stack(
                 [labels_of(call, row, k_rows[row], v_rows[row], legal[row]) for row in range(key_rows)]
                 or [torch.zeros(0, keys, dtype=torch.int64, device=k.device)]
             ).reshape(key_rows, keys)
-    centres, values, sizes = means(k_rows, v_rows, label, call.count)
+    centres, values, sizes = means(k_rows, v_rows, label, call.clusters)
     heads = k.shape[:2]
     return Clustered(
-        centres.reshape(*heads, *centres.shape[1:]),
-        values.reshape(*heads, *values.shape[1:]),
-        sizes.to(torch.int32).reshape(*heads, call.count),
+        centres.reshape(*heads, *centres.shape[1:]).contiguous(),  # the two are parts of one tensor
+        values.reshape(*heads, *values.shape[1:]).contiguous(),
+        sizes.to(torch.int32).reshape(*heads, call.clusters),
         label.to(torch.int32).reshape(k.shape[:-1]),
     )
 
@@ -54,7 +60,7 @@ def cluster_backward(
     """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
     flat_label = label.reshape(label.shape[0] * label.shape[1], -1)
     row = torch.arange(flat_label.shape[0], device=label.device).unsqueeze(1)
-    at, share = (row * call.count + flat_label.clamp(min=0)).flatten(), sizes.reshape(-1, 1).clamp(min=1)
+    at, share = (row * call.clusters + flat_label.clamp(min=0)).flatten(), sizes.reshape(-1, 1).clamp(min=1)
 
     def spread(grad: Tensor, x: Tensor) -> Tensor:
         each = (grad.reshape(-1, grad.shape[-1]) / share).index_select(0, at)
@@ -87,38 +93,94 @@ def means(k_rows: Tensor, v_rows: Tensor, label: Tensor, count: int) -> tuple[Te
 
 def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor) -> Tensor:
     """The cluster of each key of one row, keys [M, E] and values [M, F]: int64 [M], -1 for a key that is not legal."""
-    first = row * (call.q.shape[1] // call.k.shape[1])  # the first row of queries that reads the row governs the noise
     k, v = (torch.where(legal.unsqueeze(-1), x, 0) for x in (k, v))
-    number = torch.where(legal, legal.long().cumsum(0) - 1, len(legal))
-    order = torch.zeros(len(legal) + 1, dtype=torch.int64, device=k.device)
-    order = order.scatter(0, number, torch.arange(len(legal), device=k.device))  # the legal keys first
-    some = order[strides(call.seed, first, 0, min(len(legal), SAMPLED_KEYS), legal.sum())]
-    k_some, v_some = k[some], v[some]
-    space = Space.of(call, row, k_some, v_some)
-    if call.warm_centres is None or call.warm_values is None:
-        at = order[strides(call.seed, first, 1, call.count, legal.sum())]
-        centres, values = k[at], v[at]
-    else:
-        centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
-    sizes, spread = torch.ones_like(centres[:, 0], dtype=torch.int64), space.spread(k_some, v_some)
+    start = Start.of(call, row, k, v, legal)
+    centres, values = start.centres, start.values
+    sizes = torch.ones_like(centres[:, 0], dtype=torch.int64)
     for step in range(call.steps):
-        best, score = nearest(space.forms(centres, values, sizes), k_some, v_some)
-        centres, values, sizes = (x[0] for x in means(k_some[None], v_some[None], best[None], call.count))
-        # Clusters without keys start anew at keys drawn in proportion to their squared distance from their centres:
-        # those whose clocks, exponential with that rate, ring first.
+        best, score = nearest(start.space.forms(centres, values, sizes), start.k, start.v)
+        centres, values, sizes = (x[0] for x in means(start.k[None], start.v[None], best[None], call.clusters))
+        centres, values, sizes = start.placed_anew(call, step, score, centres, values, sizes)
+    best, _ = nearest(start.space.forms(centres, values, sizes), k, v)
+    return torch.where(legal, best, -1)
+
+
+class Start(NamedTuple):
+    """Where k-means of a row starts."""
+
+    space: Space
+    k: Tensor  # [S, E], keys of the sample; 0 for one that is not finite
+    v: Tensor  # [S, F]
+    centres: Tensor  # [C, E]
+    values: Tensor  # [C, F]
+    noise_row: int  # the first row of queries that reads the row of keys
+
+    @staticmethod
+    def of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor | None) -> Start:
+        """From keys [M, E], values [M, F] and which of them are legal [M]; None: all that are finite."""
+        first, number = row * (call.q.shape[1] // call.k.shape[1]), min(len(k), max(SAMPLED_KEYS, call.clusters))
+        total = torch.tensor(len(k), device=k.device) if legal is None else legal.sum()
+        some = strides(call.seed, first, 0, number, total)
+        if legal is not None:
+            place = torch.where(legal, legal.long().cumsum(0) - 1, len(legal))
+            order = torch.zeros(len(legal) + 1, dtype=torch.int64, device=k.device)
+            some = order.scatter(0, place, torch.arange(len(legal), device=k.device))[some]  # the legal keys first
+        k_some, v_some, q_some = k[some], v[some], queries_of(call, row).to(k)
+        finite = (k_some.isfinite().all(-1) & v_some.isfinite().all(-1)).unsqueeze(-1)
+        k_some, v_some = torch.where(finite, k_some, 0), torch.where(finite, v_some, 0)
+        space = Space.of(call.scale * q_some, k_some, v_some)
+        if call.warm_centres is not None and call.warm_values is not None:
+            centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
+            return Start(space, k_some, v_some, centres, values, first)
+        at = strides(call.seed, first, 3, min(START_QUERIES, len(q_some)), torch.tensor(len(q_some), device=k.device))
+        rate = attention_paid(call.scale * q_some[at], k_some)
+        new = some != some.roll(1)  # a key of several parts, where keys are few, has one rate
+        rate = torch.where(new & finite.squeeze(-1), rate, 0)
+        at = drawn(noise(call.seed, first, 1, torch.arange(number, device=k.device)), rate)[: call.clusters]
+        return Start(space, k_some, v_some, k_some[at], v_some[at], first)
+
+    def placed_anew(
+        self, call: ClusterCall, step: int, score: Tensor, centres: Tensor, values: Tensor, sizes: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Clusters without keys start at keys drawn in proportion to their squared distances from their centres.
+
+        `score`: the form of each key of the sample with its centre [S].
+        """
+        spread = self.space.spread(self.k, self.v)
         distance = (spread - 2 * score).clamp(min=0)
         far = distance > 1e-6 * spread.mean()
-        bits = noise(call.seed, first, 3 + step, torch.arange(len(some), device=k.device))
-        clock = -((bits + 0.5) / 2**32).log().to(k) / torch.where(far, distance, 1)
-        place = torch.where(far, clock, torch.inf).argsort()
+        bits = noise(call.seed, self.noise_row, 4 + step, torch.arange(len(score), device=score.device))
+        place = drawn(bits, torch.where(far, distance, 0))
         turn = (sizes == 0).long().cumsum(0) - 1
         anew = (sizes == 0) & (turn < far.sum())
-        at = place[turn.clamp(min=0, max=len(some) - 1)]
-        centres = torch.where(anew.unsqueeze(-1), k_some[at], centres)
-        values = torch.where(anew.unsqueeze(-1), v_some[at], values)
-        sizes = torch.where(anew, 1, sizes)
-    best, _ = nearest(space.forms(centres, values, sizes), k, v)
-    return torch.where(legal, best, -1)
+        at = place[turn.clamp(min=0, max=len(score) - 1)]
+        centres = torch.where(anew.unsqueeze(-1), self.k[at], centres)
+        values = torch.where(anew.unsqueeze(-1), self.v[at], values)
+        return centres, values, torch.where(anew, 1, sizes)
+
+
+def queries_of(call: ClusterCall, row: int) -> Tensor:
+    """Some queries [S, E] of those that read a row of keys; 0 in place of one that is not finite."""
+    heads_each = call.q.shape[1] // call.k.shape[1]
+    q = rows(call.q)[row * heads_each : (row + 1) * heads_each].flatten(0, 1)
+    total = torch.tensor(len(q), device=q.device)
+    q = q[strides(call.seed, row * heads_each, 2, min(SAMPLED_QUERIES, len(q)), total)]
+    return torch.where(q.isfinite().all(-1, keepdim=True), q, 0)
+
+
+def attention_paid(q: Tensor, k: Tensor) -> Tensor:
+    """Attention that queries [Q, E], times scale, pay each key [S, E] on average, and an even part: [S]."""
+    paid = (q @ k.T).softmax(-1).clamp(max=START_MOST)
+    return paid.sum(0) / max(len(q), 1) + START_EVEN / len(k)
+
+
+def drawn(bits: Tensor, rate: Tensor) -> Tensor:
+    """All places in the order of draws in proportion to `rate` without repetition; those of rate 0 come last.
+
+    Each has a clock, exponential with its rate, from 32 random bits; the first to ring is the first drawn.
+    """
+    clock = -((bits + 0.5) / 2**32).log().to(rate) / torch.where(rate > 0, rate, 1)
+    return torch.where(rate > 0, clock, torch.inf).argsort()
 
 
 def strides(seed: Tensor, row: int, draw: int, number: int, total: Tensor) -> Tensor:
@@ -139,24 +201,21 @@ class LinearForms(NamedTuple):
 class Space(NamedTuple):
     """Where distances are measured, around the means of keys and values."""
 
-    metric: Tensor  # [E, E], scale^2 E[q q^T]
+    metric: Tensor  # [E, E], E[q q^T] of the weighted queries
     value_weight: Tensor  # []
     k_mean: Tensor  # [E]
     v_mean: Tensor  # [F]
 
     @staticmethod
-    def of(call: ClusterCall, row: int, k: Tensor, v: Tensor) -> Space:
-        """The space of a row of keys, from some keys [S, E] and values [S, F] of it."""
-        heads_each = call.q.shape[1] // call.k.shape[1]
-        q = rows(call.q)[row * heads_each : (row + 1) * heads_each].flatten(0, 1)
-        total = torch.tensor(len(q), device=q.device)
-        q = q[strides(call.seed, row * heads_each, 2, min(SAMPLED_QUERIES, len(q)), total)].to(k)
-        finite = q.isfinite().all(-1, keepdim=True)
-        q = torch.where(finite, q, 0)
-        metric = call.scale**2 * (q.T @ q) / finite.sum().clamp(min=1)
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Space:
+        """The space of a row of keys, from some queries [Q, E], times scale, keys [S, E] and values [S, F]."""
         k_mean, v_mean = k.mean(0), v.mean(0)
-        variance = (v - v_mean).square().sum(-1).mean()
-        return Space(metric, torch.where(variance > 0, VALUE_WEIGHT / variance, 0), k_mean, v_mean)
+        covariance = (k - k_mean).T @ (k - k_mean) / len(k)
+        q = q / (1 + ((q @ covariance) * q).sum(-1, keepdim=True))
+        metric = q.T @ q / max(len(q), 1)
+        spread, variance = (metric * covariance).sum(), (v - v_mean).square().sum(-1).mean()
+        share = torch.where(spread > 0, VALUE_WEIGHT * spread, 1)  # values alone where all scores are equal
+        return Space(metric, torch.where(variance > 0, share / variance, 0), k_mean, v_mean)
 
     def forms(self, centres: Tensor, values: Tensor, sizes: Tensor) -> LinearForms:
         k, v = centres - self.k_mean, values - self.v_mean

@@ -125,12 +125,12 @@ def estimator(method: Any, pair: Any) -> None:
     """An estimator's settings. Extra keys are joined by the normaliser, so the method must estimate one."""
     from .estimators import Estimator
 
-    words = "scram.Snis, scram.MetropolisHastings or scram.Hybrid"
-    instance("method", method, Estimator, words, "; for example scram.Hybrid(samples=512)")
+    words = "scram.Clusters, scram.Hybrid, scram.Snis or scram.MetropolisHastings"
+    instance("method", method, Estimator, words, "; for example scram.Clusters(count=256)")
     if "lse" not in method.reports and pair is not None:
         raise ValueError(
             f"extra must be None with {type(method).__name__}: it estimates no normaliser (lse), without which exact "
-            "keys cannot be joined to it; use Snis or Hybrid"
+            "keys cannot be joined to it; use Clusters, Hybrid or Snis"
         )
 
 
@@ -332,6 +332,40 @@ def matches(name: str, q: Tensor, k: Tensor, found: Any) -> None:
         raise ValueError(f"{name} was made for key grid {found.key_grid}, but k has {tuple(k.shape[2:-1])}")
     if found.index.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {found.index.device}; use {name}.to(q.device)")
+
+
+def clusters_only(weight: str, causal: bool, score: Any) -> None:
+    """What takes no codebook."""
+    if weight != "softmax" or causal or callable(score):
+        raise ValueError(
+            "clusters of keys need weight='softmax', no causal order and a score by name; use tail=None, or "
+            "scram.Hybrid under causal order"
+        )
+
+
+def hybrid_only(weight: str, dropout_p: float, window: str) -> None:
+    """What a tail of drawn keys does not take."""
+    if weight != "softmax" or dropout_p or window != "query":
+        raise ValueError("a tail of drawn keys needs weight='softmax', window='query' and no dropout")
+
+
+def search_settings(value: Any, default: Any) -> Any:
+    """A scram.Search, or "auto" for the default."""
+    if isinstance(value, str):
+        one_of("search", value, ("auto",), "; or pass scram.Search(...)")
+        return default
+    settings(value, type(default))
+    return value
+
+
+def tail(value: Any) -> None:
+    """What `attention(tail=...)` takes."""
+    from .codebook import Codebook
+    from .estimators import Clusters, Hybrid
+
+    if value is not None and value != "auto" and not isinstance(value, (Clusters, Codebook, Hybrid)):
+        words = "None, 'auto', scram.Clusters, scram.Codebook or scram.Hybrid"
+        raise TypeError(f"tail must be {words}, got {type(value).__name__} {value!r}")
 
 
 def query_sample(queries: Any, points: int) -> None:

@@ -23,6 +23,7 @@ class Estimator:
     samples: int
     seed_tensor: Tensor | None
     reports: ClassVar[tuple[str, ...]]  # the fields of `Estimate` that it has besides `out`
+    unit: ClassVar[str] = "samples each"
 
     def sample_settings(self) -> dict[str, Any]:
         """The fields of a SampleCall that are this estimator's own, and the bandwidth of its steps."""
@@ -130,6 +131,42 @@ class Hybrid(Estimator):
         object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
 
+@dataclass(frozen=True)
+class Clusters(Estimator):
+    """The windows around the matches exactly, and all other keys by clusters of keys with their mean key and value.
+
+    Right from diffuse to sharp attention, and without variance: the same clusters give the same answer.
+
+    Args:
+        count: clusters of each key head; as many as there are keys: exact attention.
+        steps: of k-means, on a sample of the keys.
+        fit: R, number of queries of each head that are computed densely to adjust the weight and the value of every
+            cluster, and as many again to choose how strongly and to report the error; 0: no fit. For inference.
+        seed: an int or a 0-d int64 tensor; None takes that of the search, or draws one.
+
+    >>> Clusters(count=128, seed=0).steps
+    2
+    """
+
+    count: int = 256
+    steps: int = 2
+    fit: int = 0
+    seed: int | Tensor | None = None
+    seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
+    reports: ClassVar[tuple[str, ...]] = ("lse",)
+    unit: ClassVar[str] = "clusters"
+
+    def __post_init__(self) -> None:
+        errors.whole_fields(self, count=1, steps=0, fit=0)
+        if 0 < self.fit < 8:
+            raise ValueError(f"fit must be 0 or at least 8 queries, got {self.fit}; 256 is a good choice")
+        object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
+
+    @property
+    def samples(self) -> int:  # type: ignore[override]
+        return self.count
+
+
 @dataclass(frozen=True, eq=False)
 class Estimate:
     """An estimate of exact attention and what it says about its own quality; None where its method has no such figure.
@@ -199,7 +236,9 @@ class Estimate:
 
     def __str__(self) -> str:
         queries = self.out.numel() // max(self.out.shape[-1], 1)
-        lines = [f"{type(self.method).__name__} estimate of {queries} queries: {self.method.samples} samples each"]
+        lines = [
+            f"{type(self.method).__name__} estimate of {queries} queries: {self.method.samples} {self.method.unit}"
+        ]
         if queries:
             lines += _line("effective samples", self.ess, smallest=True, form="{:.1f}")
             error = self._relative_error()

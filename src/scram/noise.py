@@ -9,17 +9,14 @@ MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
 
 
-def _mix(x: Tensor) -> Tensor:
+def _absorb(state: Tensor, word: Tensor | int) -> Tensor:
     """A bijection of 32-bit words with full avalanche (int64 tensors hold them; products wrap, low bits are right)."""
+    x = ((state ^ word) + GOLDEN) & MASK
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & MASK
     x = x ^ (x >> 15)
     x = (x * 0x846CA68B) & MASK
     return x ^ (x >> 16)
-
-
-def _absorb(state: Tensor, word: Tensor | int) -> Tensor:
-    return _mix(((state ^ word) + GOLDEN) & MASK)
 
 
 def noise(seed: Tensor | int, *counters: Tensor | int) -> Tensor:

@@ -281,7 +281,7 @@ def _sampled_shapes(call: calls.SampleCall) -> tuple[Tensor, ...]:
 
 def _clustered_shapes(call: calls.ClusterCall) -> tuple[Tensor, ...]:
     k, v, wide = call.k, call.v, accumulator(call.v.dtype)
-    shape = (*k.shape[:2], call.count)
+    shape = (*k.shape[:2], call.clusters)
     means = (x.new_empty((*shape, x.shape[-1]), dtype=wide) for x in (k, v))
     return *means, k.new_empty(shape, dtype=torch.int32), k.new_empty(k.shape[:-1], dtype=torch.int32)
 

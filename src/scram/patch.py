@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import _compat, api, errors
+from .defaults import SEARCH
+from .estimators import Clusters, Hybrid
 from .layout_hints import accept
 from .types import Search
 
@@ -72,8 +74,8 @@ class Report:
 
 
 def patch_sdpa(
-    *, grid: Sequence[int], prefix: int = 0, search: Search = Search(),  # noqa: B008 - frozen
-    radius: int | Sequence[int] = 1, window: str = "query", impl: str = "auto",
+    *, grid: Sequence[int], prefix: int = 0, search: Search | str = "auto", radius: int | Sequence[int] = 1,
+    tail: Clusters | Hybrid | str | None = "auto", window: str = "query", impl: str = "auto",
 ) -> AbstractContextManager[Report]:  # fmt: skip
     """Inside, calls of `F.scaled_dot_product_attention` on that grid go to SCRAM, whoever makes them in this thread.
 
@@ -86,7 +88,7 @@ def patch_sdpa(
     Args:
         grid: extents of the grid, such as (14, 14).
         prefix: tokens before the grid.
-        search, radius, window, impl: as in `attention`.
+        search, radius, tail, window, impl: as in `attention`: on a small grid dense attention may be faster, and runs.
 
     Returns:
         A context that gives a report of what was replaced, what not and why, which fills up as the calls come.
@@ -100,7 +102,7 @@ def patch_sdpa(
       1 x q [1, 2, 65, 8]: SCRAM
       1 x q [1, 2, 65, 8], k [1, 2, 9, 8]: left alone: 65 queries and 9 keys, the grid has 1 + 8 x 8 = 65
     """
-    return _Patch(grid, prefix, search, radius, window, impl)
+    return _Patch(grid, prefix, search, radius, tail, window, impl)
 
 
 def _note_compiled(report: str, why_not: str) -> None:
@@ -142,16 +144,19 @@ class _Patch(TorchFunctionMode):
     """Sees every call of a torch function in its thread, also of functions imported by name."""
 
     def __init__(
-        self, grid: Sequence[int], prefix: int, search: Search, radius: int | Sequence[int], window: str, impl: str
-    ) -> None:
+        self, grid: Sequence[int], prefix: int, search: Search | str, radius: int | Sequence[int],
+        tail: Clusters | Hybrid | str | None, window: str, impl: str,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.grid = errors.grid(grid)
         self.prefix = errors.whole("prefix", prefix, 0)
-        errors.settings(search, Search)
+        errors.search_settings(search, SEARCH)
+        errors.tail(tail)
         errors.one_of("impl", impl, errors.IMPLS)
         errors.one_of("window", window, errors.WINDOWS)
         radii = errors.radius(radius, len(self.grid))
-        self.settings: dict[str, Any] = {"search": search, "radius": radii, "window": window, "impl": impl}
+        self.settings: dict[str, Any] = {"search": search, "radius": radii, "tail": tail, "window": window}
+        self.settings["impl"] = impl
         self.tokens = prefix + math.prod(self.grid)
         self.report = Report()
         self.report_name = str(id(self.report))

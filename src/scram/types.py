@@ -43,7 +43,7 @@ class Search:
         seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
 
     >>> Search(matches=4, separation=2, seed=0).sweeps
-    8
+    5
     >>> Search.paper() == Search("query", matches=1, sweeps=8, propagate="shift", gossip=0)
     True
     """
@@ -51,7 +51,7 @@ class Search:
     method: str = "auto"
     matches: int = 1
     separation: int = 0
-    sweeps: int = 8
+    sweeps: int = 5
     jumps: tuple[int, ...] = (8, 4, 2, 1)
     propagate: str = "both"
     gossip: int = 8

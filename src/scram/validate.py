@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import dispatch, errors, ops
+from .defaults import default_tail, dense_is_cheaper
 from .engines import EngineSpec
+from .estimators import Estimator
 from .layout_hints import warn_about_layout
 from .types import Matches, Score, Search
 
@@ -59,6 +61,9 @@ class Plan(NamedTuple):
     radius: tuple[int, ...]  # of each axis
     search: EngineSpec
     attend: EngineSpec
+    tail: Estimator | None  # where nothing is said of it
+    automatic: bool  # nothing is said of search, tail, warm and engine
+    dense: bool  # then: is it cheaper to attend every key?
 
 
 # To check a call takes longer than to search a small grid, so a kind of call that was valid is not checked again.
@@ -80,15 +85,16 @@ def attention(
     dropout_p: float,
     window: str,
     impl: str,
+    automatic: bool,
 ) -> Plan:
-    """`pairs` and `attend` together, and which engines search and attend."""
+    """`pairs` and `attend` together, and which engines search and attend; `automatic`: it may be dense."""
     kind = None
     # A callable is not kept: it may hold tensors.
     simple = key_mask is None and extra is None and score.__class__ is str and radius.__class__ is int
     if simple and ops.bypasses_dispatcher((q, k, v)):
         shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
         places = (q.device, k.device, v.device, q.layout, k.layout, v.layout)
-        options = (causal, score, radius, scale, weight, dropout_p, window, impl)
+        options = (causal, score, radius, scale, weight, dropout_p, window, impl, automatic)
         tile = settings.matches if settings.method == "tile" else 0
         kind = (*shapes, *dtypes, *places, *options, *[x.__class__ for x in options], tile)  # 1 == True
         try:
@@ -100,7 +106,9 @@ def attention(
     pairs(q, k, causal, key_mask, score)
     radii = attend(q, k, v, radius, scale, weight, extra, dropout_p, window)
     attends = dispatch.choose(impl, q.device, q.dtype, score, window)
-    plan = Plan(radii, search_engine(impl, q, score, settings), attends)
+    tail = default_tail(weight, causal, score, dropout_p, window)
+    dense = automatic and weight == "softmax" and not callable(score) and dense_is_cheaper(q, k, v)
+    plan = Plan(radii, search_engine(impl, q, score, settings), attends, tail, automatic, dense)
     if kind is not None:
         if len(_valid) >= MOST_REMEMBERED:
             _valid.clear()

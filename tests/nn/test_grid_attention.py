@@ -196,18 +196,38 @@ def test_modules_under_autocast():
 
 def test_an_estimator_takes_the_place_of_the_windows():
     x = torch.randn(2, 6, 7, 16)
-    layer = GridAttention(16, 2, search=scram.Search(seed=0), estimator=scram.Hybrid(samples=42, seed=1))
+    layer = GridAttention(16, 2, search=scram.Search(seed=0), tail=scram.Hybrid(samples=42, seed=1))
     dense = GridAttention(16, 2, search=None)
     dense.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer(x), dense(x))  # a tail of every key is exact
-    fewer = GridAttention(16, 2, search=scram.Search(seed=0), estimator=scram.Hybrid(samples=8, seed=1))
+    fewer = GridAttention(16, 2, search=scram.Search(seed=0), tail=scram.Hybrid(samples=8, seed=1))
     fewer.load_state_dict(layer.state_dict())
     assert not torch.allclose(fewer(x), dense(x))
     fewer(x).sum().backward()
     assert fewer.in_proj_weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("settings", [{"search": None}, {"dropout": 0.1}, {"estimator": 512}, {"window": "tile"}])
-def test_an_estimator_that_does_not_fit_is_refused(settings):
-    with pytest.raises((ValueError, TypeError), match=r"estimator|method must be"):
-        GridAttention(16, 2, **({"estimator": scram.Hybrid()} | settings))
+@pytest.mark.parametrize("settings", [{"search": None}, {"dropout": 0.1}, {"tail": 512}, {"window": "tile"}])
+def test_a_tail_that_does_not_fit_is_refused(settings):
+    with pytest.raises((ValueError, TypeError), match=r"tail|with Hybrid"):
+        GridAttention(16, 2, **({"tail": scram.Hybrid()} | settings))
+
+
+def test_the_old_name_of_the_tail():
+    with pytest.warns(DeprecationWarning, match="estimator= is now tail="):
+        layer = GridAttention(16, 2, search=scram.Search(), estimator=scram.Hybrid(samples=8))
+    with pytest.warns(DeprecationWarning, match=r"estimator is now \.tail"):
+        assert layer.estimator == layer.tail == scram.Hybrid(samples=8)
+
+
+def test_clusters_stand_for_far_keys():
+    x = torch.randn(2, 6, 7, 16)
+    layer = GridAttention(16, 2, search=scram.Search(seed=0))  # 42 keys: one cluster each
+    dense = GridAttention(16, 2, search=None)
+    dense.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), dense(x))
+    sparse = GridAttention(16, 2, search=scram.Search(seed=0), tail=None)
+    sparse.load_state_dict(layer.state_dict())
+    assert not torch.allclose(sparse(x), dense(x))
+    layer.search = "auto"  # a small grid: dense
+    torch.testing.assert_close(layer(x), dense(x), rtol=0, atol=0)

@@ -120,6 +120,6 @@ def test_copies_and_files():
 
 
 def test_modules_print_themselves():
-    assert "causal=False, radius=2, window='query', Search(" in repr(GridAttention(12, 3, radius=2))
+    assert "causal=False, radius=2, window='query', search=auto, tail=auto" in repr(GridAttention(12, 3, radius=2))
     assert "12, num_heads=3, causal=True, dense" in repr(GridAttention(12, 3, search=None, causal=True))
     assert "form='gaussian', radius=1, window='tile'" in repr(NonLocalBlock(4, form="gaussian", window="tile"))

@@ -27,9 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType)
 # What torch passes to a mode, whatever `F.scaled_dot_product_attention` was replaced by.
-SDPA: Callable[..., torch.Tensor] = getattr(
-    torch._C._nn, "scaled_dot_product_attention", F.scaled_dot_product_attention
-)
+SDPA: Callable[..., Tensor] = getattr(torch._C._nn, "scaled_dot_product_attention", F.scaled_dot_product_attention)
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HANDLER = getattr(inspect.unwrap(torch.overrides.handle_torch_function), "__code__", None)
@@ -94,10 +92,8 @@ _autocast_active: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocas
 
 def transforms_active() -> bool:
     """Whether a transform of `torch.func` runs this code. Fallback: whether torch refuses hooks, as all but vmap do."""
-    return _hooks_are_refused() if _transforms_active is None else _transforms_active()
-
-
-def _hooks_are_refused() -> bool:
+    if _transforms_active is not None:
+        return _transforms_active()
     try:
         with saved_tensors_hooks(lambda x: x, lambda x: x):
             return False

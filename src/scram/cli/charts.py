@@ -60,11 +60,8 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
         ("attention", True, "peak_bytes", "peak memory, forward and backward", "MiB"),
         ("search", False, "least", "search alone, index building included", "seconds"),
     ]
-    shown = [
-        (kind, backward, quantity, name, unit)
-        for kind, backward, quantity, name, unit in wanted
-        if any(row.get(quantity) for row in rows if (row["kind"], row["backward"]) == (kind, backward))
-    ]
+    there = {(row["kind"], row["backward"], quantity) for row in rows for quantity in row if row[quantity]}
+    shown = [one for one in wanted if one[:3] in there]
     down, across = max(1, len(shown)), len(widths)
     machine = rows[0]["machine"]
     where = machine["gpu"] or f"{counted(machine['threads'], 'thread')} of {machine['cpu']}"

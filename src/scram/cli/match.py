@@ -17,6 +17,7 @@ from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
 from .console import Numbers, Report, complain, counted, numbers_table, progress
 from .features import PatchFeatures, plain_share, read_picture, sample_pair, stereo_sample
+from .measuring import now
 from .pictures import Panel, grid_of
 from .provenance import made_with
 
@@ -90,17 +91,12 @@ def find(
     pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: str = "auto"
 ) -> Found:
     """Search and attend; the seconds of a first call hold what it compiles."""
-
-    def now() -> float:
-        if pair.q.is_cuda:
-            torch.cuda.synchronize()
-        return perf_counter()
-
-    start = now()
+    device = pair.q.device.type
+    start = now(device)
     matches = search(pair.q, pair.k, search=setting, impl=impl)
-    middle = now()
+    middle = now(device)
     attended = attend(pair.q, pair.k, pair.v, matches, radius=radius, scale=scale, impl=impl)
-    return Found(matches, attended, {"search": middle - start, "attend": now() - middle})
+    return Found(matches, attended, {"search": middle - start, "attend": now(device) - middle})
 
 
 def own_places(height: int, width: int) -> Tensor:

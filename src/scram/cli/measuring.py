@@ -204,7 +204,9 @@ def forecast(case: Case, known: dict[str, Row], quantity: str = "seconds") -> fl
 
 def _attention(case: Case, pictures: Pictures) -> Row:
     q, k, v = pictures.tensors(case.size, case.width)
-    wanted, free = rivals.peak_bytes(case.contender, case.size**2), available(pictures.device)
+    wanted, free = rivals.peak_bytes(case.contender, case.size**2), _status("MemAvailable", "/proc/meminfo") or 1 << 62
+    if pictures.device == "cuda":
+        free = torch.cuda.mem_get_info()[0]
     if wanted > free:
         raise MemoryError(f"needs {wanted / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
     start, ready = perf_counter(), {}
@@ -284,14 +286,17 @@ def clock(call: Callable[[], Tensor], device: str) -> tuple[Row, Tensor]:
     return {**row, "peak_bytes": None if peak is None else max(0, peak - before)}, out
 
 
+def now(device: str) -> float:
+    """The clock, when the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return perf_counter()
+
+
 def _timed(call: Callable[[], Tensor], device: str) -> tuple[Tensor, float]:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = perf_counter()
+    start = now(device)
     out = call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return out, perf_counter() - start
+    return out, now(device) - start
 
 
 def _reset_peak(device: str) -> int:
@@ -305,13 +310,6 @@ def _reset_peak(device: str) -> int:
     except (OSError, AttributeError, TypeError):  # not Linux with glibc
         return 0
     return _status("VmRSS") or 0
-
-
-def available(device: str) -> int:
-    """Bytes of memory that are free."""
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[0])
-    return _status("MemAvailable", "/proc/meminfo") or 1 << 62
 
 
 def _status(field: str, path: str = "/proc/self/status") -> int | None:

@@ -190,11 +190,7 @@ ATTENTIONS: dict[str, Attention] = {
     "brute-force top-1": brute_force,
 }
 OPTIONAL: dict[str, Attention] = {"NATTEN": natten}  # packages that install in few places
-PATTERNS: dict[str, Callable[[int], Allows]] = {
-    "strided": strided_allows,
-    "fixed": fixed_allows,
-    "local blocks": local_allows,
-}
+PATTERNS = {"strided": strided_allows, "fixed": fixed_allows, "local blocks": local_allows}
 
 
 def peak_bytes(name: str, points: int) -> int:

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import errors
-from ..arguments import explains
-from ..estimators import Estimator
+from ..arguments import explains, renamed, renamed_attribute
+from ..dense import dense_attention
 from ..layout_hints import warn_about_tokens
-from ..scoring import default_scale, prepare_key, prepare_query
 from ..types import Matches, Score, Search
 from . import validate as fits
-from .searching import Searching
+from .searching import Searching, Tail
 
 
 class GridAttention(Searching):
@@ -29,13 +28,14 @@ class GridAttention(Searching):
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, device, dtype:
             as in `nn.MultiheadAttention`; dropout acts on the weights, in training mode only.
         batch_first: True; there is no other order.
-        search: how to look for keys; None attends densely, with the same weights, to compare or to train.
-        radius, causal, scale, score, window: as in `scram.attention`; an estimator takes window="query" only.
-        keep_matches: in evaluation mode each call starts from the matches of the call before, where the shapes
-            agree (video frames, denoising steps). They are not part of the state dict; `reset()` forgets them.
+        search: how to look for keys; "auto" as in `scram.attention`; None attends densely, with the same weights, to
+            compare or to train.
+        radius, causal, scale, score, window: as in `scram.attention`.
+        keep_matches: in evaluation mode each call starts from the matches and clusters of the call before, where the
+            shapes agree (video frames, denoising steps). They are not part of the state dict; `reset()` forgets them.
         warm_search: settings for calls that start from matches, such as fewer sweeps; None: those of `search`.
-        estimator: `scram.Hybrid`, `Snis` or `MetropolisHastings` in place of the windows alone, for diffuse attention
-            (`scram.estimate`); without dropout.
+        tail: what stands for the keys outside the windows, as in `scram.attention`; `Snis` and `MetropolisHastings`
+            too (`scram.estimate`). Only clusters take dropout, and window="tile".
         impl: as in `scram.attention`.
 
     >>> _ = torch.manual_seed(0)
@@ -45,21 +45,21 @@ class GridAttention(Searching):
     """
 
     @explains
+    @renamed(estimator="tail")
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = True, *,
-        search: Search | None = Search(), radius: int | Sequence[int] = 1, causal: bool = False,  # noqa: B008 - frozen
+        search: Search | str | None = "auto", radius: int | Sequence[int] = 1, causal: bool = False,
         scale: float | None = None, score: Score = "dot", keep_matches: bool = False, warm_search: Search | None = None,
-        estimator: Estimator | None = None, window: str = "query", impl: str = "auto",
+        tail: Tail = "auto", window: str = "query", impl: str = "auto",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(search, warm_search, radius, keep_matches, window, impl)
+        super().__init__(search, warm_search, radius, keep_matches, tail, window, impl)
         fits.layout(embed_dim, num_heads, batch_first)
         errors.dropout(dropout)
         errors.scale(scale)
         errors.score(score)
-        fits.estimator(estimator, search, dropout, window)
-        self.estimator = estimator
+        fits.tail(tail, search, dropout, window, causal, score)
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.kdim = embed_dim if kdim is None else errors.whole("kdim", kdim, 1)
         self.vdim = embed_dim if vdim is None else errors.whole("vdim", vdim, 1)
@@ -101,9 +101,8 @@ class GridAttention(Searching):
         4
         """
         errors.instance("mha", mha, nn.MultiheadAttention, "torch.nn.MultiheadAttention")
-        same = {
-            name: getattr(mha, name) for name in ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim")
-        }
+        names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim")
+        same = {name: getattr(mha, name) for name in names}
         same |= {"bias": mha.in_proj_bias is not None, "add_bias_kv": mha.bias_k is not None}
         same |= {"device": mha.out_proj.weight.device, "dtype": mha.out_proj.weight.dtype}
         layer = cls(**same, **settings)
@@ -136,10 +135,10 @@ class GridAttention(Searching):
         warn_about_tokens(query.shape, key.shape)
         q, k, v = self._project(query, key, value)
         extra = self._extra(tokens, query.shape[0])  # len() would be a constant to torch.export
-        if self.search is None:
-            return self._join(self._dense(q, k, v, extra, mask, self.causal))
         how: dict[str, Any] = {"causal": self.causal, "scale": self.scale, "score": self.score, "extra": extra}
-        how |= {"dropout_p": self._dropout()} if self.estimator is None else {"method": self.estimator}
+        how["dropout_p"] = self._dropout()
+        if self._dense(q, k, v, warm, self.score):
+            return self._join(dense_attention(q, k, v, key_mask=mask, **how))
         return self._join(self._attend(q, k, v, warm, mask, **how))
 
     def read(
@@ -153,7 +152,9 @@ class GridAttention(Searching):
         value, mask = self._keys(key, value, key_mask, key_padding_mask)
         fits.tokens(tokens, key.shape[0], self.embed_dim)
         q, k, v = self._project(tokens, key, value)
-        return self._join(self._dense(q, k, v, self._extra(tokens, tokens.shape[0]), mask, causal=False))
+        how: dict[str, Any] = {"scale": self.scale, "score": self.score, "dropout_p": self._dropout()}
+        extra = self._extra(tokens, tokens.shape[0])
+        return self._join(dense_attention(q, k, v, key_mask=mask, extra=extra, **how))
 
     def _keys(
         self, key: Tensor, value: Tensor | None, key_mask: Tensor | None, ignored: Tensor | None
@@ -206,28 +207,9 @@ class GridAttention(Searching):
         dtype = keys[0].dtype  # the projections' under autocast
         return torch.cat([k.to(dtype) for k in keys], 2), torch.cat([v.to(dtype) for v in values], 2)
 
-    def _dense(
-        self, q: Tensor, k: Tensor, v: Tensor, extra: tuple[Tensor, Tensor] | None, key_mask: Tensor | None,
-        causal: bool,
-    ) -> Tensor:  # fmt: skip
-        """The same attention over every key, by torch."""
-        if callable(self.score):
-            raise ValueError("search=None is torch's own attention, which takes no callable score; use 'dot' or 'l2'")
-        if causal:
-            errors.order(q, k, causal)
-        grid, flat = q.shape[2:-1], [x.flatten(2, -2) for x in (q, k, v)]
-        mask = None if key_mask is None else key_mask.reshape(k.shape[0], -1, 1, flat[1].shape[2])
-        if causal and (mask is not None or extra is not None):
-            below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
-            mask, causal = below if mask is None else mask & below, False
-        if extra is not None:
-            flat[1], flat[2] = (torch.cat([x, more], 2) for x, more in zip(flat[1:], extra, strict=True))
-            mask = None if mask is None else F.pad(mask, (0, extra[0].shape[2]), value=True)
-        scale = default_scale(self.scale, q.shape[-1], self.score, "softmax")
-        q, k = prepare_query(flat[0], self.score).to(v.dtype), prepare_key(flat[1], self.score).to(v.dtype)
-        out = F.scaled_dot_product_attention(q, k, flat[2], mask, self._dropout(), causal, scale=scale)
-        return out.reshape(*out.shape[:2], *grid, out.shape[-1])
+    estimator = renamed_attribute("estimator", "tail")
 
     def extra_repr(self) -> str:
-        looked = "dense" if self.search is None else f"radius={self.radius}, window={self.window!r}, {self.search}"
+        looked = f"radius={self.radius}, window={self.window!r}, search={self.search}, tail={self.tail}"
+        looked = "dense" if self.search is None else looked
         return f"{self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}, {looked}"

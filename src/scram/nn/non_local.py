@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from .. import errors
 from ..arguments import explains
+from ..defaults import SEARCH
+from ..dense import dense_attention
 from ..types import Matches, Search
 from . import validate as fits
-from .searching import Searching
+from .searching import Searching, Tail
 
 _CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -31,7 +33,8 @@ class NonLocalBlock(Searching):
         form: "embedded_gaussian", exp(theta.phi); "gaussian", exp(x.x); "dot_product", theta.phi; "concatenation",
             relu(w.[theta, phi]).
         norm: batch normalisation after the last convolution.
-        search, radius, keep_matches, warm_search, window, impl: as in `GridAttention`.
+        search, radius, keep_matches, warm_search, tail, window, impl: as in `GridAttention`; the tail is for the forms
+            with softmax.
 
     >>> x = torch.randn(2, 16, 12, 12)
     >>> bool((NonLocalBlock(16)(x) == x).all())
@@ -44,12 +47,12 @@ class NonLocalBlock(Searching):
     def __init__(
         self, channels: int, inner_channels: int | None = None, *,
         rank: int = 2, form: str = "embedded_gaussian", norm: bool = True,
-        search: Search = Search(), radius: int | Sequence[int] = 1, keep_matches: bool = False,  # noqa: B008 - frozen
-        warm_search: Search | None = None, window: str = "query", impl: str = "auto",
+        search: Search | str = "auto", radius: int | Sequence[int] = 1, keep_matches: bool = False,
+        warm_search: Search | None = None, tail: Tail = "auto", window: str = "query", impl: str = "auto",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        errors.settings(search, Search)
-        super().__init__(search, warm_search, radius, keep_matches, window, impl)
+        errors.search_settings(search, SEARCH)
+        super().__init__(search, warm_search, radius, keep_matches, tail, window, impl)
         self.channels = errors.whole("channels", channels, 1)
         inner = max(channels // 2, 1) if inner_channels is None else errors.whole("inner_channels", inner_channels, 1)
         self.form, self.rank = errors.one_of("form", form, self.FORMS), errors.whole("rank", rank, 1)
@@ -78,7 +81,10 @@ class NonLocalBlock(Searching):
         fits.channels_first(x, self.channels, self.rank)
         q, k, weight = self._pair(x)
         v = self._last(self.g(x))
-        y = self._attend(q, k, v, warm, key_mask, scale=1.0, weight=weight)
+        if self._dense(q, k, v, warm, "dot", weight):
+            y = dense_attention(q, k, v, key_mask=key_mask, scale=1.0)
+        else:
+            y = self._attend(q, k, v, warm, key_mask, scale=1.0, weight=weight)
         change: Tensor = self.out(y.squeeze(1).movedim(-1, 1))
         return x + (change if self.norm is None else self.norm(change))
 
@@ -99,4 +105,6 @@ class NonLocalBlock(Searching):
         return x.movedim(1, -1).unsqueeze(1)
 
     def extra_repr(self) -> str:
-        return f"form={self.form!r}, radius={self.radius}, window={self.window!r}, {self.search}"
+        return (
+            f"form={self.form!r}, radius={self.radius}, window={self.window!r}, search={self.search}, tail={self.tail}"
+        )

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import errors
 from ..errors import MAX_RANK, whole
 from ..errors import _tensor as tensor
+from ..estimators import Clusters, Estimator
 
 
 def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:
@@ -20,27 +21,29 @@ def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:
         raise ValueError(f"batch_first must be True: inputs are [B, *G, C], got {batch_first!r}; use x.movedim(0, -2)")
 
 
-def estimator(method: Any, search: Any, dropout: float, window: str) -> None:
-    """None, or settings of `scram.estimate`, which starts from matches and knows neither dropout nor tiles."""
-    if method is None:
+def tail(value: Any, search: Any, dropout: float, window: str, causal: bool, score: Any) -> None:
+    """As in `scram.attention`; other estimators know neither dropout nor tiles."""
+    if isinstance(value, Estimator) and not isinstance(value, Clusters):
+        if search is None:
+            raise ValueError("a tail starts from matches: give search='auto', or tail=None to be dense")
+        if dropout:
+            name = type(value).__name__
+            raise ValueError(f"dropout must be 0 with {name}, got {dropout}; drop out the layer's output instead")
+        if window != "query":
+            hint = "its head is each query's own windows"
+            raise ValueError(f"window must be 'query' with {type(value).__name__}, got {window!r}; {hint}")
         return
-    errors.estimator(method, None)
-    if search is None:
-        raise ValueError("an estimator starts from matches: give search=scram.Search(), or estimator=None to be dense")
-    if dropout:
-        raise ValueError(f"dropout must be 0 with an estimator, got {dropout}; drop out the layer's output instead")
-    if window != "query":
-        hint = "its head is each query's own windows"
-        raise ValueError(f"window must be 'query' with an estimator, got {window!r}; {hint}")
+    errors.tail(value)
+    if value is not None and value.__class__ is not str:
+        errors.clusters_only("softmax", causal, score)
 
 
 def channels_last(name: str, x: Any, width: int) -> None:
     """[B, *G, width] with a grid of rank 1 to 4."""
     tensor(name, x, "[B, *G, C]")
     if not 1 <= x.ndim - 2 <= MAX_RANK:
-        raise ValueError(
-            f"{name} must be [B, *G, C] with a grid of rank 1 to {MAX_RANK}, got {tuple(x.shape)}; add the batch axis?"
-        )
+        want = f"[B, *G, C] with a grid of rank 1 to {MAX_RANK}"
+        raise ValueError(f"{name} must be {want}, got {tuple(x.shape)}; add the batch axis?")
     if x.shape[-1] != width:
         hint = "; for channels first use x.movedim(1, -1)" if x.shape[1] == width else ""
         raise ValueError(f"{name} must be [B, *G, C], channels last, with C = {width}, got {tuple(x.shape)}{hint}")

@@ -13,11 +13,12 @@ from ..._compat.numba import SIMD_WIDTH
 from ...calls import AttendCall
 from ...grid import grid_of
 from ...types import Attended
-from .compiled import compiled, inlined, parallel
+from .compiled import inlined, parallel
 from .layout import Array, Geometry, Windows, array, block_at, padded, tensor
 from .noise import absorb, seeded
 from .threads import threads
-from .vectors import add, coordinates, dot, exp, narrow_dots
+from .vectors import add, dot, exp, narrow_dots
+from .windows import expand_block
 
 BLOCK = 256  # queries that are taken together, fewer where they attend many keys
 BLOCK_WEIGHTS = 1 << 15  # at most, so that they stay in the second cache
@@ -94,69 +95,10 @@ def _attend(task, tasks, arrays, scratch, out, lse):
     keys, weights, sums = scratch.keys[task], scratch.weights[task], scratch.sums[task]
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
         block = block_at(number, most, geometry, geometry.keys + arrays.extras)
-        _expand(arrays.windows, geometry, arrays.extras, block, keys, scratch.places[task])
+        expand_block(arrays.windows, geometry, arrays.extras, block, keys, scratch.places[task])
         _score(arrays, block, keys, weights)
         _weigh(arrays, block, keys, weights, sums)
         _mix(arrays, block, keys, weights, sums, out, lse)
-
-
-@inlined
-def _expand(windows, geometry, extras, block, keys, places):
-    """For every slot of the windows and every point its key, or -1: off the grid, illegal, or in a window before.
-
-    Slots of the extra keys follow.
-    """
-    grid, strides, reach, size = geometry.grid, geometry.strides, windows.reach, block.size
-    rank, match, matches = len(grid), keys[len(keys) - 1], len(places)
-    slots = len(keys) - 1 - extras
-    window = slots // max(matches, 1)
-    for x in range(extras):
-        for p in range(size):
-            keys[slots + x, p] = geometry.keys + x
-    for e in range(matches):
-        for p in range(size):
-            match[p] = windows.index[block.first + p, e]
-        for axis in range(rank):
-            coordinates(match, grid[axis], strides[axis], places[e, axis], size)
-        for p in range(size):
-            places[e, 0, p] = places[e, 0, p] if (match[p] >= 0) & (match[p] < geometry.keys) else -1
-        for number in range(window):
-            slot, rest, move = keys[e * window + number], number, 0
-            for p in range(size):
-                slot[p] = places[e, 0, p] >= 0
-            for axis in range(rank - 1, -1, -1):
-                side = 2 * reach[axis] + 1
-                offset = np.int32(rest % side - reach[axis])
-                rest //= side
-                move += offset * strides[axis]
-                for p in range(size):
-                    at = places[e, axis, p] + offset
-                    slot[p] &= (at >= 0) & (at < grid[axis])
-            for p in range(size):
-                slot[p] = match[p] + move if slot[p] else -1
-            for before in range(e):
-                _leave_out(slot, number, reach, places[e], places[before], size)
-            if geometry.causal:
-                for p in range(size):
-                    slot[p] = slot[p] if slot[p] <= block.begin + p else -1
-            if len(geometry.mask):
-                allowed = geometry.mask[block.row // geometry.rows_per_mask]
-                for p in range(size):
-                    slot[p] = slot[p] if slot[p] >= 0 and allowed[slot[p]] else -1
-
-
-@compiled
-def _leave_out(slot, number, reach, places, before, size):
-    """Set to -1 the keys of window slot `number` that lie in an earlier window too."""
-    rank = len(reach)
-    for p in range(size):
-        covered, rest = before[0, p] >= 0, number
-        for axis in range(rank - 1, -1, -1):
-            side = 2 * reach[axis] + 1
-            apart = places[axis, p] + rest % side - reach[axis] - before[axis, p]
-            rest //= side
-            covered &= (apart >= -reach[axis]) & (apart <= reach[axis])
-        slot[p] = -1 if covered else slot[p]
 
 
 @inlined

@@ -1,14 +1,21 @@
 """The CPU engine's functions by the names of the protocol."""
 
 from ...calls import Found, SearchCall
+from ...clustering import cluster_backward
 from .attend import attend
 from .attend_backward import attend_backward
+from .cluster import cluster
+from .cluster_tail import cluster_tail
+from .cluster_tail_backward import cluster_tail_backward
 from .drawn_tail import drawn_tail, drawn_tail_backward
 from .sample import sample, sample_backward
 from .search import search as query_search
 from .tile_search import tile_search
 
-__all__ = ["attend", "attend_backward", "drawn_tail", "drawn_tail_backward", "sample", "sample_backward"]
+__all__ = [
+    "attend", "attend_backward", "cluster", "cluster_backward", "cluster_tail", "cluster_tail_backward",
+    "drawn_tail", "drawn_tail_backward", "sample", "sample_backward",
+]  # fmt: skip
 
 
 def search(call: SearchCall) -> Found:

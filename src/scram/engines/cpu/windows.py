@@ -1,8 +1,9 @@
-"""The keys that one query attends, in a list."""
+"""The keys in the windows: of one query in a list, of a block of queries in slots."""
 
 import numpy as np
 
-from .compiled import compiled
+from .compiled import compiled, inlined
+from .vectors import coordinates
 
 
 @compiled
@@ -61,3 +62,62 @@ def _new(e, places, place, reach):
         if covered:
             return False
     return True
+
+
+@inlined
+def expand_block(windows, geometry, extras, block, keys, places):
+    """For every slot of the windows and every point its key, or -1: off the grid, illegal, or in a window before.
+
+    Slots of the extra keys follow.
+    """
+    grid, strides, reach, size = geometry.grid, geometry.strides, windows.reach, block.size
+    rank, match, matches = len(grid), keys[len(keys) - 1], len(places)
+    slots = len(keys) - 1 - extras
+    window = slots // max(matches, 1)
+    for x in range(extras):
+        for p in range(size):
+            keys[slots + x, p] = geometry.keys + x
+    for e in range(matches):
+        for p in range(size):
+            match[p] = windows.index[block.first + p, e]
+        for axis in range(rank):
+            coordinates(match, grid[axis], strides[axis], places[e, axis], size)
+        for p in range(size):
+            places[e, 0, p] = places[e, 0, p] if (match[p] >= 0) & (match[p] < geometry.keys) else -1
+        for number in range(window):
+            slot, rest, move = keys[e * window + number], number, 0
+            for p in range(size):
+                slot[p] = places[e, 0, p] >= 0
+            for axis in range(rank - 1, -1, -1):
+                side = 2 * reach[axis] + 1
+                offset = np.int32(rest % side - reach[axis])
+                rest //= side
+                move += offset * strides[axis]
+                for p in range(size):
+                    at = places[e, axis, p] + offset
+                    slot[p] &= (at >= 0) & (at < grid[axis])
+            for p in range(size):
+                slot[p] = match[p] + move if slot[p] else -1
+            for before in range(e):
+                _leave_out(slot, number, reach, places[e], places[before], size)
+            if geometry.causal:
+                for p in range(size):
+                    slot[p] = slot[p] if slot[p] <= block.begin + p else -1
+            if len(geometry.mask):
+                allowed = geometry.mask[block.row // geometry.rows_per_mask]
+                for p in range(size):
+                    slot[p] = slot[p] if slot[p] >= 0 and allowed[slot[p]] else -1
+
+
+@compiled
+def _leave_out(slot, number, reach, places, before, size):
+    """Set to -1 the keys of window slot `number` that lie in an earlier window too."""
+    rank = len(reach)
+    for p in range(size):
+        covered, rest = before[0, p] >= 0, number
+        for axis in range(rank - 1, -1, -1):
+            side = 2 * reach[axis] + 1
+            apart = places[axis, p] + rest % side - reach[axis] - before[axis, p]
+            rest //= side
+            covered &= (apart >= -reach[axis]) & (apart <= reach[axis])
+        slot[p] = -1 if covered else slot[p]

@@ -12,36 +12,24 @@ import triton.language as tl
 
 from ...calls import AttendCall
 from ...types import Attended
+from . import windows as win
 from .block_sizes import attend_tile
 from .grid import dot, features, points, put
 from .launch import Kernel, cached, on_device
-from .windows import (
-    Variant,
-    dropped,
-    empty_attended,
-    first_offset,
-    match_of,
-    next_key,
-    program_queries,
-    weigh,
-    window_size,
-    windows_of,
-    zeros,
-)
 
 
 def attend(call: AttendCall) -> Attended:
-    made = empty_attended(call)
+    made = win.empty_attended(call)
     if made.lse.numel():
-        windows, variant = windows_of(call)
+        windows, variant = win.windows_of(call)
         with on_device(call.q):
             _kernel(variant)(windows, made)
     return made
 
 
 @cached
-def _kernel(variant: Variant) -> Kernel:
-    block = attend_tile(variant.rank, *variant.widths, *variant.dtypes)
+def _kernel(variant: win.Variant) -> Kernel:
+    block = attend_tile(variant.rank, variant.widths, variant.dtypes)
     return Kernel(attend_kernel, variant.programs(block["B"]), {"MODE": variant.mode, **block})
 
 
@@ -55,19 +43,17 @@ class Mixed(NamedTuple):
 
 
 @triton.jit
-def attend_kernel(
-    w, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
-    row, start, here, mine, noise = program_queries(w, B, ROW)
+def attend_kernel(w, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
+    row, start, here, mine, noise = win.program_queries(w, B, ROW)
     source, keys = (row // w.group).to(tl.int64), points(w.geo.k)
     k_row, v_row = w.k + source * keys * ROW.E, w.v + source * keys * VROW.E
 
     top, nothing = tl.full([B.BLOCK_Q], -float("inf"), tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
-    mixed = Mixed(top, nothing, nothing, zeros(B.BLOCK_Q, VROW))
+    mixed = Mixed(top, nothing, nothing, win.zeros(B.BLOCK_Q, VROW))
     for e in range(w.kappa):
-        match, offset = match_of(e, here.exists, here, w), first_offset(w.reach)
-        for _step in range(window_size(w.reach)):
-            key, ok, offset = next_key(match, e, offset, here, w, MODE)
+        match, offset = win.match_of(e, here.exists, here, w), win.first_offset(w.reach)
+        for _step in range(win.window_size(w.reach)):
+            key, ok, offset = win.next_key(match, e, offset, here, w, MODE)
             mixed = mix(mixed, mine, k_row, v_row, key, ok, key, noise, w, MODE, ROW, VROW)
     if w.k_extra is not None:
         k_row, v_row = w.k_extra + source * w.extras * ROW.E, w.v_extra + source * w.extras * VROW.E
@@ -88,9 +74,7 @@ def attend_kernel(
 
 
 @triton.jit
-def mix(
-    mixed, mine, k_row, v_row, at, ok, name, noise, w, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
+def mix(mixed, mine, k_row, v_row, at, ok, name, noise, w, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     """One more key per query, row `at` of keys and values where `ok`; dropout knows it as `name`."""
     s = dot(mine, features(k_row, at, ok, ROW)) * w.scale
     value = features(v_row, at, ok, VROW)
@@ -104,8 +88,8 @@ def mix(
         total = total * shrink + p
         top = higher
     else:
-        p = weigh(s, ok, MODE.WEIGHT)
-    p = dropped(p, name, noise, w, MODE.DROPOUT)
+        p = win.weigh(s, ok, MODE.WEIGHT)
+    p = win.dropped(p, name, noise, w, MODE.DROPOUT)
     sums = ()
     for n in tl.static_range(len(value)):
         sums += (mixed.sums[n] * shrink[:, None] + p[:, None] * value[n],)

@@ -16,29 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import AttendCall, AttendGrads
+from . import windows as win
 from .attend_keys import Upstream, collect
 from .block_sizes import backward_tile
 from .grid import dot, features, points, put
 from .launch import Kernel, cached, kinds, on_device
-from .windows import (
-    Variant,
-    add,
-    first_offset,
-    kept,
-    match_of,
-    next_key,
-    pair_gradient,
-    program_queries,
-    rough_weight,
-    window_size,
-    windows_of,
-    zeros,
-)
 
 
 def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> AttendGrads:
     """out, grad_out [B, H, *G, F], lse, grad_lse [B, H, *G] -> gradients in the dtypes of their tensors."""
-    windows, variant = windows_of(call)
+    windows, variant = win.windows_of(call)
     above = upstream(lse, grad_out, grad_lse, 2)
     kernel = _kernel(variant, kinds(*above))
     grads = empty_grads(call, above, kernel.programs)
@@ -51,8 +38,8 @@ def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor
 
 
 @cached
-def _kernel(variant: Variant, above: tuple[Any, ...]) -> Kernel:
-    block = backward_tile(variant.rank, *variant.widths, *variant.dtypes)
+def _kernel(variant: win.Variant, above: tuple[Any, ...]) -> Kernel:
+    block = backward_tile(variant.rank, variant.widths, variant.dtypes)
     return Kernel(backward_kernel, variant.programs(block["B"]), {"MODE": variant.mode, **block})
 
 
@@ -113,16 +100,14 @@ def add_sum(base, factor, pieces, ROW: tl.constexpr, REPEATABLE: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(
-    w, above, grads, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
+def backward_kernel(w, above, grads, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     REPEATABLE: tl.constexpr = above.sums is not None
-    row, start, here, mine, noise = program_queries(w, B, ROW)
+    row, start, here, mine, noise = win.program_queries(w, B, ROW)
     source, keys, query, valid = (row // w.group).to(tl.int64), points(w.geo.k), here.query, here.exists
     k_row, v_row = w.k + source * keys * ROW.E, w.v + source * keys * VROW.E
     grad_out = features(above.grad_out + start * VROW.E, query, valid, VROW)
     lse = tl.load(above.lse + start + query, mask=valid, other=0.0)
-    window = window_size(w.reach)
+    window = win.window_size(w.reach)
     if w.k_extra is not None:
         k_extra, v_extra = w.k_extra + source * w.extras * ROW.E, w.v_extra + source * w.extras * VROW.E
 
@@ -130,9 +115,9 @@ def backward_kernel(
     if MODE.WEIGHT == "softmax":
         total = tl.zeros([B.BLOCK_Q], tl.float32)
         for e in range(w.kappa):
-            match, offset = match_of(e, valid, here, w), first_offset(w.reach)
+            match, offset = win.match_of(e, valid, here, w), win.first_offset(w.reach)
             for _step in range(window):
-                key, ok, offset = next_key(match, e, offset, here, w, MODE)
+                key, ok, offset = win.next_key(match, e, offset, here, w, MODE)
                 _, s, dp = pair(mine, grad_out, k_row, v_row, key, ok, w, ROW, VROW)
                 total, delta = summed(total, delta, s, dp, ok, lse, key, noise, w, MODE)
         if w.k_extra is not None:
@@ -146,14 +131,14 @@ def backward_kernel(
         tl.store(above.sums + (start + query) * 2, inv_sum, mask=valid)
         tl.store(above.sums + (start + query) * 2 + 1, delta, mask=valid)
 
-    dq = zeros(B.BLOCK_Q, ROW)
+    dq = win.zeros(B.BLOCK_Q, ROW)
     for e in range(w.kappa):
-        match, offset = match_of(e, valid, here, w), first_offset(w.reach)
+        match, offset = win.match_of(e, valid, here, w), win.first_offset(w.reach)
         for _step in range(window):
-            key, ok, offset = next_key(match, e, offset, here, w, MODE)
+            key, ok, offset = win.next_key(match, e, offset, here, w, MODE)
             theirs, s, dp = pair(mine, grad_out, k_row, v_row, key, ok, w, ROW, VROW)
-            p, ds = pair_gradient(s, dp, ok, lse, inv_sum, delta, key, noise, w, MODE.WEIGHT, MODE.DROPOUT)
-            dq = add(dq, ds * w.scale, theirs)
+            p, ds = win.pair_gradient(s, dp, ok, lse, inv_sum, delta, key, noise, w, MODE.WEIGHT, MODE.DROPOUT)
+            dq = win.add(dq, ds * w.scale, theirs)
             if not REPEATABLE:
                 add_rows(grads.k + source * keys * ROW.E, key, ds * w.scale, mine, ok, ROW)
                 add_rows(grads.v + source * keys * VROW.E, key, p, grad_out, ok, VROW)
@@ -162,8 +147,8 @@ def backward_kernel(
         for x in range(w.extras):
             at = query * 0 + x
             theirs, s, dp = pair(mine, grad_out, k_extra, v_extra, at, valid, w, ROW, VROW)
-            p, ds = pair_gradient(s, dp, valid, lse, inv_sum, delta, keys + at, noise, w, MODE.WEIGHT, MODE.DROPOUT)
-            dq = add(dq, ds * w.scale, theirs)
+            p, ds = win.pair_gradient(s, dp, valid, lse, inv_sum, delta, keys + at, noise, w, MODE.WEIGHT, MODE.DROPOUT)
+            dq = win.add(dq, ds * w.scale, theirs)
             add_sum(grads.k_extra + (slot + x) * ROW.E, ds * w.scale, mine, ROW, REPEATABLE)
             add_sum(grads.v_extra + (slot + x) * VROW.E, p, grad_out, VROW, REPEATABLE)
 
@@ -180,5 +165,5 @@ def pair(mine, grad_out, k_row, v_row, at, ok, w, ROW: tl.constexpr, VROW: tl.co
 @triton.jit
 def summed(total, delta, s, dp, ok, lse, name, noise, w, MODE: tl.constexpr):
     """One more key in the sum of the weights and in delta."""
-    p, r = rough_weight(s, ok, lse), kept(name, noise, w, MODE.DROPOUT)
+    p, r = win.rough_weight(s, ok, lse), win.kept(name, noise, w, MODE.DROPOUT)
     return total + p, delta + tl.where(ok & (r > 0), p * r * dp, 0.0)

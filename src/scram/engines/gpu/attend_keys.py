@@ -16,22 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import AttendGrads
+from . import windows as win
 from .block_sizes import LEAST_SHARE, collect_tile
 from .grid import divide, dot, features, near, points, put
 from .launch import Kernel
 from .noise import absorb, row_state
-from .windows import (
-    Variant,
-    Windows,
-    add,
-    first_offset,
-    next_offset,
-    pair_gradient,
-    unmasked,
-    window_key,
-    window_size,
-    zeros,
-)
 
 
 class Upstream(NamedTuple):
@@ -57,7 +46,9 @@ class Lists(NamedTuple):
     share: int  # pairs at most of one
 
 
-def collect(windows: Windows, variant: Variant, above: Upstream, grads: AttendGrads, radius: tuple[int, ...]) -> None:
+def collect(
+    windows: win.Windows, variant: win.Variant, above: Upstream, grads: AttendGrads, radius: tuple[int, ...]
+) -> None:
     """Fill the gradients of k and v, float32."""
     index, dk = windows.index, grads.k
     rows, key_rows, keys = index.shape[0] * index.shape[1], dk.shape[0] * dk.shape[1], dk[0, 0, ..., 0].numel()
@@ -79,7 +70,7 @@ def collect(windows: Windows, variant: Variant, above: Upstream, grads: AttendGr
     owner = torch.searchsorted(ends, torch.arange(shares, device=device), right=True)
     k_parts, v_parts = (torch.empty((shares, width), dtype=torch.float32, device=device) for width in variant.widths)
     lists = Lists(order, first, further, ends, owner, k_parts, v_parts, key_rows, share)
-    flags = {"MODE": variant.mode, **collect_tile(*variant.widths, *variant.dtypes)}
+    flags = {"MODE": variant.mode, **collect_tile(variant.widths, variant.dtypes)}
     if shares:
         Kernel(collect_kernel, shares, {**flags, "FIRST": False})(windows, above, grads, lists)
     Kernel(collect_kernel, every, {**flags, "FIRST": True})(windows, above, grads, lists)
@@ -99,7 +90,7 @@ def sides(key, reach, geo):
 @triton.jit
 def matched(first, place, key, offset, left, right, ok, geo):
     """Where the list of matches on a row of a key's window begins and ends."""
-    centre, there = window_key(key, offset, geo)
+    centre, there = win.window_key(key, offset, geo)
     at, there = first + place + (centre - key), there & ok
     return tl.load(at - left, mask=there, other=0), tl.load(at + right + 1, mask=there, other=0)
 
@@ -112,10 +103,10 @@ def share_kernel(first, further, key_rows, share, geo, reach, BLOCK: tl.constexp
     valid = place < tl.cast(key_rows, tl.int64) * keys
     key = (place % keys).to(tl.int32)
     left, right, rows = sides(key, reach, geo)
-    offset, total = first_offset(rows), place * 0
-    for _ in range(window_size(rows)):
+    offset, total = win.first_offset(rows), place * 0
+    for _ in range(win.window_size(rows)):
         begin, end = matched(first, place, key, offset, left, right, valid, geo)
-        offset = next_offset(offset, rows)
+        offset = win.next_offset(offset, rows)
         total += end - begin
     tl.store(further + place, tl.maximum(total - 1, 0) // share, mask=valid)
 
@@ -136,13 +127,13 @@ def collect_kernel(
     one, own = tl.arange(0, 1) + number, tl.arange(0, 1) + place < every
     mine = features(w.k, one - number + place, own, ROW)
     value = features(w.v, one - number + place, own, VROW)
-    k_sum, v_sum = zeros(BLOCK_Q, ROW), zeros(BLOCK_Q, VROW)
+    k_sum, v_sum = win.zeros(BLOCK_Q, ROW), win.zeros(BLOCK_Q, VROW)
     left, right, rows = sides(key, w.reach, w.geo)
-    offset = first_offset(rows)
+    offset = win.first_offset(rows)
     skip = place * 0 if FIRST else (number - start + 1) * lists.share  # pairs of this key in other shares
-    for _ in range(tl.where(exists, window_size(rows), 0)):
+    for _ in range(tl.where(exists, win.window_size(rows), 0)):
         begin, end = matched(lists.first, place, key, offset, left, right, exists, w.geo)
-        offset = next_offset(offset, rows)
+        offset = win.next_offset(offset, rows)
         stop = tl.minimum(end, tl.maximum(begin + skip + lists.share, begin))
         at, skip = begin + tl.maximum(skip, 0), skip - (end - begin)
         for t in range(((stop - at + BLOCK_Q - 1) // BLOCK_Q).to(tl.int32)):
@@ -153,7 +144,7 @@ def collect_kernel(
             here = query * 0 + key
             if MODE.CAUSAL:
                 ok = ok & (key <= query)
-            ok = unmasked(key, ok, (row // w.masked.heads).to(tl.int64), w)
+            ok = win.unmasked(key, ok, (row // w.masked.heads).to(tl.int64), w)
             if MODE.SEVERAL:
                 for before in range(w.kappa - 1):
                     earlier = tl.load(w.index + point * w.kappa + before, mask=ok & (before < e), other=-1)
@@ -166,14 +157,14 @@ def collect_kernel(
             delta = tl.load(above.sums + point * 2 + 1, mask=ok, other=0.0)
             noise = absorb(row_state(w.seed, row), query)
             s, dp = dot(theirs, mine) * w.scale, dot(grad_out, value)
-            p, ds = pair_gradient(s, dp, ok, lse, inv_sum, delta, here, noise, w, MODE.WEIGHT, MODE.DROPOUT)
-            k_sum = add(k_sum, ds * w.scale, theirs)
-            v_sum = add(v_sum, p, grad_out)
+            p, ds = win.pair_gradient(s, dp, ok, lse, inv_sum, delta, here, noise, w, MODE.WEIGHT, MODE.DROPOUT)
+            k_sum = win.add(k_sum, ds * w.scale, theirs)
+            v_sum = win.add(v_sum, p, grad_out)
     if FIRST:
         for t in range(((others + BLOCK_Q - 1) // BLOCK_Q).to(tl.int32)):
             part, ok = start + t * BLOCK_Q + lane, t * BLOCK_Q + lane < others
-            k_sum = add(k_sum, ok.to(tl.float32), features(lists.k_parts, part, ok, ROW))
-            v_sum = add(v_sum, ok.to(tl.float32), features(lists.v_parts, part, ok, VROW))
+            k_sum = win.add(k_sum, ok.to(tl.float32), features(lists.k_parts, part, ok, ROW))
+            v_sum = win.add(v_sum, ok.to(tl.float32), features(lists.v_parts, part, ok, VROW))
     put(grads.k if FIRST else lists.k_parts, one, sum_queries(k_sum), own, ROW)
     put(grads.v if FIRST else lists.v_parts, one, sum_queries(v_sum), own, VROW)
 

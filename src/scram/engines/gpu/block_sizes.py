@@ -89,29 +89,25 @@ def search_tile(rank: int, width: int, dtype: torch.dtype, earlier: bool = False
 
 
 @cached
-def attend_tile(
-    rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype
-) -> dict[str, Any]:
-    size = max(width * dtype.itemsize, value_width * value_dtype.itemsize)
+def attend_tile(rank: int, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+    size = max(width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True))
     shape = ATTEND_NARROW if size <= 16 else ATTEND
-    return {"B": _block(rank, shape[0]), **_rows(width, value_width, dtype, value_dtype, shape)}
+    return {"B": _block(rank, shape[0]), **_rows(widths, dtypes, shape)}
 
 
 @cached
-def backward_tile(
-    rank: int, width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype
-) -> dict[str, Any]:
-    return {"B": _block(rank, BACKWARD[0]), **_rows(width, value_width, dtype, value_dtype, BACKWARD)}
+def backward_tile(rank: int, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+    return {"B": _block(rank, BACKWARD[0]), **_rows(widths, dtypes, BACKWARD)}
 
 
 @cached
-def visit_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
-    return {"BLOCK_Q": _block(1, BACKWARD[0]).BLOCK_Q, **_rows(width, value_width, dtype, value_dtype, BACKWARD)}
+def visit_tile(widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+    return {"BLOCK_Q": _block(1, BACKWARD[0]).BLOCK_Q, **_rows(widths, dtypes, BACKWARD)}
 
 
 @cached
-def collect_tile(width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype) -> dict[str, Any]:
-    return {"BLOCK_Q": _block(1, COLLECT[0]).BLOCK_Q, **_rows(width, value_width, dtype, value_dtype, COLLECT)}
+def collect_tile(widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+    return {"BLOCK_Q": _block(1, COLLECT[0]).BLOCK_Q, **_rows(widths, dtypes, COLLECT)}
 
 
 @cached
@@ -162,12 +158,10 @@ def _row(width: int, dtype: torch.dtype, threads: int) -> Row:
     return Row(width, w, -(-width // w))
 
 
-def _rows(
-    width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype, shape: tuple[int, int, int]
-) -> dict[str, Any]:
-    _, threads, warps = shape
-    values = _row(value_width, value_dtype, threads)
-    return {"ROW": _row(width, dtype, threads), "VROW": values, **_options(warps)}
+def _rows(widths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Of features and of values."""
+    row, values = (_row(width, dtype, shape[1]) for width, dtype in zip(widths, dtypes, strict=True))
+    return {"ROW": row, "VROW": values, **_options(shape[2])}
 
 
 def _options(warps: int) -> dict[str, Any]:

@@ -45,15 +45,6 @@ class Rules(NamedTuple):
     EARLIER: bool  # there may be earlier runs
 
 
-class SweepQueries(NamedTuple):
-    """The queries of a program: flat index, place in a plane of all queries, features, and the keys of their row."""
-
-    query: Any
-    point: Any
-    mine: Any
-    k_row: Any
-
-
 def legal_argument(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Legal:
     """q [B, H, *G, E], k [B, Hk, *G', E], key_mask bool [B, *G'] or [B, H, *G']."""
     if key_mask is None:
@@ -145,30 +136,3 @@ def score_of(mine, k_row, key, wanted, ROW: tl.constexpr):
     """The score of one key per query, NaN as -inf; keys that are not wanted are not read."""
     s = dot(mine, features(k_row, key, wanted, ROW))
     return tl.where(s == s, s, -float("inf"))
-
-
-@triton.jit
-def offer(candidate, exists, had, key, best, ours, limits, geo, RULES: tl.constexpr, ROW: tl.constexpr):
-    """Read one candidate and take it where it is legal and strictly better."""
-    wanted, s = score_candidate(candidate, exists, had, ours, RULES, ROW)
-    return take(candidate, wanted, s, key, best, ours, limits, geo, RULES)
-
-
-@triton.jit
-def score_candidate(candidate, exists, had, ours, RULES: tl.constexpr, ROW: tl.constexpr):
-    """Where a candidate can win, and its score there. `had`, a key held before, cannot win: it is not read.
-
-    `had` may be older than the best so far: then no read waits for the one before it.
-    """
-    wanted = exists & (candidate != had)
-    if RULES.CAUSAL:
-        wanted = wanted & (candidate <= ours.query)
-    return wanted, dot(ours.mine, features(ours.k_row, candidate, wanted, ROW))
-
-
-@triton.jit
-def take(candidate, wanted, s, key, best, ours, limits, geo, RULES: tl.constexpr):
-    """Key and score after a candidate of score s."""
-    better = wanted & (s > best)  # NaN is not
-    better = allowed(candidate, better, ours.query, ours.point, limits, geo, RULES)
-    return tl.where(better, candidate, key), tl.where(better, s, best)

@@ -16,27 +16,10 @@ from torch import Tensor
 
 from ...calls import DrawnTail, DrawnTailCall
 from ...grid import LegalKeys, grid_of
+from . import shared_keys as sk
 from .block_sizes import tile_pieces
 from .grid import Geometry, KeyMask, geometry, points
 from .launch import Kernel, on_device
-from .shared_keys import (
-    BLOCK_K,
-    LN2,
-    LOWEST,
-    SharedKeys,
-    blocks_of,
-    corners_of,
-    draw_names,
-    finite,
-    joined,
-    powers,
-    product,
-    shared_row,
-    side_by_side,
-    stages,
-    tail_scores,
-    whole_block,
-)
 from .windows import QueryBlock, legal_at, masked_by, match_of, offset_of, reaches, window_size
 
 # Queries per program, warps, stages at most. H200, 512x512, E = F = 64, bf16, 512 shared keys, one match, us, forward:
@@ -54,7 +37,7 @@ class Tail(NamedTuple):
     q: Tensor
     index: Tensor
     head_lse: Tensor
-    shared: SharedKeys
+    shared: sk.SharedKeys
     masked: KeyMask
     geo: Geometry
     reach: tuple[int, ...]
@@ -80,16 +63,16 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     variance = torch.empty(shape, dtype=torch.float32, device=q.device)
     with on_device(q):
         legal = LegalKeys.of(q, call.k, call.causal, call.key_mask)
-        found = DrawnTail(out, lse, variance, offset, *draw_names(call))
+        found = DrawnTail(out, lse, variance, offset, *sk.draw_names(call))
         if lse.numel():
-            tail = tail_of(call, side_by_side(call, found.names, found.represents, True))
+            tail = tail_of(call, sk.side_by_side(call, found.names, found.represents, True))
             flags = {"STRATIFIED": call.stratified, **tail_flags(call, forward=True)}
             programs = blocks_of_queries(call, flags) * flags["VROW"].PIECES
             Kernel(tail_kernel, programs, flags)(tail, call.head_out.contiguous(), legal.count, found)
     return found
 
 
-def tail_of(call: DrawnTailCall, shared: SharedKeys) -> Tail:
+def tail_of(call: DrawnTailCall, shared: sk.SharedKeys) -> Tail:
     q, index, head_lse = call.q.contiguous(), call.index.contiguous(), call.head_lse.contiguous()
     key_grid, masked = grid_of(call.k), masked_by(q, call.k, call.key_mask)
     grids = geometry(grid_of(q), key_grid), reaches(call.radius, key_grid)
@@ -106,8 +89,8 @@ def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:
         each += value_row.W * (v.element_size() + 2 * (4 if v.dtype == torch.float32 else 2))
     else:
         each = fixed = fixed + value_row.W * value_row.PIECES * v.element_size()
-    mode = TailMode(call.causal, matches if matches <= UNROLLED else 0, queries, BLOCK_K, forward)
-    ahead = stages(q.device, most, BLOCK_K * each, queries * fixed)
+    mode = TailMode(call.causal, matches if matches <= UNROLLED else 0, queries, sk.BLOCK_K, forward)
+    ahead = sk.stages(q.device, most, sk.BLOCK_K * each, queries * fixed)
     return {"MODE": mode, **rows, "num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
 
 
@@ -157,31 +140,31 @@ def tail_kernel(
     row, rows = (block // blocks).to(tl.int64), tl.num_programs(0) // (VROW.PIECES * blocks)
     here = block_queries(row, block % blocks, t, MODE)
     query, valid, point = here.query, here.exists, row * queries + here.query
-    shared = shared_row(row, t, MODE, ROW, VROW)
+    shared = sk.shared_row(row, t, MODE, ROW, VROW)
     away_row = t.shared.away + row * shared.padded * (VROW.W * VROW.PIECES)
     squares_row = away_row + rows.to(tl.int64) * shared.padded * (VROW.W * VROW.PIECES)
-    mine = blocks_of(t.q + row * queries * ROW.E, query, valid, ROW)
+    mine = sk.blocks_of(t.q + row * queries * ROW.E, query, valid, ROW)
 
-    low = corners_of(here, t, MODE)
-    top = tl.full([MODE.BLOCK_Q], LOWEST, tl.float32)
+    low = sk.corners_of(here, t, MODE)
+    top = tl.full([MODE.BLOCK_Q], sk.LOWEST, tl.float32)
     whole = tl.zeros([MODE.BLOCK_Q], tl.float32)
     squares, seen = whole, whole
     mixed = tl.zeros([MODE.BLOCK_Q, VROW.W], tl.float32)
     first, second, spoiled = mixed, mixed, mixed
     for start in range(0, shared.padded, MODE.BLOCK_K):
-        at, s, ok = tail_scores(start, mine, low, shared, here, t, MODE, ROW)
+        at, s, ok = sk.tail_scores(start, mine, low, shared, here, t, MODE, ROW)
         higher = tl.maximum(top, tl.max(s, 1))
-        shrink, p = powers(top, higher), powers(s, higher[:, None])
+        shrink, p = sk.powers(top, higher), sk.powers(s, higher[:, None])
         top = higher
-        value = whole_block(shared.v, at, piece, VROW)
+        value = sk.whole_block(shared.v, at, piece, VROW)
         if MODE.CAUSAL:  # a weight of 0 lets no NaN of a later key through
             bad = ~(tl.abs(value.to(tl.float32)) < float("inf"))
             spoiled = rough_product(tl.where(ok, 1.0, 0.0), tl.where(bad, 1.0, 0.0).to(value.dtype), spoiled)
-            value = finite(value)
-        mixed = product(p.to(value.dtype), value, mixed * shrink[:, None])
+            value = sk.finite(value)
+        mixed = sk.product(p.to(value.dtype), value, mixed * shrink[:, None])
         p2, less = (p * p).to(away_row.dtype.element_ty), (shrink * shrink)[:, None]  # rounded alike in all three sums
-        first = rough_product(p2, whole_block(away_row, at, piece, VROW), first * less)
-        second = rough_product(p2, whole_block(squares_row, at, piece, VROW), second * less)
+        first = rough_product(p2, sk.whole_block(away_row, at, piece, VROW), first * less)
+        second = rough_product(p2, sk.whole_block(squares_row, at, piece, VROW), second * less)
         p_sum, p2_sum, ok_sum = tl.reduce((p, p2.to(tl.float32), tl.where(ok, 1.0, 0.0)), 1, plus)
         whole, squares, seen = whole * shrink + p_sum, squares * shrink * shrink + p2_sum, seen + ok_sum
 
@@ -195,7 +178,7 @@ def tail_kernel(
     if not STRATIFIED:
         add = tl.log(tl.where(some, left, 1.0) / tl.maximum(seen, 1.0))
     head = tl.load(t.head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
-    factor, share, top, norm = joined(top, whole, some, add, head)
+    factor, share, top, norm = sk.joined(top, whole, some, add, head)
     f = piece * VROW.W + tl.arange(0, VROW.W)
     to, inside = point[:, None] * VROW.E + f[None, :], valid[:, None] & (f < VROW.E)[None, :]
     theirs = tl.load(head_out + to, mask=inside, other=0.0).to(tl.float32)
@@ -219,5 +202,5 @@ def tail_kernel(
     tl.store(found.out + to, answer.to(found.out.dtype.element_ty), mask=inside)
     tl.store(found.variance + to, known, mask=inside)
     if piece == 0:
-        tl.store(found.lse + point, top + norm * LN2, mask=valid)
+        tl.store(found.lse + point, top + norm * sk.LN2, mask=valid)
         tl.store(found.offset + point, add, mask=valid)

@@ -18,24 +18,10 @@ from torch import Tensor
 from ...calls import DrawnTailCall, TailGrads
 from ...draws import tail_rows
 from ...grid import grid_of
+from . import shared_keys as sk
 from .drawn_tail import block_queries, blocks_of_queries, tail_flags, tail_of
 from .grid import points, put
 from .launch import Kernel, on_device
-from .shared_keys import (
-    BLOCK_K,
-    LOWEST,
-    blocks_of,
-    corners_of,
-    finite,
-    joined,
-    powers,
-    product,
-    products,
-    shared_row,
-    side_by_side,
-    tail_scores,
-    whole_block,
-)
 from .windows import zeros
 
 # Of programs that share the queries in the gradient of the shared keys: a few for every processor of a large device.
@@ -75,11 +61,11 @@ def drawn_tail_backward(
     dk, dv = (torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], device=q.device) for x in (k, v))
     if to_head.numel():
         (rows, drawn), flags = names.shape, tail_flags(call, forward=False)
-        blocks, key_blocks = blocks_of_queries(call, flags), -(-drawn // BLOCK_K)
+        blocks, key_blocks = blocks_of_queries(call, flags), -(-drawn // sk.BLOCK_K)
         splits = max(1, min(blocks // rows, PROGRAMS // max(rows * key_blocks, 1)))
         parts = [torch.empty((splits, rows * drawn, x.shape[-1]), device=q.device) for x in (k, v)]
         with on_device(q):
-            tail = tail_of(call, side_by_side(call, names, represents, False))
+            tail = tail_of(call, sk.side_by_side(call, names, represents, False))
             above = Upstream(*(x.contiguous() for x in (grad_out, grad_lse, offset, to_head)))
             Kernel(queries_kernel, blocks, flags)(tail, above, totals, dq)
             Kernel(keys_kernel, rows * key_blocks * splits, flags)(tail, above, totals, *parts, splits)
@@ -100,26 +86,26 @@ def queries_kernel(t, above, totals, dq, MODE: tl.constexpr, ROW: tl.constexpr, 
     row = (tl.program_id(0) // blocks).to(tl.int64)
     here = block_queries(row, tl.program_id(0) % blocks, t, MODE)
     query, valid, point = here.query, here.exists, row * queries + here.query
-    shared = shared_row(row, t, MODE, ROW, VROW)
-    mine = blocks_of(t.q + row * queries * ROW.E, query, valid, ROW)
-    grad_out = blocks_of(above.grad_out + row * queries * VROW.E, query, valid, VROW)
+    shared = sk.shared_row(row, t, MODE, ROW, VROW)
+    mine = sk.blocks_of(t.q + row * queries * ROW.E, query, valid, ROW)
+    grad_out = sk.blocks_of(above.grad_out + row * queries * VROW.E, query, valid, VROW)
 
-    low = corners_of(here, t, MODE)
-    top = tl.full([MODE.BLOCK_Q], LOWEST, tl.float32)
+    low = sk.corners_of(here, t, MODE)
+    top = tl.full([MODE.BLOCK_Q], sk.LOWEST, tl.float32)
     whole, mean = tl.zeros([MODE.BLOCK_Q], tl.float32), tl.zeros([MODE.BLOCK_Q], tl.float32)
     seen = tl.zeros([MODE.BLOCK_Q], tl.int32)
     for start in range(0, shared.padded, MODE.BLOCK_K):
-        at, s, ok = tail_scores(start, mine, low, shared, here, t, MODE, ROW)
+        at, s, ok = sk.tail_scores(start, mine, low, shared, here, t, MODE, ROW)
         higher = tl.maximum(top, tl.max(s, 1))
-        shrink, p = powers(top, higher), powers(s, higher[:, None])
+        shrink, p = sk.powers(top, higher), sk.powers(s, higher[:, None])
         top = higher
         whole = whole * shrink + tl.sum(p, 1)
-        dp = products(grad_out, shared.v, at, MODE, VROW)
+        dp = sk.products(grad_out, shared.v, at, MODE, VROW)
         mean = mean * shrink + tl.sum(tl.where(ok, p * dp, 0.0), 1)
         seen += tl.sum(ok.to(tl.int32), 1)
     head = tl.load(t.head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
     add = tl.load(above.offset + point, mask=valid, other=0.0)
-    factor, share, top, _ = joined(top, whole, seen > 0, add, head)
+    factor, share, top, _ = sk.joined(top, whole, seen > 0, add, head)
     delta = mean * factor + tl.where(share == 0, 0.0, share * tl.load(above.to_head + point, mask=valid, other=0.0))
     delta -= tl.load(above.grad_lse + point, mask=valid, other=0.0)
     tl.store(totals.share + point, share, mask=valid)
@@ -129,23 +115,21 @@ def queries_kernel(t, above, totals, dq, MODE: tl.constexpr, ROW: tl.constexpr, 
 
     sums = zeros(MODE.BLOCK_Q, ROW)
     for start in range(0, shared.padded, MODE.BLOCK_K):
-        at, s, ok = tail_scores(start, mine, low, shared, here, t, MODE, ROW)
-        p = powers(s, top[:, None]) * factor[:, None]
-        dp = products(grad_out, shared.v, at, MODE, VROW)
+        at, s, ok = sk.tail_scores(start, mine, low, shared, here, t, MODE, ROW)
+        p = sk.powers(s, top[:, None]) * factor[:, None]
+        dp = sk.products(grad_out, shared.v, at, MODE, VROW)
         ds = tl.where(ok, p * (dp - delta[:, None]) * t.scale, 0.0)
         more = ()
         for n in tl.static_range(len(sums)):
             # Where a slope is 0, what is not finite must not spoil the sum; elsewhere the slope is NaN.
-            theirs = finite(whole_block(shared.k, at, n, ROW))
-            more += (product(ds.to(theirs.dtype), theirs, sums[n]),)
+            theirs = sk.finite(sk.whole_block(shared.k, at, n, ROW))
+            more += (sk.product(ds.to(theirs.dtype), theirs, sums[n]),)
         sums = more
     put(dq + row * queries * ROW.E, query, sums, valid, ROW)
 
 
 @triton.jit
-def keys_kernel(
-    t, above, totals, dk, dv, splits, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
+def keys_kernel(t, above, totals, dk, dv, splits, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     """Program (row, block of keys, split) adds up its share of the row's queries: dk, dv [splits, B, H, m, width]."""
     queries, drawn = points(t.geo.q), t.shared.drawn
     blocks, key_blocks = (queries + MODE.BLOCK_Q - 1) // MODE.BLOCK_Q, (drawn + MODE.BLOCK_K - 1) // MODE.BLOCK_K
@@ -153,25 +137,25 @@ def keys_kernel(
     row = (block // key_blocks).to(tl.int64)
     rows = tl.num_programs(0) // (splits * key_blocks)
     first = (block % key_blocks) * MODE.BLOCK_K
-    shared = shared_row(row, t, MODE, ROW, VROW)
+    shared = sk.shared_row(row, t, MODE, ROW, VROW)
     k_sums, v_sums = zeros(MODE.BLOCK_K, ROW), zeros(MODE.BLOCK_K, VROW)
     for number in range(split, blocks, splits):
         here = block_queries(row, number, t, MODE)
         query, valid, point = here.query, here.exists, row * queries + here.query
-        mine = blocks_of(t.q + row * queries * ROW.E, query, valid, ROW)
-        grad_out = blocks_of(above.grad_out + row * queries * VROW.E, query, valid, VROW)
+        mine = sk.blocks_of(t.q + row * queries * ROW.E, query, valid, ROW)
+        grad_out = sk.blocks_of(above.grad_out + row * queries * VROW.E, query, valid, VROW)
         top = tl.load(totals.top + point, mask=valid, other=0.0)
         factor = tl.load(totals.factor + point, mask=valid, other=0.0)
         delta = tl.load(totals.delta + point, mask=valid, other=0.0)
-        at, s, ok = tail_scores(first, mine, corners_of(here, t, MODE), shared, here, t, MODE, ROW)
-        p = powers(s, top[:, None]) * factor[:, None]
-        dp = products(grad_out, shared.v, at, MODE, VROW)
+        at, s, ok = sk.tail_scores(first, mine, sk.corners_of(here, t, MODE), shared, here, t, MODE, ROW)
+        p = sk.powers(s, top[:, None]) * factor[:, None]
+        dp = sk.products(grad_out, shared.v, at, MODE, VROW)
         ds = tl.trans(tl.where(ok, p * (dp - delta[:, None]) * t.scale, 0.0))
         k_more, v_more = (), ()
         for n in tl.static_range(len(k_sums)):
-            k_more += (product(ds.to(mine[n].dtype), finite(mine[n]), k_sums[n]),)
+            k_more += (sk.product(ds.to(mine[n].dtype), sk.finite(mine[n]), k_sums[n]),)
         for n in tl.static_range(len(v_sums)):
-            v_more += (product(tl.trans(p).to(grad_out[n].dtype), grad_out[n], v_sums[n]),)
+            v_more += (sk.product(tl.trans(p).to(grad_out[n].dtype), grad_out[n], v_sums[n]),)
         k_sums, v_sums = k_more, v_more
     at = first + tl.arange(0, MODE.BLOCK_K)
     slot = (split.to(tl.int64) * rows + row) * drawn + at

@@ -26,9 +26,7 @@ class Seed(NamedTuple):
 
 
 def seed_argument(seed: Tensor | None) -> Seed:
-    if seed is None:
-        return Seed(None, 0, 0)
-    if seed.is_cuda:
+    if seed is None or seed.is_cuda:
         return Seed(seed, 0, 0)
     value = int(seed.item())
     return Seed(None, signed(value), signed(value >> 32))

@@ -65,7 +65,7 @@ def visits_of(call: SampleCall) -> Visits:
 
 
 def flags_of(call: SampleCall) -> dict[str, Any]:
-    block = visit_tile(call.q.shape[-1], call.v.shape[-1], call.q.dtype, call.v.dtype)
+    block = visit_tile((call.q.shape[-1], call.v.shape[-1]), (call.q.dtype, call.v.dtype))
     return {"FLAT": call.method == "metropolis", **block}
 
 
@@ -182,9 +182,7 @@ def visit(t, here, x, chunk, FLAT: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def visit_kernel(
-    x, chunk, made, FLAT: tl.constexpr, BLOCK_Q: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
+def visit_kernel(x, chunk, made, FLAT: tl.constexpr, BLOCK_Q: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     here = points_of(x, chunk, BLOCK_Q, ROW)
     point, valid, slots = here.point, here.valid, here.slots
     head = tl.full([BLOCK_Q], -float("inf"), tl.float32)

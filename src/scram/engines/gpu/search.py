@@ -16,22 +16,8 @@ import triton.language as tl
 from ...calls import Found, SearchCall
 from ...schedule import moves
 from .block_sizes import search_tile
-from .candidates import (
-    Limits,
-    Rules,
-    SweepQueries,
-    allowed,
-    along,
-    around,
-    coordinate,
-    legal_argument,
-    legal_draw,
-    offer,
-    score_candidate,
-    score_of,
-    take,
-)
-from .grid import Geometry, features, geometry, lane_query, points, tile_at, tile_count, tiles
+from .candidates import Limits, Rules, allowed, along, around, coordinate, legal_argument, legal_draw, score_of
+from .grid import Geometry, dot, features, geometry, lane_query, points, tile_at, tile_count, tiles
 from .launch import Kernel, cached, kinds, on_device
 from .layout import pad
 from .noise import absorb, below, row_state, seed_argument
@@ -39,6 +25,15 @@ from .top_matches import arrange
 
 NOTHING = tl.constexpr(-(2**31))
 PLANES = ("best_out", "best_io", "state_in", "state_out")  # one number per query, aligned or not
+
+
+class SweepQueries(NamedTuple):
+    """The queries of a program: flat index, place in a plane of all queries, features, and the keys of their row."""
+
+    query: Any
+    point: Any
+    mine: Any
+    k_row: Any
 
 
 class Propagation(NamedTuple):
@@ -110,13 +105,9 @@ class Plan(NamedTuple):
 
 @cached
 def _plan(
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    rules: Rules,
-    propagate: str,
-    jumps: tuple[int, ...],
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], rules: Rules, propagate: str, jumps: tuple[int, ...],
     given: tuple[Any, ...],
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The plan of a run for tensors of these shapes and kinds: q, k, seed, mask, warm."""
     query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
     rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
@@ -257,6 +248,33 @@ def propagated(
         for c in tl.static_range(len(candidates)):
             key, best = take(candidates[c], wanted[c], scores[c], key, best, ours, limits, geo, RULES)
     return key, best
+
+
+@triton.jit
+def offer(candidate, exists, had, key, best, ours, limits, geo, RULES: tl.constexpr, ROW: tl.constexpr):
+    """Read one candidate and take it where it is legal and strictly better."""
+    wanted, s = score_candidate(candidate, exists, had, ours, RULES, ROW)
+    return take(candidate, wanted, s, key, best, ours, limits, geo, RULES)
+
+
+@triton.jit
+def score_candidate(candidate, exists, had, ours, RULES: tl.constexpr, ROW: tl.constexpr):
+    """Where a candidate can win, and its score there. `had`, a key held before, cannot win: it is not read.
+
+    `had` may be older than the best so far: then no read waits for the one before it.
+    """
+    wanted = exists & (candidate != had)
+    if RULES.CAUSAL:
+        wanted = wanted & (candidate <= ours.query)
+    return wanted, dot(ours.mine, features(ours.k_row, candidate, wanted, ROW))
+
+
+@triton.jit
+def take(candidate, wanted, s, key, best, ours, limits, geo, RULES: tl.constexpr):
+    """Key and score after a candidate of score s."""
+    better = wanted & (s > best)  # NaN is not
+    better = allowed(candidate, better, ours.query, ours.point, limits, geo, RULES)
+    return tl.where(better, candidate, key), tl.where(better, s, best)
 
 
 @triton.jit

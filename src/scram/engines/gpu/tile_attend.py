@@ -49,9 +49,7 @@ class Mixed(NamedTuple):
 
 
 @triton.jit
-def tile_attend_kernel(
-    w, cells, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
+def tile_attend_kernel(w, cells, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     """Program (tile, piece of the values)."""
     piece, tile = tl.program_id(0) % MODE.PARTS, tl.program_id(0) // MODE.PARTS
     here = tile_queries(tile, 0, w, MODE, B, ROW)

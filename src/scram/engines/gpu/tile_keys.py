@@ -14,23 +14,12 @@ from torch import Tensor
 
 from ...calls import AttendGrads
 from ...grid import flat
+from . import tile_pairs as pairs
 from .attend_keys import Upstream
 from .block_sizes import TILE_COLLECT, TILE_COLLECT_EXACT
 from .cells import Cells, key_of, place_of
 from .grid import points
 from .launch import Kernel
-from .tile_pairs import (
-    Keys,
-    fp16_scale_of,
-    key_grads,
-    pair_dots,
-    pairs_of,
-    put_piece,
-    slopes,
-    tile_flags,
-    tile_grads,
-    tile_queries,
-)
 from .windows import Variant, Windows, unmasked
 
 
@@ -56,7 +45,7 @@ def collect(windows: Windows, variant: Variant, cells: Cells, above: Upstream, g
     names = torch.where(there, cells.first + keys * source.unsqueeze(1), key_rows * keys).flatten()
     names, order = names.sort(stable=True)
     lists = Lists(order, every, *(torch.searchsorted(names, every, right=right) for right in (False, True)))
-    flags = tile_flags(variant, cells.size, TILE_COLLECT, TILE_COLLECT_EXACT)
+    flags = pairs.tile_flags(variant, cells.size, TILE_COLLECT, TILE_COLLECT_EXACT)
     blocks = triton.cdiv(cells.size, flags["MODE"].BLOCK_K)
     kernel = Kernel(tile_collect_kernel, len(every) * blocks * flags["MODE"].PARTS, flags)
     kernel(windows, cells, above, grads, lists)
@@ -78,18 +67,18 @@ def tile_collect_kernel(
     GUARD: tl.constexpr = MODE.CAUSAL or w.masked.mask is not None
     for t in range(tl.load(lists.begin + cell), tl.load(lists.end + cell)):
         tile = (tl.load(lists.order + t) // cells.room).to(tl.int32)
-        here = tile_queries(tile, piece, w, MODE, B, ROW)
-        up = tile_grads(here, piece, above, MODE, VROW)
+        here = pairs.tile_queries(tile, piece, w, MODE, B, ROW)
+        up = pairs.tile_grads(here, piece, above, MODE, VROW)
         point, valid, before = here.start + here.query, here.exists, source * all_keys
         there = unmasked(key, own, (here.row // w.masked.heads).to(tl.int64), w)
-        ok = pairs_of(key, there, here.query, MODE)
-        keys = Keys(w.k + before * ROW.E, w.v + before * VROW.E, key, there, key, ok)
+        ok = pairs.pairs_of(key, there, here.query, MODE)
+        keys = pairs.Keys(w.k + before * ROW.E, w.v + before * VROW.E, key, there, key, ok)
         inv_sum = tl.load(above.sums + point * 3, mask=valid, other=0.0)
         delta = tl.load(above.sums + point * 3 + 1, mask=valid, other=0.0)
         slope_bound = tl.load(above.sums + point * 3 + 2, mask=valid, other=0.0)
-        fp16_scale = fp16_scale_of(slope_bound, w.scale, MODE.FP16_SCALE)
-        s, dp, _ = pair_dots(here, up, keys, piece, MODE, B, ROW, VROW)
-        p, ds = slopes(s, dp, inv_sum, delta, fp16_scale, here, up, keys, w, MODE, GUARD)
-        k_sum, v_sum = key_grads(p, ds, fp16_scale, ok, here, up, k_sum, v_sum, MODE, GUARD)
-    put_piece(grads.k + source * all_keys * ROW.E, key, own, piece, k_sum, MODE.PARTS, False, ROW)
-    put_piece(grads.v + source * all_keys * VROW.E, key, own, piece, v_sum, MODE.PARTS, False, VROW)
+        fp16_scale = pairs.fp16_scale_of(slope_bound, w.scale, MODE.FP16_SCALE)
+        s, dp, _ = pairs.pair_dots(here, up, keys, piece, MODE, B, ROW, VROW)
+        p, ds = pairs.slopes(s, dp, inv_sum, delta, fp16_scale, here, up, keys, w, MODE, GUARD)
+        k_sum, v_sum = pairs.key_grads(p, ds, fp16_scale, ok, here, up, k_sum, v_sum, MODE, GUARD)
+    pairs.put_piece(grads.k + source * all_keys * ROW.E, key, own, piece, k_sum, MODE.PARTS, False, ROW)
+    pairs.put_piece(grads.v + source * all_keys * VROW.E, key, own, piece, v_sum, MODE.PARTS, False, VROW)

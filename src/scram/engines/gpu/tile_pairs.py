@@ -161,9 +161,7 @@ def dots(own, row, here, base, keys, piece, MODE: tl.constexpr, B: tl.constexpr,
 
 
 @triton.jit
-def pair_dots(
-    here, up, keys, piece, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
+def pair_dots(here, up, keys, piece, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     """<q, k> and <grad_out, v> of all pairs, and the program's piece of the keys."""
     s, theirs = dots(here.mine, here.q_row, here, keys.k_row, keys, own_piece(piece, ROW), MODE, B, ROW)
     dp, _ = dots(up.mine, up.row, here, keys.v_row, keys, own_piece(piece, VROW), MODE, B, VROW)
@@ -216,9 +214,7 @@ def summed(total, delta, slope_bound, s, dp, here, up, keys, w, MODE: tl.constex
 
 
 @triton.jit
-def slopes(
-    s, dp, inv_sum, delta, fp16_scale, here, up, keys, w, MODE: tl.constexpr, GUARD: tl.constexpr
-):  # fmt: skip
+def slopes(s, dp, inv_sum, delta, fp16_scale, here, up, keys, w, MODE: tl.constexpr, GUARD: tl.constexpr):
     """The weight of every value in out, and the gradient of every score times `fp16_scale`.
 
     GUARD: some pairs of a query are none while others are; then what is not finite of the query must not reach them.
@@ -235,10 +231,8 @@ def slopes(
         if GUARD:
             p, ds = tl.where(keys.ok, p, 0.0), tl.where(keys.ok, ds, 0.0)
     else:
-        each = (up.lse[:, None], inv_sum[:, None], delta[:, None])
-        p, ds = pair_gradient(
-            s * w.scale, dp, keys.ok, each[0], each[1], each[2], name, noise, w, MODE.WEIGHT, MODE.DROPOUT
-        )  # fmt: skip
+        lse, inv, mean = up.lse[:, None], inv_sum[:, None], delta[:, None]
+        p, ds = pair_gradient(s * w.scale, dp, keys.ok, lse, inv, mean, name, noise, w, MODE.WEIGHT, MODE.DROPOUT)
     return p, ds * (w.scale * fp16_scale)
 
 
@@ -265,17 +259,12 @@ def fp16_scale_of(slope_bound, scale, FP16_SCALE: tl.constexpr):
 
 
 @triton.jit
-def not_finite(rows):
-    """Which rows have a number that is not finite."""
-    return tl.max(tl.where(tl.abs(rows.to(tl.float32)) < float("inf"), 0, 1), 1) > 0
-
-
-@triton.jit
 def key_grads(p, ds, fp16_scale, ok, here, up, k_sum, v_sum, MODE: tl.constexpr, GUARD: tl.constexpr):
     """k_sum + ds^T q / fp16_scale, v_sum + p^T grad_out."""
     mine, grad_out = here.mine, up.mine
     if GUARD:
-        p = tl.where(ok & not_finite(grad_out)[:, None], float("nan"), p)
+        bad = tl.max(tl.where(tl.abs(grad_out.to(tl.float32)) < float("inf"), 0, 1), 1) > 0  # rows that are not finite
+        p = tl.where(ok & bad[:, None], float("nan"), p)
         mine, grad_out = finite(mine), finite(grad_out)
     if MODE.FP16_SCALE:
         k_sum += fine_product(tl.trans(ds), mine, k_sum * 0.0, MODE.NARROW) / fp16_scale

@@ -15,33 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import Found, SearchCall
-from ...schedule import KINDS, MOVES, STOP, TILE_QUERIES, offers
+from ...schedule import KINDS, MOVES, STOP, TILE_QUERIES, offers, tile_shape
 from .block_sizes import OFFER_WARPS, score_tile, search_tile
 from .candidates import Rules, along, around, at_axis, coordinate, legal_argument, legal_draw, score_of
-from .grid import (
-    Block,
-    Geometry,
-    features,
-    geometry,
-    lane_place,
-    lane_query,
-    points,
-    tile_at,
-    tile_count,
-    tile_shape,
-    tiles,
-)
+from .grid import Block, Geometry, features, geometry, lane_place, lane_query, points, tile_at, tile_count, tiles
 from .launch import Kernel, cached, kinds, on_device
 from .layout import halves
 from .noise import absorb, below, row_state, seed_argument
 from .search import start_kernel
-from .top_matches import (
-    NO_KEY,
-    arrange,
-    enter_offer,
-    kept_matches,
-    store_matches,
-)
+from .top_matches import NO_KEY, arrange, enter_offer, kept_matches, store_matches
 
 GOSSIP, RANDOM = (tl.constexpr(KINDS[kind]) for kind in ("gossip", "random"))  # others move a neighbour's key
 
@@ -105,18 +87,14 @@ class Plan(NamedTuple):
 
 @cached
 def _plan(
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    matches: int,
-    causal: bool,
-    separated: bool,
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], matches: int, causal: bool, separated: bool,
     given: tuple[Any, ...],
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm."""
     query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
     rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
     block = search_tile(len(key_grid), width, dtype)
-    programs, tile = rows * tiles(query_grid, block["B"].TILE), tile_shape(TILE_QUERIES, len(key_grid))
+    programs, tile = rows * tiles(query_grid, block["B"].TILE), tile_shape(len(key_grid))
     count = rows * tiles(query_grid, tile)
     # Without a mask every query has a match: there are no holes.
     flags = {"CAUSAL": causal, "HOLES": masked, "STOP": STOP, "B": Block(tile, TILE_QUERIES)}
@@ -278,9 +256,7 @@ def score_offers_kernel(
 
 
 @triton.jit
-def products(
-    q_rows, k_rows, mine, rest, valid, ROW: tl.constexpr, HALVES: tl.constexpr, WIDEN: tl.constexpr
-):  # fmt: skip
+def products(q_rows, k_rows, mine, rest, valid, ROW: tl.constexpr, HALVES: tl.constexpr, WIDEN: tl.constexpr):
     """Scores [BLOCK_Q, BLOCK_Q] of queries and keys. `mine` and `rest` are the halves of the queries' first pieces."""
     e = tl.arange(0, ROW.W)
     if ROW.PIECES == 1:
@@ -313,9 +289,7 @@ def piece(rows, exists, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def exact_kernel(
-    q, k, index, index_out, score_out, group, kappa, geo, B: tl.constexpr, ROW: tl.constexpr
-):  # fmt: skip
+def exact_kernel(q, k, index, index_out, score_out, group, kappa, geo, B: tl.constexpr, ROW: tl.constexpr):
     """The scores of the matches [P, kappa] anew, in float32 without the matrix unit, to planes [kappa, P]."""
     row, corner = tile_at(tl.program_id(0), geo, B)
     query, valid = lane_query(corner, geo, B)

@@ -76,12 +76,6 @@ def by_window(x, WINDOWS: tl.constexpr):
 
 
 @triton.jit
-def window_bests(s, WINDOWS: tl.constexpr):
-    """[BLOCK_Q, BLOCK_Q] -> the best score of each window, [BLOCK_Q, WINDOWS]."""
-    return tl.max(tl.max(by_window(s, WINDOWS), axis=3), axis=1)
-
-
-@triton.jit
 def first_keys(s, bests, new, WINDOWS: tl.constexpr):
     """The keys [BLOCK_Q] of these scores, of equal ones the lowest, by windows."""
     keys = by_window(tl.broadcast_to(new[None, :], s.shape), WINDOWS)
@@ -149,7 +143,7 @@ def enter(kept, its, spots, new, s, reach, geo, PLACES: tl.constexpr):
 @triton.jit
 def enter_offer(kept, its, spots, changed, s, new, reach, geo, PLACES: tl.constexpr):
     """Let in the best key of each window of an offer with scores s; `changed`: which queries took one."""
-    bests = window_bests(s, PLACES.WINDOWS)
+    bests = tl.max(tl.max(by_window(s, PLACES.WINDOWS), axis=3), axis=1)  # [BLOCK_Q, WINDOWS]
     tops = quarters(bests)
     top = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3]))
     hope = top[:, None] > least(its)

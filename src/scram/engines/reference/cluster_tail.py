@@ -12,7 +12,7 @@ from ...grid import Grid, cell_sides, grid_of, key_row, rows
 from ...noise import noise
 from ...scoring import accumulator, normalized_weights
 from ...types import Attended
-from .attend import CHUNK_ELEMENTS, expand
+from .attend import CHUNK_ELEMENTS, expand, mix
 from .chunks import in_chunks
 from .tile_attend import keys_of, touched
 from .tile_search import members
@@ -41,11 +41,11 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
         name = flat_label[source.unsqueeze(-1), key]
         taken = torch.zeros(len(at), count + 1, dtype=torch.int64, device=q.device)
         taken = taken.scatter_add(1, torch.where(there & (name >= 0), name, count), torch.ones_like(name))
-        left = sizes[source] - taken[:, :count]
-        some = left > 0
+        factor = (sizes[source] - taken[:, :count]) * gains[source]
+        some = factor > 0
         # What a query has nothing left of is zero before it is multiplied: 0 * NaN is NaN.
         a = torch.where(some, call.scale * (centres[source] @ q[at].unsqueeze(-1)).squeeze(-1), 0)
-        factor = torch.where(some, left * gains[source], 1)
+        factor = torch.where(some, factor, 1)
         head = head_lse[at].unsqueeze(-1)
         p, lse = normalized_weights(
             torch.cat([a + factor.log(), head], 1), torch.cat([some, head != -torch.inf], 1), "softmax"
@@ -56,7 +56,7 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
             bits = noise(call.dropout_seed, row.unsqueeze(-1), query.unsqueeze(-1), named)
             p_tail = torch.where(bits >= int(call.dropout_p * 2**32), p_tail / (1 - call.dropout_p), 0)
         joined = torch.where(head == -torch.inf, 0, p_head * head_out[at])
-        return (p_tail.unsqueeze(1) @ values[source]).squeeze(1) + joined, lse
+        return mix(p_tail, torch.where(some.unsqueeze(-1), values[source], 0)) + joined, lse
 
     rows_of_queries = (rows(x).flatten(0, 1).to(wide) for x in (q, call.head_out, call.head_lse.unsqueeze(-1)))
     q_points, head_out, head_lse = rows_of_queries

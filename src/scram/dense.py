@@ -1,0 +1,51 @@
+"""Dense attention on grids by torch: for grids so small that nothing is faster, and with every key for comparison."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import errors
+from .scoring import default_scale, prepare_key, prepare_query
+from .types import Score
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Softmax attention over every legal key by `F.scaled_dot_product_attention`; arguments as in `scram.attention`.
+
+    A query without a legal key has output 0.
+    """
+    errors.values(q, k, v)
+    errors.key_mask(q, k, key_mask)
+    if callable(score):
+        raise ValueError("torch's own attention takes no callable score; use score='dot' or 'l2'")
+    if causal:
+        errors.order(q, k, causal)
+    grid, flat = q.shape[2:-1], [x.flatten(2, -2) for x in (q, k, v)]
+    mask = None if key_mask is None else key_mask.reshape(k.shape[0], -1, 1, flat[1].shape[2])
+    if causal and (mask is not None or extra is not None):
+        below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
+        mask, causal = below if mask is None else mask & below, False
+    if extra is not None:
+        flat[1], flat[2] = (torch.cat([x, more], 2) for x, more in zip(flat[1:], extra, strict=True))
+        mask = None if mask is None else F.pad(mask, (0, extra[0].shape[2]), value=True)
+    if score != "dot":
+        flat[:2] = prepare_query(flat[0], score).to(v.dtype), prepare_key(flat[1], score).to(v.dtype)
+    factor, grouped = default_scale(scale, q.shape[-1], score, "softmax"), q.shape[1] != k.shape[1]
+    q, k, v = flat
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=factor, enable_gqa=grouped)
+    if mask is not None:
+        out = torch.where(mask.any(-1, keepdim=True), out, 0)
+    return out.reshape(*out.shape[:2], *grid, out.shape[-1])

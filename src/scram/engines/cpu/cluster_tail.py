@@ -1,0 +1,203 @@
+"""The clustered tail on a CPU: clusters of all keys outside of the windows, for a block of queries at a time.
+
+Everything of a block is done by one thread and stays in its caches, the matrix products too: queries lie along the
+vector units, clusters one below the other. Threads never wait for each other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from ...calls import ClusterTailCall
+from ...types import Attended
+from .compiled import compiled, inlined, parallel
+from .layout import Array, Geometry, Windows, array, block_at, flat, tensor
+from .noise import absorb, seeded
+from .threads import TASKS_PER_THREAD, threads
+from .vectors import add_guarded_product, add_product, exp
+from .windows import expand_block
+
+BLOCK = 192  # queries that are taken together, fewer where there are many clusters
+BLOCK_WEIGHTS = 3 << 16  # at most
+LEAST_BLOCK = 16
+ALL_WEIGHTS = 1 << 24  # of all tasks: where blocks are large, there are fewer tasks
+TASK_BLOCKS = 8  # at least: each task makes its own scratch
+TOTAL, TOP, SHARE = range(3)
+
+
+class ClusterTailArrays(NamedTuple):
+    """A ClusterTailCall as the kernels read it."""
+
+    q: Array  # [P, E]
+    head_out: Array  # [P, F]
+    head_lse: Array  # [P]
+    label: Array  # int32 [Rc*M]
+    centres: Array  # [Rc, C, E]
+    values: Array  # [Rc, F, C]
+    finite: bool  # all values
+    sizes: Array  # int32 [Rc, C]
+    gains: Array  # [Rc, C]
+    windows: Windows
+    geometry: Geometry
+    scale: float
+    seed: np.uint32
+    threshold: int  # noise below it drops a cluster; 0 drops none
+    boost: float  # of the weights that dropout keeps
+    first_name: int
+
+    @staticmethod
+    def of(call: ClusterTailCall) -> ClusterTailArrays:
+        wide, grid = call.centres.dtype, call.label.shape[2:]
+        seed, threshold = np.uint32(0), 0
+        if call.dropout_seed is not None:
+            seed, threshold = np.uint32(seeded(int(call.dropout_seed))), int(call.dropout_p * 2**32)
+        sizes = by_row(call.sizes)
+        gains = np.ones(sizes.shape, by_row(call.centres).dtype) if call.gains is None else by_row(call.gains)
+        return ClusterTailArrays(
+            array(call.q.to(wide)), array(call.head_out.to(wide)), flat(call.head_lse.to(wide)), flat(call.label),
+            by_row(call.centres), by_row(call.values.mT), bool(call.values.isfinite().all()), sizes, gains,
+            Windows.of(call.index, call.radius, grid), Geometry.of(call.q, call.label.unsqueeze(-1), None, False),
+            call.scale, seed, threshold, 1 / (1 - call.dropout_p), call.first_name,
+        )  # fmt: skip
+
+
+def by_row(x: Tensor) -> Array:
+    """[B, Hc, ...] -> [Rc, ...]"""
+    made: Array = x.detach().reshape(x.shape[0] * x.shape[1], *x.shape[2:]).contiguous().numpy()
+    return made
+
+
+class Scratch(NamedTuple):
+    """Of each task."""
+
+    keys: Array  # int32 [tasks, slots + 1, size], the last for other use
+    places: Array  # int32 [tasks, kappa, rank, size], coordinates of the matches
+    left: Array  # int32 [tasks, C, size], keys of each cluster outside of a query's windows
+    weights: Array  # [tasks, C, size]
+    features: Array  # [tasks, E, size]
+    values: Array  # [tasks, F, size]
+    sums: Array  # [tasks, 3, size]: weights' total, highest score, the head's share
+
+    @staticmethod
+    def of(arrays: ClusterTailArrays, tasks: int, size: int) -> Scratch:
+        matches, rank = arrays.windows.index.shape[1], len(arrays.geometry.grid)
+        clusters, dtype = arrays.sizes.shape[1], arrays.centres.dtype
+        widths = (clusters, arrays.q.shape[1], arrays.head_out.shape[1], 3)
+        return Scratch(
+            np.empty((tasks, arrays.windows.slots + 1, size), np.int32),
+            np.empty((tasks, matches, rank, size), np.int32), np.empty((tasks, clusters, size), np.int32),
+            *(np.empty((tasks, width, size), dtype) for width in widths),
+        )  # fmt: skip
+
+
+def block_size(clusters: int) -> int:
+    """How many queries are taken together; no matter how many threads there are."""
+    return min(BLOCK, max(LEAST_BLOCK, BLOCK_WEIGHTS // max(clusters, 1)))
+
+
+def fewer(tasks: int, blocks: int, weights: int) -> int:
+    """So many tasks that their scratch, `weights` each, is small beside the work; one for each thread at least."""
+    return max(tasks // TASKS_PER_THREAD, min(tasks, blocks // TASK_BLOCKS, ALL_WEIGHTS // max(weights, 1)))
+
+
+def cluster_tail(call: ClusterTailCall) -> Attended:
+    arrays = ClusterTailArrays.of(call)
+    out, lse = np.empty_like(arrays.head_out), np.empty_like(arrays.head_lse)
+    clusters, size = arrays.sizes.shape[1], block_size(arrays.sizes.shape[1])
+    with threads() as tasks:
+        tasks = fewer(tasks, len(out) // size, clusters * size)
+        _join(tasks, arrays, Scratch.of(arrays, tasks, size), out, lse)
+    return Attended(tensor(out, call.head_out.dtype, call.q), tensor(lse, None, call.q))
+
+
+@parallel
+def _join(task, tasks, arrays, scratch, out, lse):
+    """Blocks of points of one row, each written by one task."""
+    geometry, most, head_out = arrays.geometry, scratch.left.shape[2], arrays.head_out
+    blocks = len(geometry.key_rows) * -(-geometry.queries // most)
+    weights, mixed, sums = scratch.weights[task], scratch.values[task], scratch.sums[task]
+    for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
+        block = block_at(number, most, geometry, geometry.keys)
+        weigh(arrays, block, scratch, task)
+        if arrays.threshold:
+            drop(arrays, block, weights)
+        mixed[:] = 0
+        if arrays.finite:
+            add_product(arrays.values[geometry.key_rows[block.row]], weights, mixed, block.size)
+        else:
+            add_guarded_product(arrays.values[geometry.key_rows[block.row]], weights, mixed, block.size, False)
+        for p in range(block.size):
+            point, total, share = block.first + p, sums[TOTAL, p], sums[SHARE, p]
+            lse[point] = math.log(total) + sums[TOP, p]
+            there = arrays.head_lse[point] != -np.inf
+            for f in range(out.shape[1]):
+                whole = mixed[f, p] + share * head_out[point, f] if there else mixed[f, p]
+                out[point, f] = whole / total if total != 0 else whole
+
+
+@inlined
+def weigh(arrays, block, scratch, task):
+    """Weights of the clusters, relative to the highest score, and the sums of each point."""
+    keys, left, weights, sums = scratch.keys[task], scratch.left[task], scratch.weights[task], scratch.sums[task]
+    size, features, row = block.size, scratch.features[task], arrays.geometry.key_rows[block.row]
+    expand_block(arrays.windows, arrays.geometry, 0, block, keys, scratch.places[task])
+    take(arrays.q, block, features)
+    weights[:] = 0
+    add_product(arrays.centres[row], features, weights, size)
+    for c in range(len(left)):
+        for p in range(size):
+            left[c, p] = arrays.sizes[row, c]
+    for slot in range(len(keys) - 1):
+        for p in range(size):
+            if keys[slot, p] >= 0:
+                c = arrays.label[block.first_key + keys[slot, p]]
+                if 0 <= c < len(left):
+                    left[c, p] -= 1
+    _to_weights(arrays, block, arrays.gains[row], left, weights, sums)
+
+
+@compiled
+def take(x, block, result):
+    """Rows of x [P, width] as columns."""
+    for p in range(block.size):
+        for e in range(x.shape[1]):
+            result[e, p] = x[block.first + p, e]
+
+
+@inlined
+def _to_weights(arrays, block, gains, left, weights, sums):
+    """Products with the centres become left * gain * exp(score - top), exactly 0 where nothing is left."""
+    total, top, share, size, number = sums[TOTAL], sums[TOP], sums[SHARE], block.size, weights.dtype.type
+    zero, lowest, scale = number(0), number(-np.inf), number(arrays.scale)
+    for p in range(size):
+        top[p] = arrays.head_lse[block.first + p]
+    for c in range(len(weights)):
+        if gains[c] > 0:
+            for p in range(size):
+                weights[c, p] = scale * weights[c, p]
+                a = weights[c, p] if left[c, p] > 0 else lowest
+                top[p] = a if a > top[p] else top[p]
+    for p in range(size):
+        top[p] = zero if top[p] == lowest else top[p]  # -inf - -inf is NaN
+        share[p] = math.exp(arrays.head_lse[block.first + p] - top[p])
+        total[p] = share[p]
+    for c in range(len(weights)):
+        gain = gains[c]
+        for p in range(size):
+            w = exp(weights[c, p] - top[p]) * (gain * number(left[c, p]))
+            weights[c, p] = w if (left[c, p] > 0) & (gain > 0) else zero
+            total[p] += weights[c, p]
+
+
+@compiled
+def drop(arrays, block, weights):
+    """Dropout: each number of a cluster is 0 or grows."""
+    number, prefix = weights.dtype.type, absorb(arrays.seed, block.row)
+    for c in range(len(weights)):
+        for p in range(block.size):
+            keep = absorb(absorb(prefix, block.begin + p), arrays.first_name + c) >= arrays.threshold
+            weights[c, p] = number(weights[c, p] * arrays.boost) if keep else number(0)

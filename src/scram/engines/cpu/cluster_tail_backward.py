@@ -1,0 +1,162 @@
+"""Gradients of the clustered tail on a CPU: the same on every run and any number of threads.
+
+The queries that read a row of clusters are cut into parts, by the shapes alone. Each part has its own sums for centres
+and values; in the end the sums are added in their order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...calls import ClusterTailCall, ClusterTailGrads
+from .cluster_tail import SHARE, TOTAL, ClusterTailArrays, Scratch, block_size, drop, fewer, take, weigh
+from .compiled import compiled, inlined, parallel
+from .layout import Array, Block, array, flat, like
+from .threads import threads
+from .vectors import add_guarded_product, add_product
+
+PARTS = 64  # of all rows together, where their sums are small
+PART_BLOCKS = 4  # at least
+ALL_SUMS = 1 << 23
+
+
+class Gradients(NamedTuple):
+    """What is given and what is made. `parts` cut the points that read a row of clusters."""
+
+    out: Array  # [P, F]
+    lse: Array  # [P]
+    values: Array  # [Rc, C, F], of the call
+    turned_centres: Array  # [Rc, E, C], of the call
+    finite: bool  # all centres
+    to_q: Array  # [P, E]
+    to_head_out: Array  # [P, F]
+    to_head_lse: Array  # [P]
+    to_centres: Array  # [Rc, parts, C, E]
+    to_values: Array  # [Rc, parts, C, F]
+    slopes: Array  # [tasks, C, size], scratch
+    d_out: Array  # [tasks, F, size], scratch
+    d_q: Array  # [tasks, E, size], scratch
+    means: Array  # [tasks, 2, size], scratch
+
+
+def cluster_tail_backward(
+    call: ClusterTailCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
+) -> ClusterTailGrads:
+    """Gradients of q, centres, values, head_out, head_lse from those of out and lse."""
+    arrays, wide = ClusterTailArrays.of(call), call.centres.dtype
+    (rows, clusters, width), values = arrays.centres.shape, np.ascontiguousarray(arrays.values.swapaxes(1, 2))
+    value_width, size = values.shape[2], block_size(clusters)
+    blocks, each_part = len(arrays.q) // size, rows * clusters * (width + value_width)
+    parts = min(blocks // max(PART_BLOCKS * rows, 1), PARTS // max(rows, 1), ALL_SUMS // max(each_part, 1))
+    sums = [np.zeros((rows, max(1, parts), clusters, w), values.dtype) for w in (width, value_width)]
+    made = [np.empty_like(x) for x in (arrays.q, arrays.head_out, arrays.head_lse)]
+    turned, finite = np.ascontiguousarray(arrays.centres.swapaxes(1, 2)), bool(call.centres.isfinite().all())
+    given = (array(grad_out.to(wide)), flat(grad_lse.to(wide)), values, turned, finite)
+    with threads() as tasks:
+        tasks = fewer(tasks, blocks, 2 * clusters * size)
+        widths = (clusters, value_width, width, 2)
+        grads = Gradients(*given, *made, *sums, *(np.empty((tasks, w, size), values.dtype) for w in widths))
+        _parts(tasks, arrays, Scratch.of(arrays, tasks, size), grads)
+    to_centres, to_values = (_added(x) for x in sums)
+    return ClusterTailGrads(
+        like(made[0], call.q), like(to_centres, call.centres), like(to_values, call.values),
+        like(made[1], call.head_out), like(made[2], call.head_lse),
+    )  # fmt: skip
+
+
+def _added(parts: Array) -> Array:
+    """[Rc, parts, C, width] -> [Rc, C, width], part after part."""
+    total = torch.from_numpy(parts[:, 0])
+    for n in range(1, parts.shape[1]):
+        total += torch.from_numpy(parts[:, n])
+    made: Array = total.numpy()
+    return made
+
+
+@parallel
+def _parts(task, tasks, arrays, scratch, grads):
+    """Some parts, one after the other, block by block."""
+    geometry, most = arrays.geometry, scratch.left.shape[2]
+    rows, parts = grads.to_centres.shape[0], grads.to_centres.shape[1]
+    group = len(geometry.key_rows) // max(rows, 1)  # rows of queries that read a row of clusters: neighbours
+    in_row = -(-geometry.queries // most)
+    for number in range(rows * parts * task // tasks, rows * parts * (task + 1) // tasks):
+        row, part = number // parts, number % parts
+        for n in range(group * in_row * part // parts, group * in_row * (part + 1) // parts):
+            q_row, begin = row * group + n // in_row, n % in_row * most
+            first, size = q_row * geometry.queries + begin, min(most, geometry.queries - begin)
+            block = Block(q_row, begin, first, row * geometry.keys, size)
+            weigh(arrays, block, scratch, task)
+            _slopes(arrays, block, scratch.weights[task], scratch.sums[task], grads, task, row)
+            _to_queries(arrays, block, scratch.sums[task], grads, task, row)
+            _to_clusters(grads.slopes[task], arrays.q[first : first + size], grads.to_centres[row, part])
+            if arrays.threshold:
+                drop(arrays, block, scratch.weights[task])
+            _to_clusters(scratch.weights[task], grads.out[first : first + size], grads.to_values[row, part])
+
+
+@inlined
+def _slopes(arrays, block, weights, sums, grads, task, row):
+    """Weights add up to 1 with the head's share; slopes are d loss / d <q, centre>."""
+    slopes, d_out, size, number = grads.slopes[task], grads.d_out[task], block.size, weights.dtype.type
+    total, share, head, mean = sums[TOTAL], sums[SHARE], grads.means[task, 0], grads.means[task, 1]
+    zero, scale = number(0), number(arrays.scale)
+    take(grads.out, block, d_out)
+    slopes[:] = 0
+    add_product(grads.values[row], d_out, slopes, size)
+    if arrays.threshold:
+        drop(arrays, block, slopes)
+    for p in range(size):
+        point = block.first + p
+        head[p] = zero
+        if arrays.head_lse[point] != -np.inf:
+            for f in range(grads.out.shape[1]):
+                head[p] += grads.out[point, f] * arrays.head_out[point, f]
+        total[p] = number(1) / total[p] if total[p] != 0 else zero
+        share[p] *= total[p]
+        mean[p] = share[p] * head[p]
+    for c in range(len(weights)):
+        for p in range(size):
+            weights[c, p] *= total[p]
+            mean[p] += weights[c, p] * slopes[c, p] if weights[c, p] != 0 else zero
+    for p in range(size):
+        mean[p] -= grads.lse[block.first + p]
+    for c in range(len(weights)):
+        for p in range(size):
+            slope = scale * (weights[c, p] * (slopes[c, p] - mean[p]))
+            slopes[c, p] = slope if weights[c, p] != 0 else zero  # what has no weight may have a NaN in its value
+
+
+@inlined
+def _to_queries(arrays, block, sums, grads, task, row):
+    """Gradients of q and of the head."""
+    d_q, share, head, mean = grads.d_q[task], sums[SHARE], grads.means[task, 0], grads.means[task, 1]
+    d_q[:] = 0
+    if grads.finite:
+        add_product(grads.turned_centres[row], grads.slopes[task], d_q, block.size)
+    else:
+        add_guarded_product(grads.turned_centres[row], grads.slopes[task], d_q, block.size, False)
+    for p in range(block.size):
+        point, there = block.first + p, arrays.head_lse[block.first + p] != -np.inf
+        for e in range(len(d_q)):
+            grads.to_q[point, e] = d_q[e, p]
+        for f in range(grads.out.shape[1]):
+            grads.to_head_out[point, f] = share[p] * grads.out[point, f] if there else 0
+        grads.to_head_lse[point] = share[p] * (head[p] - mean[p]) if there else 0
+
+
+@compiled
+def _to_clusters(weights, x, sums):
+    """sums [C, width] += weights [C, at least size] @ x [size, width]"""
+    check = x.dtype.type(0)
+    for p in range(len(x)):
+        for e in range(x.shape[1]):
+            check += 0 * x[p, e]
+    if check == 0:
+        add_product(weights, x, sums, x.shape[1])
+    else:  # NaN: not all are finite
+        add_guarded_product(weights, x, sums, x.shape[1], True)

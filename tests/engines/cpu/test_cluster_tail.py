@@ -1,0 +1,72 @@
+"""The clustered tail of the CPU engine: the same bits on any number of threads, in small blocks, and NaN that is out.
+
+What nothing is left of, or what is dropped, is not multiplied.
+"""
+
+import pytest
+import torch
+
+from cases import named
+from cluster_tails import CLUSTERED, assert_tail_as_near_float64, everything, run_tail, tail_call
+from scram.engines.cpu import cluster_tail, cluster_tail_backward
+
+SEVERAL = CLUSTERED[-1]
+
+
+@pytest.mark.parametrize("clusters", [11, 300])
+def test_the_same_bits_on_any_number_of_threads(clusters, monkeypatch):
+    monkeypatch.setattr(cluster_tail_backward, "PART_BLOCKS", 1)
+    monkeypatch.setattr(cluster_tail, "TASK_BLOCKS", 1)
+    call = tail_call(SEVERAL, clusters)
+    before, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 2):
+            torch.set_num_threads(number)
+            found.append(everything(call, "numba"))
+    finally:
+        torch.set_num_threads(before)
+    for again in found[1:]:
+        for ours, theirs in zip(again, found[0], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_many_clusters_in_small_blocks(monkeypatch):
+    monkeypatch.setattr(cluster_tail, "BLOCK_WEIGHTS", 1 << 8)
+    monkeypatch.setattr(cluster_tail, "ALL_WEIGHTS", 1 << 13)
+    monkeypatch.setattr(cluster_tail_backward, "PART_BLOCKS", 1)
+    assert cluster_tail.block_size(200) == cluster_tail.LEAST_BLOCK
+    assert_tail_as_near_float64(tail_call(SEVERAL, 200), "numba")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_values_and_centres_of_clusters_that_are_not_left_may_be_anything(bad):
+    call = tail_call(named("rank 2", kappa=1))
+    clean = call._replace(sizes=call.sizes.clone(), centres=call.centres.clone(), values=call.values.clone())
+    clean.sizes[..., 3] = 0
+    label = torch.where(call.label == 3, -1, call.label)
+    clean = clean._replace(label=label)
+    dirty = clean._replace(centres=clean.centres.clone(), values=clean.values.clone())
+    dirty.centres[..., 3, :], dirty.values[..., 3, :] = bad, bad
+    for ours, theirs in zip(everything(dirty, "numba"), everything(clean, "numba"), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_query_that_is_not_finite_gives_nothing_to_clusters_that_it_has_not():
+    call = tail_call(named("radius over the grid", kappa=1))._replace(head_lse=torch.zeros(1, 1, 6, 7))
+    call.index.clamp_(0, 41)
+    call.q[0, 0, 2, 3] = torch.nan
+    call.index[0, 0, 4, 5] = -1  # one query has them all
+    out, lse, *grads = everything(call, "numba")
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[1].abs().sum() > 0
+
+
+def test_a_value_that_is_not_finite_reaches_every_query_that_has_its_cluster():
+    call = tail_call(named("radius 0, kappa 1"))
+    call.values[0, 0, 0, 1] = torch.nan
+    out, lse = run_tail(call, "numba")
+    assert out[..., 1].isnan().all()
+    assert out[..., 0].isfinite().all()
+    assert lse.isfinite().all()

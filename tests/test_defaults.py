@@ -1,0 +1,120 @@
+"""What runs when nothing is said: dense attention on small grids, else a search with clusters; and its explanation."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import scram
+from scram import defaults
+
+SMALL = torch.randn(1, 2, 8, 8, 16)
+LARGE = torch.zeros(1, 1, 256, 256, 64)
+
+
+def test_a_small_grid_is_dense_and_exact():
+    out = scram.attention(SMALL, SMALL, SMALL)
+    flat = SMALL.flatten(2, 3)
+    assert torch.equal(out.flatten(2, 3), F.scaled_dot_product_attention(flat, flat, flat))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"search": scram.Search(seed=0)},
+        {"impl": "numba"},
+        {"tail": None},
+        {"tail": scram.Clusters(count=4)},
+        {"tail": scram.Hybrid(samples=8)},
+        {"warm": scram.search(SMALL, SMALL)},
+    ],
+    ids=lambda said: type(next(iter(said.values()))).__name__,
+)
+def test_whatever_is_said_makes_it_search(said):
+    assert scram.explain(SMALL, SMALL, SMALL).dense
+    assert not scram.explain(SMALL, SMALL, SMALL, **said).dense
+
+
+def test_a_large_grid_is_searched_with_clusters():
+    told = scram.explain(LARGE, LARGE, LARGE)
+    assert not told.dense
+    assert told.tail == scram.Clusters()
+    assert told.search == scram.Search()
+    assert told.scores < told.dense_scores / 50
+    assert "Clusters(count=256" in str(told)
+    assert "a search is cheaper" in str(told)
+
+
+def test_the_tail_where_nothing_is_said():
+    tails = {
+        ("softmax", False, "dot", 0.0, "query"): scram.Clusters(),
+        ("softmax", False, "l2", 0.3, "tile"): scram.Clusters(),
+        ("softmax", True, "dot", 0.0, "query"): scram.Hybrid(),
+        ("softmax", True, "dot", 0.1, "query"): None,
+        ("softmax", True, "dot", 0.0, "tile"): None,
+        ("mean", False, "dot", 0.0, "query"): None,
+        ("softmax", False, max, 0.0, "query"): None,
+    }
+    for call, tail in tails.items():
+        assert defaults.default_tail(*call) == tail
+
+
+def test_a_seed_of_the_search_governs_the_tail():
+    search = scram.Search(seed=3)
+    tail = scram.Clusters(count=4)
+    first, again = (scram.attention(SMALL, SMALL, SMALL, search=search, tail=tail) for _ in range(2))
+    assert torch.equal(first, again)
+    other = scram.attention(SMALL, SMALL, SMALL, search=search, tail=scram.Clusters(count=4, seed=9))
+    assert not torch.equal(first, other)
+
+
+def test_a_codebook_as_the_tail():
+    search, tail = scram.Search(seed=3), scram.Clusters(count=4, seed=1)
+    book = scram.cluster(SMALL, SMALL, SMALL, clusters=tail)
+    out = scram.attention(SMALL, SMALL, SMALL, search=search, tail=book)
+    assert torch.equal(out, scram.attention(SMALL, SMALL, SMALL, search=search, tail=tail))
+    with pytest.raises(ValueError, match=r"the call has score='dot', scale=0\.5"):
+        scram.attention(SMALL, SMALL, SMALL, tail=book, scale=0.5)
+
+
+def test_without_a_tail_it_is_the_attention_of_the_windows():
+    search = scram.Search(seed=3)
+    found = scram.search(SMALL, SMALL, search=search)
+    out = scram.attention(SMALL, SMALL, SMALL, search=search, tail=None)
+    assert torch.equal(out, scram.attend(SMALL, SMALL, SMALL, found).out)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_enough_in_the_tail_a_search_is_exact(causal):
+    out = scram.attention(SMALL, SMALL, SMALL, search=scram.Search(seed=0), causal=causal)
+    torch.testing.assert_close(out, scram.exact_attention(SMALL, SMALL, SMALL, causal=causal).out)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"tail": "clusters"}, "tail must be"),
+        ({"search": "best"}, "search must be one of 'auto'"),
+        ({"tail": scram.Clusters(), "causal": True}, "no causal order"),
+        ({"tail": scram.Hybrid(), "dropout_p": 0.1}, "no dropout"),
+        ({"tail": scram.Snis()}, "tail must be"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(said, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        scram.attention(SMALL, SMALL, SMALL, **said)
+
+
+def test_a_dense_call_compiles_nothing(tmp_path):
+    """Not even Numba is loaded."""
+    lines = "import sys, torch, scram; q = torch.randn(1, 1, 8, 8, 4); scram.attention(q, q, q)"
+    lines += "; print('numba' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert found.stdout.strip() == "False"
+
+
+def test_an_unknown_argument_is_explained():
+    with pytest.raises(TypeError, match=r"explain\(\) has no argument attn_mask; use key_mask="):
+        scram.explain(SMALL, SMALL, SMALL, attn_mask=None)

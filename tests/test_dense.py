@@ -1,0 +1,46 @@
+"""Dense attention by torch, with everything that a call of `scram.attention` may have."""
+
+import pytest
+import torch
+
+import scram
+from scram.dense import dense_attention
+
+Q, K, V = torch.randn(2, 4, 5, 6, 8), torch.randn(2, 2, 5, 6, 8), torch.randn(2, 2, 5, 6, 3)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"scale": 0.7},
+        {"score": "l2"},
+        {"score": "cosine", "scale": 3.0},
+        {"causal": True},
+        {"key_mask": torch.rand(2, 5, 6) < 0.5},
+        {"key_mask": torch.rand(2, 4, 5, 6) < 0.5, "causal": True},
+    ],
+    ids=lambda how: " ".join(how) or "plain",
+)
+def test_it_is_exact(how):
+    torch.testing.assert_close(dense_attention(Q, K, V, **how), scram.exact_attention(Q, K, V, **how).out)
+
+
+def test_a_query_without_a_legal_key_has_output_0():
+    mask = torch.ones(2, 4, 5, 6, dtype=torch.bool)
+    mask[1, 2] = False
+    out = dense_attention(Q, K, V, key_mask=mask)
+    assert (out[1, 2] == 0).all()
+    torch.testing.assert_close(out[0], scram.exact_attention(Q, K, V).out[0])
+
+
+def test_extra_keys_are_more_keys():
+    extra = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 3)
+    k, v = (torch.cat([x.flatten(2, 3), more], 2) for x, more in zip((K, V), extra, strict=True))
+    want = scram.exact_attention(Q.flatten(2, 3), k, v).out.reshape(2, 4, 5, 6, 3)
+    torch.testing.assert_close(dense_attention(Q, K, V, extra=extra), want)
+
+
+def test_a_callable_score_is_refused():
+    with pytest.raises(ValueError, match="takes no callable score"):
+        dense_attention(Q, K, V, score=lambda q, k: (q * k).sum(-1))
