@@ -1,4 +1,4 @@
-"""Where keys are clustered, in Triton: some keys and queries of each row, the metric, and the forms of centres.
+"""Where keys are clustered, in Triton: some keys and queries of each row side by side, and the forms of centres.
 
 Sums over many keys are made in splits by programs of their own and added in order: the bits are the same every time.
 """
@@ -11,13 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...clustering import VALUE_WEIGHT
 from .cells import WIDEN
 from .grid import KeyMask
 from .noise import Seed, absorb, below, row_state
 from .shared_keys import block_of, blocks_of, finite, product
-
-WEIGHT = tl.constexpr(float(VALUE_WEIGHT))
 
 
 class Source(NamedTuple):
@@ -38,16 +35,16 @@ class Drawn(NamedTuple):
     group: int  # rows of queries that read a row of keys
 
 
-class Sums(NamedTuple):
-    """Of a sample, in blocks of keys and in splits of queries; widths are whole pieces."""
+class Sample(NamedTuple):
+    """Some keys and queries of each row, as they are drawn."""
 
-    k: Tensor  # float32 [R, blocks, E]
-    v: Tensor  # float32 [R, blocks, F]
-    squares: Tensor  # float32 [R, blocks], of the distances of values from their block's mean
-    number: Tensor  # float32 [R, blocks], keys that count
-    metric: Tensor  # float32 [R, splits, E, E], of q q^T
-    queries: Tensor  # float32 [R, splits]
-    blocks: int
+    k: Tensor  # [R, S, E], NaN for what is no key
+    v: Tensor  # [R, S, F]
+    name: Tensor  # int32 [R, S], the key
+    clock: Tensor  # float32 [R, S], -log of a number drawn from (0, 1)
+    q: Tensor  # float32 [R, Q, E], 0 for a query that is not finite
+    keys: int  # S
+    queries: int  # Q
 
 
 class Space(NamedTuple):
@@ -57,6 +54,7 @@ class Space(NamedTuple):
     k_mean: Tensor  # float32 [R, E]
     v_mean: Tensor  # float32 [R, F]
     weight: Tensor  # float32 [R]
+    least: Tensor  # float32 [R], squared distance of a key that is far from its centre
 
 
 class Forms(NamedTuple):
@@ -79,16 +77,6 @@ class Parts(NamedTuple):
     v: Tensor  # float32 [splits, R C, F]
     number: Tensor  # float32 [splits, R C]
     splits: int
-
-
-class SpaceMode(NamedTuple):
-    """What the kernels of a space are compiled for."""
-
-    BLOCK_S: int  # keys of a block
-    BLOCK_Q: int  # queries of a product
-    GATHER: bool  # the sample is drawn, not all keys
-    MANY: int  # blocks that are loaded at a time
-    SPLITS: int  # of queries
 
 
 @triton.jit
@@ -136,135 +124,37 @@ def put_rows(base, slot, pieces, there, ROW: tl.constexpr):
 
 
 @triton.jit
-def sample_keys(
-    number, source, some, by, sums, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+def sample_kernel(
+    source, q, queries, by, some, rows, BLOCK_S: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
-    """A block of the sample: its keys side by side where they are drawn, its sums. What is no key is NaN."""
-    row, block = (number // sums.blocks).to(tl.int64), number % sums.blocks
-    at = block * MODE.BLOCK_S + tl.arange(0, MODE.BLOCK_S)
-    if MODE.GATHER:
+    """Programs (row, block of keys of the sample), then (row, block of its queries); `queries` read a row of keys."""
+    blocks = (some.keys + BLOCK_S - 1) // BLOCK_S
+    number, lane = tl.program_id(0), tl.arange(0, BLOCK_S)
+    if number < rows * blocks:
+        row, at = (number // blocks).to(tl.int64), number % blocks * BLOCK_S + lane
         key, there = drawn_keys(at, some.keys, 0, row, source, by)
-    else:
-        key, there = at.to(tl.int64), at < source.keys
-        if source.masked.mask is not None:
-            place = source.masked.mask + row // source.masked.heads * source.keys + key
-            there = there & (tl.load(place, mask=there, other=0) != 0)
-    k = blocks_of(source.k + row * source.keys * ROW.E, key, there, ROW)
-    v = blocks_of(source.v + row * source.keys * VROW.E, key, there, VROW)
-    if MODE.GATHER:
         slot, inside = row * some.keys + at, at < some.keys
+        k = blocks_of(source.k + row * source.keys * ROW.E, key, there, ROW)
+        v = blocks_of(source.v + row * source.keys * VROW.E, key, there, VROW)
         marked = ()
         for n in tl.static_range(len(k)):
             marked += (tl.where(there[:, None], k[n].to(tl.float32), float("nan")).to(k[n].dtype),)
         put_rows(some.k, slot, marked, inside, ROW)
         put_rows(some.v, slot, v, inside, VROW)
-    ok = there & all_finite(k) & all_finite(v)
-    count, squares = tl.sum(ok.to(tl.float32), 0), 0.0
-    for n in tl.static_range(len(k)):
-        x = tl.where(ok[:, None], k[n].to(tl.float32), 0.0)
-        tl.store(sums.k + number.to(tl.int64) * (ROW.W * ROW.PIECES) + n * ROW.W + tl.arange(0, ROW.W), tl.sum(x, 0))
-    for n in tl.static_range(len(v)):
-        x = tl.where(ok[:, None], v[n].to(tl.float32), 0.0)
-        whole = tl.sum(x, 0)
-        away = tl.where(ok[:, None], x - (whole / tl.maximum(count, 1.0))[None, :], 0.0)
-        squares += tl.sum(tl.sum(away * away, 1), 0)
-        tl.store(sums.v + number.to(tl.int64) * (VROW.W * VROW.PIECES) + n * VROW.W + tl.arange(0, VROW.W), whole)
-    tl.store(sums.number + number, count)
-    tl.store(sums.squares + number, squares)
-
-
-@triton.jit
-def sample_queries(number, q, queries, parts, by, sums, MODE: tl.constexpr, ROW: tl.constexpr):
-    """Program (row, split, piece, piece): q q^T over a split of the queries drawn; `queries` of a row of keys."""
-    right, rest = number % ROW.PIECES, number // ROW.PIECES
-    left, rest = rest % ROW.PIECES, rest // ROW.PIECES
-    row, split = (rest // MODE.SPLITS).to(tl.int64), rest % MODE.SPLITS
-    state = absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 2)
-    total, found = tl.zeros([ROW.W, ROW.W], tl.float32), tl.zeros([MODE.BLOCK_Q], tl.float32)
-    q_row = q + row * queries * ROW.E
-    for begin in range(split * MODE.BLOCK_Q, parts, MODE.SPLITS * MODE.BLOCK_Q):
-        part = begin + tl.arange(0, MODE.BLOCK_Q)
-        there = part < parts
-        at = place_of_part(part.to(tl.int64), tl.cast(parts, tl.int64), tl.cast(queries, tl.int64), state)
-        at = tl.where(there, at, 0)
-        pieces = blocks_of(q_row, at, there, ROW)
-        ok = there & all_finite(pieces)
-        a, b = pieces[0], pieces[0]
-        if ROW.PIECES > 1:
-            a, b = block_of(q_row, at, there, left, ROW), block_of(q_row, at, there, right, ROW)
-        a, b = wide(tl.where(ok[:, None], a, 0.0).to(a.dtype)), wide(tl.where(ok[:, None], b, 0.0).to(b.dtype))
-        total = product(tl.trans(a), b, total)
-        found += ok.to(tl.float32)
-    width, e = ROW.W * ROW.PIECES, tl.arange(0, ROW.W)
-    to = sums.metric + (row * MODE.SPLITS + split) * (width * width)
-    tl.store(to + (left * ROW.W + e)[:, None] * width + (right * ROW.W + e)[None, :], total)
-    if left + right == 0:
-        tl.store(sums.queries + row * MODE.SPLITS + split, tl.sum(found, 0))
-
-
-@triton.jit
-def sample_kernel(
-    source, some, q, queries, parts, by, sums, rows, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
-    """Programs (row, block of the sample of keys), then those of `sample_queries`."""
-    first = rows * sums.blocks
-    if tl.program_id(0) < first:
-        sample_keys(tl.program_id(0), source, some, by, sums, MODE, ROW, VROW)
+        bits = absorb(absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 1), at)
+        tl.store(some.name + slot, key.to(tl.int32), mask=inside)
+        tl.store(some.clock + slot, -tl.log(((bits >> 8).to(tl.float32) + 0.5) / 16777216.0), mask=inside)
     else:
-        sample_queries(tl.program_id(0) - first, q, queries, parts, by, sums, MODE, ROW)
-
-
-@triton.jit
-def block_sums(base, row, blocks, width, e, MANY: tl.constexpr):
-    """Sum over the blocks of a row of base [R, blocks, width], columns e."""
-    total = tl.zeros([MANY, e.shape[0]], tl.float32)
-    for begin in range(0, blocks, MANY):
-        n = begin + tl.arange(0, MANY)
-        at = ((row * blocks + n) * width)[:, None] + e[None, :]
-        total += tl.load(base + at, mask=(n < blocks)[:, None], other=0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def space_kernel(
-    sums, space, scale, rows, MODE: tl.constexpr, BLOCK_A: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
-):  # fmt: skip
-    """Programs (row, BLOCK_A rows of the metric), then one for the means of each row."""
-    width, value_width = ROW.W * ROW.PIECES, VROW.W * VROW.PIECES
-    strips = width // BLOCK_A
-    number = tl.program_id(0)
-    if number < rows * strips:
-        row, i = (number // strips).to(tl.int64), number % strips * BLOCK_A + tl.arange(0, BLOCK_A)
-        count = tl.sum(tl.load(sums.queries + row * MODE.SPLITS + tl.arange(0, MODE.SPLITS)), 0)
-        factor = scale * scale / tl.maximum(count, 1.0)
-        for piece in range(ROW.PIECES):
-            e = piece * ROW.W + tl.arange(0, ROW.W)
-            total = tl.zeros([BLOCK_A, ROW.W], tl.float32)
-            for split in tl.static_range(tl.constexpr(MODE.SPLITS)):
-                at = (row * MODE.SPLITS + split) * (width * width) + (i * width)[:, None] + e[None, :]
-                total += tl.load(sums.metric + at)
-            to = space.metric + row * (width * width) + (i * width)[:, None] + e[None, :]
-            tl.store(to, total * factor)
-    else:
-        row = (number - rows * strips).to(tl.int64)
-        one = tl.arange(0, 1)
-        count = tl.maximum(tl.sum(block_sums(sums.number, row, sums.blocks, 1, one, MODE.MANY), 0), 1.0)
-        squares = tl.sum(block_sums(sums.squares, row, sums.blocks, 1, one, MODE.MANY), 0)
-        for piece in range(ROW.PIECES):
-            e = piece * ROW.W + tl.arange(0, ROW.W)
-            tl.store(space.k_mean + row * width + e, block_sums(sums.k, row, sums.blocks, width, e, MODE.MANY) / count)
-        for piece in range(VROW.PIECES):
-            f = piece * VROW.W + tl.arange(0, VROW.W)
-            mean = block_sums(sums.v, row, sums.blocks, value_width, f, MODE.MANY) / count
-            tl.store(space.v_mean + row * value_width + f, mean)
-            for begin in range(0, sums.blocks, MODE.MANY):
-                n = begin + tl.arange(0, MODE.MANY)
-                slot, here = row * sums.blocks + n, n < sums.blocks
-                own = tl.load(sums.number + slot, mask=here, other=0.0)
-                x = tl.load(sums.v + (slot * value_width)[:, None] + f[None, :], mask=here[:, None], other=0.0)
-                away = x / tl.maximum(own, 1.0)[:, None] - mean[None, :]
-                squares += tl.sum(own * tl.sum(away * away, 1), 0)
-        tl.store(space.weight + row, tl.where(squares > 0, WEIGHT * count / tl.where(squares > 0, squares, 1.0), 0.0))
+        number -= rows * blocks
+        blocks = (some.queries + BLOCK_S - 1) // BLOCK_S
+        row, at = (number // blocks).to(tl.int64), number % blocks * BLOCK_S + lane
+        state, inside = absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 2), at < some.queries
+        total, parts = tl.cast(queries, tl.int64), tl.cast(some.queries, tl.int64)
+        mine = blocks_of(q + row * queries * ROW.E, place_of_part(at.to(tl.int64), parts, total, state), inside, ROW)
+        ok, kept = all_finite(mine), ()
+        for n in tl.static_range(len(mine)):
+            kept += (tl.where(ok[:, None], mine[n].to(tl.float32), 0.0),)
+        put_rows(some.q, row * some.queries + at, kept, inside, ROW)
 
 
 @triton.jit
@@ -314,24 +204,20 @@ def means_kernel(
 
 
 @triton.jit
-def starts(at, row, source, parts, warm_k, warm_v, some, far, by, forms, blocks, FROM: tl.constexpr, MANY: tl.constexpr,
-           ROW: tl.constexpr, VROW: tl.constexpr):  # fmt: skip
+def starts(at, row, parts, start_k, start_v, some, far, forms, places, MANY: tl.constexpr, ROW: tl.constexpr,
+           VROW: tl.constexpr):  # fmt: skip
     """Centres and values of the clusters `at` in pieces, and which of them there are.
 
-    FROM "keys": keys drawn for it; "warm": those given; "parts": the means, for an empty cluster a far key.
+    Those given, or the means, and for an empty cluster a far key.
     """
     count, there, k, v = forms.count, at < forms.count, (), ()
-    if FROM == "keys":
-        key, there = drawn_keys(at, count, 1, row, source, by)
-        k = blocks_of(source.k + row * source.keys * ROW.E, key, there, ROW)
-        v = blocks_of(source.v + row * source.keys * VROW.E, key, there, VROW)
-    elif FROM == "warm":
-        k = blocks_of(warm_k + row * count * ROW.E, at, there, ROW)
-        v = blocks_of(warm_v + row * count * VROW.E, at, there, VROW)
+    if start_k is not None:
+        k = blocks_of(start_k + row * count * ROW.E, at, there, ROW)
+        v = blocks_of(start_v + row * count * VROW.E, at, there, VROW)
     else:
         slot, every = row * count + at, (tl.num_programs(0) // (forms.padded // at.shape[0])).to(tl.int64) * count
         number = part_numbers(slot, there, parts, every)
-        place = tl.load(far + row * blocks + at % blocks)
+        place = tl.load(far + row * places + at % places)
         anew, each = there & (number == 0) & (place >= 0), tl.maximum(number, 1).to(tl.float32)[:, None]
         for n in tl.static_range(tl.constexpr(ROW.PIECES)):
             mean = part_sums(parts.k, slot, there, parts, every, n, MANY, ROW) / each
@@ -348,8 +234,8 @@ def starts(at, row, source, parts, warm_k, warm_v, some, far, by, forms, blocks,
 
 @triton.jit
 def forms_kernel(
-    source, parts, warm_k, warm_v, some, far, by, space, forms, blocks, FROM: tl.constexpr, MANY: tl.constexpr,
-    BLOCK_C: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr,
+    parts, start_k, start_v, some, far, space, forms, places, MANY: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROW: tl.constexpr, VROW: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of clusters). The bias is that of the rounded forms, so that only what a key is away from the
     mean is multiplied by what rounding left of them."""
@@ -357,9 +243,7 @@ def forms_kernel(
     programs = forms.padded // BLOCK_C
     row = (tl.program_id(0) // programs).to(tl.int64)
     at = tl.program_id(0) % programs * BLOCK_C + tl.arange(0, BLOCK_C)
-    k, v, there = starts(
-        at, row, source, parts, warm_k, warm_v, some, far, by, forms, blocks, FROM, MANY, ROW, VROW
-    )  # fmt: skip
+    k, v, there = starts(at, row, parts, start_k, start_v, some, far, forms, places, MANY, ROW, VROW)
     slot, bias, apart = row * forms.padded + at, tl.zeros([BLOCK_C], tl.float32), ()
     weight, unit, value_unit = tl.load(space.weight + row), 1.0, 1.0
     if forms.units is not None:  # no number of a metric is larger than the largest of its diagonal
