@@ -53,7 +53,7 @@ def tail_call(one: Tailed, dtype: torch.dtype) -> ClusterTailCall:
         radius=(case.radius,) * (tensors.q.ndim - 3) if isinstance(case.radius, int) else tuple(case.radius),
         scale=case.width**-0.5,
         dropout_p=case.dropout_p,
-        first_name=case.keys + case.extra,
+        extras=case.extra,
         window=case.window,
     )
 

@@ -88,6 +88,9 @@ TESTED_IN = {
     "engines/gpu/tile_attend_backward": "engines/gpu/test_tile_attend.py",
     "engines/gpu/shared_keys": "engines/gpu/test_drawn_tail.py",
     "engines/gpu/drawn_tail_backward": "engines/gpu/test_drawn_tail.py",
+    "engines/gpu/cluster_space": "engines/gpu/test_cluster.py",
+    "engines/gpu/cluster_table": "engines/gpu/test_cluster_tail.py",
+    "engines/gpu/cluster_tail_backward": "engines/gpu/test_cluster_tail.py",
 }
 # Test files that belong to no single module.
 WITHOUT_A_MODULE = {

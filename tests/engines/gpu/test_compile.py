@@ -360,5 +360,5 @@ def test_clustering_compiles(number, architecture, monkeypatch):
     cluster(cluster_call(**given))
     steps = ["assign_kernel", "cluster_sums_kernel", "forms_kernel"]
     last = ["assign_kernel", "cluster_sums_kernel", "means_kernel"]
-    assert compiled == ["sample_kernel", "space_kernel", "forms_kernel", *steps, *steps, *last]
+    assert compiled == ["sample_kernel", "forms_kernel", *steps, *steps, *last]
     launch.clear_caches()

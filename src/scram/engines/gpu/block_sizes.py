@@ -72,13 +72,20 @@ TILE_BACKWARD, TILE_BACKWARD_EXACT = (64, 4, 2), (32, 2, 1)
 TILE_COLLECT, TILE_COLLECT_EXACT = (16, 4, 2), (16, 2, 1)
 TILE_WIDTH, TILE_WIDTH_EXACT = 128, 64  # features of one product; more come in pieces
 
-# Clusters: per product, warps, stages at most, of the tail and of its backward pass.
+# Clusters per product, warps, stages at most, of the tail, of its gradients by queries and by clusters. H200, 512x512,
+# E = F = 64, bf16, 256 clusters, one match, us:
+#   tail         177 (32, 4, 3); 181 (64, 4, 2); 193 (64, 4, 3); 189 (32, 4, 2); 417 (64, 8, 3)
+#   by queries   435 (64, 4, 2); 556 (64, 4, 1); 496 (32, 4, 3); 581 (32, 4, 2); 1000 (64, 8, 2)
+#   by clusters  357 (64, 4, 1); 499 (64, 4, 2); 405 (32, 4, 2); 479 (32, 4, 1); 719 (64, 8, 2)
+# For float32 two warps, as in the hybrid; more than 16 clusters do not fit their registers.
 CLUSTER_TAIL, CLUSTER_TAIL_EXACT = (32, 4, 3), (32, 2, 2)
 CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT = (64, 4, 2), (16, 2, 1)
 CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT = (64, 4, 1), (16, 2, 1)
-# Of the clustering: keys, clusters per product, warps, stages at most.
+# Of the clustering: keys, clusters per product, warps, stages at most. All keys, us:
+#   assignment  71 (64, 64, 4, 3); 72 (128, 64, 4, 3); 77 (128, 64, 8, 3); 100 (128, 128, 8, 2); 84 (64, 128, 4, 3)
+#   sums        76 (128, 64, 4, 3); 112 (64, 64, 4, 3); 143 (32, 64, 4, 3); 115 (64, 32, 4, 3)
 ASSIGN, ASSIGN_EXACT = (64, 64, 4, 3), (32, 32, 2, 2)
-CLUSTER_SUMS, CLUSTER_SUMS_EXACT = (64, 64, 4, 3), (32, 32, 2, 2)
+CLUSTER_SUMS, CLUSTER_SUMS_EXACT = (128, 64, 4, 3), (32, 32, 2, 2)
 
 
 @cached

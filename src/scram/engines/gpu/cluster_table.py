@@ -25,7 +25,7 @@ from .noise import Seed, absorb, below_argument, row_state, seed_argument
 from .shared_keys import block_of, product, stages, whole_block
 from .windows import UNMASKED, first_offset, legal_at, match_of, next_offset, offset_of, reaches, window_size
 
-MOST_KEPT, UNROLLED = 64, 12  # keys of a query's windows at most whose labels are kept, and compared without a loop
+MOST_KEPT, UNROLLED = 72, 12  # keys of a query's windows at most whose labels are kept, and compared without a loop
 BLOCK_BYTES = 48 << 10  # of the table at most that are multiplied at a time
 UNROLLED_KEYS = tl.constexpr(UNROLLED)
 TABLE_BLOCK = 64  # the table is a whole number of these
@@ -71,7 +71,7 @@ class ClusterTail(NamedTuple):
 class ClusterMode(NamedTuple):
     """What a kernel over clusters is compiled for."""
 
-    KEYS: int  # of a query's windows, whose labels are kept; 0: they are too many, or the tile's
+    KEYS: int  # labels of a query that are kept, whole UNROLLED if more than that; 0: too many, or the tile's
     SEVERAL: bool  # matches
     TILE: bool  # queries of a tile attend the same keys
     DROPOUT: bool
@@ -137,8 +137,9 @@ def _tail_flags(
         clusters //= 2
     keys = math.prod(2 * b + 1 for b in reaches(radius, key_grid))
     held = window == "query" and matches * keys <= MOST_KEPT
+    kept = matches * keys if matches * keys <= UNROLLED else -(-matches * keys // UNROLLED) * UNROLLED
     mode = ClusterMode(
-        matches * keys if held else 0,
+        kept if held else 0,
         matches > 1,
         window == "tile",
         dropout,
@@ -333,6 +334,9 @@ def labels_kernel(t, MODE: tl.constexpr, B: tl.constexpr):
         for _ in range(window_size(t.reach)):
             tl.store(to, label_at(match, e, offset, here, t, MODE).to(t.labels.dtype.element_ty))
             offset, to = next_offset(offset, t.reach), to + B.BLOCK_Q
+    for _ in range(t.kappa * window_size(t.reach), MODE.KEYS):
+        tl.store(to, (lane * 0 - 1).to(t.labels.dtype.element_ty))
+        to += B.BLOCK_Q
 
 
 @triton.jit
@@ -351,9 +355,10 @@ def left_of(at, tile, here, t, MODE: tl.constexpr, B: tl.constexpr):
                     label = tl.load(own + n * B.BLOCK_Q).to(tl.float32)
                     left -= tl.where(label[:, None] == name, 1.0, 0.0)
             else:
-                for n in range(MODE.KEYS):
-                    label = tl.load(own + n * B.BLOCK_Q).to(tl.float32)
-                    left -= tl.where(label[:, None] == name, 1.0, 0.0)
+                for begin in range(0, MODE.KEYS, UNROLLED_KEYS):
+                    for n in tl.static_range(UNROLLED_KEYS):
+                        label = tl.load(own + (begin + n) * B.BLOCK_Q).to(tl.float32)
+                        left -= tl.where(label[:, None] == name, 1.0, 0.0)
         else:
             for e in range(t.kappa):
                 match = match_of(e, here.exists, here, t)
