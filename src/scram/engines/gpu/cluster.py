@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ... import clustering
 from ...calls import ClusterCall, Clustered
@@ -25,11 +24,13 @@ from .cluster_space import (
     Forms,
     Parts,
     Sample,
+    SampleMode,
     Source,
-    Space,
+    drawn_starts,
     forms_kernel,
     means_kernel,
     sample_kernel,
+    space_of,
     wide,
 )
 from .grid import KeyMask
@@ -40,7 +41,7 @@ from .tile_pairs import own_piece, put_piece
 from .windows import UNMASKED
 
 TABLE_BLOCK = 64  # forms are a whole number of these
-SAMPLE_BLOCK = 64  # keys or queries of the sample that a program reads
+SAMPLE_BLOCK = 64
 SUM_PROGRAMS, LEAST_SPLIT = 512, 512  # programs in all, keys of a split at least
 FORM_CLUSTERS, MEAN_CLUSTERS = 16, 4
 MOST_PLACES = 16  # far keys of a block of the sample
@@ -79,8 +80,6 @@ class _Plan(NamedTuple):
     queries: int  # of the sample
     places: int  # for far keys
     sizes: _Sizes
-    widths: tuple[int, int]
-    padded_widths: tuple[int, int]
 
 
 def cluster(call: ClusterCall) -> Clustered:
@@ -89,14 +88,22 @@ def cluster(call: ClusterCall) -> Clustered:
     if count >= keys or not rows:
         with torch.no_grad():
             return clustering.cluster(call)
-    with on_device(k), torch.no_grad():
+    warm_k, warm_v = call.warm_centres, call.warm_values
+    with on_device(k):
         source, by = _source(call), Drawn(seed_argument(call.seed), group)
         plan = _plan(q.shape, k.shape, v.shape, count, kinds(q, source, by))
-        made, scratch = _made(call), _scratch(plan, source)
-        drawn, forms, parts, far = scratch.sample, scratch.forms, scratch.parts, scratch.far
-        plan.sample(source, q, group * math.prod(grid_of(q)), by, drawn, rows)
-        some, (space, *start) = Source(drawn.k, drawn.v, UNMASKED, None, None, plan.some), _start(call, drawn, plan)
-        plan.start(parts, *start, some, far, space, forms, plan.places)
+        made, some, scratch = _made(call, plan), source, _scratch(plan, source)
+        if scratch.some_k is not None and scratch.some_v is not None:
+            some = Source(scratch.some_k, scratch.some_v, UNMASKED, None, None, plan.some)
+        forms, parts, far = scratch.forms, scratch.parts, scratch.far
+        queries, width = group * math.prod(grid_of(q)), plan.sizes.widths[0]
+        plan.sample(source, some, q, queries, plan.queries, call.scale, by, scratch.sample, rows)
+        space = space_of(scratch.sample, width)
+        if warm_k is None or warm_v is None:
+            starts = drawn_starts(scratch.sample, width, count, (k.shape[-1], v.shape[-1]))
+        else:
+            starts = warm_k.contiguous(), warm_v.contiguous()
+        plan.start(parts, *starts, some, far, space, forms, plan.places)
         if call.steps:
             assign = plan.assign_some.bind(some, forms, scratch.label, far, by, space)
             add = plan.sum_some.bind(some, scratch.label, parts, count, rows)
@@ -112,42 +119,6 @@ def cluster(call: ClusterCall) -> Clustered:
     return made
 
 
-def _start(call: ClusterCall, drawn: Sample, plan: _Plan) -> tuple[Space, Tensor, Tensor]:
-    """`clustering.Space` of every row, and where steps start: centres [R, C, E] and values [R, C, F]."""
-    rows, keys, queries = call.k.shape[0] * call.k.shape[1], plan.some, drawn.queries
-    k, v = (x[: rows * keys * w].view(rows, keys, w) for x, w in zip(drawn[:2], plan.widths, strict=True))
-    name, clock = (x[: rows * keys].view(rows, keys) for x in (drawn.name, drawn.clock))
-    q = drawn.q[: rows * queries * plan.widths[0]].view(rows, queries, -1) * call.scale
-    finite = k.isfinite().all(-1, keepdim=True) & v.isfinite().all(-1, keepdim=True)
-    k, v = torch.where(finite, k, 0).float(), torch.where(finite, v, 0).float()
-    k_mean, v_mean = k.mean(1, keepdim=True), v.mean(1, keepdim=True)
-    away = k - k_mean
-    covariance = away.mT @ away / keys
-    weighted = q / (1 + ((q @ covariance) * q).sum(-1, keepdim=True))
-    metric = weighted.mT @ weighted / max(queries, 1)
-    spread, variance = (metric * covariance).sum((1, 2)), (v - v_mean).square().sum(-1).mean(1)
-    share = torch.where(spread > 0, clustering.VALUE_WEIGHT * spread, 1)
-    weight = torch.where(variance > 0, share / variance, 0)
-    more, value_more = (wide - width for wide, width in zip(plan.padded_widths, plan.widths, strict=True))
-    space = Space(
-        pad(metric, (0, more, 0, more)) if more else metric.contiguous(),
-        pad(k_mean, (0, more)) if more else k_mean,
-        pad(v_mean, (0, value_more)) if value_more else v_mean,
-        weight,
-        1e-6 * (spread + weight * variance),
-    )
-    if call.warm_centres is not None and call.warm_values is not None:
-        return space, call.warm_centres.contiguous(), call.warm_values.contiguous()
-    few = max(1, min(clustering.START_QUERIES, queries))
-    some = q[:, (torch.arange(few, device=q.device) * queries) // few] if queries else q.new_zeros(rows, 1, k.shape[-1])
-    paid = (some @ k.mT).softmax(-1).clamp(max=clustering.START_MOST).sum(1) / few + clustering.START_EVEN / keys
-    rate = torch.where((name != name.roll(1, 1)) & finite.squeeze(-1), paid, 0)
-    at = torch.where(rate > 0, clock / torch.where(rate > 0, rate, 1), torch.inf).topk(call.clusters, largest=False)[1]
-    marked = torch.where(finite.gather(1, at.unsqueeze(-1)), 0, torch.nan)  # what is no key is no start
-    centres = k.gather(1, at.unsqueeze(-1).expand(-1, -1, k.shape[-1])) + marked
-    return space, centres, v.gather(1, at.unsqueeze(-1).expand(-1, -1, v.shape[-1]))
-
-
 class _Scratch(NamedTuple):
     """What the kernels hand to each other, flat."""
 
@@ -156,9 +127,11 @@ class _Scratch(NamedTuple):
     parts: Parts
     far: Tensor
     label: Tensor
+    some_k: Tensor | None
+    some_v: Tensor | None
 
 
-def _made(call: ClusterCall) -> Clustered:
+def _made(call: ClusterCall, plan: _Plan) -> Clustered:
     k, v = call.k, call.v
     shape = (*k.shape[:2], call.clusters)
     wide = (torch.empty((*shape, x.shape[-1]), dtype=torch.float32, device=k.device) for x in (k, v))
@@ -174,13 +147,17 @@ def _scratch(plan: _Plan, source: Source) -> _Scratch:
     by_k, by_v = (
         torch.empty(sum(cut), dtype=x.dtype, device=k.device).split(cut) for x, cut in ((k, sizes.k), (v, sizes.v))
     )
-    half = torch.half in (k.dtype, v.dtype)
+    half, (rows, some, queries), width = torch.half in (k.dtype, v.dtype), sizes.sample, sum(sizes.widths) + 1
+    joint = floats[0][: rows * some * width].view(rows, some, width)
+    q = floats[2][: rows * queries * sizes.widths[0]].view(rows, queries, -1)
     return _Scratch(
-        Sample(by_k[1], by_v[1], whole[2], floats[7], floats[8], plan.some, plan.queries),
-        Forms(by_k[0], by_v[0], floats[0], floats[1] if half else None, floats[2], floats[3], *sizes.clusters),
-        Parts._make((*floats[4:7], plan.some_splits)),
+        Sample(joint, floats[1][: rows * some].view(rows, some), q, *sizes.blocks),
+        Forms(by_k[0], by_v[0], floats[3], floats[4] if half else None, floats[5], floats[6], *sizes.clusters),
+        Parts._make((*floats[7:10], plan.some_splits)),
         whole[0],
         whole[1],
+        by_k[1] if sizes.drawn else None,
+        by_v[1] if sizes.drawn else None,
     )
 
 
@@ -191,22 +168,30 @@ class _Sizes(NamedTuple):
     whole: list[int]
     k: list[int]
     v: list[int]
+    sample: tuple[int, int, int]  # rows, keys, queries
+    widths: tuple[int, int]  # in whole pieces
+    blocks: tuple[int, int]  # of the sample, of keys and of queries
     clusters: tuple[int, int]  # count and padded
+    drawn: bool  # the sample is not all keys
 
 
 def _sizes(rows: int, count: int, widths: tuple[int, int], padded_widths: tuple[int, int], some: int, queries: int,
-           splits: int, places: int) -> _Sizes:  # fmt: skip
+           keys: int, splits: int, places: int) -> _Sizes:  # fmt: skip
+    (width, value_width), (wide, value_wide) = widths, padded_widths
     padded, number = -(-count // TABLE_BLOCK) * TABLE_BLOCK, splits * rows * count
-    forms = [padded, 2, padded * padded_widths[0], padded * padded_widths[1]]
-    floats = [rows * n for n in forms] + [number * n for n in (*widths, 1)]
-    floats += [rows * some, rows * queries * widths[0]]
-    whole = [rows * n for n in (places, some, some)]
-    k, v = ([rows * padded * a, rows * some * b] for a, b in zip(padded_widths, widths, strict=True))
+    sample = [some * (wide + value_wide + 1), some, queries * wide]
+    forms = [padded, 2, padded * wide, padded * value_wide]
+    floats = [rows * n for n in (*sample, *forms)] + [number * n for n in (width, value_width, 1)]
+    whole = [rows * n for n in (places, some)]
+    drawn = some if some < keys else 0
+    k, v = ([rows * padded * a, rows * drawn * b] for a, b in zip(padded_widths, widths, strict=True))
 
     def rounded(numbers: list[int]) -> list[int]:
         return [-(-n // 64) * 64 for n in numbers]  # each begins where the first does within a line of memory
 
-    return _Sizes(rounded(floats), rounded(whole), rounded(k), rounded(v), (count, padded))
+    cut = rounded(floats), rounded(whole), rounded(k), rounded(v)
+    blocks = (-(-some // SAMPLE_BLOCK), -(-queries // SAMPLE_BLOCK))
+    return _Sizes(*cut, (rows, some, queries), padded_widths, blocks, (count, padded), drawn > 0)
 
 
 def _source(call: ClusterCall) -> Source:
@@ -231,10 +216,10 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
     padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
     plain = {**pieces, "num_warps": 4 if narrow else 2, "num_stages": 1, "enable_fp_fusion": True}
     programs = rows * (-(-some // SAMPLE_BLOCK) + -(-queries // SAMPLE_BLOCK))
-    sample = Kernel(sample_kernel, programs, {"BLOCK_S": SAMPLE_BLOCK, **plain})
+    sample = Kernel(sample_kernel, programs, {"MODE": SampleMode(SAMPLE_BLOCK, some < keys), **plain})
 
-    def forms() -> Kernel:
-        flags = {"MANY": 16, "BLOCK_C": FORM_CLUSTERS, **plain}
+    def forms(source: str) -> Kernel:
+        flags = {"FROM": source, "MANY": 16, "BLOCK_C": FORM_CLUSTERS, **plain}
         return Kernel(forms_kernel, rows * padded // FORM_CLUSTERS, flags)
 
     def assign(number: int, places: int) -> Kernel:
@@ -261,11 +246,11 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
     means = Kernel(means_kernel, -(-rows * count // MEAN_CLUSTERS), flags)
     blocks = -(-some // (ASSIGN if narrow else ASSIGN_EXACT)[0])
     places = min(MOST_PLACES, -(-count // blocks))
-    kernels = (sample, forms(), forms(), assign(some, places), sum_some)
+    kernels = (sample, forms("given"), forms("parts"), assign(some, places), sum_some)
     rest = (assign(keys, 0), sum_all, means)
     widths = (k_shape[-1], v_shape[-1]), (row.W * row.PIECES, value_row.W * value_row.PIECES)
-    sizes = _sizes(rows, count, *widths, some, queries, max(some_splits, splits), places * blocks)
-    return _Plan(*kernels, *rest, some, some_splits, splits, queries, places * blocks, sizes, *widths)
+    sizes = _sizes(rows, count, *widths, some, queries, keys, max(some_splits, splits), places * blocks)
+    return _Plan(*kernels, *rest, some, some_splits, splits, queries, places * blocks, sizes)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Where keys are clustered, in Triton: some keys and queries of each row side by side, and the forms of centres.
+"""Where keys are clustered, in Triton: some keys and queries of each row, means of clusters, and the forms of centres.
 
 Sums over many keys are made in splits by programs of their own and added in order: the bits are the same every time.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...clustering import START_EVEN, START_MOST, START_QUERIES, VALUE_WEIGHT
 from .cells import WIDEN
 from .grid import KeyMask
 from .noise import Seed, absorb, below, row_state
@@ -36,15 +38,13 @@ class Drawn(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Some keys and queries of each row, as they are drawn."""
+    """Some keys and queries of each row, side by side; widths are whole pieces."""
 
-    k: Tensor  # [R, S, E], NaN for what is no key
-    v: Tensor  # [R, S, F]
-    name: Tensor  # int32 [R, S], the key
-    clock: Tensor  # float32 [R, S], -log of a number drawn from (0, 1)
-    q: Tensor  # float32 [R, Q, E], 0 for a query that is not finite
-    keys: int  # S
-    queries: int  # Q
+    joint: Tensor  # float32 [R, S, E + F + 1]: key, value and 1; all 0 for what is not finite or no key
+    clock: Tensor  # float32 [R, S], -log of a random number in (0, 1); inf for the second of two equal keys
+    q: Tensor  # float32 [R, Q, E], times scale; 0 for a query that is not finite
+    blocks: int  # of the keys
+    query_blocks: int
 
 
 class Space(NamedTuple):
@@ -54,7 +54,7 @@ class Space(NamedTuple):
     k_mean: Tensor  # float32 [R, E]
     v_mean: Tensor  # float32 [R, F]
     weight: Tensor  # float32 [R]
-    least: Tensor  # float32 [R], squared distance of a key that is far from its centre
+    least: Tensor  # float32 [R], squared distance above which a key is far from its centre
 
 
 class Forms(NamedTuple):
@@ -77,6 +77,13 @@ class Parts(NamedTuple):
     v: Tensor  # float32 [splits, R C, F]
     number: Tensor  # float32 [splits, R C]
     splits: int
+
+
+class SampleMode(NamedTuple):
+    """What `sample_kernel` is compiled for."""
+
+    BLOCK_S: int  # keys or queries of a block
+    GATHER: bool  # the sample is drawn, not all keys
 
 
 @triton.jit
@@ -124,37 +131,109 @@ def put_rows(base, slot, pieces, there, ROW: tl.constexpr):
 
 
 @triton.jit
-def sample_kernel(
-    source, q, queries, by, some, rows, BLOCK_S: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+def sample_keys(
+    number, source, some, by, sample, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
-    """Programs (row, block of keys of the sample), then (row, block of its queries); `queries` read a row of keys."""
-    blocks = (some.keys + BLOCK_S - 1) // BLOCK_S
-    number, lane = tl.program_id(0), tl.arange(0, BLOCK_S)
-    if number < rows * blocks:
-        row, at = (number // blocks).to(tl.int64), number % blocks * BLOCK_S + lane
+    """A block of the sample: its keys side by side where they are drawn, NaN for what is no key, and `Sample.joint`."""
+    row, block = (number // sample.blocks).to(tl.int64), number % sample.blocks
+    at = block * MODE.BLOCK_S + tl.arange(0, MODE.BLOCK_S)
+    new = at >= 0
+    if MODE.GATHER:
         key, there = drawn_keys(at, some.keys, 0, row, source, by)
-        slot, inside = row * some.keys + at, at < some.keys
-        k = blocks_of(source.k + row * source.keys * ROW.E, key, there, ROW)
-        v = blocks_of(source.v + row * source.keys * VROW.E, key, there, VROW)
+        if source.order is not None:  # fewer legal keys than parts
+            before, _ = drawn_keys(tl.maximum(at - 1, 0), some.keys, 0, row, source, by)
+            new = (key != before) | (at == 0)
+    else:
+        key, there = at.to(tl.int64), at < source.keys
+        if source.masked.mask is not None:
+            place = source.masked.mask + row // source.masked.heads * source.keys + key
+            there = there & (tl.load(place, mask=there, other=0) != 0)
+    k = blocks_of(source.k + row * source.keys * ROW.E, key, there, ROW)
+    v = blocks_of(source.v + row * source.keys * VROW.E, key, there, VROW)
+    slot, inside = row * some.keys + at, at < some.keys
+    if MODE.GATHER:
         marked = ()
         for n in tl.static_range(len(k)):
             marked += (tl.where(there[:, None], k[n].to(tl.float32), float("nan")).to(k[n].dtype),)
         put_rows(some.k, slot, marked, inside, ROW)
         put_rows(some.v, slot, v, inside, VROW)
-        bits = absorb(absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 1), at)
-        tl.store(some.name + slot, key.to(tl.int32), mask=inside)
-        tl.store(some.clock + slot, -tl.log(((bits >> 8).to(tl.float32) + 0.5) / 16777216.0), mask=inside)
+    ok = there & all_finite(k) & all_finite(v)
+    width, value_width = ROW.W * ROW.PIECES, VROW.W * VROW.PIECES
+    to = sample.joint + slot[:, None] * (width + value_width + 1)
+    for n in tl.static_range(len(k)):
+        x = tl.where(ok[:, None], k[n].to(tl.float32), 0.0)
+        tl.store(to + n * ROW.W + tl.arange(0, ROW.W)[None, :], x, mask=inside[:, None])
+    for n in tl.static_range(len(v)):
+        x = tl.where(ok[:, None], v[n].to(tl.float32), 0.0)
+        tl.store(to + width + n * VROW.W + tl.arange(0, VROW.W)[None, :], x, mask=inside[:, None])
+    last = sample.joint + slot * (width + value_width + 1) + width + value_width
+    tl.store(last, ok.to(tl.float32), mask=inside)
+    bits = absorb(absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 1), at)
+    clock = -tl.log(((bits >> 8).to(tl.float32) + 0.5) / 16777216.0)
+    tl.store(sample.clock + slot, tl.where(new, clock, float("inf")), mask=inside)
+
+
+@triton.jit
+def sample_queries(number, q, queries, parts, scale, by, sample, MODE: tl.constexpr, ROW: tl.constexpr):
+    """A block of the queries drawn for a row of keys, of `queries` that read it: `Sample.q`."""
+    row, block = (number // sample.query_blocks).to(tl.int64), number % sample.query_blocks
+    state = absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 2)
+    part = block * MODE.BLOCK_S + tl.arange(0, MODE.BLOCK_S)
+    there = part < parts
+    at = place_of_part(part.to(tl.int64), tl.cast(parts, tl.int64), tl.cast(queries, tl.int64), state)
+    pieces = blocks_of(q + row * queries * ROW.E, tl.where(there, at, 0), there, ROW)
+    ok = there & all_finite(pieces)
+    to = sample.q + (row * parts + part)[:, None] * (ROW.W * ROW.PIECES)
+    for n in tl.static_range(len(pieces)):
+        x = tl.where(ok[:, None], pieces[n].to(tl.float32) * scale, 0.0)
+        tl.store(to + n * ROW.W + tl.arange(0, ROW.W)[None, :], x, mask=there[:, None])
+
+
+@triton.jit
+def sample_kernel(
+    source, some, q, queries, parts, scale, by, sample, rows, MODE: tl.constexpr, ROW: tl.constexpr,
+    VROW: tl.constexpr,
+):  # fmt: skip
+    """Programs (row, block of the sample of keys), then (row, block of the sample of queries)."""
+    first = rows * sample.blocks
+    if tl.program_id(0) < first:
+        sample_keys(tl.program_id(0), source, some, by, sample, MODE, ROW, VROW)
     else:
-        number -= rows * blocks
-        blocks = (some.queries + BLOCK_S - 1) // BLOCK_S
-        row, at = (number // blocks).to(tl.int64), number % blocks * BLOCK_S + lane
-        state, inside = absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 2), at < some.queries
-        total, parts = tl.cast(queries, tl.int64), tl.cast(some.queries, tl.int64)
-        mine = blocks_of(q + row * queries * ROW.E, place_of_part(at.to(tl.int64), parts, total, state), inside, ROW)
-        ok, kept = all_finite(mine), ()
-        for n in tl.static_range(len(mine)):
-            kept += (tl.where(ok[:, None], mine[n].to(tl.float32), 0.0),)
-        put_rows(some.q, row * some.queries + at, kept, inside, ROW)
+        sample_queries(tl.program_id(0) - first, q, queries, parts, scale, by, sample, MODE, ROW)
+
+
+def space_of(sample: Sample, wide: int) -> Space:
+    """`clustering.Space.of` of every row; `wide`: width of the keys in whole pieces."""
+    total = sample.joint.sum(1)
+    number = total[:, -1:].clamp(min=1)
+    mean = total[:, :-1] / number
+    away = (sample.joint[..., :-1] - mean.unsqueeze(1)) * sample.joint[..., -1:]
+    both = away.mT @ away / number.unsqueeze(-1)
+    covariance = both[:, :wide, :wide]
+    variance = both.diagonal(dim1=1, dim2=2)[:, wide:].sum(1)
+    q = sample.q / (1 + ((sample.q @ covariance) * sample.q).sum(-1, keepdim=True))
+    metric = q.mT @ q / q.shape[1]
+    spread = (metric * covariance).sum((1, 2))
+    share = torch.where(spread > 0, VALUE_WEIGHT * spread, 1)
+    weight = torch.where(variance > 0, share / variance, 0)
+    means = mean[:, :wide].contiguous(), mean[:, wide:].contiguous()
+    return Space(metric, *means, weight, 1e-6 * (spread + weight * variance))
+
+
+def drawn_starts(sample: Sample, wide: int, count: int, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Keys [R C, E] and values [R C, F] drawn by the attention that some queries pay them; NaN where there are none."""
+    rows, some, width = sample.joint.shape
+    there = sample.joint[..., -1]
+    few = sample.q[:, :: max(1, sample.q.shape[1] // START_QUERIES)][:, :START_QUERIES]
+    absent = (there - 1).mul_(1e30).unsqueeze(1)
+    paid = torch.baddbmm(absent, few, sample.joint[..., :wide].mT).softmax(-1).clamp_(max=START_MOST).sum(1)
+    rate = paid.div_(few.shape[1]).add_(START_EVEN / some).mul_(there)
+    at = (sample.clock / rate).topk(count, largest=False).indices
+    at = (at + torch.arange(0, rows * some, some, device=at.device).unsqueeze(1)).flatten()
+    found = sample.joint.view(rows * some, width).index_select(0, at)
+    found = torch.where(found[:, -1:] > 0, found, torch.nan)
+    k, v = found[:, : widths[0]], found[:, wide : wide + widths[1]]
+    return k.contiguous(), v.contiguous()
 
 
 @triton.jit
@@ -204,20 +283,20 @@ def means_kernel(
 
 
 @triton.jit
-def starts(at, row, parts, start_k, start_v, some, far, forms, places, MANY: tl.constexpr, ROW: tl.constexpr,
-           VROW: tl.constexpr):  # fmt: skip
+def starts(at, row, parts, start_k, start_v, some, far, forms, blocks, FROM: tl.constexpr, MANY: tl.constexpr,
+           ROW: tl.constexpr, VROW: tl.constexpr):  # fmt: skip
     """Centres and values of the clusters `at` in pieces, and which of them there are.
 
-    Those given, or the means, and for an empty cluster a far key.
+    FROM "given": those of start_k and start_v; "parts": the means, for an empty cluster a far key.
     """
     count, there, k, v = forms.count, at < forms.count, (), ()
-    if start_k is not None:
+    if FROM == "given":
         k = blocks_of(start_k + row * count * ROW.E, at, there, ROW)
         v = blocks_of(start_v + row * count * VROW.E, at, there, VROW)
     else:
         slot, every = row * count + at, (tl.num_programs(0) // (forms.padded // at.shape[0])).to(tl.int64) * count
         number = part_numbers(slot, there, parts, every)
-        place = tl.load(far + row * places + at % places)
+        place = tl.load(far + row * blocks + at % blocks)
         anew, each = there & (number == 0) & (place >= 0), tl.maximum(number, 1).to(tl.float32)[:, None]
         for n in tl.static_range(tl.constexpr(ROW.PIECES)):
             mean = part_sums(parts.k, slot, there, parts, every, n, MANY, ROW) / each
@@ -234,8 +313,8 @@ def starts(at, row, parts, start_k, start_v, some, far, forms, places, MANY: tl.
 
 @triton.jit
 def forms_kernel(
-    parts, start_k, start_v, some, far, space, forms, places, MANY: tl.constexpr, BLOCK_C: tl.constexpr,
-    ROW: tl.constexpr, VROW: tl.constexpr,
+    parts, start_k, start_v, some, far, space, forms, blocks, FROM: tl.constexpr, MANY: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of clusters). The bias is that of the rounded forms, so that only what a key is away from the
     mean is multiplied by what rounding left of them."""
@@ -243,7 +322,9 @@ def forms_kernel(
     programs = forms.padded // BLOCK_C
     row = (tl.program_id(0) // programs).to(tl.int64)
     at = tl.program_id(0) % programs * BLOCK_C + tl.arange(0, BLOCK_C)
-    k, v, there = starts(at, row, parts, start_k, start_v, some, far, forms, places, MANY, ROW, VROW)
+    k, v, there = starts(
+        at, row, parts, start_k, start_v, some, far, forms, blocks, FROM, MANY, ROW, VROW
+    )  # fmt: skip
     slot, bias, apart = row * forms.padded + at, tl.zeros([BLOCK_C], tl.float32), ()
     weight, unit, value_unit = tl.load(space.weight + row), 1.0, 1.0
     if forms.units is not None:  # no number of a metric is larger than the largest of its diagonal
