@@ -319,9 +319,9 @@ def assign_kernel(
             apart = tl.where(there[:, None], v[n].to(tl.float32) - value, 0.0)
             distance += weight * tl.sum(apart * apart, 1)
         # The first of clocks that ring at random times, at rates that are the distances.
-        noise = absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 3 + step)
+        noise = absorb(row_state(by.seed, (row * by.group).to(tl.int32)), 4 + step)
         share = ((absorb(noise, at) >> 8).to(tl.float32) + 0.5) / 16777216.0
-        candidate = there & (distance > tl.load(space.far + row))
+        candidate = there & (distance > tl.load(space.least + row))
         clock = tl.where(candidate, -tl.log(share) / tl.where(candidate, distance, 1.0), float("inf"))
         for n in range(MODE.PLACES):
             first = tl.min(clock, 0)

@@ -54,7 +54,7 @@ class Space(NamedTuple):
     k_mean: Tensor  # float32 [R, E]
     v_mean: Tensor  # float32 [R, F]
     weight: Tensor  # float32 [R]
-    far: Tensor  # float32 [R], squared distance from its centre above which a key is far
+    least: Tensor  # float32 [R], squared distance above which a key is far from its centre
 
 
 class Forms(NamedTuple):
@@ -216,8 +216,8 @@ def space_of(sample: Sample, wide: int) -> Space:
     spread = (metric * covariance).sum((1, 2))
     share = torch.where(spread > 0, VALUE_WEIGHT * spread, 1)
     weight = torch.where(variance > 0, share / variance, 0)
-    far = 1e-6 * (spread + weight * variance)
-    return Space(metric, mean[:, :wide].contiguous(), mean[:, wide:].contiguous(), weight, far)
+    means = mean[:, :wide].contiguous(), mean[:, wide:].contiguous()
+    return Space(metric, *means, weight, 1e-6 * (spread + weight * variance))
 
 
 def drawn_starts(sample: Sample, wide: int, count: int, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
