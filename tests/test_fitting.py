@@ -52,6 +52,24 @@ def test_clusters_of_one_key_stay_as_they_are(problem):
     assert (book.gains >= 0).all()
 
 
+def test_many_queries_of_several_heads_are_fitted_at_once():
+    """A batch of large systems on several threads, which MKL's LU does not solve."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    q, k, v = torch.randn(3, 1, 5, 24, 24, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    found = scram.search(q, k, search=scram.Search(seed=0))
+    clusters = scram.Clusters(32, fit=256, seed=0)
+    try:
+        book = scram.cluster(q, k, v, clusters=clusters, matches=found, radius=1)
+    finally:
+        torch.set_num_threads(threads)
+    assert book.report.output_error < book.report.plain_error
+    first = [x[:, :1].contiguous() for x in (q, k, v)]  # its draws are those of row 0 in both calls
+    few = scram.Matches(found.index[:, :1].contiguous(), found.score[:, :1].contiguous(), found.key_grid)
+    alone = scram.cluster(*first, clusters=clusters, matches=few, radius=1)
+    torch.testing.assert_close(book.values[:, :1], alone.values, rtol=1e-3, atol=1e-4)
+
+
 def test_every_query_head_has_a_fit_of_its_own():
     q = torch.randn(1, 4, 12, 12, 8)
     k, v = torch.randn(2, 1, 2, 12, 12, 8).unbind()

@@ -65,6 +65,6 @@ def test_again_measures_what_the_code_changes_and_what_is_compared_with_it(measu
     again = {(row.engine, row.backward) for row in measured[before:]}
     assert again == {(engine, backward) for engine in ("paper", "cudnn") for backward in (False, True)} | {
         ("captured", False),
-        ("default", False),
+        ("no tail", False),
     }
     assert store.data[gpu.Row("flash").name]["commit"] == "abc"

@@ -44,6 +44,13 @@ def test_what_found_no_memory_is_said_and_what_was_not_measured_is_hollow():
     assert continued.get_markerfacecolor() == "white"
 
 
+def test_errors_are_drawn_without_slopes_and_without_what_is_exact():
+    rows = [row(64, output_error=0.2), row(128, output_error=0.1), row(64, "torch SDPA", output_error=1e-7)]
+    (line,) = drawn(rows, "output_error").lines
+    assert line.get_label() == "SCRAM, paper"
+    assert line.get_ydata().tolist() == [0.2, 0.1]
+
+
 def test_pairs_share_a_colour():
     axes = Figure().add_subplot()
     points = {name: [(0, 1.0), (1, 2.0)] for name in ("a", "b", "c", "d")}

@@ -25,6 +25,9 @@ def test_demo_writes_pictures_and_a_table(tmp_path: Path) -> None:
     for heading in ("grid", "time", "recall@1", "captured mass", "output error", "24 x 43", "dense, torch SDPA"):
         assert heading in printed
     for meaning in (
+        "SCRAM, default: a window around each best key, all other keys by clusters",
+        "SCRAM, paper: the published search, and its windows alone",
+        "time: of search, clusters and attention",
         "recall@1: share of queries",
         "captured mass: share of the exact",
         "output error: |output - exact output|",
@@ -41,6 +44,14 @@ def test_demo_writes_pictures_and_a_table(tmp_path: Path) -> None:
         assert 0 < row["captured_mass"] <= 1 + 1e-5
         assert 0 <= row["output_error"] < 1
         assert all(seconds > 0 for seconds in row["seconds"].values())
+        assert ("cluster" in row["seconds"]) == (setting == "default")
+
+
+def test_demo_measures_windows_and_tail_apart(tmp_path: Path) -> None:
+    """The default answers by all keys, so its error is smaller; its captured mass is still that of the windows."""
+    rows = json.loads(call("demo", "--size", 48, "--json", "--out", tmp_path)[1])["settings"]
+    assert rows["default"]["output_error"] < rows["paper"]["output_error"]
+    assert rows["default"]["captured_mass"] < 0.9
 
 
 def test_demo_prints_json_and_only_json(tmp_path: Path) -> None:

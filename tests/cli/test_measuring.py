@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import scram
 from scram.cli import measuring
 from scram.cli.measuring import Case
 
@@ -55,3 +56,12 @@ def test_peak_memory_sees_what_a_call_holds():
 def test_without_proc_there_is_no_figure():
     assert measuring._status("VmRSS", "/no/such/file") is None
     assert (measuring._status("Name", __file__), measuring._status("no such field")) == (None, None)
+
+
+def test_the_first_call_of_a_contender_makes_clusters(monkeypatch):
+    """Or the timed calls would compile for them."""
+    seen = []
+    monkeypatch.setitem(measuring.rivals.ATTENTIONS, "SCRAM", lambda q, k, v, scale: seen.append(q.shape) or v.clone())
+    measuring._attention(Case("attention", "SCRAM", 64, 3), measuring.Pictures(*torch.rand(2, 64, 64, 3), "cpu"))
+    assert seen[0][2] * seen[0][3] > scram.Clusters().count
+    assert set(seen[1:]) == {(1, 1, 64, 64, 3)}

@@ -45,6 +45,15 @@ def test_dense_rivals_are_exact(name):
     )
 
 
+def test_scram_stands_with_clusters_and_the_paper_without_a_tail():
+    q, k, v = tensors(24)
+    found = {name: scram.search(q, k, search=search) for name, search in rivals.SETTINGS.items()}
+    clusters = scram.cluster(q, k, v, clusters=scram.Clusters(seed=0), scale=SCALE)
+    for name, tail in (("SCRAM", clusters), ("SCRAM, paper", None)):
+        out = scram.attend(q, k, v, found[name], scale=SCALE, tail=tail).out
+        torch.testing.assert_close(rivals.ATTENTIONS[name](q, k, v, SCALE), out, rtol=1e-4, atol=1e-5)
+
+
 def test_brute_force_attends_the_window_of_the_best_key():
     q, k, v = tensors(12)
     best = (q.flatten(2, 3) @ k.flatten(2, 3).mT).argmax(-1)

@@ -14,8 +14,9 @@ from .pictures import INK
 
 # Okabe and Ito's colours; a marker of its own for each line, too.
 STYLES = {
-    "SCRAM, paper": ("#D55E00", "o"),
-    "SCRAM, default": ("#E69F00", "D"),
+    "SCRAM": ("#D55E00", "o"),
+    "SCRAM, paper": ("#E69F00", "D"),
+    "SCRAM, no tail": ("#F0E442", "d"),
     "full attention": ("#000000", "s"),
     "torch SDPA": ("#0072B2", "^"),
     "strided": ("#009E73", "v"),
@@ -31,6 +32,7 @@ STYLES = {
     "pynndescent": ("#CC79A7", ">"),
 }
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+EXACT = ("full attention", "torch SDPA")  # their error is the rounding alone
 MARKERS = ("o", "s", "^", "v", "D", "<", ">", "X")
 Series = dict[tuple[str, int, bool, str], list[measuring.Row]]
 
@@ -55,12 +57,13 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
     widths = sorted({row["width"] for row in rows})
     wanted = [
         ("attention", False, "least", "forward", "seconds"),
+        ("attention", False, "output_error", "output error, forward; exact attention is left out", "relative error"),
         ("attention", True, "least", "forward and backward", "seconds"),
         ("attention", False, "peak_bytes", "peak memory, forward", "MiB"),
         ("attention", True, "peak_bytes", "peak memory, forward and backward", "MiB"),
         ("search", False, "least", "search alone, index building included", "seconds"),
     ]
-    there = {(row["kind"], row["backward"], quantity) for row in rows for quantity in row if row[quantity]}
+    there = {(row["kind"], row["backward"], quantity) for row in rows for quantity in row if _shown(row, quantity)}
     shown = [one for one in wanted if one[:3] in there]
     down, across = max(1, len(shown)), len(widths)
     machine = rows[0]["machine"]
@@ -71,7 +74,7 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
     figure = new_figure(8.4 * across, 4.0 * down + 0.4, title, fontsize=14)
     for place, ((kind, backward, quantity, name, unit), width) in enumerate(product(shown, widths), 1):
         panel = {contender: some for (*of, contender), some in series(rows).items() if of == [kind, width, backward]}
-        if any(row.get(quantity) for some in panel.values() for row in some):
+        if any(_shown(row, quantity) for some in panel.values() for row in some):
             axes = figure.add_subplot(down, across, place)
             _loglog(axes, panel, quantity)
             axes.set_title(f"{name}; width {width}", loc="left", color=INK)
@@ -79,18 +82,22 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
     figure.savefig(path)
 
 
+def _shown(row: measuring.Row, quantity: str) -> bool:
+    return bool(row.get(quantity)) and not (quantity == "output_error" and row["contender"] in EXACT)
+
+
 def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) -> None:
-    unit = 2.0**20 if quantity == "peak_bytes" else 1.0
+    unit, error = 2.0**20 if quantity == "peak_bytes" else 1.0, quantity == "output_error"
     sizes = sorted({row["size"] for rows in lines.values() for row in rows})
     order = {contender: place for place, contender in enumerate(STYLES)}
     for contender, rows in sorted(lines.items(), key=lambda line: order.get(line[0], len(order))):
-        points = [(row["size"], row[quantity] / unit) for row in rows if row.get(quantity)]
+        points = [(row["size"], row[quantity] / unit) for row in rows if _shown(row, quantity)]
         if not points:
             continue
-        slope = measuring.slope(rows, quantity)
+        slope = None if error else measuring.slope(rows, quantity)
         beyond = next((row for row in rows if row["size"] > points[-1][0]), {})
         label = contender + ("" if slope is None else f", slope {slope:.2f}")
-        if "memory" in beyond.get("failed", ""):
+        if not error and "memory" in beyond.get("failed", ""):
             label += f"\n(no memory for {beyond['size']}²)"
         colour, marker = STYLES.get(contender, ("#999999", "."))
         dash = (0, (4, 1.5)) if contender.startswith("flex ") else "-"
@@ -103,6 +110,9 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
             axes.plot([n * n for n in x], y, linestyle=":", markevery=[1], **hollow)
     axes.set(xscale="log", yscale="log")
     axes.set_xticks([n * n for n in sizes], [f"{n}²" for n in sizes])
+    if error:
+        axes.set_ylim(0.01, 1.2)
+        axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1.0], [".01", ".03", ".1", ".3", "1"])
     axes.minorticks_off()
     axes.grid(True, color="#dddddd", linewidth=0.6)
     axes.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.02))

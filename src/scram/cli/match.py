@@ -11,7 +11,8 @@ from rich.table import Table
 from torch import Tensor
 
 from .. import dispatch
-from ..api import attend, search
+from ..api import attend, cluster, search
+from ..estimators import Clusters
 from ..types import Attended, Matches, Search
 from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
@@ -88,15 +89,25 @@ def pair_of(a: Tensor, b: Tensor, patch: int = MATCH_PATCH, width: int = MATCH_W
 
 
 def find(
-    pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: str = "auto"
-) -> Found:
-    """Search and attend; the seconds of a first call hold what it compiles."""
-    device = pair.q.device.type
+    pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: str = "auto",
+    tail: Clusters | None = None,
+) -> Found:  # fmt: skip
+    """Search and attend, with clusters for the keys outside the windows where a tail asks for them.
+
+    The seconds of a first call hold what it compiles.
+    """
+    device, codebook, seconds = pair.q.device.type, None, {}
     start = now(device)
     matches = search(pair.q, pair.k, search=setting, impl=impl)
-    middle = now(device)
-    attended = attend(pair.q, pair.k, pair.v, matches, radius=radius, scale=scale, impl=impl)
-    return Found(matches, attended, {"search": middle - start, "attend": now(device) - middle})
+    seconds["search"] = now(device) - start
+    if tail is not None:
+        start = now(device)
+        codebook = cluster(pair.q, pair.k, pair.v, clusters=tail, scale=scale, impl=impl)
+        seconds["cluster"] = now(device) - start
+    start = now(device)
+    attended = attend(pair.q, pair.k, pair.v, matches, radius=radius, scale=scale, tail=codebook, impl=impl)
+    seconds["attend"] = now(device) - start
+    return Found(matches, attended, seconds)
 
 
 def own_places(height: int, width: int) -> Tensor:

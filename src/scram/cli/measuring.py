@@ -37,6 +37,7 @@ SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
 # nearest-neighbour libraries build an index.
 LARGEST = {"forward": inf, "flex": 1024, "search": 256, "backward": inf}
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
+WARM_UP = 24  # side of the picture of a first call: more keys than clusters, or they would not be made
 ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once
 LATE = "the time for all rows was spent"
@@ -217,7 +218,7 @@ def _attention(case: Case, pictures: Pictures) -> Row:
     else:
         attention = {**rivals.ATTENTIONS, **rivals.OPTIONAL}[case.contender]
     if (case.contender, case.width, case.backward) not in pictures.warm and not ready:
-        _call(attention, pictures.tensors(16, case.width), case.backward)  # compiles for every size
+        _call(attention, pictures.tensors(WARM_UP, case.width), case.backward)  # compiles for every size
         pictures.warm.add((case.contender, case.width, case.backward))
         q, k, v = pictures.tensors(case.size, case.width)
         start = perf_counter()
@@ -250,7 +251,7 @@ def _search(case: Case, pictures: Pictures, known: dict[str, Row]) -> Row:
     if package == "pynndescent":  # compiles one program for few points and another for many, in every process
         _timed(lambda: call(q, k, efforts[0]), pictures.device)
         ready["prepared"] = perf_counter() - start
-    asked = known.get(Case("search", "SCRAM, default", case.size, case.width).name, {}).get("recall", 1.0)
+    asked = known.get(Case("search", "SCRAM", case.size, case.width).name, {}).get("recall", 1.0)
     for effort in efforts:
         row, index = clock(lambda effort=effort: call(q, k, effort), pictures.device)  # type: ignore[misc]
         row |= {"recall": _recall(q, k, index.reshape(1, 1, case.size, case.size, 1)), "effort": effort}

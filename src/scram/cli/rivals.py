@@ -24,14 +24,15 @@ SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after i
 BLOCK, REACH = 8, 4  # side of the local pattern's query blocks, and how far their keys reach beyond them
 NEIGHBOURS = 15  # side of NATTEN's neighbourhoods, about as many keys as a local block sees
 CHUNK = 1 << 26  # elements of a score matrix at a time
-SETTINGS = {"SCRAM, paper": Search.paper(seed=0), "SCRAM, default": Search(seed=0)}
+SETTINGS = {"SCRAM": Search(seed=0), "SCRAM, paper": Search.paper(seed=0)}
+TAILS: dict[str, str | None] = {"SCRAM": "auto", "SCRAM, paper": None}  # of the attention: clusters, or nothing
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Allows = Callable[..., Tensor]
 
 
-def scram(settings: Search) -> Attention:
-    """SCRAM with these settings, one match, radius 1."""
-    return lambda q, k, v, scale: attention(q, k, v, search=settings, radius=1, scale=scale)
+def scram(settings: Search, tail: str | None) -> Attention:
+    """SCRAM with these settings, one match, radius 1; it searches on small grids too, where the default is dense."""
+    return lambda q, k, v, scale: attention(q, k, v, search=settings, tail=tail, radius=1, scale=scale)
 
 
 def full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -181,7 +182,7 @@ def natten(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 ATTENTIONS: dict[str, Attention] = {
-    **{name: scram(settings) for name, settings in SETTINGS.items()},
+    **{name: scram(settings, TAILS[name]) for name, settings in SETTINGS.items()},
     "full attention": full,
     "torch SDPA": sdpa,
     "strided": strided,
