@@ -109,7 +109,7 @@ def test_the_engine_that_was_chosen_runs(monkeypatch):
     monkeypatch.setattr(dispatch, "engine", engine)
     x = torch.zeros(1, 1, 4, 2)
     for impl, expected in (("reference", "reference"), ("numba", "numba"), ("auto", "numba")):
-        scram.attention(x, x, x, impl=impl)
+        scram.attention(x, x, x, search=scram.Search(), tail=None, impl=impl)
         assert ran == [expected, expected]  # search and attend
         ran.clear()
 

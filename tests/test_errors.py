@@ -37,6 +37,10 @@ def estimate(**how):
     return lambda: scram.estimate(Q, K, V, matches(), impl="reference", **{"method": scram.Hybrid(), **how})
 
 
+def attention(**how):
+    return lambda: scram.attention(Q, K, V, impl="reference", **how)
+
+
 def build(index=None, score=None, key_grid=(7, 3)):
     found = matches()
     return lambda: scram.Matches(
@@ -163,7 +167,10 @@ ERRORS = [
     (lambda: scram.MetropolisHastings(burn_in=-1), ValueError, "burn_in must be at least 0, got -1"),
     (lambda: scram.Hybrid(stratified=1), TypeError, "stratified must be True or False, got int 1"),
     (lambda: scram.Hybrid(seed=1.5), TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
-    (estimate(method="hybrid"), TypeError, r"method must be a scram\.Snis, .* got str; for example scram.Hybrid"),
+    (estimate(method="hybrid"), TypeError, r"method must be a scram\.Clusters, .* got str; for example scram.Clusters"),
+    (estimate(method=scram.Clusters(), causal=True), ValueError, r"clusters of keys need .* no causal order"),
+    (attention(tail=scram.Hybrid(), dropout_p=0.1), ValueError, r"a tail of drawn keys needs .* no dropout"),
+    (attention(tail=512), TypeError, r"tail must be None, 'auto', .* got int 512"),
     (
         estimate(method=scram.MetropolisHastings(), extra=PAIR),
         ValueError,

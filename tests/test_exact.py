@@ -180,7 +180,9 @@ def test_reference_holds_no_table_either(monkeypatch):
     n = 300
     leaves = [randn(1, 1, n, 3, seed=s).requires_grad_() for s in range(3)]
     with Largest() as largest:
-        scram.attention(*leaves, search=scram.Search(sweeps=1, seed=0), radius=4, impl="reference").sum().backward()
+        scram.attention(
+            *leaves, search=scram.Search(sweeps=1, seed=0), tail=None, radius=4, impl="reference"
+        ).sum().backward()
     assert 500 < largest.elements <= 1000
 
 

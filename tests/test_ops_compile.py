@@ -1,5 +1,7 @@
 """A good citizen of PyTorch: operators, torch.compile, checkpoints, autocast, inference mode, torch.func."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import func
@@ -39,6 +41,13 @@ def op_calls():
     for stratified in (False, True):
         call = (q, k, v, index, mask, *head, seed, 6, stratified, [1, 1], False, 0.3)
         yield from both_passes("drawn_tail", call, slice(3, 6))
+    clustering = (q, k, v, mask, None, None, seed, 6, 2, 0.3)
+    yield from both_passes("cluster", clustering, slice(2, 4))
+    centres, values, sizes, label = (x.detach() for x in OPS.cluster(*clustering, "numba"))
+    leaf = (centres.requires_grad_(), values.requires_grad_())
+    for gains in (None, torch.rand(2, 2, 6)):
+        call = (q, index, label, *leaf, sizes, gains, *head, seed, [1, 1], 0.3, 0.2, 0, "query")
+        yield from both_passes("cluster_tail", call, slice(0, 2))
     legal = LegalKeys.of(q, k, False, mask)
     total, table = draws.legal_counts(q, legal), draws.step_table(1.5, (4, 5), q.device)
     for method, given in (("snis", head), ("metropolis", (None, None))):
@@ -102,7 +111,7 @@ def test_compiled_for_any_size_and_seed():
     """One graph for all grids and seeds; it draws a new seed at each call where none is given."""
 
     def attention(q, k, v, search):
-        return scram.attention(q, k, v, search=search)
+        return scram.attention(q, k, v, search=search, tail=scram.Clusters(count=3))
 
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
     with graphs_are(1):
@@ -182,7 +191,7 @@ def test_a_compiled_checkpoint_finds_the_same_matches_again():
     """A radius of 0 hands on one value as it is: the output tells which, and where its gradient must go."""
 
     def glimpse(q, k, v):
-        return scram.attention(q, k, v, search=scram.Search(sweeps=0), radius=0)
+        return scram.attention(q, k, v, search=scram.Search(sweeps=0), tail=None, radius=0)
 
     def block(q, k, v):
         return checkpoint(glimpse, q, k, v, use_reentrant=False).square()
@@ -287,5 +296,7 @@ def test_func_wants_to_know_about_randomness():
     """torch's own rule for a drawn seed: say whether the samples share it."""
     tensors = [torch.randn(3, *x.shape) for x in leaves(3, 4)]
     with pytest.raises(RuntimeError, match="randomness"):
-        func.vmap(scram.attention)(*tensors)
-    assert func.vmap(scram.attention, randomness="different")(*tensors).shape == (3, 2, 2, 3, 4, 5)
+        func.vmap(partial(scram.attention, search=scram.Search()))(*tensors)
+    assert func.vmap(scram.attention)(*tensors).shape == (3, 2, 2, 3, 4, 5)  # dense: nothing is drawn
+    searched = partial(scram.attention, search=scram.Search())
+    assert func.vmap(searched, randomness="different")(*tensors).shape == (3, 2, 2, 3, 4, 5)

@@ -59,7 +59,7 @@ def test_search_is_frozen_and_takes_edges():
 
 def test_defaults():
     settings = scram.Search()
-    assert (settings.method, settings.matches, settings.separation, settings.sweeps) == ("auto", 1, 0, 8)
+    assert (settings.method, settings.matches, settings.separation, settings.sweeps) == ("auto", 1, 0, 5)
     assert (settings.jumps, settings.propagate, settings.seed) == ((8, 4, 2, 1), "both", None)
 
 

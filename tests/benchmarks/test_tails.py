@@ -46,6 +46,8 @@ def test_drawn_tails_and_the_oracle_are_exact_with_all_keys(problem):
 def test_rows_become_a_table_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(tails, "SIZES", (64, 256))
     monkeypatch.setattr(tails, "PHOTOS", {"stereo": (8,)})
+    monkeypatch.setattr("store.PAUSE", 0.0)
+    monkeypatch.setattr(tails, "ROUNDS", 1)
     store = Store("tails", tmp_path)
     tails.errors(store, None, "", size=24)
     tails.times(store, size=20)

@@ -18,8 +18,9 @@ def loaded(impl):
 
 
 def test_the_protocol_is_seen():
-    assert {"search", "attend", "drawn_tail", "sample", "clear_caches"} <= METHODS.keys()
-    assert {"attend_backward", "drawn_tail_backward", "sample_backward"} == BACKWARD
+    stages = {"attend", "drawn_tail", "sample", "cluster", "cluster_tail"}
+    assert stages | {"search", "clear_caches"} <= METHODS.keys()
+    assert {f"{stage}_backward" for stage in stages} == BACKWARD
 
 
 @pytest.mark.parametrize("impl", dispatch.ENGINES)

@@ -12,7 +12,7 @@ BOTH = "both + gossip 8"
 
 
 def settings(how, seed):
-    return PAPER(seed=seed) if how == "paper" else scram.Search(propagate="both", gossip=8, seed=seed)
+    return PAPER(seed=seed) if how == "paper" else scram.Search(sweeps=8, propagate="both", gossip=8, seed=seed)
 
 
 @pytest.mark.parametrize(

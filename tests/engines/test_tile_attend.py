@@ -168,10 +168,12 @@ def test_a_callable_score_goes_by_pairs():
 def test_on_a_cpu_numba_searches_and_the_reference_attends():
     q, k, v = randn(3, 1, 2, 9, 10, 4).unbind()
     settings = scram.Search(seed=0)
-    whole = scram.attention(q, k, v, search=settings, window="tile")
+    whole = scram.attention(q, k, v, search=settings, tail=None, window="tile")
     found = scram.search(q, k, search=settings, impl="numba")
     assert torch.equal(whole, scram.attend(q, k, v, found, window="tile", impl="reference").out)
-    assert not torch.equal(whole, scram.attention(q, k, v, search=settings))  # valid before, but another call
+    assert not torch.equal(
+        whole, scram.attention(q, k, v, search=settings, tail=None)
+    )  # valid before, but another call
     assert dispatch.choose("auto", q.device, q.dtype, window="tile").name == "reference"
     for call in (scram.attention, lambda *given, **how: scram.attend(*given, found, **how)):
         with pytest.raises(ValueError, match="numba: it does not take window='tile'"):

@@ -315,7 +315,7 @@ def test_estimators_compile(one, first, monkeypatch):
 TAILED = [
     Tailed(Case("rank 2", width=64, value_width=64, dtype=torch.bfloat16, kappa=1), clusters=256),
     Tailed(Case("four matches", width=64, value_width=20, dtype=torch.float16, kappa=4, dropout_p=0.5), gains=True),
-    Tailed(Case("many keys", grid=(8,), width=5, kappa=3, radius=20, heads=2, key_heads=1, dropout_p=0.5)),
+    Tailed(Case("many keys", grid=(40,), width=5, kappa=3, radius=20, heads=2, key_heads=1, dropout_p=0.5)),
     Tailed(Case("tile", grid=(2, 3, 4), width=130, value_width=5, window="tile"), gains=True),
     Tailed(Case("tile of 16 bits", grid=(2, 2, 2, 2), width=20, dtype=torch.bfloat16, window="tile"), clusters=1),
 ]

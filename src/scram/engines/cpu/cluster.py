@@ -54,12 +54,12 @@ class Parts(NamedTuple):
     columns: Array  # [parts, E + F, size]
 
 
+@torch.no_grad()
 def cluster(call: ClusterCall) -> Clustered:
-    k, v, count = call.k.detach(), call.v.detach(), call.clusters
+    k, v, count = call.k, call.v, call.clusters
     wide, keys, key_rows = accumulator(v.dtype), math.prod(k.shape[2:-1]), k.shape[0] * k.shape[1]
     if count >= keys or not key_rows:
-        with torch.no_grad():
-            return clustering.cluster(call)
+        return clustering.cluster(call)
     k_rows, v_rows = rows(k).to(wide).contiguous(), rows(v).to(wide).contiguous()
     masks = None if call.key_mask is None else clustering.legal_keys(call, k_rows, v_rows)
     label = torch.empty(key_rows, keys, dtype=torch.int32)

@@ -202,17 +202,30 @@ def sample_kernel(
         sample_queries(tl.program_id(0) - first, q, queries, parts, scale, by, sample, MODE, ROW)
 
 
+def _splits(number: int) -> int:
+    """Into how many parts a sum over so many is cut: one program for each."""
+    return next(splits for splits in (64, 32, 16, 8, 4, 2, 1) if number % splits == 0)
+
+
+def _gram(x: Tensor) -> Tensor:
+    """x^T x of every row of x [R, n, W]: a long sum of small products is slow unless it is cut."""
+    rows, number, width = x.shape
+    parts = x.reshape(rows * _splits(number), -1, width)
+    return (parts.mT @ parts).view(rows, -1, width, width).sum(1)
+
+
 def space_of(sample: Sample, wide: int) -> Space:
     """`clustering.Space.of` of every row; `wide`: width of the keys in whole pieces."""
-    total = sample.joint.sum(1)
+    rows, keys, width = sample.joint.shape
+    total = sample.joint.view(rows, _splits(keys), -1, width).sum(2).sum(1)
     number = total[:, -1:].clamp(min=1)
     mean = total[:, :-1] / number
     away = (sample.joint[..., :-1] - mean.unsqueeze(1)) * sample.joint[..., -1:]
-    both = away.mT @ away / number.unsqueeze(-1)
+    both = _gram(away) / number.unsqueeze(-1)
     covariance = both[:, :wide, :wide]
     variance = both.diagonal(dim1=1, dim2=2)[:, wide:].sum(1)
     q = sample.q / (1 + ((sample.q @ covariance) * sample.q).sum(-1, keepdim=True))
-    metric = q.mT @ q / q.shape[1]
+    metric = _gram(q) / q.shape[1]
     spread = (metric * covariance).sum((1, 2))
     share = torch.where(spread > 0, VALUE_WEIGHT * spread, 1)
     weight = torch.where(variance > 0, share / variance, 0)

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from ...calls import AttendCall, AttendGrads, Found, SearchCall
+from ...clustering import cluster_backward as cluster_backward
 from ...types import Attended
 from .attend import attend as query_attend
 from .attend_backward import attend_backward as query_attend_backward
