@@ -168,7 +168,7 @@ ERRORS = [
     (lambda: scram.Hybrid(stratified=1), TypeError, "stratified must be True or False, got int 1"),
     (lambda: scram.Hybrid(seed=1.5), TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
     (estimate(method="hybrid"), TypeError, r"method must be a scram\.Clusters, .* got str; for example scram.Clusters"),
-    (estimate(method=scram.Clusters(), causal=True), ValueError, r"clusters of keys need .* no causal order"),
+    (attention(tail=scram.Clusters(), weight="mean"), ValueError, r"clusters of keys need weight='softmax'"),
     (attention(tail=scram.Hybrid(), dropout_p=0.1), ValueError, r"a tail of drawn keys needs .* no dropout"),
     (attention(tail=512), TypeError, r"tail must be None, 'auto', .* got int 512"),
     (
