@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -56,6 +57,8 @@ def tail_call(case: Case, clusters: int = 11, gains: bool = False, seed: int = 0
 
 
 def run_tail(call: ClusterTailCall, impl: str) -> Attended:
+    if impl == "triton" and call.centres.dtype == torch.float64:
+        pytest.skip("the Triton engine takes no float64")
     if impl == "triton" and not INTERPRETED:
         return to(ops.cluster_tail(dispatch.ENGINES[impl], to(call, "cuda")), "cpu")
     return ops.cluster_tail(dispatch.ENGINES[impl], call)

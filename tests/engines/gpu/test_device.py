@@ -71,7 +71,8 @@ def test_a_new_size_compiles_nothing(method):
 
     def run(height, wide):
         q = torch.randn(1, 1, height, wide, 16, device="cuda", requires_grad=True)
-        scram.attention(q, q, q, search=scram.Search(method, matches=2, seed=0), window=method).sum().backward()
+        search = scram.Search(method, matches=2, seed=0)
+        scram.attention(q, q, q, search=search, tail=None, window=method).sum().backward()
 
     run(32, 48)
     variants = {id(kernel) for kernel in launch._compiled.values()}
@@ -188,12 +189,20 @@ def test_more_than_2_to_the_31_elements():
     assert torch.equal(out[0, -1].flatten(0, 1), last[index])
 
 
-def test_extra_memory_is_at_most_40_bytes_per_query_and_match():
-    q, k, v = pictures(512, width=64)
-    scram.attention(q, k, v, search=scram.Search.paper())
+def extra_memory(size, **how):
+    """Bytes beyond inputs and outputs, per query."""
+    q, k, v = pictures(size, width=64)
+    scram.attention(q, k, v, **how)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = scram.attention(q, k, v, search=scram.Search.paper())
-    extra = torch.cuda.max_memory_allocated() - before - out.numel() * out.itemsize
-    assert extra / 512**2 <= 40
+    out = scram.attention(q, k, v, **how)
+    return (torch.cuda.max_memory_allocated() - before - out.numel() * out.itemsize) / size**2
+
+
+def test_extra_memory_is_at_most_40_bytes_per_query_and_match():
+    assert extra_memory(512, search=scram.Search.paper(), tail=None) <= 40
+
+
+def test_extra_memory_with_clusters_is_at_most_64_bytes_per_query_and_match_and_8_per_key():
+    assert extra_memory(1024, search=scram.Search(matches=4, separation=2)) <= 4 * 64 + 8

@@ -56,7 +56,7 @@ def test_one_graph_for_all_sizes_and_seeds(dtype, repeatable):
     """The query search in float32, the tile search in bfloat16."""
 
     def attention(q, k, v, search):
-        return scram.attention(q, k, v, search=search)
+        return scram.attention(q, k, v, search=search, tail=scram.Clusters(count=3))
 
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
     with graphs_are(1):

@@ -18,21 +18,9 @@ from torch import Tensor
 from ... import clustering
 from ...calls import ClusterCall, Clustered
 from ...grid import LegalKeys, grid_of
+from . import cluster_space as cs
 from .block_sizes import ASSIGN, ASSIGN_EXACT, CLUSTER_SUMS, CLUSTER_SUMS_EXACT, tile_pieces
-from .cluster_space import (
-    Drawn,
-    Forms,
-    Parts,
-    Sample,
-    SampleMode,
-    Source,
-    drawn_starts,
-    forms_kernel,
-    means_kernel,
-    sample_kernel,
-    space_of,
-    wide,
-)
+from .cluster_space import wide
 from .grid import KeyMask
 from .launch import Kernel, cached, kinds, on_device
 from .noise import absorb, row_state, seed_argument
@@ -67,6 +55,7 @@ class _Plan(NamedTuple):
     """The kernels and the numbers that shapes give."""
 
     sample: Kernel
+    space: Kernel | None  # None for wide features
     start: Kernel
     forms: Kernel
     assign_some: Kernel
@@ -90,17 +79,21 @@ def cluster(call: ClusterCall) -> Clustered:
             return clustering.cluster(call)
     warm_k, warm_v = call.warm_centres, call.warm_values
     with on_device(k):
-        source, by = _source(call), Drawn(seed_argument(call.seed), group)
+        source, by = _source(call), cs.Drawn(seed_argument(call.seed), group)
         plan = _plan(q.shape, k.shape, v.shape, count, kinds(q, source, by))
         made, some, scratch = _made(call, plan), source, _scratch(plan, source)
         if scratch.some_k is not None and scratch.some_v is not None:
-            some = Source(scratch.some_k, scratch.some_v, UNMASKED, None, None, plan.some)
+            some = cs.Source(scratch.some_k, scratch.some_v, UNMASKED, None, None, plan.some)
         forms, parts, far = scratch.forms, scratch.parts, scratch.far
         queries, width = group * math.prod(grid_of(q)), plan.sizes.widths[0]
         plan.sample(source, some, q, queries, plan.queries, call.scale, by, scratch.sample, rows)
-        space = space_of(scratch.sample, width)
+        if plan.space is None:
+            space = cs.space_of(scratch.sample, width)
+        else:
+            space = scratch.space
+            plan.space(scratch.sample, space, plan.some, max(1, plan.some // cs.SPACE_KEYS), plan.queries)
         if warm_k is None or warm_v is None:
-            starts = drawn_starts(scratch.sample, width, count, (k.shape[-1], v.shape[-1]))
+            starts = cs.drawn_starts(scratch.sample, width, count, (k.shape[-1], v.shape[-1]))
         else:
             starts = warm_k.contiguous(), warm_v.contiguous()
         plan.start(parts, *starts, some, far, space, forms, plan.places)
@@ -122,9 +115,10 @@ def cluster(call: ClusterCall) -> Clustered:
 class _Scratch(NamedTuple):
     """What the kernels hand to each other, flat."""
 
-    sample: Sample
-    forms: Forms
-    parts: Parts
+    sample: cs.Sample
+    space: cs.Space
+    forms: cs.Forms
+    parts: cs.Parts
     far: Tensor
     label: Tensor
     some_k: Tensor | None
@@ -139,7 +133,7 @@ def _made(call: ClusterCall, plan: _Plan) -> Clustered:
     return Clustered(*wide, *whole)
 
 
-def _scratch(plan: _Plan, source: Source) -> _Scratch:
+def _scratch(plan: _Plan, source: cs.Source) -> _Scratch:
     """Few allocations, cut up: each takes its time on the host."""
     k, v, sizes = source.k, source.v, plan.sizes
     floats = torch.empty(sum(sizes.floats), dtype=torch.float32, device=k.device).split(sizes.floats)
@@ -151,9 +145,10 @@ def _scratch(plan: _Plan, source: Source) -> _Scratch:
     joint = floats[0][: rows * some * width].view(rows, some, width)
     q = floats[2][: rows * queries * sizes.widths[0]].view(rows, queries, -1)
     return _Scratch(
-        Sample(joint, floats[1][: rows * some].view(rows, some), q, *sizes.blocks),
-        Forms(by_k[0], by_v[0], floats[3], floats[4] if half else None, floats[5], floats[6], *sizes.clusters),
-        Parts._make((*floats[7:10], plan.some_splits)),
+        cs.Sample(joint, floats[1][: rows * some].view(rows, some), q, *sizes.blocks),
+        cs.Space(*floats[10:15]),
+        cs.Forms(by_k[0], by_v[0], floats[3], floats[4] if half else None, floats[5], floats[6], *sizes.clusters),
+        cs.Parts._make((*floats[7:10], plan.some_splits)),
         whole[0],
         whole[1],
         by_k[1] if sizes.drawn else None,
@@ -182,6 +177,7 @@ def _sizes(rows: int, count: int, widths: tuple[int, int], padded_widths: tuple[
     sample = [some * (wide + value_wide + 1), some, queries * wide]
     forms = [padded, 2, padded * wide, padded * value_wide]
     floats = [rows * n for n in (*sample, *forms)] + [number * n for n in (width, value_width, 1)]
+    floats += [rows * n for n in (wide * wide, wide, value_wide, 1, 1)]
     whole = [rows * n for n in (places, some)]
     drawn = some if some < keys else 0
     k, v = ([rows * padded * a, rows * drawn * b] for a, b in zip(padded_widths, widths, strict=True))
@@ -194,14 +190,14 @@ def _sizes(rows: int, count: int, widths: tuple[int, int], padded_widths: tuple[
     return _Sizes(*cut, (rows, some, queries), padded_widths, blocks, (count, padded), drawn > 0)
 
 
-def _source(call: ClusterCall) -> Source:
+def _source(call: ClusterCall) -> cs.Source:
     k, mask, keys = call.k.contiguous(), call.key_mask, math.prod(grid_of(call.k))
     v = call.v.contiguous()
     if mask is None:
-        return Source(k, v, UNMASKED, None, None, keys)
+        return cs.Source(k, v, UNMASKED, None, None, keys)
     legal = LegalKeys.of(k, k, False, mask)
     order = None if legal.order is None else legal.order.contiguous()
-    return Source(k, v, KeyMask(mask.contiguous(), legal.heads_per_row), order, legal.count, keys)
+    return cs.Source(k, v, KeyMask(mask.contiguous(), legal.heads_per_row), order, legal.count, keys)
 
 
 @cached
@@ -216,11 +212,11 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
     padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
     plain = {**pieces, "num_warps": 4 if narrow else 2, "num_stages": 1, "enable_fp_fusion": True}
     programs = rows * (-(-some // SAMPLE_BLOCK) + -(-queries // SAMPLE_BLOCK))
-    sample = Kernel(sample_kernel, programs, {"MODE": SampleMode(SAMPLE_BLOCK, some < keys), **plain})
+    sample = Kernel(cs.sample_kernel, programs, {"MODE": cs.SampleMode(SAMPLE_BLOCK, some < keys), **plain})
 
     def forms(source: str) -> Kernel:
         flags = {"FROM": source, "MANY": 16, "BLOCK_C": FORM_CLUSTERS, **plain}
-        return Kernel(forms_kernel, rows * padded // FORM_CLUSTERS, flags)
+        return Kernel(cs.forms_kernel, rows * padded // FORM_CLUSTERS, flags)
 
     def assign(number: int, places: int) -> Kernel:
         block, clusters, warps, most = ASSIGN if narrow else ASSIGN_EXACT
@@ -243,10 +239,19 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
 
     (sum_some, some_splits), (sum_all, splits) = summed(some), summed(keys)
     flags = {"MANY": 32, "BLOCK_C": MEAN_CLUSTERS, **plain}
-    means = Kernel(means_kernel, -(-rows * count // MEAN_CLUSTERS), flags)
+    means = Kernel(cs.means_kernel, -(-rows * count // MEAN_CLUSTERS), flags)
     blocks = -(-some // (ASSIGN if narrow else ASSIGN_EXACT)[0])
     places = min(MOST_PLACES, -(-count // blocks))
-    kernels = (sample, forms("given"), forms("parts"), assign(some, places), sum_some)
+    narrow_row = row.PIECES == value_row.PIECES == 1 and max(row.W, value_row.W) <= cs.SPACE_WIDTH
+    how: dict[str, Any] = {
+        "BLOCK": 64,
+        "WEIGHT": clustering.VALUE_WEIGHT,
+        **pieces,
+        "num_warps": 2,
+        "enable_fp_fusion": True,
+    }
+    space = Kernel(cs.space_kernel, rows, how) if narrow_row else None
+    kernels = (sample, space, forms("given"), forms("parts"), assign(some, places), sum_some)
     rest = (assign(keys, 0), sum_all, means)
     widths = (k_shape[-1], v_shape[-1]), (row.W * row.PIECES, value_row.W * value_row.PIECES)
     sizes = _sizes(rows, count, *widths, some, queries, keys, max(some_splits, splits), places * blocks)

@@ -74,4 +74,5 @@ def cluster_tail_kernel(t, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.co
     answer += tl.where((share == 0.0)[:, None], 0.0, share[:, None] * theirs)
     put_piece(made.out + here.start * VROW.E, here.query, here.exists, piece, answer, MODE.PARTS, False, VROW)
     if piece == 0:
-        tl.store(made.lse + point, top + norm * LN2, mask=here.exists)
+        # Exactly the head's where no cluster has anything left.
+        tl.store(made.lse + point, tl.where(some, top + norm * LN2, head), mask=here.exists)
