@@ -55,7 +55,6 @@ class _Plan(NamedTuple):
     """The kernels and the numbers that shapes give."""
 
     sample: Kernel
-    space: Kernel | None  # None for wide features
     start: Kernel
     forms: Kernel
     assign_some: Kernel
@@ -87,11 +86,7 @@ def cluster(call: ClusterCall) -> Clustered:
         forms, parts, far = scratch.forms, scratch.parts, scratch.far
         queries, width = group * math.prod(grid_of(q)), plan.sizes.widths[0]
         plan.sample(source, some, q, queries, plan.queries, call.scale, by, scratch.sample, rows)
-        if plan.space is None:
-            space = cs.space_of(scratch.sample, width)
-        else:
-            space = scratch.space
-            plan.space(scratch.sample, space, plan.some, max(1, plan.some // cs.SPACE_KEYS), plan.queries)
+        space = cs.space_of(scratch.sample, width)
         if warm_k is None or warm_v is None:
             starts = cs.drawn_starts(scratch.sample, width, count, (k.shape[-1], v.shape[-1]))
         else:
@@ -116,7 +111,6 @@ class _Scratch(NamedTuple):
     """What the kernels hand to each other, flat."""
 
     sample: cs.Sample
-    space: cs.Space
     forms: cs.Forms
     parts: cs.Parts
     far: Tensor
@@ -146,7 +140,6 @@ def _scratch(plan: _Plan, source: cs.Source) -> _Scratch:
     q = floats[2][: rows * queries * sizes.widths[0]].view(rows, queries, -1)
     return _Scratch(
         cs.Sample(joint, floats[1][: rows * some].view(rows, some), q, *sizes.blocks),
-        cs.Space(*floats[10:15]),
         cs.Forms(by_k[0], by_v[0], floats[3], floats[4] if half else None, floats[5], floats[6], *sizes.clusters),
         cs.Parts._make((*floats[7:10], plan.some_splits)),
         whole[0],
@@ -177,7 +170,6 @@ def _sizes(rows: int, count: int, widths: tuple[int, int], padded_widths: tuple[
     sample = [some * (wide + value_wide + 1), some, queries * wide]
     forms = [padded, 2, padded * wide, padded * value_wide]
     floats = [rows * n for n in (*sample, *forms)] + [number * n for n in (width, value_width, 1)]
-    floats += [rows * n for n in (wide * wide, wide, value_wide, 1, 1)]
     whole = [rows * n for n in (places, some)]
     drawn = some if some < keys else 0
     k, v = ([rows * padded * a, rows * drawn * b] for a, b in zip(padded_widths, widths, strict=True))
@@ -242,16 +234,7 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
     means = Kernel(cs.means_kernel, -(-rows * count // MEAN_CLUSTERS), flags)
     blocks = -(-some // (ASSIGN if narrow else ASSIGN_EXACT)[0])
     places = min(MOST_PLACES, -(-count // blocks))
-    narrow_row = row.PIECES == value_row.PIECES == 1 and max(row.W, value_row.W) <= cs.SPACE_WIDTH
-    how: dict[str, Any] = {
-        "BLOCK": 64,
-        "WEIGHT": clustering.VALUE_WEIGHT,
-        **pieces,
-        "num_warps": 2,
-        "enable_fp_fusion": True,
-    }
-    space = Kernel(cs.space_kernel, rows, how) if narrow_row else None
-    kernels = (sample, space, forms("given"), forms("parts"), assign(some, places), sum_some)
+    kernels = (sample, forms("given"), forms("parts"), assign(some, places), sum_some)
     rest = (assign(keys, 0), sum_all, means)
     widths = (k_shape[-1], v_shape[-1]), (row.W * row.PIECES, value_row.W * value_row.PIECES)
     sizes = _sizes(rows, count, *widths, some, queries, keys, max(some_splits, splits), places * blocks)

@@ -233,63 +233,6 @@ def space_of(sample: Sample, wide: int) -> Space:
     return Space(metric, *means, weight, 1e-6 * (spread + weight * variance))
 
 
-SPACE_KEYS = 2048  # of a row, that `space_kernel` reads; 64 at a time
-SPACE_WIDTH = 64  # at most: one program holds two matrices of that side
-
-
-@triton.jit
-def space_kernel(
-    sample, space, keys, stride, queries, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, ROW: tl.constexpr,
-    VROW: tl.constexpr,
-):  # fmt: skip
-    """`space_of` in one program for each row, from every `stride`-th of its keys: on the host 30 calls of torch take
-    longer than all of the clustering. Moments are taken around the first key: what all keys share costs no digits."""
-    row, width = tl.program_id(0).to(tl.int64), ROW.W + VROW.W + 1
-    e, f, lane = tl.arange(0, ROW.W), tl.arange(0, VROW.W), tl.arange(0, BLOCK)
-    base = sample.joint + row * keys * width
-    first, first_value = tl.load(base + e), tl.load(base + ROW.W + f)
-    k_sum, v_sum, v_square = (
-        tl.zeros([ROW.W], tl.float32),
-        tl.zeros([VROW.W], tl.float32),
-        tl.zeros([VROW.W], tl.float32),
-    )
-    covariance, metric = tl.zeros([ROW.W, ROW.W], tl.float32), tl.zeros([ROW.W, ROW.W], tl.float32)
-    count = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, keys, BLOCK * stride):
-        at = begin + lane * stride
-        ok = tl.load(base + at * width + ROW.W + VROW.W, mask=at < keys, other=0.0)
-        there = (ok > 0)[:, None]
-        k = tl.where(
-            there, tl.load(base + at[:, None] * width + e[None, :], mask=there, other=0.0) - first[None, :], 0.0
-        )
-        to_v = base + at[:, None] * width + ROW.W + f[None, :]
-        v = tl.where(there, tl.load(to_v, mask=there, other=0.0) - first_value[None, :], 0.0)
-        covariance = product(tl.trans(k), k, covariance)
-        k_sum, v_sum, v_square = k_sum + tl.sum(k, 0), v_sum + tl.sum(v, 0), v_square + tl.sum(v * v, 0)
-        count += ok
-    number = tl.maximum(tl.sum(count, 0), 1.0)
-    k_mean, v_mean = k_sum / number, v_sum / number
-    covariance = covariance / number - k_mean[:, None] * k_mean[None, :]
-    variance = tl.maximum(tl.sum(v_square / number - v_mean * v_mean, 0), 0.0)
-    for begin in range(0, queries, BLOCK):
-        at = begin + lane
-        q = tl.load(
-            sample.q + (row * queries + at)[:, None] * ROW.W + e[None, :], mask=(at < queries)[:, None], other=0.0
-        )
-        spread = tl.sum(product(q, covariance, tl.zeros([BLOCK, ROW.W], tl.float32)) * q, 1)
-        q = q / (1 + tl.maximum(spread, 0.0))[:, None]
-        metric = product(tl.trans(q), q, metric)
-    metric = metric / queries
-    spread = tl.sum(tl.sum(metric * covariance, 1), 0)
-    share = tl.where(spread > 0, WEIGHT * spread, 1.0)
-    weight = tl.where(variance > 0, share / tl.where(variance > 0, variance, 1.0), 0.0)
-    tl.store(space.metric + row * (ROW.W * ROW.W) + e[:, None] * ROW.W + e[None, :], metric)
-    tl.store(space.k_mean + row * ROW.W + e, first + k_mean)
-    tl.store(space.v_mean + row * VROW.W + f, first_value + v_mean)
-    tl.store(space.weight + row, weight)
-    tl.store(space.least + row, 1e-6 * (spread + weight * variance))
-
-
 def drawn_starts(sample: Sample, wide: int, count: int, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Keys [R C, E] and values [R C, F] drawn by the attention that some queries pay them; NaN where there are none."""
     rows, some, width = sample.joint.shape
