@@ -126,7 +126,7 @@ class Start(NamedTuple):
             order = torch.zeros(len(legal) + 1, dtype=torch.int64, device=k.device)
             some = order.scatter(0, place, torch.arange(len(legal), device=k.device))[some]  # the legal keys first
         k_some, v_some, q_some = k[some], v[some], queries_of(call, row).to(k)
-        finite = (k_some.isfinite().all(-1) & v_some.isfinite().all(-1)).unsqueeze(-1)
+        finite = (k_some.sum(-1, keepdim=True) + v_some.sum(-1, keepdim=True)).isfinite()  # or too large to add
         k_some, v_some = torch.where(finite, k_some, 0), torch.where(finite, v_some, 0)
         space = Space.of(call.scale * q_some, k_some, v_some)
         if call.warm_centres is not None and call.warm_values is not None:

@@ -16,20 +16,24 @@ SEARCH, CLUSTERS, HYBRID = Search(), Clusters(), Hybrid()
 
 
 class Cost(NamedTuple):
-    """Microseconds of a call: what it takes however small it is, and picoseconds per pair of features."""
+    """What dense attention and a search with clusters take on a device."""
 
-    fixed: float
-    pair: float  # of dense attention: per (query, key, feature)
-    query: float  # of a search with clusters, nanoseconds per query and row
-    feature: float  # and nanoseconds per query, row and feature
+    least: float  # us that a search takes however small the grid is: the host's time
+    row: float  # us of each row
+    query: float  # ns of each query, besides
+    feature: float  # ns of each query and feature of key and value, besides
+    pair: float  # ps of each query and key of dense attention
+    pair_feature: float  # ps of each query, key and feature, besides
 
 
-# Measured; only the ratio of the two counts. CPU: 2 cores, float32. CUDA: H200, 16 bits and 32 bits.
+# By device and whether numbers have 16 bits. CPU: 2 cores, float32, 24 to 128 points a side, E = 16 to 64, 1 to 8 heads;
+# both grow alike with fewer cores. CUDA: H200, bfloat16, 256 to 1024 points a side, E = 64 and 128, beside cuDNN; 32
+# bits are not measured but taken for eight times as slow. docs/measurements.md, section 13, has the figures.
 COSTS = {
-    ("cpu", False): Cost(0.0, 8.0, 2200.0, 30.0),
-    ("cpu", True): Cost(0.0, 8.0, 2200.0, 30.0),
-    ("cuda", True): Cost(400.0, 0.0035, 1.0, 0.025),
-    ("cuda", False): Cost(400.0, 0.02, 1.5, 0.05),
+    ("cpu", False): Cost(0, 4000, 1000, 17, 250, 10.9),
+    ("cpu", True): Cost(0, 4000, 1000, 17, 250, 10.9),
+    ("cuda", True): Cost(1600, 0, 1.5, 0.037, 0, 0.004),
+    ("cuda", False): Cost(1600, 0, 3, 0.074, 0, 0.032),
 }
 
 
@@ -40,9 +44,9 @@ def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return True  # a device without an engine of its own: the reference is far slower than torch
     rows, queries, keys = q.shape[0] * q.shape[1], q.shape[2:-1].numel(), k.shape[2:-1].numel()
     width = q.shape[-1] + v.shape[-1]
-    dense = rows * queries * keys * width * cost.pair * 1e-6
-    searched = cost.fixed + rows * queries * (cost.query + width * cost.feature) * 1e-3
-    return bool(dense <= searched)
+    dense = rows * queries * keys * (cost.pair + cost.pair_feature * width) * 1e-6
+    searched = rows * (cost.row + queries * (cost.query + cost.feature * width) * 1e-3)
+    return bool(dense <= max(cost.least, searched))
 
 
 def default_tail(weight: str, causal: bool, score: Score, dropout_p: float, window: str) -> Clusters | Hybrid | None:

@@ -145,11 +145,11 @@ class Clusters(Estimator):
         seed: an int or a 0-d int64 tensor; None takes that of the search, or draws one.
 
     >>> Clusters(count=128, seed=0).steps
-    2
+    1
     """
 
     count: int = 256
-    steps: int = 2
+    steps: int = 1
     fit: int = 0
     seed: int | Tensor | None = None
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`

@@ -23,7 +23,7 @@ from .layout import Array
 from .threads import threads
 from .vectors import add_product
 
-MOST_PARTS = 32  # of the keys
+MOST_PARTS = 16  # of the keys: each has scratch, whose first touch takes as long as a tenth of the work
 
 
 class Keys(NamedTuple):
