@@ -26,9 +26,9 @@ class Cost(NamedTuple):
     pair_feature: float  # ps of each query, key and feature, besides
 
 
-# By device and whether numbers have 16 bits. CPU: 2 cores, float32, 24 to 128 points a side, E = 16 to 64, 1 to 8 heads;
-# both grow alike with fewer cores. CUDA: H200, bfloat16, 256 to 1024 points a side, E = 64 and 128, beside cuDNN; 32
-# bits are not measured but taken for eight times as slow. docs/measurements.md, section 13, has the figures.
+# By device and whether numbers have 16 bits. CPU: 2 cores, float32, 24 to 128 points a side, E = 16 to 64, 1 to 8
+# heads; both grow alike with fewer cores. CUDA: H200, bfloat16, 256 to 1024 points a side, E = 64 and 128, beside
+# cuDNN; 32 bits are not measured but taken for eight times as slow. docs/measurements.md, section 13, has the figures.
 COSTS = {
     ("cpu", False): Cost(0, 4000, 1000, 17, 250, 10.9),
     ("cpu", True): Cost(0, 4000, 1000, 17, 250, 10.9),
