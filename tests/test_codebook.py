@@ -111,3 +111,20 @@ def test_a_loaded_or_fitted_codebook_is_a_constant():
     assert not fitted.centres.requires_grad
     with torch.no_grad():
         assert not scram.cluster(Q, k, v, clusters=CLUSTERS).values.requires_grad
+
+
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+@pytest.mark.parametrize("score", ["dot", "cosine", "l2"])
+def test_gradients_through_clusters_and_windows(impl, score):
+    """The labels do not change within the small steps of the check."""
+    shapes = (1, 2, 4, 5, 3), (1, 1, 4, 5, 3), (1, 1, 4, 5, 2), (1, 1, 2, 3), (1, 1, 2, 2)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    found = scram.search(leaves[0], leaves[1], search=scram.Search(matches=2, seed=0), score=score)
+    mask = torch.rand(1, 4, 5) < 0.8
+
+    def attended(q, k, v, *extra):
+        how = {"key_mask": mask, "score": score, "impl": impl}
+        tail = scram.cluster(q, k, v, clusters=scram.Clusters(count=5, seed=0), **how)
+        return tuple(scram.attend(q, k, v, found, tail=tail, radius=(0, 1), extra=extra, **how))
+
+    assert torch.autograd.gradcheck(attended, leaves)
