@@ -78,6 +78,10 @@ def test_other_grids_widths_and_devices_are_refused():
         scram.attend(Q, K, V[..., :2], FOUND, tail=made)
     with pytest.raises(ValueError, match=r"use tail\.to\(q\.device\)"):
         scram.attend(Q, K, V, FOUND, tail=made.to("meta"))
+    with pytest.raises(TypeError, match="device must be a device"):
+        made.to(torch.float64)
+    with pytest.raises(ValueError, match="made for other dtypes"):
+        scram.attend(Q.double(), K.double(), V.double(), FOUND, tail=made)
     with pytest.raises(ValueError, match="fitted for radius"):
         scram.attend(Q, K, V, FOUND, radius=2, tail=book(clusters=scram.Clusters(8, fit=8), matches=FOUND, radius=1))
 

@@ -115,6 +115,28 @@ def test_a_dense_call_compiles_nothing(tmp_path):
     assert found.stdout.strip() == "False"
 
 
+def test_what_torch_cannot_do_is_searched_and_explained():
+    told = scram.explain(SMALL, SMALL, SMALL, weight="relu")
+    assert not told.dense
+    assert "torch's attention has softmax" in str(told)
+
+
+def test_what_is_no_tensor_is_refused_in_words():
+    with pytest.raises(TypeError, match="q must be"):
+        scram.attention(1, SMALL, SMALL)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_a_fit_says_that_it_is_eager():
+    def fitted(q, k, v):
+        return scram.attention(q, k, v, tail=scram.Clusters(count=8, fit=8))
+
+    with pytest.raises(Exception, match=r"pass tail=codebook"):
+        torch.compile(fitted, backend="aot_eager", fullgraph=True)(SMALL, SMALL, SMALL)
+    with pytest.raises(NotImplementedError, match=r"pass tail=codebook"):
+        torch.vmap(fitted, randomness="different")(*[SMALL[None]] * 3)
+
+
 def test_an_unknown_argument_is_explained():
     with pytest.raises(TypeError, match=r"explain\(\) has no argument attn_mask; use key_mask="):
         scram.explain(SMALL, SMALL, SMALL, attn_mask=None)

@@ -42,7 +42,7 @@ BELOW = {
     "dense": {"errors", "scoring", "types"},
     "defaults": {"codebook", "estimators", "types"},
     "validate": {"defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
-    "stages": SHARED | {"codebook", "estimators", "fitting", "ops"},
+    "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops"},
     "api": SHARED
     | {"arguments", "codebook", "defaults", "dense", "dispatch", "errors", "estimators", "layout_hints", "ops"}
     | {"precision", "stages", "validate"},

@@ -284,7 +284,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         raise unknown_arguments("explain", unknown, known)
     given = {name: known[name].default for name in known if name not in ("q", "k", "v")} | arguments
     settings, tail, plan = _plan(q, k, v, **given)
-    return explanation(q, k, plan.dense, plan.automatic, plan.attend.name, settings, plan.radius, tail)
+    return explanation(q, k, v, plan.dense, plan.automatic, plan.attend.name, settings, plan.radius, tail)
 
 
 def _plan(
@@ -306,6 +306,9 @@ def _plan(
     impl: str,
 ) -> tuple[Search, Estimator | Codebook | None, validate.Plan]:
     """The settings of the search, the tail, and what else validating a call of `attention` yields."""
+    if not all([isinstance(x, Tensor) for x in (q, k, v)]):  # noqa: C419 - a list is faster
+        errors.queries_keys(q, k)
+        errors.values(q, k, v)
     errors.tail(tail)
     settings = errors.search_settings(search, SEARCH)
     validate.search(q, k, settings, warm)

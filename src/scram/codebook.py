@@ -85,6 +85,8 @@ class Codebook:
 
     def to(self, device: torch.device | str) -> Codebook:
         """The same clusters on another device."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"device must be a device, got {device}; the numbers of a codebook keep their dtypes")
         tensors = {name: x.to(device) for name in TENSORS if (x := getattr(self, name)) is not None}
         return replace(self, **tensors)
 
@@ -173,6 +175,8 @@ def check_codebook(
     if (book.centres.shape[-1], book.values.shape[-1]) != (width, v.shape[-1]):
         got = f"{book.centres.shape[-1]} and {book.values.shape[-1]}"
         raise ValueError(f"{name} was made for keys and values of widths {got}, these have {width} and {v.shape[-1]}")
+    if (book.centres.dtype == torch.float64) != (v.dtype == torch.float64):
+        raise ValueError(f"{name} was made for other dtypes: its centres are {book.centres.dtype}, v is {v.dtype}")
     if book.centres.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {book.centres.device}; use {name}.to(q.device)")
     if book.score != score or abs(book.scale - scale) > 1e-6 * scale:

@@ -96,6 +96,7 @@ class Explanation:
 def explanation(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     dense: bool,
     automatic: bool,
     engine: str,
@@ -110,7 +111,10 @@ def explanation(
     if dense:
         small = f"on {q.device.type} the grid {size} with width {q.shape[-1]} is too small for a search to be faster"
         return Explanation(True, "torch", None, None, None, (small,), keys, keys, 0)
-    reasons = [f"for the grid {size} a search is cheaper" if automatic else "search, tail, warm or impl was given"]
+    reasons = ["search, tail, warm or impl was given"]
+    if automatic:
+        only_softmax = "torch's attention has softmax and scores by name only"
+        reasons = [only_softmax if dense_is_cheaper(q, k, v) else f"for the grid {size} a search is cheaper"]
     if tail is None:
         reasons.append("no tail: keys outside the windows count nothing")
     window = torch.Size([2 * b + 1 for b in radius]).numel()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import calls, draws, ops
+from . import _compat, calls, draws, errors, ops
 from .calls import ScoreFunction
 from .codebook import Codebook
 from .engines import EngineSpec
@@ -144,6 +144,8 @@ def cluster_keys(
     book = Codebook(*made, score=score, scale=inputs.scale, key_mask=mask)
     if not clusters.fit:
         return book
+    if torch.compiler.is_compiling() or _compat.transforms_active():
+        raise errors.fit_is_eager()
     assert index is not None
     assert radius is not None
     return fitted(book, q, inputs.k, inputs.v, index, radius, clusters.fit, seed)
