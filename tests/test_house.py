@@ -26,7 +26,7 @@ BELOW = {
     "schedule": set(),
     "errors": {"codebook", "estimators", "types"},
     "codebook": {"errors"},
-    "fitting": {"codebook", "grid", "noise"},
+    "fitting": {"clustering", "codebook", "grid", "noise"},
     "types": {"errors", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},
@@ -51,7 +51,7 @@ BELOW = {
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
     "patch": {"_compat", "api", "defaults", "errors", "estimators", "layout_hints", "types"},
-    "missed": {"codebook", "estimators", "exact", "grid", "scoring", "types"},
+    "missed": {"clustering", "codebook", "estimators", "exact", "grid", "scoring", "types"},
     "trust": {"api", "arguments", "codebook", "defaults", "errors", "estimators", "exact", "grid", "measure", "missed"}
     | {"precision", "schedule", "scoring", "types"},
 }

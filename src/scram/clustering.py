@@ -79,6 +79,14 @@ def legal_keys(call: ClusterCall, k_rows: Tensor, v_rows: Tensor) -> Tensor:
     return finite & mask.reshape(finite.shape)
 
 
+def keys_left(sizes: Tensor, label: Tensor, near: Tensor) -> Tensor:
+    """Keys of each cluster that queries have left [n, C]: sizes [C] less the keys, of label [M], near them [n, M]."""
+    count = len(sizes)
+    name = torch.where(label >= 0, label.long(), count).expand(len(near), -1)  # keys of no cluster count in a last one
+    taken = torch.zeros(len(near), count + 1, dtype=torch.int64, device=near.device)
+    return sizes - taken.scatter_add(1, name, near.long())[:, :count]
+
+
 def means(k_rows: Tensor, v_rows: Tensor, label: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean key [R, C, E], mean value [R, C, F] and number of keys [R, C] of each label [R, M], -1 for none."""
     number, width = len(label), k_rows.shape[-1]

@@ -49,6 +49,11 @@ def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return bool(dense <= max(cost.least, searched))
 
 
+def goes_dense(q: Tensor, k: Tensor, v: Tensor, weight: str, score: Score) -> bool:
+    """Whether a call of which nothing is said is dense attention: torch has it, and it is cheaper."""
+    return weight == "softmax" and not callable(score) and dense_is_cheaper(q, k, v)
+
+
 def default_tail(weight: str, causal: bool, score: Score, dropout_p: float, window: str) -> Clusters | Hybrid | None:
     """Clusters for softmax; under causal order keys drawn, which takes neither dropout nor tiles; else no tail."""
     if weight != "softmax" or callable(score):

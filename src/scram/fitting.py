@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .clustering import keys_left
 from .codebook import Codebook, FitReport
-from .grid import coordinates, grid_of, key_row, rows, within
+from .grid import coordinates, grid_of, in_windows, key_row, rows
 from .noise import noise
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the ridge, over the mean square of a query's weights
@@ -114,7 +115,7 @@ def _seen_by_queries(
     source = key_row(row.flatten(), q.shape[1], k.shape[1]).tolist()
     found = []
     for r, at in enumerate(order):
-        label, sizes = book.label.flatten(0, 1)[r].flatten().long(), book.sizes.flatten(0, 1)[r]
+        label, sizes = book.label.flatten(0, 1)[r].flatten(), book.sizes.flatten(0, 1)[r]
         there, centres = label >= 0, book.centres.flatten(0, 1)[r].double()
         k_row, v_row = (torch.where(there.unsqueeze(-1), x[source[r]], 0).double() for x in (k_rows, v_rows))
         for some in at.split(max(1, CHUNK_ELEMENTS // keys)):
@@ -125,25 +126,13 @@ def _seen_by_queries(
             lse = a.logsumexp(1, keepdim=True)
             lse = torch.where(lse == -torch.inf, 0, lse)
             p = (a - lse).exp() * finite
-            near = _in_windows(index_rows[r, some].long(), place, key_grid, radius) & there
-            taken = torch.zeros(len(some), sizes.shape[0] + 1, dtype=torch.int64, device=q.device)
-            taken = taken.scatter_add(1, torch.where(there, label, sizes.shape[0]).expand(len(some), -1), near.long())
-            left = sizes - taken[:, :-1]
+            near = in_windows(index_rows[r, some].long(), place, key_grid, radius) & there
+            left = keys_left(sizes, label, near)
             weights = torch.where(left > 0, left * (book.scale * own @ centres.T - lse).exp(), 0) * finite
             p_near = p * near
             found.append((p @ v_row, p_near.sum(1), p_near @ v_row, weights, p.sum(1)))
     shape = order.shape
     return Seen(*(torch.cat(part).reshape(*shape, *part[0].shape[1:]) for part in zip(*found, strict=True)))
-
-
-def _in_windows(match: Tensor, place: list[Tensor], key_grid: tuple[int, ...], radius: tuple[int, ...]) -> Tensor:
-    """Matches [n, kappa] -> which keys lie in their windows, bool [n, M]."""
-    near = torch.zeros(len(match), len(place[0]), dtype=torch.bool, device=match.device)
-    for one in match.unbind(1):
-        exists = ((one >= 0) & (one < len(place[0]))).unsqueeze(1)
-        centre = [c.unsqueeze(1) for c in coordinates(one.clamp(0, len(place[0]) - 1), key_grid)]
-        near = near | (exists & within(place, centre, radius))
-    return near
 
 
 def _report(report: Seen, error: Tensor, plain: Tensor) -> FitReport | None:

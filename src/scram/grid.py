@@ -74,6 +74,17 @@ def window(radius: Sequence[int], device: torch.device) -> list[Tensor]:
     return [mesh.reshape(-1) for mesh in torch.meshgrid(*steps, indexing="ij")]
 
 
+def in_windows(match: Tensor, place: Sequence[Tensor], key_grid: Grid, radius: Sequence[int]) -> Tensor:
+    """Which keys lie in the windows of matches: int64 [n, kappa] -> bool [n, M]; `place`: where all keys are."""
+    keys = len(place[0])
+    near = torch.zeros(len(match), keys, dtype=torch.bool, device=match.device)
+    for one in match.unbind(1):
+        exists = ((one >= 0) & (one < keys)).unsqueeze(1)
+        centre = [c.unsqueeze(1) for c in coordinates(one, key_grid)]
+        near |= within(place, centre, radius) & exists
+    return near
+
+
 def cell_sides(radius: Sequence[int], key_grid: Grid) -> Grid:
     """Sides of the cells in which a tile attends: a window of that radius touches two of them on an axis at most.
 

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .clustering import keys_left
 from .codebook import Codebook
 from .estimators import Hybrid
 from .exact import _Dense
-from .grid import coordinates, key_row, rows, within
+from .grid import coordinates, in_windows, key_row, rows
 from .scoring import normalized_weights, prepare_key
 from .types import Matches
 
@@ -53,7 +54,8 @@ class Missed:
     def _of_each(self, row: int, at: Tensor) -> tuple[Tensor, ...]:
         """The figures of some queries of a row, each [n]."""
         dense, source = self.dense, self.dense.key_row(row)
-        legal, inside = dense.legal(row, at), self._inside(row, at)
+        legal, matches = dense.legal(row, at), self.index[row, at].long()
+        inside = in_windows(matches, self.place, self.key_grid, self.radius)
         keys, values = dense.shown(dense.k[source], row), dense.shown(self.values[source], row)
         on_grid = inside
         if self.extra is not None:
@@ -76,26 +78,14 @@ class Missed:
         none = lse == -torch.inf
         return tuple(torch.where(none, torch.nan, x) for x in (mass, square, tail, size))
 
-    def _inside(self, row: int, at: Tensor) -> Tensor:
-        """Which keys lie in the windows of the queries: [n, M]."""
-        inside = torch.zeros(len(at), self.dense.keys, dtype=torch.bool, device=at.device)
-        for match in self.index[row, at].long().unbind(-1):
-            some = (match >= 0) & (match < self.dense.keys)
-            centre = [c.unsqueeze(-1) for c in coordinates(match, self.key_grid)]
-            inside |= within(self.place, centre, self.radius) & some.unsqueeze(-1)
-        return inside
-
     def _with_clusters(
         self, book: Codebook, row: int, at: Tensor, inside: Tensor, head: Tensor, mass: Tensor, lse: Tensor
     ) -> Tensor:
         """The output of windows and clusters: head [n, F] with its mass [n], lse [n] of all keys -> [n, F]."""
         source = int(key_row(torch.tensor(row), self.dense.heads, book.sizes.shape[1]))
-        label, sizes = book.label.flatten(0, 1)[source].flatten().long(), book.sizes.flatten(0, 1)[source]
+        label, sizes = book.label.flatten(0, 1)[source].flatten(), book.sizes.flatten(0, 1)[source]
         centres, values = (x.flatten(0, 1)[source].to(head.dtype) for x in (book.centres, book.values))
-        count = len(sizes)
-        name = torch.where(label >= 0, label, count).expand(len(at), -1)  # keys of no cluster count in a last one
-        taken = torch.zeros(len(at), count + 1, dtype=torch.int64, device=at.device)
-        left = sizes - taken.scatter_add(1, name, inside.long())[:, :count]
+        count, left = len(sizes), keys_left(sizes, label, inside)
         some = left > 0
         a = self.scale * self.dense.q[row, at].to(head.dtype) @ centres.T - lse.unsqueeze(-1)
         factor = torch.where(some, left, 1).to(head.dtype)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import dispatch, errors, ops
-from .defaults import default_tail, dense_is_cheaper
+from .defaults import default_tail, goes_dense
 from .engines import EngineSpec
 from .estimators import Estimator
 from .layout_hints import warn_about_layout
@@ -107,7 +107,7 @@ def attention(
     radii = attend(q, k, v, radius, scale, weight, extra, dropout_p, window)
     attends = dispatch.choose(impl, q.device, q.dtype, score, window)
     tail = default_tail(weight, causal, score, dropout_p, window)
-    dense = automatic and weight == "softmax" and not callable(score) and dense_is_cheaper(q, k, v)
+    dense = automatic and goes_dense(q, k, v, weight, score)
     plan = Plan(radii, search_engine(impl, q, score, settings), attends, tail, automatic, dense)
     if kind is not None:
         if len(_valid) >= MOST_REMEMBERED:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import api, errors
 from ..codebook import Codebook
-from ..defaults import SEARCH, default_tail, dense_is_cheaper
+from ..defaults import SEARCH, default_tail, goes_dense
 from ..estimators import Clusters, Estimator
 from ..layout_hints import accept
 from ..scoring import accumulator
@@ -63,7 +63,7 @@ class Searching(nn.Module):
             return True
         said = warm is not None or self.keep_matches or self.impl != "auto"
         automatic = self.search.__class__ is str and self.tail.__class__ is str and not said
-        return automatic and weight == "softmax" and not callable(score) and dense_is_cheaper(q, k, v)
+        return automatic and goes_dense(q, k, v, weight, score)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, warm: Matches | None, key_mask: Tensor | None, *,

@@ -1,8 +1,8 @@
 """Keys grouped by content, in Triton: assignment fused with its argmax, sums per cluster as one-hot matrix products.
 
-The steps of k-means read a sample, laid side by side once; then all keys are assigned and their means taken. A kernel
-each turns a sample and some queries into a metric, sums into centres and their forms, forms into labels, labels into
-sums. Nothing has the size of keys times clusters, and the bits are the same every time.
+The steps of k-means read a sample, laid side by side once; then all keys are assigned and their means taken. Metric and
+start are made by torch; a kernel each turns sums into centres and their forms, forms into labels, labels into sums.
+Nothing has the size of keys times clusters, and the bits are the same every time.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def cluster(call: ClusterCall) -> Clustered:
     with on_device(k):
         source, by = _source(call), cs.Drawn(seed_argument(call.seed), group)
         plan = _plan(q.shape, k.shape, v.shape, count, kinds(q, source, by))
-        made, some, scratch = _made(call, plan), source, _scratch(plan, source)
+        made, some, scratch = _made(call), source, _scratch(plan, source)
         if scratch.some_k is not None and scratch.some_v is not None:
             some = cs.Source(scratch.some_k, scratch.some_v, UNMASKED, None, None, plan.some)
         forms, parts, far = scratch.forms, scratch.parts, scratch.far
@@ -119,7 +119,7 @@ class _Scratch(NamedTuple):
     some_v: Tensor | None
 
 
-def _made(call: ClusterCall, plan: _Plan) -> Clustered:
+def _made(call: ClusterCall) -> Clustered:
     k, v = call.k, call.v
     shape = (*k.shape[:2], call.clusters)
     wide = (torch.empty((*shape, x.shape[-1]), dtype=torch.float32, device=k.device) for x in (k, v))
