@@ -28,6 +28,11 @@ BELOW = {
     "codebook": {"errors"},
     "fitting": {"clustering", "codebook", "grid", "noise", "statistics"},
     "statistics": set(),
+    "cost": {"codebook", "estimators", "grid", "schedule", "scoring", "types"},
+    "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
+    "plan": {"api", "errors", "estimators", "statistics", "truth", "types"},
+    "tune": {"api", "arguments", "cost", "defaults", "errors", "estimators", "grid", "plan", "precision", "statistics"}
+    | {"truth", "types", "validate"},
     "types": {"errors", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},
@@ -41,7 +46,7 @@ BELOW = {
     "dispatch": {"cpu", "engines", "errors", "gpu", "reference", "types"},
     "ops": SHARED | {"dispatch", "errors"},
     "dense": {"errors", "scoring", "types"},
-    "defaults": {"codebook", "estimators", "types"},
+    "defaults": {"codebook", "cost", "estimators", "types"},
     "validate": {"defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
     "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops"},
     "api": SHARED
@@ -53,8 +58,8 @@ BELOW = {
     | {"scoring", "types"},
     "patch": {"_compat", "api", "defaults", "errors", "estimators", "layout_hints", "types"},
     "missed": {"clustering", "codebook", "estimators", "exact", "grid", "scoring", "types"},
-    "trust": {"api", "arguments", "codebook", "defaults", "errors", "estimators", "exact", "grid", "measure", "missed"}
-    | {"precision", "schedule", "scoring", "statistics", "types"},
+    "trust": {"api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "exact", "grid", "measure"}
+    | {"missed", "precision", "scoring", "statistics", "types"},
 }
 
 

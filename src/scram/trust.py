@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ from torch import Tensor
 from . import api, errors, measure
 from .arguments import explains, renamed, renamed_attribute
 from .codebook import Codebook, check_codebook
+from .cost import Cost, keys_visited, tail_size
 from .defaults import SEARCH, default_tail
 from .estimators import Clusters, Hybrid
 from .exact import _Dense
 from .grid import grid_of
 from .missed import Figures, Missed
 from .precision import ignores_autocast
-from .schedule import TILE_QUERIES, moves, offers
-from .scoring import default_scale, prepare_query
+from .scoring import default_scale
 from .statistics import Interval, mean, quantile
 from .types import Matches, Score, Search
 
@@ -31,14 +31,6 @@ LEAST_RECALL = 0.9  # below it the search itself is to blame
 MOST_DRAWN_ERROR = 0.25  # "tail" with drawn keys: the predicted error of a typical query
 VERDICTS = ("sparse", "tail", "dense")  # from the cheapest on
 ROWS_SHOWN = 16
-
-
-class Cost(NamedTuple):
-    """Keys scored per query, at most: by SCRAM's windows, with the tail (one per cluster), by dense attention."""
-
-    sparse: int
-    tail: int
-    dense: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,14 +150,7 @@ def _words(tail: Clusters | Codebook | Hybrid | None) -> str:
     """The tail in words."""
     if tail is None:
         return "no tail"
-    return f"{tail.samples} drawn keys" if isinstance(tail, Hybrid) else f"{_size(tail)} clusters"
-
-
-def _size(tail: Clusters | Codebook | Hybrid | None) -> int:
-    """Number of clusters or of drawn keys."""
-    if isinstance(tail, Codebook):
-        return tail.sizes.shape[-1]
-    return 0 if tail is None else tail.samples
+    return f"{tail.samples} drawn keys" if isinstance(tail, Hybrid) else f"{tail_size(tail)} clusters"
 
 
 def _drawn(samples: int) -> Hybrid:
@@ -239,7 +224,7 @@ def trust(
         Missed(dense, v, extra, matches, window, factor, rest).figures(),
         found,
         math.prod(grid_of(q)),
-        cost=_cost(settings, matches, window, q, k, score, _size(chosen)),
+        cost=keys_visited(q, k, settings, window, chosen, score, matches.index.shape[-1]),
         tail=chosen,
         settings=f"matches={matches.index.shape[-1]}, radius={radius}, sweeps={settings.sweeps}, {_words(chosen)}",
     )
@@ -265,21 +250,3 @@ def _summary(figures: Figures, recall: Tensor, points: int, **rest: Any) -> Trus
         queries=points,
         **rest,
     )
-
-
-def _cost(
-    search: Search, matches: Matches, radius: tuple[int, ...], q: Tensor, k: Tensor, score: Score, tail: int
-) -> Cost:
-    """By the formulas of DESIGN, sections 8 and 14; `tail` is the number of clusters or of drawn keys."""
-    rank, kappa, grid = k.ndim - 3, matches.index.shape[-1], grid_of(k)
-    if (
-        search.resolved_method(prepare_query(q[:0], score)) == "tile"
-    ):  # a query scores what all queries of its tile offer
-        made = [offers(n + 1, search.jumps, search.propagate, search.gossip, grid) for n in range(search.sweeps)]
-        looked = kappa + TILE_QUERIES * sum(len(list(sweep)) for sweep in made)
-    else:
-        offered = len(moves(search.propagate, 1)) * 2 * rank * len(search.jumps)
-        looked = kappa * (1 + search.sweeps * (offered + search.gossip + max(grid).bit_length()))
-    window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
-    keys = math.prod(grid)
-    return Cost(looked + window, looked + window + min(tail, keys), keys)
