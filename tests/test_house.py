@@ -30,7 +30,7 @@ BELOW = {
     "statistics": set(),
     "cost": {"codebook", "estimators", "grid", "schedule", "scoring", "types"},
     "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
-    "plan": {"api", "errors", "estimators", "statistics", "truth", "types"},
+    "plan": {"api", "codebook", "errors", "estimators", "statistics", "truth", "types"},
     "tune": {"api", "arguments", "cost", "defaults", "errors", "estimators", "grid", "plan", "precision", "statistics"}
     | {"truth", "types", "validate"},
     "types": {"errors", "schedule"},
@@ -57,9 +57,8 @@ BELOW = {
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
     "patch": {"_compat", "api", "defaults", "errors", "estimators", "layout_hints", "types"},
-    "missed": {"clustering", "codebook", "estimators", "exact", "grid", "scoring", "types"},
-    "trust": {"api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "exact", "grid", "measure"}
-    | {"missed", "precision", "scoring", "statistics", "types"},
+    "trust": {"api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "plan"}
+    | {"precision", "scoring", "statistics", "truth", "types"},
 }
 
 
@@ -70,7 +69,6 @@ TESTED_IN = {
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
     "nn/__init__": "nn/test_grid_attention.py",
-    "missed": "test_trust.py",
     "stages": "test_api.py",
     "engines/cpu/cluster_tail_backward": "engines/test_cluster_tail.py",
     **{f"engines/{name}": "engines/test_engine.py" for name in ("__init__", *(f"{x}/__init__" for x in FOLDERS))},

@@ -44,7 +44,7 @@ def keys_visited(
 
     >>> q = torch.zeros(1, 1, 64, 64, 32)
     >>> keys_visited(q, q, Search(), (1, 1), Clusters(count=256))
-    Cost(sparse=205, tail=461, dense=4096)
+    Cost(sparse=245, tail=501, dense=4096)
     """
     grid, kappa = grid_of(k), matches or search.matches
     if search.resolved_method(prepare_query(q[:0], score)) == "tile":

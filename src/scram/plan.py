@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import api, errors
+from .codebook import Codebook
 from .estimators import Clusters, Hybrid
 from .statistics import CONFIDENCE
 from .truth import Errors, Truth, every_key
@@ -39,7 +40,7 @@ class Setting:
     """
 
     search: Search | None = None
-    tail: Clusters | Hybrid | None = None
+    tail: Clusters | Codebook | Hybrid | None = None
     radius: int | tuple[int, ...] = 1
     window: str = "query"
 
@@ -73,6 +74,8 @@ class Setting:
             return f"{matches}, windows only"
         if isinstance(self.tail, Hybrid):
             return f"{matches}, {self.tail.samples} drawn keys"
+        if isinstance(self.tail, Codebook):
+            return f"{matches}, {self.tail.sizes.shape[-1]} clusters"
         return f"{matches}, {self.tail.count} clusters{', fitted' if self.tail.fit else ''}"
 
 
@@ -82,6 +85,8 @@ def _listed(arguments: dict[str, Any]) -> str:
 
 def _code(value: Any) -> str:
     """Python that makes a value; of settings only what is not the default."""
+    if isinstance(value, Codebook):
+        return "codebook"
     if not isinstance(value, (Search, Clusters, Hybrid)):
         return getattr(value, "__name__", repr(value))
     given = [(x.name, getattr(value, x.name)) for x in fields(value) if x.init and getattr(value, x.name) != x.default]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import api, errors, validate
 from .arguments import explains
-from .cost import keys_visited
+from .cost import keys_visited, tail_size
 from .defaults import default_tail
 from .estimators import Clusters, Hybrid
 from .grid import grid_of
@@ -191,9 +191,9 @@ class Work(NamedTuple):
 
     @staticmethod
     def of(setting: Setting) -> Work:
-        tail = setting.tail
         matches = 0 if setting.search is None else setting.search.matches
-        return Work(matches, 0 if tail is None else tail.samples, tail.fit if isinstance(tail, Clusters) else 0)
+        fit = setting.tail.fit if isinstance(setting.tail, Clusters) else 0
+        return Work(matches, tail_size(setting.tail), fit)
 
     def within(self, other: Work) -> bool:
         return all(a <= b for a, b in zip(self, other, strict=True))
