@@ -162,29 +162,6 @@ def test_intervals_enclose_the_truth():
     assert torch.stack(widths).mean() < 0.1
 
 
-@pytest.mark.parametrize("method", ["query", "tile"])
-def test_the_cost_is_what_the_search_scores(method):
-    """Counted in the reference with a score that counts; no more, and, since some offers fail, not much less."""
-    grid, sweeps, scored = (16, 16), 3, 0
-
-    def score(q, k):
-        nonlocal scored
-        pairs = torch.broadcast_tensors(q, k)[0]
-        scored += pairs[..., 0].numel()
-        return (q * k).sum(-1)
-
-    q, k = torch.randn(1, 1, *grid, 4), torch.randn(1, 1, *grid, 4)
-    search = scram.Search(method, matches=2, sweeps=sweeps, jumps=(2, 1), gossip=2, seed=0)
-    matches = scram.search(q, k, search=search, score=score)
-    made = scored / 256
-    found = scram.trust(q, k, k, search=search, radius=0, matches=matches, tail=scram.Clusters(count=40))
-    looked = found.cost.sparse - 2  # without the windows
-    assert 0.9 * looked < made <= looked
-    assert found.cost == (looked + 2, looked + 42, 256)
-    drawn = scram.trust(q, k, k, search=search, radius=0, matches=matches, tail=scram.Hybrid(samples=40))
-    assert drawn.cost == found.cost
-
-
 def test_masked_keys_are_as_if_they_were_not_there():
     q, k, v = (torch.randn(1, 1, 16, 6) for _ in range(3))
     mask = (torch.arange(16) < 9)[None]
