@@ -56,7 +56,9 @@ BELOW = {
     "measure": {"errors", "exact", "grid", "scoring", "types"},
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
-    "patch": {"_compat", "api", "defaults", "errors", "estimators", "layout_hints", "types"},
+    "layers": {"layout_hints", "plan"},
+    "sdpa": {"_compat", "api", "defaults", "errors", "estimators", "layers", "layout_hints", "tune", "types"},
+    "patch": {"_compat", "errors", "estimators", "layers", "sdpa", "types"},
     "trust": {"api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "plan"}
     | {"precision", "scoring", "statistics", "truth", "types"},
 }

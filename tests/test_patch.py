@@ -182,7 +182,7 @@ def test_the_report_does_not_grow_with_the_calls():
             sizes.append(len(pickle.dumps(report)))
     assert (report.replaced, report.left_alone) == (150, 150)
     assert len(report.calls) == 2
-    assert report.calls[scram.patch.Call((2, 2, 20, 8), (2, 2, 20, 8), "")] == 150
+    assert report.calls[scram.sdpa.Call((2, 2, 20, 8), (2, 2, 20, 8), "")] == 150
     assert sizes[2] <= sizes[0] + 4  # the digits of the counts
     assert str(report).splitlines()[:2] == [
         "150 of 300 calls of scaled_dot_product_attention went to SCRAM",

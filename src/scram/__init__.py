@@ -10,22 +10,25 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import dispatch, measure, nn, patch
+    from . import dispatch, measure, nn, patch, sdpa
     from .api import attend, attention, clear_caches, cluster, estimate, explain, search
     from .codebook import Codebook
     from .estimators import Clusters, Estimate, Hybrid, MetropolisHastings, Snis
     from .exact import exact_attention, exact_search, merge
-    from .patch import patch_sdpa
+    from .layers import Plans
+    from .patch import patch_sdpa, survey
     from .plan import Plan
+    from .sdpa import scaled_dot_product_attention
     from .trust import Trust, trust
     from .tune import tune
     from .types import Attended, Matches, Search
 
 __version__ = "0.2.0"
 __all__ = [
-    "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Matches", "MetropolisHastings", "Plan", "Search",
-    "Snis", "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch", "estimate", "exact_attention",
-    "exact_search", "explain", "measure", "merge", "nn", "patch", "patch_sdpa", "search", "trust", "tune",
+    "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Matches", "MetropolisHastings", "Plan", "Plans",
+    "Search", "Snis", "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch", "estimate",
+    "exact_attention", "exact_search", "explain", "measure", "merge", "nn", "patch", "patch_sdpa",
+    "scaled_dot_product_attention", "sdpa", "search", "survey", "trust", "tune",
 ]  # fmt: skip
 # The names that each module defines; every other public name is a module itself.
 _DEFINED = {
@@ -33,8 +36,10 @@ _DEFINED = {
     "codebook": ("Codebook",),
     "estimators": ("Clusters", "Estimate", "Hybrid", "MetropolisHastings", "Snis"),
     "exact": ("exact_attention", "exact_search", "merge"),
-    "patch": ("patch_sdpa",),
+    "layers": ("Plans",),
+    "patch": ("patch_sdpa", "survey"),
     "plan": ("Plan",),
+    "sdpa": ("scaled_dot_product_attention",),
     "trust": ("Trust", "trust"),
     "tune": ("tune",),
     "types": ("Attended", "Matches", "Search"),

@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodWrapperType
 from typing import Any
 
@@ -80,6 +81,17 @@ def inside_mode(function: FunctionType, **names: Any) -> Callable[..., Any] | No
 
 def _no(*tensors: Any) -> bool:
     return False
+
+
+# --- calls that no TorchFunctionMode sees (torch 2.11 to 2.13) ---
+# Fallback: modes see them, so that a `patch_sdpa` around another one would replace what `tune` compares with.
+
+_without_modes: Callable[[], AbstractContextManager[Any]] | None = getattr(torch._C, "DisableTorchFunction", None)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which torch functions run as if no mode were entered."""
+    return nullcontext() if _without_modes is None else _without_modes()
 
 
 # --- what torch is doing with a call (torch 2.11 to 2.13) ---

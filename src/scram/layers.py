@@ -1,0 +1,225 @@
+"""Layers of a model that compute attention: which of them calls, on what grid, by which plan; and plans as one file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+
+from .layout_hints import PREFIXES
+from .plan import Plan
+
+VERSION = 1  # of the JSON
+MOST_LEFT_ALONE = 1024  # tokens of which no grid is known; more are an error
+MOST_PREFIX = 16  # tokens before a grid that a model's config declares
+SIZES = ("image_size", "sample_size")
+
+
+class Plans(dict[str, Plan]):
+    """Plans of the layers of a model by their names; saved and loaded as one JSON file.
+
+    >>> import tempfile
+    >>> q = torch.randn(1, 1, 16, 16, 8)
+    >>> plans = scram.Plans({"blocks.0.attention": scram.tune(q, q, q)})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     plans.save(folder + "/plans.json")
+    ...     scram.Plans.load(folder + "/plans.json") == plans
+    True
+    """
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file."""
+        layers = {name: plan.as_dict() for name, plan in self.items()}
+        text = json.dumps({"format": "scram.Plans", "version": VERSION, "layers": layers}, indent=1, allow_nan=False)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plans:
+        """Read what `save` wrote."""
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict) or data.get("format") != "scram.Plans" or data.get("version") != VERSION:
+                raise ValueError(f"it holds something else, or its version is not {VERSION}")
+            return Plans({name: Plan.from_dict(plan) for name, plan in data["layers"].items()})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} holds no plans that Plans.save wrote: {error}") from error
+
+
+@dataclass
+class Layer:
+    """A layer of a model that calls attention, and how its calls are answered.
+
+    Args:
+        name: of the module within the model that was called; of the shapes where no module calls.
+        grid, prefix: what its tokens are.
+        plan: what was tuned; None where nothing was.
+        why_not: why nothing was tuned.
+        calls: how often it was called; a compiled call counts once, when it is compiled.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    prefix: int
+    plan: Plan | None = None
+    why_not: str = ""
+    calls: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + math.prod(self.grid)
+
+    def row(self) -> tuple[str, ...]:
+        """Name, grid, setting, keys visited, 95th percentile, time of dense attention's, calls."""
+        grid = (f"{self.prefix} + " if self.prefix else "") + " x ".join(map(str, self.grid))
+        if self.plan is None:
+            return self.name, grid, f"default settings: {self.why_not}", "", "", "", str(self.calls)
+        rung = self.plan.rungs[self.plan.chosen]
+        error = "exact" if self.plan.dense else "{:.4f} [{:.4f}, {:.4f}]".format(*(rung.error or ()))
+        return (
+            self.name,
+            grid,
+            str(rung.setting),
+            str(rung.keys),
+            error,
+            f"{1 / self.plan.speedup:.2f}",
+            str(self.calls),
+        )
+
+
+def table(layers: Sequence[Layer], error: float) -> str:
+    """One line per layer."""
+    head = ("layer", "grid", "attention", "keys visited", "95th percentile", "of dense", "calls")
+    rows = [head, *(layer.row() for layer in layers)]
+    widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    times = [(layer.plan.rungs[-1].seconds, layer.plan.speedup) for layer in layers if layer.plan is not None]
+    dense = sum(seconds or 0.0 for seconds, _ in times)
+    chosen = sum((seconds or 0.0) / speedup for seconds, speedup in times)
+    tuned = f"{len(times)} of {len(layers)} layers tuned for an error of at most {error:g}"
+    total = f": {1e3 * chosen:.3g} ms of attention in place of {1e3 * dense:.3g} ms" if times else ""
+    return "\n".join([*lines, tuned + total])
+
+
+def calling_modules() -> list[nn.Module]:
+    """The modules whose methods are running in this thread, the innermost first."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        own = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
+        if isinstance(own, nn.Module) and not (found and found[-1] is own):
+            found.append(own)
+        frame = frame.f_back
+    return found
+
+
+def name_in(root: nn.Module, module: nn.Module) -> str:
+    """The name of a module within the one that was called first; its class where it is none of its parts."""
+    return next((name for name, one in root.named_modules() if one is module), "") or type(module).__name__
+
+
+def grid_of_tokens(tokens: int, modules: Sequence[nn.Module]) -> tuple[tuple[int, ...], int] | str:
+    """The grid and the tokens before it, or why it is not known.
+
+    What a model's config declares by its size and patches; else a square after 0, 1, 2 or 5 tokens.
+    """
+    for module in modules:
+        grid = _declared(getattr(module, "config", None))
+        if grid is not None and 0 <= tokens - math.prod(grid) <= MOST_PREFIX:
+            return grid, tokens - math.prod(grid)
+    for prefix in PREFIXES:
+        side = math.isqrt(max(tokens - prefix, 0))
+        if side > 1 and side * side == tokens - prefix:
+            return (side, side), prefix
+    return f"{tokens} tokens are no square after 0, 1, 2 or 5 others; pass grid=(height, width) and prefix="
+
+
+def _declared(config: Any) -> tuple[int, ...] | None:
+    """The grid of a config of transformers or diffusers; None where it says nothing."""
+
+    def pair(name: str) -> tuple[int, int] | None:
+        value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value, value
+        numbers = tuple(value) if isinstance(value, (tuple, list)) else ()
+        whole = len(numbers) == 2 and all(isinstance(n, int) for n in numbers)
+        return (numbers[0], numbers[1]) if whole else None
+
+    patch = None if config is None else pair("patch_size")
+    size = None if patch is None else next((found for name in SIZES if (found := pair(name))), None)
+    if patch is None or size is None or min(patch) < 1 or any(a % b or a < b for a, b in zip(size, patch, strict=True)):
+        return None
+    return size[0] // patch[0], size[1] // patch[1]
+
+
+@dataclass
+class Hooks:
+    """Says in compiled code, where frames are not seen, which layer is running: by hooks on the modules of layers.
+
+    Args:
+        running: names of layers, the innermost last; only while torch compiles, which one thread does at a time.
+    """
+
+    running: list[str] = field(default_factory=list)
+    _modules: dict[str, ReferenceType[nn.Module]] = field(default_factory=dict)
+    _handles: list[Any] = field(default_factory=list)
+    _users: int = 0  # contexts that are entered
+
+    def add(self, name: str, module: nn.Module) -> None:
+        """A layer and its module; hooked from now on if hooks are attached."""
+        known = self._modules.get(name)
+        if known is None or known() is not module:
+            self._modules[name] = ref(module)
+            if self._users:
+                self._hook(name, module)
+
+    def attach(self) -> None:
+        self._users += 1
+        if self._users > 1:
+            return
+        for name, one in self._modules.items():
+            module = one()
+            if module is not None:
+                self._hook(name, module)
+
+    def detach(self) -> None:
+        self._users -= 1
+        if self._users:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.running.clear()
+
+    def _hook(self, name: str, module: nn.Module) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(_enter(self.running, name)),
+            module.register_forward_hook(_leave(self.running)),
+        ]
+
+
+def _enter(running: list[str], name: str) -> Callable[[nn.Module, Any], None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            running.append(name)
+
+    return hook
+
+
+def _leave(running: list[str]) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            running.pop()
+
+    return hook

@@ -1,0 +1,349 @@
+"""Attention with the signature of torch's: by SCRAM where queries and keys are a grid, by torch where it cannot be."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from . import _compat, api, errors
+from .defaults import SEARCH, goes_dense
+from .estimators import Hybrid
+from .layers import MOST_LEFT_ALONE, Hooks, Layer, Plans, calling_modules, grid_of_tokens, name_in, table
+from .layout_hints import accept
+from .tune import tune
+
+
+class Call(NamedTuple):
+    """A kind of call of `F.scaled_dot_product_attention`: shapes of q and k, and why it was left alone ("": replaced).
+
+    A call in a compiled graph is noted once, when it is compiled, without its shapes. `dense`: SCRAM answered by dense
+    attention, because that is faster, or within the budget the only way.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    why_not: str
+    dense: bool = False
+
+
+@dataclass
+class Report:
+    """What was replaced, what not and why; with an error budget, also how each layer was tuned. Prints itself.
+
+    Args:
+        calls: how often each kind of call came; the memory does not grow with their number.
+        warning: what keeps the patch from working as a whole; "" for nothing.
+        error: the budget; None where there is none.
+        layers: by their names, with a budget.
+        known: plans of layers that were tuned before.
+    """
+
+    calls: Counter[Call] = field(default_factory=Counter)
+    warning: str = ""
+    error: float | None = None
+    layers: dict[str, Layer] = field(default_factory=dict)
+    known: Plans = field(default_factory=Plans)
+
+    @property
+    def replaced(self) -> int:
+        """How many calls went to SCRAM."""
+        return sum(times for call, times in self.calls.items() if not call.why_not)
+
+    @property
+    def left_alone(self) -> int:
+        """How many calls torch answered."""
+        return sum(self.calls.values()) - self.replaced
+
+    @property
+    def plans(self) -> Plans:
+        """The plans of the layers that were tuned: `report.plans.save(path)`."""
+        return Plans({name: layer.plan for name, layer in self.layers.items() if layer.plan is not None})
+
+    def __str__(self) -> str:
+        total = sum(self.calls.values())
+        lines = [f"{self.replaced} of {total} calls of scaled_dot_product_attention went to SCRAM"]
+        for call, times in self.calls.items():
+            shapes = f"q {list(call.q)}" if call.q else "compiled"
+            shapes += f", k {list(call.k)}" if call.k != call.q else ""
+            answer = "SCRAM, by dense attention" if call.dense else "SCRAM"
+            lines.append(f"  {times} x {shapes}: " + (f"left alone: {call.why_not}" if call.why_not else answer))
+        if self.error is not None and self.layers:
+            lines.append(table(list(self.layers.values()), self.error))
+        return "\n".join([*lines, *([f"warning: {self.warning}"] if self.warning else [])])
+
+
+class Tokens(NamedTuple):
+    """What the tokens of a call are."""
+
+    grid: tuple[int, ...]
+    prefix: int  # tokens before the grid
+
+    @property
+    def total(self) -> int:
+        return self.prefix + math.prod(self.grid)
+
+    def __str__(self) -> str:
+        return f"{self.prefix} + {' x '.join(map(str, self.grid))} = {self.total}"
+
+
+_reports: WeakValueDictionary[str, Report] = WeakValueDictionary()  # the compiler takes no other object as a constant
+
+
+def _note_compiled(report: str, layer: str, why_not: str, dense: bool) -> None:
+    """Runs while a graph is traced. A count in the graph would make a new graph of every call."""
+    _reports[report].calls[Call((), (), why_not, dense)] += 1
+    if layer:
+        _reports[report].layers[layer].calls += 1
+
+
+def _note_layer(report: str, layer: str, grid: tuple[int, ...], prefix: int) -> None:
+    """Runs while a graph is traced, for a layer that no eager call came from."""
+    of = _reports[report]
+    plan = of.known.get(layer)
+    why_not = "" if plan else "compiled before it was tuned"
+    of.layers.setdefault(layer, Layer(layer, grid, prefix, plan, why_not))
+
+
+class Replacement:
+    """`F.scaled_dot_product_attention` by SCRAM where it can be; with a budget, each layer by its own plan.
+
+    Args:
+        grid: extents, or "auto".
+        prefix: tokens before the grid; with "auto" it is found.
+        error: the budget of each layer; None for `settings` everywhere.
+        settings: search, radius, tail, window and impl, as in `attention`.
+        plans: of layers that were tuned before.
+        replaces: whether SCRAM answers; else its layers are only tuned, and torch does.
+        model: whose layers the plans are, for a first call that is compiled.
+    """
+
+    def __init__(
+        self, grid: Sequence[int] | str, prefix: int, error: float | None = None, plans: Plans | None = None,
+        replaces: bool = True, model: nn.Module | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
+        search, tail = settings.setdefault("search", "auto"), settings.setdefault("tail", "auto")
+        radius, window = settings.setdefault("radius", 1), settings.setdefault("window", "query")
+        errors.search_settings(search, SEARCH)
+        errors.tail(tail)
+        errors.one_of("impl", settings.setdefault("impl", "auto"), errors.IMPLS)
+        errors.one_of("window", window, errors.WINDOWS)
+        errors.whole("prefix", prefix, 0)
+        self.tokens: Tokens | None = None
+        if isinstance(grid, str):
+            errors.one_of("grid", grid, ("auto",))
+            errors.radius(radius, 2)
+            if prefix:
+                raise ValueError(f'prefix is found with grid="auto", got {prefix}; pass the grid too')
+        else:
+            self.tokens = Tokens(errors.grid(grid), prefix)
+            settings["radius"] = errors.radius(radius, len(self.tokens.grid))
+        if error is not None:
+            errors.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
+            if search != "auto" or tail != "auto":
+                raise ValueError("error chooses search and tail; leave them out, or leave error out")
+        elif plans is not None:
+            raise ValueError("plans keep an error budget; pass error too")
+        if plans is not None:
+            errors.instance("plans", plans, Plans, "scram.Plans", "; scram.Plans.load(path) reads them")
+        self.settings, self.replaces, self.hooks = settings, replaces, Hooks()
+        self.report = Report(error=error, known=Plans(plans or {}))
+        self.report_name = str(id(self.report))
+        _reports[self.report_name] = self.report
+        for name, module in () if model is None else model.named_modules():
+            if name in self.report.known:
+                self.hooks.add(name, module)
+        for note in (_note_compiled, _note_layer):
+            torch.compiler.assume_constant_result(note)  # type: ignore[no-untyped-call] # loads the compiler
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
+        how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        dense = partial(_compat.SDPA, **how)
+        compiling, budget = torch.compiler.is_compiling(), self.report.error is not None
+        modules = calling_modules() if not compiling and (budget or self.tokens is None) else []
+        why_not = self._unlike(query, key, value)
+        found = why_not or self._tokens(query.shape[-2], modules)
+        tokens = Tokens((), 0) if isinstance(found, str) else found
+        why_not = found if isinstance(found, str) else self._why_not(query, key, value, attn_mask, tokens, how)
+        layer = "" if why_not or not budget else self._layer(tokens, modules, query)
+        if why_not:
+            self.note(query, key, layer, why_not)
+            return dense(query, key, value, attn_mask)
+        heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
+        first, k_extra, v_extra = (x[:, :, : tokens.prefix] for x in heads)
+        q, k, v = (x[:, :, tokens.prefix :].reshape(*x.shape[:2], *tokens.grid, x.shape[-1]) for x in heads)
+        accept(q.shape, k.shape)  # the caller gave the grid
+        mask = None
+        if attn_mask is not None:
+            mask = attn_mask.expand(*q.shape[:2], 1, tokens.total).reshape(*q.shape[:2], *tokens.grid)
+        extra = (k_extra, v_extra) if tokens.prefix else None
+        same: dict[str, Any] = {"causal": is_causal, "scale": scale, "key_mask": mask, "extra": extra}
+        if layer and not compiling:
+            self._tune(self.report.layers[layer], modules, q, k, v, dropout_p, same)
+        if not self.replaces:
+            self.note(query, key, layer, "surveyed")
+            return dense(query, key, value, attn_mask)
+        plan = self.report.layers[layer].plan if layer in self.report.layers else self.report.known.get(layer)
+        self.note(query, key, layer, "", self._goes_dense(q, k, v) if plan is None else plan.dense)
+        if plan is None:
+            out = api.attention(q, k, v, dropout_p=dropout_p, **same, **self.settings)
+        else:
+            out = plan(q, k, v, dropout_p=dropout_p, **same)
+        out = out.flatten(2, -2)
+        if tokens.prefix:
+            seen = tokens.prefix if is_causal else tokens.total
+            out = torch.cat([dense(first, heads[1][:, :, :seen], heads[2][:, :, :seen]), out], 2)
+        return out if query.ndim == 4 else out.squeeze(1)
+
+    def _tokens(self, total: int, modules: list[nn.Module]) -> Tokens | str:
+        """What the tokens of a call are, or why that is not known."""
+        if self.tokens is not None:
+            return self.tokens
+        found = grid_of_tokens(int(total), modules)
+        if isinstance(found, str):
+            if total >= MOST_LEFT_ALONE:
+                raise ValueError(found)
+            return found
+        return Tokens(*found)
+
+    def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor) -> str:
+        """The name of the layer that calls; one that is met for the first time is noted."""
+        if torch.compiler.is_compiling():
+            name = self.hooks.running[-1] if self.hooks.running else "compiled"
+            if name in self.report.layers and self.report.layers[name].tokens != tokens.total:
+                name = f"{name}, {tokens.total} tokens"
+            if name not in self.report.layers:
+                _note_layer(self.report_name, name, tokens.grid, tokens.prefix)
+            return name
+        name = name_in(modules[-1], modules[0]) if modules else f"no module, q {list(query.shape)}"
+        if modules:
+            self.hooks.add(name, modules[0])
+        if name in self.report.layers and self.report.layers[name].tokens != tokens.total:
+            name = f"{name}, {tokens.total} tokens"
+        self.report.layers.setdefault(name, Layer(name, *tokens, plan=self.report.known.get(name)))
+        return name
+
+    def _tune(
+        self, layer: Layer, modules: list[nn.Module], q: Tensor, k: Tensor, v: Tensor, dropout_p: float,
+        same: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Tune a layer in its first eager call in eval mode."""
+        if layer.plan is not None:
+            return
+        if modules and modules[0].training:
+            layer.why_not = "it is training; tuned in eval mode"
+        elif dropout_p:
+            layer.why_not = "dropout; tuned without it"
+        else:
+            assert self.report.error is not None
+            how = {name: self.settings[name] for name in ("radius", "window", "impl")}
+            try:  # a fit runs in no compiled graph
+                with _compat.without_modes():
+                    layer.plan, layer.why_not = tune(q, k, v, error=self.report.error, fit=False, **how, **same), ""
+            except ValueError as reason:
+                layer.why_not = str(reason)
+
+    def _goes_dense(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether `attention` with these settings is dense attention."""
+        auto = all(self.settings[name] == "auto" for name in ("search", "tail", "impl"))
+        return auto and goes_dense(q, k, v, "softmax", "dot")
+
+    def note(self, query: Tensor, key: Tensor, layer: str, why_not: str, dense: bool = False) -> None:
+        if torch.compiler.is_compiling():
+            _note_compiled(self.report_name, layer, why_not, dense)
+            return
+        self.report.calls[Call(tuple(query.shape), tuple(key.shape), why_not, dense)] += 1
+        if layer:
+            self.report.layers[layer].calls += 1
+
+    def _unlike(self, query: Tensor, key: Tensor, value: Tensor) -> str:
+        """Why the tensors have no common grid, "" where they may."""
+        if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
+            return "tensors that are not dense"
+        if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
+            return f"{query.ndim} axes, not [B, H, N, E] or [B, N, E]"
+        if self.tokens is None and query.shape[-2] != key.shape[-2]:
+            return f"{query.shape[-2]} queries and {key.shape[-2]} keys, which are not the same grid"
+        return ""
+
+    def _why_not(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, tokens: Tokens, how: dict[str, Any]
+    ) -> str:
+        """The reason to leave a call to torch, "" for none."""
+        if query.shape[-2] != tokens.total or key.shape[-2] != tokens.total or value.shape[-2] != tokens.total:
+            return f"{query.shape[-2]} queries and {key.shape[-2]} keys, the grid has {tokens}"
+        grouped = query.ndim == 4 and key.shape[1] != query.shape[1]
+        if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not how["enable_gqa"]):
+            return "batches or heads that broadcast"
+        if not key.dtype == query.dtype == value.dtype or query.dtype not in errors.DTYPES:
+            return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
+        if not key.device == query.device == value.device:
+            return "tensors on several devices"
+        if how["scale"] is not None and not how["scale"] > 0:
+            return f"a scale of {how['scale']}"
+        if how["dropout_p"] and isinstance(self.settings["tail"], Hybrid):
+            return "dropout, which a tail of drawn keys does not take"
+        if not how["dropout_p"] < 1:
+            return f"a dropout of {how['dropout_p']}"
+        if attn_mask is None:
+            return ""
+        if attn_mask.dtype != torch.bool:
+            return "a float bias, which the search would have to know"
+        if tokens.prefix or how["is_causal"]:
+            return "a mask beside prefix tokens or causal order"
+        if attn_mask.ndim < 2 or attn_mask.ndim > query.ndim or attn_mask.shape[-2] != 1:
+            return "a mask that differs between queries"
+        return "a mask over [B, N, E]" if query.ndim == 3 else ""
+
+
+_direct: dict[tuple[Any, ...], Replacement] = {}
+
+
+def clear_plans() -> None:
+    """Forget the plans of `scaled_dot_product_attention(error=...)`: each layer is tuned again."""
+    for one in _direct.values():
+        one.hooks.detach()
+    _direct.clear()
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    grid: Sequence[int] | str, prefix: int = 0, error: float | None = None,
+) -> Tensor:  # fmt: skip
+    """`torch.nn.functional.scaled_dot_product_attention` for tokens of a grid: where it stood in a model's own code.
+
+    What SCRAM cannot do, such as a float bias, torch does.
+
+    Args:
+        query, key, value: [B, H, N, E], [B, Hk, N, E], [B, Hk, N, F], `prefix` tokens and then the grid, row by row.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: as torch has them.
+        grid: extents of the grid, such as (64, 64), or "auto" (see `patch_sdpa`).
+        prefix: tokens before the grid.
+        error: the module that calls is tuned for this error in its first eager call in eval mode, and keeps its plan
+            until `scram.sdpa.clear_plans()`. None: the default of `scram.attention`.
+
+    Returns:
+        [B, H, N, F].
+
+    >>> q = torch.randn(1, 2, 1 + 64, 8)
+    >>> scram.scaled_dot_product_attention(q, q, q, grid=(8, 8), prefix=1).shape
+    torch.Size([1, 2, 65, 8])
+    """
+    kind = (grid if isinstance(grid, str) else tuple(grid), prefix, error)
+    if kind not in _direct:
+        made = Replacement(grid, prefix, error)
+        made.hooks.attach()
+        _direct[kind] = made
+    return _direct[kind].attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
