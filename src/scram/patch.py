@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from . import _compat, errors
 from .estimators import Clusters, Hybrid
 from .layers import Plans
-from .sdpa import Replacement, Report
+from .sdpa import NO_TOKENS, Replacement, Report
 from .types import Search
 
 NO_INNER_CALL = (
@@ -88,7 +88,7 @@ def survey(
     (['self_attn'], (8, 8))
     """
     errors.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
-    errors.instance("model", model, nn.Module, "a torch.nn.Module", "")
+    errors.instance("model", model, nn.Module, "torch.nn.Module", "")
     patch = _Patch(Replacement(grid, prefix, error, replaces=False, radius=radius, window=window, impl=impl))
     training = [module for module in model.modules() if module.training]
     args, kwargs = (
@@ -165,7 +165,7 @@ class _Patch(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             why_not = "nn.MultiheadAttention returns its weights; pass need_weights=False"
             if kwargs.get("need_weights", True):
-                self.sdpa.note(args[0], args[1], "", why_not)
+                self.sdpa.note(args[0], args[1], "", NO_TOKENS, why_not)
             body = self.multi_head if caller is None else self._copy(caller)
             return (body or func)(*args, **kwargs)
         body = None if caller is None else self._copy(caller)

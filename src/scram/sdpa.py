@@ -94,22 +94,18 @@ class Tokens(NamedTuple):
         return f"{self.prefix} + {' x '.join(map(str, self.grid))} = {self.total}"
 
 
+NO_TOKENS = Tokens((), 0)
 _reports: WeakValueDictionary[str, Report] = WeakValueDictionary()  # the compiler takes no other object as a constant
 
 
-def _note_compiled(report: str, layer: str, why_not: str, dense: bool) -> None:
+def _note_compiled(report: str, layer: str, grid: tuple[int, ...], prefix: int, why_not: str, dense: bool) -> None:
     """Runs while a graph is traced. A count in the graph would make a new graph of every call."""
-    _reports[report].calls[Call((), (), why_not, dense)] += 1
+    into = _reports[report]
+    into.calls[Call((), (), why_not, dense)] += 1
     if layer:
-        _reports[report].layers[layer].calls += 1
-
-
-def _note_layer(report: str, layer: str, grid: tuple[int, ...], prefix: int) -> None:
-    """Runs while a graph is traced, for a layer that no eager call came from."""
-    of = _reports[report]
-    plan = of.known.get(layer)
-    why_not = "" if plan else "compiled before it was tuned"
-    of.layers.setdefault(layer, Layer(layer, grid, prefix, plan, why_not))
+        plan = into.known.get(layer)
+        reason = "" if plan else "compiled before it was tuned"
+        into.layers.setdefault(layer, Layer(layer, grid, prefix, plan, reason)).calls += 1
 
 
 class Replacement:
@@ -155,13 +151,14 @@ class Replacement:
             errors.instance("plans", plans, Plans, "scram.Plans", "; scram.Plans.load(path) reads them")
         self.settings, self.replaces, self.hooks = settings, replaces, Hooks()
         self.report = Report(error=error, known=Plans(plans or {}))
+        # What compiled code reads changes in eager calls only.
+        self.plans, self.lengths = Plans(plans or {}), dict[str, int]()
         self.report_name = str(id(self.report))
         _reports[self.report_name] = self.report
         for name, module in () if model is None else model.named_modules():
-            if name in self.report.known:
+            if name in self.plans:
                 self.hooks.add(name, module)
-        for note in (_note_compiled, _note_layer):
-            torch.compiler.assume_constant_result(note)  # type: ignore[no-untyped-call] # loads the compiler
+        torch.compiler.assume_constant_result(_note_compiled)  # type: ignore[no-untyped-call] # loads the compiler
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -174,11 +171,11 @@ class Replacement:
         modules = calling_modules() if not compiling and (budget or self.tokens is None) else []
         why_not = self._unlike(query, key, value)
         found = why_not or self._tokens(query.shape[-2], modules)
-        tokens = Tokens((), 0) if isinstance(found, str) else found
+        tokens = NO_TOKENS if isinstance(found, str) else found
         why_not = found if isinstance(found, str) else self._why_not(query, key, value, attn_mask, tokens, how)
         layer = "" if why_not or not budget else self._layer(tokens, modules, query)
         if why_not:
-            self.note(query, key, layer, why_not)
+            self.note(query, key, layer, tokens, why_not)
             return dense(query, key, value, attn_mask)
         heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
         first, k_extra, v_extra = (x[:, :, : tokens.prefix] for x in heads)
@@ -192,10 +189,10 @@ class Replacement:
         if layer and not compiling:
             self._tune(self.report.layers[layer], modules, q, k, v, dropout_p, same)
         if not self.replaces:
-            self.note(query, key, layer, "surveyed")
+            self.note(query, key, layer, tokens, "surveyed")
             return dense(query, key, value, attn_mask)
-        plan = self.report.layers[layer].plan if layer in self.report.layers else self.report.known.get(layer)
-        self.note(query, key, layer, "", self._goes_dense(q, k, v) if plan is None else plan.dense)
+        plan = self.plans.get(layer)
+        self.note(query, key, layer, tokens, "", self._goes_dense(q, k, v) if plan is None else plan.dense)
         if plan is None:
             out = api.attention(q, k, v, dropout_p=dropout_p, **same, **self.settings)
         else:
@@ -219,19 +216,19 @@ class Replacement:
 
     def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor) -> str:
         """The name of the layer that calls; one that is met for the first time is noted."""
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if compiling:
             name = self.hooks.running[-1] if self.hooks.running else "compiled"
-            if name in self.report.layers and self.report.layers[name].tokens != tokens.total:
-                name = f"{name}, {tokens.total} tokens"
-            if name not in self.report.layers:
-                _note_layer(self.report_name, name, tokens.grid, tokens.prefix)
-            return name
-        name = name_in(modules[-1], modules[0]) if modules else f"no module, q {list(query.shape)}"
-        if modules:
+        elif modules:
+            name = name_in(modules[-1], modules[0])
             self.hooks.add(name, modules[0])
-        if name in self.report.layers and self.report.layers[name].tokens != tokens.total:
+        else:
+            name = f"no module, q {list(query.shape)}"
+        if self.lengths.get(name, tokens.total) != tokens.total:
             name = f"{name}, {tokens.total} tokens"
-        self.report.layers.setdefault(name, Layer(name, *tokens, plan=self.report.known.get(name)))
+        if not compiling:
+            self.lengths.setdefault(name, tokens.total)
+            self.report.layers.setdefault(name, Layer(name, *tokens, plan=self.plans.get(name)))
         return name
 
     def _tune(
@@ -239,7 +236,7 @@ class Replacement:
         same: dict[str, Any],
     ) -> None:  # fmt: skip
         """Tune a layer in its first eager call in eval mode."""
-        if layer.plan is not None:
+        if layer.name in self.plans:
             return
         if modules and modules[0].training:
             layer.why_not = "it is training; tuned in eval mode"
@@ -250,7 +247,8 @@ class Replacement:
             how = {name: self.settings[name] for name in ("radius", "window", "impl")}
             try:  # a fit runs in no compiled graph
                 with _compat.without_modes():
-                    layer.plan, layer.why_not = tune(q, k, v, error=self.report.error, fit=False, **how, **same), ""
+                    layer.plan = tune(q, k, v, error=self.report.error, fit=False, **how, **same)
+                layer.why_not, self.plans[layer.name] = "", layer.plan
             except ValueError as reason:
                 layer.why_not = str(reason)
 
@@ -259,9 +257,9 @@ class Replacement:
         auto = all(self.settings[name] == "auto" for name in ("search", "tail", "impl"))
         return auto and goes_dense(q, k, v, "softmax", "dot")
 
-    def note(self, query: Tensor, key: Tensor, layer: str, why_not: str, dense: bool = False) -> None:
+    def note(self, query: Tensor, key: Tensor, layer: str, tokens: Tokens, why_not: str, dense: bool = False) -> None:
         if torch.compiler.is_compiling():
-            _note_compiled(self.report_name, layer, why_not, dense)
+            _note_compiled(self.report_name, layer, tokens.grid, tokens.prefix, why_not, dense)
             return
         self.report.calls[Call(tuple(query.shape), tuple(key.shape), why_not, dense)] += 1
         if layer:

@@ -1,0 +1,141 @@
+"""Layers of a model: which module calls, what grid its tokens are, hooks for compiled code, plans as one file."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import scram
+from scram.layers import Hooks, Layer, Plans, calling_modules, grid_of_tokens, name_in, table
+
+
+class Config(dict):
+    """As diffusers has it; `__getattr__` as transformers has it."""
+
+    def __getattr__(self, name):
+        return self.get(name)
+
+
+class Seen(nn.Module):
+    """Says which modules call."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def helper(self):
+        self.found = calling_modules()
+
+    def forward(self, x):
+        self.helper()
+        return x
+
+
+def declaring(**config):
+    module = nn.Identity()
+    module.config = Config(config)
+    return module
+
+
+def test_the_innermost_module_comes_first():
+    inner = Seen()
+    outer = nn.Sequential(nn.Identity(), nn.Sequential(inner))
+    outer(torch.zeros(1))
+    assert inner.found == [inner, outer[1], outer]
+    assert name_in(outer, inner) == "1.0"
+    assert name_in(outer, nn.ReLU()) == "ReLU"
+    assert calling_modules() == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "config", "grid"),
+    [
+        (64, None, ((8, 8), 0)),
+        (197, None, ((14, 14), 1)),
+        (198, None, ((14, 14), 2)),
+        (201, None, ((14, 14), 5)),
+        (197, {"image_size": 224, "patch_size": 16}, ((14, 14), 1)),
+        (33, {"image_size": (32, 64), "patch_size": (8, 8)}, ((4, 8), 1)),
+        (36, {"image_size": (32, 64), "patch_size": 8}, ((4, 8), 4)),
+        (256, {"image_size": (32, 64), "patch_size": 8}, ((16, 16), 0)),  # another size than declared: a square
+        (32, {"sample_size": [8, 16], "patch_size": 2}, ((4, 8), 0)),
+        (64, {"sample_size": 10, "patch_size": 4}, ((8, 8), 0)),  # no whole number of patches
+        (64, {"sample_size": 64, "patch_size": None}, ((8, 8), 0)),
+    ],
+)
+def test_grids_are_found(tokens, config, grid):
+    assert grid_of_tokens(tokens, [] if config is None else [nn.Identity(), declaring(**config)]) == grid
+
+
+@pytest.mark.parametrize("tokens", [77, 200, 1, 4608])
+def test_what_is_no_grid_says_what_to_pass(tokens):
+    assert f"{tokens} tokens are no square" in grid_of_tokens(tokens, [])
+    assert "grid=(height, width)" in grid_of_tokens(tokens, [])
+
+
+def test_plans_are_one_file(tmp_path):
+    q = torch.randn(1, 1, 16, 16, 8)
+    plans = Plans({"a": scram.tune(q, q, q), "b": scram.tune(q, q, q, error=0.5)})
+    plans.save(tmp_path / "plans.json")
+    assert Plans.load(tmp_path / "plans.json") == plans
+    with pytest.raises(FileNotFoundError):
+        Plans.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: [],
+        lambda data: {**data, "format": "scram.Plan"},
+        lambda data: {**data, "version": 2},
+        lambda data: {**data, "layers": {"a": {}}},
+        lambda data: {**data, "layers": 3},
+        lambda data: {name: x for name, x in data.items() if name != "layers"},
+    ],
+)
+def test_another_file_is_refused(tmp_path, change):
+    path = tmp_path / "plans.json"
+    Plans().save(path)
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=r"plans.json holds no plans that Plans.save wrote"):
+        Plans.load(path)
+
+
+def test_hooks_are_there_while_somebody_needs_them():
+    hooks, module = Hooks(), nn.Identity()
+    hooks.add("one", module)
+    assert not module._forward_hooks
+    hooks.attach()
+    hooks.attach()
+    hooks.add("one", module)
+    assert len(module._forward_hooks) == len(module._forward_pre_hooks) == 1
+    late = nn.Identity()
+    hooks.add("two", late)
+    assert len(late._forward_hooks) == 1
+    hooks.detach()
+    assert len(module._forward_hooks) == 1
+    module(late(torch.zeros(1)))
+    assert hooks.running == []  # only while torch compiles
+    hooks.detach()
+    assert not module._forward_hooks
+    assert not late._forward_pre_hooks
+    hooks.attach()
+    assert len(module._forward_hooks) == 1
+
+
+def test_hooks_keep_no_module_alive():
+    hooks = Hooks()
+    hooks.add("one", nn.Identity())
+    hooks.attach()
+    hooks.detach()
+
+
+def test_a_line_for_each_layer():
+    q = torch.randn(1, 1, 16, 16, 8)
+    layers = [Layer("first", (16, 16), 1, scram.tune(q, q, q), calls=3), Layer("second", (4, 4), 0, why_not="why")]
+    lines = table(layers, 0.05).splitlines()
+    assert lines[1].startswith("first   1 + 16 x 16  dense attention")
+    assert lines[2].split("  ")[0] == "second"
+    assert "default settings: why" in lines[2]
+    assert lines[3].startswith("1 of 2 layers tuned for an error of at most 0.05: ")

@@ -1,0 +1,306 @@
+"""torch's signature by SCRAM: budgets of layers, grids that are found, calls that torch answers."""
+
+import contextlib
+import math
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import scram
+from budgets import Model, planned, tokens
+from compiling import graphs_are
+from scram import sdpa
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """Calls of `tune`, which gives plans of windows over the whole grid."""
+    tune, seen = planned()
+    monkeypatch.setattr(sdpa, "tune", tune)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    yield
+    sdpa.clear_plans()
+
+
+def test_each_layer_is_tuned_once(tuned):
+    model, x = Model().eval(), tokens()
+    want = model(x)
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        for _ in range(3):
+            torch.testing.assert_close(model(x), want)
+    assert [shape for shape, _ in tuned] == [(2, 2, 8, 8, 8)] * 2
+    assert [(layer.name, layer.grid, layer.prefix, layer.calls) for layer in report.layers.values()] == [
+        ("blocks.0", (8, 8), 1, 3),
+        ("blocks.1", (8, 8), 1, 3),
+    ]
+    assert "2 of 2 layers tuned for an error of at most 0.1: 2e+03 ms of attention in place of 4e+03 ms" in str(report)
+    assert (report.replaced, report.left_alone) == (6, 0)
+
+
+def test_plans_are_used_again(tuned, tmp_path):
+    model, x = Model().eval(), tokens()
+    with scram.patch_sdpa(grid=(8, 8), prefix=1, error=0.1) as report:
+        want = model(x)
+    report.plans.save(tmp_path / "plans.json")
+    plans = scram.Plans.load(tmp_path / "plans.json")
+    assert list(plans) == ["blocks.0", "blocks.1"]
+    with scram.patch_sdpa(grid=(8, 8), prefix=1, error=0.1, plans=plans) as again:
+        assert (model(x) == want).all()
+    assert len(tuned) == 2
+    assert again.plans == plans
+
+
+def test_a_layer_in_training_is_not_tuned(tuned):
+    model, x = Model().train(), tokens()
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        model(x)
+        assert not tuned
+        assert "default settings: it is training" in str(report)
+        model.eval()(x)
+    assert len(tuned) == 2
+    assert all(layer.plan is not None and not layer.why_not for layer in report.layers.values())
+
+
+def test_what_cannot_be_tuned_says_why(monkeypatch):
+    q = torch.randn(1, 2, 64, 8)
+    with scram.patch_sdpa(grid=(8, 8), error=0.1) as report:
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        assert next(iter(report.layers.values())).why_not == "dropout; tuned without it"
+        bad = q.clone()
+        bad[0, 0, 3, 2] = math.nan
+        F.scaled_dot_product_attention(bad[:1], q, q)
+    assert "finite" in next(iter(report.layers.values())).why_not
+
+
+def test_calls_of_no_module_are_told_by_their_shapes(tuned):
+    q = torch.randn(1, 2, 64, 8)
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        for number in (64, 36, 64):
+            F.scaled_dot_product_attention(*[q[:, :, :number]] * 3)
+    assert list(report.layers) == ["no module, q [1, 2, 64, 8]", "no module, q [1, 2, 36, 8]"]
+    assert len(tuned) == 2
+
+
+def test_a_module_of_two_lengths_is_two_layers(tuned):
+    model = Model().eval()
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        for number in (64, 36, 64, 36):
+            model(tokens(number))
+    assert list(report.layers) == ["blocks.0", "blocks.1", "blocks.0, 36 tokens", "blocks.1, 36 tokens"]
+    assert len(tuned) == 4
+
+
+def test_how_a_call_is_tuned(tuned):
+    q = torch.randn(1, 2, 65, 8)
+    with scram.patch_sdpa(grid=(8, 8), prefix=1, error=0.1, radius=2, window="tile", impl="reference"):
+        F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3)
+    how = tuned[0][1]
+    assert {name: how[name] for name in ("radius", "window", "impl", "causal", "scale", "key_mask", "fit")} == {
+        "radius": (2, 2), "window": "tile", "impl": "reference", "causal": True, "scale": 0.3, "key_mask": None,
+        "fit": False,
+    }  # fmt: skip
+    assert (how["extra"][0] == q[:, :, :1]).all()
+
+
+def test_really_tuned():
+    model, x = Model().eval().requires_grad_(False), tokens(256)
+    want = model(x)
+    with scram.patch_sdpa(grid="auto", error=0.02) as report:
+        out = model(x)
+    assert len(report.plans) == 2
+    assert float((out - want).norm() / want.norm()) < 0.02
+
+
+def test_an_outer_patch_does_not_see_how_layers_are_tuned():
+    """Windows of one key would be the truth that they are compared with."""
+    model, x = Model().eval(), tokens(1024)
+    search = scram.Search(sweeps=0, seed=0)
+    with (
+        scram.patch_sdpa(grid=(32, 32), search=search, radius=0, tail=None) as outer,
+        scram.patch_sdpa(grid=(32, 32), error=0.05) as inner,
+    ):
+        model(x)
+    assert all(plan.rungs[0].error is None or plan.rungs[0].error[0] > 0.05 for plan in inner.plans.values())
+    assert all(plan.check(*torch.randn(3, 1, 1, 32, 32, 8)) is not None for plan in inner.plans.values())
+    assert sum(outer.calls.values()) <= 2
+
+
+def test_contexts_within_each_other(tuned):
+    model, x = Model().eval(), tokens(64)
+    with scram.patch_sdpa(grid=(8, 8), error=0.1) as outer:
+        model(x)
+        with scram.patch_sdpa(grid=(8, 8), error=0.2) as inner:
+            model(x)
+        model(x)
+    assert [layer.calls for layer in outer.layers.values()] == [2, 2]
+    assert [layer.calls for layer in inner.layers.values()] == [1, 1]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_an_error_inside_removes_the_hooks(tuned):
+    model, x = Model().eval(), tokens(64)
+    with contextlib.suppress(KeyError), scram.patch_sdpa(grid="auto", error=0.1):
+        model(x)
+        assert model.blocks[0]._forward_hooks
+        raise KeyError
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_two_threads_do_not_see_each_other(tuned):
+    model, together, reports = Model().eval(), threading.Barrier(2), {}
+
+    def run(number, error):
+        x = tokens(number)
+        with scram.patch_sdpa(grid="auto", error=error) as report:
+            for _ in range(5):
+                together.wait()
+                model(x)
+        reports[number] = report
+
+    threads = [threading.Thread(target=run, args=args) for args in ((64, 0.1), (36, 0.2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(reports) == [36, 64]
+    for number, report in reports.items():
+        assert [layer.tokens for layer in report.layers.values()] == [number] * 2
+        assert [layer.calls for layer in report.layers.values()] == [5, 5]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.slow
+def test_a_tuned_model_compiles_without_a_break(tuned):
+    model, x = Model().eval(), tokens()
+    want = model(x)
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        model(x)
+        with graphs_are(1):
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x), want)
+    assert len(tuned) == 2
+    assert [layer.calls for layer in report.layers.values()] == [2, 2]  # noted while it compiles
+
+
+@pytest.mark.slow
+def test_a_model_compiled_first_runs_the_default_and_says_so(tuned):
+    model, x = Model().eval(), tokens()
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+    assert report.layers["compiled"].why_not == "compiled before it was tuned"
+    assert len(tuned) == 2  # by the call that was not compiled
+
+
+@pytest.mark.slow
+def test_plans_for_a_model_that_is_compiled_first(tuned):
+    model, x = Model().eval(), tokens()
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        want = model(x)
+    torch._dynamo.reset()
+    with scram.patch_sdpa(grid="auto", error=0.1, plans=report.plans, model=model) as again:
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), want)
+    assert again.plans == report.plans
+    assert len(tuned) == 2
+
+
+def test_survey_replaces_nothing(tuned):
+    model, x = Model().train(), tokens(64)
+    want = model.eval()(x)
+    model.train()
+    model.blocks[1].eval()
+    report = scram.survey(model, x, error=0.1)
+    assert len(report.plans) == len(tuned) == 2
+    assert [module.training for module in model.blocks] == [True, False]
+    assert "2 x q [2, 2, 64, 8]: left alone: surveyed" in str(report)
+    seen = []
+    scram.survey(nn.Sequential(model, nn.Identity()).eval(), (x,), error=0.1)
+    model.register_forward_hook(lambda module, args, out: seen.append(out))
+    scram.survey(model, {"x": x}, error=0.1)
+    assert (seen[0] == want).all()
+
+
+def test_no_grid_of_many_tokens_is_an_error():
+    q = torch.randn(1, 1, 1030, 8)
+    with pytest.raises(ValueError, match="1030 tokens are no square"), scram.patch_sdpa(grid="auto"):
+        F.scaled_dot_product_attention(q, q, q)
+    with scram.patch_sdpa(grid="auto") as report:
+        F.scaled_dot_product_attention(*[q[:, :, :77]] * 3)
+        F.scaled_dot_product_attention(q, *[q[:, :, :77]] * 2)
+    assert [call.why_not[:24] for call in report.calls] == ["77 tokens are no square ", "1030 queries and 77 keys"]
+
+
+def test_the_report_says_where_dense_attention_answers(monkeypatch):
+    tune, _ = planned(dense=True)
+    monkeypatch.setattr(sdpa, "tune", tune)
+    q = torch.randn(1, 2, 64, 8)
+    for how in ({}, {"error": 0.1}):
+        with scram.patch_sdpa(grid=(8, 8), **how) as report:
+            torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
+        assert "SCRAM, by dense attention" in str(report)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.2},
+        {"attn_mask": torch.randn(65, 65)},
+        {"attn_mask": torch.ones(65, 65, dtype=torch.bool).tril()},
+    ],
+)
+def test_a_function_of_torch_s_signature(how):
+    q, k, v = torch.randn(3, 2, 4, 65, 8).unbind()
+    ours = scram.scaled_dot_product_attention(q, k, v, **how, grid=(8, 8), prefix=1)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v, **how))
+    grouped = scram.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True, grid="auto")
+    torch.testing.assert_close(grouped, F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True))
+
+
+def test_a_function_with_a_budget(tuned):
+    function = partial(scram.scaled_dot_product_attention, grid="auto", error=0.1)
+    model, x = Model(function=function).eval(), tokens()
+    plain = Model().eval()
+    plain.load_state_dict(model.state_dict())
+    for _ in range(2):
+        torch.testing.assert_close(model(x), plain(x))
+    assert len(tuned) == 2
+    sdpa.clear_plans()
+    assert not any(module._forward_hooks for module in model.modules())
+    model(x)
+    assert len(tuned) == 4
+
+
+@pytest.mark.slow
+def test_a_function_with_a_budget_compiles(tuned):
+    function = partial(scram.scaled_dot_product_attention, grid=(8, 8), prefix=1, error=0.1)
+    model, x = Model(function=function).eval(), tokens()
+    want = model(x)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), want)
+    assert len(tuned) == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"error": -1.0}, "error must be"),
+        ({"error": 0.1, "search": scram.Search()}, "error chooses search and tail"),
+        ({"error": 0.1, "tail": None}, "error chooses search and tail"),
+        ({"plans": scram.Plans()}, "plans keep an error budget"),
+        ({"error": 0.1, "plans": {}}, "plans must be a scram.Plans"),
+        ({"grid": "square"}, "grid must be one of"),
+        ({"grid": "auto", "prefix": 1}, "prefix is found with"),
+    ],
+)
+def test_wrong_settings_are_refused(how, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        scram.patch_sdpa(**{"grid": (8, 8), **how})
