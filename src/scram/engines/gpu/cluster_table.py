@@ -77,6 +77,7 @@ class ClusterMode(NamedTuple):
     DROPOUT: bool
     NARROW: bool  # features and values of 16 bits
     FP16: bool
+    GAINS: bool  # of a fit, whose values are not means: products need more digits than 16 bits have
     BLOCK_C: int  # clusters per product
     PARTS: int  # programs that share the width of a tile's values
 
@@ -110,7 +111,7 @@ def tail_flags(call: ClusterTailCall, half: tuple[int, int, int], exact: tuple[i
     dropout = call.dropout_seed is not None and call.dropout_p > 0
     seen = (call.q.dtype, call.head_out.dtype, call.q.device)
     shapes = (call.index.shape, tuple(call.label.shape[2:]), call.q.shape[-1], call.head_out.shape[-1])
-    return _tail_flags(*shapes, call.radius, call.window, dropout, seen, half, exact)
+    return _tail_flags(*shapes, call.radius, call.window, dropout, call.gains is not None, seen, half, exact)
 
 
 @cached
@@ -122,6 +123,7 @@ def _tail_flags(
     radius: tuple[int, ...],
     window: str,
     dropout: bool,
+    gains: bool,
     seen: tuple[torch.dtype, torch.dtype, torch.device],
     half: tuple[int, int, int],
     exact: tuple[int, int, int],
@@ -145,6 +147,7 @@ def _tail_flags(
         dropout,
         narrow,
         narrow and torch.half in (dtype, value_dtype),
+        gains,
         clusters,
         rows["VROW"].PIECES,
     )

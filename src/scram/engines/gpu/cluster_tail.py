@@ -24,7 +24,7 @@ from .cluster_table import (
 )
 from .launch import Kernel, cached, kinds, on_device
 from .shared_keys import LN2, LOWEST, joined, powers, product
-from .tile_pairs import put_piece
+from .tile_pairs import fine_product, put_piece
 from .windows import dropped
 
 
@@ -62,7 +62,9 @@ def cluster_tail_kernel(t, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.co
         top, whole = higher, whole * shrink + tl.sum(p, 1)
         p = dropped(p, (t.first_name + at)[None, :], here.noise[:, None], t, MODE.DROPOUT)
         value = table_rows(t.table.v, slot, piece, VROW)
-        mixed = product(p.to(value.dtype), value, mixed * shrink[:, None])
+        mixed = fine_product(p, value, mixed * shrink[:, None], MODE.NARROW and MODE.GAINS)
+        if MODE.GAINS and t.table.v_rest is not None:
+            mixed = product(p.to(value.dtype), table_rows(t.table.v_rest, slot, piece, VROW), mixed)
 
     head = tl.load(t.head_lse + point, mask=here.exists, other=-float("inf")).to(tl.float32)
     some = here.exists & ~(whole == 0)
