@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 
 from scram import clustering, dispatch  # noqa: E402
 from scram.engines.gpu import attend_keys, block_sizes, launch, noise, sample, search, windows  # noqa: E402
-from scram.engines.gpu.engine import cluster, cluster_tail, cluster_tail_backward  # noqa: E402
+from scram.engines.gpu.engine import cluster, cluster_backward, cluster_tail, cluster_tail_backward  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -334,8 +334,8 @@ def test_the_clustered_tail_compiles(number, architecture, monkeypatch):
     out, lse = cluster_tail(call)
     cluster_tail_backward(call, out, lse, out, lse)
     wanted = {"table_kernel", "cluster_tail_kernel", "tail_queries_kernel", "tail_clusters_kernel"}
-    kept = set() if one.case.name == "many keys" else {"labels_kernel"}
-    assert set(compiled) == wanted | ({"cells_kernel", "taken_kernel"} if one.case.window == "tile" else kept)
+    counts = {"cells_kernel", "taken_kernel"} if one.case.window == "tile" else {"counts_kernel"}
+    assert set(compiled) == wanted | counts
 
 
 CLUSTERED = [
@@ -357,8 +357,12 @@ def test_clustering_compiles(number, architecture, monkeypatch):
     monkeypatch.setattr(clustering, "SAMPLED_KEYS", given.pop("sample", 1 << 14))
     launch.clear_caches()
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    cluster(cluster_call(**given))
+    call = cluster_call(**given)
+    made = cluster(call)
+    cluster_backward(call, made.sizes, made.label, made.centres, made.values)
     steps = ["assign_kernel", "cluster_sums_kernel", "forms_kernel"]
     last = ["assign_kernel", "cluster_sums_kernel", "means_kernel"]
-    assert compiled == ["sample_kernel", "forms_kernel", *steps, *steps, *last]
+    start = [] if given.get("warm") else ["paid_kernel", "paid_kernel"]
+    space = ["sample_kernel", "metric_kernel", "space_kernel"]
+    assert compiled == [*space, *start, "forms_kernel", *steps, *steps, *last, "spread_kernel"]
     launch.clear_caches()
