@@ -104,7 +104,7 @@ class DrawnTail(NamedTuple):
 
     out: Tensor  # [B, H, *G, F]
     lse: Tensor  # [B, H, *G]
-    variance: Tensor  # [B, H, *G, F], that of the draw; NaN with dropout
+    variance: Tensor  # [B, H, *G, F], that of the draw; inf, unknown, with dropout
     offset: Tensor  # [B, H, *G], what a query adds to the scores of its tail; a constant
     names: Tensor  # int32 [R, m], the keys that the queries of a row share
     represents: Tensor  # float32 [R, m], how many keys each stands for; empty unless stratified

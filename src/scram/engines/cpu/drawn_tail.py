@@ -117,7 +117,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
             out[rows, queries] = answer
             counts = (x[rows, queries].unsqueeze(-1) for x in (seen, left))
             known = call.dropout_seed is None
-            variance[rows, queries] = _variance(p, values, answer, *counts) if known else torch.nan
+            variance[rows, queries] = _variance(p, values, answer, *counts) if known else torch.inf
     points = call.q.shape[:-1]
     full = (*points, out.shape[-1])
     represents = torch.empty(0) if tail.represents is None else tail.represents

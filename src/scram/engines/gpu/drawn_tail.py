@@ -246,7 +246,7 @@ def tail_kernel(
     if MODE.CAUSAL:
         answer = tl.where(spoiled > 0, float("nan"), answer)
 
-    known = tl.full([MODE.BLOCK_Q, VROW.W], float("nan"), tl.float32)
+    known = tl.full([MODE.BLOCK_Q, VROW.W], float("inf"), tl.float32)
     if not MODE.DROPOUT:
         # Values are measured from the mean of a few, so that little cancels in the sums of squares.
         middle_row = t.shared.middle + row * (VROW.W * VROW.PIECES) + f

@@ -53,7 +53,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
             p_tail = torch.where(kept(call, row, query, safe), p_tail / (1 - call.dropout_p), 0)
         out = mix(p_tail, v_seen) + torch.where(head == -torch.inf, 0, p_head * head_out[at].to(wide))
         with torch.no_grad():
-            variance = torch.full_like(out, torch.nan)
+            variance = torch.full_like(out, torch.inf)
             if call.dropout_seed is None:
                 variance = tail_variance(p_tail, v_seen, out, counts, left)
         return out, lse, variance, offset
