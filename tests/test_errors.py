@@ -169,7 +169,12 @@ ERRORS = [
     (lambda: scram.Hybrid(seed=1.5), TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
     (estimate(method="hybrid"), TypeError, r"method must be a scram\.Clusters, .* got str; for example scram.Clusters"),
     (attention(tail=scram.Clusters(), weight="mean"), ValueError, r"clusters of keys need weight='softmax'"),
-    (attention(tail=scram.Hybrid(), dropout_p=0.1), ValueError, r"a tail of drawn keys needs .* no dropout"),
+    (
+        attention(tail=scram.Hybrid(), weight="mean"),
+        ValueError,
+        r"a tail of drawn keys needs .*, got 'mean'; use tail=",
+    ),
+    (attend(tail=scram.Hybrid(), weight="relu"), ValueError, r"a tail of drawn keys needs .*, got 'relu'; use tail="),
     (attention(tail=512), TypeError, r"tail must be None, 'auto', .* got int 512"),
     (
         estimate(method=scram.MetropolisHastings(), extra=PAIR),

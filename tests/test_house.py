@@ -70,6 +70,7 @@ TESTED_IN = {
     **{f"engines/{name}": "engines/test_engine.py" for name in ("__init__", *(f"{x}/__init__" for x in FOLDERS))},
     # A type, and parts of the CPU's kernels that Python cannot call.
     "engines/reference/visited": "engines/test_walk.py",
+    "engines/reference/windows": "engines/test_drawn_tail.py",
     "engines/cpu/candidates": "engines/test_search.py",
     "engines/cpu/compiled": "_compat/test_numba.py",
     "engines/cpu/legal": "engines/test_search.py",
@@ -87,6 +88,7 @@ TESTED_IN = {
     "engines/gpu/tile_pairs": "engines/gpu/test_tile_attend.py",
     "engines/gpu/tile_attend_backward": "engines/gpu/test_tile_attend.py",
     "engines/gpu/shared_keys": "engines/gpu/test_drawn_tail.py",
+    "engines/gpu/tile_heads": "engines/gpu/test_drawn_tail.py",
     "engines/gpu/drawn_tail_backward": "engines/gpu/test_drawn_tail.py",
     "engines/gpu/cluster_backward": "engines/gpu/test_cluster.py",
     "engines/gpu/cluster_forms": "engines/gpu/test_cluster.py",

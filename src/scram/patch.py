@@ -252,8 +252,6 @@ class _Patch(TorchFunctionMode):
             return "tensors on several devices"
         if how["scale"] is not None and not how["scale"] > 0:
             return f"a scale of {how['scale']}"
-        if how["dropout_p"] and isinstance(self.settings["tail"], Hybrid):
-            return "dropout, which a tail of drawn keys does not take"
         if not how["dropout_p"] < 1:
             return f"a dropout of {how['dropout_p']}"
         if attn_mask is None:

@@ -232,7 +232,7 @@ def trust(
     wanted = measure.sample_queries(q, num_queries, seed)
     dense = _Dense(q, k, causal, key_mask, score, wanted)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
-    chosen = default_tail("softmax", causal, score, 0.0, "query") if isinstance(tail, str) else tail
+    chosen = default_tail("softmax", causal, score) if isinstance(tail, str) else tail
     if isinstance(chosen, (Clusters, Codebook)):
         errors.clusters_only("softmax", causal, score)
     if isinstance(chosen, Codebook):
