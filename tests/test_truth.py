@@ -108,6 +108,18 @@ def test_queries_without_a_key_are_left_out():
     assert nothing.keeps(0.0)
 
 
+def test_sizes_are_of_the_queries_that_count():
+    """Under causal order the first half of the queries has no key here."""
+    q, k, v = tensors()
+    mask = (torch.arange(99) >= 50).reshape(1, 9, 11).expand(2, -1, -1)
+    how = {"causal": True, "key_mask": mask}
+    exact = scram.exact_attention(q, k, v, **how).out
+    found = Truth.of(q, k, v, **how).errors(exact + 0.1)
+    rms = exact.flatten(2, 3)[:, :, 50:].square().sum(-1).mean(-1).sqrt()
+    torch.testing.assert_close(found.median.value, (5 * 0.01) ** 0.5 / rms, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.l2, (5 * 0.01) ** 0.5 / rms, rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_not_finite_is_infinitely_far_off():
     q, k, v = tensors()
     out = scram.exact_attention(q, k, v).out.clone()
