@@ -217,10 +217,10 @@ def test_the_ladder_has_what_the_call_takes():
     assert not any("fitted" in str(x) for x in ladder(q, q, radius=(1, 1), fit=False))
     drawn = ladder(q, q, radius=(1, 1), causal=True)
     assert [str(x) for x in drawn][1:3] == ["1 match, 128 drawn keys", "1 match, 512 drawn keys"]
-    for how in (CALLABLE, {"causal": True, "window": "tile"}):
-        assert [str(x) for x in ladder(q, q, radius=(0, 1), **how)] == [
-            f"{n} match{'es' * (n > 1)}, windows only" for n in (1, 4, 16)
-        ]
+    tiles = ladder(q, q, radius=(1, 1), causal=True, window="tile")
+    assert [str(x) for x in tiles] == [str(x) for x in drawn]
+    windows = [f"{n} match{'es' * (n > 1)}, windows only" for n in (1, 4, 16)]
+    assert [str(x) for x in ladder(q, q, radius=(0, 1), **CALLABLE)] == windows
     assert ladder(q, q, radius=(0, 1))[0].radius == (0, 1)
     assert ladder(q, q, radius=(2, 2))[0].radius == 2
     small = ladder(q, q[:, :, :10, :10], radius=(1, 1))
