@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -280,6 +281,26 @@ def modes() -> str:
     ))  # fmt: skip
 
 
+def tune() -> str:
+    """docs/tune: of plans over all draws, one line for each budget."""
+    rows = load("tune_cpu").values()
+    head = ("budget", "kept", "went dense", "times faster than dense", "time over the fastest that keeps it", "most",
+            "within 30 %", f"tuning on 128{BY}128, in dense calls", "most")  # fmt: skip
+    lines = []
+    for budget in next(iter(rows), {"plans": {}})["plans"]:
+        plans = [row["plans"][budget] for row in rows]
+        over = [plan["over_fastest"] for plan in plans]
+        large = [row["plans"][budget]["tuning_in_dense_calls"] for row in rows if row["shape"][2] == 128]
+        faster = statistics.geometric_mean(1 / plan["over_dense"] for plan in plans)
+        lines.append((
+            f"{100 * float(budget):g} %", f"{sum(plan['kept'] for plan in plans)} of {len(plans)}",
+            str(sum(plan["chosen"] == "dense attention" for plan in plans)), f"{faster:.2f}",
+            f"{statistics.geometric_mean(over):.3f}", f"{max(over):.2f}",
+            f"{sum(x <= 1.3 for x in over)} of {len(over)}", f"{statistics.mean(large):.1f}", f"{max(large):.1f}",
+        ))  # fmt: skip
+    return table(head, *lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "others": others,
@@ -296,6 +317,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "search": search,
     "denoise": denoise,
     "modes": modes,
+    "tune": tune,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from scram.calls import DrawnTailCall
 HYBRID = scram.Hybrid(samples=9, seed=11)
 CELLS = scram.Hybrid(samples=12, stratified=True, seed=11)
 SNIS = scram.Snis(samples=17, alpha=0.4, bandwidth=0.8, seed=11)
+DROPOUT_SEED = 3  # of torch's generator
 WALKS = scram.MetropolisHastings(samples=17, chains_per_mode=2, bandwidth=0.8, seed=11)
 
 
@@ -27,6 +29,20 @@ class Estimated:
         return f"{type(self.method).__name__}-{self.case}"
 
 
+FAR = {"grid": (9, 19), "window": "tile", "kappa": 1, "radius": 1}  # several tiles, which do not attend every key
+TILED = [
+    Estimated(Case("tiles", **FAR, heads=2, key_heads=1), replace(HYBRID, samples=40)),
+    Estimated(
+        Case("tiles in causal order", **FAR, causal=True, mask="batch", dropout_p=0.3), replace(HYBRID, samples=40)
+    ),
+    Estimated(Case("tiles with cells", **FAR, causal=True, extra=1), replace(CELLS, samples=40)),
+    Estimated(Case("tiles of rank 1", grid=(150,), key_grid=(99,), window="tile", kappa=1, radius=0), HYBRID),
+    Estimated(Case("tiles of rank 3", grid=(5, 5, 5), window="tile", kappa=1, radius=(0, 1, 1), causal=True), HYBRID),
+    Estimated(Case("tiles of rank 4", grid=(3, 2, 5, 5), window="tile", kappa=1, dropout_p=0.3), HYBRID),
+    Estimated(Case("tiles of one key", grid=(9, 9), key_grid=(1, 1), window="tile"), HYBRID),
+    Estimated(Case("tiles of bfloat16", **FAR, causal=True, dtype=torch.bfloat16), replace(HYBRID, samples=40)),
+    Estimated(Case("tiles of an empty batch", **FAR, batch=0), HYBRID),
+]
 ESTIMATES = [
     Estimated(named("rank 1"), HYBRID),
     Estimated(named("rank 2"), replace(HYBRID, samples=1)),
@@ -52,6 +68,10 @@ ESTIMATES = [
     Estimated(named("bfloat16 l2"), CELLS),
     Estimated(named("cosine"), HYBRID),
     Estimated(named("extra and a masked row"), HYBRID),
+    Estimated(named("dropout"), HYBRID),
+    Estimated(Case("dropout in causal order", heads=2, key_heads=1, causal=True, mask="head", dropout_p=0.3), CELLS),
+    Estimated(Case("dropout of bfloat16", dropout_p=0.3, dtype=torch.bfloat16), HYBRID),
+    *TILED,
     Estimated(named("rank 1"), replace(SNIS, samples=1)),
     Estimated(named("rank 2"), replace(SNIS, alpha=0.0)),
     Estimated(named("rank 3"), replace(SNIS, bandwidth=100.0)),
@@ -85,6 +105,9 @@ SMALL = [  # that run in Triton's interpreter, too
     Estimated(named("rank 1", grid=(9,), extra=1), HYBRID),
     Estimated(named("one key head", grid=(2, 3), width=70, value_width=70), HYBRID),
     Estimated(named("empty batch"), HYBRID),
+    Estimated(Case("dropout", **FEW, causal=True, dropout_p=0.4), HYBRID),
+    Estimated(Case("tiles", grid=(9, 10), kappa=1, window="tile", causal=True, mask="batch", dropout_p=0.3), HYBRID),
+    Estimated(Case("tiles of rank 1", grid=(70,), key_grid=(99,), kappa=1, radius=0, window="tile"), HYBRID),
     Estimated(named("causal, masked, separated", **FEW), replace(SNIS, samples=7)),
     Estimated(named("extra and a masked row", **FEW), replace(SNIS, samples=7)),
     Estimated(named("rank 3", grid=(2, 2, 3)), replace(WALKS, samples=7, burn_in=1)),
@@ -99,19 +122,22 @@ def estimated(name: str) -> Estimated:
 
 def run_estimate(one: Estimated, tensors: Tensors, leaves: list[Tensor], impl: str) -> scram.Estimate:
     q, k, v, *extra = leaves
-    return scram.estimate(
-        q,
-        k,
-        v,
-        tensors.matches,
-        method=one.method,
-        radius=one.case.radius,
-        causal=one.case.causal,
-        key_mask=tensors.key_mask,
-        score=one.case.score,
-        extra=tuple(extra) if extra else None,
-        impl=impl,
-    )
+    if one.case.window not in dispatch.ENGINES[impl].windows:
+        pytest.skip("the engine has no windows of tiles")
+    how = {
+        "radius": one.case.radius,
+        "causal": one.case.causal,
+        "key_mask": tensors.key_mask,
+        "score": one.case.score,
+        "extra": tuple(extra) if extra else None,
+        "impl": impl,
+    }
+    if not one.case.dropout_p and one.case.window == "query":
+        return scram.estimate(q, k, v, tensors.matches, method=one.method, **how)
+    torch.manual_seed(DROPOUT_SEED)
+    more = {"dropout_p": one.case.dropout_p, "window": one.case.window}
+    made = scram.attend(q, k, v, tensors.matches, tail=one.method, **more, **how)
+    return scram.Estimate(made.out, made.lse, None, None, None, None, one.method)
 
 
 def everything(one: Estimated, tensors: Tensors, impl: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -157,7 +183,9 @@ def tail_of_large_scores(impl: str, dtype: torch.dtype, device: str = "cpu") -> 
     leaves = [x.to(device, dtype).requires_grad_() for x in leaves]
     q, k, v, *head = leaves
     index = torch.arange(2 * 56, dtype=torch.int32, device=device).reshape(1, 2, 7, 8, 1) % 56
-    call = DrawnTailCall(q, k, v, index, None, *head, torch.tensor(11), 20, False, (1, 1), False, 0.5)
+    call = DrawnTailCall(
+        q, k, v, index, None, *head, torch.tensor(11), None, 20, False, (1, 1), False, 0.5, 0.0, "query"
+    )
     out, lse, *_ = ops.drawn_tail(dispatch.ENGINES[impl], call)
     wish = torch.randn(out.shape, generator=generator).to(device, dtype)
     grads = torch.autograd.grad((out * wish).sum() + lse.sum(), leaves)

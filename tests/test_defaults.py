@@ -49,16 +49,31 @@ def test_a_large_grid_is_searched_with_clusters():
 
 def test_the_tail_where_nothing_is_said():
     tails = {
-        ("softmax", False, "dot", 0.0, "query"): scram.Clusters(),
-        ("softmax", False, "l2", 0.3, "tile"): scram.Clusters(),
-        ("softmax", True, "dot", 0.0, "query"): scram.Hybrid(),
-        ("softmax", True, "dot", 0.1, "query"): None,
-        ("softmax", True, "dot", 0.0, "tile"): None,
-        ("mean", False, "dot", 0.0, "query"): None,
-        ("softmax", False, max, 0.0, "query"): None,
+        ("softmax", False, "dot"): scram.Clusters(),
+        ("softmax", False, "l2"): scram.Clusters(),
+        ("softmax", True, "dot"): scram.Hybrid(),
+        ("mean", False, "dot"): None,
+        ("relu", True, "dot"): None,
+        ("softmax", False, max): None,
+        ("softmax", True, max): None,
     }
     for call, tail in tails.items():
         assert defaults.default_tail(*call) == tail
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_under_causal_order_keys_are_drawn_whatever_the_window_and_dropout(window, dropout_p):
+    how = {"causal": True, "window": window, "dropout_p": dropout_p, "radius": 0}
+    assert scram.explain(LARGE, LARGE, LARGE, **how).tail == scram.Hybrid()
+    q, search = torch.randn(1, 2, 8, 24, 16), scram.Search(seed=3)  # three tiles
+    found = scram.search(q, q, search=search, causal=True)
+    torch.manual_seed(5)
+    out = scram.attention(q, q, q, search=search, **how)
+    torch.manual_seed(5)
+    assert torch.equal(out, scram.attend(q, q, q, found, tail=scram.Hybrid(seed=3), **how).out)
+    torch.manual_seed(5)
+    assert not torch.allclose(out, scram.attend(q, q, q, found, **how).out)
 
 
 def test_a_seed_of_the_search_governs_the_tail():
@@ -98,7 +113,7 @@ def test_with_enough_in_the_tail_a_search_is_exact(causal):
         ({"tail": "clusters"}, "tail must be"),
         ({"search": "best"}, "search must be one of 'auto'"),
         ({"tail": scram.Clusters(), "causal": True}, "no causal order"),
-        ({"tail": scram.Hybrid(), "dropout_p": 0.1}, "no dropout"),
+        ({"tail": scram.Hybrid(), "weight": "mean"}, "needs weight='softmax'"),
         ({"tail": scram.Snis()}, "tail must be"),
     ],
 )

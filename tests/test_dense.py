@@ -34,6 +34,16 @@ def test_a_query_without_a_legal_key_has_output_0():
     torch.testing.assert_close(out[0], scram.exact_attention(Q, K, V).out[0])
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 6), (2, 4, 5, 6)])
+def test_what_a_masked_key_holds_does_not_matter(shape):
+    mask = torch.ones(shape, dtype=torch.bool)
+    mask[..., 2, 3] = False
+    bad_k, bad_v = K.clone(), V.clone()
+    bad_k[..., 2, 3, 0], bad_v[..., 2, 3, 1] = torch.nan, torch.inf
+    want = dense_attention(Q, K, V, key_mask=mask)
+    torch.testing.assert_close(dense_attention(Q, bad_k, bad_v, key_mask=mask), want)
+
+
 def test_extra_keys_are_more_keys():
     extra = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 3)
     k, v = (torch.cat([x.flatten(2, 3), more], 2) for x, more in zip((K, V), extra, strict=True))

@@ -62,6 +62,9 @@ PAIR = (torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 9))
 ERRORS = [
     # Settings.
     (lambda: scram.trust(Q[:0], K[:0], V[:0]), ValueError, "q must hold at least one query, got"),
+    (lambda: scram.tune(Q[:0], K[:0], V[:0]), ValueError, "q must hold at least one query, got"),
+    (lambda: scram.tune(Q, K, V, error=-1), ValueError, r"error must be in \[0, inf\), got -1; 0.05 is 5 %"),
+    (lambda: scram.tune(Q, K, V, fit="no"), TypeError, "fit must be True or False, got str 'no'"),
     (lambda: scram.trust(Q / 0, K, V), ValueError, "q must be finite, .* values are NaN or infinite"),
     (lambda: scram.patch_sdpa(grid=8), ValueError, "grid must be a sequence of 1 to 4 extents"),
     (lambda: scram.Search(matches=1.5), TypeError, "matches must be an int, got float 1.5"),
@@ -169,7 +172,12 @@ ERRORS = [
     (lambda: scram.Hybrid(seed=1.5), TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
     (estimate(method="hybrid"), TypeError, r"method must be a scram\.Clusters, .* got str; for example scram.Clusters"),
     (attention(tail=scram.Clusters(), weight="mean"), ValueError, r"clusters of keys need weight='softmax'"),
-    (attention(tail=scram.Hybrid(), dropout_p=0.1), ValueError, r"a tail of drawn keys needs .* no dropout"),
+    (
+        attention(tail=scram.Hybrid(), weight="mean"),
+        ValueError,
+        r"a tail of drawn keys needs .*, got 'mean'; use tail=",
+    ),
+    (attend(tail=scram.Hybrid(), weight="relu"), ValueError, r"a tail of drawn keys needs .*, got 'relu'; use tail="),
     (attention(tail=512), TypeError, r"tail must be None, 'auto', .* got int 512"),
     (
         estimate(method=scram.MetropolisHastings(), extra=PAIR),

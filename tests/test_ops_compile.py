@@ -38,8 +38,8 @@ def op_calls():
         yield from both_passes("attend", call, slice(0, 2))
     out, lse = OPS.attend(*call, "numba")
     head = (torch.randn_like(out, requires_grad=True), torch.randn_like(lse))
-    for stratified in (False, True):
-        call = (q, k, v, index, mask, *head, seed, 6, stratified, [1, 1], False, 0.3)
+    for stratified, dropout in ((False, (None, 0.0)), (True, (None, 0.0)), (False, (seed, 0.2))):
+        call = (q, k, v, index, mask, *head, seed, dropout[0], 6, stratified, [1, 1], False, 0.3, dropout[1], "query")
         yield from both_passes("drawn_tail", call, slice(3, 6))
     clustering = (q, k, v, mask, None, None, seed, 6, 2, 0.3)
     yield from both_passes("cluster", clustering, slice(2, 4))
@@ -90,6 +90,27 @@ def test_compiled_equals_eager(name):
     with graphs_are(1):
         compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)
         assert_equal(results(compiled, tensors), results(attention, tensors))
+
+
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_compiled_dropout_beside_drawn_keys_equals_eager(window):
+    how = {"tail": scram.Hybrid(samples=9, seed=1), "causal": True, "dropout_p": 0.3, "window": window, "radius": 0}
+
+    def attention(q, k, v):
+        return scram.attention(q, k, v, search=SEARCH, **how)
+
+    def seeded(function):
+        torch.manual_seed(3)
+        return results(function, tensors)
+
+    tensors = leaves(9, 10)
+    with graphs_are(1):
+        compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)
+        ours, theirs = seeded(compiled), seeded(attention)
+    if window == "query":
+        assert_equal(ours, theirs)
+    for one, other in zip(ours, theirs, strict=True):  # a graph has room for more cells: other roundings
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.slow

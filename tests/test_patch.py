@@ -74,6 +74,21 @@ def test_it_is_scram_that_answers(window):
     assert (out.unflatten(2, GRID) == scram.attention(*parts, search=search, radius=0, window=window)).all()
 
 
+@pytest.mark.parametrize("window", ["query", "tile"])
+@pytest.mark.parametrize("tail", ["auto", scram.Hybrid(samples=64, seed=1)], ids=["auto", "Hybrid"])
+def test_dropout_beside_drawn_keys(window, tail):
+    q, k, v = tensors(20)
+    search = scram.Search(seed=3)
+    how = {"search": search, "radius": 0, "window": window, "tail": tail}
+    with scram.patch_sdpa(grid=GRID, **how) as report:
+        torch.manual_seed(1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.3)
+    assert report.replaced == 1
+    torch.manual_seed(1)
+    parts = [x.unflatten(2, GRID) for x in (q, k, v)]
+    assert torch.equal(out.unflatten(2, GRID), scram.attention(*parts, causal=True, dropout_p=0.3, **how))
+
+
 LEFT = {
     "another length": (tensors(19), {}, r"19 queries and 19 keys, the grid has 1 \+ 4 x 5 = 21"),
     "fewer keys": ([x[:, :, :n] for x, n in zip(tensors(), (21, 9, 9), strict=True)], {}, "21 queries and 9 keys"),

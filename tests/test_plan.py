@@ -172,6 +172,9 @@ def test_check_says_whether_the_promise_holds():
     torch.testing.assert_close(broken.errors.p95.value, (off / rms).quantile(0.95, -1), rtol=1e-3, atol=1e-5)
     assert broken.errors.p95.low < broken.errors.p95.value < broken.errors.p95.high
     assert isinstance(broken, Check)
+    between = replace(made, error=float(broken.errors.p95.value) * 1.01).check(q / 20, k, v, scale=1.0, num_queries=150)
+    assert not between
+    assert "open, compare more queries" in str(between)
     assert plan(Setting(), error=1e-4).check(q, k, v)
 
 

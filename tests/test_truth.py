@@ -76,6 +76,15 @@ def test_errors_are_those_of_the_definition():
     assert not found.keeps(worst * 0.999)
 
 
+def test_the_root_mean_square_is_of_the_sample_too():
+    """All errors are equal, sizes are not: what is open is the root alone."""
+    size = torch.randn(1, 1, 100).exp()
+    found = Errors.of(torch.ones(1, 1, 100), size, 1000).p95
+    assert found.low < 0.98 * found.value
+    assert found.high > 1.02 * found.value
+    assert Errors.of(torch.ones(1, 1, 100), size, 100).p95.high == found.value
+
+
 def test_every_head_must_keep_it():
     q, k, v = tensors()
     out = scram.exact_attention(q, k, v).out.clone()
@@ -106,6 +115,18 @@ def test_queries_without_a_key_are_left_out():
     assert found.worst[2] == float(found.p95.high[0].max())
     nothing = Truth.of(q, k, v, key_mask=mask & False).errors(torch.zeros(2, 2, 9, 11, 5))
     assert nothing.keeps(0.0)
+
+
+def test_sizes_are_of_the_queries_that_count():
+    """Under causal order the first half of the queries has no key here."""
+    q, k, v = tensors()
+    mask = (torch.arange(99) >= 50).reshape(1, 9, 11).expand(2, -1, -1)
+    how = {"causal": True, "key_mask": mask}
+    exact = scram.exact_attention(q, k, v, **how).out
+    found = Truth.of(q, k, v, **how).errors(exact + 0.1)
+    rms = exact.flatten(2, 3)[:, :, 50:].square().sum(-1).mean(-1).sqrt()
+    torch.testing.assert_close(found.median.value, (5 * 0.01) ** 0.5 / rms, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.l2, (5 * 0.01) ** 0.5 / rms, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_not_finite_is_infinitely_far_off():

@@ -80,12 +80,13 @@ def attend(
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
     window: str = "query",
-    tail: Codebook | None = None,
+    tail: Codebook | Hybrid | None = None,
     impl: str = "auto",
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
 
-    With a `tail` all keys outside the windows count too, by clusters; `lse` is then an estimate over all legal keys.
+    With a `tail` all keys outside the windows count too, by clusters or by drawn keys; `lse` is then an estimate over
+    all legal keys.
 
     Differentiable in q, k, v and extra, through `out` and through `lse`; once, and in reverse mode. For second
     derivatives and forward mode use impl="reference".
@@ -107,6 +108,7 @@ def attend(
             on a CPU the reference runs it, tens of times slower than "query".
         tail: clusters of the keys from `cluster`, made with the same score, scale and mask; only for softmax without
             causal order. Gradients reach k and v through it too, where it has them. Dropout takes a cluster for a key.
+            Or `Hybrid`, keys drawn, for softmax: dropout takes a drawn key for itself, whatever it stands for.
         impl: as in `search`.
 
     Returns:
@@ -126,6 +128,10 @@ def attend(
     spec = dispatch.choose(impl, q.device, q.dtype, score, window)
     scale = default_scale(scale, q.shape[-1], score, weight)
     inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
+    if isinstance(tail, Hybrid):
+        errors.hybrid_only(weight)
+        made = stages.hybrid(spec, inputs, matches.index, tail, radii, stages.seed_of(tail), dropout_p, window)
+        return Attended(made.out, made.lse)
     if tail is not None:
         errors.clusters_only(weight, causal, score)
         check_codebook("tail", q, k, v, inputs.k.shape[-1], score, scale, key_mask, radii, tail)
@@ -231,7 +237,7 @@ def attention(
         search: how to look; "auto" is `Search()`. A seed in it governs the tail too.
         tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `Hybrid` (keys
             drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters, and Hybrid under causal
-            order; None for weight="mean" or "relu", callable scores, and causal order with dropout or tiles.
+            order; None for weight="mean" or "relu" and callable scores.
         q, k, v, radius, causal, key_mask, scale, score, weight, extra, dropout_p, warm, window, impl: as in `search`
             and `attend`.
 
@@ -259,7 +265,8 @@ def attention(
     index = ops.search(plan.search, stages.search_call(inputs, settings, seed, warm)).index
     spec = plan.attend
     if isinstance(rest, Hybrid):
-        return stages.hybrid(spec, inputs, index, rest, plan.radius, stages.seed_of(rest, seed)).out
+        own = stages.seed_of(rest, seed)
+        return stages.hybrid(spec, inputs, index, rest, plan.radius, own, dropout_p, window).out
     if isinstance(rest, Clusters):
         rest = stages.cluster_keys(spec, inputs, str(score), rest, stages.seed_of(rest, seed), None, index, plan.radius)
     head = ops.attend(spec, stages.attend_call(inputs, index, plan.radius, weight, dropout_p, window))
@@ -321,7 +328,7 @@ def _plan(
     if isinstance(tail, str):
         return settings, plan.tail, plan
     if isinstance(tail, Hybrid):
-        errors.hybrid_only(weight, dropout_p, window)
+        errors.hybrid_only(weight)
     elif tail is not None:
         errors.clusters_only(weight, causal, score)
         if isinstance(tail, Codebook):
@@ -380,7 +387,8 @@ def estimate(
     scale = default_scale(scale, q.shape[-1], score, "softmax")
     inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
     if isinstance(method, Hybrid):
-        return stages.hybrid(spec, inputs, matches.index, method, radii, stages.seed_of(method))
+        made = stages.hybrid(spec, inputs, matches.index, method, radii, stages.seed_of(method))
+        return stages.as_estimate(made, method)
     if isinstance(method, Clusters):
         errors.clusters_only("softmax", causal, score)
         book = stages.cluster_keys(spec, inputs, str(score), method, stages.seed_of(method), None, matches.index, radii)

@@ -88,11 +88,14 @@ class DrawnTailCall(NamedTuple):
     head_out: Tensor  # [B, H, *G, F]
     head_lse: Tensor  # [B, H, *G]
     seed: Tensor  # int64 []
+    dropout_seed: Tensor | None  # int64 [], that of the head; None without dropout
     samples: int
     stratified: bool
     radius: tuple[int, ...]
     causal: bool
     scale: float
+    dropout_p: float
+    window: str  # "query" or "tile"
     score: ScoreFunction | None = None
 
 
@@ -101,7 +104,7 @@ class DrawnTail(NamedTuple):
 
     out: Tensor  # [B, H, *G, F]
     lse: Tensor  # [B, H, *G]
-    variance: Tensor  # [B, H, *G, F]
+    variance: Tensor  # [B, H, *G, F], that of the draw; inf, unknown, with dropout
     offset: Tensor  # [B, H, *G], what a query adds to the scores of its tail; a constant
     names: Tensor  # int32 [R, m], the keys that the queries of a row share
     represents: Tensor  # float32 [R, m], how many keys each stands for; empty unless stratified

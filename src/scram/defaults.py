@@ -54,13 +54,11 @@ def goes_dense(q: Tensor, k: Tensor, v: Tensor, weight: str, score: Score) -> bo
     return weight == "softmax" and not callable(score) and dense_is_cheaper(q, k, v)
 
 
-def default_tail(weight: str, causal: bool, score: Score, dropout_p: float, window: str) -> Clusters | Hybrid | None:
-    """Clusters for softmax; under causal order keys drawn, which takes neither dropout nor tiles; else no tail."""
+def default_tail(weight: str, causal: bool, score: Score) -> Clusters | Hybrid | None:
+    """Clusters for softmax, under causal order keys drawn; no tail for other weights and callable scores."""
     if weight != "softmax" or callable(score):
         return None
-    if causal:
-        return None if dropout_p or window != "query" else HYBRID
-    return CLUSTERS
+    return HYBRID if causal else CLUSTERS
 
 
 @dataclass(frozen=True)

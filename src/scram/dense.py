@@ -25,7 +25,7 @@ def dense_attention(
 ) -> Tensor:
     """Softmax attention over every legal key by `F.scaled_dot_product_attention`; arguments as in `scram.attention`.
 
-    A query without a legal key has output 0.
+    A query without a legal key has output 0. What a masked key or its value holds does not matter.
     """
     errors.values(q, k, v)
     errors.key_mask(q, k, key_mask)
@@ -35,6 +35,9 @@ def dense_attention(
         errors.order(q, k, causal)
     grid, flat = q.shape[2:-1], [x.flatten(2, -2) for x in (q, k, v)]
     mask = None if key_mask is None else key_mask.reshape(k.shape[0], -1, 1, flat[1].shape[2])
+    if mask is not None:  # torch multiplies what is masked by 0, and 0 * NaN is NaN
+        read = mask.reshape(k.shape[0], k.shape[1] if mask.shape[1] > 1 else 1, -1, flat[1].shape[2]).any(2)
+        flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
     if causal and (mask is not None or extra is not None):
         below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
         mask, causal = below if mask is None else mask & below, False

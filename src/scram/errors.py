@@ -343,10 +343,10 @@ def clusters_only(weight: str, causal: bool, score: Any) -> None:
         )
 
 
-def hybrid_only(weight: str, dropout_p: float, window: str) -> None:
+def hybrid_only(weight: str) -> None:
     """What a tail of drawn keys does not take."""
-    if weight != "softmax" or dropout_p or window != "query":
-        raise ValueError("a tail of drawn keys needs weight='softmax', window='query' and no dropout")
+    if weight != "softmax":
+        raise ValueError(f"a tail of drawn keys needs weight='softmax', got {weight!r}; use tail=None")
 
 
 def search_settings(value: Any, default: Any) -> Any:

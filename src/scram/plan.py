@@ -329,9 +329,10 @@ class Check:
 
     def __str__(self) -> str:
         value, low, high = self.errors.worst
-        heads = self.errors.p95.high
+        heads = self.errors.p95.low
         over = int((heads > self.error).sum())
-        verdict = "the promise is kept" if self.kept else f"the promise is broken in {over} of {heads.numel()} heads"
+        broken = f"the promise is broken in {over} of {heads.numel()} heads" if over else "open, compare more queries"
+        verdict = "the promise is kept" if self.kept else broken
         return (
             f"{self.setting}: {verdict}: error at most {self.error:g}; 95th percentile of the worst head {value:.4f} "
             f"[{low:.4f}, {high:.4f}], {CONFIDENCE:.0%} interval, on {self.num_queries} of {self.queries} queries"

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from . import _compat, api, errors
 from .defaults import SEARCH, goes_dense
-from .estimators import Hybrid
 from .layers import MOST_LEFT_ALONE, Hooks, Layer, Plans, calling_modules, grid_of_tokens, name_in, table
 from .layout_hints import accept
 from .tune import tune
@@ -290,8 +289,6 @@ class Replacement:
             return "tensors on several devices"
         if how["scale"] is not None and not how["scale"] > 0:
             return f"a scale of {how['scale']}"
-        if how["dropout_p"] and isinstance(self.settings["tail"], Hybrid):
-            return "dropout, which a tail of drawn keys does not take"
         if not how["dropout_p"] < 1:
             return f"a dropout of {how['dropout_p']}"
         if attn_mask is None:

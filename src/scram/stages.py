@@ -183,10 +183,18 @@ def join_clusters(
 
 
 def hybrid(
-    spec: EngineSpec, inputs: Inputs, index: Tensor, method: Hybrid, radius: tuple[int, ...], seed: Tensor
-) -> Estimate:
-    """The head by `attend`, then the tail on the keys that the queries of a row share."""
-    head = ops.attend(spec, attend_call(inputs, index, radius, "softmax", 0.0, "query"))
+    spec: EngineSpec,
+    inputs: Inputs,
+    index: Tensor,
+    method: Hybrid,
+    radius: tuple[int, ...],
+    seed: Tensor,
+    dropout_p: float = 0.0,
+    window: str = "query",
+) -> calls.DrawnTail:
+    """The head by `attend`, then the tail on the keys that the queries of a row share; one seed of dropout for both."""
+    head_call = attend_call(inputs, index, radius, "softmax", dropout_p, window)
+    head = ops.attend(spec, head_call)
     call = calls.DrawnTailCall(
         q=inputs.q,
         k=inputs.k,
@@ -196,14 +204,17 @@ def hybrid(
         head_out=head.out,
         head_lse=head.lse,
         seed=seed,
+        dropout_seed=head_call.dropout_seed,
         samples=method.samples,
         stratified=method.stratified,
         radius=radius,
         causal=inputs.causal,
         scale=inputs.scale,
+        dropout_p=dropout_p,
+        window=window,
         score=inputs.score,
     )
-    return as_estimate(ops.drawn_tail(spec, call), method)
+    return ops.drawn_tail(spec, call)
 
 
 def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -> Estimate:

@@ -226,7 +226,7 @@ def trust(
     errors.order(q, k, causal)
     errors.key_mask(q, k, key_mask)
     errors.score(score)
-    chosen = default_tail("softmax", causal, score, 0.0, "query") if isinstance(tail, str) else tail
+    chosen = default_tail("softmax", causal, score) if isinstance(tail, str) else tail
     if isinstance(chosen, (Clusters, Codebook)):
         errors.clusters_only("softmax", causal, score)
     if isinstance(chosen, Codebook):

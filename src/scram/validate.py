@@ -106,7 +106,7 @@ def attention(
     pairs(q, k, causal, key_mask, score)
     radii = attend(q, k, v, radius, scale, weight, extra, dropout_p, window)
     attends = dispatch.choose(impl, q.device, q.dtype, score, window)
-    tail = default_tail(weight, causal, score, dropout_p, window)
+    tail = default_tail(weight, causal, score)
     dense = automatic and goes_dense(q, k, v, weight, score)
     plan = Plan(radii, search_engine(impl, q, score, settings), attends, tail, automatic, dense)
     if kind is not None:

@@ -5,7 +5,14 @@ import torch
 
 import plain
 import scram
-from plain_estimators import assert_close, made_by
+from estimates import DROPOUT_SEED
+from in_interpreter import INTERPRETED
+from on_device import to
+from plain_estimators import WORD, assert_close, made_by
+from plain_tile import tiles
+from scram import dispatch, ops
+from scram.calls import DrawnTailCall
+from scram.noise import draw_seed
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,178 @@ def test_hybrid_in_plain_python(impl, widest, name):
         known = expected.isfinite()
         assert torch.equal(variance.isfinite(), known)
         assert (variance - expected)[known].norm() <= 0.01 * expected[known].norm()
+
+
+def head_of(rule, i):
+    """The keys of query i's windows; under tiles those of the cells that hold a key of a window of its tile."""
+    case, keys = rule.case, range(rule.case.keys)
+    tiled = case.window == "tile"
+    queries = next(tile for tile in tiles(case.grid) if i in tile) if tiled else [i]
+    centres = {rule.places[m] for n in queries for m in rule.matches[n]}
+    near = [j for j in keys if any(plain.distance(rule.places[j], m) <= case.radius for m in centres)]
+    if not tiled:
+        return near
+    sides = [max(1, min(2 * case.radius, extent)) for extent in case.keys_grid]
+    cell = [tuple(c // side for c, side in zip(place, sides, strict=True)) for place in rule.places]
+    listed = {cell[j] for j in near}
+    return [j for j in keys if cell[j] in listed]
+
+
+@pytest.mark.parametrize("name", ["Hybrid-dropout-of-bfloat16", "Hybrid-tiles", "Hybrid-tiles-in-causal-order"])
+def test_dropout_and_tiles_in_plain_python(impl, widest, name):
+    """A drawn key of dropout is known by its own number; no key of a tile's cells is drawn again."""
+    made, rule = made_by(impl, widest, name)
+    case, row = rule.case, rule.row
+    torch.manual_seed(DROPOUT_SEED)
+    seed, p = int(draw_seed()), case.dropout_p
+    drawn = sorted(plain.allowed(case, rule.tensors, row), key=lambda j: (rule.bits(j), j))[: rule.one.method.samples]
+    out, lse = (x.detach().flatten(0, 1)[row] for x in (made.out, made.lse))
+    out, lse, alone, both = out.flatten(0, -2), lse.flatten(), 0, 0
+    for i in range(len(lse)):
+        legal = rule.legal(i)
+        head = [j for j in head_of(rule, i) if j in legal]
+        tail = [j for j in drawn if j in legal and j not in head]
+        alone, both = alone + len(tail), both + len({*drawn} & {*head})
+        left = len(legal) - len(head)
+        w = torch.cat([rule.a[i, head].exp(), rule.a[i, tail].exp() * left / max(len(tail), 1)])
+        kept = [plain.noise(seed, row, i, j) >= int(p * WORD) for j in head + tail] if p else [True] * len(w)
+        weight = w / w.sum() * torch.tensor(kept).double() / (1 - p)
+        assert_close(out[i], weight @ rule.v[head + tail])
+        assert_close(lse[i], w.sum().log() if len(w) else torch.tensor(-torch.inf))
+    assert alone > 0  # the case has both kinds of drawn keys
+    assert both > 0
+
+
+def far(widest, causal=False, grid=(9, 19), seed=0):
+    """Few matches, so that tiles do not attend every key."""
+    q, k, v = (features(1, 2, *grid, 4, seed=seed + n).to(widest) for n in range(3))
+    found = scram.search(q, k, search=scram.Search(seed=0), causal=causal, impl="numba")
+    found.index[features(*found.index.shape, seed=7) < 1.5] = -1
+    return q, k, v, found
+
+
+def takes(impl, window):
+    if window not in dispatch.ENGINES[impl].windows:
+        pytest.skip("the engine has no windows of tiles")
+
+
+WINDOWS = pytest.mark.parametrize("window", ["query", "tile"])
+
+
+@WINDOWS
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("stratified", [False, True], ids=["", "stratified"])
+def test_with_every_key_drawn_dropout_is_that_of_windows_over_the_grid(impl, widest, window, causal, stratified):
+    takes(impl, window)
+    q, k, v, found = far(widest, causal)
+    how = {"causal": causal, "dropout_p": 0.4, "impl": impl}
+    torch.manual_seed(5)
+    ours = scram.attend(q, k, v, found, tail=scram.Hybrid(171, stratified, seed=1), window=window, **how)
+    torch.manual_seed(5)
+    everywhere = scram.Matches(torch.zeros_like(found.index), found.score, found.key_grid)
+    dense = scram.attend(q, k, v, everywhere, radius=19, **how)
+    torch.testing.assert_close(ours.out, dense.out)
+    torch.testing.assert_close(ours.lse, dense.lse)
+
+
+@WINDOWS
+def test_dropout_leaves_the_mean_and_lse_as_they_are(impl, widest, window):
+    takes(impl, window)
+    q, k, v, found = far(widest, causal=True, grid=(4, 19))
+    how = {"causal": True, "tail": scram.Hybrid(30, seed=1), "window": window, "impl": impl}
+    plain_out, plain_lse = scram.attend(q, k, v, found, **how)
+    runs = [scram.attend(q, k, v, found, dropout_p=0.3, **how) for _ in range(400)]
+    assert all(torch.equal(lse, runs[0].lse) for _, lse in runs)
+    torch.testing.assert_close(runs[0].lse, plain_lse)
+    outs = torch.stack([out for out, _ in runs]).double()
+    error = outs.std(0) / len(runs) ** 0.5
+    apart = (outs.mean(0) - plain_out).abs()
+    assert (apart <= 5 * error + 1e-6).all()
+    assert (apart / error.clamp(min=1e-9)).square().mean() < 1.3  # close to 1
+
+
+@pytest.mark.parametrize(("stratified", "causal"), [(False, False), (True, True)], ids=["plain", "stratified-causal"])
+@WINDOWS
+def test_over_draws_the_normaliser_is_unbiased(impl, widest, window, stratified, causal):
+    takes(impl, window)
+    q, k, v, found = far(widest, causal, grid=(8, 24))
+    exact = scram.exact_attention(q, k, v, causal=causal).lse.double().exp()
+    how = {"causal": causal, "window": window, "impl": impl}
+    runs = [scram.attend(q, k, v, found, tail=scram.Hybrid(24, stratified, seed=n), **how).lse for n in range(300)]
+    z = torch.stack(runs).double().exp()
+    error = z.std(0) / len(runs) ** 0.5
+    assert ((z.mean(0) - exact).abs() <= 5 * error + 1e-5 * exact).all()
+    assert (error > 0).any()
+
+
+@WINDOWS
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_a_full_tail_beside_any_windows_is_exact(impl, widest, window, causal):
+    takes(impl, window)
+    q, k, v, found = far(widest, causal)
+    ours = scram.attend(q, k, v, found, causal=causal, tail=scram.Hybrid(171, seed=1), window=window, impl=impl)
+    truth = scram.exact_attention(q, k, v, causal=causal)
+    torch.testing.assert_close(ours.out, truth.out)
+    torch.testing.assert_close(ours.lse, truth.lse)
+
+
+@WINDOWS
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_gradcheck(impl, widest, window, p):
+    takes(impl, window)
+    if widest != torch.float64:
+        pytest.skip("needs float64")
+    leaves = [features(1, 1, 70, 2, seed=n).requires_grad_() for n in range(3)]
+    found = scram.search(*leaves[:2], search=scram.Search(seed=0), causal=True)
+    found.index[..., 4:, :] = -1
+
+    def run(q, k, v):
+        torch.manual_seed(1)
+        how = {"causal": True, "radius": 0, "tail": scram.Hybrid(4, seed=1), "dropout_p": p, "window": window}
+        out, lse = scram.attend(q, k, v, found, impl=impl, **how)
+        return out[..., 60:, :], lse[..., 60:]
+
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+@WINDOWS
+def test_dropout_repeats_bit_for_bit_by_torchs_seed(impl, widest, window):
+    takes(impl, window)
+    q, k, v, found = far(widest, causal=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run(seed):
+        torch.manual_seed(seed)
+        how = {"causal": True, "dropout_p": 0.3, "window": window, "impl": impl}
+        out, lse = scram.attend(*leaves, found, tail=scram.Hybrid(20, seed=1), **how)
+        # Of the tail alone: the gradients of windows on a device are repeatable on request.
+        return [out, lse, *torch.autograd.grad(out.square().sum(), leaves[:1])]
+
+    first, again, other = run(3), run(3), run(4)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@WINDOWS
+def test_the_variance_is_that_of_the_draw(engine, window, p):
+    """Under dropout it is unknown."""
+    takes(engine, window)
+    q, k, v, found = far(torch.float32, causal=True, grid=(4, 19))
+    head = features(*q.shape, seed=4).float(), features(*q.shape[:-1], seed=5).float()
+    seed = torch.tensor(11)
+    how = (seed if p else None, 20, False, (1, 1), True, 0.5, p, window)
+    call = DrawnTailCall(q, k, v, found.index, None, *head, seed, *how)
+    truth = ops.drawn_tail(dispatch.ENGINES["reference"], call).variance
+    if engine == "triton" and not INTERPRETED:
+        ours = to(ops.drawn_tail(dispatch.ENGINES[engine], to(call, "cuda")), "cpu").variance
+    else:
+        ours = ops.drawn_tail(dispatch.ENGINES[engine], call).variance
+    known = truth.isfinite()
+    assert known.any() == (p == 0)
+    assert torch.equal(ours.isfinite(), known)
+    assert (ours - truth)[known].norm() <= 0.01 * truth[known].norm()
 
 
 def features(*shape, seed=0, dtype=torch.float64):

@@ -209,8 +209,28 @@ def test_an_estimator_takes_the_place_of_the_windows():
 
 @pytest.mark.parametrize("settings", [{"search": None}, {"dropout": 0.1}, {"tail": 512}, {"window": "tile"}])
 def test_a_tail_that_does_not_fit_is_refused(settings):
-    with pytest.raises((ValueError, TypeError), match=r"tail|with Hybrid"):
-        GridAttention(16, 2, **({"tail": scram.Hybrid()} | settings))
+    with pytest.raises((ValueError, TypeError), match=r"tail|with Snis"):
+        GridAttention(16, 2, **({"tail": scram.Snis()} | settings))
+
+
+@pytest.mark.parametrize("window", ["query", "tile"])
+@pytest.mark.parametrize("tail", ["auto", scram.Hybrid(samples=42, seed=1)], ids=["auto", "Hybrid"])
+def test_drawn_keys_take_dropout_and_tiles(window, tail):
+    x = torch.randn(2, 6, 7, 16)
+    how = {"search": scram.Search(seed=0), "tail": tail, "window": window, "causal": True}
+    layer = GridAttention(16, 2, dropout=0.4, **how)
+    dense = GridAttention(16, 2, search=None, causal=True)
+    dense.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer.eval()(x), dense(x))  # 42 keys: all are drawn
+    layer.train()
+    torch.manual_seed(1)
+    first = layer(x)
+    torch.manual_seed(1)
+    assert torch.equal(layer(x), first)
+    assert not torch.allclose(layer(x), first)
+    runs = torch.stack([layer(x).detach() for _ in range(300)])
+    error = runs.std(0) / len(runs) ** 0.5
+    assert ((runs.mean(0) - dense(x)).abs() <= 5 * error + 1e-6).all()
 
 
 def test_the_old_name_of_the_tail():

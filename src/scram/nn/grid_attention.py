@@ -35,7 +35,7 @@ class GridAttention(Searching):
             shapes agree (video frames, denoising steps). They are not part of the state dict; `reset()` forgets them.
         warm_search: settings for calls that start from matches, such as fewer sweeps; None: those of `search`.
         tail: what stands for the keys outside the windows, as in `scram.attention`; `Snis` and `MetropolisHastings`
-            too (`scram.estimate`). Only clusters take dropout, and window="tile".
+            too (`scram.estimate`), without dropout and window="tile".
         impl: as in `scram.attention`.
 
     >>> _ = torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import api, errors
 from ..codebook import Codebook
 from ..defaults import SEARCH, default_tail, goes_dense
-from ..estimators import Clusters, Estimator
+from ..estimators import Clusters, Estimator, Hybrid
 from ..layout_hints import accept
 from ..scoring import accumulator
 from ..types import Matches, Score, Search
@@ -76,8 +76,8 @@ class Searching(nn.Module):
         attends: dict[str, Any] = {"radius": self.radius, "scale": scale, "extra": extra, "causal": causal, **legal}
         tail: Any = self.tail
         if tail.__class__ is str:
-            tail = default_tail(weight, causal, score, dropout_p, self.window)
-        if isinstance(tail, Estimator) and not isinstance(tail, Clusters):
+            tail = default_tail(weight, causal, score)
+        if isinstance(tail, Estimator) and not isinstance(tail, (Clusters, Hybrid)):
             return api.estimate(q, k, v, found, method=tail, **attends).out
         if isinstance(tail, Clusters):
             tail = self._cluster(q, k, v, found, tail, {"scale": scale, **legal})

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import errors
 from ..errors import MAX_RANK, whole
 from ..errors import _tensor as tensor
-from ..estimators import Clusters, Estimator
+from ..estimators import Clusters, Estimator, Hybrid
 
 
 def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:
@@ -22,16 +22,17 @@ def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:
 
 
 def tail(value: Any, search: Any, dropout: float, window: str, causal: bool, score: Any) -> None:
-    """As in `scram.attention`; other estimators know neither dropout nor tiles."""
+    """As in `scram.attention`; `Snis` and `MetropolisHastings` know neither dropout nor tiles."""
     if isinstance(value, Estimator) and not isinstance(value, Clusters):
         if search is None:
             raise ValueError("a tail starts from matches: give search='auto', or tail=None to be dense")
+        if isinstance(value, Hybrid):
+            return
         if dropout:
             name = type(value).__name__
             raise ValueError(f"dropout must be 0 with {name}, got {dropout}; drop out the layer's output instead")
         if window != "query":
-            hint = "its head is each query's own windows"
-            raise ValueError(f"window must be 'query' with {type(value).__name__}, got {window!r}; {hint}")
+            raise ValueError(f"window must be 'query' with {type(value).__name__}, got {window!r}; it attends none")
         return
     errors.tail(value)
     if value is not None and value.__class__ is not str:

@@ -6,7 +6,7 @@ import torch
 from cluster_calls import cluster_call
 from scram import clustering
 from scram.calls import ClusterCall, Clustered
-from scram.engines.gpu.engine import clear_caches, cluster
+from scram.engines.gpu.engine import clear_caches, cluster, cluster_backward
 from scram.grid import rows
 
 pytestmark = pytest.mark.gpu
@@ -148,9 +148,24 @@ def test_few_legal_keys_are_clusters_of_one(device):
     assert (made.sizes <= 1).all()
 
 
+@pytest.mark.parametrize("given", [*(pytest.param(x, marks=interpreted) for x in SMALL), *LARGE], ids=str)
+def test_gradients_are_those_of_the_means(given, device):
+    call = cluster_call(**{name: x for name, x in given.items() if name != "sample"})
+    made = clustering.cluster(call)
+    made.label[..., :2] = -1
+    drawn = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in made[:2]]
+    tensors = [x.to(device) for x in (made.sizes, made.label, *drawn)]
+    here = call._replace(k=call.k.to(device), v=call.v.to(device))
+    for found, wanted in zip(
+        cluster_backward(here, *tensors), clustering.cluster_backward(call, *made[2:], *drawn), strict=True
+    ):
+        torch.testing.assert_close(found.cpu(), wanted)
+
+
 @interpreted
 def test_kernels(launched):
     ours(cluster_call(grid=(40,), count=4, steps=2), "cpu")
     steps = ["assign_kernel", "cluster_sums_kernel", "forms_kernel"] * 2
     last = ["assign_kernel", "cluster_sums_kernel", "means_kernel"]
-    assert launched == ["sample_kernel", "forms_kernel", *steps, *last]
+    space = ["sample_kernel", "metric_kernel", "space_kernel", "paid_kernel", "paid_kernel"]
+    assert launched == [*space, "forms_kernel", *steps, *last]

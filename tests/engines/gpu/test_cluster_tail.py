@@ -6,6 +6,7 @@ import torch
 from cases import Case, assert_as_near_float64, size
 from cluster_calls import Tailed, tail_call
 from scram.calls import ClusterTailCall
+from scram.engines.gpu import cluster_table
 from scram.engines.gpu.engine import cluster_tail, cluster_tail_backward
 from scram.engines.reference.cluster_tail import cluster_tail as plain_tail
 
@@ -123,9 +124,22 @@ def test_repeatable(one, device):
 
 @interpreted
 def test_kernels(launched):
-    for window, counts in (("query", ["labels_kernel"]), ("tile", ["cells_kernel", "taken_kernel"])):
+    for window, counts in (("query", ["counts_kernel"]), ("tile", ["cells_kernel", "taken_kernel"])):
         launched.clear()
         ours(tail_call(Tailed(Case("few", grid=(4, 4), window=window)), FLOAT), "cpu")
         forward = [*counts, "cluster_tail_kernel"]
         assert launched == ["table_kernel", *forward, "table_kernel", *counts, "tail_queries_kernel",
                             "tail_clusters_kernel"]  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_counts_of_few_tiles_at_a_time(tiles, device, monkeypatch):
+    """A row of keys has 18 tiles: some four are of two rows. 70 clusters have 4 words, their counts 5 planes."""
+    case = Case("some tiles", batch=2, heads=2, key_heads=1, grid=(17, 19), key_grid=(9, 11))
+    call = tail_call(Tailed(case, clusters=70, gains=True), FLOAT)
+    together = ours(call, device)
+    monkeypatch.setattr(cluster_table, "PLANE_BYTES", tiles * 4 * 5 * 64 * 4)
+    assert cluster_table.tiles_at_a_time(call, cluster_table.tail_flags(call, (32, 2, 1), (32, 2, 1))["MODE"]) == tiles
+    for apart, whole in zip(ours(call, device), together, strict=True):
+        torch.testing.assert_close(apart, whole)

@@ -16,8 +16,8 @@ from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tenso
 triton = pytest.importorskip("triton")
 
 from scram import clustering, dispatch  # noqa: E402
-from scram.engines.gpu import attend_keys, block_sizes, launch, noise, sample, search, windows  # noqa: E402
-from scram.engines.gpu.engine import cluster, cluster_tail, cluster_tail_backward  # noqa: E402
+from scram.engines.gpu import attend_keys, block_sizes, drawn_tail, launch, noise, sample, search, windows  # noqa: E402
+from scram.engines.gpu.engine import cluster, cluster_backward, cluster_tail, cluster_tail_backward  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -206,9 +206,13 @@ def test_the_public_way_compiles_attention_where_numbers_are_1(window, repeatabl
     assert collects <= specialised if repeatable else not collects & specialised
 
 
-@pytest.mark.parametrize("method", [HYBRID, SNIS, WALKS], ids=lambda method: type(method).__name__)
-def test_the_public_way_compiles_estimators_where_numbers_are_1(method, specialised):
-    case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, mask="batch")
+@pytest.mark.parametrize(
+    ("method", "window"),
+    [(HYBRID, "query"), (HYBRID, "tile"), (SNIS, "query"), (WALKS, "query")],
+    ids=["Hybrid", "Hybrid-tile", "Snis", "MetropolisHastings"],
+)
+def test_the_public_way_compiles_estimators_where_numbers_are_1(method, window, specialised):
+    case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, mask="batch", window=window)
     one = Estimated(case, replace(method, samples=1))
     leaves = (tensors := tensors_of(one)).leaves(case.dtype)
     torch.autograd.grad(run_estimate(one, tensors, leaves, "triton").out.sum(), leaves)
@@ -281,6 +285,16 @@ ESTIMATED = [
     (Estimated(Case("rank 2", width=64, value_width=64, dtype=torch.bfloat16), HYBRID), "tail"),
     (Estimated(Case("rank 1", grid=(8,), width=5, causal=True, mask="head", heads=2), CELLS), "tail"),
     (Estimated(Case("many matches", width=5, kappa=9), HYBRID), "tail"),
+    (
+        Estimated(Case("dropout", width=64, value_width=64, dtype=torch.bfloat16, causal=True, dropout_p=0.5), HYBRID),
+        "tail",
+    ),
+    (Estimated(Case("dropout, exact", width=5, value_width=130, dropout_p=0.5), CELLS), "tail"),
+    (
+        Estimated(Case("tiles", width=64, dtype=torch.float16, causal=True, dropout_p=0.5, window="tile"), HYBRID),
+        "tail",
+    ),
+    (Estimated(Case("tiles, exact", grid=(2, 3, 4), width=5, mask="batch", radius=3, window="tile"), CELLS), "tail"),
     (Estimated(Case("rank 3", grid=(2, 2, 2), width=64, dtype=torch.float16, mask="batch", causal=True), SNIS), "draw"),
     (Estimated(Case("rank 2", width=32, value_width=32, mask="batch", causal=True), WALKS), "walk"),
 ]
@@ -299,6 +313,8 @@ def test_estimators_compile(one, first, monkeypatch):
     monkeypatch.setattr(sample, "_collect", lambda *_: None)  # no keys were written
     for repeatable in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
+        if repeatable:  # as for a seed on the device
+            monkeypatch.setattr(drawn_tail, "seed_argument", lambda seed: noise.Seed(seed, 0, 0))
         tensors = tensors_of(one)
         leaves = tensors.leaves(one.case.dtype)
         made = run_estimate(one, tensors, leaves, "triton")
@@ -308,7 +324,9 @@ def test_estimators_compile(one, first, monkeypatch):
         if first == "tail"
         else {"visit_kernel", "visit_backward_kernel"}
     )
-    windows = {"attend_kernel", "backward_kernel", "share_kernel", "collect_kernel"}
+    wanted |= {"tile_heads_kernel"} if one.case.window == "tile" else set()
+    windows = {"attend_kernel", "backward_kernel", "share_kernel", "collect_kernel", "cells_kernel"}
+    windows |= {"tile_attend_kernel", "tile_backward_kernel", "tile_collect_kernel"}
     assert set(compiled) - windows == wanted | {f"{first}_kernel"}
 
 
@@ -334,8 +352,8 @@ def test_the_clustered_tail_compiles(number, architecture, monkeypatch):
     out, lse = cluster_tail(call)
     cluster_tail_backward(call, out, lse, out, lse)
     wanted = {"table_kernel", "cluster_tail_kernel", "tail_queries_kernel", "tail_clusters_kernel"}
-    kept = set() if one.case.name == "many keys" else {"labels_kernel"}
-    assert set(compiled) == wanted | ({"cells_kernel", "taken_kernel"} if one.case.window == "tile" else kept)
+    counts = {"cells_kernel", "taken_kernel"} if one.case.window == "tile" else {"counts_kernel"}
+    assert set(compiled) == wanted | counts
 
 
 CLUSTERED = [
@@ -357,8 +375,12 @@ def test_clustering_compiles(number, architecture, monkeypatch):
     monkeypatch.setattr(clustering, "SAMPLED_KEYS", given.pop("sample", 1 << 14))
     launch.clear_caches()
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    cluster(cluster_call(**given))
+    call = cluster_call(**given)
+    made = cluster(call)
+    cluster_backward(call, made.sizes, made.label, made.centres, made.values)
     steps = ["assign_kernel", "cluster_sums_kernel", "forms_kernel"]
     last = ["assign_kernel", "cluster_sums_kernel", "means_kernel"]
-    assert compiled == ["sample_kernel", "forms_kernel", *steps, *steps, *last]
+    start = [] if given.get("warm") else ["paid_kernel", "paid_kernel"]
+    space = ["sample_kernel", "metric_kernel", "space_kernel"]
+    assert compiled == [*space, *start, "forms_kernel", *steps, *steps, *last, "spread_kernel"]
     launch.clear_caches()

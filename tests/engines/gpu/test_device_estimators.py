@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import scram
-from cases import named
+from cases import Case, named
 from estimates import Estimated, assert_estimated_as_near_float64
 
 pytestmark = pytest.mark.gpu
 
 
 WIDE = {"grid": (20, 20), "width": 64, "value_width": 64}
+TILES = {**WIDE, "grid": (30, 30), "kappa": 1, "window": "tile"}
 LARGE = [  # blocks as they are multiplied in practice, several of them
     Estimated(named("bfloat16", **WIDE, kappa=1), scram.Hybrid(300, seed=11)),
     Estimated(named("bfloat16", **WIDE, kappa=9, causal=True), scram.Hybrid(300, seed=11)),
@@ -18,6 +19,10 @@ LARGE = [  # blocks as they are multiplied in practice, several of them
     Estimated(named("bfloat16", **{**WIDE, "width": 130, "value_width": 130}, mask="head"), scram.Hybrid(70, seed=11)),
     Estimated(named("bfloat16 l2", **WIDE), scram.Hybrid(300, stratified=True, seed=11)),
     Estimated(named("rank 2", **WIDE), scram.Hybrid(300, seed=11)),
+    Estimated(Case("dropout", **WIDE, causal=True, dropout_p=0.3, dtype=torch.bfloat16), scram.Hybrid(300, seed=11)),
+    Estimated(Case("tiles", **TILES, causal=True, dropout_p=0.3, dtype=torch.bfloat16), scram.Hybrid(300, seed=11)),
+    Estimated(Case("tiles of float16", **TILES, dtype=torch.float16), scram.Hybrid(300, stratified=True, seed=11)),
+    Estimated(Case("tiles of float32", **TILES, causal=True, mask="head"), scram.Hybrid(300, seed=11)),
 ]
 
 

@@ -16,6 +16,10 @@ def small(*names):
 
 KERNELS = {
     "Hybrid": ["rank_kernel", "gather_kernel", "tail_kernel", "gather_kernel", "queries_kernel", "keys_kernel"],
+    "tile": [
+        *("rank_kernel", "gather_kernel", "tile_heads_kernel", "tail_kernel"),
+        *("gather_kernel", "tile_heads_kernel", "queries_kernel", "keys_kernel"),
+    ],
     "Snis": ["draw_kernel", "visit_kernel", "draw_kernel", "visit_backward_kernel"],
     "MetropolisHastings": ["walk_kernel", "visit_kernel", "walk_kernel", "visit_backward_kernel"],
 }
@@ -23,13 +27,21 @@ KERNELS = {
 
 @pytest.mark.parametrize(
     "one",
-    small("Hybrid-rank-1", "Hybrid-empty-batch", "Snis-extra-and-a-masked-row", "MetropolisHastings-rank-3"),
+    small(
+        "Hybrid-rank-1",
+        "Hybrid-empty-batch",
+        "Hybrid-tiles",
+        "Snis-extra-and-a-masked-row",
+        "MetropolisHastings-rank-3",
+    ),
     ids=str,
 )
 def test_kernels_of_both_passes(one, launched):
     everything(one, tensors_of(one), "triton", one.case.dtype)
-    ours = [name for name in launched if name not in ("attend_kernel", "backward_kernel")]
-    assert ours == (KERNELS[type(one.method).__name__] if one.case.batch else [])
+    windows = {"attend_kernel", "backward_kernel", "cells_kernel", "tile_attend_kernel", "tile_backward_kernel"}
+    ours = [name for name in launched if name not in windows]
+    kind = "tile" if one.case.window == "tile" else type(one.method).__name__
+    assert ours == (KERNELS[kind] if one.case.batch else [])
 
 
 @pytest.mark.parametrize(

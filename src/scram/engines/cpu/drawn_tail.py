@@ -15,8 +15,9 @@ from ...calls import DrawnTail, DrawnTailCall, TailGrads
 from ...draws import NONE, legal_counts, ranked_keys, shared_tail, tail_rows, tail_values
 from ...grid import LegalKeys, grid_of
 from ...scoring import accumulator
-from .compiled import inlined, parallel
+from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, Windows, flat
+from .noise import absorb, seeded
 from .threads import threads
 from .windows import expand
 
@@ -43,6 +44,9 @@ class Chunk(NamedTuple):
     drawn: Array  # int64 [R], how many there are
     logs: Array  # [R, m], of how many keys each represents
     scale: float
+    seed: np.uint32  # of dropout
+    threshold: int  # noise below it drops a key; 0 drops none
+    boost: float  # of the weights that dropout keeps
 
 
 class TailTensors:
@@ -62,6 +66,10 @@ class TailTensors:
         self.q, self.head_out = (self.matrix(x) for x in (q, call.head_out))
         self.head_lse = flat(call.head_lse.to(self.wide))
         self.total = flat(legal_counts(q, legal))
+        self.dropout = (np.uint32(0), 0, 1.0)
+        if call.dropout_seed is not None:
+            seed = np.uint32(seeded(int(call.dropout_seed)))
+            self.dropout = (seed, int(call.dropout_p * 2**32), 1 / (1 - call.dropout_p))
         plain = torch.zeros(self.names.shape, dtype=self.wide)
         self.logs = (plain if self.represents is None else self.represents.to(self.wide).log()).numpy()
 
@@ -88,7 +96,7 @@ class TailTensors:
         slot = np.full((len(names), self.geometry.keys), -1, np.int32)
         for row, number in enumerate(drawn):
             slot[row, names[row, :number]] = np.arange(number, dtype=np.int32)
-        return Chunk(rows.start, queries.start, slot, names, drawn, self.logs[rows], self.call.scale)
+        return Chunk(rows.start, queries.start, slot, names, drawn, self.logs[rows], self.call.scale, *self.dropout)
 
 
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
@@ -108,7 +116,8 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
             answer = _mix(p, values, call.causal) + theirs
             out[rows, queries] = answer
             counts = (x[rows, queries].unsqueeze(-1) for x in (seen, left))
-            variance[rows, queries] = _variance(p, values, answer, *counts)
+            known = call.dropout_seed is None
+            variance[rows, queries] = _variance(p, values, answer, *counts) if known else torch.inf
     points = call.q.shape[:-1]
     full = (*points, out.shape[-1])
     represents = torch.empty(0) if tail.represents is None else tail.represents
@@ -202,6 +211,16 @@ def _add_logs(scores, chunk, r, offset, limit, top):
     return top
 
 
+@compiled
+def _drop(numbers, chunk, head, point, limit):
+    """Dropout: each number of a shared key is 0, NaN too, or grows."""
+    number, row = numbers.dtype.type, point // head.geometry.queries
+    prefix, names = absorb(absorb(chunk.seed, row), point - row * head.geometry.queries), chunk.names[row - chunk.row]
+    for j in range(limit):
+        kept = absorb(prefix, names[j]) >= chunk.threshold
+        numbers[j] = number(numbers[j] * chunk.boost) if kept else number(0)
+
+
 @parallel
 def _weigh(task, tasks, all_scores, chunk, head, stratified, total, lse, offsets, shares, seen, lefts):
     """Scores [R, C, m] become weights; of each point lse, the offset of its logs, and the head's share, [P].
@@ -227,6 +246,8 @@ def _weigh(task, tasks, all_scores, chunk, head, stratified, total, lse, offsets
             whole += scores[j]
         for j in range(limit):
             scores[j] /= whole
+        if chunk.threshold:
+            _drop(scores, chunk, head, point, limit)
         scores[limit:] = 0
         lse[point], shares[point] = math.log(whole) + top, share / whole
 
@@ -242,6 +263,8 @@ def _slopes(task, tasks, all_scores, all_slopes, chunk, head, offset, d_lse, to_
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         scores, point, limit, _, _ = _tail_of(all_scores, chunk, head, task, c)
         slopes, head_lse = all_slopes[c // queries, c % queries], head.lse[point]
+        if chunk.threshold:
+            _drop(slopes, chunk, head, point, limit)
         top = _add_logs(scores, chunk, c // queries, offset[point], limit, head_lse)
         if top == -np.inf:
             top = number(0)  # -inf - -inf is NaN
@@ -262,5 +285,7 @@ def _slopes(task, tasks, all_scores, all_slopes, chunk, head, offset, d_lse, to_
         for j in range(limit):
             scores[j] /= whole
             slopes[j] = number(chunk.scale) * scores[j] * (slopes[j] - delta) if scores[j] != 0 else number(0)
+        if chunk.threshold:
+            _drop(scores, chunk, head, point, limit)
         scores[limit:] = 0
         slopes[limit:] = 0

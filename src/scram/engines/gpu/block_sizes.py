@@ -74,11 +74,11 @@ TILE_WIDTH, TILE_WIDTH_EXACT = 128, 64  # features of one product; more come in 
 
 # Clusters per product, warps, stages at most, of the tail, of its gradients by queries and by clusters. H200, 512x512,
 # E = F = 64, bf16, 256 clusters, one match, us:
-#   tail         177 (32, 4, 3); 181 (64, 4, 2); 193 (64, 4, 3); 189 (32, 4, 2); 417 (64, 8, 3)
-#   by queries   435 (64, 4, 2); 556 (64, 4, 1); 496 (32, 4, 3); 581 (32, 4, 2); 1000 (64, 8, 2)
-#   by clusters  357 (64, 4, 1); 499 (64, 4, 2); 405 (32, 4, 2); 479 (32, 4, 1); 719 (64, 8, 2)
+#   tail         180 (32, 4, 2); 192 (32, 4, 3); 223 (64, 4, 2); 218 (64, 4, 3); 214 (32, 2, 3); 448 (64, 8, 2)
+#   by queries   454 (64, 4, 2); 486 (64, 4, 1); 506 (32, 4, 3); 536 (32, 4, 2); 621 (32, 2, 2)
+#   by clusters  380 (64, 4, 1); 466 (64, 4, 2); 408 (32, 4, 2); 586 (32, 4, 1); 846 (128, 8, 1)
 # For float32 two warps, as in the hybrid; more than 16 clusters do not fit their registers.
-CLUSTER_TAIL, CLUSTER_TAIL_EXACT = (32, 4, 3), (32, 2, 2)
+CLUSTER_TAIL, CLUSTER_TAIL_EXACT = (32, 4, 2), (32, 2, 2)
 CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT = (64, 4, 2), (16, 2, 1)
 CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT = (64, 4, 1), (16, 2, 1)
 # Of the clustering: keys, clusters per product, warps, stages at most. All keys, us:

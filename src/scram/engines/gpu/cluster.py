@@ -1,7 +1,7 @@
 """Keys grouped by content, in Triton: assignment fused with its argmax, sums per cluster as one-hot matrix products.
 
-The steps of k-means read a sample, laid side by side once; then all keys are assigned and their means taken. Metric and
-start are made by torch; a kernel each turns sums into centres and their forms, forms into labels, labels into sums.
+The steps of k-means read a sample, laid side by side once; then all keys are assigned and their means taken. A kernel
+each turns sums into centres and their forms, forms into labels, labels into sums.
 Nothing has the size of keys times clusters, and the bits are the same every time.
 """
 
@@ -18,9 +18,11 @@ from torch import Tensor
 from ... import clustering
 from ...calls import ClusterCall, Clustered
 from ...grid import LegalKeys, grid_of
+from . import cluster_forms as cf
+from . import cluster_sample as cl
 from . import cluster_space as cs
 from .block_sizes import ASSIGN, ASSIGN_EXACT, CLUSTER_SUMS, CLUSTER_SUMS_EXACT, tile_pieces
-from .cluster_space import wide
+from .cluster_sample import wide
 from .grid import KeyMask
 from .launch import Kernel, cached, kinds, on_device
 from .noise import absorb, row_state, seed_argument
@@ -55,7 +57,12 @@ class _Plan(NamedTuple):
     """The kernels and the numbers that shapes give."""
 
     sample: Kernel
+    metric: Kernel
+    space: Kernel
+    paid: Kernel
+    clocks: Kernel
     start: Kernel
+    warm: Kernel
     forms: Kernel
     assign_some: Kernel
     sum_some: Kernel
@@ -78,24 +85,30 @@ def cluster(call: ClusterCall) -> Clustered:
             return clustering.cluster(call)
     warm_k, warm_v = call.warm_centres, call.warm_values
     with on_device(k):
-        source, by = _source(call), cs.Drawn(seed_argument(call.seed), group)
+        source, by = _source(call), cl.Drawn(seed_argument(call.seed), group)
         plan = _plan(q.shape, k.shape, v.shape, count, kinds(q, source, by))
         made, some, scratch = _made(call), source, _scratch(plan, source)
         if scratch.some_k is not None and scratch.some_v is not None:
-            some = cs.Source(scratch.some_k, scratch.some_v, UNMASKED, None, None, plan.some)
+            some = cl.Source(scratch.some_k, scratch.some_v, UNMASKED, None, None, plan.some)
         forms, parts, far = scratch.forms, scratch.parts, scratch.far
-        queries, width = group * math.prod(grid_of(q)), plan.sizes.widths[0]
+        queries = group * math.prod(grid_of(q))
         plan.sample(source, some, q, queries, plan.queries, call.scale, by, scratch.sample, rows)
-        space = cs.space_of(scratch.sample, width)
+        sample, space = scratch.sample, scratch.space
+        moments = cs.moments_of(sample, rows)
+        plan.metric(moments, moments.shape[1], sample, scratch.metrics, plan.queries)
+        plan.space(moments, moments.shape[1], sample, scratch.metrics, plan.queries, space)
         if warm_k is None or warm_v is None:
-            starts = cs.drawn_starts(scratch.sample, width, count, (k.shape[-1], v.shape[-1]))
+            plan.paid(sample, scratch.paid, plan.queries, plan.some)
+            plan.clocks(sample, scratch.paid, plan.queries, plan.some)
+            place = sample.clock.topk(count, largest=False, sorted=False).indices
+            plan.start(parts, cf.Places(place, sample.clock), some, far, space, forms, plan.places)
         else:
-            starts = warm_k.contiguous(), warm_v.contiguous()
-        plan.start(parts, *starts, some, far, space, forms, plan.places)
+            given = cf.Given(warm_k.contiguous(), warm_v.contiguous())
+            plan.warm(parts, given, some, far, space, forms, plan.places)
         if call.steps:
             assign = plan.assign_some.bind(some, forms, scratch.label, far, by, space)
             add = plan.sum_some.bind(some, scratch.label, parts, count, rows)
-            centre = plan.forms.bind(parts, None, None, some, far, space, forms, plan.places)
+            centre = plan.forms.bind(parts, None, some, far, space, forms, plan.places)
         for step in range(call.steps):
             assign(step)
             add()
@@ -110,9 +123,12 @@ def cluster(call: ClusterCall) -> Clustered:
 class _Scratch(NamedTuple):
     """What the kernels hand to each other, flat."""
 
-    sample: cs.Sample
-    forms: cs.Forms
-    parts: cs.Parts
+    sample: cl.Sample
+    metrics: Tensor
+    space: cs.Space
+    paid: cs.Paid
+    forms: cf.Forms
+    parts: cf.Parts
     far: Tensor
     label: Tensor
     some_k: Tensor | None
@@ -127,7 +143,7 @@ def _made(call: ClusterCall) -> Clustered:
     return Clustered(*wide, *whole)
 
 
-def _scratch(plan: _Plan, source: cs.Source) -> _Scratch:
+def _scratch(plan: _Plan, source: cl.Source) -> _Scratch:
     """Few allocations, cut up: each takes its time on the host."""
     k, v, sizes = source.k, source.v, plan.sizes
     floats = torch.empty(sum(sizes.floats), dtype=torch.float32, device=k.device).split(sizes.floats)
@@ -135,13 +151,16 @@ def _scratch(plan: _Plan, source: cs.Source) -> _Scratch:
     by_k, by_v = (
         torch.empty(sum(cut), dtype=x.dtype, device=k.device).split(cut) for x, cut in ((k, sizes.k), (v, sizes.v))
     )
-    half, (rows, some, queries), width = torch.half in (k.dtype, v.dtype), sizes.sample, sum(sizes.widths) + 1
+    half, (rows, some), width = torch.half in (k.dtype, v.dtype), sizes.sample, sum(sizes.widths) + 1
     joint = floats[0][: rows * some * width].view(rows, some, width)
-    q = floats[2][: rows * queries * sizes.widths[0]].view(rows, queries, -1)
+    clock = floats[2][: rows * some].view(rows, some)
     return _Scratch(
-        cs.Sample(joint, floats[1][: rows * some].view(rows, some), q, *sizes.blocks),
-        cs.Forms(by_k[0], by_v[0], floats[3], floats[4] if half else None, floats[5], floats[6], *sizes.clusters),
-        cs.Parts._make((*floats[7:10], plan.some_splits)),
+        cl.Sample(joint, floats[1], clock, floats[3], *sizes.blocks),
+        floats[4],
+        cs.Space._make(floats[5:10]),
+        cs.Paid._make(floats[10:12]),
+        cf.Forms(by_k[0], by_v[0], floats[12], floats[13] if half else None, floats[14], floats[15], *sizes.clusters),
+        cf.Parts._make((*floats[16:19], plan.some_splits)),
         whole[0],
         whole[1],
         by_k[1] if sizes.drawn else None,
@@ -156,7 +175,7 @@ class _Sizes(NamedTuple):
     whole: list[int]
     k: list[int]
     v: list[int]
-    sample: tuple[int, int, int]  # rows, keys, queries
+    sample: tuple[int, int]  # rows, keys
     widths: tuple[int, int]  # in whole pieces
     blocks: tuple[int, int]  # of the sample, of keys and of queries
     clusters: tuple[int, int]  # count and padded
@@ -167,9 +186,11 @@ def _sizes(rows: int, count: int, widths: tuple[int, int], padded_widths: tuple[
            keys: int, splits: int, places: int) -> _Sizes:  # fmt: skip
     (width, value_width), (wide, value_wide) = widths, padded_widths
     padded, number = -(-count // TABLE_BLOCK) * TABLE_BLOCK, splits * rows * count
-    sample = [some * (wide + value_wide + 1), some, queries * wide]
+    blocks, square = (-(-some // SAMPLE_BLOCK), -(-queries // SAMPLE_BLOCK)), wide * wide
+    sample = [some * (wide + value_wide + 1), wide + value_wide, some, queries * wide, blocks[1] * square]
+    space = [square, wide, value_wide, 1, 1] + [blocks[0] * clustering.START_QUERIES] * 2
     forms = [padded, 2, padded * wide, padded * value_wide]
-    floats = [rows * n for n in (*sample, *forms)] + [number * n for n in (width, value_width, 1)]
+    floats = [rows * n for n in (*sample, *space, *forms)] + [number * n for n in (width, value_width, 1)]
     whole = [rows * n for n in (places, some)]
     drawn = some if some < keys else 0
     k, v = ([rows * padded * a, rows * drawn * b] for a, b in zip(padded_widths, widths, strict=True))
@@ -178,18 +199,17 @@ def _sizes(rows: int, count: int, widths: tuple[int, int], padded_widths: tuple[
         return [-(-n // 64) * 64 for n in numbers]  # each begins where the first does within a line of memory
 
     cut = rounded(floats), rounded(whole), rounded(k), rounded(v)
-    blocks = (-(-some // SAMPLE_BLOCK), -(-queries // SAMPLE_BLOCK))
-    return _Sizes(*cut, (rows, some, queries), padded_widths, blocks, (count, padded), drawn > 0)
+    return _Sizes(*cut, (rows, some), padded_widths, blocks, (count, padded), drawn > 0)
 
 
-def _source(call: ClusterCall) -> cs.Source:
+def _source(call: ClusterCall) -> cl.Source:
     k, mask, keys = call.k.contiguous(), call.key_mask, math.prod(grid_of(call.k))
     v = call.v.contiguous()
     if mask is None:
-        return cs.Source(k, v, UNMASKED, None, None, keys)
+        return cl.Source(k, v, UNMASKED, None, None, keys)
     legal = LegalKeys.of(k, k, False, mask)
     order = None if legal.order is None else legal.order.contiguous()
-    return cs.Source(k, v, KeyMask(mask.contiguous(), legal.heads_per_row), order, legal.count, keys)
+    return cl.Source(k, v, KeyMask(mask.contiguous(), legal.heads_per_row), order, legal.count, keys)
 
 
 @cached
@@ -204,11 +224,11 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
     padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
     plain = {**pieces, "num_warps": 4 if narrow else 2, "num_stages": 1, "enable_fp_fusion": True}
     programs = rows * (-(-some // SAMPLE_BLOCK) + -(-queries // SAMPLE_BLOCK))
-    sample = Kernel(cs.sample_kernel, programs, {"MODE": cs.SampleMode(SAMPLE_BLOCK, some < keys), **plain})
+    sample = Kernel(cl.sample_kernel, programs, {"MODE": cl.SampleMode(SAMPLE_BLOCK, some < keys), **plain})
 
     def forms(source: str) -> Kernel:
         flags = {"FROM": source, "MANY": 16, "BLOCK_C": FORM_CLUSTERS, **plain}
-        return Kernel(cs.forms_kernel, rows * padded // FORM_CLUSTERS, flags)
+        return Kernel(cf.forms_kernel, rows * padded // FORM_CLUSTERS, flags)
 
     def assign(number: int, places: int) -> Kernel:
         block, clusters, warps, most = ASSIGN if narrow else ASSIGN_EXACT
@@ -231,14 +251,26 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
 
     (sum_some, some_splits), (sum_all, splits) = summed(some), summed(keys)
     flags = {"MANY": 32, "BLOCK_C": MEAN_CLUSTERS, **plain}
-    means = Kernel(cs.means_kernel, -(-rows * count // MEAN_CLUSTERS), flags)
+    means = Kernel(cf.means_kernel, -(-rows * count // MEAN_CLUSTERS), flags)
     blocks = -(-some // (ASSIGN if narrow else ASSIGN_EXACT)[0])
     places = min(MOST_PLACES, -(-count // blocks))
-    kernels = (sample, forms("given"), forms("parts"), assign(some, places), sum_some)
+    spaces = _spaces(rows, pieces, some, queries)
+    kernels = (sample, *spaces, forms("drawn"), forms("given"), forms("parts"), assign(some, places), sum_some)
     rest = (assign(keys, 0), sum_all, means)
     widths = (k_shape[-1], v_shape[-1]), (row.W * row.PIECES, value_row.W * value_row.PIECES)
     sizes = _sizes(rows, count, *widths, some, queries, keys, max(some_splits, splits), places * blocks)
     return _Plan(*kernels, *rest, some, some_splits, splits, queries, places * blocks, sizes)
+
+
+def _spaces(rows: int, pieces: dict[str, Any], some: int, queries: int) -> tuple[Kernel, Kernel, Kernel, Kernel]:
+    """Of the metric, the space, the attention to blocks of keys, and the clocks of all keys."""
+    row, value_row = pieces["ROW"], pieces["VROW"]
+    width, value_width = row.W * row.PIECES, value_row.W * value_row.PIECES
+    mode = cs.SpaceMode(width, min(64, row.W), value_width, min(64, value_row.W), SAMPLE_BLOCK)
+    flags = {"MODE": mode, "num_warps": 2, "num_stages": 1, "enable_fp_fusion": True}
+    keys, blocks = rows * -(-some // SAMPLE_BLOCK), rows * -(-queries // SAMPLE_BLOCK)
+    paid, clocks = (Kernel(cs.paid_kernel, keys, {**flags, "LAST": last}) for last in (False, True))
+    return Kernel(cs.metric_kernel, blocks, flags), Kernel(cs.space_kernel, rows, flags), paid, clocks
 
 
 @triton.jit

@@ -1,12 +1,15 @@
 """Clusters beside tiles of queries, in Triton: a table of the clusters, and how many keys of each a query has left.
 
 What every query needs of a cluster is computed once: its centre and value in whole blocks, for 16 bits as the rounded
-number and what rounding left of it, and the log of its weight. A place without a cluster has no keys.
+number and what rounding left of it, and the log of its weight. A place without a cluster has no keys. How many keys of
+each cluster a query attends is counted once too, for some tiles at a time: bits n of 32 counts are one word of plane n,
+so that a product tests one bit per plane where it would compare every label.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +26,11 @@ from .grid import Block, Geometry, KeyMask, geometry, lane_query, points, tile_a
 from .launch import Kernel, cached, kinds
 from .noise import Seed, absorb, below_argument, row_state, seed_argument
 from .shared_keys import block_of, product, stages, whole_block
-from .windows import UNMASKED, first_offset, legal_at, match_of, next_offset, offset_of, reaches, window_size
+from .windows import UNMASKED, first_offset, legal_at, match_of, next_offset, reaches, window_size
 
-MOST_KEPT, UNROLLED = 72, 12  # keys of a query's windows at most whose labels are kept, and compared without a loop
 BLOCK_BYTES = 48 << 10  # of the table at most that are multiplied at a time
-UNROLLED_KEYS = tl.constexpr(UNROLLED)
+PLANE_BYTES = 48 << 20  # of counts at most that are kept at a time
+MOST_WORDS = 8  # of counts that a program makes
 TABLE_BLOCK = 64  # the table is a whole number of these
 
 
@@ -55,7 +58,8 @@ class ClusterTail(NamedTuple):
     head_out: Tensor
     table: Table
     taken: Tensor | None  # float32 [tiles, padded], keys of each cluster that the queries of a tile attend
-    labels: Tensor | None  # int16 or int32 [tiles, keys, TILE_QUERIES], of the keys in each query's windows, -1: none
+    planes: Tensor | None  # int32 [tiles, padded / 32, planes, TILE_QUERIES], keys of each cluster a query attends
+    first: int  # tile of `planes`
     masked: KeyMask  # none
     seed: Seed
     geo: Geometry
@@ -71,12 +75,13 @@ class ClusterTail(NamedTuple):
 class ClusterMode(NamedTuple):
     """What a kernel over clusters is compiled for."""
 
-    KEYS: int  # labels of a query that are kept, whole UNROLLED if more than that; 0: too many, or the tile's
+    PLANES: int  # bits of a count of keys in a query's windows
     SEVERAL: bool  # matches
     TILE: bool  # queries of a tile attend the same keys
     DROPOUT: bool
     NARROW: bool  # features and values of 16 bits
     FP16: bool
+    GAINS: bool  # of a fit, whose values are not means: products need more digits than 16 bits have
     BLOCK_C: int  # clusters per product
     PARTS: int  # programs that share the width of a tile's values
 
@@ -102,7 +107,7 @@ class TailQueries(NamedTuple):
     label_row: Any  # pointer
     noise: Any
     slot: Any  # of the row's first cluster in the table, int64
-    taken: Any  # pointer to what the tile has taken
+    counts: Any  # pointer to `taken` or `planes` of the tile
 
 
 def tail_flags(call: ClusterTailCall, half: tuple[int, int, int], exact: tuple[int, int, int]) -> dict[str, Any]:
@@ -110,7 +115,7 @@ def tail_flags(call: ClusterTailCall, half: tuple[int, int, int], exact: tuple[i
     dropout = call.dropout_seed is not None and call.dropout_p > 0
     seen = (call.q.dtype, call.head_out.dtype, call.q.device)
     shapes = (call.index.shape, tuple(call.label.shape[2:]), call.q.shape[-1], call.head_out.shape[-1])
-    return _tail_flags(*shapes, call.radius, call.window, dropout, seen, half, exact)
+    return _tail_flags(*shapes, call.radius, call.window, dropout, call.gains is not None, seen, half, exact)
 
 
 @cached
@@ -122,6 +127,7 @@ def _tail_flags(
     radius: tuple[int, ...],
     window: str,
     dropout: bool,
+    gains: bool,
     seen: tuple[torch.dtype, torch.dtype, torch.device],
     half: tuple[int, int, int],
     exact: tuple[int, int, int],
@@ -136,15 +142,14 @@ def _tail_flags(
     while clusters > 16 and clusters * each > BLOCK_BYTES:
         clusters //= 2
     keys = math.prod(2 * b + 1 for b in reaches(radius, key_grid))
-    held = window == "query" and matches * keys <= MOST_KEPT
-    kept = matches * keys if matches * keys <= UNROLLED else -(-matches * keys // UNROLLED) * UNROLLED
     mode = ClusterMode(
-        kept if held else 0,
+        (matches * keys).bit_length(),
         matches > 1,
         window == "tile",
         dropout,
         narrow,
         narrow and torch.half in (dtype, value_dtype),
+        gains,
         clusters,
         rows["VROW"].PIECES,
     )
@@ -164,19 +169,16 @@ def tail_of(call: ClusterTailCall, flags: dict[str, Any]) -> ClusterTail:
     """The call with its table, and for tiles the keys they have taken."""
     q, index, label = call.q.contiguous(), call.index.contiguous(), call.label.contiguous()
     key_grid = tuple(label.shape[2:])
-    geo, table, taken, labels = geometry(grid_of(q), key_grid), table_of(call, flags), None, None
-    mode, count = flags["MODE"], tiles_of(call)
-    if mode.KEYS:
-        dtype = torch.int16 if table.padded < 1 << 15 else torch.int32
-        labels = torch.empty((count, mode.KEYS, TILE_QUERIES), dtype=dtype, device=q.device)
+    geo, table, taken = geometry(grid_of(q), key_grid), table_of(call, flags), None
     if call.window == "tile":
+        count = tiles_of(call)
         cells = cells_of(index, geo, call.radius)
         taken = torch.empty((count, table.padded), dtype=torch.float32, device=q.device)
         group = q.shape[1] // label.shape[1]
         _taken(count, cells.size, flags["B"], kinds(label, taken))(
             taken, label, cells, UNMASKED, geo, group, table.padded
         )
-    tail = ClusterTail(
+    return ClusterTail(
         q,
         index,
         label,
@@ -184,7 +186,8 @@ def tail_of(call: ClusterTailCall, flags: dict[str, Any]) -> ClusterTail:
         call.head_out.contiguous(),
         table,
         taken,
-        labels,
+        None,
+        0,
         UNMASKED,
         seed_argument(call.dropout_seed),
         geo,
@@ -196,9 +199,39 @@ def tail_of(call: ClusterTailCall, flags: dict[str, Any]) -> ClusterTail:
         1 / (1 - call.dropout_p),
         call.scale,
     )
-    if mode.KEYS:
-        _labels(count, mode, flags["B"], kinds(index, label, tail.seed))(tail)
-    return tail
+
+
+class Chunk(NamedTuple):
+    """Some tiles in turn, and the call with the counts of their queries."""
+
+    tail: ClusterTail
+    tiles: int
+
+
+def tiles_at_a_time(call: ClusterTailCall, mode: ClusterMode) -> int:
+    """Whole rows of keys where they fit."""
+    every, rows, count = tiles_of(call), call.label.shape[0] * call.label.shape[1], call.centres.shape[2]
+    if mode.TILE:
+        return every
+    words = -(-count // TABLE_BLOCK) * TABLE_BLOCK // 32
+    size = max(1, PLANE_BYTES // (words * mode.PLANES * TILE_QUERIES * 4))
+    return min(every, size if size < every // rows else size // (every // rows) * (every // rows))
+
+
+def chunks(call: ClusterTailCall, tail: ClusterTail, flags: dict[str, Any]) -> Iterator[Chunk]:
+    """All tiles, so many at a time that their counts take little memory."""
+    every, mode = tiles_of(call), flags["MODE"]
+    if mode.TILE:
+        yield Chunk(tail, every)
+        return
+    size, words = tiles_at_a_time(call, mode), tail.table.padded // 32
+    shape = (size, words, mode.PLANES, TILE_QUERIES)
+    tail = tail._replace(planes=torch.empty(shape, dtype=torch.int32, device=tail.q.device))
+    each, seen = min(MOST_WORDS, words & -words), kinds(tail.index, tail.label, tail.seed)
+    for first in range(0, every, size):
+        one = Chunk(tail._replace(first=first), min(size, every - first))
+        _counts(one.tiles * words // each, mode, flags["B"], each, seen)(one.tail)
+        yield one
 
 
 def table_of(call: ClusterTailCall, flags: dict[str, Any]) -> Table:
@@ -227,8 +260,9 @@ def _table(programs: int, row: Any, value_row: Any, given: tuple[Any, ...]) -> K
 
 
 @cached
-def _labels(programs: int, mode: ClusterMode, block: Block, given: tuple[Any, ...]) -> Kernel:
-    return Kernel(labels_kernel, programs, {"MODE": mode, "B": block, "num_warps": 2, "enable_fp_fusion": True})
+def _counts(programs: int, mode: ClusterMode, block: Block, words: int, given: tuple[Any, ...]) -> Kernel:
+    flags = {"MODE": mode, "WORDS": words, "B": block, "num_warps": 2, "enable_fp_fusion": True}
+    return Kernel(counts_kernel, programs, flags)
 
 
 @cached
@@ -305,16 +339,17 @@ def taken_kernel(taken, label, cells, masked, geo, group, padded, MODE: tl.const
 
 
 @triton.jit
-def tail_queries(tile, t, B: tl.constexpr):
+def tail_queries(tile, t, MODE: tl.constexpr, B: tl.constexpr):
     row, corner = tile_at(tile, t.geo, B)
     query, exists = lane_query(corner, t.geo, B)
     start, source = row * points(t.geo.q).to(tl.int64), (row // t.group).to(tl.int64)
     index_row, label_row = t.index + start * t.kappa, t.label + source * points(t.geo.k)
     noise, slot = absorb(row_state(t.seed, row), query), source * t.table.padded
-    taken = t.table.sizes
     if t.taken is not None:
-        taken = t.taken + tile.to(tl.int64) * t.table.padded
-    return TailQueries(row, query, start, exists, index_row, start, label_row, noise, slot, taken)
+        counts = t.taken + tl.cast(tile, tl.int64) * t.table.padded
+    else:
+        counts = t.planes + tl.cast(tile - t.first, tl.int64) * (t.table.padded // 32 * MODE.PLANES * B.BLOCK_Q)
+    return TailQueries(row, query, start, exists, index_row, start, label_row, noise, slot, counts)
 
 
 @triton.jit
@@ -325,46 +360,46 @@ def label_at(match, e, offset, here, t, MODE: tl.constexpr):
 
 
 @triton.jit
-def labels_kernel(t, MODE: tl.constexpr, B: tl.constexpr):
-    """The labels of the keys in the union of each query's windows. Program: tile."""
-    here, lane = tail_queries(tl.program_id(0), t, B), tl.arange(0, B.BLOCK_Q)
-    to = t.labels + tl.program_id(0).to(tl.int64) * (MODE.KEYS * B.BLOCK_Q) + lane
+def counts_kernel(t, MODE: tl.constexpr, WORDS: tl.constexpr, B: tl.constexpr):
+    """How many keys of each cluster lie in the union of each query's windows. Program (tile, WORDS words of planes)."""
+    groups = t.table.padded // (32 * WORDS)
+    tile, word = t.first + tl.program_id(0) // groups, tl.program_id(0) % groups * WORDS + tl.arange(0, WORDS)
+    here, planes = tail_queries(tile, t, MODE, B), ()
+    for n in tl.static_range(tl.constexpr(MODE.PLANES)):  # noqa: B007 - Triton wants other loops' `_` a tensor
+        planes += (tl.zeros([WORDS, B.BLOCK_Q], tl.int32),)
     for e in range(t.kappa):
         match, offset = match_of(e, here.exists, here, t), first_offset(t.reach)
         for _ in range(window_size(t.reach)):
-            tl.store(to, label_at(match, e, offset, here, t, MODE).to(t.labels.dtype.element_ty))
-            offset, to = next_offset(offset, t.reach), to + B.BLOCK_Q
-    for _ in range(t.kappa * window_size(t.reach), MODE.KEYS):
-        tl.store(to, (lane * 0 - 1).to(t.labels.dtype.element_ty))
-        to += B.BLOCK_Q
+            label = label_at(match, e, offset, here, t, MODE)
+            bit = (label * 0 + 1) << (label & 31)
+            carry = tl.where((label >> 5)[None, :] == word[:, None], bit[None, :], 0)
+            more = ()
+            for n in tl.static_range(len(planes)):
+                more += (planes[n] ^ carry,)
+                carry = planes[n] & carry
+            planes, offset = more, next_offset(offset, t.reach)
+    for n in tl.static_range(len(planes)):
+        at = (word[:, None] * MODE.PLANES + n) * B.BLOCK_Q + tl.arange(0, B.BLOCK_Q)[None, :]
+        tl.store(here.counts + at, planes[n])
 
 
 @triton.jit
-def left_of(at, tile, here, t, MODE: tl.constexpr, B: tl.constexpr):
-    """How many keys of the clusters `at` each query has left: [BLOCK_Q or 1, BLOCK_C]; whole numbers."""
+def left_of(start, here, t, MODE: tl.constexpr, B: tl.constexpr):
+    """How many keys of BLOCK_C clusters from `start` on each query has left: [BLOCK_Q or 1, BLOCK_C]; whole numbers."""
+    at = start + tl.arange(0, MODE.BLOCK_C)
     left = tl.load(t.table.sizes + here.slot + at)[None, :]
     if MODE.TILE:
-        left -= tl.load(here.taken + at)[None, :]
+        left -= tl.load(here.counts + at)[None, :]
     else:
-        name = at.to(tl.float32)[None, :]
+        bit, lane = ((at * 0 + 1) << (at & 31))[None, :], tl.arange(0, B.BLOCK_Q)
         left = tl.broadcast_to(left, [B.BLOCK_Q, MODE.BLOCK_C])
-        if MODE.KEYS > 0:
-            own = t.labels + tile.to(tl.int64) * (MODE.KEYS * B.BLOCK_Q) + tl.arange(0, B.BLOCK_Q)
-            if MODE.KEYS <= UNROLLED_KEYS:
-                for n in tl.static_range(tl.constexpr(MODE.KEYS)):
-                    label = tl.load(own + n * B.BLOCK_Q).to(tl.float32)
-                    left -= tl.where(label[:, None] == name, 1.0, 0.0)
-            else:
-                for begin in range(0, MODE.KEYS, UNROLLED_KEYS):
-                    for n in tl.static_range(UNROLLED_KEYS):
-                        label = tl.load(own + (begin + n) * B.BLOCK_Q).to(tl.float32)
-                        left -= tl.where(label[:, None] == name, 1.0, 0.0)
-        else:
-            for e in range(t.kappa):
-                match = match_of(e, here.exists, here, t)
-                for n in range(window_size(t.reach)):
-                    label = label_at(match, e, offset_of(n, t.reach), here, t, MODE).to(tl.float32)
-                    left -= tl.where(label[:, None] == name, 1.0, 0.0)
+        for n in tl.static_range(tl.constexpr(MODE.PLANES)):
+            counts = here.counts + n * B.BLOCK_Q + lane
+            plane = tl.load(counts + start // 32 * (MODE.PLANES * B.BLOCK_Q))[:, None]
+            for w in tl.static_range(1, tl.constexpr(MODE.BLOCK_C) // 32):
+                word = tl.load(counts + (start // 32 + w) * (MODE.PLANES * B.BLOCK_Q))[:, None]
+                plane = tl.where((at - start < 32 * w)[None, :], plane, word)
+            left -= tl.where((plane & bit) != 0, 1.0 * (1 << n), 0.0)
     return left
 
 
@@ -400,7 +435,7 @@ def table_products(mine, base, rest, slot, MODE: tl.constexpr, B: tl.constexpr, 
 
 
 @triton.jit
-def cluster_scores(start, mine, tile, here, t, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr):
+def cluster_scores(start, mine, here, t, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr):
     """BLOCK_C clusters from `start` on: their names, places in the table, scores, and the share of keys that is left.
 
     The score is scale <q, centre> plus the log of size and gain, -inf where no key is left.
@@ -408,6 +443,6 @@ def cluster_scores(start, mine, tile, here, t, MODE: tl.constexpr, B: tl.constex
     at = start + tl.arange(0, MODE.BLOCK_C)
     slot, log = here.slot + at, tl.load(t.table.logs + here.slot + at)
     s = table_products(mine, t.table.k, t.table.k_rest, slot, MODE, B, ROW)
-    left = left_of(at, tile, here, t, MODE, B)
+    left = left_of(start, here, t, MODE, B)
     s = tl.where(left > 0, s * t.scale + log[None, :], -float("inf"))
     return at, slot, s, left * tl.load(t.table.shares + slot)[None, :]

@@ -1,6 +1,6 @@
 """The clustered tail in Triton: a tile of queries meets the clusters in blocks, as matrix products.
 
-The labels of the keys in a query's windows are looked up once; each cluster's size is less by those that name it.
+The keys of each cluster in a query's windows are counted first; each cluster's size is less by their number.
 A running softmax over the clusters is joined with the attention over the windows before anything is stored.
 """
 
@@ -13,18 +13,10 @@ import triton.language as tl
 from ...calls import ClusterTailCall
 from ...types import Attended
 from .block_sizes import CLUSTER_TAIL, CLUSTER_TAIL_EXACT
-from .cluster_table import (
-    cluster_scores,
-    own_rows,
-    table_rows,
-    tail_flags,
-    tail_of,
-    tail_queries,
-    tiles_of,
-)
+from .cluster_table import chunks, cluster_scores, own_rows, table_rows, tail_flags, tail_of, tail_queries
 from .launch import Kernel, cached, kinds, on_device
 from .shared_keys import LN2, LOWEST, joined, powers, product
-from .tile_pairs import put_piece
+from .tile_pairs import fine_product, put_piece
 from .windows import dropped
 
 
@@ -36,9 +28,8 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
     if made.lse.numel():
         flags = tail_flags(call, CLUSTER_TAIL, CLUSTER_TAIL_EXACT)
         with on_device(call.q):
-            tail = tail_of(call, flags)
-            kernel = _kernel(tiles_of(call) * flags["MODE"].PARTS, tuple(flags.items()), kinds(*tail))
-            kernel(tail, made)
+            for tail, tiles in chunks(call, tail_of(call, flags), flags):
+                _kernel(tiles * flags["MODE"].PARTS, tuple(flags.items()), kinds(*tail))(tail, made)
     return made
 
 
@@ -50,19 +41,21 @@ def _kernel(programs: int, flags: tuple[tuple[str, object], ...], given: tuple[o
 @triton.jit
 def cluster_tail_kernel(t, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     """Program (tile, piece of the values)."""
-    piece, tile = tl.program_id(0) % MODE.PARTS, tl.program_id(0) // MODE.PARTS
-    here = tail_queries(tile, t, B)
+    piece, tile = tl.program_id(0) % MODE.PARTS, t.first + tl.program_id(0) // MODE.PARTS
+    here = tail_queries(tile, t, MODE, B)
     mine, point = own_rows(t.q, here, ROW), here.start + here.query
     top, whole = tl.full([B.BLOCK_Q], LOWEST, tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
     mixed = tl.zeros([B.BLOCK_Q, VROW.W], tl.float32)
     for start in range(0, t.table.padded, MODE.BLOCK_C):
-        at, slot, s, share = cluster_scores(start, mine, tile, here, t, MODE, B, ROW)
+        at, slot, s, share = cluster_scores(start, mine, here, t, MODE, B, ROW)
         higher = tl.maximum(top, tl.max(s, 1))
         shrink, p = powers(top, higher), powers(s, higher[:, None]) * share
         top, whole = higher, whole * shrink + tl.sum(p, 1)
         p = dropped(p, (t.first_name + at)[None, :], here.noise[:, None], t, MODE.DROPOUT)
         value = table_rows(t.table.v, slot, piece, VROW)
-        mixed = product(p.to(value.dtype), value, mixed * shrink[:, None])
+        mixed = fine_product(p, value, mixed * shrink[:, None], MODE.NARROW and MODE.GAINS)
+        if MODE.GAINS and t.table.v_rest is not None:
+            mixed = product(p.to(value.dtype), table_rows(t.table.v_rest, slot, piece, VROW), mixed)
 
     head = tl.load(t.head_lse + point, mask=here.exists, other=-float("inf")).to(tl.float32)
     some = here.exists & ~(whole == 0)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...calls import ClusterTailCall, ClusterTailGrads
 from .block_sizes import CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT
 from .cluster_table import (
+    chunks,
     cluster_scores,
     own_rows,
     table_products,
@@ -25,11 +26,12 @@ from .cluster_table import (
     tail_flags,
     tail_of,
     tail_queries,
+    tiles_at_a_time,
     tiles_of,
 )
 from .grid import put
 from .launch import Kernel, cached, kinds, on_device
-from .shared_keys import LOWEST, finite, joined, powers, product
+from .shared_keys import LOWEST, blocks_of, finite, joined, powers, product
 from .tile_pairs import fine_product, fp16_scale_of
 from .windows import kept, zeros
 
@@ -66,16 +68,19 @@ def cluster_tail_backward(
     flags = tail_flags(call, CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT)
     collects = tail_flags(call, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT)
     every, rows, count = tiles_of(call), centres.shape[0] * centres.shape[1], centres.shape[2]
-    blocks = -(-count // collects["MODE"].BLOCK_C)
-    splits = max(1, min(every // rows, PROGRAMS // (rows * blocks)))
+    blocks, each = -(-count // collects["MODE"].BLOCK_C), every // rows
+    at_a_time = tiles_at_a_time(call, flags["MODE"])
+    splits = max(1, min(each, at_a_time, PROGRAMS // (max(1, at_a_time // each) * blocks)))
     parts = [torch.empty((splits, rows * count, x.shape[-1]), device=q.device) for x in (centres, values)]
     totals = Totals(*torch.empty((3, *lse.shape), dtype=torch.float32, device=q.device).unbind())
     with on_device(q):
-        tail, above = tail_of(call, flags), Upstream(grad_out.contiguous(), grad_lse.contiguous())
-        given = kinds(*tail, *above, *mine, *totals)
-        _kernel(tail_queries_kernel, every, tuple(flags.items()), given)(tail, above, totals, *mine)
-        clusters = _kernel(tail_clusters_kernel, rows * blocks * splits, tuple(collects.items()), given)
-        clusters(tail, above, totals, *parts, splits, every // rows)
+        above = Upstream(grad_out.contiguous(), grad_lse.contiguous())
+        for tail, tiles in chunks(call, tail_of(call, flags), flags):
+            given = kinds(*tail, *above, *mine, *totals)
+            _kernel(tail_queries_kernel, tiles, tuple(flags.items()), given)(tail, above, totals, *mine)
+            sources = (tail.first + tiles - 1) // each - tail.first // each + 1
+            clusters = _kernel(tail_clusters_kernel, sources * blocks * splits, tuple(collects.items()), given)
+            clusters(tail, above, totals, *parts, splits, each, tail.first + tiles, rows)
     sums = (part.sum(0).to(x.dtype) for part, x in zip(parts, (centres, values), strict=True))
     d_centres, d_values = (d.reshape(x.shape) for d, x in zip(sums, (centres, values), strict=True))
     return ClusterTailGrads(mine[0], d_centres, d_values, mine[1], mine[2])
@@ -100,10 +105,10 @@ def slope_product(ds, theirs, total, MODE: tl.constexpr):
 
 @triton.jit
 def cluster_slopes(
-    start, mine, grad_out, tile, here, t, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+    start, mine, grad_out, here, t, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     """`cluster_scores`, <grad_out, value> and what dropout makes of a weight."""
-    at, slot, s, share = cluster_scores(start, mine, tile, here, t, MODE, B, ROW)
+    at, slot, s, share = cluster_scores(start, mine, here, t, MODE, B, ROW)
     dp = table_products(grad_out, t.table.v, t.table.v_rest, slot, MODE, B, VROW)
     if MODE.DROPOUT:
         r = kept((t.first_name + at)[None, :], here.noise[:, None], t, MODE.DROPOUT)
@@ -118,14 +123,13 @@ def tail_queries_kernel(
     t, above, totals, dq, d_head, d_head_lse, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
 ):  # fmt: skip
     """The gradients of the queries and of the head, and the totals. Program: tile."""
-    tile = tl.program_id(0)
-    here = tail_queries(tile, t, B)
+    here = tail_queries(t.first + tl.program_id(0), t, MODE, B)
     valid, point = here.exists, here.start + here.query
     mine, grad_out = own_rows(t.q, here, ROW), own_rows(above.grad_out, here, VROW)
     top, whole = tl.full([B.BLOCK_Q], LOWEST, tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
     mean, to_head = whole, whole
     for start in range(0, t.table.padded, MODE.BLOCK_C):
-        _, _, s, share, dp, _ = cluster_slopes(start, mine, grad_out, tile, here, t, MODE, B, ROW, VROW)
+        _, _, s, share, dp, _ = cluster_slopes(start, mine, grad_out, here, t, MODE, B, ROW, VROW)
         higher = tl.maximum(top, tl.max(s, 1))
         shrink, p = powers(top, higher), powers(s, higher[:, None]) * share
         top, whole = higher, whole * shrink + tl.sum(p, 1)
@@ -148,7 +152,7 @@ def tail_queries_kernel(
 
     sums = zeros(B.BLOCK_Q, ROW)
     for start in range(0, t.table.padded, MODE.BLOCK_C):
-        _, slot, s, share, dp, _ = cluster_slopes(start, mine, grad_out, tile, here, t, MODE, B, ROW, VROW)
+        _, slot, s, share, dp, _ = cluster_slopes(start, mine, grad_out, here, t, MODE, B, ROW, VROW)
         p = powers(s, top[:, None]) * (share * factor[:, None])
         ds = tl.where(share > 0, p * (dp - delta[:, None]) * t.scale, 0.0)
         more = ()
@@ -164,24 +168,29 @@ def tail_queries_kernel(
 
 @triton.jit
 def tail_clusters_kernel(
-    t, above, totals, dk, dv, splits, tiles, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr
+    t, above, totals, dk, dv, splits, tiles, last, rows, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr,
+    VROW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of clusters, split) adds up its share of the tiles: dk, dv [splits, rows, C, width]."""
+    """Program (row, block of clusters, split) adds up its share of a row's `tiles`: dk, dv [splits, rows, C, width].
+
+    Of the tiles those before `last` that have counts; what others before them came to is added.
+    """
     count = t.table.count
     blocks = (count + MODE.BLOCK_C - 1) // MODE.BLOCK_C
     split, block = tl.program_id(0) % splits, tl.program_id(0) // splits
-    source, rows = block // blocks, tl.num_programs(0) // (splits * blocks)
-    first = (block % blocks) * MODE.BLOCK_C
-    k_sums, v_sums = zeros(MODE.BLOCK_C, ROW), zeros(MODE.BLOCK_C, VROW)
-    for number in range(split, tiles, splits):
-        tile = source * tiles + number
-        here = tail_queries(tile, t, B)
+    source, first = t.first // tiles + block // blocks, (block % blocks) * MODE.BLOCK_C
+    at = first + tl.arange(0, MODE.BLOCK_C)
+    slot, begin = (split.to(tl.int64) * rows + source) * count + at, tl.maximum(source * tiles, t.first)
+    again = (at < count) & (at * 0 + begin > source * tiles)
+    k_sums, v_sums = blocks_of(dk, slot, again, ROW), blocks_of(dv, slot, again, VROW)
+    for tile in range(begin + split, tl.minimum((source + 1) * tiles, last), splits):
+        here = tail_queries(tile, t, MODE, B)
         valid, point = here.exists, here.start + here.query
         mine, grad_out = own_rows(t.q, here, ROW), own_rows(above.grad_out, here, VROW)
         top = tl.load(totals.top + point, mask=valid, other=0.0)
         factor = tl.load(totals.factor + point, mask=valid, other=0.0)
         delta = tl.load(totals.delta + point, mask=valid, other=0.0)
-        _, _, s, share, dp, r = cluster_slopes(first, mine, grad_out, tile, here, t, MODE, B, ROW, VROW)
+        _, _, s, share, dp, r = cluster_slopes(first, mine, grad_out, here, t, MODE, B, ROW, VROW)
         some = (share > 0) & valid[:, None]
         p = tl.where(some, powers(s, top[:, None]) * (share * factor[:, None]), 0.0)
         ds = tl.trans(tl.where(some, p * (dp - delta[:, None]) * t.scale, 0.0))
@@ -191,9 +200,7 @@ def tail_clusters_kernel(
         for n in tl.static_range(len(k_sums)):
             k_more += (slope_product(ds, finite(mine[n]), k_sums[n], MODE),)
         for n in tl.static_range(len(v_sums)):
-            v_more += (product(p.to(grad_out[n].dtype), grad_out[n], v_sums[n]),)
+            v_more += (fine_product(p, grad_out[n], v_sums[n], MODE.NARROW),)
         k_sums, v_sums = k_more, v_more
-    at = first + tl.arange(0, MODE.BLOCK_C)
-    slot = (split.to(tl.int64) * rows + source) * count + at
     put(dk, slot, k_sums, at < count, ROW)
     put(dv, slot, v_sums, at < count, VROW)

@@ -1,8 +1,9 @@
 """Gradients of the hybrid's tail in Triton, through out and through lse.
 
-With p the joint weights and dp_j = <grad_out, v_j>, the gradient of a score is p_j (dp_j - delta), where delta is the
-mean of dp over head and tail less grad_lse. One kernel makes delta and dq, one the gradients of the shared keys: there
-the queries are split among programs, whose sums are added in order afterwards, so the bits are the same every time.
+With p the joint weights and dp_j = <grad_out, v_j> after dropout, the gradient of a score is p_j (dp_j - delta), where
+delta is the mean of dp over head and tail less grad_lse. One kernel makes delta and dq, one the gradients of the shared
+keys: there the queries are split among programs, whose sums are added in order afterwards, so the bits are the same
+every time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...calls import DrawnTailCall, TailGrads
 from ...draws import tail_rows
 from ...grid import grid_of
 from . import shared_keys as sk
-from .drawn_tail import block_queries, blocks_of_queries, tail_flags, tail_of
+from .drawn_tail import block_queries, blocks_of_queries, row_blocks, tail_flags, tail_of, thinned
 from .grid import points, put
 from .launch import Kernel, on_device
 from .windows import zeros
@@ -81,8 +82,7 @@ def drawn_tail_backward(
 @triton.jit
 def queries_kernel(t, above, totals, dq, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     """dq and the totals."""
-    queries = points(t.geo.q)
-    blocks = (queries + MODE.BLOCK_Q - 1) // MODE.BLOCK_Q
+    queries, blocks = points(t.geo.q), row_blocks(t, MODE)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     here = block_queries(row, tl.program_id(0) % blocks, t, MODE)
     query, valid, point = here.query, here.exists, row * queries + here.query
@@ -100,7 +100,7 @@ def queries_kernel(t, above, totals, dq, MODE: tl.constexpr, ROW: tl.constexpr, 
         shrink, p = sk.powers(top, higher), sk.powers(s, higher[:, None])
         top = higher
         whole = whole * shrink + tl.sum(p, 1)
-        dp = sk.products(grad_out, shared.v, at, MODE, VROW)
+        dp = thinned(sk.products(grad_out, shared.v, at, MODE, VROW), at, shared, here, t, MODE)
         mean = mean * shrink + tl.sum(tl.where(ok, p * dp, 0.0), 1)
         seen += tl.sum(ok.to(tl.int32), 1)
     head = tl.load(t.head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
@@ -117,7 +117,7 @@ def queries_kernel(t, above, totals, dq, MODE: tl.constexpr, ROW: tl.constexpr, 
     for start in range(0, shared.padded, MODE.BLOCK_K):
         at, s, ok = sk.tail_scores(start, mine, low, shared, here, t, MODE, ROW)
         p = sk.powers(s, top[:, None]) * factor[:, None]
-        dp = sk.products(grad_out, shared.v, at, MODE, VROW)
+        dp = thinned(sk.products(grad_out, shared.v, at, MODE, VROW), at, shared, here, t, MODE)
         ds = tl.where(ok, p * (dp - delta[:, None]) * t.scale, 0.0)
         more = ()
         for n in tl.static_range(len(sums)):
@@ -132,7 +132,7 @@ def queries_kernel(t, above, totals, dq, MODE: tl.constexpr, ROW: tl.constexpr, 
 def keys_kernel(t, above, totals, dk, dv, splits, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
     """Program (row, block of keys, split) adds up its share of the row's queries: dk, dv [splits, B, H, m, width]."""
     queries, drawn = points(t.geo.q), t.shared.drawn
-    blocks, key_blocks = (queries + MODE.BLOCK_Q - 1) // MODE.BLOCK_Q, (drawn + MODE.BLOCK_K - 1) // MODE.BLOCK_K
+    blocks, key_blocks = row_blocks(t, MODE), (drawn + MODE.BLOCK_K - 1) // MODE.BLOCK_K
     split, block = tl.program_id(0) % splits, tl.program_id(0) // splits
     row = (block // key_blocks).to(tl.int64)
     rows = tl.num_programs(0) // (splits * key_blocks)
@@ -149,8 +149,9 @@ def keys_kernel(t, above, totals, dk, dv, splits, MODE: tl.constexpr, ROW: tl.co
         delta = tl.load(totals.delta + point, mask=valid, other=0.0)
         at, s, ok = sk.tail_scores(first, mine, sk.corners_of(here, t, MODE), shared, here, t, MODE, ROW)
         p = sk.powers(s, top[:, None]) * factor[:, None]
-        dp = sk.products(grad_out, shared.v, at, MODE, VROW)
+        dp = thinned(sk.products(grad_out, shared.v, at, MODE, VROW), at, shared, here, t, MODE)
         ds = tl.trans(tl.where(ok, p * (dp - delta[:, None]) * t.scale, 0.0))
+        p = thinned(p, at, shared, here, t, MODE)
         k_more, v_more = (), ()
         for n in tl.static_range(len(k_sums)):
             k_more += (sk.product(ds.to(mine[n].dtype), sk.finite(mine[n]), k_sums[n]),)

@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from ...calls import AttendCall, AttendGrads, Found, SearchCall
-from ...clustering import cluster_backward as cluster_backward
 from ...types import Attended
 from .attend import attend as query_attend
 from .attend_backward import attend_backward as query_attend_backward
 from .cluster import cluster as cluster
+from .cluster_backward import cluster_backward as cluster_backward
 from .cluster_tail import cluster_tail as cluster_tail
 from .cluster_tail_backward import cluster_tail_backward as cluster_tail_backward
 from .drawn_tail import drawn_tail as drawn_tail

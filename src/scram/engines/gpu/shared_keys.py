@@ -246,15 +246,32 @@ def corners_of(here, t, MODE: tl.constexpr):
 
 
 @triton.jit
+def name_of(at, row, t):
+    """The names of shared keys."""
+    return tl.load(row.places + len(t.reach) * row.padded + at)
+
+
+@triton.jit
 def in_tail(at, log, low, row, here, t, MODE: tl.constexpr):
     """Which shared keys [BLOCK_K] count for which queries [BLOCK_Q]: those that exist, come up to the query under
-    CAUSAL, and lie in none of its windows."""
-    x, rank = (), len(t.reach)
-    for a in tl.static_range(len(t.reach) - 1, -1, -1):
-        x += (tl.load(row.places + a * row.padded + at),)
+    CAUSAL, and lie in none of its windows, or of its tile's."""
     ok = (log > -float("inf"))[None, :]
     if MODE.CAUSAL:
-        ok = ok & (tl.load(row.places + rank * row.padded + at)[None, :] <= here.query[:, None])
+        ok = ok & (name_of(at, row, t)[None, :] <= here.query[:, None])
+    if MODE.TILED:
+        attended = tl.load(t.heads.attended + here.tile * row.padded + at) != 0
+        ok = ok & here.exists[:, None] & ~attended[None, :]
+    else:
+        ok = not_near(ok, at, low, row, here, t, MODE)
+    return ok
+
+
+@triton.jit
+def not_near(ok, at, low, row, here, t, MODE: tl.constexpr):
+    """Which shared keys are `ok` and in none of the query's own windows."""
+    x = ()
+    for a in tl.static_range(len(t.reach) - 1, -1, -1):
+        x += (tl.load(row.places + a * row.padded + at),)
     for e in tl.static_range(tl.constexpr(MODE.MATCHES)):
         ok = ok & ~covered(x, low, e, t.reach)
     if MODE.MATCHES == 0:

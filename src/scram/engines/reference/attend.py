@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...calls import AttendCall
+from ...calls import AttendCall, DrawnTailCall
 from ...grid import Grid, LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, window, within
 from ...noise import noise
 from ...scoring import accumulator, normalized_weights, pair_score, widened
@@ -94,7 +94,7 @@ def flat_tensors(call: AttendCall) -> tuple[Tensor, ...]:
     return grids + tuple(x.flatten(0, 1) for x in extra)
 
 
-def kept(call: AttendCall, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def kept(call: AttendCall | DrawnTailCall, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Whether dropout keeps each (query, key)."""
     assert call.dropout_seed is not None
     return noise(call.dropout_seed, row, query, key) >= int(call.dropout_p * 2**32)

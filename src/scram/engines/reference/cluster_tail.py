@@ -8,36 +8,31 @@ import torch
 from torch import Tensor
 
 from ...calls import ClusterTailCall
-from ...grid import Grid, cell_sides, grid_of, key_row, rows
+from ...grid import grid_of, key_row, rows
 from ...noise import noise
 from ...scoring import accumulator, normalized_weights
 from ...types import Attended
-from .attend import CHUNK_ELEMENTS, expand, mix
+from .attend import CHUNK_ELEMENTS, mix
 from .chunks import in_chunks
-from .tile_attend import keys_of, touched
-from .tile_search import members
+from .windows import windows_of
 
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
     """Head and tail together: the head is one more key, its score its lse, its value its out."""
-    q, index, label = call.q, call.index, call.label
-    grid, key_grid, heads, cluster_heads = grid_of(q), tuple(label.shape[2:]), q.shape[1], label.shape[1]
-    queries, keys, count = math.prod(grid), math.prod(key_grid), call.sizes.shape[-1]
+    q, label = call.q, call.label
+    key_grid, heads, cluster_heads = tuple(label.shape[2:]), q.shape[1], label.shape[1]
+    queries, keys, count = math.prod(grid_of(q)), math.prod(key_grid), call.sizes.shape[-1]
     wide = accumulator(call.values.dtype)
     flat_label, sizes = label.reshape(-1, keys).long(), call.sizes.flatten(0, 1)
     gains = torch.ones_like(call.centres[..., 0]) if call.gains is None else call.gains
-    if call.window == "tile":
-        windows = _TileWindows(call, grid, key_grid)
-    else:
-        flat_index = index.reshape(-1, index.shape[-1]).long()
-        radius = [min(b, extent - 1) for b, extent in zip(call.radius, key_grid, strict=True)]
+    windows = windows_of(call.window, call.index, key_grid, call.radius)
 
     def points(
         at: Tensor, q: Tensor, centres: Tensor, values: Tensor, gains: Tensor, head_out: Tensor, head_lse: Tensor
     ) -> tuple[Tensor, Tensor]:
         row, query = at // queries, at % queries
         source = key_row(row, heads, cluster_heads)
-        key, there = windows.of(row, query) if call.window == "tile" else expand(flat_index[at], key_grid, radius)
+        key, there = windows.of(row.unsqueeze(-1), query.unsqueeze(-1))
         name = flat_label[source.unsqueeze(-1), key]
         taken = torch.zeros(len(at), count + 1, dtype=torch.int64, device=q.device)
         taken = taken.scatter_add(1, torch.where(there & (name >= 0), name, count), torch.ones_like(name))
@@ -66,20 +61,3 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
     tensors = (q_points, *clusters, head_out, head_lse.squeeze(-1))
     out, lse = in_chunks(points, q.shape[0] * heads * queries, size, tensors)
     return Attended(out.to(call.head_out.dtype).reshape(call.head_out.shape), lse.reshape(q.shape[:-1]))
-
-
-class _TileWindows:
-    """The keys that each query's tile attends."""
-
-    def __init__(self, call: ClusterTailCall, grid: Grid, key_grid: Grid) -> None:
-        self.key_grid, self.sides = key_grid, cell_sides(call.radius, key_grid)
-        member = members(grid, call.q.device)  # [tiles of a row, queries of a tile]
-        index = rows(call.index).long()
-        self.cells = touched(index, member, key_grid, call.radius, self.sides)
-        self.tiles = len(member)
-        queries = math.prod(grid)
-        slot = member.flatten().argsort()[-queries:] if queries else member.flatten()[:0]
-        self.tile = slot // member.shape[1]  # of each query
-
-    def of(self, row: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        return keys_of(self.cells[row * self.tiles + self.tile[query]], self.key_grid, self.sides)

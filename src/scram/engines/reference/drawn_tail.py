@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...calls import DrawnTail, DrawnTailCall
 from ...draws import NONE, legal_counts, ranked_keys, shared_tail, tail_values
-from ...grid import Grid, LegalKeys, coordinates, grid_of, within
+from ...grid import LegalKeys, grid_of
 from ...scoring import accumulator, normalized_weights, pair_score, widened
-from .attend import CHUNK_ELEMENTS, expand, mix
+from .attend import CHUNK_ELEMENTS, kept, mix
 from .chunks import in_chunks
+from .windows import windows_of
 
 
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
-    """Head and tail together. Keys within `radius` of a match are in the head; a query does not draw them again."""
-    q, k, index = call.q, call.k, call.index
+    """Head and tail together. Keys in the windows are in the head; a query does not draw them again."""
+    q, k = call.q, call.k
     key_grid, queries = grid_of(k), math.prod(grid_of(q))
     legal = LegalKeys.of(q, k, call.causal, call.key_mask)
     ranked = ranked_keys(q, legal, call.seed)
     names, represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
     k_tail, v_tail = (tail_values(x, names, q.shape[1]) for x in (k, call.v))
     flat_names, drawn = names.long(), names.shape[1]
-    radius = [min(b, extent - 1) for b, extent in zip(call.radius, key_grid, strict=True)]
-    flat_index, flat_total = index.reshape(-1, index.shape[-1]).long(), legal_counts(q, legal).reshape(-1)
-    wide = accumulator(v_tail.dtype)
+    flat_total, wide = legal_counts(q, legal).reshape(-1), accumulator(v_tail.dtype)
+    windows = windows_of(call.window, call.index, key_grid, call.radius)
 
     def points(
         at: Tensor, q: Tensor, k_tail: Tensor, v_tail: Tensor, head_out: Tensor, head_lse: Tensor
     ) -> tuple[Tensor, ...]:
         row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
-        key, new = expand(flat_index[at], key_grid, radius)
+        key, new = windows.of(row, query)
         left = (flat_total[at] - (new & legal.allows(row, query, key)).sum(-1)).to(wide)  # M_i - |S_i|
         name = flat_names[row.squeeze(-1)]
         safe = torch.where(name == NONE, 0, name)
-        counts = (name != NONE) & legal.allows(row, query, safe) & ~covered(safe, flat_index[at], key_grid, radius)
+        counts = (name != NONE) & legal.allows(row, query, safe) & ~windows.hold(row, query, safe)
         seen = counts.sum(-1).to(wide)  # m_i
         k_seen = torch.where(counts.unsqueeze(-1), k_tail[row.squeeze(-1)], 0)
         v_seen = torch.where(counts.unsqueeze(-1), v_tail[row.squeeze(-1)], 0).to(wide)
@@ -50,27 +49,24 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
         head = head_lse[at].to(wide).unsqueeze(-1)
         p, lse = normalized_weights(torch.cat([a, head], 1), torch.cat([counts, head != -torch.inf], 1), "softmax")
         p_tail, p_head = p[:, :drawn], p[:, drawn:]
+        if call.dropout_seed is not None:
+            p_tail = torch.where(kept(call, row, query, safe), p_tail / (1 - call.dropout_p), 0)
         out = mix(p_tail, v_seen) + torch.where(head == -torch.inf, 0, p_head * head_out[at].to(wide))
         with torch.no_grad():
-            variance = tail_variance(p_tail, v_seen, out, counts, left)
+            variance = torch.full_like(out, torch.inf)
+            if call.dropout_seed is None:
+                variance = tail_variance(p_tail, v_seen, out, counts, left)
         return out, lse, variance, offset
 
     q_wide, k_wide, v_wide = widened(call.score, q, k_tail, v_tail)
     tensors = (q_wide.flatten(0, -2), k_wide, v_wide, call.head_out.flatten(0, -2), call.head_lse.flatten())
-    size = max(1, CHUNK_ELEMENTS // max(drawn * (q.shape[-1] + 2 * v_tail.shape[-1]), 1))
+    each = max(drawn * (q.shape[-1] + 2 * v_tail.shape[-1]), windows.size, 1)
+    size = max(1, CHUNK_ELEMENTS // each)
     out, lse, variance, offset = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)
     shape = (*q.shape[:-1], v_tail.shape[-1])
     out, lse, offset = out.to(v_tail.dtype).reshape(shape), lse.reshape(shape[:-1]), offset.reshape(shape[:-1])
     no_strata = torch.empty(0, device=q.device)
     return DrawnTail(out, lse, variance.reshape(shape), offset, names, no_strata if represents is None else represents)
-
-
-def covered(key: Tensor, match: Tensor, key_grid: Grid, radius: Sequence[int]) -> Tensor:
-    """Whether each key [C, m] lies in the window of any of the matches [C, kappa]."""
-    place = [c.unsqueeze(-1) for c in coordinates(key, key_grid)]
-    there = (match >= 0) & (match < math.prod(key_grid))
-    centre = [c.unsqueeze(1) for c in coordinates(torch.where(there, match, 0), key_grid)]
-    return (within(place, centre, radius) & there.unsqueeze(1)).any(-1)
 
 
 def tail_variance(p: Tensor, v: Tensor, out: Tensor, counts: Tensor, left: Tensor) -> Tensor:

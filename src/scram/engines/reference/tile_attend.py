@@ -86,7 +86,7 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
         (c + b).clamp(max=extent - 1) // side
         for c, b, extent, side in zip(centre, radius, key_grid, sides, strict=True)
     ]
-    number = _cell_grid(key_grid, sides)
+    number = cell_grid(key_grid, sides)
     none, found = math.prod(number), []
     for corner in itertools.product((0, 1), repeat=len(sides)):
         cell = [c + more for c, more in zip(first, corner, strict=True)]
@@ -106,13 +106,14 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
     return sets[:, :most]
 
 
-def _cell_grid(key_grid: Grid, sides: Grid) -> Grid:
+def cell_grid(key_grid: Grid, sides: Grid) -> Grid:
+    """How many cells there are on each axis."""
     return tuple(-(-extent // side) for extent, side in zip(key_grid, sides, strict=True))
 
 
 def keys_of(cells: Tensor, key_grid: Grid, sides: Grid) -> tuple[Tensor, Tensor]:
     """Cells [C, L], -1 for none -> their keys [C, L * keys of a cell], flat indices on the grid, and which exist."""
-    corner = coordinates(cells.clamp(min=0).unsqueeze(-1), _cell_grid(key_grid, sides))
+    corner = coordinates(cells.clamp(min=0).unsqueeze(-1), cell_grid(key_grid, sides))
     inner = coordinates(torch.arange(math.prod(sides), device=cells.device), sides)
     place = [c * side + of for c, side, of in zip(corner, sides, inner, strict=True)]
     there = (cells >= 0).unsqueeze(-1) & inside(place, key_grid)

@@ -1,0 +1,88 @@
+"""Where a search with clusters becomes faster than dense attention: `python benchmarks/crossover.py [--device cuda]`.
+
+Both of the same random tensors, in turn; beside them what `defaults.COSTS` chooses, and a call that goes dense beside
+torch's own. `--table` prints what is stored. Results: results/crossover_cpu.json, results/crossover_cuda.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from store import RESULTS, Store, alternate
+
+import scram
+from scram.defaults import dense_is_cheaper
+
+SIDES = {"cpu": (16, 32, 48, 64, 96, 128), "cuda": (64, 128, 160, 192, 224, 256, 320)}
+DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32)}
+SHAPES = ((1, 64), (8, 64), (1, 16))  # heads, width
+MOST = {"cpu": 1.5e11, "cuda": 1e13}  # products of a dense call at most
+
+
+def measured(side: int, heads: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Milliseconds of dense attention by torch, of a search with clusters, and of the default call."""
+    shape = (1, heads, side, side, width)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+    flat = [x.flatten(2, 3) for x in (q, k, v)]
+
+    def waiting(call: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        return run
+
+    calls = {
+        "dense": waiting(lambda: F.scaled_dot_product_attention(*flat)),
+        "searched": waiting(lambda: scram.attention(q, k, v, search=scram.Search())),
+        "default": waiting(lambda: scram.attention(q, k, v)),
+    }
+    longest = 0.0
+    for call in calls.values():
+        call()
+        begun = time.perf_counter()
+        call()
+        longest = max(longest, time.perf_counter() - begun)
+    times = alternate(calls, dict.fromkeys(calls, 50 if longest < 0.004 else 10 if longest < 0.1 else 4))
+    medians = {f"{name}_ms": 1e3 * statistics.median(each) for name, each in times.items()}
+    return {**medians, "goes_dense": dense_is_cheaper(q, k, v)}
+
+
+def table(rows: dict[str, Any]) -> str:
+    lines = ["| grid, heads, width, dtype | dense ms | searched ms | default ms | it is |", "|---|---|---|---|---|"]
+    for name, row in rows.items():
+        times = " | ".join(f"{row[f'{what}_ms']:.3g}" for what in ("dense", "searched", "default"))
+        lines.append(f"| {name} | {times} | {'dense' if row['goes_dense'] else 'searched'} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=tuple(SIDES), default="cpu")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--commit", help="the commit that is measured, where git is not there to ask")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_args()
+    store = Store(f"crossover_{given.device}", given.results)
+    rows = list(itertools.product(DTYPES[given.device], SHAPES, SIDES[given.device]))
+    end = time.monotonic() + given.seconds
+    for dtype, (heads, width), side in [] if given.table else track(rows, description="crossover"):
+        if heads * side**4 * width < MOST[given.device] and time.monotonic() < end:
+            name = f"{side}x{side}, {heads}, {width}, {str(dtype).removeprefix('torch.')}"
+            store.put(name, given.commit, **measured(side, heads, width, dtype, given.device))
+    print(table(store.data))
+
+
+if __name__ == "__main__":
+    main()
