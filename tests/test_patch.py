@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
 import scram
+from budgets import planned
 from compiling import graphs_are
 
 GRID = (4, 5)
@@ -449,3 +450,36 @@ def test_transformers_in_the_context(vit):
     with scram.patch_sdpa(grid=(8, 8), prefix=1, radius=99) as report:
         torch.testing.assert_close(vit(x).last_hidden_state, want)
     assert report.replaced == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_with_a_budget(vit, monkeypatch):
+    tune, tuned = planned()
+    monkeypatch.setattr(scram.sdpa, "tune", tune)
+    x = torch.randn(2, 3, 32, 32)
+    want = vit(x).last_hidden_state
+    report = scram.patch.register_transformers("scram-budget", grid="auto", error=0.05)
+    vit.set_attn_implementation("scram-budget")
+    for _ in range(2):
+        torch.testing.assert_close(vit(x).last_hidden_state, want)
+    assert [(layer.grid, layer.prefix, layer.calls) for layer in report.layers.values()] == [((8, 8), 1, 2)] * 2
+    assert len(tuned) == 2
+    compiled = torch.compile(vit, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x).last_hidden_state, want)
+    assert [layer.calls for layer in report.layers.values()] == [3, 3]
+    vit.set_attn_implementation("sdpa")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_in_a_context_with_a_budget(vit, monkeypatch):
+    tune, tuned = planned()
+    monkeypatch.setattr(scram.sdpa, "tune", tune)
+    x = torch.randn(2, 3, 32, 32)
+    want = vit(x).last_hidden_state
+    with scram.patch_sdpa(grid="auto", error=0.05) as report:
+        torch.testing.assert_close(vit(x).last_hidden_state, want)
+        torch.testing.assert_close(torch.compile(vit, backend="aot_eager", fullgraph=True)(x).last_hidden_state, want)
+    assert len(tuned) == len(report.plans) == 2
+    assert [layer.calls for layer in report.layers.values()] == [2, 2]
