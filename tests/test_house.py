@@ -26,7 +26,8 @@ BELOW = {
     "schedule": set(),
     "errors": {"codebook", "estimators", "types"},
     "codebook": {"errors"},
-    "fitting": {"clustering", "codebook", "grid", "noise"},
+    "fitting": {"clustering", "codebook", "grid", "noise", "statistics"},
+    "statistics": set(),
     "types": {"errors", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},
@@ -53,7 +54,7 @@ BELOW = {
     "patch": {"_compat", "api", "defaults", "errors", "estimators", "layout_hints", "types"},
     "missed": {"clustering", "codebook", "estimators", "exact", "grid", "scoring", "types"},
     "trust": {"api", "arguments", "codebook", "defaults", "errors", "estimators", "exact", "grid", "measure", "missed"}
-    | {"precision", "schedule", "scoring", "types"},
+    | {"precision", "schedule", "scoring", "statistics", "types"},
 }
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import scram
-from scram.trust import Cost, Interval, Trust, _mean, _quantile
+from scram.statistics import Interval
+from scram.trust import Cost, Trust
 
 SEARCH = scram.Search(seed=0)
 INTERVALS = ("mass", "recall", "median_error", "p95_error", "tail_median_error", "tail_p95_error")
@@ -166,25 +167,6 @@ def test_intervals_enclose_the_truth():
     assert torch.stack(widths).mean() < 0.1
 
 
-def test_intervals_of_small_samples():
-    """Drawn from laws whose mean and quantiles are known, without end."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(1, 2000, 100, generator=generator)
-    held = {
-        "share": _held(_mean((x < 0.98).float(), 10**9), 0.98),
-        "mean": _held(_mean(x.square(), 10**9), 1 / 3),
-        "median": _held(_quantile(x, 0.5, 10**9), 0.5),
-        "p95": _held(_quantile(x, 0.95, 10**9), 0.95),
-    }
-    assert all(0.93 < share < 0.99 for share in held.values()), held
-    whole = _mean(torch.ones(1, 1, 512), 10**9)
-    assert 0.99 < whole.low < whole.value == whole.high == 1
-
-
-def _held(interval: Interval, truth: float) -> float:
-    return float(((interval.low <= truth) & (truth <= interval.high)).float().mean())
-
-
 def test_sharp_and_coherent_is_sparse():
     q, k, v = coherent(sharpness=25, noise=0.05)
     found = scram.trust(q, k, v, search=scram.Search(seed=0, sweeps=12), scale=1.0)
@@ -326,12 +308,6 @@ def test_no_match_holds_nothing():
         assert trust.median_error.value == 1
         assert trust.tail_l2_error < 1e-5  # as many clusters as keys
         assert not trust.l2_error.requires_grad
-
-
-def test_quantiles_leave_out_what_is_missing():
-    x = torch.rand(1, 1, 60)
-    x[..., ::2] = torch.nan
-    torch.testing.assert_close(_quantile(x, 0.95, 1000), _quantile(x[..., 1::2], 0.95, 1000))
 
 
 CLUSTERS = scram.Clusters(count=64)

@@ -21,6 +21,7 @@ from .missed import Figures, Missed
 from .precision import ignores_autocast
 from .schedule import TILE_QUERIES, moves, offers
 from .scoring import default_scale, prepare_query
+from .statistics import Interval, mean, quantile
 from .types import Matches, Score, Search
 
 # What a verdict of "sparse" requires of every head, at the unfavourable end of the intervals.
@@ -29,16 +30,7 @@ MOST_ERROR = 0.1  # of a typical query; "tail" requires the same of clusters, wh
 LEAST_RECALL = 0.9  # below it the search itself is to blame
 MOST_DRAWN_ERROR = 0.25  # "tail" with drawn keys: the predicted error of a typical query
 VERDICTS = ("sparse", "tail", "dense")  # from the cheapest on
-NORMAL = 1.959964  # the quantile of a 95 % interval
 ROWS_SHOWN = 16
-
-
-class Interval(NamedTuple):
-    """An estimate from the sampled queries and its 95 % interval for all of them, each [B, H]."""
-
-    value: Tensor
-    low: Tensor
-    high: Tensor
 
 
 class Cost(NamedTuple):
@@ -146,9 +138,9 @@ class Trust:
         batch, heads = self.l2_error.shape
         for row in range(min(batch * heads, ROWS_SHOWN)):
             at = row // heads, row % heads
-            shown = [_shown(x, at) for x in intervals] + [f"{float(self.l2_error[at]):9.4f}"]
+            shown = [f"{x.cell(*at):20}" for x in intervals] + [f"{float(self.l2_error[at]):9.4f}"]
             if with_tail:
-                shown += [_shown(x, at) for x in after] + [f"{float(self.tail_l2_error[at]):9.4f}"]
+                shown += [f"{x.cell(*at):20}" for x in after] + [f"{float(self.tail_l2_error[at]):9.4f}"]
             lines.append("  ".join([f"{at[0]:5} {at[1]:4}", *shown, self.verdicts[at[0]][at[1]]]))
         if batch * heads > ROWS_SHOWN:
             lines.append(f"  ... and {batch * heads - ROWS_SHOWN} more")
@@ -174,13 +166,6 @@ def _size(tail: Clusters | Codebook | Hybrid | None) -> int:
     if isinstance(tail, Codebook):
         return tail.sizes.shape[-1]
     return 0 if tail is None else tail.samples
-
-
-def _shown(interval: Interval, at: tuple[int, int]) -> str:
-    """One cell of the table, 20 characters wide."""
-    value, low, high = (float(x[at]) for x in interval)
-    digits = 3 if high < 10 else 1
-    return f"{f'{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]':20}"
 
 
 def _drawn(samples: int) -> Hybrid:
@@ -268,65 +253,18 @@ def _summary(figures: Figures, recall: Tensor, points: int, **rest: Any) -> Trus
     total, *squares = (torch.where(some, x, 0).sum(-1) for x in (size, square, tail_square))
     l2, tail_l2 = ((x / total).sqrt() for x in squares)
     return Trust(
-        mass=_mean(mass, points),
-        recall=_mean(recall, points),
-        median_error=_quantile(error, 0.5, points),
-        p95_error=_quantile(error, 0.95, points),
+        mass=mean(mass, points),
+        recall=mean(recall, points),
+        median_error=quantile(error, 0.5, points),
+        p95_error=quantile(error, 0.95, points),
         l2_error=l2,
-        tail_median_error=_quantile(tail_error, 0.5, points),
-        tail_p95_error=_quantile(tail_error, 0.95, points),
+        tail_median_error=quantile(tail_error, 0.5, points),
+        tail_p95_error=quantile(tail_error, 0.95, points),
         tail_l2_error=tail_l2,
         num_queries=mass.shape[-1],
         queries=points,
         **rest,
     )
-
-
-def _mean(x: Tensor, points: int) -> Interval:
-    """The mean of shares in 0..1 [B, H, n], NaN left out.
-
-    Wilson's interval with the variance that was seen, then moved out by what one more query of share 0 or 1 would move
-    the mean: where nearly all shares are near 1, the few that are not may be missing from a sample.
-    """
-    some = x.isfinite()
-    n = some.sum(-1).clamp(min=1).to(x.dtype)
-    mean = torch.where(some.any(-1), torch.where(some, x, 0).sum(-1) / n, torch.nan)
-    variance = torch.where(some, (x - mean.unsqueeze(-1)).square(), 0).sum(-1) / (n - 1).clamp(min=1)
-    most = mean * (1 - mean)  # of a share that is 0 or 1, which the interval was made for
-    ratio = torch.where((variance > 0) & (most > 0), variance / most.clamp(min=1e-12), 1).clamp(max=1)
-    rest = max(1 - x.shape[-1] / points, 0.0)  # a sample of everything leaves nothing open
-    z2 = NORMAL**2 * ratio * rest / n
-    centre, half = (mean + z2 / 2) / (1 + z2), (z2 * most + z2.square() / 4).sqrt() / (1 + z2)
-    low = (centre - half - rest * mean / (n + 1)).minimum(mean)
-    high = (centre + half + rest * (1 - mean) / (n + 1)).maximum(mean)
-    return Interval(mean, low.clamp(min=0), high.clamp(max=1))
-
-
-def _quantile(x: Tensor, share: float, points: int) -> Interval:
-    """A quantile of [B, H, n], NaN left out, between the order statistics that enclose it in 95 % of the samples."""
-    value = x.nanquantile(share, -1)
-    if x.shape[-1] >= points:
-        return Interval(value, value, value)
-    ordered = torch.where(x.isfinite(), x, torch.nan).sort(-1).values  # NaN last
-    low, high = torch.empty_like(value), torch.empty_like(value)
-    for at in [(b, h) for b in range(x.shape[0]) for h in range(x.shape[1])]:
-        n = int(x[at].isfinite().sum())
-        low[at], high[at] = ordered[at][list(_ranks(n, share))]  # NaN where n is 0
-    return Interval(value, low, high)
-
-
-def _ranks(n: int, share: float) -> tuple[int, int]:
-    """The order statistics of n, counted from 0, that leave at most 2.5 % of a binomial law on either side.
-
-    >>> _ranks(512, 0.5), _ranks(512, 0.95)
-    ((233, 278), (475, 496))
-    """
-    counts = torch.arange(n + 1, dtype=torch.float64)
-    law = torch.lgamma(torch.tensor(n + 1.0, dtype=torch.float64)) - torch.lgamma(counts + 1)
-    law = (law - torch.lgamma(n - counts + 1) + counts * math.log(share) + (n - counts) * math.log1p(-share)).exp()
-    below = law.cumsum(0)
-    first, last = int((below <= 0.025).sum()) - 1, int((below < 0.975).sum())
-    return max(first, 0), min(last, max(n - 1, 0))
 
 
 def _cost(
