@@ -49,6 +49,8 @@ BELOW = {
     | {"precision", "stages", "validate"},
     "exact": {"_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"errors", "exact", "grid", "scoring", "types"},
+    "timing": set(),
+    "judge": {"arguments", "dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "timing"},
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
     "patch": {"_compat", "api", "defaults", "errors", "estimators", "layout_hints", "types"},

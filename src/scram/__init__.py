@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from .codebook import Codebook
     from .estimators import Clusters, Estimate, Hybrid, MetropolisHastings, Snis
     from .exact import exact_attention, exact_search, merge
+    from .judge import Judgement, judge
     from .patch import patch_sdpa
     from .trust import Trust, trust
     from .types import Attended, Matches, Search
 
 __version__ = "0.2.0"
 __all__ = [
-    "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Matches", "MetropolisHastings", "Search", "Snis",
-    "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch", "estimate", "exact_attention",
-    "exact_search", "explain", "measure", "merge", "nn", "patch", "patch_sdpa", "search", "trust",
+    "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Judgement", "Matches", "MetropolisHastings", "Search",
+    "Snis", "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch", "estimate", "exact_attention",
+    "exact_search", "explain", "judge", "measure", "merge", "nn", "patch", "patch_sdpa", "search", "trust",
 ]  # fmt: skip
 # The names that each module defines; every other public name is a module itself.
 _DEFINED = {
@@ -31,6 +32,7 @@ _DEFINED = {
     "codebook": ("Codebook",),
     "estimators": ("Clusters", "Estimate", "Hybrid", "MetropolisHastings", "Snis"),
     "exact": ("exact_attention", "exact_search", "merge"),
+    "judge": ("Judgement", "judge"),
     "patch": ("patch_sdpa",),
     "trust": ("Trust", "trust"),
     "types": ("Attended", "Matches", "Search"),
@@ -54,8 +56,8 @@ class _Package(ModuleType):
         return self.__dict__[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Python stores an imported submodule in its package; the function `trust` stays before the module of that name.
-        super().__setattr__(name, getattr(value, "trust", value) if name == "trust" else value)
+        # Python stores an imported submodule in its package; a function of that name stays before the module.
+        super().__setattr__(name, getattr(value, name, value) if name in ("judge", "trust") else value)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})
