@@ -90,7 +90,7 @@ def test_sixteen_bits_are_seen():
     """The truth is not rounded: a function that is right to its last bit is off by that bit."""
     q, k, v = (x.to(torch.bfloat16) for x in tensors())
     found = judge_function(scram.attention, q, k, v)
-    assert 1e-4 < found.median_error.value.min()
+    assert found.median_error.value.min() > 1e-4
     assert found.p95_error.value.max() < 1e-2
 
 

@@ -21,7 +21,7 @@ def test_without_proc_there_is_no_figure():
     assert (timing.memory_status("Name", __file__), timing.memory_status("no such field")) == (None, None)
 
 
-def test_the_first_call_is_left_out_and_a_long_one_made_once(monkeypatch):
+def test_the_first_call_is_left_out_and_a_long_one_made_once():
     made = []
 
     def call():
@@ -34,8 +34,7 @@ def test_the_first_call_is_left_out_and_a_long_one_made_once(monkeypatch):
     assert found.calls == len(made) - 1 >= 3
     assert 0.001 <= found.least <= found.seconds <= found.most
     assert found.seconds < 0.03
-    monkeypatch.setattr(timing, "ONCE", 0.02)
     made.clear()
-    found, _ = timing.clock(call, "cpu")
+    found, _ = timing.clock(call, "cpu", once=0.02)
     assert (found.calls, len(made)) == (1, 1)
     assert found.seconds >= 0.06

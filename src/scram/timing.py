@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 ENOUGH = 0.25  # seconds of repeated calls
-ONCE = 1.0  # seconds from which a call is made only once
+ONCE = 1.0  # seconds from which a call is made only once, if nothing else is said
 
 
 class Timing(NamedTuple):
-    """Seconds of a call: median, least and most of several; and the bytes that one of them held at most beside others."""
+    """Seconds of a call, median, least and most of several, and the most bytes that it held."""
 
     seconds: float
     least: float
@@ -26,18 +26,18 @@ class Timing(NamedTuple):
     peak_bytes: int | None
 
 
-def clock(call: Callable[[], Tensor], device: str) -> tuple[Timing, Tensor]:
+def clock(call: Callable[[], Tensor], device: str, once: float = ONCE) -> tuple[Timing, Tensor]:
     """The time of a call, its first one left out, its peak memory, and what it returned.
 
-    A call of more than a second is made once, on a GPU twice: there the first may compile.
+    A call of more than `once` seconds is made once, on a GPU twice: there the first may compile.
     """
     before = _reset_peak(device)
     out, first = timed(call, device)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else memory_status("VmHWM")
     times = [first]
-    if first < ONCE or device == "cuda":
+    if first < once or device == "cuda":
         times = [timed(call, device)[1]]
-        while times[0] < ONCE and (len(times) < 3 or (sum(times) < ENOUGH and len(times) < 30)):
+        while times[0] < once and (len(times) < 3 or (sum(times) < ENOUGH and len(times) < 30)):
             times.append(timed(call, device)[1])
     held = None if peak is None else max(0, peak - before)
     return Timing(statistics.median(times), min(times), max(times), len(times), held), out

@@ -1,7 +1,5 @@
 """Measuring calls: forecasts, memory, slopes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
