@@ -218,7 +218,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> tuple[Row, Ten
 
 
 def measure(model: Any, module: Any, size: float, known: dict[float, tuple[Tensor, ...]]) -> tuple[Row, Tensor | None]:
-    """Both steps and the flow at one size; the flows [3, H, W, 2] by dense attention and by SCRAM where both ran."""
+    """Both steps and the flow at one size; the flows [2, H, W, 2] by dense attention and by SCRAM where both ran."""
     a, b, truth = pair(size)
     if size > LARGEST:
         shape = a.shape[2] // CELL, a.shape[3] // CELL
@@ -314,23 +314,22 @@ def transformer(model: Any, module: Any, size: float) -> Iterator[tuple[str, Row
 
 
 def draw(flows: Tensor, path: Path) -> None:
-    """The flow by dense attention, by SCRAM, and what is between them; [2, H, W, 2]."""
+    """The flows [2, H, W, 2] by dense attention and by SCRAM, and the difference."""
     from matplotlib.figure import Figure
 
-    from scram.cli.pictures import wheel_colours, wheel_limit
-
-    dense, ours = flows
-    limit = wheel_limit(dense, share=0.95)
-    off = (dense - ours).norm(dim=-1)
-    figure = Figure((15, 3.9), dpi=110, layout="constrained", facecolor="white")
-    left, middle, right = figure.subplots(1, 3)
-    for axes, flow, name in ((left, dense, "dense attention"), (middle, ours, "SCRAM")):
-        axes.imshow(wheel_colours(flow.flip(-1), limit).numpy())
-        axes.set_title(f"flow by {name}; full colour: {limit:g} pixels", loc="left", fontsize=10)
-    shown = right.imshow(off.clamp(min=1e-3).numpy(), norm="log", cmap="magma", vmin=1e-3, vmax=10)
-    right.set_title(f"difference, pixels: mean {float(off.mean()):.3f}", loc="left", fontsize=10)
-    figure.colorbar(shown, ax=right, shrink=0.9)
-    for axes in (left, middle, right):
+    left, right = flows[..., 0].neg()  # a stereo pair: all moves to the left
+    off = (flows[0] - flows[1]).norm(dim=-1)
+    figure = Figure((16, 3.6), dpi=110, layout="constrained", facecolor="white")
+    panels = figure.subplots(1, 3)
+    most = float(left.quantile(0.999)) if left.numel() < 1 << 24 else float(left.max())
+    for axes, flow, name in zip(panels, (left, right), ("dense attention", "SCRAM"), strict=False):
+        shown = axes.imshow(flow.numpy(), cmap="turbo", vmin=0, vmax=most)
+        axes.set_title(f"GMFlow with {name}: pixels moved", loc="left", fontsize=10)
+    figure.colorbar(shown, ax=panels[:2], aspect=25, pad=0.01)
+    shown = panels[2].imshow(off.clamp(min=1e-3).numpy(), norm="log", cmap="magma", vmin=1e-3, vmax=10)
+    panels[2].set_title(f"difference, pixels: mean {float(off.mean()):.3f}", loc="left", fontsize=10)
+    figure.colorbar(shown, ax=panels[2], aspect=25, pad=0.01)
+    for axes in panels:
         axes.set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
