@@ -92,6 +92,8 @@ def test_sixteen_bits_are_seen():
     found = judge_function(scram.attention, q, k, v)
     assert found.median_error.value.min() > 1e-4
     assert found.p95_error.value.max() < 1e-2
+    wide = judge_function(lambda q, k, v: scram.attention(q.float(), k.float(), v.float()), q, k, v)
+    assert wide.p95_error.value.max() < 1e-5
 
 
 def test_time_is_that_of_a_call_and_the_ratio_that_of_dense_attention():
@@ -114,7 +116,7 @@ def test_dense_attention_that_takes_too_long_is_continued(monkeypatch):
 
     def dense(q, k, v, causal=False, **how):
         made.append((tuple(q.shape), causal))
-        sleep(0.002 * q.shape[2] / 32)
+        sleep(0.02 * q.shape[2] / 256)
         return torch.zeros(1)
 
     monkeypatch.setattr(judge, "dense_attention", dense)
@@ -124,12 +126,12 @@ def test_dense_attention_that_takes_too_long_is_continued(monkeypatch):
     assert ((1, 2, 32, 32, 8), False) in made
     assert ((1, 2, 256, 1, 8), False) in made
     monkeypatch.setattr(judge, "LONGEST", 0.01)
-    for causal, least in ((False, 0.064), (True, 0.032)):
+    for causal, least in ((False, 0.08), (True, 0.04)):
         made.clear()
         truth = judge.Truth(q, k, v, causal=causal)
         assert truth.dense_is_continued
         assert {shape for shape, _ in made} == {(1, 2, 256, 1, 8)}
-        assert least <= truth.dense_seconds < 10 * least
+        assert least <= truth.dense_seconds < 1.8 * least
         found = truth.judge(lambda q, k, v: scram.exact_attention(q, k, v).out)
         assert "dense attention about" in str(found)
 
