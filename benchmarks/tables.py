@@ -280,6 +280,64 @@ def modes() -> str:
     ))  # fmt: skip
 
 
+def mebibytes(held: int) -> str:
+    return f"{held / 2**20:.0f} MiB" if held < 2**30 else f"{held / 2**30:.1f} GiB"
+
+
+def gmflow() -> str:
+    """docs/gmflow: time and memory of both attentions of GMFlow, three ways."""
+    head = ("cells", "pixels", "step", "GMFlow's own", "", "torch SDPA", "SCRAM", "", "times faster than SDPA")
+    lines = []
+    for row in (row for name, row in load("gmflow").items() if name.startswith("size ")):
+        shape, pixels = (BY.join(map(str, row[key])) for key in ("grid", "picture"))
+        for step in ("matching", "propagation"):
+            one = row[step]
+            own = (time(one["own_seconds"]), mebibytes(one["own_bytes"])) if "own_seconds" in one else ("no memory", "")
+            dense = "~" * one["sdpa_is_continued"] + time(one["sdpa_seconds"])
+            ours = time(one["scram_seconds"]), mebibytes(one["scram_bytes"])
+            faster = f"{one['sdpa_seconds'] / one['scram_seconds']:.3g}"
+            first = (shape, pixels) if step == "matching" else ("", "")
+            lines.append((*first, step, *own, dense, *ours, faster))
+    return table(head, *lines)
+
+
+def gmflow_flow() -> str:
+    """docs/gmflow: how far SCRAM's flow is from that of dense attention, and both from the truth, in pixels."""
+    head = ("cells", "matching, from exact", "propagation, from exact", "flow, from dense", "dense, from truth",
+            "SCRAM, from truth")  # fmt: skip
+    lines = []
+    for row in (row for name, row in load("gmflow").items() if name.startswith("size ")):
+        steps = (share(row[step]["pixels_off"]) for step in ("matching", "propagation"))
+        if "from_dense" in row:
+            flow = tuple(share(row[key]) for key in ("from_dense", "dense_from_truth", "from_truth"))
+        else:
+            keys = ("coarse_from_dense", "dense_coarse_from_truth", "coarse_from_truth")
+            flow = tuple(f"{share(row[key])}, coarse" if key in row else "" for key in keys)
+        lines.append((BY.join(map(str, row["grid"])), *steps, *flow))
+    return table(head, *lines)
+
+
+def gmflow_layers() -> str:
+    """docs/gmflow: the layers of GMFlow's transformer."""
+    head = ("layer", "keys", "windows, error", "clusters, error", "windows", "clusters", "torch SDPA")
+    lines = []
+    for name, row in load("gmflow").items():
+        if name.startswith("layer "):
+            errors = (share(row[f"{way}_error"]) for way in ("windows", "clusters"))
+            times = (time(row[f"{way}_seconds"]) for way in ("windows", "clusters", "sdpa"))
+            lines.append((name.removeprefix("layer "), f"{row['keys']:.0f}", *errors, *times))
+    return table(head, *lines)
+
+
+def gmflow_layers_flow() -> str:
+    """docs/gmflow: the flow with every layer replaced."""
+    rows = {
+        name.removeprefix("layers by "): row for name, row in load("gmflow").items() if name.startswith("layers by")
+    }
+    lines = [(name, share(row["from_dense"]), share(row["from_truth"])) for name, row in rows.items()]
+    return table(("layers by", "flow, from dense", "flow, from truth"), *lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "others": others,
@@ -296,6 +354,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "search": search,
     "denoise": denoise,
     "modes": modes,
+    "gmflow": gmflow,
+    "gmflow-flow": gmflow_flow,
+    "gmflow-layers": gmflow_layers,
+    "gmflow-layers-flow": gmflow_layers_flow,
 }
 
 

@@ -23,7 +23,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -45,8 +45,11 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "gmflow.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "gmflow.png"
 HEIGHT, WIDTH, CELL = 480, 736, 8  # of the pair; pixels of a cell of the matched grid
 SIZES = (0.5, 1.0, 2.0, 3.0, 4.0, 8.0)  # times the pair
-REFINED = 2.0  # up to this size: GMFlow's refinement holds 81 copies of its features
-LARGEST = 4.0  # beyond it the encoder needs too much memory: the features of this size are interpolated
+# Up to WHOLE the model runs as it was trained. Beyond it the windows of its transformer are too large for dense attention,
+# and its refinement, which holds 81 copies of the features, is left out.
+WHOLE = 2.0
+SPLITS, FINE_SPLITS = 2, 8  # windows of the transformer along a side, before the matching and before the refinement
+LARGEST = 3.0  # beyond it the features of this size are interpolated
 LONGEST = 40.0  # seconds of SDPA; what would take longer is continued from some of the queries
 SAMPLE = 2048  # queries that the exact result is known of, at every size
 FAR = scram.Search(matches=4, separation=4, seed=0)
@@ -136,11 +139,6 @@ def scram_with(how: dict[str, Any]) -> Attention:
     return lambda q, k, v: scram.attention(q, k, v, **how)
 
 
-def splits_of(size: float) -> int:
-    """Windows of the transformer along a side: of 30 x 46 cells at every size, as it was trained."""
-    return max(1, round(2 * size))
-
-
 def encode(model: Any, module: Any, a: Tensor, b: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Features of both pictures: coarse, ready to match [1, C, H/8, W/8]; and fine, of the encoder [1, C, H/4, W/4]."""
     (coarse0, fine0), (coarse1, fine1) = model.extract_feature(*module.normalize_img(a, b))
@@ -168,12 +166,12 @@ def coarse_flow(model: Any, coarse0: Tensor, coarse1: Tensor, match: Attention, 
     return from_grid(propagate(*propagate_inputs(model, coarse0, flow)))
 
 
-def refine(model: Any, module: Any, fine0: Tensor, fine1: Tensor, flow: Tensor, splits: int) -> Tensor:
+def refine(model: Any, module: Any, fine0: Tensor, fine1: Tensor, flow: Tensor) -> Tensor:
     """The flow [1, 2, H, W] in pixels from the coarse one, by GMFlow's local steps."""
     flow = 2 * F.interpolate(flow, scale_factor=2, mode="bilinear", align_corners=True)
     fine1 = module.flow_warp(fine1, flow)
-    fine0, fine1 = module.feature_add_position(fine0, fine1, splits, model.feature_channels)
-    fine0, fine1 = model.transformer(fine0, fine1, attn_num_splits=splits)
+    fine0, fine1 = module.feature_add_position(fine0, fine1, FINE_SPLITS, model.feature_channels)
+    fine0, fine1 = model.transformer(fine0, fine1, attn_num_splits=FINE_SPLITS)
     flow = flow + module.local_correlation_softmax(fine0, fine1, 4)[0]
     flow = model.feature_flow_attn(fine0, flow, local_window_attn=True, local_window_radius=1)
     refined: Tensor = model.upsample_flow(flow, fine0)
@@ -223,11 +221,13 @@ def step(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> tuple[Row, Ten
 def measure(model: Any, module: Any, size: float, known: dict[float, tuple[Tensor, ...]]) -> tuple[Row, Tensor | None]:
     """Both steps and the flow at one size; the flows [2, H, W, 2] by dense attention and by SCRAM where both ran."""
     a, b, truth = pair(size)
+    grid = a.shape[2] // CELL, a.shape[3] // CELL
     if size > LARGEST:
-        shape = a.shape[2] // CELL, a.shape[3] // CELL
-        coarse0, coarse1 = (F.interpolate(x, shape, mode="bilinear") for x in known[LARGEST])
+        coarse0, coarse1 = (F.interpolate(x, grid, mode="bilinear") for x in known[LARGEST])
     else:
-        coarse0, coarse1, fine0, fine1 = encode(model, module, a, b, splits_of(size))
+        whole = size <= WHOLE
+        with nullcontext() if whole else layers_by(scram_with(LAYERS["clusters"]), grid):
+            coarse0, coarse1, fine0, fine1 = encode(model, module, a, b, SPLITS if whole else 1)
         known[size] = coarse0, coarse1
     q, k, v = match_inputs(coarse0, coarse1)
     matching, matched, dense_matched = step(q, k, v, MATCHING)
@@ -250,9 +250,9 @@ def measure(model: Any, module: Any, size: float, known: dict[float, tuple[Tenso
     row["coarse_from_dense"] = CELL * distance(coarse, exact)
     up = CELL * F.interpolate(exact, a.shape[2:], mode="bilinear", align_corners=True)
     row["dense_coarse_from_truth"] = from_truth(up, truth, size)
-    if not 1 <= size <= REFINED:
+    if not 1 <= size <= WHOLE:
         return row, None
-    ours, dense = (refine(model, module, fine0, fine1, x, 4 * splits_of(size)) for x in (coarse, exact))
+    ours, dense = (refine(model, module, fine0, fine1, x) for x in (coarse, exact))
     row |= {
         "from_dense": distance(ours, dense),
         "from_truth": from_truth(ours, truth, size),
@@ -313,10 +313,7 @@ def transformer(model: Any, module: Any, size: float) -> Iterator[tuple[str, Row
         with layers_by(scram_with(how), grid):
             features = encode(model, module, a, b, 1)
         ways[name] = features[0], features[1], match, propagate
-    flows = {
-        name: refine(model, module, fine0, fine1, coarse_flow(model, *given), 4 * splits_of(size))
-        for name, given in ways.items()
-    }
+    flows = {name: refine(model, module, fine0, fine1, coarse_flow(model, *given)) for name, given in ways.items()}
     for name, flow in flows.items():
         yield f"layers by {name}", {
             "from_dense": distance(flow, flows["dense"]), "from_truth": from_truth(flow, truth, size)
@@ -370,7 +367,7 @@ def main() -> None:
             matching = row["matching"]
             faster = matching["sdpa_seconds"] / matching["scram_seconds"]
             print(f"  matching: SCRAM {in_words(matching['scram_seconds'])}, {faster:.3g} times faster than SDPA")
-            if flows is not None and (given.small or size == REFINED):
+            if flows is not None and (given.small or size == WHOLE):
                 draw(flows, Path("scram-gmflow.png") if given.small else given.picture)
         if not given.small:
             for name, row in transformer(model, module, 1.0):

@@ -72,7 +72,7 @@ def test_dense_attention_is_exact_in_both_layouts(key_heads):
     sdpa = partial(F.scaled_dot_product_attention, enable_gqa=True)
     for found in (
         judge_function(sdpa, q, k, v, layout="sdpa", name="torch"),
-        judge_function(lambda q, k, v: scram.exact_attention(q, k, v).out, q, k, v),
+        judge_function(lambda q, k, v: scram.exact_attention(q, k, v).out, q, k, v, num_queries=50),
     ):
         assert found.l2_error.shape == (2, 4)
         assert found.p95_error.high.max() < 1e-5

