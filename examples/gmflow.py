@@ -45,8 +45,8 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "gmflow.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "gmflow.png"
 HEIGHT, WIDTH, CELL = 480, 736, 8  # of the pair; pixels of a cell of the matched grid
 SIZES = (0.5, 1.0, 2.0, 3.0, 4.0, 8.0)  # times the pair
-# Up to WHOLE the model runs as it was trained. Beyond it the windows of its transformer are too large for dense attention,
-# and its refinement, which holds 81 copies of the features, is left out.
+# Up to WHOLE the model runs as it was trained. Beyond it the windows of its transformer are too large for dense
+# attention, and its refinement, which holds 81 copies of the features, is left out.
 WHOLE = 2.0
 SPLITS, FINE_SPLITS = 2, 8  # windows of the transformer along a side, before the matching and before the refinement
 LARGEST = 3.0  # beyond it the features of this size are interpolated
