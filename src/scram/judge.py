@@ -176,7 +176,7 @@ class Truth:
     def judge(self, function: Attention, *, name: str | None = None, layout: str = "grid") -> Judgement:
         """As the function `judge`."""
         errors.one_of("layout", layout, LAYOUTS)
-        q, k, v = self.q, self.k, self.v
+        q, k, v = (x.clone() for x in (self.q, self.k, self.v))  # it may write into them
         want = (*q.shape[:-1], v.shape[-1])
         if layout == "sdpa":
             q, k, v = (x.flatten(2, -2) for x in (q, k, v))

@@ -168,7 +168,11 @@ def test_scale_causal_order_and_dtype(folder):
     torch.testing.assert_close(scram.exact_attention(seen, k, v).out, plain, rtol=1e-4, atol=1e-5)
     assert judged("--backend", "sdpa", "--dtype", "bfloat16")["dtype"] == "bfloat16"
     np.savez("half.npz", **{name: one.astype(np.float16) for name, one in x.items()})
-    assert json.loads(call("judge", "half.npz", "--backend", "sdpa", "--json")[1])["dtype"] == "float32"
+    np.savez("whole.npz", **{name: (9 * one).astype(np.int64) for name, one in x.items()})
+    for name in ("half.npz", "whole.npz"):
+        assert json.loads(call("judge", name, "--backend", "sdpa", "--json")[1])["dtype"] == "float32"
+    np.savez("wide.npz", **{name: one.astype(np.float64) for name, one in x.items()}, scale=0.3)
+    assert json.loads(call("judge", "wide.npz", "--backend", "sdpa", "--json")[1])["dtype"] == "float64"
 
 
 def test_unlike_grids_are_for_some(folder):

@@ -139,6 +139,18 @@ def test_ambiguous_axes_and_a_wrong_grid_are_refused(tmp_path):
     path = stored(tmp_path / "b.npz", grids(), grid=np.array(["a"]))
     with pytest.raises(ValueError, match="stored axes, grid and scale must be a text, whole numbers, a number"):
         read(path, NAMES, Layout())
-    path = stored(tmp_path / "c.npz", grids() + 1j)
-    with pytest.raises(ValueError, match="q must hold real numbers, got complex64"):
-        read(path, NAMES, Layout())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("complex64", "q must hold real numbers, got complex64"), ("bool", "q must hold real numbers, got bool"),
+     ("U9", "tensors must hold real numbers, got <U9")],
+)  # fmt: skip
+def test_what_is_no_number_is_refused(kind, message, tmp_path):
+    letters = np.full((3, 1, 1, 2, 2, 2), "no")
+    x = letters if kind == "U9" else grids().astype(kind)
+    with pytest.raises(ValueError, match=message.replace("<U9", "<U2")):
+        read(stored(tmp_path / "a.npz", x), NAMES, Layout())
+    if kind != "U9":
+        with pytest.raises(ValueError, match=message):
+            read(stored(tmp_path / "a.safetensors", x), NAMES, Layout())

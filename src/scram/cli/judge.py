@@ -87,7 +87,7 @@ def prepared(
     if scale is not None:
         if not 0 < scale < inf:
             raise ValueError(f"scale must be positive and finite, got {scale}")
-        q = q.to(torch.promote_types(q.dtype, torch.float)) * (scale * q.shape[-1] ** 0.5)
+        q = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32) * (scale * q.shape[-1] ** 0.5)
     q, k, v = (x.to(device, kind) for x in (q, k, v))
     return q, k, v, scale
 

@@ -46,6 +46,9 @@ def read(path: Path, names: tuple[str, str, str], said: Layout) -> tuple[Tensor,
     """
     found, stored = _safetensors(path, names) if path.suffix == ".safetensors" else _npz(path, names)
     layout = said.over(_layout(path, stored))
+    for name, x in found.items():
+        if x.is_complex() or x.dtype == torch.bool:
+            raise ValueError(f"{path}: {name} must hold real numbers, got {str(x.dtype).removeprefix('torch.')}")
     q, k, v = (_laid_out(name, found[name], layout) for name in names)
     return q, k, v, layout.scale
 
@@ -62,9 +65,6 @@ def _npz(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[st
         _there(path, names, file.files)
         arrays = {name: _array(path, file, name) for name in names}
         stored = {name: _array(path, file, name).tolist() for name in STORED if name in file.files}
-    for name, x in arrays.items():
-        if x.dtype.kind not in "fiu":
-            raise ValueError(f"{path}: {name} must hold real numbers, got {x.dtype}")
     return {name: torch.from_numpy(_native(x)) for name, x in arrays.items()}, stored
 
 
@@ -78,9 +78,12 @@ def _array(path: Path, file: Mapping[str, Any], name: str) -> Any:
 
 
 def _native(x: Any) -> Any:
-    """In the byte order of this machine, whole numbers as float32."""
-    kind = x.dtype.newbyteorder("=") if x.dtype.kind == "f" and x.dtype.itemsize <= 8 else np.float32
-    return np.ascontiguousarray(x, dtype=kind)
+    """In the byte order of this machine; what torch does not know as float32."""
+    known = x.dtype.kind in "bc" or (x.dtype.kind == "f" and x.dtype.itemsize <= 8)
+    try:
+        return np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("=") if known else np.float32)
+    except ValueError:
+        raise ValueError(f"tensors must hold real numbers, got {x.dtype}") from None
 
 
 def _safetensors(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, Any]]:
