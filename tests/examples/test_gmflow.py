@@ -271,8 +271,9 @@ def test_the_script_stores_rows_and_draws(small, tmp_path, monkeypatch, capsys):
     example.main()
     assert "times faster than SDPA" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["scram-gmflow.png"]
-    monkeypatch.setattr(example, "SIZES", (1.0, 2.0))
-    monkeypatch.setattr(sys, "argv", ["gmflow.py", "--results", "all.json", "--picture", "new/flow.png"])
+    monkeypatch.setattr(
+        sys, "argv", ["gmflow.py", "--sizes", "2", "1", "--results", "all.json", "--picture", "new/flow.png"]
+    )
     example.main()
     rows = json.loads((tmp_path / "all.json").read_text())
     assert {"size 1", "size 2", "layer 1 self", "layers by clusters"} <= set(rows)
