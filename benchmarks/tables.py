@@ -280,6 +280,25 @@ def modes() -> str:
     ))  # fmt: skip
 
 
+def judge() -> str:
+    """docs/judge: the backends on a layer of MobileSAM, the worst head of each."""
+    head = ("backend", "median error", "95th percentile", "L2 error", "time", "times faster than dense")
+    lines = []
+    for name, row in load("judge")["rows"].items():
+        values = row["p95_error"]["value"][0]
+        worst = values.index(max(values))
+        errors = (interval(row[key], worst) for key in ("median_error", "p95_error"))
+        rest = share(row["l2_error"][0][worst]), time(row["seconds"]), f"{row['ratio']:.3g}"
+        lines.append((f"`{name}`", *errors, *rest))
+    return table(head, *lines)
+
+
+def interval(one: dict[str, Any], head: int) -> str:
+    """The value of a head with its ends."""
+    value, low, high = (share(one[end][0][head]) for end in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
 def mebibytes(held: int) -> str:
     return f"{held / 2**20:.0f} MiB" if held < 2**30 else f"{held / 2**30:.1f} GiB"
 
@@ -360,6 +379,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "search": search,
     "denoise": denoise,
     "modes": modes,
+    "judge": judge,
     "gmflow": gmflow,
     "gmflow-flow": gmflow_flow,
     "gmflow-layers": gmflow_layers,
