@@ -53,7 +53,6 @@ LARGEST = 3.0  # beyond it the features of this size are interpolated
 LONGEST = 30.0  # seconds of SDPA; what would take longer is continued from some of the queries
 SAMPLE = 2048  # queries that the exact result is known of, at every size
 MATCHING: dict[str, Any] = {"search": scram.Search(matches=4, separation=6, seed=0), "radius": 6, "tail": None}
-MATCHING_BEYOND: dict[str, Any] = {**MATCHING, "tail": scram.Clusters(count=1024, seed=0)}  # of features less sharp
 PROPAGATION: dict[str, Any] = {
     "search": scram.Search(matches=8, separation=6, seed=0),
     "radius": 6,
@@ -234,7 +233,7 @@ def measure(model: Any, module: Any, size: float, known: dict[float, tuple[Tenso
             coarse0, coarse1, fine0, fine1 = encode(model, module, a, b, SPLITS if whole else 1)
         known[size] = coarse0, coarse1
     q, k, v = match_inputs(coarse0, coarse1)
-    matching, matched, dense_matched = step(q, k, v, MATCHING if size <= WHOLE else MATCHING_BEYOND)
+    matching, matched, dense_matched = step(q, k, v, MATCHING)
     flow = from_grid(matched - places(q))
     q, k, v = propagate_inputs(model, coarse0, flow)
     propagation, propagated, _ = step(q, k, v, PROPAGATION)
