@@ -300,7 +300,7 @@ def interval(one: dict[str, Any], head: int) -> str:
 
 
 def mebibytes(held: int) -> str:
-    return f"{held / 2**20:.0f} MiB" if held < 2**30 else f"{held / 2**30:.1f} GiB"
+    return f"{held / 2**20:.0f} MiB"
 
 
 def gmflow_sizes() -> list[dict[str, Any]]:
