@@ -251,6 +251,5 @@ def test_the_worst_of_many_heads_is_shown(folder):
     np.savez("qkv.npz", q=x[0], k=x[1], v=x[2])
     printed = call("judge", "qkv.npz", "--backend", "functions:zeros", "--backend", "sdpa")[1]
     assert "the worst of 30 heads" in printed
-    assert [line.split()[1] for line in printed.splitlines() if ":zeros " in line or " sdpa " in line] == [
-        "functions:zeros", "sdpa"
-    ]  # fmt: skip
+    assert printed.count("1.0000") == 1  # of the zeros; every head would have one
+    assert " sdpa " in printed
