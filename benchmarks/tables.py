@@ -301,6 +301,104 @@ def tune() -> str:
     return table(head, *lines)
 
 
+def diffusion() -> str:
+    """docs/diffusion: the layers of the model, and its time with them."""
+    head = ("layer", "grid", "attention", "keys visited", "95th percentile", "of dense time")
+    lines: list[tuple[str, ...]] = []
+    for size, row in load("diffusion").items():
+        lines += [tuple(figures[:6]) for figures in row["layers"].values()]
+        whole = f"{size} latents: {time(row['tuned_seconds'])} in place of {time(row['dense_seconds'])}"
+        compiled = f"compiled {time(row['tuned_compiled_seconds'])} in place of {time(row['dense_compiled_seconds'])}"
+        ratio = f"{row['tuned_seconds'] / row['dense_seconds']:.2f}"
+        lines.append(
+            ("**whole model**", size, f"{whole}; {compiled}", "", f"output {share(row['output_error'])} off", ratio)
+        )
+    return table(head, *lines)
+
+
+def judge() -> str:
+    """docs/judge: the backends on a layer of MobileSAM, the worst head of each."""
+    head = ("backend", "median error", "95th percentile", "L2 error", "time", "times faster than dense")
+    lines = []
+    for name, row in load("judge")["rows"].items():
+        values = row["p95_error"]["value"][0]
+        worst = values.index(max(values))
+        errors = (interval(row[key], worst) for key in ("median_error", "p95_error"))
+        rest = share(row["l2_error"][0][worst]), time(row["seconds"]), f"{row['ratio']:.3g}"
+        lines.append((f"`{name}`", *errors, *rest))
+    return table(head, *lines)
+
+
+def interval(one: dict[str, Any], head: int) -> str:
+    """The value of a head with its ends."""
+    value, low, high = (share(one[end][0][head]) for end in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def mebibytes(held: int) -> str:
+    return f"{held / 2**20:.0f} MiB"
+
+
+def gmflow_sizes() -> list[dict[str, Any]]:
+    """Rows of the sizes, from the smallest."""
+    rows = [row for name, row in load("gmflow").items() if name.startswith("size ")]
+    return sorted(rows, key=lambda row: int(row["grid"][0]))
+
+
+def gmflow() -> str:
+    """docs/gmflow: time and memory of both attentions of GMFlow, three ways."""
+    head = ("cells", "pixels", "step", "GMFlow's own", "", "torch SDPA", "SCRAM", "", "times faster than SDPA")
+    lines = []
+    for row in gmflow_sizes():
+        shape, pixels = (BY.join(map(str, row[key])) for key in ("grid", "picture"))
+        for step in ("matching", "propagation"):
+            one = row[step]
+            own = (time(one["own_seconds"]), mebibytes(one["own_bytes"])) if "own_seconds" in one else ("no memory", "")
+            dense = "~" * one["sdpa_is_continued"] + time(one["sdpa_seconds"])
+            ours = time(one["scram_seconds"]), mebibytes(one["scram_bytes"])
+            faster = f"{one['sdpa_seconds'] / one['scram_seconds']:.3g}"
+            first = (shape, pixels) if step == "matching" else ("", "")
+            lines.append((*first, step, *own, dense, *ours, faster))
+    return table(head, *lines)
+
+
+def gmflow_flow() -> str:
+    """docs/gmflow: how far SCRAM's flow is from that of dense attention, and both from the truth, in pixels."""
+    head = ("cells", "matching, from exact", "propagation, from exact", "flow, from dense", "dense, from truth",
+            "SCRAM, from truth")  # fmt: skip
+    lines = []
+    for row in gmflow_sizes():
+        steps = (share(row[step]["pixels_off"]) for step in ("matching", "propagation"))
+        if "from_dense" in row:
+            flow = tuple(share(row[key]) for key in ("from_dense", "dense_from_truth", "from_truth"))
+        else:
+            keys = ("coarse_from_dense", "dense_coarse_from_truth", "coarse_from_truth")
+            flow = tuple(f"{share(row[key])}, coarse" if key in row else "" for key in keys)
+        lines.append((BY.join(map(str, row["grid"])), *steps, *flow))
+    return table(head, *lines)
+
+
+def gmflow_layers() -> str:
+    """docs/gmflow: the layers of GMFlow's transformer."""
+    head = ("layer", "keys", "windows, error", "clusters, error", "windows", "clusters", "torch SDPA")
+    lines = []
+    for name, row in load("gmflow").items():
+        if name.startswith("layer "):
+            errors = (share(row[f"{way}_error"]) for way in ("windows", "clusters"))
+            times = (time(row[f"{way}_seconds"]) for way in ("windows", "clusters", "sdpa"))
+            lines.append((name.removeprefix("layer "), f"{row['keys']:.0f}", *errors, *times))
+    return table(head, *lines)
+
+
+def gmflow_layers_flow() -> str:
+    """docs/gmflow: the flow with every layer replaced."""
+    rows = {
+        name.removeprefix("layers by "): row for name, row in load("gmflow").items() if name.startswith("layers by")
+    }
+    lines = [(name, share(row["from_dense"]), share(row["from_truth"])) for name, row in rows.items()]
+    return table(("layers by", "flow, from dense", "flow, from truth"), *lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "others": others,
@@ -318,6 +416,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "denoise": denoise,
     "modes": modes,
     "tune": tune,
+    "diffusion": diffusion,
+    "judge": judge,
+    "gmflow": gmflow,
+    "gmflow-flow": gmflow_flow,
+    "gmflow-layers": gmflow_layers,
+    "gmflow-layers-flow": gmflow_layers_flow,
 }
 
 

@@ -36,11 +36,12 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 def unet(latents: int, width: int = 64) -> nn.Module:
     """The denoiser, with self- and cross-attention at the full and at half the resolution; random weights."""
     try:
-        from diffusers import UNet2DConditionModel
+        import diffusers
     except ImportError:
         sys.exit("this example needs diffusers: pip install diffusers")
     torch.manual_seed(0)
-    model = UNet2DConditionModel(
+    make: Any = diffusers.UNet2DConditionModel
+    model: nn.Module = make(
         sample_size=latents, in_channels=CHANNELS, out_channels=CHANNELS, layers_per_block=1, norm_num_groups=8,
         block_out_channels=(width, 2 * width), cross_attention_dim=TEXT, attention_head_dim=2,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),

@@ -28,10 +28,12 @@ def test_torch_imported_before_brings_all_names_and_operators():
     assert printed(code) == "True True"
 
 
-@pytest.mark.parametrize("imports", ["import scram.trust", "from scram.trust import Trust; import scram",
-                                     "import torch, scram.trust", "from scram import trust; import scram"])  # fmt: skip
-def test_trust_is_the_function_whatever_was_imported(imports):
-    assert printed(f"{imports}; print(type(scram.trust).__name__, scram.trust.__module__)") == "function scram.trust"
+@pytest.mark.parametrize("name", ["judge", "trust"])
+@pytest.mark.parametrize("imports", ["import scram.{0}", "from scram.{0} import {0} as one; import scram",
+                                     "import torch, scram.{0}", "from scram import {0}; import scram"])  # fmt: skip
+def test_a_function_stays_before_the_module_of_its_name(imports, name):
+    code = f"{imports.format(name)}; print(type(scram.{name}).__name__, scram.{name}.__module__)"
+    assert printed(code) == f"function scram.{name}"
 
 
 def test_every_name_is_what_its_module_defines():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .codebook import Codebook
     from .estimators import Clusters, Estimate, Hybrid, MetropolisHastings, Snis
     from .exact import exact_attention, exact_search, merge
+    from .judge import Judgement, judge
     from .layers import Plans
     from .patch import patch_sdpa, survey
     from .plan import Plan
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Matches", "MetropolisHastings", "Plan", "Plans",
-    "Search", "Snis", "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch", "estimate",
-    "exact_attention", "exact_search", "explain", "measure", "merge", "nn", "patch", "patch_sdpa",
-    "scaled_dot_product_attention", "sdpa", "search", "survey", "trust", "tune",
+    "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Judgement", "Matches", "MetropolisHastings",
+    "Plan", "Plans", "Search", "Snis", "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch",
+    "estimate", "exact_attention", "exact_search", "explain", "judge", "measure", "merge", "nn", "patch",
+    "patch_sdpa", "scaled_dot_product_attention", "sdpa", "search", "survey", "trust", "tune",
 ]  # fmt: skip
 # The names that each module defines; every other public name is a module itself.
 _DEFINED = {
@@ -36,6 +37,7 @@ _DEFINED = {
     "codebook": ("Codebook",),
     "estimators": ("Clusters", "Estimate", "Hybrid", "MetropolisHastings", "Snis"),
     "exact": ("exact_attention", "exact_search", "merge"),
+    "judge": ("Judgement", "judge"),
     "layers": ("Plans",),
     "patch": ("patch_sdpa", "survey"),
     "plan": ("Plan",),
@@ -64,7 +66,7 @@ class _Package(ModuleType):
 
     def __setattr__(self, name: str, value: object) -> None:
         # Python stores an imported submodule in its package; a function stays before the module of its name.
-        super().__setattr__(name, getattr(value, name, value) if name in ("trust", "tune") else value)
+        super().__setattr__(name, getattr(value, name, value) if name in ("judge", "trust", "tune") else value)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})

@@ -1,7 +1,5 @@
 """Measuring calls: forecasts, memory, slopes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -44,18 +42,6 @@ def test_slopes_are_exponents():
     small = {"size": 16, "least": 1.0, "device": "cpu"}  # a call's fixed cost, left out
     assert measuring.slope([small, *rows]) == pytest.approx(1.25)
     assert measuring.slope(rows[:1]) is None
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_peak_memory_sees_what_a_call_holds():
-    row, _ = measuring.clock(lambda: torch.ones(8 << 20).mul_(2).sum(), "cpu")  # 32 MiB
-    assert 24 << 20 < row["peak_bytes"] < 80 << 20
-    assert 0 < row["seconds"] < 10
-
-
-def test_without_proc_there_is_no_figure():
-    assert measuring._status("VmRSS", "/no/such/file") is None
-    assert (measuring._status("Name", __file__), measuring._status("no such field")) == (None, None)
 
 
 def test_the_first_call_of_a_contender_makes_clusters(monkeypatch):

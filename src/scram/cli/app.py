@@ -210,6 +210,43 @@ def coherence(
         run(out, size, seed).finish(out / "coherence.json", as_json)
 
 
+@_command("judge qkv.npz", "judge qkv.npz --backend sdpa --backend scram --backend mypackage.module:function",
+          "judge qkv.safetensors --grid 64x64", "judge qk.npz --axes yxe --names q,k,k --scale 0.1")  # fmt: skip
+def judge(
+    file: Annotated[Path, Argument(help="An .npz or .safetensors file with queries, keys and values.")],
+    backend: Annotated[list[str] | None, Option(help="What to judge, once or more often.", show_default=False)] = None,
+    names: Annotated[str, Option(help="Queries, keys and values in the file, with commas.")] = "q,k,v",
+    axes: Annotated[str | None, Option(help="Stored axes: b, h, e, n for all points, others: grid.")] = None,
+    grid: Annotated[str | None, Option(help="Extents of the grid, where the axis n stands for it.")] = None,
+    scale: Annotated[float | None, Option(help="Factor on the scores; 1 / sqrt(width) if none is stored.")] = None,
+    layout: Annotated[str, Option(help="What module:function takes: grid [B, H, *G, E], sdpa [B, H, N, E].")] = "grid",
+    causal: Annotated[bool, Option("--causal", help="Compare with causal attention.")] = False,
+    dtype: Annotated[str | None, Option(help="Run in this dtype; else as stored, on a CPU at least float32.")] = None,
+    queries: Annotated[int, Option(min=1, help="Queries whose error is measured, in each head.")] = 512,
+    longest: Annotated[float, Option(min=0.0, help="Give a backend up after so many seconds.")] = 240.0,
+    out: Out = Path("scram-judge"),
+    device: Device = "cpu",
+    seed: Annotated[int, Option(min=0, help="Seed of the sampled queries and of what a backend draws.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure the error and the speed of any attention function on your tensors, beside dense attention."""
+    with one_line_errors(), output_folder(out):
+        arguments.check_tensors(file)
+        arguments.check_device(device)
+        arguments.one_of("layout", layout, arguments.LAYOUTS)
+        if dtype is not None:
+            arguments.one_of("dtype", dtype, arguments.DTYPES)
+        if scale is not None:
+            arguments.check_positive("scale", scale)
+        chosen = arguments.check_backends(backend or arguments.JUDGED)
+        three, extents = arguments.three_names(names), None if grid is None else arguments.extents(grid)
+        from .judge import run
+        from .tensors import Layout
+
+        said = Layout(axes, extents, scale)
+        run(file, chosen, three, said, layout, causal, dtype, device, queries, seed, longest, out, as_json)
+
+
 @_command("info", "info --json")
 def info(as_json: Json = False) -> None:
     """Say what SCRAM finds on this machine, and why an implementation cannot run."""

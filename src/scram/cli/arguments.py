@@ -15,6 +15,10 @@ FIGURES = ("maps", "modes", "sweeps", "curves")
 BENCH_SIZES = {"cpu": (32, 64, 128, 256, 512), "cuda": (64, 128, 256, 512, 1024, 2048)}
 BENCH_PATCH = 7
 PARTS = ("forward", "backward", "search", "flex")
+BACKENDS = ("sdpa", "scram", "scram-windows", "scram-paper", "full", "local", "flex-local", "natten", "brute-force")
+JUDGED = ("sdpa", "scram", "scram-windows")  # without --backend
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+LAYOUTS = ("grid", "sdpa")
 ALL_PARTS = (*PARTS, "pynndescent", "natten")  # one compiles for minutes, one installs in few places: by name only
 
 
@@ -70,6 +74,46 @@ def is_photograph(image: str) -> bool:
 def _nearest(name: str, names: Sequence[str]) -> str:
     near = get_close_matches(name, names, 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def check_tensors(path: Path) -> None:
+    """Raise unless the file of `scram judge` can be opened and is of a kind that is never unpickled."""
+    if path.suffix not in (".npz", ".safetensors"):
+        raise ValueError(f"{path} must be an .npz or .safetensors file; nothing else is read, pickles never")
+    check_readable(path)
+
+
+def check_backends(names: Sequence[str]) -> list[str]:
+    """Names of `scram judge`, or a user's function as module:function; each once."""
+    for name in names:
+        module, colon, function = name.partition(":")
+        parts = [*module.split("."), *function.split(".")] if colon else []
+        if name not in BACKENDS and not (parts and all(part.isidentifier() for part in parts)):
+            hint = _nearest(name, BACKENDS)
+            raise ValueError(f"backend must be {', '.join(BACKENDS)} or module:function, got {name}{hint}")
+    return list(dict.fromkeys(names))
+
+
+def one_of(what: str, value: str, names: Sequence[str]) -> str:
+    if value not in names:
+        raise ValueError(f"{what} must be one of {', '.join(names)}, got {value}{_nearest(value, names)}")
+    return value
+
+
+def three_names(text: str) -> tuple[str, str, str]:
+    """The names of queries, keys and values, with commas between them."""
+    q, k, v, *rest = [*(name.strip() for name in text.split(",")), "", "", ""]
+    if not (q and k and v) or any(rest):
+        raise ValueError(f"names must be three, with commas, for example q,k,v; got {text}")
+    return q, k, v
+
+
+def extents(text: str) -> tuple[int, ...]:
+    """Extents of a grid, such as 64x96."""
+    parts = text.lower().split("x")
+    if not 1 <= len(parts) <= 4 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"grid must be extents such as 64x96, got {text}")
+    return tuple(map(int, parts))
 
 
 def some_of(what: str, text: str, names: Sequence[str]) -> list[str]:

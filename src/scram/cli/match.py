@@ -13,12 +13,12 @@ from torch import Tensor
 from .. import dispatch
 from ..api import attend, cluster, search
 from ..estimators import Clusters
+from ..timing import now
 from ..types import Attended, Matches, Search
 from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
 from .console import Numbers, Report, complain, counted, numbers_table, progress
 from .features import PatchFeatures, plain_share, read_picture, sample_pair, stereo_sample
-from .measuring import now
 from .pictures import Panel, grid_of
 from .provenance import made_with
 

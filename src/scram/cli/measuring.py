@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import signal
-import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from .. import measure
 from ..api import search
+from ..timing import clock, memory_status, timed
 from ..types import Attended, Matches
 from . import rivals
 from .arguments import BENCH_PATCH
@@ -38,8 +37,6 @@ SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
 LARGEST = {"forward": inf, "flex": 1024, "search": 256, "backward": inf}
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
 WARM_UP = 24  # side of the picture of a first call: more keys than clusters, or they would not be made
-ENOUGH = 0.25  # seconds of repeated calls
-ONCE = 1.0  # seconds from which a call is made only once
 LATE = "the time for all rows was spent"
 SAME = ("kind", "contender", "width", "backward")  # what rows of one line share
 Row = dict[str, Any]
@@ -205,7 +202,8 @@ def forecast(case: Case, known: dict[str, Row], quantity: str = "seconds") -> fl
 
 def _attention(case: Case, pictures: Pictures) -> Row:
     q, k, v = pictures.tensors(case.size, case.width)
-    wanted, free = rivals.peak_bytes(case.contender, case.size**2), _status("MemAvailable", "/proc/meminfo") or 1 << 62
+    wanted = rivals.peak_bytes(case.contender, case.size**2)
+    free = memory_status("MemAvailable", "/proc/meminfo") or 1 << 62
     if pictures.device == "cuda":
         free = torch.cuda.mem_get_info()[0]
     if wanted > free:
@@ -213,7 +211,7 @@ def _attention(case: Case, pictures: Pictures) -> Row:
     start, ready = perf_counter(), {}
     if case.contender.startswith("flex "):
         attention = rivals.flex(case.contender.removeprefix("flex "), case.size, q.device)
-        _timed(lambda: attention(q, k, v, SCALE), pictures.device)  # compiles for this size
+        timed(lambda: attention(q, k, v, SCALE), pictures.device)  # compiles for this size
         ready["prepared"] = perf_counter() - start
     else:
         attention = {**rivals.ATTENTIONS, **rivals.OPTIONAL}[case.contender]
@@ -222,7 +220,8 @@ def _attention(case: Case, pictures: Pictures) -> Row:
         pictures.warm.add((case.contender, case.width, case.backward))
         q, k, v = pictures.tensors(case.size, case.width)
         start = perf_counter()
-    row, out = clock(lambda: _call(attention, (q, k, v), case.backward), pictures.device)
+    timing, out = clock(lambda: _call(attention, (q, k, v), case.backward), pictures.device)
+    row: Row = timing._asdict()
     if not case.backward and case.contender not in ("strided", "fixed", "flex strided", "flex fixed"):
         attended = Attended(out, out.new_zeros(out.shape[:-1]))
         error = measure.output_error(q, k, v, attended, scale=SCALE, sample=_sample(q, SAMPLE))
@@ -244,17 +243,18 @@ def _search(case: Case, pictures: Pictures, known: dict[str, Row]) -> Row:
     q, k, _ = pictures.tensors(case.size, case.width)
     start = perf_counter()
     if case.contender in rivals.SETTINGS:
-        row, index = clock(lambda: search(q, k, search=rivals.SETTINGS[case.contender]).index, pictures.device)
-        return {**row, "recall": _recall(q, k, index), "took": perf_counter() - start}
+        timing, index = clock(lambda: search(q, k, search=rivals.SETTINGS[case.contender]).index, pictures.device)
+        return {**timing._asdict(), "recall": _recall(q, k, index), "took": perf_counter() - start}
     call, efforts, package = rivals.SEARCHES[case.contender]
     ready = {}
     if package == "pynndescent":  # compiles one program for few points and another for many, in every process
-        _timed(lambda: call(q, k, efforts[0]), pictures.device)
+        timed(lambda: call(q, k, efforts[0]), pictures.device)
         ready["prepared"] = perf_counter() - start
     asked = known.get(Case("search", "SCRAM", case.size, case.width).name, {}).get("recall", 1.0)
     for effort in efforts:
-        row, index = clock(lambda effort=effort: call(q, k, effort), pictures.device)  # type: ignore[misc]
-        row |= {"recall": _recall(q, k, index.reshape(1, 1, case.size, case.size, 1)), "effort": effort}
+        timing, index = clock(lambda effort=effort: call(q, k, effort), pictures.device)  # type: ignore[misc]
+        recall = _recall(q, k, index.reshape(1, 1, case.size, case.size, 1))
+        row = {**timing._asdict(), "recall": recall, "effort": effort}
         if row["recall"] >= asked:
             break
     return {**row, **ready, "recall_asked": asked, "took": perf_counter() - start}
@@ -268,58 +268,6 @@ def _recall(q: Tensor, k: Tensor, index: Tensor) -> float:
     index = index.to(torch.int32).to(q.device)
     found = Matches(index, torch.zeros(index.shape, device=q.device), (q.shape[2], q.shape[3]))
     return float(measure.recall(q, k, found, sample=_sample(q, RECALL_SAMPLE)))
-
-
-def clock(call: Callable[[], Tensor], device: str) -> tuple[Row, Tensor]:
-    """Median and spread of a call's seconds, the first left out, and its peak memory.
-
-    A call of more than a second is made once, on a GPU twice: there the first may compile.
-    """
-    before = _reset_peak(device)
-    out, first = _timed(call, device)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
-    times = [first]
-    if first < ONCE or device == "cuda":
-        times = [_timed(call, device)[1]]
-        while times[0] < ONCE and (len(times) < 3 or (sum(times) < ENOUGH and len(times) < 30)):
-            times.append(_timed(call, device)[1])
-    row = {"seconds": statistics.median(times), "least": min(times), "most": max(times), "calls": len(times)}
-    return {**row, "peak_bytes": None if peak is None else max(0, peak - before)}, out
-
-
-def now(device: str) -> float:
-    """The clock, when the device has done what it was given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return perf_counter()
-
-
-def _timed(call: Callable[[], Tensor], device: str) -> tuple[Tensor, float]:
-    start = now(device)
-    out = call()
-    return out, now(device) - start
-
-
-def _reset_peak(device: str) -> int:
-    """Start to watch the peak; the bytes in use now."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # memory freed before would otherwise serve the call and hide its need
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak of the resident memory
-    except (OSError, AttributeError, TypeError):  # not Linux with glibc
-        return 0
-    return _status("VmRSS") or 0
-
-
-def _status(field: str, path: str = "/proc/self/status") -> int | None:
-    """A line of a status file in bytes, None where there is no such file."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
 
 
 def slope(rows: list[Row], quantity: str = "least") -> float | None:

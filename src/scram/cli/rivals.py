@@ -1,8 +1,9 @@
 """What SCRAM is compared with: dense attention, fixed sparse patterns, brute force, and nearest-neighbour libraries.
 
-Every attention takes q, k, v `[1, H, S, S, E]` of a square picture and returns out. A pattern also says which pairs it
-allows, as FlexAttention writes masks; the tests compare it with a dense masked softmax. The Sparse Transformer's
-patterns are causal, as published, with the picture's width as their stride.
+Every attention takes q, k, v `[1, H, S, S, E]` of a square picture and returns out; the dense, local and neighbourhood
+ones take any picture. A pattern also says which pairs it allows, as FlexAttention writes masks; the tests compare it
+with a dense masked softmax. The Sparse Transformer's patterns are causal, as published, with the picture's width as
+their stride.
 """
 
 from __future__ import annotations
@@ -120,22 +121,22 @@ def _softmax_of_both(a: Tensor, a_legal: Tensor, b: Tensor, b_legal: Tensor) -> 
 
 def local(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """The Image Transformer's local 2-D blocks: each block of queries sees its own block of keys and a rim: O(N)."""
-    size = q.shape[3]
-    more = -size % BLOCK
+    size = q.shape[2:4]
+    more = [-extent % BLOCK for extent in size]
 
     def blocks(x: Tensor, rim: int) -> Tensor:
-        """`[B, H, S, S, E] -> [B * H, blocks, keys of a block, E]`: the fused kernels take four axes."""
-        x = F.pad(x, (0, 0, rim, rim + more, rim, rim + more))
+        """`[B, H, *G, E] -> [B * H, blocks, keys of a block, E]`: the fused kernels take four axes."""
+        x = F.pad(x, (0, 0, rim, rim + more[1], rim, rim + more[0]))
         side = BLOCK + 2 * rim
         return x.unfold(2, side, BLOCK).unfold(3, side, BLOCK).flatten(2, 3).movedim(3, -1).flatten(3, 4).flatten(0, 1)
 
-    inside = blocks(torch.ones(1, 1, size, size, 1, device=q.device), REACH)[..., 0] > 0
+    inside = blocks(torch.ones(1, 1, *size, 1, device=q.device), REACH)[..., 0] > 0
     # An all-padding row of scores would be NaN; a block always holds at least one real key.
     shown = blocks(k, REACH), blocks(v, REACH), inside.unsqueeze(-2)
     out = F.scaled_dot_product_attention(blocks(q, 0), *shown, scale=scale)
-    across = (size + more) // BLOCK
-    out = out.reshape(*q.shape[:2], across, across, BLOCK, BLOCK, v.shape[-1]).transpose(3, 4)
-    return out.flatten(4, 5).flatten(2, 3)[:, :, :size, :size].contiguous()
+    down, across = ((extent + extra) // BLOCK for extent, extra in zip(size, more, strict=True))
+    out = out.reshape(*q.shape[:2], down, across, BLOCK, BLOCK, v.shape[-1]).transpose(3, 4)
+    return out.flatten(4, 5).flatten(2, 3)[:, :, : size[0], : size[1]].contiguous()
 
 
 def _chunks(q: Tensor, keys: int) -> list[Tensor]:
@@ -146,11 +147,11 @@ def _chunks(q: Tensor, keys: int) -> list[Tensor]:
 
 
 @lru_cache(maxsize=3)  # to make a mask takes seconds, and it serves every width
-def flex(pattern: str, size: int, device: torch.device) -> Attention:
-    """A pattern as a FlexAttention mask, compiled, in bfloat16 on a GPU as `sdpa` is."""
+def flex(pattern: str, size: int, device: torch.device, height: int | None = None) -> Attention:
+    """A pattern as a FlexAttention mask, compiled, in bfloat16 on a GPU as `sdpa` is; a square without a height."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    points = size * size
+    points = size * (size if height is None else height)
     torch.compiler.reset()  # each pattern and size is another program, and torch keeps only a few of one function
     make: Any = create_block_mask
     run: Any = flex_attention

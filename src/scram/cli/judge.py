@@ -1,0 +1,267 @@
+"""`scram judge`: the error and the speed of any attention function on a user's tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from importlib import import_module
+from math import inf, prod
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor
+
+from ..api import attention
+from ..dense import dense_attention
+from ..judge import Attention, Judge, Judgement, in_words
+from ..timing import memory_status
+from ..types import Search
+from . import INTERRUPTED, charts, rivals
+from .arguments import BACKENDS
+from .console import Numbers, console, fail, numbers_table, progress
+from .measuring import alarm
+from .pictures import INK
+from .provenance import made_with
+from .tensors import Layout, read
+
+LINES_SHOWN = 24  # of the table; if all heads of all backends need more, the worst of each is shown
+LEAST_SHOWN = 1e-4  # errors below are drawn there: rounding
+MEASURES = (
+    "median, 95th percentile: over the queries, |out - exact| / RMS |exact| of the head, with 95 % intervals",
+    "L2 error: ||out - exact|| / ||exact|| over the sampled queries; few queries dominate it",
+    "x dense: how many times faster than torch's dense attention in the same run; MiB: peak memory of a call",
+)
+
+
+def run(
+    path: Path, backends: list[str], names: tuple[str, str, str], said: Layout, layout: str, causal: bool,
+    dtype: str | None, device: str, num_queries: int, seed: int, longest: float, out: Path, as_json: bool,
+) -> None:  # fmt: skip
+    """Judge one backend after the other; what is done is stored and printed, also after Ctrl-C."""
+    q, k, v, scale = prepared(path, names, said, dtype, device)
+    rows: dict[str, Judgement | str] = {}
+    stopped = False
+    with progress() as step:
+        step(f"exact attention, {min(num_queries, prod(q.shape[2:-1]))} queries")
+        judge = Judge(q, k, v, causal=causal, num_queries=num_queries, seed=seed)
+        about = {
+            **made_with(device), "file": path.name, "shapes": [list(x.shape) for x in (q, k, v)],
+            "dtype": str(q.dtype).removeprefix("torch."), "scale": scale, "causal": causal, "seed": seed,
+            "num_queries": len(judge.truth.queries), "queries": prod(q.shape[2:-1]),
+        }  # fmt: skip
+        try:
+            for name in backends:
+                step(name)
+                rows[name] = judged(judge, name, layout, causal, seed, longest)
+                _store(out / "judge.json", about, rows)
+        except KeyboardInterrupt:
+            stopped = True
+    done = [one for one in rows.values() if isinstance(one, Judgement)]
+    if done:
+        draw(done, out / "judge.png", f"{path.name}: {_shape(q, k)}")
+    if rows:
+        _print(rows, about, out, bool(done), as_json)
+    if stopped:
+        fail("interrupted" + "; what was measured is kept" * bool(rows), INTERRUPTED)
+    if not done:
+        fail("no backend could be measured")
+
+
+def prepared(
+    path: Path, names: tuple[str, str, str], said: Layout, dtype: str | None, device: str
+) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """The tensors of the file, ready: a scale of the scores is multiplied into q, so no backend has to know it."""
+    q, k, v, scale = read(path, names, said)
+    kind = (
+        getattr(torch, dtype) if dtype else q.dtype if device == "cuda" else torch.promote_types(q.dtype, torch.float)
+    )
+    if scale is not None:
+        if not 0 < scale < inf:
+            raise ValueError(f"scale must be positive and finite, got {scale}")
+        q = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32) * (scale * q.shape[-1] ** 0.5)
+    q, k, v = (x.to(device, kind) for x in (q, k, v))
+    return q, k, v, scale
+
+
+def judged(judge: Judge, name: str, layout: str, causal: bool, seed: int, longest: float) -> Judgement | str:
+    """What was found, or why nothing was."""
+    try:
+        with alarm(longest), warnings.catch_warnings(), redirect_stdout(sys.stderr):  # stdout is for the result
+            warnings.simplefilter("ignore")  # of other packages
+            torch.manual_seed(seed)
+            call = backend(name, judge.q, judge.k, causal)
+            return judge.judge(call, name=name, layout=layout if ":" in name else "grid")
+    except TimeoutError:
+        return f"not finished in {longest:g} s"
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return f"out of memory: {_first_line(error)}"
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
+        return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:160]
+
+
+def backend(name: str, q: Tensor, k: Tensor, causal: bool) -> Attention:
+    """The function of that name for tensors of these shapes."""
+    if ":" in name:
+        module, _, function = name.partition(":")
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # a file in this folder
+        found: Attention = attrgetter(function)(import_module(module))
+        return found
+    return _OURS[name](q, k, causal)
+
+
+def _rival(call: rivals.Attention, q: Tensor, k: Tensor, causal: bool, dense: bool = False) -> Attention:
+    """A rival of the benchmarks: for one key of each head, no order of keys, and pictures of one size."""
+    if causal:
+        raise ValueError("takes no causal order")
+    if q.ndim != 5 or q.shape[1:-1] != k.shape[1:-1]:
+        raise ValueError(f"takes pictures with equal grids and heads of queries and keys, got {_shape(q, k)}")
+    needed = 2 * 4 * q.shape[0] * q.shape[1] * prod(q.shape[2:-1]) ** 2 if dense and not q.is_cuda else 0
+    free = memory_status("MemAvailable", "/proc/meminfo")
+    if free is not None and needed > free:
+        raise MemoryError(f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+    return lambda q, k, v: call(q, k, v, q.shape[-1] ** -0.5)
+
+
+def _flex(q: Tensor, k: Tensor, causal: bool) -> Attention:
+    late: rivals.Attention = lambda *given: rivals.flex("local blocks", q.shape[3], q.device, q.shape[2])(*given)  # noqa: E731
+    return _rival(late, q, k, causal, dense=True)
+
+
+def _plain(call: rivals.Attention, dense: bool = False) -> Callable[[Tensor, Tensor, bool], Attention]:
+    return lambda q, k, causal: _rival(call, q, k, causal, dense)
+
+
+_OURS: dict[str, Callable[[Tensor, Tensor, bool], Attention]] = {
+    "sdpa": lambda q, k, causal: partial(dense_attention, causal=causal),
+    "scram": lambda q, k, causal: partial(attention, causal=causal),
+    "scram-windows": lambda q, k, causal: partial(attention, causal=causal, search=Search(), tail=None),
+    "scram-paper": lambda q, k, causal: partial(attention, causal=causal, search=Search.paper(), tail=None),
+    "full": _plain(rivals.full, dense=True),
+    "local": _plain(rivals.local),
+    "flex-local": _flex,
+    "natten": _plain(rivals.natten),
+    "brute-force": _plain(rivals.brute_force),
+}
+assert tuple(_OURS) == BACKENDS
+
+
+def _shape(q: Tensor, k: Tensor) -> str:
+    queries, keys = (" x ".join(map(str, x.shape[2:-1])) for x in (q, k))
+    grids = f"{queries}" if queries == keys else f"{queries} queries, {keys} keys"
+    heads = f"{q.shape[1]}" if q.shape[1] == k.shape[1] else f"{q.shape[1]} and {k.shape[1]}"
+    return f"{grids}, width {q.shape[-1]}, batch {q.shape[0]}, heads {heads}"
+
+
+def _numbers(about: Numbers, rows: dict[str, Judgement | str]) -> Numbers:
+    found = {name: {"failed": one} if isinstance(one, str) else one.numbers() for name, one in rows.items()}
+    return {**about, "rows": found}
+
+
+def _store(path: Path, about: Numbers, rows: dict[str, Judgement | str]) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(_numbers(about, rows), indent=1, allow_nan=False) + "\n")
+    new.replace(path)  # Ctrl-C leaves the old file or the new one
+
+
+def _print(rows: dict[str, Judgement | str], about: Numbers, out: Path, drawn: bool, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_numbers(about, rows), indent=1, allow_nan=False))
+        return
+    console().print(table(rows, about))
+    for name, one in rows.items():
+        if isinstance(one, str):
+            typer.echo(f"{name} failed: {one}")
+    typer.echo(f"figure: {out / 'judge.png'}; " * drawn + f"numbers: {out / 'judge.json'}")
+
+
+def table(rows: dict[str, Judgement | str], about: Numbers) -> Table:
+    """A line for each head of a backend, the time in its first."""
+    headings = ("backend", "head", "median error", "95th percentile", "L2 error", "time (spread)", "x dense", "MiB")
+    lines: list[tuple[str, ...]] = []
+    batches, heads = about["shapes"][0][:2]
+    every = [(b, h) for b in range(batches) for h in range(heads)]
+    all_heads = len(every) * len(rows) <= LINES_SHOWN
+    for name, one in rows.items():
+        if isinstance(one, str):
+            lines.append((name, "", "failed"))
+            continue
+        for number, at in enumerate(every if all_heads else [one.worst]):
+            head = f"{at[0]}, {at[1]}" if batches > 1 else str(at[1])
+            errors = one.median_error.cell(*at), one.p95_error.cell(*at), f"{float(one.l2_error[at]):.4f}"
+            cells = (head, *(re.sub(r"\b0\.", ".", cell) for cell in errors))
+            lines.append((name, *cells, *_time(one)) if number == 0 else ("", *cells))
+    worst = "" if all_heads else f"; the worst of {len(every)} heads"
+    title = f"{about['file']}, {about['dtype']}: {about['num_queries']} of {about['queries']} queries{worst}"
+    return numbers_table(headings, lines, title, "\n".join(MEASURES))
+
+
+def _time(one: Judgement) -> tuple[str, str, str]:
+    time, faster = one.timing, float(f"{one.ratio:.3g}")
+    least, most = (f"{x / time.seconds - 1:+.0%}" for x in (time.least, time.most))
+    spread = f" ({least}, {most})" if time.calls > 1 else ""
+    peak = "" if time.peak_bytes is None else f"{time.peak_bytes / 2**20:.0f}"
+    return f"{in_words(time.seconds)}{spread}", f"{'~' * one.dense_is_continued}{faster:g}", peak
+
+
+def draw(found: list[Judgement], path: Path, title: str) -> None:
+    """Left: error of the worst head against time. Right: the errors of all heads."""
+    figure = charts.new_figure(13, 1.6 + max(4.4, 0.5 * len(found)), title)
+    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    styles = [(charts.PALETTE[n % 8], charts.MARKERS[n % 8]) for n in range(len(found))]
+    for one, (colour, marker) in zip(found, styles, strict=True):
+        value, low, high = (max(_finite(x[one.worst]), LEAST_SHOWN) for x in one.p95_error)
+        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 8, "capsize": 4, "linestyle": "none"}
+        left.errorbar([one.ratio], [value], [[value - low], [max(high - value, 0.0)]], **style)
+    left.axvline(1.0, color="#999999", linewidth=1, linestyle=":")
+    left.set(xscale="log", yscale="log", xlabel="times faster than dense attention in the same run")
+    left.set_ylabel("95th percentile of the error, worst head")
+    left.set_title(
+        "right: faster; down: nearer to exact attention (colours as on the right)", loc="left", color=INK, fontsize=10
+    )
+    left.xaxis.set_major_formatter("{x:g}")
+    for row, (one, (colour, marker)) in enumerate(zip(found, styles, strict=True)):
+        for interval, face, size in ((one.median_error, "white", 6), (one.p95_error, colour, 6)):
+            values = [max(_finite(x), LEAST_SHOWN) for x in interval.value.flatten()]
+            right.plot(
+                values, [row] * len(values), marker, color=colour, markerfacecolor=face, markersize=size, alpha=0.8
+            )
+    right.set_yticks(range(len(found)), [one.name for one in found], fontweight="bold")
+    for label, (colour, _) in zip(right.get_yticklabels(), styles, strict=True):
+        label.set_color(colour)
+    right.set_ylim(len(found) - 0.5, -0.5)
+    right.set(xscale="log", xlabel="error of a query / RMS of the head")
+    right.set_title("every head: median (hollow), 95th percentile (filled)", loc="left", color=INK, fontsize=10)
+    for axes, which in ((left, "y"), (right, "x")):
+        axes.grid(True, color="#dddddd", linewidth=0.6)
+        _error_axis(axes, which)
+    figure.savefig(path)
+
+
+def _finite(x: Tensor) -> float:
+    value = float(x)
+    return value if value < 10 else 10.0  # also what is NaN
+
+
+def _error_axis(axes: Any, which: str) -> None:
+    """From rounding to an error as large as the output, the same in all pictures where they fit."""
+    ends = list(axes.get_ylim() if which == "y" else axes.get_xlim())
+    limits = {f"{which}lim": (LEAST_SHOWN * 0.7, max(1.4, min(max(ends), 14.0)))}
+    axes.set(**limits)
+    ticks = [1e-4, 1e-3, 1e-2, 1e-1, 1.0]
+    names = [f"≤ {LEAST_SHOWN:g}", ".001", ".01", ".1", "1"]
+    (axes.set_yticks if which == "y" else axes.set_xticks)(ticks, names)
+    axes.minorticks_off()

@@ -1,0 +1,146 @@
+"""Queries, keys and values from a file that a user saved: .npz or .safetensors, never unpickled."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+STORED = ("axes", "grid", "scale")  # what a file may say about its tensors, by these names
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How stored tensors lie; None where nothing was said.
+
+    Args:
+        axes: a letter for each axis: b batch, h heads, e width, n all points of the grid in row-major order, any other
+            an axis of the grid.
+        grid: extents of the grid, where the axis n stands for it.
+        scale: factor on the scores.
+    """
+
+    axes: str | None = None
+    grid: tuple[int, ...] | None = None
+    scale: float | None = None
+
+    def over(self, other: Layout) -> Layout:
+        """This one, and the other where this one says nothing."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in STORED)
+        return Layout(*(theirs if mine is None else mine for mine, theirs in pairs))
+
+
+def read(path: Path, names: tuple[str, str, str], said: Layout) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """q, k, v [B, H, *G, E|F] and the scale, None for the default; `said` goes before what the file says.
+
+    Args:
+        names: of the queries, the keys and the values in the file; keys and values may be one tensor.
+    """
+    found, stored = _safetensors(path, names) if path.suffix == ".safetensors" else _npz(path, names)
+    layout = said.over(_layout(path, stored))
+    for name, x in found.items():
+        if x.is_complex() or x.dtype == torch.bool:
+            raise ValueError(f"{path}: {name} must hold real numbers, got {str(x.dtype).removeprefix('torch.')}")
+    q, k, v = (_laid_out(name, found[name], layout) for name in names)
+    return q, k, v, layout.scale
+
+
+def _npz(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    wrong = f"{path} is not an .npz file of arrays, or not a whole one; np.savez writes one"
+    with path.open("rb") as raw:
+        try:
+            file = np.load(raw, allow_pickle=False)
+        except (ValueError, EOFError, OSError, zipfile.BadZipFile):
+            raise ValueError(wrong) from None
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError(wrong)
+        _there(path, names, file.files)
+        arrays = {name: _array(path, file, name) for name in names}
+        stored = {name: _array(path, file, name).tolist() for name in STORED if name in file.files}
+    return {name: torch.from_numpy(_native(x)) for name, x in arrays.items()}, stored
+
+
+def _array(path: Path, file: Mapping[str, Any], name: str) -> Any:
+    try:
+        return file[name]
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        pickled = "Object arrays" in str(error) or "pickle" in str(error)
+        why = "is a pickled object, which is never loaded; save an array of numbers" if pickled else str(error)
+        raise ValueError(f"{path}: {name} {why}") from None
+
+
+def _native(x: Any) -> Any:
+    """In the byte order of this machine; what torch does not know as float32."""
+    known = x.dtype.kind in "bc" or (x.dtype.kind == "f" and x.dtype.itemsize <= 8)
+    try:
+        return np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("=") if known else np.float32)
+    except ValueError:
+        raise ValueError(f"tensors must hold real numbers, got {x.dtype}") from None
+
+
+def _safetensors(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored: dict[str, Any] = {**(file.metadata() or {})}
+            _there(path, names, list(file.keys()))
+            return {name: file.get_tensor(name) for name in names}, {n: stored[n] for n in STORED if n in stored}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole .safetensors file: {error}") from None
+
+
+def _there(path: Path, names: tuple[str, ...], held: list[str]) -> None:
+    missing = dict.fromkeys(name for name in names if name not in held)
+    if missing:
+        raise ValueError(
+            f"{path} holds no {' and no '.join(missing)}, but {', '.join(held[:8]) or 'nothing'}; name queries, keys "
+            "and values with --names, for example --names q,k,k"
+        )
+
+
+def _layout(path: Path, stored: dict[str, Any]) -> Layout:
+    """What a file says; a safetensors file says it in words."""
+    try:
+        grid, scale = (json.loads(x) if isinstance(x, str) else x for x in (stored.get("grid"), stored.get("scale")))
+        return Layout(
+            None if stored.get("axes") is None else str(stored["axes"]),
+            None if grid is None else tuple(int(extent) for extent in grid),
+            None if scale is None else float(scale),
+        )
+    except (TypeError, ValueError):
+        raise ValueError(f"{path}: the stored axes, grid and scale must be a text, whole numbers, a number") from None
+
+
+def _laid_out(name: str, x: Tensor, layout: Layout) -> Tensor:
+    """[B, H, *G, E] from what is stored."""
+    axes = layout.axes
+    if axes is None:
+        axes = "bhne" if layout.grid is not None and x.ndim == 4 else "bhyxe" if x.ndim == 5 else None
+    if axes is None:
+        raise ValueError(
+            f"{name} has {x.ndim} axes {tuple(x.shape)}: say what they are, for example --axes yxhe, "
+            "or --grid 64x64 for [B, H, N, E]"
+        )
+    if len(axes) != x.ndim or len(set(axes)) != len(axes) or "e" not in axes:
+        shape = f"{x.ndim} axes {tuple(x.shape)}"
+        raise ValueError(f"{name} has {shape}, --axes must name each of them once, with an e: got {axes}")
+    for letter in "hb":
+        if letter not in axes:
+            x, axes = x.unsqueeze(0), letter + axes
+    points = [letter for letter in axes if letter not in "bhe"]
+    x = x.permute([axes.index(letter) for letter in ("b", "h", *points, "e")])
+    if layout.grid is not None and points == ["n"]:
+        if x.shape[2] != (wanted := int(np.prod(layout.grid))):
+            shown = " x ".join(map(str, layout.grid))
+            raise ValueError(f"{name} has {x.shape[2]} points, but the grid {shown} has {wanted}")
+        x = x.reshape(*x.shape[:2], *layout.grid, x.shape[-1])
+    return x.contiguous()

@@ -1,0 +1,223 @@
+"""The error and the speed of any attention function on given tensors: exact on a sample of queries, with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import errors
+from .arguments import explains
+from .dense import dense_attention
+from .grid import grid_of
+from .statistics import Interval
+from .timing import Timing, clock
+from .truth import Truth
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+LAYOUTS = ("grid", "sdpa")
+LONGEST = 20.0  # seconds of dense attention; what would take longer is continued from some of the queries
+PROBE = 1 << 27  # scores of the queries that it is continued from
+ONCE = 4.0  # seconds from which a call is timed only once
+ROWS_SHOWN = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """How far an attention function is from exact attention on a sample of queries, and its time; prints itself.
+
+    Args:
+        name: of the function.
+        median_error, p95_error: median and 95th percentile over the queries of |out - exact| / RMS |exact|, where the
+            RMS is that of the head. With 95 % intervals, each [B, H].
+        l2_error: ||out - exact|| / ||exact|| over the sampled queries [B, H]. A point value: few queries dominate it.
+        timing: seconds and peak memory of a call.
+        dense_seconds: seconds of torch's dense attention on the same tensors in the same run.
+        dense_is_continued: whether they were continued from the time of some of the queries.
+        num_queries, queries: queries looked at, and queries in all.
+    """
+
+    name: str
+    median_error: Interval
+    p95_error: Interval
+    l2_error: Tensor
+    timing: Timing
+    dense_seconds: float
+    dense_is_continued: bool
+    num_queries: int
+    queries: int
+
+    @property
+    def ratio(self) -> float:
+        """Time of dense attention over that of the function: above 1 the function is faster."""
+        return self.dense_seconds / self.timing.seconds
+
+    @property
+    def worst(self) -> tuple[int, int]:
+        """Batch and head of the largest 95th percentile."""
+        at = int(self.p95_error.value.nan_to_num(-1.0).argmax())
+        return at // self.l2_error.shape[1], at % self.l2_error.shape[1]
+
+    def numbers(self) -> dict[str, Any]:
+        """All of it as lists and numbers for JSON; what is not finite is None."""
+        intervals = {"median_error": self.median_error, "p95_error": self.p95_error}
+        return {
+            **{name: {end: _listed(x) for end, x in one._asdict().items()} for name, one in intervals.items()},
+            "l2_error": _listed(self.l2_error),
+            **self.timing._asdict(),
+            "dense_seconds": self.dense_seconds,
+            "dense_is_continued": self.dense_is_continued,
+            "ratio": self.ratio,
+        }
+
+    def __str__(self) -> str:
+        batch, heads = self.l2_error.shape
+        lines = [
+            f"{self.name}, on {self.num_queries} of {self.queries} queries",
+            f"batch head  {'median error':20}  {'95th percentile':20}  L2 error*",
+        ]
+        for row in range(min(batch * heads, ROWS_SHOWN)):
+            at = row // heads, row % heads
+            cells = f"{self.median_error.cell(*at):20}  {self.p95_error.cell(*at):20}"
+            lines.append(f"{at[0]:5} {at[1]:4}  {cells}  {float(self.l2_error[at]):9.4f}")
+        if batch * heads > ROWS_SHOWN:
+            lines.append(f"  ... and {batch * heads - ROWS_SHOWN} more")
+        lines.append("* a point value, dominated by few queries; the others are with 95 % intervals")
+        time, faster = self.timing, self.ratio
+        spread = f"{in_words(time.seconds)} ({in_words(time.least)} to {in_words(time.most)}, calls: {time.calls})"
+        than = f"{faster:.3g} times faster" if faster >= 1 else f"{1 / faster:.3g} times slower"
+        about = "about " if self.dense_is_continued else ""
+        lines.append(f"time: {spread}; dense attention {about}{in_words(self.dense_seconds)}: {than}")
+        if time.peak_bytes is not None:
+            lines.append(f"peak memory of a call: {time.peak_bytes / 2**20:.1f} MiB")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def in_words(seconds: float) -> str:
+    """A time with three digits.
+
+    >>> in_words(0.0123456), in_words(12.3456)
+    ('12.3 ms', '12.3 s')
+    """
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{float(f'{seconds:.3g}'):g} s"
+
+
+def _listed(x: Tensor) -> list[list[float | None]]:
+    return [[value if math.isfinite(value) else None for value in row] for row in x.tolist()]
+
+
+@explains
+@torch.no_grad()
+def judge(
+    function: Attention, q: Tensor, k: Tensor, v: Tensor, *, name: str | None = None, layout: str = "grid",
+    causal: bool = False, key_mask: Tensor | None = None, scale: float | None = None,
+    num_queries: int = 512, seed: int = 0,
+) -> Judgement:  # fmt: skip
+    """Error and speed of any attention function on these tensors.
+
+    Args:
+        function: takes (q, k, v) and returns out [B, H, *G, F]; its first call may compile and is not timed.
+        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
+        name: shown in the result; None takes the function's own.
+        layout: what the function takes and returns: "grid" as above, "sdpa" [B, H, N, E] as torch's own attention.
+        causal, key_mask, scale: of the exact attention to compare with, as in `attention`. The function gets q, k and
+            v alone: bind what else it needs, for example with functools.partial.
+        num_queries: queries to look at; all of them where there are not more.
+        seed: chooses them.
+
+    Returns:
+        Judgement.
+
+    >>> import torch.nn.functional as F
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
+    >>> found = judge(F.scaled_dot_product_attention, q, k, v, layout="sdpa")
+    >>> bool((found.p95_error.high < 1e-5).all())
+    True
+    """
+    return Judge(q, k, v, causal=causal, key_mask=key_mask, scale=scale, num_queries=num_queries, seed=seed).judge(
+        function, name=name, layout=layout
+    )
+
+
+class Judge:
+    """Exact attention of a sample of queries and the time of dense attention, for one function after another.
+
+    Arguments as in `judge`.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
+        scale: float | None = None, num_queries: int = 512, seed: int = 0,
+    ) -> None:  # fmt: skip
+        errors.queries_keys(q, k)
+        errors.some_queries(q)
+        errors.values(q, k, v)
+        errors.finite(q=q, **({} if key_mask is not None else {"k": k, "v": v}))  # a masked key may be anything
+        self.q, self.k, self.v = q, k, v
+        how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale}
+        errors.whole("num_queries", num_queries, 1)
+        self.truth = Truth.of(q, k, v, num_queries=num_queries, seed=seed, **how)
+        self.how = how
+        self.dense_seconds, self.dense_is_continued = self._dense_seconds()
+
+    @torch.no_grad()
+    def judge(self, function: Attention, *, name: str | None = None, layout: str = "grid") -> Judgement:
+        """As the function `judge`."""
+        errors.one_of("layout", layout, LAYOUTS)
+        q, k, v = (x.clone() for x in (self.q, self.k, self.v))  # it may write into them
+        want = (*q.shape[:-1], v.shape[-1])
+        if layout == "sdpa":
+            q, k, v = (x.flatten(2, -2) for x in (q, k, v))
+        out = self._checked(function(q, k, v), want if layout == "grid" else (*q.shape[:-1], v.shape[-1]))
+        timing, _ = clock(lambda: function(q, k, v), q.device.type, ONCE)
+        if self.dense_seconds < 1:  # anew, for the machine may be busier by now
+            self.dense_seconds, self.dense_is_continued = self._dense_seconds()
+        found = self.truth.errors(out.reshape(want))
+        return Judgement(
+            name=name or str(getattr(function, "__qualname__", function)),
+            median_error=found.median,
+            p95_error=found.p95,
+            l2_error=found.l2,
+            timing=timing,
+            dense_seconds=self.dense_seconds,
+            dense_is_continued=self.dense_is_continued,
+            num_queries=len(self.truth.queries),
+            queries=self.truth.points,
+        )
+
+    def _checked(self, out: Any, want: tuple[int, ...]) -> Tensor:
+        """What the function returned, if it is finite and [B, H, *G, F]."""
+        if not isinstance(out, Tensor):
+            raise TypeError(f"the function must return a tensor of shape {want}, got {type(out).__name__}")
+        if tuple(out.shape) != want:
+            hint = "; it may need layout='sdpa'" if len(want) > 4 else "; it may need layout='grid'"
+            raise ValueError(f"the function must return a tensor of shape {want}, got {tuple(out.shape)}{hint}")
+        if out.device != self.q.device:
+            raise ValueError(f"the function must return a tensor on {self.q.device}, got {out.device}")
+        bad = (
+            int((~out.isfinite()).sum()) if bool((self.truth.lse > -torch.inf).all()) else 0
+        )  # without a key anything may come
+        if bad:
+            raise ValueError(f"the function returned {bad} of {out.numel()} values that are NaN or infinite")
+        return out
+
+    def _dense_seconds(self) -> tuple[float, bool]:
+        """The time of dense attention, and whether it was continued from some of the queries."""
+        q, k, v, how = self.q, self.k, self.v, self.how
+        points, keys = math.prod(grid_of(q)), math.prod(grid_of(k))
+        few = max(1, PROBE // (q.shape[0] * q.shape[1] * keys))
+        if few < points:
+            some = q.flatten(2, -2)[:, :, :few].reshape(*q.shape[:2], few, *[1] * (q.ndim - 4), q.shape[-1])
+            timing, _ = clock(lambda: dense_attention(some, k, v, **{**how, "causal": False}), q.device.type)
+            seconds = timing.seconds * points / few / (2 if how["causal"] else 1)
+            if seconds > LONGEST:
+                return seconds, True
+        return clock(lambda: dense_attention(q, k, v, **how), q.device.type)[0].seconds, False
