@@ -26,7 +26,13 @@ BELOW = {
     "schedule": set(),
     "errors": {"codebook", "estimators", "types"},
     "codebook": {"errors"},
-    "fitting": {"clustering", "codebook", "grid", "noise"},
+    "fitting": {"clustering", "codebook", "grid", "noise", "statistics"},
+    "statistics": set(),
+    "cost": {"codebook", "estimators", "grid", "schedule", "scoring", "types"},
+    "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
+    "plan": {"api", "codebook", "errors", "estimators", "statistics", "truth", "types"},
+    "tune": {"api", "arguments", "cost", "defaults", "errors", "estimators", "grid", "plan", "precision", "statistics"}
+    | {"truth", "types", "validate"},
     "types": {"errors", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},
@@ -40,7 +46,7 @@ BELOW = {
     "dispatch": {"cpu", "engines", "errors", "gpu", "reference", "types"},
     "ops": SHARED | {"dispatch", "errors"},
     "dense": {"errors", "scoring", "types"},
-    "defaults": {"codebook", "estimators", "types"},
+    "defaults": {"codebook", "cost", "estimators", "types"},
     "validate": {"defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
     "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops"},
     "api": SHARED
@@ -51,9 +57,8 @@ BELOW = {
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
     "patch": {"_compat", "api", "defaults", "errors", "estimators", "layout_hints", "types"},
-    "missed": {"clustering", "codebook", "estimators", "exact", "grid", "scoring", "types"},
-    "trust": {"api", "arguments", "codebook", "defaults", "errors", "estimators", "exact", "grid", "measure", "missed"}
-    | {"precision", "schedule", "scoring", "types"},
+    "trust": {"api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "plan"}
+    | {"precision", "scoring", "statistics", "truth", "types"},
 }
 
 
@@ -64,7 +69,6 @@ TESTED_IN = {
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
     "nn/__init__": "nn/test_grid_attention.py",
-    "missed": "test_trust.py",
     "stages": "test_api.py",
     "engines/cpu/cluster_tail_backward": "engines/test_cluster_tail.py",
     **{f"engines/{name}": "engines/test_engine.py" for name in ("__init__", *(f"{x}/__init__" for x in FOLDERS))},

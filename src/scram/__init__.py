@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from .estimators import Clusters, Estimate, Hybrid, MetropolisHastings, Snis
     from .exact import exact_attention, exact_search, merge
     from .patch import patch_sdpa
+    from .plan import Plan
     from .trust import Trust, trust
+    from .tune import tune
     from .types import Attended, Matches, Search
 
 __version__ = "0.2.0"
 __all__ = [
-    "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Matches", "MetropolisHastings", "Search", "Snis",
-    "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch", "estimate", "exact_attention",
-    "exact_search", "explain", "measure", "merge", "nn", "patch", "patch_sdpa", "search", "trust",
+    "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Matches", "MetropolisHastings", "Plan", "Search",
+    "Snis", "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch", "estimate", "exact_attention",
+    "exact_search", "explain", "measure", "merge", "nn", "patch", "patch_sdpa", "search", "trust", "tune",
 ]  # fmt: skip
 # The names that each module defines; every other public name is a module itself.
 _DEFINED = {
@@ -32,7 +34,9 @@ _DEFINED = {
     "estimators": ("Clusters", "Estimate", "Hybrid", "MetropolisHastings", "Snis"),
     "exact": ("exact_attention", "exact_search", "merge"),
     "patch": ("patch_sdpa",),
+    "plan": ("Plan",),
     "trust": ("Trust", "trust"),
+    "tune": ("tune",),
     "types": ("Attended", "Matches", "Search"),
 }
 
@@ -54,8 +58,8 @@ class _Package(ModuleType):
         return self.__dict__[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Python stores an imported submodule in its package; the function `trust` stays before the module of that name.
-        super().__setattr__(name, getattr(value, "trust", value) if name == "trust" else value)
+        # Python stores an imported submodule in its package; a function stays before the module of its name.
+        super().__setattr__(name, getattr(value, name, value) if name in ("trust", "tune") else value)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})

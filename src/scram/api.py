@@ -276,7 +276,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     >>> print(scram.explain(q, q, q))
     dense attention, by torch
       on cpu the grid 16 x 16 with width 64 is too small for a search to be faster
-      256 scores a query, 256 with every key; 0.0 MiB beyond inputs and outputs
+      256 keys visited per query, 256 by dense attention; 0.0 MiB beyond inputs and outputs
     """
     known = signature(attention).parameters
     unknown = [name for name in arguments if name not in known]
@@ -284,7 +284,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         raise unknown_arguments("explain", unknown, known)
     given = {name: known[name].default for name in known if name not in ("q", "k", "v")} | arguments
     settings, tail, plan = _plan(q, k, v, **given)
-    return explanation(q, k, v, plan.dense, plan.automatic, plan.attend.name, settings, plan.radius, tail)
+    return explanation(
+        q, k, v, plan.dense, plan.automatic, plan.attend.name, settings, plan.radius, tail, given["score"]
+    )
 
 
 def _plan(

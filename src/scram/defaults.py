@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .codebook import Codebook
+from .cost import keys_visited
 from .estimators import Clusters, Estimator, Hybrid
 from .types import Score, Search
 
 SEARCH, CLUSTERS, HYBRID = Search(), Clusters(), Hybrid()
 
 
-class Cost(NamedTuple):
+class DeviceCost(NamedTuple):
     """What dense attention and a search with clusters take on a device."""
 
     least: float  # us that a search takes however small the grid is: the host's time
@@ -30,10 +30,10 @@ class Cost(NamedTuple):
 # heads; both grow alike with fewer cores. CUDA: H200, bfloat16, 256 to 1024 points a side, E = 64 and 128, beside
 # cuDNN; 32 bits are not measured but taken for eight times as slow. docs/measurements.md, section 13, has the figures.
 COSTS = {
-    ("cpu", False): Cost(0, 4000, 1000, 17, 250, 10.9),
-    ("cpu", True): Cost(0, 4000, 1000, 17, 250, 10.9),
-    ("cuda", True): Cost(1600, 0, 1.5, 0.037, 0, 0.004),
-    ("cuda", False): Cost(1600, 0, 3, 0.074, 0, 0.032),
+    ("cpu", False): DeviceCost(0, 4000, 1000, 17, 250, 10.9),
+    ("cpu", True): DeviceCost(0, 4000, 1000, 17, 250, 10.9),
+    ("cuda", True): DeviceCost(1600, 0, 1.5, 0.037, 0, 0.004),
+    ("cuda", False): DeviceCost(1600, 0, 3, 0.074, 0, 0.032),
 }
 
 
@@ -72,7 +72,7 @@ class Explanation:
         engine: the implementation that runs it.
         search, radius, tail: the settings in force; None where it is dense, or where there is no tail.
         reasons: why, in words.
-        scores: scores that a query computes, about; `dense_scores`: with every key.
+        scores: keys visited per query, at most; `dense_scores`: by dense attention.
         memory: bytes beyond inputs and outputs, about.
     """
 
@@ -92,7 +92,7 @@ class Explanation:
         if self.search is not None:
             lines.append(f"{self.search}, radius {self.radius}")
         lines.append(
-            f"{self.scores} scores a query, {self.dense_scores} with every key; "
+            f"{self.scores} keys visited per query, {self.dense_scores} by dense attention; "
             f"{self.memory / 2**20:.1f} MiB beyond inputs and outputs"
         )
         return "\n  ".join(lines)
@@ -108,6 +108,7 @@ def explanation(
     search: Search,
     radius: tuple[int, ...],
     tail: Estimator | Codebook | None,
+    score: Score,
 ) -> Explanation:
     """The explanation of a call that was planned so."""
     keys = k.shape[2:-1].numel()
@@ -122,10 +123,6 @@ def explanation(
         reasons = [only_softmax if dense_is_cheaper(q, k, v) else f"for the grid {size} a search is cheaper"]
     if tail is None:
         reasons.append("no tail: keys outside the windows count nothing")
-    window = torch.Size([2 * b + 1 for b in radius]).numel()
-    moves = len(search.jumps) * 2 * len(radius) * (2 if search.propagate == "both" else 1)
-    searched = search.sweeps * (moves + search.gossip + max(k.shape[2:-1]).bit_length()) * search.matches
-    count = tail.sizes.shape[-1] if isinstance(tail, Codebook) else 0 if tail is None else min(tail.samples, keys)
     memory = queries * search.matches * 8 * 2 + (0 if tail is None else k.shape[:-1].numel() * 4)
-    scores = searched + search.matches * window + count
+    scores = keys_visited(q, k, search, radius, tail, score).tail
     return Explanation(False, engine, search, radius, tail, tuple(reasons), scores, keys, memory)

@@ -7,7 +7,6 @@ what is fitted, so that one ridge regression gives both. It is drawn towards g_c
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from .clustering import keys_left
 from .codebook import Codebook, FitReport
 from .grid import coordinates, grid_of, in_windows, key_row, rows
 from .noise import noise
+from .statistics import ranks
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the ridge, over the mean square of a query's weights
 LEAST_GAIN = 0.05
@@ -142,11 +142,9 @@ def _report(report: Seen, error: Tensor, plain: Tensor) -> FitReport | None:
     if not len(each):
         return None
 
-    def interval(quantile: float) -> tuple[float, float]:
-        """Of the quantile, by the ranks that a count of so many queries leaves in 95 of 100 cases."""
-        middle, spread = quantile * len(each), 1.96 * math.sqrt(len(each) * quantile * (1 - quantile))
-        low, high = (min(max(int(rank), 0), len(each) - 1) for rank in (middle - spread, math.ceil(middle + spread)))
-        return float(each[low]), float(each[high])
+    def interval(share: float) -> tuple[float, float]:
+        low, high = ranks(len(each), share, 1 << 40)  # heads are counted together: of any number of queries
+        return float(each[max(low, 0)]), float(each[min(high, len(each) - 1)])
 
     total = size.sum().clamp(min=1e-300)
     overall, before = (float((x.sum() / total).sqrt()) for x in (error, plain))

@@ -1,8 +1,7 @@
-"""Whether SCRAM is right for these tensors: what it missed on a sample of queries, with intervals, and a verdict."""
+"""Whether SCRAM is right for these tensors: what one setting misses on a sample of queries, and what to use."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,58 +12,41 @@ from torch import Tensor
 from . import api, errors, measure
 from .arguments import explains, renamed, renamed_attribute
 from .codebook import Codebook, check_codebook
+from .cost import Cost, keys_visited
 from .defaults import SEARCH, default_tail
 from .estimators import Clusters, Hybrid
-from .exact import _Dense
-from .grid import grid_of
-from .missed import Figures, Missed
+from .plan import Setting
 from .precision import ignores_autocast
-from .schedule import TILE_QUERIES, moves, offers
-from .scoring import default_scale, prepare_query
-from .types import Matches, Score, Search
+from .scoring import default_scale, prepare_key
+from .statistics import Interval, mean
+from .truth import Errors, Truth
+from .types import Attended, Matches, Score, Search
 
-# What a verdict of "sparse" requires of every head, at the unfavourable end of the intervals.
-LEAST_MASS = 0.9
-MOST_ERROR = 0.1  # of a typical query; "tail" requires the same of clusters, whose error is measured
-LEAST_RECALL = 0.9  # below it the search itself is to blame
-MOST_DRAWN_ERROR = 0.25  # "tail" with drawn keys: the predicted error of a typical query
+LEAST_RECALL = 0.9  # below it more sweeps are tried too
+LEAST_GAIN = 0.9  # of the error: what is not below it is no better
 VERDICTS = ("sparse", "tail", "dense")  # from the cheapest on
-NORMAL = 1.959964  # the quantile of a 95 % interval
 ROWS_SHOWN = 16
-
-
-class Interval(NamedTuple):
-    """An estimate from the sampled queries and its 95 % interval for all of them, each [B, H]."""
-
-    value: Tensor
-    low: Tensor
-    high: Tensor
-
-
-class Cost(NamedTuple):
-    """Keys scored per query, at most: by SCRAM's windows, with the tail (one per cluster), by dense attention."""
-
-    sparse: int
-    tail: int
-    dense: int
 
 
 @dataclass(frozen=True, eq=False)
 class Trust:
     """What SCRAM missed, per batch and head, on a sample of queries; prints itself.
 
+    Errors are |out - exact| of a query over RMS |exact| of its head, as in `tune`.
+
     Args:
         mass: share of the exact softmax that the windows hold, mean over the queries.
         recall: share of the best keys that were found, mean.
-        median_error, p95_error: median and 95th percentile of a query's ||out - exact|| / ||exact||, windows alone.
+        median_error, p95_error: median and 95th percentile over queries of the error of the windows alone.
         l2_error: ||out - exact|| / ||exact|| over all sampled queries, windows alone. A point value: few queries
             dominate it, so another sample may give another one.
-        tail_median_error, tail_p95_error, tail_l2_error: the same for windows and tail. Measured for clusters; for
-            drawn keys the error to expect of a plain draw; NaN without a tail.
-        cost: keys scored per query.
-        tail: what stands for the keys outside the windows, None for nothing.
+        tail_median_error, tail_p95_error, tail_l2_error: the same for windows and tail; NaN without a tail.
+        cost: keys visited per query.
+        setting: what was run; its tail stands for the keys outside the windows, None for nothing.
+        arguments: of the call, without tensors: causal, scale, score, impl.
+        error: the budget of the verdict.
+        better: a setting with twice the sweeps, and its errors with the same tail, where it was tried and is better.
         num_queries, queries: queries looked at, and queries in all.
-        settings: what was run, in words.
     """
 
     mass: Interval
@@ -76,28 +58,39 @@ class Trust:
     tail_p95_error: Interval
     tail_l2_error: Tensor
     cost: Cost
-    tail: Clusters | Codebook | Hybrid | None
+    setting: Setting
+    arguments: dict[str, Any]
+    error: float
+    better: tuple[Setting, Errors] | None
     num_queries: int
     queries: int
-    settings: str
     sample = renamed_attribute("sample", "num_queries")
     samples = renamed_attribute("samples", "tail.samples")
     tail_samples = renamed_attribute("tail_samples", "tail.samples")
     hybrid_error = renamed_attribute("hybrid_error", "tail_median_error.value")
 
     @property
-    def verdicts(self) -> list[list[str]]:
-        """For each batch and head "sparse", "tail" or "dense"."""
-        sparse = (self.mass.low >= LEAST_MASS) & (self.median_error.high <= MOST_ERROR)
-        grade = torch.where(sparse & (self.cost.sparse < self.cost.dense), 0, torch.where(self._tail_serves, 1, 2))
-        return [[VERDICTS[n] for n in batch] for batch in grade.tolist()]
+    def tail(self) -> Clusters | Codebook | Hybrid | None:
+        """What stands for the keys outside the windows."""
+        return self.setting.tail
 
     @property
-    def _tail_serves(self) -> Tensor:
-        """In which heads windows and tail are near enough to exact attention, and score fewer keys: bool [B, H]."""
-        error = self.tail_median_error
-        near = error.value <= MOST_DRAWN_ERROR if isinstance(self.tail, Hybrid) else error.high <= MOST_ERROR
-        return near & (self.cost.tail < self.cost.dense)
+    def settings(self) -> str:
+        """What was run, in words."""
+        assert self.setting.search is not None
+        return f"{self.setting}, radius {self.setting.radius}, {self.setting.search.sweeps} sweeps"
+
+    @property
+    def verdicts(self) -> list[list[str]]:
+        """For each batch and head "sparse", "tail" or "dense": the cheapest that keeps the budget."""
+        sparse, tail = self._keeps(self.p95_error, self.cost.sparse), self._keeps(self.tail_p95_error, self.cost.tail)
+        grade = torch.where(sparse, 0, torch.where(tail, 1, 2))
+        return [[VERDICTS[n] for n in batch] for batch in grade.tolist()]
+
+    def _keeps(self, p95: Interval, keys: int) -> Tensor:
+        """In which heads the upper end of the 95th percentile is within the budget, with fewer keys than dense has."""
+        nothing = p95.high.isnan() & self.mass.value.isnan()  # a head without a legal key misses nothing
+        return ((p95.high <= self.error) | nothing) & (keys < self.cost.dense)
 
     @property
     def verdict(self) -> str:
@@ -105,31 +98,47 @@ class Trust:
         return max((one for batch in self.verdicts for one in batch), key=VERDICTS.index, default=VERDICTS[0])
 
     @property
+    def code(self) -> str:
+        """A line of Python to use in place of what was run: its error is within the budget, or it is exact."""
+        longer = self.better is not None and self.better[1].keeps(self.error)
+        dense = self.better[0] if self.better is not None and longer else Setting()
+        settings = {"sparse": replace(self.setting, tail=None), "tail": self.setting, "dense": dense}
+        return settings[self.verdict].code(**self.arguments)
+
+    @property
     def reason(self) -> str:
         """The verdict in words."""
-        mass, error = 100 * float(self.mass.value.min()), 100 * float(self.median_error.value.max())
         heads = [one for batch in self.verdicts for one in batch]
-        held = (
-            f"in the worst head the windows hold {mass:.0f} % of the softmax and a typical query is {error:.1f} % off"
-        )
+        off, tail_off = (100 * _most(x.value) for x in (self.p95_error, self.tail_p95_error))
+        words = f"in the worst head 95 % of the queries are at most {off:.1f} % off with the windows alone"
+        if self.tail is not None:
+            words += f", {tail_off:.1f} % with {self._tail_words}"
         if self.verdict == "sparse":
-            return f"sparse and coherent, SCRAM's windows suffice: {held}."
-        dense = f"dense attention {self.cost.dense}"
-        if self.cost.sparse >= self.cost.dense:
-            return f"stay dense: on so small a grid SCRAM may score {self.cost.sparse} keys, {dense}."
-        rest = f" {heads.count('sparse')} of {len(heads)} heads are sparse." if "sparse" in heads else ""
-        best = float(self.recall.value.min())
-        if best < LEAST_RECALL:
-            rest += f" The search found {100 * best:.0f} % of the best keys: more sweeps may help."
-        if self.tail is None:
-            return f"stay dense, or use a tail: {held}.{rest}"
-        off, words = 100 * float(self.tail_median_error.value.max()), _words(self.tail)
-        drawn = isinstance(self.tail, Hybrid)
-        tail = f"with {words} a typical query {'would be' if drawn else 'is'} {off:.1f} % off"
+            return f"windows suffice: {words}."
         if self.verdict == "tail":
-            return f"diffuse, use a tail: {held}; {tail}.{rest}"
-        dear = f", where SCRAM may score {self.cost.tail} keys, {dense}" if self.cost.tail >= self.cost.dense else ""
-        return f"stay dense: {held}; {tail}{dear}.{rest}"
+            rest = f" For {heads.count('sparse')} of {len(heads)} heads windows suffice." if "sparse" in heads else ""
+            return f"use the tail: {words}.{rest}"
+        keys = self.cost.tail if self.tail is not None else self.cost.sparse
+        if keys >= self.cost.dense:
+            small = f"on so small a grid SCRAM may visit {keys} keys, dense attention {self.cost.dense}"
+            return f"stay dense: {small}."
+        rest = (
+            f" {len(heads) - heads.count('dense')} of {len(heads)} heads do not need it."
+            if set(heads) > {"dense"}
+            else ""
+        )
+        if self.better is None:
+            tune = f" Other settings may keep {self.error:g}: scram.tune(q, k, v, error={self.error:g})."
+            return f"stay dense: {words}.{rest}{tune}"
+        setting, found = self.better
+        keeps = found.keeps(self.error)
+        what = "search longer" if keeps else "stay dense"
+        rest += f" With twice the sweeps it is {100 * found.worst[0]:.1f} %"
+        return f"{what}: {words}.{rest}{'.' if keeps else f': {setting.code(**self.arguments)}.'}"
+
+    @property
+    def _tail_words(self) -> str:
+        return str(self.setting).split(", ", 1)[1]
 
     def __str__(self) -> str:
         names = ["captured mass", "recall", "median error", "95th percentile"]
@@ -146,41 +155,25 @@ class Trust:
         batch, heads = self.l2_error.shape
         for row in range(min(batch * heads, ROWS_SHOWN)):
             at = row // heads, row % heads
-            shown = [_shown(x, at) for x in intervals] + [f"{float(self.l2_error[at]):9.4f}"]
+            shown = [f"{x.cell(*at):20}" for x in intervals] + [f"{float(self.l2_error[at]):9.4f}"]
             if with_tail:
-                shown += [_shown(x, at) for x in after] + [f"{float(self.tail_l2_error[at]):9.4f}"]
+                shown += [f"{x.cell(*at):20}" for x in after] + [f"{float(self.tail_l2_error[at]):9.4f}"]
             lines.append("  ".join([f"{at[0]:5} {at[1]:4}", *shown, self.verdicts[at[0]][at[1]]]))
         if batch * heads > ROWS_SHOWN:
             lines.append(f"  ... and {batch * heads - ROWS_SHOWN} more")
         note = "* a point value, dominated by few queries; the others are with 95 % intervals"
-        if isinstance(self.tail, Hybrid):
-            note += "; the errors with drawn keys are predicted"
         cost = f"dense {self.cost.dense}, SCRAM's windows at most {self.cost.sparse}"
         cost += f", with the tail at most {self.cost.tail}" if with_tail else ""
-        return "\n".join([*lines, note, f"keys scored per query: {cost}", f"verdict: {self.reason}"])
+        return "\n".join(
+            [*lines, note, f"keys visited per query: {cost}", f"verdict: {self.reason}", f"use: {self.code}"]
+        )
 
     __repr__ = __str__
 
 
-def _words(tail: Clusters | Codebook | Hybrid | None) -> str:
-    """The tail in words."""
-    if tail is None:
-        return "no tail"
-    return f"{tail.samples} drawn keys" if isinstance(tail, Hybrid) else f"{_size(tail)} clusters"
-
-
-def _size(tail: Clusters | Codebook | Hybrid | None) -> int:
-    """Number of clusters or of drawn keys."""
-    if isinstance(tail, Codebook):
-        return tail.sizes.shape[-1]
-    return 0 if tail is None else tail.samples
-
-
-def _shown(interval: Interval, at: tuple[int, int]) -> str:
-    """One cell of the table, 20 characters wide."""
-    value, low, high = (float(x[at]) for x in interval)
-    digits = 3 if high < 10 else 1
-    return f"{f'{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]':20}"
+def _most(x: Tensor) -> float:
+    """The largest, NaN left out."""
+    return float(x.nan_to_num(nan=0.0, posinf=torch.inf).max())
 
 
 def _drawn(samples: int) -> Hybrid:
@@ -196,22 +189,23 @@ def trust(
     q: Tensor, k: Tensor, v: Tensor, *, search: Search | str = "auto", radius: int | Sequence[int] = 1,
     tail: Clusters | Codebook | Hybrid | str | None = "auto",
     causal: bool = False, key_mask: Tensor | None = None, scale: float | None = None, score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None, matches: Matches | None = None,
+    extra: tuple[Tensor, Tensor] | None = None, matches: Matches | None = None, error: float = 0.1,
     num_queries: int = 512, seed: int = 0, impl: str = "auto",
 ) -> Trust:  # fmt: skip
-    """What SCRAM would miss on these tensors, exactly, on a seeded sample of queries: O(num_queries x M).
+    """What one setting would miss on these tensors, on a seeded sample of queries: O(num_queries x M).
 
-    Windows alone and windows with the tail are both compared with dense attention.
+    Windows alone and windows with the tail both run, and are compared with dense attention. `tune` tries many settings.
 
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
         search, radius, tail, causal, key_mask, scale, score, extra, impl: as in `attention`, but always searched.
         matches: what a search found; None searches.
+        error: the budget of the verdict, as in `tune`: of the 95th percentile, in every head.
         num_queries: queries to look at; all of them where there are not more.
-        seed: chooses the sample; and the clusters, where neither they nor the search have a seed.
+        seed: chooses the sample; and clusters or drawn keys, where neither they nor the search have a seed.
 
     Returns:
-        Trust, with `verdict` "sparse" (windows alone suffice), "tail" (diffuse: windows with the tail) or "dense".
+        Trust, with `verdict` "sparse" (windows alone keep the budget), "tail" (windows with the tail do) or "dense".
 
     >>> _ = torch.manual_seed(0)
     >>> k = torch.randn(1, 1, 32, 32, 64)
@@ -225,123 +219,130 @@ def trust(
     errors.extra(q, k, v, extra)
     errors.scale(scale)
     errors.tail(tail)
+    errors.real("error", error, 0.0, torch.inf, "[0, inf)")
     settings = errors.search_settings(search, SEARCH)
     window = errors.radius(radius, q.ndim - 3)
     num_queries = errors.whole("num_queries", num_queries, 1)
-    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "score": score}
-    wanted = measure.sample_queries(q, num_queries, seed)
-    dense = _Dense(q, k, causal, key_mask, score, wanted)
-    factor = default_scale(scale, q.shape[-1], score, "softmax")
+    errors.order(q, k, causal)
+    errors.key_mask(q, k, key_mask)
+    errors.score(score)
     chosen = default_tail("softmax", causal, score, 0.0, "query") if isinstance(tail, str) else tail
     if isinstance(chosen, (Clusters, Codebook)):
         errors.clusters_only("softmax", causal, score)
     if isinstance(chosen, Codebook):
-        check_codebook("tail", q, k, v, dense.k.shape[-1], score, factor, key_mask, window, chosen)
-    if matches is None:
-        matches = api.search(q, k, search=settings, impl=impl, **how)
-    else:
+        width, factor = prepare_key(k[:0], score).shape[-1], default_scale(scale, q.shape[-1], score, "softmax")
+        check_codebook("tail", q, k, v, width, score, factor, key_mask, window, chosen)
+    if matches is not None:
         errors.matches("matches", q, k, matches)
-    if isinstance(chosen, Clusters):
-        own = next((x for x in (chosen.seed_tensor, settings.seed_tensor) if x is not None), seed)
-        rest: Codebook | Hybrid | None = api.cluster(
-            q, k, v, clusters=replace(chosen, seed=own), matches=matches, radius=radius, key_mask=key_mask,
-            scale=scale, score=score, impl=impl,
+    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "score": score}
+    run = _Run(q, k, v, radius, how, scale, extra, impl, seed)
+    setting = Setting(settings, chosen, radius if isinstance(radius, int) else window)
+    truth = Truth.of(q, k, v, scale=scale, extra=extra, num_queries=num_queries, seed=seed, with_lse=True, **how)
+    figures = run.figures(setting, truth, matches)
+    found = _summary(
+        figures, truth.points, setting=setting, error=float(error), better=None,
+        arguments={"causal": causal, "scale": scale, "score": score, "impl": impl},
+        cost=keys_visited(q, k, settings, window, chosen, score, None if matches is None else matches.index.shape[-1]),
+    )  # fmt: skip
+    if found.verdict == "dense" and _least(found.recall.value) < LEAST_RECALL:
+        return replace(found, better=run.with_more_sweeps(found, truth))
+    return found
+
+
+def _least(x: Tensor) -> float:
+    return float(x.nan_to_num(nan=1.0).min())
+
+
+class Figures(NamedTuple):
+    """Of every sampled query, [B, H, n]; NaN for a query without a key."""
+
+    mass: Tensor  # share of the softmax that the windows hold
+    recall: Tensor  # share of its best keys that were found
+    square: Tensor  # |out - exact|^2, out from the windows alone
+    tail_square: Tensor  # the same with the tail; NaN for none
+    size: Tensor  # |exact|^2
+
+
+class _Run(NamedTuple):
+    """The tensors and options of a call, which settings run on."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    radius: int | Sequence[int]
+    how: dict[str, Any]
+    scale: float | None
+    extra: tuple[Tensor, Tensor] | None
+    impl: str
+    seed: int
+
+    def figures(self, setting: Setting, truth: Truth, matches: Matches | None = None) -> Figures:
+        """What a setting misses of the sampled queries."""
+        assert setting.search is not None
+        found = matches or api.search(self.q, self.k, search=setting.search, impl=self.impl, **self.how)
+        head, joined = self._attended(setting, found)
+        each = measure.recall_of_each(
+            self.q, self.k, found, separation=setting.search.separation, sample=len(truth.queries), seed=self.seed,
+            **self.how,
         )  # fmt: skip
-    else:
-        rest = chosen
-    found = measure.recall_of_each(q, k, matches, separation=settings.separation, sample=num_queries, seed=seed, **how)
-    return _summary(
-        Missed(dense, v, extra, matches, window, factor, rest).figures(),
-        found,
-        math.prod(grid_of(q)),
-        cost=_cost(settings, matches, window, q, k, score, _size(chosen)),
-        tail=chosen,
-        settings=f"matches={matches.index.shape[-1]}, radius={radius}, sweeps={settings.sweeps}, {_words(chosen)}",
-    )
+        mass = (head.lse.flatten(2)[..., truth.queries].to(truth.lse.dtype) - truth.lse).exp()
+        tail = torch.full_like(mass, torch.nan) if joined is None else truth.square(joined)
+        some = truth.lse > -torch.inf
+        return Figures(torch.where(some, mass, torch.nan), each, truth.square(head.out), tail, truth.size)
+
+    def _attended(self, setting: Setting, found: Matches) -> tuple[Attended, Tensor | None]:
+        """The windows alone, and the output with the tail."""
+        same: dict[str, Any] = {"scale": self.scale, "impl": self.impl, **self.how}
+        head = api.attend(self.q, self.k, self.v, found, radius=self.radius, extra=self.extra, **same)
+        tail, search = setting.tail, setting.search
+        assert search is not None
+        if isinstance(tail, (Clusters, Hybrid)):
+            own = next((x for x in (tail.seed_tensor, search.seed_tensor) if x is not None), self.seed)
+            tail = replace(tail, seed=own)
+        if isinstance(tail, Hybrid):
+            drawn = api.estimate(
+                self.q, self.k, self.v, found, method=tail, radius=self.radius, extra=self.extra, **same
+            )
+            return head, drawn.out
+        if isinstance(tail, Clusters):
+            del same["causal"]
+            tail = api.cluster(self.q, self.k, self.v, clusters=tail, matches=found, radius=self.radius, **same)
+        if tail is None:
+            return head, None
+        same["causal"] = False
+        return head, api.attend(
+            self.q, self.k, self.v, found, radius=self.radius, extra=self.extra, tail=tail, **same
+        ).out
+
+    def with_more_sweeps(self, before: Trust, truth: Truth) -> tuple[Setting, Errors] | None:
+        """Twice the sweeps with the same tail, where that is measured to be better."""
+        assert before.setting.search is not None
+        search = replace(before.setting.search, sweeps=max(2 * before.setting.search.sweeps, 1))
+        setting = replace(before.setting, search=search)
+        if isinstance(setting.tail, Codebook) and setting.tail.gains is not None:
+            return None  # it was fitted for other windows
+        figures = self.figures(setting, truth)
+        found = Errors.of(figures.square if setting.tail is None else figures.tail_square, figures.size, truth.points)
+        old = before.p95_error if setting.tail is None else before.tail_p95_error
+        return (setting, found) if found.worst[0] < LEAST_GAIN * _most(old.value) else None
 
 
-def _summary(figures: Figures, recall: Tensor, points: int, **rest: Any) -> Trust:
-    """From figures and recall of single queries, all [B, H, n], of `points` queries in all, and the other fields."""
-    mass, square, tail_square, size = figures
-    some = mass.isfinite()
-    error, tail_error = ((x / size).sqrt() for x in (square, tail_square))
-    total, *squares = (torch.where(some, x, 0).sum(-1) for x in (size, square, tail_square))
-    l2, tail_l2 = ((x / total).sqrt() for x in squares)
+def _summary(figures: Figures, points: int, **rest: Any) -> Trust:
+    """From figures of single queries, all [B, H, n], of `points` queries in all, and the other fields."""
+    mass, recall, square, tail_square, size = figures
+    windows = Errors.of(square, size, points)
+    none = rest["setting"].tail is None
+    tail = Errors.of(tail_square, torch.full_like(size, torch.nan) if none else size, points)
     return Trust(
-        mass=_mean(mass, points),
-        recall=_mean(recall, points),
-        median_error=_quantile(error, 0.5, points),
-        p95_error=_quantile(error, 0.95, points),
-        l2_error=l2,
-        tail_median_error=_quantile(tail_error, 0.5, points),
-        tail_p95_error=_quantile(tail_error, 0.95, points),
-        tail_l2_error=tail_l2,
+        mass=mean(mass, points),
+        recall=mean(recall, points),
+        median_error=windows.median,
+        p95_error=windows.p95,
+        l2_error=windows.l2,
+        tail_median_error=tail.median,
+        tail_p95_error=tail.p95,
+        tail_l2_error=tail.l2,
         num_queries=mass.shape[-1],
         queries=points,
         **rest,
     )
-
-
-def _mean(x: Tensor, points: int) -> Interval:
-    """The mean of shares in 0..1 [B, H, n], NaN left out.
-
-    Wilson's interval with the variance that was seen, then moved out by what one more query of share 0 or 1 would move
-    the mean: where nearly all shares are near 1, the few that are not may be missing from a sample.
-    """
-    some = x.isfinite()
-    n = some.sum(-1).clamp(min=1).to(x.dtype)
-    mean = torch.where(some.any(-1), torch.where(some, x, 0).sum(-1) / n, torch.nan)
-    variance = torch.where(some, (x - mean.unsqueeze(-1)).square(), 0).sum(-1) / (n - 1).clamp(min=1)
-    most = mean * (1 - mean)  # of a share that is 0 or 1, which the interval was made for
-    ratio = torch.where((variance > 0) & (most > 0), variance / most.clamp(min=1e-12), 1).clamp(max=1)
-    rest = max(1 - x.shape[-1] / points, 0.0)  # a sample of everything leaves nothing open
-    z2 = NORMAL**2 * ratio * rest / n
-    centre, half = (mean + z2 / 2) / (1 + z2), (z2 * most + z2.square() / 4).sqrt() / (1 + z2)
-    low = (centre - half - rest * mean / (n + 1)).minimum(mean)
-    high = (centre + half + rest * (1 - mean) / (n + 1)).maximum(mean)
-    return Interval(mean, low.clamp(min=0), high.clamp(max=1))
-
-
-def _quantile(x: Tensor, share: float, points: int) -> Interval:
-    """A quantile of [B, H, n], NaN left out, between the order statistics that enclose it in 95 % of the samples."""
-    value = x.nanquantile(share, -1)
-    if x.shape[-1] >= points:
-        return Interval(value, value, value)
-    ordered = torch.where(x.isfinite(), x, torch.nan).sort(-1).values  # NaN last
-    low, high = torch.empty_like(value), torch.empty_like(value)
-    for at in [(b, h) for b in range(x.shape[0]) for h in range(x.shape[1])]:
-        n = int(x[at].isfinite().sum())
-        low[at], high[at] = ordered[at][list(_ranks(n, share))]  # NaN where n is 0
-    return Interval(value, low, high)
-
-
-def _ranks(n: int, share: float) -> tuple[int, int]:
-    """The order statistics of n, counted from 0, that leave at most 2.5 % of a binomial law on either side.
-
-    >>> _ranks(512, 0.5), _ranks(512, 0.95)
-    ((233, 278), (475, 496))
-    """
-    counts = torch.arange(n + 1, dtype=torch.float64)
-    law = torch.lgamma(torch.tensor(n + 1.0, dtype=torch.float64)) - torch.lgamma(counts + 1)
-    law = (law - torch.lgamma(n - counts + 1) + counts * math.log(share) + (n - counts) * math.log1p(-share)).exp()
-    below = law.cumsum(0)
-    first, last = int((below <= 0.025).sum()) - 1, int((below < 0.975).sum())
-    return max(first, 0), min(last, max(n - 1, 0))
-
-
-def _cost(
-    search: Search, matches: Matches, radius: tuple[int, ...], q: Tensor, k: Tensor, score: Score, tail: int
-) -> Cost:
-    """By the formulas of DESIGN, sections 8 and 14; `tail` is the number of clusters or of drawn keys."""
-    rank, kappa, grid = k.ndim - 3, matches.index.shape[-1], grid_of(k)
-    if (
-        search.resolved_method(prepare_query(q[:0], score)) == "tile"
-    ):  # a query scores what all queries of its tile offer
-        made = [offers(n + 1, search.jumps, search.propagate, search.gossip, grid) for n in range(search.sweeps)]
-        looked = kappa + TILE_QUERIES * sum(len(list(sweep)) for sweep in made)
-    else:
-        offered = len(moves(search.propagate, 1)) * 2 * rank * len(search.jumps)
-        looked = kappa * (1 + search.sweeps * (offered + search.gossip + max(grid).bit_length()))
-    window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
-    keys = math.prod(grid)
-    return Cost(looked + window, looked + window + min(tail, keys), keys)

@@ -1,0 +1,62 @@
+"""Keys visited per query: one formula for `explain`, `tune` and `trust`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .codebook import Codebook
+from .estimators import Clusters, Estimator
+from .grid import grid_of
+from .schedule import TILE_QUERIES, moves, offers
+from .scoring import prepare_query
+from .types import Score, Search
+
+
+class Cost(NamedTuple):
+    """Keys visited per query, at most: by search and windows, with the tail (one per cluster), by dense attention."""
+
+    sparse: int
+    tail: int
+    dense: int
+
+
+def tail_size(tail: Estimator | Codebook | None) -> int:
+    """Number of clusters or of drawn keys."""
+    if isinstance(tail, Codebook):
+        return tail.sizes.shape[-1]
+    return 0 if tail is None else tail.samples
+
+
+def keys_visited(
+    q: Tensor, k: Tensor, search: Search, radius: Sequence[int], tail: Estimator | Codebook | None,
+    score: Score = "dot", matches: int | None = None,
+) -> Cost:  # fmt: skip
+    """By the formulas of DESIGN, sections 8 and 14; the queries that a fit computes densely are spread over all.
+
+    Args:
+        q, k: [B, H, *G, E], [B, Hk, *G', E]; only their shapes, dtype and device count.
+        radius: one per axis.
+        matches: found per query, where they are not those of `search`.
+
+    >>> q = torch.zeros(1, 1, 64, 64, 32)
+    >>> keys_visited(q, q, Search(), (1, 1), Clusters(count=256))
+    Cost(sparse=245, tail=501, dense=4096)
+    """
+    grid, kappa = grid_of(k), matches or search.matches
+    if search.resolved_method(prepare_query(q[:0], score)) == "tile":
+        made = [offers(n + 1, search.jumps, search.propagate, search.gossip, grid) for n in range(search.sweeps)]
+        # A query scores what all queries of its tile offer.
+        looked = kappa + TILE_QUERIES * sum(len(list(sweep)) for sweep in made)
+    else:
+        offered = len(moves(search.propagate, 1)) * 2 * len(grid) * len(search.jumps)
+        looked = kappa * (1 + search.sweeps * (offered + search.gossip + max(grid).bit_length()))
+    window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
+    keys = math.prod(grid)
+    rest = min(tail_size(tail), keys)
+    if isinstance(tail, Clusters) and tail.fit:
+        rest += -(-2 * tail.fit * keys // math.prod(grid_of(q)))
+    return Cost(looked + window, looked + window + rest, keys)

@@ -1,0 +1,149 @@
+"""Exact attention of a sample of queries, and how far off any output is: the measure of `tune`, `trust` and plans."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import errors, measure, statistics
+from .dense import dense_attention
+from .exact import exact_attention, merge
+from .grid import grid_of
+from .scoring import accumulator
+from .statistics import Interval
+from .types import Attended, Score
+
+SHARE = 0.95  # of the queries, for which an error is promised
+
+
+class Errors(NamedTuple):
+    """How far off outputs are, of every batch and head; errors are |out - exact| over RMS |exact| of the head.
+
+    Args:
+        p95: the 95th percentile over queries, with its interval; NaN where no query has a legal key.
+        median: the median, likewise.
+        l2: |out - exact| / |exact| over all sampled queries [B, H]: a point value, which few queries carry.
+    """
+
+    p95: Interval
+    median: Interval
+    l2: Tensor
+
+    def keeps(self, error: float) -> bool:
+        """Whether the upper end of the 95th percentile is at most `error` in every head."""
+        return not bool((self.p95.high > error).any())
+
+    @staticmethod
+    def of(square: Tensor, size: Tensor, points: int, confidence: float = statistics.CONFIDENCE) -> Errors:
+        """From |out - exact|^2 and |exact|^2 of the sampled queries [B, H, n], of `points` in all; NaN is left out.
+
+        Infinite is what is not finite in `square`.
+        """
+        counts = ~size.isnan()
+        count = counts.sum(-1)
+        rms = (torch.where(counts, size, 0).sum(-1) / count).unsqueeze(-1)
+        share = torch.where(square == 0, 0, (square / rms).nan_to_num(nan=torch.inf, posinf=torch.inf)).sqrt()
+        share = torch.where(counts, share, torch.nan)
+        l2 = torch.where(counts, share, 0).square().sum(-1).div(count).sqrt()
+        p95, median = (statistics.quantile(share, x, points, confidence) for x in (SHARE, 0.5))
+        return Errors(p95, median, l2)
+
+    @property
+    def worst(self) -> tuple[float, float, float]:
+        """The 95th percentile of the head with the highest upper end: value, low, high."""
+        flat = [x.flatten().nan_to_num(nan=0.0, posinf=math.inf) for x in self.p95]
+        at = int(flat[2].argmax())
+        return float(flat[0][at]), float(flat[1][at]), float(flat[2][at])
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """Exact attention of a seeded sample of queries.
+
+    Args:
+        queries: int64 [n], flat indices of the sampled queries, the same for every head.
+        out: exact outputs [B, H, n, F], float32 or float64.
+        lse: [B, H, n], log of the normaliser; -inf for a query without a legal key, which is left out. 0 where torch
+            computed the outputs: it does not return it.
+        points: queries of a head in all.
+
+    >>> q = torch.randn(1, 2, 16, 16, 8)
+    >>> truth = Truth.of(q, q, q, num_queries=100)
+    >>> truth.errors(scram.exact_attention(q, q, q).out).keeps(1e-4)
+    True
+    """
+
+    queries: Tensor
+    out: Tensor
+    lse: Tensor
+    points: int
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
+        scale: float | None = None, score: Score = "dot", extra: tuple[Tensor, Tensor] | None = None,
+        num_queries: int | None = None, seed: int = 0, with_lse: bool = False,
+    ) -> Truth:  # fmt: skip
+        """Of `num_queries` queries, None for all; q [B, H, *G, E], k [B, Hk, *G', E], v [B, Hk, *G', F].
+
+        The other arguments are those of `attention`; `with_lse` takes somewhat longer.
+        """
+        wanted, wide = measure.sample_queries(q, num_queries, seed), accumulator(q.dtype)
+        q, k, v = (x.to(wide) for x in (q, k, v))
+        if extra is not None:
+            extra = extra[0].to(wide), extra[1].to(wide)
+        how: dict[str, Any] = {"scale": scale, "score": score}
+        plain = not causal and key_mask is None and isinstance(score, str) and q.shape[1] == k.shape[1]
+        if plain and not with_lse:
+            # By torch: faster, and it never holds the scores of all pairs.
+            some = q.flatten(2, -2)[:, :, wanted]
+            out = dense_attention(some, k.flatten(2, -2), v.flatten(2, -2), extra=extra, **how)
+            return Truth(wanted, out, torch.zeros_like(out[..., 0]), math.prod(grid_of(q)))
+        found = exact_attention(q, k, v, causal=causal, key_mask=key_mask, queries=wanted, **how)
+        if extra is not None:
+            found = merge(found, _off_grid(q.flatten(2, -2)[:, :, wanted], extra, how))
+        return Truth(wanted, found.out, found.lse, math.prod(grid_of(q)))
+
+    def square(self, out: Tensor) -> Tensor:
+        """|out - exact|^2 of the sampled queries [B, H, n], of an output [B, H, *G, F]."""
+        return (out.flatten(2, -2)[:, :, self.queries].to(self.out.dtype) - self.out).square().sum(-1)
+
+    @property
+    def size(self) -> Tensor:
+        """|exact|^2 of the sampled queries [B, H, n]; NaN for a query without a legal key."""
+        return torch.where(self.lse > -torch.inf, self.out.square().sum(-1), torch.nan)
+
+    def errors(self, out: Tensor, confidence: float = statistics.CONFIDENCE) -> Errors:
+        """Of an output [B, H, *G, F]; what is not finite where the truth is, is infinitely far off."""
+        return Errors.of(self.square(out), self.size, self.points, confidence)
+
+
+def every_key(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
+    scale: float | None = None, score: Score = "dot", extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Dense attention as `attention` has its arguments: by torch; a callable score in chunks of queries."""
+    how: dict[str, Any] = {"scale": scale, "score": score}
+    if isinstance(score, str):
+        return dense_attention(q, k, v, causal=causal, key_mask=key_mask, extra=extra, dropout_p=dropout_p, **how)
+    if dropout_p:
+        raise ValueError("dense attention with a callable score takes no dropout; pass dropout_p=0")
+    found = exact_attention(q, k, v, causal=causal, key_mask=key_mask, **how)
+    if extra is not None:
+        errors.extra(q, k, v, extra)
+        more = _off_grid(q.flatten(2, -2), extra, how)
+        shape = found.out.shape
+        found = merge(found, Attended(more.out.reshape(shape), more.lse.reshape(shape[:-1])))
+    return found.out
+
+
+def _off_grid(q: Tensor, extra: tuple[Tensor, Tensor], how: dict[str, Any]) -> Attended:
+    """Dense attention of queries [B, H, n, E] over the extra keys alone."""
+    if not extra[0].shape[2]:
+        return Attended(extra[1].new_zeros(*q.shape[:-1], extra[1].shape[-1]), q.new_full(q.shape[:-1], -torch.inf))
+    return exact_attention(q, *extra, **how)

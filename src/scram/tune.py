@@ -1,0 +1,266 @@
+"""An error budget instead of settings: the fastest way to compute attention that keeps it, measured on the tensors."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import api, errors, validate
+from .arguments import explains
+from .cost import keys_visited, tail_size
+from .defaults import default_tail
+from .estimators import Clusters, Hybrid
+from .grid import grid_of
+from .plan import Plan, Rung, Setting
+from .precision import follows_autocast
+from .statistics import queries_needed, shared
+from .truth import SHARE, Errors, Truth, every_key
+from .types import Score, Search
+
+# The upper end of the interval is then an order statistic below the 96.5th percentile, shared over two looks at each of
+# eight rungs. A second look at four times as many queries is taken where the first leaves open whether a rung serves.
+NUM_QUERIES = queries_needed(SHARE, 16, 0.015)
+SECOND_LOOK = 4
+TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
+STEADY = 1.2  # two runs whose times differ by less need no third
+CHEAPER = 0.8  # of a predicted time: predictions may be too high by that
+FIT_QUERIES = 25  # that dense attention answers in the time in which a fit reads one, at least
+# By how much the error falls at most, as seen, with four times the clusters, with four matches, and by a fit.
+GAINS = (3.5, 3.5, 12.0)
+# Pairs of queries and keys that dense attention is timed on; beyond, a part of the queries stands for all.
+DENSE_PAIRS = {"cpu": 1 << 27, "cuda": 1 << 36}
+
+COUNTS = (64, 256, 1024)  # of clusters
+DRAWN = (128, 512, 2048)  # keys, under causal order
+FIT = 256
+
+
+@explains
+@follows_autocast
+@torch.no_grad()
+def tune(
+    q: Tensor, k: Tensor, v: Tensor, *, error: float = 0.05, radius: int | Sequence[int] = 1, causal: bool = False,
+    key_mask: Tensor | None = None, scale: float | None = None, score: Score = "dot",
+    extra: tuple[Tensor, Tensor] | None = None, window: str = "query", impl: str = "auto", fit: bool = True,
+    num_queries: int = NUM_QUERIES, seed: int = 0,
+) -> Plan:  # fmt: skip
+    """The fastest settings whose error stays within a budget, or dense attention: measured on these tensors.
+
+    A ladder of settings is tried from cheap to dear: windows only, few clusters, many, more matches, fitted clusters,
+    dense attention. Each runs on all queries and is timed; its output is compared with dense attention on a sample. A
+    rung is not tried where it cannot be faster than what was found.
+
+    The promise: in every head the 95th percentile over queries of |out - exact| / RMS |exact| is at most `error`. What
+    must be below it is the upper end of an interval by order statistics, at confidence 95 % shared over the rungs.
+
+    Args:
+        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
+        error: the budget; 0 leaves dense attention.
+        radius, causal, key_mask, scale, score, extra, window, impl: as in `attention`; softmax and no dropout.
+        fit: whether fitted clusters may be chosen. They run neither in torch.compile nor in vmap, and are constants for
+            gradients: where q, k or v requires them, they are not tried.
+        num_queries: queries of a head to compare, and four times as many where these leave it open whether a setting
+            keeps the budget; all of them where there are not more.
+        seed: of the sample, of the searches and of the clusters; the plan keeps it.
+
+    Returns:
+        Plan: prints its table, is called like `attention`, saves as JSON, checks itself on other tensors.
+
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 1, 16, 16, 8).unbind()
+    >>> plan = scram.tune(q, k, v, error=0.05)
+    >>> plan.dense, plan(q, k, v).shape
+    (True, torch.Size([1, 1, 16, 16, 8]))
+    """
+    validate.pairs(q, k, causal, key_mask, score)
+    radii = validate.attend(q, k, v, radius, scale, "softmax", extra, 0.0, window)
+    errors.some_queries(q)
+    errors.finite(q=q, **({} if key_mask is not None else {"k": k, "v": v}))  # a masked key may be anything
+    errors.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
+    errors.one_of("impl", impl, errors.IMPLS)
+    fits = errors.flag("fit", fit) and not any(x.requires_grad for x in (q, k, v))
+    num_queries = errors.whole("num_queries", num_queries, 1)
+    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score, "extra": extra}
+    settings = ladder(q, k, radius=radii, causal=causal, score=score, window=window, fit=fits, seed=seed)
+    climb = _Climb(q, k, v, how, impl, error, shared(2 * len(settings)), num_queries, seed)
+    rungs = [climb.rung(setting) for setting in settings]
+    dense = Rung(Setting(), math.prod(grid_of(k)), climb.dense, (0.0, 0.0, 0.0), 0.0, True, climb.dense_note)
+    rungs.append(dense)
+    chosen = min((n for n, rung in enumerate(rungs) if rung.keeps), key=lambda n: rungs[n].seconds or math.inf)
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
+    return Plan(
+        error=float(error), rungs=tuple(rungs), chosen=chosen, causal=causal, scale=scale, score=score, impl=impl,
+        num_queries=len(climb.truth.queries), queries=climb.truth.points, seed=seed, confidence=climb.confidence,
+        tensors=f"{shapes} on {q.device.type}",
+    )  # fmt: skip
+
+
+def ladder(
+    q: Tensor, k: Tensor, *, radius: tuple[int, ...], causal: bool = False, score: Score = "dot",
+    window: str = "query", fit: bool = True, seed: int = 0,
+) -> list[Setting]:  # fmt: skip
+    """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
+    family, keys = default_tail("softmax", causal, score, 0.0, window), math.prod(grid_of(k))
+    one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
+    pairs: list[tuple[Search, Clusters | Hybrid | None]] = [(one, None)]
+    if isinstance(family, Clusters):
+        few, some, lots = (replace(family, count=count) for count in COUNTS)
+        fitted = replace(some, fit=FIT)
+        pairs += [(one, few), (one, some), (one, lots), (four, some), (four, lots)]
+        pairs += [(one, fitted), (four, fitted)] if fit else []
+    elif isinstance(family, Hybrid):
+        few_keys, some_keys, lots_of_keys = (replace(family, samples=samples) for samples in DRAWN)
+        pairs += [(one, few_keys), (one, some_keys), (one, lots_of_keys), (four, some_keys), (four, lots_of_keys)]
+    else:
+        pairs += [(four, None), (many, None)]
+    flat: int | tuple[int, ...] = radius[0] if len(set(radius)) == 1 else radius
+    pairs = [(search, tail) for search, tail in pairs if tail is None or tail.samples < keys]
+    return [Setting(search, tail, flat, window) for search, tail in pairs]
+
+
+class _Climb:
+    """The rungs that were tried so far, and what they are compared with."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any], impl: str, error: float, confidence: float,
+        num_queries: int, seed: int,
+    ) -> None:  # fmt: skip
+        self.tensors, self.how, self.impl, self.error, self.confidence = (q, k, v), how, impl, error, confidence
+        self.dense, self.dense_note = _dense_seconds(q, k, v, how)
+        self.sampled = partial(Truth.of, q, k, v, seed=seed, **how)
+        self.truth, self.first_look = self.sampled(num_queries=num_queries), num_queries
+        self.best = self.dense
+        self.times: dict[Work, float] = {}
+        self.lows: dict[Work, float] = {}  # of the 95th percentile, the lower end of the worst head
+
+    def rung(self, setting: Setting) -> Rung:
+        """Tries a setting, unless it cannot help."""
+        q, k, v = self.tensors
+        assert setting.search is not None
+        radius, work = errors.radius(setting.radius, q.ndim - 3), Work.of(setting)
+        keys = keys_visited(q, k, setting.search, radius, setting.tail, self.how["score"]).tail
+        if why := self._why_not(work):
+            return Rung(setting, keys, note=f"not tried: {why}")
+        call = partial(api.attention, q, k, v, **self.how, impl=self.impl, **setting.arguments)
+        out, seconds = _timed(call, q, most=3, limit=self.best)
+        found = self._errors(out)
+        self.times = {other: min(t, seconds) if other.within(work) else t for other, t in self.times.items()}
+        self.times[work], self.lows[work] = seconds, found.worst[1]
+        keeps = found.keeps(self.error)
+        if keeps:
+            self.best = min(self.best, seconds)
+        return Rung(setting, keys, seconds, found.worst, float(found.l2.nan_to_num(0.0).max()), keeps)
+
+    def _errors(self, out: Tensor) -> Errors:
+        """Of an output [B, H, *G, F]; with more queries where it is open whether it keeps the budget."""
+        found = self.truth.errors(out, self.confidence)
+        open_ = not found.keeps(self.error) and not bool((found.p95.low > self.error).any())
+        if open_ and len(self.truth.queries) == self.first_look:
+            self.truth = self.sampled(num_queries=SECOND_LOOK * self.first_look)
+            found = self.truth.errors(out, self.confidence)
+        return found
+
+    def _why_not(self, work: Work) -> str:
+        """Why a setting cannot help, "" where it can: it is exact that is wanted, it is no faster, or it is too far."""
+        if self.error == 0:
+            return "only dense attention is exact"
+        least = self._least_seconds(work)
+        if least * TOLERANCE >= self.best:
+            return f"{1e3 * least:.3g} ms or more"
+        for other, low in self.lows.items():
+            if other.tail and other.within(work) and work.dear and low > self.error * other.gain(work):
+                return f"the error is {low / self.error:.0f} times the budget with {other.tail} in the tail"
+        return ""
+
+    def _least_seconds(self, work: Work) -> float:
+        """Seconds that a setting takes at least, from those that do less, and from sums of what they do."""
+        times, plain = self.times, work._replace(fit=0)
+        least = max((t for other, t in times.items() if other.within(work)), default=0.0)
+        if work.fit:
+            return least + FIT_QUERIES * 2 * work.fit / self.truth.points * self.dense
+        sums = [t - times[own] + times[plain._replace(matches=1)] for other, t in times.items()
+                if other.matches == work.matches and (own := other._replace(matches=1)) in times
+                and plain._replace(matches=1) in times]  # fmt: skip
+        counts = sorted(other.tail for other in times if other.matches == 1 and other.tail and not other.fit)
+        if work.matches == 1 and len(counts) > 1:
+            (low, t_low), (high, t_high) = ((n, times[Work(1, n, 0)]) for n in counts[-2:])
+            sums.append(t_high + (t_high - t_low) * (work.tail - high) / (high - low))
+        return max(least, CHEAPER * max(sums, default=0.0))
+
+
+class Work(NamedTuple):
+    """What a setting does: more of anything takes longer."""
+
+    matches: int
+    tail: int  # clusters or drawn keys
+    fit: int  # queries
+
+    @staticmethod
+    def of(setting: Setting) -> Work:
+        matches = 0 if setting.search is None else setting.search.matches
+        fit = setting.tail.fit if isinstance(setting.tail, Clusters) else 0
+        return Work(matches, tail_size(setting.tail), fit)
+
+    def within(self, other: Work) -> bool:
+        return all(a <= b for a, b in zip(self, other, strict=True))
+
+    @property
+    def dear(self) -> bool:
+        """More than the default."""
+        return self.matches > 1 or self.tail > COUNTS[1] or self.fit > 0
+
+    def gain(self, other: Work) -> float:
+        """How many times smaller the error of `other` is at most."""
+        more, matches, fit = GAINS
+        return (
+            math.pow(more, math.log(other.tail / self.tail, 4))
+            * (matches if other.matches > self.matches else 1)
+            * (fit if other.fit > self.fit else 1)
+        )
+
+
+def _timed(call: Callable[[], Any], like: Tensor, most: int, limit: float = math.inf) -> tuple[Any, float]:
+    """The result of a call and the seconds of its fastest run.
+
+    A first run may compile, so there are two; a third where they differ and it is about the `limit` that counts.
+    """
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < most and max(times) > STEADY * min(times) and min(times) < 2 * limit):
+        _wait(like)
+        start = time.perf_counter()
+        result = call()
+        _wait(like)
+        times.append(time.perf_counter() - start)
+    return result, min(times)
+
+
+def _wait(like: Tensor) -> None:
+    if like.device.type != "cpu":
+        torch.accelerator.synchronize(like.device)
+
+
+def _dense_seconds(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> tuple[float, str]:
+    """Seconds of dense attention, of a part of the queries where all would take long; and a note that says so."""
+    queries, keys = math.prod(grid_of(q)), math.prod(grid_of(k))
+    rows, most = q.shape[0] * q.shape[1], DENSE_PAIRS.get(q.device.type, DENSE_PAIRS["cpu"])
+    if rows * queries * keys <= most:
+        return _timed(partial(every_key, q, k, v, **how), q, 3)[1], ""
+    flat = [x.flatten(2, -2) for x in (q, k, v)]
+    mask = how["key_mask"]
+    mask = None if mask is None else mask.flatten(mask.ndim - (k.ndim - 3))
+    part = min(queries, max(256, most // (rows * keys)))
+    factor = queries / part
+    flat[0] = flat[0][:, :, :part]
+    if how["causal"]:  # the first queries have few keys: a smaller problem stands for it
+        part = min(queries, max(1024, math.isqrt(most // rows)))
+        flat, factor = [x[:, :, :part] for x in (q.flatten(2, -2), *flat[1:])], (queries / part) ** 2
+        mask = None if mask is None else mask[..., :part]
+    seconds = _timed(partial(every_key, *flat, **{**how, "key_mask": mask}), q, 3)[1]
+    return seconds * factor, f"time from {part} of {queries} queries"
