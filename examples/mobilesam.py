@@ -134,14 +134,23 @@ def fitted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
     return scram.attend(q, k, v, found, tail=book).out, book.report.output_error
 
 
-def ways() -> dict[str, Attention]:
-    """What stands in the place of dense attention; every one searches, whatever is faster at this size."""
-    return {
-        "default": lambda q, k, v: scram.attention(q, k, v, search=scram.Search(seed=0)),
-        "four": lambda q, k, v: scram.attention(q, k, v, search=FOUR),
-        "fitted": lambda q, k, v: fitted(q, k, v)[0],
-        "tuned": lambda q, k, v: scram.tune(q, k, v, error=BUDGET)(q, k, v),
-    }
+WAYS: dict[str, Attention] = {  # each searches, whether or not dense attention is faster at this size
+    "default": lambda q, k, v: scram.attention(q, k, v, search=scram.Search(seed=0)),
+    "four": lambda q, k, v: scram.attention(q, k, v, search=FOUR),
+    "fitted": lambda q, k, v: fitted(q, k, v)[0],
+}
+
+
+class Tuned:
+    """Attention that takes in each layer what is fastest within the budget, and keeps what it took, in words."""
+
+    def __init__(self) -> None:
+        self.chosen: list[str] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        plan = scram.tune(q, k, v, error=BUDGET)
+        self.chosen.append(str(plan.setting))
+        return plan(q, k, v)
 
 
 def off(a: Tensor, b: Tensor) -> float:
@@ -150,12 +159,12 @@ def off(a: Tensor, b: Tensor) -> float:
 
 
 def layer(q: Tensor, k: Tensor, v: Tensor) -> Row:
-    """The error of every way in each head; for the fit, made head by head and of all heads, what it says as well."""
+    """The error of SCRAM in each head; for the fit, made head by head and of all heads, what it says as well."""
     exact = dense(q, k, v)
     row: Row = {}
-    for name, way in ways().items():
-        if name != "fitted":
-            row[name] = [off(*pair) for pair in zip(way(q, k, v).unbind(1), exact.unbind(1), strict=True)]
+    for name in ("default", "four"):
+        out = WAYS[name](q, k, v)
+        row[name] = [off(out[:, n], exact[:, n]) for n in range(q.shape[1])]
     heads = [fitted(*(x[:, n : n + 1] for x in (q, k, v))) for n in range(q.shape[1])]
     row["fitted"] = [off(out[:, 0], exact[:, n]) for n, (out, _) in enumerate(heads)]
     row["said"] = [said for _, said in heads]
@@ -214,9 +223,12 @@ def measure(encoder: Graph, decoder: Graph, name: str) -> Iterator[tuple[str, Ro
     trained, opened_up = model(None), model(everywhere(dense))
     yield f"{name} without bias", compared(model(in_windows), trained), trained
     yield f"{name} opened", compared(opened_up, trained), opened_up
-    for key, way in ways().items():
+    for key, way in WAYS.items():
         made = model(everywhere(way))
         yield f"{name} {key}", compared(made, opened_up), made
+    tuned = Tuned()
+    row = compared(model(everywhere(tuned)), opened_up)
+    yield f"{name} tuned", {**row, "chosen": tuned.chosen}, None
 
 
 def draw(picture: Tensor, made: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
