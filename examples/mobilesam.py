@@ -246,7 +246,8 @@ def draw(picture: Tensor, made: dict[str, tuple[Tensor, Tensor]], path: Path) ->
     for axes, (key, title) in zip(panels, titles.items(), strict=False):
         axes.imshow(picture.movedim(0, -1).byte().numpy(), extent=(0, width // 4, height // 4, 0))
         for mask, (right, down), colour in zip(made[key][1], POINTS, COLOURS, strict=True):
-            axes.contour(mask.float().numpy(), [0.5], colors=[colour], linewidths=1.5)
+            if mask.any() and not mask.all():
+                axes.contour(mask.float().numpy(), [0.5], colors=[colour], linewidths=1.5)
             axes.plot(right * width / 4, down * height / 4, "o", color=colour, markeredgecolor="white", markersize=7)
         axes.set_title(title, loc="left", fontsize=11)
     ours, wanted = (made[key][0][0, :, : height // 16, : width // 16] for key in ("default", "opened"))

@@ -162,8 +162,18 @@ def test_every_module_has_its_test_file():
 
 def test_every_test_file_has_its_module():
     theirs = set().union(*(mirrors_of(path) for path in PACKAGE.rglob("*.py")))
-    ours = {path for path in TESTS.rglob("test_*.py") if path.parent.name != "benchmarks"}
+    ours = {path for path in TESTS.rglob("test_*.py") if path.parent.name not in ("benchmarks", "examples")}
     assert {path.relative_to(TESTS).as_posix() for path in ours - theirs} == set(WITHOUT_A_MODULE)
+
+
+def test_every_example_has_its_test_and_its_page():
+    root = TESTS.parent
+    examples = {path.stem for path in (root / "examples").glob("*.py")}
+    assert examples == {path.stem.removeprefix("test_") for path in (TESTS / "examples").glob("test_*.py")}
+    for name in examples:
+        page = (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        assert f"python examples/{name}.py" in page
+        assert f"(docs/{name}.md)" in (root / "README.md").read_text(encoding="utf-8")
 
 
 def test_imports_go_one_way():
@@ -226,5 +236,5 @@ def test_public_names_are_documented():
 
 
 def test_source_files_are_short():
-    for path in PACKAGE.rglob("*.py"):
+    for path in (*PACKAGE.rglob("*.py"), *(TESTS.parent / "examples").glob("*.py")):
         assert len(path.read_text().splitlines()) <= 450, path
