@@ -400,3 +400,9 @@ def test_the_whole_example(tmp_path, monkeypatch, capsys):
     assert len(rows["chelsea tuned"]["chosen"]) == 1
     assert picture.stat().st_size > 10000
     assert capsys.readouterr().out.count("chelsea ") == len(rows)
+    picture.unlink()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--parts", "four"])
+    example.main()
+    assert capsys.readouterr().out.startswith("chelsea four: ")
+    assert json.loads(stored.read_text()).keys() == rows.keys()
+    assert not picture.exists()
