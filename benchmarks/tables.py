@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -159,6 +160,54 @@ def tails() -> str:
     return table(("tensors", *shown.values()), *lines)
 
 
+PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "camera")
+
+
+def digits(values: Iterable[float]) -> str:
+    return " ".join(f"{value:.3f}".removeprefix("0") for value in values)
+
+
+def mobilesam_heads() -> str:
+    """docs/mobilesam: each head of the layer whose tensors the other pages use, on several photographs."""
+    rows = {name: load("mobilesam")[f"{name} layers.2.5"] for name in PHOTOGRAPHS}
+    columns = {"default": "default", "four": "four matches", "fitted": "four, fit", "said": "the fit says"}
+    lines = [(name, *(digits(row[key]) for key in columns)) for name, row in rows.items()]
+    return table(("photograph", *columns.values()), *lines)
+
+
+def mobilesam_layers() -> str:
+    """docs/mobilesam: the worst head of each layer; and by how much what a fit says is off, at most."""
+    rows, lines = load("mobilesam"), []
+    for name in PHOTOGRAPHS:
+        for number in range(6):
+            row = rows[f"{name} layers.2.{number}"]
+            keys, worst = row["keys"], (max(row[key]) for key in ("default", "four", "fitted"))
+            said = max(abs(a / b - 1) for a, b in zip(row["said"], row["fitted"], strict=True))
+            together = (row["fitted_of_all"], row["said_of_all"])
+            lines.append(("" if number else name, str(number), f"{min(keys):.0f}\N{EN DASH}{max(keys):.0f}",
+                          *map(share, worst), f"{said:.0%}", *map(share, together)))  # fmt: skip
+    head = ("photograph", "layer", "keys", "default", "four matches", "four, fit", "said is off by", "all heads, fit")
+    return table((*head, "said"), *lines)
+
+
+def mobilesam_model() -> str:
+    """docs/mobilesam: the embedding's error, the least and the mean agreement of masks."""
+    rows = load("mobilesam")
+    shown = {
+        "without bias": "bias left out, from the trained model", "opened": "all tokens, dense, from the trained model",
+        "default": "SCRAM, from dense", "four": "SCRAM, four matches", "fitted": "SCRAM, four matches, fit",
+        "tuned": "`scram.tune`, 15 %",
+    }  # fmt: skip
+    lines = []
+    for key, label in shown.items():
+        mine = [rows[f"{name} {key}"] for name in PHOTOGRAPHS]
+        masks = [row["mask_agreement"] for row in mine]
+        cells = [(digits([row["embedding_error"]]), digits([min(m), sum(m) / len(m)])) for row, m in
+                 zip(mine, masks, strict=True)]  # fmt: skip
+        lines.append((label, *(f"{error}; {both}" for error, both in cells)))
+    return table(("", *PHOTOGRAPHS), *lines)
+
+
 def tile() -> str:
     """docs/tile_search: tile search beside the query search on the GPU."""
     rows, sets = load("tile"), {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalised"}
@@ -280,51 +329,24 @@ def modes() -> str:
     ))  # fmt: skip
 
 
-PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "camera")
-
-
-def digits(values: Iterable[float]) -> str:
-    return " ".join(f"{value:.3f}".removeprefix("0") for value in values)
-
-
-def mobilesam_heads() -> str:
-    """docs/mobilesam: each head of the layer whose tensors the other pages use, on several photographs."""
-    rows = {name: load("mobilesam")[f"{name} layers.2.5"] for name in PHOTOGRAPHS}
-    columns = {"default": "default", "four": "four matches", "fitted": "four, fit", "said": "the fit says"}
-    lines = [(name, *(digits(row[key]) for key in columns)) for name, row in rows.items()]
-    return table(("photograph", *columns.values()), *lines)
-
-
-def mobilesam_layers() -> str:
-    """docs/mobilesam: the worst head of each layer; and by how much what a fit says is off, at most."""
-    rows, lines = load("mobilesam"), []
-    for name in PHOTOGRAPHS:
-        for number in range(6):
-            row = rows[f"{name} layers.2.{number}"]
-            keys, worst = row["keys"], (max(row[key]) for key in ("default", "four", "fitted"))
-            said = max(abs(a / b - 1) for a, b in zip(row["said"], row["fitted"], strict=True))
-            together = (row["fitted_of_all"], row["said_of_all"])
-            lines.append(("" if number else name, str(number), f"{min(keys):.0f}\N{EN DASH}{max(keys):.0f}",
-                          *map(share, worst), f"{said:.0%}", *map(share, together)))  # fmt: skip
-    head = ("photograph", "layer", "keys", "default", "four matches", "four, fit", "said is off by", "all heads, fit")
-    return table((*head, "said"), *lines)
-
-
-def mobilesam_model() -> str:
-    """docs/mobilesam: the embedding's error, the least and the mean agreement of masks."""
-    rows, shown = load("mobilesam"), {
-        "without bias": "bias left out, from the trained model", "opened": "all tokens, dense, from the trained model",
-        "default": "SCRAM, from dense", "four": "SCRAM, four matches", "fitted": "SCRAM, four matches, fit",
-        "tuned": "`scram.tune`, 5 %",
-    }  # fmt: skip
+def tune() -> str:
+    """docs/tune: of plans over all draws, one line for each budget."""
+    rows = load("tune_cpu").values()
+    head = ("budget", "kept", "went dense", "times faster than dense", "time over the fastest that keeps it", "most",
+            "within 30 %", f"tuning on 128{BY}128, in dense calls", "most")  # fmt: skip
     lines = []
-    for key, label in shown.items():
-        mine = [rows[f"{name} {key}"] for name in PHOTOGRAPHS]
-        masks = [row["mask_agreement"] for row in mine]
-        cells = [(digits([row["embedding_error"]]), digits([min(m), sum(m) / len(m)])) for row, m in
-                 zip(mine, masks, strict=True)]  # fmt: skip
-        lines.append((label, *(f"{error}; {both}" for error, both in cells)))
-    return table(("", *PHOTOGRAPHS), *lines)
+    for budget in next(iter(rows), {"plans": {}})["plans"]:
+        plans = [row["plans"][budget] for row in rows]
+        over = [plan["over_fastest"] for plan in plans]
+        large = [row["plans"][budget]["tuning_in_dense_calls"] for row in rows if row["shape"][2] == 128]
+        faster = statistics.geometric_mean(1 / plan["over_dense"] for plan in plans)
+        lines.append((
+            f"{100 * float(budget):g} %", f"{sum(plan['kept'] for plan in plans)} of {len(plans)}",
+            str(sum(plan["chosen"] == "dense attention" for plan in plans)), f"{faster:.2f}",
+            f"{statistics.geometric_mean(over):.3f}", f"{max(over):.2f}",
+            f"{sum(x <= 1.3 for x in over)} of {len(over)}", f"{statistics.mean(large):.1f}", f"{max(large):.1f}",
+        ))  # fmt: skip
+    return table(head, *lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -346,6 +368,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mobilesam-heads": mobilesam_heads,
     "mobilesam-layers": mobilesam_layers,
     "modes": modes,
+    "tune": tune,
 }
 
 

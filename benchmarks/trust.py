@@ -18,9 +18,8 @@ from store import Store
 from torch import Tensor
 
 import scram
-from scram.exact import _Dense
-from scram.missed import Figures, Missed
-from scram.trust import Trust, _summary
+from scram.trust import Figures, Trust, _Run, _summary
+from scram.truth import Truth
 from scram.types import Matches
 
 SEEDS = 100
@@ -35,15 +34,14 @@ def coverage(
 
     What single queries miss is computed once; a sample takes its part of it. `trust` is what seed 0 must give.
     """
-    scale = how.get("scale", q.shape[-1] ** -0.5)
-    dense = _Dense(q, k, False, None, "dot", None)
-    figures = Missed(dense, v, None, matches, (radius,) * (q.ndim - 3), scale, trust.tail).figures()
-    recall = scram.measure.recall_of_each(q, k, matches)
+    options = {"causal": False, "key_mask": None, "score": "dot"}
+    run = _Run(q, k, v, radius, options, how.get("scale"), None, "auto", 0)
+    figures = run.figures(trust.setting, Truth.of(q, k, v, scale=how.get("scale"), with_lse=True), matches)
     points = q.shape[2:-1].numel()
+    same = {"cost": trust.cost, "setting": trust.setting, "arguments": {}, "error": trust.error, "better": None}
 
     def of(at: Tensor) -> Trust:
-        part = Figures(*(x[..., at] for x in figures))
-        return _summary(part, recall[..., at], points, cost=trust.cost, tail=trust.tail, settings=trust.settings)
+        return _summary(Figures(*(x[..., at] for x in figures)), points, **same)
 
     truth, held = of(torch.arange(points)), dict.fromkeys(INTERVALS, 0)
     for seed in range(SEEDS):

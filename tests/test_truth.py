@@ -76,6 +76,15 @@ def test_errors_are_those_of_the_definition():
     assert not found.keeps(worst * 0.999)
 
 
+def test_the_root_mean_square_is_of_the_sample_too():
+    """All errors are equal, sizes are not: what is open is the root alone."""
+    size = torch.randn(1, 1, 100).exp()
+    found = Errors.of(torch.ones(1, 1, 100), size, 1000).p95
+    assert found.low < 0.98 * found.value
+    assert found.high > 1.02 * found.value
+    assert Errors.of(torch.ones(1, 1, 100), size, 100).p95.high == found.value
+
+
 def test_every_head_must_keep_it():
     q, k, v = tensors()
     out = scram.exact_attention(q, k, v).out.clone()

@@ -29,6 +29,28 @@ class Interval(NamedTuple):
         digits = 3 if not 10 <= high < math.inf else 1
         return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
+    def widened(self, share: Tensor) -> Interval:
+        """By a share [B, H] of the value on either side, in quadrature: for values over a number that is estimated too.
+
+        >>> one = torch.ones(1, 1)
+        >>> Interval(one, one - 0.3, one + 0.4).widened(0.3 * one).high
+        tensor([[1.5000]])
+        """
+        spread = (self.value * share).nan_to_num(nan=0.0, posinf=torch.inf)
+        low = self.value - torch.hypot(self.value - self.low, spread)
+        high = self.value + torch.hypot(self.high - self.value, spread)
+        low, high = (torch.where(x.isnan(), end, x) for x, end in ((low, self.low), (high, self.high)))  # inf - inf
+        return Interval(self.value, low.clamp(min=0), high)
+
+
+def normal(confidence: float) -> float:
+    """How many standard deviations a normal interval reaches to either side.
+
+    >>> round(normal(0.95), 2)
+    1.96
+    """
+    return math.sqrt(2) * float(torch.erfinv(torch.tensor(confidence, dtype=torch.float64)))
+
 
 def shared(times: int, confidence: float = CONFIDENCE) -> float:
     """The confidence of each of `times` intervals that hold all together with `confidence` (Bonferroni).
@@ -56,12 +78,27 @@ def mean(x: Tensor, points: int, confidence: float = CONFIDENCE) -> Interval:
     most = middle * (1 - middle)  # of a share that is 0 or 1, which the interval was made for
     ratio = torch.where((variance > 0) & (most > 0), variance / most.clamp(min=1e-12), 1).clamp(max=1)
     rest = max(1 - x.shape[-1] / points, 0.0)  # a sample of everything leaves nothing open
-    normal = math.sqrt(2) * float(torch.erfinv(torch.tensor(confidence, dtype=torch.float64)))
-    z2 = normal**2 * ratio * rest / n
+    z2 = normal(confidence) ** 2 * ratio * rest / n
     centre, half = (middle + z2 / 2) / (1 + z2), (z2 * most + z2.square() / 4).sqrt() / (1 + z2)
     low = (centre - half - rest * middle / (n + 1)).minimum(middle)
     high = (centre + half + rest * (1 - middle) / (n + 1)).maximum(middle)
     return Interval(middle, low.clamp(min=0), high.clamp(max=1))
+
+
+def root_share(squares: Tensor, points: int, confidence: float = CONFIDENCE) -> Tensor:
+    """By what share of itself the root of a mean square may be off: half the width of its interval over it, [B, H].
+
+    Args:
+        squares: of the sampled queries [B, H, n]; NaN is left out.
+        points: queries in all.
+    """
+    some = ~squares.isnan()
+    n = some.sum(-1).clamp(min=1)
+    middle = torch.where(some, squares, 0).sum(-1) / n
+    variance = torch.where(some, (squares - middle.unsqueeze(-1)).square(), 0).sum(-1) / (n - 1).clamp(min=1)
+    rest = max(1 - squares.shape[-1] / points, 0.0)  # a sample of everything leaves nothing open
+    share = normal(confidence) * (variance * rest / n).sqrt() / (2 * middle)
+    return torch.where(middle > 0, share, 0)
 
 
 def quantile(x: Tensor, share: float, points: int, confidence: float = CONFIDENCE) -> Interval:

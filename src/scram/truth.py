@@ -49,7 +49,8 @@ class Errors(NamedTuple):
         share = torch.where(square == 0, 0, (square / rms).nan_to_num(nan=torch.inf, posinf=torch.inf)).sqrt()
         share = torch.where(counts, share, torch.nan)
         l2 = torch.where(counts, share, 0).square().sum(-1).div(count).sqrt()
-        p95, median = (statistics.quantile(share, x, points, confidence) for x in (SHARE, 0.5))
+        size_share = statistics.root_share(size, points, confidence)  # the root mean square is of the sample too
+        p95, median = (statistics.quantile(share, x, points, confidence).widened(size_share) for x in (SHARE, 0.5))
         return Errors(p95, median, l2)
 
     @property

@@ -25,9 +25,10 @@ from .truth import SHARE, Errors, Truth, every_key
 from .types import Score, Search
 
 # The upper end of the interval is then an order statistic below the 96.5th percentile, shared over two looks at each of
-# eight rungs. A second look at four times as many queries is taken where the first leaves open whether a rung serves.
+# eight rungs. A second look at eight times as many queries is taken where the first leaves open whether a rung serves:
+# on grids up to 128 x 128 these are all.
 NUM_QUERIES = queries_needed(SHARE, 16, 0.015)
-SECOND_LOOK = 4
+SECOND_LOOK = 8
 TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
 STEADY = 1.2  # two runs whose times differ by less need no third
 CHEAPER = 0.8  # of a predicted time: predictions may be too high by that
@@ -66,7 +67,7 @@ def tune(
         radius, causal, key_mask, scale, score, extra, window, impl: as in `attention`; softmax and no dropout.
         fit: whether fitted clusters may be chosen. They run neither in torch.compile nor in vmap, and are constants for
             gradients: where q, k or v requires them, they are not tried.
-        num_queries: queries of a head to compare, and four times as many where these leave it open whether a setting
+        num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
             keeps the budget; all of them where there are not more.
         seed: of the sample, of the searches and of the clusters; the plan keeps it.
 
