@@ -370,6 +370,15 @@ class Decoder:
         return [torch.nn.functional.interpolate(given["image_embeddings"][:, :1], (256, 256)) - share]
 
 
+def test_a_mask_for_each_point_within_the_picture():
+    columns = torch.linspace(-0.5, 0.5, 64).expand(1, 1, 64, 64)
+    found = example.masks(Decoder(), columns, torch.zeros(3, 512, 1024))
+    assert found.shape == (5, 128, 256)
+    for mask, (right, _) in zip(found, example.POINTS, strict=True):
+        assert torch.equal(mask, mask[:1].expand_as(mask))
+        assert abs(int(mask[0].sum()) - 256 * (1 - right)) <= 4
+
+
 def test_the_whole_example(tmp_path, monkeypatch, capsys):
     """One layer of 4 windows of 32 x 32 tokens: a photograph's rows, with commit and machine, and the picture."""
     rng = np.random.default_rng(0)
