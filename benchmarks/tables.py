@@ -160,6 +160,54 @@ def tails() -> str:
     return table(("tensors", *shown.values()), *lines)
 
 
+PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "camera")
+
+
+def digits(values: Iterable[float]) -> str:
+    return " ".join(f"{value:.3f}".removeprefix("0") for value in values)
+
+
+def mobilesam_heads() -> str:
+    """docs/mobilesam: each head of the layer whose tensors the other pages use, on several photographs."""
+    rows = {name: load("mobilesam")[f"{name} layers.2.5"] for name in PHOTOGRAPHS}
+    columns = {"default": "default", "four": "four matches", "fitted": "four, fit", "said": "the fit says"}
+    lines = [(name, *(digits(row[key]) for key in columns)) for name, row in rows.items()]
+    return table(("photograph", *columns.values()), *lines)
+
+
+def mobilesam_layers() -> str:
+    """docs/mobilesam: the worst head of each layer; and by how much what a fit says is off, at most."""
+    rows, lines = load("mobilesam"), []
+    for name in PHOTOGRAPHS:
+        for number in range(6):
+            row = rows[f"{name} layers.2.{number}"]
+            keys, worst = row["keys"], (max(row[key]) for key in ("default", "four", "fitted"))
+            said = max(abs(a / b - 1) for a, b in zip(row["said"], row["fitted"], strict=True))
+            together = (row["fitted_of_all"], row["said_of_all"])
+            lines.append(("" if number else name, str(number), f"{min(keys):.0f}\N{EN DASH}{max(keys):.0f}",
+                          *map(share, worst), f"{said:.0%}", *map(share, together)))  # fmt: skip
+    head = ("photograph", "layer", "keys", "default", "four matches", "four, fit", "said is off by", "all heads, fit")
+    return table((*head, "said"), *lines)
+
+
+def mobilesam_model() -> str:
+    """docs/mobilesam: the embedding's error, the least and the mean agreement of masks."""
+    rows = load("mobilesam")
+    shown = {
+        "without bias": "bias left out, from the trained model", "opened": "all tokens, dense, from the trained model",
+        "default": "SCRAM, from dense", "four": "SCRAM, four matches", "fitted": "SCRAM, four matches, fit",
+        "tuned": "`scram.tune`, 15 %",
+    }  # fmt: skip
+    lines = []
+    for key, label in shown.items():
+        mine = [rows[f"{name} {key}"] for name in PHOTOGRAPHS]
+        masks = [row["mask_agreement"] for row in mine]
+        cells = [(digits([row["embedding_error"]]), digits([min(m), sum(m) / len(m)])) for row, m in
+                 zip(mine, masks, strict=True)]  # fmt: skip
+        lines.append((label, *(f"{error}; {both}" for error, both in cells)))
+    return table(("", *PHOTOGRAPHS), *lines)
+
+
 def tile() -> str:
     """docs/tile_search: tile search beside the query search on the GPU."""
     rows, sets = load("tile"), {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalised"}
@@ -414,6 +462,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals": rivals,
     "search": search,
     "denoise": denoise,
+    "mobilesam": mobilesam_model,
+    "mobilesam-heads": mobilesam_heads,
+    "mobilesam-layers": mobilesam_layers,
     "modes": modes,
     "tune": tune,
     "diffusion": diffusion,
