@@ -354,7 +354,12 @@ def diffusion() -> str:
     head = ("layer", "grid", "attention", "keys visited", "95th percentile", "of dense time")
     lines: list[tuple[str, ...]] = []
     for size, row in load("diffusion").items():
-        lines += [tuple(figures[:6]) for figures in row["layers"].values()]
+        for name, one in row["layers"].items():
+            error, low, high = map(share, one["error"])
+            grid, keys = BY.join(map(str, one["grid"])), str(one["keys"])
+            layer = name.removesuffix(".transformer_blocks.0.attn1").replace(".", " ")
+            figures = f"{error} [{low}, {high}]", f"{one['of_dense']:.2f}"
+            lines.append((layer, grid, one["attention"], keys, *figures))
         whole = f"{size} latents: {time(row['tuned_seconds'])} in place of {time(row['dense_seconds'])}"
         compiled = f"compiled {time(row['tuned_compiled_seconds'])} in place of {time(row['dense_compiled_seconds'])}"
         ratio = f"{row['tuned_seconds'] / row['dense_seconds']:.2f}"

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import scram
 from scram.cli.provenance import made_with
+from scram.layers import Layer
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "diffusion.json"
 CHANNELS, TEXT, TOKENS = 4, 32, 77  # of the latents; width and number of the prompt's tokens
@@ -90,9 +91,17 @@ def run(model: nn.Module, given: Inputs, error: float, backend: str) -> dict[str
         "tuned_compiled_seconds": compiled_seconds,
         "output_error": float((tuned - dense).norm() / dense.norm()),
         "compiled_difference": float((same - tuned).norm() / dense.norm()),
-        "layers": {name: list(layer.row()) for name, layer in report.layers.items()},
+        "layers": {name: figures(layer) for name, layer in report.layers.items()},
         "left_alone": sorted({call.why_not for call in report.calls if call.why_not}),
     }
+
+
+def figures(layer: Layer) -> dict[str, Any]:
+    """What was tuned of a layer, for the stored results."""
+    assert layer.plan is not None
+    rung = layer.plan.rungs[layer.plan.chosen]
+    return {"grid": list(layer.grid), "attention": str(rung.setting), "keys": rung.keys, "error": rung.error,
+            "of_dense": 1 / layer.plan.speedup, "calls": layer.calls}  # fmt: skip
 
 
 def shown(row: dict[str, Any]) -> str:

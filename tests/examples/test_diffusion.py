@@ -25,8 +25,8 @@ def example():
 def test_tuned_and_compiled(example, capsys):
     row = example.run(example.unet(16, width=16), example.inputs(16), 0.1, "aot_eager")
     assert len(row["layers"]) == 4
-    assert {figures[1] for figures in row["layers"].values()} == {"16 x 16", "8 x 8"}
-    assert all(figures[-1] == "6" for figures in row["layers"].values())  # tuned, thrice timed after one, compiled
+    assert {tuple(figures["grid"]) for figures in row["layers"].values()} == {(16, 16), (8, 8)}
+    assert all(figures["calls"] == 6 for figures in row["layers"].values())  # tuned, thrice timed after one, compiled
     assert row["output_error"] < 0.1
     assert row["compiled_difference"] < 1e-5
     assert any("77 keys, which are not the same grid" in why for why in row["left_alone"])

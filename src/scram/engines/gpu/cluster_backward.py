@@ -40,7 +40,7 @@ def cluster_backward(
 
 @cached
 def _kernel(keys: int, width: int, value_width: int, given: tuple[Any, ...]) -> Kernel:
-    flags = {**tile_pieces(width, value_width, True), "BLOCK_S": BLOCK_KEYS, "num_warps": 4}
+    flags = {**tile_pieces(width, value_width, True), "BLOCK_S": BLOCK_KEYS, "num_warps": 4, "enable_fp_fusion": True}
     return Kernel(spread_kernel, -(-keys // BLOCK_KEYS), flags)
 
 
