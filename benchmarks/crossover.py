@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.progress import track
-from store import RESULTS, Store, alternate
+from store import RESULTS, Store
 
 import scram
 from scram.defaults import dense_is_cheaper
 
-SIDES = {"cpu": (16, 32, 48, 64, 96, 128), "cuda": (64, 128, 160, 192, 224, 256, 320)}
+SIDES = {"cpu": (16, 32, 48, 64, 96, 128), "cuda": (128, 160, 192, 256)}
+PAUSE, LONG = 0.2, 1.0  # seconds before the calls of a contender, and of all of them
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32)}
 SHAPES = ((1, 64), (8, 64), (1, 16))  # heads, width
 MOST = {"cpu": 1.5e11, "cuda": 1e13}  # products of a dense call at most
@@ -47,13 +48,18 @@ def measured(side: int, heads: int, width: int, dtype: torch.dtype, device: str)
         "searched": waiting(lambda: scram.attention(q, k, v, search=scram.Search())),
         "default": waiting(lambda: scram.attention(q, k, v)),
     }
-    longest = 0.0
-    for call in calls.values():
-        call()
-        begun = time.perf_counter()
-        call()
-        longest = max(longest, time.perf_counter() - begun)
-    times = alternate(calls, dict.fromkeys(calls, 50 if longest < 0.004 else 10 if longest < 0.1 else 4))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(3):
+        for name, call in calls.items():
+            time.sleep(PAUSE)  # torch's threads go on spinning for a while
+            call()
+            begun = time.perf_counter()
+            for _ in range(20):
+                start = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - start)
+                if time.perf_counter() - begun > LONG:
+                    break
     medians = {f"{name}_ms": 1e3 * statistics.median(each) for name, each in times.items()}
     return {**medians, "goes_dense": dense_is_cheaper(q, k, v)}
 
