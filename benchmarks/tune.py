@@ -30,6 +30,7 @@ from scram.tune import ladder
 BUDGETS = (0.02, 0.05, 0.1, 0.3)
 PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")
 ROUNDS = 3
+SERIES = 1  # of draws; constants of the ladder were chosen on series 0
 KINDS = {"MobileSAM": 12, "projected": 15, "stereo": 10, "GMFlow": 6, "noise": 7}  # draws of each
 LARGE = {"projected": (0, 1), "stereo": (0,), "noise": (0,)}  # draws on 128 x 128, whose tuning is compared with dense
 
@@ -55,7 +56,7 @@ def draws(folder: Path) -> dict[str, Callable[[], Draw]]:
 
 
 def _draw(kind: str, number: int, folder: Path) -> Draw:
-    chance = random.Random(f"{kind} {number}")
+    chance = random.Random(f"{kind} {number} {SERIES}")
     size = 128 if number in LARGE.get(kind, ()) else chance.choice((64, 96))
     heads = chance.choice((1, 2))
     if kind == "MobileSAM":
@@ -73,7 +74,7 @@ def _draw(kind: str, number: int, folder: Path) -> Draw:
         q, k, v = _projected(chance.choice(PHOTOS), size, heads, chance.randrange(10**6))
         scale = chance.choice((0.125, 1.0, 8.0, 32.0))
     else:
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(1000 * SERIES + number)
         q, k, v = torch.randn(3, 1, heads, size, size, 64, generator=generator).unbind()
         scale = 64**-0.5 * (1, 0.25, 4)[number % 3]
     return Draw(f"{kind} {number}", q, k, v, scale)
