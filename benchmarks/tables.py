@@ -349,6 +349,16 @@ def tune() -> str:
     return table(head, *lines)
 
 
+def crossover() -> str:
+    """docs/measurements: dense attention, a search with clusters, and what the default takes."""
+    head = ("grid, heads, width", "dense", "searched", "default", "which is")
+    lines = []
+    for name, row in load("crossover_cpu").items():
+        times = (f"{row[f'{what}_ms']:.3g} ms" for what in ("dense", "searched", "default"))
+        lines.append((name.rsplit(",", 1)[0], *times, "dense" if row["goes_dense"] else "searched"))
+    return table(head, *lines)
+
+
 def diffusion() -> str:
     """docs/diffusion: the layers of the model, and its time with them."""
     head = ("layer", "grid", "attention", "keys visited", "95th percentile", "of dense time")
@@ -472,6 +482,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mobilesam-layers": mobilesam_layers,
     "modes": modes,
     "tune": tune,
+    "crossover": crossover,
     "diffusion": diffusion,
     "judge": judge,
     "gmflow": gmflow,
