@@ -289,6 +289,31 @@ def test_a_function_with_a_budget_compiles(tuned):
     assert len(tuned) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"grid": (8, 8), "prefix": 1}, {"grid": "auto"}, {"grid": "auto", "error": 0.1}])
+def test_a_function_compiles_at_its_first_call(how, tuned):
+    model, x = Model(function=partial(scram.scaled_dot_product_attention, **how)).eval(), tokens()
+    plain = Model().eval()
+    plain.load_state_dict(model.state_dict())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), plain(x))
+    assert not tuned
+    model(x)
+    torch.testing.assert_close(compiled(x), plain(x))
+    assert len(tuned) == (2 if "error" in how else 0)
+
+
+def test_names_are_looked_for_once(tuned, monkeypatch):
+    looked = []
+    monkeypatch.setattr(sdpa, "name_in", lambda root, module: looked.append(module) or f"layer {len(looked)}")
+    model, x = Model().eval(), tokens()
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        for _ in range(3):
+            model(x)
+    assert looked == list(model.blocks)
+    assert list(report.layers) == ["layer 1", "layer 2"]
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -130,16 +130,9 @@ class Replacement:
         errors.tail(tail)
         errors.one_of("impl", settings.setdefault("impl", "auto"), errors.IMPLS)
         errors.one_of("window", window, errors.WINDOWS)
-        errors.whole("prefix", prefix, 0)
-        self.tokens: Tokens | None = None
-        if isinstance(grid, str):
-            errors.one_of("grid", grid, ("auto",))
-            errors.radius(radius, 2)
-            if prefix:
-                raise ValueError(f'prefix is found with grid="auto", got {prefix}; pass the grid too')
-        else:
-            self.tokens = Tokens(errors.grid(grid), prefix)
-            settings["radius"] = errors.radius(radius, len(self.tokens.grid))
+        self.tokens = _given_tokens(grid, prefix)
+        radii = errors.radius(radius, 2 if self.tokens is None else len(self.tokens.grid))
+        settings["radius"] = radius if self.tokens is None else radii
         if error is not None:
             errors.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
             if search != "auto" or tail != "auto":
@@ -152,6 +145,7 @@ class Replacement:
         self.report = Report(error=error, known=Plans(plans or {}))
         # What compiled code reads changes in eager calls only.
         self.plans, self.lengths = Plans(plans or {}), dict[str, int]()
+        self.names: WeakKeyDictionary[nn.Module, tuple[ReferenceType[nn.Module], str]] = WeakKeyDictionary()
         self.report_name = str(id(self.report))
         _reports[self.report_name] = self.report
         for name, module in () if model is None else model.named_modules():
@@ -165,53 +159,25 @@ class Replacement:
     ) -> Tensor:  # fmt: skip
         """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
         how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        dense = partial(_compat.SDPA, **how)
         compiling, budget = torch.compiler.is_compiling(), self.report.error is not None
         modules = calling_modules() if not compiling and (budget or self.tokens is None) else []
-        why_not = self._unlike(query, key, value)
-        found = why_not or self._tokens(query.shape[-2], modules)
-        tokens = NO_TOKENS if isinstance(found, str) else found
-        why_not = found if isinstance(found, str) else self._why_not(query, key, value, attn_mask, tokens, how)
-        layer = "" if why_not or not budget else self._layer(tokens, modules, query)
+        tokens, why_not = _tokens_of(query, key, value, attn_mask, how, self.tokens, modules)
         if why_not:
-            self.note(query, key, layer, tokens, why_not)
-            return dense(query, key, value, attn_mask)
-        heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
-        first, k_extra, v_extra = (x[:, :, : tokens.prefix] for x in heads)
-        q, k, v = (x[:, :, tokens.prefix :].reshape(*x.shape[:2], *tokens.grid, x.shape[-1]) for x in heads)
-        accept(q.shape, k.shape)  # the caller gave the grid
-        mask = None
-        if attn_mask is not None:
-            mask = attn_mask.expand(*q.shape[:2], 1, tokens.total).reshape(*q.shape[:2], *tokens.grid)
-        extra = (k_extra, v_extra) if tokens.prefix else None
-        same: dict[str, Any] = {"causal": is_causal, "scale": scale, "key_mask": mask, "extra": extra}
-        if layer and not compiling:
-            self._tune(self.report.layers[layer], modules, q, k, v, dropout_p, same)
-        if not self.replaces:
-            self.note(query, key, layer, tokens, "surveyed")
-            return dense(query, key, value, attn_mask)
-        plan = self.plans.get(layer)
-        self.note(query, key, layer, tokens, "", self._goes_dense(q, k, v) if plan is None else plan.dense)
-        if plan is None:
-            out = api.attention(q, k, v, dropout_p=dropout_p, **same, **self.settings)
-        else:
-            out = plan(q, k, v, dropout_p=dropout_p, **same)
-        out = out.flatten(2, -2)
-        if tokens.prefix:
-            seen = tokens.prefix if is_causal else tokens.total
-            out = torch.cat([dense(first, heads[1][:, :, :seen], heads[2][:, :, :seen]), out], 2)
-        return out if query.ndim == 4 else out.squeeze(1)
+            self.note(query, key, "", tokens, why_not)
+            return _compat.SDPA(query, key, value, attn_mask, **how)
+        layer = self._layer(tokens, modules, query) if budget else ""
 
-    def _tokens(self, total: int, modules: list[nn.Module]) -> Tokens | str:
-        """What the tokens of a call are, or why that is not known."""
-        if self.tokens is not None:
-            return self.tokens
-        found = grid_of_tokens(int(total), modules)
-        if isinstance(found, str):
-            if total >= MOST_LEFT_ALONE:
-                raise ValueError(found)
-            return found
-        return Tokens(*found)
+        def attend(q: Tensor, k: Tensor, v: Tensor, **same: Any) -> Tensor | None:
+            if layer and not compiling:
+                self._tune(self.report.layers[layer], modules, q, k, v, same)
+            if not self.replaces:
+                self.note(query, key, layer, tokens, "surveyed")
+                return None
+            plan = self.plans.get(layer)
+            self.note(query, key, layer, tokens, "", self._goes_dense(q, k, v) if plan is None else plan.dense)
+            return api.attention(q, k, v, **same, **self.settings) if plan is None else plan(q, k, v, **same)
+
+        return _on_grid(query, key, value, attn_mask, how, tokens, attend)
 
     def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor) -> str:
         """The name of the layer that calls; one that is met for the first time is noted."""
@@ -219,7 +185,7 @@ class Replacement:
         if compiling:
             name = self.hooks.running[-1] if self.hooks.running else "compiled"
         elif modules:
-            name = name_in(modules[-1], modules[0])
+            name = self._name(modules)
             self.hooks.add(name, modules[0])
         else:
             name = f"no module, q {list(query.shape)}"
@@ -230,23 +196,31 @@ class Replacement:
             self.report.layers.setdefault(name, Layer(name, *tokens, plan=self.plans.get(name)))
         return name
 
+    def _name(self, modules: list[nn.Module]) -> str:
+        """The name of the module that calls; looked for once, as long as the same module is called first."""
+        inner, root = modules[0], modules[-1]
+        known = self.names.get(inner)
+        if known is None or known[0]() is not root:
+            known = self.names[inner] = ref(root), name_in(root, inner)
+        return known[1]
+
     def _tune(
-        self, layer: Layer, modules: list[nn.Module], q: Tensor, k: Tensor, v: Tensor, dropout_p: float,
-        same: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self, layer: Layer, modules: list[nn.Module], q: Tensor, k: Tensor, v: Tensor, same: dict[str, Any]
+    ) -> None:
         """Tune a layer in its first eager call in eval mode."""
         if layer.name in self.plans:
             return
         if modules and modules[0].training:
             layer.why_not = "it is training; tuned in eval mode"
-        elif dropout_p:
+        elif same["dropout_p"]:
             layer.why_not = "dropout; tuned without it"
         else:
             assert self.report.error is not None
             how = {name: self.settings[name] for name in ("radius", "window", "impl")}
+            how |= {name: same[name] for name in ("causal", "scale", "key_mask", "extra")}
             try:  # a fit runs in no compiled graph
                 with _compat.without_modes():
-                    layer.plan = tune(q, k, v, error=self.report.error, fit=False, **how, **same)
+                    layer.plan = tune(q, k, v, error=self.report.error, fit=False, **how)
                 layer.why_not, self.plans[layer.name] = "", layer.plan
             except ValueError as reason:
                 layer.why_not = str(reason)
@@ -264,42 +238,93 @@ class Replacement:
         if layer:
             self.report.layers[layer].calls += 1
 
-    def _unlike(self, query: Tensor, key: Tensor, value: Tensor) -> str:
-        """Why the tensors have no common grid, "" where they may."""
-        if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
-            return "tensors that are not dense"
-        if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
-            return f"{query.ndim} axes, not [B, H, N, E] or [B, N, E]"
-        if self.tokens is None and query.shape[-2] != key.shape[-2]:
-            return f"{query.shape[-2]} queries and {key.shape[-2]} keys, which are not the same grid"
-        return ""
 
-    def _why_not(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, tokens: Tokens, how: dict[str, Any]
-    ) -> str:
-        """The reason to leave a call to torch, "" for none."""
-        if query.shape[-2] != tokens.total or key.shape[-2] != tokens.total or value.shape[-2] != tokens.total:
-            return f"{query.shape[-2]} queries and {key.shape[-2]} keys, the grid has {tokens}"
-        grouped = query.ndim == 4 and key.shape[1] != query.shape[1]
-        if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not how["enable_gqa"]):
-            return "batches or heads that broadcast"
-        if not key.dtype == query.dtype == value.dtype or query.dtype not in errors.DTYPES:
-            return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
-        if not key.device == query.device == value.device:
-            return "tensors on several devices"
-        if how["scale"] is not None and not how["scale"] > 0:
-            return f"a scale of {how['scale']}"
-        if not how["dropout_p"] < 1:
-            return f"a dropout of {how['dropout_p']}"
-        if attn_mask is None:
-            return ""
-        if attn_mask.dtype != torch.bool:
-            return "a float bias, which the search would have to know"
-        if tokens.prefix or how["is_causal"]:
-            return "a mask beside prefix tokens or causal order"
-        if attn_mask.ndim < 2 or attn_mask.ndim > query.ndim or attn_mask.shape[-2] != 1:
-            return "a mask that differs between queries"
-        return "a mask over [B, N, E]" if query.ndim == 3 else ""
+def _given_tokens(grid: Sequence[int] | str, prefix: int) -> Tokens | None:
+    """None for "auto"."""
+    errors.whole("prefix", prefix, 0)
+    if not isinstance(grid, str):
+        return Tokens(errors.grid(grid), prefix)
+    errors.one_of("grid", grid, ("auto",))
+    if prefix:
+        raise ValueError(f'prefix is found with grid="auto", got {prefix}; pass the grid too')
+    return None
+
+
+def _tokens_of(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, how: dict[str, Any], given: Tokens | None,
+    modules: list[nn.Module],
+) -> tuple[Tokens, str]:  # fmt: skip
+    """What the tokens of a call are, `given` or found, and the reason to leave it to torch, "" for none."""
+    if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
+        return NO_TOKENS, "tensors that are not dense"
+    if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
+        return NO_TOKENS, f"{query.ndim} axes, not [B, H, N, E] or [B, N, E]"
+    tokens, total = given, query.shape[-2]
+    if tokens is None:
+        if total != key.shape[-2]:
+            return NO_TOKENS, f"{total} queries and {key.shape[-2]} keys, which are not the same grid"
+        found = grid_of_tokens(int(total), modules)
+        if isinstance(found, str):
+            if total >= MOST_LEFT_ALONE:
+                raise ValueError(found)
+            return NO_TOKENS, found
+        tokens = Tokens(*found)
+    return tokens, _why_not(query, key, value, attn_mask, tokens, how)
+
+
+def _why_not(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, tokens: Tokens, how: dict[str, Any]
+) -> str:
+    """The reason to leave a call on a grid to torch, "" for none."""
+    if query.shape[-2] != tokens.total or key.shape[-2] != tokens.total or value.shape[-2] != tokens.total:
+        return f"{query.shape[-2]} queries and {key.shape[-2]} keys, the grid has {tokens}"
+    grouped = query.ndim == 4 and key.shape[1] != query.shape[1]
+    if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not how["enable_gqa"]):
+        return "batches or heads that broadcast"
+    if not key.dtype == query.dtype == value.dtype or query.dtype not in errors.DTYPES:
+        return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
+    if not key.device == query.device == value.device:
+        return "tensors on several devices"
+    if how["scale"] is not None and not how["scale"] > 0:
+        return f"a scale of {how['scale']}"
+    if not how["dropout_p"] < 1:
+        return f"a dropout of {how['dropout_p']}"
+    if attn_mask is None:
+        return ""
+    if attn_mask.dtype != torch.bool:
+        return "a float bias, which the search would have to know"
+    if tokens.prefix or how["is_causal"]:
+        return "a mask beside prefix tokens or causal order"
+    if attn_mask.ndim < 2 or attn_mask.ndim > query.ndim or attn_mask.shape[-2] != 1:
+        return "a mask that differs between queries"
+    return "a mask over [B, N, E]" if query.ndim == 3 else ""
+
+
+def _on_grid(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, how: dict[str, Any], tokens: Tokens,
+    attend: Callable[..., Tensor | None],
+) -> Tensor:  # fmt: skip
+    """`attend` answers on the grid, torch for the tokens before it; torch alone where `attend` returns None."""
+    dense = partial(_compat.SDPA, **how)
+    heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
+    first, k_extra, v_extra = (x[:, :, : tokens.prefix] for x in heads)
+    q, k, v = (x[:, :, tokens.prefix :].reshape(*x.shape[:2], *tokens.grid, x.shape[-1]) for x in heads)
+    accept(q.shape, k.shape)  # the caller gave the grid
+    mask = None
+    if attn_mask is not None:
+        mask = attn_mask.expand(*q.shape[:2], 1, tokens.total).reshape(*q.shape[:2], *tokens.grid)
+    extra = (k_extra, v_extra) if tokens.prefix else None
+    causal = how["is_causal"]
+    out = attend(
+        q, k, v, causal=causal, scale=how["scale"], key_mask=mask, extra=extra, dropout_p=how["dropout_p"]
+    )  # fmt: skip
+    if out is None:
+        return dense(query, key, value, attn_mask)
+    out = out.flatten(2, -2)
+    if tokens.prefix:
+        seen = tokens.prefix if causal else tokens.total
+        out = torch.cat([dense(first, heads[1][:, :, :seen], heads[2][:, :, :seen]), out], 2)
+    return out if query.ndim == 4 else out.squeeze(1)
 
 
 _direct: dict[tuple[Any, ...], Replacement] = {}
@@ -338,6 +363,13 @@ def scaled_dot_product_attention(
     """
     kind = (grid if isinstance(grid, str) else tuple(grid), prefix, error)
     if kind not in _direct:
+        if error is None or torch.compiler.is_compiling():  # what is not tuned yet runs the default
+            how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            given, modules = _given_tokens(grid, prefix), [] if torch.compiler.is_compiling() else calling_modules()
+            tokens, why_not = _tokens_of(query, key, value, attn_mask, how, given, modules)
+            if why_not:
+                return _compat.SDPA(query, key, value, attn_mask, **how)
+            return _on_grid(query, key, value, attn_mask, how, tokens, api.attention)
         made = Replacement(grid, prefix, error)
         made.hooks.attach()
         _direct[kind] = made
