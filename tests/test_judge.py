@@ -222,3 +222,11 @@ def test_an_error_of_the_function_is_not_hidden():
 
     with pytest.raises(KeyError, match="mine"):
         judge_function(fails, *tensors())
+
+
+def test_what_is_no_attention_function_is_refused():
+    q = torch.randn(1, 1, 4, 4, 8)
+    with pytest.raises(TypeError, match="function must be callable"):
+        scram.judge(None, q, q, q)
+    with pytest.raises(ValueError, match="would attend along rows; pass layout='sdpa'"):
+        scram.judge(torch.nn.functional.scaled_dot_product_attention, q, q, q)

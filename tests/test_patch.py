@@ -483,3 +483,9 @@ def test_transformers_in_a_context_with_a_budget(vit, monkeypatch):
         torch.testing.assert_close(torch.compile(vit, backend="aot_eager", fullgraph=True)(x).last_hidden_state, want)
     assert len(tuned) == len(report.plans) == 2
     assert [layer.calls for layer in report.layers.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["", "sdpa", "eager"])
+def test_names_of_transformers_are_not_taken(vit, name):
+    with pytest.raises(ValueError, match="name must be a new one"):
+        scram.patch.register_transformers(name, grid=(8, 8))

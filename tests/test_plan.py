@@ -208,3 +208,41 @@ def test_reasons():
     assert table[1].split() == ["setting", "keys", "visited", "ms", "of", "dense", "95th", "percentile", "L2*"]
     assert table[2].startswith("->  2 matches, windows only")
     assert "0.50      0.0500 [0.0400, inf]" in table[2]
+
+
+MASK = torch.rand(1, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.7
+EXTRA = torch.randn(2, 1, 2, 3, 8, generator=torch.Generator().manual_seed(1)).unbind()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"key_mask": MASK}, {"extra": EXTRA}, {"causal": True}, {"key_mask": MASK, "score": "l2"}],
+    ids=lambda how: " ".join(how) or "plain",
+)
+@pytest.mark.parametrize("chosen", [0, -1], ids=["windows", "dense"])
+def test_the_line_of_code_does_what_the_plan_does(how, chosen):
+    """Also of grouped heads."""
+    q, k, v = torch.randn(1, 4, 16, 16, 8), *torch.randn(2, 1, 2, 16, 16, 8).unbind()
+    plan = scram.tune(q, k, v, error=0, **how)
+    plan = replace(plan, chosen=chosen % len(plan.rungs))
+    tensors = {name: x for name, x in how.items() if name in ("key_mask", "extra")}
+    names = {"scram": scram, "torch": torch, "q": q, "k": k, "v": v, **tensors}
+    torch.testing.assert_close(eval(plan.code, names), plan(q, k, v, **tensors), rtol=1e-4, atol=1e-5)
+    assert scram.Plan.from_dict(plan.as_dict()) == plan
+
+
+def test_what_no_one_function_does_is_the_plan_itself():
+    setting = Setting()
+    assert setting.code(("key_mask", "extra")) == "plan(q, k, v, key_mask=key_mask, extra=extra)"
+
+
+def test_check_refuses_what_is_not_finite():
+    k = torch.randn(1, 2, 16, 16, 8)
+    plan = scram.tune(k, k, k)
+    with pytest.raises(ValueError, match="v must be finite"):
+        plan.check(k, k, k * float("nan"))
+
+
+def test_dense_attention_keeps_every_promise():
+    k = torch.randn(1, 2, 16, 16, 8)
+    assert scram.tune(k, k, k, error=0, key_mask=MASK).check(k, k, k, key_mask=MASK)

@@ -1,7 +1,9 @@
 """torch's signature by SCRAM: budgets of layers, grids that are found, calls that torch answers."""
 
 import contextlib
+import copy
 import math
+import pickle
 import threading
 from functools import partial
 
@@ -70,23 +72,52 @@ def test_a_layer_in_training_is_not_tuned(tuned):
 
 
 def test_what_cannot_be_tuned_says_why(monkeypatch):
-    q = torch.randn(1, 2, 64, 8)
+    q, module = torch.randn(1, 2, 64, 8), Calling().eval()
     with scram.patch_sdpa(grid=(8, 8), error=0.1) as report:
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        module(q, q, q, dropout_p=0.5)
         assert next(iter(report.layers.values())).why_not == "dropout; tuned without it"
         bad = q.clone()
         bad[0, 0, 3, 2] = math.nan
-        F.scaled_dot_product_attention(bad[:1], q, q)
+        module(bad[:1], q, q)
     assert "finite" in next(iter(report.layers.values())).why_not
 
 
-def test_calls_of_no_module_are_told_by_their_shapes(tuned):
+def test_calls_of_no_module_are_not_tuned(tuned):
     q = torch.randn(1, 2, 64, 8)
     with scram.patch_sdpa(grid="auto", error=0.1) as report:
         for number in (64, 36, 64):
             F.scaled_dot_product_attention(*[q[:, :, :number]] * 3)
     assert list(report.layers) == ["no module, q [1, 2, 64, 8]", "no module, q [1, 2, 36, 8]"]
-    assert len(tuned) == 2
+    assert {layer.why_not for layer in report.layers.values()} == {"no module calls; use scram.tune"}
+    assert not tuned
+
+
+def test_layers_of_two_models_are_not_the_same(tuned):
+    models, x = [Model().eval(), Model().eval()], tokens()
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        for model in (*models, *models):
+            model(x)
+        models[1].blocks[0](x)  # called by itself it keeps its name
+    assert list(report.layers) == ["blocks.0", "blocks.1", "blocks.0 (2)", "blocks.1 (2)"]
+    assert [layer.calls for layer in report.layers.values()] == [2, 2, 3, 2]
+    assert len(tuned) == 4
+
+
+def test_plans_of_a_looser_budget_are_refused(tuned):
+    model, x = Model().eval(), tokens()
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        model(x)
+    with pytest.raises(ValueError, match=r"plans must keep the error 0.05, but 'blocks.0' was tuned for 0.1"):
+        scram.patch_sdpa(grid="auto", error=0.05, plans=report.plans)
+
+
+def test_patched_models_are_pickled_and_copied(tuned):
+    model, x = Model().eval(), tokens()
+    with scram.patch_sdpa(grid="auto", error=0.1):
+        want = model(x)
+        copies = pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
+    for one in copies:
+        torch.testing.assert_close(one(x), want)
 
 
 def test_a_module_of_two_lengths_is_two_layers(tuned):
@@ -98,10 +129,17 @@ def test_a_module_of_two_lengths_is_two_layers(tuned):
     assert len(tuned) == 4
 
 
+class Calling(nn.Module):
+    """Calls torch's function as it is told."""
+
+    def forward(self, q, k, v, **how):
+        return F.scaled_dot_product_attention(q, k, v, **how)
+
+
 def test_how_a_call_is_tuned(tuned):
     q = torch.randn(1, 2, 65, 8)
     with scram.patch_sdpa(grid=(8, 8), prefix=1, error=0.1, radius=2, window="tile", impl="reference"):
-        F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3)
+        Calling().eval()(q, q, q, is_causal=True, scale=0.3)
     how = tuned[0][1]
     assert {name: how[name] for name in ("radius", "window", "impl", "causal", "scale", "key_mask", "fit")} == {
         "radius": (2, 2), "window": "tile", "impl": "reference", "causal": True, "scale": 0.3, "key_mask": None,
@@ -244,7 +282,8 @@ def test_the_report_says_where_dense_attention_answers(monkeypatch):
     q = torch.randn(1, 2, 64, 8)
     for how in ({}, {"error": 0.1}):
         with scram.patch_sdpa(grid=(8, 8), **how) as report:
-            torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
+            out = Calling().eval()(q, q, q)
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
         assert "SCRAM, by dense attention" in str(report)
 
 
@@ -264,6 +303,12 @@ def test_a_function_of_torch_s_signature(how):
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v, **how))
     grouped = scram.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True, grid="auto")
     torch.testing.assert_close(grouped, F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True))
+
+
+def test_a_function_refuses_another_grid():
+    q = torch.randn(1, 2, 64, 8)
+    with pytest.raises(ValueError, match="must have the tokens of the grid, 0 \\+ 8 x 7 = 56, got 64 and 64"):
+        scram.scaled_dot_product_attention(q, q, q, grid=(8, 7))
 
 
 def test_a_function_with_a_budget(tuned):

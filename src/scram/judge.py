@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import errors
@@ -172,6 +173,12 @@ class Judge:
     def judge(self, function: Attention, *, name: str | None = None, layout: str = "grid") -> Judgement:
         """As the function `judge`."""
         errors.one_of("layout", layout, LAYOUTS)
+        if not callable(function):
+            raise TypeError(f"function must be callable as function(q, k, v), got {type(function).__name__}")
+        if function is F.scaled_dot_product_attention and layout == "grid" and self.q.ndim > 4:
+            raise ValueError(
+                "torch's attention takes tokens [B, H, N, E], here it would attend along rows; pass layout='sdpa'"
+            )
         q, k, v = (x.clone() for x in (self.q, self.k, self.v))  # it may write into them
         want = (*q.shape[:-1], v.shape[-1])
         if layout == "sdpa":
@@ -182,7 +189,7 @@ class Judge:
             self.dense_seconds, self.dense_is_continued = self._dense_seconds()
         found = self.truth.errors(out.reshape(want))
         return Judgement(
-            name=name or str(getattr(function, "__qualname__", function)),
+            name=name or str(getattr(function, "__qualname__", type(function).__name__)),
             median_error=found.median,
             p95_error=found.p95,
             l2_error=found.l2,

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -204,22 +204,29 @@ class Hooks:
 
     def _hook(self, name: str, module: nn.Module) -> None:
         self._handles += [
-            module.register_forward_pre_hook(_enter(self.running, name)),
-            module.register_forward_hook(_leave(self.running)),
+            module.register_forward_pre_hook(_Enter(self.running, name)),
+            module.register_forward_hook(_Leave(self.running)),
         ]
 
 
-def _enter(running: list[str], name: str) -> Callable[[nn.Module, Any], None]:
-    def hook(module: nn.Module, args: Any) -> None:
+@dataclass(frozen=True, eq=False)
+class _Enter:
+    """A hook before the forward pass. Not a local function: models with hooks are pickled and copied."""
+
+    running: list[str]
+    name: str
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
-            running.append(name)
-
-    return hook
+            self.running.append(self.name)
 
 
-def _leave(running: list[str]) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+@dataclass(frozen=True, eq=False)
+class _Leave:
+    """A hook behind the forward pass."""
+
+    running: list[str]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
-            running.pop()
-
-    return hook
+            self.running.pop()

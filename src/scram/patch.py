@@ -103,6 +103,9 @@ def survey(
     return report
 
 
+_registered: set[str] = set()  # names of implementations, which may be registered again
+
+
 def register_transformers(name: str = "scram", *, grid: Sequence[int] | str, **settings: Any) -> Report:
     """Make SCRAM an attention implementation of the package transformers: `model.set_attn_implementation(name)`.
 
@@ -117,6 +120,8 @@ def register_transformers(name: str = "scram", *, grid: Sequence[int] | str, **s
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    if name in ("", "eager") or (name in AttentionInterface() and name not in _registered):
+        raise ValueError(f"name must be a new one, got {name!r}, which transformers has; for example 'scram'")
     patch = patch_sdpa(grid=grid, **settings)
     assert isinstance(patch, _Patch)
     patch.sdpa.hooks.attach()  # as long as the registration
@@ -126,6 +131,7 @@ def register_transformers(name: str = "scram", *, grid: Sequence[int] | str, **s
         with patch:
             return plain(module, *args, **kwargs)
 
+    _registered.add(name)
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
     return patch.report

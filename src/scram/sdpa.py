@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -141,15 +141,22 @@ class Replacement:
             raise ValueError("plans keep an error budget; pass error too")
         if plans is not None:
             errors.instance("plans", plans, Plans, "scram.Plans", "; scram.Plans.load(path) reads them")
+            loose = [name for name, plan in plans.items() if plan.error > (error or 0.0)]
+            if loose:
+                found = f"{loose[0]!r} was tuned for {plans[loose[0]].error:g}"
+                raise ValueError(f"plans must keep the error {error:g}, but {found}; tune it again, or raise the error")
         self.settings, self.replaces, self.hooks = settings, replaces, Hooks()
         self.report = Report(error=error, known=Plans(plans or {}))
         # What compiled code reads changes in eager calls only.
         self.plans, self.lengths = Plans(plans or {}), dict[str, int]()
-        self.names: WeakKeyDictionary[nn.Module, tuple[ReferenceType[nn.Module], str]] = WeakKeyDictionary()
+        self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self.taken: set[str] = set()
         self.report_name = str(id(self.report))
         _reports[self.report_name] = self.report
         for name, module in () if model is None else model.named_modules():
             if name in self.plans:
+                self.names[module] = name
+                self.taken.add(name)
                 self.hooks.add(name, module)
         torch.compiler.assume_constant_result(_note_compiled)  # type: ignore[no-untyped-call] # loads the compiler
 
@@ -197,12 +204,18 @@ class Replacement:
         return name
 
     def _name(self, modules: list[nn.Module]) -> str:
-        """The name of the module that calls; looked for once, as long as the same module is called first."""
-        inner, root = modules[0], modules[-1]
+        """The name of the module that calls, looked for once; that of another model's module gets a number."""
+        inner = modules[0]
         known = self.names.get(inner)
-        if known is None or known[0]() is not root:
-            known = self.names[inner] = ref(root), name_in(root, inner)
-        return known[1]
+        if known is None:
+            known = base = name_in(modules[-1], inner)
+            number = 1
+            while known in self.taken:
+                number += 1
+                known = f"{base} ({number})"
+            self.names[inner] = known
+            self.taken.add(known)
+        return known
 
     def _tune(
         self, layer: Layer, modules: list[nn.Module], q: Tensor, k: Tensor, v: Tensor, same: dict[str, Any]
@@ -210,7 +223,9 @@ class Replacement:
         """Tune a layer in its first eager call in eval mode."""
         if layer.name in self.plans:
             return
-        if modules and modules[0].training:
+        if not modules:
+            layer.why_not = "no module calls; use scram.tune"
+        elif modules[0].training:
             layer.why_not = "it is training; tuned in eval mode"
         elif same["dropout_p"]:
             layer.why_not = "dropout; tuned without it"
@@ -361,11 +376,16 @@ def scaled_dot_product_attention(
     >>> scram.scaled_dot_product_attention(q, q, q, grid=(8, 8), prefix=1).shape
     torch.Size([1, 2, 65, 8])
     """
+    given = _given_tokens(grid, prefix)
+    if given is not None and query.ndim in (3, 4) and not query.shape[-2] == key.shape[-2] == given.total:
+        raise ValueError(
+            f"query and key must have the tokens of the grid, {given}, got {query.shape[-2]} and {key.shape[-2]}"
+        )
     kind = (grid if isinstance(grid, str) else tuple(grid), prefix, error)
     if kind not in _direct:
         if error is None or torch.compiler.is_compiling():  # what is not tuned yet runs the default
             how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-            given, modules = _given_tokens(grid, prefix), [] if torch.compiler.is_compiling() else calling_modules()
+            modules = [] if torch.compiler.is_compiling() else calling_modules()
             tokens, why_not = _tokens_of(query, key, value, attn_mask, how, given, modules)
             if why_not:
                 return _compat.SDPA(query, key, value, attn_mask, **how)

@@ -43,7 +43,7 @@ class Trust:
         tail_median_error, tail_p95_error, tail_l2_error: the same for windows and tail; NaN without a tail.
         cost: keys visited per query.
         setting: what was run; its tail stands for the keys outside the windows, None for nothing.
-        arguments: of the call, without tensors: causal, scale, score, impl.
+        arguments: of the call: causal, scale, score, impl, which other tensors it has, and whether heads are grouped.
         error: the budget of the verdict.
         better: a setting with twice the sweeps, and its errors with the same tail, where it was tried and is better.
         num_queries, queries: queries looked at, and queries in all.
@@ -241,7 +241,8 @@ def trust(
     figures = run.figures(setting, truth, matches)
     found = _summary(
         figures, truth.points, setting=setting, error=float(error), better=None,
-        arguments={"causal": causal, "scale": scale, "score": score, "impl": impl},
+        arguments={"causal": causal, "scale": scale, "score": score, "impl": impl, "grouped": q.shape[1] != k.shape[1],
+                   "tensors": [name for name, x in (("key_mask", key_mask), ("extra", extra)) if x is not None]},
         cost=keys_visited(q, k, settings, window, chosen, score, None if matches is None else matches.index.shape[-1]),
     )  # fmt: skip
     if found.verdict == "dense" and _least(found.recall.value) < LEAST_RECALL:

@@ -30,6 +30,7 @@ from .types import Score, Search
 NUM_QUERIES = queries_needed(SHARE, 16, 0.015)
 SECOND_LOOK = 8
 TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
+LEAST_GAIN = 1.1  # over dense attention
 STEADY = 1.2  # two runs whose times differ by less need no third
 CHEAPER = 0.8  # of a predicted time: predictions may be too high by that
 FIT_QUERIES = 25  # that dense attention answers in the time in which a fit reads one, at least
@@ -95,11 +96,14 @@ def tune(
     dense = Rung(Setting(), math.prod(grid_of(k)), climb.dense, (0.0, 0.0, 0.0), 0.0, True, climb.dense_note)
     rungs.append(dense)
     chosen = min((n for n, rung in enumerate(rungs) if rung.keeps), key=lambda n: rungs[n].seconds or math.inf)
+    if LEAST_GAIN * (rungs[chosen].seconds or 0.0) > climb.dense:
+        chosen = len(rungs) - 1  # exact attention for nearly the same time
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
     return Plan(
         error=float(error), rungs=tuple(rungs), chosen=chosen, causal=causal, scale=scale, score=score, impl=impl,
         num_queries=len(climb.truth.queries), queries=climb.truth.points, seed=seed, confidence=climb.confidence,
         tensors=f"{shapes} on {q.device.type}",
+        given=tuple(name for name in ("key_mask", "extra") if how[name] is not None), grouped=q.shape[1] != k.shape[1],
     )  # fmt: skip
 
 
