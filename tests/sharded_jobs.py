@@ -54,13 +54,13 @@ def gather_equals_attend(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=
 
 
 def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, mask=None, tail="clusters", bits=64,
-                      score="dot", weight="softmax"):  # fmt: skip
+                      score="dot", weight="softmax", engine=ENGINE):  # fmt: skip
     dtype, atol = {64: (torch.float64, 1e-12), 16: (torch.bfloat16, 0.05)}[bits]
     grid, key_grid = (sum(rows), *extents), (sum(key_rows), *extents)
     whole, legal = tensors(grid, key_grid, heads, key_heads, dtype), mask_of(mask, key_grid, heads)
     masks = [None] * len(rows) if legal is None else legal.split(list(key_rows), 1 if mask == "keys" else 2)
     qs, ks, vs = (x.split(list(of), 2) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
-    common = {"score": score, "impl": ENGINE}
+    common = {"score": score, "impl": engine}
 
     def first(of, rank):
         return sum(of[:rank]) * torch.Size(extents).numel()

@@ -33,6 +33,10 @@ def test_bfloat16(tail):
     on_ranks(2, jobs.ring_equals_merge, rows=(2, 3), key_rows=(4, 3), bits=16, tail=tail)
 
 
+def test_default_engine():
+    on_ranks(2, jobs.ring_equals_merge, rows=(2, 3), key_rows=(4, 3), engine="auto")
+
+
 def test_scores_weights_and_ranks():
     on_ranks(2, jobs.ring_equals_merge, rows=(9, 5), key_rows=(4, 8), extents=(), score="l2")
     on_ranks(2, jobs.ring_equals_merge, rows=(2, 1), key_rows=(1, 3), extents=(2, 3), score="cosine", tail=None)

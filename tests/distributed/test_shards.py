@@ -37,8 +37,10 @@ def test_no_codebook():
 
 def test_seeds_of_shards_differ():
     seeds = [
-        int(shard_seed(seed, *first)) for seed in (0, -5, 2**62) for first in ((0, 0), (0, 64), (64, 0), (2**40, 0))
+        int(shard_seed(seed, *first))
+        for seed in (0, -5, 2**62)
+        for first in ((0, 0), (0, 64), (64, 0), (2**40, 0), (2**41, 0))
     ]
     assert len(set(seeds)) == len(seeds)
     assert seeds[0] == 0
-    assert seeds[4] == -5
+    assert seeds[5] == -5

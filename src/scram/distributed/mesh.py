@@ -28,6 +28,7 @@ class Coming(NamedTuple):
     """A message on its way from the previous rank."""
 
     message: Tensor
+    sent: Tensor  # kept until it has left
     works: list[Any]
 
     def wait(self) -> Tensor:
@@ -115,7 +116,7 @@ class Ranks:
             dist.P2POp(dist.isend, message, ahead, self.group),
             dist.P2POp(dist.irecv, coming, behind, self.group),
         ]
-        return Coming(coming, dist.batch_isend_irecv(moves))
+        return Coming(coming, message, dist.batch_isend_irecv(moves))
 
 
 def packed_size(layout: Layout) -> int:
