@@ -26,11 +26,22 @@ def compare(mesh, rows, key_rows, found, want, shards, wanted_grads, atol):
         torch.testing.assert_close(x.grad, part, atol=atol, rtol=0, msg=lambda words, name=name: f"d{name}: {words}")
 
 
+def own_mask_of(mask, legal, key_rows, rank):
+    """This rank's mask; for "some" rank 0 has one of keys, rank 1 one of heads, others none."""
+    if legal is None or (mask == "some" and rank > 1):
+        return None
+    own = legal.split(list(key_rows), 1 if mask == "keys" else 2)[rank]
+    return own[:, 0] if mask == "some" and rank == 0 else own
+
+
 def gather_equals_attend(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, mask=None, tail=False, bits=64,
                          score="dot", weight="softmax"):  # fmt: skip
     dtype, atol = {64: (torch.float64, 1e-12), 16: (torch.bfloat16, 0.05)}[bits]
     grid, key_grid = (sum(rows), *extents), (sum(key_rows), *extents)
     whole, legal = tensors(grid, key_grid, heads, key_heads, dtype), mask_of(mask, key_grid, heads)
+    if mask == "some":
+        legal[:, :, : key_rows[0]] = legal[:, :1, : key_rows[0]]
+        legal[:, :, key_rows[0] + key_rows[1] :] = True
     matches = scram.search(*whole[:2], search=scram.Search(matches=2, seed=3), key_mask=legal, impl=ENGINE, score=score)
     options = {"radius": 1, "score": score, "weight": weight, "impl": ENGINE}
     # As many clusters as keys: one for each, whoever makes them.
@@ -44,7 +55,7 @@ def gather_equals_attend(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=
     index, scores = (x.split(list(rows), 2)[rank] for x in (matches.index, matches.score))
     if rows[rank]:
         matches = scram.Matches(index, scores, key_grid)
-    own_mask = None if legal is None else legal.split(list(key_rows), 1 if mask == "keys" else 2)[rank]
+    own_mask = own_mask_of(mask, legal, key_rows, rank)
     out = scram.distributed.attention(
         q, k, v, mesh=mesh, mode="gather", matches=matches, key_mask=own_mask, tail=clusters, **options
     )

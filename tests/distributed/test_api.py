@@ -1,9 +1,13 @@
 """The public function: modes, seeds, defaults, and that `import scram` is without it."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import sharded_jobs as jobs
 from processes import run_python
+from scram.distributed.api import _chosen
 from sharded import on_ranks
 
 
@@ -21,6 +25,21 @@ def test_the_seed_is_that_of_rank_0(mode):
 def test_defaults_are_exact_on_small_grids():
     on_ranks(3, jobs.auto_works, heads=2)  # gather
     on_ranks(2, jobs.auto_works, heads=2)  # heads
+
+
+def test_auto_takes_the_first_that_fits():
+    def chosen(key_heads=1, rows=4, **call):
+        keys = torch.empty(1).expand(1, key_heads, rows, 2**10, 64)
+        said = SimpleNamespace(**{"matches": None, "causal": False, **call})
+        return _chosen(
+            "auto", SimpleNamespace(call=said, k=keys, v=keys, keys=(rows,) * 2, ranks=SimpleNamespace(size=2))
+        )
+
+    assert chosen(key_heads=4) == chosen(key_heads=2, causal=True) == "heads"
+    assert chosen() == chosen(key_heads=2, matches=1) == chosen(rows=2**12) == "gather"  # 4 GiB
+    assert chosen(rows=2**12 + 1) == "ring"
+    with pytest.raises(ValueError, match=r"needs key heads in multiples of the ranks.* without causal"):
+        chosen(causal=True)
 
 
 def test_order_and_heads_are_refused_clearly():

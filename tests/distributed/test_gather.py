@@ -21,11 +21,11 @@ def test_empty_shards_and_more_ranks_than_rows(rows, key_rows):
         on_ranks(3, jobs.gather_equals_attend, rows=rows, key_rows=key_rows, tail=tail)
 
 
-@pytest.mark.parametrize("mask", ["keys", "heads"])
+@pytest.mark.parametrize("mask", ["keys", "heads", "some"])
 @pytest.mark.parametrize("tail", [False, True], ids=["windows", "clusters"])
 def test_masks_and_grouped_heads(mask, tail):
     on_ranks(
-        3, jobs.gather_equals_attend, rows=(2, 3, 2), key_rows=(4, 0, 3), heads=4, key_heads=2, mask=mask, tail=tail
+        3, jobs.gather_equals_attend, rows=(2, 3, 2), key_rows=(4, 1, 3), heads=4, key_heads=2, mask=mask, tail=tail
     )
 
 

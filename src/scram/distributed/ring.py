@@ -36,17 +36,16 @@ def attend_shard(shards: Shards, origin: int, q: Tensor, keys: list[Tensor]) -> 
     """The attention of this rank's queries over the keys of rank `origin` alone, out in float32 at least."""
     call = shards.call
     k, v, *rest = keys
-    first = shards.first_query(shards.ranks.rank), shards.first_key(origin)
-    tail: Any = None
+    book: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     if isinstance(call.tail, Clusters):
         centres, values, *rest, label, sizes = rest
-        tail = Codebook(
-            centres, values, sizes, label, str(call.score), call.scale, public_mask(rest[0] if rest else None)
-        )
-    elif isinstance(call.tail, Hybrid):
+        book = centres, values, sizes, label
+    mask = public_mask(rest[0]) if rest else None
+    first = shards.first_query(shards.ranks.rank), shards.first_key(origin)
+    tail: Any = Codebook(*book, score=str(call.score), scale=call.scale, key_mask=mask) if book else None
+    if isinstance(call.tail, Hybrid):
         samples = shards.share(call.tail.samples, origin)
         tail = replace(call.tail, samples=samples, seed=shard_seed(shards.tail_seed, first[1]))
-    mask = tail.key_mask if isinstance(tail, Codebook) else public_mask(rest[0] if rest else None)
     settings = replace(call.search, seed=shard_seed(shards.seed, *first))
     found = search(q, k, search=settings, key_mask=mask, score=call.score, impl=call.impl)
     options: dict[str, Any] = {"scale": call.scale, "score": call.score, "weight": call.weight, "impl": call.impl}
@@ -89,7 +88,7 @@ class _Ring(torch.autograd.Function):
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal message
             own = [x.detach().requires_grad_() for x in (q, *keys[:count])]
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
                 part = attend_shard(shards, origin, own[0], [*own[1:], *keys[count:]])
             share = torch.where(part.lse == -torch.inf, 0, (part.lse - lse).exp()).detach()
             of_lse = share * ((grad * part.out.detach()).sum(-1) - weighed)
