@@ -12,7 +12,7 @@ PACKAGE = Path(scram.__file__).parent
 FOLDERS = ("reference", "cpu", "gpu")
 HEAVY = (
     *("numba", "triton", "typer", "rich", "safetensors", "matplotlib"),
-    *("scram.engines.cpu.engine", "scram.engines.gpu.engine", "scram.cli"),
+    *("scram.engines.cpu.engine", "scram.engines.gpu.engine", "scram.cli", "scram.distributed"),
 )
 # What each module may import of the package; folders count as one each.
 SHARED = {"_compat", "calls", "clustering", "draws", "engines", "grid", "noise", "schedule", "scoring", "types"}
@@ -59,6 +59,19 @@ BELOW = {
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
     "layers": {"layout_hints", "plan"},
+    "distributed": {
+        "_compat",
+        "api",
+        "arguments",
+        "codebook",
+        "defaults",
+        "dense",
+        "errors",
+        "estimators",
+        "exact",
+        "noise",
+    }
+    | {"precision", "scoring", "types", "validate"},
     "sdpa": {"_compat", "api", "defaults", "errors", "estimators", "layers", "layout_hints", "tune", "types"},
     "patch": {"_compat", "errors", "estimators", "layers", "sdpa", "types"},
     "trust": {"api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "plan"}
@@ -72,6 +85,7 @@ TESTED_IN = {
     "__main__": "cli/test_app.py",
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
+    "distributed/__init__": "distributed/test_api.py",
     "nn/__init__": "nn/test_grid_attention.py",
     "stages": "test_api.py",
     "engines/cpu/cluster_tail_backward": "engines/test_cluster_tail.py",

@@ -1,0 +1,104 @@
+"""The public function: every rank checks its arguments, all ranks learn whether they fit, then one mode runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import errors
+from ..arguments import explains
+from ..estimators import Clusters, Hybrid
+from ..precision import follows_autocast
+from ..types import Matches, Score, Search
+from .gather import gather_attention
+from .heads import fits, heads_attention
+from .mesh import Ranks
+from .ring import ring_attention
+from .shards import FIELDS, Shards, checked
+
+MODES = ("auto", "heads", "gather", "ring")
+MOST_GATHERED = 4 << 30  # bytes of keys and values on each rank, beyond which "auto" sends them round
+
+
+@explains
+@follows_autocast
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    mode: str = "auto",
+    search: Search | str = "auto",
+    radius: int | Sequence[int] = 1,
+    tail: Clusters | Hybrid | str | None = "auto",
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    weight: str = "softmax",
+    matches: Matches | None = None,
+    window: str = "query",
+    impl: str = "auto",
+) -> Tensor:
+    """`scram.attention` of tensors that are cut along the first grid axis: each rank of a mesh holds some rows of each.
+
+    All ranks call it, with shards of any size, empty ones included, and the same settings; all run the backward pass,
+    or none. Where one rank fails all raise, and say which. Rank 0's seeds count.
+
+    Args:
+        q: this rank's queries [B, H, n, *, E].
+        k, v: this rank's keys and values [B, Hk, m, *, E] and [B, Hk, m, *, F].
+        mesh: a DeviceMesh of one dimension; its ranks hold the rows of the grid in order.
+        mode: "heads", all-to-all: each rank has the whole grid of some heads, where ranks divide the key heads;
+            "gather": each rank has all keys; "ring": keys travel from rank to rank, memory falls as 1 / ranks; "auto",
+            the first of these that fits, "ring" where keys and values would take more than 4 GiB.
+        search, radius, scale, score, weight, window, impl: as in `scram.attention`.
+        tail: as there, without a codebook: each rank clusters its own keys, `count` clusters in all, by share.
+        causal: in mode "heads" only.
+        key_mask: bool [B, m, *] or [B, H, m, *], for this rank's keys; None on some ranks: they mask none.
+        matches: of this rank's queries, on the key grid of all ranks, in place of a search; in mode "gather" only.
+
+    Returns:
+        out [B, H, n, *, F], for this rank's queries.
+    """
+    ranks = Ranks(mesh)
+    try:
+        errors.one_of("mode", mode, MODES)
+        call = checked(
+            q, k, v, key_mask, search, radius, tail, causal, scale, score, weight, window, impl, matches
+        )  # fmt: skip
+        if q.device.type != ranks.device.type:
+            raise ValueError(f"q must be on the mesh's device type {ranks.device.type!r}, got {q.device}")
+    except Exception as error:
+        ranks.told(error, ranks.exchange([1] * len(FIELDS)))
+        raise
+    shards = Shards.of(ranks, q, k, v, key_mask, call)
+    chosen = _chosen(mode, shards)
+    return {"heads": heads_attention, "gather": gather_attention, "ring": ring_attention}[chosen](shards)
+
+
+def _chosen(mode: str, shards: Shards) -> str:
+    """The mode; all ranks know the same of all shards, so that they choose and refuse alike."""
+    call = shards.call
+    if mode == "auto":
+        if call.matches is not None:
+            mode = "gather"
+        elif fits(shards) or call.causal:
+            mode = "heads"
+        else:
+            width = shards.k.shape[-1] + shards.v.shape[-1]
+            elements = shards.k.shape[0] * shards.k.shape[1] * shards.k.shape[3:-1].numel() * sum(shards.keys) * width
+            mode = "ring" if elements * shards.k.dtype.itemsize > MOST_GATHERED else "gather"
+    if mode == "heads" and not fits(shards):
+        raise ValueError(
+            f"mode='heads' needs key heads in multiples of the ranks, got {shards.k.shape[1]} heads on "
+            f"{shards.ranks.size} ranks; use mode='gather' or 'ring'" + (", without causal" if call.causal else "")
+        )
+    if call.causal and mode != "heads":
+        raise ValueError(f"mode={mode!r} knows no causal order between shards; use mode='heads'")
+    if call.matches is not None and mode != "gather":
+        raise ValueError(f"matches= is for mode='gather', got mode={mode!r}; leave it out to search")
+    return mode

@@ -1,0 +1,115 @@
+"""Queries stay, keys and values of all ranks come together on each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..api import attend, search
+from ..codebook import Codebook
+from ..defaults import goes_dense
+from ..dense import dense_attention
+from ..estimators import Clusters, Hybrid
+from ..scoring import accumulator
+from .mesh import pack, packed_size, unpack
+from .shards import Shards, public_mask, shard_seed
+
+
+def gather_attention(shards: Shards) -> Tensor:
+    """out [B, H, queries of this rank, *, F]."""
+    call, q = shards.call, shards.q
+    dense = call.automatic and _goes_dense(shards)
+    if dense:
+        shards = replace(shards, call=replace(call, tail=None))
+    k, v, mask, book = _gathered(shards)
+    with shards.ranks.together():
+        if q.shape[2] == 0:
+            out = _nothing(q, v, k, *([] if book is None else [book.centres, book.values]))
+        elif dense:
+            out = dense_attention(q, k, v, key_mask=mask, scale=call.scale, score=call.score)
+        else:
+            out = _local(shards, k, v, mask, book)
+    return out
+
+
+def _local(shards: Shards, k: Tensor, v: Tensor, mask: Tensor | None, book: Codebook | None) -> Tensor:
+    call, q = shards.call, shards.q
+    matches = call.matches
+    if matches is None:
+        seed = shard_seed(shards.seed, shards.first_query(shards.ranks.rank))
+        settings = replace(call.search, seed=seed)
+        matches = search(q, k, search=settings, key_mask=mask, score=call.score, impl=call.impl)
+    tail: Any = book
+    if isinstance(call.tail, Hybrid):
+        tail = replace(call.tail, seed=shards.tail_seed)  # drawn for a row, whichever rank has its queries
+    options: dict[str, Any] = {"scale": call.scale, "score": call.score, "weight": call.weight, "impl": call.impl}
+    made = attend(q, k, v, matches, radius=call.radius, key_mask=mask, window=call.window, tail=tail, **options)
+    return made.out
+
+
+def _goes_dense(shards: Shards) -> bool:
+    """By the largest shard of queries, so that all ranks choose alike."""
+    q, k, v = (
+        x.detach().new_empty(1).expand(*x.shape[:2], rows, *x.shape[3:])
+        for x, rows in zip(
+            (shards.q, shards.k, shards.v), (max(shards.queries), sum(shards.keys), sum(shards.keys)), strict=True
+        )
+    )
+    return goes_dense(q, k, v, shards.call.weight, shards.call.score)
+
+
+def _nothing(q: Tensor, v: Tensor, *parts: Tensor) -> Tensor:
+    """The output of no queries, in the graph: the backward pass of other ranks needs this one's."""
+    reach = sum((x[:0].sum().to(q.dtype) for x in (v, *parts)), q.sum())
+    return q.new_zeros((*q.shape[:-1], v.shape[-1])) + reach
+
+
+def _gathered(shards: Shards) -> tuple[Tensor, Tensor, Tensor | None, Codebook | None]:
+    """Keys, values, mask and clusters of the whole key grid."""
+    with shards.ranks.together():
+        mine = shards.travelling()
+    k, v, *rest = _Gather.apply(shards, *mine)  # type: ignore[no-untyped-call]
+    if not isinstance(shards.call.tail, Clusters):
+        return k, v, public_mask(rest[0]) if rest else None, None
+    centres, values, *constants, label, sizes = rest
+    mask = public_mask(constants[0]) if constants else None
+    book = Codebook(centres, values, sizes, label, str(shards.call.score), shards.call.scale, mask)
+    return k, v, mask, book
+
+
+class _Gather(torch.autograd.Function):
+    """Tensors of all ranks, joined along axis 2; gradients are summed over ranks in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, shards: Shards, *mine: Tensor) -> tuple[Tensor, ...]:
+        ranks, count = shards.ranks, shards.differentiable
+        messages = ranks.all_gather(pack(mine, shards.message_size))
+        parts = [unpack(message, shards.layout(rank)) for rank, message in enumerate(messages)]
+        if count == 4:  # labels count the clusters of the whole grid
+            begin = 0
+            for part in parts:
+                label, sizes = part[-2:]
+                part[-2] = torch.where(label < 0, label, label + begin)
+                begin += sizes.shape[2]
+        joined = tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
+        ctx.ranks, ctx.kinds = ranks, [x.dtype for x in mine[:count]]
+        ctx.layouts = [[(s, accumulator(kind)) for s, kind in shards.layout(n)[:count]] for n in range(ranks.size)]
+        ctx.mark_non_differentiable(*joined[count:])
+        return joined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layouts, wide = ctx.layouts, ctx.layouts[0][0][1]
+        own = [x.to(wide) for x in grads[: len(ctx.kinds)]]
+        splits = [torch.split(x, [layout[n][0][2] for layout in layouts], 2) for n, x in enumerate(own)]
+        size = max(packed_size(layout) for layout in layouts)
+        messages = [pack(parts, size).view(wide) for parts in zip(*splits, strict=True)]
+        summed = ctx.ranks.reduce_scatter(torch.stack(messages)).view(torch.uint8)
+        found = unpack(summed, layouts[ctx.ranks.rank])
+        rest = [None] * (len(grads) - len(found))
+        return None, *[x.to(kind) for x, kind in zip(found, ctx.kinds, strict=True)], *rest

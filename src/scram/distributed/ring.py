@@ -1,0 +1,143 @@
+"""Queries stay, shards of keys travel from rank to rank; at each stop they are searched, attended and joined by lse.
+
+A rank holds its own shards, the keys that are here and those that are coming: memory falls as 1 / ranks. The backward
+pass sends the keys round once more, searches them again, and sends their gradients along until they are home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..api import attend, search
+from ..codebook import Codebook
+from ..estimators import Clusters, Hybrid
+from ..exact import merge
+from ..scoring import accumulator
+from ..types import Attended
+from .mesh import pack, packed_size, unpack
+from .shards import Shards, public_mask, shard_seed
+
+
+def ring_attention(shards: Shards) -> Tensor:
+    """out [B, H, queries of this rank, *, F]."""
+    with shards.ranks.together():
+        mine = shards.travelling()
+    out: Tensor = _Ring.apply(shards, shards.q, *mine)  # type: ignore[no-untyped-call]
+    return out
+
+
+def attend_shard(shards: Shards, origin: int, q: Tensor, keys: list[Tensor]) -> Attended:
+    """The attention of this rank's queries over the keys of rank `origin` alone, out in float32 at least."""
+    call = shards.call
+    k, v, *rest = keys
+    book: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    if isinstance(call.tail, Clusters):
+        centres, values, *rest, label, sizes = rest
+        book = centres, values, sizes, label
+    mask = public_mask(rest[0]) if rest else None
+    first = shards.first_query(shards.ranks.rank), shards.first_key(origin)
+    tail: Any = Codebook(*book, score=str(call.score), scale=call.scale, key_mask=mask) if book else None
+    if isinstance(call.tail, Hybrid):
+        samples = shards.share(call.tail.samples, origin)
+        tail = replace(call.tail, samples=samples, seed=shard_seed(shards.tail_seed, first[1]))
+    settings = replace(call.search, seed=shard_seed(shards.seed, *first))
+    found = search(q, k, search=settings, key_mask=mask, score=call.score, impl=call.impl)
+    options: dict[str, Any] = {"scale": call.scale, "score": call.score, "weight": call.weight, "impl": call.impl}
+    made = attend(q, k, v, found, radius=call.radius, key_mask=mask, window=call.window, tail=tail, **options)
+    return Attended(made.out.to(accumulator(v.dtype)), made.lse)
+
+
+class _Ring(torch.autograd.Function):
+    """The keys of all ranks come by, one shard at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, shards: Shards, q: Tensor, *mine: Tensor) -> Tensor:
+        wide = accumulator(shards.v.dtype)
+        out = q.new_zeros((*q.shape[:-1], shards.v.shape[-1]), dtype=wide)
+        total = Attended(out, q.new_full(q.shape[:-1], -torch.inf, dtype=wide))
+
+        def visit(origin: int, keys: list[Tensor]) -> None:
+            nonlocal total
+            total = merge(total, attend_shard(shards, origin, q, keys))
+
+        shards.ranks.agree(_go_round(shards, pack(mine, shards.message_size), visit))
+        ctx.shards = replace(shards, q=q.detach(), k=mine[0].detach(), v=mine[1].detach())
+        ctx.save_for_backward(q, *mine, *total)
+        return total.out.to(shards.v.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        shards: Shards = ctx.shards
+        q, *mine, out, lse = ctx.saved_tensors
+        count, wide, rank = shards.differentiable, out.dtype, shards.ranks.rank
+        grad = grad.to(wide)
+        weighed = (grad * out).sum(-1)
+        layouts = [[(s, wide) for s, _ in shards.layout(n)[:count]] for n in range(shards.ranks.size)]
+        size = max(packed_size(layout) for layout in layouts)
+        grad_q = torch.zeros_like(q, dtype=wide)
+        message = torch.zeros(size, dtype=torch.uint8, device=q.device)  # gradients of the keys that are here
+        coming = None
+
+        def visit(origin: int, keys: list[Tensor]) -> None:
+            nonlocal message
+            own = [x.detach().requires_grad_() for x in (q, *keys[:count])]
+            with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+                part = attend_shard(shards, origin, own[0], [*own[1:], *keys[count:]])
+            share = torch.where(part.lse == -torch.inf, 0, (part.lse - lse).exp()).detach()
+            of_lse = share * ((grad * part.out.detach()).sum(-1) - weighed)
+            of_out = share.unsqueeze(-1) * grad
+            made = [
+                (x, of) for x, of in zip(part, (of_out, of_lse), strict=True) if x.requires_grad
+            ]  # a count does not
+            results, grads = zip(*made, strict=True)
+            found = torch.autograd.grad(results, own, grads, materialize_grads=True)
+            grad_q.add_(found[0])
+            message = pack([x.to(wide) for x in found[1:]], size)
+
+        def after() -> None:
+            """The gradients of the keys that were here go with them, after what earlier ranks had for them."""
+            nonlocal coming, message
+            if coming is not None:
+                message = message.view(wide).add_(coming.wait().view(wide)).view(torch.uint8)
+            coming = shards.ranks.pass_on(message) if shards.ranks.size > 1 else None
+            if coming is not None:
+                message = torch.zeros_like(message)
+
+        shards.ranks.agree(_go_round(shards, pack(mine, shards.message_size), visit, after))
+        home = unpack(message if coming is None else coming.wait(), layouts[rank])
+        grads = [x.to(of.dtype) for x, of in zip((grad_q, *home), (q, *mine), strict=False)]
+        return None, *grads, *[None] * (len(mine) - count)
+
+
+def _go_round(
+    shards: Shards,
+    here: Tensor,
+    visit: Callable[[int, list[Tensor]], None],
+    after: Callable[[], None] | None = None,
+) -> Exception | None:
+    """Every shard of keys visits this rank, while the next one is on its way.
+
+    An error does not stop the ring, in which other ranks wait: it is returned. A visit without queries or keys is left
+    out; `after` comes after each.
+    """
+    ranks, error = shards.ranks, None
+    for stop in range(ranks.size):
+        origin = (ranks.rank - stop) % ranks.size
+        coming = ranks.pass_on(here) if stop + 1 < ranks.size else None
+        if error is None and shards.q.shape[2] and shards.keys[origin]:
+            try:
+                visit(origin, unpack(here, shards.layout(origin)))
+            except Exception as raised:
+                error = raised
+        if after is not None:
+            after()
+        if coming is not None:
+            here = coming.wait()
+    return error

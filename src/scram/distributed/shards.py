@@ -1,0 +1,238 @@
+"""A checked call of the distributed attention: its settings, and what each rank holds of queries and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from .. import errors, validate
+from ..api import cluster
+from ..codebook import Codebook
+from ..defaults import SEARCH, default_tail
+from ..estimators import Clusters, Hybrid
+from ..noise import draw_seed, noise
+from ..scoring import accumulator, default_scale
+from ..types import Matches, Score, Search
+from .mesh import Layout, Ranks, packed_size
+
+
+@dataclass(frozen=True)
+class Call:
+    """Settings of a call that were checked on this rank."""
+
+    search: Search
+    tail: Clusters | Hybrid | None
+    radius: tuple[int, ...]
+    causal: bool
+    scale: float
+    score: Score
+    weight: str
+    window: str
+    impl: str
+    matches: Matches | None
+    automatic: bool
+
+    def words(self) -> int:
+        """A number that differs where settings do; seeds aside, since rank 0's count."""
+        named = self.score
+        if callable(named):
+            named = getattr(named, "__qualname__", type(named).__qualname__)
+        seedless = [None if x is None else replace(x, seed=None) for x in (self.search, self.tail)]
+        rest = (self.radius, self.causal, self.scale, self.weight, self.window, self.impl, self.matches is None)
+        return crc32(repr((seedless, named, rest, self.automatic)).encode())
+
+
+def checked(
+    q: Any, k: Any, v: Any, key_mask: Any, search: Any, radius: int | Sequence[int], tail: Any, causal: bool,
+    scale: float | None, score: Score, weight: str, window: str, impl: str, matches: Matches | None,
+) -> Call:  # fmt: skip
+    """The call, if this rank's arguments are valid; a shard may be empty."""
+    whole_q, whole_k, whole_v = (_not_empty(x, 2) for x in (q, k, v))
+    errors.queries_keys(whole_q, whole_k)
+    if isinstance(key_mask, Tensor):
+        key_mask = _not_empty(key_mask, key_mask.ndim - k.ndim + 3)
+    validate.pairs(whole_q, whole_k, False, key_mask, score)
+    errors.flag("causal", causal)
+    radii = validate.attend(whole_q, whole_k, whole_v, radius, scale, weight, None, 0.0, window)
+    settings = errors.search_settings(search, SEARCH)
+    validate.search(whole_q, whole_k, settings, None)
+    validate.search_engine(impl, whole_q, score, settings)
+    errors.tail(tail)
+    chosen = default_tail(weight, causal, score) if isinstance(tail, str) else tail
+    if isinstance(chosen, Codebook):
+        raise TypeError(
+            "tail must be Clusters, Hybrid, None or 'auto', got a Codebook; each rank clusters its own keys"
+        )
+    if isinstance(chosen, Hybrid):
+        errors.hybrid_only(weight)
+    elif chosen is not None:
+        errors.clusters_only(weight, causal, score)
+        if chosen.fit:
+            raise ValueError("Clusters(fit=...) fits the queries of one machine; leave fit out, raise count instead")
+    automatic = isinstance(search, str) and isinstance(tail, str) and impl == "auto" and matches is None
+    factor = default_scale(scale, q.shape[-1], score, weight)
+    return Call(settings, chosen, radii, causal, factor, score, weight, window, impl, matches, automatic)
+
+
+def _not_empty(x: Any, axis: int) -> Any:
+    """x, with one row where it has none along the sharded axis: what is checked of it does not depend on their number.
+
+    >>> _not_empty(torch.zeros(1, 1, 0, 5, 8), 2).shape
+    torch.Size([1, 1, 1, 5, 8])
+    """
+    if not isinstance(x, Tensor) or not 1 <= axis < x.ndim or x.shape[axis] != 0:
+        return x
+    return x.new_zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]))
+
+
+# What every rank says of its call; all but those in OWN must agree.
+FIELDS = (
+    *("failed", "rows of q", "rows of k", "axes of key_mask", "seed of search", "seed of tail", "settings"),
+    *("batch", "heads of q", "heads of k", "rank of the grid", "width of q", "width of v", "dtype"),
+    *("second extent of q", "third extent of q", "fourth extent of q"),
+    *("second extent of k", "third extent of k", "fourth extent of k"),
+    *("requires_grad of q", "requires_grad of k", "requires_grad of v"),
+)
+OWN = FIELDS[:6]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What each rank holds: q [B, H, queries[rank], *, E], k and v [B, Hk, keys[rank], *, E or F]."""
+
+    ranks: Ranks
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None  # [B, 1, *G'] or [B, H, *G'] of this rank's keys; None: no rank has one
+    call: Call
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    seed: int
+    tail_seed: int
+
+    @staticmethod
+    def of(ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: Call) -> Shards:
+        """All ranks say what they have; raises on all of them where that does not fit."""
+        seeds = [None if x is None else x.seed_tensor for x in (call.search, call.tail)]
+        seed = int(draw_seed() if seeds[0] is None else seeds[0])
+        tail_seed = seed if seeds[1] is None else int(seeds[1])
+        axes = 0 if key_mask is None else key_mask.ndim - k.ndim + 3  # 1 or 2
+        extents = [[*x.shape[3:-1], *[0] * (7 - x.ndim)] for x in (q, k)]
+        grads = [int(torch.is_grad_enabled() and x.requires_grad) for x in (q, k, v)]
+        mine = [0, q.shape[2], k.shape[2], axes, seed, tail_seed, call.words(), *q.shape[:2], k.shape[1], q.ndim - 3]
+        mine += [q.shape[-1], v.shape[-1], errors.DTYPES.index(q.dtype), *extents[0], *extents[1], *grads]
+        everyone = ranks.exchange(mine)
+        ranks.told(None, everyone)
+        _agreed(everyone)
+        said = dict(zip(FIELDS, zip(*everyone, strict=True), strict=True))
+        if sum(said["rows of k"]) == 0:
+            raise ValueError("k must have at least one row on some rank, all shards are empty")
+        most = max(said["axes of key_mask"])
+        if most:
+            if key_mask is None:
+                key_mask = torch.ones(k.shape[0], *k.shape[2:-1], dtype=torch.bool, device=k.device)
+            if key_mask.ndim < k.ndim - 1:
+                key_mask = key_mask.unsqueeze(1)
+            if most == 2:
+                key_mask = key_mask.expand(-1, q.shape[1], *key_mask.shape[2:])
+        rows = tuple(said["rows of q"]), tuple(said["rows of k"])
+        return Shards(ranks, q, k, v, key_mask, call, *rows, said["seed of search"][0], said["seed of tail"][0])
+
+    def share(self, total: int, rank: int) -> int:
+        """The part of `total` clusters or drawn keys that is that rank's, by its keys; rounded up, one at least."""
+        return max(1, -(-total * self.keys[rank] // sum(self.keys)))
+
+    def count(self, rank: int) -> int:
+        """Clusters of that rank's keys: not more than keys."""
+        tail, keys = self.call.tail, self.keys[rank] * math.prod(self.k.shape[3:-1])
+        assert isinstance(tail, Clusters)
+        return min(self.share(tail.count, rank), keys)
+
+    def layout(self, rank: int) -> Layout:
+        """The tensors of that rank's keys which travel: k, v, with clusters centres and values, then constants."""
+        (batch, heads, _, *rest, width), wide = self.k.shape, accumulator(self.v.dtype)
+        rows, kind = self.keys[rank], self.k.dtype
+        parts: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((batch, heads, rows, *rest, x.shape[-1]), kind) for x in (self.k, self.v)
+        ]
+        constants: list[tuple[tuple[int, ...], torch.dtype]] = []
+        if self.key_mask is not None:
+            constants.append(((batch, self.key_mask.shape[1], rows, *rest), torch.bool))
+        if isinstance(self.call.tail, Clusters):
+            if self.key_mask is not None and self.key_mask.shape[1] > 1:
+                heads = self.q.shape[1]
+            width += 2 * (self.call.score == "l2")
+            clusters = (batch, heads, self.count(rank) if rows else 0)
+            parts += [((*clusters, x), wide) for x in (width, self.v.shape[-1])]
+            constants += [((batch, heads, rows, *rest), torch.int32), (clusters, torch.int32)]
+        return [*parts, *constants]
+
+    @property
+    def differentiable(self) -> int:
+        """How many of the tensors that travel carry gradients, the first ones."""
+        return 4 if isinstance(self.call.tail, Clusters) else 2
+
+    @property
+    def message_size(self) -> int:
+        """Bytes of the longest message: all are as long."""
+        return max(packed_size(self.layout(rank)) for rank in range(self.ranks.size))
+
+    def travelling(self) -> list[Tensor]:
+        """This rank's tensors of `layout`; the clusters are made here, differentiable in k and v."""
+        tensors, constants = [self.k, self.v], [] if self.key_mask is None else [self.key_mask]
+        tail = self.call.tail
+        if not isinstance(tail, Clusters):
+            return [*tensors, *constants]
+        if self.keys[self.ranks.rank] == 0:
+            empty = [self.k.new_zeros(shape, dtype=dtype) for shape, dtype in self.layout(self.ranks.rank)]
+            reach = self.k.sum() + self.v.sum()  # no element holds it: gradients find their way
+            made = [x + reach for x in empty[2:4]]
+            return [*tensors, *made, *constants, *empty[-2:]]
+        seed = shard_seed(self.tail_seed, self.first_key(self.ranks.rank))
+        q = self.q if self.queries[self.ranks.rank] else self.q.new_ones((*self.q.shape[:2], 1, *self.q.shape[3:]))
+        options: dict[str, Any] = {"scale": self.call.scale, "score": self.call.score, "impl": self.call.impl}
+        mask, count = public_mask(self.key_mask), self.count(self.ranks.rank)
+        clusters = replace(tail, count=count, seed=seed)
+        book = cluster(q.detach(), self.k, self.v, clusters=clusters, key_mask=mask, **options)
+        return [*tensors, book.centres, book.values, *constants, book.label, book.sizes]
+
+    def first_query(self, rank: int) -> int:
+        """The number of a rank's first query on the whole grid."""
+        return math.prod(self.q.shape[3:-1]) * sum(self.queries[:rank])
+
+    def first_key(self, rank: int) -> int:
+        """The number of a rank's first key on the whole grid."""
+        return math.prod(self.k.shape[3:-1]) * sum(self.keys[:rank])
+
+
+def public_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask [B, 1 or H, *G'] as functions of the package take it."""
+    return mask.squeeze(1) if mask is not None and mask.shape[1] == 1 else mask
+
+
+def shard_seed(seed: int, *first: int) -> Tensor:
+    """The seed of a shard that begins at these queries and keys; the first one has the seed itself.
+
+    >>> shard_seed(7, 0), shard_seed(7, 64) == shard_seed(7, 128)
+    (tensor(7), tensor(False))
+    """
+    whole = torch.tensor(seed, dtype=torch.int64)
+    if not any(first):
+        return whole
+    words = [word for number in first for word in (number & 0xFFFFFFFF, number >> 32)]
+    return (noise(whole, *words, 0) << 31) ^ noise(whole, *words, 1)
+
+
+def _agreed(everyone: list[list[int]]) -> None:
+    for name, numbers in zip(FIELDS, zip(*everyone, strict=True), strict=True):
+        odd = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+        if name not in OWN and odd is not None:
+            got = "other settings" if name == "settings" else f"{numbers[odd]}, rank 0 {numbers[0]}"
+            raise ValueError(f"all ranks must call with the same {name}: rank {odd} has {got}")

@@ -1,0 +1,46 @@
+"""What ranks must agree on, and what each may have of its own."""
+
+import pytest
+import torch
+
+import scram
+import sharded_jobs as jobs
+from scram.distributed.shards import checked, shard_seed
+from sharded import on_ranks
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("batch", "all ranks must call with the same batch: rank 1 has 1, rank 0 2"),
+        ("grad", "all ranks must call with the same requires_grad of k: rank 1 has 0, rank 0 1"),
+        ({"radius": 2}, "all ranks must call with the same settings: rank 1 has other settings"),
+        ({"tail": scram.Clusters(fit=8)}, "fits the queries of one machine"),
+    ],
+    ids=["batch", "grad", "settings", "fit"],
+)
+def test_ranks_must_agree(change, words):
+    said = on_ranks(2, jobs.raised, change=change, who=1)
+    assert all(words in one for one in said), said
+
+
+def test_some_rank_has_keys():
+    assert all("all shards are empty" in words for words in on_ranks(2, jobs.raised, change="no keys"))
+
+
+def test_no_codebook():
+    k = torch.randn(1, 1, 4, 4, 4)
+    book = scram.cluster(k, k, k, clusters=scram.Clusters(count=2, seed=0))
+    with pytest.raises(TypeError, match="got a Codebook; each rank clusters its own keys"):
+        checked(k, k, k, None, "auto", 1, book, False, None, "dot", "softmax", "query", "auto", None)
+
+
+def test_seeds_of_shards_differ():
+    seeds = [
+        int(shard_seed(seed, *first))
+        for seed in (0, -5, 2**62)
+        for first in ((0, 0), (0, 64), (64, 0), (2**40, 0), (2**41, 0))
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds[0] == 0
+    assert seeds[5] == -5

@@ -1,0 +1,269 @@
+"""What ranks are asked in tests/distributed: each compares its shard with the answer of one process."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import scram
+import scram.distributed
+from scram.distributed.mesh import Ranks
+from scram.distributed.shards import shard_seed
+from sharded import cut, mask_of, tensors
+
+ENGINE = "reference"
+
+
+def own_part(mesh, x, rows, axis=2):
+    return None if x is None else cut(x, rows, axis)[mesh.get_local_rank()]
+
+
+def compare(mesh, rows, key_rows, found, want, shards, wanted_grads, atol):
+    """out and gradients of this rank against those of one process."""
+    torch.testing.assert_close(found, want, atol=atol, rtol=0)
+    rank = mesh.get_local_rank()
+    for name, x, of, all_rows in zip("qkv", shards, wanted_grads, (rows, key_rows, key_rows), strict=True):
+        part = of.split(list(all_rows), 2)[rank]
+        torch.testing.assert_close(x.grad, part, atol=atol, rtol=0, msg=lambda words, name=name: f"d{name}: {words}")
+
+
+def own_mask_of(mask, legal, key_rows, rank):
+    """This rank's mask; for "some" rank 0 has one of keys, rank 1 one of heads, others none."""
+    if legal is None or (mask == "some" and rank > 1):
+        return None
+    own = legal.split(list(key_rows), 1 if mask == "keys" else 2)[rank]
+    return own[:, 0] if mask == "some" and rank == 0 else own
+
+
+def gather_equals_attend(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, mask=None, tail=False, bits=64,
+                         score="dot", weight="softmax"):  # fmt: skip
+    dtype, atol = {64: (torch.float64, 1e-12), 16: (torch.bfloat16, 0.05)}[bits]
+    grid, key_grid = (sum(rows), *extents), (sum(key_rows), *extents)
+    whole, legal = tensors(grid, key_grid, heads, key_heads, dtype), mask_of(mask, key_grid, heads)
+    if mask == "some":
+        legal[:, :, : key_rows[0]] = legal[:, :1, : key_rows[0]]
+        legal[:, :, key_rows[0] + key_rows[1] :] = True
+    matches = scram.search(*whole[:2], search=scram.Search(matches=2, seed=3), key_mask=legal, impl=ENGINE, score=score)
+    options = {"radius": 1, "score": score, "weight": weight, "impl": ENGINE}
+    # As many clusters as keys: one for each, whoever makes them.
+    clusters = scram.Clusters(count=10**6, seed=0) if tail else None
+    book = scram.cluster(*whole, clusters=clusters, key_mask=legal, score=score, impl=ENGINE) if tail else None
+    want = scram.attend(*whole, matches, key_mask=legal, tail=book, **options).out
+    factor = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (want * factor).sum().backward()
+    rank = mesh.get_local_rank()
+    q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
+    index, scores = (x.split(list(rows), 2)[rank] for x in (matches.index, matches.score))
+    if rows[rank]:
+        matches = scram.Matches(index, scores, key_grid)
+    own_mask = own_mask_of(mask, legal, key_rows, rank)
+    out = scram.distributed.attention(
+        q, k, v, mesh=mesh, mode="gather", matches=matches, key_mask=own_mask, tail=clusters, **options
+    )
+    (out * factor.split(list(rows), 2)[rank]).sum().backward()
+    compare(mesh, rows, key_rows, out, want.split(list(rows), 2)[rank], (q, k, v), [x.grad for x in whole], atol)
+    return float(out.detach().abs().sum())
+
+
+def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, mask=None, tail="clusters", bits=64,
+                      score="dot", weight="softmax", engine=ENGINE):  # fmt: skip
+    dtype, atol = {64: (torch.float64, 1e-12), 16: (torch.bfloat16, 0.05)}[bits]
+    grid, key_grid = (sum(rows), *extents), (sum(key_rows), *extents)
+    whole, legal = tensors(grid, key_grid, heads, key_heads, dtype), mask_of(mask, key_grid, heads)
+    masks = [None] * len(rows) if legal is None else legal.split(list(key_rows), 1 if mask == "keys" else 2)
+    qs, ks, vs = (x.split(list(of), 2) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
+    common = {"score": score, "impl": engine}
+
+    def first(of, rank):
+        return sum(of[:rank]) * torch.Size(extents).numel()
+
+    def tail_of(origin):
+        share = -(-8 * key_rows[origin] // sum(key_rows))
+        seed = shard_seed(11, first(key_rows, origin))
+        if tail == "drawn":
+            return scram.Hybrid(samples=share, seed=seed)
+        settings = scram.Clusters(count=share, seed=seed)
+        seen = qs[origin] if rows[origin] else torch.ones_like(whole[0][:, :, :1])
+        given = seen.detach(), ks[origin], vs[origin]
+        return scram.cluster(*given, clusters=settings, key_mask=masks[origin], **common) if tail else None
+
+    tails = [tail_of(origin) if key_rows[origin] else None for origin in range(len(rows))]
+    outs = []
+    for rank, q in enumerate(qs):
+        total = scram.Attended(q.new_zeros(*q.shape[:-1], 3), q.new_full(q.shape[:-1], -torch.inf))
+        if bits == 16:
+            total = scram.Attended(*(x.float() for x in total))
+        for origin, (k, v, own) in enumerate(zip(ks, vs, masks, strict=True)):
+            if rows[rank] and key_rows[origin]:
+                how = scram.Search(matches=2, seed=shard_seed(7, first(rows, rank), first(key_rows, origin)))
+                found = scram.search(q, k, search=how, key_mask=own, **common)
+                part = scram.attend(q, k, v, found, key_mask=own, weight=weight, tail=tails[origin], **common)
+                total = scram.merge(total, part._replace(out=part.out.to(total.out.dtype)))
+        outs.append(total.out)
+    want = torch.cat(outs, 2)
+    factor = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(want.dtype)
+    (want * factor).sum().backward()
+    rank = mesh.get_local_rank()
+    q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
+    settings = {"clusters": scram.Clusters(count=8, seed=11), "drawn": scram.Hybrid(samples=8, seed=11), None: None}
+    seed = 7 if rank == 0 else 100 + rank  # rank 0's counts
+    out = scram.distributed.attention(
+        q, k, v, mesh=mesh, mode="ring", search=scram.Search(matches=2, seed=seed), tail=settings[tail],
+        key_mask=masks[rank], weight=weight, **common,
+    )  # fmt: skip
+    assert out.dtype == dtype
+    (out * factor.split(list(rows), 2)[rank]).sum().backward()
+    wanted = want.split(list(rows), 2)[rank].to(dtype)
+    compare(mesh, rows, key_rows, out, wanted, (q, k, v), [x.grad for x in whole], atol)
+
+
+def ring_of_all_keys_is_exact(mesh, rows, key_rows):
+    """Windows over every shard, so that the union of all is every key."""
+    grid, key_grid = (sum(rows), 3), (sum(key_rows), 3)
+    whole = tensors(grid, key_grid)
+    want = scram.exact_attention(*whole).out
+    want.square().sum().backward()
+    q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
+    out = scram.distributed.attention(q, k, v, mesh=mesh, mode="ring", radius=50, tail=None, impl=ENGINE)
+    out.square().sum().backward()
+    own = want.split(list(rows), 2)[mesh.get_local_rank()]
+    compare(mesh, rows, key_rows, out, own, (q, k, v), [x.grad for x in whole], 1e-10)
+
+
+def heads_equal_one_process(mesh, rows, key_rows, mask=None, causal=False, bits=64):
+    """Windows that hold every key: the answer does not depend on draws."""
+    dtype, atol = {64: (torch.float64, 1e-10), 16: (torch.bfloat16, 0.05)}[bits]
+    size = mesh.size()
+    heads = 2 * size
+    grid, key_grid = (sum(rows), 3), (sum(key_rows), 3)
+    whole, legal = tensors(grid, key_grid, heads, size, dtype), mask_of(mask, key_grid, heads)
+    want = scram.exact_attention(*whole, key_mask=legal, causal=causal).out
+    want.square().sum().backward()
+    rank = mesh.get_local_rank()
+    q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
+    own = None if legal is None else legal.split(list(key_rows), 1 if mask == "keys" else 2)[rank]
+    out = scram.distributed.attention(
+        q, k, v, mesh=mesh, mode="heads", radius=50, tail=None, key_mask=own, causal=causal, impl=ENGINE
+    )
+    out.square().sum().backward()
+    grads = [x.grad for x in whole]
+    compare(mesh, rows, key_rows, out, want.split(list(rows), 2)[rank].to(dtype), (q, k, v), grads, atol)
+
+
+def one_rank_is_scram_attention(mesh, mode, tail):
+    """On a mesh of one rank the answer is that of the plain call, bit for bit."""
+    q, k, v = tensors((5, 6), (5, 6), 2, 1, torch.float32)
+    tails = {"clusters": scram.Clusters(count=7), "drawn": scram.Hybrid(samples=5), None: None}
+    options = {"search": scram.Search(matches=2, seed=3), "tail": tails[tail], "impl": ENGINE}
+    want = scram.attention(q, k, v, **options)
+    out = scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, **options)
+    assert torch.equal(out, want)
+
+
+def one_seed_for_all(mesh, mode):
+    """Without a seed rank 0's draw counts: two calls with the same generator on rank 0 agree, whatever others have."""
+    rank, outs = mesh.get_local_rank(), []
+    q, k, v = (own_part(mesh, x, (4, 4)) for x in tensors((8, 8), (8, 8), 2, 2))
+    how = {"search": scram.Search(sweeps=0), "tail": None, "radius": 0, "impl": ENGINE}
+    for other in (1, 2, 3):
+        torch.manual_seed(other if rank else min(other, 2))
+        outs.append(scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, **how))
+    assert not torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[1], outs[2])
+
+
+def auto_works(mesh, heads):
+    """Defaults: small tensors are attended densely, whichever mode is taken."""
+    rows = [3] * mesh.size()
+    whole = tensors((sum(rows), 4), (sum(rows), 4), heads, heads)
+    want = own_part(mesh, scram.exact_attention(*whole).out, rows)
+    q, k, v = (own_part(mesh, x, rows) for x in whole)
+    out = scram.distributed.attention(q, k, v, mesh=mesh)
+    torch.testing.assert_close(out, want, atol=1e-10, rtol=0)
+
+
+def raised(mesh, change, mode="ring", who=None, backward=False):
+    """The error of this rank where `change` is made on rank `who`, on all where None; the group still works after."""
+    rank = mesh.get_local_rank()
+    q, k, v = (own_part(mesh, x, [2] * mesh.size()) for x in tensors((2 * mesh.size(), 3), (2 * mesh.size(), 3), 4, 1))
+    how = {"mode": mode, "impl": ENGINE, "tail": None, "mesh": mesh}
+    mine = rank == who or who is None
+    if change == "score" and mine:
+        how["score"] = bad_score
+    elif change == "score":
+        how["score"] = good_score
+    elif change == "late score":
+        how["score"] = LateScore(mine)
+    elif change == "width" and mine:
+        k = k[..., :3]
+    elif change == "batch" and mine:
+        q, k, v = (x[:1] for x in (q, k, v))
+    elif change == "grad" and mine:
+        k = k.detach()
+    elif change == "no keys":
+        k, v = k[:, :, :0], v[:, :, :0]
+    elif mine:
+        how |= change
+    message = None
+    try:
+        out = scram.distributed.attention(q, k, v, **how)
+        if backward:
+            out.sum().backward()
+    except (ValueError, TypeError, RuntimeError) as error:
+        message = f"{type(error).__name__}: {error}"
+    one = torch.ones(())
+    dist.all_reduce(one, group=mesh.get_group())
+    assert one == mesh.size()
+    return message
+
+
+def good_score(q, k):
+    return (q * k).sum(-1)
+
+
+def bad_score(q, k):
+    raise RuntimeError("no such score")
+
+
+good_score.__qualname__ = bad_score.__qualname__ = "score"
+
+
+class LateScore:
+    """Fails in the backward pass, where the ring goes round again."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def __call__(self, q, k):
+        if self.fails and torch.is_grad_enabled():
+            raise RuntimeError("too late")
+        return (q * k).sum(-1)
+
+
+def held_by_backward(mesh, rows):
+    """Bytes of tensors that the graph of a ring keeps on this rank, in terms of its own q, k and v."""
+    q, k, v = (
+        own_part(mesh, x, [rows] * mesh.size()) for x in tensors((rows * mesh.size(), 8), (rows * mesh.size(), 8))
+    )
+    kept = {}
+
+    def keep(x):
+        kept[x.data_ptr()] = x.numel() * x.element_size()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = scram.distributed.attention(
+            q, k, v, mesh=mesh, mode="ring", search=scram.Search(seed=0), tail=None, impl=ENGINE
+        )
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+def two_dimensions(mesh):
+    both = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("a", "b"))
+    message = ""
+    try:
+        scram.distributed.attention(*tensors((2, 3), (2, 3)), mesh=both)
+    except ValueError as error:
+        message = str(error)
+    assert Ranks(both["b"]).size == mesh.size()
+    return message
