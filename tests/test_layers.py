@@ -1,6 +1,8 @@
 """Layers of a model: which module calls, what grid its tokens are, hooks for compiled code, plans as one file."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -125,10 +127,16 @@ def test_hooks_are_there_while_somebody_needs_them():
 
 
 def test_hooks_keep_no_module_alive():
-    hooks = Hooks()
-    hooks.add("one", nn.Identity())
+    hooks, module = Hooks(), nn.Identity()
+    gone = weakref.ref(module)
+    hooks.add("one", module)
     hooks.attach()
+    del module
+    gc.collect()
+    assert gone() is None
     hooks.detach()
+    hooks.attach()
+    assert not hooks._handles
 
 
 def test_a_line_for_each_layer():

@@ -167,7 +167,6 @@ def test_an_outer_patch_does_not_see_how_layers_are_tuned():
     ):
         model(x)
     assert all(plan.rungs[0].error is None or plan.rungs[0].error[0] > 0.05 for plan in inner.plans.values())
-    assert all(plan.check(*torch.randn(3, 1, 1, 32, 32, 8)) is not None for plan in inner.plans.values())
     assert sum(outer.calls.values()) <= 2
 
 

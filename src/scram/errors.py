@@ -268,6 +268,11 @@ def finite(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be finite, {bad} of its {x.numel()} values are NaN or infinite")
 
 
+def finite_but_for_masked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    """A masked key may be anything."""
+    finite(q=q, **({} if key_mask is not None else {"k": k, "v": v}))
+
+
 def grid(value: Any, name: str = "grid", example: str = " such as (14, 14)") -> tuple[int, ...]:
     """Extents of a grid of rank 1 to 4."""
     if not _is_sequence(value) or not 1 <= len(value) <= MAX_RANK:

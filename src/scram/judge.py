@@ -161,7 +161,7 @@ class Judge:
         errors.queries_keys(q, k)
         errors.some_queries(q)
         errors.values(q, k, v)
-        errors.finite(q=q, **({} if key_mask is not None else {"k": k, "v": v}))  # a masked key may be anything
+        errors.finite_but_for_masked(q, k, v, key_mask)
         self.q, self.k, self.v = q, k, v
         how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale}
         errors.whole("num_queries", num_queries, 1)
@@ -209,10 +209,8 @@ class Judge:
             raise ValueError(f"the function must return a tensor of shape {want}, got {tuple(out.shape)}{hint}")
         if out.device != self.q.device:
             raise ValueError(f"the function must return a tensor on {self.q.device}, got {out.device}")
-        bad = (
-            int((~out.isfinite()).sum()) if bool((self.truth.lse > -torch.inf).all()) else 0
-        )  # without a key anything may come
-        if bad:
+        bad = int((~out.isfinite()).sum())
+        if bad and bool((self.truth.lse > -torch.inf).all()):  # without a key anything may come
             raise ValueError(f"the function returned {bad} of {out.numel()} values that are NaN or infinite")
         return out
 

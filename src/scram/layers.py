@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from .layout_hints import PREFIXES
-from .plan import Plan
+from .plan import Plan, load_json, save_json
 
 VERSION = 1  # of the JSON
 MOST_LEFT_ALONE = 1024  # tokens of which no grid is known; more are an error
@@ -39,22 +38,18 @@ class Plans(dict[str, Plan]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file."""
         layers = {name: plan.as_dict() for name, plan in self.items()}
-        text = json.dumps({"format": "scram.Plans", "version": VERSION, "layers": layers}, indent=1, allow_nan=False)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        save_json({"format": "scram.Plans", "version": VERSION, "layers": layers}, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plans:
         """Read what `save` wrote."""
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        try:
-            data = json.loads(text)
+
+        def made(data: Any) -> Plans:
             if not isinstance(data, dict) or data.get("format") != "scram.Plans" or data.get("version") != VERSION:
                 raise ValueError(f"it holds something else, or its version is not {VERSION}")
             return Plans({name: Plan.from_dict(plan) for name, plan in data["layers"].items()})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} holds no plans that Plans.save wrote: {error}") from error
+
+        return load_json(path, made, "holds no plans that Plans.save wrote")
 
 
 @dataclass

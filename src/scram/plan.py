@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -213,8 +213,7 @@ class Plan:
             num_queries, seed: the sample, as in `tune`.
             arguments: as in a call of the plan.
         """
-        masked = arguments.get("key_mask") is not None  # a masked key may be anything
-        errors.finite(q=q, **({} if masked else {"k": k, "v": v}))
+        errors.finite_but_for_masked(q, k, v, arguments.get("key_mask"))
         names = ("causal", "key_mask", "scale", "score", "extra")
         given = {"causal": self.causal, "scale": self.scale, "score": self.score, **arguments}
         with torch.no_grad():
@@ -305,19 +304,31 @@ class Plan:
         ...     scram.Plan.load(folder + "/plan.json") == plan
         True
         """
-        text = json.dumps(self.as_dict(), indent=1, allow_nan=False)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        save_json(self.as_dict(), path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read what `save` wrote."""
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        try:
-            return Plan.from_dict(json.loads(text))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is not a plan that Plan.save wrote: {error}") from error
+        return load_json(path, Plan.from_dict, "is not a plan that Plan.save wrote")
+
+
+Loaded = TypeVar("Loaded")
+
+
+def save_json(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    text = json.dumps(data, indent=1, allow_nan=False)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def load_json(path: str | os.PathLike[str], made: Callable[[Any], Loaded], complaint: str) -> Loaded:
+    """What `made` makes of a file that `save_json` wrote; ValueError with the complaint where it is another file."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    try:
+        return made(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} {complaint}: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,7 +42,7 @@ class Report:
         warning: what keeps the patch from working as a whole; "" for nothing.
         error: the budget; None where there is none.
         layers: by their names, with a budget.
-        known: plans of layers that were tuned before.
+        known: plans of all layers that have one, whether they were called or not.
     """
 
     calls: Counter[Call] = field(default_factory=Counter)
@@ -146,9 +146,9 @@ class Replacement:
                 found = f"{loose[0]!r} was tuned for {plans[loose[0]].error:g}"
                 raise ValueError(f"plans must keep the error {error:g}, but {found}; tune it again, or raise the error")
         self.settings, self.replaces, self.hooks = settings, replaces, Hooks()
-        self.report = Report(error=error, known=Plans(plans or {}))
         # What compiled code reads changes in eager calls only.
         self.plans, self.lengths = Plans(plans or {}), dict[str, int]()
+        self.report = Report(error=error, known=self.plans)
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.taken: set[str] = set()
         self.report_name = str(id(self.report))

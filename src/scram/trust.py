@@ -215,7 +215,7 @@ def trust(
     errors.queries_keys(q, k)
     errors.some_queries(q)
     errors.values(q, k, v)
-    errors.finite(q=q, **({} if key_mask is not None else {"k": k, "v": v}))  # a masked key may be anything
+    errors.finite_but_for_masked(q, k, v, key_mask)
     errors.extra(q, k, v, extra)
     errors.scale(scale)
     errors.tail(tail)

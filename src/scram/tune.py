@@ -30,7 +30,7 @@ from .types import Score, Search
 NUM_QUERIES = queries_needed(SHARE, 16, 0.015)
 SECOND_LOOK = 8
 TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
-LEAST_GAIN = 1.1  # over dense attention
+LEAST_SPEEDUP = 1.1  # over dense attention
 STEADY = 1.2  # two runs whose times differ by less need no third
 CHEAPER = 0.8  # of a predicted time: predictions may be too high by that
 FIT_QUERIES = 25  # that dense attention answers in the time in which a fit reads one, at least
@@ -84,7 +84,7 @@ def tune(
     validate.pairs(q, k, causal, key_mask, score)
     radii = validate.attend(q, k, v, radius, scale, "softmax", extra, 0.0, window)
     errors.some_queries(q)
-    errors.finite(q=q, **({} if key_mask is not None else {"k": k, "v": v}))  # a masked key may be anything
+    errors.finite_but_for_masked(q, k, v, key_mask)
     errors.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
     errors.one_of("impl", impl, errors.IMPLS)
     fits = errors.flag("fit", fit) and not any(x.requires_grad for x in (q, k, v))
@@ -96,7 +96,7 @@ def tune(
     dense = Rung(Setting(), math.prod(grid_of(k)), climb.dense, (0.0, 0.0, 0.0), 0.0, True, climb.dense_note)
     rungs.append(dense)
     chosen = min((n for n, rung in enumerate(rungs) if rung.keeps), key=lambda n: rungs[n].seconds or math.inf)
-    if LEAST_GAIN * (rungs[chosen].seconds or 0.0) > climb.dense:
+    if LEAST_SPEEDUP * (rungs[chosen].seconds or 0.0) > climb.dense:
         chosen = len(rungs) - 1  # exact attention for nearly the same time
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
     return Plan(
