@@ -5,6 +5,8 @@ import pytest
 import sharded_jobs as jobs
 from sharded import on_ranks
 
+pytestmark = pytest.mark.slow  # each spawns processes
+
 
 @pytest.mark.parametrize("rows", [(7,), (3, 4), (4, 2, 1)], ids=str)
 def test_equals_attend_of_one_process(rows):

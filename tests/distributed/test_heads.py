@@ -5,6 +5,8 @@ import pytest
 import sharded_jobs as jobs
 from sharded import on_ranks
 
+pytestmark = pytest.mark.slow  # each spawns processes
+
 
 @pytest.mark.parametrize("rows", [(7,), (3, 4), (4, 0, 1)], ids=str)
 @pytest.mark.parametrize("mask", [None, "keys", "heads"])
