@@ -31,7 +31,7 @@ def clock(call: Callable[[], Tensor], device: str, once: float = ONCE) -> tuple[
 
     A call of more than `once` seconds is made once, on a GPU twice: there the first may compile.
     """
-    before = _reset_peak(device)
+    before = reset_peak(device)
     out, first = timed(call, device)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else memory_status("VmHWM")
     times = [first]
@@ -57,7 +57,7 @@ def timed(call: Callable[[], Tensor], device: str) -> tuple[Tensor, float]:
     return out, now(device) - start
 
 
-def _reset_peak(device: str) -> int:
+def reset_peak(device: str) -> int:
     """Start to watch the peak; the bytes in use now."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -11,7 +11,17 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from . import arguments
-from .arguments import ALL_PARTS, BENCH_PATCH, BENCH_SIZES, FIGURES, PARTS, PHOTOGRAPHS, TRAINED
+from .arguments import (
+    ALL_PARTS,
+    BENCH_PATCH,
+    BENCH_SIZES,
+    DISTRIBUTED_SIZES,
+    FIGURES,
+    MODES,
+    PARTS,
+    PHOTOGRAPHS,
+    TRAINED,
+)
 from .console import one_line_errors, output_folder
 
 
@@ -172,25 +182,43 @@ def figures(
         run(out, names, size, data, seed).finish(out / "figures.json", as_json)
 
 
-@_command("bench", "bench --sizes 32,64 --widths 3 --out /tmp/b", "bench --device cuda --longest 12", "bench --resume")
+@_command("bench", "bench --sizes 32,64 --widths 3 --out /tmp/b", "bench --device cuda --longest 12", "bench --resume",
+          "bench --distributed --ranks 1,2,4 --sizes 256")  # fmt: skip
 def bench(
     out: Out = Path("scram-bench"),
     device: Device = "cpu",
     sizes: Annotated[str | None, Option(help="Sides of the pictures, with commas; 32 to 512, GPU 64 to 2048.")] = None,
-    widths: Annotated[str, Option(help="Widths of queries and keys, with commas; the paper has 3.")] = "3,64",
+    widths: Annotated[
+        str | None, Option(help="Widths of queries and keys, with commas; the paper's 3, and 64.")
+    ] = None,
     parts: Annotated[str, Option(help=f"What to measure, with commas, of {', '.join(ALL_PARTS)}.")] = ",".join(PARTS),
     longest: Annotated[float, Option(min=0.0, help="Leave out calls that would take longer, in seconds.")] = 3.0,
     budget: Annotated[float | None, Option(min=0.0, help="Seconds for all; CPU 140, GPU without limit.")] = None,
     resume: Annotated[bool, Option("--resume", help="Keep the times in bench.json and measure the rest.")] = False,
     draw_only: Annotated[bool, Option("--draw-only", help="Measure nothing; table and plot of bench.json.")] = False,
+    distributed: Annotated[bool, Option("--distributed", help="Measure scram.distributed: processes, shards.")] = False,
+    ranks: Annotated[str, Option(help="With --distributed: how many processes, with commas.")] = "1,2,4",
+    modes: Annotated[str, Option(help=f"With --distributed: some of {', '.join(MODES)}.")] = ",".join(MODES),
+    heads: Annotated[int, Option(min=1, max=8, help="With --distributed: heads.")] = 4,
     as_json: Json = False,
 ) -> None:
     """Measure SCRAM, dense attention, fixed sparse patterns, brute force and nearest-neighbour libraries."""
     with one_line_errors(), output_folder(out):
         arguments.check_device(device)
-        sides = BENCH_SIZES[device] if sizes is None else arguments.whole_numbers("sizes", sizes, 16)
+        usual = DISTRIBUTED_SIZES if distributed else BENCH_SIZES[device]
+        sides = usual if sizes is None else arguments.whole_numbers("sizes", sizes, 16)
         kinds = arguments.some_of("parts must be", parts, ALL_PARTS)
+        widths = widths or ("64" if distributed else "3,64")
         numbers = arguments.whole_numbers("widths", widths, 1, 3 * BENCH_PATCH**2)  # the colours of a patch
+        if distributed:
+            if resume or draw_only:
+                raise ValueError("--resume and --draw-only are not for --distributed")
+            several = arguments.whole_numbers("ranks", ranks, 1, 64)
+            named = arguments.some_of("modes must be", modes, MODES)
+            from .distributed import run as run_distributed
+
+            run_distributed(out, device, sides, numbers, several, tuple(named), heads, as_json)
+            return
         from .bench import run
 
         run(out, device, sides, numbers, tuple(kinds), longest, budget, resume, draw_only, as_json)
