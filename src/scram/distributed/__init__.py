@@ -4,6 +4,7 @@
 """
 
 from .api import attention
+from .model import H200, Link, Machine, Prediction, predict
 from .traffic import Traffic, traffic
 
-__all__ = ["Traffic", "attention", "traffic"]
+__all__ = ["H200", "Link", "Machine", "Prediction", "Traffic", "attention", "predict", "traffic"]
