@@ -462,6 +462,57 @@ def gmflow_layers_flow() -> str:
     return table(("layers by", "flow, from dense", "flow, from truth"), *lines)
 
 
+def distributed() -> str:
+    """docs/distributed: time, memory and bytes of a process against the number of processes, forward and backward."""
+    head = (
+        "mode",
+        "picture",
+        "processes",
+        "forward",
+        "forward + backward",
+        "sent",
+        "held, forward + backward",
+        "error",
+    )
+    rows = load("distributed")["rows"]
+    lines = []
+    for row in sorted(rows.values(), key=lambda row: (row["contender"], row["size"], row["ranks"])):
+        if not row["backward"]:
+            both = rows[f"{row['contender']} {row['size']} E{row['width']} h{row['heads']} P{row['ranks']} backward"]
+            first = row["contender"], f"{row['size']}{BY}{row['size']}", str(row["ranks"])
+            held = f"{both['peak_bytes'] / 1e6:.0f} MB"
+            figures = time(row["seconds"]), time(both["seconds"]), f"{both['sent'] / 1e6:.0f} MB", held
+            lines.append((*first, *figures, share(row["output_error"])))
+    return table(head, *lines)
+
+
+def distributed_predictions(heads: int) -> str:
+    """docs/distributed: forward and backward on H200s, as the cost model says."""
+    head = ("points", "GPUs", "ring", "gather", *(["heads"] if heads > 1 else []))
+    rows, lines = load("distributed_model")[f"heads {heads}"]["rows"], []
+    for name, modes in rows.items():
+        points, gpus = re.findall(r"[\de+]+", name)[0], name.split()[-2]
+        cells = [prediction(modes.get(mode, {}).get("both")) for mode in head[2:]]
+        lines.append((points.replace("1e+", "10^"), gpus, *cells))
+    return table(head, *lines)
+
+
+def prediction(one: dict[str, Any] | None) -> str:
+    if one is None:
+        return "ranks do not divide heads"
+    held = f"{one['held']:.0f} GB" if one["held"] > 3 else f"{one['held']:.1f} GB"
+    if one["bottleneck"] == "memory":
+        return f"does not fit: {held}"
+    return f"{time(one['seconds'])}, {one['bottleneck']}; sends {one['sent']:.0f} GB, holds {held}"
+
+
+def distributed_simulation() -> str:
+    """docs/distributed: calls over slow links, and what the model says of them."""
+    rows = load("distributed_simulation")
+    lines = [(name, *(f"{row[key]:.3f} s" for key in ("visit", "seconds", "model"))) for name, row in rows.items()]
+    return table(("case", "a visit took", "the call took", "the model says"), *lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "others": others,
@@ -485,6 +536,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "crossover": crossover,
     "diffusion": diffusion,
     "judge": judge,
+    "distributed": distributed,
+    "distributed-1": lambda: distributed_predictions(1),
+    "distributed-8": lambda: distributed_predictions(8),
+    "distributed-simulation": distributed_simulation,
     "gmflow": gmflow,
     "gmflow-flow": gmflow_flow,
     "gmflow-layers": gmflow_layers,

@@ -182,14 +182,16 @@ def _ring(ranks: int, sizes: _Sizes, work: _Work, machine: Machine) -> Predictio
     visit, again = work.visit(share), work.visit(share) + work.back(share)
     seconds = work.prepare() + round_trip(ranks, visit, keys)
     compute, transfer, sent = work.prepare() + ranks * visit, (ranks - 1) * keys, (ranks - 1) * sizes.message
-    held = sizes.queries * 2 + sizes.keys + 2 * sizes.message + 3 * sizes.wide_queries
+    travels = 1 + (ranks > 1)  # messages held: here, and coming
+    held = 2 * sizes.queries + sizes.keys + travels * sizes.message + 3 * sizes.wide_queries
     if work.backward:
         seconds += round_trip(ranks, again, keys, gradients)
         compute += ranks * again
         steps = ranks if ranks > 1 else 0
         transfer += (ranks - 1) * keys + steps * gradients
         sent += (ranks - 1) * sizes.message + steps * sizes.gradients
-        held = 4 * sizes.queries + 2 * sizes.keys + 2 * sizes.message + 5 * sizes.wide_queries + 4 * sizes.gradients
+        held = 4 * sizes.queries + 2 * sizes.keys + 5 * sizes.wide_queries
+        held += travels * (sizes.message + 2 * sizes.gradients)
     return _prediction("ring", seconds, compute, transfer, link, sent, held, machine)
 
 
