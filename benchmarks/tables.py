@@ -487,30 +487,35 @@ def distributed() -> str:
 
 
 def distributed_predictions(heads: int) -> str:
-    """docs/distributed: forward and backward on H200s, as the cost model says."""
-    head = ("points", "GPUs", "ring", "gather", *(["heads"] if heads > 1 else []))
+    """docs/distributed: on H200s, as the cost model says."""
+    head = ("points", "GPUs", "pass", "ring", "gather", *(["heads"] if heads > 1 else []))
     rows, lines = load("distributed_model")[f"heads {heads}"]["rows"], []
     for name, modes in rows.items():
-        points, gpus = re.findall(r"[\de+]+", name)[0], name.split()[-2]
-        cells = [prediction(modes.get(mode, {}).get("both")) for mode in head[2:]]
-        lines.append((points.replace("1e+", "10^"), gpus, *cells))
+        points, gpus = f"10^{name[3:5].lstrip('0')}", name.split()[-2]
+        for which, shown in (("forward", "forward"), ("both", "and backward")):
+            cells = [prediction(modes.get(mode, {}).get(which)) for mode in head[3:]]
+            lines.append((points, gpus, shown, *cells))
+            points = gpus = ""
     return table(head, *lines)
 
 
 def prediction(one: dict[str, Any] | None) -> str:
     if one is None:
         return "ranks do not divide heads"
-    held = f"{one['held']:.0f} GB" if one["held"] > 3 else f"{one['held']:.1f} GB"
+    sent, held = (f"{one[key]:.0f} GB" if one[key] > 3 else f"{one[key]:.1f} GB" for key in ("sent", "held"))
     if one["bottleneck"] == "memory":
         return f"does not fit: {held}"
-    return f"{time(one['seconds'])}, {one['bottleneck']}; sends {one['sent']:.0f} GB, holds {held}"
+    return f"**{time(one['seconds'])}**, {one['bottleneck']}; sends {sent}, holds {held}"
 
 
 def distributed_simulation() -> str:
     """docs/distributed: calls over slow links, and what the model says of them."""
-    rows = load("distributed_simulation")
-    lines = [(name, *(f"{row[key]:.3f} s" for key in ("visit", "seconds", "model"))) for name, row in rows.items()]
-    return table(("case", "a visit took", "the call took", "the model says"), *lines)
+    keys = {"keys": "keys travel", "visit": "a visit took", "seconds": "the call took", "model": "the model says"}
+    lines = [
+        (name.split(", keys")[0], *(f"{row[key]:.3f} s" for key in keys))
+        for name, row in load("distributed_simulation").items()
+    ]
+    return table(("case", *keys.values()), *lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
