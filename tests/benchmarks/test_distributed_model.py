@@ -44,7 +44,7 @@ def test_predictions_that_are_stored_are_those_of_the_model(monkeypatch, capsys)
 def test_calls_over_slow_links_take_as_long_as_the_model_says():
     import distributed_simulation as simulation
 
-    links = simulation.Case("ring", 3, True, 300, 75), simulation.Case("gather", 3, True, 250, 75)
+    links = simulation.Case("ring", 3, True, 300, 75), simulation.Case("gather", 3, True, 400, 75)
     computes = simulation.Case("ring", 3, False, 300, 400)
     rows = simulation.simulate((*links, computes))
     assert len(rows) == 3

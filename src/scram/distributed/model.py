@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROOM = 0.9  # of a GPU's memory that tensors may take
 WIDE = 4  # bytes of a float32, in which gradients of keys travel and outputs are joined
 
 
@@ -198,7 +199,7 @@ def _ring(ranks: int, sizes: _Sizes, work: _Work, machine: Machine) -> Predictio
 def _prediction(
     mode: str, seconds: float, compute: float, transfer: float, link: Link, sent: float, held: float, machine: Machine
 ) -> Prediction:
-    slowest = "memory" if held > machine.memory else "compute" if compute >= transfer else link.name
+    slowest = "memory" if held > ROOM * machine.memory else "compute" if compute >= transfer else link.name
     return Prediction(mode, seconds, compute, transfer, round(sent), round(held), slowest)
 
 
