@@ -166,7 +166,15 @@ def measured(mesh: Any, case: Case) -> dict[str, float]:
             dist.barrier(mesh.get_group())
             start = time.perf_counter()
             out = scram.distributed.attention(
-                q, k, v, mesh=mesh, mode=case.mode, search=scram.Search(sweeps=1, seed=0), tail=None
+                q,
+                k,
+                v,
+                mesh=mesh,
+                mode=case.mode,
+                search=scram.Search(sweeps=0, seed=0),
+                radius=0,
+                tail=None,
+                impl="reference",
             )
             if case.backward:
                 out.sum().backward()
