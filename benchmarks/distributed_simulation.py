@@ -171,7 +171,7 @@ def measured(mesh: Any, case: Case) -> dict[str, float]:
                 v,
                 mesh=mesh,
                 mode=case.mode,
-                search=scram.Search(sweeps=0, seed=0),
+                search=scram.Search(sweeps=0, jumps=(), seed=0),
                 radius=0,
                 tail=None,
                 impl="reference",

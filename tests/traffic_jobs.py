@@ -16,7 +16,7 @@ def bytes_sent(mesh, mode, rows, shape):
         torch.randn(batch, h, own, 4, e).requires_grad_()
         for h, e in ((heads, width), (key_heads, width), (key_heads, width_v))
     )
-    how = {"search": scram.Search(seed=0), "tail": None, "impl": "reference"}
+    how = {"search": scram.Search(jumps=(), seed=0), "tail": None, "impl": "reference"}
     with scram.distributed.traffic() as forward:
         out = scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, **how)
     with scram.distributed.traffic() as backward:
