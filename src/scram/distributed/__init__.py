@@ -4,5 +4,6 @@
 """
 
 from .api import attention
+from .traffic import Traffic, traffic
 
-__all__ = ["attention"]
+__all__ = ["Traffic", "attention", "traffic"]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.distributed import all_gather_single, reduce_scatter_single
+from .traffic import count, waiting
 
 ALIGNMENT = 16  # bytes: a tensor in a message begins at a multiple
 MOST_WORDS = 1024  # bytes of an error that travel
@@ -32,8 +33,9 @@ class Coming(NamedTuple):
     works: list[Any]
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        with waiting():
+            for work in self.works:
+                work.wait()
         return self.message
 
 
@@ -92,25 +94,33 @@ class Ranks:
     def all_gather(self, message: Tensor) -> Tensor:
         """message [n] of every rank, equally long -> [ranks, n]."""
         everyone = message.new_empty(self.size * message.shape[0])
-        all_gather_single(everyone, message, group=self.group)
+        count(*[(self.size - 1) * message.nbytes] * 2)
+        with waiting():
+            all_gather_single(everyone, message, group=self.group)
         return everyone.reshape(self.size, -1)
 
     def reduce_scatter(self, messages: Tensor) -> Tensor:
         """messages [ranks, n], one for each rank -> the sum [n] of what all ranks have for this one."""
         mine = messages.new_empty(messages.shape[1])
-        reduce_scatter_single(mine, messages.flatten(), group=self.group)
+        count(*[(self.size - 1) * mine.nbytes] * 2)
+        with waiting():
+            reduce_scatter_single(mine, messages.flatten(), group=self.group)
         return mine
 
     def all_to_all(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """One message [n] for each rank -> one from each; `sizes`: how long those are."""
         mine = messages[0].new_empty(sum(sizes))
         given = [len(message) for message in messages]
-        dist.all_to_all_single(mine, torch.cat(list(messages)), list(sizes), given, group=self.group)
+        sent, received = (sum(some) - some[self.rank] for some in (given, list(sizes)))
+        count(sent * mine.itemsize, received * mine.itemsize)
+        with waiting():
+            dist.all_to_all_single(mine, torch.cat(list(messages)), list(sizes), given, group=self.group)
         return list(torch.split(mine, list(sizes)))
 
     def pass_on(self, message: Tensor) -> Coming:
         """Begin to send `message` to the next rank and to receive one as long from the previous rank."""
         coming = torch.empty_like(message)
+        count(message.nbytes, coming.nbytes)
         ahead, behind = (dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1))
         moves = [
             dist.P2POp(dist.isend, message, ahead, self.group),
