@@ -37,7 +37,6 @@ import scram
 import scram.distributed
 from scram.cli.provenance import made_with
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "large_picture.json"
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "camera")
 TILES = 8  # of a side
 PATCH, HALO = 7, 3  # pixels
@@ -167,13 +166,14 @@ def run(given: argparse.Namespace, mesh: DeviceMesh, progress: Progress) -> tupl
     task, clock = progress.add_task("reading keys", total=row["rows"]), Clock(device)
     k, v = features(mosaic, rows, True, basis, dtype, device, lambda n: progress.advance(task, n))
     row["read_seconds"] = clock.lap()
-    starts = range(0, max(b - a for a, b in (share(given.size, n, ranks, shrink) for n in range(ranks))), given.band)
+    most = max(b - a for a, b in (share(given.size, n, ranks, shrink) for n in range(ranks)))
+    starts = range(0, most, height := shrink * -(-given.band // shrink))
     task = progress.add_task(f"attention of {given.size} x {given.size} points", total=len(starts))
     scale, each = 0.5 / NOISE**2 / given.width, -(-given.queries // len(starts))
     painted, points, ours, squares, row["seconds"] = [], [], [], 0.0, 0.0
     with scram.distributed.traffic() as counted:
         for number, start in enumerate(starts):  # as many calls on every process, of no queries where it has no more
-            band = min(rows[0] + start, rows[1]), min(rows[0] + start + given.band, rows[1])
+            band = min(rows[0] + start, rows[1]), min(rows[0] + start + height, rows[1])
             q, wanted = features(mosaic, band, False, basis, dtype, device, lambda _: None)
             # Tiles move as a whole, so that moved matches of neighbours are the ones to try.
             search = scram.Search(sweeps=given.sweeps, jumps=(16, 4, 1), propagate="shift", gossip=1, seed=number)
