@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 import scram
 
@@ -88,6 +89,5 @@ def test_two_processes(tmp_path):
     assert first["near_exact"] > 0.8
     assert first["painted_error"] < 0.05
     assert row["commit"]
-    from PIL import Image
-
-    assert Image.open(picture).size == (3 * 64, 64)
+    with Image.open(picture) as drawn:
+        assert drawn.size == (3 * 64, 64)
