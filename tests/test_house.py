@@ -69,6 +69,7 @@ BELOW = {
         "errors",
         "estimators",
         "exact",
+        "nn",
         "noise",
     }
     | {"precision", "scoring", "types", "validate"},
@@ -85,7 +86,6 @@ TESTED_IN = {
     "__main__": "cli/test_app.py",
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
-    "distributed/__init__": "distributed/test_api.py",
     "nn/__init__": "nn/test_grid_attention.py",
     "stages": "test_api.py",
     "engines/cpu/cluster_tail_backward": "engines/test_cluster_tail.py",
@@ -233,6 +233,20 @@ def test_importing_scram_is_light():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert all(find_spec(name) for name in HEAVY if name.startswith("scram"))  # none of them was renamed
+
+
+def test_importing_scram_loads_nothing_of_torch_distributed():
+    """Beyond what `import torch` loads; nor do its modules and its first call."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import scram, scram.nn; "
+        "[getattr(scram, name) for name in scram.__all__]; q = torch.randn(1, 1, 8, 8, 4); "
+        "scram.attention(q, q, q, search=scram.Search(), impl='reference'); "
+        "print([name for name in set(sys.modules) - before if name.startswith('torch.distributed')]); "
+        "import scram.distributed; print(scram.distributed.KeptMatches.__name__, "
+        "any(name.startswith('torch.distributed') for name in set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "KeptMatches True"]
 
 
 def test_search_never_waits_for_the_device():

@@ -85,6 +85,18 @@ def test_plans_are_one_file(tmp_path):
         Plans.load(tmp_path / "none.json")
 
 
+def test_plans_are_part_of_a_checkpoint(tmp_path):
+    q = torch.randn(1, 1, 16, 16, 8)
+    plans, other = Plans({"a": scram.tune(q, q, q)}), Plans({"b": scram.tune(q, q, q, error=0.5)})
+    torch.save({"plans": plans.state_dict()}, tmp_path / "checkpoint")
+    other.load_state_dict(torch.load(tmp_path / "checkpoint", weights_only=True)["plans"])
+    assert other == plans
+    for wrong in ({}, {"json": "{}"}, {"json": "no JSON"}, None):
+        with pytest.raises(ValueError, match=r"state_dict must be what Plans.state_dict returned: "):
+            other.load_state_dict(wrong)
+    assert other == plans
+
+
 @pytest.mark.parametrize(
     "change",
     [

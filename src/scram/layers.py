@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -37,19 +38,35 @@ class Plans(dict[str, Plan]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file."""
-        layers = {name: plan.as_dict() for name, plan in self.items()}
-        save_json({"format": "scram.Plans", "version": VERSION, "layers": layers}, path)
+        save_json(self._as_dict(), path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plans:
         """Read what `save` wrote."""
+        return load_json(path, Plans._from_dict, "holds no plans that Plans.save wrote")
 
-        def made(data: Any) -> Plans:
-            if not isinstance(data, dict) or data.get("format") != "scram.Plans" or data.get("version") != VERSION:
-                raise ValueError(f"it holds something else, or its version is not {VERSION}")
-            return Plans({name: Plan.from_dict(plan) for name, plan in data["layers"].items()})
+    def state_dict(self) -> dict[str, str]:
+        """The same as {"json": text}, a part of a checkpoint of torch; `torch.distributed.checkpoint` calls it."""
+        return {"json": json.dumps(self._as_dict(), allow_nan=False)}
 
-        return load_json(path, made, "holds no plans that Plans.save wrote")
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        """Hold the plans of a `state_dict`, and no others."""
+        try:
+            made = Plans._from_dict(json.loads(state_dict["json"]))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"state_dict must be what Plans.state_dict returned: {error!r}") from error
+        self.clear()
+        self.update(made)
+
+    def _as_dict(self) -> dict[str, Any]:
+        layers = {name: plan.as_dict() for name, plan in self.items()}
+        return {"format": "scram.Plans", "version": VERSION, "layers": layers}
+
+    @staticmethod
+    def _from_dict(data: Any) -> Plans:
+        if not isinstance(data, dict) or data.get("format") != "scram.Plans" or data.get("version") != VERSION:
+            raise ValueError(f"it holds something else, or its version is not {VERSION}")
+        return Plans({name: Plan.from_dict(plan) for name, plan in data["layers"].items()})
 
 
 @dataclass
