@@ -15,7 +15,7 @@ def clusters_of(q, k, v, count, impl="reference", steps=3, seed=0, mask=None, wa
     if impl == "triton" and v.dtype == torch.float64:
         pytest.skip("the Triton engine takes no float64")
     place = "cuda" if impl == "triton" and torch.cuda.is_available() and not INTERPRETED else "cpu"
-    call = ClusterCall(*to((q, k, v, mask, *warm), place), torch.tensor(seed), count, steps, q.shape[-1] ** -0.5)
+    call = ClusterCall(*to((q, k, v, mask, *warm), place), torch.tensor(seed), None, count, steps, q.shape[-1] ** -0.5)
     return to(ops.cluster(dispatch.ENGINES[impl], call), "cpu")
 
 

@@ -31,6 +31,7 @@ class Inputs(NamedTuple):
     causal: bool
     scale: float
     score: ScoreFunction | None
+    rows: Tensor | None = None  # int64 [B, H], the numbers of the rows of q in a larger call
 
 
 def prepare(
@@ -77,6 +78,7 @@ def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | No
         seed=seed,
         key_mask=inputs.key_mask,
         warm=None if warm is None else warm.index,
+        rows=inputs.rows,
         method=search.resolved_method(inputs.q),
         matches=search.matches,
         separation=search.separation,
@@ -101,6 +103,7 @@ def attend_call(
         k_extra=inputs.k_extra,
         v_extra=inputs.v_extra,
         dropout_seed=draw_seed() if dropout_p else None,
+        rows=inputs.rows,
         radius=radius,
         causal=inputs.causal,
         scale=inputs.scale,
@@ -136,6 +139,7 @@ def cluster_keys(
             warm_centres=None if warm is None else warm.centres,
             warm_values=None if warm is None else warm.values,
             seed=seed,
+            rows=inputs.rows,
             count=clusters.count,
             steps=clusters.steps if warm is None else min(clusters.steps, 1),
             scale=inputs.scale,
@@ -148,7 +152,7 @@ def cluster_keys(
         raise errors.fit_is_eager()
     assert index is not None
     assert radius is not None
-    return fitted(book, q, inputs.k, inputs.v, index, radius, clusters.fit, seed)
+    return fitted(book, q, inputs.k, inputs.v, index, radius, clusters.fit, seed, inputs.rows)
 
 
 def join_clusters(
@@ -173,6 +177,7 @@ def join_clusters(
         head_out=head.out,
         head_lse=head.lse,
         dropout_seed=draw_seed() if dropout_p else None,
+        rows=inputs.rows,
         radius=radius,
         scale=inputs.scale,
         dropout_p=dropout_p,
@@ -205,6 +210,7 @@ def hybrid(
         head_lse=head.lse,
         seed=seed,
         dropout_seed=head_call.dropout_seed,
+        rows=inputs.rows,
         samples=method.samples,
         stratified=method.stratified,
         radius=radius,
@@ -219,7 +225,7 @@ def hybrid(
 
 def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -> Estimate:
     """Keys of each query's own; extra keys are an exact head."""
-    q, key_grid, settings = inputs.q, grid_of(inputs.k), method.sample_settings()
+    q, mask, key_grid, settings = inputs.q, inputs.key_mask, grid_of(inputs.k), method.sample_settings()
     legal = LegalKeys.of(q, inputs.k, inputs.causal, inputs.key_mask)
     # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
     modes, count = draws.modes(index, key_grid, legal if settings["method"] == "metropolis" else None)
@@ -236,12 +242,13 @@ def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -
         modes=modes,
         count=count,
         total=draws.legal_counts(q, legal),
-        order=legal.order,
+        order=None if legal.order is None or mask is None else legal.order.reshape(*mask.shape[: -len(key_grid)], -1),
         key_mask=inputs.key_mask,
         head_out=head_out,
         head_lse=head_lse,
         seed=seed_of(method),
         table=draws.step_table(settings.pop("bandwidth"), key_grid, q.device),
+        rows=inputs.rows,
         samples=method.samples,
         causal=inputs.causal,
         scale=inputs.scale,
