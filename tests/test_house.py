@@ -38,6 +38,7 @@ BELOW = {
     "precision": {"_compat"},
     "scoring": {"errors", "types"},
     "draws": {"grid", "noise"},
+    "dtensors": {"distributed"},
     "clustering": {"calls", "grid", "noise", "scoring"},
     "engines": SHARED,
     "reference": SHARED,
@@ -50,8 +51,8 @@ BELOW = {
     "validate": {"defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
     "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops"},
     "api": SHARED
-    | {"arguments", "codebook", "defaults", "dense", "dispatch", "errors", "estimators", "layout_hints", "ops"}
-    | {"precision", "stages", "validate"},
+    | {"arguments", "codebook", "defaults", "dense", "dispatch", "dtensors", "errors", "estimators"}
+    | {"layout_hints", "ops", "precision", "stages", "validate"},
     "exact": {"_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"errors", "exact", "grid", "scoring", "types"},
     "timing": set(),
@@ -71,7 +72,7 @@ BELOW = {
         "exact",
         "noise",
     }
-    | {"precision", "scoring", "types", "validate"},
+    | {"ops", "precision", "scoring", "stages", "types", "validate"},
     "sdpa": {"_compat", "api", "defaults", "errors", "estimators", "layers", "layout_hints", "tune", "types"},
     "patch": {"_compat", "errors", "estimators", "layers", "sdpa", "types"},
     "trust": {"api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "plan"}
@@ -86,6 +87,7 @@ TESTED_IN = {
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
     "distributed/__init__": "distributed/test_api.py",
+    "dtensors": "distributed/test_dtensor.py",
     "nn/__init__": "nn/test_grid_attention.py",
     "stages": "test_api.py",
     "engines/cpu/cluster_tail_backward": "engines/test_cluster_tail.py",

@@ -40,7 +40,24 @@ def op_calls():
     out, lse = OPS.attend(*call, "numba")
     head = (torch.randn_like(out, requires_grad=True), torch.randn_like(lse))
     for stratified, dropout in ((False, (None, 0.0)), (True, (None, 0.0)), (False, (seed, 0.2))):
-        call = (q, k, v, index, mask, *head, seed, dropout[0], rows, 6, stratified, [1, 1], False, 0.3, dropout[1], "query")
+        call = (
+            q,
+            k,
+            v,
+            index,
+            mask,
+            *head,
+            seed,
+            dropout[0],
+            rows,
+            6,
+            stratified,
+            [1, 1],
+            False,
+            0.3,
+            dropout[1],
+            "query",
+        )
         yield from both_passes("drawn_tail", call, slice(3, 6))
     clustering = (q, k, v, mask, None, None, seed, rows, 6, 2, 0.3)
     yield from both_passes("cluster", clustering, slice(2, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,16 @@ from .scoring import accumulator, prepare_key, prepare_query
 from .types import Attended, Matches, Score, Search
 
 
+class Shard(NamedTuple):
+    """What part of a larger call a call is: noise is that of the larger one."""
+
+    rows: Tensor | None  # int64 [B, H], the numbers of the rows of q in the larger call; None: b * H + head
+    draw_seed: Callable[[], Tensor]  # a seed, int64 [], the same for all parts
+
+
+WHOLE = Shard(None, draw_seed)
+
+
 class Inputs(NamedTuple):
     """The tensors and options of a public call that every stage reads; features are prepared for the score."""
 
@@ -31,7 +42,11 @@ class Inputs(NamedTuple):
     causal: bool
     scale: float
     score: ScoreFunction | None
-    rows: Tensor | None = None  # int64 [B, H], the numbers of the rows of q in a larger call
+    shard: Shard
+
+    @property
+    def rows(self) -> Tensor | None:
+        return self.shard.rows
 
 
 def prepare(
@@ -44,6 +59,7 @@ def prepare(
     scale: float,
     causal: bool,
     key_mask: Tensor | None,
+    shard: Shard = WHOLE,
 ) -> Inputs:
     """Features in the dtype that the engine takes: once for all stages of a call."""
     k_extra, v_extra = extra or (None, None)
@@ -62,13 +78,14 @@ def prepare(
         causal=causal,
         scale=scale,
         score=score if callable(score) else None,
+        shard=shard,
     )
 
 
-def seed_of(settings: Search | Estimator, otherwise: Tensor | None = None) -> Tensor:
+def seed_of(settings: Search | Estimator, inputs: Inputs, otherwise: Tensor | None = None) -> Tensor:
     if settings.seed_tensor is not None:
         return settings.seed_tensor
-    return draw_seed() if otherwise is None else otherwise
+    return inputs.shard.draw_seed() if otherwise is None else otherwise
 
 
 def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | None) -> calls.SearchCall:
@@ -102,7 +119,7 @@ def attend_call(
         key_mask=inputs.key_mask,
         k_extra=inputs.k_extra,
         v_extra=inputs.v_extra,
-        dropout_seed=draw_seed() if dropout_p else None,
+        dropout_seed=inputs.shard.draw_seed() if dropout_p else None,
         rows=inputs.rows,
         radius=radius,
         causal=inputs.causal,
@@ -176,7 +193,7 @@ def join_clusters(
         gains=book.gains,
         head_out=head.out,
         head_lse=head.lse,
-        dropout_seed=draw_seed() if dropout_p else None,
+        dropout_seed=inputs.shard.draw_seed() if dropout_p else None,
         rows=inputs.rows,
         radius=radius,
         scale=inputs.scale,
@@ -246,7 +263,7 @@ def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -
         key_mask=inputs.key_mask,
         head_out=head_out,
         head_lse=head_lse,
-        seed=seed_of(method),
+        seed=seed_of(method, inputs),
         table=draws.step_table(settings.pop("bandwidth"), key_grid, q.device),
         rows=inputs.rows,
         samples=method.samples,

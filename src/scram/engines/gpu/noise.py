@@ -24,7 +24,7 @@ class Seed(NamedTuple):
     low: int
     high: int
     rows: Tensor | None  # int [B, H], the numbers of the rows; None: their own
-    count: int  # type: ignore[assignment]  # of rows
+    number: int  # of rows
 
 
 def seed_argument(seed: Tensor | None, rows: Tensor | None) -> Seed:
@@ -60,7 +60,7 @@ def row_state(seed, row):
     else:
         low, high = seed.low, seed.high
     if seed.rows is not None:
-        row = tl.load(seed.rows + row, mask=row < seed.count, other=0)
+        row = tl.load(seed.rows + row, mask=row < seed.number, other=0)
     return absorb(absorb(absorb(tl.cast(low, tl.uint32) * 0, low), high), row)
 
 

@@ -17,7 +17,7 @@ from .visited import Visit, Visited
 def walks_of(call: SampleCall) -> Visit:
     """The keys that points walk to, with acceptance and rhat.
 
-    The noise of a step is noise(seed, number, query, chain, step, draw): draw axis is the move, draw rank accepts it."""
+    The noise of a step is noise(seed, row, query, chain, step, draw): draw axis is the move, draw rank accepts it."""
     q, k, modes, seed, samples, burn_in = call.q, call.k, call.modes, call.seed, call.samples, call.burn_in
     chains_per_mode, table = call.chains_per_mode, call.table.long()
     legal = LegalKeys.of(q, k, call.causal, call.key_mask)
