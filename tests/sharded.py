@@ -4,6 +4,7 @@ import atexit
 import tempfile
 import traceback
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ class Pool:
 
     def run(self, job, **arguments):
         for end in self.ends:
-            end.send((job.__name__, arguments))
+            end.send((job.__module__, job.__name__, arguments))
         said = []
         for rank, end in enumerate(self.ends):
             if not end.poll(TIMEOUT):
@@ -60,8 +61,6 @@ def on_ranks(size, job, **arguments):
 
 
 def serve(rank, size, file, end):
-    import sharded_jobs
-
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", LayoutWarning)
     torch.set_num_threads(1)
@@ -69,11 +68,11 @@ def serve(rank, size, file, end):
     mesh = init_device_mesh("cpu", (size,))
     while True:
         try:
-            name, arguments = end.recv()
+            module, name, arguments = end.recv()
         except EOFError:
             return
         try:
-            end.send((True, getattr(sharded_jobs, name)(mesh, **arguments)))
+            end.send((True, getattr(import_module(module), name)(mesh, **arguments)))
         except Exception:
             end.send((False, traceback.format_exc()))
 

@@ -33,7 +33,7 @@ BELOW = {
     "plan": {"api", "codebook", "errors", "estimators", "statistics", "truth", "types"},
     "tune": {"api", "arguments", "cost", "defaults", "errors", "estimators", "grid", "plan", "precision", "statistics"}
     | {"truth", "types", "validate"},
-    "types": {"errors", "schedule"},
+    "types": {"dtensors", "errors", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},
     "scoring": {"errors", "types"},
@@ -46,7 +46,7 @@ BELOW = {
     "gpu": SHARED,
     "dispatch": {"cpu", "engines", "errors", "gpu", "reference", "types"},
     "ops": SHARED | {"dispatch", "errors"},
-    "dense": {"errors", "scoring", "types"},
+    "dense": {"dtensors", "errors", "scoring", "types"},
     "defaults": {"codebook", "cost", "estimators", "types"},
     "validate": {"defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
     "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops"},

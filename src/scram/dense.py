@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import errors
+from .dtensors import takes_dtensors
 from .scoring import default_scale, prepare_key, prepare_query
 from .types import Score
 
 
+@takes_dtensors
 def dense_attention(
     q: Tensor,
     k: Tensor,

@@ -4,5 +4,8 @@
 """
 
 from .api import attention
+from .rules import register
 
 __all__ = ["attention"]
+
+register()
