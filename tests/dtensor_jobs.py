@@ -21,6 +21,7 @@ HOW = {
     "nothing": {"search": SEARCH, "tail": None},
     "tile": {"search": scram.Search("tile", sweeps=2, seed=3), "tail": None},
     "causal": {"search": SEARCH, "causal": True},
+    "no seed": {"search": scram.Search("query", sweeps=2), "tail": scram.Clusters(count=7)},
     "dense": {},
 }
 
@@ -108,7 +109,7 @@ def stages(mesh, place, shape=None, batch=2, heads=4, key_heads=2, mask="keys"):
     """search, cluster, attend, estimate on DTensors that come from each other; masks and matches may be plain."""
     mesh = mesh_of(mesh, shape)
     places = [PLACES[name] for name in place]
-    q, k, v = whole = [x.detach() for x in whole_numbers(batch, heads, key_heads)]
+    q, k, _ = whole = [x.detach() for x in whole_numbers(batch, heads, key_heads)]
     legal = mask_of(mask, q, k)
     mask_places = [Replicate() if mask == "keys" and x == Shard(1) else x for x in places]
     own, own_mask = [placed(x, mesh, places) for x in whole], placed(legal, mesh, mask_places)
@@ -124,9 +125,8 @@ def stages(mesh, place, shape=None, batch=2, heads=4, key_heads=2, mask="keys"):
         assert_equal(own_book, book, places)
         for tail, own_tail in ((book, own_book), (book, book), (None, None)):
             want = scram.attend(*whole, found, key_mask=legal, tail=tail)
-            assert_equal(scram.attend(*own, mine, key_mask=given, tail=own_tail), want, places) if (
-                own_tail is None or own_tail.key_mask is given
-            ) else None
+            if own_tail is None or own_tail.key_mask is given:
+                assert_equal(scram.attend(*own, mine, key_mask=given, tail=own_tail), want, places)
             assert_equal(scram.attend(*own, found, key_mask=legal, tail=tail), want, places)
         for method in (scram.Snis(samples=5, seed=2), scram.Hybrid(samples=5, seed=2)):
             want = scram.estimate(*whole, found, method=method, key_mask=legal)
@@ -186,7 +186,7 @@ def refused(mesh, change):
     places = {"q": [Shard(1)], "k": [Shard(1)], "v": [Shard(1)]}
     how = {"search": SEARCH, "tail": None}
     if change == "grid":
-        places = dict.fromkeys("qkv", [Shard(2)])
+        places = {name: [Shard(2)] for name in "qkv"}
     elif change == "others":
         places["k"] = [Shard(0)]
     elif change == "q whole":
@@ -306,3 +306,28 @@ def calls():
                 q, index, label, centres, values, sizes, torch.ones_like(centres[..., 0]), out, lse, seed, None, **tail
             ),
         )
+
+
+# --- heads for rows ---
+
+
+def heads_mode(mesh, how, rows, heads, key_heads, mask=None, batch=2):
+    """scram.distributed.attention(mode="heads"): the answer of one process, bit for bit, and its gradients."""
+    whole = whole_numbers(batch, heads, key_heads, (sum(rows), 4))
+    legal, rank = mask_of(mask, *whole[:2]), mesh.get_local_rank()
+    options = {**HOW[how], **({} if how == "dense" else {"impl": "numba"})}
+    torch.manual_seed(5)
+    want = scram.attention(*whole, key_mask=legal, **options)
+    weights = torch.arange(want.numel()).reshape(want.shape) % 5 - 2.0
+    (want * weights).sum().backward()
+    own = [x.detach().split(list(rows), 2)[rank].clone().requires_grad_() for x in whole]
+    own_mask = None if legal is None else legal.split(list(rows), 1 if mask == "keys" else 2)[rank]
+    torch.manual_seed(5 if rank == 0 else 6)
+    out = scram.distributed.attention(*own, mesh=mesh, mode="heads", key_mask=own_mask, **options)
+    if how == "dense":
+        torch.testing.assert_close(out, want.split(list(rows), 2)[rank])
+    else:
+        assert torch.equal(out, want.split(list(rows), 2)[rank])
+    (out * weights.split(list(rows), 2)[rank]).sum().backward()
+    for x, of in zip(own, whole, strict=True):
+        torch.testing.assert_close(x.grad, of.grad.split(list(rows), 2)[rank], atol=1e-4, rtol=1e-4)
