@@ -240,7 +240,7 @@ def attention(
 
     Stands where `F.scaled_dot_product_attention` stood; `q.unflatten(2, grid)` turns [B, H, N, E] into what it takes.
     With search, tail, warm and impl left alone it is dense attention by torch, exact, where that is faster, as on small
-    grids. `explain` says what would run.
+    grids. `explain` says what would run. DTensors of batches or heads give the answer of one process (docs/distributed.md).
 
     Args:
         search: how to look; "auto" is `Search()`. A seed in it governs the tail too.

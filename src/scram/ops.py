@@ -1,7 +1,7 @@
 """Torch operators made of calls: one factory for schema, shapes for tracing, autograd, refusals and vmap.
 
 `Operator` derives everything from a call type of `calls` and a few lines of data below. The last argument of an
-operator names the engine. A sharding rule, when there is one, belongs in `Operator.__init__`: all operators pass it.
+operator names the engine. Their sharding rules are in `distributed.rules`.
 Imports neither Numba nor Triton.
 """
 

@@ -197,10 +197,10 @@ class _Local:
         """This rank's part of x [B, H or Hk, ..], or of a mask [B, *G'] without heads."""
         held = self.held
         axes = x.ndim - self.rank if name == "key_mask" else 2
-        if isinstance(x, DTensor) and axes == 2 and not (held.split or held.empty):
-            if x.placements == held.placements and x.device_mesh == held.mesh:
-                whole_part: Tensor = x.to_local()
-                return whole_part
+        plainly = axes == 2 and not (held.split or held.empty)
+        if plainly and isinstance(x, DTensor) and x.placements == held.placements and x.device_mesh == held.mesh:
+            mine: Tensor = x.to_local()
+            return mine
         placements: Placements = (Replicate(),) * held.mesh.ndim
         shape = x.shape
         if isinstance(x, DTensor):
