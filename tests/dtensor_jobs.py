@@ -163,7 +163,7 @@ def module(mesh, how, keep=False):
     torch.manual_seed(0)
     layer = scram.nn.GridAttention(8, 2, radius=1, keep_matches=keep, **how)
     layer.train(not keep)
-    x = torch.randn(3, 5, 6, 8, requires_grad=True)
+    x = torch.randn(4, 5, 6, 8, requires_grad=True)
     want = [layer(x) for _ in range(2)][-1]
     want.square().sum().backward()
     grads = [p.grad for p in layer.parameters()]

@@ -67,6 +67,7 @@ BELOW = {
         "codebook",
         "defaults",
         "dense",
+        "dtensors",
         "errors",
         "estimators",
         "exact",

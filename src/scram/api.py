@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import dispatch, draws, errors, layout_hints, ops, stages, validate
+from . import dispatch, draws, dtensors, errors, layout_hints, ops, stages, validate
 from .arguments import explains, unknown_arguments
 from .codebook import Codebook, check_codebook, check_warm
 from .defaults import SEARCH, Explanation, explanation
@@ -240,7 +240,7 @@ def attention(
 
     Stands where `F.scaled_dot_product_attention` stood; `q.unflatten(2, grid)` turns [B, H, N, E] into what it takes.
     With search, tail, warm and impl left alone it is dense attention by torch, exact, where that is faster, as on small
-    grids. `explain` says what would run. DTensors of batches or heads give the answer of one process (docs/distributed.md).
+    grids. `explain` says what would run. Of DTensors, cut along batch or heads, each rank attends its part.
 
     Args:
         search: how to look; "auto" is `Search()`. A seed in it governs the tail too.
@@ -421,3 +421,4 @@ def clear_caches() -> None:
     dispatch.clear_caches()
     layout_hints.clear()
     draws.cell_counts.cache_clear()
+    dtensors.clear_caches()

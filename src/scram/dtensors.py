@@ -14,6 +14,12 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+caches: list[Callable[[], None]] = []  # what empties those of `distributed.dtensor`, where it is imported
+
+
+def clear_caches() -> None:
+    for clear in caches:
+        clear()
 
 
 def is_dtensor(x: Any) -> bool:

@@ -13,12 +13,12 @@ from scram.stages import Shard
 GRID, KEY_GRID = (5, 6), (6, 5)
 PARTS = {"heads": (slice(None), slice(2, 4)), "both": (slice(1, 2), slice(2, 4))}
 SEARCH = scram.Search("query", matches=2, sweeps=2, gossip=2)
-TILE = scram.Search("tile", matches=2, sweeps=2, gossip=2)
+TILE = scram.Search("tile", matches=2, sweeps=1, gossip=1)
 CALLS = {
     "query search": {"search": SEARCH, "tail": None},
     "tile search": {"search": TILE, "tail": None},
     "clusters": {"search": SEARCH, "tail": scram.Clusters(count=7)},
-    "tile search and clusters": {"search": TILE, "tail": scram.Clusters(count=7, seed=2), "dropout_p": 0.4},
+    "tile search and clusters": {"search": TILE, "tail": scram.Clusters(count=7, steps=1), "dropout_p": 0.4},
     "drawn": {"search": SEARCH, "tail": scram.Hybrid(samples=6)},
     "dropout of drawn keys": {"search": SEARCH, "tail": scram.Hybrid(samples=6, stratified=True), "dropout_p": 0.4},
     "causal": {"search": SEARCH, "tail": scram.Hybrid(samples=6), "causal": True},

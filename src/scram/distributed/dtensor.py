@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from .. import dtensors
 from ..codebook import Codebook
 from ..defaults import SEARCH, default_tail, goes_dense
 from ..dense import dense_attention
@@ -42,7 +43,7 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for name in ("k", "v"):
         if name in given and not isinstance(given[name], DTensor):
             raise TypeError(f"{name} must be a DTensor as q is, got {type(given[name]).__name__}")
-    held = _held(q.device_mesh, tuple(q.placements), tuple(q.shape[:2]), k.shape[1], q.device)
+    held = Held.of(q, k)
     if function.__name__ == "attention" and _is_dense(given):
         function = dense_attention
         given = {name: x for name, x in given.items() if name in _signature(dense_attention).parameters}
@@ -109,6 +110,14 @@ class Held:
     split: bool  # some key head serves heads of several ranks
     rows: Tensor | None  # int64 [b, h], the numbers of the rows held; None: all
 
+    @staticmethod
+    def of(q: DTensor, k: Tensor) -> Held:
+        mesh, coordinate = q.device_mesh, q.device_mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError("this rank is not on the mesh of q; call with the ranks of the mesh")
+        held = _held(mesh, tuple(coordinate), tuple(q.placements), tuple(q.shape[:2]), k.shape[1], q.device)
+        return held if held.mesh is mesh else replace(held, mesh=mesh)  # equal meshes may have other groups
+
     @property
     def empty(self) -> bool:
         return self.batch[0] == self.batch[1] or self.heads[0] == self.heads[1]
@@ -125,11 +134,14 @@ class Held:
 
 @lru_cache(maxsize=256)
 def _held(
-    mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...], key_heads: int, device: torch.device
+    mesh: DeviceMesh,
+    coordinate: tuple[int, ...],
+    placements: Placements,
+    shape: tuple[int, ...],
+    key_heads: int,
+    device: torch.device,
 ) -> Held:
     _check_placements("q", placements, 2)
-    if mesh.get_coordinate() is None:
-        raise ValueError("this rank is not on the mesh of q; call with the ranks of the mesh")
     batch, heads = _spans(shape, mesh, placements)
     cuts = math.prod(mesh.size(dim) for dim, place in enumerate(placements) if place.is_shard(1))
     split = key_heads != shape[1] and key_heads > 0 and key_heads % cuts != 0
@@ -138,6 +150,9 @@ def _held(
         every = torch.arange(shape[0] * shape[1]).reshape(shape)
         rows = every[slice(*batch), slice(*heads)].contiguous().to(device)
     return Held(mesh, placements, shape, key_heads, batch, heads, split, rows)
+
+
+dtensors.caches.append(_held.cache_clear)
 
 
 def _check_placements(name: str, placements: Placements, axes: int) -> None:
