@@ -58,7 +58,7 @@ def cluster_backward(
     call: ClusterCall, sizes: Tensor, label: Tensor, grad_centres: Tensor, grad_values: Tensor
 ) -> ClusterGrads:
     """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
-    flat_label = label.reshape(label.shape[0] * label.shape[1], -1)
+    flat_label = label.flatten(0, 1).flatten(1)
     row = torch.arange(flat_label.shape[0], device=label.device).unsqueeze(1)
     at, share = (row * call.clusters + flat_label.clamp(min=0)).flatten(), sizes.reshape(-1, 1).clamp(min=1)
 
