@@ -46,8 +46,8 @@ class Problem:
 
     def cluster(self, seed: int, count: int = 256, steps: int = 3) -> Clustered:
         call = ClusterCall(
-            self.q, self.k, self.v, None, None, None, torch.tensor(seed), min(count, self.k[..., 0].numel()), steps,
-            self.scale,
+            self.q, self.k, self.v, None, None, None, torch.tensor(seed), None, min(count, self.k[..., 0].numel()),
+            steps, self.scale,
         )  # fmt: skip
         return clustering.cluster(call)
 

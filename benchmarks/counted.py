@@ -17,6 +17,8 @@ def counted(
 ) -> tuple[scram.Matches, int]:
     """The query search for q [1, 1, *G, E] and k [1, 1, *G', E]; and how many scores it computed in all."""
     how = {name: getattr(settings, name) for name in FIELDS}
-    call = SearchCall(q, k, torch.tensor(seed), key_mask=None, warm=warm, method="query", **how, causal=False)
+    call = SearchCall(
+        q, k, torch.tensor(seed), key_mask=None, warm=warm, rows=None, method="query", **how, causal=False
+    )
     found, count = counted_search(call)
     return scram.Matches(found.index, found.score, tuple(k.shape[2:-1])), count

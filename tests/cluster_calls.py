@@ -50,6 +50,7 @@ def tail_call(one: Tailed, dtype: torch.dtype) -> ClusterTailCall:
         head_out=head.out.detach().to(dtype),
         head_lse=head.lse.detach().float().to(wide),
         dropout_seed=torch.tensor(3) if case.dropout_p else None,
+        rows=None,
         radius=(case.radius,) * (tensors.q.ndim - 3) if isinstance(case.radius, int) else tuple(case.radius),
         scale=case.width**-0.5,
         dropout_p=case.dropout_p,
@@ -92,4 +93,4 @@ def cluster_call(
         key_mask = torch.rand((batch, *([] if mask == "batch" else [key_heads]), *grid), generator=generator) < 0.6
     start = [drawn(batch, key_heads, count, x) for x in (width, value_width)] if warm else [None, None]
     given = (x.to(dtype) for x in (q * unit, k, v))
-    return ClusterCall(*given, key_mask, *start, torch.tensor(5), count, steps, width**-0.5)
+    return ClusterCall(*given, key_mask, *start, torch.tensor(5), None, count, steps, width**-0.5)

@@ -52,7 +52,7 @@ def tail_call(case: Case, clusters: int = 11, gains: bool = False, seed: int = 0
     dropout_seed = torch.tensor(2**40 + 3) if case.dropout_p else None
     return ClusterTailCall(
         tensors.q, tensors.matches.index, label, means(tensors.k), means(tensors.v), sizes.to(torch.int32), factors,
-        head_out, head_lse + case.offset, dropout_seed, radius, case.width**-0.5, case.dropout_p, 2, "query",
+        head_out, head_lse + case.offset, dropout_seed, None, radius, case.width**-0.5, case.dropout_p, 2, "query",
     )  # fmt: skip
 
 

@@ -184,7 +184,7 @@ def tail_of_large_scores(impl: str, dtype: torch.dtype, device: str = "cpu") -> 
     q, k, v, *head = leaves
     index = torch.arange(2 * 56, dtype=torch.int32, device=device).reshape(1, 2, 7, 8, 1) % 56
     call = DrawnTailCall(
-        q, k, v, index, None, *head, torch.tensor(11), None, 20, False, (1, 1), False, 0.5, 0.0, "query"
+        q, k, v, index, None, *head, torch.tensor(11), None, None, 20, False, (1, 1), False, 0.5, 0.0, "query"
     )
     out, lse, *_ = ops.drawn_tail(dispatch.ENGINES[impl], call)
     wish = torch.randn(out.shape, generator=generator).to(device, dtype)

@@ -15,7 +15,7 @@ def clusters_of(q, k, v, count, impl="reference", steps=3, seed=0, mask=None, wa
     if impl == "triton" and v.dtype == torch.float64:
         pytest.skip("the Triton engine takes no float64")
     place = "cuda" if impl == "triton" and torch.cuda.is_available() and not INTERPRETED else "cpu"
-    call = ClusterCall(*to((q, k, v, mask, *warm), place), torch.tensor(seed), count, steps, q.shape[-1] ** -0.5)
+    call = ClusterCall(*to((q, k, v, mask, *warm), place), torch.tensor(seed), None, count, steps, q.shape[-1] ** -0.5)
     return to(ops.cluster(dispatch.ENGINES[impl], call), "cpu")
 
 
@@ -170,3 +170,10 @@ def test_places_are_drawn_one_from_each_part():
     large = clustering.strides(torch.tensor(0), 0, 0, 4, torch.tensor(2**31))
     assert (large // 2**29 == torch.arange(4)).all()
     assert noise(0, 1).dtype == torch.int64
+
+
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+def test_an_empty_batch_has_empty_gradients(impl):
+    q, k, v = (torch.zeros(0, 2, 4, 5, 3).requires_grad_() for _ in range(3))
+    scram.attention(q, k, v, search=scram.Search(seed=0), tail=scram.Clusters(count=5), impl=impl).sum().backward()
+    assert all(x.grad.shape == x.shape for x in (q, k, v))

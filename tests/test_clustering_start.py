@@ -34,7 +34,7 @@ def test_steps_start_where_queries_look():
     looked_at.view(-1)[torch.randperm(4096)[:64]] = True
     k[..., 0] = torch.where(looked_at, 20.0, 0.0)
     q[..., 0] = torch.where(torch.arange(64) > 0, 1.0, -1.0)
-    call = ClusterCall(q, k, k, None, None, None, torch.tensor(3), 32, 0, 0.5)
+    call = ClusterCall(q, k, k, None, None, None, torch.tensor(3), None, 32, 0, 0.5)
     assert (clustering.cluster(call).centres[..., 0] > 19).sum() > 16
 
 
@@ -52,5 +52,5 @@ def test_values_alone_are_grouped_where_all_scores_are_equal():
     """Queries of zero, or keys that are one key: what is left to tell keys apart is their values."""
     v = torch.randn(1, 1, 256, 3).round()
     for q, k in ((torch.zeros(1, 1, 256, 4), torch.randn(1, 1, 256, 4)), (torch.randn(1, 1, 256, 4), v[..., :1] * 0)):
-        call = ClusterCall(q, k.expand(1, 1, 256, 4), v, None, None, None, torch.tensor(0), 20, 3, 1.0)
+        call = ClusterCall(q, k.expand(1, 1, 256, 4), v, None, None, None, torch.tensor(0), None, 20, 3, 1.0)
         assert (clustering.cluster(call).sizes > 0).sum() > 10

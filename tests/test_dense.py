@@ -54,3 +54,9 @@ def test_extra_keys_are_more_keys():
 def test_a_callable_score_is_refused():
     with pytest.raises(ValueError, match="takes no callable score"):
         dense_attention(Q, K, V, score=lambda q, k: (q * k).sum(-1))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5), (0, 2, 4, 5)], ids=str)
+def test_an_empty_batch_with_a_mask(shape):
+    q, k = torch.zeros(0, 2, 4, 5, 3), torch.zeros(0, 1, 4, 5, 3)
+    assert dense_attention(q, k, k, key_mask=torch.ones(shape, dtype=torch.bool)).shape == q.shape

@@ -30,28 +30,46 @@ def op_calls():
     q, k, v = leaves(4, 5)
     seed, mask = torch.tensor(3), torch.rand(2, 4, 5) < 0.7
     plain = [x.detach() for x in (q, k)]
-    settings = ("query", 2, 0, 2, [2, 1], "both", 2, False, "numba")
+    rows = torch.tensor([[3, 4], [8, 9]])
+    settings = (rows, "query", 2, 0, 2, [2, 1], "both", 2, False, "numba")
     index, _ = OPS.search(*plain, seed, mask, None, *settings)
     yield "search", (*plain, seed, mask, index, *settings)
     for extra in ((None, None), (torch.randn(2, 2, 3, 8, requires_grad=True), torch.randn(2, 2, 3, 5))):
-        call = (q, k, v, index, mask, *extra, seed, [1, 1], False, 0.3, "softmax", 0.2, "query")
+        call = (q, k, v, index, mask, *extra, seed, rows, [1, 1], False, 0.3, "softmax", 0.2, "query")
         yield from both_passes("attend", call, slice(0, 2))
     out, lse = OPS.attend(*call, "numba")
     head = (torch.randn_like(out, requires_grad=True), torch.randn_like(lse))
     for stratified, dropout in ((False, (None, 0.0)), (True, (None, 0.0)), (False, (seed, 0.2))):
-        call = (q, k, v, index, mask, *head, seed, dropout[0], 6, stratified, [1, 1], False, 0.3, dropout[1], "query")
+        call = (
+            q,
+            k,
+            v,
+            index,
+            mask,
+            *head,
+            seed,
+            dropout[0],
+            rows,
+            6,
+            stratified,
+            [1, 1],
+            False,
+            0.3,
+            dropout[1],
+            "query",
+        )
         yield from both_passes("drawn_tail", call, slice(3, 6))
-    clustering = (q, k, v, mask, None, None, seed, 6, 2, 0.3)
+    clustering = (q, k, v, mask, None, None, seed, rows, 6, 2, 0.3)
     yield from both_passes("cluster", clustering, slice(2, 4))
     centres, values, sizes, label = (x.detach() for x in OPS.cluster(*clustering, "numba"))
     leaf = (centres.requires_grad_(), values.requires_grad_())
     for gains in (None, torch.rand(2, 2, 6)):
-        call = (q, index, label, *leaf, sizes, gains, *head, seed, [1, 1], 0.3, 0.2, 0, "query")
+        call = (q, index, label, *leaf, sizes, gains, *head, seed, rows, [1, 1], 0.3, 0.2, 0, "query")
         yield from both_passes("cluster_tail", call, slice(0, 2))
     legal = LegalKeys.of(q, k, False, mask)
     total, table = draws.legal_counts(q, legal), draws.step_table(1.5, (4, 5), q.device)
     for method, given in (("snis", head), ("metropolis", (None, None))):
-        tensors = (q, k, v, *draws.modes(index, (4, 5), legal), total, legal.order, mask, *given, seed, table)
+        tensors = (q, k, v, *draws.modes(index, (4, 5), legal), total, legal.order, mask, *given, seed, table, rows)
         yield from both_passes("sample", (*tensors, method, 8, 0.3, 1, 0, False, 0.3), slice(0, 0))
 
 

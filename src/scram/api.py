@@ -8,18 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
-from . import dispatch, draws, errors, layout_hints, ops, stages, validate
+from . import dispatch, draws, dtensors, errors, layout_hints, ops, stages, validate
 from .arguments import explains, unknown_arguments
 from .codebook import Codebook, check_codebook, check_warm
 from .defaults import SEARCH, Explanation, explanation
 from .dense import dense_attention
+from .dtensors import takes_dtensors
 from .estimators import Clusters, Estimate, Estimator, Hybrid
 from .grid import grid_of
 from .precision import follows_autocast
 from .scoring import default_scale, prepare_key
+from .stages import WHOLE, Shard
 from .types import Attended, Matches, Score, Search
 
 
+@takes_dtensors
 @explains
 @follows_autocast
 def search(
@@ -32,6 +35,7 @@ def search(
     score: Score = "dot",
     warm: Matches | None = None,
     impl: str = "auto",
+    _shard: Shard = WHOLE,
 ) -> Matches:
     """For every query the keys with the highest scores anywhere on the key grid, by randomized search.
 
@@ -58,11 +62,12 @@ def search(
     validate.pairs(q, k, causal, key_mask, score)
     validate.search(q, k, search, warm)
     spec = validate.search_engine(impl, q, score, search)
-    inputs = stages.prepare(spec, q, k, q, None, score, 1.0, causal, key_mask)
-    found = ops.search(spec, stages.search_call(inputs, search, stages.seed_of(search), warm))
+    inputs = stages.prepare(spec, q, k, q, None, score, 1.0, causal, key_mask, _shard)
+    found = ops.search(spec, stages.search_call(inputs, search, stages.seed_of(search, inputs), warm))
     return Matches(found.index, found.score, grid_of(k))
 
 
+@takes_dtensors
 @explains
 @follows_autocast
 def attend(
@@ -82,6 +87,7 @@ def attend(
     window: str = "query",
     tail: Codebook | Hybrid | None = None,
     impl: str = "auto",
+    _shard: Shard = WHOLE,
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
 
@@ -127,10 +133,10 @@ def attend(
     errors.matches("matches", q, k, matches)
     spec = dispatch.choose(impl, q.device, q.dtype, score, window)
     scale = default_scale(scale, q.shape[-1], score, weight)
-    inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
+    inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask, _shard)
     if isinstance(tail, Hybrid):
         errors.hybrid_only(weight)
-        made = stages.hybrid(spec, inputs, matches.index, tail, radii, stages.seed_of(tail), dropout_p, window)
+        made = stages.hybrid(spec, inputs, matches.index, tail, radii, stages.seed_of(tail, inputs), dropout_p, window)
         return Attended(made.out, made.lse)
     if tail is not None:
         errors.clusters_only(weight, causal, score)
@@ -143,6 +149,7 @@ def attend(
     )
 
 
+@takes_dtensors
 @explains
 @follows_autocast
 def cluster(
@@ -158,6 +165,7 @@ def cluster(
     score: Score = "dot",
     warm: Codebook | None = None,
     impl: str = "auto",
+    _shard: Shard = WHOLE,
 ) -> Codebook:
     """Keys grouped by content, as the queries and the values see it: what `attend(tail=...)` uses for far keys.
 
@@ -190,9 +198,8 @@ def cluster(
     errors.instance("clusters", clusters, Clusters, "scram.Clusters", "; for example scram.Clusters(count=256)")
     errors.clusters_only("softmax", False, score)
     spec = dispatch.choose(impl, q.device, q.dtype, score)
-    inputs = stages.prepare(
-        spec, q, k, v, None, score, default_scale(scale, q.shape[-1], score, "softmax"), False, key_mask
-    )
+    factor = default_scale(scale, q.shape[-1], score, "softmax")
+    inputs = stages.prepare(spec, q, k, v, None, score, factor, False, key_mask, _shard)
     if warm is not None:
         check_warm(q, k, v, inputs.k.shape[-1], clusters.count, warm)
     index = radii = None
@@ -203,9 +210,10 @@ def cluster(
             )
         errors.matches("matches", q, k, matches)
         index, radii = matches.index, errors.radius(radius, q.ndim - 3)
-    return stages.cluster_keys(spec, inputs, str(score), clusters, stages.seed_of(clusters), warm, index, radii)
+    return stages.cluster_keys(spec, inputs, str(score), clusters, stages.seed_of(clusters, inputs), warm, index, radii)
 
 
+@takes_dtensors
 @explains
 @follows_autocast
 def attention(
@@ -226,12 +234,13 @@ def attention(
     warm: Matches | None = None,
     window: str = "query",
     impl: str = "auto",
+    _shard: Shard = WHOLE,
 ) -> Tensor:
     """Attention on a grid in O(n log n): windows around the best keys of every query, all other keys by clusters.
 
     Stands where `F.scaled_dot_product_attention` stood; `q.unflatten(2, grid)` turns [B, H, N, E] into what it takes.
     With search, tail, warm and impl left alone it is dense attention by torch, exact, where that is faster, as on small
-    grids. `explain` says what would run.
+    grids. `explain` says what would run. Of DTensors, cut along batch or heads, each rank attends its part.
 
     Args:
         search: how to look; "auto" is `Search()`. A seed in it governs the tail too.
@@ -260,15 +269,16 @@ def attention(
             q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, extra=extra, dropout_p=dropout_p
         )
     scale = default_scale(scale, q.shape[-1], score, weight)
-    inputs = stages.prepare(plan.search, q, k, v, extra, score, scale, causal, key_mask)  # once for all stages
-    seed = stages.seed_of(settings)
+    inputs = stages.prepare(plan.search, q, k, v, extra, score, scale, causal, key_mask, _shard)  # once for all stages
+    seed = stages.seed_of(settings, inputs)
     index = ops.search(plan.search, stages.search_call(inputs, settings, seed, warm)).index
     spec = plan.attend
     if isinstance(rest, Hybrid):
-        own = stages.seed_of(rest, seed)
+        own = stages.seed_of(rest, inputs, seed)
         return stages.hybrid(spec, inputs, index, rest, plan.radius, own, dropout_p, window).out
     if isinstance(rest, Clusters):
-        rest = stages.cluster_keys(spec, inputs, str(score), rest, stages.seed_of(rest, seed), None, index, plan.radius)
+        own = stages.seed_of(rest, inputs, seed)
+        rest = stages.cluster_keys(spec, inputs, str(score), rest, own, None, index, plan.radius)
     head = ops.attend(spec, stages.attend_call(inputs, index, plan.radius, weight, dropout_p, window))
     if not isinstance(rest, Codebook):
         return head.out
@@ -285,7 +295,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
       on cpu the grid 16 x 16 with width 64 is too small for a search to be faster
       256 keys visited per query, 256 by dense attention; 0.0 MiB beyond inputs and outputs
     """
-    known = signature(attention).parameters
+    known = {name: x for name, x in signature(attention).parameters.items() if not name.startswith("_")}
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise unknown_arguments("explain", unknown, known)
@@ -338,6 +348,7 @@ def _plan(
     return settings, tail, plan
 
 
+@takes_dtensors
 @explains
 @follows_autocast
 def estimate(
@@ -354,6 +365,7 @@ def estimate(
     score: Score = "dot",
     extra: tuple[Tensor, Tensor] | None = None,
     impl: str = "auto",
+    _shard: Shard = WHOLE,
 ) -> Estimate:
     """Exact softmax attention estimated from a number of keys, with diagnostics; for attention that is not sparse.
 
@@ -385,13 +397,14 @@ def estimate(
     errors.estimator(method, extra)
     spec = dispatch.choose(impl, q.device, q.dtype, score)
     scale = default_scale(scale, q.shape[-1], score, "softmax")
-    inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask)
+    inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask, _shard)
     if isinstance(method, Hybrid):
-        made = stages.hybrid(spec, inputs, matches.index, method, radii, stages.seed_of(method))
+        made = stages.hybrid(spec, inputs, matches.index, method, radii, stages.seed_of(method, inputs))
         return stages.as_estimate(made, method)
     if isinstance(method, Clusters):
         errors.clusters_only("softmax", causal, score)
-        book = stages.cluster_keys(spec, inputs, str(score), method, stages.seed_of(method), None, matches.index, radii)
+        seed = stages.seed_of(method, inputs)
+        book = stages.cluster_keys(spec, inputs, str(score), method, seed, None, matches.index, radii)
         head = ops.attend(spec, stages.attend_call(inputs, matches.index, radii, "softmax", 0.0, "query"))
         return stages.as_estimate(
             stages.join_clusters(spec, inputs, matches.index, head, book, radii, 0.0, "query"), method
@@ -408,3 +421,4 @@ def clear_caches() -> None:
     dispatch.clear_caches()
     layout_hints.clear()
     draws.cell_counts.cache_clear()
+    dtensors.clear_caches()

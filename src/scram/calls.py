@@ -29,6 +29,7 @@ class SearchCall(NamedTuple):
     seed: Tensor  # int64 []
     key_mask: Tensor | None
     warm: Tensor | None  # int32 [B, H, *G, any number]: indices to start from
+    rows: Tensor | None  # int64 [B, H], the numbers of the rows of q that noise is keyed by; None: b * H + head
     method: str  # "query" or "tile"
     matches: int
     separation: int
@@ -58,6 +59,7 @@ class AttendCall(NamedTuple):
     k_extra: Tensor | None  # [B, Hk, X, E]
     v_extra: Tensor | None  # [B, Hk, X, F]
     dropout_seed: Tensor | None  # int64 []; None without dropout
+    rows: Tensor | None  # int64 [B, H], as in SearchCall
     radius: tuple[int, ...]  # one per axis
     causal: bool
     scale: float
@@ -89,6 +91,7 @@ class DrawnTailCall(NamedTuple):
     head_lse: Tensor  # [B, H, *G]
     seed: Tensor  # int64 []
     dropout_seed: Tensor | None  # int64 [], that of the head; None without dropout
+    rows: Tensor | None  # int64 [B, H], as in SearchCall
     samples: int
     stratified: bool
     radius: tuple[int, ...]
@@ -106,8 +109,8 @@ class DrawnTail(NamedTuple):
     lse: Tensor  # [B, H, *G]
     variance: Tensor  # [B, H, *G, F], that of the draw; inf, unknown, with dropout
     offset: Tensor  # [B, H, *G], what a query adds to the scores of its tail; a constant
-    names: Tensor  # int32 [R, m], the keys that the queries of a row share
-    represents: Tensor  # float32 [R, m], how many keys each stands for; empty unless stratified
+    names: Tensor  # int32 [B, H, m], the keys that the queries of a row share
+    represents: Tensor  # float32 [B, H, m], how many keys each stands for; [B, H, 0] unless stratified
 
 
 class TailGrads(NamedTuple):
@@ -129,12 +132,13 @@ class SampleCall(NamedTuple):
     modes: Tensor  # int32 [B, H, *G, kappa], the matches that exist first
     count: Tensor  # type: ignore[assignment]  # int32 [B, H, *G], how many exist
     total: Tensor  # int32 [B, H, *G], legal keys of each query
-    order: Tensor | None  # int64 [rows of the mask, M], each row's legal keys ascending
+    order: Tensor | None  # int64 [B, M] or [B, H, M], as the mask: the legal keys ascending
     key_mask: Tensor | None
     head_out: Tensor | None  # attention over the extra keys
     head_lse: Tensor | None
     seed: Tensor  # int64 []
     table: Tensor  # int32 [2 R + 2], running sums of the weights of the steps -R..R
+    rows: Tensor | None  # int64 [B, H], as in SearchCall
     method: str  # "snis" or "metropolis"
     samples: int
     alpha: float
@@ -166,6 +170,7 @@ class ClusterCall(NamedTuple):
     warm_centres: Tensor | None  # [B, Hk, C, E]: where to start
     warm_values: Tensor | None  # [B, Hk, C, F]
     seed: Tensor  # int64 []
+    rows: Tensor | None  # int64 [B, H], as in SearchCall; a row of keys takes that of its first row of queries
     count: int  # type: ignore[assignment]  # of clusters; `clusters` where there are fewer keys
     steps: int
     scale: float
@@ -208,6 +213,7 @@ class ClusterTailCall(NamedTuple):
     head_out: Tensor  # [B, H, *G, F]
     head_lse: Tensor  # [B, H, *G]
     dropout_seed: Tensor | None  # int64 []; None without dropout
+    rows: Tensor | None  # int64 [B, H], as in SearchCall
     radius: tuple[int, ...]
     scale: float
     dropout_p: float

@@ -58,7 +58,7 @@ def cluster_backward(
     call: ClusterCall, sizes: Tensor, label: Tensor, grad_centres: Tensor, grad_values: Tensor
 ) -> ClusterGrads:
     """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
-    flat_label = label.reshape(label.shape[0] * label.shape[1], -1)
+    flat_label = label.flatten(0, 1).flatten(1)
     row = torch.arange(flat_label.shape[0], device=label.device).unsqueeze(1)
     at, share = (row * call.clusters + flat_label.clamp(min=0)).flatten(), sizes.reshape(-1, 1).clamp(min=1)
 
@@ -121,12 +121,12 @@ class Start(NamedTuple):
     v: Tensor  # [S, F]
     centres: Tensor  # [C, E]
     values: Tensor  # [C, F]
-    noise_row: int  # the first row of queries that reads the row of keys
+    noise_row: Tensor | int  # the number of the first row of queries that reads the row of keys
 
     @staticmethod
     def of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor | None) -> Start:
         """From keys [M, E], values [M, F] and which of them are legal [M]; None: all that are finite."""
-        first, number = row * (call.q.shape[1] // call.k.shape[1]), min(len(k), max(SAMPLED_KEYS, call.clusters))
+        first, number = noise_row(call, row), min(len(k), max(SAMPLED_KEYS, call.clusters))
         total = torch.tensor(len(k), device=k.device) if legal is None else legal.sum()
         some = strides(call.seed, first, 0, number, total)
         if legal is not None:
@@ -167,12 +167,18 @@ class Start(NamedTuple):
         return centres, values, torch.where(anew, 1, sizes)
 
 
+def noise_row(call: ClusterCall, row: int) -> Tensor | int:
+    """What the noise of a row of keys is keyed by: the number of the first row of queries that reads it."""
+    first = row * (call.q.shape[1] // call.k.shape[1])
+    return first if call.rows is None else call.rows.flatten()[first]
+
+
 def queries_of(call: ClusterCall, row: int) -> Tensor:
     """Some queries [S, E] of those that read a row of keys; 0 in place of one that is not finite."""
     heads_each = call.q.shape[1] // call.k.shape[1]
     q = rows(call.q)[row * heads_each : (row + 1) * heads_each].flatten(0, 1)
     total = torch.tensor(len(q), device=q.device)
-    q = q[strides(call.seed, row * heads_each, 2, min(SAMPLED_QUERIES, len(q)), total)]
+    q = q[strides(call.seed, noise_row(call, row), 2, min(SAMPLED_QUERIES, len(q)), total)]
     return torch.where(q.isfinite().all(-1, keepdim=True), q, 0)
 
 
@@ -191,7 +197,7 @@ def drawn(bits: Tensor, rate: Tensor) -> Tensor:
     return torch.where(rate > 0, clock, torch.inf).argsort()
 
 
-def strides(seed: Tensor, row: int, draw: int, number: int, total: Tensor) -> Tensor:
+def strides(seed: Tensor, row: Tensor | int, draw: int, number: int, total: Tensor) -> Tensor:
     """`number` places in 0..total-1, one drawn from each of as many equal parts; where there are fewer, all of them."""
     part = torch.arange(number, device=total.device)
     begin, end = part * total // number, (part + 1) * total // number

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import errors
+from .dtensors import takes_dtensors
 from .scoring import default_scale, prepare_key, prepare_query
 from .types import Score
 
 
+@takes_dtensors
 def dense_attention(
     q: Tensor,
     k: Tensor,
@@ -34,9 +36,12 @@ def dense_attention(
     if causal:
         errors.order(q, k, causal)
     grid, flat = q.shape[2:-1], [x.flatten(2, -2) for x in (q, k, v)]
-    mask = None if key_mask is None else key_mask.reshape(k.shape[0], -1, 1, flat[1].shape[2])
-    if mask is not None:  # torch multiplies what is masked by 0, and 0 * NaN is NaN
-        read = mask.reshape(k.shape[0], k.shape[1] if mask.shape[1] > 1 else 1, -1, flat[1].shape[2]).any(2)
+    mask = None
+    if key_mask is not None:  # torch multiplies what is masked by 0, and 0 * NaN is NaN
+        heads = q.shape[1] if key_mask.ndim == k.ndim - 1 else 1
+        mask = key_mask.reshape(k.shape[0], heads, 1, flat[1].shape[2])
+        groups = k.shape[1] if heads > 1 else 1
+        read = mask.reshape(k.shape[0], groups, heads // groups, flat[1].shape[2]).any(2)
         flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
     if causal and (mask is not None or extra is not None):
         below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .grid import Grid, LegalKeys, coordinates, flat, grid_of, key_row, rows
-from .noise import noise
+from .noise import noise, numbered
 
 NONE = 2**31 - 1  # the name of a shared key that is missing: after all others
 LAST = 2**63 - 1  # the rank of a key that must not be drawn; its name is NONE
@@ -62,11 +62,14 @@ def legal_counts(q: Tensor, legal: LegalKeys) -> Tensor:
     return total.to(torch.int32).reshape(q.shape[:-1])
 
 
-def ranked_keys(q: Tensor, legal: LegalKeys, seed: Tensor) -> Tensor:
-    """noise(seed, row, key) << 31 | key, int64 [rows, M]: unique, ties go to the lower key; LAST for a masked one."""
+def ranked_keys(q: Tensor, legal: LegalKeys, seed: Tensor, numbers: Tensor | None = None) -> Tensor:
+    """noise(seed, row, key) << 31 | key, int64 [rows, M]: unique, ties go to the lower key; LAST for a masked one.
+
+    `numbers`: int [B, H], those of the rows.
+    """
     count = q.shape[0] * q.shape[1]
     row, key = torch.arange(count, device=q.device).unsqueeze(1), torch.arange(legal.keys, device=q.device)
-    ranked = noise(seed, row, key) << 31 | key
+    ranked = noise(seed, numbered(row, numbers), key) << 31 | key
     open_ = legal.allows(row, torch.full_like(key, legal.keys), key.expand(count, -1))
     return torch.where(open_, ranked, LAST)
 
@@ -93,6 +96,14 @@ def shared_tail(
         name, order = name.sort(dim=1)
         for_keys = None if for_keys is None else for_keys.gather(1, order)
     return name, for_keys
+
+
+def by_heads(q: Tensor, names: Tensor, represents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What `shared_tail` names, [rows, m], as [B, H, m]; [B, H, 0] for None."""
+    shape = (*q.shape[:2], names.shape[1])
+    if represents is None:
+        return names.reshape(shape), q.new_empty((*shape[:2], 0), dtype=torch.float32)
+    return names.reshape(shape), represents.reshape(shape)
 
 
 def tail_size(key_grid: Grid, samples: int, stratified: bool) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .clustering import keys_left
 from .codebook import Codebook, FitReport
 from .grid import coordinates, grid_of, in_windows, key_row, rows
-from .noise import noise
+from .noise import noise, numbered
 from .statistics import ranks
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the ridge, over the mean square of a query's weights
@@ -26,7 +26,15 @@ CHUNK_ELEMENTS = 1 << 23  # of scores at a time
 
 @torch.no_grad()
 def fitted(
-    book: Codebook, q: Tensor, k: Tensor, v: Tensor, index: Tensor, radius: tuple[int, ...], fit: int, seed: Tensor
+    book: Codebook,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    radius: tuple[int, ...],
+    fit: int,
+    seed: Tensor,
+    numbers: Tensor | None = None,
 ) -> Codebook:
     """The codebook with gains and values of every query head, and a report on queries that took no part in the fit.
 
@@ -36,13 +44,14 @@ def fitted(
         index: int32 [B, H, *G, kappa], the matches that `attend` will use.
         radius: of their windows, one per axis.
         fit: queries to fit to; half as many choose the strength of the ridge, half as many report.
+        numbers: int [B, H], of the rows of q, which noise is keyed by; None: b * H + head.
     """
     each = q.shape[1] // book.sizes.shape[1]
     names = ("centres", "values", "sizes", "label")
     book = replace(book, **{name: getattr(book, name).detach().repeat_interleave(each, 1) for name in names})
     if not q.numel():
         return replace(book, gains=torch.ones_like(book.centres[..., 0]), radius=radius)
-    seen = _seen_by_queries(book, q, k, v, index, radius, fit, seed)
+    seen = _seen_by_queries(book, q, k, v, index, radius, fit, seed, numbers)
     split = [torch.split(x, seen.parts(fit), 1) for x in seen]
     learn, choose, report = (Seen(*part) for part in zip(*split, strict=True))
     values, fits = book.values.flatten(0, 1).double(), book.sizes.flatten(0, 1) > 1
@@ -104,13 +113,21 @@ class Seen(NamedTuple):
 
 
 def _seen_by_queries(
-    book: Codebook, q: Tensor, k: Tensor, v: Tensor, index: Tensor, radius: tuple[int, ...], fit: int, seed: Tensor
+    book: Codebook,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    radius: tuple[int, ...],
+    fit: int,
+    seed: Tensor,
+    numbers: Tensor | None,
 ) -> Seen:
     """Queries drawn for every row, and what they attend, computed densely."""
     q_rows, k_rows, v_rows, index_rows = rows(q), rows(k), rows(v), rows(index)
     queries, keys, key_grid = q_rows.shape[1], k_rows.shape[1], grid_of(k)
     row = torch.arange(len(q_rows), device=q.device).unsqueeze(1)
-    order = noise(seed, row, torch.arange(queries, device=q.device)).argsort(1)[:, : 2 * fit]
+    order = noise(seed, numbered(row, numbers), torch.arange(queries, device=q.device)).argsort(1)[:, : 2 * fit]
     place = coordinates(torch.arange(keys, device=q.device), key_grid)
     source = key_row(row.flatten(), q.shape[1], k.shape[1]).tolist()
     found = []

@@ -32,6 +32,15 @@ def noise(seed: Tensor | int, *counters: Tensor | int) -> Tensor:
     return state
 
 
+def numbered(row: Tensor, rows: Tensor | None) -> Tensor:
+    """The numbers that the noise of some rows is keyed by: those of `rows` [B, H], or their own.
+
+    >>> numbered(torch.arange(2), None), numbered(torch.arange(2), torch.tensor([[4, 6]]))
+    (tensor([0, 1]), tensor([4, 6]))
+    """
+    return row if rows is None else rows.flatten()[row]
+
+
 def below(bits: Tensor, n: Tensor | int) -> Tensor:
     """A number in 0..n-1 from 32 random bits, in integers: (bits * n) >> 32. n <= 2**31.
 

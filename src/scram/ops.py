@@ -1,7 +1,7 @@
 """Torch operators made of calls: one factory for schema, shapes for tracing, autograd, refusals and vmap.
 
 `Operator` derives everything from a call type of `calls` and a few lines of data below. The last argument of an
-operator names the engine. A sharding rule, when there is one, belongs in `Operator.__init__`: all operators pass it.
+operator names the engine. Their sharding rules are in `distributed.rules`.
 Imports neither Numba nor Triton.
 """
 
@@ -268,9 +268,9 @@ def _drawn_tail_shapes(call: calls.DrawnTailCall) -> tuple[Tensor, ...]:
     key_grid = grid_of(call.k)
     if call.stratified:  # the cells follow from the extents by a search, so the graph is for one grid
         key_grid = tuple(int(extent) for extent in key_grid)
-    shape = (call.q.shape[0] * call.q.shape[1], tail_size(key_grid, call.samples, call.stratified))
+    shape = (*call.q.shape[:2], tail_size(key_grid, call.samples, call.stratified))
     names = call.q.new_empty(shape, dtype=torch.int32)
-    represents = call.q.new_empty(shape if call.stratified else 0, dtype=torch.float32)
+    represents = call.q.new_empty(shape if call.stratified else (*shape[:2], 0), dtype=torch.float32)
     return out, lse, variance, torch.empty_like(lse), names, represents
 
 

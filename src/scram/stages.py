@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,16 @@ from .scoring import accumulator, prepare_key, prepare_query
 from .types import Attended, Matches, Score, Search
 
 
+class Shard(NamedTuple):
+    """What part of a larger call a call is: noise is that of the larger one."""
+
+    rows: Tensor | None  # int64 [B, H], the numbers of the rows of q in the larger call; None: b * H + head
+    draw_seed: Callable[[], Tensor]  # a seed, int64 [], the same for all parts
+
+
+WHOLE = Shard(None, draw_seed)
+
+
 class Inputs(NamedTuple):
     """The tensors and options of a public call that every stage reads; features are prepared for the score."""
 
@@ -31,6 +42,11 @@ class Inputs(NamedTuple):
     causal: bool
     scale: float
     score: ScoreFunction | None
+    shard: Shard
+
+    @property
+    def rows(self) -> Tensor | None:
+        return self.shard.rows
 
 
 def prepare(
@@ -43,6 +59,7 @@ def prepare(
     scale: float,
     causal: bool,
     key_mask: Tensor | None,
+    shard: Shard = WHOLE,
 ) -> Inputs:
     """Features in the dtype that the engine takes: once for all stages of a call."""
     k_extra, v_extra = extra or (None, None)
@@ -61,13 +78,14 @@ def prepare(
         causal=causal,
         scale=scale,
         score=score if callable(score) else None,
+        shard=shard,
     )
 
 
-def seed_of(settings: Search | Estimator, otherwise: Tensor | None = None) -> Tensor:
+def seed_of(settings: Search | Estimator, inputs: Inputs, otherwise: Tensor | None = None) -> Tensor:
     if settings.seed_tensor is not None:
         return settings.seed_tensor
-    return draw_seed() if otherwise is None else otherwise
+    return inputs.shard.draw_seed() if otherwise is None else otherwise
 
 
 def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | None) -> calls.SearchCall:
@@ -77,6 +95,7 @@ def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | No
         seed=seed,
         key_mask=inputs.key_mask,
         warm=None if warm is None else warm.index,
+        rows=inputs.rows,
         method=search.resolved_method(inputs.q),
         matches=search.matches,
         separation=search.separation,
@@ -100,7 +119,8 @@ def attend_call(
         key_mask=inputs.key_mask,
         k_extra=inputs.k_extra,
         v_extra=inputs.v_extra,
-        dropout_seed=draw_seed() if dropout_p else None,
+        dropout_seed=inputs.shard.draw_seed() if dropout_p else None,
+        rows=inputs.rows,
         radius=radius,
         causal=inputs.causal,
         scale=inputs.scale,
@@ -136,6 +156,7 @@ def cluster_keys(
             warm_centres=None if warm is None else warm.centres,
             warm_values=None if warm is None else warm.values,
             seed=seed,
+            rows=inputs.rows,
             count=clusters.count,
             steps=clusters.steps if warm is None else min(clusters.steps, 1),
             scale=inputs.scale,
@@ -148,7 +169,7 @@ def cluster_keys(
         raise errors.fit_is_eager()
     assert index is not None
     assert radius is not None
-    return fitted(book, q, inputs.k, inputs.v, index, radius, clusters.fit, seed)
+    return fitted(book, q, inputs.k, inputs.v, index, radius, clusters.fit, seed, inputs.rows)
 
 
 def join_clusters(
@@ -172,7 +193,8 @@ def join_clusters(
         gains=book.gains,
         head_out=head.out,
         head_lse=head.lse,
-        dropout_seed=draw_seed() if dropout_p else None,
+        dropout_seed=inputs.shard.draw_seed() if dropout_p else None,
+        rows=inputs.rows,
         radius=radius,
         scale=inputs.scale,
         dropout_p=dropout_p,
@@ -205,6 +227,7 @@ def hybrid(
         head_lse=head.lse,
         seed=seed,
         dropout_seed=head_call.dropout_seed,
+        rows=inputs.rows,
         samples=method.samples,
         stratified=method.stratified,
         radius=radius,
@@ -219,7 +242,7 @@ def hybrid(
 
 def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -> Estimate:
     """Keys of each query's own; extra keys are an exact head."""
-    q, key_grid, settings = inputs.q, grid_of(inputs.k), method.sample_settings()
+    q, mask, key_grid, settings = inputs.q, inputs.key_mask, grid_of(inputs.k), method.sample_settings()
     legal = LegalKeys.of(q, inputs.k, inputs.causal, inputs.key_mask)
     # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
     modes, count = draws.modes(index, key_grid, legal if settings["method"] == "metropolis" else None)
@@ -236,12 +259,13 @@ def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -
         modes=modes,
         count=count,
         total=draws.legal_counts(q, legal),
-        order=legal.order,
+        order=None if legal.order is None or mask is None else legal.order.reshape(*mask.shape[: -len(key_grid)], -1),
         key_mask=inputs.key_mask,
         head_out=head_out,
         head_lse=head_lse,
-        seed=seed_of(method),
+        seed=seed_of(method, inputs),
         table=draws.step_table(settings.pop("bandwidth"), key_grid, q.device),
+        rows=inputs.rows,
         samples=method.samples,
         causal=inputs.causal,
         scale=inputs.scale,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import errors
+from .dtensors import is_dtensor
 from .schedule import MOST_IN_TILES, PROPAGATE
 
 Score = str | Callable[[Tensor, Tensor], Tensor]
@@ -157,7 +158,7 @@ class Matches:
     def __repr__(self) -> str:
         batch, heads, *grid, kappa = self.index.shape
         queries = self.index.numel() // max(kappa, 1)
-        if self.index.is_meta or isinstance(self.index, torch._subclasses.FakeTensor):
+        if self.index.is_meta or isinstance(self.index, torch._subclasses.FakeTensor) or is_dtensor(self.index):
             share = "?"
         else:
             share = f"{100 * float((self.index >= 0).float().mean()):.1f} %" if self.index.numel() else "-"

@@ -1,5 +1,6 @@
 """The scripts in benchmarks/ start, and those that measure a device get their tensors."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -52,3 +53,17 @@ def test_a_table_may_be_cut_short_by_a_pipe():
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=FOLDER, check=True)
     assert done.stdout.startswith("| row |")
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_one_rank_is_timed_in_every_way():
+    command = [sys.executable, str(FOLDER / "nccl_one_rank.py"), "--device", "cpu", "--backend", "gloo"]
+    done = subprocess.run(
+        [*command, "--size", "6", "--turns", "2", "--warmup", "1"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = json.loads(done.stdout)["rows"]
+    ways = {"plain", "heads", "dtensor batch", "dtensor heads", "dtensor whole"}
+    assert all(set(row["ratio"]) == ways for row in rows.values())

@@ -219,7 +219,7 @@ def test_the_variance_is_that_of_the_draw(engine, window, p):
     q, k, v, found = far(torch.float32, causal=True, grid=(4, 19))
     head = features(*q.shape, seed=4).float(), features(*q.shape[:-1], seed=5).float()
     seed = torch.tensor(11)
-    how = (seed if p else None, 20, False, (1, 1), True, 0.5, p, window)
+    how = (seed if p else None, None, 20, False, (1, 1), True, 0.5, p, window)
     call = DrawnTailCall(q, k, v, found.index, None, *head, seed, *how)
     truth = ops.drawn_tail(dispatch.ENGINES["reference"], call).variance
     if engine == "triton" and not INTERPRETED:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import errors
+from ..api import attention as one_process
 from ..arguments import explains
 from ..estimators import Clusters, Hybrid
 from ..precision import follows_autocast
 from ..types import Matches, Score, Search
 from .gather import gather_attention
-from .heads import fits, heads_attention
+from .heads import alone, fits, heads_attention
 from .mesh import Ranks
 from .ring import ring_attention
 from .shards import FIELDS, Shards, checked
@@ -65,6 +67,10 @@ def attention(
         out [B, H, n, *, F], for this rank's queries.
     """
     ranks = Ranks(mesh)
+    if alone(ranks, mode, q, k, tail, matches):
+        options: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score}
+        options |= {"weight": weight, "window": window, "impl": impl}
+        return one_process(q, k, v, search=search, radius=radius, tail=tail, **options)
     try:
         errors.one_of("mode", mode, MODES)
         call = checked(

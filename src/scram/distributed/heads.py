@@ -11,10 +11,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..api import attention
+from ..codebook import Codebook
 from ..defaults import goes_dense
 from ..dense import dense_attention
+from ..estimators import Clusters
+from ..noise import draw_seed
+from ..stages import Shard
 from .mesh import Ranks, pack, packed_size, unpack
-from .shards import Shards, public_mask, shard_seed
+from .shards import Shards, public_mask
 
 Rows = Sequence[int]
 
@@ -22,6 +26,14 @@ Rows = Sequence[int]
 def fits(shards: Shards) -> bool:
     """Whether every rank gets as many heads of queries, and as many of keys."""
     return shards.k.shape[1] % shards.ranks.size == 0
+
+
+def alone(ranks: Ranks, mode: str, q: Any, k: Any, tail: Any, matches: Any) -> bool:
+    """Whether `scram.attention` has the answer: on one rank, with points and without what several ranks refuse."""
+    if ranks.size > 1 or mode not in ("auto", "heads") or matches is not None or isinstance(tail, Codebook):
+        return False
+    fit = isinstance(tail, Clusters) and tail.fit
+    return not fit and all(isinstance(x, Tensor) and x.device.type == ranks.device.type and x.numel() for x in (q, k))
 
 
 def heads_attention(shards: Shards) -> Tensor:
@@ -40,15 +52,26 @@ def heads_attention(shards: Shards) -> Tensor:
 
 
 def _local(shards: Shards, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """The attention of this rank's heads; noise counts heads from 0, so the seeds are this rank's own."""
-    call, first = shards.call, shards.ranks.rank * q.shape[1]
+    """The attention of this rank's heads, with the noise of their rows among all."""
+    call, size = shards.call, shards.ranks.size
     options: dict[str, Any] = {"scale": call.scale, "score": call.score, "causal": call.causal, "key_mask": mask}
-    if call.automatic and goes_dense(q, k, v, call.weight, call.score):
+    # Of all heads, as one process would choose.
+    all_q, all_k, all_v = (x[:, :1].expand(-1, size * x.shape[1], *x.shape[2:]) for x in (q, k, v))
+    if call.automatic and goes_dense(all_q, all_k, all_v, call.weight, call.score):
         return dense_attention(q, k, v, **options)
-    search = replace(call.search, seed=shard_seed(shards.seed, first))
-    tail = None if call.tail is None else replace(call.tail, seed=shard_seed(shards.tail_seed, first))
+    search = replace(call.search, seed=shards.seed)
+    tail = None if call.tail is None else replace(call.tail, seed=shards.tail_seed)
     options |= {"radius": call.radius, "weight": call.weight, "window": call.window, "impl": call.impl}
-    return attention(q, k, v, search=search, tail=tail, **options)
+    return attention(q, k, v, search=search, tail=tail, **options, _shard=Shard(_rows(shards.ranks, q), draw_seed))
+
+
+def _rows(ranks: Ranks, q: Tensor) -> Tensor | None:
+    """The numbers of this rank's rows [B, H / ranks] among those of all; None: it has all."""
+    if ranks.size == 1:
+        return None
+    (batch, heads), device = q.shape[:2], q.device
+    head = ranks.rank * heads + torch.arange(heads, device=device)
+    return torch.arange(batch, device=device).unsqueeze(1) * (heads * ranks.size) + head
 
 
 def _own_mask(shards: Shards, first: int, heads: int) -> Tensor | None:

@@ -57,6 +57,8 @@ class Ranks:
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """What every rank says, in order of the ranks; all say equally many numbers."""
+        if self.size == 1:
+            return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64).to(self.device)
         everyone = mine.new_empty(self.size * len(numbers))
         all_gather_single(everyone, mine, group=self.group)

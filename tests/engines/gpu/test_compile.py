@@ -15,9 +15,12 @@ from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tenso
 
 triton = pytest.importorskip("triton")
 
+import scram  # noqa: E402
 from scram import clustering, dispatch  # noqa: E402
 from scram.engines.gpu import attend_keys, block_sizes, drawn_tail, launch, noise, sample, search, windows  # noqa: E402
 from scram.engines.gpu.engine import cluster, cluster_backward, cluster_tail, cluster_tail_backward  # noqa: E402
+from scram.noise import draw_seed  # noqa: E402
+from scram.stages import Shard  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +67,11 @@ KERNELS = {
 }
 
 
+def by_pointer(seed, rows):
+    """A seed as on the device."""
+    return noise.Seed(seed, 0, 0, None, 0)
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """Runs a case up to its launches, which `launched` (kernel, arguments, flags) takes the place of."""
@@ -73,7 +81,6 @@ def launches(monkeypatch):
         monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *given: launched(self.kernel, given, self.flags))
         monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
         monkeypatch.setattr(attend_keys, "LEAST_SHARE", 2)  # so that these few keys have several shares too
-        by_pointer = lambda seed: noise.Seed(seed, 0, 0)  # noqa: E731 - as for a seed on the device
         for module in (search, windows):
             monkeypatch.setattr(module, "seed_argument", by_pointer if seed_by_pointer else noise.seed_argument)
         tensors = make_tensors(case)
@@ -257,6 +264,37 @@ def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
     assert set(compiled) == wanted
 
 
+WITH_ROWS = {
+    "tiles": ({"search": scram.Search("tile", matches=2), "tail": scram.Clusters(count=5)}, "cluster_tail_kernel"),
+    "queries": ({"search": scram.Search("query"), "tail": scram.Hybrid(samples=5)}, "rank_kernel"),
+    "draws": (scram.Snis(samples=5), "draw_kernel"),
+    "walks": (scram.MetropolisHastings(samples=5), "walk_kernel"),
+}
+
+
+@pytest.mark.parametrize("name", WITH_ROWS)
+def test_kernels_with_the_numbers_of_rows_compile(name, monkeypatch):
+    """Forward and backward, with dropout."""
+    compiled = set()
+
+    def compile_only(self, *arguments):
+        compiled.add(self.kernel.fn.__name__)
+        assert _compile(self.kernel, arguments, self.flags, 90).asm["cubin"]
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
+    q, k, v = torch.zeros(3, 1, 2, 4, 5, 16).requires_grad_().unbind()
+    how, kernel = WITH_ROWS[name]
+    common = {"impl": "triton", "_shard": Shard(torch.tensor([[3, 1]]), draw_seed)}
+    if isinstance(how, dict):
+        out = scram.attention(q, k, v, dropout_p=0.5, **how, **common)
+    else:
+        index = torch.zeros(*q.shape[:-1], 1, dtype=torch.int32)
+        out = scram.estimate(q, k, v, scram.Matches(index, index.float(), (4, 5)), method=how, **common).out
+    out.sum().backward()
+    assert kernel in compiled
+
+
 FLAGS = {"CAUSAL", "SEPARATED", "EARLIER", "KEYLESS", "TURNS"}
 FLAGS |= {"DROPOUT", "SEVERAL", "FIRST"}
 POINTERS_OR_NONE = {"mask", "warm", "wide", "pointer", "k_extra", "v_extra"}
@@ -314,7 +352,7 @@ def test_estimators_compile(one, first, monkeypatch):
     for repeatable in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
         if repeatable:  # as for a seed on the device
-            monkeypatch.setattr(drawn_tail, "seed_argument", lambda seed: noise.Seed(seed, 0, 0))
+            monkeypatch.setattr(drawn_tail, "seed_argument", by_pointer)
         tensors = tensors_of(one)
         leaves = tensors.leaves(one.case.dtype)
         made = run_estimate(one, tensors, leaves, "triton")

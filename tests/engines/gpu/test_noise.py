@@ -20,5 +20,11 @@ def noise_kernel(out, seed, row, N: tl.constexpr):
 @pytest.mark.parametrize("seed", [0, -1, 2**62 + 12345])
 def test_noise_is_that_of_torch(seed, device):
     out = torch.empty(16, dtype=torch.int64, device=device)
-    noise_kernel[(1,)](out, seed_argument(torch.tensor(seed)), 5, N=16)
+    noise_kernel[(1,)](out, seed_argument(torch.tensor(seed), None), 5, N=16)
     assert torch.equal(out.cpu(), noise(seed, 5, torch.arange(16)))
+
+
+def test_noise_is_keyed_by_the_number_of_the_row(device):
+    out, rows = torch.empty(16, dtype=torch.int64, device=device), torch.arange(40, 48, device=device).reshape(2, 4)
+    noise_kernel[(1,)](out, seed_argument(torch.tensor(7), rows), 5, N=16)
+    assert torch.equal(out.cpu(), noise(7, 45, torch.arange(16)))

@@ -15,7 +15,7 @@ from ...grid import grid_of
 from ...types import Attended
 from .compiled import inlined, parallel
 from .layout import Array, Geometry, Windows, array, block_at, padded, tensor
-from .noise import absorb, seeded
+from .noise import absorb, row_states
 from .threads import threads
 from .vectors import add, dot, exp, narrow_dots
 from .windows import expand_block
@@ -37,16 +37,16 @@ class AttendArrays(NamedTuple):
     geometry: Geometry
     scale: float
     weight: int
-    seed: np.uint32
+    seed: Array  # uint32 [R], the hash after the seed and the row
     threshold: int  # noise below it drops a key; 0 drops none
     boost: float  # of the weights that dropout keeps
 
     @staticmethod
     def of(call: AttendCall) -> AttendArrays:
         extras = 0 if call.k_extra is None else call.k_extra.shape[2]
-        seed, threshold = np.uint32(0), 0
+        seed, threshold = np.zeros(0, np.uint32), 0
         if call.dropout_seed is not None:
-            seed, threshold = np.uint32(seeded(int(call.dropout_seed))), int(call.dropout_p * 2**32)
+            seed, threshold = row_states(call.dropout_seed, call.q, call.rows), int(call.dropout_p * 2**32)
         return AttendArrays(
             array(call.q), _joined(call.k, call.k_extra), _joined(call.v, call.v_extra), extras,
             Windows.of(call.index, call.radius, grid_of(call.k)),
@@ -141,7 +141,7 @@ def _weigh(arrays, block, keys, weights, sums):
                 weights[slot, p] = a if keys[slot, p] >= 0 else zero
                 total[p] += keys[slot, p] >= 0
     if arrays.threshold:
-        prefix = absorb(arrays.seed, block.row)
+        prefix = arrays.seed[block.row]
         for slot in range(slots):
             for p in range(size):
                 keep = absorb(absorb(prefix, block.begin + p), keys[slot, p]) >= arrays.threshold

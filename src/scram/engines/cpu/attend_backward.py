@@ -76,7 +76,7 @@ def _queries(task, tasks, arrays, places, begin, d_out, d_lse, dq, pairs):
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         point = begin + c
         row = point // geometry.queries
-        noise = absorb(absorb(arrays.seed, row), point - row * geometry.queries)
+        noise = absorb(arrays.seed[row], point - row * geometry.queries) if arrays.threshold else np.uint32(0)
         keys, slopes, first = pairs.keys[c], pairs.slopes[c], geometry.key_rows[row] * (geometry.keys + arrays.extras)
         found = expand(arrays.windows, geometry, row, point, keys, places[task])
         for x in range(arrays.extras):

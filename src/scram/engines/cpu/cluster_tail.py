@@ -16,7 +16,7 @@ from ...calls import ClusterTailCall
 from ...types import Attended
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, Windows, array, block_at, flat, tensor
-from .noise import absorb, seeded
+from .noise import absorb, row_states
 from .threads import TASKS_PER_THREAD, threads
 from .vectors import add_guarded_product, add_product, exp
 from .windows import expand_block
@@ -44,7 +44,7 @@ class ClusterTailArrays(NamedTuple):
     windows: Windows
     geometry: Geometry
     scale: float
-    seed: np.uint32
+    seed: Array  # uint32 [R], the hash after the seed and the row
     threshold: int  # noise below it drops a cluster; 0 drops none
     boost: float  # of the weights that dropout keeps
     first_name: int
@@ -52,9 +52,9 @@ class ClusterTailArrays(NamedTuple):
     @staticmethod
     def of(call: ClusterTailCall) -> ClusterTailArrays:
         wide, grid = call.centres.dtype, call.label.shape[2:]
-        seed, threshold = np.uint32(0), 0
+        seed, threshold = np.zeros(0, np.uint32), 0
         if call.dropout_seed is not None:
-            seed, threshold = np.uint32(seeded(int(call.dropout_seed))), int(call.dropout_p * 2**32)
+            seed, threshold = row_states(call.dropout_seed, call.q, call.rows), int(call.dropout_p * 2**32)
         sizes = by_row(call.sizes)
         gains = np.ones(sizes.shape, by_row(call.centres).dtype) if call.gains is None else by_row(call.gains)
         return ClusterTailArrays(
@@ -196,7 +196,7 @@ def _to_weights(arrays, block, gains, left, weights, sums):
 @compiled
 def drop(arrays, block, weights):
     """Dropout: each number of a cluster is 0 or grows."""
-    number, prefix = weights.dtype.type, absorb(arrays.seed, block.row)
+    number, prefix = weights.dtype.type, arrays.seed[block.row]
     for c in range(len(weights)):
         for p in range(block.size):
             keep = absorb(absorb(prefix, block.begin + p), arrays.first_name + c) >= arrays.threshold

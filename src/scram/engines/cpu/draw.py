@@ -18,7 +18,7 @@ class Draws(NamedTuple):
     total: Array  # int32 [P], legal keys
     order: Array  # int64 [Rm, M], the legal keys ascending; no row where all are legal
     table: Array  # int32 [2 R + 2], running sums of the weights of the steps -R..R
-    seed: np.uint32
+    seed: Array  # uint32 [R], the hash after the seed and the row
     alpha: float  # the share of draws near modes
 
 
@@ -32,7 +32,7 @@ def draw_keys(task, tasks, geometry, draws, begin, keys, logs):
         row, count, total = point // geometry.queries, draws.count[point], draws.total[point]
         query, mask_row = point - row * geometry.queries, row // geometry.rows_per_mask
         near = draws.alpha if count > 0 else 0.0
-        state, seen = absorb(absorb(draws.seed, row), query), 0
+        state, seen = absorb(draws.seed[row], query), 0
         for t in range(samples):
             noise = absorb(state, t)
             which = absorb(noise, 1)

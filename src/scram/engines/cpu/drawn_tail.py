@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ...calls import DrawnTail, DrawnTailCall, TailGrads
-from ...draws import NONE, legal_counts, ranked_keys, shared_tail, tail_rows, tail_values
+from ...draws import NONE, by_heads, legal_counts, ranked_keys, shared_tail, tail_rows, tail_values
 from ...grid import LegalKeys, grid_of
 from ...scoring import accumulator
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, Windows, flat
-from .noise import absorb, seeded
+from .noise import absorb, row_states
 from .threads import threads
 from .windows import expand
 
@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
     drawn: Array  # int64 [R], how many there are
     logs: Array  # [R, m], of how many keys each represents
     scale: float
-    seed: np.uint32  # of dropout
+    seed: Array  # uint32 [all rows], of dropout: the hash after the seed and the row
     threshold: int  # noise below it drops a key; 0 drops none
     boost: float  # of the weights that dropout keeps
 
@@ -55,7 +55,7 @@ class TailTensors:
     def __init__(self, call: DrawnTailCall) -> None:
         q, k, v, self.call = call.q, call.k, call.v, call
         key_grid, legal = grid_of(k), LegalKeys.of(q, k, call.causal, call.key_mask)
-        ranked = ranked_keys(q, legal, call.seed)
+        ranked = ranked_keys(q, legal, call.seed, call.rows)
         self.names, self.represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
         self.geometry = Geometry.of(q, k, call.key_mask, call.causal)
         self.windows = Windows.of(call.index, call.radius, key_grid)
@@ -66,9 +66,9 @@ class TailTensors:
         self.q, self.head_out = (self.matrix(x) for x in (q, call.head_out))
         self.head_lse = flat(call.head_lse.to(self.wide))
         self.total = flat(legal_counts(q, legal))
-        self.dropout = (np.uint32(0), 0, 1.0)
+        self.dropout = (np.zeros(0, np.uint32), 0, 1.0)
         if call.dropout_seed is not None:
-            seed = np.uint32(seeded(int(call.dropout_seed)))
+            seed = row_states(call.dropout_seed, q, call.rows)
             self.dropout = (seed, int(call.dropout_p * 2**32), 1 / (1 - call.dropout_p))
         plain = torch.zeros(self.names.shape, dtype=self.wide)
         self.logs = (plain if self.represents is None else self.represents.to(self.wide).log()).numpy()
@@ -120,10 +120,9 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
             variance[rows, queries] = _variance(p, values, answer, *counts) if known else torch.inf
     points = call.q.shape[:-1]
     full = (*points, out.shape[-1])
-    represents = torch.empty(0) if tail.represents is None else tail.represents
     return DrawnTail(
         out.to(call.v.dtype).reshape(full), lse.reshape(points), variance.reshape(full), offset.reshape(points),
-        tail.names, represents,
+        *by_heads(call.q, tail.names, tail.represents),
     )  # fmt: skip
 
 
@@ -215,7 +214,7 @@ def _add_logs(scores, chunk, r, offset, limit, top):
 def _drop(numbers, chunk, head, point, limit):
     """Dropout: each number of a shared key is 0, NaN too, or grows."""
     number, row = numbers.dtype.type, point // head.geometry.queries
-    prefix, names = absorb(absorb(chunk.seed, row), point - row * head.geometry.queries), chunk.names[row - chunk.row]
+    prefix, names = absorb(chunk.seed[row], point - row * head.geometry.queries), chunk.names[row - chunk.row]
     for j in range(limit):
         kept = absorb(prefix, names[j]) >= chunk.threshold
         numbers[j] = number(numbers[j] * chunk.boost) if kept else number(0)

@@ -9,7 +9,7 @@ import numpy as np
 from ...calls import SearchCall
 from .compiled import compiled
 from .layout import Array
-from .noise import absorb, below, seeded
+from .noise import absorb, below, row_states
 
 
 class Choices(NamedTuple):
@@ -18,7 +18,7 @@ class Choices(NamedTuple):
     order: Array  # int32 [Rm, M], the unmasked keys of a mask row, ascending
     count: Array  # type: ignore[assignment]  # int32 [Rm, M], how many come up to each key
     warm: Array  # int32 [P, any number]
-    seed: np.uint32
+    seed: Array  # uint32 [R], the hash after the seed and the row
 
     @staticmethod
     def of(call: SearchCall, mask: Array) -> Choices:
@@ -28,7 +28,7 @@ class Choices(NamedTuple):
             order[row, : len(legal)] = legal
         if call.warm is not None:
             warm = call.warm.flatten(0, -2).contiguous().numpy()
-        return Choices(order, mask.cumsum(1, dtype=np.int32), warm, np.uint32(seeded(int(call.seed))))
+        return Choices(order, mask.cumsum(1, dtype=np.int32), warm, row_states(call.seed, call.q, call.rows))
 
 
 class Earlier(NamedTuple):
@@ -86,7 +86,7 @@ def first_key(geometry, choices, earlier, entry, row, query):
         key = np.int64(choices.warm[point, entry])
         if 0 <= key < geometry.keys and legal(geometry, earlier, row, query, point, key):
             return key
-    noise = absorb(absorb(absorb(absorb(absorb(choices.seed, row), query), entry), 0), 0)
+    noise = absorb(absorb(absorb(absorb(choices.seed[row], query), entry), 0), 0)
     key = drawn(geometry, choices, row, query, noise)
     if key >= 0 and legal(geometry, earlier, row, query, point, key):
         return key

@@ -18,7 +18,7 @@ from .attend_backward import Pairs, add_to_keys
 from .compiled import compiled, parallel
 from .draw import Draws, draw_keys
 from .layout import Array, Geometry, array, flat, like, tensor
-from .noise import seeded
+from .noise import row_states
 from .threads import TASKS_PER_THREAD, threads
 from .vectors import add, dot
 from .walk import Walks, walk_keys
@@ -59,8 +59,8 @@ def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: i
     geometry = Geometry.of(call.q, call.k, call.key_mask, call.causal)
     modes = call.modes.contiguous().reshape(points, call.modes.shape[-1]).numpy()
     count, total, table = flat(call.count), flat(call.total), flat(call.table)
-    order = np.zeros((0, 0), np.int64) if call.order is None else call.order.contiguous().numpy()
-    seed = np.uint32(seeded(int(call.seed)))
+    order = np.zeros((0, 0), np.int64) if call.order is None else call.order.flatten(0, -2).contiguous().numpy()
+    seed = row_states(call.seed, call.q, call.rows)
     pairs = Pairs.empty(max(1, min(points, CHUNK_PAIRS // call.samples)), call.samples, arrays.v.dtype)
     for begin in range(0, points, len(pairs.keys)):
         if call.method == "metropolis":

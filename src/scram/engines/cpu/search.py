@@ -169,7 +169,7 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
     key, candidate, theirs, chosen, noise = rows[0], rows[1], rows[2], rows[3], rows[4]
     place, centre, rest = rows[5 : 5 + rank], rows[5 + rank : 5 + 2 * rank], rows[5 + 2 * rank :]
     around, barred = rest[:rank], rest[rank : rank + (0 if earlier.separation else earlier.run)]
-    row_point, prefix = first - begin, absorb(choices.seed, block.row)
+    row_point, prefix = first - begin, choices.seed[block.row]
     key_before, best = field.before[first : first + size], field.best[first : first + size]
     for p in range(size):
         noise[p] = absorb(absorb(absorb(prefix, begin + p), earlier.run), sweep.number)

@@ -151,7 +151,7 @@ def _queries_of(tiles, number, lanes):
 @inlined
 def _offer(geometry, choices, tiles, sweep, row, lanes, made):
     """What each query of a tile offers, -1 for nothing."""
-    kappa, prefix, queries = sweep.before.shape[1], absorb(choices.seed, row), geometry.queries
+    kappa, prefix, queries = sweep.before.shape[1], choices.seed[row], geometry.queries
     before, mask_row = sweep.before[row * queries : (row + 1) * queries], row // geometry.rows_per_mask
     for lane in range(TILE_QUERIES):
         query = lanes[lane]

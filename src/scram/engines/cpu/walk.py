@@ -18,7 +18,7 @@ class Walks(NamedTuple):
     modes: Array  # int32 [P, kappa]
     count: Array  # type: ignore[assignment]  # int32 [P], modes that exist
     table: Array  # int32 [2 R + 2], running sums of the weights of the steps -R..R
-    seed: np.uint32
+    seed: Array  # uint32 [R], the hash after the seed and the row
     scale: float
     chains_per_mode: int
     burn_in: int
@@ -43,7 +43,7 @@ def _walk(q, k, geometry, walks, chains, point, keys, scores):
     row, samples, number = point // geometry.queries, len(keys), scores.dtype.type
     query, mask_row = point - row * geometry.queries, row // geometry.rows_per_mask
     first, rank, made, accepted = geometry.key_rows[row] * geometry.keys, len(grid), 0, 0
-    state = absorb(absorb(walks.seed, row), query)
+    state = absorb(walks.seed[row], query)
     for chain in range(chains):
         key = np.int64(walks.modes[point, chain // walks.chains_per_mode])
         a = number(walks.scale * dot(q, point, k, first + key))

@@ -85,7 +85,7 @@ def cluster(call: ClusterCall) -> Clustered:
             return clustering.cluster(call)
     warm_k, warm_v = call.warm_centres, call.warm_values
     with on_device(k):
-        source, by = _source(call), cl.Drawn(seed_argument(call.seed), group)
+        source, by = _source(call), cl.Drawn(seed_argument(call.seed, call.rows), group)
         plan = _plan(q.shape, k.shape, v.shape, count, kinds(q, source, by))
         made, some, scratch = _made(call), source, _scratch(plan, source)
         if scratch.some_k is not None and scratch.some_v is not None:

@@ -189,7 +189,7 @@ def tail_of(call: ClusterTailCall, flags: dict[str, Any]) -> ClusterTail:
         None,
         0,
         UNMASKED,
-        seed_argument(call.dropout_seed),
+        seed_argument(call.dropout_seed, call.rows),
         geo,
         reaches(call.radius, key_grid),
         q.shape[1] // label.shape[1],

@@ -100,7 +100,8 @@ def tail_of(call: DrawnTailCall, shared: sk.SharedKeys) -> Tail:
     key_grid, masked = grid_of(call.k), masked_by(q, call.k, call.key_mask)
     geo = geometry(grid_of(q), key_grid)
     heads = tile_heads(call, index, shared, masked, geo) if call.window == "tile" else None
-    seed, windows = seed_argument(call.dropout_seed), (geo, reaches(call.radius, key_grid), heads, index.shape[-1])
+    seed = seed_argument(call.dropout_seed, call.rows)
+    windows = (geo, reaches(call.radius, key_grid), heads, index.shape[-1])
     dropout = below_argument(call.dropout_p), 1 / (1 - call.dropout_p)
     return Tail(q, index, head_lse, shared, masked, seed, *windows, *dropout, call.scale)
 

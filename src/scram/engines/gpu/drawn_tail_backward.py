@@ -61,7 +61,7 @@ def drawn_tail_backward(
     totals = Totals(*(torch.empty_like(to_head) for _ in range(4)))
     dk, dv = (torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], device=q.device) for x in (k, v))
     if to_head.numel():
-        (rows, drawn), flags = names.shape, tail_flags(call, forward=False)
+        (rows, drawn), flags = names.flatten(0, 1).shape, tail_flags(call, forward=False)
         blocks, key_blocks = blocks_of_queries(call, flags), -(-drawn // sk.BLOCK_K)
         splits = max(1, min(blocks // rows, PROGRAMS // max(rows * key_blocks, 1)))
         parts = [torch.empty((splits, rows * drawn, x.shape[-1]), device=q.device) for x in (k, v)]
@@ -70,7 +70,7 @@ def drawn_tail_backward(
             above = Upstream(*(x.contiguous() for x in (grad_out, grad_lse, offset, to_head)))
             Kernel(queries_kernel, blocks, flags)(tail, above, totals, dq)
             Kernel(keys_kernel, rows * key_blocks * splits, flags)(tail, above, totals, *parts, splits)
-            at = tail_rows(names, q.shape[1], k.shape[1], math.prod(grid_of(k))).flatten()
+            at = tail_rows(names.flatten(0, 1), q.shape[1], k.shape[1], math.prod(grid_of(k))).flatten()
             for sums, part in zip((dk, dv), parts, strict=True):
                 sums.index_add_(0, at, part.sum(0))
     d_head = totals.share.unsqueeze(-1) * wide_grad

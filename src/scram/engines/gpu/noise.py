@@ -18,18 +18,24 @@ def signed(word: int) -> int:
 
 
 class Seed(NamedTuple):
-    """A seed as kernels take it: a pointer to one on the device, or the two halves of one on the CPU."""
+    """A seed as kernels take it: a pointer to one on the device, or the two halves of one on the CPU; and the rows."""
 
     pointer: Any
     low: int
     high: int
+    rows: Tensor | None  # int [B, H], the numbers of the rows; None: their own
+    number: int  # of rows
 
 
-def seed_argument(seed: Tensor | None) -> Seed:
-    if seed is None or seed.is_cuda:
-        return Seed(seed, 0, 0)
+def seed_argument(seed: Tensor | None, rows: Tensor | None) -> Seed:
+    """`rows`: int [B, H], the numbers of the rows of queries, None for their own."""
+    if seed is None:
+        return Seed(None, 0, 0, None, 0)
+    numbers = (None, 0) if rows is None else (rows.contiguous(), rows.numel())
+    if seed.is_cuda:
+        return Seed(seed, 0, 0, *numbers)
     value = int(seed.item())
-    return Seed(None, signed(value), signed(value >> 32))
+    return Seed(None, signed(value), signed(value >> 32), *numbers)
 
 
 def below_argument(share: float) -> int:
@@ -47,12 +53,14 @@ def absorb(state, word):
 
 @triton.jit
 def row_state(seed, row):
-    """The hash after the seed and the row."""
+    """The hash after the seed and the number of the row; of one that is not there, any."""
     if seed.pointer is not None:
         word = tl.load(seed.pointer)
         low, high = word & 0xFFFFFFFF, (word >> 32) & 0xFFFFFFFF
     else:
         low, high = seed.low, seed.high
+    if seed.rows is not None:
+        row = tl.load(seed.rows + row, mask=row < seed.number, other=0)
     return absorb(absorb(absorb(tl.cast(low, tl.uint32) * 0, low), high), row)
 
 

@@ -74,7 +74,7 @@ def chunks(call: SampleCall, visits: Visits, acceptance: Tensor, rhat: Tensor) -
     q, k, modes, samples = visits.q, visits.k, call.modes, call.samples
     lists = modes.contiguous(), call.count.contiguous(), call.total.contiguous()
     order, table = None if call.order is None else call.order.contiguous(), call.table.contiguous()
-    rules = masked_by(q, k, call.key_mask), seed_argument(call.seed), geometry(grid_of(q), grid_of(k))
+    rules = masked_by(q, k, call.key_mask), seed_argument(call.seed, call.rows), geometry(grid_of(q), grid_of(k))
     numbers = modes.shape[-1], samples, len(table) - 1, below_argument(call.alpha)
     proposal = Proposal(*lists, order, table, *rules, *numbers, call.alpha)
     chains = min(modes.shape[-1] * call.chains_per_mode, samples)

@@ -53,11 +53,11 @@ def search(call: SearchCall) -> Found:
     if index.numel() == 0:
         return Found(index.reshape(shape), score.reshape(shape))
 
-    legal, seed = legal_argument(q, k, call.causal, call.key_mask), seed_argument(call.seed)
+    legal, seed = legal_argument(q, k, call.causal, call.key_mask), seed_argument(call.seed, call.rows)
     kept = 0
     if warm is not None:
         warm, kept = warm.contiguous(), warm.shape[-1]
-    given = kinds(q, k, seed.pointer, legal.mask, warm)
+    given = kinds(q, k, seed.pointer, legal.mask, warm, seed.rows)
     plan = _plan(q_shape, k_shape, Rules(call.causal, False, False), call.propagate, call.jumps, given)
     keys, wide = k, None
     if plan.width > k_shape[-1]:
@@ -108,7 +108,7 @@ def _plan(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], rules: Rules, propagate: str, jumps: tuple[int, ...],
     given: tuple[Any, ...],
 ) -> Plan:  # fmt: skip
-    """The plan of a run for tensors of these shapes and kinds: q, k, seed, mask, warm."""
+    """The plan of a run for tensors of these shapes and kinds: q, k, seed, mask, warm, rows."""
     query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
     rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
     wide = triton.next_power_of_2(width)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import DrawnTailCall
-from ...draws import shared_tail
+from ...draws import by_heads, shared_tail
 from ...grid import grid_of
 from .block_sizes import tile_pieces
 from .grid import divide, geometry, points
@@ -54,15 +54,15 @@ class SharedRow(NamedTuple):
 
 
 def draw_names(call: DrawnTailCall) -> tuple[Tensor, Tensor]:
-    """names and represents [rows, m] of `draws.shared_tail`, not sorted; the latter empty unless stratified."""
+    """names and represents [B, H, m] of `draws.shared_tail`, not sorted; the latter [B, H, 0] unless stratified."""
     q, rows, keys = call.q, call.q.shape[0] * call.q.shape[1], math.prod(grid_of(call.k))
     ranked = torch.empty((rows, keys), dtype=torch.int64, device=q.device)
     if ranked.numel():
         flags = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": True}
         kernel = Kernel(rank_kernel, -(-rows * keys // 1024), flags)
-        kernel(ranked, masked_by(q, call.k, call.key_mask), seed_argument(call.seed), rows, keys)
+        kernel(ranked, masked_by(q, call.k, call.key_mask), seed_argument(call.seed, call.rows), rows, keys)
     names, represents = shared_tail(ranked, grid_of(call.k), call.samples, call.stratified, ascending=False)
-    return names, torch.empty(0, device=q.device) if represents is None else represents
+    return by_heads(q, names, represents)
 
 
 @triton.jit
@@ -92,8 +92,8 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def side_by_side(call: DrawnTailCall, names: Tensor, represents: Tensor, spread: bool) -> SharedKeys:
-    """The shared keys of the names [rows, m], each for `represents` keys if not empty; `spread`: for the variance."""
-    q, k, v, (rows, drawn) = call.q, call.k, call.v, names.shape
+    """The shared keys of the names [B, H, m], each for `represents` keys if not empty; `spread`: for the variance."""
+    q, k, v, (rows, drawn) = call.q, call.k, call.v, names.flatten(0, 1).shape
     flags = tile_pieces(k.shape[-1], v.shape[-1], False)
     row, value_row, blocks = flags["ROW"], flags["VROW"], -(-drawn // BLOCK_K)
 

@@ -36,10 +36,10 @@ def tile_search(call: SearchCall) -> Found:
     if index.numel() == 0:
         return found
 
-    legal, seed = legal_argument(q, k, call.causal, call.key_mask), seed_argument(call.seed)
+    legal, seed = legal_argument(q, k, call.causal, call.key_mask), seed_argument(call.seed, call.rows)
     if warm is not None:
         warm = warm.contiguous()
-    given = kinds(q, k, seed.pointer, legal.mask, warm)
+    given = kinds(q, k, seed.pointer, legal.mask, warm, seed.rows)
     plan = _plan(q_shape, k_shape, matches, call.causal, call.separation > 0, given)
     separation, group = min(call.separation, 2**31 - 1), q_shape[1] // k_shape[1]
     rows, queries = q_shape[0] * q_shape[1], index.numel() // (q_shape[0] * q_shape[1] * matches)
@@ -90,7 +90,7 @@ def _plan(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], matches: int, causal: bool, separated: bool,
     given: tuple[Any, ...],
 ) -> Plan:  # fmt: skip
-    """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm."""
+    """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm, rows."""
     query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
     rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
     block = search_tile(len(key_grid), width, dtype)

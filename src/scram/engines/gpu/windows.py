@@ -95,9 +95,10 @@ def windows_of(call: AttendCall) -> tuple[Windows, Variant]:
     k_extra, v_extra, extras = call.k_extra, call.v_extra, 0
     if k_extra is not None and v_extra is not None:
         k_extra, v_extra, extras = k_extra.contiguous(), v_extra.contiguous(), k_extra.shape[2]
-    masked, seed, kappa = masked_by(q, k, call.key_mask), seed_argument(call.dropout_seed), index.shape[-1]
+    masked, kappa = masked_by(q, k, call.key_mask), index.shape[-1]
+    seed = seed_argument(call.dropout_seed, call.rows)
     settings = call.causal, call.weight, call.dropout_seed is not None and call.dropout_p > 0, kappa > 1
-    seen = kinds(q, k, v, index, k_extra, v_extra, masked.mask, seed.pointer)
+    seen = kinds(q, k, v, index, k_extra, v_extra, masked.mask, seed.pointer, seed.rows)
     variant = _variant(q.shape, k.shape, v.shape, call.radius, settings, seen)
     sizes = q.shape[1] // k.shape[1], kappa, extras, below_argument(call.dropout_p)
     tensors, numbers = (q, k, v, index, k_extra, v_extra), (1 / (1 - call.dropout_p), call.scale)

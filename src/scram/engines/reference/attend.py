@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...calls import AttendCall, DrawnTailCall
 from ...grid import Grid, LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, window, within
-from ...noise import noise
+from ...noise import noise, numbered
 from ...scoring import accumulator, normalized_weights, pair_score, widened
 from ...types import Attended
 from .chunks import in_chunks
@@ -97,7 +97,7 @@ def flat_tensors(call: AttendCall) -> tuple[Tensor, ...]:
 def kept(call: AttendCall | DrawnTailCall, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Whether dropout keeps each (query, key)."""
     assert call.dropout_seed is not None
-    return noise(call.dropout_seed, row, query, key) >= int(call.dropout_p * 2**32)
+    return noise(call.dropout_seed, numbered(row, call.rows), query, key) >= int(call.dropout_p * 2**32)
 
 
 def mix(p: Tensor, v: Tensor) -> Tensor:

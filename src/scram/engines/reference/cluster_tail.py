@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...calls import ClusterTailCall
 from ...grid import grid_of, key_row, rows
-from ...noise import noise
+from ...noise import noise, numbered
 from ...scoring import accumulator, normalized_weights
 from ...types import Attended
 from .attend import CHUNK_ELEMENTS, mix
@@ -48,7 +48,8 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
         p_tail, p_head = p[:, :count], p[:, count:]
         if call.dropout_seed is not None:
             named = call.first_name + torch.arange(count, device=q.device)
-            bits = noise(call.dropout_seed, row.unsqueeze(-1), query.unsqueeze(-1), named)
+            number = numbered(row, call.rows).unsqueeze(-1)
+            bits = noise(call.dropout_seed, number, query.unsqueeze(-1), named)
             p_tail = torch.where(bits >= int(call.dropout_p * 2**32), p_tail / (1 - call.dropout_p), 0)
         joined = torch.where(head == -torch.inf, 0, p_head * head_out[at])
         return mix(p_tail, torch.where(some.unsqueeze(-1), values[source], 0)) + joined, lse

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...calls import SampleCall
 from ...grid import LegalKeys, coordinates, flat, grid_of
-from ...noise import below, noise
+from ...noise import below, noise, numbered
 from ...scoring import accumulator
 from .visited import Visit, Visited
 
@@ -29,9 +29,10 @@ def draws_of(call: SampleCall) -> Visit:
     def visit(at: Tensor) -> Visited:
         row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
         number, choices = flat_count[at].unsqueeze(-1), legal.total(row, query)
+        noise_row = numbered(row, call.rows)
 
         def bits(draw: int) -> Tensor:
-            return noise(call.seed, row, query, t, draw)
+            return noise(call.seed, noise_row, query, t, draw)
 
         local = (bits(0) < int(call.alpha * 2**32)) & (number > 0)
         uniform = legal.nth(row, torch.where(choices > 0, below(bits(1), choices), 0))

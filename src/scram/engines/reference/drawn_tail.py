@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...calls import DrawnTail, DrawnTailCall
-from ...draws import NONE, legal_counts, ranked_keys, shared_tail, tail_values
+from ...draws import NONE, by_heads, legal_counts, ranked_keys, shared_tail, tail_values
 from ...grid import LegalKeys, grid_of
 from ...scoring import accumulator, normalized_weights, pair_score, widened
 from .attend import CHUNK_ELEMENTS, kept, mix
@@ -21,7 +21,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     q, k = call.q, call.k
     key_grid, queries = grid_of(k), math.prod(grid_of(q))
     legal = LegalKeys.of(q, k, call.causal, call.key_mask)
-    ranked = ranked_keys(q, legal, call.seed)
+    ranked = ranked_keys(q, legal, call.seed, call.rows)
     names, represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
     k_tail, v_tail = (tail_values(x, names, q.shape[1]) for x in (k, call.v))
     flat_names, drawn = names.long(), names.shape[1]
@@ -65,8 +65,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     out, lse, variance, offset = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)
     shape = (*q.shape[:-1], v_tail.shape[-1])
     out, lse, offset = out.to(v_tail.dtype).reshape(shape), lse.reshape(shape[:-1]), offset.reshape(shape[:-1])
-    no_strata = torch.empty(0, device=q.device)
-    return DrawnTail(out, lse, variance.reshape(shape), offset, names, no_strata if represents is None else represents)
+    return DrawnTail(out, lse, variance.reshape(shape), offset, *by_heads(q, names, represents))
 
 
 def tail_variance(p: Tensor, v: Tensor, out: Tensor, counts: Tensor, left: Tensor) -> Tensor:

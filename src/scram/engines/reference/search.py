@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...calls import Found, SearchCall
 from ...grid import LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, within
-from ...noise import below, noise
+from ...noise import below, noise, numbered
 from ...schedule import moves
 from ...scoring import accumulator, pair_score
 
@@ -79,6 +79,7 @@ class SearchSpace:
         self.legal = LegalKeys.of(q, k, call.causal, call.key_mask)
         every = torch.arange(self.points, device=q.device)
         self.row, self.query = every // self.queries, every % self.queries
+        self.number = numbered(self.row, call.rows)
 
     def chunks(self) -> Iterator[Tensor]:
         size = max(1, CHUNK_ELEMENTS // self.q.shape[-1])
@@ -106,7 +107,7 @@ class _Points:
         self.key_row = key_row(self.row, space.heads, space.key_heads)
         self.earlier = [match[at] for match in earlier]
         self.choices = space.legal.total(self.row, self.query)
-        self.counters = (self.row, self.query, run, sweep)
+        self.counters = (space.number[at], self.query, run, sweep)
 
     def below(self, draw: int, n: Tensor | int) -> Tensor:
         return below(noise(self.space.call.seed, *self.counters, draw), n)

@@ -55,7 +55,7 @@ def _start(space: SearchSpace) -> _State:
     key = torch.full((space.points, call.matches), -1, device=row.device)
     choices = space.legal.total(row, query)
     for entry in range(given):
-        start = space.legal.nth(row, below(noise(space.call.seed, row, query, entry, 0, 0), choices))
+        start = space.legal.nth(row, below(noise(space.call.seed, space.number, query, entry, 0, 0), choices))
         start = torch.where(choices > 0, start, -1)
         if warm is not None:
             usable = _apart(space, warm[:, entry], key, call.separation)
@@ -92,7 +92,7 @@ def _offered(space: SearchSpace, offer: Offer, sweep: int, number: int, key: Ten
     entry = (query + number + sweep) % (key.shape[1] if sweep > 1 else 1)
 
     def drawn(draw: int, n: Tensor | int) -> Tensor:
-        return below(noise(space.call.seed, row, query, 0, sweep, draw), n)
+        return below(noise(space.call.seed, space.number, query, 0, sweep, draw), n)
 
     def match_of(other: Tensor) -> Tensor:
         return key[row * space.queries + other, entry]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...calls import SampleCall
 from ...grid import LegalKeys, coordinates, flat, grid_of, inside, key_row, rows
-from ...noise import below, noise
+from ...noise import below, noise, numbered
 from ...scoring import accumulator, pair_score
 from .visited import Visit, Visited
 
@@ -28,6 +28,7 @@ def walks_of(call: SampleCall) -> Visit:
 
     def visit(at: Tensor) -> Visited:
         row, query = at // queries, at % queries
+        number = numbered(row, call.rows)
         source, mine = key_row(row, q.shape[1], k.shape[1]) * keys, q_points[at]
         chains = (flat_count[at] * chains_per_mode).clamp(max=samples)
         shortest, longer = samples // chains.clamp(min=1), samples % chains.clamp(min=1)
@@ -48,13 +49,13 @@ def walks_of(call: SampleCall) -> Visit:
             a = torch.where(begins, score_of(state), a)
             place, to = coordinates(state, key_grid), []
             for axis, c in enumerate(place):
-                bits = noise(seed, row, query, chain, done, axis)
+                bits = noise(seed, number, query, chain, done, axis)
                 to.append(c + torch.searchsorted(table, below(bits, table[-1]), right=True) - 1 - reach)
             there = inside(to, key_grid)
             key = torch.where(there, flat(to, key_grid), state)
             move = there & (key != state) & legal.allows(row, query, key)
             b = score_of(key)
-            u = (noise(seed, row, query, chain, done, len(key_grid)).to(wide) + 0.5) / 2**32
+            u = (noise(seed, number, query, chain, done, len(key_grid)).to(wide) + 0.5) / 2**32
             take = active & move & ((b >= a) | (u < (b - a).exp()))
             state, a = torch.where(take, key, state), torch.where(take, b, a)
             counted = active & (done >= burn_in)

@@ -1,0 +1,299 @@
+"""DTensors: each rank calls a function on the rows that it holds, with the noise of the whole call.
+
+q says how. On every dimension of its mesh it is cut along the batch or the heads, or whole; the other tensors lie as q
+does, or are whole, and then each rank takes its part of them. Nothing is sent but a seed where none is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
+from inspect import Signature, signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from .. import dtensors
+from ..codebook import Codebook
+from ..defaults import SEARCH, default_tail, goes_dense
+from ..dense import dense_attention
+from ..estimators import Clusters
+from ..noise import draw_seed
+from ..stages import Shard as Part
+from ..types import Matches
+
+Placements = tuple[Placement, ...]
+Span = tuple[int, int]  # begin and end
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the local calls of a compiled function run as they are
+def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a public function of the package returns for DTensors: DTensors that lie as q does."""
+    try:
+        given: dict[str, Any] = _signature(function).bind(*args, **kwargs).arguments
+    except TypeError:
+        return function(*args, **kwargs)  # which says what is wrong
+    q, k = given["q"], given["k"]
+    for name in ("k", "v"):
+        if name in given and not isinstance(given[name], DTensor):
+            raise TypeError(f"{name} must be a DTensor as q is, got {type(given[name]).__name__}")
+    held = Held.of(q, k)
+    if function.__name__ == "attention" and _is_dense(given):
+        function = dense_attention
+        given = {name: x for name, x in given.items() if name in _signature(dense_attention).parameters}
+    elif function.__name__ == "attention" and isinstance(given.get("search", "auto"), str):
+        given["search"] = SEARCH  # a search: what each rank holds of it may be small
+    if held.split and _clusters(function.__name__, given):
+        raise ValueError(
+            f"{held.key_heads} key heads do not divide among the ranks that {held.shape[1]} heads of q are cut for: "
+            f"no rank has all queries that clusters of a key head need; use Shard(0), tail=scram.Hybrid() or tail=None"
+        )
+    local = _Local(held, q.ndim - 3)
+    own = {name: local.of(name, x) for name, x in given.items()}
+    if "_shard" in _signature(function).parameters:
+        own["_shard"] = Part(held.rows, lambda: _one_seed(held.mesh, q.device))
+    return _wrapped(function(**own), held, given.get("key_mask"))
+
+
+@lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> Signature:
+    return signature(function)
+
+
+def _is_dense(given: dict[str, Any]) -> bool:
+    """Whether the whole call is dense attention, as `scram.attention` of one process has it."""
+    said = given.get("warm") is not None or given.get("impl", "auto") != "auto"
+    automatic = all(isinstance(given.get(name, "auto"), str) for name in ("search", "tail"))
+    weight, score = given.get("weight", "softmax"), given.get("score", "dot")
+    return automatic and not said and goes_dense(given["q"], given["k"], given["v"], weight, score)
+
+
+def _clusters(name: str, given: dict[str, Any]) -> bool:
+    """Whether the call makes clusters."""
+    tail = given.get("method") if name == "estimate" else given.get("tail", "auto")
+    if isinstance(tail, str) and name == "attention":
+        tail = default_tail(given.get("weight", "softmax"), given.get("causal", False), given.get("score", "dot"))
+    return name == "cluster" or isinstance(tail, Clusters)
+
+
+def _one_seed(mesh: DeviceMesh, device: torch.device) -> Tensor:
+    """A seed that all ranks of the mesh have, that of the first one; it stays on the device."""
+    seed = draw_seed()
+    if mesh.size() == 1:
+        return seed
+    seed = seed.reshape(1).to(device)
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            dist.broadcast(seed, group=mesh.get_group(dim), group_src=0)
+    return seed.reshape(())
+
+
+# --- what a rank holds ---
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of q [B, H, ..], and needs of k and v [B, Hk, ..]."""
+
+    mesh: DeviceMesh
+    placements: Placements
+    shape: tuple[int, ...]  # B, H
+    key_heads: int  # Hk
+    batch: Span
+    heads: Span
+    split: bool  # some key head serves heads of several ranks
+    rows: Tensor | None  # int64 [b, h], the numbers of the rows held; None: all
+
+    @staticmethod
+    def of(q: DTensor, k: Tensor) -> Held:
+        mesh, coordinate = q.device_mesh, q.device_mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError("this rank is not on the mesh of q; call with the ranks of the mesh")
+        held = _held(mesh, tuple(coordinate), tuple(q.placements), tuple(q.shape[:2]), k.shape[1], q.device)
+        return held if held.mesh is mesh else replace(held, mesh=mesh)  # equal meshes may have other groups
+
+    @property
+    def empty(self) -> bool:
+        return self.batch[0] == self.batch[1] or self.heads[0] == self.heads[1]
+
+    def heads_of_keys(self) -> Sequence[int]:
+        """The key heads that this rank's heads read, each once; where `split`, one for each head or one for all."""
+        group = self.shape[1] // self.key_heads
+        begin, end = self.heads
+        if not self.split:
+            return range(begin // group, end // group)
+        each = [head // group for head in range(begin, end)]
+        return each[:1] if len(set(each)) == 1 else each
+
+
+@lru_cache(maxsize=256)
+def _held(
+    mesh: DeviceMesh,
+    coordinate: tuple[int, ...],
+    placements: Placements,
+    shape: tuple[int, ...],
+    key_heads: int,
+    device: torch.device,
+) -> Held:
+    _check_placements("q", placements, 2)
+    batch, heads = _spans(shape, mesh, placements)
+    cuts = math.prod(mesh.size(dim) for dim, place in enumerate(placements) if place.is_shard(1))
+    split = key_heads != shape[1] and key_heads > 0 and key_heads % cuts != 0
+    rows = None
+    if (batch, heads) != ((0, shape[0]), (0, shape[1])):
+        every = torch.arange(shape[0] * shape[1]).reshape(shape)
+        rows = every[slice(*batch), slice(*heads)].contiguous().to(device)
+    return Held(mesh, placements, shape, key_heads, batch, heads, split, rows)
+
+
+dtensors.caches.append(_held.cache_clear)
+
+
+def _check_placements(name: str, placements: Placements, axes: int) -> None:
+    """Shard along one of the first `axes` axes, or Replicate."""
+    allowed = [Replicate(), *(Shard(axis) for axis in range(axes))]
+    if not all(place in allowed and type(place) in (Shard, Replicate) for place in placements):
+        axis = "Shard(0), along the batch, Shard(1), along the heads," if axes == 2 else "Shard(0), along the batch,"
+        raise ValueError(
+            f"{name} must be placed by {axis} or Replicate() on every dimension of its mesh, got {placements}; use "
+            f"{name}.redistribute(...), or scram.distributed.attention for shards along a grid"
+        )
+
+
+def _spans(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) -> tuple[Span, Span]:
+    """This rank's part of the first two axes, cut as torch cuts: into equal parts, but for the last ones."""
+    spans: list[Span] = [(0, shape[0]), (0, shape[1])]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for dim, place in enumerate(placements):
+        if isinstance(place, Shard):
+            begin, end = spans[place.dim]
+            each = -(-(end - begin) // mesh.size(dim))
+            first = min(begin + each * coordinate[dim], end)
+            spans[place.dim] = first, min(first + each, end)
+    return spans[0], spans[1]
+
+
+class _Local:
+    """From the arguments of the whole call to those of this rank; one tensor stays one."""
+
+    def __init__(self, held: Held, rank: int) -> None:
+        self.held, self.rank, self.known = held, rank, dict[int, Tensor]()
+
+    def of(self, name: str, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._tensor(name, x, name in ("k", "v"))
+        if isinstance(x, tuple) and x and isinstance(x[0], Tensor):  # extra keys and values
+            return tuple(self._tensor(name, one, True) for one in x)
+        if isinstance(x, Matches):
+            return Matches(self._tensor(name, x.index, False), self._tensor(name, x.score, False), x.key_grid)
+        if isinstance(x, Codebook):
+            parts: dict[str, Any] = {part: self._of_codebook(name, x, part) for part in _tensors(x)}
+            return replace(x, **parts)
+        return x
+
+    def _of_codebook(self, name: str, book: Codebook, part: str) -> Tensor:
+        x = getattr(book, part)
+        by_keys = part != "key_mask" and x.shape[1] != self.held.shape[1]
+        return self._tensor("key_mask" if part == "key_mask" else name, x, by_keys)
+
+    def _tensor(self, name: str, x: Tensor, by_keys: bool) -> Tensor:
+        if id(x) not in self.known:
+            self.known[id(x)] = self._part(name, x, by_keys)
+        return self.known[id(x)]
+
+    def _part(self, name: str, x: Tensor, by_keys: bool) -> Tensor:
+        """This rank's part of x [B, H or Hk, ..], or of a mask [B, *G'] without heads."""
+        held = self.held
+        axes = x.ndim - self.rank if name == "key_mask" else 2
+        plainly = axes == 2 and not (held.split or held.empty)
+        if plainly and isinstance(x, DTensor) and x.placements == held.placements and x.device_mesh == held.mesh:
+            mine: Tensor = x.to_local()
+            return mine
+        placements: Placements = (Replicate(),) * held.mesh.ndim
+        shape = x.shape
+        if isinstance(x, DTensor):
+            placements = tuple(x.placements)
+            x = self._own(name, x, axes, by_keys)
+        elif x.requires_grad:
+            raise TypeError(f"{name} must be a DTensor as q is where gradients reach it; use distribute_tensor")
+        return self._cut(x, _spans(shape, held.mesh, placements), axes, by_keys)
+
+    def _own(self, name: str, x: DTensor, axes: int, by_keys: bool) -> Tensor:
+        """What this rank holds of x; where it is whole and q is cut all ranks add to its gradient."""
+        held = self.held
+        if x.device_mesh != held.mesh:
+            raise ValueError(f"{name} must be on the mesh of q, {held.mesh}, got {x.device_mesh}")
+        _check_placements(name, tuple(x.placements), axes)
+        same = [mine in (theirs, Replicate()) for mine, theirs in zip(x.placements, held.placements, strict=True)]
+        if not all(same):
+            raise ValueError(
+                f"{name} must be placed as q is, {held.placements}, or Replicate(), got {tuple(x.placements)}"
+            )
+        if by_keys and held.split and any(place.is_shard(1) for place in x.placements):
+            raise ValueError(
+                f"{held.key_heads} key heads do not divide among the ranks that {held.shape[1]} heads of q are cut "
+                f"for; place {name} by Replicate()"
+            )
+        pairs = zip(x.placements, held.placements, strict=True)
+        found: Tensor = x.to_local(grad_placements=[mine if mine == theirs else Partial() for mine, theirs in pairs])
+        return found
+
+    def _cut(self, x: Tensor, spans: tuple[Span, Span], axes: int, by_keys: bool) -> Tensor:
+        """Of a local tensor that holds `spans`, what this rank's rows need."""
+        held, (first, _) = self.held, spans[0]
+        begin, end = held.batch
+        if x.shape[0] != end - begin:
+            x = x[begin - first : end - first]
+        if axes == 2:
+            first = spans[1][0]
+            heads = held.heads_of_keys() if by_keys else range(*held.heads)
+            if isinstance(heads, range) and x.shape[1] != len(heads):
+                x = x[:, heads.start - first : heads.stop - first]
+            elif not isinstance(heads, range):
+                x = x[:, heads[0] - first : heads[0] - first + 1] if len(heads) == 1 else x[:, list(heads)]
+        if not held.empty:
+            return x
+        # No rows: a batch of none, of all heads.
+        every = held.key_heads if by_keys else held.shape[1]
+        return x[:0] if axes == 1 else x[:0, :0].reshape(0, every, *x.shape[2:])
+
+
+def _tensors(x: Any) -> dict[str, Tensor]:
+    """The tensors among the fields of a dataclass."""
+    return {field.name: value for field in fields(x) if isinstance(value := getattr(x, field.name), Tensor)}
+
+
+# --- what comes back ---
+
+
+def _wrapped(found: Any, held: Held, key_mask: Tensor | None) -> Any:
+    """The result of the whole call."""
+    if isinstance(found, Tensor):
+        return _distributed(found, held, held.shape[1])
+    if isinstance(found, Codebook):
+        by_keys = found.sizes.shape[1] != (held.shape[1] if held.empty else held.heads[1] - held.heads[0])
+        heads = held.key_heads if by_keys else held.shape[1]
+        tensors = {name: x for name, x in _tensors(found).items() if name != "key_mask"}
+        made: dict[str, Any] = {name: _distributed(x, held, heads) for name, x in tensors.items()}
+        return replace(found, **made, key_mask=key_mask)
+    if is_dataclass(found) and not isinstance(found, type):
+        return replace(found, **{name: _distributed(x, held, held.shape[1]) for name, x in _tensors(found).items()})
+    return type(found)(*(_distributed(x, held, held.shape[1]) for x in found))
+
+
+def _distributed(local: Tensor, held: Held, heads: int) -> DTensor:
+    """The DTensor [B, heads, ..] of which this rank has a part."""
+    shape = torch.Size((held.shape[0], heads, *local.shape[2:]))
+    if held.empty:
+        own = [end - begin for begin, end in (held.batch, held.heads)]
+        own[1] = own[1] * heads // held.shape[1]
+        local = local.reshape(*own, *local.shape[2:])
+    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return DTensor.from_local(local, held.mesh, held.placements, run_check=False, shape=shape, stride=stride)

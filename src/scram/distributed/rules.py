@@ -1,0 +1,84 @@
+"""Sharding rules of all operators `torch.ops.scram`, forward and backward: DTensors of batches or heads send nothing.
+
+Rows of queries know nothing of each other, so that all tensors are cut alike: along the batch, or along the heads where
+the key heads are cut as the heads are. Noise is keyed by the row: without `rows`, its numbers, nothing is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from .. import ops
+
+OPERATORS: tuple[ops.Operator[Any], ...] = (
+    ops.search,
+    ops.attend,
+    ops.drawn_tail,
+    ops.sample,
+    ops.cluster,
+    ops.cluster_tail,
+)
+WHOLE = {"seed", "dropout_seed", "table"}  # what every row reads
+
+Rule = tuple[list[Placement | None], list[Placement | None]]
+
+
+def register() -> None:
+    """Tells torch the rules; once for a process."""
+    for operator in OPERATORS:
+        names = [*operator.names, "impl"]
+        register_sharding(operator.op.default)(_rule(operator, names, _all_made(operator)))
+        if operator.grads_type is not None:
+            names = [*operator.names, *operator.keep, "grad_out", "grad_lse", "impl"]
+            register_sharding(operator.backward_op.default)(_rule(operator, names, _made(operator)))
+
+
+def _all_made(operator: ops.Operator[Any]) -> Callable[[dict[str, Any]], list[bool]]:
+    """Of the results of an operator, which are there."""
+    return lambda given: [True] * len(operator.result_type._fields)
+
+
+def _made(operator: ops.Operator[Any]) -> Callable[[dict[str, Any]], list[bool]]:
+    """Of the gradients that a backward operator returns, which are there."""
+    return lambda given: [given[name] is not None for name in operator.grads_type._fields]
+
+
+def _rule(
+    operator: ops.Operator[Any], names: list[str], made: Callable[[dict[str, Any]], list[bool]]
+) -> Callable[..., list[Rule]]:
+    def rule(*arguments: Any) -> list[Rule]:
+        given = dict(zip(names, arguments, strict=True))
+        return [_placed(given, made(given), axis) for axis in _axes(operator, given)]
+
+    return rule
+
+
+def _axes(operator: ops.Operator[Any], given: dict[str, Any]) -> list[int | None]:
+    """Along which axes the tensors may be cut; None: all of them whole."""
+    drops = "dropout_seed" in given and given["dropout_seed"] is not None
+    if given["rows"] is None and (drops or "seed" in given):
+        return [None]
+    heads, parts = given["q"].shape[1], given["q"].mesh.size()
+    other = given["label" if operator is ops.cluster_tail else "k"].shape[1]
+    return [None, 0, 1] if other in (heads, 0) or other % parts == 0 else [None, 0]
+
+
+def _placed(given: dict[str, Any], made: list[bool], axis: int | None) -> Rule:
+    return [_place(axis if there else None) for there in made], [
+        _place_of(name, x, given, axis) for name, x in given.items()
+    ]
+
+
+def _place_of(name: str, x: Any, given: dict[str, Any], axis: int | None) -> Placement | None:
+    if not hasattr(x, "placements"):
+        return None
+    headless = {"key_mask": given["q"].ndim - 2, "order": 2}.get(name)  # axes of a mask of all heads
+    return _place(None if name in WHOLE or (axis == 1 and x.ndim == headless) else axis)
+
+
+def _place(axis: int | None) -> Placement:
+    return Replicate() if axis is None else Shard(axis)

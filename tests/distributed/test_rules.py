@@ -1,0 +1,24 @@
+"""The operators on DTensors: rules that torch knows, so that nothing is sent."""
+
+import pytest
+
+import dtensor_jobs as jobs
+from scram.distributed.rules import OPERATORS
+from sharded import on_ranks
+
+pytestmark = pytest.mark.slow  # each spawns processes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, {"place": ["batch"]}), (2, {"place": ["heads"]}), (4, {"place": ["heads", "batch"], "shape": (2, 2)})],
+    ids=str,
+)
+def test_every_operator_and_its_gradient(ranks, layout):
+    for tested in on_ranks(ranks, jobs.operators, **layout):
+        assert tested == sorted(operator.name for operator in OPERATORS)
+
+
+def test_without_rows_the_answer_is_still_that_of_one_process():
+    """Tensors are gathered then: noise would be that of the wrong rows."""
+    on_ranks(2, jobs.operators, place=["heads"], with_rows=False)

@@ -1,0 +1,333 @@
+"""What ranks are asked in tests/distributed about DTensors: each compares the whole answer with that of one process."""
+
+from dataclasses import fields, is_dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import scram
+import scram.distributed
+from scram import draws, ops
+from scram.grid import LegalKeys
+
+PLACES = {"batch": Shard(0), "heads": Shard(1), "whole": Replicate()}
+SEARCH = scram.Search("query", matches=2, sweeps=2, gossip=2, seed=3)
+HOW = {
+    "clusters": {"search": SEARCH, "tail": scram.Clusters(count=7)},
+    "drawn": {"search": SEARCH, "tail": scram.Hybrid(samples=6)},
+    "nothing": {"search": SEARCH, "tail": None},
+    "tile": {"search": scram.Search("tile", sweeps=2, seed=3), "tail": None},
+    "causal": {"search": SEARCH, "causal": True},
+    "no seed": {"search": scram.Search("query", sweeps=2), "tail": scram.Clusters(count=7)},
+    "dense": {},
+}
+
+
+def whole_numbers(batch=2, heads=4, key_heads=4, grid=(4, 5), seed=0):
+    """q, k, v of whole numbers, so that every score is exact; with gradients."""
+    make = torch.Generator().manual_seed(seed)
+    shapes = (batch, heads, *grid, 4), (batch, key_heads, *grid, 4), (batch, key_heads, *grid, 3)
+    return [torch.randint(-3, 4, shape, generator=make).float().requires_grad_() for shape in shapes]
+
+
+def mesh_of(mesh, shape):
+    return init_device_mesh("cpu", shape) if shape else mesh
+
+
+def placed(x, mesh, places):
+    """A DTensor, a leaf of its own; nothing is sent, every rank has all of it."""
+    if x is None:
+        return None
+    whole = DTensor.from_local(x.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=places).detach().requires_grad_(x.requires_grad)
+
+
+def full(x):
+    """The whole tensor, of a DTensor."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def assert_equal(found, want, places):
+    """Bit for bit; what is found lies as `places` say."""
+    if isinstance(want, torch.Tensor):
+        assert isinstance(found, DTensor)
+        assert list(found.placements) == list(places)
+        assert found.shape == want.shape
+        assert found.dtype == want.dtype
+        assert torch.equal(full(found), want)
+    elif is_dataclass(want):
+        for field in fields(want):
+            mine, theirs = getattr(found, field.name), getattr(want, field.name)
+            if isinstance(theirs, torch.Tensor) and field.name != "key_mask":
+                assert_equal(mine, theirs, places)
+    else:
+        for mine, theirs in zip(found, want, strict=True):
+            assert_equal(mine, theirs, places)
+
+
+def mask_of(kind, q, k):
+    if kind is None:
+        return None
+    shape = (q.shape[0], *([] if kind == "keys" else [q.shape[1]]), *k.shape[2:-1])
+    return torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.6
+
+
+def attention(mesh, place, how, shape=None, batch=2, heads=4, key_heads=4, keys_whole=False, mask=None, extra=False,
+              dropout_p=0.0, impl="auto"):  # fmt: skip
+    """The answer of one process, bit for bit, its gradients, and nothing sent but seeds."""
+    mesh = mesh_of(mesh, shape)
+    places = [PLACES[name] for name in place]
+    whole = whole_numbers(batch, heads, key_heads)
+    legal = mask_of(mask, *whole[:2])
+    options = {**HOW[how], "dropout_p": dropout_p, **({} if how == "dense" else {"impl": impl})}
+    more = [x.detach()[:, :, :2, 0].clone().requires_grad_() for x in whole[1:]] if extra else []
+    torch.manual_seed(7)
+    want = scram.attention(*whole, key_mask=legal, extra=tuple(more) or None, **options)
+    weights = torch.arange(want.numel()).reshape(want.shape) % 5 - 2.0
+    grads = torch.autograd.grad((want * weights).sum(), [*whole, *more])
+    key_places = [Replicate()] * mesh.ndim if keys_whole else places
+    own = [placed(x, mesh, of) for x, of in zip(whole, (places, key_places, key_places), strict=True)]
+    own_more = [placed(x, mesh, key_places) for x in more]
+    torch.manual_seed(7 if dist.get_rank() == 0 else 8)
+    with CommDebugMode() as sent:
+        out = scram.attention(*own, key_mask=legal, extra=tuple(own_more) or None, **options)
+        loss = out * placed(weights, mesh, places)
+        own_grads = torch.autograd.grad(loss.to_local().sum(), [*own, *own_more])
+    assert sent.get_total_counts() == 0, sent.get_comm_counts()
+    if how == "dense":
+        torch.testing.assert_close(full(out), want.detach())
+    else:
+        assert_equal(out, want.detach(), places)
+    for found, grad in zip(own_grads, grads, strict=True):
+        torch.testing.assert_close(full(found), grad, atol=1e-4, rtol=1e-4)
+
+
+def stages(mesh, place, shape=None, batch=2, heads=4, key_heads=2, mask="keys"):
+    """search, cluster, attend, estimate on DTensors that come from each other; masks and matches may be plain."""
+    mesh = mesh_of(mesh, shape)
+    places = [PLACES[name] for name in place]
+    q, k, _ = whole = [x.detach() for x in whole_numbers(batch, heads, key_heads)]
+    legal = mask_of(mask, q, k)
+    mask_places = [Replicate() if mask == "keys" and x == Shard(1) else x for x in places]
+    own, own_mask = [placed(x, mesh, places) for x in whole], placed(legal, mesh, mask_places)
+    for given in (legal, own_mask):
+        found, mine = (scram.search(*x[:2], search=SEARCH, key_mask=m) for x, m in ((whole, legal), (own, given)))
+        assert_equal(mine, found, places)
+        assert "found ?" in repr(mine)
+        again = scram.search(*own[:2], search=SEARCH, key_mask=given, warm=mine)
+        assert_equal(again, scram.search(q, k, search=SEARCH, key_mask=legal, warm=found), places)
+        settings = scram.Clusters(count=5, seed=1)
+        book = scram.cluster(*whole, clusters=settings, key_mask=legal)
+        own_book = scram.cluster(*own, clusters=settings, key_mask=given)
+        assert_equal(own_book, book, places)
+        for tail, own_tail in ((book, own_book), (book, book), (None, None)):
+            want = scram.attend(*whole, found, key_mask=legal, tail=tail)
+            if own_tail is None or own_tail.key_mask is given:
+                assert_equal(scram.attend(*own, mine, key_mask=given, tail=own_tail), want, places)
+            assert_equal(scram.attend(*own, found, key_mask=legal, tail=tail), want, places)
+        for method in (scram.Snis(samples=5, seed=2), scram.Hybrid(samples=5, seed=2)):
+            want = scram.estimate(*whole, found, method=method, key_mask=legal)
+            assert_equal(scram.estimate(*own, mine, method=method, key_mask=given), want, places)
+
+
+def dropout(mesh):
+    """One seed of dropout for all ranks, that of rank 0."""
+    whole = [x.detach() for x in whole_numbers()]
+    for place in (Shard(0), Shard(1), Replicate()):
+        own = [placed(x, mesh, [place]) for x in whole]
+        for how in ("clusters", "drawn", "nothing"):
+            torch.manual_seed(11 + dist.get_rank())
+            out = scram.attention(*own, dropout_p=0.4, **HOW[how])
+            torch.manual_seed(11)
+            assert_equal(out, scram.attention(*whole, dropout_p=0.4, **HOW[how]), [place])
+
+
+def one_seed(mesh):
+    """Without a seed one is sent, that of rank 0."""
+    whole = [x.detach() for x in whole_numbers()]
+    own = [placed(x, mesh, [Shard(1)]) for x in whole]
+    how = {"search": scram.Search(sweeps=0), "tail": None, "radius": 0}
+    torch.manual_seed(11 + dist.get_rank())
+    with CommDebugMode() as sent:
+        out = scram.attention(*own, **how)
+    assert sent.get_total_counts() == (mesh.size() > 1), sent.get_comm_counts()
+    torch.manual_seed(11)
+    assert torch.equal(full(out), scram.attention(*whole, **how))
+
+
+def module(mesh, how, keep=False):
+    """A GridAttention whose parameters are everywhere, of a batch that is cut."""
+    torch.manual_seed(0)
+    layer = scram.nn.GridAttention(8, 2, radius=1, keep_matches=keep, **how)
+    layer.train(not keep)
+    x = torch.randn(4, 5, 6, 8, requires_grad=True)
+    want = [layer(x) for _ in range(2)][-1]
+    want.square().sum().backward()
+    grads = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    layer.reset()
+    layer = distribute_module(layer, mesh)
+    own = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
+    out = [layer(own) for _ in range(2)][-1]
+    assert list(out.placements) == [Shard(0)]
+    out.square().sum().backward()
+    torch.testing.assert_close(full(out), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(full(own.grad), x.grad, atol=1e-4, rtol=1e-4)
+    for p, grad in zip(layer.parameters(), grads, strict=True):
+        torch.testing.assert_close(full(p.grad), grad, atol=1e-4, rtol=1e-4)
+
+
+def refused(mesh, change):
+    """The words of the error."""
+    q, k, v = (x.detach() for x in whole_numbers())
+    places = {"q": [Shard(1)], "k": [Shard(1)], "v": [Shard(1)]}
+    how = {"search": SEARCH, "tail": None}
+    if change == "grid":
+        places = {name: [Shard(2)] for name in "qkv"}
+    elif change == "others":
+        places["k"] = [Shard(0)]
+    elif change == "q whole":
+        places["q"] = [Replicate()]
+    elif change in ("split keys", "clusters"):
+        k, v = k[:, :1], v[:, :1]
+    if change == "clusters":
+        places["k"] = places["v"] = [Replicate()]
+        how = {"search": SEARCH}
+    own = [distribute_tensor(x, mesh, places[name]) for name, x in (("q", q), ("k", k), ("v", v))]
+    if change == "partial":
+        own[0] = DTensor.from_local(q, mesh, [Partial()])
+    elif change == "plain":
+        own[1] = k
+    elif change == "plain with gradients":
+        how["extra"] = tuple(x[:, :, 0].clone().requires_grad_() for x in (k, v))
+    elif change == "mask":
+        how["key_mask"] = distribute_tensor(torch.ones(2, 4, 5, dtype=torch.bool), mesh, [Shard(1)])
+    elif change == "argument":
+        how["attn_mask"] = None
+    try:
+        scram.attention(*own, **how)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def compiled(mesh):
+    """torch.compile leaves the call out of the graph: it runs as it is."""
+    whole = [x.detach() for x in whole_numbers()]
+    own = [placed(x, mesh, [Shard(1)]) for x in whole]
+    run = torch.compile(lambda q, k, v: 2 * scram.attention(q, k, v, search=SEARCH, tail=None), backend="eager")
+    assert torch.equal(full(run(*own)), 2 * scram.attention(*whole, search=SEARCH, tail=None))
+
+
+# --- raw operators ---
+
+
+def operators(mesh, place, shape=None, with_rows=True):
+    """Every operator and its gradient on DTensors: what one process gets; with rows nothing is sent."""
+    mesh = mesh_of(mesh, shape)
+    places = [PLACES[name] for name in place]
+    tested = set()
+    for operator, call in calls():
+        rows = torch.arange(8).reshape(2, 4) + 10 if with_rows else None
+        call = call._replace(rows=rows)
+        want = operator.op(*operator._fields(call), "numba")
+        given = [
+            _argument(name, x, mesh, places) for name, x in zip(operator.names, operator._fields(call), strict=True)
+        ]
+        with CommDebugMode() as sent:
+            found = operator.op(*given, "numba")
+        if with_rows:
+            assert sent.get_total_counts() == 0, (operator.name, sent.get_comm_counts())
+            assert all(list(x.placements) == places for x in found), operator.name
+        assert all(torch.equal(full(a), b) for a, b in zip(found, want, strict=True)), operator.name
+        tested.add(operator.name)
+        if operator.grads_type is None:
+            continue
+        above = [torch.ones_like(x) for x in want[:2]]
+        kept = [getattr(operator.result_type(*want), name) for name in operator.keep]
+        want = operator.backward_op(*operator._fields(call), *kept, *above, "numba")
+        kept, above = ([_argument("", x, mesh, places) for x in of] for of in (kept, above))
+        with CommDebugMode() as sent:
+            found = operator.backward_op(*given, *kept, *above, "numba")
+        if with_rows:
+            assert sent.get_total_counts() == 0, (operator.name, sent.get_comm_counts())
+        for mine, theirs in zip(found, want, strict=True):
+            torch.testing.assert_close(full(mine), theirs, atol=1e-4, rtol=1e-4)
+    return sorted(tested)
+
+
+def _argument(name, x, mesh, places):
+    if not isinstance(x, torch.Tensor):
+        return x
+    if name in ("seed", "dropout_seed", "table"):
+        return placed(x, mesh, [Replicate()] * mesh.ndim)
+    headless = (name == "key_mask" and x.ndim == 3) or (name == "order" and x.ndim == 2)
+    return placed(x, mesh, [Replicate() if headless and place == Shard(1) else place for place in places])
+
+
+def calls():
+    """A call of every operator, with everything that it may be given."""
+    q, k, v = (x.detach() for x in whole_numbers(key_heads=4))
+    seed, grid = torch.tensor(3), (4, 5)
+    for mask in (None, mask_of("keys", q, k), mask_of("heads", q, k)):
+        search = {"method": "query", "matches": 2, "separation": 0, "sweeps": 2, "jumps": (2, 1), "propagate": "both"}
+        call = scram.calls.SearchCall(q, k, seed, mask, None, None, **search, gossip=2, causal=False)
+        index = ops.search.op(*ops.search._fields(call), "numba")[0]
+        yield ops.search, call._replace(warm=index)
+        attend = {"radius": (1, 1), "causal": False, "scale": 0.3, "weight": "softmax", "dropout_p": 0.2}
+        extra = k[:, :, 0, :2].clone(), v[:, :, 0, :2].clone()
+        call = scram.calls.AttendCall(q, k, v, index, mask, *extra, seed, None, **attend, window="query")
+        yield ops.attend, call
+        out, lse = ops.attend.op(*ops.attend._fields(call), "numba")
+        yield ops.attend, call._replace(k_extra=None, v_extra=None, dropout_seed=None, dropout_p=0.0)
+        drawn = {"radius": (1, 1), "causal": False, "scale": 0.3, "dropout_p": 0.2, "window": "query"}
+        for stratified in (False, True):
+            yield (
+                ops.drawn_tail,
+                scram.calls.DrawnTailCall(q, k, v, index, mask, out, lse, seed, seed, None, 6, stratified, **drawn),
+            )
+        legal = LegalKeys.of(q, k, False, mask)
+        order = None if mask is None else legal.order.reshape(*mask.shape[:-2], -1)
+        lists = (*draws.modes(index, grid, legal), draws.legal_counts(q, legal), order, mask)
+        table = draws.step_table(1.5, grid, q.device)
+        sample = {"samples": 6, "alpha": 0.5, "chains_per_mode": 1, "burn_in": 1, "causal": False, "scale": 0.3}
+        for method, head in (("snis", (out, lse)), ("metropolis", (None, None))):
+            yield ops.sample, scram.calls.SampleCall(q, k, v, *lists, *head, seed, table, None, method, **sample)
+        call = scram.calls.ClusterCall(q, k, v, mask, None, None, seed, None, 6, 2, 0.3)
+        yield ops.cluster, call
+        centres, values, sizes, label = ops.cluster.op(*ops.cluster._fields(call), "numba")
+        tail = {"radius": (1, 1), "scale": 0.3, "dropout_p": 0.2, "extras": 2, "window": "query"}
+        yield (
+            ops.cluster_tail,
+            scram.calls.ClusterTailCall(
+                q, index, label, centres, values, sizes, torch.ones_like(centres[..., 0]), out, lse, seed, None, **tail
+            ),
+        )
+
+
+# --- heads for rows ---
+
+
+def heads_mode(mesh, how, rows, heads, key_heads, mask=None, batch=2):
+    """scram.distributed.attention(mode="heads"): the answer of one process, bit for bit, and its gradients."""
+    whole = whole_numbers(batch, heads, key_heads, (sum(rows), 4))
+    legal, rank = mask_of(mask, *whole[:2]), mesh.get_local_rank()
+    options = {**HOW[how], **({} if how == "dense" else {"impl": "numba"})}
+    torch.manual_seed(5)
+    want = scram.attention(*whole, key_mask=legal, **options)
+    weights = torch.arange(want.numel()).reshape(want.shape) % 5 - 2.0
+    (want * weights).sum().backward()
+    own = [x.detach().split(list(rows), 2)[rank].clone().requires_grad_() for x in whole]
+    own_mask = None if legal is None else legal.split(list(rows), 1 if mask == "keys" else 2)[rank]
+    torch.manual_seed(5 if rank == 0 else 6)
+    out = scram.distributed.attention(*own, mesh=mesh, mode="heads", key_mask=own_mask, **options)
+    if how == "dense":
+        torch.testing.assert_close(out, want.split(list(rows), 2)[rank])
+    else:
+        assert torch.equal(out, want.split(list(rows), 2)[rank])
+    (out * weights.split(list(rows), 2)[rank]).sum().backward()
+    for x, of in zip(own, whole, strict=True):
+        torch.testing.assert_close(x.grad, of.grad.split(list(rows), 2)[rank], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,121 @@
+"""A part of a call, with the numbers of its rows, gives that part of the answer: bit for bit on whole numbers."""
+
+import pytest
+import torch
+
+import scram
+from in_interpreter import INTERPRETED
+from on_device import to
+from scram import dispatch
+from scram.noise import draw_seed
+from scram.stages import Shard
+
+GRID, KEY_GRID = (5, 6), (6, 5)
+PARTS = {"heads": (slice(None), slice(2, 4)), "both": (slice(1, 2), slice(2, 4))}
+SEARCH = scram.Search("query", matches=2, sweeps=2, gossip=2)
+TILE = scram.Search("tile", matches=2, sweeps=1, gossip=1)
+CALLS = {
+    "query search": {"search": SEARCH, "tail": None},
+    "tile search": {"search": TILE, "tail": None},
+    "clusters": {"search": SEARCH, "tail": scram.Clusters(count=7)},
+    "tile search and clusters": {"search": TILE, "tail": scram.Clusters(count=7, steps=1), "dropout_p": 0.4},
+    "drawn": {"search": SEARCH, "tail": scram.Hybrid(samples=6)},
+    "dropout of drawn keys": {"search": SEARCH, "tail": scram.Hybrid(samples=6, stratified=True), "dropout_p": 0.4},
+    "causal": {"search": SEARCH, "tail": scram.Hybrid(samples=6), "causal": True},
+    "dropout of windows": {"search": SEARCH, "tail": None, "dropout_p": 0.4},
+    "dropout of tiles": {"search": SEARCH, "tail": None, "dropout_p": 0.4, "window": "tile"},
+}
+FEW = ("tile search and clusters", "dropout of drawn keys", "dropout of tiles")  # that reach every kernel
+ESTIMATORS = {
+    "draws": scram.Snis(samples=5),
+    "walks": scram.MetropolisHastings(samples=5, burn_in=1),
+    "clusters": scram.Clusters(count=7),
+}
+
+
+def on_device(x, impl):
+    return to(x, "cuda") if impl == "triton" and not INTERPRETED else x
+
+
+def problem(impl, heads=4, key_heads=2, causal=False):
+    """Whole numbers, so that every score is exact."""
+    make = torch.Generator().manual_seed(0)
+    keys = GRID if causal else KEY_GRID
+    batch = 1 if INTERPRETED else 2
+    shapes = (batch, heads, *GRID, 4), (batch, key_heads, *keys, 4), (batch, key_heads, *keys, 3)
+    numbers = [torch.randint(-3, 4, shape, generator=make).float() for shape in shapes]
+    return [on_device(x, impl).requires_grad_() for x in numbers]
+
+
+def part_of(x, part, group=1):
+    """The slice of a tensor [B, H or Hk, ..]."""
+    batch, heads = part
+    heads = slice(heads.start // group, heads.stop // group) if heads.start is not None else heads
+    return x.detach()[batch, heads].clone().requires_grad_(x.requires_grad)
+
+
+def shard_of(q, part):
+    """A call of that part; `draw_seed` draws as the whole call does after the same torch.manual_seed."""
+    return Shard(torch.arange(q.shape[0] * q.shape[1], device=q.device).reshape(q.shape[:2])[part], draw_seed)
+
+
+def answer(function, tensors, **how):
+    torch.manual_seed(1)
+    found = function(*tensors, **how)
+    out = found if isinstance(found, torch.Tensor) else found.out
+    weights = torch.arange(out.shape[-1], device=out.device) + 1.0
+    grads = torch.autograd.grad((out * weights).sum(), tensors)
+    return out.detach(), grads
+
+
+def compare(function, whole, part, **how):
+    group = whole[0].shape[1] // whole[1].shape[1]
+    want, grads = answer(function, whole, **how)
+    own = [part_of(x, part, n) for x, n in zip(whole, (1, group, group), strict=True)]
+    out, own_grads = answer(function, own, **how, _shard=shard_of(whole[0], part))
+    assert torch.equal(out, want[part])
+    for name, found, grad, n in zip("qkv", own_grads, grads, (1, group, group), strict=True):
+        torch.testing.assert_close(
+            found, part_of(grad, part, n), atol=1e-4, rtol=1e-4, msg=lambda text, n=name: n + text
+        )
+    other, _ = answer(function, own, **how)
+    return not torch.equal(other, out)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", FEW if INTERPRETED else CALLS)
+@pytest.mark.parametrize("part", ["heads"] if INTERPRETED else PARTS)
+def test_part_of_an_attention(impl, name, part):
+    how = CALLS[name]
+    if how.get("window", "query") not in dispatch.ENGINES[impl].windows:
+        pytest.skip("the engine has no such windows")
+    whole = problem(impl, causal=how.get("causal", False))
+    assert compare(scram.attention, whole, PARTS[part], impl=impl, **how)  # without rows the noise is another
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ("draws", "walks") if INTERPRETED else ESTIMATORS)
+def test_part_of_an_estimate(impl, name):
+    q, k, _ = whole = problem(impl)
+    mask = on_device(torch.arange(len(q) * 4 * 30).reshape(len(q), 4, *KEY_GRID) % 7 > 0, impl)
+    part = PARTS["heads"]
+    found = scram.search(q, k, search=scram.Search("query", matches=2, seed=3), key_mask=mask, impl=impl)
+
+    def estimate(q, k, v, _shard=None):
+        here = part if _shard else (slice(None), slice(None)) if q.shape[1] == 4 else part
+        matches = scram.Matches(found.index[here], found.score[here], KEY_GRID)
+        how = {"method": ESTIMATORS[name], "key_mask": mask[here], "impl": impl}
+        return scram.estimate(q, k, v, matches, **how, **({"_shard": _shard} if _shard else {}))
+
+    assert compare(estimate, whole, part)
+
+
+def test_part_of_a_fit():
+    """The queries that are fitted to are those of the whole call."""
+    whole = problem("reference")
+    how = {"search": SEARCH, "tail": scram.Clusters(count=7, fit=8, seed=0), "impl": "reference"}
+    want, _ = answer(scram.attention, whole, **how)
+    part = PARTS["heads"]
+    own = [part_of(x, part, n) for x, n in zip(whole, (1, 2, 2), strict=True)]
+    out, _ = answer(scram.attention, own, **how, _shard=shard_of(whole[0], part))
+    torch.testing.assert_close(out, want[part])
