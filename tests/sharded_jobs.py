@@ -1,13 +1,19 @@
 """What ranks are asked in tests/distributed: each compares its shard with the answer of one process."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import scram
 import scram.distributed
+from scram.clustering import means
+from scram.distributed.clusters import samples
+from scram.distributed.halo import exchanged
 from scram.distributed.mesh import Ranks
-from scram.distributed.shards import shard_seed
+from scram.distributed.shards import Shards, checked, shard_seed
+from scram.scoring import prepare_key
 from sharded import cut, mask_of, tensors
 
 ENGINE = "reference"
@@ -65,7 +71,7 @@ def gather_equals_attend(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=
 
 
 def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, mask=None, tail="clusters", bits=64,
-                      score="dot", weight="softmax", engine=ENGINE):  # fmt: skip
+                      score="dot", weight="softmax", engine=ENGINE, halo=None):  # fmt: skip
     dtype, atol = {64: (torch.float64, 1e-12), 16: (torch.bfloat16, 0.05)}[bits]
     grid, key_grid = (sum(rows), *extents), (sum(key_rows), *extents)
     whole, legal = tensors(grid, key_grid, heads, key_heads, dtype), mask_of(mask, key_grid, heads)
@@ -76,12 +82,21 @@ def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, 
     def first(of, rank):
         return sum(of[:rank]) * torch.Size(extents).numel()
 
+    def searched(rank, k, **how):
+        """On this rank's rows and the halo, cut like the whole grid."""
+        begin, end = sum(rows[:rank]), sum(rows[: rank + 1])
+        reach = min(16, max(rows)) if halo is None else halo
+        top = max(begin - reach, 0)
+        found = scram.search(whole[0][:, :, top : end + reach].detach(), k, **how)
+        index, score = (x[:, :, begin - top : end - top] for x in (found.index, found.score))
+        return scram.Matches(index, score, found.key_grid)
+
     def tail_of(origin):
         share = -(-8 * key_rows[origin] // sum(key_rows))
         seed = shard_seed(11, first(key_rows, origin))
         if tail == "drawn":
             return scram.Hybrid(samples=share, seed=seed)
-        settings = scram.Clusters(count=share, seed=seed)
+        settings = scram.Clusters(count=8, seed=seed)
         seen = qs[origin] if rows[origin] else torch.ones_like(whole[0][:, :, :1])
         given = seen.detach(), ks[origin], vs[origin]
         return scram.cluster(*given, clusters=settings, key_mask=masks[origin], **common) if tail else None
@@ -95,7 +110,7 @@ def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, 
         for origin, (k, v, own) in enumerate(zip(ks, vs, masks, strict=True)):
             if rows[rank] and key_rows[origin]:
                 how = scram.Search(matches=2, seed=shard_seed(7, first(rows, rank), first(key_rows, origin)))
-                found = scram.search(q, k, search=how, key_mask=own, **common)
+                found = searched(rank, k, search=how, key_mask=own, **common)
                 part = scram.attend(q, k, v, found, key_mask=own, weight=weight, tail=tails[origin], **common)
                 total = scram.merge(total, part._replace(out=part.out.to(total.out.dtype)))
         outs.append(total.out)
@@ -108,12 +123,64 @@ def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, 
     seed = 7 if rank == 0 else 100 + rank  # rank 0's counts
     out = scram.distributed.attention(
         q, k, v, mesh=mesh, mode="ring", search=scram.Search(matches=2, seed=seed), tail=settings[tail],
-        key_mask=masks[rank], weight=weight, **common,
+        key_mask=masks[rank], weight=weight, halo=halo, **common,
     )  # fmt: skip
     assert out.dtype == dtype
     (out * factor.split(list(rows), 2)[rank]).sum().backward()
     wanted = want.split(list(rows), 2)[rank].to(dtype)
     compare(mesh, rows, key_rows, out, wanted, (q, k, v), [x.grad for x in whole], atol)
+
+
+def halo_is_what_neighbours_hold(mesh, rows, reach):
+    """x with its halo is a cut of the whole; a rank without rows has none."""
+    whole = torch.arange(2.0 * sum(rows) * 3).reshape(1, 2, sum(rows), 3, 1)
+    rank = mesh.get_local_rank()
+    x = cut(whole, rows)[rank]
+    halo = exchanged(SimpleNamespace(ranks=Ranks(mesh), queries=rows), x, reach)
+    if sum(n > 0 for n in rows) < 2 or reach == 0:
+        assert halo is None
+        return
+    begin, end = sum(rows[:rank]), sum(rows[: rank + 1])
+    assert torch.equal(halo.around(x), whole[:, :, max(begin - reach, 0) : end + reach] if rows[rank] else x)
+    assert torch.equal(halo.without(halo.around(x)), x)
+
+
+def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score="dot", count=4):
+    """One k-means on the samples of all ranks; every rank labels its keys; means are those of all keys of a label."""
+    grid, key_grid = (sum(rows), 3), (sum(key_rows), 3)
+    whole, legal = tensors(grid, key_grid, 2, key_heads), mask_of(mask, key_grid)
+    size, rank = len(rows), mesh.get_local_rank()
+    masks = [None] * size if legal is None else legal.split(list(key_rows), 1 if mask == "keys" else 2)
+    wide = [None if x is None else x.unsqueeze(1) if mask == "keys" else x for x in masks]
+    parts = list(zip(*(x.detach().split(list(of), 2) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True)),
+                     strict=True))  # fmt: skip
+    tail, how = scram.Clusters(count=count, seed=5), scram.Search(seed=3)
+    call = checked(*parts[0], masks[0], how, 1, tail, False, None, score, "softmax", "query", ENGINE, None, None)
+    some = [Shards(SimpleNamespace(rank=n, size=size), *part, own, call, rows, key_rows, 3, 5)
+            for n, (part, own) in enumerate(zip(parts, wide, strict=True))]  # fmt: skip
+    q_some, k_some, v_some, *rest = (torch.cat(x, 2) for x in zip(*map(samples, some), strict=True))
+    common = {"score": score, "impl": ENGINE}
+    start = scram.cluster(q_some, k_some, v_some, clusters=tail, key_mask=rest[0].squeeze(-1).squeeze(1) if rest
+                          else None, **common)  # fmt: skip
+    assign = scram.Clusters(count=count, steps=0, seed=5)
+    books = [scram.cluster(q_some, k, v, clusters=assign, warm=start, key_mask=own, **common)
+             for (_, k, v), own in zip(parts, masks, strict=True) if k.shape[2]]  # fmt: skip
+    label = torch.cat([book.label for book in books], 2)
+    q, k, v = whole
+    prepared = prepare_key(k, score).repeat_interleave(label.shape[1] // key_heads, 1).flatten(0, 1).flatten(1, 2)
+    values = v.repeat_interleave(label.shape[1] // key_heads, 1).flatten(0, 1).flatten(1, 2)
+    made = means(prepared, values, label.flatten(0, 1).flatten(1).long(), count)
+    centres, values, sizes = (x.reshape(*label.shape[:2], *x.shape[1:]) for x in made)
+    book = scram.Codebook(centres, values, sizes.int(), label, score, books[0].scale, legal)
+    index = scram.search(q, k, search=how, key_mask=legal, **common)
+    want = scram.attend(q, k, v, index, tail=book, key_mask=legal, **common).out
+    want.square().sum().backward()
+    mine = [own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True)]
+    own = scram.Matches(*(x.split(list(rows), 2)[rank] for x in (index.index, index.score)), index.key_grid)
+    out = scram.distributed.attention(*mine, mesh=mesh, mode="gather", tail=tail, search=how, key_mask=masks[rank],
+                                      matches=own, **common)  # fmt: skip
+    out.square().sum().backward()
+    compare(mesh, rows, key_rows, out, want.split(list(rows), 2)[rank], mine, [x.grad for x in whole], 1e-12)
 
 
 def ring_of_all_keys_is_exact(mesh, rows, key_rows):

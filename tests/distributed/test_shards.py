@@ -32,7 +32,7 @@ def test_no_codebook():
     k = torch.randn(1, 1, 4, 4, 4)
     book = scram.cluster(k, k, k, clusters=scram.Clusters(count=2, seed=0))
     with pytest.raises(TypeError, match="got a Codebook; each rank clusters its own keys"):
-        checked(k, k, k, None, "auto", 1, book, False, None, "dot", "softmax", "query", "auto", None)
+        checked(k, k, k, None, "auto", 1, book, False, None, "dot", "softmax", "query", "auto", None, None)
 
 
 def test_seeds_of_shards_differ():

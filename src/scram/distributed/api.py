@@ -41,6 +41,7 @@ def attention(
     weight: str = "softmax",
     matches: Matches | None = None,
     window: str = "query",
+    halo: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """`scram.attention` of tensors that are cut along the first grid axis: each rank of a mesh holds some rows of each.
@@ -56,10 +57,12 @@ def attention(
             "gather": each rank has all keys; "ring": keys travel from rank to rank, memory falls as 1 / ranks; "auto",
             the first of these that fits, "ring" where keys and values would take more than 4 GiB.
         search, radius, scale, score, weight, window, impl: as in `scram.attention`.
-        tail: as there, without a codebook: each rank clusters its own keys, `count` clusters in all, by share.
+        tail: as there, without a codebook. In mode "ring" each rank makes `count` clusters of its own keys.
         causal: in mode "heads" only.
         key_mask: bool [B, m, *] or [B, H, m, *], for this rank's keys; None on some ranks: they mask none.
         matches: of this rank's queries, on the key grid of all ranks, in place of a search; in mode "gather" only.
+        halo: rows of its neighbours' queries, on either side, that a rank searches with its own; None, twice the
+            largest jump of the search. Mode "heads" needs none.
 
     Returns:
         out [B, H, n, *, F], for this rank's queries.
@@ -68,7 +71,7 @@ def attention(
     try:
         errors.one_of("mode", mode, MODES)
         call = checked(
-            q, k, v, key_mask, search, radius, tail, causal, scale, score, weight, window, impl, matches
+            q, k, v, key_mask, search, radius, tail, causal, scale, score, weight, window, impl, matches, halo
         )  # fmt: skip
         if q.device.type != ranks.device.type:
             raise ValueError(f"q must be on the mesh's device type {ranks.device.type!r}, got {q.device}")

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..api import attend, search
+from ..api import attend
 from ..codebook import Codebook
 from ..defaults import goes_dense
 from ..dense import dense_attention
 from ..estimators import Clusters, Hybrid
 from ..scoring import accumulator
+from .clusters import are_joint, clusters_of_all, joined, joint_clusters
+from .halo import Halo, exchanged, halo_rows, search_shard
 from .mesh import pack, packed_size, unpack
 from .shards import Shards, public_mask, shard_seed
 
@@ -23,29 +25,31 @@ def gather_attention(shards: Shards) -> Tensor:
     """out [B, H, queries of this rank, *, F]."""
     call, q = shards.call, shards.q
     dense = call.automatic and _goes_dense(shards)
-    if dense:
-        shards = replace(shards, call=replace(call, tail=None))
-    k, v, mask, book = _gathered(shards)
+    halo = None if dense else exchanged(shards, q, halo_rows(shards))
+    k, v, mask, book = _gathered(shards, not dense and are_joint(shards))
     with shards.ranks.together():
         if q.shape[2] == 0:
             out = _nothing(q, v, k, *([] if book is None else [book.centres, book.values]))
         elif dense:
             out = dense_attention(q, k, v, key_mask=mask, scale=call.scale, score=call.score)
         else:
-            out = _local(shards, k, v, mask, book)
+            out = _local(shards, halo, k, v, mask, book)
     return out
 
 
-def _local(shards: Shards, k: Tensor, v: Tensor, mask: Tensor | None, book: Codebook | None) -> Tensor:
+def _local(
+    shards: Shards, halo: Halo | None, k: Tensor, v: Tensor, mask: Tensor | None, book: Codebook | None
+) -> Tensor:
     call, q = shards.call, shards.q
     matches = call.matches
     if matches is None:
         seed = shard_seed(shards.seed, shards.first_query(shards.ranks.rank))
-        settings = replace(call.search, seed=seed)
-        matches = search(q, k, search=settings, key_mask=mask, score=call.score, impl=call.impl)
+        matches = search_shard(shards, halo, seed, q, k, mask)
     tail: Any = book
     if isinstance(call.tail, Hybrid):
         tail = replace(call.tail, seed=shards.tail_seed)  # drawn for a row, whichever rank has its queries
+    elif isinstance(call.tail, Clusters) and book is None:
+        tail = clusters_of_all(shards, q, k, v, mask)
     options: dict[str, Any] = {"scale": call.scale, "score": call.score, "weight": call.weight, "impl": call.impl}
     made = attend(q, k, v, matches, radius=call.radius, key_mask=mask, window=call.window, tail=tail, **options)
     return made.out
@@ -68,15 +72,19 @@ def _nothing(q: Tensor, v: Tensor, *parts: Tensor) -> Tensor:
     return q.new_zeros((*q.shape[:-1], v.shape[-1])) + reach
 
 
-def _gathered(shards: Shards) -> tuple[Tensor, Tensor, Tensor | None, Codebook | None]:
-    """Keys, values, mask and clusters of the whole key grid."""
-    with shards.ranks.together():
-        mine = shards.travelling()
+def _gathered(shards: Shards, joint: bool) -> tuple[Tensor, Tensor, Tensor | None, Codebook | None]:
+    """Keys, values, mask, and where they are made jointly clusters, of the whole key grid."""
+    if joint:
+        mine = joint_clusters(shards)
+    else:
+        shards = replace(shards, call=replace(shards.call, tail=None))
+        mine = shards.travelling(None)
     k, v, *rest = _Gather.apply(shards, *mine)  # type: ignore[no-untyped-call]
-    if not isinstance(shards.call.tail, Clusters):
+    if not joint:
         return k, v, public_mask(rest[0]) if rest else None, None
     centres, values, *constants, label, sizes = rest
     mask = public_mask(constants[0]) if constants else None
+    centres, values, sizes = joined(shards, centres, values, sizes)
     book = Codebook(centres, values, sizes, label, str(shards.call.score), shards.call.scale, mask)
     return k, v, mask, book
 
@@ -89,17 +97,11 @@ class _Gather(torch.autograd.Function):
         ranks, count = shards.ranks, shards.differentiable
         messages = ranks.all_gather(pack(mine, shards.message_size))
         parts = [unpack(message, shards.layout(rank)) for rank, message in enumerate(messages)]
-        if count == 4:  # labels count the clusters of the whole grid
-            begin = 0
-            for part in parts:
-                label, sizes = part[-2:]
-                part[-2] = torch.where(label < 0, label, label + begin)
-                begin += sizes.shape[2]
-        joined = tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
+        whole = tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
         ctx.ranks, ctx.kinds = ranks, [x.dtype for x in mine[:count]]
         ctx.layouts = [[(s, accumulator(kind)) for s, kind in shards.layout(n)[:count]] for n in range(ranks.size)]
-        ctx.mark_non_differentiable(*joined[count:])
-        return joined
+        ctx.mark_non_differentiable(*whole[count:])
+        return whole
 
     @staticmethod
     @once_differentiable

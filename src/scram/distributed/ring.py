@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..api import attend, search
+from ..api import attend
 from ..codebook import Codebook
 from ..estimators import Clusters, Hybrid
 from ..exact import merge
 from ..scoring import accumulator
 from ..types import Attended
+from .clusters import own_clusters
+from .halo import Halo, exchanged, halo_rows, search_shard
 from .mesh import pack, packed_size, unpack
 from .shards import Shards, public_mask, shard_seed
 
@@ -27,12 +29,13 @@ from .shards import Shards, public_mask, shard_seed
 def ring_attention(shards: Shards) -> Tensor:
     """out [B, H, queries of this rank, *, F]."""
     with shards.ranks.together():
-        mine = shards.travelling()
-    out: Tensor = _Ring.apply(shards, shards.q, *mine)  # type: ignore[no-untyped-call]
+        mine = own_clusters(shards)
+    halo = exchanged(shards, shards.q, halo_rows(shards))
+    out: Tensor = _Ring.apply(shards, halo, shards.q, *mine)  # type: ignore[no-untyped-call]
     return out
 
 
-def attend_shard(shards: Shards, origin: int, q: Tensor, keys: list[Tensor]) -> Attended:
+def attend_shard(shards: Shards, halo: Halo | None, origin: int, q: Tensor, keys: list[Tensor]) -> Attended:
     """The attention of this rank's queries over the keys of rank `origin` alone, out in float32 at least."""
     call = shards.call
     k, v, *rest = keys
@@ -46,8 +49,7 @@ def attend_shard(shards: Shards, origin: int, q: Tensor, keys: list[Tensor]) -> 
     if isinstance(call.tail, Hybrid):
         samples = shards.share(call.tail.samples, origin)
         tail = replace(call.tail, samples=samples, seed=shard_seed(shards.tail_seed, first[1]))
-    settings = replace(call.search, seed=shard_seed(shards.seed, *first))
-    found = search(q, k, search=settings, key_mask=mask, score=call.score, impl=call.impl)
+    found = search_shard(shards, halo, shard_seed(shards.seed, *first), q, k, mask)
     options: dict[str, Any] = {"scale": call.scale, "score": call.score, "weight": call.weight, "impl": call.impl}
     made = attend(q, k, v, found, radius=call.radius, key_mask=mask, window=call.window, tail=tail, **options)
     return Attended(made.out.to(accumulator(v.dtype)), made.lse)
@@ -57,17 +59,18 @@ class _Ring(torch.autograd.Function):
     """The keys of all ranks come by, one shard at a time."""
 
     @staticmethod
-    def forward(ctx: Any, shards: Shards, q: Tensor, *mine: Tensor) -> Tensor:
+    def forward(ctx: Any, shards: Shards, halo: Halo | None, q: Tensor, *mine: Tensor) -> Tensor:
         wide = accumulator(shards.v.dtype)
         out = q.new_zeros((*q.shape[:-1], shards.v.shape[-1]), dtype=wide)
         total = Attended(out, q.new_full(q.shape[:-1], -torch.inf, dtype=wide))
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal total
-            total = merge(total, attend_shard(shards, origin, q, keys))
+            total = merge(total, attend_shard(shards, halo, origin, q, keys))
 
         shards.ranks.agree(_go_round(shards, pack(mine, shards.message_size), visit))
         ctx.shards = replace(shards, q=q.detach(), k=mine[0].detach(), v=mine[1].detach())
+        ctx.halo = halo
         ctx.save_for_backward(q, *mine, *total)
         return total.out.to(shards.v.dtype)
 
@@ -89,7 +92,7 @@ class _Ring(torch.autograd.Function):
             nonlocal message
             own = [x.detach().requires_grad_() for x in (q, *keys[:count])]
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-                part = attend_shard(shards, origin, own[0], [*own[1:], *keys[count:]])
+                part = attend_shard(shards, ctx.halo, origin, own[0], [*own[1:], *keys[count:]])
             share = torch.where(part.lse == -torch.inf, 0, (part.lse - lse).exp()).detach()
             of_lse = share * ((grad * part.out.detach()).sum(-1) - weighed)
             of_out = share.unsqueeze(-1) * grad
@@ -113,7 +116,7 @@ class _Ring(torch.autograd.Function):
         shards.ranks.agree(_go_round(shards, pack(mine, shards.message_size), visit, after))
         home = unpack(message if coming is None else coming.wait(), layouts[rank])
         grads = [x.to(of.dtype) for x, of in zip((grad_q, *home), (q, *mine), strict=False)]
-        return None, *grads, *[None] * (len(mine) - count)
+        return None, None, *grads, *[None] * (len(mine) - count)
 
 
 def _go_round(

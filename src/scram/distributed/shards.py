@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .. import errors, validate
-from ..api import cluster
 from ..codebook import Codebook
 from ..defaults import SEARCH, default_tail
 from ..estimators import Clusters, Hybrid
@@ -36,6 +35,7 @@ class Call:
     window: str
     impl: str
     matches: Matches | None
+    halo: int | None
     automatic: bool
 
     def words(self) -> int:
@@ -45,12 +45,12 @@ class Call:
             named = getattr(named, "__qualname__", type(named).__qualname__)
         seedless = [None if x is None else replace(x, seed=None) for x in (self.search, self.tail)]
         rest = (self.radius, self.causal, self.scale, self.weight, self.window, self.impl, self.matches is None)
-        return crc32(repr((seedless, named, rest, self.automatic)).encode())
+        return crc32(repr((seedless, named, rest, self.halo, self.automatic)).encode())
 
 
 def checked(
     q: Any, k: Any, v: Any, key_mask: Any, search: Any, radius: int | Sequence[int], tail: Any, causal: bool,
-    scale: float | None, score: Score, weight: str, window: str, impl: str, matches: Matches | None,
+    scale: float | None, score: Score, weight: str, window: str, impl: str, matches: Matches | None, halo: int | None,
 ) -> Call:  # fmt: skip
     """The call, if this rank's arguments are valid; a shard may be empty."""
     whole_q, whole_k, whole_v = (_not_empty(x, 2) for x in (q, k, v))
@@ -63,6 +63,8 @@ def checked(
     settings = errors.search_settings(search, SEARCH)
     validate.search(whole_q, whole_k, settings, None)
     validate.search_engine(impl, whole_q, score, settings)
+    if halo is not None:
+        errors.whole("halo", halo, 0)
     errors.tail(tail)
     chosen = default_tail(weight, causal, score) if isinstance(tail, str) else tail
     if isinstance(chosen, Codebook):
@@ -77,7 +79,7 @@ def checked(
             raise ValueError("Clusters(fit=...) fits the queries of one machine; leave fit out, raise count instead")
     automatic = isinstance(search, str) and isinstance(tail, str) and impl == "auto" and matches is None
     factor = default_scale(scale, q.shape[-1], score, weight)
-    return Call(settings, chosen, radii, causal, factor, score, weight, window, impl, matches, automatic)
+    return Call(settings, chosen, radii, causal, factor, score, weight, window, impl, matches, halo, automatic)
 
 
 def _not_empty(x: Any, axis: int) -> Any:
@@ -146,14 +148,14 @@ class Shards:
         return Shards(ranks, q, k, v, key_mask, call, *rows, said["seed of search"][0], said["seed of tail"][0])
 
     def share(self, total: int, rank: int) -> int:
-        """The part of `total` clusters or drawn keys that is that rank's, by its keys; rounded up, one at least."""
+        """The part of `total` drawn keys that is that rank's, by its keys; rounded up, one at least."""
         return max(1, -(-total * self.keys[rank] // sum(self.keys)))
 
     def count(self, rank: int) -> int:
         """Clusters of that rank's keys: not more than keys."""
         tail, keys = self.call.tail, self.keys[rank] * math.prod(self.k.shape[3:-1])
         assert isinstance(tail, Clusters)
-        return min(self.share(tail.count, rank), keys)
+        return min(tail.count, keys)
 
     def layout(self, rank: int) -> Layout:
         """The tensors of that rank's keys which travel: k, v, with clusters centres and values, then constants."""
@@ -184,23 +186,16 @@ class Shards:
         """Bytes of the longest message: all are as long."""
         return max(packed_size(self.layout(rank)) for rank in range(self.ranks.size))
 
-    def travelling(self) -> list[Tensor]:
-        """This rank's tensors of `layout`; the clusters are made here, differentiable in k and v."""
+    def travelling(self, book: Codebook | None) -> list[Tensor]:
+        """This rank's tensors of `layout`, with `book` of its own keys; None where it has none, or there is no need."""
         tensors, constants = [self.k, self.v], [] if self.key_mask is None else [self.key_mask]
-        tail = self.call.tail
-        if not isinstance(tail, Clusters):
+        if not isinstance(self.call.tail, Clusters):
             return [*tensors, *constants]
-        if self.keys[self.ranks.rank] == 0:
+        if book is None:
             empty = [self.k.new_zeros(shape, dtype=dtype) for shape, dtype in self.layout(self.ranks.rank)]
             reach = self.k.sum() + self.v.sum()  # no element holds it: gradients find their way
             made = [x + reach for x in empty[2:4]]
             return [*tensors, *made, *constants, *empty[-2:]]
-        seed = shard_seed(self.tail_seed, self.first_key(self.ranks.rank))
-        q = self.q if self.queries[self.ranks.rank] else self.q.new_ones((*self.q.shape[:2], 1, *self.q.shape[3:]))
-        options: dict[str, Any] = {"scale": self.call.scale, "score": self.call.score, "impl": self.call.impl}
-        mask, count = public_mask(self.key_mask), self.count(self.ranks.rank)
-        clusters = replace(tail, count=count, seed=seed)
-        book = cluster(q.detach(), self.k, self.v, clusters=clusters, key_mask=mask, **options)
         return [*tensors, book.centres, book.values, *constants, book.label, book.sizes]
 
     def first_query(self, rank: int) -> int:
