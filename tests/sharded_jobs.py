@@ -251,7 +251,8 @@ def auto_works(mesh, heads):
 def raised(mesh, change, mode="ring", who=None, backward=False):
     """The error of this rank where `change` is made on rank `who`, on all where None; the group still works after."""
     rank = mesh.get_local_rank()
-    q, k, v = (own_part(mesh, x, [2] * mesh.size()) for x in tensors((2 * mesh.size(), 3), (2 * mesh.size(), 3), 4, 1))
+    size, heads = mesh.size(), mesh.size() if mode == "heads" and change else 1
+    q, k, v = (own_part(mesh, x, [2] * size) for x in tensors((2 * size, 3), (2 * size, 3), 4 * heads, heads))
     how = {"mode": mode, "impl": ENGINE, "tail": None, "mesh": mesh}
     mine = rank == who or who is None
     if change == "score" and mine:
@@ -260,6 +261,8 @@ def raised(mesh, change, mode="ring", who=None, backward=False):
         how["score"] = good_score
     elif change == "late score":
         how["score"] = LateScore(mine)
+    elif change == "late gradient":
+        how["score"] = BrokenScore(mine)
     elif change == "width" and mine:
         k = k[..., :3]
     elif change == "batch" and mine:
@@ -304,6 +307,29 @@ class LateScore:
         if self.fails and torch.is_grad_enabled():
             raise RuntimeError("too late")
         return (q * k).sum(-1)
+
+
+class BrokenScore:
+    """Its gradient cannot be computed."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def __call__(self, q, k):
+        return Broken.apply((q * k).sum(-1), self.fails)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise RuntimeError("no gradient")
+        return grad, None
 
 
 def held_by_backward(mesh, rows):

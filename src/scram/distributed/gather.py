@@ -16,6 +16,7 @@ from ..dense import dense_attention
 from ..estimators import Clusters, Hybrid
 from ..scoring import accumulator
 from .clusters import are_joint, clusters_of_all, joined, joint_clusters
+from .guard import guarded
 from .halo import Halo, exchanged, halo_rows, search_shard
 from .mesh import pack, packed_size, unpack
 from .shards import Shards, public_mask, shard_seed
@@ -27,21 +28,23 @@ def gather_attention(shards: Shards) -> Tensor:
     dense = call.automatic and _goes_dense(shards)
     halo = None if dense else exchanged(shards, q, halo_rows(shards))
     k, v, mask, book = _gathered(shards, not dense and are_joint(shards))
-    with shards.ranks.together():
+    clusters = [] if book is None else [book.centres, book.values]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *means: Tensor) -> Tensor:
         if q.shape[2] == 0:
-            out = _nothing(q, v, k, *([] if book is None else [book.centres, book.values]))
-        elif dense:
-            out = dense_attention(q, k, v, key_mask=mask, scale=call.scale, score=call.score)
-        else:
-            out = _local(shards, halo, k, v, mask, book)
-    return out
+            return _nothing(q, v, k, *means)
+        if dense:
+            return dense_attention(q, k, v, key_mask=mask, scale=call.scale, score=call.score)
+        own = None if book is None else replace(book, centres=means[0], values=means[1])
+        return _local(shards, halo, q, k, v, mask, own)
+
+    return guarded(shards.ranks, run, q, k, v, *clusters)
 
 
 def _local(
-    shards: Shards, halo: Halo | None, k: Tensor, v: Tensor, mask: Tensor | None, book: Codebook | None
+    shards: Shards, halo: Halo | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, book: Codebook | None
 ) -> Tensor:
-    call, q = shards.call, shards.q
-    matches = call.matches
+    call, matches = shards.call, shards.call.matches
     if matches is None:
         seed = shard_seed(shards.seed, shards.first_query(shards.ranks.rank))
         matches = search_shard(shards, halo, seed, q, k, mask)
@@ -110,8 +113,8 @@ class _Gather(torch.autograd.Function):
         own = [x.to(wide) for x in grads[: len(ctx.kinds)]]
         splits = [torch.split(x, [layout[n][0][2] for layout in layouts], 2) for n, x in enumerate(own)]
         size = max(packed_size(layout) for layout in layouts)
-        messages = [pack(parts, size).view(wide) for parts in zip(*splits, strict=True)]
-        summed = ctx.ranks.reduce_scatter(torch.stack(messages)).view(torch.uint8)
+        messages = torch.stack([pack(parts, size).view(wide) for parts in zip(*splits, strict=True)])
+        summed = ctx.ranks.reduce_scatter(messages).view(torch.uint8)
         found = unpack(summed, layouts[ctx.ranks.rank])
         rest = [None] * (len(grads) - len(found))
         return None, *[x.to(kind) for x, kind in zip(found, ctx.kinds, strict=True)], *rest

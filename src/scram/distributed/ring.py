@@ -6,7 +6,7 @@ pass sends the keys round once more, searches them again, and sends their gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from ..api import attend
 from ..codebook import Codebook
 from ..estimators import Clusters, Hybrid
-from ..exact import merge
 from ..scoring import accumulator
 from ..types import Attended
 from .clusters import own_clusters
@@ -60,15 +59,17 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, halo: Halo | None, q: Tensor, *mine: Tensor) -> Tensor:
-        wide = accumulator(shards.v.dtype)
-        out = q.new_zeros((*q.shape[:-1], shards.v.shape[-1]), dtype=wide)
-        total = Attended(out, q.new_full(q.shape[:-1], -torch.inf, dtype=wide))
+        total = None
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal total
-            total = merge(total, attend_shard(shards, halo, origin, q, keys))
+            part = attend_shard(shards, halo, origin, q, keys)
+            total = part if total is None else _joined(total, part)
 
-        shards.ranks.agree(_go_round(shards, pack(mine, shards.message_size), visit))
+        shards.ranks.agree(_go_round(shards, mine, visit))
+        if total is None:
+            out = q.new_zeros((*q.shape[:-1], shards.v.shape[-1]), dtype=accumulator(shards.v.dtype))
+            total = Attended(out, out.new_full(q.shape[:-1], -torch.inf))
         ctx.shards = replace(shards, q=q.detach(), k=mine[0].detach(), v=mine[1].detach())
         ctx.halo = halo
         ctx.save_for_backward(q, *mine, *total)
@@ -85,8 +86,7 @@ class _Ring(torch.autograd.Function):
         layouts = [[(s, wide) for s, _ in shards.layout(n)[:count]] for n in range(shards.ranks.size)]
         size = max(packed_size(layout) for layout in layouts)
         grad_q = torch.zeros_like(q, dtype=wide)
-        message = torch.zeros(size, dtype=torch.uint8, device=q.device)  # gradients of the keys that are here
-        coming = None
+        message, coming = None, None  # gradients of the keys that are here; None: 0
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal message
@@ -101,27 +101,44 @@ class _Ring(torch.autograd.Function):
             ]  # a count does not
             results, grads = zip(*made, strict=True)
             found = torch.autograd.grad(results, own, grads, materialize_grads=True)
+            del part, made, results
             grad_q.add_(found[0])
             message = pack([x.to(wide) for x in found[1:]], size)
 
         def after() -> None:
             """The gradients of the keys that were here go with them, after what earlier ranks had for them."""
             nonlocal coming, message
+            if message is None:
+                message = torch.zeros(size, dtype=torch.uint8, device=q.device)
             if coming is not None:
-                message = message.view(wide).add_(coming.wait().view(wide)).view(torch.uint8)
-            coming = shards.ranks.pass_on(message) if shards.ranks.size > 1 else None
-            if coming is not None:
-                message = torch.zeros_like(message)
+                message.view(wide).add_(coming.wait().view(wide))
+                coming = None
+            if shards.ranks.size > 1:
+                coming, message = shards.ranks.pass_on(message), None
 
-        shards.ranks.agree(_go_round(shards, pack(mine, shards.message_size), visit, after))
-        home = unpack(message if coming is None else coming.wait(), layouts[rank])
+        shards.ranks.agree(_go_round(shards, mine, visit, after))
+        found = message if coming is None else coming.wait()
+        assert found is not None
+        home = unpack(found, layouts[rank])
         grads = [x.to(of.dtype) for x, of in zip((grad_q, *home), (q, *mine), strict=False)]
         return None, None, *grads, *[None] * (len(mine) - count)
 
 
+def _joined(total: Attended, part: Attended) -> Attended:
+    """`merge`, in the memory of its arguments."""
+    top = torch.maximum(total.lse, part.lse)
+    top = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
+    mass, mass_part = (total.lse - top).exp(), (part.lse - top).exp()
+    both = mass + mass_part
+    safe = torch.where(both == 0, 1, both)
+    total.out.mul_((mass / safe).unsqueeze(-1))
+    total.out.add_(part.out.mul_((mass_part / safe).unsqueeze(-1)))
+    return Attended(total.out, torch.where(both == 0, -torch.inf, safe.log() + top))
+
+
 def _go_round(
     shards: Shards,
-    here: Tensor,
+    mine: Sequence[Tensor],
     visit: Callable[[int, list[Tensor]], None],
     after: Callable[[], None] | None = None,
 ) -> Exception | None:
@@ -131,12 +148,13 @@ def _go_round(
     out; `after` comes after each.
     """
     ranks, error = shards.ranks, None
+    here = pack(mine, shards.message_size) if ranks.size > 1 else None
     for stop in range(ranks.size):
         origin = (ranks.rank - stop) % ranks.size
-        coming = ranks.pass_on(here) if stop + 1 < ranks.size else None
+        coming = ranks.pass_on(here) if here is not None and stop + 1 < ranks.size else None
         if error is None and shards.q.shape[2] and shards.keys[origin]:
             try:
-                visit(origin, unpack(here, shards.layout(origin)))
+                visit(origin, list(mine) if here is None else unpack(here, shards.layout(origin)))
             except Exception as raised:
                 error = raised
         if after is not None:
