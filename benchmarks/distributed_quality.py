@@ -1,9 +1,10 @@
 """Quality and memory of the distributed attention, on processes of this machine (gloo, one thread each).
 
     python benchmarks/distributed_quality.py errors --data FOLDER   # without FOLDER the trained set is left out
+    python benchmarks/distributed_quality.py recalls --data FOLDER
     python benchmarks/distributed_quality.py memory
 
-`errors`: recall@1 of the search and relative output error, of one process and of 2 and 4 ranks, on photo features of
+`errors` and `recalls`: relative output error, and recall@1 of the search, of one process and of 2 and 4 ranks, on photo features of
 128 x 128 points (E = 64, v = k) at several scales of the scores, and on features of GMFlow in FOLDER. Rows less than
 8 from a border of a shard are told apart from all others; of one process the same rows are taken. `no halo`: without
 the exchange of rows. All queries count for recall, every seventh for the error. `memory`: how much the largest
@@ -70,7 +71,7 @@ class Truth:
     """Exact attention of every seventh query, and the best key of each."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        self.rows, self.width = q.shape[2:4]
+        self.rows, self.width = self.grid = list(q.shape[2:4])
         self.some = torch.arange(0, self.rows * self.width, 7)
         self.out = scram.exact_attention(q, k, v, scale=scale, queries=self.some).out.reshape(len(self.some), -1)
         flat, keys = q.flatten(2, 3)[0, 0], k.flatten(2, 3)[0, 0]
@@ -87,7 +88,7 @@ class Truth:
 
     def recalls(self, score: Tensor, ranks: int) -> dict[str, float]:
         """A match as good as the best key counts."""
-        good = (score[0, 0, ..., 0].flatten() >= self.best - 1e-5 * self.best.abs()).float()
+        good = (score[0, 0].flatten() >= self.best - 1e-5 * self.best.abs()).float()
         good = good.reshape(self.rows, self.width).mean(1)
         near = at_border(self.rows, ranks)
         return {
@@ -111,55 +112,76 @@ def _serve(rank: int, size: int, folder: str, job: Any, arguments: Any) -> None:
     dist.destroy_process_group()
 
 
-def answers(
-    mesh: DeviceMesh, folder: Path | None, size: int, only: str, seeds: int
-) -> list[tuple[str, str, int, Tensor, Tensor]]:
-    """Set, way, seed, out and scores of matches of this rank's rows."""
-    rank, found, scores = mesh.get_local_rank(), [], {}
+def outputs(mesh: DeviceMesh, folder: Path | None, size: int, only: str, seeds: int) -> list[tuple[str, str, Tensor]]:
+    """Set, way and out of this rank's rows, seed after seed."""
+    rank, found = mesh.get_local_rank(), []
     for name, *tensors, scale in problems(folder, size):
-        if only not in name:
-            continue
-        q, k, v = (x.split(shares(x.shape[2], mesh.size()), 2)[rank].contiguous() for x in tensors)
-        for way, how in WAYS.items():
-            for seed in range(seeds):
-                search = scram.Search(seed=seed)
-                out = scram.distributed.attention(q, k, v, mesh=mesh, search=search, scale=scale, **how)
-                kind = name.split()[0], way, seed  # a scale does not change what is found
-                if how["mode"] == "gather" and kind not in scores:
-                    # One key, weight "mean" and k for values: what comes back is the best key itself.
-                    key = scram.distributed.attention(
-                        q, k, k, mesh=mesh, search=search, radius=0, weight="mean", tail=None, **how
-                    )
-                    scores[kind] = (q * key).sum(-1, keepdim=True)
-                found.append((name, way, seed, out, scores.get(kind, torch.zeros(0))))
+        if only in name:
+            q, k, v = (x.split(shares(x.shape[2], mesh.size()), 2)[rank].contiguous() for x in tensors)
+            for way, how in WAYS.items():
+                for seed in range(seeds):
+                    search = scram.Search(seed=seed)
+                    out = scram.distributed.attention(q, k, v, mesh=mesh, search=search, scale=scale, **how)
+                    found.append((name, way, out))
     return found
 
 
 def errors(store: Store, folder: Path | None, only: str, size: int = SIZE, seeds: int = SEEDS) -> None:
-    truths = {name: (Truth(q, k, v, s), q, k, v, s) for name, q, k, v, s in problems(folder, size) if only in name}
-    plain: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-    for name, (_, q, k, v, scale) in truths.items():
-        for seed in range(seeds):
-            search = scram.Search(seed=seed)
-            found = scram.attention(q, k, v, search=search, tail=scram.Clusters(), scale=scale)
-            plain[name, seed] = found, scram.search(q, k, search=search).score
+    truths = {name: Truth(q, k, v, s) for name, q, k, v, s in problems(folder, size) if only in name}
+    plain: list[tuple[str, Tensor]] = []
+    for name, q, k, v, scale in problems(folder, size):
+        for seed in range(seeds if only in name else 0):
+            search, tail = scram.Search(seed=seed), scram.Clusters()
+            plain.append((name, scram.attention(q, k, v, search=search, tail=tail, scale=scale)))
     for ranks in RANKS:
-        said = on_ranks(ranks, answers, folder, size, only, seeds)
         rows: dict[tuple[str, str], list[dict[str, float]]] = {}
-        for parts in zip(*said, strict=True):
-            name, way, _ = parts[0][:3]
-            row = truths[name][0].errors(torch.cat([part[3] for part in parts], 2), ranks)
-            if way.startswith("gather"):
-                row |= truths[name][0].recalls(torch.cat([part[4] for part in parts], 2), ranks)
-            rows.setdefault((name, way), []).append(row)
-        for (name, _), (out, score) in plain.items():
-            truth = truths[name][0]
-            rows.setdefault((name, "one process"), []).append(truth.errors(out, ranks) | truth.recalls(score, ranks))
+        for parts in zip(*on_ranks(ranks, outputs, folder, size, only, seeds), strict=True):
+            name, way, _ = parts[0]
+            out = torch.cat([part[2] for part in parts], 2)
+            rows.setdefault((name, way), []).append(truths[name].errors(out, ranks))
+        for name, out in plain:
+            rows.setdefault((name, "one process"), []).append(truths[name].errors(out, ranks))
         for (name, way), each in rows.items():
-            mean = {figure: fmean(row[figure] for row in each) for figure in each[0]}
-            grid = list(truths[name][1].shape[2:-1])
-            store.put(f"{name}, {way}, {ranks}", set=name, way=way, ranks=ranks, grid=grid, seeds=seeds, **mean)
-        print(ranks, "ranks done", flush=True)
+            put(store, f"{name}, {way}, {ranks}", each, set=name, way=way, ranks=ranks, grid=truths[name].grid)
+
+
+def put(store: Store, name: str, each: list[dict[str, float]], **row: Any) -> None:
+    store.put(name, seeds=len(each), **row, **{figure: fmean(one[figure] for one in each) for figure in each[0]})
+
+
+def found_keys(mesh: DeviceMesh, folder: Path | None, size: int, seeds: int) -> list[tuple[str, str, Tensor]]:
+    """Set, way, and the score of the match of this rank's queries [1, 1, rows, *]; scales do not change them."""
+    rank, found = mesh.get_local_rank(), []
+    for name, q, k, *_ in distinct(folder, size):
+        q, k = (x.split(shares(x.shape[2], mesh.size()), 2)[rank].contiguous() for x in (q, k))
+        for way, how in WAYS.items():
+            for seed in range(seeds if how["mode"] == "gather" else 0):
+                search = scram.Search(seed=seed)
+                # Windows of one key, with k for values: what comes back is the key itself.
+                key = scram.distributed.attention(q, k, k, mesh=mesh, search=search, radius=0, tail=None, **how)
+                found.append((name, way, (q * key).sum(-1)))
+    return found
+
+
+def distinct(folder: Path | None, size: int) -> Iterator[tuple[str, Tensor, Tensor, Tensor, float]]:
+    """Each set once."""
+    return iter({name.split()[0]: (name.split()[0], *rest) for name, *rest in problems(folder, size)}.values())
+
+
+def recalls(store: Store, folder: Path | None, size: int = SIZE, seeds: int = SEEDS) -> None:
+    truths = {name: Truth(q, k, v, scale) for name, q, k, v, scale in distinct(folder, size)}
+    for ranks in RANKS:
+        rows: dict[tuple[str, str], list[dict[str, float]]] = {}
+        for parts in zip(*on_ranks(ranks, found_keys, folder, size, seeds), strict=True):
+            name, way, _ = parts[0]
+            score = torch.cat([part[2] for part in parts], 2)
+            rows.setdefault((name, way), []).append(truths[name].recalls(score, ranks))
+        for name, q, k, *_ in distinct(folder, size):
+            for seed in range(seeds):
+                score = scram.search(q, k, search=scram.Search(seed=seed)).score[..., 0]
+                rows.setdefault((name, "one process"), []).append(truths[name].recalls(score, ranks))
+        for (name, way), each in rows.items():
+            put(store, f"recall {name}, {way}, {ranks}", each, set=name, way=way, ranks=ranks, grid=truths[name].grid)
 
 
 def grown(mesh: DeviceMesh, mode: str, size: int, width: int, backward: bool) -> int:
@@ -202,14 +224,17 @@ def memory(store: Store, size: int, width: int = 64) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("errors")
-    one.add_argument("--data", type=Path, help="folder with the trained tensors")
+    one, two = (commands.add_parser(name) for name in ("errors", "recalls"))
+    for command in (one, two):
+        command.add_argument("--data", type=Path, help="folder with the trained tensors")
     one.add_argument("--only", default="", help="sets whose name holds this")
     commands.add_parser("memory").add_argument("--size", type=int, default=512)
     asked = parser.parse_args()
     store = Store("distributed_quality")
     if asked.command == "errors":
         errors(store, asked.data, asked.only)
+    elif asked.command == "recalls":
+        recalls(store, asked.data)
     else:
         memory(store, asked.size)
 
