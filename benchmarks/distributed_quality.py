@@ -4,11 +4,11 @@
     python benchmarks/distributed_quality.py recalls --data FOLDER
     python benchmarks/distributed_quality.py memory
 
-`errors` and `recalls`: relative output error, and recall@1 of the search, of one process and of 2 and 4 ranks, on photo features of
-128 x 128 points (E = 64, v = k) at several scales of the scores, and on features of GMFlow in FOLDER. Rows less than
-8 from a border of a shard are told apart from all others; of one process the same rows are taken. `no halo`: without
-the exchange of rows. All queries count for recall, every seventh for the error. `memory`: how much the largest
-resident size of a rank grows over a call, above what it was before its inputs were made. Results:
+`errors` and `recalls`: relative output error, and recall@1 of the search, of one process and of 2 and 4 ranks, on
+photo features of 128 x 128 points (E = 64, v = k) at several scales of the scores, and on features of GMFlow in FOLDER.
+Rows less than 8 from a border of a shard are told apart from all others; of one process the same rows are taken.
+`no halo`: without the exchange of rows. All queries count for recall, every seventh for the error. `memory`: how much
+the largest resident size of a rank grows over a call, above what it was before its inputs were made. Results:
 results/distributed_quality.json.
 """
 

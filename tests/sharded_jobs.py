@@ -248,6 +248,72 @@ def auto_works(mesh, heads):
     torch.testing.assert_close(out, want, atol=1e-10, rtol=0)
 
 
+def extra_keys_are_exact(mesh, rows, mode):
+    """Windows over every key, and keys beside the grid: exact attention over all; gradients of `extra` add up."""
+    whole = tensors((sum(rows), 3), (sum(rows), 3))
+    beside = tensors((5,), (5,), seed=1)[1:]
+    want = joined_keys_attention(whole, beside)
+    want.square().sum().backward()
+    q, k, v = (own_part(mesh, x, rows) for x in whole)
+    extra = tuple(x.detach().clone().requires_grad_() for x in beside)
+    out = scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, radius=50, tail=None, extra=extra, impl=ENGINE)
+    out.square().sum().backward()
+    own = want.split(list(rows), 2)[mesh.get_local_rank()]
+    compare(mesh, rows, rows, out, own, (q, k, v), [x.grad for x in whole], 1e-10)
+    for x, of in zip(extra, beside, strict=True):
+        dist.all_reduce(x.grad, group=mesh.get_group())
+        torch.testing.assert_close(x.grad, of.grad, atol=1e-10, rtol=0)
+
+
+def joined_keys_attention(whole, beside):
+    q, k, v = whole
+    keys, values = (torch.cat([x.flatten(2, 3), more], 2).unsqueeze(3) for x, more in zip((k, v), beside, strict=True))
+    return scram.exact_attention(q.flatten(2, 3).unsqueeze(3), keys, values).out.reshape(*q.shape[:-1], 3)
+
+
+def dropout_is_dropout(mesh, mode):
+    """Half of the weights are gone and the rest is doubled: the mean over draws is the answer; gradients agree."""
+    rows = (4, 3)
+    q, k, v = (own_part(mesh, x, rows) for x in tensors((7, 3), (7, 3)))
+    how = {"mesh": mesh, "mode": mode, "search": scram.Search(seed=0), "radius": 50, "tail": None, "impl": ENGINE}
+    want = scram.distributed.attention(q, k, v, **how)
+    torch.manual_seed(3)
+    outs = [scram.distributed.attention(q, k, v, dropout_p=0.5, **how) for _ in range(60)]
+    assert not torch.equal(outs[0], outs[1])
+    gap = (sum(outs) / 60 - want).abs().mean() / want.abs().mean()
+    assert 0 < gap < 0.3, gap
+    state = torch.get_rng_state()
+
+    def loss(v):
+        torch.set_rng_state(state)
+        return scram.distributed.attention(q, k, v, dropout_p=0.5, **how).square().sum()
+
+    # Linear in v given the draws: a step of any size shows the gradient, if the backward pass draws the same.
+    step = torch.zeros_like(v)
+    step[0, 0, 0, 0, 0] = 1e-4 * (mesh.get_local_rank() == 0)
+    loss(v).backward()
+    with torch.no_grad():
+        found = loss(v + step) - loss(v - step)
+    dist.all_reduce(found, group=mesh.get_group())
+    slope = (v.grad * step).sum()
+    dist.all_reduce(slope, group=mesh.get_group())
+    torch.testing.assert_close(found / 2, slope, rtol=1e-5, atol=1e-9)
+
+
+def book_and_warm(mesh, rows):
+    """A codebook of the whole grid is `attend`; good matches to start from are kept, in rows of the halo too."""
+    whole, rank = tensors((sum(rows), 3), (5, 3)), mesh.get_local_rank()
+    key_rows = (2, 3, 0)
+    book = scram.cluster(*whole, clusters=scram.Clusters(count=4, seed=0), impl=ENGINE).detach()
+    best = scram.search(*whole[:2], search=scram.Search("query", sweeps=40, gossip=20, seed=0), impl=ENGINE)
+    want = scram.attend(*whole, best, tail=book, impl=ENGINE).out.split(list(rows), 2)[rank]
+    q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
+    warm = scram.Matches(*(x.split(list(rows), 2)[rank] for x in (best.index, best.score)), best.key_grid)
+    for how in ({"matches": warm}, {"warm": warm, "search": scram.Search(sweeps=1, gossip=0, seed=1)}):
+        out = scram.distributed.attention(q, k, v, mesh=mesh, tail=book, impl=ENGINE, mode="gather", **how)
+        torch.testing.assert_close(out, want, atol=1e-12, rtol=0)
+
+
 def raised(mesh, change, mode="ring", who=None, backward=False):
     """The error of this rank where `change` is made on rank `who`, on all where None; the group still works after."""
     rank = mesh.get_local_rank()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from ..defaults import goes_dense
 from ..dense import dense_attention
 from ..estimators import Clusters, Hybrid
 from ..scoring import accumulator
+from ..types import Matches
 from .clusters import are_joint, clusters_of_all, joined, joint_clusters
 from .guard import guarded
-from .halo import Halo, exchanged, halo_rows, search_shard
+from .halo import exchanged, halo_rows, search_shard
 from .mesh import pack, packed_size, unpack
 from .shards import Shards, public_mask, shard_seed
 
@@ -26,36 +27,54 @@ def gather_attention(shards: Shards) -> Tensor:
     """out [B, H, queries of this rank, *, F]."""
     call, q = shards.call, shards.q
     dense = call.automatic and _goes_dense(shards)
-    halo = None if dense else exchanged(shards, q, halo_rows(shards))
+    rows = 0 if dense else halo_rows(shards)
+    halo, warm = exchanged(shards, q, rows), _warm(shards, rows)
     k, v, mask, book = _gathered(shards, not dense and are_joint(shards))
-    clusters = [] if book is None else [book.centres, book.values]
+    book = call.book if book is None else book
+    clusters, first = [] if book is None else [book.centres, book.values], shards.first_query(shards.ranks.rank)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *means: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        means, extra = rest[: len(clusters)], rest[len(clusters) :]
         if q.shape[2] == 0:
-            return _nothing(q, v, k, *means)
-        if dense:
-            return dense_attention(q, k, v, key_mask=mask, scale=call.scale, score=call.score)
-        own = None if book is None else replace(book, centres=means[0], values=means[1])
-        return _local(shards, halo, q, k, v, mask, own)
+            return _nothing(q, v, k, *rest)
+        pair = (extra[0], extra[1]) if extra else None
+        with shards.dropping(first):
+            if dense:
+                options: dict[str, Any] = {"scale": call.scale, "score": call.score, "dropout_p": call.dropout_p}
+                return dense_attention(q, k, v, key_mask=mask, extra=pair, **options)
+            own = None if book is None else replace(book, centres=means[0], values=means[1])
+            return _local(shards, matches(k), q, k, v, mask, own, pair)
 
-    return guarded(shards.ranks, run, q, k, v, *clusters)
+    def matches(k: Tensor) -> Matches:
+        if call.matches is not None:
+            return call.matches
+        return search_shard(shards, halo, shard_seed(shards.seed, first), q, k, mask, warm)
+
+    return guarded(shards.ranks, run, q, k, v, *clusters, *(call.extra or ()))
+
+
+def _warm(shards: Shards, rows: int) -> Matches | None:
+    """Matches to start from, with those of the halo."""
+    warm = shards.call.warm
+    halo = None if warm is None else exchanged(shards, warm.index, rows)
+    if warm is None or halo is None:
+        return warm
+    index = halo.around(warm.index)
+    return Matches(index, torch.zeros_like(index, dtype=torch.float32), warm.key_grid)  # scores are computed anew
 
 
 def _local(
-    shards: Shards, halo: Halo | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, book: Codebook | None
-) -> Tensor:
-    call, matches = shards.call, shards.call.matches
-    if matches is None:
-        seed = shard_seed(shards.seed, shards.first_query(shards.ranks.rank))
-        matches = search_shard(shards, halo, seed, q, k, mask)
-    tail: Any = book
+    shards: Shards, matches: Matches, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, book: Codebook | None,
+    extra: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    call, tail = shards.call, cast(Any, book)
     if isinstance(call.tail, Hybrid):
         tail = replace(call.tail, seed=shards.tail_seed)  # drawn for a row, whichever rank has its queries
     elif isinstance(call.tail, Clusters) and book is None:
         tail = clusters_of_all(shards, q, k, v, mask)
     options: dict[str, Any] = {"scale": call.scale, "score": call.score, "weight": call.weight, "impl": call.impl}
-    made = attend(q, k, v, matches, radius=call.radius, key_mask=mask, window=call.window, tail=tail, **options)
-    return made.out
+    options |= {"radius": call.radius, "window": call.window, "extra": extra, "dropout_p": call.dropout_p}
+    return attend(q, k, v, matches, key_mask=mask, tail=tail, **options).out
 
 
 def _goes_dense(shards: Shards) -> bool:

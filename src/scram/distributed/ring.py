@@ -30,12 +30,17 @@ def ring_attention(shards: Shards) -> Tensor:
     with shards.ranks.together():
         mine = own_clusters(shards)
     halo = exchanged(shards, shards.q, halo_rows(shards))
-    out: Tensor = _Ring.apply(shards, halo, shards.q, *mine)  # type: ignore[no-untyped-call]
+    out: Tensor = _Ring.apply(shards, halo, shards.q, *mine, *(shards.call.extra or ()))  # type: ignore[no-untyped-call]
     return out
 
 
-def attend_shard(shards: Shards, halo: Halo | None, origin: int, q: Tensor, keys: list[Tensor]) -> Attended:
-    """The attention of this rank's queries over the keys of rank `origin` alone, out in float32 at least."""
+def attend_shard(
+    shards: Shards, halo: Halo | None, origin: int, q: Tensor, keys: list[Tensor], extra: Sequence[Tensor]
+) -> Attended:
+    """The attention of this rank's queries over the keys of rank `origin` alone, out in float32 at least.
+
+    `extra`: (k_extra, v_extra) too where they belong to this stop, else ().
+    """
     call = shards.call
     k, v, *rest = keys
     book: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -50,7 +55,9 @@ def attend_shard(shards: Shards, halo: Halo | None, origin: int, q: Tensor, keys
         tail = replace(call.tail, samples=samples, seed=shard_seed(shards.tail_seed, first[1]))
     found = search_shard(shards, halo, shard_seed(shards.seed, *first), q, k, mask)
     options: dict[str, Any] = {"scale": call.scale, "score": call.score, "weight": call.weight, "impl": call.impl}
-    made = attend(q, k, v, found, radius=call.radius, key_mask=mask, window=call.window, tail=tail, **options)
+    options |= {"radius": call.radius, "window": call.window, "dropout_p": call.dropout_p, "tail": tail}
+    with shards.dropping(*first):
+        made = attend(q, k, v, found, key_mask=mask, extra=(extra[0], extra[1]) if extra else None, **options)
     return Attended(made.out.to(accumulator(v.dtype)), made.lse)
 
 
@@ -58,12 +65,12 @@ class _Ring(torch.autograd.Function):
     """The keys of all ranks come by, one shard at a time."""
 
     @staticmethod
-    def forward(ctx: Any, shards: Shards, halo: Halo | None, q: Tensor, *mine: Tensor) -> Tensor:
-        total = None
+    def forward(ctx: Any, shards: Shards, halo: Halo | None, q: Tensor, *given: Tensor) -> Tensor:
+        total, (mine, extra) = None, _parted(shards, given)
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal total
-            part = attend_shard(shards, halo, origin, q, keys)
+            part = attend_shard(shards, halo, origin, q, keys, extra if origin == shards.extra_stop() else ())
             total = part if total is None else _joined(total, part)
 
         shards.ranks.agree(_go_round(shards, mine, visit))
@@ -72,14 +79,16 @@ class _Ring(torch.autograd.Function):
             total = Attended(out, out.new_full(q.shape[:-1], -torch.inf))
         ctx.shards = replace(shards, q=q.detach(), k=mine[0].detach(), v=mine[1].detach())
         ctx.halo = halo
-        ctx.save_for_backward(q, *mine, *total)
+        ctx.save_for_backward(q, *given, *total)
         return total.out.to(shards.v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shards: Shards = ctx.shards
-        q, *mine, out, lse = ctx.saved_tensors
+        q, *given, out, lse = ctx.saved_tensors
+        mine, extra = _parted(shards, given)
+        of_extra = [torch.zeros_like(x) for x in extra]
         count, wide, rank = shards.differentiable, out.dtype, shards.ranks.rank
         grad = grad.to(wide)
         weighed = (grad * out).sum(-1)
@@ -90,9 +99,11 @@ class _Ring(torch.autograd.Function):
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal message
-            own = [x.detach().requires_grad_() for x in (q, *keys[:count])]
+            here = extra if origin == shards.extra_stop() else ()
+            own = [x.detach().requires_grad_() for x in (q, *keys[:count], *here)]
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-                part = attend_shard(shards, ctx.halo, origin, own[0], [*own[1:], *keys[count:]])
+                of_keys = [*own[1 : 1 + count], *keys[count:]]
+                part = attend_shard(shards, ctx.halo, origin, own[0], of_keys, own[1 + count :])
             share = torch.where(part.lse == -torch.inf, 0, (part.lse - lse).exp()).detach()
             of_lse = share * ((grad * part.out.detach()).sum(-1) - weighed)
             of_out = share.unsqueeze(-1) * grad
@@ -103,7 +114,9 @@ class _Ring(torch.autograd.Function):
             found = torch.autograd.grad(results, own, grads, materialize_grads=True)
             del part, made, results
             grad_q.add_(found[0])
-            message = pack([x.to(wide) for x in found[1:]], size)
+            message = pack([x.to(wide) for x in found[1 : 1 + count]], size)
+            if here:
+                of_extra[:] = found[1 + count :]
 
         def after() -> None:
             """The gradients of the keys that were here go with them, after what earlier ranks had for them."""
@@ -121,7 +134,13 @@ class _Ring(torch.autograd.Function):
         assert found is not None
         home = unpack(found, layouts[rank])
         grads = [x.to(of.dtype) for x, of in zip((grad_q, *home), (q, *mine), strict=False)]
-        return None, None, *grads, *[None] * (len(mine) - count)
+        return None, None, *grads, *[None] * (len(mine) - count), *of_extra
+
+
+def _parted(shards: Shards, given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """What travels, and `extra`, () where there is none."""
+    count = len(given) - 2 * (shards.call.extra is not None)
+    return given[:count], given[count:]
 
 
 def _joined(total: Attended, part: Attended) -> Attended:
