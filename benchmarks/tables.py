@@ -462,6 +462,32 @@ def gmflow_layers_flow() -> str:
     return table(("layers by", "flow, from dense", "flow, from truth"), *lines)
 
 
+def distributed(figure: str) -> str:
+    """One process beside 2 and 4 ranks: all rows / those near a border of a shard."""
+    rows = [row for name, row in load("distributed_quality").items() if figure in row]
+    found = {(row["set"], row["way"], row["ranks"]): row for row in rows}
+    ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != "one process"]
+    head = [f"{way}, {ranks} ranks" for ranks in (2, 4) for way in ("one process", *ways)]
+    lines = []
+    for name in dict.fromkeys(row["set"] for row in rows):
+        each = [found[name, way, ranks] for ranks in (2, 4) for way in ("one process", *ways)]
+        digits = 4 if figure == "error" else 3
+        shown = (
+            " / ".join(f"{row[x]:.{digits}f}".removeprefix("0") for x in (figure, f"{figure}_border")) for row in each
+        )
+        lines.append((name, *shown))
+    return table(("set, scale" if figure == "error" else "set", *head), *lines)
+
+
+def distributed_memory() -> str:
+    rows = [row for row in load("distributed_quality").values() if row["set"] == "memory"]
+    lines = []
+    for ranks in dict.fromkeys(row["ranks"] for row in rows):
+        each = sorted((row for row in rows if row["ranks"] == ranks), key=lambda row: row["backward"])
+        lines.append((str(ranks), mebibytes(each[0]["inputs"]), *(mebibytes(row["bytes"]) for row in each)))
+    return table(("ranks", "q, k and v of a rank", "forward", "forward and backward"), *lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "others": others,
@@ -486,6 +512,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "diffusion": diffusion,
     "judge": judge,
     "gmflow": gmflow,
+    "distributed-errors": lambda: distributed("error"),
+    "distributed-recalls": lambda: distributed("recall"),
+    "distributed-memory": distributed_memory,
     "gmflow-flow": gmflow_flow,
     "gmflow-layers": gmflow_layers,
     "gmflow-layers-flow": gmflow_layers_flow,

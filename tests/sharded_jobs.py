@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import scram
 import scram.distributed
+from photos import projected
 from scram.clustering import means
 from scram.distributed.clusters import samples
 from scram.distributed.halo import exchanged
@@ -312,6 +313,41 @@ def book_and_warm(mesh, rows):
     for how in ({"matches": warm}, {"warm": warm, "search": scram.Search(sweeps=1, gossip=0, seed=1)}):
         out = scram.distributed.attention(q, k, v, mesh=mesh, tail=book, impl=ENGINE, mode="gather", **how)
         torch.testing.assert_close(out, want, atol=1e-12, rtol=0)
+
+
+def photo_rows(mesh, way, seeds):
+    """out of this rank's rows of a projected photo, seed after seed: float32 [seeds, rows, columns, width]."""
+    how = {"gather": {"mode": "gather"}, "no halo": {"mode": "gather", "halo": 0}, "ring": {"mode": "ring"}}[way]
+    q, k = projected("astronaut", 64)
+    rows = [64 // mesh.size()] * mesh.size()
+    q, k = (x.split(rows, 2)[mesh.get_local_rank()].contiguous() for x in (q, k))
+    found = []
+    for seed in range(seeds):
+        search = scram.Search(seed=seed)
+        if way == "ring":
+            made = scram.distributed.attention(q, k, k, mesh=mesh, search=search, tail=scram.Clusters(64), scale=32.0,
+                                               **how)  # fmt: skip
+        else:  # windows of one key: the key itself
+            made = scram.distributed.attention(q, k, k, mesh=mesh, search=search, radius=0, tail=None, **how)
+        found.append(made[0, 0])
+    return torch.stack(found)
+
+
+def most_memory(mesh, points, backward):
+    """Bytes of tensors that torch holds at most during a ring, this rank's own q, k, v and the output left out."""
+    q, k, v = (torch.randn(1, 1, points // mesh.size(), 64, 32, requires_grad=backward) for _ in range(3))
+    search = scram.Search(sweeps=1, gossip=0, seed=0)
+    tail = scram.Clusters(8, steps=0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        out = scram.distributed.attention(q, k, v, mesh=mesh, mode="ring", search=search, tail=tail)
+        if backward:
+            out.sum().backward()
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
 
 
 def raised(mesh, change, mode="ring", who=None, backward=False):
