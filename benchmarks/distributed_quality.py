@@ -212,7 +212,7 @@ def resident(name: str) -> int:
 
 def memory(store: Store, size: int, width: int = 64) -> None:
     for backward in (False, True):
-        for ranks in (1, 2, 4):
+        for ranks in (1, 2, 4, 8):
             most = max(on_ranks(ranks, grown, "ring", size, width, backward))
             inputs = 3 * 4 * width * size * shares(size, ranks)[0]
             row = {"mode": "ring", "ranks": ranks, "grid": [size, size], "width": width, "backward": backward}

@@ -475,7 +475,7 @@ def distributed(figure: str) -> str:
         shown = (
             " / ".join(f"{row[x]:.{digits}f}".removeprefix("0") for x in (figure, f"{figure}_border")) for row in each
         )
-        lines.append((name, *shown))
+        lines.append((name.replace("0.125", "1/8"), *shown))
     return table(("set, scale" if figure == "error" else "set", *head), *lines)
 
 

@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import scram
 import sharded_jobs as jobs
+from photos import projected
 from scram.distributed.halo import halo_rows
 from sharded import on_ranks
 
@@ -34,3 +36,23 @@ def test_width_follows_the_jumps():
 @pytest.mark.parametrize("halo", [0, 2])
 def test_ring_with_a_given_halo(halo):
     on_ranks(3, jobs.ring_equals_merge, rows=(4, 2, 1), key_rows=(1, 2, 4), tail=None, halo=halo)
+
+
+def test_the_field_has_no_seam():
+    """Recall in rows near a border: with a halo that of one process, without less."""
+    q, k = projected("astronaut", 64)
+    best = (q.flatten(2, 3)[0, 0] @ k.flatten(2, 3)[0, 0].T).max(-1).values.reshape(64, 64)
+    near = slice(32 - 8, 32 + 8)
+
+    def recall(key):
+        return float(((q[0, 0] * key).sum(-1) >= best - 1e-5)[:, near].float().mean())
+
+    def found(way):
+        return torch.cat(on_ranks(2, jobs.photo_rows, way=way, seeds=3), 1)
+
+    one = torch.stack([
+        scram.attention(q, k, k, search=scram.Search(seed=seed), radius=0, tail=None)[0, 0] for seed in range(3)
+    ])  # fmt: skip
+    alone, halo, without = recall(one), recall(found("gather")), recall(found("no halo"))
+    assert halo > alone - 0.01, (alone, halo, without)
+    assert without < halo - 0.01, (alone, halo, without)
