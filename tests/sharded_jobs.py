@@ -249,18 +249,18 @@ def auto_works(mesh, heads):
     torch.testing.assert_close(out, want, atol=1e-10, rtol=0)
 
 
-def extra_keys_are_exact(mesh, rows, mode):
+def extra_keys_are_exact(mesh, rows, key_rows, mode):
     """Windows over every key, and keys beside the grid: exact attention over all; gradients of `extra` add up."""
-    whole = tensors((sum(rows), 3), (sum(rows), 3))
+    whole = tensors((sum(rows), 3), (sum(key_rows), 3))
     beside = tensors((5,), (5,), seed=1)[1:]
     want = joined_keys_attention(whole, beside)
     want.square().sum().backward()
-    q, k, v = (own_part(mesh, x, rows) for x in whole)
+    q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
     extra = tuple(x.detach().clone().requires_grad_() for x in beside)
     out = scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, radius=50, tail=None, extra=extra, impl=ENGINE)
     out.square().sum().backward()
     own = want.split(list(rows), 2)[mesh.get_local_rank()]
-    compare(mesh, rows, rows, out, own, (q, k, v), [x.grad for x in whole], 1e-10)
+    compare(mesh, rows, key_rows, out, own, (q, k, v), [x.grad for x in whole], 1e-10)
     for x, of in zip(extra, beside, strict=True):
         dist.all_reduce(x.grad, group=mesh.get_group())
         torch.testing.assert_close(x.grad, of.grad, atol=1e-10, rtol=0)

@@ -76,9 +76,9 @@ def test_arguments_of_one_mode_are_refused_by_others_clearly():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gather", "ring"])
-@pytest.mark.parametrize("rows", [(3, 4), (4, 0, 3)], ids=str)
-def test_extra_keys_are_seen_by_all(mode, rows):
-    on_ranks(len(rows), jobs.extra_keys_are_exact, rows=rows, mode=mode)
+@pytest.mark.parametrize(("rows", "key_rows"), [((3, 4), (3, 4)), ((2, 2, 0), (4, 0, 1))], ids=str)
+def test_extra_keys_are_seen_by_all(mode, rows, key_rows):
+    on_ranks(len(rows), jobs.extra_keys_are_exact, rows=rows, key_rows=key_rows, mode=mode)
 
 
 @pytest.mark.slow
