@@ -216,7 +216,7 @@ def memory(store: Store, size: int, width: int = 64) -> None:
             most = max(on_ranks(ranks, grown, "ring", size, width, backward))
             inputs = 3 * 4 * width * size * shares(size, ranks)[0]
             row = {"mode": "ring", "ranks": ranks, "grid": [size, size], "width": width, "backward": backward}
-            store.put(f"memory ring {ranks} {backward}", set="memory", bytes=most, inputs=inputs, **row)
+            store.put(f"memory ring {ranks} {backward}", set="memory", mebibytes=most / 2**20, inputs=inputs, **row)
             print(ranks, backward, f"{most / 2**20:.0f} MiB", flush=True)
 
 

@@ -484,8 +484,8 @@ def distributed_memory() -> str:
     lines = []
     for ranks in dict.fromkeys(row["ranks"] for row in rows):
         each = sorted((row for row in rows if row["ranks"] == ranks), key=lambda row: row["backward"])
-        held = (each[0]["inputs"], *(row["bytes"] for row in each))
-        lines.append((str(ranks), *(f"{size / 2**20:.1f} MiB" for size in held)))
+        held = (f"{row['mebibytes']:.1f} MiB" for row in each)
+        lines.append((str(ranks), mebibytes(each[0]["inputs"]), *held))
     return table(("ranks", "q, k and v of a rank", "forward", "forward and backward"), *lines)
 
 
