@@ -518,6 +518,33 @@ def distributed_simulation() -> str:
     return table(("case", *keys.values()), *lines)
 
 
+def distributed_quality(figure: str) -> str:
+    """One process beside 2 and 4 ranks: all rows / those near a border of a shard."""
+    rows = [row for name, row in load("distributed_quality").items() if figure in row]
+    found = {(row["set"], row["way"], row["ranks"]): row for row in rows}
+    ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != "one process"]
+    head = [f"{way}, {ranks} ranks" for ranks in (2, 4) for way in ("one process", *ways)]
+    lines = []
+    for name in dict.fromkeys(row["set"] for row in rows):
+        each = [found[name, way, ranks] for ranks in (2, 4) for way in ("one process", *ways)]
+        digits = 4 if figure == "error" else 3
+        shown = (
+            " / ".join(f"{row[x]:.{digits}f}".removeprefix("0") for x in (figure, f"{figure}_border")) for row in each
+        )
+        lines.append((name.replace("0.125", "1/8"), *shown))
+    return table(("set, scale" if figure == "error" else "set", *head), *lines)
+
+
+def distributed_memory() -> str:
+    rows = [row for row in load("distributed_quality").values() if row["set"] == "memory"]
+    lines = []
+    for ranks in dict.fromkeys(row["ranks"] for row in rows):
+        each = sorted((row for row in rows if row["ranks"] == ranks), key=lambda row: row["backward"])
+        held = (f"{row['mebibytes']:.1f} MiB" for row in each)
+        lines.append((str(ranks), mebibytes(each[0]["inputs"]), *held))
+    return table(("ranks", "q, k and v of a rank", "forward", "forward and backward"), *lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "others": others,
@@ -546,6 +573,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "distributed-8": lambda: distributed_predictions(8),
     "distributed-simulation": distributed_simulation,
     "gmflow": gmflow,
+    "distributed-errors": lambda: distributed_quality("error"),
+    "distributed-recalls": lambda: distributed_quality("recall"),
+    "distributed-memory": distributed_memory,
     "gmflow-flow": gmflow_flow,
     "gmflow-layers": gmflow_layers,
     "gmflow-layers-flow": gmflow_layers_flow,

@@ -1,13 +1,20 @@
 """What ranks are asked in tests/distributed: each compares its shard with the answer of one process."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import scram
 import scram.distributed
+from photos import projected
+from scram.clustering import means
+from scram.distributed.clusters import samples
+from scram.distributed.halo import exchanged
 from scram.distributed.mesh import Ranks
-from scram.distributed.shards import shard_seed
+from scram.distributed.shards import Shards, checked, shard_seed
+from scram.scoring import prepare_key
 from sharded import cut, mask_of, tensors
 
 ENGINE = "reference"
@@ -65,7 +72,7 @@ def gather_equals_attend(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=
 
 
 def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, mask=None, tail="clusters", bits=64,
-                      score="dot", weight="softmax", engine=ENGINE):  # fmt: skip
+                      score="dot", weight="softmax", engine=ENGINE, halo=None):  # fmt: skip
     dtype, atol = {64: (torch.float64, 1e-12), 16: (torch.bfloat16, 0.05)}[bits]
     grid, key_grid = (sum(rows), *extents), (sum(key_rows), *extents)
     whole, legal = tensors(grid, key_grid, heads, key_heads, dtype), mask_of(mask, key_grid, heads)
@@ -76,12 +83,21 @@ def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, 
     def first(of, rank):
         return sum(of[:rank]) * torch.Size(extents).numel()
 
+    def searched(rank, k, **how):
+        """On this rank's rows and the halo, cut like the whole grid."""
+        begin, end = sum(rows[:rank]), sum(rows[: rank + 1])
+        reach = min(16, max(rows)) if halo is None else halo
+        top = max(begin - reach, 0)
+        found = scram.search(whole[0][:, :, top : end + reach].detach(), k, **how)
+        index, score = (x[:, :, begin - top : end - top] for x in (found.index, found.score))
+        return scram.Matches(index, score, found.key_grid)
+
     def tail_of(origin):
         share = -(-8 * key_rows[origin] // sum(key_rows))
         seed = shard_seed(11, first(key_rows, origin))
         if tail == "drawn":
             return scram.Hybrid(samples=share, seed=seed)
-        settings = scram.Clusters(count=share, seed=seed)
+        settings = scram.Clusters(count=8, seed=seed)
         seen = qs[origin] if rows[origin] else torch.ones_like(whole[0][:, :, :1])
         given = seen.detach(), ks[origin], vs[origin]
         return scram.cluster(*given, clusters=settings, key_mask=masks[origin], **common) if tail else None
@@ -95,7 +111,7 @@ def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, 
         for origin, (k, v, own) in enumerate(zip(ks, vs, masks, strict=True)):
             if rows[rank] and key_rows[origin]:
                 how = scram.Search(matches=2, seed=shard_seed(7, first(rows, rank), first(key_rows, origin)))
-                found = scram.search(q, k, search=how, key_mask=own, **common)
+                found = searched(rank, k, search=how, key_mask=own, **common)
                 part = scram.attend(q, k, v, found, key_mask=own, weight=weight, tail=tails[origin], **common)
                 total = scram.merge(total, part._replace(out=part.out.to(total.out.dtype)))
         outs.append(total.out)
@@ -108,12 +124,64 @@ def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, 
     seed = 7 if rank == 0 else 100 + rank  # rank 0's counts
     out = scram.distributed.attention(
         q, k, v, mesh=mesh, mode="ring", search=scram.Search(matches=2, seed=seed), tail=settings[tail],
-        key_mask=masks[rank], weight=weight, **common,
+        key_mask=masks[rank], weight=weight, halo=halo, **common,
     )  # fmt: skip
     assert out.dtype == dtype
     (out * factor.split(list(rows), 2)[rank]).sum().backward()
     wanted = want.split(list(rows), 2)[rank].to(dtype)
     compare(mesh, rows, key_rows, out, wanted, (q, k, v), [x.grad for x in whole], atol)
+
+
+def halo_is_what_neighbours_hold(mesh, rows, reach):
+    """x with its halo is a cut of the whole; a rank without rows has none."""
+    whole = torch.arange(2.0 * sum(rows) * 3).reshape(1, 2, sum(rows), 3, 1)
+    rank = mesh.get_local_rank()
+    x = cut(whole, rows)[rank]
+    halo = exchanged(SimpleNamespace(ranks=Ranks(mesh), queries=rows), x, reach)
+    if sum(n > 0 for n in rows) < 2 or reach == 0:
+        assert halo is None
+        return
+    begin, end = sum(rows[:rank]), sum(rows[: rank + 1])
+    assert torch.equal(halo.around(x), whole[:, :, max(begin - reach, 0) : end + reach] if rows[rank] else x)
+    assert torch.equal(halo.without(halo.around(x)), x)
+
+
+def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score="dot", count=4):
+    """One k-means on the samples of all ranks; every rank labels its keys; means are those of all keys of a label."""
+    grid, key_grid = (sum(rows), 3), (sum(key_rows), 3)
+    whole, legal = tensors(grid, key_grid, 2, key_heads), mask_of(mask, key_grid)
+    size, rank = len(rows), mesh.get_local_rank()
+    masks = [None] * size if legal is None else legal.split(list(key_rows), 1 if mask == "keys" else 2)
+    wide = [None if x is None else x.unsqueeze(1) if mask == "keys" else x for x in masks]
+    parts = list(zip(*(x.detach().split(list(of), 2) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True)),
+                     strict=True))  # fmt: skip
+    tail, how = scram.Clusters(count=count, seed=5), scram.Search(seed=3)
+    call = checked(*parts[0], masks[0], how, 1, tail, False, None, score, "softmax", "query", ENGINE, None, None)
+    some = [Shards(SimpleNamespace(rank=n, size=size), *part, own, call, rows, key_rows, 3, 5)
+            for n, (part, own) in enumerate(zip(parts, wide, strict=True))]  # fmt: skip
+    q_some, k_some, v_some, *rest = (torch.cat(x, 2) for x in zip(*map(samples, some), strict=True))
+    common = {"score": score, "impl": ENGINE}
+    start = scram.cluster(q_some, k_some, v_some, clusters=tail, key_mask=rest[0].squeeze(-1).squeeze(1) if rest
+                          else None, **common)  # fmt: skip
+    assign = scram.Clusters(count=count, steps=0, seed=5)
+    books = [scram.cluster(q_some, k, v, clusters=assign, warm=start, key_mask=own, **common)
+             for (_, k, v), own in zip(parts, masks, strict=True) if k.shape[2]]  # fmt: skip
+    label = torch.cat([book.label for book in books], 2)
+    q, k, v = whole
+    prepared = prepare_key(k, score).repeat_interleave(label.shape[1] // key_heads, 1).flatten(0, 1).flatten(1, 2)
+    values = v.repeat_interleave(label.shape[1] // key_heads, 1).flatten(0, 1).flatten(1, 2)
+    made = means(prepared, values, label.flatten(0, 1).flatten(1).long(), count)
+    centres, values, sizes = (x.reshape(*label.shape[:2], *x.shape[1:]) for x in made)
+    book = scram.Codebook(centres, values, sizes.int(), label, score, books[0].scale, legal)
+    index = scram.search(q, k, search=how, key_mask=legal, **common)
+    want = scram.attend(q, k, v, index, tail=book, key_mask=legal, **common).out
+    want.square().sum().backward()
+    mine = [own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True)]
+    own = scram.Matches(*(x.split(list(rows), 2)[rank] for x in (index.index, index.score)), index.key_grid)
+    out = scram.distributed.attention(*mine, mesh=mesh, mode="gather", tail=tail, search=how, key_mask=masks[rank],
+                                      matches=own, **common)  # fmt: skip
+    out.square().sum().backward()
+    compare(mesh, rows, key_rows, out, want.split(list(rows), 2)[rank], mine, [x.grad for x in whole], 1e-12)
 
 
 def ring_of_all_keys_is_exact(mesh, rows, key_rows):
@@ -181,10 +249,112 @@ def auto_works(mesh, heads):
     torch.testing.assert_close(out, want, atol=1e-10, rtol=0)
 
 
+def extra_keys_are_exact(mesh, rows, key_rows, mode):
+    """Windows over every key, and keys beside the grid: exact attention over all; gradients of `extra` add up."""
+    whole = tensors((sum(rows), 3), (sum(key_rows), 3))
+    beside = tensors((5,), (5,), seed=1)[1:]
+    want = joined_keys_attention(whole, beside)
+    want.square().sum().backward()
+    q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
+    extra = tuple(x.detach().clone().requires_grad_() for x in beside)
+    out = scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, radius=50, tail=None, extra=extra, impl=ENGINE)
+    out.square().sum().backward()
+    own = want.split(list(rows), 2)[mesh.get_local_rank()]
+    compare(mesh, rows, key_rows, out, own, (q, k, v), [x.grad for x in whole], 1e-10)
+    for x, of in zip(extra, beside, strict=True):
+        dist.all_reduce(x.grad, group=mesh.get_group())
+        torch.testing.assert_close(x.grad, of.grad, atol=1e-10, rtol=0)
+
+
+def joined_keys_attention(whole, beside):
+    q, k, v = whole
+    keys, values = (torch.cat([x.flatten(2, 3), more], 2).unsqueeze(3) for x, more in zip((k, v), beside, strict=True))
+    return scram.exact_attention(q.flatten(2, 3).unsqueeze(3), keys, values).out.reshape(*q.shape[:-1], 3)
+
+
+def dropout_is_dropout(mesh, mode):
+    """Half of the weights are gone and the rest is doubled: the mean over draws is the answer; gradients agree."""
+    rows = (4, 3)
+    q, k, v = (own_part(mesh, x, rows) for x in tensors((7, 3), (7, 3)))
+    how = {"mesh": mesh, "mode": mode, "search": scram.Search(seed=0), "radius": 50, "tail": None, "impl": ENGINE}
+    want = scram.distributed.attention(q, k, v, **how)
+    torch.manual_seed(3)
+    outs = [scram.distributed.attention(q, k, v, dropout_p=0.5, **how) for _ in range(60)]
+    assert not torch.equal(outs[0], outs[1])
+    gap = (sum(outs) / 60 - want).abs().mean() / want.abs().mean()
+    assert 0 < gap < 0.3, gap
+    state = torch.get_rng_state()
+
+    def loss(v):
+        torch.set_rng_state(state)
+        return scram.distributed.attention(q, k, v, dropout_p=0.5, **how).square().sum()
+
+    # Linear in v given the draws: a step of any size shows the gradient, if the backward pass draws the same.
+    step = torch.zeros_like(v)
+    step[0, 0, 0, 0, 0] = 1e-4 * (mesh.get_local_rank() == 0)
+    loss(v).backward()
+    with torch.no_grad():
+        found = loss(v + step) - loss(v - step)
+    dist.all_reduce(found, group=mesh.get_group())
+    slope = (v.grad * step).sum()
+    dist.all_reduce(slope, group=mesh.get_group())
+    torch.testing.assert_close(found / 2, slope, rtol=1e-5, atol=1e-9)
+
+
+def book_and_warm(mesh, rows):
+    """A codebook of the whole grid is `attend`; good matches to start from are kept, in rows of the halo too."""
+    whole, rank = tensors((sum(rows), 3), (5, 3)), mesh.get_local_rank()
+    key_rows = (2, 3, 0)
+    book = scram.cluster(*whole, clusters=scram.Clusters(count=4, seed=0), impl=ENGINE).detach()
+    best = scram.search(*whole[:2], search=scram.Search("query", sweeps=40, gossip=20, seed=0), impl=ENGINE)
+    want = scram.attend(*whole, best, tail=book, impl=ENGINE).out.split(list(rows), 2)[rank]
+    q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
+    warm = scram.Matches(*(x.split(list(rows), 2)[rank] for x in (best.index, best.score)), best.key_grid)
+    for how in ({"matches": warm}, {"warm": warm, "search": scram.Search(sweeps=1, gossip=0, seed=1)}):
+        out = scram.distributed.attention(q, k, v, mesh=mesh, tail=book, impl=ENGINE, mode="gather", **how)
+        torch.testing.assert_close(out, want, atol=1e-12, rtol=0)
+
+
+def photo_rows(mesh, way, seeds):
+    """out of this rank's rows of a projected photo, seed after seed: float32 [seeds, rows, columns, width]."""
+    how = {"gather": {"mode": "gather"}, "no halo": {"mode": "gather", "halo": 0}, "ring": {"mode": "ring"}}[way]
+    q, k = projected("astronaut", 64)
+    rows = [64 // mesh.size()] * mesh.size()
+    q, k = (x.split(rows, 2)[mesh.get_local_rank()].contiguous() for x in (q, k))
+    found = []
+    for seed in range(seeds):
+        search = scram.Search(seed=seed)
+        if way == "ring":
+            made = scram.distributed.attention(q, k, k, mesh=mesh, search=search, tail=scram.Clusters(64), scale=32.0,
+                                               **how)  # fmt: skip
+        else:  # windows of one key: the key itself
+            made = scram.distributed.attention(q, k, k, mesh=mesh, search=search, radius=0, tail=None, **how)
+        found.append(made[0, 0])
+    return torch.stack(found)
+
+
+def most_memory(mesh, points, backward):
+    """Bytes of tensors that torch holds at most during a ring, this rank's own q, k, v and the output left out."""
+    q, k, v = (torch.randn(1, 1, points // mesh.size(), 64, 32, requires_grad=backward) for _ in range(3))
+    search = scram.Search(sweeps=1, gossip=0, seed=0)
+    tail = scram.Clusters(8, steps=0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        out = scram.distributed.attention(q, k, v, mesh=mesh, mode="ring", search=search, tail=tail)
+        if backward:
+            out.sum().backward()
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
 def raised(mesh, change, mode="ring", who=None, backward=False):
     """The error of this rank where `change` is made on rank `who`, on all where None; the group still works after."""
     rank = mesh.get_local_rank()
-    q, k, v = (own_part(mesh, x, [2] * mesh.size()) for x in tensors((2 * mesh.size(), 3), (2 * mesh.size(), 3), 4, 1))
+    size, heads = mesh.size(), mesh.size() if mode == "heads" and change else 1
+    q, k, v = (own_part(mesh, x, [2] * size) for x in tensors((2 * size, 3), (2 * size, 3), 4 * heads, heads))
     how = {"mode": mode, "impl": ENGINE, "tail": None, "mesh": mesh}
     mine = rank == who or who is None
     if change == "score" and mine:
@@ -193,6 +363,8 @@ def raised(mesh, change, mode="ring", who=None, backward=False):
         how["score"] = good_score
     elif change == "late score":
         how["score"] = LateScore(mine)
+    elif change == "late gradient":
+        how["score"] = BrokenScore(mine)
     elif change == "width" and mine:
         k = k[..., :3]
     elif change == "batch" and mine:
@@ -237,6 +409,29 @@ class LateScore:
         if self.fails and torch.is_grad_enabled():
             raise RuntimeError("too late")
         return (q * k).sum(-1)
+
+
+class BrokenScore:
+    """Its gradient cannot be computed."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def __call__(self, q, k):
+        return Broken.apply((q * k).sum(-1), self.fails)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise RuntimeError("no gradient")
+        return grad, None
 
 
 def held_by_backward(mesh, rows):

@@ -64,6 +64,7 @@ BELOW = {
         "_compat",
         "api",
         "arguments",
+        "clustering",
         "codebook",
         "defaults",
         "dense",
@@ -72,6 +73,7 @@ BELOW = {
         "estimators",
         "exact",
         "nn",
+        "layout_hints",
         "noise",
     }
     | {"ops", "precision", "scoring", "stages", "types", "validate"},

@@ -8,7 +8,7 @@ from sharded import on_ranks
 pytestmark = pytest.mark.slow  # each spawns processes
 
 
-@pytest.mark.parametrize("rows", [(7,), (3, 4), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("rows", [(7,), (3, 4), (4, 2, 1), (2, 1, 3, 1)], ids=str)
 def test_equals_attend_of_one_process(rows):
     on_ranks(len(rows), jobs.gather_equals_attend, rows=rows, key_rows=rows)
 

@@ -9,7 +9,7 @@ from sharded import on_ranks
 pytestmark = pytest.mark.slow  # each spawns processes
 
 
-@pytest.mark.parametrize("rows", [(7,), (3, 4), (4, 0, 1)], ids=str)
+@pytest.mark.parametrize("rows", [(7,), (3, 4), (4, 0, 1), (2, 1, 0, 2)], ids=str)
 @pytest.mark.parametrize("mask", [None, "keys", "heads"])
 def test_equals_one_process(rows, mask):
     on_ranks(len(rows), jobs.heads_equal_one_process, rows=rows, key_rows=rows[::-1], mask=mask)

@@ -1,14 +1,17 @@
 """Keys go from rank to rank: the result is that of `merge` in one process, with its gradients."""
 
 import pytest
+import torch
 
+import scram
 import sharded_jobs as jobs
+from photos import projected
 from sharded import on_ranks
 
 pytestmark = pytest.mark.slow  # each spawns processes
 
 
-@pytest.mark.parametrize("rows", [(7,), (3, 4), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("rows", [(7,), (3, 4), (4, 2, 1), (2, 1, 3, 1)], ids=str)
 @pytest.mark.parametrize("tail", [None, "clusters", "drawn"])
 def test_equals_merge_in_one_process(rows, tail):
     on_ranks(len(rows), jobs.ring_equals_merge, rows=rows, key_rows=rows[::-1], tail=tail)
@@ -55,3 +58,23 @@ def test_graph_keeps_no_keys_of_other_ranks():
     alone, *_ = on_ranks(1, jobs.held_by_backward, rows=4)
     for size in (2, 3):
         assert on_ranks(size, jobs.held_by_backward, rows=4) == [alone] * size
+
+
+def test_a_ring_is_no_further_from_exact_attention():
+    q, k = projected("astronaut", 64)
+    exact = scram.exact_attention(q, k, k, scale=32.0).out[0, 0]
+
+    def error(out):
+        return float(((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
+
+    how = [{"search": scram.Search(seed=seed), "tail": scram.Clusters(64), "scale": 32.0} for seed in range(3)]
+    alone = error(torch.stack([scram.attention(q, k, k, **one)[0, 0] for one in how]))
+    for ranks in (2, 4):
+        assert error(torch.cat(on_ranks(ranks, jobs.photo_rows, way="ring", seeds=3), 1)) < alone
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_memory_falls_with_the_ranks(backward):
+    """Two ranks hold messages that one does not; from then on twice the ranks have half the memory each."""
+    two, four = (max(on_ranks(ranks, jobs.most_memory, points=512, backward=backward)) for ranks in (2, 4))
+    assert 0.4 * two < four < 0.65 * two, (two, four)

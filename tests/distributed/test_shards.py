@@ -1,11 +1,10 @@
 """What ranks must agree on, and what each may have of its own."""
 
 import pytest
-import torch
 
 import scram
 import sharded_jobs as jobs
-from scram.distributed.shards import checked, shard_seed
+from scram.distributed.shards import shard_seed
 from sharded import on_ranks
 
 
@@ -26,13 +25,6 @@ def test_ranks_must_agree(change, words):
 
 def test_some_rank_has_keys():
     assert all("all shards are empty" in words for words in on_ranks(2, jobs.raised, change="no keys"))
-
-
-def test_no_codebook():
-    k = torch.randn(1, 1, 4, 4, 4)
-    book = scram.cluster(k, k, k, clusters=scram.Clusters(count=2, seed=0))
-    with pytest.raises(TypeError, match="got a Codebook; each rank clusters its own keys"):
-        checked(k, k, k, None, "auto", 1, book, False, None, "dot", "softmax", "query", "auto", None)
 
 
 def test_seeds_of_shards_differ():

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import errors
 from ..api import attention as one_process
 from ..arguments import explains
+from ..codebook import Codebook
 from ..estimators import Clusters, Hybrid
 from ..precision import follows_autocast
 from ..types import Matches, Score, Search
@@ -35,14 +36,18 @@ def attention(
     mode: str = "auto",
     search: Search | str = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Hybrid | str | None = "auto",
+    tail: Clusters | Codebook | Hybrid | str | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
     weight: str = "softmax",
+    extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
     matches: Matches | None = None,
+    warm: Matches | None = None,
     window: str = "query",
+    halo: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """`scram.attention` of tensors that are cut along the first grid axis: each rank of a mesh holds some rows of each.
@@ -58,10 +63,17 @@ def attention(
             "gather": each rank has all keys; "ring": keys travel from rank to rank, memory falls as 1 / ranks; "auto",
             the first of these that fits, "ring" where keys and values would take more than 4 GiB.
         search, radius, scale, score, weight, window, impl: as in `scram.attention`.
-        tail: as there, without a codebook: each rank clusters its own keys, `count` clusters in all, by share.
+        tail: as there, without a fit; a codebook, of the whole key grid and the same on all ranks, in mode "gather"
+            only. In mode "ring" each rank makes `count` clusters of its own keys.
         causal: in mode "heads" only.
         key_mask: bool [B, m, *] or [B, H, m, *], for this rank's keys; None on some ranks: they mask none.
-        matches: of this rank's queries, on the key grid of all ranks, in place of a search; in mode "gather" only.
+        extra: (k_extra, v_extra), [B, Hk, X, E] and [B, Hk, X, F], the same on all ranks; its gradient is that of this
+            rank's queries. Not in mode "heads".
+        dropout_p: as there; rank 0's generator counts. Not in mode "heads".
+        matches, warm: of this rank's queries, on the key grid of all ranks, in place of a search or to start it from;
+            in mode "gather" only.
+        halo: rows of its neighbours' queries, on either side, that a rank searches with its own; None, twice the
+            largest jump of the search. Mode "heads" needs none.
 
     Returns:
         out [B, H, n, *, F], for this rank's queries.
@@ -74,7 +86,8 @@ def attention(
     try:
         errors.one_of("mode", mode, MODES)
         call = checked(
-            q, k, v, key_mask, search, radius, tail, causal, scale, score, weight, window, impl, matches
+            q, k, v, key_mask, search, radius, tail, causal, scale, score, weight, window, impl, matches, halo,
+            extra, dropout_p, warm,
         )  # fmt: skip
         if q.device.type != ranks.device.type:
             raise ValueError(f"q must be on the mesh's device type {ranks.device.type!r}, got {q.device}")
@@ -89,10 +102,13 @@ def attention(
 def _chosen(mode: str, shards: Shards) -> str:
     """The mode; all ranks know the same of all shards, so that they choose and refuse alike."""
     call = shards.call
+    given = {"extra": call.extra is not None, "dropout_p": bool(call.dropout_p)}
+    whole = {"matches": call.matches is not None, "warm": call.warm is not None}
+    whole["a Codebook as tail"] = call.book is not None
     if mode == "auto":
-        if call.matches is not None:
+        if any(whole.values()):
             mode = "gather"
-        elif fits(shards) or call.causal:
+        elif call.causal or (fits(shards) and not any(given.values())):
             mode = "heads"
         else:
             width = shards.k.shape[-1] + shards.v.shape[-1]
@@ -105,6 +121,8 @@ def _chosen(mode: str, shards: Shards) -> str:
         )
     if call.causal and mode != "heads":
         raise ValueError(f"mode={mode!r} knows no causal order between shards; use mode='heads'")
-    if call.matches is not None and mode != "gather":
-        raise ValueError(f"matches= is for mode='gather', got mode={mode!r}; leave it out to search")
+    for name in (name for name, there in whole.items() if there and mode != "gather"):
+        raise ValueError(f"{name} is for mode='gather', got mode={mode!r}; leave it out")
+    for name in (name for name, there in given.items() if there and mode == "heads"):
+        raise ValueError(f"mode='heads' takes no {name}; use mode='gather' or 'ring'")
     return mode

@@ -17,6 +17,7 @@ from ..dense import dense_attention
 from ..estimators import Clusters
 from ..noise import draw_seed
 from ..stages import Shard
+from .guard import guarded
 from .mesh import Ranks, pack, packed_size, unpack
 from .shards import Shards, public_mask
 
@@ -41,11 +42,13 @@ def heads_attention(shards: Shards) -> Tensor:
     ranks, rows = shards.ranks, (shards.queries, shards.keys, shards.keys)
     q, k, v = _Trade.apply(ranks, rows, True, shards.q, shards.k, shards.v)  # type: ignore[no-untyped-call]
     mask = _own_mask(shards, ranks.rank * q.shape[1], q.shape[1])
-    with ranks.together():
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[2] == 0:
-            out = q.new_zeros((*q.shape[:-1], v.shape[-1])) + q.sum() + k[:0].sum() + v[:0].sum()
-        else:
-            out = _local(shards, q, k, v, mask)
+            return q.new_zeros((*q.shape[:-1], v.shape[-1])) + q.sum() + k[:0].sum() + v[:0].sum()
+        return _local(shards, q, k, v, mask)
+
+    out = guarded(ranks, run, q, k, v)
     (back,) = _Trade.apply(ranks, rows[:1], False, out)  # type: ignore[no-untyped-call]
     whole: Tensor = back
     return whole

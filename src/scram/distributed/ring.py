@@ -6,7 +6,7 @@ pass sends the keys round once more, searches them again, and sends their gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..api import attend, search
+from ..api import attend
 from ..codebook import Codebook
 from ..estimators import Clusters, Hybrid
-from ..exact import merge
 from ..scoring import accumulator
 from ..types import Attended
+from .clusters import own_clusters
+from .halo import Halo, exchanged, halo_rows, search_shard
 from .mesh import pack, packed_size, unpack
 from .shards import Shards, public_mask, shard_seed
 
@@ -27,13 +28,19 @@ from .shards import Shards, public_mask, shard_seed
 def ring_attention(shards: Shards) -> Tensor:
     """out [B, H, queries of this rank, *, F]."""
     with shards.ranks.together():
-        mine = shards.travelling()
-    out: Tensor = _Ring.apply(shards, shards.q, *mine)  # type: ignore[no-untyped-call]
+        mine = own_clusters(shards)
+    halo = exchanged(shards, shards.q, halo_rows(shards))
+    out: Tensor = _Ring.apply(shards, halo, shards.q, *mine, *(shards.call.extra or ()))  # type: ignore[no-untyped-call]
     return out
 
 
-def attend_shard(shards: Shards, origin: int, q: Tensor, keys: list[Tensor]) -> Attended:
-    """The attention of this rank's queries over the keys of rank `origin` alone, out in float32 at least."""
+def attend_shard(
+    shards: Shards, halo: Halo | None, origin: int, q: Tensor, keys: list[Tensor], extra: Sequence[Tensor]
+) -> Attended:
+    """The attention of this rank's queries over the keys of rank `origin` alone, out in float32 at least.
+
+    `extra`: (k_extra, v_extra) too where they belong to this stop, else ().
+    """
     call = shards.call
     k, v, *rest = keys
     book: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -46,10 +53,11 @@ def attend_shard(shards: Shards, origin: int, q: Tensor, keys: list[Tensor]) -> 
     if isinstance(call.tail, Hybrid):
         samples = shards.share(call.tail.samples, origin)
         tail = replace(call.tail, samples=samples, seed=shard_seed(shards.tail_seed, first[1]))
-    settings = replace(call.search, seed=shard_seed(shards.seed, *first))
-    found = search(q, k, search=settings, key_mask=mask, score=call.score, impl=call.impl)
+    found = search_shard(shards, halo, shard_seed(shards.seed, *first), q, k, mask)
     options: dict[str, Any] = {"scale": call.scale, "score": call.score, "weight": call.weight, "impl": call.impl}
-    made = attend(q, k, v, found, radius=call.radius, key_mask=mask, window=call.window, tail=tail, **options)
+    options |= {"radius": call.radius, "window": call.window, "dropout_p": call.dropout_p, "tail": tail}
+    with shards.dropping(*first):
+        made = attend(q, k, v, found, key_mask=mask, extra=(extra[0], extra[1]) if extra else None, **options)
     return Attended(made.out.to(accumulator(v.dtype)), made.lse)
 
 
@@ -57,39 +65,45 @@ class _Ring(torch.autograd.Function):
     """The keys of all ranks come by, one shard at a time."""
 
     @staticmethod
-    def forward(ctx: Any, shards: Shards, q: Tensor, *mine: Tensor) -> Tensor:
-        wide = accumulator(shards.v.dtype)
-        out = q.new_zeros((*q.shape[:-1], shards.v.shape[-1]), dtype=wide)
-        total = Attended(out, q.new_full(q.shape[:-1], -torch.inf, dtype=wide))
+    def forward(ctx: Any, shards: Shards, halo: Halo | None, q: Tensor, *given: Tensor) -> Tensor:
+        total, (mine, extra) = None, _parted(shards, given)
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal total
-            total = merge(total, attend_shard(shards, origin, q, keys))
+            part = attend_shard(shards, halo, origin, q, keys, extra if origin == shards.extra_stop() else ())
+            total = part if total is None else _joined(total, part)
 
-        shards.ranks.agree(_go_round(shards, pack(mine, shards.message_size), visit))
+        shards.ranks.agree(_go_round(shards, mine, visit))
+        if total is None:
+            out = q.new_zeros((*q.shape[:-1], shards.v.shape[-1]), dtype=accumulator(shards.v.dtype))
+            total = Attended(out, out.new_full(q.shape[:-1], -torch.inf))
         ctx.shards = replace(shards, q=q.detach(), k=mine[0].detach(), v=mine[1].detach())
-        ctx.save_for_backward(q, *mine, *total)
+        ctx.halo = halo
+        ctx.save_for_backward(q, *given, *total)
         return total.out.to(shards.v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shards: Shards = ctx.shards
-        q, *mine, out, lse = ctx.saved_tensors
+        q, *given, out, lse = ctx.saved_tensors
+        mine, extra = _parted(shards, given)
+        of_extra = [torch.zeros_like(x) for x in extra]
         count, wide, rank = shards.differentiable, out.dtype, shards.ranks.rank
         grad = grad.to(wide)
         weighed = (grad * out).sum(-1)
         layouts = [[(s, wide) for s, _ in shards.layout(n)[:count]] for n in range(shards.ranks.size)]
         size = max(packed_size(layout) for layout in layouts)
         grad_q = torch.zeros_like(q, dtype=wide)
-        message = torch.zeros(size, dtype=torch.uint8, device=q.device)  # gradients of the keys that are here
-        coming = None
+        message, coming = None, None  # gradients of the keys that are here; None: 0
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal message
-            own = [x.detach().requires_grad_() for x in (q, *keys[:count])]
+            here = extra if origin == shards.extra_stop() else ()
+            own = [x.detach().requires_grad_() for x in (q, *keys[:count], *here)]
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-                part = attend_shard(shards, origin, own[0], [*own[1:], *keys[count:]])
+                of_keys = [*own[1 : 1 + count], *keys[count:]]
+                part = attend_shard(shards, ctx.halo, origin, own[0], of_keys, own[1 + count :])
             share = torch.where(part.lse == -torch.inf, 0, (part.lse - lse).exp()).detach()
             of_lse = share * ((grad * part.out.detach()).sum(-1) - weighed)
             of_out = share.unsqueeze(-1) * grad
@@ -98,27 +112,52 @@ class _Ring(torch.autograd.Function):
             ]  # a count does not
             results, grads = zip(*made, strict=True)
             found = torch.autograd.grad(results, own, grads, materialize_grads=True)
+            del part, made, results
             grad_q.add_(found[0])
-            message = pack([x.to(wide) for x in found[1:]], size)
+            message = pack([x.to(wide) for x in found[1 : 1 + count]], size)
+            if here:
+                of_extra[:] = found[1 + count :]
 
         def after() -> None:
             """The gradients of the keys that were here go with them, after what earlier ranks had for them."""
             nonlocal coming, message
+            if message is None:
+                message = torch.zeros(size, dtype=torch.uint8, device=q.device)
             if coming is not None:
-                message = message.view(wide).add_(coming.wait().view(wide)).view(torch.uint8)
-            coming = shards.ranks.pass_on(message) if shards.ranks.size > 1 else None
-            if coming is not None:
-                message = torch.zeros_like(message)
+                message.view(wide).add_(coming.wait().view(wide))
+                coming = None
+            if shards.ranks.size > 1:
+                coming, message = shards.ranks.pass_on(message), None
 
-        shards.ranks.agree(_go_round(shards, pack(mine, shards.message_size), visit, after))
-        home = unpack(message if coming is None else coming.wait(), layouts[rank])
+        shards.ranks.agree(_go_round(shards, mine, visit, after))
+        found = message if coming is None else coming.wait()
+        assert found is not None
+        home = unpack(found, layouts[rank])
         grads = [x.to(of.dtype) for x, of in zip((grad_q, *home), (q, *mine), strict=False)]
-        return None, *grads, *[None] * (len(mine) - count)
+        return None, None, *grads, *[None] * (len(mine) - count), *of_extra
+
+
+def _parted(shards: Shards, given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """What travels, and `extra`, () where there is none."""
+    count = len(given) - 2 * (shards.call.extra is not None)
+    return given[:count], given[count:]
+
+
+def _joined(total: Attended, part: Attended) -> Attended:
+    """`merge`, in the memory of its arguments."""
+    top = torch.maximum(total.lse, part.lse)
+    top = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
+    mass, mass_part = (total.lse - top).exp(), (part.lse - top).exp()
+    both = mass + mass_part
+    safe = torch.where(both == 0, 1, both)
+    total.out.mul_((mass / safe).unsqueeze(-1))
+    total.out.add_(part.out.mul_((mass_part / safe).unsqueeze(-1)))
+    return Attended(total.out, torch.where(both == 0, -torch.inf, safe.log() + top))
 
 
 def _go_round(
     shards: Shards,
-    here: Tensor,
+    mine: Sequence[Tensor],
     visit: Callable[[int, list[Tensor]], None],
     after: Callable[[], None] | None = None,
 ) -> Exception | None:
@@ -128,12 +167,13 @@ def _go_round(
     out; `after` comes after each.
     """
     ranks, error = shards.ranks, None
+    here = pack(mine, shards.message_size) if ranks.size > 1 else None
     for stop in range(ranks.size):
         origin = (ranks.rank - stop) % ranks.size
-        coming = ranks.pass_on(here) if stop + 1 < ranks.size else None
+        coming = ranks.pass_on(here) if here is not None and stop + 1 < ranks.size else None
         if error is None and shards.q.shape[2] and shards.keys[origin]:
             try:
-                visit(origin, unpack(here, shards.layout(origin)))
+                visit(origin, list(mine) if here is None else unpack(here, shards.layout(origin)))
             except Exception as raised:
                 error = raised
         if after is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .. import errors, validate
-from ..api import cluster
 from ..codebook import Codebook
 from ..defaults import SEARCH, default_tail
 from ..estimators import Clusters, Hybrid
@@ -36,6 +36,11 @@ class Call:
     window: str
     impl: str
     matches: Matches | None
+    halo: int | None
+    extra: tuple[Tensor, Tensor] | None
+    dropout_p: float
+    warm: Matches | None
+    book: Codebook | None  # in place of a tail
     automatic: bool
 
     def words(self) -> int:
@@ -45,12 +50,15 @@ class Call:
             named = getattr(named, "__qualname__", type(named).__qualname__)
         seedless = [None if x is None else replace(x, seed=None) for x in (self.search, self.tail)]
         rest = (self.radius, self.causal, self.scale, self.weight, self.window, self.impl, self.matches is None)
-        return crc32(repr((seedless, named, rest, self.automatic)).encode())
+        kappa = 0 if self.warm is None else self.warm.index.shape[-1]
+        more = self.halo, self.extra is None, self.dropout_p, kappa, self.book, self.automatic
+        return crc32(repr((seedless, named, rest, more)).encode())
 
 
 def checked(
     q: Any, k: Any, v: Any, key_mask: Any, search: Any, radius: int | Sequence[int], tail: Any, causal: bool,
-    scale: float | None, score: Score, weight: str, window: str, impl: str, matches: Matches | None,
+    scale: float | None, score: Score, weight: str, window: str, impl: str, matches: Matches | None, halo: int | None,
+    extra: tuple[Tensor, Tensor] | None = None, dropout_p: float = 0.0, warm: Matches | None = None,
 ) -> Call:  # fmt: skip
     """The call, if this rank's arguments are valid; a shard may be empty."""
     whole_q, whole_k, whole_v = (_not_empty(x, 2) for x in (q, k, v))
@@ -59,25 +67,42 @@ def checked(
         key_mask = _not_empty(key_mask, key_mask.ndim - k.ndim + 3)
     validate.pairs(whole_q, whole_k, False, key_mask, score)
     errors.flag("causal", causal)
-    radii = validate.attend(whole_q, whole_k, whole_v, radius, scale, weight, None, 0.0, window)
+    radii = validate.attend(whole_q, whole_k, whole_v, radius, scale, weight, extra, dropout_p, window)
     settings = errors.search_settings(search, SEARCH)
     validate.search(whole_q, whole_k, settings, None)
     validate.search_engine(impl, whole_q, score, settings)
+    if halo is not None:
+        errors.whole("halo", halo, 0)
     errors.tail(tail)
     chosen = default_tail(weight, causal, score) if isinstance(tail, str) else tail
-    if isinstance(chosen, Codebook):
-        raise TypeError(
-            "tail must be Clusters, Hybrid, None or 'auto', got a Codebook; each rank clusters its own keys"
-        )
     if isinstance(chosen, Hybrid):
         errors.hybrid_only(weight)
     elif chosen is not None:
         errors.clusters_only(weight, causal, score)
-        if chosen.fit:
+        if isinstance(chosen, Clusters) and chosen.fit:
             raise ValueError("Clusters(fit=...) fits the queries of one machine; leave fit out, raise count instead")
-    automatic = isinstance(search, str) and isinstance(tail, str) and impl == "auto" and matches is None
+    if warm is not None:
+        errors.instance("warm", warm, Matches, "scram.Matches", "; scram.search returns one")
+        if warm.index.shape[:-1] != q.shape[:-1]:
+            got = tuple(warm.index.shape[:-1])
+            raise ValueError(f"warm must have one entry per query of this rank, {tuple(q.shape[:-1])}, got {got}")
+    unsaid = isinstance(search, str) and isinstance(tail, str) and impl == "auto"
+    automatic = unsaid and matches is None and warm is None
     factor = default_scale(scale, q.shape[-1], score, weight)
-    return Call(settings, chosen, radii, causal, factor, score, weight, window, impl, matches, automatic)
+    pair, book = None if extra is None else (extra[0], extra[1]), chosen if isinstance(chosen, Codebook) else None
+    more = (matches, halo, pair, dropout_p, warm, book, automatic)
+    return Call(
+        settings,
+        None if isinstance(chosen, Codebook) else chosen,
+        radii,
+        causal,
+        factor,
+        score,
+        weight,
+        window,
+        impl,
+        *more,
+    )
 
 
 def _not_empty(x: Any, axis: int) -> Any:
@@ -93,13 +118,14 @@ def _not_empty(x: Any, axis: int) -> Any:
 
 # What every rank says of its call; all but those in OWN must agree.
 FIELDS = (
-    *("failed", "rows of q", "rows of k", "axes of key_mask", "seed of search", "seed of tail", "settings"),
+    *("failed", "rows of q", "rows of k", "axes of key_mask", "seed of search", "seed of tail"),
+    *("seed of dropout", "settings"),
     *("batch", "heads of q", "heads of k", "rank of the grid", "width of q", "width of v", "dtype"),
     *("second extent of q", "third extent of q", "fourth extent of q"),
     *("second extent of k", "third extent of k", "fourth extent of k"),
-    *("requires_grad of q", "requires_grad of k", "requires_grad of v"),
+    *("requires_grad of q", "requires_grad of k", "requires_grad of v", "extra keys", "requires_grad of extra"),
 )
-OWN = FIELDS[:6]
+OWN = FIELDS[:7]
 
 
 @dataclass(frozen=True)
@@ -116,18 +142,23 @@ class Shards:
     keys: tuple[int, ...]
     seed: int
     tail_seed: int
+    dropout_seed: int = 0
 
     @staticmethod
     def of(ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: Call) -> Shards:
         """All ranks say what they have; raises on all of them where that does not fit."""
-        seeds = [None if x is None else x.seed_tensor for x in (call.search, call.tail)]
+        seeds = [getattr(x, "seed_tensor", None) for x in (call.search, call.tail)]
         seed = int(draw_seed() if seeds[0] is None else seeds[0])
         tail_seed = seed if seeds[1] is None else int(seeds[1])
+        dropout_seed = int(draw_seed()) if call.dropout_p else 0
         axes = 0 if key_mask is None else key_mask.ndim - k.ndim + 3  # 1 or 2
         extents = [[*x.shape[3:-1], *[0] * (7 - x.ndim)] for x in (q, k)]
         grads = [int(torch.is_grad_enabled() and x.requires_grad) for x in (q, k, v)]
-        mine = [0, q.shape[2], k.shape[2], axes, seed, tail_seed, call.words(), *q.shape[:2], k.shape[1], q.ndim - 3]
-        mine += [q.shape[-1], v.shape[-1], errors.DTYPES.index(q.dtype), *extents[0], *extents[1], *grads]
+        extra = call.extra or ()
+        grads += [extra[0].shape[2] if extra else 0]
+        grads += [int(torch.is_grad_enabled() and any(x.requires_grad for x in extra))]
+        mine = [0, q.shape[2], k.shape[2], axes, seed, tail_seed, dropout_seed, call.words(), *q.shape[:2], k.shape[1]]
+        mine += [q.ndim - 3, q.shape[-1], v.shape[-1], errors.DTYPES.index(q.dtype), *extents[0], *extents[1], *grads]
         everyone = ranks.exchange(mine)
         ranks.told(None, everyone)
         _agreed(everyone)
@@ -143,17 +174,18 @@ class Shards:
             if most == 2:
                 key_mask = key_mask.expand(-1, q.shape[1], *key_mask.shape[2:])
         rows = tuple(said["rows of q"]), tuple(said["rows of k"])
-        return Shards(ranks, q, k, v, key_mask, call, *rows, said["seed of search"][0], said["seed of tail"][0])
+        drawn = [said[f"seed of {name}"][0] for name in ("search", "tail", "dropout")]
+        return Shards(ranks, q, k, v, key_mask, call, *rows, *drawn)
 
     def share(self, total: int, rank: int) -> int:
-        """The part of `total` clusters or drawn keys that is that rank's, by its keys; rounded up, one at least."""
+        """The part of `total` drawn keys that is that rank's, by its keys; rounded up, one at least."""
         return max(1, -(-total * self.keys[rank] // sum(self.keys)))
 
     def count(self, rank: int) -> int:
         """Clusters of that rank's keys: not more than keys."""
         tail, keys = self.call.tail, self.keys[rank] * math.prod(self.k.shape[3:-1])
         assert isinstance(tail, Clusters)
-        return min(self.share(tail.count, rank), keys)
+        return min(tail.count, keys)
 
     def layout(self, rank: int) -> Layout:
         """The tensors of that rank's keys which travel: k, v, with clusters centres and values, then constants."""
@@ -184,24 +216,32 @@ class Shards:
         """Bytes of the longest message: all are as long."""
         return max(packed_size(self.layout(rank)) for rank in range(self.ranks.size))
 
-    def travelling(self) -> list[Tensor]:
-        """This rank's tensors of `layout`; the clusters are made here, differentiable in k and v."""
+    def travelling(self, book: Codebook | None) -> list[Tensor]:
+        """This rank's tensors of `layout`, with `book` of its own keys; None where it has none, or there is no need."""
         tensors, constants = [self.k, self.v], [] if self.key_mask is None else [self.key_mask]
-        tail = self.call.tail
-        if not isinstance(tail, Clusters):
+        if not isinstance(self.call.tail, Clusters):
             return [*tensors, *constants]
-        if self.keys[self.ranks.rank] == 0:
+        if book is None:
             empty = [self.k.new_zeros(shape, dtype=dtype) for shape, dtype in self.layout(self.ranks.rank)]
             reach = self.k.sum() + self.v.sum()  # no element holds it: gradients find their way
             made = [x + reach for x in empty[2:4]]
             return [*tensors, *made, *constants, *empty[-2:]]
-        seed = shard_seed(self.tail_seed, self.first_key(self.ranks.rank))
-        q = self.q if self.queries[self.ranks.rank] else self.q.new_ones((*self.q.shape[:2], 1, *self.q.shape[3:]))
-        options: dict[str, Any] = {"scale": self.call.scale, "score": self.call.score, "impl": self.call.impl}
-        mask, count = public_mask(self.key_mask), self.count(self.ranks.rank)
-        clusters = replace(tail, count=count, seed=seed)
-        book = cluster(q.detach(), self.k, self.v, clusters=clusters, key_mask=mask, **options)
         return [*tensors, book.centres, book.values, *constants, book.label, book.sizes]
+
+    @contextmanager
+    def dropping(self, *first: int) -> Iterator[None]:
+        """Dropout inside is drawn for the shards that begin at these queries and keys, whenever that is."""
+        if not self.call.dropout_p:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int(shard_seed(self.dropout_seed, *first)) & (2**63 - 1))
+            yield
+
+    def extra_stop(self) -> int:
+        """The rank whose keys are attended together with `extra`: the first in a ring that has any."""
+        rank, size = self.ranks.rank, self.ranks.size
+        return next(origin for stop in range(size) if self.keys[origin := (rank - stop) % size])
 
     def first_query(self, rank: int) -> int:
         """The number of a rank's first query on the whole grid."""

@@ -1,0 +1,145 @@
+"""Clusters of keys that lie on many ranks.
+
+In a ring every rank clusters its own keys, which are attended apart from all others. Where all keys come together,
+clusters are those of the whole grid: one k-means on a sample of the keys of all ranks, as it is in one process, then
+every rank assigns its own keys, and the means of all ranks are joined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import cluster
+from ..clustering import SAMPLED_KEYS, SAMPLED_QUERIES
+from ..codebook import Codebook
+from ..estimators import Clusters
+from ..layout_hints import accept
+from ..noise import noise
+from .mesh import Layout, pack, packed_size, unpack
+from .shards import Shards, public_mask, shard_seed
+
+
+def own_clusters(shards: Shards) -> list[Tensor]:
+    """What travels of this rank's keys, with their own clusters."""
+    tail, rank = shards.call.tail, shards.ranks.rank
+    if not isinstance(tail, Clusters) or shards.keys[rank] == 0:
+        return shards.travelling(None)
+    q = shards.q if shards.queries[rank] else shards.q.new_ones((*shards.q.shape[:2], 1, *shards.q.shape[3:]))
+    settings = replace(tail, seed=shard_seed(shards.tail_seed, shards.first_key(rank)))
+    return shards.travelling(_clustered(shards, settings, q, shards.k, shards.v, shards.key_mask))
+
+
+def are_joint(shards: Shards) -> bool:
+    """Whether ranks share the work: each has as many keys as clusters are wanted, or none. Else each does it all."""
+    tail, row = shards.call.tail, shards.k.shape[3:-1].numel()
+    return isinstance(tail, Clusters) and shards.ranks.size > 1 and all(
+        n == 0 or n * row >= tail.count for n in shards.keys
+    )  # fmt: skip
+
+
+def joint_clusters(shards: Shards) -> list[Tensor]:
+    """What travels of this rank's keys, with their part of the clusters of the whole grid; all ranks call it."""
+    ranks, tail = shards.ranks, shards.call.tail
+    assert isinstance(tail, Clusters)
+    with ranks.together():
+        mine = samples(shards)
+    q, k, v, *rest = exchanged_samples(shards, mine)
+    mask = rest[0] if rest else None
+    settings = replace(tail, seed=shards.tail_seed)
+    with ranks.together():
+        start = _clustered(shards, settings, q, k, v, mask)
+        book = None
+        if shards.keys[ranks.rank]:
+            assign = replace(settings, steps=0)
+            book = _clustered(shards, assign, q, shards.k, shards.v, shards.key_mask, start)
+        return shards.travelling(book)
+
+
+def joined(shards: Shards, centres: Tensor, values: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Means [B, Hc, C, E], [B, Hc, C, F] and sizes [B, Hc, C] of clusters, from those of each rank, C after C."""
+    assert isinstance(shards.call.tail, Clusters)
+    each = sizes.shape[2] // shards.call.tail.count, shards.call.tail.count
+    parts = sizes.reshape(*sizes.shape[:2], *each)
+    whole = parts.sum(2).to(sizes.dtype)
+    weight = (parts.to(centres.dtype) / whole.clamp(min=1).unsqueeze(2)).unsqueeze(-1)
+    k, v = ((x.reshape(*x.shape[:2], *each, x.shape[-1]) * weight).sum(2) for x in (centres, values))
+    return k, v, whole
+
+
+def clusters_of_all(shards: Shards, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Codebook:
+    """Clusters of the keys of all ranks k [B, Hk, *G', E], made on this one."""
+    assert isinstance(shards.call.tail, Clusters)
+    return _clustered(shards, replace(shards.call.tail, seed=shards.tail_seed), q, k, v, mask)
+
+
+def samples(shards: Shards) -> list[Tensor]:
+    """This rank's part of the queries, keys, values and mask that k-means reads, each [B, heads, n, 1, .., width]."""
+    seed = shard_seed(shards.tail_seed, shards.first_key(shards.ranks.rank))
+    numbers, axes = _sample_sizes(shards, shards.ranks.rank), shards.q.ndim - 4
+    q, k, v = (x.detach().flatten(2, -2) for x in (shards.q, shards.k, shards.v))
+    total = torch.tensor(k.shape[2], device=k.device)
+    at = _places(seed, 1, numbers[1], total)
+    mask = None if shards.key_mask is None else shards.key_mask.flatten(2)
+    found = [q[:, :, _places(seed, 0, numbers[0], torch.tensor(q.shape[2], device=q.device))]]
+    if mask is None:
+        found += [k[:, :, at], v[:, :, at]]
+    else:
+        if mask.shape[1] > 1:
+            k, v = (x.repeat_interleave(mask.shape[1] // k.shape[1], 1) for x in (k, v))
+        order = (~mask).to(torch.uint8).argsort(dim=-1, stable=True)  # the keys that may be attended first
+        at = order.gather(-1, _places(seed, 1, numbers[1], mask.sum(-1, keepdim=True)))
+        every = at.expand(-1, k.shape[1], -1)
+        found += [x.gather(2, every.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for x in (k, v)]
+        found.append(mask.gather(-1, at).unsqueeze(-1))
+    return [x.reshape(*x.shape[:3], *[1] * axes, x.shape[-1]) for x in found]
+
+
+def _sample_sizes(shards: Shards, rank: int) -> tuple[int, int]:
+    """Queries and keys that a rank gives, by its share of all."""
+    assert isinstance(shards.call.tail, Clusters)
+    most = SAMPLED_QUERIES, max(SAMPLED_KEYS, shards.call.tail.count)
+    queries, keys = (
+        min(n[rank] * x.shape[3:-1].numel(), -(-wanted * n[rank] // max(sum(n), 1)))
+        for n, x, wanted in zip((shards.queries, shards.keys), (shards.q, shards.k), most, strict=True)
+    )
+    return queries, keys
+
+
+def _places(seed: Tensor, draw: int, number: int, total: Tensor) -> Tensor:
+    """`number` of 0..total-1, one drawn from each of as many equal parts; total [..., 1] -> int64 [..., number]."""
+    part = torch.arange(number, device=total.device)
+    drawn = (part + noise(seed.to(total.device), 0, draw, part) / 2**32) / max(number, 1)
+    return (drawn * total).long().clamp(min=0).minimum((total - 1).clamp(min=0))
+
+
+def exchanged_samples(shards: Shards, mine: list[Tensor]) -> list[Tensor]:
+    """The samples of all ranks, joined along axis 2."""
+
+    def layout(rank: int) -> Layout:
+        queries, keys = _sample_sizes(shards, rank)
+        numbers = [queries, *[keys] * (len(mine) - 1)]
+        return [((*x.shape[:2], n, *x.shape[3:]), x.dtype) for x, n in zip(mine, numbers, strict=True)]
+
+    layouts = [layout(rank) for rank in range(shards.ranks.size)]
+    messages = shards.ranks.all_gather(pack(mine, max(packed_size(one) for one in layouts)))
+    parts = [unpack(message, one) for message, one in zip(messages, layouts, strict=True)]
+    q, *rest = (torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
+    if q.shape[2] == 0:
+        q = q.new_ones((*q.shape[:2], 1, *q.shape[3:]))
+    if len(rest) == 3:
+        rest[2] = rest[2].squeeze(-1)
+    return [q, *rest]
+
+
+def _clustered(
+    shards: Shards, settings: Clusters, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    warm: Codebook | None = None,
+) -> Codebook:  # fmt: skip
+    call = shards.call
+    options: dict[str, Any] = {"scale": call.scale, "score": call.score, "impl": call.impl, "warm": warm}
+    accept(q.shape, k.shape)  # a sample lies on one axis
+    return cluster(q.detach(), k, v, clusters=settings, key_mask=public_mask(mask), **options)

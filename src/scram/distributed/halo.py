@@ -1,0 +1,98 @@
+"""Rows of queries that neighbours hold: a shard's search runs on them too, so that the field of matches has no seam.
+
+Matches go from query to query in jumps. Without a halo the last rows of a shard have neighbours on one side only, and
+find less. The matches of the halo are dropped: its rows are searched by the rank that holds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..api import search
+from ..layout_hints import accept
+from ..types import Matches
+from .mesh import Layout, pack, packed_size, unpack
+from .shards import Shards
+
+JUMPS = 2  # that a match makes through the halo; rows at a border find as much as in one process (docs/distributed.md)
+
+
+class Halo(NamedTuple):
+    """Rows of x [B, H, n, *, X] that lie before and after those of this rank, each [B, H, rows, *, X]."""
+
+    before: Tensor
+    after: Tensor
+
+    def around(self, x: Tensor) -> Tensor:
+        return torch.cat([self.before, x, self.after], 2)
+
+    def without(self, x: Tensor) -> Tensor:
+        begin, end = self.before.shape[2], x.shape[2] - self.after.shape[2]
+        return x[:, :, begin:end].contiguous()
+
+
+def halo_rows(shards: Shards) -> int:
+    """How many rows on either side; all ranks know the same."""
+    call = shards.call
+    if call.matches is not None or call.search.sweeps == 0:
+        return 0
+    wanted = JUMPS * max(call.search.jumps, default=0) if call.halo is None else call.halo
+    return min(wanted, max(shards.queries) if call.halo is None else sum(shards.queries))
+
+
+def exchanged(shards: Shards, x: Tensor, rows: int) -> Halo | None:
+    """The halo of x [B, H, n, *, X], which is cut like q; all ranks call it. None: no rank has one.
+
+    Shards may be thinner than the halo: then it comes from several ranks.
+    """
+    ranks = shards.ranks
+    if rows == 0 or sum(n > 0 for n in shards.queries) < 2:
+        return None
+    x = x.detach()
+    first = sum(shards.queries[: ranks.rank])
+    messages, layouts = [], []
+    for other in range(ranks.size):
+        begin, end = _shared(shards, ranks.rank, other, rows)
+        messages.append(_packed(x[:, :, begin - first : end - first]))
+        begin, end = _shared(shards, other, ranks.rank, rows)
+        layouts.append([((*x.shape[:2], end - begin, *x.shape[3:]), x.dtype)])
+    found = ranks.all_to_all(messages, [packed_size(layout) for layout in layouts])
+    parts = [unpack(message, layout)[0] for message, layout in zip(found, layouts, strict=True)]
+    mine = ranks.rank
+    return Halo(torch.cat([x[:, :, :0], *parts[:mine]], 2), torch.cat([x[:, :, :0], *parts[mine + 1 :]], 2))
+
+
+def _shared(shards: Shards, holder: int, reader: int, rows: int) -> tuple[int, int]:
+    """The rows of the whole grid that `holder` has and `reader` wants for its halo, begin and end."""
+    queries = shards.queries
+    first = sum(queries[:holder])
+    if holder == reader or queries[reader] == 0:
+        return first, first
+    wanted = sum(queries[:reader])
+    begin, end = max(first, wanted - rows), min(first + queries[holder], wanted + queries[reader] + rows)
+    return (begin, end) if begin < end else (first, first)
+
+
+def _packed(x: Tensor) -> Tensor:
+    layout: Layout = [(tuple(x.shape), x.dtype)]
+    return pack([x], packed_size(layout))
+
+
+def search_shard(
+    shards: Shards, halo: Halo | None, seed: Tensor, q: Tensor, k: Tensor, mask: Tensor | None,
+    warm: Matches | None = None,
+) -> Matches:  # fmt: skip
+    """The matches of this rank's queries q [B, H, n, *, E] among keys k; `warm` has those of the halo too."""
+    call = shards.call
+    options: dict[str, Any] = {"key_mask": mask, "score": call.score, "impl": call.impl, "warm": warm}
+    settings, q, k = replace(call.search, seed=seed), q.detach(), k.detach()
+    if halo is None:
+        return search(q, k, search=settings, **options)
+    wide = halo.around(q)
+    accept(wide.shape, k.shape)
+    found = search(wide, k, search=settings, **options)
+    return Matches(halo.without(found.index), halo.without(found.score), found.key_grid)

@@ -1,0 +1,52 @@
+"""Clusters of keys that lie on many ranks are those of one k-means."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import scram
+import sharded_jobs as jobs
+from scram.distributed.clusters import _places, are_joint
+from sharded import on_ranks
+
+pytestmark = pytest.mark.slow  # spawns processes
+
+
+@pytest.mark.parametrize(
+    ("rows", "key_rows"),
+    [((3, 4), (4, 2)), ((3, 2, 2), (3, 4, 2)), ((0, 4, 1), (3, 0, 5)), ((1, 2, 1, 3), (2, 2, 3, 4))],
+    ids=str,
+)
+def test_joint_clusters_are_the_means_of_their_labels(rows, key_rows):
+    on_ranks(len(rows), jobs.gather_of_joint_clusters, rows=rows, key_rows=key_rows)
+
+
+@pytest.mark.parametrize("mask", ["keys", "heads"])
+def test_masks(mask):
+    on_ranks(2, jobs.gather_of_joint_clusters, rows=(3, 4), key_rows=(4, 3), mask=mask)
+
+
+def test_scores():
+    on_ranks(2, jobs.gather_of_joint_clusters, rows=(3, 4), key_rows=(4, 3), key_heads=2, score="l2")
+
+
+def test_small_shards_are_not_joint():
+    def joint(keys, size=2, tail=None):
+        call = SimpleNamespace(tail=tail or scram.Clusters(count=8))
+        ranks = SimpleNamespace(size=size)
+        return are_joint(SimpleNamespace(call=call, k=torch.empty(1, 1, 5, 4, 3), keys=keys, ranks=ranks))
+
+    assert joint((2, 3))
+    assert joint((2, 0))
+    assert not joint((2, 1))
+    assert not joint((5,), size=1)
+    assert not joint((2, 3), tail=scram.Hybrid())
+
+
+def test_places_are_one_in_each_part():
+    total = torch.tensor([[7], [100], [0]])
+    found = _places(torch.tensor(3), 1, 7, total)
+    assert found[0].tolist() == list(range(7))
+    assert torch.equal(found[1] // (100 / 7), torch.arange(7.0))
+    assert not found[2].any()
