@@ -79,7 +79,8 @@ def attention(
         out [B, H, n, *, F], for this rank's queries.
     """
     ranks = Ranks(mesh)
-    if alone(ranks, mode, q, k, tail, matches):
+    plain = matches is extra is warm is halo is None and not dropout_p
+    if plain and alone(ranks, mode, q, k, tail):
         options: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score}
         options |= {"weight": weight, "window": window, "impl": impl}
         return one_process(q, k, v, search=search, radius=radius, tail=tail, **options)

@@ -29,9 +29,9 @@ def fits(shards: Shards) -> bool:
     return shards.k.shape[1] % shards.ranks.size == 0
 
 
-def alone(ranks: Ranks, mode: str, q: Any, k: Any, tail: Any, matches: Any) -> bool:
+def alone(ranks: Ranks, mode: str, q: Any, k: Any, tail: Any) -> bool:
     """Whether `scram.attention` has the answer: on one rank, with points and without what several ranks refuse."""
-    if ranks.size > 1 or mode not in ("auto", "heads") or matches is not None or isinstance(tail, Codebook):
+    if ranks.size > 1 or mode not in ("auto", "heads") or isinstance(tail, Codebook):
         return False
     fit = isinstance(tail, Clusters) and tail.fit
     return not fit and all(isinstance(x, Tensor) and x.device.type == ranks.device.type and x.numel() for x in (q, k))

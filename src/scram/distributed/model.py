@@ -95,7 +95,7 @@ def predict(
         points: of the grid, as many keys as queries, one batch.
         ranks: GPUs, equal shards.
         heads, key_heads, width, itemsize: of q, of k and v (as many by default), of all three, bytes of a number.
-        clusters: of the tail, in all; 0 for none.
+        clusters: of the tail; 0 for none. A ring makes as many of each shard.
         backward: forward and backward pass, in place of the forward pass alone.
         machine: what each rank is and how they are linked.
 
@@ -113,14 +113,14 @@ def predict(
     if key_heads < 1 or heads % key_heads:
         raise ValueError(f"heads must be a multiple of key_heads, got {heads} and {key_heads}")
     rows, key_rows = points / ranks * heads, points / ranks * key_heads
-    shared = key_heads * -(-clusters // ranks)  # clusters of a rank
-    labels = 4 * (key_rows + shared) if clusters else 0
+    made = key_heads * clusters  # of a shard in a ring; of all shards where keys are gathered
+    labels = 4 * (key_rows + made) if clusters else 0
     sizes = _Sizes(
         queries=rows * width * itemsize,
         keys=2 * key_rows * width * itemsize,
         wide_queries=rows * width * WIDE,
-        message=2 * key_rows * width * itemsize + 2 * shared * width * WIDE + labels,
-        gradients=2 * (key_rows + shared) * width * WIDE,
+        message=2 * key_rows * width * itemsize + 2 * made * width * WIDE + labels,
+        gradients=2 * (key_rows + made) * width * WIDE,
     )
     work = _Work(machine, rows * width, key_rows * width, clusters, backward)
     found = [_gather(ranks, sizes, work, machine), _ring(ranks, sizes, work, machine)]
@@ -142,13 +142,13 @@ class _Work:
     def prepare(self) -> float:
         return self.keys * self.machine.clusters if self.clusters else 0.0
 
-    def visit(self, share: float = 1.0) -> float:
-        """Search and attention over some keys that have this share of the clusters."""
-        tail = self.machine.tail * self.clusters / 256 * share
+    def visit(self) -> float:
+        """Search and attention over the keys of all shards, or of one."""
+        tail = self.machine.tail * self.clusters / 256
         return self.machine.launch + self.queries * (self.machine.search + tail)
 
-    def back(self, share: float = 1.0) -> float:
-        tail = self.machine.back_tail * self.clusters / 256 * share
+    def back(self) -> float:
+        tail = self.machine.back_tail * self.clusters / 256
         return self.machine.launch + self.queries * (self.machine.back_windows + tail)
 
 
@@ -179,8 +179,7 @@ def _ring(ranks: int, sizes: _Sizes, work: _Work, machine: Machine) -> Predictio
     """Steps overlap with visits; the hop between two nodes is as slow as that one link."""
     link = machine.inside if ranks <= machine.per_node else machine.between
     keys, gradients = link.seconds(sizes.message), link.seconds(sizes.gradients)
-    share = max(1 / ranks, 1 / max(work.clusters, 1))  # one cluster of a shard at least
-    visit, again = work.visit(share), work.visit(share) + work.back(share)
+    visit, again = work.visit(), work.visit() + work.back()
     seconds = work.prepare() + round_trip(ranks, visit, keys)
     compute, transfer, sent = work.prepare() + ranks * visit, (ranks - 1) * keys, (ranks - 1) * sizes.message
     travels = 1 + (ranks > 1)  # messages held: here, and coming
