@@ -259,7 +259,9 @@ def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -
         modes=modes,
         count=count,
         total=draws.legal_counts(q, legal),
-        order=None if legal.order is None or mask is None else legal.order.reshape(*mask.shape[: -len(key_grid)], -1),
+        order=None
+        if legal.order is None or mask is None
+        else legal.order.reshape(*mask.shape[: -len(key_grid)], legal.keys),
         key_mask=inputs.key_mask,
         head_out=head_out,
         head_lse=head_lse,
