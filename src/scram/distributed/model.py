@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..clustering import SAMPLED_KEYS, SAMPLED_QUERIES
+
 ROOM = 0.9  # of a GPU's memory that tensors may take
+HALO = 16  # rows of queries on either side, with the default jumps
 WIDE = 4  # bytes of a float32, in which gradients of keys travel and outputs are joined
 
 
@@ -75,6 +78,8 @@ class _Sizes:
     wide_queries: float
     message: float  # keys, values, clusters and labels, as they travel
     gradients: float  # of keys, values and clusters, as they travel
+    halo: float  # queries that a rank sends to its neighbours
+    samples: float  # queries, keys and values of which joint clusters are made, as a rank sends them
 
 
 def predict(
@@ -92,7 +97,7 @@ def predict(
     """What `scram.distributed.attention` would cost with the default search and tail: one prediction for each mode.
 
     Args:
-        points: of the grid, as many keys as queries, one batch.
+        points: of the grid, a square one with as many keys as queries, one batch.
         ranks: GPUs, equal shards.
         heads, key_heads, width, itemsize: of q, of k and v (as many by default), of all three, bytes of a number.
         clusters: of the tail; 0 for none. A ring makes as many of each shard.
@@ -121,7 +126,10 @@ def predict(
         wide_queries=rows * width * WIDE,
         message=2 * key_rows * width * itemsize + 2 * made * width * WIDE + labels,
         gradients=2 * (key_rows + made) * width * WIDE,
-    )
+        halo=rows * width * itemsize * min(1, HALO * ranks / points**0.5) * (min(ranks, 3) - 1),
+        samples=(1 - 1 / ranks) * width * itemsize
+        * (heads * min(points, SAMPLED_QUERIES) + 2 * key_heads * min(points, SAMPLED_KEYS)) * (clusters > 0),
+    )  # fmt: skip
     work = _Work(machine, rows * width, key_rows * width, clusters, backward)
     found = [_gather(ranks, sizes, work, machine), _ring(ranks, sizes, work, machine)]
     if key_heads % ranks == 0:
@@ -166,8 +174,8 @@ def _heads(ranks: int, sizes: _Sizes, work: _Work, machine: Machine) -> Predicti
 
 def _gather(ranks: int, sizes: _Sizes, work: _Work, machine: Machine) -> Prediction:
     """One all-gather; in the backward pass one reduce-scatter."""
-    sent = (ranks - 1) * (sizes.message + work.backward * sizes.gradients)
-    transfer, link = all_gather(machine, ranks, sent, 1 + work.backward)
+    sent = (ranks - 1) * (sizes.message + work.backward * sizes.gradients) + sizes.halo + sizes.samples
+    transfer, link = all_gather(machine, ranks, sent, 3 + work.backward)
     compute = work.prepare() + work.visit() + work.backward * work.back()
     held = sizes.queries + sizes.keys + (1 + 2 * ranks) * sizes.message
     if work.backward:
@@ -180,8 +188,10 @@ def _ring(ranks: int, sizes: _Sizes, work: _Work, machine: Machine) -> Predictio
     link = machine.inside if ranks <= machine.per_node else machine.between
     keys, gradients = link.seconds(sizes.message), link.seconds(sizes.gradients)
     visit, again = work.visit(), work.visit() + work.back()
-    seconds = work.prepare() + round_trip(ranks, visit, keys)
-    compute, transfer, sent = work.prepare() + ranks * visit, (ranks - 1) * keys, (ranks - 1) * sizes.message
+    halo = link.seconds(sizes.halo) if ranks > 1 else 0.0
+    seconds = work.prepare() + halo + round_trip(ranks, visit, keys)
+    compute, transfer = work.prepare() + ranks * visit, halo + (ranks - 1) * keys
+    sent = sizes.halo + (ranks - 1) * sizes.message
     travels = 1 + (ranks > 1)  # messages held: here, and coming
     held = 2 * sizes.queries + sizes.keys + travels * sizes.message + 3 * sizes.wide_queries
     if work.backward:
