@@ -545,7 +545,21 @@ def distributed_memory() -> str:
     return table(("ranks", "q, k and v of a rank", "forward", "forward and backward"), *lines)
 
 
+def nccl_one_rank() -> str:
+    """docs/distributed: what a mesh of one rank costs."""
+    rows = load("nccl_one_rank")["rows"]
+    names = {"plain": "`scram.attention`", "heads": "`scram.distributed.attention`, mode `heads`"}
+    names |= {"dtensor batch": "DTensors, Shard(0)", "dtensor heads": "DTensors, Shard(1)"}
+    names |= {"dtensor whole": "DTensors, Replicate()"}
+    cells = [
+        (shown, *(f"{row['ms'][name]:.2f} ms, {row['ratio'][name]:.2f}" for row in rows.values()))
+        for name, shown in names.items()
+    ]
+    return table(("call", *(f"{name}, times the plain call" for name in rows)), *cells)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "nccl-one-rank": nccl_one_rank,
     "results": results,
     "others": others,
     "tails": tails,
