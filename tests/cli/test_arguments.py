@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
     ("arguments", "words"),
     [
         (("match", "none.png", "b.png"), "No such file"),
-        (("match", "text.png", "b.png"), "cannot identify image file"),
+        (("match", "text.png", "b.png"), "not a picture of a kind that is read"),
         (("match", "half.png", "b.png"), "half.png: image file is truncated"),
         (("match", "float.tif", "b.png"), "floats of unknown range"),
         (("match", "folder", "b.png"), "folder: Is a directory"),
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
         (("match", "a.png", "b.png", "--device", "cuda"), "no CUDA GPU"),
         (("match", "a.png", "b.png", "--out", "a.png/x"), "a.png"),
         (("denoise", "none.png"), "No such file"),
-        (("denoise", "text.png"), "cannot identify image file"),
+        (("denoise", "text.png"), "not a picture of a kind that is read"),
         (("denoise", "half.png"), "half.png: image file is truncated"),
         (("denoise", "folder"), "folder: Is a directory"),
         (("denoise", "tiny.png"), "too small"),

@@ -91,7 +91,8 @@ def demo(
         run(out, size, seed, impl).finish(out / "demo.json", as_json)
 
 
-@_command("match left.png right.png", "match --sample motorcycle", "match a.jpg b.jpg --size 240 --out /tmp/m --json")
+@_command("match left.png right.png", "match --sample motorcycle", "match a.jpg b.jpg --size 240 --out /tmp/m --json",
+          "match a.jpg small.jpg --scales 0.5,1,2", "match a.jpg turned.jpg --rotations 0,90,180,270")  # fmt: skip
 def match(
     a: Annotated[Path | None, Argument(help="Photograph A; its pixels are the queries.", show_default=False)] = None,
     b: Annotated[Path | None, Argument(help="Photograph B; its pixels are the keys.", show_default=False)] = None,
@@ -104,8 +105,10 @@ def match(
     matches: Annotated[int, Option(min=1, max=64, help="Matches per pixel (kappa).")] = 1,
     separation: Annotated[int, Option(min=0, help="Distance between matches of a pixel (L).")] = 0,
     radius: Radius = arguments.MATCH_RADIUS,
-    sweeps: Annotated[int, Option(min=0, max=1000, help="Sweeps of the search (T).")] = 8,
+    sweeps: Annotated[int, Option(min=0, max=1000, help="Sweeps of the search at the coarsest level (T).")] = 8,
     scale: Annotated[float, Option(help="Factor on the cosine before the softmax.")] = arguments.MATCH_SCALE,
+    scales: Annotated[str, Option(help="Sizes of things in B against A, with commas: 0.5,1,2.")] = "1",
+    rotations: Annotated[str, Option(help="Degrees B is turned, counter-clockwise, with commas: 0,90.")] = "0",
     device: Device = "cpu",
     seed: Seed = 0,
     impl: Impl = "auto",
@@ -115,11 +118,13 @@ def match(
     with one_line_errors(), output_folder(out):
         arguments.check_device(device)
         arguments.check_positive("scale", scale)
+        poses = arguments.numbers("scales", scales, 0.1, 10), arguments.numbers("rotations", rotations, -360, 360)
         arguments.check_pair(a, b, sample, truth, size)
-        from .match import Settings, run
+        from ..images.match import Settings
+        from .match import run
 
-        settings = Settings(patch, width, matches, separation, radius, sweeps, scale, seed)
-        run(a, b, sample, truth, out, size, settings, device, impl).finish(out / "match.json", as_json)
+        settings = Settings(patch, width, matches, separation, radius, sweeps, scale, seed, *poses, impl)
+        run(a, b, sample, truth, out, size, settings, device).finish(out / "match.json", as_json)
 
 
 @_command("denoise photo.jpg", "denoise camera --add-noise 25", "denoise photo.png --sigma 15 --out /tmp/d --json")

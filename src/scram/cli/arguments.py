@@ -135,3 +135,14 @@ def whole_numbers(name: str, text: str, least: int, most: float = inf) -> tuple[
     if values[-1] > most:
         raise ValueError(f"{name} must be {most} or less, got {values[-1]}")
     return values
+
+
+def numbers(name: str, text: str, least: float, most: float) -> tuple[float, ...]:
+    """Numbers with commas between them, each once, in the order given."""
+    try:
+        values = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        raise ValueError(f"{name} must be numbers with commas, got {text}") from None
+    if not all(least <= value <= most for value in values):
+        raise ValueError(f"{name} must lie between {least:g} and {most:g}, got {text}")
+    return values
