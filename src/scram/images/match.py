@@ -24,6 +24,7 @@ NEAR = 2.0  # pixels; a way there and back that ends so far from its start count
 AROUND = 5  # radius of the neighbourhood whose ways back are averaged
 SURE = 0.5  # a match of this confidence or more passes
 SCREEN = 160  # lines of the pictures on which poses are compared
+MOST_SECOND = 600_000  # points of both pictures at the level where second bests are sought
 SECOND = Search(matches=2, sweeps=3, gossip=2)
 Advance = Callable[[float, str], None]
 
@@ -198,6 +199,7 @@ def _in_pose(
         levels.append((halved(x), halved(y), smaller))
     levels.reverse()
     work = [x.shape[0] * x.shape[1] + y.shape[0] * y.shape[1] for x, y, _ in levels]
+    second = max(n for n, size in enumerate(work) if n == 0 or (n < len(work) - 1 and size <= MOST_SECOND))
     state, seconds = _Level(), dict.fromkeys(("features", "search", "check", "attend"), 0.0)
     distinct, done, start = None, 0, perf_counter()
     for n, (x, y, mask) in enumerate(levels):
@@ -209,7 +211,7 @@ def _in_pose(
         clock("features")
         state = _there_and_back(q, k, mask, state, n, settings)
         clock("search")
-        if n == max(len(levels) - 2, 0):
+        if n == second:
             distinct = _distinct(q, k, mask, state.there, n, settings)
         clock("check")
         done += work[n]
@@ -276,7 +278,7 @@ def _there_and_back(
     start = Matches(found.index[..., :1], found.score[..., :1], found.key_grid).inverse()
     if back is not None:
         start = Matches(torch.where(start.index >= 0, start.index, back.index), start.score, start.key_grid)
-    how = replace(how, matches=1, separation=0, sweeps=min(how.sweeps, 4))
+    how = replace(how, matches=1, separation=0, sweeps=min(how.sweeps, 4 if back is None else 1))
     return _Level(found, search(k, q, search=how, warm=start, impl=settings.impl))
 
 
