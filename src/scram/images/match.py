@@ -25,7 +25,7 @@ AROUND = 5  # radius of the neighbourhood whose ways back are averaged
 SURE = 0.5  # a match of this confidence or more passes
 SCREEN = 160  # lines of the pictures on which poses are compared
 MOST_SECOND = 600_000  # points of both pictures at the level where second bests are sought
-SECOND = Search(matches=2, sweeps=3, gossip=2)
+SECOND = Search(matches=2, sweeps=4)
 Advance = Callable[[float, str], None]
 
 
