@@ -297,11 +297,11 @@ def _agreement(there: Matches, back: Matches) -> Tensor:
 def _distinct(
     q: Tensor, k: Tensor, mask: Tensor | None, found: Matches | None, level: int, settings: Settings
 ) -> Tensor:
-    """1 - r^16 [h, w], r the squared distance to the best key over that to the second best half a patch away."""
+    """1 - r^24 [h, w], r the squared distance to the best key over that to the second best half a patch away."""
     how = replace(SECOND, separation=max(settings.patch // 2, 1), seed=settings.seed + level)
     two = search(q, k, search=how, key_mask=mask, warm=found, impl=settings.impl)
     first, second = (2 - 2 * two.score[0, 0].clamp(max=1)).unbind(-1)
-    return 1 - ((first + 1e-4) / (second + 1e-4)).clamp(max=1) ** 16
+    return 1 - ((first + 1e-4) / (second + 1e-4)).clamp(max=1) ** 24
 
 
 def _stretched(x: Tensor, like: Tensor) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import exp
 from typing import Any
@@ -14,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..api import attend, search
+from ..grid import coordinates
 from ..types import Matches, Search
-from .denoise import _fold, _unfold, check_picture, estimate_noise
+from .denoise import _unfold, check_picture, estimate_noise
 from .features import padded
 from .pca import principal_axes
+from .resample import halved
 
 REFIT = 32  # frames that share a PCA
 COLD = Search(sweeps=4, gossip=2)
@@ -66,16 +67,6 @@ class _Basis:
         return F.conv2d(whole, self.kernel, self.offset).movedim(1, -1)[None].contiguous()
 
 
-@dataclass
-class _Frame:
-    """A noisy frame, its features to attend with and to find motion with, and its patches."""
-
-    noisy: Tensor
-    features: Tensor
-    motion: Tensor
-    patches: Tensor
-
-
 def denoise_frames(frames: Iterable[Tensor], sigma: float | None = None, **changed: Any) -> Iterator[Tensor]:
     """Remove white noise from a film, frame by frame as they come; memory does not grow with their number.
 
@@ -109,71 +100,93 @@ def _median(values: Iterable[float]) -> float:
 
 
 class _Film:
-    """The frames around the one that is denoised, and the motion that leads to them."""
+    """The frames around the one that is denoised, and the motion that leads to them.
+
+    Frame n is kept in slot n % slots; its patches and features are written there once. Which slot a frame has does not
+    matter, since windows are one frame deep.
+    """
 
     def __init__(self, settings: Settings, sigma: float, shape: torch.Size) -> None:
         self.settings, self.sigma, self.shape = settings, sigma, shape
-        self.window: deque[_Frame] = deque()
+        self.slots = 2 * settings.reach + 1
+        self.noisy: dict[int, Tensor] = {}  # by the number of the frame
+        self.small: dict[int, Tensor] = {}
         self.motion: dict[int, Matches] = {}  # by distance in frames: of the frame before
 
     def __call__(self, frames: Iterable[Tensor]) -> Iterator[Tensor]:
-        reach, at, number = self.settings.reach, 0, 0  # the window's frame `at` comes next, it is the film's `number`
-        for noisy in frames:
+        number = -1
+        for number, noisy in enumerate(frames):
             if noisy.shape != self.shape:
                 raise ValueError(f"frames must all be {tuple(self.shape)}, got {tuple(noisy.shape)}")
-            if not self.window or (number % REFIT == 0 and len(self.window) == at + reach + 1):
-                self._fit(noisy)
-            self.window.append(self._frame(noisy.float()))
-            if len(self.window) > at + reach:
-                yield self._denoised(at)
-                number += 1
-                at, _ = (at + 1, None) if at < reach else (at, self.window.popleft())
-        while at < len(self.window):
-            yield self._denoised(at)
-            at += 1
+            self._take(number, noisy.float())
+            if number >= self.settings.reach:
+                yield self._denoised(number - self.settings.reach)
+        for last in range(max(number - self.settings.reach + 1, 0), number + 1):
+            yield self._denoised(last)
 
-    def _fit(self, noisy: Tensor) -> None:
-        """A new PCA, of the frame that comes; the frames at hand are projected again."""
-        patch = self.settings.patch
-        self.fine = _Basis.fit(noisy, self.sigma, patch, self.settings.width)
-        self.coarse = _Basis.fit(noisy, self.sigma, 2 * patch + 1, 12)
-        self.window = deque(self._frame(frame.noisy) for frame in self.window)
+    def _take(self, number: int, noisy: Tensor) -> None:
+        """Put a frame into its slot; every `REFIT` frames project all again by a PCA of this one."""
+        for old in [n for n in self.noisy if n <= number - self.slots]:
+            del self.noisy[old], self.small[old]
+        self.noisy[number] = noisy
+        again = [number]
+        if number % REFIT == 0:
+            self.fine = _Basis.fit(noisy, self.sigma, self.settings.patch, self.settings.width)
+            self.coarse = _Basis.fit(halved(noisy), self.sigma / 2, 7, 12)
+            again = list(self.noisy)
+        if number == 0:
+            size = (self.slots, *self.shape[:2])
+            self.features = noisy.new_zeros(*size, len(self.fine.offset))
+            self.patches = noisy.new_zeros(*size, self.shape[-1] * self.settings.patch**2)
+        for n in again:
+            self.features[n % self.slots] = self.fine(self.noisy[n])[0, 0]
+            self.small[n] = self.coarse(halved(self.noisy[n]))
+        self.patches[number % self.slots] = _unfold(noisy, self.settings.patch)
 
-    def _frame(self, noisy: Tensor) -> _Frame:
-        return _Frame(noisy, self.fine(noisy), self.coarse(noisy), _unfold(noisy, self.settings.patch))
-
-    def _denoised(self, at: int) -> Tensor:
-        settings, frames = self.settings, list(self.window)[max(at - self.settings.reach, 0) :]
-        at = min(at, settings.reach)
-        frames = frames[: at + settings.reach + 1]
-        found = self._found(frames, at)
-        q = frames[at].features.unsqueeze(2)
-        k = torch.stack([frame.features[0, 0] for frame in frames])[None, None]
-        v = torch.stack([frame.patches for frame in frames])[None, None]
+    def _denoised(self, number: int) -> Tensor:
+        """Frame `number`. Every second patch of every second line is made; they overlap."""
+        settings, slot = self.settings, number % self.slots
+        q = self.features[slot, None, ::2, ::2][None, None].contiguous()
         scale = 1 / ((settings.strength * self.sigma) ** 2 * self.fine.left)
         radius = (0, settings.radius, settings.radius)
-        out, lse = attend(q, k, v, found, radius=radius, scale=scale, score="l2")
+        k, v = self.features[None, None], self.patches[None, None]
+        out, lse = attend(q, k, v, self._found(number), radius=radius, scale=scale, score="l2")
         # A patch is at distance 0 of itself, a twin with other noise at 2 sigma^2: give it the weight of a twin.
         twin, total = exp(-2 / settings.strength**2), lse[0, 0, 0].exp().unsqueeze(-1)
-        mean = (out[0, 0, 0] * total - (1 - twin) * frames[at].patches) / (total - 1 + twin)
-        return _fold(mean, ((total - 1 + twin) / twin).sqrt(), settings.patch, self.shape[-1])
+        own = self.patches[slot, ::2, ::2]
+        mean = (out[0, 0, 0] * total - (1 - twin) * own) / (total - 1 + twin)
+        return _folded(mean, ((total - 1 + twin) / twin).sqrt(), self.shape, settings.patch)
 
-    def _found(self, frames: list[_Frame], at: int) -> Matches:
-        """For every pixel of the frame `at` its match in each frame: [1, 1, 1, H, W, frames], keys on their grid."""
+    def _found(self, number: int) -> Matches:
+        """For every second pixel of a frame its match in each frame at hand: [1, 1, 1, h, w, frames].
+
+        Motion is searched on frames of half the size, from the frame at this one's place or from the motion before.
+        """
         height, width = self.shape[:2]
-        device = frames[at].noisy.device
-        own = Matches.identity((height, width), device=device)
+        device, small = self.noisy[number].device, self.small[number]
+        own = Matches.identity(small.shape[2:-1], device=device)
         moved, parts = {}, []
-        for n, frame in enumerate(frames):
-            distance, match = n - at, own
+        for n in range(number - self.settings.reach, number + self.settings.reach + 1):
+            if n not in self.small:
+                continue
+            match, distance = own, n - number
             if distance:
                 before = self.motion.get(distance)
-                how = COLD if before is None else WARM
-                how = Search(sweeps=how.sweeps, jumps=how.jumps, gossip=how.gossip, seed=self.settings.seed + distance)
-                start = own if before is None else before
-                match = search(frames[at].motion, frame.motion, search=how, score="l2", warm=start)
+                how = replace(COLD if before is None else WARM, seed=self.settings.seed + distance)
+                match = search(small, self.small[n], search=how, score="l2", warm=own if before is None else before)
                 moved[distance] = match
-            parts.append(torch.where(match.index >= 0, match.index + n * height * width, -1))
+            row, column = (2 * axis for axis in coordinates(match.index, match.key_grid))
+            place = (n % self.slots * height + row) * width + column
+            parts.append(torch.where(match.index >= 0, place, -1).int())
         self.motion = moved
         index = torch.cat(parts, -1).unsqueeze(2)
-        return Matches(index, torch.zeros(index.shape, device=device), (len(frames), height, width))
+        return Matches(index, torch.zeros(index.shape, device=device), (self.slots, height, width))
+
+
+def _folded(patches: Tensor, weight: Tensor, shape: torch.Size, patch: int) -> Tensor:
+    """Patches [h, w, C * p * p] of every second pixel, averaged with their weight [h, w, 1] to [H, W, C]."""
+    (height, width), rim = shape[:2], patch // 2
+    size = (height + patch - 1, width + patch - 1)
+    total = F.fold((patches * weight).flatten(0, 1).T[None], size, patch, stride=2)
+    weights = F.fold(weight.expand(-1, -1, patch * patch).flatten(0, 1).T[None], size, patch, stride=2)
+    return (total / weights)[0].movedim(0, -1)[rim : rim + height, rim : rim + width]
