@@ -87,6 +87,7 @@ TESTED_IN = {
     "__main__": "cli/test_app.py",
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
+    "cli/denoise_film": "cli/test_denoise.py",
     "cli/pair": "cli/test_demo.py",
     "distributed/__init__": "distributed/test_api.py",
     "images/__init__": "images/test_match.py",

@@ -1,6 +1,7 @@
 """`scram denoise`: it removes noise, measures itself and its rivals."""
 
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from PIL import Image
 
 from command import call
 from scram.cli.features import sample_pair
+from scram.images.films import Writer, open_film
 from scram.images.reading import Picture, read, write
 
 pytestmark = pytest.mark.slow
@@ -60,6 +62,40 @@ def test_depth_grey_and_alpha_are_kept(channels, bits, tmp_path):
     assert not torch.equal(after.pixels, before.pixels)
     if before.has_alpha:
         assert torch.equal(after.alpha, before.alpha)
+
+
+def test_a_folder_of_frames_is_a_film(tmp_path):
+    (tmp_path / "in").mkdir()
+    for n in range(3):
+        write(Picture(sample_pair(48)[0][:, n : n + 64]), tmp_path / "in" / f"{n}.png")
+    arguments = ("denoise", tmp_path / "in", "--add-noise", 25, "--reach", 1, "--out", tmp_path / "out")
+    code, printed, complaints = call(*arguments, "--json")
+    assert (code, complaints) == (0, "")
+    numbers = json.loads(printed)
+    assert numbers["frames"] == 3
+    assert numbers["sigma"] == pytest.approx(25, rel=0.3)
+    assert numbers["psnr_db"] > numbers["noisy_psnr_db"] + 3
+    assert sorted(file.name for file in (tmp_path / "out" / "denoised").iterdir()) == ["0.png", "1.png", "2.png"]
+    assert (tmp_path / "out" / "denoise.png").stat().st_size > 100
+
+
+def test_a_film_that_is_stopped_is_kept(tmp_path, monkeypatch):
+    pytest.importorskip("av")
+    from scram.cli import denoise_film
+
+    with Writer(tmp_path / "film.mp4", Fraction(25)) as writer:
+        for n in range(4):
+            writer.write(Picture(sample_pair(48)[0][:, n : n + 64]))
+
+    def stopped(frames, *_, **__):
+        yield from list(frames)[:2]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(denoise_film, "denoise_frames", stopped)
+    code, _, complaints = call("denoise", tmp_path / "film.mp4", "--sigma", 25, "--out", tmp_path / "out")
+    assert code == 130
+    assert "2 frames kept in" in complaints
+    assert len(list(open_film(tmp_path / "out" / "denoised-interrupted.mp4").frames)) == 2
 
 
 def test_unknown_photograph_lists_the_samples(tmp_path: Path) -> None:

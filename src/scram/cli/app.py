@@ -127,9 +127,10 @@ def match(
         run(a, b, sample, truth, out, size, settings, device).finish(out / "match.json", as_json)
 
 
-@_command("denoise photo.jpg", "denoise camera --add-noise 25", "denoise photo.png --sigma 15 --out /tmp/d --json")
+@_command("denoise photo.jpg", "denoise camera --add-noise 25", "denoise photo.png --sigma 15 --out /tmp/d --json",
+          "denoise film.mp4", "denoise folder_of_frames --reach 3")  # fmt: skip
 def denoise(
-    image: Annotated[str, Argument(help=f"A picture file, or one of scikit-image's: {', '.join(PHOTOGRAPHS)}.")],
+    image: Annotated[str, Argument(help=f"A picture, film, folder of frames, or {', '.join(PHOTOGRAPHS)}.")],
     out: Out = Path("scram-denoise"),
     sigma: Annotated[float | None, Option(min=0.1, max=255, help="Noise level of 255; else it is estimated.")] = None,
     add_noise: Annotated[float | None, Option(min=0.1, max=255, help="First add noise; shows PSNR.")] = None,
@@ -137,22 +138,30 @@ def denoise(
     patch: Annotated[int | None, Option(min=1, help="Side of the patches, odd; 7 for grey, 5 for colour.")] = None,
     strength: Annotated[float | None, Option(help="Bandwidth of the weights in units of the noise.")] = None,
     matches: Annotated[int, Option(min=1, max=64, help="Windows per pixel: its own and its best matches'.")] = 2,
-    radius: Radius = 5,
+    radius: Annotated[int | None, Option(min=0, max=64, help="Radius of the windows; 5, films 3.")] = None,
+    reach: Annotated[int, Option(min=0, max=16, help="Of a film: frames on either side that are used.")] = 2,
     device: Device = "cpu",
     seed: Annotated[int, Option(min=0, help="Seed of the search and of added noise.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Remove noise from a picture by non-local means; with --add-noise, measure it against other programs."""
+    """Remove noise from a picture or a film by non-local means; with --add-noise, measure it."""
     with one_line_errors(), output_folder(out):
         arguments.check_device(device)
         if strength is not None:
             arguments.check_positive("strength", strength)
         if patch is not None and patch % 2 == 0:
             raise ValueError(f"patch must be odd, got {patch}")
+        changed = {"patch": patch, "strength": strength, "radius": radius, "seed": seed}
+        if arguments.is_film(image):
+            from .denoise_film import run as run_film
+
+            film = run_film(Path(image), out, sigma, add_noise, {**changed, "reach": reach}, device)
+            film.finish(out / "denoise.json", as_json)
+            return
         is_sample = arguments.is_photograph(image)
         from .denoise import run
 
-        changed = {"patch": patch, "strength": strength, "matches": matches, "radius": radius, "seed": seed}
+        changed["matches"] = matches
         report = run(image, is_sample, out, sigma, add_noise, rivals, changed, device)
         report.finish(out / "denoise.json", as_json)
 
