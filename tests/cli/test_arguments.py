@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
         (("denoise", "none.png"), "No such file"),
         (("denoise", "text.png"), "not a picture of a kind that is read"),
         (("denoise", "half.png"), "half.png: image file is truncated"),
-        (("denoise", "folder"), "folder: Is a directory"),
+        (("denoise", "folder"), "folder: a folder without pictures"),
         (("denoise", "tiny.png"), "too small"),
         (("denoise", "a.png", "--patch", 4), "odd"),
         (("denoise", "a.png", "--strength", 0), "strength must be positive"),

@@ -8,7 +8,6 @@ import scram.images
 from scram.images import video
 from scram.images.video import _Basis, _Film, _folded, denoise_frames
 
-
 pytestmark = pytest.mark.slow
 
 
