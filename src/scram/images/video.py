@@ -22,7 +22,7 @@ from .resample import halved
 
 REFIT = 32  # frames that share a PCA
 COLD = Search(sweeps=4, gossip=2)
-WARM = Search(sweeps=1, jumps=(4, 1), gossip=0)
+WARM = Search(sweeps=1, jumps=(2,), propagate="shift", gossip=0)
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,8 @@ class _Film:
         height, width = self.shape[:2]
         device, small = self.noisy[number].device, self.small[number]
         own = Matches.identity(small.shape[2:-1], device=device)
+        row, column = coordinates(own.index.flatten(), own.key_grid)
+        large = 2 * row * width + 2 * column  # where each point of the small frame lies on the large one
         moved, parts = {}, []
         for n in range(number - self.settings.reach, number + self.settings.reach + 1):
             if n not in self.small:
@@ -175,9 +177,8 @@ class _Film:
                 how = replace(COLD if before is None else WARM, seed=self.settings.seed + distance)
                 match = search(small, self.small[n], search=how, score="l2", warm=own if before is None else before)
                 moved[distance] = match
-            row, column = (2 * axis for axis in coordinates(match.index, match.key_grid))
-            place = (n % self.slots * height + row) * width + column
-            parts.append(torch.where(match.index >= 0, place, -1).int())
+            # Every point has a match: no key is masked.
+            parts.append(large[match.index.flatten()].reshape(match.index.shape) + n % self.slots * height * width)
         self.motion = moved
         index = torch.cat(parts, -1).unsqueeze(2)
         return Matches(index, torch.zeros(index.shape, device=device), (self.slots, height, width))
