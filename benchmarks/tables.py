@@ -319,6 +319,37 @@ def denoise() -> str:
     return table(("", "camera, dB", "s", "astronaut, dB", "s"), *lines)
 
 
+def matching() -> str:
+    """docs/match: medians over the photographs of each kind of pair; the share of B's pixels that are right."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in load("matching").values():
+        kinds.setdefault(row["kind"], []).append(row)
+    options = {"half size": "`--scales 0.5,1,2`", "quarter": "`--rotations 0,90,180,270`"}
+    lines = []
+    for kind, rows in kinds.items():
+        ranks = [row["confidence_auc"] for row in rows if row["confidence_auc"] is not None]
+        columns = (min(row[name] for row in rows) for name in ("within_2px", "within_3px", "right_of_sure"))
+        lines.append((
+            kind, ", ".join(row["photo"] for row in rows), options.get(kind, ""),
+            f"{max(row['median_error_px'] for row in rows):.2f} px", *(f"{x:.1%}" for x in columns),
+            f"{min(ranks):.3f}" if ranks else "all right", f"{max(row['cpu_seconds'] for row in rows):.3g} s",
+        ))  # fmt: skip
+    return table(("pair", "photographs", "options", "median error", "within 2 px", "within 3 px",
+                  "right of those that pass", "AUC", "CPU time"), *lines)  # fmt: skip
+
+
+def film() -> str:
+    """docs/denoise: a film against its single frames and OpenCV."""
+    lines = []
+    for name, row in load("film").items():
+        for way, value in row["psnr_db"].items():
+            if way != "film":
+                seconds = row["cpu_seconds"][way.removesuffix(", same frames")]
+                shown = "`scram denoise` of the film" if way.startswith("film") else way
+                lines.append((name, shown, f"{value:.2f}", f"{seconds:.2f}"))
+    return table(("", "", "PSNR, dB", "CPU time a frame, s"), *lines)
+
+
 def modes() -> str:
     """docs/modes: blobs touched, over features and separations."""
     head = ("averaged over", "L", "queries", "blobs, anywhere", "blobs, apart", "apart touches more", "fewer")
@@ -574,6 +605,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals": rivals,
     "search": search,
     "denoise": denoise,
+    "film": film,
+    "matching": matching,
     "mobilesam": mobilesam_model,
     "mobilesam-heads": mobilesam_heads,
     "mobilesam-layers": mobilesam_layers,

@@ -23,6 +23,7 @@ BELOW = {
     "calls": set(),
     "grid": set(),
     "noise": set(),
+    "places": {"grid"},
     "schedule": set(),
     "errors": {"codebook", "estimators", "types"},
     "codebook": {"errors"},
@@ -33,7 +34,7 @@ BELOW = {
     "plan": {"api", "codebook", "errors", "estimators", "statistics", "truth", "types"},
     "tune": {"api", "arguments", "cost", "defaults", "errors", "estimators", "grid", "plan", "precision", "statistics"}
     | {"truth", "types", "validate"},
-    "types": {"dtensors", "errors", "schedule"},
+    "types": {"dtensors", "errors", "places", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},
     "scoring": {"errors", "types"},
@@ -59,6 +60,7 @@ BELOW = {
     "judge": {"arguments", "dense", "errors", "grid", "statistics", "timing", "truth"},
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
+    "images": {"api", "grid", "types"},
     "layers": {"layout_hints", "plan"},
     "distributed": {
         "_compat",
@@ -91,6 +93,9 @@ TESTED_IN = {
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
     "dtensors": "distributed/test_dtensor.py",
+    "cli/denoise_film": "cli/test_denoise.py",
+    "cli/pair": "cli/test_demo.py",
+    "images/__init__": "images/test_match.py",
     "nn/__init__": "nn/test_grid_attention.py",
     "stages": "test_api.py",
     "engines/cpu/cluster_tail_backward": "engines/test_cluster_tail.py",

@@ -1,52 +1,19 @@
 """`scram denoise`: it removes noise, measures itself and its rivals."""
 
 import json
+from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from command import call
-from scram.cli import denoise as denoise_module
 from scram.cli.features import sample_pair
+from scram.images.films import Writer, open_film
+from scram.images.reading import Picture, read, write
 
 pytestmark = pytest.mark.slow
-
-
-def noisy_ramp(channels, sigma):
-    line = torch.linspace(0, 1, 48)
-    picture = torch.stack([(line[:, None] + 0.3 * n * line[None]) % 0.8 for n in range(channels)], -1)
-    return picture, picture + sigma * torch.randn(picture.shape, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_denoise_removes_noise(channels):
-    picture, noisy = noisy_ramp(channels, 0.1)
-    clean = denoise_module.denoise_picture(noisy, 0.1, denoise_module.Settings.of(channels))
-    assert clean.shape == picture.shape
-    assert denoise_module.psnr(clean, picture) > denoise_module.psnr(noisy, picture) + 5
-
-
-@pytest.mark.parametrize("sigma", [0.02, 0.1])
-def test_noise_is_estimated(sigma):
-    assert denoise_module.estimate_noise(noisy_ramp(3, sigma)[1]) == pytest.approx(sigma, rel=0.12)
-
-
-def test_a_window_of_everything_is_textbook_non_local_means():
-    """With one window over the whole picture the means are those of the dense formula, each patch weighed as a twin."""
-    noisy = noisy_ramp(1, 0.1)[1][:20, :20]
-    settings = denoise_module.Settings(patch=3, width=9, strength=1.0, matches=1, radius=20)
-    features, left = denoise_module._features(noisy, 0.1, settings)
-    x = features[0, 0].flatten(0, 1).double()
-    weights = torch.exp(-torch.cdist(x, x).square() / (0.01 * left))
-    weights.fill_diagonal_(np.exp(-2.0))
-    total = weights.sum(1, keepdim=True)
-    mean = (weights / total) @ denoise_module._unfold(noisy, 3).flatten(0, 1).double()
-    trust = (total / np.exp(-2.0)).sqrt().float().reshape(20, 20, 1)
-    want = denoise_module._fold(mean.float().reshape(20, 20, 9), trust, 3, 1)
-    torch.testing.assert_close(denoise_module.denoise_picture(noisy, 0.1, settings), want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
@@ -76,6 +43,59 @@ def test_denoise_command_measures_itself_and_its_rivals(mode, tmp_path):
     code, printed, _ = call("denoise", tmp_path / "a.png", "--out", tmp_path)  # who did not run is not spoken of
     assert "SCRAM" in printed
     assert "scikit-image" not in printed
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_depth_grey_and_alpha_are_kept(channels, bits, tmp_path):
+    values = (0.5 + 0.1 * torch.randn(20, 24, channels)).clamp(0, 1)
+    colours = 1 if channels < 3 else 3
+    before = Picture(values[..., :colours], values[..., colours:] if channels % 2 == 0 else None, bits)
+    write(before, tmp_path / "a.png")
+    before = read(tmp_path / "a.png")
+    code, printed, _ = call("denoise", tmp_path / "a.png", "--sigma", 20, "--out", tmp_path)
+    assert code == 0
+    after = read(tmp_path / "denoised.png")
+    assert after.kind == before.kind
+    assert before.kind in printed
+    assert ("transparency is kept" in printed) == before.has_alpha
+    assert not torch.equal(after.pixels, before.pixels)
+    if before.has_alpha:
+        assert torch.equal(after.alpha, before.alpha)
+
+
+def test_a_folder_of_frames_is_a_film(tmp_path):
+    (tmp_path / "in").mkdir()
+    for n in range(3):
+        write(Picture(sample_pair(48)[0][:, n : n + 64]), tmp_path / "in" / f"{n}.png")
+    arguments = ("denoise", tmp_path / "in", "--add-noise", 25, "--reach", 1, "--out", tmp_path / "out")
+    code, printed, complaints = call(*arguments, "--json")
+    assert (code, complaints) == (0, "")
+    numbers = json.loads(printed)
+    assert numbers["frames"] == 3
+    assert numbers["sigma"] == pytest.approx(25, rel=0.5)  # texture counts as noise
+    assert numbers["psnr_db"] > numbers["noisy_psnr_db"] + 3
+    assert sorted(file.name for file in (tmp_path / "out" / "denoised").iterdir()) == ["0.png", "1.png", "2.png"]
+    assert (tmp_path / "out" / "denoise.png").stat().st_size > 100
+
+
+def test_a_film_that_is_stopped_is_kept(tmp_path, monkeypatch):
+    pytest.importorskip("av")
+    from scram.cli import denoise_film
+
+    with Writer(tmp_path / "film.mp4", Fraction(25)) as writer:
+        for n in range(4):
+            writer.write(Picture(sample_pair(48)[0][:, n : n + 64]))
+
+    def stopped(frames, *_, **__):
+        yield from list(frames)[:2]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(denoise_film, "denoise_frames", stopped)
+    code, _, complaints = call("denoise", tmp_path / "film.mp4", "--sigma", 25, "--out", tmp_path / "out")
+    assert code == 130
+    assert "2 frames kept in" in complaints
+    assert len(list(open_film(tmp_path / "out" / "denoised-interrupted.mp4").frames)) == 2
 
 
 def test_unknown_photograph_lists_the_samples(tmp_path: Path) -> None:

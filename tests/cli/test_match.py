@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from command import call
-from scram.cli import denoise as denoise_module
-from scram.cli.features import read_picture, sample_pair
+from scram.cli.features import sample_pair
+from scram.cli.match import area_under_curve
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def test_match_finds_a_moved_picture(pair, tmp_path):
     assert numbers["median_offset_px"] == pytest.approx([2, -3], abs=0.3)
     with np.load(tmp_path / "match.npz") as arrays:
         assert arrays["offset"].shape == (*arrays["confidence"].shape, 2)
-        assert arrays["index"].shape[:2] == arrays["lse"].shape
+        assert arrays["pose"].shape == arrays["score"].shape
         assert 0 <= arrays["confidence"].min() <= arrays["confidence"].max() <= 1
     for name in ("match", "field", "warped", "arrows", "confidence", "error"):
         assert (tmp_path / f"{name}.png").stat().st_size > 100, name
@@ -40,20 +40,40 @@ def test_match_takes_photographs_of_unequal_size(pair, tmp_path):
     assert first["median_offset_px"] == second["median_offset_px"]
 
 
-@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "CMYK", "I;16"])
-def test_every_kind_of_picture_is_read(mode, pair, tmp_path):
+def test_match_says_which_frame_it_took(pair, tmp_path):
     a = Image.open(pair / "a.png")
-    name = tmp_path / ("a.tif" if mode == "CMYK" else "a.png")
-    grey16 = Image.fromarray(np.asarray(a.convert("L")).astype(np.uint16) * 257)
-    other = {"I;16": lambda: grey16, "P": a.quantize}.get(mode, lambda: a.convert(mode))
-    other().save(name)
-    want = read_picture(pair / "a.png")
-    if mode[0] in "LI":
-        want = torch.from_numpy(np.asarray(a.convert("L"), np.float32) / 255)[..., None].expand(want.shape)
-    read = read_picture(name)
-    assert read.shape == want.shape
-    assert float((read - want).abs().mean()) < 0.05
-    assert denoise_module.read(name).shape[-1] == (1 if mode[0] in "LI" else 3)
+    a.save(tmp_path / "a.gif", save_all=True, append_images=[a.rotate(180)])
+    code, printed, _ = call("match", tmp_path / "a.gif", pair / "b.png", "--patch", 5, "--out", tmp_path)
+    assert code == 0
+    assert "the first of 2 frames" in printed
+
+
+def test_match_turns_the_picture_where_it_is_asked_to(pair, tmp_path):
+    with Image.open(pair / "a.png") as a:
+        a.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png")
+    arguments = ("match", pair / "a.png", tmp_path / "turned.png", "--patch", 5, "--json", "--out", tmp_path)
+    code, printed, complaints = call(*arguments)
+    assert code == 0
+    assert "of the matches fail the check" in complaints
+    assert "--rotations 0,90,180,270" in complaints
+    plain = json.loads(printed)
+    code, printed, complaints = call(*arguments, "--rotations", "0,90,180,270")
+    assert (code, complaints) == (0, "")
+    numbers = json.loads(printed)
+    assert numbers["poses"][0]["rotation"] == 90
+    assert numbers["sure_share"] > max(0.8, 2 * plain["sure_share"])
+    code, _, complaints = call(*arguments, "--scales", "1,x")
+    assert (code, complaints) == (2, "scram: scales must be numbers with commas, got 1,x\n")
+    code, _, complaints = call(*arguments, "--scales", "100")
+    assert (code, complaints) == (2, "scram: scales must lie between 0.1 and 10, got 100\n")
+
+
+def test_area_under_curve_is_the_chance_that_right_is_surer():
+    confidence = torch.randint(0, 9, (60,), generator=torch.Generator().manual_seed(0)) / 8
+    hit = torch.rand(60, generator=torch.Generator().manual_seed(1)) < confidence
+    pairs = [(x > y) + 0.5 * (x == y) for x in confidence[hit].tolist() for y in confidence[~hit].tolist()]
+    assert area_under_curve(confidence, hit) == pytest.approx(sum(pairs) / len(pairs))
+    assert area_under_curve(confidence, torch.ones(60).bool()) is None
 
 
 def test_match_warns_of_a_picture_without_anything_in_it(pair, tmp_path):

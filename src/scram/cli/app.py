@@ -101,7 +101,8 @@ def demo(
         run(out, size, seed, impl).finish(out / "demo.json", as_json)
 
 
-@_command("match left.png right.png", "match --sample motorcycle", "match a.jpg b.jpg --size 240 --out /tmp/m --json")
+@_command("match left.png right.png", "match --sample motorcycle", "match a.jpg b.jpg --size 240 --out /tmp/m --json",
+          "match a.jpg small.jpg --scales 0.5,1,2", "match a.jpg turned.jpg --rotations 0,90,180,270")  # fmt: skip
 def match(
     a: Annotated[Path | None, Argument(help="Photograph A; its pixels are the queries.", show_default=False)] = None,
     b: Annotated[Path | None, Argument(help="Photograph B; its pixels are the keys.", show_default=False)] = None,
@@ -114,8 +115,10 @@ def match(
     matches: Annotated[int, Option(min=1, max=64, help="Matches per pixel (kappa).")] = 1,
     separation: Annotated[int, Option(min=0, help="Distance between matches of a pixel (L).")] = 0,
     radius: Radius = arguments.MATCH_RADIUS,
-    sweeps: Annotated[int, Option(min=0, max=1000, help="Sweeps of the search (T).")] = 8,
+    sweeps: Annotated[int, Option(min=0, max=1000, help="Sweeps of the search at the coarsest level (T).")] = 8,
     scale: Annotated[float, Option(help="Factor on the cosine before the softmax.")] = arguments.MATCH_SCALE,
+    scales: Annotated[str, Option(help="Sizes of things in B against A, with commas: 0.5,1,2.")] = "1",
+    rotations: Annotated[str, Option(help="Degrees B is turned, counter-clockwise, with commas: 0,90.")] = "0",
     device: Device = "cpu",
     seed: Seed = 0,
     impl: Impl = "auto",
@@ -125,16 +128,19 @@ def match(
     with one_line_errors(), output_folder(out):
         arguments.check_device(device)
         arguments.check_positive("scale", scale)
+        poses = arguments.numbers("scales", scales, 0.1, 10), arguments.numbers("rotations", rotations, -360, 360)
         arguments.check_pair(a, b, sample, truth, size)
-        from .match import Settings, run
+        from ..images.match import Settings
+        from .match import run
 
-        settings = Settings(patch, width, matches, separation, radius, sweeps, scale, seed)
-        run(a, b, sample, truth, out, size, settings, device, impl).finish(out / "match.json", as_json)
+        settings = Settings(patch, width, matches, separation, radius, sweeps, scale, seed, *poses, impl)
+        run(a, b, sample, truth, out, size, settings, device).finish(out / "match.json", as_json)
 
 
-@_command("denoise photo.jpg", "denoise camera --add-noise 25", "denoise photo.png --sigma 15 --out /tmp/d --json")
+@_command("denoise photo.jpg", "denoise camera --add-noise 25", "denoise photo.png --sigma 15 --out /tmp/d --json",
+          "denoise film.mp4", "denoise folder_of_frames --reach 3")  # fmt: skip
 def denoise(
-    image: Annotated[str, Argument(help=f"A picture file, or one of scikit-image's: {', '.join(PHOTOGRAPHS)}.")],
+    image: Annotated[str, Argument(help=f"A picture, film, folder of frames, or {', '.join(PHOTOGRAPHS)}.")],
     out: Out = Path("scram-denoise"),
     sigma: Annotated[float | None, Option(min=0.1, max=255, help="Noise level of 255; else it is estimated.")] = None,
     add_noise: Annotated[float | None, Option(min=0.1, max=255, help="First add noise; shows PSNR.")] = None,
@@ -142,22 +148,30 @@ def denoise(
     patch: Annotated[int | None, Option(min=1, help="Side of the patches, odd; 7 for grey, 5 for colour.")] = None,
     strength: Annotated[float | None, Option(help="Bandwidth of the weights in units of the noise.")] = None,
     matches: Annotated[int, Option(min=1, max=64, help="Windows per pixel: its own and its best matches'.")] = 2,
-    radius: Radius = 5,
+    radius: Annotated[int | None, Option(min=0, max=64, help="Radius of the windows; 5, films 3.")] = None,
+    reach: Annotated[int, Option(min=0, max=16, help="Of a film: frames on either side that are used.")] = 2,
     device: Device = "cpu",
     seed: Annotated[int, Option(min=0, help="Seed of the search and of added noise.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Remove noise from a picture by non-local means; with --add-noise, measure it against other programs."""
+    """Remove noise from a picture or a film by non-local means; with --add-noise, measure it."""
     with one_line_errors(), output_folder(out):
         arguments.check_device(device)
         if strength is not None:
             arguments.check_positive("strength", strength)
         if patch is not None and patch % 2 == 0:
             raise ValueError(f"patch must be odd, got {patch}")
+        changed = {"patch": patch, "strength": strength, "radius": radius, "seed": seed}
+        if arguments.is_film(image):
+            from .denoise_film import run as run_film
+
+            film = run_film(Path(image), out, sigma, add_noise, {**changed, "reach": reach}, device)
+            film.finish(out / "denoise.json", as_json)
+            return
         is_sample = arguments.is_photograph(image)
         from .denoise import run
 
-        changed = {"patch": patch, "strength": strength, "matches": matches, "radius": radius, "seed": seed}
+        changed["matches"] = matches
         report = run(image, is_sample, out, sigma, add_noise, rivals, changed, device)
         report.finish(out / "denoise.json", as_json)
 

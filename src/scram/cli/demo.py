@@ -16,7 +16,7 @@ from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
 from .console import Numbers, Report, counted, explained, numbers_table, progress
 from .features import sample_pair
-from .match import Found, Pair, find, pair_of
+from .pair import Found, Pair, find, pair_of
 from .pictures import Panel, grid_of
 from .provenance import made_with
 

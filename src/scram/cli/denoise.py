@@ -1,115 +1,23 @@
 """`scram denoise`: non-local means over the whole picture, by SCRAM with the l2 score on patches."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import exp
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from ..api import attend, search
-from ..types import Matches, Search
+from ..images.denoise import LEAST_SIDE, Settings, check_size, denoise_picture, estimate_noise
+from ..images.reading import Picture, read, write
 from . import not_installed, pictures
 from .console import Numbers, Report, counted, numbers_table, progress
-from .features import open_picture, padded, photograph
-from .pca import principal_axes
+from .features import photograph
 from .pictures import Panel, psnr
 from .provenance import made_with
-
-LEAST_SIDE = 16  # pixels
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to denoise; strength is the bandwidth of the weights in units of the noise."""
-
-    patch: int
-    width: int
-    strength: float
-    matches: int = 2
-    radius: int = 5
-    sweeps: int = 4
-    seed: int = 0
-
-    @classmethod
-    def of(cls, channels: int, changed: Mapping[str, Any] | None = None) -> "Settings":
-        """The defaults for grey (7 x 7 patches) or colour (5 x 5, which hold three times the numbers)."""
-        patch, width, strength = (7, 24, 0.95) if channels == 1 else (5, 16, 1.2)
-        given = {name: value for name, value in (changed or {}).items() if value is not None}
-        return cls(**{"patch": patch, "width": width, "strength": strength, **given})
-
-
-def read(path: Path) -> Tensor:
-    """A picture in 0..1 `[H, W, 1]` or `[H, W, 3]`: grey stays grey."""
-    return torch.from_numpy(np.atleast_3d(np.asarray(open_picture(path), dtype=np.float32) / 255))
-
-
-def estimate_noise(picture: Tensor) -> float:
-    """The standard deviation of white noise in `[H, W, C]`, from the median of the finest diagonal details.
-
-    What a picture itself holds at that scale counts as noise too: textures raise the estimate.
-    """
-    even = picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
-    a, b, c, d = even[::2, ::2], even[::2, 1::2], even[1::2, ::2], even[1::2, 1::2]
-    return float(((a - b - c + d) / 2).abs().median() / 0.6745)
-
-
-def denoise_picture(noisy: Tensor, sigma: float, settings: Settings) -> Tensor:
-    """Non-local means `[H, W, C] -> [H, W, C]`: every patch becomes a mean of patches that look alike.
-
-    Keys and queries are the noisy patches in a PCA of them, each direction damped by how much of it is noise. A query
-    attends the window around itself and those around its best matches elsewhere; patches overlap and are averaged.
-    """
-    height, width, channels = noisy.shape
-    features, left = _features(noisy, sigma, settings)
-    itself = torch.arange(height * width, dtype=torch.int32, device=noisy.device).reshape(1, 1, height, width, 1)
-    start = Matches(itself, torch.zeros_like(itself, dtype=torch.float32), (height, width))
-    how = Search(
-        matches=settings.matches, separation=settings.radius, sweeps=settings.sweeps, jumps=(4, 1),
-        propagate="shift", gossip=2, seed=settings.seed,
-    )  # fmt: skip
-    # The start is the query's own place, which nothing beats; the other matches keep their distance from it.
-    found = start if settings.matches == 1 else search(features, features, search=how, score="l2", warm=start)
-    values = _unfold(noisy, settings.patch)
-    scale = 1 / ((settings.strength * sigma) ** 2 * left)
-    out, lse = attend(features, features, values[None, None], found, radius=settings.radius, scale=scale, score="l2")
-    # A patch is at distance 0 of itself, a twin with other noise at 2 sigma^2: give it the weight of a twin.
-    twin = exp(-2 / settings.strength**2)
-    total = lse[0, 0].exp().unsqueeze(-1)
-    mean = (out[0, 0] * total - (1 - twin) * values) / (total - 1 + twin)
-    return _fold(mean, ((total - 1 + twin) / twin).sqrt(), settings.patch, channels)
-
-
-def _features(noisy: Tensor, sigma: float, settings: Settings) -> tuple[Tensor, float]:
-    """Damped PCA features `[1, 1, H, W, width]`, and the noise left in them in units of sigma^2."""
-    whole = padded(noisy, settings.patch)
-    mean, variances, axes = principal_axes(F.unfold(whole, settings.patch, stride=3)[0].T.double())
-    width = min(settings.width, len(variances))
-    signal = (1 - sigma**2 / variances[-width:].clamp(min=1e-12)).clamp(min=1e-3)
-    basis = (axes[:, -width:] * signal.sqrt()).T.float()
-    kernel = basis.reshape(width, noisy.shape[-1], settings.patch, settings.patch)
-    features = F.conv2d(whole, kernel, -basis @ mean.float()).movedim(1, -1)[None].contiguous()
-    return features, float(signal.sum())
-
-
-def _unfold(picture: Tensor, patch: int) -> Tensor:
-    """Every patch `[H, W, C * p * p]`."""
-    return F.unfold(padded(picture, patch), patch)[0].T.reshape(*picture.shape[:2], -1)
-
-
-def _fold(patches: Tensor, weight: Tensor, patch: int, channels: int) -> Tensor:
-    """Overlapping patches `[H, W, C * p * p]`, averaged with their weight `[H, W, 1]` to `[H, W, C]`."""
-    height, width = weight.shape[:2]
-    size, rim = (height + patch - 1, width + patch - 1), patch // 2
-    total = F.fold((patches * weight).flatten(0, 1).T[None], size, patch)
-    weights = F.fold(weight.expand(-1, -1, patch * patch).flatten(0, 1).T[None], size, patch)
-    return (total / weights)[0].movedim(0, -1)[rim : rim + height, rim : rim + width]
 
 
 def _scikit_image(noisy: Tensor, sigma: float, patch: int, distance: int) -> Tensor:
@@ -151,11 +59,10 @@ def run(
     """Denoise a file or a sample, and where noise was added compare with the rivals; draw all."""
     with progress() as step:
         step("reading")
-        picture = photograph(image) if is_sample else read(Path(image))
+        whole = Picture(photograph(image)) if is_sample else read(Path(image))
+        picture = whole.pixels
         settings = Settings.of(picture.shape[-1], changed)
-        (height, width), least = picture.shape[:2], max(LEAST_SIDE, 2 * settings.patch)
-        if min(height, width) < least:
-            raise ValueError(f"a {width} x {height} picture is too small; both sides must be {least} or more")
+        check_size(picture, settings)
         noisy = picture
         if add_noise is not None:
             drawn = np.random.default_rng(settings.seed).normal(0, add_noise / 255, tuple(picture.shape))
@@ -178,6 +85,7 @@ def run(
             except ModuleNotFoundError as error:
                 skipped[name] = str(error.name).split(".")[0]
         step("drawing")
+        write(replace(whole, pixels=clean), out / "denoised.png")
         draw(picture, noisy, results, add_noise, out)
     numbers = {
         **made_with(device),
@@ -189,7 +97,9 @@ def run(
         "sigma": 255 * level,
         "sigma_estimated": sigma is None,
         "added_noise": add_noise,
-        "settings": settings.__dict__,
+        "kind": whole.kind,
+        "read": list(whole.notes),
+        "settings": asdict(settings),
         "noisy_psnr_db": None if add_noise is None else psnr(noisy, picture),
         "results": {
             name: {"seconds": seconds, "psnr_db": None if add_noise is None else psnr(result, picture)}
@@ -197,7 +107,7 @@ def run(
         },
         "not_run": {name: f"{package} is not installed" for name, package in skipped.items()},
     }
-    files = f"picture: {out / 'denoised.png'}; all beside each other: {out / 'denoise.png'}"
+    files = f"picture: {out / 'denoised.png'} ({whole.kind}, as read); all beside each other: {out / 'denoise.png'}"
     if skipped:
         files += "\n" + not_installed(", ".join(dict.fromkeys(skipped.values())), "cli", "bench")
     return Report(numbers, [_table(numbers)], files)
@@ -213,7 +123,6 @@ def draw(
         return Panel(title, x.expand(-1, -1, 3), ", ".join(shown))
 
     panels = [panel("Noisy", noisy), *(panel(name, x, f"{t:.1f} s") for name, (x, t) in results.items())]
-    pictures.save(panels[1].picture, out / "denoised.png")
     if added is not None:
         panels.insert(0, panel("Original", picture, f"before noise of {added:g} was added", measured=False))
     removed = (0.5 + 2 * (noisy - results["SCRAM"][0])).mean(-1, keepdim=True)
@@ -232,7 +141,9 @@ def _table(numbers: Numbers) -> Table:
     rows += [(name, why, "") for name, why in numbers["not_run"].items()]
     ran = {name.split(",")[0] for name in numbers["results"]}
     threaded = " and ".join(name for name in ("SCRAM", "OpenCV") if name in ran)
-    note = "PSNR: peak signal-to-noise ratio against the picture before noise\n" * known
+    note = "".join(f"of the file: {words}\n" for words in numbers["read"])
+    note += "transparency is kept as it was\n" * numbers["kind"].endswith("alpha")
+    note += "PSNR: peak signal-to-noise ratio against the picture before noise\n" * known
     note += f"{counted(numbers['threads'], 'thread')} for {threaded}"
     note += "; scikit-image uses one" * ("scikit-image" in ran)
     return numbers_table(("method", "PSNR", "time"), rows, title, note)

@@ -1,45 +1,23 @@
-"""Photographs, and photograph -> dense patch features: RGB patches, projected by a PCA, unit norm."""
+"""Photographs: files, and the samples that come with SCRAM and scikit-image."""
 
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from PIL import Image, ImageOps
 from torch import Tensor
 
+from ..images.features import PatchFeatures
+from ..images.reading import read
 from . import not_installed
-from .pca import principal_axes
 
-
-def open_picture(path: Path) -> Image.Image:
-    """A picture file, upright, as 8-bit grey ("L") or colour ("RGB"); of 16 bits the upper 8, transparency ignored."""
-    try:
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file)
-            image.load()
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        if isinstance(error, OSError) and error.filename is not None:
-            raise
-        raise ValueError(f"{path}: {error}; give a PNG or JPEG that other programs open") from error
-    if image.mode == "F":
-        raise ValueError(f"{path} holds floats of unknown range; save it with 8 or 16 bits")
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
-    return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+__all__ = ["PatchFeatures", "photograph", "read_picture", "sample_pair", "stereo_sample"]
 
 
 def read_picture(path: Path, height: int | None = None) -> Tensor:
     """Read a picture as RGB in 0..1 `[H, W, 3]`, upright, resized to `height` with its aspect kept."""
-    image = open_picture(path).convert("RGB")
-    if height is not None and height != image.height:
-        if height < 1:
-            raise ValueError(f"the height of a picture must be at least 1, got {height}")
-        image = image.resize((max(round(image.width * height / image.height), 1), height), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
+    return read(path, height).rgb
 
 
 def sample_pair(height: int | None = None) -> tuple[Tensor, Tensor]:
@@ -68,51 +46,3 @@ def scikit_image_data() -> ModuleType:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(not_installed("scikit-image", "cli", "bench")) from error
     return skimage.data
-
-
-@dataclass(frozen=True)
-class PatchFeatures:
-    """A PCA of p x p RGB patches; call it with a picture `[H, W, 3]` to get features `[1, 1, H, W, width]`.
-
-    >>> picture = torch.rand(16, 20, 3)
-    >>> features = PatchFeatures.fit(picture, width=8, patch=5)
-    >>> features(picture).shape
-    torch.Size([1, 1, 16, 20, 8])
-    """
-
-    mean: Tensor  # [3 * p * p]
-    basis: Tensor  # [width, 3 * p * p], rows orthonormal
-    patch: int
-
-    @classmethod
-    def fit(cls, reference: Tensor, width: int = 32, patch: int = 7, stride: int = 5) -> "PatchFeatures":
-        """Fit on every `stride`-th patch per axis of the reference picture `[H, W, 3]`."""
-        if patch < 1 or patch % 2 == 0:
-            raise ValueError(f"patch must be odd and positive, got {patch}")
-        if not 1 <= width <= 3 * patch * patch:
-            raise ValueError(f"width must be 1..{3 * patch * patch} for {patch} x {patch} RGB patches, got {width}")
-        patches = F.unfold(padded(reference, patch), patch, stride=stride)[0].T.double()
-        mean, _, axes = principal_axes(patches)
-        return cls(mean.float(), axes[:, -width:].T.flip(0).float(), patch)
-
-    def __call__(self, picture: Tensor) -> Tensor:
-        """The features of every pixel, unit norm `[1, 1, H, W, width]`."""
-        # A convolution with the basis is the projection of every patch, without writing the patches out.
-        kernel = self.basis.reshape(-1, 3, self.patch, self.patch)
-        projected = F.conv2d(padded(picture, self.patch), kernel, -self.basis @ self.mean)
-        return F.normalize(projected.movedim(1, -1), dim=-1)[None].contiguous()
-
-
-def padded(picture: Tensor, patch: int) -> Tensor:
-    """Reflect the borders so that every pixel has a whole patch: `[H, W, C] -> [1, C, H + p - 1, W + p - 1]`."""
-    if min(picture.shape[:2]) <= patch // 2:
-        height, width = picture.shape[:2]
-        raise ValueError(f"a {width} x {height} picture is too small for {patch} x {patch} patches")
-    return F.pad(picture.movedim(-1, 0)[None], [patch // 2] * 4, mode="reflect")
-
-
-def plain_share(picture: Tensor, patch: int) -> float:
-    """The share of pixels `[H, W, 3]` whose patch is all one colour: nothing tells them apart."""
-    x = padded(picture, patch)
-    same = (F.max_pool2d(x, patch, 1) == -F.max_pool2d(-x, patch, 1)).all(1)
-    return float(same.float().mean())

@@ -10,11 +10,12 @@ from torch import Tensor
 from .. import measure
 from ..api import attend, search
 from ..exact import exact_attention
+from ..images.match import own_places
 from ..types import Matches, Search
 from . import charts, pictures
 from .console import Numbers, Report, counted, explained, numbers_table, progress
 from .features import PatchFeatures, sample_pair
-from .match import find, own_places, pair_of
+from .pair import find, pair_of
 from .pictures import INK, Panel
 from .provenance import made_with
 from .sets import tensor_sets

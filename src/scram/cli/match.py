@@ -1,118 +1,28 @@
-"""`scram match`: where in photograph B each pixel of photograph A is, by sparse cross-attention on patch features."""
+"""`scram match`: where in photograph B each pixel of photograph A is. A shell around `scram.images.match`."""
 
-from dataclasses import asdict, dataclass
-from math import log
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 import torch
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
 from .. import dispatch
-from ..api import attend, cluster, search
-from ..estimators import Clusters
-from ..timing import now
-from ..types import Attended, Matches, Search
+from ..images.features import plain_share
+from ..images.files import replacing
+from ..images.match import SURE, Matching, Settings, match
+from ..images.reading import Picture, read
 from . import pictures
-from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
-from .console import Numbers, Report, complain, counted, numbers_table, progress
-from .features import PatchFeatures, plain_share, read_picture, sample_pair, stereo_sample
+from .console import Numbers, Report, complain, counted, numbers_table, progress_line
+from .features import sample_pair, stereo_sample
 from .pictures import Panel, grid_of
 from .provenance import made_with
 
 PLAIN = 0.5  # share of one-colour patches above which a warning is printed
 NEAR = 2.0  # pixels; an error up to this counts as a hit
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Side of the patches, width of their features, and how to search and attend."""
-
-    patch: int = MATCH_PATCH
-    width: int = MATCH_WIDTH
-    matches: int = 1
-    separation: int = 0
-    radius: int = MATCH_RADIUS
-    sweeps: int = 8
-    scale: float = MATCH_SCALE
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Photographs A and B `[H, W, 3]`; q from A, k from B `[1, 1, H, W, width]`; v holds B's colours and places.
-
-    The last two channels of v are each key's own (row, column), so that attention returns an expected place in B,
-    finer than a pixel.
-    """
-
-    a: Tensor
-    b: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search and an attention over its windows say, and the seconds they took."""
-
-    matches: Matches
-    attended: Attended
-    seconds: dict[str, float]
-
-    @property
-    def warped(self) -> Tensor:
-        """B's colours at the places found `[H, W, 3]`: B warped onto A."""
-        return self.attended.out[0, 0, ..., :3].cpu()
-
-    @property
-    def place(self) -> Tensor:
-        """(row, column) in B of each pixel of A `[H, W, 2]`, NaN where no key was found."""
-        place = self.attended.out[0, 0, ..., 3:].cpu()
-        return torch.where((self.matches.index[0, 0, ..., :1] >= 0).cpu(), place, torch.nan)
-
-    def confidence(self, radius: int, scale: float) -> Tensor:
-        """A smooth maximum of the cosine over the windows, (lse - log of their size) / scale, cut to 0..1 `[H, W]`."""
-        keys = self.matches.index.shape[-1] * (2 * radius + 1) ** 2
-        return ((self.attended.lse[0, 0] - log(keys)) / scale).clamp(0, 1).cpu()
-
-
-def pair_of(a: Tensor, b: Tensor, patch: int = MATCH_PATCH, width: int = MATCH_WIDTH, device: str = "cpu") -> Pair:
-    """Patch features of both photographs from one PCA, fitted on A."""
-    a, b = a.to(device), b.to(device)
-    features = PatchFeatures.fit(a, min(width, 3 * patch * patch), patch)
-    places = own_places(*b.shape[:2]).to(device)
-    return Pair(a, b, features(a), features(b), torch.cat((b, places), -1)[None, None])
-
-
-def find(
-    pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: str = "auto",
-    tail: Clusters | None = None,
-) -> Found:  # fmt: skip
-    """Search and attend, with clusters for the keys outside the windows where a tail asks for them.
-
-    The seconds of a first call hold what it compiles.
-    """
-    device, codebook, seconds = pair.q.device.type, None, {}
-    start = now(device)
-    matches = search(pair.q, pair.k, search=setting, impl=impl)
-    seconds["search"] = now(device) - start
-    if tail is not None:
-        start = now(device)
-        codebook = cluster(pair.q, pair.k, pair.v, clusters=tail, scale=scale, impl=impl)
-        seconds["cluster"] = now(device) - start
-    start = now(device)
-    attended = attend(pair.q, pair.k, pair.v, matches, radius=radius, scale=scale, tail=codebook, impl=impl)
-    seconds["attend"] = now(device) - start
-    return Found(matches, attended, seconds)
-
-
-def own_places(height: int, width: int) -> Tensor:
-    """(row, column) of each pixel `[H, W, 2]`."""
-    return torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), -1).float()
 
 
 def read_truth(path: Path, grid: tuple[int, int]) -> Tensor:
@@ -136,7 +46,21 @@ def true_offsets(truth: Tensor) -> Tensor:
     return torch.where(field.isfinite().all(-1, keepdim=True), field, torch.nan)
 
 
-def errors(offset: Tensor, truth: Tensor, confidence: Tensor) -> dict[str, float]:
+def area_under_curve(confidence: Tensor, hit: Tensor) -> float | None:
+    """The chance that a right match has the higher confidence than a wrong one; None where all are right or wrong.
+
+    >>> area_under_curve(torch.tensor([0.9, 0.5, 0.5, 0.1]), torch.tensor([True, True, False, False]))
+    0.875
+    """
+    right, wrong = confidence[hit].double().sort().values, confidence[~hit].double().contiguous()
+    if not len(right) or not len(wrong):
+        return None
+    above = len(right) - torch.searchsorted(right, wrong, right=True)
+    equal = torch.searchsorted(right, wrong, right=True) - torch.searchsorted(right, wrong)
+    return float((above + equal / 2).mean() / len(right))
+
+
+def errors(offset: Tensor, truth: Tensor, confidence: Tensor) -> dict[str, float | None]:
     """How far the offsets are from the truth, in pixels, where there is a truth; and what the confidence is worth."""
     known = truth.isfinite().all(-1)
     if not known.any():
@@ -144,97 +68,118 @@ def errors(offset: Tensor, truth: Tensor, confidence: Tensor) -> dict[str, float
     difference = (offset - truth)[known].nan_to_num(torch.inf)
     error, sure = difference.norm(dim=-1), confidence[known]
     hit = error <= NEAR
+    passed = sure >= SURE
     return {
         "valid_pixels": int(known.sum()),
         "median_error_px": float(error.median()),
         "median_horizontal_error_px": float(difference[:, 1].abs().median()),
         "within_2px": float(hit.float().mean()),
         "within_2px_surer_half": float(hit[sure >= sure.median()].float().mean()),
+        "within_2px_sure": float(hit[passed].float().mean()) if passed.any() else None,
+        "confidence_auc": area_under_curve(sure, hit),
     }
 
 
 def run(
     a: Path | None, b: Path | None, sample: str | None, truth: Path | None, out: Path, size: int | None,
-    settings: Settings, device: str, impl: str,
+    settings: Settings, device: str,
 ) -> Report:  # fmt: skip
     """Match A with B, compare with the ground truth where there is one, and draw."""
-    with progress() as step:
-        step("reading two photographs")
-        picture_a, picture_b, known = _inputs(a, b, sample, truth, size)
-        start = perf_counter()
-        step("patch features")
-        pair = pair_of(picture_a, picture_b, settings.patch, settings.width, device)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with progress_line(*columns, total=1) as (bar, task):
+        bar.update(task, description="reading two photographs")
+        read_a, read_b, known = _inputs(a, b, sample, truth, size)
+        picture_a, picture_b = read_a.rgb, read_b.rgb
         plain = {"a": plain_share(picture_a, settings.patch), "b": plain_share(picture_b, settings.patch)}
-        impl = dispatch.choose(impl, pair.q.device, pair.q.dtype).name
-        step(f"search and attend, {grid_of(pair.a)} pixels")
-        how = Search(
-            matches=settings.matches, separation=settings.separation, sweeps=settings.sweeps, seed=settings.seed
-        )
-        found = find(pair, how, settings.radius, settings.scale, impl)
-        whole = perf_counter() - start
-        seconds = {"features": whole - sum(found.seconds.values()), **found.seconds, "all": whole}
-        offset = found.place - own_places(*picture_a.shape[:2])
-        confidence = found.confidence(settings.radius, settings.scale)
-        quality = {} if known is None else errors(offset, known, confidence)
-        step("drawing")
-        draw(pair, offset, found.warped, confidence, known, out)
-    for name, share in plain.items():
-        if share > PLAIN:
-            complain(f"warning: {share:.0%} of photograph {name.upper()} is one colour: matches there say nothing")
-    index, score, lse = (x[0, 0].cpu().numpy() for x in (found.matches.index, found.matches.score, found.attended.lse))
-    np.savez_compressed(
-        out / "match.npz", offset=offset.numpy(), index=index, score=score, lse=lse, confidence=confidence.numpy()
-    )
+        settings = replace(settings, impl=dispatch.choose(settings.impl, torch.device(device), torch.float32).name)
+        start = perf_counter()
+        found = match(
+            picture_a.to(device), picture_b.to(device), **asdict(settings),
+            progress=lambda share, what: bar.update(task, completed=share, description=what),
+        )  # fmt: skip
+        seconds = {**found.seconds, "all": perf_counter() - start}
+        found = on_cpu(found)
+        quality = {} if known is None else errors(found.offset, known, found.confidence)
+        bar.update(task, completed=1, description="drawing")
+        draw(picture_a, picture_b, found, known, out)
+    _warn(plain, found)
+    with replacing(out / "match.npz") as temporary:
+        arrays = {name: getattr(found, name).numpy() for name in ("offset", "place", "confidence", "score", "pose")}
+        np.savez_compressed(temporary, allow_pickle=False, poses=np.array(found.poses), **arrays)
     numbers = {
         **made_with(device),
-        "impl": impl,
+        "impl": settings.impl,
         "device": device,
         "threads": torch.get_num_threads(),
-        "grid_a": list(pair.a.shape[:2]),
-        "grid_b": list(pair.b.shape[:2]),
-        "settings": {**asdict(settings), "width": pair.q.shape[-1]},
+        "grid_a": list(picture_a.shape[:2]),
+        "grid_b": list(picture_b.shape[:2]),
+        "read": {name: list(one.notes) for name, one in (("a", read_a), ("b", read_b))},
+        "settings": asdict(settings),
         "seconds": seconds,
         "plain_share": plain,
-        "median_confidence": float(confidence.median()),
-        "median_offset_px": [float(x) for x in offset.flatten(0, 1).nanmedian(0).values],
+        "sure_share": found.sure,
+        "median_confidence": float(found.confidence.median()),
+        "median_offset_px": [float(x) for x in found.offset.flatten(0, 1).nanmedian(0).values],
+        "poses": [
+            {"scale": scale, "rotation": turn, "share": float((found.pose == n).float().mean())}
+            for n, (scale, turn) in enumerate(found.poses)
+        ],
         "truth": quality,
     }
     files = f"pictures: {out / 'match.png'} and its parts; arrays: {out / 'match.npz'}; {out / 'match.json'}"
     return Report(numbers, [_table(numbers)], files)
 
 
+def on_cpu(found: Matching) -> Matching:
+    """The same with its tensors on the CPU."""
+    tensors = ("place", "confidence", "warped", "score", "pose")
+    return replace(found, **{name: getattr(found, name).cpu() for name in tensors})
+
+
+def _warn(plain: dict[str, float], found: Matching) -> None:
+    """Say on stderr where the matches mean little."""
+    for name, share in plain.items():
+        if share > PLAIN:
+            complain(f"warning: {share:.0%} of photograph {name.upper()} is one colour: matches there say nothing")
+    if found.sure < 0.5 and max(plain.values()) <= PLAIN:
+        complain(
+            f"warning: {1 - found.sure:.0%} of the matches fail the check (confidence below {SURE:g}): the pictures "
+            "may show different things, or differ in size or angle: try --scales 0.5,1,2 or --rotations 0,90,180,270"
+        )
+
+
 def _inputs(
     a: Path | None, b: Path | None, sample: str | None, truth: Path | None, size: int | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Picture, Picture, Tensor | None]:
     """Both photographs, and the true offsets where they are known."""
     if sample == "motorcycle":
-        picture_a, picture_b, disparity = stereo_sample()
-        return picture_a, picture_b, true_offsets(disparity)
+        left, right, disparity = stereo_sample()
+        return Picture(left), Picture(right), true_offsets(disparity)
     if a is None or b is None:
-        picture_a, picture_b = sample_pair(size)
+        picture_a, picture_b = map(Picture, sample_pair(size))
     else:
-        picture_a, picture_b = read_picture(a, size), read_picture(b, size)
-    height, width = picture_a.shape[:2]
+        picture_a, picture_b = read(a, size), read(b, size)
+    height, width = picture_a.pixels.shape[:2]
     return picture_a, picture_b, None if truth is None else read_truth(truth, (height, width))
 
 
-def draw(pair: Pair, offset: Tensor, warped: Tensor, confidence: Tensor, truth: Tensor | None, out: Path) -> None:
+def draw(a: Tensor, b: Tensor, found: Matching, truth: Tensor | None, out: Path) -> None:
     """Write the single pictures and the sheet that holds them all."""
-    low = float(confidence.quantile(0.05))  # most are near 1: the colours show the rest
-    a, limit = pair.a.cpu(), pictures.wheel_limit(offset, share=0.8)
+    offset, limit = found.offset, pictures.wheel_limit(found.offset, share=0.8)
     panels = {
         "field": Panel(
             "Match field", pictures.wheel_colours(offset, limit), "where in B each pixel of A lies",
             pictures.wheel_legend(limit),
         ),
-        "warped": Panel("B warped onto A", warped, "B's colours, mixed by the attention"),
+        "warped": Panel("B warped onto A", found.warped, "B's colours, mixed by the attention"),
         "arrows": Panel(
-            "Matches as arrows", pictures.arrows(a, offset, confidence, limit), "the surer half, up to the wheel's rim",
+            "Matches as arrows", pictures.arrows(a, offset, found.confidence, limit),
+            "the surer half, up to the wheel's rim",
         ),
         "confidence": Panel(
-            "Confidence", pictures.shades((confidence - low) / max(1 - low, 1e-6), "cividis"),
-            "smooth maximum of the cosine, from lse",
-            pictures.bar_legend(1.0, "confidence", "cividis", low),
+            "Confidence", pictures.shades(found.confidence, "cividis"),
+            f"there and back, and no second best; {found.sure:.0%} pass with {SURE:g} or more",
+            pictures.bar_legend(1.0, "confidence", "cividis"),
         ),
     }  # fmt: skip
     if truth is not None:
@@ -246,21 +191,29 @@ def draw(pair: Pair, offset: Tensor, warped: Tensor, confidence: Tensor, truth: 
     pictures.save_each(panels, out)
     first = [Panel("Photograph A", a, "its patches are the queries")]
     if truth is None:
-        first.append(Panel("Photograph B", pair.b.cpu(), "its patches are the keys"))
-    title = f"scram match: {grid_of(pair.a)} pixels of A, found in B"
+        first.append(Panel("Photograph B", b, "its patches are the keys"))
+    title = f"scram match: {grid_of(a)} pixels of A, found in B"
     pictures.sheet([*first, *panels.values()], out / "match.png", title)
 
 
 def _table(numbers: Numbers) -> Table:
     title = f"A found in B ({numbers['impl']} implementation, {counted(numbers['threads'], 'thread')})"
-    note = "confidence: best cosine around the match, 0 to 1\na first search may compile, which its time includes"
+    note = "confidence: do ways there and back end where they began, is no second place as good; 0 to 1\n"
+    note += "a first search may compile, which its time includes"
     down, right = numbers["median_offset_px"]
-    rows = {f"time, {name}": f"{value:.2f} s" for name, value in numbers["seconds"].items()}
+    rows = {f"of photograph {name.upper()}": ", ".join(notes) for name, notes in numbers["read"].items() if notes}
+    rows |= {f"time, {name}": f"{value:.2f} s" for name, value in numbers["seconds"].items()}
     rows["median offset"] = f"{down:+.1f} px down, {right:+.1f} px right"
     rows["median confidence"] = f"{numbers['median_confidence']:.3f}"
+    rows["matches that pass"] = f"{numbers['sure_share']:.1%}"
+    if len(numbers["settings"]["scales"]) * len(numbers["settings"]["rotations"]) > 1:
+        for pose in numbers["poses"]:
+            rows[f"B at scale {pose['scale']:g}, turned by {pose['rotation']:g}"] = f"{pose['share']:.1%} of A"
     if truth := numbers["truth"]:
         rows["median error"] = f"{truth['median_error_px']:.3f} px"
         rows["median error, horizontal"] = f"{truth['median_horizontal_error_px']:.3f} px"
         rows["within 2 px"] = f"{truth['within_2px']:.1%}"
         rows["within 2 px, surer half"] = f"{truth['within_2px_surer_half']:.1%}"
+        if truth["confidence_auc"] is not None:
+            rows["AUC of the confidence"] = f"{truth['confidence_auc']:.3f}"
     return numbers_table(("", ""), rows.items(), title, note)

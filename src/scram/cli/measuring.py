@@ -22,11 +22,11 @@ from torch import Tensor
 
 from .. import measure
 from ..api import search
+from ..images.pca import principal_axes
 from ..timing import clock, memory_status, timed
 from ..types import Attended, Matches
 from . import rivals
 from .arguments import BENCH_PATCH
-from .pca import principal_axes
 from .provenance import made_with
 
 SCALE = 100.0  # of unit features, so that a softmax has peaks; times do not depend on it

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scram.cli.pca import principal_axes
+from scram.images.pca import principal_axes
 
 
 @pytest.mark.parametrize("points", [torch.rand(20, 5, dtype=torch.float64), torch.full((20, 5), torch.nan)])

@@ -1,0 +1,79 @@
+"""Two photographs as queries, keys and values, searched and attended in one step: for `scram demo` and figures."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..api import attend, cluster, search
+from ..estimators import Clusters
+from ..images.features import PatchFeatures
+from ..images.match import own_places
+from ..timing import now
+from ..types import Attended, Matches, Search
+from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Photographs A and B `[H, W, 3]`; q from A, k from B `[1, 1, H, W, width]`; v holds B's colours and places.
+
+    The last two channels of v are each key's own (row, column), so that attention returns an expected place in B,
+    finer than a pixel.
+    """
+
+    a: Tensor
+    b: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search and an attention over its windows say, and the seconds they took."""
+
+    matches: Matches
+    attended: Attended
+    seconds: dict[str, float]
+
+    @property
+    def warped(self) -> Tensor:
+        """B's colours at the places found `[H, W, 3]`: B warped onto A."""
+        return self.attended.out[0, 0, ..., :3].cpu()
+
+    @property
+    def place(self) -> Tensor:
+        """(row, column) in B of each pixel of A `[H, W, 2]`, NaN where no key was found."""
+        place = self.attended.out[0, 0, ..., 3:].cpu()
+        return torch.where((self.matches.index[0, 0, ..., :1] >= 0).cpu(), place, torch.nan)
+
+
+def pair_of(a: Tensor, b: Tensor, patch: int = MATCH_PATCH, width: int = MATCH_WIDTH, device: str = "cpu") -> Pair:
+    """Patch features of both photographs from one PCA, fitted on A."""
+    a, b = a.to(device), b.to(device)
+    features = PatchFeatures.fit(a, min(width, 3 * patch * patch), patch)
+    places = own_places(*b.shape[:2]).to(device)
+    return Pair(a, b, features(a), features(b), torch.cat((b, places), -1)[None, None])
+
+
+def find(
+    pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: str = "auto",
+    tail: Clusters | None = None,
+) -> Found:  # fmt: skip
+    """Search and attend, with clusters for the keys outside the windows where a tail asks for them.
+
+    The seconds of a first call hold what it compiles.
+    """
+    device, codebook, seconds = pair.q.device.type, None, {}
+    start = now(device)
+    matches = search(pair.q, pair.k, search=setting, impl=impl)
+    seconds["search"] = now(device) - start
+    if tail is not None:
+        start = now(device)
+        codebook = cluster(pair.q, pair.k, pair.v, clusters=tail, scale=scale, impl=impl)
+        seconds["cluster"] = now(device) - start
+    start = now(device)
+    attended = attend(pair.q, pair.k, pair.v, matches, radius=radius, scale=scale, tail=codebook, impl=impl)
+    seconds["attend"] = now(device) - start
+    return Found(matches, attended, seconds)

@@ -1,0 +1,152 @@
+"""Non-local means over a whole picture, by SCRAM with the l2 score on patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..api import attend, search
+from ..types import Matches, Search
+from .features import padded
+from .pca import principal_axes
+
+LEAST_SIDE = 16  # pixels
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to denoise; strength is the bandwidth of the weights in units of the noise."""
+
+    patch: int
+    width: int
+    strength: float
+    matches: int = 2
+    radius: int = 5
+    sweeps: int = 4
+    seed: int = 0
+
+    @classmethod
+    def of(cls, channels: int, changed: Mapping[str, Any] | None = None) -> Settings:
+        """The defaults for grey (7 x 7 patches) or colour (5 x 5, which hold three times the numbers)."""
+        patch, width, strength = (7, 24, 0.95) if channels == 1 else (5, 16, 1.2)
+        given = {name: value for name, value in (changed or {}).items() if value is not None}
+        return cls(**{"patch": patch, "width": width, "strength": strength, **given})
+
+
+def denoise(
+    picture: Tensor,
+    sigma: float | None = None,
+    *,
+    patch: int | None = None,
+    strength: float | None = None,
+    matches: int = 2,
+    radius: int = 5,
+    seed: int = 0,
+) -> Tensor:
+    """Remove white noise from a picture: every patch becomes a mean of patches that look alike.
+
+    Args:
+        picture: [H, W, 1] or [H, W, 3], values 0..1.
+        sigma: standard deviation of the noise, in the same units; None estimates it.
+        patch: side of the patches, odd; 7 for grey, 5 for colour.
+        strength: bandwidth of the weights in units of the noise; 0.95 for grey, 1.2 for colour.
+        matches: windows per pixel: its own, and those of its best matches elsewhere.
+        radius: of the windows.
+        seed: of the search.
+
+    Returns:
+        The picture without noise [H, W, C].
+
+    >>> import torch
+    >>> noisy = 0.5 + 0.1 * torch.randn(24, 32, 1)
+    >>> float((denoise(noisy, 0.1) - 0.5).std() / (noisy - 0.5).std()) < 0.3
+    True
+    """
+    check_picture(picture)
+    changed = {"patch": patch, "strength": strength, "matches": matches, "radius": radius, "seed": seed}
+    settings = Settings.of(picture.shape[-1], changed)
+    check_size(picture, settings)
+    level = estimate_noise(picture) if sigma is None else float(sigma)
+    if not 0 < level < float("inf"):
+        if sigma is not None:
+            raise ValueError(f"sigma must be positive and finite, got {sigma}")
+        raise ValueError("the estimated noise is 0: nothing to remove; give a sigma to smooth all the same")
+    return denoise_picture(picture.float(), level, settings)
+
+
+def check_picture(picture: Tensor) -> None:
+    if not isinstance(picture, Tensor) or picture.ndim != 3 or picture.shape[-1] not in (1, 3):
+        got = tuple(picture.shape) if isinstance(picture, Tensor) else type(picture).__name__
+        raise ValueError(f"picture must be a tensor [H, W, 1] or [H, W, 3] with values 0..1, got {got}")
+
+
+def check_size(picture: Tensor, settings: Settings) -> None:
+    (height, width), least = picture.shape[:2], max(LEAST_SIDE, 2 * settings.patch)
+    if min(height, width) < least:
+        raise ValueError(f"a {width} x {height} picture is too small; both sides must be {least} or more")
+
+
+def estimate_noise(picture: Tensor) -> float:
+    """The standard deviation of white noise in `[H, W, C]`, from the median of the finest diagonal details.
+
+    What a picture itself holds at that scale counts as noise too: textures raise the estimate.
+    """
+    even = picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
+    a, b, c, d = even[::2, ::2], even[::2, 1::2], even[1::2, ::2], even[1::2, 1::2]
+    return float(((a - b - c + d) / 2).abs().median() / 0.6745)
+
+
+def denoise_picture(noisy: Tensor, sigma: float, settings: Settings) -> Tensor:
+    """Non-local means `[H, W, C] -> [H, W, C]`: every patch becomes a mean of patches that look alike.
+
+    Keys and queries are the noisy patches in a PCA of them, each direction damped by how much of it is noise. A query
+    attends the window around itself and those around its best matches elsewhere; patches overlap and are averaged.
+    """
+    height, width, channels = noisy.shape
+    features, left = _features(noisy, sigma, settings)
+    start = Matches.identity((height, width), device=noisy.device)
+    how = Search(
+        matches=settings.matches, separation=settings.radius, sweeps=settings.sweeps, jumps=(4, 1),
+        propagate="shift", gossip=2, seed=settings.seed,
+    )  # fmt: skip
+    # The start is the query's own place, which nothing beats; the other matches keep their distance from it.
+    found = start if settings.matches == 1 else search(features, features, search=how, score="l2", warm=start)
+    values = _unfold(noisy, settings.patch)
+    scale = 1 / ((settings.strength * sigma) ** 2 * left)
+    out, lse = attend(features, features, values[None, None], found, radius=settings.radius, scale=scale, score="l2")
+    # A patch is at distance 0 of itself, a twin with other noise at 2 sigma^2: give it the weight of a twin.
+    twin = exp(-2 / settings.strength**2)
+    total = lse[0, 0].exp().unsqueeze(-1)
+    mean = (out[0, 0] * total - (1 - twin) * values) / (total - 1 + twin)
+    return _fold(mean, ((total - 1 + twin) / twin).sqrt(), settings.patch, channels)
+
+
+def _features(noisy: Tensor, sigma: float, settings: Settings) -> tuple[Tensor, float]:
+    """Damped PCA features `[1, 1, H, W, width]`, and the noise left in them in units of sigma^2."""
+    whole = padded(noisy, settings.patch)
+    mean, variances, axes = principal_axes(F.unfold(whole, settings.patch, stride=3)[0].T.double())
+    width = min(settings.width, len(variances))
+    signal = (1 - sigma**2 / variances[-width:].clamp(min=1e-12)).clamp(min=1e-3)
+    basis = (axes[:, -width:] * signal.sqrt()).T.float()
+    kernel = basis.reshape(width, noisy.shape[-1], settings.patch, settings.patch)
+    features = F.conv2d(whole, kernel, -basis @ mean.float()).movedim(1, -1)[None].contiguous()
+    return features, float(signal.sum())
+
+
+def _unfold(picture: Tensor, patch: int) -> Tensor:
+    """Every patch `[H, W, C * p * p]`."""
+    return F.unfold(padded(picture, patch), patch)[0].T.reshape(*picture.shape[:2], -1)
+
+
+def _fold(patches: Tensor, weight: Tensor, patch: int, channels: int) -> Tensor:
+    """Overlapping patches `[H, W, C * p * p]`, averaged with their weight `[H, W, 1]` to `[H, W, C]`."""
+    height, width = weight.shape[:2]
+    size, rim = (height + patch - 1, width + patch - 1), patch // 2
+    total = F.fold((patches * weight).flatten(0, 1).T[None], size, patch)
+    weights = F.fold(weight.expand(-1, -1, patch * patch).flatten(0, 1).T[None], size, patch)
+    return (total / weights)[0].movedim(0, -1)[rim : rim + height, rim : rim + width]
