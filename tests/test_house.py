@@ -23,6 +23,7 @@ BELOW = {
     "calls": set(),
     "grid": set(),
     "noise": set(),
+    "places": {"grid"},
     "schedule": set(),
     "errors": {"codebook", "estimators", "types"},
     "codebook": {"errors"},
@@ -33,7 +34,7 @@ BELOW = {
     "plan": {"api", "codebook", "errors", "estimators", "statistics", "truth", "types"},
     "tune": {"api", "arguments", "cost", "defaults", "errors", "estimators", "grid", "plan", "precision", "statistics"}
     | {"truth", "types", "validate"},
-    "types": {"errors", "schedule"},
+    "types": {"errors", "places", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},
     "scoring": {"errors", "types"},

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import errors
+from . import errors, places
 from .schedule import MOST_IN_TILES, PROPAGATE
 
 Score = str | Callable[[Tensor, Tensor], Tensor]
@@ -118,6 +118,97 @@ class Matches:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key_grid", errors.matches_fields(self.index, self.score, self.key_grid))
+
+    @staticmethod
+    def identity(
+        grid: Sequence[int],
+        key_grid: Sequence[int] | None = None,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> Matches:
+        """Each query's own place as its match, on a key grid of other extents the place scaled to it; scores are 0.
+
+        Args:
+            grid: the extents of the query grid.
+            key_grid: the extents of the key grid; default those of the query grid.
+            batch, heads: how many rows of queries share these matches.
+            device: where the tensors are made.
+
+        >>> Matches.identity((2, 3)).index.flatten()
+        tensor([0, 1, 2, 3, 4, 5], dtype=torch.int32)
+        """
+        grid = errors.grid(grid)
+        keys = grid if key_grid is None else errors.grid(key_grid, "key_grid")
+        places.same_rank("key_grid", keys, len(grid))
+        own = places.own_index(grid, keys, device).unsqueeze(-1)
+        index = own.expand(errors.whole("batch", batch, 0), errors.whole("heads", heads, 1), *own.shape).contiguous()
+        return Matches(index, torch.zeros(index.shape, device=device), keys)
+
+    @staticmethod
+    def from_coords(coords: Tensor, key_grid: Sequence[int] | None = None) -> Matches:
+        """The keys nearest to places given by coordinates; scores are 0.
+
+        Args:
+            coords: [B, H, *G, kappa, rank], the coordinates of each match on the key grid; halves are rounded up. What
+                is not finite, or nearest to a point off the grid, is no match.
+            key_grid: the extents of the key grid; default those of the query grid.
+
+        >>> Matches.from_coords(torch.tensor([1.6, 0.2, torch.nan]).reshape(1, 1, 3, 1, 1)).index.flatten()
+        tensor([ 2,  0, -1], dtype=torch.int32)
+        """
+        rank = places.coords_rank(coords)
+        keys = errors.grid(coords.shape[2:-2] if key_grid is None else key_grid, "key_grid")
+        places.same_rank("key_grid", keys, rank)
+        index = places.index_of(coords, keys)
+        return Matches(index, torch.zeros(index.shape, device=index.device).masked_fill(index < 0, -torch.inf), keys)
+
+    def coords(self) -> Tensor:
+        """The coordinates of each match on the key grid: float32 [B, H, *G, kappa, rank], NaN where there is none.
+
+        >>> Matches.identity((2, 2)).coords()[0, 0, 1, 0]
+        tensor([[1., 0.]])
+        """
+        return places.coords_of(self.index, self.key_grid)
+
+    def upsample(self, grid: Sequence[int], key_grid: Sequence[int] | None = None) -> Matches:
+        """The same matches for queries and keys at another resolution: the start of a search there.
+
+        Points are centres of cells that cover the same extent. A new query takes the matches of the old one whose cell
+        it lies in, moved by its distance to that one's centre; its scores are the old ones. Coarser grids work too.
+
+        Args:
+            grid: the extents of the new query grid.
+            key_grid: the extents of the new key grid; default the old ones, scaled like the query grid.
+
+        >>> Matches.identity((2, 3)).upsample((4, 6)).index.equal(Matches.identity((4, 6)).index)
+        True
+        """
+        old = tuple(self.index.shape[2:-1])
+        grid = errors.grid(grid)
+        places.same_rank("grid", grid, len(old))
+        if key_grid is None:
+            key_grid = [max(1, (2 * k * n + o) // (2 * o)) for k, n, o in zip(self.key_grid, grid, old, strict=True)]
+        keys = errors.grid(key_grid, "key_grid")
+        places.same_rank("key_grid", keys, len(old))
+        return Matches(*places.resampled(self.index, self.score, self.key_grid, grid, keys), keys)
+
+    def inverse(self, matches: int | None = None) -> Matches:
+        """The same pairs seen from the keys: for every key the queries that found it, best first; -1 for none.
+
+        Forward matches seed a backward search: `search(k, q, warm=found.inverse())`.
+
+        Args:
+            matches: how many queries each key keeps; default kappa.
+
+        >>> found = Matches.from_coords(torch.tensor([2.0, 2.0, 0.0]).reshape(1, 1, 3, 1, 1))
+        >>> found.inverse().index.flatten()
+        tensor([ 2, -1,  0], dtype=torch.int32)
+        """
+        kept = self.index.shape[-1] if matches is None else errors.whole("matches", matches, 1)
+        index, score = places.inverted(self.index, self.score, self.key_grid, kept)
+        return Matches(index, score, tuple(self.index.shape[2:-1]))
 
     def to(self, device: torch.device | str) -> Matches:
         """The same matches on another device."""
