@@ -59,6 +59,7 @@ BELOW = {
     "judge": {"arguments", "dense", "errors", "grid", "statistics", "timing", "truth"},
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
+    "images": {"api", "grid", "types"},
     "layers": {"layout_hints", "plan"},
     "distributed": {
         "_compat",
@@ -87,6 +88,7 @@ TESTED_IN = {
     "_compat/triton": "engines/gpu/test_launch.py",
     "cli/__init__": "cli/test_app.py",
     "distributed/__init__": "distributed/test_api.py",
+    "images/__init__": "images/test_reading.py",
     "nn/__init__": "nn/test_grid_attention.py",
     "stages": "test_api.py",
     "engines/cpu/cluster_tail_backward": "engines/test_cluster_tail.py",

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..images.files import replacing
 from . import INTERRUPTED
 
 Numbers = dict[str, Any]
@@ -37,7 +38,8 @@ class Report:
     def finish(self, path: Path, as_json: bool) -> None:
         """Store the numbers at that path; print them as JSON, or the tables and the files."""
         text = json.dumps(self.numbers, indent=2, allow_nan=False)
-        path.write_text(text + "\n")
+        with replacing(path) as temporary:
+            temporary.write_text(text + "\n")
         if as_json:
             typer.echo(text)
             return

@@ -14,10 +14,11 @@ from rich.table import Table
 from torch import Tensor
 
 from ..api import attend, search
+from ..images.reading import read as read_file
 from ..types import Matches, Search
 from . import not_installed, pictures
 from .console import Numbers, Report, counted, numbers_table, progress
-from .features import open_picture, padded, photograph
+from .features import padded, photograph
 from .pca import principal_axes
 from .pictures import Panel, psnr
 from .provenance import made_with
@@ -47,7 +48,7 @@ class Settings:
 
 def read(path: Path) -> Tensor:
     """A picture in 0..1 `[H, W, 1]` or `[H, W, 3]`: grey stays grey."""
-    return torch.from_numpy(np.atleast_3d(np.asarray(open_picture(path), dtype=np.float32) / 255))
+    return read_file(path).pixels
 
 
 def estimate_noise(picture: Tensor) -> float:

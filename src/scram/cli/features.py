@@ -8,38 +8,16 @@ from types import ModuleType
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
 from torch import Tensor
 
+from ..images.reading import read
 from . import not_installed
 from .pca import principal_axes
 
 
-def open_picture(path: Path) -> Image.Image:
-    """A picture file, upright, as 8-bit grey ("L") or colour ("RGB"); of 16 bits the upper 8, transparency ignored."""
-    try:
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file)
-            image.load()
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        if isinstance(error, OSError) and error.filename is not None:
-            raise
-        raise ValueError(f"{path}: {error}; give a PNG or JPEG that other programs open") from error
-    if image.mode == "F":
-        raise ValueError(f"{path} holds floats of unknown range; save it with 8 or 16 bits")
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
-    return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
-
-
 def read_picture(path: Path, height: int | None = None) -> Tensor:
     """Read a picture as RGB in 0..1 `[H, W, 3]`, upright, resized to `height` with its aspect kept."""
-    image = open_picture(path).convert("RGB")
-    if height is not None and height != image.height:
-        if height < 1:
-            raise ValueError(f"the height of a picture must be at least 1, got {height}")
-        image = image.resize((max(round(image.width * height / image.height), 1), height), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
+    return read(path, height).rgb
 
 
 def sample_pair(height: int | None = None) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import dispatch
 from ..api import attend, cluster, search
 from ..estimators import Clusters
+from ..images.files import replacing
 from ..timing import now
 from ..types import Attended, Matches, Search
 from . import pictures
@@ -182,9 +183,10 @@ def run(
         if share > PLAIN:
             complain(f"warning: {share:.0%} of photograph {name.upper()} is one colour: matches there say nothing")
     index, score, lse = (x[0, 0].cpu().numpy() for x in (found.matches.index, found.matches.score, found.attended.lse))
-    np.savez_compressed(
-        out / "match.npz", offset=offset.numpy(), index=index, score=score, lse=lse, confidence=confidence.numpy()
-    )
+    with replacing(out / "match.npz") as temporary:
+        np.savez_compressed(
+            temporary, offset=offset.numpy(), index=index, score=score, lse=lse, confidence=confidence.numpy()
+        )
     numbers = {
         **made_with(device),
         "impl": impl,

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from ..images.files import replacing
+from ..images.reading import Picture, write
 from ..types import Matches
 
 INK = "#222222"
@@ -23,7 +25,7 @@ INK = "#222222"
 
 def save(picture: Tensor, path: Path) -> None:
     """Write a picture `[H, W, 3]` with values 0..1 (others are cut)."""
-    Image.fromarray(_bytes(picture)).save(path)
+    write(Picture(picture), path)
 
 
 def save_each(panels: Mapping[str, "Panel"], folder: Path) -> None:
@@ -167,7 +169,8 @@ def sheet(panels: Sequence[Panel], path: Path, title: str, note: str = "", colum
             panel.legend(axes)
     if note:
         figure.supxlabel(note, fontsize=10, color="#666666")
-    figure.savefig(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary)
 
 
 def _bytes(picture: Tensor) -> NDArray[np.uint8]:

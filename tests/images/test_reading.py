@@ -1,0 +1,224 @@
+"""Picture files of every kind, read and written; broken and hostile ones refused in one line."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from scram.images.reading import Picture, read, write
+
+RNG = np.random.default_rng(0)
+COLOUR = RNG.integers(0, 256, (9, 12, 3), dtype=np.uint8)
+GREY = RNG.integers(0, 256, (9, 12), dtype=np.uint8)
+ALPHA = RNG.integers(0, 256, (9, 12), dtype=np.uint8)
+
+
+def as_array(picture, bits=8):
+    parts = [picture.pixels] if picture.alpha is None else [picture.pixels, picture.alpha]
+    return (torch.cat(parts, -1) * (2**bits - 1)).round().numpy().astype(int)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif", ".webp", ".bmp", ".ppm", ".gif"])
+@pytest.mark.parametrize("colour", [True, False], ids=["colour", "grey"])
+def test_eight_bits(tmp_path, suffix, colour):
+    array = COLOUR if colour else GREY
+    Image.fromarray(array).save(tmp_path / f"a{suffix}", **({"lossless": True} if suffix == ".webp" else {}))
+    picture = read(tmp_path / f"a{suffix}")
+    assert (picture.bits, picture.alpha, picture.notes) == (8, None, ())
+    assert picture.rgb.shape == (9, 12, 3)
+    assert picture.pixels.dtype == torch.float32
+    if suffix == ".webp":  # it knows no grey
+        array = np.repeat(array[..., None], 3, -1) if not colour else array
+    if suffix == ".gif" and colour:  # 256 colours: 108 pixels fit
+        with Image.open(tmp_path / "a.gif") as image:
+            array = np.asarray(image.convert("RGB"))
+    np.testing.assert_array_equal(as_array(picture), np.atleast_3d(array))
+
+
+def modes():
+    colour, grey = Image.fromarray(COLOUR), Image.fromarray(GREY)
+    with_alpha = colour.copy()
+    with_alpha.putalpha(Image.fromarray(ALPHA))
+    grey_alpha = grey.convert("LA")
+    grey_alpha.putalpha(Image.fromarray(ALPHA))
+    palette = colour.quantize(32)
+    return {
+        "LA": (grey_alpha, "8-bit grey with alpha", np.stack((GREY, ALPHA), -1)),
+        "RGBA": (with_alpha, "8-bit colour with alpha", np.concatenate((COLOUR, ALPHA[..., None]), -1)),
+        "P": (palette, "8-bit colour", np.asarray(palette.convert("RGB"))),
+        "1": (grey.convert("1"), "8-bit grey", np.asarray(grey.convert("1"))[..., None] * 255),
+        "I;16": (Image.fromarray(GREY.astype(np.uint16) * 250), "16-bit grey", GREY[..., None].astype(int) * 250),
+    }
+
+
+@pytest.mark.parametrize("mode", ["LA", "RGBA", "P", "1", "I;16"])
+def test_modes_of_png(tmp_path, mode):
+    image, kind, want = modes()[mode]
+    image.save(tmp_path / "a.png")
+    picture = read(tmp_path / "a.png")
+    assert picture.kind == kind
+    np.testing.assert_array_equal(as_array(picture, picture.bits), want)
+    write(picture, tmp_path / "b.png")
+    again = read(tmp_path / "b.png")
+    assert again.kind == kind
+    assert torch.equal(again.pixels, picture.pixels)
+
+
+def test_transparent_colour_of_a_palette(tmp_path):
+    image = Image.fromarray(COLOUR).quantize(16)
+    image.save(tmp_path / "a.png", transparency=3)
+    alpha = read(tmp_path / "a.png").alpha
+    np.testing.assert_array_equal(alpha[..., 0].numpy() == 0, np.asarray(image) == 3)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_sixteen_bits_there_and_back(tmp_path, channels):
+    values = torch.from_numpy(RNG.integers(0, 65536, (7, 5, channels)).astype(np.float32)) / 65535
+    colours = 1 if channels < 3 else 3
+    before = Picture(values[..., :colours], values[..., colours:] if channels in (2, 4) else None, bits=16)
+    write(before, tmp_path / "a.png")
+    after = read(tmp_path / "a.png")
+    assert after.kind == before.kind
+    assert torch.equal(after.pixels, before.pixels)
+    assert after.has_alpha == before.has_alpha
+    if after.has_alpha:
+        assert torch.equal(after.alpha, before.alpha)
+    with Image.open(tmp_path / "a.png") as image:  # other programs read it
+        assert image.size == (5, 7)
+        image.load()
+    with pytest.raises(ValueError, match=r"16 bits are written as \.png alone"):
+        write(before, tmp_path / "a.tif")
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+@pytest.mark.parametrize("channels", [3, 4])
+def test_sixteen_bits_of_another_program(tmp_path, suffix, channels):
+    cv2 = pytest.importorskip("cv2")
+    array = RNG.integers(0, 65536, (9, 11, channels)).astype(np.uint16)
+    cv2.imwrite(str(tmp_path / f"a.{suffix}"), array)
+    picture = read(tmp_path / f"a.{suffix}")
+    assert picture.bits == 16
+    order = [2, 1, 0, 3][:channels]  # its colours are blue, green, red
+    np.testing.assert_array_equal(as_array(picture, 16), array[..., order])
+
+
+def test_cmyk_becomes_rgb_and_says_so(tmp_path):
+    Image.fromarray(COLOUR).convert("CMYK").save(tmp_path / "a.tif")
+    picture = read(tmp_path / "a.tif")
+    assert picture.notes == ("CMYK converted to RGB",)
+    assert np.abs(as_array(picture) - COLOUR).mean() < 6
+    Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "red.jpg")
+    red = read(tmp_path / "red.jpg").pixels.mean((0, 1))
+    assert red[0] > 0.95
+    assert red[1:].max() < 0.1
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("bits", [8, 16])
+def test_exif_orientation(tmp_path, orientation, bits):
+    turns = {
+        1: lambda x: x, 2: np.fliplr, 3: lambda x: np.rot90(x, 2), 4: np.flipud,
+        5: lambda x: x.swapaxes(0, 1), 6: lambda x: np.rot90(x, -1),
+        7: lambda x: np.rot90(x, 2).swapaxes(0, 1), 8: np.rot90,
+    }  # fmt: skip
+    scaled = torch.from_numpy(COLOUR.astype(np.float32) / 255)
+    write(Picture(scaled, bits=bits), tmp_path / "plain.png")
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = b"eXIf", exif.tobytes()[6:] if exif.tobytes().startswith(b"Exif") else exif.tobytes()
+    chunk = struct.pack(">I", len(data[1])) + data[0] + data[1] + struct.pack(">I", zlib.crc32(data[0] + data[1]))
+    plain = (tmp_path / "plain.png").read_bytes()
+    (tmp_path / "turned.png").write_bytes(plain[:33] + chunk + plain[33:])  # behind the header
+    picture = read(tmp_path / "turned.png")
+    np.testing.assert_array_equal(as_array(picture, 8), turns[orientation](COLOUR))
+    assert picture.notes == (() if orientation == 1 else ("turned upright",))
+    assert picture.bits == bits
+
+
+def test_of_an_animation_the_first_frame(tmp_path):
+    frames = [Image.new("L", (8, 6), value) for value in (50, 100, 150)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    picture = read(tmp_path / "a.gif")
+    assert picture.notes == ("the first of 3 frames",)
+    assert set(as_array(picture).flatten()) == {50}
+
+
+def test_a_picture_of_one_pixel(tmp_path):
+    write(Picture(torch.full((1, 1, 3), 0.2)), tmp_path / "a.png")
+    assert read(tmp_path / "a.png").pixels.shape == (1, 1, 3)
+    assert read(tmp_path / "a.png", 4).pixels.shape == (4, 4, 3)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_resizing_keeps_aspect_and_depth(bits):
+    picture = Picture(torch.rand(20, 40, 3), torch.rand(20, 40, 1), bits)
+    half = picture.resized(10)
+    assert (half.pixels.shape, half.alpha.shape) == ((10, 20, 3), (10, 20, 1))
+    assert picture.resized(20) is picture
+    area = torch.nn.functional.interpolate(picture.pixels.movedim(-1, 0)[None], (10, 20), mode="area")
+    assert float((half.pixels - area[0].movedim(0, -1)).abs().mean()) < 0.1
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        picture.resized(0)
+
+
+def bomb():
+    """A PNG that says it has 60000 x 60000 pixels."""
+    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b"")]
+    chunks = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def saved(image, kind, **how):
+    file = io.BytesIO()
+    image.save(file, kind, **how)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a picture of a kind that is read"),
+        (b"hello", "not a picture of a kind that is read"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture of a kind that is read"),
+        (saved(Image.fromarray(COLOUR), "PNG")[:200], "truncated|broken"),
+        (bomb(), "pixels"),
+        (saved(Image.fromarray(GREY.astype(np.float32)), "TIFF"), "floats of unknown range"),
+        (saved(Image.fromarray(GREY.astype(np.int32) * 99999), "TIFF"), "32-bit integers of unknown range"),
+    ],
+    ids=["empty", "text", "program", "cut", "bomb", "floats", "integers"],
+)
+def test_what_is_refused(tmp_path, content, message):
+    (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read(tmp_path / "a.png")
+    assert str(caught.value).startswith(str(tmp_path / "a.png"))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_and_large_ones(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "no.png")
+    write(Picture(torch.zeros(10, 10, 1)), tmp_path / "a.png")
+    with pytest.raises(ValueError, match="10 x 10 pixels are more than 99"):
+        read(tmp_path / "a.png", most_pixels=99)
+
+
+def test_writing_refuses_what_a_format_cannot_hold(tmp_path):
+    picture = Picture(torch.rand(4, 4, 3), torch.rand(4, 4, 1))
+    with pytest.raises(ValueError, match=r"\.jpg holds no transparency; write a \.png"):
+        write(picture, tmp_path / "a.jpg")
+    (tmp_path / "a.xyz").write_text("old")
+    with pytest.raises(ValueError, match=r"unknown file extension.*; give a name"):
+        write(picture, tmp_path / "a.xyz")
+    assert (tmp_path / "a.xyz").read_text() == "old"
+
+
+def test_the_profile_is_kept(tmp_path):
+    for bits in (8, 16):
+        write(Picture(torch.rand(4, 4, 3), bits=bits, profile=b"a profile"), tmp_path / "a.png")
+        assert read(tmp_path / "a.png").profile == b"a profile"
