@@ -1,1 +1,40 @@
-"""Pictures: read, match and denoise them. Torch in, torch out; files need the extra `cli` (Pillow)."""
+"""Pictures: inpaint, retarget and generate them. Torch in, torch out; `reading` needs the extra `cli` (Pillow).
+
+>>> import torch, scram.images
+>>> picture, hole = torch.rand(24, 30, 1), torch.zeros(24, 30, dtype=torch.bool)
+>>> hole[8:12, 9:14] = True
+>>> scram.images.inpaint(picture, hole).shape
+torch.Size([24, 30, 1])
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .generate import generate
+    from .inpaint import inpaint
+    from .retarget import retarget
+
+__all__ = ["generate", "inpaint", "retarget"]
+
+
+class _Package(ModuleType):
+    """Imports a function when it is first used, so that the command line starts without torch."""
+
+    def __getattr__(self, name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import_module(f".{name}", __name__)
+        return self.__dict__[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Python stores an imported submodule in its package; the function of that name stays before it.
+        super().__setattr__(name, getattr(value, name) if name in __all__ else value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package
