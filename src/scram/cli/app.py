@@ -193,12 +193,14 @@ def inpaint(
         run(image, mask, rectangles, out, changed, device).finish(out / "inpaint.json", as_json)
 
 
-@_command("generate grass --count 3", "generate texture.png --size 512x512", "generate photo.jpg --variety 1 --seed 7")
+@_command(
+    "generate grass --count 3", "generate texture.png --size 512x512", "generate photo.jpg --variety 0.2 --seed 7"
+)
 def generate(
     image: Image,
     size: Annotated[str | None, Option(help="Of the new pictures, WxH; else as the picture.")] = None,
     count: Annotated[int, Option(min=1, max=1000, help="How many, with seeds that follow.")] = 1,
-    variety: Annotated[float, Option(min=0, help="0 gives back the picture; much loses its layout.")] = 0.75,
+    variety: Annotated[float, Option(min=0, help="0 gives back the picture; much loses its layout.")] = 0.3,
     out: Out = Path("scram-generate"),
     patch: Annotated[int | None, Option(min=3, help="Side of the patches, odd.")] = None,
     iterations: Annotated[int | None, Option(min=1, max=100, help="Steps at each level.")] = None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..images.inpaint import DEFAULT, inpaint
+from ..images.inpaint import inpaint, suited
 from ..images.reading import Picture, read, write
 from .arguments import Rectangle
 from .console import Report
@@ -23,7 +23,7 @@ def run(
     """Fill the hole, write the picture, and before and after."""
     picture = open_image(image)
     hole = find_hole(picture, mask, rectangles)
-    settings = replace(DEFAULT, **changed)
+    settings = replace(suited(hole), **changed)
     if mask is None and not rectangles:
         picture = replace(picture, alpha=torch.where(hole.unsqueeze(-1), 1.0, _alpha(picture)))
     before, channels = picture, channels_of(picture).to(device)

@@ -1,8 +1,9 @@
-"""New pictures that look like a given one: patches of a small, noisy version find patches of the source, and vote."""
+"""New pictures that look like a given one: a small, shuffled version is mended with patches of the source."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .pyramid import resize, scaled, scales
@@ -11,24 +12,26 @@ from .synthesis import Progress, Settings, check_picture, coarse_to_fine
 DEFAULT = Settings(iterations=5)
 RATIO = 4 / 3  # of a level to the one above
 COARSEST = 3  # patches along the shorter side at the coarsest level
-ALPHA = 0.005  # completeness: less is more of it
+KNOTS = 5  # along each side, of the random distances by which parts of the start are moved
+ALPHA = 0.01  # completeness: less is more of it
 
 
 @torch.no_grad()
 def generate(
-    picture: Tensor, size: tuple[int, int] | None = None, settings: Settings = DEFAULT, *, variety: float = 0.75,
+    picture: Tensor, size: tuple[int, int] | None = None, settings: Settings = DEFAULT, *, variety: float = 0.3,
     progress: Progress | None = None,
 ) -> Tensor:  # fmt: skip
     """A new picture of the same texture or scene.
 
-    The start is the picture at its coarsest level, stretched to the size and with noise; `settings.seed` draws it.
+    The start is the picture at its coarsest level, its parts moved by random distances; `settings.seed` draws them.
+    Patches of the source mend it, level by level, and all of them are shown somewhere, as in `retarget`.
 
     Args:
         picture: floats [H, W, C], values 0..1.
         size: (height, width) of the result; None for that of the picture.
         settings: how patches are found and how they vote.
-        variety: noise of the start in units of the picture's own standard deviation; 0 gives back the picture, from 2
-            on its layout is lost.
+        variety: how far parts of the start are moved, in halves of the picture; 0 gives back the picture, from 1 on
+            its layout is lost.
         progress: is called with the share of the work done, 0..1.
 
     Returns:
@@ -45,7 +48,19 @@ def generate(
     levels = scales(min(*old, *size), COARSEST * settings.patch, RATIO)
     sources = [resize(picture, scaled(old, scale)) for scale in levels]
     sizes = [scaled(size, scale) for scale in levels]
-    start = resize(sources[0], sizes[0])
-    drawn = torch.randn(start.shape, generator=torch.Generator().manual_seed(settings.seed)).to(start)
-    start = start + variety * sources[0].std() * drawn
+    start = shuffled(sources[0], sizes[0], variety, settings.seed)
     return coarse_to_fine(start, sources, sizes, settings, ALPHA, progress or (lambda share: None))
+
+
+def shuffled(picture: Tensor, size: tuple[int, int], variety: float, seed: int) -> Tensor:
+    """A picture [h, w, C] in another size whose parts were moved by random, smoothly varying distances."""
+    generator = torch.Generator().manual_seed(seed)
+    knots = torch.randn(1, 2, KNOTS, KNOTS, generator=generator)
+    moved = F.interpolate(knots, size, mode="bicubic", align_corners=True)[0].movedim(0, -1)
+    rows, columns = ((2 * torch.arange(extent) + 1) / extent - 1 for extent in size)
+    own = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), -1)
+    places = (own + variety * moved).to(picture)[None]
+    drawn = F.grid_sample(
+        picture.movedim(-1, 0)[None], places, mode="nearest", padding_mode="reflection", align_corners=False
+    )
+    return drawn[0].movedim(0, -1)

@@ -15,26 +15,31 @@ from .smooth import smooth_fill
 from .synthesis import Progress, Settings, Source, update
 from .tiles import Tiles
 
-DEFAULT = Settings(matches=4)
+THIN, WIDE = Settings(matches=4), Settings(matches=1)
 RATIO = 2.0  # of a level to the one above
 REACH = 1.5  # side of a patch over the width of the hole at the coarsest level
 TRUST = 1.2  # a vote counts for less by this factor with each pixel deeper in the hole
+TEXTURE = 6.0  # weight of the roughness around a pixel beside its colours
+FOCUS = 0.15  # of the last votes at each level, in wide holes
 TILE = 32  # side of the squares of patches that are searched together
 LEAST_PATCHES = 16  # whole patches of the source without which a hole is filled smoothly
 
 
 @torch.no_grad()
-def inpaint(picture: Tensor, hole: Tensor, settings: Settings = DEFAULT, *, progress: Progress | None = None) -> Tensor:
+def inpaint(
+    picture: Tensor, hole: Tensor, settings: Settings | None = None, *, progress: Progress | None = None
+) -> Tensor:
     """Fill a hole of any shape with patches from elsewhere in the picture.
 
     At each level, from coarse to fine, patches that touch the hole find the most similar whole patches outside it, and
     those vote for the pixels of the hole. What they leave of the known pixels around the hole is carried into it
-    smoothly, so that no seam is left. A thin hole needs one level, and starts from a smooth surface.
+    smoothly, so that no seam is left. Patches know how rough their surroundings are: else blurred guesses would find
+    smooth patches alone. A thin hole needs one level, and starts from a smooth surface.
 
     Args:
         picture: floats [H, W, C], values 0..1; what lies in the hole is never read.
         hole: bool [H, W], True = to be filled.
-        settings: how patches are found and how they vote.
+        settings: how patches are found and how they vote; None for `suited(hole)`.
         progress: is called with the share of the work done, 0..1.
 
     Returns:
@@ -52,12 +57,16 @@ def inpaint(picture: Tensor, hole: Tensor, settings: Settings = DEFAULT, *, prog
     picture = torch.where(hole.unsqueeze(-1), 0, picture)  # a NaN in the hole stays there
     if not bool(hole.any()):
         return picture
+    settings = settings or suited(hole)
     fitting = [side for side in range(settings.patch, 1, -2) if side <= min(hole.shape)]
     fitting = [side for side in fitting if int(whole(~hole, side).sum()) >= LEAST_PATCHES]
     if not fitting:
         return smooth_fill(picture, hole, order=1)
     settings = replace(settings, patch=fitting[0])
     sizes = _levels(hole, settings.patch)
+    channels = picture.shape[-1]
+    if len(sizes) > 1:
+        picture = torch.cat((picture, TEXTURE * activity(picture, hole, settings.patch)), -1)
     work = [height * width for height, width in sizes]
     above: tuple[Tensor, Matches] | None = None
     for level, size in enumerate(sizes):
@@ -68,7 +77,26 @@ def inpaint(picture: Tensor, hole: Tensor, settings: Settings = DEFAULT, *, prog
             lambda x, done=done, share=share: told(done + share * x),  # type: ignore[misc]
         )  # fmt: skip
     assert above is not None
-    return torch.where(hole.unsqueeze(-1), above[0], picture)
+    return torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
+
+
+def suited(hole: Tensor) -> Settings:
+    """Settings for a hole, bool [H, W]: means of four patches where it is thin, single patches where it is wide."""
+    return THIN if len(_levels(hole, THIN.patch)) == 1 else WIDE
+
+
+def activity(picture: Tensor, hole: Tensor, side: int) -> Tensor:
+    """How rough a picture [H, W, C] is around each pixel [H, W, 2]: mean differences down and across, known ones."""
+    grey, known = picture.mean(-1)[None, None], (~hole).to(picture.dtype)[None, None]
+    means = []
+    for axis in (-2, -1):
+        length = grey.shape[axis] - 1
+        both = known.narrow(axis, 0, length) * known.narrow(axis, 1, length)
+        rough = (grey.narrow(axis, 1, length) - grey.narrow(axis, 0, length)).abs() * both
+        pad = (0, 0, 0, 1) if axis == -2 else (0, 1, 0, 0)
+        summed, count = (F.avg_pool2d(F.pad(x, pad), 2 * side - 1, 1, side - 1) for x in (rough, both))
+        means.append(torch.where(count > 1e-6, summed / count.clamp(min=1e-6), 0)[0, 0])
+    return torch.stack(means, -1)
 
 
 def _check(picture: Tensor, hole: Tensor) -> None:
@@ -121,10 +149,12 @@ def _fill(
     for step in range(settings.iterations):
         tiles = Tiles.of(touched, TILE, step % 2 * TILE // 2)  # matches cross the borders of tiles in the next step
         seen, blurred_source = (guess, None) if step or blurred is None else (blurred, blurred)
+        own = replace(settings, focus=FOCUS) if order == 1 and step == settings.iterations - 1 else settings
         votes, warm = update(
-            seen, source, settings, first_step + step, blurred=blurred_source, weight=weight, tiles=tiles, warm=warm
+            seen, source, own, first_step + step, blurred=blurred_source, weight=weight, tiles=tiles, warm=warm
         )
         told((step + 1) / settings.iterations)
         guess = torch.where(inside, votes, known)
+    assert warm is not None
     left = torch.where((near & ~hole).unsqueeze(-1), known - votes, 0)
     return torch.where(inside, votes + smooth_fill(left, hole, order), known), warm

@@ -1,10 +1,9 @@
-"""Pictures to patches and back: every whole patch as a vector, its features, and overlapping patches averaged."""
+"""Pictures to patches: every whole patch as a vector, and its features."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,24 +18,6 @@ def unfold(picture: Tensor, side: int) -> Tensor:
     """
     grid = patch_grid(picture, side)
     return F.unfold(picture.movedim(-1, 0)[None], side)[0].T.reshape(*grid, -1)
-
-
-def vote(patches: Tensor, weight: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Overlapping patches [h, w, C * side * side] averaged with their weights [h, w]: patch voting.
-
-    Returns:
-        The picture [H, W, C], H = h + side - 1, and the sum of the weights of each pixel [H, W, 1]; a pixel without
-        weight is 0.
-
-    >>> picture = torch.rand(6, 8, 3)
-    >>> torch.allclose(vote(unfold(picture, 3), torch.rand(4, 6), 3)[0], picture)
-    True
-    """
-    size = (weight.shape[0] + side - 1, weight.shape[1] + side - 1)
-    columns = weight.reshape(1, 1, -1)
-    total = F.fold(columns.expand(-1, side * side, -1), size, side)[0].movedim(0, -1)
-    summed = F.fold(patches.flatten(0, 1).T[None] * columns, size, side)[0].movedim(0, -1)
-    return torch.where(total > 0, summed / torch.where(total > 0, total, 1), 0), total
 
 
 def whole(mask: Tensor, side: int) -> Tensor:

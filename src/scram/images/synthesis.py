@@ -30,6 +30,7 @@ class Settings:
         width: features kept of each.
         matches: source patches that each patch of the guess becomes a mean of.
         sharpness: how fast their weights fall with the squared distance over its median; more is sharper.
+        focus: how fast the votes of a patch fall from its centre to its rim; more is sharper, with more seams.
         sweeps: of each search.
         iterations: steps at each level.
         seed: of everything random.
@@ -39,6 +40,7 @@ class Settings:
     width: int = 24
     matches: int = 1
     sharpness: float = 1.0
+    focus: float = 0.0
     sweeps: int = 3
     iterations: int = 6
     seed: int = 0
@@ -51,6 +53,8 @@ class Settings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.sharpness < float("inf"):
             raise ValueError(f"sharpness must be positive and finite, got {self.sharpness}")
+        if not 0 <= self.focus < float("inf"):
+            raise ValueError(f"focus must be at least 0 and finite, got {self.focus}")
 
 
 @dataclass(frozen=True)
@@ -145,14 +149,20 @@ def update(
     patches = attend(q, k, values, found, radius=0, scale=scale, score=score, key_mask=mask).out[0]
     weight = torch.ones(grid, device=q.device, dtype=q.dtype) if weight is None else weight
     index, best = tiles.put(found.index[0], -1), tiles.put(found.score[0], -torch.inf)
-    votes = tile_vote(patches, tiles.cut(weight.unsqueeze(-1)), tiles, settings.patch)
+    votes = tile_vote(patches, tiles.cut(weight.unsqueeze(-1)), tiles, settings.patch, settings.focus)
     return votes, Matches(index[None, None], best[None, None], found.key_grid)
 
 
-def tile_vote(patches: Tensor, weight: Tensor, tiles: Tiles, side: int) -> Tensor:
-    """Patch voting: patches [n, th, tw, C * p * p] of tiles averaged with their weights [n, th, tw, 1] -> [H, W, C]."""
-    size = [extent + side - 1 for extent in tiles.side]
-    columns = torch.cat([patches * weight, weight.expand(-1, -1, -1, side * side)], -1).flatten(1, 2).mT
+def tile_vote(patches: Tensor, weight: Tensor, tiles: Tiles, side: int, focus: float = 0.0) -> Tensor:
+    """Patch voting: patches [n, th, tw, C * p * p] of tiles averaged with their weights [n, th, tw, 1] -> [H, W, C].
+
+    With focus the pixels of a patch count for less by exp(-focus r^2) at the distance r from its centre.
+    """
+    size = (tiles.side[0] + side - 1, tiles.side[1] + side - 1)
+    line = torch.arange(side, device=patches.device, dtype=patches.dtype) - side // 2
+    ring = (-focus * (line[:, None].square() + line.square())).exp().flatten()
+    each = weight * ring  # [n, th, tw, p * p]
+    columns = torch.cat([patches * each.repeat(1, 1, 1, patches.shape[-1] // len(ring)), each], -1).flatten(1, 2).mT
     summed = tiles.add(F.fold(columns, size, side), side - 1)
     total = summed[-1:]
     return torch.where(total > 0, summed[:-1] / torch.where(total > 0, total, 1), 0).movedim(0, -1)

@@ -54,7 +54,7 @@ class Tiles:
         every = x.new_full((self.counts[0] * self.counts[1], *x.shape[1:]), rest)
         every[self.wanted] = x
         down, across = self.counts
-        joined = every.unflatten(0, (down, across)).movedim(2, 1).flatten(2, 3).flatten(0, 1)
+        joined = every.reshape(down, across, *x.shape[1:]).movedim(2, 1).flatten(2, 3).flatten(0, 1)
         (top, left), (height, width) = self.shift, self.grid
         return joined[top : top + height, left : left + width]
 
