@@ -13,7 +13,7 @@ DEFAULT = Settings(iterations=5)
 RATIO = 4 / 3  # of a level to the one above
 COARSEST = 3  # patches along the shorter side at the coarsest level
 KNOTS = 5  # along each side, of the random distances by which parts of the start are moved
-ALPHA = 0.01  # completeness: less is more of it
+ALPHA = 0.05  # completeness: less is more of it
 
 
 @torch.no_grad()

@@ -15,12 +15,11 @@ from .smooth import smooth_fill
 from .synthesis import Progress, Settings, Source, update
 from .tiles import Tiles
 
-THIN, WIDE = Settings(matches=4), Settings(matches=1)
+THIN, WIDE = Settings(matches=4), Settings(matches=4, sharpness=2.0)
 RATIO = 2.0  # of a level to the one above
 REACH = 1.5  # side of a patch over the width of the hole at the coarsest level
 TRUST = 1.2  # a vote counts for less by this factor with each pixel deeper in the hole
 TEXTURE = 6.0  # weight of the roughness around a pixel beside its colours
-FOCUS = 0.15  # of the last votes at each level, in wide holes
 TILE = 32  # side of the squares of patches that are searched together
 LEAST_PATCHES = 16  # whole patches of the source without which a hole is filled smoothly
 
@@ -81,7 +80,7 @@ def inpaint(
 
 
 def suited(hole: Tensor) -> Settings:
-    """Settings for a hole, bool [H, W]: means of four patches where it is thin, single patches where it is wide."""
+    """Settings for a hole, bool [H, W]: means of four patches, sharper ones where it is wide."""
     return THIN if len(_levels(hole, THIN.patch)) == 1 else WIDE
 
 
@@ -149,9 +148,8 @@ def _fill(
     for step in range(settings.iterations):
         tiles = Tiles.of(touched, TILE, step % 2 * TILE // 2)  # matches cross the borders of tiles in the next step
         seen, blurred_source = (guess, None) if step or blurred is None else (blurred, blurred)
-        own = replace(settings, focus=FOCUS) if order == 1 and step == settings.iterations - 1 else settings
         votes, warm = update(
-            seen, source, own, first_step + step, blurred=blurred_source, weight=weight, tiles=tiles, warm=warm
+            seen, source, settings, first_step + step, blurred=blurred_source, weight=weight, tiles=tiles, warm=warm
         )
         told((step + 1) / settings.iterations)
         guess = torch.where(inside, votes, known)
