@@ -13,7 +13,7 @@ from .synthesis import Progress, Settings, Source, check_picture, coarse_to_fine
 DEFAULT = Settings(iterations=4)
 RATIO = 1.5  # of a level to the one above
 COARSEST = 4.5  # patches along the shorter side at the coarsest level
-ALPHA = 0.5  # completeness: less is more of it
+ALPHA = 0.2  # completeness: less is more of it
 STRETCH = 1.1  # at most, in one step at the coarsest level
 
 
