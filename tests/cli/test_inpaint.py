@@ -61,6 +61,13 @@ def test_holes_are_filled_and_the_rest_is_kept(folder, tmp_path, image, how, mod
     assert pixels(tmp_path / "inpaint.png")[0].startswith("RGB")
 
 
+def test_sharp_takes_single_patches(folder, tmp_path):
+    arguments = ("inpaint", folder / "photo.png", "--mask", folder / "mask.png", "--iterations", 1, "--json")
+    settings = json.loads(call(*arguments, "--sharp", "--out", tmp_path)[1])["settings"]
+    assert (settings["matches"], settings["iterations"]) == (1, 1)
+    assert settings["focus"] > 0
+
+
 def test_json_and_seeds(folder, tmp_path):
     arguments = ("inpaint", folder / "photo.png", "--mask", folder / "mask.png", "--iterations", 1, "--json")
     results = []

@@ -173,6 +173,7 @@ def inpaint(
     mask: Annotated[Path | None, Option(help="A picture of equal size: white (or transparent) = hole.")] = None,
     rectangle: Annotated[list[str] | None, Option(help="A hole: left,top,width,height; repeatable.")] = None,
     out: Out = Path("scram-inpaint"),
+    sharp: Annotated[bool, Option("--sharp", help="Single patches: crisp grass and gravel.")] = False,
     patch: Annotated[int | None, Option(min=3, help="Side of the patches, odd.")] = None,
     matches: Annotated[int | None, Option(min=1, max=64, help="Patches that each becomes a mean of.")] = None,
     iterations: Annotated[int | None, Option(min=1, max=100, help="Steps at each level.")] = None,
@@ -190,7 +191,7 @@ def inpaint(
         from .inpaint import run
 
         changed = _given(patch=patch, matches=matches, iterations=iterations, seed=seed)
-        run(image, mask, rectangles, out, changed, device).finish(out / "inpaint.json", as_json)
+        run(image, mask, rectangles, out, sharp, changed, device).finish(out / "inpaint.json", as_json)
 
 
 @_command(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..images.inpaint import inpaint, suited
+from ..images.inpaint import SHARP, inpaint, suited
 from ..images.reading import Picture, read, write
 from .arguments import Rectangle
 from .console import Report
@@ -18,12 +18,13 @@ MARK = torch.tensor([1.0, 0.0, 1.0])  # the hole, in the picture before
 
 
 def run(
-    image: str, mask: Path | None, rectangles: Sequence[Rectangle], out: Path, changed: dict[str, int], device: str
-) -> Report:
+    image: str, mask: Path | None, rectangles: Sequence[Rectangle], out: Path, sharp: bool,
+    changed: dict[str, int], device: str,
+) -> Report:  # fmt: skip
     """Fill the hole, write the picture, and before and after."""
     picture = open_image(image)
     hole = find_hole(picture, mask, rectangles)
-    settings = replace(suited(hole), **changed)
+    settings = replace(SHARP if sharp else suited(hole), **changed)
     if mask is None and not rectangles:
         picture = replace(picture, alpha=torch.where(hole.unsqueeze(-1), 1.0, _alpha(picture)))
     before, channels = picture, channels_of(picture).to(device)

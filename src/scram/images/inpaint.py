@@ -16,6 +16,7 @@ from .synthesis import Progress, Settings, Source, update
 from .tiles import Tiles
 
 THIN, WIDE = Settings(matches=4), Settings(matches=4, sharpness=2.0)
+SHARP = Settings(matches=1, focus=0.5)  # single patches: irregular textures stay crisp, errors grow
 RATIO = 2.0  # of a level to the one above
 REACH = 1.5  # side of a patch over the width of the hole at the coarsest level
 TRUST = 1.2  # a vote counts for less by this factor with each pixel deeper in the hole
