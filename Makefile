@@ -70,5 +70,5 @@ tables: setup
 test: lint types wheel unit
 
 clean:
-	rm -rf $(VENV) build dist scram-bench scram-coherence scram-demo scram-denoise scram-figures scram-judge scram-match .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist scram-bench scram-coherence scram-demo scram-denoise scram-figures scram-generate scram-inpaint scram-judge scram-match scram-retarget .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -350,6 +350,21 @@ def film() -> str:
     return table(("", "", "PSNR, dB", "CPU time a frame, s"), *lines)
 
 
+def inpaint() -> str:
+    """docs/inpaint: mean PSNR and SSIM inside the holes, and processor seconds, of every kind of hole."""
+    kinds = load("inpaint")
+    names = dict.fromkeys(name for kind in kinds.values() for name in kind["means"])
+
+    def cells(name: str) -> tuple[str, ...]:
+        means = (kind["means"].get(name) for kind in kinds.values())
+        return tuple(
+            "" if mean is None else f"{mean['psnr_db']:.2f} / {mean['ssim']:.3f} / {mean['cpu_seconds']:.1f}"
+            for mean in means
+        )
+
+    return table(("dB / SSIM / s", *kinds), *((name, *cells(name)) for name in names))
+
+
 def modes() -> str:
     """docs/modes: blobs touched, over features and separations."""
     head = ("averaged over", "L", "queries", "blobs, anywhere", "blobs, apart", "apart touches more", "fewer")
@@ -607,6 +622,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "denoise": denoise,
     "film": film,
     "matching": matching,
+    "inpaint": inpaint,
     "mobilesam": mobilesam_model,
     "mobilesam-heads": mobilesam_heads,
     "mobilesam-layers": mobilesam_layers,

@@ -60,7 +60,7 @@ BELOW = {
     "judge": {"arguments", "dense", "errors", "grid", "statistics", "timing", "truth"},
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
-    "images": {"api", "grid", "types"},
+    "images": {"api", "exact", "grid", "scoring", "types"},
     "layers": {"layout_hints", "plan"},
     "distributed": {
         "_compat",

@@ -68,7 +68,14 @@ def _examples(*lines: str) -> str:
 app = typer.Typer(
     cls=Group,
     help="Attention over grids at O(N log N) cost: try it, measure it, and see what runs on this machine.",
-    epilog=_examples("demo", "match left.png right.png", "denoise camera --add-noise 25", "bench", "info"),
+    epilog=_examples(
+        "demo",
+        "match left.png right.png",
+        "denoise camera --add-noise 25",
+        "inpaint photo.jpg --mask mask.png",
+        "bench",
+        "info",
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -79,11 +86,17 @@ Json = Annotated[bool, Option("--json", help="Print the numbers as JSON, not as 
 Seed = Annotated[int, Option(help="Seed of everything random: search, sampled queries, shuffles.")]
 Device = Annotated[str, Option(help="cpu or cuda.")]
 Impl = Annotated[str, Option(help="Which implementation runs; `scram info` lists them.")]
+Image = Annotated[str, Argument(help=f"A picture file, or one of scikit-image's: {', '.join(PHOTOGRAPHS)}.")]
 Radius = Annotated[int, Option(min=0, max=64, help="Radius of the windows around matches (b).")]
 
 
 def _command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return app.command(cls=Command, epilog=_examples(*examples))
+
+
+def _given(**values: int | None) -> dict[str, int]:
+    """What is not None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @_command("demo", "demo --size 144 --out /tmp/demo --json")
@@ -174,6 +187,83 @@ def denoise(
         changed["matches"] = matches
         report = run(image, is_sample, out, sigma, add_noise, rivals, changed, device)
         report.finish(out / "denoise.json", as_json)
+
+
+@_command(
+    "inpaint photo.jpg --mask mask.png", "inpaint photo.png --rectangle 120,80,64,48", "inpaint cutout.png --json"
+)
+def inpaint(
+    image: Image,
+    mask: Annotated[Path | None, Option(help="A picture of equal size: white (or transparent) = hole.")] = None,
+    rectangle: Annotated[list[str] | None, Option(help="A hole: left,top,width,height; repeatable.")] = None,
+    out: Out = Path("scram-inpaint"),
+    sharp: Annotated[bool, Option("--sharp", help="Single patches: crisp grass and gravel.")] = False,
+    patch: Annotated[int | None, Option(min=3, help="Side of the patches, odd.")] = None,
+    matches: Annotated[int | None, Option(min=1, max=64, help="Patches that each becomes a mean of.")] = None,
+    iterations: Annotated[int | None, Option(min=1, max=100, help="Steps at each level.")] = None,
+    device: Device = "cpu",
+    seed: Annotated[int, Option(min=0, help="Seed of the searches.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Fill holes of a picture with patches from elsewhere in it; without a mask, what is transparent."""
+    with one_line_errors(), output_folder(out):
+        arguments.check_device(device)
+        arguments.is_photograph(image)
+        if mask is not None:
+            arguments.check_readable(mask)
+        rectangles = [arguments.rectangle(text) for text in rectangle or ()]
+        from .inpaint import run
+
+        changed = _given(patch=patch, matches=matches, iterations=iterations, seed=seed)
+        run(image, mask, rectangles, out, sharp, changed, device).finish(out / "inpaint.json", as_json)
+
+
+@_command(
+    "generate grass --count 3", "generate texture.png --size 512x512", "generate photo.jpg --variety 0.2 --seed 7"
+)
+def generate(
+    image: Image,
+    size: Annotated[str | None, Option(help="Of the new pictures, WxH; else as the picture.")] = None,
+    count: Annotated[int, Option(min=1, max=1000, help="How many, with seeds that follow.")] = 1,
+    variety: Annotated[float, Option(min=0, help="0 gives back the picture; much loses its layout.")] = 0.3,
+    out: Out = Path("scram-generate"),
+    patch: Annotated[int | None, Option(min=3, help="Side of the patches, odd.")] = None,
+    iterations: Annotated[int | None, Option(min=1, max=100, help="Steps at each level.")] = None,
+    device: Device = "cpu",
+    seed: Annotated[int, Option(min=0, help="Seed of the first picture.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Make new pictures of the same texture or scene out of patches of a picture."""
+    with one_line_errors(), output_folder(out):
+        arguments.check_device(device)
+        arguments.is_photograph(image)
+        width, height = (None, None) if size is None else arguments.picture_size(size)
+        from .generate import run
+
+        changed = _given(patch=patch, iterations=iterations, seed=seed)
+        run(image, width, height, count, variety, out, changed, device).finish(out / "generate.json", as_json)
+
+
+@_command("retarget photo.jpg --size 400x", "retarget photo.jpg --size 640x360 --out /tmp/r --json")
+def retarget(
+    image: Image,
+    size: Annotated[str, Option(help="Of the result: WxH, or Wx or xH to keep the other side.")],
+    out: Out = Path("scram-retarget"),
+    patch: Annotated[int | None, Option(min=3, help="Side of the patches, odd.")] = None,
+    iterations: Annotated[int | None, Option(min=1, max=100, help="Steps at each level.")] = None,
+    device: Device = "cpu",
+    seed: Annotated[int, Option(min=0, help="Seed of the searches.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Make a picture narrower or wider, lower or higher, without squeezing what it shows."""
+    with one_line_errors(), output_folder(out):
+        arguments.check_device(device)
+        arguments.is_photograph(image)
+        width, height = arguments.picture_size(size)
+        from .retarget import run
+
+        changed = _given(patch=patch, iterations=iterations, seed=seed)
+        run(image, width, height, out, changed, device).finish(out / "retarget.json", as_json)
 
 
 @_command("figures", "figures --only maps,modes --out /tmp/f", "figures --size 288 --json")

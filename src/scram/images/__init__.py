@@ -1,10 +1,14 @@
-"""Pictures: match and denoise them. Torch in, torch out; `reading` needs the extra `cli` (Pillow).
+"""Pictures: match, denoise, inpaint, retarget and generate them. Torch in, torch out; `reading` needs the extra `cli`.
 
 >>> import torch, scram.images
 >>> a = torch.rand(40, 50, 3)
 >>> found = scram.images.match(a, a.roll(2, 1), patch=5)
 >>> found.offset[20, 20]
 tensor([0., 2.])
+>>> picture, hole = torch.rand(24, 30, 1), torch.zeros(24, 30, dtype=torch.bool)
+>>> hole[8:12, 9:14] = True
+>>> scram.images.inpaint(picture, hole).shape
+torch.Size([24, 30, 1])
 """
 
 import sys
@@ -14,9 +18,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .denoise import denoise
+    from .generate import generate
+    from .inpaint import inpaint
     from .match import match
+    from .retarget import retarget
 
-__all__ = ["denoise", "match"]
+__all__ = ["denoise", "generate", "inpaint", "match", "retarget"]
 
 
 class _Package(ModuleType):

@@ -1,0 +1,45 @@
+"""`scram generate`: new pictures of the same texture or scene."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ..images.generate import DEFAULT, generate
+from ..images.reading import write
+from ..images.similarity import two_way
+from .console import Report
+from .edits import bar, channels_of, open_image, report, shown, timed, with_channels
+from .pictures import Panel
+
+
+def run(
+    image: str, width: int | None, height: int | None, count: int, variety: float, out: Path, changed: dict[str, int],
+    device: str,
+) -> Report:  # fmt: skip
+    """Generate `count` pictures with following seeds and write them."""
+    picture = open_image(image)
+    size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
+    settings, channels = replace(DEFAULT, **changed), channels_of(picture).to(device)
+    panels, made, files = [Panel("Source", shown(picture))], [], []
+    with bar("generating") as told:
+        for number in range(count):
+            own = replace(settings, seed=settings.seed + number)
+            x, seconds = timed(
+                lambda own=own, number=number: generate(  # type: ignore[misc]
+                    channels, size, own, variety=variety, progress=lambda share: told((number + share) / count)
+                )
+            )
+            result, name = with_channels(picture, x), f"generated-{own.seed}.png"
+            write(result, out / name)
+            there, back = two_way(x.to(device), channels, settings)
+            panels.append(Panel(f"Seed {own.seed}", shown(result), f"{seconds:.1f} s"))
+            made.append({"seed": own.seed, "file": name, "seconds": seconds, "to_source": there, "from_source": back})
+            files.append(name)
+    rows = [("result", f"{size[1]} x {size[0]}"), ("pictures", str(count))]
+    rows += [
+        (str(row["file"]), f"{row['seconds']:.2f} s, distance of patches {row['to_source']:.4f} to the source")
+        for row in made
+    ]
+    return report(
+        "generate", image, picture, panels, out, device, rows, files,
+        result=list(size), variety=variety, settings=asdict(settings), pictures=made,
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""`scram inpaint`: fill holes of a picture with patches of the rest of it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..images.inpaint import SHARP, inpaint, suited
+from ..images.reading import Picture, read, write
+from .arguments import Rectangle
+from .console import Report
+from .edits import bar, channels_of, open_image, report, shown, timed, with_channels
+from .pictures import Panel
+
+MARK = torch.tensor([1.0, 0.0, 1.0])  # the hole, in the picture before
+
+
+def run(
+    image: str, mask: Path | None, rectangles: Sequence[Rectangle], out: Path, sharp: bool,
+    changed: dict[str, int], device: str,
+) -> Report:  # fmt: skip
+    """Fill the hole, write the picture, and before and after."""
+    picture = open_image(image)
+    hole = find_hole(picture, mask, rectangles)
+    settings = replace(SHARP if sharp else suited(hole), **changed)
+    if mask is None and not rectangles:
+        picture = replace(picture, alpha=torch.where(hole.unsqueeze(-1), 1.0, _alpha(picture)))
+    before, channels = picture, channels_of(picture).to(device)
+    with bar("inpainting") as told:
+        filled, seconds = timed(lambda: inpaint(channels, hole.to(device), settings, progress=told))
+    result = with_channels(picture, filled)
+    # Known pixels keep their exact values, those that premultiplied alpha would lose too.
+    kept = torch.where(hole.unsqueeze(-1), result.pixels, picture.pixels)
+    result = replace(result, pixels=kept)
+    write(result, out / "inpainted.png")
+    share = float(hole.float().mean())
+    panels = [
+        Panel(
+            "Before", torch.where(hole.unsqueeze(-1), MARK, shown(before)), f"the hole is {share:.1%} of the picture"
+        ),
+        Panel("After", shown(result), f"{seconds:.1f} s"),
+    ]
+    rows = [("hole", f"{share:.1%}"), ("time", f"{seconds:.2f} s on {device}")]
+    return report(
+        "inpaint", image, picture, panels, out, device, rows, ["inpainted.png"],
+        hole_share=share, seconds=seconds, settings=asdict(settings),
+    )  # fmt: skip
+
+
+def find_hole(picture: Picture, mask: Path | None, rectangles: Sequence[Rectangle]) -> Tensor:
+    """bool [H, W]: what is white in the mask (transparent, if it has an alpha), and in the rectangles.
+
+    Without either it is what is transparent in the picture.
+    """
+    height, width = picture.pixels.shape[:2]
+    hole = torch.zeros(height, width, dtype=torch.bool)
+    if mask is not None:
+        drawn = read(mask)
+        if drawn.pixels.shape[:2] != hole.shape:
+            size = f"{drawn.pixels.shape[1]} x {drawn.pixels.shape[0]}"
+            raise ValueError(f"{mask}: the mask is {size}, the picture {width} x {height}; both must be equal")
+        opaque = drawn.alpha is None or bool((drawn.alpha > 0.5).all())
+        hole |= drawn.pixels.mean(-1) > 0.5 if opaque or drawn.alpha is None else drawn.alpha[..., 0] < 0.5
+    for left, top, wide, high in rectangles:
+        if left >= width or top >= height:
+            raise ValueError(f"rectangle {left},{top},{wide},{high} lies outside the picture of {width} x {height}")
+        hole[top : top + high, left : left + wide] = True
+    if mask is None and not rectangles:
+        hole = _alpha(picture)[..., 0] < 0.5
+        if not bool(hole.any()):
+            raise ValueError("give --mask or --rectangle; without them the hole is what is transparent, and nothing is")
+    if not bool(hole.any()):
+        raise ValueError(
+            "the hole is empty: white pixels of the mask (transparent ones, if it has an alpha) are filled"
+        )
+    return hole
+
+
+def _alpha(picture: Picture) -> Tensor:
+    return torch.ones(*picture.pixels.shape[:2], 1) if picture.alpha is None else picture.alpha

@@ -1,0 +1,159 @@
+"""Fill holes of a picture with patches of the rest of it, coarse to fine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..types import Matches
+from .patches import whole
+from .pyramid import depth, finer, resize, scaled, scales, shrink_known
+from .smooth import smooth_fill
+from .synthesis import Progress, Settings, Source, update
+from .tiles import Tiles
+
+THIN, WIDE = Settings(matches=4), Settings(matches=4, sharpness=2.0)
+SHARP = Settings(matches=1, focus=0.5)  # single patches: irregular textures stay crisp, errors grow
+RATIO = 2.0  # of a level to the one above
+REACH = 1.5  # side of a patch over the width of the hole at the coarsest level
+TRUST = 1.2  # a vote counts for less by this factor with each pixel deeper in the hole
+TEXTURE = 6.0  # weight of the roughness around a pixel beside its colours
+TILE = 32  # side of the squares of patches that are searched together
+LEAST_PATCHES = 16  # whole patches of the source without which a hole is filled smoothly
+
+
+@torch.no_grad()
+def inpaint(
+    picture: Tensor, hole: Tensor, settings: Settings | None = None, *, progress: Progress | None = None
+) -> Tensor:
+    """Fill a hole of any shape with patches from elsewhere in the picture.
+
+    At each level, from coarse to fine, patches that touch the hole find the most similar whole patches outside it, and
+    those vote for the pixels of the hole. What they leave of the known pixels around the hole is carried into it
+    smoothly, so that no seam is left. Patches know how rough their surroundings are: else blurred guesses would find
+    smooth patches alone. A thin hole needs one level, and starts from a smooth surface.
+
+    Args:
+        picture: floats [H, W, C], values 0..1; what lies in the hole is never read.
+        hole: bool [H, W], True = to be filled.
+        settings: how patches are found and how they vote; None for `suited(hole)`.
+        progress: is called with the share of the work done, 0..1.
+
+    Returns:
+        The picture [H, W, C]; outside the hole it is unchanged.
+
+    >>> stripes = torch.linspace(0, 24, 48).sin().expand(32, 48).unsqueeze(-1) / 2 + 0.5
+    >>> hole = torch.zeros(32, 48, dtype=torch.bool)
+    >>> hole[10:20, 20:30] = True
+    >>> filled = inpaint(torch.where(hole.unsqueeze(-1), 0, stripes), hole)
+    >>> bool((filled - stripes).abs().max() < 0.1)
+    True
+    """
+    _check(picture, hole)
+    told = progress or (lambda share: None)
+    picture = torch.where(hole.unsqueeze(-1), 0, picture)  # a NaN in the hole stays there
+    if not bool(hole.any()):
+        return picture
+    settings = settings or suited(hole)
+    fitting = [side for side in range(settings.patch, 1, -2) if side <= min(hole.shape)]
+    fitting = [side for side in fitting if int(whole(~hole, side).sum()) >= LEAST_PATCHES]
+    if not fitting:
+        return smooth_fill(picture, hole, order=1)
+    settings = replace(settings, patch=fitting[0])
+    sizes = _levels(hole, settings.patch)
+    channels = picture.shape[-1]
+    if len(sizes) > 1:
+        picture = torch.cat((picture, TEXTURE * activity(picture, hole, settings.patch)), -1)
+    work = [height * width for height, width in sizes]
+    above: tuple[Tensor, Matches] | None = None
+    for level, size in enumerate(sizes):
+        known, missing = shrink_known(picture, hole, size)
+        done, share = sum(work[:level]) / sum(work), work[level] / sum(work)
+        above = _fill(
+            known, missing, above, settings, level * settings.iterations,
+            lambda x, done=done, share=share: told(done + share * x),  # type: ignore[misc]
+        )  # fmt: skip
+    assert above is not None
+    return torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
+
+
+def suited(hole: Tensor) -> Settings:
+    """Settings for a hole, bool [H, W]: means of four patches, sharper ones where it is wide."""
+    return THIN if len(_levels(hole, THIN.patch)) == 1 else WIDE
+
+
+def activity(picture: Tensor, hole: Tensor, side: int) -> Tensor:
+    """How rough a picture [H, W, C] is around each pixel [H, W, 2]: mean differences down and across, known ones."""
+    grey, known = picture.mean(-1)[None, None], (~hole).to(picture.dtype)[None, None]
+    means = []
+    for axis in (-2, -1):
+        length = grey.shape[axis] - 1
+        both = known.narrow(axis, 0, length) * known.narrow(axis, 1, length)
+        rough = (grey.narrow(axis, 1, length) - grey.narrow(axis, 0, length)).abs() * both
+        pad = (0, 0, 0, 1) if axis == -2 else (0, 1, 0, 0)
+        summed, count = (F.avg_pool2d(F.pad(x, pad), 2 * side - 1, 1, side - 1) for x in (rough, both))
+        means.append(torch.where(count > 1e-6, summed / count.clamp(min=1e-6), 0)[0, 0])
+    return torch.stack(means, -1)
+
+
+def _check(picture: Tensor, hole: Tensor) -> None:
+    if picture.ndim != 3 or not picture.is_floating_point():
+        raise ValueError(f"picture must be floats [H, W, C], got {picture.dtype} {tuple(picture.shape)}")
+    if hole.dtype != torch.bool or hole.shape != picture.shape[:2]:
+        want = tuple(picture.shape[:2])
+        raise ValueError(f"hole must be bool [H, W] = {want}, got {hole.dtype} {tuple(hole.shape)}")
+    if bool(hole.all()):
+        raise ValueError("the hole covers the whole picture: nothing is left to fill it with")
+
+
+def _levels(hole: Tensor, side: int) -> list[tuple[int, int]]:
+    """Sizes from coarse to fine: at the coarsest a patch reaches across the hole, and whole patches are left."""
+    height, width = hole.shape
+    reach = REACH * side / 2 / max(float(depth(hole).max()), 1)
+    shorter = min(height, width)
+    least = max(2 * side, int(shorter * min(1.0, reach)))
+    sizes = [scaled((height, width), scale) for scale in scales(shorter, least, RATIO)]
+    blank = hole.new_zeros((*hole.shape, 1), dtype=torch.float32)
+    while len(sizes) > 1 and int(whole(~shrink_known(blank, hole, sizes[0])[1], side).sum()) < LEAST_PATCHES:
+        sizes = sizes[1:]
+    return sizes
+
+
+def _fill(
+    known: Tensor, hole: Tensor, above: tuple[Tensor, Matches] | None, settings: Settings, first_step: int,
+    told: Progress,
+) -> tuple[Tensor, Matches]:  # fmt: skip
+    """One level: from the guess and the matches of the level above to those of this one.
+
+    Args:
+        known: [H, W, C], 0 in the hole, bool [H, W].
+        first_step: number of its first step, for the seeds.
+    """
+    side, size, inside = settings.patch, (hole.shape[0], hole.shape[1]), hole.unsqueeze(-1)
+    deep = depth(hole)
+    order = 2 if float(deep.max()) <= side else 1  # across a wide hole the smoothest surface swings too far
+    source = Source.of(known, settings, whole(~hole, side))
+    touched = ~whole(~hole, side)
+    weight = F.avg_pool2d(TRUST ** -deep[None, None], side, 1)[0, 0] * touched
+    near = F.max_pool2d(hole.float()[None, None], 2 * side - 1, 1, side - 1)[0, 0] > 0  # pixels with a vote
+    blurred = warm = None
+    if above is None:
+        guess = smooth_fill(known, hole, order)
+    else:
+        guess = torch.where(inside, resize(above[0], size), known)
+        blurred = resize(resize(guess, (above[0].shape[0], above[0].shape[1])), size)
+        warm = finer(above[1], side, size, size)
+    for step in range(settings.iterations):
+        tiles = Tiles.of(touched, TILE, step % 2 * TILE // 2)  # matches cross the borders of tiles in the next step
+        seen, blurred_source = (guess, None) if step or blurred is None else (blurred, blurred)
+        votes, warm = update(
+            seen, source, settings, first_step + step, blurred=blurred_source, weight=weight, tiles=tiles, warm=warm
+        )
+        told((step + 1) / settings.iterations)
+        guess = torch.where(inside, votes, known)
+    assert warm is not None
+    left = torch.where((near & ~hole).unsqueeze(-1), known - votes, 0)
+    return torch.where(inside, votes + smooth_fill(left, hole, order), known), warm

@@ -1,0 +1,206 @@
+"""Patch synthesis: every patch of a guess becomes patches of a source that look alike, and overlapping patches vote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..api import attend, search
+from ..exact import exact_search
+from ..scoring import prepare_key, prepare_query
+from ..types import Matches, Search
+from .patches import Features, unfold
+from .pyramid import finer, resize
+from .tiles import Tiles
+
+DENSE = 2**20  # pairs of patches up to which brute force is as fast as a search
+Progress = Callable[[float], None]  # is told the share of the work that is done
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How patches are found and how they vote.
+
+    Args:
+        patch: side of the patches, odd.
+        width: features kept of each.
+        matches: source patches that each patch of the guess becomes a mean of.
+        sharpness: how fast their weights fall with the squared distance over its median; more is sharper.
+        focus: how fast the votes of a patch fall from its centre to its rim; more is sharper, with more seams.
+        sweeps: of each search.
+        iterations: steps at each level.
+        seed: of everything random.
+    """
+
+    patch: int = 7
+    width: int = 24
+    matches: int = 1
+    sharpness: float = 1.0
+    focus: float = 0.0
+    sweeps: int = 3
+    iterations: int = 6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.patch < 3 or self.patch % 2 == 0:
+            raise ValueError(f"patch must be odd and at least 3, got {self.patch}")
+        for name in ("width", "matches", "sweeps", "iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.sharpness < float("inf"):
+            raise ValueError(f"sharpness must be positive and finite, got {self.sharpness}")
+        if not 0 <= self.focus < float("inf"):
+            raise ValueError(f"focus must be at least 0 and finite, got {self.focus}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where patches are taken from, at one level.
+
+    Args:
+        picture: [H', W', C], sharp.
+        features: fitted to its patches.
+        values: its patches [h', w', C * p * p].
+        legal: the patches that may be taken, bool [h', w'], or None for all.
+    """
+
+    picture: Tensor
+    features: Features
+    values: Tensor
+    legal: Tensor | None = None
+
+    @classmethod
+    def of(cls, picture: Tensor, settings: Settings, legal: Tensor | None = None) -> Source:
+        values = unfold(picture, settings.patch)
+        return cls(picture, Features.fit(values, settings.patch, settings.width, legal), values, legal)
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        return None if self.legal is None else self.legal[None]
+
+
+def nearest(
+    q: Tensor, k: Tensor, settings: Settings, step: int = 0, *, score: str = "l2", matches: int = 1,
+    key_mask: Tensor | None = None, warm: Matches | None = None,
+) -> Matches:  # fmt: skip
+    """The best keys of every query, q [1, n, h, w, E], k [1, 1, h', w', E]; by brute force on small grids."""
+    if q[..., 0].numel() * k[..., 0].numel() <= DENSE:
+        return exact_search(q, k, matches=matches, key_mask=key_mask, score=score)
+    how = Search(
+        matches=matches, sweeps=settings.sweeps, jumps=(4, 1), propagate="shift", gossip=2, seed=settings.seed + step
+    )
+    return search(q, k, search=how, score=score, key_mask=key_mask, warm=warm)
+
+
+def complete_keys(
+    q: Tensor, k: Tensor, settings: Settings, alpha: float, step: int = 0, warm: Matches | None = None
+) -> Tensor:
+    """Prepared keys [1, 1, h', w', E + 2] whose dot product with prepared queries is -|q - k|^2 / (alpha + m).
+
+    m is the least squared distance of the key to any query: keys that no query resembles are preferred, so that all
+    of the source is shown somewhere.
+
+    Args:
+        q, k: [1, 1, h, w, E] and [1, 1, h', w', E].
+        alpha: more is less of this; in units of squared features.
+        warm: matches of the queries, whose inverse starts the search the other way round.
+    """
+    found = nearest(k, q, settings, step, warm=None if warm is None else warm.inverse(1))
+    return prepare_key(k, "l2") / (alpha - found.score.clamp(max=0))
+
+
+def update(
+    guess: Tensor, source: Source, settings: Settings, step: int = 0, *, blurred: Tensor | None = None,
+    weight: Tensor | None = None, tiles: Tiles | None = None, alpha: float | None = None,
+    warm: Matches | None = None,
+) -> tuple[Tensor, Matches]:  # fmt: skip
+    """One step: patches of the guess [H, W, C] find patches of the source, and those vote for the next guess.
+
+    Args:
+        step: its number, for the seed of its searches.
+        blurred: the source, as blurred as the guess [H', W', C], which is searched instead of the sharp one.
+        weight: of each patch's vote [h, w]; equal if None.
+        tiles: the part of the grid of patches [h, w] that votes; all if None.
+        alpha: completeness, as in `complete_keys`, in units of the mean squared feature; None for none.
+        warm: matches of the patches to start from.
+
+    Returns:
+        The new guess [H, W, C], 0 where nothing voted, and the matches.
+    """
+    features = source.features
+    q, k, score = features(guess), features(source.picture if blurred is None else blurred), "l2"
+    grid = (q.shape[2], q.shape[3])
+    if alpha is not None:
+        power = float(k.square().sum(-1).mean())
+        keys = complete_keys(q, k, settings, max(alpha * power, 1e-6), step, warm)
+        q, k, score = prepare_query(q, "l2"), keys, "dot"
+    tiles = Tiles.whole(grid, q.device) if tiles is None else tiles
+    q = tiles.cut(q[0, 0])[None]  # tiles are heads; all heads share the keys
+    if warm is not None:
+        warm = Matches(tiles.cut(warm.index[0, 0] + 1)[None] - 1, tiles.cut(warm.score[0, 0])[None], warm.key_grid)
+    mask = source.key_mask
+    found = nearest(q, k, settings, step, score=score, matches=settings.matches, key_mask=mask, warm=warm)
+    scale = settings.sharpness / max(-float(found.score[..., 0].median()), 1e-6)
+    values = source.values[None, None]
+    patches = attend(q, k, values, found, radius=0, scale=scale, score=score, key_mask=mask).out[0]
+    weight = torch.ones(grid, device=q.device, dtype=q.dtype) if weight is None else weight
+    index, best = tiles.put(found.index[0], -1), tiles.put(found.score[0], -torch.inf)
+    votes = tile_vote(patches, tiles.cut(weight.unsqueeze(-1)), tiles, settings.patch, settings.focus)
+    return votes, Matches(index[None, None], best[None, None], found.key_grid)
+
+
+def tile_vote(patches: Tensor, weight: Tensor, tiles: Tiles, side: int, focus: float = 0.0) -> Tensor:
+    """Patch voting: patches [n, th, tw, C * p * p] of tiles averaged with their weights [n, th, tw, 1] -> [H, W, C].
+
+    With focus the pixels of a patch count for less by exp(-focus r^2) at the distance r from its centre.
+    """
+    size = (tiles.side[0] + side - 1, tiles.side[1] + side - 1)
+    line = torch.arange(side, device=patches.device, dtype=patches.dtype) - side // 2
+    ring = (-focus * (line[:, None].square() + line.square())).exp().flatten()
+    each = weight * ring  # [n, th, tw, p * p]
+    columns = torch.cat([patches * each.repeat(1, 1, 1, patches.shape[-1] // len(ring)), each], -1).flatten(1, 2).mT
+    summed = tiles.add(F.fold(columns, size, side), side - 1)
+    total = summed[-1:]
+    return torch.where(total > 0, summed[:-1] / torch.where(total > 0, total, 1), 0).movedim(0, -1)
+
+
+def coarse_to_fine(
+    guess: Tensor, sources: Sequence[Tensor], sizes: Sequence[tuple[int, int]], settings: Settings,
+    alpha: float | None, progress: Progress,
+) -> Tensor:  # fmt: skip
+    """From a guess at the coarsest size to a picture at the finest, all of it made of patches of the source.
+
+    Args:
+        guess: [h, w, C], of the first size.
+        sources: the source at every level [H', W', C].
+        sizes: of the result at every level.
+        alpha: completeness, as in `update`.
+        progress: is called with the share of the work done, 0..1.
+    """
+    work = [height * width for height, width in sizes for _ in range(settings.iterations)]
+    found: Matches | None = None
+    for level, (picture, size) in enumerate(zip(sources, sizes, strict=True)):
+        source, blurred = Source.of(picture, settings), None
+        if found is not None:
+            extent = (picture.shape[0], picture.shape[1])
+            guess, blurred = resize(guess, size), resize(sources[level - 1], extent)
+            found = finer(found, settings.patch, size, extent)
+        for step in range(settings.iterations):
+            number = level * settings.iterations + step
+            guess, found = update(guess, source, settings, number, blurred=blurred, alpha=alpha, warm=found)
+            blurred = None  # votes of sharp patches are as sharp as these
+            progress(sum(work[: number + 1]) / sum(work))
+    return guess
+
+
+def check_picture(picture: Tensor, size: tuple[int, int], side: int) -> None:
+    """A picture and a result that hold patches of that side."""
+    if picture.ndim != 3 or not picture.is_floating_point():
+        raise ValueError(f"picture must be floats [H, W, C], got {picture.dtype} {tuple(picture.shape)}")
+    for name, (height, width) in (("picture", (picture.shape[0], picture.shape[1])), ("size", size)):
+        if min(height, width) < 2 * side:
+            raise ValueError(f"{name} must be {2 * side} x {2 * side} pixels at least, got {width} x {height}")
