@@ -79,7 +79,7 @@ def attention(
         out [B, H, n, *, F], for this rank's queries.
     """
     ranks = Ranks(mesh)
-    plain = matches is extra is warm is halo is None and not dropout_p
+    plain = all(x is None for x in (matches, extra, warm, halo)) and not dropout_p
     if plain and alone(ranks, mode, q, k, tail):
         options: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score}
         options |= {"weight": weight, "window": window, "impl": impl}
