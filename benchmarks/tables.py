@@ -320,21 +320,23 @@ def denoise() -> str:
 
 
 def matching() -> str:
-    """docs/match: medians over the photographs of each kind of pair; the share of B's pixels that are right."""
+    """docs/match: each kind of pair, a figure for each photograph; the share of B's pixels that are right."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in load("matching").values():
         kinds.setdefault(row["kind"], []).append(row)
-    options = {"half size": "`--scales 0.5,1,2`", "quarter": "`--rotations 0,90,180,270`"}
+    options = {"half size": " (`--scales`)", "quarter": " (`--rotations`)"}
+    shares = ("within_2px", "within_3px", "right_of_sure")
     lines = []
     for kind, rows in kinds.items():
-        ranks = [row["confidence_auc"] for row in rows if row["confidence_auc"] is not None]
-        columns = (min(row[name] for row in rows) for name in ("within_2px", "within_3px", "right_of_sure"))
+        ranks = [row["confidence_auc"] for row in rows]
         lines.append((
-            kind, ", ".join(row["photo"] for row in rows), options.get(kind, ""),
-            f"{max(row['median_error_px'] for row in rows):.2f} px", *(f"{x:.1%}" for x in columns),
-            f"{min(ranks):.3f}" if ranks else "all right", f"{max(row['cpu_seconds'] for row in rows):.3g} s",
+            kind + options.get(kind, ""), ", ".join(row["photo"] for row in rows),
+            ", ".join(f"{row['median_error_px']:.2f}" for row in rows) + " px",
+            *(", ".join(f"{100 * row[name]:.1f}" for row in rows) + " %" for name in shares),
+            ", ".join("all right" if x is None else f"{x:.3f}" for x in ranks),
+            ", ".join(f"{row['cpu_seconds']:.3g}" for row in rows) + " s",
         ))  # fmt: skip
-    return table(("pair", "photographs", "options", "median error", "within 2 px", "within 3 px",
+    return table(("pair", "photographs", "median error", "within 2 px", "within 3 px",
                   "right of those that pass", "AUC", "CPU time"), *lines)  # fmt: skip
 
 
