@@ -279,10 +279,10 @@ def dropout_is_dropout(mesh, mode):
     how = {"mesh": mesh, "mode": mode, "search": scram.Search(seed=0), "radius": 50, "tail": None, "impl": ENGINE}
     want = scram.distributed.attention(q, k, v, **how)
     torch.manual_seed(3)
-    outs = [scram.distributed.attention(q, k, v, dropout_p=0.5, **how) for _ in range(60)]
+    outs = [scram.distributed.attention(q, k, v, dropout_p=0.5, **how) for _ in range(30)]
     assert not torch.equal(outs[0], outs[1])
-    gap = (sum(outs) / 60 - want).abs().mean() / want.abs().mean()
-    assert 0 < gap < 0.3, gap
+    gap = (sum(outs) / 30 - want).abs().mean() / want.abs().mean()
+    assert 0 < gap < 0.42, gap  # falls with the root of the draws
     state = torch.get_rng_state()
 
     def loss(v):

@@ -14,7 +14,7 @@ from sharded import on_ranks
 pytestmark = pytest.mark.slow  # spawns processes
 
 
-@pytest.mark.parametrize("rows", [(3, 4), (4, 2, 1), (5, 0, 2), (0, 3, 0), (2, 1, 1, 3)], ids=str)
+@pytest.mark.parametrize("rows", [(3, 4), (5, 0, 2), (0, 3, 0), (2, 1, 1, 3)], ids=str)
 def test_rows_come_from_as_many_ranks_as_hold_them(rows):
     for reach in (0, 1, 3, 20):
         on_ranks(len(rows), jobs.halo_is_what_neighbours_hold, rows=rows, reach=reach)
