@@ -81,8 +81,8 @@ def test_two_processes(tmp_path):
     (row,) = json.loads(results.read_text()).values()
     first, second = row["ranks"]
     assert first["rows"] == second["rows"] == 32
-    keys = 32 * 64 * (8 + 3) * 4  # bytes, sent once for each of two bands
-    assert first["sent_bytes"] == second["sent_bytes"] == 2 * keys
+    keys, halo = 32 * 64 * (8 + 3) * 4, 16 * 64 * 8 * 4  # bytes, sent once for each of two bands of 16 rows
+    assert first["sent_bytes"] == second["sent_bytes"] == 2 * (keys + halo)
     assert first["queries"] == 80
     # Against the keys of one process alone the error would be 0.5, and half of the queries near.
     assert first["output_error"] == second["output_error"] < 0.25

@@ -59,9 +59,10 @@ class Ranks:
 
     def measure(self, **asked: Any) -> list[Said]:
         """What each rank measured; raises ValueError where one failed, is gone, or does not answer in time."""
-        for end in self.ends:
+        for process, end in zip(self.processes, self.ends, strict=True):
             with contextlib.suppress(OSError):  # it is gone: told below
-                end.send(asked)
+                if process.is_alive():  # where a program takes SIGPIPE, writing to a dead one would end it
+                    end.send(asked)
         found = []
         for rank, end in enumerate(self.ends):
             try:
