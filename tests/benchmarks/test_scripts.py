@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if "__main__" in path.re
 @pytest.fixture(autouse=True)
 def _from_their_folder(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
+    before = signal.getsignal(signal.SIGPIPE)
+    yield
+    signal.signal(signal.SIGPIPE, before)  # some end quietly when piped into head: tests must not
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

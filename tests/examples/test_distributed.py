@@ -72,7 +72,7 @@ def test_one_process(example, tmp_path, capsys):
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     picture, results = tmp_path / "new" / "picture.png", tmp_path / "results.json"
-    words = ["--size", "64", "--mode", "ring", "--sweeps", "8", "--band", "16", "--queries", "40"]
+    words = ["--size", "64", "--mode", "ring", "--sweeps", "12", "--band", "16", "--queries", "40"]
     words += ["--dtype", "float32", "--picture", str(picture), "--results", str(results)]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PATH), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
