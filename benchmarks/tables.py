@@ -606,7 +606,20 @@ def nccl_one_rank() -> str:
     return table(("call", *(f"{name}, times the plain call" for name in rows)), *cells)
 
 
+def pictures() -> str:
+    """docs/inpaint: seconds of every function of `scram.images`."""
+    gpu, cpu = load("pictures_gpu"), load("pictures_cpu")
+    lines = []
+    for name, row in gpu.items():
+        quality = f"{row['psnr_db']:.2f} dB" if "psnr_db" in row else ""
+        quality = f"{100 * row['right']:.1f} % within 2 px" if "right" in row else quality
+        there = time(cpu[name]["seconds"]) if name in cpu else ""
+        lines.append((name, time(row["seconds"]), time(row["first"]), quality, there))
+    return table(("", "H200", "first call, which compiles", "result", "two cores"), *lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "pictures": pictures,
     "nccl-one-rank": nccl_one_rank,
     "results": results,
     "others": others,
