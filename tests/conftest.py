@@ -13,6 +13,7 @@ settings.register_profile(
 settings.load_profile("scram")
 torch.set_num_threads(1)
 DEVICE = torch.cuda.is_available() and not INTERPRETED
+SPAWNING = ("test_ranks", "test_distributed", "test_distributed_model")
 TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 
 
@@ -40,12 +41,15 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what needs a device where there is none. In Triton's interpreter leaves out all that is not for it."""
+    """Leaves out what needs a device where there is none. In Triton's interpreter leaves out all that is not for it.
+
+    Tests that spawn processes come last: kernels are compiled then, and not by every process at once.
+    """
     part, parts = map(int, config.getoption("--interpreted-part").split("/"))
     kept = [item for item in items if _runs_here(item)][part::parts]
     left = set(items) - set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: item.path.stem in SPAWNING or item.path.parent.name == "distributed")
 
 
 def _runs_here(item):
