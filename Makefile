@@ -54,7 +54,7 @@ types: setup
 
 wheel: setup
 	@rm -rf $(WHEEL) $(INSTALLED)
-	$(BIN)/python -m build --wheel --no-isolation --outdir $(WHEEL) . > /dev/null
+	$(BIN)/python -m build --no-isolation --outdir $(WHEEL) . > /dev/null  # the sdist, and the wheel from it
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index --target $(INSTALLED) $(WHEEL)/*.whl
 	cd build && PYTHONPATH=$(CURDIR)/$(INSTALLED) $(CURDIR)/$(BIN)/python $(CURDIR)/.ci/check_wheel.py installed
 

@@ -133,6 +133,7 @@ TESTED_IN = {
 WITHOUT_A_MODULE = {
     "test_house.py": "rules of all sources",
     "test_readme.py": "the documents",
+    "test_release.py": "what a release holds",
     "engines/gpu/test_compile.py": "every kernel",
     "engines/gpu/test_device.py": "every kernel, on a device",
     "engines/gpu/test_device_estimators.py": "every kernel, on a device",
