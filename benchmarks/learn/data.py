@@ -67,10 +67,10 @@ def _idx(file: Path) -> np.ndarray:
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
-def load(file: Path) -> dict[str, Set]:
-    """ "cifar" and "mnist"."""
-    stored = np.load(file)
-    raw = {name: np.frombuffer(bz2.decompress(stored[name].tobytes()), np.uint8) for name in stored}
+def load(folder: Path) -> dict[str, Set]:
+    """CIFAR-10 as "cifar" and MNIST as "mnist"."""
+    files = sorted(folder.glob("*.bz2"))
+    raw = {file.stem: np.frombuffer(bz2.decompress(file.read_bytes()), np.uint8) for file in files}
     cifar = sums(raw["cifar_x"].reshape(3, -1, 32, 32)) << (8 - BITS)
     mnist = raw["mnist_x"].reshape(-1, 28, 28, 1)
     return {"cifar": _split(cifar, raw["cifar_y"], 10_000), "mnist": _split(mnist, raw["mnist_y"], 10_000)}
