@@ -39,9 +39,7 @@ def canvases(
     corners = torch.rand(count, most, 2, **random) * (size - sides.unsqueeze(-1))
     boxes = torch.cat([corners, corners + sides.unsqueeze(-1)], -1)
     shown = torch.rand(count, most, **random) < 0.75
-    for n in range(1, most):  # none over another
-        over = overlap(boxes[:, n : n + 1], boxes[:, :n]).squeeze(1) * shown[:, :n]
-        shown[:, n] &= over.amax(-1) < 0.1
+    shown &= overlap(boxes, boxes).tril(-1).amax(-1) < 0.05  # none over one drawn before it
     side = digits[0].shape[1]
     pictures = digits[0].squeeze(-1).float().view(count, most, side, side)
     canvas = _pasted(pictures * shown[..., None, None], boxes, size)

@@ -88,7 +88,7 @@ def train(
     times: list[float] = []
     saved = since = time.perf_counter()
     while state.step < task.steps:
-        one_step(task, run, state)
+        one_step(task, state, *batch_of(task, run.seed, state.step))
         if state.step % POINT == 0:
             mean = float(state.sum) / POINT  # the device is done
             state.curve.append((state.step, mean))
@@ -112,10 +112,15 @@ def train(
     return model, result
 
 
-def one_step(task: Task, run: Run, state: State) -> None:
-    device = task.data.x.device
-    generator = torch.Generator(device).manual_seed(1_000_003 * (run.seed + 1) + state.step)
-    x, target = task.drawn(generator, task.batch, False)
+def batch_of(task: Task, seed: int, step: int) -> tuple[torch.Tensor, Any]:
+    """Inputs and targets of a step: the same for every attention."""
+    generator = torch.Generator(task.data.x.device).manual_seed(1_000_003 * (seed + 1) + step)
+    return task.drawn(generator, task.batch, False)
+
+
+def one_step(task: Task, state: State, x: torch.Tensor, target: Any) -> None:
+    """Forward, backward, and a step of the optimizer."""
+    device = x.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         loss = task.loss(state.model(x), target)
     state.optimizer.zero_grad()

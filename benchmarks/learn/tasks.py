@@ -21,11 +21,11 @@ class Task:
 
     name: str
     data: Set
-    width: int = 96
-    heads: int = 3
-    depth: int = 4
+    width: int = 64
+    heads: int = 2
+    depth: int = 3
     batch: int = 128
-    steps: int = 2000
+    steps: int = 1500
     rate: float = 1e-3
     size: int = 32  # pixels on a side
     score: str = "accuracy"  # what is told of the test pictures; higher is better but for "bits"
@@ -127,7 +127,7 @@ class Detect(Task):
     def drawn(self, generator: torch.Generator, count: int, test: bool) -> tuple[Tensor, Any]:
         most = max(2, round(6 * (self.size / 128) ** 2))
         digits = self._chosen(generator, count * most, test)
-        pieces, _ = self._chosen(generator, count * 3 * most, test)
+        pieces, _ = self._chosen(generator, count * 2 * most, test)
         return canvases(digits, pieces, count, self.size, generator)
 
     def loss(self, out: Tensor, target: Any) -> Tensor:
@@ -260,11 +260,11 @@ def tasks(sets: dict[str, Set]) -> dict[str, Task]:
         Classify("classify, 128x128", cifar, size=128, batch=8, steps=2500, tested=640),
         Detect("detect, 128x128", mnist, size=128, batch=16, score="mAP", tested=1000),
         Detect("detect, 256x256", mnist, size=256, batch=8, score="mAP", tested=320),
-        Video("video", mnist, size=64, batch=16, depth=3, tested=2000),
+        Video("video", mnist, size=64, batch=16, tested=2000),
         Generate("generate, MNIST", mnist, batch=64, score="bits", tested=5000),
         Generate("generate, CIFAR-10", cifar, batch=32, score="bits", tested=1000),
-        Plain("plain", cifar, steps=1500),
-        Plain("plain, shuffled", cifar.shuffled(), steps=1500),
+        Plain("plain", cifar),
+        Plain("plain, shuffled", cifar.shuffled()),
     ]
     return {task.name: task for task in every}
 
