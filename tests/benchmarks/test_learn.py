@@ -1,4 +1,4 @@
-"""Each task of benchmarks/learn in its smallest form: the loss falls, and an interrupted run ends as if it had not been."""
+"""Each task of benchmarks/learn in its smallest form: the loss falls, and an interrupted run ends as a whole one does."""
 
 import importlib
 import math
@@ -70,7 +70,8 @@ def test_local_attention_is_dense_attention_under_its_mask(learn, grid, causal):
     dense = whole.outer(F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(-2))
     torch.testing.assert_close(whole(x), dense.view(x.shape))
     if causal:
-        assert same[:, 0].all() and same.flatten(1)[:, :-1].all()
+        assert same[:, 0].all()
+        assert same.flatten(1)[:, :-1].all()
 
 
 def test_strided_attention_is_dense_attention_along_lines(learn):
@@ -133,7 +134,8 @@ def test_samples_are_levels(learn, tasks):
     task = tasks["generate, MNIST"]
     task = replace(task, data=replace_size(task.data, 6))
     found = task.samples(task.model("tail").eval(), 2, torch.Generator().manual_seed(0))
-    assert found.shape == (2, 6, 6) and 0 <= found.min() <= found.max() < 256
+    assert found.shape == (2, 6, 6)
+    assert 0 <= found.min() <= found.max() < 256
 
 
 def replace_size(data, side):
