@@ -1,4 +1,4 @@
-"""Each task of benchmarks/learn in its smallest form: the loss falls, and an interrupted run ends as a whole one does."""
+"""Each task of benchmarks/learn in its smallest form: the loss falls, and an interrupted run ends as a whole one."""
 
 import importlib
 import math
