@@ -139,19 +139,19 @@ def average_precision(parts: list[tuple[Found, Objects]], threshold: float = 0.5
     scores: list[list[Tensor]] = [[] for _ in range(10)]
     hits: list[list[Tensor]] = [[] for _ in range(10)]
     wanted = [0] * 10
-    for found, objects in parts:
-        over = overlap(found.boxes, objects.boxes)
-        for c in range(10):
-            there = objects.classes == c
-            wanted[c] += int(there.sum())
-            free, mine = there.clone(), (found.classes == c) & (found.scores > 0)
-            hit = torch.zeros_like(mine)
-            for n in range(mine.shape[1]):  # best scores first
-                best, which = (over[:, n] * free).max(-1)
-                hit[:, n] = mine[:, n] & (best >= threshold)
-                free[hit[:, n], which[hit[:, n]]] = False
-            scores[c].append(found.scores[mine])
-            hits[c].append(hit[mine])
+    found, objects = (type(x[0])(*(torch.cat(y) for y in zip(*x, strict=True))) for x in zip(*parts, strict=True))
+    over = overlap(found.boxes, objects.boxes)
+    for c in range(10):
+        there = objects.classes == c
+        wanted[c] += int(there.sum())
+        free, mine = there.clone(), (found.classes == c) & (found.scores > 0)
+        hit = torch.zeros_like(mine)
+        for n in range(mine.shape[1]):  # best scores first
+            best, which = (over[:, n] * free).max(-1)
+            hit[:, n] = mine[:, n] & (best >= threshold)
+            free[hit[:, n], which[hit[:, n]]] = False
+        scores[c].append(found.scores[mine])
+        hits[c].append(hit[mine])
     areas = []
     for c in range(10):
         if wanted[c]:

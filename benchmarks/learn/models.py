@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attentions import attention
@@ -56,17 +58,26 @@ class Transformer(nn.Module):
 
 
 class Patches(nn.Module):
-    """Pixels [B, *S, colours], a token for each patch: [B, *S / patch, width]."""
+    """Pixels [B, *S, colours], a token for each patch: [B, *S / patch, width].
 
-    def __init__(self, colours: int, width: int, patch: Sequence[int]) -> None:
+    Args:
+        stem: convolutions of three points along each axis that follow: what is small is seen at once.
+    """
+
+    def __init__(self, colours: int, width: int, patch: Sequence[int], stem: int = 0) -> None:
         super().__init__()
         self.patch = tuple(patch)
-        self.linear = nn.Linear(colours * int(torch.tensor(self.patch).prod()), width)
+        self.linear = nn.Linear(colours * math.prod(self.patch), width)
+        made = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(self.patch)]
+        self.stem = nn.ModuleList(made(width, width, 3, padding=1) for _ in range(stem))
 
     def forward(self, x: Tensor) -> Tensor:
         for axis, size in enumerate(self.patch):
             x = x.unfold(1 + axis, size, size)
-        return self.linear(x.flatten(1 + len(self.patch)))
+        x = self.linear(x.flatten(1 + len(self.patch)))
+        for layer in self.stem:
+            x = x + layer(F.gelu(x).movedim(-1, 1)).movedim(1, -1)
+        return x
 
 
 class Values(nn.Module):

@@ -120,7 +120,7 @@ class Detect(Task):
 
     def model(self, attention: str) -> Transformer:
         side = self.size // 2
-        made = self._transformer(attention, Patches(1, self.width, (2, 2)), (side, side), 14)
+        made = self._transformer(attention, Patches(1, self.width, (2, 2), stem=2), (side, side), 14)
         made.head.bias.data[:10] = -4.6  # few tokens are digits
         return made
 
@@ -134,7 +134,8 @@ class Detect(Task):
         return box_loss(out.float(), target, self.size)
 
     def judged(self, out: Tensor, target: Any) -> Any:
-        return found_boxes(out, self.size), target, self.loss(out, target)
+        found = found_boxes(out, self.size)
+        return type(found)(*(x.cpu() for x in found)), type(target)(*(x.cpu() for x in target)), self.loss(out, target)
 
     def summed(self, parts: list[Any]) -> dict[str, float]:
         losses = torch.stack([part[2] for part in parts]).mean()
@@ -150,7 +151,7 @@ class Video(Task):
 
     def model(self, attention: str) -> Transformer:
         grid = (self.frames, self.size // 2, self.size // 2)
-        return self._transformer(attention, Patches(1, self.width, (1, 2, 2)), grid, 36, pool=(1, 1, 1))
+        return self._transformer(attention, Patches(1, self.width, (1, 2, 2), stem=2), grid, 36, pool=(1, 1, 1))
 
     def drawn(self, generator: torch.Generator, count: int, test: bool) -> tuple[Tensor, Tensor]:
         """Frames [n, 16, size, size, 1], and first digit, second digit, first direction, second direction [n, 4]."""
