@@ -255,21 +255,21 @@ def prepare(package: Path, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
         file,
-        packed=np.frombuffer(bz2.compress(_differences(np.concatenate([x, test_x]) >> (8 - BITS)).tobytes()), np.uint8),
+        packed=np.frombuffer(bz2.compress(differences(np.concatenate([x, test_x]) >> (8 - BITS)).tobytes()), np.uint8),
         y=np.array(y[: len(x)], np.uint8),
         test_y=np.array(test_y[: len(test_x)], np.uint8),
     )
 
 
-def _differences(x: np.ndarray) -> np.ndarray:
+def differences(x: np.ndarray) -> np.ndarray:
     """From the neighbours and from green, modulo 256: small numbers that compress. [n, 32, 32, 3] -> [3, n, 32, 32]."""
     x = np.stack([x[..., 1], x[..., 0] - x[..., 1], x[..., 2] - x[..., 1]])
     x = np.diff(x, axis=-1, prepend=np.zeros_like(x[..., :1]))
     return np.diff(x, axis=-2, prepend=np.zeros_like(x[..., :1, :]))
 
 
-def _sums(x: np.ndarray) -> np.ndarray:
-    """The inverse of `_differences`."""
+def sums(x: np.ndarray) -> np.ndarray:
+    """The inverse of `differences`."""
     x = x.cumsum(-2, dtype=np.uint8).cumsum(-1, dtype=np.uint8)
     return np.stack([x[1] + x[0], x[0], x[2] + x[0]], -1)
 
@@ -277,7 +277,7 @@ def _sums(x: np.ndarray) -> np.ndarray:
 def cifar(file: Path, device: str) -> Pictures:
     stored = np.load(file)
     packed = np.frombuffer(bz2.decompress(stored["packed"].tobytes()), np.uint8).reshape(3, -1, 32, 32)
-    x = torch.from_numpy(_sums(packed)).to(device).float() / (2 ** (BITS - 1)) - 1
+    x = torch.from_numpy(sums(packed)).to(device).float() / (2 ** (BITS - 1)) - 1
     y, test_y = (torch.from_numpy(stored[name].astype(np.int64)).to(device) for name in ("y", "test_y"))
     return Pictures(x[: len(y)], y, x[len(y) :], test_y)
 

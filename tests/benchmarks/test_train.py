@@ -58,4 +58,4 @@ def test_digits_are_learnt_through_the_hybrid_estimator(train, data):
 
 def test_pictures_survive_packing(train):
     x = torch.randint(32, (5, 32, 32, 3), dtype=torch.uint8).numpy()
-    assert (train._sums(train._differences(x)) == x).all()
+    assert (train.sums(train.differences(x)) == x).all()
