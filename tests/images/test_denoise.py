@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import scram.images
-from scram.images.denoise import Settings, _features, _fold, _unfold, denoise_picture, estimate_noise
+from scram.images.denoise import Basis, Settings, denoise_picture, estimate_noise, fold, unfold
 
 
 def noisy_ramp(channels, sigma):
@@ -32,14 +32,15 @@ def test_a_window_of_everything_is_textbook_non_local_means():
     """With one window over the whole picture the means are those of the dense formula, each patch weighed as a twin."""
     noisy = noisy_ramp(1, 0.1)[1][:20, :20]
     settings = Settings(patch=3, width=9, strength=1.0, matches=1, radius=20)
-    features, left = _features(noisy, 0.1, settings)
+    basis = Basis.fit(noisy, 0.1, settings.patch, settings.width)
+    features, left = basis(noisy), basis.left
     x = features[0, 0].flatten(0, 1).double()
     weights = torch.exp(-torch.cdist(x, x).square() / (0.01 * left))
     weights.fill_diagonal_(np.exp(-2.0))
     total = weights.sum(1, keepdim=True)
-    mean = (weights / total) @ _unfold(noisy, 3).flatten(0, 1).double()
+    mean = (weights / total) @ unfold(noisy, 3).flatten(0, 1).double()
     trust = (total / np.exp(-2.0)).sqrt().float().reshape(20, 20, 1)
-    want = _fold(mean.float().reshape(20, 20, 9), trust, 3, 1)
+    want = fold(mean.float().reshape(20, 20, 9), trust, noisy.shape, 3)
     torch.testing.assert_close(denoise_picture(noisy, 0.1, settings), want, rtol=1e-3, atol=1e-4)
 
 

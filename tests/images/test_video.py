@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import scram.images
 from scram.images import video
-from scram.images.video import _Basis, _Film, _folded, denoise_frames
+from scram.images.denoise import Basis, fold, unfold
+from scram.images.video import _Film, denoise_frames
 
 pytestmark = pytest.mark.slow
 
@@ -92,8 +93,8 @@ def test_a_new_basis_changes_little(monkeypatch):
 @pytest.mark.parametrize("size", [(20, 24), (21, 25)], ids=["even", "odd"])
 def test_every_second_patch_covers_every_pixel(size):
     picture = torch.rand(*size, 3)
-    patches = video._unfold(picture, 5)[::2, ::2]
-    made = _folded(patches, torch.rand(*patches.shape[:2], 1) + 0.1, picture.shape, 5)
+    patches = unfold(picture, 5)[::2, ::2]
+    made = fold(patches, torch.rand(*patches.shape[:2], 1) + 0.1, picture.shape, 5, stride=2)
     rim = made[2:-2, 2:-2] - picture[2:-2, 2:-2]
     assert float(rim.abs().max()) < 1e-5
     assert made.isfinite().all()
@@ -107,4 +108,4 @@ def test_noise_is_estimated_and_nonsense_refused():
         list(denoise_frames([noisy[0], noisy[1][:40]], 0.1))
     with pytest.raises(ValueError, match="the noise must be positive, got 0"):
         list(denoise_frames([torch.zeros(48, 64, 3)] * 2))
-    assert _Basis.fit(noisy[0], 0.1, 5, 16)(noisy[0]).shape == (1, 1, 48, 64, 16)
+    assert Basis.fit(noisy[0], 0.1, 5, 16)(noisy[0]).shape == (1, 1, 48, 64, 16)

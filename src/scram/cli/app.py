@@ -87,6 +87,9 @@ Seed = Annotated[int, Option(help="Seed of everything random: search, sampled qu
 Device = Annotated[str, Option(help="cpu or cuda.")]
 Impl = Annotated[str, Option(help="Which implementation runs; `scram info` lists them.")]
 Image = Annotated[str, Argument(help=f"A picture file, or one of scikit-image's: {', '.join(PHOTOGRAPHS)}.")]
+PatchSide = Annotated[int | None, Option(min=3, help="Side of the patches, odd.")]
+Iterations = Annotated[int | None, Option(min=1, max=100, help="Steps at each level.")]
+SearchSeed = Annotated[int, Option(min=0, help="Seed of the searches.")]
 Radius = Annotated[int, Option(min=0, max=64, help="Radius of the windows around matches (b).")]
 
 
@@ -198,11 +201,11 @@ def inpaint(
     rectangle: Annotated[list[str] | None, Option(help="A hole: left,top,width,height; repeatable.")] = None,
     out: Out = Path("scram-inpaint"),
     sharp: Annotated[bool, Option("--sharp", help="Single patches: crisp grass and gravel.")] = False,
-    patch: Annotated[int | None, Option(min=3, help="Side of the patches, odd.")] = None,
+    patch: PatchSide = None,
     matches: Annotated[int | None, Option(min=1, max=64, help="Patches that each becomes a mean of.")] = None,
-    iterations: Annotated[int | None, Option(min=1, max=100, help="Steps at each level.")] = None,
+    iterations: Iterations = None,
     device: Device = "cpu",
-    seed: Annotated[int, Option(min=0, help="Seed of the searches.")] = 0,
+    seed: SearchSeed = 0,
     as_json: Json = False,
 ) -> None:
     """Fill holes of a picture with patches from elsewhere in it; without a mask, what is transparent."""
@@ -227,8 +230,8 @@ def generate(
     count: Annotated[int, Option(min=1, max=1000, help="How many, with seeds that follow.")] = 1,
     variety: Annotated[float, Option(min=0, help="0 gives back the picture; much loses its layout.")] = 0.3,
     out: Out = Path("scram-generate"),
-    patch: Annotated[int | None, Option(min=3, help="Side of the patches, odd.")] = None,
-    iterations: Annotated[int | None, Option(min=1, max=100, help="Steps at each level.")] = None,
+    patch: PatchSide = None,
+    iterations: Iterations = None,
     device: Device = "cpu",
     seed: Annotated[int, Option(min=0, help="Seed of the first picture.")] = 0,
     as_json: Json = False,
@@ -249,10 +252,10 @@ def retarget(
     image: Image,
     size: Annotated[str, Option(help="Of the result: WxH, or Wx or xH to keep the other side.")],
     out: Out = Path("scram-retarget"),
-    patch: Annotated[int | None, Option(min=3, help="Side of the patches, odd.")] = None,
-    iterations: Annotated[int | None, Option(min=1, max=100, help="Steps at each level.")] = None,
+    patch: PatchSide = None,
+    iterations: Iterations = None,
     device: Device = "cpu",
-    seed: Annotated[int, Option(min=0, help="Seed of the searches.")] = 0,
+    seed: SearchSeed = 0,
     as_json: Json = False,
 ) -> None:
     """Make a picture narrower or wider, lower or higher, without squeezing what it shows."""

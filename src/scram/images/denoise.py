@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,10 +33,14 @@ class Settings:
 
     @classmethod
     def of(cls, channels: int, changed: Mapping[str, Any] | None = None) -> Settings:
-        """The defaults for grey (7 x 7 patches) or colour (5 x 5, which hold three times the numbers)."""
-        patch, width, strength = (7, 24, 0.95) if channels == 1 else (5, 16, 1.2)
-        given = {name: value for name, value in (changed or {}).items() if value is not None}
-        return cls(**{"patch": patch, "width": width, "strength": strength, **given})
+        return cls(**suited(channels, changed))
+
+
+def suited(channels: int, changed: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Patch, width and strength for grey (7 x 7) or colour (5 x 5, which hold three times the numbers), and changes."""
+    patch, width, strength = (7, 24, 0.95) if channels == 1 else (5, 16, 1.2)
+    given = {name: value for name, value in (changed or {}).items() if value is not None}
+    return {"patch": patch, "width": width, "strength": strength, **given}
 
 
 def denoise(
@@ -107,46 +112,69 @@ def denoise_picture(noisy: Tensor, sigma: float, settings: Settings) -> Tensor:
     Keys and queries are the noisy patches in a PCA of them, each direction damped by how much of it is noise. A query
     attends the window around itself and those around its best matches elsewhere; patches overlap and are averaged.
     """
-    height, width, channels = noisy.shape
-    features, left = _features(noisy, sigma, settings)
-    start = Matches.identity((height, width), device=noisy.device)
+    basis = Basis.fit(noisy, sigma, settings.patch, settings.width)
+    features = basis(noisy)
+    start = Matches.identity(noisy.shape[:2], device=noisy.device)
     how = Search(
         matches=settings.matches, separation=settings.radius, sweeps=settings.sweeps, jumps=(4, 1),
         propagate="shift", gossip=2, seed=settings.seed,
     )  # fmt: skip
     # The start is the query's own place, which nothing beats; the other matches keep their distance from it.
     found = start if settings.matches == 1 else search(features, features, search=how, score="l2", warm=start)
-    values = _unfold(noisy, settings.patch)
-    scale = 1 / ((settings.strength * sigma) ** 2 * left)
+    values = unfold(noisy, settings.patch)
+    scale = 1 / ((settings.strength * sigma) ** 2 * basis.left)
     out, lse = attend(features, features, values[None, None], found, radius=settings.radius, scale=scale, score="l2")
-    # A patch is at distance 0 of itself, a twin with other noise at 2 sigma^2: give it the weight of a twin.
-    twin = exp(-2 / settings.strength**2)
-    total = lse[0, 0].exp().unsqueeze(-1)
-    mean = (out[0, 0] * total - (1 - twin) * values) / (total - 1 + twin)
-    return _fold(mean, ((total - 1 + twin) / twin).sqrt(), settings.patch, channels)
+    mean, weight = as_a_twin(out[0, 0], lse[0, 0], values, settings.strength)
+    return fold(mean, weight, noisy.shape, settings.patch)
 
 
-def _features(noisy: Tensor, sigma: float, settings: Settings) -> tuple[Tensor, float]:
-    """Damped PCA features `[1, 1, H, W, width]`, and the noise left in them in units of sigma^2."""
-    whole = padded(noisy, settings.patch)
-    mean, variances, axes = principal_axes(F.unfold(whole, settings.patch, stride=3)[0].T.double())
-    width = min(settings.width, len(variances))
-    signal = (1 - sigma**2 / variances[-width:].clamp(min=1e-12)).clamp(min=1e-3)
-    basis = (axes[:, -width:] * signal.sqrt()).T.float()
-    kernel = basis.reshape(width, noisy.shape[-1], settings.patch, settings.patch)
-    features = F.conv2d(whole, kernel, -basis @ mean.float()).movedim(1, -1)[None].contiguous()
-    return features, float(signal.sum())
+@dataclass(frozen=True)
+class Basis:
+    """A damped PCA of noisy patches: each direction counts by how little of it is noise."""
+
+    kernel: Tensor  # [width, C, p, p]
+    offset: Tensor  # [width]
+    left: float  # the noise that is left in the features, in units of sigma^2
+
+    @classmethod
+    def fit(cls, picture: Tensor, sigma: float, patch: int, width: int) -> Basis:
+        """Of every third patch per axis of a picture [H, W, C]."""
+        mean, variances, axes = principal_axes(F.unfold(padded(picture, patch), patch, stride=3)[0].T.double())
+        width = min(width, len(variances))
+        signal = (1 - sigma**2 / variances[-width:].clamp(min=1e-12)).clamp(min=1e-3)
+        basis = (axes[:, -width:] * signal.sqrt()).T.float()
+        kernel = basis.reshape(width, picture.shape[-1], patch, patch)
+        return cls(kernel, -basis @ mean.float(), float(signal.sum()))
+
+    def __call__(self, picture: Tensor) -> Tensor:
+        """[H, W, C] -> [1, 1, H, W, width]."""
+        whole = padded(picture, self.kernel.shape[-1])
+        return F.conv2d(whole, self.kernel, self.offset).movedim(1, -1)[None].contiguous()
 
 
-def _unfold(picture: Tensor, patch: int) -> Tensor:
-    """Every patch `[H, W, C * p * p]`."""
+def as_a_twin(out: Tensor, lse: Tensor, own: Tensor, strength: float) -> tuple[Tensor, Tensor]:
+    """Means in which a patch counts as another one like it would [..., C * p * p], and their weights [..., 1].
+
+    A patch is at distance 0 of itself, a twin with other noise at 2 sigma^2: it is given the weight of a twin.
+
+    Args:
+        out, lse: attention [..., C * p * p] over patches, the patch itself among them, and the log of its sum [...].
+        own: the patches themselves.
+    """
+    twin, total = exp(-2 / strength**2), lse.exp().unsqueeze(-1)
+    others = total - 1 + twin
+    return (out * total - (1 - twin) * own) / others, (others / twin).sqrt()
+
+
+def unfold(picture: Tensor, patch: int) -> Tensor:
+    """The patch around every pixel [H, W, C * p * p]."""
     return F.unfold(padded(picture, patch), patch)[0].T.reshape(*picture.shape[:2], -1)
 
 
-def _fold(patches: Tensor, weight: Tensor, patch: int, channels: int) -> Tensor:
-    """Overlapping patches `[H, W, C * p * p]`, averaged with their weight `[H, W, 1]` to `[H, W, C]`."""
-    height, width = weight.shape[:2]
-    size, rim = (height + patch - 1, width + patch - 1), patch // 2
-    total = F.fold((patches * weight).flatten(0, 1).T[None], size, patch)
-    weights = F.fold(weight.expand(-1, -1, patch * patch).flatten(0, 1).T[None], size, patch)
+def fold(patches: Tensor, weight: Tensor, shape: torch.Size, patch: int, stride: int = 1) -> Tensor:
+    """Patches [h, w, C * p * p] of every stride-th pixel, averaged with their weight [h, w, 1] to [H, W, C]."""
+    (height, width), rim = shape[:2], patch // 2
+    size = (height + patch - 1, width + patch - 1)
+    total = F.fold((patches * weight).flatten(0, 1).T[None], size, patch, stride=stride)
+    weights = F.fold(weight.expand(-1, -1, patch * patch).flatten(0, 1).T[None], size, patch, stride=stride)
     return (total / weights)[0].movedim(0, -1)[rim : rim + height, rim : rim + width]

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from math import exp
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..api import attend, search
 from ..grid import coordinates
 from ..types import Matches, Search
-from .denoise import _unfold, check_picture, estimate_noise
-from .features import padded
-from .pca import principal_axes
+from .denoise import Basis, as_a_twin, check_picture, estimate_noise, fold, suited, unfold
 from .resample import halved
 
 REFIT = 32  # frames that share a PCA
@@ -38,33 +34,7 @@ class Settings:
 
     @classmethod
     def of(cls, channels: int, changed: Mapping[str, Any] | None = None) -> Settings:
-        """The defaults for grey or colour."""
-        patch, width, strength = (7, 24, 0.95) if channels == 1 else (5, 16, 1.2)
-        given = {name: value for name, value in (changed or {}).items() if value is not None}
-        return cls(**{"patch": patch, "width": width, "strength": strength, **given})
-
-
-@dataclass(frozen=True)
-class _Basis:
-    """A damped PCA of noisy patches: each direction counts by how little of it is noise."""
-
-    kernel: Tensor  # [width, C, p, p]
-    offset: Tensor  # [width]
-    left: float  # the noise that is left in the features, in units of sigma^2
-
-    @classmethod
-    def fit(cls, frame: Tensor, sigma: float, patch: int, width: int) -> _Basis:
-        mean, variances, axes = principal_axes(F.unfold(padded(frame, patch), patch, stride=3)[0].T.double())
-        width = min(width, len(variances))
-        signal = (1 - sigma**2 / variances[-width:].clamp(min=1e-12)).clamp(min=1e-3)
-        basis = (axes[:, -width:] * signal.sqrt()).T.float()
-        kernel = basis.reshape(width, frame.shape[-1], patch, patch)
-        return cls(kernel, -basis @ mean.float(), float(signal.sum()))
-
-    def __call__(self, frame: Tensor) -> Tensor:
-        """[H, W, C] -> [1, 1, H, W, width]."""
-        whole = padded(frame, self.kernel.shape[-1])
-        return F.conv2d(whole, self.kernel, self.offset).movedim(1, -1)[None].contiguous()
+        return cls(**suited(channels, changed))
 
 
 def denoise_frames(frames: Iterable[Tensor], sigma: float | None = None, **changed: Any) -> Iterator[Tensor]:
@@ -131,8 +101,8 @@ class _Film:
         self.noisy[number] = noisy
         again = [number]
         if number % REFIT == 0:
-            self.fine = _Basis.fit(noisy, self.sigma, self.settings.patch, self.settings.width)
-            self.coarse = _Basis.fit(halved(noisy), self.sigma / 2, 7, 12)
+            self.fine = Basis.fit(noisy, self.sigma, self.settings.patch, self.settings.width)
+            self.coarse = Basis.fit(halved(noisy), self.sigma / 2, 7, 12)
             again = list(self.noisy)
         if number == 0:
             size = (self.slots, *self.shape[:2])
@@ -141,7 +111,7 @@ class _Film:
         for n in again:
             self.features[n % self.slots] = self.fine(self.noisy[n])[0, 0]
             self.small[n] = self.coarse(halved(self.noisy[n]))
-        self.patches[number % self.slots] = _unfold(noisy, self.settings.patch)
+        self.patches[number % self.slots] = unfold(noisy, self.settings.patch)
 
     def _denoised(self, number: int) -> Tensor:
         """Frame `number`. Every second patch of every second line is made; they overlap."""
@@ -151,11 +121,9 @@ class _Film:
         radius = (0, settings.radius, settings.radius)
         k, v = self.features[None, None], self.patches[None, None]
         out, lse = attend(q, k, v, self._found(number), radius=radius, scale=scale, score="l2")
-        # A patch is at distance 0 of itself, a twin with other noise at 2 sigma^2: give it the weight of a twin.
-        twin, total = exp(-2 / settings.strength**2), lse[0, 0, 0].exp().unsqueeze(-1)
         own = self.patches[slot, ::2, ::2]
-        mean = (out[0, 0, 0] * total - (1 - twin) * own) / (total - 1 + twin)
-        return _folded(mean, ((total - 1 + twin) / twin).sqrt(), self.shape, settings.patch)
+        mean, weight = as_a_twin(out[0, 0, 0], lse[0, 0, 0], own, settings.strength)
+        return fold(mean, weight, self.shape, settings.patch, stride=2)
 
     def _found(self, number: int) -> Matches:
         """For every second pixel of a frame its match in each frame at hand: [1, 1, 1, h, w, frames].
@@ -182,12 +150,3 @@ class _Film:
         self.motion = moved
         index = torch.cat(parts, -1).unsqueeze(2)
         return Matches(index, torch.zeros(index.shape, device=device), (self.slots, height, width))
-
-
-def _folded(patches: Tensor, weight: Tensor, shape: torch.Size, patch: int) -> Tensor:
-    """Patches [h, w, C * p * p] of every second pixel, averaged with their weight [h, w, 1] to [H, W, C]."""
-    (height, width), rim = shape[:2], patch // 2
-    size = (height + patch - 1, width + patch - 1)
-    total = F.fold((patches * weight).flatten(0, 1).T[None], size, patch, stride=2)
-    weights = F.fold(weight.expand(-1, -1, patch * patch).flatten(0, 1).T[None], size, patch, stride=2)
-    return (total / weights)[0].movedim(0, -1)[rim : rim + height, rim : rim + width]
