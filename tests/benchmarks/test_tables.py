@@ -1,20 +1,20 @@
 """The tables of README and docs are those of the stored results, and every stored result says what it was made with."""
 
 import copy
-import importlib.util
+import importlib
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-SPEC = importlib.util.spec_from_file_location("tables", Path(__file__).parents[2] / "benchmarks" / "tables.py")
-tables = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(tables)
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    tables = importlib.import_module("tables")
 
 TEXTS = {page: page.read_text(encoding="utf-8") for page in tables.pages()}
 SHOWN = {found[0]: (page, found[2]) for page, text in TEXTS.items() for found in tables.MARKS.findall(text)}
-STORED = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in tables.RESULTS.glob("*.json")}
+STORED = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in tables.table_cells.RESULTS.glob("*.json")}
 FIGURE = re.compile(r"\d*\.\d+|\d+(?=%| m?s\b)")  # a measured one: not a size, a width or a count in a label
 
 
@@ -32,7 +32,7 @@ def test_pages_show_the_stored_results(name):
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_a_changed_figure_of_a_page_is_seen(name, monkeypatch):
     """Every figure of the table, one at a time."""
-    monkeypatch.setattr(tables, "load", lambda file: STORED.get(file, {}))
+    monkeypatch.setattr(tables.table_cells, "load", lambda file: STORED.get(file, {}))
     page, shown = SHOWN[name]
     figures = list(FIGURE.finditer(shown))
     assert len(figures) >= 4
@@ -65,13 +65,13 @@ def cells(table):
 def test_a_changed_result_is_seen(name, monkeypatch):
     """Each number is changed alone; every measured cell follows one of them, so none is written by hand."""
     shown, used = tables.TABLES[name](), set()
-    monkeypatch.setattr(tables, "load", lambda file: used.add(file) or STORED.get(file, {}))
+    monkeypatch.setattr(tables.table_cells, "load", lambda file: used.add(file) or STORED.get(file, {}))
     tables.TABLES[name]()
     follows = set()
     for file in used & set(STORED):
         changed = copy.deepcopy(STORED[file])
         monkeypatch.setattr(
-            tables,
+            tables.table_cells,
             "load",
             lambda other, file=file, changed=changed: changed if other == file else STORED.get(other, {}),
         )
@@ -95,7 +95,7 @@ def test_the_command_finds_and_mends_a_stale_page(tmp_path, monkeypatch, capsys)
     page, shown = SHOWN["denoise"]
     stale = tmp_path / "docs" / page.name
     stale.write_text(TEXTS[page].replace(shown, FIGURE.sub("99.9", shown, count=1)), encoding="utf-8")
-    (tmp_path / "README.md").write_text(TEXTS[tables.RESULTS.parent.parent / "README.md"], encoding="utf-8")
+    (tmp_path / "README.md").write_text(TEXTS[tables.table_cells.RESULTS.parent.parent / "README.md"], encoding="utf-8")
     for argv, code, said in ((["--check"], 1, "out of date"), ([], 0, "written"), (["--check"], 0, "none")):
         monkeypatch.setattr("sys.argv", ["tables.py", *argv])
         assert tables.main() == code

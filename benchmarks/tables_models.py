@@ -1,0 +1,133 @@
+"""Tables of docs on models with SCRAM inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import table_cells
+from table_cells import BY, digits, mebibytes, share, table, time
+
+PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "camera")
+
+
+def mobilesam_heads() -> str:
+    """docs/mobilesam: each head of the layer whose tensors the other pages use, on several photographs."""
+    rows = {name: table_cells.load("mobilesam")[f"{name} layers.2.5"] for name in PHOTOGRAPHS}
+    columns = {"default": "default", "four": "four matches", "fitted": "four, fit", "said": "the fit says"}
+    lines = [(name, *(digits(row[key]) for key in columns)) for name, row in rows.items()]
+    return table(("photograph", *columns.values()), *lines)
+
+
+def mobilesam_layers() -> str:
+    """docs/mobilesam: the worst head of each layer; and by how much what a fit says is off, at most."""
+    rows, lines = table_cells.load("mobilesam"), []
+    for name in PHOTOGRAPHS:
+        for number in range(6):
+            row = rows[f"{name} layers.2.{number}"]
+            keys, worst = row["keys"], (max(row[key]) for key in ("default", "four", "fitted"))
+            said = max(abs(a / b - 1) for a, b in zip(row["said"], row["fitted"], strict=True))
+            together = (row["fitted_of_all"], row["said_of_all"])
+            lines.append(("" if number else name, str(number), f"{min(keys):.0f}\N{EN DASH}{max(keys):.0f}",
+                          *map(share, worst), f"{said:.0%}", *map(share, together)))  # fmt: skip
+    head = ("photograph", "layer", "keys", "default", "four matches", "four, fit", "said is off by", "all heads, fit")
+    return table((*head, "said"), *lines)
+
+
+def mobilesam_model() -> str:
+    """docs/mobilesam: the embedding's error, the least and the mean agreement of masks."""
+    rows = table_cells.load("mobilesam")
+    shown = {
+        "without bias": "bias left out, from the trained model", "opened": "all tokens, dense, from the trained model",
+        "default": "SCRAM, from dense", "four": "SCRAM, four matches", "fitted": "SCRAM, four matches, fit",
+        "tuned": "`scram.tune`, 15 %",
+    }  # fmt: skip
+    lines = []
+    for key, label in shown.items():
+        mine = [rows[f"{name} {key}"] for name in PHOTOGRAPHS]
+        masks = [row["mask_agreement"] for row in mine]
+        cells = [(digits([row["embedding_error"]]), digits([min(m), sum(m) / len(m)])) for row, m in
+                 zip(mine, masks, strict=True)]  # fmt: skip
+        lines.append((label, *(f"{error}; {both}" for error, both in cells)))
+    return table(("", *PHOTOGRAPHS), *lines)
+
+
+def diffusion() -> str:
+    """docs/diffusion: the layers of the model, and its time with them."""
+    head = ("layer", "grid", "attention", "keys visited", "95th percentile", "of dense time")
+    lines: list[tuple[str, ...]] = []
+    for size, row in table_cells.load("diffusion").items():
+        for name, one in row["layers"].items():
+            error, low, high = map(share, one["error"])
+            grid, keys = BY.join(map(str, one["grid"])), str(one["keys"])
+            layer = name.removesuffix(".transformer_blocks.0.attn1").replace(".", " ")
+            figures = f"{error} [{low}, {high}]", f"{one['of_dense']:.2f}"
+            lines.append((layer, grid, one["attention"], keys, *figures))
+        whole = f"{size} latents: {time(row['tuned_seconds'])} in place of {time(row['dense_seconds'])}"
+        compiled = f"compiled {time(row['tuned_compiled_seconds'])} in place of {time(row['dense_compiled_seconds'])}"
+        ratio = f"{row['tuned_seconds'] / row['dense_seconds']:.2f}"
+        lines.append(
+            ("**whole model**", size, f"{whole}; {compiled}", "", f"output {share(row['output_error'])} off", ratio)
+        )
+    return table(head, *lines)
+
+
+def gmflow_sizes() -> list[dict[str, Any]]:
+    """Rows of the sizes, from the smallest."""
+    rows = [row for name, row in table_cells.load("gmflow").items() if name.startswith("size ")]
+    return sorted(rows, key=lambda row: int(row["grid"][0]))
+
+
+def gmflow() -> str:
+    """docs/gmflow: time and memory of both attentions of GMFlow, three ways."""
+    head = ("cells", "pixels", "step", "GMFlow's own", "", "torch SDPA", "SCRAM", "", "times faster than SDPA")
+    lines = []
+    for row in gmflow_sizes():
+        shape, pixels = (BY.join(map(str, row[key])) for key in ("grid", "picture"))
+        for step in ("matching", "propagation"):
+            one = row[step]
+            own = (time(one["own_seconds"]), mebibytes(one["own_bytes"])) if "own_seconds" in one else ("no memory", "")
+            dense = "~" * one["sdpa_is_continued"] + time(one["sdpa_seconds"])
+            ours = time(one["scram_seconds"]), mebibytes(one["scram_bytes"])
+            faster = f"{one['sdpa_seconds'] / one['scram_seconds']:.3g}"
+            first = (shape, pixels) if step == "matching" else ("", "")
+            lines.append((*first, step, *own, dense, *ours, faster))
+    return table(head, *lines)
+
+
+def gmflow_flow() -> str:
+    """docs/gmflow: how far SCRAM's flow is from that of dense attention, and both from the truth, in pixels."""
+    head = ("cells", "matching, from exact", "propagation, from exact", "flow, from dense", "dense, from truth",
+            "SCRAM, from truth")  # fmt: skip
+    lines = []
+    for row in gmflow_sizes():
+        steps = (share(row[step]["pixels_off"]) for step in ("matching", "propagation"))
+        if "from_dense" in row:
+            flow = tuple(share(row[key]) for key in ("from_dense", "dense_from_truth", "from_truth"))
+        else:
+            keys = ("coarse_from_dense", "dense_coarse_from_truth", "coarse_from_truth")
+            flow = tuple(f"{share(row[key])}, coarse" if key in row else "" for key in keys)
+        lines.append((BY.join(map(str, row["grid"])), *steps, *flow))
+    return table(head, *lines)
+
+
+def gmflow_layers() -> str:
+    """docs/gmflow: the layers of GMFlow's transformer."""
+    head = ("layer", "keys", "windows, error", "clusters, error", "windows", "clusters", "torch SDPA")
+    lines = []
+    for name, row in table_cells.load("gmflow").items():
+        if name.startswith("layer "):
+            errors = (share(row[f"{way}_error"]) for way in ("windows", "clusters"))
+            times = (time(row[f"{way}_seconds"]) for way in ("windows", "clusters", "sdpa"))
+            lines.append((name.removeprefix("layer "), f"{row['keys']:.0f}", *errors, *times))
+    return table(head, *lines)
+
+
+def gmflow_layers_flow() -> str:
+    """docs/gmflow: the flow with every layer replaced."""
+    rows = {
+        name.removeprefix("layers by "): row
+        for name, row in table_cells.load("gmflow").items()
+        if name.startswith("layers by")
+    }
+    lines = [(name, share(row["from_dense"]), share(row["from_truth"])) for name, row in rows.items()]
+    return table(("layers by", "flow, from dense", "flow, from truth"), *lines)

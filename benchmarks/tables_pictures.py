@@ -1,0 +1,80 @@
+"""Tables of docs on pictures and films."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import table_cells
+from table_cells import table, time
+
+
+def denoise() -> str:
+    """docs/denoise: PSNR and seconds, all of a photograph in one run."""
+    photographs = table_cells.load("denoise")
+    names = {"camera": "camera", "astronaut": "astronaut"}
+    runs = {name: photographs[name]["results"] for name in names}
+    lines = [
+        (way, *(x for run in runs.values() for x in (f"{run[way]['psnr_db']:.2f}", f"{run[way]['seconds']:.1f}")))
+        for way in runs["camera"]
+    ]
+    return table(("", "camera, dB", "s", "astronaut, dB", "s"), *lines)
+
+
+def matching() -> str:
+    """docs/match: each kind of pair, a figure for each photograph; the share of B's pixels that are right."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in table_cells.load("matching").values():
+        kinds.setdefault(row["kind"], []).append(row)
+    options = {"half size": " (`--scales`)", "quarter": " (`--rotations`)"}
+    shares = ("within_2px", "within_3px", "right_of_sure")
+    lines = []
+    for kind, rows in kinds.items():
+        ranks = [row["confidence_auc"] for row in rows]
+        lines.append((
+            kind + options.get(kind, ""), ", ".join(row["photo"] for row in rows),
+            ", ".join(f"{row['median_error_px']:.2f}" for row in rows) + " px",
+            *(", ".join(f"{100 * row[name]:.1f}" for row in rows) + " %" for name in shares),
+            ", ".join("all right" if x is None else f"{x:.3f}" for x in ranks),
+            ", ".join(f"{row['cpu_seconds']:.3g}" for row in rows) + " s",
+        ))  # fmt: skip
+    return table(("pair", "photographs", "median error", "within 2 px", "within 3 px",
+                  "right of those that pass", "AUC", "CPU time"), *lines)  # fmt: skip
+
+
+def film() -> str:
+    """docs/denoise: a film against its single frames and OpenCV."""
+    lines = []
+    for name, row in table_cells.load("film").items():
+        for way, value in row["psnr_db"].items():
+            if way != "film":
+                seconds = row["cpu_seconds"][way.removesuffix(", same frames")]
+                shown = "`scram denoise` of the film" if way.startswith("film") else way
+                lines.append((name, shown, f"{value:.2f}", f"{seconds:.2f}"))
+    return table(("", "", "PSNR, dB", "CPU time a frame, s"), *lines)
+
+
+def inpaint() -> str:
+    """docs/inpaint: mean PSNR and SSIM inside the holes, and processor seconds, of every kind of hole."""
+    kinds = table_cells.load("inpaint")
+    names = dict.fromkeys(name for kind in kinds.values() for name in kind["means"])
+
+    def cells(name: str) -> tuple[str, ...]:
+        means = (kind["means"].get(name) for kind in kinds.values())
+        return tuple(
+            "" if mean is None else f"{mean['psnr_db']:.2f} / {mean['ssim']:.3f} / {mean['cpu_seconds']:.1f}"
+            for mean in means
+        )
+
+    return table(("dB / SSIM / s", *kinds), *((name, *cells(name)) for name in names))
+
+
+def pictures() -> str:
+    """docs/inpaint: seconds of every function of `scram.images`."""
+    gpu, cpu = table_cells.load("pictures_gpu"), table_cells.load("pictures_cpu")
+    lines = []
+    for name, row in gpu.items():
+        quality = f"{row['psnr_db']:.2f} dB" if "psnr_db" in row else ""
+        quality = f"{100 * row['right']:.1f} % within 2 px" if "right" in row else quality
+        there = time(cpu[name]["seconds"]) if name in cpu else ""
+        lines.append((name, time(row["seconds"]), time(row["first"]), quality, there))
+    return table(("", "H200", "first call, which compiles", "result", "two cores"), *lines)
