@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import failing_jobs
 import scram
 import sharded_jobs as jobs
 from processes import run_python
@@ -47,11 +48,11 @@ def test_auto_takes_the_first_that_fits():
 
 def test_order_and_heads_are_refused_clearly():
     for mode in ("ring", "gather"):
-        said = on_ranks(2, jobs.raised, change={"causal": True}, mode=mode)
+        said = on_ranks(2, failing_jobs.raised, change={"causal": True}, mode=mode)
         assert all(f"mode='{mode}' knows no causal order between shards; use mode='heads'" in x for x in said)
-    said = on_ranks(2, jobs.raised, change={}, mode="heads")
+    said = on_ranks(2, failing_jobs.raised, change={}, mode="heads")
     assert all("needs key heads in multiples of the ranks, got 1 heads on 2 ranks" in words for words in said)
-    assert all("mode must be one of" in words for words in on_ranks(2, jobs.raised, change={}, mode="tree"))
+    assert all("mode must be one of" in words for words in on_ranks(2, failing_jobs.raised, change={}, mode="tree"))
 
 
 @pytest.mark.slow
@@ -67,10 +68,10 @@ def test_arguments_of_one_mode_are_refused_by_others_clearly():
         ("ring", {"matches": warm}, "matches is for mode='gather', got mode='ring'; leave it out"),
         ("ring", {"tail": book}, "a Codebook as tail is for mode='gather', got mode='ring'; leave it out"),
     ):
-        said = on_ranks(2, jobs.raised, change=change, mode=mode)
+        said = on_ranks(2, failing_jobs.raised, change=change, mode=mode)
         assert all(words in one for one in said), said
     short = scram.Matches(warm.index[:, :, :1], warm.score[:, :, :1], (4, 3))
-    said = on_ranks(2, jobs.raised, change={"warm": short}, mode="gather", who=1)
+    said = on_ranks(2, failing_jobs.raised, change={"warm": short}, mode="gather", who=1)
     assert all("warm must have one entry per query of this rank, (2, 4, 2, 3), got (2, 4, 1, 3)" in x for x in said)
 
 

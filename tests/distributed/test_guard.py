@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import sharded_jobs as jobs
+import failing_jobs
 from scram.distributed.guard import _Guarded
 from sharded import on_ranks
 
@@ -11,7 +11,7 @@ from sharded import on_ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gather", "heads", "ring"])
 def test_a_rank_that_raises_in_the_backward_pass(mode):
-    said = on_ranks(3, jobs.raised, change="late gradient", mode=mode, who=1, backward=True)
+    said = on_ranks(3, failing_jobs.raised, change="late gradient", mode=mode, who=1, backward=True)
     assert said[1] == "RuntimeError: no gradient"
     for rank in (0, 2):
         assert "scram.distributed.attention failed on rank 1: RuntimeError: no gradient" in said[rank]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import sharded_jobs as jobs
+import failing_jobs
 from scram.distributed.mesh import Ranks, layout_of, pack, packed_size, unpack
 from sharded import on_ranks
 
@@ -28,7 +28,7 @@ def test_messages_keep_every_tensor():
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_rank_that_raises_does_not_hang_the_others(mode, who):
     for change, words in (("width", "ValueError: q and k must share their last axis"), ("score", "no such score")):
-        said = on_ranks(3, jobs.raised, change=change, mode=mode, who=who)
+        said = on_ranks(3, failing_jobs.raised, change=change, mode=mode, who=who)
         assert words in said[who]
         assert "scram.distributed" not in said[who]
         for rank in {0, 1, 2} - {who}:
@@ -37,7 +37,7 @@ def test_a_rank_that_raises_does_not_hang_the_others(mode, who):
 
 
 def test_a_rank_that_raises_in_the_backward_pass_of_a_ring():
-    said = on_ranks(3, jobs.raised, change="late score", who=1, backward=True)
+    said = on_ranks(3, failing_jobs.raised, change="late score", who=1, backward=True)
     assert "failed on rank 1: RuntimeError: too late" in said[0]
     assert "failed on rank 1: RuntimeError: too late" in said[2]
     assert said[1] == "RuntimeError: too late"
@@ -46,4 +46,4 @@ def test_a_rank_that_raises_in_the_backward_pass_of_a_ring():
 def test_mesh_has_one_dimension():
     with pytest.raises(TypeError, match=r"mesh must be a torch DeviceMesh, got int; use .*init_device_mesh"):
         Ranks(4)
-    assert all("mesh must have one dimension, got 2" in x for x in on_ranks(2, jobs.two_dimensions))
+    assert all("mesh must have one dimension, got 2" in x for x in on_ranks(2, failing_jobs.two_dimensions))

@@ -2,8 +2,8 @@
 
 import pytest
 
+import failing_jobs
 import scram
-import sharded_jobs as jobs
 from scram.distributed.shards import shard_seed
 from sharded import on_ranks
 
@@ -19,12 +19,12 @@ from sharded import on_ranks
     ids=["batch", "grad", "settings", "fit"],
 )
 def test_ranks_must_agree(change, words):
-    said = on_ranks(2, jobs.raised, change=change, who=1)
+    said = on_ranks(2, failing_jobs.raised, change=change, who=1)
     assert all(words in one for one in said), said
 
 
 def test_some_rank_has_keys():
-    assert all("all shards are empty" in words for words in on_ranks(2, jobs.raised, change="no keys"))
+    assert all("all shards are empty" in words for words in on_ranks(2, failing_jobs.raised, change="no keys"))
 
 
 def test_seeds_of_shards_differ():
