@@ -1,14 +1,19 @@
 """Inpainting: exact where it can be, known pixels kept, holes of every kind, and nothing read from them."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
+import skimage.data
 import torch
 
 from scram.images import inpaint
-from scram.images.inpaint import THIN, WIDE, activity, suited
+from scram.images.inpaint import SHARP, THIN, WIDE, activity, irregular, suited
 from scram.images.smooth import smooth_fill
 from scram.images.synthesis import Settings
 
 QUICK = Settings(iterations=2)
+NO_LAST_STEP = replace(WIDE, finish=None)
 
 
 def stripes(height=48, width=64, channels=3):
@@ -74,8 +79,48 @@ def test_tiny_pictures(size):
 
 
 def test_thin_and_wide_holes_have_their_settings():
-    assert suited(box(100, 100, (10, 10, 12, 90))) is THIN
-    assert suited(box(100, 100, (10, 10, 60, 60))) is WIDE
+    picture = torch.linspace(0, 1, 100).expand(100, 100).unsqueeze(-1)
+    assert suited(picture, box(100, 100, (10, 10, 12, 90))) is THIN
+    assert suited(picture, box(100, 100, (10, 10, 60, 60))) is WIDE
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("grass", True), ("gravel", True), ("brick", False), ("coins", False), ("astronaut", False), ("moon", False)],
+)
+def test_grass_and_gravel_are_irregular_textures(name, expected):
+    picture = torch.from_numpy(np.atleast_3d(getattr(skimage.data, name)())).float()[100:260, 100:260] / 255
+    hole = box(160, 160, (50, 50, 110, 110))
+    assert irregular(torch.where(hole.unsqueeze(-1), 0, picture), hole, 7) is expected
+    assert (suited(picture, hole) is SHARP) is expected
+
+
+def test_a_hole_in_nothing_known_or_in_one_colour_is_no_texture():
+    assert not irregular(torch.ones(20, 20, 3), ~box(20, 20, (0, 0, 1, 1)), 7)
+    assert not irregular(torch.ones(40, 40, 3), box(40, 40, (10, 10, 30, 30)), 7)
+
+
+def test_grass_is_filled_with_grass_as_rough_as_around():
+    grass = torch.from_numpy(skimage.data.grass()[:160, :160, None]).float() / 255
+    hole = box(160, 160, (40, 40, 104, 104))
+
+    def roughness(settings):
+        filled = inpaint(grass, hole, settings)
+        assert torch.equal(filled[~hole], grass[~hole])
+        return float(filled[41:103, 41:103].diff(dim=1).abs().mean())
+
+    around = float(grass.diff(dim=1).abs().mean())
+    assert 0.8 * around < roughness(None) < 1.1 * around
+    assert roughness(WIDE) < 0.65 * around
+
+
+def test_the_last_step_is_for_wide_holes_and_keeps_a_pattern():
+    picture = stripes()
+    wide, thin = box(48, 64, (14, 20, 40, 50)), box(48, 64, (14, 20, 16, 50))
+    errors = [float((inpaint(picture, wide, how) - picture).abs().max()) for how in (NO_LAST_STEP, WIDE)]
+    assert errors[0] != errors[1]
+    assert max(errors) < 0.1
+    assert torch.equal(inpaint(picture, thin, NO_LAST_STEP), inpaint(picture, thin, WIDE))
 
 
 def test_activity_is_the_mean_difference_of_known_neighbours():

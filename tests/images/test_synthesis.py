@@ -49,11 +49,13 @@ def test_complete_keys_are_a_dot_product():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("matches", "alpha"), [(1, None), (3, None), (1, 0.05)])
-def test_a_step_is_the_textbook_step(matches, alpha):
+@pytest.mark.parametrize(
+    ("matches", "alpha", "selective"), [(1, None, 0.0), (3, None, 0.0), (1, 0.05, 0.0), (1, None, 4.0), (3, 0.05, 1.0)]
+)
+def test_a_step_is_the_textbook_step(matches, alpha, selective):
     """On a small grid the search is exact: every patch becomes a mean of its nearest ones, and they vote."""
     guess, picture = noise(11, 12, 1), noise(13, 10, 1, seed=1)
-    settings = Settings(patch=3, width=9, matches=matches, sharpness=2.0)
+    settings = Settings(patch=3, width=9, matches=matches, sharpness=2.0, selective=selective)
     legal = noise(11, 8, seed=2) > 0.3
     source = Source.of(picture, settings, legal)
     got, found = update(guess, source, settings, alpha=alpha)
@@ -66,7 +68,9 @@ def test_a_step_is_the_textbook_step(matches, alpha):
     scale = 2.0 / -best.values[:, 0].median()
     patches = (source.values.flatten(0, 1)[best.indices] * (scale * best.values).softmax(1).unsqueeze(-1)).sum(1)
     tiles = Tiles.whole((9, 10), guess.device)
-    want = tile_vote(patches.reshape(1, 9, 10, 9), torch.ones(1, 9, 10, 1), tiles, 3)
+    distance = -best.values[:, 0]
+    weight = (-selective * distance / distance.quantile(0.75)).exp().reshape(1, 9, 10, 1)
+    want = tile_vote(patches.reshape(1, 9, 10, 9), weight, tiles, 3)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 

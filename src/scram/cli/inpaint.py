@@ -24,7 +24,7 @@ def run(
     """Fill the hole, write the picture, and before and after."""
     picture = open_image(image)
     hole = find_hole(picture, mask, rectangles)
-    settings = replace(SHARP if sharp else suited(hole), **changed)
+    settings = replace(SHARP if sharp else suited(picture.pixels, hole), **changed)
     if mask is None and not rectangles:
         picture = replace(picture, alpha=torch.where(hole.unsqueeze(-1), 1.0, _alpha(picture)))
     before, channels = picture, channels_of(picture).to(device)

@@ -15,13 +15,16 @@ from .smooth import smooth_fill
 from .synthesis import Progress, Settings, Source, update
 from .tiles import Tiles
 
-THIN, WIDE = Settings(matches=4), Settings(matches=4, sharpness=2.0)
-SHARP = Settings(matches=1, focus=0.5)  # single patches: irregular textures stay crisp, errors grow
+THIN = Settings(matches=4)
+WIDE = Settings(patch=9, matches=4, sharpness=2.0, finish=0.5)
+SHARP = Settings(selective=4.0)  # single patches, those that fit: irregular textures are kept, errors grow
 RATIO = 2.0  # of a level to the one above
 REACH = 1.5  # side of a patch over the width of the hole at the coarsest level
 TRUST = 1.2  # a vote counts for less by this factor with each pixel deeper in the hole
 TEXTURE = 6.0  # weight of the roughness around a pixel beside its colours
 TILE = 32  # side of the squares of patches that are searched together
+AROUND = 32  # pixels around a hole whose texture is looked at
+EVEN_MEANS, EVEN_ROUGHNESS = 0.6, 0.4  # of an irregular texture, see `irregular`
 LEAST_PATCHES = 16  # whole patches of the source without which a hole is filled smoothly
 
 
@@ -39,7 +42,7 @@ def inpaint(
     Args:
         picture: floats [H, W, C], values 0..1; what lies in the hole is never read.
         hole: bool [H, W], True = to be filled.
-        settings: how patches are found and how they vote; None for `suited(hole)`.
+        settings: how patches are found and how they vote; None for `suited(picture, hole)`.
         progress: is called with the share of the work done, 0..1.
 
     Returns:
@@ -57,7 +60,7 @@ def inpaint(
     picture = torch.where(hole.unsqueeze(-1), 0, picture)  # a NaN in the hole stays there
     if not bool(hole.any()):
         return picture
-    settings = settings or suited(hole)
+    settings = settings or suited(picture, hole)
     fitting = [side for side in range(settings.patch, 1, -2) if side <= min(hole.shape)]
     fitting = [side for side in fitting if int(whole(~hole, side).sum()) >= LEAST_PATCHES]
     if not fitting:
@@ -67,22 +70,46 @@ def inpaint(
     channels = picture.shape[-1]
     if len(sizes) > 1:
         picture = torch.cat((picture, TEXTURE * activity(picture, hole, settings.patch)), -1)
-    work = [height * width for height, width in sizes]
+    plan = [(size, [settings] * settings.iterations) for size in sizes]
+    if len(sizes) > 1 and settings.finish is not None:  # the whole result is matched anew, by single patches
+        plan.append((sizes[-1], [replace(settings, matches=1, focus=settings.finish)]))
+    work = [height * width * len(steps) for (height, width), steps in plan]
     above: tuple[Tensor, Matches] | None = None
-    for level, size in enumerate(sizes):
+    for level, (size, steps) in enumerate(plan):
         known, missing = shrink_known(picture, hole, size)
         done, share = sum(work[:level]) / sum(work), work[level] / sum(work)
         above = _fill(
-            known, missing, above, settings, level * settings.iterations,
+            known, missing, above, steps, level * settings.iterations,
             lambda x, done=done, share=share: told(done + share * x),  # type: ignore[misc]
         )  # fmt: skip
     assert above is not None
     return torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
 
 
-def suited(hole: Tensor) -> Settings:
-    """Settings for a hole, bool [H, W]: means of four patches, sharper ones where it is wide."""
-    return THIN if len(_levels(hole, THIN.patch)) == 1 else WIDE
+def suited(picture: Tensor, hole: Tensor) -> Settings:
+    """Settings for a hole, bool [H, W], of a picture [H, W, C]: of three kinds.
+
+    A thin hole takes means of four patches. A wide one takes larger patches, sharper means, and a last step with single
+    ones. A wide hole in an irregular texture takes single patches throughout: a mean of different grass is no grass.
+    """
+    if len(_levels(hole, THIN.patch)) == 1:
+        return THIN
+    return SHARP if irregular(picture, hole, THIN.patch) else WIDE
+
+
+def irregular(picture: Tensor, hole: Tensor, side: int) -> bool:
+    """Whether a picture [H, W, C] is one irregular texture around its hole, such as grass or gravel.
+
+    There the means of patches differ by less than `EVEN_MEANS` of what pixels do, and the roughness of patches by less
+    than `EVEN_ROUGHNESS` of its mean: everywhere it looks the same, and no two places are equal.
+    """
+    near = F.max_pool2d(hole.to(picture.dtype)[None, None], 2 * AROUND + 1, 1, AROUND)[0, 0] > 0
+    known, near = (~hole).to(picture.dtype)[None, None], near & ~hole
+    grey, wide = torch.where(hole, 0, picture.mean(-1))[None, None], (2 * side - 1, 1, side - 1)
+    means = (F.avg_pool2d(grey, *wide) / F.avg_pool2d(known, *wide).clamp(min=1e-6))[0, 0][near]
+    rough, pixels = activity(picture, hole, side).mean(-1)[near], grey[0, 0][near]
+    spread = [float(x.std(correction=0)) if len(x) else 0.0 for x in (means, pixels, rough)]
+    return spread[0] < EVEN_MEANS * spread[1] and spread[2] < EVEN_ROUGHNESS * float(rough.mean())
 
 
 def activity(picture: Tensor, hole: Tensor, side: int) -> Tensor:
@@ -123,15 +150,17 @@ def _levels(hole: Tensor, side: int) -> list[tuple[int, int]]:
 
 
 def _fill(
-    known: Tensor, hole: Tensor, above: tuple[Tensor, Matches] | None, settings: Settings, first_step: int,
+    known: Tensor, hole: Tensor, above: tuple[Tensor, Matches] | None, steps: list[Settings], first_step: int,
     told: Progress,
 ) -> tuple[Tensor, Matches]:  # fmt: skip
     """One level: from the guess and the matches of the level above to those of this one.
 
     Args:
         known: [H, W, C], 0 in the hole, bool [H, W].
+        steps: the settings of each step.
         first_step: number of its first step, for the seeds.
     """
+    settings = steps[0]
     side, size, inside = settings.patch, (hole.shape[0], hole.shape[1]), hole.unsqueeze(-1)
     deep = depth(hole)
     order = 2 if float(deep.max()) <= side else 1  # across a wide hole the smoothest surface swings too far
@@ -144,15 +173,16 @@ def _fill(
         guess = smooth_fill(known, hole, order)
     else:
         guess = torch.where(inside, resize(above[0], size), known)
-        blurred = resize(resize(guess, (above[0].shape[0], above[0].shape[1])), size)
-        warm = finer(above[1], side, size, size)
-    for step in range(settings.iterations):
+        if above[0].shape[:2] != size:
+            blurred = resize(resize(guess, (above[0].shape[0], above[0].shape[1])), size)
+            warm = finer(above[1], side, size, size)
+    for step, settings in enumerate(steps):
         tiles = Tiles.of(touched, TILE, step % 2 * TILE // 2)  # matches cross the borders of tiles in the next step
         seen, blurred_source = (guess, None) if step or blurred is None else (blurred, blurred)
         votes, warm = update(
             seen, source, settings, first_step + step, blurred=blurred_source, weight=weight, tiles=tiles, warm=warm
         )
-        told((step + 1) / settings.iterations)
+        told((step + 1) / len(steps))
         guess = torch.where(inside, votes, known)
     assert warm is not None
     left = torch.where((near & ~hole).unsqueeze(-1), known - votes, 0)

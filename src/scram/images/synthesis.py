@@ -31,6 +31,9 @@ class Settings:
         matches: source patches that each patch of the guess becomes a mean of.
         sharpness: how fast their weights fall with the squared distance over its median; more is sharper.
         focus: how fast the votes of a patch fall from its centre to its rim; more is sharper, with more seams.
+        selective: how fast the vote of a patch falls with its squared distance over the upper quartile of all; more
+            keeps textures: patches that fit are copied, and those that do not blur less.
+        finish: focus of one last step that votes with single patches (inpainting of wide holes); None for no such step.
         sweeps: of each search.
         iterations: steps at each level.
         seed: of everything random.
@@ -41,6 +44,8 @@ class Settings:
     matches: int = 1
     sharpness: float = 1.0
     focus: float = 0.0
+    selective: float = 0.0
+    finish: float | None = None
     sweeps: int = 3
     iterations: int = 6
     seed: int = 0
@@ -53,8 +58,9 @@ class Settings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.sharpness < float("inf"):
             raise ValueError(f"sharpness must be positive and finite, got {self.sharpness}")
-        if not 0 <= self.focus < float("inf"):
-            raise ValueError(f"focus must be at least 0 and finite, got {self.focus}")
+        for name in ("focus", "selective", "finish"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be at least 0 and finite, got {value}")
 
 
 @dataclass(frozen=True)
@@ -149,8 +155,18 @@ def update(
     patches = attend(q, k, values, found, radius=0, scale=scale, score=score, key_mask=mask).out[0]
     weight = torch.ones(grid, device=q.device, dtype=q.dtype) if weight is None else weight
     index, best = tiles.put(found.index[0], -1), tiles.put(found.score[0], -torch.inf)
-    votes = tile_vote(patches, tiles.cut(weight.unsqueeze(-1)), tiles, settings.patch, settings.focus)
+    each = tiles.cut(weight.unsqueeze(-1)) * _fitting(found.score[0, ..., :1], settings.selective)
+    votes = tile_vote(patches, each, tiles, settings.patch, settings.focus)
     return votes, Matches(index[None, None], best[None, None], found.key_grid)
+
+
+def _fitting(score: Tensor, selective: float) -> Tensor:
+    """What the vote of a patch is worth, by the score of its match [...]: exp(-selective * d / upper quartile of d)."""
+    if not selective or not score.numel():
+        return torch.ones_like(score)
+    distance = -score.clamp(-1e12, 0)  # a patch without a match has -inf
+    some = distance.flatten()[:: max(1, distance.numel() // 2**20)]
+    return (-selective * distance / some.quantile(0.75).clamp(min=1e-6)).exp().clamp(min=1e-12)
 
 
 def tile_vote(patches: Tensor, weight: Tensor, tiles: Tiles, side: int, focus: float = 0.0) -> Tensor:
