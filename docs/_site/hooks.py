@@ -1,0 +1,92 @@
+"""What the site needs beyond its pages: files of the root as pages, links to the glossary, the explorer."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+# Files of the root that are pages of the site; pages link to them as ../NAME, which GitHub follows too.
+OUTSIDE = {name: f"{name.removesuffix('.md').lower()}.md" for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+EXPLORER = "explorer.html"
+PLACE = "<!-- explorer -->"
+# What no link may be put into: code, links and pictures, HTML.
+KEPT = re.compile(r"```.*?^ *```|``.*?``|`[^`\n]*`|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*$|^    .*$|^!!!.*$", re.M | re.S)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """The files of the root, and the explorer where SCRAM can make one."""
+    for name, page in OUTSIDE.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        text = re.sub(r"\]\((?:docs/)?([\w./]+\.md)", lambda found: f"]({OUTSIDE.get(found[1], found[1])}", text)
+        files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, "style.css", abs_src_path=str(ROOT / "docs" / "_site" / "style.css")))
+    made = explorer()
+    if made is not None:
+        files.append(File.generated(config, EXPLORER, content=made))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    up = "../" * page.file.src_uri.count("/")
+    for name, target in OUTSIDE.items():
+        markdown = markdown.replace(f"](../{up}{name}", f"]({up}{target}")
+    there = files.get_file_from_path(EXPLORER) is not None
+    frame = f'<iframe class="explorer" src="{up}{EXPLORER}" title="Attention explorer" loading="lazy"></iframe>'
+    markdown = markdown.replace(PLACE, frame if there else "")
+    if page.file.src_uri in ("glossary.md", "changelog.md"):
+        return markdown
+    return linked(markdown, terms((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")), f"{up}glossary.md")
+
+
+def terms(glossary: str) -> dict[str, tuple[str, str]]:
+    """Of every word of the glossary its anchor and its first sentence; "Also: a, b." names other words for it."""
+    found = {}
+    for heading, body in re.findall(r"^### (.+?)\n\n(.*?)(?=^##|\Z)", glossary, re.M | re.S):
+        anchor = re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
+        also = re.search(r"^Also: (.*)\.$", body, re.M)
+        sentence = re.match(r".*?[.:](?=\s|$)", " ".join(body.split()))
+        said = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence[0] if sentence else "").replace("`", "").rstrip(":")
+        for word in (heading, *(also[1].split(", ") if also else ())):
+            found[word.lower()] = anchor, said
+    return found
+
+
+def linked(markdown: str, words: dict[str, tuple[str, str]], target: str) -> str:
+    """A page whose first mention of each entry of the glossary is a link to it."""
+    one = re.compile(rf"(?<![\w@-])({'|'.join(re.escape(word) for word in sorted(words, key=len, reverse=True))})(?![\w@-])", re.I)
+    seen = set()
+
+    def link(found: re.Match[str]) -> str:
+        anchor, said = words[found[0].lower()]
+        if anchor in seen:
+            return found[0]
+        seen.add(anchor)
+        return f'[{found[0]}]({target}#{anchor}){{ .term title="{html.escape(said)}" }}'
+
+    parts, last = [], 0
+    for kept in KEPT.finditer(markdown):
+        parts += [one.sub(link, markdown[last : kept.start()]), kept[0]]
+        last = kept.end()
+    return "".join([*parts, one.sub(link, markdown[last:])])
+
+
+def explorer() -> str | None:
+    """One page that shows the attention between two photographs, kept under build/ until the sources change."""
+    import scram
+
+    if "explore" not in scram.__all__:
+        return None
+    sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((ROOT / "src").rglob("*.*")) if path.is_file() and path.suffix != ".pyc"))
+    kept = ROOT / "build" / f"explorer-{sources.hexdigest()[:16]}.html"
+    if not kept.is_file():
+        from explorer import write  # beside this file
+
+        kept.parent.mkdir(exist_ok=True)
+        write(kept)
+    return kept.read_text(encoding="utf-8")
