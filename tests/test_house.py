@@ -134,6 +134,8 @@ WITHOUT_A_MODULE = {
     "test_house.py": "rules of all sources",
     "test_readme.py": "the documents",
     "test_release.py": "what a release holds",
+    "test_site.py": "the documentation site",
+    "test_tutorials.py": "the tutorials",
     "engines/gpu/test_compile.py": "every kernel",
     "engines/gpu/test_device.py": "every kernel, on a device",
     "engines/gpu/test_device_estimators.py": "every kernel, on a device",
@@ -200,11 +202,15 @@ def test_every_test_file_has_its_module():
 def test_every_example_has_its_test_and_its_page():
     root = TESTS.parent
     examples = {path.stem for path in (root / "examples").glob("*.py")}
+    listed = (root / "docs" / "examples.md").read_text(encoding="utf-8")
     assert examples == {path.stem.removeprefix("test_") for path in (TESTS / "examples").glob("test_*.py")}
     for name in examples:
         page = (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
         assert f"python examples/{name}.py" in page
-        assert f"(docs/{name}.md)" in (root / "README.md").read_text(encoding="utf-8")
+        line = "(distributed_example.md)" if name == "distributed" else f"({name}.md)"
+        assert line in listed
+        assert f"examples/{name}.py" in listed
+    assert "(docs/examples.md)" in (root / "README.md").read_text(encoding="utf-8")
 
 
 def test_imports_go_one_way():

@@ -13,11 +13,15 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+    *(page.relative_to(ROOT).as_posix() for page in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
+# Those of tutorials run in test_tutorials.py, and that of the start page is README's.
 BLOCKS = [
-    (name, block) for name, text in TEXTS.items() for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    (name, block)
+    for name, text in TEXTS.items()
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    if not name.startswith("docs/tutorials/") and name != "docs/index.md"
 ]
 
 
@@ -28,6 +32,27 @@ def test_pages_with_python():
     names = ("clusters", "models", "estimators", "tune")
     assert {name for name, _ in BLOCKS} == {f"docs/{x}.md" for x in names} | {"README.md"} | PICTURES
     assert sum(bool(line) for line in BLOCKS[0][1].splitlines()) == 8
+
+
+def words(text):
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def test_readme_is_short():
+    """One screen of text before the first table, 1 000 words in all."""
+    text = TEXTS["README.md"]
+    assert words(text) <= 1000
+    before = text[: text.index("\n| ")]
+    assert words(before) <= 300
+    assert len(before.splitlines()) <= 50
+
+
+def test_readme_names_the_two_commands():
+    assert all(re.search(rf"^make {name} ", TEXTS["README.md"], re.M) for name in ("demo", "test"))
+
+
+def test_the_start_page_shows_the_code_of_readme():
+    assert f"```python\n{BLOCKS[0][1]}```" in TEXTS["docs/index.md"]
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=name) for name, block in BLOCKS if name in PICTURES])

@@ -26,8 +26,12 @@ def fenced(text: str) -> str:
     return DOCTEST.sub(lambda found: f"{found['indent']}```pycon\n{found[0]}\n{found['indent']}```", text)
 
 
-class Docstrings(griffe.Extension):  # type: ignore[misc]
-    """Applies `fenced` to every docstring that is read."""
+class Docstrings(griffe.Extension):
+    """Applies `fenced` to every docstring that is read, and leaves out arguments that begin with an underscore."""
+
+    def on_function_instance(self, *, func: Any, **_: Any) -> None:
+        for name in [x.name for x in func.parameters if x.name.startswith("_") and x.name != "_"]:
+            del func.parameters[name]
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if not obj.is_alias and obj.docstring is not None:

@@ -12,11 +12,17 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 # Files of the root that are pages of the site; pages link to them as ../NAME, which GitHub follows too.
-OUTSIDE = {name: f"{name.removesuffix('.md').lower()}.md" for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+OUTSIDE = {
+    name: f"{name.removesuffix('.md').lower()}.md" for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+}
 EXPLORER = "explorer.html"
 PLACE = "<!-- explorer -->"
 # What no link may be put into: code, links and pictures, HTML.
-KEPT = re.compile(r"```.*?^ *```|``.*?``|`[^`\n]*`|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*$|^    .*$|^!!!.*$", re.M | re.S)
+KEPT = re.compile(
+    r"(?s:```.*?^ *```)|`[^`\n]+`|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*$|^    .*$|^:::.*$|^-? ?\[.*\]: .*$", re.M
+)
+ALSO = re.compile(r"^Also: (.*)\.$", re.M)  # other forms of a word of the glossary
+SHIM = "https://unpkg.com/iframe-worker/shim"  # what the offline search would fetch; worker.js stands for it
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -25,7 +31,8 @@ def on_files(files: Any, config: Any) -> Any:
         text = (ROOT / name).read_text(encoding="utf-8")
         text = re.sub(r"\]\((?:docs/)?([\w./]+\.md)", lambda found: f"]({OUTSIDE.get(found[1], found[1])}", text)
         files.append(File.generated(config, page, content=text))
-    files.append(File.generated(config, "style.css", abs_src_path=str(ROOT / "docs" / "_site" / "style.css")))
+    for name in ("style.css", "worker.js"):
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / "docs" / "_site" / name)))
     made = explorer()
     if made is not None:
         files.append(File.generated(config, EXPLORER, content=made))
@@ -34,14 +41,24 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
+    if page.file.src_uri in ("index.md", "faq.md"):
+        page.meta["hide"] = ["navigation"]  # no other page is in their section
     for name, target in OUTSIDE.items():
         markdown = markdown.replace(f"](../{up}{name}", f"]({up}{target}")
     there = files.get_file_from_path(EXPLORER) is not None
     frame = f'<iframe class="explorer" src="{up}{EXPLORER}" title="Attention explorer" loading="lazy"></iframe>'
     markdown = markdown.replace(PLACE, frame if there else "")
     if page.file.src_uri in ("glossary.md", "changelog.md"):
-        return markdown
+        return ALSO.sub("", markdown)
     return linked(markdown, terms((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")), f"{up}glossary.md")
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    return output.replace(SHIM, "../" * page.file.src_uri.count("/") + "worker.js")
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    return output_content.replace(SHIM, "worker.js")
 
 
 def terms(glossary: str) -> dict[str, tuple[str, str]]:
@@ -49,7 +66,7 @@ def terms(glossary: str) -> dict[str, tuple[str, str]]:
     found = {}
     for heading, body in re.findall(r"^### (.+?)\n\n(.*?)(?=^##|\Z)", glossary, re.M | re.S):
         anchor = re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
-        also = re.search(r"^Also: (.*)\.$", body, re.M)
+        also = ALSO.search(body)
         sentence = re.match(r".*?[.:](?=\s|$)", " ".join(body.split()))
         said = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence[0] if sentence else "").replace("`", "").rstrip(":")
         for word in (heading, *(also[1].split(", ") if also else ())):
@@ -59,7 +76,8 @@ def terms(glossary: str) -> dict[str, tuple[str, str]]:
 
 def linked(markdown: str, words: dict[str, tuple[str, str]], target: str) -> str:
     """A page whose first mention of each entry of the glossary is a link to it."""
-    one = re.compile(rf"(?<![\w@-])({'|'.join(re.escape(word) for word in sorted(words, key=len, reverse=True))})(?![\w@-])", re.I)
+    longest_first = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    one = re.compile(rf"(?<![\w@-])({longest_first})(?![\w@-])", re.I)
     seen = set()
 
     def link(found: re.Match[str]) -> str:
@@ -82,8 +100,9 @@ def explorer() -> str | None:
 
     if "explore" not in scram.__all__:
         return None
-    sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((ROOT / "src").rglob("*.*")) if path.is_file() and path.suffix != ".pyc"))
-    kept = ROOT / "build" / f"explorer-{sources.hexdigest()[:16]}.html"
+    sources = [path for path in sorted((ROOT / "src").rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    state = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    kept = ROOT / "build" / f"explorer-{state}.html"
     if not kept.is_file():
         from explorer import write  # beside this file
 

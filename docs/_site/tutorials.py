@@ -43,9 +43,13 @@ def run(text: str, folder: Path) -> str:
         elif block["kind"] == "console":
             printed = torchrun(block["code"], folder)
         else:
-            screen = io.StringIO()
-            with contextlib.redirect_stdout(screen), contextlib.chdir(folder):
-                exec(compile(block["code"], "<tutorial>", "exec"), names)
+            screen, here = io.StringIO(), Path.cwd()
+            os.chdir(folder)
+            try:
+                with contextlib.redirect_stdout(screen):
+                    exec(compile(block["code"], "<tutorial>", "exec"), names)
+            finally:
+                os.chdir(here)
             printed = screen.getvalue()
         own = block[0] if block["out"] is None else block[0][: block.start("out") - block.start() - len("\n```text\n")]
         return own + (f"\n```text\n{printed}```\n" if printed else "")
