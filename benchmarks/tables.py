@@ -40,8 +40,18 @@ def results() -> str:
                  *machine_lines("H200, cuDNN attention", gpu_results()))  # fmt: skip
 
 
-SHORT = ("128×128, 64", "256×256, 64", "256×256, 64, forward + backward", "512×512, 64", "1024×1024, 64",
-         "256×256, 64, 8 heads", "64×64, 64")  # fmt: skip
+SHORT = {
+    f"{size}{BY}{size}, 64{rest}"
+    for size, rest in (
+        (64, ""),
+        (128, ""),
+        (256, ""),
+        (256, ", forward + backward"),
+        (256, ", 8 heads"),
+        (512, ""),
+        (1024, ""),
+    )
+}
 
 
 def results_short() -> str:

@@ -22,7 +22,8 @@ from typing import Any
 DOCS = Path(__file__).parents[1]
 PICTURES = DOCS / "images" / "tutorials"
 BLOCK = re.compile(
-    r'^```(?P<kind>python|console)(?: title="(?P<file>[\w.]+)")?\n(?P<code>.*?)^```\n(?:\n```text\n(?P<out>.*?)^```\n)?',
+    r'^```(?P<kind>python|console)(?: title="(?P<file>[\w.]+)")?\n(?P<code>.*?)^```\n'
+    r"(?:\n```text\n(?P<out>.*?)^```\n)?",
     re.M | re.S,
 )
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
