@@ -75,7 +75,8 @@ app = typer.Typer(
         "inpaint photo.jpg --mask mask.png",
         "bench",
         "info",
-    ),
+    )
+    + "\n\nWords that the tables use: docs/glossary.md.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
