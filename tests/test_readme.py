@@ -115,3 +115,26 @@ def test_links_lead_somewhere(name):
             linked = (ROOT / name).parent / path if path else ROOT / name
             assert linked.exists(), target
             assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), target
+
+
+def test_every_command_stands_on_the_page_of_commands():
+    app = pytest.importorskip("scram.cli.app").app
+    names = {one.callback.__name__ for one in app.registered_commands}
+    assert len(names) >= 11
+    assert {name for name in names if f"`scram {name}" not in TEXTS["docs/commands.md"]} == set()
+    assert {name for name in names if f"| `{name}` |" not in TEXTS["docs/formats.md"]} == set()
+
+
+def test_every_file_that_a_command_writes_stands_on_the_page_of_formats():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/scram/cli").glob("*.py"))
+    names = set(re.findall(r"""out / ["']([\w-]+\.\w+)["']""", sources))
+    assert {"match.npz", "denoised.mp4", "bench.json"} <= names
+    assert {name for name in names if f"`{name}`" not in TEXTS["docs/formats.md"]} == set()
+
+
+def test_glossary_says_what_is_good():
+    entries = dict(re.findall(r"^### (.+?)\n\n(.*?)(?=^##|\Z)", TEXTS["docs/glossary.md"], re.M | re.S))
+    wanted = """Recall@1, Captured mass, Output error, Scale, Width, Sweep, Match, Window, Radius, Tail, Clusters, Codebook, lse,
+        Head and row, Key mask, Causal order, Error budget, Warm start"""
+    assert {" ".join(name.split()) for name in wanted.split(",")} <= set(entries)
+    assert all(len(text.split()) >= 8 for text in entries.values())

@@ -52,7 +52,9 @@ def test_the_sources_of_a_release_hold_what_its_tests_read():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     held = {path.lstrip("/") for path in project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]}
     unheld = {path.name for path in ROOT.iterdir()} - held
-    assert not {"src", "tests", "docs", "mkdocs.yml", ".ci", ".github", "CITATION.cff", "Makefile", "conftest.py"} & unheld
+    assert (
+        not {"src", "tests", "docs", "mkdocs.yml", ".ci", ".github", "CITATION.cff", "Makefile", "conftest.py"} & unheld
+    )
 
 
 def test_hooks_are_steps_of_the_environment():

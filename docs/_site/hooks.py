@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import html
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,19 @@ OUTSIDE = {
     name: f"{name.removesuffix('.md').lower()}.md" for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 }
 EXPLORER = "explorer.html"
-PLACE = "<!-- explorer -->"
+PLACE = "<!-- explorer -->"  # on the start page
+FRAME = f"""## See it
+
+Move over the left photograph: the right one shows where that point attends. `scram explore A B` makes such a page of
+your pictures or tensors. [Open it alone]({EXPLORER})
+
+<iframe class="explorer" src="{EXPLORER}" title="Attention explorer" loading="lazy"></iframe>
+"""
 # What no link may be put into: code, links and pictures, HTML.
 KEPT = re.compile(
     r"(?s:```.*?^ *```)|`[^`\n]+`|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*$|^    .*$|^:::.*$|^-? ?\[.*\]: .*$", re.M
 )
+FENCES = re.compile(r"(^```.*?^```$)", re.M | re.S)
 ALSO = re.compile(r"^Also: (.*)\.$", re.M)  # other forms of a word of the glossary
 SHIM = "https://unpkg.com/iframe-worker/shim"  # what the offline search would fetch; worker.js stands for it
 
@@ -41,16 +51,22 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
+    markdown = "".join(part if part.startswith("```") else spaced(part) for part in FENCES.split(markdown))
     if page.file.src_uri in ("index.md", "faq.md"):
         page.meta["hide"] = ["navigation"]  # no other page is in their section
     for name, target in OUTSIDE.items():
         markdown = markdown.replace(f"](../{up}{name}", f"]({up}{target}")
     there = files.get_file_from_path(EXPLORER) is not None
-    frame = f'<iframe class="explorer" src="{up}{EXPLORER}" title="Attention explorer" loading="lazy"></iframe>'
-    markdown = markdown.replace(PLACE, frame if there else "")
+    markdown = markdown.replace(PLACE, FRAME if there else "")
     if page.file.src_uri in ("glossary.md", "changelog.md"):
         return ALSO.sub("", markdown)
     return linked(markdown, terms((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")), f"{up}glossary.md")
+
+
+def spaced(markdown: str) -> str:
+    """Lists inside numbered lists as Python's Markdown has them: four spaces, and empty lines around."""
+    markdown = re.sub(r"^   (?=\S)", "    ", markdown, flags=re.M)
+    return re.sub(r"^(    [^-\s].*\n)(?=    - |\d\. )", r"\1\n", markdown, flags=re.M)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
@@ -104,8 +120,8 @@ def explorer() -> str | None:
     state = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     kept = ROOT / "build" / f"explorer-{state}.html"
     if not kept.is_file():
-        from explorer import write  # beside this file
-
         kept.parent.mkdir(exist_ok=True)
-        write(kept)
+        for old in kept.parent.glob("explorer-*.html"):
+            old.unlink()
+        subprocess.run([sys.executable, str(ROOT / "docs" / "_site" / "explorer.py"), str(kept)], check=True)
     return kept.read_text(encoding="utf-8")
