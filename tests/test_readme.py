@@ -134,7 +134,7 @@ def test_every_file_that_a_command_writes_stands_on_the_page_of_formats():
 
 def test_glossary_says_what_is_good():
     entries = dict(re.findall(r"^### (.+?)\n\n(.*?)(?=^##|\Z)", TEXTS["docs/glossary.md"], re.M | re.S))
-    wanted = """Recall@1, Captured mass, Output error, Scale, Width, Sweep, Match, Window, Radius, Tail, Clusters, Codebook, lse,
-        Head and row, Key mask, Causal order, Error budget, Warm start"""
+    wanted = """Recall@1, Captured mass, Output error, Scale, Width, Sweep, Match, Window, Radius, Tail, Clusters, lse,
+        Codebook, Head and row, Key mask, Causal order, Error budget, Warm start"""
     assert {" ".join(name.split()) for name in wanted.split(",")} <= set(entries)
     assert all(len(text.split()) >= 8 for text in entries.values())
