@@ -73,7 +73,7 @@ tutorials: setup
 	$(BIN)/python docs/_site/tutorials.py
 
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html"
 
 test: lint types wheel unit
