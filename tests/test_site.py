@@ -68,7 +68,7 @@ def site(tmp_path_factory):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     places = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": places}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr  # not --quiet, which hides warnings from --strict
     assert "WARNING" not in done.stderr
     return folder, {path: Page(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.html"))}
