@@ -8,7 +8,7 @@ WHEEL := build/wheel
 INSTALLED := build/installed
 VERSION_OF := import pip, sys; print(*sys.version_info[:2])
 
-.PHONY: help demo test setup lint format types wheel unit quick tables clean
+.PHONY: help demo test setup lint format types wheel unit quick tables tutorials docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,8 @@ help:
 	@echo "make lint | types | wheel | unit   one step of make test"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make tables  rewrite the tables of README and docs from benchmarks/results"
+	@echo "make docs    build the documentation site in build/site, offline; a warning is an error"
+	@echo "make tutorials   run the tutorials and write what they print into their pages"
 	@echo "make clean   remove the environment and everything built"
 
 # Kept when it already fits $(PYTHON); made anew when it is another version or was left half made.
@@ -66,6 +68,13 @@ quick: setup
 
 tables: setup
 	$(BIN)/python benchmarks/tables.py
+
+tutorials: setup
+	$(BIN)/python docs/_site/tutorials.py
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
 
 test: lint types wheel unit
 

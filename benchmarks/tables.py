@@ -34,10 +34,34 @@ SETTINGS = {"default": "default", "four": "default, 4 matches", "paper": "paper"
 
 
 def results() -> str:
-    """README: SCRAM's default and the paper's settings against dense attention, on both machines."""
+    """docs/results: SCRAM's default and the paper's settings against dense attention, on both machines."""
     head = ("machine", "grid, width", "setting", "SCRAM", "dense", "times faster", "recall@1", "output error")
     return table(head, *machine_lines("2 CPU cores, torch SDPA", cpu_results()),
                  *machine_lines("H200, cuDNN attention", gpu_results()))  # fmt: skip
+
+
+SHORT = {
+    f"{size}{BY}{size}, 64{rest}"
+    for size, rest in (
+        (64, ""),
+        (128, ""),
+        (256, ""),
+        (256, ", forward + backward"),
+        (256, ", 8 heads"),
+        (512, ""),
+        (1024, ""),
+    )
+}
+
+
+def results_short() -> str:
+    """README and the start page: rows of `results`, the default, and the paper's where there is no other."""
+    found = [[one for one in rows if one[0] in SHORT] for rows in (cpu_results(), gpu_results())]
+    best = [[one for one in rows if one[1] == "default" or all(x[1] != "default" for x in rows if x[0] == one[0])]
+            for rows in found]  # fmt: skip
+    head = ("machine", "grid, width", "setting", "SCRAM", "dense", "times faster", "recall@1", "output error")
+    return table(head, *machine_lines("2 CPU cores, torch SDPA", best[0]),
+                 *machine_lines("H200, cuDNN attention", best[1]))  # fmt: skip
 
 
 Result = tuple[str, str, float, float, float | None, str]  # shape, setting, ms, ms of dense, recall, errors
@@ -308,6 +332,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pictures": tables_pictures.pictures,
     "nccl-one-rank": tables_distributed.nccl_one_rank,
     "results": results,
+    "results-short": results_short,
     "others": others,
     "tails": tails,
     "tile": tile,

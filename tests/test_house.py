@@ -15,7 +15,19 @@ HEAVY = (
     *("scram.engines.cpu.engine", "scram.engines.gpu.engine", "scram.cli", "scram.distributed"),
 )
 # What each module may import of the package; folders count as one each.
-SHARED = {"_compat", "calls", "clustering", "draws", "engines", "grid", "noise", "schedule", "scoring", "types"}
+SHARED = {
+    "_compat",
+    "options",
+    "calls",
+    "clustering",
+    "draws",
+    "engines",
+    "grid",
+    "noise",
+    "schedule",
+    "scoring",
+    "types",
+}
 BELOW = {
     "_compat": set(),
     "arguments": {"types"},
@@ -24,17 +36,30 @@ BELOW = {
     "grid": set(),
     "noise": set(),
     "places": {"grid"},
+    "options": set(),
     "schedule": set(),
-    "errors": {"codebook", "estimators", "types"},
+    "errors": {"codebook", "estimators", "options", "types"},
     "codebook": {"errors"},
     "fitting": {"clustering", "codebook", "grid", "noise", "statistics"},
     "statistics": set(),
     "cost": {"codebook", "estimators", "grid", "schedule", "scoring", "types"},
     "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
-    "plan": {"api", "codebook", "errors", "estimators", "statistics", "truth", "types"},
-    "tune": {"api", "arguments", "cost", "defaults", "errors", "estimators", "grid", "plan", "precision", "statistics"}
+    "plan": {"options", "api", "codebook", "errors", "estimators", "statistics", "truth", "types"},
+    "tune": {
+        "options",
+        "api",
+        "arguments",
+        "cost",
+        "defaults",
+        "errors",
+        "estimators",
+        "grid",
+        "plan",
+        "precision",
+        "statistics",
+    }
     | {"truth", "types", "validate"},
-    "types": {"dtensors", "errors", "places", "schedule"},
+    "types": {"options", "dtensors", "errors", "places", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},
     "scoring": {"errors", "types"},
@@ -45,24 +70,25 @@ BELOW = {
     "reference": SHARED,
     "cpu": SHARED,
     "gpu": SHARED,
-    "dispatch": {"cpu", "engines", "errors", "gpu", "reference", "types"},
+    "dispatch": {"options", "cpu", "engines", "errors", "gpu", "reference", "types"},
     "ops": SHARED | {"dispatch", "errors"},
     "dense": {"dtensors", "errors", "scoring", "types"},
-    "defaults": {"codebook", "cost", "estimators", "types"},
-    "validate": {"defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
+    "defaults": {"options", "codebook", "cost", "estimators", "types"},
+    "validate": {"options", "defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
     "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops"},
     "api": SHARED
     | {"arguments", "codebook", "defaults", "dense", "dispatch", "dtensors", "errors", "estimators"}
     | {"layout_hints", "ops", "precision", "stages", "validate"},
-    "exact": {"_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
-    "measure": {"errors", "exact", "grid", "scoring", "types"},
+    "exact": {"options", "_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
+    "measure": {"options", "errors", "exact", "grid", "scoring", "types"},
     "timing": set(),
-    "judge": {"arguments", "dense", "errors", "grid", "statistics", "timing", "truth"},
-    "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
+    "judge": {"options", "arguments", "dense", "errors", "grid", "statistics", "timing", "truth"},
+    "nn": {"options", "api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"scoring", "types"},
-    "images": {"api", "exact", "grid", "scoring", "types"},
+    "images": {"options", "api", "exact", "grid", "scoring", "types"},
     "layers": {"layout_hints", "plan"},
     "distributed": {
+        "options",
         "_compat",
         "api",
         "arguments",
@@ -79,9 +105,20 @@ BELOW = {
         "noise",
     }
     | {"ops", "precision", "scoring", "stages", "types", "validate"},
-    "sdpa": {"_compat", "api", "defaults", "errors", "estimators", "layers", "layout_hints", "tune", "types"},
-    "patch": {"_compat", "errors", "estimators", "layers", "sdpa", "types"},
-    "trust": {"api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "plan"}
+    "sdpa": {
+        "options",
+        "_compat",
+        "api",
+        "defaults",
+        "errors",
+        "estimators",
+        "layers",
+        "layout_hints",
+        "tune",
+        "types",
+    },
+    "patch": {"options", "_compat", "errors", "estimators", "layers", "sdpa", "types"},
+    "trust": {"options", "api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "plan"}
     | {"precision", "scoring", "statistics", "truth", "types"},
 }
 
@@ -134,6 +171,8 @@ WITHOUT_A_MODULE = {
     "test_house.py": "rules of all sources",
     "test_readme.py": "the documents",
     "test_release.py": "what a release holds",
+    "test_site.py": "the documentation site",
+    "test_tutorials.py": "the tutorials",
     "engines/gpu/test_compile.py": "every kernel",
     "engines/gpu/test_device.py": "every kernel, on a device",
     "engines/gpu/test_device_estimators.py": "every kernel, on a device",
@@ -200,11 +239,15 @@ def test_every_test_file_has_its_module():
 def test_every_example_has_its_test_and_its_page():
     root = TESTS.parent
     examples = {path.stem for path in (root / "examples").glob("*.py")}
+    listed = (root / "docs" / "examples.md").read_text(encoding="utf-8")
     assert examples == {path.stem.removeprefix("test_") for path in (TESTS / "examples").glob("test_*.py")}
     for name in examples:
         page = (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
         assert f"python examples/{name}.py" in page
-        assert f"(docs/{name}.md)" in (root / "README.md").read_text(encoding="utf-8")
+        line = "(distributed_example.md)" if name == "distributed" else f"({name}.md)"
+        assert line in listed
+        assert f"examples/{name}.py" in listed
+    assert "(docs/examples.md)" in (root / "README.md").read_text(encoding="utf-8")
 
 
 def test_imports_go_one_way():

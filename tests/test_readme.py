@@ -13,11 +13,15 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+    *(page.relative_to(ROOT).as_posix() for page in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
+# Those of tutorials run in test_tutorials.py, and that of the start page is README's.
 BLOCKS = [
-    (name, block) for name, text in TEXTS.items() for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    (name, block)
+    for name, text in TEXTS.items()
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    if not name.startswith("docs/tutorials/") and name != "docs/index.md"
 ]
 
 
@@ -28,6 +32,27 @@ def test_pages_with_python():
     names = ("clusters", "models", "estimators", "tune")
     assert {name for name, _ in BLOCKS} == {f"docs/{x}.md" for x in names} | {"README.md"} | PICTURES
     assert sum(bool(line) for line in BLOCKS[0][1].splitlines()) == 8
+
+
+def words(text):
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def test_readme_is_short():
+    """One screen of text before the first table, 1 000 words in all."""
+    text = TEXTS["README.md"]
+    assert words(text) <= 1000
+    before = text[: text.index("\n| ")]
+    assert words(before) <= 300
+    assert len(before.splitlines()) <= 50
+
+
+def test_readme_names_the_two_commands():
+    assert all(re.search(rf"^make {name} ", TEXTS["README.md"], re.M) for name in ("demo", "test"))
+
+
+def test_the_start_page_shows_the_code_of_readme():
+    assert f"```python\n{BLOCKS[0][1]}```" in TEXTS["docs/index.md"]
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=name) for name, block in BLOCKS if name in PICTURES])
@@ -90,3 +115,26 @@ def test_links_lead_somewhere(name):
             linked = (ROOT / name).parent / path if path else ROOT / name
             assert linked.exists(), target
             assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), target
+
+
+def test_every_command_stands_on_the_page_of_commands():
+    app = pytest.importorskip("scram.cli.app").app
+    names = {one.callback.__name__ for one in app.registered_commands}
+    assert len(names) >= 11
+    assert {name for name in names if f"`scram {name}" not in TEXTS["docs/commands.md"]} == set()
+    assert {name for name in names if f"| `{name}` |" not in TEXTS["docs/formats.md"]} == set()
+
+
+def test_every_file_that_a_command_writes_stands_on_the_page_of_formats():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/scram/cli").glob("*.py"))
+    names = set(re.findall(r"""out / ["']([\w-]+\.\w+)["']""", sources))
+    assert {"match.npz", "denoised.mp4", "bench.json"} <= names
+    assert {name for name in names if f"`{name}`" not in TEXTS["docs/formats.md"]} == set()
+
+
+def test_glossary_says_what_is_good():
+    entries = dict(re.findall(r"^### (.+?)\n\n(.*?)(?=^##|\Z)", TEXTS["docs/glossary.md"], re.M | re.S))
+    wanted = """Recall@1, Captured mass, Output error, Scale, Width, Sweep, Match, Window, Radius, Tail, Clusters, lse,
+        Codebook, Head and row, Key mask, Causal order, Error budget, Warm start"""
+    assert {" ".join(name.split()) for name in wanted.split(",")} <= set(entries)
+    assert all(len(text.split()) >= 8 for text in entries.values())

@@ -28,7 +28,7 @@ def test_the_citation_names_the_paper_and_its_authors():
     assert [author["family-names"] for author in cited["authors"]][:2] == ["Calian", "Roelants"]
 
 
-@pytest.mark.parametrize("name", ["tests", "release"])
+@pytest.mark.parametrize("name", ["tests", "docs", "release"])
 def test_workflows_run_what_is_there(name):
     work = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
     steps = [step["run"] for job in work["jobs"].values() for step in job["steps"] if "run" in step]
@@ -52,7 +52,9 @@ def test_the_sources_of_a_release_hold_what_its_tests_read():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     held = {path.lstrip("/") for path in project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]}
     unheld = {path.name for path in ROOT.iterdir()} - held
-    assert not {"src", "tests", "docs", ".ci", ".github", "CITATION.cff", "Makefile", "conftest.py"} & unheld
+    assert (
+        not {"src", "tests", "docs", "mkdocs.yml", ".ci", ".github", "CITATION.cff", "Makefile", "conftest.py"} & unheld
+    )
 
 
 def test_hooks_are_steps_of_the_environment():

@@ -16,6 +16,7 @@ from .dense import dense_attention
 from .dtensors import takes_dtensors
 from .estimators import Clusters, Estimate, Estimator, Hybrid
 from .grid import grid_of
+from .options import Auto, Impl, Weight, Window
 from .precision import follows_autocast
 from .scoring import default_scale, prepare_key
 from .stages import WHOLE, Shard
@@ -34,7 +35,7 @@ def search(
     key_mask: Tensor | None = None,
     score: Score = "dot",
     warm: Matches | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
     _shard: Shard = WHOLE,
 ) -> Matches:
     """For every query the keys with the highest scores anywhere on the key grid, by randomized search.
@@ -81,12 +82,12 @@ def attend(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
-    weight: str = "softmax",
+    weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
-    window: str = "query",
+    window: Window = "query",
     tail: Codebook | Hybrid | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
     _shard: Shard = WHOLE,
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
@@ -164,7 +165,7 @@ def cluster(
     scale: float | None = None,
     score: Score = "dot",
     warm: Codebook | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
     _shard: Shard = WHOLE,
 ) -> Codebook:
     """Keys grouped by content, as the queries and the values see it: what `attend(tail=...)` uses for far keys.
@@ -221,19 +222,19 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    search: Search | str = "auto",
+    search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | Hybrid | str | None = "auto",
+    tail: Clusters | Codebook | Hybrid | Auto | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
-    weight: str = "softmax",
+    weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
-    window: str = "query",
-    impl: str = "auto",
+    window: Window = "query",
+    impl: Impl = "auto",
     _shard: Shard = WHOLE,
 ) -> Tensor:
     """Attention on a grid in O(n log n): windows around the best keys of every query, all other keys by clusters.
@@ -310,19 +311,19 @@ def _plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    search: Search | str,
+    search: Search | Auto,
     radius: int | Sequence[int],
-    tail: Clusters | Codebook | Hybrid | str | None,
+    tail: Clusters | Codebook | Hybrid | Auto | None,
     causal: bool,
     key_mask: Tensor | None,
     scale: float | None,
     score: Score,
-    weight: str,
+    weight: Weight,
     extra: tuple[Tensor, Tensor] | None,
     dropout_p: float,
     warm: Matches | None,
-    window: str,
-    impl: str,
+    window: Window,
+    impl: Impl,
 ) -> tuple[Search, Estimator | Codebook | None, validate.Plan]:
     """The settings of the search, the tail, and what else validating a call of `attention` yields."""
     if not all([isinstance(x, Tensor) for x in (q, k, v)]):  # noqa: C419 - a list is faster
@@ -364,7 +365,7 @@ def estimate(
     scale: float | None = None,
     score: Score = "dot",
     extra: tuple[Tensor, Tensor] | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
     _shard: Shard = WHOLE,
 ) -> Estimate:
     """Exact softmax attention estimated from a number of keys, with diagnostics; for attention that is not sparse.

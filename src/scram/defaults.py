@@ -10,6 +10,7 @@ from torch import Tensor
 from .codebook import Codebook
 from .cost import keys_visited
 from .estimators import Clusters, Estimator, Hybrid
+from .options import Weight
 from .types import Score, Search
 
 SEARCH, CLUSTERS, HYBRID = Search(), Clusters(), Hybrid()
@@ -49,12 +50,12 @@ def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return bool(dense <= max(cost.least, searched))
 
 
-def goes_dense(q: Tensor, k: Tensor, v: Tensor, weight: str, score: Score) -> bool:
+def goes_dense(q: Tensor, k: Tensor, v: Tensor, weight: Weight, score: Score) -> bool:
     """Whether a call of which nothing is said is dense attention: torch has it, and it is cheaper."""
     return weight == "softmax" and not callable(score) and dense_is_cheaper(q, k, v)
 
 
-def default_tail(weight: str, causal: bool, score: Score) -> Clusters | Hybrid | None:
+def default_tail(weight: Weight, causal: bool, score: Score) -> Clusters | Hybrid | None:
     """Clusters for softmax, under causal order keys drawn; no tail for other weights and callable scores."""
     if weight != "softmax" or callable(score):
         return None

@@ -10,6 +10,7 @@ import torch
 from . import errors
 from .engines import Engine, EngineSpec, Request, cpu, gpu, reference
 from .engines.reference import engine as _reference
+from .options import Impl, Window
 from .types import Score
 
 _FOLDERS = {folder.SPEC.name: folder for folder in (gpu, cpu, reference)}  # in order of preference
@@ -26,11 +27,11 @@ def engine(name: str) -> Engine:
 
 
 def choose(
-    impl: str,
+    impl: Impl,
     device: torch.device,
     dtype: torch.dtype,
     score: Score = "dot",
-    window: str = "query",
+    window: Window = "query",
     tile_matches: int = 0,
 ) -> EngineSpec:
     """The engine of that name, or for "auto" the first that can run; an error with every reason otherwise.

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
+
+from .options import Impl, Method, ScoreName, Weight, Window
 
 if TYPE_CHECKING:
     from .types import Attended
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SCORES = ("dot", "cosine", "l2")
-WEIGHTS = ("softmax", "mean", "relu")
-METHODS = ("auto", "query", "tile")
-WINDOWS = ("query", "tile")
-IMPLS = ("auto", "triton", "numba", "reference")  # in order of preference
+SCORES, WEIGHTS, METHODS, WINDOWS, IMPLS = map(get_args, (ScoreName, Weight, Method, Window, Impl))
 MAX_RANK = 4
 MOST_MATCHES = 4096  # more than this must not exceed the number of keys
 
@@ -52,7 +50,7 @@ def _int(value: Any) -> Any:
         return value
 
 
-def one_of(name: str, value: Any, allowed: Collection[str], hint: str = "") -> str:
+def one_of(name: str, value: Any, allowed: Collection[str], hint: str = "") -> Any:
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
     return value

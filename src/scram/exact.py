@@ -13,6 +13,7 @@ from . import errors
 from ._compat import recomputed
 from .arguments import explains
 from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
+from .options import Weight
 from .precision import ignores_autocast
 from .scoring import accumulator, default_scale, normalized_weights, pair_score, prepare_key, prepare_query
 from .types import Attended, Matches, Score
@@ -24,7 +25,7 @@ CHUNK_ELEMENTS = 1 << 23  # of the score matrix at a time
 @ignores_autocast
 def exact_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
-    scale: float | None = None, score: Score = "dot", weight: str = "softmax", queries: Tensor | None = None,
+    scale: float | None = None, score: Score = "dot", weight: Weight = "softmax", queries: Tensor | None = None,
 ) -> Attended:  # fmt: skip
     """Dense attention of every query over every legal key, the truth that SCRAM approximates.
 

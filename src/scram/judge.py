@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,13 @@ from . import errors
 from .arguments import explains
 from .dense import dense_attention
 from .grid import grid_of
+from .options import JudgedLayout
 from .statistics import Interval
 from .timing import Timing, clock
 from .truth import Truth
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-LAYOUTS = ("grid", "sdpa")
+LAYOUTS = get_args(JudgedLayout)
 LONGEST = 20.0  # seconds of dense attention; what would take longer is continued from some of the queries
 PROBE = 1 << 27  # scores of the queries that it is continued from
 ONCE = 4.0  # seconds from which a call is timed only once
@@ -116,7 +117,7 @@ def _listed(x: Tensor) -> list[list[float | None]]:
 @explains
 @torch.no_grad()
 def judge(
-    function: Attention, q: Tensor, k: Tensor, v: Tensor, *, name: str | None = None, layout: str = "grid",
+    function: Attention, q: Tensor, k: Tensor, v: Tensor, *, name: str | None = None, layout: JudgedLayout = "grid",
     causal: bool = False, key_mask: Tensor | None = None, scale: float | None = None,
     num_queries: int = 512, seed: int = 0,
 ) -> Judgement:  # fmt: skip
@@ -170,7 +171,7 @@ class Judge:
         self.dense_seconds, self.dense_is_continued = self._dense_seconds()
 
     @torch.no_grad()
-    def judge(self, function: Attention, *, name: str | None = None, layout: str = "grid") -> Judgement:
+    def judge(self, function: Attention, *, name: str | None = None, layout: JudgedLayout = "grid") -> Judgement:
         """As the function `judge`."""
         errors.one_of("layout", layout, LAYOUTS)
         if not callable(function):

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import errors
 from .exact import exact_attention, exact_search
 from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
+from .options import Weight
 from .scoring import accumulator, default_scale, pair_score, prepare_key, prepare_query
 from .types import Attended, Matches, Score
 
@@ -127,7 +128,7 @@ def captured_mass(
 @torch.no_grad()
 def output_error(
     q: Tensor, k: Tensor, v: Tensor, attended: Attended, *, scale: float | None = None,
-    causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot", weight: str = "softmax",
+    causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot", weight: Weight = "softmax",
     sample: int | None = None, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """||out - exact|| / ||exact|| over the queries of a head.

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from . import _compat, errors
 from .estimators import Clusters, Hybrid
 from .layers import Plans
+from .options import Auto, Impl, Window
 from .sdpa import NO_TOKENS, Replacement, Report
 from .types import Search
 
@@ -27,9 +28,9 @@ NO_INNER_CALL = (
 
 
 def patch_sdpa(
-    *, grid: Sequence[int] | str, prefix: int = 0, error: float | None = None, search: Search | str = "auto",
-    radius: int | Sequence[int] = 1, tail: Clusters | Hybrid | str | None = "auto", window: str = "query",
-    impl: str = "auto", plans: Plans | None = None, model: nn.Module | None = None,
+    *, grid: Sequence[int] | Auto, prefix: int = 0, error: float | None = None, search: Search | Auto = "auto",
+    radius: int | Sequence[int] = 1, tail: Clusters | Hybrid | Auto | None = "auto", window: Window = "query",
+    impl: Impl = "auto", plans: Plans | None = None, model: nn.Module | None = None,
 ) -> AbstractContextManager[Report]:  # fmt: skip
     """Inside, calls of `F.scaled_dot_product_attention` on that grid go to SCRAM, whoever makes them in this thread.
 
@@ -69,8 +70,9 @@ def patch_sdpa(
 
 
 def survey(
-    model: nn.Module, inputs: Tensor | Sequence[Any] | dict[str, Any], *, grid: Sequence[int] | str = "auto",
-    prefix: int = 0, error: float = 0.05, radius: int | Sequence[int] = 1, window: str = "query", impl: str = "auto",
+    model: nn.Module, inputs: Tensor | Sequence[Any] | dict[str, Any], *, grid: Sequence[int] | Auto = "auto",
+    prefix: int = 0, error: float = 0.05, radius: int | Sequence[int] = 1, window: Window = "query",
+    impl: Impl = "auto",
 ) -> Report:  # fmt: skip
     """What SCRAM would do to every attention layer of a model: one forward pass in eval mode, nothing is replaced.
 
@@ -106,7 +108,7 @@ def survey(
 _registered: set[str] = set()  # names of implementations, which may be registered again
 
 
-def register_transformers(name: str = "scram", *, grid: Sequence[int] | str, **settings: Any) -> Report:
+def register_transformers(name: str = "scram", *, grid: Sequence[int] | Auto, **settings: Any) -> Report:
     """Make SCRAM an attention implementation of the package transformers: `model.set_attn_implementation(name)`.
 
     What `patch_sdpa` would leave alone runs as transformers' "sdpa" does, with the masks that it makes for it.

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import api, errors
 from .codebook import Codebook
 from .estimators import Clusters, Hybrid
+from .options import Impl, Window
 from .statistics import CONFIDENCE
 from .truth import Errors, Truth, every_key
 from .types import Score, Search
@@ -41,7 +42,7 @@ class Setting:
     search: Search | None = None
     tail: Clusters | Codebook | Hybrid | None = None
     radius: int | tuple[int, ...] = 1
-    window: str = "query"
+    window: Window = "query"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class Plan:
     causal: bool
     scale: float | None
     score: Score
-    impl: str
+    impl: Impl
     num_queries: int
     queries: int
     seed: int

@@ -17,6 +17,7 @@ from . import _compat, api, errors
 from .defaults import SEARCH, goes_dense
 from .layers import MOST_LEFT_ALONE, Hooks, Layer, Plans, calling_modules, grid_of_tokens, name_in, table
 from .layout_hints import accept
+from .options import Auto
 from .tune import tune
 
 
@@ -121,7 +122,7 @@ class Replacement:
     """
 
     def __init__(
-        self, grid: Sequence[int] | str, prefix: int, error: float | None = None, plans: Plans | None = None,
+        self, grid: Sequence[int] | Auto, prefix: int, error: float | None = None, plans: Plans | None = None,
         replaces: bool = True, model: nn.Module | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         search, tail = settings.setdefault("search", "auto"), settings.setdefault("tail", "auto")
@@ -254,7 +255,7 @@ class Replacement:
             self.report.layers[layer].calls += 1
 
 
-def _given_tokens(grid: Sequence[int] | str, prefix: int) -> Tokens | None:
+def _given_tokens(grid: Sequence[int] | Auto, prefix: int) -> Tokens | None:
     """None for "auto"."""
     errors.whole("prefix", prefix, 0)
     if not isinstance(grid, str):
@@ -355,7 +356,7 @@ def clear_plans() -> None:
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
-    grid: Sequence[int] | str, prefix: int = 0, error: float | None = None,
+    grid: Sequence[int] | Auto, prefix: int = 0, error: float | None = None,
 ) -> Tensor:  # fmt: skip
     """`torch.nn.functional.scaled_dot_product_attention` for tokens of a grid: where it stood in a model's own code.
 

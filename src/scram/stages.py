@@ -16,6 +16,7 @@ from .estimators import Clusters, Estimate, Estimator, Hybrid
 from .fitting import fitted
 from .grid import LegalKeys, grid_of
 from .noise import draw_seed
+from .options import Weight, Window
 from .scoring import accumulator, prepare_key, prepare_query
 from .types import Attended, Matches, Score, Search
 
@@ -109,7 +110,7 @@ def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | No
 
 
 def attend_call(
-    inputs: Inputs, index: Tensor, radius: tuple[int, ...], weight: str, dropout_p: float, window: str
+    inputs: Inputs, index: Tensor, radius: tuple[int, ...], weight: Weight, dropout_p: float, window: Window
 ) -> calls.AttendCall:
     return calls.AttendCall(
         q=inputs.q,
@@ -180,7 +181,7 @@ def join_clusters(
     book: Codebook,
     radius: tuple[int, ...],
     dropout_p: float,
-    window: str,
+    window: Window,
 ) -> Attended:
     """The attention over the windows with clusters for all other keys."""
     call = calls.ClusterTailCall(
@@ -212,7 +213,7 @@ def hybrid(
     radius: tuple[int, ...],
     seed: Tensor,
     dropout_p: float = 0.0,
-    window: str = "query",
+    window: Window = "query",
 ) -> calls.DrawnTail:
     """The head by `attend`, then the tail on the keys that the queries of a row share; one seed of dropout for both."""
     head_call = attend_call(inputs, index, radius, "softmax", dropout_p, window)

@@ -15,6 +15,7 @@ from .codebook import Codebook, check_codebook
 from .cost import Cost, keys_visited
 from .defaults import SEARCH, default_tail
 from .estimators import Clusters, Hybrid
+from .options import Auto, Impl
 from .plan import Setting
 from .precision import ignores_autocast
 from .scoring import default_scale, prepare_key
@@ -186,11 +187,11 @@ def _drawn(samples: int) -> Hybrid:
 @ignores_autocast
 @torch.no_grad()
 def trust(
-    q: Tensor, k: Tensor, v: Tensor, *, search: Search | str = "auto", radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | Hybrid | str | None = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, search: Search | Auto = "auto", radius: int | Sequence[int] = 1,
+    tail: Clusters | Codebook | Hybrid | Auto | None = "auto",
     causal: bool = False, key_mask: Tensor | None = None, scale: float | None = None, score: Score = "dot",
     extra: tuple[Tensor, Tensor] | None = None, matches: Matches | None = None, error: float = 0.1,
-    num_queries: int = 512, seed: int = 0, impl: str = "auto",
+    num_queries: int = 512, seed: int = 0, impl: Impl = "auto",
 ) -> Trust:  # fmt: skip
     """What one setting would miss on these tensors, on a seeded sample of queries: O(num_queries x M).
 
@@ -274,7 +275,7 @@ class _Run(NamedTuple):
     how: dict[str, Any]
     scale: float | None
     extra: tuple[Tensor, Tensor] | None
-    impl: str
+    impl: Impl
     seed: int
 
     def figures(self, setting: Setting, truth: Truth, matches: Matches | None = None) -> Figures:

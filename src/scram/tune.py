@@ -18,6 +18,7 @@ from .cost import keys_visited, tail_size
 from .defaults import default_tail
 from .estimators import Clusters, Hybrid
 from .grid import grid_of
+from .options import Impl, Window
 from .plan import Plan, Rung, Setting
 from .precision import follows_autocast
 from .statistics import queries_needed, shared
@@ -50,7 +51,7 @@ FIT = 256
 def tune(
     q: Tensor, k: Tensor, v: Tensor, *, error: float = 0.05, radius: int | Sequence[int] = 1, causal: bool = False,
     key_mask: Tensor | None = None, scale: float | None = None, score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None, window: str = "query", impl: str = "auto", fit: bool = True,
+    extra: tuple[Tensor, Tensor] | None = None, window: Window = "query", impl: Impl = "auto", fit: bool = True,
     num_queries: int = NUM_QUERIES, seed: int = 0,
 ) -> Plan:  # fmt: skip
     """The fastest settings whose error stays within a budget, or dense attention: measured on these tensors.
@@ -109,7 +110,7 @@ def tune(
 
 def ladder(
     q: Tensor, k: Tensor, *, radius: tuple[int, ...], causal: bool = False, score: Score = "dot",
-    window: str = "query", fit: bool = True, seed: int = 0,
+    window: Window = "query", fit: bool = True, seed: int = 0,
 ) -> list[Setting]:  # fmt: skip
     """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
     family, keys = default_tail("softmax", causal, score), math.prod(grid_of(k))
@@ -134,7 +135,7 @@ class _Climb:
     """The rungs that were tried so far, and what they are compared with."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any], impl: str, error: float, confidence: float,
+        self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any], impl: Impl, error: float, confidence: float,
         num_queries: int, seed: int,
     ) -> None:  # fmt: skip
         self.tensors, self.how, self.impl, self.error, self.confidence = (q, k, v), how, impl, error, confidence

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from . import errors, places
 from .dtensors import is_dtensor
+from .options import Method, Propagate, ScoreName
 from .schedule import MOST_IN_TILES, PROPAGATE
 
-Score = str | Callable[[Tensor, Tensor], Tensor]
+Score = ScoreName | Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ class Search:
     True
     """
 
-    method: str = "auto"
+    method: Method = "auto"
     matches: int = 1
     separation: int = 0
     sweeps: int = 5
     jumps: tuple[int, ...] = (8, 4, 2, 1)
-    propagate: str = "both"
+    propagate: Propagate = "both"
     gossip: int = 8
     seed: int | Tensor | None = None
     # Engines read this one: torch.compile takes an int for a constant and would recompile for each seed.
@@ -76,7 +77,7 @@ class Search:
             "query", matches, separation, sweeps=8, jumps=(8, 4, 2, 1), propagate="shift", gossip=0, seed=seed
         )
 
-    def resolved_method(self, q: Tensor) -> str:
+    def resolved_method(self, q: Tensor) -> Method:
         """The method, with "auto" replaced by what is best for queries like q [..., E], as measured.
 
         That is "tile" where matrix units pay off: on CUDA, 16 features of 16 bits or more, 32 of 32 bits, and up to 32

@@ -12,6 +12,7 @@ from .defaults import default_tail, goes_dense
 from .engines import EngineSpec
 from .estimators import Estimator
 from .layout_hints import warn_about_layout
+from .options import Impl, Weight, Window
 from .types import Matches, Score, Search
 
 MOST_REMEMBERED = 1000  # kinds of calls
@@ -40,10 +41,10 @@ def attend(
     v: Tensor,
     radius: int | Sequence[int],
     scale: float | None,
-    weight: str,
+    weight: Weight,
     extra: tuple[Tensor, Tensor] | None,
     dropout_p: float,
-    window: str = "query",
+    window: Window = "query",
 ) -> tuple[int, ...]:
     """What `attend` takes besides; returns the radius of each axis."""
     errors.values(q, k, v)
@@ -80,11 +81,11 @@ def attention(
     score: Score,
     radius: int | Sequence[int],
     scale: float | None,
-    weight: str,
+    weight: Weight,
     extra: tuple[Tensor, Tensor] | None,
     dropout_p: float,
-    window: str,
-    impl: str,
+    window: Window,
+    impl: Impl,
     automatic: bool,
 ) -> Plan:
     """`pairs` and `attend` together, and which engines search and attend; `automatic`: it may be dense."""
@@ -116,7 +117,7 @@ def attention(
     return plan
 
 
-def search_engine(impl: str, q: Tensor, score: Score, settings: Search) -> EngineSpec:
+def search_engine(impl: Impl, q: Tensor, score: Score, settings: Search) -> EngineSpec:
     """The engine that searches; a tile search keeps a number of matches that an engine may not take."""
     tile_matches = settings.matches if settings.method == "tile" else 0
     return dispatch.choose(impl, q.device, q.dtype, score, tile_matches=tile_matches)

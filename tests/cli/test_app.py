@@ -38,7 +38,7 @@ def test_version_and_help() -> None:
     assert call("--version") == (0, f"scram {scram.__version__}\n", "")
     code, printed, _ = call("--help")
     assert code == 0
-    for word in ("demo", "info", "Examples"):
+    for word in ("demo", "info", "Examples", "docs/glossary.md"):
         assert word in printed
 
 
@@ -54,14 +54,14 @@ def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "pip install '.[cli]'" in complaint
 
 
-def test_hints_name_the_extras_as_the_readme_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hints_name_the_extras_as_the_page_of_commands_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ["skimage", *(name for name in sys.modules if name.startswith("skimage."))]:  # of other tests
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
     complaint = call("denoise", "camera", "--out", tmp_path)[2]
     assert complaint.startswith("scram: scikit-image is not installed")
     assert complaint.count("\n") == 1
-    assert complaint[complaint.index("pip install") :].strip() in readme
+    assert complaint[complaint.index("pip install") :].strip() in page
     (tmp_path / "a.png").write_bytes(SMALL.read_bytes())
     monkeypatch.setitem(sys.modules, "cv2", None)  # type: ignore[arg-type]
     printed = call("denoise", tmp_path / "a.png", "--add-noise", 25, "--out", tmp_path)[1]

@@ -75,7 +75,8 @@ app = typer.Typer(
         "inpaint photo.jpg --mask mask.png",
         "bench",
         "info",
-    ),
+    )
+    + "\n\nWords that the tables use: docs/glossary.md.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -114,7 +115,7 @@ def demo(
     with one_line_errors(), output_folder(out):
         from .demo import run
 
-        run(out, size, seed, impl).finish(out / "demo.json", as_json)
+        run(out, size, seed, arguments.one_of("impl", impl, arguments.IMPLS)).finish(out / "demo.json", as_json)
 
 
 @_command("match left.png right.png", "match --sample motorcycle", "match a.jpg b.jpg --size 240 --out /tmp/m --json",
@@ -149,7 +150,8 @@ def match(
         from ..images.match import Settings
         from .match import run
 
-        settings = Settings(patch, width, matches, separation, radius, sweeps, scale, seed, *poses, impl)
+        named = arguments.one_of("impl", impl, arguments.IMPLS)
+        settings = Settings(patch, width, matches, separation, radius, sweeps, scale, seed, *poses, named)
         run(a, b, sample, truth, out, size, settings, device).finish(out / "match.json", as_json)
 
 
@@ -374,7 +376,7 @@ def judge(
     with one_line_errors(), output_folder(out):
         arguments.check_tensors(file)
         arguments.check_device(device)
-        arguments.one_of("layout", layout, arguments.LAYOUTS)
+        taken = arguments.one_of("layout", layout, arguments.LAYOUTS)
         if dtype is not None:
             arguments.one_of("dtype", dtype, arguments.DTYPES)
         if scale is not None:
@@ -385,7 +387,7 @@ def judge(
         from .tensors import Layout
 
         said = Layout(axes, extents, scale)
-        run(file, chosen, three, said, layout, causal, dtype, device, queries, seed, longest, out, as_json)
+        run(file, chosen, three, said, taken, causal, dtype, device, queries, seed, longest, out, as_json)
 
 
 @_command("info", "info --json")

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from math import inf
 from pathlib import Path
+from typing import Any, get_args
+
+from ..options import Impl, JudgedLayout, Mode
 
 MATCH_PATCH, MATCH_WIDTH, MATCH_RADIUS = 11, 32, 1
 # On unit features a score is a cosine; times 100 (CLIP's sharpest temperature) the softmax has clear peaks.
@@ -15,13 +18,13 @@ FILMS = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".mpg", ".mpeg", ".m4v", ".ogv
 FIGURES = ("maps", "modes", "sweeps", "curves")
 BENCH_SIZES = {"cpu": (32, 64, 128, 256, 512), "cuda": (64, 128, 256, 512, 1024, 2048)}
 DISTRIBUTED_SIZES = (64, 128)
-MODES = ("heads", "gather", "ring")
+MODES = get_args(Mode)[1:]
 BENCH_PATCH = 7
 PARTS = ("forward", "backward", "search", "flex")
 BACKENDS = ("sdpa", "scram", "scram-windows", "scram-paper", "full", "local", "flex-local", "natten", "brute-force")
 JUDGED = ("sdpa", "scram", "scram-windows")  # without --backend
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-LAYOUTS = ("grid", "sdpa")
+LAYOUTS, IMPLS = get_args(JudgedLayout), get_args(Impl)
 ALL_PARTS = (*PARTS, "pynndescent", "natten")  # one compiles for minutes, one installs in few places: by name only
 
 
@@ -113,7 +116,7 @@ def check_backends(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def one_of(what: str, value: str, names: Sequence[str]) -> str:
+def one_of(what: str, value: str, names: Sequence[str]) -> Any:
     if value not in names:
         raise ValueError(f"{what} must be one of {', '.join(names)}, got {value}{_nearest(value, names)}")
     return value

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import dispatch, measure
 from ..api import attend
 from ..estimators import Clusters
+from ..options import Impl
 from ..types import Attended, Search
 from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
@@ -29,7 +30,7 @@ KINDS = (
 FEATURES = f"features of width {MATCH_WIDTH}, unit norm; scale {MATCH_SCALE:g}; windows of radius {MATCH_RADIUS}"
 
 
-def run(out: Path, size: int, seed: int, impl: str) -> Report:
+def run(out: Path, size: int, seed: int, impl: Impl) -> Report:
     """Run both settings and dense attention on the sample pair, and draw what they find."""
     with progress() as step:
         step("reading two photographs")

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..api import attention
 from ..dense import dense_attention
 from ..judge import Attention, Judge, Judgement, in_words
+from ..options import JudgedLayout
 from ..timing import memory_status
 from ..types import Search
 from . import INTERRUPTED, charts, rivals
@@ -43,8 +44,8 @@ MEASURES = (
 
 
 def run(
-    path: Path, backends: list[str], names: tuple[str, str, str], said: Layout, layout: str, causal: bool,
-    dtype: str | None, device: str, num_queries: int, seed: int, longest: float, out: Path, as_json: bool,
+    path: Path, backends: list[str], names: tuple[str, str, str], said: Layout, layout: JudgedLayout,
+    causal: bool, dtype: str | None, device: str, num_queries: int, seed: int, longest: float, out: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Judge one backend after the other; what is done is stored and printed, also after Ctrl-C."""
     q, k, v, scale = prepared(path, names, said, dtype, device)
@@ -92,7 +93,7 @@ def prepared(
     return q, k, v, scale
 
 
-def judged(judge: Judge, name: str, layout: str, causal: bool, seed: int, longest: float) -> Judgement | str:
+def judged(judge: Judge, name: str, layout: JudgedLayout, causal: bool, seed: int, longest: float) -> Judgement | str:
     """What was found, or why nothing was."""
     try:
         with alarm(longest), warnings.catch_warnings(), redirect_stdout(sys.stderr):  # stdout is for the result

@@ -9,6 +9,7 @@ from ..api import attend, cluster, search
 from ..estimators import Clusters
 from ..images.features import PatchFeatures
 from ..images.match import own_places
+from ..options import Impl
 from ..timing import now
 from ..types import Attended, Matches, Search
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
@@ -58,7 +59,7 @@ def pair_of(a: Tensor, b: Tensor, patch: int = MATCH_PATCH, width: int = MATCH_W
 
 
 def find(
-    pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: str = "auto",
+    pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: Impl = "auto",
     tail: Clusters | None = None,
 ) -> Found:  # fmt: skip
     """Search and attend, with clusters for the keys outside the windows where a tail asks for them.

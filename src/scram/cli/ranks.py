@@ -22,6 +22,7 @@ from .. import distributed
 from ..estimators import Clusters
 from ..exact import exact_attention
 from ..layout_hints import LayoutWarning
+from ..options import Mode
 from ..timing import memory_status, now, reset_peak
 from ..types import Search
 from .measuring import SCALE
@@ -98,7 +99,7 @@ def serve(rank: int, size: int, device: str, meet: str, end: Connection) -> None
                 end.send({"failed": f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"})
 
 
-def _measure(mesh: Any, device: str, file: str, mode: str, backward: bool) -> Said:
+def _measure(mesh: Any, device: str, file: str, mode: Mode, backward: bool) -> Said:
     """Seconds of calls, seconds waited in them, bytes, peak memory and the squared error of this rank's queries."""
     rank, size = mesh.get_local_rank(), mesh.size()
     whole = np.load(file, mmap_mode="r")  # [3, 1, H, side, side, E]
@@ -133,7 +134,7 @@ def _measure(mesh: Any, device: str, file: str, mode: str, backward: bool) -> Sa
     }  # fmt: skip
 
 
-def _call(mesh: Any, q: Tensor, k: Tensor, v: Tensor, mode: str, backward: bool) -> Tensor:
+def _call(mesh: Any, q: Tensor, k: Tensor, v: Tensor, mode: Mode, backward: bool) -> Tensor:
     """As the default, and searched on small grids too."""
     out = distributed.attention(
         q, k, v, mesh=mesh, mode=mode, search=Search(seed=0), tail=Clusters(seed=0), scale=SCALE

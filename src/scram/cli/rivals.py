@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..api import attend, attention
 from ..exact import exact_search
+from ..options import Auto
 from ..types import Search
 
 SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after it see
@@ -26,12 +27,12 @@ BLOCK, REACH = 8, 4  # side of the local pattern's query blocks, and how far the
 NEIGHBOURS = 15  # side of NATTEN's neighbourhoods, about as many keys as a local block sees
 CHUNK = 1 << 26  # elements of a score matrix at a time
 SETTINGS = {"SCRAM": Search(seed=0), "SCRAM, paper": Search.paper(seed=0)}
-TAILS: dict[str, str | None] = {"SCRAM": "auto", "SCRAM, paper": None}  # of the attention: clusters, or nothing
+TAILS: dict[str, Auto | None] = {"SCRAM": "auto", "SCRAM, paper": None}  # of the attention: clusters, or nothing
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Allows = Callable[..., Tensor]
 
 
-def scram(settings: Search, tail: str | None) -> Attention:
+def scram(settings: Search, tail: Auto | None) -> Attention:
     """SCRAM with these settings, one match, radius 1; it searches on small grids too, where the default is dense."""
     return lambda q, k, v, scale: attention(q, k, v, search=settings, tail=tail, radius=1, scale=scale)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +13,7 @@ from ..api import attention as one_process
 from ..arguments import explains
 from ..codebook import Codebook
 from ..estimators import Clusters, Hybrid
+from ..options import Auto, Impl, Mode, Weight, Window
 from ..precision import follows_autocast
 from ..types import Matches, Score, Search
 from .gather import gather_attention
@@ -21,7 +22,7 @@ from .mesh import Ranks
 from .ring import ring_attention
 from .shards import FIELDS, Shards, checked
 
-MODES = ("auto", "heads", "gather", "ring")
+MODES = get_args(Mode)
 MOST_GATHERED = 4 << 30  # bytes of keys and values on each rank, beyond which "auto" sends them round
 
 
@@ -33,22 +34,22 @@ def attention(
     v: Tensor,
     *,
     mesh: DeviceMesh,
-    mode: str = "auto",
-    search: Search | str = "auto",
+    mode: Mode = "auto",
+    search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | Hybrid | str | None = "auto",
+    tail: Clusters | Codebook | Hybrid | Auto | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
-    weight: str = "softmax",
+    weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
     matches: Matches | None = None,
     warm: Matches | None = None,
-    window: str = "query",
+    window: Window = "query",
     halo: int | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
 ) -> Tensor:
     """`scram.attention` of tensors that are cut along the first grid axis: each rank of a mesh holds some rows of each.
 

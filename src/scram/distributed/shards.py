@@ -17,6 +17,7 @@ from ..codebook import Codebook
 from ..defaults import SEARCH, default_tail
 from ..estimators import Clusters, Hybrid
 from ..noise import draw_seed, noise
+from ..options import Impl, Weight, Window
 from ..scoring import accumulator, default_scale
 from ..types import Matches, Score, Search
 from .mesh import Layout, Ranks, packed_size
@@ -32,9 +33,9 @@ class Call:
     causal: bool
     scale: float
     score: Score
-    weight: str
-    window: str
-    impl: str
+    weight: Weight
+    window: Window
+    impl: Impl
     matches: Matches | None
     halo: int | None
     extra: tuple[Tensor, Tensor] | None
@@ -45,7 +46,7 @@ class Call:
 
     def words(self) -> int:
         """A number that differs where settings do; seeds aside, since rank 0's count."""
-        named = self.score
+        named: str | Score = self.score
         if callable(named):
             named = getattr(named, "__qualname__", type(named).__qualname__)
         seedless = [None if x is None else replace(x, seed=None) for x in (self.search, self.tail)]
@@ -57,8 +58,8 @@ class Call:
 
 def checked(
     q: Any, k: Any, v: Any, key_mask: Any, search: Any, radius: int | Sequence[int], tail: Any, causal: bool,
-    scale: float | None, score: Score, weight: str, window: str, impl: str, matches: Matches | None, halo: int | None,
-    extra: tuple[Tensor, Tensor] | None = None, dropout_p: float = 0.0, warm: Matches | None = None,
+    scale: float | None, score: Score, weight: Weight, window: Window, impl: Impl, matches: Matches | None,
+    halo: int | None, extra: tuple[Tensor, Tensor] | None = None, dropout_p: float = 0.0, warm: Matches | None = None,
 ) -> Call:  # fmt: skip
     """The call, if this rank's arguments are valid; a shard may be empty."""
     whole_q, whole_k, whole_v = (_not_empty(x, 2) for x in (q, k, v))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import calls
+from ..options import Impl
 from ..types import Attended
 
 
@@ -69,7 +70,7 @@ INSTALLED = {package: find_spec(package) is not None for package in ("numba", "t
 class EngineSpec:
     """What an engine can do, as data. `reasons` says in words why it cannot serve a request."""
 
-    name: str
+    name: Impl
     package: str | None  # that must be installed
     devices: tuple[str, ...] | None  # None: any
     dtypes: tuple[torch.dtype, ...]

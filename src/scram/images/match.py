@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..api import attend, search
+from ..options import Impl
 from ..types import Matches, Search
 from .features import PatchFeatures
 from .resample import halved, turned
@@ -43,7 +44,7 @@ class Settings:
     seed: int = 0
     scales: tuple[float, ...] = (1.0,)
     rotations: tuple[float, ...] = (0.0,)
-    impl: str = "auto"
+    impl: Impl = "auto"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def match(
     scales: Sequence[float] = (1.0,),
     rotations: Sequence[float] = (0.0,),
     seed: int = 0,
-    impl: str = "auto",
+    impl: Impl = "auto",
     progress: Advance | None = None,
 ) -> Matching:
     """Find every pixel of picture A in picture B.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..api import attend, search
 from ..exact import exact_search
+from ..options import ScoreName
 from ..scoring import prepare_key, prepare_query
 from ..types import Matches, Search
 from .patches import Features, unfold
@@ -90,7 +91,7 @@ class Source:
 
 
 def nearest(
-    q: Tensor, k: Tensor, settings: Settings, step: int = 0, *, score: str = "l2", matches: int = 1,
+    q: Tensor, k: Tensor, settings: Settings, step: int = 0, *, score: ScoreName = "l2", matches: int = 1,
     key_mask: Tensor | None = None, warm: Matches | None = None,
 ) -> Matches:  # fmt: skip
     """The best keys of every query, q [1, n, h, w, E], k [1, 1, h', w', E]; by brute force on small grids."""
@@ -138,7 +139,8 @@ def update(
         The new guess [H, W, C], 0 where nothing voted, and the matches.
     """
     features = source.features
-    q, k, score = features(guess), features(source.picture if blurred is None else blurred), "l2"
+    score: ScoreName = "l2"
+    q, k = features(guess), features(source.picture if blurred is None else blurred)
     grid = (q.shape[2], q.shape[3])
     if alpha is not None:
         power = float(k.square().sum(-1).mean())

@@ -13,6 +13,7 @@ from .. import errors
 from ..arguments import explains, renamed, renamed_attribute
 from ..dense import dense_attention
 from ..layout_hints import warn_about_tokens
+from ..options import Auto, Impl, Window
 from ..types import Matches, Score, Search
 from . import validate as fits
 from .searching import Searching, Tail
@@ -49,9 +50,9 @@ class GridAttention(Searching):
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = True, *,
-        search: Search | str | None = "auto", radius: int | Sequence[int] = 1, causal: bool = False,
+        search: Search | Auto | None = "auto", radius: int | Sequence[int] = 1, causal: bool = False,
         scale: float | None = None, score: Score = "dot", keep_matches: bool = False, warm_search: Search | None = None,
-        tail: Tail = "auto", window: str = "query", impl: str = "auto",
+        tail: Tail = "auto", window: Window = "query", impl: Impl = "auto",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(search, warm_search, radius, keep_matches, tail, window, impl)

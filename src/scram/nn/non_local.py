@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from .. import errors
 from ..arguments import explains
 from ..defaults import SEARCH
 from ..dense import dense_attention
+from ..options import Auto, Form, Impl, Weight, Window
 from ..types import Matches, Search
 from . import validate as fits
 from .searching import Searching, Tail
@@ -41,14 +42,14 @@ class NonLocalBlock(Searching):
     True
     """
 
-    FORMS = ("embedded_gaussian", "gaussian", "dot_product", "concatenation")
+    FORMS = get_args(Form)
 
     @explains
     def __init__(
         self, channels: int, inner_channels: int | None = None, *,
-        rank: int = 2, form: str = "embedded_gaussian", norm: bool = True,
-        search: Search | str = "auto", radius: int | Sequence[int] = 1, keep_matches: bool = False,
-        warm_search: Search | None = None, tail: Tail = "auto", window: str = "query", impl: str = "auto",
+        rank: int = 2, form: Form = "embedded_gaussian", norm: bool = True,
+        search: Search | Auto = "auto", radius: int | Sequence[int] = 1, keep_matches: bool = False,
+        warm_search: Search | None = None, tail: Tail = "auto", window: Window = "query", impl: Impl = "auto",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         errors.search_settings(search, SEARCH)
@@ -88,7 +89,7 @@ class NonLocalBlock(Searching):
         change: Tensor = self.out(y.squeeze(1).movedim(-1, 1))
         return x + (change if self.norm is None else self.norm(change))
 
-    def _pair(self, x: Tensor) -> tuple[Tensor, Tensor, str]:
+    def _pair(self, x: Tensor) -> tuple[Tensor, Tensor, Weight]:
         """q and k [B, 1, *G, E] whose dot product is the score of the form, and its weight."""
         if self.theta is None or self.phi is None:
             return self._last(x), self._last(x), "softmax"

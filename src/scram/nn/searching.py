@@ -13,10 +13,11 @@ from ..codebook import Codebook
 from ..defaults import SEARCH, default_tail, goes_dense
 from ..estimators import Clusters, Estimator, Hybrid
 from ..layout_hints import accept
+from ..options import Auto, Impl, Weight, Window
 from ..scoring import accumulator
 from ..types import Matches, Score, Search
 
-Tail = Estimator | Codebook | str | None
+Tail = Estimator | Codebook | Auto | None
 
 
 class Searching(nn.Module):
@@ -26,8 +27,8 @@ class Searching(nn.Module):
     kept_score: Tensor | None
 
     def __init__(
-        self, search: Search | str | None, warm_search: Search | None, radius: int | Sequence[int], keep_matches: bool,
-        tail: Tail, window: str, impl: str,
+        self, search: Search | Auto | None, warm_search: Search | None, radius: int | Sequence[int], keep_matches: bool,
+        tail: Tail, window: Window, impl: Impl,
     ) -> None:  # fmt: skip
         super().__init__()
         if search is not None:
@@ -56,7 +57,7 @@ class Searching(nn.Module):
         self.kept_index = self.kept_score = self.codebook = None
 
     def _dense(
-        self, q: Tensor, k: Tensor, v: Tensor, warm: Matches | None, score: Score, weight: str = "softmax"
+        self, q: Tensor, k: Tensor, v: Tensor, warm: Matches | None, score: Score, weight: Weight = "softmax"
     ) -> bool:  # fmt: skip
         """Whether the call is dense attention: without a search, or where nothing is said and that is cheaper."""
         if self.search is None:
@@ -67,7 +68,7 @@ class Searching(nn.Module):
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, warm: Matches | None, key_mask: Tensor | None, *,
-        causal: bool = False, score: Score = "dot", weight: str = "softmax", scale: float | None = None,
+        causal: bool = False, score: Score = "dot", weight: Weight = "softmax", scale: float | None = None,
         dropout_p: float = 0.0, extra: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Search from `warm` or from what was kept, then attend, with a tail or by an estimator: out [B, H, *G, F]."""

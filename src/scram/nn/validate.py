@@ -11,6 +11,7 @@ from .. import errors
 from ..errors import MAX_RANK, whole
 from ..errors import _tensor as tensor
 from ..estimators import Clusters, Estimator, Hybrid
+from ..options import Window
 
 
 def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:
@@ -21,7 +22,7 @@ def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:
         raise ValueError(f"batch_first must be True: inputs are [B, *G, C], got {batch_first!r}; use x.movedim(0, -2)")
 
 
-def tail(value: Any, search: Any, dropout: float, window: str, causal: bool, score: Any) -> None:
+def tail(value: Any, search: Any, dropout: float, window: Window, causal: bool, score: Any) -> None:
     """As in `scram.attention`; `Snis` and `MetropolisHastings` know neither dropout nor tiles."""
     if isinstance(value, Estimator) and not isinstance(value, Clusters):
         if search is None:

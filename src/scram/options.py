@@ -1,0 +1,40 @@
+"""Names of string options, each in one place: the types that signatures show, and the values that are checked.
+
+>>> from typing import get_args
+>>> get_args(Weight)
+('softmax', 'mean', 'relu')
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Auto = Literal["auto"]
+"""Of `search`, `tail` and `grid`: choose what fits the tensors."""
+
+ScoreName = Literal["dot", "cosine", "l2"]
+"""Scores that have a name; `score` takes a callable too."""
+
+Weight = Literal["softmax", "mean", "relu"]
+"""How scores become weights."""
+
+Method = Literal["auto", "query", "tile"]
+"""How a `Search` makes its candidates."""
+
+Propagate = Literal["shift", "stay", "both", "turns"]
+"""What a neighbour offers in a `Search`."""
+
+Window = Literal["query", "tile"]
+"""Whose windows a query attends: its own, or those of its tile."""
+
+Impl = Literal["auto", "triton", "numba", "reference"]
+"""Which implementation runs, in order of preference."""
+
+Form = Literal["embedded_gaussian", "gaussian", "dot_product", "concatenation"]
+"""Of a `NonLocalBlock`."""
+
+JudgedLayout = Literal["grid", "sdpa"]
+"""What a function takes that `judge` measures: [B, H, *G, E], or [B, H, N, E] as torch's own."""
+
+Mode = Literal["auto", "heads", "gather", "ring"]
+"""How `scram.distributed.attention` shares keys."""
