@@ -18,7 +18,7 @@ from .coordinates import Balanced, Principal
 from .pack import Packed, estimated_bytes, rounded
 
 FINEST_SCORE, FINEST_VALUE = 0.04, 0.01  # errors by rounding below which more bits show nothing
-COARSEST = 64.0  # times the finest
+COARSEST = 1e4  # times the finest
 VALUES_SHARE = 0.25  # of the bytes that are left for features, at most
 MATCHES_SHARE = 0.25  # of all bytes, that matches of all sweeps may take; beyond, earlier sweeps keep the best one
 CHECKED = 64  # queries of a head whose rounded weights are compared with exact ones
@@ -125,7 +125,7 @@ def _finest(size: Callable[[float], float], most: float, finest: float) -> float
     if size(finest) <= most:
         return finest
     low, high = 0.0, math.log(COARSEST)
-    for _ in range(8):
+    for _ in range(10):
         middle = (low + high) / 2
         low, high = (low, middle) if size(finest * math.exp(middle)) <= most else (middle, high)
     return finest * math.exp(high)

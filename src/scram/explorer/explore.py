@@ -73,7 +73,7 @@ class Explorer:
 def explore(
     q: Tensor, k: Tensor, v: Tensor, *, search: Search | str = "auto", radius: int | Sequence[int] = 1,
     tail: Clusters | str | None = "auto", scale: float | None = None, score: Score = "dot",
-    pictures: Tensor | Sequence[Tensor] = (), panes: str = "auto", title: str = "Attention", batch: int = 0,
+    pictures: Tensor | Sequence[Tensor] = (), panes: str = "auto", title: str = "Attention", notes: Sequence[str] = (), batch: int = 0,
     num_queries: int = 256, seed: int = 0, budget: int = BUDGET, most_points: int = MOST_POINTS, impl: str = "auto",
 ) -> Explorer:  # fmt: skip
     """One HTML page on which every query of a grid shows where it attends: windows, clusters, and exact attention.
@@ -88,7 +88,7 @@ def explore(
             numbers 0 to 1, or uint8. Without, features are shown as colours.
         panes: "one" for queries and keys in one picture (self-attention), "two"; "auto" is one where the grids are
             equal and there are not two pictures.
-        title: the heading of the page.
+        title, notes: the heading of the page, and sentences to add to what it says about itself.
         batch: which sample of the batch is shown.
         num_queries: queries that are compared with exact attention, for the figures on top.
         seed: chooses those queries; and the search and the clusters, where the search has no seed of its own.
@@ -134,7 +134,7 @@ def explore(
         "separation": settings.separation, "clusters": 0 if codebook is None else codebook.sizes.shape[-1],
         "cluster_heads": 0 if codebook is None else codebook.sizes.shape[1], "rms": rms, "quality": quality,
         "thinned": None if stride == 1 else {"stride": stride, "queries": list(whole[0]), "keys": list(whole[1])},
-        "pictures": len(shown),
+        "pictures": len(shown), "notes": [str(note) for note in notes],
     }  # fmt: skip
     return _fitted(attention, about, budget)
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PLAIN, LEFT, BEFORE = 0, 1, 2
-RUNS, RUN = 8, 1024  # stretches of points, and their length, that the size is estimated from
+RUNS, RUN = 8, 512  # stretches of points, and their length, that the size is estimated from
 LEVEL = 6
 
 Planes = NDArray[np.int16]
