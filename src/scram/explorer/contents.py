@@ -21,17 +21,18 @@ FINEST_SCORE, FINEST_VALUE = 0.04, 0.01  # errors by rounding below which more b
 COARSEST = 1e4  # times the finest
 VALUES_SHARE = 0.25  # of the bytes that are left for features, at most
 MATCHES_SHARE = 0.25  # of all bytes, that matches of all sweeps may take; beyond, earlier sweeps keep the best one
+Floats = NDArray[np.float32]
 CHECKED = 64  # queries of a head whose rounded weights are compared with exact ones
 
 
 class Attention(NamedTuple):
-    """One attention, as the page shows it; sample and batch are chosen, so that there is no batch axis.
+    """One attention, as the page shows it; the sample of the batch is chosen, so that there is no batch axis.
 
     Args:
-        q, k, v: [H, N, E], [Hk, M, E] and [Hk, M, F], prepared for the score, the scale in q.
+        q, k, v: [H, *G, E], [Hk, M, E] and [Hk, M, F], prepared for the score, the scale in q.
         sweeps: the matches after 0, 1, .. T sweeps, each [1, H, *G, kappa].
         codebook: clusters of the keys, or None.
-        pictures: colours of queries and keys, uint8 [N or M, 3]; empty where there are none.
+        pictures: colours of queries [*G, 3] and keys [*G', 3], uint8; empty where there are none, one for both.
     """
 
     q: Tensor
@@ -46,6 +47,59 @@ class Attention(NamedTuple):
         """Heads of queries for each head of keys."""
         return len(self.q) // len(self.k)
 
+    def every(self, stride: int, one: bool) -> Attention:
+        """With every stride-th query of each axis; `one`: the picture is that of the keys too, and stays whole."""
+        first = [] if one else [thinned(x, stride, 0) for x in self.pictures[:1]]
+        sweeps = [
+            Matches(thinned(x.index, stride, 2), thinned(x.score, stride, 2), x.key_grid) for x in self.sweeps
+        ]
+        return self._replace(
+            q=thinned(self.q, stride, 1), sweeps=sweeps, pictures=[*first, *self.pictures[len(first) :]]
+        )
+
+
+class Channels(NamedTuple):
+    """Features in the coordinates that they are rounded in: planes [D, N] or [D, M] of each head."""
+
+    balanced: list[Balanced]
+    principal: list[Principal]
+    queries: list[Floats]
+    keys: list[Floats]
+    values: list[Floats]
+    base: Floats  # [H, N], the part of a query's scores that is the same for all keys
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Channels:
+        """From q [H, *G, E], k [Hk, M, E] and v [Hk, M, F], as in `Attention`."""
+        group, flat = len(q) // len(k), q.flatten(1, -2).double()
+        balanced = [Balanced.of(*pair) for pair in zip(flat.unflatten(0, (-1, group)).flatten(1, 2), k, strict=True)]
+        principal = [Principal.of(x) for x in v]
+        queries = [_planes(q @ balanced[h // group].to_queries) for h, q in enumerate(flat)]
+        base = _planes(torch.stack([q @ balanced[h // group].centre for h, q in enumerate(flat)], 1))
+        keys, values = [_planes(x.keys) for x in balanced], [_planes(x.channels) for x in principal]
+        return Channels(balanced, principal, queries, keys, values, base)
+
+    def every(self, stride: int, grid: Grid) -> Channels:
+        """With every stride-th query of each axis of the grid."""
+
+        def some(x: Floats) -> Floats:
+            whole = x.reshape(len(x), *grid)[(slice(None), *[slice(None, None, stride)] * len(grid))]
+            return np.ascontiguousarray(whole.reshape(len(x), -1))
+
+        return self._replace(queries=[some(x) for x in self.queries], base=some(self.base))
+
+    def value_bytes(self, error: float) -> float:
+        """About how many bytes the values take, off by `error` of their size."""
+        pairs = zip(self.values, self.principal, strict=True)
+        return sum(estimated_bytes(x, principal.step(error)) for x, principal in pairs)
+
+    def score_bytes(self, error: float) -> float:
+        """About how many bytes queries and keys take, where scores are off by `error`."""
+        group = len(self.queries) // len(self.keys)
+        steps = [x.step(error) for x in self.balanced]
+        total = sum(estimated_bytes(x, step) for x, step in zip(self.keys, steps, strict=True))
+        return total + sum(estimated_bytes(x, steps[h // group]) for h, x in enumerate(self.queries))
+
 
 class Contents(NamedTuple):
     """Packed arrays, and what the page says about them."""
@@ -54,70 +108,63 @@ class Contents(NamedTuple):
     about: dict[str, Any]
 
 
+def _planes(x: Tensor) -> Floats:
+    return np.ascontiguousarray(x.T.float().numpy())
+
+
+def thinned(x: Tensor, stride: int, first: int) -> Tensor:
+    """Every stride-th point of the axes from `first` to the last but one."""
+    at = tuple(slice(None) if axis < first else slice(None, None, stride) for axis in range(x.ndim - 1))
+    return x[at].contiguous()
+
+
 def raster_width(grid: Grid) -> int:
     """Points on a line of the picture of a grid: its last axis; a sequence is broken into lines.
 
     >>> raster_width((6, 8)), raster_width((3, 6, 8)), raster_width((100,))
     (8, 8, 13)
     """
-    return grid[-1] if len(grid) > 1 else max(1, math.ceil(math.sqrt(1.6 * grid[0])))
+    points = math.prod(grid)
+    return grid[-1] if len(grid) > 1 and points <= 8192 * grid[-1] else max(1, math.ceil(math.sqrt(1.6 * points)))
 
 
-def stored(attention: Attention, most_bytes: int) -> Contents:
-    """All of it in at most about so many bytes, before base64."""
+def stored(attention: Attention, channels: Channels, most_bytes: int, coarsest: float) -> Contents | None:
+    """All of it in at most about so many bytes, before base64; None where scores would be off by more than that."""
     packed = Packed()
     early = _matches(packed, attention.sweeps, most_bytes)
     for name, picture in zip(("picture_queries", "picture_keys"), attention.pictures, strict=False):
-        packed.add(name, picture.T.to(torch.int16).numpy())
+        packed.add(name, picture.flatten(0, -2).T.to(torch.int16).numpy())
     if attention.codebook is not None:
-        label = attention.codebook.label[0].flatten(1).cpu().to(torch.int16).numpy()
-        packed.add("label", label)
-    values = [Principal.of(v) for v in attention.v]
-    keys = _balanced(attention)
-    queries = [q.double() @ keys[h // attention.group].to_queries for h, q in enumerate(attention.q)]
-    base = torch.stack([q.double() @ keys[h // attention.group].centre for h, q in enumerate(attention.q)])
-    base_step = max(float(base.abs().max()) / 4000, 1e-6)
-    packed.add("base", rounded(base.numpy(), base_step))
+        packed.add("label", attention.codebook.label[0].flatten(1).cpu().to(torch.int16).numpy())
+    base_step = max(float(np.abs(channels.base).max()) / 4000, 1e-6)
+    packed.add("base", rounded(channels.base, base_step))
     left = max(most_bytes - len(packed) - _cluster_bytes(attention), most_bytes // 10)
-
-    def value_bytes(error: float) -> float:
-        return sum(estimated_bytes(x.channels.T.numpy(), x.step(error)) for x in values)
-
-    def feature_bytes(error: float) -> float:
-        total = sum(estimated_bytes(x.keys.T.numpy(), x.step(error)) for x in keys)
-        of = [keys[h // attention.group].step(error) for h in range(len(queries))]
-        return total + sum(estimated_bytes(x.T.numpy(), step) for x, step in zip(queries, of, strict=True))
-
-    value_error = _finest(value_bytes, VALUES_SHARE * left, FINEST_VALUE)
-    score_error = _finest(feature_bytes, left - value_bytes(value_error), FINEST_SCORE)
-    heads = []
-    kept_keys, kept_values = [], []
-    for g, (key, value) in enumerate(zip(keys, values, strict=True)):
-        step, value_step = key.step(score_error), value.step(value_error)
-        k, v = rounded(key.keys.T.numpy(), step), rounded(value.channels.T.numpy(), value_step)
-        own = [rounded(queries[h].T.numpy(), step) for h in range(g * attention.group, (g + 1) * attention.group)]
-        some, some_values = _used(k, *own), _used(v)
-        kept_keys.append(some)
-        kept_values.append(some_values)
-        packed.add(f"k{g}", k[some])
-        packed.add(f"v{g}", v[some_values])
-        for n, q in enumerate(own):
-            packed.add(f"q{g * attention.group + n}", q[some])
-            # Steps of the features, of the values; the base of a score.
-            heads.append({"step": step, "value_step": value_step, "channels": len(some)})
-            heads[-1] |= _off(attention.q[g * attention.group + n], attention.k[g], key.centre, q[some], k[some], step)
+    value_error = _finest(channels.value_bytes, VALUES_SHARE * left, FINEST_VALUE)
+    score_error = _finest(channels.score_bytes, left - channels.value_bytes(value_error), FINEST_SCORE)
+    if score_error > coarsest:
+        return None
+    heads, kept_keys, kept_values, lost = [], [], [], []
+    for g, (balanced, principal) in enumerate(zip(channels.balanced, channels.principal, strict=True)):
+        step, value_step = balanced.step(score_error), principal.step(value_error)
+        own = range(g * attention.group, (g + 1) * attention.group)
+        k, v = rounded(channels.keys[g], step), rounded(channels.values[g], value_step)
+        qs = [rounded(channels.queries[h], step) for h in own]
+        kept_keys.append(_used(k, *qs))
+        kept_values.append(_used(v))
+        lost.append(_lost(channels.values[g], v[kept_values[g]], kept_values[g], value_step))
+        packed.add(f"k{g}", k[kept_keys[g]])
+        packed.add(f"v{g}", v[kept_values[g]])
+        for h, q in zip(own, qs, strict=True):
+            packed.add(f"q{h}", q[kept_keys[g]])
+            off = _off(attention.q[h].flatten(0, -2), attention.k[g], balanced.centre, q, k, kept_keys[g], step)
+            heads.append({"step": step, "value_step": value_step, "channels": len(kept_keys[g]), **off})
     if attention.codebook is not None:
-        _clusters(packed, attention, keys, values, kept_keys, kept_values)
-    kept = [1 - _lost(x, some, x.step(value_error)) for x, some in zip(values, kept_values, strict=True)]
-    about = {"heads": heads, "base_step": base_step, "early_matches": early, "values_kept": min(kept),
-             "score_error": score_error, "width": attention.q.shape[-1],
-             "channels": [len(some) for some in kept_keys], "value_channels": [len(some) for some in kept_values]}  # fmt: skip
+        _clusters(packed, attention, channels, kept_keys, kept_values)
+    about = {"heads": heads, "base_step": base_step, "early_matches": early, "values_kept": 1 - max(lost),
+             "score_error": score_error, "map_error": max(head["map_error"] for head in heads),
+             "width": attention.q.shape[-1], "channels": [len(some) for some in kept_keys],
+             "value_channels": [len(some) for some in kept_values]}  # fmt: skip
     return Contents(packed, about)
-
-
-def _balanced(attention: Attention) -> list[Balanced]:
-    grouped = attention.q.unflatten(0, (-1, attention.group)).flatten(1, 2)
-    return [Balanced.of(q, k) for q, k in zip(grouped, attention.k, strict=True)]
 
 
 def _finest(size: Callable[[float], float], most: float, finest: float) -> float:
@@ -137,22 +184,23 @@ def _used(*planes: NDArray[np.int16]) -> list[int]:
     return [int(at) for at in np.flatnonzero(used)] or [0]
 
 
-def _lost(value: Principal, kept: list[int], step: float) -> float:
+def _lost(whole: Floats, planes: NDArray[np.int16], kept: list[int], step: float) -> float:
     """The share of the values' squares that rounding and left-out channels take away."""
-    x = value.channels[:, kept]
-    back = torch.from_numpy(rounded(x.numpy(), step).astype(np.float64) * step)
-    whole = float(value.channels.square().sum())
-    return (whole - float(x.square().sum()) + float((x - back).square().sum())) / whole if whole else 0.0
+    total, left = (float(np.square(x, dtype=np.float64).sum()) for x in (whole, whole[kept] - planes * np.float32(step)))
+    outside = total - float(np.square(whole[kept], dtype=np.float64).sum())
+    return (outside + left) / total if total else 0.0
 
 
 def _off(
-    q: Tensor, k: Tensor, centre: Tensor, q_planes: NDArray[np.int16], k_planes: NDArray[np.int16], step: float
-) -> dict[str, float]:
+    q: Tensor, k: Tensor, centre: Tensor, q_planes: NDArray[np.int16], k_planes: NDArray[np.int16], kept: list[int],
+    step: float,
+) -> dict[str, float]:  # fmt: skip
     """How far weights by rounded features are from exact ones: the share of the attention that lies elsewhere."""
     at = torch.linspace(0, len(q) - 1, min(CHECKED, len(q))).long()
     exact = (q[at].double() @ (k.double() - centre).T).softmax(-1)
-    own = torch.from_numpy(q_planes[:, at.numpy()].astype(np.float32)).T * step**2
-    off = 0.5 * (exact - (own @ torch.from_numpy(k_planes.astype(np.float32))).double().softmax(-1)).abs().sum(-1)
+    own = torch.from_numpy(q_planes[kept][:, at.numpy()].astype(np.float32)).T * step**2
+    near = (own @ torch.from_numpy(k_planes[kept].astype(np.float32))).double().softmax(-1)
+    off = 0.5 * (exact - near).abs().sum(-1)
     return {"map_error": float(off.mean()), "map_error_most": float(off.max())}
 
 
@@ -185,16 +233,17 @@ def _cluster_bytes(attention: Attention) -> int:
 
 
 def _clusters(
-    packed: Packed, attention: Attention, keys: Sequence[Balanced], values: Sequence[Principal],
-    kept_keys: Sequence[list[int]], kept_values: Sequence[list[int]],
+    packed: Packed, attention: Attention, channels: Channels, kept_keys: Sequence[list[int]],
+    kept_values: Sequence[list[int]],
 ) -> None:  # fmt: skip
     """Centres and mean values in the same coordinates, of each head of clusters."""
     book = attention.codebook
     assert book is not None
     sizes = book.sizes[0].cpu()
-    share = len(sizes) // len(keys)
+    share = len(sizes) // len(channels.keys)
     for c in range(len(sizes)):
-        key, value, g = keys[c // share], values[c // share], c // share
+        g = c // share
+        key, value = channels.balanced[g], channels.principal[g]
         centres = (book.centres[0, c].cpu().double() - key.centre) @ key.to_keys
         means = (book.values[0, c].cpu().double() - value.centre) @ value.axes
         packed.add_floats(f"centres{c}", centres[:, kept_keys[g]].numpy())

@@ -17,16 +17,21 @@ from ..api import search as search_keys
 from ..arguments import explains
 from ..defaults import SEARCH, default_tail
 from ..estimators import Clusters
-from ..grid import Grid, grid_of, rows
+from ..grid import Grid, grid_of
 from ..images.files import replacing
 from ..precision import ignores_autocast
 from ..scoring import default_scale, prepare_key, prepare_query
 from ..truth import Errors, Truth
 from ..types import Matches, Score, Search
-from .contents import Attention, Contents, raster_width, stored
+from .contents import Attention, Channels, raster_width, stored, thinned
 from .page import framed, read_back, written
 
-MOST_POINTS = 1 << 16  # of a grid; and 4 times as many over all heads
+MOST_POINTS = 1 << 18  # over all heads
+COARSE = 0.15  # error of the scores by rounding from which fewer queries are shown
+COARSEST = 0.4  # from which the whole grid is thinned
+FEATURES_SHARE = 0.6  # of the budget, about, for queries and keys
+FEWEST_POINTS = 1024  # that are never thinned
+STRIDES = (1, 2, 3)  # of the queries that are shown
 BUDGET = 12_000_000  # bytes of the file
 CODE = 80_000  # bytes of a page without data, about
 PANES = ("auto", "one", "two")
@@ -93,7 +98,8 @@ def explore(
         num_queries: queries that are compared with exact attention, for the figures on top.
         seed: chooses those queries; and the search and the clusters, where the search has no seed of its own.
         budget: bytes that the file may have; features are rounded until it fits.
-        most_points: larger grids are thinned: every second, third, .. point of each axis; the page says so.
+        most_points: keys over all heads; larger grids are thinned, every second, third, .. point of each axis. Queries
+            are thinned by 2 or 3 too where features would be too coarse within the budget. The page says so.
 
     Returns:
         Explorer, with `save`, and shown by notebooks.
@@ -110,10 +116,9 @@ def explore(
     if one and grid_of(q) != grid_of(k):
         raise ValueError(f'panes="one" needs equal grids of queries and keys, got {grid_of(q)} and {grid_of(k)}')
     whole = grid_of(q), grid_of(k)
-    q, k, v = (x[batch : batch + 1] for x in (q, k, v))
-    stride = _stride(q, k, most_points)
-    q, k, v = (_thinned(x, stride, 2) for x in (q, k, v))
-    shown = [_thinned(x, stride, 0) for x in shown]
+    part, stride, channels = _thin_enough(q[batch], k[batch], v[batch], score, factor, budget, most_points)
+    q, k, v = (thinned(x[batch : batch + 1], stride, 2) for x in (q, k, v))
+    shown = [thinned(x, stride, 0) for x in shown]
     settings = settings if settings.seed is not None else replace(settings, seed=seed)
     how: dict[str, Any] = {"score": score, "impl": impl}
     sweeps = [search_keys(q, k, search=replace(settings, sweeps=t), **how) for t in range(settings.sweeps + 1)]
@@ -125,37 +130,42 @@ def explore(
         )
     radii = errors.radius(radius, q.ndim - 3)
     quality, rms = _quality(q, k, v, sweeps, codebook, radii, factor, how, num_queries, seed)
-    flat = rows(prepare_query(q, score)).cpu().double() * factor, rows(prepare_key(k, score)).cpu().double(), rows(v)
-    attention = Attention(flat[0], flat[1], flat[2].cpu().double(), sweeps, codebook, _colours(shown))
+    attention = Attention(*part, sweeps, codebook, [_colours(x) for x in shown])
     about = {
         "format": "scram.explorer", "version": 1, "scram": __version__, "title": str(title), "panes": 1 if one else 2,
-        "queries": _grid(grid_of(q)), "keys": _grid(grid_of(k)), "group": attention.group, "radius": list(radii),
+        "keys": _grid(grid_of(k)), "group": attention.group, "radius": list(radii),
         "scale": factor, "score": score, "sweeps": settings.sweeps, "matches": settings.matches,
         "separation": settings.separation, "clusters": 0 if codebook is None else codebook.sizes.shape[-1],
         "cluster_heads": 0 if codebook is None else codebook.sizes.shape[1], "rms": rms, "quality": quality,
         "thinned": None if stride == 1 else {"stride": stride, "queries": list(whole[0]), "keys": list(whole[1])},
         "pictures": len(shown), "notes": [str(note) for note in notes],
     }  # fmt: skip
-    return _fitted(attention, about, budget)
+    return _fitted(attention, channels, about, budget, most_points)
 
 
-def _fitted(attention: Attention, about: dict[str, Any], budget: int) -> Explorer:
-    """The page, rounded more coarsely until it fits; sizes are known exactly when it is written alone."""
+def _fitted(
+    attention: Attention, channels: Channels, about: dict[str, Any], budget: int, most_points: int
+) -> Explorer:
+    """The page: features rounded more coarsely until it fits, with fewer queries where that would be too coarse."""
     most = (budget - CODE) * 3 // 4
+    grid = tuple(attention.q.shape[1:-1])
     for _ in range(4):
-        made = stored(attention, most)
-        page = written({**about, **_rounding(made)}, made.packed)
+        for stride in STRIDES:
+            some = attention.every(stride, about["panes"] == 1)
+            if math.prod(some.q.shape[:-1]) > most_points and stride < STRIDES[-1]:
+                continue
+            coarsest = COARSE if stride < STRIDES[-1] else math.inf
+            made = stored(some, channels.every(stride, grid), most, coarsest)
+            if made is not None:
+                break
+        assert made is not None
+        queries = {**_grid(tuple(some.q.shape[1:-1])), "stride": stride, "whole": list(grid)}
+        page = written({**about, "queries": queries, **made.about}, made.packed)
         size = len(page.encode())
         if size <= budget:
-            break
+            return Explorer(page, {name: x for name, x in read_back(page)[0].items() if name != "arrays"})
         most = int(most * budget / size * 0.98)
-    else:
-        raise ValueError(f"budget must be at least about {size} bytes for these tensors, got {budget}; or thin the grid")
-    return Explorer(page, {name: x for name, x in read_back(page)[0].items() if name != "arrays"})
-
-
-def _rounding(made: Contents) -> dict[str, Any]:
-    return {**made.about, "map_error": max(head["map_error"] for head in made.about["heads"])}
+    raise ValueError(f"budget must be at least about {size} bytes for these tensors, got {budget}; or thin the grid")
 
 
 def _validated(
@@ -195,28 +205,35 @@ def _pictures(pictures: Tensor | Sequence[Tensor], grid: Grid, key_grid: Grid) -
     return given
 
 
-def _colours(pictures: Sequence[Tensor]) -> list[Tensor]:
-    """uint8 [N, 3] of queries and of keys; the same one twice is stored once."""
-    flat = [x.detach().cpu().flatten(0, -2).expand(-1, 3) for x in pictures]
-    return [x if x.dtype == torch.uint8 else (x.float().nan_to_num(0).clamp(0, 1) * 255).round().byte() for x in flat]
+def _colours(picture: Tensor) -> Tensor:
+    """uint8 [*G, 3]."""
+    x = picture.detach().cpu()
+    x = x if x.dtype == torch.uint8 else (x.float().nan_to_num(0).clamp(0, 1) * 255).round().byte()
+    return x.expand(*x.shape[:-1], 3)
 
 
-def _stride(q: Tensor, k: Tensor, most_points: int) -> int:
-    """Every how manyth point of each axis is kept."""
-    stride, rank = 1, q.ndim - 3
-    while any(
-        points > most_points or points * x.shape[1] > 4 * most_points
-        for x in (q, k)
-        if (points := math.prod(-(-side // stride) for side in x.shape[2 : 2 + rank]))
-    ):
+def _thin_enough(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, scale: float, budget: int, most_points: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], int, Channels]:
+    """Tensors [H, *G, E] as `Attention` has them, and every how manyth point of each axis was kept.
+
+    So many that there are not too many keys, nor queries that can be thinned more, and that rounded features fit.
+    """
+    rank, stride = q.ndim - 2, 0
+    while True:
         stride += 1
-    return stride
-
-
-def _thinned(x: Tensor, stride: int, first: int) -> Tensor:
-    """Every stride-th point of the axes from `first` to the last but one."""
-    at = tuple(slice(None) if axis < first else slice(None, None, stride) for axis in range(x.ndim - 1))
-    return x[at].contiguous()
+        less = [thinned(x, stride, 1) for x in (q, k, v)]
+        points = [math.prod(x.shape[:-1]) for x in less]
+        if points[1] > most_points or points[0] > STRIDES[-1] ** rank * most_points:
+            continue
+        part = (
+            prepare_query(less[0], score).cpu().double() * scale,
+            prepare_key(less[1], score).cpu().double().flatten(1, -2), less[2].cpu().double().flatten(1, -2),
+        )  # fmt: skip
+        channels = Channels.of(*part)
+        few = channels.every(STRIDES[-1], tuple(less[0].shape[1:-1]))
+        if few.score_bytes(COARSEST) <= FEATURES_SHARE * 0.75 * budget or max(points) <= FEWEST_POINTS:
+            return part, stride, channels
 
 
 def _grid(grid: Grid) -> dict[str, Any]:

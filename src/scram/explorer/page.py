@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -25,10 +26,8 @@ def written(about: dict[str, Any], packed: Packed) -> str:
         "DATA": packed.text(),
         "SCRIPT": "\n".join(parts[name] for name in SCRIPTS),
     }
-    page = parts["page.html"]
-    for name, text in slots.items():
-        page = page.replace(f"@{name}@", text, 1)
-    return page
+    # In one pass, so that a title may hold what looks like a slot.
+    return re.sub("@([A-Z]+)@", lambda found: slots[found[1]], parts["page.html"])
 
 
 def read_back(page: str) -> tuple[dict[str, Any], str]:

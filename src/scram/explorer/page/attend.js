@@ -18,6 +18,18 @@ class Model {
     return [Math.floor(index / width), index % width];
   }
 
+  // The query at a place of its pane, and the place of a query there: in one pane queries stand at every stride-th key.
+  queryAt(index) {
+    const { queries, keys, panes } = this.about;
+    if (panes === 2) return index;
+    return flatIndex(coordinates(keys.grid, index).map((at) => Math.floor(at / queries.stride)), queries.grid);
+  }
+  placeOf(query) {
+    const { queries, keys, panes } = this.about;
+    if (panes === 2) return this.place(query, "queries");
+    return this.place(flatIndex(coordinates(queries.grid, query).map((at) => at * queries.stride), keys.grid));
+  }
+
   // Keys of the first `count` matches after `sweep` sweeps, best first; null for none.
   matches(head, query, sweep, count) {
     const { sweeps, matches, early_matches: early } = this.about, planes = this.arrays.matches;
@@ -32,11 +44,7 @@ class Model {
 
   // Keys in the window around a key, cut at the borders of the grid.
   window(key) {
-    const grid = this.about.keys.grid, centre = [];
-    for (let axis = grid.length - 1, rest = key; axis >= 0; axis--) {
-      centre.unshift(rest % grid[axis]);
-      rest = Math.floor(rest / grid[axis]);
-    }
+    const grid = this.about.keys.grid, centre = coordinates(grid, key);
     const found = [];
     for (const offset of this.offsets) {
       let index = 0, inside = true;
@@ -145,3 +153,15 @@ function windowOffsets(radius) {
   }
   return found;
 }
+
+// Coordinates of a point, and its index from them.
+function coordinates(grid, index) {
+  const found = [];
+  for (let axis = grid.length - 1, rest = index; axis >= 0; axis--) {
+    found.unshift(rest % grid[axis]);
+    rest = Math.floor(rest / grid[axis]);
+  }
+  return found;
+}
+
+function flatIndex(place, grid) { return place.reduce((index, at, axis) => index * grid[axis] + at, 0); }

@@ -66,8 +66,8 @@ class Explorer {
     const fingers = new Map();
     let moved = 0;
     const pick = (event) => {
-      const index = pane.at(event);
-      if (picks && index !== null && index !== this.state.query) this.change({ query: index });
+      const index = pane.at(event), query = index === null ? null : this.model.queryAt(index);
+      if (picks && query !== null && query !== this.state.query) this.change({ query });
     };
     canvas.addEventListener("pointerdown", (event) => {
       canvas.setPointerCapture(event.pointerId);
@@ -121,8 +121,9 @@ class Explorer {
       const within = (x, most) => Math.min(Math.max(x, 0), most - 1);
       const row = within(Math.floor(this.state.query / this.columns) + step[0], rows);
       const column = within(this.state.query % this.columns + step[1], this.columns);
-      this.panes.queries.reveal(row, column);
-      this.change({ query: Math.min(row * this.columns + column, points - 1), held: true });
+      const query = Math.min(row * this.columns + column, points - 1);
+      this.panes.queries.reveal(...this.model.placeOf(query));
+      this.change({ query, held: true });
     } else if (zoom !== undefined) {
       pane.zoomBy(zoom);
       this.draw();
@@ -173,7 +174,7 @@ class Explorer {
     const reach = [about.radius.at(-2) ?? 0, about.radius.at(-1)];
     const marks = this.found.matches.flatMap((one, n) => one === null ? [] :
       [{ row: one.place[0], column: one.place[1], reach, label: String(n + 1) }]);
-    const [row, column] = this.model.place(state.query, "queries"), own = { row, column };
+    const [row, column] = this.model.placeOf(state.query), own = { row, column };
     panes.keys.marks = about.panes === 1 ? [...marks, own] : marks;
     if (about.panes === 2) panes.queries.marks = [own];
     this.draw();
@@ -213,8 +214,8 @@ class Explorer {
   paintMatches(image) {
     const { state, about, arrays } = this, source = arrays.picture_keys ?? arrays.picture_queries, keys = about.keys.points;
     const rows = Math.ceil(keys / about.keys.width);
-    for (let n = 0; n < about.queries.points; n++) {
-      const [match] = this.model.matches(state.head, n, state.sweep, 1);
+    for (let n = 0; n < this.panes.queries.points; n++) {
+      const [match] = this.model.matches(state.head, this.model.queryAt(n), state.sweep, 1);
       const colour = match === null ? [128, 128, 128] : state.ground === "rebuilt" ?
         [0, 1, 2].map((c) => source[c * keys + match]) : placeColour(...this.model.place(match), rows, about.keys.width);
       image.data.set([...colour, 255], 4 * n);

@@ -8,6 +8,8 @@ function compact(x) {
   return size >= 0.001 && size < 1e5 ? String(Number(x.toPrecision(3))) : x.toExponential(1).replace("e-", "e−");
 }
 
+function ordinal(n) { return n === 2 ? "second" : n === 3 ? "third" : `${n}th`; }
+
 function gridWords(side) { return side.grid.join(" × "); }
 
 function qualityWords(about) {
@@ -18,16 +20,20 @@ function qualityWords(about) {
 }
 
 function noteWords(about) {
-  const notes = [], both = about.panes === 2 ? `${gridWords(about.queries)} queries and ${gridWords(about.keys)} keys` :
-    `${gridWords(about.queries)} queries, which are the keys too`;
+  const notes = [], both = about.panes === 2 ? `${about.queries.whole.join(" × ")} queries and ${gridWords(about.keys)} keys` :
+    `${gridWords(about.keys)} points, which are queries and keys`;
   const plural = about.heads.length > 1 ? `${about.heads.length} heads, ` : "";
   notes.push(`${both}; ${plural}score “${about.score}”, scale ${compact(about.scale)}, windows of radius ` +
     `${about.radius.join(", ")}, ${about.sweeps} sweeps. The figures above compare ${about.quality.queries} queries of ` +
     "each head with exact attention; errors are relative to the root mean square of the head’s exact outputs.");
   if (about.thinned) {
     const { stride, queries, keys } = about.thinned;
-    notes.push(`Thinned: every ${stride}. point of each axis is kept, of ${queries.join(" × ")} queries and ` +
+    notes.push(`Thinned: every ${ordinal(stride)} point of each axis is kept, of ${queries.join(" × ")} queries and ` +
       `${keys.join(" × ")} keys. All figures are those of the thinned grids; on the whole ones they differ.`);
+  }
+  if (about.queries.stride > 1) {
+    notes.push(`To fit this file, every ${ordinal(about.queries.stride)} query of each axis can be chosen; all were ` +
+      "searched and all keys are attended.");
   }
   notes.push(...about.notes);
   const kept = about.channels.join(", "), values = about.value_channels.join(", ");
@@ -41,13 +47,9 @@ function noteWords(about) {
   return notes;
 }
 
+// Coordinates on the grid as it was before queries were thinned.
 function coordinatesOf(side, index) {
-  const found = [];
-  for (let axis = side.grid.length - 1, rest = index; axis >= 0; axis--) {
-    found.unshift(rest % side.grid[axis]);
-    rest = Math.floor(rest / side.grid[axis]);
-  }
-  return found.join(", ");
+  return coordinates(side.grid, index).map((at) => at * (side.stride ?? 1)).join(", ");
 }
 
 function numberRows(about, found) {
