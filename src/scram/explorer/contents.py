@@ -50,9 +50,7 @@ class Attention(NamedTuple):
     def every(self, stride: int, one: bool) -> Attention:
         """With every stride-th query of each axis; `one`: the picture is that of the keys too, and stays whole."""
         first = [] if one else [thinned(x, stride, 0) for x in self.pictures[:1]]
-        sweeps = [
-            Matches(thinned(x.index, stride, 2), thinned(x.score, stride, 2), x.key_grid) for x in self.sweeps
-        ]
+        sweeps = [Matches(thinned(x.index, stride, 2), thinned(x.score, stride, 2), x.key_grid) for x in self.sweeps]
         return self._replace(
             q=thinned(self.q, stride, 1), sweeps=sweeps, pictures=[*first, *self.pictures[len(first) :]]
         )
@@ -72,7 +70,7 @@ class Channels(NamedTuple):
     def of(q: Tensor, k: Tensor, v: Tensor) -> Channels:
         """From q [H, *G, E], k [Hk, M, E] and v [Hk, M, F], as in `Attention`."""
         group, flat = len(q) // len(k), q.flatten(1, -2).double()
-        balanced = [Balanced.of(*pair) for pair in zip(flat.unflatten(0, (-1, group)).flatten(1, 2), k, strict=True)]
+        balanced = [Balanced.of(*pair) for pair in zip(flat.reshape(len(k), -1, flat.shape[-1]), k, strict=True)]
         principal = [Principal.of(x) for x in v]
         queries = [_planes(q @ balanced[h // group].to_queries) for h, q in enumerate(flat)]
         base = _planes(torch.stack([q @ balanced[h // group].centre for h, q in enumerate(flat)], 1))
@@ -186,7 +184,9 @@ def _used(*planes: NDArray[np.int16]) -> list[int]:
 
 def _lost(whole: Floats, planes: NDArray[np.int16], kept: list[int], step: float) -> float:
     """The share of the values' squares that rounding and left-out channels take away."""
-    total, left = (float(np.square(x, dtype=np.float64).sum()) for x in (whole, whole[kept] - planes * np.float32(step)))
+    total, left = (
+        float(np.square(x, dtype=np.float64).sum()) for x in (whole, whole[kept] - planes * np.float32(step))
+    )
     outside = total - float(np.square(whole[kept], dtype=np.float64).sum())
     return (outside + left) / total if total else 0.0
 

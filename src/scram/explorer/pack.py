@@ -42,7 +42,7 @@ def _positive(x: Planes) -> NDArray[np.uint16]:
 
 def entropy(x: NDArray[np.uint16]) -> float:
     """Bits that each number takes when its two bytes are coded one by one."""
-    return sum(_entropy(np.bincount(part.ravel(), minlength=256)) for part in (x & 255, x >> 8))
+    return _entropy(np.bincount((x & 255).ravel())) + _entropy(np.bincount((x >> 8).ravel()))
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:
@@ -67,7 +67,8 @@ def some(planes: NDArray[Any]) -> NDArray[Any]:
 
 def rounded(planes: NDArray[np.floating[Any]], step: float) -> Planes:
     """Whole multiples of the step, cut to 16 bits."""
-    return np.clip(np.rint(planes / step), -32767, 32767).astype(np.int16)
+    whole: Planes = np.clip(np.rint(planes / step), -32767, 32767).astype(np.int16)
+    return whole
 
 
 @dataclass

@@ -41,7 +41,7 @@ function paintWeights(image, weights, most, colours, inside, soft) {
   }
 }
 
-// RGBA of three planes of numbers, each spread over its middle 96 %.
+// RGBA of three planes of numbers: colours of 0 to 255, or features, each spread over its middle 96 %.
 function paintPlanes(image, planes, length, count, spread) {
   for (let c = 0; c < 3; c++) {
     const plane = planes.subarray(Math.min(c, count - 1) * length, (Math.min(c, count - 1) + 1) * length);
@@ -51,6 +51,13 @@ function paintPlanes(image, planes, length, count, spread) {
     for (let n = 0; n < length; n++) image.data[4 * n + c] = 255 * (plane[n] - low) / (high - low || 1);
   }
   for (let n = 0; n < length; n++) image.data[4 * n + 3] = 255;
+}
+
+// Greys, so that colours of weights on top can be told.
+function paintGrey(image) {
+  const data = image.data;
+  for (let n = 0; n < data.length; n += 4)
+    data[n] = data[n + 1] = data[n + 2] = 0.3 * data[n] + 0.59 * data[n + 1] + 0.11 * data[n + 2];
 }
 
 // The colour of a place: from blue to yellow with its column, darker to lighter with its row.

@@ -12,7 +12,7 @@ class Explorer {
     const middle = Math.floor(about.queries.points / about.queries.width / 2) * about.queries.width;
     this.state = {
       query: Math.min(middle + Math.floor(about.queries.width / 2), about.queries.points - 1), head: 0,
-      sweep: about.sweeps, matches: about.matches, scale: 0, view: "scram", clusters: true, held: false,
+      sweep: about.sweeps, count: about.matches, scale: 0, view: "scram", clusters: true, held: false,
       ground: about.pictures ? "picture" : "features", map: "viridis", theme: "auto",
     };
     this.panes = { keys: new Pane(document.getElementById("keys"), about.keys) };
@@ -36,14 +36,14 @@ class Explorer {
     document.getElementById("note-list").replaceChildren(...noteWords(about).map((text) =>
       Object.assign(document.createElement("li"), { textContent: text })));
     form.head.replaceChildren(...about.heads.map((_, n) => new Option(n, n)));
-    form.matches.max = about.matches;
+    form.count.max = about.matches;
     form.sweep.max = about.sweeps;
     const grounds = Object.keys(GROUNDS).filter((name) => about.pictures || (name !== "picture" && name !== "rebuilt"));
     form.ground.replaceChildren(...grounds.map((name) => new Option(GROUNDS[name], name)));
     form.clusters.closest("label").hidden = !about.clusters;
     const hide = (name, hidden) => { form.querySelector(`[data-for="${name}"]`).hidden = hidden; };
     hide("head", about.heads.length === 1);
-    hide("matches", about.matches === 1);
+    hide("count", about.matches === 1);
     hide("sweep", about.sweeps === 0);
     form.addEventListener("input", () => this.readControls());
     form.addEventListener("submit", (event) => event.preventDefault());
@@ -144,7 +144,7 @@ class Explorer {
   readControls() {
     const { form } = this, number = (name) => Number(form[name].value);
     this.change({
-      head: number("head"), matches: number("matches"), sweep: number("sweep"), scale: number("scale"),
+      head: number("head"), count: number("count"), sweep: number("sweep"), scale: number("scale"),
       view: form.view.value, clusters: form.clusters.checked, ground: form.ground.value, map: form.map.value,
       theme: form.theme.value,
     });
@@ -152,11 +152,11 @@ class Explorer {
 
   writeControls() {
     const { form, state, about } = this;
-    for (const name of ["head", "matches", "sweep", "scale", "view", "ground", "map", "theme"]) form[name].value = state[name];
+    for (const name of ["head", "count", "sweep", "scale", "view", "ground", "map", "theme"]) form[name].value = state[name];
     form.clusters.checked = state.clusters;
     form.clusters.disabled = state.view === "exact";
     const say = (name, text) => { form.querySelector(`[data-for="${name}"] output`).textContent = text; };
-    say("matches", `${state.matches} of ${about.matches}`);
+    say("count", `${state.count} of ${about.matches}`);
     say("sweep", `${state.sweep} of ${about.sweeps}: ${percent(about.quality.sweeps[state.sweep][state.head], 0)} held`);
     say("scale", `${compact(about.scale * 2 ** state.scale)}${state.scale ? "" : " (own)"}`);
     form.scale.setAttribute("aria-valuetext", compact(about.scale * 2 ** state.scale));
@@ -168,7 +168,7 @@ class Explorer {
     const dark = state.theme === "dark" || (state.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
     document.documentElement.dataset.theme = dark ? "dark" : "light";
     this.writeControls();
-    const { sweep, matches: count } = state;
+    const { sweep, count } = state;
     this.found = this.model.attend(state.head, state.query, { sweep, count, factor: 2 ** state.scale });
     this.paint();
     const reach = [about.radius.at(-2) ?? 0, about.radius.at(-1)];
@@ -200,6 +200,7 @@ class Explorer {
     const group = Math.floor(state.head / about.group), own = state.ground === "features" || !about.pictures;
     if (own) paintPlanes(panes.keys.ground.image, arrays[`k${group}`], about.keys.points, about.channels[group], true);
     else paintPlanes(panes.keys.ground.image, arrays.picture_keys ?? arrays.picture_queries, about.keys.points, 3, false);
+    paintGrey(panes.keys.ground.image);
     panes.keys.ground.show();
     const image = panes.queries.ground.image;
     if (state.ground === "rebuilt" || state.ground === "places") this.paintMatches(image);
@@ -245,7 +246,7 @@ class Explorer {
   readHash() {
     if (!location.hash.includes("=") || location.hash === this.written) return false;
     const given = new URLSearchParams(location.hash.slice(1)), { about, state } = this;
-    const most = { query: about.queries.points - 1, head: about.heads.length - 1, sweep: about.sweeps, matches: about.matches };
+    const most = { query: about.queries.points - 1, head: about.heads.length - 1, sweep: about.sweeps, count: about.matches };
     const words = { view: ["scram", "exact"], map: Object.keys(MAPS), theme: ["auto", "light", "dark"],
       ground: [...this.form.ground.options].map((one) => one.value) };
     for (const [name, value] of given) {
@@ -258,7 +259,7 @@ class Explorer {
       if (pane && view.length === 3 && view.every(Number.isFinite))
         pane.view = { zoom: Math.min(64, Math.max(1, view[0])), x: view[1], y: view[2] };
     }
-    state.matches = Math.max(1, state.matches);
+    state.count = Math.max(1, state.count);
     return true;
   }
 

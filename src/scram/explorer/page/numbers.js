@@ -2,10 +2,10 @@
 
 function percent(share, digits = 1) { return `${(100 * share).toFixed(digits)} %`; }
 
-function compact(x) {
+function compact(x, digits = 3) {
   if (x === 0) return "0";
   const size = Math.abs(x);
-  return size >= 0.001 && size < 1e5 ? String(Number(x.toPrecision(3))) : x.toExponential(1).replace("e-", "e−");
+  return size >= 0.001 && size < 1e5 ? String(Number(x.toPrecision(digits))) : x.toExponential(1).replace("e-", "e−");
 }
 
 function ordinal(n) { return n === 2 ? "second" : n === 3 ? "third" : `${n}th`; }
@@ -43,6 +43,8 @@ function noteWords(about) {
   if (about.early_matches < about.matches) notes.push("Earlier sweeps show the best match of each query only.");
   if (about.queries.grid.length === 1) notes.push("The sequence is broken into lines.");
   if (about.queries.grid.length > 2) notes.push("Slices of the first axes stand below each other.");
+  notes.push("Captured mass is the share of a query’s exact attention that lies in its windows. The weights of windows and " +
+    "clusters are SCRAM’s own, and make 100 %.");
   notes.push(`Written by SCRAM ${about.scram}. Everything is in this file; it loads nothing and sends nothing.`);
   return notes;
 }
@@ -55,14 +57,14 @@ function coordinatesOf(side, index) {
 function numberRows(about, found) {
   const rows = [
     ["Place (row, column)", coordinatesOf(about.queries, found.query)],
-    ["Captured mass: exact attention in the windows", percent(found.captured)],
+    ["Captured mass", percent(found.captured)],
     ["Weight of the windows", percent(found.windowWeight)],
   ];
   if (about.clusters) rows.push(["Weight of the clusters", percent(found.clusterWeight)]);
-  rows.push(["Output error of this query", percent(found.error)]);
+  rows.push(["Output error", percent(found.error)]);
   const match = found.matches.some((one) => one && one.key === found.best);
-  const place = coordinatesOf(about.keys, found.best);
-  rows.push(["Best key of all", `${place} (${compact(found.bestScore)}), ${match ? "found" : "not found"}`]);
+  rows.push([`Best key of all${match ? "" : ", not found"}`, coordinatesOf(about.keys, found.best)]);
+  rows.push(["Its score", compact(found.bestScore)]);
   return rows;
 }
 
@@ -96,7 +98,7 @@ function sentence(about, found) {
 }
 
 function legendTicks(most) {
-  return Array.from({ length: DECADES + 1 }, (_, n) => compact(most * 10 ** (n - DECADES)));
+  return Array.from({ length: DECADES + 1 }, (_, n) => compact(most * 10 ** (n - DECADES), 2));
 }
 
 function showLegend(most, map) {

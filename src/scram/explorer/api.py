@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -78,8 +78,9 @@ class Explorer:
 def explore(
     q: Tensor, k: Tensor, v: Tensor, *, search: Search | str = "auto", radius: int | Sequence[int] = 1,
     tail: Clusters | str | None = "auto", scale: float | None = None, score: Score = "dot",
-    pictures: Tensor | Sequence[Tensor] = (), panes: str = "auto", title: str = "Attention", notes: Sequence[str] = (), batch: int = 0,
-    num_queries: int = 256, seed: int = 0, budget: int = BUDGET, most_points: int = MOST_POINTS, impl: str = "auto",
+    pictures: Tensor | Sequence[Tensor] = (), panes: str = "auto", title: str = "Attention", notes: Sequence[str] = (),
+    batch: int = 0, num_queries: int = 256, seed: int = 0, budget: int = BUDGET, most_points: int = MOST_POINTS,
+    impl: str = "auto",
 ) -> Explorer:  # fmt: skip
     """One HTML page on which every query of a grid shows where it attends: windows, clusters, and exact attention.
 
@@ -109,7 +110,10 @@ def explore(
     >>> page.numbers["queries"]["grid"], page.size < 200_000
     ([12, 16], True)
     """
-    settings, chosen, factor = _validated(q, k, v, search, radius, tail, scale, score, panes, batch, budget, most_points, num_queries)  # fmt: skip
+    settings, chosen = _validated(q, k, v, search, radius, tail, scale, score, panes, batch)
+    for name, x in {"budget": budget, "most_points": most_points, "num_queries": num_queries}.items():
+        errors.whole(name, x, 1)
+    factor = default_scale(scale, q.shape[-1], score, "softmax")
     seed = errors.whole("seed", seed, 0)
     shown = _pictures(pictures, grid_of(q), grid_of(k))
     one = panes == "one" or (panes == "auto" and grid_of(q) == grid_of(k) and len(shown) < 2)
@@ -125,9 +129,7 @@ def explore(
     codebook = None
     if chosen is not None:
         chosen = chosen if chosen.seed is not None else replace(chosen, seed=settings.seed)
-        codebook = cluster(
-            q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, **how
-        )
+        codebook = cluster(q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, **how)
     radii = errors.radius(radius, q.ndim - 3)
     quality, rms = _quality(q, k, v, sweeps, codebook, radii, factor, how, num_queries, seed)
     attention = Attention(*part, sweeps, codebook, [_colours(x) for x in shown])
@@ -143,9 +145,7 @@ def explore(
     return _fitted(attention, channels, about, budget, most_points)
 
 
-def _fitted(
-    attention: Attention, channels: Channels, about: dict[str, Any], budget: int, most_points: int
-) -> Explorer:
+def _fitted(attention: Attention, channels: Channels, about: dict[str, Any], budget: int, most_points: int) -> Explorer:
     """The page: features rounded more coarsely until it fits, with fewer queries where that would be too coarse."""
     most = (budget - CODE) * 3 // 4
     grid = tuple(attention.q.shape[1:-1])
@@ -170,8 +170,8 @@ def _fitted(
 
 def _validated(
     q: Tensor, k: Tensor, v: Tensor, search: Search | str, radius: int | Sequence[int], tail: Any, scale: float | None,
-    score: Score, panes: str, batch: int, budget: int, most_points: int, num_queries: int,
-) -> tuple[Search, Clusters | None, float]:  # fmt: skip
+    score: Score, panes: str, batch: int,
+) -> tuple[Search, Clusters | None]:  # fmt: skip
     errors.queries_keys(q, k)
     errors.some_queries(q)
     errors.values(q, k, v)
@@ -184,13 +184,11 @@ def _validated(
     errors.one_of("panes", panes, PANES)
     if errors.whole("batch", batch, 0) >= q.shape[0]:
         raise ValueError(f"batch must be below the {q.shape[0]} samples of q, got {batch}")
-    for name, x in {"budget": budget, "most_points": most_points, "num_queries": num_queries}.items():
-        errors.whole(name, x, 1)
     settings = errors.search_settings(search, SEARCH)
     chosen = default_tail("softmax", False, score) if tail == "auto" else tail
     if chosen is not None:
         errors.instance("tail", chosen, Clusters, "scram.Clusters", ', "auto" or None')
-    return settings, chosen, default_scale(scale, q.shape[-1], score, "softmax")
+    return settings, cast("Clusters | None", chosen)
 
 
 def _pictures(pictures: Tensor | Sequence[Tensor], grid: Grid, key_grid: Grid) -> list[Tensor]:
@@ -245,9 +243,7 @@ def _quality(
     how: dict[str, Any], num_queries: int, seed: int,
 ) -> tuple[dict[str, Any], list[float]]:  # fmt: skip
     """Against exact attention of some queries; and the root mean square of the exact outputs of each head."""
-    truth = Truth.of(
-        q, k, v, scale=scale, score=how["score"], num_queries=num_queries, seed=seed, with_lse=True
-    )
+    truth = Truth.of(q, k, v, scale=scale, score=how["score"], num_queries=num_queries, seed=seed, with_lse=True)
     grown = []
     for found in sweeps:
         windows = attend(q, k, v, found, radius=radius, scale=scale, **how)
@@ -261,7 +257,9 @@ def _quality(
     found_quality = {
         "queries": len(truth.queries), "mass": sum(grown[-1]) / len(grown[-1]), "sweeps": grown,
         "median": _number(every.median.value), "p95": _number(every.p95.value),
-        "heads": [{"median": _number(off.median.value[0, h]), "p95": _number(off.p95.value[0, h])} for h in range(q.shape[1])],
+        "heads": [
+            {"median": _number(off.median.value[0, h]), "p95": _number(off.p95.value[0, h])} for h in range(q.shape[1])
+        ],
     }  # fmt: skip
     rms = truth.size.mean(-1)[0].sqrt()
     return found_quality, [max(float(x), 1e-30) for x in rms]
