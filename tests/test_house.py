@@ -54,6 +54,8 @@ BELOW = {
     "api": SHARED
     | {"arguments", "codebook", "defaults", "dense", "dispatch", "dtensors", "errors", "estimators"}
     | {"layout_hints", "ops", "precision", "stages", "validate"},
+    "explorer": {"api", "arguments", "codebook", "defaults", "errors", "estimators", "grid", "images", "precision"}
+    | {"scoring", "truth", "types"},
     "exact": {"_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"errors", "exact", "grid", "scoring", "types"},
     "timing": set(),
@@ -95,6 +97,7 @@ TESTED_IN = {
     "dtensors": "distributed/test_dtensor.py",
     "cli/denoise_film": "cli/test_denoise.py",
     "cli/pair": "cli/test_demo.py",
+    "explorer/__init__": "explorer/test_api.py",
     "images/__init__": "images/test_match.py",
     "nn/__init__": "nn/test_grid_attention.py",
     "stages": "test_api.py",

@@ -70,7 +70,9 @@ def visit(browser):
         page = context.new_page()
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: request.url.startswith(("file:", "data:", "blob:")) or wrong.append(request.url))
+        page.on(
+            "request", lambda request: request.url.startswith(("file:", "data:", "blob:")) or wrong.append(request.url)
+        )
         page.goto(path.as_uri() + hash_)
         page.wait_for_selector("html[data-ready]")
         return page

@@ -40,14 +40,16 @@ def test_unequal_grids_grouped_heads_and_a_sample_of_the_batch():
     made = explore(Q, K, K, batch=1, search=scram.Search(matches=2, sweeps=2, seed=0), radius=(1, 2), score="cosine")
     about = made.numbers
     assert (about["panes"], about["group"], len(about["heads"]), about["radius"]) == (2, 2, 4, [1, 2])
-    alone = explore(Q[1:], K[1:], K[1:], search=scram.Search(matches=2, sweeps=2, seed=0), radius=(1, 2), score="cosine")
+    alone = explore(
+        Q[1:], K[1:], K[1:], search=scram.Search(matches=2, sweeps=2, seed=0), radius=(1, 2), score="cosine"
+    )
     assert read_back(made.html)[1] == read_back(alone.html)[1]
 
 
 @pytest.mark.parametrize("grid", [(40,), (4, 5, 6)], ids=str)
 def test_grids_of_other_ranks(grid):
     k = torch.randn(1, 1, *grid, 4)
-    made = explore(k, k, k, search=scram.Search(sweeps=1, seed=0), tail=None, score="l2")
+    made = explore(k, k, k, search=scram.Search(sweeps=1, seed=0), tail=None, score="l2", impl="reference")
     assert made.numbers["panes"] == 1
     assert made.numbers["clusters"] == 0
     assert made.numbers["keys"]["grid"] == list(grid)
@@ -77,14 +79,14 @@ def test_queries_are_thinned_before_features_get_too_coarse():
 PICTURE = torch.rand(8, 10, 3)
 WRONG = {
     "batch must be below the 2 samples of q, got 2": {"batch": 2},
-    'panes must be "auto", "one" or "two", got \'three\'': {"panes": "three"},
+    "panes must be one of 'auto', 'one', 'two', got 'three'": {"panes": "three"},
     'panes="one" needs equal grids of queries and keys, got (8, 10) and (9, 7)': {"panes": "one"},
     'score must be "dot", "cosine" or "l2": a page cannot hold a callable score': {"score": lambda q, k: q.sum(-1)},
     "pictures must be two, as the grids (8, 10) and (9, 7) differ": {"pictures": PICTURE},
     "pictures must be [*G, 3] or [*G, 1] of grid (8, 10), then one of (9, 7), got [(8, 10, 3), (8, 10, 3)]": {
         "pictures": (PICTURE, PICTURE)
     },
-    "budget must be at least about": {"budget": 90_000},
+    "budget must be at least about": {"budget": 50_000},
     "tail must be a scram.Clusters": {"tail": scram.Hybrid()},
     "most_points must be": {"most_points": 0},
 }

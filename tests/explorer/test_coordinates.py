@@ -32,7 +32,9 @@ def test_rounding_is_off_as_promised(error):
     q, k = pair()
     found = Balanced.of(q, k)
     step = found.step(error)
-    near, exact = (x(q @ found.to_queries) @ x(found.keys).T for x in (lambda x: (x / step).round() * step, lambda x: x))
+    near, exact = (
+        x(q @ found.to_queries) @ x(found.keys).T for x in (lambda x: (x / step).round() * step, lambda x: x)
+    )
     assert float((near - exact).square().mean().sqrt()) == pytest.approx(error, rel=0.1)
 
 

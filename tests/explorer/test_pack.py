@@ -20,7 +20,10 @@ def back_and_forth(planes, back=0):
     return packed.entries[1]
 
 
-@given(st.lists(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=7, max_size=7), min_size=1, max_size=6), st.integers(0, 3))
+@given(
+    st.lists(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=7, max_size=7), min_size=1, max_size=6),
+    st.integers(0, 3),
+)
 def test_any_planes_come_back(rows, back):
     back_and_forth(np.array(rows, np.int16), back)
 

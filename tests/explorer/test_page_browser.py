@@ -38,7 +38,9 @@ def settle(page):
 
 def attended(page, head=0, sweep=6, count=3, factor=1):
     call = f"explorer.model.attend({head}, {INDEX}, {{ sweep: {sweep}, count: {count}, factor: {factor} }})"
-    return page.evaluate(f"(() => {{ const x = {call}; return {{ ...x, exact: [...x.exact], scram: [...x.scram] }}; }})()")
+    return page.evaluate(
+        f"(() => {{ const x = {call}; return {{ ...x, exact: [...x.exact], scram: [...x.scram] }}; }})()"
+    )
 
 
 def test_moving_over_a_query_shows_its_match(visit, known):
@@ -124,7 +126,13 @@ def test_controls_change_what_is_shown(visit, known):
 def test_views_grounds_and_colours_change_the_pictures(visit, known):
     page = visit(known.path, f"#query={INDEX}&held=true&scale=-2")
     seen = [page.evaluate("explorer.picture().toDataURL()")]
-    for name, value in (("view", "exact"), ("map", "cividis"), ("ground", "places"), ("ground", "rebuilt"), ("ground", "features")):
+    for name, value in (
+        ("view", "exact"),
+        ("map", "cividis"),
+        ("ground", "places"),
+        ("ground", "rebuilt"),
+        ("ground", "features"),
+    ):
         if name == "view":
             page.get_by_role("radio", name="Exact").check()
         else:
@@ -157,8 +165,26 @@ def test_the_keyboard_reaches_everything(visit, known):
     reached = []
     for _ in range(25):
         page.keyboard.press("Tab")
-        reached.append(page.evaluate("document.activeElement.id || document.activeElement.name || document.activeElement.ariaLabel"))
-    wanted = {"queries", "keys", "view", "clusters", "head", "count", "sweep", "scale", "ground", "map", "theme", "link", "png"}
+        reached.append(
+            page.evaluate(
+                "document.activeElement.id || document.activeElement.name || document.activeElement.ariaLabel"
+            )
+        )
+    wanted = {
+        "queries",
+        "keys",
+        "view",
+        "clusters",
+        "head",
+        "count",
+        "sweep",
+        "scale",
+        "ground",
+        "map",
+        "theme",
+        "link",
+        "png",
+    }
     assert wanted <= set(reached)
     page.locator("#queries").focus()
     start = page.evaluate("explorer.state.query")
@@ -272,7 +298,9 @@ def test_one_pane_with_thinned_queries(visit, tmp_path):
 
 def test_a_notebook_frame_shows_the_page(visit, known, tmp_path):
     outer = tmp_path / "notebook.html"
-    outer.write_text(f"<!doctype html><html data-ready><link rel=icon href=data:,>{known.page._repr_html_()}", encoding="utf-8")
+    outer.write_text(
+        f"<!doctype html><html data-ready><link rel=icon href=data:,>{known.page._repr_html_()}", encoding="utf-8"
+    )
     page = visit(outer)
     frame = page.frame_locator("iframe")
     frame.locator("html[data-ready=yes]").wait_for(state="attached")

@@ -52,9 +52,13 @@ def _entropy(counts: NDArray[np.int64]) -> float:
 
 def estimated_bytes(planes: NDArray[np.floating[Any]], step: float) -> float:
     """About how many bytes planes [P, n] take when they are rounded to multiples of `step`."""
-    x, total = rounded(some(planes), step), planes.shape[-1]
-    each = [min(entropy(_positive(plane)), entropy(_positive(np.diff(plane, prepend=np.int16(0))))) for plane in x]
-    return sum(each) * total / 8
+    sample = some(planes)
+    return len(_deflated(folded(rounded(sample, step), 0)[0])) * planes.shape[-1] / sample.shape[-1]
+
+
+def _deflated(positive: NDArray[np.uint16]) -> bytes:
+    """The lower bytes of each plane, then its upper bytes."""
+    return zlib.compress(np.stack((positive & 255, positive >> 8), 1).astype(np.uint8).tobytes(), LEVEL)
 
 
 def some(planes: NDArray[Any]) -> NDArray[Any]:
@@ -81,15 +85,15 @@ class Packed:
     def add(self, name: str, planes: Planes, back: int = 0) -> None:
         """Whole numbers int16 [P, n]."""
         positive, how = folded(np.ascontiguousarray(planes), back)
-        split = np.stack((positive & 255, positive >> 8), 1).astype(np.uint8)
-        self._store({"name": name, "kind": "planes", "shape": list(planes.shape), "how": how, "back": back}, split)
+        entry = {"name": name, "kind": "planes", "shape": list(planes.shape), "how": how, "back": back}
+        self._store(entry, _deflated(positive))
 
     def add_floats(self, name: str, x: NDArray[Any]) -> None:
         """Few numbers, as float32 of any shape."""
-        self._store({"name": name, "kind": "floats", "shape": list(x.shape)}, np.ascontiguousarray(x, "<f4"))
+        data = zlib.compress(np.ascontiguousarray(x, "<f4").tobytes(), LEVEL)
+        self._store({"name": name, "kind": "floats", "shape": list(x.shape)}, data)
 
-    def _store(self, entry: dict[str, Any], x: NDArray[Any]) -> None:
-        data = zlib.compress(x.tobytes(), LEVEL)
+    def _store(self, entry: dict[str, Any], data: bytes) -> None:
         self.entries.append({**entry, "at": len(self), "bytes": len(data)})
         self.parts.append(data)
 
