@@ -48,10 +48,10 @@ def test_moving_over_a_query_shows_its_match(visit, known):
     page.mouse.move(*point(page, "queries", *QUERY))
     settle(page)
     found = scram.search(known.q, known.k, search=known.search)
-    where = divmod(int(found.index[0, 0, *QUERY, 0]), 26)
+    where = divmod(int(found.index[(0, 0, *QUERY, 0)]), 26)
     assert where == ((QUERY[0] - 3) % 20, (QUERY[1] + 5) % 26)
     assert matches(page)[0][2] == f"{where[0]}, {where[1]}"
-    assert float(matches(page)[0][3]) == pytest.approx(float(found.score[0, 0, *QUERY, 0]), rel=0.02)
+    assert float(matches(page)[0][3]) == pytest.approx(float(found.score[(0, 0, *QUERY, 0)]), rel=0.02)
     assert page.locator("dt:text-is('Place (row, column)') + dd").inner_text() == "11, 9"
     assert page.locator("h1").inner_text() == "Known <b>& shifted"
 
@@ -59,8 +59,8 @@ def test_moving_over_a_query_shows_its_match(visit, known):
 @pytest.mark.parametrize(("head", "factor"), [(0, 1), (1, 2)])
 def test_the_exact_map_is_that_of_exact_attention(visit, known, head, factor):
     page = visit(known.path)
-    lse = scram.exact_attention(known.q, known.k, known.v, scale=1.5 * factor).lse[0, head, *QUERY].double()
-    logits = 1.5 * factor * (known.k[0, head].double() @ known.q[0, head, *QUERY].double()).flatten()
+    lse = scram.exact_attention(known.q, known.k, known.v, scale=1.5 * factor).lse[(0, head, *QUERY)].double()
+    logits = 1.5 * factor * (known.k[0, head].double() @ known.q[(0, head, *QUERY)].double()).flatten()
     weights = (logits - lse).exp()
     shown = torch.tensor(attended(page, head, factor=factor)["exact"], dtype=torch.float64)
     assert float(shown.sum()) == pytest.approx(1, abs=1e-4)
@@ -111,7 +111,7 @@ def test_controls_change_what_is_shown(visit, known):
     page.locator("input[name=sweep]").press("Home")
     settle(page)
     start = scram.search(known.q, known.k, search=scram.Search(matches=3, separation=1, sweeps=0, seed=1))
-    row, column = divmod(int(start.index[0, 0, *QUERY, 0]), 26)
+    row, column = divmod(int(start.index[(0, 0, *QUERY, 0)]), 26)
     assert matches(page)[0][2] == f"{row}, {column}"
     before = number(page, "Captured mass")
     page.locator("input[name=scale]").press("End")
@@ -119,7 +119,7 @@ def test_controls_change_what_is_shown(visit, known):
     assert number(page, "Captured mass") != before
     page.locator("select[name=head]").select_option("1")
     settle(page)
-    row, column = divmod(int(start.index[0, 1, *QUERY, 0]), 26)
+    row, column = divmod(int(start.index[(0, 1, *QUERY, 0)]), 26)
     assert matches(page)[0][2] == f"{row}, {column}"
 
 
@@ -244,7 +244,8 @@ def test_phones_and_wide_screens(visit, known, width, height):
     page = visit(known.path, width=width, height=height)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     outside = page.evaluate("""[...document.querySelectorAll("canvas, button, input, select, dd, td, h1, p")]
-        .map((one) => one.getBoundingClientRect()).filter((box) => box.width > 1 && (box.left < 0 || box.right > innerWidth)).length""")
+        .map((one) => one.getBoundingClientRect())
+        .filter((box) => box.width > 1 && (box.left < 0 || box.right > innerWidth)).length""")
     assert outside == 0
     queries, keys = (page.locator(name).bounding_box() for name in ("#queries", "#keys"))
     assert queries["width"] > 300

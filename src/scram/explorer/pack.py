@@ -53,7 +53,8 @@ def _entropy(counts: NDArray[np.int64]) -> float:
 def estimated_bytes(planes: NDArray[np.floating[Any]], step: float) -> float:
     """About how many bytes planes [P, n] take when they are rounded to multiples of `step`."""
     sample = some(planes)
-    return len(_deflated(folded(rounded(sample, step), 0)[0])) * planes.shape[-1] / sample.shape[-1]
+    share = float(planes.shape[-1] / sample.shape[-1])
+    return len(_deflated(folded(rounded(sample, step), 0)[0])) * share
 
 
 def _deflated(positive: NDArray[np.uint16]) -> bytes:

@@ -171,7 +171,7 @@ class Explorer {
     const { sweep, count } = state;
     this.found = this.model.attend(state.head, state.query, { sweep, count, factor: 2 ** state.scale });
     this.paint();
-    const reach = [about.radius.at(-2) ?? 0, about.radius.at(-1)];
+    const reach = screenReach(about);
     const marks = this.found.matches.flatMap((one, n) => one === null ? [] :
       [{ row: one.place[0], column: one.place[1], reach, label: String(n + 1) }]);
     const [row, column] = this.model.placeOf(state.query), own = { row, column };

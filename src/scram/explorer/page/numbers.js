@@ -68,6 +68,9 @@ function numberRows(about, found) {
   return rows;
 }
 
+// The radius of windows along rows and columns of the picture.
+function screenReach(about) { return [about.radius.at(-2) ?? 0, about.radius.at(-1)]; }
+
 function showNumbers(about, found, pane) {
   const list = document.getElementById("numbers");
   list.replaceChildren(...numberRows(about, found).flatMap(([name, value]) => [
@@ -84,7 +87,7 @@ function showNumbers(about, found, pane) {
       canvas.setAttribute("role", "img");
       canvas.setAttribute("aria-label", `Keys around match ${n + 1}`);
       line.children[1].append(canvas);
-      pane.closeUp(canvas, ...one.place, reach);
+      pane.closeUp(canvas, ...one.place, reach, screenReach(about));
     }
     return line;
   }));

@@ -73,7 +73,7 @@ class Pane {
     this.view.y = near(this.view.y, height, row);
   }
 
-  draw(context = this.canvas.getContext("2d"), frame = this.frame()) {
+  draw(context = this.canvas.getContext("2d"), frame = this.frame(), marks = this.marks) {
     const { unit, left, top, width, height } = frame, style = getComputedStyle(document.documentElement);
     context.fillStyle = style.getPropertyValue("--raised");
     context.fillRect(0, 0, width, height);
@@ -85,16 +85,17 @@ class Pane {
       context.fillRect(...place);
       context.drawImage(this.weights.canvas, ...place);
     }
-    for (const mark of this.marks) drawMark(context, mark, frame);
+    for (const mark of marks) drawMark(context, mark, frame);
   }
 
-  // A part of the picture around a point, on a small canvas.
-  closeUp(canvas, row, column, reach) {
+  // A part of the picture around a match, with its window alone, on a small canvas.
+  closeUp(canvas, row, column, reach, window_) {
     const side = 2 * reach + 1, ratio = window.devicePixelRatio || 1, size = Math.round(48 * ratio);
     Object.assign(canvas, { width: size, height: size });
     const unit = size / side;
     this.draw(canvas.getContext("2d"),
-      { unit, ratio, left: (reach - column) * unit, top: (reach - row) * unit, width: size, height: size });
+      { unit, ratio, left: (reach - column) * unit, top: (reach - row) * unit, width: size, height: size },
+      [{ row, column, reach: window_, label: " " }]);
   }
 }
 
