@@ -125,7 +125,7 @@ def test_controls_change_what_is_shown(visit, known):
 
 def test_views_grounds_and_colours_change_the_pictures(visit, known):
     page = visit(known.path, f"#query={INDEX}&held=true&scale=-2")
-    seen = [page.evaluate("explorer.picture().toDataURL()")]
+    seen = [page.evaluate("Object.values(explorer.panes).map((one) => one.canvas.toDataURL()).join()")]
     for name, value in (
         ("view", "exact"),
         ("map", "cividis"),
@@ -138,7 +138,7 @@ def test_views_grounds_and_colours_change_the_pictures(visit, known):
         else:
             page.locator(f"select[name={name}]").select_option(value)
         settle(page)
-        seen.append(page.evaluate("explorer.picture().toDataURL()"))
+        seen.append(page.evaluate("Object.values(explorer.panes).map((one) => one.canvas.toDataURL()).join()"))
     assert len(set(seen)) == len(seen)
 
 
@@ -157,6 +157,7 @@ def test_an_address_opens_the_same_view(visit, known):
     assert again.evaluate("explorer.panes.keys.view.zoom") == 2
     hostile = visit(known.path, "#query=99999&head=-1&view=<script>&scale=NaN&zoom-keys=1,2&zoom-constructor=1,2,3")
     assert hostile.evaluate("explorer.state.head") == 0
+    assert hostile.evaluate("explorer.state.query") < 20 * 26
     assert matches(hostile)
 
 

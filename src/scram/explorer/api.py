@@ -27,7 +27,7 @@ from .contents import Attention, Channels, raster_width, stored, thinned
 from .page import framed, read_back, written
 
 MOST_POINTS = 1 << 18  # over all heads
-COARSE = 0.15  # error of the scores by rounding from which fewer queries are shown
+COARSE = 0.2  # error of the scores by rounding from which fewer queries are shown
 COARSEST = 0.4  # from which the whole grid is thinned
 FEATURES_SHARE = 0.6  # of the budget, about, for queries and keys
 FEWEST_POINTS = 1024  # that are never thinned
