@@ -33,7 +33,7 @@ def test_one_picture_attends_to_itself(pair, tmp_path):
     assert code == 0
     assert "captured mass of the windows" in printed
     assert "explore.html" in printed
-    assert complaints == "scram: a.png is scaled from 85 x 48 to 42 x 24 pixels\n"
+    assert complaints == "scram: a.png is scaled from 85 x 48 to 42 x 24 pixels.\n"
     assert json.loads((tmp_path / "explore.json").read_text())["panes"] == 1
 
 

@@ -10,6 +10,7 @@ import scram
 from scram.explorer.pack import unpacked
 from scram.explorer.page import read_back
 
+pytestmark = pytest.mark.slow
 QUERY = (11, 9)
 INDEX = QUERY[0] * 26 + QUERY[1]
 

@@ -94,7 +94,7 @@ def from_pictures(
     names, whole = _read(a, b, sample)
     small = [_small(picture, settings.size) for picture in whole]
     notes = [
-        f"{name} is scaled from {_size(old)} to {_size(new)} pixels"
+        f"{name} is scaled from {_size(old)} to {_size(new)} pixels."
         for name, old, new in zip(names, whole, small, strict=True)
         if old.pixels.shape != new.pixels.shape
     ]

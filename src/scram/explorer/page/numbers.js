@@ -24,7 +24,7 @@ function noteWords(about) {
     `${gridWords(about.keys)} points, which are queries and keys`;
   const plural = about.heads.length > 1 ? `${about.heads.length} heads, ` : "";
   notes.push(`${both}; ${plural}score “${about.score}”, scale ${compact(about.scale)}, windows of radius ` +
-    `${about.radius.join(", ")}, ${about.sweeps} sweeps. The figures above compare ${about.quality.queries} queries of ` +
+    `${[...new Set(about.radius)].join(", ")}, ${about.sweeps} sweeps. The figures above compare ${about.quality.queries} queries of ` +
     "each head with exact attention; errors are relative to the root mean square of the head’s exact outputs.");
   if (about.thinned) {
     const { stride, queries, keys } = about.thinned;

@@ -106,11 +106,11 @@ function layer(columns, rows) {
 }
 
 // A ring around the query, or the outline of a window with its number.
-function drawMark(context, { row, column, reach, label }, { unit, ratio, left, top }) {
+function drawMark(context, { row, column, reach, label }, { unit, ratio, left, top, width }) {
   const x = left + (column + 0.5) * unit, y = top + (row + 0.5) * unit, lines = [["#000", 3.4], ["#fff", 1.6]];
-  for (const [colour, width] of lines) {
+  for (const [colour, thick] of lines) {
     context.strokeStyle = colour;
-    context.lineWidth = width * ratio;
+    context.lineWidth = thick * ratio;
     context.beginPath();
     if (label) {
       const half = [0, 1].map((axis) => Math.max((reach[axis] + 0.5) * unit, 2 * ratio) + 1.5 * ratio);
@@ -127,7 +127,9 @@ function drawMark(context, { row, column, reach, label }, { unit, ratio, left, t
   if (!label || unit * (2 * reach[0] + 1) > 40 * ratio) return;
   context.font = `600 ${13 * ratio}px system-ui, sans-serif`;
   context.textBaseline = "bottom";
-  const at = [x + Math.max((reach[1] + 0.5) * unit, 2 * ratio) + 3 * ratio, y - 2 * ratio];
+  const aside = Math.max((reach[1] + 0.5) * unit, 2 * ratio) + 3 * ratio, turned = x + aside + 12 * ratio > width;
+  const at = [turned ? x - aside : x + aside, y - 2 * ratio];
+  context.textAlign = turned ? "right" : "left";
   context.lineJoin = "round";
   context.strokeStyle = "#000";
   context.lineWidth = 3 * ratio;
