@@ -33,7 +33,7 @@ FEATURES_SHARE = 0.6  # of the budget, about, for queries and keys
 FEWEST_POINTS = 1024  # that are never thinned
 STRIDES = (1, 2, 3)  # of the queries that are shown
 BUDGET = 12_000_000  # bytes of the file
-CODE = 80_000  # bytes of a page without data, about
+CODE = 60_000  # bytes of a page without data, about
 PANES = ("auto", "one", "two")
 
 

@@ -41,6 +41,8 @@ function noteWords(about) {
     `${compact(about.score_error)}. A map computed here has ${percent(about.map_error)} of its weight in another place ` +
     `than exact attention. Values are kept to ${percent(about.values_kept, 2)} of their variance, in ${values} channels.`);
   if (about.early_matches < about.matches) notes.push("Earlier sweeps show the best match of each query only.");
+  notes.push("Where queries show the place of their best match, keys go from blue on the left to yellow on the right, and " +
+    "from dark at the top to light at the bottom.");
   if (about.queries.grid.length === 1) notes.push("The sequence is broken into lines.");
   if (about.queries.grid.length > 2) notes.push("Slices of the first axes stand below each other.");
   notes.push("Captured mass is the share of a query’s exact attention that lies in its windows. The weights of windows and " +
