@@ -203,7 +203,7 @@ def test_the_keyboard_reaches_everything(visit, known):
 
 def test_every_control_has_a_name(visit, known):
     page = visit(known.path)
-    for kind in ("button", "slider", "combobox", "radio", "checkbox", "img"):
+    for kind in ("button", "slider", "combobox", "radio", "checkbox", "application", "img"):
         found = page.get_by_role(kind).all()
         assert found, kind
     bare = page.evaluate("""[...document.querySelectorAll("button, input, select, canvas[id]")].filter((one) =>

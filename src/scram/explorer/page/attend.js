@@ -110,7 +110,8 @@ class Model {
       far += whole[n] = each[n] * clusters.left[n];
     }
     const total = held + far || 1;
-    if (far > 0) for (let j = 0; j < this.keys; j++) if (clusters.label[j] >= 0) scram[j] = each[clusters.label[j]] / total;
+    for (let j = 0; far > 0 && j < this.keys; j++)
+      if (clusters.label[j] >= 0) scram[j] = each[clusters.label[j]] / total;
     for (const key of inside) scram[key] = exact[key] / total;
     const captured = held / sum;
     for (let j = 0; j < this.keys; j++) exact[j] /= sum;

@@ -16,7 +16,8 @@ function table(name) {
   const found = new Uint8ClampedArray(768);
   for (let n = 0; n < 256; n++) {
     const at = n / 255 * (anchors.length - 1), low = Math.min(Math.floor(at), anchors.length - 2);
-    for (let c = 0; c < 3; c++) found[3 * n + c] = anchors[low][c] + (at - low) * (anchors[low + 1][c] - anchors[low][c]);
+    for (let c = 0; c < 3; c++)
+      found[3 * n + c] = anchors[low][c] + (at - low) * (anchors[low + 1][c] - anchors[low][c]);
   }
   return found;
 }

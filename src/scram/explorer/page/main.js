@@ -1,7 +1,9 @@
 // State, controls and events: one state, shown anew after every change.
 
-const GROUNDS = { picture: "their picture", rebuilt: "the picture at their best match", places: "where their best match is",
-  features: "their features" };
+const GROUNDS = {
+  picture: "their picture", rebuilt: "the picture at their best match", places: "where their best match is",
+  features: "their features",
+};
 
 class Explorer {
   constructor(about, arrays) {
@@ -16,7 +18,8 @@ class Explorer {
       ground: about.pictures ? "picture" : "features", map: "viridis", theme: "auto",
     };
     this.panes = { keys: new Pane(document.getElementById("keys"), about.keys) };
-    this.panes.queries = about.panes === 2 ? new Pane(document.getElementById("queries"), about.queries) : this.panes.keys;
+    const { keys } = this.panes, two = about.panes === 2;
+    this.panes.queries = two ? new Pane(document.getElementById("queries"), about.queries) : keys;
     this.panes.keys.veil = 0.45;
     this.painted = {};
     this.setUp();
@@ -25,12 +28,13 @@ class Explorer {
   }
 
   get columns() { return this.about.queries.width; }
+  get keyColours() { return this.arrays.picture_keys ?? this.arrays.picture_queries; }
 
   setUp() {
     const { about, form } = this, one = about.panes === 1;
     document.getElementById("panes").dataset.panes = about.panes;
     document.getElementById("queries").closest("section").hidden = one;
-    document.getElementById("keys-name").textContent = one ? "Queries and keys" : "Keys: where the query attends";
+    document.getElementById("keys-name").textContent = "Keys: where the query attends";
     document.querySelector(".skip").hash = one ? "keys" : "queries";
     document.getElementById("quality").textContent = qualityWords(about);
     document.getElementById("note-list").replaceChildren(...noteWords(about).map((text) =>
@@ -152,12 +156,15 @@ class Explorer {
 
   writeControls() {
     const { form, state, about } = this;
-    for (const name of ["head", "count", "sweep", "scale", "view", "ground", "map", "theme"]) form[name].value = state[name];
+    const names = ["head", "count", "sweep", "scale", "view", "ground", "map", "theme"];
+    for (const name of names) form[name].value = state[name];
     form.clusters.checked = state.clusters;
     form.clusters.disabled = state.view === "exact";
     const say = (name, text) => { form.querySelector(`[data-for="${name}"] output`).textContent = text; };
-    say("count", `${state.count} of ${about.matches}`);
-    say("sweep", `${state.sweep} of ${about.sweeps}: ${percent(about.quality.sweeps[state.sweep][state.head], 0)} held`);
+    const kept = state.sweep === about.sweeps ? about.matches : about.early_matches;
+    say("count", `${Math.min(state.count, kept)} of ${about.matches}`);
+    const share = about.quality.sweeps[state.sweep][state.head];
+    say("sweep", `${state.sweep} of ${about.sweeps}: ${percent(share, 0)} held`);
     say("scale", `${compact(about.scale * 2 ** state.scale)}${state.scale ? "" : " (own)"}`);
     form.scale.setAttribute("aria-valuetext", compact(about.scale * 2 ** state.scale));
   }
@@ -165,7 +172,8 @@ class Explorer {
   // Computes what changed, and shows it.
   update() {
     const { state, about, panes } = this;
-    const dark = state.theme === "dark" || (state.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
+    const system = matchMedia("(prefers-color-scheme: dark)").matches;
+    const dark = state.theme === "dark" || (state.theme === "auto" && system);
     document.documentElement.dataset.theme = dark ? "dark" : "light";
     this.writeControls();
     const { sweep, count } = state;
@@ -179,7 +187,8 @@ class Explorer {
     if (about.panes === 2) panes.queries.marks = [own];
     this.draw();
     showNumbers(about, this.found, panes.keys);
-    document.getElementById("queries-name").textContent = `Queries${state.held ? " (held)" : ""}`;
+    const held = state.held ? " (held)" : "", one = about.panes === 1;
+    document.getElementById(one ? "keys-name" : "queries-name").textContent = `Queries${one ? " and keys" : ""}${held}`;
     const words = sentence(about, this.found);
     panes.keys.canvas.setAttribute("aria-label", `Map of the keys. ${words}`);
     panes.queries.canvas.setAttribute("aria-label", `Picture of the queries. ${words}`);
@@ -189,7 +198,8 @@ class Explorer {
 
   paint() {
     const { state, about, arrays, panes, found } = this, colours = table(state.map);
-    const most = this.most = Math.max(found.exact[found.best], ...found.matches.map((one) => one ? one.weight : 0), 1e-30);
+    const weights = found.matches.map((one) => one ? one.weight : 0);
+    const most = this.most = Math.max(found.exact[found.best], ...weights, 1e-30);
     const view = state.view === "exact" ? [found.exact, null] : [found.scram, found.inside];
     paintWeights(panes.keys.weights.image, view[0], most, colours, view[1], state.clusters);
     panes.keys.weights.show();
@@ -199,7 +209,7 @@ class Explorer {
     this.painted.key = key;
     const group = Math.floor(state.head / about.group), own = state.ground === "features" || !about.pictures;
     if (own) paintPlanes(panes.keys.ground.image, arrays[`k${group}`], about.keys.points, about.channels[group], true);
-    else paintPlanes(panes.keys.ground.image, arrays.picture_keys ?? arrays.picture_queries, about.keys.points, 3, false);
+    else paintPlanes(panes.keys.ground.image, this.keyColours, about.keys.points, 3, false);
     paintGrey(panes.keys.ground.image);
     panes.keys.ground.show();
     const image = panes.queries.ground.image;
@@ -213,12 +223,13 @@ class Explorer {
 
   // Every query in the colour of its best match, or of that one's place.
   paintMatches(image) {
-    const { state, about, arrays } = this, source = arrays.picture_keys ?? arrays.picture_queries, keys = about.keys.points;
+    const { state, about } = this, source = this.keyColours, keys = about.keys.points;
     const rows = Math.ceil(keys / about.keys.width);
     for (let n = 0; n < this.panes.queries.points; n++) {
       const [match] = this.model.matches(state.head, this.model.queryAt(n), state.sweep, 1);
-      const colour = match === null ? [128, 128, 128] : state.ground === "rebuilt" ?
-        [0, 1, 2].map((c) => source[c * keys + match]) : placeColour(...this.model.place(match), rows, about.keys.width);
+      const colour = match === null ? [128, 128, 128] :
+        state.ground === "rebuilt" ? [0, 1, 2].map((c) => source[c * keys + match]) :
+        placeColour(...this.model.place(match), rows, about.keys.width);
       image.data.set([...colour, 255], 4 * n);
     }
   }
@@ -233,7 +244,7 @@ class Explorer {
   hash() {
     const { state, panes } = this, views = Object.entries(panes).filter(([, pane]) => pane.view.zoom > 1);
     const short = (x) => Number(x.toFixed(2));
-    const words = Object.entries(state).map(([name, value]) => `${name}=${Number(value) === value ? value : String(value)}`);
+    const words = Object.entries(state).map(([name, value]) => `${name}=${value}`);
     const zooms = views.map(([name, { view }]) => `zoom-${name}=${[view.zoom, view.x, view.y].map(short).join(",")}`);
     return `#${[...words, ...zooms].join("&")}`;
   }
@@ -246,7 +257,8 @@ class Explorer {
   readHash() {
     if (!location.hash.includes("=") || location.hash === this.written) return false;
     const given = new URLSearchParams(location.hash.slice(1)), { about, state } = this;
-    const most = { query: about.queries.points - 1, head: about.heads.length - 1, sweep: about.sweeps, count: about.matches };
+    const most = { query: about.queries.points - 1, head: about.heads.length - 1, sweep: about.sweeps };
+    most.count = about.matches;
     const words = { view: ["scram", "exact"], map: Object.keys(MAPS), theme: ["auto", "light", "dark"],
       ground: [...this.form.ground.options].map((one) => one.value) };
     for (const [name, value] of given) {
@@ -277,9 +289,11 @@ class Explorer {
 
   // Both panes, the legend and a line of words as one picture.
   picture() {
-    const panes = [...new Set([this.panes.queries, this.panes.keys])], gap = 16, style = getComputedStyle(document.documentElement);
+    const panes = [...new Set([this.panes.queries, this.panes.keys])], gap = 16;
+    const style = getComputedStyle(document.documentElement);
     const frames = panes.map((pane) => pane.frame()), ratio = frames[0].ratio, foot = 84 * ratio;
-    const width = frames.reduce((sum, one) => sum + one.width + gap, gap), height = Math.max(...frames.map((one) => one.height));
+    const width = frames.reduce((sum, one) => sum + one.width + gap, gap);
+    const height = Math.max(...frames.map((one) => one.height));
     const canvas = Object.assign(document.createElement("canvas"), { width, height: height + 2 * gap + foot });
     const context = canvas.getContext("2d");
     context.fillStyle = style.getPropertyValue("--ground");

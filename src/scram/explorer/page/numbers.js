@@ -14,18 +14,20 @@ function gridWords(side) { return side.grid.join(" × "); }
 
 function qualityWords(about) {
   const { quality, clusters } = about;
-  return `The windows hold ${percent(quality.mass)} of the exact attention. The output is ${percent(quality.median)} off ` +
-    `in the median query, ${percent(quality.p95)} in the 95th percentile` +
+  return `The windows hold ${percent(quality.mass)} of the exact attention. The output is ` +
+    `${percent(quality.median)} off in the median query, ${percent(quality.p95)} in the 95th percentile` +
     `${clusters ? `, with ${clusters} clusters for all other keys` : ", with nothing for the other keys"}.`;
 }
 
 function noteWords(about) {
-  const notes = [], both = about.panes === 2 ? `${about.queries.whole.join(" × ")} queries and ${gridWords(about.keys)} keys` :
+  const notes = [], both = about.panes === 2 ?
+    `${about.queries.whole.join(" × ")} queries and ${gridWords(about.keys)} keys` :
     `${gridWords(about.keys)} points, which are queries and keys`;
   const plural = about.heads.length > 1 ? `${about.heads.length} heads, ` : "";
   notes.push(`${both}; ${plural}score “${about.score}”, scale ${compact(about.scale)}, windows of radius ` +
-    `${[...new Set(about.radius)].join(", ")}, ${about.sweeps} sweeps. The figures above compare ${about.quality.queries} queries of ` +
-    "each head with exact attention; errors are relative to the root mean square of the head’s exact outputs.");
+    `${[...new Set(about.radius)].join(", ")}, ${about.sweeps} sweeps. The figures above compare ` +
+    `${about.quality.queries} queries of each head with exact attention; errors are relative to the root ` +
+    `mean square of the head’s exact outputs.`);
   if (about.thinned) {
     const { stride, queries, keys } = about.thinned;
     notes.push(`Thinned: every ${ordinal(stride)} point of each axis is kept, of ${queries.join(" × ")} queries and ` +
@@ -38,15 +40,16 @@ function noteWords(about) {
   notes.push(...about.notes);
   const kept = about.channels.join(", "), values = about.value_channels.join(", ");
   notes.push(`Features are rounded and turned, ${kept} channels of ${about.width}; they give scores to about ` +
-    `${compact(about.score_error)}. A map computed here has ${percent(about.map_error)} of its weight in another place ` +
-    `than exact attention. Values are kept to ${percent(about.values_kept, 2)} of their variance, in ${values} channels.`);
+    `${compact(about.score_error)}. A map computed here has ${percent(about.map_error)} of its weight in ` +
+    `another place than exact attention. Values are kept to ${percent(about.values_kept, 2)} of their variance, in ` +
+    `${values} channels.`);
   if (about.early_matches < about.matches) notes.push("Earlier sweeps show the best match of each query only.");
-  notes.push("Where queries show the place of their best match, keys go from blue on the left to yellow on the right, and " +
-    "from dark at the top to light at the bottom.");
+  notes.push("Where queries show the place of their best match, keys go from blue on the left to yellow on the " +
+    "right, and from dark at the top to light at the bottom.");
   if (about.queries.grid.length === 1) notes.push("The sequence is broken into lines.");
   if (about.queries.grid.length > 2) notes.push("Slices of the first axes stand below each other.");
-  notes.push("Captured mass is the share of a query’s exact attention that lies in its windows. The weights of windows and " +
-    "clusters are SCRAM’s own, and make 100 %.");
+  notes.push("Captured mass is the share of a query’s exact attention that lies in its windows. The weights of " +
+    "windows and clusters are SCRAM’s own, and make 100 %.");
   notes.push(`Written by SCRAM ${about.scram}. Everything is in this file; it loads nothing and sends nothing.`);
   return notes;
 }

@@ -68,7 +68,10 @@ class Pane {
   // Brings a point into view.
   reveal(row, column) {
     const { unit, width, height } = this.frame();
-    const near = (at, extent, point) => Math.min(Math.max(at, point + 1.5 - extent / 2 / unit), point - 0.5 + extent / 2 / unit);
+    const near = (at, extent, point) => {
+      const reach = extent / 2 / unit;
+      return Math.min(Math.max(at, point + 1.5 - reach), point - 0.5 + reach);
+    };
     this.view.x = near(this.view.x, width, column);
     this.view.y = near(this.view.y, height, row);
   }
