@@ -62,6 +62,8 @@ def test_large_grids_are_thinned_and_say_so():
     assert about["thinned"] == {"stride": 2, "queries": [30, 40], "keys": [30, 40]}
     assert about["keys"]["grid"] == [15, 20]
     assert about["queries"]["stride"] == 1
+    stored = {entry["name"]: entry["shape"] for entry in read_back(made.html)[0]["arrays"]}
+    assert stored["picture_queries"] == [3, 15 * 20]
     assert explore(k, k, k, search=scram.Search(sweeps=0, seed=0)).numbers["thinned"] is None
     assert MOST_POINTS == 4 * 256 * 256
 
