@@ -8,7 +8,7 @@ WHEEL := build/wheel
 INSTALLED := build/installed
 VERSION_OF := import pip, sys; print(*sys.version_info[:2])
 
-.PHONY: help demo test setup lint format types wheel unit quick tables tutorials docs clean
+.PHONY: help demo test setup browser lint format types wheel unit quick tables tutorials docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test    set up, then lint, types, wheel and the whole suite"
 	@echo "make quick   set up, then the part of the suite that takes a minute and a half on two cores"
 	@echo "make setup   the environment in $(VENV) alone"
+	@echo "make browser Chromium for the tests of the explorer's page, where it is missing and can be installed"
 	@echo "make lint | types | wheel | unit   one step of make test"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make tables  rewrite the tables of README and docs from benchmarks/results"
@@ -40,6 +41,9 @@ $(READY): $(MADE) pyproject.toml constraints.txt
 
 setup: $(READY)
 
+browser:
+	@.ci/browser
+
 demo: setup
 	$(BIN)/scram demo
 
@@ -60,10 +64,10 @@ wheel: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index --target $(INSTALLED) $(WHEEL)/*.whl
 	cd build && PYTHONPATH=$(CURDIR)/$(INSTALLED) $(CURDIR)/$(BIN)/python $(CURDIR)/.ci/check_wheel.py installed
 
-unit: setup
+unit: setup browser
 	$(BIN)/pytest -n 2
 
-quick: setup
+quick: setup browser
 	$(BIN)/pytest -n 2 -m "not slow"
 
 tables: setup
@@ -79,5 +83,5 @@ docs: setup
 test: lint types wheel unit
 
 clean:
-	rm -rf $(VENV) build dist scram-bench scram-coherence scram-demo scram-denoise scram-figures scram-generate scram-inpaint scram-judge scram-match scram-retarget .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist scram-bench scram-coherence scram-demo scram-denoise scram-explore scram-figures scram-generate scram-inpaint scram-judge scram-match scram-retarget .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -79,6 +79,19 @@ BELOW = {
     "api": SHARED
     | {"arguments", "codebook", "defaults", "dense", "dispatch", "dtensors", "errors", "estimators"}
     | {"layout_hints", "ops", "precision", "stages", "validate"},
+    "explorer": {
+        "options",
+        "api",
+        "arguments",
+        "codebook",
+        "defaults",
+        "errors",
+        "estimators",
+        "grid",
+        "images",
+        "precision",
+    }
+    | {"scoring", "truth", "types"},
     "exact": {"options", "_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"options", "errors", "exact", "grid", "scoring", "types"},
     "timing": set(),
@@ -132,6 +145,7 @@ TESTED_IN = {
     "dtensors": "distributed/test_dtensor.py",
     "cli/denoise_film": "cli/test_denoise.py",
     "cli/pair": "cli/test_demo.py",
+    "explorer/__init__": "explorer/test_api.py",
     "images/__init__": "images/test_match.py",
     "nn/__init__": "nn/test_grid_attention.py",
     "stages": "test_api.py",

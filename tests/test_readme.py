@@ -26,11 +26,12 @@ BLOCKS = [
 
 
 PICTURES = {f"docs/{x}.md" for x in ("generate", "inpaint", "retarget")}  # their Python makes a picture
+HTML = {"docs/explore.md"}  # its Python makes a page
 
 
 def test_pages_with_python():
     names = ("clusters", "models", "estimators", "tune")
-    assert {name for name, _ in BLOCKS} == {f"docs/{x}.md" for x in names} | {"README.md"} | PICTURES
+    assert {name for name, _ in BLOCKS} == {f"docs/{x}.md" for x in names} | {"README.md"} | PICTURES | HTML
     assert sum(bool(line) for line in BLOCKS[0][1].splitlines()) == 8
 
 
@@ -63,7 +64,17 @@ def test_python_of_pages_makes_a_picture(block):
     assert names["out"].isfinite().all()
 
 
-@pytest.mark.parametrize("block", [pytest.param(block, id=name) for name, block in BLOCKS if name not in PICTURES])
+@pytest.mark.parametrize("block", [pytest.param(block, id=name) for name, block in BLOCKS if name in HTML])
+def test_python_of_pages_makes_a_page(block, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+    assert capsys.readouterr().out.startswith("Explorer(")
+    assert [path.suffix for path in tmp_path.iterdir()] == [".html"]
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, id=name) for name, block in BLOCKS if name not in PICTURES | HTML]
+)
 def test_python_of_pages_runs(block, capsys):
     names = {}
     exec(block, names)

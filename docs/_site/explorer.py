@@ -18,8 +18,14 @@ HEIGHT = 96
 def write(path: Path) -> None:
     """One HTML file at that path."""
     pair = pair_of(*sample_pair(HEIGHT))
-    found = scram.explore(  # type: ignore[attr-defined]
-        pair.q, pair.k, pair.v[..., :3], scale=100.0, pictures=(pair.a, pair.b), title="Two photographs"
+    found = scram.explore(
+        pair.q,
+        pair.k,
+        pair.v[..., :3],
+        scale=40.0,
+        pictures=(pair.a, pair.b),
+        title="Two photographs",
+        budget=1_500_000,
     )
     found.save(path)
 

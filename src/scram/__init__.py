@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .codebook import Codebook
     from .estimators import Clusters, Estimate, Hybrid, MetropolisHastings, Snis
     from .exact import exact_attention, exact_search, merge
+    from .explorer import Explorer, explore
     from .judge import Judgement, judge
     from .layers import Plans
     from .patch import patch_sdpa, survey
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "Attended", "Clusters", "Codebook", "Estimate", "Hybrid", "Judgement", "Matches", "MetropolisHastings",
-    "Plan", "Plans", "Search", "Snis", "Trust", "attend", "attention", "clear_caches", "cluster", "dispatch",
-    "estimate", "exact_attention", "exact_search", "explain", "judge", "measure", "merge", "nn", "patch",
-    "patch_sdpa", "scaled_dot_product_attention", "sdpa", "search", "survey", "trust", "tune",
+    "Attended", "Clusters", "Codebook", "Estimate", "Explorer", "Hybrid", "Judgement", "Matches",
+    "MetropolisHastings", "Plan", "Plans", "Search", "Snis", "Trust", "attend", "attention", "clear_caches",
+    "cluster", "dispatch", "estimate", "exact_attention", "exact_search", "explain", "explore", "judge", "measure",
+    "merge", "nn", "patch", "patch_sdpa", "scaled_dot_product_attention", "sdpa", "search", "survey", "trust", "tune",
 ]  # fmt: skip
 # The names that each module defines; every other public name is a module itself.
 _DEFINED = {
@@ -37,6 +38,7 @@ _DEFINED = {
     "codebook": ("Codebook",),
     "estimators": ("Clusters", "Estimate", "Hybrid", "MetropolisHastings", "Snis"),
     "exact": ("exact_attention", "exact_search", "merge"),
+    "explorer": ("Explorer", "explore"),
     "judge": ("Judgement", "judge"),
     "layers": ("Plans",),
     "patch": ("patch_sdpa", "survey"),

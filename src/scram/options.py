@@ -36,5 +36,8 @@ Form = Literal["embedded_gaussian", "gaussian", "dot_product", "concatenation"]
 JudgedLayout = Literal["grid", "sdpa"]
 """What a function takes that `judge` measures: [B, H, *G, E], or [B, H, N, E] as torch's own."""
 
+Panes = Literal["auto", "one", "two"]
+"""Of the page of `explore`: queries and keys in one picture, or each in its own."""
+
 Mode = Literal["auto", "heads", "gather", "ring"]
 """How `scram.distributed.attention` shares keys."""

@@ -90,6 +90,7 @@ def test_help_and_wrong_arguments_import_nothing_heavy(tmp_path: Path) -> None:
         "denoise camera --device tpu", "figures --only everything", "figures --data none", "bench --sizes a",
         "bench --widths 5000", "bench --parts sideways", "bench --out {}/file/x",
         "judge none.npz", "judge file", "judge",
+        "explore", "explore none.png", "explore none.npz", "explore --sample citty", "explore file --panes tow",
     )  # fmt: skip
     (tmp_path / "file").write_text("")
     lines = [line.format(tmp_path) for line in (*right, *wrong)]
@@ -102,7 +103,7 @@ def test_help_and_wrong_arguments_import_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_flags_take_no_value_in_the_help() -> None:
-    for name in ("", "demo", "match", "denoise", "figures", "bench", "coherence", "judge", "info"):
+    for name in ("", "demo", "match", "denoise", "figures", "bench", "coherence", "judge", "explore", "info"):
         printed = call(*name.split(), "--help")[1]
         assert "--help" in printed
         assert "<bool>" not in printed

@@ -73,6 +73,7 @@ app = typer.Typer(
         "match left.png right.png",
         "denoise camera --add-noise 25",
         "inpaint photo.jpg --mask mask.png",
+        "explore left.png right.png",
         "bench",
         "info",
     )
@@ -388,6 +389,44 @@ def judge(
 
         said = Layout(axes, extents, scale)
         run(file, chosen, three, said, taken, causal, dtype, device, queries, seed, longest, out, as_json)
+
+
+@_command("explore a.jpg b.jpg", "explore photo.jpg", "explore --sample city", "explore qkv.npz",
+          "explore qkv.safetensors --grid 64x64 --out /tmp/e --json")  # fmt: skip
+def explore(
+    a: Annotated[str, Argument(help="Picture A (queries), or .npz or .safetensors tensors.", show_default=False)] = "",
+    b: Annotated[str | None, Argument(help="Picture B (keys); else A attends to itself.", show_default=False)] = None,
+    sample: Annotated[str | None, Option(help="Instead of files: city, or scikit-image's motorcycle.")] = None,
+    names: Annotated[str, Option(help="Of tensors: queries, keys and values, with commas.")] = "q,k,v",
+    axes: Annotated[str | None, Option(help="Of tensors: b, h, e, n for all points, others: grid.")] = None,
+    grid: Annotated[str | None, Option(help="Of tensors: extents of the grid, where the axis n stands for it.")] = None,
+    scale: Annotated[float | None, Option(help="Factor on the scores; 100 of pictures, else as stored.")] = None,
+    out: Out = Path("scram-explore"),
+    size: Annotated[int | None, Option(min=16, help="Scale pictures to this height; else 65536 pixels.")] = None,
+    patch: Annotated[int, Option(min=1, help="Side of the patches, odd.")] = arguments.MATCH_PATCH,
+    width: Annotated[int, Option(min=1, help="Width of the features kept by the PCA.")] = arguments.MATCH_WIDTH,
+    matches: Annotated[int, Option(min=1, max=64, help="Matches per query (kappa).")] = 4,
+    separation: Annotated[int, Option(min=0, help="Distance between matches of a query (L).")] = 2,
+    radius: Radius = 1,
+    sweeps: Annotated[int, Option(min=0, max=64, help="Sweeps of the search (T).")] = 5,
+    clusters: Annotated[int, Option(min=0, max=4096, help="Clusters for the other keys; 0 for none.")] = 256,
+    panes: Annotated[str, Option(help="auto, one (queries and keys in one picture), or two.")] = "auto",
+    megabytes: Annotated[float, Option(min=0.2, max=500, help="Size that the page may have.")] = 12.0,
+    device: Device = "cpu",
+    seed: SearchSeed = 0,
+    impl: Impl = "auto",
+    as_json: Json = False,
+) -> None:
+    """Look at attention, whole: one HTML page on which every query shows where it attends."""
+    with one_line_errors(), output_folder(out):
+        arguments.check_device(device)
+        arguments.check_explored(a, b, sample, panes, scale, patch)
+        three, extents = arguments.three_names(names), None if grid is None else arguments.extents(grid)
+        from .explore import Settings, run
+
+        settings = Settings(patch, width, matches, separation, sweeps, radius, clusters, scale, panes, size, megabytes,
+                            seed, device, impl)  # fmt: skip
+        run(a, b, sample, three, axes, extents, out, settings).finish(out / "explore.json", as_json)
 
 
 @_command("info", "info --json")

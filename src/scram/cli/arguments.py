@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
-from ..options import Impl, JudgedLayout, Mode
+from ..options import Impl, JudgedLayout, Mode, Panes
 
 MATCH_PATCH, MATCH_WIDTH, MATCH_RADIUS = 11, 32, 1
 # On unit features a score is a cosine; times 100 (CLIP's sharpest temperature) the softmax has clear peaks.
@@ -24,7 +24,7 @@ PARTS = ("forward", "backward", "search", "flex")
 BACKENDS = ("sdpa", "scram", "scram-windows", "scram-paper", "full", "local", "flex-local", "natten", "brute-force")
 JUDGED = ("sdpa", "scram", "scram-windows")  # without --backend
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-LAYOUTS, IMPLS = get_args(JudgedLayout), get_args(Impl)
+LAYOUTS, IMPLS, PANES = get_args(JudgedLayout), get_args(Impl), get_args(Panes)
 ALL_PARTS = (*PARTS, "pynndescent", "natten")  # one compiles for minutes, one installs in few places: by name only
 
 
@@ -66,7 +66,7 @@ def check_pair(a: Path | None, b: Path | None, sample: str | None, truth: Path |
 
 
 def is_photograph(image: str) -> bool:
-    """Whether the argument of `scram denoise` names a sample; otherwise it must be a file that can be opened."""
+    """Whether an argument names a sample; otherwise it must be a file that can be opened."""
     if image in PHOTOGRAPHS and not Path(image).exists():
         return True
     try:
@@ -103,6 +103,28 @@ def check_tensors(path: Path) -> None:
     if path.suffix not in (".npz", ".safetensors"):
         raise ValueError(f"{path} must be an .npz or .safetensors file; nothing else is read, pickles never")
     check_readable(path)
+
+
+def check_explored(a: str, b: str | None, sample: str | None, panes: str, scale: float | None, patch: int) -> None:
+    """The inputs of `scram explore`: a file of tensors, one or two pictures, or the name of a sample pair."""
+    one_of("panes", panes, PANES)
+    if scale is not None:
+        check_positive("scale", scale)
+    if patch % 2 == 0:
+        raise ValueError(f"patch must be odd, got {patch}")
+    if sample is not None:
+        if a:
+            raise ValueError("give files or --sample, not both")
+        one_of("sample", sample, PAIRS)
+    elif not a:
+        raise ValueError("give a picture, two pictures, or tensors; `scram explore --help` shows examples")
+    elif a.endswith((".npz", ".safetensors")):
+        if b is not None:
+            raise ValueError(f"{a} holds queries and keys; leave out {b}")
+        check_tensors(Path(a))
+    else:
+        for image in filter(None, (a, b)):
+            is_photograph(image)
 
 
 def check_backends(names: Sequence[str]) -> list[str]:

@@ -1,0 +1,271 @@
+"""`scram.explore`: attention of a whole grid as one HTML page."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor
+
+from .. import __version__, errors
+from ..api import attend, cluster
+from ..api import search as search_keys
+from ..arguments import explains
+from ..defaults import SEARCH, default_tail
+from ..estimators import Clusters
+from ..grid import Grid, grid_of
+from ..images.files import replacing
+from ..options import Auto, Impl, Panes
+from ..precision import ignores_autocast
+from ..scoring import default_scale, prepare_key, prepare_query
+from ..truth import Errors, Truth
+from ..types import Matches, Score, Search
+from .contents import Attention, Channels, raster_width, stored, thinned
+from .page import framed, read_back, written
+
+MOST_POINTS = 1 << 18  # over all heads
+COARSE = 0.2  # error of the scores by rounding from which fewer queries are shown
+COARSEST = 0.4  # from which the whole grid is thinned
+FEATURES_SHARE = 0.6  # of the budget, about, for queries and keys
+FEWEST_POINTS = 1024  # that are never thinned
+STRIDES = (1, 2, 3)  # of the queries that are shown
+BUDGET = 12_000_000  # bytes of the file
+CODE = 60_000  # bytes of a page without data, about
+PANES = get_args(Panes)
+
+
+@dataclass(frozen=True, eq=False)
+class Explorer:
+    """A page that shows attention, whole: the result of `explore`. A notebook shows it; `save` writes it.
+
+    Args:
+        html: the page, one file that needs no network.
+        numbers: how good the approximation is, and what was thinned and rounded.
+    """
+
+    html: str
+    numbers: dict[str, Any]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page. A file of that name is replaced when the new one is whole."""
+        with replacing(path) as temporary:
+            temporary.write_text(self.html, encoding="utf-8")
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.html.encode())
+
+    def _repr_html_(self) -> str:
+        return framed(self.html)
+
+    def __repr__(self) -> str:
+        about = self.numbers
+        grids = " x ".join(map(str, about["queries"]["grid"])), " x ".join(map(str, about["keys"]["grid"]))
+        shown = f"{grids[0]} queries" if about["panes"] == 1 else f"{grids[0]} queries, {grids[1]} keys"
+        return (
+            f"Explorer({shown}, {len(about['heads'])} heads, {self.size / 1e6:.1f} MB, windows hold "
+            f"{about['quality']['mass']:.1%}, output error {about['quality']['median']:.3f} in the median)"
+        )
+
+
+@explains
+@ignores_autocast
+@torch.no_grad()
+def explore(
+    q: Tensor, k: Tensor, v: Tensor, *, search: Search | Auto = "auto", radius: int | Sequence[int] = 1,
+    tail: Clusters | Auto | None = "auto", scale: float | None = None, score: Score = "dot",
+    pictures: Tensor | Sequence[Tensor] = (), panes: Panes = "auto", title: str = "Attention", notes: Sequence[str] = (),
+    batch: int = 0, num_queries: int = 256, seed: int = 0, budget: int = BUDGET, most_points: int = MOST_POINTS,
+    impl: Impl = "auto",
+) -> Explorer:  # fmt: skip
+    """One HTML page on which every query of a grid shows where it attends: windows, clusters, and exact attention.
+
+    Searches with 0, 1, .. sweeps, clusters the keys, and stores matches, clusters and rounded features.
+
+    Args:
+        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
+        search, radius, scale, score, impl: as in `attention`, but always searched; no callable score.
+        tail: `Clusters` for the keys outside the windows, or None; "auto" is Clusters.
+        pictures: what the points show: none, one [*G, 3] or [*G, 1] for queries and keys, or two, [*G, 3] and [*G', 3];
+            numbers 0 to 1, or uint8. Without, features are shown as colours.
+        panes: "one" for queries and keys in one picture (self-attention), "two"; "auto" is one where the grids are
+            equal and there are not two pictures.
+        title, notes: the heading of the page, and sentences to add to what it says about itself.
+        batch: which sample of the batch is shown.
+        num_queries: queries that are compared with exact attention, for the figures on top.
+        seed: chooses those queries; and the search and the clusters, where the search has no seed of its own.
+        budget: bytes that the file may have; features are rounded until it fits.
+        most_points: keys over all heads; larger grids are thinned, every second, third, .. point of each axis. Queries
+            are thinned by 2 or 3 too where features would be too coarse within the budget. The page says so.
+
+    Returns:
+        Explorer, with `save`, and shown by notebooks.
+
+    >>> q = torch.randn(1, 2, 12, 16, 8)
+    >>> page = scram.explore(q, q, q, search=scram.Search(seed=0), impl="reference")
+    >>> page.numbers["queries"]["grid"], page.size < 200_000
+    ([12, 16], True)
+    """
+    settings, chosen = _validated(q, k, v, search, radius, tail, scale, score, panes, batch)
+    for name, x in {"budget": budget, "most_points": most_points, "num_queries": num_queries}.items():
+        errors.whole(name, x, 1)
+    factor = default_scale(scale, q.shape[-1], score, "softmax")
+    seed = errors.whole("seed", seed, 0)
+    shown = _pictures(pictures, grid_of(q), grid_of(k))
+    one = panes == "one" or (panes == "auto" and grid_of(q) == grid_of(k) and len(shown) < 2)
+    if one and grid_of(q) != grid_of(k):
+        raise ValueError(f'panes="one" needs equal grids of queries and keys, got {grid_of(q)} and {grid_of(k)}')
+    whole = grid_of(q), grid_of(k)
+    part, stride, channels = _thin_enough(q[batch], k[batch], v[batch], score, factor, budget, most_points)
+    q, k, v = (thinned(x[batch : batch + 1], stride, 2) for x in (q, k, v))
+    shown = [thinned(x, stride, 0) for x in shown]
+    settings = settings if settings.seed is not None else replace(settings, seed=seed)
+    how: dict[str, Any] = {"score": score, "impl": impl}
+    sweeps = [search_keys(q, k, search=replace(settings, sweeps=t), **how) for t in range(settings.sweeps + 1)]
+    codebook = None
+    if chosen is not None:
+        chosen = chosen if chosen.seed is not None else replace(chosen, seed=settings.seed)
+        codebook = cluster(q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, **how)
+    radii = errors.radius(radius, q.ndim - 3)
+    quality, rms = _quality(q, k, v, sweeps, codebook, radii, factor, how, num_queries, seed)
+    attention = Attention(*part, sweeps, codebook, [_colours(x) for x in shown])
+    about = {
+        "format": "scram.explorer", "version": 1, "scram": __version__, "title": str(title), "panes": 1 if one else 2,
+        "keys": _grid(grid_of(k)), "group": attention.group, "radius": list(radii),
+        "scale": factor, "score": score, "sweeps": settings.sweeps, "matches": settings.matches,
+        "separation": settings.separation, "clusters": 0 if codebook is None else codebook.sizes.shape[-1],
+        "cluster_heads": 0 if codebook is None else codebook.sizes.shape[1], "rms": rms, "quality": quality,
+        "thinned": None if stride == 1 else {"stride": stride, "queries": list(whole[0]), "keys": list(whole[1])},
+        "pictures": len(shown), "notes": [str(note) for note in notes],
+    }  # fmt: skip
+    return _fitted(attention, channels, about, budget, most_points)
+
+
+def _fitted(attention: Attention, channels: Channels, about: dict[str, Any], budget: int, most_points: int) -> Explorer:
+    """The page: features rounded more coarsely until it fits, with fewer queries where that would be too coarse."""
+    most = (budget - CODE) * 3 // 4
+    grid = tuple(attention.q.shape[1:-1])
+    for _ in range(4):
+        for stride in STRIDES:
+            some = attention.every(stride, about["panes"] == 1)
+            if math.prod(some.q.shape[:-1]) > most_points and stride < STRIDES[-1]:
+                continue
+            coarsest = COARSE if stride < STRIDES[-1] else math.inf
+            made = stored(some, channels.every(stride, grid), most, coarsest)
+            if made is not None:
+                break
+        assert made is not None
+        queries = {**_grid(tuple(some.q.shape[1:-1])), "stride": stride, "whole": list(grid)}
+        page = written({**about, "queries": queries, **made.about}, made.packed)
+        size = len(page.encode())
+        if size <= budget:
+            return Explorer(page, {name: x for name, x in read_back(page)[0].items() if name != "arrays"})
+        most = int(most * budget / size * 0.98)
+    raise ValueError(f"budget must be at least about {size} bytes for these tensors, got {budget}; or thin the grid")
+
+
+def _validated(
+    q: Tensor, k: Tensor, v: Tensor, search: Search | str, radius: int | Sequence[int], tail: Any, scale: float | None,
+    score: Score, panes: str, batch: int,
+) -> tuple[Search, Clusters | None]:  # fmt: skip
+    errors.queries_keys(q, k)
+    errors.some_queries(q)
+    errors.values(q, k, v)
+    errors.scale(scale)
+    errors.finite_but_for_masked(q, k, v, None)
+    errors.radius(radius, q.ndim - 3)
+    if not isinstance(score, str):
+        raise ValueError('score must be "dot", "cosine" or "l2": a page cannot hold a callable score')
+    errors.score(score)
+    errors.one_of("panes", panes, PANES)
+    if errors.whole("batch", batch, 0) >= q.shape[0]:
+        raise ValueError(f"batch must be below the {q.shape[0]} samples of q, got {batch}")
+    settings = errors.search_settings(search, SEARCH)
+    chosen = default_tail("softmax", False, score) if tail == "auto" else tail
+    if chosen is not None:
+        errors.instance("tail", chosen, Clusters, "scram.Clusters", ', "auto" or None')
+    return settings, cast("Clusters | None", chosen)
+
+
+def _pictures(pictures: Tensor | Sequence[Tensor], grid: Grid, key_grid: Grid) -> list[Tensor]:
+    given = [pictures] if isinstance(pictures, Tensor) else list(pictures)
+    grids = (grid, key_grid)[: len(given)]
+    for picture, own in zip(given, grids, strict=False):
+        if len(given) > 2 or not isinstance(picture, Tensor) or picture.shape not in ((*own, 3), (*own, 1)):
+            got = [tuple(getattr(x, "shape", ())) for x in given]
+            raise ValueError(f"pictures must be [*G, 3] or [*G, 1] of grid {grid}, then one of {key_grid}, got {got}")
+    if len(given) == 1 and grid != key_grid:
+        raise ValueError(f"pictures must be two, as the grids {grid} and {key_grid} differ")
+    return given
+
+
+def _colours(picture: Tensor) -> Tensor:
+    """uint8 [*G, 3]."""
+    x = picture.detach().cpu()
+    x = x if x.dtype == torch.uint8 else (x.float().nan_to_num(0).clamp(0, 1) * 255).round().byte()
+    return x.expand(*x.shape[:-1], 3)
+
+
+def _thin_enough(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, scale: float, budget: int, most_points: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], int, Channels]:
+    """Tensors [H, *G, E] as `Attention` has them, and every how manyth point of each axis was kept.
+
+    So many that there are not too many keys, nor queries that can be thinned more, and that rounded features fit.
+    """
+    rank, stride = q.ndim - 2, 0
+    while True:
+        stride += 1
+        less = [thinned(x, stride, 1) for x in (q, k, v)]
+        points = [math.prod(x.shape[:-1]) for x in less]
+        if points[1] > most_points or points[0] > STRIDES[-1] ** rank * most_points:
+            continue
+        part = (
+            prepare_query(less[0], score).cpu().double() * scale,
+            prepare_key(less[1], score).cpu().double().flatten(1, -2), less[2].cpu().double().flatten(1, -2),
+        )  # fmt: skip
+        channels = Channels.of(*part)
+        few = channels.every(STRIDES[-1], tuple(less[0].shape[1:-1]))
+        if few.score_bytes(COARSEST) <= FEATURES_SHARE * 0.75 * budget or max(points) <= FEWEST_POINTS:
+            return part, stride, channels
+
+
+def _grid(grid: Grid) -> dict[str, Any]:
+    return {"grid": list(grid), "width": raster_width(grid), "points": math.prod(grid)}
+
+
+def _quality(
+    q: Tensor, k: Tensor, v: Tensor, sweeps: Sequence[Matches], codebook: Any, radius: tuple[int, ...], scale: float,
+    how: dict[str, Any], num_queries: int, seed: int,
+) -> tuple[dict[str, Any], list[float]]:  # fmt: skip
+    """Against exact attention of some queries; and the root mean square of the exact outputs of each head."""
+    truth = Truth.of(q, k, v, scale=scale, score=how["score"], num_queries=num_queries, seed=seed, with_lse=True)
+    grown = []
+    for found in sweeps:
+        windows = attend(q, k, v, found, radius=radius, scale=scale, **how)
+        share = (windows.lse.flatten(2)[..., truth.queries].to(truth.lse.dtype) - truth.lse).exp()
+        grown.append(share.mean(-1)[0].tolist())
+    out = windows.out
+    if codebook is not None:
+        out = attend(q, k, v, sweeps[-1], radius=radius, scale=scale, tail=codebook, **how).out
+    off = truth.errors(out)
+    every = Errors.of(truth.square(out).flatten(1)[:, None], truth.size.flatten(1)[:, None], truth.points)
+    found_quality = {
+        "queries": len(truth.queries), "mass": sum(grown[-1]) / len(grown[-1]), "sweeps": grown,
+        "median": _number(every.median.value), "p95": _number(every.p95.value),
+        "heads": [
+            {"median": _number(off.median.value[0, h]), "p95": _number(off.p95.value[0, h])} for h in range(q.shape[1])
+        ],
+    }  # fmt: skip
+    rms = truth.size.mean(-1)[0].sqrt()
+    return found_quality, [max(float(x), 1e-30) for x in rms]
+
+
+def _number(x: Tensor) -> float:
+    """For JSON, which has no infinity."""
+    return float(x.nan_to_num(nan=0.0, posinf=1e30).max())

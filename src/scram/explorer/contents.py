@@ -1,0 +1,253 @@
+"""What a page holds: matches of every sweep, clusters, pictures, and features rounded until all of it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..codebook import Codebook
+from ..grid import Grid, rows
+from ..types import Matches
+from .coordinates import Balanced, Principal
+from .pack import Packed, estimated_bytes, rounded
+
+FINEST_SCORE, FINEST_VALUE = 0.04, 0.01  # errors by rounding below which more bits show nothing
+COARSEST = 1e4  # times the finest
+VALUES_SHARE = 0.25  # of the bytes that are left for features, at most
+MATCHES_SHARE = 0.25  # of all bytes, that matches of all sweeps may take; beyond, earlier sweeps keep the best one
+Floats = NDArray[np.float32]
+CHECKED = 64  # queries of a head whose rounded weights are compared with exact ones
+
+
+class Attention(NamedTuple):
+    """One attention, as the page shows it; the sample of the batch is chosen, so that there is no batch axis.
+
+    Args:
+        q, k, v: [H, *G, E], [Hk, M, E] and [Hk, M, F], prepared for the score, the scale in q.
+        sweeps: the matches after 0, 1, .. T sweeps, each [1, H, *G, kappa].
+        codebook: clusters of the keys, or None.
+        pictures: colours of queries [*G, 3] and keys [*G', 3], uint8; empty where there are none, one for both.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sweeps: Sequence[Matches]
+    codebook: Codebook | None
+    pictures: Sequence[Tensor]
+
+    @property
+    def group(self) -> int:
+        """Heads of queries for each head of keys."""
+        return len(self.q) // len(self.k)
+
+    def every(self, stride: int, one: bool) -> Attention:
+        """With every stride-th query of each axis; `one`: the picture is that of the keys too, and stays whole."""
+        first = [] if one else [thinned(x, stride, 0) for x in self.pictures[:1]]
+        sweeps = [Matches(thinned(x.index, stride, 2), thinned(x.score, stride, 2), x.key_grid) for x in self.sweeps]
+        return self._replace(
+            q=thinned(self.q, stride, 1), sweeps=sweeps, pictures=[*first, *self.pictures[len(first) :]]
+        )
+
+
+class Channels(NamedTuple):
+    """Features in the coordinates that they are rounded in: planes [D, N] or [D, M] of each head."""
+
+    balanced: list[Balanced]
+    principal: list[Principal]
+    queries: list[Floats]
+    keys: list[Floats]
+    values: list[Floats]
+    base: Floats  # [H, N], the part of a query's scores that is the same for all keys
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Channels:
+        """From q [H, *G, E], k [Hk, M, E] and v [Hk, M, F], as in `Attention`."""
+        group, flat = len(q) // len(k), q.flatten(1, -2).double()
+        balanced = [Balanced.of(*pair) for pair in zip(flat.reshape(len(k), -1, flat.shape[-1]), k, strict=True)]
+        principal = [Principal.of(x) for x in v]
+        queries = [_planes(q @ balanced[h // group].to_queries) for h, q in enumerate(flat)]
+        base = _planes(torch.stack([q @ balanced[h // group].centre for h, q in enumerate(flat)], 1))
+        keys, values = [_planes(x.keys) for x in balanced], [_planes(x.channels) for x in principal]
+        return Channels(balanced, principal, queries, keys, values, base)
+
+    def every(self, stride: int, grid: Grid) -> Channels:
+        """With every stride-th query of each axis of the grid."""
+
+        def some(x: Floats) -> Floats:
+            whole = x.reshape(len(x), *grid)[(slice(None), *[slice(None, None, stride)] * len(grid))]
+            return np.ascontiguousarray(whole.reshape(len(x), -1))
+
+        return self._replace(queries=[some(x) for x in self.queries], base=some(self.base))
+
+    def value_bytes(self, error: float) -> float:
+        """About how many bytes the values take, off by `error` of their size."""
+        pairs = zip(self.values, self.principal, strict=True)
+        return sum(estimated_bytes(x, principal.step(error)) for x, principal in pairs)
+
+    def score_bytes(self, error: float) -> float:
+        """About how many bytes queries and keys take, where scores are off by `error`."""
+        group = len(self.queries) // len(self.keys)
+        steps = [x.step(error) for x in self.balanced]
+        total = sum(estimated_bytes(x, step) for x, step in zip(self.keys, steps, strict=True))
+        return total + sum(estimated_bytes(x, steps[h // group]) for h, x in enumerate(self.queries))
+
+
+class Contents(NamedTuple):
+    """Packed arrays, and what the page says about them."""
+
+    packed: Packed
+    about: dict[str, Any]
+
+
+def _planes(x: Tensor) -> Floats:
+    return np.ascontiguousarray(x.T.float().numpy())
+
+
+def thinned(x: Tensor, stride: int, first: int) -> Tensor:
+    """Every stride-th point of the axes from `first` to the last but one."""
+    at = tuple(slice(None) if axis < first else slice(None, None, stride) for axis in range(x.ndim - 1))
+    return x[at].contiguous()
+
+
+def raster_width(grid: Grid) -> int:
+    """Points on a line of the picture of a grid: its last axis; a sequence is broken into lines.
+
+    >>> raster_width((6, 8)), raster_width((3, 6, 8)), raster_width((100,))
+    (8, 8, 13)
+    """
+    points = math.prod(grid)
+    return grid[-1] if len(grid) > 1 and points <= 8192 * grid[-1] else max(1, math.ceil(math.sqrt(1.6 * points)))
+
+
+def stored(attention: Attention, channels: Channels, most_bytes: int, coarsest: float) -> Contents | None:
+    """All of it in at most about so many bytes, before base64; None where scores would be off by more than that."""
+    packed = Packed()
+    early = _matches(packed, attention.sweeps, most_bytes)
+    for name, picture in zip(("picture_queries", "picture_keys"), attention.pictures, strict=False):
+        packed.add(name, picture.flatten(0, -2).T.to(torch.int16).numpy())
+    if attention.codebook is not None:
+        packed.add("label", attention.codebook.label[0].flatten(1).cpu().to(torch.int16).numpy())
+    base_step = max(float(np.abs(channels.base).max()) / 4000, 1e-6)
+    packed.add("base", rounded(channels.base, base_step))
+    left = max(most_bytes - len(packed) - _cluster_bytes(attention), most_bytes // 10)
+    value_error = _finest(channels.value_bytes, VALUES_SHARE * left, FINEST_VALUE)
+    score_error = _finest(channels.score_bytes, left - channels.value_bytes(value_error), FINEST_SCORE)
+    if score_error > coarsest:
+        return None
+    heads, kept_keys, kept_values, lost = [], [], [], []
+    for g, (balanced, principal) in enumerate(zip(channels.balanced, channels.principal, strict=True)):
+        step, value_step = balanced.step(score_error), principal.step(value_error)
+        own = range(g * attention.group, (g + 1) * attention.group)
+        k, v = rounded(channels.keys[g], step), rounded(channels.values[g], value_step)
+        qs = [rounded(channels.queries[h], step) for h in own]
+        kept_keys.append(_used(k, *qs))
+        kept_values.append(_used(v))
+        lost.append(_lost(channels.values[g], v[kept_values[g]], kept_values[g], value_step))
+        packed.add(f"k{g}", k[kept_keys[g]])
+        packed.add(f"v{g}", v[kept_values[g]])
+        for h, q in zip(own, qs, strict=True):
+            packed.add(f"q{h}", q[kept_keys[g]])
+            off = _off(attention.q[h].flatten(0, -2), attention.k[g], balanced.centre, q, k, kept_keys[g], step)
+            heads.append({"step": step, "value_step": value_step, "channels": len(kept_keys[g]), **off})
+    if attention.codebook is not None:
+        _clusters(packed, attention, channels, kept_keys, kept_values)
+    about = {"heads": heads, "base_step": base_step, "early_matches": early, "values_kept": 1 - max(lost),
+             "score_error": score_error, "map_error": max(head["map_error"] for head in heads),
+             "width": attention.q.shape[-1], "channels": [len(some) for some in kept_keys],
+             "value_channels": [len(some) for some in kept_values]}  # fmt: skip
+    return Contents(packed, about)
+
+
+def _finest(size: Callable[[float], float], most: float, finest: float) -> float:
+    """The smallest error, from `finest` on, whose size fits."""
+    if size(finest) <= most:
+        return finest
+    low, high = 0.0, math.log(COARSEST)
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (low, middle) if size(finest * math.exp(middle)) <= most else (middle, high)
+    return finest * math.exp(high)
+
+
+def _used(*planes: NDArray[np.int16]) -> list[int]:
+    """Channels that are not 0 everywhere in one of these; at least one."""
+    used = np.all([(x != 0).any(-1) for x in planes], 0)
+    return [int(at) for at in np.flatnonzero(used)] or [0]
+
+
+def _lost(whole: Floats, planes: NDArray[np.int16], kept: list[int], step: float) -> float:
+    """The share of the values' squares that rounding and left-out channels take away."""
+    total, left = (
+        float(np.square(x, dtype=np.float64).sum()) for x in (whole, whole[kept] - planes * np.float32(step))
+    )
+    outside = total - float(np.square(whole[kept], dtype=np.float64).sum())
+    return (outside + left) / total if total else 0.0
+
+
+def _off(
+    q: Tensor, k: Tensor, centre: Tensor, q_planes: NDArray[np.int16], k_planes: NDArray[np.int16], kept: list[int],
+    step: float,
+) -> dict[str, float]:  # fmt: skip
+    """How far weights by rounded features are from exact ones: the share of the attention that lies elsewhere."""
+    at = torch.linspace(0, len(q) - 1, min(CHECKED, len(q))).long()
+    exact = (q[at].double() @ (k.double() - centre).T).softmax(-1)
+    own = torch.from_numpy(q_planes[kept][:, at.numpy()].astype(np.float32)).T * step**2
+    near = (own @ torch.from_numpy(k_planes[kept].astype(np.float32))).double().softmax(-1)
+    off = 0.5 * (exact - near).abs().sum(-1)
+    return {"map_error": float(off.mean()), "map_error_most": float(off.max())}
+
+
+def _matches(packed: Packed, sweeps: Sequence[Matches], most_bytes: int) -> int:
+    """Rows and columns of all matches; how many matches of a query the earlier sweeps keep.
+
+    Planes are in the order of sweeps, last first, then of matches, worst first, then of heads. So that every plane of
+    an earlier sweep has its like of the next one a fixed number of places before it.
+    """
+    last = sweeps[-1]
+    width, kappa, heads = raster_width(last.key_grid), last.index.shape[-1], last.index.shape[1]
+
+    def planes(found: Matches, kept: int) -> NDArray[np.int16]:
+        index = rows(found.index)[..., :kept].movedim(-1, 0).flip(0).cpu()  # [kept, H, N]
+        place = torch.stack((torch.where(index < 0, -1, index // width), torch.where(index < 0, -1, index % width)), 2)
+        return place.to(torch.int16).flatten(0, 2).numpy()
+
+    for kept in dict.fromkeys((kappa, 1)):
+        trial, earlier = Packed(), [planes(found, kept) for found in reversed(sweeps[:-1])]
+        trial.add("matches", np.concatenate([planes(last, kappa), *earlier]), back=2 * heads * kept)
+        if len(trial) <= MATCHES_SHARE * most_bytes:
+            break
+    packed.append(trial)
+    return kept
+
+
+def _cluster_bytes(attention: Attention) -> int:
+    book = attention.codebook
+    return 0 if book is None else 4 * (book.centres.numel() + book.values.numel())
+
+
+def _clusters(
+    packed: Packed, attention: Attention, channels: Channels, kept_keys: Sequence[list[int]],
+    kept_values: Sequence[list[int]],
+) -> None:  # fmt: skip
+    """Centres and mean values in the same coordinates, of each head of clusters."""
+    book = attention.codebook
+    assert book is not None
+    sizes = book.sizes[0].cpu()
+    share = len(sizes) // len(channels.keys)
+    for c in range(len(sizes)):
+        g = c // share
+        key, value = channels.balanced[g], channels.principal[g]
+        centres = (book.centres[0, c].cpu().double() - key.centre) @ key.to_keys
+        means = (book.values[0, c].cpu().double() - value.centre) @ value.axes
+        packed.add_floats(f"centres{c}", centres[:, kept_keys[g]].numpy())
+        packed.add_floats(f"means{c}", means[:, kept_values[g]].numpy())
+    packed.add_floats("sizes", sizes.numpy())
+    if book.gains is not None:
+        packed.add_floats("gains", book.gains[0].cpu().numpy())

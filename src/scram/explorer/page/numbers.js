@@ -1,0 +1,119 @@
+// Figures in words: the line on top, the notes, the numbers of one query, the legend.
+
+function percent(share, digits = 1) { return `${(100 * share).toFixed(digits)} %`; }
+
+function compact(x, digits = 3) {
+  if (x === 0) return "0";
+  const size = Math.abs(x);
+  return size >= 0.001 && size < 1e5 ? String(Number(x.toPrecision(digits))) : x.toExponential(1).replace("e-", "e−");
+}
+
+function ordinal(n) { return n === 2 ? "second" : n === 3 ? "third" : `${n}th`; }
+
+function gridWords(side) { return side.grid.join(" × "); }
+
+function qualityWords(about) {
+  const { quality, clusters } = about;
+  return `The windows hold ${percent(quality.mass)} of the exact attention. The output is ` +
+    `${percent(quality.median)} off in the median query, ${percent(quality.p95)} in the 95th percentile` +
+    `${clusters ? `, with ${clusters} clusters for all other keys` : ", with nothing for the other keys"}.`;
+}
+
+function noteWords(about) {
+  const notes = [], both = about.panes === 2 ?
+    `${about.queries.whole.join(" × ")} queries and ${gridWords(about.keys)} keys` :
+    `${gridWords(about.keys)} points, which are queries and keys`;
+  const plural = about.heads.length > 1 ? `${about.heads.length} heads, ` : "";
+  notes.push(`${both}; ${plural}score “${about.score}”, scale ${compact(about.scale)}, windows of radius ` +
+    `${[...new Set(about.radius)].join(", ")}, ${about.sweeps} sweeps. The figures above compare ` +
+    `${about.quality.queries} queries of each head with exact attention; errors are relative to the root ` +
+    `mean square of the head’s exact outputs.`);
+  if (about.thinned) {
+    const { stride, queries, keys } = about.thinned;
+    notes.push(`Thinned: every ${ordinal(stride)} point of each axis is kept, of ${queries.join(" × ")} queries and ` +
+      `${keys.join(" × ")} keys. All figures are those of the thinned grids; on the whole ones they differ.`);
+  }
+  if (about.queries.stride > 1) {
+    notes.push(`To fit this file, every ${ordinal(about.queries.stride)} query of each axis can be chosen; all were ` +
+      "searched and all keys are attended.");
+  }
+  notes.push(...about.notes);
+  const kept = about.channels.join(", "), values = about.value_channels.join(", ");
+  notes.push(`Features are rounded and turned, ${kept} channels of ${about.width}; they give scores to about ` +
+    `${compact(about.score_error)}. A map computed here has ${percent(about.map_error)} of its weight in ` +
+    `another place than exact attention. Values are kept to ${percent(about.values_kept, 2)} of their variance, in ` +
+    `${values} channels.`);
+  if (about.early_matches < about.matches) notes.push("Earlier sweeps show the best match of each query only.");
+  notes.push("Where queries show the place of their best match, keys go from blue on the left to yellow on the " +
+    "right, and from dark at the top to light at the bottom.");
+  if (about.queries.grid.length === 1) notes.push("The sequence is broken into lines.");
+  if (about.queries.grid.length > 2) notes.push("Slices of the first axes stand below each other.");
+  notes.push("Captured mass is the share of a query’s exact attention that lies in its windows. The weights of " +
+    "windows and clusters are SCRAM’s own, and make 100 %.");
+  notes.push(`Written by SCRAM ${about.scram}. Everything is in this file; it loads nothing and sends nothing.`);
+  return notes;
+}
+
+// Coordinates on the grid as it was before queries were thinned.
+function coordinatesOf(side, index) {
+  return coordinates(side.grid, index).map((at) => at * (side.stride ?? 1)).join(", ");
+}
+
+function numberRows(about, found) {
+  const rows = [
+    ["Place (row, column)", coordinatesOf(about.queries, found.query)],
+    ["Captured mass", percent(found.captured)],
+    ["Weight of the windows", percent(found.windowWeight)],
+  ];
+  if (about.clusters) rows.push(["Weight of the clusters", percent(found.clusterWeight)]);
+  rows.push(["Output error", percent(found.error)]);
+  const match = found.matches.some((one) => one && one.key === found.best);
+  rows.push([`Best key of all${match ? "" : ", not found"}`, coordinatesOf(about.keys, found.best)]);
+  rows.push(["Its score", compact(found.bestScore)]);
+  return rows;
+}
+
+// The radius of windows along rows and columns of the picture.
+function screenReach(about) { return [about.radius.at(-2) ?? 0, about.radius.at(-1)]; }
+
+function showNumbers(about, found, pane) {
+  const list = document.getElementById("numbers");
+  list.replaceChildren(...numberRows(about, found).flatMap(([name, value]) => [
+    Object.assign(document.createElement("dt"), { textContent: name }),
+    Object.assign(document.createElement("dd"), { textContent: value }),
+  ]));
+  const reach = Math.max(...about.radius) + 5, body = document.querySelector("#matches tbody");
+  body.replaceChildren(...found.matches.map((one, n) => {
+    const line = document.createElement("tr"), cells = one === null ? [n + 1, "", "none", "", ""] :
+      [n + 1, "", coordinatesOf(about.keys, one.key), compact(one.score), percent(one.windowWeight)];
+    line.append(...cells.map((text) => Object.assign(document.createElement("td"), { textContent: text })));
+    if (one !== null) {
+      const canvas = document.createElement("canvas");
+      canvas.setAttribute("role", "img");
+      canvas.setAttribute("aria-label", `Keys around match ${n + 1}`);
+      line.children[1].append(canvas);
+      pane.closeUp(canvas, ...one.place, reach, screenReach(about));
+    }
+    return line;
+  }));
+}
+
+function sentence(about, found) {
+  const first = found.matches.find((one) => one !== null);
+  return `Query ${coordinatesOf(about.queries, found.query)}: ` +
+    (first ? `best match ${coordinatesOf(about.keys, first.key)}, score ${compact(first.score)}; ` : "no match; ") +
+    `windows hold ${percent(found.captured)} of the exact attention, output error ${percent(found.error)}.`;
+}
+
+function legendTicks(most) {
+  return Array.from({ length: DECADES + 1 }, (_, n) => compact(most * 10 ** (n - DECADES), 2));
+}
+
+function showLegend(most, map) {
+  document.getElementById("ramp").style.background = `linear-gradient(to right, ${hexes(map).join(", ")})`;
+  const ticks = legendTicks(most);
+  document.getElementById("ticks").replaceChildren(...ticks.map((text, n) =>
+    Object.assign(document.createElement("span"), { textContent: n ? text : `≤ ${text}` })));
+  document.getElementById("legend").setAttribute("aria-label",
+    `Colours: weight of one key, logarithmic, from ${ticks[0]} or less to ${ticks[DECADES]}`);
+}
