@@ -68,7 +68,8 @@ def run(
         )
         step("search, clusters, exact attention of a sample, page")
         made = explore(
-            q, k, v, search=search, radius=settings.radius, panes=one_of("panes", settings.panes, PANES), seed=settings.seed,
+            q, k, v, search=search, radius=settings.radius, seed=settings.seed,
+            panes=one_of("panes", settings.panes, PANES),
             tail=Clusters(count=settings.clusters, seed=settings.seed) if settings.clusters else None,
             budget=int(settings.megabytes * 1e6), impl=impl, **more,
         )  # fmt: skip
