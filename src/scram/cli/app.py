@@ -203,13 +203,7 @@ def inpaint(
     mask: Annotated[Path | None, Option(help="A picture of equal size: white (or transparent) = hole.")] = None,
     rectangle: Annotated[list[str] | None, Option(help="A hole: left,top,width,height; repeatable.")] = None,
     out: Out = Path("scram-inpaint"),
-    sharp: Annotated[
-        bool,
-        Option(
-            "--sharp",
-            help="Copy single patches in any wide hole, as is done in grass and gravel: crisper, and errs more.",
-        ),
-    ] = False,
+    sharp: Annotated[bool, Option("--sharp", help="Copy single patches, as in grass: crisper, errs more.")] = False,
     patch: PatchSide = None,
     matches: Annotated[int | None, Option(min=1, max=64, help="Patches that each becomes a mean of.")] = None,
     iterations: Iterations = None,

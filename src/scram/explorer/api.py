@@ -80,8 +80,8 @@ def explore(
     q: Tensor, k: Tensor, v: Tensor, *, search: Search | Auto = "auto", radius: int | Sequence[int] = 1,
     tail: Clusters | Auto | None = "auto", scale: float | None = None, score: Score = "dot",
     pictures: Tensor | Sequence[Tensor] = (), panes: Panes = "auto", title: str = "Attention",
-    notes: Sequence[str] = (), batch: int = 0, num_queries: int = 256, seed: int = 0, budget: int = BUDGET, most_points: int = MOST_POINTS,
-    impl: Impl = "auto",
+    notes: Sequence[str] = (), batch: int = 0, num_queries: int = 256, seed: int = 0, budget: int = BUDGET,
+    most_points: int = MOST_POINTS, impl: Impl = "auto",
 ) -> Explorer:  # fmt: skip
     """One HTML page on which every query of a grid shows where it attends: windows, clusters, and exact attention.
 
