@@ -38,6 +38,8 @@ class Case:
     jumps: tuple[int, ...] = (4, 2, 1)
     sweeps: int = 2
     warm: int = 0  # kappa of the warm start, 0 for none
+    reach: int | tuple[int, ...] | None = None
+    random: bool = True
     dtype: torch.dtype = torch.float32
     strided: bool = False
     offset: float = 0.0  # of every key's first feature: what all scores of a query share; they are exact in float32
@@ -56,9 +58,8 @@ class Case:
         return self.name.replace(" ", "-")
 
     def settings(self, seed: int = 7) -> scram.Search:
-        return scram.Search(
-            self.method, self.kappa, self.separation, self.sweeps, self.jumps, self.propagate, self.gossip, seed
-        )
+        how = (self.method, self.kappa, self.separation, self.sweeps, self.jumps, self.propagate, self.gossip, seed)
+        return scram.Search(*how, self.reach, self.random)
 
 
 CASES = [
@@ -98,6 +99,14 @@ CASES = [
     Case("warm", warm=2, kappa=2, sweeps=1),
     Case("warm with fewer", warm=1, kappa=3, separation=1),
     Case("warm with more", warm=3, kappa=1, sweeps=0, mask="batch"),
+    Case("reach", grid=(9, 12), reach=2, kappa=1),
+    Case("reach per axis from warm matches", batch=2, grid=(5, 7), key_grid=(6, 9), warm=3, reach=(1, 3), separation=1),
+    Case("reach, causal, masked", batch=2, heads=2, mask="head", causal=True, kappa=3, reach=2),
+    Case("reach of 0", grid=(2, 3, 4), key_grid=(5, 2, 3), kappa=3, warm=2, reach=0, jumps=(1, 2)),
+    Case("reach rank 4", grid=(2, 3, 2, 4), jumps=(2, 1), reach=(0, 1, 1, 2), propagate="turns", sweeps=3),
+    Case("reach over the grid", grid=(17,), reach=99, mask="batch"),
+    Case("no random search", random=False, kappa=3),
+    Case("reach, no random search", grid=(19,), key_grid=(23,), warm=1, reach=4, random=False, mask="batch"),
     Case("strided", batch=2, heads=2, strided=True, mask="head", extra=2),
     Case("empty batch", batch=0),
     Case("float64", dtype=torch.float64),
@@ -158,6 +167,10 @@ INTERPRETED = {
         "no jumps",
         "warm with fewer",
         "bfloat16",
+        "reach",
+        "reach per axis from warm matches",
+        "reach, causal, masked",
+        "reach, no random search",
         "empty batch",
     ],
     "attend": [
@@ -191,6 +204,10 @@ INTERPRETED = {
         "no sweeps",
         "warm with fewer",
         "bfloat16",
+        "reach",
+        "reach per axis from warm matches",
+        "reach, causal, masked",
+        "reach, no random search",
         "empty batch",
     ],
     "tile attend": [

@@ -247,13 +247,13 @@ def weight(value: Any) -> None:
     one_of("weight", value, WEIGHTS)
 
 
-def radius(value: Any, rank: int) -> tuple[int, ...]:
+def radius(value: Any, rank: int, name: str = "radius") -> tuple[int, ...]:
     """One radius per axis, from an int or a sequence of them."""
     if _is_sequence(value):
         if len(value) != rank:
-            raise ValueError(f"radius must be an int or one int per grid axis ({rank}), got {len(value)} values")
-        return tuple(min(whole(f"radius[{axis}]", b, 0), 2**31) for axis, b in enumerate(value))
-    return (min(whole("radius", value, 0, ", or one int per grid axis"), 2**31),) * rank  # no grid is wider
+            raise ValueError(f"{name} must be an int or one int per grid axis ({rank}), got {len(value)} values")
+        return tuple(min(whole(f"{name}[{axis}]", b, 0), 2**31) for axis, b in enumerate(value))
+    return (min(whole(name, value, 0, ", or one int per grid axis"), 2**31),) * rank  # no grid is wider
 
 
 def some_queries(q: Tensor) -> None:

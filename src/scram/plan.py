@@ -406,6 +406,8 @@ def _rung(data: dict[str, Any]) -> Rung:
     kind = None if tail is None else TAILS[errors.one_of("tail", tail.pop("kind"), TAILS)]
     if search is not None:
         search["jumps"] = tuple(search["jumps"])
+        reach = search.get("reach")  # plans of earlier versions have none
+        search["reach"] = tuple(reach) if isinstance(reach, list) else reach
     radius = said["radius"]
     setting = Setting(
         search=None if search is None else Search(**search),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _compat, calls, draws, errors, ops
+from . import _compat, calls, draws, errors, ops, places
 from .calls import ScoreFunction
 from .codebook import Codebook
 from .engines import EngineSpec
@@ -89,6 +89,12 @@ def seed_of(settings: Search | Estimator, inputs: Inputs, otherwise: Tensor | No
 
 
 def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | None) -> calls.SearchCall:
+    reach: tuple[int, ...] = ()
+    starts = None
+    if search.reach is not None:
+        starts = places.starts(inputs.q, grid_of(inputs.k), None if warm is None else warm.index)
+        reach = errors.radius(search.reach, inputs.q.ndim - 3, "reach")
+        reach = tuple([min(r, extent - 1) for r, extent in zip(reach, grid_of(inputs.k), strict=True)])
     return calls.SearchCall(
         q=inputs.q,
         k=inputs.k,
@@ -96,6 +102,7 @@ def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | No
         key_mask=inputs.key_mask,
         warm=None if warm is None else warm.index,
         rows=inputs.rows,
+        starts=starts,
         method=search.resolved_method(inputs.q),
         matches=search.matches,
         separation=search.separation,
@@ -103,6 +110,8 @@ def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | No
         jumps=search.jumps,
         propagate=search.propagate,
         gossip=search.gossip,
+        reach=reach,
+        random=search.random,
         causal=inputs.causal,
         score=inputs.score,
     )
