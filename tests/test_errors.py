@@ -76,6 +76,7 @@ ERRORS = [
         TypeError,
         r"alpha must be a float, got float32.*; use float\(alpha\)",
     ),
+    (search(search=scram.Search(reach=(1, 2, 3))), ValueError, r"reach must be .* per grid axis \(2\), got 3 values"),
     (lambda: scram.Search(matches=0), ValueError, "matches must be at least 1, got 0"),
     (lambda: scram.Search(propagate="up"), ValueError, "propagate must be one of 'shift', .* got 'up'"),
     (lambda: scram.Search(propagate=3), ValueError, "propagate must be one of .* got 3"),

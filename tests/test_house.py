@@ -29,7 +29,7 @@ BELOW = {
     "codebook": {"errors"},
     "fitting": {"clustering", "codebook", "grid", "noise", "statistics"},
     "statistics": set(),
-    "cost": {"codebook", "estimators", "grid", "schedule", "scoring", "types"},
+    "cost": {"codebook", "errors", "estimators", "grid", "schedule", "scoring", "types"},
     "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
     "plan": {"api", "codebook", "errors", "estimators", "statistics", "truth", "types"},
     "tune": {"api", "arguments", "cost", "defaults", "errors", "estimators", "grid", "plan", "precision", "statistics"}
@@ -50,7 +50,7 @@ BELOW = {
     "dense": {"dtensors", "errors", "scoring", "types"},
     "defaults": {"codebook", "cost", "estimators", "types"},
     "validate": {"defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
-    "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops"},
+    "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops", "places"},
     "api": SHARED
     | {"arguments", "codebook", "defaults", "dense", "dispatch", "dtensors", "errors", "estimators"}
     | {"layout_hints", "ops", "precision", "stages", "validate"},

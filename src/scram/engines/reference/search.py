@@ -130,6 +130,10 @@ class _Points:
     def below(self, draw: int, n: Tensor | int) -> Tensor:
         return below(noise(self.space.call.seed, *self.counters, draw), n)
 
+    def near(self, key: Tensor, radius: int, first: int) -> Tensor:
+        """A key around each point's `key`; axis a is draw first + a."""
+        return self.space.around(key, radius, lambda axis, n: self.below(first + axis, n))
+
     def legal(self, key: Tensor, exists: Tensor) -> Tensor:
         """Whether `key` (any value where it does not exist) may be taken in this run."""
         safe = key.clamp(0, self.space.keys - 1)
@@ -157,7 +161,7 @@ class _Points:
         starts = self.space.starts
         if starts is not None:
             start = starts[self.at, self.run % starts.shape[1]]
-            key = self.space.around(start, max(self.space.key_grid), lambda axis, n: self.below(first + axis, n))
+            key = self.near(start, max(self.space.key_grid), first)
             return key, torch.ones_like(key, dtype=torch.bool)
         some = self.choices > 0
         return self.space.legal.nth(self.row, self.below(draw, self.choices)), some
@@ -199,7 +203,7 @@ class _Points:
         """One key from ever smaller boxes around the best so far, cut at the border; a fresh one while keyless."""
         rank, radius, first = len(self.space.key_grid), self.space.radius, self.space.call.gossip
         while radius >= 1:
-            near = self.space.around(self.key.clamp(0), radius, lambda axis, n, draw=first: self.below(draw + axis, n))
+            near = self.near(self.key.clamp(0), radius, first)
             keyless = self.key < 0
             fresh, some = self.fresh(first + rank, first)
             self.offer(torch.where(keyless, fresh, near), ~keyless | some)
