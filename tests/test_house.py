@@ -54,6 +54,7 @@ BELOW = {
     "api": SHARED
     | {"arguments", "codebook", "defaults", "dense", "dispatch", "dtensors", "errors", "estimators"}
     | {"layout_hints", "ops", "precision", "stages", "validate"},
+    "local": {"api", "arguments", "errors", "grid", "types"},
     "exact": {"_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"errors", "exact", "grid", "scoring", "types"},
     "timing": set(),

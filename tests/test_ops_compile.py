@@ -167,6 +167,18 @@ def test_compiled_for_any_size_and_seed():
         assert len({compiled(*tensors, scram.Search(sweeps=0)).sum().item() for _ in range(4)}) == 4
 
 
+@pytest.mark.slow
+def test_a_limited_search_compiles_once_for_all_sizes():
+    def search(q, k):
+        return scram.search(q, k, search=scram.Search(reach=2, seed=0)).index
+
+    compiled = torch.compile(search, backend="aot_eager", fullgraph=True, dynamic=True)
+    with graphs_are(1):
+        for grid, key_grid in (((6, 7), (9, 5)), ((6, 9), (10, 7)), ((10, 4), (3, 6))):
+            q, k = torch.randn(2, 2, *grid, 8), torch.randn(2, 2, *key_grid, 8)
+            assert torch.equal(compiled(q, k), search(q, k))
+
+
 ESTIMATORS = {
     "Hybrid": lambda seed: scram.Hybrid(samples=5, seed=seed),
     "Snis": lambda seed: scram.Snis(samples=5, seed=seed),

@@ -58,7 +58,8 @@ def own_index(grid: Grid, key_grid: Grid, device: torch.device | str) -> Tensor:
     >>> own_index((4,), (2,), "cpu")
     tensor([0, 0, 1, 1], dtype=torch.int32)
     """
-    axes = [_centres(extent, keys, device)[0] for extent, keys in zip(grid, key_grid, strict=True)]
+    # No common divisor here: extents may be symbols, while a graph is made.
+    axes = [(2 * torch.arange(n, device=device) + 1) * m // (2 * n) for n, m in zip(grid, key_grid, strict=True)]
     return flat(torch.meshgrid(*axes, indexing="ij"), key_grid).int()
 
 

@@ -93,8 +93,7 @@ def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | No
     starts = None
     if search.reach is not None:
         starts = places.starts(inputs.q, grid_of(inputs.k), None if warm is None else warm.index)
-        reach = errors.radius(search.reach, inputs.q.ndim - 3, "reach")
-        reach = tuple([min(r, extent - 1) for r, extent in zip(reach, grid_of(inputs.k), strict=True)])
+        reach = tuple([min(r, 2**31 - 1) for r in errors.radius(search.reach, inputs.q.ndim - 3, "reach")])
     return calls.SearchCall(
         q=inputs.q,
         k=inputs.k,
