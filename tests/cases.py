@@ -41,6 +41,7 @@ class Case:
     reach: int | tuple[int, ...] | None = None
     random: bool = True
     dtype: torch.dtype = torch.float32
+    value_dtype: torch.dtype | None = None  # of v and its extra values; that of the others
     strided: bool = False
     offset: float = 0.0  # of every key's first feature: what all scores of a query share; they are exact in float32
     method: str = "query"
@@ -112,6 +113,8 @@ CASES = [
     Case("float64", dtype=torch.float64),
     Case("float16", dtype=torch.float16, extra=1),
     Case("bfloat16", dtype=torch.bfloat16, kappa=3),
+    Case("float16, values float32", dtype=torch.float16, value_dtype=torch.float32, extra=2, batch=2, mask="batch"),
+    Case("bfloat16, values float32", dtype=torch.bfloat16, value_dtype=torch.float32, kappa=3, dropout_p=0.3),
     Case("bfloat16 l2", dtype=torch.bfloat16, score="l2", extra=2),
     Case("cosine", score="cosine", extra=2, kappa=3),
     Case("l2", score="l2", causal=True),
@@ -180,6 +183,7 @@ INTERPRETED = {
         "causal, masked, separated",
         "width 3, values 60",
         "strided",
+        "float16, values float32",
         "float16",
         "l2",  # bfloat16 on a device only: the interpreter cuts it instead of rounding
         "large common scores",
@@ -223,6 +227,7 @@ INTERPRETED = {
         "one key head",
         "width 3, values 60",
         "strided",
+        "float16, values float32",
         "float16",
         "bfloat16",
         "l2",
@@ -255,9 +260,10 @@ class Tensors:
     matches: scram.Matches
 
     def leaves(self, dtype: torch.dtype) -> list[Tensor]:
-        """Fresh leaves q, k, v and extra of another dtype."""
+        """Fresh leaves q, k, v and extra of another dtype; wider values stay so."""
         given = (self.q, self.k, self.v, *(self.extra or ()))
-        return [x.detach().to(dtype, copy=True).requires_grad_() for x in given]
+        dtypes = [dtype if x.dtype == self.q.dtype else torch.promote_types(dtype, x.dtype) for x in given]
+        return [x.detach().to(own, copy=True).requires_grad_() for x, own in zip(given, dtypes, strict=True)]
 
 
 def make_tensors(case: Case, seed: int = 0, integer: bool = False) -> Tensors:
@@ -281,12 +287,13 @@ def make_tensors(case: Case, seed: int = 0, integer: bool = False) -> Tensors:
     q = features(case.batch, case.heads, *case.grid, case.width).to(case.dtype)
     k = features(case.batch, key_heads, *case.keys_grid, case.width).to(case.dtype)
     k[..., 0] += case.offset
-    v = features(case.batch, key_heads, *case.keys_grid, case.value_width).to(case.dtype)
+    value_dtype = case.value_dtype or case.dtype
+    v = features(case.batch, key_heads, *case.keys_grid, case.value_width).to(value_dtype)
     extra = None
     if case.extra:
         k_extra = features(case.batch, key_heads, case.extra, case.width).to(case.dtype)
         k_extra[..., 0] += case.offset
-        extra = k_extra, features(case.batch, key_heads, case.extra, case.value_width).to(case.dtype)
+        extra = k_extra, features(case.batch, key_heads, case.extra, case.value_width).to(value_dtype)
     return Tensors(q, k, v, extra, _mask(case, generator), keys(case.warm) if case.warm else None, keys(case.kappa))
 
 

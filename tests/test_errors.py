@@ -131,6 +131,11 @@ ERRORS = [
     ),
     (attend(v=V[..., :0]), ValueError, r"F >= 1.* got \(2, 2, 7, 3, 0\)"),
     (attend(v=V.half()), TypeError, "v must have q's dtype torch.float32, got torch.float16"),
+    (
+        attend(q=Q.half(), k=K.half(), v=V.double()),
+        TypeError,
+        r"v must have q's dtype torch.float16 or float32, got torch.float64; use v.to\(q.dtype\)",
+    ),
     (attend(found=(1, 2)), TypeError, "matches must be a scram.Matches, got tuple"),
     (attend(found=matches((2, 1, 5, 6))), ValueError, r"matches must have one entry per query, .*got \(2, 1, 5, 6\)"),
     (attend(scale="1"), TypeError, "scale must be a float, got str '1'"),

@@ -48,6 +48,14 @@ class Inputs(NamedTuple):
     def rows(self) -> Tensor | None:
         return self.shard.rows
 
+    def level(self) -> Inputs:
+        """Features as wide as the values: for what multiplies both by one unit."""
+        dtype = self.v.dtype
+        if self.q.dtype.itemsize >= dtype.itemsize:
+            return self
+        k_extra = None if self.k_extra is None else self.k_extra.to(dtype)
+        return self._replace(q=self.q.to(dtype), k=self.k.to(dtype), k_extra=k_extra)
+
 
 def prepare(
     spec: EngineSpec,
@@ -119,6 +127,7 @@ def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | No
 def attend_call(
     inputs: Inputs, index: Tensor, radius: tuple[int, ...], weight: str, dropout_p: float, window: str
 ) -> calls.AttendCall:
+    inputs = inputs if window == "query" else inputs.level()
     return calls.AttendCall(
         q=inputs.q,
         k=inputs.k,
@@ -150,6 +159,7 @@ def cluster_keys(
     radius: tuple[int, ...] | None,
 ) -> Codebook:
     """Clusters of every key head; of every query head where their masks differ, or where they are fitted."""
+    inputs = inputs.level()
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.key_mask
     each = q.shape[1] // k.shape[1]
     if each > 1 and mask is not None and mask.ndim == k.ndim - 1:
@@ -191,6 +201,7 @@ def join_clusters(
     window: str,
 ) -> Attended:
     """The attention over the windows with clusters for all other keys."""
+    inputs = inputs.level()
     call = calls.ClusterTailCall(
         q=inputs.q,
         index=index,
@@ -223,6 +234,7 @@ def hybrid(
     window: str = "query",
 ) -> calls.DrawnTail:
     """The head by `attend`, then the tail on the keys that the queries of a row share; one seed of dropout for both."""
+    inputs = inputs.level()
     head_call = attend_call(inputs, index, radius, "softmax", dropout_p, window)
     head = ops.attend(spec, head_call)
     call = calls.DrawnTailCall(
@@ -250,6 +262,7 @@ def hybrid(
 
 def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -> Estimate:
     """Keys of each query's own; extra keys are an exact head."""
+    inputs = inputs.level()
     q, mask, key_grid, settings = inputs.q, inputs.key_mask, grid_of(inputs.k), method.sample_settings()
     legal = LegalKeys.of(q, inputs.k, inputs.causal, inputs.key_mask)
     # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
