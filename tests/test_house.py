@@ -60,7 +60,7 @@ BELOW = {
     "timing": set(),
     "judge": {"arguments", "dense", "errors", "grid", "statistics", "timing", "truth"},
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
-    | {"scoring", "types"},
+    | {"grid", "places", "scoring", "types"},
     "images": {"api", "exact", "grid", "scoring", "types"},
     "layers": {"layout_hints", "plan"},
     "distributed": {
