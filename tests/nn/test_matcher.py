@@ -43,7 +43,7 @@ def test_a_window_over_the_grid_is_dense_matching(impl):
 
 def test_a_shift_is_found_with_confidence(impl):
     q, k = moved()
-    found = Matcher(radius=2, search=LONG, bidirectional=True, scale=2.0, impl=impl)(q, k)
+    found = Matcher(radius=2, search=LONG, bidirectional=True, score="cosine", scale=30.0, impl=impl)(q, k)
     off = (inner(found.offsets) - torch.tensor([3.0, -2.0])).abs().amax(-1)
     assert (off < 0.05).float().mean() > 0.95
     assert inner(found.confidence)[off < 0.05].min() > 0.9
@@ -153,7 +153,7 @@ def test_gradients_reach_q_and_k():
 
 def test_half_precision_keeps_coordinates():
     q, k = moved((20, 300), (0, 7))
-    found = Matcher(radius=2, search=LONG, scale=2.0)(q.bfloat16(), k.bfloat16())
+    found = Matcher(radius=2, search=LONG, score="cosine", scale=30.0)(q.bfloat16(), k.bfloat16())
     assert found.coords.dtype == torch.float32
     assert (inner(found.offsets, (20, 280), 5) - torch.tensor([0.0, 7.0])).abs().median() < 0.01
 
@@ -185,7 +185,7 @@ def test_errors_say_what_was_expected(change, error, message):
 def test_on_the_device(dtype):
     q, k = (x.to("cuda", dtype) for x in moved((60, 92), (3, -2), 64))
     for scales in ((1,), (2, 1)):
-        found = Matcher(radius=2, scales=scales, bidirectional=True, scale=2.0, search=LONG)(q, k)
+        found = Matcher(radius=2, scales=scales, bidirectional=True, score="cosine", scale=30.0, search=LONG)(q, k)
         assert found.coords.device.type == "cuda"
         assert (
             (inner(found.offsets, (60, 92)) - torch.tensor([3.0, -2.0], device="cuda")).abs().amax(-1) < 0.05
