@@ -31,9 +31,9 @@ BELOW = {
     "statistics": set(),
     "cost": {"codebook", "errors", "estimators", "grid", "schedule", "scoring", "types"},
     "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
-    "plan": {"api", "codebook", "errors", "estimators", "statistics", "truth", "types"},
-    "tune": {"api", "arguments", "cost", "defaults", "errors", "estimators", "grid", "plan", "precision", "statistics"}
-    | {"truth", "types", "validate"},
+    "plan": {"api", "codebook", "errors", "estimators", "modes", "statistics", "truth", "types"},
+    "tune": {"api", "arguments", "cost", "defaults", "errors", "estimators", "grid", "modes", "plan", "precision"}
+    | {"statistics", "truth", "types", "validate"},
     "types": {"dtensors", "errors", "places", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},
@@ -54,6 +54,7 @@ BELOW = {
     "api": SHARED
     | {"arguments", "codebook", "defaults", "dense", "dispatch", "dtensors", "errors", "estimators"}
     | {"layout_hints", "ops", "precision", "stages", "validate"},
+    "modes": {"api", "exact", "grid", "layout_hints", "types"},
     "local": {"api", "arguments", "errors", "grid", "types"},
     "exact": {"_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"errors", "exact", "grid", "scoring", "types"},
@@ -62,7 +63,7 @@ BELOW = {
     "nn": {"api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"grid", "places", "scoring", "types"},
     "images": {"api", "exact", "grid", "scoring", "types"},
-    "layers": {"layout_hints", "plan"},
+    "layers": {"layout_hints", "modes", "plan"},
     "distributed": {
         "_compat",
         "api",
@@ -82,7 +83,7 @@ BELOW = {
     | {"ops", "precision", "scoring", "stages", "types", "validate"},
     "sdpa": {"_compat", "api", "defaults", "errors", "estimators", "layers", "layout_hints", "tune", "types"},
     "patch": {"_compat", "errors", "estimators", "layers", "sdpa", "types"},
-    "trust": {"api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "plan"}
+    "trust": {"api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "modes", "plan"}
     | {"precision", "scoring", "statistics", "truth", "types"},
 }
 
