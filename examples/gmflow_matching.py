@@ -163,6 +163,15 @@ def at_twice_the_size(
     return rows
 
 
+def homography(source: Any, target: Any) -> Any:
+    """The matrix [3, 3] that takes four points (right, down) to four others."""
+    lines, wanted = [], []
+    for (x, y), (u, w) in zip(source, target, strict=True):
+        lines += [[x, y, 1, 0, 0, 0, -u * x, -u * y], [0, 0, 0, x, y, 1, -w * x, -w * y]]
+        wanted += [u, w]
+    return np.append(np.linalg.solve(np.array(lines), np.array(wanted)), 1).reshape(3, 3)
+
+
 def warped(size: float, strong: bool) -> tuple[Tensor, Tensor, Tensor]:
     """A photograph [1, 3, H, W], the same seen through a homography, and the flow [2, H, W]; NaN off the picture."""
     from skimage.data import coffee
@@ -175,8 +184,7 @@ def warped(size: float, strong: bool) -> tuple[Tensor, Tensor, Tensor]:
     moved = [[0.04, 0.05], [0.97, 0.02], [1.0, 0.96], [0.02, 1.0]]
     if strong:  # turned by a third of a right angle, and half as large
         moved = [[0.42, 0.05], [0.85, 0.45], [0.58, 0.98], [0.12, 0.55]]
-    there = ProjectiveTransform()
-    there.estimate(corners, np.array(moved) * (width, height))
+    there = ProjectiveTransform(matrix=homography(corners, np.array(moved) * (width, height)))
     second = warp(photo, there.inverse, output_shape=shape, order=3)
     right, down = np.meshgrid(np.arange(width), np.arange(height))
     place = np.stack((right, down), -1).reshape(-1, 2).astype(float)

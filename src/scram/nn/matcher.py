@@ -59,7 +59,7 @@ class Matcher(Searching):
 
     Args:
         radius: of the windows that the mean place is taken from; an int or one per axis. Smaller ones are faster and
-            farther from dense attention ([docs](matching.md)).
+            farther from dense attention, see docs/gmflow_matching.md.
         search: how to look where nothing is known.
         warm_search: how to look from matches that are given, kept, or of a coarser scale.
         scales: how much coarser each grid is that is searched, coarse to fine, the last 1: (4, 2, 1). Features are

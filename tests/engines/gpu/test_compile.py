@@ -42,6 +42,7 @@ def table_cases():
             width=width,
             value_width=60 if n == 5 else width,
             dtype=dtype,
+            value_dtype=torch.float32 if n == 4 else None,
             kappa=1 + n % 2,
             separation=int(n % 4 == 3),
             causal=n % 3 == 1,
