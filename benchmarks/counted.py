@@ -9,7 +9,7 @@ import scram
 from scram.calls import SearchCall
 from scram.engines.cpu.search import counted_search
 
-FIELDS = ("matches", "separation", "sweeps", "jumps", "propagate", "gossip")
+FIELDS = ("matches", "separation", "sweeps", "jumps", "propagate", "gossip", "random")
 
 
 def counted(
@@ -18,7 +18,17 @@ def counted(
     """The query search for q [1, 1, *G, E] and k [1, 1, *G', E]; and how many scores it computed in all."""
     how = {name: getattr(settings, name) for name in FIELDS}
     call = SearchCall(
-        q, k, torch.tensor(seed), key_mask=None, warm=warm, rows=None, method="query", **how, causal=False
+        q,
+        k,
+        torch.tensor(seed),
+        key_mask=None,
+        warm=warm,
+        rows=None,
+        starts=None,
+        method="query",
+        reach=(),
+        **how,
+        causal=False,
     )
     found, count = counted_search(call)
     return scram.Matches(found.index, found.score, tuple(k.shape[2:-1])), count

@@ -18,6 +18,7 @@ from typing import Any
 
 import table_cells
 import tables_distributed
+import tables_matching
 import tables_models
 import tables_pictures
 from table_cells import BY, ROOT, share, table, time
@@ -330,6 +331,10 @@ def interval(one: dict[str, Any], head: int) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "pictures": tables_pictures.pictures,
+    "gmflow-steps": tables_matching.gmflow_steps,
+    "gmflow-coarse": tables_matching.gmflow_coarse,
+    "local": tables_matching.local,
+    "frames": tables_matching.frames,
     "nccl-one-rank": tables_distributed.nccl_one_rank,
     "results": results,
     "results-short": results_short,

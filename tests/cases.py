@@ -38,7 +38,10 @@ class Case:
     jumps: tuple[int, ...] = (4, 2, 1)
     sweeps: int = 2
     warm: int = 0  # kappa of the warm start, 0 for none
+    reach: int | tuple[int, ...] | None = None
+    random: bool = True
     dtype: torch.dtype = torch.float32
+    value_dtype: torch.dtype | None = None  # of v and its extra values; that of the others
     strided: bool = False
     offset: float = 0.0  # of every key's first feature: what all scores of a query share; they are exact in float32
     method: str = "query"
@@ -56,9 +59,8 @@ class Case:
         return self.name.replace(" ", "-")
 
     def settings(self, seed: int = 7) -> scram.Search:
-        return scram.Search(
-            self.method, self.kappa, self.separation, self.sweeps, self.jumps, self.propagate, self.gossip, seed
-        )
+        how = (self.method, self.kappa, self.separation, self.sweeps, self.jumps, self.propagate, self.gossip, seed)
+        return scram.Search(*how, self.reach, self.random)
 
 
 CASES = [
@@ -98,11 +100,21 @@ CASES = [
     Case("warm", warm=2, kappa=2, sweeps=1),
     Case("warm with fewer", warm=1, kappa=3, separation=1),
     Case("warm with more", warm=3, kappa=1, sweeps=0, mask="batch"),
+    Case("reach", grid=(9, 12), reach=2, kappa=1),
+    Case("reach per axis from warm matches", batch=2, grid=(5, 7), key_grid=(6, 9), warm=3, reach=(1, 3), separation=1),
+    Case("reach, causal, masked", batch=2, heads=2, mask="head", causal=True, kappa=3, reach=2),
+    Case("reach of 0", grid=(2, 3, 4), key_grid=(5, 2, 3), kappa=3, warm=2, reach=0, jumps=(1, 2)),
+    Case("reach rank 4", grid=(2, 3, 2, 4), jumps=(2, 1), reach=(0, 1, 1, 2), propagate="turns", sweeps=3),
+    Case("reach over the grid", grid=(17,), reach=99, mask="batch"),
+    Case("no random search", random=False, kappa=3),
+    Case("reach, no random search", grid=(19,), key_grid=(23,), warm=1, reach=4, random=False, mask="batch"),
     Case("strided", batch=2, heads=2, strided=True, mask="head", extra=2),
     Case("empty batch", batch=0),
     Case("float64", dtype=torch.float64),
     Case("float16", dtype=torch.float16, extra=1),
     Case("bfloat16", dtype=torch.bfloat16, kappa=3),
+    Case("float16, values float32", dtype=torch.float16, value_dtype=torch.float32, extra=2, batch=2, mask="batch"),
+    Case("bfloat16, values float32", dtype=torch.bfloat16, value_dtype=torch.float32, kappa=3, dropout_p=0.3),
     Case("bfloat16 l2", dtype=torch.bfloat16, score="l2", extra=2),
     Case("cosine", score="cosine", extra=2, kappa=3),
     Case("l2", score="l2", causal=True),
@@ -158,6 +170,10 @@ INTERPRETED = {
         "no jumps",
         "warm with fewer",
         "bfloat16",
+        "reach",
+        "reach per axis from warm matches",
+        "reach, causal, masked",
+        "reach, no random search",
         "empty batch",
     ],
     "attend": [
@@ -167,6 +183,7 @@ INTERPRETED = {
         "causal, masked, separated",
         "width 3, values 60",
         "strided",
+        "float16, values float32",
         "float16",
         "l2",  # bfloat16 on a device only: the interpreter cuts it instead of rounding
         "large common scores",
@@ -191,6 +208,10 @@ INTERPRETED = {
         "no sweeps",
         "warm with fewer",
         "bfloat16",
+        "reach",
+        "reach per axis from warm matches",
+        "reach, causal, masked",
+        "reach, no random search",
         "empty batch",
     ],
     "tile attend": [
@@ -206,6 +227,7 @@ INTERPRETED = {
         "one key head",
         "width 3, values 60",
         "strided",
+        "float16, values float32",
         "float16",
         "bfloat16",
         "l2",
@@ -238,9 +260,10 @@ class Tensors:
     matches: scram.Matches
 
     def leaves(self, dtype: torch.dtype) -> list[Tensor]:
-        """Fresh leaves q, k, v and extra of another dtype."""
+        """Fresh leaves q, k, v and extra of another dtype; wider values stay so."""
         given = (self.q, self.k, self.v, *(self.extra or ()))
-        return [x.detach().to(dtype, copy=True).requires_grad_() for x in given]
+        dtypes = [dtype if x.dtype == self.q.dtype else torch.promote_types(dtype, x.dtype) for x in given]
+        return [x.detach().to(own, copy=True).requires_grad_() for x, own in zip(given, dtypes, strict=True)]
 
 
 def make_tensors(case: Case, seed: int = 0, integer: bool = False) -> Tensors:
@@ -264,12 +287,13 @@ def make_tensors(case: Case, seed: int = 0, integer: bool = False) -> Tensors:
     q = features(case.batch, case.heads, *case.grid, case.width).to(case.dtype)
     k = features(case.batch, key_heads, *case.keys_grid, case.width).to(case.dtype)
     k[..., 0] += case.offset
-    v = features(case.batch, key_heads, *case.keys_grid, case.value_width).to(case.dtype)
+    value_dtype = case.value_dtype or case.dtype
+    v = features(case.batch, key_heads, *case.keys_grid, case.value_width).to(value_dtype)
     extra = None
     if case.extra:
         k_extra = features(case.batch, key_heads, case.extra, case.width).to(case.dtype)
         k_extra[..., 0] += case.offset
-        extra = k_extra, features(case.batch, key_heads, case.extra, case.value_width).to(case.dtype)
+        extra = k_extra, features(case.batch, key_heads, case.extra, case.value_width).to(value_dtype)
     return Tensors(q, k, v, extra, _mask(case, generator), keys(case.warm) if case.warm else None, keys(case.kappa))
 
 

@@ -273,8 +273,9 @@ def calls():
     q, k, v = (x.detach() for x in whole_numbers(key_heads=4))
     seed, grid = torch.tensor(3), (4, 5)
     for mask in (None, mask_of("keys", q, k), mask_of("heads", q, k)):
-        search = {"method": "query", "matches": 2, "separation": 0, "sweeps": 2, "jumps": (2, 1), "propagate": "both"}
-        call = scram.calls.SearchCall(q, k, seed, mask, None, None, **search, gossip=2, causal=False)
+        search = {"method": "query", "matches": 2, "separation": 0, "sweeps": 2, "jumps": (2, 1)}
+        search |= {"propagate": "both", "gossip": 2, "reach": (), "random": True, "causal": False}
+        call = scram.calls.SearchCall(q, k, seed, mask, None, None, None, **search)
         index = ops.search.op(*ops.search._fields(call), "numba")[0]
         yield ops.search, call._replace(warm=index)
         attend = {"radius": (1, 1), "causal": False, "scale": 0.3, "weight": "softmax", "dropout_p": 0.2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import torch
 
@@ -77,6 +78,57 @@ def scores(case: Case, tensors: Tensors, row: int) -> list[list[int]]:
     return [[sum(x * y for x, y in zip(a, b, strict=True)) for b in k] for a in q]
 
 
+def starts(case: Case, tensors: Tensors, row: int) -> list[list[int]]:
+    """Of every query the keys that its matches must be near, by their numbers; without a reach none."""
+    if case.reach is None:
+        return [[] for _ in points(case.grid)]
+    own = []
+    for place in points(case.grid):
+        middle = [(c + Fraction(1, 2)) / n for c, n in zip(place, case.grid, strict=True)]
+        own.append(flat([math.floor(x * m) for x, m in zip(middle, case.keys_grid, strict=True)], case.keys_grid))
+    if not case.warm:
+        return [[j] for j in own]
+    batch, head = divmod(row, case.heads)
+    given = tensors.warm.index[batch, head].reshape(len(own), -1).tolist()
+    made = []
+    for j, keys in zip(own, given, strict=True):
+        there = [key for key in keys if 0 <= key < case.keys]
+        made.append([key if 0 <= key < case.keys else (there or [j])[0] for key in keys])
+    return made
+
+
+def box(case: Case, centre: int, radius: int | None) -> list[range]:
+    """The keys around a key by axis, cut at the border and by the reach; a radius of None: by the reach alone."""
+    ranges = []
+    for axis, (c, extent) in enumerate(zip(points(case.keys_grid)[centre], case.keys_grid, strict=True)):
+        limits = [r for r in (radius, reaches(case)[axis]) if r is not None]
+        ranges.append(range(max(c - min(limits), 0), min(c + min(limits), extent - 1) + 1))
+    return ranges
+
+
+def reaches(case: Case) -> tuple[int | None, ...]:
+    return case.reach if isinstance(case.reach, tuple) else (case.reach,) * len(case.grid)
+
+
+def reached(case: Case, near: list[int], j: int) -> bool:
+    """Whether a key is near enough to one of the starts."""
+    if case.reach is None:
+        return True
+    boxes = [box(case, start, None) for start in near]
+    return any(all(c in side for c, side in zip(points(case.keys_grid)[j], one, strict=True)) for one in boxes)
+
+
+def radii(case: Case) -> list[int]:
+    """Of random search."""
+    r, made = max(case.keys_grid), []
+    if case.reach is not None:
+        r = min(r, max(reaches(case)))
+    while r >= 1 and case.random:
+        made.append(r)
+        r //= 2
+    return made
+
+
 def search(case: Case, tensors: Tensors, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Index and score [B, H, *G, kappa] of integer-valued features."""
     rows = [_search_row(case, tensors, row, seed) for row in range(case.batch * case.heads)]
@@ -95,20 +147,17 @@ def _search_row(case: Case, tensors: Tensors, row: int, seed: int):
         if run < case.warm:
             batch, head = divmod(row, case.heads)
             warm = tensors.warm.index[batch, head].reshape(queries, -1)[:, run].tolist()
-        state = _run(case, row, run, seed, score, keys, [[j for j, _ in f if j >= 0] for f in found], warm)
+        earlier = [[j for j, _ in f if j >= 0] for f in found]
+        state = _run(case, row, run, seed, score, keys, earlier, warm, starts(case, tensors, row))
         for i in range(queries):
             j = state[i]
             found[i].append((-1, -math.inf) if j is None else (j, score[i][j]))
     return [sorted(f, key=lambda one: (one[0] < 0, -one[1])) for f in found]
 
 
-def _run(case: Case, row, run, seed, score, keys, earlier, warm):
+def _run(case: Case, row, run, seed, score, keys, earlier, warm, near):
     places, key_places = points(case.grid), points(case.keys_grid)
-    rank, radii = len(case.grid), []
-    r = max(case.keys_grid)
-    while r >= 1:
-        radii.append(r)
-        r //= 2
+    rank = len(case.grid)
 
     def own(i):
         return [j for j in keys if not case.causal or j <= i]
@@ -117,15 +166,22 @@ def _run(case: Case, row, run, seed, score, keys, earlier, warm):
         return noise(seed, row, i, run, sweep, draw) * n // WORD
 
     def legal(i, j):
-        return j in own(i) and all(distance(key_places[j], key_places[e]) > case.separation for e in earlier[i])
+        if j not in own(i) or not reached(case, near[i], j):
+            return False
+        return all(distance(key_places[j], key_places[e]) > case.separation for e in earlier[i])
 
-    def fresh(i, sweep, draw):
+    def in_box(i, sides, sweep, draw):
+        return flat([s[below(len(s), i, sweep, draw + axis)] for axis, s in enumerate(sides)], case.keys_grid)
+
+    def fresh(i, sweep, draw, first):
+        if case.reach is not None:
+            return in_box(i, box(case, near[i][run % len(near[i])], None), sweep, first)
         choices = own(i)
         return choices[below(len(choices), i, sweep, draw)] if choices else None
 
     state = []
     for i in range(len(places)):
-        start = warm[i] if warm[i] is not None and warm[i] >= 0 and legal(i, warm[i]) else fresh(i, 0, 0)
+        start = warm[i] if warm[i] is not None and warm[i] >= 0 and legal(i, warm[i]) else fresh(i, 0, 0, 0)
         state.append(start if start is not None and legal(i, start) else None)
     for sweep in range(1, case.sweeps + 1):
         shift = case.propagate in ("shift", "both") or (case.propagate == "turns" and sweep % 2 == 1)
@@ -151,16 +207,12 @@ def _run(case: Case, row, run, seed, score, keys, earlier, warm):
                     take(before[p])
             for g in range(case.gossip):
                 take(before[below(len(places), i, sweep, g)])
-            for number, reach in enumerate(radii):
+            for number, radius in enumerate(radii(case)):
                 draw = case.gossip + number * (rank + 1)
                 if best is None:
-                    take(fresh(i, sweep, draw + rank))
-                    continue
-                near = []
-                for axis, (c, extent) in enumerate(zip(key_places[best], case.keys_grid, strict=True)):
-                    low, high = max(c - reach, 0), min(c + reach, extent - 1)
-                    near.append(low + below(high - low + 1, i, sweep, draw + axis))
-                take(flat(near, case.keys_grid))
+                    take(fresh(i, sweep, draw + rank, draw))
+                else:
+                    take(in_box(i, box(case, best, radius), sweep, draw))
             state[i] = best
     return state
 

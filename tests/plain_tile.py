@@ -7,7 +7,7 @@ import math
 import torch
 
 from cases import Case, Tensors
-from plain import WORD, allowed, distance, flat, noise, points, scores
+from plain import WORD, allowed, box, distance, flat, noise, points, radii, reached, scores, starts
 
 SIDES = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (2, 2, 4, 4)}
 
@@ -32,14 +32,19 @@ def tiles(grid):
 
 def _row(case: Case, tensors: Tensors, row: int, seed: int):
     places, key_places = points(case.grid), points(case.keys_grid)
-    rank, widest = len(case.grid), max(case.keys_grid)
+    rank, close = len(case.grid), starts(case, tensors, row)
     score, keys = scores(case, tensors, row), allowed(case, tensors, row)
     own = [[j for j in keys if not case.causal or j <= i] for i in range(len(places))]
 
     def drawn(n, i, run, sweep, draw):
         return noise(seed, row, i, run, sweep, draw) * n // WORD
 
-    def fresh(i, run, sweep, draw):
+    def in_box(i, run, sides, sweep, draw):
+        return flat([s[drawn(len(s), i, run, sweep, draw + axis)] for axis, s in enumerate(sides)], case.keys_grid)
+
+    def fresh(i, run, sweep, draw, first, entry):
+        if case.reach is not None:
+            return in_box(i, run, box(case, close[i][entry % len(close[i])], None), sweep, first)
         return own[i][drawn(len(own[i]), i, run, sweep, draw)] if own[i] else None
 
     def near(j, m):
@@ -61,13 +66,14 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
     for i in range(len(places)):
         mine = []
         for run in range(min(case.warm, case.kappa) or 1):
-            start = fresh(i, run, 0, 0)
+            start = fresh(i, run, 0, 0, 0, run)
             if case.warm:
                 batch, head = divmod(row, case.heads)
                 given = int(tensors.warm.index[batch, head].reshape(len(places), -1)[i, run])
-                if given in own[i] and not any(near(given, m) for m in mine):
+                there = given in own[i] and reached(case, close[i], given)
+                if there and not any(near(given, m) for m in mine):
                     start = given
-            if start is not None and not any(near(start, m) for m in mine):
+            if start in own[i] and not any(near(start, m) for m in mine):
                 mine.append(start)
         kept.append(best_first(i, mine))
 
@@ -80,8 +86,7 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
             if case.propagate in ("stay", "both") or (case.propagate == "turns" and sweep % 2 == 0):
                 kinds.append(("stay", number, jump))
         kinds += [("gossip", g, 0) for g in range(case.gossip)]
-        radii = [r for r in range(widest.bit_length()) if r % 2 != sweep % 2]
-        kinds += [("random", r, widest >> r) for r in radii]
+        kinds += [("random", n, radius) for n, radius in enumerate(radii(case)) if n % 2 != sweep % 2]
 
         def offer(i, place_in_sweep, kind, number, reach, before=before, sweep=sweep):
             found, own = sought(i, place_in_sweep, kind, number, reach, before, sweep)
@@ -101,12 +106,8 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
                 first = case.gossip + number * (rank + 1)
                 m = match_of(i)
                 if m is None:
-                    return fresh(i, 0, sweep, first + rank), None
-                place = []
-                for axis, (c, extent) in enumerate(zip(key_places[m], case.keys_grid, strict=True)):
-                    low, high = max(c - reach, 0), min(c + reach, extent - 1)
-                    place.append(low + drawn(high - low + 1, i, 0, sweep, first + axis))
-                return flat(place, case.keys_grid), m
+                    return fresh(i, 0, sweep, first + rank, first, entry), None
+                return in_box(i, 0, box(case, m, reach), sweep, first), m
             axis, side = divmod((sum(places[i]) + sweep + number) % (2 * rank), 2)
             far = reach if kind == "shift" else reach * SIDES[rank][axis]
             step = [(2 * side - 1) * far * (a == axis) for a in range(rank)]
@@ -129,6 +130,7 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
                     window = [j for j in window if j is not None]
                     for i in tile:
                         legal = [j for j in window if not case.causal or j <= i]
+                        legal = [j for j in legal if reached(case, close[i], j)]
                         if legal and enters(i, max(legal, key=lambda j, i=i: (score[i][j], -j))):
                             took.add(i)
         if len(took) * 256 < len(places):

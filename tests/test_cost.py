@@ -7,8 +7,9 @@ import scram
 from scram.cost import keys_visited, tail_size
 
 
+@pytest.mark.parametrize("limits", [{}, {"reach": 9, "random": False}], ids=["", "no random search"])
 @pytest.mark.parametrize("method", ["query", "tile"])
-def test_the_cost_is_what_the_search_scores(method):
+def test_the_cost_is_what_the_search_scores(method, limits):
     """Counted in the reference with a score that counts; no more, and, since some offers fail, not much less."""
     grid, sweeps, scored = (16, 16), 3, 0
 
@@ -19,7 +20,7 @@ def test_the_cost_is_what_the_search_scores(method):
         return (q * k).sum(-1)
 
     q, k = torch.randn(1, 1, *grid, 4), torch.randn(1, 1, *grid, 4)
-    search = scram.Search(method, matches=2, sweeps=sweeps, jumps=(2, 1), gossip=2, seed=0)
+    search = scram.Search(method, matches=2, sweeps=sweeps, jumps=(2, 1), gossip=2, seed=0, **limits)
     scram.search(q, k, search=search, score=score)
     made = scored / 256
     found = keys_visited(q, k, search, (0, 0), scram.Clusters(count=40))

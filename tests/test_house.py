@@ -42,9 +42,9 @@ BELOW = {
     "codebook": {"errors"},
     "fitting": {"clustering", "codebook", "grid", "noise", "statistics"},
     "statistics": set(),
-    "cost": {"codebook", "estimators", "grid", "schedule", "scoring", "types"},
+    "cost": {"codebook", "errors", "estimators", "grid", "schedule", "scoring", "types"},
     "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
-    "plan": {"options", "api", "codebook", "errors", "estimators", "statistics", "truth", "types"},
+    "plan": {"options", "api", "codebook", "errors", "estimators", "modes", "statistics", "truth", "types"},
     "tune": {
         "options",
         "api",
@@ -54,6 +54,7 @@ BELOW = {
         "errors",
         "estimators",
         "grid",
+        "modes",
         "plan",
         "precision",
         "statistics",
@@ -75,10 +76,12 @@ BELOW = {
     "dense": {"dtensors", "errors", "scoring", "types"},
     "defaults": {"options", "codebook", "cost", "estimators", "types"},
     "validate": {"options", "defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
-    "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops"},
+    "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops", "places"},
     "api": SHARED
     | {"arguments", "codebook", "defaults", "dense", "dispatch", "dtensors", "errors", "estimators"}
     | {"layout_hints", "ops", "precision", "stages", "validate"},
+    "modes": {"api", "exact", "grid", "layout_hints", "types"},
+    "local": {"options", "api", "arguments", "errors", "grid", "types"},
     "explorer": {
         "options",
         "api",
@@ -97,9 +100,9 @@ BELOW = {
     "timing": set(),
     "judge": {"options", "arguments", "dense", "errors", "grid", "statistics", "timing", "truth"},
     "nn": {"options", "api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
-    | {"scoring", "types"},
+    | {"grid", "places", "scoring", "types"},
     "images": {"options", "api", "exact", "grid", "scoring", "types"},
-    "layers": {"layout_hints", "plan"},
+    "layers": {"layout_hints", "modes", "plan"},
     "distributed": {
         "options",
         "_compat",
@@ -131,8 +134,8 @@ BELOW = {
         "types",
     },
     "patch": {"options", "_compat", "errors", "estimators", "layers", "sdpa", "types"},
-    "trust": {"options", "api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "plan"}
-    | {"precision", "scoring", "statistics", "truth", "types"},
+    "trust": {"options", "api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "modes"}
+    | {"plan", "precision", "scoring", "statistics", "truth", "types"},
 }
 
 

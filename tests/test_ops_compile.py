@@ -31,9 +31,10 @@ def op_calls():
     seed, mask = torch.tensor(3), torch.rand(2, 4, 5) < 0.7
     plain = [x.detach() for x in (q, k)]
     rows = torch.tensor([[3, 4], [8, 9]])
-    settings = (rows, "query", 2, 0, 2, [2, 1], "both", 2, False, "numba")
-    index, _ = OPS.search(*plain, seed, mask, None, *settings)
-    yield "search", (*plain, seed, mask, index, *settings)
+    settings = ("query", 2, 0, 2, [2, 1], "both", 2, [1, 2], True, False, "numba")
+    own = torch.arange(20, dtype=torch.int32).reshape(4, 5, 1).expand(2, 2, 4, 5, 1).contiguous()
+    index, _ = OPS.search(*plain, seed, mask, None, rows, own, *settings)
+    yield "search", (*plain, seed, mask, index, rows, own, *settings)
     for extra in ((None, None), (torch.randn(2, 2, 3, 8, requires_grad=True), torch.randn(2, 2, 3, 5))):
         call = (q, k, v, index, mask, *extra, seed, rows, [1, 1], False, 0.3, "softmax", 0.2, "query")
         yield from both_passes("attend", call, slice(0, 2))
@@ -95,6 +96,7 @@ COMPILED = {
     "plain": {},
     "masks": {"causal": True, "key_mask": torch.arange(2 * 5 * 6).reshape(2, 5, 6) % 7 > 0},
     "other weights": {"score": "cosine", "weight": "relu", "radius": (0, 2)},
+    "a limited search": {"search": scram.Search(reach=(2, 1), random=False, seed=0)},
     "extra keys": {"extra": (torch.ones(2, 2, 3, 8), torch.ones(2, 2, 3, 5)), "scale": 0.2},
 }
 
@@ -102,7 +104,7 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_equals_eager(name):
     def attention(q, k, v):
-        return scram.attention(q, k, v, search=SEARCH, **COMPILED[name])
+        return scram.attention(q, k, v, **{"search": SEARCH, **COMPILED[name]})
 
     tensors = leaves(5, 6)
     with graphs_are(1):
@@ -163,6 +165,18 @@ def test_compiled_for_any_size_and_seed():
         assert len({compiled(*tensors, scram.Search(sweeps=0, seed=seed)).sum().item() for seed in seeds}) == 8
     with graphs_are(1):
         assert len({compiled(*tensors, scram.Search(sweeps=0)).sum().item() for _ in range(4)}) == 4
+
+
+@pytest.mark.slow
+def test_a_limited_search_compiles_once_for_all_sizes():
+    def search(q, k):
+        return scram.search(q, k, search=scram.Search(reach=2, seed=0)).index
+
+    compiled = torch.compile(search, backend="aot_eager", fullgraph=True, dynamic=True)
+    with graphs_are(1):
+        for grid, key_grid in (((6, 7), (9, 5)), ((6, 9), (10, 7)), ((10, 4), (3, 6))):
+            q, k = torch.randn(2, 2, *grid, 8), torch.randn(2, 2, *key_grid, 8)
+            assert torch.equal(compiled(q, k), search(q, k))
 
 
 ESTIMATORS = {

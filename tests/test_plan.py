@@ -18,6 +18,7 @@ SETTINGS = {
     "clusters": Setting(SEARCH, scram.Clusters(count=32), (0, 2)),
     "drawn": Setting(SEARCH, scram.Hybrid(samples=32, stratified=True)),
     "fitted": Setting(SEARCH, scram.Clusters(count=32, fit=16)),
+    "limited": Setting(scram.Search(reach=(2, 1), random=False, seed=0)),
     "dense": Setting(),
 }
 

@@ -21,7 +21,7 @@ def test_the_tiles_hold_64_queries():
 
 
 def test_radii_take_turns_and_cover_all():
-    seen = [[o.reach for o in schedule.offers(sweep, (), "both", 0, (100,)) if o.kind == "random"] for sweep in (1, 2)]
+    seen = [[o.reach for o in schedule.offers(sweep, (), "both", 0, 1, 100) if o.kind == "random"] for sweep in (1, 2)]
     assert seen == [[100, 25, 6, 1], [50, 12, 3]]
 
 
@@ -30,7 +30,7 @@ def test_no_two_offers_of_a_sweep_share_a_draw(key_grid):
     """A random key takes a draw for its query and one for each axis."""
     for sweep in (1, 2):
         taken = []
-        for offer in schedule.offers(sweep, (4, 1), "both", 3, key_grid):
+        for offer in schedule.offers(sweep, (4, 1), "both", 3, len(key_grid), max(key_grid)):
             if offer.kind in ("gossip", "random"):
                 count = 1 if offer.kind == "gossip" else 1 + len(key_grid)
                 taken += range(offer.draw, offer.draw + count)
@@ -39,7 +39,7 @@ def test_no_two_offers_of_a_sweep_share_a_draw(key_grid):
 
 
 def test_offers_of_neighbours_go_by_jumps():
-    found = [(offer.kind, offer.reach, offer.draw) for offer in schedule.offers(1, (8, 2), "both", 0, (1,))]
+    found = [(offer.kind, offer.reach, offer.draw) for offer in schedule.offers(1, (8, 2), "both", 0, 1, 1)]
     assert found[:4] == [("shift", 8, 0), ("stay", 8, 0), ("shift", 2, 1), ("stay", 2, 1)]
 
 
@@ -48,3 +48,10 @@ def test_windows_hold_every_query_once(matches):
     windows = schedule.windows(matches)
     assert len(windows) == (1 if matches == 1 else schedule.WINDOWS)
     assert sorted(lane for lanes in windows for lane in lanes) == list(range(schedule.TILE_QUERIES))
+
+
+def test_the_largest_radius_is_no_larger_than_grid_and_reach():
+    assert schedule.widest((5, 9), (), True) == schedule.widest((5, 9), (99, 0), True) == 9
+    assert schedule.widest((5, 9), (3, 2), True) == 3
+    assert schedule.widest((5, 9), (0, 0), True) == schedule.widest((5, 9), (3, 2), False) == 0
+    assert not [offer for offer in schedule.offers(1, (), "both", 0, 2, 0) if offer.kind == "random"]

@@ -32,6 +32,10 @@ def some_matches():
         ({"jumps": (8, 0.5)}, TypeError, r"jumps\[1\] must be an int, got float 0.5"),
         ({"propagate": "none"}, ValueError, "propagate must be one of 'shift', 'stay', 'both', 'turns', got 'none'"),
         ({"gossip": -3}, ValueError, "gossip must be at least 0, got -3"),
+        ({"reach": -1}, ValueError, "reach must be at least 0, got -1"),
+        ({"reach": (1, -1)}, ValueError, r"reach\[1\] must be at least 0, got -1"),
+        ({"reach": 1.5}, TypeError, "reach must be an int, got float 1.5, or one int per grid axis"),
+        ({"random": 1}, TypeError, "random must be True or False, got int 1"),
         ({"seed": 1.5}, TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
         ({"seed": True}, TypeError, "seed must be None, an int or a 0-d int64 tensor, got bool True"),
         ({"seed": 2**63}, ValueError, "seed must fit a signed 64-bit integer, got 9223372036854775808"),
@@ -53,6 +57,7 @@ def test_search_is_frozen_and_takes_edges():
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.sweeps = 3
     assert scram.Search(jumps=()).jumps == ()
+    assert (scram.Search(reach=[2, 0]).reach, scram.Search(reach=3).reach) == ((2, 0), 3)
     assert scram.Search(jumps=(2**63,)).jumps == (2**31,)  # past every grid
     assert scram.Search(matches=2) == scram.Search(matches=2) != scram.Search(matches=3)
 
@@ -61,6 +66,7 @@ def test_defaults():
     settings = scram.Search()
     assert (settings.method, settings.matches, settings.separation, settings.sweeps) == ("auto", 1, 0, 5)
     assert (settings.jumps, settings.propagate, settings.seed) == ((8, 4, 2, 1), "both", None)
+    assert (settings.reach, settings.random) == (None, True)
 
 
 def test_paper_is_algorithm_1():

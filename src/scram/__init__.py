@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .explorer import Explorer, explore
     from .judge import Judgement, judge
     from .layers import Plans
+    from .local import local
     from .patch import patch_sdpa, survey
     from .plan import Plan
     from .sdpa import scaled_dot_product_attention
@@ -29,8 +30,9 @@ __version__ = "0.2.0"
 __all__ = [
     "Attended", "Clusters", "Codebook", "Estimate", "Explorer", "Hybrid", "Judgement", "Matches",
     "MetropolisHastings", "Plan", "Plans", "Search", "Snis", "Trust", "attend", "attention", "clear_caches",
-    "cluster", "dispatch", "estimate", "exact_attention", "exact_search", "explain", "explore", "judge", "measure",
-    "merge", "nn", "patch", "patch_sdpa", "scaled_dot_product_attention", "sdpa", "search", "survey", "trust", "tune",
+    "cluster", "dispatch", "estimate", "exact_attention", "exact_search", "explain", "explore", "judge", "local",
+    "measure", "merge", "nn", "patch", "patch_sdpa", "scaled_dot_product_attention", "sdpa", "search", "survey",
+    "trust", "tune",
 ]  # fmt: skip
 # The names that each module defines; every other public name is a module itself.
 _DEFINED = {
@@ -41,6 +43,7 @@ _DEFINED = {
     "explorer": ("Explorer", "explore"),
     "judge": ("Judgement", "judge"),
     "layers": ("Plans",),
+    "local": ("local",),
     "patch": ("patch_sdpa", "survey"),
     "plan": ("Plan",),
     "sdpa": ("scaled_dot_product_attention",),
@@ -68,7 +71,7 @@ class _Package(ModuleType):
 
     def __setattr__(self, name: str, value: object) -> None:
         # Python stores an imported submodule in its package; a function stays before the module of its name.
-        super().__setattr__(name, getattr(value, name, value) if name in ("judge", "trust", "tune") else value)
+        super().__setattr__(name, getattr(value, name, value) if name in ("judge", "local", "trust", "tune") else value)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})

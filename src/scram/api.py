@@ -99,7 +99,8 @@ def attend(
     derivatives and forward mode use impl="reference".
 
     Args:
-        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
+        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F]. v may be float32 beside q and k of 16 bits, as for
+            coordinates, which 16 bits would round; the output has v's dtype. Under autocast all take its dtype.
         matches: the centres of the windows, from `search`.
         radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
         causal, key_mask: as in `search`; what they forbid is left out of the windows.

@@ -30,6 +30,7 @@ class SearchCall(NamedTuple):
     key_mask: Tensor | None
     warm: Tensor | None  # int32 [B, H, *G, any number]: indices to start from
     rows: Tensor | None  # int64 [B, H], the numbers of the rows of q that noise is keyed by; None: b * H + head
+    starts: Tensor | None  # int32 [B, H, *G, any number], keys on the grid: a match is near one of them; None: anywhere
     method: str  # "query" or "tile"
     matches: int
     separation: int
@@ -37,6 +38,8 @@ class SearchCall(NamedTuple):
     jumps: tuple[int, ...]
     propagate: str
     gossip: int
+    reach: tuple[int, ...]  # how near, one per axis; () without starts
+    random: bool
     causal: bool
     score: ScoreFunction | None = None
 

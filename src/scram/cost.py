@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from . import errors
 from .codebook import Codebook
 from .estimators import Clusters, Estimator
 from .grid import grid_of
-from .schedule import TILE_QUERIES, moves, offers
+from .schedule import TILE_QUERIES, moves, offers, widest
 from .scoring import prepare_query
 from .types import Score, Search
 
@@ -47,13 +48,16 @@ def keys_visited(
     Cost(sparse=245, tail=501, dense=4096)
     """
     grid, kappa = grid_of(k), matches or search.matches
+    reach = () if search.reach is None else errors.radius(search.reach, len(grid), "reach")
+    radius_of_draws, rank = widest(grid, reach, search.random), len(grid)
     if search.resolved_method(prepare_query(q[:0], score)) == "tile":
-        made = [offers(n + 1, search.jumps, search.propagate, search.gossip, grid) for n in range(search.sweeps)]
+        way = (search.jumps, search.propagate, search.gossip, rank, radius_of_draws)
+        made = [offers(n + 1, *way) for n in range(search.sweeps)]
         # A query scores what all queries of its tile offer.
         looked = kappa + TILE_QUERIES * sum(len(list(sweep)) for sweep in made)
     else:
-        offered = len(moves(search.propagate, 1)) * 2 * len(grid) * len(search.jumps)
-        looked = kappa * (1 + search.sweeps * (offered + search.gossip + max(grid).bit_length()))
+        offered = len(moves(search.propagate, 1)) * 2 * rank * len(search.jumps)
+        looked = kappa * (1 + search.sweeps * (offered + search.gossip + radius_of_draws.bit_length()))
     window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
     keys = math.prod(grid)
     rest = min(tail_size(tail), keys)

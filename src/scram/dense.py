@@ -35,7 +35,8 @@ def dense_attention(
         raise ValueError("torch's own attention takes no callable score; use score='dot' or 'l2'")
     if causal:
         errors.order(q, k, causal)
-    grid, flat = q.shape[2:-1], [x.flatten(2, -2) for x in (q, k, v)]
+    grid, flat = q.shape[2:-1], [x.flatten(2, -2).to(v.dtype) for x in (q, k, v)]
+    extra = None if extra is None else (extra[0].to(v.dtype), extra[1])
     mask = None
     if key_mask is not None:  # torch multiplies what is masked by 0, and 0 * NaN is NaN
         heads = q.shape[1] if key_mask.ndim == k.ndim - 1 else 1

@@ -184,11 +184,14 @@ def queries_keys(q: Any, k: Any) -> None:
         raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}; use q.float()")
 
 
-def _same(name: str, x: Tensor, q: Tensor) -> None:
+def _same(name: str, x: Tensor, q: Tensor, like: str = "q", wide: bool = False) -> None:
+    """x lies where q (or v, which messages call `like`) does and has its dtype; `wide`: or float32 beside 16 bits."""
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}; use {name}.to(q.device)")
-    if x.dtype != q.dtype:
-        raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}; use {name}.to(q.dtype)")
+    wide = wide and q.dtype.itemsize == 2
+    if x.dtype != q.dtype and not (wide and x.dtype == torch.float32):
+        want = f"{like}'s dtype {q.dtype}{' or float32' if wide else ''}"
+        raise TypeError(f"{name} must have {want}, got {x.dtype}; use {name}.to({like}.dtype)")
 
 
 def values(q: Tensor, k: Tensor, v: Any) -> None:
@@ -197,7 +200,7 @@ def values(q: Tensor, k: Tensor, v: Any) -> None:
     if v.shape[:-1] != k.shape[:-1] or v.ndim != k.ndim or v.shape[-1] < 1:
         want = (*k.shape[:-1], "F >= 1")
         raise ValueError(f"v must be [B, Hk, *G', F] = {want} like k, got {tuple(v.shape)}")
-    _same("v", v, q)
+    _same("v", v, q, wide=True)
 
 
 def order(q: Tensor, k: Tensor, causal: Any) -> None:
@@ -245,13 +248,13 @@ def weight(value: Any) -> None:
     one_of("weight", value, WEIGHTS)
 
 
-def radius(value: Any, rank: int) -> tuple[int, ...]:
+def radius(value: Any, rank: int, name: str = "radius") -> tuple[int, ...]:
     """One radius per axis, from an int or a sequence of them."""
     if _is_sequence(value):
         if len(value) != rank:
-            raise ValueError(f"radius must be an int or one int per grid axis ({rank}), got {len(value)} values")
-        return tuple(min(whole(f"radius[{axis}]", b, 0), 2**31) for axis, b in enumerate(value))
-    return (min(whole("radius", value, 0, ", or one int per grid axis"), 2**31),) * rank  # no grid is wider
+            raise ValueError(f"{name} must be an int or one int per grid axis ({rank}), got {len(value)} values")
+        return tuple(min(whole(f"{name}[{axis}]", b, 0), 2**31) for axis, b in enumerate(value))
+    return (min(whole(name, value, 0, ", or one int per grid axis"), 2**31),) * rank  # no grid is wider
 
 
 def some_queries(q: Tensor) -> None:
@@ -284,12 +287,12 @@ def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
         return
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"extra must be a pair (k_extra, v_extra), got {type(pair).__name__}")
-    for name, x, like in (("k_extra", pair[0], k), ("v_extra", pair[1], v)):
+    for name, x, like, of in (("k_extra", pair[0], k, "q"), ("v_extra", pair[1], v, "v")):
         _tensor(name, x, "[B, Hk, X, E|F]")
         batch, heads, width = like.shape[0], like.shape[1], like.shape[-1]
         if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, width):
             raise ValueError(f"{name} must be [B, Hk, X, width] = ({batch}, {heads}, X, {width}), got {tuple(x.shape)}")
-        _same(name, x, q)
+        _same(name, x, like, of)
     if pair[0].shape[2] != pair[1].shape[2]:
         raise ValueError(f"k_extra and v_extra must hold as many keys, got {pair[0].shape[2]} and {pair[1].shape[2]}")
 

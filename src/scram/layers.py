@@ -15,6 +15,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
+from . import modes
 from .layout_hints import PREFIXES
 from .plan import Plan, load_json, save_json
 
@@ -121,7 +122,9 @@ def table(layers: Sequence[Layer], error: float) -> str:
     chosen = sum((seconds or 0.0) / speedup for seconds, speedup in times)
     tuned = f"{len(times)} of {len(layers)} layers tuned for an error of at most {error:g}"
     total = f": {1e3 * chosen:.3g} ms of attention in place of {1e3 * dense:.3g} ms" if times else ""
-    return "\n".join([*lines, tuned + total])
+    split = [layer.name for layer in layers if layer.plan is not None and modes.note(layer.plan.split)]
+    repeats = f"note: two separate places share the weight of many queries of {', '.join(split)}; see their plans"
+    return "\n".join([*lines, tuned + total, *([repeats] if split else [])])
 
 
 def calling_modules() -> list[nn.Module]:

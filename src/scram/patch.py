@@ -105,6 +105,9 @@ def survey(
     return report
 
 
+SOFTMAXES = frozenset({F.softmax, torch.softmax, Tensor.softmax})
+LEAST_BY_HAND = 64  # queries and keys of a softmax that may be attention
+
 _registered: set[str] = set()  # names of implementations, which may be registered again
 
 
@@ -167,6 +170,8 @@ class _Patch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _compat.SDPA or func is F.scaled_dot_product_attention:
             return self.sdpa.attention(*args, **kwargs)
+        if func in SOFTMAXES and args and not torch.compiler.is_compiling():
+            self._see_softmax(args[0])
         caller = None
         if not isinstance(func, _compat.C_FUNCTIONS) and not torch.compiler.is_compiling():
             caller = _compat.caller_of_mode("backward", "grad", "multi_head_attention_forward")
@@ -181,6 +186,10 @@ class _Patch(TorchFunctionMode):
             return func(*args, **kwargs)
         with self:  # torch takes a mode off while it handles a call; a checkpoint computes again inside
             return body(*args, **kwargs)
+
+    def _see_softmax(self, x: Tensor) -> None:
+        if isinstance(x, Tensor) and x.ndim > 1 and min(x.shape[-2:]) >= LEAST_BY_HAND:
+            self.report.softmaxes[tuple(x.shape)] += 1
 
     def _copy(self, function: FunctionType) -> Callable[..., Any] | None:
         """The body of a torch function, to run it inside the mode; made once."""

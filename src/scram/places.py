@@ -58,8 +58,25 @@ def own_index(grid: Grid, key_grid: Grid, device: torch.device | str) -> Tensor:
     >>> own_index((4,), (2,), "cpu")
     tensor([0, 0, 1, 1], dtype=torch.int32)
     """
-    axes = [_centres(extent, keys, device)[0] for extent, keys in zip(grid, key_grid, strict=True)]
+    # No common divisor here: extents may be symbols, while a graph is made.
+    axes = [(2 * torch.arange(n, device=device) + 1) * m // (2 * n) for n, m in zip(grid, key_grid, strict=True)]
     return flat(torch.meshgrid(*axes, indexing="ij"), key_grid).int()
+
+
+def starts(q: Tensor, key_grid: Grid, warm: Tensor | None) -> Tensor:
+    """int32 [B, H, *G, any number]: the keys that the matches of each query of q [B, H, *G, E] must be near.
+
+    They are those of `warm` [B, H, *G, kappa] that lie on the grid, the first of them in the place of others; without
+    any, the query's own place.
+    """
+    grid = tuple(q.shape[2:-1])
+    own = own_index(grid, key_grid, q.device).unsqueeze(-1).expand(*q.shape[:-1], 1)
+    if warm is None:
+        return own.contiguous()
+    there = (warm >= 0) & (warm < math.prod(key_grid))
+    first = warm.gather(-1, there.int().argmax(-1, keepdim=True))
+    first = torch.where(there.any(-1, keepdim=True), first, own)
+    return torch.where(there, warm, first).contiguous()
 
 
 def _centres(new: int, old: int, device: torch.device | str) -> tuple[Tensor, Tensor, int]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import api, errors
+from . import api, errors, modes
 from .codebook import Codebook
 from .estimators import Clusters, Hybrid
 from .options import Impl, Window
@@ -144,6 +144,7 @@ class Plan:
         tensors: what it was measured on, in words.
         given: which of key_mask and extra the call had; calls of the plan pass their own.
         grouped: whether there were fewer key heads than query heads.
+        split: the share of the queries whose weight two separate places share, in the head where it is largest.
     """
 
     error: float
@@ -160,6 +161,7 @@ class Plan:
     tensors: str
     given: tuple[str, ...] = ()
     grouped: bool = False
+    split: float = 0.0
 
     @property
     def setting(self) -> Setting:
@@ -250,7 +252,7 @@ class Plan:
         lines = [f"error at most {self.error:g}, on {self.num_queries} of {self.queries} queries of {self.tensors}"]
         lines += ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in (head, *rows)]
         lines += ["* of the worst head, as the 95th percentile; few queries carry it, so nothing is promised of it"]
-        return "\n".join([*lines, self.reason, self.code])
+        return "\n".join([*lines, self.reason, self.code, *filter(None, [modes.note(self.split)])])
 
     __repr__ = __str__
 
@@ -278,6 +280,7 @@ class Plan:
         if data.get("version") != VERSION:
             raise ValueError(f"its version is {data.get('version')!r}, this package reads {VERSION}")
         given = {name: value for name, value in data.items() if name not in ("format", "version")}
+        given.setdefault("split", 0.0)  # plans of earlier versions have none
         missing = {x.name for x in fields(Plan)} ^ set(given)
         if missing:
             raise ValueError(f"fields missing or unknown: {', '.join(sorted(missing))}")
@@ -287,6 +290,7 @@ class Plan:
         if not 0 <= errors.whole("chosen", plan.chosen, 0) < len(rungs) or rungs[-1].setting.search is not None:
             raise ValueError("chosen must name a rung, and dense attention must be the last")
         errors.real("error", plan.error, 0.0, math.inf, "[0, inf)")
+        errors.real("split", plan.split, 0.0, math.inf, "[0, 1]")
         errors.flag("causal", plan.causal)
         errors.flag("grouped", plan.grouped)
         errors.scale(plan.scale)
@@ -407,6 +411,8 @@ def _rung(data: dict[str, Any]) -> Rung:
     kind = None if tail is None else TAILS[errors.one_of("tail", tail.pop("kind"), TAILS)]
     if search is not None:
         search["jumps"] = tuple(search["jumps"])
+        reach = search.get("reach")  # plans of earlier versions have none
+        search["reach"] = tuple(reach) if isinstance(reach, list) else reach
     radius = said["radius"]
     setting = Setting(
         search=None if search is None else Search(**search),

@@ -45,6 +45,15 @@ def moves(propagate: str, sweep: int) -> tuple[int, ...]:
     return tuple(MOVES[kind] for kind in PROPAGATE[propagate][sweep % 2])
 
 
+def widest(key_grid: tuple[int, ...], reach: tuple[int, ...], random: bool) -> int:
+    """The largest radius of random search, halved down to 1; 0: there is none.
+
+    >>> widest((64, 48), (), True), widest((64, 48), (4, 9), True), widest((64, 48), (), False)
+    (64, 9, 0)
+    """
+    return min(max(key_grid), max(reach, default=max(key_grid))) if random else 0
+
+
 def tile_shape(rank: int) -> tuple[int, ...]:
     """The extents of a tile of 64 queries, near-cubic, wider on the last axes.
 
@@ -65,12 +74,10 @@ def windows(matches: int) -> list[list[int]]:
     return [[lane for lane in range(TILE_QUERIES) if lane // 2 % count == window] for window in range(count)]
 
 
-def offers(
-    sweep: int, jumps: tuple[int, ...], propagate: str, gossip: int, key_grid: tuple[int, ...]
-) -> Iterator[Offer]:
-    """The offers of sweep 1, 2, .. in their order.
+def offers(sweep: int, jumps: tuple[int, ...], propagate: str, gossip: int, rank: int, radius: int) -> Iterator[Offer]:
+    """The offers of sweep 1, 2, .. in their order; `radius`: of random search, the largest.
 
-    >>> [f"{o.kind} {o.reach}" for o in offers(2, (8, 1), "turns", 1, (9, 9))]
+    >>> [f"{o.kind} {o.reach}" for o in offers(2, (8, 1), "turns", 1, 2, 9)]
     ['stay 8', 'stay 1', 'gossip 0', 'random 4', 'random 1']
     """
     for number, jump in enumerate(jumps):
@@ -78,6 +85,5 @@ def offers(
             yield Offer(kind, jump, number)
     for draw in range(gossip):
         yield Offer("gossip", 0, draw)
-    widest = max(key_grid)
-    for number in range(1 - sweep % 2, widest.bit_length(), 2):  # every second radius, the others next time
-        yield Offer("random", widest >> number, gossip + number * (len(key_grid) + 1))
+    for number in range(1 - sweep % 2, radius.bit_length(), 2):  # every second radius, the others next time
+        yield Offer("random", radius >> number, gossip + number * (rank + 1))

@@ -44,6 +44,7 @@ class Report:
         error: the budget; None where there is none.
         layers: by their names, with a budget.
         known: plans of all layers that have one, whether they were called or not.
+        softmaxes: shapes of large softmaxes that were seen outside, which may be attention by hand.
     """
 
     calls: Counter[Call] = field(default_factory=Counter)
@@ -51,6 +52,7 @@ class Report:
     error: float | None = None
     layers: dict[str, Layer] = field(default_factory=dict)
     known: Plans = field(default_factory=Plans)
+    softmaxes: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     @property
     def replaced(self) -> int:
@@ -75,9 +77,19 @@ class Report:
             shapes += f", k {list(call.k)}" if call.k != call.q else ""
             answer = "SCRAM, by dense attention" if call.dense else "SCRAM"
             lines.append(f"  {times} x {shapes}: " + (f"left alone: {call.why_not}" if call.why_not else answer))
+        if not total and self.softmaxes:
+            seen = ", ".join(f"{times} x {list(shape)}" for shape, times in self.softmaxes.items())
+            lines += [f"  softmaxes over keys: {seen}", BY_HAND]
         if self.error is not None and self.layers:
             lines.append(table(list(self.layers.values()), self.error))
         return "\n".join([*lines, *([f"warning: {self.warning}"] if self.warning else [])])
+
+
+BY_HAND = (
+    "  this model writes its attention out, softmax(q @ k.mT * scale) @ v, which no patch can see. In its code put "
+    "scram.attention(q.unflatten(2, grid), k.unflatten(2, grid), v.unflatten(2, grid), scale=scale).flatten(2, -2), or "
+    "F.scaled_dot_product_attention(q, k, v, scale=scale), which a patch sees; for places as values scram.nn.Matcher"
+)
 
 
 class Tokens(NamedTuple):

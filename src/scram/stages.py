@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _compat, calls, draws, errors, ops
+from . import _compat, calls, draws, errors, ops, places
 from .calls import ScoreFunction
 from .codebook import Codebook
 from .engines import EngineSpec
@@ -48,6 +48,14 @@ class Inputs(NamedTuple):
     @property
     def rows(self) -> Tensor | None:
         return self.shard.rows
+
+    def level(self) -> Inputs:
+        """Features as wide as the values: for what multiplies both by one unit."""
+        dtype = self.v.dtype
+        if self.q.dtype.itemsize >= dtype.itemsize:
+            return self
+        k_extra = None if self.k_extra is None else self.k_extra.to(dtype)
+        return self._replace(q=self.q.to(dtype), k=self.k.to(dtype), k_extra=k_extra)
 
 
 def prepare(
@@ -90,6 +98,11 @@ def seed_of(settings: Search | Estimator, inputs: Inputs, otherwise: Tensor | No
 
 
 def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | None) -> calls.SearchCall:
+    reach: tuple[int, ...] = ()
+    starts = None
+    if search.reach is not None:
+        starts = places.starts(inputs.q, grid_of(inputs.k), None if warm is None else warm.index)
+        reach = tuple([min(r, 2**31 - 1) for r in errors.radius(search.reach, inputs.q.ndim - 3, "reach")])
     return calls.SearchCall(
         q=inputs.q,
         k=inputs.k,
@@ -97,6 +110,7 @@ def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | No
         key_mask=inputs.key_mask,
         warm=None if warm is None else warm.index,
         rows=inputs.rows,
+        starts=starts,
         method=search.resolved_method(inputs.q),
         matches=search.matches,
         separation=search.separation,
@@ -104,6 +118,8 @@ def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | No
         jumps=search.jumps,
         propagate=search.propagate,
         gossip=search.gossip,
+        reach=reach,
+        random=search.random,
         causal=inputs.causal,
         score=inputs.score,
     )
@@ -112,6 +128,7 @@ def search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | No
 def attend_call(
     inputs: Inputs, index: Tensor, radius: tuple[int, ...], weight: Weight, dropout_p: float, window: Window
 ) -> calls.AttendCall:
+    inputs = inputs if window == "query" else inputs.level()
     return calls.AttendCall(
         q=inputs.q,
         k=inputs.k,
@@ -143,6 +160,7 @@ def cluster_keys(
     radius: tuple[int, ...] | None,
 ) -> Codebook:
     """Clusters of every key head; of every query head where their masks differ, or where they are fitted."""
+    inputs = inputs.level()
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.key_mask
     each = q.shape[1] // k.shape[1]
     if each > 1 and mask is not None and mask.ndim == k.ndim - 1:
@@ -184,6 +202,7 @@ def join_clusters(
     window: Window,
 ) -> Attended:
     """The attention over the windows with clusters for all other keys."""
+    inputs = inputs.level()
     call = calls.ClusterTailCall(
         q=inputs.q,
         index=index,
@@ -216,6 +235,7 @@ def hybrid(
     window: Window = "query",
 ) -> calls.DrawnTail:
     """The head by `attend`, then the tail on the keys that the queries of a row share; one seed of dropout for both."""
+    inputs = inputs.level()
     head_call = attend_call(inputs, index, radius, "softmax", dropout_p, window)
     head = ops.attend(spec, head_call)
     call = calls.DrawnTailCall(
@@ -243,6 +263,7 @@ def hybrid(
 
 def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -> Estimate:
     """Keys of each query's own; extra keys are an exact head."""
+    inputs = inputs.level()
     q, mask, key_grid, settings = inputs.q, inputs.key_mask, grid_of(inputs.k), method.sample_settings()
     legal = LegalKeys.of(q, inputs.k, inputs.causal, inputs.key_mask)
     # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import api, errors, measure
+from . import api, errors, measure, modes
 from .arguments import explains, renamed, renamed_attribute
 from .codebook import Codebook, check_codebook
 from .cost import Cost, keys_visited
@@ -48,6 +48,7 @@ class Trust:
         error: the budget of the verdict.
         better: a setting with twice the sweeps, and its errors with the same tail, where it was tried and is better.
         num_queries, queries: queries looked at, and queries in all.
+        split: the share of the queries whose weight two separate places share, in the head where it is largest.
     """
 
     mass: Interval
@@ -65,6 +66,7 @@ class Trust:
     better: tuple[Setting, Errors] | None
     num_queries: int
     queries: int
+    split: float
     sample = renamed_attribute("sample", "num_queries")
     samples = renamed_attribute("samples", "tail.samples")
     tail_samples = renamed_attribute("tail_samples", "tail.samples")
@@ -165,9 +167,8 @@ class Trust:
         note = "* a point value, dominated by few queries; the others are with 95 % intervals"
         cost = f"dense {self.cost.dense}, SCRAM's windows at most {self.cost.sparse}"
         cost += f", with the tail at most {self.cost.tail}" if with_tail else ""
-        return "\n".join(
-            [*lines, note, f"keys visited per query: {cost}", f"verdict: {self.reason}", f"use: {self.code}"]
-        )
+        said = [f"keys visited per query: {cost}", f"verdict: {self.reason}", f"use: {self.code}"]
+        return "\n".join([*lines, note, *said, *filter(None, [modes.note(self.split)])])
 
     __repr__ = __str__
 
@@ -240,8 +241,9 @@ def trust(
     setting = Setting(settings, chosen, radius if isinstance(radius, int) else window)
     truth = Truth.of(q, k, v, scale=scale, extra=extra, num_queries=num_queries, seed=seed, with_lse=True, **how)
     figures = run.figures(setting, truth, matches)
+    split = modes.split_share(q, k, truth.queries, scale=scale, **how)
     found = _summary(
-        figures, truth.points, setting=setting, error=float(error), better=None,
+        figures, truth.points, split=split, setting=setting, error=float(error), better=None,
         arguments={"causal": causal, "scale": scale, "score": score, "impl": impl, "grouped": q.shape[1] != k.shape[1],
                    "tensors": [name for name, x in (("key_mask", key_mask), ("extra", extra)) if x is not None]},
         cost=keys_visited(q, k, settings, window, chosen, score, None if matches is None else matches.index.shape[-1]),

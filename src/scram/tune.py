@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import api, errors, validate
+from . import api, errors, modes, validate
 from .arguments import explains
 from .cost import keys_visited, tail_size
 from .defaults import default_tail
@@ -105,6 +105,7 @@ def tune(
         num_queries=len(climb.truth.queries), queries=climb.truth.points, seed=seed, confidence=climb.confidence,
         tensors=f"{shapes} on {q.device.type}",
         given=tuple(name for name in ("key_mask", "extra") if how[name] is not None), grouped=q.shape[1] != k.shape[1],
+        split=modes.split_share(q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=scale, score=score),
     )  # fmt: skip
 
 

@@ -43,6 +43,11 @@ class Search:
             (the paper), "stay" its match itself, "both", or "turns" (shift in odd sweeps, stay in even ones).
         gossip: number of queries drawn anywhere in the grid whose match is tried too, per sweep.
         seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
+        reach: how far a match may lie, per axis on the key grid, from one of the matches that a search starts from
+            (`warm`), or from the query's own place where it has none; an int or one per axis, None: anywhere. The own
+            place on a key grid of other extents is that of `Matches.identity`. Windows may stretch farther.
+        random: whether keys drawn around a query's match are tried too; without them sweeps only compare what the
+            queries have found.
 
     >>> Search(matches=4, separation=2, seed=0).sweeps
     5
@@ -58,6 +63,8 @@ class Search:
     propagate: Propagate = "both"
     gossip: int = 8
     seed: int | Tensor | None = None
+    reach: int | tuple[int, ...] | None = None
+    random: bool = True
     # Engines read this one: torch.compile takes an int for a constant and would recompile for each seed.
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)
 
@@ -68,6 +75,11 @@ class Search:
         object.__setattr__(self, "separation", min(errors.whole("separation", self.separation, 0), farthest))
         object.__setattr__(self, "jumps", errors.jumps(self.jumps))
         errors.one_of("propagate", self.propagate, PROPAGATE)
+        if self.reach is not None:
+            rank = len(self.reach) if isinstance(self.reach, Sequence) else 1
+            reach = errors.radius(self.reach, rank, "reach")
+            object.__setattr__(self, "reach", reach if isinstance(self.reach, Sequence) else reach[0])
+        errors.flag("random", self.random)
         object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
     @staticmethod

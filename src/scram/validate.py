@@ -31,6 +31,9 @@ def search(q: Tensor, k: Tensor, settings: Search, warm: Matches | None) -> None
     """What `search` takes besides."""
     errors.settings(settings, Search)
     errors.enough_keys(q, k, settings.matches)
+    if settings.reach is not None:
+        errors.queries_keys(q, k)
+        errors.radius(settings.reach, q.ndim - 3, "reach")
     if warm is not None:
         errors.matches("warm", q, k, warm)
 

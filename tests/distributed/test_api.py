@@ -33,7 +33,7 @@ def test_auto_takes_the_first_that_fits():
     def chosen(key_heads=1, rows=4, **call):
         keys = torch.empty(1).expand(1, key_heads, rows, 2**10, 64)
         none = dict.fromkeys(("matches", "warm", "extra", "book", "causal", "dropout_p"))
-        said = SimpleNamespace(**{**none, **call})
+        said = SimpleNamespace(**{**none, "search": scram.Search(), **call})
         return _chosen(
             "auto", SimpleNamespace(call=said, k=keys, v=keys, keys=(rows,) * 2, ranks=SimpleNamespace(size=2))
         )
@@ -44,6 +44,10 @@ def test_auto_takes_the_first_that_fits():
     assert chosen(key_heads=2, dropout_p=0.1) == chosen(key_heads=2, warm=1) == chosen(key_heads=2, book=1) == "gather"
     with pytest.raises(ValueError, match=r"needs key heads in multiples of the ranks.* without causal"):
         chosen(causal=True)
+    near = scram.Search(reach=2)
+    assert chosen(key_heads=2, rows=2**13, search=near) == "heads"
+    with pytest.raises(ValueError, match=r"reach=...\) needs the whole grid, got mode='gather'; use mode='heads'"):
+        chosen(key_heads=2, warm=1, search=near)
 
 
 def test_order_and_heads_are_refused_clearly():

@@ -329,6 +329,41 @@ def test_dtypes_of_the_result(impl, dtype):
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_wide_values_are_not_rounded(impl, dtype):
+    """Coordinates of 16 bits are off by up to half a point; the output has the values' dtype."""
+    q, k, v = randn(1, 1, 40, 50, 8).to(dtype), randn(1, 1, 40, 50, 8, seed=1).to(dtype), 1000 + randn(1, 1, 40, 50, 2)
+    found = scram.search(q, k, search=scram.Search(seed=0), impl=impl)
+    assert torch.equal(
+        scram.attend(q, k, v, found, radius=0, impl=impl).out.flatten(2, 3),
+        v.flatten(2, 3)[:, :, found.index.flatten().long()],
+    )
+    wide = scram.attend(q.float(), k.float(), v, found, radius=2, impl=impl)
+    ours = scram.attend(q, k, v, found, radius=2, impl=impl)
+    assert ours.out.dtype == torch.float32
+    torch.testing.assert_close(ours, wide, rtol=1e-6, atol=1e-5)
+    rounded = scram.attend(q, k, v.to(dtype), found, radius=2, impl=impl)
+    assert (rounded.out - wide.out).abs().max() > 0.1
+
+
+def test_wide_values_in_every_stage(impl):
+    q, k, v = randn(1, 2, 9, 10, 8).bfloat16(), randn(1, 2, 9, 10, 8, seed=1).bfloat16(), randn(1, 2, 9, 10, 3, seed=2)
+    extra = (randn(1, 2, 3, 8, seed=3).bfloat16(), randn(1, 2, 3, 3, seed=4))
+    window = {"window": "query" if impl == "numba" else "tile"}
+    settings = {"search": scram.Search(seed=0), "extra": extra, "impl": impl}
+    for tail in (None, scram.Clusters(count=9, seed=0), scram.Hybrid(samples=20, seed=0)):
+        ours = scram.attention(q, k, v, tail=tail, **window, **settings)
+        wide = scram.attention(
+            q.float(), k.float(), v, tail=tail, **window, **{**settings, "extra": (extra[0].float(), extra[1])}
+        )
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, wide, rtol=1e-5, atol=1e-5)
+    dense = scram.attention(q, k, v, extra=extra)  # small: dense
+    torch.testing.assert_close(dense, scram.attention(q.float(), k.float(), v, extra=(extra[0].float(), extra[1])))
+    exact = scram.exact_attention(q, k, v)
+    torch.testing.assert_close(exact.out, scram.exact_attention(q.float(), k.float(), v).out, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("window", ["query", "tile"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_reference_attends_what_plain_python_attends(case, window):

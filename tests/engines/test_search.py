@@ -331,6 +331,46 @@ def test_paper_settings_are_algorithm_1(impl):
     assert torch.equal(paper.index, scram.search(q, k, search=spelled, impl=impl).index)
 
 
+@pytest.mark.parametrize("method", ["query", "tile"])
+@pytest.mark.parametrize("warm", [False, True], ids=["from its own place", "from a warm match"])
+def test_no_match_lies_beyond_the_reach(impl, method, warm):
+    q, k = randn(1, 2, 12, 16, 4), randn(1, 2, 24, 8, 4, seed=1)
+    start = scram.search(q, k, search=scram.Search(sweeps=0, seed=3)) if warm else None
+    centre = scram.Matches.identity((12, 16), (24, 8)) if start is None else start
+    settings = scram.Search(method, matches=2, sweeps=6, seed=0, reach=(5, 1))
+    found = scram.search(q, k, search=settings, warm=start, impl=impl)
+    apart = (found.coords() - centre.coords()).abs().flatten(0, -2)
+    assert (found.index >= 0).all()
+    assert apart.amax(0).tolist() == [5, 1]
+    free = scram.search(q, k, search=replace(settings, reach=99), warm=start, impl=impl)
+    assert (free.coords() - centre.coords()).abs().amax() > 10
+
+
+@pytest.mark.parametrize("method", ["query", "tile"])
+def test_without_random_search_only_what_was_found_is_tried(impl, method):
+    q, k = randn(1, 1, 12, 12, 4), randn(1, 1, 12, 12, 4, seed=1)
+    warm = starts(*[7] * 144, key_grid=(144,))
+    warm = scram.Matches(warm.index.reshape(1, 1, 12, 12, 1), warm.score.reshape(1, 1, 12, 12, 1), (12, 12))
+    settings = scram.Search(method, propagate="stay", seed=0, random=False)
+    assert (scram.search(q, k, search=settings, warm=warm, impl=impl).index == 7).all()
+    loud = scram.search(q, k, search=replace(settings, random=True), warm=warm, impl=impl)
+    assert (loud.index != 7).any()
+
+
+def test_a_refinement_stays_near_its_start_and_never_loses(impl):
+    q, k = randn(1, 1, 16, 16, 8), randn(1, 1, 16, 16, 8, seed=1)
+    coarse = scram.search(q, k, search=scram.Search(sweeps=1, seed=0), impl=impl)
+    fine = scram.search(q, k, search=scram.Search(sweeps=12, seed=1, reach=1), warm=coarse, impl=impl)
+    assert (fine.coords() - coarse.coords()).abs().amax() == 1
+    assert (fine.score >= coarse.score).all()
+    table = (q.reshape(256, 8) @ k.reshape(256, 8).T).reshape(256, 16, 16)
+    y, x = (coarse.index.flatten() // 16).tolist(), (coarse.index.flatten() % 16).tolist()
+    best = [
+        table[i, max(r - 1, 0) : r + 2, max(c - 1, 0) : c + 2].max() for i, (r, c) in enumerate(zip(y, x, strict=True))
+    ]
+    assert (fine.score.flatten() >= torch.stack(best) - 1e-5).float().mean() > 0.95  # of the nine, nearly always
+
+
 @pytest.mark.parametrize("case", table(EXACT, "search"))
 def test_field_is_that_of_the_plain_loop(case, impl):
     tensors = make_tensors(case, integer=True)

@@ -107,10 +107,11 @@ def _chosen(mode: str, shards: Shards) -> str:
     given = {"extra": call.extra is not None, "dropout_p": bool(call.dropout_p)}
     whole = {"matches": call.matches is not None, "warm": call.warm is not None}
     whole["a Codebook as tail"] = call.book is not None
+    limited = call.search.reach is not None
     if mode == "auto":
         if any(whole.values()):
             mode = "gather"
-        elif call.causal or (fits(shards) and not any(given.values())):
+        elif call.causal or limited or (fits(shards) and not any(given.values())):
             mode = "heads"
         else:
             width = shards.k.shape[-1] + shards.v.shape[-1]
@@ -123,6 +124,8 @@ def _chosen(mode: str, shards: Shards) -> str:
         )
     if call.causal and mode != "heads":
         raise ValueError(f"mode={mode!r} knows no causal order between shards; use mode='heads'")
+    if limited and mode != "heads":
+        raise ValueError(f"Search(reach=...) needs the whole grid, got mode={mode!r}; use mode='heads' without warm")
     for name in (name for name, there in whole.items() if there and mode != "gather"):
         raise ValueError(f"{name} is for mode='gather', got mode={mode!r}; leave it out")
     for name in (name for name, there in given.items() if there and mode == "heads"):

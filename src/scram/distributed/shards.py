@@ -68,6 +68,10 @@ def checked(
         key_mask = _not_empty(key_mask, key_mask.ndim - k.ndim + 3)
     validate.pairs(whole_q, whole_k, False, key_mask, score)
     errors.flag("causal", causal)
+    if v.dtype != q.dtype:
+        raise TypeError(
+            f"v must have q's dtype {q.dtype} where grids are cut into shards, got {v.dtype}; use q.float()"
+        )
     radii = validate.attend(whole_q, whole_k, whole_v, radius, scale, weight, extra, dropout_p, window)
     settings = errors.search_settings(search, SEARCH)
     validate.search(whole_q, whole_k, settings, None)

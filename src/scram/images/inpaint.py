@@ -71,6 +71,8 @@ def inpaint(
     if len(sizes) > 1:
         picture = torch.cat((picture, TEXTURE * activity(picture, hole, settings.patch)), -1)
     plan = [(size, [settings] * settings.iterations) for size in sizes]
+    if len(sizes) > 1:  # the finest level costs most and changes least
+        plan[-1] = (sizes[-1], [settings] * -(-settings.iterations // 2))
     if len(sizes) > 1 and settings.finish is not None:  # the whole result is matched anew, by single patches
         plan.append((sizes[-1], [replace(settings, matches=1, focus=settings.finish)]))
     work = [height * width * len(steps) for (height, width), steps in plan]

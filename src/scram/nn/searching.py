@@ -107,13 +107,15 @@ class Searching(nn.Module):
 
     def _find(self, q: Tensor, k: Tensor, warm: Matches | None, legal: dict[str, Any]) -> Matches:
         settings = errors.search_settings(self.search, SEARCH)
-        keep = self._keeps()
-        kept = self.matches if warm is None and keep else None
+        kept = self.matches if warm is None and self._keeps() else None
         if kept is not None and (kept.index.shape[:-1], kept.key_grid) == (q.shape[:-1], tuple(k.shape[2:-1])):
             warm = kept if kept.index.device == q.device else None
         search = settings if warm is None or self.warm_search is None else self.warm_search
         accept(q.shape, k.shape)  # the module made them
         found = api.search(q, k, search=search, warm=warm, **legal)
-        if keep:
-            self.kept_index, self.kept_score, self.kept_grid = found.index, found.score, found.key_grid
+        self._keep(found)
         return found
+
+    def _keep(self, found: Matches) -> None:
+        if self._keeps():
+            self.kept_index, self.kept_score, self.kept_grid = found.index, found.score, found.key_grid

@@ -13,10 +13,14 @@ from scram.engines.cpu.search import counted_search
 def test_scores_are_counted_and_few():
     """At most one score for each candidate of Algorithm 1, whose number grows with the log of the extent."""
     paper = scram.Search.paper()
-    settings = {name: getattr(paper, name) for name in ("matches", "separation", "jumps", "propagate", "gossip")}
+    settings = {
+        name: getattr(paper, name) for name in ("matches", "separation", "jumps", "propagate", "gossip", "random")
+    }
     for size, radii in ((16, 5), (32, 6), (64, 7)):
         q, k = stereo(size)
-        call = SearchCall(q, k, torch.tensor(0), None, None, None, "query", **settings, sweeps=8, causal=False)
+        call = SearchCall(
+            q, k, torch.tensor(0), None, None, None, None, "query", **settings, sweeps=8, reach=(), causal=False
+        )
         count = counted_search(call)[1]
         random_search = 8 * radii * size**2
         assert 0.8 * random_search < count < size**2 * (1 + 8 * (16 + radii))

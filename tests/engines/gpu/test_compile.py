@@ -42,6 +42,7 @@ def table_cases():
             width=width,
             value_width=60 if n == 5 else width,
             dtype=dtype,
+            value_dtype=torch.float32 if n == 4 else None,
             kappa=1 + n % 2,
             separation=int(n % 4 == 3),
             causal=n % 3 == 1,
@@ -51,6 +52,8 @@ def table_cases():
             dropout_p=0.5 * (n % 3 == 0),
             propagate=PROPAGATE[n % 4],
             warm=n % 3 == 2,
+            reach=(None, 2, None, 3)[n % 4],
+            random=n % 4 < 3,
         )
 
 
@@ -155,6 +158,8 @@ TILES = [
     Case("several matches", grid=(2, 3, 4), width=20, dtype=torch.float16, kappa=5, separation=2, method="tile"),
     Case("many matches", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=32, separation=1, method="tile"),
     Case("float32", grid=(9,), width=3, kappa=3, causal=True, mask="batch", warm=2, method="tile"),
+    Case("reach", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=1, warm=2, reach=2, method="tile"),
+    Case("reach, several", grid=(2, 3, 4), width=20, kappa=3, mask="batch", reach=(0, 1, 2), method="tile"),
     Case("wide", grid=(2, 2, 2, 2), width=300, dtype=torch.bfloat16, kappa=1, mask="head", causal=True, method="tile"),
 ]
 

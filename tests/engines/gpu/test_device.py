@@ -24,6 +24,18 @@ def test_every_number_of_matches_in_a_tile_search(kappa, dtype):
     assert torch.equal(found.score, expected.score)
 
 
+@pytest.mark.parametrize("limits", [{"reach": (3, 9)}, {"reach": 2, "warm": 2}, {"random": False}], ids=str)
+@pytest.mark.parametrize("method", ["query", "tile"])
+@pytest.mark.parametrize("kappa", [1, 4])
+def test_a_search_within_limits(kappa, method, limits):
+    case = named("rank 2", grid=(41, 50), key_grid=(37, 45), width=64, dtype=torch.bfloat16, kappa=kappa, sweeps=3)
+    case = dataclasses.replace(case, method=method, mask="batch", **limits)
+    tensors = make_tensors(case, integer=True)
+    found, expected = (run_search(case, to(tensors, "cuda"), impl) for impl in ("triton", "reference"))
+    assert torch.equal(found.index, expected.index)
+    assert torch.equal(found.score, expected.score)
+
+
 @pytest.mark.parametrize("kappa", [1, 4])
 @pytest.mark.parametrize("width", [5, 64, 140])
 def test_float32_tiles_find_as_much_as_the_reference(width, kappa):

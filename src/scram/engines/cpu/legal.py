@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...calls import SearchCall
+from ...grid import Grid, grid_of
 from .compiled import compiled
 from .layout import Array
 from .noise import absorb, below, row_states
@@ -31,12 +32,27 @@ class Choices(NamedTuple):
         return Choices(order, mask.cumsum(1, dtype=np.int32), warm, row_states(call.seed, call.q, call.rows))
 
 
+class Bounds(NamedTuple):
+    """A match must be at most `reach` from one of the keys that its point starts from, on every axis."""
+
+    starts: Array  # int32 [P, any number]; without elements: there is no such limit
+    reach: Grid  # of each axis; without limit as far as the grid
+
+    @staticmethod
+    def of(call: SearchCall) -> Bounds:
+        if call.starts is None:
+            return Bounds(np.zeros((0, 0), np.int32), grid_of(call.k))
+        return Bounds(call.starts.flatten(0, -2).contiguous().numpy(), call.reach)
+
+
 class Earlier(NamedTuple):
-    """The matches that a point has: a new one must be farther than `separation` from each."""
+    """What limits a point's new match: it must be farther than `separation` from each that the point has."""
 
     index: Array  # type: ignore[assignment]  # int32 [P, kappa]
     run: int  # how many there are
     separation: int
+    starts: Array  # as in `Bounds`
+    reach: Grid
 
 
 @compiled
@@ -53,8 +69,38 @@ def drawn(geometry, choices, row, query, bits):
 
 
 @compiled
+def fresh(geometry, choices, earlier, number, row, query, noise, first, draw):
+    """A key for a point without one: drawn from the legal ones by `draw`, -1 if there is none; where matches must be
+    near a start, from the box around the start of that number, by `first` and the draws after it."""
+    if len(earlier.starts) == 0:
+        return drawn(geometry, choices, row, query, absorb(noise, draw))
+    point = row * geometry.queries + query
+    start, key = np.int64(earlier.starts[point, number % earlier.starts.shape[1]]), np.int64(0)
+    for axis in range(len(geometry.grid)):
+        extent, stride, far = geometry.grid[axis], geometry.strides[axis], earlier.reach[axis]
+        at = start // stride % extent
+        low, high = max(at - far, 0), min(at + far, extent - 1)
+        key += stride * (low + below(absorb(noise, first + axis), high - low + 1))
+    return key
+
+
+@compiled
+def reached(geometry, earlier, point, key):
+    """Whether a key is near enough to a start of the point."""
+    for n in range(earlier.starts.shape[1]):
+        start, close = np.int64(earlier.starts[point, n]), True
+        for axis in range(len(geometry.grid)):
+            extent, stride = geometry.grid[axis], geometry.strides[axis]
+            apart = key // stride % extent - start // stride % extent
+            close &= -earlier.reach[axis] <= apart <= earlier.reach[axis]
+        if close:
+            return True
+    return len(earlier.starts) == 0
+
+
+@compiled
 def legal(geometry, earlier, row, query, point, key):
-    """Whether a key on the grid may be taken: by mask, by order, and by its distance from earlier matches."""
+    """Whether a key on the grid may be taken: by mask, by order, by its distance from earlier matches and starts."""
     if geometry.causal and key > query:
         return False
     if len(geometry.mask) and not geometry.mask[row // geometry.rows_per_mask, key]:
@@ -64,7 +110,7 @@ def legal(geometry, earlier, row, query, point, key):
         close = earlier.separation and other >= 0 and near(geometry, key, other, earlier.separation)
         if close or other == key:
             return False
-    return True
+    return reached(geometry, earlier, point, key)
 
 
 @compiled
@@ -86,8 +132,8 @@ def first_key(geometry, choices, earlier, entry, row, query):
         key = np.int64(choices.warm[point, entry])
         if 0 <= key < geometry.keys and legal(geometry, earlier, row, query, point, key):
             return key
-    noise = absorb(absorb(absorb(absorb(choices.seed[row], query), entry), 0), 0)
-    key = drawn(geometry, choices, row, query, noise)
+    noise = absorb(absorb(absorb(choices.seed[row], query), entry), 0)
+    key = fresh(geometry, choices, earlier, entry, row, query, noise, 0, 0)
     if key >= 0 and legal(geometry, earlier, row, query, point, key):
         return key
     return np.int64(-1)

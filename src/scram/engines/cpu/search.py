@@ -13,11 +13,11 @@ import torch
 from ..._compat.numba import SIMD_WIDTH
 from ...calls import Found, SearchCall
 from ...grid import Grid, grid_of
-from ...schedule import moves
+from ...schedule import moves, widest
 from .candidates import draw_around, follow, leave, leave_out, move, read_neighbours
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, array, block_at, padded, strides, tensor
-from .legal import Choices, Earlier, drawn, first_key, legal
+from .legal import Bounds, Choices, Earlier, first_key, fresh, legal
 from .noise import absorb, below
 from .threads import threads
 from .vectors import coordinates, dot, narrow_dots
@@ -39,6 +39,7 @@ class Sweep(NamedTuple):
     moves: Array  # int64, by how many steps each key that a neighbour offers is moved
     memory: int  # CHANGED or more: how long a change is news
     gossip: int
+    radius: int  # of random search, the largest
     directions: Array
     grid: Grid  # of queries
     strides: Grid
@@ -85,13 +86,15 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
     query_grid, key_grid, points = grid_of(q), grid_of(k), math.prod(q.shape[:-1])
     features = Features(padded(array(q)), padded(array(k)))
     geometry = Geometry.of(q, k, call.key_mask, call.causal)
-    choices = Choices.of(call, geometry.mask)
+    choices, bounds = Choices.of(call, geometry.mask), Bounds.of(call)
     index, scores = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, features.q.dtype)
     before, after, offered, offered_after = (np.empty(points, np.int32) for _ in range(4))
     flags, best = np.empty(points, np.uint8), np.empty(points, features.q.dtype)
     by_turn = [np.array(moves(call.propagate, sweep), np.int64) for sweep in (0, 1)]
     memory = CHANGED if np.array_equal(by_turn[0], by_turn[1]) else CHANGED | CHANGED_BEFORE
-    directions, query_strides = _directions(call.jumps, query_grid, key_grid), strides(query_grid)
+    radius = widest(key_grid, call.reach, call.random)
+    every_sweep = (memory, call.gossip, radius, _directions(call.jumps, query_grid, key_grid))
+    query_strides = strides(query_grid)
     with threads() as tasks:
         rows = np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32)
         scratch = Scratch(rows, np.empty((tasks, BLOCK), best.dtype), np.zeros(tasks, np.int64))
@@ -99,9 +102,9 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
             if run >= geometry.keys and (index[:, :run] >= 0).sum(1).min(initial=geometry.keys) == geometry.keys:
                 break  # every key is a match already
             for number in range(call.sweeps + 1):
-                sweep = Sweep(number, by_turn[number % 2], memory, call.gossip, directions, query_grid, query_strides)
+                sweep = Sweep(number, by_turn[number % 2], *every_sweep, query_grid, query_strides)
                 field = Field(before, after, offered, offered_after, flags, best)
-                earlier = Earlier(index, run, call.separation)
+                earlier = Earlier(index, run, call.separation, *bounds)
                 parts = (features, geometry, choices, earlier, sweep, field, scratch)
                 _sweep(tasks, *map(tuple, parts))  # Numba recognises plain tuples sooner
                 before, after, offered, offered_after = after, before, offered_after, offered
@@ -207,23 +210,25 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
         keyless += key[p] < 0
     for axis in range(rank):
         coordinates(key, geometry.grid[axis], geometry.strides[axis], centre[axis], size)
-    reach, draw = max(geometry.grid), sweep.gossip
-    while reach >= 1:
+    radius, draw = sweep.radius, sweep.gossip
+    while radius >= 1:
         for p in range(size):
             candidate[p] = 0
         for axis in range(rank):
-            draw_around(noise, draw + axis, centre[axis], reach, geometry.grid[axis], around[axis], size)
+            far = min(radius, earlier.reach[axis])
+            draw_around(noise, draw + axis, centre[axis], far, geometry.grid[axis], around[axis], size)
             for p in range(size):
                 candidate[p] += geometry.strides[axis] * around[axis, p]
         for p in range(size if keyless else 0):
             if key[p] < 0:
-                candidate[p] = drawn(geometry, choices, block.row, begin + p, absorb(noise[p], draw + rank))
+                number, query = earlier.run, begin + p
+                candidate[p] = fresh(geometry, choices, earlier, number, block.row, query, noise[p], draw, draw + rank)
                 for axis in range(rank):
                     around[axis, p] = candidate[p] // geometry.strides[axis] % geometry.grid[axis]
         count += _try_candidates(features, geometry, earlier, block, own, candidate)
         for axis in range(rank):
             follow(key, candidate, around[axis], centre[axis], size)
-        reach //= 2
+        radius //= 2
         draw += rank + 1
     after, offered = field.after[first : first + size], field.offered_after[first : first + size]
     leave(key, key_before, sweep.memory, after, offered, field.flags[first : first + size])
@@ -269,7 +274,8 @@ def _score(features, block, own, candidate):
 @compiled
 def _take(geometry, earlier, block, own, candidate):
     key, best, scores = own.key, own.best, own.scores
-    if geometry.causal or len(geometry.mask) or (earlier.run and earlier.separation):
+    near = earlier.run and earlier.separation
+    if geometry.causal or len(geometry.mask) or near or len(earlier.starts):
         for p in range(block.size):
             if scores[p] > best[p] and candidate[p] >= 0:
                 new = np.int64(candidate[p])

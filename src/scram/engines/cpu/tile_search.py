@@ -11,10 +11,10 @@ import torch
 
 from ...calls import Found, SearchCall
 from ...grid import grid_of
-from ...schedule import KINDS, STOP, TILE_QUERIES, WINDOWS, offers, tile_shape
+from ...schedule import KINDS, STOP, TILE_QUERIES, WINDOWS, offers, tile_shape, widest
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, array, strides, tensor
-from .legal import Choices, Earlier, drawn, first_key, near
+from .legal import Bounds, Choices, Earlier, first_key, fresh, near, reached
 from .noise import absorb, below
 from .search import Features
 from .threads import threads
@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
 class Sweep(NamedTuple):
     number: int
     offers: Array  # int64 [offers, 3]
-    separation: int
+    limits: Earlier
     going: Array  # bool [R], rows that have not stopped
     before: Array  # int32 [P, kappa], the matches before the sweep
     took: Array  # int64 [R, tiles], how many queries of each tile took a key
@@ -59,20 +59,22 @@ def tile_search(call: SearchCall) -> Found:
     q, k, matches = call.q, call.k, call.matches
     query_grid, key_grid, points = grid_of(q), grid_of(k), math.prod(q.shape[:-1])
     features, geometry = Features(array(q), array(k)), Geometry.of(q, k, call.key_mask, call.causal)
-    choices, dtype = Choices.of(call, geometry.mask), features.q.dtype
+    choices, bounds, dtype = Choices.of(call, geometry.mask), Bounds.of(call), features.q.dtype
+    radius = widest(key_grid, call.reach, call.random)
     geometry = geometry._replace(grid=np.array(key_grid), strides=np.array(geometry.strides))  # type: ignore[arg-type]
     index, score = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, dtype)
     sides = np.array(tile_shape(len(query_grid)))
     tiles = Tiles(np.array(query_grid), np.array(strides(query_grid)), sides, -(-np.array(query_grid) // sides))
     going = np.ones(points // geometry.queries, np.bool_)
+    limits = Earlier(index, 0, call.separation, bounds.starts, np.array(bounds.reach))  # type: ignore[arg-type]
     with threads() as tasks:
         given = 1 if call.warm is None else min(matches, call.warm.shape[-1])
-        _start(tasks, features, geometry, choices, given, call.separation, index, score)
+        _start(tasks, features, geometry, choices, given, limits, index, score)
         for number in range(1, call.sweeps + 1):
-            made = offers(number, call.jumps, call.propagate, call.gossip, key_grid)
+            made = offers(number, call.jumps, call.propagate, call.gossip, len(key_grid), radius)
             table = np.array([(KINDS[o.kind], o.reach, o.draw) for o in made], np.int64).reshape(-1, 3)
             took = np.zeros((len(going), int(tiles.counts.prod())), np.int64)
-            sweep = Sweep(number, table, call.separation, going, index.copy(), took)
+            sweep = Sweep(number, table, limits, going, index.copy(), took)
             scratch = Scratch(
                 np.empty((tasks, features.q.shape[1], TILE_QUERIES), dtype),
                 np.empty((tasks, TILE_QUERIES, TILE_QUERIES), dtype),
@@ -87,14 +89,14 @@ def tile_search(call: SearchCall) -> Found:
 
 
 @parallel
-def _start(task, tasks, features, geometry, choices, given, separation, index, score):
+def _start(task, tasks, features, geometry, choices, given, limits, index, score):
     """Sweep 0: warm keys where they are legal, else draws; kept whatever their scores."""
     points = len(features.q)
     for point in range(points * task // tasks, points * (task + 1) // tasks):
         row = point // geometry.queries
         query, filled = point - row * geometry.queries, 0
         for entry in range(given):
-            earlier = Earlier(index, filled, separation)
+            earlier = Earlier(index, filled, limits.separation, limits.starts, limits.reach)
             key = first_key(geometry, choices, earlier, entry, row, query)
             if key >= 0:
                 s = dot(features.q, point, features.k, geometry.key_rows[row] * geometry.keys + key)
@@ -129,9 +131,9 @@ def _sweep(task, tasks, features, geometry, choices, tiles, sweep, index, score,
         row_key, first = geometry.key_rows[row] * geometry.keys, row * queries
         keys, own = features.k[row_key : row_key + geometry.keys], slice(first, first + queries)
         if index.shape[1] == 1:
-            took = _take_best(geometry.causal, scratch, task, keys, index[own], score[own])
+            took = _take_best(geometry, sweep.limits, scratch, task, first, keys, index[own], score[own])
         else:
-            took = _take_several(geometry, sweep.separation, scratch, task, keys, index[own], score[own])
+            took = _take_several(geometry, sweep.limits, scratch, task, first, keys, index[own], score[own])
         sweep.took[row, number - row * in_row] = took
 
 
@@ -168,7 +170,12 @@ def _offer(geometry, choices, tiles, sweep, row, lanes, made):
             if kind == GOSSIP:
                 found = np.int64(before[below(absorb(noise, draw), queries), entry])
             elif kind == RANDOM:
-                found = _offer_near(geometry, choices, row, query, before[query, entry], noise, draw, reach)
+                own_key = before[query, entry]
+                if own_key < 0:
+                    last = draw + len(tiles.grid)
+                    found = fresh(geometry, choices, sweep.limits, entry, row, query, noise, draw, last)
+                else:
+                    found = _offer_near(geometry, sweep.limits, own_key, noise, draw, reach)
             else:
                 direction = diagonal + sweep.number + draw
                 found = _offer_neighbour(geometry, tiles, before, query, entry, direction, kind, reach)
@@ -179,16 +186,13 @@ def _offer(geometry, choices, tiles, sweep, row, lanes, made):
 
 
 @inlined
-def _offer_near(geometry, choices, row, query, own, noise, draw, reach):
-    """A key at most `reach` from the query's own; a drawn one where it has none."""
-    rank = len(geometry.grid)
-    if own < 0:
-        return drawn(geometry, choices, row, query, absorb(noise, draw + rank))
+def _offer_near(geometry, limits, own, noise, draw, radius):
+    """A key at most `radius` from the query's own, and no farther than a match may lie from its start."""
     found = np.int64(0)
-    for axis in range(rank):
-        extent, stride = geometry.grid[axis], geometry.strides[axis]
+    for axis in range(len(geometry.grid)):
+        extent, stride, far = geometry.grid[axis], geometry.strides[axis], min(radius, limits.reach[axis])
         at = own // stride % extent
-        low, high = max(at - reach, 0), min(at + reach, extent - 1)
+        low, high = max(at - far, 0), min(at + far, extent - 1)
         found += stride * (low + below(absorb(noise, draw + axis), high - low + 1))
     return found
 
@@ -255,7 +259,7 @@ def _sort_in(some, count, key):
 
 
 @inlined
-def _take_best(causal, scratch, task, keys, index, score):
+def _take_best(geometry, limits, scratch, task, first, keys, index, score):
     """One match per query: of each offer the best key, of equal ones the lowest. Returns how many queries took one."""
     lanes, products, made, seen = scratch.lanes[task], scratch.products[task], scratch.made[task], scratch.seen[task]
     # Arrays of its own: the compiler knows that they overlap with no other.
@@ -277,13 +281,23 @@ def _take_best(causal, scratch, task, keys, index, score):
                     count += 1
         _multiply(scratch.across[task], keys, some, count, products)
         for m in range(count):
-            _keep_better(products[m], some[m], causal, lanes, best, key)
+            _leave_far(geometry, limits, first, lanes, some[m], products[m])
+            _keep_better(products[m], some[m], geometry.causal, lanes, best, key)
     changed = 0
     for lane in range(TILE_QUERIES):
         if lanes[lane] >= 0:
             changed += key[lane] != index[lanes[lane], 0]
             index[lanes[lane], 0], score[lanes[lane], 0] = key[lane], best[lane]
     return changed
+
+
+@inlined
+def _leave_far(geometry, limits, first, lanes, key, products):
+    """A key scores nothing for queries (their points begin at `first`) whose starts are all too far from it."""
+    if len(limits.starts):
+        for lane in range(TILE_QUERIES):
+            if lanes[lane] >= 0 and not reached(geometry, limits, first + lanes[lane], np.int64(key)):
+                products[lane] = -np.inf
 
 
 @inlined
@@ -296,7 +310,7 @@ def _keep_better(products, new, causal, lanes, best, key):
 
 
 @inlined
-def _take_several(geometry, separation, scratch, task, keys, index, score):
+def _take_several(geometry, limits, scratch, task, first, keys, index, score):
     """Several matches per query: of each window its best key enters where it may. Returns how many queries took one."""
     lanes, products, made = scratch.lanes[task], scratch.products[task], scratch.made[task]
     key, some = np.empty(TILE_QUERIES, np.int32), np.empty(TILE_QUERIES, np.int32)
@@ -314,11 +328,12 @@ def _take_several(geometry, separation, scratch, task, keys, index, score):
             _multiply(scratch.across[task], keys, some, count, products)
             best[:] = -np.inf
             for m in range(count):
+                _leave_far(geometry, limits, first, lanes, some[m], products[m])
                 _keep_better(products[m], some[m], geometry.causal, lanes, best, key)
             for lane in range(TILE_QUERIES):
                 if lanes[lane] >= 0 and best[lane] > score[lanes[lane], -1]:
                     own, its = index[lanes[lane]], score[lanes[lane]]
-                    entered = _enter(geometry, separation, own, its, key[lane], best[lane])
+                    entered = _enter(geometry, limits.separation, own, its, key[lane], best[lane])
                     took |= np.uint64(entered) << np.uint64(lane)
     changed = 0
     for lane in range(TILE_QUERIES):

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...calls import SearchCall
 from ...grid import LegalKeys
 from .grid import divide, dot, features, lane_place, near
 from .noise import absorb, below
@@ -25,6 +26,14 @@ class Legal(NamedTuple):
 ANY_KEY = Legal(None, None, None, 1)
 
 
+class Starts(NamedTuple):
+    """Keys that a match must be near, as kernels take them; without a limit, no tensor."""
+
+    index: Any  # int32 [P, count]
+    count: int
+    reach: tuple[int, ...]  # how near, one per axis
+
+
 class Limits(NamedTuple):
     """What decides in a row of queries whether a key may be taken."""
 
@@ -35,6 +44,7 @@ class Limits(NamedTuple):
     plane: Any  # P
     run: Any
     separation: Any
+    starts: Any
 
 
 class Rules(NamedTuple):
@@ -52,6 +62,12 @@ def legal_argument(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) 
     legal = LegalKeys.of(q, k, causal, key_mask.contiguous())
     assert legal.order is not None
     return Legal(legal.mask, legal.order.contiguous(), legal.count, legal.heads_per_row)
+
+
+def starts_argument(call: SearchCall) -> Starts:
+    if call.starts is None:
+        return Starts(None, 1, (0,) * (call.k.ndim - 3))
+    return Starts(call.starts.contiguous(), call.starts.shape[-1], call.reach)
 
 
 @triton.jit
@@ -86,14 +102,15 @@ def coordinate(key, axis, geo):
 
 
 @triton.jit
-def around(draws, draw, key, reach, geo):
-    """A key drawn from the box of radius `reach` around `key`, cut at the border."""
+def around(draws, draw, key, radius, starts, geo):
+    """A key drawn from the box of that radius around `key`, cut at the border and to the reach."""
     rest, flat, stride = tl.maximum(key, 0), key * 0, 1
     for a in tl.static_range(len(geo.k) - 1, -1, -1):
         up = divide(rest, geo.magic[a]) if a > 0 else rest * 0
         at = rest - up * geo.k[a]
-        low = tl.maximum(at - reach, 0)
-        high = at + tl.minimum(reach, geo.k[a] - 1 - at)
+        far = radius if starts.index is None else tl.minimum(radius, starts.reach[a])
+        low = tl.maximum(at - far, 0)
+        high = at + tl.minimum(far, geo.k[a] - 1 - at)
         flat += (low + below(absorb(draws, draw + a), high - low + 1)) * stride
         rest, stride = up, stride * geo.k[a]
     return flat
@@ -113,12 +130,25 @@ def legal_draw(bits, query, legal, mask_row, keys, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def near_start(draws, draw, point, number, exists, starts, geo):
+    """A key drawn from those near the start of that number of each query."""
+    start = tl.load(starts.index + point * starts.count + number % starts.count, mask=exists, other=0)
+    return around(draws, draw, start, 2**31 - 1, starts, geo)
+
+
+@triton.jit
 def allowed(key, ok, query, point, limits, geo, RULES: tl.constexpr):
-    """Where `ok` also holds whether `key`, on the grid, may be taken: mask, order, distance to earlier matches."""
+    """Where `ok` also holds whether `key`, on the grid, may be taken: mask, order, starts, earlier matches."""
     if RULES.CAUSAL:
         ok = ok & (key <= query)
     if limits.legal.mask is not None:
         ok = ok & (tl.load(limits.legal.mask + limits.mask_row * limits.keys + key, mask=ok, other=0) != 0)
+    if limits.starts.index is not None:
+        close = ok & ~ok
+        for s in range(tl.where(tl.max(ok.to(tl.int32), axis=0) > 0, limits.starts.count, 0)):
+            start = tl.load(limits.starts.index + point * limits.starts.count + s, mask=ok, other=0)
+            close = close | near(key, start, limits.starts.reach, geo)
+        ok = ok & close
     if RULES.EARLIER:
         reach = ()
         for _ in tl.static_range(len(geo.k)):

@@ -14,9 +14,21 @@ import triton
 import triton.language as tl
 
 from ...calls import Found, SearchCall
-from ...schedule import moves
+from ...schedule import moves, widest
 from .block_sizes import search_tile
-from .candidates import Limits, Rules, allowed, along, around, coordinate, legal_argument, legal_draw, score_of
+from .candidates import (
+    Limits,
+    Rules,
+    allowed,
+    along,
+    around,
+    coordinate,
+    legal_argument,
+    legal_draw,
+    near_start,
+    score_of,
+    starts_argument,
+)
 from .grid import Geometry, dot, features, geometry, lane_query, points, tile_at, tile_count, tiles
 from .launch import Kernel, cached, kinds, on_device
 from .layout import pad
@@ -34,6 +46,13 @@ class SweepQueries(NamedTuple):
     point: Any
     mine: Any
     k_row: Any
+
+
+class Radii(NamedTuple):
+    """Of random search."""
+
+    number: int
+    largest: int
 
 
 class Propagation(NamedTuple):
@@ -54,15 +73,17 @@ def search(call: SearchCall) -> Found:
         return Found(index.reshape(shape), score.reshape(shape))
 
     legal, seed = legal_argument(q, k, call.causal, call.key_mask), seed_argument(call.seed, call.rows)
+    starts, largest = starts_argument(call), widest(k_shape[2:-1], call.reach, call.random)
+    radii = Radii(largest.bit_length(), largest)
     kept = 0
     if warm is not None:
         warm, kept = warm.contiguous(), warm.shape[-1]
-    given = kinds(q, k, seed.pointer, legal.mask, warm, seed.rows)
+    given = kinds(q, k, seed.pointer, legal.mask, warm, seed.rows, starts.index)
     plan = _plan(q_shape, k_shape, Rules(call.causal, False, False), call.propagate, call.jumps, given)
     keys, wide = k, None
     if plan.width > k_shape[-1]:
         keys = wide = k.new_empty((*k_shape[:-1], plan.width))
-    limits = (seed, legal, q_shape[1] // k_shape[1], min(call.separation, 2**31 - 1), plan.geo)
+    limits = (seed, legal, starts, q_shape[1] // k_shape[1], min(call.separation, 2**31 - 1), plan.geo)
 
     # A device at rest waits for the first launch: what that does not need is made after it.
     other = index.new_empty(plane) if sweeps % 2 else None
@@ -78,7 +99,7 @@ def search(call: SearchCall) -> Found:
             other = index.new_empty(plane) if other is None else other
             state = (other, field) if sweeps % 2 else (field, other)
             if sweeps:
-                same = (q, keys, *common, call.gossip, plan.radii)
+                same = (q, keys, *common, call.gossip, radii)
                 even = plan.even.bind(*same)
                 by_turn = (even, even if plan.odd is plan.even else plan.odd.bind(*same))
             for sweep in range(1, sweeps + 1):
@@ -100,7 +121,6 @@ class Plan(NamedTuple):
     odd: Kernel
     width: int  # of the keys, padded
     geo: Geometry
-    radii: int
 
 
 @cached
@@ -108,16 +128,16 @@ def _plan(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], rules: Rules, propagate: str, jumps: tuple[int, ...],
     given: tuple[Any, ...],
 ) -> Plan:  # fmt: skip
-    """The plan of a run for tensors of these shapes and kinds: q, k, seed, mask, warm, rows."""
+    """The plan of a run for tensors of these shapes and kinds: q, k, seed, mask, warm, rows, starts."""
     query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
-    rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
+    rows, dtype, holes = q_shape[0] * q_shape[1], given[0][1], given[3] is not None or given[6] is not None
     wide = triton.next_power_of_2(width)
     if wide * dtype.itemsize > 32:
         wide = width  # else one aligned load for several
     flags = {"RULES": rules, **search_tile(len(key_grid), width, dtype, rules.EARLIER)}
     start = Kernel(start_kernel, rows * tiles(query_grid, flags["B"].TILE), {**flags, "KE": wide})
     flags |= search_tile(len(key_grid), wide, dtype, rules.EARLIER)
-    flags |= {"KROW": flags["ROW"], "ROW": flags["ROW"]._replace(E=width), "KEYLESS": rules.EARLIER or masked}
+    flags |= {"KROW": flags["ROW"], "ROW": flags["ROW"]._replace(E=width), "KEYLESS": rules.EARLIER or holes}
     programs = rows * tiles(query_grid, flags["B"].TILE)
     # A jump past every grid reads nobody; without it no step overflows 32 bits.
     near = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
@@ -125,12 +145,13 @@ def _plan(
     by_turn = [moves(propagate, sweep) for sweep in (0, 1)]
     even, odd = (Propagation(near, moved, by_turn[0] != by_turn[1]) for moved in by_turn)
     sweeps = {moved: Kernel(sweep_kernel, programs, {**flags, "FROM": moved}) for moved in (even, odd)}
-    return Plan(start, sweeps[even], sweeps[odd], wide, geometry(query_grid, key_grid), max(key_grid).bit_length())
+    return Plan(start, sweeps[even], sweeps[odd], wide, geometry(query_grid, key_grid))
 
 
 @triton.jit(do_not_specialize_on_alignment=PLANES)
 def start_kernel(
-    q, k, earlier, best_out, seed, legal, group, separation, geo, run, state_out, warm, kept, final, wide, padded_rows,
+    q, k, earlier, best_out, seed, legal, starts, group, separation, geo, run, state_out, warm, kept, final, wide,
+    padded_rows,
     RULES: tl.constexpr, KE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """Sweep 0: a warm key where it is legal, else a draw; kept whatever its score. Pads the keys besides."""
@@ -141,11 +162,14 @@ def start_kernel(
     queries, keys = points(geo.q).to(tl.int64), points(geo.k)
     point = row * queries + query
     plane = queries * (tl.num_programs(0) // tile_count(geo, B))
-    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation)
+    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation, starts)
     zero = query * 0
     draws = absorb(absorb(absorb(row_state(seed, row), query), run), zero)
     some_query = tl.where(valid, query, 0)
-    key, ok = legal_draw(absorb(draws, zero), some_query, legal, limits.mask_row, keys, RULES.CAUSAL)
+    if starts.index is None:
+        key, ok = legal_draw(absorb(draws, zero), some_query, legal, limits.mask_row, keys, RULES.CAUSAL)
+    else:
+        key, ok = near_start(draws, 0, point, run, valid, starts, geo), valid
     if warm is not None:
         given = tl.load(warm + point * kept + run, mask=valid & (zero + run < kept), other=-1)
         usable = allowed(given, (given >= 0) & (given < keys), query, point, limits, geo, RULES)
@@ -160,7 +184,8 @@ def start_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=PLANES)
 def sweep_kernel(
-    q, k, earlier, best_io, seed, legal, group, separation, geo, run, gossip, radii, state_in, state_out, sweep, final,
+    q, k, earlier, best_io, seed, legal, starts, group, separation, geo, run, gossip, radii, state_in, state_out, sweep,
+    final,
     RULES: tl.constexpr, FROM: tl.constexpr, KEYLESS: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr,
     KROW: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +195,7 @@ def sweep_kernel(
     queries, keys = points(geo.q).to(tl.int64), points(geo.k)
     point = row * queries + query
     plane = queries * (tl.num_programs(0) // tile_count(geo, B))
-    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation)
+    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation, starts)
     k_row = k + tl.cast(row // group, tl.int64) * keys * KROW.E
     ours = SweepQueries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
 
@@ -188,21 +213,22 @@ def sweep_kernel(
         heard = decoded(tl.load(state_in + row * queries + other, mask=valid, other=NOTHING))
         key, best = offer(heard, heard >= 0, had, key, best, ours, limits, geo, RULES, KROW)
 
-    reach = tl.cast(geo.k[0], tl.int32)
-    for a in tl.static_range(1, len(geo.k)):
-        reach = tl.maximum(reach, geo.k[a])
+    radius = tl.cast(radii.largest, tl.int32)
     keyless = tl.max((valid & (key < 0)).to(tl.int32), axis=0) if KEYLESS else 0
-    for n in range(radii):
+    for n in range(radii.number):
         draw = gossip + n * (len(geo.k) + 1)
-        candidate, exists = around(draws, draw, key, reach, geo), valid
+        candidate, exists = around(draws, draw, key, radius, starts, geo), valid
         if KEYLESS:  # noqa: SIM102 - known when compiling, unlike the next
             if keyless > 0:
-                bits, some_query = absorb(draws, draw + len(geo.k)), tl.where(valid, query, 0)
-                drawn, some = legal_draw(bits, some_query, legal, limits.mask_row, keys, RULES.CAUSAL)
-                exists = valid & ((key >= 0) | some)
+                if starts.index is None:
+                    bits, some_query = absorb(draws, draw + len(geo.k)), tl.where(valid, query, 0)
+                    drawn, some = legal_draw(bits, some_query, legal, limits.mask_row, keys, RULES.CAUSAL)
+                    exists = valid & ((key >= 0) | some)
+                else:
+                    drawn = near_start(draws, draw, point, run, valid, starts, geo)
                 candidate = tl.where(key < 0, drawn, candidate)
         key, best = offer(candidate, exists, key, key, best, ours, limits, geo, RULES, KROW)
-        reach = reach >> 1
+        radius = radius >> 1
 
     # A keyless query is ~-1 = 0 nowhere: NOTHING, or -1 in what is returned.
     coded = tl.where(key < 0, NOTHING, tl.where(key != old, key, ~key))

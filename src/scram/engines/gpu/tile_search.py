@@ -15,10 +15,33 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import Found, SearchCall
-from ...schedule import KINDS, MOVES, STOP, TILE_QUERIES, offers, tile_shape
+from ...schedule import KINDS, MOVES, STOP, TILE_QUERIES, offers, tile_shape, widest
 from .block_sizes import OFFER_WARPS, score_tile, search_tile
-from .candidates import Rules, along, around, at_axis, coordinate, legal_argument, legal_draw, score_of
-from .grid import Block, Geometry, features, geometry, lane_place, lane_query, points, tile_at, tile_count, tiles
+from .candidates import (
+    Rules,
+    along,
+    around,
+    at_axis,
+    coordinate,
+    legal_argument,
+    legal_draw,
+    near_start,
+    score_of,
+    starts_argument,
+)
+from .grid import (
+    Block,
+    Geometry,
+    divide,
+    features,
+    geometry,
+    lane_place,
+    lane_query,
+    points,
+    tile_at,
+    tile_count,
+    tiles,
+)
 from .launch import Kernel, cached, kinds, on_device
 from .layout import halves
 from .noise import absorb, below, row_state, seed_argument
@@ -37,9 +60,10 @@ def tile_search(call: SearchCall) -> Found:
         return found
 
     legal, seed = legal_argument(q, k, call.causal, call.key_mask), seed_argument(call.seed, call.rows)
+    starts, radius = starts_argument(call), widest(k_shape[2:-1], call.reach, call.random)
     if warm is not None:
         warm = warm.contiguous()
-    given = kinds(q, k, seed.pointer, legal.mask, warm, seed.rows)
+    given = kinds(q, k, seed.pointer, legal.mask, warm, seed.rows, starts.index)
     plan = _plan(q_shape, k_shape, matches, call.causal, call.separation > 0, given)
     separation, group = min(call.separation, 2**31 - 1), q_shape[1] // k_shape[1]
     rows, queries = q_shape[0] * q_shape[1], index.numel() // (q_shape[0] * q_shape[1] * matches)
@@ -49,18 +73,20 @@ def tile_search(call: SearchCall) -> Found:
         planes = found if matches == 1 else _planes(found, entries)
         for entry in range(entries):
             field, best = found if matches == 1 else (planes.index[entry], planes.score[entry])
-            limits = (seed, legal, group, separation, plan.geo, entry)
+            limits = (seed, legal, starts, group, separation, plan.geo, entry)
             plan.start(q, k, planes.index, best, *limits, field, warm, kept, True, None, 0)
         if matches > 1:
             plan.arrange(*planes, *found, rows, queries, entries, matches)
         if sweeps:
-            tables = _tables(min(sweeps, 2), call.jumps, call.propagate, call.gossip, plan.geo.k, device)
+            way = (call.jumps, call.propagate, call.gossip, len(plan.geo.k), radius)
+            tables = _tables(min(sweeps, 2), way, device)
             most = plan.tiles * max(length for _, length in tables) * TILE_QUERIES
             room = torch.empty(most + rows * (sweeps + 1), dtype=torch.int32, device=device)
             offered, took = room, room[most:]
-            offer = plan.offer.bind(index, offered, took, seed, legal, sweeps, matches, plan.geo)
+            offer = plan.offer.bind(index, offered, took, seed, legal, starts, sweeps, matches, plan.geo)
             scored = (q, k) if q.dtype.itemsize == 2 else (halves(q), halves(k))
-            score = plan.score.bind(*scored, *found, offered, took, group, sweeps, matches, separation, plan.geo)
+            common = (starts, group, sweeps, matches, separation, plan.geo)
+            score = plan.score.bind(*scored, *found, offered, took, *common)
             for sweep in range(1, sweeps + 1):
                 table, length = tables[(sweep - 1) % len(tables)]
                 offer(table, sweep, length)
@@ -90,14 +116,14 @@ def _plan(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], matches: int, causal: bool, separated: bool,
     given: tuple[Any, ...],
 ) -> Plan:  # fmt: skip
-    """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm, rows."""
+    """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm, rows, starts."""
     query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
-    rows, dtype, masked = q_shape[0] * q_shape[1], given[0][1], given[3] is not None
+    rows, dtype, holes = q_shape[0] * q_shape[1], given[0][1], given[3] is not None or given[6] is not None
     block = search_tile(len(key_grid), width, dtype)
     programs, tile = rows * tiles(query_grid, block["B"].TILE), tile_shape(len(key_grid))
     count = rows * tiles(query_grid, tile)
-    # Without a mask every query has a match: there are no holes.
-    flags = {"CAUSAL": causal, "HOLES": masked, "STOP": STOP, "B": Block(tile, TILE_QUERIES)}
+    # Without mask and reach every query has a match: there are no holes.
+    flags = {"CAUSAL": causal, "HOLES": holes, "STOP": STOP, "B": Block(tile, TILE_QUERIES)}
     offer = {**flags, "SEVERAL": matches > 1, "num_warps": OFFER_WARPS, "enable_fp_fusion": True}
     return Plan(
         Kernel(start_kernel, programs, {"RULES": Rules(causal, separated, matches > 1), "KE": width, **block}),
@@ -111,13 +137,14 @@ def _plan(
 
 
 @cached
-def _tables(
-    sweeps: int, jumps: tuple[int, ...], propagate: str, gossip: int, key_grid: tuple[int, ...], device: torch.device
-) -> list[tuple[Tensor, int]]:
-    """For odd and for even sweeps the table [offers, 3] of kind, reach and draw, on the device, and its length."""
+def _tables(sweeps: int, way: tuple[Any, ...], device: torch.device) -> list[tuple[Tensor, int]]:
+    """For odd and for even sweeps the table [offers, 3] of kind, reach and draw, on the device, and its length.
+
+    `way`: what `schedule.offers` takes after the sweep.
+    """
     every = []
     for sweep in range(1, sweeps + 1):
-        made = offers(sweep, jumps, propagate, gossip, key_grid)
+        made = offers(sweep, *way)
         # Past every grid a neighbour is not there: no step overflows 32 bits.
         reaches = {kind: 2**30 if move else 2**30 // TILE_QUERIES for kind, move in MOVES.items()}
         rows = [(KINDS[one.kind], min(one.reach, reaches.get(one.kind, one.reach)), one.draw) for one in made]
@@ -140,7 +167,7 @@ def going(took, row, sweep, sweeps, queries, STOP: tl.constexpr):
 
 @triton.jit
 def offer_kernel(
-    state, offered, took, seed, legal, sweeps, kappa, geo, table, sweep, length,
+    state, offered, took, seed, legal, starts, sweeps, kappa, geo, table, sweep, length,
     CAUSAL: tl.constexpr, SEVERAL: tl.constexpr, HOLES: tl.constexpr, B: tl.constexpr, STOP: tl.constexpr,
 ):  # fmt: skip
     """What the queries of a tile offer in a sweep, [offers, BLOCK_Q]. A query off the grid does as the first one."""
@@ -171,10 +198,14 @@ def offer_kernel(
             source = below(absorb(draws, draw), queries)
             found = tl.load(matches + source.to(tl.int64) * kappa + entry)
         elif kind == RANDOM:
-            found = around(draws, draw, own, reach, geo)
+            found = around(draws, draw, own, reach, starts, geo)
             if SEVERAL or HOLES:
-                fresh, some = legal_draw(absorb(draws, draw + len(corner)), query, legal, mask_row, keys, CAUSAL)
-                found = tl.where(own >= 0, found, tl.where(some, fresh, -1))
+                if starts.index is None:
+                    fresh, some = legal_draw(absorb(draws, draw + len(corner)), query, legal, mask_row, keys, CAUSAL)
+                    fresh = tl.where(some, fresh, -1)
+                else:
+                    fresh = near_start(draws, draw, row.to(tl.int64) * queries + query, entry, query >= 0, starts, geo)
+                found = tl.where(own >= 0, found, fresh)
         else:
             direction = (diagonal + sweep + draw) % (2 * len(corner))
             axis = direction // 2
@@ -196,7 +227,7 @@ def offer_kernel(
 
 @triton.jit
 def score_offers_kernel(
-    q, k, state, score, offered, took, group, sweeps, kappa, separation, geo, sweep, length,
+    q, k, state, score, offered, took, starts, group, sweeps, kappa, separation, geo, sweep, length,
     CAUSAL: tl.constexpr, HOLES: tl.constexpr, STOP: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr,
     HALVES: tl.constexpr, PLACES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -234,6 +265,8 @@ def score_offers_kernel(
             s = tl.where((new >= 0)[None, :], s, -float("inf"))
         if CAUSAL:
             s = tl.where(new[None, :] <= query[:, None], s, -float("inf"))
+        if starts.index is not None:
+            s = tl.where(reached(tl.maximum(new, 0), point, valid, starts, geo), s, -float("inf"))
         # Most offers hold nothing new: then it does not matter which key it is.
         if PLACES.COLUMNS == 1:
             top = tl.max(s, axis=1)
@@ -253,6 +286,23 @@ def score_offers_kernel(
         else:
             store_matches(state, score, point, valid, kappa, kept, its)
         tl.atomic_add(took + row.to(tl.int64) * (sweeps + 1) + sweep, tl.sum((changed & there).to(tl.int32)))
+
+
+@triton.jit
+def reached(new, point, valid, starts, geo):
+    """Whether each key is near enough to a start of each query, [BLOCK_Q, BLOCK_Q]."""
+    some = (point[:, None] < 0) & (new < 0)[None, :]
+    for n in range(starts.count):
+        start, key = tl.load(starts.index + point * starts.count + n, mask=valid, other=0), new
+        close = (point[:, None] >= 0) & (new >= 0)[None, :]
+        for a in tl.static_range(len(geo.k) - 1, -1, -1):
+            start_up = divide(start, geo.magic[a]) if a > 0 else start * 0
+            key_up = divide(key, geo.magic[a]) if a > 0 else key * 0
+            apart = (start - start_up * geo.k[a])[:, None] - (key - key_up * geo.k[a])[None, :]
+            close = close & (tl.abs(apart) <= starts.reach[a])
+            start, key = start_up, key_up
+        some = some | close
+    return some
 
 
 @triton.jit

@@ -6,7 +6,7 @@ Works on *points*: point = row*N + query, so that batches, heads and queries are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from ...calls import Found, SearchCall
 from ...grid import LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, within
 from ...noise import below, noise, numbered
-from ...schedule import moves
+from ...schedule import moves, widest
 from ...scoring import accumulator, pair_score
 
 CHUNK_ELEMENTS = 1 << 21  # of gathered keys at a time
@@ -80,6 +80,24 @@ class SearchSpace:
         every = torch.arange(self.points, device=q.device)
         self.row, self.query = every // self.queries, every % self.queries
         self.number = numbered(self.row, call.rows)
+        self.starts = None if call.starts is None else call.starts.reshape(self.points, call.starts.shape[-1]).long()
+        self.radius = widest(self.key_grid, call.reach, call.random)
+
+    def reached(self, at: Tensor, key: Tensor) -> Tensor:
+        """Whether keys on the grid are near enough to a start of the points `at`. Both broadcast."""
+        if self.starts is None:
+            return torch.ones_like(key, dtype=torch.bool)
+        place = [c.unsqueeze(-1) for c in coordinates(key, self.key_grid)]
+        return within(place, coordinates(self.starts[at], self.key_grid), self.call.reach).any(-1)
+
+    def around(self, centre: Tensor, radius: int, drawn: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """A key from the box around another, cut at the border and to the reach; drawn(axis, n) is below n."""
+        near = []
+        for axis, (at, extent) in enumerate(zip(coordinates(centre, self.key_grid), self.key_grid, strict=True)):
+            far = min(radius, self.call.reach[axis]) if self.call.reach else radius
+            low, high = (at - far).clamp(min=0), (at + far).clamp(max=extent - 1)
+            near.append(low + drawn(axis, high - low + 1))
+        return flat(near, self.key_grid)
 
     def chunks(self) -> Iterator[Tensor]:
         size = max(1, CHUNK_ELEMENTS // self.q.shape[-1])
@@ -100,7 +118,7 @@ class _Points:
         best: Tensor,
         earlier: list[Tensor],
     ) -> None:
-        self.space, self.sweep = space, sweep
+        self.space, self.sweep, self.at, self.run = space, sweep, at, run
         self.row, self.query = at // space.queries, at % space.queries
         self.place = coordinates(self.query, space.query_grid)
         self.q, self.key, self.best = space.q[at], key[at], best[at]
@@ -112,10 +130,15 @@ class _Points:
     def below(self, draw: int, n: Tensor | int) -> Tensor:
         return below(noise(self.space.call.seed, *self.counters, draw), n)
 
+    def near(self, key: Tensor, radius: int, first: int) -> Tensor:
+        """A key around each point's `key`; axis a is draw first + a."""
+        return self.space.around(key, radius, lambda axis, n: self.below(first + axis, n))
+
     def legal(self, key: Tensor, exists: Tensor) -> Tensor:
         """Whether `key` (any value where it does not exist) may be taken in this run."""
         safe = key.clamp(0, self.space.keys - 1)
         ok = exists & (key == safe) & self.space.legal.allows(self.row, self.query, safe)
+        ok = ok & self.space.reached(self.at, safe)
         place = coordinates(safe, self.space.key_grid)
         for match in self.earlier:
             near = within(place, coordinates(match, self.space.key_grid), self.space.call.separation)
@@ -133,14 +156,19 @@ class _Points:
         better = (score > self.best) & self.legal(key, exists)
         self.key, self.best = torch.where(better, safe, self.key), torch.where(better, score, self.best)
 
-    def fresh(self, draw: int) -> tuple[Tensor, Tensor]:
-        """A key drawn from the legal ones, and whether there is any."""
+    def fresh(self, draw: int, first: int) -> tuple[Tensor, Tensor]:
+        """A key drawn from the legal ones, and whether there is any; from `first` on, one near the point's start."""
+        starts = self.space.starts
+        if starts is not None:
+            start = starts[self.at, self.run % starts.shape[1]]
+            key = self.near(start, max(self.space.key_grid), first)
+            return key, torch.ones_like(key, dtype=torch.bool)
         some = self.choices > 0
         return self.space.legal.nth(self.row, self.below(draw, self.choices)), some
 
     def start(self, warm: Tensor | None) -> None:
         """A legal start is kept whatever its score."""
-        key, exists = self.fresh(0)
+        key, exists = self.fresh(0, 0)
         if warm is not None:
             given = warm[self.row * self.space.queries + self.query]
             usable = self.legal(given, given >= 0)
@@ -173,14 +201,10 @@ class _Points:
 
     def random_search(self) -> None:
         """One key from ever smaller boxes around the best so far, cut at the border; a fresh one while keyless."""
-        grid = self.space.key_grid
-        rank, reach, draw = len(grid), max(grid), self.space.call.gossip
-        while reach >= 1:
-            near = []
-            for axis, centre in enumerate(coordinates(self.key.clamp(0), grid)):
-                low, high = (centre - reach).clamp(min=0), (centre + reach).clamp(max=grid[axis] - 1)
-                near.append(low + self.below(draw + axis, high - low + 1))
+        rank, radius, first = len(self.space.key_grid), self.space.radius, self.space.call.gossip
+        while radius >= 1:
+            near = self.near(self.key.clamp(0), radius, first)
             keyless = self.key < 0
-            fresh, some = self.fresh(draw + rank)
-            self.offer(torch.where(keyless, fresh, flat(near, grid)), ~keyless | some)
-            reach, draw = reach // 2, draw + rank + 1
+            fresh, some = self.fresh(first + rank, first)
+            self.offer(torch.where(keyless, fresh, near), ~keyless | some)
+            radius, first = radius // 2, first + rank + 1

@@ -25,7 +25,7 @@ def tile_search(call: SearchCall) -> Found:
     state = _start(space)
     going = torch.ones(space.points, 1, dtype=torch.bool, device=call.q.device)
     for sweep in range(1, call.sweeps + 1):
-        made = offers(sweep, call.jumps, call.propagate, call.gossip, space.key_grid)
+        made = offers(sweep, call.jumps, call.propagate, call.gossip, len(space.key_grid), space.radius)
         table = [_offered(space, offer, sweep, number, state.key) for number, offer in enumerate(made)]
         after, took = _score_offers(space, state, table)
         state = _State(torch.where(going, after.key, state.key), torch.where(going, after.score, state.score))
@@ -55,8 +55,14 @@ def _start(space: SearchSpace) -> _State:
     key = torch.full((space.points, call.matches), -1, device=row.device)
     choices = space.legal.total(row, query)
     for entry in range(given):
-        start = space.legal.nth(row, below(noise(space.call.seed, space.number, query, entry, 0, 0), choices))
-        start = torch.where(choices > 0, start, -1)
+
+        def drawn(draw: int, n: Tensor, entry: int = entry) -> Tensor:
+            return below(noise(call.seed, space.number, query, entry, 0, draw), n)
+
+        if space.starts is None:
+            start = torch.where(choices > 0, space.legal.nth(row, drawn(0, choices)), -1)
+        else:
+            start = space.around(space.starts[:, entry % space.starts.shape[1]], max(space.key_grid), drawn)
         if warm is not None:
             usable = _apart(space, warm[:, entry], key, call.separation)
             start = torch.where(usable, warm[:, entry], start)
@@ -74,6 +80,7 @@ def _apart(space: SearchSpace, key: Tensor, others: Tensor, separation: int) -> 
     """Whether each point may take its key [P] (any value) beside the `others` [P, kappa] that it has."""
     safe = key.clamp(0, space.keys - 1)
     ok = (key == safe) & space.legal.allows(space.row, space.query, safe)
+    ok = ok & space.reached(torch.arange(space.points, device=key.device), safe)
     return ok & ~_near(space, safe.unsqueeze(1), others, separation).any(1)
 
 
@@ -101,13 +108,14 @@ def _offered(space: SearchSpace, offer: Offer, sweep: int, number: int, key: Ten
         found = match_of(drawn(offer.draw, space.queries))
     elif offer.kind == "random":
         own = match_of(query)
-        near = []
-        for axis, centre in enumerate(coordinates(own.clamp(min=0), key_grid)):
-            low, high = (centre - offer.reach).clamp(min=0), (centre + offer.reach).clamp(max=key_grid[axis] - 1)
-            near.append(low + drawn(offer.draw + axis, high - low + 1))
-        choices = space.legal.total(row, query)
-        fresh = torch.where(choices > 0, space.legal.nth(row, drawn(offer.draw + rank, choices)), -1)
-        found = torch.where(own < 0, fresh, flat(near, key_grid))
+        near = space.around(own.clamp(min=0), offer.reach, lambda axis, n: drawn(offer.draw + axis, n))
+        if space.starts is None:
+            choices = space.legal.total(row, query)
+            fresh = torch.where(choices > 0, space.legal.nth(row, drawn(offer.draw + rank, choices)), -1)
+        else:
+            start = space.starts.gather(1, entry.unsqueeze(1) % space.starts.shape[1]).squeeze(1)
+            fresh = space.around(start, max(key_grid), lambda axis, n: drawn(offer.draw + axis, n))
+        found = torch.where(own < 0, fresh, near)
     else:
         direction = (torch.stack(place).sum(0) + sweep + offer.draw) % (2 * rank)
         sign = direction % 2 * 2 - 1
@@ -170,7 +178,7 @@ class _Tile:
 
     def __init__(self, space: SearchSpace, at: Tensor, state: _State) -> None:
         self.space, self.state = space, state
-        self.query, self.q = at % space.queries, space.q[at]
+        self.at, self.query, self.q = at, at % space.queries, space.q[at]
         self.first_key = key_row(at[:1, :1] // space.queries, space.heads, space.key_heads) * space.keys
         self.took = torch.zeros_like(at, dtype=torch.bool)
 
@@ -190,6 +198,7 @@ class _Tile:
         legal = (keys >= 0).unsqueeze(1)
         if self.space.legal.causal:
             legal = legal & (keys.unsqueeze(1) <= self.query.unsqueeze(-1))
+        legal = legal & self.space.reached(self.at.unsqueeze(-1), keys.clamp(min=0).unsqueeze(1))
         best, first = torch.where(legal, score, -torch.inf).max(-1)
         new = keys.unsqueeze(1).expand_as(score).gather(-1, first.unsqueeze(-1))
         close = _near(self.space, self.state.key, new, self.space.call.separation)

@@ -1,0 +1,197 @@
+"""Dense correspondence: where each query's content lies among the keys, by a search and a softmax around its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import api, errors, places
+from ..arguments import explains
+from ..grid import Grid, coordinates, grid_of
+from ..options import Auto, Impl
+from ..scoring import default_scale
+from ..types import Matches, Score, Search
+from .searching import Searching
+
+# From a start that is near: two sweeps of comparing with the neighbours, and draws around each match.
+REFINE = Search(sweeps=2, jumps=(2, 1), gossip=0)
+
+
+class Correspondence(NamedTuple):
+    """What a `Matcher` finds.
+
+    matches: the keys found, best first, [B, H, *G, kappa].
+    coords: float32 [B, H, *G, rank], the mean place on the key grid of the keys in the windows around the matches,
+        weighted by their softmax (soft-argmax); NaN where no key was found. It carries gradients to q and k.
+    confidence: float32 [B, H, *G], the weight of the best key among those of the windows, 0..1; 0 where there is none.
+    lse: [B, H, *G], the log of the normaliser, with gradients.
+    back: for every key the query found, [B, H, *G', 1]; None unless the matcher is bidirectional.
+    agrees: bool [B, H, *G], whether the way there and back ends near the query; None unless it is bidirectional.
+    """
+
+    matches: Matches
+    coords: Tensor
+    confidence: Tensor
+    lse: Tensor
+    back: Matches | None = None
+    agrees: Tensor | None = None
+
+    @property
+    def offsets(self) -> Tensor:
+        """`coords` less each query's own place on the key grid: the flow, [B, H, *G, rank]."""
+        grid, keys = tuple(self.coords.shape[2:-1]), self.matches.key_grid
+        axes = [
+            (torch.arange(n, device=self.coords.device) + 0.5) * (m / n) - 0.5 for n, m in zip(grid, keys, strict=True)
+        ]
+        return self.coords - torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
+
+
+class Matcher(Searching):
+    """Finds for every query its place among the keys: q [B, H, *G, E], k [B, Hk, *G', E] -> `Correspondence`.
+
+    No parameters. Differentiable in q and k through `coords` and `lse`.
+
+    Args:
+        radius: of the windows that the mean place is taken from; an int or one per axis. Smaller ones are faster and
+            farther from dense attention, see docs/gmflow_matching.md.
+        search: how to look where nothing is known.
+        warm_search: how to look from matches that are given, kept, or of a coarser scale.
+        scales: how much coarser each grid is that is searched, coarse to fine, the last 1: (4, 2, 1). Features are
+            averaged over cells. Later scales start from the matches before and stay near them: their reach is twice the
+            ratio of the scales.
+        bidirectional: also searches from the keys to the queries, starting from the pairs found, and says where both
+            ways agree.
+        tolerance: how far the way there and back may end from the query, in points on every axis, to agree.
+        keep_matches: in evaluation mode a call starts from the matches of the call before, where the shapes are equal:
+            the frames of a video. `reset` forgets them.
+        scale, score, impl: as in `scram.attend`.
+
+    >>> q = torch.randn(1, 1, 12, 16, 32)
+    >>> found = Matcher(search=Search(seed=0))(q, q.roll(3, 3))
+    >>> found.offsets[0, 0, 5, 5].round().tolist()
+    [0.0, 3.0]
+    """
+
+    @explains
+    def __init__(
+        self, *, radius: int | Sequence[int] = 4, search: Search | Auto = "auto", warm_search: Search = REFINE,
+        scales: Sequence[int] = (1,), bidirectional: bool = False, tolerance: float = 1.0, keep_matches: bool = False,
+        scale: float | None = None, score: Score = "dot", impl: Impl = "auto",
+    ) -> None:  # fmt: skip
+        errors.settings(warm_search, Search)
+        super().__init__(search, warm_search, radius, keep_matches, None, "query", impl)
+        errors.scale(scale)
+        errors.score(score)
+        errors.real("tolerance", tolerance, 0.0, math.inf, "[0, inf)")
+        self.scales = _scales(scales)
+        self.bidirectional = errors.flag("bidirectional", bidirectional)
+        self.tolerance, self.scale, self.score = tolerance, scale, score
+
+    @explains
+    def forward(
+        self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, warm: Matches | None = None
+    ) -> Correspondence:
+        """Search, then the mean place in the windows around what was found.
+
+        Args:
+            q, k: [B, H, *G, E], [B, Hk, *G', E].
+            key_mask: bool [B, *G'] or [B, H, *G'], True = may be found.
+            warm: matches to start from; those of grids of other extents are resampled first.
+        """
+        errors.queries_keys(q, k)
+        errors.key_mask(q, k, key_mask)
+        legal: dict[str, Any] = {"key_mask": key_mask, "score": self.score, "impl": self.impl}
+        if warm is not None:
+            errors.instance("warm", warm, Matches, "scram.Matches", "; scram.search returns one")
+            same = tuple(warm.index.shape[2:-1]) == grid_of(q) and warm.key_grid == grid_of(k)
+            warm = warm if same else warm.upsample(grid_of(q), grid_of(k))
+        elif len(self.scales) > 1 and not self._has_kept(q, k):
+            return self._joined(q, k, self._from_coarse(q, k, legal), legal)
+        return self._joined(q, k, self._find(q, k, warm, legal), legal)
+
+    def _has_kept(self, q: Tensor, k: Tensor) -> bool:
+        kept = self.matches if self._keeps() else None
+        return kept is not None and kept.index.shape[:-1] == q.shape[:-1] and kept.key_grid == grid_of(k)
+
+    def _from_coarse(self, q: Tensor, k: Tensor, legal: dict[str, Any]) -> Matches:
+        """The matches of the finest scale, each scale from the one before."""
+        assert self.warm_search is not None
+        found: Matches | None = None
+        before = self.scales[0]
+        for scale in self.scales:
+            grids = [tuple(-(-n // scale) for n in grid_of(x)) for x in (q, k)]
+            less_q, less_k = (_averaged(x.detach(), grid) for x, grid in zip((q, k), grids, strict=True))
+            mask = legal["key_mask"]
+            if mask is not None and scale > 1:
+                mask = _averaged(mask.float().unsqueeze(-1), grids[1]).squeeze(-1) > 0
+            how = self.search if found is None else replace(self.warm_search, reach=2 * -(-before // scale))
+            start = None if found is None else found.upsample(*grids)
+            settings = errors.search_settings(how, Search())
+            found = api.search(less_q, less_k, search=settings, warm=start, **{**legal, "key_mask": mask})
+            before = scale
+        assert found is not None
+        self._keep(found)
+        return found
+
+    def _joined(self, q: Tensor, k: Tensor, found: Matches, legal: dict[str, Any]) -> Correspondence:
+        """The mean places around the matches, and the way back."""
+        place = torch.stack(coordinates(torch.arange(math.prod(found.key_grid), device=k.device), found.key_grid), -1)
+        wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+        v = place.to(wide).reshape(*found.key_grid, -1).expand(*k.shape[:-1], -1)
+        out, lse = api.attend(q, k, v, found, radius=self.radius, scale=self.scale, **legal)
+        there = found.index[..., 0] >= 0
+        factor = default_scale(self.scale, q.shape[-1], self.score, "softmax")
+        sure = (factor * found.score[..., 0] - lse.detach()).exp().clamp(max=1).nan_to_num(0)
+        coords = torch.where(there.unsqueeze(-1), out.float(), torch.nan)
+        made = Correspondence(found, coords, torch.where(there, sure.float(), 0), lse)
+        return self._checked(q, k, made) if self.bidirectional else made
+
+    def _checked(self, q: Tensor, k: Tensor, made: Correspondence) -> Correspondence:
+        """With the matches of the way back, and where both ways agree."""
+        assert self.warm_search is not None
+        best = Matches(made.matches.index[..., :1], made.matches.score[..., :1], made.matches.key_grid)
+        each = k.detach().repeat_interleave(q.shape[1] // k.shape[1], 1)
+        options: dict[str, Any] = {"score": self.score, "impl": self.impl}
+        back = api.search(each, q.detach(), search=self.warm_search, warm=best.inverse(), **options)
+        key = best.index.flatten(2).long()
+        home = back.index.flatten(2).gather(2, key.clamp(min=0)).reshape(best.index.shape[:-1])
+        apart = places.coords_of(home, grid_of(q)) - places.coords_of(_own(q), grid_of(q))
+        agrees = (best.index[..., 0] >= 0) & (apart.abs().amax(-1) <= self.tolerance)
+        return made._replace(back=back, agrees=agrees)
+
+    def extra_repr(self) -> str:
+        more = f"scales={self.scales}, bidirectional={self.bidirectional}, keep_matches={self.keep_matches}"
+        return f"radius={self.radius}, search={self.search}, warm_search={self.warm_search}, {more}"
+
+
+def _own(q: Tensor) -> Tensor:
+    """int32 [*G], the number of each query."""
+    return places.own_index(grid_of(q), grid_of(q), q.device)
+
+
+def _scales(value: Any) -> tuple[int, ...]:
+    """Whole numbers that fall to 1."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"scales must be a sequence of ints such as (4, 2, 1), got {value!r}")
+    made = tuple(errors.whole(f"scales[{n}]", x, 1) for n, x in enumerate(value))
+    if made[-1] != 1 or any(a <= b for a, b in pairwise(made)):
+        raise ValueError(f"scales must fall to 1, coarse to fine, such as (4, 2, 1), got {value!r}")
+    return made
+
+
+def _averaged(x: Tensor, grid: Grid) -> Tensor:
+    """[B, H, *G, width] -> [B, H, *grid, width], or without the heads: means over cells, axis by axis."""
+    first = x.ndim - 1 - len(grid)
+    for axis, extent in enumerate(grid, first):
+        if x.shape[axis] != extent:
+            last = x.movedim(axis, -1)
+            pooled = F.adaptive_avg_pool1d(last.reshape(-1, 1, last.shape[-1]), extent)
+            x = pooled.reshape(*last.shape[:-1], extent).movedim(-1, axis)
+    return x.contiguous()
