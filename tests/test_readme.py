@@ -25,7 +25,7 @@ PICTURES = {f"docs/{x}.md" for x in ("generate", "inpaint", "retarget")}  # thei
 
 
 def test_pages_with_python():
-    names = ("clusters", "models", "estimators", "tune")
+    names = ("clusters", "models", "estimators", "tune", "gmflow_matching")
     assert {name for name, _ in BLOCKS} == {f"docs/{x}.md" for x in names} | {"README.md"} | PICTURES
     assert sum(bool(line) for line in BLOCKS[0][1].splitlines()) == 8
 
