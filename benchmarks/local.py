@@ -8,6 +8,7 @@ inwards. GMFlow's function takes no values: its output is the mean place. Result
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import tempfile
 import time
@@ -132,6 +133,8 @@ def measure(heads: int, grid: tuple[int, int], width: int, values: int, radius: 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     store = Store("local")
     for shape in SHAPES:
         row = measure(*shape)
