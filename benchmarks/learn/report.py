@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from .loop import stored
+from .tasks import Generate, Task
 
 Rows = list[dict[str, Any]]
 
@@ -63,6 +68,23 @@ def curves(folder: Path, out: Path) -> None:
         name = task.replace(", ", "_").replace(" ", "_").lower()
         figure.savefig(out / f"learn_{name}.png", dpi=110)
         plt.close(figure)
+
+
+def samples(tasks: dict[str, Task], weights: Path, out: Path, count: int, only: Sequence[str] | None) -> None:
+    """Pictures of each trained generator, drawn pixel by pixel: an array [n, height, width, colours] in a file."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in sorted(weights.glob("*.pt")):
+        name, attention, _, _ = file.stem.split("_")
+        task = next(x for x in tasks.values() if x.name.replace(" ", "-").replace(",", "") == name)
+        if (only and task.name not in only) or not isinstance(task, Generate):
+            continue
+        model = task.model(attention.replace("-", " ")).to(task.data.x.device).eval()
+        model.load_state_dict(torch.load(file, map_location=task.data.x.device, weights_only=True))
+        torch.manual_seed(0)
+        made = task.samples(model, count, torch.Generator(task.data.x.device).manual_seed(0))
+        made = (made * (256 // task.levels)).view(count, *task.data.x.shape[1:]).byte().cpu()
+        np.savez_compressed(out / f"{file.stem}.npz", made.numpy())
+        print(f"{file.stem}: {count} pictures", flush=True)
 
 
 def _smooth(values: list[float], width: int = 4) -> list[float]:
