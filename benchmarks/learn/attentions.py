@@ -22,13 +22,15 @@ SEARCHING: dict[str, dict[str, Any]] = {
     "dense": {"search": None},
     "dense, dropout": {"search": None, "dropout": 0.1},
 }
-NAMES = (*SEARCHING, "local", "strided", "natten")
+NAMES = (*SEARCHING, "local", "local, 64 keys", "strided", "natten")
 
 
 def attention(name: str, width: int, heads: int, causal: bool = False) -> nn.Module:
     """[B, *G, width] -> the same shape."""
     if name in SEARCHING:
         return GridAttention(width, heads, causal=causal, **SEARCHING[name])
+    if name == "local, 64 keys":
+        return Local(width, heads, causal, keys=64)
     made: type[Projected] = {"local": Local, "strided": Strided, "natten": Natten}[name]
     return made(width, heads, causal)
 

@@ -11,8 +11,8 @@ PAIR = ("dense", "tail")
 OTHERS = ("windows", "local", "strided")
 PICTURES = (1000, 5000, None)
 NOISE = ("dense", "dense, dropout", "tail", "tail, fixed seed", "tail, few sweeps")
-BIAS = ("dense", "tail", "windows", "local")
-QUESTIONS = ("tasks", "large", "noise", "bias", "others")
+BIAS = ("dense", "tail", "windows")
+QUESTIONS = ("tasks", "large", "noise", "bias", "others", "small noise", "small bias")  # small ones: for a CPU
 
 
 def runs(question: str) -> list[Run]:
@@ -23,9 +23,10 @@ def runs(question: str) -> list[Run]:
         return [Run(task, name, seed) for seed in SEEDS for task in LARGE for name in PAIR]
     if question == "others":
         return [Run(task, name, 0) for name in OTHERS for task in TASKS]
-    if question == "noise":
-        return [Run("plain", name, seed, count) for seed in SEEDS for count in PICTURES for name in NOISE]
-    if question == "bias":
-        sets = ("plain", "plain, shuffled")
-        return [Run(x, name, seed, count) for seed in SEEDS for x in sets for count in PICTURES for name in BIAS]
+    base = "digits" if question.startswith("small") else "plain"
+    if question.endswith("noise"):
+        return [Run(base, name, seed, count) for seed in SEEDS for count in PICTURES for name in NOISE]
+    if question.endswith("bias"):
+        sets, names = (base, f"{base}, shuffled"), (*BIAS, "local" if base == "plain" else "local, 64 keys")
+        return [Run(x, name, seed, count) for seed in SEEDS for x in sets for count in PICTURES for name in names]
     raise ValueError(f"question must be one of {QUESTIONS}, got {question!r}")

@@ -263,6 +263,8 @@ def tasks(sets: dict[str, Set]) -> dict[str, Task]:
     """All tasks, by name."""
     cifar, mnist = sets["cifar"], sets["mnist"]
     short: dict[str, int] = {"depth": 2, "batch": 64, "steps": 600, "test_batch": 500}
+    side = mnist.x.shape[1] // 2
+    small: dict[str, Any] = {"width": 32, "depth": 2, "batch": 16, "steps": 400, "rate": 2e-3, "tested": 1200}
     every = [
         Classify("classify", cifar, steps=2500),
         Classify("classify, 128x128", cifar, size=128, batch=8, steps=2500, tested=640),
@@ -273,6 +275,8 @@ def tasks(sets: dict[str, Set]) -> dict[str, Task]:
         Generate("generate, CIFAR-10", cifar, batch=32, score="bits", tested=1000),
         Plain("plain", cifar, **short),
         Plain("plain, shuffled", cifar.shuffled(), **short),
+        Plain("digits", mnist.halved(), size=side, **small),
+        Plain("digits, shuffled", mnist.halved().shuffled(), size=side, **small),
     ]
     return {task.name: task for task in every}
 
