@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .loop import Run
 
 SEEDS = (0, 1, 2)
@@ -12,7 +14,8 @@ OTHERS = ("windows", "local", "strided")
 PICTURES = (1000, 5000, None)
 NOISE = ("dense", "dense, dropout", "tail", "tail, fixed seed", "tail, few sweeps")
 BIAS = ("dense", "tail", "windows")
-QUESTIONS = ("tasks", "large", "noise", "bias", "others", "small noise", "small bias")  # small ones: for a CPU
+LOCAL = {"plain": "local", "digits": "local, 64 keys"}
+QUESTIONS = ("tasks", "large", "noise", "bias", "others", "small")
 
 
 def runs(question: str) -> list[Run]:
@@ -23,10 +26,22 @@ def runs(question: str) -> list[Run]:
         return [Run(task, name, seed) for seed in SEEDS for task in LARGE for name in PAIR]
     if question == "others":
         return [Run(task, name, 0) for name in OTHERS for task in TASKS]
-    base = "digits" if question.startswith("small") else "plain"
-    if question.endswith("noise"):
-        return [Run(base, name, seed, count) for seed in SEEDS for count in PICTURES for name in NOISE]
-    if question.endswith("bias"):
-        sets, names = (base, f"{base}, shuffled"), (*BIAS, "local" if base == "plain" else "local, 64 keys")
-        return [Run(x, name, seed, count) for seed in SEEDS for x in sets for count in PICTURES for name in names]
+    if question == "noise":
+        return [run for seed in SEEDS for run in _noise("plain", PICTURES, seed)]
+    if question == "bias":
+        return [run for seed in SEEDS for run in _bias("plain", PICTURES, seed)]
+    if question == "small":  # both, for a CPU
+        order = [
+            (made, counts, seed) for counts in ((1000, None), (5000,)) for seed in SEEDS for made in (_noise, _bias)
+        ]
+        return [run for made, counts, seed in order for run in made("digits", counts, seed)]
     raise ValueError(f"question must be one of {QUESTIONS}, got {question!r}")
+
+
+def _noise(task: str, pictures: Sequence[int | None], seed: int) -> list[Run]:
+    return [Run(task, name, seed, count) for count in pictures for name in NOISE]
+
+
+def _bias(task: str, pictures: Sequence[int | None], seed: int) -> list[Run]:
+    sets, names = (task, f"{task}, shuffled"), (*BIAS, LOCAL[task])
+    return [Run(x, name, seed, count) for x in sets for count in pictures for name in names]

@@ -264,7 +264,15 @@ def tasks(sets: dict[str, Set]) -> dict[str, Task]:
     cifar, mnist = sets["cifar"], sets["mnist"]
     short: dict[str, int] = {"depth": 2, "batch": 64, "steps": 600, "test_batch": 500}
     side = mnist.x.shape[1] // 2
-    small: dict[str, Any] = {"width": 32, "depth": 2, "batch": 16, "steps": 400, "rate": 2e-3, "tested": 1200}
+    small: dict[str, Any] = {
+        "width": 32,
+        "depth": 2,
+        "batch": 16,
+        "steps": 400,
+        "rate": 5e-3,
+        "tested": 1200,
+        "test_batch": 100,
+    }
     every = [
         Classify("classify", cifar, steps=2500),
         Classify("classify, 128x128", cifar, size=128, batch=8, steps=2500, tested=640),
