@@ -19,6 +19,7 @@ from .plans import QUESTIONS
 from .profile import profile
 from .report import curves, samples, table
 from .speed import speed
+from .swap import swap
 from .tasks import Task, tasks, tiny
 from .work import command_of, one_run, wanted, work, workers
 
@@ -75,6 +76,11 @@ def _samples(options: argparse.Namespace) -> None:
     samples(_tasks(options), options.checkpoints / "weights", options.folder, options.count, options.only)
 
 
+def _swap(options: argparse.Namespace) -> None:
+    weights = options.checkpoints / "weights"
+    swap(_tasks(options)[options.task], options.seed, weights, options.count, options.results, options.commit)
+
+
 def _tasks(options: argparse.Namespace) -> dict[str, Task]:
     return _made(load(options.data) if options.data else made_up(), options)
 
@@ -126,6 +132,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--count", type=int, default=24)
     one.add_argument("--only", nargs="*", help="tasks")
     one.set_defaults(run=_samples)
+    one = commands.add_parser("swap", parents=[common], help="trained generators with other attentions")
+    one.add_argument("task")
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--count", type=int, default=16)
+    one.set_defaults(run=_swap)
     one = commands.add_parser("table", parents=[common], help="what is stored")
     one.set_defaults(run=_table)
     one = commands.add_parser("curves", parents=[common], help="learning curves as pictures")

@@ -144,9 +144,9 @@ def one_step(state: State, call: Callable[[torch.Tensor, Any], torch.Tensor], x:
     state.sum += loss
 
 
-def stored(folder: Path) -> dict[str, Any]:
-    """All runs that are done."""
-    file = folder / "learn.json"
+def stored(folder: Path, name: str = "learn") -> dict[str, Any]:
+    """All runs that are done, or their curves."""
+    file = folder / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
 
@@ -156,4 +156,6 @@ def store(folder: Path, run: Run, task: Task, row: dict[str, Any], measured: str
     shape = {name: getattr(task, name) for name in ("width", "heads", "depth", "batch", "steps", "rate", "size")}
     with (folder / "learn.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        curve = row.pop("curve")
+        Store("learn_curves", folder).put(run.name, measured, curve=[[step, round(x, 5)] for step, x in curve])
         Store("learn", folder).put(run.name, measured, **asdict(run), **shape, **row, jobs=jobs)

@@ -20,8 +20,9 @@ Rows = list[dict[str, Any]]
 def grouped(folder: Path) -> dict[tuple[str, str, int | None], Rows]:
     """Runs of one task, attention and number of pictures, over the seeds."""
     groups: dict[tuple[str, str, int | None], Rows] = {}
-    for row in stored(folder).values():
-        groups.setdefault((row["task"], row["attention"], row["pictures"]), []).append(row)
+    lines = stored(folder, "learn_curves")
+    for name, row in stored(folder).items():
+        groups.setdefault((row["task"], row["attention"], row["pictures"]), []).append(row | lines[name])
     return groups
 
 
