@@ -13,7 +13,7 @@ PAIR = ("dense", "tail")
 OTHERS = ("windows", "local", "strided")
 PICTURES = (1000, 5000, None)
 NOISE = ("dense", "dense, dropout", "tail", "tail, fixed seed", "tail, few sweeps")
-BIAS = ("dense", "tail", "windows")
+TAIL = {"plain": "tail", "digits": "32 clusters"}  # as many clusters as keys would be dense attention
 LOCAL = {"plain": "local", "digits": "local, 64 keys"}
 QUESTIONS = ("tasks", "large", "noise", "bias", "others", "small")
 
@@ -39,9 +39,9 @@ def runs(question: str) -> list[Run]:
 
 
 def _noise(task: str, pictures: Sequence[int | None], seed: int) -> list[Run]:
-    return [Run(task, name, seed, count) for count in pictures for name in NOISE]
+    return [Run(task, name.replace("tail", TAIL[task]), seed, count) for count in pictures for name in NOISE]
 
 
 def _bias(task: str, pictures: Sequence[int | None], seed: int) -> list[Run]:
-    sets, names = (task, f"{task}, shuffled"), (*BIAS, LOCAL[task])
+    sets, names = (task, f"{task}, shuffled"), ("dense", TAIL[task], "windows", LOCAL[task])
     return [Run(x, name, seed, count) for x in sets for count in pictures for name in names]
