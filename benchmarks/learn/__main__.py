@@ -17,7 +17,7 @@ from .data import Set, load, made_up, noise_only, prepare
 from .loop import Run, stored
 from .plans import QUESTIONS
 from .profile import profile
-from .report import curves, samples, table
+from .report import curves, samples, sheet, table
 from .speed import speed
 from .swap import swap
 from .tasks import Task, tasks, tiny
@@ -66,6 +66,9 @@ def _table(options: argparse.Namespace) -> None:
 
 def _curves(options: argparse.Namespace) -> None:
     curves(options.results, options.folder)
+    if options.samples is not None:
+        real = load(options.data)["mnist"].test_x[:24].numpy()
+        sheet(options.samples, real, options.folder)
 
 
 def _profile(options: argparse.Namespace) -> None:
@@ -141,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(run=_table)
     one = commands.add_parser("curves", parents=[common], help="learning curves as pictures")
     one.add_argument("folder", type=Path)
+    one.add_argument("--samples", type=Path, help="a folder of `samples`: they are shown too, beside those of --data")
     one.set_defaults(run=_curves)
     return parser
 
