@@ -25,7 +25,7 @@ def learn():
 
 @pytest.fixture(scope="module")
 def tasks(learn):
-    found = learn["tasks"].tasks(learn["data"].made_up())
+    found = learn["tasks"].tasks(learn["data"].made_up(side=8))
     return {name: learn["tasks"].tiny(task) for name, task in found.items()}
 
 
