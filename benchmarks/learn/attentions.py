@@ -13,11 +13,13 @@ import scram
 from scram.nn import GridAttention
 
 FEW = scram.Search(sweeps=1, jumps=(1,), gossip=2)
+FOUR = scram.Search(matches=4, separation=2)
 SEARCHING: dict[str, dict[str, Any]] = {
     "windows": {"search": scram.Search(), "tail": None},
-    "windows, 4 matches": {"search": scram.Search(matches=4, separation=2), "tail": None},
+    "windows, 4 matches": {"search": FOUR, "tail": None},
     "tail": {"search": scram.Search()},  # clusters; drawn keys under causal order
-    "tail, 4 matches": {"search": scram.Search(matches=4, separation=2)},
+    "tail, 4 matches": {"search": FOUR},
+    "tail, 4 matches, 2048 drawn": {"search": FOUR, "tail": scram.Hybrid(samples=2048)},
     "tail, fixed seed": {"search": scram.Search(seed=0), "tail": scram.Clusters(seed=0)},
     "tail, few sweeps": {"search": FEW},
     "32 clusters": {"search": scram.Search(), "tail": scram.Clusters(count=32)},  # for few keys

@@ -15,13 +15,16 @@ PICTURES = (1000, 5000, None)
 NOISE = ("dense", "dense, dropout", "tail", "tail, fixed seed", "tail, few sweeps")
 TAIL = {"plain": "tail", "digits": "32 clusters"}  # as many clusters as keys would be dense attention
 LOCAL = {"plain": "local", "digits": "local, 64 keys"}
-QUESTIONS = ("tasks", "large", "noise", "bias", "others", "small")
+MORE = {"generate, CIFAR-10": "tail, 4 matches, 2048 drawn", "video": "tail, 4 matches"}  # the default is not enough
+QUESTIONS = ("tasks", "more", "large", "noise", "bias", "others", "small")
 
 
 def runs(question: str) -> list[Run]:
     """Seed by seed, the longest first."""
     if question == "tasks":
         return [Run(task, name, seed) for seed in SEEDS for task in TASKS for name in PAIR]
+    if question == "more":
+        return [Run(task, name, seed) for seed in SEEDS for task, name in MORE.items()]
     if question == "large":
         return [Run(task, name, seed) for seed in SEEDS for task in LARGE for name in PAIR]
     if question == "others":
