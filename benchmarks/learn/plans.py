@@ -35,7 +35,7 @@ def runs(question: str) -> list[Run]:
         return [run for seed in SEEDS for run in _bias("plain", PICTURES, seed)]
     if question == "small":  # both, for a CPU
         first = [*_noise("digits", (1000,), 0), *_bias("digits", (1000, None), 0)]
-        more = [run for seed in SEEDS[1:] for made in (_noise, _bias) for run in made("digits", (1000,), seed)]
+        more = [run for made in (_noise, _bias) for seed in SEEDS[1:] for run in made("digits", (1000,), seed)]
         rest = [run for seed in SEEDS for made in (_noise, _bias) for run in made("digits", (None, 5000), seed)]
         return first + more + rest
     raise ValueError(f"question must be one of {QUESTIONS}, got {question!r}")

@@ -89,7 +89,7 @@ def sheet(pictures: Path, real: np.ndarray, out: Path) -> None:
         axes.set_yticks([])
         axes.set_ylabel(name, rotation=0, ha="right", va="center")
         axes.spines[:].set_visible(False)
-    figure.savefig(out / "learning_samples.png", dpi=100)
+    figure.savefig(out / "learning_samples.png", dpi=100, bbox_inches="tight")
     plt.close(figure)
 
 
