@@ -29,7 +29,7 @@ def signed(value: float, places: int) -> str:
 def spread(values: Iterable[float], places: int = 2) -> str:
     """Mean, and the standard deviation where there are several."""
     found = list(values)
-    middle = f"{statistics.mean(found):.{places}f}"
+    middle = f"{statistics.mean(found):.{places}f}".replace("-", MINUS)
     return f"{middle} ± {statistics.stdev(found):.{places}f}" if len(found) > 1 else middle
 
 
@@ -133,35 +133,45 @@ def grouped(task: str) -> dict[int | None, dict[str, list[dict[str, Any]]]]:
 
 def noise() -> str:
     """docs/learning: losses on training and on test pictures."""
-    head = ("pictures", "attention", "seeds", "training loss", "test loss", "gap", "test accuracy")
+    head = ("pictures", "attention", "seeds", "training loss", "test loss", "gap", "gap less that of dense, same seeds",
+            "test accuracy")  # fmt: skip
     lines = []
     for task, label in SETS.items():
         for count, by in grouped(task).items():
             named = f"{label}, {count or 'all'}"
+            dense = {row["seed"]: gap(row) for row in by["dense"]}
             for name, told in NOISE.items():
-                rows = [row["test"] for row in by.get(name if task == "plain" else name.replace("tail", FEWER), [])]
+                rows = by.get(name if task == "plain" else name.replace("tail", FEWER), [])
                 if rows:
-                    gaps = (row["loss"] - row["training loss"] for row in rows)
-                    both = ([row[key] for row in rows] for key in ("training loss", "loss"))
-                    figures = [spread(values, 3) for values in (*both, gaps)]
-                    lines.append((named, told, str(len(rows)), *figures, spread((r["accuracy"] for r in rows), 1)))
+                    both = ([row["test"][key] for row in rows] for key in ("training loss", "loss"))
+                    figures = [spread(values, 3) for values in (*both, [gap(row) for row in rows])]
+                    apart = [gap(row) - dense[row["seed"]] for row in rows if row["seed"] in dense]
+                    less = "" if name == "dense" else spread(apart, 3)
+                    accuracy = spread((row["test"]["accuracy"] for row in rows), 1)
+                    lines.append((named, told, str(len(rows)), *figures, less, accuracy))
                     named = ""
     return table(head, *lines)
+
+
+def gap(row: dict[str, Any]) -> float:
+    return float(row["test"]["loss"] - row["test"]["training loss"])
 
 
 BIAS = {"dense": "dense", FEWER: "SCRAM, 32 clusters", "windows": "SCRAM, windows", "local, 64 keys": "local, 8x8 keys"}
 
 
 def bias() -> str:
-    """docs/learning: test accuracy against the number of pictures, with pixels in order and shuffled."""
+    """docs/learning: test accuracy against the number of pictures, pixels in order and shuffled, of seeds all have."""
     sets = {"digits": "in order", "digits, shuffled": "shuffled"}
-    columns = [(task, count) for task in sets for count in grouped(task)]
-    head = ("attention", *(f"{sets[task]}, {count or 'all'}" for task, count in columns))
-    lines = []
-    for name, label in BIAS.items():
-        found = [[row["test"]["accuracy"] for row in grouped(task)[count].get(name, [])] for task, count in columns]
-        lines.append((label, *(f"{spread(values, 1)} ({len(values)})" if values else "" for values in found)))
-    return table(head, *lines)
+    columns = {}
+    for task, label in sets.items():
+        for count, by in grouped(task).items():
+            mine = {name: {row["seed"]: row["test"]["accuracy"] for row in by.get(name, [])} for name in BIAS}
+            if seeds := set.intersection(*(set(one) for one in mine.values())):
+                values = {name: [one[seed] for seed in sorted(seeds)] for name, one in mine.items()}
+                columns[f"{label}, {count or 'all'}"] = values
+    lines = [(label, *(spread(values[name], 1) for values in columns.values())) for name, label in BIAS.items()]
+    return table(("attention", *columns), *lines)
 
 
 def swaps() -> str:
