@@ -18,6 +18,7 @@ from typing import Any
 
 import table_cells
 import tables_distributed
+import tables_learn
 import tables_matching
 import tables_models
 import tables_pictures
@@ -373,6 +374,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "gmflow-flow": tables_models.gmflow_flow,
     "gmflow-layers": tables_models.gmflow_layers,
     "gmflow-layers-flow": tables_models.gmflow_layers_flow,
+    "learn-tasks": tables_learn.tasks,
+    "learn-times": tables_learn.times,
+    "learn-memory": tables_learn.memory,
+    "learn-profile": tables_learn.profile,
+    "learn-noise": tables_learn.noise,
+    "learn-bias": tables_learn.bias,
+    "learn-swap": tables_learn.swaps,
 }
 
 

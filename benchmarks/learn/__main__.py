@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,12 +13,15 @@ from store import RESULTS
 
 from . import __doc__ as about
 from .attentions import NAMES
-from .data import load, made_up, prepare
-from .loop import Run, store, stored, train
-from .plans import runs
-from .report import curves, table
+from .data import Set, load, made_up, noise_only, prepare
+from .loop import Run, stored
+from .plans import QUESTIONS
+from .profile import profile
+from .report import curves, samples, sheet, table
 from .speed import speed
+from .swap import swap
 from .tasks import Task, tasks, tiny
+from .work import command_of, one_run, wanted, work, workers
 
 
 def main() -> None:
@@ -36,48 +38,26 @@ def _train(options: argparse.Namespace) -> None:
     if run.name in stored(options.results):
         print(f"{run.name}: stored already")
         return
-    task = _tasks(options)[run.task]
-    task = replace(task, data=task.data.first(run.pictures))
-    file = options.checkpoints / (run.name.replace("; ", "_").replace(" ", "-").replace(",", "") + ".pt")
-    start = time.perf_counter()
-    _, row = train(task, run, checkpoint=file, until=options.until)
-    if row is None:
-        print(f"{run.name}: stopped, goes on from {file}")
-        return
-    store(options.results, run, task, row, options.commit, options.jobs)
-    told = " ".join(f"{name} {x:.2f}" for name, x in row["test"].items())
-    print(f"{run.name}: {told}, {row['step_ms'] or 0:.1f} ms a step, {time.perf_counter() - start:.0f} s", flush=True)
+    places = options.results, options.checkpoints
+    one_run(run, _tasks(options), *places, options.commit, options.jobs, options.until)
 
 
 def _plan(options: argparse.Namespace) -> None:
-    """Several runs at a time, each in a process of its own; what time does not allow is left for the next call."""
+    """Several runs at a time; what time does not allow is left for the next call."""
+    waiting = wanted(options.questions, options.only, options.results)
+    if options.claims is not None:  # a worker
+        places = options.claims, options.results, options.checkpoints
+        work(waiting, _tasks(options), *places, options.commit, options.jobs, options.until)
+        return
     until = time.time() + options.seconds
-    waiting = [run for question in options.questions for run in runs(question)]
-    waiting = [run for run in waiting if run.name not in stored(options.results)]
-    if options.only:
-        waiting = [run for run in waiting if run.task in options.only]
-    working: list[subprocess.Popen[bytes]] = []
-    while (waiting and time.time() < until) or working:
-        working = [process for process in working if process.poll() is None]
-        if waiting and time.time() < until and len(working) < options.jobs:
-            working.append(subprocess.Popen(_command(waiting.pop(0), options, until)))
-        time.sleep(0.2)
-    print(f"{len(waiting)} runs are left", flush=True)
-
-
-def _command(run: Run, options: argparse.Namespace, until: float) -> list[str]:
-    more = [] if run.pictures is None else ["--pictures", str(run.pictures)]
-    more += ["--commit", options.commit] if options.commit else []
-    more += ["--data", str(options.data)] if options.data else []
-    return [
-        *(sys.executable, "-m", "learn", "train", run.task, "--attention", run.attention, "--seed", str(run.seed)),
-        *("--results", str(options.results), "--checkpoints", str(options.checkpoints), "--until", str(until)),
-        *("--jobs", str(options.jobs), "--device", options.device, *more, *(["--tiny"] if options.tiny else [])),
-    ]
+    with tempfile.TemporaryDirectory() as claims:
+        workers(command_of(sys.argv[1:], Path(claims), until), min(options.jobs, len(waiting)), until)
+    print(f"{len(wanted(options.questions, options.only, options.results))} runs are left", flush=True)
 
 
 def _speed(options: argparse.Namespace) -> None:
-    speed(_tasks(options), options.results, options.commit, options.steps, options.only)
+    sets = load(options.data) if options.data else noise_only()
+    speed(_made(sets, options), options.results, options.commit, options.steps, options.only)
 
 
 def _table(options: argparse.Namespace) -> None:
@@ -86,10 +66,29 @@ def _table(options: argparse.Namespace) -> None:
 
 def _curves(options: argparse.Namespace) -> None:
     curves(options.results, options.folder)
+    if options.samples is not None:
+        real = load(options.data)["mnist"].test_x[:24].numpy()
+        sheet(options.samples, real, options.folder)
+
+
+def _profile(options: argparse.Namespace) -> None:
+    profile(options.results, options.commit, options.device, options.sizes, options.batch)
+
+
+def _samples(options: argparse.Namespace) -> None:
+    samples(_tasks(options), options.checkpoints / "weights", options.folder, options.count, options.only)
+
+
+def _swap(options: argparse.Namespace) -> None:
+    weights = options.checkpoints / "weights"
+    swap(_tasks(options)[options.task], options.seed, weights, options.count, options.results, options.commit)
 
 
 def _tasks(options: argparse.Namespace) -> dict[str, Task]:
-    sets = load(options.data) if options.data else made_up()
+    return _made(load(options.data) if options.data else made_up(), options)
+
+
+def _made(sets: dict[str, Set], options: argparse.Namespace) -> dict[str, Task]:
     found = tasks({name: x.to(options.device) for name, x in sets.items()})
     return {name: tiny(task) for name, task in found.items()} if options.tiny else found
 
@@ -117,18 +116,35 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--until", type=float, help="the time at which to stop, in seconds of time.time()")
     one.set_defaults(run=_train)
     one = commands.add_parser("plan", parents=[common], help="all runs of a question that are not stored yet")
-    one.add_argument("questions", nargs="+", choices=["tasks", "noise", "bias"])
+    one.add_argument("questions", nargs="+", choices=QUESTIONS)
     one.add_argument("--seconds", type=float, default=1e9)
     one.add_argument("--only", nargs="*", help="tasks")
+    one.add_argument("--claims", type=Path, help="of a worker: a folder of the runs that are taken")
+    one.add_argument("--until", type=float, help="of a worker")
     one.set_defaults(run=_plan)
     one = commands.add_parser("speed", parents=[common], help="time and memory of a step, for each attention")
     one.add_argument("--steps", type=int, default=20)
     one.add_argument("--only", nargs="*", help="tasks")
     one.set_defaults(run=_speed)
+    one = commands.add_parser("profile", parents=[common], help="one layer: time of the host and of the device")
+    one.add_argument("--sizes", type=int, nargs="*", default=[32, 64, 128])
+    one.add_argument("--batch", type=int, default=64)
+    one.set_defaults(run=_profile)
+    one = commands.add_parser("samples", parents=[common], help="new pictures by the trained generators")
+    one.add_argument("folder", type=Path)
+    one.add_argument("--count", type=int, default=24)
+    one.add_argument("--only", nargs="*", help="tasks")
+    one.set_defaults(run=_samples)
+    one = commands.add_parser("swap", parents=[common], help="trained generators with other attentions")
+    one.add_argument("task")
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--count", type=int, default=16)
+    one.set_defaults(run=_swap)
     one = commands.add_parser("table", parents=[common], help="what is stored")
     one.set_defaults(run=_table)
     one = commands.add_parser("curves", parents=[common], help="learning curves as pictures")
     one.add_argument("folder", type=Path)
+    one.add_argument("--samples", type=Path, help="a folder of `samples`: they are shown too, beside those of --data")
     one.set_defaults(run=_curves)
     return parser
 

@@ -12,23 +12,31 @@ from torch import Tensor, nn
 import scram
 from scram.nn import GridAttention
 
+FEW = scram.Search(sweeps=1, jumps=(1,), gossip=2)
+FOUR = scram.Search(matches=4, separation=2)
 SEARCHING: dict[str, dict[str, Any]] = {
     "windows": {"search": scram.Search(), "tail": None},
-    "windows, 4 matches": {"search": scram.Search(matches=4, separation=2), "tail": None},
+    "windows, 4 matches": {"search": FOUR, "tail": None},
     "tail": {"search": scram.Search()},  # clusters; drawn keys under causal order
-    "tail, 4 matches": {"search": scram.Search(matches=4, separation=2)},
+    "tail, 4 matches": {"search": FOUR},
+    "tail, 4 matches, 2048 drawn": {"search": FOUR, "tail": scram.Hybrid(samples=2048)},
     "tail, fixed seed": {"search": scram.Search(seed=0), "tail": scram.Clusters(seed=0)},
-    "tail, few sweeps": {"search": scram.Search(sweeps=1, jumps=(1,), gossip=2)},
+    "tail, few sweeps": {"search": FEW},
+    "32 clusters": {"search": scram.Search(), "tail": scram.Clusters(count=32)},  # for few keys
+    "32 clusters, fixed seed": {"search": scram.Search(seed=0), "tail": scram.Clusters(count=32, seed=0)},
+    "32 clusters, few sweeps": {"search": FEW, "tail": scram.Clusters(count=32)},
     "dense": {"search": None},
     "dense, dropout": {"search": None, "dropout": 0.1},
 }
-NAMES = (*SEARCHING, "local", "strided", "natten")
+NAMES = (*SEARCHING, "local", "local, 64 keys", "strided", "natten")
 
 
 def attention(name: str, width: int, heads: int, causal: bool = False) -> nn.Module:
     """[B, *G, width] -> the same shape."""
     if name in SEARCHING:
         return GridAttention(width, heads, causal=causal, **SEARCHING[name])
+    if name == "local, 64 keys":
+        return Local(width, heads, causal, keys=64)
     made: type[Projected] = {"local": Local, "strided": Strided, "natten": Natten}[name]
     return made(width, heads, causal)
 

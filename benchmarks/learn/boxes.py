@@ -112,11 +112,18 @@ def box_loss(out: Tensor, objects: Objects, size: int) -> Tensor:
     sure = torch.where(wanted > 0, scores.sigmoid(), 1 - scores.sigmoid())
     count = (classes >= 0).sum().clamp(min=1)
     focal = (0.5 * (1 - sure) ** 2 * error).sum() / count
-    found, inside = decoded(out, size)[classes >= 0], boxes[classes >= 0]
-    low, high = torch.maximum(found[:, :2], inside[:, :2]), torch.minimum(found[:, 2:], inside[:, 2:])
-    both = (high - low).clamp(min=0).prod(-1)
-    either = sum((x[:, 2:] - x[:, :2]).clamp(min=0).prod(-1) for x in (found, inside)) - both
-    return focal + (1 - both / either.clamp(min=1e-6)).sum() / count
+    found = decoded(out, size)
+    low, high = torch.maximum(found[..., :2], boxes[..., :2]), torch.minimum(found[..., 2:], boxes[..., 2:])
+    both = _area(high - low)
+    either = sum(_area(x[..., 2:] - x[..., :2]) for x in (found, boxes)) - both
+    missed = torch.where(classes >= 0, 1 - both / either.clamp(min=1e-6), 0)  # all tokens: to choose some is to wait
+    return focal + missed.sum() / count
+
+
+def _area(sides: Tensor) -> Tensor:
+    """[.., 2] -> [..]; the gradient of `prod` waits for the device."""
+    width, height = sides.clamp(min=0).unbind(-1)
+    return width * height
 
 
 def found_boxes(out: Tensor, size: int) -> Found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import json
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,15 @@ class Set:
     def first(self, count: int | None) -> Set:
         """The same with fewer training pictures."""
         return self if count is None else Set(self.x[:count], self.y[:count], self.test_x, self.test_y)
+
+    def halved(self) -> Set:
+        """Pictures of half the side, each pixel the mean of four."""
+
+        def smaller(x: Tensor) -> Tensor:
+            n, height, width, colours = x.shape
+            return x.view(n, height // 2, 2, width // 2, 2, colours).float().mean((2, 4)).byte()
+
+        return Set(smaller(self.x), self.y, smaller(self.test_x), self.test_y)
 
     def shuffled(self) -> Set:
         """Pixels in another order, the same for all pictures: no neighbours are left."""
@@ -69,11 +79,20 @@ def _idx(file: Path) -> np.ndarray:
 
 def load(folder: Path) -> dict[str, Set]:
     """CIFAR-10 as "cifar" and MNIST as "mnist"."""
-    files = sorted(folder.glob("*.bz2"))
-    raw = {file.stem: np.frombuffer(bz2.decompress(file.read_bytes()), np.uint8) for file in files}
+    raw = {file.stem: _unpacked(file) for file in sorted(folder.glob("*.bz2"))}
     cifar = sums(raw["cifar_x"].reshape(3, -1, 32, 32)) << (8 - BITS)
     mnist = raw["mnist_x"].reshape(-1, 28, 28, 1)
     return {"cifar": _split(cifar, raw["cifar_y"], 10_000), "mnist": _split(mnist, raw["mnist_y"], 10_000)}
+
+
+def _unpacked(file: Path) -> np.ndarray:
+    """What a file holds; kept beside it, since many processes read it."""
+    plain = file.with_suffix(".raw")
+    if not plain.exists():
+        part = plain.with_suffix(f".{os.getpid()}")
+        part.write_bytes(bz2.decompress(file.read_bytes()))
+        part.replace(plain)
+    return np.fromfile(plain, np.uint8)
 
 
 def _split(x: np.ndarray, y: np.ndarray, test: int) -> Set:
@@ -95,6 +114,18 @@ def made_up(count: int = 200, side: int = 12) -> dict[str, Set]:
         return Set(x[:cut], classes[:cut], x[cut:], classes[cut:])
 
     return {"cifar": sized(3), "mnist": sized(1)}
+
+
+def noise_only(count: int = 256) -> dict[str, Set]:
+    """Random pictures of the true sizes, to take times with."""
+
+    def sized(side: int, colours: int) -> Set:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randint(256, (count, side, side, colours), generator=generator, dtype=torch.uint8)
+        y = torch.randint(10, (count,), generator=generator)
+        return Set(x, y, x, y)
+
+    return {"cifar": sized(32, 3), "mnist": sized(28, 1)}
 
 
 def unit(x: Tensor) -> Tensor:

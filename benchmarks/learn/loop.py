@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from store import Store
 from torch import nn
 
+from .captured import Captured, called, seeds_on_device
 from .tasks import Task
 
 
@@ -30,6 +32,10 @@ class Run:
     @property
     def name(self) -> str:
         return f"{self.task}; {self.attention}; {self.pictures or 'all'}; {self.seed}"
+
+    @property
+    def file(self) -> str:
+        return self.name.replace("; ", "_").replace(" ", "-").replace(",", "") + ".pt"
 
 
 @dataclass
@@ -68,7 +74,7 @@ POINT = 25  # steps for each point of a curve
 
 def train(
     task: Task, run: Run, *, checkpoint: Path | None = None, every: float = 30.0, until: float | None = None,
-    stop: int | None = None,
+    stop: int | None = None, weights: Path | None = None,
 ) -> tuple[nn.Module, dict[str, Any] | None]:  # fmt: skip
     """The model, and what is stored of it; None where it was stopped, at a step or at a time, with a checkpoint.
 
@@ -76,19 +82,26 @@ def train(
         checkpoint: a file that is read where it is there, and written every so many seconds.
         until: `time.time()` at which to stop.
         stop: a step at which to stop.
+        weights: a file for the trained parameters.
     """
     torch.manual_seed(run.seed)
     device = task.data.x.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     model = task.model(run.attention).to(device)
+    call = called(task, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.rate, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, total_steps=task.steps, pct_start=0.1)
     state = State(model, optimizer, schedule, 0, [], torch.zeros((), device=device))
     if checkpoint is not None and checkpoint.exists():
         state.load(checkpoint)
+    if device.type == "cuda":
+        seeds_on_device(model)
+        call = Captured(task, model, *batch_of(task, run.seed, 0))
     times: list[float] = []
     saved = since = time.perf_counter()
     while state.step < task.steps:
-        one_step(task, state, *batch_of(task, run.seed, state.step))
+        one_step(state, call, *batch_of(task, run.seed, state.step))
         if state.step % POINT == 0:
             mean = float(state.sum) / POINT  # the device is done
             state.curve.append((state.step, mean))
@@ -107,6 +120,9 @@ def train(
     result["train_loss"] = statistics.mean(x for _, x in state.curve[-4:]) if state.curve else None
     result["step_ms"] = 1e3 * statistics.median(times[1:]) if len(times) > 1 else None  # the first holds compilation
     result["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
+    if weights is not None:
+        weights.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), weights)
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     return model, result
@@ -118,23 +134,19 @@ def batch_of(task: Task, seed: int, step: int) -> tuple[torch.Tensor, Any]:
     return task.drawn(generator, task.batch, False)
 
 
-def one_step(task: Task, state: State, x: torch.Tensor, target: Any) -> None:
-    """Forward, backward, and a step of the optimizer."""
-    device = x.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        loss = task.loss(state.model(x), target)
-    state.optimizer.zero_grad()
-    loss.backward()
+def one_step(state: State, call: Callable[[torch.Tensor, Any], torch.Tensor], x: torch.Tensor, target: Any) -> None:
+    """Forward and backward by `call`, and a step of the optimizer."""
+    loss = call(x, target)
     nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
     state.optimizer.step()
     state.schedule.step()
     state.step += 1
-    state.sum += loss.detach()
+    state.sum += loss
 
 
-def stored(folder: Path) -> dict[str, Any]:
-    """All runs that are done."""
-    file = folder / "learn.json"
+def stored(folder: Path, name: str = "learn") -> dict[str, Any]:
+    """All runs that are done, or their curves."""
+    file = folder / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
 
@@ -144,4 +156,6 @@ def store(folder: Path, run: Run, task: Task, row: dict[str, Any], measured: str
     shape = {name: getattr(task, name) for name in ("width", "heads", "depth", "batch", "steps", "rate", "size")}
     with (folder / "learn.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        curve = row.pop("curve")
+        Store("learn_curves", folder).put(run.name, measured, curve=[[step, round(x, 5)] for step, x in curve])
         Store("learn", folder).put(run.name, measured, **asdict(run), **shape, **row, jobs=jobs)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from .loop import stored
+from .plans import TASKS
+from .tasks import Generate, Task
 
 Rows = list[dict[str, Any]]
 
@@ -15,8 +21,9 @@ Rows = list[dict[str, Any]]
 def grouped(folder: Path) -> dict[tuple[str, str, int | None], Rows]:
     """Runs of one task, attention and number of pictures, over the seeds."""
     groups: dict[tuple[str, str, int | None], Rows] = {}
-    for row in stored(folder).values():
-        groups.setdefault((row["task"], row["attention"], row["pictures"]), []).append(row)
+    lines = stored(folder, "learn_curves")
+    for name, row in stored(folder).items():
+        groups.setdefault((row["task"], row["attention"], row["pictures"]), []).append(row | lines[name])
     return groups
 
 
@@ -38,31 +45,78 @@ def table(folder: Path) -> None:
         print(f"| {task} | {attention} | {pictures or 'all'} | {len(rows)} | {' | '.join(cells)} |")
 
 
+COLOURS = {"dense": "#444444", "tail": "#d1495b", "windows": "#edae49", "local": "#00798c", "strided": "#66a182"}
+LABELS = {"tail": "SCRAM with its tail", "windows": "SCRAM, windows only"}
+
+
 def curves(folder: Path, out: Path) -> None:
-    """One picture for each task: the loss against the step, a line for each attention, the mean of its seeds."""
+    """learning.png: the training loss against the step, a panel for each task, a line for each run."""
+    plt = _plots()
+    by_task: dict[str, dict[str, Rows]] = {}
+    for (task, attention, pictures), rows in grouped(folder).items():
+        if pictures is None and attention in COLOURS and task in TASKS:
+            by_task.setdefault(task, {})[attention] = rows
+    shown = [task for task in TASKS if task in by_task]
+    figure, panels = plt.subplots(1, len(shown), figsize=(3.3 * len(shown), 3.1), layout="constrained", squeeze=False)
+    for axes, task in zip(panels[0], shown, strict=True):
+        for attention, rows in by_task[task].items():
+            for n, row in enumerate(rows):
+                steps, losses = zip(*row["curve"], strict=True)
+                label = LABELS.get(attention, attention) if n == 0 else None
+                axes.plot(steps, _smooth(list(losses)), label=label, linewidth=1, color=COLOURS[attention], alpha=0.8)
+        last = [loss for rows in by_task[task].values() for row in rows for _, loss in row["curve"][3:]]
+        axes.set(title=task, xlabel="step", ylim=(0.95 * min(last), max(last)))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("training loss")
+    panels[0][0].legend(frameon=False)
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out / "learning.png", dpi=100)
+    plt.close(figure)
+
+
+def sheet(pictures: Path, real: np.ndarray, out: Path) -> None:
+    """learning_samples.png: a row of real pictures [n, height, width, colours], and a row of each generator's."""
+    plt = _plots()
+    rows = {"test pictures": real}
+    for file in sorted(pictures.glob("*.npz")):
+        rows[file.stem.split("_")[1].replace("tail", "SCRAM")] = np.load(file)["arr_0"]
+    count = min(len(x) for x in rows.values())
+    figure, panels = plt.subplots(len(rows), 1, figsize=(0.75 * count + 1.2, 0.85 * len(rows)), layout="constrained")
+    for axes, (name, x) in zip(panels, rows.items(), strict=True):
+        line = np.concatenate(list(np.pad(x[:count], ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=80)), 1)
+        axes.imshow(line if line.shape[-1] == 3 else line[..., 0], cmap="gray", interpolation="nearest")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_ylabel(name, rotation=0, ha="right", va="center")
+        axes.spines[:].set_visible(False)
+    figure.savefig(out / "learning_samples.png", dpi=100, bbox_inches="tight")
+    plt.close(figure)
+
+
+def _plots() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    return plt
+
+
+def samples(tasks: dict[str, Task], weights: Path, out: Path, count: int, only: Sequence[str] | None) -> None:
+    """Pictures of each trained generator, drawn pixel by pixel: an array [n, height, width, colours] in a file."""
     out.mkdir(parents=True, exist_ok=True)
-    by_task: dict[str, dict[str, Rows]] = {}
-    for (task, attention, pictures), rows in grouped(folder).items():
-        if pictures is None:
-            by_task.setdefault(task, {})[attention] = rows
-    for task, attentions in by_task.items():
-        figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-        for attention, rows in attentions.items():
-            steps = [step for step, _ in rows[0]["curve"]]
-            lines = [[loss for _, loss in row["curve"]] for row in rows]
-            mean = [statistics.mean(losses) for losses in zip(*lines, strict=True)]
-            axes.plot(steps, _smooth(mean), label=attention, linewidth=1.4)
-        axes.set(title=task, xlabel="step", ylabel="training loss")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-        name = task.replace(", ", "_").replace(" ", "_").lower()
-        figure.savefig(out / f"learn_{name}.png", dpi=110)
-        plt.close(figure)
+    for file in sorted(weights.glob("*.pt")):
+        name, attention, _, _ = file.stem.split("_")
+        task = next(x for x in tasks.values() if x.name.replace(" ", "-").replace(",", "") == name)
+        if (only and task.name not in only) or not isinstance(task, Generate):
+            continue
+        model = task.model(attention.replace("-", " ")).to(task.data.x.device).eval()
+        model.load_state_dict(torch.load(file, map_location=task.data.x.device, weights_only=True))
+        torch.manual_seed(0)
+        made = task.samples(model, count, torch.Generator(task.data.x.device).manual_seed(0))
+        made = (made * (256 // task.levels)).view(count, *task.data.x.shape[1:]).byte().cpu()
+        np.savez_compressed(out / f"{file.stem}.npz", made.numpy())
+        print(f"{file.stem}: {count} pictures", flush=True)
 
 
 def _smooth(values: list[float], width: int = 4) -> list[float]:

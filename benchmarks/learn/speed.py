@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from store import Store
 
 from .attentions import NAMES
+from .captured import Captured, called, seeds_on_device
 from .loop import State, batch_of, one_step
 from .tasks import Task
 
-MEASURED = ("dense", "tail", "tail, 4 matches", "windows", "local", "strided", "natten")
+MEASURED = ("dense", "tail", "windows", "local", "strided", "natten")
 LARGER = {"detect": (64, 128, 256, 512), "video": (32, 64, 128), "classify": (32, 64, 128, 256)}
 
 
@@ -34,9 +36,11 @@ def speed(
                 row = _measured(task, name, steps)
             except (torch.cuda.OutOfMemoryError, ImportError) as error:
                 row = {"failed": type(error).__name__}
+                gc.collect()
             place = f"{base}, {task.size}, {name}"
             store.put(place, commit, task=base, size=task.size, attention=name, batch=task.batch, **row)
-            print(place, {key: value if isinstance(value, str) else round(value, 1) for key, value in row.items()})
+            print(place, {key: value if isinstance(value, str) else round(value, 1) for key, value in row.items()},
+                  flush=True)  # fmt: skip
             if task.data.x.is_cuda:
                 torch.cuda.empty_cache()
 
@@ -54,22 +58,37 @@ def _sizes(tasks: dict[str, Task]) -> list[tuple[str, Task]]:
 
 
 def _measured(task: Task, name: str, steps: int) -> dict[str, Any]:
+    """A step by plain calls: its time, that of the host alone, the memory; and with forward and backward captured."""
     device = task.data.x.device
     model = task.model(name).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     state = State(model, optimizer, schedule, 0, [], torch.zeros((), device=device))
     batch = batch_of(task, 0, 0)  # pictures are made before the clock runs
-    times = []
-    for n in range(3 + steps):
+    plain = called(task, model)
+    times, host, peak = timed(lambda: one_step(state, plain, *batch), steps, device)
+    row = {"step_ms": times, "host_ms": host, "peak_mib": peak}
+    if device.type == "cuda":
+        seeds_on_device(model)
+        model.zero_grad()
+        graph = Captured(task, model, *batch)
+        row["captured_ms"] = timed(lambda: one_step(state, graph, *batch), steps, device)[0]
+    return row
+
+
+def timed(call: Callable[[], None], steps: int, device: torch.device) -> tuple[float, float, float]:
+    """Medians in milliseconds: until the device is done, until the host is; and the most memory in MiB."""
+    times, host = [], []
+    for n in range(2 + steps):
         if n == 2 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        one_step(task, state, *batch)
-        float(state.sum)  # the device is done
-        if n > 2:
-            times.append(time.perf_counter() - start)
-        if sum(times) > 8:
+        call()
+        host.append(time.perf_counter() - start)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+        if n > 4 and sum(times[2:]) > 4:
             break
     peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
-    return {"step_ms": 1e3 * statistics.median(times), "peak_mib": peak}
+    return 1e3 * statistics.median(times[2:]), 1e3 * statistics.median(host[2:]), peak

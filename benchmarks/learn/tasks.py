@@ -30,6 +30,7 @@ class Task:
     size: int = 32  # pixels on a side
     score: str = "accuracy"  # what is told of the test pictures; higher is better but for "bits"
     tested: int = 10_000
+    test_batch: int | None = None  # None: `batch`
 
     def model(self, attention: str) -> Transformer:
         raise NotImplementedError
@@ -51,13 +52,13 @@ class Task:
         return x[numbers], y[numbers]
 
     @torch.inference_mode()
-    def tested_by(self, model: nn.Module) -> dict[str, float]:
-        """Scores on test pictures that are the same for every model."""
-        device, parts = self.data.x.device, []
+    def tested_by(self, model: nn.Module, test: bool = True) -> dict[str, float]:
+        """Scores on test pictures, or on training ones, that are the same for every model."""
+        device, parts, batch = self.data.x.device, [], self.test_batch or self.batch
         generator = torch.Generator(device).manual_seed(1)
-        count = max(1, self.tested // self.batch)
+        count = max(1, self.tested // batch)
         for _ in range(count):
-            x, target = self.drawn(generator, self.batch, True)
+            x, target = self.drawn(generator, batch, test)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 out = model(x)
             parts.append(self.judged(out.float(), target))
@@ -100,6 +101,11 @@ class Plain(Classify):
     def drawn(self, generator: torch.Generator, count: int, test: bool) -> tuple[Tensor, Tensor]:
         x, y = self._chosen(generator, count, test)
         return unit(x), y.view(count, 1, 1)
+
+    def tested_by(self, model: nn.Module, test: bool = True) -> dict[str, float]:
+        """Also the scores on training pictures, by the model as it is tested: without dropout."""
+        learnt = super().tested_by(model, False)
+        return super().tested_by(model) | {f"training {name}": x for name, x in learnt.items()}
 
 
 def _moved(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -223,9 +229,9 @@ class Generate(Task):
         return {"bits": loss / math.log(2), "loss": loss}
 
     @torch.inference_mode()
-    def tested_by(self, model: nn.Module) -> dict[str, float]:
+    def tested_by(self, model: nn.Module, test: bool = True) -> dict[str, float]:
         """Also the bits of some pixels with all later ones drawn at random: more, if a model looks ahead."""
-        found = super().tested_by(model)
+        found = super().tested_by(model, test)
         device = self.data.x.device
         generator = torch.Generator(device).manual_seed(2)
         x, _ = self.drawn(generator, self.batch, True)
@@ -256,6 +262,17 @@ class Generate(Task):
 def tasks(sets: dict[str, Set]) -> dict[str, Task]:
     """All tasks, by name."""
     cifar, mnist = sets["cifar"], sets["mnist"]
+    short: dict[str, int] = {"depth": 2, "batch": 64, "steps": 600, "test_batch": 500}
+    side = mnist.x.shape[1] // 2
+    small: dict[str, Any] = {
+        "width": 32,
+        "depth": 2,
+        "batch": 16,
+        "steps": 400,
+        "rate": 5e-3,
+        "tested": 1200,
+        "test_batch": 100,
+    }
     every = [
         Classify("classify", cifar, steps=2500),
         Classify("classify, 128x128", cifar, size=128, batch=8, steps=2500, tested=640),
@@ -264,8 +281,10 @@ def tasks(sets: dict[str, Set]) -> dict[str, Task]:
         Video("video", mnist, size=64, batch=16, tested=2000),
         Generate("generate, MNIST", mnist, batch=64, score="bits", tested=5000),
         Generate("generate, CIFAR-10", cifar, batch=32, score="bits", tested=1000),
-        Plain("plain", cifar),
-        Plain("plain, shuffled", cifar.shuffled()),
+        Plain("plain", cifar, **short),
+        Plain("plain, shuffled", cifar.shuffled(), **short),
+        Plain("digits", mnist.halved(), size=side, **small),
+        Plain("digits, shuffled", mnist.halved().shuffled(), size=side, **small),
     ]
     return {task.name: task for task in every}
 
@@ -273,4 +292,5 @@ def tasks(sets: dict[str, Set]) -> dict[str, Task]:
 def tiny(task: Task) -> Task:
     """The same in the smallest form, for a test."""
     size = task.data.x.shape[1] if isinstance(task, Classify) else 16 if isinstance(task, Video) else 32
-    return replace(task, width=24, heads=2, depth=1, batch=4, steps=8, size=size, tested=8, rate=3e-3)
+    return replace(task, width=24, heads=2, depth=1, batch=4, steps=8, size=size, tested=8, test_batch=None,
+                   rate=3e-3)  # fmt: skip

@@ -19,13 +19,13 @@ TASKS = ("classify", "detect, 128x128", "video", "generate, MNIST", "generate, C
 def learn():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        names = ("attentions", "boxes", "data", "loop", "plans", "report", "speed", "tasks")
+        names = ("attentions", "boxes", "captured", "data", "loop", "plans", "report", "speed", "tasks", "work")
         yield {name: importlib.import_module(f"learn.{name}") for name in names}
 
 
 @pytest.fixture(scope="module")
 def tasks(learn):
-    found = learn["tasks"].tasks(learn["data"].made_up())
+    found = learn["tasks"].tasks(learn["data"].made_up(side=8))
     return {name: learn["tasks"].tiny(task) for name, task in found.items()}
 
 
@@ -153,3 +153,42 @@ def test_the_command_stores_runs_and_shows_them(learn, tmp_path, capsys, monkeyp
     main.main()
     shown = capsys.readouterr().out
     assert "| plain | tail | 20 | 1 | accuracy" in shown
+
+
+@pytest.mark.parametrize("attention", ["tail", "windows", "tail, fixed seed"])
+def test_seeds_on_the_device_are_drawn_at_every_call(learn, attention):
+    """As a CUDA graph needs them: what the seeds are is read when the search runs, not when it is set up."""
+    torch.manual_seed(0)
+    layer = learn["attentions"].attention(attention, 16, 2).eval()
+    model, x = torch.nn.Sequential(layer), torch.randn(1, 12, 12, 16)
+    learn["captured"].seeds_on_device(model)
+    a, b = model(x), model(x)
+    assert torch.equal(a, b) == (attention == "tail, fixed seed")
+    torch.manual_seed(5)
+    c = model(x)
+    torch.manual_seed(5)
+    assert torch.equal(model(x), c)
+
+
+def test_workers_make_each_run_once(learn, tasks, tmp_path, capsys):
+    plans, work = learn["plans"], learn["work"]
+    every = [run for question in plans.QUESTIONS for run in plans.runs(question)]
+    waiting = work.wanted(("noise", "bias"), ["plain"], tmp_path)
+    assert len(waiting) == len({run.name for run in waiting}) == 3 * 3 * 7
+    assert {run.task for run in every} <= set(tasks)
+    mine = [run for run in waiting if run.attention.startswith("dense") and run.pictures == 1000 and not run.seed]
+    (tmp_path / mine[0].file).touch()  # taken by another
+    few = {name: replace(task, steps=25) for name, task in tasks.items()}
+    for _ in range(2):
+        work.work(mine, few, tmp_path, tmp_path, tmp_path / "c", "x", 1, math.inf)
+    shown = capsys.readouterr().out
+    assert shown.count("training accuracy") == 1
+    assert list(learn["loop"].stored(tmp_path)) == [mine[1].name]
+    assert work.wanted(("noise",), ["plain"], tmp_path).count(mine[1]) == 0
+
+
+def test_pictures_of_half_the_side(learn):
+    x = torch.tensor([[0, 2, 8, 8], [4, 6, 8, 9]], dtype=torch.uint8).view(1, 2, 4, 1)
+    found = learn["data"].Set(x, torch.zeros(1), x, torch.zeros(1)).halved()
+    assert found.x.flatten().tolist() == [3, 8]
+    assert found.x.shape == (1, 1, 2, 1)
