@@ -208,7 +208,6 @@ def settings() -> str:
         "default",
         "captured mass, default",
         "output error, windows only",
-        "output error, default",
     )
     shared, own = "few keys shared by many", "a key of its own for each query"
     kinds = {
@@ -220,9 +219,8 @@ def settings() -> str:
     for kind, wants in kinds.items():
         paper, default = (rows[f"recall {kind} {name}"] for name in ("paper", "default"))
         name = kind.replace("x", BY) + f", radius {default['radius']}" * (default["radius"] != 1)
-        clusters = share(default["error_with_clusters"]) if "error_with_clusters" in default else ""
         lines.append((name, wants, share(paper["recall"]), share(default["recall"]), share(default["mass"]),
-                      share(default["error"]), clusters))  # fmt: skip
+                      share(default["error"])))  # fmt: skip
     return table(head, *lines)
 
 

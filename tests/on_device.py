@@ -8,7 +8,7 @@ import torch
 
 import scram
 
-FUNCTIONS = ("search", "cluster", "attend", "attention", "estimate")
+FUNCTIONS = ("search", "cluster", "attend", "attention", "estimate", "local")
 
 
 def moved(monkeypatch, device="cuda"):

@@ -120,7 +120,9 @@ def made(error=(0.05, 0.04, 0.06), tail_error=(0.05, 0.04, 0.06), heads=1, tail=
     known, share = torch.full((1, heads), 0.1), interval(mass, mass, mass)
     setting = Setting(SEARCH, scram.Clusters(count=64) if tail else None)
     wide, after = interval(*error), interval(*tail_error)
-    return Trust(share, share, wide, wide, known, after, after, known, Cost(*cost), setting, {}, budget, None, 10, 20)
+    return Trust(
+        share, share, wide, wide, known, after, after, known, Cost(*cost), setting, {}, budget, None, 10, 20, 0
+    )
 
 
 DIFFUSE = {"error": (0.05, 0.01, 0.2)}

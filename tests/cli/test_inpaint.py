@@ -65,7 +65,7 @@ def test_sharp_takes_single_patches(folder, tmp_path):
     arguments = ("inpaint", folder / "photo.png", "--mask", folder / "mask.png", "--iterations", 1, "--json")
     settings = json.loads(call(*arguments, "--sharp", "--out", tmp_path)[1])["settings"]
     assert (settings["matches"], settings["iterations"]) == (1, 1)
-    assert settings["focus"] > 0
+    assert settings["selective"] > 0
 
 
 def test_json_and_seeds(folder, tmp_path):

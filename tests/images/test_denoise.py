@@ -47,7 +47,7 @@ def test_a_window_of_everything_is_textbook_non_local_means():
 @pytest.mark.parametrize(
     ("picture", "sigma", "message"),
     [
-        (torch.rand(20, 20), 0.1, r"picture must be a tensor \[H, W, 1\] or \[H, W, 3\].*got \(20, 20\)"),
+        (torch.rand(20, 20), 0.1, r"must be a tensor of floats \[H, W, 1\] or \[H, W, 3\].*torch.float32 \(20, 20\)"),
         (torch.rand(8, 20, 3), 0.1, "a 20 x 8 picture is too small; both sides must be 16 or more"),
         (torch.zeros(20, 20, 3), None, "the estimated noise is 0: nothing to remove"),
         (torch.rand(20, 20, 3), 0.0, "sigma must be positive and finite, got 0.0"),
@@ -57,3 +57,12 @@ def test_a_window_of_everything_is_textbook_non_local_means():
 def test_errors(picture, sigma, message):
     with pytest.raises(ValueError, match=message):
         scram.images.denoise(picture, sigma)
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 4e-4, 1e-5, 1e-8])
+def test_hardly_any_noise_leaves_the_picture(sigma):
+    """Weights are rounded more than they fall: the picture still stays, and stays finite."""
+    ramp = torch.linspace(0, 1, 48).expand(40, 48).unsqueeze(-1).clone()
+    ramp[10:20, 10:20] = 0.7
+    clean = scram.images.denoise(ramp, sigma)
+    torch.testing.assert_close(clean, ramp, rtol=0, atol=0.02)

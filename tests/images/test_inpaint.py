@@ -149,3 +149,12 @@ def test_bad_input():
         inpaint(picture, box(64, 48))
     with pytest.raises(ValueError, match="whole picture"):
         inpaint(picture, ~box(48, 64))
+
+
+def test_no_channel_leaves_its_range():
+    for seed in range(4):
+        picture = torch.rand(8, 8, 3, generator=torch.Generator().manual_seed(seed)) * 0.8 + 0.1
+        filled = inpaint(picture, box(8, 8, (0, 0, 1, 1)))
+        known = picture.flatten(0, 1)[1:]
+        assert bool((filled >= known.amin(0)).all())
+        assert bool((filled <= known.amax(0)).all())

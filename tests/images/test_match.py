@@ -112,7 +112,7 @@ def test_it_repeats_tells_and_takes_grey(photo):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p, m: m(p[..., 0], p), r"a must be a tensor \[H, W, 3\].*got \(120, 160\)"),
+        (lambda p, m: m(p[..., 0], p), r"a must be a tensor of floats \[H, W, 3\].*got torch.float32 \(120, 160\)"),
         (lambda p, m: m(p, "b.png"), "b must be a tensor .*got str"),
         (lambda p, m: m(p, p, scales=(0,)), r"scales must lie between 0.1 and 10, got \(0.0,\)"),
         (lambda p, m: m(p, p, rotations=()), "rotations must hold at least one finite number"),

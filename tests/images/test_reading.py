@@ -222,3 +222,8 @@ def test_the_profile_is_kept(tmp_path):
     for bits in (8, 16):
         write(Picture(torch.rand(4, 4, 3), bits=bits, profile=b"a profile"), tmp_path / "a.png")
         assert read(tmp_path / "a.png").profile == b"a profile"
+
+
+def test_a_picture_is_not_scaled_beyond_memory():
+    with pytest.raises(ValueError, match="is too large; 100000000 are the most"):
+        Picture(torch.zeros(48, 64, 3)).resized(100_000)

@@ -5,6 +5,7 @@ import torch
 
 import photos
 import scram
+from on_device import to
 from scram.nn import Matcher
 
 LONG = scram.Search(sweeps=12, seed=0)
@@ -24,9 +25,15 @@ def inner(x, grid=(20, 24), margin=5):
     return x[:, :, margin : grid[0] - margin, margin : grid[1] - margin]
 
 
-def test_a_window_over_the_grid_is_dense_matching(impl):
+def matched(impl, device, q, k, **settings):
+    """By a matcher of that implementation, the Triton one on its device."""
+    on = device if impl == "triton" else "cpu"
+    return to(Matcher(search=LONG, impl=impl, **settings)(q.to(on), k.to(on)), "cpu")
+
+
+def test_a_window_over_the_grid_is_dense_matching(impl, device):
     q, k = randn(2, 2, 6, 7, 8), randn(2, 1, 5, 9, 8, seed=1)
-    found = Matcher(radius=9, search=LONG, impl=impl)(q, k)
+    found = matched(impl, device, q, k, radius=9)
     scores = q.flatten(2, 3) @ k.expand(2, 2, 5, 9, 8).flatten(2, 3).mT * 8**-0.5
     down, right = torch.meshgrid(torch.arange(5.0), torch.arange(9.0), indexing="ij")
     mean = scores.softmax(-1) @ torch.stack((down, right), -1).reshape(45, 2)
@@ -41,14 +48,14 @@ def test_a_window_over_the_grid_is_dense_matching(impl):
     torch.testing.assert_close(found.offsets, found.coords - own, rtol=1e-5, atol=1e-5)
 
 
-def test_a_shift_is_found_with_confidence(impl):
+def test_a_shift_is_found_with_confidence(impl, device):
     q, k = moved()
-    found = Matcher(radius=2, search=LONG, bidirectional=True, score="cosine", scale=30.0, impl=impl)(q, k)
+    found = matched(impl, device, q, k, radius=2, bidirectional=True, score="cosine", scale=30.0)
     off = (inner(found.offsets) - torch.tensor([3.0, -2.0])).abs().amax(-1)
     assert (off < 0.05).float().mean() > 0.95
     assert inner(found.confidence)[off < 0.05].min() > 0.9
     assert inner(found.agrees).float().mean() > 0.95
-    other = Matcher(radius=2, search=LONG, bidirectional=True, impl=impl)(q, randn(*k.shape, seed=5))
+    other = matched(impl, device, q, randn(*k.shape, seed=5), radius=2, bidirectional=True)
     assert other.agrees.float().mean() < 0.6  # nothing corresponds
     assert other.back.index.shape == (1, 2, 20, 24, 1)
 

@@ -396,7 +396,7 @@ def explore(
     grid: Annotated[str | None, Option(help="Of tensors: extents of the grid, where the axis n stands for it.")] = None,
     scale: Annotated[float | None, Option(help="Factor on the scores; 100 of pictures, else as stored.")] = None,
     out: Out = Path("scram-explore"),
-    size: Annotated[int | None, Option(min=16, help="Scale pictures to this height; else 65536 pixels.")] = None,
+    size: Annotated[int | None, Option(min=16, max=4096, help="Height of the pictures; else 65536 pixels.")] = None,
     patch: Annotated[int, Option(min=1, help="Side of the patches, odd.")] = arguments.MATCH_PATCH,
     width: Annotated[int, Option(min=1, help="Width of the features kept by the PCA.")] = arguments.MATCH_WIDTH,
     matches: Annotated[int, Option(min=1, max=64, help="Matches per query (kappa).")] = 4,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..api import attend, search
 from ..types import Matches, Search
+from .checks import check_finite, check_floats
 from .features import padded
 from .pca import principal_axes
 
@@ -85,9 +86,8 @@ def denoise(
 
 
 def check_picture(picture: Tensor) -> None:
-    if not isinstance(picture, Tensor) or picture.ndim != 3 or picture.shape[-1] not in (1, 3):
-        got = tuple(picture.shape) if isinstance(picture, Tensor) else type(picture).__name__
-        raise ValueError(f"picture must be a tensor [H, W, 1] or [H, W, 3] with values 0..1, got {got}")
+    check_floats(picture, (1, 3))
+    check_finite(picture)
 
 
 def check_size(picture: Tensor, settings: Settings) -> None:
@@ -161,9 +161,9 @@ def as_a_twin(out: Tensor, lse: Tensor, own: Tensor, strength: float) -> tuple[T
         out, lse: attention [..., C * p * p] over patches, the patch itself among them, and the log of its sum [...].
         own: the patches themselves.
     """
-    twin, total = exp(-2 / strength**2), lse.exp().unsqueeze(-1)
-    others = total - 1 + twin
-    return (out * total - (1 - twin) * own) / others, (others / twin).sqrt()
+    twin, lse = exp(-2 / strength**2), lse.clamp(0, 80).unsqueeze(-1)  # its own weight is 1, but for rounding
+    own_share = (1 - twin) * (-lse).exp()
+    return (out - own_share * own) / (1 - own_share), (lse.exp() * (1 - own_share) / twin).sqrt()
 
 
 def unfold(picture: Tensor, patch: int) -> Tensor:

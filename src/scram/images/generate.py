@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import check_extents, check_floats, widened
 from .pyramid import resize, scaled, scales
 from .synthesis import Progress, Settings, check_picture, coarse_to_fine
 
@@ -40,16 +41,18 @@ def generate(
     >>> generate(torch.rand(32, 40, 3), (30, 50)).shape
     torch.Size([30, 50, 3])
     """
+    check_floats(picture)
     old = (picture.shape[0], picture.shape[1])
-    size = old if size is None else size
+    size = check_extents(old if size is None else size)
     check_picture(picture, size, settings.patch)
+    given, picture = picture.dtype, widened(picture)
     if not 0 <= variety < float("inf"):
         raise ValueError(f"variety must be at least 0 and finite, got {variety}")
     levels = scales(min(*old, *size), COARSEST * settings.patch, RATIO)
     sources = [resize(picture, scaled(old, scale)) for scale in levels]
     sizes = [scaled(size, scale) for scale in levels]
     start = shuffled(sources[0], sizes[0], variety, settings.seed)
-    return coarse_to_fine(start, sources, sizes, settings, ALPHA, progress or (lambda share: None))
+    return coarse_to_fine(start, sources, sizes, settings, ALPHA, progress or (lambda share: None)).to(given)
 
 
 def shuffled(picture: Tensor, size: tuple[int, int], variety: float, seed: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import Matches
+from .checks import check_extents, check_finite, check_floats, widened
 from .patches import whole
 from .pyramid import depth, finer, resize, scaled, scales, shrink_known
 from .smooth import smooth_fill
@@ -46,7 +47,7 @@ def inpaint(
         progress: is called with the share of the work done, 0..1.
 
     Returns:
-        The picture [H, W, C]; outside the hole it is unchanged.
+        The picture [H, W, C]; outside the hole it is unchanged, inside no channel leaves the range that it has outside.
 
     >>> stripes = torch.linspace(0, 24, 48).sin().expand(32, 48).unsqueeze(-1) / 2 + 0.5
     >>> hole = torch.zeros(32, 48, dtype=torch.bool)
@@ -58,13 +59,16 @@ def inpaint(
     _check(picture, hole)
     told = progress or (lambda share: None)
     picture = torch.where(hole.unsqueeze(-1), 0, picture)  # a NaN in the hole stays there
+    check_finite(picture)
+    given, picture = picture.dtype, widened(picture)
+    lowest, highest = (picture[~hole].amin(0), picture[~hole].amax(0))
     if not bool(hole.any()):
-        return picture
+        return picture.to(given)
     settings = settings or suited(picture, hole)
     fitting = [side for side in range(settings.patch, 1, -2) if side <= min(hole.shape)]
     fitting = [side for side in fitting if int(whole(~hole, side).sum()) >= LEAST_PATCHES]
     if not fitting:
-        return smooth_fill(picture, hole, order=1)
+        return smooth_fill(picture, hole, order=1).clamp(lowest, highest).to(given)
     settings = replace(settings, patch=fitting[0])
     sizes = _levels(hole, settings.patch)
     channels = picture.shape[-1]
@@ -85,7 +89,8 @@ def inpaint(
             lambda x, done=done, share=share: told(done + share * x),  # type: ignore[misc]
         )  # fmt: skip
     assert above is not None
-    return torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
+    filled = torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
+    return filled.clamp(lowest, highest).to(given)
 
 
 def suited(picture: Tensor, hole: Tensor) -> Settings:
@@ -129,8 +134,10 @@ def activity(picture: Tensor, hole: Tensor, side: int) -> Tensor:
 
 
 def _check(picture: Tensor, hole: Tensor) -> None:
-    if picture.ndim != 3 or not picture.is_floating_point():
-        raise ValueError(f"picture must be floats [H, W, C], got {picture.dtype} {tuple(picture.shape)}")
+    check_floats(picture)
+    check_extents(tuple(picture.shape[:2]), "picture")
+    if not isinstance(hole, Tensor):
+        raise ValueError(f"hole must be a tensor bool [H, W], got {type(hole).__name__}")
     if hole.dtype != torch.bool or hole.shape != picture.shape[:2]:
         want = tuple(picture.shape[:2])
         raise ValueError(f"hole must be bool [H, W] = {want}, got {hole.dtype} {tuple(hole.shape)}")

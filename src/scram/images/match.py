@@ -15,6 +15,7 @@ from torch import Tensor
 from ..api import attend, search
 from ..options import Impl
 from ..types import Matches, Search
+from .checks import check_finite, check_floats
 from .features import PatchFeatures
 from .resample import halved, turned
 
@@ -150,9 +151,8 @@ def match(
 
 
 def _coloured(name: str, picture: Tensor) -> Tensor:
-    if not isinstance(picture, Tensor) or picture.ndim != 3 or picture.shape[-1] not in (1, 3):
-        got = tuple(picture.shape) if isinstance(picture, Tensor) else type(picture).__name__
-        raise ValueError(f"{name} must be a tensor [H, W, 3] or [H, W, 1] with values 0..1, got {got}")
+    check_floats(picture, (3, 1), name)
+    check_finite(picture, name)
     return picture.float().expand(-1, -1, 3)
 
 

@@ -69,6 +69,8 @@ class Picture:
         if height == old:
             return self
         size = (max(round(width * height / old), 1), height)
+        if size[0] * size[1] > MOST_PIXELS:
+            raise ValueError(f"a picture of {size[0]} x {size[1]} pixels is too large; {MOST_PIXELS} are the most")
         alpha = None if self.alpha is None else _scaled(self.alpha, size, self.bits)
         return replace(self, pixels=_scaled(self.pixels, size, self.bits), alpha=alpha)
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from .checks import check_extents, widened
 from .pyramid import resize, scaled, scales
 from .synthesis import Progress, Settings, Source, check_picture, coarse_to_fine, update
 
@@ -39,13 +40,15 @@ def retarget(
     >>> retarget(torch.rand(32, 40, 3), (32, 30)).shape
     torch.Size([32, 30, 3])
     """
+    size = check_extents(size)
     check_picture(picture, size, settings.patch)
+    given, picture = picture.dtype, widened(picture)
     old = (picture.shape[0], picture.shape[1])
     levels = scales(min(*old, *size), round(COARSEST * settings.patch), RATIO)
     sources = [resize(picture, scaled(old, scale)) for scale in levels]
     start = _stretched(sources[0], scaled(size, levels[0]), settings)
     sizes = [scaled(size, scale) for scale in levels]
-    return coarse_to_fine(start, sources, sizes, settings, ALPHA, progress or (lambda share: None))
+    return coarse_to_fine(start, sources, sizes, settings, ALPHA, progress or (lambda share: None)).to(given)
 
 
 def _stretched(picture: Tensor, size: tuple[int, int], settings: Settings) -> Tensor:

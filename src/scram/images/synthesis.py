@@ -14,10 +14,12 @@ from ..exact import exact_search
 from ..options import ScoreName
 from ..scoring import prepare_key, prepare_query
 from ..types import Matches, Search
+from .checks import check_extents, check_finite, check_floats
 from .patches import Features, unfold
 from .pyramid import finer, resize
 from .tiles import Tiles
 
+MOST_SIDE = 31  # of a patch: larger ones are slow, and found nowhere else
 DENSE = 2**20  # pairs of patches up to which brute force is as fast as a search
 Progress = Callable[[float], None]  # is told the share of the work that is done
 
@@ -52,8 +54,8 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.patch < 3 or self.patch % 2 == 0:
-            raise ValueError(f"patch must be odd and at least 3, got {self.patch}")
+        if not 3 <= self.patch <= MOST_SIDE or self.patch % 2 == 0:
+            raise ValueError(f"patch must be odd, at least 3 and at most {MOST_SIDE}, got {self.patch}")
         for name in ("width", "matches", "sweeps", "iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -217,8 +219,8 @@ def coarse_to_fine(
 
 def check_picture(picture: Tensor, size: tuple[int, int], side: int) -> None:
     """A picture and a result that hold patches of that side."""
-    if picture.ndim != 3 or not picture.is_floating_point():
-        raise ValueError(f"picture must be floats [H, W, C], got {picture.dtype} {tuple(picture.shape)}")
-    for name, (height, width) in (("picture", (picture.shape[0], picture.shape[1])), ("size", size)):
+    check_floats(picture)
+    check_finite(picture)
+    for name, (height, width) in (("picture", check_extents(tuple(picture.shape[:2]), "picture")), ("size", size)):
         if min(height, width) < 2 * side:
             raise ValueError(f"{name} must be {2 * side} x {2 * side} pixels at least, got {width} x {height}")

@@ -75,8 +75,8 @@ class Matcher(Searching):
 
     >>> q = torch.randn(1, 1, 12, 16, 32)
     >>> found = Matcher(search=Search(seed=0))(q, q.roll(3, 3))
-    >>> found.offsets[0, 0, 5, 5].round().tolist()
-    [0.0, 3.0]
+    >>> found.offsets[0, 0, 5, 5].round().int().tolist()
+    [0, 3]
     """
 
     @explains
