@@ -131,7 +131,6 @@ def test_the_seed_governs_the_groups(impl):
     assert (first.label != other.label).any()
 
 
-@pytest.mark.interpreted
 def test_a_warm_start_keeps_what_it_is_given(impl):
     """Without steps every key goes to the nearest of the given centres."""
     q, k, v = (grids(1, 1, 12, 12) for _ in range(3))
