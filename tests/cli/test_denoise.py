@@ -79,6 +79,13 @@ def test_a_folder_of_frames_is_a_film(tmp_path):
     assert (tmp_path / "out" / "denoise.png").stat().st_size > 100
 
 
+def test_an_empty_folder_is_refused(tmp_path):
+    code, _, complaints = call("denoise", tmp_path, "--out", tmp_path / "out")
+    assert code == 2
+    assert complaints.strip().splitlines() == [complaints.strip()]
+    assert "a folder without pictures" in complaints
+
+
 def test_a_film_that_is_stopped_is_kept(tmp_path, monkeypatch):
     pytest.importorskip("av")
     from scram.cli import denoise_film

@@ -44,6 +44,7 @@ def test_unequal_grids_grouped_heads_and_a_sample_of_the_batch():
         Q[1:], K[1:], K[1:], search=scram.Search(matches=2, sweeps=2, seed=0), radius=(1, 2), score="cosine"
     )
     assert read_back(made.html)[1] == read_back(alone.html)[1]
+    assert made.numbers["notes"] == ["Sample 1 of a batch of 2."]
 
 
 @pytest.mark.parametrize("grid", [(40,), (4, 5, 6)], ids=str)

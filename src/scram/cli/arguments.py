@@ -78,10 +78,10 @@ def is_photograph(image: str) -> bool:
 
 
 def is_film(image: str) -> bool:
-    """Whether the argument of `scram denoise` is a film by its suffix, an animation, or a folder that is not empty."""
+    """Whether the argument of `scram denoise` is a film by its suffix, an animation, or a folder."""
     path = Path(image)
     if path.is_dir():
-        return any(path.iterdir())
+        return True
     if path.suffix.lower() == ".gif" and path.is_file():
         from PIL import Image
 

@@ -120,7 +120,7 @@ def explore(
     one = panes == "one" or (panes == "auto" and grid_of(q) == grid_of(k) and len(shown) < 2)
     if one and grid_of(q) != grid_of(k):
         raise ValueError(f'panes="one" needs equal grids of queries and keys, got {grid_of(q)} and {grid_of(k)}')
-    whole = grid_of(q), grid_of(k)
+    whole, samples = (grid_of(q), grid_of(k)), q.shape[0]
     part, stride, channels = _thin_enough(q[batch], k[batch], v[batch], score, factor, budget, most_points)
     q, k, v = (thinned(x[batch : batch + 1], stride, 2) for x in (q, k, v))
     shown = [thinned(x, stride, 0) for x in shown]
@@ -141,7 +141,8 @@ def explore(
         "separation": settings.separation, "clusters": 0 if codebook is None else codebook.sizes.shape[-1],
         "cluster_heads": 0 if codebook is None else codebook.sizes.shape[1], "rms": rms, "quality": quality,
         "thinned": None if stride == 1 else {"stride": stride, "queries": list(whole[0]), "keys": list(whole[1])},
-        "pictures": len(shown), "notes": [str(note) for note in notes],
+        "pictures": len(shown),
+        "notes": [*map(str, notes), *[f"Sample {batch} of a batch of {samples}."] * (samples > 1)],
     }  # fmt: skip
     return _fitted(attention, channels, about, budget, most_points)
 
