@@ -6,6 +6,7 @@ MADE := $(VENV)/.made-$(subst /,_,$(PYTHON))
 READY := $(VENV)/.ready
 WHEEL := build/wheel
 INSTALLED := build/installed
+QUICK := --ignore=tests/benchmarks --ignore=tests/distributed --ignore=tests/examples
 VERSION_OF := import pip, sys; print(*sys.version_info[:2])
 
 .PHONY: help demo test setup browser lint format types wheel unit quick tables tutorials docs clean
@@ -68,7 +69,7 @@ unit: setup browser
 	$(BIN)/pytest -n 2
 
 quick: setup browser
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 -m "not slow" $(QUICK)
 
 tables: setup
 	$(BIN)/python benchmarks/tables.py

@@ -117,6 +117,7 @@ def test_a_loaded_or_fitted_codebook_is_a_constant():
         assert not scram.cluster(Q, k, v, clusters=CLUSTERS).values.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "numba"])
 @pytest.mark.parametrize("score", ["dot", "cosine", "l2"])
 def test_gradients_through_clusters_and_windows(impl, score):

@@ -122,6 +122,7 @@ def test_what_does_not_go_together_is_refused(said, message):
         scram.attention(SMALL, SMALL, SMALL, **said)
 
 
+@pytest.mark.slow
 def test_a_dense_call_compiles_nothing(tmp_path):
     """Not even Numba is loaded."""
     lines = "import sys, torch, scram; q = torch.randn(1, 1, 8, 8, 4); scram.attention(q, q, q)"

@@ -52,6 +52,7 @@ def test_clusters_of_one_key_stay_as_they_are(problem):
     assert (book.gains >= 0).all()
 
 
+@pytest.mark.slow
 def test_many_queries_of_several_heads_are_fitted_at_once():
     """A batch of large systems on several threads, which MKL's LU does not solve."""
     threads = torch.get_num_threads()

@@ -52,6 +52,7 @@ def test_an_error_that_is_known_is_found():
     assert found.worst == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_sample_has_intervals_that_hold_the_truth():
     q, k, v = tensors(heads=1, size=40)
     lossy = partial(scram.attention, search=scram.Search(seed=0), tail=None)
@@ -115,6 +116,7 @@ def test_time_is_that_of_a_call_and_the_ratio_that_of_dense_attention():
     assert not found.dense_is_continued
 
 
+@pytest.mark.slow
 def test_dense_attention_that_takes_too_long_is_continued(monkeypatch):
     q, k, v = tensors(size=32)
     made = []

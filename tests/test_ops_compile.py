@@ -112,6 +112,7 @@ def test_compiled_equals_eager(name):
         assert_equal(results(compiled, tensors), results(attention, tensors))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", ["query", "tile"])
 def test_compiled_dropout_beside_drawn_keys_equals_eager(window):
     how = {"tail": scram.Hybrid(samples=9, seed=1), "causal": True, "dropout_p": 0.3, "window": window, "radius": 0}

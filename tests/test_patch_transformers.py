@@ -49,6 +49,7 @@ def test_transformers(vit):
     assert (vit(x).last_hidden_state == want).all()
 
 
+@pytest.mark.slow
 def test_transformers_of_another_length_is_as_before(vit):
     x = torch.randn(2, 3, 32, 32)
     want = vit(x).last_hidden_state

@@ -72,6 +72,7 @@ def test_python_of_pages_makes_a_page(block, tmp_path, monkeypatch, capsys):
     assert [path.suffix for path in tmp_path.iterdir()] == [".html"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [pytest.param(block, id=name) for name, block in BLOCKS if name not in PICTURES | HTML]
 )

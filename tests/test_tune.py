@@ -229,6 +229,7 @@ def test_the_ladder_has_what_the_call_takes():
     assert (fitted.tail.fit, fitted.search) == (FIT, scram.Search(matches=4, separation=2, seed=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

@@ -222,6 +222,7 @@ def test_wrong_input_is_one_line(arguments, words, folder):
     assert not (folder / "new").exists()
 
 
+@pytest.mark.slow
 def test_interrupt_keeps_what_was_measured(folder):
     """A real Ctrl-C, while the third backend runs."""
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from scram.cli import main; main()"

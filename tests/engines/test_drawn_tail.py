@@ -132,6 +132,7 @@ def test_with_every_key_drawn_dropout_is_that_of_windows_over_the_grid(impl, wid
     torch.testing.assert_close(ours.lse, dense.lse)
 
 
+@pytest.mark.slow
 @WINDOWS
 def test_dropout_leaves_the_mean_and_lse_as_they_are(impl, widest, window):
     takes(impl, window)
@@ -148,6 +149,7 @@ def test_dropout_leaves_the_mean_and_lse_as_they_are(impl, widest, window):
     assert (apart / error.clamp(min=1e-9)).square().mean() < 1.3  # close to 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stratified", "causal"), [(False, False), (True, True)], ids=["plain", "stratified-causal"])
 @WINDOWS
 def test_over_draws_the_normaliser_is_unbiased(impl, widest, window, stratified, causal):

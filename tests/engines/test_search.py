@@ -29,6 +29,7 @@ def starts(*keys, key_grid):
     return scram.Matches(index, torch.zeros(index.shape), key_grid)
 
 
+@pytest.mark.slow
 def test_long_search_finds_every_best_key(impl):
     q, k = photos.stereo(8)
     exact = scram.exact_search(q, k)

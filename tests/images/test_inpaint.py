@@ -100,6 +100,7 @@ def test_a_hole_in_nothing_known_or_in_one_colour_is_no_texture():
     assert not irregular(torch.ones(40, 40, 3), box(40, 40, (10, 10, 30, 30)), 7)
 
 
+@pytest.mark.slow
 def test_grass_is_filled_with_grass_as_rough_as_around():
     grass = torch.from_numpy(skimage.data.grass()[:160, :160, None]).float() / 255
     hole = box(160, 160, (40, 40, 104, 104))

@@ -213,6 +213,7 @@ def test_a_tail_that_does_not_fit_is_refused(settings):
         GridAttention(16, 2, **({"tail": scram.Snis()} | settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", ["query", "tile"])
 @pytest.mark.parametrize("tail", ["auto", scram.Hybrid(samples=42, seed=1)], ids=["auto", "Hybrid"])
 def test_drawn_keys_take_dropout_and_tiles(window, tail):

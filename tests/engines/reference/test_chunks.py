@@ -49,6 +49,7 @@ def problem(name):
     return of, q
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_torch_func_goes_through_chunks(chunked, name):
     of, q = problem(name)
