@@ -1,5 +1,6 @@
 """Inpainting: exact where it can be, known pixels kept, holes of every kind, and nothing read from them."""
 
+import importlib
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ import skimage.data
 import torch
 
 from scram.images import inpaint
-from scram.images.inpaint import SHARP, THIN, WIDE, activity, irregular, suited
+from scram.images.inpaint import SHARP, THIN, WIDE, activity, irregular, suited, surroundings
 from scram.images.smooth import smooth_fill
 from scram.images.synthesis import Settings
 
@@ -159,3 +160,16 @@ def test_no_channel_leaves_its_range():
         known = picture.flatten(0, 1)[1:]
         assert bool((filled >= known.amin(0)).all())
         assert bool((filled <= known.amax(0)).all())
+
+
+def test_of_a_large_picture_the_part_around_the_hole_is_looked_at(monkeypatch):
+    module = importlib.import_module("scram.images.inpaint")
+    picture, hole = torch.rand(300, 400, 1), box(300, 400, (10, 200, 20, 230))
+    assert surroundings(hole) == (slice(0, 300), slice(0, 400))
+    monkeypatch.setattr(module, "LARGE", 4000)
+    part = surroundings(hole)
+    assert part == (slice(0, 84), slice(136, 294))
+    filled = inpaint(picture, hole)
+    assert torch.equal(filled[~hole], picture[~hole])
+    # But for the range of the known pixels, which that of the whole picture is.
+    torch.testing.assert_close(filled[part], inpaint(picture[part], hole[part]), rtol=0, atol=1e-2)

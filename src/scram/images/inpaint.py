@@ -26,6 +26,7 @@ TEXTURE = 6.0  # weight of the roughness around a pixel beside its colours
 TILE = 32  # side of the squares of patches that are searched together
 AROUND = 32  # pixels around a hole whose texture is looked at
 EVEN_MEANS, EVEN_ROUGHNESS = 0.6, 0.4  # of an irregular texture, see `irregular`
+LARGE = 2**21  # pixels around a hole that are enough to fill it
 LEAST_PATCHES = 16  # whole patches of the source without which a hole is filled smoothly
 
 
@@ -38,7 +39,8 @@ def inpaint(
     At each level, from coarse to fine, patches that touch the hole find the most similar whole patches outside it, and
     those vote for the pixels of the hole. What they leave of the known pixels around the hole is carried into it
     smoothly, so that no seam is left. Patches know how rough their surroundings are: else blurred guesses would find
-    smooth patches alone. A thin hole needs one level, and starts from a smooth surface.
+    smooth patches alone. A thin hole needs one level, and starts from a smooth surface. Of a large picture the part
+    around the hole is looked at, two million pixels or more.
 
     Args:
         picture: floats [H, W, C], values 0..1; what lies in the hole is never read.
@@ -57,18 +59,40 @@ def inpaint(
     True
     """
     _check(picture, hole)
-    told = progress or (lambda share: None)
     picture = torch.where(hole.unsqueeze(-1), 0, picture)  # a NaN in the hole stays there
     check_finite(picture)
     given, picture = picture.dtype, widened(picture)
     lowest, highest = (picture[~hole].amin(0), picture[~hole].amax(0))
     if not bool(hole.any()):
         return picture.to(given)
+    here = surroundings(hole)
+    filled = picture.clone()
+    filled[here] = _filled(picture[here], hole[here], settings, progress or (lambda share: None))
+    return filled.clamp(lowest, highest).to(given)
+
+
+def surroundings(hole: Tensor) -> tuple[slice, slice]:
+    """The rows and columns of a picture that are looked at: all of them, of large ones those around the hole [H, W]."""
+    ends = [(int(found[0]), int(found[-1]) + 1) for found in (hole.any(1).nonzero(), hole.any(0).nonzero())]
+    margin = 64
+    while True:
+        parts = [
+            slice(max(low - margin, 0), min(high + margin, size))
+            for (low, high), size in zip(ends, hole.shape, strict=True)
+        ]
+        shape = [part.stop - part.start for part in parts]
+        if shape == list(hole.shape) or shape[0] * shape[1] >= LARGE:
+            return parts[0], parts[1]
+        margin *= 2
+
+
+def _filled(picture: Tensor, hole: Tensor, settings: Settings | None, told: Progress) -> Tensor:
+    """The picture [H, W, C], 0 in the hole [H, W], with the hole filled."""
     settings = settings or suited(picture, hole)
     fitting = [side for side in range(settings.patch, 1, -2) if side <= min(hole.shape)]
     fitting = [side for side in fitting if int(whole(~hole, side).sum()) >= LEAST_PATCHES]
     if not fitting:
-        return smooth_fill(picture, hole, order=1).clamp(lowest, highest).to(given)
+        return smooth_fill(picture, hole, order=1)
     settings = replace(settings, patch=fitting[0])
     sizes = _levels(hole, settings.patch)
     channels = picture.shape[-1]
@@ -89,8 +113,7 @@ def inpaint(
             lambda x, done=done, share=share: told(done + share * x),  # type: ignore[misc]
         )  # fmt: skip
     assert above is not None
-    filled = torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
-    return filled.clamp(lowest, highest).to(given)
+    return torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
 
 
 def suited(picture: Tensor, hole: Tensor) -> Settings:
