@@ -6,6 +6,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 import scram
 
 PACKAGE = Path(scram.__file__).parent
@@ -296,6 +298,7 @@ def test_the_rules_see_the_imports():
     assert "torch" in set(imported(PACKAGE / "noise.py"))
 
 
+@pytest.mark.slow
 def test_importing_scram_is_light():
     code = (
         "import sys, torch; before = set(sys.modules); import scram; "
@@ -306,6 +309,7 @@ def test_importing_scram_is_light():
     assert all(find_spec(name) for name in HEAVY if name.startswith("scram"))  # none of them was renamed
 
 
+@pytest.mark.slow
 def test_importing_scram_loads_nothing_of_torch_distributed():
     """Beyond what `import torch` loads; nor do its modules and its first call."""
     code = (

@@ -84,6 +84,7 @@ def test_python_of_pages_runs(block, capsys):
     assert names["q"].grad.isfinite().all()
 
 
+@pytest.mark.slow
 def test_readme_finds_what_it_says():
     """Each query of the example has one key that fits it, the search finds nearly all of them, and `trust` says so."""
     names = {}

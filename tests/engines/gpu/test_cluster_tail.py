@@ -132,7 +132,7 @@ def test_kernels(launched):
                             "tail_clusters_kernel"]  # fmt: skip
 
 
-@pytest.mark.parametrize("tiles", [1, pytest.param(4, marks=interpreted)])
+@pytest.mark.parametrize("tiles", [1, 4])
 def test_counts_of_few_tiles_at_a_time(tiles, device, monkeypatch):
     """A row of keys has 18 tiles: some four are of two rows. 70 clusters have 4 words, their counts 5 planes."""
     case = Case("some tiles", batch=2, heads=2, key_heads=1, grid=(17, 19), key_grid=(9, 11))
