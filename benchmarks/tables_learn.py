@@ -157,21 +157,35 @@ def gap(row: dict[str, Any]) -> float:
     return float(row["test"]["loss"] - row["test"]["training loss"])
 
 
-BIAS = {"dense": "dense", FEWER: "SCRAM, 32 clusters", "windows": "SCRAM, windows", "local, 64 keys": "local, 8x8 keys"}
+BIAS = {
+    "plain": {"dense": "dense", "tail": "SCRAM", "windows": "SCRAM, windows", "local": "local"},
+    "digits": {"dense": "dense", FEWER: "SCRAM, 32 clusters", "windows": "SCRAM, windows",
+               "local, 64 keys": "local, 8x8 keys"},
+}  # fmt: skip
+ORDERS = {"": "in order", ", shuffled": "shuffled"}
+PICTURES = (1000, 5000, None)
 
 
 def bias() -> str:
     """docs/learning: test accuracy against the number of pictures, pixels in order and shuffled, of seeds all have."""
-    sets = {"digits": "in order", "digits, shuffled": "shuffled"}
-    columns = {}
-    for task, label in sets.items():
-        for count, by in grouped(task).items():
-            mine = {name: {row["seed"]: row["test"]["accuracy"] for row in by.get(name, [])} for name in BIAS}
-            if seeds := set.intersection(*(set(one) for one in mine.values())):
-                values = {name: [one[seed] for seed in sorted(seeds)] for name, one in mine.items()}
-                columns[f"{label}, {count or 'all'}"] = values
-    lines = [(label, *(spread(values[name], 1) for values in columns.values())) for name, label in BIAS.items()]
-    return table(("attention", *columns), *lines)
+    head = ("pictures", "attention", *(f"{order}, {count or 'all'}" for order in ORDERS.values() for count in PICTURES))
+    lines = []
+    for task, names in BIAS.items():
+        columns = []
+        for order in ORDERS:
+            groups = grouped(task + order)
+            columns += [of_common_seeds(groups.get(count, {}), list(names)) for count in PICTURES]
+        for name, label in names.items():
+            cells = (spread(column[name], 1) if column else "" for column in columns)
+            lines.append((SETS[task] if name == "dense" else "", label, *cells))
+    return table(head, *lines)
+
+
+def of_common_seeds(by: dict[str, list[dict[str, Any]]], names: list[str]) -> dict[str, list[float]]:
+    """Test accuracies of the seeds that every attention has; empty where they share none."""
+    mine = {name: {row["seed"]: row["test"]["accuracy"] for row in by.get(name, [])} for name in names}
+    seeds = sorted(set.intersection(*(set(one) for one in mine.values())))
+    return {name: [one[seed] for seed in seeds] for name, one in mine.items()} if seeds else {}
 
 
 def swaps() -> str:

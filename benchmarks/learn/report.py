@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .loop import stored
-from .plans import TASKS
+from .plans import MORE, TASKS
 from .tasks import Generate, Task
 
 Rows = list[dict[str, Any]]
@@ -45,8 +45,19 @@ def table(folder: Path) -> None:
         print(f"| {task} | {attention} | {pictures or 'all'} | {len(rows)} | {' | '.join(cells)} |")
 
 
-COLOURS = {"dense": "#444444", "tail": "#d1495b", "windows": "#edae49", "local": "#00798c", "strided": "#66a182"}
-LABELS = {"tail": "SCRAM with its tail", "windows": "SCRAM, windows only"}
+COLOURS = {
+    "dense": "#444444",
+    "tail": "#d1495b",
+    **dict.fromkeys(MORE.values(), "#8f5fbf"),
+    "windows": "#edae49",
+    "local": "#00798c",
+    "strided": "#66a182",
+}
+LABELS = {
+    "tail": "SCRAM with its tail",
+    **dict.fromkeys(MORE.values(), "SCRAM, 4 matches"),
+    "windows": "SCRAM, windows only",
+}
 
 
 def curves(folder: Path, out: Path) -> None:
@@ -57,7 +68,7 @@ def curves(folder: Path, out: Path) -> None:
         if pictures is None and attention in COLOURS and task in TASKS:
             by_task.setdefault(task, {})[attention] = rows
     shown = [task for task in TASKS if task in by_task]
-    figure, panels = plt.subplots(1, len(shown), figsize=(3.3 * len(shown), 3.1), layout="constrained", squeeze=False)
+    figure, panels = plt.subplots(1, len(shown), figsize=(3.3 * len(shown), 3.3), layout="constrained", squeeze=False)
     for axes, task in zip(panels[0], shown, strict=True):
         for attention, rows in by_task[task].items():
             for n, row in enumerate(rows):
@@ -68,7 +79,8 @@ def curves(folder: Path, out: Path) -> None:
         axes.set(title=task, xlabel="step", ylim=(0.95 * min(last), max(last)))
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("training loss")
-    panels[0][0].legend(frameon=False)
+    labels = {label: line for axes in panels[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(labels), frameon=False)
     out.mkdir(parents=True, exist_ok=True)
     figure.savefig(out / "learning.png", dpi=100)
     plt.close(figure)

@@ -16,6 +16,7 @@ from store import Store
 from .attentions import NAMES
 from .captured import Captured, called, seeds_on_device
 from .loop import State, batch_of, one_step
+from .plans import MORE
 from .tasks import Task
 
 MEASURED = ("dense", "tail", "windows", "local", "strided", "natten")
@@ -30,7 +31,7 @@ def speed(
     for base, task in _sizes(tasks):
         if only and base not in only:
             continue
-        for name in MEASURED:
+        for name in (*MEASURED, *(more for known, more in MORE.items() if known.startswith(base))):
             assert name in NAMES
             try:
                 row = _measured(task, name, steps)
