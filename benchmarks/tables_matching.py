@@ -30,7 +30,8 @@ def gmflow_steps() -> str:
 
 def gmflow_coarse() -> str:
     """docs/gmflow_matching: coarse starts at twice the size, on three pairs."""
-    head = ("pair", "matching by", "EPE", "median", "over 3 px", "CPU time", "memory")
+    head = ("pair", "matching by", "EPE", "median", "over 3 px", "final EPE", "median", "over 3 px", "CPU time",
+            "memory")  # fmt: skip
     lines = []
     for group, pair in (
         ("twice the size", "stereo"),
@@ -39,7 +40,8 @@ def gmflow_coarse() -> str:
     ):
         for n, (name, row) in enumerate(_rows(group).items()):
             cost = (time(row["matching_seconds"]), mebibytes(row["matching_bytes"]))
-            lines.append(("" if n else pair, name, *_flow(row), *cost))
+            final = _flow(row["refined"]) if "refined" in row else ("", "", "")
+            lines.append(("" if n else pair, name, *_flow(row), *final, *cost))
     return table(head, *lines)
 
 

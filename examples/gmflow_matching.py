@@ -135,11 +135,11 @@ def matches_of(model: Any, module: Any, a: Tensor, b: Tensor) -> scram.Matches:
 
 
 def at_twice_the_size(
-    model: Any, module: Any, a: Tensor, b: Tensor, truth: Tensor, start: scram.Matches
+    model: Any, module: Any, a: Tensor, b: Tensor, truth: Tensor, start: scram.Matches, *, refined: bool = False
 ) -> dict[str, Row]:
     """Dense, a search of its own, and starts from the coarse matches, with few sweeps and with many: the flow of the
-    cells, interpolated, before and after propagation; without the refinement."""
-    coarse0, coarse1, *_ = gm.encode(model, module, a, b, CHEAP_SPLITS)
+    cells, interpolated, before and after propagation, and the final flow where `refined`."""
+    coarse0, coarse1, fine0, fine1 = gm.encode(model, module, a, b, CHEAP_SPLITS)
     q, k, v = gm.match_inputs(coarse0, coarse1)
     ways: dict[str, Callable[[], Tensor]] = {
         "dense": lambda: gm.sdpa(q, k, v),
@@ -160,6 +160,8 @@ def at_twice_the_size(
             **off_truth(rough, truth, 2.0), "propagated": off_truth(smooth, truth, 2.0), "matching_seconds": seconds,
             "matching_bytes": held,
         }  # fmt: skip
+        if refined:
+            rows[name]["refined"] = off_truth(local_refine(model, module, fine0, fine1, spread), truth, 2.0)
     return rows
 
 
@@ -219,7 +221,7 @@ def main() -> None:
         a, b, right = gm.pair(2.0)
         truth = torch.stack((right, torch.where(right.isfinite(), 0.0, torch.nan)))
         start = matches_of(model, module, *gm.pair(1.0)[:2])
-        keep("twice the size", at_twice_the_size(model, module, a, b, truth, start))
+        keep("twice the size", at_twice_the_size(model, module, a, b, truth, start, refined=True))
         for strong in (False, True):
             small, large = warped(1.0, strong), warped(2.0, strong)
             start = matches_of(model, module, *small[:2])
