@@ -72,6 +72,45 @@ def test_autocast_compiles():
     assert_equal(results(compiled, tensors), results(attention, tensors))
 
 
+CALLS = {
+    "windows": {"tail": None},
+    "clusters": {"tail": scram.Clusters(count=6, seed=1)},
+    "drawn": {"tail": scram.Hybrid(samples=6, seed=1), "causal": True},
+    "dropout": {"tail": scram.Clusters(count=6, seed=1), "dropout_p": 0.3},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CALLS)
+def test_16_bits_on_a_cpu_are_rounded_once(name, dtype):
+    """At the end: out and gradients are those of the same numbers in float32, to the bit."""
+
+    def attention(q, k, v):
+        torch.manual_seed(0)  # of dropout
+        return scram.attention(q, k, v, search=SEARCH, extra=extra(q), impl="numba", **CALLS[name])
+
+    def extra(q):
+        return tuple(x.to(q.dtype) for x in (more[..., :8], more[..., 8:]))
+
+    half = [x.detach().to(dtype).requires_grad_() for x in leaves(4, 5)]
+    wide = [x.detach().float().requires_grad_() for x in half]
+    more = torch.randn(2, 2, 1, 13).to(dtype)
+    out = attention(*half)
+    truth = attention(*wide)
+    assert torch.equal(out, truth.to(dtype))
+    grad = torch.randn_like(out)
+    ours, theirs = torch.autograd.grad(out, half, grad), torch.autograd.grad(truth, wide, grad.float())
+    assert_equal(ours, [x.to(dtype) for x in theirs])
+
+
+@pytest.mark.parametrize("method", [scram.Clusters(6), scram.Hybrid(6), scram.Snis(6), scram.MetropolisHastings(6)])
+def test_estimates_of_16_bits_have_the_dtype_of_their_values(method):
+    q, k, v = (x.detach().bfloat16() for x in leaves(4, 5))
+    found = scram.search(q, k, search=SEARCH)
+    assert scram.estimate(q, k, v, found, method=method).out.dtype == torch.bfloat16
+    assert scram.estimate(q, k, v.float(), found, method=method).out.dtype == torch.float32
+
+
 def seen(*args, **kwargs):
     """The dtypes of the tensors in its arguments, and whether autocast is on."""
     given = [*args, *kwargs.values()]

@@ -63,7 +63,7 @@ def search(
     validate.pairs(q, k, causal, key_mask, score)
     validate.search(q, k, search, warm)
     spec = validate.search_engine(impl, q, score, search)
-    inputs = stages.prepare(spec, q, k, q, None, score, 1.0, causal, key_mask, _shard)
+    inputs = stages.prepare(spec, q, k, q[..., :0], None, score, 1.0, causal, key_mask, _shard)
     found = ops.search(spec, stages.search_call(inputs, search, stages.seed_of(search, inputs), warm))
     return Matches(found.index, found.score, grid_of(k))
 
@@ -139,16 +139,14 @@ def attend(
     if isinstance(tail, Hybrid):
         errors.hybrid_only(weight)
         made = stages.hybrid(spec, inputs, matches.index, tail, radii, stages.seed_of(tail, inputs), dropout_p, window)
-        return Attended(made.out, made.lse)
+        return inputs.rounded(Attended(made.out, made.lse))
     if tail is not None:
         errors.clusters_only(weight, causal, score)
         check_codebook("tail", q, k, v, inputs.k.shape[-1], score, scale, key_mask, radii, tail)
     head = ops.attend(spec, stages.attend_call(inputs, matches.index, radii, weight, dropout_p, window))
-    return (
-        head
-        if tail is None
-        else stages.join_clusters(spec, inputs, matches.index, head, tail, radii, dropout_p, window)
-    )
+    if tail is not None:
+        head = stages.join_clusters(spec, inputs, matches.index, head, tail, radii, dropout_p, window)
+    return inputs.rounded(head)
 
 
 @takes_dtensors
@@ -277,14 +275,14 @@ def attention(
     spec = plan.attend
     if isinstance(rest, Hybrid):
         own = stages.seed_of(rest, inputs, seed)
-        return stages.hybrid(spec, inputs, index, rest, plan.radius, own, dropout_p, window).out
+        return stages.hybrid(spec, inputs, index, rest, plan.radius, own, dropout_p, window).out.to(v.dtype)
     if isinstance(rest, Clusters):
         own = stages.seed_of(rest, inputs, seed)
         rest = stages.cluster_keys(spec, inputs, str(score), rest, own, None, index, plan.radius)
     head = ops.attend(spec, stages.attend_call(inputs, index, plan.radius, weight, dropout_p, window))
-    if not isinstance(rest, Codebook):
-        return head.out
-    return stages.join_clusters(spec, inputs, index, head, rest, plan.radius, dropout_p, window).out
+    if isinstance(rest, Codebook):
+        head = stages.join_clusters(spec, inputs, index, head, rest, plan.radius, dropout_p, window)
+    return head.out.to(v.dtype)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
@@ -402,15 +400,14 @@ def estimate(
     inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask, _shard)
     if isinstance(method, Hybrid):
         made = stages.hybrid(spec, inputs, matches.index, method, radii, stages.seed_of(method, inputs))
-        return stages.as_estimate(made, method)
+        return stages.as_estimate(inputs, made, method)
     if isinstance(method, Clusters):
         errors.clusters_only("softmax", causal, score)
         seed = stages.seed_of(method, inputs)
         book = stages.cluster_keys(spec, inputs, str(score), method, seed, None, matches.index, radii)
         head = ops.attend(spec, stages.attend_call(inputs, matches.index, radii, "softmax", 0.0, "query"))
-        return stages.as_estimate(
-            stages.join_clusters(spec, inputs, matches.index, head, book, radii, 0.0, "query"), method
-        )
+        joined = stages.join_clusters(spec, inputs, matches.index, head, book, radii, 0.0, "query")
+        return stages.as_estimate(inputs, joined, method)
     return stages.sample(spec, inputs, matches.index, method)
 
 

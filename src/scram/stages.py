@@ -44,6 +44,7 @@ class Inputs(NamedTuple):
     scale: float
     score: ScoreFunction | None
     shard: Shard
+    dtype: torch.dtype  # of the output: that of the values as they were given
 
     @property
     def rows(self) -> Tensor | None:
@@ -56,6 +57,10 @@ class Inputs(NamedTuple):
             return self
         k_extra = None if self.k_extra is None else self.k_extra.to(dtype)
         return self._replace(q=self.q.to(dtype), k=self.k.to(dtype), k_extra=k_extra)
+
+    def rounded(self, made: Attended) -> Attended:
+        """With the output in the dtype of the values that were given."""
+        return made if made.out.dtype == self.dtype else made._replace(out=made.out.to(self.dtype))
 
 
 def prepare(
@@ -70,24 +75,24 @@ def prepare(
     key_mask: Tensor | None,
     shard: Shard = WHOLE,
 ) -> Inputs:
-    """Features in the dtype that the engine takes: once for all stages of a call."""
+    """Features and values in the dtype that the engine takes: once for all stages of a call."""
     k_extra, v_extra = extra or (None, None)
-    wide = accumulator(q.dtype)
 
     def ready(x: Tensor) -> Tensor:
-        return x.to(wide) if spec.wide_features else x
+        return x.to(accumulator(x.dtype)) if spec.wide_inputs else x
 
     return Inputs(
         q=ready(prepare_query(q, score)),
         k=ready(prepare_key(k, score)),
-        v=v,
+        v=ready(v),
         k_extra=None if k_extra is None else ready(prepare_key(k_extra, score)),
-        v_extra=v_extra,
+        v_extra=None if v_extra is None else ready(v_extra),
         key_mask=key_mask,
         causal=causal,
         scale=scale,
         score=score if callable(score) else None,
         shard=shard,
+        dtype=v.dtype,
     )
 
 
@@ -296,12 +301,12 @@ def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -
         score=inputs.score,
         **settings,
     )
-    return as_estimate(ops.sample(spec, call), method)
+    return as_estimate(inputs, ops.sample(spec, call), method)
 
 
-def as_estimate(made: calls.DrawnTail | calls.Sampled | Attended, method: Estimator) -> Estimate:
+def as_estimate(inputs: Inputs, made: calls.DrawnTail | calls.Sampled | Attended, method: Estimator) -> Estimate:
     """The diagnostics that the method has; gradients pass through `out` and `lse` alone."""
     names = ("lse", "variance", "ess", "acceptance", "rhat")
     fields = {name: getattr(made, name) if name in method.reports else None for name in names}
     constants = {name: x.detach() for name, x in fields.items() if x is not None and name != "lse"}
-    return Estimate(out=made.out, method=method, **{**fields, **constants})
+    return Estimate(out=made.out.to(inputs.dtype), method=method, **{**fields, **constants})

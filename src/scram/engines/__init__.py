@@ -77,7 +77,7 @@ class EngineSpec:
     windows: tuple[str, ...] = ("query", "tile")
     callable_scores: bool = False
     most_tile_matches: int | None = None  # None: any number
-    wide_features: bool = False  # takes float32 and float64 features only
+    wide_inputs: bool = False  # takes float32 and float64 only
     plain_torch: bool = False  # runs without an operator: autograd, torch.func and torch.compile see through it
     interpreter: str | None = None  # environment variable that lets it take CPU tensors when it is named
 

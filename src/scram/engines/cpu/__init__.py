@@ -10,5 +10,5 @@ SPEC = EngineSpec(
     devices=("cpu",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     windows=("query",),
-    wide_features=True,
+    wide_inputs=True,
 )
