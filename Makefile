@@ -7,6 +7,10 @@ READY := $(VENV)/.ready
 WHEEL := build/wheel
 INSTALLED := build/installed
 QUICK := --ignore=tests/benchmarks --ignore=tests/distributed --ignore=tests/examples
+# By file: what a file's tests share is made once, and kernels are compiled once.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+# Without bytecode every process of the tests compiles all sources anew.
+export PYTHONDONTWRITEBYTECODE :=
 VERSION_OF := import pip, sys; print(*sys.version_info[:2])
 
 .PHONY: help demo test setup browser lint format types wheel unit quick tables tutorials docs clean
@@ -66,10 +70,10 @@ wheel: setup
 	cd build && PYTHONPATH=$(CURDIR)/$(INSTALLED) $(CURDIR)/$(BIN)/python $(CURDIR)/.ci/check_wheel.py installed
 
 unit: setup browser
-	$(BIN)/pytest -n 2
+	$(PYTEST)
 
 quick: setup browser
-	$(BIN)/pytest -n 2 -m "not slow" $(QUICK)
+	$(PYTEST) -m "not slow" $(QUICK)
 
 tables: setup
 	$(BIN)/python benchmarks/tables.py

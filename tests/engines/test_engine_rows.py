@@ -11,7 +11,8 @@ from scram.noise import draw_seed
 from scram.stages import Shard
 
 GRID, KEY_GRID = (5, 6), (6, 5)
-PARTS = {"heads": (slice(None), slice(2, 4)), "both": (slice(1, 2), slice(2, 4))}
+HEADS, KEY_HEADS = (2, 2) if INTERPRETED else (4, 2)
+PARTS = {"heads": (slice(None), slice(HEADS // 2, HEADS)), "both": (slice(1, 2), slice(HEADS // 2, HEADS))}
 SEARCH = scram.Search("query", matches=2, sweeps=2, gossip=2)
 TILE = scram.Search("tile", matches=2, sweeps=1, gossip=1)
 CALLS = {
@@ -37,7 +38,7 @@ def on_device(x, impl):
     return to(x, "cuda") if impl == "triton" and not INTERPRETED else x
 
 
-def problem(impl, heads=4, key_heads=2, causal=False):
+def problem(impl, heads=HEADS, key_heads=KEY_HEADS, causal=False):
     """Whole numbers, so that every score is exact."""
     make = torch.Generator().manual_seed(0)
     keys = GRID if causal else KEY_GRID
@@ -97,12 +98,12 @@ def test_part_of_an_attention(impl, name, part):
 @pytest.mark.parametrize("name", ("draws", "walks") if INTERPRETED else ESTIMATORS)
 def test_part_of_an_estimate(impl, name):
     q, k, _ = whole = problem(impl)
-    mask = on_device(torch.arange(len(q) * 4 * 30).reshape(len(q), 4, *KEY_GRID) % 7 > 0, impl)
+    mask = on_device(torch.arange(len(q) * HEADS * 30).reshape(len(q), HEADS, *KEY_GRID) % 7 > 0, impl)
     part = PARTS["heads"]
     found = scram.search(q, k, search=scram.Search("query", matches=2, seed=3), key_mask=mask, impl=impl)
 
     def estimate(q, k, v, _shard=None):
-        here = part if _shard else (slice(None), slice(None)) if q.shape[1] == 4 else part
+        here = part if _shard else (slice(None), slice(None)) if q.shape[1] == HEADS else part
         matches = scram.Matches(found.index[here], found.score[here], KEY_GRID)
         how = {"method": ESTIMATORS[name], "key_mask": mask[here], "impl": impl}
         return scram.estimate(q, k, v, matches, **how, **({"_shard": _shard} if _shard else {}))

@@ -17,7 +17,7 @@ def repeatable(monkeypatch):
     monkeypatch.setattr(attend_keys, "LEAST_SHARE", 20)  # few, so that there may be shares beyond the first
 
 
-@pytest.mark.parametrize("case", table(CASES, "attend"))
+@pytest.mark.parametrize("case", table(CASES, "repeatable gradients"))
 def test_repeatable_gradients_are_as_near_float64_as_the_reference(case, repeatable):
     assert_attended_as_near_float64(case, make_tensors(case), "triton")
 
@@ -39,10 +39,10 @@ def test_kernels_of_both_passes(name, fixed_order, launched, monkeypatch):
 @pytest.mark.interpreted
 def test_repeatable_gradients_of_a_key_that_all_queries_want(repeatable, monkeypatch):
     monkeypatch.setattr(attend_keys, "LEAST_SHARE", 5)
-    case = named("rank 2", grid=(8, 8), key_grid=(20, 20), kappa=2, sweeps=1)
+    case = named("rank 2", grid=(8, 8), key_grid=(14, 14), kappa=2, sweeps=1)
     tensors = make_tensors(case)
-    tensors.matches.index[..., 0] = 131
-    tensors.matches.index[..., ::2, :, 1] = 170  # half of them another one, near enough that windows overlap
+    tensors.matches.index[..., 0] = 92
+    tensors.matches.index[..., ::2, :, 1] = 119  # half of them another one, near enough that windows overlap
     assert_attended_as_near_float64(case, tensors, "triton")
 
 
