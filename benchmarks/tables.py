@@ -175,9 +175,9 @@ def tile() -> str:
         table_cells.load("tile"),
         {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalised"},
     )
-    names = {"query, paper 8": "query, the paper's", "query, default 8": "query, default",
+    names = {"query, paper 8": "query, the paper's", "query, default 8": "query, 8 sweeps",
              "tile, gossip 4 5": "tile, 5 sweeps, gossip 4", "tile, gossip 4 6": "tile, 6 sweeps, gossip 4",
-             "tile 8": "tile, default"}  # fmt: skip
+             "tile 8": "tile, 8 sweeps"}  # fmt: skip
     lines = []
     for label, shown in names.items():
         mine = [rows[f"gpu {data} {label}"] for data in sets]

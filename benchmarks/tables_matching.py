@@ -20,7 +20,7 @@ def _rows(group: str) -> dict[str, dict[str, Any]]:
 def gmflow_steps() -> str:
     """docs/gmflow_matching: each step of GMFlow replaced alone, then all."""
     steps = ("matching", "propagation", "refine")
-    head = ("replaced by SCRAM", "EPE", "median", "over 3 px", *(x for step in steps for x in (step, "")))
+    head = ("replaced by SCRAM", "EPE", "median", "over 3 px", *(x for step in steps for x in (step, "memory")))
     lines = []
     for name, row in _rows("own size").items():
         costs = (x for step in steps for x in (time(row[f"{step}_seconds"]), mebibytes(row[f"{step}_bytes"])))

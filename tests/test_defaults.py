@@ -131,6 +131,11 @@ def test_a_dense_call_compiles_nothing(tmp_path):
     assert found.stdout.strip() == "False"
 
 
+def test_a_device_without_an_engine_is_dense_for_that_reason():
+    q = torch.empty(1, 1, 300, 300, 64, device="meta")
+    assert scram.explain(q, q, q).reasons == ("meta has no engine that is faster than torch",)
+
+
 def test_what_torch_cannot_do_is_searched_and_explained():
     told = scram.explain(SMALL, SMALL, SMALL, weight="relu")
     assert not told.dense

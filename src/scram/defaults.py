@@ -114,8 +114,10 @@ def explanation(
     queries = q.shape[:-1].numel()
     size = " x ".join(map(str, q.shape[2:-1]))
     if dense:
-        small = f"on {q.device.type} the grid {size} with width {q.shape[-1]} is too small for a search to be faster"
-        return Explanation(True, "torch", None, None, None, (small,), keys, keys, 0)
+        why = f"on {q.device.type} the grid {size} with width {q.shape[-1]} is too small for a search to be faster"
+        if all(device != q.device.type for device, _ in COSTS):
+            why = f"{q.device.type} has no engine that is faster than torch"
+        return Explanation(True, "torch", None, None, None, (why,), keys, keys, 0)
     reasons = ["search, tail, warm or impl was given"]
     if automatic:
         only_softmax = "torch's attention has softmax and scores by name only"
