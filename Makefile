@@ -8,7 +8,7 @@ WHEEL := build/wheel
 INSTALLED := build/installed
 QUICK := --ignore=tests/benchmarks --ignore=tests/distributed --ignore=tests/examples
 # By file: what a file's tests share is made once, and kernels are compiled once.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Without bytecode every process of the tests compiles all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 VERSION_OF := import pip, sys; print(*sys.version_info[:2])

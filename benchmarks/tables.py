@@ -334,6 +334,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gmflow-coarse": tables_matching.gmflow_coarse,
     "local": tables_matching.local,
     "frames": tables_matching.frames,
+    "half": tables_matching.half,
     "nccl-one-rank": tables_distributed.nccl_one_rank,
     "results": results,
     "results-short": results_short,

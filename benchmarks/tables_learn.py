@@ -43,7 +43,7 @@ def pairs(task: str, others: str = "tail") -> tuple[list[dict[str, Any]], list[d
 
 def tasks() -> str:
     """docs/learning: dense attention and SCRAM with its tail, seed by seed."""
-    head = ("task", "tokens", "SCRAM", "dense, each seed", "SCRAM, each seed", "mean of SCRAM less dense", "within target")
+    head = ("task", "tokens", "SCRAM", "dense, each seed", "SCRAM, each seed", "mean difference", "within target")
     return table(head, *(line for task in TASKS for way in WAYS for line in task_lines(task, way)))
 
 

@@ -99,3 +99,13 @@ def frames() -> str:
         recall = (share(row["cold_recall"]), share(row["kept_recall"]))
         lines.append((name, BY.join(map(str, row["grid"])), *times, *recall, *drift))
     return table(head, *lines)
+
+
+def half() -> str:
+    """docs/measurements: half precision beside float32 on a CPU."""
+    lines = []
+    for name, row in table_cells.load("half_cpu").items():
+        seconds = row["seconds"]
+        others = (f"{time(seconds[x])} ({seconds[x] / seconds['float32']:.2f})" for x in ("bfloat16", "float16"))
+        lines.append((name.replace("x", BY), time(seconds["float32"]), *others))
+    return table(("grid", "float32", "bfloat16", "float16"), *lines)

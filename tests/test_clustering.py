@@ -40,11 +40,10 @@ def test_sizes_and_means_are_those_of_the_labels(impl, grid):
             torch.testing.assert_close(mean[b, h, c], want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.interpreted
 def test_every_key_is_with_the_nearest_centre(impl):
     """In the metric of the queries and the spread of the values, for centres that k-means no longer moves."""
     q, k, v = grids(1, 1, 12, 12), grids(1, 1, 12, 12), grids(1, 1, 12, 12)
-    made = clusters_of(q, k, v, 6, impl, steps=15 if INTERPRETED else 40)
+    made = clusters_of(q, k, v, 6, impl, steps=40)
     keys, values = k.flatten(0, -2), v.flatten(0, -2)
     queries = 8**-0.5 * q.flatten(0, -2)
     queries = queries / (1 + (queries @ keys.T).var(1, correction=0)).unsqueeze(1)
@@ -57,7 +56,6 @@ def test_every_key_is_with_the_nearest_centre(impl):
     assert (nearest == made.label.flatten()).float().mean() > 0.97
 
 
-@pytest.mark.interpreted
 def test_copies_of_few_pairs_are_found_every_one(impl):
     """Of 12 kinds of keys, 48 clusters: starts miss some, and clusters without keys are placed anew at those."""
     kind = torch.randint(12, (1, 1, 16, 16))
@@ -123,7 +121,6 @@ def test_no_legal_key_few_keys_one_key_and_an_empty_batch(impl):
     assert empty.label.shape == (0, 2, 5, 4)
 
 
-@pytest.mark.interpreted
 def test_the_seed_governs_the_groups(impl):
     q, k, v = (grids(1, 2, 12, 13) for _ in range(3))
     first, again, other = (clusters_of(q, k, v, 9, impl, steps=1, seed=seed) for seed in (3, 3, 4))

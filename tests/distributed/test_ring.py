@@ -78,6 +78,11 @@ def test_a_ring_is_no_further_from_exact_attention():
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_memory_falls_with_the_ranks(backward):
-    """Two ranks hold messages that one does not; from then on twice the ranks have half the memory each."""
-    two, four = (max(on_ranks(ranks, jobs.most_memory, points=512, backward=backward)) for ranks in (2, 4))
+    """Two ranks hold messages that one does not; from then on twice the ranks have half the memory each.
+
+    The least of three: a rank holds a message until its neighbour, on a busy machine late, has taken it.
+    """
+    two, four = (
+        min(max(on_ranks(ranks, jobs.most_memory, points=512, backward=backward)) for _ in range(3)) for ranks in (2, 4)
+    )
     assert 0.4 * two < four < 0.65 * two, (two, four)

@@ -73,7 +73,6 @@ def test_small_grids_are_searched_whole(impl):
 
 
 @pytest.mark.slow
-@pytest.mark.interpreted
 def test_a_row_stops_when_few_queries_took_a_key(impl):
     case = named("rank 2", grid=(23, 23), width=12, kappa=1, jumps=(1,), gossip=1, sweeps=14, method="tile")
     tensors = make_tensors(case, integer=True)

@@ -1,7 +1,7 @@
 """Every kernel variant that a launcher can choose compiles for sm_80 or sm_90; no GPU is needed for that.
 
-Every kernel is compiled to the end once, its other variants to Triton's own language. Widths are small: Triton takes minutes for wide
-ones in float32. Tests on a device have those.
+Every kernel is compiled to the end once, its other variants to Triton's own language. Widths are small: Triton takes
+minutes for wide ones in float32. Tests on a device have those.
 
 The launchers run as they are, on CPU tensors; what they would launch is compiled instead.
 """
