@@ -139,14 +139,14 @@ def attend(
     if isinstance(tail, Hybrid):
         errors.hybrid_only(weight)
         made = stages.hybrid(spec, inputs, matches.index, tail, radii, stages.seed_of(tail, inputs), dropout_p, window)
-        return inputs.rounded(Attended(made.out, made.lse))
+        return Attended(inputs.rounded(made.out), made.lse)
     if tail is not None:
         errors.clusters_only(weight, causal, score)
         check_codebook("tail", q, k, v, inputs.k.shape[-1], score, scale, key_mask, radii, tail)
     head = ops.attend(spec, stages.attend_call(inputs, matches.index, radii, weight, dropout_p, window))
     if tail is not None:
         head = stages.join_clusters(spec, inputs, matches.index, head, tail, radii, dropout_p, window)
-    return inputs.rounded(head)
+    return Attended(inputs.rounded(head.out), head.lse)
 
 
 @takes_dtensors
@@ -275,14 +275,14 @@ def attention(
     spec = plan.attend
     if isinstance(rest, Hybrid):
         own = stages.seed_of(rest, inputs, seed)
-        return stages.hybrid(spec, inputs, index, rest, plan.radius, own, dropout_p, window).out.to(v.dtype)
+        return inputs.rounded(stages.hybrid(spec, inputs, index, rest, plan.radius, own, dropout_p, window).out)
     if isinstance(rest, Clusters):
         own = stages.seed_of(rest, inputs, seed)
         rest = stages.cluster_keys(spec, inputs, str(score), rest, own, None, index, plan.radius)
     head = ops.attend(spec, stages.attend_call(inputs, index, plan.radius, weight, dropout_p, window))
     if isinstance(rest, Codebook):
         head = stages.join_clusters(spec, inputs, index, head, rest, plan.radius, dropout_p, window)
-    return head.out.to(v.dtype)
+    return inputs.rounded(head.out)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:

@@ -58,9 +58,9 @@ class Inputs(NamedTuple):
         k_extra = None if self.k_extra is None else self.k_extra.to(dtype)
         return self._replace(q=self.q.to(dtype), k=self.k.to(dtype), k_extra=k_extra)
 
-    def rounded(self, made: Attended) -> Attended:
-        """With the output in the dtype of the values that were given."""
-        return made if made.out.dtype == self.dtype else made._replace(out=made.out.to(self.dtype))
+    def rounded(self, out: Tensor) -> Tensor:
+        """An output in the dtype of the values that were given."""
+        return out.to(self.dtype)
 
 
 def prepare(
@@ -309,4 +309,4 @@ def as_estimate(inputs: Inputs, made: calls.DrawnTail | calls.Sampled | Attended
     names = ("lse", "variance", "ess", "acceptance", "rhat")
     fields = {name: getattr(made, name) if name in method.reports else None for name in names}
     constants = {name: x.detach() for name, x in fields.items() if x is not None and name != "lse"}
-    return Estimate(out=made.out.to(inputs.dtype), method=method, **{**fields, **constants})
+    return Estimate(out=inputs.rounded(made.out), method=method, **{**fields, **constants})
