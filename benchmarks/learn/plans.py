@@ -28,7 +28,7 @@ def runs(question: str) -> list[Run]:
     if question == "large":
         return [Run(task, name, seed) for seed in SEEDS for task in LARGE for name in PAIR]
     if question == "others":
-        return [Run(task, name, 0) for name in OTHERS for task in TASKS]
+        return [Run(task, name, seed) for seed in SEEDS for task in TASKS for name in OTHERS]
     if question == "noise":
         return [run for seed in SEEDS for run in _noise("plain", PICTURES, seed)]
     if question == "bias":
