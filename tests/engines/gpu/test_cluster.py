@@ -47,7 +47,16 @@ def assert_means(call, made):
 SMALL = [
     {"steps": 3},
     {"batch": 2, "heads": 2, "width": 5, "value_width": 20, "dtype": torch.float16, "mask": "batch", "groups": 300},
-    {"heads": 2, "key_heads": 2, "grid": (90,), "width": 70, "value_width": 130, "mask": "head", "sample": 64},
+    {
+        "heads": 2,
+        "key_heads": 2,
+        "grid": (90,),
+        "width": 70,
+        "value_width": 130,
+        "mask": "head",
+        "sample": 64,
+        "count": 12,
+    },
     {"grid": (3, 4, 5), "dtype": torch.bfloat16, "warm": True, "count": 10, "groups": 10, "steps": 0},
     {"grid": (300,), "dtype": torch.float16, "unit": 64.0, "sample": 128},
 ]
