@@ -26,7 +26,7 @@ from table_cells import BY, ROOT, share, table, time
 
 from scram.cli import measuring
 
-MARKS = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n\n)(.*?)(\n\n<!-- end of table -->)", re.S)
+MARKS = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\s+)(.*?)(\s*<!-- end of table -->)", re.S)
 CONTENDERS = ("SCRAM", "SCRAM, paper", "SCRAM, no tail", "full attention", "torch SDPA", "strided", "fixed",
               "local blocks", "NATTEN", "flex strided", "flex fixed", "flex local blocks",
               "brute-force top-1")  # fmt: skip
@@ -374,6 +374,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gmflow-layers": tables_models.gmflow_layers,
     "gmflow-layers-flow": tables_models.gmflow_layers_flow,
     "learn-tasks": tables_learn.tasks,
+    "learn-others": tables_learn.others,
     "learn-times": tables_learn.times,
     "learn-memory": tables_learn.memory,
     "learn-profile": tables_learn.profile,
@@ -385,7 +386,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def filled(text: str) -> str:
     """The page with its tables as the results have them now."""
-    return MARKS.sub(lambda found: found[1] + found[2] + TABLES[found[1]]() + found[4], text)
+    return MARKS.sub(lambda found: f"{found[1]} -->\n\n{TABLES[found[1]]()}\n\n<!-- end of table -->", text)
 
 
 def pages() -> list[Path]:

@@ -10,11 +10,13 @@ import table_cells
 from table_cells import BY, table
 
 TASKS = {
-    "classify": "1. classification, accuracy", "detect, 128x128": "2. detection, mAP@½",
+    "classify": "1. classification, accuracy", "classify, 128x128": "1. classification on canvases, accuracy",
+    "detect, 128x128": "2. detection, mAP@½", "detect, 256x256": "2. detection, mAP@½",
     "video": "3. video, accuracy", "generate, MNIST": "4. MNIST, bits per pixel",
     "generate, CIFAR-10": "4. CIFAR-10, bits per value",
 }  # fmt: skip
-TOKENS = {"classify": (32, 32), "detect, 128x128": (64, 64), "video": (16, 32, 32), "generate, MNIST": (28, 28),
+TOKENS = {"classify": (32, 32), "classify, 128x128": (128, 128), "detect, 128x128": (64, 64),
+          "detect, 256x256": (128, 128), "video": (16, 32, 32), "generate, MNIST": (28, 28),
           "generate, CIFAR-10": (32, 32, 3)}  # fmt: skip
 ATTENTIONS = {"dense": "dense", "tail": "SCRAM", "windows": "SCRAM, windows", "local": "local", "strided": "strided"}
 WAYS = {"tail": "default", "tail, 4 matches": "4 matches", "tail, 4 matches, 2048 drawn": "4 matches, 2048 drawn"}
@@ -65,6 +67,20 @@ def task_lines(task: str, way: str) -> list[tuple[str, ...]]:
             first = TASKS[task], BY.join(map(str, TOKENS[task])), WAYS[way]
             lines.append((*first, *each, signed(apart, max(2, places)), verdict))
     return lines
+
+
+def others() -> str:
+    """docs/learning: every attention on every task that all were trained on, mean and spread over the seeds."""
+    lines = []
+    for task, label in TASKS.items():
+        by = grouped(task).get(None, {})
+        if not set(ATTENTIONS) <= set(by):
+            continue
+        score = next(name for name in MOST if name in by["dense"][0]["test"])
+        places = 3 if score == "bits" else 1
+        cells = (spread((row["test"][score] for row in by[name]), places) for name in ATTENTIONS)
+        lines.append((label, BY.join(map(str, TOKENS[task])), *cells))
+    return table(("task", "tokens", *ATTENTIONS.values()), *lines)
 
 
 def speeds() -> list[tuple[str, list[dict[str, Any]]]]:

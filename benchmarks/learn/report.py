@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .loop import stored
-from .plans import MORE, TASKS
+from .plans import LARGE, MORE, TASKS
 from .tasks import Generate, Task
 
 Rows = list[dict[str, Any]]
@@ -65,21 +65,31 @@ def curves(folder: Path, out: Path) -> None:
     plt = _plots()
     by_task: dict[str, dict[str, Rows]] = {}
     for (task, attention, pictures), rows in grouped(folder).items():
-        if pictures is None and attention in COLOURS and task in TASKS:
+        if pictures is None and attention in COLOURS:
             by_task.setdefault(task, {})[attention] = rows
-    shown = [task for task in TASKS if task in by_task]
-    figure, panels = plt.subplots(1, len(shown), figsize=(3.3 * len(shown), 3.3), layout="constrained", squeeze=False)
-    for axes, task in zip(panels[0], shown, strict=True):
+    shown = [task for task in sorted((*TASKS, *LARGE)) if task in by_task]
+    rows_of_panels = math.ceil(len(shown) / 4)
+    across = math.ceil(len(shown) / rows_of_panels)
+    size = 3.3 * across, 3 * rows_of_panels + 0.4
+    figure, grid = plt.subplots(rows_of_panels, across, figsize=size, layout="constrained", squeeze=False)
+    panels = grid.ravel()
+    for axes in panels[len(shown) :]:
+        axes.set_axis_off()
+    for axes, task in zip(panels, shown, strict=False):
         for attention, rows in by_task[task].items():
+            style: dict[str, Any] = {"linewidth": 1, "color": COLOURS[attention], "alpha": 0.8}
+            if attention == "dense":  # over those that do the same
+                style |= {"linestyle": (0, (4, 4)), "zorder": 3, "alpha": 1}
             for n, row in enumerate(rows):
                 steps, losses = zip(*row["curve"], strict=True)
                 label = LABELS.get(attention, attention) if n == 0 else None
-                axes.plot(steps, _smooth(list(losses)), label=label, linewidth=1, color=COLOURS[attention], alpha=0.8)
+                axes.plot(steps, _smooth(list(losses)), label=label, **style)
         last = [loss for rows in by_task[task].values() for row in rows for _, loss in row["curve"][3:]]
         axes.set(title=task, xlabel="step", ylim=(0.95 * min(last), max(last)))
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("training loss")
-    labels = {label: line for axes in panels[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    for axes in grid[:, 0]:
+        axes.set_ylabel("training loss")
+    labels = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(labels), frameon=False)
     out.mkdir(parents=True, exist_ok=True)
     figure.savefig(out / "learning.png", dpi=100)
