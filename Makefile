@@ -9,7 +9,8 @@ INSTALLED := build/installed
 QUICK := --ignore=tests/benchmarks --ignore=tests/distributed --ignore=tests/examples
 # By file: what a file's tests share is made once, and kernels are compiled once.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
-# Without bytecode every process of the tests compiles all sources anew.
+# Bytecode is written when a module is first imported, of few of those that are installed. Without it every process of the
+# tests would compile all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 VERSION_OF := import pip, sys; print(*sys.version_info[:2])
 
@@ -41,7 +42,7 @@ $(MADE):
 $(READY): $(MADE) pyproject.toml constraints.txt
 	@echo "installing SCRAM and its dependencies into $(VENV) (the first time takes some minutes) ..."
 	@rm -f $@
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[all]'
 	@touch $@
 
 setup: $(READY)
