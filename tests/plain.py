@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from functools import cache
 
 import torch
 
@@ -34,9 +35,10 @@ def noise(seed, *counters):
     return state
 
 
+@cache
 def points(grid):
     """Every point of a grid in row-major order."""
-    return list(itertools.product(*map(range, grid)))
+    return tuple(itertools.product(*map(range, grid)))
 
 
 def flat(place, grid):
@@ -110,12 +112,11 @@ def reaches(case: Case) -> tuple[int | None, ...]:
     return case.reach if isinstance(case.reach, tuple) else (case.reach,) * len(case.grid)
 
 
-def reached(case: Case, near: list[int], j: int) -> bool:
-    """Whether a key is near enough to one of the starts."""
+def reached(case: Case, near: list[int]) -> set[int]:
+    """The keys that are near enough to one of the starts."""
     if case.reach is None:
-        return True
-    boxes = [box(case, start, None) for start in near]
-    return any(all(c in side for c, side in zip(points(case.keys_grid)[j], one, strict=True)) for one in boxes)
+        return set(range(case.keys))
+    return {flat(place, case.keys_grid) for start in near for place in itertools.product(*box(case, start, None))}
 
 
 def radii(case: Case) -> list[int]:
@@ -158,17 +159,14 @@ def _search_row(case: Case, tensors: Tensors, row: int, seed: int):
 def _run(case: Case, row, run, seed, score, keys, earlier, warm, near):
     places, key_places = points(case.grid), points(case.keys_grid)
     rank = len(case.grid)
-
-    def own(i):
-        return [j for j in keys if not case.causal or j <= i]
+    own = [[j for j in keys if not case.causal or j <= i] for i in range(len(places))]
+    open_to = [{*own[i]} & reached(case, near[i]) for i in range(len(places))]
 
     def below(n, i, sweep, draw):
         return noise(seed, row, i, run, sweep, draw) * n // WORD
 
     def legal(i, j):
-        if j not in own(i) or not reached(case, near[i], j):
-            return False
-        return all(distance(key_places[j], key_places[e]) > case.separation for e in earlier[i])
+        return j in open_to[i] and all(distance(key_places[j], key_places[e]) > case.separation for e in earlier[i])
 
     def in_box(i, sides, sweep, draw):
         return flat([s[below(len(s), i, sweep, draw + axis)] for axis, s in enumerate(sides)], case.keys_grid)
@@ -176,8 +174,7 @@ def _run(case: Case, row, run, seed, score, keys, earlier, warm, near):
     def fresh(i, sweep, draw, first):
         if case.reach is not None:
             return in_box(i, box(case, near[i][run % len(near[i])], None), sweep, first)
-        choices = own(i)
-        return choices[below(len(choices), i, sweep, draw)] if choices else None
+        return own[i][below(len(own[i]), i, sweep, draw)] if own[i] else None
 
     state = []
     for i in range(len(places)):
@@ -220,21 +217,21 @@ def _run(case: Case, row, run, seed, score, keys, earlier, warm, near):
 def windows(case: Case, tensors: Tensors, index: torch.Tensor) -> torch.Tensor:
     """S_i as a table: bool [B*H, N, M], from match indices [B, H, *G, kappa]."""
     radius = (case.radius,) * len(case.grid) if isinstance(case.radius, int) else case.radius
-    places, key_places = points(case.grid), points(case.keys_grid)
-    table = torch.zeros(case.batch * case.heads, len(places), len(key_places), dtype=torch.bool)
-    index = index.reshape(case.batch * case.heads, len(places), index.shape[-1])
-    for row in range(len(table)):
+    rows = []
+    for row, matches in enumerate(index.reshape(-1, len(points(case.grid)), index.shape[-1]).tolist()):
         keys = set(allowed(case, tensors, row))
-        for i in range(len(places)):
-            for match in index[row, i].tolist():
-                if not 0 <= match < len(key_places):
-                    continue
-                box = [range(c - b, c + b + 1) for c, b in zip(key_places[match], radius, strict=True)]
-                for place in itertools.product(*box):
-                    j = flat(place, case.keys_grid)
-                    if j is not None and j in keys and (not case.causal or j <= i):
-                        table[row, i, j] = True
-    return table
+        rows.append([])
+        for i, mine in enumerate(matches):
+            near = set().union(*(around(case.keys_grid, match, radius) for match in mine if 0 <= match < case.keys))
+            rows[-1].append([j in near and j in keys and (not case.causal or j <= i) for j in range(case.keys)])
+    return torch.tensor(rows, dtype=torch.bool).reshape(-1, len(points(case.grid)), case.keys)
+
+
+@cache
+def around(grid: tuple[int, ...], match: int, radius: tuple[int, ...]) -> set[int]:
+    """The keys of the window around a match."""
+    box = [range(c - b, c + b + 1) for c, b in zip(points(grid)[match], radius, strict=True)]
+    return {flat(place, grid) for place in itertools.product(*box)} - {None}
 
 
 def tile_windows(case: Case, tensors: Tensors, index: torch.Tensor) -> torch.Tensor:
@@ -243,29 +240,20 @@ def tile_windows(case: Case, tensors: Tensors, index: torch.Tensor) -> torch.Ten
     radius = (case.radius,) * rank if isinstance(case.radius, int) else case.radius
     side = [max(1, 2 * min(b, extent - 1)) for b, extent in zip(radius, case.keys_grid, strict=True)]
     tile = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (2, 2, 4, 4)}[rank]
-
-    def cell(place):
-        return tuple(c // s for c, s in zip(place, side, strict=True))
-
-    places, key_places = points(case.grid), points(case.keys_grid)
-    own = [tuple(c // s for c, s in zip(place, tile, strict=True)) for place in places]
-    index = index.reshape(case.batch * case.heads, len(places), index.shape[-1])
-    table = torch.zeros(case.batch * case.heads, len(places), len(key_places), dtype=torch.bool)
-    for row in range(len(table)):
-        seen = {}
-        for i in range(len(places)):
-            for match in index[row, i].tolist():
-                if 0 <= match < len(key_places):
-                    box = [
-                        range(max(c - b, 0), min(c + b + 1, extent))
-                        for c, b, extent in zip(key_places[match], radius, case.keys_grid, strict=True)
-                    ]
-                    seen.setdefault(own[i], set()).update(map(cell, itertools.product(*box)))
-        for i in range(len(places)):
-            for j in allowed(case, tensors, row):
-                if cell(key_places[j]) in seen.get(own[i], ()) and (not case.causal or j <= i):
-                    table[row, i, j] = True
-    return table
+    cell = [tuple(c // s for c, s in zip(place, side, strict=True)) for place in points(case.keys_grid)]
+    own = [tuple(c // s for c, s in zip(place, tile, strict=True)) for place in points(case.grid)]
+    rows = []
+    for row, matches in enumerate(index.reshape(-1, len(own), index.shape[-1]).tolist()):
+        keys, seen = set(allowed(case, tensors, row)), {}
+        for i, mine in enumerate(matches):
+            for match in mine:
+                if 0 <= match < case.keys:
+                    seen.setdefault(own[i], set()).update(cell[j] for j in around(case.keys_grid, match, radius))
+        rows.append([])
+        for i, of_tile in enumerate(own):
+            some = seen.get(of_tile, ())
+            rows[-1].append([cell[j] in some and j in keys and (not case.causal or j <= i) for j in range(case.keys)])
+    return torch.tensor(rows, dtype=torch.bool).reshape(-1, len(own), case.keys)
 
 
 def attend(case: Case, tensors: Tensors, leaves: list[torch.Tensor], dropout_seed: int = 0):

@@ -35,6 +35,7 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
     rank, close = len(case.grid), starts(case, tensors, row)
     score, keys = scores(case, tensors, row), allowed(case, tensors, row)
     own = [[j for j in keys if not case.causal or j <= i] for i in range(len(places))]
+    near_to = [reached(case, near) for near in close]
 
     def drawn(n, i, run, sweep, draw):
         return noise(seed, row, i, run, sweep, draw) * n // WORD
@@ -70,7 +71,7 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
             if case.warm:
                 batch, head = divmod(row, case.heads)
                 given = int(tensors.warm.index[batch, head].reshape(len(places), -1)[i, run])
-                there = given in own[i] and reached(case, close[i], given)
+                there = given in own[i] and given in near_to[i]
                 if there and not any(near(given, m) for m in mine):
                     start = given
             if start in own[i] and not any(near(start, m) for m in mine):
@@ -124,13 +125,13 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
                 place = [c % side for c, side in zip(places[i], SIDES[rank], strict=True)]
                 lanes[flat(place, SIDES[rank])] = i
             for n, kind in enumerate(kinds):
-                made = {lane: offer(lanes.get(lane, lanes[0]), n, *kind) for lane in range(64)}
+                offers = {i: offer(i, n, *kind) for i in tile}
+                made = {lane: offers[lanes.get(lane, lanes[0])] for lane in range(64)}
                 for part in range(4 if case.kappa > 1 else 1):
                     window = [j for lane, j in made.items() if case.kappa == 1 or lane % 8 // 2 == part]
-                    window = [j for j in window if j is not None]
+                    window = {j for j in window if j is not None}
                     for i in tile:
-                        legal = [j for j in window if not case.causal or j <= i]
-                        legal = [j for j in legal if reached(case, close[i], j)]
+                        legal = [j for j in window if j in near_to[i] and (not case.causal or j <= i)]
                         if legal and enters(i, max(legal, key=lambda j, i=i: (score[i][j], -j))):
                             took.add(i)
         if len(took) * 256 < len(places):
