@@ -1,14 +1,12 @@
 """What runs when nothing is said: dense attention on small grids, else a search with clusters; and its explanation."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import scram
 from scram import defaults
+from with_torch import printed
 
 SMALL = torch.randn(1, 2, 8, 8, 16)
 LARGE = torch.zeros(1, 1, 256, 256, 64)
@@ -123,12 +121,11 @@ def test_what_does_not_go_together_is_refused(said, message):
 
 
 @pytest.mark.slow
-def test_a_dense_call_compiles_nothing(tmp_path):
+def test_a_dense_call_compiles_nothing():
     """Not even Numba is loaded."""
     lines = "import sys, torch, scram; q = torch.randn(1, 1, 8, 8, 4); scram.attention(q, q, q)"
     lines += "; print('numba' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert found.stdout.strip() == "False"
+    assert printed(lines) == "False"
 
 
 def test_a_device_without_an_engine_is_dense_for_that_reason():
@@ -147,6 +144,7 @@ def test_what_is_no_tensor_is_refused_in_words():
         scram.attention(1, SMALL, SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_a_fit_says_that_it_is_eager():
     def fitted(q, k, v):

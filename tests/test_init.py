@@ -6,21 +6,19 @@ import sys
 import pytest
 
 import scram
+from with_torch import WITHOUT_TORCH, printed
 
 pytestmark = pytest.mark.slow
 
 
-def printed(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
 def test_names_are_imported_when_first_used():
+    """In a process that has never seen torch."""
     code = (
         "import sys, scram; before = 'torch' in sys.modules; listed = set(scram.__all__) <= set(dir(scram)); "
         "scram.attention; print(before, listed, 'torch' in sys.modules, 'attention' in vars(scram))"
     )
-    assert printed(code) == "False True True True"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False True True True"
 
 
 def test_torch_imported_before_brings_all_names_and_operators():
@@ -28,19 +26,25 @@ def test_torch_imported_before_brings_all_names_and_operators():
     assert printed(code) == "True True"
 
 
+def test_torch_that_is_not_imported_brings_no_names():
+    code = "import scram; print('torch' in sys.modules, 'attention' in vars(scram))"
+    assert printed(code, before=WITHOUT_TORCH) == "False False"
+
+
 @pytest.mark.parametrize("name", ["judge", "trust"])
 @pytest.mark.parametrize("imports", ["import scram.{0}", "from scram.{0} import {0} as one; import scram",
                                      "import torch, scram.{0}", "from scram import {0}; import scram"])  # fmt: skip
 def test_a_function_stays_before_the_module_of_its_name(imports, name):
     code = f"{imports.format(name)}; print(type(scram.{name}).__name__, scram.{name}.__module__)"
-    assert printed(code) == f"function scram.{name}"
+    before = "" if "import torch" in imports else WITHOUT_TORCH
+    assert printed(code, before) == f"function scram.{name}"
 
 
 def test_every_name_is_what_its_module_defines():
     code = (
         "import scram; from scram import *; print([n for n in scram.__all__ if globals()[n] is not getattr(scram, n)])"
     )
-    assert printed(code) == "[]"
+    assert printed(code, before=WITHOUT_TORCH) == "[]"
     homes = {getattr(scram, name).__module__ for name in scram.__all__ if hasattr(getattr(scram, name), "__module__")}
     assert all(home.startswith("scram.") for home in homes)
     with pytest.raises(AttributeError, match="module 'scram' has no attribute 'atention'"):
@@ -56,7 +60,7 @@ q = torch.randn(1, 1, 8, 8, 4)
 compiled = torch.compile(attention, backend="eager", fullgraph=True)(q)
 print(torch.equal(compiled, attention(q)))
 """
-    assert printed(code) == "True"
+    assert printed(code, before=WITHOUT_TORCH) == "True"
 
 
 def test_the_old_name_of_dispatch_works_with_a_warning():

@@ -53,7 +53,9 @@ def test_an_error_that_is_known_is_found():
 
 
 @pytest.mark.slow
-def test_a_sample_has_intervals_that_hold_the_truth():
+def test_a_sample_has_intervals_that_hold_the_truth(monkeypatch):
+    # Not timed: each of 21 calls would be made again and again.
+    monkeypatch.setattr(judge, "clock", lambda call, *_: (Timing(1.0, 1.0, 1.0, 1, None), call()))
     q, k, v = tensors(heads=1, size=40)
     lossy = partial(scram.attention, search=scram.Search(seed=0), tail=None)
     whole = judge_function(lossy, q, k, v, num_queries=1600)

@@ -246,8 +246,10 @@ def test_the_ladder_has_what_the_call_takes():
 )
 def test_every_kind_of_call(how, clock):
     """Grouped heads; what was measured is what a call of the plan gives."""
-    q, k, v = diffuse()
-    plan = scram.tune(q, k, v, error=0.2, **how)
+    # Only the reference scores by a function, slowly: four matches of few keys keep its budget, sixteen are not tried.
+    size, error = (12, 0.3) if how is CALLABLE else (24, 0.2)
+    q, k, v = diffuse(size=size)
+    plan = scram.tune(q, k, v, error=error, **how)
     given = {name: how[name] for name in ("key_mask", "extra") if name in how}
     rung = plan.rungs[plan.chosen]
     found = plan.check(q, k, v, **given)

@@ -5,11 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from PIL import Image
 
 import scram
 from command import call
@@ -30,8 +32,8 @@ def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 
 def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "scram", "info"], capture_output=True, text=True, check=True)
-    assert scram.__version__ in done.stdout
+    done = subprocess.run([sys.executable, "-m", "scram", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"scram {scram.__version__}\n"
 
 
 def test_version_and_help() -> None:
@@ -62,7 +64,8 @@ def test_hints_name_the_extras_as_the_page_of_commands_does(monkeypatch: pytest.
     assert complaint.startswith("scram: scikit-image is not installed")
     assert complaint.count("\n") == 1
     assert complaint[complaint.index("pip install") :].strip() in page
-    (tmp_path / "a.png").write_bytes(SMALL.read_bytes())
+    with Image.open(SMALL) as picture:
+        picture.crop((0, 0, 48, 48)).save(tmp_path / "a.png")
     monkeypatch.setitem(sys.modules, "cv2", None)  # type: ignore[arg-type]
     printed = call("denoise", tmp_path / "a.png", "--add-noise", 25, "--out", tmp_path)[1]
     hint = next(line for line in printed.splitlines() if line.startswith("skimage, cv2 are not installed"))
@@ -110,47 +113,62 @@ def test_flags_take_no_value_in_the_help() -> None:
     assert re.search("--json +Print", call("info", "--help")[1])
 
 
+# For each screen a process of its own, a fork: torch is imported once.
 INTERRUPTED = """
-import signal, sys, time
-from scram.cli import demo, main
+import os, signal, sys, time, torch
 def wait(*_):
-    print("ready", flush=True, file=sys.__stdout__)  # rich redirects sys.stdout
+    print(os.getpid(), flush=True, file=sys.__stdout__)  # rich redirects sys.stdout
     time.sleep(60)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it
-demo.pair_of = wait
-sys.argv = ["scram", "demo", "--out", "new/folder"]
-main()
+for screen in sys.argv[1:]:
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.dup2(int(screen), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it
+    from scram.cli import demo, main
+    demo.pair_of = wait
+    sys.argv = ["scram", "demo", "--out", "new/folder"]
+    main()
+    os._exit(0)
 """
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_interrupt_is_one_line_at_once(terminal: bool, tmp_path: Path) -> None:
-    screen, stderr = os.openpty() if terminal else os.pipe()
-    printed: list[bytes] = []
+def test_interrupt_is_one_line_at_once(tmp_path: Path) -> None:
+    """Into a pipe and on a terminal."""
+    screens, errors = zip(os.pipe(), os.openpty(), strict=True)
+    printed: dict[int, list[bytes]] = {screen: [] for screen in screens}
 
-    def read() -> None:
+    def read(screen: int) -> None:
         with suppress(OSError):  # the end of a terminal
             while text := os.read(screen, 1 << 12):
-                printed.append(text)
+                printed[screen].append(text)
 
-    reader = Thread(target=read)
-    reader.start()
-    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=-1, stderr=stderr, cwd=tmp_path)
-    os.close(stderr)
+    readers = [Thread(target=read, args=(screen,)) for screen in screens]
+    for reader in readers:
+        reader.start()
+    command = [sys.executable, "-c", INTERRUPTED, *map(str, errors)]
+    process = subprocess.Popen(command, stdout=-1, cwd=tmp_path, pass_fds=errors)
+    for stderr in errors:
+        os.close(stderr)
     with process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=10) == 130
+            for _ in screens:
+                child = int(process.stdout.readline())
+                begun = time.monotonic()
+                os.kill(child, signal.SIGINT)
+                assert process.stdout.readline() == b"130\n"
+                assert time.monotonic() - begun < 10
         finally:
             process.kill()
-            reader.join()
-            os.close(screen)
-    text = b"".join(printed).decode()
-    assert "scram: interrupted" in text
-    assert "Traceback" not in text
-    assert terminal or text == "scram: interrupted\n"
+            for reader in readers:
+                reader.join()
+            for screen in screens:
+                os.close(screen)
+    piped, shown = (b"".join(texts).decode() for texts in printed.values())
+    assert piped == "scram: interrupted\n"
+    assert "scram: interrupted" in shown
+    assert "Traceback" not in shown
     assert not (tmp_path / "new").exists()
 
 

@@ -133,6 +133,7 @@ def test_the_layout_of_a_function(folder):
     assert "seconds" in found["sdpa"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["full", "local", "flex-local", "brute-force", "scram-paper"])
 def test_backends_are_what_they_say(name, folder):
@@ -155,6 +156,7 @@ def local(q, k, v):
     return F.scaled_dot_product_attention(*flat, attn_mask=allowed).reshape(q.shape)
 
 
+@pytest.mark.slow
 def test_scale_causal_order_and_dtype(folder):
     x = np.load("qkv.npz")
     found = judged("--backend", "sdpa", "--backend", "scram", "--backend", "local", "--causal", "--scale", 0.9)

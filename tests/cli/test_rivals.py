@@ -66,6 +66,7 @@ def test_brute_force_attends_the_window_of_the_best_key():
     torch.testing.assert_close(rivals.brute_force(*one, SCALE), masked(*one, near), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", rivals.PATTERNS)
 def test_flex_masks_equal_a_masked_softmax(name):

@@ -20,6 +20,7 @@ def back_and_forth(planes, back=0):
     return packed.entries[1]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=7, max_size=7), min_size=1, max_size=6),
     st.integers(0, 3),

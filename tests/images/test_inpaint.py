@@ -116,6 +116,7 @@ def test_grass_is_filled_with_grass_as_rough_as_around():
     assert roughness(WIDE) < 0.65 * around
 
 
+@pytest.mark.slow
 def test_the_last_step_is_for_wide_holes_and_keeps_a_pattern():
     picture = stripes()
     wide, thin = box(48, 64, (14, 20, 40, 50)), box(48, 64, (14, 20, 16, 50))
