@@ -148,7 +148,21 @@ CASES = [
     ),
 ]
 
-EXACT = [case for case in CASES if case.score != "cosine"]  # integer features make integer scores
+# What a search or what attending alone does not read changes nothing for the other: those cases repeat others there.
+ATTENDING = {
+    *("radius per axis", "radius 0, kappa 1", "radius over the grid", "float16, values float32"),
+    *("bfloat16, values float32", "mean", "relu", "mean of l2", "extra", "extra and a masked row"),
+    *("dropout", "dropout of relu"),
+}
+SEARCHING = {
+    *("runs without a key", "separated", "separation over the grid", "the paper", "stay", "turns", "no jumps"),
+    *("no sweeps", "warm", "warm with fewer", "warm with more", "reach", "reach per axis from warm matches"),
+    *("reach, causal, masked", "reach of 0", "reach rank 4", "reach over the grid", "no random search"),
+    "reach, no random search",
+}
+ATTENDED = [case for case in CASES if case.name not in SEARCHING]
+# Integer features make integer scores.
+EXACT = [case for case in CASES if case.name not in ATTENDING and case.score != "cosine"]
 
 # Rows of the table that run in Triton's interpreter, which is slow.
 INTERPRETED = {
@@ -199,7 +213,6 @@ INTERPRETED = {
         "causal, masked, separated",
         "float16, values float32",
         "mean",
-        "extra and a masked row",
         "dropout",
     ],
     "tile search": [
@@ -207,7 +220,6 @@ INTERPRETED = {
         "rank 4",
         "unequal grids",
         "more matches than keys",
-        "separated",
         "causal, masked, separated",
         "one row fully masked",
         "width 60, values 1",
@@ -245,8 +257,14 @@ def table(cases: list[Case], stage: str) -> list:
     """The cases as parameters of a test, those of INTERPRETED[stage] marked."""
     missing = set(INTERPRETED[stage]) - {case.name for case in cases}
     assert not missing, missing
-    marks = {case: [pytest.mark.interpreted] * (case.name in INTERPRETED[stage]) for case in cases}
-    return [pytest.param(case, marks=marks[case], id=str(case)) for case in cases]
+    interpreted = [[pytest.mark.interpreted] * (case.name in INTERPRETED[stage]) for case in cases]
+    return [parameter(case, case, *marks) for case, marks in zip(cases, interpreted, strict=True)]
+
+
+def parameter(given: object, case: Case, *marks: pytest.MarkDecorator) -> object:
+    """A parameter of a test, slow where Numba compiles kernels for it alone."""
+    slow = [pytest.mark.slow] * (len(case.grid) > 2 or case.dtype == torch.float64)
+    return pytest.param(given, marks=[*marks, *slow], id=str(given))
 
 
 @dataclass(frozen=True)

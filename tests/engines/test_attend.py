@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import plain
 import scram
-from cases import CASES, assert_attended_as_near_float64, gradients, make_tensors, run_attend, size, table
+from cases import ATTENDED, assert_attended_as_near_float64, gradients, make_tensors, run_attend, size, table
 from scram.noise import draw_seed
 
 
@@ -41,7 +41,14 @@ def shares(index, key_grid, impl, **how):
 @pytest.mark.parametrize("kappa", [1, 3])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (4, 2)], ids=["", "grouped"])
-@pytest.mark.parametrize("grid", [(30,), (5, 6), (2, 5, 3)], ids=["rank 1", "rank 2", "rank 3"])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        pytest.param((30,), id="rank 1"),
+        pytest.param((5, 6), id="rank 2"),
+        pytest.param((2, 5, 3), id="rank 3", marks=pytest.mark.slow),
+    ],
+)
 def test_window_over_the_grid_is_dense_attention(impl, grid, heads, key_heads, causal, kappa):
     n = 30
     leaves = [randn(2, h, n, e, seed=e).requires_grad_() for h, e in ((heads, 8), (key_heads, 8), (key_heads, 5))]
@@ -70,6 +77,7 @@ def test_overlapping_windows_count_a_key_once(impl):
     torch.testing.assert_close(p, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["softmax", "mean", "relu"])
 def test_every_key_of_the_union_has_one_share(impl, weight):
     key_grid, radius = (4, 3, 5), (1, 0, 2)
@@ -365,7 +373,7 @@ def test_wide_values_in_every_stage(impl):
 
 
 @pytest.mark.parametrize("window", ["query", "tile"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", ATTENDED, ids=str)
 def test_reference_attends_what_plain_python_attends(case, window):
     case = replace(case, window=window)
     tensors = make_tensors(case)
@@ -380,7 +388,7 @@ def test_reference_attends_what_plain_python_attends(case, window):
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("case", table(CASES, "attend"))
+@pytest.mark.parametrize("case", table(ATTENDED, "attend"))
 def test_attend_is_as_near_float64_as_the_reference(case, impl):
     assert_attended_as_near_float64(case, make_tensors(case), impl, by=size if impl == "triton" else _largest)
 
