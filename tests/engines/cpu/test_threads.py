@@ -18,65 +18,8 @@ pytestmark = pytest.mark.slow
 SETTINGS = scram.Search(matches=2, seed=5, sweeps=3)
 
 
-def test_a_forked_child_can_search_after_its_parent_did():
-    printed = run_python(
-        """
-        import multiprocessing, torch, scram
-        torch.manual_seed(0)
-        q = torch.randn(1, 1, 32, 32, 8)
-        def look(): return scram.attention(q, q, q, search=scram.Search(seed=1), tail=None, impl="numba").sum().item()
-        before = look()
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            print(pool.apply_async(look).get(60) == before)
-        print(look() == before)
-        """
-    )
-    assert printed.split() == ["True", "True"]
-
-
-def test_a_child_forked_while_another_thread_searches_can_search():
-    """workqueue runs behind a lock, which that thread holds and nobody in the child would release."""
-    printed = run_python(
-        """
-        import os, signal, threading, time, torch, scram, warnings
-        warnings.simplefilter("ignore")  # Python warns of a fork beside threads
-        q, few = torch.randn(1, 1, 200, 200, 8), torch.randn(1, 1, 4, 4, 8)
-        def look(x): scram.search(x, x, search=scram.Search(seed=1), impl="numba")
-        look(few)
-        worker = threading.Thread(target=lambda: [look(q) for _ in range(6)])
-        worker.start()
-        time.sleep(0.1)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(20)
-            torch.set_num_threads(1)
-            look(few)
-            os._exit(0)
-        print(os.waitpid(child, 0)[1])
-        worker.join()
-        """,
-        NUMBA_THREADING_LAYER="workqueue",
-    )
-    assert printed.split() == ["0"]
-
-
-@pytest.mark.skipif(not list(importlib.metadata.distributions(name="tbb")), reason="needs tbb")
-def test_tbb_is_found_when_it_is_asked_for():
-    code = """
-        import numba, torch, scram
-        q = torch.randn(1, 1, 8, 8, 8)
-        scram.search(q, q, impl="numba")
-        print(numba.threading_layer())
-        """
-    assert run_python(code, NUMBA_THREADING_LAYER="tbb").strip() == "tbb"
-
-
-@pytest.mark.parametrize("layer", ["default", "workqueue"])
-def test_four_threads_can_call_at_once(layer):
-    printed = run_python(
-        """
-        import threading, torch, scram
-        torch.manual_seed(0)
+FOUR_THREADS = """
+        import threading
         q = torch.randn(1, 1, 48, 48, 8, requires_grad=True)
         def look(): return scram.attention(q, q, q, search=scram.Search(seed=1), impl="numba")
         right, found = look(), []
@@ -89,10 +32,64 @@ def test_four_threads_can_call_at_once(layer):
         for worker in workers: worker.start()
         for worker in workers: worker.join()
         print(len(found), all(found))
-        """,
-        NUMBA_THREADING_LAYER=layer,
+        """
+
+
+def test_a_forked_child_can_search_after_its_parent_did_and_four_threads_can_call_at_once():
+    printed = run_python(
+        """
+        import multiprocessing, torch, scram
+        torch.manual_seed(0)
+        few = torch.randn(1, 1, 32, 32, 8)
+        how = {"search": scram.Search(seed=1), "tail": None, "impl": "numba"}
+        def forked(): return scram.attention(few, few, few, **how).sum().item()
+        before = forked()
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            print(pool.apply_async(forked).get(60) == before)
+        print(forked() == before)
+        """
+        + FOUR_THREADS,
+        NUMBA_THREADING_LAYER="default",
     )
-    assert printed.split() == ["20", "True"]
+    assert printed.split() == ["True", "True", "20", "True"]
+
+
+def test_workqueue_serves_a_child_forked_while_another_thread_searches_and_four_threads_at_once():
+    """It runs behind a lock, which that thread holds and nobody in the child would release."""
+    printed = run_python(
+        """
+        import os, signal, threading, time, torch, scram, warnings
+        warnings.simplefilter("ignore")  # Python warns of a fork beside threads
+        q, few = torch.randn(1, 1, 200, 200, 8), torch.randn(1, 1, 4, 4, 8)
+        def search(x): scram.search(x, x, search=scram.Search(seed=1), impl="numba")
+        search(few)
+        worker = threading.Thread(target=lambda: [search(q) for _ in range(6)])
+        worker.start()
+        time.sleep(0.1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            torch.set_num_threads(1)
+            search(few)
+            os._exit(0)
+        print(os.waitpid(child, 0)[1])
+        worker.join()
+        """
+        + FOUR_THREADS,
+        NUMBA_THREADING_LAYER="workqueue",
+    )
+    assert printed.split() == ["0", "20", "True"]
+
+
+@pytest.mark.skipif(not list(importlib.metadata.distributions(name="tbb")), reason="needs tbb")
+def test_tbb_is_found_when_it_is_asked_for():
+    code = """
+        import numba, torch, scram
+        q = torch.randn(1, 1, 8, 8, 8)
+        scram.search(q, q, impl="numba")
+        print(numba.threading_layer())
+        """
+    assert run_python(code, NUMBA_THREADING_LAYER="tbb").strip() == "tbb"
 
 
 def test_threads_follow_torch():
