@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 import scram
-from cases import assert_as_near_float64
+from cases import assert_as_near_float64, parameter
 from estimates import (
     CELLS,
     ESTIMATES,
@@ -22,7 +22,7 @@ from estimates import (
     tensors_of,
 )
 
-ROWS = [*(pytest.param(one, id=str(one)) for one in ESTIMATES)]
+ROWS = [parameter(one, one.case) for one in ESTIMATES]
 ROWS += [pytest.param(one, id=f"small {one}", marks=pytest.mark.interpreted) for one in SMALL]
 
 

@@ -31,7 +31,7 @@ def test_gradients_are_the_same_bits_in_any_chunks_and_threads(name, monkeypatch
 
 
 def three():
-    return [x.requires_grad_() for x in torch.randn(3, 1, 2, 6, 6, 4, dtype=torch.float64).unbind()]
+    return [x.requires_grad_() for x in torch.randn(3, 1, 2, 6, 6, 4).unbind()]
 
 
 def test_a_graph_of_the_gradient_can_be_made_but_not_differentiated():
