@@ -60,7 +60,7 @@ def places(grid):
     return torch.cartesian_prod(*[torch.arange(extent) for extent in grid]).reshape(-1, len(grid))
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(problem=problems())
 def test_matches_are_legal_distinct_and_apart(impl, problem):
     q, k, how, causal, mask, _ = problem
@@ -83,7 +83,7 @@ def test_matches_are_legal_distinct_and_apart(impl, problem):
     assert apart[pairs].all()
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(problem=problems())
 def test_rows_of_weights_sum_to_one_over_the_union(impl, problem):
     q, k, how, causal, mask, radius = problem
@@ -110,7 +110,7 @@ def test_rows_of_weights_sum_to_one_over_the_union(impl, problem):
     assert all(grad.isfinite().all() for grad in grads)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(problem=problems())
 def test_exact_search_bounds_every_search(impl, problem):
     q, k, how, causal, mask, _ = problem

@@ -26,16 +26,16 @@ def settings(how, seed):
         ("self", 40, BOTH, 0.999),
     ],
 )
-@pytest.mark.parametrize("seed", [0, 1])
-def test_recall_floor(impl, features, size, how, floor, seed):
+def test_recall_floor(impl, features, size, how, floor):
     if features == "stereo":
         q, k = photos.stereo(size)
     elif features == "projected":
         q, k = photos.projected("astronaut", size)
     else:
         q = k = photos.patches("chelsea", size)
-    found = scram.search(q, k, search=settings(how, seed), impl=impl)
-    assert scram.measure.recall(q, k, found).item() >= floor
+    for seed in (0,) if impl == "reference" else (0, 1):  # each engine finds the same
+        found = scram.search(q, k, search=settings(how, seed), impl=impl)
+        assert scram.measure.recall(q, k, found).item() >= floor
 
 
 def test_more_sweeps_find_more(impl):

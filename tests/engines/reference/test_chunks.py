@@ -9,7 +9,7 @@ from torch import func
 import scram
 from scram import _compat
 
-GRID = (4, 3)
+GRID = (3, 3)
 WITHOUT_VMAP = {"MetropolisHastings"}  # its walks write in place
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # func.jvp's own
 CALLS = {
@@ -37,7 +37,7 @@ def chunked(monkeypatch):
 
 def problem(name):
     """A scalar function of q, through all gathered keys and values, and a q."""
-    q, k, v = torch.randn(3, 1, 2, *GRID, 2, dtype=torch.float64).unbind()
+    q, k, v = torch.randn(3, 1, 1, *GRID, 2, dtype=torch.float64).unbind()
     if name == "tile":  # two tiles of queries
         q, k, v = torch.randn(3, 1, 1, 12, 12, 2, dtype=torch.float64).unbind()
     found = scram.exact_search(q, k, matches=2)
