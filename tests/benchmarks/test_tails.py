@@ -48,6 +48,7 @@ def test_rows_become_a_table_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(tails, "PHOTOS", {"stereo": (8,)})
     monkeypatch.setattr("store.PAUSE", 0.0)
     monkeypatch.setattr(tails, "ROUNDS", 1)
+    monkeypatch.setattr(tails, "SEEDS", 2)
     store = Store("tails", tmp_path)
     tails.errors(store, None, "", size=24)
     tails.times(store, size=20)

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 def test_figures_show_what_the_paper_claims(tmp_path, monkeypatch):
     monkeypatch.setattr(figures_module, "SEEDS", 2)
+    monkeypatch.setattr(figures_module, "SAMPLE", 200)  # queries: what is claimed lies several deviations apart
     code, printed, complaints = call("figures", "--size", 64, "--out", tmp_path)
     assert (code, complaints) == (0, "")
     numbers = json.loads((tmp_path / "figures.json").read_text())
