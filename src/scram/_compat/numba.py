@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 SIMD_WIDTH = 4  # narrower rows are padded to as many elements
 ROWS = SIMD_WIDTH**2  # of them are multiplied at a time
 PARALLEL = {"parallel": True, "fastmath": FASTMATH, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
+LONGEST = 120.0  # seconds that a process waits for another one that compiles the same
 LOGGER = logging.getLogger("scram")
 _announced = False
 
@@ -69,9 +71,64 @@ def cached(function: Callable[..., Any], **options: Any) -> Any:
     """`numba.njit` with what it compiles kept on disk, in a file that is named after the function and the sources."""
     function.__qualname__ += f"_{SOURCES}"
     try:
-        return numba.njit(cache=True, **options)(function)
+        return _compiled_by_one(numba.njit(cache=True, **options)(function))
     except RuntimeError:  # no folder for the cache can be written
         return numba.njit(**options)(function)
+
+
+def _compiled_by_one(dispatcher):
+    """Of processes that need the same code at once one compiles it; others wait, and load it from the disk.
+
+    It holds a lock on a file beside the code, which ends with the process. Where that cannot be had, everyone compiles.
+    """
+    try:
+        import fcntl
+
+        from numba.core.compiler_lock import global_compiler_lock
+
+        compile_, load = dispatcher.compile, dispatcher._cache.load_overload
+        path = Path(dispatcher._cache.cache_path) / f"{dispatcher.py_func.__qualname__}.lock"
+    except (ImportError, AttributeError):
+        return dispatcher
+    held: list[Any] = []
+
+    def load_or_wait(*arguments):
+        found = load(*arguments)
+        if found is None and not held:
+            held.extend(_locked(path, fcntl))
+            found = load(*arguments)
+        return found
+
+    def compile_alone(*arguments):
+        with global_compiler_lock:  # of the threads of a process one has `held`
+            try:
+                return compile_(*arguments)
+            finally:
+                while held:
+                    with held.pop() as file:
+                        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a fork has it too
+
+    dispatcher.compile, dispatcher._cache.load_overload = compile_alone, load_or_wait
+    return dispatcher
+
+
+def _locked(path, fcntl):
+    """[file], locked, or [] where it cannot be, or where who has the lock seems to have stopped."""
+    end = time.monotonic() + LONGEST
+    try:
+        file = path.open("w")
+    except OSError:
+        return []
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return [file]
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:  # the file system has no locks
+            break
+    file.close()
+    return []
 
 
 def _announce(kernel: Any, arguments: Any) -> None:
