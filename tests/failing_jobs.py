@@ -4,10 +4,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import scram
 import scram.distributed
 from scram.distributed.mesh import Ranks
 from sharded import tensors
-from sharded_jobs import ENGINE, own_part
+from sharded_jobs import ENGINE, SHORT, own_part
 
 
 def raised(mesh, change, mode="ring", who=None, backward=False):
@@ -15,7 +16,7 @@ def raised(mesh, change, mode="ring", who=None, backward=False):
     rank = mesh.get_local_rank()
     size, heads = mesh.size(), mesh.size() if mode == "heads" and change else 1
     q, k, v = (own_part(mesh, x, [2] * size) for x in tensors((2 * size, 3), (2 * size, 3), 4 * heads, heads))
-    how = {"mode": mode, "impl": ENGINE, "tail": None, "mesh": mesh}
+    how = {"mode": mode, "impl": ENGINE, "search": scram.Search(**SHORT), "tail": None, "mesh": mesh}
     mine = rank == who or who is None
     if change == "score" and mine:
         how["score"] = bad_score

@@ -1,12 +1,20 @@
 """Processes that hold shards, and what they compare: each makes the whole tensors, and keeps its rows of them."""
 
 import atexit
+import gc
+import os
+import pickle
+import signal
+import sys
 import tempfile
 import traceback
 import warnings
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
+import numba
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -15,36 +23,100 @@ from torch.distributed.device_mesh import init_device_mesh
 from scram.layout_hints import LayoutWarning
 
 TIMEOUT = 240  # seconds, of a job
-pools = {}
+LOADED = ("scram.engines.cpu.engine", "sharded_jobs", "dtensor_jobs", "failing_jobs", "traffic_jobs", "training_jobs")
+FORK = "fork" if sys.platform == "linux" else "spawn"
+
+
+def on_ranks(size, job, **arguments):
+    """What job(mesh, **arguments) returns on each of `size` ranks; `job` is a function of a module of `tests`."""
+    home = started()
+    try:
+        home.send(size)
+        home.send_bytes(pickle.dumps((job.__module__, job.__name__, arguments)))
+        said = [pickle.loads(home.recv_bytes()) for _ in range(size)]
+    except BaseException:  # what comes late is not the answer to the next question
+        home.close()
+        started.cache_clear()
+        raise
+    wrong = [f"rank {rank}:\n{words}" for rank, (ok, words) in enumerate(said) if not ok]
+    assert not wrong, "\n".join(wrong)
+    return [answer for _, answer in said]
+
+
+@cache
+def started():
+    """The end of a pipe to a process that has imported what jobs need, and from which ranks are forked."""
+    context = mp.get_context("spawn")
+    mine, end = context.Pipe()
+    process = context.Process(target=keep, args=(end,))
+    with patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):  # no threads where it forks
+        process.start()
+    end.close()
+
+    def stop():
+        mine.close()
+        process.join()
+
+    atexit.register(stop)
+    return mine
+
+
+def keep(end):
+    """Passes on what is asked, to ranks that wait for more: pools of them by their number."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with who asks
+    torch.set_num_threads(1)
+    for name in LOADED:
+        import_module(name)
+    numba.njit(lambda x: x)(1)  # loads what Numba needs for any function
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    pools = {}
+    while True:
+        try:
+            size = end.recv()
+        except EOFError:
+            break
+        if size not in pools or not all(process.is_alive() for process in pools[size].processes):
+            if size in pools:
+                pools[size].stop()
+            pools[size] = Pool(size, end)
+        for said in pools[size].run(end.recv_bytes()):
+            end.send_bytes(said)
+    for pool in pools.values():
+        pool.stop()
 
 
 class Pool:
     """Ranks that wait for jobs: to start one takes longer than what it is asked."""
 
-    def __init__(self, size):
-        context = mp.get_context("spawn")
+    def __init__(self, size, *others):
+        context = mp.get_context(FORK)
         file = Path(tempfile.mkdtemp()) / "meet"
-        ends = [context.Pipe() for _ in range(size)]
-        self.ends = [end for end, _ in ends]
-        self.processes = [
-            context.Process(target=serve, args=(rank, size, str(file), end), daemon=True)
-            for rank, (_, end) in enumerate(ends)
-        ]
-        for process in self.processes:
+        self.ends, self.processes = [], []
+        for rank in range(size):
+            mine, end = context.Pipe()
+            self.ends.append(mine)
+            inherited = (*others, *self.ends) if FORK == "fork" else ()
+            process = context.Process(target=serve, args=(rank, size, str(file), end, inherited), daemon=True)
             process.start()
+            self.processes.append(process)
+            end.close()
 
-    def run(self, job, **arguments):
+    def run(self, asked):
+        """The answers of all ranks, pickled; of some that do not come, why."""
         for end in self.ends:
-            end.send((job.__module__, job.__name__, arguments))
+            end.send_bytes(asked)
         said = []
-        for rank, end in enumerate(self.ends):
-            if not end.poll(TIMEOUT):
+        for end in self.ends:
+            try:
+                if not end.poll(TIMEOUT):
+                    raise EOFError(f"no answer in {TIMEOUT} s")
+                said.append(end.recv_bytes())
+            except (EOFError, OSError) as error:
                 self.stop()
-                raise TimeoutError(f"{job.__name__}: rank {rank} did not answer; {said}")
-            said.append(end.recv())
-        wrong = [f"rank {rank}:\n{words}" for rank, (ok, words) in enumerate(said) if not ok]
-        assert not wrong, "\n".join(wrong)
-        return [answer for _, answer in said]
+                said.append(pickle.dumps((False, f"its process was ended: {error}")))
+        return said
 
     def stop(self):
         for process in self.processes:
@@ -52,29 +124,23 @@ class Pool:
             process.join()
 
 
-def on_ranks(size, job, **arguments):
-    """What job(mesh, **arguments) returns on each of `size` ranks; `job` is a function of a module of `tests`."""
-    if size not in pools or not all(process.is_alive() for process in pools[size].processes):
-        pools[size] = Pool(size)
-        atexit.register(pools[size].stop)
-    return pools[size].run(job, **arguments)
-
-
-def serve(rank, size, file, end):
+def serve(rank, size, file, end, inherited):
+    for other in inherited:  # or nobody would notice that a process has gone
+        other.close()
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", LayoutWarning)
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,))
     while True:
         try:
-            module, name, arguments = end.recv()
+            module, name, arguments = pickle.loads(end.recv_bytes())
         except EOFError:
             return
         try:
-            end.send((True, getattr(import_module(module), name)(mesh, **arguments)))
+            said = pickle.dumps((True, getattr(import_module(module), name)(mesh, **arguments)))
         except Exception:
-            end.send((False, traceback.format_exc()))
+            said = pickle.dumps((False, traceback.format_exc()))
+        end.send_bytes(said)
 
 
 def tensors(grid, key_grid, heads=2, key_heads=1, dtype=torch.float64, seed=0):

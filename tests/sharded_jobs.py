@@ -1,7 +1,11 @@
 """What ranks are asked in tests/distributed: each compares its shard with the answer of one process."""
 
+import contextlib
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
+import numba
 import torch
 import torch.distributed as dist
 
@@ -17,6 +21,7 @@ from scram.scoring import prepare_key
 from sharded import cut, mask_of, tensors
 
 ENGINE = "reference"
+SHORT = {"sweeps": 1, "gossip": 2}  # a search whose result is compared, however good it is
 
 
 def own_part(mesh, x, rows, axis=2):
@@ -48,7 +53,8 @@ def gather_equals_attend(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=
     if mask == "some":
         legal[:, :, : key_rows[0]] = legal[:, :1, : key_rows[0]]
         legal[:, :, key_rows[0] + key_rows[1] :] = True
-    matches = scram.search(*whole[:2], search=scram.Search(matches=2, seed=3), key_mask=legal, impl=ENGINE, score=score)
+    search = scram.Search(matches=2, seed=3, **SHORT)
+    matches = scram.search(*whole[:2], search=search, key_mask=legal, impl=ENGINE, score=score)
     options = {"radius": 1, "score": score, "weight": weight, "impl": ENGINE}
     # As many clusters as keys: one for each, whoever makes them.
     clusters = scram.Clusters(count=10**6, seed=0) if tail else None
@@ -109,7 +115,8 @@ def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, 
             total = scram.Attended(*(x.float() for x in total))
         for origin, (k, v, own) in enumerate(zip(ks, vs, masks, strict=True)):
             if rows[rank] and key_rows[origin]:
-                how = scram.Search(matches=2, seed=shard_seed(7, first(rows, rank), first(key_rows, origin)))
+                seed = shard_seed(7, first(rows, rank), first(key_rows, origin))
+                how = scram.Search(matches=2, seed=seed, **SHORT)
                 found = searched(rank, k, search=how, key_mask=own, **common)
                 part = scram.attend(q, k, v, found, key_mask=own, weight=weight, tail=tails[origin], **common)
                 total = scram.merge(total, part._replace(out=part.out.to(total.out.dtype)))
@@ -122,8 +129,8 @@ def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, 
     settings = {"clusters": scram.Clusters(count=8, seed=11), "drawn": scram.Hybrid(samples=8, seed=11), None: None}
     seed = 7 if rank == 0 else 100 + rank  # rank 0's counts
     out = scram.distributed.attention(
-        q, k, v, mesh=mesh, mode="ring", search=scram.Search(matches=2, seed=seed), tail=settings[tail],
-        key_mask=masks[rank], weight=weight, halo=halo, **common,
+        q, k, v, mesh=mesh, mode="ring", search=scram.Search(matches=2, seed=seed, **SHORT),
+        tail=settings[tail], key_mask=masks[rank], weight=weight, halo=halo, **common,
     )  # fmt: skip
     assert out.dtype == dtype
     (out * factor.split(list(rows), 2)[rank]).sum().backward()
@@ -154,7 +161,7 @@ def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score
     wide = [None if x is None else x.unsqueeze(1) if mask == "keys" else x for x in masks]
     parts = list(zip(*(x.detach().split(list(of), 2) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True)),
                      strict=True))  # fmt: skip
-    tail, how = scram.Clusters(count=count, seed=5), scram.Search(seed=3)
+    tail, how = scram.Clusters(count=count, seed=5), scram.Search(seed=3, **SHORT)
     call = checked(*parts[0], masks[0], how, 1, tail, False, None, score, "softmax", "query", ENGINE, None, None)
     some = [Shards(SimpleNamespace(rank=n, size=size), *part, own, call, rows, key_rows, 3, 5)
             for n, (part, own) in enumerate(zip(parts, wide, strict=True))]  # fmt: skip
@@ -190,7 +197,9 @@ def ring_of_all_keys_is_exact(mesh, rows, key_rows):
     want = scram.exact_attention(*whole).out
     want.square().sum().backward()
     q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
-    out = scram.distributed.attention(q, k, v, mesh=mesh, mode="ring", radius=50, tail=None, impl=ENGINE)
+    out = scram.distributed.attention(
+        q, k, v, mesh=mesh, mode="ring", search=scram.Search(**SHORT), radius=50, tail=None, impl=ENGINE
+    )
     out.square().sum().backward()
     own = want.split(list(rows), 2)[mesh.get_local_rank()]
     compare(mesh, rows, key_rows, out, own, (q, k, v), [x.grad for x in whole], 1e-10)
@@ -208,9 +217,8 @@ def heads_equal_one_process(mesh, rows, key_rows, mask=None, causal=False, bits=
     rank = mesh.get_local_rank()
     q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
     own = None if legal is None else legal.split(list(key_rows), 1 if mask == "keys" else 2)[rank]
-    out = scram.distributed.attention(
-        q, k, v, mesh=mesh, mode="heads", radius=50, tail=None, key_mask=own, causal=causal, impl=ENGINE
-    )
+    how = {"search": scram.Search(**SHORT), "radius": 50, "tail": None, "key_mask": own, "causal": causal}
+    out = scram.distributed.attention(q, k, v, mesh=mesh, mode="heads", impl=ENGINE, **how)
     out.square().sum().backward()
     grads = [x.grad for x in whole]
     compare(mesh, rows, key_rows, out, want.split(list(rows), 2)[rank].to(dtype), (q, k, v), grads, atol)
@@ -220,7 +228,7 @@ def one_rank_is_scram_attention(mesh, mode, tail):
     """On a mesh of one rank the answer is that of the plain call, bit for bit."""
     q, k, v = tensors((5, 6), (5, 6), 2, 1, torch.float32)
     tails = {"clusters": scram.Clusters(count=7), "drawn": scram.Hybrid(samples=5), None: None}
-    options = {"search": scram.Search(matches=2, seed=3), "tail": tails[tail], "impl": ENGINE}
+    options = {"search": scram.Search(matches=2, sweeps=2, seed=3), "tail": tails[tail], "impl": ENGINE}
     want = scram.attention(q, k, v, **options)
     out = scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, **options)
     assert torch.equal(out, want)
@@ -256,7 +264,9 @@ def extra_keys_are_exact(mesh, rows, key_rows, mode):
     want.square().sum().backward()
     q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
     extra = tuple(x.detach().clone().requires_grad_() for x in beside)
-    out = scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, radius=50, tail=None, extra=extra, impl=ENGINE)
+    out = scram.distributed.attention(
+        q, k, v, mesh=mesh, mode=mode, search=scram.Search(**SHORT), radius=50, tail=None, extra=extra, impl=ENGINE
+    )
     out.square().sum().backward()
     own = want.split(list(rows), 2)[mesh.get_local_rank()]
     compare(mesh, rows, key_rows, out, own, (q, k, v), [x.grad for x in whole], 1e-10)
@@ -275,7 +285,8 @@ def dropout_is_dropout(mesh, mode):
     """Half of the weights are gone and the rest is doubled: the mean over draws is the answer; gradients agree."""
     rows = (4, 3)
     q, k, v = (own_part(mesh, x, rows) for x in tensors((7, 3), (7, 3)))
-    how = {"mesh": mesh, "mode": mode, "search": scram.Search(seed=0), "radius": 50, "tail": None, "impl": ENGINE}
+    search = scram.Search(sweeps=0, jumps=(), seed=0)  # windows hold every key
+    how = {"mesh": mesh, "mode": mode, "search": search, "radius": 50, "tail": None, "impl": ENGINE}
     want = scram.distributed.attention(q, k, v, **how)
     torch.manual_seed(3)
     outs = [scram.distributed.attention(q, k, v, dropout_p=0.5, **how) for _ in range(30)]
@@ -305,7 +316,9 @@ def book_and_warm(mesh, rows):
     whole, rank = tensors((sum(rows), 3), (5, 3)), mesh.get_local_rank()
     key_rows = (2, 3, 0)
     book = scram.cluster(*whole, clusters=scram.Clusters(count=4, seed=0), impl=ENGINE).detach()
-    best = scram.search(*whole[:2], search=scram.Search("query", sweeps=40, gossip=20, seed=0), impl=ENGINE)
+    scores = whole[0].detach().flatten(2, 3) @ whole[1].detach().flatten(2, 3).mT
+    score, index = (x.unflatten(2, (sum(rows), 3)).unsqueeze(-1) for x in scores.max(-1))
+    best = scram.Matches(index.int(), score.float(), (5, 3))
     want = scram.attend(*whole, best, tail=book, impl=ENGINE).out.split(list(rows), 2)[rank]
     q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
     warm = scram.Matches(*(x.split(list(rows), 2)[rank] for x in (best.index, best.score)), best.key_grid)
@@ -362,7 +375,33 @@ def held_by_backward(mesh, rows):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         out = scram.distributed.attention(
-            q, k, v, mesh=mesh, mode="ring", search=scram.Search(seed=0), tail=None, impl=ENGINE
+            q, k, v, mesh=mesh, mode="ring", search=scram.Search(seed=0, **SHORT), tail=None, impl=ENGINE
         )
     assert out.requires_grad
     return sum(kept.values())
+
+
+def compiles(mesh, folder, fails=False, locks=True):
+    """How often this rank compiled a function that all need at once; `fails`: rank 0 compiles what it cannot, first."""
+    import fcntl
+
+    from scram._compat import numba as compat
+
+    def one(x):
+        return x + 1
+
+    with patch.object(numba.config, "CACHE_DIR", folder):
+        function = compat.cached(one)
+    lock = Path(function._cache.cache_path) / f"{one.__qualname__}.lock"
+    if not locks:
+        lock.mkdir(exist_ok=True)
+    if fails and mesh.get_local_rank() == 0:
+        with contextlib.suppress(numba.TypingError):
+            function("a")
+    dist.barrier(mesh.get_group())
+    assert function(1) == 2
+    dist.barrier(mesh.get_group())
+    if locks:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody has it still
+    return sum(function.stats.cache_misses.values())

@@ -2,11 +2,15 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import traffic_jobs
 from scram.distributed import H200, predict
+from sharded import on_ranks
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TOLERANCE = 0.15
@@ -41,9 +45,15 @@ def test_predictions_that_are_stored_are_those_of_the_model(monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_calls_over_slow_links_take_as_long_as_the_model_says():
+def test_calls_over_slow_links_take_as_long_as_the_model_says(monkeypatch):
     import distributed_simulation as simulation
 
+    def spawn(work, given, number):
+        size, folder, cases = given
+        assert (work, size) == (simulation.work, number)
+        on_ranks(number, traffic_jobs.simulates, folder=folder, cases=list(map(asdict, cases)))
+
+    monkeypatch.setattr(simulation, "mp", SimpleNamespace(spawn=spawn))  # processes that there are
     links = simulation.Case("ring", 3, True, 300, 75), simulation.Case("gather", 3, True, 400, 75)
     computes = simulation.Case("ring", 3, False, 300, 400)
     rows = simulation.simulate((*links, computes))

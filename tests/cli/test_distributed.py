@@ -5,14 +5,32 @@ import json
 import pytest
 import torch
 
+import traffic_jobs
 from command import call
 from scram.cli import distributed
 from scram.cli.measuring import Pictures
+from scram.cli.ranks import Ranks
+from sharded import on_ranks
 
 pytestmark = pytest.mark.slow
 
 
-def test_rows_and_a_table(tmp_path):
+class Waiting(Ranks):
+    """Processes that there are already, in place of new ones."""
+
+    def __init__(self, size, device, longest):
+        self.size = size
+        assert device == "cpu"
+
+    def __exit__(self, *_):
+        pass
+
+    def measure(self, **asked):
+        return on_ranks(self.size, traffic_jobs.measures, **asked)
+
+
+def test_rows_and_a_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "Ranks", Waiting)
     few = ("--sizes", 16, "--widths", 8, "--ranks", 2, "--modes", "heads,ring", "--heads", 3, "--out", tmp_path)
     code, printed, complaints = call("bench", "--distributed", *few)
     assert (code, complaints) == (0, "")

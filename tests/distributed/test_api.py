@@ -8,9 +8,9 @@ import torch
 import failing_jobs
 import scram
 import sharded_jobs as jobs
-from processes import run_python
 from scram.distributed.api import _chosen
 from sharded import on_ranks
+from with_torch import printed
 
 
 @pytest.mark.parametrize("mode", ["gather", "ring", "heads"])
@@ -97,13 +97,24 @@ def test_codebook_and_warm_matches_of_the_whole_grid():
     on_ranks(3, jobs.book_and_warm, rows=(3, 0, 4))
 
 
-def test_importing_scram_loads_no_part_of_it():
+def test_kernels_are_compiled_by_one_rank(tmp_path):
+    """The others load what it keeps on the disk; a failure ends the lock, and without locks everyone compiles."""
+    pytest.importorskip("fcntl")
+    assert sum(on_ranks(3, jobs.compiles, folder=str(tmp_path / "a"))) == 1
+    assert sum(on_ranks(3, jobs.compiles, folder=str(tmp_path / "b"), fails=True)) == 2
+    assert sum(on_ranks(3, jobs.compiles, folder=str(tmp_path / "c"), locks=False)) >= 1
+
+
+def test_importing_and_calling_scram_loads_no_part_of_it():
     code = """
-        import sys, torch
+        import sys, torch, warnings
+        warnings.simplefilter("error")
         before = set(sys.modules)
         import scram
+        q = torch.zeros(1, 1, 4, 4, 4)
+        scram.attention(q, q, q)
         print([name for name in sys.modules if "distributed" in name and name not in before])
         import scram.distributed
         print(scram.distributed.attention.__name__)
     """
-    assert run_python(code).split("\n")[:2] == ["[]", "attention"]
+    assert printed(code).split("\n") == ["[]", "attention"]

@@ -83,6 +83,6 @@ def test_memory_falls_with_the_ranks(backward):
     The least of three: a rank holds a message until its neighbour, on a busy machine late, has taken it.
     """
     two, four = (
-        min(max(on_ranks(ranks, jobs.most_memory, points=512, backward=backward)) for _ in range(3)) for ranks in (2, 4)
+        min(max(on_ranks(ranks, jobs.most_memory, points=256, backward=backward)) for _ in range(3)) for ranks in (2, 4)
     )
     assert 0.4 * two < four < 0.65 * two, (two, four)

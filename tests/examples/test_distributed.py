@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch.distributed as dist
 from PIL import Image
 
 import scram
+from with_torch import printed
 
 PATH = Path(__file__).parents[2] / "examples" / "distributed.py"
 
@@ -74,10 +72,12 @@ def test_two_processes(tmp_path):
     picture, results = tmp_path / "new" / "picture.png", tmp_path / "results.json"
     words = ["--size", "64", "--mode", "ring", "--sweeps", "12", "--band", "16", "--queries", "40"]
     words += ["--dtype", "float32", "--picture", str(picture), "--results", str(results)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PATH), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
+    printed(f"""
+        import os
+        from torch.distributed.run import main
+        os.environ.update(OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
+        main({["--standalone", "--nproc-per-node", "2", str(PATH), *words]})
+    """)
     (row,) = json.loads(results.read_text()).values()
     first, second = row["ranks"]
     assert first["rows"] == second["rows"] == 32
