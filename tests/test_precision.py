@@ -62,6 +62,7 @@ def test_autocast_leaves_the_truth_exact():
         assert_equal([scram.exact_search(q, k).score], [best.score])
 
 
+@pytest.mark.slow
 def test_autocast_compiles():
     def attention(q, k, v):
         with torch.autocast("cpu", torch.bfloat16):
