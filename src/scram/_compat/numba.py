@@ -87,16 +87,17 @@ def _compiled_by_one(dispatcher):
         from numba.core.compiler_lock import global_compiler_lock
 
         compile_, load = dispatcher.compile, dispatcher._cache.load_overload
-        path = Path(dispatcher._cache.cache_path) / f"{dispatcher.py_func.__qualname__}.lock"
+        folder, name = Path(dispatcher._cache.cache_path), dispatcher.py_func.__qualname__
     except (ImportError, AttributeError):
         return dispatcher
     held: list[Any] = []
 
-    def load_or_wait(*arguments):
-        found = load(*arguments)
+    def load_or_wait(signature, target):
+        found = load(signature, target)
         if found is None and not held:
-            held.extend(_locked(path, fcntl))
-            found = load(*arguments)
+            types_ = hashlib.sha256(str(signature).encode()).hexdigest()[:12]
+            held.extend(_locked(folder / f"{name}.{types_}.lock", fcntl))
+            found = load(signature, target)
         return found
 
     def compile_alone(*arguments):
