@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 LEAST_QUERIES = 128  # of a program
@@ -14,7 +15,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """The interpreter patches triton.language at every call of a device function; once per launch is enough."""
+    """Without what takes most of the interpreter's time: it patches triton.language at every call of a device function
+    (once per launch is enough), reduces element by element, and makes every shape and dtype anew."""
     if not INTERPRETED:
         return
     from triton.runtime import interpreter
@@ -36,12 +38,114 @@ def _quick(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", run_anew)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", _by_name(interpreter._get_np_dtype))
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", _by_rows(interpreter.ReduceOps.generic_reduce))
+    tl, semantic = interpreter.tl, interpreter.TritonSemantic
+    monkeypatch.setattr(tl.tensor, "__init__", _shaped_tensor(tl.tensor.__init__))
+    monkeypatch.setattr(tl.block_type, "__init__", _shaped_type(tl.block_type.__init__))
+    monkeypatch.setattr(tl.block_type, "to_ir", lambda self, builder: self)
+    monkeypatch.setattr(tl.dtype, "__eq__", _same_or(tl.dtype.__eq__))
+    monkeypatch.setattr(semantic, "broadcast_impl_value", _alike_or(semantic.broadcast_impl_value))
+    checked = _alike_or(semantic.binary_op_type_checking_impl)
+    monkeypatch.setattr(semantic, "binary_op_type_checking_impl", checked)
+    monkeypatch.setattr(semantic, "scalar_constant", _constant(semantic.scalar_constant))
     # Large blocks: the interpreter's time goes by programs, not by queries.
     block = block_sizes._block
     monkeypatch.setattr(block_sizes, "_block", lambda rank, queries: block(rank, max(queries, LEAST_QUERIES)))
     launch.clear_caches()
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+
+
+def _by_name(np_dtype):
+    """As given, once for each name of a dtype."""
+    known = {}
+
+    def found(dtype):
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = np_dtype(dtype.scalar)
+        return known[name]
+
+    return found
+
+
+def _by_rows(reduce):
+    """As given, in the same order, but all rows at once."""
+
+    def reduce_rows(self, tensors):
+        if self.axis is None:
+            return reduce(self, tensors)
+        data = [x.handle.data for x in tensors]
+        total = None
+        for n in range(data[0].shape[self.axis]):
+            row = [self.to_tensor(x.take(n, self.axis), y.dtype) for x, y in zip(data, tensors, strict=True)]
+            total = row if total is None else self.combine_fn.fn(*total, *row)
+            total = total if isinstance(total, (tuple, list)) else (total,)
+        found = [x.handle.data.reshape(y.take(0, self.axis).shape) for x, y in zip(total, data, strict=True)]
+        found = [np.expand_dims(x, self.axis) if self.keep_dims else x for x in found]
+        return [self.to_tensor(x, y.dtype) for x, y in zip(found, tensors, strict=True)]
+
+    return reduce_rows
+
+
+def _shaped_tensor(make):
+    """As given, with the shape of the first tensor of that shape."""
+    known = {}
+
+    def init(self, handle, type):
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in known:
+            make(self, handle, type)
+            known[shape] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known[shape]
+
+    return init
+
+
+def _shaped_type(make):
+    """As given, with the shape of the first type of that shape."""
+    known = {}
+
+    def init(self, element_ty, shape):
+        shape = tuple(getattr(x, "value", x) for x in shape)
+        if shape not in known:
+            make(self, element_ty, list(shape))
+            known[shape] = self.shape, self.numel
+        self.element_ty, self.name = element_ty, f"<{shape}, {element_ty.name}>"
+        self.shape, self.numel = known[shape]
+
+    return init
+
+
+def _same_or(equal):
+    return lambda self, other: self is other or equal(self, other)
+
+
+def _alike_or(convert):
+    """As given, for operands that are not alike yet. A division may convert both."""
+
+    def converted(self, lhs, rhs, *flags, **named):
+        alike = getattr(lhs, "shape", 0) is getattr(rhs, "shape", 1) and lhs.dtype is rhs.dtype
+        if alike and not lhs.dtype.is_ptr() and not named.get("div_or_mod") and len(flags) < 4:
+            return lhs, rhs
+        return convert(self, lhs, rhs, *flags, **named)
+
+    return converted
+
+
+def _constant(make):
+    """As given, once for each number. Nothing is written to a tensor."""
+    known = {}
+
+    def constant(self, value, dtype):
+        key = repr(value), dtype.name
+        if key not in known:
+            known[key] = make(self, value, dtype)
+        return known[key]
+
+    return constant
 
 
 def _record(patch, names):

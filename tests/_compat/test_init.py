@@ -88,7 +88,8 @@ def test_the_fallback_computes_the_gradients(monkeypatch, entry):
     """Outside the mode: as torch would, and what is computed again is dense."""
     monkeypatch.setattr(_compat, entry, lambda *args, **kwargs: None)
     q = torch.randn(1, 1, 20, 8, requires_grad=True)
-    with scram.patch_sdpa(grid=(4, 5), radius=99, search=scram.Search(sweeps=0)) as report:
+    how = {"radius": 99, "search": scram.Search(sweeps=0), "impl": "reference"}
+    with scram.patch_sdpa(grid=(4, 5), **how) as report:
         F.scaled_dot_product_attention(q, q, q).sum().backward()
     (want,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
     torch.testing.assert_close(q.grad, want)

@@ -25,7 +25,8 @@ def test_the_private_parts_of_numba_are_what_they_were():
 
 
 FALLBACK = """
-    import sys, torch, numba, numba.core.codegen
+    import gc, sys, torch, numba, numba.core.codegen
+    gc.disable()  # Numba makes much that stays
     sys.modules["numba.core.codegen"] = None
     import scram
     from scram._compat import numba as compat
@@ -34,16 +35,14 @@ FALLBACK = """
 
 
 def results():
-    """Searches of integer features, attention and its gradients, in Numba."""
+    """Searches of integer features and attention in Numba: all that has a fallback is in both."""
     found = []
     for width in (3, 6):
         torch.manual_seed(3)
         q, k = (torch.randint(-4, 5, (1, 2, 90, width)).float() for _ in range(2))
         matches = scram.search(q, k, search=scram.Search(matches=2, sweeps=2, seed=1), impl="numba")
-        leaves = [x.requires_grad_() for x in (q, k, torch.randn(1, 2, 90, 5))]
-        out, lse = scram.attend(*leaves, matches, scale=0.1, dropout_p=0.2, impl="numba")
-        grads = torch.autograd.grad(out.square().sum() + lse.sum(), leaves)
-        found += [matches.index, matches.score, out.detach(), lse.detach(), *grads]
+        out, lse = scram.attend(q, k, torch.randn(1, 2, 90, 5), matches, scale=0.1, dropout_p=0.2, impl="numba")
+        found += [matches.index, matches.score, out, lse]
     return found
 
 
@@ -51,9 +50,9 @@ def results():
 def test_without_the_private_parts_of_numba_the_results_are_the_same(tmp_path):
     code = textwrap.dedent(FALLBACK) + textwrap.dedent(inspect.getsource(results))
     code += f"torch.save(results(), {str(tmp_path / 'results.pt')!r})"
-    run_python(code, NUMBA_OPT="1")  # what it computes, not how fast
+    run_python(code, NUMBA_OPT="0")  # what it computes, not how fast
     for n, (ours, theirs) in enumerate(zip(results(), torch.load(tmp_path / "results.pt"), strict=True)):
-        if n % 7 < 2:  # matches and their scores
+        if n % 4 < 2:  # matches and their scores
             assert torch.equal(ours, theirs)
         else:
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
@@ -61,11 +60,14 @@ def test_without_the_private_parts_of_numba_the_results_are_the_same(tmp_path):
 
 PROGRAM = """
     import logging, sys, time, torch, scram
+    from scram.engines.cpu.search import _best_first
     sys.stderr.isatty = lambda: True
     logging.basicConfig(level=LEVEL, stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
-    q = torch.randn(1, 1, 16, 8)
+    q, index, score = torch.randn(1, 1, 16, 8), torch.zeros(1, 1, 16, 2, dtype=torch.int32), torch.zeros(1, 1, 16, 2)
     start = time.process_time()
-    for _ in range(2): scram.search(q, q, search=scram.Search(matches=2), impl="numba")
+    for _ in range(2):
+        scram.attend(q, q, q, scram.Matches(index, score, (16,)), impl="numba")
+        _best_first(1, index[0, 0].numpy(), score[0, 0].numpy())
     print(time.process_time() - start)
     """
 
@@ -99,10 +101,11 @@ def test_compiling_is_said_once_and_loading_is_not(runs):
     first, again, logged = runs
     assert not first[0]
     assert len(first[1]) == 1
-    assert first[1][0].startswith("scram: compiling the CPU kernels (search) for float32, rank 1; this happens once")
+    assert first[1][0].startswith("scram: compiling the CPU kernels (attend) for float32, rank 1; this happens once")
     assert again[:2] == ([], [])  # loaded from the disk
-    assert len(logged[0]) == 2  # sweeps, and the sort of several matches
-    assert logged[0][0].startswith("scram INFO compiling the CPU kernels (search) for float32, rank 1")
+    assert len(logged[0]) == 2
+    assert logged[0][0].startswith("scram INFO compiling the CPU kernels (attend) for float32, rank 1")
+    assert logged[0][1].startswith("scram INFO compiling the CPU kernels (search) for float32;")
     assert not logged[1]
 
 

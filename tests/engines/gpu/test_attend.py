@@ -1,10 +1,13 @@
 """The Triton engine's attention, each query on its own: its kernels, and gradients with the same bits every time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import scram
 from cases import CASES, assert_attended_as_near_float64, gradients, make_tensors, named, run_attend, table
+from in_interpreter import INTERPRETED
 from scram.engines.gpu import attend_keys
 
 pytestmark = pytest.mark.gpu
@@ -19,6 +22,8 @@ def repeatable(monkeypatch):
 
 @pytest.mark.parametrize("case", table(CASES, "repeatable gradients"))
 def test_repeatable_gradients_are_as_near_float64_as_the_reference(case, repeatable):
+    if INTERPRETED and len(case.grid) > 1:  # a program for each key
+        case = replace(case, grid=(4, 4))
     assert_attended_as_near_float64(case, make_tensors(case), "triton")
 
 
