@@ -20,7 +20,7 @@ VERSION_OF := import pip, sys; print(*sys.version_info[:2])
 help:
 	@echo "make demo    set up, then match two photographs and write pictures to ./scram-demo"
 	@echo "make test    set up, then lint, types, wheel and the whole suite"
-	@echo "make quick   set up, then the part of the suite that takes about two minutes on two cores, once kernels are compiled"
+	@echo "make quick   set up, then the part of the suite that takes about 80 s on two cores, once kernels are compiled"
 	@echo "make setup   the environment in $(VENV) alone"
 	@echo "make browser Chromium for the tests of the explorer's page, where it is missing and can be installed"
 	@echo "make lint | types | wheel | unit   one step of make test"

@@ -68,6 +68,7 @@ def test_a_nan_stays_where_it_is(impl, widest):
         assert torch.equal(bad, expected), name
 
 
+@pytest.mark.slow
 def test_gradients_of_the_hybrid_and_of_snis_in_float64(impl):
     leaves = [features(1, 1, 3, 3, 2, seed=n).requires_grad_() for n in range(3)]
     extra = [features(1, 1, 1, 2, seed=n + 5).requires_grad_() for n in range(2)]

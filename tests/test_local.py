@@ -75,6 +75,7 @@ def test_it_takes_what_attend_takes():
     assert torch.equal(ours.lse, theirs.lse)
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager():
     q, k, v = torch.randn(3, 1, 2, 9, 10, 8).unbind()
     compiled = torch.compile(lambda q, k, v: scram.local(q, k, v, radius=2).out, backend="aot_eager", fullgraph=True)

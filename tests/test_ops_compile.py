@@ -106,6 +106,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.slow
 def test_compiled_equals_eager(name):
     def attention(q, k, v):
         return scram.attention(q, k, v, **{"search": SEARCH, **COMPILED[name]})

@@ -59,6 +59,7 @@ def test_transformers_of_another_length_is_as_before(vit):
     assert (report.replaced, report.left_alone) == (0, 2)
 
 
+@pytest.mark.slow
 def test_transformers_in_the_context(vit):
     x = torch.randn(2, 3, 32, 32)
     want = vit(x).last_hidden_state

@@ -83,6 +83,7 @@ def test_coordinates_off_the_grid_are_no_match():
 
 @pytest.mark.parametrize("factor", [2, 3, Fraction(3, 2), Fraction(1, 2)], ids=str)
 @pytest.mark.parametrize(("grid", "key_grid"), GRIDS, ids=IDS)
+@pytest.mark.slow
 def test_upsample(grid, key_grid, factor):
     found = drawn(grid, key_grid, kappa=2)
     new, new_keys = ([max(1, floor(factor * n)) for n in sizes] for sizes in (grid, key_grid))

@@ -81,6 +81,7 @@ def test_an_unknown_argument_is_refused():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", ["windows", "clusters", "drawn", "dense"])
+@pytest.mark.slow
 def test_compiled_it_is_one_graph(name):
     tensors = [torch.randn(1, 2, 6, 8, 8, requires_grad=True) for _ in range(3)]
     made = plan(SETTINGS[name])

@@ -24,6 +24,7 @@ def test_a_folder_is_kept_once_it_holds_something(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "full" / "row").exists()
 
 
+@pytest.mark.slow
 def test_each_stage_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=120)
     monkeypatch.setattr(console_module, "console", lambda stderr=False: screen)

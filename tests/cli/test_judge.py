@@ -116,6 +116,7 @@ def test_what_failed_is_a_row_with_its_reason(folder):
     assert "RuntimeError: no kernel" in printed
 
 
+@pytest.mark.slow
 def test_a_backend_that_does_not_end_is_given_up(folder):
     names = ("--backend", "functions:endless", "--backend", "sdpa")
     code, printed, complaints = call("judge", "qkv.npz", "--json", "--longest", 2, *names)

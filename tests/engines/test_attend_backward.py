@@ -24,6 +24,7 @@ def frozen():
 
 
 @pytest.mark.parametrize(("score", "weight", "through"), KINDS)
+@pytest.mark.slow
 def test_gradcheck(impl, score, weight, through):
     check(impl, score, weight, through)
 

@@ -86,6 +86,7 @@ def compare(function, whole, part, **how):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", FEW if INTERPRETED else CALLS)
 @pytest.mark.parametrize("part", ["heads"] if INTERPRETED else PARTS)
+@pytest.mark.slow
 def test_part_of_an_attention(impl, name, part):
     how = CALLS[name]
     if how.get("window", "query") not in dispatch.ENGINES[impl].windows:

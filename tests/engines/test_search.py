@@ -334,6 +334,7 @@ def test_paper_settings_are_algorithm_1(impl):
 
 @pytest.mark.parametrize("method", ["query", "tile"])
 @pytest.mark.parametrize("warm", [False, True], ids=["from its own place", "from a warm match"])
+@pytest.mark.slow
 def test_no_match_lies_beyond_the_reach(impl, method, warm):
     q, k = randn(1, 1, 12, 16, 4), randn(1, 1, 24, 8, 4, seed=1)
     start = scram.search(q, k, search=scram.Search(sweeps=0, seed=3)) if warm else None

@@ -75,6 +75,7 @@ def test_window_over_the_grid_is_dense_attention(grid, causal):
 
 
 @pytest.mark.parametrize(("weight", "causal"), [("softmax", False), ("softmax", True), ("mean", True), ("relu", False)])
+@pytest.mark.slow
 def test_gradcheck(weight, causal):
     leaves = [randn(1, 2, 3, 2, 2, seed=s, dtype=torch.float64).requires_grad_() for s in range(3)]
     extra = [randn(1, 2, 1, 2, seed=s, dtype=torch.float64).requires_grad_() for s in (3, 4)]
@@ -201,6 +202,7 @@ def test_in_a_layer():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's compiler warns
+@pytest.mark.slow
 def test_compiles_as_a_whole():
     q, k, v = randn(3, 1, 1, 5, 6, 4).unbind()
     found = scram.search(q, k, search=scram.Search(seed=0))

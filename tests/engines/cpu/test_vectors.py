@@ -58,6 +58,7 @@ def test_exp_is_right_to_the_last_bits():
 
 
 @pytest.mark.parametrize("shape", [(8, 8, 64), (7, 5, 33), (1, 1, 1), (3, 9, 2), (6, 0, 5), (0, 4, 3), (4, 3, 0)])
+@pytest.mark.slow
 def test_products_of_matrices_of_any_size(shape):
     @numba.njit
     def run(a, b, c, size, guarded, left):
