@@ -23,7 +23,7 @@ WALKS = scram.MetropolisHastings(samples=17, chains_per_mode=2, bandwidth=0.8, s
 @dataclass(frozen=True)
 class Estimated:
     case: Case
-    method: scram.estimators.Estimator
+    method: scram.tails.base.Tail
 
     def __str__(self) -> str:
         return f"{type(self.method).__name__}-{self.case}"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import scram
+from scram.tails.base import Tail
 
 FUNCTIONS = ("search", "cluster", "attend", "attention", "estimate", "local")
 
@@ -24,7 +25,7 @@ def to(x, device):
     if isinstance(x, tuple):
         many = [to(one, device) for one in x]
         return type(x)(*many) if hasattr(x, "_fields") else tuple(many)
-    if dataclasses.is_dataclass(x) and not isinstance(x, (scram.Search, scram.estimators.Estimator)):
+    if dataclasses.is_dataclass(x) and not isinstance(x, (scram.Search, Tail)):
         return dataclasses.replace(x, **{f.name: to(getattr(x, f.name), device) for f in dataclasses.fields(x)})
     return x
 

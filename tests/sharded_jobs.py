@@ -17,6 +17,7 @@ from scram.distributed.clusters import samples
 from scram.distributed.halo import exchanged
 from scram.distributed.mesh import Ranks
 from scram.distributed.shards import Shards, checked, shard_seed
+from scram.resolve import Request
 from scram.scoring import prepare_key
 from sharded import cut, mask_of, tensors
 
@@ -162,7 +163,8 @@ def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score
     parts = list(zip(*(x.detach().split(list(of), 2) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True)),
                      strict=True))  # fmt: skip
     tail, how = scram.Clusters(count=count, seed=5), scram.Search(seed=3, **SHORT)
-    call = checked(*parts[0], masks[0], how, 1, tail, False, None, score, "softmax", "query", ENGINE, None, None)
+    request = Request(search=how, tail=tail, key_mask=masks[0], score=score, impl=ENGINE)
+    call = checked(*parts[0], request, None)
     some = [Shards(SimpleNamespace(rank=n, size=size), *part, own, call, rows, key_rows, 3, 5)
             for n, (part, own) in enumerate(zip(parts, wide, strict=True))]  # fmt: skip
     q_some, k_some, v_some, *rest = (torch.cat(x, 2) for x in zip(*map(samples, some), strict=True))

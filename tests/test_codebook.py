@@ -63,7 +63,7 @@ WRONG = [
     ({"weight": "mean"}, r"weight='softmax'"),
     ({"weight": "relu"}, r"weight='softmax'"),
     ({"score": lambda q, k: (q * k).sum(-1)}, r"a score by name"),
-    ({"tail": 3}, r"tail must be a scram.Codebook, got int"),
+    ({"tail": 3}, r"tail must be .*scram.Codebook or scram.Hybrid, got int"),
     ({"tail": CLUSTERS}, r"tail must be a scram.Codebook, got Clusters"),
 ]
 

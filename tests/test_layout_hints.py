@@ -86,32 +86,25 @@ def test_each_kind_is_reported_once():
     assert len(caught(warn_about_layout, (1, 8, 577, 64), (1, 8, 577, 64))) == 1
 
 
-def test_accepted_shapes_are_left_alone():
-    shape = (1, 8, 576, 64)
-    layout_hints.accept(shape, shape)
-    assert not caught(warn_about_layout, shape, shape)
-
-
 @pytest.mark.parametrize("call", ["GridAttention", "NonLocalBlock", "patch_sdpa"])
-def test_callers_that_know_the_grid_accept_it(call):
+def test_only_the_outermost_call_gives_hints(call):
     """What the user was warned about once, or said in so many words, is not doubted again further down."""
     search = scram.Search(sweeps=0)
     if call == "GridAttention":
-        shape = (1, 2, 64, 4)
-        assert len(caught(GridAttention(8, 2, search=search, impl="reference"), torch.randn(1, 64, 8))) == 1
+        layer = GridAttention(8, 2, search=search, impl="reference")
+        assert len(caught(layer, torch.randn(1, 64, 8))) == 1
     elif call == "NonLocalBlock":
-        shape = (1, 1, 64, 4)
-        NonLocalBlock(8, rank=1, search=search, impl="reference")(torch.randn(1, 8, 64))
+        block = NonLocalBlock(8, rank=1, search=search, impl="reference")
+        assert not caught(block, torch.randn(1, 8, 64))
     else:
-        shape = (1, 2, 64, 4)
+        x = torch.randn(1, 2, 64, 4)
         with scram.patch_sdpa(grid=(64,), search=search, impl="reference"):
-            F.scaled_dot_product_attention(*[torch.randn(shape)] * 3)
-    assert not caught(warn_about_layout, shape, shape)
+            assert not caught(F.scaled_dot_product_attention, x, x, x)
 
 
 def test_the_memory_is_bounded():
     for n in range(5000):
-        layout_hints.accept((n, 1, 2, 3), (n, 1, 2, 3))
+        warn_about_layout((n, 1, 2, 3), (n, 1, 2, 3))
     assert len(layout_hints._seen) <= 4096
 
 

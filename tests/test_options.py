@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import scram
-from scram import dispatch, errors, options
+from scram import dispatch, options
 from scram.nn import NonLocalBlock
 from scram.schedule import PROPAGATE
 
@@ -16,11 +16,11 @@ GRID = torch.randn(1, 1, 8, 8, 4)
 
 
 def test_checks_read_the_types():
-    assert get_args(options.ScoreName) == errors.SCORES
-    assert get_args(options.Weight) == errors.WEIGHTS
-    assert get_args(options.Method) == errors.METHODS
-    assert get_args(options.Window) == errors.WINDOWS
-    assert get_args(options.Impl) == errors.IMPLS
+    assert get_args(options.ScoreName) == options.SCORES
+    assert get_args(options.Weight) == options.WEIGHTS
+    assert get_args(options.Method) == options.METHODS
+    assert get_args(options.Window) == options.WINDOWS
+    assert get_args(options.Impl) == options.IMPLS
     assert get_args(options.Form) == NonLocalBlock.FORMS
 
 

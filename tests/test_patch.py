@@ -153,8 +153,8 @@ def test_dropout_reaches_prefix_and_grid():
 
 def test_settings_go_along(monkeypatch):
     seen = {}
-    attention = scram.api.attention
-    monkeypatch.setattr(scram.api, "attention", lambda *x, **how: seen.update(how) or attention(*x, **how))
+    run = scram.pipeline.run
+    monkeypatch.setattr("scram.pipeline.run", lambda *x: seen.update(x[0].request._asdict()) or run(*x))
     settings = {"search": scram.Search(sweeps=1), "radius": (0, 2), "impl": "reference"}
     with scram.patch_sdpa(grid=GRID, **settings):
         F.scaled_dot_product_attention(*tensors(20), scale=0.7)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scram.defaults import default_tail
 from scram.nn import GridAttention
+from scram.resolve import default_tail
+from scram.tails.base import as_tail
 
 from .tasks import Task
 
@@ -38,8 +39,8 @@ def seeds_on_device(model: nn.Module) -> None:
     seeds = torch.zeros(len(layers), 2, 2, dtype=torch.int64, device=device)  # each starts at 16 bytes
     for layer, (one, two) in zip(layers, seeds[..., 0].unbind(), strict=True):
         layer.search = replace(layer.search, seed=one)
-        tail = default_tail("softmax", layer.causal, layer.score) if layer.tail == "auto" else layer.tail
-        layer.tail = None if tail is None else replace(tail, seed=two)
+        tail = as_tail(layer.tail, default_tail("softmax", layer.causal, layer.score))
+        layer.tail = tail.of_part(two)
 
     def draw(*_: Any) -> None:
         seeds.random_()

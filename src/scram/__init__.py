@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import dispatch, measure, nn, patch, sdpa
-    from .api import attend, attention, clear_caches, cluster, estimate, explain, search
     from .codebook import Codebook
-    from .estimators import Clusters, Estimate, Hybrid, MetropolisHastings, Snis
+    from .estimators import Estimate
     from .exact import exact_attention, exact_search, merge
     from .explorer import Explorer, explore
+    from .functional import attend, attention, clear_caches, cluster, estimate, explain, local, search
     from .judge import Judgement, judge
     from .layers import Plans
-    from .local import local
     from .patch import patch_sdpa, survey
     from .plan import Plan
     from .sdpa import scaled_dot_product_attention
+    from .tails.clusters import Clusters
+    from .tails.drawn import Hybrid
+    from .tails.sampled import MetropolisHastings, Snis
     from .trust import Trust, trust
     from .tune import tune
     from .types import Attended, Matches, Search
@@ -36,14 +38,16 @@ __all__ = [
 ]  # fmt: skip
 # The names that each module defines; every other public name is a module itself.
 _DEFINED = {
-    "api": ("attend", "attention", "clear_caches", "cluster", "estimate", "explain", "search"),
+    "functional": ("attend", "attention", "clear_caches", "cluster", "estimate", "explain", "local", "search"),
     "codebook": ("Codebook",),
-    "estimators": ("Clusters", "Estimate", "Hybrid", "MetropolisHastings", "Snis"),
+    "estimators": ("Estimate",),
+    "tails.clusters": ("Clusters",),
+    "tails.drawn": ("Hybrid",),
+    "tails.sampled": ("MetropolisHastings", "Snis"),
     "exact": ("exact_attention", "exact_search", "merge"),
     "explorer": ("Explorer", "explore"),
     "judge": ("Judgement", "judge"),
     "layers": ("Plans",),
-    "local": ("local",),
     "patch": ("patch_sdpa", "survey"),
     "plan": ("Plan",),
     "sdpa": ("scaled_dot_product_attention",),
@@ -71,7 +75,7 @@ class _Package(ModuleType):
 
     def __setattr__(self, name: str, value: object) -> None:
         # Python stores an imported submodule in its package; a function stays before the module of its name.
-        super().__setattr__(name, getattr(value, name, value) if name in ("judge", "local", "trust", "tune") else value)
+        super().__setattr__(name, getattr(value, name, value) if name in ("judge", "trust", "tune") else value)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from . import errors
+from . import calls, errors, ops
+from .inputs import Inputs
+from .scoring import prepare_key
+from .tails.base import Kind, MadeFor, Tail
+from .types import Attended
 
 TENSORS = ("centres", "values", "sizes", "label", "gains", "key_mask")
 
@@ -42,7 +46,7 @@ class FitReport:
 
 
 @dataclass(frozen=True, eq=False)
-class Codebook:
+class Codebook(Tail):
     """Clusters of keys: mean key, mean value and number of keys of each. Hc is Hk, or H where heads of queries differ.
 
     Args:
@@ -74,6 +78,7 @@ class Codebook:
     gains: Tensor | None = None
     radius: tuple[int, ...] | None = None
     report: FitReport | None = None
+    unit: ClassVar[str] = "clusters"
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -82,6 +87,43 @@ class Codebook:
     def key_grid(self) -> tuple[int, ...]:
         """The extents of the key grid."""
         return tuple(self.label.shape[2:])
+
+    @property
+    def samples(self) -> int:
+        return self.sizes.shape[-1]
+
+    def check(self, kind: Kind) -> None:
+        check_clusters(kind)
+
+    def check_tensors(self, name: str, q: Tensor, k: Tensor, v: Tensor, call: MadeFor) -> None:
+        check_codebook(name, q, k, v, call, self)
+
+    def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> Attended:
+        """The attention over the windows with clusters for all other keys."""
+        windows = inputs.attend_windows(index)
+        inputs = inputs.level()
+        call = calls.ClusterTailCall(
+            q=inputs.q,
+            index=index,
+            label=self.label,
+            centres=self.centres,
+            values=self.values,
+            sizes=self.sizes,
+            gains=self.gains,
+            head_out=windows.out,
+            head_lse=windows.lse,
+            dropout_seed=inputs.draw_dropout_seed(),
+            rows=inputs.rows,
+            radius=inputs.radius,
+            scale=inputs.scale,
+            dropout_p=inputs.dropout_p,
+            extras=inputs.num_extra,
+            window=inputs.window,
+        )
+        return ops.cluster_tail(inputs.engine, call)
+
+    def describe(self) -> str:
+        return f"{self.samples} clusters{', fitted' if self.gains is not None else ''}"
 
     def to(self, device: torch.device | str) -> Codebook:
         """The same clusters on another device."""
@@ -161,17 +203,23 @@ def _check_fields(book: Codebook) -> None:
         )
 
 
-def check_codebook(
-    name: str, q: Tensor, k: Tensor, v: Tensor, width: int, score: Any, scale: float, mask: Tensor | None,
-    radius: tuple[int, ...], book: Any,
-) -> None:  # fmt: skip
-    """`book` was made for keys of these shapes, this score, scale, mask and radius; `width`: of prepared keys."""
-    errors.instance(name, book, Codebook, "scram.Codebook", "; scram.cluster returns one")
+def check_clusters(kind: Kind) -> None:
+    """Raise where a call cannot have clusters."""
+    if kind.weight != "softmax" or kind.causal or callable(kind.score):
+        raise ValueError(
+            "clusters of keys need weight='softmax', no causal order and a score by name; use tail=None, or "
+            "scram.Hybrid under causal order"
+        )
+
+
+def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor, call: MadeFor, book: Codebook) -> None:
+    """Raise where `book` was not made for keys of these shapes, and for this call."""
     batch, heads = book.sizes.shape[:2]
     if book.key_grid != tuple(k.shape[2:-1]) or batch != k.shape[0] or heads not in (k.shape[1], q.shape[1]):
         raise ValueError(
             f"{name} was made for batch {batch}, {heads} heads and key grid {book.key_grid}, but k is {tuple(k.shape)}"
         )
+    width = k.shape[-1] if call.score == "dot" else prepare_key(k[:1, :1, ..., :1, :], call.score).shape[-1]
     if (book.centres.shape[-1], book.values.shape[-1]) != (width, v.shape[-1]):
         got = f"{book.centres.shape[-1]} and {book.values.shape[-1]}"
         raise ValueError(f"{name} was made for keys and values of widths {got}, these have {width} and {v.shape[-1]}")
@@ -179,24 +227,29 @@ def check_codebook(
         raise ValueError(f"{name} was made for other dtypes: its centres are {book.centres.dtype}, v is {v.dtype}")
     if book.centres.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {book.centres.device}; use {name}.to(q.device)")
-    if book.score != score or abs(book.scale - scale) > 1e-6 * scale:
+    if book.score != call.score or abs(book.scale - call.scale) > 1e-6 * call.scale:
         raise ValueError(
-            f"{name} was made for score={book.score!r}, scale={book.scale:.6g}, the call has score={score!r}, "
-            f"scale={scale}; cluster the keys for it"
+            f"{name} was made for score={book.score!r}, scale={book.scale:.6g}, the call has score={call.score!r}, "
+            f"scale={call.scale}; cluster the keys for it"
         )
-    if book.radius not in (None, radius):
-        raise ValueError(f"{name} was fitted for radius {book.radius}, the call has {radius}; fit it for that")
-    same = (mask is None) == (book.key_mask is None)
-    if not same or (mask is not None and mask is not book.key_mask and not torch.equal(mask, book.key_mask)):
+    if book.radius not in (None, call.radius):
+        raise ValueError(f"{name} was fitted for radius {book.radius}, the call has {call.radius}; fit it for that")
+    if not _same_mask(call.key_mask, book.key_mask):
         raise ValueError(f"{name} was made with another key_mask; cluster the keys with the mask of the call")
 
 
-def check_warm(q: Tensor, k: Tensor, v: Tensor, width: int, count: int, book: Any) -> None:
-    """Clusters to start from: as many as wanted, of keys and values as wide, on as many heads."""
+def _same_mask(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a is b or torch.equal(a, b)
+
+
+def check_warm(q: Tensor, k: Tensor, v: Tensor, count: int, book: Any) -> None:
+    """Clusters to start from: as many as wanted, of prepared keys k and values as wide, on as many heads."""
     errors.instance("warm", book, Codebook, "scram.Codebook", "; scram.cluster returns one")
     got = (*book.centres.shape, book.values.shape[-1])
     heads = q.shape[1] if book.sizes.shape[1] == q.shape[1] else k.shape[1]
-    want = (k.shape[0], heads, min(count, k.shape[2:-1].numel()), width, v.shape[-1])
+    want = (k.shape[0], heads, min(count, k.shape[2:-1].numel()), k.shape[-1], v.shape[-1])
     if got != want:
         raise ValueError(f"warm must have (B, H, clusters, E, F) = {want}, got {got}; cluster without it")
     if book.centres.device != q.device:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from . import errors
-from .codebook import Codebook
-from .estimators import Clusters, Estimator
 from .grid import grid_of
 from .schedule import TILE_QUERIES, moves, offers, widest
 from .scoring import prepare_query
+from .tails.base import Tail
 from .types import Score, Search
 
 
@@ -25,17 +24,15 @@ class Cost(NamedTuple):
     dense: int
 
 
-def tail_size(tail: Estimator | Codebook | None) -> int:
-    """Number of clusters or of drawn keys."""
-    if isinstance(tail, Codebook):
-        return tail.sizes.shape[-1]
-    return 0 if tail is None else tail.samples
-
-
 def keys_visited(
-    q: Tensor, k: Tensor, search: Search, radius: Sequence[int], tail: Estimator | Codebook | None,
-    score: Score = "dot", matches: int | None = None,
-) -> Cost:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    search: Search,
+    radius: Sequence[int],
+    tail: Tail,
+    score: Score = "dot",
+    matches: int | None = None,
+) -> Cost:
     """By the formulas of DESIGN, sections 8 and 14; the queries that a fit computes densely are spread over all.
 
     Args:
@@ -44,7 +41,7 @@ def keys_visited(
         matches: found per query, where they are not those of `search`.
 
     >>> q = torch.zeros(1, 1, 64, 64, 32)
-    >>> keys_visited(q, q, Search(), (1, 1), Clusters(count=256))
+    >>> keys_visited(q, q, Search(), (1, 1), scram.Clusters(count=256))
     Cost(sparse=245, tail=501, dense=4096)
     """
     grid, kappa = grid_of(k), matches or search.matches
@@ -60,7 +57,5 @@ def keys_visited(
         looked = kappa * (1 + search.sweeps * (offered + search.gossip + radius_of_draws.bit_length()))
     window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
     keys = math.prod(grid)
-    rest = min(tail_size(tail), keys)
-    if isinstance(tail, Clusters) and tail.fit:
-        rest += -(-2 * tail.fit * keys // math.prod(grid_of(q)))
+    rest = tail.visited(math.prod(grid_of(q)), keys)
     return Cost(looked + window, looked + window + rest, keys)

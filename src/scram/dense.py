@@ -1,4 +1,4 @@
-"""Dense attention on grids by torch: for grids so small that nothing is faster, and with every key for comparison."""
+"""Attention over every key: by torch, and in chunks of queries for what torch's attention does not have."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import errors
-from .dtensors import takes_dtensors
+from .exact import exact_attention, merge
+from .options import Weight
 from .scoring import default_scale, prepare_key, prepare_query
-from .types import Score
+from .types import Attended, Score
 
 
-@takes_dtensors
 def dense_attention(
     q: Tensor,
     k: Tensor,
@@ -58,3 +58,43 @@ def dense_attention(
     if mask is not None:
         out = torch.where(mask.any(-1, keepdim=True), out, 0)
     return out.reshape(*out.shape[:2], *grid, out.shape[-1])
+
+
+def every_key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    weight: Weight = "softmax",
+    extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Dense attention with the arguments of `attention`: by torch; a callable score or another weight in chunks."""
+    if isinstance(score, str) and weight == "softmax":
+        return dense_attention(
+            q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, extra=extra, dropout_p=dropout_p
+        )
+    if dropout_p:
+        raise ValueError("dense attention with a callable score takes no dropout; pass dropout_p=0")
+    attended = exact_attention(q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, weight=weight)
+    if extra is not None:
+        errors.extra(q, k, v, extra)
+        more = attend_extra(q.flatten(2, -2), extra, scale, score, weight)
+        shape = attended.out.shape
+        attended = merge(attended, Attended(more.out.reshape(shape), more.lse.reshape(shape[:-1])))
+    return attended.out
+
+
+def attend_extra(
+    q: Tensor, extra: tuple[Tensor, Tensor], scale: float | None, score: Score, weight: Weight = "softmax"
+) -> Attended:
+    """Dense attention of queries [B, H, n, E] over the extra keys alone."""
+    k_extra, v_extra = extra
+    if not k_extra.shape[2]:
+        out = v_extra.new_zeros(*q.shape[:-1], v_extra.shape[-1])
+        return Attended(out, q.new_full(q.shape[:-1], -torch.inf))
+    return exact_attention(q, k_extra, v_extra, scale=scale, score=score, weight=weight)

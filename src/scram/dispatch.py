@@ -10,7 +10,7 @@ import torch
 from . import errors
 from .engines import Engine, EngineSpec, Request, cpu, gpu, reference
 from .engines.reference import engine as _reference
-from .options import Impl, Window
+from .options import IMPLS, Impl, Window
 from .types import Score
 
 _FOLDERS = {folder.SPEC.name: folder for folder in (gpu, cpu, reference)}  # in order of preference
@@ -39,7 +39,7 @@ def choose(
     >>> choose("auto", torch.device("cpu"), torch.float64, score=lambda q, k: (q - k).abs().sum(-1)).name
     'reference'
     """
-    errors.one_of("impl", impl, errors.IMPLS)
+    errors.one_of("impl", impl, IMPLS)
     request = Request(device, dtype, callable(score), impl != "auto", window, tile_matches)
     reasons = {}
     for name, spec in ENGINES.items():

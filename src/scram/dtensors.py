@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from torch import Tensor
-
-P = ParamSpec("P")
-R = TypeVar("R")
 caches: list[Callable[[], None]] = []  # what empties those of `distributed.dtensor`, where it is imported
 
 
@@ -26,19 +21,3 @@ def is_dtensor(x: Any) -> bool:
     """Whether x is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
-
-
-def takes_dtensors(function: Callable[P, R]) -> Callable[P, R]:
-    """Where the first argument, q, is a DTensor: each rank calls the function on what it holds."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0] if args else kwargs.get("q")
-        if first.__class__ is Tensor or not is_dtensor(first):
-            return function(*args, **kwargs)
-        from .distributed.dtensor import run
-
-        found: R = run(function, *args, **kwargs)
-        return found
-
-    return call

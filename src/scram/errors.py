@@ -1,22 +1,19 @@
-"""Checks of single arguments. Every user-facing error says what was expected, what came, and the way out."""
+"""Checks of arguments. Every user-facing error says what was expected, what came, and the way out.
+
+Imports nothing of the package.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .options import Impl, Method, ScoreName, Weight, Window
-
-if TYPE_CHECKING:
-    from .types import Attended
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SCORES, WEIGHTS, METHODS, WINDOWS, IMPLS = map(get_args, (ScoreName, Weight, Method, Window, Impl))
 MAX_RANK = 4
 MOST_MATCHES = 4096  # more than this must not exceed the number of keys
 
@@ -60,11 +57,6 @@ def instance(name: str, value: Any, wanted: type, words: str, hint: str = "") ->
     """A value of the type `wanted`, which the message calls `words`."""
     if not isinstance(value, wanted):
         raise TypeError(f"{name} must be a {words}, got {type(value).__name__}{hint}")
-
-
-def settings(value: Any, wanted: type) -> None:
-    """`wanted` is scram.Search; importing it here would take longer than the check."""
-    instance("search", value, wanted, "scram.Search", "; for example scram.Search(matches=4)")
 
 
 def enough_keys(q: Any, k: Any, matches: int) -> None:
@@ -117,19 +109,6 @@ def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str 
 def bandwidth(value: Any) -> None:
     """Positive and finite; below the smallest normal float a division by it overflows."""
     real("bandwidth", value, 1e-30, math.inf, "(0, inf)")
-
-
-def estimator(method: Any, pair: Any) -> None:
-    """An estimator's settings. Extra keys are joined by the normaliser, so the method must estimate one."""
-    from .estimators import Estimator
-
-    words = "scram.Clusters, scram.Hybrid, scram.Snis or scram.MetropolisHastings"
-    instance("method", method, Estimator, words, "; for example scram.Clusters(count=256)")
-    if "lse" not in method.reports and pair is not None:
-        raise ValueError(
-            f"extra must be None with {type(method).__name__}: it estimates no normaliser (lse), without which exact "
-            "keys cannot be joined to it; use Clusters, Hybrid or Snis"
-        )
 
 
 def _is_sequence(value: Any) -> bool:
@@ -239,15 +218,6 @@ def scale(value: Any) -> None:
         raise ValueError(f"scale must be positive and finite, got {value}; to seek low scores negate q")
 
 
-def score(value: Any) -> None:
-    if not callable(value):
-        one_of("score", value, SCORES, "; or pass a callable (q [..., E], k [..., E]) -> [...]")
-
-
-def weight(value: Any) -> None:
-    one_of("weight", value, WEIGHTS)
-
-
 def radius(value: Any, rank: int, name: str = "radius") -> tuple[int, ...]:
     """One radius per axis, from an int or a sequence of them."""
     if _is_sequence(value):
@@ -324,56 +294,6 @@ def matches_fields(index: Any, score: Any, key_grid: Any) -> tuple[int, ...]:
     return extents
 
 
-def matches(name: str, q: Tensor, k: Tensor, found: Any) -> None:
-    """`found` was made for queries and keys of these shapes."""
-    from .types import Matches
-
-    instance(name, found, Matches, "scram.Matches", "; scram.search returns one")
-    if found.index.shape[:-1] != q.shape[:-1]:
-        raise ValueError(
-            f"{name} must have one entry per query, [B, H, *G] = {tuple(q.shape[:-1])}, "
-            f"got {tuple(found.index.shape[:-1])}"
-        )
-    if found.key_grid != tuple(k.shape[2:-1]):
-        raise ValueError(f"{name} was made for key grid {found.key_grid}, but k has {tuple(k.shape[2:-1])}")
-    if found.index.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {found.index.device}; use {name}.to(q.device)")
-
-
-def clusters_only(weight: str, causal: bool, score: Any) -> None:
-    """What takes no codebook."""
-    if weight != "softmax" or causal or callable(score):
-        raise ValueError(
-            "clusters of keys need weight='softmax', no causal order and a score by name; use tail=None, or "
-            "scram.Hybrid under causal order"
-        )
-
-
-def hybrid_only(weight: str) -> None:
-    """What a tail of drawn keys does not take."""
-    if weight != "softmax":
-        raise ValueError(f"a tail of drawn keys needs weight='softmax', got {weight!r}; use tail=None")
-
-
-def search_settings(value: Any, default: Any) -> Any:
-    """A scram.Search, or "auto" for the default."""
-    if isinstance(value, str):
-        one_of("search", value, ("auto",), "; or pass scram.Search(...)")
-        return default
-    settings(value, type(default))
-    return value
-
-
-def tail(value: Any) -> None:
-    """What `attention(tail=...)` takes."""
-    from .codebook import Codebook
-    from .estimators import Clusters, Hybrid
-
-    if value is not None and value != "auto" and not isinstance(value, (Clusters, Codebook, Hybrid)):
-        words = "None, 'auto', scram.Clusters, scram.Codebook or scram.Hybrid"
-        raise TypeError(f"tail must be {words}, got {type(value).__name__} {value!r}")
-
-
 def query_sample(queries: Any, points: int) -> None:
     """Flat query indices [n] into the query grid, or None for all."""
     if queries is None:
@@ -383,36 +303,6 @@ def query_sample(queries: Any, points: int) -> None:
         raise TypeError(f"queries must be int64 [n], got {queries.dtype} {tuple(queries.shape)}")
     if queries.numel() and not (int(queries.min()) >= 0 and int(queries.max()) < points):
         raise ValueError(f"queries must lie in 0..{points - 1}, the flat indices of the query grid")
-
-
-def _attended(name: str, value: Any) -> None:
-    from .types import Attended
-
-    instance(name, value, Attended, "scram.Attended (out, lse)", "; scram.attend returns one")
-
-
-def attended(name: str, q: Tensor, found: Attended, width: int | None = None) -> None:
-    """`found` holds out and lse of every query of q."""
-    _attended(name, found)
-    if found.lse.shape != q.shape[:-1]:
-        raise ValueError(f"{name}.lse must be [B, H, *G] = {tuple(q.shape[:-1])}, got {tuple(found.lse.shape)}")
-    want = (*q.shape[:-1], width)
-    if width is not None and found.out.shape != want:
-        raise ValueError(f"{name}.out must be [B, H, *G, F] = {want}, got {tuple(found.out.shape)}")
-
-
-def mergeable(a: Attended, b: Attended) -> None:
-    _attended("a", a)
-    _attended("b", b)
-    if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape:
-        raise ValueError(
-            f"merge needs two results of the same queries, got out {tuple(a.out.shape)} and {tuple(b.out.shape)}"
-        )
-    if a.out.dtype != b.out.dtype or a.out.device != b.out.device:
-        raise ValueError(
-            f"merge needs results of one dtype and device, got {a.out.dtype} on {a.out.device} "
-            f"and {b.out.dtype} on {b.out.device}"
-        )
 
 
 def score_result(value: Any, want: tuple[int, ...]) -> Tensor:

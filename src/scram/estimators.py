@@ -1,170 +1,19 @@
-"""Settings of the estimators, and the value that they return: an output with diagnostics."""
+"""What `estimate` returns: an output with diagnostics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from . import errors
+from .tails.base import Tail
 
 LOW_ESS = 0.05  # of the samples
 LOW_ACCEPTANCE = 0.1
 HIGH_RHAT = 1.1
 HIGH_ERROR = 0.5  # of the size of out
-
-
-class Estimator:
-    """Base class of the settings of an estimator: what `scram.estimate` takes as its method."""
-
-    samples: int
-    seed_tensor: Tensor | None
-    reports: ClassVar[tuple[str, ...]]  # the fields of `Estimate` that it has besides `out`
-    unit: ClassVar[str] = "samples each"
-
-    def sample_settings(self) -> dict[str, Any]:
-        """The fields of a SampleCall that are this estimator's own, and the bandwidth of its steps."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Snis(Estimator):
-    """Self-normalised importance sampling: keys drawn near the matches, and anywhere; weighed by how likely they were.
-
-    Every query draws keys of its own, so queries err independently. The estimate is consistent: its bias falls as
-    1 / samples.
-
-    Args:
-        samples: keys drawn per query.
-        alpha: share of the draws made near the matches, in [0, 1); the rest is uniform. 0 is uniform sampling.
-        bandwidth: standard deviation, in keys, of the draws around a match, on every axis.
-        seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
-
-    >>> Snis(samples=64, alpha=0.25).bandwidth
-    1.0
-    """
-
-    samples: int = 512
-    alpha: float = 0.2
-    bandwidth: float = 1.0
-    seed: int | Tensor | None = None
-    seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
-    reports: ClassVar[tuple[str, ...]] = ("lse", "variance", "ess")
-
-    def __post_init__(self) -> None:
-        errors.whole_fields(self, samples=1)
-        errors.real("alpha", self.alpha, 0.0, 1.0, "[0, 1)", "; leave some uniform draws, or far keys are never seen")
-        errors.bandwidth(self.bandwidth)
-        object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
-
-    def sample_settings(self) -> dict[str, Any]:
-        draws = {"alpha": float(self.alpha), "bandwidth": float(self.bandwidth)}
-        return {"method": "snis", **draws, "chains_per_mode": 1, "burn_in": 0}
-
-
-@dataclass(frozen=True)
-class MetropolisHastings(Estimator):
-    """Random walks over the keys, from the matches, that stay at a key in proportion to its attention.
-
-    A walk explores the neighbourhood it began in. Walks that do not reach the other modes give each mode the same share
-    whatever its mass: the estimate is biased between modes, which rhat above 1 shows. There is no lse, so no `extra`.
-
-    Args:
-        samples: steps per query, spread evenly over its walks.
-        chains_per_mode: walks that begin at each match.
-        bandwidth: standard deviation, in keys, of a step, on every axis.
-        burn_in: first steps of each walk that do not count, on top of `samples`.
-        seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
-
-    >>> MetropolisHastings(samples=64).burn_in
-    0
-    """
-
-    samples: int = 512
-    chains_per_mode: int = 1
-    bandwidth: float = 4.0
-    burn_in: int = 0
-    seed: int | Tensor | None = None
-    seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
-    reports: ClassVar[tuple[str, ...]] = ("acceptance", "rhat")
-
-    def __post_init__(self) -> None:
-        errors.whole_fields(self, samples=1, chains_per_mode=1, burn_in=0)
-        errors.bandwidth(self.bandwidth)
-        object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
-
-    def sample_settings(self) -> dict[str, Any]:
-        walks = {"chains_per_mode": self.chains_per_mode, "burn_in": self.burn_in}
-        return {"method": "metropolis", "alpha": 0.0, "bandwidth": float(self.bandwidth), **walks}
-
-
-@dataclass(frozen=True)
-class Hybrid(Estimator):
-    """The windows around the matches exactly, and all other keys estimated from a draw that a head's queries share.
-
-    Because they share it, their errors go together: averaging over queries does not make the error smaller, and over
-    one draw an interval may hold the truth for clearly more or fewer queries than it says. Over draws it is right.
-
-    Args:
-        samples: keys drawn per head, on top of those in the windows; as many as there are keys: exact attention.
-        stratified: one key from each cell of a regular partition of the grid, at most `samples` cells, in place of keys
-            drawn anywhere; better where scores and values are smooth over the grid. Its variance is reported as if the
-            keys had been drawn anywhere, which is too large rather than too small.
-        seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
-
-    >>> Hybrid(samples=256, seed=0).stratified
-    False
-    """
-
-    samples: int = 512
-    stratified: bool = False
-    seed: int | Tensor | None = None
-    seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
-    reports: ClassVar[tuple[str, ...]] = ("lse", "variance")
-
-    def __post_init__(self) -> None:
-        errors.whole_fields(self, samples=1)
-        errors.flag("stratified", self.stratified)
-        object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
-
-
-@dataclass(frozen=True)
-class Clusters(Estimator):
-    """The windows around the matches exactly, and all other keys by clusters of keys with their mean key and value.
-
-    Right from diffuse to sharp attention, and without variance: the same clusters give the same answer.
-
-    Args:
-        count: clusters of each key head; as many as there are keys: exact attention.
-        steps: of k-means, on a sample of the keys.
-        fit: R, number of queries of each head that are computed densely to adjust the weight and the value of every
-            cluster, and as many again to choose how strongly and to report the error; 0: no fit. For inference.
-        seed: an int or a 0-d int64 tensor; None takes that of the search, or draws one.
-
-    >>> Clusters(count=128, seed=0).steps
-    1
-    """
-
-    count: int = 256
-    steps: int = 1
-    fit: int = 0
-    seed: int | Tensor | None = None
-    seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
-    reports: ClassVar[tuple[str, ...]] = ("lse",)
-    unit: ClassVar[str] = "clusters"
-
-    def __post_init__(self) -> None:
-        errors.whole_fields(self, count=1, steps=0, fit=0)
-        if 0 < self.fit < 8:
-            raise ValueError(f"fit must be 0 or at least 8 queries, got {self.fit}; 256 is a good choice")
-        object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
-
-    @property
-    def samples(self) -> int:  # type: ignore[override]
-        return self.count
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +48,7 @@ class Estimate:
     ess: Tensor | None
     acceptance: Tensor | None
     rhat: Tensor | None
-    method: Estimator
+    method: Tail
 
     @property
     def warnings(self) -> list[str]:

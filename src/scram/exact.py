@@ -15,8 +15,17 @@ from .arguments import explains
 from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
 from .options import Weight
 from .precision import ignores_autocast
-from .scoring import accumulator, default_scale, normalized_weights, pair_score, prepare_key, prepare_query
-from .types import Attended, Matches, Score
+from .scoring import (
+    accumulator,
+    check_score,
+    check_weight,
+    default_scale,
+    normalized_weights,
+    pair_score,
+    prepare_key,
+    prepare_query,
+)
+from .types import Attended, Matches, Score, check_mergeable
 
 CHUNK_ELEMENTS = 1 << 23  # of the score matrix at a time
 
@@ -47,7 +56,7 @@ def exact_attention(
     """
     errors.queries_keys(q, k)
     errors.values(q, k, v)
-    errors.weight(weight)
+    check_weight(weight)
     errors.scale(scale)
     dense, values = _Dense(q, k, causal, key_mask, score, queries), rows(v)
     factor = default_scale(scale, q.shape[-1], score, weight)
@@ -123,7 +132,7 @@ def merge(a: Attended, b: Attended) -> Attended:
     >>> merge(one, Attended(torch.tensor([[4.0]]), torch.tensor([0.0]))).out
     tensor([[2.5000]])
     """
-    errors.mergeable(a, b)
+    check_mergeable(a, b)
     top = torch.maximum(a.lse, b.lse).detach()
     top = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
     mass_a, mass_b = (a.lse - top).exp(), (b.lse - top).exp()
@@ -142,7 +151,7 @@ class _Dense:
     ) -> None:
         errors.order(q, k, causal)
         errors.key_mask(q, k, key_mask)
-        errors.score(score)
+        check_score(score)
         points, self.keys = math.prod(grid_of(q)), math.prod(grid_of(k))
         errors.query_sample(queries, points)
         self.heads, self.key_heads, self.score = q.shape[1], k.shape[1], score

@@ -38,11 +38,6 @@ def warn_about_tokens(query_shape: Sequence[int], key_shape: Sequence[int]) -> N
         _warn(_module_hint(tuple(query_shape[1:]), tuple(key_shape[1:])))
 
 
-def accept(q_shape: Sequence[int], k_shape: Sequence[int]) -> None:
-    """The caller knows that these shapes are what they should be: `warn_about_layout` is silent about them."""
-    _is_new(q_shape, k_shape)
-
-
 def clear() -> None:
     """Forget what was seen: each warning comes again."""
     _seen.clear()

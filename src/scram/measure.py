@@ -17,7 +17,7 @@ from .exact import exact_attention, exact_search
 from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
 from .options import Weight
 from .scoring import accumulator, default_scale, pair_score, prepare_key, prepare_query
-from .types import Attended, Matches, Score
+from .types import Attended, Matches, Score, check_attended, check_matches
 
 RECALL_TOLERANCE = 1e-5
 
@@ -117,7 +117,7 @@ def captured_mass(
     tensor([[1.]])
     """
     errors.queries_keys(q, k)
-    errors.attended("attended", q, attended)
+    check_attended("attended", q, attended)
     wanted = sample_queries(q, sample, seed)
     how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score}
     truth = exact_attention(q, k, k[..., :1], queries=wanted, **how)
@@ -139,7 +139,7 @@ def output_error(
     """
     errors.queries_keys(q, k)
     errors.values(q, k, v)
-    errors.attended("attended", q, attended, v.shape[-1])
+    check_attended("attended", q, attended, v.shape[-1])
     wanted = sample_queries(q, sample, seed)
     how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score}
     truth = exact_attention(q, k, v, weight=weight, queries=wanted, **how)
@@ -163,7 +163,7 @@ class _Pairs:
         causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot",
     ) -> None:  # fmt: skip
         errors.queries_keys(q, k)
-        errors.matches("matches", q, k, matches)
+        check_matches("matches", q, k, matches)
         wanted = sample_queries(q, sample, seed)
         kappa, self.key_grid = matches.index.shape[-1], matches.key_grid
         how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "score": score, "queries": wanted}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import api
+from . import pipeline
 from .exact import exact_attention, exact_search
 from .grid import grid_of
-from .layout_hints import accept
+from .pipeline import execute
+from .resolve import Request
 from .types import Matches, Score
 
 AROUND = 2  # the radius of a place; two places are farther apart than windows of it overlap
@@ -42,11 +43,15 @@ def split_share(
     found = exact_search(q, k, matches=2, separation=2 * AROUND, queries=some, **how)  # type: ignore[arg-type]
     drawn = q.flatten(2, -2)[:, :, some].reshape(*q.shape[:2], len(some), *one, q.shape[-1])
     values = k[..., :1].contiguous()
-    accept(drawn.shape, k.shape)
     masses = []
     for entry in range(2):
         mode = Matches(found.index[..., entry : entry + 1], found.score[..., entry : entry + 1], found.key_grid)
-        masses.append(api.attend(drawn, k, values, mode, radius=AROUND, scale=scale, **how).lse)  # type: ignore[arg-type]
+        request = Request(
+            search=None, tail=None, radius=AROUND, scale=scale, key_mask=key_mask, score=score, matches=mode
+        )
+        lse = execute(pipeline.run, drawn, k, values, request).lse
+        assert lse is not None
+        masses.append(lse)
     whole = exact_attention(q, k, values, queries=some, scale=scale, **how).lse  # type: ignore[arg-type]
     best, second = ((lse.reshape(whole.shape).to(whole.dtype) - whole).exp().nan_to_num(0) for lse in masses)
     split = (torch.minimum(best, second) >= SECOND * torch.maximum(best, second)) & (best + second >= TOGETHER)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 Auto = Literal["auto"]
 """Of `search`, `tail` and `grid`: choose what fits the tensors."""
@@ -41,3 +41,10 @@ Panes = Literal["auto", "one", "two"]
 
 Mode = Literal["auto", "heads", "gather", "ring"]
 """How `scram.distributed.attention` shares keys."""
+
+# The same as tuples, which arguments are checked against.
+SCORES = get_args(ScoreName)
+WEIGHTS = get_args(Weight)
+METHODS = get_args(Method)
+WINDOWS = get_args(Window)
+IMPLS = get_args(Impl)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import _compat, errors
-from .estimators import Clusters, Hybrid
 from .layers import Plans
 from .options import Auto, Impl, Window
 from .sdpa import NO_TOKENS, Replacement, Report
+from .tails.clusters import Clusters
+from .tails.drawn import Hybrid
 from .types import Search
 
 NO_INNER_CALL = (

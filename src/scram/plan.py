@@ -7,21 +7,25 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from . import api, errors, modes
+from . import errors, modes, pipeline
 from .codebook import Codebook
-from .estimators import Clusters, Hybrid
-from .options import Impl, Window
+from .options import IMPLS, SCORES, WINDOWS, Impl, Window
+from .pipeline import execute
+from .resolve import Request
 from .statistics import CONFIDENCE
-from .truth import Errors, Truth, every_key
+from .tails.base import NO_TAIL, Tail, as_tail
+from .tails.clusters import Clusters
+from .tails.drawn import Hybrid
+from .truth import Errors, Truth
 from .types import Score, Search
 
 VERSION = 1  # of the JSON
-TAILS: dict[str, Callable[..., Clusters | Hybrid]] = {"Clusters": Clusters, "Hybrid": Hybrid}
+TAILS: dict[str, Callable[..., Tail]] = {"Clusters": Clusters, "Hybrid": Hybrid}
 DENSE = "torch.nn.functional.scaled_dot_product_attention(q.flatten(2, -2), {}{}).unflatten(2, q.shape[2:-1])"
 GRID_KEYS = "k.flatten(2, -2), v.flatten(2, -2)"
 ALL_KEYS = "torch.cat([k.flatten(2, -2), extra[0]], 2), torch.cat([v.flatten(2, -2), extra[1]], 2)"
@@ -40,7 +44,7 @@ class Setting:
     """
 
     search: Search | None = None
-    tail: Clusters | Codebook | Hybrid | None = None
+    tail: Tail | None = None
     radius: int | tuple[int, ...] = 1
     window: Window = "query"
 
@@ -80,13 +84,7 @@ class Setting:
         if self.search is None:
             return "dense attention"
         matches = f"{self.search.matches} match{'es' if self.search.matches > 1 else ''}"
-        if self.tail is None:
-            return f"{matches}, windows only"
-        if isinstance(self.tail, Hybrid):
-            return f"{matches}, {self.tail.samples} drawn keys"
-        if isinstance(self.tail, Codebook):
-            return f"{matches}, {self.tail.sizes.shape[-1]} clusters"
-        return f"{matches}, {self.tail.count} clusters{', fitted' if self.tail.fit else ''}"
+        return f"{matches}, {as_tail(self.tail, NO_TAIL).describe()}"
 
 
 def _listed(arguments: dict[str, Any]) -> str:
@@ -97,9 +95,13 @@ def _code(value: Any) -> str:
     """Python that makes a value; of settings only what is not the default."""
     if isinstance(value, Codebook):
         return "codebook"
-    if not isinstance(value, (Search, Clusters, Hybrid)):
+    if not isinstance(value, (Search, Tail)):
         return getattr(value, "__name__", repr(value))
-    given = [(x.name, getattr(value, x.name)) for x in fields(value) if x.init and getattr(value, x.name) != x.default]
+    given = [
+        (x.name, getattr(value, x.name))
+        for x in fields(cast(Any, value))
+        if x.init and getattr(value, x.name) != x.default
+    ]
     return f"scram.{type(value).__name__}({', '.join(f'{name}={x!r}' for name, x in given)})"
 
 
@@ -200,11 +202,10 @@ class Plan:
             if name in arguments:
                 raise TypeError(f"a plan has its own {name}; call scram.attention({name}=...) to choose another")
         given = {"causal": self.causal, "scale": self.scale, "score": self.score, "impl": self.impl, **arguments}
-        if setting.search is not None:
-            return api.attention(q, k, v, **given, **setting.arguments)
-        given.pop("impl")
-        given.pop("warm", None)
-        return every_key(q, k, v, **given)
+        if setting.search is None:
+            given |= {"impl": "auto", "warm": None}
+        request = Request(**given, **setting.arguments)
+        return execute(pipeline.run, q, k, v, request, hints=True).out
 
     def check(
         self, q: Tensor, k: Tensor, v: Tensor, *, num_queries: int = 2048, seed: int = 0, **arguments: Any
@@ -294,8 +295,8 @@ class Plan:
         errors.flag("causal", plan.causal)
         errors.flag("grouped", plan.grouped)
         errors.scale(plan.scale)
-        errors.one_of("score", plan.score, errors.SCORES)
-        errors.one_of("impl", plan.impl, errors.IMPLS)
+        errors.one_of("score", plan.score, SCORES)
+        errors.one_of("impl", plan.impl, IMPLS)
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -418,7 +419,7 @@ def _rung(data: dict[str, Any]) -> Rung:
         search=None if search is None else Search(**search),
         tail=None if kind is None or tail is None else kind(**tail),
         radius=radius if isinstance(radius, int) else errors.radius(radius, len(radius)),
-        window=errors.one_of("window", said["window"], errors.WINDOWS),
+        window=errors.one_of("window", said["window"], WINDOWS),
     )
     error = data["error"]
     numbers = {name: None if data[name] is None else float(data[name]) for name in ("seconds", "l2")}

@@ -18,6 +18,17 @@ R = TypeVar("R")
 AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 
+def autocast_device(x: Any) -> str | None:
+    """The type of the device of x, where autocast is on for it."""
+    return _autocast_device(x) if _compat.autocast_active() else None
+
+
+def autocast_inputs(device: str, *inputs: Any) -> tuple[Any, ...]:
+    """Float tensors, alone or in a tuple, in the dtype of autocast. float64 stays, as everywhere in torch."""
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(_cast(x, device, dtype) for x in inputs)
+
+
 def follows_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Under autocast: float arguments, alone or in a tuple, become its dtype, as `scaled_dot_product_attention` has it.
 

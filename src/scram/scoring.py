@@ -6,7 +6,18 @@ import torch
 from torch import Tensor
 
 from . import errors
+from .options import SCORES, WEIGHTS
 from .types import Score
+
+
+def check_score(value: object) -> None:
+    """A name, or a callable."""
+    if not callable(value):
+        errors.one_of("score", value, SCORES, "; or pass a callable (q [..., E], k [..., E]) -> [...]")
+
+
+def check_weight(value: object) -> None:
+    errors.one_of("weight", value, WEIGHTS)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

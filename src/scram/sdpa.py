@@ -13,11 +13,12 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from . import _compat, api, errors
-from .defaults import SEARCH, goes_dense
+from . import _compat, errors, pipeline
 from .layers import MOST_LEFT_ALONE, Hooks, Layer, Plans, calling_modules, grid_of_tokens, name_in, table
-from .layout_hints import accept
-from .options import Auto
+from .options import IMPLS, WINDOWS, Auto
+from .pipeline import execute
+from .resolve import Request, as_search, goes_dense
+from .tails.base import NO_TAIL, as_tail
 from .tune import tune
 
 
@@ -139,10 +140,10 @@ class Replacement:
     ) -> None:  # fmt: skip
         search, tail = settings.setdefault("search", "auto"), settings.setdefault("tail", "auto")
         radius, window = settings.setdefault("radius", 1), settings.setdefault("window", "query")
-        errors.search_settings(search, SEARCH)
-        errors.tail(tail)
-        errors.one_of("impl", settings.setdefault("impl", "auto"), errors.IMPLS)
-        errors.one_of("window", window, errors.WINDOWS)
+        as_search(search)
+        as_tail(tail, NO_TAIL)
+        errors.one_of("impl", settings.setdefault("impl", "auto"), IMPLS)
+        errors.one_of("window", window, WINDOWS)
         self.tokens = _given_tokens(grid, prefix)
         radii = errors.radius(radius, 2 if self.tokens is None else len(self.tokens.grid))
         settings["radius"] = radius if self.tokens is None else radii
@@ -194,8 +195,10 @@ class Replacement:
                 self.note(query, key, layer, tokens, "surveyed")
                 return None
             plan = self.plans.get(layer)
-            self.note(query, key, layer, tokens, "", self._goes_dense(q, k, v) if plan is None else plan.dense)
-            return api.attention(q, k, v, **same, **self.settings) if plan is None else plan(q, k, v, **same)
+            request = Request(**same, **self.settings)
+            dense = goes_dense(q, k, v, request) if plan is None else plan.dense
+            self.note(query, key, layer, tokens, "", dense)
+            return execute(pipeline.run, q, k, v, request).out if plan is None else plan(q, k, v, **same)
 
         return _on_grid(query, key, value, attn_mask, how, tokens, attend)
 
@@ -252,11 +255,6 @@ class Replacement:
                 layer.why_not, self.plans[layer.name] = "", layer.plan
             except ValueError as reason:
                 layer.why_not = str(reason)
-
-    def _goes_dense(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether `attention` with these settings is dense attention."""
-        auto = all(self.settings[name] == "auto" for name in ("search", "tail", "impl"))
-        return auto and goes_dense(q, k, v, "softmax", "dot")
 
     def note(self, query: Tensor, key: Tensor, layer: str, tokens: Tokens, why_not: str, dense: bool = False) -> None:
         if torch.compiler.is_compiling():
@@ -337,7 +335,6 @@ def _on_grid(
     heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
     first, k_extra, v_extra = (x[:, :, : tokens.prefix] for x in heads)
     q, k, v = (x[:, :, tokens.prefix :].reshape(*x.shape[:2], *tokens.grid, x.shape[-1]) for x in heads)
-    accept(q.shape, k.shape)  # the caller gave the grid
     mask = None
     if attn_mask is not None:
         mask = attn_mask.expand(*q.shape[:2], 1, tokens.total).reshape(*q.shape[:2], *tokens.grid)
@@ -353,6 +350,11 @@ def _on_grid(
         seen = tokens.prefix if causal else tokens.total
         out = torch.cat([dense(first, heads[1][:, :, :seen], heads[2][:, :, :seen]), out], 2)
     return out if query.ndim == 4 else out.squeeze(1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The default of `attention` on a grid."""
+    return execute(pipeline.run, q, k, v, Request(**options)).out
 
 
 _direct: dict[tuple[Any, ...], Replacement] = {}
@@ -402,7 +404,7 @@ def scaled_dot_product_attention(
             tokens, why_not = _tokens_of(query, key, value, attn_mask, how, given, modules)
             if why_not:
                 return _compat.SDPA(query, key, value, attn_mask, **how)
-            return _on_grid(query, key, value, attn_mask, how, tokens, api.attention)
+            return _on_grid(query, key, value, attn_mask, how, tokens, _attention)
         made = Replacement(grid, prefix, error)
         made.hooks.attach()
         _direct[kind] = made

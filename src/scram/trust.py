@@ -9,19 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import api, errors, measure, modes
-from .arguments import explains, renamed, renamed_attribute
-from .codebook import Codebook, check_codebook
+from . import errors, measure, modes, pipeline
+from .arguments import explains
+from .codebook import Codebook
 from .cost import Cost, keys_visited
-from .defaults import SEARCH, default_tail
-from .estimators import Clusters, Hybrid
 from .options import Auto, Impl
+from .pipeline import execute
 from .plan import Setting
 from .precision import ignores_autocast
-from .scoring import default_scale, prepare_key
+from .resolve import Request, as_search, resolve
 from .statistics import Interval, mean
+from .tails.base import NO_TAIL, Tail, as_tail
+from .tails.clusters import Clusters
+from .tails.drawn import Hybrid
 from .truth import Errors, Truth
-from .types import Attended, Matches, Score, Search
+from .types import Matches, Score, Search
 
 LEAST_RECALL = 0.9  # below it more sweeps are tried too
 LEAST_GAIN = 0.9  # of the error: what is not below it is no better
@@ -67,13 +69,9 @@ class Trust:
     num_queries: int
     queries: int
     split: float
-    sample = renamed_attribute("sample", "num_queries")
-    samples = renamed_attribute("samples", "tail.samples")
-    tail_samples = renamed_attribute("tail_samples", "tail.samples")
-    hybrid_error = renamed_attribute("hybrid_error", "tail_median_error.value")
 
     @property
-    def tail(self) -> Clusters | Codebook | Hybrid | None:
+    def tail(self) -> Tail | None:
         """What stands for the keys outside the windows."""
         return self.setting.tail
 
@@ -178,12 +176,6 @@ def _most(x: Tensor) -> float:
     return float(x.nan_to_num(nan=0.0, posinf=torch.inf).max())
 
 
-def _drawn(samples: int) -> Hybrid:
-    """What the old arguments meant."""
-    return Hybrid(samples=samples)
-
-
-@renamed(sample="num_queries", samples=("tail", _drawn), tail_samples=("tail", _drawn))
 @explains
 @ignores_autocast
 @torch.no_grad()
@@ -214,30 +206,31 @@ def trust(
     >>> [trust(sharpness * k, k, k + 1, search=scram.Search(seed=0)).verdict for sharpness in (4, 0.1)]
     ['sparse', 'tail']
     """
-    errors.queries_keys(q, k)
+    request = Request(
+        search=as_search(search),
+        tail=tail,
+        radius=radius,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        extra=extra,
+        impl=impl,
+        matches=matches,
+    )
+    as_tail(tail, NO_TAIL)
+    resolved = resolve(q, k, v, request)
     errors.some_queries(q)
-    errors.values(q, k, v)
     errors.finite_but_for_masked(q, k, v, key_mask)
-    errors.extra(q, k, v, extra)
-    errors.scale(scale)
-    errors.tail(tail)
     errors.real("error", error, 0.0, torch.inf, "[0, inf)")
-    settings = errors.search_settings(search, SEARCH)
-    window = errors.radius(radius, q.ndim - 3)
     num_queries = errors.whole("num_queries", num_queries, 1)
-    errors.order(q, k, causal)
-    errors.key_mask(q, k, key_mask)
-    errors.score(score)
-    chosen = default_tail("softmax", causal, score) if isinstance(tail, str) else tail
-    if isinstance(chosen, (Clusters, Codebook)):
-        errors.clusters_only("softmax", causal, score)
-    if isinstance(chosen, Codebook):
-        width, factor = prepare_key(k[:0], score).shape[-1], default_scale(scale, q.shape[-1], score, "softmax")
-        check_codebook("tail", q, k, v, width, score, factor, key_mask, window, chosen)
-    if matches is not None:
-        errors.matches("matches", q, k, matches)
+    settings = resolved.search
+    assert settings is not None
+    chosen = None if resolved.tail is NO_TAIL else resolved.tail
+    window = resolved.radius
+    kappa = None if matches is None else matches.index.shape[-1]
     how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "score": score}
-    run = _Run(q, k, v, radius, how, scale, extra, impl, seed)
+    run = _Run(q, k, v, request, seed)
     setting = Setting(settings, chosen, radius if isinstance(radius, int) else window)
     truth = Truth.of(q, k, v, scale=scale, extra=extra, num_queries=num_queries, seed=seed, with_lse=True, **how)
     figures = run.figures(setting, truth, matches)
@@ -246,7 +239,7 @@ def trust(
         figures, truth.points, split=split, setting=setting, error=float(error), better=None,
         arguments={"causal": causal, "scale": scale, "score": score, "impl": impl, "grouped": q.shape[1] != k.shape[1],
                    "tensors": [name for name, x in (("key_mask", key_mask), ("extra", extra)) if x is not None]},
-        cost=keys_visited(q, k, settings, window, chosen, score, None if matches is None else matches.index.shape[-1]),
+        cost=keys_visited(q, k, settings, window, resolved.tail, score, kappa),
     )  # fmt: skip
     if found.verdict == "dense" and _least(found.recall.value) < LEAST_RECALL:
         return replace(found, better=run.with_more_sweeps(found, truth))
@@ -273,50 +266,44 @@ class _Run(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    radius: int | Sequence[int]
-    how: dict[str, Any]
-    scale: float | None
-    extra: tuple[Tensor, Tensor] | None
-    impl: Impl
+    request: Request
     seed: int
 
     def figures(self, setting: Setting, truth: Truth, matches: Matches | None = None) -> Figures:
         """What a setting misses of the sampled queries."""
         assert setting.search is not None
-        found = matches or api.search(self.q, self.k, search=setting.search, impl=self.impl, **self.how)
-        head, joined = self._attended(setting, found)
+        request = self.request._replace(search=setting.search, tail=None, matches=matches)
+        if matches is None:
+            matches = execute(pipeline.search, self.q, self.k, None, request)
+        windows = execute(pipeline.run, self.q, self.k, self.v, request._replace(matches=matches))
+        assert windows.lse is not None
         each = measure.recall_of_each(
-            self.q, self.k, found, separation=setting.search.separation, sample=len(truth.queries), seed=self.seed,
-            **self.how,
-        )  # fmt: skip
-        mass = (head.lse.flatten(2)[..., truth.queries].to(truth.lse.dtype) - truth.lse).exp()
-        tail = torch.full_like(mass, torch.nan) if joined is None else truth.square(joined)
+            self.q,
+            self.k,
+            matches,
+            separation=setting.search.separation,
+            sample=len(truth.queries),
+            seed=self.seed,
+            causal=request.causal,
+            key_mask=request.key_mask,
+            score=request.score,
+        )
+        mass = (windows.lse.flatten(2)[..., truth.queries].to(truth.lse.dtype) - truth.lse).exp()
+        tail_square = torch.full_like(mass, torch.nan)
+        if setting.tail is not None:
+            tail = self._seeded(setting)
+            joined = execute(pipeline.run, self.q, self.k, self.v, request._replace(matches=matches, tail=tail))
+            tail_square = truth.square(joined.out)
         some = truth.lse > -torch.inf
-        return Figures(torch.where(some, mass, torch.nan), each, truth.square(head.out), tail, truth.size)
+        return Figures(torch.where(some, mass, torch.nan), each, truth.square(windows.out), tail_square, truth.size)
 
-    def _attended(self, setting: Setting, found: Matches) -> tuple[Attended, Tensor | None]:
-        """The windows alone, and the output with the tail."""
-        same: dict[str, Any] = {"scale": self.scale, "impl": self.impl, **self.how}
-        head = api.attend(self.q, self.k, self.v, found, radius=self.radius, extra=self.extra, **same)
-        tail, search = setting.tail, setting.search
-        assert search is not None
-        if isinstance(tail, (Clusters, Hybrid)):
-            own = next((x for x in (tail.seed_tensor, search.seed_tensor) if x is not None), self.seed)
-            tail = replace(tail, seed=own)
-        if isinstance(tail, Hybrid):
-            drawn = api.estimate(
-                self.q, self.k, self.v, found, method=tail, radius=self.radius, extra=self.extra, **same
-            )
-            return head, drawn.out
-        if isinstance(tail, Clusters):
-            del same["causal"]
-            tail = api.cluster(self.q, self.k, self.v, clusters=tail, matches=found, radius=self.radius, **same)
-        if tail is None:
-            return head, None
-        same["causal"] = False
-        return head, api.attend(
-            self.q, self.k, self.v, found, radius=self.radius, extra=self.extra, tail=tail, **same
-        ).out
+    def _seeded(self, setting: Setting) -> Tail:
+        """The tail with its own seed, that of the search, or that of the sample."""
+        assert setting.search is not None
+        tail = as_tail(setting.tail, NO_TAIL)
+        if tail.seed_tensor is not None:
+            return tail
+        return tail.of_part(self.seed if setting.search.seed_tensor is None else setting.search.seed_tensor)
 
     def with_more_sweeps(self, before: Trust, truth: Truth) -> tuple[Setting, Errors] | None:
         """Twice the sweeps with the same tail, where that is measured to be better."""

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import errors, measure, statistics
-from .dense import dense_attention
+from . import measure, statistics
+from .dense import attend_extra, dense_attention
 from .exact import exact_attention, merge
 from .grid import grid_of
 from .scoring import accumulator
 from .statistics import Interval
-from .types import Attended, Score
+from .types import Score
 
 SHARE = 0.95  # of the queries, for which an error is promised
 
@@ -106,7 +106,7 @@ class Truth:
             return Truth(wanted, out, torch.zeros_like(out[..., 0]), math.prod(grid_of(q)))
         found = exact_attention(q, k, v, causal=causal, key_mask=key_mask, queries=wanted, **how)
         if extra is not None:
-            found = merge(found, _off_grid(q.flatten(2, -2)[:, :, wanted], extra, how))
+            found = merge(found, attend_extra(q.flatten(2, -2)[:, :, wanted], extra, scale, score))
         return Truth(wanted, found.out, found.lse, math.prod(grid_of(q)))
 
     def square(self, out: Tensor) -> Tensor:
@@ -121,30 +121,3 @@ class Truth:
     def errors(self, out: Tensor, confidence: float = statistics.CONFIDENCE) -> Errors:
         """Of an output [B, H, *G, F]; what is not finite where the truth is, is infinitely far off."""
         return Errors.of(self.square(out), self.size, self.points, confidence)
-
-
-def every_key(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
-    scale: float | None = None, score: Score = "dot", extra: tuple[Tensor, Tensor] | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Dense attention as `attention` has its arguments: by torch; a callable score in chunks of queries."""
-    how: dict[str, Any] = {"scale": scale, "score": score}
-    if isinstance(score, str):
-        return dense_attention(q, k, v, causal=causal, key_mask=key_mask, extra=extra, dropout_p=dropout_p, **how)
-    if dropout_p:
-        raise ValueError("dense attention with a callable score takes no dropout; pass dropout_p=0")
-    found = exact_attention(q, k, v, causal=causal, key_mask=key_mask, **how)
-    if extra is not None:
-        errors.extra(q, k, v, extra)
-        more = _off_grid(q.flatten(2, -2), extra, how)
-        shape = found.out.shape
-        found = merge(found, Attended(more.out.reshape(shape), more.lse.reshape(shape[:-1])))
-    return found.out
-
-
-def _off_grid(q: Tensor, extra: tuple[Tensor, Tensor], how: dict[str, Any]) -> Attended:
-    """Dense attention of queries [B, H, n, E] over the extra keys alone."""
-    if not extra[0].shape[2]:
-        return Attended(extra[1].new_zeros(*q.shape[:-1], extra[1].shape[-1]), q.new_full(q.shape[:-1], -torch.inf))
-    return exact_attention(q, *extra, **how)

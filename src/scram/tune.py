@@ -12,17 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import api, errors, modes, validate
+from . import errors, modes
 from .arguments import explains
-from .cost import keys_visited, tail_size
-from .defaults import default_tail
-from .estimators import Clusters, Hybrid
+from .cost import keys_visited
+from .dense import every_key
 from .grid import grid_of
+from .layout_hints import warn_about_layout
 from .options import Impl, Window
+from .pipeline import run
 from .plan import Plan, Rung, Setting
 from .precision import follows_autocast
+from .resolve import Request, default_tail, resolve
 from .statistics import queries_needed, shared
-from .truth import SHARE, Errors, Truth, every_key
+from .tails.base import NO_TAIL, Tail, as_tail
+from .tails.clusters import Clusters
+from .tails.drawn import Hybrid
+from .truth import SHARE, Errors, Truth
 from .types import Score, Search
 
 # The upper end of the interval is then an order statistic below the 96.5th percentile, shared over two looks at each of
@@ -82,15 +87,15 @@ def tune(
     >>> plan.dense, plan(q, k, v).shape
     (True, torch.Size([1, 1, 16, 16, 8]))
     """
-    validate.pairs(q, k, causal, key_mask, score)
-    radii = validate.attend(q, k, v, radius, scale, "softmax", extra, 0.0, window)
+    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score, "extra": extra}
+    request = Request(search=None, tail=None, radius=radius, window=window, impl=impl, **how)
+    radii = resolve(q, k, v, request).radius
+    warn_about_layout(q.shape, k.shape)
     errors.some_queries(q)
     errors.finite_but_for_masked(q, k, v, key_mask)
     errors.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
-    errors.one_of("impl", impl, errors.IMPLS)
     fits = errors.flag("fit", fit) and not any(x.requires_grad for x in (q, k, v))
     num_queries = errors.whole("num_queries", num_queries, 1)
-    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score, "extra": extra}
     settings = ladder(q, k, radius=radii, causal=causal, score=score, window=window, fit=fits, seed=seed)
     climb = _Climb(q, k, v, how, impl, error, shared(2 * len(settings)), num_queries, seed)
     rungs = [climb.rung(setting) for setting in settings]
@@ -116,7 +121,7 @@ def ladder(
     """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
     family, keys = default_tail("softmax", causal, score), math.prod(grid_of(k))
     one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
-    pairs: list[tuple[Search, Clusters | Hybrid | None]] = [(one, None)]
+    pairs: list[tuple[Search, Tail | None]] = [(one, None)]
     if isinstance(family, Clusters):
         few, some, lots = (replace(family, count=count) for count in COUNTS)
         fitted = replace(some, fit=FIT)
@@ -152,11 +157,12 @@ class _Climb:
         q, k, v = self.tensors
         assert setting.search is not None
         radius, work = errors.radius(setting.radius, q.ndim - 3), Work.of(setting)
-        keys = keys_visited(q, k, setting.search, radius, setting.tail, self.how["score"]).tail
+        keys = keys_visited(q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.how["score"]).tail
         if why := self._why_not(work):
             return Rung(setting, keys, note=f"not tried: {why}")
-        call = partial(api.attention, q, k, v, **self.how, impl=self.impl, **setting.arguments)
-        out, seconds = _timed(call, q, most=3, limit=self.best)
+        resolved = resolve(q, k, v, Request(**self.how, impl=self.impl, **setting.arguments))
+        result, seconds = _timed(partial(run, resolved, q, k, v), q, most=3, limit=self.best)
+        out = result.out
         found = self._errors(out)
         self.times = {other: min(t, seconds) if other.within(work) else t for other, t in self.times.items()}
         self.times[work], self.lows[work] = seconds, found.worst[1]
@@ -212,8 +218,8 @@ class Work(NamedTuple):
     @staticmethod
     def of(setting: Setting) -> Work:
         matches = 0 if setting.search is None else setting.search.matches
-        fit = setting.tail.fit if isinstance(setting.tail, Clusters) else 0
-        return Work(matches, tail_size(setting.tail), fit)
+        tail = as_tail(setting.tail, NO_TAIL)
+        return Work(matches, tail.samples, getattr(tail, "fit", 0))
 
     def within(self, other: Work) -> bool:
         return all(a <= b for a, b in zip(self, other, strict=True))

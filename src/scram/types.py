@@ -9,17 +9,16 @@ means "no key".
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import errors, places
 from .dtensors import is_dtensor
-from .options import Method, Propagate, ScoreName
+from .options import METHODS, Method, Propagate, ScoreName
 from .schedule import MOST_IN_TILES, PROPAGATE
 
 Score = ScoreName | Callable[[Tensor, Tensor], Tensor]
@@ -69,7 +68,7 @@ class Search:
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        errors.one_of("method", self.method, errors.METHODS)
+        errors.one_of("method", self.method, METHODS)
         errors.whole_fields(self, matches=1, sweeps=0, gossip=0)
         farthest = 2**31  # that keys can be apart
         object.__setattr__(self, "separation", min(errors.whole("separation", self.separation, 0), farthest))
@@ -103,11 +102,6 @@ class Search:
         least = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}.get(q.dtype)
         units = q.device.type == "cuda" and least is not None and q.shape[-1] >= least
         return "tile" if units and self.matches <= MOST_IN_TILES else "query"
-
-    def resolved(self, q: Tensor) -> Search:
-        """Deprecated: use `resolved_method`."""
-        warnings.warn("Search.resolved is now resolved_method", DeprecationWarning, stacklevel=2)
-        return replace(self, method=self.resolved_method(q), seed=self.seed_tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,3 +278,46 @@ class Attended(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+def check_matches(name: str, q: Tensor, k: Tensor, matches: Any) -> None:
+    """Raise where `matches` were not made for queries q [B, H, *G, E] and keys k [B, Hk, *G', E]."""
+    errors.instance(name, matches, Matches, "scram.Matches", "; scram.search returns one")
+    index = matches.index
+    if index.shape[:-1] != q.shape[:-1]:
+        raise ValueError(
+            f"{name} must have one entry per query, [B, H, *G] = {tuple(q.shape[:-1])}, got {tuple(index.shape[:-1])}"
+        )
+    if matches.key_grid != tuple(k.shape[2:-1]):
+        raise ValueError(f"{name} was made for key grid {matches.key_grid}, but k has {tuple(k.shape[2:-1])}")
+    if index.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {index.device}; use {name}.to(q.device)")
+
+
+def check_attended(name: str, q: Tensor, attended: Any, width: int | None = None) -> None:
+    """Raise where `attended` does not hold out and lse of every query of q [B, H, *G, E]."""
+    _check_attended(name, attended)
+    if attended.lse.shape != q.shape[:-1]:
+        raise ValueError(f"{name}.lse must be [B, H, *G] = {tuple(q.shape[:-1])}, got {tuple(attended.lse.shape)}")
+    want = (*q.shape[:-1], width)
+    if width is not None and attended.out.shape != want:
+        raise ValueError(f"{name}.out must be [B, H, *G, F] = {want}, got {tuple(attended.out.shape)}")
+
+
+def check_mergeable(a: Any, b: Any) -> None:
+    """Raise where two results are not of the same queries."""
+    _check_attended("a", a)
+    _check_attended("b", b)
+    if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape:
+        raise ValueError(
+            f"merge needs two results of the same queries, got out {tuple(a.out.shape)} and {tuple(b.out.shape)}"
+        )
+    if a.out.dtype != b.out.dtype or a.out.device != b.out.device:
+        raise ValueError(
+            f"merge needs results of one dtype and device, got {a.out.dtype} on {a.out.device} "
+            f"and {b.out.dtype} on {b.out.device}"
+        )
+
+
+def _check_attended(name: str, value: Any) -> None:
+    errors.instance(name, value, Attended, "scram.Attended (out, lse)", "; scram.attend returns one")

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+import part_calls
 import scram
 from in_interpreter import INTERPRETED
 from on_device import to
 from scram import dispatch
+from scram.inputs import Shard
 from scram.noise import draw_seed
-from scram.stages import Shard
 
 GRID, KEY_GRID = (5, 6), (6, 5)
 HEADS, KEY_HEADS = (2, 2) if INTERPRETED else (4, 2)
@@ -69,11 +70,11 @@ def answer(function, tensors, **how):
     return out.detach(), grads
 
 
-def compare(function, whole, part, **how):
+def compare(function, on_part, whole, part, **how):
     group = whole[0].shape[1] // whole[1].shape[1]
     want, grads = answer(function, whole, **how)
     own = [part_of(x, part, n) for x, n in zip(whole, (1, group, group), strict=True)]
-    out, own_grads = answer(function, own, **how, _shard=shard_of(whole[0], part))
+    out, own_grads = answer(on_part, own, **how, shard=shard_of(whole[0], part))
     assert torch.equal(out, want[part])
     for name, found, grad, n in zip("qkv", own_grads, grads, (1, group, group), strict=True):
         torch.testing.assert_close(
@@ -92,7 +93,9 @@ def test_part_of_an_attention(impl, name, part):
     if how.get("window", "query") not in dispatch.ENGINES[impl].windows:
         pytest.skip("the engine has no such windows")
     whole = problem(impl, causal=how.get("causal", False))
-    assert compare(scram.attention, whole, PARTS[part], impl=impl, **how)  # without rows the noise is another
+    assert compare(
+        scram.attention, part_calls.attention, whole, PARTS[part], impl=impl, **how
+    )  # without rows the noise is another
 
 
 @pytest.mark.interpreted
@@ -103,13 +106,15 @@ def test_part_of_an_estimate(impl, name):
     part = PARTS["heads"]
     found = scram.search(q, k, search=scram.Search("query", matches=2, seed=3), key_mask=mask, impl=impl)
 
-    def estimate(q, k, v, _shard=None):
-        here = part if _shard else (slice(None), slice(None)) if q.shape[1] == HEADS else part
-        matches = scram.Matches(found.index[here], found.score[here], KEY_GRID)
-        how = {"method": ESTIMATORS[name], "key_mask": mask[here], "impl": impl}
-        return scram.estimate(q, k, v, matches, **how, **({"_shard": _shard} if _shard else {}))
+    def estimate(q, k, v, shard=None):
+        rows = part if shard or q.shape[1] != HEADS else (slice(None), slice(None))
+        matches = scram.Matches(found.index[rows], found.score[rows], KEY_GRID)
+        how = {"method": ESTIMATORS[name], "key_mask": mask[rows], "impl": impl}
+        if shard is None:
+            return scram.estimate(q, k, v, matches, **how)
+        return part_calls.estimate(q, k, v, matches, **how, shard=shard)
 
-    assert compare(estimate, whole, part)
+    assert compare(estimate, estimate, whole, part)
 
 
 def test_part_of_a_fit():
@@ -119,5 +124,5 @@ def test_part_of_a_fit():
     want, _ = answer(scram.attention, whole, **how)
     part = PARTS["heads"]
     own = [part_of(x, part, n) for x, n in zip(whole, (1, 2, 2), strict=True)]
-    out, _ = answer(scram.attention, own, **how, _shard=shard_of(whole[0], part))
+    out, _ = answer(part_calls.attention, own, **how, shard=shard_of(whole[0], part))
     torch.testing.assert_close(out, want[part])

@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import Tensor
 
 from .. import measure
-from ..api import attend, search
+from ..functional import attend, search
 from ..types import Search
 from . import charts
 from .console import Numbers, Report, explained, numbers_table, progress

@@ -9,9 +9,9 @@ from rich.table import Table
 from torch import Tensor
 
 from .. import dispatch, measure
-from ..api import attend
-from ..estimators import Clusters
+from ..functional import attend
 from ..options import Impl
+from ..tails.clusters import Clusters
 from ..types import Attended, Search
 from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH

@@ -13,10 +13,10 @@ from rich.table import Table
 from torch import Tensor
 
 from .. import dispatch
-from ..estimators import Clusters
 from ..explorer import Explorer, explore
 from ..images.features import PatchFeatures
 from ..images.reading import Picture, read
+from ..tails.clusters import Clusters
 from ..types import Search
 from .arguments import IMPLS, MATCH_SCALE, PANES, PHOTOGRAPHS, one_of
 from .console import Numbers, Report, complain, numbers_table, progress

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import measure
-from ..api import attend, search
 from ..exact import exact_attention
+from ..functional import attend, search
 from ..images.match import own_places
 from ..types import Matches, Search
 from . import charts, pictures

@@ -20,8 +20,8 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from ..api import attention
 from ..dense import dense_attention
+from ..functional import attention
 from ..judge import Attention, Judge, Judgement, in_words
 from ..options import JudgedLayout
 from ..timing import memory_status

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import measure
-from ..api import search
+from ..functional import search
 from ..images.pca import principal_axes
 from ..timing import clock, memory_status, timed
 from ..types import Attended, Matches

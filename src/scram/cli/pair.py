@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..api import attend, cluster, search
-from ..estimators import Clusters
+from ..functional import attend, cluster, search
 from ..images.features import PatchFeatures
 from ..images.match import own_places
 from ..options import Impl
+from ..tails.clusters import Clusters
 from ..timing import now
 from ..types import Attended, Matches, Search
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH

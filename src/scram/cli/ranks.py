@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from .. import distributed
-from ..estimators import Clusters
 from ..exact import exact_attention
 from ..layout_hints import LayoutWarning
 from ..options import Mode
+from ..tails.clusters import Clusters
 from ..timing import memory_status, now, reset_peak
 from ..types import Search
 from .measuring import SCALE

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import attend, attention
 from ..exact import exact_search
+from ..functional import attend, attention
 from ..options import Auto
 from ..types import Search
 

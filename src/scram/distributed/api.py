@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import errors
-from ..api import attention as one_process
+from .. import errors, pipeline
 from ..arguments import explains
 from ..codebook import Codebook
-from ..estimators import Clusters, Hybrid
 from ..options import Auto, Impl, Mode, Weight, Window
+from ..pipeline import execute
 from ..precision import follows_autocast
+from ..resolve import Request
+from ..tails.clusters import Clusters
+from ..tails.drawn import Hybrid
 from ..types import Matches, Score, Search
 from .gather import gather_attention
 from .heads import alone, fits, heads_attention
@@ -80,38 +82,48 @@ def attention(
         out [B, H, n, *, F], for this rank's queries.
     """
     ranks = Ranks(mesh)
-    plain = all(x is None for x in (matches, extra, warm, halo)) and not dropout_p
-    if plain and alone(ranks, mode, q, k, tail):
-        options: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score}
-        options |= {"weight": weight, "window": window, "impl": impl}
-        return one_process(q, k, v, search=search, radius=radius, tail=tail, **options)
+    request = Request(
+        search=search,
+        tail=tail,
+        radius=radius,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        weight=weight,
+        extra=extra,
+        dropout_p=dropout_p,
+        warm=warm,
+        window=window,
+        impl=impl,
+        matches=matches,
+    )
+    if halo is None and alone(ranks, mode, q, k, request):
+        return execute(pipeline.run, q, k, v, request).out
     try:
         errors.one_of("mode", mode, MODES)
-        call = checked(
-            q, k, v, key_mask, search, radius, tail, causal, scale, score, weight, window, impl, matches, halo,
-            extra, dropout_p, warm,
-        )  # fmt: skip
+        checked_call = checked(q, k, v, request, halo)
         if q.device.type != ranks.device.type:
             raise ValueError(f"q must be on the mesh's device type {ranks.device.type!r}, got {q.device}")
     except Exception as error:
         ranks.told(error, ranks.exchange([1] * len(FIELDS)))
         raise
-    shards = Shards.of(ranks, q, k, v, key_mask, call)
+    shards = Shards.of(ranks, q, k, v, key_mask, checked_call)
     chosen = _chosen(mode, shards)
     return {"heads": heads_attention, "gather": gather_attention, "ring": ring_attention}[chosen](shards)
 
 
 def _chosen(mode: str, shards: Shards) -> str:
     """The mode; all ranks know the same of all shards, so that they choose and refuse alike."""
-    call = shards.call
-    given = {"extra": call.extra is not None, "dropout_p": bool(call.dropout_p)}
-    whole = {"matches": call.matches is not None, "warm": call.warm is not None}
-    whole["a Codebook as tail"] = call.book is not None
-    limited = call.search.reach is not None
+    request = shards.request
+    given = {"extra": request.extra is not None, "dropout_p": bool(request.dropout_p)}
+    whole = {"matches": request.matches is not None, "warm": request.warm is not None}
+    whole["a Codebook as tail"] = shards.call.codebook is not None
+    limited = shards.call.search.reach is not None
     if mode == "auto":
         if any(whole.values()):
             mode = "gather"
-        elif call.causal or limited or (fits(shards) and not any(given.values())):
+        elif request.causal or limited or (fits(shards) and not any(given.values())):
             mode = "heads"
         else:
             width = shards.k.shape[-1] + shards.v.shape[-1]
@@ -120,9 +132,9 @@ def _chosen(mode: str, shards: Shards) -> str:
     if mode == "heads" and not fits(shards):
         raise ValueError(
             f"mode='heads' needs key heads in multiples of the ranks, got {shards.k.shape[1]} heads on "
-            f"{shards.ranks.size} ranks; use mode='gather' or 'ring'" + (", without causal" if call.causal else "")
+            f"{shards.ranks.size} ranks; use mode='gather' or 'ring'" + (", without causal" if request.causal else "")
         )
-    if call.causal and mode != "heads":
+    if request.causal and mode != "heads":
         raise ValueError(f"mode={mode!r} knows no causal order between shards; use mode='heads'")
     if limited and mode != "heads":
         raise ValueError(f"Search(reach=...) needs the whole grid, got mode={mode!r}; use mode='heads' without warm")

@@ -8,48 +8,50 @@ every rank assigns its own keys, and the means of all ranks are joined.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api import cluster
+from .. import pipeline
 from ..clustering import SAMPLED_KEYS, SAMPLED_QUERIES
 from ..codebook import Codebook
-from ..estimators import Clusters
-from ..layout_hints import accept
 from ..noise import noise
+from ..pipeline import execute
+from ..tails.clusters import Clusters
 from .mesh import Layout, pack, packed_size, unpack
 from .shards import Shards, public_mask, shard_seed
 
 
 def own_clusters(shards: Shards) -> list[Tensor]:
     """What travels of this rank's keys, with their own clusters."""
-    tail, rank = shards.call.tail, shards.ranks.rank
-    if not isinstance(tail, Clusters) or shards.keys[rank] == 0:
+    clusters = shards.call.clusters
+    rank = shards.ranks.rank
+    if clusters is None or shards.keys[rank] == 0:
         return shards.travelling(None)
     q = shards.q if shards.queries[rank] else shards.q.new_ones((*shards.q.shape[:2], 1, *shards.q.shape[3:]))
-    settings = replace(tail, seed=shard_seed(shards.tail_seed, shards.first_key(rank)))
+    settings = replace(clusters, seed=shard_seed(shards.tail_seed, shards.first_key(rank)))
     return shards.travelling(_clustered(shards, settings, q, shards.k, shards.v, shards.key_mask))
 
 
 def are_joint(shards: Shards) -> bool:
     """Whether ranks share the work: each has as many keys as clusters are wanted, or none. Else each does it all."""
-    tail, row = shards.call.tail, shards.k.shape[3:-1].numel()
-    return isinstance(tail, Clusters) and shards.ranks.size > 1 and all(
-        n == 0 or n * row >= tail.count for n in shards.keys
-    )  # fmt: skip
+    clusters = shards.call.clusters
+    row = shards.k.shape[3:-1].numel()
+    if clusters is None or shards.ranks.size == 1:
+        return False
+    return all(n == 0 or n * row >= clusters.count for n in shards.keys)
 
 
 def joint_clusters(shards: Shards) -> list[Tensor]:
     """What travels of this rank's keys, with their part of the clusters of the whole grid; all ranks call it."""
-    ranks, tail = shards.ranks, shards.call.tail
-    assert isinstance(tail, Clusters)
+    ranks = shards.ranks
+    clusters = shards.call.clusters
+    assert clusters is not None
     with ranks.together():
         mine = samples(shards)
     q, k, v, *rest = exchanged_samples(shards, mine)
     mask = rest[0] if rest else None
-    settings = replace(tail, seed=shards.tail_seed)
+    settings = replace(clusters, seed=shards.tail_seed)
     with ranks.together():
         start = _clustered(shards, settings, q, k, v, mask)
         book = None
@@ -61,8 +63,9 @@ def joint_clusters(shards: Shards) -> list[Tensor]:
 
 def joined(shards: Shards, centres: Tensor, values: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Means [B, Hc, C, E], [B, Hc, C, F] and sizes [B, Hc, C] of clusters, from those of each rank, C after C."""
-    assert isinstance(shards.call.tail, Clusters)
-    each = sizes.shape[2] // shards.call.tail.count, shards.call.tail.count
+    assert shards.call.clusters is not None
+    count = shards.call.clusters.count
+    each = (sizes.shape[2] // count, count)
     parts = sizes.reshape(*sizes.shape[:2], *each)
     whole = parts.sum(2).to(sizes.dtype)
     weight = (parts.to(centres.dtype) / whole.clamp(min=1).unsqueeze(2)).unsqueeze(-1)
@@ -72,8 +75,8 @@ def joined(shards: Shards, centres: Tensor, values: Tensor, sizes: Tensor) -> tu
 
 def clusters_of_all(shards: Shards, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Codebook:
     """Clusters of the keys of all ranks k [B, Hk, *G', E], made on this one."""
-    assert isinstance(shards.call.tail, Clusters)
-    return _clustered(shards, replace(shards.call.tail, seed=shards.tail_seed), q, k, v, mask)
+    assert shards.call.clusters is not None
+    return _clustered(shards, replace(shards.call.clusters, seed=shards.tail_seed), q, k, v, mask)
 
 
 def samples(shards: Shards) -> list[Tensor]:
@@ -100,8 +103,8 @@ def samples(shards: Shards) -> list[Tensor]:
 
 def _sample_sizes(shards: Shards, rank: int) -> tuple[int, int]:
     """Queries and keys that a rank gives, by its share of all."""
-    assert isinstance(shards.call.tail, Clusters)
-    most = SAMPLED_QUERIES, max(SAMPLED_KEYS, shards.call.tail.count)
+    assert shards.call.clusters is not None
+    most = SAMPLED_QUERIES, max(SAMPLED_KEYS, shards.call.clusters.count)
     queries, keys = (
         min(n[rank] * x.shape[3:-1].numel(), -(-wanted * n[rank] // max(sum(n), 1)))
         for n, x, wanted in zip((shards.queries, shards.keys), (shards.q, shards.k), most, strict=True)
@@ -136,10 +139,22 @@ def exchanged_samples(shards: Shards, mine: list[Tensor]) -> list[Tensor]:
 
 
 def _clustered(
-    shards: Shards, settings: Clusters, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    shards: Shards,
+    settings: Clusters,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
     warm: Codebook | None = None,
-) -> Codebook:  # fmt: skip
-    call = shards.call
-    options: dict[str, Any] = {"scale": call.scale, "score": call.score, "impl": call.impl, "warm": warm}
-    accept(q.shape, k.shape)  # a sample lies on one axis
-    return cluster(q.detach(), k, v, clusters=settings, key_mask=public_mask(mask), **options)
+) -> Codebook:
+    request = shards.request._replace(
+        search=None,
+        tail=settings,
+        key_mask=public_mask(mask),
+        extra=None,
+        dropout_p=0.0,
+        warm=None,
+        matches=None,
+        warm_codebook=warm,
+    )
+    return execute(pipeline.cluster, q.detach(), k, v, request)

@@ -7,10 +7,9 @@ does, or are whole, and then each rank takes its part of them. Nothing is sent b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import dtensors
 from ..codebook import Codebook
-from ..defaults import SEARCH, default_tail, goes_dense
-from ..dense import dense_attention
-from ..estimators import Clusters
+from ..inputs import Shard as Part
 from ..noise import draw_seed
-from ..stages import Shard as Part
+from ..pipeline import Stage
+from ..resolve import Request, as_search, default_tail, goes_dense, resolve
+from ..tails.base import Tail, as_tail
 from ..types import Matches
 
 Placements = tuple[Placement, ...]
@@ -33,53 +32,34 @@ Span = tuple[int, int]  # begin and end
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the local calls of a compiled function run as they are
-def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a public function of the package returns for DTensors: DTensors that lie as q does."""
-    try:
-        given: dict[str, Any] = _signature(function).bind(*args, **kwargs).arguments
-    except TypeError:
-        return function(*args, **kwargs)  # which says what is wrong
-    q, k = given["q"], given["k"]
-    for name in ("k", "v"):
-        if name in given and not isinstance(given[name], DTensor):
-            raise TypeError(f"{name} must be a DTensor as q is, got {type(given[name]).__name__}")
+def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> Any:
+    """What a stage of `pipeline` returns for DTensors: DTensors that lie as q does."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, DTensor) and not (name == "v" and v is None):
+            raise TypeError(f"{name} must be a DTensor as q is, got {type(x).__name__}")
     held = Held.of(q, k)
-    if function.__name__ == "attention" and _is_dense(given):
-        function = dense_attention
-        given = {name: x for name, x in given.items() if name in _signature(dense_attention).parameters}
-    elif function.__name__ == "attention" and isinstance(given.get("search", "auto"), str):
-        given["search"] = SEARCH  # a search: what each rank holds of it may be small
-    if held.split and _clusters(function.__name__, given):
+    # Whether it is dense is decided by the whole call: what each rank holds of it may be small.
+    if v is not None and goes_dense(q, k, v, request):
+        request = request._replace(search=None, tail=None)
+    elif request.search.__class__ is str:
+        request = request._replace(search=as_search(request.search))
+    if held.split and v is not None and _tail_of(request).needs_all_queries:
         raise ValueError(
             f"{held.key_heads} key heads do not divide among the ranks that {held.shape[1]} heads of q are cut for: "
             f"no rank has all queries that clusters of a key head need; use Shard(0), tail=scram.Hybrid() or tail=None"
         )
     local = _Local(held, q.ndim - 3)
-    own = {name: local.of(name, x) for name, x in given.items()}
-    if "_shard" in _signature(function).parameters:
-        own["_shard"] = Part(held.rows, lambda: _one_seed(held.mesh, q.device))
-    return _wrapped(function(**own), held, given.get("key_mask"))
+    own = request._replace(**{name: local.of(name, x) for name, x in request._asdict().items()})
+    own_q = local.of("q", q)
+    own_k = local.of("k", k)
+    own_v = None if v is None else local.of("v", v)
+    part = Part(held.rows, lambda: _one_seed(held.mesh, q.device))
+    return _wrapped(stage(resolve(own_q, own_k, own_v, own), own_q, own_k, own_v, part), held, request.key_mask)
 
 
-@lru_cache(maxsize=64)
-def _signature(function: Callable[..., Any]) -> Signature:
-    return signature(function)
-
-
-def _is_dense(given: dict[str, Any]) -> bool:
-    """Whether the whole call is dense attention, as `scram.attention` of one process has it."""
-    said = given.get("warm") is not None or given.get("impl", "auto") != "auto"
-    automatic = all(isinstance(given.get(name, "auto"), str) for name in ("search", "tail"))
-    weight, score = given.get("weight", "softmax"), given.get("score", "dot")
-    return automatic and not said and goes_dense(given["q"], given["k"], given["v"], weight, score)
-
-
-def _clusters(name: str, given: dict[str, Any]) -> bool:
-    """Whether the call makes clusters."""
-    tail = given.get("method") if name == "estimate" else given.get("tail", "auto")
-    if isinstance(tail, str) and name == "attention":
-        tail = default_tail(given.get("weight", "softmax"), given.get("causal", False), given.get("score", "dot"))
-    return name == "cluster" or isinstance(tail, Clusters)
+def _tail_of(request: Request) -> Tail:
+    default = default_tail(request.weight, request.causal, request.score)
+    return as_tail(request.tail, default, windows=False)
 
 
 def _one_seed(mesh: DeviceMesh, device: torch.device) -> Tensor:
@@ -273,19 +253,22 @@ def _tensors(x: Any) -> dict[str, Tensor]:
 # --- what comes back ---
 
 
-def _wrapped(found: Any, held: Held, key_mask: Tensor | None) -> Any:
-    """The result of the whole call."""
-    if isinstance(found, Tensor):
-        return _distributed(found, held, held.shape[1])
-    if isinstance(found, Codebook):
-        by_keys = found.sizes.shape[1] != (held.shape[1] if held.empty else held.heads[1] - held.heads[0])
+def _wrapped(value: Any, held: Held, key_mask: Tensor | None) -> Any:
+    """A result, or a part of one, as that of the whole call."""
+    if isinstance(value, Tensor):
+        return _distributed(value, held, held.shape[1])
+    if isinstance(value, Codebook):
+        by_keys = value.sizes.shape[1] != (held.shape[1] if held.empty else held.heads[1] - held.heads[0])
         heads = held.key_heads if by_keys else held.shape[1]
-        tensors = {name: x for name, x in _tensors(found).items() if name != "key_mask"}
-        made: dict[str, Any] = {name: _distributed(x, held, heads) for name, x in tensors.items()}
-        return replace(found, **made, key_mask=key_mask)
-    if is_dataclass(found) and not isinstance(found, type):
-        return replace(found, **{name: _distributed(x, held, held.shape[1]) for name, x in _tensors(found).items()})
-    return type(found)(*(_distributed(x, held, held.shape[1]) for x in found))
+        tensors = {name: x for name, x in _tensors(value).items() if name != "key_mask"}
+        whole: dict[str, Any] = {name: _distributed(x, held, heads) for name, x in tensors.items()}
+        return replace(value, **whole, key_mask=key_mask)
+    if isinstance(value, Matches):
+        index, score = (_distributed(x, held, held.shape[1]) for x in (value.index, value.score))
+        return Matches(index, score, value.key_grid)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_wrapped(x, held, key_mask) for x in value))
+    return value
 
 
 def _distributed(local: Tensor, held: Held, heads: int) -> DTensor:

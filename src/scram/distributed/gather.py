@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..api import attend
+from .. import pipeline
 from ..codebook import Codebook
-from ..defaults import goes_dense
-from ..dense import dense_attention
-from ..estimators import Clusters, Hybrid
+from ..pipeline import execute
+from ..resolve import goes_dense
 from ..scoring import accumulator
+from ..tails.base import Tail
 from ..types import Matches
 from .clusters import are_joint, clusters_of_all, joined, joint_clusters
 from .guard import guarded
@@ -25,37 +25,42 @@ from .shards import Shards, public_mask, shard_seed
 
 def gather_attention(shards: Shards) -> Tensor:
     """out [B, H, queries of this rank, *, F]."""
-    call, q = shards.call, shards.q
-    dense = call.automatic and _goes_dense(shards)
+    q = shards.q
+    dense = _goes_dense(shards)
     rows = 0 if dense else halo_rows(shards)
-    halo, warm = exchanged(shards, q, rows), _warm(shards, rows)
+    halo = exchanged(shards, q, rows)
+    warm = _warm(shards, rows)
     k, v, mask, book = _gathered(shards, not dense and are_joint(shards))
-    book = call.book if book is None else book
-    clusters, first = [] if book is None else [book.centres, book.values], shards.first_query(shards.ranks.rank)
+    book = shards.call.codebook if book is None else book
+    means = () if book is None else (book.centres, book.values)
+    first = shards.first_query(shards.ranks.rank)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        means, extra = rest[: len(clusters)], rest[len(clusters) :]
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
         if q.shape[2] == 0:
             return _nothing(q, v, k, *rest)
-        pair = (extra[0], extra[1]) if extra else None
+        extra = rest[len(means) :]
+        request = shards.request._replace(key_mask=mask, warm=None, extra=(extra[0], extra[1]) if extra else None)
         with shards.dropping(first):
             if dense:
-                options: dict[str, Any] = {"scale": call.scale, "score": call.score, "dropout_p": call.dropout_p}
-                return dense_attention(q, k, v, key_mask=mask, extra=pair, **options)
-            own = None if book is None else replace(book, centres=means[0], values=means[1])
-            return _local(shards, matches(k), q, k, v, mask, own, pair)
+                request = request._replace(search=None, tail=None, matches=None)
+            else:
+                own = None if book is None else replace(book, centres=rest[0], values=rest[1])
+                request = request._replace(
+                    search=None, matches=matches(k), tail=_tail(shards, q, k, v, mask) if own is None else own
+                )
+            return execute(pipeline.run, q, k, v, request).out
 
     def matches(k: Tensor) -> Matches:
-        if call.matches is not None:
-            return call.matches
+        if shards.request.matches is not None:
+            return shards.request.matches
         return search_shard(shards, halo, shard_seed(shards.seed, first), q, k, mask, warm)
 
-    return guarded(shards.ranks, run, q, k, v, *clusters, *(call.extra or ()))
+    return guarded(shards.ranks, attend, q, k, v, *means, *(shards.request.extra or ()))
 
 
 def _warm(shards: Shards, rows: int) -> Matches | None:
     """Matches to start from, with those of the halo."""
-    warm = shards.call.warm
+    warm = shards.request.warm
     halo = None if warm is None else exchanged(shards, warm.index, rows)
     if warm is None or halo is None:
         return warm
@@ -63,18 +68,11 @@ def _warm(shards: Shards, rows: int) -> Matches | None:
     return Matches(index, torch.zeros_like(index, dtype=torch.float32), warm.key_grid)  # scores are computed anew
 
 
-def _local(
-    shards: Shards, matches: Matches, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, book: Codebook | None,
-    extra: tuple[Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
-    call, tail = shards.call, cast(Any, book)
-    if isinstance(call.tail, Hybrid):
-        tail = replace(call.tail, seed=shards.tail_seed)  # drawn for a row, whichever rank has its queries
-    elif isinstance(call.tail, Clusters) and book is None:
-        tail = clusters_of_all(shards, q, k, v, mask)
-    options: dict[str, Any] = {"scale": call.scale, "score": call.score, "weight": call.weight, "impl": call.impl}
-    options |= {"radius": call.radius, "window": call.window, "extra": extra, "dropout_p": call.dropout_p}
-    return attend(q, k, v, matches, key_mask=mask, tail=tail, **options).out
+def _tail(shards: Shards, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tail:
+    """The tail of this rank's queries and all keys."""
+    if shards.call.clusters is not None:
+        return clusters_of_all(shards, q, k, v, mask)
+    return shards.call.tail.of_part(shards.tail_seed)  # drawn for a row, whichever rank has its queries
 
 
 def _goes_dense(shards: Shards) -> bool:
@@ -85,7 +83,7 @@ def _goes_dense(shards: Shards) -> bool:
             (shards.q, shards.k, shards.v), (max(shards.queries), sum(shards.keys), sum(shards.keys)), strict=True
         )
     )
-    return goes_dense(q, k, v, shards.call.weight, shards.call.score)
+    return goes_dense(q, k, v, shards.call.given)
 
 
 def _nothing(q: Tensor, v: Tensor, *parts: Tensor) -> Tensor:
@@ -99,7 +97,7 @@ def _gathered(shards: Shards, joint: bool) -> tuple[Tensor, Tensor, Tensor | Non
     if joint:
         mine = joint_clusters(shards)
     else:
-        shards = replace(shards, call=replace(shards.call, tail=None))
+        shards = shards.without_tail()
         mine = shards.travelling(None)
     k, v, *rest = _Gather.apply(shards, *mine)  # type: ignore[no-untyped-call]
     if not joint:
@@ -107,7 +105,7 @@ def _gathered(shards: Shards, joint: bool) -> tuple[Tensor, Tensor, Tensor | Non
     centres, values, *constants, label, sizes = rest
     mask = public_mask(constants[0]) if constants else None
     centres, values, sizes = joined(shards, centres, values, sizes)
-    book = Codebook(centres, values, sizes, label, str(shards.call.score), shards.call.scale, mask)
+    book = Codebook(centres, values, sizes, label, str(shards.request.score), shards.scale, mask)
     return k, v, mask, book
 
 

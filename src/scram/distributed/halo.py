@@ -7,13 +7,13 @@ find less. The matches of the halo are dropped: its rows are searched by the ran
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..api import search
-from ..layout_hints import accept
+from .. import pipeline
+from ..pipeline import execute
 from ..types import Matches
 from .mesh import Layout, pack, packed_size, unpack
 from .shards import Shards
@@ -37,11 +37,12 @@ class Halo(NamedTuple):
 
 def halo_rows(shards: Shards) -> int:
     """How many rows on either side; all ranks know the same."""
-    call = shards.call
-    if call.matches is not None or call.search.sweeps == 0:
+    search = shards.call.search
+    halo = shards.call.halo
+    if shards.request.matches is not None or search.sweeps == 0:
         return 0
-    wanted = JUMPS * max(call.search.jumps, default=0) if call.halo is None else call.halo
-    return min(wanted, max(shards.queries) if call.halo is None else sum(shards.queries))
+    wanted = JUMPS * max(search.jumps, default=0) if halo is None else halo
+    return min(wanted, max(shards.queries) if halo is None else sum(shards.queries))
 
 
 def exchanged(shards: Shards, x: Tensor, rows: int) -> Halo | None:
@@ -83,16 +84,20 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def search_shard(
-    shards: Shards, halo: Halo | None, seed: Tensor, q: Tensor, k: Tensor, mask: Tensor | None,
+    shards: Shards,
+    halo: Halo | None,
+    seed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
     warm: Matches | None = None,
-) -> Matches:  # fmt: skip
+) -> Matches:
     """The matches of this rank's queries q [B, H, n, *, E] among keys k; `warm` has those of the halo too."""
-    call = shards.call
-    options: dict[str, Any] = {"key_mask": mask, "score": call.score, "impl": call.impl, "warm": warm}
-    settings, q, k = replace(call.search, seed=seed), q.detach(), k.detach()
+    request = shards.request._replace(
+        search=replace(shards.call.search, seed=seed), key_mask=mask, warm=warm, matches=None, extra=None
+    )
+    wide = q.detach() if halo is None else halo.around(q.detach())
+    matches = execute(pipeline.search, wide, k.detach(), None, request)
     if halo is None:
-        return search(q, k, search=settings, **options)
-    wide = halo.around(q)
-    accept(wide.shape, k.shape)
-    found = search(wide, k, search=settings, **options)
-    return Matches(halo.without(found.index), halo.without(found.score), found.key_grid)
+        return matches
+    return Matches(halo.without(matches.index), halo.without(matches.score), matches.key_grid)

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..api import attention
 from ..codebook import Codebook
-from ..defaults import goes_dense
-from ..dense import dense_attention
-from ..estimators import Clusters
+from ..inputs import Shard
 from ..noise import draw_seed
-from ..stages import Shard
+from ..pipeline import run
+from ..resolve import Request, goes_dense, resolve
 from .guard import guarded
 from .mesh import Ranks, pack, packed_size, unpack
 from .shards import Shards, public_mask
@@ -29,12 +27,15 @@ def fits(shards: Shards) -> bool:
     return shards.k.shape[1] % shards.ranks.size == 0
 
 
-def alone(ranks: Ranks, mode: str, q: Any, k: Any, tail: Any) -> bool:
+def alone(ranks: Ranks, mode: str, q: Any, k: Any, request: Request) -> bool:
     """Whether `scram.attention` has the answer: on one rank, with points and without what several ranks refuse."""
-    if ranks.size > 1 or mode not in ("auto", "heads") or isinstance(tail, Codebook):
+    given = (request.matches, request.extra, request.warm)
+    if ranks.size > 1 or mode not in ("auto", "heads") or request.dropout_p or any(x is not None for x in given):
         return False
-    fit = isinstance(tail, Clusters) and tail.fit
-    return not fit and all(isinstance(x, Tensor) and x.device.type == ranks.device.type and x.numel() for x in (q, k))
+    # Clusters that are fitted, and codebooks, are refused or run elsewhere.
+    if getattr(request.tail, "fit", 0) or isinstance(request.tail, Codebook):
+        return False
+    return all(isinstance(x, Tensor) and x.device.type == ranks.device.type and x.numel() for x in (q, k))
 
 
 def heads_attention(shards: Shards) -> Tensor:
@@ -43,12 +44,12 @@ def heads_attention(shards: Shards) -> Tensor:
     q, k, v = _Trade.apply(ranks, rows, True, shards.q, shards.k, shards.v)  # type: ignore[no-untyped-call]
     mask = _own_mask(shards, ranks.rank * q.shape[1], q.shape[1])
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[2] == 0:
             return q.new_zeros((*q.shape[:-1], v.shape[-1])) + q.sum() + k[:0].sum() + v[:0].sum()
         return _local(shards, q, k, v, mask)
 
-    out = guarded(ranks, run, q, k, v)
+    out = guarded(ranks, attend, q, k, v)
     (back,) = _Trade.apply(ranks, rows[:1], False, out)  # type: ignore[no-untyped-call]
     whole: Tensor = back
     return whole
@@ -56,16 +57,19 @@ def heads_attention(shards: Shards) -> Tensor:
 
 def _local(shards: Shards, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """The attention of this rank's heads, with the noise of their rows among all."""
-    call, size = shards.call, shards.ranks.size
-    options: dict[str, Any] = {"scale": call.scale, "score": call.score, "causal": call.causal, "key_mask": mask}
+    size = shards.ranks.size
     # Of all heads, as one process would choose.
     all_q, all_k, all_v = (x[:, :1].expand(-1, size * x.shape[1], *x.shape[2:]) for x in (q, k, v))
-    if call.automatic and goes_dense(all_q, all_k, all_v, call.weight, call.score):
-        return dense_attention(q, k, v, **options)
-    search = replace(call.search, seed=shards.seed)
-    tail = None if call.tail is None else replace(call.tail, seed=shards.tail_seed)
-    options |= {"radius": call.radius, "weight": call.weight, "window": call.window, "impl": call.impl}
-    return attention(q, k, v, search=search, tail=tail, **options, _shard=Shard(_rows(shards.ranks, q), draw_seed))
+    if goes_dense(all_q, all_k, all_v, shards.call.given):
+        request = shards.request._replace(search=None, tail=None, key_mask=mask)
+    else:
+        request = shards.request._replace(
+            search=replace(shards.call.search, seed=shards.seed),
+            tail=shards.call.tail.of_part(shards.tail_seed),
+            key_mask=mask,
+        )
+    part = Shard(_rows(shards.ranks, q), draw_seed)
+    return run(resolve(q, k, v, request), q, k, v, part).out
 
 
 def _rows(ranks: Ranks, q: Tensor) -> Tensor | None:

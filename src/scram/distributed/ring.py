@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..api import attend
+from .. import pipeline
 from ..codebook import Codebook
-from ..estimators import Clusters, Hybrid
+from ..pipeline import execute
 from ..scoring import accumulator
 from ..types import Attended
 from .clusters import own_clusters
@@ -30,7 +30,7 @@ def ring_attention(shards: Shards) -> Tensor:
     with shards.ranks.together():
         mine = own_clusters(shards)
     halo = exchanged(shards, shards.q, halo_rows(shards))
-    out: Tensor = _Ring.apply(shards, halo, shards.q, *mine, *(shards.call.extra or ()))  # type: ignore[no-untyped-call]
+    out: Tensor = _Ring.apply(shards, halo, shards.q, *mine, *(shards.request.extra or ()))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -41,24 +41,30 @@ def attend_shard(
 
     `extra`: (k_extra, v_extra) too where they belong to this stop, else ().
     """
-    call = shards.call
     k, v, *rest = keys
-    book: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-    if isinstance(call.tail, Clusters):
-        centres, values, *rest, label, sizes = rest
-        book = centres, values, sizes, label
-    mask = public_mask(rest[0]) if rest else None
-    first = shards.first_query(shards.ranks.rank), shards.first_key(origin)
-    tail: Any = Codebook(*book, score=str(call.score), scale=call.scale, key_mask=mask) if book else None
-    if isinstance(call.tail, Hybrid):
-        samples = shards.share(call.tail.samples, origin)
-        tail = replace(call.tail, samples=samples, seed=shard_seed(shards.tail_seed, first[1]))
-    found = search_shard(shards, halo, shard_seed(shards.seed, *first), q, k, mask)
-    options: dict[str, Any] = {"scale": call.scale, "score": call.score, "weight": call.weight, "impl": call.impl}
-    options |= {"radius": call.radius, "window": call.window, "dropout_p": call.dropout_p, "tail": tail}
-    with shards.dropping(*first):
-        made = attend(q, k, v, found, key_mask=mask, extra=(extra[0], extra[1]) if extra else None, **options)
-    return Attended(made.out.to(accumulator(v.dtype)), made.lse)
+    first_query = shards.first_query(shards.ranks.rank)
+    first_key = shards.first_key(origin)
+    if shards.call.clusters is None:
+        mask = public_mask(rest[0]) if rest else None
+        tail = shards.call.tail.of_part(shard_seed(shards.tail_seed, first_key), shards.share(origin))
+    else:
+        centres, values, *masks, label, sizes = rest
+        mask = public_mask(masks[0]) if masks else None
+        tail = Codebook(
+            centres, values, sizes, label, score=str(shards.request.score), scale=shards.scale, key_mask=mask
+        )
+    matches = search_shard(shards, halo, shard_seed(shards.seed, first_query, first_key), q, k, mask)
+    request = shards.request._replace(
+        search=None,
+        tail=tail,
+        key_mask=mask,
+        extra=(extra[0], extra[1]) if extra else None,
+        matches=matches,
+    )
+    with shards.dropping(first_query, first_key):
+        result = execute(pipeline.run, q, k, v, request)
+    assert result.lse is not None
+    return Attended(result.out.to(accumulator(v.dtype)), result.lse)
 
 
 class _Ring(torch.autograd.Function):
@@ -139,7 +145,7 @@ class _Ring(torch.autograd.Function):
 
 def _parted(shards: Shards, given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """What travels, and `extra`, () where there is none."""
-    count = len(given) - 2 * (shards.call.extra is not None)
+    count = len(given) - 2 * (shards.request.extra is not None)
     return given[:count], given[count:]
 
 

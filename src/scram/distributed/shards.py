@@ -3,111 +3,110 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from .. import errors, validate
+from .. import errors
 from ..codebook import Codebook
-from ..defaults import SEARCH, default_tail
-from ..estimators import Clusters, Hybrid
 from ..noise import draw_seed, noise
-from ..options import Impl, Weight, Window
-from ..scoring import accumulator, default_scale
+from ..resolve import Request, as_search, default_tail, resolve, tail_kind
+from ..scoring import accumulator
+from ..tails.base import NO_TAIL, Tail, as_tail
+from ..tails.clusters import Clusters
 from ..types import Matches, Score, Search
 from .mesh import Layout, Ranks, packed_size
 
 
 @dataclass(frozen=True)
 class Call:
-    """Settings of a call that were checked on this rank."""
+    """A call that was checked on this rank.
 
-    search: Search
-    tail: Clusters | Hybrid | None
-    radius: tuple[int, ...]
-    causal: bool
-    scale: float
-    score: Score
-    weight: Weight
-    window: Window
-    impl: Impl
-    matches: Matches | None
+    Args:
+        given: its options as they were given.
+        request: the same with settings for "auto", and without the mask, which `Shards` has.
+        halo: as in `attention`.
+    """
+
+    given: Request
+    request: Request
     halo: int | None
-    extra: tuple[Tensor, Tensor] | None
-    dropout_p: float
-    warm: Matches | None
-    book: Codebook | None  # in place of a tail
-    automatic: bool
 
-    def words(self) -> int:
+    @property
+    def search(self) -> Search:
+        assert isinstance(self.request.search, Search)
+        return self.request.search
+
+    @property
+    def tail(self) -> Tail:
+        return as_tail(self.request.tail, NO_TAIL)
+
+    @property
+    def clusters(self) -> Clusters | None:
+        """The settings of clusters that are still to be made."""
+        return self.request.tail if isinstance(self.request.tail, Clusters) else None
+
+    @property
+    def codebook(self) -> Codebook | None:
+        """Clusters that were given."""
+        return self.request.tail if isinstance(self.request.tail, Codebook) else None
+
+    def checksum(self) -> int:
         """A number that differs where settings do; seeds aside, since rank 0's count."""
-        named: str | Score = self.score
-        if callable(named):
-            named = getattr(named, "__qualname__", type(named).__qualname__)
-        seedless = [None if x is None else replace(x, seed=None) for x in (self.search, self.tail)]
-        rest = (self.radius, self.causal, self.scale, self.weight, self.window, self.impl, self.matches is None)
-        kappa = 0 if self.warm is None else self.warm.index.shape[-1]
-        more = self.halo, self.extra is None, self.dropout_p, kappa, self.book, self.automatic
-        return crc32(repr((seedless, named, rest, more)).encode())
+        request = self.request
+        score: str | Score = request.score
+        if callable(score):
+            score = getattr(score, "__qualname__", type(score).__qualname__)
+        settings = [replace(self.search, seed=None), self.tail.of_part(None), score]
+        options = (request.radius, request.causal, request.scale, request.weight, request.window, request.impl)
+        kappa = 0 if request.warm is None else request.warm.index.shape[-1]
+        given = (request.matches is None, request.extra is None, request.dropout_p, kappa)
+        return crc32(repr((settings, options, given, self.halo, self.given.is_automatic)).encode())
 
 
-def checked(
-    q: Any, k: Any, v: Any, key_mask: Any, search: Any, radius: int | Sequence[int], tail: Any, causal: bool,
-    scale: float | None, score: Score, weight: Weight, window: Window, impl: Impl, matches: Matches | None,
-    halo: int | None, extra: tuple[Tensor, Tensor] | None = None, dropout_p: float = 0.0, warm: Matches | None = None,
-) -> Call:  # fmt: skip
+def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
     """The call, if this rank's arguments are valid; a shard may be empty."""
     whole_q, whole_k, whole_v = (_not_empty(x, 2) for x in (q, k, v))
     errors.queries_keys(whole_q, whole_k)
+    key_mask = request.key_mask
     if isinstance(key_mask, Tensor):
         key_mask = _not_empty(key_mask, key_mask.ndim - k.ndim + 3)
-    validate.pairs(whole_q, whole_k, False, key_mask, score)
-    errors.flag("causal", causal)
-    if v.dtype != q.dtype:
+    if isinstance(v, Tensor) and v.dtype != q.dtype:
         raise TypeError(
             f"v must have q's dtype {q.dtype} where grids are cut into shards, got {v.dtype}; use q.float()"
         )
-    radii = validate.attend(whole_q, whole_k, whole_v, radius, scale, weight, extra, dropout_p, window)
-    settings = errors.search_settings(search, SEARCH)
-    validate.search(whole_q, whole_k, settings, None)
-    validate.search_engine(impl, whole_q, score, settings)
+    errors.flag("causal", request.causal)
+    # Matches, codebooks and causal order are of the whole grid.
+    local = request._replace(key_mask=key_mask, causal=False, tail=None, matches=None, warm=None)
+    resolved = resolve(whole_q, whole_k, whole_v, local._replace(search=as_search(request.search)))
     if halo is not None:
         errors.whole("halo", halo, 0)
-    errors.tail(tail)
-    chosen = default_tail(weight, causal, score) if isinstance(tail, str) else tail
-    if isinstance(chosen, Hybrid):
-        errors.hybrid_only(weight)
-    elif chosen is not None:
-        errors.clusters_only(weight, causal, score)
-        if isinstance(chosen, Clusters) and chosen.fit:
-            raise ValueError("Clusters(fit=...) fits the queries of one machine; leave fit out, raise count instead")
-    if warm is not None:
-        errors.instance("warm", warm, Matches, "scram.Matches", "; scram.search returns one")
-        if warm.index.shape[:-1] != q.shape[:-1]:
-            got = tuple(warm.index.shape[:-1])
-            raise ValueError(f"warm must have one entry per query of this rank, {tuple(q.shape[:-1])}, got {got}")
-    unsaid = isinstance(search, str) and isinstance(tail, str) and impl == "auto"
-    automatic = unsaid and matches is None and warm is None
-    factor = default_scale(scale, q.shape[-1], score, weight)
-    pair, book = None if extra is None else (extra[0], extra[1]), chosen if isinstance(chosen, Codebook) else None
-    more = (matches, halo, pair, dropout_p, warm, book, automatic)
-    return Call(
-        settings,
-        None if isinstance(chosen, Codebook) else chosen,
-        radii,
-        causal,
-        factor,
-        score,
-        weight,
-        window,
-        impl,
-        *more,
+    tail = as_tail(request.tail, default_tail(request.weight, request.causal, request.score))
+    tail.check(tail_kind(request))
+    if isinstance(tail, Clusters) and tail.fit:
+        raise ValueError("Clusters(fit=...) fits the queries of one machine; leave fit out, raise count instead")
+    if request.warm is not None:
+        errors.instance("warm", request.warm, Matches, "scram.Matches", "; scram.search returns one")
+        got = request.warm.index.shape[:-1]
+        if got != q.shape[:-1]:
+            want = tuple(q.shape[:-1])
+            raise ValueError(f"warm must have one entry per query of this rank, {want}, got {tuple(got)}")
+    extra = None if request.extra is None else (request.extra[0], request.extra[1])
+    settings = request._replace(
+        search=resolved.search,
+        tail=None if tail is NO_TAIL else tail,
+        radius=resolved.radius,
+        scale=resolved.scale,
+        extra=extra,
+        key_mask=None,
     )
+    return Call(request, settings, halo)
 
 
 def _not_empty(x: Any, axis: int) -> Any:
@@ -152,17 +151,29 @@ class Shards:
     @staticmethod
     def of(ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: Call) -> Shards:
         """All ranks say what they have; raises on all of them where that does not fit."""
-        seeds = [getattr(x, "seed_tensor", None) for x in (call.search, call.tail)]
-        seed = int(draw_seed() if seeds[0] is None else seeds[0])
-        tail_seed = seed if seeds[1] is None else int(seeds[1])
-        dropout_seed = int(draw_seed()) if call.dropout_p else 0
+        request = call.request
+        search_seed = call.search.seed_tensor
+        seed = int(draw_seed() if search_seed is None else search_seed)
+        tail_seed = seed if call.tail.seed_tensor is None else int(call.tail.seed_tensor)
+        dropout_seed = int(draw_seed()) if request.dropout_p else 0
         axes = 0 if key_mask is None else key_mask.ndim - k.ndim + 3  # 1 or 2
         extents = [[*x.shape[3:-1], *[0] * (7 - x.ndim)] for x in (q, k)]
         grads = [int(torch.is_grad_enabled() and x.requires_grad) for x in (q, k, v)]
-        extra = call.extra or ()
+        extra = request.extra or ()
         grads += [extra[0].shape[2] if extra else 0]
         grads += [int(torch.is_grad_enabled() and any(x.requires_grad for x in extra))]
-        mine = [0, q.shape[2], k.shape[2], axes, seed, tail_seed, dropout_seed, call.words(), *q.shape[:2], k.shape[1]]
+        mine = [
+            0,
+            q.shape[2],
+            k.shape[2],
+            axes,
+            seed,
+            tail_seed,
+            dropout_seed,
+            call.checksum(),
+            *q.shape[:2],
+            k.shape[1],
+        ]
         mine += [q.ndim - 3, q.shape[-1], v.shape[-1], errors.DTYPES.index(q.dtype), *extents[0], *extents[1], *grads]
         everyone = ranks.exchange(mine)
         ranks.told(None, everyone)
@@ -182,15 +193,27 @@ class Shards:
         drawn = [said[f"seed of {name}"][0] for name in ("search", "tail", "dropout")]
         return Shards(ranks, q, k, v, key_mask, call, *rows, *drawn)
 
-    def share(self, total: int, rank: int) -> int:
-        """The part of `total` drawn keys that is that rank's, by its keys; rounded up, one at least."""
-        return max(1, -(-total * self.keys[rank] // sum(self.keys)))
+    def share(self, rank: int) -> Fraction:
+        """The part of all keys that is that rank's."""
+        return Fraction(self.keys[rank], sum(self.keys))
+
+    @property
+    def request(self) -> Request:
+        return self.call.request
+
+    def without_tail(self) -> Shards:
+        request = self.request._replace(tail=None)
+        return replace(self, call=replace(self.call, request=request))
+
+    @property
+    def scale(self) -> float:
+        assert self.request.scale is not None
+        return self.request.scale
 
     def count(self, rank: int) -> int:
         """Clusters of that rank's keys: not more than keys."""
-        tail, keys = self.call.tail, self.keys[rank] * math.prod(self.k.shape[3:-1])
-        assert isinstance(tail, Clusters)
-        return min(tail.count, keys)
+        assert self.call.clusters is not None
+        return min(self.call.clusters.count, self.keys[rank] * math.prod(self.k.shape[3:-1]))
 
     def layout(self, rank: int) -> Layout:
         """The tensors of that rank's keys which travel: k, v, with clusters centres and values, then constants."""
@@ -202,10 +225,10 @@ class Shards:
         constants: list[tuple[tuple[int, ...], torch.dtype]] = []
         if self.key_mask is not None:
             constants.append(((batch, self.key_mask.shape[1], rows, *rest), torch.bool))
-        if isinstance(self.call.tail, Clusters):
+        if self.call.clusters is not None:
             if self.key_mask is not None and self.key_mask.shape[1] > 1:
                 heads = self.q.shape[1]
-            width += 2 * (self.call.score == "l2")
+            width += 2 * (self.request.score == "l2")
             clusters = (batch, heads, self.count(rank) if rows else 0)
             parts += [((*clusters, x), wide) for x in (width, self.v.shape[-1])]
             constants += [((batch, heads, rows, *rest), torch.int32), (clusters, torch.int32)]
@@ -214,7 +237,7 @@ class Shards:
     @property
     def differentiable(self) -> int:
         """How many of the tensors that travel carry gradients, the first ones."""
-        return 4 if isinstance(self.call.tail, Clusters) else 2
+        return 2 if self.call.clusters is None else 4
 
     @property
     def message_size(self) -> int:
@@ -224,19 +247,19 @@ class Shards:
     def travelling(self, book: Codebook | None) -> list[Tensor]:
         """This rank's tensors of `layout`, with `book` of its own keys; None where it has none, or there is no need."""
         tensors, constants = [self.k, self.v], [] if self.key_mask is None else [self.key_mask]
-        if not isinstance(self.call.tail, Clusters):
+        if self.call.clusters is None:
             return [*tensors, *constants]
         if book is None:
             empty = [self.k.new_zeros(shape, dtype=dtype) for shape, dtype in self.layout(self.ranks.rank)]
             reach = self.k.sum() + self.v.sum()  # no element holds it: gradients find their way
-            made = [x + reach for x in empty[2:4]]
-            return [*tensors, *made, *constants, *empty[-2:]]
+            means = [x + reach for x in empty[2:4]]
+            return [*tensors, *means, *constants, *empty[-2:]]
         return [*tensors, book.centres, book.values, *constants, book.label, book.sizes]
 
     @contextmanager
     def dropping(self, *first: int) -> Iterator[None]:
         """Dropout inside is drawn for the shards that begin at these queries and keys, whenever that is."""
-        if not self.call.dropout_p:
+        if not self.request.dropout_p:
             yield
             return
         with torch.random.fork_rng(devices=[]):

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from .. import __version__, errors
-from ..api import attend, cluster
-from ..api import search as search_keys
 from ..arguments import explains
-from ..defaults import SEARCH, default_tail
-from ..estimators import Clusters
+from ..functional import attend, cluster
+from ..functional import search as search_keys
 from ..grid import Grid, grid_of
 from ..images.files import replacing
 from ..options import Auto, Impl, Panes
 from ..precision import ignores_autocast
-from ..scoring import default_scale, prepare_key, prepare_query
+from ..resolve import as_search, default_tail
+from ..scoring import check_score, default_scale, prepare_key, prepare_query
+from ..tails.clusters import Clusters
 from ..truth import Errors, Truth
 from ..types import Matches, Score, Search
 from .contents import Attention, Channels, raster_width, stored, thinned
@@ -171,7 +171,7 @@ def _fitted(attention: Attention, channels: Channels, about: dict[str, Any], bud
 
 
 def _validated(
-    q: Tensor, k: Tensor, v: Tensor, search: Search | str, radius: int | Sequence[int], tail: Any, scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, search: Search | Auto, radius: int | Sequence[int], tail: Any, scale: float | None,
     score: Score, panes: str, batch: int,
 ) -> tuple[Search, Clusters | None]:  # fmt: skip
     errors.queries_keys(q, k)
@@ -182,11 +182,11 @@ def _validated(
     errors.radius(radius, q.ndim - 3)
     if not isinstance(score, str):
         raise ValueError('score must be "dot", "cosine" or "l2": a page cannot hold a callable score')
-    errors.score(score)
+    check_score(score)
     errors.one_of("panes", panes, PANES)
     if errors.whole("batch", batch, 0) >= q.shape[0]:
         raise ValueError(f"batch must be below the {q.shape[0]} samples of q, got {batch}")
-    settings = errors.search_settings(search, SEARCH)
+    settings = as_search(search)
     chosen = default_tail("softmax", False, score) if tail == "auto" else tail
     if chosen is not None:
         errors.instance("tail", chosen, Clusters, "scram.Clusters", ', "auto" or None')

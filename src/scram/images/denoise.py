@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import attend, search
+from ..functional import attend, search
 from ..types import Matches, Search
 from .checks import check_finite, check_floats
 from .features import padded

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import attend, search
+from ..functional import attend, search
 from ..options import Impl
 from ..types import Matches, Search
 from .checks import check_finite, check_floats

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import attend, search
 from ..exact import exact_search
+from ..functional import attend, search
 from ..options import ScoreName
 from ..scoring import prepare_key, prepare_query
 from ..types import Matches, Search

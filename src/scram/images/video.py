@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attend, search
+from ..functional import attend, search
 from ..grid import coordinates
 from ..types import Matches, Search
 from .denoise import Basis, as_a_twin, check_picture, estimate_noise, fold, suited, unfold

@@ -9,14 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import errors
-from ..arguments import explains, renamed, renamed_attribute
-from ..dense import dense_attention
+from .. import errors, pipeline
+from ..arguments import explains
 from ..layout_hints import warn_about_tokens
 from ..options import Auto, Impl, Window
+from ..pipeline import execute
+from ..resolve import Request
+from ..scoring import check_score
+from ..tails.base import Kind, Tail
 from ..types import Matches, Score, Search
 from . import validate as fits
-from .searching import Searching, Tail
+from .searching import Searching
 
 
 class GridAttention(Searching):
@@ -46,21 +49,45 @@ class GridAttention(Searching):
     """
 
     @explains
-    @renamed(estimator="tail")
     def __init__(
-        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
-        add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = True, *,
-        search: Search | Auto | None = "auto", radius: int | Sequence[int] = 1, causal: bool = False,
-        scale: float | None = None, score: Score = "dot", keep_matches: bool = False, warm_search: Search | None = None,
-        tail: Tail = "auto", window: Window = "query", impl: Impl = "auto",
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(search, warm_search, radius, keep_matches, tail, window, impl)
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = True,
+        *,
+        search: Search | Auto | None = "auto",
+        radius: int | Sequence[int] = 1,
+        causal: bool = False,
+        scale: float | None = None,
+        score: Score = "dot",
+        keep_matches: bool = False,
+        warm_search: Search | None = None,
+        tail: Tail | Auto | None = "auto",
+        window: Window = "query",
+        impl: Impl = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            search=search,
+            warm_search=warm_search,
+            radius=radius,
+            keep_matches=keep_matches,
+            tail=tail,
+            window=window,
+            impl=impl,
+        )
         fits.layout(embed_dim, num_heads, batch_first)
         errors.dropout(dropout)
         errors.scale(scale)
-        errors.score(score)
-        fits.tail(tail, search, dropout, window, causal, score)
+        check_score(score)
+        fits.tail(tail, search, Kind("softmax", causal, score, extra=False, dropout_p=dropout, window=window))
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.kdim = embed_dim if kdim is None else errors.whole("kdim", kdim, 1)
         self.vdim = embed_dim if vdim is None else errors.whole("vdim", vdim, 1)
@@ -112,9 +139,16 @@ class GridAttention(Searching):
 
     @explains
     def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, tokens: Tensor | None = None,
-        key_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, warm: Matches | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        tokens: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        warm: Matches | None = None,
+    ) -> Tensor:
         """Attention of every point of the query grid.
 
         Args:
@@ -136,16 +170,26 @@ class GridAttention(Searching):
         warn_about_tokens(query.shape, key.shape)
         q, k, v = self._project(query, key, value)
         extra = self._extra(tokens, query.shape[0])  # len() would be a constant to torch.export
-        how: dict[str, Any] = {"causal": self.causal, "scale": self.scale, "score": self.score, "extra": extra}
-        how["dropout_p"] = self._dropout()
-        if self._dense(q, k, v, warm, self.score):
-            return self._join(dense_attention(q, k, v, key_mask=mask, **how))
-        return self._join(self._attend(q, k, v, warm, mask, **how))
+        request = Request(
+            causal=self.causal,
+            key_mask=mask,
+            scale=self.scale,
+            score=self.score,
+            extra=extra,
+            dropout_p=self._dropout(),
+            warm=warm,
+        )
+        return self._join(self._run(q, k, v, request).out)
 
     def read(
-        self, tokens: Tensor, key: Tensor, value: Tensor | None = None, *,
-        key_mask: Tensor | None = None, key_padding_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
         """Dense attention of tokens [B, X, embed_dim] over themselves and the grid [B, *G', kdim] -> [B, X, embed_dim].
 
         With it `layer(x, tokens=t)` and `layer.read(t, x)` are what dense attention over tokens and grid would be.
@@ -153,9 +197,16 @@ class GridAttention(Searching):
         value, mask = self._keys(key, value, key_mask, key_padding_mask)
         fits.tokens(tokens, key.shape[0], self.embed_dim)
         q, k, v = self._project(tokens, key, value)
-        how: dict[str, Any] = {"scale": self.scale, "score": self.score, "dropout_p": self._dropout()}
-        extra = self._extra(tokens, tokens.shape[0])
-        return self._join(dense_attention(q, k, v, key_mask=mask, extra=extra, **how))
+        request = Request(
+            search=None,
+            tail=None,
+            key_mask=mask,
+            scale=self.scale,
+            score=self.score,
+            extra=self._extra(tokens, tokens.shape[0]),
+            dropout_p=self._dropout(),
+        )
+        return self._join(execute(pipeline.run, q, k, v, request).out)
 
     def _keys(
         self, key: Tensor, value: Tensor | None, key_mask: Tensor | None, ignored: Tensor | None
@@ -207,8 +258,6 @@ class GridAttention(Searching):
             return None
         dtype = keys[0].dtype  # the projections' under autocast
         return torch.cat([k.to(dtype) for k in keys], 2), torch.cat([v.to(dtype) for v in values], 2)
-
-    estimator = renamed_attribute("estimator", "tail")
 
     def extra_repr(self) -> str:
         looked = f"radius={self.radius}, window={self.window!r}, search={self.search}, tail={self.tail}"

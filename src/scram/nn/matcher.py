@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import api, errors, places
+from .. import errors, pipeline, places
 from ..arguments import explains
 from ..grid import Grid, coordinates, grid_of
 from ..options import Auto, Impl
-from ..scoring import default_scale
+from ..pipeline import execute
+from ..resolve import Request, as_search
+from ..scoring import accumulator, check_score, default_scale
 from ..types import Matches, Score, Search
 from .searching import Searching
 
@@ -81,18 +83,38 @@ class Matcher(Searching):
 
     @explains
     def __init__(
-        self, *, radius: int | Sequence[int] = 4, search: Search | Auto = "auto", warm_search: Search = REFINE,
-        scales: Sequence[int] = (1,), bidirectional: bool = False, tolerance: float = 1.0, keep_matches: bool = False,
-        scale: float | None = None, score: Score = "dot", impl: Impl = "auto",
-    ) -> None:  # fmt: skip
-        errors.settings(warm_search, Search)
-        super().__init__(search, warm_search, radius, keep_matches, None, "query", impl)
+        self,
+        *,
+        radius: int | Sequence[int] = 4,
+        search: Search | Auto = "auto",
+        warm_search: Search = REFINE,
+        scales: Sequence[int] = (1,),
+        bidirectional: bool = False,
+        tolerance: float = 1.0,
+        keep_matches: bool = False,
+        scale: float | None = None,
+        score: Score = "dot",
+        impl: Impl = "auto",
+    ) -> None:
+        as_search(search)
+        errors.instance("warm_search", warm_search, Search, "scram.Search", "; for example scram.Search(sweeps=2)")
+        super().__init__(
+            search=search,
+            warm_search=warm_search,
+            radius=radius,
+            keep_matches=keep_matches,
+            tail=None,
+            window="query",
+            impl=impl,
+        )
         errors.scale(scale)
-        errors.score(score)
+        check_score(score)
         errors.real("tolerance", tolerance, 0.0, math.inf, "[0, inf)")
         self.scales = _scales(scales)
         self.bidirectional = errors.flag("bidirectional", bidirectional)
-        self.tolerance, self.scale, self.score = tolerance, scale, score
+        self.tolerance = tolerance
+        self.scale = scale
+        self.score = score
 
     @explains
     def forward(
@@ -107,64 +129,77 @@ class Matcher(Searching):
         """
         errors.queries_keys(q, k)
         errors.key_mask(q, k, key_mask)
-        legal: dict[str, Any] = {"key_mask": key_mask, "score": self.score, "impl": self.impl}
+        request = Request(
+            tail=None, radius=self.radius, key_mask=key_mask, scale=self.scale, score=self.score, impl=self.impl
+        )
         if warm is not None:
             errors.instance("warm", warm, Matches, "scram.Matches", "; scram.search returns one")
             same = tuple(warm.index.shape[2:-1]) == grid_of(q) and warm.key_grid == grid_of(k)
-            warm = warm if same else warm.upsample(grid_of(q), grid_of(k))
+            request = request._replace(warm=warm if same else warm.upsample(grid_of(q), grid_of(k)))
         elif len(self.scales) > 1 and not self._has_kept(q, k):
-            return self._joined(q, k, self._from_coarse(q, k, legal), legal)
-        return self._joined(q, k, self._find(q, k, warm, legal), legal)
+            return self._joined(q, k, self._from_coarse(q, k, request), request)
+        return self._joined(q, k, self._find(q, k, request), request)
 
     def _has_kept(self, q: Tensor, k: Tensor) -> bool:
         kept = self.matches if self._keeps() else None
         return kept is not None and kept.index.shape[:-1] == q.shape[:-1] and kept.key_grid == grid_of(k)
 
-    def _from_coarse(self, q: Tensor, k: Tensor, legal: dict[str, Any]) -> Matches:
+    def _from_coarse(self, q: Tensor, k: Tensor, request: Request) -> Matches:
         """The matches of the finest scale, each scale from the one before."""
+        assert self.search is not None
         assert self.warm_search is not None
-        found: Matches | None = None
+        matches: Matches | None = None
         before = self.scales[0]
         for scale in self.scales:
-            grids = [tuple(-(-n // scale) for n in grid_of(x)) for x in (q, k)]
-            less_q, less_k = (_averaged(x.detach(), grid) for x, grid in zip((q, k), grids, strict=True))
-            mask = legal["key_mask"]
+            grid, key_grid = (tuple(-(-n // scale) for n in grid_of(x)) for x in (q, k))
+            mask = request.key_mask
             if mask is not None and scale > 1:
-                mask = _averaged(mask.float().unsqueeze(-1), grids[1]).squeeze(-1) > 0
-            how = self.search if found is None else replace(self.warm_search, reach=2 * -(-before // scale))
-            start = None if found is None else found.upsample(*grids)
-            settings = errors.search_settings(how, Search())
-            found = api.search(less_q, less_k, search=settings, warm=start, **{**legal, "key_mask": mask})
+                mask = _averaged(mask.float().unsqueeze(-1), key_grid).squeeze(-1) > 0
+            near = replace(self.warm_search, reach=2 * -(-before // scale))
+            at_scale = request._replace(
+                search=self.search if matches is None else near,
+                key_mask=mask,
+                warm=None if matches is None else matches.upsample(grid, key_grid),
+            )
+            coarse_q = _averaged(q.detach(), grid)
+            coarse_k = _averaged(k.detach(), key_grid)
+            matches = execute(pipeline.search, coarse_q, coarse_k, None, at_scale)
             before = scale
-        assert found is not None
-        self._keep(found)
-        return found
+        assert matches is not None
+        self._keep(matches)
+        return matches
 
-    def _joined(self, q: Tensor, k: Tensor, found: Matches, legal: dict[str, Any]) -> Correspondence:
+    def _joined(self, q: Tensor, k: Tensor, matches: Matches, request: Request) -> Correspondence:
         """The mean places around the matches, and the way back."""
-        place = torch.stack(coordinates(torch.arange(math.prod(found.key_grid), device=k.device), found.key_grid), -1)
-        wide = torch.float64 if k.dtype == torch.float64 else torch.float32
-        v = place.to(wide).reshape(*found.key_grid, -1).expand(*k.shape[:-1], -1)
-        out, lse = api.attend(q, k, v, found, radius=self.radius, scale=self.scale, **legal)
-        there = found.index[..., 0] >= 0
+        key_grid = matches.key_grid
+        every = torch.arange(math.prod(key_grid), device=k.device)
+        place = torch.stack(coordinates(every, key_grid), -1)  # [M, rank]
+        v = place.to(accumulator(k.dtype)).reshape(*key_grid, -1).expand(*k.shape[:-1], -1)
+        result = execute(pipeline.run, q, k, v, request._replace(search=None, warm=None, matches=matches))
+        assert result.lse is not None
+        exists = matches.index[..., 0] >= 0
         factor = default_scale(self.scale, q.shape[-1], self.score, "softmax")
-        sure = (factor * found.score[..., 0] - lse.detach()).exp().clamp(max=1).nan_to_num(0)
-        coords = torch.where(there.unsqueeze(-1), out.float(), torch.nan)
-        made = Correspondence(found, coords, torch.where(there, sure.float(), 0), lse)
-        return self._checked(q, k, made) if self.bidirectional else made
+        confidence = (factor * matches.score[..., 0] - result.lse.detach()).exp().clamp(max=1).nan_to_num(0)
+        correspondence = Correspondence(
+            matches=matches,
+            coords=torch.where(exists.unsqueeze(-1), result.out.float(), torch.nan),
+            confidence=torch.where(exists, confidence.float(), 0),
+            lse=result.lse,
+        )
+        return self._checked(q, k, correspondence) if self.bidirectional else correspondence
 
-    def _checked(self, q: Tensor, k: Tensor, made: Correspondence) -> Correspondence:
+    def _checked(self, q: Tensor, k: Tensor, correspondence: Correspondence) -> Correspondence:
         """With the matches of the way back, and where both ways agree."""
-        assert self.warm_search is not None
-        best = Matches(made.matches.index[..., :1], made.matches.score[..., :1], made.matches.key_grid)
-        each = k.detach().repeat_interleave(q.shape[1] // k.shape[1], 1)
-        options: dict[str, Any] = {"score": self.score, "impl": self.impl}
-        back = api.search(each, q.detach(), search=self.warm_search, warm=best.inverse(), **options)
+        forward = correspondence.matches
+        best = Matches(forward.index[..., :1], forward.score[..., :1], forward.key_grid)
+        every_head = k.detach().repeat_interleave(q.shape[1] // k.shape[1], 1)
+        request = Request(search=self.warm_search, warm=best.inverse(), score=self.score, impl=self.impl)
+        back = execute(pipeline.search, every_head, q.detach(), None, request)
         key = best.index.flatten(2).long()
         home = back.index.flatten(2).gather(2, key.clamp(min=0)).reshape(best.index.shape[:-1])
         apart = places.coords_of(home, grid_of(q)) - places.coords_of(_own(q), grid_of(q))
         agrees = (best.index[..., 0] >= 0) & (apart.abs().amax(-1) <= self.tolerance)
-        return made._replace(back=back, agrees=agrees)
+        return correspondence._replace(back=back, agrees=agrees)
 
     def extra_repr(self) -> str:
         more = f"scales={self.scales}, bidirectional={self.bidirectional}, keep_matches={self.keep_matches}"
@@ -180,10 +215,10 @@ def _scales(value: Any) -> tuple[int, ...]:
     """Whole numbers that fall to 1."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError(f"scales must be a sequence of ints such as (4, 2, 1), got {value!r}")
-    made = tuple(errors.whole(f"scales[{n}]", x, 1) for n, x in enumerate(value))
-    if made[-1] != 1 or any(a <= b for a, b in pairwise(made)):
+    scales = tuple(errors.whole(f"scales[{n}]", x, 1) for n, x in enumerate(value))
+    if scales[-1] != 1 or any(a <= b for a, b in pairwise(scales)):
         raise ValueError(f"scales must fall to 1, coarse to fine, such as (4, 2, 1), got {value!r}")
-    return made
+    return scales
 
 
 def _averaged(x: Tensor, grid: Grid) -> Tensor:

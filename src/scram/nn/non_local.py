@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from .. import errors
 from ..arguments import explains
-from ..defaults import SEARCH
-from ..dense import dense_attention
 from ..options import Auto, Form, Impl, Weight, Window
+from ..resolve import Request, as_search
+from ..tails.base import Tail
 from ..types import Matches, Search
 from . import validate as fits
-from .searching import Searching, Tail
+from .searching import Searching
 
 _CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -46,14 +46,33 @@ class NonLocalBlock(Searching):
 
     @explains
     def __init__(
-        self, channels: int, inner_channels: int | None = None, *,
-        rank: int = 2, form: Form = "embedded_gaussian", norm: bool = True,
-        search: Search | Auto = "auto", radius: int | Sequence[int] = 1, keep_matches: bool = False,
-        warm_search: Search | None = None, tail: Tail = "auto", window: Window = "query", impl: Impl = "auto",
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        errors.search_settings(search, SEARCH)
-        super().__init__(search, warm_search, radius, keep_matches, tail, window, impl)
+        self,
+        channels: int,
+        inner_channels: int | None = None,
+        *,
+        rank: int = 2,
+        form: Form = "embedded_gaussian",
+        norm: bool = True,
+        search: Search | Auto = "auto",
+        radius: int | Sequence[int] = 1,
+        keep_matches: bool = False,
+        warm_search: Search | None = None,
+        tail: Tail | Auto | None = "auto",
+        window: Window = "query",
+        impl: Impl = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        as_search(search)
+        super().__init__(
+            search=search,
+            warm_search=warm_search,
+            radius=radius,
+            keep_matches=keep_matches,
+            tail=tail,
+            window=window,
+            impl=impl,
+        )
         self.channels = errors.whole("channels", channels, 1)
         inner = max(channels // 2, 1) if inner_channels is None else errors.whole("inner_channels", inner_channels, 1)
         self.form, self.rank = errors.one_of("form", form, self.FORMS), errors.whole("rank", rank, 1)
@@ -82,10 +101,7 @@ class NonLocalBlock(Searching):
         fits.channels_first(x, self.channels, self.rank)
         q, k, weight = self._pair(x)
         v = self._last(self.g(x))
-        if self._dense(q, k, v, warm, "dot", weight):
-            y = dense_attention(q, k, v, key_mask=key_mask, scale=1.0)
-        else:
-            y = self._attend(q, k, v, warm, key_mask, scale=1.0, weight=weight)
+        y = self._run(q, k, v, Request(key_mask=key_mask, scale=1.0, weight=weight, warm=warm)).out
         change: Tensor = self.out(y.squeeze(1).movedim(-1, 1))
         return x + (change if self.norm is None else self.norm(change))
 

@@ -3,42 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import api, errors
+from .. import errors, pipeline
 from ..codebook import Codebook
-from ..defaults import SEARCH, default_tail, goes_dense
-from ..estimators import Clusters, Estimator, Hybrid
-from ..layout_hints import accept
-from ..options import Auto, Impl, Weight, Window
+from ..options import IMPLS, WINDOWS, Auto, Impl, Window
+from ..pipeline import Result, execute
+from ..resolve import Request, as_search
 from ..scoring import accumulator
-from ..types import Matches, Score, Search
-
-Tail = Estimator | Codebook | Auto | None
+from ..tails.base import Tail
+from ..types import Matches, Search
 
 
 class Searching(nn.Module):
-    """A module that searches."""
+    """A module that searches.
 
-    kept_index: Tensor | None
-    kept_score: Tensor | None
+    Args:
+        search, radius, tail, window, impl: as in `scram.attention`; `search` None for dense attention.
+        warm_search: settings for calls that start from matches; None: those of `search`.
+        keep_matches: whether a call in evaluation mode starts from the matches and clusters of the call before.
+    """
+
+    kept_index: Tensor | None  # int32 [B, H, *G, kappa]
+    kept_score: Tensor | None  # [B, H, *G, kappa]
 
     def __init__(
-        self, search: Search | Auto | None, warm_search: Search | None, radius: int | Sequence[int], keep_matches: bool,
-        tail: Tail, window: Window, impl: Impl,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        search: Search | Auto | None,
+        warm_search: Search | None,
+        radius: int | Sequence[int],
+        keep_matches: bool,
+        tail: Tail | Auto | None,
+        window: Window,
+        impl: Impl,
+    ) -> None:
         super().__init__()
         if search is not None:
-            errors.search_settings(search, SEARCH)
+            as_search(search)
         if warm_search is not None:
-            errors.settings(warm_search, Search)
+            errors.instance("warm_search", warm_search, Search, "scram.Search", "; for example scram.Search(sweeps=2)")
         errors.radius(radius, len(radius) if isinstance(radius, Sequence) else 1)
-        self.search, self.warm_search, self.radius, self.tail = search, warm_search, radius, tail
-        self.impl = errors.one_of("impl", impl, errors.IMPLS)
-        self.window = errors.one_of("window", window, errors.WINDOWS)
+        self.search = search
+        self.warm_search = warm_search
+        self.radius = radius
+        self.tail = tail
+        self.impl = errors.one_of("impl", impl, IMPLS)
+        self.window = errors.one_of("window", window, WINDOWS)
         self.keep_matches = errors.flag("keep_matches", keep_matches)
         self.register_buffer("kept_index", None, persistent=False)
         self.register_buffer("kept_score", None, persistent=False)
@@ -56,66 +69,55 @@ class Searching(nn.Module):
         """Forget the kept matches and clusters: another video, another picture."""
         self.kept_index = self.kept_score = self.codebook = None
 
-    def _dense(
-        self, q: Tensor, k: Tensor, v: Tensor, warm: Matches | None, score: Score, weight: Weight = "softmax"
-    ) -> bool:  # fmt: skip
-        """Whether the call is dense attention: without a search, or where nothing is said and that is cheaper."""
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
+        """Attention with the module's own settings, from what was kept: `request` has the other options."""
         if self.search is None:
-            return True
-        said = warm is not None or self.keep_matches or self.impl != "auto"
-        automatic = self.search.__class__ is str and self.tail.__class__ is str and not said
-        return automatic and goes_dense(q, k, v, weight, score)
+            return execute(pipeline.run, q, k, v, request._replace(search=None, tail=None))
+        request = self._searching(q, k, request)
+        request = request._replace(
+            tail=self.tail,
+            radius=self.radius,
+            window=self.window,
+            warm_codebook=self._kept_codebook(k, v),
+        )
+        result = execute(pipeline.run, q, k, v, request)
+        if self._keeps() and result.matches is not None:
+            self._keep(result.matches)
+            self.codebook = None if result.codebook is None else result.codebook.detach()
+        return result
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, warm: Matches | None, key_mask: Tensor | None, *,
-        causal: bool = False, score: Score = "dot", weight: Weight = "softmax", scale: float | None = None,
-        dropout_p: float = 0.0, extra: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Search from `warm` or from what was kept, then attend, with a tail or by an estimator: out [B, H, *G, F]."""
-        legal: dict[str, Any] = {"key_mask": key_mask, "score": score, "impl": self.impl}
-        found = self._find(q, k, warm, {"causal": causal, **legal})
-        attends: dict[str, Any] = {"radius": self.radius, "scale": scale, "extra": extra, "causal": causal, **legal}
-        tail: Any = self.tail
-        if tail.__class__ is str:
-            tail = default_tail(weight, causal, score)
-        if isinstance(tail, Estimator) and not isinstance(tail, (Clusters, Hybrid)):
-            return api.estimate(q, k, v, found, method=tail, **attends).out
-        if isinstance(tail, Clusters):
-            tail = self._cluster(q, k, v, found, tail, {"scale": scale, **legal})
-        attends |= {"weight": weight, "dropout_p": dropout_p, "window": self.window, "tail": tail}
-        return api.attend(q, k, v, found, **attends).out
+    def _find(self, q: Tensor, k: Tensor, request: Request) -> Matches:
+        """The search alone."""
+        matches = execute(pipeline.search, q, k, None, self._searching(q, k, request))
+        self._keep(matches)
+        return matches
 
-    def _cluster(
-        self, q: Tensor, k: Tensor, v: Tensor, found: Matches, clusters: Clusters, how: dict[str, Any]
-    ) -> Codebook:  # fmt: skip
-        """Clusters of the keys, from those of the last call where they are kept and fit."""
-        warm, keep = self.codebook if self._keeps() else None, self._keeps()
-        if warm is not None:
-            mine = (warm.label.shape, warm.centres.device, warm.values.shape[-1])
-            same = mine == (k.shape[:-1], k.device, v.shape[-1]) and warm.centres.dtype == accumulator(v.dtype)
-            warm = warm if same and not clusters.fit else None
-        fit: dict[str, Any] = {"matches": found, "radius": self.radius} if clusters.fit else {}
-        book = api.cluster(q, k, v, clusters=clusters, warm=warm, **fit, **how)
-        if keep:
-            self.codebook = book.detach()
-        return book
+    def _searching(self, q: Tensor, k: Tensor, request: Request) -> Request:
+        """The request with the settings of the search, from warm matches or from those that were kept."""
+        assert self.search is not None
+        warm = request.warm
+        kept = self.matches if warm is None and self._keeps() else None
+        if kept is not None and (kept.index.shape[:-1], kept.key_grid) == (q.shape[:-1], tuple(k.shape[2:-1])):
+            warm = kept if kept.index.device == q.device else None
+        search = self.search if warm is None or self.warm_search is None else self.warm_search
+        return request._replace(search=search, warm=warm, impl=self.impl, keeps_matches=self.keep_matches)
+
+    def _kept_codebook(self, k: Tensor, v: Tensor) -> Codebook | None:
+        """The clusters of the last call, where they are kept and fit k [B, Hk, *G', E] and v [B, Hk, *G', F]."""
+        kept = self.codebook if self._keeps() else None
+        if kept is None or kept.gains is not None:
+            return None
+        same_keys = kept.label.shape == k.shape[:-1] and kept.centres.device == k.device
+        same_values = kept.values.shape[-1] == v.shape[-1] and kept.centres.dtype == accumulator(v.dtype)
+        return kept if same_keys and same_values else None
 
     def _keeps(self) -> bool:
         # In training every batch is another picture, and a checkpoint would search again from other matches.
         # An exported program is a function: it keeps nothing.
         return self.keep_matches and not self.training and not torch.compiler.is_exporting()
 
-    def _find(self, q: Tensor, k: Tensor, warm: Matches | None, legal: dict[str, Any]) -> Matches:
-        settings = errors.search_settings(self.search, SEARCH)
-        kept = self.matches if warm is None and self._keeps() else None
-        if kept is not None and (kept.index.shape[:-1], kept.key_grid) == (q.shape[:-1], tuple(k.shape[2:-1])):
-            warm = kept if kept.index.device == q.device else None
-        search = settings if warm is None or self.warm_search is None else self.warm_search
-        accept(q.shape, k.shape)  # the module made them
-        found = api.search(q, k, search=search, warm=warm, **legal)
-        self._keep(found)
-        return found
-
-    def _keep(self, found: Matches) -> None:
+    def _keep(self, matches: Matches) -> None:
         if self._keeps():
-            self.kept_index, self.kept_score, self.kept_grid = found.index, found.score, found.key_grid
+            self.kept_index = matches.index
+            self.kept_score = matches.score
+            self.kept_grid = matches.key_grid

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import errors
 from ..errors import MAX_RANK, whole
 from ..errors import _tensor as tensor
-from ..estimators import Clusters, Estimator, Hybrid
-from ..options import Window
+from ..tails.base import NO_TAIL, Kind, as_tail
 
 
 def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:
@@ -22,22 +20,12 @@ def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:
         raise ValueError(f"batch_first must be True: inputs are [B, *G, C], got {batch_first!r}; use x.movedim(0, -2)")
 
 
-def tail(value: Any, search: Any, dropout: float, window: Window, causal: bool, score: Any) -> None:
-    """As in `scram.attention`; `Snis` and `MetropolisHastings` know neither dropout nor tiles."""
-    if isinstance(value, Estimator) and not isinstance(value, Clusters):
-        if search is None:
-            raise ValueError("a tail starts from matches: give search='auto', or tail=None to be dense")
-        if isinstance(value, Hybrid):
-            return
-        if dropout:
-            name = type(value).__name__
-            raise ValueError(f"dropout must be 0 with {name}, got {dropout}; drop out the layer's output instead")
-        if window != "query":
-            raise ValueError(f"window must be 'query' with {type(value).__name__}, got {window!r}; it attends none")
-        return
-    errors.tail(value)
-    if value is not None and value.__class__ is not str:
-        errors.clusters_only("softmax", causal, score)
+def tail(value: Any, search: Any, kind: Kind) -> None:
+    """As in `scram.attention`, and the estimators that sample for every query too."""
+    chosen = as_tail(value, NO_TAIL, windows=False)
+    if search is None and chosen.samples and not chosen.needs_all_queries:
+        raise ValueError("a tail starts from matches: give search='auto', or tail=None to be dense")
+    chosen.check(kind)
 
 
 def channels_last(name: str, x: Any, width: int) -> None:

@@ -19,12 +19,13 @@ from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tenso
 
 triton = pytest.importorskip("triton")
 
+import part_calls  # noqa: E402
 import scram  # noqa: E402
 from scram import clustering, dispatch  # noqa: E402
 from scram.engines.gpu import attend_keys, block_sizes, drawn_tail, launch, noise, sample, search, windows  # noqa: E402
 from scram.engines.gpu.engine import cluster, cluster_backward, cluster_tail, cluster_tail_backward  # noqa: E402
+from scram.inputs import Shard  # noqa: E402
 from scram.noise import draw_seed  # noqa: E402
-from scram.stages import Shard  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -297,12 +298,13 @@ def test_kernels_with_the_numbers_of_rows_compile(name, monkeypatch):
     monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
     q, k, v = torch.zeros(3, 1, 2, 4, 5, 16).requires_grad_().unbind()
     how, kernel = WITH_ROWS[name]
-    common = {"impl": "triton", "_shard": Shard(torch.tensor([[3, 1]]), draw_seed)}
+    common = {"impl": "triton", "shard": Shard(torch.tensor([[3, 1]]), draw_seed)}
     if isinstance(how, dict):
-        out = scram.attention(q, k, v, dropout_p=0.5, **how, **common)
+        out = part_calls.attention(q, k, v, dropout_p=0.5, **how, **common)
     else:
         index = torch.zeros(*q.shape[:-1], 1, dtype=torch.int32)
-        out = scram.estimate(q, k, v, scram.Matches(index, index.float(), (4, 5)), method=how, **common).out
+        matches = scram.Matches(index, index.float(), (4, 5))
+        out = part_calls.estimate(q, k, v, matches, method=how, **common)
     out.sum().backward()
     assert kernel in compiled
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import scram
-from scram import validate
+from scram import resolve as resolving
+from scram.resolve import Request, resolve
 
 Q = torch.zeros(2, 4, 5, 6, 8)
 K = torch.zeros(2, 2, 7, 3, 8)
@@ -32,10 +33,11 @@ def attention(q=Q[:1, :2], k=Q[:1, :2], v=Q[:1, :2], **how):
 
 
 def test_a_valid_kind_of_call_is_checked_once(monkeypatch):
-    monkeypatch.setattr(validate, "_valid", {})
-    monkeypatch.setattr(validate, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(resolving, "_valid", {})
+    monkeypatch.setattr(resolving, "MOST_REMEMBERED", 2)
     seen = []
-    monkeypatch.setattr(validate, "pairs", lambda *given: seen.append(given[2]))
+    check = resolving._check
+    monkeypatch.setattr(resolving, "_check", lambda *given: seen.append(given[3].causal) or check(*given))
     for how in ({}, {}, {"causal": True}, {"causal": True}, {}, {"radius": 2}, {}):
         attention(**how)
     assert seen == [False, True, False, False]  # the third kind is one too many: all are forgotten
@@ -73,26 +75,45 @@ def test_a_call_like_a_valid_one_is_refused(wrong):
 
 
 def test_a_callable_is_not_kept(monkeypatch):
-    monkeypatch.setattr(validate, "_valid", {})
+    monkeypatch.setattr(resolving, "_valid", {})
     scram.attention(Q, K, V, score=lambda q, k: (q * k).sum(-1))
-    assert validate._valid == {}
+    assert resolving._valid == {}
     scram.attention(Q, K, V)
-    assert len(validate._valid) == 1
+    assert len(resolving._valid) == 1
 
 
-def test_the_plan_names_radii_and_engines():
-    how = {"causal": False, "key_mask": None, "score": "dot", "scale": None, "weight": "softmax", "extra": None}
-    plan = validate.attention(
-        Q, K, V, scram.Search(), radius=2, dropout_p=0.0, window="tile", impl="auto", automatic=True, **how
-    )
-    assert plan.radius == (2, 2)
-    assert (plan.search.name, plan.attend.name) == ("numba", "reference")  # Numba attends no tiles
-    assert plan.dense  # a small grid
-    assert plan.tail == scram.Clusters()
+def test_a_resolved_call_names_radii_and_engines():
+    resolved = resolve(Q, K, V, Request(radius=2, window="tile"))
+    assert resolved.radius == (2, 2)
+    assert (resolved.search_engine.name, resolved.engine.name) == ("numba", "reference")  # Numba attends no tiles
+    assert resolved.dense  # a small grid
+    assert resolved.tail == scram.Clusters()
+    assert resolved.search == scram.Search()
+
+
+@pytest.mark.parametrize(
+    ("said", "dense"),
+    [
+        ({}, True),
+        ({"search": None}, True),
+        ({"search": None, "tail": None}, True),
+        ({"search": None, "tail": None, "impl": "reference"}, True),
+        ({"search": scram.Search()}, False),
+        ({"tail": None}, False),
+        ({"impl": "reference"}, False),
+        ({"keeps_matches": True}, False),
+        ({"weight": "relu"}, False),
+        ({"search": None, "tail": scram.Clusters()}, False),
+    ],
+    ids=str,
+)
+def test_what_is_dense(said, dense):
+    """One rule for functions, modules, patches, plans, DTensors and shards."""
+    assert resolve(Q, K, V, Request(**said)).dense is dense
 
 
 def test_caches_can_be_emptied():
     scram.attention(Q, K, V)
-    assert validate._valid
-    validate.clear_caches()
-    assert not validate._valid
+    assert resolving._valid
+    resolving.clear_caches()
+    assert not resolving._valid

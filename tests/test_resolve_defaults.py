@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import scram
-from scram import defaults
+from scram.resolve import default_tail
+from scram.tails.base import NO_TAIL
 from with_torch import printed
 
 SMALL = torch.randn(1, 2, 8, 8, 16)
@@ -56,7 +57,7 @@ def test_the_tail_where_nothing_is_said():
         ("softmax", True, max): None,
     }
     for call, tail in tails.items():
-        assert defaults.default_tail(*call) == tail
+        assert default_tail(*call) == (NO_TAIL if tail is None else tail)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])

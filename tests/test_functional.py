@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import scram
-from scram import dispatch, draws, layout_hints, validate
+from scram import dispatch, draws, layout_hints, resolve
 
 
 def randn(*shape, seed=0):
@@ -83,7 +83,7 @@ def test_clear_caches_empties_every_cache(monkeypatch):
     with pytest.warns(layout_hints.LayoutWarning):
         scram.attention(q, q, q)
     draws.cell_counts((8, 8), 16)
-    caches = (validate._valid, layout_hints._seen, engine.kept)
+    caches = (resolve._valid, layout_hints._seen, engine.kept)
     assert all(caches)
     assert draws.cell_counts.cache_info().currsize
     scram.clear_caches()

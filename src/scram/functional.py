@@ -1,4 +1,4 @@
-"""The public functions: validate the arguments, make a call of them, give it to an engine."""
+"""The public functions: each builds a `Request` and runs it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,36 @@ from typing import Any
 
 from torch import Tensor
 
-from . import dispatch, draws, dtensors, errors, layout_hints, ops, stages, validate
+from . import dispatch, draws, dtensors, errors, layout_hints, pipeline, resolve
 from .arguments import explains, unknown_arguments
-from .codebook import Codebook, check_codebook, check_warm
-from .defaults import SEARCH, Explanation, explanation
-from .dense import dense_attention
-from .dtensors import takes_dtensors
-from .estimators import Clusters, Estimate, Estimator, Hybrid
+from .codebook import Codebook
+from .estimators import Estimate
+from .exact import merge
 from .grid import grid_of
 from .options import Auto, Impl, Weight, Window
-from .precision import follows_autocast
-from .scoring import default_scale, prepare_key
-from .stages import WHOLE, Shard
+from .pipeline import Result, execute
+from .resolve import Explanation, Request, explanation
+from .tails.base import NO_TAIL, Tail, as_tail
+from .tails.clusters import Clusters
+from .tails.drawn import Hybrid
 from .types import Attended, Matches, Score, Search
 
+__all__ = [
+    "attend",
+    "attention",
+    "clear_caches",
+    "cluster",
+    "estimate",
+    "explain",
+    "local",
+    "merge",
+    "search",
+]
+ESTIMATORS = "scram.Clusters, scram.Hybrid, scram.Snis or scram.MetropolisHastings"
+NO_DIAGNOSTICS = dict.fromkeys(("variance", "ess", "acceptance", "rhat"))
 
-@takes_dtensors
+
 @explains
-@follows_autocast
 def search(
     q: Tensor,
     k: Tensor,
@@ -36,7 +48,6 @@ def search(
     score: Score = "dot",
     warm: Matches | None = None,
     impl: Impl = "auto",
-    _shard: Shard = WHOLE,
 ) -> Matches:
     """For every query the keys with the highest scores anywhere on the key grid, by randomized search.
 
@@ -60,17 +71,13 @@ def search(
     >>> found
     Matches(512 queries on grid (16, 16), keys on grid (16, 16), kappa=2, batch=1, heads=2, found 100.0 %, cpu)
     """
-    validate.pairs(q, k, causal, key_mask, score)
-    validate.search(q, k, search, warm)
-    spec = validate.search_engine(impl, q, score, search)
-    inputs = stages.prepare(spec, q, k, q[..., :0], None, score, 1.0, causal, key_mask, _shard)
-    found = ops.search(spec, stages.search_call(inputs, search, stages.seed_of(search, inputs), warm))
-    return Matches(found.index, found.score, grid_of(k))
+    request = Request(
+        search=search, causal=causal, key_mask=key_mask, score=score, warm=warm, impl=impl, keeps_matches=True
+    )
+    return execute(pipeline.search, q, k, None, request, hints=True)
 
 
-@takes_dtensors
 @explains
-@follows_autocast
 def attend(
     q: Tensor,
     k: Tensor,
@@ -88,7 +95,6 @@ def attend(
     window: Window = "query",
     tail: Codebook | Hybrid | None = None,
     impl: Impl = "auto",
-    _shard: Shard = WHOLE,
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
 
@@ -130,28 +136,26 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 2, 16, 16, 8]), torch.Size([1, 2, 16, 16]))
     """
-    validate.pairs(q, k, causal, key_mask, score)
-    radii = validate.attend(q, k, v, radius, scale, weight, extra, dropout_p, window)
-    errors.matches("matches", q, k, matches)
-    spec = dispatch.choose(impl, q.device, q.dtype, score, window)
-    scale = default_scale(scale, q.shape[-1], score, weight)
-    inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask, _shard)
-    if isinstance(tail, Hybrid):
-        errors.hybrid_only(weight)
-        made = stages.hybrid(spec, inputs, matches.index, tail, radii, stages.seed_of(tail, inputs), dropout_p, window)
-        return Attended(inputs.rounded(made.out), made.lse)
-    if tail is not None:
-        errors.clusters_only(weight, causal, score)
-        check_codebook("tail", q, k, v, inputs.k.shape[-1], score, scale, key_mask, radii, tail)
-    head = ops.attend(spec, stages.attend_call(inputs, matches.index, radii, weight, dropout_p, window))
-    if tail is not None:
-        head = stages.join_clusters(spec, inputs, matches.index, head, tail, radii, dropout_p, window)
-    return Attended(inputs.rounded(head.out), head.lse)
+    as_tail(tail, NO_TAIL)
+    request = Request(
+        search=None,
+        tail=tail,
+        radius=radius,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        weight=weight,
+        extra=extra,
+        dropout_p=dropout_p,
+        window=window,
+        impl=impl,
+        matches=matches,
+    )
+    return _attended(q, k, v, request)
 
 
-@takes_dtensors
 @explains
-@follows_autocast
 def cluster(
     q: Tensor,
     k: Tensor,
@@ -165,7 +169,6 @@ def cluster(
     score: Score = "dot",
     warm: Codebook | None = None,
     impl: Impl = "auto",
-    _shard: Shard = WHOLE,
 ) -> Codebook:
     """Keys grouped by content, as the queries and the values see it: what `attend(tail=...)` uses for far keys.
 
@@ -193,29 +196,22 @@ def cluster(
     >>> bool((out - exact).norm() < 0.5 * (scram.attend(q, k, v, found).out - exact).norm())
     True
     """
-    validate.pairs(q, k, False, key_mask, score)
-    validate.attend(q, k, v, 1, scale, "softmax", None, 0.0)
     errors.instance("clusters", clusters, Clusters, "scram.Clusters", "; for example scram.Clusters(count=256)")
-    errors.clusters_only("softmax", False, score)
-    spec = dispatch.choose(impl, q.device, q.dtype, score)
-    factor = default_scale(scale, q.shape[-1], score, "softmax")
-    inputs = stages.prepare(spec, q, k, v, None, score, factor, False, key_mask, _shard)
-    if warm is not None:
-        check_warm(q, k, v, inputs.k.shape[-1], clusters.count, warm)
-    index = radii = None
-    if clusters.fit:
-        if matches is None or radius is None:
-            raise ValueError(
-                "clusters.fit needs matches= and radius=, those of the attend call that the clusters are for"
-            )
-        errors.matches("matches", q, k, matches)
-        index, radii = matches.index, errors.radius(radius, q.ndim - 3)
-    return stages.cluster_keys(spec, inputs, str(score), clusters, stages.seed_of(clusters, inputs), warm, index, radii)
+    request = Request(
+        search=None,
+        tail=clusters,
+        radius=1 if radius is None else radius,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        impl=impl,
+        matches=None if radius is None else matches,
+        warm_codebook=warm,
+    )
+    return execute(pipeline.cluster, q, k, v, request, hints=True)
 
 
-@takes_dtensors
 @explains
-@follows_autocast
 def attention(
     q: Tensor,
     k: Tensor,
@@ -234,7 +230,6 @@ def attention(
     warm: Matches | None = None,
     window: Window = "query",
     impl: Impl = "auto",
-    _shard: Shard = WHOLE,
 ) -> Tensor:
     """Attention on a grid in O(n log n): windows around the best keys of every query, all other keys by clusters.
 
@@ -261,28 +256,11 @@ def attention(
     >>> out.flatten(2, 3).shape
     torch.Size([1, 2, 256, 8])
     """
-    settings, rest, plan = _plan(
-        q, k, v, search, radius, tail, causal, key_mask, scale, score, weight, extra, dropout_p, warm, window, impl
+    as_tail(tail, NO_TAIL)
+    request = Request(
+        search, tail, radius, causal, key_mask, scale, score, weight, extra, dropout_p, warm, window, impl
     )
-    if plan.dense:
-        return dense_attention(
-            q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, extra=extra, dropout_p=dropout_p
-        )
-    scale = default_scale(scale, q.shape[-1], score, weight)
-    inputs = stages.prepare(plan.search, q, k, v, extra, score, scale, causal, key_mask, _shard)  # once for all stages
-    seed = stages.seed_of(settings, inputs)
-    index = ops.search(plan.search, stages.search_call(inputs, settings, seed, warm)).index
-    spec = plan.attend
-    if isinstance(rest, Hybrid):
-        own = stages.seed_of(rest, inputs, seed)
-        return inputs.rounded(stages.hybrid(spec, inputs, index, rest, plan.radius, own, dropout_p, window).out)
-    if isinstance(rest, Clusters):
-        own = stages.seed_of(rest, inputs, seed)
-        rest = stages.cluster_keys(spec, inputs, str(score), rest, own, None, index, plan.radius)
-    head = ops.attend(spec, stages.attend_call(inputs, index, plan.radius, weight, dropout_p, window))
-    if isinstance(rest, Codebook):
-        head = stages.join_clusters(spec, inputs, index, head, rest, plan.radius, dropout_p, window)
-    return inputs.rounded(head.out)
+    return execute(pipeline.run, q, k, v, request, hints=True).out
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
@@ -295,69 +273,21 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
       on cpu the grid 16 x 16 with width 64 is too small for a search to be faster
       256 keys visited per query, 256 by dense attention; 0.0 MiB beyond inputs and outputs
     """
-    known = {name: x for name, x in signature(attention).parameters.items() if not name.startswith("_")}
+    known = {name: x for name, x in signature(attention).parameters.items() if name not in ("q", "k", "v")}
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise unknown_arguments("explain", unknown, known)
-    given = {name: known[name].default for name in known if name not in ("q", "k", "v")} | arguments
-    settings, tail, plan = _plan(q, k, v, **given)
-    return explanation(
-        q, k, v, plan.dense, plan.automatic, plan.attend.name, settings, plan.radius, tail, given["score"]
-    )
+    return explanation(q, k, v, resolve.resolve(q, k, v, Request(**arguments)))
 
 
-def _plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    search: Search | Auto,
-    radius: int | Sequence[int],
-    tail: Clusters | Codebook | Hybrid | Auto | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    scale: float | None,
-    score: Score,
-    weight: Weight,
-    extra: tuple[Tensor, Tensor] | None,
-    dropout_p: float,
-    warm: Matches | None,
-    window: Window,
-    impl: Impl,
-) -> tuple[Search, Estimator | Codebook | None, validate.Plan]:
-    """The settings of the search, the tail, and what else validating a call of `attention` yields."""
-    if not all([isinstance(x, Tensor) for x in (q, k, v)]):  # noqa: C419 - a list is faster
-        errors.queries_keys(q, k)
-        errors.values(q, k, v)
-    errors.tail(tail)
-    settings = errors.search_settings(search, SEARCH)
-    validate.search(q, k, settings, warm)
-    automatic = search.__class__ is str and tail.__class__ is str and warm is None and impl == "auto"
-    plan = validate.attention(
-        q, k, v, settings, causal, key_mask, score, radius, scale, weight, extra, dropout_p, window, impl, automatic
-    )
-    if isinstance(tail, str):
-        return settings, plan.tail, plan
-    if isinstance(tail, Hybrid):
-        errors.hybrid_only(weight)
-    elif tail is not None:
-        errors.clusters_only(weight, causal, score)
-        if isinstance(tail, Codebook):
-            width = prepare_key(k[:1, :1, ..., :1, :], score).shape[-1] if score != "dot" else k.shape[-1]
-            factor = default_scale(scale, q.shape[-1], score, weight)
-            check_codebook("tail", q, k, v, width, score, factor, key_mask, plan.radius, tail)
-    return settings, tail, plan
-
-
-@takes_dtensors
 @explains
-@follows_autocast
 def estimate(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     matches: Matches,
     *,
-    method: Estimator,
+    method: Tail,
     radius: int | Sequence[int] = 1,
     causal: bool = False,
     key_mask: Tensor | None = None,
@@ -365,7 +295,6 @@ def estimate(
     score: Score = "dot",
     extra: tuple[Tensor, Tensor] | None = None,
     impl: Impl = "auto",
-    _shard: Shard = WHOLE,
 ) -> Estimate:
     """Exact softmax attention estimated from a number of keys, with diagnostics; for attention that is not sparse.
 
@@ -391,24 +320,85 @@ def estimate(
     >>> bool(torch.allclose(made.out, exact.out, atol=1e-5)), float(made.variance.max())
     (True, 0.0)
     """
-    validate.pairs(q, k, causal, key_mask, score)
-    radii = validate.attend(q, k, v, radius, scale, "softmax", extra, 0.0)
-    errors.matches("matches", q, k, matches)
-    errors.estimator(method, extra)
-    spec = dispatch.choose(impl, q.device, q.dtype, score)
-    scale = default_scale(scale, q.shape[-1], score, "softmax")
-    inputs = stages.prepare(spec, q, k, v, extra, score, scale, causal, key_mask, _shard)
-    if isinstance(method, Hybrid):
-        made = stages.hybrid(spec, inputs, matches.index, method, radii, stages.seed_of(method, inputs))
-        return stages.as_estimate(inputs, made, method)
-    if isinstance(method, Clusters):
-        errors.clusters_only("softmax", causal, score)
-        seed = stages.seed_of(method, inputs)
-        book = stages.cluster_keys(spec, inputs, str(score), method, seed, None, matches.index, radii)
-        head = ops.attend(spec, stages.attend_call(inputs, matches.index, radii, "softmax", 0.0, "query"))
-        joined = stages.join_clusters(spec, inputs, matches.index, head, book, radii, 0.0, "query")
-        return stages.as_estimate(inputs, joined, method)
-    return stages.sample(spec, inputs, matches.index, method)
+    errors.instance("method", method, Tail, ESTIMATORS, "; for example scram.Clusters(count=256)")
+    request = Request(
+        search=None,
+        tail=method,
+        radius=radius,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        extra=extra,
+        impl=impl,
+        matches=matches,
+    )
+    result = execute(pipeline.run, q, k, v, request, hints=True)
+    # Gradients pass through `out` and `lse` alone.
+    diagnostics = {name: getattr(result.joined, name).detach() for name in method.reports if name != "lse"}
+    lse = result.lse if "lse" in method.reports else None
+    return Estimate(out=result.out, lse=lse, method=method, **{**NO_DIAGNOSTICS, **diagnostics})
+
+
+@explains
+def local(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    radius: int | Sequence[int],
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    weight: Weight = "softmax",
+    extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    impl: Impl = "auto",
+) -> Attended:
+    """Attention of every query to the (2b+1)^rank keys around its own place, cut at the border. Exact: no search.
+
+    On a key grid of other extents the own place is scaled to it, as `Matches.identity` does. Differentiable as `attend`
+    is. A window at the border has fewer keys; NATTEN moves it inwards instead.
+
+    Args:
+        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
+        radius: b, an int or one per axis of the key grid.
+        causal, key_mask, scale, score, weight, extra, dropout_p, impl: as in `attend`.
+
+    Returns:
+        Attended(out [B, H, *G, F], lse [B, H, *G]).
+
+    >>> import scram
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
+    >>> out, lse = scram.local(q, k, v, radius=2)
+    >>> bool(torch.allclose(scram.local(q, k, v, radius=16).out, scram.exact_attention(q, k, v).out, atol=1e-5))
+    True
+    """
+    errors.queries_keys(q, k)
+    own = Matches.identity(grid_of(q), grid_of(k), batch=q.shape[0], heads=q.shape[1], device=q.device)
+    request = Request(
+        search=None,
+        tail=None,
+        radius=radius,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        weight=weight,
+        extra=extra,
+        dropout_p=dropout_p,
+        impl=impl,
+        matches=own,
+    )
+    return _attended(q, k, v, request)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Attended:
+    result: Result = execute(pipeline.run, q, k, v, request, hints=True)
+    assert result.lse is not None
+    return Attended(result.out, result.lse)
 
 
 def clear_caches() -> None:
@@ -416,7 +406,7 @@ def clear_caches() -> None:
 
     The next call of a kind is validated again, and a GPU kernel is looked up again. Results never change.
     """
-    validate.clear_caches()
+    resolve.clear_caches()
     dispatch.clear_caches()
     layout_hints.clear()
     draws.cell_counts.cache_clear()

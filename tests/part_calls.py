@@ -1,0 +1,12 @@
+"""Calls on a part of the rows, with the noise of the whole call."""
+
+from scram.pipeline import run
+from scram.resolve import Request, resolve
+
+
+def attention(q, k, v, *, shard, **options):
+    return run(resolve(q, k, v, Request(**options)), q, k, v, shard).out
+
+
+def estimate(q, k, v, matches, *, method, shard, **options):
+    return attention(q, k, v, shard=shard, search=None, matches=matches, tail=method, **options)
