@@ -177,8 +177,8 @@ def cluster_keys(
             k=k,
             v=v,
             key_mask=mask,
-            warm_centres=None if warm is None else warm.centres,
-            warm_values=None if warm is None else warm.values,
+            warm_centres=None if warm is None else _of_heads(warm.centres, k.shape[1]),
+            warm_values=None if warm is None else _of_heads(warm.values, k.shape[1]),
             seed=seed,
             rows=inputs.rows,
             count=clusters.count,
@@ -194,6 +194,13 @@ def cluster_keys(
     assert index is not None
     assert radius is not None
     return fitted(book, q, inputs.k, inputs.v, index, radius, clusters.fit, seed, inputs.rows)
+
+
+def _of_heads(x: Tensor, heads: int) -> Tensor:
+    """Clusters [B, Hc, C, width] for so many heads: of a group the first, or one for each of it."""
+    if x.shape[1] > heads:
+        return x[:, :: x.shape[1] // heads]
+    return x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] < heads else x
 
 
 def join_clusters(
