@@ -119,6 +119,7 @@ BELOW = {
         "errors",
         "estimators",
         "exact",
+        "files",
         "nn",
         "layout_hints",
         "noise",
