@@ -224,7 +224,9 @@ class Plan:
         if best.error is None:
             raise ValueError(f"chosen must name a rung that was measured, got {best.setting}: {best.note}")
         if best.keys > dense.keys:
-            raise ValueError(f"chosen must visit at most the {dense.keys} keys that there are, got {best.keys}")
+            raise ValueError(
+                f"chosen must visit at most the {dense.keys} keys that there are, got {best.keys}; tune again"
+            )
 
     @property
     def setting(self) -> Setting:
