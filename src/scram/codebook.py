@@ -147,7 +147,7 @@ def from_settings(tensors: dict[str, Any], settings: dict[str, Any]) -> Codebook
     radius = settings.pop("radius")
     report = settings.pop("report", None)
     if report is not None:
-        pairs = {name: tuple(report.pop(name)) for name in ("median", "percentile_95")}
+        pairs: dict[str, Any] = {name: tuple(report.pop(name)) for name in ("median", "percentile_95")}
         report = FitReport(**report, **pairs)
     book = Codebook(**tensors, **settings, radius=None if radius is None else tuple(radius), report=report)
     _check_numbers(book)

@@ -108,7 +108,7 @@ def _float(name: str, value: Any) -> None:
     try:
         float(value)
     except OverflowError:
-        raise ValueError(f"{name} must fit a float, got an int of {value.bit_length()} bits") from None
+        raise ValueError(f"{name} must fit a float, got an int of {int(value).bit_length()} bits") from None
 
 
 def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str = "") -> None:
