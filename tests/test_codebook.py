@@ -64,7 +64,6 @@ WRONG = [
     ({"weight": "relu"}, r"weight='softmax'"),
     ({"score": lambda q, k: (q * k).sum(-1)}, r"a score by name"),
     ({"tail": 3}, r"tail must be .*scram.Codebook or scram.Hybrid, got int"),
-    ({"tail": CLUSTERS}, r"tail must be a scram.Codebook, got Clusters"),
 ]
 
 
@@ -110,6 +109,72 @@ def test_clustering_that_cannot_be_is_refused():
         replace(book(), sizes=torch.zeros(2, 2, 8))
     with pytest.raises(ValueError, match="must be"):
         replace(book(), sizes=torch.zeros(2, 2, 7, dtype=torch.int32))
+
+
+FIT = scram.codebook.FitReport(8, 0.1, 0.2, (0.1, 0.2), (0.3, 0.4))
+MISFITS = [
+    ({"gains": torch.ones(2, 2, 7)}, r"gains of a codebook must be torch.float32 \[B, H, C\] = \(2, 2, 8\)"),
+    ({"gains": torch.ones(2, 2, 8).double()}, "gains of a codebook must be torch.float32"),
+    ({"gains": [1.0]}, "gains must be a tensor, got list"),
+    ({"gains": torch.ones(2, 2, 8, device="meta")}, "gains of a codebook must be on the device of its centres"),
+    ({"values": torch.ones(2, 2, 8, 3).double()}, "values of a codebook must have the dtype of its centres"),
+    ({"key_mask": torch.ones(2, 6, 7)}, "key_mask of a codebook must be bool"),
+    ({"key_mask": torch.ones(2, 7, 6) > 0}, r"key_mask of a codebook must be bool \[B, \*G'\] = \(2, 6, 7\)"),
+    ({"key_mask": torch.ones(2, 3, 6, 7) > 0}, "key_mask of a codebook must be bool"),
+    ({"key_mask": torch.tensor(True)}, "key_mask of a codebook must be bool"),
+    ({"score": "best"}, "score must be one of"),
+    ({"scale": float("nan")}, "scale must be positive and finite, got nan"),
+    ({"scale": None}, "scale of a codebook must be a float, got None"),
+    ({"radius": 1}, "radius of a codebook must be None or a tuple of ints"),
+    ({"radius": (1,)}, r"radius must be an int or one int per grid axis \(2\), got 1"),
+    ({"radius": (1, -1)}, r"radius\[1\] must be at least 0"),
+    ({"report": "good"}, "report must be a FitReport, got str"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MISFITS, ids=range(len(MISFITS)))
+def test_fields_of_unlike_clusters_are_refused(change, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        replace(book(), **change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"queries": 0}, {"output_error": -0.1}, {"plain_error": "x"}, {"median": 0.1}, {"percentile_95": (0.4, 0.3)}],
+    ids=lambda change: next(iter(change)),
+)
+def test_reports_check_themselves(change):
+    with pytest.raises((TypeError, ValueError), match=next(iter(change))):
+        replace(FIT, **change)
+
+
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+def test_labels_of_no_cluster_count_as_none(impl):
+    """Engines read nothing outside of the clusters, whatever a caller has put into a codebook."""
+    made = book()
+    far = torch.where(made.label % 3 == 0, torch.tensor([2**31 - 1, -(2**31), 8])[made.label % 3], made.label.long())
+    odd = replace(made, label=far.int())
+    none = replace(made, label=torch.where((far < 0) | (far >= 8), -1, far).int())
+    ours, want = (scram.attend(Q, K, V, found(), radius=1, tail=x, impl=impl) for x in (odd, none))
+    assert torch.equal(ours.out, want.out)
+    assert torch.equal(ours.lse, want.lse)
+
+
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+def test_a_start_of_fewer_or_more_heads(impl):
+    """Clusters of key heads start those of query heads, whose masks differ; and the reverse."""
+    mask = torch.rand(2, 4, 6, 7, generator=torch.Generator().manual_seed(0)) < 0.8
+    of_keys, of_queries = book(impl=impl), book(impl=impl, key_mask=mask)
+    assert (of_keys.sizes.shape[1], of_queries.sizes.shape[1]) == (2, 4)
+    each = replace(of_keys, **{name: getattr(of_keys, name).repeat_interleave(2, 1) for name in PARTS})
+    first = replace(of_queries, key_mask=None, **{name: getattr(of_queries, name)[:, ::2] for name in PARTS})
+    for warm, same, how in ((of_keys, each, {"key_mask": mask}), (of_queries, first, {})):
+        one, other = (book(impl=impl, warm=x, **how) for x in (warm, same))
+        assert torch.equal(one.label, other.label)
+        assert torch.equal(one.centres, other.centres)
+
+
+PARTS = ("centres", "values", "sizes", "label")
 
 
 def test_a_loaded_or_fitted_codebook_is_a_constant():

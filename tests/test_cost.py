@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import scram
-from scram.cost import keys_visited, tail_size
+from scram.cost import keys_visited
+from scram.tails.base import NO_TAIL
 
 
 @pytest.mark.parametrize("limits", [{}, {"reach": 9, "random": False}], ids=["", "no random search"])
@@ -35,9 +36,10 @@ def test_the_cost_is_what_the_search_scores(method, limits):
 
 def test_windows_tails_and_fits():
     q, k, search = torch.zeros(1, 1, 10, 10, 4), torch.zeros(1, 1, 3, 50, 4), scram.Search(sweeps=0, matches=2)
-    assert keys_visited(q, k, search, (2, 1), None) == (2 + 2 * 3 * 3, 2 + 2 * 3 * 3, 150)  # an axis has 3 keys
-    assert keys_visited(q, k, search, (0, 0), None, matches=5).sparse == 10
+    assert keys_visited(q, k, search, (2, 1), NO_TAIL) == (2 + 2 * 3 * 3, 2 + 2 * 3 * 3, 150)  # an axis has 3 keys
+    assert keys_visited(q, k, search, (0, 0), NO_TAIL, matches=5).sparse == 10
+    assert keys_visited(q, k, search, (9, 99), NO_TAIL, matches=5).sparse == 5 + 150  # windows hold every key once
     assert keys_visited(q, k, search, (0, 0), scram.Clusters(count=1000)).tail == 4 + 150
     assert keys_visited(q, k, search, (0, 0), scram.Clusters(count=10, fit=8)).tail == 4 + 10 + 16 * 150 // 100
     book = scram.cluster(q, q, q, clusters=scram.Clusters(count=7, seed=0))
-    assert (tail_size(book), tail_size(None)) == (7, 0)
+    assert (book.samples, NO_TAIL.samples) == (7, 0)

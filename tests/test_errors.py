@@ -12,6 +12,7 @@ import torch
 
 import scram
 from scram import errors
+from scram.plan import Rung, Setting
 
 Q = torch.zeros(2, 4, 5, 6, 8)
 K = torch.zeros(2, 2, 7, 3, 8)
@@ -206,7 +207,13 @@ ERRORS = [
         ValueError,
         r"index must be \[B, H, \*G, kappa\] with 1 grid axes .* got \(2, 4, 5, 6, 1\)",
     ),
+    (build(key_grid=(2**16, 2**16)), ValueError, r"key_grid must have fewer than 2\*\*31 points, got \(65536, 65536\)"),
     (lambda: matches(kappa=0), ValueError, r"at least one match per query, kappa >= 1, got \(2, 4, 5, 6, 0\)"),
+    # Plans.
+    (attend(scale=10**400), ValueError, "scale must fit a float, got an int of 1329 bits"),
+    (lambda: Rung(Setting(), 1, l2=-0.5), ValueError, "l2 must not be negative, got -0.5"),
+    (lambda: errors.share("split", 1.5), ValueError, r"split must be in \[0, 1\], got 1.5"),
+    (lambda: Setting(radius=()), ValueError, r"radius must be an int or have 1 to 4 values.* got \(\)"),
     # The truth and the measures.
     (lambda: scram.exact_search(Q, K, matches=0), ValueError, "matches must be at least 1, got 0"),
     (lambda: scram.exact_search(Q, K, queries=[0]), TypeError, r"queries must be a torch.Tensor \[n\], got list"),

@@ -8,8 +8,8 @@ import torch
 
 import scram
 from compiling import assert_equal, graphs_are, results
+from scram.dense import every_key
 from scram.plan import Check, Rung, Setting
-from scram.truth import every_key
 from trusting import coherent, diffuse
 
 SEARCH = scram.Search(matches=2, sweeps=3, seed=0)
@@ -120,6 +120,12 @@ def _with_setting(**fields):
     return data
 
 
+def _with_rung(**fields):
+    data = plan().as_dict()
+    data["rungs"][0].update(fields)
+    return data
+
+
 WRONG = {
     "not JSON": ("{", "Expecting"),
     "a list": ([1], "it holds something else"),
@@ -139,6 +145,27 @@ WRONG = {
     "a tail": (_with_setting(tail={"kind": "Codebook"}), "tail must be one of 'Clusters', 'Hybrid'"),
     "clusters": (_with_setting(tail={"kind": "Clusters", "count": 0}), "count must be at least 1"),
     "a search": (_with_setting(search={"kind": "Clusters", "count": 3}), "search must be of the kind Search"),
+    "a radius for no axis": (_with_setting(radius=[]), "radius must be an int or have 1 to 4 values"),
+    "a flag for a radius": (_with_setting(radius=True), "radius must be an int, got bool"),
+    "a text for rungs": (_changed(rungs="ab"), "rungs must be a list, got str"),
+    "an empty error": (_with_rung(error=[]), r"error must be None or \(value, low, high\), got \(\)"),
+    "a negative error": (_with_rung(error=[0.1, -0.1, 0.2]), "error must not be negative, got -0.1"),
+    "endless seconds": (_with_rung(seconds="inf"), r"seconds must be in \[0, inf\), got inf"),
+    "seconds as text": (_with_rung(seconds="3"), "seconds must be a number, got str '3'"),
+    "keys": (_with_rung(keys=1.5), "keys must be an int, got float"),
+    "a verdict": (_with_rung(keeps=1), "keeps must be True or False"),
+    "a note": (_with_rung(note=None), "note must be a str, got NoneType"),
+    "a rung that lacks keys": (_with_rung(keys=None), "keys must be an int"),
+    "too many keys": (_with_rung(keys=257), "chosen must visit at most the 256 keys that there are, got 257"),
+    "nothing measured": (_with_rung(error=None), "chosen must name a rung that was measured"),
+    "a huge error": (_changed(error=10**400), "int too large"),
+    "a share": (_changed(split=1.5), r"split must be in \[0, 1\], got 1.5"),
+    "confidence": (_changed(confidence=1.0), r"confidence must be in \[0, 1\), got 1.0"),
+    "more queries than there are": (_changed(num_queries=257), "num_queries must be at most queries = 256, got 257"),
+    "words": (_changed(tensors=3), "tensors must be a str, got int"),
+    "a seed": (_changed(seed=None), "seed of a plan must be an int, got None"),
+    "tensors twice": (_changed(given=["extra", "extra"]), "given must name each tensor once"),
+    "a score by number": (_changed(score=3), "score must be a name, got 3"),
 }
 
 
@@ -148,6 +175,28 @@ def test_what_is_no_plan_is_refused(name, tmp_path):
     (tmp_path / "x.json").write_text(data if isinstance(data, str) else json.dumps(data))
     with pytest.raises(ValueError, match=rf"x.json is not a plan that Plan.save wrote: .*{message}"):
         scram.Plan.load(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"split": 1.5}, r"split must be in \[0, 1\]"),
+        ({"rungs": ()}, "chosen must name a rung"),
+        ({"rungs": (3,)}, "rungs must be a tuple of Rungs, got int"),
+        ({"num_queries": 0}, "num_queries must be at least 1"),
+    ],
+)
+def test_a_plan_checks_itself(change, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        replace(plan(), **change)
+
+
+def test_far_apart_times_are_printed():
+    """Their ratio is beyond the range of floats."""
+    made = plan()
+    for own, dense in ((1e308, 5e-324), (5e-324, 1e308)):
+        rungs = replace(made.rungs[0], seconds=own), replace(made.rungs[1], seconds=dense)
+        assert "of dense" in str(replace(made, rungs=rungs))
 
 
 def test_a_callable_score_is_not_saved(tmp_path):
@@ -226,7 +275,8 @@ def test_the_line_of_code_does_what_the_plan_does(how, chosen):
     """Also of grouped heads."""
     q, k, v = torch.randn(1, 4, 16, 16, 8), *torch.randn(2, 1, 2, 16, 16, 8).unbind()
     plan = scram.tune(q, k, v, error=0, **how)
-    plan = replace(plan, chosen=chosen % len(plan.rungs))
+    measured = [replace(rung, error=(0.0, 0.0, 0.0)) for rung in plan.rungs]
+    plan = replace(plan, rungs=tuple(measured), chosen=chosen % len(plan.rungs))
     tensors = {name: x for name, x in how.items() if name in ("key_mask", "extra")}
     names = {"scram": scram, "torch": torch, "q": q, "k": k, "v": v, **tensors}
     torch.testing.assert_close(eval(plan.code, names), plan(q, k, v, **tensors), rtol=1e-4, atol=1e-5)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import scram
-from scram.truth import Errors, Truth, every_key
+from scram.dense import every_key
+from scram.truth import Errors, Truth
 
 
 def tensors(heads=2, key_heads=2, grid=(9, 11), dtype=torch.float32):

@@ -10,13 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from . import calls, errors, ops
+from . import calls, errors, files, ops
 from .inputs import Inputs
+from .options import SCORES
 from .scoring import prepare_key
 from .tails.base import Kind, MadeFor, Tail
 from .types import Attended
 
-TENSORS = ("centres", "values", "sizes", "label", "gains", "key_mask")
+NEEDED, OPTIONAL = ("centres", "values", "sizes", "label"), ("gains", "key_mask")
+TENSORS = NEEDED + OPTIONAL
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,19 @@ class FitReport:
     plain_error: float
     median: tuple[float, float]
     percentile_95: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        errors.whole_fields(self, queries=1)
+        for name in ("output_error", "plain_error"):
+            _check_error(name, getattr(self, name))
+        for name in ("median", "percentile_95"):
+            pair = getattr(self, name)
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(f"{name} of a report must be a pair (low, high), got {pair!r}")
+            for end in pair:
+                _check_error(name, end)
+            if pair[0] > pair[1]:
+                raise ValueError(f"{name} of a report must be (low, high), got {pair}")
 
     def __str__(self) -> str:
         low, high = self.percentile_95
@@ -147,34 +162,19 @@ class Codebook(Tail):
         ...     scram.Codebook.load(folder + "/codebook.safetensors").key_grid
         (8, 8)
         """
-        from safetensors.torch import save_file
-
-        tensors = {name: x.detach().contiguous() for name in TENSORS if (x := getattr(self, name)) is not None}
+        tensors = {name: x for name in TENSORS if (x := getattr(self, name)) is not None}
         report = None if self.report is None else asdict(self.report)
         settings = {"score": self.score, "scale": self.scale, "radius": self.radius, "report": report}
-        save_file(tensors, path, metadata={"format": "scram.Codebook", "settings": json.dumps(settings)})
+        files.save_tensors(tensors, {"format": "scram.Codebook", "settings": json.dumps(settings)}, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Codebook:
-        """Read what `save` wrote. Nothing is unpickled."""
-        from safetensors import SafetensorError, safe_open
+        """Read what `save` wrote; ValueError for any other file. Nothing is unpickled."""
 
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != "scram.Codebook":
-                    raise ValueError("it holds something else")
-                fields: dict[str, Any] = json.loads(metadata["settings"])
-                if fields["radius"] is not None:
-                    fields["radius"] = tuple(fields["radius"])
-                if fields["report"] is not None:
-                    pairs: dict[str, Any] = {
-                        name: tuple(x) if isinstance(x, list) else x for name, x in fields["report"].items()
-                    }
-                    fields["report"] = FitReport(**pairs)
-                return Codebook(**{name: file.get_tensor(name) for name in file.keys()}, **fields)  # noqa: SIM118
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a safetensors file that Codebook.save wrote: {error}") from error
+        def made(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Codebook:
+            return from_settings(tensors, json.loads(metadata["settings"]))
+
+        return files.load_tensors(path, made, "scram.Codebook", NEEDED, OPTIONAL).to(device)
 
     def __repr__(self) -> str:
         batch, heads, count = self.sizes.shape
@@ -185,22 +185,104 @@ class Codebook(Tail):
         )
 
 
+def from_settings(tensors: dict[str, Any], settings: dict[str, Any]) -> Codebook:
+    """A codebook of what was read: its tensors, and the other fields as JSON has them. Looks at every number."""
+    radius = settings.pop("radius")
+    report = settings.pop("report", None)
+    if report is not None:
+        pairs: dict[str, Any] = {name: tuple(report.pop(name)) for name in ("median", "percentile_95")}
+        report = FitReport(**report, **pairs)
+    book = Codebook(**tensors, **settings, radius=None if radius is None else tuple(radius), report=report)
+    _check_numbers(book)
+    return book
+
+
+def _check_numbers(book: Codebook) -> None:
+    """What the tensors hold; this waits for the device, so only values that were read are checked."""
+    count = book.sizes.shape[-1]
+    if bool(((book.label < -1) | (book.label >= count)).any()):
+        raise ValueError(f"label of a codebook must lie in -1..{count - 1}, the numbers of its clusters")
+    if bool((book.sizes < 0).any()):
+        raise ValueError("sizes of a codebook must not be negative")
+    if book.gains is not None and not bool(((book.gains >= 0) & book.gains.isfinite()).all()):
+        raise ValueError("gains of a codebook must be finite and not negative")
+    if book.key_mask is not None and bool((book.key_mask.view(torch.uint8) > 1).any()):
+        raise ValueError("key_mask of a codebook must hold bytes 0 and 1")
+
+
 def _check_fields(book: Codebook) -> None:
-    """The tensors of a Codebook have the shapes and dtypes of one and the same clusters."""
+    """The fields of a Codebook are those of one and the same clusters, by their types, shapes and devices alone."""
     floats = (torch.float32, torch.float64)
     for name, axes in {"centres": 4, "values": 4, "sizes": 3, "label": None}.items():
         x = getattr(book, name)
         errors.instance(name, x, Tensor, "tensor")
         kinds = (torch.int32,) if name in ("sizes", "label") else floats
         if x.dtype not in kinds or (x.ndim != axes if axes else not 3 <= x.ndim <= 2 + errors.MAX_RANK):
-            raise ValueError(f"{name} of a codebook must be {kinds[0]} with {axes or '3 to 6'} axes, got {x.dtype} "
-                             f"{tuple(x.shape)}; scram.cluster makes one")  # fmt: skip
+            raise ValueError(
+                f"{name} of a codebook must be {kinds[0]} with {axes or '3 to 6'} axes, got {x.dtype} "
+                f"{tuple(x.shape)}; scram.cluster makes one"
+            )
     shape = book.sizes.shape
     if any(x.shape[:3] != shape for x in (book.centres, book.values)) or book.label.shape[:2] != shape[:2]:
         raise ValueError(
             f"centres {tuple(book.centres.shape)}, values {tuple(book.values.shape)}, sizes {tuple(shape)} and label "
             f"{tuple(book.label.shape)} must be [B, H, C, E], [B, H, C, F], [B, H, C] and [B, H, *G']"
         )
+    if book.values.dtype != book.centres.dtype:
+        raise ValueError(
+            f"values of a codebook must have the dtype of its centres, {book.centres.dtype}, got {book.values.dtype}"
+        )
+    if book.gains is not None:
+        _check_gains(book, book.gains)
+    if book.key_mask is not None:
+        _check_mask(book, book.key_mask)
+    for name in TENSORS:
+        x = getattr(book, name)
+        if x is not None and x.device != book.centres.device:
+            raise ValueError(
+                f"{name} of a codebook must be on the device of its centres, {book.centres.device}, got {x.device}; "
+                "use codebook.to(device)"
+            )
+    errors.one_of("score", book.score, SCORES, "; clusters are made for a score by name")
+    if book.scale is None:
+        raise TypeError("scale of a codebook must be a float, got None")
+    errors.scale(book.scale)
+    if book.radius is not None:
+        if not isinstance(book.radius, tuple):
+            raise TypeError(f"radius of a codebook must be None or a tuple of ints, got {book.radius!r}")
+        errors.radius(book.radius, len(book.key_grid))
+    if book.report is not None:
+        errors.instance("report", book.report, FitReport, "FitReport", "; scram.cluster makes one")
+
+
+def _check_gains(book: Codebook, gains: Any) -> None:
+    errors.instance("gains", gains, Tensor, "tensor")
+    if gains.shape != book.sizes.shape or gains.dtype != book.centres.dtype:
+        raise ValueError(
+            f"gains of a codebook must be {book.centres.dtype} [B, H, C] = {tuple(book.sizes.shape)} like its sizes, "
+            f"got {gains.dtype} {tuple(gains.shape)}"
+        )
+
+
+def _check_mask(book: Codebook, mask: Any) -> None:
+    errors.instance("key_mask", mask, Tensor, "tensor")
+    batch, heads = book.label.shape[:2]
+    by_head = mask.ndim == book.label.ndim
+    fits = mask.shape[0] == batch and tuple(mask.shape[1 + by_head :]) == book.key_grid if mask.ndim else False
+    if by_head:  # heads of queries, of which as many read each head of clusters
+        fits = fits and mask.shape[1] % max(heads, 1) == 0
+    if mask.dtype != torch.bool or not fits:
+        want = (batch, *book.key_grid)
+        raise ValueError(
+            f"key_mask of a codebook must be bool [B, *G'] = {want} or [B, H, *G'], got {mask.dtype} "
+            f"{tuple(mask.shape)}"
+        )
+
+
+def _check_error(name: str, value: Any) -> None:
+    """A relative error: not negative, NaN or infinite where outputs overflow."""
+    if not isinstance(value, float) or value < 0:
+        raise ValueError(f"{name} of a report must be a float that is not negative, got {value!r}")
 
 
 def check_clusters(kind: Kind) -> None:

@@ -55,7 +55,8 @@ def keys_visited(
     else:
         offered = len(moves(search.propagate, 1)) * 2 * rank * len(search.jumps)
         looked = kappa * (1 + search.sweeps * (offered + search.gossip + radius_of_draws.bit_length()))
-    window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
     keys = math.prod(grid)
+    window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
+    window = min(window, keys)  # a key in several windows counts once
     rest = tail.visited(math.prod(grid_of(q)), keys)
     return Cost(looked + window, looked + window + rest, keys)

@@ -97,6 +97,10 @@ def _float(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         hint = f"; use float({name})" if hasattr(value, "__float__") and not isinstance(value, bool) else ""
         raise TypeError(f"{name} must be a float, got {type(value).__name__} {value!r}{hint}")
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float, got an int of {int(value).bit_length()} bits") from None
 
 
 def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str = "") -> None:
@@ -104,6 +108,20 @@ def real(name: str, value: Any, low: float, high: float, bounds: str, hint: str 
     _float(name, value)
     if not low <= value < high:
         raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
+
+
+def not_negative(name: str, value: Any) -> None:
+    """A float that is at least 0, or infinite."""
+    _float(name, value)
+    if not value >= 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def share(name: str, value: Any) -> None:
+    """A float in [0, 1]."""
+    _float(name, value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in [0, 1], got {value}")
 
 
 def bandwidth(value: Any) -> None:
@@ -218,6 +236,12 @@ def scale(value: Any) -> None:
         raise ValueError(f"scale must be positive and finite, got {value}; to seek low scores negate q")
 
 
+def grid_rank(name: str, value: Sequence[Any]) -> None:
+    """One value for each axis of some grid."""
+    if not 1 <= len(value) <= MAX_RANK:
+        raise ValueError(f"{name} must be an int or have 1 to {MAX_RANK} values, one per grid axis, got {value!r}")
+
+
 def radius(value: Any, rank: int, name: str = "radius") -> tuple[int, ...]:
     """One radius per axis, from an int or a sequence of them."""
     if _is_sequence(value):
@@ -285,6 +309,8 @@ def matches_fields(index: Any, score: Any, key_grid: Any) -> tuple[int, ...]:
             f"and {tuple(score.shape)} on {score.device}"
         )
     extents = grid(key_grid, "key_grid", "")
+    if math.prod(extents) >= 2**31:
+        raise ValueError(f"key_grid must have fewer than 2**31 points, got {extents}: keys are named by int32")
     if index.ndim != len(extents) + 3:
         raise ValueError(
             f"index must be [B, H, *G, kappa] with {len(extents)} grid axes like key_grid, got {tuple(index.shape)}"

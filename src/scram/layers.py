@@ -15,9 +15,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from . import modes
+from . import files, modes
 from .layout_hints import PREFIXES
-from .plan import Plan, load_json, save_json
+from .plan import Plan
 
 VERSION = 1  # of the JSON
 MOST_LEFT_ALONE = 1024  # tokens of which no grid is known; more are an error
@@ -39,12 +39,12 @@ class Plans(dict[str, Plan]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file."""
-        save_json(self._as_dict(), path)
+        files.save_json(self._as_dict(), path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plans:
-        """Read what `save` wrote."""
-        return load_json(path, Plans._from_dict, "holds no plans that Plans.save wrote")
+        """Read what `save` wrote; ValueError for any other file."""
+        return files.load_json(path, Plans._from_dict, "holds no plans that Plans.save wrote")
 
     def state_dict(self) -> dict[str, str]:
         """The same as {"json": text}, a part of a checkpoint of torch; `torch.distributed.checkpoint` calls it."""
@@ -52,10 +52,8 @@ class Plans(dict[str, Plan]):
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
         """Hold the plans of a `state_dict`, and no others."""
-        try:
+        with files.malformed("state_dict must be what Plans.state_dict returned"):
             made = Plans._from_dict(json.loads(state_dict["json"]))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"state_dict must be what Plans.state_dict returned: {error!r}") from error
         self.clear()
         self.update(made)
 
@@ -106,7 +104,7 @@ class Layer:
             str(rung.setting),
             str(rung.keys),
             error,
-            f"{1 / self.plan.speedup:.2f}",
+            f"{self.plan.time_share:.2f}",
             str(self.calls),
         )
 
@@ -117,9 +115,9 @@ def table(layers: Sequence[Layer], error: float) -> str:
     rows = [head, *(layer.row() for layer in layers)]
     widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    times = [(layer.plan.rungs[-1].seconds, layer.plan.speedup) for layer in layers if layer.plan is not None]
-    dense = sum(seconds or 0.0 for seconds, _ in times)
-    chosen = sum((seconds or 0.0) / speedup for seconds, speedup in times)
+    times = [(layer.plan.rungs[-1].seconds or 0.0, layer.plan.time_share) for layer in layers if layer.plan is not None]
+    dense = sum(seconds for seconds, _ in times)
+    chosen = sum(seconds * share for seconds, share in times)
     tuned = f"{len(times)} of {len(layers)} layers tuned for an error of at most {error:g}"
     total = f": {1e3 * chosen:.3g} ms of attention in place of {1e3 * dense:.3g} ms" if times else ""
     split = [layer.name for layer in layers if layer.plan is not None and modes.note(layer.plan.split)]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from . import errors, modes, pipeline
+from . import errors, files, modes, pipeline
 from .codebook import Codebook
-from .options import IMPLS, SCORES, WINDOWS, Impl, Window
+from .options import IMPLS, WINDOWS, Impl, Window
 from .pipeline import execute
 from .resolve import Request
+from .scoring import check_score
 from .statistics import CONFIDENCE
 from .tails.base import NO_TAIL, Tail, as_tail
 from .tails.clusters import Clusters
@@ -25,6 +25,8 @@ from .truth import Errors, Truth
 from .types import Score, Search
 
 VERSION = 1  # of the JSON
+GIVEN = ("key_mask", "extra")  # tensors that a plan may have been measured with
+INFINITE = ("inf", "-inf", "nan")  # numbers that JSON has as strings
 TAILS: dict[str, Callable[..., Tail]] = {"Clusters": Clusters, "Hybrid": Hybrid}
 DENSE = "torch.nn.functional.scaled_dot_product_attention(q.flatten(2, -2), {}{}).unflatten(2, q.shape[2:-1])"
 GRID_KEYS = "k.flatten(2, -2), v.flatten(2, -2)"
@@ -47,6 +49,19 @@ class Setting:
     tail: Tail | None = None
     radius: int | tuple[int, ...] = 1
     window: Window = "query"
+
+    def __post_init__(self) -> None:
+        if self.search is not None:
+            errors.instance("search", self.search, Search, "scram.Search", "; for example scram.Search(matches=4)")
+        if self.tail is not None:
+            errors.instance("tail", self.tail, Tail, "tail", "; for example scram.Clusters(count=256)")
+            as_tail(self.tail, NO_TAIL)
+        if isinstance(self.radius, Sequence):
+            errors.grid_rank("radius", self.radius)
+            object.__setattr__(self, "radius", errors.radius(self.radius, len(self.radius)))
+        else:
+            object.__setattr__(self, "radius", errors.radius(self.radius, 1)[0])
+        errors.one_of("window", self.window, WINDOWS)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -127,6 +142,21 @@ class Rung:
     keeps: bool = False
     note: str = ""
 
+    def __post_init__(self) -> None:
+        errors.instance("setting", self.setting, Setting, "Setting")
+        errors.whole_fields(self, keys=0)
+        if self.seconds is not None:
+            errors.real("seconds", self.seconds, 0.0, math.inf, "[0, inf)")
+        if self.error is not None:
+            if not isinstance(self.error, tuple) or len(self.error) != 3:
+                raise ValueError(f"error must be None or (value, low, high), got {self.error!r}")
+            for x in self.error:
+                errors.not_negative("error", x)
+        if self.l2 is not None:
+            errors.not_negative("l2", self.l2)
+        errors.flag("keeps", self.keeps)
+        errors.instance("note", self.note, str, "str")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -165,6 +195,42 @@ class Plan:
     grouped: bool = False
     split: float = 0.0
 
+    def __post_init__(self) -> None:
+        errors.real("error", self.error, 0.0, math.inf, "[0, inf)")
+        for rung in self.rungs:
+            errors.instance("rungs", rung, Rung, "tuple of Rungs")
+        self._check_chosen()
+        errors.flag("causal", self.causal)
+        errors.scale(self.scale)
+        check_score(self.score)
+        errors.one_of("impl", self.impl, IMPLS)
+        errors.whole_fields(self, num_queries=1, queries=1)
+        if self.num_queries > self.queries:
+            raise ValueError(f"num_queries must be at most queries = {self.queries}, got {self.num_queries}")
+        if errors.seed(self.seed) is None:
+            raise TypeError("seed of a plan must be an int, got None")
+        errors.real("confidence", self.confidence, 0.0, 1.0, "[0, 1)")
+        errors.instance("tensors", self.tensors, str, "str")
+        for name in self.given:
+            errors.one_of("given", name, GIVEN)
+        if len(set(self.given)) < len(self.given):
+            raise ValueError(f"given must name each tensor once, got {self.given}")
+        errors.flag("grouped", self.grouped)
+        errors.share("split", self.split)
+
+    def _check_chosen(self) -> None:
+        """It names a rung that was measured and visits no more keys than there are; dense attention is the last."""
+        chosen = errors.whole("chosen", self.chosen, 0)
+        if chosen >= len(self.rungs) or self.rungs[-1].setting.search is not None:
+            raise ValueError("chosen must name a rung, and dense attention must be the last")
+        best, dense = self.rungs[chosen], self.rungs[-1]
+        if best.error is None:
+            raise ValueError(f"chosen must name a rung that was measured, got {best.setting}: {best.note}")
+        if best.keys > dense.keys:
+            raise ValueError(
+                f"chosen must visit at most the {dense.keys} keys that there are, got {best.keys}; tune again"
+            )
+
     @property
     def setting(self) -> Setting:
         """What runs."""
@@ -179,6 +245,11 @@ class Plan:
     def speedup(self) -> float:
         """Time of dense attention over that of the plan."""
         return _ratio(self.rungs[-1].seconds, self.rungs[self.chosen].seconds)
+
+    @property
+    def time_share(self) -> float:
+        """Time of the plan over that of dense attention."""
+        return _ratio(self.rungs[self.chosen].seconds, self.rungs[-1].seconds)
 
     @property
     def code(self) -> str:
@@ -259,7 +330,7 @@ class Plan:
 
     def _row(self, number: int, rung: Rung) -> tuple[str, ...]:
         time = "" if rung.seconds is None else _shown(1e3 * rung.seconds)
-        share = "" if rung.seconds is None else f"{1 / _ratio(self.rungs[-1].seconds, rung.seconds):.2f}"
+        share = "" if rung.seconds is None else f"{_ratio(rung.seconds, self.rungs[-1].seconds):.2f}"
         error = "" if rung.error is None else "{:.4f} [{:.4f}, {:.4f}]".format(*rung.error)
         l2 = "" if rung.l2 is None else f"{rung.l2:.4f}"
         mark = "->" if number == self.chosen else ""
@@ -285,19 +356,12 @@ class Plan:
         missing = {x.name for x in fields(Plan)} ^ set(given)
         if missing:
             raise ValueError(f"fields missing or unknown: {', '.join(sorted(missing))}")
-        rungs = tuple(_rung(one) for one in given.pop("rungs"))
-        tensors = tuple(errors.one_of("given", name, ("key_mask", "extra")) for name in given["given"])
-        plan = Plan(rungs=rungs, **{**given, "error": float(given["error"]), "given": tensors})
-        if not 0 <= errors.whole("chosen", plan.chosen, 0) < len(rungs) or rungs[-1].setting.search is not None:
-            raise ValueError("chosen must name a rung, and dense attention must be the last")
-        errors.real("error", plan.error, 0.0, math.inf, "[0, inf)")
-        errors.real("split", plan.split, 0.0, math.inf, "[0, 1]")
-        errors.flag("causal", plan.causal)
-        errors.flag("grouped", plan.grouped)
-        errors.scale(plan.scale)
-        errors.one_of("score", plan.score, SCORES)
-        errors.one_of("impl", plan.impl, IMPLS)
-        return plan
+        with files.malformed("a field is not what as_dict makes"):
+            given["rungs"] = tuple(_rung(one) for one in _list("rungs", given["rungs"]))
+            given["given"] = tuple(_list("given", given["given"]))
+            if not isinstance(given["score"], str):
+                raise TypeError(f"score must be a name, got {given['score']!r}")
+            return Plan(**{**given, "error": _number("error", given["error"])})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file.
@@ -310,31 +374,12 @@ class Plan:
         ...     scram.Plan.load(folder + "/plan.json") == plan
         True
         """
-        save_json(self.as_dict(), path)
+        files.save_json(self.as_dict(), path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read what `save` wrote."""
-        return load_json(path, Plan.from_dict, "is not a plan that Plan.save wrote")
-
-
-Loaded = TypeVar("Loaded")
-
-
-def save_json(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    text = json.dumps(data, indent=1, allow_nan=False)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-
-
-def load_json(path: str | os.PathLike[str], made: Callable[[Any], Loaded], complaint: str) -> Loaded:
-    """What `made` makes of a file that `save_json` wrote; ValueError with the complaint where it is another file."""
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
-    try:
-        return made(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} {complaint}: {error}") from error
+        """Read what `save` wrote; ValueError for any other file."""
+        return files.load_json(path, Plan.from_dict, "is not a plan that Plan.save wrote")
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,8 +425,8 @@ def _shown(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _ratio(dense: float | None, other: float | None) -> float:
-    return 1.0 if not dense or not other else dense / other
+def _ratio(one: float | None, other: float | None) -> float:
+    return 1.0 if not one or not other else one / other
 
 
 def _finite(value: Any) -> Any:
@@ -403,6 +448,21 @@ def _setting_dict(setting: Setting) -> dict[str, Any]:
             "search": settings(setting.search), "tail": settings(setting.tail)}  # fmt: skip
 
 
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} must be a list, got {type(value).__name__}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    """A number as `_finite` made it."""
+    if isinstance(value, str) and value in INFINITE:
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+    return float(value)
+
+
 def _rung(data: dict[str, Any]) -> Rung:
     """What `_finite` and `_setting_dict` made."""
     said = dict(data["setting"])
@@ -411,17 +471,16 @@ def _rung(data: dict[str, Any]) -> Rung:
         raise ValueError("search must be of the kind Search")
     kind = None if tail is None else TAILS[errors.one_of("tail", tail.pop("kind"), TAILS)]
     if search is not None:
-        search["jumps"] = tuple(search["jumps"])
+        search["jumps"] = tuple(_list("jumps", search["jumps"]))
         reach = search.get("reach")  # plans of earlier versions have none
         search["reach"] = tuple(reach) if isinstance(reach, list) else reach
-    radius = said["radius"]
     setting = Setting(
         search=None if search is None else Search(**search),
         tail=None if kind is None or tail is None else kind(**tail),
-        radius=radius if isinstance(radius, int) else errors.radius(radius, len(radius)),
-        window=errors.one_of("window", said["window"], WINDOWS),
+        radius=said["radius"],
+        window=said["window"],
     )
     error = data["error"]
-    numbers = {name: None if data[name] is None else float(data[name]) for name in ("seconds", "l2")}
-    triple = None if error is None else tuple(float(x) for x in error)
+    numbers = {name: None if data[name] is None else _number(name, data[name]) for name in ("seconds", "l2")}
+    triple = None if error is None else tuple(_number("error", x) for x in _list("error", error))
     return Rung(**{**data, **numbers, "setting": setting, "error": triple})

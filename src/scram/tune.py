@@ -63,7 +63,7 @@ def tune(
 
     A ladder of settings is tried from cheap to dear: windows only, few clusters, many, more matches, fitted clusters,
     dense attention. Each runs on all queries and is timed; its output is compared with dense attention on a sample. A
-    rung is not tried where it cannot be faster than what was found.
+    rung is not tried where it cannot be faster than what was found, or may visit as many keys as there are.
 
     The promise: in every head the 95th percentile over queries of |out - exact| / RMS |exact| is at most `error`. What
     must be below it is the upper end of an interval by order statistics, at confidence 95 % shared over the rungs.
@@ -158,7 +158,7 @@ class _Climb:
         assert setting.search is not None
         radius, work = errors.radius(setting.radius, q.ndim - 3), Work.of(setting)
         keys = keys_visited(q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.how["score"]).tail
-        if why := self._why_not(work):
+        if why := self._too_many(keys) or self._why_not(work):
             return Rung(setting, keys, note=f"not tried: {why}")
         resolved = resolve(q, k, v, Request(**self.how, impl=self.impl, **setting.arguments))
         result, seconds = _timed(partial(run, resolved, q, k, v), q, most=3, limit=self.best)
@@ -170,6 +170,11 @@ class _Climb:
         if keeps:
             self.best = min(self.best, seconds)
         return Rung(setting, keys, seconds, found.worst, float(found.l2.nan_to_num(0.0).max()), keeps)
+
+    def _too_many(self, keys: int) -> str:
+        """Why a setting that visits so many keys cannot help, "" where it can."""
+        there = math.prod(grid_of(self.tensors[1]))
+        return f"it may visit {keys} keys, there are {there}" if keys >= there else ""
 
     def _errors(self, out: Tensor) -> Errors:
         """Of an output [B, H, *G, F]; with more queries where it is open whether it keeps the budget."""

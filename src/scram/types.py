@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import errors, places
+from . import errors, files, places
 from .dtensors import is_dtensor
 from .options import METHODS, Method, Propagate, ScoreName
 from .schedule import MOST_IN_TILES, PROPAGATE
@@ -232,26 +232,19 @@ class Matches:
         ...     Matches.load(folder + "/found.safetensors").key_grid
         (6,)
         """
-        from safetensors.torch import save_file
-
-        tensors = {"index": self.index.contiguous(), "score": self.score.contiguous()}
         grid = ",".join(map(str, self.key_grid))
-        save_file(tensors, path, metadata={"format": "scram.Matches", "key_grid": grid})
+        metadata = {"format": "scram.Matches", "key_grid": grid}
+        files.save_tensors({"index": self.index, "score": self.score}, metadata, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Matches:
-        """Read what `save` wrote. Nothing is unpickled."""
-        from safetensors import SafetensorError, safe_open
+        """Read what `save` wrote; ValueError for any other file. Nothing is unpickled."""
 
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != "scram.Matches":
-                    raise ValueError("it holds something else")
-                grid = tuple(int(extent) for extent in metadata["key_grid"].split(","))
-                return Matches(file.get_tensor("index"), file.get_tensor("score"), grid)
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a safetensors file that Matches.save wrote: {error}") from error
+        def made(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Matches:
+            grid = tuple(int(extent) for extent in metadata["key_grid"].split(","))
+            return Matches(tensors["index"], tensors["score"], grid)
+
+        return files.load_tensors(path, made, "scram.Matches", ("index", "score")).to(device)
 
     def __repr__(self) -> str:
         batch, heads, *grid, kappa = self.index.shape

@@ -16,13 +16,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..codebook import TENSORS, Codebook
+from .. import files
+from ..codebook import NEEDED, OPTIONAL, TENSORS, from_settings
 from ..nn.searching import Searching
 from ..types import Matches
 from .mesh import Ranks
 
 MARK = "scram.kept"  # begins every name in a checkpoint: MARK/rank/layer/field
 SETTINGS = ("score", "scale", "radius")  # of a codebook
+MATCHES = ("index", "score")
+BOOK = tuple(f"book_{name}" for name in NEEDED)
+FIELDS = (*MATCHES, *BOOK, *(f"book_{name}" for name in OPTIONAL))
 
 
 Saved = str | os.PathLike[str] | StorageReader
@@ -34,6 +38,17 @@ class Piece(NamedTuple):
     rank: int
     layer: str
     fields: dict[str, tuple[torch.Size, torch.dtype]]
+
+    def check(self) -> None:
+        """It has all tensors of matches, all or none of a codebook, each with the same batch."""
+        names = set(self.fields)
+        needed = MATCHES if names <= set(MATCHES) else MATCHES + BOOK
+        wrong = (set(needed) - names) | (names - set(FIELDS))
+        if wrong:
+            raise ValueError(f"tensors missing or unknown: {', '.join(sorted(wrong))}")
+        shapes = {name: tuple(shape) for name, (shape, _) in self.fields.items()}
+        if len({shape[:1] for shape in shapes.values()}) > 1 or () in shapes.values():
+            raise ValueError(f"tensors must share their batch, got {shapes}")
 
     @property
     def batch(self) -> int:
@@ -128,8 +143,14 @@ def _pieces(saved: Saved) -> list[Piece]:
         if isinstance(entry, TensorStorageMetadata):
             rank, _, rest = name.partition("/")
             layer, _, field = rest.rpartition("/")
+            if not rank.isdecimal() or not layer:
+                raise ValueError(f"{saved} has kept matches under the name {name!r}, want rank/layer/field")
             found.setdefault((int(rank), layer), {})[field] = (entry.size, entry.properties.dtype)
-    return [Piece(*key, fields) for key, fields in sorted(found.items())]
+    pieces = [Piece(*key, fields) for key, fields in sorted(found.items())]
+    for piece in pieces:
+        with files.malformed(f"{saved} has no kept matches of layer {piece.layer!r} that KeptMatches saved"):
+            piece.check()
+    return pieces
 
 
 def _kept(layer: Searching) -> dict[str, Any]:
@@ -152,12 +173,14 @@ def _keep(name: str, layer: Searching, found: list[dict[str, Any]]) -> None:
         warnings.warn(f"ranks kept matches of unlike calls in layer {name!r}: it starts without", stacklevel=4)
         return
     tensors = {field: torch.cat([x[field] for x in found]) for field in _tensors(found[0])}
-    settings = json.loads(found[0]["settings"])
-    matches = Matches(tensors.pop("index"), tensors.pop("score"), tuple(settings["key_grid"]))
+    with files.malformed(f"the checkpoint has no kept matches of layer {name!r} that KeptMatches saved"):
+        settings = json.loads(found[0]["settings"])
+        matches = Matches(tensors.pop("index"), tensors.pop("score"), tuple(settings["key_grid"]))
+        book = None
+        if "book" in settings or tensors:
+            book = from_settings({field.removeprefix("book_"): x for field, x in tensors.items()}, settings["book"])
     layer.kept_index, layer.kept_score, layer.kept_grid = matches.index, matches.score, matches.key_grid
-    if "book" in settings:
-        book = settings["book"] | {field.removeprefix("book_"): x for field, x in tensors.items()}
-        layer.codebook = Codebook(**book | {"radius": None if book["radius"] is None else tuple(book["radius"])})
+    layer.codebook = book
 
 
 def _tensors(found: dict[str, Any]) -> dict[str, Tensor]:

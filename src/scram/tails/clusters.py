@@ -73,8 +73,8 @@ class Clusters(Tail):
             k=k,
             v=v,
             key_mask=mask,
-            warm_centres=None if warm is None else warm.centres,
-            warm_values=None if warm is None else warm.values,
+            warm_centres=None if warm is None else _of_heads(warm.centres, k.shape[1]),
+            warm_values=None if warm is None else _of_heads(warm.values, k.shape[1]),
             seed=own_seed,
             rows=inputs.rows,
             count=self.count,
@@ -106,3 +106,10 @@ class Clusters(Tail):
 
     def describe(self) -> str:
         return f"{self.count} clusters{', fitted' if self.fit else ''}"
+
+
+def _of_heads(x: Tensor, heads: int) -> Tensor:
+    """Clusters [B, Hc, C, width] for so many heads: of a group the first, or one for each of it."""
+    if x.shape[1] > heads:
+        return x[:, :: x.shape[1] // heads]
+    return x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] < heads else x

@@ -35,7 +35,8 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
         key, there = windows.of(row.unsqueeze(-1), query.unsqueeze(-1))
         name = flat_label[source.unsqueeze(-1), key]
         taken = torch.zeros(len(at), count + 1, dtype=torch.int64, device=q.device)
-        taken = taken.scatter_add(1, torch.where(there & (name >= 0), name, count), torch.ones_like(name))
+        counted = there & (name >= 0) & (name < count)
+        taken = taken.scatter_add(1, torch.where(counted, name, count), torch.ones_like(name))
         factor = (sizes[source] - taken[:, :count]) * gains[source]
         some = factor > 0
         # What a query has nothing left of is zero before it is multiplied: 0 * NaN is NaN.
