@@ -61,7 +61,7 @@ BELOW = {
         "precision",
         "statistics",
     }
-    | {"truth", "types", "validate"},
+    | {"timing", "truth", "types", "validate"},
     "types": {"options", "dtensors", "errors", "places", "schedule"},
     "estimators": {"errors"},
     "precision": {"_compat"},

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import api, errors, modes, validate
+from . import api, errors, modes, timing, validate
 from .arguments import explains
 from .cost import keys_visited, tail_size
 from .defaults import default_tail
@@ -22,6 +21,7 @@ from .options import Impl, Window
 from .plan import Plan, Rung, Setting
 from .precision import follows_autocast
 from .statistics import queries_needed, shared
+from .timing import Believed, believed
 from .truth import SHARE, Errors, Truth, every_key
 from .types import Score, Search
 
@@ -32,7 +32,6 @@ NUM_QUERIES = queries_needed(SHARE, 16, 0.015)
 SECOND_LOOK = 8
 TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
 LEAST_SPEEDUP = 1.1  # over dense attention
-STEADY = 1.2  # two runs whose times differ by less need no third
 CHEAPER = 0.8  # of a predicted time: predictions may be too high by that
 FIT_QUERIES = 25  # that dense attention answers in the time in which a fit reads one, at least
 # By how much the error falls at most, as seen, with four times the clusters, with four matches, and by a fit.
@@ -96,9 +95,7 @@ def tune(
     rungs = [climb.rung(setting) for setting in settings]
     dense = Rung(Setting(), math.prod(grid_of(k)), climb.dense, (0.0, 0.0, 0.0), 0.0, True, climb.dense_note)
     rungs.append(dense)
-    chosen = min((n for n, rung in enumerate(rungs) if rung.keeps), key=lambda n: rungs[n].seconds or math.inf)
-    if LEAST_SPEEDUP * (rungs[chosen].seconds or 0.0) > climb.dense:
-        chosen = len(rungs) - 1  # exact attention for nearly the same time
+    chosen = climb.choose(rungs)
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
     return Plan(
         error=float(error), rungs=tuple(rungs), chosen=chosen, causal=causal, scale=scale, score=score, impl=impl,
@@ -155,15 +152,39 @@ class _Climb:
         keys = keys_visited(q, k, setting.search, radius, setting.tail, self.how["score"]).tail
         if why := self._why_not(work):
             return Rung(setting, keys, note=f"not tried: {why}")
-        call = partial(api.attention, q, k, v, **self.how, impl=self.impl, **setting.arguments)
-        out, seconds = _timed(call, q, most=3, limit=self.best)
+        (seconds, steady), out = self._run(setting)
         found = self._errors(out)
         self.times = {other: min(t, seconds) if other.within(work) else t for other, t in self.times.items()}
         self.times[work], self.lows[work] = seconds, found.worst[1]
         keeps = found.keeps(self.error)
         if keeps:
             self.best = min(self.best, seconds)
-        return Rung(setting, keys, seconds, found.worst, float(found.l2.nan_to_num(0.0).max()), keeps)
+        l2 = float(found.l2.nan_to_num(0.0).max())
+        return Rung(setting, keys, seconds, found.worst, l2, keeps, _doubt(Believed(seconds, steady)))
+
+    def _run(self, setting: Setting) -> tuple[Believed, Tensor]:
+        """The time of a setting and its output [B, H, *G, F]."""
+        q, k, v = self.tensors
+        call = partial(api.attention, q, k, v, **self.how, impl=self.impl, **setting.arguments)
+        return believed(call, q.device, self.best)
+
+    def choose(self, rungs: list[Rung]) -> int:
+        """The fastest rung that keeps the budget; dense attention, the last, where that takes nearly as long.
+
+        Before another is chosen, both are timed again: the machine may have been busy at the first time. The faster of
+        both times counts, and is written into `rungs`.
+        """
+        again: set[int] = set()
+        while True:
+            chosen = min((n for n, rung in enumerate(rungs) if rung.keeps), key=lambda n: rungs[n].seconds or math.inf)
+            if LEAST_SPEEDUP * (rungs[chosen].seconds or 0.0) > (rungs[-1].seconds or 0.0):
+                return len(rungs) - 1  # exact attention for nearly the same time
+            if chosen in again or rungs[chosen].setting.search is None:
+                return chosen
+            if not again:
+                rungs[-1] = _sooner(rungs[-1], _dense_seconds(*self.tensors, self.how)[0])
+            rungs[chosen] = _sooner(rungs[chosen], self._run(rungs[chosen].setting)[0].seconds)
+            again.add(chosen)
 
     def _errors(self, out: Tensor) -> Errors:
         """Of an output [B, H, *G, F]; with more queries where it is open whether it keeps the budget."""
@@ -202,6 +223,10 @@ class _Climb:
         return max(least, CHEAPER * max(sums, default=0.0))
 
 
+def _sooner(rung: Rung, seconds: float) -> Rung:
+    return replace(rung, seconds=min(rung.seconds or math.inf, seconds))
+
+
 class Work(NamedTuple):
     """What a setting does: more of anything takes longer."""
 
@@ -233,32 +258,13 @@ class Work(NamedTuple):
         )
 
 
-def _timed(call: Callable[[], Any], like: Tensor, most: int, limit: float = math.inf) -> tuple[Any, float]:
-    """The result of a call and the seconds of its fastest run.
-
-    A first run may compile, so there are two; a third where they differ and it is about the `limit` that counts.
-    """
-    times: list[float] = []
-    while len(times) < 2 or (len(times) < most and max(times) > STEADY * min(times) and min(times) < 2 * limit):
-        _wait(like)
-        start = time.perf_counter()
-        result = call()
-        _wait(like)
-        times.append(time.perf_counter() - start)
-    return result, min(times)
-
-
-def _wait(like: Tensor) -> None:
-    if like.device.type != "cpu":
-        torch.accelerator.synchronize(like.device)
-
-
 def _dense_seconds(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> tuple[float, str]:
-    """Seconds of dense attention, of a part of the queries where all would take long; and a note that says so."""
+    """Seconds of dense attention, of a part of the queries where all would take long; and a note of how it is known."""
     queries, keys = math.prod(grid_of(q)), math.prod(grid_of(k))
     rows, most = q.shape[0] * q.shape[1], DENSE_PAIRS.get(q.device.type, DENSE_PAIRS["cpu"])
     if rows * queries * keys <= most:
-        return _timed(partial(every_key, q, k, v, **how), q, 3)[1], ""
+        found, _ = believed(partial(every_key, q, k, v, **how), q.device)
+        return found.seconds, _doubt(found)
     flat = [x.flatten(2, -2) for x in (q, k, v)]
     mask = how["key_mask"]
     mask = None if mask is None else mask.flatten(mask.ndim - (k.ndim - 3))
@@ -269,5 +275,9 @@ def _dense_seconds(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> tupl
         part = min(queries, max(1024, math.isqrt(most // rows)))
         flat, factor = [x[:, :, :part] for x in (q.flatten(2, -2), *flat[1:])], (queries / part) ** 2
         mask = None if mask is None else mask[..., :part]
-    seconds = _timed(partial(every_key, *flat, **{**how, "key_mask": mask}), q, 3)[1]
-    return seconds * factor, f"time from {part} of {queries} queries"
+    found, _ = believed(partial(every_key, *flat, **{**how, "key_mask": mask}), q.device)
+    return found.seconds * factor, "; ".join(filter(None, [f"time from {part} of {queries} queries", _doubt(found)]))
+
+
+def _doubt(found: Believed) -> str:
+    return "" if found.steady else f"its times differ by more than {timing.AGREE - 1:.0%}"
