@@ -46,11 +46,13 @@ BELOW = {
     "statistics": set(),
     "cost": {"codebook", "errors", "estimators", "grid", "schedule", "scoring", "types"},
     "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
+    "baseline": {"grid", "truth"},
     "plan": {"options", "api", "codebook", "errors", "estimators", "modes", "statistics", "truth", "types"},
     "tune": {
         "options",
         "api",
         "arguments",
+        "baseline",
         "cost",
         "defaults",
         "errors",
@@ -100,10 +102,10 @@ BELOW = {
     "exact": {"options", "_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"options", "errors", "exact", "grid", "scoring", "types"},
     "timing": set(),
-    "judge": {"options", "arguments", "dense", "errors", "grid", "statistics", "timing", "truth"},
+    "judge": {"options", "arguments", "baseline", "errors", "statistics", "timing", "truth"},
     "nn": {"options", "api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"grid", "places", "scoring", "types"},
-    "images": {"options", "api", "exact", "grid", "scoring", "types"},
+    "images": {"options", "api", "exact", "grid", "scoring", "timing", "types"},
     "layers": {"layout_hints", "modes", "plan"},
     "distributed": {
         "options",

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import scram
+from scram import baseline
 from scram.plan import Setting
 from scram.statistics import Interval, ranks, shared
 from scram.timing import Believed
@@ -357,11 +358,11 @@ def test_far_from_the_budget_the_dear_ones_are_not_tried(clock):
 
 def test_a_large_dense_call_is_timed_on_a_part(clock, monkeypatch):
     q, k, v = diffuse()
-    monkeypatch.setattr(tuning, "DENSE_PAIRS", {"cpu": 2 * 576 * 300})
+    monkeypatch.setattr(baseline, "DENSE_PAIRS", {"cpu": 2 * 576 * 300})
     plan = scram.tune(q, k, v)
     assert plan.rungs[-1].seconds == pytest.approx(100 * 576 / 300)
     assert plan.rungs[-1].note == "time from 300 of 576 queries"
-    monkeypatch.setattr(tuning, "DENSE_PAIRS", {"cpu": 10})
+    monkeypatch.setattr(baseline, "DENSE_PAIRS", {"cpu": 10})
     large = diffuse(size=40)
     causal = scram.tune(*large, causal=True, key_mask=torch.ones(1, 40, 40, dtype=torch.bool))
     assert causal.rungs[-1].seconds == pytest.approx(100 * (1600 / 1024) ** 2)  # a smaller problem, with all its keys

@@ -81,7 +81,7 @@ def believed(call: Callable[[], Result], device: str | torch.device, limit: floa
     """The least time of a call, believed when a second run agrees, and what the call returned.
 
     A first run may compile and another program may run beside it, so a call is made until its two fastest runs agree.
-    Where none do, the slower of these two counts. A call that takes far more than `limit` is made twice, whatever comes.
+    Where none do, the slower of these two counts. A call that takes far more than `limit` is made only twice.
     """
     times: list[float] = []
     while True:

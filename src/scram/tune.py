@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import api, errors, modes, timing, validate
 from .arguments import explains
+from .baseline import dense_baseline
 from .cost import keys_visited, tail_size
 from .defaults import default_tail
 from .estimators import Clusters, Hybrid
@@ -22,7 +23,7 @@ from .plan import Plan, Rung, Setting
 from .precision import follows_autocast
 from .statistics import queries_needed, shared
 from .timing import Believed, believed
-from .truth import SHARE, Errors, Truth, every_key
+from .truth import SHARE, Errors, Truth
 from .types import Score, Search
 
 # The upper end of the interval is then an order statistic below the 96.5th percentile, shared over two looks at each of
@@ -36,8 +37,6 @@ CHEAPER = 0.8  # of a predicted time: predictions may be too high by that
 FIT_QUERIES = 25  # that dense attention answers in the time in which a fit reads one, at least
 # By how much the error falls at most, as seen, with four times the clusters, with four matches, and by a fit.
 GAINS = (3.5, 3.5, 12.0)
-# Pairs of queries and keys that dense attention is timed on; beyond, a part of the queries stands for all.
-DENSE_PAIRS = {"cpu": 1 << 27, "cuda": 1 << 36}
 
 COUNTS = (64, 256, 1024)  # of clusters
 DRAWN = (128, 512, 2048)  # keys, under causal order
@@ -137,7 +136,10 @@ class _Climb:
         num_queries: int, seed: int,
     ) -> None:  # fmt: skip
         self.tensors, self.how, self.impl, self.error, self.confidence = (q, k, v), how, impl, error, confidence
-        self.dense, self.dense_note = _dense_seconds(q, k, v, how)
+        self.time_dense = partial(dense_baseline, q, k, v, timer=believed, **how)
+        dense = self.time_dense()
+        part = f"time from {dense.timed} of {dense.queries} queries" if dense.continued else ""
+        self.dense, self.dense_note = dense.seconds, "; ".join(filter(None, [part, _doubt(dense.steady)]))
         self.sampled = partial(Truth.of, q, k, v, seed=seed, **how)
         self.truth, self.first_look = self.sampled(num_queries=num_queries), num_queries
         self.best = self.dense
@@ -146,7 +148,7 @@ class _Climb:
 
     def rung(self, setting: Setting) -> Rung:
         """Tries a setting, unless it cannot help."""
-        q, k, v = self.tensors
+        q, k, _ = self.tensors
         assert setting.search is not None
         radius, work = errors.radius(setting.radius, q.ndim - 3), Work.of(setting)
         keys = keys_visited(q, k, setting.search, radius, setting.tail, self.how["score"]).tail
@@ -160,7 +162,7 @@ class _Climb:
         if keeps:
             self.best = min(self.best, seconds)
         l2 = float(found.l2.nan_to_num(0.0).max())
-        return Rung(setting, keys, seconds, found.worst, l2, keeps, _doubt(Believed(seconds, steady)))
+        return Rung(setting, keys, seconds, found.worst, l2, keeps, _doubt(steady))
 
     def _run(self, setting: Setting) -> tuple[Believed, Tensor]:
         """The time of a setting and its output [B, H, *G, F]."""
@@ -182,7 +184,7 @@ class _Climb:
             if chosen in again or rungs[chosen].setting.search is None:
                 return chosen
             if not again:
-                rungs[-1] = _sooner(rungs[-1], _dense_seconds(*self.tensors, self.how)[0])
+                rungs[-1] = _sooner(rungs[-1], self.time_dense().seconds)
             rungs[chosen] = _sooner(rungs[chosen], self._run(rungs[chosen].setting)[0].seconds)
             again.add(chosen)
 
@@ -258,26 +260,5 @@ class Work(NamedTuple):
         )
 
 
-def _dense_seconds(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> tuple[float, str]:
-    """Seconds of dense attention, of a part of the queries where all would take long; and a note of how it is known."""
-    queries, keys = math.prod(grid_of(q)), math.prod(grid_of(k))
-    rows, most = q.shape[0] * q.shape[1], DENSE_PAIRS.get(q.device.type, DENSE_PAIRS["cpu"])
-    if rows * queries * keys <= most:
-        found, _ = believed(partial(every_key, q, k, v, **how), q.device)
-        return found.seconds, _doubt(found)
-    flat = [x.flatten(2, -2) for x in (q, k, v)]
-    mask = how["key_mask"]
-    mask = None if mask is None else mask.flatten(mask.ndim - (k.ndim - 3))
-    part = min(queries, max(256, most // (rows * keys)))
-    factor = queries / part
-    flat[0] = flat[0][:, :, :part]
-    if how["causal"]:  # the first queries have few keys: a smaller problem stands for it
-        part = min(queries, max(1024, math.isqrt(most // rows)))
-        flat, factor = [x[:, :, :part] for x in (q.flatten(2, -2), *flat[1:])], (queries / part) ** 2
-        mask = None if mask is None else mask[..., :part]
-    found, _ = believed(partial(every_key, *flat, **{**how, "key_mask": mask}), q.device)
-    return found.seconds * factor, "; ".join(filter(None, [f"time from {part} of {queries} queries", _doubt(found)]))
-
-
-def _doubt(found: Believed) -> str:
-    return "" if found.steady else f"its times differ by more than {timing.AGREE - 1:.0%}"
+def _doubt(steady: bool) -> str:
+    return "" if steady else f"its times differ by more than {timing.AGREE - 1:.0%}"
