@@ -46,8 +46,9 @@ BELOW = {
     "statistics": set(),
     "cost": {"codebook", "errors", "estimators", "grid", "schedule", "scoring", "types"},
     "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
+    "tables": {"statistics"},
     "baseline": {"grid", "truth"},
-    "plan": {"options", "api", "codebook", "errors", "estimators", "modes", "statistics", "truth", "types"},
+    "plan": {"options", "api", "codebook", "errors", "estimators", "modes", "statistics", "tables", "truth", "types"},
     "tune": {
         "options",
         "api",
@@ -102,11 +103,11 @@ BELOW = {
     "exact": {"options", "_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"options", "errors", "exact", "grid", "scoring", "types"},
     "timing": set(),
-    "judge": {"options", "arguments", "baseline", "errors", "statistics", "timing", "truth"},
+    "judge": {"options", "arguments", "baseline", "errors", "statistics", "tables", "timing", "truth"},
     "nn": {"options", "api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"grid", "places", "scoring", "types"},
     "images": {"options", "api", "exact", "grid", "scoring", "timing", "types"},
-    "layers": {"layout_hints", "modes", "plan"},
+    "layers": {"layout_hints", "modes", "plan", "tables"},
     "distributed": {
         "options",
         "_compat",
@@ -139,7 +140,7 @@ BELOW = {
     },
     "patch": {"options", "_compat", "errors", "estimators", "layers", "sdpa", "types"},
     "trust": {"options", "api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "modes"}
-    | {"plan", "precision", "scoring", "statistics", "truth", "types"},
+    | {"plan", "precision", "scoring", "statistics", "tables", "truth", "types"},
 }
 
 

@@ -17,6 +17,7 @@ from .arguments import explains
 from .baseline import dense_baseline
 from .options import JudgedLayout
 from .statistics import Interval
+from .tables import in_words, of_heads
 from .timing import Timing, agree, clock
 from .truth import Truth
 
@@ -24,7 +25,6 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 LAYOUTS = get_args(JudgedLayout)
 LONGEST = 20.0  # seconds of dense attention; what would take longer is continued from some of the queries
 ONCE = 4.0  # seconds from which a call is timed only once
-ROWS_SHOWN = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,18 +80,12 @@ class Judgement:
         }
 
     def __str__(self) -> str:
-        batch, heads = self.l2_error.shape
-        lines = [
-            f"{self.name}, on {self.num_queries} of {self.queries} queries",
-            f"batch head  {'median error':20}  {'95th percentile':20}  L2 error*",
-        ]
-        for row in range(min(batch * heads, ROWS_SHOWN)):
-            at = row // heads, row % heads
-            cells = f"{self.median_error.cell(*at):20}  {self.p95_error.cell(*at):20}"
-            lines.append(f"{at[0]:5} {at[1]:4}  {cells}  {float(self.l2_error[at]):9.4f}")
-        if batch * heads > ROWS_SHOWN:
-            lines.append(f"  ... and {batch * heads - ROWS_SHOWN} more")
-        lines.append("* a point value, dominated by few queries; the others are with 95 % intervals")
+        columns: dict[str, Interval | Tensor] = {
+            "median error": self.median_error,
+            "95th percentile": self.p95_error,
+            "L2 error*": self.l2_error,
+        }
+        lines = [f"{self.name}, on {self.num_queries} of {self.queries} queries", *of_heads(columns)]
         time, faster = self.timing, self.ratio
         spread = f"{in_words(time.seconds)} ({in_words(time.least)} to {in_words(time.most)}, calls: {time.calls})"
         than = f"{faster:.3g} times faster" if faster >= 1 else f"{1 / faster:.3g} times slower"
@@ -104,15 +98,6 @@ class Judgement:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def in_words(seconds: float) -> str:
-    """A time with three digits.
-
-    >>> in_words(0.0123456), in_words(12.3456)
-    ('12.3 ms', '12.3 s')
-    """
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{float(f'{seconds:.3g}'):g} s"
 
 
 def _listed(x: Tensor) -> list[list[float | None]]:

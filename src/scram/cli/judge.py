@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ..api import attention
 from ..dense import dense_attention
-from ..judge import Attention, Judge, Judgement, in_words
+from ..judge import Attention, Judge, Judgement
 from ..options import JudgedLayout
+from ..tables import in_words
 from ..timing import memory_status
 from ..types import Search
 from . import INTERRUPTED, charts, rivals
