@@ -52,6 +52,7 @@ BELOW = {
         "options",
         "api",
         "arguments",
+        "baseline",
         "cost",
         "defaults",
         "errors",
@@ -101,7 +102,7 @@ BELOW = {
     "exact": {"options", "_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
     "measure": {"options", "errors", "exact", "grid", "scoring", "types"},
     "timing": set(),
-    "judge": {"options", "arguments", "dense", "errors", "grid", "statistics", "timing", "truth"},
+    "judge": {"options", "arguments", "baseline", "errors", "statistics", "tables", "timing", "truth"},
     "nn": {"options", "api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
     | {"grid", "places", "scoring", "types"},
     "images": {"options", "api", "exact", "grid", "scoring", "types"},
@@ -139,7 +140,7 @@ BELOW = {
     },
     "patch": {"options", "_compat", "errors", "estimators", "layers", "sdpa", "types"},
     "trust": {"options", "api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "modes"}
-    | {"plan", "precision", "scoring", "statistics", "truth", "types"},
+    | {"plan", "precision", "scoring", "statistics", "tables", "truth", "types"},
 }
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import scram
+from scram import baseline
 from scram import judge as judge_function
 from scram.timing import Timing
 
@@ -118,31 +119,33 @@ def test_time_is_that_of_a_call_and_the_ratio_that_of_dense_attention():
     assert not found.dense_is_continued
 
 
-@pytest.mark.slow
 def test_dense_attention_that_takes_too_long_is_continued(monkeypatch):
     q, k, v = tensors(size=32)
-    made = []
-
-    def dense(q, k, v, causal=False, **how):
-        made.append((tuple(q.shape), causal))
-        sleep(0.02 * q.shape[2] / 256)
-        return torch.zeros(1)
-
-    monkeypatch.setattr(judge, "dense_attention", dense)
-    monkeypatch.setattr(judge, "PROBE", 2 * 1024 * 256)
+    monkeypatch.setattr(baseline, "DENSE_PAIRS", {"cpu": 2 * 1024 * 256})
+    assert not judge.Judge(q, k, v).dense_is_continued
+    monkeypatch.setattr(judge, "LONGEST", 0.0)
     truth = judge.Judge(q, k, v)
-    assert not truth.dense_is_continued
-    assert ((1, 2, 32, 32, 8), False) in made
-    assert ((1, 2, 256, 1, 8), False) in made
-    monkeypatch.setattr(judge, "LONGEST", 0.01)
-    for causal, least in ((False, 0.08), (True, 0.04)):
-        made.clear()
-        truth = judge.Judge(q, k, v, causal=causal)
-        assert truth.dense_is_continued
-        assert {shape for shape, _ in made} == {(1, 2, 256, 1, 8)}
-        assert least <= truth.dense_seconds < 1.8 * least
-        found = truth.judge(lambda q, k, v: scram.exact_attention(q, k, v).out)
-        assert "dense attention about" in str(found)
+    assert truth.dense_is_continued
+    found = truth.judge(lambda q, k, v: scram.exact_attention(q, k, v).out)
+    assert found.dense_is_continued
+    assert "dense attention about" in str(found)
+
+
+BUSY = "repeated times differ by more than a third"
+
+
+@pytest.mark.parametrize(
+    ("dense", "steady_function", "steady"),
+    [((0.3, 0.3), True, True), ((0.3, 0.5), True, False), ((0.5, 0.3), True, False), ((0.3, 0.3), False, False)],
+)
+def test_times_that_differ_are_said(monkeypatch, dense, steady_function, steady):
+    """Of the function, or of dense attention before and after it."""
+    made = [Timing(seconds, seconds, seconds, 1, None) for seconds in dense]
+    made.insert(1, Timing(0.1, 0.1, 0.1, 3, None, steady_function))
+    monkeypatch.setattr(judge, "clock", lambda call, *_: (made.pop(0), call()))
+    found = judge_function(scram.attention, *tensors())
+    assert found.steady == found.numbers()["steady"] == steady
+    assert (BUSY in str(found)) == (not steady)
 
 
 def test_numbers_are_json():

@@ -12,6 +12,36 @@ from .options import Weight
 from .scoring import default_scale, prepare_key, prepare_query
 from .types import Attended, Score
 
+FUSED_STEP = 8  # a multiple of which the widths are that CUDA's fused kernels take
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    causal: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with widths that torch's fused kernels take; others hold the map of all pairs.
+
+    Args:
+        q, k, v: [B, H, N, E], [B, Hk, M, E], [B, Hk, M, F]; padded by zeros to one width, which changes no score.
+        mask: True where a query may attend, broadcast to [B, H, N, M].
+
+    Returns:
+        out [B, H, N, F].
+    """
+    width = max(k.shape[-1], v.shape[-1])
+    if q.is_cuda:
+        width += -width % FUSED_STEP
+    wide = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(*wide, mask, dropout_p, causal, scale=scale, enable_gqa=grouped)
+    return out if width == v.shape[-1] else out[..., : v.shape[-1]].contiguous()
+
 
 def dense_attention(
     q: Tensor,
@@ -52,9 +82,8 @@ def dense_attention(
         mask = None if mask is None else F.pad(mask, (0, extra[0].shape[2]), value=True)
     if score != "dot":
         flat[:2] = prepare_query(flat[0], score).to(v.dtype), prepare_key(flat[1], score).to(v.dtype)
-    factor, grouped = default_scale(scale, q.shape[-1], score, "softmax"), q.shape[1] != k.shape[1]
-    q, k, v = flat
-    out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=factor, enable_gqa=grouped)
+    factor = default_scale(scale, q.shape[-1], score, "softmax")
+    out = fused_attention(*flat, mask=mask, dropout_p=dropout_p, causal=causal, scale=factor)
     if mask is not None:
         out = torch.where(mask.any(-1, keepdim=True), out, 0)
     return out.reshape(*out.shape[:2], *grid, out.shape[-1])

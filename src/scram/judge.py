@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -13,19 +14,17 @@ from torch import Tensor
 
 from . import errors
 from .arguments import explains
-from .dense import dense_attention
-from .grid import grid_of
+from .baseline import dense_baseline
 from .options import JudgedLayout
 from .statistics import Interval
-from .timing import Timing, clock
+from .tables import in_words, of_heads
+from .timing import Timing, agree, clock
 from .truth import Truth
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 LAYOUTS = get_args(JudgedLayout)
 LONGEST = 20.0  # seconds of dense attention; what would take longer is continued from some of the queries
-PROBE = 1 << 27  # scores of the queries that it is continued from
 ONCE = 4.0  # seconds from which a call is timed only once
-ROWS_SHOWN = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +40,8 @@ class Judgement:
         dense_seconds: seconds of torch's dense attention on the same tensors in the same run.
         dense_is_continued: whether they were continued from the time of some of the queries.
         num_queries, queries: queries looked at, and queries in all.
+        steady: whether repeated times, of the function and of dense attention, differ by a third at most. Where they
+            differ by more, the machine was busy and `ratio` says little.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Judgement:
     dense_is_continued: bool
     num_queries: int
     queries: int
+    steady: bool = True
 
     @property
     def ratio(self) -> float:
@@ -74,40 +76,28 @@ class Judgement:
             "dense_seconds": self.dense_seconds,
             "dense_is_continued": self.dense_is_continued,
             "ratio": self.ratio,
+            "steady": self.steady,
         }
 
     def __str__(self) -> str:
-        batch, heads = self.l2_error.shape
-        lines = [
-            f"{self.name}, on {self.num_queries} of {self.queries} queries",
-            f"batch head  {'median error':20}  {'95th percentile':20}  L2 error*",
-        ]
-        for row in range(min(batch * heads, ROWS_SHOWN)):
-            at = row // heads, row % heads
-            cells = f"{self.median_error.cell(*at):20}  {self.p95_error.cell(*at):20}"
-            lines.append(f"{at[0]:5} {at[1]:4}  {cells}  {float(self.l2_error[at]):9.4f}")
-        if batch * heads > ROWS_SHOWN:
-            lines.append(f"  ... and {batch * heads - ROWS_SHOWN} more")
-        lines.append("* a point value, dominated by few queries; the others are with 95 % intervals")
+        columns: dict[str, Interval | Tensor] = {
+            "median error": self.median_error,
+            "95th percentile": self.p95_error,
+            "L2 error*": self.l2_error,
+        }
+        lines = [f"{self.name}, on {self.num_queries} of {self.queries} queries", *of_heads(columns)]
         time, faster = self.timing, self.ratio
         spread = f"{in_words(time.seconds)} ({in_words(time.least)} to {in_words(time.most)}, calls: {time.calls})"
         than = f"{faster:.3g} times faster" if faster >= 1 else f"{1 / faster:.3g} times slower"
         about = "about " if self.dense_is_continued else ""
         lines.append(f"time: {spread}; dense attention {about}{in_words(self.dense_seconds)}: {than}")
+        if not self.steady:
+            lines.append("repeated times differ by more than a third: the machine was busy, judge again")
         if time.peak_bytes is not None:
             lines.append(f"peak memory of a call: {time.peak_bytes / 2**20:.1f} MiB")
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def in_words(seconds: float) -> str:
-    """A time with three digits.
-
-    >>> in_words(0.0123456), in_words(12.3456)
-    ('12.3 ms', '12.3 s')
-    """
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{float(f'{seconds:.3g}'):g} s"
 
 
 def _listed(x: Tensor) -> list[list[float | None]]:
@@ -168,7 +158,18 @@ class Judge:
         errors.whole("num_queries", num_queries, 1)
         self.truth = Truth.of(q, k, v, num_queries=num_queries, seed=seed, **how)
         self.how = how
-        self.dense_seconds, self.dense_is_continued = self._dense_seconds()
+        self._time_dense = partial(dense_baseline, q, k, v, timer=clock, longest=LONGEST, **how)
+        self.dense = self._time_dense()
+
+    @property
+    def dense_seconds(self) -> float:
+        """Seconds of dense attention."""
+        return self.dense.seconds
+
+    @property
+    def dense_is_continued(self) -> bool:
+        """Whether they were continued from the time of some of the queries."""
+        return self.dense.continued
 
     @torch.no_grad()
     def judge(self, function: Attention, *, name: str | None = None, layout: JudgedLayout = "grid") -> Judgement:
@@ -186,8 +187,10 @@ class Judge:
             q, k, v = (x.flatten(2, -2) for x in (q, k, v))
         out = self._checked(function(q, k, v), want if layout == "grid" else (*q.shape[:-1], v.shape[-1]))
         timing, _ = clock(lambda: function(q, k, v), q.device.type, ONCE)
-        if self.dense_seconds < 1:  # anew, for the machine may be busier by now
-            self.dense_seconds, self.dense_is_continued = self._dense_seconds()
+        before = self.dense
+        if before.seconds < 1:  # anew, for the machine may be busier by now
+            self.dense = self._time_dense()
+        steady = timing.steady and self.dense.steady and agree([before.seconds, self.dense.seconds])
         found = self.truth.errors(out.reshape(want))
         return Judgement(
             name=name or str(getattr(function, "__qualname__", type(function).__name__)),
@@ -199,6 +202,7 @@ class Judge:
             dense_is_continued=self.dense_is_continued,
             num_queries=len(self.truth.queries),
             queries=self.truth.points,
+            steady=steady,
         )
 
     def _checked(self, out: Any, want: tuple[int, ...]) -> Tensor:
@@ -214,16 +218,3 @@ class Judge:
         if bad and bool((self.truth.lse > -torch.inf).all()):  # without a key anything may come
             raise ValueError(f"the function returned {bad} of {out.numel()} values that are NaN or infinite")
         return out
-
-    def _dense_seconds(self) -> tuple[float, bool]:
-        """The time of dense attention, and whether it was continued from some of the queries."""
-        q, k, v, how = self.q, self.k, self.v, self.how
-        points, keys = math.prod(grid_of(q)), math.prod(grid_of(k))
-        few = max(1, PROBE // (q.shape[0] * q.shape[1] * keys))
-        if few < points:
-            some = q.flatten(2, -2)[:, :, :few].reshape(*q.shape[:2], few, *[1] * (q.ndim - 4), q.shape[-1])
-            timing, _ = clock(lambda: dense_attention(some, k, v, **{**how, "causal": False}), q.device.type)
-            seconds = timing.seconds * points / few / (2 if how["causal"] else 1)
-            if seconds > LONGEST:
-                return seconds, True
-        return clock(lambda: dense_attention(q, k, v, **how), q.device.type)[0].seconds, False

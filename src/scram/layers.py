@@ -18,6 +18,7 @@ from torch import nn
 from . import files, modes
 from .layout_hints import PREFIXES
 from .plan import Plan
+from .tables import aligned, with_interval
 
 VERSION = 1  # of the JSON
 MOST_LEFT_ALONE = 1024  # tokens of which no grid is known; more are an error
@@ -97,7 +98,7 @@ class Layer:
         if self.plan is None:
             return self.name, grid, f"default settings: {self.why_not}", "", "", "", str(self.calls)
         rung = self.plan.rungs[self.plan.chosen]
-        error = "exact" if self.plan.dense else "{:.4f} [{:.4f}, {:.4f}]".format(*(rung.error or ()))
+        error = "exact" if self.plan.dense else with_interval(rung.error or ())
         return (
             self.name,
             grid,
@@ -112,9 +113,7 @@ class Layer:
 def table(layers: Sequence[Layer], error: float) -> str:
     """One line per layer."""
     head = ("layer", "grid", "attention", "keys visited", "95th percentile", "of dense", "calls")
-    rows = [head, *(layer.row() for layer in layers)]
-    widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = aligned([head, *(layer.row() for layer in layers)])
     times = [(layer.plan.rungs[-1].seconds or 0.0, layer.plan.time_share) for layer in layers if layer.plan is not None]
     dense = sum(seconds for seconds, _ in times)
     chosen = sum(seconds * share for seconds, share in times)

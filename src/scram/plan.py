@@ -18,6 +18,7 @@ from .pipeline import execute
 from .resolve import Request
 from .scoring import check_score
 from .statistics import CONFIDENCE
+from .tables import aligned, with_interval
 from .tails.base import NO_TAIL, Tail, as_tail
 from .tails.clusters import Clusters
 from .tails.drawn import Hybrid
@@ -253,7 +254,10 @@ class Plan:
 
     @property
     def code(self) -> str:
-        """The line of Python that does what the plan does."""
+        """The line of Python that does what the plan does.
+
+        Dense attention is torch's own function; with v of another width than k the plan pads it and is faster.
+        """
         same = {"causal": self.causal, "scale": self.scale, "score": self.score, "impl": self.impl}
         return self.setting.code(self.given, self.grouped, **same)
 
@@ -320,9 +324,8 @@ class Plan:
     def __str__(self) -> str:
         head = ("", "setting", "keys visited", "ms", "of dense", "95th percentile", "L2*", "")
         rows = [self._row(number, rung) for number, rung in enumerate(self.rungs)]
-        widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head) - 1)]
         lines = [f"error at most {self.error:g}, on {self.num_queries} of {self.queries} queries of {self.tensors}"]
-        lines += ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in (head, *rows)]
+        lines += aligned([head, *rows])
         lines += ["* of the worst head, as the 95th percentile; few queries carry it, so nothing is promised of it"]
         return "\n".join([*lines, self.reason, self.code, *filter(None, [modes.note(self.split)])])
 
@@ -331,7 +334,7 @@ class Plan:
     def _row(self, number: int, rung: Rung) -> tuple[str, ...]:
         time = "" if rung.seconds is None else _shown(1e3 * rung.seconds)
         share = "" if rung.seconds is None else f"{_ratio(rung.seconds, self.rungs[-1].seconds):.2f}"
-        error = "" if rung.error is None else "{:.4f} [{:.4f}, {:.4f}]".format(*rung.error)
+        error = "" if rung.error is None else with_interval(rung.error)
         l2 = "" if rung.l2 is None else f"{rung.l2:.4f}"
         mark = "->" if number == self.chosen else ""
         return mark, str(rung.setting), str(rung.keys), time, share, error, l2, rung.note
@@ -408,14 +411,14 @@ class Check:
         return self.kept
 
     def __str__(self) -> str:
-        value, low, high = self.errors.worst
         heads = self.errors.p95.low
         over = int((heads > self.error).sum())
         broken = f"the promise is broken in {over} of {heads.numel()} heads" if over else "open, compare more queries"
         verdict = "the promise is kept" if self.kept else broken
+        worst = with_interval(self.errors.worst)
         return (
-            f"{self.setting}: {verdict}: error at most {self.error:g}; 95th percentile of the worst head {value:.4f} "
-            f"[{low:.4f}, {high:.4f}], {CONFIDENCE:.0%} interval, on {self.num_queries} of {self.queries} queries"
+            f"{self.setting}: {verdict}: error at most {self.error:g}; 95th percentile of the worst head {worst}, "
+            f"{CONFIDENCE:.0%} interval, on {self.num_queries} of {self.queries} queries"
         )
 
     __repr__ = __str__

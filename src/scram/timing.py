@@ -1,73 +1,145 @@
-"""Time and peak memory of a call."""
+"""Time and peak memory of a call: one timer for reports, plans and benchmarks, which waits for every accelerator."""
 
 from __future__ import annotations
 
 import ctypes
 import statistics
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
+Result = TypeVar("Result")
 ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once, if nothing else is said
+AGREE = 1.2  # two runs whose times differ by less confirm each other
+MOST_RUNS = 5  # to wait for such two
+STEADY = 4 / 3  # times that differ by more than a third say little
 
 
 class Timing(NamedTuple):
-    """Seconds of a call, median, least and most of several, and the most bytes that it held."""
+    """Seconds of a call, median, least and most of several, and the most bytes that it held.
+
+    Args:
+        steady: whether the times differ by a third at most, the slowest tenth of them left out.
+    """
 
     seconds: float
     least: float
     most: float
     calls: int
     peak_bytes: int | None
+    steady: bool = True
 
 
-def clock(call: Callable[[], Tensor], device: str, once: float = ONCE) -> tuple[Timing, Tensor]:
+def clock(call: Callable[[], Result], device: str | torch.device, once: float = ONCE) -> tuple[Timing, Result]:
     """The time of a call, its first one left out, its peak memory, and what it returned.
 
-    A call of more than `once` seconds is made once, on a GPU twice: there the first may compile.
+    A call of more than `once` seconds is made once, on an accelerator twice: there the first may compile.
     """
     before = reset_peak(device)
     out, first = timed(call, device)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else memory_status("VmHWM")
+    peak = peak_bytes(device)
     times = [first]
-    if first < once or device == "cuda":
+    if first < once or on_accelerator(device):
         times = [timed(call, device)[1]]
         while times[0] < once and (len(times) < 3 or (sum(times) < ENOUGH and len(times) < 30)):
             times.append(timed(call, device)[1])
     held = None if peak is None else max(0, peak - before)
-    return Timing(statistics.median(times), min(times), max(times), len(times), held), out
+    return Timing(statistics.median(times), min(times), max(times), len(times), held, agree(but_slowest(times))), out
 
 
-def now(device: str) -> float:
-    """The clock, when the device has done what it was given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return perf_counter()
+def but_slowest(times: list[float]) -> list[float]:
+    """Times in order, without the slowest tenth: one slow call of many is no sign of a busy machine.
+
+    >>> but_slowest([1.0, 9.0, 2.0]), but_slowest([9.0] + 9 * [1.0]) == 9 * [1.0]
+    ([1.0, 2.0, 9.0], True)
+    """
+    return sorted(times)[: len(times) - len(times) // 10]
 
 
-def timed(call: Callable[[], Tensor], device: str) -> tuple[Tensor, float]:
+def agree(times: list[float], ratio: float = STEADY) -> bool:
+    """Whether times differ by no more than that ratio.
+
+    >>> agree([3.0, 4.0]), agree([3.0, 4.1])
+    (True, False)
+    """
+    return max(times) <= ratio * min(times)
+
+
+class Believed(NamedTuple):
+    """Seconds of a call that two of its runs confirm; `steady` says whether these two agree."""
+
+    seconds: float
+    steady: bool
+
+
+def believed(call: Callable[[], Result], device: str | torch.device, limit: float = inf) -> tuple[Believed, Result]:
+    """The least time of a call, believed when a second run agrees, and what the call returned.
+
+    A first run may compile and another program may run beside it, so a call is made until its two fastest runs agree.
+    Where none do, the slower of these two counts. A call that takes far more than `limit` is made only twice.
+    """
+    times: list[float] = []
+    while True:
+        out, seconds = timed(call, device)
+        times.append(seconds)
+        if len(times) < 2:
+            continue
+        fastest = sorted(times)[:2]
+        if agree(fastest, AGREE) or fastest[0] > 2 * limit:
+            return Believed(fastest[0], True), out
+        if len(times) == MOST_RUNS:
+            return Believed(fastest[1], False), out
+
+
+def timed(call: Callable[[], Result], device: str | torch.device) -> tuple[Result, float]:
     """What a call returned, and its seconds."""
     start = now(device)
     out = call()
     return out, now(device) - start
 
 
-def reset_peak(device: str) -> int:
+def now(device: str | torch.device) -> float:
+    """The clock, when the device has done what it was given."""
+    if on_accelerator(device):
+        torch.accelerator.synchronize(device)
+    return perf_counter()
+
+
+def on_accelerator(device: str | torch.device) -> bool:
+    """Whether calls on the device return before their work is done: CUDA, ROCm, MPS, XPU and others, not the CPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == torch.device(device).type
+
+
+def reset_peak(device: str | torch.device) -> int:
     """Start to watch the peak; the bytes in use now."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
+    if on_accelerator(device):
+        try:
+            torch.accelerator.reset_peak_memory_stats(device)
+            return torch.accelerator.memory_allocated(device)
+        except (RuntimeError, NotImplementedError):  # MPS keeps no peak
+            return 0
     try:
         ctypes.CDLL(None).malloc_trim(0)  # memory freed before would otherwise serve the call and hide its need
         Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak of the resident memory
     except (OSError, AttributeError, TypeError):  # not Linux with glibc
         return 0
     return memory_status("VmRSS") or 0
+
+
+def peak_bytes(device: str | torch.device) -> int | None:
+    """The most bytes in use since `reset_peak`; None where nobody counts them."""
+    if not on_accelerator(device):
+        return memory_status("VmHWM")
+    try:
+        return torch.accelerator.memory_stats(device).get("allocated_bytes.all.peak")
+    except (RuntimeError, NotImplementedError):  # MPS keeps no peak
+        return None
 
 
 def memory_status(field: str, path: str = "/proc/self/status") -> int | None:

@@ -19,6 +19,7 @@ from .plan import Setting
 from .precision import ignores_autocast
 from .resolve import Request, as_search, resolve
 from .statistics import Interval, mean
+from .tables import of_heads
 from .tails.base import NO_TAIL, Tail, as_tail
 from .tails.clusters import Clusters
 from .tails.drawn import Hybrid
@@ -28,7 +29,6 @@ from .types import Matches, Score, Search
 LEAST_RECALL = 0.9  # below it more sweeps are tried too
 LEAST_GAIN = 0.9  # of the error: what is not below it is no better
 VERDICTS = ("sparse", "tail", "dense")  # from the cheapest on
-ROWS_SHOWN = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,31 +142,26 @@ class Trust:
         return str(self.setting).split(", ", 1)[1]
 
     def __str__(self) -> str:
-        names = ["captured mass", "recall", "median error", "95th percentile"]
-        intervals = [self.mass, self.recall, self.median_error, self.p95_error]
+        columns: dict[str, Interval | Tensor] = {
+            "captured mass": self.mass,
+            "recall": self.recall,
+            "median error": self.median_error,
+            "95th percentile": self.p95_error,
+            "L2 error*": self.l2_error,
+        }
         with_tail = self.tail is not None
-        after = [self.tail_median_error, self.tail_p95_error] if with_tail else []
-        headings = [f"{name:20}" for name in names] + ["L2 error*"]
         if with_tail:
-            headings += [f"{name:20}" for name in ("tail: median error", "tail: 95th perc.")] + ["tail: L2*"]
-        lines = [
-            f"SCRAM with {self.settings}, on {self.num_queries} of {self.queries} queries",
-            "  ".join(["batch head", *headings, "verdict"]),
-        ]
-        batch, heads = self.l2_error.shape
-        for row in range(min(batch * heads, ROWS_SHOWN)):
-            at = row // heads, row % heads
-            shown = [f"{x.cell(*at):20}" for x in intervals] + [f"{float(self.l2_error[at]):9.4f}"]
-            if with_tail:
-                shown += [f"{x.cell(*at):20}" for x in after] + [f"{float(self.tail_l2_error[at]):9.4f}"]
-            lines.append("  ".join([f"{at[0]:5} {at[1]:4}", *shown, self.verdicts[at[0]][at[1]]]))
-        if batch * heads > ROWS_SHOWN:
-            lines.append(f"  ... and {batch * heads - ROWS_SHOWN} more")
-        note = "* a point value, dominated by few queries; the others are with 95 % intervals"
+            columns |= {
+                "tail: median error": self.tail_median_error,
+                "tail: 95th perc.": self.tail_p95_error,
+                "tail: L2*": self.tail_l2_error,
+            }
+        lines = [f"SCRAM with {self.settings}, on {self.num_queries} of {self.queries} queries"]
+        lines += of_heads(columns, {"verdict": self.verdicts})
         cost = f"dense {self.cost.dense}, SCRAM's windows at most {self.cost.sparse}"
         cost += f", with the tail at most {self.cost.tail}" if with_tail else ""
         said = [f"keys visited per query: {cost}", f"verdict: {self.reason}", f"use: {self.code}"]
-        return "\n".join([*lines, note, *said, *filter(None, [modes.note(self.split)])])
+        return "\n".join([*lines, *said, *filter(None, [modes.note(self.split)])])
 
     __repr__ = __str__
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import errors, modes
+from . import errors, modes, timing
 from .arguments import explains
+from .baseline import dense_baseline
 from .cost import keys_visited
-from .dense import every_key
 from .grid import grid_of
 from .layout_hints import warn_about_layout
 from .options import Impl, Window
@@ -27,6 +26,7 @@ from .statistics import queries_needed, shared
 from .tails.base import NO_TAIL, Tail, as_tail
 from .tails.clusters import Clusters
 from .tails.drawn import Hybrid
+from .timing import Believed, believed
 from .truth import SHARE, Errors, Truth
 from .types import Score, Search
 
@@ -37,13 +37,10 @@ NUM_QUERIES = queries_needed(SHARE, 16, 0.015)
 SECOND_LOOK = 8
 TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
 LEAST_SPEEDUP = 1.1  # over dense attention
-STEADY = 1.2  # two runs whose times differ by less need no third
 CHEAPER = 0.8  # of a predicted time: predictions may be too high by that
 FIT_QUERIES = 25  # that dense attention answers in the time in which a fit reads one, at least
 # By how much the error falls at most, as seen, with four times the clusters, with four matches, and by a fit.
 GAINS = (3.5, 3.5, 12.0)
-# Pairs of queries and keys that dense attention is timed on; beyond, a part of the queries stands for all.
-DENSE_PAIRS = {"cpu": 1 << 27, "cuda": 1 << 36}
 
 COUNTS = (64, 256, 1024)  # of clusters
 DRAWN = (128, 512, 2048)  # keys, under causal order
@@ -101,9 +98,7 @@ def tune(
     rungs = [climb.rung(setting) for setting in settings]
     dense = Rung(Setting(), math.prod(grid_of(k)), climb.dense, (0.0, 0.0, 0.0), 0.0, True, climb.dense_note)
     rungs.append(dense)
-    chosen = min((n for n, rung in enumerate(rungs) if rung.keeps), key=lambda n: rungs[n].seconds or math.inf)
-    if LEAST_SPEEDUP * (rungs[chosen].seconds or 0.0) > climb.dense:
-        chosen = len(rungs) - 1  # exact attention for nearly the same time
+    chosen = climb.choose(rungs)
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
     return Plan(
         error=float(error), rungs=tuple(rungs), chosen=chosen, causal=causal, scale=scale, score=score, impl=impl,
@@ -145,7 +140,10 @@ class _Climb:
         num_queries: int, seed: int,
     ) -> None:  # fmt: skip
         self.tensors, self.how, self.impl, self.error, self.confidence = (q, k, v), how, impl, error, confidence
-        self.dense, self.dense_note = _dense_seconds(q, k, v, how)
+        self.time_dense = partial(dense_baseline, q, k, v, timer=believed, **how)
+        dense = self.time_dense()
+        part = f"time from {dense.timed} of {dense.queries} queries" if dense.continued else ""
+        self.dense, self.dense_note = dense.seconds, "; ".join(filter(None, [part, _doubt(dense.steady)]))
         self.sampled = partial(Truth.of, q, k, v, seed=seed, **how)
         self.truth, self.first_look = self.sampled(num_queries=num_queries), num_queries
         self.best = self.dense
@@ -154,22 +152,46 @@ class _Climb:
 
     def rung(self, setting: Setting) -> Rung:
         """Tries a setting, unless it cannot help."""
-        q, k, v = self.tensors
+        q, k, _ = self.tensors
         assert setting.search is not None
         radius, work = errors.radius(setting.radius, q.ndim - 3), Work.of(setting)
         keys = keys_visited(q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.how["score"]).tail
         if why := self._too_many(keys) or self._why_not(work):
             return Rung(setting, keys, note=f"not tried: {why}")
-        resolved = resolve(q, k, v, Request(**self.how, impl=self.impl, **setting.arguments))
-        result, seconds = _timed(partial(run, resolved, q, k, v), q, most=3, limit=self.best)
-        out = result.out
+        (seconds, steady), out = self._run(setting)
         found = self._errors(out)
         self.times = {other: min(t, seconds) if other.within(work) else t for other, t in self.times.items()}
         self.times[work], self.lows[work] = seconds, found.worst[1]
         keeps = found.keeps(self.error)
         if keeps:
             self.best = min(self.best, seconds)
-        return Rung(setting, keys, seconds, found.worst, float(found.l2.nan_to_num(0.0).max()), keeps)
+        l2 = float(found.l2.nan_to_num(0.0).max())
+        return Rung(setting, keys, seconds, found.worst, l2, keeps, _doubt(steady))
+
+    def _run(self, setting: Setting) -> tuple[Believed, Tensor]:
+        """The time of a setting and its output [B, H, *G, F]."""
+        q, k, v = self.tensors
+        resolved = resolve(q, k, v, Request(**self.how, impl=self.impl, **setting.arguments))
+        time, result = believed(partial(run, resolved, q, k, v), q.device, self.best)
+        return time, result.out
+
+    def choose(self, rungs: list[Rung]) -> int:
+        """The fastest rung that keeps the budget; dense attention, the last, where that takes nearly as long.
+
+        Before another is chosen, both are timed again: the machine may have been busy at the first time. The faster of
+        both times counts, and is written into `rungs`.
+        """
+        again: set[int] = set()
+        while True:
+            chosen = min((n for n, rung in enumerate(rungs) if rung.keeps), key=lambda n: rungs[n].seconds or math.inf)
+            if LEAST_SPEEDUP * (rungs[chosen].seconds or 0.0) > (rungs[-1].seconds or 0.0):
+                return len(rungs) - 1  # exact attention for nearly the same time
+            if chosen in again or rungs[chosen].setting.search is None:
+                return chosen
+            if not again:
+                rungs[-1] = _sooner(rungs[-1], self.time_dense().seconds)
+            rungs[chosen] = _sooner(rungs[chosen], self._run(rungs[chosen].setting)[0].seconds)
+            again.add(chosen)
 
     def _too_many(self, keys: int) -> str:
         """Why a setting that visits so many keys cannot help, "" where it can."""
@@ -213,6 +235,10 @@ class _Climb:
         return max(least, CHEAPER * max(sums, default=0.0))
 
 
+def _sooner(rung: Rung, seconds: float) -> Rung:
+    return replace(rung, seconds=min(rung.seconds or math.inf, seconds))
+
+
 class Work(NamedTuple):
     """What a setting does: more of anything takes longer."""
 
@@ -244,41 +270,5 @@ class Work(NamedTuple):
         )
 
 
-def _timed(call: Callable[[], Any], like: Tensor, most: int, limit: float = math.inf) -> tuple[Any, float]:
-    """The result of a call and the seconds of its fastest run.
-
-    A first run may compile, so there are two; a third where they differ and it is about the `limit` that counts.
-    """
-    times: list[float] = []
-    while len(times) < 2 or (len(times) < most and max(times) > STEADY * min(times) and min(times) < 2 * limit):
-        _wait(like)
-        start = time.perf_counter()
-        result = call()
-        _wait(like)
-        times.append(time.perf_counter() - start)
-    return result, min(times)
-
-
-def _wait(like: Tensor) -> None:
-    if like.device.type != "cpu":
-        torch.accelerator.synchronize(like.device)
-
-
-def _dense_seconds(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> tuple[float, str]:
-    """Seconds of dense attention, of a part of the queries where all would take long; and a note that says so."""
-    queries, keys = math.prod(grid_of(q)), math.prod(grid_of(k))
-    rows, most = q.shape[0] * q.shape[1], DENSE_PAIRS.get(q.device.type, DENSE_PAIRS["cpu"])
-    if rows * queries * keys <= most:
-        return _timed(partial(every_key, q, k, v, **how), q, 3)[1], ""
-    flat = [x.flatten(2, -2) for x in (q, k, v)]
-    mask = how["key_mask"]
-    mask = None if mask is None else mask.flatten(mask.ndim - (k.ndim - 3))
-    part = min(queries, max(256, most // (rows * keys)))
-    factor = queries / part
-    flat[0] = flat[0][:, :, :part]
-    if how["causal"]:  # the first queries have few keys: a smaller problem stands for it
-        part = min(queries, max(1024, math.isqrt(most // rows)))
-        flat, factor = [x[:, :, :part] for x in (q.flatten(2, -2), *flat[1:])], (queries / part) ** 2
-        mask = None if mask is None else mask[..., :part]
-    seconds = _timed(partial(every_key, *flat, **{**how, "key_mask": mask}), q, 3)[1]
-    return seconds * factor, f"time from {part} of {queries} queries"
+def _doubt(steady: bool) -> str:
+    return "" if steady else f"its times differ by more than {timing.AGREE - 1:.0%}"

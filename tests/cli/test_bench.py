@@ -2,6 +2,7 @@
 
 import json
 import math
+from time import perf_counter, sleep
 
 import pytest
 import torch
@@ -113,10 +114,35 @@ def test_budget_is_kept_and_resume_measures_the_rest(tmp_path, monkeypatch):
     (tmp_path / "bench.json").write_text(json.dumps({"rows": rows}))
     code, printed, _ = call(*arguments, "--resume", "--budget", 0)
     assert code == 0
-    assert "2 rows were left for lack of time" in printed
+    assert "2 rows were left for lack of time: forward (16x16)\n" in printed
     assert call(*arguments, "--resume")[0] == 0
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert all(row["seconds"] > 0 for row in rows.values())
+
+
+def test_a_row_that_takes_long_ends_with_the_budget(tmp_path, monkeypatch):
+    """Nothing is known of its time before: it may compile, as the first row of every contender."""
+
+    def endless(*_):
+        end = perf_counter() + 20
+        while perf_counter() < end:
+            sleep(0.01)
+
+    few(monkeypatch, "torch SDPA", "strided", "fixed")
+    monkeypatch.setitem(rivals.ATTENTIONS, "strided", endless)
+    start = perf_counter()
+    code, printed, _ = call(
+        "bench", "--sizes", "16,32", "--widths", 3, "--parts", "forward,search", "--out", tmp_path, "--budget", 3
+    )
+    assert code == 0
+    assert perf_counter() - start < 12  # the rest is drawing
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert rows["attention torch SDPA 16 E3"]["seconds"] > 0
+    late = [name for name, row in rows.items() if row.get("skipped") == measuring.LATE]
+    assert "attention strided 16 E3" in late
+    assert len(late) == len(rows) - 1
+    assert f"{len(late)} rows were left for lack of time" in printed
+    assert "forward (16x16, 32x32), search (16x16, 32x32)" in printed
 
 
 def test_time_left_is_at_most_the_budget():

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 
@@ -253,6 +254,20 @@ def test_interrupt_keeps_what_was_measured(folder):
     assert "scram " not in printed
     assert list(json.loads((folder / "out" / "judge.json").read_text())["rows"]) == ["sdpa", "functions:zeros"]
     assert (folder / "out" / "judge.png").exists()
+
+
+def test_a_busy_machine_is_seen_in_the_table(folder, monkeypatch):
+    real, steady = judge_module.judged, {"sdpa": True, "functions:zeros": False}
+
+    def judged(judge, name, *rest):
+        return replace(real(judge, name, *rest), steady=steady[name])
+
+    monkeypatch.setattr(judge_module, "judged", judged)
+    printed = call("judge", "qkv.npz", "--backend", "functions:zeros", "--backend", "sdpa")[1]
+    assert printed.count(" ? ") == 1
+    assert "?: repeated times differ by more than a third" in printed
+    steady["functions:zeros"] = True
+    assert "?" not in call("judge", "qkv.npz", "--backend", "functions:zeros", "--backend", "sdpa")[1]
 
 
 def test_the_worst_of_many_heads_is_shown(folder):

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import INTERRUPTED, charts, measuring, not_installed
-from .console import console, explained, fail, numbers_table, progress_line
+from .console import console, counted, explained, fail, numbers_table, progress_line
 from .features import sample_pair
 from .measuring import Case, Limits, Pictures, Results, Row
 
@@ -25,16 +25,17 @@ def run(
     budget: float | None, resume: bool, draw_only: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure what bench.json lacks, store each row at once, and print the tables."""
+    start = perf_counter()
     results = Results(out / "bench.json", resume or draw_only, "city", device)
     todo = list(measuring.cases(sizes, widths, device, parts))
     stopped = False
     if not draw_only:
         limits = Limits(longest, BUDGET[device] if budget is None else budget, ROW)
-        stopped = _measure(todo, Pictures(*sample_pair(), device), results, limits)
+        stopped = _measure(todo, Pictures(*sample_pair(), device), results, limits, start)
     rows = list(results.rows.values())
     if rows:
-        late = sum(row.get("skipped") == measuring.LATE for row in rows)
-        if late == len(rows) and not stopped:
+        late = [row for row in rows if row.get("skipped") == measuring.LATE]
+        if len(late) == len(rows) and not stopped:
             raise ValueError("there was no time to measure anything; give --budget more seconds")
         charts.performance(rows, out / "bench.png")
         _print(rows, results, out / "bench.png", late, as_json)
@@ -44,7 +45,7 @@ def run(
         raise ValueError(f"nothing was measured: {results.path} has no rows")
 
 
-def _print(rows: list[Row], results: Results, plot: Path, late: int, as_json: bool) -> None:
+def _print(rows: list[Row], results: Results, plot: Path, late: list[Row], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"slopes": slopes(rows), "rows": results.rows}, indent=1))
         return
@@ -56,7 +57,18 @@ def _print(rows: list[Row], results: Results, plot: Path, late: int, as_json: bo
     if packages:
         typer.echo(not_installed(", ".join(sorted(packages)), "cli", "bench"))
     if late:
-        typer.echo(f"{late} rows were left for lack of time; --resume measures them, --budget gives more")
+        were = "was" if len(late) == 1 else "were"
+        typer.echo(f"{counted(len(late), 'row')} {were} left for lack of time: {left_out(late)}")
+        typer.echo("--resume measures them, --budget gives more")
+
+
+def left_out(rows: list[Row]) -> str:
+    """The parts of these rows and their sizes."""
+    parts: dict[str, set[int]] = {}
+    for row in rows:
+        part = "search" if row["kind"] == "search" else "backward" if row["backward"] else "forward"
+        parts.setdefault(part, set()).add(row["size"])
+    return ", ".join(f"{part} ({', '.join(f'{n}x{n}' for n in sorted(sizes))})" for part, sizes in parts.items())
 
 
 class TimeLeft(ProgressColumn):
@@ -72,21 +84,26 @@ class TimeLeft(ProgressColumn):
         return Text("-:--" if left == inf else f"{int(left) // 60}:{int(left) % 60:02}")
 
 
-def _measure(todo: list[Case], pictures: Pictures, results: Results, limits: Limits) -> bool:
-    """Measure what is not there yet; True when Ctrl-C ended it."""
+def _measure(todo: list[Case], pictures: Pictures, results: Results, limits: Limits, start: float) -> bool:
+    """Measure what is not there yet; True when Ctrl-C ended it. The budget counts from `start`."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("left"), TimeLeft(limits.budget),
     )  # fmt: skip
-    start = perf_counter()
     with progress_line(*columns, total=len(todo)) as (bar, task):
         try:
             for number, case in enumerate(todo):
                 name = f"{case.contender}, {case.size} x {case.size}, E={case.width}"
                 bar.update(task, completed=number, description=name)
-                if "seconds" not in results.rows.get(case.name, {}):
-                    left = replace(limits, budget=limits.budget - (perf_counter() - start))
-                    results.put(case, measuring.run(case, pictures, results.rows, left))
+                if "seconds" in results.rows.get(case.name, {}):
+                    continue
+                left = limits.budget - (perf_counter() - start)
+                row = measuring.run(case, pictures, results.rows, replace(limits, budget=left))
+                if left > 0:
+                    results.put(case, row)
+                else:  # not measured, so there is nothing to lose: all these rows are written at once
+                    results.add(case, row)
+            results.write()
         except KeyboardInterrupt:
             return True
     return False

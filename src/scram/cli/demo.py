@@ -1,17 +1,17 @@
 """`scram demo`: rebuild one photograph from the pixels of another by cross-attention."""
 
 from pathlib import Path
-from time import perf_counter
 
 import torch
-import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
 from .. import dispatch, measure
+from ..baseline import dense_baseline
 from ..functional import attend
 from ..options import Impl
 from ..tails.clusters import Clusters
+from ..timing import believed
 from ..types import Attended, Search
 from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
@@ -22,7 +22,6 @@ from .pictures import Panel, grid_of
 from .provenance import made_with
 
 SAMPLE = 500
-DENSE_QUERIES = 1024
 KINDS = (
     "SCRAM, default: a window around each best key, all other keys by clusters\n"
     "SCRAM, paper: the published search, and its windows alone"
@@ -84,16 +83,9 @@ def measured(pair: Pair, found: Found, seed: int) -> Numbers:
 
 
 def time_dense(pair: Pair) -> Numbers:
-    """Time `F.scaled_dot_product_attention` on some queries and all keys, and scale to all queries."""
-    q, k, v = (x.flatten(2, -2) for x in (pair.q, pair.k, pair.v[..., :3]))
-    v = F.pad(v, (0, MATCH_WIDTH - v.shape[-1]))  # torch's fast kernel needs values as wide as keys
-    queries = min(DENSE_QUERIES, q.shape[2])
-    some = q[:, :, torch.linspace(0, q.shape[2] - 1, queries).long()]
-    F.scaled_dot_product_attention(some, k, v, scale=MATCH_SCALE)
-    start = perf_counter()
-    F.scaled_dot_product_attention(some, k, v, scale=MATCH_SCALE)
-    seconds = (perf_counter() - start) * q.shape[2] / queries
-    return {"seconds": seconds, "timed_queries": queries, "extrapolated": queries < q.shape[2]}
+    """The time of torch's attention, continued from some of the queries where all would take long."""
+    found = dense_baseline(pair.q, pair.k, pair.v[..., :3], timer=believed, scale=MATCH_SCALE)
+    return {"seconds": found.seconds, "timed_queries": found.timed, "extrapolated": found.continued}
 
 
 def times(numbers: Numbers) -> dict[str, str]:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ..dense import dense_attention
 from ..functional import attention
-from ..judge import Attention, Judge, Judgement, in_words
+from ..judge import Attention, Judge, Judgement
 from ..options import JudgedLayout
+from ..tables import in_words
 from ..timing import memory_status
 from ..types import Search
 from . import INTERRUPTED, charts, rivals
@@ -41,6 +42,7 @@ MEASURES = (
     "L2 error: ||out - exact|| / ||exact|| over the sampled queries; few queries dominate it",
     "x dense: how many times faster than torch's dense attention in the same run; MiB: peak memory of a call",
 )
+UNSTEADY = "?: repeated times differ by more than a third: the machine was busy, judge again"
 
 
 def run(
@@ -207,7 +209,8 @@ def table(rows: dict[str, Judgement | str], about: Numbers) -> Table:
             lines.append((name, *cells, *_time(one)) if number == 0 else ("", *cells))
     worst = "" if all_heads else f"; the worst of {len(every)} heads"
     title = f"{about['file']}, {about['dtype']}: {about['num_queries']} of {about['queries']} queries{worst}"
-    return numbers_table(headings, lines, title, "\n".join(MEASURES))
+    busy = any(isinstance(one, Judgement) and not one.steady for one in rows.values())
+    return numbers_table(headings, lines, title, "\n".join([*MEASURES, *[UNSTEADY] * busy]))
 
 
 def _time(one: Judgement) -> tuple[str, str, str]:
@@ -215,7 +218,11 @@ def _time(one: Judgement) -> tuple[str, str, str]:
     least, most = (f"{x / time.seconds - 1:+.0%}" for x in (time.least, time.most))
     spread = f" ({least}, {most})" if time.calls > 1 else ""
     peak = "" if time.peak_bytes is None else f"{time.peak_bytes / 2**20:.0f}"
-    return f"{in_words(time.seconds)}{spread}", f"{'~' * one.dense_is_continued}{faster:g}", peak
+    return (
+        f"{in_words(time.seconds)}{spread}",
+        f"{'~' * one.dense_is_continued}{faster:g}{'' if one.steady else ' ?'}",
+        peak,
+    )
 
 
 def draw(found: list[Judgement], path: Path, title: str) -> None:

@@ -118,8 +118,19 @@ class Results:
             except (ValueError, TypeError, KeyError):
                 raise ValueError(f"{path} holds no rows of this program; remove it or give another --out") from None
 
-    def put(self, case: Case, row: Row) -> None:
+    def add(self, case: Case, row: Row) -> None:
+        """Hold a row, not yet in the file."""
         self.rows[case.name] = {**asdict(case), **row, **self.about}
+
+    def put(self, case: Case, row: Row) -> None:
+        """Hold a row and write the file."""
+        self.add(case, row)
+        self.write()
+
+    def write(self) -> None:
+        """Write what is held, if anything."""
+        if not self.rows:
+            return
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps({"rows": self.rows}, indent=1, allow_nan=False) + "\n")
         new.replace(self.path)  # Ctrl-C leaves the old file or the new one
@@ -127,7 +138,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: of one call, of all rows, and of one row with what it compiles and builds."""
+    """Seconds: of one call, of all rows that are left, and of one row with what it compiles and builds."""
 
     longest: float
     budget: float = inf
@@ -142,19 +153,24 @@ def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -
     if expected is not None and expected > limits.longest:
         why = f"a call would take about {expected:.3g} s, more than the limit of {limits.longest:g} s"
         return {"skipped": why, "about": expected}
+    late = {"skipped": LATE, **({} if expected is None else {"about": expected})}
     if needed >= limits.budget:
-        return {"skipped": LATE, **({} if expected is None else {"about": expected})}
+        return late
+    start = perf_counter()
     try:
-        with alarm(limits.row):
+        # What compiles or was never measured has no forecast: the budget ends it too.
+        with alarm(min(limits.row, limits.budget)):
             return _search(case, pictures, known) if case.kind == "search" else _attention(case, pictures)
     except TimeoutError:
-        return {"failed": f"not finished in {limits.row:g} s"}
+        return late if limits.budget <= limits.row else {"failed": f"not finished in {limits.row:g} s"}
     except (torch.OutOfMemoryError, MemoryError) as error:
         gc.collect()
         return {"failed": f"out of memory: {str(error).splitlines()[0][:120]}"}
     except ModuleNotFoundError as error:
         return {"failed": f"{error.name} is not installed"}
     except RuntimeError as error:  # torch's CPU allocator, and kernels that cannot run on this device
+        if perf_counter() - start >= limits.budget:  # a compiler may wrap the alarm in an error of its own
+            return late
         return {"failed": str(error).splitlines()[0][:160]}
     finally:
         if pictures.device == "cuda":

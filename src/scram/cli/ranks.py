@@ -23,7 +23,7 @@ from ..exact import exact_attention
 from ..layout_hints import LayoutWarning
 from ..options import Mode
 from ..tails.clusters import Clusters
-from ..timing import memory_status, now, reset_peak
+from ..timing import now, peak_bytes, reset_peak
 from ..types import Search
 from .measuring import SCALE
 
@@ -124,7 +124,7 @@ def _measure(mesh: Any, device: str, file: str, mode: Mode, backward: bool) -> S
     call(rank, rank + 2)  # compiles
     before = reset_peak(device)
     out = call(*rows)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else memory_status("VmHWM")
+    peak = peak_bytes(device)
     for _ in range(CALLS):
         call(*rows)
     return {

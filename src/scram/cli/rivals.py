@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dense import fused_attention
 from ..exact import exact_search
 from ..functional import attend, attention
 from ..options import Auto
@@ -46,10 +47,10 @@ def full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Torch's fused attention, with the backend that torch takes for these tensors."""
     flat = [x.flatten(2, 3) for x in (q, k, v)]
-    if q.is_cuda:  # its fused kernels need half precision and widths in eights; anything else falls back to N x N
-        flat = [F.pad(x, (0, -x.shape[-1] % 8)).to(torch.bfloat16) for x in flat]
-    out = F.scaled_dot_product_attention(flat[0], flat[1], flat[2], scale=scale)
-    return out[..., : v.shape[-1]].to(v.dtype).reshape(*q.shape[:-1], v.shape[-1])
+    if q.is_cuda:  # the fastest of its fused kernels need half precision
+        flat = [x.to(torch.bfloat16) for x in flat]
+    out = fused_attention(flat[0], flat[1], flat[2], scale=scale)
+    return out.to(v.dtype).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def brute_force(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

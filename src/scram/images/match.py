@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..functional import attend, search
 from ..options import Impl
+from ..timing import now
 from ..types import Matches, Search
 from .checks import check_finite, check_floats
 from .features import PatchFeatures
@@ -248,12 +249,10 @@ class _Clock:
     """Adds the seconds since the last call to a stage."""
 
     def __init__(self, seconds: dict[str, float], device: torch.device) -> None:
-        self.seconds, self.device, self.last = seconds, device, perf_counter()
+        self.seconds, self.device, self.last = seconds, device, now(device)
 
     def __call__(self, stage: str) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.last, before = perf_counter(), self.last
+        self.last, before = now(self.device), self.last
         self.seconds[stage] += self.last - before
 
 
