@@ -1,12 +1,10 @@
 """Arguments under another name: an unknown one is explained, an old one still works."""
 
-import warnings
-
 import pytest
 import torch
 
 import scram
-from scram.arguments import explains, renamed, renamed_attribute, unknown_arguments
+from scram.arguments import explains, unknown_arguments
 from scram.nn import GridAttention, NonLocalBlock
 
 X = torch.randn(1, 4, 4, 8)
@@ -73,36 +71,3 @@ def test_other_type_errors_pass():
 def test_several_at_once():
     error = unknown_arguments("f", ["is_causal", "mask"], ["q", "causal"])
     assert str(error) == "f() has no argument is_causal; use causal=. f() has no argument mask; it takes q, causal"
-
-
-@renamed(old="new", half=("new", lambda x: 2 * x))
-def function(*, new=1, other=2):
-    return new, other
-
-
-def test_an_old_name_works_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="function: old= is now new=") as caught:
-        assert function(old=5, other=3) == (5, 3)
-    assert caught[0].filename == __file__
-    assert function(new=4) == (4, 2)
-    with pytest.raises(TypeError, match="takes new= or its old name old=, not both"):
-        function(new=1, old=2)
-    with pytest.warns(DeprecationWarning, match="function: half= is now new=6; the old name"):
-        assert function(half=3) == (6, 2)
-
-
-class Holder:
-    new = 7
-    old = renamed_attribute("old", "new")
-    older = renamed_attribute("older", "new.real")
-
-
-def test_an_old_attribute_works_with_a_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert Holder.old is not None
-    with pytest.warns(DeprecationWarning, match=r"Holder: \.old is now \.new") as caught:
-        assert Holder().old == 7
-    assert caught[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match=r"Holder: \.older is now \.new\.real"):
-        assert Holder().older == 7

@@ -61,12 +61,3 @@ compiled = torch.compile(attention, backend="eager", fullgraph=True)(q)
 print(torch.equal(compiled, attention(q)))
 """
     assert printed(code, before=WITHOUT_TORCH) == "True"
-
-
-def test_the_old_name_of_dispatch_works_with_a_warning():
-    with pytest.warns(
-        DeprecationWarning, match=r"scram\.pick is now scram\.dispatch; the old name goes with"
-    ) as caught:
-        assert scram.pick is scram.dispatch
-    assert caught[0].filename == __file__
-    assert "pick" not in dir(scram)

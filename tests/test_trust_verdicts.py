@@ -154,27 +154,6 @@ def test_a_tail_that_is_too_dear_is_named():
     assert "... and 4 more" in str(made(heads=20))
 
 
-@pytest.mark.parametrize("name", ["samples", "tail_samples"])
-def test_the_old_names_still_work(name):
-    q, k, v = coherent(size=12)
-    new = scram.trust(q, k, v, search=SEARCH, tail=scram.Hybrid(samples=9), num_queries=20)
-    with pytest.warns(DeprecationWarning, match="is now") as caught:
-        old = scram.trust(q, k, v, search=SEARCH, sample=20, **{name: 9})
-    meant = "tail=Hybrid(samples=9, stratified=False, seed=None)"
-    assert {str(one.message) for one in caught} == {
-        f"trust: {name}= is now {meant}; the old name goes with the next version",
-        "trust: sample= is now num_queries=; the old name goes with the next version",
-    }
-    assert {one.filename for one in caught} == {__file__}
-    assert repr(old) == repr(new)
-    with pytest.warns(DeprecationWarning, match=r"Trust: \.sample is now \.num_queries"):
-        assert old.sample == old.num_queries == 20
-    with pytest.warns(DeprecationWarning, match=rf"Trust: \.{name} is now \.tail\.samples"):
-        assert getattr(old, name) == old.tail.samples == 9
-    with pytest.warns(DeprecationWarning, match=r"Trust: \.hybrid_error is now \.tail_median_error\.value"):
-        assert old.hybrid_error == new.tail_median_error.value
-
-
 @pytest.mark.parametrize(
     ("how", "message"),
     [

@@ -61,11 +61,6 @@ class _Package(ModuleType):
     """Imports a public name when it is first used and keeps it."""
 
     def __getattr__(self, name: str) -> object:
-        if name == "pick":
-            from .arguments import warn_renamed
-
-            warn_renamed("scram.pick", "scram.dispatch", stacklevel=3)
-            return self.dispatch
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         home = next((module for module, names in _DEFINED.items() if name in names), name)

@@ -1,14 +1,12 @@
-"""Keyword arguments under another name: those of torch's attention, and old names of this package."""
+"""Keyword arguments under another name, such as those of torch's attention: what to use instead."""
 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
-from operator import attrgetter
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,40 +65,3 @@ def _way_out(name: str, known: list[str]) -> str:
     way = next((ways[needs] for needs in (*known, "") if needs in ways), "")
     near = get_close_matches(name, known, 1)
     return way or (f"use {near[0]}=" if near else f"it takes {', '.join(known)}")
-
-
-def renamed(**names: str | tuple[str, Callable[[Any], Any]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Takes old keyword arguments for the new ones, with a DeprecationWarning: old=new, or old=(new, made from old)."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for old in [name for name in names if name in kwargs]:
-                name, value = names[old], kwargs.pop(old)
-                new = name if isinstance(name, str) else name[0]
-                if new in kwargs:
-                    raise TypeError(f"{function.__name__}() takes {new}= or its old name {old}=, not both")
-                kwargs[new] = value if isinstance(name, str) else name[1](value)
-                words = f"{new}=" if isinstance(name, str) else f"{new}={kwargs[new]}"
-                warn_renamed(f"{function.__name__}: {old}=", words, stacklevel=3)
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def renamed_attribute(old: str, new: str) -> Any:
-    """A property by the old name of an attribute, with a DeprecationWarning; `new` may have dots."""
-
-    def read(instance: Any) -> Any:
-        warn_renamed(f"{type(instance).__name__}: .{old}", f".{new}", stacklevel=3)
-        return attrgetter(new)(instance)
-
-    return property(read)
-
-
-def warn_renamed(old: str, new: str, stacklevel: int) -> None:
-    """`stacklevel` as in `warnings.warn`, counted from here."""
-    message = f"{old} is now {new}; the old name goes with the next version"
-    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)

@@ -235,13 +235,6 @@ def test_drawn_keys_take_dropout_and_tiles(window, tail):
     assert ((runs.mean(0) - dense(x)).abs() <= 5 * error + 1e-6).all()
 
 
-def test_the_old_name_of_the_tail():
-    with pytest.warns(DeprecationWarning, match="estimator= is now tail="):
-        layer = GridAttention(16, 2, search=scram.Search(), estimator=scram.Hybrid(samples=8))
-    with pytest.warns(DeprecationWarning, match=r"estimator is now \.tail"):
-        assert layer.estimator == layer.tail == scram.Hybrid(samples=8)
-
-
 def test_clusters_stand_for_far_keys():
     x = torch.randn(2, 6, 7, 16)
     layer = GridAttention(16, 2, search=scram.Search(seed=0))  # 42 keys: one cluster each

@@ -29,7 +29,6 @@ WRONG = [
     (lambda: GridAttention(12, 3)(grids(4, 5), tokens=torch.randn(3, 1, 12)), r"tokens must be .*\(2, X, 12\)"),
     (lambda: GridAttention(12, 3, vdim=5)(grids(4, 5), grids(4, 5), grids(4, 5, width=5), tokens=grids(1)), r"kdim"),
     (lambda: GridAttention(12, 3)(grids(4, 5), grids(4, 5), grids(4, 6)), r"v must be \[B, Hk, \*G', F\]"),
-    (lambda: GridAttention(12, 3, search=None, score=torch.dot)(grids(4, 5)), r"takes no callable score"),
     (lambda: NonLocalBlock(8, rank=4), r"rank must be 1, 2, 3"),
     (lambda: NonLocalBlock(8, form="softmax"), r"form must be one of 'embedded_gaussian'"),
     (lambda: NonLocalBlock(8)(torch.randn(2, 4, 5, 8)), r"channels first, with C = 8.*use x.movedim\(-1, 1\)"),

@@ -197,10 +197,12 @@ class GridAttention(Searching):
         value, mask = self._keys(key, value, key_mask, key_padding_mask)
         fits.tokens(tokens, key.shape[0], self.embed_dim)
         q, k, v = self._project(tokens, key, value)
+        k = k.flatten(2, -2)  # [B, H, M, E]: the tokens are on no grid
+        v = v.flatten(2, -2)
         request = Request(
             search=None,
             tail=None,
-            key_mask=mask,
+            key_mask=None if mask is None else mask.flatten(mask.ndim - (key.ndim - 2)),
             scale=self.scale,
             score=self.score,
             extra=self._extra(tokens, tokens.shape[0]),
