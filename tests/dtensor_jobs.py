@@ -316,7 +316,7 @@ def heads_mode(mesh, how, rows, heads, key_heads, mask=None, batch=2):
     """scram.distributed.attention(mode="heads"): the answer of one process, bit for bit, and its gradients."""
     whole = whole_numbers(batch, heads, key_heads, (sum(rows), 4))
     legal, rank = mask_of(mask, *whole[:2]), mesh.get_local_rank()
-    options = {**HOW[how], **({} if how == "dense" else {"impl": "numba"})}
+    options = {**HOW[how], **({} if how in ("dense", "tile") else {"impl": "numba"})}
     torch.manual_seed(5)
     want = scram.attention(*whole, key_mask=legal, **options)
     weights = torch.arange(want.numel()).reshape(want.shape) % 5 - 2.0
