@@ -14,7 +14,7 @@ from .codebook import Codebook
 from .engines import EngineSpec
 from .estimators import Clusters, Estimate, Estimator, Hybrid
 from .fitting import fitted
-from .grid import LegalKeys, grid_of
+from .grid import AllowedKeys, grid_of
 from .noise import draw_seed
 from .options import Weight, Window
 from .scoring import accumulator, prepare_key, prepare_query
@@ -270,7 +270,7 @@ def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -
     """Keys of each query's own; extra keys are an exact head."""
     inputs = inputs.level()
     q, mask, key_grid, settings = inputs.q, inputs.key_mask, grid_of(inputs.k), method.sample_settings()
-    legal = LegalKeys.of(q, inputs.k, inputs.causal, inputs.key_mask)
+    legal = AllowedKeys.of(q, inputs.k, inputs.causal, inputs.key_mask)
     # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
     modes, count = draws.modes(index, key_grid, legal if settings["method"] == "metropolis" else None)
     head_out = head_lse = None
@@ -285,7 +285,7 @@ def sample(spec: EngineSpec, inputs: Inputs, index: Tensor, method: Estimator) -
         v=inputs.v,
         modes=modes,
         count=count,
-        total=draws.legal_counts(q, legal),
+        total=draws.allowed_counts(q, legal),
         order=None
         if legal.order is None or mask is None
         else legal.order.reshape(*mask.shape[: -len(key_grid)], legal.keys),

@@ -56,18 +56,24 @@ class Parts(NamedTuple):
 
 @torch.no_grad()
 def cluster(call: ClusterCall) -> Clustered:
-    k, v, count = call.k, call.v, call.clusters
-    wide, keys, key_rows = accumulator(v.dtype), math.prod(k.shape[2:-1]), k.shape[0] * k.shape[1]
+    k = call.k
+    v = call.v
+    count = call.clusters
+    wide = accumulator(v.dtype)
+    keys = math.prod(k.shape[2:-1])
+    key_rows = k.shape[0] * k.shape[1]
     if count >= keys or not key_rows:
         return clustering.cluster(call)
-    k_rows, v_rows = rows(k).to(wide).contiguous(), rows(v).to(wide).contiguous()
-    masks = None if call.key_mask is None else clustering.legal_keys(call, k_rows, v_rows)
+    k_rows = rows(k).to(wide).contiguous()
+    v_rows = rows(v).to(wide).contiguous()
+    masks = None if call.key_mask is None else clustering.usable_keys(call, k_rows, v_rows)
     label = torch.empty(key_rows, keys, dtype=torch.int32)
     made = []
     for row in range(key_rows):
         legal = None if masks is None else masks[row]
         start = clustering.Start.of(call, row, k_rows[row], v_rows[row], legal)
-        centres, values = start.centres, start.values
+        centres = start.centres
+        values = start.values
         sizes = torch.ones(count, dtype=torch.int64)
         for step in range(call.steps):
             forms = start.space.forms(centres, values, sizes)
@@ -86,21 +92,29 @@ def _assign(
     forms: clustering.LinearForms, k: Tensor, v: Tensor, legal: Tensor | None, label: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write the label of each key; its score [S], and mean keys, mean values and sizes of the clusters."""
-    number, dtype = len(k), k.numpy().dtype
+    number = len(k)
+    dtype = k.numpy().dtype
     arrays = Forms(*(x.contiguous().numpy() for x in forms))
-    count, size = len(arrays.bias), block_size(len(arrays.bias))
+    count = len(arrays.bias)
+    size = block_size(len(arrays.bias))
     label = torch.empty(number, dtype=torch.int32) if label is None else label
     keys = Keys(
-        k.contiguous().numpy(), v.contiguous().numpy(), np.empty(0, bool) if legal is None else legal.numpy(),
-        label.numpy(), np.empty(number, dtype),
-    )  # fmt: skip
+        k.contiguous().numpy(),
+        v.contiguous().numpy(),
+        np.empty(0, bool) if legal is None else legal.numpy(),
+        label.numpy(),
+        np.empty(number, dtype),
+    )
     parts = max(1, min(MOST_PARTS, -(-number // size)))
     shapes = (count, k.shape[1]), (count, v.shape[1])
     k_sum, v_sum = (np.zeros((parts, *shape), dtype) for shape in shapes)
     made = Parts(
-        k_sum, v_sum, np.zeros((parts, count), np.int64),
-        np.empty((parts, count, size), dtype), np.empty((parts, k.shape[1] + v.shape[1], size), dtype),
-    )  # fmt: skip
+        k_sum,
+        v_sum,
+        np.zeros((parts, count), np.int64),
+        np.empty((parts, count, size), dtype),
+        np.empty((parts, k.shape[1] + v.shape[1], size), dtype),
+    )
     with threads():
         _assign_parts(parts, keys, arrays, made)
     sizes = torch.from_numpy(made.number.sum(0))
@@ -112,9 +126,11 @@ def _assign(
 @parallel
 def _assign_parts(part, parts, keys, forms, made):
     """The keys of one part, a block at a time."""
-    size, width = made.forms.shape[2], keys.k.shape[1]
+    size = made.forms.shape[2]
+    width = keys.k.shape[1]
     blocks = -(-len(keys.k) // size)
-    scores, columns = made.forms[part], made.columns[part]
+    scores = made.forms[part]
+    columns = made.columns[part]
     for block in range(blocks * part // parts, blocks * (part + 1) // parts):
         first = block * size
         number = min(size, len(keys.k) - first)
@@ -141,7 +157,8 @@ def _assign_parts(part, parts, keys, forms, made):
 @compiled
 def _nearest(keys, first, number, scores):
     """The largest of each column, the first where they are equal; -1 for a key that is not legal or not finite."""
-    best, which = keys.score[first : first + number], keys.label[first : first + number]
+    best = keys.score[first : first + number]
+    which = keys.label[first : first + number]
     for p in range(number):
         best[p] = scores[0, p]
         which[p] = 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...calls import AttendCall, DrawnTailCall
-from ...grid import Grid, LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, window, within
+from ...grid import AllowedKeys, Grid, coordinates, flat, grid_of, inside, key_row, rows, window, within
 from ...noise import noise, numbered
 from ...scoring import accumulator, normalized_weights, pair_score, widened
 from ...types import Attended
@@ -23,16 +23,24 @@ CHUNK_ELEMENTS = 1 << 22  # of gathered keys and values at a time
 
 def attend(call: AttendCall) -> Attended:
     """out [B, H, *G, F] and lse [B, H, *G] over the union of each query's windows and the extra keys."""
-    q, k, v, index = call.q, call.k, call.v, call.index
-    heads, key_heads, key_grid = q.shape[1], k.shape[1], grid_of(k)
-    queries, keys = math.prod(grid_of(q)), math.prod(key_grid)
-    legal_keys = LegalKeys.of(q, k, call.causal, call.key_mask)
+    q = call.q
+    k = call.k
+    v = call.v
+    index = call.index
+    heads = q.shape[1]
+    key_heads = k.shape[1]
+    key_grid = grid_of(k)
+    queries = math.prod(grid_of(q))
+    keys = math.prod(key_grid)
+    legal_keys = AllowedKeys.of(q, k, call.causal, call.key_mask)
     radius = [min(b, extent - 1) for b, extent in zip(call.radius, key_grid, strict=True)]
     flat_index = index.reshape(-1, index.shape[-1]).long()
-    extras, wide = extra_of(call)[0].shape[2], accumulator(v.dtype)
+    extras = extra_of(call)[0].shape[2]
+    wide = accumulator(v.dtype)
 
     def points(at: Tensor, q: Tensor, k: Tensor, v: Tensor, k_extra: Tensor, v_extra: Tensor) -> tuple[Tensor, Tensor]:
-        row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
+        row = (at // queries).unsqueeze(-1)
+        query = (at % queries).unsqueeze(-1)
         source = key_row(row, heads, key_heads)
         key, new = expand(flat_index[at], key_grid, radius)
         legal = new & legal_keys.allows(row, query, key)
@@ -83,7 +91,8 @@ def extra_of(call: AttendCall) -> tuple[Tensor, Tensor]:
     """The extra keys and values; none of them where the call has none."""
     if call.k_extra is not None and call.v_extra is not None:
         return call.k_extra, call.v_extra
-    k, v = call.k, call.v
+    k = call.k
+    v = call.v
     return k.new_zeros(*k.shape[:2], 0, k.shape[-1]), v.new_zeros(*v.shape[:2], 0, v.shape[-1])
 
 

@@ -19,18 +19,25 @@ from .windows import windows_of
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
     """Head and tail together: the head is one more key, its score its lse, its value its out."""
-    q, label = call.q, call.label
-    key_grid, heads, cluster_heads = tuple(label.shape[2:]), q.shape[1], label.shape[1]
-    queries, keys, count = math.prod(grid_of(q)), math.prod(key_grid), call.sizes.shape[-1]
+    q = call.q
+    label = call.label
+    key_grid = tuple(label.shape[2:])
+    heads = q.shape[1]
+    cluster_heads = label.shape[1]
+    queries = math.prod(grid_of(q))
+    keys = math.prod(key_grid)
+    count = call.sizes.shape[-1]
     wide = accumulator(call.values.dtype)
-    flat_label, sizes = label.reshape(-1, keys).long(), call.sizes.flatten(0, 1)
+    flat_label = label.reshape(-1, keys).long()
+    sizes = call.sizes.flatten(0, 1)
     gains = torch.ones_like(call.centres[..., 0]) if call.gains is None else call.gains
     windows = windows_of(call.window, call.index, key_grid, call.radius)
 
     def points(
         at: Tensor, q: Tensor, centres: Tensor, values: Tensor, gains: Tensor, head_out: Tensor, head_lse: Tensor
     ) -> tuple[Tensor, Tensor]:
-        row, query = at // queries, at % queries
+        row = at // queries
+        query = at % queries
         source = key_row(row, heads, cluster_heads)
         key, there = windows.of(row.unsqueeze(-1), query.unsqueeze(-1))
         name = flat_label[source.unsqueeze(-1), key]
@@ -45,7 +52,8 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
         p, lse = normalized_weights(
             torch.cat([a + factor.log(), head], 1), torch.cat([some, head != -torch.inf], 1), "softmax"
         )
-        p_tail, p_head = p[:, :count], p[:, count:]
+        p_tail = p[:, :count]
+        p_head = p[:, count:]
         if call.dropout_seed is not None:
             named = call.first_name + torch.arange(count, device=q.device)
             number = numbered(row, call.rows).unsqueeze(-1)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...calls import DrawnTail, DrawnTailCall
-from ...draws import NONE, by_heads, legal_counts, ranked_keys, shared_tail, tail_values
-from ...grid import LegalKeys, grid_of
+from ...draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_values
+from ...grid import AllowedKeys, grid_of
 from ...scoring import accumulator, normalized_weights, pair_score, widened
 from .attend import CHUNK_ELEMENTS, kept, mix
 from .chunks import in_chunks
@@ -18,20 +18,25 @@ from .windows import windows_of
 
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     """Head and tail together. Keys in the windows are in the head; a query does not draw them again."""
-    q, k = call.q, call.k
-    key_grid, queries = grid_of(k), math.prod(grid_of(q))
-    legal = LegalKeys.of(q, k, call.causal, call.key_mask)
+    q = call.q
+    k = call.k
+    key_grid = grid_of(k)
+    queries = math.prod(grid_of(q))
+    legal = AllowedKeys.of(q, k, call.causal, call.key_mask)
     ranked = ranked_keys(q, legal, call.seed, call.rows)
     names, represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
     k_tail, v_tail = (tail_values(x, names, q.shape[1]) for x in (k, call.v))
-    flat_names, drawn = names.long(), names.shape[1]
-    flat_total, wide = legal_counts(q, legal).reshape(-1), accumulator(v_tail.dtype)
+    flat_names = names.long()
+    drawn = names.shape[1]
+    flat_total = allowed_counts(q, legal).reshape(-1)
+    wide = accumulator(v_tail.dtype)
     windows = windows_of(call.window, call.index, key_grid, call.radius)
 
     def points(
         at: Tensor, q: Tensor, k_tail: Tensor, v_tail: Tensor, head_out: Tensor, head_lse: Tensor
     ) -> tuple[Tensor, ...]:
-        row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
+        row = (at // queries).unsqueeze(-1)
+        query = (at % queries).unsqueeze(-1)
         key, new = windows.of(row, query)
         left = (flat_total[at] - (new & legal.allows(row, query, key)).sum(-1)).to(wide)  # M_i - |S_i|
         name = flat_names[row.squeeze(-1)]
@@ -48,7 +53,8 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
         # The head is one more key: its score is its lse, its value its out.
         head = head_lse[at].to(wide).unsqueeze(-1)
         p, lse = normalized_weights(torch.cat([a, head], 1), torch.cat([counts, head != -torch.inf], 1), "softmax")
-        p_tail, p_head = p[:, :drawn], p[:, drawn:]
+        p_tail = p[:, :drawn]
+        p_head = p[:, drawn:]
         if call.dropout_seed is not None:
             p_tail = torch.where(kept(call, row, query, safe), p_tail / (1 - call.dropout_p), 0)
         out = mix(p_tail, v_seen) + torch.where(head == -torch.inf, 0, p_head * head_out[at].to(wide))
@@ -64,7 +70,9 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     size = max(1, CHUNK_ELEMENTS // each)
     out, lse, variance, offset = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)
     shape = (*q.shape[:-1], v_tail.shape[-1])
-    out, lse, offset = out.to(v_tail.dtype).reshape(shape), lse.reshape(shape[:-1]), offset.reshape(shape[:-1])
+    out = out.to(v_tail.dtype).reshape(shape)
+    lse = lse.reshape(shape[:-1])
+    offset = offset.reshape(shape[:-1])
     return DrawnTail(out, lse, variance.reshape(shape), offset, *by_heads(q, names, represents))
 
 

@@ -22,13 +22,22 @@ def sample(call: SampleCall) -> Sampled:
     Walks visit keys in proportion to exp(score): their visits weigh the same, and the score only carries the gradient.
     The head, if any, is exact attention over other keys.
     """
-    q, k, v, samples, walks = call.q, call.k, call.v, call.samples, call.method == "metropolis"
+    q = call.q
+    k = call.k
+    v = call.v
+    samples = call.samples
+    walks = call.method == "metropolis"
     visit = walks_of(call) if walks else draws_of(call)
-    head_out, head_lse = call.head_out, call.head_lse
-    heads, key_heads, keys = q.shape[1], k.shape[1], math.prod(grid_of(k))
-    queries, wide = math.prod(grid_of(q)), accumulator(v.dtype)
+    head_out = call.head_out
+    head_lse = call.head_lse
+    heads = q.shape[1]
+    key_heads = k.shape[1]
+    keys = math.prod(grid_of(k))
+    queries = math.prod(grid_of(q))
+    wide = accumulator(v.dtype)
     if head_out is None or head_lse is None:
-        head_out, head_lse = v.new_zeros(*q.shape[:-1], v.shape[-1]), v.new_full(q.shape[:-1], -torch.inf)
+        head_out = v.new_zeros(*q.shape[:-1], v.shape[-1])
+        head_lse = v.new_full(q.shape[:-1], -torch.inf)
 
     def points(at: Tensor, q: Tensor, k: Tensor, v: Tensor, head_out: Tensor, head_lse: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -42,7 +51,8 @@ def sample(call: SampleCall) -> Sampled:
         a = a - a.detach() if walks else a + torch.where(counts, log_weight, 0).to(wide)
         head = head_lse[at].to(wide).unsqueeze(-1)
         p, lse = normalized_weights(torch.cat([a, head], 1), torch.cat([counts, head != -torch.inf], 1), "softmax")
-        p_seen, p_head = p[:, :samples], p[:, samples:]
+        p_seen = p[:, :samples]
+        p_head = p[:, samples:]
         out = mix(p_seen, v_seen) + torch.where(head == -torch.inf, 0, p_head * head_out[at].to(wide))
         with torch.no_grad():
             r = torch.where(counts.unsqueeze(-1), p_seen.unsqueeze(-1) * (v_seen - out.unsqueeze(1)), 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._compat import transforms_active
 from ...calls import AttendCall, ScoreFunction
-from ...grid import Grid, LegalKeys, cell_sides, coordinates, flat, grid_of, inside, key_row
+from ...grid import AllowedKeys, Grid, cell_sides, coordinates, flat, grid_of, inside, key_row
 from ...schedule import TILE_QUERIES
 from ...scoring import accumulator, normalized_weights, pair_score
 from ...types import Attended
@@ -28,17 +28,28 @@ CHUNK_ELEMENTS = 1 << 22  # of scores, gathered keys and values at a time
 
 def tile_attend(call: AttendCall) -> Attended:
     """out [B, H, *G, F] and lse [B, H, *G] over the cells that the windows of a query's tile touch."""
-    q, k, v, index, causal = call.q, call.k, call.v, call.index, call.causal
-    heads, key_heads, grid, key_grid = q.shape[1], k.shape[1], grid_of(q), grid_of(k)
-    queries, keys, total = math.prod(grid), math.prod(key_grid), q.shape[0] * heads
-    legal_keys = LegalKeys.of(q, k, causal, call.key_mask)
+    q = call.q
+    k = call.k
+    v = call.v
+    index = call.index
+    causal = call.causal
+    heads = q.shape[1]
+    key_heads = k.shape[1]
+    grid = grid_of(q)
+    key_grid = grid_of(k)
+    queries = math.prod(grid)
+    keys = math.prod(key_grid)
+    total = q.shape[0] * heads
+    legal_keys = AllowedKeys.of(q, k, causal, call.key_mask)
     sides = cell_sides(call.radius, key_grid)
     member = members(grid, q.device)  # [tiles of a row, TILE_QUERIES]
     cells = touched(index.reshape(total, queries, index.shape[-1]).long(), member, key_grid, call.radius, sides)
-    extras, wide = extra_of(call)[0].shape[2], accumulator(v.dtype)
+    extras = extra_of(call)[0].shape[2]
+    wide = accumulator(v.dtype)
 
     def tiles(at: Tensor, q: Tensor, k: Tensor, v: Tensor, k_extra: Tensor, v_extra: Tensor) -> tuple[Tensor, Tensor]:
-        row, query = (at // len(member)).reshape(-1, 1, 1), member[at % len(member)].unsqueeze(-1)
+        row = (at // len(member)).reshape(-1, 1, 1)
+        query = member[at % len(member)].unsqueeze(-1)
         source = key_row(row, heads, key_heads)
         key, there = keys_of(cells[at], key_grid, sides)  # [C, K]
         key, there = key.unsqueeze(1), there.unsqueeze(1)  # [C, 1, K]
@@ -87,7 +98,8 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
         for c, b, extent, side in zip(centre, radius, key_grid, sides, strict=True)
     ]
     number = cell_grid(key_grid, sides)
-    none, found = math.prod(number), []
+    none = math.prod(number)
+    found = []
     for corner in itertools.product((0, 1), repeat=len(sides)):
         cell = [c + more for c, more in zip(first, corner, strict=True)]
         there = exists

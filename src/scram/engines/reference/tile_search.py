@@ -14,7 +14,7 @@ from torch import Tensor
 from ...calls import Found, SearchCall
 from ...grid import Grid, coordinates, flat, inside, key_row, within
 from ...noise import below, noise
-from ...schedule import MOVES, STOP, TILE_QUERIES, Offer, offers, tile_shape, windows
+from ...schedule import MOVES, STOP, TILE_QUERIES, Offer, lane_groups, offers, tile_shape
 from ...scoring import pair_score
 from .search import CHUNK_ELEMENTS, SearchSpace
 
@@ -43,12 +43,15 @@ class _State:
         order = torch.where(key < 0, torch.iinfo(torch.int64).max, key).argsort(dim=-1, stable=True)
         order = order.gather(-1, score.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
         order = order.gather(-1, (key.gather(-1, order) < 0).int().argsort(dim=-1, stable=True))
-        self.key, self.score = key.gather(-1, order), score.gather(-1, order)
+        self.key = key.gather(-1, order)
+        self.score = score.gather(-1, order)
 
 
 def _start(space: SearchSpace) -> _State:
     """Sweep 0: one draw per query, or its warm keys where they are legal; kept whatever their scores."""
-    call, row, query = space.call, space.row, space.query
+    call = space.call
+    row = space.row
+    query = space.query
     # The rank of an empty batch cannot be inferred from its size.
     warm = None if call.warm is None else call.warm.reshape(space.points, call.warm.shape[-1]).long()
     given = 1 if warm is None else min(call.matches, warm.shape[1])
@@ -86,14 +89,18 @@ def _apart(space: SearchSpace, key: Tensor, others: Tensor, separation: int) -> 
 
 def _near(space: SearchSpace, key: Tensor, other: Tensor, separation: int) -> Tensor:
     """Which keys are at most the separation apart; -1 is far from everything. Broadcasts."""
-    a, b = coordinates(key.clamp(min=0), space.key_grid), coordinates(other.clamp(min=0), space.key_grid)
+    a = coordinates(key.clamp(min=0), space.key_grid)
+    b = coordinates(other.clamp(min=0), space.key_grid)
     return within(a, b, separation) & (key >= 0) & (other >= 0)
 
 
 def _offered(space: SearchSpace, offer: Offer, sweep: int, number: int, key: Tensor) -> Tensor:
     """One key from every point, -1 for none: [P], from the matches [P, kappa] at the start of the sweep."""
-    row, query = space.row, space.query
-    grid, key_grid, rank = space.query_grid, space.key_grid, len(space.key_grid)
+    row = space.row
+    query = space.query
+    grid = space.query_grid
+    key_grid = space.key_grid
+    rank = len(space.key_grid)
     place = coordinates(query, grid)
     # Each offer of a query shows another of its matches; in the first sweep there is but one.
     entry = (query + number + sweep) % (key.shape[1] if sweep > 1 else 1)
@@ -150,7 +157,8 @@ def members(grid: Grid, device: torch.device) -> Tensor:
 
 def _tiles(space: SearchSpace, elements: int) -> Iterator[Tensor]:
     """Points of tiles [C, TILE_QUERIES], -1 off the query grid, some tiles of one row at a time."""
-    member, step = members(space.query_grid, space.q.device), max(1, CHUNK_ELEMENTS // elements)
+    member = members(space.query_grid, space.q.device)
+    step = max(1, CHUNK_ELEMENTS // elements)
     for row in range(space.points // space.queries):
         for begin in range(0, len(member), step):
             queries = member[begin : begin + step]
@@ -160,16 +168,19 @@ def _tiles(space: SearchSpace, elements: int) -> Iterator[Tensor]:
 def _score_offers(space: SearchSpace, state: _State, table: list[Tensor]) -> tuple[_State, Tensor]:
     """Every query of every tile sees the offers of the sweep; the state after it and who took a key [P]."""
     # What lies off the grid is written to one more point: no nonzero(), which would wait
-    key, score = torch.cat([state.key, state.key[:1]]), torch.cat([state.score, state.score[:1]])
+    key = torch.cat([state.key, state.key[:1]])
+    score = torch.cat([state.score, state.score[:1]])
     took = torch.zeros(len(key), dtype=torch.bool, device=key.device)
     for at in _tiles(space, TILE_QUERIES * (space.q.shape[-1] + TILE_QUERIES)):
         exists, safe = at >= 0, torch.where(at < 0, at[:, :1], at)  # off the grid: as the first
         tile = _Tile(space, safe, _State(state.key[safe], state.score[safe]))
         for offer in table:
-            for lanes in windows(space.call.matches):
+            for lanes in lane_groups(space.call.matches):
                 tile.take_best(offer[safe[:, lanes]])
         to = torch.where(exists, at, space.points)
-        key[to], score[to], took[to] = tile.state.key, tile.state.score, tile.took
+        key[to] = tile.state.key
+        score[to] = tile.state.score
+        took[to] = tile.took
     return _State(key[:-1], score[:-1]), took[:-1]
 
 
@@ -177,8 +188,11 @@ class _Tile:
     """Some tiles of one row in a sweep: `state` of [C, TILE_QUERIES] queries and which of them `took` a key."""
 
     def __init__(self, space: SearchSpace, at: Tensor, state: _State) -> None:
-        self.space, self.state = space, state
-        self.at, self.query, self.q = at, at % space.queries, space.q[at]
+        self.space = space
+        self.state = state
+        self.at = at
+        self.query = at % space.queries
+        self.q = space.q[at]
         self.first_key = key_row(at[:1, :1] // space.queries, space.heads, space.key_heads) * space.keys
         self.took = torch.zeros_like(at, dtype=torch.bool)
 
@@ -205,8 +219,10 @@ class _Tile:
         refused = (close & (self.state.score >= best.unsqueeze(-1))).any(-1)
         takes = (best > self.state.score[..., -1]) & ~refused  # the last is -inf while there is room
         gone = close & takes.unsqueeze(-1)
-        key, theirs = torch.where(gone, -1, self.state.key), torch.where(gone, -torch.inf, self.state.score)
-        new, best = torch.where(takes.unsqueeze(-1), new, -1), torch.where(takes, best, -torch.inf).unsqueeze(-1)
+        key = torch.where(gone, -1, self.state.key)
+        theirs = torch.where(gone, -torch.inf, self.state.score)
+        new = torch.where(takes.unsqueeze(-1), new, -1)
+        best = torch.where(takes, best, -torch.inf).unsqueeze(-1)
         joined = _State(torch.cat([key, new], -1), torch.cat([theirs, best], -1))
         self.state = _State(joined.key[..., :-1], joined.score[..., :-1])
         self.took = self.took | takes

@@ -19,7 +19,8 @@ class QueryWindows:
 
     def __init__(self, index: Tensor, key_grid: Grid, radius: Sequence[int]) -> None:
         """index [B, H, *G, kappa]"""
-        self.key_grid, self.queries = key_grid, math.prod(grid_of(index))
+        self.key_grid = key_grid
+        self.queries = math.prod(grid_of(index))
         self.radius = [min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)]
         self.match = index.reshape(-1, index.shape[-1]).long()
         self.size = index.shape[-1] * math.prod(2 * b + 1 for b in self.radius)
@@ -45,7 +46,8 @@ class TileWindows:
 
     def __init__(self, index: Tensor, key_grid: Grid, radius: Sequence[int]) -> None:
         """index [B, H, *G, kappa]"""
-        self.key_grid, self.sides = key_grid, cell_sides(radius, key_grid)
+        self.key_grid = key_grid
+        self.sides = cell_sides(radius, key_grid)
         grid = grid_of(index)
         member = members(grid, index.device)  # [tiles of a row, queries of a tile]
         self.cells = touched(rows(index).long(), member, key_grid, radius, self.sides)
