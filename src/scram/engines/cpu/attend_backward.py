@@ -44,9 +44,11 @@ class Pairs(NamedTuple):
 def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> AttendGrads:
     """Gradients of q, k, v, k_extra, v_extra (None without extra keys) from those of out and lse."""
     arrays = AttendArrays.of(call)
-    d_out, d_lse = array(grad_out), flat(grad_lse)
+    d_out = array(grad_out)
+    d_lse = flat(grad_lse)
     dq, dk, dv = (np.zeros_like(x) for x in (arrays.q, arrays.k, arrays.v))
-    points, width = len(arrays.q), arrays.windows.slots + arrays.extras
+    points = len(arrays.q)
+    width = arrays.windows.slots + arrays.extras
     rows = (arrays.geometry.key_rows, arrays.geometry.queries, arrays.geometry.keys, arrays.extras)
     pairs = Pairs.empty(max(1, min(points, CHUNK_PAIRS // max(width, 1))), width, arrays.v.dtype)
     with threads() as tasks:
@@ -77,7 +79,9 @@ def _queries(task, tasks, arrays, places, begin, d_out, d_lse, dq, pairs):
         point = begin + c
         row = point // geometry.queries
         noise = absorb(arrays.seed[row], point - row * geometry.queries) if arrays.threshold else np.uint32(0)
-        keys, slopes, first = pairs.keys[c], pairs.slopes[c], geometry.key_rows[row] * (geometry.keys + arrays.extras)
+        keys = pairs.keys[c]
+        slopes = pairs.slopes[c]
+        first = geometry.key_rows[row] * (geometry.keys + arrays.extras)
         found = expand(arrays.windows, geometry, row, point, keys, places[task])
         for x in range(arrays.extras):
             keys[found] = geometry.keys + x
@@ -91,13 +95,20 @@ def _queries(task, tasks, arrays, places, begin, d_out, d_lse, dq, pairs):
 @inlined
 def _slopes(arrays, first, point, noise, d_out, d_lse, keys, weights, slopes):
     """Weight and slope of every key of a query."""
-    number, weight, boost, found = weights.dtype.type, arrays.weight, arrays.boost, len(keys)
-    zero, mean, total, top = number(0), number(0), number(0), number(-np.inf)
+    number = weights.dtype.type
+    weight = arrays.weight
+    boost = arrays.boost
+    found = len(keys)
+    zero = number(0)
+    mean = number(0)
+    total = number(0)
+    top = number(-np.inf)
     for slot in range(found):
         weights[slot] = arrays.scale * dot(arrays.q, point, arrays.k, first + keys[slot])
         top = max(top, weights[slot])
     for slot in range(found):
-        a, d_p = weights[slot], dot(d_out, point, arrays.v, first + keys[slot])
+        a = weights[slot]
+        d_p = dot(d_out, point, arrays.v, first + keys[slot])
         kept = arrays.threshold == 0 or absorb(noise, keys[slot]) >= arrays.threshold
         d_p = number(d_p * boost) if kept else zero  # what is dropped is zero, NaN too
         if weight == SOFTMAX:

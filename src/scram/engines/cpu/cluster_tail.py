@@ -51,18 +51,33 @@ class ClusterTailArrays(NamedTuple):
 
     @staticmethod
     def of(call: ClusterTailCall) -> ClusterTailArrays:
-        wide, grid = call.centres.dtype, call.label.shape[2:]
-        seed, threshold = np.zeros(0, np.uint32), 0
+        wide = call.centres.dtype
+        grid = call.label.shape[2:]
+        seed = np.zeros(0, np.uint32)
+        threshold = 0
         if call.dropout_seed is not None:
-            seed, threshold = row_states(call.dropout_seed, call.q, call.rows), int(call.dropout_p * 2**32)
+            seed = row_states(call.dropout_seed, call.q, call.rows)
+            threshold = int(call.dropout_p * 2**32)
         sizes = by_row(call.sizes)
         gains = np.ones(sizes.shape, by_row(call.centres).dtype) if call.gains is None else by_row(call.gains)
         return ClusterTailArrays(
-            array(call.q.to(wide)), array(call.head_out.to(wide)), flat(call.head_lse.to(wide)), flat(call.label),
-            by_row(call.centres), by_row(call.values.mT), bool(call.values.isfinite().all()), sizes, gains,
-            Windows.of(call.index, call.radius, grid), Geometry.of(call.q, call.label.unsqueeze(-1), None, False),
-            call.scale, seed, threshold, 1 / (1 - call.dropout_p), call.first_name,
-        )  # fmt: skip
+            array(call.q.to(wide)),
+            array(call.head_out.to(wide)),
+            flat(call.head_lse.to(wide)),
+            flat(call.label),
+            by_row(call.centres),
+            by_row(call.values.mT),
+            bool(call.values.isfinite().all()),
+            sizes,
+            gains,
+            Windows.of(call.index, call.radius, grid),
+            Geometry.of(call.q, call.label.unsqueeze(-1), None, False),
+            call.scale,
+            seed,
+            threshold,
+            1 / (1 - call.dropout_p),
+            call.first_name,
+        )
 
 
 def by_row(x: Tensor) -> Array:
@@ -84,14 +99,17 @@ class Scratch(NamedTuple):
 
     @staticmethod
     def of(arrays: ClusterTailArrays, tasks: int, size: int) -> Scratch:
-        matches, rank = arrays.windows.index.shape[1], len(arrays.geometry.grid)
-        clusters, dtype = arrays.sizes.shape[1], arrays.centres.dtype
+        matches = arrays.windows.index.shape[1]
+        rank = len(arrays.geometry.grid)
+        clusters = arrays.sizes.shape[1]
+        dtype = arrays.centres.dtype
         widths = (clusters, arrays.q.shape[1], arrays.head_out.shape[1], 3)
         return Scratch(
             np.empty((tasks, arrays.windows.slots + 1, size), np.int32),
-            np.empty((tasks, matches, rank, size), np.int32), np.empty((tasks, clusters, size), np.int32),
+            np.empty((tasks, matches, rank, size), np.int32),
+            np.empty((tasks, clusters, size), np.int32),
             *(np.empty((tasks, width, size), dtype) for width in widths),
-        )  # fmt: skip
+        )
 
 
 def block_size(clusters: int) -> int:
@@ -106,8 +124,10 @@ def fewer(tasks: int, blocks: int, weights: int) -> int:
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
     arrays = ClusterTailArrays.of(call)
-    out, lse = np.empty_like(arrays.head_out), np.empty_like(arrays.head_lse)
-    clusters, size = arrays.sizes.shape[1], block_size(arrays.sizes.shape[1])
+    out = np.empty_like(arrays.head_out)
+    lse = np.empty_like(arrays.head_lse)
+    clusters = arrays.sizes.shape[1]
+    size = block_size(arrays.sizes.shape[1])
     with threads() as tasks:
         tasks = fewer(tasks, len(out) // size, clusters * size)
         _join(tasks, arrays, Scratch.of(arrays, tasks, size), out, lse)
@@ -117,9 +137,13 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
 @parallel
 def _join(task, tasks, arrays, scratch, out, lse):
     """Blocks of points of one row, each written by one task."""
-    geometry, most, head_out = arrays.geometry, scratch.left.shape[2], arrays.head_out
+    geometry = arrays.geometry
+    most = scratch.left.shape[2]
+    head_out = arrays.head_out
     blocks = len(geometry.key_rows) * -(-geometry.queries // most)
-    weights, mixed, sums = scratch.weights[task], scratch.values[task], scratch.sums[task]
+    weights = scratch.weights[task]
+    mixed = scratch.values[task]
+    sums = scratch.sums[task]
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
         block = block_at(number, most, geometry, geometry.keys)
         weigh(arrays, block, scratch, task)
@@ -131,7 +155,9 @@ def _join(task, tasks, arrays, scratch, out, lse):
         else:
             add_guarded_product(arrays.values[geometry.key_rows[block.row]], weights, mixed, block.size, False)
         for p in range(block.size):
-            point, total, share = block.first + p, sums[TOTAL, p], sums[SHARE, p]
+            point = block.first + p
+            total = sums[TOTAL, p]
+            share = sums[SHARE, p]
             lse[point] = math.log(total) + sums[TOP, p]
             there = arrays.head_lse[point] != -np.inf
             for f in range(out.shape[1]):
@@ -142,8 +168,13 @@ def _join(task, tasks, arrays, scratch, out, lse):
 @inlined
 def weigh(arrays, block, scratch, task):
     """Weights of the clusters, relative to the highest score, and the sums of each point."""
-    keys, left, weights, sums = scratch.keys[task], scratch.left[task], scratch.weights[task], scratch.sums[task]
-    size, features, row = block.size, scratch.features[task], arrays.geometry.key_rows[block.row]
+    keys = scratch.keys[task]
+    left = scratch.left[task]
+    weights = scratch.weights[task]
+    sums = scratch.sums[task]
+    size = block.size
+    features = scratch.features[task]
+    row = arrays.geometry.key_rows[block.row]
     expand_block(arrays.windows, arrays.geometry, 0, block, keys, scratch.places[task])
     take(arrays.q, block, features)
     weights[:] = 0
@@ -171,8 +202,14 @@ def take(x, block, result):
 @inlined
 def _to_weights(arrays, block, gains, left, weights, sums):
     """Products with the centres become left * gain * exp(score - top), exactly 0 where nothing is left."""
-    total, top, share, size, number = sums[TOTAL], sums[TOP], sums[SHARE], block.size, weights.dtype.type
-    zero, lowest, scale = number(0), number(-np.inf), number(arrays.scale)
+    total = sums[TOTAL]
+    top = sums[TOP]
+    share = sums[SHARE]
+    size = block.size
+    number = weights.dtype.type
+    zero = number(0)
+    lowest = number(-np.inf)
+    scale = number(arrays.scale)
     for p in range(size):
         top[p] = arrays.head_lse[block.first + p]
     for c in range(len(weights)):
@@ -196,7 +233,8 @@ def _to_weights(arrays, block, gains, left, weights, sums):
 @compiled
 def drop(arrays, block, weights):
     """Dropout: each number of a cluster is 0 or grows."""
-    number, prefix = weights.dtype.type, arrays.seed[block.row]
+    number = weights.dtype.type
+    prefix = arrays.seed[block.row]
     for c in range(len(weights)):
         for p in range(block.size):
             keep = absorb(absorb(prefix, block.begin + p), arrays.first_name + c) >= arrays.threshold

@@ -47,14 +47,18 @@ def cluster_tail_backward(
     call: ClusterTailCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> ClusterTailGrads:
     """Gradients of q, centres, values, head_out, head_lse from those of out and lse."""
-    arrays, wide = ClusterTailArrays.of(call), call.centres.dtype
+    arrays = ClusterTailArrays.of(call)
+    wide = call.centres.dtype
     (rows, clusters, width), values = arrays.centres.shape, np.ascontiguousarray(arrays.values.swapaxes(1, 2))
-    value_width, size = values.shape[2], block_size(clusters)
-    blocks, each_part = len(arrays.q) // size, rows * clusters * (width + value_width)
+    value_width = values.shape[2]
+    size = block_size(clusters)
+    blocks = len(arrays.q) // size
+    each_part = rows * clusters * (width + value_width)
     parts = min(blocks // max(PART_BLOCKS * rows, 1), PARTS // max(rows, 1), ALL_SUMS // max(each_part, 1))
     sums = [np.zeros((rows, max(1, parts), clusters, w), values.dtype) for w in (width, value_width)]
     made = [np.empty_like(x) for x in (arrays.q, arrays.head_out, arrays.head_lse)]
-    turned, finite = np.ascontiguousarray(arrays.centres.swapaxes(1, 2)), bool(call.centres.isfinite().all())
+    turned = np.ascontiguousarray(arrays.centres.swapaxes(1, 2))
+    finite = bool(call.centres.isfinite().all())
     given = (array(grad_out.to(wide)), flat(grad_lse.to(wide)), values, turned, finite)
     with threads() as tasks:
         tasks = fewer(tasks, blocks, 2 * clusters * size)
@@ -63,9 +67,12 @@ def cluster_tail_backward(
         _parts(tasks, arrays, Scratch.of(arrays, tasks, size), grads)
     to_centres, to_values = (_added(x) for x in sums)
     return ClusterTailGrads(
-        like(made[0], call.q), like(to_centres, call.centres), like(to_values, call.values),
-        like(made[1], call.head_out), like(made[2], call.head_lse),
-    )  # fmt: skip
+        like(made[0], call.q),
+        like(to_centres, call.centres),
+        like(to_values, call.values),
+        like(made[1], call.head_out),
+        like(made[2], call.head_lse),
+    )
 
 
 def _added(parts: Array) -> Array:
@@ -80,15 +87,20 @@ def _added(parts: Array) -> Array:
 @parallel
 def _parts(task, tasks, arrays, scratch, grads):
     """Some parts, one after the other, block by block."""
-    geometry, most = arrays.geometry, scratch.left.shape[2]
-    rows, parts = grads.to_centres.shape[0], grads.to_centres.shape[1]
+    geometry = arrays.geometry
+    most = scratch.left.shape[2]
+    rows = grads.to_centres.shape[0]
+    parts = grads.to_centres.shape[1]
     group = len(geometry.key_rows) // max(rows, 1)  # rows of queries that read a row of clusters: neighbours
     in_row = -(-geometry.queries // most)
     for number in range(rows * parts * task // tasks, rows * parts * (task + 1) // tasks):
-        row, part = number // parts, number % parts
+        row = number // parts
+        part = number % parts
         for n in range(group * in_row * part // parts, group * in_row * (part + 1) // parts):
-            q_row, begin = row * group + n // in_row, n % in_row * most
-            first, size = q_row * geometry.queries + begin, min(most, geometry.queries - begin)
+            q_row = row * group + n // in_row
+            begin = n % in_row * most
+            first = q_row * geometry.queries + begin
+            size = min(most, geometry.queries - begin)
             block = Block(q_row, begin, first, row * geometry.keys, size)
             weigh(arrays, block, scratch, task)
             _slopes(arrays, block, scratch.weights[task], scratch.sums[task], grads, task, row)
@@ -102,9 +114,16 @@ def _parts(task, tasks, arrays, scratch, grads):
 @inlined
 def _slopes(arrays, block, weights, sums, grads, task, row):
     """Weights add up to 1 with the head's share; slopes are d loss / d <q, centre>."""
-    slopes, d_out, size, number = grads.slopes[task], grads.d_out[task], block.size, weights.dtype.type
-    total, share, head, mean = sums[TOTAL], sums[SHARE], grads.means[task, 0], grads.means[task, 1]
-    zero, scale = number(0), number(arrays.scale)
+    slopes = grads.slopes[task]
+    d_out = grads.d_out[task]
+    size = block.size
+    number = weights.dtype.type
+    total = sums[TOTAL]
+    share = sums[SHARE]
+    head = grads.means[task, 0]
+    mean = grads.means[task, 1]
+    zero = number(0)
+    scale = number(arrays.scale)
     take(grads.out, block, d_out)
     slopes[:] = 0
     add_product(grads.values[row], d_out, slopes, size)
@@ -134,14 +153,18 @@ def _slopes(arrays, block, weights, sums, grads, task, row):
 @inlined
 def _to_queries(arrays, block, sums, grads, task, row):
     """Gradients of q and of the head."""
-    d_q, share, head, mean = grads.d_q[task], sums[SHARE], grads.means[task, 0], grads.means[task, 1]
+    d_q = grads.d_q[task]
+    share = sums[SHARE]
+    head = grads.means[task, 0]
+    mean = grads.means[task, 1]
     d_q[:] = 0
     if grads.finite:
         add_product(grads.turned_centres[row], grads.slopes[task], d_q, block.size)
     else:
         add_guarded_product(grads.turned_centres[row], grads.slopes[task], d_q, block.size, False)
     for p in range(block.size):
-        point, there = block.first + p, arrays.head_lse[block.first + p] != -np.inf
+        point = block.first + p
+        there = arrays.head_lse[block.first + p] != -np.inf
         for e in range(len(d_q)):
             grads.to_q[point, e] = d_q[e, p]
         for f in range(grads.out.shape[1]):

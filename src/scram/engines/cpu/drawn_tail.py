@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...calls import DrawnTail, DrawnTailCall, TailGrads
-from ...draws import NONE, by_heads, legal_counts, ranked_keys, shared_tail, tail_rows, tail_values
-from ...grid import LegalKeys, grid_of
+from ...draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_rows, tail_values
+from ...grid import AllowedKeys, grid_of
 from ...scoring import accumulator
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, Windows, flat
@@ -53,19 +53,24 @@ class TailTensors:
     """A DrawnTailCall with one matrix for each row, and what the kernels read."""
 
     def __init__(self, call: DrawnTailCall) -> None:
-        q, k, v, self.call = call.q, call.k, call.v, call
-        key_grid, legal = grid_of(k), LegalKeys.of(q, k, call.causal, call.key_mask)
+        q = call.q
+        k = call.k
+        v = call.v
+        self.call = call
+        key_grid = grid_of(k)
+        legal = AllowedKeys.of(q, k, call.causal, call.key_mask)
         ranked = ranked_keys(q, legal, call.seed, call.rows)
         self.names, self.represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
         self.geometry = Geometry.of(q, k, call.key_mask, call.causal)
         self.windows = Windows.of(call.index, call.radius, key_grid)
-        self.rows, self.queries = q.shape[0] * q.shape[1], self.geometry.queries
+        self.rows = q.shape[0] * q.shape[1]
+        self.queries = self.geometry.queries
         self.wide = accumulator(v.dtype)
         self.at = tail_rows(self.names, q.shape[1], k.shape[1], self.geometry.keys)
         self.k, self.v = (tail_values(x.detach(), self.names, q.shape[1]).to(self.wide) for x in (k, v))
         self.q, self.head_out = (self.matrix(x) for x in (q, call.head_out))
         self.head_lse = flat(call.head_lse.to(self.wide))
-        self.total = flat(legal_counts(q, legal))
+        self.total = flat(allowed_counts(q, legal))
         self.dropout = (np.zeros(0, np.uint32), 0, 1.0)
         if call.dropout_seed is not None:
             seed = row_states(call.dropout_seed, q, call.rows)
@@ -103,14 +108,16 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     tail = TailTensors(call)
     shape = (tail.rows, tail.queries)
     out = torch.empty(*shape, call.v.shape[-1], dtype=tail.wide)
-    variance, numbers = torch.empty_like(out), [torch.empty(shape, dtype=tail.wide) for _ in range(5)]
+    variance = torch.empty_like(out)
+    numbers = [torch.empty(shape, dtype=tail.wide) for _ in range(5)]
     lse, offset, share, seen, left = numbers
     with threads() as tasks:
         head = tail.head(tasks)
         for rows, queries in tail.chunks():
             p = tail.q[rows, queries] @ tail.k[rows].mT
             _weigh(tasks, p.numpy(), tail.chunk(rows, queries), head, call.stratified, tail.total, *map(flat, numbers))
-            own, values = share[rows, queries].unsqueeze(-1), tail.v[rows]
+            own = share[rows, queries].unsqueeze(-1)
+            values = tail.v[rows]
             # A head of no key has out 0; what is not there is not multiplied.
             theirs = torch.where(own == 0, 0, own * tail.head_out[rows, queries])
             answer = _mix(p, values, call.causal) + theirs
@@ -121,9 +128,12 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     points = call.q.shape[:-1]
     full = (*points, out.shape[-1])
     return DrawnTail(
-        out.to(call.v.dtype).reshape(full), lse.reshape(points), variance.reshape(full), offset.reshape(points),
+        out.to(call.v.dtype).reshape(full),
+        lse.reshape(points),
+        variance.reshape(full),
+        offset.reshape(points),
         *by_heads(call.q, tail.names, tail.represents),
-    )  # fmt: skip
+    )
 
 
 def drawn_tail_backward(
@@ -131,12 +141,16 @@ def drawn_tail_backward(
 ) -> TailGrads:
     """Gradients of q, k, v, head_out, head_lse from those of out and lse. The keys are drawn again."""
     tail = TailTensors(call)
-    wide, shape = tail.wide, (tail.rows, tail.queries)
+    wide = tail.wide
+    shape = (tail.rows, tail.queries)
     d_out = tail.matrix(grad_out)
     d_lse, head_lse = (x.detach().to(wide).reshape(shape) for x in (grad_lse, call.head_lse))
-    dq, dk, dv = torch.empty_like(tail.q), torch.zeros_like(tail.k), torch.zeros_like(tail.v)
+    dq = torch.empty_like(tail.q)
+    dk = torch.zeros_like(tail.k)
+    dv = torch.zeros_like(tail.v)
     to_head = torch.where(head_lse == -torch.inf, 0, (d_out * tail.head_out).sum(-1))
-    share, delta = torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide)
+    share = torch.empty(shape, dtype=wide)
+    delta = torch.empty(shape, dtype=wide)
     numbers = [flat(x) for x in (offset.to(wide), d_lse, to_head, share, delta)]
     with threads() as tasks:
         head = tail.head(tasks)
@@ -169,7 +183,8 @@ def _mix(p: Tensor, x: Tensor, guarded: bool) -> Tensor:
 def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> Tensor:
     """Of each component of out; values are centred first, so that little cancels in the sums of squares."""
     centre = v.mean(1, keepdim=True)
-    v, out = v - centre, out - centre
+    v = v - centre
+    out = out - centre
     squares = p.square()
     r = p @ v - out * p.sum(-1, keepdim=True)
     r_squares = squares @ v.square() - 2 * out * (squares @ v) + out.square() * squares.sum(-1, keepdim=True)
@@ -185,9 +200,15 @@ def _tail_of(all_scores, chunk, head, task, c):
 
     Then how many shared keys come up to the query, |S_i|, and how many shared keys are the head's.
     """
-    geometry, r, keys = head.geometry, c // all_scores.shape[1], head.keys[task]
-    row, query = chunk.row + r, chunk.begin + c - r * all_scores.shape[1]
-    scores, point, limit, gone = all_scores[r, query - chunk.begin], row * geometry.queries + query, chunk.drawn[r], 0
+    geometry = head.geometry
+    r = c // all_scores.shape[1]
+    keys = head.keys[task]
+    row = chunk.row + r
+    query = chunk.begin + c - r * all_scores.shape[1]
+    scores = all_scores[r, query - chunk.begin]
+    point = row * geometry.queries + query
+    limit = chunk.drawn[r]
+    gone = 0
     found = expand(head.windows, geometry, row, point, keys, head.places[task])
     if geometry.causal:
         while limit > 0 and chunk.names[r, limit - 1] > query:
@@ -203,7 +224,8 @@ def _tail_of(all_scores, chunk, head, task, c):
 @inlined
 def _add_logs(scores, chunk, r, offset, limit, top):
     """Scaled scores with the logs of what each key represents. Returns the highest, or `top`."""
-    logs, scale = chunk.logs[r], scores.dtype.type(chunk.scale)
+    logs = chunk.logs[r]
+    scale = scores.dtype.type(chunk.scale)
     for j in range(limit):
         scores[j] = scale * scores[j] + (logs[j] + offset)
         top = max(top, scores[j]) if scores[j] == scores[j] else top
@@ -213,8 +235,10 @@ def _add_logs(scores, chunk, r, offset, limit, top):
 @compiled
 def _drop(numbers, chunk, head, point, limit):
     """Dropout: each number of a shared key is 0, NaN too, or grows."""
-    number, row = numbers.dtype.type, point // head.geometry.queries
-    prefix, names = absorb(chunk.seed[row], point - row * head.geometry.queries), chunk.names[row - chunk.row]
+    number = numbers.dtype.type
+    row = point // head.geometry.queries
+    prefix = absorb(chunk.seed[row], point - row * head.geometry.queries)
+    names = chunk.names[row - chunk.row]
     for j in range(limit):
         kept = absorb(prefix, names[j]) >= chunk.threshold
         numbers[j] = number(numbers[j] * chunk.boost) if kept else number(0)
@@ -226,17 +250,24 @@ def _weigh(task, tasks, all_scores, chunk, head, stratified, total, lse, offsets
 
     `seen` takes m_i, the shared keys of its tail, and `lefts` M_i - |S_i|, all keys of its tail.
     """
-    size, number = all_scores.shape[0] * all_scores.shape[1], all_scores.dtype.type
+    size = all_scores.shape[0] * all_scores.shape[1]
+    number = all_scores.dtype.type
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         scores, point, limit, found, gone = _tail_of(all_scores, chunk, head, task, c)
-        counted, left, head_lse, offset = limit - gone, total[point] - found, head.lse[point], number(0)
+        counted = limit - gone
+        left = total[point] - found
+        head_lse = head.lse[point]
+        offset = number(0)
         if not stratified and counted > 0:
             offset = number(math.log(left / counted))
-        seen[point], lefts[point], offsets[point] = counted, left, offset
+        seen[point] = counted
+        lefts[point] = left
+        offsets[point] = offset
         top = _add_logs(scores, chunk, c // all_scores.shape[1], offset, limit, head_lse)
         if counted == 0 and head_lse == -np.inf:
             scores[:] = 0
-            lse[point], shares[point] = -np.inf, 0
+            lse[point] = -np.inf
+            shares[point] = 0
             continue
         share = number(math.exp(head_lse - top))
         whole = share
@@ -248,7 +279,8 @@ def _weigh(task, tasks, all_scores, chunk, head, stratified, total, lse, offsets
         if chunk.threshold:
             _drop(scores, chunk, head, point, limit)
         scores[limit:] = 0
-        lse[point], shares[point] = math.log(whole) + top, share / whole
+        lse[point] = math.log(whole) + top
+        shares[point] = share / whole
 
 
 @parallel
@@ -258,10 +290,13 @@ def _slopes(task, tasks, all_scores, all_slopes, chunk, head, offset, d_lse, to_
     Of each point: `to_head` is <grad_out, head_out>; the head's share and delta, the mean of <grad_out, v_j> less the
     gradient of lse, are written.
     """
-    size, number, queries = all_scores.shape[0] * all_scores.shape[1], all_scores.dtype.type, all_scores.shape[1]
+    size = all_scores.shape[0] * all_scores.shape[1]
+    number = all_scores.dtype.type
+    queries = all_scores.shape[1]
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         scores, point, limit, _, _ = _tail_of(all_scores, chunk, head, task, c)
-        slopes, head_lse = all_slopes[c // queries, c % queries], head.lse[point]
+        slopes = all_slopes[c // queries, c % queries]
+        head_lse = head.lse[point]
         if chunk.threshold:
             _drop(slopes, chunk, head, point, limit)
         top = _add_logs(scores, chunk, c // queries, offset[point], limit, head_lse)
@@ -269,7 +304,8 @@ def _slopes(task, tasks, all_scores, all_slopes, chunk, head, offset, d_lse, to_
             top = number(0)  # -inf - -inf is NaN
         # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
         share = number(math.exp(head_lse - top))
-        whole, mean = share, number(0)
+        whole = share
+        mean = number(0)
         if share != 0:
             mean = share * to_head[point]
         for j in range(limit):
@@ -280,7 +316,8 @@ def _slopes(task, tasks, all_scores, all_slopes, chunk, head, offset, d_lse, to_
         if whole == 0:
             whole = number(1)
         delta = mean / whole - d_lse[point]
-        shares[point], deltas[point] = share / whole, delta
+        shares[point] = share / whole
+        deltas[point] = delta
         for j in range(limit):
             scores[j] /= whole
             slopes[j] = number(chunk.scale) * scores[j] * (slopes[j] - delta) if scores[j] != 0 else number(0)

@@ -31,9 +31,12 @@ class Geometry(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool) -> Geometry:
-        grid, keys, shared = grid_of(k), math.prod(grid_of(k)), key_mask is not None and key_mask.ndim == k.ndim - 2
+        grid = grid_of(k)
+        keys = math.prod(grid_of(k))
+        shared = key_mask is not None and key_mask.ndim == k.ndim - 2
         mask = np.zeros((0, 0), np.bool_) if key_mask is None else key_mask.reshape(-1, keys).contiguous().numpy()
-        row, heads = np.arange(q.shape[0] * q.shape[1]), max(q.shape[1], 1)
+        row = np.arange(q.shape[0] * q.shape[1])
+        heads = max(q.shape[1], 1)
         key_rows = row // heads * k.shape[1] + row % heads // (heads // k.shape[1] if k.shape[1] else 1)
         rows_per_mask = q.shape[1] if shared else 1
         return Geometry(grid, strides(grid), key_rows, mask, rows_per_mask, causal, math.prod(grid_of(q)), keys)
@@ -55,7 +58,8 @@ def block_at(number: int, most: int, geometry: Geometry, row_keys: int) -> Block
     in_row = -(-geometry.queries // most)
     row = number // in_row
     begin = (number - row * in_row) * most
-    first, first_key = row * geometry.queries + begin, geometry.key_rows[row] * row_keys
+    first = row * geometry.queries + begin
+    first_key = geometry.key_rows[row] * row_keys
     return Block(row, begin, first, first_key, min(most, geometry.queries - begin))
 
 

@@ -23,7 +23,8 @@ class Choices(NamedTuple):
 
     @staticmethod
     def of(call: SearchCall, mask: Array) -> Choices:
-        order, warm = np.zeros(mask.shape, np.int32), np.zeros((0, 0), np.int32)
+        order = np.zeros(mask.shape, np.int32)
+        warm = np.zeros((0, 0), np.int32)
         for row in range(len(mask)):
             legal = np.flatnonzero(mask[row])
             order[row, : len(legal)] = legal
@@ -75,11 +76,15 @@ def fresh(geometry, choices, earlier, number, row, query, noise, first, draw):
     if len(earlier.starts) == 0:
         return drawn(geometry, choices, row, query, absorb(noise, draw))
     point = row * geometry.queries + query
-    start, key = np.int64(earlier.starts[point, number % earlier.starts.shape[1]]), np.int64(0)
+    start = np.int64(earlier.starts[point, number % earlier.starts.shape[1]])
+    key = np.int64(0)
     for axis in range(len(geometry.grid)):
-        extent, stride, far = geometry.grid[axis], geometry.strides[axis], earlier.reach[axis]
+        extent = geometry.grid[axis]
+        stride = geometry.strides[axis]
+        far = earlier.reach[axis]
         at = start // stride % extent
-        low, high = max(at - far, 0), min(at + far, extent - 1)
+        low = max(at - far, 0)
+        high = min(at + far, extent - 1)
         key += stride * (low + below(absorb(noise, first + axis), high - low + 1))
     return key
 
@@ -88,9 +93,11 @@ def fresh(geometry, choices, earlier, number, row, query, noise, first, draw):
 def reached(geometry, earlier, point, key):
     """Whether a key is near enough to a start of the point."""
     for n in range(earlier.starts.shape[1]):
-        start, close = np.int64(earlier.starts[point, n]), True
+        start = np.int64(earlier.starts[point, n])
+        close = True
         for axis in range(len(geometry.grid)):
-            extent, stride = geometry.grid[axis], geometry.strides[axis]
+            extent = geometry.grid[axis]
+            stride = geometry.strides[axis]
             apart = key // stride % extent - start // stride % extent
             close &= -earlier.reach[axis] <= apart <= earlier.reach[axis]
         if close:
@@ -117,7 +124,8 @@ def legal(geometry, earlier, row, query, point, key):
 def near(geometry, key, other, separation):
     """Whether two keys are at most `separation` apart on every axis."""
     for axis in range(len(geometry.grid)):
-        extent, stride = geometry.grid[axis], geometry.strides[axis]
+        extent = geometry.grid[axis]
+        stride = geometry.strides[axis]
         apart = key // stride % extent - other // stride % extent
         if not -separation <= apart <= separation:
             return False

@@ -45,7 +45,8 @@ class SampleArrays(NamedTuple):
         q, k, v = (array(x) for x in (call.q, call.k, call.v))
         head_out = np.zeros((0, v.shape[1]), v.dtype) if call.head_out is None else array(call.head_out)
         head_lse = np.zeros(0, v.dtype) if call.head_lse is None else flat(call.head_lse)
-        geometry, equal = Geometry.of(call.q, call.k, None, call.causal), call.method == "metropolis"
+        geometry = Geometry.of(call.q, call.k, None, call.causal)
+        equal = call.method == "metropolis"
         rows = (geometry.key_rows, geometry.queries, geometry.keys)
         return SampleArrays(q, k, v, *rows, call.scale, equal, head_out, head_lse)
 
@@ -58,7 +59,9 @@ def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: i
     points = len(arrays.q)
     geometry = Geometry.of(call.q, call.k, call.key_mask, call.causal)
     modes = call.modes.contiguous().reshape(points, call.modes.shape[-1]).numpy()
-    count, total, table = flat(call.count), flat(call.total), flat(call.table)
+    count = flat(call.count)
+    total = flat(call.total)
+    table = flat(call.table)
     order = np.zeros((0, 0), np.int64) if call.order is None else call.order.flatten(0, -2).contiguous().numpy()
     seed = row_states(call.seed, call.q, call.rows)
     pairs = Pairs.empty(max(1, min(points, CHUNK_PAIRS // call.samples)), call.samples, arrays.v.dtype)
@@ -74,8 +77,11 @@ def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: i
 
 def sample(call: SampleCall) -> Sampled:
     arrays = SampleArrays.of(call)
-    points, dtype = len(arrays.q), arrays.v.dtype
-    lse, ess, diagnostics = np.empty(points, dtype), np.empty(points, dtype), np.zeros((2, points), dtype)
+    points = len(arrays.q)
+    dtype = arrays.v.dtype
+    lse = np.empty(points, dtype)
+    ess = np.empty(points, dtype)
+    diagnostics = np.zeros((2, points), dtype)
     out, variance = (np.empty((points, arrays.v.shape[1]), dtype) for _ in range(2))
     with threads() as tasks:
         for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
@@ -87,8 +93,12 @@ def sample(call: SampleCall) -> Sampled:
 def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> TailGrads:
     """Gradients of q, k, v, and of head_out and head_lse where there is a head. The keys are drawn again."""
     arrays = SampleArrays.of(call)
-    q, k, v = arrays.q, arrays.k, arrays.v
-    d_out, d_lse, diagnostics = array(grad_out), flat(grad_lse), np.zeros((2, len(q)), v.dtype)
+    q = arrays.q
+    k = arrays.k
+    v = arrays.v
+    d_out = array(grad_out)
+    d_lse = flat(grad_lse)
+    diagnostics = np.zeros((2, len(q)), v.dtype)
     dq, dk, dv, to_out, to_lse = (np.zeros_like(x) for x in (q, k, v, arrays.head_out, arrays.head_lse))
     rows = (arrays.key_rows, arrays.queries, arrays.keys, 0)
     with threads() as tasks:
@@ -103,7 +113,8 @@ def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> Tai
 @compiled
 def _score(arrays, point, first, keys, logs, scores):
     """Scores with the logs of their weights. Returns how many keys there are, and the highest score, -inf for none."""
-    seen, highest = 0, scores.dtype.type(-np.inf)
+    seen = 0
+    highest = scores.dtype.type(-np.inf)
     while seen < len(keys) and keys[seen] >= 0:
         a = scores.dtype.type(arrays.scale * dot(arrays.q, point, arrays.k, first + keys[seen]))
         scores[seen] = a - a if arrays.equal else a + logs[seen]  # a - a keeps a NaN
@@ -116,10 +127,16 @@ def _score(arrays, point, first, keys, logs, scores):
 @parallel
 def _mix(task, tasks, arrays, begin, keys, logs, out, lse, variance, ess):
     """Attention over the keys visited by the points from `begin` on."""
-    size, samples, width = min(len(keys), len(lse) - begin), keys.shape[1], out.shape[1]
-    v, number, zero = arrays.v, out.dtype.type, out.dtype.type(0)
+    size = min(len(keys), len(lse) - begin)
+    samples = keys.shape[1]
+    width = out.shape[1]
+    v = arrays.v
+    number = out.dtype.type
+    zero = out.dtype.type(0)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
-        point, visited, log = begin + c, keys[c], logs[c]
+        point = begin + c
+        visited = keys[c]
+        log = logs[c]
         first = arrays.key_rows[point // arrays.queries] * arrays.keys
         head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
         seen, highest = _score(arrays, point, first, visited, log, log)
@@ -132,7 +149,8 @@ def _mix(task, tasks, arrays, begin, keys, logs, out, lse, variance, ess):
             variance[point, :] = np.inf
             continue
         whole = number(math.exp(head - top))
-        plain, squares = zero, zero
+        plain = zero
+        squares = zero
         for t in range(seen):
             p = number(math.exp(log[t] - top))
             whole += p
@@ -151,7 +169,8 @@ def _mix(task, tasks, arrays, begin, keys, logs, out, lse, variance, ess):
             continue
         ess[point] = plain * plain / squares
         for f in range(width):
-            total, square = zero, zero
+            total = zero
+            square = zero
             for t in range(seen):
                 r = log[t] / whole * (v[first + visited[t], f] - out[point, f])
                 total += r
@@ -162,16 +181,24 @@ def _mix(task, tasks, arrays, begin, keys, logs, out, lse, variance, ess):
 @parallel
 def _slopes(task, tasks, arrays, begin, pairs, d_out, d_lse, dq, to_out, to_lse):
     """dq and the gradients of the head's out and lse; the logs in pairs.slopes become d loss / d (q.k)."""
-    v, number, size = arrays.v, pairs.weights.dtype.type, min(len(pairs.keys), len(d_lse) - begin)
+    v = arrays.v
+    number = pairs.weights.dtype.type
+    size = min(len(pairs.keys), len(d_lse) - begin)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
-        keys, weights, slopes, point = pairs.keys[c], pairs.weights[c], pairs.slopes[c], begin + c
-        first, from_lse = arrays.key_rows[point // arrays.queries] * arrays.keys, d_lse[point]
+        keys = pairs.keys[c]
+        weights = pairs.weights[c]
+        slopes = pairs.slopes[c]
+        point = begin + c
+        first = arrays.key_rows[point // arrays.queries] * arrays.keys
+        from_lse = d_lse[point]
         head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
         seen, highest = _score(arrays, point, first, keys, slopes, weights)
         top = max(head, highest)
         # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
         # Slopes are measured from one of them, so that equal ones leave nothing.
-        whole, mean, base = number(0), number(0), number(0)
+        whole = number(0)
+        mean = number(0)
+        base = number(0)
         if head != -np.inf:
             base = dot(d_out, point, arrays.head_out, point)
             whole = number(math.exp(head - top))
@@ -184,7 +211,8 @@ def _slopes(task, tasks, arrays, begin, pairs, d_out, d_lse, dq, to_out, to_lse)
             whole += weights[t]
             mean += weights[t] * slopes[t]
         if seen or head != -np.inf:
-            mean, share = mean / whole, share / whole
+            mean = mean / whole
+            share = share / whole
         if head != -np.inf:
             add(to_out, point, share, d_out, point)
             to_lse[point] = share * (from_lse - mean)

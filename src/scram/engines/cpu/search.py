@@ -82,14 +82,21 @@ def search(call: SearchCall) -> Found:
 
 def counted_search(call: SearchCall) -> tuple[Found, int]:
     """As `search`, and how many scores were computed."""
-    q, k, matches = call.q, call.k, call.matches
-    query_grid, key_grid, points = grid_of(q), grid_of(k), math.prod(q.shape[:-1])
+    q = call.q
+    k = call.k
+    matches = call.matches
+    query_grid = grid_of(q)
+    key_grid = grid_of(k)
+    points = math.prod(q.shape[:-1])
     features = Features(padded(array(q)), padded(array(k)))
     geometry = Geometry.of(q, k, call.key_mask, call.causal)
-    choices, bounds = Choices.of(call, geometry.mask), Bounds.of(call)
-    index, scores = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, features.q.dtype)
+    choices = Choices.of(call, geometry.mask)
+    bounds = Bounds.of(call)
+    index = np.full((points, matches), -1, np.int32)
+    scores = np.full((points, matches), -np.inf, features.q.dtype)
     before, after, offered, offered_after = (np.empty(points, np.int32) for _ in range(4))
-    flags, best = np.empty(points, np.uint8), np.empty(points, features.q.dtype)
+    flags = np.empty(points, np.uint8)
+    best = np.empty(points, features.q.dtype)
     by_turn = [np.array(moves(call.propagate, sweep), np.int64) for sweep in (0, 1)]
     memory = CHANGED if np.array_equal(by_turn[0], by_turn[1]) else CHANGED | CHANGED_BEFORE
     radius = widest(key_grid, call.reach, call.random)
@@ -108,7 +115,8 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
                 parts = (features, geometry, choices, earlier, sweep, field, scratch)
                 _sweep(tasks, *map(tuple, parts))  # Numba recognises plain tuples sooner
                 before, after, offered, offered_after = after, before, offered_after, offered
-            index[:, run], scores[:, run] = before, best
+            index[:, run] = before
+            scores[:, run] = best
         if matches > 1:
             _best_first(tasks, index, scores)
     return Found(tensor(index, None, q), tensor(scores, torch.float32, q)), int(scratch.evaluations.sum())
@@ -116,7 +124,8 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
 
 def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Array:
     """The neighbours in the order they are read: a row of AXIS, STEP, TO_POINT, TO_KEY, LINE for each."""
-    to_point, to_key = strides(query_grid), strides(key_grid)
+    to_point = strides(query_grid)
+    to_key = strides(key_grid)
 
     def row(axis: int, step: int) -> tuple[int, ...]:
         own, other = query_grid[axis], key_grid[axis]  # farther steps leave the grid as well, and need more bits
@@ -130,15 +139,21 @@ def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Arr
 @parallel
 def _sweep(task, tasks, features, geometry, choices, earlier, sweep, field, scratch):
     """Blocks of points of one row, each written by one task. The arguments come as plain tuples."""
-    features, geometry, choices = Features(*features), Geometry(*geometry), Choices(*choices)
-    earlier, sweep, field, scratch = Earlier(*earlier), Sweep(*sweep), Field(*field), Scratch(*scratch)
+    features = Features(*features)
+    geometry = Geometry(*geometry)
+    choices = Choices(*choices)
+    earlier = Earlier(*earlier)
+    sweep = Sweep(*sweep)
+    field = Field(*field)
+    scratch = Scratch(*scratch)
     blocks = len(geometry.key_rows) * -(-geometry.queries // BLOCK)
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
         block = block_at(number, BLOCK, geometry, geometry.keys)
         if sweep.number == 0:
             count = _start(features, geometry, choices, earlier, field, block)
         else:
-            rows, scores = scratch.rows[task], scratch.scores[task]
+            rows = scratch.rows[task]
+            scores = scratch.scores[task]
             count = _visit(features, geometry, choices, earlier, sweep, field, block, rows, scores)
         scratch.evaluations[task] += count
 
@@ -150,8 +165,10 @@ def _start(features, geometry, choices, earlier, field, block):
     for p in range(block.size):
         point = block.first + p
         key = first_key(geometry, choices, earlier, earlier.run, block.row, block.begin + p)
-        field.after[point], field.offered_after[point] = key, key
-        field.best[point], field.flags[point] = -np.inf, CHANGED
+        field.after[point] = key
+        field.offered_after[point] = key
+        field.best[point] = -np.inf
+        field.flags[point] = CHANGED
         if key >= 0:
             score = dot(features.q, point, features.k, block.first_key + key)
             count += 1
@@ -168,12 +185,25 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
     `_try_candidates` takes those that win. Slices of the block, since a loop over sums of indices would not be
     vectorised.
     """
-    rank, size, begin, first, count = len(geometry.grid), block.size, block.begin, block.first, 0
-    key, candidate, theirs, chosen, noise = rows[0], rows[1], rows[2], rows[3], rows[4]
-    place, centre, rest = rows[5 : 5 + rank], rows[5 + rank : 5 + 2 * rank], rows[5 + 2 * rank :]
-    around, barred = rest[:rank], rest[rank : rank + (0 if earlier.separation else earlier.run)]
-    row_point, prefix = first - begin, choices.seed[block.row]
-    key_before, best = field.before[first : first + size], field.best[first : first + size]
+    rank = len(geometry.grid)
+    size = block.size
+    begin = block.begin
+    first = block.first
+    count = 0
+    key = rows[0]
+    candidate = rows[1]
+    theirs = rows[2]
+    chosen = rows[3]
+    noise = rows[4]
+    place = rows[5 : 5 + rank]
+    centre = rows[5 + rank : 5 + 2 * rank]
+    rest = rows[5 + 2 * rank :]
+    around = rest[:rank]
+    barred = rest[rank : rank + (0 if earlier.separation else earlier.run)]
+    row_point = first - begin
+    prefix = choices.seed[block.row]
+    key_before = field.before[first : first + size]
+    best = field.best[first : first + size]
     for p in range(size):
         noise[p] = absorb(absorb(absorb(prefix, begin + p), earlier.run), sweep.number)
         key[p] = key_before[p]
@@ -189,7 +219,9 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
         direction = sweep.directions[d]
         axis = direction[AXIS]
         extent = sweep.grid[axis]
-        offered, to_point, step = field.offered, direction[TO_POINT], direction[STEP]
+        offered = field.offered
+        to_point = direction[TO_POINT]
+        step = direction[STEP]
         if not read_neighbours(offered, block, geometry.queries, to_point, place[axis], step, extent, theirs):
             continue
         for m in range(len(sweep.moves)):
@@ -210,7 +242,8 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
         keyless += key[p] < 0
     for axis in range(rank):
         coordinates(key, geometry.grid[axis], geometry.strides[axis], centre[axis], size)
-    radius, draw = sweep.radius, sweep.gossip
+    radius = sweep.radius
+    draw = sweep.gossip
     while radius >= 1:
         for p in range(size):
             candidate[p] = 0
@@ -221,7 +254,8 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
                 candidate[p] += geometry.strides[axis] * around[axis, p]
         for p in range(size if keyless else 0):
             if key[p] < 0:
-                number, query = earlier.run, begin + p
+                number = earlier.run
+                query = begin + p
                 candidate[p] = fresh(geometry, choices, earlier, number, block.row, query, noise[p], draw, draw + rank)
                 for axis in range(rank):
                     around[axis, p] = candidate[p] // geometry.strides[axis] % geometry.grid[axis]
@@ -230,7 +264,8 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
             follow(key, candidate, around[axis], centre[axis], size)
         radius //= 2
         draw += rank + 1
-    after, offered = field.after[first : first + size], field.offered_after[first : first + size]
+    after = field.after[first : first + size]
+    offered = field.offered_after[first : first + size]
     leave(key, key_before, sweep.memory, after, offered, field.flags[first : first + size])
     return count
 
@@ -253,7 +288,11 @@ def _try_candidates(features, geometry, earlier, block, own, candidate):
 @compiled
 def _score(features, block, own, candidate):
     """Score each point's candidate, -inf where there is none. Returns how many were new."""
-    key, chosen, scores, size, count = own.key, own.chosen, own.scores, block.size, 0
+    key = own.key
+    chosen = own.chosen
+    scores = own.scores
+    size = block.size
+    count = 0
     if features.q.shape[1] == SIMD_WIDTH:  # all are scored: that is quicker than a list
         new = np.int32(0)
         for p in range(size):
@@ -273,7 +312,9 @@ def _score(features, block, own, candidate):
 
 @compiled
 def _take(geometry, earlier, block, own, candidate):
-    key, best, scores = own.key, own.best, own.scores
+    key = own.key
+    best = own.best
+    scores = own.scores
     near = earlier.run and earlier.separation
     if geometry.causal or len(geometry.mask) or near or len(earlier.starts):
         for p in range(block.size):
@@ -282,7 +323,10 @@ def _take(geometry, earlier, block, own, candidate):
                 if not legal(geometry, earlier, block.row, block.begin + p, block.first + p, new):
                     scores[p] = -np.inf
     for p in range(block.size):  # every load before the choice, or the compiler would branch
-        new, old, score, least = candidate[p], key[p], scores[p], best[p]
+        new = candidate[p]
+        old = key[p]
+        score = scores[p]
+        least = best[p]
         better = (score > least) & (new >= 0)
         key[p] = new if better else old
         best[p] = score if better else least
@@ -293,8 +337,12 @@ def _best_first(task, tasks, index, score):
     """Sort each point's matches by score, equal ones in run order, -1 last."""
     for point in range(len(index) * task // tasks, len(index) * (task + 1) // tasks):
         for run in range(1, index.shape[1]):
-            key, value, place = index[point, run], score[point, run], run
+            key = index[point, run]
+            value = score[point, run]
+            place = run
             while place > 0 and key >= 0 and (index[point, place - 1] < 0 or score[point, place - 1] < value):
-                index[point, place], score[point, place] = index[point, place - 1], score[point, place - 1]
+                index[point, place] = index[point, place - 1]
+                score[point, place] = score[point, place - 1]
                 place -= 1
-            index[point, place], score[point, place] = key, value
+            index[point, place] = key
+            score[point, place] = value

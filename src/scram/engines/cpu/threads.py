@@ -23,7 +23,8 @@ _serial = threading.RLock()
 def _unlock() -> None:
     """In a forked child: whoever held the locks is not there."""
     global _lock, _serial
-    _lock, _serial = threading.Lock(), threading.RLock()
+    _lock = threading.Lock()
+    _serial = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

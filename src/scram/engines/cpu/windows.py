@@ -13,9 +13,17 @@ def expand(windows, geometry, row, point, keys, places):
     `places` holds the matches' coordinates, its last row those of the line of keys at hand: windows are walked line by
     line along the last axis, and a key is new when no earlier window holds it.
     """
-    grid, strides, mask, index, reach = geometry.grid, geometry.strides, geometry.mask, windows.index, windows.reach
-    rank, found, lines = len(grid), 0, 1
-    query, mask_row, last = point - row * geometry.queries, row // geometry.rows_per_mask, rank - 1
+    grid = geometry.grid
+    strides = geometry.strides
+    mask = geometry.mask
+    index = windows.index
+    reach = windows.reach
+    rank = len(grid)
+    found = 0
+    lines = 1
+    query = point - row * geometry.queries
+    mask_row = row // geometry.rows_per_mask
+    last = rank - 1
     for axis in range(last):
         lines *= 2 * reach[axis] + 1
     line = places[index.shape[1]]
@@ -28,7 +36,9 @@ def expand(windows, geometry, row, point, keys, places):
             places[e, axis] = match // strides[axis]
             match -= places[e, axis] * strides[axis]
         for number in range(lines):
-            rest, first, there = number, np.int64(0), True
+            rest = number
+            first = np.int64(0)
+            there = True
             for axis in range(last - 1, -1, -1):
                 side = 2 * reach[axis] + 1
                 line[axis] = places[e, axis] + rest % side - reach[axis]
@@ -37,7 +47,8 @@ def expand(windows, geometry, row, point, keys, places):
                 first += line[axis] * strides[axis]
             if not there:
                 continue
-            low, high = max(places[e, last] - reach[last], 0), min(places[e, last] + reach[last], grid[last] - 1)
+            low = max(places[e, last] - reach[last], 0)
+            high = min(places[e, last] + reach[last], grid[last] - 1)
             for at in range(low, high + 1):
                 key = first + at
                 if geometry.causal and key > query:
@@ -70,8 +81,13 @@ def expand_block(windows, geometry, extras, block, keys, places):
 
     Slots of the extra keys follow.
     """
-    grid, strides, reach, size = geometry.grid, geometry.strides, windows.reach, block.size
-    rank, match, matches = len(grid), keys[len(keys) - 1], len(places)
+    grid = geometry.grid
+    strides = geometry.strides
+    reach = windows.reach
+    size = block.size
+    rank = len(grid)
+    match = keys[len(keys) - 1]
+    matches = len(places)
     slots = len(keys) - 1 - extras
     window = slots // max(matches, 1)
     for x in range(extras):
@@ -85,7 +101,9 @@ def expand_block(windows, geometry, extras, block, keys, places):
         for p in range(size):
             places[e, 0, p] = places[e, 0, p] if (match[p] >= 0) & (match[p] < geometry.keys) else -1
         for number in range(window):
-            slot, rest, move = keys[e * window + number], number, 0
+            slot = keys[e * window + number]
+            rest = number
+            move = 0
             for p in range(size):
                 slot[p] = places[e, 0, p] >= 0
             for axis in range(rank - 1, -1, -1):
@@ -114,7 +132,8 @@ def _leave_out(slot, number, reach, places, before, size):
     """Set to -1 the keys of window slot `number` that lie in an earlier window too."""
     rank = len(reach)
     for p in range(size):
-        covered, rest = before[0, p] >= 0, number
+        covered = before[0, p] >= 0
+        rest = number
         for axis in range(rank - 1, -1, -1):
             side = 2 * reach[axis] + 1
             apart = places[axis, p] + rest % side - reach[axis] - before[axis, p]
