@@ -45,9 +45,8 @@ def modes(index: Tensor, key_grid: Grid, allowed: AllowedKeys | None) -> tuple[T
     exists = (flat_index >= 0) & (flat_index < keys)
     if allowed is not None:
         row, query = _points(flat_index)
-        exists = exists & allowed.allows(
-            row.unsqueeze(-1), query.unsqueeze(-1), torch.where(exists, flat_index, 0).long()
-        )
+        key = torch.where(exists, flat_index, 0).long()
+        exists = exists & allowed.allows(row.unsqueeze(-1), query.unsqueeze(-1), key)
     order = (~exists).int().argsort(dim=-1, stable=True)
     ordered = flat_index.gather(-1, order).reshape(index.shape)
     count = exists.sum(-1, dtype=torch.int32).reshape(index.shape[:-1])

@@ -27,28 +27,28 @@ def draws_of(call: SampleCall) -> Visit:
     flat_count = call.count.reshape(-1)
     table = call.table.long()
     wide = accumulator(call.v.dtype)
-    legal = AllowedKeys.of(call.q, call.k, call.causal, call.key_mask)
+    allowed = AllowedKeys.of(call.q, call.k, call.causal, call.key_mask)
     t = torch.arange(samples, device=call.q.device)
 
     def visit(at: Tensor) -> Visited:
-        row = (at // queries).unsqueeze(-1)
-        query = (at % queries).unsqueeze(-1)
-        number = flat_count[at].unsqueeze(-1)
-        choices = legal.total(row, query)
+        row = (at // queries).unsqueeze(-1)  # [C, 1]
+        query = (at % queries).unsqueeze(-1)  # [C, 1]
+        number = flat_count[at].unsqueeze(-1)  # [C, 1], of the modes
+        choices = allowed.total(row, query)
         noise_row = numbered(row, call.rows)
 
         def bits(draw: int) -> Tensor:
             return noise(call.seed, noise_row, query, t, draw)
 
         local = (bits(0) < int(call.alpha * 2**32)) & (number > 0)
-        uniform = legal.nth(row, torch.where(choices > 0, below(bits(1), choices), 0))
+        uniform = allowed.nth(row, torch.where(choices > 0, below(bits(1), choices), 0))
         mode = flat_modes[at].gather(-1, below(bits(1), number.clamp(min=1)))
         centre = coordinates(torch.where(local, mode, 0), key_grid)
         place = [c + step(table, bits(2 + axis), c, key_grid[axis]) for axis, c in enumerate(centre)]
-        key = torch.where(local, flat(place, key_grid), uniform)
-        some = (local | (choices > 0)) & legal.allows(row, query, key)
-        near = torch.where(number > 0, call.alpha, 0.0).to(wide)
-        r = near * closeness(key, flat_modes[at], number, table, key_grid, wide) + (1 - near) / choices.clamp(min=1)
+        key = torch.where(local, flat(place, key_grid), uniform)  # [C, T]
+        some = (local | (choices > 0)) & allowed.allows(row, query, key)
+        alpha = torch.where(number > 0, call.alpha, 0.0).to(wide)
+        r = alpha * closeness(key, flat_modes[at], number, table, key_grid, wide) + (1 - alpha) / choices.clamp(min=1)
         return key, torch.where(some, -(r * samples).log(), -torch.inf), None
 
     return visit
@@ -73,12 +73,11 @@ def closeness(
     total = torch.zeros(key.shape, dtype=wide, device=key.device)
     place = coordinates(key, key_grid)
     for m in range(modes.shape[1]):
-        there = m < number
-        g = there.to(wide)
-        for c, centre, extent in zip(
-            place, coordinates(torch.where(there, modes[:, m : m + 1], 0), key_grid), key_grid, strict=True
-        ):
-            d = c - centre
+        exists = m < number  # [C, 1]
+        g = exists.to(wide)
+        centres = coordinates(torch.where(exists, modes[:, m : m + 1], 0), key_grid)  # [C, 1] each
+        for c, centre, extent in zip(place, centres, key_grid, strict=True):
+            d = c - centre  # [C, T]
             low = (-centre).clamp(min=-reach)
             high = (extent - 1 - centre).clamp(max=reach)
             mass = (table[high + 1 + reach] - table[low + reach]).to(wide)

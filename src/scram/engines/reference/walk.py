@@ -17,7 +17,8 @@ from .visited import Visit, Visited
 def walks_of(call: SampleCall) -> Visit:
     """The keys that points walk to, with acceptance and rhat.
 
-    The noise of a step is noise(seed, row, query, chain, step, draw): draw axis is the move, draw rank accepts it."""
+    The noise of a step is noise(seed, row, query, chain, step, draw): draw axis is the move, draw rank accepts it.
+    """
     q = call.q
     k = call.k
     modes = call.modes
@@ -26,7 +27,7 @@ def walks_of(call: SampleCall) -> Visit:
     burn_in = call.burn_in
     chains_per_mode = call.chains_per_mode
     table = call.table.long()
-    legal = AllowedKeys.of(q, k, call.causal, call.key_mask)
+    allowed = AllowedKeys.of(q, k, call.causal, call.key_mask)
     key_grid = grid_of(k)
     queries = math.prod(grid_of(q))
     keys = math.prod(grid_of(k))
@@ -39,28 +40,28 @@ def walks_of(call: SampleCall) -> Visit:
     most = min(modes.shape[-1] * chains_per_mode, samples)
 
     def visit(at: Tensor) -> Visited:
-        row = at // queries
-        query = at % queries
+        row = at // queries  # [C]
+        query = at % queries  # [C]
         number = numbered(row, call.rows)
         source = key_row(row, q.shape[1], k.shape[1]) * keys
-        mine = q_points[at]
+        q_own = q_points[at]  # [C, E]
         chains = (flat_count[at] * chains_per_mode).clamp(max=samples)
         shortest = samples // chains.clamp(min=1)
         longer = samples % chains.clamp(min=1)
 
         def score_of(key: Tensor) -> Tensor:
-            return call.scale * pair_score(mine, k_points[source + key], call.score).to(wide)
+            return call.scale * pair_score(q_own, k_points[source + key], call.score).to(wide)
 
         chain = torch.zeros_like(at)
         done = torch.zeros_like(at)
-        made = torch.zeros_like(at)
+        filled = torch.zeros_like(at)  # samples so far
         state = torch.zeros_like(at)
         a = torch.zeros(at.shape, dtype=wide, device=at.device)
         visited = torch.full((len(at), samples + 1), 0, device=at.device)  # the last place takes what does not count
         scores = torch.zeros(len(at), samples + 1, dtype=wide, device=at.device)
         accepted = torch.zeros_like(at)
         for _ in range(samples + burn_in * most):
-            active = (made < samples) & (chains > 0)
+            active = (filled < samples) & (chains > 0)
             begins = active & (done == 0)
             start = flat_modes[at, (chain // chains_per_mode).clamp(max=modes.shape[-1] - 1)]
             state = torch.where(begins, start.clamp(0, keys - 1), state)
@@ -70,20 +71,20 @@ def walks_of(call: SampleCall) -> Visit:
             for axis, c in enumerate(place):
                 bits = noise(seed, number, query, chain, done, axis)
                 to.append(c + torch.searchsorted(table, below(bits, table[-1]), right=True) - 1 - reach)
-            there = inside(to, key_grid)
-            key = torch.where(there, flat(to, key_grid), state)
-            move = there & (key != state) & legal.allows(row, query, key)
+            on_grid = inside(to, key_grid)
+            key = torch.where(on_grid, flat(to, key_grid), state)
+            move = on_grid & (key != state) & allowed.allows(row, query, key)
             b = score_of(key)
             u = (noise(seed, number, query, chain, done, len(key_grid)).to(wide) + 0.5) / 2**32
             take = active & move & ((b >= a) | (u < (b - a).exp()))
             state = torch.where(take, key, state)
             a = torch.where(take, b, a)
             counted = active & (done >= burn_in)
-            slot = torch.where(counted, made, samples).unsqueeze(-1)
+            slot = torch.where(counted, filled, samples).unsqueeze(-1)
             visited.scatter_(1, slot, state.unsqueeze(-1))
             scores.scatter_(1, slot, a.unsqueeze(-1))
             accepted = accepted + (take & counted)
-            made = made + counted
+            filled = filled + counted
             done = done + active
             ends = done == burn_in + shortest + (chain < longer)
             chain = chain + ends
@@ -119,8 +120,8 @@ def rhat(scores: Tensor, chains: Tensor, most: int) -> Tensor:
     starts = torch.where(number > 1, everyone * shortest + everyone.clamp(max=longer), everyone * (samples - half))
     # Measured from where each walk stands first, so that one that never moves has a variance of exactly 0.
     origin = scores.gather(1, torch.where(exists, starts, 0).clamp(max=samples - 1))
-    away = (scores.unsqueeze(-1) - origin.unsqueeze(1)) * own
-    mean = away.sum(1) / length.clamp(min=1)
+    away = (scores.unsqueeze(-1) - origin.unsqueeze(1)) * own  # [C, T, walks]
+    mean = away.sum(1) / length.clamp(min=1)  # [C, walks]
     inner = ((away - mean.unsqueeze(1)) * own).square().sum(1) / (length - 1).clamp(min=1)
     mean = mean + origin
     w = (inner * exists).sum(-1) / parts.squeeze(-1)
