@@ -50,17 +50,17 @@ class AttendArrays(NamedTuple):
             seed = row_states(call.dropout_seed, call.q, call.rows)
             threshold = int(call.dropout_p * 2**32)
         return AttendArrays(
-            array(call.q),
-            _joined(call.k, call.k_extra),
-            _joined(call.v, call.v_extra),
-            extras,
-            Windows.of(call.index, call.radius, grid_of(call.k)),
-            Geometry.of(call.q, call.k, call.key_mask, call.causal),
-            call.scale,
-            WEIGHTS[call.weight],
-            seed,
-            threshold,
-            1 / (1 - call.dropout_p),
+            q=array(call.q),
+            k=_joined(call.k, call.k_extra),
+            v=_joined(call.v, call.v_extra),
+            extras=extras,
+            windows=Windows.of(call.index, call.radius, grid_of(call.k)),
+            geometry=Geometry.of(call.q, call.k, call.key_mask, call.causal),
+            scale=call.scale,
+            weight=WEIGHTS[call.weight],
+            seed=seed,
+            threshold=threshold,
+            boost=1 / (1 - call.dropout_p),
         )
 
 
@@ -72,10 +72,10 @@ def _joined(x: Tensor, extra: Tensor | None) -> Array:
 class Scratch(NamedTuple):
     """Of each task."""
 
-    keys: Array  # int32 [tasks, n + 1, size], the last for other use
+    keys: Array  # int32 [tasks, n + 1, size], the last is spare
     weights: Array  # [tasks, n, size]
     places: Array  # int32 [tasks, kappa, rank, size], coordinates of the matches
-    sums: Array  # [tasks, 2, size]
+    sums: Array  # [tasks, 2, size]: sum of the weights, highest score
 
 
 def attend(call: AttendCall) -> Attended:
@@ -89,12 +89,13 @@ def attend(call: AttendCall) -> Attended:
     size = max(1, min(BLOCK, BLOCK_WEIGHTS // max(width, 1)))
     arrays = arrays._replace(q=padded(arrays.q), k=padded(arrays.k))
     with threads() as tasks:
-        places = (tasks, arrays.windows.index.shape[1], len(arrays.geometry.grid), size)
+        matches = arrays.windows.index.shape[1]
+        rank = len(arrays.geometry.grid)
         scratch = Scratch(
-            np.empty((tasks, width + 1, size), np.int32),
-            np.empty((tasks, width, size), dtype),
-            np.empty(places, np.int32),
-            np.empty((tasks, 2, size), dtype),
+            keys=np.empty((tasks, width + 1, size), np.int32),
+            weights=np.empty((tasks, width, size), dtype),
+            places=np.empty((tasks, matches, rank, size), np.int32),
+            sums=np.empty((tasks, 2, size), dtype),
         )
         _attend(tasks, arrays, scratch, out, lse)
     return Attended(tensor(out, call.v.dtype, call.q), tensor(lse, None, call.q))
@@ -106,9 +107,9 @@ def _attend(task, tasks, arrays, scratch, out, lse):
     geometry = arrays.geometry
     most = scratch.keys.shape[2]
     blocks = len(geometry.key_rows) * -(-geometry.queries // most)
-    keys = scratch.keys[task]
-    weights = scratch.weights[task]
-    sums = scratch.sums[task]
+    keys = scratch.keys[task]  # [n + 1, size]
+    weights = scratch.weights[task]  # [n, size]
+    sums = scratch.sums[task]  # [2, size]
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
         block = block_at(number, most, geometry, geometry.keys + arrays.extras)
         expand_block(arrays.windows, geometry, arrays.extras, block, keys, scratch.places[task])
@@ -124,7 +125,7 @@ def _score(arrays, block, keys, weights):
     k = arrays.k
     size = block.size
     number = weights.dtype.type
-    any_key = keys[len(weights)]
+    any_key = keys[len(weights)]  # [size]
     for slot in range(len(weights)):
         for p in range(size):
             any_key[p] = max(keys[slot, p], np.int32(0))
@@ -143,8 +144,8 @@ def _weigh(arrays, block, keys, weights, sums):
     size = block.size
     slots = len(weights)
     number = weights.dtype.type
-    total = sums[0]
-    top = sums[1]
+    total = sums[0]  # [size]
+    top = sums[1]  # [size]
     zero = number(0)
     lowest = number(-np.inf)
     for p in range(size):
@@ -176,19 +177,20 @@ def _weigh(arrays, block, keys, weights, sums):
 
 @inlined
 def _mix(arrays, block, keys, weights, sums, out, lse):
+    """Write out [P, F] and lse [P] of a block."""
     for p in range(block.size):
         point = block.first + p
-        found = 0
+        attended = 0
         zero = out.dtype.type(0)
         for f in range(out.shape[1]):
             out[point, f] = zero
         for slot in range(len(weights)):
             if keys[slot, p] >= 0:
                 add(out, point, weights[slot, p], arrays.v, block.first_key + keys[slot, p])
-                found += 1
+                attended += 1
         total = sums[0, p]
         top = sums[1, p]
-        if found == 0:
+        if attended == 0:
             lse[point] = -np.inf
             continue
         lse[point] = math.log(total) + (top if arrays.weight == SOFTMAX and top != -np.inf else zero)

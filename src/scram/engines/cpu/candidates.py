@@ -17,16 +17,16 @@ def leave(key, key_before, memory, after, offered, flags):
 
 
 @compiled
-def read_neighbours(offered, block, queries, to_point, place, step, extent, theirs):
-    """What the neighbours of the points in one direction offer, -1 for nothing; returns whether any has."""
+def read_neighbours(offered, block, queries, to_point, place, step, extent, offers):
+    """Write what the neighbours of the points in one direction offer, -1 for nothing; return whether any does."""
     low = max(-block.begin - to_point, 0)
     high = min(queries - block.begin - to_point, block.size)  # the points that may have one
     for p in range(block.size):
-        theirs[p] = -1
+        offers[p] = -1
     if low >= high:
         return False
     from_neighbours = offered[block.first + to_point + low :]
-    to = theirs[low:high]
+    to = offers[low:high]
     at = place[low:high]
     news = np.int32(-1)
     step = np.int32(step)
@@ -41,13 +41,13 @@ def read_neighbours(offered, block, queries, to_point, place, step, extent, thei
 
 
 @compiled
-def move(theirs, to_key, line, candidate, size):
-    """Their keys moved along an axis, -1 where that leaves the grid; `line` is the axis' extent times its stride."""
+def move(offers, to_key, line, candidate, size):
+    """The offers moved along an axis, -1 where that leaves the grid; `line` is the axis' extent times its stride."""
     inverse = 1.0 / line
     step = np.int32(to_key)
     line = np.int32(line)
     for p in range(size):
-        offer = theirs[p]
+        offer = offers[p]
         rest = np.int32(offer - np.int32(np.int32((offer + 0.5) * inverse) * line) - step)
         candidate[p] = np.int32(offer - step) if (offer >= 0) & (rest >= 0) & (rest < line) else np.int32(-1)
 

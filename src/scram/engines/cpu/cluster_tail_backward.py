@@ -25,7 +25,7 @@ ALL_SUMS = 1 << 23
 
 
 class Gradients(NamedTuple):
-    """What is given and what is made. `parts` cut the points that read a row of clusters."""
+    """What is read and what is written. `parts` cut the points that read a row of clusters."""
 
     out: Array  # [P, F]
     lse: Array  # [P]
@@ -33,14 +33,14 @@ class Gradients(NamedTuple):
     turned_centres: Array  # [Rc, E, C], of the call
     finite: bool  # all centres
     to_q: Array  # [P, E]
-    to_head_out: Array  # [P, F]
-    to_head_lse: Array  # [P]
+    to_near_out: Array  # [P, F]
+    to_near_lse: Array  # [P]
     to_centres: Array  # [Rc, parts, C, E]
     to_values: Array  # [Rc, parts, C, F]
     slopes: Array  # [tasks, C, size], scratch
     d_out: Array  # [tasks, F, size], scratch
     d_q: Array  # [tasks, E, size], scratch
-    means: Array  # [tasks, 2, size], scratch
+    means: Array  # [tasks, 2, size], scratch: <d_out, near_out>, and the mean of all slopes
 
 
 def cluster_tail_backward(
@@ -49,29 +49,40 @@ def cluster_tail_backward(
     """Gradients of q, centres, values, head_out, head_lse from those of out and lse."""
     arrays = ClusterTailArrays.of(call)
     wide = call.centres.dtype
-    (rows, clusters, width), values = arrays.centres.shape, np.ascontiguousarray(arrays.values.swapaxes(1, 2))
+    rows, clusters, width = arrays.centres.shape
+    values = np.ascontiguousarray(arrays.values.swapaxes(1, 2))  # [Rc, C, F]
     value_width = values.shape[2]
     size = block_size(clusters)
     blocks = len(arrays.q) // size
     each_part = rows * clusters * (width + value_width)
     parts = min(blocks // max(PART_BLOCKS * rows, 1), PARTS // max(rows, 1), ALL_SUMS // max(each_part, 1))
-    sums = [np.zeros((rows, max(1, parts), clusters, w), values.dtype) for w in (width, value_width)]
-    made = [np.empty_like(x) for x in (arrays.q, arrays.head_out, arrays.head_lse)]
-    turned = np.ascontiguousarray(arrays.centres.swapaxes(1, 2))
-    finite = bool(call.centres.isfinite().all())
-    given = (array(grad_out.to(wide)), flat(grad_lse.to(wide)), values, turned, finite)
+    parts = max(1, parts)
+    dtype = values.dtype
     with threads() as tasks:
         tasks = fewer(tasks, blocks, 2 * clusters * size)
-        widths = (clusters, value_width, width, 2)
-        grads = Gradients(*given, *made, *sums, *(np.empty((tasks, w, size), values.dtype) for w in widths))
+        grads = Gradients(
+            out=array(grad_out.to(wide)),
+            lse=flat(grad_lse.to(wide)),
+            values=values,
+            turned_centres=np.ascontiguousarray(arrays.centres.swapaxes(1, 2)),
+            finite=bool(call.centres.isfinite().all()),
+            to_q=np.empty_like(arrays.q),
+            to_near_out=np.empty_like(arrays.near_out),
+            to_near_lse=np.empty_like(arrays.near_lse),
+            to_centres=np.zeros((rows, parts, clusters, width), dtype),
+            to_values=np.zeros((rows, parts, clusters, value_width), dtype),
+            slopes=np.empty((tasks, clusters, size), dtype),
+            d_out=np.empty((tasks, value_width, size), dtype),
+            d_q=np.empty((tasks, width, size), dtype),
+            means=np.empty((tasks, 2, size), dtype),
+        )
         _parts(tasks, arrays, Scratch.of(arrays, tasks, size), grads)
-    to_centres, to_values = (_added(x) for x in sums)
     return ClusterTailGrads(
-        like(made[0], call.q),
-        like(to_centres, call.centres),
-        like(to_values, call.values),
-        like(made[1], call.head_out),
-        like(made[2], call.head_lse),
+        like(grads.to_q, call.q),
+        like(_added(grads.to_centres), call.centres),
+        like(_added(grads.to_values), call.values),
+        like(grads.to_near_out, call.head_out),
+        like(grads.to_near_lse, call.head_lse),
     )
 
 
@@ -80,8 +91,8 @@ def _added(parts: Array) -> Array:
     total = torch.from_numpy(parts[:, 0])
     for n in range(1, parts.shape[1]):
         total += torch.from_numpy(parts[:, n])
-    made: Array = total.numpy()
-    return made
+    result: Array = total.numpy()
+    return result
 
 
 @parallel
@@ -113,15 +124,15 @@ def _parts(task, tasks, arrays, scratch, grads):
 
 @inlined
 def _slopes(arrays, block, weights, sums, grads, task, row):
-    """Weights add up to 1 with the head's share; slopes are d loss / d <q, centre>."""
-    slopes = grads.slopes[task]
-    d_out = grads.d_out[task]
+    """Weights add up to 1 with the windows' share; slopes are d loss / d <q, centre>."""
+    slopes = grads.slopes[task]  # [C, size]
+    d_out = grads.d_out[task]  # [F, size]
     size = block.size
     number = weights.dtype.type
-    total = sums[TOTAL]
-    share = sums[SHARE]
-    head = grads.means[task, 0]
-    mean = grads.means[task, 1]
+    total = sums[TOTAL]  # [size]
+    share = sums[SHARE]  # [size]
+    to_near = grads.means[task, 0]  # [size]
+    mean = grads.means[task, 1]  # [size]
     zero = number(0)
     scale = number(arrays.scale)
     take(grads.out, block, d_out)
@@ -131,13 +142,13 @@ def _slopes(arrays, block, weights, sums, grads, task, row):
         drop(arrays, block, slopes)
     for p in range(size):
         point = block.first + p
-        head[p] = zero
-        if arrays.head_lse[point] != -np.inf:
+        to_near[p] = zero
+        if arrays.near_lse[point] != -np.inf:
             for f in range(grads.out.shape[1]):
-                head[p] += grads.out[point, f] * arrays.head_out[point, f]
+                to_near[p] += grads.out[point, f] * arrays.near_out[point, f]
         total[p] = number(1) / total[p] if total[p] != 0 else zero
         share[p] *= total[p]
-        mean[p] = share[p] * head[p]
+        mean[p] = share[p] * to_near[p]
     for c in range(len(weights)):
         for p in range(size):
             weights[c, p] *= total[p]
@@ -152,10 +163,10 @@ def _slopes(arrays, block, weights, sums, grads, task, row):
 
 @inlined
 def _to_queries(arrays, block, sums, grads, task, row):
-    """Gradients of q and of the head."""
-    d_q = grads.d_q[task]
+    """Gradients of q and of the windows' out and lse."""
+    d_q = grads.d_q[task]  # [E, size]
     share = sums[SHARE]
-    head = grads.means[task, 0]
+    to_near = grads.means[task, 0]
     mean = grads.means[task, 1]
     d_q[:] = 0
     if grads.finite:
@@ -164,12 +175,12 @@ def _to_queries(arrays, block, sums, grads, task, row):
         add_guarded_product(grads.turned_centres[row], grads.slopes[task], d_q, block.size, False)
     for p in range(block.size):
         point = block.first + p
-        there = arrays.head_lse[block.first + p] != -np.inf
+        attends = arrays.near_lse[point] != -np.inf  # any key of its windows
         for e in range(len(d_q)):
             grads.to_q[point, e] = d_q[e, p]
         for f in range(grads.out.shape[1]):
-            grads.to_head_out[point, f] = share[p] * grads.out[point, f] if there else 0
-        grads.to_head_lse[point] = share[p] * (head[p] - mean[p]) if there else 0
+            grads.to_near_out[point, f] = share[p] * grads.out[point, f] if attends else 0
+        grads.to_near_lse[point] = share[p] * (to_near[p] - mean[p]) if attends else 0
 
 
 @compiled

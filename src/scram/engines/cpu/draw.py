@@ -15,8 +15,8 @@ class Draws(NamedTuple):
 
     modes: Array  # int32 [P, kappa]
     count: Array  # type: ignore[assignment]  # int32 [P], modes that exist
-    total: Array  # int32 [P], legal keys
-    order: Array  # int64 [Rm, M], the legal keys ascending; no row where all are legal
+    total: Array  # int32 [P], allowed keys
+    order: Array  # int64 [R or B, M], the unmasked keys ascending; without elements: no mask
     table: Array  # int32 [2 R + 2], running sums of the weights of the steps -R..R
     seed: Array  # uint32 [R], the hash after the seed and the row
     alpha: float  # the share of draws near modes
@@ -39,7 +39,7 @@ def draw_keys(task, tasks, geometry, draws, begin, keys, logs):
         total = draws.total[point]
         query = point - row * geometry.queries
         mask_row = row // geometry.rows_per_mask
-        near = draws.alpha if count > 0 else 0.0
+        alpha = draws.alpha if count > 0 else 0.0
         state = absorb(draws.seed[row], query)
         seen = 0
         for t in range(samples):
@@ -60,9 +60,9 @@ def draw_keys(task, tasks, geometry, draws, begin, keys, logs):
                 continue
             if (geometry.causal and key > query) or (len(mask) and not mask[mask_row, key]):
                 continue
-            r = (1 - near) / total
-            if near > 0:
-                r += near * _closeness(key, draws.modes[point, :count], table, grid, strides) / count
+            r = (1 - alpha) / total
+            if alpha > 0:
+                r += alpha * _closeness(key, draws.modes[point, :count], table, grid, strides) / count
             keys[c, seen] = key
             logs[c, seen] = -math.log(r * samples)
             seen += 1

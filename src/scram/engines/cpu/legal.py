@@ -16,8 +16,8 @@ from .noise import absorb, below, row_states
 class Choices(NamedTuple):
     """What keys are drawn from: the unmasked keys, lists without elements where there is no mask; and warm keys."""
 
-    order: Array  # int32 [Rm, M], the unmasked keys of a mask row, ascending
-    count: Array  # type: ignore[assignment]  # int32 [Rm, M], how many come up to each key
+    order: Array  # int32 [R or B, M], the unmasked keys of a row of the mask, ascending
+    count: Array  # type: ignore[assignment]  # int32 [R or B, M], how many come up to each key
     warm: Array  # int32 [P, any number]
     seed: Array  # uint32 [R], the hash after the seed and the row
 
@@ -26,8 +26,8 @@ class Choices(NamedTuple):
         order = np.zeros(mask.shape, np.int32)
         warm = np.zeros((0, 0), np.int32)
         for row in range(len(mask)):
-            legal = np.flatnonzero(mask[row])
-            order[row, : len(legal)] = legal
+            unmasked = np.flatnonzero(mask[row])
+            order[row, : len(unmasked)] = unmasked
         if call.warm is not None:
             warm = call.warm.flatten(0, -2).contiguous().numpy()
         return Choices(order, mask.cumsum(1, dtype=np.int32), warm, row_states(call.seed, call.q, call.rows))
@@ -58,7 +58,7 @@ class Earlier(NamedTuple):
 
 @compiled
 def drawn(geometry, choices, row, query, bits):
-    """A key drawn from the legal ones, -1 if there is none."""
+    """A key drawn from the allowed ones, -1 if there is none."""
     last = query if geometry.causal else geometry.keys - 1
     if len(choices.count) == 0:
         return below(bits, last + 1)
@@ -71,8 +71,10 @@ def drawn(geometry, choices, row, query, bits):
 
 @compiled
 def fresh(geometry, choices, earlier, number, row, query, noise, first, draw):
-    """A key for a point without one: drawn from the legal ones by `draw`, -1 if there is none; where matches must be
-    near a start, from the box around the start of that number, by `first` and the draws after it."""
+    """A key for a point without one: drawn from the allowed ones by `draw`, -1 if there is none.
+
+    Where matches must be near a start: from the box around the start of that number, by `first` and the draws after it.
+    """
     if len(earlier.starts) == 0:
         return drawn(geometry, choices, row, query, absorb(noise, draw))
     point = row * geometry.queries + query
@@ -107,7 +109,7 @@ def reached(geometry, earlier, point, key):
 
 @compiled
 def legal(geometry, earlier, row, query, point, key):
-    """Whether a key on the grid may be taken: by mask, by order, by its distance from earlier matches and starts."""
+    """Whether a key on the grid may be taken: unmasked, in causal order, far from earlier matches, near a start."""
     if geometry.causal and key > query:
         return False
     if len(geometry.mask) and not geometry.mask[row // geometry.rows_per_mask, key]:

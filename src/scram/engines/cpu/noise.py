@@ -37,8 +37,8 @@ def seeded(seed):
 def row_states(seed: Tensor, q: Tensor, rows: Tensor | None) -> NDArray[Any]:
     """The hash after the seed and the number of every row of q [B, H, ..]: uint32 [B * H]; `rows`: int [B, H] or None.
 
-    >>> found = row_states(torch.tensor(-7), torch.zeros(1, 2, 3, 4), torch.tensor([[5, 3]]))
-    >>> found.tolist() == scram.noise.noise(-7, torch.tensor([5, 3])).tolist()
+    >>> states = row_states(torch.tensor(-7), torch.zeros(1, 2, 3, 4), torch.tensor([[5, 3]]))
+    >>> states.tolist() == scram.noise.noise(-7, torch.tensor([5, 3])).tolist()
     True
     """
     count = q.shape[0] * q.shape[1]

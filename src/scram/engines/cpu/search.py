@@ -24,7 +24,8 @@ from .vectors import coordinates, dot, narrow_dots
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
 AXIS, STEP, TO_POINT, TO_KEY, LINE = range(5)  # columns of `_directions`
-CHANGED, CHANGED_BEFORE = 1, 2  # whether a point's key changed in the last sweep, and in the one before
+CHANGED = 1  # a point's key changed in the last sweep
+CHANGED_BEFORE = 2  # it changed in the sweep before that
 
 
 class Features(NamedTuple):
@@ -36,30 +37,30 @@ class Sweep(NamedTuple):
     """One sweep over all points; number 0 is the start."""
 
     number: int
-    moves: Array  # int64, by how many steps each key that a neighbour offers is moved
+    moves: Array  # int64 [moves], by how many steps each key that a neighbour offers is moved
     memory: int  # CHANGED or more: how long a change is news
     gossip: int
     radius: int  # of random search, the largest
-    directions: Array
+    directions: Array  # int64 [directions, 5], from `_directions`
     grid: Grid  # of queries
-    strides: Grid
+    strides: Grid  # of queries
 
 
 class Field(NamedTuple):
     """What every point has and leaves for the next sweep, [P] each."""
 
-    before: Array
-    after: Array
-    offered: Array
-    offered_after: Array
-    flags: Array
-    best: Array
+    before: Array  # int32, keys at the end of the last sweep
+    after: Array  # int32, keys at the end of this sweep
+    offered: Array  # int32, those of `before` that are news, else -1
+    offered_after: Array  # int32, those of `after` that are news, else -1
+    flags: Array  # uint8, CHANGED and CHANGED_BEFORE
+    best: Array  # scores of the keys
 
 
 class Scratch(NamedTuple):
     """Of each task."""
 
-    rows: Array  # int32 [tasks, rows, BLOCK]
+    buffers: Array  # int32 [tasks, 5 + 3 rank + kappa, BLOCK]
     scores: Array  # [tasks, BLOCK]
     evaluations: Array  # int64 [tasks], scores computed
 
@@ -76,8 +77,7 @@ class Own(NamedTuple):
 
 def search(call: SearchCall) -> Found:
     """Algorithm 1."""
-    found, _ = counted_search(call)
-    return found
+    return counted_search(call)[0]
 
 
 def counted_search(call: SearchCall) -> tuple[Found, int]:
@@ -100,21 +100,34 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
     by_turn = [np.array(moves(call.propagate, sweep), np.int64) for sweep in (0, 1)]
     memory = CHANGED if np.array_equal(by_turn[0], by_turn[1]) else CHANGED | CHANGED_BEFORE
     radius = widest(key_grid, call.reach, call.random)
-    every_sweep = (memory, call.gossip, radius, _directions(call.jumps, query_grid, key_grid))
+    directions = _directions(call.jumps, query_grid, key_grid)
     query_strides = strides(query_grid)
     with threads() as tasks:
-        rows = np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32)
-        scratch = Scratch(rows, np.empty((tasks, BLOCK), best.dtype), np.zeros(tasks, np.int64))
+        scratch = Scratch(
+            buffers=np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32),
+            scores=np.empty((tasks, BLOCK), best.dtype),
+            evaluations=np.zeros(tasks, np.int64),
+        )
         for run in range(matches):
             if run >= geometry.keys and (index[:, :run] >= 0).sum(1).min(initial=geometry.keys) == geometry.keys:
                 break  # every key is a match already
             for number in range(call.sweeps + 1):
-                sweep = Sweep(number, by_turn[number % 2], *every_sweep, query_grid, query_strides)
+                sweep = Sweep(
+                    number=number,
+                    moves=by_turn[number % 2],
+                    memory=memory,
+                    gossip=call.gossip,
+                    radius=radius,
+                    directions=directions,
+                    grid=query_grid,
+                    strides=query_strides,
+                )
                 field = Field(before, after, offered, offered_after, flags, best)
                 earlier = Earlier(index, run, call.separation, *bounds)
                 parts = (features, geometry, choices, earlier, sweep, field, scratch)
                 _sweep(tasks, *map(tuple, parts))  # Numba recognises plain tuples sooner
-                before, after, offered, offered_after = after, before, offered_after, offered
+                before, after = after, before
+                offered, offered_after = offered_after, offered
             index[:, run] = before
             scores[:, run] = best
         if matches > 1:
@@ -123,17 +136,20 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
 
 
 def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Array:
-    """The neighbours in the order they are read: a row of AXIS, STEP, TO_POINT, TO_KEY, LINE for each."""
+    """The neighbours in the order they are read: AXIS, STEP, TO_POINT, TO_KEY, LINE of each."""
     to_point = strides(query_grid)
     to_key = strides(key_grid)
 
-    def row(axis: int, step: int) -> tuple[int, ...]:
-        own, other = query_grid[axis], key_grid[axis]  # farther steps leave the grid as well, and need more bits
-        to_other = max(-other, min(step, other)) * to_key[axis]
-        return axis, max(-own, min(step, own)), step * to_point[axis], to_other, other * to_key[axis]
+    def direction(axis: int, step: int) -> tuple[int, ...]:
+        # Farther steps leave the grid as well, and need more bits.
+        extent = query_grid[axis]
+        key_extent = key_grid[axis]
+        query_step = max(-extent, min(step, extent))
+        key_step = max(-key_extent, min(step, key_extent))
+        return axis, query_step, step * to_point[axis], key_step * to_key[axis], key_extent * to_key[axis]
 
-    rows = [row(axis, step) for jump in jumps for axis in range(len(key_grid)) for step in (-jump, jump)]
-    return np.array(rows, np.int64).reshape(-1, 5)
+    directions = [direction(axis, step) for jump in jumps for axis in range(len(key_grid)) for step in (-jump, jump)]
+    return np.array(directions, np.int64).reshape(-1, 5)
 
 
 @parallel
@@ -152,9 +168,9 @@ def _sweep(task, tasks, features, geometry, choices, earlier, sweep, field, scra
         if sweep.number == 0:
             count = _start(features, geometry, choices, earlier, field, block)
         else:
-            rows = scratch.rows[task]
+            buffers = scratch.buffers[task]
             scores = scratch.scores[task]
-            count = _visit(features, geometry, choices, earlier, sweep, field, block, rows, scores)
+            count = _visit(features, geometry, choices, earlier, sweep, field, block, buffers, scores)
         scratch.evaluations[task] += count
 
 
@@ -178,7 +194,7 @@ def _start(features, geometry, choices, earlier, field, block):
 
 
 @inlined
-def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scores):
+def _visit(features, geometry, choices, earlier, sweep, field, block, buffers, scores):
     """One sweep of a block of points of one row: propagate, gossip, random search. Returns the scores computed.
 
     One candidate (-1: none) is made for every point of the block in a plain loop, for the vector units; then
@@ -190,15 +206,15 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
     begin = block.begin
     first = block.first
     count = 0
-    key = rows[0]
-    candidate = rows[1]
-    theirs = rows[2]
-    chosen = rows[3]
-    noise = rows[4]
-    place = rows[5 : 5 + rank]
-    centre = rows[5 + rank : 5 + 2 * rank]
-    rest = rows[5 + 2 * rank :]
-    around = rest[:rank]
+    key = buffers[0]  # [BLOCK]
+    candidate = buffers[1]  # [BLOCK]
+    offers = buffers[2]  # [BLOCK]
+    chosen = buffers[3]  # [BLOCK]
+    noise = buffers[4]  # [BLOCK]
+    place = buffers[5 : 5 + rank]  # [rank, BLOCK], of the queries
+    centre = buffers[5 + rank : 5 + 2 * rank]  # [rank, BLOCK], of the keys
+    rest = buffers[5 + 2 * rank :]
+    around = rest[:rank]  # [rank, BLOCK], of the keys drawn
     barred = rest[rank : rank + (0 if earlier.separation else earlier.run)]
     row_point = first - begin
     prefix = choices.seed[block.row]
@@ -222,14 +238,14 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
         offered = field.offered
         to_point = direction[TO_POINT]
         step = direction[STEP]
-        if not read_neighbours(offered, block, geometry.queries, to_point, place[axis], step, extent, theirs):
+        if not read_neighbours(offered, block, geometry.queries, to_point, place[axis], step, extent, offers):
             continue
         for m in range(len(sweep.moves)):
             if sweep.moves[m]:
-                move(theirs, -sweep.moves[m] * direction[TO_KEY], direction[LINE], candidate, size)
+                move(offers, -sweep.moves[m] * direction[TO_KEY], direction[LINE], candidate, size)
             else:
                 for p in range(size):
-                    candidate[p] = theirs[p]
+                    candidate[p] = offers[p]
             count += _try_candidates(features, geometry, earlier, block, own, candidate)
     for draw in range(sweep.gossip):
         for p in range(size):

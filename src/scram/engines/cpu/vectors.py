@@ -140,5 +140,5 @@ def add_guarded_product(a, b, c, size, left):
             x = b[j]
             y = c[i]
             for p in range(size):
-                there = factor != 0 if left else x[p] != 0
-                y[p] += factor * x[p] if there else y.dtype.type(0)
+                counts = factor != 0 if left else x[p] != 0
+                y[p] += factor * x[p] if counts else y.dtype.type(0)

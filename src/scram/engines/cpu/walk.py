@@ -52,7 +52,7 @@ def _walk(q, k, geometry, walks, chains, point, keys, scores):
     mask_row = row // geometry.rows_per_mask
     first = geometry.key_rows[row] * geometry.keys
     rank = len(grid)
-    made = 0
+    filled = 0
     accepted = 0
     state = absorb(walks.seed[row], query)
     for chain in range(chains):
@@ -64,14 +64,14 @@ def _walk(q, k, geometry, walks, chains, point, keys, scores):
             noise = absorb(chain_state, step)
             left = key
             to = np.int64(0)
-            there = True
+            on_grid = True
             for axis in range(rank):
                 centre = left // strides[axis]
                 left -= centre * strides[axis]
                 place = centre + find(table, below(absorb(noise, axis), table[-1]))
-                there = there and 0 <= place < grid[axis]
+                on_grid = on_grid and 0 <= place < grid[axis]
                 to += place * strides[axis]
-            move = there and to != key and not (geometry.causal and to > query)
+            move = on_grid and to != key and not (geometry.causal and to > query)
             if move and (len(mask) == 0 or mask[mask_row, to]):
                 b = number(walks.scale * dot(q, point, k, first + to))
                 u = number((number(absorb(noise, rank)) + number(0.5)) / number(4294967296.0))
@@ -80,10 +80,10 @@ def _walk(q, k, geometry, walks, chains, point, keys, scores):
                     a = b
                     accepted += step >= walks.burn_in
             if step >= walks.burn_in:
-                keys[made] = key
-                scores[made] = a
-                made += 1
-    keys[made:] = -1
+                keys[filled] = key
+                scores[filled] = a
+                filled += 1
+    keys[filled:] = -1
     return accepted
 
 
