@@ -38,6 +38,7 @@ def rows_of(device: str) -> list[dict[str, Any]]:
             ("E=64, forward + backward", 512, backward),
             ("E=64", 64, {}),
             ("E=64, CUDA graph", 64, graph),
+            ("search alone, tile", size, {"kind": "search", "method": "tile"}),
             ("E=64, until the call returns", 64, {"host": True}),
             ("E=64, forward + backward, until the call returns", 64, backward | {"host": True}),
         ]
@@ -52,7 +53,6 @@ def rows_of(device: str) -> list[dict[str, Any]]:
         ]
     table += [
         ("default settings", size, {"method": "auto"}),
-        ("search alone, tile", size, {"kind": "search", "method": "tile"}),
         ("attend alone, 4 matches", size, attend),
         ("attend alone, 4 matches, forward + backward", size, attend | backward),
         ("attend alone, 4 matches, window tile", small, attend | {"window": "tile"}),

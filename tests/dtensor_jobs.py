@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import scram
 import scram.distributed
 from scram import draws, ops
-from scram.grid import LegalKeys
+from scram.grid import AllowedKeys
 
 PLACES = {"batch": Shard(0), "heads": Shard(1), "whole": Replicate()}
 SEARCH = scram.Search("query", matches=2, sweeps=2, gossip=2, seed=3)
@@ -290,9 +290,9 @@ def calls():
                 ops.drawn_tail,
                 scram.calls.DrawnTailCall(q, k, v, index, mask, out, lse, seed, seed, None, 6, stratified, **drawn),
             )
-        legal = LegalKeys.of(q, k, False, mask)
+        legal = AllowedKeys.of(q, k, False, mask)
         order = None if mask is None else legal.order.reshape(*mask.shape[:-2], -1)
-        lists = (*draws.modes(index, grid, legal), draws.legal_counts(q, legal), order, mask)
+        lists = (*draws.modes(index, grid, legal), draws.allowed_counts(q, legal), order, mask)
         table = draws.step_table(1.5, grid, q.device)
         sample = {"samples": 6, "alpha": 0.5, "chains_per_mode": 1, "burn_in": 1, "causal": False, "scale": 0.3}
         for method, head in (("snis", (out, lse)), ("metropolis", (None, None))):
@@ -316,7 +316,7 @@ def heads_mode(mesh, how, rows, heads, key_heads, mask=None, batch=2):
     """scram.distributed.attention(mode="heads"): the answer of one process, bit for bit, and its gradients."""
     whole = whole_numbers(batch, heads, key_heads, (sum(rows), 4))
     legal, rank = mask_of(mask, *whole[:2]), mesh.get_local_rank()
-    options = {**HOW[how], **({} if how == "dense" else {"impl": "numba"})}
+    options = {**HOW[how], **({} if how in ("dense", "tile") else {"impl": "numba"})}
     torch.manual_seed(5)
     want = scram.attention(*whole, key_mask=legal, **options)
     weights = torch.arange(want.numel()).reshape(want.shape) % 5 - 2.0

@@ -99,6 +99,20 @@ def test_a_tile_search_of_many_matches_is_not_for_triton(monkeypatch):
         dispatch.choose("triton", CUDA, torch.float32, tile_matches=33)
 
 
+def test_a_tile_search_is_not_for_numba():
+    assert dispatch.choose("auto", CPU, torch.float32, tile_matches=1).name == "reference"
+    q, k = torch.randn(1, 1, 5, 4, 2), torch.randn(1, 1, 3, 4, 2)
+    settings = scram.Search("tile", sweeps=1, seed=0)
+    for call in (
+        lambda: scram.search(q, k, search=settings, impl="numba"),
+        lambda: scram.attention(q, k, k, search=settings, impl="numba"),
+    ):
+        with pytest.raises(ValueError, match="numba: it has no tile search; the reference does, on any device"):
+            call()
+    found = scram.search(q, k, search=settings)
+    assert torch.equal(found.index, scram.search(q, k, search=settings, impl="reference").index)
+
+
 def test_the_engine_that_was_chosen_runs(monkeypatch):
     ran, real = [], dispatch.engine
 

@@ -8,7 +8,7 @@ import torch
 
 import plain
 from scram import draws
-from scram.grid import LegalKeys
+from scram.grid import AllowedKeys
 
 CPU = torch.device("cpu")
 
@@ -31,14 +31,14 @@ def test_modes_come_first_and_are_counted():
     assert count.flatten().tolist() == [2, 2]
     assert found[0, 0, 0, :2].tolist() == [3, 2]
     assert found[0, 0, 1, :2].tolist() == [0, 8]
-    legal = LegalKeys.of(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 3, 3, 1), True, None)
+    legal = AllowedKeys.of(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 3, 3, 1), True, None)
     assert draws.modes(index, (3, 3), legal)[1].flatten().tolist() == [0, 1]  # keys up to the query alone
 
 
 def test_keys_are_ranked_by_the_noise():
     q, k = torch.zeros(2, 1, 4, 1), torch.zeros(2, 1, 3, 2, 1)
     mask = torch.tensor([[True] * 6, [True, False] * 3]).reshape(2, 3, 2)
-    ranked = draws.ranked_keys(q, LegalKeys.of(q, k, False, mask), torch.tensor(5))
+    ranked = draws.ranked_keys(q, AllowedKeys.of(q, k, False, mask), torch.tensor(5))
     for row in range(2):
         want = [plain.noise(5, row, key) << 31 | key if mask[row].flatten()[key] else draws.LAST for key in range(6)]
         assert ranked[row].tolist() == want
@@ -95,7 +95,7 @@ def test_one_key_of_each_cell_stands_for_the_cell():
     q = torch.randn(1, 1, 6, 9, 2)
     mask = torch.randn(1, 6, 9) < 0.5
     mask[0, :3, :3] = False
-    legal = LegalKeys.of(q, q, False, mask)
+    legal = AllowedKeys.of(q, q, False, mask)
     names, for_keys = draws.shared_tail(draws.ranked_keys(q, legal, torch.tensor(5)), (6, 9), 6, True)
     assert draws.cell_counts((6, 9), 6) == (2, 3)
     expected = {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scram import grid
-from scram.grid import LegalKeys
+from scram.grid import AllowedKeys
 
 GRIDS = [(7,), (3, 5), (2, 1, 4), (2, 3, 1, 2)]
 
@@ -54,7 +54,7 @@ def test_legal_keys_are_those_of_a_loop(mask, causal):
     q = torch.zeros(2, 3, 3, 4, 1)
     shape = (2, 3, 4) if mask == "batch" else (2, 3, 3, 4)
     given = None if mask == "none" else torch.rand(shape) < 0.5
-    legal = LegalKeys.of(q, q, causal, given)
+    legal = AllowedKeys.of(q, q, causal, given)
     for row, query in itertools.product(range(6), range(12)):
         head = torch.ones(12, dtype=torch.bool)
         if given is not None:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import scram
 from compiling import assert_equal, graphs_are, results
 from scram import draws
-from scram.grid import LegalKeys
+from scram.grid import AllowedKeys
 
 # torch's own compiler and its forward derivatives still go through what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -67,8 +67,8 @@ def op_calls():
     for gains in (None, torch.rand(2, 2, 6)):
         call = (q, index, label, *leaf, sizes, gains, *head, seed, rows, [1, 1], 0.3, 0.2, 0, "query")
         yield from both_passes("cluster_tail", call, slice(0, 2))
-    legal = LegalKeys.of(q, k, False, mask)
-    total, table = draws.legal_counts(q, legal), draws.step_table(1.5, (4, 5), q.device)
+    legal = AllowedKeys.of(q, k, False, mask)
+    total, table = draws.allowed_counts(q, legal), draws.step_table(1.5, (4, 5), q.device)
     for method, given in (("snis", head), ("metropolis", (None, None))):
         tensors = (q, k, v, *draws.modes(index, (4, 5), legal), total, legal.order, mask, *given, seed, table, rows)
         yield from both_passes("sample", (*tensors, method, 8, 0.3, 1, 0, False, 0.3), slice(0, 0))

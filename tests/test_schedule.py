@@ -44,10 +44,10 @@ def test_offers_of_neighbours_go_by_jumps():
 
 
 @pytest.mark.parametrize("matches", [1, 2, 32])
-def test_windows_hold_every_query_once(matches):
-    windows = schedule.windows(matches)
-    assert len(windows) == (1 if matches == 1 else schedule.WINDOWS)
-    assert sorted(lane for lanes in windows for lane in lanes) == list(range(schedule.TILE_QUERIES))
+def test_groups_hold_every_lane_once(matches):
+    groups = schedule.lane_groups(matches)
+    assert len(groups) == (1 if matches == 1 else schedule.LANE_GROUPS)
+    assert sorted(lane for lanes in groups for lane in lanes) == list(range(schedule.TILE_QUERIES))
 
 
 def test_the_largest_radius_is_no_larger_than_grid_and_reach():

@@ -32,16 +32,20 @@ CHUNK_ELEMENTS = 1 << 22  # of the scores of keys and centres at a time
 
 def cluster(call: ClusterCall) -> Clustered:
     """The clusters of every row of keys, differentiable in k and v given the labels."""
-    k, v, key_rows = call.k, call.v, call.k.shape[0] * call.k.shape[1]
-    wide, keys = accumulator(v.dtype), math.prod(k.shape[2:-1])
-    k_rows, v_rows = rows(k).to(wide), rows(v).to(wide)
+    k = call.k
+    v = call.v
+    key_rows = k.shape[0] * k.shape[1]
+    wide = accumulator(v.dtype)
+    keys = math.prod(k.shape[2:-1])
+    k_rows = rows(k).to(wide)  # [B*Hk, M, E]
+    v_rows = rows(v).to(wide)  # [B*Hk, M, F]
     with torch.no_grad():
-        legal = legal_keys(call, k_rows, v_rows)
+        usable = usable_keys(call, k_rows, v_rows)  # [B*Hk, M]
         if call.clusters >= keys:
-            label = torch.where(legal, torch.arange(keys, device=k.device), -1)
+            label = torch.where(usable, torch.arange(keys, device=k.device), -1)
         else:
             label = torch.stack(
-                [labels_of(call, row, k_rows[row], v_rows[row], legal[row]) for row in range(key_rows)]
+                [labels_of(call, row, k_rows[row], v_rows[row], usable[row]) for row in range(key_rows)]
                 or [torch.zeros(0, keys, dtype=torch.int64, device=k.device)]
             ).reshape(key_rows, keys)
     centres, values, sizes = means(k_rows, v_rows, label, call.clusters)
@@ -58,9 +62,10 @@ def cluster_backward(
     call: ClusterCall, sizes: Tensor, label: Tensor, grad_centres: Tensor, grad_values: Tensor
 ) -> ClusterGrads:
     """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
-    flat_label = label.flatten(0, 1).flatten(1)
+    flat_label = label.flatten(0, 1).flatten(1)  # [B*Hk, M]
     row = torch.arange(flat_label.shape[0], device=label.device).unsqueeze(1)
-    at, share = (row * call.clusters + flat_label.clamp(min=0)).flatten(), sizes.reshape(-1, 1).clamp(min=1)
+    at = (row * call.clusters + flat_label.clamp(min=0)).flatten()
+    share = sizes.reshape(-1, 1).clamp(min=1)
 
     def spread(grad: Tensor, x: Tensor) -> Tensor:
         each = (grad.reshape(-1, grad.shape[-1]) / share).index_select(0, at)
@@ -69,7 +74,7 @@ def cluster_backward(
     return ClusterGrads(spread(grad_centres, call.k), spread(grad_values, call.v))
 
 
-def legal_keys(call: ClusterCall, k_rows: Tensor, v_rows: Tensor) -> Tensor:
+def usable_keys(call: ClusterCall, k_rows: Tensor, v_rows: Tensor) -> Tensor:
     """Keys that belong to a cluster, bool [key rows, M]: not masked, and all of the key and of the value finite."""
     finite = k_rows.isfinite().all(-1) & v_rows.isfinite().all(-1)
     if call.key_mask is None:
@@ -89,8 +94,9 @@ def keys_left(sizes: Tensor, label: Tensor, near: Tensor) -> Tensor:
 
 def means(k_rows: Tensor, v_rows: Tensor, label: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean key [R, C, E], mean value [R, C, F] and number of keys [R, C] of each label [R, M], -1 for none."""
-    number, width = len(label), k_rows.shape[-1]
-    joint = torch.where((label >= 0).unsqueeze(-1), torch.cat([k_rows, v_rows], -1), 0)
+    number = len(label)
+    width = k_rows.shape[-1]
+    joint = torch.where((label >= 0).unsqueeze(-1), torch.cat([k_rows, v_rows], -1), 0)  # [R, M, E + F]
     row = torch.arange(number, device=label.device).unsqueeze(1)
     at = (row * count + label.clamp(min=0)).flatten()
     sums = joint.new_zeros(number * count, joint.shape[-1]).index_add(0, at, joint.flatten(0, 1))
@@ -99,18 +105,19 @@ def means(k_rows: Tensor, v_rows: Tensor, label: Tensor, count: int) -> tuple[Te
     return both[..., :width], both[..., width:], sizes.reshape(number, count)
 
 
-def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor) -> Tensor:
-    """The cluster of each key of one row, keys [M, E] and values [M, F]: int64 [M], -1 for a key that is not legal."""
-    k, v = (torch.where(legal.unsqueeze(-1), x, 0) for x in (k, v))
-    start = Start.of(call, row, k, v, legal)
-    centres, values = start.centres, start.values
+def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, usable: Tensor) -> Tensor:
+    """The cluster of each key of one row, keys [M, E] and values [M, F]: int64 [M], -1 for a key that is not usable."""
+    k, v = (torch.where(usable.unsqueeze(-1), x, 0) for x in (k, v))
+    start = Start.of(call, row, k, v, usable)
+    centres = start.centres
+    values = start.values
     sizes = torch.ones_like(centres[:, 0], dtype=torch.int64)
     for step in range(call.steps):
         best, score = nearest(start.space.forms(centres, values, sizes), start.k, start.v)
         centres, values, sizes = (x[0] for x in means(start.k[None], start.v[None], best[None], call.clusters))
         centres, values, sizes = start.placed_anew(call, step, score, centres, values, sizes)
     best, _ = nearest(start.space.forms(centres, values, sizes), k, v)
-    return torch.where(legal, best, -1)
+    return torch.where(usable, best, -1)
 
 
 class Start(NamedTuple):
@@ -124,18 +131,22 @@ class Start(NamedTuple):
     noise_row: Tensor | int  # the number of the first row of queries that reads the row of keys
 
     @staticmethod
-    def of(call: ClusterCall, row: int, k: Tensor, v: Tensor, legal: Tensor | None) -> Start:
-        """From keys [M, E], values [M, F] and which of them are legal [M]; None: all that are finite."""
-        first, number = noise_row(call, row), min(len(k), max(SAMPLED_KEYS, call.clusters))
-        total = torch.tensor(len(k), device=k.device) if legal is None else legal.sum()
+    def of(call: ClusterCall, row: int, k: Tensor, v: Tensor, usable: Tensor | None) -> Start:
+        """From keys [M, E], values [M, F] and which of them are usable [M]; None: all that are finite."""
+        first = noise_row(call, row)
+        number = min(len(k), max(SAMPLED_KEYS, call.clusters))
+        total = torch.tensor(len(k), device=k.device) if usable is None else usable.sum()
         some = strides(call.seed, first, 0, number, total)
-        if legal is not None:
-            place = torch.where(legal, legal.long().cumsum(0) - 1, len(legal))
-            order = torch.zeros(len(legal) + 1, dtype=torch.int64, device=k.device)
-            some = order.scatter(0, place, torch.arange(len(legal), device=k.device))[some]  # the legal keys first
-        k_some, v_some, q_some = k[some], v[some], queries_of(call, row).to(k)
+        if usable is not None:
+            place = torch.where(usable, usable.long().cumsum(0) - 1, len(usable))
+            order = torch.zeros(len(usable) + 1, dtype=torch.int64, device=k.device)
+            some = order.scatter(0, place, torch.arange(len(usable), device=k.device))[some]  # the usable keys first
+        k_some = k[some]  # [S, E]
+        v_some = v[some]  # [S, F]
+        q_some = queries_of(call, row).to(k)
         finite = (k_some.sum(-1, keepdim=True) + v_some.sum(-1, keepdim=True)).isfinite()  # or too large to add
-        k_some, v_some = torch.where(finite, k_some, 0), torch.where(finite, v_some, 0)
+        k_some = torch.where(finite, k_some, 0)
+        v_some = torch.where(finite, v_some, 0)
         space = Space.of(call.scale * q_some, k_some, v_some)
         if call.warm_centres is not None and call.warm_values is not None:
             centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
@@ -155,11 +166,11 @@ class Start(NamedTuple):
         `score`: the form of each key of the sample with its centre [S].
         """
         spread = self.space.spread(self.k, self.v)
-        distance = (spread - 2 * score).clamp(min=0)
+        distance = (spread - 2 * score).clamp(min=0)  # [S]
         far = distance > 1e-6 * spread.mean()
         bits = noise(call.seed, self.noise_row, 4 + step, torch.arange(len(score), device=score.device))
         place = drawn(bits, torch.where(far, distance, 0))
-        turn = (sizes == 0).long().cumsum(0) - 1
+        turn = (sizes == 0).long().cumsum(0) - 1  # [C], the number of each empty cluster
         anew = (sizes == 0) & (turn < far.sum())
         at = place[turn.clamp(min=0, max=len(score) - 1)]
         centres = torch.where(anew.unsqueeze(-1), self.k[at], centres)
@@ -200,7 +211,8 @@ def drawn(bits: Tensor, rate: Tensor) -> Tensor:
 def strides(seed: Tensor, row: Tensor | int, draw: int, number: int, total: Tensor) -> Tensor:
     """`number` places in 0..total-1, one drawn from each of as many equal parts; where there are fewer, all of them."""
     part = torch.arange(number, device=total.device)
-    begin, end = part * total // number, (part + 1) * total // number
+    begin = part * total // number
+    end = (part + 1) * total // number
     return begin + below(noise(seed, row, draw, part), (end - begin).clamp(min=1))
 
 
@@ -223,33 +235,38 @@ class Space(NamedTuple):
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor) -> Space:
         """The space of a row of keys, from some queries [Q, E], times scale, keys [S, E] and values [S, F]."""
-        k_mean, v_mean = k.mean(0), v.mean(0)
-        covariance = (k - k_mean).T @ (k - k_mean) / len(k)
+        k_mean = k.mean(0)
+        v_mean = v.mean(0)
+        covariance = (k - k_mean).T @ (k - k_mean) / len(k)  # [E, E]
         q = q / (1 + ((q @ covariance) * q).sum(-1, keepdim=True))
         metric = q.T @ q / max(len(q), 1)
-        spread, variance = (metric * covariance).sum(), (v - v_mean).square().sum(-1).mean()
+        spread = (metric * covariance).sum()
+        variance = (v - v_mean).square().sum(-1).mean()
         share = torch.where(spread > 0, VALUE_WEIGHT * spread, 1)  # values alone where all scores are equal
         return Space(metric, torch.where(variance > 0, share / variance, 0), k_mean, v_mean)
 
     def forms(self, centres: Tensor, values: Tensor, sizes: Tensor) -> LinearForms:
-        k, v = centres - self.k_mean, values - self.v_mean
-        a, b = k @ self.metric, self.value_weight * v
+        k = centres - self.k_mean
+        v = values - self.v_mean
+        a = k @ self.metric
+        b = self.value_weight * v
         bias = -a @ self.k_mean - b @ self.v_mean - (a * k).sum(-1) / 2 - (b * v).sum(-1) / 2
         return LinearForms(a, b, torch.where(sizes > 0, bias, -torch.inf))
 
     def spread(self, k: Tensor, v: Tensor) -> Tensor:
         """Squared distance of keys and values from their means."""
-        k, v = k - self.k_mean, v - self.v_mean
+        k = k - self.k_mean
+        v = v - self.v_mean
         return ((k @ self.metric) * k).sum(-1) + self.value_weight * v.square().sum(-1)
 
 
 def nearest(forms: LinearForms, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest centre of keys [S, E] and values [S, F], int64 [S], and its form [S]."""
     size = max(1, CHUNK_ELEMENTS // len(forms.bias))
-    found = []
+    chunks = []
     for begin in range(0, len(k), size):
         some = slice(begin, begin + size)
         score, best = (k[some] @ forms.a.T + v[some] @ forms.b.T + forms.bias).max(-1)
-        found.append((best, score))
-    best, score = (torch.cat(part) for part in zip(*found, strict=True))
+        chunks.append((best, score))
+    best, score = (torch.cat(part) for part in zip(*chunks, strict=True))
     return best, score

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .grid import Grid, LegalKeys, coordinates, flat, grid_of, key_row, rows
+from .grid import AllowedKeys, Grid, coordinates, flat, grid_of, key_row, rows
 from .noise import noise, numbered
 
 NONE = 2**31 - 1  # the name of a shared key that is missing: after all others
-LAST = 2**63 - 1  # the rank of a key that must not be drawn; its name is NONE
+LAST = 2**63 - 1  # comes after every key that may be drawn; its name is NONE
 UNIT = 1 << 30  # the table's weights add up to about this: `below` takes them, and int32 holds them
 
 
@@ -35,18 +35,22 @@ def step_table(bandwidth: float, key_grid: Grid, device: torch.device) -> Tensor
     return F.pad(share.cumsum(0, dtype=torch.int32), (1, 0)).to(device, non_blocking=True)
 
 
-def modes(index: Tensor, key_grid: Grid, legal: LegalKeys | None) -> tuple[Tensor, Tensor]:
+def modes(index: Tensor, key_grid: Grid, allowed: AllowedKeys | None) -> tuple[Tensor, Tensor]:
     """Matches [B, H, *G, kappa] -> the same with those that exist first, int32, and how many, int32 [B, H, *G].
 
-    With `legal` only those that the query may attend count.
+    With `allowed` only those that the query may attend count.
     """
-    keys, flat_index = math.prod(key_grid), rows(index)
-    there = (flat_index >= 0) & (flat_index < keys)
-    if legal is not None:
+    keys = math.prod(key_grid)
+    flat_index = rows(index)  # [R, N, kappa]
+    exists = (flat_index >= 0) & (flat_index < keys)
+    if allowed is not None:
         row, query = _points(flat_index)
-        there = there & legal.allows(row.unsqueeze(-1), query.unsqueeze(-1), torch.where(there, flat_index, 0).long())
-    order = (~there).int().argsort(dim=-1, stable=True)
-    return flat_index.gather(-1, order).reshape(index.shape), there.sum(-1, dtype=torch.int32).reshape(index.shape[:-1])
+        key = torch.where(exists, flat_index, 0).long()
+        exists = exists & allowed.allows(row.unsqueeze(-1), query.unsqueeze(-1), key)
+    order = (~exists).int().argsort(dim=-1, stable=True)
+    ordered = flat_index.gather(-1, order).reshape(index.shape)
+    count = exists.sum(-1, dtype=torch.int32).reshape(index.shape[:-1])
+    return ordered, count
 
 
 def _points(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,23 +59,25 @@ def _points(x: Tensor) -> tuple[Tensor, Tensor]:
     return row, torch.arange(x.shape[1], device=x.device).unsqueeze(0)
 
 
-def legal_counts(q: Tensor, legal: LegalKeys) -> Tensor:
+def allowed_counts(q: Tensor, allowed: AllowedKeys) -> Tensor:
     """M_i as int32 [B, H, *G]."""
     row, query = _points(rows(q))
-    total = legal.total(row, query.expand(len(row), -1))
+    total = allowed.total(row, query.expand(len(row), -1))
     return total.to(torch.int32).reshape(q.shape[:-1])
 
 
-def ranked_keys(q: Tensor, legal: LegalKeys, seed: Tensor, numbers: Tensor | None = None) -> Tensor:
+def ranked_keys(q: Tensor, allowed: AllowedKeys, seed: Tensor, numbers: Tensor | None = None) -> Tensor:
     """noise(seed, row, key) << 31 | key, int64 [rows, M]: unique, ties go to the lower key; LAST for a masked one.
 
     `numbers`: int [B, H], those of the rows.
     """
     count = q.shape[0] * q.shape[1]
-    row, key = torch.arange(count, device=q.device).unsqueeze(1), torch.arange(legal.keys, device=q.device)
+    row = torch.arange(count, device=q.device).unsqueeze(1)
+    key = torch.arange(allowed.keys, device=q.device)
+    # [R, M]
     ranked = noise(seed, numbered(row, numbers), key) << 31 | key
-    open_ = legal.allows(row, torch.full_like(key, legal.keys), key.expand(count, -1))
-    return torch.where(open_, ranked, LAST)
+    unmasked = allowed.allows(row, torch.full_like(key, allowed.keys), key.expand(count, -1))
+    return torch.where(unmasked, ranked, LAST)
 
 
 def shared_tail(
@@ -86,12 +92,12 @@ def shared_tail(
     for_keys = None
     if stratified:
         cell, cells = _cells(key_grid, samples, ranked.device)
-        cell = cell.expand(count, -1)
+        cell = cell.expand(count, -1)  # [R, M]
         first = torch.full((count, cells), LAST, device=ranked.device).scatter_reduce(1, cell, ranked, "amin")
         for_keys = torch.zeros(count, cells, device=ranked.device).scatter_add(1, cell, (ranked != LAST).float())
     else:
         first = ranked if samples >= keys else ranked.topk(samples, dim=1, largest=False, sorted=False).values
-    name = (first & NONE).to(torch.int32)
+    name = (first & NONE).to(torch.int32)  # [R, m]
     if ascending:
         name, order = name.sort(dim=1)
         for_keys = None if for_keys is None else for_keys.gather(1, order)
@@ -115,8 +121,8 @@ def _cells(key_grid: Grid, most: int, device: torch.device) -> tuple[Tensor, int
     """The cell of every key, int64 [M], and their number: at most `most`, near to cubes, equal up to a key."""
     parts = cell_counts(key_grid, most)
     place = coordinates(torch.arange(math.prod(key_grid), device=device), key_grid)
-    within = [c * n // extent for c, n, extent in zip(place, parts, key_grid, strict=True)]
-    return flat(within, parts), math.prod(parts)
+    cell = [c * n // extent for c, n, extent in zip(place, parts, key_grid, strict=True)]
+    return flat(cell, parts), math.prod(parts)
 
 
 @lru_cache(maxsize=64)
@@ -145,6 +151,6 @@ def tail_rows(names: Tensor, heads: int, key_heads: int, keys: int) -> Tensor:
 
 def tail_values(x: Tensor, names: Tensor, heads: int) -> Tensor:
     """Keys or values [B, Hk, *G', width] of the names [rows, m]: [rows, m, width], 0 for NONE."""
-    at = tail_rows(names, heads, x.shape[1], math.prod(grid_of(x)))
-    found = rows(x).flatten(0, 1).index_select(0, at.flatten()).reshape(*names.shape, x.shape[-1])
-    return torch.where((names != NONE).unsqueeze(-1), found, 0)  # 0 * NaN is NaN
+    at = tail_rows(names, heads, x.shape[1], math.prod(grid_of(x)))  # [R, m]
+    selected = rows(x).flatten(0, 1).index_select(0, at.flatten()).reshape(*names.shape, x.shape[-1])
+    return torch.where((names != NONE).unsqueeze(-1), selected, 0)  # 0 * NaN is NaN

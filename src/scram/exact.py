@@ -12,7 +12,7 @@ from torch import Tensor
 from . import errors
 from ._compat import recomputed
 from .arguments import explains
-from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
+from .grid import AllowedKeys, coordinates, grid_of, key_row, rows, within
 from .options import Weight
 from .precision import ignores_autocast
 from .scoring import (
@@ -156,7 +156,7 @@ class _Dense:
         errors.query_sample(queries, points)
         self.heads, self.key_heads, self.score = q.shape[1], k.shape[1], score
         self.wanted = torch.arange(points, device=q.device) if queries is None else queries.to(q.device)
-        self.legal_keys = LegalKeys.of(q, k, causal, key_mask)
+        self.legal_keys = AllowedKeys.of(q, k, causal, key_mask)
         self.q, self.k = rows(prepare_query(q, score)), rows(prepare_key(k, score))
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:

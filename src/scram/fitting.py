@@ -54,9 +54,11 @@ def fitted(
     seen = _seen_by_queries(book, q, k, v, index, radius, fit, seed, numbers)
     split = [torch.split(x, seen.parts(fit), 1) for x in seen]
     learn, choose, report = (Seen(*part) for part in zip(*split, strict=True))
-    values, fits = book.values.flatten(0, 1).double(), book.sizes.flatten(0, 1) > 1
-    gains = torch.ones_like(values[..., 0])
-    sums, best = values, choose.squared_error(gains, values)
+    values = book.values.flatten(0, 1).double()  # [R, C, F]
+    fits = book.sizes.flatten(0, 1) > 1  # [R, C]
+    gains = torch.ones_like(values[..., 0])  # [R, C]
+    sums = values
+    best = choose.squared_error(gains, values)
     plain = report.squared_error(gains, values)
     for strength in STRENGTHS:
         new_gains, new_sums = learn.ridge(values, fits, strength)
@@ -79,36 +81,37 @@ class Seen(NamedTuple):
     """What some queries of every row attend, in units of their normalisers, float64."""
 
     exact: Tensor  # [R, n, F], their true outputs
-    head: Tensor  # [R, n], share of the windows in the normaliser
-    head_out: Tensor  # [R, n, F], share of the windows in the output
+    near: Tensor  # [R, n], share of the windows in the normaliser
+    near_out: Tensor  # [R, n, F], share of the windows in the output
     weights: Tensor  # [R, n, C], of the keys that the windows leave of each cluster, all at its centre
     counts: Tensor  # [R, n], 1 for a query of finite numbers, else 0 like all of its row above
 
     def parts(self, fit: int) -> list[int]:
         """How many queries learn, choose and report."""
-        total = self.head.shape[1]
+        total = self.near.shape[1]
         learn = min(fit, max(1, total // 2))
         choose = (total - learn) // 2
         return [learn, choose, total - learn - choose]
 
     def ridge(self, values: Tensor, fits: Tensor, strength: float) -> tuple[Tensor, Tensor]:
         """Gains [R, C] and gains times values [R, C, F]; clusters that do not fit [R, C] stay as they are."""
-        x = self.weights * fits.unsqueeze(1)
+        x = self.weights * fits.unsqueeze(1)  # [R, n, C]
         ones = torch.ones_like(values[..., :1])
-        missing = torch.cat([(self.counts - self.head).unsqueeze(-1), self.exact - self.head_out], -1)
-        missing = missing - self.weights @ torch.cat([ones, values], -1)
-        square = x @ x.transpose(1, 2)
+        missing = torch.cat([(self.counts - self.near).unsqueeze(-1), self.exact - self.near_out], -1)
+        missing = missing - self.weights @ torch.cat([ones, values], -1)  # [R, n, 1 + F]
+        square = x @ x.transpose(1, 2)  # [R, n, n]
         size = square.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30).reshape(-1, 1, 1)
         square = square + strength * size * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         # Not linalg.solve: MKL's batched LU by several threads returns no valid pivots for 256 x 256 in float64.
         change = x.transpose(1, 2) @ torch.cholesky_solve(missing, torch.linalg.cholesky_ex(square).L)
-        gains, sums = (1 + change[..., 0]).clamp(min=LEAST_GAIN), values + change[..., 1:]
+        gains = (1 + change[..., 0]).clamp(min=LEAST_GAIN)
+        sums = values + change[..., 1:]
         return gains, sums
 
     def squared_error(self, gains: Tensor, sums: Tensor) -> Tensor:
         """|out - exact|^2 of every query [R, n] with gains [R, C] and gains times values [R, C, F]."""
-        total = self.head + (self.weights @ gains.unsqueeze(-1)).squeeze(-1)
-        out = (self.head_out + self.weights @ sums) / torch.where(total > 0, total, 1).unsqueeze(-1)
+        total = self.near + (self.weights @ gains.unsqueeze(-1)).squeeze(-1)
+        out = (self.near_out + self.weights @ sums) / torch.where(total > 0, total, 1).unsqueeze(-1)
         return (out - self.exact).square().sum(-1)
 
 
@@ -124,32 +127,39 @@ def _seen_by_queries(
     numbers: Tensor | None,
 ) -> Seen:
     """Queries drawn for every row, and what they attend, computed densely."""
-    q_rows, k_rows, v_rows, index_rows = rows(q), rows(k), rows(v), rows(index)
-    queries, keys, key_grid = q_rows.shape[1], k_rows.shape[1], grid_of(k)
+    q_rows = rows(q)  # [R, N, E]
+    k_rows = rows(k)  # [B*Hk, M, E]
+    v_rows = rows(v)  # [B*Hk, M, F]
+    index_rows = rows(index)  # [R, N, kappa]
+    queries = q_rows.shape[1]
+    keys = k_rows.shape[1]
+    key_grid = grid_of(k)
     row = torch.arange(len(q_rows), device=q.device).unsqueeze(1)
     order = noise(seed, numbered(row, numbers), torch.arange(queries, device=q.device)).argsort(1)[:, : 2 * fit]
     place = coordinates(torch.arange(keys, device=q.device), key_grid)
     source = key_row(row.flatten(), q.shape[1], k.shape[1]).tolist()
-    found = []
+    chunks = []
     for r, at in enumerate(order):
-        label, sizes = book.label.flatten(0, 1)[r].flatten(), book.sizes.flatten(0, 1)[r]
-        there, centres = label >= 0, book.centres.flatten(0, 1)[r].double()
-        k_row, v_row = (torch.where(there.unsqueeze(-1), x[source[r]], 0).double() for x in (k_rows, v_rows))
+        label = book.label.flatten(0, 1)[r].flatten()  # [M]
+        sizes = book.sizes.flatten(0, 1)[r]  # [C]
+        clustered = label >= 0
+        centres = book.centres.flatten(0, 1)[r].double()  # [C, E]
+        k_row, v_row = (torch.where(clustered.unsqueeze(-1), x[source[r]], 0).double() for x in (k_rows, v_rows))
         for some in at.split(max(1, CHUNK_ELEMENTS // keys)):
-            own = q_rows[r, some].double()
-            finite = own.isfinite().all(-1, keepdim=True)
-            own = torch.where(finite, own, 0)
-            a = (book.scale * own @ k_row.T).masked_fill(~there, -torch.inf)
+            q_some = q_rows[r, some].double()  # [n, E]
+            finite = q_some.isfinite().all(-1, keepdim=True)
+            q_some = torch.where(finite, q_some, 0)
+            a = (book.scale * q_some @ k_row.T).masked_fill(~clustered, -torch.inf)  # [n, M]
             lse = a.logsumexp(1, keepdim=True)
             lse = torch.where(lse == -torch.inf, 0, lse)
             p = (a - lse).exp() * finite
-            near = in_windows(index_rows[r, some].long(), place, key_grid, radius) & there
-            left = keys_left(sizes, label, near)
-            weights = torch.where(left > 0, left * (book.scale * own @ centres.T - lse).exp(), 0) * finite
-            p_near = p * near
-            found.append((p @ v_row, p_near.sum(1), p_near @ v_row, weights, p.sum(1)))
+            in_window = in_windows(index_rows[r, some].long(), place, key_grid, radius) & clustered  # [n, M]
+            left = keys_left(sizes, label, in_window)  # [n, C]
+            weights = torch.where(left > 0, left * (book.scale * q_some @ centres.T - lse).exp(), 0) * finite
+            p_near = p * in_window
+            chunks.append((p @ v_row, p_near.sum(1), p_near @ v_row, weights, p.sum(1)))
     shape = order.shape
-    return Seen(*(torch.cat(part).reshape(*shape, *part[0].shape[1:]) for part in zip(*found, strict=True)))
+    return Seen(*(torch.cat(part).reshape(*shape, *part[0].shape[1:]) for part in zip(*chunks, strict=True)))
 
 
 def _report(report: Seen, error: Tensor, plain: Tensor) -> FitReport | None:

@@ -1,4 +1,4 @@
-"""Geometry of grids of any rank: flat row-major indices, coordinates, windows, and which keys are legal."""
+"""Geometry of grids of any rank: flat row-major indices, coordinates, windows, and which keys a query may attend."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def window(radius: Sequence[int], device: torch.device) -> list[Tensor]:
 
 
 def in_windows(match: Tensor, place: Sequence[Tensor], key_grid: Grid, radius: Sequence[int]) -> Tensor:
-    """Which keys lie in the windows of matches: int64 [n, kappa] -> bool [n, M]; `place`: where all keys are."""
+    """Which keys lie in the windows of matches: int64 [n, kappa] -> bool [n, M]; `place`: coordinates of all keys."""
     keys = len(place[0])
-    near = torch.zeros(len(match), keys, dtype=torch.bool, device=match.device)
+    covered = torch.zeros(len(match), keys, dtype=torch.bool, device=match.device)
     for one in match.unbind(1):
-        exists = ((one >= 0) & (one < keys)).unsqueeze(1)
-        centre = [c.unsqueeze(1) for c in coordinates(one, key_grid)]
-        near |= within(place, centre, radius) & exists
-    return near
+        exists = ((one >= 0) & (one < keys)).unsqueeze(1)  # [n, 1]
+        centre = [c.unsqueeze(1) for c in coordinates(one, key_grid)]  # [n, 1] each
+        covered |= within(place, centre, radius) & exists
+    return covered
 
 
 def cell_sides(radius: Sequence[int], key_grid: Grid) -> Grid:
@@ -100,24 +100,24 @@ def key_row(row: Tensor, heads: int, key_heads: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LegalKeys:
-    """Which keys a query may attend: `mask`, and under `causal` those up to itself, in row-major order.
+class AllowedKeys:
+    """Which keys a query may attend: those of `key_mask`, and under `causal` those up to itself, in row-major order.
 
-    `mask` is [rows or batch, M]; `order` lists each row's unmasked keys ascending, `count` how many come up to a key.
+    A row of the mask serves one row of q, or all heads of a batch entry.
     """
 
-    keys: int
+    keys: int  # M
     causal: bool
-    heads_per_row: int
-    mask: Tensor | None
-    order: Tensor | None
-    count: Tensor | None
+    heads_per_row: int  # rows of q that read one row of the mask
+    mask: Tensor | None  # bool [R or B, M]
+    order: Tensor | None  # int64 [R or B, M], the unmasked keys ascending
+    count: Tensor | None  # int64 [R or B, M], how many unmasked keys come up to each key
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> LegalKeys:
+    def of(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> AllowedKeys:
         keys = math.prod(grid_of(k))
         if key_mask is None:
-            return LegalKeys(keys, causal, 1, None, None, None)
+            return AllowedKeys(keys, causal, 1, None, None, None)
         shared = key_mask.ndim == k.ndim - 2
         mask = key_mask.reshape(-1, keys)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and mask.is_inference():
@@ -125,9 +125,9 @@ class LegalKeys:
         count = mask.cumsum(1)
         order = torch.zeros(mask.shape[0], keys + 1, dtype=torch.int64, device=mask.device)
         # All masked keys are written to one extra slot at the end: nonzero() would synchronize with the device.
-        names = torch.arange(keys, device=mask.device).expand_as(count)
-        order = order.scatter(1, torch.where(mask, count - 1, keys), names)
-        return LegalKeys(keys, causal, q.shape[1] if shared else 1, mask, order[:, :keys], count)
+        key = torch.arange(keys, device=mask.device).expand_as(count)
+        order = order.scatter(1, torch.where(mask, count - 1, keys), key)
+        return AllowedKeys(keys, causal, q.shape[1] if shared else 1, mask, order[:, :keys], count)
 
     def allows(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether `query` of `row` may attend `key`, a flat index on the grid. All broadcast."""
@@ -135,10 +135,10 @@ class LegalKeys:
         return ok & (key <= query) if self.causal else ok
 
     def total(self, row: Tensor, query: Tensor) -> Tensor:
-        """M_i, the number of legal keys of each query."""
+        """M_i, the number of allowed keys of each query."""
         last = query if self.causal else torch.full_like(query, self.keys - 1)
         return last + 1 if self.count is None else self.count[row // self.heads_per_row, last]
 
     def nth(self, row: Tensor, n: Tensor) -> Tensor:
-        """The n-th legal key of a row, ascending."""
+        """The n-th allowed key of a row, ascending."""
         return n if self.order is None else self.order[row // self.heads_per_row, n]

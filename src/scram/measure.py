@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import errors
 from .exact import exact_attention, exact_search
-from .grid import LegalKeys, coordinates, grid_of, key_row, rows, within
+from .grid import AllowedKeys, coordinates, grid_of, key_row, rows, within
 from .options import Weight
 from .scoring import accumulator, default_scale, pair_score, prepare_key, prepare_query
 from .types import Attended, Matches, Score, check_attended, check_matches
@@ -174,7 +174,7 @@ class _Pairs:
         row = torch.arange(q_rows.shape[0], device=q.device)
         found = matches.index.flatten(2, -2)[:, :, wanted].long()
         on_grid = found.clamp(0, math.prod(self.key_grid) - 1)
-        legal = LegalKeys.of(q, k, causal, key_mask)
+        legal = AllowedKeys.of(q, k, causal, key_mask)
         allowed = legal.allows(row.reshape(*q.shape[:2], 1, 1), wanted.unsqueeze(-1), on_grid)
         self.found_key = torch.where((found == on_grid) & allowed, found, -1)  # off the grid or illegal is none
         source = key_row(row, q.shape[1], k.shape[1]).reshape(-1, 1, 1)

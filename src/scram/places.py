@@ -36,9 +36,9 @@ def coords_of(index: Tensor, key_grid: Grid) -> Tensor:
     tensor([[1., 1.],
             [nan, nan]])
     """
-    there = (index >= 0) & (index < math.prod(key_grid))
-    place = torch.stack(coordinates(index, key_grid), -1).float()
-    return torch.where(there.unsqueeze(-1), place, torch.nan)
+    on_grid = (index >= 0) & (index < math.prod(key_grid))
+    place = torch.stack(coordinates(index, key_grid), -1).float()  # [..., kappa, rank]
+    return torch.where(on_grid.unsqueeze(-1), place, torch.nan)
 
 
 def index_of(coords: Tensor, key_grid: Grid) -> Tensor:
@@ -73,10 +73,10 @@ def starts(q: Tensor, key_grid: Grid, warm: Tensor | None) -> Tensor:
     own = own_index(grid, key_grid, q.device).unsqueeze(-1).expand(*q.shape[:-1], 1)
     if warm is None:
         return own.contiguous()
-    there = (warm >= 0) & (warm < math.prod(key_grid))
-    first = warm.gather(-1, there.int().argmax(-1, keepdim=True))
-    first = torch.where(there.any(-1, keepdim=True), first, own)
-    return torch.where(there, warm, first).contiguous()
+    on_grid = (warm >= 0) & (warm < math.prod(key_grid))
+    first = warm.gather(-1, on_grid.int().argmax(-1, keepdim=True))  # [B, H, *G, 1]
+    first = torch.where(on_grid.any(-1, keepdim=True), first, own)
+    return torch.where(on_grid, warm, first).contiguous()
 
 
 def _centres(new: int, old: int, device: torch.device | str) -> tuple[Tensor, Tensor, int]:
@@ -86,7 +86,8 @@ def _centres(new: int, old: int, device: torch.device | str) -> tuple[Tensor, Te
     so no rounding depends on the device.
     """
     common = math.gcd(new, old)
-    over, times = 2 * (new // common), old // common
+    over = 2 * (new // common)
+    times = old // common
     scaled = (2 * torch.arange(new, device=device) + 1) * times
     cell = scaled // over
     return cell, scaled - over * cell - over // 2, over
@@ -99,12 +100,13 @@ def resampled(
 
     A new query takes the matches of the old one that it lies in, moved by its distance to that one's centre.
     """
-    place = coordinates(index.long(), old_keys)
-    there = (index >= 0) & (index < math.prod(old_keys))
+    place = coordinates(index.long(), old_keys)  # one [B, H, *G, kappa] per axis
+    on_grid = (index >= 0) & (index < math.prod(old_keys))
     moved: list[Tensor] = []
     for axis, (extent, keys, before) in enumerate(zip(grid, key_grid, old_keys, strict=True)):
         cell, rest, over = _centres(extent, index.shape[2 + axis], index.device)
-        there, score = there.index_select(2 + axis, cell), score.index_select(2 + axis, cell)
+        on_grid = on_grid.index_select(2 + axis, cell)
+        score = score.index_select(2 + axis, cell)
         place = [one.index_select(2 + axis, cell) for one in place]
         moved = [one.index_select(2 + axis, cell) for one in moved]
         rest = rest.reshape(-1, *[1] * (len(grid) - axis))
@@ -112,7 +114,7 @@ def resampled(
         # (place + 1/2 + rest / over) * keys / before, rounded down; never off the grid
         doubled = (2 * place[axis] + 1) * (over // 2) + rest
         moved.append(doubled * (keys // common) // (over * (before // common)))
-    return torch.where(there, flat(moved, key_grid), -1).int(), score
+    return torch.where(on_grid, flat(moved, key_grid), -1).int(), score
 
 
 def inverted(index: Tensor, score: Tensor, key_grid: Grid, kept: int) -> tuple[Tensor, Tensor]:
@@ -121,17 +123,21 @@ def inverted(index: Tensor, score: Tensor, key_grid: Grid, kept: int) -> tuple[T
     Of equal scores the query that comes first in row-major order is the better one.
     """
     batch, heads, *_, kappa = index.shape
-    keys, pairs = math.prod(key_grid), math.prod(index.shape[2:])
-    key, value = index.reshape(-1, pairs).long(), score.reshape(-1, pairs)
+    keys = math.prod(key_grid)
+    pairs = math.prod(index.shape[2:])
+    key = index.reshape(-1, pairs).long()  # [R, pairs]
+    value = score.reshape(-1, pairs)
     key = torch.where((key >= 0) & (key < keys), key, keys)
     # Two stable sorts: by score, then by key. The pairs of a key then stand together, best first.
     order = value.nan_to_num(nan=-torch.inf).argsort(dim=1, descending=True, stable=True)
     order = order.gather(1, key.gather(1, order).argsort(dim=1, stable=True))
-    key, value = key.gather(1, order), value.gather(1, order)
-    rank = torch.arange(pairs, device=index.device) - torch.searchsorted(key, key)
-    slot = torch.where((rank < kept) & (key < keys), key * kept + rank, keys * kept)
+    key = key.gather(1, order)
+    value = value.gather(1, order)
+    position = torch.arange(pairs, device=index.device) - torch.searchsorted(key, key)  # among the pairs of its key
+    slot = torch.where((position < kept) & (key < keys), key * kept + position, keys * kept)  # [R, pairs]
     query = torch.full((len(key), keys * kept + 1), -1, dtype=torch.int32, device=index.device)
     best = torch.full(query.shape, -torch.inf, device=index.device)
-    query, best = query.scatter(1, slot, (order // kappa).int()), best.scatter(1, slot, value)
+    query = query.scatter(1, slot, (order // kappa).int())
+    best = best.scatter(1, slot, value)
     shape = (batch, heads, *key_grid, kept)
     return query[:, :-1].reshape(shape), best[:, :-1].reshape(shape)

@@ -16,7 +16,7 @@ PROPAGATE = {
 }
 
 TILE_QUERIES = 64  # queries of a tile
-WINDOWS = 4  # that the keys of an offer form where queries keep several matches
+LANE_GROUPS = 4  # that the lanes of an offer form where queries keep several matches
 KINDS = {**MOVES, "gossip": 100, "random": 101}  # of offers, as kernels number them: neighbours by their move
 MOST_IN_TILES = 32  # that a tile keeps on a GPU, where registers hold them
 STOP = 256  # a row stops when fewer than one query in this many took a key in a sweep
@@ -64,14 +64,14 @@ def tile_shape(rank: int) -> tuple[int, ...]:
     return tuple(1 << (bits + axis) // rank for axis in range(rank))
 
 
-def windows(matches: int) -> list[list[int]]:
-    """The lanes of each window of an offer: all of them for one match, else every fourth pair.
+def lane_groups(matches: int) -> list[list[int]]:
+    """The lanes of each group of an offer: all of them for one match, else every fourth pair.
 
-    >>> [lanes[:4] for lanes in windows(2)]
+    >>> [lanes[:4] for lanes in lane_groups(2)]
     [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
     """
-    count = 1 if matches == 1 else WINDOWS
-    return [[lane for lane in range(TILE_QUERIES) if lane // 2 % count == window] for window in range(count)]
+    count = 1 if matches == 1 else LANE_GROUPS
+    return [[lane for lane in range(TILE_QUERIES) if lane // 2 % count == group] for group in range(count)]
 
 
 def offers(sweep: int, jumps: tuple[int, ...], propagate: str, gossip: int, rank: int, radius: int) -> Iterator[Offer]:

@@ -70,15 +70,15 @@ def default_scale(scale: float | None, width: int, score: Score, weight: str) ->
     return float(width) ** -0.5 if score == "dot" and weight == "softmax" else 1.0
 
 
-def normalized_weights(a: Tensor, legal: Tensor, weight: str) -> tuple[Tensor, Tensor]:
-    """Scaled scores [..., S] to normalized weights [..., S], 0 where not legal, and the log of the normaliser [...]."""
-    some = legal.any(-1)
+def normalized_weights(a: Tensor, allowed: Tensor, weight: str) -> tuple[Tensor, Tensor]:
+    """Scaled scores [..., S] to normalized weights [..., S], 0 where not allowed, and log normalisers [...]."""
+    some = allowed.any(-1)  # [...]
     if weight != "softmax":
         f = a.relu() if weight == "relu" else a
-        count = legal.sum(-1).to(a.dtype)
-        share = f.masked_fill(~legal, 0) / count.clamp(min=1).unsqueeze(-1)
+        count = allowed.sum(-1).to(a.dtype)
+        share = f.masked_fill(~allowed, 0) / count.clamp(min=1).unsqueeze(-1)
         return share, count.log()
-    a = a.masked_fill(~legal, -torch.inf)
+    a = a.masked_fill(~allowed, -torch.inf)
     top = a.detach().amax(-1)
     top = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
     e = (a - top.unsqueeze(-1)).exp()

@@ -13,6 +13,14 @@ import scram
 from cases import EXACT, make_tensors, named, run_attend, run_search, table
 
 KEYS = 16
+# Every method of every engine that has it.
+SEARCHES = [
+    ("reference", "query"),
+    ("numba", "query"),
+    pytest.param("triton", "query", marks=pytest.mark.gpu),
+    ("reference", "tile"),
+    pytest.param("triton", "tile", marks=pytest.mark.gpu),
+]
 
 
 def randn(*shape, seed=0):
@@ -332,7 +340,7 @@ def test_paper_settings_are_algorithm_1(impl):
     assert torch.equal(paper.index, scram.search(q, k, search=spelled, impl=impl).index)
 
 
-@pytest.mark.parametrize("method", ["query", "tile"])
+@pytest.mark.parametrize(("impl", "method"), SEARCHES)
 @pytest.mark.parametrize("warm", [False, True], ids=["from its own place", "from a warm match"])
 @pytest.mark.slow
 def test_no_match_lies_beyond_the_reach(impl, method, warm):
@@ -348,7 +356,7 @@ def test_no_match_lies_beyond_the_reach(impl, method, warm):
     assert (free.coords() - centre.coords()).abs().amax() > 10
 
 
-@pytest.mark.parametrize("method", ["query", "tile"])
+@pytest.mark.parametrize(("impl", "method"), SEARCHES)
 def test_without_random_search_only_what_was_found_is_tried(impl, method):
     q, k = randn(1, 1, 12, 12, 4), randn(1, 1, 12, 12, 4, seed=1)
     warm = starts(*[7] * 144, key_grid=(144,))

@@ -12,7 +12,20 @@ import scram
 from cases import EXACT, make_tensors, named, run_search, table
 from in_interpreter import INTERPRETED
 
+TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 TILED = [replace(case, method="tile", sweeps=case.sweeps and case.sweeps + 1) for case in EXACT]
+
+
+@pytest.fixture(params=["reference", TRITON], scope="session")
+def impl(request):
+    """Every engine that has a tile search."""
+    return request.param
+
+
+@pytest.fixture(params=[TRITON], scope="session")
+def engine(request):
+    """Those of them that are compared with the reference."""
+    return request.param
 
 
 def search(q, k, impl="reference", warm=None, causal=False, key_mask=None, **settings):

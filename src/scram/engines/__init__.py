@@ -76,7 +76,7 @@ class EngineSpec:
     dtypes: tuple[torch.dtype, ...]
     windows: tuple[str, ...] = ("query", "tile")
     callable_scores: bool = False
-    most_tile_matches: int | None = None  # None: any number
+    most_tile_matches: int | None = None  # None: any number, 0: it has no tile search
     wide_inputs: bool = False  # takes float32 and float64 only
     plain_torch: bool = False  # runs without an operator: autograd, torch.func and torch.compile see through it
     interpreter: str | None = None  # environment variable that lets it take CPU tensors when it is named
@@ -97,7 +97,9 @@ class EngineSpec:
             why.append(f"it does not take {request.dtype}; the reference does".replace("torch.", ""))
         if request.window not in self.windows:
             why.append(f"it does not take window={request.window!r}; the reference does, on any device")
-        if self.most_tile_matches is not None and request.tile_matches > self.most_tile_matches:
+        if self.most_tile_matches == 0 and request.tile_matches:
+            why.append("it has no tile search; the reference does, on any device")
+        elif self.most_tile_matches is not None and request.tile_matches > self.most_tile_matches:
             why.append(
                 f"its tile search keeps at most {self.most_tile_matches} matches, got {request.tile_matches}; "
                 "method='query' keeps any number"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import calls, draws, errors, ops
-from ..grid import LegalKeys, grid_of
+from ..grid import AllowedKeys, grid_of
 from ..inputs import Inputs
 from .base import Kind, Tail
 
@@ -44,25 +44,25 @@ class Sampled(Tail):
         inputs = inputs.level()
         key_grid = grid_of(inputs.k)
         settings = self.sample_settings()
-        legal = LegalKeys.of(inputs.q, inputs.k, inputs.causal, inputs.key_mask)
-        # A walk cannot begin at a key that it may not visit; a draw near such a key may be legal.
-        modes, count = draws.modes(index, key_grid, legal if settings["method"] == "metropolis" else None)
+        allowed = AllowedKeys.of(inputs.q, inputs.k, inputs.causal, inputs.key_mask)
+        # A walk cannot begin at a key that it may not visit; a draw near such a key may be allowed.
+        modes, count = draws.modes(index, key_grid, allowed if settings["method"] == "metropolis" else None)
         extra_out = None
         extra_lse = None
         if inputs.k_extra is not None:
             no_windows = inputs._replace(radius=(0,) * len(key_grid))
             nowhere = torch.full_like(index[..., :1], -1)
             extra_out, extra_lse = no_windows.attend_windows(nowhere)
-        order = legal.order
+        order = allowed.order
         if order is not None and inputs.key_mask is not None:
-            order = order.reshape(*inputs.key_mask.shape[: -len(key_grid)], legal.keys)
+            order = order.reshape(*inputs.key_mask.shape[: -len(key_grid)], allowed.keys)
         call = calls.SampleCall(
             q=inputs.q,
             k=inputs.k,
             v=inputs.v,
             modes=modes,
             count=count,
-            total=draws.legal_counts(inputs.q, legal),
+            total=draws.allowed_counts(inputs.q, allowed),
             order=order,
             key_mask=inputs.key_mask,
             head_out=extra_out,

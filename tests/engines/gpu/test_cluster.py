@@ -36,7 +36,7 @@ def assert_means(call, made):
     """Centres, values and sizes are those of the labels, which all legal keys have."""
     k, v, label = rows(call.k).float(), rows(call.v).float(), made.label.flatten(2).flatten(0, 1).long()
     assert (label < call.count).all()
-    assert ((label >= 0) == clustering.legal_keys(call, k, v)).all()
+    assert ((label >= 0) == clustering.usable_keys(call, k, v)).all()
     centres, values, sizes = clustering.means(k, v, label, call.count)
     torch.testing.assert_close(made.centres.flatten(0, 1), centres, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(made.values.flatten(0, 1), values, rtol=1e-5, atol=1e-5)

@@ -44,15 +44,24 @@ class AttendArrays(NamedTuple):
     @staticmethod
     def of(call: AttendCall) -> AttendArrays:
         extras = 0 if call.k_extra is None else call.k_extra.shape[2]
-        seed, threshold = np.zeros(0, np.uint32), 0
+        seed = np.zeros(0, np.uint32)
+        threshold = 0
         if call.dropout_seed is not None:
-            seed, threshold = row_states(call.dropout_seed, call.q, call.rows), int(call.dropout_p * 2**32)
+            seed = row_states(call.dropout_seed, call.q, call.rows)
+            threshold = int(call.dropout_p * 2**32)
         return AttendArrays(
-            array(call.q), _joined(call.k, call.k_extra), _joined(call.v, call.v_extra), extras,
-            Windows.of(call.index, call.radius, grid_of(call.k)),
-            Geometry.of(call.q, call.k, call.key_mask, call.causal), call.scale, WEIGHTS[call.weight],
-            seed, threshold, 1 / (1 - call.dropout_p),
-        )  # fmt: skip
+            q=array(call.q),
+            k=_joined(call.k, call.k_extra),
+            v=_joined(call.v, call.v_extra),
+            extras=extras,
+            windows=Windows.of(call.index, call.radius, grid_of(call.k)),
+            geometry=Geometry.of(call.q, call.k, call.key_mask, call.causal),
+            scale=call.scale,
+            weight=WEIGHTS[call.weight],
+            seed=seed,
+            threshold=threshold,
+            boost=1 / (1 - call.dropout_p),
+        )
 
 
 def _joined(x: Tensor, extra: Tensor | None) -> Array:
@@ -63,26 +72,31 @@ def _joined(x: Tensor, extra: Tensor | None) -> Array:
 class Scratch(NamedTuple):
     """Of each task."""
 
-    keys: Array  # int32 [tasks, n + 1, size], the last for other use
+    keys: Array  # int32 [tasks, n + 1, size], the last is spare
     weights: Array  # [tasks, n, size]
     places: Array  # int32 [tasks, kappa, rank, size], coordinates of the matches
-    sums: Array  # [tasks, 2, size]
+    sums: Array  # [tasks, 2, size]: sum of the weights, highest score
 
 
 def attend(call: AttendCall) -> Attended:
     """Algorithm 2."""
     arrays = AttendArrays.of(call)
-    points, dtype = len(arrays.q), arrays.v.dtype
-    out, lse = np.empty((points, arrays.v.shape[1]), dtype), np.empty(points, dtype)
+    points = len(arrays.q)
+    dtype = arrays.v.dtype
+    out = np.empty((points, arrays.v.shape[1]), dtype)
+    lse = np.empty(points, dtype)
     width = arrays.windows.slots + arrays.extras
     size = max(1, min(BLOCK, BLOCK_WEIGHTS // max(width, 1)))
     arrays = arrays._replace(q=padded(arrays.q), k=padded(arrays.k))
     with threads() as tasks:
-        places = (tasks, arrays.windows.index.shape[1], len(arrays.geometry.grid), size)
+        matches = arrays.windows.index.shape[1]
+        rank = len(arrays.geometry.grid)
         scratch = Scratch(
-            np.empty((tasks, width + 1, size), np.int32), np.empty((tasks, width, size), dtype),
-            np.empty(places, np.int32), np.empty((tasks, 2, size), dtype),
-        )  # fmt: skip
+            keys=np.empty((tasks, width + 1, size), np.int32),
+            weights=np.empty((tasks, width, size), dtype),
+            places=np.empty((tasks, matches, rank, size), np.int32),
+            sums=np.empty((tasks, 2, size), dtype),
+        )
         _attend(tasks, arrays, scratch, out, lse)
     return Attended(tensor(out, call.v.dtype, call.q), tensor(lse, None, call.q))
 
@@ -90,9 +104,12 @@ def attend(call: AttendCall) -> Attended:
 @parallel
 def _attend(task, tasks, arrays, scratch, out, lse):
     """Blocks of points of one row, each written by one task."""
-    geometry, most = arrays.geometry, scratch.keys.shape[2]
+    geometry = arrays.geometry
+    most = scratch.keys.shape[2]
     blocks = len(geometry.key_rows) * -(-geometry.queries // most)
-    keys, weights, sums = scratch.keys[task], scratch.weights[task], scratch.sums[task]
+    keys = scratch.keys[task]  # [n + 1, size]
+    weights = scratch.weights[task]  # [n, size]
+    sums = scratch.sums[task]  # [2, size]
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
         block = block_at(number, most, geometry, geometry.keys + arrays.extras)
         expand_block(arrays.windows, geometry, arrays.extras, block, keys, scratch.places[task])
@@ -104,7 +121,11 @@ def _attend(task, tasks, arrays, scratch, out, lse):
 @inlined
 def _score(arrays, block, keys, weights):
     """Scaled scores of the keys; of slots without one nothing that is used."""
-    q, k, size, number, any_key = arrays.q, arrays.k, block.size, weights.dtype.type, keys[len(weights)]
+    q = arrays.q
+    k = arrays.k
+    size = block.size
+    number = weights.dtype.type
+    any_key = keys[len(weights)]  # [size]
     for slot in range(len(weights)):
         for p in range(size):
             any_key[p] = max(keys[slot, p], np.int32(0))
@@ -120,10 +141,16 @@ def _score(arrays, block, keys, weights):
 @inlined
 def _weigh(arrays, block, keys, weights, sums):
     """Scores to weights before they are divided by their sum; sums[0] is that sum, sums[1] the highest score."""
-    size, slots, number, total, top = block.size, len(weights), weights.dtype.type, sums[0], sums[1]
-    zero, lowest = number(0), number(-np.inf)
+    size = block.size
+    slots = len(weights)
+    number = weights.dtype.type
+    total = sums[0]  # [size]
+    top = sums[1]  # [size]
+    zero = number(0)
+    lowest = number(-np.inf)
     for p in range(size):
-        total[p], top[p] = zero, lowest
+        total[p] = zero
+        top[p] = lowest
     if arrays.weight == SOFTMAX:
         for slot in range(slots):
             for p in range(size):
@@ -150,16 +177,20 @@ def _weigh(arrays, block, keys, weights, sums):
 
 @inlined
 def _mix(arrays, block, keys, weights, sums, out, lse):
+    """Write out [P, F] and lse [P] of a block."""
     for p in range(block.size):
-        point, found, zero = block.first + p, 0, out.dtype.type(0)
+        point = block.first + p
+        attended = 0
+        zero = out.dtype.type(0)
         for f in range(out.shape[1]):
             out[point, f] = zero
         for slot in range(len(weights)):
             if keys[slot, p] >= 0:
                 add(out, point, weights[slot, p], arrays.v, block.first_key + keys[slot, p])
-                found += 1
-        total, top = sums[0, p], sums[1, p]
-        if found == 0:
+                attended += 1
+        total = sums[0, p]
+        top = sums[1, p]
+        if attended == 0:
             lse[point] = -np.inf
             continue
         lse[point] = math.log(total) + (top if arrays.weight == SOFTMAX and top != -np.inf else zero)

@@ -29,7 +29,7 @@ STRETCH = 8  # log2 of how many neighbouring keys have one owner
 
 
 class Pairs(NamedTuple):
-    """Of each query of a chunk its keys (after the grid's the extra ones, -1 after the last), a row for each query."""
+    """Of each query of a chunk its keys (after the grid's the extra ones, -1 after the last)."""
 
     keys: Array  # int32 [C, n]
     weights: Array  # [C, n]
@@ -44,9 +44,11 @@ class Pairs(NamedTuple):
 def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> AttendGrads:
     """Gradients of q, k, v, k_extra, v_extra (None without extra keys) from those of out and lse."""
     arrays = AttendArrays.of(call)
-    d_out, d_lse = array(grad_out), flat(grad_lse)
+    d_out = array(grad_out)  # [P, F]
+    d_lse = flat(grad_lse)  # [P]
     dq, dk, dv = (np.zeros_like(x) for x in (arrays.q, arrays.k, arrays.v))
-    points, width = len(arrays.q), arrays.windows.slots + arrays.extras
+    points = len(arrays.q)
+    width = arrays.windows.slots + arrays.extras
     rows = (arrays.geometry.key_rows, arrays.geometry.queries, arrays.geometry.keys, arrays.extras)
     pairs = Pairs.empty(max(1, min(points, CHUNK_PAIRS // max(width, 1))), width, arrays.v.dtype)
     with threads() as tasks:
@@ -59,13 +61,13 @@ def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor
     return AttendGrads(like(dq, call.q), k, v, k_extra, v_extra)
 
 
-def _apart(made: Array, x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _apart(grad: Array, x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """[B*Hk*(M + X), width] -> [B, Hk, *G, width] and [B, Hk, X, width]"""
     if extra is None:
-        return like(made, x), None
+        return like(grad, x), None
     keys = math.prod(grid_of(x))
-    made = made.reshape(*x.shape[:2], keys + extra.shape[2], x.shape[-1])
-    return like(made[:, :, :keys], x), like(made[:, :, keys:], extra)
+    grad = grad.reshape(*x.shape[:2], keys + extra.shape[2], x.shape[-1])
+    return like(grad[:, :, :keys], x), like(grad[:, :, keys:], extra)
 
 
 @parallel
@@ -77,27 +79,36 @@ def _queries(task, tasks, arrays, places, begin, d_out, d_lse, dq, pairs):
         point = begin + c
         row = point // geometry.queries
         noise = absorb(arrays.seed[row], point - row * geometry.queries) if arrays.threshold else np.uint32(0)
-        keys, slopes, first = pairs.keys[c], pairs.slopes[c], geometry.key_rows[row] * (geometry.keys + arrays.extras)
-        found = expand(arrays.windows, geometry, row, point, keys, places[task])
+        keys = pairs.keys[c]  # [n]
+        slopes = pairs.slopes[c]  # [n]
+        first = geometry.key_rows[row] * (geometry.keys + arrays.extras)
+        attended = expand(arrays.windows, geometry, row, point, keys, places[task])
         for x in range(arrays.extras):
-            keys[found] = geometry.keys + x
-            found += 1
-        keys[found:] = -1
-        _slopes(arrays, first, point, noise, d_out, d_lse[point], keys[:found], pairs.weights[c], slopes)
-        for slot in range(found):
+            keys[attended] = geometry.keys + x
+            attended += 1
+        keys[attended:] = -1
+        _slopes(arrays, first, point, noise, d_out, d_lse[point], keys[:attended], pairs.weights[c], slopes)
+        for slot in range(attended):
             add(dq, point, slopes[slot], arrays.k, first + keys[slot])
 
 
 @inlined
 def _slopes(arrays, first, point, noise, d_out, d_lse, keys, weights, slopes):
     """Weight and slope of every key of a query."""
-    number, weight, boost, found = weights.dtype.type, arrays.weight, arrays.boost, len(keys)
-    zero, mean, total, top = number(0), number(0), number(0), number(-np.inf)
-    for slot in range(found):
+    number = weights.dtype.type
+    weight = arrays.weight
+    boost = arrays.boost
+    attended = len(keys)
+    zero = number(0)
+    mean = number(0)
+    total = number(0)
+    top = number(-np.inf)
+    for slot in range(attended):
         weights[slot] = arrays.scale * dot(arrays.q, point, arrays.k, first + keys[slot])
         top = max(top, weights[slot])
-    for slot in range(found):
-        a, d_p = weights[slot], dot(d_out, point, arrays.v, first + keys[slot])
+    for slot in range(attended):
+        a = weights[slot]
+        d_p = dot(d_out, point, arrays.v, first + keys[slot])
         kept = arrays.threshold == 0 or absorb(noise, keys[slot]) >= arrays.threshold
         d_p = number(d_p * boost) if kept else zero  # what is dropped is zero, NaN too
         if weight == SOFTMAX:
@@ -107,10 +118,10 @@ def _slopes(arrays, first, point, noise, d_out, d_lse, keys, weights, slopes):
             slopes[slot] = p * d_p + p * d_lse
             weights[slot] = p
         else:
-            p = (max(a, zero) if weight == RELU else a) / found
+            p = (max(a, zero) if weight == RELU else a) / attended
             weights[slot] = p * boost if kept else zero
-            slopes[slot] = zero if weight == RELU and a <= 0 else d_p / found
-    for slot in range(found):
+            slopes[slot] = zero if weight == RELU and a <= 0 else d_p / attended
+    for slot in range(attended):
         if weight == SOFTMAX:
             weights[slot] /= total
             slopes[slot] = slopes[slot] / total - weights[slot] * (mean / total)

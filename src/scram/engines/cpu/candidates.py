@@ -11,23 +11,29 @@ def leave(key, key_before, memory, after, offered, flags):
     """Write a block's keys, and those that are news to the neighbours in the next sweep."""
     for p in range(len(after)):
         history = np.uint8(flags[p] << 1) | np.uint8(key[p] != key_before[p])
-        after[p], flags[p] = key[p], history
+        after[p] = key[p]
+        flags[p] = history
         offered[p] = key[p] if history & memory else -1
 
 
 @compiled
-def read_neighbours(offered, block, queries, to_point, place, step, extent, theirs):
-    """What the neighbours of the points in one direction offer, -1 for nothing; returns whether any has."""
+def read_neighbours(offered, block, queries, to_point, place, step, extent, offers):
+    """Write what the neighbours of the points in one direction offer, -1 for nothing; return whether any does."""
     low = max(-block.begin - to_point, 0)
     high = min(queries - block.begin - to_point, block.size)  # the points that may have one
     for p in range(block.size):
-        theirs[p] = -1
+        offers[p] = -1
     if low >= high:
         return False
-    from_neighbours, to, at = offered[block.first + to_point + low :], theirs[low:high], place[low:high]
-    news, step, extent = np.int32(-1), np.int32(step), np.int32(extent)
+    from_neighbours = offered[block.first + to_point + low :]
+    to = offers[low:high]
+    at = place[low:high]
+    news = np.int32(-1)
+    step = np.int32(step)
+    extent = np.int32(extent)
     for p in range(high - low):
-        offer, target = from_neighbours[p], np.int32(at[p] + step)
+        offer = from_neighbours[p]
+        target = np.int32(at[p] + step)
         offer = offer if (target >= 0) & (target < extent) else np.int32(-1)
         to[p] = offer
         news = max(news, offer)
@@ -35,11 +41,13 @@ def read_neighbours(offered, block, queries, to_point, place, step, extent, thei
 
 
 @compiled
-def move(theirs, to_key, line, candidate, size):
-    """Their keys moved along an axis, -1 where that leaves the grid; `line` is the axis' extent times its stride."""
-    inverse, step, line = 1.0 / line, np.int32(to_key), np.int32(line)
+def move(offers, to_key, line, candidate, size):
+    """The offers moved along an axis, -1 where that leaves the grid; `line` is the axis' extent times its stride."""
+    inverse = 1.0 / line
+    step = np.int32(to_key)
+    line = np.int32(line)
     for p in range(size):
-        offer = theirs[p]
+        offer = offers[p]
         rest = np.int32(offer - np.int32(np.int32((offer + 0.5) * inverse) * line) - step)
         candidate[p] = np.int32(offer - step) if (offer >= 0) & (rest >= 0) & (rest < line) else np.int32(-1)
 
@@ -47,9 +55,12 @@ def move(theirs, to_key, line, candidate, size):
 @compiled
 def draw_around(noise, draw, centre, reach, extent, drawn, size):
     """For each point a coordinate from the interval of that reach around its centre, cut at the border."""
-    word, far, last = np.uint32(draw), np.int32(reach), np.int32(extent - 1)
+    word = np.uint32(draw)
+    far = np.int32(reach)
+    last = np.int32(extent - 1)
     for p in range(size):
-        low, high = max(np.int32(centre[p] - far), np.int32(0)), min(np.int32(centre[p] + far), last)
+        low = max(np.int32(centre[p] - far), np.int32(0))
+        high = min(np.int32(centre[p] + far), last)
         choices = np.uint64(np.uint32(high - low + np.int32(1)))
         drawn[p] = low + np.int32((np.uint64(absorb(noise[p], word)) * choices) >> np.uint64(32))
 
@@ -58,7 +69,8 @@ def draw_around(noise, draw, centre, reach, extent, drawn, size):
 def follow(key, candidate, drawn, centre, size):
     """Move the centre of each point that took its candidate to what was drawn."""
     for p in range(size):
-        new, old = drawn[p], centre[p]
+        new = drawn[p]
+        old = centre[p]
         centre[p] = new if key[p] == candidate[p] else old
 
 

@@ -31,7 +31,7 @@ class Keys(NamedTuple):
 
     k: Array  # [S, E]
     v: Array  # [S, F]
-    legal: Array  # bool [S], or empty: all
+    usable: Array  # bool [S], or empty: all
     label: Array  # int32 [S]
     score: Array  # [S], of the linear form with the nearest centre
 
@@ -56,18 +56,24 @@ class Parts(NamedTuple):
 
 @torch.no_grad()
 def cluster(call: ClusterCall) -> Clustered:
-    k, v, count = call.k, call.v, call.clusters
-    wide, keys, key_rows = accumulator(v.dtype), math.prod(k.shape[2:-1]), k.shape[0] * k.shape[1]
+    k = call.k
+    v = call.v
+    count = call.clusters
+    wide = accumulator(v.dtype)
+    keys = math.prod(k.shape[2:-1])
+    key_rows = k.shape[0] * k.shape[1]
     if count >= keys or not key_rows:
         return clustering.cluster(call)
-    k_rows, v_rows = rows(k).to(wide).contiguous(), rows(v).to(wide).contiguous()
-    masks = None if call.key_mask is None else clustering.legal_keys(call, k_rows, v_rows)
+    k_rows = rows(k).to(wide).contiguous()  # [B*Hk, M, E]
+    v_rows = rows(v).to(wide).contiguous()  # [B*Hk, M, F]
+    all_usable = None if call.key_mask is None else clustering.usable_keys(call, k_rows, v_rows)  # [B*Hk, M]
     label = torch.empty(key_rows, keys, dtype=torch.int32)
-    made = []
+    clusters = []
     for row in range(key_rows):
-        legal = None if masks is None else masks[row]
-        start = clustering.Start.of(call, row, k_rows[row], v_rows[row], legal)
-        centres, values = start.centres, start.values
+        usable = None if all_usable is None else all_usable[row]
+        start = clustering.Start.of(call, row, k_rows[row], v_rows[row], usable)
+        centres = start.centres
+        values = start.values
         sizes = torch.ones(count, dtype=torch.int64)
         for step in range(call.steps):
             forms = start.space.forms(centres, values, sizes)
@@ -75,46 +81,54 @@ def cluster(call: ClusterCall) -> Clustered:
             if not sizes.all():
                 centres, values, sizes = start.placed_anew(call, step, score, centres, values, sizes)
         forms = start.space.forms(centres, values, sizes)
-        made.append(_assign(forms, k_rows[row], v_rows[row], legal, label[row])[1:])
+        clusters.append(_assign(forms, k_rows[row], v_rows[row], usable, label[row])[1:])
     centres, values, sizes = (
-        torch.stack(part).reshape(*k.shape[:2], *part[0].shape) for part in zip(*made, strict=True)
+        torch.stack(part).reshape(*k.shape[:2], *part[0].shape) for part in zip(*clusters, strict=True)
     )
     return Clustered(centres, values, sizes.to(torch.int32), label.reshape(k.shape[:-1]))
 
 
 def _assign(
-    forms: clustering.LinearForms, k: Tensor, v: Tensor, legal: Tensor | None, label: Tensor | None
+    forms: clustering.LinearForms, k: Tensor, v: Tensor, usable: Tensor | None, label: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write the label of each key; its score [S], and mean keys, mean values and sizes of the clusters."""
-    number, dtype = len(k), k.numpy().dtype
+    number = len(k)
+    dtype = k.numpy().dtype
     arrays = Forms(*(x.contiguous().numpy() for x in forms))
-    count, size = len(arrays.bias), block_size(len(arrays.bias))
+    count = len(arrays.bias)
+    size = block_size(count)
     label = torch.empty(number, dtype=torch.int32) if label is None else label
     keys = Keys(
-        k.contiguous().numpy(), v.contiguous().numpy(), np.empty(0, bool) if legal is None else legal.numpy(),
-        label.numpy(), np.empty(number, dtype),
-    )  # fmt: skip
+        k=k.contiguous().numpy(),
+        v=v.contiguous().numpy(),
+        usable=np.empty(0, bool) if usable is None else usable.numpy(),
+        label=label.numpy(),
+        score=np.empty(number, dtype),
+    )
     parts = max(1, min(MOST_PARTS, -(-number // size)))
-    shapes = (count, k.shape[1]), (count, v.shape[1])
-    k_sum, v_sum = (np.zeros((parts, *shape), dtype) for shape in shapes)
-    made = Parts(
-        k_sum, v_sum, np.zeros((parts, count), np.int64),
-        np.empty((parts, count, size), dtype), np.empty((parts, k.shape[1] + v.shape[1], size), dtype),
-    )  # fmt: skip
+    sums = Parts(
+        k=np.zeros((parts, count, k.shape[1]), dtype),
+        v=np.zeros((parts, count, v.shape[1]), dtype),
+        number=np.zeros((parts, count), np.int64),
+        forms=np.empty((parts, count, size), dtype),
+        columns=np.empty((parts, k.shape[1] + v.shape[1], size), dtype),
+    )
     with threads():
-        _assign_parts(parts, keys, arrays, made)
-    sizes = torch.from_numpy(made.number.sum(0))
+        _assign_parts(parts, keys, arrays, sums)
+    sizes = torch.from_numpy(sums.number.sum(0))  # [C]
     each = sizes.clamp(min=1).unsqueeze(-1)
-    centres, values = (torch.from_numpy(x.sum(0)) / each for x in (made.k, made.v))
+    centres, values = (torch.from_numpy(x.sum(0)) / each for x in (sums.k, sums.v))  # [C, E], [C, F]
     return torch.from_numpy(keys.score), centres, values, sizes
 
 
 @parallel
-def _assign_parts(part, parts, keys, forms, made):
+def _assign_parts(part, parts, keys, forms, sums):
     """The keys of one part, a block at a time."""
-    size, width = made.forms.shape[2], keys.k.shape[1]
+    size = sums.forms.shape[2]
+    width = keys.k.shape[1]
     blocks = -(-len(keys.k) // size)
-    scores, columns = made.forms[part], made.columns[part]
+    scores = sums.forms[part]  # [C, size]
+    columns = sums.columns[part]  # [E + F, size]
     for block in range(blocks * part // parts, blocks * (part + 1) // parts):
         first = block * size
         number = min(size, len(keys.k) - first)
@@ -131,17 +145,18 @@ def _assign_parts(part, parts, keys, forms, made):
         for p in range(number):
             c = keys.label[first + p]
             if c >= 0:
-                made.number[part, c] += 1
+                sums.number[part, c] += 1
                 for e in range(width):
-                    made.k[part, c, e] += keys.k[first + p, e]
+                    sums.k[part, c, e] += keys.k[first + p, e]
                 for f in range(keys.v.shape[1]):
-                    made.v[part, c, f] += keys.v[first + p, f]
+                    sums.v[part, c, f] += keys.v[first + p, f]
 
 
 @compiled
 def _nearest(keys, first, number, scores):
-    """The largest of each column, the first where they are equal; -1 for a key that is not legal or not finite."""
-    best, which = keys.score[first : first + number], keys.label[first : first + number]
+    """The largest of each column, the first where they are equal; -1 for a key that is not usable or not finite."""
+    best = keys.score[first : first + number]  # [number]
+    which = keys.label[first : first + number]  # [number]
     for p in range(number):
         best[p] = scores[0, p]
         which[p] = 0
@@ -151,6 +166,6 @@ def _nearest(keys, first, number, scores):
             best[p] = scores[c, p] if higher else best[p]
             which[p] = c if higher else which[p]
     for p in range(number):
-        legal = len(keys.legal) == 0 or keys.legal[first + p]
-        if not (legal and abs(best[p]) < np.inf):
+        usable = len(keys.usable) == 0 or keys.usable[first + p]
+        if not (usable and abs(best[p]) < np.inf):
             which[p] = -1

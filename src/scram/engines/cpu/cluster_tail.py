@@ -33,8 +33,8 @@ class ClusterTailArrays(NamedTuple):
     """A ClusterTailCall as the kernels read it."""
 
     q: Array  # [P, E]
-    head_out: Array  # [P, F]
-    head_lse: Array  # [P]
+    near_out: Array  # [P, F], of the windows
+    near_lse: Array  # [P], of the windows
     label: Array  # int32 [Rc*M]
     centres: Array  # [Rc, C, E]
     values: Array  # [Rc, F, C]
@@ -51,47 +51,67 @@ class ClusterTailArrays(NamedTuple):
 
     @staticmethod
     def of(call: ClusterTailCall) -> ClusterTailArrays:
-        wide, grid = call.centres.dtype, call.label.shape[2:]
-        seed, threshold = np.zeros(0, np.uint32), 0
+        wide = call.centres.dtype
+        grid = call.label.shape[2:]
+        seed = np.zeros(0, np.uint32)
+        threshold = 0
         if call.dropout_seed is not None:
-            seed, threshold = row_states(call.dropout_seed, call.q, call.rows), int(call.dropout_p * 2**32)
+            seed = row_states(call.dropout_seed, call.q, call.rows)
+            threshold = int(call.dropout_p * 2**32)
         sizes = by_row(call.sizes)
         gains = np.ones(sizes.shape, by_row(call.centres).dtype) if call.gains is None else by_row(call.gains)
         return ClusterTailArrays(
-            array(call.q.to(wide)), array(call.head_out.to(wide)), flat(call.head_lse.to(wide)), flat(call.label),
-            by_row(call.centres), by_row(call.values.mT), bool(call.values.isfinite().all()), sizes, gains,
-            Windows.of(call.index, call.radius, grid), Geometry.of(call.q, call.label.unsqueeze(-1), None, False),
-            call.scale, seed, threshold, 1 / (1 - call.dropout_p), call.first_name,
-        )  # fmt: skip
+            q=array(call.q.to(wide)),
+            near_out=array(call.head_out.to(wide)),
+            near_lse=flat(call.head_lse.to(wide)),
+            label=flat(call.label),
+            centres=by_row(call.centres),
+            values=by_row(call.values.mT),
+            finite=bool(call.values.isfinite().all()),
+            sizes=sizes,
+            gains=gains,
+            windows=Windows.of(call.index, call.radius, grid),
+            geometry=Geometry.of(call.q, call.label.unsqueeze(-1), None, False),
+            scale=call.scale,
+            seed=seed,
+            threshold=threshold,
+            boost=1 / (1 - call.dropout_p),
+            first_name=call.first_name,
+        )
 
 
 def by_row(x: Tensor) -> Array:
     """[B, Hc, ...] -> [Rc, ...]"""
-    made: Array = x.detach().reshape(x.shape[0] * x.shape[1], *x.shape[2:]).contiguous().numpy()
-    return made
+    result: Array = x.detach().reshape(x.shape[0] * x.shape[1], *x.shape[2:]).contiguous().numpy()
+    return result
 
 
 class Scratch(NamedTuple):
     """Of each task."""
 
-    keys: Array  # int32 [tasks, slots + 1, size], the last for other use
+    keys: Array  # int32 [tasks, slots + 1, size], the last is spare
     places: Array  # int32 [tasks, kappa, rank, size], coordinates of the matches
     left: Array  # int32 [tasks, C, size], keys of each cluster outside of a query's windows
     weights: Array  # [tasks, C, size]
     features: Array  # [tasks, E, size]
     values: Array  # [tasks, F, size]
-    sums: Array  # [tasks, 3, size]: weights' total, highest score, the head's share
+    sums: Array  # [tasks, 3, size]: weights' total, highest score, the windows' share
 
     @staticmethod
     def of(arrays: ClusterTailArrays, tasks: int, size: int) -> Scratch:
-        matches, rank = arrays.windows.index.shape[1], len(arrays.geometry.grid)
-        clusters, dtype = arrays.sizes.shape[1], arrays.centres.dtype
-        widths = (clusters, arrays.q.shape[1], arrays.head_out.shape[1], 3)
+        matches = arrays.windows.index.shape[1]
+        rank = len(arrays.geometry.grid)
+        clusters = arrays.sizes.shape[1]
+        dtype = arrays.centres.dtype
         return Scratch(
-            np.empty((tasks, arrays.windows.slots + 1, size), np.int32),
-            np.empty((tasks, matches, rank, size), np.int32), np.empty((tasks, clusters, size), np.int32),
-            *(np.empty((tasks, width, size), dtype) for width in widths),
-        )  # fmt: skip
+            keys=np.empty((tasks, arrays.windows.slots + 1, size), np.int32),
+            places=np.empty((tasks, matches, rank, size), np.int32),
+            left=np.empty((tasks, clusters, size), np.int32),
+            weights=np.empty((tasks, clusters, size), dtype),
+            features=np.empty((tasks, arrays.q.shape[1], size), dtype),
+            values=np.empty((tasks, arrays.near_out.shape[1], size), dtype),
+            sums=np.empty((tasks, 3, size), dtype),
+        )
 
 
 def block_size(clusters: int) -> int:
@@ -106,8 +126,10 @@ def fewer(tasks: int, blocks: int, weights: int) -> int:
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
     arrays = ClusterTailArrays.of(call)
-    out, lse = np.empty_like(arrays.head_out), np.empty_like(arrays.head_lse)
-    clusters, size = arrays.sizes.shape[1], block_size(arrays.sizes.shape[1])
+    out = np.empty_like(arrays.near_out)
+    lse = np.empty_like(arrays.near_lse)
+    clusters = arrays.sizes.shape[1]
+    size = block_size(clusters)
     with threads() as tasks:
         tasks = fewer(tasks, len(out) // size, clusters * size)
         _join(tasks, arrays, Scratch.of(arrays, tasks, size), out, lse)
@@ -117,9 +139,13 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
 @parallel
 def _join(task, tasks, arrays, scratch, out, lse):
     """Blocks of points of one row, each written by one task."""
-    geometry, most, head_out = arrays.geometry, scratch.left.shape[2], arrays.head_out
+    geometry = arrays.geometry
+    most = scratch.left.shape[2]
+    near_out = arrays.near_out
     blocks = len(geometry.key_rows) * -(-geometry.queries // most)
-    weights, mixed, sums = scratch.weights[task], scratch.values[task], scratch.sums[task]
+    weights = scratch.weights[task]  # [C, size]
+    mixed = scratch.values[task]  # [F, size]
+    sums = scratch.sums[task]  # [3, size]
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
         block = block_at(number, most, geometry, geometry.keys)
         weigh(arrays, block, scratch, task)
@@ -131,19 +157,26 @@ def _join(task, tasks, arrays, scratch, out, lse):
         else:
             add_guarded_product(arrays.values[geometry.key_rows[block.row]], weights, mixed, block.size, False)
         for p in range(block.size):
-            point, total, share = block.first + p, sums[TOTAL, p], sums[SHARE, p]
+            point = block.first + p
+            total = sums[TOTAL, p]
+            share = sums[SHARE, p]
             lse[point] = math.log(total) + sums[TOP, p]
-            there = arrays.head_lse[point] != -np.inf
+            attends = arrays.near_lse[point] != -np.inf  # any key of its windows
             for f in range(out.shape[1]):
-                whole = mixed[f, p] + share * head_out[point, f] if there else mixed[f, p]
+                whole = mixed[f, p] + share * near_out[point, f] if attends else mixed[f, p]
                 out[point, f] = whole / total if total != 0 else whole
 
 
 @inlined
 def weigh(arrays, block, scratch, task):
     """Weights of the clusters, relative to the highest score, and the sums of each point."""
-    keys, left, weights, sums = scratch.keys[task], scratch.left[task], scratch.weights[task], scratch.sums[task]
-    size, features, row = block.size, scratch.features[task], arrays.geometry.key_rows[block.row]
+    keys = scratch.keys[task]  # [slots + 1, size]
+    left = scratch.left[task]  # [C, size]
+    weights = scratch.weights[task]  # [C, size]
+    sums = scratch.sums[task]  # [3, size]
+    size = block.size
+    features = scratch.features[task]  # [E, size]
+    row = arrays.geometry.key_rows[block.row]
     expand_block(arrays.windows, arrays.geometry, 0, block, keys, scratch.places[task])
     take(arrays.q, block, features)
     weights[:] = 0
@@ -162,7 +195,7 @@ def weigh(arrays, block, scratch, task):
 
 @compiled
 def take(x, block, result):
-    """Rows of x [P, width] as columns."""
+    """A block's vectors of x [P, width] as columns of result [width, size]."""
     for p in range(block.size):
         for e in range(x.shape[1]):
             result[e, p] = x[block.first + p, e]
@@ -171,10 +204,16 @@ def take(x, block, result):
 @inlined
 def _to_weights(arrays, block, gains, left, weights, sums):
     """Products with the centres become left * gain * exp(score - top), exactly 0 where nothing is left."""
-    total, top, share, size, number = sums[TOTAL], sums[TOP], sums[SHARE], block.size, weights.dtype.type
-    zero, lowest, scale = number(0), number(-np.inf), number(arrays.scale)
+    total = sums[TOTAL]  # [size]
+    top = sums[TOP]  # [size]
+    share = sums[SHARE]  # [size]
+    size = block.size
+    number = weights.dtype.type
+    zero = number(0)
+    lowest = number(-np.inf)
+    scale = number(arrays.scale)
     for p in range(size):
-        top[p] = arrays.head_lse[block.first + p]
+        top[p] = arrays.near_lse[block.first + p]
     for c in range(len(weights)):
         if gains[c] > 0:
             for p in range(size):
@@ -183,7 +222,7 @@ def _to_weights(arrays, block, gains, left, weights, sums):
                 top[p] = a if a > top[p] else top[p]
     for p in range(size):
         top[p] = zero if top[p] == lowest else top[p]  # -inf - -inf is NaN
-        share[p] = math.exp(arrays.head_lse[block.first + p] - top[p])
+        share[p] = math.exp(arrays.near_lse[block.first + p] - top[p])
         total[p] = share[p]
     for c in range(len(weights)):
         gain = gains[c]
@@ -196,7 +235,8 @@ def _to_weights(arrays, block, gains, left, weights, sums):
 @compiled
 def drop(arrays, block, weights):
     """Dropout: each number of a cluster is 0 or grows."""
-    number, prefix = weights.dtype.type, arrays.seed[block.row]
+    number = weights.dtype.type
+    prefix = arrays.seed[block.row]
     for c in range(len(weights)):
         for p in range(block.size):
             keep = absorb(absorb(prefix, block.begin + p), arrays.first_name + c) >= arrays.threshold

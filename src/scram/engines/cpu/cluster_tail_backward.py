@@ -25,7 +25,7 @@ ALL_SUMS = 1 << 23
 
 
 class Gradients(NamedTuple):
-    """What is given and what is made. `parts` cut the points that read a row of clusters."""
+    """What is read and what is written. `parts` cut the points that read a row of clusters."""
 
     out: Array  # [P, F]
     lse: Array  # [P]
@@ -33,39 +33,57 @@ class Gradients(NamedTuple):
     turned_centres: Array  # [Rc, E, C], of the call
     finite: bool  # all centres
     to_q: Array  # [P, E]
-    to_head_out: Array  # [P, F]
-    to_head_lse: Array  # [P]
+    to_near_out: Array  # [P, F]
+    to_near_lse: Array  # [P]
     to_centres: Array  # [Rc, parts, C, E]
     to_values: Array  # [Rc, parts, C, F]
     slopes: Array  # [tasks, C, size], scratch
     d_out: Array  # [tasks, F, size], scratch
     d_q: Array  # [tasks, E, size], scratch
-    means: Array  # [tasks, 2, size], scratch
+    means: Array  # [tasks, 2, size], scratch: <d_out, near_out>, and the mean of all slopes
 
 
 def cluster_tail_backward(
     call: ClusterTailCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> ClusterTailGrads:
     """Gradients of q, centres, values, head_out, head_lse from those of out and lse."""
-    arrays, wide = ClusterTailArrays.of(call), call.centres.dtype
-    (rows, clusters, width), values = arrays.centres.shape, np.ascontiguousarray(arrays.values.swapaxes(1, 2))
-    value_width, size = values.shape[2], block_size(clusters)
-    blocks, each_part = len(arrays.q) // size, rows * clusters * (width + value_width)
+    arrays = ClusterTailArrays.of(call)
+    wide = call.centres.dtype
+    rows, clusters, width = arrays.centres.shape
+    values = np.ascontiguousarray(arrays.values.swapaxes(1, 2))  # [Rc, C, F]
+    value_width = values.shape[2]
+    size = block_size(clusters)
+    blocks = len(arrays.q) // size
+    each_part = rows * clusters * (width + value_width)
     parts = min(blocks // max(PART_BLOCKS * rows, 1), PARTS // max(rows, 1), ALL_SUMS // max(each_part, 1))
-    sums = [np.zeros((rows, max(1, parts), clusters, w), values.dtype) for w in (width, value_width)]
-    made = [np.empty_like(x) for x in (arrays.q, arrays.head_out, arrays.head_lse)]
-    turned, finite = np.ascontiguousarray(arrays.centres.swapaxes(1, 2)), bool(call.centres.isfinite().all())
-    given = (array(grad_out.to(wide)), flat(grad_lse.to(wide)), values, turned, finite)
+    parts = max(1, parts)
+    dtype = values.dtype
     with threads() as tasks:
         tasks = fewer(tasks, blocks, 2 * clusters * size)
-        widths = (clusters, value_width, width, 2)
-        grads = Gradients(*given, *made, *sums, *(np.empty((tasks, w, size), values.dtype) for w in widths))
+        grads = Gradients(
+            out=array(grad_out.to(wide)),
+            lse=flat(grad_lse.to(wide)),
+            values=values,
+            turned_centres=np.ascontiguousarray(arrays.centres.swapaxes(1, 2)),
+            finite=bool(call.centres.isfinite().all()),
+            to_q=np.empty_like(arrays.q),
+            to_near_out=np.empty_like(arrays.near_out),
+            to_near_lse=np.empty_like(arrays.near_lse),
+            to_centres=np.zeros((rows, parts, clusters, width), dtype),
+            to_values=np.zeros((rows, parts, clusters, value_width), dtype),
+            slopes=np.empty((tasks, clusters, size), dtype),
+            d_out=np.empty((tasks, value_width, size), dtype),
+            d_q=np.empty((tasks, width, size), dtype),
+            means=np.empty((tasks, 2, size), dtype),
+        )
         _parts(tasks, arrays, Scratch.of(arrays, tasks, size), grads)
-    to_centres, to_values = (_added(x) for x in sums)
     return ClusterTailGrads(
-        like(made[0], call.q), like(to_centres, call.centres), like(to_values, call.values),
-        like(made[1], call.head_out), like(made[2], call.head_lse),
-    )  # fmt: skip
+        like(grads.to_q, call.q),
+        like(_added(grads.to_centres), call.centres),
+        like(_added(grads.to_values), call.values),
+        like(grads.to_near_out, call.head_out),
+        like(grads.to_near_lse, call.head_lse),
+    )
 
 
 def _added(parts: Array) -> Array:
@@ -73,22 +91,27 @@ def _added(parts: Array) -> Array:
     total = torch.from_numpy(parts[:, 0])
     for n in range(1, parts.shape[1]):
         total += torch.from_numpy(parts[:, n])
-    made: Array = total.numpy()
-    return made
+    result: Array = total.numpy()
+    return result
 
 
 @parallel
 def _parts(task, tasks, arrays, scratch, grads):
     """Some parts, one after the other, block by block."""
-    geometry, most = arrays.geometry, scratch.left.shape[2]
-    rows, parts = grads.to_centres.shape[0], grads.to_centres.shape[1]
+    geometry = arrays.geometry
+    most = scratch.left.shape[2]
+    rows = grads.to_centres.shape[0]
+    parts = grads.to_centres.shape[1]
     group = len(geometry.key_rows) // max(rows, 1)  # rows of queries that read a row of clusters: neighbours
     in_row = -(-geometry.queries // most)
     for number in range(rows * parts * task // tasks, rows * parts * (task + 1) // tasks):
-        row, part = number // parts, number % parts
+        row = number // parts
+        part = number % parts
         for n in range(group * in_row * part // parts, group * in_row * (part + 1) // parts):
-            q_row, begin = row * group + n // in_row, n % in_row * most
-            first, size = q_row * geometry.queries + begin, min(most, geometry.queries - begin)
+            q_row = row * group + n // in_row
+            begin = n % in_row * most
+            first = q_row * geometry.queries + begin
+            size = min(most, geometry.queries - begin)
             block = Block(q_row, begin, first, row * geometry.keys, size)
             weigh(arrays, block, scratch, task)
             _slopes(arrays, block, scratch.weights[task], scratch.sums[task], grads, task, row)
@@ -101,10 +124,17 @@ def _parts(task, tasks, arrays, scratch, grads):
 
 @inlined
 def _slopes(arrays, block, weights, sums, grads, task, row):
-    """Weights add up to 1 with the head's share; slopes are d loss / d <q, centre>."""
-    slopes, d_out, size, number = grads.slopes[task], grads.d_out[task], block.size, weights.dtype.type
-    total, share, head, mean = sums[TOTAL], sums[SHARE], grads.means[task, 0], grads.means[task, 1]
-    zero, scale = number(0), number(arrays.scale)
+    """Weights add up to 1 with the windows' share; slopes are d loss / d <q, centre>."""
+    slopes = grads.slopes[task]  # [C, size]
+    d_out = grads.d_out[task]  # [F, size]
+    size = block.size
+    number = weights.dtype.type
+    total = sums[TOTAL]  # [size]
+    share = sums[SHARE]  # [size]
+    to_near = grads.means[task, 0]  # [size]
+    mean = grads.means[task, 1]  # [size]
+    zero = number(0)
+    scale = number(arrays.scale)
     take(grads.out, block, d_out)
     slopes[:] = 0
     add_product(grads.values[row], d_out, slopes, size)
@@ -112,13 +142,13 @@ def _slopes(arrays, block, weights, sums, grads, task, row):
         drop(arrays, block, slopes)
     for p in range(size):
         point = block.first + p
-        head[p] = zero
-        if arrays.head_lse[point] != -np.inf:
+        to_near[p] = zero
+        if arrays.near_lse[point] != -np.inf:
             for f in range(grads.out.shape[1]):
-                head[p] += grads.out[point, f] * arrays.head_out[point, f]
+                to_near[p] += grads.out[point, f] * arrays.near_out[point, f]
         total[p] = number(1) / total[p] if total[p] != 0 else zero
         share[p] *= total[p]
-        mean[p] = share[p] * head[p]
+        mean[p] = share[p] * to_near[p]
     for c in range(len(weights)):
         for p in range(size):
             weights[c, p] *= total[p]
@@ -133,20 +163,24 @@ def _slopes(arrays, block, weights, sums, grads, task, row):
 
 @inlined
 def _to_queries(arrays, block, sums, grads, task, row):
-    """Gradients of q and of the head."""
-    d_q, share, head, mean = grads.d_q[task], sums[SHARE], grads.means[task, 0], grads.means[task, 1]
+    """Gradients of q and of the windows' out and lse."""
+    d_q = grads.d_q[task]  # [E, size]
+    share = sums[SHARE]
+    to_near = grads.means[task, 0]
+    mean = grads.means[task, 1]
     d_q[:] = 0
     if grads.finite:
         add_product(grads.turned_centres[row], grads.slopes[task], d_q, block.size)
     else:
         add_guarded_product(grads.turned_centres[row], grads.slopes[task], d_q, block.size, False)
     for p in range(block.size):
-        point, there = block.first + p, arrays.head_lse[block.first + p] != -np.inf
+        point = block.first + p
+        attends = arrays.near_lse[point] != -np.inf  # any key of its windows
         for e in range(len(d_q)):
             grads.to_q[point, e] = d_q[e, p]
         for f in range(grads.out.shape[1]):
-            grads.to_head_out[point, f] = share[p] * grads.out[point, f] if there else 0
-        grads.to_head_lse[point] = share[p] * (head[p] - mean[p]) if there else 0
+            grads.to_near_out[point, f] = share[p] * grads.out[point, f] if attends else 0
+        grads.to_near_lse[point] = share[p] * (to_near[p] - mean[p]) if attends else 0
 
 
 @compiled

@@ -15,8 +15,8 @@ class Draws(NamedTuple):
 
     modes: Array  # int32 [P, kappa]
     count: Array  # type: ignore[assignment]  # int32 [P], modes that exist
-    total: Array  # int32 [P], legal keys
-    order: Array  # int64 [Rm, M], the legal keys ascending; no row where all are legal
+    total: Array  # int32 [P], allowed keys
+    order: Array  # int64 [R or B, M], the unmasked keys ascending; without elements: no mask
     table: Array  # int32 [2 R + 2], running sums of the weights of the steps -R..R
     seed: Array  # uint32 [R], the hash after the seed and the row
     alpha: float  # the share of draws near modes
@@ -25,19 +25,29 @@ class Draws(NamedTuple):
 @parallel
 def draw_keys(task, tasks, geometry, draws, begin, keys, logs):
     """Fill keys and logs for the points from `begin` on; what may not be visited is left out, -1 follows the last."""
-    grid, strides, mask, table = geometry.grid, geometry.strides, geometry.mask, draws.table
-    threshold, samples, size = np.int64(draws.alpha * 2.0**32), keys.shape[1], min(len(keys), len(draws.count) - begin)
+    grid = geometry.grid
+    strides = geometry.strides
+    mask = geometry.mask
+    table = draws.table
+    threshold = np.int64(draws.alpha * 2.0**32)
+    samples = keys.shape[1]
+    size = min(len(keys), len(draws.count) - begin)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
         point = begin + c
-        row, count, total = point // geometry.queries, draws.count[point], draws.total[point]
-        query, mask_row = point - row * geometry.queries, row // geometry.rows_per_mask
-        near = draws.alpha if count > 0 else 0.0
-        state, seen = absorb(draws.seed[row], query), 0
+        row = point // geometry.queries
+        count = draws.count[point]
+        total = draws.total[point]
+        query = point - row * geometry.queries
+        mask_row = row // geometry.rows_per_mask
+        alpha = draws.alpha if count > 0 else 0.0
+        state = absorb(draws.seed[row], query)
+        seen = 0
         for t in range(samples):
             noise = absorb(state, t)
             which = absorb(noise, 1)
             if np.int64(absorb(noise, 0)) < threshold and count > 0:
-                mode, key = np.int64(draws.modes[point, below(which, count)]), np.int64(0)
+                mode = np.int64(draws.modes[point, below(which, count)])
+                key = np.int64(0)
                 for axis in range(len(grid)):
                     centre = mode // strides[axis]
                     mode -= centre * strides[axis]
@@ -50,10 +60,11 @@ def draw_keys(task, tasks, geometry, draws, begin, keys, logs):
                 continue
             if (geometry.causal and key > query) or (len(mask) and not mask[mask_row, key]):
                 continue
-            r = (1 - near) / total
-            if near > 0:
-                r += near * _closeness(key, draws.modes[point, :count], table, grid, strides) / count
-            keys[c, seen], logs[c, seen] = key, -math.log(r * samples)
+            r = (1 - alpha) / total
+            if alpha > 0:
+                r += alpha * _closeness(key, draws.modes[point, :count], table, grid, strides) / count
+            keys[c, seen] = key
+            logs[c, seen] = -math.log(r * samples)
             seen += 1
         keys[c, seen:] = -1
 
@@ -61,7 +72,8 @@ def draw_keys(task, tasks, geometry, draws, begin, keys, logs):
 @compiled
 def find(table, target):
     """The step whose stretch of the table holds the target."""
-    low, high = 0, len(table) - 1
+    low = 0
+    high = len(table) - 1
     while high - low > 1:
         middle = (low + high) // 2
         if table[middle] <= target:
@@ -74,7 +86,8 @@ def find(table, target):
 @compiled
 def _step(table, bits, centre, extent):
     reach = len(table) // 2 - 1
-    low, high = max(-centre, -reach), min(extent - 1 - centre, reach)
+    low = max(-centre, -reach)
+    high = min(extent - 1 - centre, reach)
     start = np.int64(table[low + reach])
     return find(table, start + below(bits, table[high + 1 + reach] - start))
 
@@ -82,18 +95,23 @@ def _step(table, bits, centre, extent):
 @compiled
 def _closeness(key, modes, table, grid, strides):
     """The sum over the modes of the density of a step from there to the key."""
-    reach, total = len(table) // 2 - 1, 0.0
+    reach = len(table) // 2 - 1
+    total = 0.0
     for m in range(len(modes)):
-        mode, rest, g = np.int64(modes[m]), key, 1.0
+        mode = np.int64(modes[m])
+        rest = key
+        g = 1.0
         for axis in range(len(grid)):
-            centre, at = mode // strides[axis], rest // strides[axis]
+            centre = mode // strides[axis]
+            at = rest // strides[axis]
             mode -= centre * strides[axis]
             rest -= at * strides[axis]
             d = at - centre
             if not -reach <= d <= reach:
                 g = 0.0
                 break
-            low, high = max(-centre, -reach), min(grid[axis] - 1 - centre, reach)
+            low = max(-centre, -reach)
+            high = min(grid[axis] - 1 - centre, reach)
             g *= (table[d + reach + 1] - table[d + reach]) / (table[high + 1 + reach] - table[low + reach])
         total += g
     return total

@@ -1,6 +1,6 @@
 """The hybrid's tail on a CPU: scores and mixtures as matrix products over the keys that a row shares.
 
-A query takes its own head's keys out of them: it walks its windows and looks each key up among the shared ones.
+A query takes the keys in its windows out of them: it walks its windows and looks each key up among the shared ones.
 """
 
 import math
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...calls import DrawnTail, DrawnTailCall, TailGrads
-from ...draws import NONE, by_heads, legal_counts, ranked_keys, shared_tail, tail_rows, tail_values
-from ...grid import LegalKeys, grid_of
+from ...draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_rows, tail_values
+from ...grid import AllowedKeys, grid_of
 from ...scoring import accumulator
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, Windows, flat
@@ -24,8 +24,8 @@ from .windows import expand
 CHUNK_SCORES = 1 << 20  # of one row at a time: they stay in the cache between the products
 
 
-class Head(NamedTuple):
-    """The windows that the head attends, and its lse."""
+class Near(NamedTuple):
+    """The windows, and the lse of attention over them."""
 
     windows: Windows
     geometry: Geometry
@@ -53,19 +53,25 @@ class TailTensors:
     """A DrawnTailCall with one matrix for each row, and what the kernels read."""
 
     def __init__(self, call: DrawnTailCall) -> None:
-        q, k, v, self.call = call.q, call.k, call.v, call
-        key_grid, legal = grid_of(k), LegalKeys.of(q, k, call.causal, call.key_mask)
-        ranked = ranked_keys(q, legal, call.seed, call.rows)
+        q = call.q
+        k = call.k
+        v = call.v
+        self.call = call
+        key_grid = grid_of(k)
+        allowed = AllowedKeys.of(q, k, call.causal, call.key_mask)
+        ranked = ranked_keys(q, allowed, call.seed, call.rows)
         self.names, self.represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
         self.geometry = Geometry.of(q, k, call.key_mask, call.causal)
         self.windows = Windows.of(call.index, call.radius, key_grid)
-        self.rows, self.queries = q.shape[0] * q.shape[1], self.geometry.queries
+        self.rows = q.shape[0] * q.shape[1]
+        self.queries = self.geometry.queries
         self.wide = accumulator(v.dtype)
-        self.at = tail_rows(self.names, q.shape[1], k.shape[1], self.geometry.keys)
+        self.at = tail_rows(self.names, q.shape[1], k.shape[1], self.geometry.keys)  # [R, m]
         self.k, self.v = (tail_values(x.detach(), self.names, q.shape[1]).to(self.wide) for x in (k, v))
-        self.q, self.head_out = (self.matrix(x) for x in (q, call.head_out))
-        self.head_lse = flat(call.head_lse.to(self.wide))
-        self.total = flat(legal_counts(q, legal))
+        self.q = self.matrix(q)  # [R, N, E]
+        self.near_out = self.matrix(call.head_out)  # [R, N, F]
+        self.near_lse = flat(call.head_lse.to(self.wide))
+        self.total = flat(allowed_counts(q, allowed))
         self.dropout = (np.zeros(0, np.uint32), 0, 1.0)
         if call.dropout_seed is not None:
             seed = row_states(call.dropout_seed, q, call.rows)
@@ -77,9 +83,9 @@ class TailTensors:
         """[B, H, *G, width] -> [R, N, width]"""
         return x.detach().to(self.wide).reshape(self.rows, self.queries, x.shape[-1])
 
-    def head(self, tasks: int) -> Head:
+    def near(self, tasks: int) -> Near:
         keys = np.empty((tasks, self.windows.slots), np.int32)
-        return Head(self.windows, self.geometry, self.head_lse, keys, self.windows.places(tasks))
+        return Near(self.windows, self.geometry, self.near_lse, keys, self.windows.places(tasks))
 
     def chunks(self) -> Iterator[tuple[slice, slice]]:
         """Several whole rows at a time, or some queries of one."""
@@ -96,34 +102,51 @@ class TailTensors:
         slot = np.full((len(names), self.geometry.keys), -1, np.int32)
         for row, number in enumerate(drawn):
             slot[row, names[row, :number]] = np.arange(number, dtype=np.int32)
-        return Chunk(rows.start, queries.start, slot, names, drawn, self.logs[rows], self.call.scale, *self.dropout)
+        seed, threshold, boost = self.dropout
+        return Chunk(
+            row=rows.start,
+            begin=queries.start,
+            slot=slot,
+            names=names,
+            drawn=drawn,
+            logs=self.logs[rows],
+            scale=self.call.scale,
+            seed=seed,
+            threshold=threshold,
+            boost=boost,
+        )
 
 
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     tail = TailTensors(call)
     shape = (tail.rows, tail.queries)
     out = torch.empty(*shape, call.v.shape[-1], dtype=tail.wide)
-    variance, numbers = torch.empty_like(out), [torch.empty(shape, dtype=tail.wide) for _ in range(5)]
+    variance = torch.empty_like(out)
+    numbers = [torch.empty(shape, dtype=tail.wide) for _ in range(5)]
     lse, offset, share, seen, left = numbers
     with threads() as tasks:
-        head = tail.head(tasks)
+        near = tail.near(tasks)
         for rows, queries in tail.chunks():
-            p = tail.q[rows, queries] @ tail.k[rows].mT
-            _weigh(tasks, p.numpy(), tail.chunk(rows, queries), head, call.stratified, tail.total, *map(flat, numbers))
-            own, values = share[rows, queries].unsqueeze(-1), tail.v[rows]
-            # A head of no key has out 0; what is not there is not multiplied.
-            theirs = torch.where(own == 0, 0, own * tail.head_out[rows, queries])
-            answer = _mix(p, values, call.causal) + theirs
-            out[rows, queries] = answer
+            p = tail.q[rows, queries] @ tail.k[rows].mT  # [R, n, m]
+            _weigh(tasks, p.numpy(), tail.chunk(rows, queries), near, call.stratified, tail.total, *map(flat, numbers))
+            near_share = share[rows, queries].unsqueeze(-1)  # [R, n, 1]
+            values = tail.v[rows]  # [R, m, F]
+            # Windows without a key have out 0; what has no share is not multiplied.
+            near_part = torch.where(near_share == 0, 0, near_share * tail.near_out[rows, queries])
+            joined = _mix(p, values, call.causal) + near_part  # [R, n, F]
+            out[rows, queries] = joined
             counts = (x[rows, queries].unsqueeze(-1) for x in (seen, left))
             known = call.dropout_seed is None
-            variance[rows, queries] = _variance(p, values, answer, *counts) if known else torch.inf
+            variance[rows, queries] = _variance(p, values, joined, *counts) if known else torch.inf
     points = call.q.shape[:-1]
     full = (*points, out.shape[-1])
     return DrawnTail(
-        out.to(call.v.dtype).reshape(full), lse.reshape(points), variance.reshape(full), offset.reshape(points),
+        out.to(call.v.dtype).reshape(full),
+        lse.reshape(points),
+        variance.reshape(full),
+        offset.reshape(points),
         *by_heads(call.q, tail.names, tail.represents),
-    )  # fmt: skip
+    )
 
 
 def drawn_tail_backward(
@@ -131,19 +154,23 @@ def drawn_tail_backward(
 ) -> TailGrads:
     """Gradients of q, k, v, head_out, head_lse from those of out and lse. The keys are drawn again."""
     tail = TailTensors(call)
-    wide, shape = tail.wide, (tail.rows, tail.queries)
+    wide = tail.wide
+    shape = (tail.rows, tail.queries)
     d_out = tail.matrix(grad_out)
-    d_lse, head_lse = (x.detach().to(wide).reshape(shape) for x in (grad_lse, call.head_lse))
-    dq, dk, dv = torch.empty_like(tail.q), torch.zeros_like(tail.k), torch.zeros_like(tail.v)
-    to_head = torch.where(head_lse == -torch.inf, 0, (d_out * tail.head_out).sum(-1))
-    share, delta = torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide)
-    numbers = [flat(x) for x in (offset.to(wide), d_lse, to_head, share, delta)]
+    d_lse, near_lse = (x.detach().to(wide).reshape(shape) for x in (grad_lse, call.head_lse))
+    dq = torch.empty_like(tail.q)
+    dk = torch.zeros_like(tail.k)
+    dv = torch.zeros_like(tail.v)
+    to_near = torch.where(near_lse == -torch.inf, 0, (d_out * tail.near_out).sum(-1))
+    share = torch.empty(shape, dtype=wide)
+    delta = torch.empty(shape, dtype=wide)
+    numbers = [flat(x) for x in (offset.to(wide), d_lse, to_near, share, delta)]
     with threads() as tasks:
-        head = tail.head(tasks)
+        near = tail.near(tasks)
         for rows, queries in tail.chunks():
-            p = tail.q[rows, queries] @ tail.k[rows].mT
-            slopes = d_out[rows, queries] @ tail.v[rows].mT
-            _slopes(tasks, p.numpy(), slopes.numpy(), tail.chunk(rows, queries), head, *numbers)
+            p = tail.q[rows, queries] @ tail.k[rows].mT  # [R, n, m]
+            slopes = d_out[rows, queries] @ tail.v[rows].mT  # [R, n, m]
+            _slopes(tasks, p.numpy(), slopes.numpy(), tail.chunk(rows, queries), near, *numbers)
             dq[rows, queries] = _mix(slopes, tail.k[rows], call.causal)
             dk[rows] += _mix(slopes.mT, tail.q[rows, queries], True)
             dv[rows] += p.mT @ d_out[rows, queries]
@@ -152,9 +179,11 @@ def drawn_tail_backward(
         torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], dtype=wide).index_add_(0, at, d.flatten(0, 1))
         for x, d in ((call.k, dk), (call.v, dv))
     )
-    made = TailGrads(dq, d_k, d_v, share.unsqueeze(-1) * d_out, torch.where(share == 0, 0, share * (to_head - delta)))
-    given = ((grad, getattr(call, name)) for name, grad in made._asdict().items())
-    return TailGrads(*(grad.to(x.dtype).reshape(x.shape) for grad, x in given))
+    to_near_out = share.unsqueeze(-1) * d_out
+    to_near_lse = torch.where(share == 0, 0, share * (to_near - delta))
+    grads = (dq, d_k, d_v, to_near_out, to_near_lse)
+    inputs = (call.q, call.k, call.v, call.head_out, call.head_lse)
+    return TailGrads(*(grad.to(x.dtype).reshape(x.shape) for grad, x in zip(grads, inputs, strict=True)))
 
 
 def _mix(p: Tensor, x: Tensor, guarded: bool) -> Tensor:
@@ -169,7 +198,8 @@ def _mix(p: Tensor, x: Tensor, guarded: bool) -> Tensor:
 def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> Tensor:
     """Of each component of out; values are centred first, so that little cancels in the sums of squares."""
     centre = v.mean(1, keepdim=True)
-    v, out = v - centre, out - centre
+    v = v - centre
+    out = out - centre
     squares = p.square()
     r = p @ v - out * p.sum(-1, keepdim=True)
     r_squares = squares @ v.square() - 2 * out * (squares @ v) + out.square() * squares.sum(-1, keepdim=True)
@@ -180,30 +210,37 @@ def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> 
 
 
 @inlined
-def _tail_of(all_scores, chunk, head, task, c):
-    """The scores of query `c` of the chunk, those of the head's keys set to -inf; and the query as a point.
+def _tail_of(all_scores, chunk, near, task, c):
+    """The scores of query `c` of the chunk, those of keys in its windows set to -inf; and the query as a point.
 
-    Then how many shared keys come up to the query, |S_i|, and how many shared keys are the head's.
+    Then how many shared keys come up to the query, |S_i|, and how many shared keys lie in the windows.
     """
-    geometry, r, keys = head.geometry, c // all_scores.shape[1], head.keys[task]
-    row, query = chunk.row + r, chunk.begin + c - r * all_scores.shape[1]
-    scores, point, limit, gone = all_scores[r, query - chunk.begin], row * geometry.queries + query, chunk.drawn[r], 0
-    found = expand(head.windows, geometry, row, point, keys, head.places[task])
+    geometry = near.geometry
+    r = c // all_scores.shape[1]
+    keys = near.keys[task]
+    row = chunk.row + r
+    query = chunk.begin + c - r * all_scores.shape[1]
+    scores = all_scores[r, query - chunk.begin]
+    point = row * geometry.queries + query
+    limit = chunk.drawn[r]
+    gone = 0
+    attended = expand(near.windows, geometry, row, point, keys, near.places[task])
     if geometry.causal:
         while limit > 0 and chunk.names[r, limit - 1] > query:
             limit -= 1
-    for n in range(found):
+    for n in range(attended):
         at = chunk.slot[r, keys[n]]
         if at >= 0:
             scores[at] = -np.inf
             gone += 1
-    return scores, point, limit, found, gone
+    return scores, point, limit, attended, gone
 
 
 @inlined
 def _add_logs(scores, chunk, r, offset, limit, top):
     """Scaled scores with the logs of what each key represents. Returns the highest, or `top`."""
-    logs, scale = chunk.logs[r], scores.dtype.type(chunk.scale)
+    logs = chunk.logs[r]
+    scale = scores.dtype.type(chunk.scale)
     for j in range(limit):
         scores[j] = scale * scores[j] + (logs[j] + offset)
         top = max(top, scores[j]) if scores[j] == scores[j] else top
@@ -211,34 +248,43 @@ def _add_logs(scores, chunk, r, offset, limit, top):
 
 
 @compiled
-def _drop(numbers, chunk, head, point, limit):
+def _drop(numbers, chunk, near, point, limit):
     """Dropout: each number of a shared key is 0, NaN too, or grows."""
-    number, row = numbers.dtype.type, point // head.geometry.queries
-    prefix, names = absorb(chunk.seed[row], point - row * head.geometry.queries), chunk.names[row - chunk.row]
+    number = numbers.dtype.type
+    row = point // near.geometry.queries
+    prefix = absorb(chunk.seed[row], point - row * near.geometry.queries)
+    names = chunk.names[row - chunk.row]
     for j in range(limit):
         kept = absorb(prefix, names[j]) >= chunk.threshold
         numbers[j] = number(numbers[j] * chunk.boost) if kept else number(0)
 
 
 @parallel
-def _weigh(task, tasks, all_scores, chunk, head, stratified, total, lse, offsets, shares, seen, lefts):
-    """Scores [R, C, m] become weights; of each point lse, the offset of its logs, and the head's share, [P].
+def _weigh(task, tasks, all_scores, chunk, near, stratified, total, lse, offsets, shares, seen, lefts):
+    """Scores [R, C, m] become weights; of each point lse, the offset of its logs, and the windows' share, [P].
 
     `seen` takes m_i, the shared keys of its tail, and `lefts` M_i - |S_i|, all keys of its tail.
     """
-    size, number = all_scores.shape[0] * all_scores.shape[1], all_scores.dtype.type
+    size = all_scores.shape[0] * all_scores.shape[1]
+    number = all_scores.dtype.type
     for c in range(size * task // tasks, size * (task + 1) // tasks):
-        scores, point, limit, found, gone = _tail_of(all_scores, chunk, head, task, c)
-        counted, left, head_lse, offset = limit - gone, total[point] - found, head.lse[point], number(0)
+        scores, point, limit, attended, gone = _tail_of(all_scores, chunk, near, task, c)
+        counted = limit - gone
+        left = total[point] - attended
+        near_lse = near.lse[point]
+        offset = number(0)
         if not stratified and counted > 0:
             offset = number(math.log(left / counted))
-        seen[point], lefts[point], offsets[point] = counted, left, offset
-        top = _add_logs(scores, chunk, c // all_scores.shape[1], offset, limit, head_lse)
-        if counted == 0 and head_lse == -np.inf:
+        seen[point] = counted
+        lefts[point] = left
+        offsets[point] = offset
+        top = _add_logs(scores, chunk, c // all_scores.shape[1], offset, limit, near_lse)
+        if counted == 0 and near_lse == -np.inf:
             scores[:] = 0
-            lse[point], shares[point] = -np.inf, 0
+            lse[point] = -np.inf
+            shares[point] = 0
             continue
-        share = number(math.exp(head_lse - top))
+        share = number(math.exp(near_lse - top))
         whole = share
         for j in range(limit):
             scores[j] = math.exp(scores[j] - top)
@@ -246,45 +292,51 @@ def _weigh(task, tasks, all_scores, chunk, head, stratified, total, lse, offsets
         for j in range(limit):
             scores[j] /= whole
         if chunk.threshold:
-            _drop(scores, chunk, head, point, limit)
+            _drop(scores, chunk, near, point, limit)
         scores[limit:] = 0
-        lse[point], shares[point] = math.log(whole) + top, share / whole
+        lse[point] = math.log(whole) + top
+        shares[point] = share / whole
 
 
 @parallel
-def _slopes(task, tasks, all_scores, all_slopes, chunk, head, offset, d_lse, to_head, shares, deltas):
+def _slopes(task, tasks, all_scores, all_slopes, chunk, near, offset, d_lse, to_near, shares, deltas):
     """Scores become weights, <grad_out, v_j> become d loss / d (q.k), [R, C, m].
 
-    Of each point: `to_head` is <grad_out, head_out>; the head's share and delta, the mean of <grad_out, v_j> less the
+    Of each point: `to_near` is <grad_out, near_out>; the windows' share and delta, the mean of <grad_out, v_j> less the
     gradient of lse, are written.
     """
-    size, number, queries = all_scores.shape[0] * all_scores.shape[1], all_scores.dtype.type, all_scores.shape[1]
+    size = all_scores.shape[0] * all_scores.shape[1]
+    number = all_scores.dtype.type
+    queries = all_scores.shape[1]
     for c in range(size * task // tasks, size * (task + 1) // tasks):
-        scores, point, limit, _, _ = _tail_of(all_scores, chunk, head, task, c)
-        slopes, head_lse = all_slopes[c // queries, c % queries], head.lse[point]
+        scores, point, limit, _, _ = _tail_of(all_scores, chunk, near, task, c)
+        slopes = all_slopes[c // queries, c % queries]
+        near_lse = near.lse[point]
         if chunk.threshold:
-            _drop(slopes, chunk, head, point, limit)
-        top = _add_logs(scores, chunk, c // queries, offset[point], limit, head_lse)
+            _drop(slopes, chunk, near, point, limit)
+        top = _add_logs(scores, chunk, c // queries, offset[point], limit, near_lse)
         if top == -np.inf:
             top = number(0)  # -inf - -inf is NaN
         # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
-        share = number(math.exp(head_lse - top))
-        whole, mean = share, number(0)
+        share = number(math.exp(near_lse - top))
+        whole = share
+        mean = number(0)
         if share != 0:
-            mean = share * to_head[point]
+            mean = share * to_near[point]
         for j in range(limit):
             scores[j] = math.exp(scores[j] - top)
-            if scores[j] != 0:  # a head's key has weight 0, and perhaps a NaN in its value
+            if scores[j] != 0:  # a key in the windows has weight 0, and perhaps a NaN in its value
                 whole += scores[j]
                 mean += scores[j] * slopes[j]
         if whole == 0:
             whole = number(1)
         delta = mean / whole - d_lse[point]
-        shares[point], deltas[point] = share / whole, delta
+        shares[point] = share / whole
+        deltas[point] = delta
         for j in range(limit):
             scores[j] /= whole
             slopes[j] = number(chunk.scale) * scores[j] * (slopes[j] - delta) if scores[j] != 0 else number(0)
         if chunk.threshold:
-            _drop(scores, chunk, head, point, limit)
+            _drop(scores, chunk, near, point, limit)
         scores[limit:] = 0
         slopes[limit:] = 0

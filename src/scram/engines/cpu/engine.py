@@ -1,6 +1,5 @@
 """The CPU engine's functions by the names of the protocol."""
 
-from ...calls import Found, SearchCall
 from ...clustering import cluster_backward
 from .attend import attend
 from .attend_backward import attend_backward
@@ -9,17 +8,21 @@ from .cluster_tail import cluster_tail
 from .cluster_tail_backward import cluster_tail_backward
 from .drawn_tail import drawn_tail, drawn_tail_backward
 from .sample import sample, sample_backward
-from .search import search as query_search
-from .tile_search import tile_search
+from .search import search
 
 __all__ = [
-    "attend", "attend_backward", "cluster", "cluster_backward", "cluster_tail", "cluster_tail_backward",
-    "drawn_tail", "drawn_tail_backward", "sample", "sample_backward",
-]  # fmt: skip
-
-
-def search(call: SearchCall) -> Found:
-    return (tile_search if call.method == "tile" else query_search)(call)
+    "attend",
+    "attend_backward",
+    "cluster",
+    "cluster_backward",
+    "cluster_tail",
+    "cluster_tail_backward",
+    "drawn_tail",
+    "drawn_tail_backward",
+    "sample",
+    "sample_backward",
+    "search",
+]
 
 
 def clear_caches() -> None:

@@ -23,20 +23,31 @@ class Geometry(NamedTuple):
     grid: Grid  # of keys
     strides: Grid  # row-major, in keys
     key_rows: Array  # int64 [R], the row of k that serves each row of q
-    mask: Array  # bool [Rm, M]; without elements: no mask
-    rows_per_mask: int
+    mask: Array  # bool [R or B, M]; without elements: no mask
+    rows_per_mask: int  # rows of q that read one row of the mask
     causal: bool
     queries: int  # N
     keys: int  # M
 
     @staticmethod
     def of(q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool) -> Geometry:
-        grid, keys, shared = grid_of(k), math.prod(grid_of(k)), key_mask is not None and key_mask.ndim == k.ndim - 2
+        grid = grid_of(k)
+        keys = math.prod(grid)
+        shared = key_mask is not None and key_mask.ndim == k.ndim - 2
         mask = np.zeros((0, 0), np.bool_) if key_mask is None else key_mask.reshape(-1, keys).contiguous().numpy()
-        row, heads = np.arange(q.shape[0] * q.shape[1]), max(q.shape[1], 1)
+        row = np.arange(q.shape[0] * q.shape[1])
+        heads = max(q.shape[1], 1)
         key_rows = row // heads * k.shape[1] + row % heads // (heads // k.shape[1] if k.shape[1] else 1)
-        rows_per_mask = q.shape[1] if shared else 1
-        return Geometry(grid, strides(grid), key_rows, mask, rows_per_mask, causal, math.prod(grid_of(q)), keys)
+        return Geometry(
+            grid=grid,
+            strides=strides(grid),
+            key_rows=key_rows,
+            mask=mask,
+            rows_per_mask=q.shape[1] if shared else 1,
+            causal=causal,
+            queries=math.prod(grid_of(q)),
+            keys=keys,
+        )
 
 
 class Block(NamedTuple):
@@ -55,8 +66,10 @@ def block_at(number: int, most: int, geometry: Geometry, row_keys: int) -> Block
     in_row = -(-geometry.queries // most)
     row = number // in_row
     begin = (number - row * in_row) * most
-    first, first_key = row * geometry.queries + begin, geometry.key_rows[row] * row_keys
-    return Block(row, begin, first, first_key, min(most, geometry.queries - begin))
+    first = row * geometry.queries + begin
+    first_key = geometry.key_rows[row] * row_keys
+    size = min(most, geometry.queries - begin)
+    return Block(row, begin, first, first_key, size)
 
 
 class Windows(NamedTuple):
@@ -94,14 +107,14 @@ def flat(x: Tensor) -> Array:
     return result
 
 
-def tensor(made: Array, dtype: torch.dtype | None, q: Tensor) -> Tensor:
+def tensor(result: Array, dtype: torch.dtype | None, q: Tensor) -> Tensor:
     """[P] or [P, width], a result for every query, as a tensor [B, H, *G] or [B, H, *G, width]."""
-    return torch.from_numpy(made).to(dtype).reshape(*q.shape[:-1], *made.shape[1:])
+    return torch.from_numpy(result).to(dtype).reshape(*q.shape[:-1], *result.shape[1:])
 
 
-def like(made: Array, given: Tensor) -> Tensor:
+def like(result: Array, x: Tensor) -> Tensor:
     """A result in the shape and dtype of a tensor."""
-    return torch.from_numpy(made).to(given.dtype).reshape(given.shape).contiguous()
+    return torch.from_numpy(result).to(x.dtype).reshape(x.shape).contiguous()
 
 
 def padded(x: Array) -> Array:

@@ -16,17 +16,18 @@ from .noise import absorb, below, row_states
 class Choices(NamedTuple):
     """What keys are drawn from: the unmasked keys, lists without elements where there is no mask; and warm keys."""
 
-    order: Array  # int32 [Rm, M], the unmasked keys of a mask row, ascending
-    count: Array  # type: ignore[assignment]  # int32 [Rm, M], how many come up to each key
+    order: Array  # int32 [R or B, M], the unmasked keys of a row of the mask, ascending
+    count: Array  # type: ignore[assignment]  # int32 [R or B, M], how many come up to each key
     warm: Array  # int32 [P, any number]
     seed: Array  # uint32 [R], the hash after the seed and the row
 
     @staticmethod
     def of(call: SearchCall, mask: Array) -> Choices:
-        order, warm = np.zeros(mask.shape, np.int32), np.zeros((0, 0), np.int32)
+        order = np.zeros(mask.shape, np.int32)
+        warm = np.zeros((0, 0), np.int32)
         for row in range(len(mask)):
-            legal = np.flatnonzero(mask[row])
-            order[row, : len(legal)] = legal
+            unmasked = np.flatnonzero(mask[row])
+            order[row, : len(unmasked)] = unmasked
         if call.warm is not None:
             warm = call.warm.flatten(0, -2).contiguous().numpy()
         return Choices(order, mask.cumsum(1, dtype=np.int32), warm, row_states(call.seed, call.q, call.rows))
@@ -57,7 +58,7 @@ class Earlier(NamedTuple):
 
 @compiled
 def drawn(geometry, choices, row, query, bits):
-    """A key drawn from the legal ones, -1 if there is none."""
+    """A key drawn from the allowed ones, -1 if there is none."""
     last = query if geometry.causal else geometry.keys - 1
     if len(choices.count) == 0:
         return below(bits, last + 1)
@@ -70,16 +71,22 @@ def drawn(geometry, choices, row, query, bits):
 
 @compiled
 def fresh(geometry, choices, earlier, number, row, query, noise, first, draw):
-    """A key for a point without one: drawn from the legal ones by `draw`, -1 if there is none; where matches must be
-    near a start, from the box around the start of that number, by `first` and the draws after it."""
+    """A key for a point without one: drawn from the allowed ones by `draw`, -1 if there is none.
+
+    Where matches must be near a start: from the box around the start of that number, by `first` and the draws after it.
+    """
     if len(earlier.starts) == 0:
         return drawn(geometry, choices, row, query, absorb(noise, draw))
     point = row * geometry.queries + query
-    start, key = np.int64(earlier.starts[point, number % earlier.starts.shape[1]]), np.int64(0)
+    start = np.int64(earlier.starts[point, number % earlier.starts.shape[1]])
+    key = np.int64(0)
     for axis in range(len(geometry.grid)):
-        extent, stride, far = geometry.grid[axis], geometry.strides[axis], earlier.reach[axis]
+        extent = geometry.grid[axis]
+        stride = geometry.strides[axis]
+        far = earlier.reach[axis]
         at = start // stride % extent
-        low, high = max(at - far, 0), min(at + far, extent - 1)
+        low = max(at - far, 0)
+        high = min(at + far, extent - 1)
         key += stride * (low + below(absorb(noise, first + axis), high - low + 1))
     return key
 
@@ -88,9 +95,11 @@ def fresh(geometry, choices, earlier, number, row, query, noise, first, draw):
 def reached(geometry, earlier, point, key):
     """Whether a key is near enough to a start of the point."""
     for n in range(earlier.starts.shape[1]):
-        start, close = np.int64(earlier.starts[point, n]), True
+        start = np.int64(earlier.starts[point, n])
+        close = True
         for axis in range(len(geometry.grid)):
-            extent, stride = geometry.grid[axis], geometry.strides[axis]
+            extent = geometry.grid[axis]
+            stride = geometry.strides[axis]
             apart = key // stride % extent - start // stride % extent
             close &= -earlier.reach[axis] <= apart <= earlier.reach[axis]
         if close:
@@ -100,7 +109,7 @@ def reached(geometry, earlier, point, key):
 
 @compiled
 def legal(geometry, earlier, row, query, point, key):
-    """Whether a key on the grid may be taken: by mask, by order, by its distance from earlier matches and starts."""
+    """Whether a key on the grid may be taken: unmasked, in causal order, far from earlier matches, near a start."""
     if geometry.causal and key > query:
         return False
     if len(geometry.mask) and not geometry.mask[row // geometry.rows_per_mask, key]:
@@ -117,7 +126,8 @@ def legal(geometry, earlier, row, query, point, key):
 def near(geometry, key, other, separation):
     """Whether two keys are at most `separation` apart on every axis."""
     for axis in range(len(geometry.grid)):
-        extent, stride = geometry.grid[axis], geometry.strides[axis]
+        extent = geometry.grid[axis]
+        stride = geometry.strides[axis]
         apart = key // stride % extent - other // stride % extent
         if not -separation <= apart <= separation:
             return False

@@ -11,7 +11,8 @@ from .compiled import compiled, launcher
 GOLDEN = np.uint32(0x9E3779B9)
 FIRST = np.uint32(0x7FEB352D)
 SECOND = np.uint32(0x846CA68B)
-S15, S16 = np.uint32(15), np.uint32(16)
+S15 = np.uint32(15)
+S16 = np.uint32(16)
 
 
 @compiled
@@ -28,15 +29,16 @@ def absorb(state, word):
 @compiled
 def seeded(seed):
     """The hash state of a 64-bit seed."""
-    low, high = np.uint32(seed & 0xFFFFFFFF), np.uint32((seed >> 32) & 0xFFFFFFFF)
+    low = np.uint32(seed & 0xFFFFFFFF)
+    high = np.uint32((seed >> 32) & 0xFFFFFFFF)
     return absorb(absorb(np.uint32(0), low), high)
 
 
 def row_states(seed: Tensor, q: Tensor, rows: Tensor | None) -> NDArray[Any]:
     """The hash after the seed and the number of every row of q [B, H, ..]: uint32 [B * H]; `rows`: int [B, H] or None.
 
-    >>> found = row_states(torch.tensor(-7), torch.zeros(1, 2, 3, 4), torch.tensor([[5, 3]]))
-    >>> found.tolist() == scram.noise.noise(-7, torch.tensor([5, 3])).tolist()
+    >>> states = row_states(torch.tensor(-7), torch.zeros(1, 2, 3, 4), torch.tensor([[5, 3]]))
+    >>> states.tolist() == scram.noise.noise(-7, torch.tensor([5, 3])).tolist()
     True
     """
     count = q.shape[0] * q.shape[1]

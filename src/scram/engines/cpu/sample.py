@@ -37,17 +37,27 @@ class SampleArrays(NamedTuple):
     keys: int  # M
     scale: float
     equal: bool  # all weights are equal, as after walks
-    head_out: Array  # [P, F]; no row without a head
-    head_lse: Array  # [P]; no element without a head
+    extra_out: Array  # [P, F], attention over the extra keys; [0, F] without any
+    extra_lse: Array  # [P]; [0] without any
 
     @staticmethod
     def of(call: SampleCall) -> SampleArrays:
         q, k, v = (array(x) for x in (call.q, call.k, call.v))
-        head_out = np.zeros((0, v.shape[1]), v.dtype) if call.head_out is None else array(call.head_out)
-        head_lse = np.zeros(0, v.dtype) if call.head_lse is None else flat(call.head_lse)
-        geometry, equal = Geometry.of(call.q, call.k, None, call.causal), call.method == "metropolis"
-        rows = (geometry.key_rows, geometry.queries, geometry.keys)
-        return SampleArrays(q, k, v, *rows, call.scale, equal, head_out, head_lse)
+        extra_out = np.zeros((0, v.shape[1]), v.dtype) if call.head_out is None else array(call.head_out)
+        extra_lse = np.zeros(0, v.dtype) if call.head_lse is None else flat(call.head_lse)
+        geometry = Geometry.of(call.q, call.k, None, call.causal)
+        return SampleArrays(
+            q=q,
+            k=k,
+            v=v,
+            key_rows=geometry.key_rows,
+            queries=geometry.queries,
+            keys=geometry.keys,
+            scale=call.scale,
+            equal=call.method == "metropolis",
+            extra_out=extra_out,
+            extra_lse=extra_lse,
+        )
 
 
 def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: int) -> Iterator[tuple[int, Pairs]]:
@@ -57,8 +67,10 @@ def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: i
     """
     points = len(arrays.q)
     geometry = Geometry.of(call.q, call.k, call.key_mask, call.causal)
-    modes = call.modes.contiguous().reshape(points, call.modes.shape[-1]).numpy()
-    count, total, table = flat(call.count), flat(call.total), flat(call.table)
+    modes = call.modes.contiguous().reshape(points, call.modes.shape[-1]).numpy()  # [P, kappa]
+    count = flat(call.count)  # [P]
+    total = flat(call.total)  # [P]
+    table = flat(call.table)  # [2 R + 2]
     order = np.zeros((0, 0), np.int64) if call.order is None else call.order.flatten(0, -2).contiguous().numpy()
     seed = row_states(call.seed, call.q, call.rows)
     pairs = Pairs.empty(max(1, min(points, CHUNK_PAIRS // call.samples)), call.samples, arrays.v.dtype)
@@ -74,9 +86,13 @@ def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: i
 
 def sample(call: SampleCall) -> Sampled:
     arrays = SampleArrays.of(call)
-    points, dtype = len(arrays.q), arrays.v.dtype
-    lse, ess, diagnostics = np.empty(points, dtype), np.empty(points, dtype), np.zeros((2, points), dtype)
-    out, variance = (np.empty((points, arrays.v.shape[1]), dtype) for _ in range(2))
+    points = len(arrays.q)
+    dtype = arrays.v.dtype
+    lse = np.empty(points, dtype)
+    ess = np.empty(points, dtype)
+    diagnostics = np.zeros((2, points), dtype)
+    out = np.empty((points, arrays.v.shape[1]), dtype)
+    variance = np.empty_like(out)
     with threads() as tasks:
         for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
             _mix(tasks, arrays, begin, pairs.keys, pairs.slopes, out, lse, variance, ess)
@@ -85,11 +101,15 @@ def sample(call: SampleCall) -> Sampled:
 
 
 def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> TailGrads:
-    """Gradients of q, k, v, and of head_out and head_lse where there is a head. The keys are drawn again."""
+    """Gradients of q, k, v, and of head_out and head_lse where the call has them. The keys are drawn again."""
     arrays = SampleArrays.of(call)
-    q, k, v = arrays.q, arrays.k, arrays.v
-    d_out, d_lse, diagnostics = array(grad_out), flat(grad_lse), np.zeros((2, len(q)), v.dtype)
-    dq, dk, dv, to_out, to_lse = (np.zeros_like(x) for x in (q, k, v, arrays.head_out, arrays.head_lse))
+    q = arrays.q
+    k = arrays.k
+    v = arrays.v
+    d_out = array(grad_out)
+    d_lse = flat(grad_lse)
+    diagnostics = np.zeros((2, len(q)), v.dtype)
+    dq, dk, dv, to_out, to_lse = (np.zeros_like(x) for x in (q, k, v, arrays.extra_out, arrays.extra_lse))
     rows = (arrays.key_rows, arrays.queries, arrays.keys, 0)
     with threads() as tasks:
         for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
@@ -103,7 +123,8 @@ def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> Tai
 @compiled
 def _score(arrays, point, first, keys, logs, scores):
     """Scores with the logs of their weights. Returns how many keys there are, and the highest score, -inf for none."""
-    seen, highest = 0, scores.dtype.type(-np.inf)
+    seen = 0
+    highest = scores.dtype.type(-np.inf)
     while seen < len(keys) and keys[seen] >= 0:
         a = scores.dtype.type(arrays.scale * dot(arrays.q, point, arrays.k, first + keys[seen]))
         scores[seen] = a - a if arrays.equal else a + logs[seen]  # a - a keeps a NaN
@@ -116,23 +137,30 @@ def _score(arrays, point, first, keys, logs, scores):
 @parallel
 def _mix(task, tasks, arrays, begin, keys, logs, out, lse, variance, ess):
     """Attention over the keys visited by the points from `begin` on."""
-    size, samples, width = min(len(keys), len(lse) - begin), keys.shape[1], out.shape[1]
-    v, number, zero = arrays.v, out.dtype.type, out.dtype.type(0)
+    size = min(len(keys), len(lse) - begin)
+    samples = keys.shape[1]
+    width = out.shape[1]
+    v = arrays.v
+    number = out.dtype.type
+    zero = out.dtype.type(0)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
-        point, visited, log = begin + c, keys[c], logs[c]
+        point = begin + c
+        visited = keys[c]  # [T]
+        log = logs[c]  # [T]
         first = arrays.key_rows[point // arrays.queries] * arrays.keys
-        head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
+        extra_lse = arrays.extra_lse[point] if len(arrays.extra_lse) else number(-np.inf)
         seen, highest = _score(arrays, point, first, visited, log, log)
-        top = max(head, highest)
+        top = max(extra_lse, highest)
         for f in range(width):
             out[point, f] = zero
         ess[point] = zero
-        if seen == 0 and head == -np.inf:
+        if seen == 0 and extra_lse == -np.inf:
             lse[point] = -np.inf
             variance[point, :] = np.inf
             continue
-        whole = number(math.exp(head - top))
-        plain, squares = zero, zero
+        whole = number(math.exp(extra_lse - top))
+        plain = zero
+        squares = zero
         for t in range(seen):
             p = number(math.exp(log[t] - top))
             whole += p
@@ -141,8 +169,8 @@ def _mix(task, tasks, arrays, begin, keys, logs, out, lse, variance, ess):
             squares += share * share
             log[t] = p
             add(out, point, p, v, first + visited[t])
-        if head != -np.inf:
-            add(out, point, number(math.exp(head - top)), arrays.head_out, point)
+        if extra_lse != -np.inf:
+            add(out, point, number(math.exp(extra_lse - top)), arrays.extra_out, point)
         for f in range(width):
             out[point, f] /= whole
         lse[point] = math.log(whole) + top
@@ -151,7 +179,8 @@ def _mix(task, tasks, arrays, begin, keys, logs, out, lse, variance, ess):
             continue
         ess[point] = plain * plain / squares
         for f in range(width):
-            total, square = zero, zero
+            total = zero
+            square = zero
             for t in range(seen):
                 r = log[t] / whole * (v[first + visited[t], f] - out[point, f])
                 total += r
@@ -161,20 +190,28 @@ def _mix(task, tasks, arrays, begin, keys, logs, out, lse, variance, ess):
 
 @parallel
 def _slopes(task, tasks, arrays, begin, pairs, d_out, d_lse, dq, to_out, to_lse):
-    """dq and the gradients of the head's out and lse; the logs in pairs.slopes become d loss / d (q.k)."""
-    v, number, size = arrays.v, pairs.weights.dtype.type, min(len(pairs.keys), len(d_lse) - begin)
+    """dq and the gradients of the extra keys' out and lse; the logs in pairs.slopes become d loss / d (q.k)."""
+    v = arrays.v
+    number = pairs.weights.dtype.type
+    size = min(len(pairs.keys), len(d_lse) - begin)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
-        keys, weights, slopes, point = pairs.keys[c], pairs.weights[c], pairs.slopes[c], begin + c
-        first, from_lse = arrays.key_rows[point // arrays.queries] * arrays.keys, d_lse[point]
-        head = arrays.head_lse[point] if len(arrays.head_lse) else number(-np.inf)
+        keys = pairs.keys[c]  # [T]
+        weights = pairs.weights[c]  # [T]
+        slopes = pairs.slopes[c]  # [T]
+        point = begin + c
+        first = arrays.key_rows[point // arrays.queries] * arrays.keys
+        from_lse = d_lse[point]
+        extra_lse = arrays.extra_lse[point] if len(arrays.extra_lse) else number(-np.inf)
         seen, highest = _score(arrays, point, first, keys, slopes, weights)
-        top = max(head, highest)
+        top = max(extra_lse, highest)
         # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
         # Slopes are measured from one of them, so that equal ones leave nothing.
-        whole, mean, base = number(0), number(0), number(0)
-        if head != -np.inf:
-            base = dot(d_out, point, arrays.head_out, point)
-            whole = number(math.exp(head - top))
+        whole = number(0)
+        mean = number(0)
+        base = number(0)
+        if extra_lse != -np.inf:
+            base = dot(d_out, point, arrays.extra_out, point)
+            whole = number(math.exp(extra_lse - top))
         elif seen:
             base = dot(d_out, point, v, first + keys[0])
         share = whole
@@ -183,9 +220,10 @@ def _slopes(task, tasks, arrays, begin, pairs, d_out, d_lse, dq, to_out, to_lse)
             slopes[t] = dot(d_out, point, v, first + keys[t]) - base
             whole += weights[t]
             mean += weights[t] * slopes[t]
-        if seen or head != -np.inf:
-            mean, share = mean / whole, share / whole
-        if head != -np.inf:
+        if seen or extra_lse != -np.inf:
+            mean = mean / whole
+            share = share / whole
+        if extra_lse != -np.inf:
             add(to_out, point, share, d_out, point)
             to_lse[point] = share * (from_lse - mean)
         for t in range(seen):

@@ -24,7 +24,8 @@ from .vectors import coordinates, dot, narrow_dots
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
 AXIS, STEP, TO_POINT, TO_KEY, LINE = range(5)  # columns of `_directions`
-CHANGED, CHANGED_BEFORE = 1, 2  # whether a point's key changed in the last sweep, and in the one before
+CHANGED = 1  # a point's key changed in the last sweep
+CHANGED_BEFORE = 2  # it changed in the sweep before that
 
 
 class Features(NamedTuple):
@@ -36,30 +37,30 @@ class Sweep(NamedTuple):
     """One sweep over all points; number 0 is the start."""
 
     number: int
-    moves: Array  # int64, by how many steps each key that a neighbour offers is moved
+    moves: Array  # int64 [moves], by how many steps each key that a neighbour offers is moved
     memory: int  # CHANGED or more: how long a change is news
     gossip: int
     radius: int  # of random search, the largest
-    directions: Array
+    directions: Array  # int64 [directions, 5], from `_directions`
     grid: Grid  # of queries
-    strides: Grid
+    strides: Grid  # of queries
 
 
 class Field(NamedTuple):
     """What every point has and leaves for the next sweep, [P] each."""
 
-    before: Array
-    after: Array
-    offered: Array
-    offered_after: Array
-    flags: Array
-    best: Array
+    before: Array  # int32, keys at the end of the last sweep
+    after: Array  # int32, keys at the end of this sweep
+    offered: Array  # int32, those of `before` that are news, else -1
+    offered_after: Array  # int32, those of `after` that are news, else -1
+    flags: Array  # uint8, CHANGED and CHANGED_BEFORE
+    best: Array  # scores of the keys
 
 
 class Scratch(NamedTuple):
     """Of each task."""
 
-    rows: Array  # int32 [tasks, rows, BLOCK]
+    buffers: Array  # int32 [tasks, 5 + 3 rank + kappa, BLOCK]
     scores: Array  # [tasks, BLOCK]
     evaluations: Array  # int64 [tasks], scores computed
 
@@ -76,70 +77,100 @@ class Own(NamedTuple):
 
 def search(call: SearchCall) -> Found:
     """Algorithm 1."""
-    found, _ = counted_search(call)
-    return found
+    return counted_search(call)[0]
 
 
 def counted_search(call: SearchCall) -> tuple[Found, int]:
     """As `search`, and how many scores were computed."""
-    q, k, matches = call.q, call.k, call.matches
-    query_grid, key_grid, points = grid_of(q), grid_of(k), math.prod(q.shape[:-1])
+    q = call.q
+    k = call.k
+    matches = call.matches
+    query_grid = grid_of(q)
+    key_grid = grid_of(k)
+    points = math.prod(q.shape[:-1])
     features = Features(padded(array(q)), padded(array(k)))
     geometry = Geometry.of(q, k, call.key_mask, call.causal)
-    choices, bounds = Choices.of(call, geometry.mask), Bounds.of(call)
-    index, scores = np.full((points, matches), -1, np.int32), np.full((points, matches), -np.inf, features.q.dtype)
+    choices = Choices.of(call, geometry.mask)
+    bounds = Bounds.of(call)
+    index = np.full((points, matches), -1, np.int32)
+    scores = np.full((points, matches), -np.inf, features.q.dtype)
     before, after, offered, offered_after = (np.empty(points, np.int32) for _ in range(4))
-    flags, best = np.empty(points, np.uint8), np.empty(points, features.q.dtype)
+    flags = np.empty(points, np.uint8)
+    best = np.empty(points, features.q.dtype)
     by_turn = [np.array(moves(call.propagate, sweep), np.int64) for sweep in (0, 1)]
     memory = CHANGED if np.array_equal(by_turn[0], by_turn[1]) else CHANGED | CHANGED_BEFORE
     radius = widest(key_grid, call.reach, call.random)
-    every_sweep = (memory, call.gossip, radius, _directions(call.jumps, query_grid, key_grid))
+    directions = _directions(call.jumps, query_grid, key_grid)
     query_strides = strides(query_grid)
     with threads() as tasks:
-        rows = np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32)
-        scratch = Scratch(rows, np.empty((tasks, BLOCK), best.dtype), np.zeros(tasks, np.int64))
+        scratch = Scratch(
+            buffers=np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32),
+            scores=np.empty((tasks, BLOCK), best.dtype),
+            evaluations=np.zeros(tasks, np.int64),
+        )
         for run in range(matches):
             if run >= geometry.keys and (index[:, :run] >= 0).sum(1).min(initial=geometry.keys) == geometry.keys:
                 break  # every key is a match already
             for number in range(call.sweeps + 1):
-                sweep = Sweep(number, by_turn[number % 2], *every_sweep, query_grid, query_strides)
+                sweep = Sweep(
+                    number=number,
+                    moves=by_turn[number % 2],
+                    memory=memory,
+                    gossip=call.gossip,
+                    radius=radius,
+                    directions=directions,
+                    grid=query_grid,
+                    strides=query_strides,
+                )
                 field = Field(before, after, offered, offered_after, flags, best)
                 earlier = Earlier(index, run, call.separation, *bounds)
                 parts = (features, geometry, choices, earlier, sweep, field, scratch)
                 _sweep(tasks, *map(tuple, parts))  # Numba recognises plain tuples sooner
-                before, after, offered, offered_after = after, before, offered_after, offered
-            index[:, run], scores[:, run] = before, best
+                before, after = after, before
+                offered, offered_after = offered_after, offered
+            index[:, run] = before
+            scores[:, run] = best
         if matches > 1:
             _best_first(tasks, index, scores)
     return Found(tensor(index, None, q), tensor(scores, torch.float32, q)), int(scratch.evaluations.sum())
 
 
 def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Array:
-    """The neighbours in the order they are read: a row of AXIS, STEP, TO_POINT, TO_KEY, LINE for each."""
-    to_point, to_key = strides(query_grid), strides(key_grid)
+    """The neighbours in the order they are read: AXIS, STEP, TO_POINT, TO_KEY, LINE of each."""
+    to_point = strides(query_grid)
+    to_key = strides(key_grid)
 
-    def row(axis: int, step: int) -> tuple[int, ...]:
-        own, other = query_grid[axis], key_grid[axis]  # farther steps leave the grid as well, and need more bits
-        to_other = max(-other, min(step, other)) * to_key[axis]
-        return axis, max(-own, min(step, own)), step * to_point[axis], to_other, other * to_key[axis]
+    def direction(axis: int, step: int) -> tuple[int, ...]:
+        # Farther steps leave the grid as well, and need more bits.
+        extent = query_grid[axis]
+        key_extent = key_grid[axis]
+        query_step = max(-extent, min(step, extent))
+        key_step = max(-key_extent, min(step, key_extent))
+        return axis, query_step, step * to_point[axis], key_step * to_key[axis], key_extent * to_key[axis]
 
-    rows = [row(axis, step) for jump in jumps for axis in range(len(key_grid)) for step in (-jump, jump)]
-    return np.array(rows, np.int64).reshape(-1, 5)
+    directions = [direction(axis, step) for jump in jumps for axis in range(len(key_grid)) for step in (-jump, jump)]
+    return np.array(directions, np.int64).reshape(-1, 5)
 
 
 @parallel
 def _sweep(task, tasks, features, geometry, choices, earlier, sweep, field, scratch):
     """Blocks of points of one row, each written by one task. The arguments come as plain tuples."""
-    features, geometry, choices = Features(*features), Geometry(*geometry), Choices(*choices)
-    earlier, sweep, field, scratch = Earlier(*earlier), Sweep(*sweep), Field(*field), Scratch(*scratch)
+    features = Features(*features)
+    geometry = Geometry(*geometry)
+    choices = Choices(*choices)
+    earlier = Earlier(*earlier)
+    sweep = Sweep(*sweep)
+    field = Field(*field)
+    scratch = Scratch(*scratch)
     blocks = len(geometry.key_rows) * -(-geometry.queries // BLOCK)
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):
         block = block_at(number, BLOCK, geometry, geometry.keys)
         if sweep.number == 0:
             count = _start(features, geometry, choices, earlier, field, block)
         else:
-            rows, scores = scratch.rows[task], scratch.scores[task]
-            count = _visit(features, geometry, choices, earlier, sweep, field, block, rows, scores)
+            buffers = scratch.buffers[task]
+            scores = scratch.scores[task]
+            count = _visit(features, geometry, choices, earlier, sweep, field, block, buffers, scores)
         scratch.evaluations[task] += count
 
 
@@ -150,8 +181,10 @@ def _start(features, geometry, choices, earlier, field, block):
     for p in range(block.size):
         point = block.first + p
         key = first_key(geometry, choices, earlier, earlier.run, block.row, block.begin + p)
-        field.after[point], field.offered_after[point] = key, key
-        field.best[point], field.flags[point] = -np.inf, CHANGED
+        field.after[point] = key
+        field.offered_after[point] = key
+        field.best[point] = -np.inf
+        field.flags[point] = CHANGED
         if key >= 0:
             score = dot(features.q, point, features.k, block.first_key + key)
             count += 1
@@ -161,19 +194,32 @@ def _start(features, geometry, choices, earlier, field, block):
 
 
 @inlined
-def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scores):
+def _visit(features, geometry, choices, earlier, sweep, field, block, buffers, scores):
     """One sweep of a block of points of one row: propagate, gossip, random search. Returns the scores computed.
 
     One candidate (-1: none) is made for every point of the block in a plain loop, for the vector units; then
     `_try_candidates` takes those that win. Slices of the block, since a loop over sums of indices would not be
     vectorised.
     """
-    rank, size, begin, first, count = len(geometry.grid), block.size, block.begin, block.first, 0
-    key, candidate, theirs, chosen, noise = rows[0], rows[1], rows[2], rows[3], rows[4]
-    place, centre, rest = rows[5 : 5 + rank], rows[5 + rank : 5 + 2 * rank], rows[5 + 2 * rank :]
-    around, barred = rest[:rank], rest[rank : rank + (0 if earlier.separation else earlier.run)]
-    row_point, prefix = first - begin, choices.seed[block.row]
-    key_before, best = field.before[first : first + size], field.best[first : first + size]
+    rank = len(geometry.grid)
+    size = block.size
+    begin = block.begin
+    first = block.first
+    count = 0
+    key = buffers[0]  # [BLOCK]
+    candidate = buffers[1]  # [BLOCK]
+    offers = buffers[2]  # [BLOCK]
+    chosen = buffers[3]  # [BLOCK]
+    noise = buffers[4]  # [BLOCK]
+    place = buffers[5 : 5 + rank]  # [rank, BLOCK], of the queries
+    centre = buffers[5 + rank : 5 + 2 * rank]  # [rank, BLOCK], of the keys
+    rest = buffers[5 + 2 * rank :]
+    around = rest[:rank]  # [rank, BLOCK], of the keys drawn
+    barred = rest[rank : rank + (0 if earlier.separation else earlier.run)]
+    row_point = first - begin
+    prefix = choices.seed[block.row]
+    key_before = field.before[first : first + size]
+    best = field.best[first : first + size]
     for p in range(size):
         noise[p] = absorb(absorb(absorb(prefix, begin + p), earlier.run), sweep.number)
         key[p] = key_before[p]
@@ -189,15 +235,17 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
         direction = sweep.directions[d]
         axis = direction[AXIS]
         extent = sweep.grid[axis]
-        offered, to_point, step = field.offered, direction[TO_POINT], direction[STEP]
-        if not read_neighbours(offered, block, geometry.queries, to_point, place[axis], step, extent, theirs):
+        offered = field.offered
+        to_point = direction[TO_POINT]
+        step = direction[STEP]
+        if not read_neighbours(offered, block, geometry.queries, to_point, place[axis], step, extent, offers):
             continue
         for m in range(len(sweep.moves)):
             if sweep.moves[m]:
-                move(theirs, -sweep.moves[m] * direction[TO_KEY], direction[LINE], candidate, size)
+                move(offers, -sweep.moves[m] * direction[TO_KEY], direction[LINE], candidate, size)
             else:
                 for p in range(size):
-                    candidate[p] = theirs[p]
+                    candidate[p] = offers[p]
             count += _try_candidates(features, geometry, earlier, block, own, candidate)
     for draw in range(sweep.gossip):
         for p in range(size):
@@ -210,7 +258,8 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
         keyless += key[p] < 0
     for axis in range(rank):
         coordinates(key, geometry.grid[axis], geometry.strides[axis], centre[axis], size)
-    radius, draw = sweep.radius, sweep.gossip
+    radius = sweep.radius
+    draw = sweep.gossip
     while radius >= 1:
         for p in range(size):
             candidate[p] = 0
@@ -221,7 +270,8 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
                 candidate[p] += geometry.strides[axis] * around[axis, p]
         for p in range(size if keyless else 0):
             if key[p] < 0:
-                number, query = earlier.run, begin + p
+                number = earlier.run
+                query = begin + p
                 candidate[p] = fresh(geometry, choices, earlier, number, block.row, query, noise[p], draw, draw + rank)
                 for axis in range(rank):
                     around[axis, p] = candidate[p] // geometry.strides[axis] % geometry.grid[axis]
@@ -230,7 +280,8 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, rows, scor
             follow(key, candidate, around[axis], centre[axis], size)
         radius //= 2
         draw += rank + 1
-    after, offered = field.after[first : first + size], field.offered_after[first : first + size]
+    after = field.after[first : first + size]
+    offered = field.offered_after[first : first + size]
     leave(key, key_before, sweep.memory, after, offered, field.flags[first : first + size])
     return count
 
@@ -253,7 +304,11 @@ def _try_candidates(features, geometry, earlier, block, own, candidate):
 @compiled
 def _score(features, block, own, candidate):
     """Score each point's candidate, -inf where there is none. Returns how many were new."""
-    key, chosen, scores, size, count = own.key, own.chosen, own.scores, block.size, 0
+    key = own.key
+    chosen = own.chosen
+    scores = own.scores
+    size = block.size
+    count = 0
     if features.q.shape[1] == SIMD_WIDTH:  # all are scored: that is quicker than a list
         new = np.int32(0)
         for p in range(size):
@@ -273,7 +328,9 @@ def _score(features, block, own, candidate):
 
 @compiled
 def _take(geometry, earlier, block, own, candidate):
-    key, best, scores = own.key, own.best, own.scores
+    key = own.key
+    best = own.best
+    scores = own.scores
     near = earlier.run and earlier.separation
     if geometry.causal or len(geometry.mask) or near or len(earlier.starts):
         for p in range(block.size):
@@ -282,7 +339,10 @@ def _take(geometry, earlier, block, own, candidate):
                 if not legal(geometry, earlier, block.row, block.begin + p, block.first + p, new):
                     scores[p] = -np.inf
     for p in range(block.size):  # every load before the choice, or the compiler would branch
-        new, old, score, least = candidate[p], key[p], scores[p], best[p]
+        new = candidate[p]
+        old = key[p]
+        score = scores[p]
+        least = best[p]
         better = (score > least) & (new >= 0)
         key[p] = new if better else old
         best[p] = score if better else least
@@ -293,8 +353,12 @@ def _best_first(task, tasks, index, score):
     """Sort each point's matches by score, equal ones in run order, -1 last."""
     for point in range(len(index) * task // tasks, len(index) * (task + 1) // tasks):
         for run in range(1, index.shape[1]):
-            key, value, place = index[point, run], score[point, run], run
+            key = index[point, run]
+            value = score[point, run]
+            place = run
             while place > 0 and key >= 0 and (index[point, place - 1] < 0 or score[point, place - 1] < value):
-                index[point, place], score[point, place] = index[point, place - 1], score[point, place - 1]
+                index[point, place] = index[point, place - 1]
+                score[point, place] = score[point, place - 1]
                 place -= 1
-            index[point, place], score[point, place] = key, value
+            index[point, place] = key
+            score[point, place] = value

@@ -21,9 +21,10 @@ _serial = threading.RLock()
 
 
 def _unlock() -> None:
-    """In a forked child: whoever held the locks is not there."""
+    """In a forked child: no thread that held the locks exists."""
     global _lock, _serial
-    _lock, _serial = threading.Lock(), threading.RLock()
+    _lock = threading.Lock()
+    _serial = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -34,8 +35,8 @@ def _find_tbb() -> None:
     """Load the tbb of this Python environment, which lies where the loader does not look."""
     try:
         files = importlib.metadata.files("tbb") or []
-        found = [file.locate() for file in files if file.name == "libtbb.so.12"]
-        for path in found[:1]:
+        libraries = [file.locate() for file in files if file.name == "libtbb.so.12"]
+        for path in libraries[:1]:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except (importlib.metadata.PackageNotFoundError, OSError):
         pass  # workqueue serves

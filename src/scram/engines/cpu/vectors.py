@@ -10,7 +10,8 @@ from ..._compat.numba import ROWS, SIMD_WIDTH, power_of_two, product, products
 from .compiled import compiled, plain
 
 LEAST = np.float32(-87)  # exp of less counts as 0
-HALF, INVERSE_LN2 = np.float32(0.5), np.float32(1 / math.log(2))
+HALF = np.float32(0.5)
+INVERSE_LN2 = np.float32(1 / math.log(2))
 LN2_HIGH = np.float32(0.693359375)  # few bits: its product with n is exact
 LN2_LOW = np.float32(math.log(2) - 0.693359375)
 SERIES = tuple(np.float32(1 / math.factorial(n)) for n in range(7, -1, -1))
@@ -19,7 +20,8 @@ SERIES = tuple(np.float32(1 / math.factorial(n)) for n in range(7, -1, -1))
 @compiled
 def dot(a, i, b, j):
     """<a[i], b[j]>"""
-    width, total = a.shape[1], a.dtype.type(0)
+    width = a.shape[1]
+    total = a.dtype.type(0)
     if width == SIMD_WIDTH:  # the compiler's own loop would take few elements one by one
         return product(a, i, b, j)
     for e in range(width):
@@ -40,7 +42,8 @@ def narrow_dots(a, i, b, j, keys, result, size):
 @compiled
 def coordinates(index, extent, stride, coordinate, size):
     """One coordinate of each index. By float64, exact below 2^31 and quick: no vector unit divides integers."""
-    inner, outer = 1.0 / stride, 1.0 / (stride * extent)
+    inner = 1.0 / stride
+    outer = 1.0 / (stride * extent)
     for p in range(size):
         middle = index[p] + 0.5
         coordinate[p] = np.int32(middle * inner) - np.int32(middle * outer) * np.int32(extent)
@@ -78,25 +81,52 @@ def add(a, i, factor, b, j):
 @compiled
 def add_product(a, b, c, size):
     """c[i, p] += sum over j < len(b) of a[i, j] * b[j, p] for p < size. Each step adds four rows of b to four of c."""
-    rows, depth = a.shape[0] // 4 * 4, len(b) // 4 * 4
+    rows = a.shape[0] // 4 * 4
+    depth = len(b) // 4 * 4
     for i in range(0, rows, 4):
-        c0, c1, c2, c3 = c[i], c[i + 1], c[i + 2], c[i + 3]
-        a0, a1, a2, a3 = a[i], a[i + 1], a[i + 2], a[i + 3]
+        c0 = c[i]
+        c1 = c[i + 1]
+        c2 = c[i + 2]
+        c3 = c[i + 3]
+        a0 = a[i]
+        a1 = a[i + 1]
+        a2 = a[i + 2]
+        a3 = a[i + 3]
         for j in range(0, depth, 4):
-            b0, b1, b2, b3 = b[j], b[j + 1], b[j + 2], b[j + 3]
-            a00, a01, a02, a03 = a0[j], a0[j + 1], a0[j + 2], a0[j + 3]
-            a10, a11, a12, a13 = a1[j], a1[j + 1], a1[j + 2], a1[j + 3]
-            a20, a21, a22, a23 = a2[j], a2[j + 1], a2[j + 2], a2[j + 3]
-            a30, a31, a32, a33 = a3[j], a3[j + 1], a3[j + 2], a3[j + 3]
+            b0 = b[j]
+            b1 = b[j + 1]
+            b2 = b[j + 2]
+            b3 = b[j + 3]
+            a00 = a0[j]
+            a01 = a0[j + 1]
+            a02 = a0[j + 2]
+            a03 = a0[j + 3]
+            a10 = a1[j]
+            a11 = a1[j + 1]
+            a12 = a1[j + 2]
+            a13 = a1[j + 3]
+            a20 = a2[j]
+            a21 = a2[j + 1]
+            a22 = a2[j + 2]
+            a23 = a2[j + 3]
+            a30 = a3[j]
+            a31 = a3[j + 1]
+            a32 = a3[j + 2]
+            a33 = a3[j + 3]
             for p in range(size):
-                x0, x1, x2, x3 = b0[p], b1[p], b2[p], b3[p]
+                x0 = b0[p]
+                x1 = b1[p]
+                x2 = b2[p]
+                x3 = b3[p]
                 c0[p] += a00 * x0 + a01 * x1 + a02 * x2 + a03 * x3
                 c1[p] += a10 * x0 + a11 * x1 + a12 * x2 + a13 * x3
                 c2[p] += a20 * x0 + a21 * x1 + a22 * x2 + a23 * x3
                 c3[p] += a30 * x0 + a31 * x1 + a32 * x2 + a33 * x3
     for i in range(a.shape[0]):
         for j in range(depth if i < rows else 0, len(b)):
-            factor, x, y = a[i, j], b[j], c[i]
+            factor = a[i, j]
+            x = b[j]
+            y = c[i]
             for p in range(size):
                 y[p] += factor * x[p]
 
@@ -106,7 +136,9 @@ def add_guarded_product(a, b, c, size, left):
     """As `add_product`, where a 0 on the left (of a) or else on the right (of b) lets no NaN or infinity through."""
     for i in range(a.shape[0]):
         for j in range(len(b)):
-            factor, x, y = a[i, j], b[j], c[i]
+            factor = a[i, j]
+            x = b[j]
+            y = c[i]
             for p in range(size):
-                there = factor != 0 if left else x[p] != 0
-                y[p] += factor * x[p] if there else y.dtype.type(0)
+                counts = factor != 0 if left else x[p] != 0
+                y[p] += factor * x[p] if counts else y.dtype.type(0)

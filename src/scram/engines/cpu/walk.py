@@ -29,20 +29,31 @@ def walk_keys(task, tasks, q, k, geometry, walks, begin, keys, logs, diagnostics
     """Fill keys and logs for the points from `begin` on, and acceptance and rhat, diagnostics [2, P]."""
     size = min(len(keys), len(walks.count) - begin)
     for c in range(size * task // tasks, size * (task + 1) // tasks):
-        point, samples = begin + c, keys.shape[1]
+        point = begin + c
+        samples = keys.shape[1]
         chains = min(walks.count[point] * walks.chains_per_mode, samples)
         accepted = _walk(q, k, geometry, walks, chains, point, keys[c], logs[c])
-        diagnostics[0, point], diagnostics[1, point] = accepted / samples, _rhat(logs[c], chains)
+        diagnostics[0, point] = accepted / samples
+        diagnostics[1, point] = _rhat(logs[c], chains)
         logs[c, :] = 0
 
 
 @inlined
 def _walk(q, k, geometry, walks, chains, point, keys, scores):
     """All walks of a query, one after the other: the state after each step that counts. Returns how many moved."""
-    grid, strides, mask, table = geometry.grid, geometry.strides, geometry.mask, walks.table
-    row, samples, number = point // geometry.queries, len(keys), scores.dtype.type
-    query, mask_row = point - row * geometry.queries, row // geometry.rows_per_mask
-    first, rank, made, accepted = geometry.key_rows[row] * geometry.keys, len(grid), 0, 0
+    grid = geometry.grid
+    strides = geometry.strides
+    mask = geometry.mask
+    table = walks.table
+    row = point // geometry.queries
+    samples = len(keys)
+    number = scores.dtype.type
+    query = point - row * geometry.queries
+    mask_row = row // geometry.rows_per_mask
+    first = geometry.key_rows[row] * geometry.keys
+    rank = len(grid)
+    filled = 0
+    accepted = 0
     state = absorb(walks.seed[row], query)
     for chain in range(chains):
         key = np.int64(walks.modes[point, chain // walks.chains_per_mode])
@@ -51,24 +62,28 @@ def _walk(q, k, geometry, walks, chains, point, keys, scores):
         chain_state = absorb(state, chain)
         for step in range(walks.burn_in + length):
             noise = absorb(chain_state, step)
-            left, to, there = key, np.int64(0), True
+            left = key
+            to = np.int64(0)
+            on_grid = True
             for axis in range(rank):
                 centre = left // strides[axis]
                 left -= centre * strides[axis]
                 place = centre + find(table, below(absorb(noise, axis), table[-1]))
-                there = there and 0 <= place < grid[axis]
+                on_grid = on_grid and 0 <= place < grid[axis]
                 to += place * strides[axis]
-            move = there and to != key and not (geometry.causal and to > query)
+            move = on_grid and to != key and not (geometry.causal and to > query)
             if move and (len(mask) == 0 or mask[mask_row, to]):
                 b = number(walks.scale * dot(q, point, k, first + to))
                 u = number((number(absorb(noise, rank)) + number(0.5)) / number(4294967296.0))
                 if b >= a or u < math.exp(b - a):
-                    key, a = to, b
+                    key = to
+                    a = b
                     accepted += step >= walks.burn_in
             if step >= walks.burn_in:
-                keys[made], scores[made] = key, a
-                made += 1
-    keys[made:] = -1
+                keys[filled] = key
+                scores[filled] = a
+                filled += 1
+    keys[filled:] = -1
     return accepted
 
 
@@ -80,10 +95,16 @@ def _rhat(scores, chains):
         return np.inf
     parts, length = (chains, samples // chains) if chains > 1 else (2, samples // 2)
     longer = samples % chains
-    within, middle, spread, agree, first = 0.0, 0.0, 0.0, True, 0.0
+    within = 0.0
+    middle = 0.0
+    spread = 0.0
+    agree = True
+    first = 0.0
     for part in range(parts):
         start = part * length + min(part, longer) if chains > 1 else part * (samples - length)
-        origin, mean, square = np.float64(scores[start]), 0.0, 0.0
+        origin = np.float64(scores[start])
+        mean = 0.0
+        square = 0.0
         for t in range(start, start + length):
             mean += scores[t] - origin
         mean = mean / length

@@ -8,14 +8,22 @@ from .vectors import coordinates
 
 @compiled
 def expand(windows, geometry, row, point, keys, places):
-    """Write the legal keys in the union of the windows around a point's matches to `keys`, each once; return how many.
+    """Write the allowed keys in the union of the windows of a point's matches to `keys`, each once; return how many.
 
-    `places` holds the matches' coordinates, its last row those of the line of keys at hand: windows are walked line by
-    line along the last axis, and a key is new when no earlier window holds it.
+    `places` holds the matches' coordinates, and last those of the line of keys at hand: windows are walked line by line
+    along the last axis, and a key is new when no earlier window holds it.
     """
-    grid, strides, mask, index, reach = geometry.grid, geometry.strides, geometry.mask, windows.index, windows.reach
-    rank, found, lines = len(grid), 0, 1
-    query, mask_row, last = point - row * geometry.queries, row // geometry.rows_per_mask, rank - 1
+    grid = geometry.grid
+    strides = geometry.strides
+    mask = geometry.mask
+    index = windows.index
+    reach = windows.reach
+    rank = len(grid)
+    count = 0
+    lines = 1
+    query = point - row * geometry.queries
+    mask_row = row // geometry.rows_per_mask
+    last = rank - 1
     for axis in range(last):
         lines *= 2 * reach[axis] + 1
     line = places[index.shape[1]]
@@ -28,16 +36,19 @@ def expand(windows, geometry, row, point, keys, places):
             places[e, axis] = match // strides[axis]
             match -= places[e, axis] * strides[axis]
         for number in range(lines):
-            rest, first, there = number, np.int64(0), True
+            rest = number
+            first = np.int64(0)
+            on_grid = True
             for axis in range(last - 1, -1, -1):
                 side = 2 * reach[axis] + 1
                 line[axis] = places[e, axis] + rest % side - reach[axis]
                 rest //= side
-                there = there and 0 <= line[axis] < grid[axis]
+                on_grid = on_grid and 0 <= line[axis] < grid[axis]
                 first += line[axis] * strides[axis]
-            if not there:
+            if not on_grid:
                 continue
-            low, high = max(places[e, last] - reach[last], 0), min(places[e, last] + reach[last], grid[last] - 1)
+            low = max(places[e, last] - reach[last], 0)
+            high = min(places[e, last] + reach[last], grid[last] - 1)
             for at in range(low, high + 1):
                 key = first + at
                 if geometry.causal and key > query:
@@ -46,13 +57,14 @@ def expand(windows, geometry, row, point, keys, places):
                     continue
                 line[last] = at
                 if _new(e, places, line, reach):
-                    keys[found] = key
-                    found += 1
-    return found
+                    keys[count] = key
+                    count += 1
+    return count
 
 
 @compiled
 def _new(e, places, place, reach):
+    """Whether a key at `place` lies in none of the windows before number e."""
     for before in range(e):
         if places[before, 0] < 0:
             continue
@@ -66,14 +78,19 @@ def _new(e, places, place, reach):
 
 @inlined
 def expand_block(windows, geometry, extras, block, keys, places):
-    """For every slot of the windows and every point its key, or -1: off the grid, illegal, or in a window before.
+    """For every slot of the windows and every point its key, or -1: off the grid, not allowed, or in a window before.
 
     Slots of the extra keys follow.
     """
-    grid, strides, reach, size = geometry.grid, geometry.strides, windows.reach, block.size
-    rank, match, matches = len(grid), keys[len(keys) - 1], len(places)
+    grid = geometry.grid
+    strides = geometry.strides
+    reach = windows.reach
+    size = block.size
+    rank = len(grid)
+    match = keys[len(keys) - 1]  # int32 [size], spare
+    matches = len(places)
     slots = len(keys) - 1 - extras
-    window = slots // max(matches, 1)
+    per_window = slots // max(matches, 1)
     for x in range(extras):
         for p in range(size):
             keys[slots + x, p] = geometry.keys + x
@@ -84,8 +101,10 @@ def expand_block(windows, geometry, extras, block, keys, places):
             coordinates(match, grid[axis], strides[axis], places[e, axis], size)
         for p in range(size):
             places[e, 0, p] = places[e, 0, p] if (match[p] >= 0) & (match[p] < geometry.keys) else -1
-        for number in range(window):
-            slot, rest, move = keys[e * window + number], number, 0
+        for number in range(per_window):
+            slot = keys[e * per_window + number]  # int32 [size]
+            rest = number
+            move = 0
             for p in range(size):
                 slot[p] = places[e, 0, p] >= 0
             for axis in range(rank - 1, -1, -1):
@@ -104,9 +123,9 @@ def expand_block(windows, geometry, extras, block, keys, places):
                 for p in range(size):
                     slot[p] = slot[p] if slot[p] <= block.begin + p else -1
             if len(geometry.mask):
-                allowed = geometry.mask[block.row // geometry.rows_per_mask]
+                unmasked = geometry.mask[block.row // geometry.rows_per_mask]  # [M]
                 for p in range(size):
-                    slot[p] = slot[p] if slot[p] >= 0 and allowed[slot[p]] else -1
+                    slot[p] = slot[p] if slot[p] >= 0 and unmasked[slot[p]] else -1
 
 
 @compiled
@@ -114,7 +133,8 @@ def _leave_out(slot, number, reach, places, before, size):
     """Set to -1 the keys of window slot `number` that lie in an earlier window too."""
     rank = len(reach)
     for p in range(size):
-        covered, rest = before[0, p] >= 0, number
+        covered = before[0, p] >= 0
+        rest = number
         for axis in range(rank - 1, -1, -1):
             side = 2 * reach[axis] + 1
             apart = places[axis, p] + rest % side - reach[axis] - before[axis, p]

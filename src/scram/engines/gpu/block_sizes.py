@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from ...schedule import WINDOWS
+from ...schedule import LANE_GROUPS
 from .grid import Block, Row, tile_shape, vector
 from .launch import INTERPRETED, cached
 from .top_matches import Places
@@ -131,7 +131,7 @@ def score_tile(width: int, dtype: torch.dtype, matches: int, separated: bool) ->
         "ROW": Row(width, piece, wide // piece),
         "HALVES": halves,
         "WIDEN": INTERPRETED,
-        "PLACES": Places(places // columns, columns, places > matches, separated, WINDOWS),
+        "PLACES": Places(places // columns, columns, places > matches, separated, LANE_GROUPS),
         "num_stages": stages,
         **_options(SCORE_WARPS),
     }

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import SearchCall
-from ...grid import LegalKeys
+from ...grid import AllowedKeys
 from .grid import divide, dot, features, lane_place, near
 from .noise import absorb, below
 
@@ -59,7 +59,7 @@ def legal_argument(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) 
     """q [B, H, *G, E], k [B, Hk, *G', E], key_mask bool [B, *G'] or [B, H, *G']."""
     if key_mask is None:
         return ANY_KEY
-    legal = LegalKeys.of(q, k, causal, key_mask.contiguous())
+    legal = AllowedKeys.of(q, k, causal, key_mask.contiguous())
     assert legal.order is not None
     return Legal(legal.mask, legal.order.contiguous(), legal.count, legal.heads_per_row)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ... import clustering
 from ...calls import ClusterCall, Clustered
-from ...grid import LegalKeys, grid_of
+from ...grid import AllowedKeys, grid_of
 from . import cluster_forms as cf
 from . import cluster_sample as cl
 from . import cluster_space as cs
@@ -207,7 +207,7 @@ def _source(call: ClusterCall) -> cl.Source:
     v = call.v.contiguous()
     if mask is None:
         return cl.Source(k, v, UNMASKED, None, None, keys)
-    legal = LegalKeys.of(k, k, False, mask)
+    legal = AllowedKeys.of(k, k, False, mask)
     order = None if legal.order is None else legal.order.contiguous()
     return cl.Source(k, v, KeyMask(mask.contiguous(), legal.heads_per_row), order, legal.count, keys)
 

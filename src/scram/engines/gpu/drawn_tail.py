@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...calls import DrawnTail, DrawnTailCall
-from ...grid import LegalKeys, grid_of
+from ...grid import AllowedKeys, grid_of
 from ...schedule import TILE_QUERIES
 from . import shared_keys as sk
 from .block_sizes import tile_pieces
@@ -85,7 +85,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     lse, offset = (torch.empty(shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
     variance = torch.empty(shape, dtype=torch.float32, device=q.device)
     with on_device(q):
-        legal = LegalKeys.of(q, call.k, call.causal, call.key_mask)
+        legal = AllowedKeys.of(q, call.k, call.causal, call.key_mask)
         found = DrawnTail(out, lse, variance, offset, *sk.draw_names(call))
         if lse.numel():
             tail = tail_of(call, sk.side_by_side(call, found.names, found.represents, call.dropout_seed is None))

@@ -1,4 +1,4 @@
-"""Algorithm 2 of the paper: expand each match to its window, weigh the keys found, mix their values.
+"""Algorithm 2 of the paper: expand each match to its window, weigh the keys in them, mix their values.
 
 Works on points (point = row*N + query) in chunks; autograd differentiates it, recomputing chunk by chunk.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...calls import AttendCall, DrawnTailCall
-from ...grid import Grid, LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, window, within
+from ...grid import AllowedKeys, Grid, coordinates, flat, grid_of, inside, key_row, rows, window, within
 from ...noise import noise, numbered
 from ...scoring import accumulator, normalized_weights, pair_score, widened
 from ...types import Attended
@@ -23,32 +23,40 @@ CHUNK_ELEMENTS = 1 << 22  # of gathered keys and values at a time
 
 def attend(call: AttendCall) -> Attended:
     """out [B, H, *G, F] and lse [B, H, *G] over the union of each query's windows and the extra keys."""
-    q, k, v, index = call.q, call.k, call.v, call.index
-    heads, key_heads, key_grid = q.shape[1], k.shape[1], grid_of(k)
-    queries, keys = math.prod(grid_of(q)), math.prod(key_grid)
-    legal_keys = LegalKeys.of(q, k, call.causal, call.key_mask)
+    q = call.q
+    k = call.k
+    v = call.v
+    index = call.index
+    heads = q.shape[1]
+    key_heads = k.shape[1]
+    key_grid = grid_of(k)
+    queries = math.prod(grid_of(q))
+    keys = math.prod(key_grid)
+    allowed_keys = AllowedKeys.of(q, k, call.causal, call.key_mask)
     radius = [min(b, extent - 1) for b, extent in zip(call.radius, key_grid, strict=True)]
-    flat_index = index.reshape(-1, index.shape[-1]).long()
-    extras, wide = extra_of(call)[0].shape[2], accumulator(v.dtype)
+    flat_index = index.reshape(-1, index.shape[-1]).long()  # [P, kappa]
+    extras = extra_of(call)[0].shape[2]
+    wide = accumulator(v.dtype)
 
     def points(at: Tensor, q: Tensor, k: Tensor, v: Tensor, k_extra: Tensor, v_extra: Tensor) -> tuple[Tensor, Tensor]:
-        row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
+        row = (at // queries).unsqueeze(-1)  # [C, 1]
+        query = (at % queries).unsqueeze(-1)  # [C, 1]
         source = key_row(row, heads, key_heads)
-        key, new = expand(flat_index[at], key_grid, radius)
-        legal = new & legal_keys.allows(row, query, key)
-        # What is not legal is zeroed before it is multiplied: 0 * NaN is NaN, forward and backward.
-        k_found = torch.where(legal.unsqueeze(-1), k[source * keys + key], 0)
-        v_found = torch.where(legal.unsqueeze(-1), v[source * keys + key], 0)
-        k_found = torch.cat([k_found, k_extra[source.squeeze(-1)]], 1)
-        v_found = torch.cat([v_found, v_extra[source.squeeze(-1)]], 1)
-        legal = torch.cat([legal, legal.new_ones(len(at), extras)], 1)
-        a = call.scale * pair_score(q[at].unsqueeze(1), k_found, call.score).to(wide)
-        p, lse = normalized_weights(a, legal, call.weight)
+        key, new = expand(flat_index[at], key_grid, radius)  # [C, kappa * W]
+        allowed = new & allowed_keys.allows(row, query, key)
+        # What is not allowed is zeroed before it is multiplied: 0 * NaN is NaN, forward and backward.
+        k_gathered = torch.where(allowed.unsqueeze(-1), k[source * keys + key], 0)
+        v_gathered = torch.where(allowed.unsqueeze(-1), v[source * keys + key], 0)
+        k_gathered = torch.cat([k_gathered, k_extra[source.squeeze(-1)]], 1)  # [C, kappa * W + X, E]
+        v_gathered = torch.cat([v_gathered, v_extra[source.squeeze(-1)]], 1)  # [C, kappa * W + X, F]
+        allowed = torch.cat([allowed, allowed.new_ones(len(at), extras)], 1)
+        a = call.scale * pair_score(q[at].unsqueeze(1), k_gathered, call.score).to(wide)
+        p, lse = normalized_weights(a, allowed, call.weight)
         if call.dropout_seed is not None:
             named = torch.cat([key, (keys + torch.arange(extras, device=key.device)).expand(len(at), -1)], 1)
             # What is dropped is zero, NaN too.
             p = torch.where(kept(call, row, query, named), p / (1 - call.dropout_p), 0)
-        return mix(p, v_found), lse
+        return mix(p, v_gathered), lse
 
     tensors = flat_tensors(call)
     total = q.shape[0] * heads * queries
@@ -59,7 +67,7 @@ def attend(call: AttendCall) -> Attended:
 
 
 def expand(match: Tensor, key_grid: Grid, radius: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """match [C, kappa] -> key [C, kappa * W], each a flat index on the grid, and whether it is there and new.
+    """match [C, kappa] -> key [C, kappa * W], each a flat index on the grid, and whether it exists and is new.
 
     A key is new in a window exactly when it lies in none of the windows before.
     """
@@ -67,15 +75,15 @@ def expand(match: Tensor, key_grid: Grid, radius: Sequence[int]) -> tuple[Tensor
     exists = (match >= 0) & (match < keys)
     centre = [c.unsqueeze(-1) for c in coordinates(torch.where(exists, match, 0), key_grid)]  # each [C, kappa, 1]
     place = [c + offset for c, offset in zip(centre, window(radius, match.device), strict=True)]  # [C, kappa, W]
-    there = exists.unsqueeze(-1) & inside(place, key_grid)
+    on_grid = exists.unsqueeze(-1) & inside(place, key_grid)
     fresh = []
     for e in range(match.shape[1]):
-        new = there[:, e]
+        new = on_grid[:, e]
         for before in range(e):
             covered = within([c[:, e] for c in place], [c[:, before] for c in centre], radius)
             new = new & ~(covered & exists[:, before].unsqueeze(-1))
         fresh.append(new)
-    key = torch.where(there, flat(place, key_grid), 0)
+    key = torch.where(on_grid, flat(place, key_grid), 0)
     return key.flatten(1), torch.stack(fresh, 1).flatten(1)
 
 
@@ -83,7 +91,8 @@ def extra_of(call: AttendCall) -> tuple[Tensor, Tensor]:
     """The extra keys and values; none of them where the call has none."""
     if call.k_extra is not None and call.v_extra is not None:
         return call.k_extra, call.v_extra
-    k, v = call.k, call.v
+    k = call.k
+    v = call.v
     return k.new_zeros(*k.shape[:2], 0, k.shape[-1]), v.new_zeros(*v.shape[:2], 0, v.shape[-1])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...calls import SampleCall
-from ...grid import LegalKeys, coordinates, flat, grid_of
+from ...grid import AllowedKeys, coordinates, flat, grid_of
 from ...noise import below, noise, numbered
 from ...scoring import accumulator
 from .visited import Visit, Visited
@@ -20,29 +20,35 @@ def draws_of(call: SampleCall) -> Visit:
     The noise of sample t is noise(seed, row, query, t, draw): draw 0 chooses the part of the mixture, 1 the mode or the
     uniform key, 2 + axis the step from the mode.
     """
-    key_grid, queries, samples = grid_of(call.k), math.prod(grid_of(call.q)), call.samples
-    flat_modes, flat_count = call.modes.reshape(-1, call.modes.shape[-1]).long(), call.count.reshape(-1)
-    table, wide = call.table.long(), accumulator(call.v.dtype)
-    legal = LegalKeys.of(call.q, call.k, call.causal, call.key_mask)
+    key_grid = grid_of(call.k)
+    queries = math.prod(grid_of(call.q))
+    samples = call.samples
+    flat_modes = call.modes.reshape(-1, call.modes.shape[-1]).long()
+    flat_count = call.count.reshape(-1)
+    table = call.table.long()
+    wide = accumulator(call.v.dtype)
+    allowed = AllowedKeys.of(call.q, call.k, call.causal, call.key_mask)
     t = torch.arange(samples, device=call.q.device)
 
     def visit(at: Tensor) -> Visited:
-        row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
-        number, choices = flat_count[at].unsqueeze(-1), legal.total(row, query)
+        row = (at // queries).unsqueeze(-1)  # [C, 1]
+        query = (at % queries).unsqueeze(-1)  # [C, 1]
+        number = flat_count[at].unsqueeze(-1)  # [C, 1], of the modes
+        choices = allowed.total(row, query)
         noise_row = numbered(row, call.rows)
 
         def bits(draw: int) -> Tensor:
             return noise(call.seed, noise_row, query, t, draw)
 
         local = (bits(0) < int(call.alpha * 2**32)) & (number > 0)
-        uniform = legal.nth(row, torch.where(choices > 0, below(bits(1), choices), 0))
+        uniform = allowed.nth(row, torch.where(choices > 0, below(bits(1), choices), 0))
         mode = flat_modes[at].gather(-1, below(bits(1), number.clamp(min=1)))
         centre = coordinates(torch.where(local, mode, 0), key_grid)
         place = [c + step(table, bits(2 + axis), c, key_grid[axis]) for axis, c in enumerate(centre)]
-        key = torch.where(local, flat(place, key_grid), uniform)
-        some = (local | (choices > 0)) & legal.allows(row, query, key)
-        near = torch.where(number > 0, call.alpha, 0.0).to(wide)
-        r = near * closeness(key, flat_modes[at], number, table, key_grid, wide) + (1 - near) / choices.clamp(min=1)
+        key = torch.where(local, flat(place, key_grid), uniform)  # [C, T]
+        some = (local | (choices > 0)) & allowed.allows(row, query, key)
+        alpha = torch.where(number > 0, call.alpha, 0.0).to(wide)
+        r = alpha * closeness(key, flat_modes[at], number, table, key_grid, wide) + (1 - alpha) / choices.clamp(min=1)
         return key, torch.where(some, -(r * samples).log(), -torch.inf), None
 
     return visit
@@ -51,8 +57,10 @@ def draws_of(call: SampleCall) -> Visit:
 def step(table: Tensor, bits: Tensor, centre: Tensor, extent: int) -> Tensor:
     """A step from a coordinate that stays on its axis, drawn from the weights of all such steps."""
     reach = len(table) // 2 - 1
-    low, high = (-centre).clamp(min=-reach), (extent - 1 - centre).clamp(max=reach)
-    below_low, below_high = table[low + reach], table[high + 1 + reach]
+    low = (-centre).clamp(min=-reach)
+    high = (extent - 1 - centre).clamp(max=reach)
+    below_low = table[low + reach]
+    below_high = table[high + 1 + reach]
     target = below_low + below(bits, below_high - below_low)
     return torch.searchsorted(table, target, right=True) - 1 - reach
 
@@ -65,13 +73,13 @@ def closeness(
     total = torch.zeros(key.shape, dtype=wide, device=key.device)
     place = coordinates(key, key_grid)
     for m in range(modes.shape[1]):
-        there = m < number
-        g = there.to(wide)
-        for c, centre, extent in zip(
-            place, coordinates(torch.where(there, modes[:, m : m + 1], 0), key_grid), key_grid, strict=True
-        ):
-            d = c - centre
-            low, high = (-centre).clamp(min=-reach), (extent - 1 - centre).clamp(max=reach)
+        exists = m < number  # [C, 1]
+        g = exists.to(wide)
+        centres = coordinates(torch.where(exists, modes[:, m : m + 1], 0), key_grid)  # [C, 1] each
+        for c, centre, extent in zip(place, centres, key_grid, strict=True):
+            d = c - centre  # [C, T]
+            low = (-centre).clamp(min=-reach)
+            high = (extent - 1 - centre).clamp(max=reach)
             mass = (table[high + 1 + reach] - table[low + reach]).to(wide)
             safe = d.clamp(-reach, reach) + reach
             g = g * torch.where(d.abs() <= reach, (table[safe + 1] - table[safe]).to(wide) / mass, 0)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...calls import DrawnTail, DrawnTailCall
-from ...draws import NONE, by_heads, legal_counts, ranked_keys, shared_tail, tail_values
-from ...grid import LegalKeys, grid_of
+from ...draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_values
+from ...grid import AllowedKeys, grid_of
 from ...scoring import accumulator, normalized_weights, pair_score, widened
 from .attend import CHUNK_ELEMENTS, kept, mix
 from .chunks import in_chunks
@@ -17,41 +17,49 @@ from .windows import windows_of
 
 
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
-    """Head and tail together. Keys in the windows are in the head; a query does not draw them again."""
-    q, k = call.q, call.k
-    key_grid, queries = grid_of(k), math.prod(grid_of(q))
-    legal = LegalKeys.of(q, k, call.causal, call.key_mask)
-    ranked = ranked_keys(q, legal, call.seed, call.rows)
+    """Windows and tail together. A query does not draw the keys in its windows again."""
+    q = call.q
+    k = call.k
+    key_grid = grid_of(k)
+    queries = math.prod(grid_of(q))
+    allowed = AllowedKeys.of(q, k, call.causal, call.key_mask)
+    ranked = ranked_keys(q, allowed, call.seed, call.rows)
     names, represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
     k_tail, v_tail = (tail_values(x, names, q.shape[1]) for x in (k, call.v))
-    flat_names, drawn = names.long(), names.shape[1]
-    flat_total, wide = legal_counts(q, legal).reshape(-1), accumulator(v_tail.dtype)
+    flat_names = names.long()
+    drawn = names.shape[1]
+    flat_total = allowed_counts(q, allowed).reshape(-1)
+    wide = accumulator(v_tail.dtype)
     windows = windows_of(call.window, call.index, key_grid, call.radius)
 
     def points(
-        at: Tensor, q: Tensor, k_tail: Tensor, v_tail: Tensor, head_out: Tensor, head_lse: Tensor
+        at: Tensor, q: Tensor, k_tail: Tensor, v_tail: Tensor, near_out: Tensor, near_lse: Tensor
     ) -> tuple[Tensor, ...]:
-        row, query = (at // queries).unsqueeze(-1), (at % queries).unsqueeze(-1)
-        key, new = windows.of(row, query)
-        left = (flat_total[at] - (new & legal.allows(row, query, key)).sum(-1)).to(wide)  # M_i - |S_i|
-        name = flat_names[row.squeeze(-1)]
+        row = (at // queries).unsqueeze(-1)  # [C, 1]
+        query = (at % queries).unsqueeze(-1)  # [C, 1]
+        key, new = windows.of(row, query)  # [C, keys of the windows]
+        left = (flat_total[at] - (new & allowed.allows(row, query, key)).sum(-1)).to(wide)  # M_i - |S_i|
+        name = flat_names[row.squeeze(-1)]  # [C, m]
         safe = torch.where(name == NONE, 0, name)
-        counts = (name != NONE) & legal.allows(row, query, safe) & ~windows.hold(row, query, safe)
+        counts = (name != NONE) & allowed.allows(row, query, safe) & ~windows.hold(row, query, safe)
         seen = counts.sum(-1).to(wide)  # m_i
-        k_seen = torch.where(counts.unsqueeze(-1), k_tail[row.squeeze(-1)], 0)
-        v_seen = torch.where(counts.unsqueeze(-1), v_tail[row.squeeze(-1)], 0).to(wide)
+        k_seen = torch.where(counts.unsqueeze(-1), k_tail[row.squeeze(-1)], 0)  # [C, m, E]
+        v_seen = torch.where(counts.unsqueeze(-1), v_tail[row.squeeze(-1)], 0).to(wide)  # [C, m, F]
         a = call.scale * pair_score(q[at].unsqueeze(1), k_seen, call.score).to(wide)
         each = left / seen.clamp(min=1)
         offset = torch.where(seen > 0, each, 1).log() if represents is None else torch.zeros_like(each)
         stands_for = each.unsqueeze(-1) if represents is None else represents[row.squeeze(-1)]
         a = a + torch.where(counts, stands_for, 1).to(wide).log()
-        # The head is one more key: its score is its lse, its value its out.
-        head = head_lse[at].to(wide).unsqueeze(-1)
-        p, lse = normalized_weights(torch.cat([a, head], 1), torch.cat([counts, head != -torch.inf], 1), "softmax")
-        p_tail, p_head = p[:, :drawn], p[:, drawn:]
+        # The windows are one more key: its score is their lse, its value their out.
+        near_score = near_lse[at].to(wide).unsqueeze(-1)  # [C, 1]
+        p, lse = normalized_weights(
+            torch.cat([a, near_score], 1), torch.cat([counts, near_score != -torch.inf], 1), "softmax"
+        )
+        p_tail = p[:, :drawn]
+        p_near = p[:, drawn:]
         if call.dropout_seed is not None:
             p_tail = torch.where(kept(call, row, query, safe), p_tail / (1 - call.dropout_p), 0)
-        out = mix(p_tail, v_seen) + torch.where(head == -torch.inf, 0, p_head * head_out[at].to(wide))
+        out = mix(p_tail, v_seen) + torch.where(near_score == -torch.inf, 0, p_near * near_out[at].to(wide))
         with torch.no_grad():
             variance = torch.full_like(out, torch.inf)
             if call.dropout_seed is None:
@@ -64,7 +72,9 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     size = max(1, CHUNK_ELEMENTS // each)
     out, lse, variance, offset = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)
     shape = (*q.shape[:-1], v_tail.shape[-1])
-    out, lse, offset = out.to(v_tail.dtype).reshape(shape), lse.reshape(shape[:-1]), offset.reshape(shape[:-1])
+    out = out.to(v_tail.dtype).reshape(shape)
+    lse = lse.reshape(shape[:-1])
+    offset = offset.reshape(shape[:-1])
     return DrawnTail(out, lse, variance.reshape(shape), offset, *by_heads(q, names, represents))
 
 

@@ -20,33 +20,45 @@ def sample(call: SampleCall) -> Sampled:
     """Attention over the keys that each query visits; a key weighs exp(score) times its weight.
 
     Walks visit keys in proportion to exp(score): their visits weigh the same, and the score only carries the gradient.
-    The head, if any, is exact attention over other keys.
+    Extra keys, if any, are attended exactly before: their out and lse join as one more key.
     """
-    q, k, v, samples, walks = call.q, call.k, call.v, call.samples, call.method == "metropolis"
+    q = call.q
+    k = call.k
+    v = call.v
+    samples = call.samples
+    walks = call.method == "metropolis"
     visit = walks_of(call) if walks else draws_of(call)
-    head_out, head_lse = call.head_out, call.head_lse
-    heads, key_heads, keys = q.shape[1], k.shape[1], math.prod(grid_of(k))
-    queries, wide = math.prod(grid_of(q)), accumulator(v.dtype)
-    if head_out is None or head_lse is None:
-        head_out, head_lse = v.new_zeros(*q.shape[:-1], v.shape[-1]), v.new_full(q.shape[:-1], -torch.inf)
+    extra_out = call.head_out
+    extra_lse = call.head_lse
+    heads = q.shape[1]
+    key_heads = k.shape[1]
+    keys = math.prod(grid_of(k))
+    queries = math.prod(grid_of(q))
+    wide = accumulator(v.dtype)
+    if extra_out is None or extra_lse is None:
+        extra_out = v.new_zeros(*q.shape[:-1], v.shape[-1])
+        extra_lse = v.new_full(q.shape[:-1], -torch.inf)
 
-    def points(at: Tensor, q: Tensor, k: Tensor, v: Tensor, head_out: Tensor, head_lse: Tensor) -> tuple[Tensor, ...]:
+    def points(at: Tensor, q: Tensor, k: Tensor, v: Tensor, extra_out: Tensor, extra_lse: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            key, log_weight, diagnostics = visit(at)
+            key, log_weight, diagnostics = visit(at)  # [C, T], [C, T], [C] each
         source = key_row(at // queries, heads, key_heads).unsqueeze(-1) * keys
         counts = log_weight > -torch.inf
         where = source + torch.where(counts, key, 0)
-        k_seen = torch.where(counts.unsqueeze(-1), k[where], 0)
-        v_seen = torch.where(counts.unsqueeze(-1), v[where], 0).to(wide)
+        k_seen = torch.where(counts.unsqueeze(-1), k[where], 0)  # [C, T, E]
+        v_seen = torch.where(counts.unsqueeze(-1), v[where], 0).to(wide)  # [C, T, F]
         a = call.scale * pair_score(q[at].unsqueeze(1), k_seen, call.score).to(wide)
         a = a - a.detach() if walks else a + torch.where(counts, log_weight, 0).to(wide)
-        head = head_lse[at].to(wide).unsqueeze(-1)
-        p, lse = normalized_weights(torch.cat([a, head], 1), torch.cat([counts, head != -torch.inf], 1), "softmax")
-        p_seen, p_head = p[:, :samples], p[:, samples:]
-        out = mix(p_seen, v_seen) + torch.where(head == -torch.inf, 0, p_head * head_out[at].to(wide))
+        extra_score = extra_lse[at].to(wide).unsqueeze(-1)  # [C, 1]
+        p, lse = normalized_weights(
+            torch.cat([a, extra_score], 1), torch.cat([counts, extra_score != -torch.inf], 1), "softmax"
+        )
+        p_seen = p[:, :samples]
+        p_extra = p[:, samples:]
+        out = mix(p_seen, v_seen) + torch.where(extra_score == -torch.inf, 0, p_extra * extra_out[at].to(wide))
         with torch.no_grad():
             r = torch.where(counts.unsqueeze(-1), p_seen.unsqueeze(-1) * (v_seen - out.unsqueeze(1)), 0)
-            # Without a head the sum of r is 0: what is subtracted is the part of the samples in a joint mean.
+            # Without extra keys the sum of r is 0: what is subtracted is the part of the samples in a joint mean.
             variance = (r.square().sum(1) - r.sum(1).square() / samples).clamp(min=0)
             some = counts.any(-1)
             variance = torch.where(some.unsqueeze(-1), variance, torch.inf)
@@ -56,8 +68,8 @@ def sample(call: SampleCall) -> Sampled:
 
     tensors = (
         *(rows(x).flatten(0, 1) for x in widened(call.score, q, k, v)),
-        head_out.flatten(0, -2),
-        head_lse.flatten(),
+        extra_out.flatten(0, -2),
+        extra_lse.flatten(),
     )
     size = max(1, CHUNK_ELEMENTS // (samples * (q.shape[-1] + 2 * v.shape[-1])))
     out, lse, variance, *diagnostics = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)

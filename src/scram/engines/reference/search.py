@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...calls import Found, SearchCall
-from ...grid import LegalKeys, coordinates, flat, grid_of, inside, key_row, rows, within
+from ...grid import AllowedKeys, coordinates, flat, grid_of, inside, key_row, rows, within
 from ...noise import below, noise, numbered
 from ...schedule import moves, widest
 from ...scoring import accumulator, pair_score
@@ -30,9 +30,9 @@ def search(call: SearchCall) -> Found:
         key, best = _run(space, run, start, keys)
         keys.append(key)
         scores.append(best)
-    index, found = _best_first(torch.stack(keys, -1), torch.stack(scores, -1))
+    index, score = _best_first(torch.stack(keys, -1), torch.stack(scores, -1))
     shape = (*call.q.shape[:-1], call.matches)
-    return Found(index.to(torch.int32).reshape(shape), found.float().reshape(shape))
+    return Found(index.to(torch.int32).reshape(shape), score.float().reshape(shape))
 
 
 def _best_first(index: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,9 +47,11 @@ def _run(space: SearchSpace, run: int, start: Tensor | None, earlier: list[Tenso
     """One search for one more key per point, farther than the separation from every earlier one: key [P], best [P]."""
     call = space.call
     nothing = torch.full((space.points,), -1, device=space.q.device)
-    key, best = nothing, torch.full(nothing.shape, -torch.inf, dtype=space.wide, device=nothing.device)
+    key = nothing
+    best = torch.full(nothing.shape, -torch.inf, dtype=space.wide, device=nothing.device)
     for sweep in range(call.sweeps + 1):
-        before, chunks = key, []
+        before = key
+        chunks = []
         for at in space.chunks():
             points = _Points(space, at, run, sweep, before, best, earlier)
             if sweep == 0:
@@ -61,24 +63,32 @@ def _run(space: SearchSpace, run: int, start: Tensor | None, earlier: list[Tenso
                 points.random_search()
             chunks.append((points.key, points.best))
         if chunks:
-            key, best = torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
+            key = torch.cat([c[0] for c in chunks])
+            best = torch.cat([c[1] for c in chunks])
     return key, best
 
 
 class SearchSpace:
-    """What stays the same during a search: queries and keys as flat points, and which keys are legal."""
+    """What stays the same during a search: queries and keys as flat points, and which keys are allowed."""
 
     def __init__(self, call: SearchCall) -> None:
-        q, k = call.q, call.k
+        q = call.q
+        k = call.k
         self.call = call
-        self.query_grid, self.key_grid = grid_of(q), grid_of(k)
-        self.queries, self.keys = math.prod(self.query_grid), math.prod(self.key_grid)
-        self.heads, self.key_heads = q.shape[1], k.shape[1]
-        self.q, self.k = rows(q).flatten(0, 1), rows(k).flatten(0, 1)
-        self.points, self.wide = self.q.shape[0], accumulator(q.dtype)
-        self.legal = LegalKeys.of(q, k, call.causal, call.key_mask)
+        self.query_grid = grid_of(q)
+        self.key_grid = grid_of(k)
+        self.queries = math.prod(self.query_grid)
+        self.keys = math.prod(self.key_grid)
+        self.heads = q.shape[1]
+        self.key_heads = k.shape[1]
+        self.q = rows(q).flatten(0, 1)  # [P, E]
+        self.k = rows(k).flatten(0, 1)  # [B*Hk*M, E]
+        self.points = self.q.shape[0]
+        self.wide = accumulator(q.dtype)
+        self.allowed = AllowedKeys.of(q, k, call.causal, call.key_mask)
         every = torch.arange(self.points, device=q.device)
-        self.row, self.query = every // self.queries, every % self.queries
+        self.row = every // self.queries  # [P]
+        self.query = every % self.queries  # [P]
         self.number = numbered(self.row, call.rows)
         self.starts = None if call.starts is None else call.starts.reshape(self.points, call.starts.shape[-1]).long()
         self.radius = widest(self.key_grid, call.reach, call.random)
@@ -92,12 +102,13 @@ class SearchSpace:
 
     def around(self, centre: Tensor, radius: int, drawn: Callable[[int, Tensor], Tensor]) -> Tensor:
         """A key from the box around another, cut at the border and to the reach; drawn(axis, n) is below n."""
-        near = []
+        place = []
         for axis, (at, extent) in enumerate(zip(coordinates(centre, self.key_grid), self.key_grid, strict=True)):
             far = min(radius, self.call.reach[axis]) if self.call.reach else radius
-            low, high = (at - far).clamp(min=0), (at + far).clamp(max=extent - 1)
-            near.append(low + drawn(axis, high - low + 1))
-        return flat(near, self.key_grid)
+            low = (at - far).clamp(min=0)
+            high = (at + far).clamp(max=extent - 1)
+            place.append(low + drawn(axis, high - low + 1))
+        return flat(place, self.key_grid)
 
     def chunks(self) -> Iterator[Tensor]:
         size = max(1, CHUNK_ELEMENTS // self.q.shape[-1])
@@ -118,13 +129,19 @@ class _Points:
         best: Tensor,
         earlier: list[Tensor],
     ) -> None:
-        self.space, self.sweep, self.at, self.run = space, sweep, at, run
-        self.row, self.query = at // space.queries, at % space.queries
+        self.space = space
+        self.sweep = sweep
+        self.at = at
+        self.run = run
+        self.row = at // space.queries
+        self.query = at % space.queries
         self.place = coordinates(self.query, space.query_grid)
-        self.q, self.key, self.best = space.q[at], key[at], best[at]
+        self.q = space.q[at]  # [C, E]
+        self.key = key[at]
+        self.best = best[at]
         self.key_row = key_row(self.row, space.heads, space.key_heads)
-        self.earlier = [match[at] for match in earlier]
-        self.choices = space.legal.total(self.row, self.query)
+        self.earlier = [match[at] for match in earlier]  # [C] each
+        self.choices = space.allowed.total(self.row, self.query)
         self.counters = (space.number[at], self.query, run, sweep)
 
     def below(self, draw: int, n: Tensor | int) -> Tensor:
@@ -137,7 +154,7 @@ class _Points:
     def legal(self, key: Tensor, exists: Tensor) -> Tensor:
         """Whether `key` (any value where it does not exist) may be taken in this run."""
         safe = key.clamp(0, self.space.keys - 1)
-        ok = exists & (key == safe) & self.space.legal.allows(self.row, self.query, safe)
+        ok = exists & (key == safe) & self.space.allowed.allows(self.row, self.query, safe)
         ok = ok & self.space.reached(self.at, safe)
         place = coordinates(safe, self.space.key_grid)
         for match in self.earlier:
@@ -146,33 +163,35 @@ class _Points:
         return ok
 
     def score(self, key: Tensor) -> Tensor:
-        found = pair_score(self.q, self.space.k[self.key_row * self.space.keys + key], self.space.call.score)
-        return torch.where(found.isnan(), -torch.inf, found)
+        score = pair_score(self.q, self.space.k[self.key_row * self.space.keys + key], self.space.call.score)
+        return torch.where(score.isnan(), -torch.inf, score)
 
     def offer(self, key: Tensor, exists: Tensor) -> None:
         """Take the candidate where it is legal and strictly better."""
         safe = key.clamp(0, self.space.keys - 1)
         score = self.score(safe)
         better = (score > self.best) & self.legal(key, exists)
-        self.key, self.best = torch.where(better, safe, self.key), torch.where(better, score, self.best)
+        self.key = torch.where(better, safe, self.key)
+        self.best = torch.where(better, score, self.best)
 
     def fresh(self, draw: int, first: int) -> tuple[Tensor, Tensor]:
-        """A key drawn from the legal ones, and whether there is any; from `first` on, one near the point's start."""
+        """A key drawn from the allowed ones, and whether there is any; from `first` on, one near the point's start."""
         starts = self.space.starts
         if starts is not None:
             start = starts[self.at, self.run % starts.shape[1]]
             key = self.near(start, max(self.space.key_grid), first)
             return key, torch.ones_like(key, dtype=torch.bool)
         some = self.choices > 0
-        return self.space.legal.nth(self.row, self.below(draw, self.choices)), some
+        return self.space.allowed.nth(self.row, self.below(draw, self.choices)), some
 
     def start(self, warm: Tensor | None) -> None:
         """A legal start is kept whatever its score."""
         key, exists = self.fresh(0, 0)
         if warm is not None:
-            given = warm[self.row * self.space.queries + self.query]
-            usable = self.legal(given, given >= 0)
-            key, exists = torch.where(usable, given, key), usable | exists
+            warm_key = warm[self.row * self.space.queries + self.query]
+            usable = self.legal(warm_key, warm_key >= 0)
+            key = torch.where(usable, warm_key, key)
+            exists = usable | exists
         taken = self.legal(key, exists)
         self.key = torch.where(taken, key, -1)
         self.best = torch.where(taken, self.score(key.clamp(0)), -torch.inf)
@@ -182,9 +201,9 @@ class _Points:
         grid = self.space.query_grid
         for axis in range(len(grid)):
             for step in (-jump, jump):
-                there = [place + step * (a == axis) for a, place in enumerate(self.place)]
-                exists = inside(there, grid)
-                neighbour = torch.where(exists, flat(there, grid), 0)
+                target = [place + step * (a == axis) for a, place in enumerate(self.place)]
+                exists = inside(target, grid)
+                neighbour = torch.where(exists, flat(target, grid), 0)
                 key = before[self.row * self.space.queries + neighbour]
                 exists = exists & (key >= 0)
                 for move in moves(self.space.call.propagate, self.sweep):
@@ -201,10 +220,13 @@ class _Points:
 
     def random_search(self) -> None:
         """One key from ever smaller boxes around the best so far, cut at the border; a fresh one while keyless."""
-        rank, radius, first = len(self.space.key_grid), self.space.radius, self.space.call.gossip
+        rank = len(self.space.key_grid)
+        radius = self.space.radius
+        first = self.space.call.gossip
         while radius >= 1:
             near = self.near(self.key.clamp(0), radius, first)
             keyless = self.key < 0
             fresh, some = self.fresh(first + rank, first)
             self.offer(torch.where(keyless, fresh, near), ~keyless | some)
-            radius, first = radius // 2, first + rank + 1
+            radius = radius // 2
+            first = first + rank + 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._compat import transforms_active
 from ...calls import AttendCall, ScoreFunction
-from ...grid import Grid, LegalKeys, cell_sides, coordinates, flat, grid_of, inside, key_row
+from ...grid import AllowedKeys, Grid, cell_sides, coordinates, flat, grid_of, inside, key_row
 from ...schedule import TILE_QUERIES
 from ...scoring import accumulator, normalized_weights, pair_score
 from ...types import Attended
@@ -28,40 +28,53 @@ CHUNK_ELEMENTS = 1 << 22  # of scores, gathered keys and values at a time
 
 def tile_attend(call: AttendCall) -> Attended:
     """out [B, H, *G, F] and lse [B, H, *G] over the cells that the windows of a query's tile touch."""
-    q, k, v, index, causal = call.q, call.k, call.v, call.index, call.causal
-    heads, key_heads, grid, key_grid = q.shape[1], k.shape[1], grid_of(q), grid_of(k)
-    queries, keys, total = math.prod(grid), math.prod(key_grid), q.shape[0] * heads
-    legal_keys = LegalKeys.of(q, k, causal, call.key_mask)
+    q = call.q
+    k = call.k
+    v = call.v
+    index = call.index
+    causal = call.causal
+    heads = q.shape[1]
+    key_heads = k.shape[1]
+    grid = grid_of(q)
+    key_grid = grid_of(k)
+    queries = math.prod(grid)
+    keys = math.prod(key_grid)
+    total = q.shape[0] * heads
+    allowed_keys = AllowedKeys.of(q, k, causal, call.key_mask)
     sides = cell_sides(call.radius, key_grid)
     member = members(grid, q.device)  # [tiles of a row, TILE_QUERIES]
+    # [tiles, cells of a tile]
     cells = touched(index.reshape(total, queries, index.shape[-1]).long(), member, key_grid, call.radius, sides)
-    extras, wide = extra_of(call)[0].shape[2], accumulator(v.dtype)
+    extras = extra_of(call)[0].shape[2]
+    wide = accumulator(v.dtype)
 
     def tiles(at: Tensor, q: Tensor, k: Tensor, v: Tensor, k_extra: Tensor, v_extra: Tensor) -> tuple[Tensor, Tensor]:
-        row, query = (at // len(member)).reshape(-1, 1, 1), member[at % len(member)].unsqueeze(-1)
+        row = (at // len(member)).reshape(-1, 1, 1)  # [C, 1, 1]
+        query = member[at % len(member)].unsqueeze(-1)  # [C, TILE_QUERIES, 1]
         source = key_row(row, heads, key_heads)
-        key, there = keys_of(cells[at], key_grid, sides)  # [C, K]
-        key, there = key.unsqueeze(1), there.unsqueeze(1)  # [C, 1, K]
-        there = there & legal_keys.allows(row, torch.full_like(key, keys), key)
-        legal = (query >= 0) & there
+        key, exists = keys_of(cells[at], key_grid, sides)  # [C, K]
+        key = key.unsqueeze(1)  # [C, 1, K]
+        exists = exists.unsqueeze(1)  # [C, 1, K]
+        unmasked = exists & allowed_keys.allows(row, torch.full_like(key, keys), key)
+        allowed = (query >= 0) & unmasked  # [C, TILE_QUERIES, K]
         if causal:
-            legal = legal & (key <= query)
-        # What is legal for no query of the tile is zeroed before it is multiplied: 0 * NaN is NaN.
-        there = there.transpose(1, 2)
-        k_found = torch.where(there, k[source * keys + key].squeeze(1), 0)
-        v_found = torch.where(there, v[source * keys + key].squeeze(1), 0)
-        k_found = torch.cat([k_found, k_extra[source.flatten()]], 1)
-        v_found = torch.cat([v_found, v_extra[source.flatten()]], 1)
-        legal = torch.cat([legal, (query >= 0).expand(-1, -1, extras)], 2)
-        own = torch.where(query >= 0, q[row.squeeze(-1) * queries + query.squeeze(-1).clamp(min=0)], 0)
-        a = call.scale * scores(own, k_found, legal, call.score, causal).to(wide)
-        p, lse = normalized_weights(a, legal, call.weight)
-        p = torch.where(legal, p, 0)  # of a query of NaNs too
+            allowed = allowed & (key <= query)
+        # What is allowed for no query of the tile is zeroed before it is multiplied: 0 * NaN is NaN.
+        unmasked = unmasked.transpose(1, 2)  # [C, K, 1]
+        k_gathered = torch.where(unmasked, k[source * keys + key].squeeze(1), 0)
+        v_gathered = torch.where(unmasked, v[source * keys + key].squeeze(1), 0)
+        k_gathered = torch.cat([k_gathered, k_extra[source.flatten()]], 1)  # [C, K + X, E]
+        v_gathered = torch.cat([v_gathered, v_extra[source.flatten()]], 1)  # [C, K + X, F]
+        allowed = torch.cat([allowed, (query >= 0).expand(-1, -1, extras)], 2)
+        q_tile = torch.where(query >= 0, q[row.squeeze(-1) * queries + query.squeeze(-1).clamp(min=0)], 0)
+        a = call.scale * scores(q_tile, k_gathered, allowed, call.score, causal).to(wide)
+        p, lse = normalized_weights(a, allowed, call.weight)
+        p = torch.where(allowed, p, 0)  # of a query of NaNs too
         if call.dropout_seed is not None:
             named = torch.cat([key, (keys + torch.arange(extras, device=key.device)).expand(len(at), 1, -1)], 2)
             # What is dropped is zero, NaN too.
             p = torch.where(kept(call, row, query, named), p / (1 - call.dropout_p), 0)
-        return mix(p, v_found, legal, causal), lse
+        return mix(p, v_gathered, allowed, causal), lse
 
     each = TILE_QUERIES * (k.shape[-1] if call.score else 1) + k.shape[-1] + v.shape[-1]
     each *= cells.shape[1] * math.prod(sides) + extras
@@ -87,14 +100,15 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
         for c, b, extent, side in zip(centre, radius, key_grid, sides, strict=True)
     ]
     number = cell_grid(key_grid, sides)
-    none, found = math.prod(number), []
+    none = math.prod(number)
+    corners = []
     for corner in itertools.product((0, 1), repeat=len(sides)):
         cell = [c + more for c, more in zip(first, corner, strict=True)]
-        there = exists
+        within = exists
         for c, end in zip(cell, last, strict=True):
-            there = there & (c <= end)
-        found.append(torch.where(there, flat(cell, number), none))
-    cells = torch.cat(found, 1).sort(1).values
+            within = within & (c <= end)
+        corners.append(torch.where(within, flat(cell, number), none))
+    cells = torch.cat(corners, 1).sort(1).values  # [tiles, TILE_QUERIES * kappa * 2^rank]
     new = (cells < none) & torch.cat([cells[:, :1] >= 0, cells[:, 1:] != cells[:, :-1]], 1)
     most = min(cells.shape[1], none)
     sets = torch.full((len(cells), most + 1), -1, device=cells.device)
@@ -116,26 +130,26 @@ def keys_of(cells: Tensor, key_grid: Grid, sides: Grid) -> tuple[Tensor, Tensor]
     corner = coordinates(cells.clamp(min=0).unsqueeze(-1), cell_grid(key_grid, sides))
     inner = coordinates(torch.arange(math.prod(sides), device=cells.device), sides)
     place = [c * side + of for c, side, of in zip(corner, sides, inner, strict=True)]
-    there = (cells >= 0).unsqueeze(-1) & inside(place, key_grid)
-    return torch.where(there, flat(place, key_grid), 0).flatten(1), there.flatten(1)
+    exists = (cells >= 0).unsqueeze(-1) & inside(place, key_grid)  # [C, L, keys of a cell]
+    return torch.where(exists, flat(place, key_grid), 0).flatten(1), exists.flatten(1)
 
 
-def scores(q: Tensor, k: Tensor, legal: Tensor, score: ScoreFunction | None, causal: bool) -> Tensor:
+def scores(q: Tensor, k: Tensor, allowed: Tensor, score: ScoreFunction | None, causal: bool) -> Tensor:
     """[C, TILE_QUERIES, E] and [C, K, E] -> [C, TILE_QUERIES, K]."""
     if score is not None:
-        return pair_score(q.unsqueeze(2), torch.where(legal.unsqueeze(-1), k.unsqueeze(1), 0), score)
+        return pair_score(q.unsqueeze(2), torch.where(allowed.unsqueeze(-1), k.unsqueeze(1), 0), score)
     if not causal:
         return q @ k.transpose(1, 2)
-    # A key is legal for some queries of the tile: to the gradients of the others it must be nothing, NaN too.
+    # A key is allowed for some queries of the tile: to the gradients of the others it must be nothing, NaN too.
     spoiled = ~q.isfinite().all(-1, keepdim=True) | ~k.isfinite().all(-1).unsqueeze(1)
     return torch.where(spoiled, (q @ k.transpose(1, 2)).detach(), _finite(q) @ _finite(k).transpose(1, 2))
 
 
-def mix(p: Tensor, v: Tensor, legal: Tensor, causal: bool) -> Tensor:
+def mix(p: Tensor, v: Tensor, allowed: Tensor, causal: bool) -> Tensor:
     """Weights [C, TILE_QUERIES, K] and values [C, K, F] to outputs [C, TILE_QUERIES, F]."""
     if not causal:
         return p @ v
-    spoiled = legal.to(v) @ (~v.isfinite()).to(v) > 0
+    spoiled = allowed.to(v) @ (~v.isfinite()).to(v) > 0
     # Times the sum of the weights, which is no constant: the gradients of a spoiled query are spoiled too.
     return p @ _finite(v) + p.sum(-1, keepdim=True) * torch.where(spoiled, torch.nan, 0)
 

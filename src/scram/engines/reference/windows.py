@@ -1,4 +1,4 @@
-"""Which keys the head attends: those of each query's own windows, or those of its tile."""
+"""Which keys the windows hold: those of each query's own, or those of its tile."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .tile_search import members
 
 
 class QueryWindows:
-    """The keys in each query's own windows, legal or not."""
+    """The keys in each query's own windows, allowed or not."""
 
     def __init__(self, index: Tensor, key_grid: Grid, radius: Sequence[int]) -> None:
         """index [B, H, *G, kappa]"""
-        self.key_grid, self.queries = key_grid, math.prod(grid_of(index))
+        self.key_grid = key_grid
+        self.queries = math.prod(grid_of(index))
         self.radius = [min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)]
-        self.match = index.reshape(-1, index.shape[-1]).long()
+        self.match = index.reshape(-1, index.shape[-1]).long()  # [P, kappa]
         self.size = index.shape[-1] * math.prod(2 * b + 1 for b in self.radius)
 
     def _matches(self, row: Tensor, query: Tensor) -> Tensor:
@@ -34,18 +35,21 @@ class QueryWindows:
     def hold(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Which of the keys [C, m] are among those of queries [C, 1]."""
         match = self._matches(row, query)
-        place = [c.unsqueeze(-1) for c in coordinates(key, self.key_grid)]
-        there = (match >= 0) & (match < math.prod(self.key_grid))
-        centre = [c.unsqueeze(1) for c in coordinates(torch.where(there, match, 0), self.key_grid)]
-        return (within(place, centre, self.radius) & there.unsqueeze(1)).any(-1)
+        place = [c.unsqueeze(-1) for c in coordinates(key, self.key_grid)]  # [C, m, 1] each
+        exists = (match >= 0) & (match < math.prod(self.key_grid))  # [C, kappa]
+        centre = [
+            c.unsqueeze(1) for c in coordinates(torch.where(exists, match, 0), self.key_grid)
+        ]  # [C, 1, kappa] each
+        return (within(place, centre, self.radius) & exists.unsqueeze(1)).any(-1)
 
 
 class TileWindows:
-    """The keys that each query's tile attends, legal or not."""
+    """The keys that each query's tile attends, allowed or not."""
 
     def __init__(self, index: Tensor, key_grid: Grid, radius: Sequence[int]) -> None:
         """index [B, H, *G, kappa]"""
-        self.key_grid, self.sides = key_grid, cell_sides(radius, key_grid)
+        self.key_grid = key_grid
+        self.sides = cell_sides(radius, key_grid)
         grid = grid_of(index)
         member = members(grid, index.device)  # [tiles of a row, queries of a tile]
         self.cells = touched(rows(index).long(), member, key_grid, radius, self.sides)
