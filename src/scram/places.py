@@ -131,7 +131,7 @@ def inverted(index: Tensor, score: Tensor, key_grid: Grid, kept: int) -> tuple[T
     rank = torch.arange(pairs, device=index.device) - torch.searchsorted(key, key)
     slot = torch.where((rank < kept) & (key < keys), key * kept + rank, keys * kept)
     query = torch.full((len(key), keys * kept + 1), -1, dtype=torch.int32, device=index.device)
-    best = torch.full(query.shape, -torch.inf, device=index.device)
+    best = torch.full(query.shape, -torch.inf, dtype=torch.float32, device=index.device)
     query, best = query.scatter(1, slot, (order // kappa).int()), best.scatter(1, slot, value)
     shape = (batch, heads, *key_grid, kept)
     return query[:, :-1].reshape(shape), best[:, :-1].reshape(shape)

@@ -88,7 +88,7 @@ def time_dense(pair: Pair) -> Numbers:
     q, k, v = (x.flatten(2, -2) for x in (pair.q, pair.k, pair.v[..., :3]))
     v = F.pad(v, (0, MATCH_WIDTH - v.shape[-1]))  # torch's fast kernel needs values as wide as keys
     queries = min(DENSE_QUERIES, q.shape[2])
-    some = q[:, :, torch.linspace(0, q.shape[2] - 1, queries).long()]
+    some = q[:, :, torch.linspace(0, q.shape[2] - 1, queries, dtype=torch.float32, device=q.device).long()]
     F.scaled_dot_product_attention(some, k, v, scale=MATCH_SCALE)
     start = perf_counter()
     F.scaled_dot_product_attention(some, k, v, scale=MATCH_SCALE)

@@ -62,13 +62,13 @@ def cluster(call: ClusterCall) -> Clustered:
         return clustering.cluster(call)
     k_rows, v_rows = rows(k).to(wide).contiguous(), rows(v).to(wide).contiguous()
     masks = None if call.key_mask is None else clustering.legal_keys(call, k_rows, v_rows)
-    label = torch.empty(key_rows, keys, dtype=torch.int32)
+    label = torch.empty(key_rows, keys, dtype=torch.int32, device="cpu")
     made = []
     for row in range(key_rows):
         legal = None if masks is None else masks[row]
         start = clustering.Start.of(call, row, k_rows[row], v_rows[row], legal)
         centres, values = start.centres, start.values
-        sizes = torch.ones(count, dtype=torch.int64)
+        sizes = torch.ones(count, dtype=torch.int64, device="cpu")
         for step in range(call.steps):
             forms = start.space.forms(centres, values, sizes)
             score, centres, values, sizes = _assign(forms, start.k, start.v, None, None)
@@ -89,7 +89,7 @@ def _assign(
     number, dtype = len(k), k.numpy().dtype
     arrays = Forms(*(x.contiguous().numpy() for x in forms))
     count, size = len(arrays.bias), block_size(len(arrays.bias))
-    label = torch.empty(number, dtype=torch.int32) if label is None else label
+    label = torch.empty(number, dtype=torch.int32, device="cpu") if label is None else label
     keys = Keys(
         k.contiguous().numpy(), v.contiguous().numpy(), np.empty(0, bool) if legal is None else legal.numpy(),
         label.numpy(), np.empty(number, dtype),

@@ -70,7 +70,7 @@ class TailTensors:
         if call.dropout_seed is not None:
             seed = row_states(call.dropout_seed, q, call.rows)
             self.dropout = (seed, int(call.dropout_p * 2**32), 1 / (1 - call.dropout_p))
-        plain = torch.zeros(self.names.shape, dtype=self.wide)
+        plain = torch.zeros(self.names.shape, dtype=self.wide, device="cpu")
         self.logs = (plain if self.represents is None else self.represents.to(self.wide).log()).numpy()
 
     def matrix(self, x: Tensor) -> Tensor:
@@ -102,8 +102,9 @@ class TailTensors:
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     tail = TailTensors(call)
     shape = (tail.rows, tail.queries)
-    out = torch.empty(*shape, call.v.shape[-1], dtype=tail.wide)
-    variance, numbers = torch.empty_like(out), [torch.empty(shape, dtype=tail.wide) for _ in range(5)]
+    out = torch.empty(*shape, call.v.shape[-1], dtype=tail.wide, device="cpu")
+    variance = torch.empty_like(out)
+    numbers = [torch.empty(shape, dtype=tail.wide, device="cpu") for _ in range(5)]
     lse, offset, share, seen, left = numbers
     with threads() as tasks:
         head = tail.head(tasks)
@@ -136,7 +137,7 @@ def drawn_tail_backward(
     d_lse, head_lse = (x.detach().to(wide).reshape(shape) for x in (grad_lse, call.head_lse))
     dq, dk, dv = torch.empty_like(tail.q), torch.zeros_like(tail.k), torch.zeros_like(tail.v)
     to_head = torch.where(head_lse == -torch.inf, 0, (d_out * tail.head_out).sum(-1))
-    share, delta = torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide)
+    share, delta = (torch.empty(shape, dtype=wide, device="cpu") for _ in range(2))
     numbers = [flat(x) for x in (offset.to(wide), d_lse, to_head, share, delta)]
     with threads() as tasks:
         head = tail.head(tasks)
@@ -148,10 +149,10 @@ def drawn_tail_backward(
             dk[rows] += _mix(slopes.mT, tail.q[rows, queries], True)
             dv[rows] += p.mT @ d_out[rows, queries]
     at = tail.at.flatten()
-    d_k, d_v = (
-        torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], dtype=wide).index_add_(0, at, d.flatten(0, 1))
-        for x, d in ((call.k, dk), (call.v, dv))
-    )
+    shapes = [(math.prod(x.shape[:-1]), x.shape[-1]) for x in (call.k, call.v)]
+    d_k, d_v = (torch.zeros(shape, dtype=wide, device="cpu") for shape in shapes)
+    d_k.index_add_(0, at, dk.flatten(0, 1))
+    d_v.index_add_(0, at, dv.flatten(0, 1))
     made = TailGrads(dq, d_k, d_v, share.unsqueeze(-1) * d_out, torch.where(share == 0, 0, share * (to_head - delta)))
     given = ((grad, getattr(call, name)) for name, grad in made._asdict().items())
     return TailGrads(*(grad.to(x.dtype).reshape(x.shape) for grad, x in given))

@@ -41,7 +41,7 @@ def draws_of(call: SampleCall) -> Visit:
         place = [c + step(table, bits(2 + axis), c, key_grid[axis]) for axis, c in enumerate(centre)]
         key = torch.where(local, flat(place, key_grid), uniform)
         some = (local | (choices > 0)) & legal.allows(row, query, key)
-        near = torch.where(number > 0, call.alpha, 0.0).to(wide)
+        near = call.alpha * (number > 0).to(wide)
         r = near * closeness(key, flat_modes[at], number, table, key_grid, wide) + (1 - near) / choices.clamp(min=1)
         return key, torch.where(some, -(r * samples).log(), -torch.inf), None
 
