@@ -206,7 +206,8 @@ def _add_logs(scores, chunk, r, offset, limit, top):
     """Scaled scores with the logs of what each key represents. Returns the highest, or `top`."""
     logs, scale = chunk.logs[r], scores.dtype.type(chunk.scale)
     for j in range(limit):
-        scores[j] = scale * scores[j] + (logs[j] + offset)
+        if scores[j] != -np.inf:  # the scale may be 0 in float32, and 0 * -inf is NaN
+            scores[j] = scale * scores[j] + (logs[j] + offset)
         top = max(top, scores[j]) if scores[j] == scores[j] else top
     return top
 
