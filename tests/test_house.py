@@ -194,6 +194,7 @@ WITHOUT_A_MODULE = {
     "test_readme.py": "the documents",
     "test_release.py": "what a release holds",
     "test_site.py": "the documentation site",
+    "test_torch_defaults.py": "every public call",
     "test_tutorials.py": "the tutorials",
     "engines/gpu/test_compile.py": "every kernel",
     "engines/gpu/test_device.py": "every kernel, on a device",

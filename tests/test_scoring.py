@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import scram
 from scram import scoring
 
 SCORES = {
@@ -66,3 +67,23 @@ def test_weights_over_the_legal_keys(weight):
         torch.testing.assert_close(shares[row][legal[row]], want)
         assert (shares[row][~legal[row]] == 0).all()
         torch.testing.assert_close(log_sum[row], total)
+
+
+@pytest.mark.parametrize("impl", ["reference", "numba", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_vector_of_zeros_has_cosine_0_and_no_gradient(dtype, impl):
+    """By its length, clamped to 1e-12, its gradient would be a trillion times that of others, and inf in float16."""
+    q, k, v = (x.to(dtype) for x in torch.randn(3, 1, 1, 6, 6, 4).unbind())
+    q[0, 0, 2, 3] = 0
+    k[0, 0, 1, 1] = 0
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    how = {} if impl == "dense" else {"search": scram.Search(seed=0), "tail": scram.Hybrid(samples=9, seed=0)}
+    out = scram.attention(*leaves, score="cosine", impl="auto" if impl == "dense" else impl, **how)
+    dq, dk, dv = torch.autograd.grad((out * torch.randn_like(out)).sum(), leaves)
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+    assert not dq[0, 0, 2, 3].any()
+    assert not dk[0, 0, 1, 1].any()
+    assert dq.any()
+    assert dk.any()
+    assert not scoring.prepare_query(q, "cosine")[0, 0, 2, 3].any()
+    assert scoring.prepare_query(torch.tensor([0.0, torch.nan]), "cosine").isnan().all()

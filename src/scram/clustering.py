@@ -135,7 +135,7 @@ class Start(NamedTuple):
         """From keys [M, E], values [M, F] and which of them are usable [M]; None: all that are finite."""
         first = noise_row(call, row)
         number = min(len(k), max(SAMPLED_KEYS, call.clusters))
-        total = torch.tensor(len(k), device=k.device) if usable is None else usable.sum()
+        total = torch.tensor(len(k), dtype=torch.int64, device=k.device) if usable is None else usable.sum()
         some = strides(call.seed, first, 0, number, total)
         if usable is not None:
             place = torch.where(usable, usable.long().cumsum(0) - 1, len(usable))
@@ -151,7 +151,8 @@ class Start(NamedTuple):
         if call.warm_centres is not None and call.warm_values is not None:
             centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
             return Start(space, k_some, v_some, centres, values, first)
-        at = strides(call.seed, first, 3, min(START_QUERIES, len(q_some)), torch.tensor(len(q_some), device=k.device))
+        queries = torch.tensor(len(q_some), dtype=torch.int64, device=k.device)
+        at = strides(call.seed, first, 3, min(START_QUERIES, len(q_some)), queries)
         rate = attention_paid(call.scale * q_some[at], k_some)
         new = some != some.roll(1)  # a key of several parts, where keys are few, has one rate
         rate = torch.where(new & finite.squeeze(-1), rate, 0)
@@ -188,7 +189,7 @@ def queries_of(call: ClusterCall, row: int) -> Tensor:
     """Some queries [S, E] of those that read a row of keys; 0 in place of one that is not finite."""
     heads_each = call.q.shape[1] // call.k.shape[1]
     q = rows(call.q)[row * heads_each : (row + 1) * heads_each].flatten(0, 1)
-    total = torch.tensor(len(q), device=q.device)
+    total = torch.tensor(len(q), dtype=torch.int64, device=q.device)
     q = q[strides(call.seed, noise_row(call, row), 2, min(SAMPLED_QUERIES, len(q)), total)]
     return torch.where(q.isfinite().all(-1, keepdim=True), q, 0)
 
@@ -204,7 +205,7 @@ def drawn(bits: Tensor, rate: Tensor) -> Tensor:
 
     Each has a clock, exponential with its rate, from 32 random bits; the first to ring is the first drawn.
     """
-    clock = -((bits + 0.5) / 2**32).log().to(rate) / torch.where(rate > 0, rate, 1)
+    clock = -((bits.float() + 0.5) / 2**32).log().to(rate) / torch.where(rate > 0, rate, 1)
     return torch.where(rate > 0, clock, torch.inf).argsort()
 
 

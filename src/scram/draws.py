@@ -93,8 +93,10 @@ def shared_tail(
     if stratified:
         cell, cells = _cells(key_grid, samples, ranked.device)
         cell = cell.expand(count, -1)  # [R, M]
-        first = torch.full((count, cells), LAST, device=ranked.device).scatter_reduce(1, cell, ranked, "amin")
-        for_keys = torch.zeros(count, cells, device=ranked.device).scatter_add(1, cell, (ranked != LAST).float())
+        last = torch.full((count, cells), LAST, dtype=torch.int64, device=ranked.device)
+        first = last.scatter_reduce(1, cell, ranked, "amin")  # [R, cells]
+        none = torch.zeros(count, cells, dtype=torch.float32, device=ranked.device)
+        for_keys = none.scatter_add(1, cell, (ranked != LAST).float())
     else:
         first = ranked if samples >= keys else ranked.topk(samples, dim=1, largest=False, sorted=False).values
     name = (first & NONE).to(torch.int32)  # [R, m]

@@ -166,7 +166,7 @@ class _Dense:
             yield from ((row, self.wanted[begin : begin + size]) for begin in range(0, len(self.wanted), size))
 
     def key_row(self, row: int) -> int:
-        return int(key_row(torch.tensor(row), self.heads, self.key_heads))
+        return int(key_row(torch.tensor(row, dtype=torch.int64, device="cpu"), self.heads, self.key_heads))
 
     def legal(self, row: int, at: Tensor) -> Tensor:
         everywhere = torch.arange(self.keys, device=at.device).expand(len(at), -1)

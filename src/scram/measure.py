@@ -31,7 +31,8 @@ def sample_queries(q: Tensor, sample: int | None, seed: int = 0) -> Tensor:
     points = math.prod(grid_of(q))
     if sample is None or errors.whole("sample", sample, 1) >= points:
         return torch.arange(points, device=q.device)
-    drawn = torch.randperm(points, generator=torch.Generator().manual_seed(errors.whole("seed", seed, 0)))[:sample]
+    generator = torch.Generator().manual_seed(errors.whole("seed", seed, 0))
+    drawn = torch.randperm(points, generator=generator, device="cpu")[:sample]
     return drawn.sort().values.to(q.device)
 
 
@@ -77,7 +78,7 @@ def recall_of_each(
         repeated = same.tril(-1).any(-1)
         hit = reached & (pairs.found_key >= 0) & ~repeated
     wanted = (pairs.exact_key >= 0).sum(-1)
-    return torch.where(wanted > 0, hit.sum(-1) / wanted.clamp(min=1), torch.nan)
+    return torch.where(wanted > 0, hit.sum(-1, dtype=torch.float32) / wanted.clamp(min=1), torch.nan)
 
 
 @torch.no_grad()

@@ -25,7 +25,9 @@ def noise(seed: Tensor | int, *counters: Tensor | int) -> Tensor:
     >>> noise(0, 0, 0), noise(0, 0, torch.arange(2))
     (tensor(3150628639), tensor([3150628639,  450680253]))
     """
-    seed = torch.as_tensor(seed, dtype=torch.int64)
+    if not isinstance(seed, Tensor):
+        seed = torch.tensor(seed, dtype=torch.int64, device="cpu")
+    seed = seed.to(torch.int64)
     state = _absorb(_absorb(torch.zeros_like(seed), seed & MASK), (seed >> 32) & MASK)
     for word in counters:
         state = _absorb(state, word & MASK)

@@ -136,7 +136,7 @@ def inverted(index: Tensor, score: Tensor, key_grid: Grid, kept: int) -> tuple[T
     position = torch.arange(pairs, device=index.device) - torch.searchsorted(key, key)  # among the pairs of its key
     slot = torch.where((position < kept) & (key < keys), key * kept + position, keys * kept)  # [R, pairs]
     query = torch.full((len(key), keys * kept + 1), -1, dtype=torch.int32, device=index.device)
-    best = torch.full(query.shape, -torch.inf, device=index.device)
+    best = torch.full(query.shape, -torch.inf, dtype=torch.float32, device=index.device)
     query = query.scatter(1, slot, (order // kappa).int())
     best = best.scatter(1, slot, value)
     shape = (batch, heads, *key_grid, kept)

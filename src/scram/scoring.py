@@ -28,7 +28,10 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def prepare_query(q: Tensor, score: Score) -> Tensor:
     """q [..., E] -> features whose dot product with `prepare_key`'s is the score. float32 at least unless "dot"."""
     if score == "cosine":
-        return torch.nn.functional.normalize(q.to(accumulator(q.dtype)), dim=-1)
+        q = q.to(accumulator(q.dtype))
+        unit = torch.nn.functional.normalize(q, dim=-1)
+        # A vector of zeros has no direction: its gradient, divided by the least length, would overflow in 16 bits.
+        return torch.where((q == 0).all(-1, keepdim=True), 0, unit)
     if score == "l2":
         q = q.to(accumulator(q.dtype))
         return torch.cat([2 * q, q.square().sum(-1, keepdim=True), torch.ones_like(q[..., :1])], -1)

@@ -49,7 +49,7 @@ def normal(confidence: float) -> float:
     >>> round(normal(0.95), 2)
     1.96
     """
-    return math.sqrt(2) * float(torch.erfinv(torch.tensor(confidence, dtype=torch.float64)))
+    return math.sqrt(2) * float(torch.erfinv(torch.tensor(confidence, dtype=torch.float64, device="cpu")))
 
 
 def shared(times: int, confidence: float = CONFIDENCE) -> float:
@@ -120,7 +120,7 @@ def quantile(x: Tensor, share: float, points: int, confidence: float = CONFIDENC
     padded = torch.cat([ends[..., :1], ordered, ends[..., 1:]], -1)
     counts = some.sum(-1).flatten().tolist()
     at = [ranks(n, share, points - x.shape[-1] + n, confidence) if n else (-1, -1) for n in counts]
-    found = padded.gather(-1, torch.tensor(at, device=x.device).reshape(*x.shape[:-1], 2) + 1)
+    found = padded.gather(-1, torch.tensor(at, dtype=torch.int64, device=x.device).reshape(*x.shape[:-1], 2) + 1)
     found = torch.where(some.any(-1, keepdim=True), found, torch.nan)
     return Interval(value, found[..., 0].minimum(value), found[..., 1].maximum(value))
 
@@ -156,13 +156,14 @@ def ranks(n: int, share: float, points: int, confidence: float = CONFIDENCE) -> 
 
 def _below(n: int, low: int, points: int) -> Tensor:
     """P(at most j of n drawn are among the lowest `low` of `points`) for j = 0..n, float64."""
-    counts = torch.arange(n + 1, dtype=torch.float64)
+    counts = torch.arange(n + 1, dtype=torch.float64, device="cpu")
 
     def ways(total: int | float, chosen: Tensor) -> Tensor:
         """Log of the number of ways to choose; -inf for none."""
         rest = total - chosen
         possible = rest >= 0
-        whole, rest = torch.tensor(float(total), dtype=torch.float64), rest.clamp(min=0)
+        whole = torch.tensor(float(total), dtype=torch.float64, device="cpu")
+        rest = rest.clamp(min=0)
         return torch.where(
             possible, torch.lgamma(whole + 1) - torch.lgamma(chosen + 1) - torch.lgamma(rest + 1), -torch.inf
         )

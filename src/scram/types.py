@@ -152,7 +152,7 @@ class Matches:
         places.same_rank("key_grid", keys, len(grid))
         own = places.own_index(grid, keys, device).unsqueeze(-1)
         index = own.expand(errors.whole("batch", batch, 0), errors.whole("heads", heads, 1), *own.shape).contiguous()
-        return Matches(index, torch.zeros(index.shape, device=device), keys)
+        return Matches(index, torch.zeros(index.shape, dtype=torch.float32, device=device), keys)
 
     @staticmethod
     def from_coords(coords: Tensor, key_grid: Sequence[int] | None = None) -> Matches:
@@ -170,7 +170,8 @@ class Matches:
         keys = errors.grid(coords.shape[2:-2] if key_grid is None else key_grid, "key_grid")
         places.same_rank("key_grid", keys, rank)
         index = places.index_of(coords, keys)
-        return Matches(index, torch.zeros(index.shape, device=index.device).masked_fill(index < 0, -torch.inf), keys)
+        zero = torch.zeros(index.shape, dtype=torch.float32, device=index.device)
+        return Matches(index, zero.masked_fill(index < 0, -torch.inf), keys)
 
     def coords(self) -> Tensor:
         """The coordinates of each match on the key grid: float32 [B, H, *G, kappa, rank], NaN where there is none.

@@ -1,5 +1,6 @@
 """Keys drawn for all queries of a row: the hybrid in plain Python."""
 
+import math
 from functools import cache
 
 import pytest
@@ -269,3 +270,23 @@ def test_a_full_tail_is_exact_with_variance_0(impl, widest, stratified, causal, 
     torch.testing.assert_close(made.out, truth.out)
     torch.testing.assert_close(made.lse, truth.lse)
     assert made.variance.eq(0).all()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("window", ["query", "tile"])
+@pytest.mark.parametrize("scale", [1e-44, 1e-46])
+def test_a_scale_that_float32_takes_for_zero_weighs_all_keys_alike(impl, window, scale):
+    """In windows and in the tail: a key that must not count is not multiplied by 0 after it was set to -inf."""
+    if window not in dispatch.ENGINES[impl].windows:
+        pytest.skip("the engine has no windows of tiles")
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 9, 10, 4).unbind())
+    found = scram.Matches.identity((9, 10))
+    tail = scram.Hybrid(samples=90, seed=1)
+    out, lse = scram.attend(q, k, v, found, tail=tail, scale=scale, window=window, impl=impl)
+    torch.testing.assert_close(out, v.mean((2, 3), keepdim=True).expand(out.shape))
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(90)))
+    dq, dk, dv = torch.autograd.grad((out * torch.randn_like(out)).sum(), (q, k, v))
+    assert max(float(x.abs().max()) for x in (dq, dk)) < 1e-30
+    assert dv.isfinite().all()
+    head = scram.attend(q, k, v, found, scale=scale, window=window, impl=impl)
+    assert head.out.isfinite().all()

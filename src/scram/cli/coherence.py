@@ -40,14 +40,15 @@ def shuffle_blocks(x: Tensor, side: int, seed: int) -> Tensor:
         raise ValueError(f"blocks of {side} do not tile a grid of {size}")
     count = size // side
     blocks = x.reshape(count, side, count, side, width).transpose(1, 2).flatten(0, 1)
-    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed), device="cpu")
     shuffled = blocks[order].reshape(count, count, side, side, width).transpose(1, 2)
     return shuffled.reshape(x.shape).contiguous()
 
 
 def smooth_field(size: int, length: float, seed: int) -> tuple[Tensor, Tensor]:
     """Unit vectors that change over about `length` points, and the same field moved by (5, -9): keys and queries."""
-    noise = torch.randn(1, WIDTH, size, size, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(1, WIDTH, size, size, generator=generator, dtype=torch.float32, device="cpu")
     if length > 0:
         frequency = torch.fft.fftfreq(size)
         damp = torch.exp(-2 * (torch.pi * length / 2) ** 2 * (frequency[:, None] ** 2 + frequency[None] ** 2))

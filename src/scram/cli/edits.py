@@ -45,7 +45,7 @@ def shown(picture: Picture) -> Tensor:
     """[H, W, 3] to look at: what is transparent lies before a pattern of squares."""
     if picture.alpha is None:
         return picture.rgb
-    rows, columns = (torch.arange(extent) // 8 for extent in picture.pixels.shape[:2])
+    rows, columns = (torch.arange(extent, device="cpu") // 8 for extent in picture.pixels.shape[:2])
     squares = torch.where((rows[:, None] + columns) % 2 == 0, *CHECKS).unsqueeze(-1)
     return picture.rgb * picture.alpha + squares * (1 - picture.alpha)
 

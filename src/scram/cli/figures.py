@@ -67,7 +67,7 @@ def maps(path: Path, seed: int = 0) -> Numbers:
     """(a) The whole attention map against the sparse ones, 128 queries and keys on a line."""
     q, k, _ = low_rank()
     scale = SHARPNESS / 4
-    one_hot = torch.eye(SIDE)[None, None, :, None]
+    one_hot = torch.eye(SIDE, dtype=torch.float32, device="cpu")[None, None, :, None]
     full = exact_attention(q, k, one_hot, scale=scale).out[0, 0, :, 0]
     shown, claims = {"full attention": full}, {}
     for name, settings, radius in (
@@ -96,7 +96,8 @@ def maps(path: Path, seed: int = 0) -> Numbers:
 def blobs(weights: Tensor, share: float = 0.1) -> Tensor:
     """Number the connected regions where the weights `[H, W]` reach a share of their maximum; 0 elsewhere."""
     inside = weights >= share * weights.max()
-    labels = torch.where(inside, torch.arange(1, weights.numel() + 1).reshape(weights.shape), 0).float()
+    number = torch.arange(1, weights.numel() + 1, device=weights.device).reshape(weights.shape)
+    labels = torch.where(inside, number, 0).float()
     while True:
         spread = torch.where(inside, F.max_pool2d(labels[None, None], 3, 1, 1)[0, 0], 0)
         if torch.equal(spread, labels):
@@ -113,7 +114,8 @@ def modes(path: Path, size: int, seed: int = 0) -> Numbers:
         counts: dict[int, list[Tensor]] = {apart: [] for apart in (0, *SEPARATIONS)}
         for one in range(seed, seed + SEEDS):
             queries, labels, full = _mapped(x, one)
-            several = torch.tensor([len(set(label.flatten().tolist()) - {0}) > 1 for label in labels])
+            mixed = [len(set(label.flatten().tolist()) - {0}) > 1 for label in labels]
+            several = torch.tensor(mixed, dtype=torch.bool, device="cpu")
             found = {n: search(x, x, search=Search(matches=KAPPA, separation=n, seed=one)) for n in counts}
             touched = {n: _touched(matches, queries, labels) for n, matches in found.items()}
             for n, count in touched.items():
@@ -156,7 +158,8 @@ def _smooth_features(a: Tensor, side: int) -> Tensor:
 def _mapped(x: Tensor, seed: int) -> tuple[Tensor, list[Tensor], Tensor]:
     """Some queries, the blobs of their attention, and that attention `[queries, H, W]`."""
     height, width = x.shape[2:4]
-    queries = torch.randperm(height * width, generator=torch.Generator().manual_seed(seed))[:QUERIES]
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randperm(height * width, generator=generator, device="cpu")[:QUERIES]
     flat = x[0, 0].flatten(0, 1)
     full = (MODES_SCALE * flat[queries] @ flat.T).softmax(-1).reshape(-1, height, width)
     return queries, [blobs(weights) for weights in full], full
@@ -171,14 +174,14 @@ def _touched(found: Matches, queries: Tensor, labels: list[Tensor]) -> Tensor:
         for row, column in (divmod(int(one), width) for one in index if one >= 0):
             seen |= set(label[max(row - 1, 0) : row + 2, max(column - 1, 0) : column + 2].flatten().tolist())
         counts.append(len(seen - {0}))
-    return torch.tensor(counts)
+    return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
 def _sparse(x: Tensor, found: dict[int, Matches], place: tuple[int, int]) -> dict[int, Tensor]:
     """The attention of the query at that place over the windows of its matches, as maps `[H, W]`."""
     height, width = x.shape[2:4]
     row, column = (slice(n, n + 1) for n in place)
-    one_hot = torch.eye(height * width).reshape(1, 1, height, width, -1)
+    one_hot = torch.eye(height * width, dtype=torch.float32, device="cpu").reshape(1, 1, height, width, -1)
     maps = {}
     for n, matches in found.items():
         index, score = (y[:, :, row, column].contiguous() for y in (matches.index, matches.score))

@@ -14,7 +14,7 @@ from .console import Report
 from .edits import bar, channels_of, open_image, report, shown, timed, with_channels
 from .pictures import Panel
 
-MARK = torch.tensor([1.0, 0.0, 1.0])  # the hole, in the picture before
+MARK = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float32, device="cpu")  # the hole, in the picture before
 
 
 def run(
@@ -55,7 +55,7 @@ def find_hole(picture: Picture, mask: Path | None, rectangles: Sequence[Rectangl
     Without either it is what is transparent in the picture.
     """
     height, width = picture.pixels.shape[:2]
-    hole = torch.zeros(height, width, dtype=torch.bool)
+    hole = torch.zeros(height, width, dtype=torch.bool, device="cpu")
     if mask is not None:
         drawn = read(mask)
         if drawn.pixels.shape[:2] != hole.shape:
@@ -79,4 +79,4 @@ def find_hole(picture: Picture, mask: Path | None, rectangles: Sequence[Rectangl
 
 
 def _alpha(picture: Picture) -> Tensor:
-    return torch.ones(*picture.pixels.shape[:2], 1) if picture.alpha is None else picture.alpha
+    return torch.ones_like(picture.pixels[..., :1]) if picture.alpha is None else picture.alpha

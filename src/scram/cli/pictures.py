@@ -51,8 +51,8 @@ def offsets(matches: Matches, rank: int = 0) -> Tensor:
     """
     index = matches.index[0, 0, ..., rank].cpu().long()
     height, width = index.shape
-    down = index // matches.key_grid[1] - torch.arange(height)[:, None]
-    right = index % matches.key_grid[1] - torch.arange(width)
+    down = index // matches.key_grid[1] - torch.arange(height, device=index.device)[:, None]
+    right = index % matches.key_grid[1] - torch.arange(width, device=index.device)
     field = torch.stack((down, right), -1).float()
     return torch.where(index[..., None] >= 0, field, torch.nan)
 
@@ -73,7 +73,7 @@ def wheel_colours(field: Tensor, limit: float) -> Tensor:
     down, right = field.unbind(-1)
     length = field.norm(dim=-1) / limit
     hue = torch.atan2(-down, right) / (2 * torch.pi) % 1
-    value = torch.where(length > 1, 0.55, 0.97)
+    value = torch.where(length > 1, torch.full_like(length, 0.55), 0.97)
     colours = torch.stack((hue, length.clamp(max=1), value), -1)
     rgb = torch.from_numpy(hsv_to_rgb(colours.nan_to_num(0).double().numpy())).float()
     return torch.where(length.isnan()[..., None], 0.5, rgb)
@@ -122,7 +122,7 @@ def wheel_legend(limit: float) -> Callable[[Axes], None]:
     """Draw a colour wheel of that limit into the corner of a panel."""
 
     def draw(axes: Axes) -> None:
-        line = torch.linspace(-1.2, 1.2, 241) * limit
+        line = torch.linspace(-1.2, 1.2, 241, dtype=torch.float32, device="cpu") * limit
         field = torch.stack(torch.meshgrid(line, line, indexing="ij"), -1)
         alpha = (field.norm(dim=-1) <= 1.2 * limit).float()
         inset = axes.inset_axes((0.0, 0.0, 0.24, 0.42), zorder=3)
@@ -142,7 +142,8 @@ def bar_legend(limit: float, label: str, colours: str = "magma", low: float = 0.
         backing = axes.inset_axes((0.01, 0.02, 0.38, 0.3), zorder=2, facecolor=INK)
         backing.set(xticks=[], yticks=[])
         inset = axes.inset_axes((0.05, 0.05, 0.3, 0.05), zorder=3)
-        bar = shades(torch.linspace(0, 1, 128)[None], colours).numpy()
+        line = torch.linspace(0, 1, 128, dtype=torch.float32, device="cpu")
+        bar = shades(line[None], colours).numpy()
         inset.imshow(bar, aspect="auto", extent=(low, limit, 0, 1))
         inset.set(xticks=[low, limit], xticklabels=[f"{low:.2g}", f"{limit:g}"], yticks=[], title=label)
         inset.xaxis.tick_top()

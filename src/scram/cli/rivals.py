@@ -132,7 +132,7 @@ def local(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         side = BLOCK + 2 * rim
         return x.unfold(2, side, BLOCK).unfold(3, side, BLOCK).flatten(2, 3).movedim(3, -1).flatten(3, 4).flatten(0, 1)
 
-    inside = blocks(torch.ones(1, 1, *size, 1, device=q.device), REACH)[..., 0] > 0
+    inside = blocks(torch.ones(1, 1, *size, 1, dtype=torch.float32, device=q.device), REACH)[..., 0] > 0
     # An all-padding row of scores would be NaN; a block always holds at least one real key.
     shown = blocks(k, REACH), blocks(v, REACH), inside.unsqueeze(-2)
     out = F.scaled_dot_product_attention(blocks(q, 0), *shown, scale=scale)

@@ -25,13 +25,16 @@ def projected(size: int, width: int = WIDTH) -> Set:
     """Patch features of one photograph through random Wq and Wk: many queries share few keys, as in attention."""
     a, _ = sample_pair(size)
     x = PatchFeatures.fit(a, width)(a)
-    w_q, w_k = torch.randn(2, width, width, generator=torch.Generator().manual_seed(0)) / width**0.5
+    generator = torch.Generator().manual_seed(0)
+    w_q, w_k = torch.randn(2, width, width, generator=generator, dtype=torch.float32, device="cpu") / width**0.5
     return x @ w_q, x @ w_k, 100.0
 
 
 def noise(size: int, width: int = WIDTH) -> Set:
     """Independent unit vectors: no coherence at all."""
-    q, k = F.normalize(torch.randn(2, 1, 1, size, size, width, generator=torch.Generator().manual_seed(0)), dim=-1)
+    shape = (2, 1, 1, size, size, width)
+    generator = torch.Generator().manual_seed(0)
+    q, k = F.normalize(torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu"), dim=-1)
     return q, k, 100.0
 
 

@@ -84,10 +84,11 @@ def samples(shards: Shards) -> list[Tensor]:
     seed = shard_seed(shards.tail_seed, shards.first_key(shards.ranks.rank))
     numbers, axes = _sample_sizes(shards, shards.ranks.rank), shards.q.ndim - 4
     q, k, v = (x.detach().flatten(2, -2) for x in (shards.q, shards.k, shards.v))
-    total = torch.tensor(k.shape[2], device=k.device)
+    total = torch.tensor(k.shape[2], dtype=torch.int64, device=k.device)
     at = _places(seed, 1, numbers[1], total)
     mask = None if shards.key_mask is None else shards.key_mask.flatten(2)
-    found = [q[:, :, _places(seed, 0, numbers[0], torch.tensor(q.shape[2], device=q.device))]]
+    queries = torch.tensor(q.shape[2], dtype=torch.int64, device=q.device)
+    found = [q[:, :, _places(seed, 0, numbers[0], queries)]]
     if mask is None:
         found += [k[:, :, at], v[:, :, at]]
     else:
@@ -115,7 +116,7 @@ def _sample_sizes(shards: Shards, rank: int) -> tuple[int, int]:
 def _places(seed: Tensor, draw: int, number: int, total: Tensor) -> Tensor:
     """`number` of 0..total-1, one drawn from each of as many equal parts; total [..., 1] -> int64 [..., number]."""
     part = torch.arange(number, device=total.device)
-    drawn = (part + noise(seed.to(total.device), 0, draw, part) / 2**32) / max(number, 1)
+    drawn = (part + noise(seed.to(total.device), 0, draw, part).float() / 2**32) / max(number, 1)
     return (drawn * total).long().clamp(min=0).minimum((total - 1).clamp(min=0))
 
 

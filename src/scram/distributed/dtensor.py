@@ -127,7 +127,7 @@ def _held(
     split = key_heads != shape[1] and key_heads > 0 and key_heads % cuts != 0
     rows = None
     if (batch, heads) != ((0, shape[0]), (0, shape[1])):
-        every = torch.arange(shape[0] * shape[1]).reshape(shape)
+        every = torch.arange(shape[0] * shape[1], device="cpu").reshape(shape)
         rows = every[slice(*batch), slice(*heads)].contiguous().to(device)
     return Held(mesh, placements, shape, key_heads, batch, heads, split, rows)
 

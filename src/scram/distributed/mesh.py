@@ -59,7 +59,7 @@ class Ranks:
         """What every rank says, in order of the ranks; all say equally many numbers."""
         if self.size == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64).to(self.device)
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         everyone = mine.new_empty(self.size * len(numbers))
         all_gather_single(everyone, mine, group=self.group)
         found: list[list[int]] = everyone.reshape(self.size, -1).tolist()

@@ -291,7 +291,7 @@ def shard_seed(seed: int, *first: int) -> Tensor:
     >>> shard_seed(7, 0), shard_seed(7, 64) == shard_seed(7, 128)
     (tensor(7), tensor(False))
     """
-    whole = torch.tensor(seed, dtype=torch.int64)
+    whole = torch.tensor(seed, dtype=torch.int64, device="cpu")
     if not any(first):
         return whole
     words = [word for number in first for word in (number & 0xFFFFFFFF, number >> 32)]

@@ -196,7 +196,7 @@ def _off(
     step: float,
 ) -> dict[str, float]:  # fmt: skip
     """How far weights by rounded features are from exact ones: the share of the attention that lies elsewhere."""
-    at = torch.linspace(0, len(q) - 1, min(CHECKED, len(q))).long()
+    at = torch.linspace(0, len(q) - 1, min(CHECKED, len(q)), dtype=torch.float32, device=q.device).long()
     exact = (q[at].double() @ (k.double() - centre).T).softmax(-1)
     own = torch.from_numpy(q_planes[kept][:, at.numpy()].astype(np.float32)).T * step**2
     near = (own @ torch.from_numpy(k_planes[kept].astype(np.float32))).double().softmax(-1)

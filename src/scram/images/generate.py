@@ -58,9 +58,10 @@ def generate(
 def shuffled(picture: Tensor, size: tuple[int, int], variety: float, seed: int) -> Tensor:
     """A picture [h, w, C] in another size whose parts were moved by random, smoothly varying distances."""
     generator = torch.Generator().manual_seed(seed)
-    knots = torch.randn(1, 2, KNOTS, KNOTS, generator=generator)
+    knots = torch.randn(1, 2, KNOTS, KNOTS, generator=generator, dtype=torch.float32, device="cpu")
     moved = F.interpolate(knots, size, mode="bicubic", align_corners=True)[0].movedim(0, -1)
-    rows, columns = ((2 * torch.arange(extent) + 1) / extent - 1 for extent in size)
+    whole = [torch.arange(extent, dtype=torch.float32, device="cpu") for extent in size]
+    rows, columns = ((2 * x + 1) / len(x) - 1 for x in whole)
     own = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), -1)
     places = (own + variety * moved).to(picture)[None]
     drawn = F.grid_sample(

@@ -84,7 +84,8 @@ class Matching:
 
 def own_places(height: int, width: int) -> Tensor:
     """(row, column) of each pixel `[H, W, 2]`."""
-    return torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), -1).float()
+    rows, columns = (torch.arange(extent, dtype=torch.float32, device="cpu") for extent in (height, width))
+    return torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1)
 
 
 def match(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, cos, radians, sin
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,8 @@ def turned(picture: Tensor, scale: float, degrees: float) -> Turned:
     x = picture.movedim(-1, 0)[None]
     if size != (height, width):
         x = F.interpolate(x, size, mode="bicubic", antialias=True).clamp(0, 1)
-    ratio = torch.tensor([height / size[0], width / size[1]], device=picture.device)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": picture.device}
+    ratio = torch.tensor([height / size[0], width / size[1]], **like)
     quarters, rest = divmod(degrees, 90)
     if rest == 0:  # whole pixels
         scaled = x.rot90(int(quarters), (2, 3))[0].movedim(0, -1).contiguous()
@@ -57,15 +59,15 @@ def turned(picture: Tensor, scale: float, degrees: float) -> Turned:
         canvas = (ceil(size[0] * c + size[1] * s), ceil(size[0] * s + size[1] * c))
     # Counter-clockwise on the screen: a point that was to the right comes to lie above, at a smaller row.
     c, s = cos(radians(degrees)), sin(radians(degrees))
-    back = torch.tensor([[c, s], [-s, c]], device=picture.device)  # (row, column) of the canvas -> of the scaled one
-    middle, centre = ((torch.tensor(n, device=picture.device) - 1) / 2 for n in (canvas, size))
+    back = torch.tensor([[c, s], [-s, c]], **like)  # (row, column) of the canvas -> of the scaled one
+    middle, centre = ((torch.tensor(n, **like) - 1) / 2 for n in (canvas, size))
     matrix = ratio.unsqueeze(1) * back
     shift = ratio * (centre - back @ middle + 0.5) - 0.5
     if rest == 0:
         return Turned(scaled, None, matrix, shift)
-    rows, columns = (torch.arange(n, device=picture.device).float() for n in canvas)
+    rows, columns = (torch.arange(n, **like) for n in canvas)
     place = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1) @ back.T + (centre - back @ middle)
-    extent = torch.tensor(size, device=picture.device)
+    extent = torch.tensor(size, **like)
     grid = ((2 * place + 1) / extent - 1).flip(-1)[None]
     there = ((place > -0.5) & (place < extent - 0.5)).all(-1)
     sampled = F.grid_sample(x, grid, mode="bicubic", padding_mode="border", align_corners=False)[0].movedim(0, -1)

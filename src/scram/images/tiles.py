@@ -41,7 +41,8 @@ class Tiles:
         """The tiles that hold a wanted point, bool [h, w]."""
         (height, width), extent = wanted.shape, (side, side)
         counts = (-(-(height + shift) // side), -(-(width + shift) // side))
-        tiles = cls((height, width), extent, (shift, shift), counts, torch.arange(counts[0] * counts[1]))
+        every = torch.arange(counts[0] * counts[1], device=wanted.device)
+        tiles = cls((height, width), extent, (shift, shift), counts, every)
         some = tiles._split(wanted.unsqueeze(-1)).flatten(1).any(1)
         return cls((height, width), extent, (shift, shift), counts, some.nonzero()[:, 0])
 

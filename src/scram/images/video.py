@@ -149,4 +149,4 @@ class _Film:
             parts.append(large[match.index.flatten()].reshape(match.index.shape) + n % self.slots * height * width)
         self.motion = moved
         index = torch.cat(parts, -1).unsqueeze(2)
-        return Matches(index, torch.zeros(index.shape, device=device), (self.slots, height, width))
+        return Matches(index, torch.zeros(index.shape, dtype=torch.float32, device=device), (self.slots, height, width))

@@ -67,14 +67,14 @@ def cluster(call: ClusterCall) -> Clustered:
     k_rows = rows(k).to(wide).contiguous()  # [B*Hk, M, E]
     v_rows = rows(v).to(wide).contiguous()  # [B*Hk, M, F]
     all_usable = None if call.key_mask is None else clustering.usable_keys(call, k_rows, v_rows)  # [B*Hk, M]
-    label = torch.empty(key_rows, keys, dtype=torch.int32)
+    label = torch.empty(key_rows, keys, dtype=torch.int32, device="cpu")
     clusters = []
     for row in range(key_rows):
         usable = None if all_usable is None else all_usable[row]
         start = clustering.Start.of(call, row, k_rows[row], v_rows[row], usable)
         centres = start.centres
         values = start.values
-        sizes = torch.ones(count, dtype=torch.int64)
+        sizes = torch.ones(count, dtype=torch.int64, device="cpu")
         for step in range(call.steps):
             forms = start.space.forms(centres, values, sizes)
             score, centres, values, sizes = _assign(forms, start.k, start.v, None, None)
@@ -97,7 +97,7 @@ def _assign(
     arrays = Forms(*(x.contiguous().numpy() for x in forms))
     count = len(arrays.bias)
     size = block_size(count)
-    label = torch.empty(number, dtype=torch.int32) if label is None else label
+    label = torch.empty(number, dtype=torch.int32, device="cpu") if label is None else label
     keys = Keys(
         k=k.contiguous().numpy(),
         v=v.contiguous().numpy(),

@@ -76,7 +76,7 @@ class TailTensors:
         if call.dropout_seed is not None:
             seed = row_states(call.dropout_seed, q, call.rows)
             self.dropout = (seed, int(call.dropout_p * 2**32), 1 / (1 - call.dropout_p))
-        plain = torch.zeros(self.names.shape, dtype=self.wide)
+        plain = torch.zeros(self.names.shape, dtype=self.wide, device="cpu")
         self.logs = (plain if self.represents is None else self.represents.to(self.wide).log()).numpy()
 
     def matrix(self, x: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ class TailTensors:
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     tail = TailTensors(call)
     shape = (tail.rows, tail.queries)
-    out = torch.empty(*shape, call.v.shape[-1], dtype=tail.wide)
+    out = torch.empty(*shape, call.v.shape[-1], dtype=tail.wide, device="cpu")
     variance = torch.empty_like(out)
-    numbers = [torch.empty(shape, dtype=tail.wide) for _ in range(5)]
+    numbers = [torch.empty(shape, dtype=tail.wide, device="cpu") for _ in range(5)]
     lse, offset, share, seen, left = numbers
     with threads() as tasks:
         near = tail.near(tasks)
@@ -162,8 +162,8 @@ def drawn_tail_backward(
     dk = torch.zeros_like(tail.k)
     dv = torch.zeros_like(tail.v)
     to_near = torch.where(near_lse == -torch.inf, 0, (d_out * tail.near_out).sum(-1))
-    share = torch.empty(shape, dtype=wide)
-    delta = torch.empty(shape, dtype=wide)
+    share = torch.empty(shape, dtype=wide, device="cpu")
+    delta = torch.empty(shape, dtype=wide, device="cpu")
     numbers = [flat(x) for x in (offset.to(wide), d_lse, to_near, share, delta)]
     with threads() as tasks:
         near = tail.near(tasks)
@@ -176,7 +176,7 @@ def drawn_tail_backward(
             dv[rows] += p.mT @ d_out[rows, queries]
     at = tail.at.flatten()
     d_k, d_v = (
-        torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], dtype=wide).index_add_(0, at, d.flatten(0, 1))
+        torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], dtype=wide, device="cpu").index_add_(0, at, d.flatten(0, 1))
         for x, d in ((call.k, dk), (call.v, dv))
     )
     to_near_out = share.unsqueeze(-1) * d_out
@@ -242,7 +242,8 @@ def _add_logs(scores, chunk, r, offset, limit, top):
     logs = chunk.logs[r]
     scale = scores.dtype.type(chunk.scale)
     for j in range(limit):
-        scores[j] = scale * scores[j] + (logs[j] + offset)
+        if scores[j] != -np.inf:  # the scale may be 0 in float32, and 0 * -inf is NaN
+            scores[j] = scale * scores[j] + (logs[j] + offset)
         top = max(top, scores[j]) if scores[j] == scores[j] else top
     return top
 

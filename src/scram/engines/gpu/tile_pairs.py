@@ -19,6 +19,8 @@ from .noise import absorb, row_state
 from .shared_keys import LOG2E, finite, powers, product, stages
 from .windows import Variant, kept, pair_gradient, rough_weight
 
+LEAST_SCALE = tl.constexpr(2.0**-126)  # the least normal float32
+
 
 class TileMode(NamedTuple):
     """What a kernel over cells is compiled for."""
@@ -180,6 +182,7 @@ def pairs_of(key, there, query, MODE: tl.constexpr):
 @triton.jit
 def in_powers(scale, NARROW: tl.constexpr):
     """What a score is multiplied by: so that it is a power of two for NARROW features, of e for others."""
+    scale = tl.maximum(scale, LEAST_SCALE)  # a key that must not count has the score -inf, and 0 * -inf is NaN
     return scale * LOG2E if NARROW else scale
 
 

@@ -148,7 +148,7 @@ def _tables(sweeps: int, way: tuple[Any, ...], device: torch.device) -> list[tup
         # Past every grid a neighbour is not there: no step overflows 32 bits.
         reaches = {kind: 2**30 if move else 2**30 // TILE_QUERIES for kind, move in MOVES.items()}
         rows = [(KINDS[one.kind], min(one.reach, reaches.get(one.kind, one.reach)), one.draw) for one in made]
-        every.append((torch.tensor(rows or [(0, 0, 0)], dtype=torch.int32).to(device), len(rows)))
+        every.append((torch.tensor(rows or [(0, 0, 0)], dtype=torch.int32, device=device), len(rows)))
     return every
 
 

@@ -47,7 +47,7 @@ def draws_of(call: SampleCall) -> Visit:
         place = [c + step(table, bits(2 + axis), c, key_grid[axis]) for axis, c in enumerate(centre)]
         key = torch.where(local, flat(place, key_grid), uniform)  # [C, T]
         some = (local | (choices > 0)) & allowed.allows(row, query, key)
-        alpha = torch.where(number > 0, call.alpha, 0.0).to(wide)
+        alpha = call.alpha * (number > 0).to(wide)
         r = alpha * closeness(key, flat_modes[at], number, table, key_grid, wide) + (1 - alpha) / choices.clamp(min=1)
         return key, torch.where(some, -(r * samples).log(), -torch.inf), None
 

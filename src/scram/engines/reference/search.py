@@ -46,7 +46,7 @@ def _best_first(index: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
 def _run(space: SearchSpace, run: int, start: Tensor | None, earlier: list[Tensor]) -> tuple[Tensor, Tensor]:
     """One search for one more key per point, farther than the separation from every earlier one: key [P], best [P]."""
     call = space.call
-    nothing = torch.full((space.points,), -1, device=space.q.device)
+    nothing = torch.full((space.points,), -1, dtype=torch.int64, device=space.q.device)
     key = nothing
     best = torch.full(nothing.shape, -torch.inf, dtype=space.wide, device=nothing.device)
     for sweep in range(call.sweeps + 1):

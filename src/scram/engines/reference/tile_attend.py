@@ -111,7 +111,7 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
     cells = torch.cat(corners, 1).sort(1).values  # [tiles, TILE_QUERIES * kappa * 2^rank]
     new = (cells < none) & torch.cat([cells[:, :1] >= 0, cells[:, 1:] != cells[:, :-1]], 1)
     most = min(cells.shape[1], none)
-    sets = torch.full((len(cells), most + 1), -1, device=cells.device)
+    sets = torch.full((len(cells), most + 1), -1, dtype=torch.int64, device=cells.device)
     # Duplicates are written to an extra slot at the end.
     sets = sets.scatter(1, torch.where(new, new.cumsum(1) - 1, most), torch.where(new, cells, -1))
     traced = torch.compiler.is_compiling() or transforms_active() or cells.is_meta
@@ -151,7 +151,8 @@ def mix(p: Tensor, v: Tensor, allowed: Tensor, causal: bool) -> Tensor:
         return p @ v
     spoiled = allowed.to(v) @ (~v.isfinite()).to(v) > 0
     # Times the sum of the weights, which is no constant: the gradients of a spoiled query are spoiled too.
-    return p @ _finite(v) + p.sum(-1, keepdim=True) * torch.where(spoiled, torch.nan, 0)
+    spoils = torch.zeros_like(spoiled, dtype=v.dtype).masked_fill(spoiled, torch.nan)
+    return p @ _finite(v) + p.sum(-1, keepdim=True) * spoils
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def _start(space: SearchSpace) -> _State:
     # The rank of an empty batch cannot be inferred from its size.
     warm = None if call.warm is None else call.warm.reshape(space.points, call.warm.shape[-1]).long()
     entries = 1 if warm is None else min(call.matches, warm.shape[1])
-    key = torch.full((space.points, call.matches), -1, device=row.device)
+    key = torch.full((space.points, call.matches), -1, dtype=torch.int64, device=row.device)
     choices = space.allowed.total(row, query)
     for entry in range(entries):
 

@@ -57,7 +57,9 @@ def walks_of(call: SampleCall) -> Visit:
         filled = torch.zeros_like(at)  # samples so far
         state = torch.zeros_like(at)
         a = torch.zeros(at.shape, dtype=wide, device=at.device)
-        visited = torch.full((len(at), samples + 1), 0, device=at.device)  # the last place takes what does not count
+        visited = torch.zeros(
+            (len(at), samples + 1), dtype=torch.int64, device=at.device
+        )  # the last takes what does not count
         scores = torch.zeros(len(at), samples + 1, dtype=wide, device=at.device)
         accepted = torch.zeros_like(at)
         for _ in range(samples + burn_in * most):
@@ -90,7 +92,8 @@ def walks_of(call: SampleCall) -> Visit:
             chain = chain + ends
             done = torch.where(ends, 0, done)
         some = (chains > 0).unsqueeze(-1)
-        log_weight = torch.where(some, 0.0, -torch.inf).to(wide).expand(-1, samples)
+        zero = torch.zeros(some.shape, dtype=wide, device=some.device)
+        log_weight = zero.masked_fill(~some, -torch.inf).expand(-1, samples)
         return visited[:, :samples], log_weight, (accepted.to(wide) / samples, rhat(scores[:, :samples], chains, most))
 
     return visit
@@ -129,6 +132,7 @@ def rhat(scores: Tensor, chains: Tensor, most: int) -> Tensor:
     between = ((mean - centre) * exists).square().sum(-1) / (parts.squeeze(-1) - 1)
     n = length.squeeze(-1).clamp(min=1).to(scores.dtype)
     r = (((n - 1) / n * w + between) / w).sqrt()
-    agree = torch.where(((mean - mean[:, :1]) * exists == 0).all(-1), 1.0, torch.inf).to(r.dtype)
+    apart = ((mean - mean[:, :1]) * exists != 0).any(-1)
+    agree = torch.ones_like(r).masked_fill(apart, torch.inf)
     r = torch.where(w == 0, agree, r)
     return torch.where((chains > 0) & (length.squeeze(-1) > 0), r, torch.inf)
