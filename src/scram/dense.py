@@ -37,9 +37,11 @@ def fused_attention(
     width = max(k.shape[-1], v.shape[-1])
     if q.is_cuda:
         width += -width % FUSED_STEP
-    wide = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]
+    wide_q, wide_k, wide_v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(*wide, mask, dropout_p, causal, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        wide_q, wide_k, wide_v, mask, dropout_p, causal, scale=scale, enable_gqa=grouped
+    )
     return out if width == v.shape[-1] else out[..., : v.shape[-1]].contiguous()
 
 
