@@ -44,7 +44,7 @@ def test_each_layer_is_tuned_once(tuned):
         ("blocks.1", (8, 8), 1, 3),
     ]
     assert "2 of 2 layers tuned for an error of at most 0.1: 2e+03 ms of attention in place of 4e+03 ms" in str(report)
-    assert (report.replaced, report.left_alone) == (6, 0)
+    assert (report.searched, report.dense, report.left_alone) == (6, 0, 0)
 
 
 def test_plans_are_used_again(tuned, tmp_path):
@@ -257,7 +257,7 @@ def test_survey_replaces_nothing(tuned):
     report = scram.survey(model, x, error=0.1)
     assert len(report.plans) == len(tuned) == 2
     assert [module.training for module in model.blocks] == [True, False]
-    assert "2 x q [2, 2, 64, 8]: left alone: surveyed" in str(report)
+    assert "2 x q [2, 2, 64, 8]: left to torch: surveyed" in str(report)
     seen = []
     scram.survey(nn.Sequential(model, nn.Identity()).eval(), (x,), error=0.1)
     model.register_forward_hook(lambda module, args, out: seen.append(out))
@@ -275,15 +275,34 @@ def test_no_grid_of_many_tokens_is_an_error():
     assert [call.why_not[:24] for call in report.calls] == ["77 tokens are no square ", "1030 queries and 77 keys"]
 
 
-def test_the_report_says_where_dense_attention_answers(monkeypatch):
+@pytest.mark.parametrize("how", [{}, {"error": 0.1}])
+def test_searched_dense_and_left_to_torch_are_counted_apart(monkeypatch, how):
+    """As the default on a small grid, and as plans, chose dense attention."""
     tune, _ = planned(dense=True)
     monkeypatch.setattr(sdpa, "tune", tune)
-    q = torch.randn(1, 2, 64, 8)
-    for how in ({}, {"error": 0.1}):
-        with scram.patch_sdpa(grid=(8, 8), **how) as report:
-            out = Calling().eval()(q, q, q)
-        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
-        assert "SCRAM, by dense attention" in str(report)
+    q, module = torch.randn(1, 2, 64, 8), Calling().eval()
+    with scram.patch_sdpa(grid=(8, 8), **how) as report:
+        for _ in range(4):
+            out = module(q, q, q)
+        module(q, q, q, attn_mask=torch.zeros(64, 64))
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
+    assert (report.searched, report.dense, report.left_alone) == (0, 4, 1)
+    lines = str(report).splitlines()
+    assert lines[0] == "5 calls of scaled_dot_product_attention: 0 searched, 4 dense, 1 left to torch"
+    assert lines[1] == "  4 x q [1, 2, 64, 8]: dense"
+    assert [(one.searched, one.dense, one.left_alone) for one in report.layers.values()] == [(0, 4, 1)] * bool(how)
+
+
+def test_a_layer_that_is_left_to_torch_has_its_line(tuned):
+    q, module = torch.randn(1, 2, 64, 8), Calling().eval()
+    with scram.patch_sdpa(grid=(8, 8), error=0.1) as report:
+        module(q, q[:, :, :9], q[:, :, :9])
+        assert not report.layers["Calling"].grid
+        assert "left to torch: 64 queries and 9 keys" in str(report).splitlines()[3]
+        assert "0 of 0 layers tuned for an error of at most 0.1, 1 left to torch" in str(report)
+        module(q, q, q)
+    layer = report.layers["Calling"]
+    assert (layer.grid, layer.why_not, layer.searched, layer.left_alone) == ((8, 8), "", 1, 1)
 
 
 @pytest.mark.parametrize(

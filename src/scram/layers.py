@@ -79,25 +79,45 @@ class Layer:
         grid, prefix: what its tokens are.
         plan: what was tuned; None where nothing was.
         why_not: why nothing was tuned.
-        calls: how often it was called; a compiled call counts once, when it is compiled.
+        searched, dense, left_alone: calls that were searched, that ran dense, and that were left to torch; a compiled
+            call counts once, when it is compiled.
     """
 
     name: str
-    grid: tuple[int, ...]
+    grid: tuple[int, ...]  # () where every call was left to torch
     prefix: int
     plan: Plan | None = None
     why_not: str = ""
-    calls: int = 0
+    searched: int = 0
+    dense: int = 0
+    left_alone: int = 0
+
+    @property
+    def calls(self) -> int:
+        """How often it was called."""
+        return self.searched + self.dense + self.left_alone
+
+    def count(self, why_not: str, dense: bool) -> None:
+        """One more call; `why_not`: the reason that it was left to torch, "" for none."""
+        if why_not:
+            self.left_alone += 1
+        elif dense:
+            self.dense += 1
+        else:
+            self.searched += 1
 
     @property
     def tokens(self) -> int:
         return self.prefix + math.prod(self.grid)
 
     def row(self) -> tuple[str, ...]:
-        """Name, grid, setting, keys visited, 95th percentile, time of dense attention's, calls."""
+        """Name, grid, setting, keys visited, 95th percentile, time of dense attention's, calls of each kind."""
+        calls = str(self.searched), str(self.dense), str(self.left_alone)
+        if not self.grid:
+            return self.name, "", f"left to torch: {self.why_not}", "", "", "", *calls
         grid = (f"{self.prefix} + " if self.prefix else "") + " x ".join(map(str, self.grid))
         if self.plan is None:
-            return self.name, grid, f"default settings: {self.why_not}", "", "", "", str(self.calls)
+            return self.name, grid, f"default settings: {self.why_not}", "", "", "", *calls
         rung = self.plan.rungs[self.plan.chosen]
         error = "exact" if self.plan.dense else "{:.4f} [{:.4f}, {:.4f}]".format(*(rung.error or ()))
         return (
@@ -107,20 +127,32 @@ class Layer:
             str(rung.keys),
             error,
             f"{1 / self.plan.speedup:.2f}",
-            str(self.calls),
+            *calls,
         )
 
 
 def table(layers: Sequence[Layer], error: float) -> str:
     """One line per layer."""
-    head = ("layer", "grid", "attention", "keys visited", "95th percentile", "of dense", "calls")
+    head = (
+        "layer",
+        "grid",
+        "attention",
+        "keys visited",
+        "95th percentile",
+        "of dense",
+        "searched",
+        "dense",
+        "to torch",
+    )
     rows = [head, *(layer.row() for layer in layers)]
     widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     times = [(layer.plan.rungs[-1].seconds, layer.plan.speedup) for layer in layers if layer.plan is not None]
     dense = sum(seconds or 0.0 for seconds, _ in times)
     chosen = sum((seconds or 0.0) / speedup for seconds, speedup in times)
-    tuned = f"{len(times)} of {len(layers)} layers tuned for an error of at most {error:g}"
+    on_grids = sum(bool(layer.grid) for layer in layers)
+    others = f", {len(layers) - on_grids} left to torch" if on_grids < len(layers) else ""
+    tuned = f"{len(times)} of {on_grids} layers tuned for an error of at most {error:g}{others}"
     total = f": {1e3 * chosen:.3g} ms of attention in place of {1e3 * dense:.3g} ms" if times else ""
     split = [layer.name for layer in layers if layer.plan is not None and modes.note(layer.plan.split)]
     repeats = f"note: two separate places share the weight of many queries of {', '.join(split)}; see their plans"

@@ -54,16 +54,17 @@ def patch_sdpa(
         model: whose layers the plans are, where its first call is a compiled one.
 
     Returns:
-        A context that gives a report of what was replaced, what not and why, which fills up as the calls come.
+        A context that gives a report: which calls were searched, which ran dense, which were left to torch and why.
+        It fills up as the calls come.
 
     >>> import torch.nn.functional as F
     >>> q = torch.randn(1, 2, 1 + 64, 8)
     >>> with scram.patch_sdpa(grid=(8, 8), prefix=1) as report:
     ...     _ = F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q[:, :, :9], q[:, :, :9])
     >>> print(report)
-    1 of 2 calls of scaled_dot_product_attention went to SCRAM
-      1 x q [1, 2, 65, 8]: SCRAM, by dense attention
-      1 x q [1, 2, 65, 8], k [1, 2, 9, 8]: left alone: 65 queries and 9 keys, the grid has 1 + 8 x 8 = 65
+    2 calls of scaled_dot_product_attention: 0 searched, 1 dense, 1 left to torch
+      1 x q [1, 2, 65, 8]: dense
+      1 x q [1, 2, 65, 8], k [1, 2, 9, 8]: left to torch: 65 queries and 9 keys, the grid has 1 + 8 x 8 = 65
     """
     settings: dict[str, Any] = {"search": search, "radius": radius, "tail": tail, "window": window, "impl": impl}
     return _Patch(Replacement(grid, prefix, error, plans, model=model, **settings))

@@ -22,10 +22,10 @@ from .tune import tune
 
 
 class Call(NamedTuple):
-    """A kind of call of `F.scaled_dot_product_attention`: shapes of q and k, and why it was left alone ("": replaced).
+    """A kind of call of `F.scaled_dot_product_attention`: shapes of q and k, and how it was answered.
 
-    A call in a compiled graph is noted once, when it is compiled, without its shapes. `dense`: SCRAM answered by dense
-    attention, because that is faster, or within the budget the only way.
+    `why_not`: why it was left to torch, "" for those that were not. `dense`: it ran dense, because that is faster, or
+    within the budget the only way. A call in a compiled graph is noted once, when it is compiled, without its shapes.
     """
 
     q: tuple[int, ...]
@@ -33,10 +33,19 @@ class Call(NamedTuple):
     why_not: str
     dense: bool = False
 
+    @property
+    def answer(self) -> str:
+        """How it was answered, in words."""
+        if self.why_not:
+            return f"left to torch: {self.why_not}"
+        return "dense" if self.dense else "searched"
+
 
 @dataclass
 class Report:
-    """What was replaced, what not and why; with an error budget, also how each layer was tuned. Prints itself.
+    """Which calls were searched, which ran dense, which were left to torch and why. Prints itself.
+
+    With an error budget it also says how each layer was tuned.
 
     Args:
         calls: how often each kind of call came; the memory does not grow with their number.
@@ -55,14 +64,19 @@ class Report:
     softmaxes: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     @property
-    def replaced(self) -> int:
-        """How many calls went to SCRAM."""
-        return sum(times for call, times in self.calls.items() if not call.why_not)
+    def searched(self) -> int:
+        """How many calls SCRAM searched."""
+        return sum(times for call, times in self.calls.items() if not call.why_not and not call.dense)
+
+    @property
+    def dense(self) -> int:
+        """How many calls SCRAM gave to dense attention."""
+        return sum(times for call, times in self.calls.items() if not call.why_not and call.dense)
 
     @property
     def left_alone(self) -> int:
-        """How many calls torch answered."""
-        return sum(self.calls.values()) - self.replaced
+        """How many calls were left to torch."""
+        return sum(times for call, times in self.calls.items() if call.why_not)
 
     @property
     def plans(self) -> Plans:
@@ -71,12 +85,12 @@ class Report:
 
     def __str__(self) -> str:
         total = sum(self.calls.values())
-        lines = [f"{self.replaced} of {total} calls of scaled_dot_product_attention went to SCRAM"]
+        counts = f"{self.searched} searched, {self.dense} dense, {self.left_alone} left to torch"
+        lines = [f"{total} calls of scaled_dot_product_attention: {counts}"]
         for call, times in self.calls.items():
             shapes = f"q {list(call.q)}" if call.q else "compiled"
             shapes += f", k {list(call.k)}" if call.k != call.q else ""
-            answer = "SCRAM, by dense attention" if call.dense else "SCRAM"
-            lines.append(f"  {times} x {shapes}: " + (f"left alone: {call.why_not}" if call.why_not else answer))
+            lines.append(f"  {times} x {shapes}: {call.answer}")
         if not total and self.softmaxes:
             seen = ", ".join(f"{times} x {list(shape)}" for shape, times in self.softmaxes.items())
             lines += [f"  softmaxes over keys: {seen}", BY_HAND]
@@ -116,8 +130,8 @@ def _note_compiled(report: str, layer: str, grid: tuple[int, ...], prefix: int, 
     into.calls[Call((), (), why_not, dense)] += 1
     if layer:
         plan = into.known.get(layer)
-        reason = "" if plan else "compiled before it was tuned"
-        into.layers.setdefault(layer, Layer(layer, grid, prefix, plan, reason)).calls += 1
+        reason = why_not or ("" if plan else "compiled before it was tuned")
+        into.layers.setdefault(layer, Layer(layer, grid, prefix, plan, reason)).count(why_not, dense)
 
 
 class Replacement:
@@ -182,10 +196,10 @@ class Replacement:
         compiling, budget = torch.compiler.is_compiling(), self.report.error is not None
         modules = calling_modules() if not compiling and (budget or self.tokens is None) else []
         tokens, why_not = _tokens_of(query, key, value, attn_mask, how, self.tokens, modules)
+        layer = self._layer(tokens, modules, query, why_not) if budget else ""
         if why_not:
-            self.note(query, key, "", tokens, why_not)
+            self.note(query, key, layer, tokens, why_not)
             return _compat.SDPA(query, key, value, attn_mask, **how)
-        layer = self._layer(tokens, modules, query) if budget else ""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, **same: Any) -> Tensor | None:
             if layer and not compiling:
@@ -199,7 +213,7 @@ class Replacement:
 
         return _on_grid(query, key, value, attn_mask, how, tokens, attend)
 
-    def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor) -> str:
+    def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor, why_not: str) -> str:
         """The name of the layer that calls; one that is met for the first time is noted."""
         compiling = torch.compiler.is_compiling()
         if compiling:
@@ -209,11 +223,18 @@ class Replacement:
             self.hooks.add(name, modules[0])
         else:
             name = f"no module, q {list(query.shape)}"
+        if why_not:  # on no grid, or not for SCRAM: it says nothing of the layer's other calls
+            if not compiling:
+                self.report.layers.setdefault(name, Layer(name, *NO_TOKENS, why_not=why_not))
+            return name
         if self.lengths.get(name, tokens.total) != tokens.total:
             name = f"{name}, {tokens.total} tokens"
         if not compiling:
             self.lengths.setdefault(name, tokens.total)
-            self.report.layers.setdefault(name, Layer(name, *tokens, plan=self.plans.get(name)))
+            layer = self.report.layers.setdefault(name, Layer(name, *tokens))
+            if not layer.grid:  # its calls so far were left to torch
+                layer.grid, layer.prefix, layer.why_not = *tokens, ""
+            layer.plan = self.plans.get(name)
         return name
 
     def _name(self, modules: list[nn.Module]) -> str:
@@ -264,7 +285,7 @@ class Replacement:
             return
         self.report.calls[Call(tuple(query.shape), tuple(key.shape), why_not, dense)] += 1
         if layer:
-            self.report.layers[layer].calls += 1
+            self.report.layers[layer].count(why_not, dense)
 
 
 def _given_tokens(grid: Sequence[int] | Auto, prefix: int) -> Tokens | None:
