@@ -358,6 +358,70 @@ def test_compiled_model():
     assert str(report).splitlines()[1] == "  2 x compiled: searched"  # noted while it compiles
 
 
+def encoder_layer():
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """nn.MultiheadAttention of one argument."""
+
+    def __init__(self):
+        super().__init__(16, 2, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+FAST_PATHS = {
+    "layer": encoder_layer,
+    "encoder": lambda: nn.TransformerEncoder(encoder_layer(), 1, enable_nested_tensor=False),
+    "attention": SelfAttention,
+}
+
+
+@pytest.mark.parametrize("name", FAST_PATHS)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_modules_with_a_fast_path_of_torch_are_patched(name, compiled):
+    """In eval mode without gradients torch runs the whole layer as one operator, which calls no attention."""
+    model, x = FAST_PATHS[name]().eval(), torch.randn(2, 20, 16)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    how = {"grid": GRID, "search": scram.Search(sweeps=0), "radius": 0, "tail": None}  # each query its own key
+    with torch.no_grad():
+        want = run(x)
+        with scram.patch_sdpa(**how) as report:
+            out = run(x)
+        assert (report.searched, report.left_alone) == (1, 0)
+        assert not torch.allclose(out, want, atol=1e-3)
+        torch.testing.assert_close(run(x), want)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_the_fast_path_comes_back_with_the_last_context():
+    with scram.patch_sdpa(**WHOLE):
+        assert not torch.backends.mha.get_fastpath_enabled()
+        with contextlib.suppress(KeyError), scram.patch_sdpa(**WHOLE):
+            raise KeyError
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with scram.patch_sdpa(**WHOLE):
+            pass
+        assert not torch.backends.mha.get_fastpath_enabled()  # as it was
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_a_fast_path_that_is_taken_is_reported():
+    """As it is where torch's operator is called by its name."""
+    mha, x = SelfAttention().eval(), torch.randn(2, 20, 16)
+    weights = (mha.in_proj_weight, mha.in_proj_bias, mha.out_proj.weight, mha.out_proj.bias)
+    with torch.no_grad(), scram.patch_sdpa(**WHOLE) as report:
+        torch._native_multi_head_attention(x, x, x, 16, 2, *weights)
+    assert "1 x q [2, 20, 16]: left to torch: torch's fast path of a whole layer" in str(report)
+
+
 def test_other_threads_are_left_alone():
     leaves, results = tensors(20), []
     want = F.scaled_dot_product_attention(*leaves)

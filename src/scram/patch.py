@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +27,11 @@ NO_INNER_CALL = (
     "patch_sdpa leaves it dense; use scram.nn.GridAttention.from_mha"
 )
 
+FUSED = (
+    "torch's fast path of a whole layer, which calls no attention; torch.backends.mha.set_fastpath_enabled(False) "
+    "disables it"
+)
+
 
 def patch_sdpa(
     *, grid: Sequence[int] | Auto, prefix: int = 0, error: float | None = None, search: Search | Auto = "auto",
@@ -37,8 +43,8 @@ def patch_sdpa(
     A call is taken when queries and keys are `prefix` tokens followed by the points of the grid in row-major order. The
     prefix tokens (class, registers) are extra keys for every query, and attend densely as queries. Scale, dropout,
     `is_causal`, grouped heads and a boolean mask over the keys go along. A float bias, a mask that differs between
-    queries, a mask beside a prefix and any other length are left to torch. `torch.compile` sees the context. A
-    checkpoint computes again in the backward pass: that belongs inside too.
+    queries, a mask beside a prefix and any other length are left to torch. `torch.compile` sees the context where it
+    is entered outside compiled code. A checkpoint computes again in the backward pass: that belongs inside too.
 
     With `error`, each layer is tuned (`scram.tune`) in its first eager call in eval mode and keeps its plan; a layer is
     the module that calls. One that is compiled before it was tuned runs the default, and the report says so.
@@ -143,6 +149,34 @@ def register_transformers(name: str = "scram", *, grid: Sequence[int] | Auto, **
     return patch.report
 
 
+class _FastPath:
+    """torch's fast path of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, a setting of the whole process.
+
+    It computes attention inside one operator. Eager code leaves it where a mode is entered, compiled code does not.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0  # contexts that are entered, in all threads
+        self.was = True
+
+    def disable(self) -> None:
+        with self.lock:
+            if not self.users:
+                self.was = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self.users += 1
+
+    def restore(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if not self.users:
+                torch.backends.mha.set_fastpath_enabled(self.was)
+
+
+_fast_path = _FastPath()
+
+
 class _Patch(TorchFunctionMode):
     """Sees every call of a torch function in its thread, also of functions imported by name."""
 
@@ -158,10 +192,12 @@ class _Patch(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         if not torch.compiler.is_compiling():
             self.sdpa.hooks.attach()
+            _fast_path.disable()
         return self.report
 
     def __exit__(self, *error: Any) -> None:
         if not torch.compiler.is_compiling():
+            _fast_path.restore()
             self.sdpa.hooks.detach()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -171,6 +207,8 @@ class _Patch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _compat.SDPA or func is F.scaled_dot_product_attention:
             return self.sdpa.attention(*args, **kwargs)
+        if func in _compat.FUSED_LAYERS:
+            self.sdpa.note(args[0], args[0], "", NO_TOKENS, FUSED)
         if func in SOFTMAXES and args and not torch.compiler.is_compiling():
             self._see_softmax(args[0])
         caller = None
