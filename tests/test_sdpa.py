@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import scram
-from budgets import Model, planned, tokens
+from budgets import Model, picture, planned, tokens
 from compiling import graphs_are
 from scram import sdpa
 
@@ -84,10 +84,10 @@ def test_what_cannot_be_tuned_says_why(monkeypatch):
 
 def test_calls_of_no_module_are_not_tuned(tuned):
     q = torch.randn(1, 2, 64, 8)
-    with scram.patch_sdpa(grid="auto", error=0.1) as report:
-        for number in (64, 36, 64):
-            F.scaled_dot_product_attention(*[q[:, :, :number]] * 3)
-    assert list(report.layers) == ["no module, q [1, 2, 64, 8]", "no module, q [1, 2, 36, 8]"]
+    with scram.patch_sdpa(grid=(8, 8), error=0.1) as report:
+        for batch in (1, 2, 1):
+            F.scaled_dot_product_attention(*[q.expand(batch, -1, -1, -1)] * 3)
+    assert list(report.layers) == ["no module, q [1, 2, 64, 8]", "no module, q [2, 2, 64, 8]"]
     assert {layer.why_not for layer in report.layers.values()} == {"no module calls; use scram.tune"}
     assert not tuned
 
@@ -123,8 +123,8 @@ def test_patched_models_are_pickled_and_copied(tuned):
 def test_a_module_of_two_lengths_is_two_layers(tuned):
     model = Model().eval()
     with scram.patch_sdpa(grid="auto", error=0.1) as report:
-        for number in (64, 36, 64, 36):
-            model(tokens(number))
+        for side in (8, 6, 8, 6):
+            model(picture(side, side))
     assert list(report.layers) == ["blocks.0", "blocks.1", "blocks.0, 36 tokens", "blocks.1, 36 tokens"]
     assert len(tuned) == 4
 
@@ -149,7 +149,7 @@ def test_how_a_call_is_tuned(tuned):
 
 
 def test_really_tuned():
-    model, x = Model().eval().requires_grad_(False), tokens(256)
+    model, x = Model().eval().requires_grad_(False), picture(16, 16)
     want = model(x)
     with scram.patch_sdpa(grid="auto", error=0.02) as report:
         out = model(x)
@@ -195,21 +195,21 @@ def test_two_threads_do_not_see_each_other(tuned):
     model, together, reports = Model().eval(), threading.Barrier(2), {}
 
     def run(number, error):
-        x = tokens(number)
+        x = picture(*number)
         with scram.patch_sdpa(grid="auto", error=error) as report:
             for _ in range(5):
                 together.wait()
                 model(x)
         reports[number] = report
 
-    threads = [threading.Thread(target=run, args=args) for args in ((64, 0.1), (36, 0.2))]
+    threads = [threading.Thread(target=run, args=args) for args in (((8, 8), 0.1), ((4, 9), 0.2))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(reports) == [36, 64]
-    for number, report in reports.items():
-        assert [layer.tokens for layer in report.layers.values()] == [number] * 2
+    assert sorted(reports) == [(4, 9), (8, 8)]
+    for grid, report in reports.items():
+        assert [layer.grid for layer in report.layers.values()] == [grid] * 2
         assert [layer.calls for layer in report.layers.values()] == [5, 5]
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -265,14 +265,19 @@ def test_survey_replaces_nothing(tuned):
     assert (seen[0] == want).all()
 
 
-def test_no_grid_of_many_tokens_is_an_error():
-    q = torch.randn(1, 1, 1030, 8)
-    with pytest.raises(ValueError, match="1030 tokens are no square"), scram.patch_sdpa(grid="auto"):
-        F.scaled_dot_product_attention(q, q, q)
+def test_tokens_of_no_picture_are_left_to_torch():
+    """A square number of tokens is no picture."""
+    q, module = torch.randn(1, 1, 4096, 8), Calling().eval()
     with scram.patch_sdpa(grid="auto") as report:
-        F.scaled_dot_product_attention(*[q[:, :, :77]] * 3)
-        F.scaled_dot_product_attention(q, *[q[:, :, :77]] * 2)
-    assert [call.why_not[:24] for call in report.calls] == ["77 tokens are no square ", "1030 queries and 77 keys"]
+        for number in (4096, 100):
+            module(*[q[:, :, :number]] * 3)
+        module(*[q[:, :, :64]] * 3, is_causal=True)
+        module(q, *[q[:, :, :77]] * 2)
+    assert (report.searched, report.dense, report.left_alone) == (0, 0, 4)
+    assert [call.why_not.split(",")[0] for call in report.calls] == [
+        "4096 tokens", "100 tokens", "causal order", "4096 queries and 77 keys",
+    ]  # fmt: skip
+    assert "no picture is known that they are patches of; pass grid=(height, width) and prefix=" in str(report)
 
 
 @pytest.mark.parametrize("how", [{}, {"error": 0.1}])
@@ -319,8 +324,17 @@ def test_a_function_of_torch_s_signature(how):
     q, k, v = torch.randn(3, 2, 4, 65, 8).unbind()
     ours = scram.scaled_dot_product_attention(q, k, v, **how, grid=(8, 8), prefix=1)
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v, **how))
-    grouped = scram.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True, grid="auto")
+    grouped = scram.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True, grid=(8, 8), prefix=1)
     torch.testing.assert_close(grouped, F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True))
+
+
+def test_a_function_warns_where_it_finds_no_picture():
+    q = torch.randn(1, 2, 64, 8)
+    for error in (None, 0.1):
+        with pytest.warns(UserWarning, match="leaves a call to torch: 64 tokens, and no picture is known") as caught:
+            out = scram.scaled_dot_product_attention(q, q, q, grid="auto", error=error)
+        assert caught[0].filename == __file__
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
 
 
 def test_a_function_refuses_another_grid():

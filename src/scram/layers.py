@@ -1,14 +1,12 @@
-"""Layers of a model that compute attention: which of them calls, on what grid, by which plan; and plans as one file."""
+"""Layers of a model that compute attention: how their calls are answered, by which plan; and plans as one file."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -16,13 +14,9 @@ import torch
 from torch import nn
 
 from . import modes
-from .layout_hints import PREFIXES
 from .plan import Plan, load_json, save_json
 
 VERSION = 1  # of the JSON
-MOST_LEFT_ALONE = 1024  # tokens of which no grid is known; more are an error
-MOST_PREFIX = 16  # tokens before a grid that a model's config declares
-SIZES = ("image_size", "sample_size")
 
 
 class Plans(dict[str, Plan]):
@@ -159,55 +153,9 @@ def table(layers: Sequence[Layer], error: float) -> str:
     return "\n".join([*lines, tuned + total, *([repeats] if split else [])])
 
 
-def calling_modules() -> list[nn.Module]:
-    """The modules whose methods are running in this thread, the innermost first."""
-    found: list[nn.Module] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        own = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
-        if isinstance(own, nn.Module) and not (found and found[-1] is own):
-            found.append(own)
-        frame = frame.f_back
-    return found
-
-
 def name_in(root: nn.Module, module: nn.Module) -> str:
     """The name of a module within the one that was called first; its class where it is none of its parts."""
     return next((name for name, one in root.named_modules() if one is module), "") or type(module).__name__
-
-
-def grid_of_tokens(tokens: int, modules: Sequence[nn.Module]) -> tuple[tuple[int, ...], int] | str:
-    """The grid and the tokens before it, or why it is not known.
-
-    What a model's config declares by its size and patches; else a square after 0, 1, 2 or 5 tokens.
-    """
-    for module in modules:
-        grid = _declared(getattr(module, "config", None))
-        if grid is not None and 0 <= tokens - math.prod(grid) <= MOST_PREFIX:
-            return grid, tokens - math.prod(grid)
-    for prefix in PREFIXES:
-        side = math.isqrt(max(tokens - prefix, 0))
-        if side > 1 and side * side == tokens - prefix:
-            return (side, side), prefix
-    return f"{tokens} tokens are no square after 0, 1, 2 or 5 others; pass grid=(height, width) and prefix="
-
-
-def _declared(config: Any) -> tuple[int, ...] | None:
-    """The grid of a config of transformers or diffusers; None where it says nothing."""
-
-    def pair(name: str) -> tuple[int, int] | None:
-        value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value, value
-        numbers = tuple(value) if isinstance(value, (tuple, list)) else ()
-        whole = len(numbers) == 2 and all(isinstance(n, int) for n in numbers)
-        return (numbers[0], numbers[1]) if whole else None
-
-    patch = None if config is None else pair("patch_size")
-    size = None if patch is None else next((found for name in SIZES if (found := pair(name))), None)
-    if patch is None or size is None or min(patch) < 1 or any(a % b or a < b for a, b in zip(size, patch, strict=True)):
-        return None
-    return size[0] // patch[0], size[1] // patch[1]
 
 
 @dataclass

@@ -50,8 +50,9 @@ def patch_sdpa(
     the module that calls. One that is compiled before it was tuned runs the default, and the report says so.
 
     Args:
-        grid: extents of the grid, such as (14, 14). "auto" reads the model's config (image and patch size), else takes
-            tokens for a square after 0, 1, 2 or 5 others. From 1024 tokens on it is an error where neither fits.
+        grid: extents of the grid, such as (14, 14). "auto" is for layers whose queries come from a picture: the model's
+            config declares its patches, or the patches of a picture that the model is given are the tokens, after a few
+            others. Causal layers, object queries and text are left to torch, and the report says so.
         prefix: tokens before the grid.
         error: at most this error in 95 % of the queries of each head; None for the settings below.
         search, radius, tail, window, impl: as in `attention`: on a small grid dense attention may be faster, and runs.
@@ -92,7 +93,7 @@ def survey(
         Report, which prints a line per layer; `report.plans` are for `patch_sdpa(plans=...)`.
 
     >>> layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
-    >>> report = scram.survey(layer, torch.randn(1, 64, 16), error=0.1)
+    >>> report = scram.survey(layer, torch.randn(1, 64, 16), grid=(8, 8), error=0.1)
     >>> list(report.layers), report.layers["self_attn"].grid
     (['self_attn'], (8, 8))
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _compat, api, errors
+from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
 from .defaults import SEARCH, goes_dense
-from .layers import MOST_LEFT_ALONE, Hooks, Layer, Plans, calling_modules, grid_of_tokens, name_in, table
+from .layers import Hooks, Layer, Plans, name_in, table
 from .layout_hints import accept
 from .options import Auto
 from .tune import tune
@@ -134,6 +136,16 @@ def _note_compiled(report: str, layer: str, grid: tuple[int, ...], prefix: int, 
         into.layers.setdefault(layer, Layer(layer, grid, prefix, plan, reason)).count(why_not, dense)
 
 
+def _compiled_tokens(report: str, layer: str, total: int, causal: bool) -> tuple[tuple[int, ...], int, str]:
+    """Grid, prefix and why not of a layer with grid="auto", while a graph is traced: as its eager calls had them."""
+    layers = _reports[report].layers
+    for name in (layer, f"{layer}, {total} tokens"):
+        known = layers.get(name)
+        if known is not None and (not known.grid or known.tokens == total):
+            return known.grid, known.prefix, "" if known.grid else known.why_not
+    return ((), 0, CAUSAL) if causal else compiled_grid(total)
+
+
 class Replacement:
     """`F.scaled_dot_product_attention` by SCRAM where it can be; with a budget, each layer by its own plan.
 
@@ -185,7 +197,9 @@ class Replacement:
                 self.names[module] = name
                 self.taken.add(name)
                 self.hooks.add(name, module)
-        torch.compiler.assume_constant_result(_note_compiled)  # type: ignore[no-untyped-call] # loads the compiler
+        self.auto, self.warns = AutoGrids(), False
+        for function in (_note_compiled, _compiled_tokens):
+            torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call] # loads the compiler
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -194,15 +208,21 @@ class Replacement:
         """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
         how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         compiling, budget = torch.compiler.is_compiling(), self.report.error is not None
-        modules = calling_modules() if not compiling and (budget or self.tokens is None) else []
-        tokens, why_not = _tokens_of(query, key, value, attn_mask, how, self.tokens, modules)
-        layer = self._layer(tokens, modules, query, why_not) if budget else ""
+        named = budget or self.tokens is None
+        calls = module_calls() if named and not compiling else []
+        modules = [call.module for call in calls]
+        running = self.hooks.running[-1] if compiling and self.hooks.running else "compiled"
+        auto = partial(
+            _auto_tokens, auto=self.auto, calls=calls, report=self.report_name, layer=running, warns=self.warns
+        )
+        tokens, why_not = _tokens_of(query, key, value, attn_mask, how, self.tokens, auto)
+        layer = self._layer(tokens, modules, query, why_not) if named else ""
         if why_not:
             self.note(query, key, layer, tokens, why_not)
             return _compat.SDPA(query, key, value, attn_mask, **how)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, **same: Any) -> Tensor | None:
-            if layer and not compiling:
+            if budget and not compiling:
                 self._tune(self.report.layers[layer], modules, q, k, v, same)
             if not self.replaces:
                 self.note(query, key, layer, tokens, "surveyed")
@@ -301,9 +321,9 @@ def _given_tokens(grid: Sequence[int] | Auto, prefix: int) -> Tokens | None:
 
 def _tokens_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, how: dict[str, Any], given: Tokens | None,
-    modules: list[nn.Module],
+    auto: Callable[[Tensor, bool], tuple[Tokens, str]],
 ) -> tuple[Tokens, str]:  # fmt: skip
-    """What the tokens of a call are, `given` or found, and the reason to leave it to torch, "" for none."""
+    """What the tokens of a call are, `given` or found by `auto`, and the reason to leave it to torch, "" for none."""
     if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
         return NO_TOKENS, "tensors that are not dense"
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
@@ -312,13 +332,33 @@ def _tokens_of(
     if tokens is None:
         if total != key.shape[-2]:
             return NO_TOKENS, f"{total} queries and {key.shape[-2]} keys, which are not the same grid"
-        found = grid_of_tokens(int(total), modules)
-        if isinstance(found, str):
-            if total >= MOST_LEFT_ALONE:
-                raise ValueError(found)
-            return NO_TOKENS, found
-        tokens = Tokens(*found)
+        tokens, no_grid = auto(query, how["is_causal"])
+        if no_grid:
+            return NO_TOKENS, no_grid
     return tokens, _why_not(query, key, value, attn_mask, tokens, how)
+
+
+def _auto_tokens(
+    query: Tensor,
+    causal: bool,
+    auto: AutoGrids,
+    calls: Sequence[ModuleCall] = (),
+    report: str = "",
+    layer: str = "",
+    warns: bool = False,
+) -> tuple[Tokens, str]:
+    """The tokens that grid="auto" finds, and why it finds none."""
+    if torch.compiler.is_compiling():
+        if not report:
+            return NO_TOKENS, COMPILED
+        grid, prefix, no_grid = _compiled_tokens(report, layer, int(query.shape[-2]), causal)
+        return Tokens(grid, prefix), no_grid
+    found = auto.find(query, causal, calls)
+    if isinstance(found, str):
+        if warns:
+            warnings.warn(f"scram.scaled_dot_product_attention leaves a call to torch: {found}", stacklevel=5)
+        return NO_TOKENS, found
+    return Tokens(*found), ""
 
 
 def _why_not(
@@ -377,6 +417,7 @@ def _on_grid(
 
 
 _direct: dict[tuple[Any, ...], Replacement] = {}
+_auto = AutoGrids()
 
 
 def clear_plans() -> None:
@@ -403,6 +444,9 @@ def scaled_dot_product_attention(
         error: the module that calls is tuned for this error in its first eager call in eval mode, and keeps its plan
             until `scram.sdpa.clear_plans()`. None: the default of `scram.attention`.
 
+    With grid="auto" a call whose tokens come from no picture is left to torch, with a warning. So is, without one, a
+    model that is compiled before its first call.
+
     Returns:
         [B, H, N, F].
 
@@ -417,14 +461,15 @@ def scaled_dot_product_attention(
         )
     kind = (grid if isinstance(grid, str) else tuple(grid), prefix, error)
     if kind not in _direct:
-        if error is None or torch.compiler.is_compiling():  # what is not tuned yet runs the default
+        # What is not tuned yet runs the default.
+        if torch.compiler.is_compiling() or (error is None and given is not None):
             how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-            modules = [] if torch.compiler.is_compiling() else calling_modules()
-            tokens, why_not = _tokens_of(query, key, value, attn_mask, how, given, modules)
+            tokens, why_not = _tokens_of(query, key, value, attn_mask, how, given, partial(_auto_tokens, auto=_auto))
             if why_not:
                 return _compat.SDPA(query, key, value, attn_mask, **how)
             return _on_grid(query, key, value, attn_mask, how, tokens, api.attention)
         made = Replacement(grid, prefix, error)
         made.hooks.attach()
+        made.warns = True  # nobody reads its report
         _direct[kind] = made
     return _direct[kind].attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
