@@ -133,13 +133,18 @@ def test_torch_still_says_what_is_wrong():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_ragged_tensors_are_left_alone():
-    q = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (20, 7)], layout=torch.jagged).transpose(1, 2)
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_ragged_tensors_are_left_alone(layout):
+    if layout == torch.jagged:
+        q = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (20, 7)], layout=layout).transpose(1, 2)
+    else:
+        q = torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (20, 7)])
     want = F.scaled_dot_product_attention(q, q, q)
     with scram.patch_sdpa(**WHOLE) as report:
         out = F.scaled_dot_product_attention(q, q, q)
-    assert (out.values() == want.values()).all()
+    assert all((one == other).all() for one, other in zip(out.unbind(), want.unbind(), strict=True))
     assert next(iter(report.calls)).why_not == "tensors that are not dense"
+    assert "tensors that are not dense" in str(report)
 
 
 def test_dropout_reaches_prefix_and_grid():

@@ -337,6 +337,31 @@ def test_a_function_warns_where_it_finds_no_picture():
         torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
 
 
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"grid": None}, ValueError, "grid must be a sequence"),
+        ({"grid": (10**30, 10**30)}, ValueError, r"grid\[0\] must be below 2\*\*63"),
+        ({"prefix": 10**30}, ValueError, r"prefix must be below 2\*\*63"),
+        ({"error": [0.1]}, TypeError, "error must be a float, got list"),
+        ({"error": 10**400}, ValueError, "error must fit a float"),
+    ],
+)
+def test_a_function_refuses_wrong_settings(change, kind, message):
+    q = torch.randn(1, 2, 64, 8)
+    with pytest.raises(kind, match=message):
+        scram.scaled_dot_product_attention(q, q, q, **{"grid": (8, 8), **change})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("grid", [(8, 8), "auto"])
+def test_a_function_refuses_nested_tensors(layout, grid):
+    q = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (20, 7)], layout=layout).transpose(1, 2)
+    with pytest.raises(TypeError, match=r"query must be a dense tensor, got a nested one; pad it .*attn_mask"):
+        scram.scaled_dot_product_attention(q, q, q, grid=grid)
+
+
 def test_a_function_refuses_another_grid():
     q = torch.randn(1, 2, 64, 8)
     with pytest.raises(ValueError, match="must have the tokens of the grid, 0 \\+ 8 x 7 = 56, got 64 and 64"):

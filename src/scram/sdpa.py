@@ -173,7 +173,7 @@ class Replacement:
         radii = errors.radius(radius, 2 if self.tokens is None else len(self.tokens.grid))
         settings["radius"] = radius if self.tokens is None else radii
         if error is not None:
-            errors.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
+            _budget(error)
             if search != "auto" or tail != "auto":
                 raise ValueError("error chooses search and tail; leave them out, or leave error out")
         elif plans is not None:
@@ -242,7 +242,7 @@ class Replacement:
             name = self._name(modules)
             self.hooks.add(name, modules[0])
         else:
-            name = f"no module, q {list(query.shape)}"
+            name = f"no module, q {list(_shape(query))}"
         if why_not:  # on no grid, or not for SCRAM: it says nothing of the layer's other calls
             if not compiling:
                 self.report.layers.setdefault(name, Layer(name, *NO_TOKENS, why_not=why_not))
@@ -303,16 +303,30 @@ class Replacement:
         if torch.compiler.is_compiling():
             _note_compiled(self.report_name, layer, tokens.grid, tokens.prefix, why_not, dense)
             return
-        self.report.calls[Call(tuple(query.shape), tuple(key.shape), why_not, dense)] += 1
+        self.report.calls[Call(_shape(query), _shape(key), why_not, dense)] += 1
         if layer:
             self.report.layers[layer].count(why_not, dense)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; only the number of its parts for a nested one of several shapes."""
+    return (x.size(0),) if x.is_nested and x.layout == torch.strided else tuple(x.shape)
+
+
+def _budget(error: Any) -> None:
+    errors.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
 
 
 def _given_tokens(grid: Sequence[int] | Auto, prefix: int) -> Tokens | None:
     """None for "auto"."""
     errors.whole("prefix", prefix, 0)
     if not isinstance(grid, str):
-        return Tokens(errors.grid(grid), prefix)
+        extents = errors.grid(grid)
+        named = {"prefix": prefix, **{f"grid[{axis}]": extent for axis, extent in enumerate(extents)}}
+        for name, number in named.items():
+            if number >= 2**63:
+                raise ValueError(f"{name} must be below 2**63, got {number}; no tensor has more tokens")
+        return Tokens(extents, prefix)
     errors.one_of("grid", grid, ("auto",))
     if prefix:
         raise ValueError(f'prefix is found with grid="auto", got {prefix}; pass the grid too')
@@ -454,7 +468,10 @@ def scaled_dot_product_attention(
     >>> scram.scaled_dot_product_attention(q, q, q, grid=(8, 8), prefix=1).shape
     torch.Size([1, 2, 65, 8])
     """
+    errors.torch_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     given = _given_tokens(grid, prefix)
+    if error is not None:
+        _budget(error)
     if given is not None and query.ndim in (3, 4) and not query.shape[-2] == key.shape[-2] == given.total:
         raise ValueError(
             f"query and key must have the tokens of the grid, {given}, got {query.shape[-2]} and {key.shape[-2]}"
