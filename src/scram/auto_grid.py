@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -220,7 +219,7 @@ def compiled_grid(total: int) -> tuple[Grid, int, str]:
     """
     calls = module_calls()
     for call in calls:
-        if any(_reads_memory(type(one)) for one in call.module.modules()):
+        if any(_reads_memory(kind) for kind in {type(one) for one in call.module.modules()}):
             return (), 0, COMPILED
     found = AutoGrids().find(torch.empty(1, total, 1), False, calls)
     if isinstance(found, str):
@@ -228,7 +227,6 @@ def compiled_grid(total: int) -> tuple[Grid, int, str]:
     return *found, ""
 
 
-@lru_cache(maxsize=1024)
 def _reads_memory(kind: type[nn.Module]) -> bool:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code is not None and any(name in code.co_varnames for name in MEMORY)
