@@ -91,7 +91,7 @@ def run(model: nn.Module, given: Inputs, error: float, backend: str) -> dict[str
         "tuned_compiled_seconds": compiled_seconds,
         "output_error": float((tuned - dense).norm() / dense.norm()),
         "compiled_difference": float((same - tuned).norm() / dense.norm()),
-        "layers": {name: figures(layer) for name, layer in report.layers.items()},
+        "layers": {name: figures(layer) for name, layer in report.layers.items() if layer.plan is not None},
         "left_alone": sorted({call.why_not for call in report.calls if call.why_not}),
     }
 

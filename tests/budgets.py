@@ -34,16 +34,23 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers with residuals."""
+    """Two layers with residuals, of tokens [B, N, 16] or a picture [B, 16, height, width]."""
 
     def __init__(self, **how):
         super().__init__()
+        self.config = {"image_size": 8, "patch_size": 1}
         self.blocks = nn.ModuleList(Attention(**how) for _ in range(2))
 
     def forward(self, x):
+        if x.ndim == 4:
+            x = x.flatten(2).mT
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+def picture(*size):
+    return torch.randn(2, 16, *size, generator=torch.Generator().manual_seed(0))
 
 
 def tokens(number=65):

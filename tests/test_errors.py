@@ -60,7 +60,39 @@ def attended(q=Q, width=9):
 
 PAIR = (torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 9))
 
+TOKENS = torch.randn(1, 2, 64, 8)
+
+
+def sdpa(**change):
+    """A call of `scaled_dot_product_attention` on 8 x 8 points, but for what changes."""
+    given = {"query": TOKENS, "key": TOKENS, "value": TOKENS, "grid": (8, 8), **change}
+    return lambda: scram.scaled_dot_product_attention(**given)
+
+
 ERRORS = [
+    # torch's own signature.
+    (sdpa(query=None), TypeError, "query must be a torch.Tensor"),
+    (sdpa(query=[[1.0]]), TypeError, r"query must be a torch.Tensor \[B, H, N, E\], got list"),
+    (sdpa(query=TOKENS.to_sparse()), TypeError, "query must be a dense tensor, got layout torch.sparse_coo"),
+    (
+        sdpa(query=torch.nested.as_nested_tensor([TOKENS[0]], layout=torch.jagged)),
+        TypeError,
+        "query must be a dense tensor, got a nested one; pad it .*attn_mask",
+    ),
+    (sdpa(key=TOKENS[0, 0, 0]), ValueError, r"key must be \[B, H, N, E\] or \[B, N, E\], got \(8,\)"),
+    (sdpa(value=TOKENS.int()), TypeError, "value must be floating point, got torch.int32"),
+    (sdpa(attn_mask="causal"), TypeError, "attn_mask must be a torch.Tensor"),
+    (sdpa(attn_mask=torch.ones(64)), ValueError, r"attn_mask must broadcast to .* = \(1, 2, 64, 64\), got \(64,\)"),
+    (sdpa(attn_mask=torch.ones(3, 3) > 0), ValueError, "attn_mask must broadcast to "),
+    (sdpa(attn_mask=torch.ones(64, 64).int()), TypeError, "attn_mask must be bool or floating point"),
+    (sdpa(dropout_p="x"), TypeError, "dropout_p must be a float"),
+    (sdpa(dropout_p=10**30), ValueError, r"dropout_p must be in \[0, 1\]"),
+    (sdpa(dropout_p=10**400), ValueError, "dropout_p must fit a float"),
+    (sdpa(is_causal=1), TypeError, "is_causal must be True or False"),
+    (sdpa(enable_gqa="x"), TypeError, "enable_gqa must be True or False"),
+    (sdpa(scale=torch.ones(2)), TypeError, "scale must be a float, got Tensor"),
+    (sdpa(scale=math.nan), ValueError, "scale must be finite, got nan"),
+    (sdpa(scale=10**400), ValueError, "scale must fit a float"),
     # Settings.
     (lambda: scram.trust(Q[:0], K[:0], V[:0]), ValueError, "q must hold at least one query, got"),
     (lambda: scram.tune(Q[:0], K[:0], V[:0]), ValueError, "q must hold at least one query, got"),

@@ -130,6 +130,7 @@ BELOW = {
         "options",
         "_compat",
         "api",
+        "auto_grid",
         "defaults",
         "errors",
         "estimators",

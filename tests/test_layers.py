@@ -9,71 +9,14 @@ import torch
 from torch import nn
 
 import scram
-from scram.layers import Hooks, Layer, Plans, calling_modules, grid_of_tokens, name_in, table
+from scram.layers import Hooks, Layer, Plans, name_in, table
 
 
-class Config(dict):
-    """As diffusers has it; `__getattr__` as transformers has it."""
-
-    def __getattr__(self, name):
-        return self.get(name)
-
-
-class Seen(nn.Module):
-    """Says which modules call."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def helper(self):
-        self.found = calling_modules()
-
-    def forward(self, x):
-        self.helper()
-        return x
-
-
-def declaring(**config):
-    module = nn.Identity()
-    module.config = Config(config)
-    return module
-
-
-def test_the_innermost_module_comes_first():
-    inner = Seen()
+def test_names_of_modules():
+    inner = nn.Identity()
     outer = nn.Sequential(nn.Identity(), nn.Sequential(inner))
-    outer(torch.zeros(1))
-    assert inner.found == [inner, outer[1], outer]
     assert name_in(outer, inner) == "1.0"
     assert name_in(outer, nn.ReLU()) == "ReLU"
-    assert calling_modules() == []
-
-
-@pytest.mark.parametrize(
-    ("tokens", "config", "grid"),
-    [
-        (64, None, ((8, 8), 0)),
-        (197, None, ((14, 14), 1)),
-        (198, None, ((14, 14), 2)),
-        (201, None, ((14, 14), 5)),
-        (197, {"image_size": 224, "patch_size": 16}, ((14, 14), 1)),
-        (33, {"image_size": (32, 64), "patch_size": (8, 8)}, ((4, 8), 1)),
-        (36, {"image_size": (32, 64), "patch_size": 8}, ((4, 8), 4)),
-        (256, {"image_size": (32, 64), "patch_size": 8}, ((16, 16), 0)),  # another size than declared: a square
-        (32, {"sample_size": [8, 16], "patch_size": 2}, ((4, 8), 0)),
-        (64, {"sample_size": 10, "patch_size": 4}, ((8, 8), 0)),  # no whole number of patches
-        (64, {"sample_size": 64, "patch_size": None}, ((8, 8), 0)),
-    ],
-)
-def test_grids_are_found(tokens, config, grid):
-    assert grid_of_tokens(tokens, [] if config is None else [nn.Identity(), declaring(**config)]) == grid
-
-
-@pytest.mark.parametrize("tokens", [77, 200, 1, 4608])
-def test_what_is_no_grid_says_what_to_pass(tokens):
-    assert f"{tokens} tokens are no square" in grid_of_tokens(tokens, [])
-    assert "grid=(height, width)" in grid_of_tokens(tokens, [])
 
 
 def test_plans_are_one_file(tmp_path):
@@ -153,9 +96,17 @@ def test_hooks_keep_no_module_alive():
 
 def test_a_line_for_each_layer():
     q = torch.randn(1, 1, 16, 16, 8)
-    layers = [Layer("first", (16, 16), 1, scram.tune(q, q, q), calls=3), Layer("second", (4, 4), 0, why_not="why")]
+    layers = [
+        Layer("first", (16, 16), 1, scram.tune(q, q, q), searched=3, dense=7, left_alone=5),
+        Layer("second", (4, 4), 0, why_not="why"),
+        Layer("third", (), 0, why_not="text", left_alone=2),
+    ]
     lines = table(layers, 0.05).splitlines()
+    assert lines[0].split()[-4:] == ["searched", "dense", "to", "torch"]
+    assert lines[1].split()[-3:] == ["3", "7", "5"]
     assert lines[1].startswith("first   1 + 16 x 16  dense attention")
     assert lines[2].split("  ")[0] == "second"
     assert "default settings: why" in lines[2]
-    assert lines[3].startswith("1 of 2 layers tuned for an error of at most 0.05: ")
+    assert lines[3].startswith("third  ")
+    assert "left to torch: text" in lines[3]
+    assert lines[4].startswith("1 of 2 layers tuned for an error of at most 0.05, 1 left to torch: ")

@@ -51,7 +51,7 @@ def test_covering_window_changes_nothing(name):
             torch.testing.assert_close(out, want)
             grads = torch.autograd.grad(out.square().sum(), leaves)
             torch.testing.assert_close(grads, torch.autograd.grad(want.square().sum(), leaves, retain_graph=True))
-    assert (report.replaced, report.left_alone) == (2, 0)
+    assert (report.searched, report.left_alone) == (2, 0)
     assert (F.scaled_dot_product_attention(*leaves, **how) == want).all()
 
 
@@ -59,7 +59,7 @@ def test_three_axes():
     q, k, v = (x[:, 0] for x in tensors())
     with scram.patch_sdpa(**WHOLE, prefix=1) as report:
         out = F.scaled_dot_product_attention(q, k, v)
-    assert report.replaced == 1
+    assert report.searched == 1
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
 
 
@@ -82,7 +82,7 @@ def test_dropout_beside_drawn_keys(window, tail):
     with scram.patch_sdpa(grid=GRID, **how) as report:
         torch.manual_seed(1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.3)
-    assert report.replaced == 1
+    assert report.searched == 1
     torch.manual_seed(1)
     parts = [x.unflatten(2, GRID) for x in (q, k, v)]
     assert torch.equal(out.unflatten(2, GRID), scram.attention(*parts, causal=True, dropout_p=0.3, **how))
@@ -107,7 +107,7 @@ def test_left_alone(name):
     with scram.patch_sdpa(**WHOLE, prefix=1) as report:
         out = F.scaled_dot_product_attention(*leaves, **how)
     assert (out == want).all()
-    assert (report.replaced, report.left_alone) == (0, 1)
+    assert (report.searched, report.left_alone) == (0, 1)
     assert re.search(why, next(iter(report.calls)).why_not)
 
 
@@ -133,13 +133,18 @@ def test_torch_still_says_what_is_wrong():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_ragged_tensors_are_left_alone():
-    q = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (20, 7)], layout=torch.jagged).transpose(1, 2)
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_ragged_tensors_are_left_alone(layout):
+    if layout == torch.jagged:
+        q = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (20, 7)], layout=layout).transpose(1, 2)
+    else:
+        q = torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (20, 7)])
     want = F.scaled_dot_product_attention(q, q, q)
     with scram.patch_sdpa(**WHOLE) as report:
         out = F.scaled_dot_product_attention(q, q, q)
-    assert (out.values() == want.values()).all()
+    assert all((one == other).all() for one, other in zip(out.unbind(), want.unbind(), strict=True))
     assert next(iter(report.calls)).why_not == "tensors that are not dense"
+    assert "tensors that are not dense" in str(report)
 
 
 def test_dropout_reaches_prefix_and_grid():
@@ -165,11 +170,11 @@ def test_settings_go_along(monkeypatch):
 def test_a_checkpoint_inside_computes_the_same_again(how):
     """The second time it runs while torch handles a call that the patch sees, too."""
     q, k, v = tensors(20)
-    with scram.patch_sdpa(grid=GRID, radius=0) as report:
+    with scram.patch_sdpa(grid=GRID, search=scram.Search(), radius=0) as report:
         out = checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=how.startswith("reentrant"))
         loss = out.square().sum()
         _ = torch.autograd.grad(loss, q) if how == "grad" else loss.backward()
-    assert (report.replaced, report.left_alone) == (2, 0)
+    assert (report.searched, report.left_alone) == (2, 0)
 
 
 @pytest.mark.parametrize("inner", [True, False])
@@ -177,11 +182,11 @@ def test_another_mode_stands_beside_it(inner):
     """`torch.device` as a context is a mode, too."""
     q, k, v = tensors(20)
     with contextlib.ExitStack() as stack:
-        report = None if inner else stack.enter_context(scram.patch_sdpa(grid=GRID, radius=0))
+        report = None if inner else stack.enter_context(scram.patch_sdpa(grid=GRID, search=scram.Search(), radius=0))
         stack.enter_context(torch.device("cpu"))
-        report = report or stack.enter_context(scram.patch_sdpa(grid=GRID, radius=0))
+        report = report or stack.enter_context(scram.patch_sdpa(grid=GRID, search=scram.Search(), radius=0))
         checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False).square().sum().backward()
-    assert (report.replaced, report.left_alone) == (2, 0)
+    assert (report.searched, report.left_alone) == (2, 0)
     assert (v.grad != 0).any()
 
 
@@ -194,13 +199,13 @@ def test_the_report_does_not_grow_with_the_calls():
                 F.scaled_dot_product_attention(q, k, v)
                 F.scaled_dot_product_attention(q, k[:, :, :9], v[:, :, :9])
             sizes.append(len(pickle.dumps(report)))
-    assert (report.replaced, report.left_alone) == (150, 150)
+    assert (report.searched, report.left_alone) == (150, 150)
     assert len(report.calls) == 2
     assert report.calls[scram.sdpa.Call((2, 2, 20, 8), (2, 2, 20, 8), "")] == 150
     assert sizes[2] <= sizes[0] + 4  # the digits of the counts
     assert str(report).splitlines()[:2] == [
-        "150 of 300 calls of scaled_dot_product_attention went to SCRAM",
-        "  150 x q [2, 2, 20, 8]: SCRAM",
+        "300 calls of scaled_dot_product_attention: 150 searched, 0 dense, 150 left to torch",
+        "  150 x q [2, 2, 20, 8]: searched",
     ]
 
 
@@ -237,7 +242,7 @@ def test_another_library_wraps_backward(monkeypatch, wrapper, owner, again):
             if holder is torch.Tensor and wrapper == "partial":
                 wrapped = functools.partialmethod(wrapped)
             monkeypatch.setattr(holder, name, wrapped)
-    with scram.patch_sdpa(grid=GRID, radius=0) as report:
+    with scram.patch_sdpa(grid=GRID, search=scram.Search(), radius=0) as report:
         call = F.scaled_dot_product_attention
         out = call(q, k, v) if again is None else checkpoint(call, q, k, v, use_reentrant=again)
         loss = out.square().sum()
@@ -246,7 +251,7 @@ def test_another_library_wraps_backward(monkeypatch, wrapper, owner, again):
         else:
             loss.backward()
             assert (v.grad != 0).any()
-    assert (report.replaced, report.left_alone) == (1 if again is None else 2, 0)
+    assert (report.searched, report.left_alone) == (1 if again is None else 2, 0)
     inner = 1 if again is True else 0  # the older checkpoint calls torch.autograd.backward itself
     wants = {"Tensor.backward": 1, "autograd.backward": 1 + inner, "autograd.grad": again is not True, "all": 2 + inner}
     assert len(seen) == wants[owner]
@@ -261,7 +266,7 @@ def test_another_library_wraps_attention(monkeypatch, wrapper):
     with scram.patch_sdpa(**WHOLE) as report:
         torch.testing.assert_close(mha(x, x, x, need_weights=False)[0], want)
         F.scaled_dot_product_attention(*tensors(20))
-    assert (report.replaced, report.left_alone) == (2, 0)
+    assert (report.searched, report.left_alone) == (2, 0)
     assert not report.warning
 
 
@@ -308,7 +313,7 @@ def test_multihead_attention_as_a_function():
         assert F.multi_head_attention_forward(*[x.transpose(0, 1)] * 3, *needed)[1] is not None
         mine = x.as_subclass(Tagged)
         mha(mine, mine, mine, need_weights=False)
-    assert report.replaced == 1
+    assert report.searched == 1
 
 
 class ClassToken(nn.Module):
@@ -333,9 +338,9 @@ def test_vision_transformer_with_a_class_token(training):
         want = model(x)
         with scram.patch_sdpa(**WHOLE, prefix=1) as report:
             out = model(x)
-    assert (report.replaced, report.left_alone) == (2, 0)
+    assert (report.searched, report.left_alone) == (2, 0)
     torch.testing.assert_close(out, want)
-    assert str(report).splitlines()[1] == "  2 x q [2, 2, 21, 8]: SCRAM"
+    assert str(report).splitlines()[1] == "  2 x q [2, 2, 21, 8]: searched"
 
 
 def test_returned_weights_are_reported():
@@ -355,13 +360,77 @@ def test_compiled_model():
         with scram.patch_sdpa(**WHOLE, prefix=1) as report:
             for _ in range(2):
                 torch.testing.assert_close(compiled(x), want)
-    assert str(report).splitlines()[1] == "  2 x compiled: SCRAM"  # noted while it compiles
+    assert str(report).splitlines()[1] == "  2 x compiled: searched"  # noted while it compiles
+
+
+def encoder_layer():
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """nn.MultiheadAttention of one argument."""
+
+    def __init__(self):
+        super().__init__(16, 2, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+FAST_PATHS = {
+    "layer": encoder_layer,
+    "encoder": lambda: nn.TransformerEncoder(encoder_layer(), 1, enable_nested_tensor=False),
+    "attention": SelfAttention,
+}
+
+
+@pytest.mark.parametrize("name", FAST_PATHS)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_modules_with_a_fast_path_of_torch_are_patched(name, compiled):
+    """In eval mode without gradients torch runs the whole layer as one operator, which calls no attention."""
+    model, x = FAST_PATHS[name]().eval(), torch.randn(2, 20, 16)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    how = {"grid": GRID, "search": scram.Search(sweeps=0), "radius": 0, "tail": None}  # each query its own key
+    with torch.no_grad():
+        want = run(x)
+        with scram.patch_sdpa(**how) as report:
+            out = run(x)
+        assert (report.searched, report.left_alone) == (1, 0)
+        assert not torch.allclose(out, want, atol=1e-3)
+        torch.testing.assert_close(run(x), want)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_the_fast_path_comes_back_with_the_last_context():
+    with scram.patch_sdpa(**WHOLE):
+        assert not torch.backends.mha.get_fastpath_enabled()
+        with contextlib.suppress(KeyError), scram.patch_sdpa(**WHOLE):
+            raise KeyError
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with scram.patch_sdpa(**WHOLE):
+            pass
+        assert not torch.backends.mha.get_fastpath_enabled()  # as it was
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_a_fast_path_that_is_taken_is_reported():
+    """As it is where torch's operator is called by its name."""
+    mha, x = SelfAttention().eval(), torch.randn(2, 20, 16)
+    weights = (mha.in_proj_weight, mha.in_proj_bias, mha.out_proj.weight, mha.out_proj.bias)
+    with torch.no_grad(), scram.patch_sdpa(**WHOLE) as report:
+        torch._native_multi_head_attention(x, x, x, 16, 2, *weights)
+    assert "1 x q [2, 20, 16]: left to torch: torch's fast path of a whole layer" in str(report)
 
 
 def test_other_threads_are_left_alone():
     leaves, results = tensors(20), []
     want = F.scaled_dot_product_attention(*leaves)
-    with scram.patch_sdpa(grid=GRID, radius=0) as report:
+    with scram.patch_sdpa(grid=GRID, search=scram.Search(), radius=0) as report:
         thread = threading.Thread(target=lambda: results.append(F.scaled_dot_product_attention(*leaves)))
         thread.start()
         thread.join()
@@ -383,7 +452,7 @@ def test_autocast():
     leaves = tensors()
     with torch.autocast("cpu", torch.bfloat16), scram.patch_sdpa(**WHOLE, prefix=1) as report:
         assert F.scaled_dot_product_attention(*leaves).dtype == torch.bfloat16
-    assert report.replaced == 1
+    assert report.searched == 1
 
 
 @pytest.mark.parametrize(

@@ -34,17 +34,18 @@ def tuned(monkeypatch):
 def test_transformers(vit):
     x = torch.randn(2, 3, 32, 32)
     want = vit(x).last_hidden_state
-    report = scram.patch.register_transformers("scram-whole", grid=(8, 8), prefix=1, radius=99)
+    how = {"grid": (8, 8), "prefix": 1, "search": scram.Search(sweeps=0)}
+    report = scram.patch.register_transformers("scram-whole", **how, radius=99)
     masks = sys.modules["transformers"].AttentionMaskInterface()
     assert masks["scram-whole"] is masks["sdpa"]
     vit.set_attn_implementation("scram-whole")
     torch.testing.assert_close(vit(x).last_hidden_state, want)
-    assert (report.replaced, report.left_alone) == (2, 0)
-    few = scram.patch.register_transformers("scram", grid=(8, 8), prefix=1, radius=0)
+    assert (report.searched, report.left_alone) == (2, 0)
+    few = scram.patch.register_transformers("scram", **how, radius=0)
     vit.set_attn_implementation("scram")
     assert (vit(x).last_hidden_state != want).any()
-    assert few.replaced == 2
-    assert report.replaced == 2
+    assert few.searched == 2
+    assert report.searched == 2
     vit.set_attn_implementation("sdpa")
     assert (vit(x).last_hidden_state == want).all()
 
@@ -56,16 +57,16 @@ def test_transformers_of_another_length_is_as_before(vit):
     report = scram.patch.register_transformers("scram-other", grid=(7, 8), prefix=1)
     vit.set_attn_implementation("scram-other")
     assert (vit(x).last_hidden_state == want).all()
-    assert (report.replaced, report.left_alone) == (0, 2)
+    assert (report.searched, report.left_alone) == (0, 2)
 
 
 @pytest.mark.slow
 def test_transformers_in_the_context(vit):
     x = torch.randn(2, 3, 32, 32)
     want = vit(x).last_hidden_state
-    with scram.patch_sdpa(grid=(8, 8), prefix=1, radius=99) as report:
+    with scram.patch_sdpa(grid=(8, 8), prefix=1, search=scram.Search(sweeps=0), radius=99) as report:
         torch.testing.assert_close(vit(x).last_hidden_state, want)
-    assert report.replaced == 2
+    assert report.searched == 2
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import scram
-from budgets import Model, planned, tokens
+from budgets import Model, picture, planned, tokens
 from compiling import graphs_are
 from scram import sdpa
 
@@ -44,7 +44,7 @@ def test_each_layer_is_tuned_once(tuned):
         ("blocks.1", (8, 8), 1, 3),
     ]
     assert "2 of 2 layers tuned for an error of at most 0.1: 2e+03 ms of attention in place of 4e+03 ms" in str(report)
-    assert (report.replaced, report.left_alone) == (6, 0)
+    assert (report.searched, report.dense, report.left_alone) == (6, 0, 0)
 
 
 def test_plans_are_used_again(tuned, tmp_path):
@@ -84,10 +84,10 @@ def test_what_cannot_be_tuned_says_why(monkeypatch):
 
 def test_calls_of_no_module_are_not_tuned(tuned):
     q = torch.randn(1, 2, 64, 8)
-    with scram.patch_sdpa(grid="auto", error=0.1) as report:
-        for number in (64, 36, 64):
-            F.scaled_dot_product_attention(*[q[:, :, :number]] * 3)
-    assert list(report.layers) == ["no module, q [1, 2, 64, 8]", "no module, q [1, 2, 36, 8]"]
+    with scram.patch_sdpa(grid=(8, 8), error=0.1) as report:
+        for batch in (1, 2, 1):
+            F.scaled_dot_product_attention(*[q.expand(batch, -1, -1, -1)] * 3)
+    assert list(report.layers) == ["no module, q [1, 2, 64, 8]", "no module, q [2, 2, 64, 8]"]
     assert {layer.why_not for layer in report.layers.values()} == {"no module calls; use scram.tune"}
     assert not tuned
 
@@ -123,8 +123,8 @@ def test_patched_models_are_pickled_and_copied(tuned):
 def test_a_module_of_two_lengths_is_two_layers(tuned):
     model = Model().eval()
     with scram.patch_sdpa(grid="auto", error=0.1) as report:
-        for number in (64, 36, 64, 36):
-            model(tokens(number))
+        for side in (8, 6, 8, 6):
+            model(picture(side, side))
     assert list(report.layers) == ["blocks.0", "blocks.1", "blocks.0, 36 tokens", "blocks.1, 36 tokens"]
     assert len(tuned) == 4
 
@@ -149,7 +149,7 @@ def test_how_a_call_is_tuned(tuned):
 
 
 def test_really_tuned():
-    model, x = Model().eval().requires_grad_(False), tokens(256)
+    model, x = Model().eval().requires_grad_(False), picture(16, 16)
     want = model(x)
     with scram.patch_sdpa(grid="auto", error=0.02) as report:
         out = model(x)
@@ -195,21 +195,21 @@ def test_two_threads_do_not_see_each_other(tuned):
     model, together, reports = Model().eval(), threading.Barrier(2), {}
 
     def run(number, error):
-        x = tokens(number)
+        x = picture(*number)
         with scram.patch_sdpa(grid="auto", error=error) as report:
             for _ in range(5):
                 together.wait()
                 model(x)
         reports[number] = report
 
-    threads = [threading.Thread(target=run, args=args) for args in ((64, 0.1), (36, 0.2))]
+    threads = [threading.Thread(target=run, args=args) for args in (((8, 8), 0.1), ((4, 9), 0.2))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(reports) == [36, 64]
-    for number, report in reports.items():
-        assert [layer.tokens for layer in report.layers.values()] == [number] * 2
+    assert sorted(reports) == [(4, 9), (8, 8)]
+    for grid, report in reports.items():
+        assert [layer.grid for layer in report.layers.values()] == [grid] * 2
         assert [layer.calls for layer in report.layers.values()] == [5, 5]
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -257,7 +257,7 @@ def test_survey_replaces_nothing(tuned):
     report = scram.survey(model, x, error=0.1)
     assert len(report.plans) == len(tuned) == 2
     assert [module.training for module in model.blocks] == [True, False]
-    assert "2 x q [2, 2, 64, 8]: left alone: surveyed" in str(report)
+    assert "2 x q [2, 2, 64, 8]: left to torch: surveyed" in str(report)
     seen = []
     scram.survey(nn.Sequential(model, nn.Identity()).eval(), (x,), error=0.1)
     model.register_forward_hook(lambda module, args, out: seen.append(out))
@@ -265,25 +265,49 @@ def test_survey_replaces_nothing(tuned):
     assert (seen[0] == want).all()
 
 
-def test_no_grid_of_many_tokens_is_an_error():
-    q = torch.randn(1, 1, 1030, 8)
-    with pytest.raises(ValueError, match="1030 tokens are no square"), scram.patch_sdpa(grid="auto"):
-        F.scaled_dot_product_attention(q, q, q)
+def test_tokens_of_no_picture_are_left_to_torch():
+    """A square number of tokens is no picture."""
+    q, module = torch.randn(1, 1, 4096, 8), Calling().eval()
     with scram.patch_sdpa(grid="auto") as report:
-        F.scaled_dot_product_attention(*[q[:, :, :77]] * 3)
-        F.scaled_dot_product_attention(q, *[q[:, :, :77]] * 2)
-    assert [call.why_not[:24] for call in report.calls] == ["77 tokens are no square ", "1030 queries and 77 keys"]
+        for number in (4096, 100):
+            module(*[q[:, :, :number]] * 3)
+        module(*[q[:, :, :64]] * 3, is_causal=True)
+        module(q, *[q[:, :, :77]] * 2)
+    assert (report.searched, report.dense, report.left_alone) == (0, 0, 4)
+    assert [call.why_not.split(",")[0] for call in report.calls] == [
+        "4096 tokens", "100 tokens", "causal order", "4096 queries and 77 keys",
+    ]  # fmt: skip
+    assert "no picture is known that they are patches of; pass grid=(height, width) and prefix=" in str(report)
 
 
-def test_the_report_says_where_dense_attention_answers(monkeypatch):
+@pytest.mark.parametrize("how", [{}, {"error": 0.1}])
+def test_searched_dense_and_left_to_torch_are_counted_apart(monkeypatch, how):
+    """As the default on a small grid, and as plans, chose dense attention."""
     tune, _ = planned(dense=True)
     monkeypatch.setattr(sdpa, "tune", tune)
-    q = torch.randn(1, 2, 64, 8)
-    for how in ({}, {"error": 0.1}):
-        with scram.patch_sdpa(grid=(8, 8), **how) as report:
-            out = Calling().eval()(q, q, q)
-        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
-        assert "SCRAM, by dense attention" in str(report)
+    q, module = torch.randn(1, 2, 64, 8), Calling().eval()
+    with scram.patch_sdpa(grid=(8, 8), **how) as report:
+        for _ in range(4):
+            out = module(q, q, q)
+        module(q, q, q, attn_mask=torch.zeros(64, 64))
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
+    assert (report.searched, report.dense, report.left_alone) == (0, 4, 1)
+    lines = str(report).splitlines()
+    assert lines[0] == "5 calls of scaled_dot_product_attention: 0 searched, 4 dense, 1 left to torch"
+    assert lines[1] == "  4 x q [1, 2, 64, 8]: dense"
+    assert [(one.searched, one.dense, one.left_alone) for one in report.layers.values()] == [(0, 4, 1)] * bool(how)
+
+
+def test_a_layer_that_is_left_to_torch_has_its_line(tuned):
+    q, module = torch.randn(1, 2, 64, 8), Calling().eval()
+    with scram.patch_sdpa(grid=(8, 8), error=0.1) as report:
+        module(q, q[:, :, :9], q[:, :, :9])
+        assert not report.layers["Calling"].grid
+        assert "left to torch: 64 queries and 9 keys" in str(report).splitlines()[3]
+        assert "0 of 0 layers tuned for an error of at most 0.1, 1 left to torch" in str(report)
+        module(q, q, q)
+    layer = report.layers["Calling"]
+    assert (layer.grid, layer.why_not, layer.searched, layer.left_alone) == ((8, 8), "", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +324,42 @@ def test_a_function_of_torch_s_signature(how):
     q, k, v = torch.randn(3, 2, 4, 65, 8).unbind()
     ours = scram.scaled_dot_product_attention(q, k, v, **how, grid=(8, 8), prefix=1)
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v, **how))
-    grouped = scram.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True, grid="auto")
+    grouped = scram.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True, grid=(8, 8), prefix=1)
     torch.testing.assert_close(grouped, F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True))
+
+
+def test_a_function_warns_where_it_finds_no_picture():
+    q = torch.randn(1, 2, 64, 8)
+    for error in (None, 0.1):
+        with pytest.warns(UserWarning, match="leaves a call to torch: 64 tokens, and no picture is known") as caught:
+            out = scram.scaled_dot_product_attention(q, q, q, grid="auto", error=error)
+        assert caught[0].filename == __file__
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"grid": None}, ValueError, "grid must be a sequence"),
+        ({"grid": (10**30, 10**30)}, ValueError, r"grid\[0\] must be below 2\*\*63"),
+        ({"prefix": 10**30}, ValueError, r"prefix must be below 2\*\*63"),
+        ({"error": [0.1]}, TypeError, "error must be a float, got list"),
+        ({"error": 10**400}, ValueError, "error must fit a float"),
+    ],
+)
+def test_a_function_refuses_wrong_settings(change, kind, message):
+    q = torch.randn(1, 2, 64, 8)
+    with pytest.raises(kind, match=message):
+        scram.scaled_dot_product_attention(q, q, q, **{"grid": (8, 8), **change})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("grid", [(8, 8), "auto"])
+def test_a_function_refuses_nested_tensors(layout, grid):
+    q = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (20, 7)], layout=layout).transpose(1, 2)
+    with pytest.raises(TypeError, match=r"query must be a dense tensor, got a nested one; pad it .*attn_mask"):
+        scram.scaled_dot_product_attention(q, q, q, grid=grid)
 
 
 def test_a_function_refuses_another_grid():

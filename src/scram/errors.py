@@ -361,3 +361,39 @@ def no_engine(impl: str, reasons: dict[str, list[str]]) -> ValueError:
     """No engine can run: every reason of every one."""
     lines = [f"  {name}: {'; '.join(why)}" for name, why in reasons.items()]
     return ValueError(f"impl={impl!r} cannot run this call:\n" + "\n".join(lines))
+
+
+def torch_arguments(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> None:
+    """What `torch.nn.functional.scaled_dot_product_attention` takes, for dense tensors."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _dense_tensor(name, x, "[B, H, N, E]")
+        if x.ndim < 3:
+            raise ValueError(f"{name} must be [B, H, N, E] or [B, N, E], got {tuple(x.shape)}; add the missing axes")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {x.dtype}; use {name}.float()")
+    if attn_mask is not None:
+        _dense_tensor("attn_mask", attn_mask, "[..., N, M]")
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise TypeError(f"attn_mask must be bool or floating point, got {attn_mask.dtype}; use attn_mask.bool()")
+        shape = (*query.shape[:-1], key.shape[-2])
+        ends = zip(reversed(attn_mask.shape), reversed(shape), strict=False)
+        if not 2 <= attn_mask.ndim <= len(shape) or not all(own in (1, wanted) for own, wanted in ends):
+            raise ValueError(f"attn_mask must broadcast to [..., N, M] = {shape}, got {tuple(attn_mask.shape)}")
+    _float("dropout_p", dropout_p)
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
+    flag("is_causal", is_causal)
+    flag("enable_gqa", enable_gqa)
+    if scale is not None:
+        _float("scale", scale)
+        if not -math.inf < scale < math.inf:
+            raise ValueError(f"scale must be finite, got {scale}; None is 1 / sqrt(E)")
+
+
+def _dense_tensor(name: str, value: Any, axes: str) -> None:
+    if isinstance(value, Tensor) and value.is_nested:
+        padded = "pad it with torch.nested.to_padded_tensor and mask the padding by attn_mask"
+        raise TypeError(f"{name} must be a dense tensor, got a nested one; {padded}")
+    _tensor(name, value, axes)

@@ -1,14 +1,12 @@
-"""Layers of a model that compute attention: which of them calls, on what grid, by which plan; and plans as one file."""
+"""Layers of a model that compute attention: how their calls are answered, by which plan; and plans as one file."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -16,14 +14,10 @@ import torch
 from torch import nn
 
 from . import files, modes
-from .layout_hints import PREFIXES
 from .plan import Plan
 from .tables import aligned, with_interval
 
 VERSION = 1  # of the JSON
-MOST_LEFT_ALONE = 1024  # tokens of which no grid is known; more are an error
-MOST_PREFIX = 16  # tokens before a grid that a model's config declares
-SIZES = ("image_size", "sample_size")
 
 
 class Plans(dict[str, Plan]):
@@ -78,25 +72,45 @@ class Layer:
         grid, prefix: what its tokens are.
         plan: what was tuned; None where nothing was.
         why_not: why nothing was tuned.
-        calls: how often it was called; a compiled call counts once, when it is compiled.
+        searched, dense, left_alone: calls that were searched, that ran dense, and that were left to torch; a compiled
+            call counts once, when it is compiled.
     """
 
     name: str
-    grid: tuple[int, ...]
+    grid: tuple[int, ...]  # () where every call was left to torch
     prefix: int
     plan: Plan | None = None
     why_not: str = ""
-    calls: int = 0
+    searched: int = 0
+    dense: int = 0
+    left_alone: int = 0
+
+    @property
+    def calls(self) -> int:
+        """How often it was called."""
+        return self.searched + self.dense + self.left_alone
+
+    def count(self, why_not: str, dense: bool) -> None:
+        """One more call; `why_not`: the reason that it was left to torch, "" for none."""
+        if why_not:
+            self.left_alone += 1
+        elif dense:
+            self.dense += 1
+        else:
+            self.searched += 1
 
     @property
     def tokens(self) -> int:
         return self.prefix + math.prod(self.grid)
 
     def row(self) -> tuple[str, ...]:
-        """Name, grid, setting, keys visited, 95th percentile, time of dense attention's, calls."""
+        """Name, grid, setting, keys visited, 95th percentile, time of dense attention's, calls of each kind."""
+        calls = str(self.searched), str(self.dense), str(self.left_alone)
+        if not self.grid:
+            return self.name, "", f"left to torch: {self.why_not}", "", "", "", *calls
         grid = (f"{self.prefix} + " if self.prefix else "") + " x ".join(map(str, self.grid))
         if self.plan is None:
-            return self.name, grid, f"default settings: {self.why_not}", "", "", "", str(self.calls)
+            return self.name, grid, f"default settings: {self.why_not}", "", "", "", *calls
         rung = self.plan.rungs[self.plan.chosen]
         error = "exact" if self.plan.dense else with_interval(rung.error or ())
         return (
@@ -106,73 +120,39 @@ class Layer:
             str(rung.keys),
             error,
             f"{self.plan.time_share:.2f}",
-            str(self.calls),
+            *calls,
         )
 
 
 def table(layers: Sequence[Layer], error: float) -> str:
     """One line per layer."""
-    head = ("layer", "grid", "attention", "keys visited", "95th percentile", "of dense", "calls")
+    head = (
+        "layer",
+        "grid",
+        "attention",
+        "keys visited",
+        "95th percentile",
+        "of dense",
+        "searched",
+        "dense",
+        "to torch",
+    )
     lines = aligned([head, *(layer.row() for layer in layers)])
     times = [(layer.plan.rungs[-1].seconds or 0.0, layer.plan.time_share) for layer in layers if layer.plan is not None]
     dense = sum(seconds for seconds, _ in times)
     chosen = sum(seconds * share for seconds, share in times)
-    tuned = f"{len(times)} of {len(layers)} layers tuned for an error of at most {error:g}"
+    on_grids = sum(bool(layer.grid) for layer in layers)
+    others = f", {len(layers) - on_grids} left to torch" if on_grids < len(layers) else ""
+    tuned = f"{len(times)} of {on_grids} layers tuned for an error of at most {error:g}{others}"
     total = f": {1e3 * chosen:.3g} ms of attention in place of {1e3 * dense:.3g} ms" if times else ""
     split = [layer.name for layer in layers if layer.plan is not None and modes.note(layer.plan.split)]
     repeats = f"note: two separate places share the weight of many queries of {', '.join(split)}; see their plans"
     return "\n".join([*lines, tuned + total, *([repeats] if split else [])])
 
 
-def calling_modules() -> list[nn.Module]:
-    """The modules whose methods are running in this thread, the innermost first."""
-    found: list[nn.Module] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        own = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
-        if isinstance(own, nn.Module) and not (found and found[-1] is own):
-            found.append(own)
-        frame = frame.f_back
-    return found
-
-
 def name_in(root: nn.Module, module: nn.Module) -> str:
     """The name of a module within the one that was called first; its class where it is none of its parts."""
     return next((name for name, one in root.named_modules() if one is module), "") or type(module).__name__
-
-
-def grid_of_tokens(tokens: int, modules: Sequence[nn.Module]) -> tuple[tuple[int, ...], int] | str:
-    """The grid and the tokens before it, or why it is not known.
-
-    What a model's config declares by its size and patches; else a square after 0, 1, 2 or 5 tokens.
-    """
-    for module in modules:
-        grid = _declared(getattr(module, "config", None))
-        if grid is not None and 0 <= tokens - math.prod(grid) <= MOST_PREFIX:
-            return grid, tokens - math.prod(grid)
-    for prefix in PREFIXES:
-        side = math.isqrt(max(tokens - prefix, 0))
-        if side > 1 and side * side == tokens - prefix:
-            return (side, side), prefix
-    return f"{tokens} tokens are no square after 0, 1, 2 or 5 others; pass grid=(height, width) and prefix="
-
-
-def _declared(config: Any) -> tuple[int, ...] | None:
-    """The grid of a config of transformers or diffusers; None where it says nothing."""
-
-    def pair(name: str) -> tuple[int, int] | None:
-        value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value, value
-        numbers = tuple(value) if isinstance(value, (tuple, list)) else ()
-        whole = len(numbers) == 2 and all(isinstance(n, int) for n in numbers)
-        return (numbers[0], numbers[1]) if whole else None
-
-    patch = None if config is None else pair("patch_size")
-    size = None if patch is None else next((found for name in SIZES if (found := pair(name))), None)
-    if patch is None or size is None or min(patch) < 1 or any(a % b or a < b for a, b in zip(size, patch, strict=True)):
-        return None
-    return size[0] // patch[0], size[1] // patch[1]
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +28,11 @@ NO_INNER_CALL = (
     "patch_sdpa leaves it dense; use scram.nn.GridAttention.from_mha"
 )
 
+FUSED = (
+    "torch's fast path of a whole layer, which calls no attention; torch.backends.mha.set_fastpath_enabled(False) "
+    "disables it"
+)
+
 
 def patch_sdpa(
     *, grid: Sequence[int] | Auto, prefix: int = 0, error: float | None = None, search: Search | Auto = "auto",
@@ -38,15 +44,16 @@ def patch_sdpa(
     A call is taken when queries and keys are `prefix` tokens followed by the points of the grid in row-major order. The
     prefix tokens (class, registers) are extra keys for every query, and attend densely as queries. Scale, dropout,
     `is_causal`, grouped heads and a boolean mask over the keys go along. A float bias, a mask that differs between
-    queries, a mask beside a prefix and any other length are left to torch. `torch.compile` sees the context. A
-    checkpoint computes again in the backward pass: that belongs inside too.
+    queries, a mask beside a prefix and any other length are left to torch. `torch.compile` sees the context where it
+    is entered outside compiled code. A checkpoint computes again in the backward pass: that belongs inside too.
 
     With `error`, each layer is tuned (`scram.tune`) in its first eager call in eval mode and keeps its plan; a layer is
     the module that calls. One that is compiled before it was tuned runs the default, and the report says so.
 
     Args:
-        grid: extents of the grid, such as (14, 14). "auto" reads the model's config (image and patch size), else takes
-            tokens for a square after 0, 1, 2 or 5 others. From 1024 tokens on it is an error where neither fits.
+        grid: extents of the grid, such as (14, 14). "auto" is for layers whose queries come from a picture: the model's
+            config declares its patches, or the patches of a picture that the model is given are the tokens, after a few
+            others. Causal layers, object queries and text are left to torch, and the report says so.
         prefix: tokens before the grid.
         error: at most this error in 95 % of the queries of each head; None for the settings below.
         search, radius, tail, window, impl: as in `attention`: on a small grid dense attention may be faster, and runs.
@@ -55,16 +62,17 @@ def patch_sdpa(
         model: whose layers the plans are, where its first call is a compiled one.
 
     Returns:
-        A context that gives a report of what was replaced, what not and why, which fills up as the calls come.
+        A context that gives a report: which calls were searched, which ran dense, which were left to torch and why.
+        It fills up as the calls come.
 
     >>> import torch.nn.functional as F
     >>> q = torch.randn(1, 2, 1 + 64, 8)
     >>> with scram.patch_sdpa(grid=(8, 8), prefix=1) as report:
     ...     _ = F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q[:, :, :9], q[:, :, :9])
     >>> print(report)
-    1 of 2 calls of scaled_dot_product_attention went to SCRAM
-      1 x q [1, 2, 65, 8]: SCRAM, by dense attention
-      1 x q [1, 2, 65, 8], k [1, 2, 9, 8]: left alone: 65 queries and 9 keys, the grid has 1 + 8 x 8 = 65
+    2 calls of scaled_dot_product_attention: 0 searched, 1 dense, 1 left to torch
+      1 x q [1, 2, 65, 8]: dense
+      1 x q [1, 2, 65, 8], k [1, 2, 9, 8]: left to torch: 65 queries and 9 keys, the grid has 1 + 8 x 8 = 65
     """
     settings: dict[str, Any] = {"search": search, "radius": radius, "tail": tail, "window": window, "impl": impl}
     return _Patch(Replacement(grid, prefix, error, plans, model=model, **settings))
@@ -86,7 +94,7 @@ def survey(
         Report, which prints a line per layer; `report.plans` are for `patch_sdpa(plans=...)`.
 
     >>> layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
-    >>> report = scram.survey(layer, torch.randn(1, 64, 16), error=0.1)
+    >>> report = scram.survey(layer, torch.randn(1, 64, 16), grid=(8, 8), error=0.1)
     >>> list(report.layers), report.layers["self_attn"].grid
     (['self_attn'], (8, 8))
     """
@@ -143,6 +151,34 @@ def register_transformers(name: str = "scram", *, grid: Sequence[int] | Auto, **
     return patch.report
 
 
+class _FastPath:
+    """torch's fast path of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, a setting of the whole process.
+
+    It computes attention inside one operator. Eager code leaves it where a mode is entered, compiled code does not.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0  # contexts that are entered, in all threads
+        self.was = True
+
+    def disable(self) -> None:
+        with self.lock:
+            if not self.users:
+                self.was = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self.users += 1
+
+    def restore(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if not self.users:
+                torch.backends.mha.set_fastpath_enabled(self.was)
+
+
+_fast_path = _FastPath()
+
+
 class _Patch(TorchFunctionMode):
     """Sees every call of a torch function in its thread, also of functions imported by name."""
 
@@ -158,10 +194,12 @@ class _Patch(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         if not torch.compiler.is_compiling():
             self.sdpa.hooks.attach()
+            _fast_path.disable()
         return self.report
 
     def __exit__(self, *error: Any) -> None:
         if not torch.compiler.is_compiling():
+            _fast_path.restore()
             self.sdpa.hooks.detach()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -171,6 +209,8 @@ class _Patch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _compat.SDPA or func is F.scaled_dot_product_attention:
             return self.sdpa.attention(*args, **kwargs)
+        if func in _compat.FUSED_LAYERS:
+            self.sdpa.note(args[0], args[0], "", NO_TOKENS, FUSED)
         if func in SOFTMAXES and args and not torch.compiler.is_compiling():
             self._see_softmax(args[0])
         caller = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from . import _compat, errors, pipeline
-from .layers import MOST_LEFT_ALONE, Hooks, Layer, Plans, calling_modules, grid_of_tokens, name_in, table
+from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
+from .layers import Hooks, Layer, Plans, name_in, table
 from .options import IMPLS, WINDOWS, Auto
 from .pipeline import execute
 from .resolve import Request, as_search, goes_dense
@@ -23,10 +25,10 @@ from .tune import tune
 
 
 class Call(NamedTuple):
-    """A kind of call of `F.scaled_dot_product_attention`: shapes of q and k, and why it was left alone ("": replaced).
+    """A kind of call of `F.scaled_dot_product_attention`: shapes of q and k, and how it was answered.
 
-    A call in a compiled graph is noted once, when it is compiled, without its shapes. `dense`: SCRAM answered by dense
-    attention, because that is faster, or within the budget the only way.
+    `why_not`: why it was left to torch, "" for those that were not. `dense`: it ran dense, because that is faster, or
+    within the budget the only way. A call in a compiled graph is noted once, when it is compiled, without its shapes.
     """
 
     q: tuple[int, ...]
@@ -34,10 +36,19 @@ class Call(NamedTuple):
     why_not: str
     dense: bool = False
 
+    @property
+    def answer(self) -> str:
+        """How it was answered, in words."""
+        if self.why_not:
+            return f"left to torch: {self.why_not}"
+        return "dense" if self.dense else "searched"
+
 
 @dataclass
 class Report:
-    """What was replaced, what not and why; with an error budget, also how each layer was tuned. Prints itself.
+    """Which calls were searched, which ran dense, which were left to torch and why. Prints itself.
+
+    With an error budget it also says how each layer was tuned.
 
     Args:
         calls: how often each kind of call came; the memory does not grow with their number.
@@ -56,14 +67,19 @@ class Report:
     softmaxes: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     @property
-    def replaced(self) -> int:
-        """How many calls went to SCRAM."""
-        return sum(times for call, times in self.calls.items() if not call.why_not)
+    def searched(self) -> int:
+        """How many calls SCRAM searched."""
+        return sum(times for call, times in self.calls.items() if not call.why_not and not call.dense)
+
+    @property
+    def dense(self) -> int:
+        """How many calls SCRAM gave to dense attention."""
+        return sum(times for call, times in self.calls.items() if not call.why_not and call.dense)
 
     @property
     def left_alone(self) -> int:
-        """How many calls torch answered."""
-        return sum(self.calls.values()) - self.replaced
+        """How many calls were left to torch."""
+        return sum(times for call, times in self.calls.items() if call.why_not)
 
     @property
     def plans(self) -> Plans:
@@ -72,12 +88,12 @@ class Report:
 
     def __str__(self) -> str:
         total = sum(self.calls.values())
-        lines = [f"{self.replaced} of {total} calls of scaled_dot_product_attention went to SCRAM"]
+        counts = f"{self.searched} searched, {self.dense} dense, {self.left_alone} left to torch"
+        lines = [f"{total} calls of scaled_dot_product_attention: {counts}"]
         for call, times in self.calls.items():
             shapes = f"q {list(call.q)}" if call.q else "compiled"
             shapes += f", k {list(call.k)}" if call.k != call.q else ""
-            answer = "SCRAM, by dense attention" if call.dense else "SCRAM"
-            lines.append(f"  {times} x {shapes}: " + (f"left alone: {call.why_not}" if call.why_not else answer))
+            lines.append(f"  {times} x {shapes}: {call.answer}")
         if not total and self.softmaxes:
             seen = ", ".join(f"{times} x {list(shape)}" for shape, times in self.softmaxes.items())
             lines += [f"  softmaxes over keys: {seen}", BY_HAND]
@@ -117,8 +133,18 @@ def _note_compiled(report: str, layer: str, grid: tuple[int, ...], prefix: int, 
     into.calls[Call((), (), why_not, dense)] += 1
     if layer:
         plan = into.known.get(layer)
-        reason = "" if plan else "compiled before it was tuned"
-        into.layers.setdefault(layer, Layer(layer, grid, prefix, plan, reason)).calls += 1
+        reason = why_not or ("" if plan else "compiled before it was tuned")
+        into.layers.setdefault(layer, Layer(layer, grid, prefix, plan, reason)).count(why_not, dense)
+
+
+def _compiled_tokens(report: str, layer: str, total: int, causal: bool) -> tuple[tuple[int, ...], int, str]:
+    """Grid, prefix and why not of a layer with grid="auto", while a graph is traced: as its eager calls had them."""
+    layers = _reports[report].layers
+    for name in (layer, f"{layer}, {total} tokens"):
+        known = layers.get(name)
+        if known is not None and (not known.grid or known.tokens == total):
+            return known.grid, known.prefix, "" if known.grid else known.why_not
+    return ((), 0, CAUSAL) if causal else compiled_grid(total)
 
 
 class Replacement:
@@ -148,7 +174,7 @@ class Replacement:
         radii = errors.radius(radius, 2 if self.tokens is None else len(self.tokens.grid))
         settings["radius"] = radius if self.tokens is None else radii
         if error is not None:
-            errors.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
+            _budget(error)
             if search != "auto" or tail != "auto":
                 raise ValueError("error chooses search and tail; leave them out, or leave error out")
         elif plans is not None:
@@ -172,7 +198,9 @@ class Replacement:
                 self.names[module] = name
                 self.taken.add(name)
                 self.hooks.add(name, module)
-        torch.compiler.assume_constant_result(_note_compiled)  # type: ignore[no-untyped-call] # loads the compiler
+        self.auto, self.warns = AutoGrids(), False
+        for function in (_note_compiled, _compiled_tokens):
+            torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call] # loads the compiler
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -181,15 +209,21 @@ class Replacement:
         """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
         how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         compiling, budget = torch.compiler.is_compiling(), self.report.error is not None
-        modules = calling_modules() if not compiling and (budget or self.tokens is None) else []
-        tokens, why_not = _tokens_of(query, key, value, attn_mask, how, self.tokens, modules)
+        named = budget or self.tokens is None
+        calls = module_calls() if named and not compiling else []
+        modules = [call.module for call in calls]
+        running = self.hooks.running[-1] if compiling and self.hooks.running else "compiled"
+        auto = partial(
+            _auto_tokens, auto=self.auto, calls=calls, report=self.report_name, layer=running, warns=self.warns
+        )
+        tokens, why_not = _tokens_of(query, key, value, attn_mask, how, self.tokens, auto)
+        layer = self._layer(tokens, modules, query, why_not) if named else ""
         if why_not:
-            self.note(query, key, "", tokens, why_not)
+            self.note(query, key, layer, tokens, why_not)
             return _compat.SDPA(query, key, value, attn_mask, **how)
-        layer = self._layer(tokens, modules, query) if budget else ""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, **same: Any) -> Tensor | None:
-            if layer and not compiling:
+            if budget and not compiling:
                 self._tune(self.report.layers[layer], modules, q, k, v, same)
             if not self.replaces:
                 self.note(query, key, layer, tokens, "surveyed")
@@ -202,7 +236,7 @@ class Replacement:
 
         return _on_grid(query, key, value, attn_mask, how, tokens, attend)
 
-    def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor) -> str:
+    def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor, why_not: str) -> str:
         """The name of the layer that calls; one that is met for the first time is noted."""
         compiling = torch.compiler.is_compiling()
         if compiling:
@@ -211,12 +245,19 @@ class Replacement:
             name = self._name(modules)
             self.hooks.add(name, modules[0])
         else:
-            name = f"no module, q {list(query.shape)}"
+            name = f"no module, q {list(_shape(query))}"
+        if why_not:  # on no grid, or not for SCRAM: it says nothing of the layer's other calls
+            if not compiling:
+                self.report.layers.setdefault(name, Layer(name, *NO_TOKENS, why_not=why_not))
+            return name
         if self.lengths.get(name, tokens.total) != tokens.total:
             name = f"{name}, {tokens.total} tokens"
         if not compiling:
             self.lengths.setdefault(name, tokens.total)
-            self.report.layers.setdefault(name, Layer(name, *tokens, plan=self.plans.get(name)))
+            layer = self.report.layers.setdefault(name, Layer(name, *tokens))
+            if not layer.grid:  # its calls so far were left to torch
+                layer.grid, layer.prefix, layer.why_not = *tokens, ""
+            layer.plan = self.plans.get(name)
         return name
 
     def _name(self, modules: list[nn.Module]) -> str:
@@ -260,16 +301,30 @@ class Replacement:
         if torch.compiler.is_compiling():
             _note_compiled(self.report_name, layer, tokens.grid, tokens.prefix, why_not, dense)
             return
-        self.report.calls[Call(tuple(query.shape), tuple(key.shape), why_not, dense)] += 1
+        self.report.calls[Call(_shape(query), _shape(key), why_not, dense)] += 1
         if layer:
-            self.report.layers[layer].calls += 1
+            self.report.layers[layer].count(why_not, dense)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; only the number of its parts for a nested one of several shapes."""
+    return (x.size(0),) if x.is_nested and x.layout == torch.strided else tuple(x.shape)
+
+
+def _budget(error: Any) -> None:
+    errors.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
 
 
 def _given_tokens(grid: Sequence[int] | Auto, prefix: int) -> Tokens | None:
     """None for "auto"."""
     errors.whole("prefix", prefix, 0)
     if not isinstance(grid, str):
-        return Tokens(errors.grid(grid), prefix)
+        extents = errors.grid(grid)
+        named = {"prefix": prefix, **{f"grid[{axis}]": extent for axis, extent in enumerate(extents)}}
+        for name, number in named.items():
+            if number >= 2**63:
+                raise ValueError(f"{name} must be below 2**63, got {number}; no tensor has more tokens")
+        return Tokens(extents, prefix)
     errors.one_of("grid", grid, ("auto",))
     if prefix:
         raise ValueError(f'prefix is found with grid="auto", got {prefix}; pass the grid too')
@@ -278,9 +333,9 @@ def _given_tokens(grid: Sequence[int] | Auto, prefix: int) -> Tokens | None:
 
 def _tokens_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, how: dict[str, Any], given: Tokens | None,
-    modules: list[nn.Module],
+    auto: Callable[[Tensor, bool], tuple[Tokens, str]],
 ) -> tuple[Tokens, str]:  # fmt: skip
-    """What the tokens of a call are, `given` or found, and the reason to leave it to torch, "" for none."""
+    """What the tokens of a call are, `given` or found by `auto`, and the reason to leave it to torch, "" for none."""
     if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
         return NO_TOKENS, "tensors that are not dense"
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
@@ -289,13 +344,33 @@ def _tokens_of(
     if tokens is None:
         if total != key.shape[-2]:
             return NO_TOKENS, f"{total} queries and {key.shape[-2]} keys, which are not the same grid"
-        found = grid_of_tokens(int(total), modules)
-        if isinstance(found, str):
-            if total >= MOST_LEFT_ALONE:
-                raise ValueError(found)
-            return NO_TOKENS, found
-        tokens = Tokens(*found)
+        tokens, no_grid = auto(query, how["is_causal"])
+        if no_grid:
+            return NO_TOKENS, no_grid
     return tokens, _why_not(query, key, value, attn_mask, tokens, how)
+
+
+def _auto_tokens(
+    query: Tensor,
+    causal: bool,
+    auto: AutoGrids,
+    calls: Sequence[ModuleCall] = (),
+    report: str = "",
+    layer: str = "",
+    warns: bool = False,
+) -> tuple[Tokens, str]:
+    """The tokens that grid="auto" finds, and why it finds none."""
+    if torch.compiler.is_compiling():
+        if not report:
+            return NO_TOKENS, COMPILED
+        grid, prefix, no_grid = _compiled_tokens(report, layer, int(query.shape[-2]), causal)
+        return Tokens(grid, prefix), no_grid
+    found = auto.find(query, causal, calls)
+    if isinstance(found, str):
+        if warns:
+            warnings.warn(f"scram.scaled_dot_product_attention leaves a call to torch: {found}", stacklevel=5)
+        return NO_TOKENS, found
+    return Tokens(*found), ""
 
 
 def _why_not(
@@ -358,6 +433,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 _direct: dict[tuple[Any, ...], Replacement] = {}
+_auto = AutoGrids()
 
 
 def clear_plans() -> None:
@@ -384,6 +460,9 @@ def scaled_dot_product_attention(
         error: the module that calls is tuned for this error in its first eager call in eval mode, and keeps its plan
             until `scram.sdpa.clear_plans()`. None: the default of `scram.attention`.
 
+    With grid="auto" a call whose tokens come from no picture is left to torch, with a warning. So is, without one, a
+    model that is compiled before its first call.
+
     Returns:
         [B, H, N, F].
 
@@ -391,21 +470,25 @@ def scaled_dot_product_attention(
     >>> scram.scaled_dot_product_attention(q, q, q, grid=(8, 8), prefix=1).shape
     torch.Size([1, 2, 65, 8])
     """
+    errors.torch_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     given = _given_tokens(grid, prefix)
+    if error is not None:
+        _budget(error)
     if given is not None and query.ndim in (3, 4) and not query.shape[-2] == key.shape[-2] == given.total:
         raise ValueError(
             f"query and key must have the tokens of the grid, {given}, got {query.shape[-2]} and {key.shape[-2]}"
         )
     kind = (grid if isinstance(grid, str) else tuple(grid), prefix, error)
     if kind not in _direct:
-        if error is None or torch.compiler.is_compiling():  # what is not tuned yet runs the default
+        # What is not tuned yet runs the default.
+        if torch.compiler.is_compiling() or (error is None and given is not None):
             how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-            modules = [] if torch.compiler.is_compiling() else calling_modules()
-            tokens, why_not = _tokens_of(query, key, value, attn_mask, how, given, modules)
+            tokens, why_not = _tokens_of(query, key, value, attn_mask, how, given, partial(_auto_tokens, auto=_auto))
             if why_not:
                 return _compat.SDPA(query, key, value, attn_mask, **how)
             return _on_grid(query, key, value, attn_mask, how, tokens, _attention)
         made = Replacement(grid, prefix, error)
         made.hooks.attach()
+        made.warns = True  # nobody reads its report
         _direct[kind] = made
     return _direct[kind].attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

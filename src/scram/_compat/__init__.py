@@ -29,6 +29,12 @@ from torch.utils.checkpoint import checkpoint
 C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType)
 # What torch passes to a mode, whatever `F.scaled_dot_product_attention` was replaced by.
 SDPA: Callable[..., Tensor] = getattr(torch._C._nn, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+# What torch runs in place of a whole layer in eval mode without gradients. Fallback: such calls are not reported.
+FUSED_LAYERS = tuple(
+    getattr(torch, name)
+    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+    if hasattr(torch, name)
+)
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HANDLER = getattr(inspect.unwrap(torch.overrides.handle_torch_function), "__code__", None)
