@@ -59,6 +59,17 @@ def test_the_file_may_say_it_and_options_go_first(kind, tmp_path):
     assert (q.shape, scale) == ((1, 1, 3, 10, 3), 2.0)
 
 
+@pytest.mark.parametrize("kind", ["npz", "safetensors"])
+def test_a_grid_that_fits_is_used_and_another_is_refused(kind, tmp_path):
+    """Also where the file stores the axes of a grid of its own."""
+    path = stored(tmp_path / f"a.{kind}", grids())
+    assert read(path, NAMES, Layout(grid=(5, 6)))[0].shape == (2, 4, 5, 6, 3)
+    q = read(path, NAMES, Layout(grid=(1, 5, 6)))[0]
+    assert torch.equal(q, torch.from_numpy(grids()[0]).reshape(2, 4, 1, 5, 6, 3))
+    with pytest.raises(ValueError, match="q has 5 x 6 = 30 points, but the grid 9 x 9 has 81"):
+        read(path, NAMES, Layout(grid=(9, 9)))
+
+
 def test_axes_without_a_batch_and_a_line_of_points(tmp_path):
     path = stored(tmp_path / "a.npz", grids()[:, 0, :, 0])
     assert read(path, NAMES, Layout(axes="hxe"))[0].shape == (1, 4, 6, 3)

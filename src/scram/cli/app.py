@@ -355,7 +355,9 @@ def judge(
     backend: Annotated[list[str] | None, Option(help="What to judge, once or more often.", show_default=False)] = None,
     names: Annotated[str, Option(help="Queries, keys and values in the file, with commas.")] = "q,k,v",
     axes: Annotated[str | None, Option(help="Stored axes: b, h, e, n for all points, others: grid.")] = None,
-    grid: Annotated[str | None, Option(help="Extents of the grid, where the axis n stands for it.")] = None,
+    grid: Annotated[
+        str | None, Option(help="Extents of the grid, such as 64x96; must have as many points as stored.")
+    ] = None,
     scale: Annotated[float | None, Option(help="Factor on the scores; 1 / sqrt(width) if none is stored.")] = None,
     layout: Annotated[str, Option(help="What module:function takes: grid [B, H, *G, E], sdpa [B, H, N, E].")] = "grid",
     causal: Annotated[bool, Option("--causal", help="Compare with causal attention.")] = False,
@@ -393,7 +395,7 @@ def explore(
     sample: Annotated[str | None, Option(help="Instead of files: city, or scikit-image's motorcycle.")] = None,
     names: Annotated[str, Option(help="Of tensors: queries, keys and values, with commas.")] = "q,k,v",
     axes: Annotated[str | None, Option(help="Of tensors: b, h, e, n for all points, others: grid.")] = None,
-    grid: Annotated[str | None, Option(help="Of tensors: extents of the grid, where the axis n stands for it.")] = None,
+    grid: Annotated[str | None, Option(help="Of tensors: extents of the grid, as many points as stored.")] = None,
     scale: Annotated[float | None, Option(help="Factor on the scores; 100 of pictures, else as stored.")] = None,
     out: Out = Path("scram-explore"),
     size: Annotated[int | None, Option(min=16, max=4096, help="Height of the pictures; else 65536 pixels.")] = None,
@@ -415,6 +417,7 @@ def explore(
     with one_line_errors(), output_folder(out):
         arguments.check_device(device)
         arguments.check_explored(a, b, sample, panes, scale, patch)
+        arguments.check_of_tensors(sample or a, axes, grid, size)
         three, extents = arguments.three_names(names), None if grid is None else arguments.extents(grid)
         from .explore import Settings, run
 

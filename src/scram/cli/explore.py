@@ -18,7 +18,7 @@ from ..explorer import Explorer, explore
 from ..images.features import PatchFeatures
 from ..images.reading import Picture, read
 from ..types import Search
-from .arguments import IMPLS, MATCH_SCALE, PANES, PHOTOGRAPHS, one_of
+from .arguments import IMPLS, MATCH_SCALE, PANES, PHOTOGRAPHS, TENSORS, one_of
 from .console import Numbers, Report, complain, numbers_table, progress
 from .features import photograph, sample_pair, stereo_sample
 from .provenance import made_with
@@ -58,7 +58,7 @@ def run(
         step("reading")
         tensors, more = (
             from_file(Path(a), names, Layout(axes, grid, settings.scale))
-            if a.endswith((".npz", ".safetensors"))
+            if a.endswith(TENSORS)
             else from_pictures(a, b, sample, settings)
         )
         q, k, v = (x.to(settings.device) for x in tensors)

@@ -7,6 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ class Layout:
     Args:
         axes: a letter for each axis: b batch, h heads, e width, n all points of the grid in row-major order, any other
             an axis of the grid.
-        grid: extents of the grid, where the axis n stands for it.
+        grid: extents of the grid, whose points the stored ones are in row-major order; needed where the axis n stands
+            for it.
         scale: factor on the scores.
     """
 
@@ -138,9 +140,18 @@ def _laid_out(name: str, x: Tensor, layout: Layout) -> Tensor:
             x, axes = x.unsqueeze(0), letter + axes
     points = [letter for letter in axes if letter not in "bhe"]
     x = x.permute([axes.index(letter) for letter in ("b", "h", *points, "e")])
-    if layout.grid is not None and points == ["n"]:
-        if x.shape[2] != (wanted := int(np.prod(layout.grid))):
-            shown = " x ".join(map(str, layout.grid))
-            raise ValueError(f"{name} has {x.shape[2]} points, but the grid {shown} has {wanted}")
-        x = x.reshape(*x.shape[:2], *layout.grid, x.shape[-1])
+    if layout.grid is not None:
+        x = _on_grid(name, x, layout.grid)
     return x.contiguous()
+
+
+def _on_grid(name: str, x: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """[B, H, *G, E] from [B, H, *points, E], the points in row-major order."""
+    stored = x.shape[2:-1]
+    count = prod(grid)
+    if stored.numel() != count:
+        extents = " x ".join(map(str, stored))
+        points = extents if len(stored) == 1 else f"{extents} = {stored.numel()}"
+        shown = " x ".join(map(str, grid))
+        raise ValueError(f"{name} has {points} points, but the grid {shown} has {count}")
+    return x.reshape(*x.shape[:2], *grid, x.shape[-1])
