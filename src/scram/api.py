@@ -295,7 +295,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
       on cpu the grid 16 x 16 with width 64 is too small for a search to be faster
       256 keys visited per query, 256 by dense attention; 0.0 MiB beyond inputs and outputs
     """
-    known = {name: x for name, x in signature(attention).parameters.items() if not name.startswith("_")}
+    known = signature(attention).parameters
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise unknown_arguments("explain", unknown, known)

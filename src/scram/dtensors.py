@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -41,4 +42,8 @@ def takes_dtensors(function: Callable[P, R]) -> Callable[P, R]:
         found: R = run(function, *args, **kwargs)
         return found
 
+    # Parameters with an underscore, as that of a rank's part of a call, are no part of what users are shown.
+    whole = signature(function)
+    public = [one for name, one in whole.parameters.items() if not name.startswith("_")]
+    call.__signature__ = whole.replace(parameters=public)  # type: ignore[attr-defined]
     return call
