@@ -41,7 +41,11 @@ class Command(PlainFlags, TyperCommand):
 
 
 class Group(PlainFlags, TyperGroup):
-    """All commands. Errors of usage are one line too, not a box."""
+    """All commands. Whatever goes wrong, in usage or in a command, is one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line_errors(ctx.params["traceback"]):
+            return super().invoke(ctx)
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
         if not settings.get("standalone_mode", True):
@@ -113,7 +117,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Rebuild photograph A from the pixels of photograph B, and measure it against exact attention."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         from .demo import run
 
         run(out, size, seed, arguments.one_of("impl", impl, arguments.IMPLS)).finish(out / "demo.json", as_json)
@@ -143,7 +147,7 @@ def match(
     as_json: Json = False,
 ) -> None:
     """Find every pixel of A in B: a colour-coded match field, B warped onto A, arrows, a confidence, numbers."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         arguments.check_positive("scale", scale)
         poses = arguments.numbers("scales", scales, 0.1, 10), arguments.numbers("rotations", rotations, -360, 360)
@@ -174,7 +178,7 @@ def denoise(
     as_json: Json = False,
 ) -> None:
     """Remove noise from a picture or a film by non-local means; with --add-noise, measure it."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         if strength is not None:
             arguments.check_positive("strength", strength)
@@ -212,7 +216,7 @@ def inpaint(
     as_json: Json = False,
 ) -> None:
     """Fill holes of a picture with patches from elsewhere in it; without a mask, what is transparent."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         arguments.is_photograph(image)
         if mask is not None:
@@ -240,7 +244,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Make new pictures of the same texture or scene out of patches of a picture."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         arguments.is_photograph(image)
         width, height = (None, None) if size is None else arguments.picture_size(size)
@@ -262,7 +266,7 @@ def retarget(
     as_json: Json = False,
 ) -> None:
     """Make a picture narrower or wider, lower or higher, without squeezing what it shows."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         arguments.is_photograph(image)
         width, height = arguments.picture_size(size)
@@ -282,7 +286,7 @@ def figures(
     as_json: Json = False,
 ) -> None:
     """Draw the paper's figures: attention maps, separated modes, sweeps of the search, recall and mass."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         names = arguments.some_of("only must name", only, FIGURES)
         if data is not None and "curves" in names:
             for name in TRAINED:
@@ -313,7 +317,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure SCRAM, dense attention, fixed sparse patterns, brute force and nearest-neighbour libraries."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         usual = DISTRIBUTED_SIZES if distributed else BENCH_SIZES[device]
         sides = usual if sizes is None else arguments.whole_numbers("sizes", sizes, 16)
@@ -342,7 +346,7 @@ def coherence(
     as_json: Json = False,
 ) -> None:
     """Recall and error against the degree of spatial coherence, from shuffled keys to smooth fields."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         from .coherence import run
 
         run(out, size, seed).finish(out / "coherence.json", as_json)
@@ -370,7 +374,7 @@ def judge(
     as_json: Json = False,
 ) -> None:
     """Measure the error and the speed of any attention function on your tensors, beside dense attention."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_tensors(file)
         arguments.check_device(device)
         taken = arguments.one_of("layout", layout, arguments.LAYOUTS)
@@ -414,7 +418,7 @@ def explore(
     as_json: Json = False,
 ) -> None:
     """Look at attention, whole: one HTML page on which every query shows where it attends."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         arguments.check_explored(a, b, sample, panes, scale, patch)
         arguments.check_of_tensors(sample or a, axes, grid, size)
@@ -429,10 +433,9 @@ def explore(
 @_command("info", "info --json")
 def info(as_json: Json = False) -> None:
     """Say what SCRAM finds on this machine, and why an implementation cannot run."""
-    with one_line_errors():
-        from .info import run
+    from .info import run
 
-        run(as_json)
+    run(as_json)
 
 
 def _version(wanted: bool) -> None:
@@ -444,5 +447,6 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[bool, Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
+    traceback: Annotated[bool, Option("--traceback", help="Show where an error came from.")] = False,
 ) -> None:
-    pass
+    pass  # `Group.invoke` reads the options
