@@ -89,8 +89,9 @@ def progress() -> Iterator[Step]:
 
 
 def complain(message: str) -> None:
-    """Print one line to stderr and go on."""
-    typer.echo(f"scram: {' '.join(message.split())}", err=True)
+    """Print one line to stderr and go on; what a terminal would obey, as in names of a file, becomes question marks."""
+    words = " ".join(message.split())
+    typer.echo("scram: " + "".join(letter if letter.isprintable() else "?" for letter in words), err=True)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

@@ -31,8 +31,8 @@ def read_truth(path: Path, grid: tuple[int, int]) -> Tensor:
     A .npy file of offsets `[H, W, 2]`, or of disparities `[H, W]`: the pixel lies that far to the left in B.
     """
     try:
-        array = np.load(path, allow_pickle=False)
-    except ValueError as error:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)  # a shape that is wrong costs no memory
+    except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is not a .npy file of numbers") from error
     if not isinstance(array, np.ndarray) or array.shape not in (grid, (*grid, 2)):
         got = array.shape if isinstance(array, np.ndarray) else "an .npz archive"
