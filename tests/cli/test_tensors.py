@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from scram.cli import memory
-from scram.cli.arguments import check_positive
 from scram.cli.tensors import Layout, read
 
 NAMES = ("q", "k", "v")
@@ -220,9 +219,8 @@ def test_an_archive_of_zeros_is_refused_before_it_is_unpacked(tmp_path, monkeypa
 def test_what_a_file_says_is_checked(kind, name, value, tmp_path):
     more = {name: value if kind == "safetensors" else np.array(value)}
     path = stored(tmp_path / f"a.{kind}", grids(), **more)
-    with pytest.raises(ValueError, match="stored axes, grid and scale must be|scale must be positive"):
-        layout = read(path, NAMES, Layout())
-        check_positive("scale", layout[3])
+    with pytest.raises(ValueError, match="stored axes, grid and scale must be"):
+        read(path, NAMES, Layout())
 
 
 def test_deeply_nested_metadata_is_refused(tmp_path):

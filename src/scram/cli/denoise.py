@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..images.denoise import LEAST_SIDE, Settings, check_size, denoise_picture, estimate_noise
 from ..images.reading import Picture, read, write
-from . import not_installed, pictures
+from . import memory, not_installed, pictures
 from .console import Numbers, Report, counted, numbers_table, progress
 from .features import photograph
 from .pictures import Panel, psnr
@@ -59,6 +59,8 @@ def run(
     """Denoise a file or a sample, and where noise was added compare with the rivals; draw all."""
     with progress() as step:
         step("reading")
+        if not is_sample:
+            check_memory(image, changed, device)
         whole = Picture(photograph(image)) if is_sample else read(Path(image))
         picture = whole.pixels
         settings = Settings.of(picture.shape[-1], changed)
@@ -111,6 +113,15 @@ def run(
     if skipped:
         files += "\n" + not_installed(", ".join(dict.fromkeys(skipped.values())), "cli", "bench")
     return Report(numbers, [_table(numbers)], files)
+
+
+def check_memory(image: str, changed: Mapping[str, Any], device: str) -> None:
+    """Refuse a picture that does not fit into memory, by its header."""
+    shape = memory.check_reading(image)
+    colors = 1 if shape.channels < 3 else 3
+    if device == "cpu":
+        per_pixel = memory.of_patches(colors, Settings.of(colors, changed).patch)
+        memory.check(shape.pixels * per_pixel, f"{image}: denoising needs", memory.SMALLER)
 
 
 def draw(

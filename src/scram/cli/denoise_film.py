@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..images.denoise import estimate_noise
 from ..images.films import Film, FolderWriter, Writer, open_film
-from ..images.reading import Picture
+from ..images.reading import Picture, Shape
 from ..images.video import Settings, denoise_frames
-from . import pictures
+from . import memory, pictures
 from .console import Report, complain, counted, numbers_table, progress_line
 from .pictures import Panel, psnr
 from .provenance import made_with
@@ -30,6 +30,7 @@ def run(
 ) -> Report:
     """Denoise a film or a folder of frames; with added noise, measure each frame."""
     film = open_film(path)
+    check_memory(path, film.shape, changed, device)
     head = list(islice(film.frames, FIRST))
     if not head:
         raise ValueError(f"{path}: no frames")
@@ -87,6 +88,17 @@ def run(
     note = "" if film.names else "pictures alone: sound is left out"
     files = f"film: {writer.path}; a frame before and after: {out / 'denoise.png'}; {out / 'denoise.json'}"
     return Report(numbers, [numbers_table(("", ""), rows, title, note)], files)
+
+
+def check_memory(path: Path, shape: Shape, changed: Mapping[str, Any], device: str) -> None:
+    """Refuse frames that do not fit into memory."""
+    colors = 1 if shape.channels < 3 else 3
+    settings = Settings.of(colors, changed)
+    frames = 2 * settings.reach + 1
+    per_pixel = memory.READING * colors * frames
+    if device == "cpu":
+        per_pixel += memory.of_frames(colors, settings.patch, settings.width, frames)
+    memory.check(shape.pixels * per_pixel, f"{path}: denoising needs", "give smaller frames or a smaller --reach")
 
 
 def estimated(frames: list[Tensor]) -> float:

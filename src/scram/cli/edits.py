@@ -11,8 +11,8 @@ import torch
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from ..images.reading import Picture, read
-from . import pictures
+from ..images.reading import Picture, Shape, read
+from . import memory, pictures
 from .arguments import is_photograph
 from .console import Numbers, Report, numbers_table, progress_line
 from .features import photograph
@@ -25,6 +25,25 @@ CHECKS = 0.25, 0.75  # colours of the squares behind what is transparent
 def open_image(image: str) -> Picture:
     """A file, or a photograph of scikit-image by its name."""
     return Picture(photograph(image)) if is_photograph(image) else read(image)
+
+
+def image_shape(image: str) -> Shape:
+    """Of a file by its header; refuses one that would not fit into memory."""
+    return Shape(*photograph(image).shape) if is_photograph(image) else memory.check_reading(image)
+
+
+def check_memory(image: str, size: tuple[int | None, int | None], patch: int, what: str, device: str) -> None:
+    """Refuse a picture and a result of that (height, width), None as the picture's, whose patches would not fit."""
+    shape = image_shape(image)
+    pixels = shape.pixels + (size[0] or shape.height) * (size[1] or shape.width)
+    check_patches(image, pixels, shape.channels, patch, what, device)
+
+
+def check_patches(image: str, pixels: int, channels: int, patch: int, what: str, device: str) -> None:
+    """Refuse the patches of so many pixels where they would not fit into memory."""
+    if device == "cpu":
+        needed = pixels * memory.of_patches(channels, patch)
+        memory.check(needed, f"{image}: {what} needs", "give a smaller picture or size")
 
 
 def channels_of(picture: Picture) -> Tensor:

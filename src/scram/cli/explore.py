@@ -18,6 +18,7 @@ from ..explorer import Explorer, explore
 from ..images.features import PatchFeatures
 from ..images.reading import Picture, read
 from ..types import Search
+from . import memory
 from .arguments import IMPLS, MATCH_SCALE, PANES, PHOTOGRAPHS, TENSORS, one_of
 from .console import Numbers, Report, complain, numbers_table, progress
 from .features import photograph, sample_pair, stereo_sample
@@ -92,7 +93,7 @@ def from_pictures(
     a: str, b: str | None, sample: str | None, settings: Settings
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Patch features as queries and keys, colours as values."""
-    names, whole = _read(a, b, sample)
+    names, whole = _read(a, b, sample, settings)
     small = [_small(picture, settings.size) for picture in whole]
     notes = [
         f"{name} is scaled from {_size(old)} to {_size(new)} pixels."
@@ -107,14 +108,26 @@ def from_pictures(
     return (q, k, rgb[-1][None, None].contiguous()), {"pictures": rgb, "scale": scale, "notes": notes, "title": title}
 
 
-def _read(a: str, b: str | None, sample: str | None) -> tuple[list[str], list[Picture]]:
+def _read(a: str, b: str | None, sample: str | None, settings: Settings) -> tuple[list[str], list[Picture]]:
     if sample is not None:
         pair = sample_pair() if sample == "city" else stereo_sample()[:2]
         return [f"{sample} A", f"{sample} B"], [Picture(x) for x in pair]
     given = [a] if b is None else [a, b]
+    check_memory(given, settings)
     there = [one in PHOTOGRAPHS and not Path(one).exists() for one in given]
     found = [Picture(photograph(one)) if known else read(one) for one, known in zip(given, there, strict=True)]
     return [Path(one).name for one in given], found
+
+
+def check_memory(images: list[str], settings: Settings) -> None:
+    """Refuse picture files that do not fit into memory, by their headers."""
+    for image in images:
+        if image in PHOTOGRAPHS and not Path(image).exists():
+            continue
+        shape = memory.check_reading(image, settings.size)
+        if settings.size is not None and settings.device == "cpu":
+            needed = shape.pixels * memory.of_features(settings.width, settings.matches)
+            memory.check(needed, f"{image}: exploring needs", "give a smaller --size")
 
 
 def _small(picture: Picture, height: int | None) -> Picture:

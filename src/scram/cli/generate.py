@@ -7,7 +7,7 @@ from ..images.generate import DEFAULT, generate
 from ..images.reading import write
 from ..images.similarity import two_way
 from .console import Report
-from .edits import bar, channels_of, open_image, report, shown, timed, with_channels
+from .edits import bar, channels_of, check_memory, open_image, report, shown, timed, with_channels
 from .pictures import Panel
 
 
@@ -16,9 +16,11 @@ def run(
     device: str,
 ) -> Report:  # fmt: skip
     """Generate `count` pictures with following seeds and write them."""
+    settings = replace(DEFAULT, **changed)
+    check_memory(image, (height, width), settings.patch, "generating", device)
     picture = open_image(image)
     size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
-    settings, channels = replace(DEFAULT, **changed), channels_of(picture).to(device)
+    channels = channels_of(picture).to(device)
     panels, made, files = [Panel("Source", shown(picture))], [], []
     with bar("generating") as told:
         for number in range(count):

@@ -15,7 +15,7 @@ from ..images.features import plain_share
 from ..images.files import replacing
 from ..images.match import SURE, Matching, Settings, match
 from ..images.reading import Picture, read
-from . import pictures
+from . import memory, pictures
 from .console import Numbers, Report, complain, counted, numbers_table, progress_line
 from .features import sample_pair, stereo_sample
 from .pictures import Panel, grid_of
@@ -88,6 +88,8 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with progress_line(*columns, total=1) as (bar, task):
         bar.update(task, description="reading two photographs")
+        if a is not None and b is not None:
+            check_memory(a, b, size, settings, device)
         read_a, read_b, known = _inputs(a, b, sample, truth, size)
         picture_a, picture_b = read_a.rgb, read_b.rgb
         plain = {"a": plain_share(picture_a, settings.patch), "b": plain_share(picture_b, settings.patch)}
@@ -128,6 +130,16 @@ def run(
     }
     files = f"pictures: {out / 'match.png'} and its parts; arrays: {out / 'match.npz'}; {out / 'match.json'}"
     return Report(numbers, [_table(numbers)], files)
+
+
+def check_memory(a: Path, b: Path, size: int | None, settings: Settings, device: str) -> None:
+    """Refuse pictures that do not fit into memory, by their headers."""
+    shapes = {path: memory.check_reading(path, size) for path in (a, b)}
+    enlarged = max(1.0, 1 / min(settings.scales)) ** 2  # B is brought to the size of A
+    pixels = shapes[a].pixels + round(enlarged * shapes[b].pixels)
+    if device == "cpu":
+        needed = pixels * memory.of_features(settings.width, settings.matches)
+        memory.check(needed, f"{a}: matching needs", "give --size, for example --size 480")
 
 
 def on_cpu(found: Matching) -> Matching:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..images.reading import Shape, shape_of
 from ..timing import memory_status
 
+READING = 16  # bytes of a value while a picture is read: Pillow's, an array's, float32 twice
+PATCH_COPIES = 8  # of all patches of a picture, as float32, that are held at once
+BESIDE = 300  # bytes of a pixel beside its patch: features, matches, weights, what is drawn
+SMALLER = "give a smaller picture"
 CONTAINER = Path("/sys/fs/cgroup")  # where Linux says how much a container may take
 
 
@@ -14,6 +19,30 @@ def check(needed: int, what: str, remedy: str) -> None:
     free = available()
     if free is not None and needed > free:
         raise ValueError(f"{what} about {in_words(needed)} of memory, and {in_words(free)} are free; {remedy}")
+
+
+def check_reading(path: str | Path, height: int | None = None) -> Shape:
+    """Refuse a picture that would not fit into memory, scaled to that height; its shape then, by its header."""
+    shape = shape_of(path)
+    scaled = shape.resized(height)
+    needed = READING * shape.channels * (shape.pixels + (0 if scaled == shape else scaled.pixels))
+    check(needed, f"{path}: reading needs", SMALLER)
+    return scaled
+
+
+def of_patches(channels: int, patch: int) -> int:
+    """Bytes of a pixel where the patches of all pixels are held: `denoise`, `inpaint`, `generate`, `retarget`."""
+    return PATCH_COPIES * 4 * channels * patch**2 + BESIDE
+
+
+def of_frames(channels: int, patch: int, width: int, frames: int) -> int:
+    """Bytes of a pixel where the patches and features of several frames are kept beside those of one: films."""
+    return frames * 4 * (channels * patch**2 + width) + of_patches(channels, patch)
+
+
+def of_features(width: int, matches: int = 1) -> int:
+    """Bytes of a pixel that has features and matches, without its patch: `match`, `explore`."""
+    return 8 * width + 16 * matches + BESIDE
 
 
 def available() -> int | None:
