@@ -123,8 +123,13 @@ def demo(
         run(out, size, seed, arguments.one_of("impl", impl, arguments.IMPLS)).finish(out / "demo.json", as_json)
 
 
-@_command("match left.png right.png", "match --sample motorcycle", "match a.jpg b.jpg --size 240 --out /tmp/m --json",
-          "match a.jpg small.jpg --scales 0.5,1,2", "match a.jpg turned.jpg --rotations 0,90,180,270")  # fmt: skip
+@_command(
+    "match left.png right.png",
+    "match --sample motorcycle",
+    "match a.jpg b.jpg --size 240 --out /tmp/m --json",
+    "match a.jpg small.jpg --scales 0.5,1,2",
+    "match a.jpg turned.jpg --rotations 0,90,180,270",
+)
 def match(
     a: Annotated[Path | None, Argument(help="Photograph A; its pixels are the queries.", show_default=False)] = None,
     b: Annotated[Path | None, Argument(help="Photograph B; its pixels are the keys.", show_default=False)] = None,
@@ -160,8 +165,13 @@ def match(
         run(a, b, sample, truth, out, size, settings, device).finish(out / "match.json", as_json)
 
 
-@_command("denoise photo.jpg", "denoise camera --add-noise 25", "denoise photo.png --sigma 15 --out /tmp/d --json",
-          "denoise film.mp4", "denoise folder_of_frames --reach 3")  # fmt: skip
+@_command(
+    "denoise photo.jpg",
+    "denoise camera --add-noise 25",
+    "denoise photo.png --sigma 15 --out /tmp/d --json",
+    "denoise film.mp4",
+    "denoise folder_of_frames --reach 3",
+)
 def denoise(
     image: Annotated[str, Argument(help=f"A picture, film, folder of frames, or {', '.join(PHOTOGRAPHS)}.")],
     out: Out = Path("scram-denoise"),
@@ -296,8 +306,13 @@ def figures(
         run(out, names, size, data, seed).finish(out / "figures.json", as_json)
 
 
-@_command("bench", "bench --sizes 32,64 --widths 3 --out /tmp/b", "bench --device cuda --longest 12", "bench --resume",
-          "bench --distributed --ranks 1,2,4 --sizes 256")  # fmt: skip
+@_command(
+    "bench",
+    "bench --sizes 32,64 --widths 3 --out /tmp/b",
+    "bench --device cuda --longest 12",
+    "bench --resume",
+    "bench --distributed --ranks 1,2,4 --sizes 256",
+)
 def bench(
     out: Out = Path("scram-bench"),
     device: Device = "cpu",
@@ -352,8 +367,12 @@ def coherence(
         run(out, size, seed).finish(out / "coherence.json", as_json)
 
 
-@_command("judge qkv.npz", "judge qkv.npz --backend sdpa --backend scram --backend mypackage.module:function",
-          "judge qkv.safetensors --grid 64x64", "judge qk.npz --axes yxe --names q,k,k --scale 0.1")  # fmt: skip
+@_command(
+    "judge qkv.npz",
+    "judge qkv.npz --backend sdpa --backend scram --backend mypackage.module:function",
+    "judge qkv.safetensors --grid 64x64",
+    "judge qk.npz --axes yxe --names q,k,k --scale 0.1",
+)
 def judge(
     file: Annotated[Path, Argument(help="An .npz or .safetensors file with queries, keys and values.")],
     backend: Annotated[list[str] | None, Option(help="What to judge, once or more often.", show_default=False)] = None,
@@ -391,8 +410,13 @@ def judge(
         run(file, chosen, three, said, taken, causal, dtype, device, queries, seed, longest, out, as_json)
 
 
-@_command("explore a.jpg b.jpg", "explore photo.jpg", "explore --sample city", "explore qkv.npz",
-          "explore qkv.safetensors --grid 64x64 --out /tmp/e --json")  # fmt: skip
+@_command(
+    "explore a.jpg b.jpg",
+    "explore photo.jpg",
+    "explore --sample city",
+    "explore qkv.npz",
+    "explore qkv.safetensors --grid 64x64 --out /tmp/e --json",
+)
 def explore(
     a: Annotated[str, Argument(help="Picture A (queries), or .npz or .safetensors tensors.", show_default=False)] = "",
     b: Annotated[str | None, Argument(help="Picture B (keys); else A attends to itself.", show_default=False)] = None,
@@ -425,8 +449,22 @@ def explore(
         three, extents = arguments.three_names(names), None if grid is None else arguments.extents(grid)
         from .explore import Settings, run
 
-        settings = Settings(patch, width, matches, separation, sweeps, radius, clusters, scale, panes, size, megabytes,
-                            seed, device, impl)  # fmt: skip
+        settings = Settings(
+            patch,
+            width,
+            matches,
+            separation,
+            sweeps,
+            radius,
+            clusters,
+            scale,
+            panes,
+            size,
+            megabytes,
+            seed,
+            device,
+            impl,
+        )
         run(a, b, sample, three, axes, extents, out, settings).finish(out / "explore.json", as_json)
 
 

@@ -119,9 +119,13 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
 
 
 def lines(
-    axes: Axes, values: Mapping[str, Sequence[tuple[Any, float]]], title: str, xlabel: str, ylabel: str,
+    axes: Axes,
+    values: Mapping[str, Sequence[tuple[Any, float]]],
+    title: str,
+    xlabel: str,
+    ylabel: str,
     pairs: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Plain lines over categories or numbers; `pairs` gives every two the same colour, the first of them dashed."""
     for number, (name, points) in enumerate(values.items()):
         kind = number // 2 if pairs else number

@@ -116,14 +116,17 @@ def draw(pair: Pair, runs: dict[str, Found], numbers: Numbers, out: Path) -> Non
     }
     for name, field in fields.items():
         panels[f"matches_{name}"] = Panel(
-            f"Match field, {name} setting", pictures.wheel_colours(field, limit),
+            f"Match field, {name} setting",
+            pictures.wheel_colours(field, limit),
             f"where in B each pixel of A finds its best key; recall {rows[name]['recall']:.2f}",
             pictures.wheel_legend(limit),
-        )  # fmt: skip
+        )
     panels["error"] = Panel(
-        "Difference to A", pictures.shades(error / 0.3), "RMS over the colours of A rebuilt minus A",
+        "Difference to A",
+        pictures.shades(error / 0.3),
+        "RMS over the colours of A rebuilt minus A",
         pictures.bar_legend(0.3, "RMS difference"),
-    )  # fmt: skip
+    )
     pictures.save_each(panels, out)
     title = f"SCRAM: cross-attention between photographs of {grid_of(pair.a)} pixels"
     scram = ", ".join(f"{time[name]} ({name})" for name in runs)

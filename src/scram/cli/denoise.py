@@ -26,9 +26,14 @@ def _scikit_image(noisy: Tensor, sigma: float, patch: int, distance: int) -> Ten
     array = noisy.numpy() if noisy.shape[-1] == 3 else noisy[..., 0].numpy()
     # Its documentation's advice for the exact mode with a known noise: h = 0.8 sigma.
     result = denoise_nl_means(
-        array, patch_size=patch, patch_distance=distance, h=0.8 * sigma, sigma=sigma, fast_mode=False,
+        array,
+        patch_size=patch,
+        patch_distance=distance,
+        h=0.8 * sigma,
+        sigma=sigma,
+        fast_mode=False,
         channel_axis=-1 if noisy.shape[-1] == 3 else None,
-    )  # fmt: skip
+    )
     return torch.from_numpy(np.asarray(result, dtype=np.float32)).reshape(noisy.shape)
 
 
@@ -53,9 +58,15 @@ RIVALS: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def run(
-    image: str, is_sample: bool, out: Path, sigma: float | None, add_noise: float | None, rivals: bool,
-    changed: Mapping[str, Any], device: str,
-) -> Report:  # fmt: skip
+    image: str,
+    is_sample: bool,
+    out: Path,
+    sigma: float | None,
+    add_noise: float | None,
+    rivals: bool,
+    changed: Mapping[str, Any],
+    device: str,
+) -> Report:
     """Denoise a file or a sample, and where noise was added compare with the rivals; draw all."""
     with progress() as step:
         step("reading")

@@ -85,16 +85,29 @@ def timed(work: Callable[[], Tensor]) -> tuple[Tensor, float]:
 
 
 def report(
-    command: str, image: str, picture: Picture, panels: Sequence[Panel], out: Path, device: str,
-    rows: Sequence[tuple[str, str]], files: Sequence[str], **numbers: Any,
-) -> Report:  # fmt: skip
+    command: str,
+    image: str,
+    picture: Picture,
+    panels: Sequence[Panel],
+    out: Path,
+    device: str,
+    rows: Sequence[tuple[str, str]],
+    files: Sequence[str],
+    **numbers: Any,
+) -> Report:
     """Draw before and after, and say what was done."""
     pictures.sheet(panels, out / f"{command}.png", f"scram {command}: {Path(image).name}", columns=min(len(panels), 3))
     height, width = picture.pixels.shape[:2]
     every: Numbers = {
-        **made_with(device), "image": Path(image).name, "grid": [height, width], "kind": picture.kind,
-        "notes": list(picture.notes), "device": device, "threads": torch.get_num_threads(), **numbers,
-    }  # fmt: skip
+        **made_with(device),
+        "image": Path(image).name,
+        "grid": [height, width],
+        "kind": picture.kind,
+        "notes": list(picture.notes),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        **numbers,
+    }
     kind = "; ".join((f"{width} x {height}, {picture.kind}", *picture.notes))
     table = numbers_table(("", ""), [("picture", kind), *rows], f"{Path(image).name}")
     names = ", ".join(str(out / name) for name in files)

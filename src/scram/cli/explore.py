@@ -50,9 +50,15 @@ class Settings:
 
 
 def run(
-    a: str, b: str | None, sample: str | None, names: tuple[str, str, str], axes: str | None,
-    grid: tuple[int, ...] | None, out: Path, settings: Settings,
-) -> Report:  # fmt: skip
+    a: str,
+    b: str | None,
+    sample: str | None,
+    names: tuple[str, str, str],
+    axes: str | None,
+    grid: tuple[int, ...] | None,
+    out: Path,
+    settings: Settings,
+) -> Report:
     """Read, run, and write the page."""
     with progress() as step:
         start = perf_counter()
@@ -69,11 +75,18 @@ def run(
         )
         step("search, clusters, exact attention of a sample, page")
         made = explore(
-            q, k, v, search=search, radius=settings.radius, seed=settings.seed,
+            q,
+            k,
+            v,
+            search=search,
+            radius=settings.radius,
+            seed=settings.seed,
             panes=one_of("panes", settings.panes, PANES),
             tail=Clusters(count=settings.clusters, seed=settings.seed) if settings.clusters else None,
-            budget=int(settings.megabytes * 1e6), impl=impl, **more,
-        )  # fmt: skip
+            budget=int(settings.megabytes * 1e6),
+            impl=impl,
+            **more,
+        )
         made.save(out / "explore.html")
         seconds = perf_counter() - start
     for note in (*made.numbers["notes"], *_thinned(made)):

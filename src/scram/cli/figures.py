@@ -126,24 +126,38 @@ def modes(path: Path, size: int, seed: int = 0) -> Numbers:
         anywhere = torch.cat(counts.pop(0)).float()
         for n, some in counts.items():
             apart = torch.cat(some).float()
-            rows.append({
-                "smoothing": smoothing, "separation": n, "queries": len(apart),
-                "blobs_anywhere": float(anywhere.mean()), "blobs_apart": float(apart.mean()),
-                "apart_more": float((apart > anywhere).float().mean()),
-                "apart_fewer": float((apart < anywhere).float().mean()),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "smoothing": smoothing,
+                    "separation": n,
+                    "queries": len(apart),
+                    "blobs_anywhere": float(anywhere.mean()),
+                    "blobs_apart": float(apart.mean()),
+                    "apart_more": float((apart > anywhere).float().mean()),
+                    "apart_fewer": float((apart < anywhere).float().mean()),
+                }
+            )
     assert drawn is not None
     _draw_modes(path, a, *drawn, place, shown)
     main = next(row for row in rows if (row["smoothing"], row["separation"]) == (SMOOTHINGS[-1], SEPARATION))
-    names = {"blobs_anywhere": f"blobs touched by top-{KAPPA} max, mean",
-             "blobs_apart": f"blobs touched by top-{KAPPA} mode, L = {SEPARATION}, mean",
-             "apart_more": "queries of which top-mode touches more blobs",
-             "apart_fewer": "queries of which top-mode touches fewer blobs"}  # fmt: skip
+    names = {
+        "blobs_anywhere": f"blobs touched by top-{KAPPA} max, mean",
+        "blobs_apart": f"blobs touched by top-{KAPPA} mode, L = {SEPARATION}, mean",
+        "apart_more": "queries of which top-mode touches more blobs",
+        "apart_fewer": "queries of which top-mode touches fewer blobs",
+    }
     return {
-        "sampled": QUERIES, "seeds": SEEDS, "scale": MODES_SCALE, "kappa": KAPPA, "separation": SEPARATION,
-        "radius": 1, "query": place, "shown": {"anywhere": shown[0], "apart": shown[SEPARATION]}, "rows": rows,
+        "sampled": QUERIES,
+        "seeds": SEEDS,
+        "scale": MODES_SCALE,
+        "kappa": KAPPA,
+        "separation": SEPARATION,
+        "radius": 1,
+        "query": place,
+        "shown": {"anywhere": shown[0], "apart": shown[SEPARATION]},
+        "rows": rows,
         "claims": {name: main[key] for key, name in names.items()},
-    }  # fmt: skip
+    }
 
 
 def _smooth_features(a: Tensor, side: int) -> Tensor:
@@ -189,9 +203,14 @@ def _sparse(x: Tensor, found: dict[int, Matches], place: tuple[int, int]) -> dic
 
 
 def _draw_modes(
-    path: Path, a: Tensor, full: Tensor, label: Tensor, sparse: dict[int, Tensor], place: tuple[int, int],
+    path: Path,
+    a: Tensor,
+    full: Tensor,
+    label: Tensor,
+    sparse: dict[int, Tensor],
+    place: tuple[int, int],
     counts: dict[int, int],
-) -> None:  # fmt: skip
+) -> None:
     title = "One query's attention over a photograph: its best keys anywhere, or apart (outlined: the blobs)"
     figure = charts.new_figure(15, 3.1, title)
     first = figure.add_subplot(1, 4, 1)

@@ -12,9 +12,15 @@ from .pictures import Panel
 
 
 def run(
-    image: str, width: int | None, height: int | None, count: int, variety: float, out: Path, changed: dict[str, int],
+    image: str,
+    width: int | None,
+    height: int | None,
+    count: int,
+    variety: float,
+    out: Path,
+    changed: dict[str, int],
     device: str,
-) -> Report:  # fmt: skip
+) -> Report:
     """Generate `count` pictures with following seeds and write them."""
     settings = replace(DEFAULT, **changed)
     check_memory(image, (height, width), settings.patch, "generating", device)
@@ -42,6 +48,16 @@ def run(
         for row in made
     ]
     return report(
-        "generate", image, picture, panels, out, device, rows, files,
-        result=list(size), variety=variety, settings=asdict(settings), pictures=made,
-    )  # fmt: skip
+        "generate",
+        image,
+        picture,
+        panels,
+        out,
+        device,
+        rows,
+        files,
+        result=list(size),
+        variety=variety,
+        settings=asdict(settings),
+        pictures=made,
+    )

@@ -19,9 +19,14 @@ MARK = torch.tensor([1.0, 0.0, 1.0])  # the hole, in the picture before
 
 
 def run(
-    image: str, mask: Path | None, rectangles: Sequence[Rectangle], out: Path, sharp: bool,
-    changed: dict[str, int], device: str,
-) -> Report:  # fmt: skip
+    image: str,
+    mask: Path | None,
+    rectangles: Sequence[Rectangle],
+    out: Path,
+    sharp: bool,
+    changed: dict[str, int],
+    device: str,
+) -> Report:
     """Fill the hole, write the picture, and before and after."""
     image_shape(image)
     picture = open_image(image)
@@ -49,9 +54,18 @@ def run(
     ]
     rows = [("hole", f"{share:.1%}"), ("time", f"{seconds:.2f} s on {device}")]
     return report(
-        "inpaint", image, picture, panels, out, device, rows, ["inpainted.png"],
-        hole_share=share, seconds=seconds, settings=asdict(settings),
-    )  # fmt: skip
+        "inpaint",
+        image,
+        picture,
+        panels,
+        out,
+        device,
+        rows,
+        ["inpainted.png"],
+        hole_share=share,
+        seconds=seconds,
+        settings=asdict(settings),
+    )
 
 
 def find_hole(picture: Picture, mask: Path | None, rectangles: Sequence[Rectangle]) -> Tensor:

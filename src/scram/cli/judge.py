@@ -44,9 +44,20 @@ MEASURES = (
 
 
 def run(
-    path: Path, backends: list[str], names: tuple[str, str, str], said: Layout, layout: JudgedLayout,
-    causal: bool, dtype: str | None, device: str, num_queries: int, seed: int, longest: float, out: Path, as_json: bool,
-) -> None:  # fmt: skip
+    path: Path,
+    backends: list[str],
+    names: tuple[str, str, str],
+    said: Layout,
+    layout: JudgedLayout,
+    causal: bool,
+    dtype: str | None,
+    device: str,
+    num_queries: int,
+    seed: int,
+    longest: float,
+    out: Path,
+    as_json: bool,
+) -> None:
     """Judge one backend after the other; what is done is stored and printed, also after Ctrl-C."""
     q, k, v, scale = prepared(path, names, said, dtype, device)
     rows: dict[str, Judgement | str] = {}
@@ -55,10 +66,16 @@ def run(
         step(f"exact attention, {min(num_queries, prod(q.shape[2:-1]))} queries")
         judge = Judge(q, k, v, causal=causal, num_queries=num_queries, seed=seed)
         about = {
-            **made_with(device), "file": path.name, "shapes": [list(x.shape) for x in (q, k, v)],
-            "dtype": str(q.dtype).removeprefix("torch."), "scale": scale, "causal": causal, "seed": seed,
-            "num_queries": len(judge.truth.queries), "queries": prod(q.shape[2:-1]),
-        }  # fmt: skip
+            **made_with(device),
+            "file": path.name,
+            "shapes": [list(x.shape) for x in (q, k, v)],
+            "dtype": str(q.dtype).removeprefix("torch."),
+            "scale": scale,
+            "causal": causal,
+            "seed": seed,
+            "num_queries": len(judge.truth.queries),
+            "queries": prod(q.shape[2:-1]),
+        }
         try:
             for name in backends:
                 step(name)

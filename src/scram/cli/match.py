@@ -81,9 +81,15 @@ def errors(offset: Tensor, truth: Tensor, confidence: Tensor) -> dict[str, float
 
 
 def run(
-    a: Path | None, b: Path | None, sample: str | None, truth: Path | None, out: Path, size: int | None,
-    settings: Settings, device: str,
-) -> Report:  # fmt: skip
+    a: Path | None,
+    b: Path | None,
+    sample: str | None,
+    truth: Path | None,
+    out: Path,
+    size: int | None,
+    settings: Settings,
+    device: str,
+) -> Report:
     """Match A with B, compare with the ground truth where there is one, and draw."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with progress_line(*columns, total=1) as (bar, task):
@@ -96,9 +102,11 @@ def run(
         settings = replace(settings, impl=dispatch.choose(settings.impl, torch.device(device), torch.float32).name)
         start = perf_counter()
         found = match(
-            picture_a.to(device), picture_b.to(device), **asdict(settings),
+            picture_a.to(device),
+            picture_b.to(device),
+            **asdict(settings),
             progress=lambda share, what: bar.update(task, completed=share, description=what),
-        )  # fmt: skip
+        )
         seconds = {**found.seconds, "all": perf_counter() - start}
         found = on_cpu(found)
         quality = {} if known is None else errors(found.offset, known, found.confidence)
@@ -180,26 +188,32 @@ def draw(a: Tensor, b: Tensor, found: Matching, truth: Tensor | None, out: Path)
     offset, limit = found.offset, pictures.wheel_limit(found.offset, share=0.8)
     panels = {
         "field": Panel(
-            "Match field", pictures.wheel_colours(offset, limit), "where in B each pixel of A lies",
+            "Match field",
+            pictures.wheel_colours(offset, limit),
+            "where in B each pixel of A lies",
             pictures.wheel_legend(limit),
         ),
         "warped": Panel("B warped onto A", found.warped, "B's colours, mixed by the attention"),
         "arrows": Panel(
-            "Matches as arrows", pictures.arrows(a, offset, found.confidence, limit),
+            "Matches as arrows",
+            pictures.arrows(a, offset, found.confidence, limit),
             "the surer half, up to the wheel's rim",
         ),
         "confidence": Panel(
-            "Confidence", pictures.shades(found.confidence, "cividis"),
+            "Confidence",
+            pictures.shades(found.confidence, "cividis"),
             f"there and back, and no second best; {found.sure:.0%} pass with {SURE:g} or more",
             pictures.bar_legend(1.0, "confidence", "cividis"),
         ),
-    }  # fmt: skip
+    }
     if truth is not None:
         error = (offset - truth).norm(dim=-1)
         panels["error"] = Panel(
-            "Error against the ground truth", pictures.shades(error / 4), "grey: truth unknown",
+            "Error against the ground truth",
+            pictures.shades(error / 4),
+            "grey: truth unknown",
             pictures.bar_legend(4.0, "error, px (4 and more: bright)"),
-        )  # fmt: skip
+        )
     pictures.save_each(panels, out)
     first = [Panel("Photograph A", a, "its patches are the queries")]
     if truth is None:

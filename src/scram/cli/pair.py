@@ -59,9 +59,13 @@ def pair_of(a: Tensor, b: Tensor, patch: int = MATCH_PATCH, width: int = MATCH_W
 
 
 def find(
-    pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: Impl = "auto",
+    pair: Pair,
+    setting: Search,
+    radius: int = MATCH_RADIUS,
+    scale: float = MATCH_SCALE,
+    impl: Impl = "auto",
     tail: Clusters | None = None,
-) -> Found:  # fmt: skip
+) -> Found:
     """Search and attend, with clusters for the keys outside the windows where a tail asks for them.
 
     The seconds of a first call hold what it compiles.

@@ -128,10 +128,13 @@ def _measure(mesh: Any, device: str, file: str, mode: Mode, backward: bool) -> S
     for _ in range(CALLS):
         call(*rows)
     return {
-        "seconds": times[2:], "waited": statistics.median(one.waited for one in counted[2:]),
-        "sent": counted[1].sent, "received": counted[1].received,
-        "peak_bytes": None if peak is None else max(0, peak - before), **_squares(whole, rows, out, device, kind),
-    }  # fmt: skip
+        "seconds": times[2:],
+        "waited": statistics.median(one.waited for one in counted[2:]),
+        "sent": counted[1].sent,
+        "received": counted[1].received,
+        "peak_bytes": None if peak is None else max(0, peak - before),
+        **_squares(whole, rows, out, device, kind),
+    }
 
 
 def _call(mesh: Any, q: Tensor, k: Tensor, v: Tensor, mode: Mode, backward: bool) -> Tensor:

@@ -35,7 +35,16 @@ def run(image: str, width: int | None, height: int | None, out: Path, changed: d
     ]
     rows = [("result", f"{size[1]} x {size[0]}"), *notes.items(), ("time", f"{seconds:.2f} s on {device}")]
     return report(
-        "retarget", image, picture, panels, out, device, rows, ["retargeted.png"],
-        result=list(size), seconds=seconds, settings=asdict(settings),
+        "retarget",
+        image,
+        picture,
+        panels,
+        out,
+        device,
+        rows,
+        ["retargeted.png"],
+        result=list(size),
+        seconds=seconds,
+        settings=asdict(settings),
         patch_distance={name: {"to_source": x, "from_source": y} for name, (x, y) in far.items()},
-    )  # fmt: skip
+    )

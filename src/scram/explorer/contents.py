@@ -158,10 +158,17 @@ def stored(attention: Attention, channels: Channels, most_bytes: int, coarsest: 
             heads.append({"step": step, "value_step": value_step, "channels": len(kept_keys[g]), **off})
     if attention.codebook is not None:
         _clusters(packed, attention, channels, kept_keys, kept_values)
-    about = {"heads": heads, "base_step": base_step, "early_matches": early, "values_kept": 1 - max(lost),
-             "score_error": score_error, "map_error": max(head["map_error"] for head in heads),
-             "width": attention.q.shape[-1], "channels": [len(some) for some in kept_keys],
-             "value_channels": [len(some) for some in kept_values]}  # fmt: skip
+    about = {
+        "heads": heads,
+        "base_step": base_step,
+        "early_matches": early,
+        "values_kept": 1 - max(lost),
+        "score_error": score_error,
+        "map_error": max(head["map_error"] for head in heads),
+        "width": attention.q.shape[-1],
+        "channels": [len(some) for some in kept_keys],
+        "value_channels": [len(some) for some in kept_values],
+    }
     return Contents(packed, about)
 
 
@@ -192,9 +199,14 @@ def _lost(whole: Floats, planes: NDArray[np.int16], kept: list[int], step: float
 
 
 def _off(
-    q: Tensor, k: Tensor, centre: Tensor, q_planes: NDArray[np.int16], k_planes: NDArray[np.int16], kept: list[int],
+    q: Tensor,
+    k: Tensor,
+    centre: Tensor,
+    q_planes: NDArray[np.int16],
+    k_planes: NDArray[np.int16],
+    kept: list[int],
     step: float,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """How far weights by rounded features are from exact ones: the share of the attention that lies elsewhere."""
     at = torch.linspace(0, len(q) - 1, min(CHECKED, len(q))).long()
     exact = (q[at].double() @ (k.double() - centre).T).softmax(-1)
@@ -233,9 +245,12 @@ def _cluster_bytes(attention: Attention) -> int:
 
 
 def _clusters(
-    packed: Packed, attention: Attention, channels: Channels, kept_keys: Sequence[list[int]],
+    packed: Packed,
+    attention: Attention,
+    channels: Channels,
+    kept_keys: Sequence[list[int]],
     kept_values: Sequence[list[int]],
-) -> None:  # fmt: skip
+) -> None:
     """Centres and mean values in the same coordinates, of each head of clusters."""
     book = attention.codebook
     assert book is not None

@@ -116,9 +116,14 @@ def denoise_picture(noisy: Tensor, sigma: float, settings: Settings) -> Tensor:
     features = basis(noisy)
     start = Matches.identity(noisy.shape[:2], device=noisy.device)
     how = Search(
-        matches=settings.matches, separation=settings.radius, sweeps=settings.sweeps, jumps=(4, 1),
-        propagate="shift", gossip=2, seed=settings.seed,
-    )  # fmt: skip
+        matches=settings.matches,
+        separation=settings.radius,
+        sweeps=settings.sweeps,
+        jumps=(4, 1),
+        propagate="shift",
+        gossip=2,
+        seed=settings.seed,
+    )
     # The start is the query's own place, which nothing beats; the other matches keep their distance from it.
     found = start if settings.matches == 1 else search(features, features, search=how, score="l2", warm=start)
     values = unfold(noisy, settings.patch)

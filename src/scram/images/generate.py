@@ -19,9 +19,13 @@ ALPHA = 0.05  # completeness: less is more of it
 
 @torch.no_grad()
 def generate(
-    picture: Tensor, size: tuple[int, int] | None = None, settings: Settings = DEFAULT, *, variety: float = 0.3,
+    picture: Tensor,
+    size: tuple[int, int] | None = None,
+    settings: Settings = DEFAULT,
+    *,
+    variety: float = 0.3,
     progress: Progress | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A new picture of the same texture or scene.
 
     The start is the picture at its coarsest level, its parts moved by random distances; `settings.seed` draws them.

@@ -109,9 +109,13 @@ def _filled(picture: Tensor, hole: Tensor, settings: Settings | None, told: Prog
         known, missing = shrink_known(picture, hole, size)
         done, share = sum(work[:level]) / sum(work), work[level] / sum(work)
         above = _fill(
-            known, missing, above, steps, level * settings.iterations,
+            known,
+            missing,
+            above,
+            steps,
+            level * settings.iterations,
             lambda x, done=done, share=share: told(done + share * x),  # type: ignore[misc]
-        )  # fmt: skip
+        )
     assert above is not None
     return torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
 
@@ -182,9 +186,13 @@ def _levels(hole: Tensor, side: int) -> list[tuple[int, int]]:
 
 
 def _fill(
-    known: Tensor, hole: Tensor, above: tuple[Tensor, Matches] | None, steps: list[Settings], first_step: int,
+    known: Tensor,
+    hole: Tensor,
+    above: tuple[Tensor, Matches] | None,
+    steps: list[Settings],
+    first_step: int,
     told: Progress,
-) -> tuple[Tensor, Matches]:  # fmt: skip
+) -> tuple[Tensor, Matches]:
     """One level: from the guess and the matches of the level above to those of this one.
 
     Args:

@@ -129,9 +129,18 @@ def match(
     (torch.Size([48, 64, 2]), ((1.0, 90.0),))
     """
     settings = Settings(
-        patch, min(width, 3 * patch * patch), matches, separation, radius, sweeps, scale, seed,
-        tuple(map(float, scales)), tuple(map(float, rotations)), impl,
-    )  # fmt: skip
+        patch,
+        min(width, 3 * patch * patch),
+        matches,
+        separation,
+        radius,
+        sweeps,
+        scale,
+        seed,
+        tuple(map(float, scales)),
+        tuple(map(float, rotations)),
+        impl,
+    )
     a, b = _coloured("a", a), _coloured("b", b)
     poses = _poses(settings)
     tell: Advance = progress or (lambda share, what: None)
@@ -231,9 +240,14 @@ def _in_pose(
     clock("check")
     place = torch.where(found, posed.origin(out[..., 3:]), torch.nan)
     return Matching(
-        place, torch.where(found[..., 0], confidence, 0), out[..., :3], best.score[0, 0, ..., 0],
-        torch.zeros_like(best.index[0, 0, ..., 0], dtype=torch.int64), (pose,), seconds,
-    )  # fmt: skip
+        place,
+        torch.where(found[..., 0], confidence, 0),
+        out[..., :3],
+        best.score[0, 0, ..., 0],
+        torch.zeros_like(best.index[0, 0, ..., 0], dtype=torch.int64),
+        (pose,),
+        seconds,
+    )
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,16 @@ class Source:
 
 
 def nearest(
-    q: Tensor, k: Tensor, settings: Settings, step: int = 0, *, score: ScoreName = "l2", matches: int = 1,
-    key_mask: Tensor | None = None, warm: Matches | None = None,
-) -> Matches:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    settings: Settings,
+    step: int = 0,
+    *,
+    score: ScoreName = "l2",
+    matches: int = 1,
+    key_mask: Tensor | None = None,
+    warm: Matches | None = None,
+) -> Matches:
     """The best keys of every query, q [1, n, h, w, E], k [1, 1, h', w', E]; by brute force on small grids."""
     if q[..., 0].numel() * k[..., 0].numel() <= DENSE:
         return exact_search(q, k, matches=matches, key_mask=key_mask, score=score)
@@ -123,10 +130,17 @@ def complete_keys(
 
 
 def update(
-    guess: Tensor, source: Source, settings: Settings, step: int = 0, *, blurred: Tensor | None = None,
-    weight: Tensor | None = None, tiles: Tiles | None = None, alpha: float | None = None,
+    guess: Tensor,
+    source: Source,
+    settings: Settings,
+    step: int = 0,
+    *,
+    blurred: Tensor | None = None,
+    weight: Tensor | None = None,
+    tiles: Tiles | None = None,
+    alpha: float | None = None,
     warm: Matches | None = None,
-) -> tuple[Tensor, Matches]:  # fmt: skip
+) -> tuple[Tensor, Matches]:
     """One step: patches of the guess [H, W, C] find patches of the source, and those vote for the next guess.
 
     Args:
@@ -189,9 +203,13 @@ def tile_vote(patches: Tensor, weight: Tensor, tiles: Tiles, side: int, focus: f
 
 
 def coarse_to_fine(
-    guess: Tensor, sources: Sequence[Tensor], sizes: Sequence[tuple[int, int]], settings: Settings,
-    alpha: float | None, progress: Progress,
-) -> Tensor:  # fmt: skip
+    guess: Tensor,
+    sources: Sequence[Tensor],
+    sizes: Sequence[tuple[int, int]],
+    settings: Settings,
+    alpha: float | None,
+    progress: Progress,
+) -> Tensor:
     """From a guess at the coarsest size to a picture at the finest, all of it made of patches of the source.
 
     Args:
