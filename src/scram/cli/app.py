@@ -402,7 +402,8 @@ def judge(
         if scale is not None:
             arguments.check_positive("scale", scale)
         chosen = arguments.check_backends(backend or arguments.JUDGED)
-        three, extents = arguments.three_names(names), None if grid is None else arguments.extents(grid)
+        three = arguments.three_names(names)
+        extents = None if grid is None else arguments.extents(grid)
         from .judge import run
         from .tensors import Layout
 
@@ -446,7 +447,8 @@ def explore(
         arguments.check_device(device)
         arguments.check_explored(a, b, sample, panes, scale, patch)
         arguments.check_of_tensors(sample or a, axes, grid, size)
-        three, extents = arguments.three_names(names), None if grid is None else arguments.extents(grid)
+        three = arguments.three_names(names)
+        extents = None if grid is None else arguments.extents(grid)
         from .explore import Settings, run
 
         settings = Settings(

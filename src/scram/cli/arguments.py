@@ -8,7 +8,9 @@ from typing import Any, get_args
 
 from ..options import Impl, JudgedLayout, Mode, Panes
 
-MATCH_PATCH, MATCH_WIDTH, MATCH_RADIUS = 11, 32, 1
+MATCH_PATCH = 11
+MATCH_WIDTH = 32
+MATCH_RADIUS = 1
 # On unit features a score is a cosine; times 100 (CLIP's sharpest temperature) the softmax has clear peaks.
 MATCH_SCALE = 100.0
 PAIRS = ("city", "motorcycle")
@@ -25,7 +27,9 @@ PARTS = ("forward", "backward", "search", "flex")
 BACKENDS = ("sdpa", "scram", "scram-windows", "scram-paper", "full", "local", "flex-local", "natten", "brute-force")
 JUDGED = ("sdpa", "scram", "scram-windows")  # without --backend
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-LAYOUTS, IMPLS, PANES = get_args(JudgedLayout), get_args(Impl), get_args(Panes)
+LAYOUTS = get_args(JudgedLayout)
+IMPLS = get_args(Impl)
+PANES = get_args(Panes)
 ALL_PARTS = (*PARTS, "pynndescent", "natten")  # one compiles for minutes, one installs in few places: by name only
 
 

@@ -42,7 +42,10 @@ def run(
     target = out / "denoised" if film.names else out / "denoised.mp4"
     writer: Writer | FolderWriter = FolderWriter(target, film.names) if film.names else Writer(target, film.rate)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    before, after, sheet, start = [], [], None, perf_counter()
+    before = []
+    after = []
+    sheet = None
+    start = perf_counter()
     try:
         with writer, progress_line(*columns, TimeRemainingColumn(), total=film.count) as (bar, task):
             bar.update(task, description="denoising")
@@ -110,7 +113,9 @@ class _Source:
     """The noisy frames; those that were given out and not yet denoised are in `seen`, as (picture, noisy)."""
 
     def __init__(self, film: Film, head: list[Picture], added: float | None, seed: int) -> None:
-        self.film, self.added, self.rng = film, added, np.random.default_rng(seed)
+        self.film = film
+        self.added = added
+        self.rng = np.random.default_rng(seed)
         self.head = [(picture, self._noisy(picture.pixels)) for picture in head]
         self.first = [noisy for _, noisy in self.head]
         self.seen: deque[tuple[Picture, Tensor]] = deque()
@@ -125,7 +130,8 @@ class _Source:
         for both in self.head:
             self.seen.append(both)
             yield both[1]
-        self.head, self.first = [], []
+        self.head = []
+        self.first = []
         for picture in self.film.frames:
             both = (picture, self._noisy(picture.pixels))
             self.seen.append(both)

@@ -115,7 +115,8 @@ def from_pictures(
     ]
     rgb = [picture.rgb for picture in small]
     features = PatchFeatures.fit(rgb[0], min(settings.width, 3 * settings.patch**2), settings.patch)
-    q, k = features(rgb[0]), features(rgb[-1])
+    q = features(rgb[0])
+    k = features(rgb[-1])
     title = " and ".join(dict.fromkeys(names))
     scale = MATCH_SCALE if settings.scale is None else settings.scale
     return (q, k, rgb[-1][None, None].contiguous()), {"pictures": rgb, "scale": scale, "notes": notes, "title": title}
@@ -157,7 +158,8 @@ def _size(picture: Picture) -> str:
 
 def _thinned(made: Explorer) -> list[str]:
     """What the page leaves out, for the terminal."""
-    about, found = made.numbers, []
+    about = made.numbers
+    found = []
     if about["thinned"]:
         found.append(f"the grid is thinned, every {about['thinned']['stride']}th point of each axis; the page says so")
     if about["queries"]["stride"] > 1:
@@ -167,7 +169,8 @@ def _thinned(made: Explorer) -> list[str]:
 
 def table(numbers: Numbers) -> Table:
     """The numbers for people."""
-    quality, grids = numbers["quality"], (numbers["queries"]["whole"], numbers["keys"]["grid"])
+    quality = numbers["quality"]
+    grids = (numbers["queries"]["whole"], numbers["keys"]["grid"])
     queries, keys = (" x ".join(map(str, grid)) for grid in grids)
     rows = {
         "queries, keys": f"{queries}, {keys}",

@@ -27,7 +27,9 @@ def run(
     picture = open_image(image)
     size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
     channels = channels_of(picture).to(device)
-    panels, made, files = [Panel("Source", shown(picture))], [], []
+    panels = [Panel("Source", shown(picture))]
+    made = []
+    files = []
     with bar("generating") as told:
         for number in range(count):
             own = replace(settings, seed=settings.seed + number)
@@ -36,7 +38,8 @@ def run(
                     channels, size, own, variety=variety, progress=lambda share: told((number + share) / count)
                 )
             )
-            result, name = with_channels(picture, x), f"generated-{own.seed}.png"
+            result = with_channels(picture, x)
+            name = f"generated-{own.seed}.png"
             write(result, out / name)
             there, back = two_way(x.to(device), channels, settings)
             panels.append(Panel(f"Seed {own.seed}", shown(result), f"{seconds:.1f} s"))

@@ -34,7 +34,8 @@ def run(
     settings = replace(SHARP if sharp else suited(picture.pixels, hole), **changed)
     if mask is None and not rectangles:
         picture = replace(picture, alpha=torch.where(hole.unsqueeze(-1), 1.0, _alpha(picture)))
-    before, channels = picture, channels_of(picture).to(device)
+    before = picture
+    channels = channels_of(picture).to(device)
     rows, columns = surroundings(hole)
     pixels = (rows.stop - rows.start) * (columns.stop - columns.start)
     check_patches(image, pixels, channels.shape[-1] + 2, settings.patch, "inpainting", device)  # 2: how rough it is

@@ -228,7 +228,8 @@ def table(rows: dict[str, Judgement | str], about: Numbers) -> Table:
 
 
 def _time(one: Judgement) -> tuple[str, str, str]:
-    time, faster = one.timing, float(f"{one.ratio:.3g}")
+    time = one.timing
+    faster = float(f"{one.ratio:.3g}")
     least, most = (f"{x / time.seconds - 1:+.0%}" for x in (time.least, time.most))
     spread = f" ({least}, {most})" if time.calls > 1 else ""
     peak = "" if time.peak_bytes is None else f"{time.peak_bytes / 2**20:.0f}"

@@ -52,7 +52,8 @@ def area_under_curve(confidence: Tensor, hit: Tensor) -> float | None:
     >>> area_under_curve(torch.tensor([0.9, 0.5, 0.5, 0.1]), torch.tensor([True, True, False, False]))
     0.875
     """
-    right, wrong = confidence[hit].double().sort().values, confidence[~hit].double().contiguous()
+    right = confidence[hit].double().sort().values
+    wrong = confidence[~hit].double().contiguous()
     if not len(right) or not len(wrong):
         return None
     above = len(right) - torch.searchsorted(right, wrong, right=True)
@@ -66,7 +67,8 @@ def errors(offset: Tensor, truth: Tensor, confidence: Tensor) -> dict[str, float
     if not known.any():
         raise ValueError("the ground truth holds no finite value")
     difference = (offset - truth)[known].nan_to_num(torch.inf)
-    error, sure = difference.norm(dim=-1), confidence[known]
+    error = difference.norm(dim=-1)
+    sure = confidence[known]
     hit = error <= NEAR
     passed = sure >= SURE
     return {
@@ -97,7 +99,8 @@ def run(
         if a is not None and b is not None:
             check_memory(a, b, size, settings, device)
         read_a, read_b, known = _inputs(a, b, sample, truth, size)
-        picture_a, picture_b = read_a.rgb, read_b.rgb
+        picture_a = read_a.rgb
+        picture_b = read_b.rgb
         plain = {"a": plain_share(picture_a, settings.patch), "b": plain_share(picture_b, settings.patch)}
         settings = replace(settings, impl=dispatch.choose(settings.impl, torch.device(device), torch.float32).name)
         start = perf_counter()
@@ -178,14 +181,16 @@ def _inputs(
     if a is None or b is None:
         picture_a, picture_b = map(Picture, sample_pair(size))
     else:
-        picture_a, picture_b = read(a, size), read(b, size)
+        picture_a = read(a, size)
+        picture_b = read(b, size)
     height, width = picture_a.pixels.shape[:2]
     return picture_a, picture_b, None if truth is None else read_truth(truth, (height, width))
 
 
 def draw(a: Tensor, b: Tensor, found: Matching, truth: Tensor | None, out: Path) -> None:
     """Write the single pictures and the sheet that holds them all."""
-    offset, limit = found.offset, pictures.wheel_limit(found.offset, share=0.8)
+    offset = found.offset
+    limit = pictures.wheel_limit(found.offset, share=0.8)
     panels = {
         "field": Panel(
             "Match field",

@@ -52,7 +52,8 @@ class Found:
 
 def pair_of(a: Tensor, b: Tensor, patch: int = MATCH_PATCH, width: int = MATCH_WIDTH, device: str = "cpu") -> Pair:
     """Patch features of both photographs from one PCA, fitted on A."""
-    a, b = a.to(device), b.to(device)
+    a = a.to(device)
+    b = b.to(device)
     features = PatchFeatures.fit(a, min(width, 3 * patch * patch), patch)
     places = own_places(*b.shape[:2]).to(device)
     return Pair(a, b, features(a), features(b), torch.cat((b, places), -1)[None, None])
@@ -70,7 +71,9 @@ def find(
 
     The seconds of a first call hold what it compiles.
     """
-    device, codebook, seconds = pair.q.device.type, None, {}
+    device = pair.q.device.type
+    codebook = None
+    seconds = {}
     start = now(device)
     matches = search(pair.q, pair.k, search=setting, impl=impl)
     seconds["search"] = now(device) - start

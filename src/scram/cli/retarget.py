@@ -22,7 +22,8 @@ def run(image: str, width: int | None, height: int | None, out: Path, changed: d
     with bar("retargeting") as told:
         made, seconds = timed(lambda: retarget(channels, size, settings, progress=told))
     stretched = resize(channels, size)
-    result, plain = with_channels(picture, made), with_channels(picture, stretched)
+    result = with_channels(picture, made)
+    plain = with_channels(picture, stretched)
     write(result, out / "retargeted.png")
     far = {
         name: two_way(x.to(device), channels, settings) for name, x in (("retargeted", made), ("resized", stretched))

@@ -198,7 +198,8 @@ def _laid_out(name: str, x: Tensor, layout: Layout) -> Tensor:
         raise ValueError(f"{name} has {shape}, --axes must name each of them once, with an e: got {axes}")
     for letter in "hb":
         if letter not in axes:
-            x, axes = x.unsqueeze(0), letter + axes
+            x = x.unsqueeze(0)
+            axes = letter + axes
     points = [letter for letter in axes if letter not in "bhe"]
     x = x.permute([axes.index(letter) for letter in ("b", "h", *points, "e")])
     if layout.grid is not None:

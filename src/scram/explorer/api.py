@@ -134,7 +134,8 @@ def explore(
     one = panes == "one" or (panes == "auto" and grid_of(q) == grid_of(k) and len(shown) < 2)
     if one and grid_of(q) != grid_of(k):
         raise ValueError(f'panes="one" needs equal grids of queries and keys, got {grid_of(q)} and {grid_of(k)}')
-    whole, samples = (grid_of(q), grid_of(k)), q.shape[0]
+    whole = (grid_of(q), grid_of(k))
+    samples = q.shape[0]
     part, stride, channels = _thin_enough(q[batch], k[batch], v[batch], score, factor, budget, most_points)
     q, k, v = (thinned(x[batch : batch + 1], stride, 2) for x in (q, k, v))
     shown = [thinned(x, stride, 0) for x in shown]
@@ -253,7 +254,8 @@ def _thin_enough(
 
     So many that there are not too many keys, nor queries that can be thinned more, and that rounded features fit.
     """
-    rank, stride = q.ndim - 2, 0
+    rank = q.ndim - 2
+    stride = 0
     while True:
         stride += 1
         less = [thinned(x, stride, 1) for x in (q, k, v)]

@@ -84,7 +84,10 @@ class Writer:
     """
 
     def __init__(self, path: Path, rate: Fraction) -> None:
-        self.path, self.rate, self.count, self.av = path, rate, 0, _av()
+        self.path = path
+        self.rate = rate
+        self.count = 0
+        self.av = _av()
         self.temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
         self.container: Any = None
 
@@ -125,7 +128,9 @@ class FolderWriter:
     """Writes frames as pictures into a folder, each under the name it had, as a .png."""
 
     def __init__(self, path: Path, names: list[str]) -> None:
-        self.path, self.names, self.count = path, names, 0
+        self.path = path
+        self.names = names
+        self.count = 0
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, picture: Picture) -> None:

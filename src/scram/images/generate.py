@@ -49,7 +49,8 @@ def generate(
     old = (picture.shape[0], picture.shape[1])
     size = check_extents(old if size is None else size)
     check_picture(picture, size, settings.patch)
-    given, picture = picture.dtype, widened(picture)
+    given = picture.dtype
+    picture = widened(picture)
     if not 0 <= variety < float("inf"):
         raise ValueError(f"variety must be at least 0 and finite, got {variety}")
     levels = scales(min(*old, *size), COARSEST * settings.patch, RATIO)

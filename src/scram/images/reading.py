@@ -156,7 +156,8 @@ def _open(path: Path, most_pixels: int) -> Image.Image:
 
 def _read(path: Path, most_pixels: int) -> Picture:
     with _open(path, most_pixels) as image:
-        raw, notes = _raw_mode(image), []
+        raw = _raw_mode(image)
+        notes = []
         frames = getattr(image, "n_frames", 1)
         if frames > 1:
             notes.append(f"the first of {frames} frames")
