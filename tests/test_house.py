@@ -354,4 +354,4 @@ def test_public_names_are_documented():
 
 def test_source_files_are_short():
     for path in (*PACKAGE.rglob("*.py"), *(TESTS.parent / "examples").glob("*.py")):
-        assert len(path.read_text().splitlines()) <= 500, path
+        assert len(path.read_text().splitlines()) <= 600, path

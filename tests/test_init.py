@@ -1,11 +1,15 @@
 """The package: public names arrive when first used, stay, and are the same in every order of imports."""
 
+import inspect
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import scram
+import scram.distributed
+import scram.images
 from with_torch import WITHOUT_TORCH, printed
 
 pytestmark = pytest.mark.slow
@@ -61,3 +65,25 @@ compiled = torch.compile(attention, backend="eager", fullgraph=True)(q)
 print(torch.equal(compiled, attention(q)))
 """
     assert printed(code, before=WITHOUT_TORCH) == "True"
+
+
+def test_dir_lists_public_names_alone():
+    assert set(scram.__all__) <= set(dir(scram))
+    others = set(dir(scram)) - set(scram.__all__)
+    assert [name for name in others if not (name.startswith("__") and name.endswith("__"))] == []
+
+
+def test_public_signatures_have_no_private_parameter():
+    rooms = (scram, scram.nn, scram.images, scram.distributed)
+    public = {f"{room.__name__}.{name}": getattr(room, name) for room in rooms for name in room.__all__}
+    functions = {name: one for name, one in public.items() if inspect.isfunction(one)}
+    for name, one in public.items():
+        methods = vars(one) if inspect.isclass(one) else {}
+        shown = {key: x for key, x in methods.items() if key == "__init__" or not key.startswith("_")}
+        functions |= {f"{name}.{key}": x for key, x in shown.items() if inspect.isfunction(x)}
+    signatures = {name: inspect.signature(one) for name, one in functions.items()}
+    assert "key_mask" in signatures["scram.attention"].parameters
+    private = {name: [p for p in one.parameters if p.startswith("_")] for name, one in signatures.items()}
+    assert {name: names for name, names in private.items() if names} == {}
+    with pytest.raises(TypeError, match=r"it takes q, k, v.*, impl$"):
+        scram.attention(torch.zeros(1, 1, 2, 2, 2), None, None, zzz=1)

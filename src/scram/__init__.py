@@ -73,7 +73,7 @@ class _Package(ModuleType):
         super().__setattr__(name, getattr(value, name, value) if name in ("judge", "trust", "tune") else value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+        return sorted({*__all__, *(name for name in super().__dir__() if name.startswith("__"))})
 
 
 sys.modules[__name__].__class__ = _Package

@@ -51,7 +51,7 @@ def explains(function: Callable[P, R]) -> Callable[P, R]:
 
 def unknown_arguments(function: str, names: Iterable[str], known: Iterable[str]) -> TypeError:
     """The error for keyword arguments `names` that `function` does not take; it takes `known`."""
-    takes = [name for name in known if name != "self"]
+    takes = [name for name in known if name != "self" and not name.startswith("_")]
     return TypeError(". ".join(f"{function}() has no argument {name}; {_way_out(name, takes)}" for name in names))
 
 

@@ -113,6 +113,45 @@ def test_flags_take_no_value_in_the_help() -> None:
     assert re.search("--json +Print", call("info", "--help")[1])
 
 
+class Odd(Exception):
+    """No package raises it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (Odd("two\nlines"), "Odd: two; `scram --traceback COMMAND ...` shows where"),
+        (RecursionError("too deep"), "RecursionError: too deep; `scram --traceback COMMAND ...` shows where"),
+        (KeyError("a"), "KeyError: 'a'; `scram --traceback COMMAND ...` shows where"),
+        (MemoryError(), "out of memory; give smaller pictures, tensors or sizes"),
+        (
+            MemoryError("Unable to allocate 9 TiB"),
+            "out of memory: Unable to allocate 9 TiB; give smaller pictures, tensors or sizes",
+        ),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:9] DefaultCPUAllocator: can't allocate memory\nat 0x1"),
+            "out of memory: [enforce fail at alloc_cpu.cpp:9] DefaultCPUAllocator: can't allocate memory; "
+            "give smaller pictures, tensors or sizes",
+        ),
+        (ValueError("scale must be positive"), "scale must be positive"),
+        (ValueError(), "ValueError"),
+        (FileNotFoundError(2, "No such file", "a.png"), "a.png: No such file"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, Exception) else "",
+)
+def test_whatever_goes_wrong_is_one_line(error: Exception, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("scram.cli.info.run", fails)
+    assert call("info") == (2, "", f"scram: {line}\n")
+    code, printed, complaint = call("--traceback", "info")
+    assert (code, printed) == (2, "")
+    assert complaint.startswith("Traceback (most recent call last):")
+    assert "in fails" in complaint
+    assert complaint.endswith(f"scram: {line}\n")
+
+
 # For each screen a process of its own, a fork: torch is imported once.
 INTERRUPTED = """
 import os, signal, sys, time, torch

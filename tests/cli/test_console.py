@@ -24,6 +24,11 @@ def test_a_folder_is_kept_once_it_holds_something(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "full" / "row").exists()
 
 
+def test_a_complaint_is_one_line_of_letters(capsys: pytest.CaptureFixture[str]) -> None:
+    console_module.complain("a name\x1b[31m\x07 of\n\x0ca file: größer")
+    assert capsys.readouterr().err == "scram: a name?[31m? of a file: größer\n"
+
+
 @pytest.mark.slow
 def test_each_stage_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=120)

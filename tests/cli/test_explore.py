@@ -72,6 +72,10 @@ def np_picture(height, width):
         ("a.png --panes tow", "panes must be one of auto, one, two, got tow; did you mean two?"),
         ("a.png --scale 0", "scale must be positive and finite, got 0.0"),
         ("a.png --patch 4", "patch must be odd, got 4"),
+        ("qkv.npz --grid 5x5", "q has 4 x 6 = 24 points, but the grid 5 x 5 has 25"),
+        ("qkv.npz --size 64", "--size is for pictures, and qkv.npz holds tensors; leave it out"),
+        ("a.png --grid 48x85", "--grid is for tensors, and a.png is a picture; leave it out"),
+        ("--sample city --axes yxe", "--axes is for tensors, and city is a picture; leave it out"),
         ("broken.png", "broken.png: not a picture of a kind that is read"),
         ("small.png", "a 3 x 3 picture is too small for 11 x 11 patches"),
     ],
@@ -80,6 +84,7 @@ def test_refusals_are_one_line_and_leave_the_old_page(arguments, message, pair, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.png").write_bytes((pair / "a.png").read_bytes())
     (tmp_path / "broken.png").write_text("no picture")
+    np.savez(tmp_path / "qkv.npz", **dict.fromkeys("qkv", np.zeros((1, 1, 4, 6, 2), np.float32)))
     Image.new("RGB", (3, 3)).save(tmp_path / "small.png")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "explore.html").write_text("old")

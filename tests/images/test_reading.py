@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from scram.images.reading import Picture, read, write
+from scram.images.reading import Picture, read, shape_of, write
 
 RNG = np.random.default_rng(0)
 COLOUR = RNG.integers(0, 256, (9, 12, 3), dtype=np.uint8)
@@ -165,9 +165,9 @@ def test_resizing_keeps_aspect_and_depth(bits):
         picture.resized(0)
 
 
-def bomb():
-    """A PNG that says it has 60000 x 60000 pixels."""
-    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+def bomb(side=60000):
+    """A PNG that says it has that many pixels on a side."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     parts = [(b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b"")]
     chunks = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in parts)
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
@@ -198,6 +198,37 @@ def test_what_is_refused(tmp_path, content, message):
         read(tmp_path / "a.png")
     assert str(caught.value).startswith(str(tmp_path / "a.png"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "P", "1"])
+def test_the_shape_is_known_without_unpacking(tmp_path, mode):
+    Image.fromarray(COLOUR).convert(mode).save(tmp_path / "a.png")
+    assert shape_of(tmp_path / "a.png") == (9, 12, {"L": 1, "1": 1, "LA": 2, "RGB": 3}.get(mode, 4))
+    (tmp_path / "b.png").write_bytes(bomb(9999))
+    assert shape_of(tmp_path / "b.png") == (9999, 9999, 3)
+    (tmp_path / "b.png").write_bytes(bomb(12000))
+    with pytest.raises(ValueError, match=r"b\.png: 12000 x 12000 pixels are more than 100,000,000"):
+        shape_of(tmp_path / "b.png")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP", "GIF", "BMP", "PPM", "TGA", "ICO"])
+def test_broken_bytes_are_refused(tmp_path, kind):
+    """Any byte of a file may be wrong: it is read, or refused as wrong input is."""
+    whole = saved(Image.fromarray(COLOUR), kind)
+    rng = np.random.default_rng(0)
+    path = tmp_path / "a"
+    for _ in range(40):
+        data = bytearray(whole)
+        for _ in range(rng.integers(1, 6)):
+            place = rng.integers(min(len(data), 100)) if rng.random() < 0.7 else rng.integers(len(data))
+            data[place] = rng.integers(256)
+        path.write_bytes(data[: rng.integers(len(data))] if rng.random() < 0.1 else data)
+        try:
+            picture = read(path, most_pixels=10_000)
+        except ValueError as error:
+            assert str(error).startswith(str(path))  # noqa: PT017
+        else:
+            assert picture.rgb.isfinite().all()
 
 
 def test_missing_files_and_large_ones(tmp_path):

@@ -41,7 +41,11 @@ class Command(PlainFlags, TyperCommand):
 
 
 class Group(PlainFlags, TyperGroup):
-    """All commands. Errors of usage are one line too, not a box."""
+    """All commands. Whatever goes wrong, in usage or in a command, is one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line_errors(ctx.params["traceback"]):
+            return super().invoke(ctx)
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
         if not settings.get("standalone_mode", True):
@@ -113,14 +117,19 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Rebuild photograph A from the pixels of photograph B, and measure it against exact attention."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         from .demo import run
 
         run(out, size, seed, arguments.one_of("impl", impl, arguments.IMPLS)).finish(out / "demo.json", as_json)
 
 
-@_command("match left.png right.png", "match --sample motorcycle", "match a.jpg b.jpg --size 240 --out /tmp/m --json",
-          "match a.jpg small.jpg --scales 0.5,1,2", "match a.jpg turned.jpg --rotations 0,90,180,270")  # fmt: skip
+@_command(
+    "match left.png right.png",
+    "match --sample motorcycle",
+    "match a.jpg b.jpg --size 240 --out /tmp/m --json",
+    "match a.jpg small.jpg --scales 0.5,1,2",
+    "match a.jpg turned.jpg --rotations 0,90,180,270",
+)
 def match(
     a: Annotated[Path | None, Argument(help="Photograph A; its pixels are the queries.", show_default=False)] = None,
     b: Annotated[Path | None, Argument(help="Photograph B; its pixels are the keys.", show_default=False)] = None,
@@ -143,7 +152,7 @@ def match(
     as_json: Json = False,
 ) -> None:
     """Find every pixel of A in B: a colour-coded match field, B warped onto A, arrows, a confidence, numbers."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         arguments.check_positive("scale", scale)
         poses = arguments.numbers("scales", scales, 0.1, 10), arguments.numbers("rotations", rotations, -360, 360)
@@ -156,8 +165,13 @@ def match(
         run(a, b, sample, truth, out, size, settings, device).finish(out / "match.json", as_json)
 
 
-@_command("denoise photo.jpg", "denoise camera --add-noise 25", "denoise photo.png --sigma 15 --out /tmp/d --json",
-          "denoise film.mp4", "denoise folder_of_frames --reach 3")  # fmt: skip
+@_command(
+    "denoise photo.jpg",
+    "denoise camera --add-noise 25",
+    "denoise photo.png --sigma 15 --out /tmp/d --json",
+    "denoise film.mp4",
+    "denoise folder_of_frames --reach 3",
+)
 def denoise(
     image: Annotated[str, Argument(help=f"A picture, film, folder of frames, or {', '.join(PHOTOGRAPHS)}.")],
     out: Out = Path("scram-denoise"),
@@ -174,7 +188,7 @@ def denoise(
     as_json: Json = False,
 ) -> None:
     """Remove noise from a picture or a film by non-local means; with --add-noise, measure it."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         if strength is not None:
             arguments.check_positive("strength", strength)
@@ -212,7 +226,7 @@ def inpaint(
     as_json: Json = False,
 ) -> None:
     """Fill holes of a picture with patches from elsewhere in it; without a mask, what is transparent."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         arguments.is_photograph(image)
         if mask is not None:
@@ -240,7 +254,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Make new pictures of the same texture or scene out of patches of a picture."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         arguments.is_photograph(image)
         width, height = (None, None) if size is None else arguments.picture_size(size)
@@ -262,7 +276,7 @@ def retarget(
     as_json: Json = False,
 ) -> None:
     """Make a picture narrower or wider, lower or higher, without squeezing what it shows."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         arguments.is_photograph(image)
         width, height = arguments.picture_size(size)
@@ -282,7 +296,7 @@ def figures(
     as_json: Json = False,
 ) -> None:
     """Draw the paper's figures: attention maps, separated modes, sweeps of the search, recall and mass."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         names = arguments.some_of("only must name", only, FIGURES)
         if data is not None and "curves" in names:
             for name in TRAINED:
@@ -292,8 +306,13 @@ def figures(
         run(out, names, size, data, seed).finish(out / "figures.json", as_json)
 
 
-@_command("bench", "bench --sizes 32,64 --widths 3 --out /tmp/b", "bench --device cuda --longest 12", "bench --resume",
-          "bench --distributed --ranks 1,2,4 --sizes 256")  # fmt: skip
+@_command(
+    "bench",
+    "bench --sizes 32,64 --widths 3 --out /tmp/b",
+    "bench --device cuda --longest 12",
+    "bench --resume",
+    "bench --distributed --ranks 1,2,4 --sizes 256",
+)
 def bench(
     out: Out = Path("scram-bench"),
     device: Device = "cpu",
@@ -313,7 +332,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure SCRAM, dense attention, fixed sparse patterns, brute force and nearest-neighbour libraries."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         usual = DISTRIBUTED_SIZES if distributed else BENCH_SIZES[device]
         sides = usual if sizes is None else arguments.whole_numbers("sizes", sizes, 16)
@@ -342,20 +361,26 @@ def coherence(
     as_json: Json = False,
 ) -> None:
     """Recall and error against the degree of spatial coherence, from shuffled keys to smooth fields."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         from .coherence import run
 
         run(out, size, seed).finish(out / "coherence.json", as_json)
 
 
-@_command("judge qkv.npz", "judge qkv.npz --backend sdpa --backend scram --backend mypackage.module:function",
-          "judge qkv.safetensors --grid 64x64", "judge qk.npz --axes yxe --names q,k,k --scale 0.1")  # fmt: skip
+@_command(
+    "judge qkv.npz",
+    "judge qkv.npz --backend sdpa --backend scram --backend mypackage.module:function",
+    "judge qkv.safetensors --grid 64x64",
+    "judge qk.npz --axes yxe --names q,k,k --scale 0.1",
+)
 def judge(
     file: Annotated[Path, Argument(help="An .npz or .safetensors file with queries, keys and values.")],
     backend: Annotated[list[str] | None, Option(help="What to judge, once or more often.", show_default=False)] = None,
     names: Annotated[str, Option(help="Queries, keys and values in the file, with commas.")] = "q,k,v",
     axes: Annotated[str | None, Option(help="Stored axes: b, h, e, n for all points, others: grid.")] = None,
-    grid: Annotated[str | None, Option(help="Extents of the grid, where the axis n stands for it.")] = None,
+    grid: Annotated[
+        str | None, Option(help="Extents of the grid, such as 64x96; must have as many points as stored.")
+    ] = None,
     scale: Annotated[float | None, Option(help="Factor on the scores; 1 / sqrt(width) if none is stored.")] = None,
     layout: Annotated[str, Option(help="What module:function takes: grid [B, H, *G, E], sdpa [B, H, N, E].")] = "grid",
     causal: Annotated[bool, Option("--causal", help="Compare with causal attention.")] = False,
@@ -368,7 +393,7 @@ def judge(
     as_json: Json = False,
 ) -> None:
     """Measure the error and the speed of any attention function on your tensors, beside dense attention."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_tensors(file)
         arguments.check_device(device)
         taken = arguments.one_of("layout", layout, arguments.LAYOUTS)
@@ -377,7 +402,8 @@ def judge(
         if scale is not None:
             arguments.check_positive("scale", scale)
         chosen = arguments.check_backends(backend or arguments.JUDGED)
-        three, extents = arguments.three_names(names), None if grid is None else arguments.extents(grid)
+        three = arguments.three_names(names)
+        extents = None if grid is None else arguments.extents(grid)
         from .judge import run
         from .tensors import Layout
 
@@ -385,15 +411,20 @@ def judge(
         run(file, chosen, three, said, taken, causal, dtype, device, queries, seed, longest, out, as_json)
 
 
-@_command("explore a.jpg b.jpg", "explore photo.jpg", "explore --sample city", "explore qkv.npz",
-          "explore qkv.safetensors --grid 64x64 --out /tmp/e --json")  # fmt: skip
+@_command(
+    "explore a.jpg b.jpg",
+    "explore photo.jpg",
+    "explore --sample city",
+    "explore qkv.npz",
+    "explore qkv.safetensors --grid 64x64 --out /tmp/e --json",
+)
 def explore(
     a: Annotated[str, Argument(help="Picture A (queries), or .npz or .safetensors tensors.", show_default=False)] = "",
     b: Annotated[str | None, Argument(help="Picture B (keys); else A attends to itself.", show_default=False)] = None,
     sample: Annotated[str | None, Option(help="Instead of files: city, or scikit-image's motorcycle.")] = None,
     names: Annotated[str, Option(help="Of tensors: queries, keys and values, with commas.")] = "q,k,v",
     axes: Annotated[str | None, Option(help="Of tensors: b, h, e, n for all points, others: grid.")] = None,
-    grid: Annotated[str | None, Option(help="Of tensors: extents of the grid, where the axis n stands for it.")] = None,
+    grid: Annotated[str | None, Option(help="Of tensors: extents of the grid, as many points as stored.")] = None,
     scale: Annotated[float | None, Option(help="Factor on the scores; 100 of pictures, else as stored.")] = None,
     out: Out = Path("scram-explore"),
     size: Annotated[int | None, Option(min=16, max=4096, help="Height of the pictures; else 65536 pixels.")] = None,
@@ -412,24 +443,39 @@ def explore(
     as_json: Json = False,
 ) -> None:
     """Look at attention, whole: one HTML page on which every query shows where it attends."""
-    with one_line_errors(), output_folder(out):
+    with output_folder(out):
         arguments.check_device(device)
         arguments.check_explored(a, b, sample, panes, scale, patch)
-        three, extents = arguments.three_names(names), None if grid is None else arguments.extents(grid)
+        arguments.check_of_tensors(sample or a, axes, grid, size)
+        three = arguments.three_names(names)
+        extents = None if grid is None else arguments.extents(grid)
         from .explore import Settings, run
 
-        settings = Settings(patch, width, matches, separation, sweeps, radius, clusters, scale, panes, size, megabytes,
-                            seed, device, impl)  # fmt: skip
+        settings = Settings(
+            patch,
+            width,
+            matches,
+            separation,
+            sweeps,
+            radius,
+            clusters,
+            scale,
+            panes,
+            size,
+            megabytes,
+            seed,
+            device,
+            impl,
+        )
         run(a, b, sample, three, axes, extents, out, settings).finish(out / "explore.json", as_json)
 
 
 @_command("info", "info --json")
 def info(as_json: Json = False) -> None:
     """Say what SCRAM finds on this machine, and why an implementation cannot run."""
-    with one_line_errors():
-        from .info import run
+    from .info import run
 
-        run(as_json)
+    run(as_json)
 
 
 def _version(wanted: bool) -> None:
@@ -441,5 +487,6 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[bool, Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
+    traceback: Annotated[bool, Option("--traceback", help="Show where an error came from.")] = False,
 ) -> None:
-    pass
+    pass  # `Group.invoke` reads the options

@@ -8,13 +8,16 @@ from typing import Any, get_args
 
 from ..options import Impl, JudgedLayout, Mode, Panes
 
-MATCH_PATCH, MATCH_WIDTH, MATCH_RADIUS = 11, 32, 1
+MATCH_PATCH = 11
+MATCH_WIDTH = 32
+MATCH_RADIUS = 1
 # On unit features a score is a cosine; times 100 (CLIP's sharpest temperature) the softmax has clear peaks.
 MATCH_SCALE = 100.0
 PAIRS = ("city", "motorcycle")
 PHOTOGRAPHS = ("astronaut", "brick", "camera", "chelsea", "coffee", "grass", "gravel", "retina", "rocket")
 TRAINED = ("qk_gmflow_motorcycle.npz", "qkv_minisam_astronaut.npz")
 FILMS = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".mpg", ".mpeg", ".m4v", ".ogv")
+TENSORS = (".npz", ".safetensors")
 FIGURES = ("maps", "modes", "sweeps", "curves")
 BENCH_SIZES = {"cpu": (32, 64, 128, 256, 512), "cuda": (64, 128, 256, 512, 1024, 2048)}
 DISTRIBUTED_SIZES = (64, 128)
@@ -24,7 +27,9 @@ PARTS = ("forward", "backward", "search", "flex")
 BACKENDS = ("sdpa", "scram", "scram-windows", "scram-paper", "full", "local", "flex-local", "natten", "brute-force")
 JUDGED = ("sdpa", "scram", "scram-windows")  # without --backend
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-LAYOUTS, IMPLS, PANES = get_args(JudgedLayout), get_args(Impl), get_args(Panes)
+LAYOUTS = get_args(JudgedLayout)
+IMPLS = get_args(Impl)
+PANES = get_args(Panes)
 ALL_PARTS = (*PARTS, "pynndescent", "natten")  # one compiles for minutes, one installs in few places: by name only
 
 
@@ -100,7 +105,7 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 
 def check_tensors(path: Path) -> None:
     """Raise unless the file of `scram judge` can be opened and is of a kind that is never unpickled."""
-    if path.suffix not in (".npz", ".safetensors"):
+    if path.suffix not in TENSORS:
         raise ValueError(f"{path} must be an .npz or .safetensors file; nothing else is read, pickles never")
     check_readable(path)
 
@@ -118,13 +123,23 @@ def check_explored(a: str, b: str | None, sample: str | None, panes: str, scale:
         one_of("sample", sample, PAIRS)
     elif not a:
         raise ValueError("give a picture, two pictures, or tensors; `scram explore --help` shows examples")
-    elif a.endswith((".npz", ".safetensors")):
+    elif a.endswith(TENSORS):
         if b is not None:
             raise ValueError(f"{a} holds queries and keys; leave out {b}")
         check_tensors(Path(a))
     else:
         for image in filter(None, (a, b)):
             is_photograph(image)
+
+
+def check_of_tensors(name: str, axes: str | None, grid: str | None, size: int | None) -> None:
+    """No option of tensors with the picture of that name, none of pictures with tensors."""
+    tensors = name.endswith(TENSORS)
+    given = {"--size": size} if tensors else {"--axes": axes, "--grid": grid}
+    for option, value in given.items():
+        if value is not None:
+            other, own = ("pictures", "holds tensors") if tensors else ("tensors", "is a picture")
+            raise ValueError(f"{option} is for {other}, and {name} {own}; leave it out")
 
 
 def check_backends(names: Sequence[str]) -> list[str]:

@@ -21,9 +21,17 @@ BUDGET = {"cpu": 140.0, "cuda": inf}  # seconds
 
 
 def run(
-    out: Path, device: str, sizes: tuple[int, ...], widths: tuple[int, ...], parts: tuple[str, ...], longest: float,
-    budget: float | None, resume: bool, draw_only: bool, as_json: bool,
-) -> None:  # fmt: skip
+    out: Path,
+    device: str,
+    sizes: tuple[int, ...],
+    widths: tuple[int, ...],
+    parts: tuple[str, ...],
+    longest: float,
+    budget: float | None,
+    resume: bool,
+    draw_only: bool,
+    as_json: bool,
+) -> None:
     """Measure what bench.json lacks, store each row at once, and print the tables."""
     start = perf_counter()
     results = Results(out / "bench.json", resume or draw_only, "city", device)
@@ -87,9 +95,13 @@ class TimeLeft(ProgressColumn):
 def _measure(todo: list[Case], pictures: Pictures, results: Results, limits: Limits, start: float) -> bool:
     """Measure what is not there yet; True when Ctrl-C ended it. The budget counts from `start`."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeLeft(limits.budget),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeLeft(limits.budget),
+    )
     with progress_line(*columns, total=len(todo)) as (bar, task):
         try:
             for number, case in enumerate(todo):

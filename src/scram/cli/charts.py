@@ -65,7 +65,8 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
     ]
     there = {(row["kind"], row["backward"], quantity) for row in rows for quantity in row if _shown(row, quantity)}
     shown = [one for one in wanted if one[:3] in there]
-    down, across = max(1, len(shown)), len(widths)
+    down = max(1, len(shown))
+    across = len(widths)
     machine = rows[0]["machine"]
     where = machine["gpu"] or f"{counted(machine['threads'], 'thread')} of {machine['cpu']}"
     continued = any("about" in row for row in rows)
@@ -87,7 +88,8 @@ def _shown(row: measuring.Row, quantity: str) -> bool:
 
 
 def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) -> None:
-    unit, error = 2.0**20 if quantity == "peak_bytes" else 1.0, quantity == "output_error"
+    unit = 2.0**20 if quantity == "peak_bytes" else 1.0
+    error = quantity == "output_error"
     sizes = sorted({row["size"] for rows in lines.values() for row in rows})
     order = {contender: place for place, contender in enumerate(STYLES)}
     for contender, rows in sorted(lines.items(), key=lambda line: order.get(line[0], len(order))):
@@ -119,9 +121,13 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
 
 
 def lines(
-    axes: Axes, values: Mapping[str, Sequence[tuple[Any, float]]], title: str, xlabel: str, ylabel: str,
+    axes: Axes,
+    values: Mapping[str, Sequence[tuple[Any, float]]],
+    title: str,
+    xlabel: str,
+    ylabel: str,
     pairs: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Plain lines over categories or numbers; `pairs` gives every two the same colour, the first of them dashed."""
     for number, (name, points) in enumerate(values.items()):
         kind = number // 2 if pairs else number

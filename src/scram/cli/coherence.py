@@ -35,7 +35,8 @@ def settings(seed: int) -> dict[str, Search]:
 
 def shuffle_blocks(x: Tensor, side: int, seed: int) -> Tensor:
     """Cut a grid `[1, 1, S, S, E]` into blocks and shuffle these: nothing coheres beyond `side` points."""
-    size, width = x.shape[2], x.shape[-1]
+    size = x.shape[2]
+    width = x.shape[-1]
     if size % side:
         raise ValueError(f"blocks of {side} do not tile a grid of {size}")
     count = size // side

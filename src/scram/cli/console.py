@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from errno import ENOTDIR
 from pathlib import Path
 from tempfile import TemporaryFile
+from traceback import print_exception
 from typing import Any, NoReturn
 
 import typer
@@ -20,6 +21,7 @@ from . import INTERRUPTED
 
 Numbers = dict[str, Any]
 Step = Callable[[str], None]
+ALLOCATORS = ("DefaultCPUAllocator", "CUDA out of memory")  # of torch, in RuntimeErrors
 MEANING = {
     "recall@1": "share of queries whose best key was found",
     "captured mass": "share of the exact softmax weights that the attended keys hold",
@@ -87,8 +89,9 @@ def progress() -> Iterator[Step]:
 
 
 def complain(message: str) -> None:
-    """Print one line to stderr and go on."""
-    typer.echo(f"scram: {' '.join(message.split())}", err=True)
+    """Print one line to stderr and go on; what a terminal would obey, as in names of a file, becomes question marks."""
+    words = " ".join(message.split())
+    typer.echo("scram: " + "".join(letter if letter.isprintable() else "?" for letter in words), err=True)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
@@ -98,16 +101,32 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn Ctrl-C and what a user can get wrong (files, sizes, settings) into one line and an exit code."""
+def one_line_errors(traceback: bool) -> Iterator[None]:
+    """Turn Ctrl-C and whatever goes wrong in a command into one line and a code; `traceback` prints one before."""
     try:
         yield
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)
-    except OSError as error:
-        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except (ValueError, ModuleNotFoundError) as error:
-        fail(str(error))
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if hasattr(error, "format_message"):  # of the parser, which `Group.main` words
+            raise
+        if traceback:
+            print_exception(error)
+        fail(in_one_line(error))
+
+
+def in_one_line(error: Exception) -> str:
+    """What went wrong, and how to see more where the words may not be enough."""
+    words = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or any(name in str(error) for name in ALLOCATORS):
+        return f"out of memory{': ' * bool(words)}{words}; give smaller pictures, tensors or sizes"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, (OSError, ValueError, ModuleNotFoundError)):  # what a user can get wrong
+        return str(error) or type(error).__name__
+    return f"{type(error).__name__}: {words}; `scram --traceback COMMAND ...` shows where"
 
 
 @contextmanager

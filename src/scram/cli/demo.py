@@ -38,8 +38,10 @@ def run(out: Path, size: int, seed: int, impl: Impl) -> Report:
         pair = pair_of(*photographs)
         impl = dispatch.choose(impl, pair.q.device, pair.q.dtype).name
         sampled = min(SAMPLE, pair.a.shape[0] * pair.a.shape[1])
-        runs, rows = {}, {}
-        default, paper = (Search(seed=seed), Clusters(seed=seed)), (Search.paper(seed=seed), None)
+        runs = {}
+        rows = {}
+        default = (Search(seed=seed), Clusters(seed=seed))
+        paper = (Search.paper(seed=seed), None)
         for name, (setting, tail) in {"default": default, "paper": paper}.items():
             step(f"{name} setting: first call, may compile")
             find(pair, setting, impl=impl, tail=tail)
@@ -71,7 +73,9 @@ def run(out: Path, size: int, seed: int, impl: Impl) -> Report:
 def measured(pair: Pair, found: Found, seed: int) -> Numbers:
     """The seconds of a search and attention, and how good the rebuilt colours are on the sampled queries."""
     colours = Attended(found.attended.out[..., :3], found.attended.lse)
-    q, k, v = pair.q, pair.k, pair.v[..., :3]
+    q = pair.q
+    k = pair.k
+    v = pair.v[..., :3]
     windows = attend(q, k, v, found.matches, radius=MATCH_RADIUS, scale=MATCH_SCALE)
     quality: dict[str, Tensor | float] = {
         "recall": measure.recall(q, k, found.matches, sample=SAMPLE, seed=seed),
@@ -98,7 +102,9 @@ def times(numbers: Numbers) -> dict[str, str]:
 def draw(pair: Pair, runs: dict[str, Found], numbers: Numbers, out: Path) -> None:
     """Write the single pictures and the sheet that holds them all."""
     fields = {name: pictures.offsets(found.matches) for name, found in runs.items()}
-    limit, rows, time = pictures.wheel_limit(*fields.values()), numbers["settings"], times(numbers)
+    limit = pictures.wheel_limit(*fields.values())
+    rows = numbers["settings"]
+    time = times(numbers)
     rebuilt = runs["default"].warped
     error = (rebuilt - pair.a).square().mean(-1).sqrt()
     panels = {
@@ -108,14 +114,17 @@ def draw(pair: Pair, runs: dict[str, Found], numbers: Numbers, out: Path) -> Non
     }
     for name, field in fields.items():
         panels[f"matches_{name}"] = Panel(
-            f"Match field, {name} setting", pictures.wheel_colours(field, limit),
+            f"Match field, {name} setting",
+            pictures.wheel_colours(field, limit),
             f"where in B each pixel of A finds its best key; recall {rows[name]['recall']:.2f}",
             pictures.wheel_legend(limit),
-        )  # fmt: skip
+        )
     panels["error"] = Panel(
-        "Difference to A", pictures.shades(error / 0.3), "RMS over the colours of A rebuilt minus A",
+        "Difference to A",
+        pictures.shades(error / 0.3),
+        "RMS over the colours of A rebuilt minus A",
         pictures.bar_legend(0.3, "RMS difference"),
-    )  # fmt: skip
+    )
     pictures.save_each(panels, out)
     title = f"SCRAM: cross-attention between photographs of {grid_of(pair.a)} pixels"
     scram = ", ".join(f"{time[name]} ({name})" for name in runs)
@@ -125,7 +134,9 @@ def draw(pair: Pair, runs: dict[str, Found], numbers: Numbers, out: Path) -> Non
 
 def table(numbers: Numbers) -> Table:
     """The numbers for people."""
-    dense, time, grid = numbers["dense"], times(numbers), " x ".join(map(str, numbers["grid"]))
+    dense = numbers["dense"]
+    time = times(numbers)
+    grid = " x ".join(map(str, numbers["grid"]))
     source = f"extrapolated from {dense['timed_queries']} queries" if dense["extrapolated"] else "measured"
     measures = ("recall@1", "captured mass", "output error")
     time_means = "time: of search, clusters and attention, in a second call: nothing compiles"

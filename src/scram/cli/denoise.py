@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..images.denoise import LEAST_SIDE, Settings, check_size, denoise_picture, estimate_noise
 from ..images.reading import Picture, read, write
-from . import not_installed, pictures
+from . import memory, not_installed, pictures
 from .console import Numbers, Report, counted, numbers_table, progress
 from .features import photograph
 from .pictures import Panel, psnr
@@ -26,9 +26,14 @@ def _scikit_image(noisy: Tensor, sigma: float, patch: int, distance: int) -> Ten
     array = noisy.numpy() if noisy.shape[-1] == 3 else noisy[..., 0].numpy()
     # Its documentation's advice for the exact mode with a known noise: h = 0.8 sigma.
     result = denoise_nl_means(
-        array, patch_size=patch, patch_distance=distance, h=0.8 * sigma, sigma=sigma, fast_mode=False,
+        array,
+        patch_size=patch,
+        patch_distance=distance,
+        h=0.8 * sigma,
+        sigma=sigma,
+        fast_mode=False,
         channel_axis=-1 if noisy.shape[-1] == 3 else None,
-    )  # fmt: skip
+    )
     return torch.from_numpy(np.asarray(result, dtype=np.float32)).reshape(noisy.shape)
 
 
@@ -53,12 +58,20 @@ RIVALS: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def run(
-    image: str, is_sample: bool, out: Path, sigma: float | None, add_noise: float | None, rivals: bool,
-    changed: Mapping[str, Any], device: str,
-) -> Report:  # fmt: skip
+    image: str,
+    is_sample: bool,
+    out: Path,
+    sigma: float | None,
+    add_noise: float | None,
+    rivals: bool,
+    changed: Mapping[str, Any],
+    device: str,
+) -> Report:
     """Denoise a file or a sample, and where noise was added compare with the rivals; draw all."""
     with progress() as step:
         step("reading")
+        if not is_sample:
+            check_memory(image, changed, device)
         whole = Picture(photograph(image)) if is_sample else read(Path(image))
         picture = whole.pixels
         settings = Settings.of(picture.shape[-1], changed)
@@ -111,6 +124,15 @@ def run(
     if skipped:
         files += "\n" + not_installed(", ".join(dict.fromkeys(skipped.values())), "cli", "bench")
     return Report(numbers, [_table(numbers)], files)
+
+
+def check_memory(image: str, changed: Mapping[str, Any], device: str) -> None:
+    """Refuse a picture that does not fit into memory, by its header."""
+    shape = memory.check_reading(image)
+    colors = 1 if shape.channels < 3 else 3
+    if device == "cpu":
+        per_pixel = memory.of_patches(colors, Settings.of(colors, changed).patch)
+        memory.check(shape.pixels * per_pixel, f"{image}: denoising needs", memory.SMALLER)
 
 
 def draw(

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..images.denoise import estimate_noise
 from ..images.films import Film, FolderWriter, Writer, open_film
-from ..images.reading import Picture
+from ..images.reading import Picture, Shape
 from ..images.video import Settings, denoise_frames
-from . import pictures
+from . import memory, pictures
 from .console import Report, complain, counted, numbers_table, progress_line
 from .pictures import Panel, psnr
 from .provenance import made_with
@@ -30,6 +30,7 @@ def run(
 ) -> Report:
     """Denoise a film or a folder of frames; with added noise, measure each frame."""
     film = open_film(path)
+    check_memory(path, film.shape, changed, device)
     head = list(islice(film.frames, FIRST))
     if not head:
         raise ValueError(f"{path}: no frames")
@@ -41,7 +42,10 @@ def run(
     target = out / "denoised" if film.names else out / "denoised.mp4"
     writer: Writer | FolderWriter = FolderWriter(target, film.names) if film.names else Writer(target, film.rate)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    before, after, sheet, start = [], [], None, perf_counter()
+    before = []
+    after = []
+    sheet = None
+    start = perf_counter()
     try:
         with writer, progress_line(*columns, TimeRemainingColumn(), total=film.count) as (bar, task):
             bar.update(task, description="denoising")
@@ -89,6 +93,17 @@ def run(
     return Report(numbers, [numbers_table(("", ""), rows, title, note)], files)
 
 
+def check_memory(path: Path, shape: Shape, changed: Mapping[str, Any], device: str) -> None:
+    """Refuse frames that do not fit into memory."""
+    colors = 1 if shape.channels < 3 else 3
+    settings = Settings.of(colors, changed)
+    frames = 2 * settings.reach + 1
+    per_pixel = memory.READING * colors * frames
+    if device == "cpu":
+        per_pixel += memory.of_frames(colors, settings.patch, settings.width, frames)
+    memory.check(shape.pixels * per_pixel, f"{path}: denoising needs", "give smaller frames or a smaller --reach")
+
+
 def estimated(frames: list[Tensor]) -> float:
     """The median noise of some frames."""
     return sorted(map(estimate_noise, frames))[len(frames) // 2]
@@ -98,7 +113,9 @@ class _Source:
     """The noisy frames; those that were given out and not yet denoised are in `seen`, as (picture, noisy)."""
 
     def __init__(self, film: Film, head: list[Picture], added: float | None, seed: int) -> None:
-        self.film, self.added, self.rng = film, added, np.random.default_rng(seed)
+        self.film = film
+        self.added = added
+        self.rng = np.random.default_rng(seed)
         self.head = [(picture, self._noisy(picture.pixels)) for picture in head]
         self.first = [noisy for _, noisy in self.head]
         self.seen: deque[tuple[Picture, Tensor]] = deque()
@@ -113,7 +130,8 @@ class _Source:
         for both in self.head:
             self.seen.append(both)
             yield both[1]
-        self.head, self.first = [], []
+        self.head = []
+        self.first = []
         for picture in self.film.frames:
             both = (picture, self._noisy(picture.pixels))
             self.seen.append(both)

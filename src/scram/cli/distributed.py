@@ -40,9 +40,15 @@ class Split(Case):
 
 
 def run(
-    out: Path, device: str, sizes: tuple[int, ...], widths: tuple[int, ...], ranks: tuple[int, ...],
-    modes: tuple[str, ...], heads: int, as_json: bool,
-) -> None:  # fmt: skip
+    out: Path,
+    device: str,
+    sizes: tuple[int, ...],
+    widths: tuple[int, ...],
+    ranks: tuple[int, ...],
+    modes: tuple[str, ...],
+    heads: int,
+    as_json: bool,
+) -> None:
     """Measure every case, store each row at once, print a table for each width and pass."""
     if device == "cuda" and ranks[-1] > torch.cuda.device_count():
         raise ValueError(f"{ranks[-1]} ranks need as many GPUs, torch finds {torch.cuda.device_count()}")
@@ -98,11 +104,17 @@ def _measure(case: Split, pool: Ranks, file: str) -> Row:
     peaks = [one["peak_bytes"] for one in said]
     error, norm = (sum(one[key] for one in said) for key in ("error", "norm"))
     return {
-        "seconds": statistics.median(calls), "least": min(calls), "most": max(calls), "calls": len(calls),
-        "waited": max(one["waited"] for one in said), "sent": max(one["sent"] for one in said),
-        "received": max(one["received"] for one in said), "sent_by_rank": [one["sent"] for one in said],
-        "peak_bytes": None if None in peaks else max(peaks), "output_error": math.sqrt(error / norm),
-    }  # fmt: skip
+        "seconds": statistics.median(calls),
+        "least": min(calls),
+        "most": max(calls),
+        "calls": len(calls),
+        "waited": max(one["waited"] for one in said),
+        "sent": max(one["sent"] for one in said),
+        "received": max(one["received"] for one in said),
+        "sent_by_rank": [one["sent"] for one in said],
+        "peak_bytes": None if None in peaks else max(peaks),
+        "output_error": math.sqrt(error / norm),
+    }
 
 
 def tables(rows: list[Row]) -> list[Table]:

@@ -11,8 +11,8 @@ import torch
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from ..images.reading import Picture, read
-from . import pictures
+from ..images.reading import Picture, Shape, read
+from . import memory, pictures
 from .arguments import is_photograph
 from .console import Numbers, Report, numbers_table, progress_line
 from .features import photograph
@@ -27,6 +27,25 @@ def open_image(image: str) -> Picture:
     return Picture(photograph(image)) if is_photograph(image) else read(image)
 
 
+def image_shape(image: str) -> Shape:
+    """Of a file by its header; refuses one that would not fit into memory."""
+    return Shape(*photograph(image).shape) if is_photograph(image) else memory.check_reading(image)
+
+
+def check_memory(image: str, size: tuple[int | None, int | None], patch: int, what: str, device: str) -> None:
+    """Refuse a picture and a result of that (height, width), None as the picture's, whose patches would not fit."""
+    shape = image_shape(image)
+    pixels = shape.pixels + (size[0] or shape.height) * (size[1] or shape.width)
+    check_patches(image, pixels, shape.channels, patch, what, device)
+
+
+def check_patches(image: str, pixels: int, channels: int, patch: int, what: str, device: str) -> None:
+    """Refuse the patches of so many pixels where they would not fit into memory."""
+    if device == "cpu":
+        needed = pixels * memory.of_patches(channels, patch)
+        memory.check(needed, f"{image}: {what} needs", "give a smaller picture or size")
+
+
 def channels_of(picture: Picture) -> Tensor:
     """What is worked on: [H, W, 1..4], colours times alpha, then alpha."""
     return picture.pixels if picture.alpha is None else torch.cat((picture.pixels * picture.alpha, picture.alpha), -1)
@@ -37,7 +56,8 @@ def with_channels(picture: Picture, channels: Tensor) -> Picture:
     channels = channels.float().cpu().clamp(0, 1)
     if picture.alpha is None:
         return replace(picture, pixels=channels)
-    colours, alpha = channels[..., :-1], channels[..., -1:]
+    colours = channels[..., :-1]
+    alpha = channels[..., -1:]
     return replace(picture, pixels=torch.where(alpha > 0, colours / alpha.clamp(min=1e-6), 0).clamp(0, 1), alpha=alpha)
 
 
@@ -66,16 +86,29 @@ def timed(work: Callable[[], Tensor]) -> tuple[Tensor, float]:
 
 
 def report(
-    command: str, image: str, picture: Picture, panels: Sequence[Panel], out: Path, device: str,
-    rows: Sequence[tuple[str, str]], files: Sequence[str], **numbers: Any,
-) -> Report:  # fmt: skip
+    command: str,
+    image: str,
+    picture: Picture,
+    panels: Sequence[Panel],
+    out: Path,
+    device: str,
+    rows: Sequence[tuple[str, str]],
+    files: Sequence[str],
+    **numbers: Any,
+) -> Report:
     """Draw before and after, and say what was done."""
     pictures.sheet(panels, out / f"{command}.png", f"scram {command}: {Path(image).name}", columns=min(len(panels), 3))
     height, width = picture.pixels.shape[:2]
     every: Numbers = {
-        **made_with(device), "image": Path(image).name, "grid": [height, width], "kind": picture.kind,
-        "notes": list(picture.notes), "device": device, "threads": torch.get_num_threads(), **numbers,
-    }  # fmt: skip
+        **made_with(device),
+        "image": Path(image).name,
+        "grid": [height, width],
+        "kind": picture.kind,
+        "notes": list(picture.notes),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        **numbers,
+    }
     kind = "; ".join((f"{width} x {height}, {picture.kind}", *picture.notes))
     table = numbers_table(("", ""), [("picture", kind), *rows], f"{Path(image).name}")
     names = ", ".join(str(out / name) for name in files)

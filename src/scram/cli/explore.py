@@ -18,7 +18,8 @@ from ..images.features import PatchFeatures
 from ..images.reading import Picture, read
 from ..tails.clusters import Clusters
 from ..types import Search
-from .arguments import IMPLS, MATCH_SCALE, PANES, PHOTOGRAPHS, one_of
+from . import memory
+from .arguments import IMPLS, MATCH_SCALE, PANES, PHOTOGRAPHS, TENSORS, one_of
 from .console import Numbers, Report, complain, numbers_table, progress
 from .features import photograph, sample_pair, stereo_sample
 from .provenance import made_with
@@ -49,16 +50,22 @@ class Settings:
 
 
 def run(
-    a: str, b: str | None, sample: str | None, names: tuple[str, str, str], axes: str | None,
-    grid: tuple[int, ...] | None, out: Path, settings: Settings,
-) -> Report:  # fmt: skip
+    a: str,
+    b: str | None,
+    sample: str | None,
+    names: tuple[str, str, str],
+    axes: str | None,
+    grid: tuple[int, ...] | None,
+    out: Path,
+    settings: Settings,
+) -> Report:
     """Read, run, and write the page."""
     with progress() as step:
         start = perf_counter()
         step("reading")
         tensors, more = (
             from_file(Path(a), names, Layout(axes, grid, settings.scale))
-            if a.endswith((".npz", ".safetensors"))
+            if a.endswith(TENSORS)
             else from_pictures(a, b, sample, settings)
         )
         q, k, v = (x.to(settings.device) for x in tensors)
@@ -68,11 +75,18 @@ def run(
         )
         step("search, clusters, exact attention of a sample, page")
         made = explore(
-            q, k, v, search=search, radius=settings.radius, seed=settings.seed,
+            q,
+            k,
+            v,
+            search=search,
+            radius=settings.radius,
+            seed=settings.seed,
             panes=one_of("panes", settings.panes, PANES),
             tail=Clusters(count=settings.clusters, seed=settings.seed) if settings.clusters else None,
-            budget=int(settings.megabytes * 1e6), impl=impl, **more,
-        )  # fmt: skip
+            budget=int(settings.megabytes * 1e6),
+            impl=impl,
+            **more,
+        )
         made.save(out / "explore.html")
         seconds = perf_counter() - start
     for note in (*made.numbers["notes"], *_thinned(made)):
@@ -92,7 +106,7 @@ def from_pictures(
     a: str, b: str | None, sample: str | None, settings: Settings
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Patch features as queries and keys, colours as values."""
-    names, whole = _read(a, b, sample)
+    names, whole = _read(a, b, sample, settings)
     small = [_small(picture, settings.size) for picture in whole]
     notes = [
         f"{name} is scaled from {_size(old)} to {_size(new)} pixels."
@@ -101,20 +115,33 @@ def from_pictures(
     ]
     rgb = [picture.rgb for picture in small]
     features = PatchFeatures.fit(rgb[0], min(settings.width, 3 * settings.patch**2), settings.patch)
-    q, k = features(rgb[0]), features(rgb[-1])
+    q = features(rgb[0])
+    k = features(rgb[-1])
     title = " and ".join(dict.fromkeys(names))
     scale = MATCH_SCALE if settings.scale is None else settings.scale
     return (q, k, rgb[-1][None, None].contiguous()), {"pictures": rgb, "scale": scale, "notes": notes, "title": title}
 
 
-def _read(a: str, b: str | None, sample: str | None) -> tuple[list[str], list[Picture]]:
+def _read(a: str, b: str | None, sample: str | None, settings: Settings) -> tuple[list[str], list[Picture]]:
     if sample is not None:
         pair = sample_pair() if sample == "city" else stereo_sample()[:2]
         return [f"{sample} A", f"{sample} B"], [Picture(x) for x in pair]
     given = [a] if b is None else [a, b]
+    check_memory(given, settings)
     there = [one in PHOTOGRAPHS and not Path(one).exists() for one in given]
     found = [Picture(photograph(one)) if known else read(one) for one, known in zip(given, there, strict=True)]
     return [Path(one).name for one in given], found
+
+
+def check_memory(images: list[str], settings: Settings) -> None:
+    """Refuse picture files that do not fit into memory, by their headers."""
+    for image in images:
+        if image in PHOTOGRAPHS and not Path(image).exists():
+            continue
+        shape = memory.check_reading(image, settings.size)
+        if settings.size is not None and settings.device == "cpu":
+            needed = shape.pixels * memory.of_features(settings.width, settings.matches)
+            memory.check(needed, f"{image}: exploring needs", "give a smaller --size")
 
 
 def _small(picture: Picture, height: int | None) -> Picture:
@@ -131,7 +158,8 @@ def _size(picture: Picture) -> str:
 
 def _thinned(made: Explorer) -> list[str]:
     """What the page leaves out, for the terminal."""
-    about, found = made.numbers, []
+    about = made.numbers
+    found = []
     if about["thinned"]:
         found.append(f"the grid is thinned, every {about['thinned']['stride']}th point of each axis; the page says so")
     if about["queries"]["stride"] > 1:
@@ -141,7 +169,8 @@ def _thinned(made: Explorer) -> list[str]:
 
 def table(numbers: Numbers) -> Table:
     """The numbers for people."""
-    quality, grids = numbers["quality"], (numbers["queries"]["whole"], numbers["keys"]["grid"])
+    quality = numbers["quality"]
+    grids = (numbers["queries"]["whole"], numbers["keys"]["grid"])
     queries, keys = (" x ".join(map(str, grid)) for grid in grids)
     rows = {
         "queries, keys": f"{queries}, {keys}",

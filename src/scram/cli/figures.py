@@ -26,8 +26,13 @@ SHARPNESS = 12.0  # of the maps of (a): the picture's contrast, in nats
 SWEEPS = (0, 1, 2, 4, 8)
 SAMPLE = 500
 # Of the maps of (b): queries whose blobs are counted, how often, and the ways to make features and to keep apart.
-QUERIES, SEEDS, MODES_SCALE, KAPPA, SEPARATION = 60, 5, 150.0, 4, 6
-SMOOTHINGS, SEPARATIONS = (1, 3, 5), (4, 6, 10)
+QUERIES = 60
+SEEDS = 5
+MODES_SCALE = 150.0
+KAPPA = 4
+SEPARATION = 6
+SMOOTHINGS = (1, 3, 5)
+SEPARATIONS = (4, 6, 10)
 
 
 def run(out: Path, names: list[str], size: int, data: Path | None, seed: int) -> Report:
@@ -46,7 +51,8 @@ def run(out: Path, names: list[str], size: int, data: Path | None, seed: int) ->
     measures = {"sweeps": ("recall@1",), "curves": ("recall@1", "captured mass")}
     used = dict.fromkeys(measure for name in names for measure in measures.get(name, ()))
     rows = [(name, claim, f"{value:.3f}") for name in names for claim, value in numbers[name]["claims"].items()]
-    headings, title = ("figure", "claim", "measured"), "The paper's claims, tested"
+    headings = ("figure", "claim", "measured")
+    title = "The paper's claims, tested"
     table = numbers_table(headings, rows, title, explained(*used), left=2)
     return Report(numbers, [table], f"figures: {', '.join(str(out / f'{name}.png') for name in names)}")
 
@@ -59,7 +65,8 @@ def low_rank(side: int = SIDE, rank: int = RANK) -> tuple[Tensor, Tensor, Tensor
     picture = (picture - picture.mean()) / picture.std()
     u, s, vh = torch.linalg.svd(picture)
     root = s[:rank].sqrt()
-    q, k = u[:, :rank] * root, vh[:rank].T * root
+    q = u[:, :rank] * root
+    k = vh[:rank].T * root
     return q[None, None, :, None].contiguous(), k[None, None, :, None].contiguous(), picture
 
 
@@ -69,7 +76,8 @@ def maps(path: Path, seed: int = 0) -> Numbers:
     scale = SHARPNESS / 4
     one_hot = torch.eye(SIDE, dtype=torch.float32, device="cpu")[None, None, :, None]
     full = exact_attention(q, k, one_hot, scale=scale).out[0, 0, :, 0]
-    shown, claims = {"full attention": full}, {}
+    shown = {"full attention": full}
+    claims = {}
     for name, settings, radius in (
         ("top-8 max", Search(matches=8, seed=seed), 0),
         ("top-4 mode, L = 8, b = 1", Search(matches=4, separation=8, seed=seed), 1),
@@ -80,7 +88,8 @@ def maps(path: Path, seed: int = 0) -> Numbers:
         claims[f"rows whose maximum is in the {name} map"] = float(holds.float().mean())
         claims[f"share of the map kept by {name}"] = float((full * (sparse > 0)).sum(1).mean())
     title = f"Attention maps of {SIDE} queries and keys, the rank-{RANK} SVD of a photograph"
-    figure, most = charts.new_figure(15, 4.9, title), float(full.max().sqrt())
+    figure = charts.new_figure(15, 4.9, title)
+    most = float(full.max().sqrt())
     for place, (name, one) in enumerate(shown.items()):
         axes = figure.add_subplot(1, 3, place + 1)
         image = axes.imshow(one.sqrt().numpy(), cmap="cividis", vmin=0, vmax=most, interpolation="nearest")
@@ -108,7 +117,8 @@ def blobs(weights: Tensor, share: float = 0.1) -> Tensor:
 def modes(path: Path, size: int, seed: int = 0) -> Numbers:
     """(b) One query's attention over a picture: kappa keys anywhere, or kappa keys that keep their distance."""
     a, _ = sample_pair(max(32, size // 2))
-    rows, drawn = [], None
+    rows = []
+    drawn = None
     for smoothing in SMOOTHINGS:
         x = _smooth_features(a, smoothing)
         counts: dict[int, list[Tensor]] = {apart: [] for apart in (0, *SEPARATIONS)}
@@ -128,24 +138,38 @@ def modes(path: Path, size: int, seed: int = 0) -> Numbers:
         anywhere = torch.cat(counts.pop(0)).float()
         for n, some in counts.items():
             apart = torch.cat(some).float()
-            rows.append({
-                "smoothing": smoothing, "separation": n, "queries": len(apart),
-                "blobs_anywhere": float(anywhere.mean()), "blobs_apart": float(apart.mean()),
-                "apart_more": float((apart > anywhere).float().mean()),
-                "apart_fewer": float((apart < anywhere).float().mean()),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "smoothing": smoothing,
+                    "separation": n,
+                    "queries": len(apart),
+                    "blobs_anywhere": float(anywhere.mean()),
+                    "blobs_apart": float(apart.mean()),
+                    "apart_more": float((apart > anywhere).float().mean()),
+                    "apart_fewer": float((apart < anywhere).float().mean()),
+                }
+            )
     assert drawn is not None
     _draw_modes(path, a, *drawn, place, shown)
     main = next(row for row in rows if (row["smoothing"], row["separation"]) == (SMOOTHINGS[-1], SEPARATION))
-    names = {"blobs_anywhere": f"blobs touched by top-{KAPPA} max, mean",
-             "blobs_apart": f"blobs touched by top-{KAPPA} mode, L = {SEPARATION}, mean",
-             "apart_more": "queries of which top-mode touches more blobs",
-             "apart_fewer": "queries of which top-mode touches fewer blobs"}  # fmt: skip
+    names = {
+        "blobs_anywhere": f"blobs touched by top-{KAPPA} max, mean",
+        "blobs_apart": f"blobs touched by top-{KAPPA} mode, L = {SEPARATION}, mean",
+        "apart_more": "queries of which top-mode touches more blobs",
+        "apart_fewer": "queries of which top-mode touches fewer blobs",
+    }
     return {
-        "sampled": QUERIES, "seeds": SEEDS, "scale": MODES_SCALE, "kappa": KAPPA, "separation": SEPARATION,
-        "radius": 1, "query": place, "shown": {"anywhere": shown[0], "apart": shown[SEPARATION]}, "rows": rows,
+        "sampled": QUERIES,
+        "seeds": SEEDS,
+        "scale": MODES_SCALE,
+        "kappa": KAPPA,
+        "separation": SEPARATION,
+        "radius": 1,
+        "query": place,
+        "shown": {"anywhere": shown[0], "apart": shown[SEPARATION]},
+        "rows": rows,
         "claims": {name: main[key] for key, name in names.items()},
-    }  # fmt: skip
+    }
 
 
 def _smooth_features(a: Tensor, side: int) -> Tensor:
@@ -192,9 +216,14 @@ def _sparse(x: Tensor, found: dict[int, Matches], place: tuple[int, int]) -> dic
 
 
 def _draw_modes(
-    path: Path, a: Tensor, full: Tensor, label: Tensor, sparse: dict[int, Tensor], place: tuple[int, int],
+    path: Path,
+    a: Tensor,
+    full: Tensor,
+    label: Tensor,
+    sparse: dict[int, Tensor],
+    place: tuple[int, int],
     counts: dict[int, int],
-) -> None:  # fmt: skip
+) -> None:
     title = "One query's attention over a photograph: its best keys anywhere, or apart (outlined: the blobs)"
     figure = charts.new_figure(15, 3.1, title)
     first = figure.add_subplot(1, 4, 1)
@@ -220,7 +249,8 @@ def sweeps(path: Path, size: int, seed: int = 0) -> Numbers:
     """(c) The match field of two photographs after 0, 1, 2, 4, 8 sweeps of the paper's search."""
     a, b = sample_pair(size)
     pair = pair_of(a, b)
-    fields, recall = {}, {}
+    fields = {}
+    recall = {}
     for count in SWEEPS:
         settings = Search(sweeps=count, propagate="shift", gossip=0, seed=seed)
         found = find(pair, settings)

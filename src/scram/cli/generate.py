@@ -7,19 +7,29 @@ from ..images.generate import DEFAULT, generate
 from ..images.reading import write
 from ..images.similarity import two_way
 from .console import Report
-from .edits import bar, channels_of, open_image, report, shown, timed, with_channels
+from .edits import bar, channels_of, check_memory, open_image, report, shown, timed, with_channels
 from .pictures import Panel
 
 
 def run(
-    image: str, width: int | None, height: int | None, count: int, variety: float, out: Path, changed: dict[str, int],
+    image: str,
+    width: int | None,
+    height: int | None,
+    count: int,
+    variety: float,
+    out: Path,
+    changed: dict[str, int],
     device: str,
-) -> Report:  # fmt: skip
+) -> Report:
     """Generate `count` pictures with following seeds and write them."""
+    settings = replace(DEFAULT, **changed)
+    check_memory(image, (height, width), settings.patch, "generating", device)
     picture = open_image(image)
     size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
-    settings, channels = replace(DEFAULT, **changed), channels_of(picture).to(device)
-    panels, made, files = [Panel("Source", shown(picture))], [], []
+    channels = channels_of(picture).to(device)
+    panels = [Panel("Source", shown(picture))]
+    made = []
+    files = []
     with bar("generating") as told:
         for number in range(count):
             own = replace(settings, seed=settings.seed + number)
@@ -28,7 +38,8 @@ def run(
                     channels, size, own, variety=variety, progress=lambda share: told((number + share) / count)
                 )
             )
-            result, name = with_channels(picture, x), f"generated-{own.seed}.png"
+            result = with_channels(picture, x)
+            name = f"generated-{own.seed}.png"
             write(result, out / name)
             there, back = two_way(x.to(device), channels, settings)
             panels.append(Panel(f"Seed {own.seed}", shown(result), f"{seconds:.1f} s"))
@@ -40,6 +51,16 @@ def run(
         for row in made
     ]
     return report(
-        "generate", image, picture, panels, out, device, rows, files,
-        result=list(size), variety=variety, settings=asdict(settings), pictures=made,
-    )  # fmt: skip
+        "generate",
+        image,
+        picture,
+        panels,
+        out,
+        device,
+        rows,
+        files,
+        result=list(size),
+        variety=variety,
+        settings=asdict(settings),
+        pictures=made,
+    )

@@ -7,27 +7,38 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..images.inpaint import SHARP, inpaint, suited
+from ..images.inpaint import SHARP, inpaint, suited, surroundings
 from ..images.reading import Picture, read, write
+from . import memory
 from .arguments import Rectangle
 from .console import Report
-from .edits import bar, channels_of, open_image, report, shown, timed, with_channels
+from .edits import bar, channels_of, check_patches, image_shape, open_image, report, shown, timed, with_channels
 from .pictures import Panel
 
 MARK = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float32, device="cpu")  # the hole, in the picture before
 
 
 def run(
-    image: str, mask: Path | None, rectangles: Sequence[Rectangle], out: Path, sharp: bool,
-    changed: dict[str, int], device: str,
-) -> Report:  # fmt: skip
+    image: str,
+    mask: Path | None,
+    rectangles: Sequence[Rectangle],
+    out: Path,
+    sharp: bool,
+    changed: dict[str, int],
+    device: str,
+) -> Report:
     """Fill the hole, write the picture, and before and after."""
+    image_shape(image)
     picture = open_image(image)
     hole = find_hole(picture, mask, rectangles)
     settings = replace(SHARP if sharp else suited(picture.pixels, hole), **changed)
     if mask is None and not rectangles:
         picture = replace(picture, alpha=torch.where(hole.unsqueeze(-1), 1.0, _alpha(picture)))
-    before, channels = picture, channels_of(picture).to(device)
+    before = picture
+    channels = channels_of(picture).to(device)
+    rows, columns = surroundings(hole)
+    pixels = (rows.stop - rows.start) * (columns.stop - columns.start)
+    check_patches(image, pixels, channels.shape[-1] + 2, settings.patch, "inpainting", device)  # 2: how rough it is
     with bar("inpainting") as told:
         filled, seconds = timed(lambda: inpaint(channels, hole.to(device), settings, progress=told))
     result = with_channels(picture, filled)
@@ -44,9 +55,18 @@ def run(
     ]
     rows = [("hole", f"{share:.1%}"), ("time", f"{seconds:.2f} s on {device}")]
     return report(
-        "inpaint", image, picture, panels, out, device, rows, ["inpainted.png"],
-        hole_share=share, seconds=seconds, settings=asdict(settings),
-    )  # fmt: skip
+        "inpaint",
+        image,
+        picture,
+        panels,
+        out,
+        device,
+        rows,
+        ["inpainted.png"],
+        hole_share=share,
+        seconds=seconds,
+        settings=asdict(settings),
+    )
 
 
 def find_hole(picture: Picture, mask: Path | None, rectangles: Sequence[Rectangle]) -> Tensor:
@@ -57,6 +77,7 @@ def find_hole(picture: Picture, mask: Path | None, rectangles: Sequence[Rectangl
     height, width = picture.pixels.shape[:2]
     hole = torch.zeros(height, width, dtype=torch.bool, device="cpu")
     if mask is not None:
+        memory.check_reading(mask)
         drawn = read(mask)
         if drawn.pixels.shape[:2] != hole.shape:
             size = f"{drawn.pixels.shape[1]} x {drawn.pixels.shape[0]}"

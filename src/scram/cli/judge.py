@@ -46,9 +46,20 @@ UNSTEADY = "?: repeated times differ by more than a third: the machine was busy,
 
 
 def run(
-    path: Path, backends: list[str], names: tuple[str, str, str], said: Layout, layout: JudgedLayout,
-    causal: bool, dtype: str | None, device: str, num_queries: int, seed: int, longest: float, out: Path, as_json: bool,
-) -> None:  # fmt: skip
+    path: Path,
+    backends: list[str],
+    names: tuple[str, str, str],
+    said: Layout,
+    layout: JudgedLayout,
+    causal: bool,
+    dtype: str | None,
+    device: str,
+    num_queries: int,
+    seed: int,
+    longest: float,
+    out: Path,
+    as_json: bool,
+) -> None:
     """Judge one backend after the other; what is done is stored and printed, also after Ctrl-C."""
     q, k, v, scale = prepared(path, names, said, dtype, device)
     rows: dict[str, Judgement | str] = {}
@@ -57,10 +68,16 @@ def run(
         step(f"exact attention, {min(num_queries, prod(q.shape[2:-1]))} queries")
         judge = Judge(q, k, v, causal=causal, num_queries=num_queries, seed=seed)
         about = {
-            **made_with(device), "file": path.name, "shapes": [list(x.shape) for x in (q, k, v)],
-            "dtype": str(q.dtype).removeprefix("torch."), "scale": scale, "causal": causal, "seed": seed,
-            "num_queries": len(judge.truth.queries), "queries": prod(q.shape[2:-1]),
-        }  # fmt: skip
+            **made_with(device),
+            "file": path.name,
+            "shapes": [list(x.shape) for x in (q, k, v)],
+            "dtype": str(q.dtype).removeprefix("torch."),
+            "scale": scale,
+            "causal": causal,
+            "seed": seed,
+            "num_queries": len(judge.truth.queries),
+            "queries": prod(q.shape[2:-1]),
+        }
         try:
             for name in backends:
                 step(name)
@@ -214,7 +231,8 @@ def table(rows: dict[str, Judgement | str], about: Numbers) -> Table:
 
 
 def _time(one: Judgement) -> tuple[str, str, str]:
-    time, faster = one.timing, float(f"{one.ratio:.3g}")
+    time = one.timing
+    faster = float(f"{one.ratio:.3g}")
     least, most = (f"{x / time.seconds - 1:+.0%}" for x in (time.least, time.most))
     spread = f" ({least}, {most})" if time.calls > 1 else ""
     peak = "" if time.peak_bytes is None else f"{time.peak_bytes / 2**20:.0f}"

@@ -15,7 +15,7 @@ from ..images.features import plain_share
 from ..images.files import replacing
 from ..images.match import SURE, Matching, Settings, match
 from ..images.reading import Picture, read
-from . import pictures
+from . import memory, pictures
 from .console import Numbers, Report, complain, counted, numbers_table, progress_line
 from .features import sample_pair, stereo_sample
 from .pictures import Panel, grid_of
@@ -31,8 +31,8 @@ def read_truth(path: Path, grid: tuple[int, int]) -> Tensor:
     A .npy file of offsets `[H, W, 2]`, or of disparities `[H, W]`: the pixel lies that far to the left in B.
     """
     try:
-        array = np.load(path, allow_pickle=False)
-    except ValueError as error:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)  # a shape that is wrong costs no memory
+    except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is not a .npy file of numbers") from error
     if not isinstance(array, np.ndarray) or array.shape not in (grid, (*grid, 2)):
         got = array.shape if isinstance(array, np.ndarray) else "an .npz archive"
@@ -52,7 +52,8 @@ def area_under_curve(confidence: Tensor, hit: Tensor) -> float | None:
     >>> area_under_curve(torch.tensor([0.9, 0.5, 0.5, 0.1]), torch.tensor([True, True, False, False]))
     0.875
     """
-    right, wrong = confidence[hit].double().sort().values, confidence[~hit].double().contiguous()
+    right = confidence[hit].double().sort().values
+    wrong = confidence[~hit].double().contiguous()
     if not len(right) or not len(wrong):
         return None
     above = len(right) - torch.searchsorted(right, wrong, right=True)
@@ -66,7 +67,8 @@ def errors(offset: Tensor, truth: Tensor, confidence: Tensor) -> dict[str, float
     if not known.any():
         raise ValueError("the ground truth holds no finite value")
     difference = (offset - truth)[known].nan_to_num(torch.inf)
-    error, sure = difference.norm(dim=-1), confidence[known]
+    error = difference.norm(dim=-1)
+    sure = confidence[known]
     hit = error <= NEAR
     passed = sure >= SURE
     return {
@@ -81,22 +83,33 @@ def errors(offset: Tensor, truth: Tensor, confidence: Tensor) -> dict[str, float
 
 
 def run(
-    a: Path | None, b: Path | None, sample: str | None, truth: Path | None, out: Path, size: int | None,
-    settings: Settings, device: str,
-) -> Report:  # fmt: skip
+    a: Path | None,
+    b: Path | None,
+    sample: str | None,
+    truth: Path | None,
+    out: Path,
+    size: int | None,
+    settings: Settings,
+    device: str,
+) -> Report:
     """Match A with B, compare with the ground truth where there is one, and draw."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with progress_line(*columns, total=1) as (bar, task):
         bar.update(task, description="reading two photographs")
+        if a is not None and b is not None:
+            check_memory(a, b, size, settings, device)
         read_a, read_b, known = _inputs(a, b, sample, truth, size)
-        picture_a, picture_b = read_a.rgb, read_b.rgb
+        picture_a = read_a.rgb
+        picture_b = read_b.rgb
         plain = {"a": plain_share(picture_a, settings.patch), "b": plain_share(picture_b, settings.patch)}
         settings = replace(settings, impl=dispatch.choose(settings.impl, torch.device(device), torch.float32).name)
         start = perf_counter()
         found = match(
-            picture_a.to(device), picture_b.to(device), **asdict(settings),
+            picture_a.to(device),
+            picture_b.to(device),
+            **asdict(settings),
             progress=lambda share, what: bar.update(task, completed=share, description=what),
-        )  # fmt: skip
+        )
         seconds = {**found.seconds, "all": perf_counter() - start}
         found = on_cpu(found)
         quality = {} if known is None else errors(found.offset, known, found.confidence)
@@ -130,6 +143,16 @@ def run(
     return Report(numbers, [_table(numbers)], files)
 
 
+def check_memory(a: Path, b: Path, size: int | None, settings: Settings, device: str) -> None:
+    """Refuse pictures that do not fit into memory, by their headers."""
+    shapes = {path: memory.check_reading(path, size) for path in (a, b)}
+    enlarged = max(1.0, 1 / min(settings.scales)) ** 2  # B is brought to the size of A
+    pixels = shapes[a].pixels + round(enlarged * shapes[b].pixels)
+    if device == "cpu":
+        needed = pixels * memory.of_features(settings.width, settings.matches)
+        memory.check(needed, f"{a}: matching needs", "give --size, for example --size 480")
+
+
 def on_cpu(found: Matching) -> Matching:
     """The same with its tensors on the CPU."""
     tensors = ("place", "confidence", "warped", "score", "pose")
@@ -158,36 +181,44 @@ def _inputs(
     if a is None or b is None:
         picture_a, picture_b = map(Picture, sample_pair(size))
     else:
-        picture_a, picture_b = read(a, size), read(b, size)
+        picture_a = read(a, size)
+        picture_b = read(b, size)
     height, width = picture_a.pixels.shape[:2]
     return picture_a, picture_b, None if truth is None else read_truth(truth, (height, width))
 
 
 def draw(a: Tensor, b: Tensor, found: Matching, truth: Tensor | None, out: Path) -> None:
     """Write the single pictures and the sheet that holds them all."""
-    offset, limit = found.offset, pictures.wheel_limit(found.offset, share=0.8)
+    offset = found.offset
+    limit = pictures.wheel_limit(found.offset, share=0.8)
     panels = {
         "field": Panel(
-            "Match field", pictures.wheel_colours(offset, limit), "where in B each pixel of A lies",
+            "Match field",
+            pictures.wheel_colours(offset, limit),
+            "where in B each pixel of A lies",
             pictures.wheel_legend(limit),
         ),
         "warped": Panel("B warped onto A", found.warped, "B's colours, mixed by the attention"),
         "arrows": Panel(
-            "Matches as arrows", pictures.arrows(a, offset, found.confidence, limit),
+            "Matches as arrows",
+            pictures.arrows(a, offset, found.confidence, limit),
             "the surer half, up to the wheel's rim",
         ),
         "confidence": Panel(
-            "Confidence", pictures.shades(found.confidence, "cividis"),
+            "Confidence",
+            pictures.shades(found.confidence, "cividis"),
             f"there and back, and no second best; {found.sure:.0%} pass with {SURE:g} or more",
             pictures.bar_legend(1.0, "confidence", "cividis"),
         ),
-    }  # fmt: skip
+    }
     if truth is not None:
         error = (offset - truth).norm(dim=-1)
         panels["error"] = Panel(
-            "Error against the ground truth", pictures.shades(error / 4), "grey: truth unknown",
+            "Error against the ground truth",
+            pictures.shades(error / 4),
+            "grey: truth unknown",
             pictures.bar_legend(4.0, "error, px (4 and more: bright)"),
-        )  # fmt: skip
+        )
     pictures.save_each(panels, out)
     first = [Panel("Photograph A", a, "its patches are the queries")]
     if truth is None:

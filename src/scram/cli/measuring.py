@@ -30,7 +30,8 @@ from .arguments import BENCH_PATCH
 from .provenance import made_with
 
 SCALE = 100.0  # of unit features, so that a softmax has peaks; times do not depend on it
-SAMPLE, RECALL_SAMPLE = 256, 500  # queries that error and recall are measured on, on a GPU or small grids
+SAMPLE = 256  # queries that the error is measured on
+RECALL_SAMPLE = 500  # queries that recall is measured on, on a GPU or small grids
 SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
 # Side of the largest picture of each part: FlexAttention makes a mask from all pairs, several times to tune it, and
 # nearest-neighbour libraries build an index.
@@ -80,7 +81,9 @@ class Pictures:
     """Queries, keys and values of any size and width, from two photographs `[H, W, 3]`."""
 
     def __init__(self, a: Tensor, b: Tensor, device: str) -> None:
-        self.a, self.b, self.device = a.to(device), b.to(device), device
+        self.a = a.to(device)
+        self.b = b.to(device)
+        self.device = device
         self.last: tuple[tuple[int, int], tuple[Tensor, Tensor, Tensor]] | None = None
         self.warm: set[tuple[str, int, bool]] = set()
 
@@ -110,7 +113,8 @@ class Results:
     """Rows by name in a JSON file, written whenever one is added."""
 
     def __init__(self, path: Path, resume: bool, data: str, device: str = "cpu") -> None:
-        self.path, self.about = path, {"device": device, **made_with(device), "data": data}
+        self.path = path
+        self.about = {"device": device, **made_with(device), "data": data}
         self.rows: dict[str, Row] = {}
         if resume and path.exists():
             try:
@@ -149,7 +153,8 @@ def run(case: Case, pictures: Pictures, known: dict[str, Row], limits: Limits) -
     """Measure a case; what cannot run is a row too: `skipped` (would take too long), `failed` (memory, package)."""
     if full := [row["size"] for row in smaller(case, known) if "memory" in row.get("failed", "")]:
         return {"failed": f"out of memory: already at {full[0]} x {full[0]}"}
-    expected, needed = forecast(case, known), forecast(case, known, "took") or 0.0
+    expected = forecast(case, known)
+    needed = forecast(case, known, "took") or 0.0
     if expected is not None and expected > limits.longest:
         why = f"a call would take about {expected:.3g} s, more than the limit of {limits.longest:g} s"
         return {"skipped": why, "about": expected}
@@ -224,7 +229,8 @@ def _attention(case: Case, pictures: Pictures) -> Row:
         free = torch.cuda.mem_get_info()[0]
     if wanted > free:
         raise MemoryError(f"needs {wanted / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
-    start, ready = perf_counter(), {}
+    start = perf_counter()
+    ready = {}
     if case.contender.startswith("flex "):
         attention = rivals.flex(case.contender.removeprefix("flex "), case.size, q.device)
         timed(lambda: attention(q, k, v, SCALE), pictures.device)  # compiles for this size

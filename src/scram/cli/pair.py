@@ -52,21 +52,28 @@ class Found:
 
 def pair_of(a: Tensor, b: Tensor, patch: int = MATCH_PATCH, width: int = MATCH_WIDTH, device: str = "cpu") -> Pair:
     """Patch features of both photographs from one PCA, fitted on A."""
-    a, b = a.to(device), b.to(device)
+    a = a.to(device)
+    b = b.to(device)
     features = PatchFeatures.fit(a, min(width, 3 * patch * patch), patch)
     places = own_places(*b.shape[:2]).to(device)
     return Pair(a, b, features(a), features(b), torch.cat((b, places), -1)[None, None])
 
 
 def find(
-    pair: Pair, setting: Search, radius: int = MATCH_RADIUS, scale: float = MATCH_SCALE, impl: Impl = "auto",
+    pair: Pair,
+    setting: Search,
+    radius: int = MATCH_RADIUS,
+    scale: float = MATCH_SCALE,
+    impl: Impl = "auto",
     tail: Clusters | None = None,
-) -> Found:  # fmt: skip
+) -> Found:
     """Search and attend, with clusters for the keys outside the windows where a tail asks for them.
 
     The seconds of a first call hold what it compiles.
     """
-    device, codebook, seconds = pair.q.device.type, None, {}
+    device = pair.q.device.type
+    codebook = None
+    seconds = {}
     start = now(device)
     matches = search(pair.q, pair.k, search=setting, impl=impl)
     seconds["search"] = now(device) - start

@@ -93,7 +93,8 @@ def arrows(picture: Tensor, offset: Tensor, confidence: Tensor, limit: float, ac
     zoom = max(1, round(900 / width))
     faded = _bytes(0.45 + 0.55 * picture.mean(-1, keepdim=True).expand(-1, -1, 3))
     image = Image.fromarray(faded).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
-    brush, sure = ImageDraw.Draw(image), float(confidence.median())
+    brush = ImageDraw.Draw(image)
+    sure = float(confidence.median())
     for row in range(step // 2, height, step):
         for column in range(step // 2, width, step):
             down, right = offset[row, column].tolist()

@@ -36,7 +36,8 @@ class Ranks:
     """So many processes that wait for work; they end when this does."""
 
     def __init__(self, size: int, device: str, longest: float) -> None:
-        context, self.longest = mp.get_context("spawn"), longest
+        context = mp.get_context("spawn")
+        self.longest = longest
         self.folder = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(size)]
         self.ends = [end for end, _ in pipes]
@@ -101,7 +102,8 @@ def serve(rank: int, size: int, device: str, meet: str, end: Connection) -> None
 
 def _measure(mesh: Any, device: str, file: str, mode: Mode, backward: bool) -> Said:
     """Seconds of calls, seconds waited in them, bytes, peak memory and the squared error of this rank's queries."""
-    rank, size = mesh.get_local_rank(), mesh.size()
+    rank = mesh.get_local_rank()
+    size = mesh.size()
     whole = np.load(file, mmap_mode="r")  # [3, 1, H, side, side, E]
     rows = np.linspace(0, whole.shape[3], size + 1).round().astype(int)[rank : rank + 2]
     kind = torch.bfloat16 if device == "cuda" and whole.shape[-1] % 8 == 0 else torch.float32
@@ -128,10 +130,13 @@ def _measure(mesh: Any, device: str, file: str, mode: Mode, backward: bool) -> S
     for _ in range(CALLS):
         call(*rows)
     return {
-        "seconds": times[2:], "waited": statistics.median(one.waited for one in counted[2:]),
-        "sent": counted[1].sent, "received": counted[1].received,
-        "peak_bytes": None if peak is None else max(0, peak - before), **_squares(whole, rows, out, device, kind),
-    }  # fmt: skip
+        "seconds": times[2:],
+        "waited": statistics.median(one.waited for one in counted[2:]),
+        "sent": counted[1].sent,
+        "received": counted[1].received,
+        "peak_bytes": None if peak is None else max(0, peak - before),
+        **_squares(whole, rows, out, device, kind),
+    }
 
 
 def _call(mesh: Any, q: Tensor, k: Tensor, v: Tensor, mode: Mode, backward: bool) -> Tensor:

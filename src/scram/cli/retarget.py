@@ -8,19 +8,22 @@ from ..images.reading import write
 from ..images.retarget import DEFAULT, retarget
 from ..images.similarity import two_way
 from .console import Report
-from .edits import bar, channels_of, open_image, report, shown, timed, with_channels
+from .edits import bar, channels_of, check_memory, open_image, report, shown, timed, with_channels
 from .pictures import Panel
 
 
 def run(image: str, width: int | None, height: int | None, out: Path, changed: dict[str, int], device: str) -> Report:
     """Retarget the picture, write it, and beside it the same resized."""
+    settings = replace(DEFAULT, **changed)
+    check_memory(image, (height, width), settings.patch, "retargeting", device)
     picture = open_image(image)
     size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
-    settings, channels = replace(DEFAULT, **changed), channels_of(picture).to(device)
+    channels = channels_of(picture).to(device)
     with bar("retargeting") as told:
         made, seconds = timed(lambda: retarget(channels, size, settings, progress=told))
     stretched = resize(channels, size)
-    result, plain = with_channels(picture, made), with_channels(picture, stretched)
+    result = with_channels(picture, made)
+    plain = with_channels(picture, stretched)
     write(result, out / "retargeted.png")
     far = {
         name: two_way(x.to(device), channels, settings) for name, x in (("retargeted", made), ("resized", stretched))
@@ -33,7 +36,16 @@ def run(image: str, width: int | None, height: int | None, out: Path, changed: d
     ]
     rows = [("result", f"{size[1]} x {size[0]}"), *notes.items(), ("time", f"{seconds:.2f} s on {device}")]
     return report(
-        "retarget", image, picture, panels, out, device, rows, ["retargeted.png"],
-        result=list(size), seconds=seconds, settings=asdict(settings),
+        "retarget",
+        image,
+        picture,
+        panels,
+        out,
+        device,
+        rows,
+        ["retargeted.png"],
+        result=list(size),
+        seconds=seconds,
+        settings=asdict(settings),
         patch_distance={name: {"to_source": x, "from_source": y} for name, (x, y) in far.items()},
-    )  # fmt: skip
+    )

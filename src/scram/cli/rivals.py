@@ -24,7 +24,8 @@ from ..options import Auto
 from ..types import Search
 
 SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after it see
-BLOCK, REACH = 8, 4  # side of the local pattern's query blocks, and how far their keys reach beyond them
+BLOCK = 8  # side of the local pattern's query blocks
+REACH = 4  # how far their keys reach beyond them
 NEIGHBOURS = 15  # side of NATTEN's neighbourhoods, about as many keys as a local block sees
 CHUNK = 1 << 26  # elements of a score matrix at a time
 SETTINGS = {"SCRAM": Search(seed=0), "SCRAM, paper": Search.paper(seed=0)}
@@ -74,8 +75,10 @@ def local_allows(size: int) -> Allows:
     """The block of the query and a rim around it."""
 
     def allows(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
-        row, column = i // size // BLOCK * BLOCK, i % size // BLOCK * BLOCK
-        down, right = j // size - row, j % size - column
+        row = i // size // BLOCK * BLOCK
+        column = i % size // BLOCK * BLOCK
+        down = j // size - row
+        right = j % size - column
         return (down >= -REACH) & (down < BLOCK + REACH) & (right >= -REACH) & (right < BLOCK + REACH)
 
     return allows
@@ -83,7 +86,8 @@ def local_allows(size: int) -> Allows:
 
 def strided(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """The Sparse Transformer's strided pattern, line by line: O(N sqrt N) time."""
-    size, device = q.shape[3], q.device
+    size = q.shape[3]
+    device = q.device
     at = torch.arange(size, device=device)
     # Of the line above only the points right of the query's column are among the last `size`; the rest are its own.
     band = torch.cat((at[None, :] > at[:, None], at[None, :] <= at[:, None]), -1)
@@ -101,14 +105,16 @@ def strided(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def fixed(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """The Sparse Transformer's fixed pattern, line by line: O(N sqrt N) time."""
-    size, device = q.shape[3], q.device
+    size = q.shape[3]
+    device = q.device
     at = torch.arange(size, device=device)
     summaries = [x[:, :, :, -SUMMARY:].flatten(2, 3) for x in (k, v)]
     line_of = torch.arange(summaries[0].shape[2], device=device) // min(SUMMARY, size)
     lines = []
     for rows in _chunks(q, size + len(line_of)):
         mine = q[:, :, rows] * scale
-        line, before = mine @ k[:, :, rows].mT, mine @ summaries[0].mT.unsqueeze(2)
+        line = mine @ k[:, :, rows].mT
+        before = mine @ summaries[0].mT.unsqueeze(2)
         p_line, p_before = _softmax_of_both(line, at <= at[:, None], before, line_of < rows[:, None, None])
         lines.append(p_line @ v[:, :, rows] + p_before @ summaries[1].unsqueeze(2))
     return torch.cat(lines, 2)

@@ -77,12 +77,26 @@ class Explorer:
 @ignores_autocast
 @torch.no_grad()
 def explore(
-    q: Tensor, k: Tensor, v: Tensor, *, search: Search | Auto = "auto", radius: int | Sequence[int] = 1,
-    tail: Clusters | Auto | None = "auto", scale: float | None = None, score: Score = "dot",
-    pictures: Tensor | Sequence[Tensor] = (), panes: Panes = "auto", title: str = "Attention",
-    notes: Sequence[str] = (), batch: int = 0, num_queries: int = 256, seed: int = 0, budget: int = BUDGET,
-    most_points: int = MOST_POINTS, impl: Impl = "auto",
-) -> Explorer:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    search: Search | Auto = "auto",
+    radius: int | Sequence[int] = 1,
+    tail: Clusters | Auto | None = "auto",
+    scale: float | None = None,
+    score: Score = "dot",
+    pictures: Tensor | Sequence[Tensor] = (),
+    panes: Panes = "auto",
+    title: str = "Attention",
+    notes: Sequence[str] = (),
+    batch: int = 0,
+    num_queries: int = 256,
+    seed: int = 0,
+    budget: int = BUDGET,
+    most_points: int = MOST_POINTS,
+    impl: Impl = "auto",
+) -> Explorer:
     """One HTML page on which every query of a grid shows where it attends: windows, clusters, and exact attention.
 
     Searches with 0, 1, .. sweeps, clusters the keys, and stores matches, clusters and rounded features.
@@ -120,7 +134,8 @@ def explore(
     one = panes == "one" or (panes == "auto" and grid_of(q) == grid_of(k) and len(shown) < 2)
     if one and grid_of(q) != grid_of(k):
         raise ValueError(f'panes="one" needs equal grids of queries and keys, got {grid_of(q)} and {grid_of(k)}')
-    whole, samples = (grid_of(q), grid_of(k)), q.shape[0]
+    whole = (grid_of(q), grid_of(k))
+    samples = q.shape[0]
     part, stride, channels = _thin_enough(q[batch], k[batch], v[batch], score, factor, budget, most_points)
     q, k, v = (thinned(x[batch : batch + 1], stride, 2) for x in (q, k, v))
     shown = [thinned(x, stride, 0) for x in shown]
@@ -135,15 +150,27 @@ def explore(
     quality, rms = _quality(q, k, v, sweeps, codebook, radii, factor, how, num_queries, seed)
     attention = Attention(*part, sweeps, codebook, [_colours(x) for x in shown])
     about = {
-        "format": "scram.explorer", "version": 1, "scram": __version__, "title": str(title), "panes": 1 if one else 2,
-        "keys": _grid(grid_of(k)), "group": attention.group, "radius": list(radii),
-        "scale": factor, "score": score, "sweeps": settings.sweeps, "matches": settings.matches,
-        "separation": settings.separation, "clusters": 0 if codebook is None else codebook.sizes.shape[-1],
-        "cluster_heads": 0 if codebook is None else codebook.sizes.shape[1], "rms": rms, "quality": quality,
+        "format": "scram.explorer",
+        "version": 1,
+        "scram": __version__,
+        "title": str(title),
+        "panes": 1 if one else 2,
+        "keys": _grid(grid_of(k)),
+        "group": attention.group,
+        "radius": list(radii),
+        "scale": factor,
+        "score": score,
+        "sweeps": settings.sweeps,
+        "matches": settings.matches,
+        "separation": settings.separation,
+        "clusters": 0 if codebook is None else codebook.sizes.shape[-1],
+        "cluster_heads": 0 if codebook is None else codebook.sizes.shape[1],
+        "rms": rms,
+        "quality": quality,
         "thinned": None if stride == 1 else {"stride": stride, "queries": list(whole[0]), "keys": list(whole[1])},
         "pictures": len(shown),
         "notes": [*map(str, notes), *[f"Sample {batch} of a batch of {samples}."] * (samples > 1)],
-    }  # fmt: skip
+    }
     return _fitted(attention, channels, about, budget, most_points)
 
 
@@ -171,9 +198,17 @@ def _fitted(attention: Attention, channels: Channels, about: dict[str, Any], bud
 
 
 def _validated(
-    q: Tensor, k: Tensor, v: Tensor, search: Search | Auto, radius: int | Sequence[int], tail: Any, scale: float | None,
-    score: Score, panes: str, batch: int,
-) -> tuple[Search, Clusters | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    search: Search | Auto,
+    radius: int | Sequence[int],
+    tail: Any,
+    scale: float | None,
+    score: Score,
+    panes: str,
+    batch: int,
+) -> tuple[Search, Clusters | None]:
     errors.queries_keys(q, k)
     errors.some_queries(q)
     errors.values(q, k, v)
@@ -219,7 +254,8 @@ def _thin_enough(
 
     So many that there are not too many keys, nor queries that can be thinned more, and that rounded features fit.
     """
-    rank, stride = q.ndim - 2, 0
+    rank = q.ndim - 2
+    stride = 0
     while True:
         stride += 1
         less = [thinned(x, stride, 1) for x in (q, k, v)]
@@ -228,8 +264,9 @@ def _thin_enough(
             continue
         part = (
             prepare_query(less[0], score).cpu().double() * scale,
-            prepare_key(less[1], score).cpu().double().flatten(1, -2), less[2].cpu().double().flatten(1, -2),
-        )  # fmt: skip
+            prepare_key(less[1], score).cpu().double().flatten(1, -2),
+            less[2].cpu().double().flatten(1, -2),
+        )
         channels = Channels.of(*part)
         few = channels.every(STRIDES[-1], tuple(less[0].shape[1:-1]))
         if few.score_bytes(COARSEST) <= FEATURES_SHARE * 0.75 * budget or max(points) <= FEWEST_POINTS:
@@ -241,9 +278,17 @@ def _grid(grid: Grid) -> dict[str, Any]:
 
 
 def _quality(
-    q: Tensor, k: Tensor, v: Tensor, sweeps: Sequence[Matches], codebook: Any, radius: tuple[int, ...], scale: float,
-    how: dict[str, Any], num_queries: int, seed: int,
-) -> tuple[dict[str, Any], list[float]]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sweeps: Sequence[Matches],
+    codebook: Any,
+    radius: tuple[int, ...],
+    scale: float,
+    how: dict[str, Any],
+    num_queries: int,
+    seed: int,
+) -> tuple[dict[str, Any], list[float]]:
     """Against exact attention of some queries; and the root mean square of the exact outputs of each head."""
     truth = Truth.of(q, k, v, scale=scale, score=how["score"], num_queries=num_queries, seed=seed, with_lse=True)
     grown = []
@@ -257,12 +302,15 @@ def _quality(
     off = truth.errors(out)
     every = Errors.of(truth.square(out).flatten(1)[:, None], truth.size.flatten(1)[:, None], truth.points)
     found_quality = {
-        "queries": len(truth.queries), "mass": sum(grown[-1]) / len(grown[-1]), "sweeps": grown,
-        "median": _number(every.median.value), "p95": _number(every.p95.value),
+        "queries": len(truth.queries),
+        "mass": sum(grown[-1]) / len(grown[-1]),
+        "sweeps": grown,
+        "median": _number(every.median.value),
+        "p95": _number(every.p95.value),
         "heads": [
             {"median": _number(off.median.value[0, h]), "p95": _number(off.p95.value[0, h])} for h in range(q.shape[1])
         ],
-    }  # fmt: skip
+    }
     rms = truth.size.mean(-1)[0].sqrt()
     return found_quality, [max(float(x), 1e-30) for x in rms]
 

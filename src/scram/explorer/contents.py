@@ -17,7 +17,9 @@ from ..types import Matches
 from .coordinates import Balanced, Principal
 from .pack import Packed, estimated_bytes, rounded
 
-FINEST_SCORE, FINEST_VALUE = 0.04, 0.01  # errors by rounding below which more bits show nothing
+# Errors by rounding below which more bits show nothing.
+FINEST_SCORE = 0.04
+FINEST_VALUE = 0.01
 COARSEST = 1e4  # times the finest
 VALUES_SHARE = 0.25  # of the bytes that are left for features, at most
 MATCHES_SHARE = 0.25  # of all bytes, that matches of all sweeps may take; beyond, earlier sweeps keep the best one
@@ -69,12 +71,14 @@ class Channels(NamedTuple):
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor) -> Channels:
         """From q [H, *G, E], k [Hk, M, E] and v [Hk, M, F], as in `Attention`."""
-        group, flat = len(q) // len(k), q.flatten(1, -2).double()
+        group = len(q) // len(k)
+        flat = q.flatten(1, -2).double()
         balanced = [Balanced.of(*pair) for pair in zip(flat.reshape(len(k), -1, flat.shape[-1]), k, strict=True)]
         principal = [Principal.of(x) for x in v]
         queries = [_planes(q @ balanced[h // group].to_queries) for h, q in enumerate(flat)]
         base = _planes(torch.stack([q @ balanced[h // group].centre for h, q in enumerate(flat)], 1))
-        keys, values = [_planes(x.keys) for x in balanced], [_planes(x.channels) for x in principal]
+        keys = [_planes(x.keys) for x in balanced]
+        values = [_planes(x.channels) for x in principal]
         return Channels(balanced, principal, queries, keys, values, base)
 
     def every(self, stride: int, grid: Grid) -> Channels:
@@ -141,11 +145,16 @@ def stored(attention: Attention, channels: Channels, most_bytes: int, coarsest: 
     score_error = _finest(channels.score_bytes, left - channels.value_bytes(value_error), FINEST_SCORE)
     if score_error > coarsest:
         return None
-    heads, kept_keys, kept_values, lost = [], [], [], []
+    heads = []
+    kept_keys = []
+    kept_values = []
+    lost = []
     for g, (balanced, principal) in enumerate(zip(channels.balanced, channels.principal, strict=True)):
-        step, value_step = balanced.step(score_error), principal.step(value_error)
+        step = balanced.step(score_error)
+        value_step = principal.step(value_error)
         own = range(g * attention.group, (g + 1) * attention.group)
-        k, v = rounded(channels.keys[g], step), rounded(channels.values[g], value_step)
+        k = rounded(channels.keys[g], step)
+        v = rounded(channels.values[g], value_step)
         qs = [rounded(channels.queries[h], step) for h in own]
         kept_keys.append(_used(k, *qs))
         kept_values.append(_used(v))
@@ -158,10 +167,17 @@ def stored(attention: Attention, channels: Channels, most_bytes: int, coarsest: 
             heads.append({"step": step, "value_step": value_step, "channels": len(kept_keys[g]), **off})
     if attention.codebook is not None:
         _clusters(packed, attention, channels, kept_keys, kept_values)
-    about = {"heads": heads, "base_step": base_step, "early_matches": early, "values_kept": 1 - max(lost),
-             "score_error": score_error, "map_error": max(head["map_error"] for head in heads),
-             "width": attention.q.shape[-1], "channels": [len(some) for some in kept_keys],
-             "value_channels": [len(some) for some in kept_values]}  # fmt: skip
+    about = {
+        "heads": heads,
+        "base_step": base_step,
+        "early_matches": early,
+        "values_kept": 1 - max(lost),
+        "score_error": score_error,
+        "map_error": max(head["map_error"] for head in heads),
+        "width": attention.q.shape[-1],
+        "channels": [len(some) for some in kept_keys],
+        "value_channels": [len(some) for some in kept_values],
+    }
     return Contents(packed, about)
 
 
@@ -169,7 +185,8 @@ def _finest(size: Callable[[float], float], most: float, finest: float) -> float
     """The smallest error, from `finest` on, whose size fits."""
     if size(finest) <= most:
         return finest
-    low, high = 0.0, math.log(COARSEST)
+    low = 0.0
+    high = math.log(COARSEST)
     for _ in range(10):
         middle = (low + high) / 2
         low, high = (low, middle) if size(finest * math.exp(middle)) <= most else (middle, high)
@@ -192,9 +209,14 @@ def _lost(whole: Floats, planes: NDArray[np.int16], kept: list[int], step: float
 
 
 def _off(
-    q: Tensor, k: Tensor, centre: Tensor, q_planes: NDArray[np.int16], k_planes: NDArray[np.int16], kept: list[int],
+    q: Tensor,
+    k: Tensor,
+    centre: Tensor,
+    q_planes: NDArray[np.int16],
+    k_planes: NDArray[np.int16],
+    kept: list[int],
     step: float,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """How far weights by rounded features are from exact ones: the share of the attention that lies elsewhere."""
     at = torch.linspace(0, len(q) - 1, min(CHECKED, len(q)), dtype=torch.float32, device=q.device).long()
     exact = (q[at].double() @ (k.double() - centre).T).softmax(-1)
@@ -211,7 +233,9 @@ def _matches(packed: Packed, sweeps: Sequence[Matches], most_bytes: int) -> int:
     an earlier sweep has its like of the next one a fixed number of places before it.
     """
     last = sweeps[-1]
-    width, kappa, heads = raster_width(last.key_grid), last.index.shape[-1], last.index.shape[1]
+    width = raster_width(last.key_grid)
+    kappa = last.index.shape[-1]
+    heads = last.index.shape[1]
 
     def planes(found: Matches, kept: int) -> NDArray[np.int16]:
         index = rows(found.index)[..., :kept].movedim(-1, 0).flip(0).cpu()  # [kept, H, N]
@@ -219,7 +243,8 @@ def _matches(packed: Packed, sweeps: Sequence[Matches], most_bytes: int) -> int:
         return place.to(torch.int16).flatten(0, 2).numpy()
 
     for kept in dict.fromkeys((kappa, 1)):
-        trial, earlier = Packed(), [planes(found, kept) for found in reversed(sweeps[:-1])]
+        trial = Packed()
+        earlier = [planes(found, kept) for found in reversed(sweeps[:-1])]
         trial.add("matches", np.concatenate([planes(last, kappa), *earlier]), back=2 * heads * kept)
         if len(trial) <= MATCHES_SHARE * most_bytes:
             break
@@ -233,9 +258,12 @@ def _cluster_bytes(attention: Attention) -> int:
 
 
 def _clusters(
-    packed: Packed, attention: Attention, channels: Channels, kept_keys: Sequence[list[int]],
+    packed: Packed,
+    attention: Attention,
+    channels: Channels,
+    kept_keys: Sequence[list[int]],
     kept_values: Sequence[list[int]],
-) -> None:  # fmt: skip
+) -> None:
     """Centres and mean values in the same coordinates, of each head of clusters."""
     book = attention.codebook
     assert book is not None
@@ -243,7 +271,8 @@ def _clusters(
     share = len(sizes) // len(channels.keys)
     for c in range(len(sizes)):
         g = c // share
-        key, value = channels.balanced[g], channels.principal[g]
+        key = channels.balanced[g]
+        value = channels.principal[g]
         centres = (book.centres[0, c].cpu().double() - key.centre) @ key.to_keys
         means = (book.values[0, c].cpu().double() - value.centre) @ value.axes
         packed.add_floats(f"centres{c}", centres[:, kept_keys[g]].numpy())

@@ -46,7 +46,8 @@ class Balanced(NamedTuple):
         >>> bool(torch.allclose(q @ found.to_queries @ found.keys.T, scores))
         True
         """
-        q, k = q.double(), k.double()
+        q = q.double()
+        k = k.double()
         centre, variance, axes = principal_axes(k)
         kept = variance > SMALLEST * variance[-1].clamp(min=1e-300)
         if not bool(kept.any()):  # all keys are equal
@@ -60,7 +61,8 @@ class Balanced(NamedTuple):
         kept = singular > SMALLEST * singular[0].clamp(min=1e-300)
         if not bool(kept.any()):
             kept[0] = True  # all scores are 0
-        singular, turn = singular[kept].clamp(min=1e-300), turn.flip(1)[:, kept]
+        singular = singular[kept].clamp(min=1e-300)
+        turn = turn.flip(1)[:, kept]
         to_keys = inverse @ turn * singular.sqrt()
         to_queries = root @ turn / singular.sqrt()
         return Balanced((k - centre) @ to_keys, to_queries, to_keys, centre, float(singular.sum()))

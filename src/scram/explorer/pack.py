@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PLAIN, LEFT, BEFORE = 0, 1, 2
-RUNS, RUN = 8, 512  # stretches of points, and their length, that the size is estimated from
+PLAIN = 0
+LEFT = 1
+BEFORE = 2
+RUNS = 8  # stretches of points that the size is estimated from
+RUN = 512  # points of each
 LEVEL = 6
 
 Planes = NDArray[np.int16]
@@ -25,7 +28,8 @@ Planes = NDArray[np.int16]
 
 def folded(planes: Planes, back: int) -> tuple[NDArray[np.uint16], list[int]]:
     """Differences as positive numbers [P, n], and how each plane was predicted."""
-    best, how = np.empty(planes.shape, np.uint16), []
+    best = np.empty(planes.shape, np.uint16)
+    how = []
     for p, plane in enumerate(planes):
         forms = [_positive(plane), _positive(np.diff(plane, prepend=np.int16(0)))]
         if back and p >= back:
@@ -120,7 +124,8 @@ def unpacked(entries: list[dict[str, Any]], text: str) -> dict[str, NDArray[Any]
     >>> unpacked(packed.entries, packed.text())["x"]
     array([[ 3, -4,  5]], dtype=int16)
     """
-    data, found = base64.b64decode(text), {}
+    data = base64.b64decode(text)
+    found = {}
     for entry in entries:
         raw = zlib.decompress(data[entry["at"] : entry["at"] + entry["bytes"]])
         shape = tuple(entry["shape"])

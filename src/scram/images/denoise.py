@@ -91,7 +91,8 @@ def check_picture(picture: Tensor) -> None:
 
 
 def check_size(picture: Tensor, settings: Settings) -> None:
-    (height, width), least = picture.shape[:2], max(LEAST_SIDE, 2 * settings.patch)
+    height, width = picture.shape[:2]
+    least = max(LEAST_SIDE, 2 * settings.patch)
     if min(height, width) < least:
         raise ValueError(f"a {width} x {height} picture is too small; both sides must be {least} or more")
 
@@ -102,7 +103,10 @@ def estimate_noise(picture: Tensor) -> float:
     What a picture itself holds at that scale counts as noise too: textures raise the estimate.
     """
     even = picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
-    a, b, c, d = even[::2, ::2], even[::2, 1::2], even[1::2, ::2], even[1::2, 1::2]
+    a = even[::2, ::2]
+    b = even[::2, 1::2]
+    c = even[1::2, ::2]
+    d = even[1::2, 1::2]
     return float(((a - b - c + d) / 2).abs().median() / 0.6745)
 
 
@@ -116,9 +120,14 @@ def denoise_picture(noisy: Tensor, sigma: float, settings: Settings) -> Tensor:
     features = basis(noisy)
     start = Matches.identity(noisy.shape[:2], device=noisy.device)
     how = Search(
-        matches=settings.matches, separation=settings.radius, sweeps=settings.sweeps, jumps=(4, 1),
-        propagate="shift", gossip=2, seed=settings.seed,
-    )  # fmt: skip
+        matches=settings.matches,
+        separation=settings.radius,
+        sweeps=settings.sweeps,
+        jumps=(4, 1),
+        propagate="shift",
+        gossip=2,
+        seed=settings.seed,
+    )
     # The start is the query's own place, which nothing beats; the other matches keep their distance from it.
     found = start if settings.matches == 1 else search(features, features, search=how, score="l2", warm=start)
     values = unfold(noisy, settings.patch)
@@ -161,7 +170,8 @@ def as_a_twin(out: Tensor, lse: Tensor, own: Tensor, strength: float) -> tuple[T
         out, lse: attention [..., C * p * p] over patches, the patch itself among them, and the log of its sum [...].
         own: the patches themselves.
     """
-    twin, lse = exp(-2 / strength**2), lse.clamp(0, 80).unsqueeze(-1)  # its own weight is 1, but for rounding
+    twin = exp(-2 / strength**2)
+    lse = lse.clamp(0, 80).unsqueeze(-1)  # its own weight is 1, but for rounding
     own_share = (1 - twin) * (-lse).exp()
     return (out - own_share * own) / (1 - own_share), (lse.exp() * (1 - own_share) / twin).sqrt()
 
@@ -173,7 +183,8 @@ def unfold(picture: Tensor, patch: int) -> Tensor:
 
 def fold(patches: Tensor, weight: Tensor, shape: torch.Size, patch: int, stride: int = 1) -> Tensor:
     """Patches [h, w, C * p * p] of every stride-th pixel, averaged with their weight [h, w, 1] to [H, W, C]."""
-    (height, width), rim = shape[:2], patch // 2
+    height, width = shape[:2]
+    rim = patch // 2
     size = (height + patch - 1, width + patch - 1)
     total = F.fold((patches * weight).flatten(0, 1).T[None], size, patch, stride=stride)
     weights = F.fold(weight.expand(-1, -1, patch * patch).flatten(0, 1).T[None], size, patch, stride=stride)

@@ -40,7 +40,8 @@ class PatchFeatures:
         """The features of every pixel, unit norm `[1, 1, H, W, width]`."""
         # A convolution with the basis is the projection of every patch, without writing the patches out.
         kernel = self.basis.reshape(-1, 3, self.patch, self.patch)
-        whole, offset = padded(picture, self.patch), -self.basis @ self.mean
+        whole = padded(picture, self.patch)
+        offset = -self.basis @ self.mean
         out = picture.new_empty(1, 1, *picture.shape[:2], len(kernel))
         for top in range(0, len(picture), STRIP):  # strip by strip: large pictures need no second copy
             strip = whole[:, :, top : top + STRIP + self.patch - 1]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .reading import Picture, read, write
+from .reading import Picture, Shape, read, shape_of, write
 
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".bmp")
 
@@ -27,12 +27,14 @@ class Film:
         frames: its frames, read as they are asked for; once.
         count: how many there are, None where the file does not say.
         rate: frames per second.
+        shape: of a frame, by the header of the file.
         names: of a folder the names of its pictures.
     """
 
     frames: Iterator[Picture]
     count: int | None
     rate: Fraction
+    shape: Shape
     names: list[str] = field(default_factory=list)
 
 
@@ -43,7 +45,8 @@ def open_film(path: str | os.PathLike[str]) -> Film:
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in PICTURES)
         if not files:
             raise ValueError(f"{path}: a folder without pictures ({', '.join(PICTURES)})")
-        return Film(map(read, files), len(files), Fraction(25), [file.stem for file in files])
+        names = [file.stem for file in files]
+        return Film(map(read, files), len(files), Fraction(25), shape_of(files[0]), names)
     path.open("rb").close()
     av = _av()
     try:
@@ -51,7 +54,8 @@ def open_film(path: str | os.PathLike[str]) -> Film:
         stream = container.streams.video[0]
     except (av.error.FFmpegError, IndexError) as error:
         raise ValueError(f"{path}: not a film that FFmpeg reads ({error})") from error
-    return Film(_decoded(path, container, av), stream.frames or None, Fraction(stream.average_rate or 25))
+    rate = Fraction(stream.average_rate or 25)
+    return Film(_decoded(path, container, av), stream.frames or None, rate, Shape(stream.height, stream.width, 3))
 
 
 def _decoded(path: Path, container: Any, av: ModuleType) -> Iterator[Picture]:
@@ -80,7 +84,10 @@ class Writer:
     """
 
     def __init__(self, path: Path, rate: Fraction) -> None:
-        self.path, self.rate, self.count, self.av = path, rate, 0, _av()
+        self.path = path
+        self.rate = rate
+        self.count = 0
+        self.av = _av()
         self.temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
         self.container: Any = None
 
@@ -121,7 +128,9 @@ class FolderWriter:
     """Writes frames as pictures into a folder, each under the name it had, as a .png."""
 
     def __init__(self, path: Path, names: list[str]) -> None:
-        self.path, self.names, self.count = path, names, 0
+        self.path = path
+        self.names = names
+        self.count = 0
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, picture: Picture) -> None:

@@ -19,9 +19,13 @@ ALPHA = 0.05  # completeness: less is more of it
 
 @torch.no_grad()
 def generate(
-    picture: Tensor, size: tuple[int, int] | None = None, settings: Settings = DEFAULT, *, variety: float = 0.3,
+    picture: Tensor,
+    size: tuple[int, int] | None = None,
+    settings: Settings = DEFAULT,
+    *,
+    variety: float = 0.3,
     progress: Progress | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A new picture of the same texture or scene.
 
     The start is the picture at its coarsest level, its parts moved by random distances; `settings.seed` draws them.
@@ -45,7 +49,8 @@ def generate(
     old = (picture.shape[0], picture.shape[1])
     size = check_extents(old if size is None else size)
     check_picture(picture, size, settings.patch)
-    given, picture = picture.dtype, widened(picture)
+    given = picture.dtype
+    picture = widened(picture)
     if not 0 <= variety < float("inf"):
         raise ValueError(f"variety must be at least 0 and finite, got {variety}")
     levels = scales(min(*old, *size), COARSEST * settings.patch, RATIO)

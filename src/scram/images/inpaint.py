@@ -25,7 +25,9 @@ TRUST = 1.2  # a vote counts for less by this factor with each pixel deeper in t
 TEXTURE = 6.0  # weight of the roughness around a pixel beside its colours
 TILE = 32  # side of the squares of patches that are searched together
 AROUND = 32  # pixels around a hole whose texture is looked at
-EVEN_MEANS, EVEN_ROUGHNESS = 0.6, 0.4  # of an irregular texture, see `irregular`
+# Of an irregular texture, see `irregular`.
+EVEN_MEANS = 0.6
+EVEN_ROUGHNESS = 0.4
 LARGE = 2**21  # pixels around a hole that are enough to fill it
 LEAST_PATCHES = 16  # whole patches of the source without which a hole is filled smoothly
 
@@ -61,8 +63,10 @@ def inpaint(
     _check(picture, hole)
     picture = torch.where(hole.unsqueeze(-1), 0, picture)  # a NaN in the hole stays there
     check_finite(picture)
-    given, picture = picture.dtype, widened(picture)
-    lowest, highest = (picture[~hole].amin(0), picture[~hole].amax(0))
+    given = picture.dtype
+    picture = widened(picture)
+    lowest = picture[~hole].amin(0)
+    highest = picture[~hole].amax(0)
     if not bool(hole.any()):
         return picture.to(given)
     here = surroundings(hole)
@@ -107,11 +111,16 @@ def _filled(picture: Tensor, hole: Tensor, settings: Settings | None, told: Prog
     above: tuple[Tensor, Matches] | None = None
     for level, (size, steps) in enumerate(plan):
         known, missing = shrink_known(picture, hole, size)
-        done, share = sum(work[:level]) / sum(work), work[level] / sum(work)
+        done = sum(work[:level]) / sum(work)
+        share = work[level] / sum(work)
         above = _fill(
-            known, missing, above, steps, level * settings.iterations,
+            known,
+            missing,
+            above,
+            steps,
+            level * settings.iterations,
             lambda x, done=done, share=share: told(done + share * x),  # type: ignore[misc]
-        )  # fmt: skip
+        )
     assert above is not None
     return torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
 
@@ -134,17 +143,21 @@ def irregular(picture: Tensor, hole: Tensor, side: int) -> bool:
     than `EVEN_ROUGHNESS` of its mean: everywhere it looks the same, and no two places are equal.
     """
     near = F.max_pool2d(hole.to(picture.dtype)[None, None], 2 * AROUND + 1, 1, AROUND)[0, 0] > 0
-    known, near = (~hole).to(picture.dtype)[None, None], near & ~hole
-    grey, wide = torch.where(hole, 0, picture.mean(-1))[None, None], (2 * side - 1, 1, side - 1)
+    known = (~hole).to(picture.dtype)[None, None]
+    near = near & ~hole
+    grey = torch.where(hole, 0, picture.mean(-1))[None, None]
+    wide = (2 * side - 1, 1, side - 1)
     means = (F.avg_pool2d(grey, *wide) / F.avg_pool2d(known, *wide).clamp(min=1e-6))[0, 0][near]
-    rough, pixels = activity(picture, hole, side).mean(-1)[near], grey[0, 0][near]
+    rough = activity(picture, hole, side).mean(-1)[near]
+    pixels = grey[0, 0][near]
     spread = [float(x.std(correction=0)) if len(x) else 0.0 for x in (means, pixels, rough)]
     return spread[0] < EVEN_MEANS * spread[1] and spread[2] < EVEN_ROUGHNESS * float(rough.mean())
 
 
 def activity(picture: Tensor, hole: Tensor, side: int) -> Tensor:
     """How rough a picture [H, W, C] is around each pixel [H, W, 2]: mean differences down and across, known ones."""
-    grey, known = picture.mean(-1)[None, None], (~hole).to(picture.dtype)[None, None]
+    grey = picture.mean(-1)[None, None]
+    known = (~hole).to(picture.dtype)[None, None]
     means = []
     for axis in (-2, -1):
         length = grey.shape[axis] - 1
@@ -182,9 +195,13 @@ def _levels(hole: Tensor, side: int) -> list[tuple[int, int]]:
 
 
 def _fill(
-    known: Tensor, hole: Tensor, above: tuple[Tensor, Matches] | None, steps: list[Settings], first_step: int,
+    known: Tensor,
+    hole: Tensor,
+    above: tuple[Tensor, Matches] | None,
+    steps: list[Settings],
+    first_step: int,
     told: Progress,
-) -> tuple[Tensor, Matches]:  # fmt: skip
+) -> tuple[Tensor, Matches]:
     """One level: from the guess and the matches of the level above to those of this one.
 
     Args:
@@ -193,7 +210,9 @@ def _fill(
         first_step: number of its first step, for the seeds.
     """
     settings = steps[0]
-    side, size, inside = settings.patch, (hole.shape[0], hole.shape[1]), hole.unsqueeze(-1)
+    side = settings.patch
+    size = (hole.shape[0], hole.shape[1])
+    inside = hole.unsqueeze(-1)
     deep = depth(hole)
     order = 2 if float(deep.max()) <= side else 1  # across a wide hole the smoothest surface swings too far
     source = Source.of(known, settings, whole(~hole, side))

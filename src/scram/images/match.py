@@ -20,7 +20,10 @@ from .checks import check_finite, check_floats
 from .features import PatchFeatures
 from .resample import halved, turned
 
-PATCH, WIDTH, RADIUS, SWEEPS = 11, 32, 1, 8
+PATCH = 11
+WIDTH = 32
+RADIUS = 1
+SWEEPS = 8
 SCALE = 100.0  # on unit features a score is a cosine; times 100 the softmax has clear peaks
 COARSEST = 40  # a level has at least so many lines and columns, times two where there is a coarser one
 NEAR = 2.0  # pixels; a way there and back that ends so far from its start counts half
@@ -131,10 +134,20 @@ def match(
     (torch.Size([48, 64, 2]), ((1.0, 90.0),))
     """
     settings = Settings(
-        patch, min(width, 3 * patch * patch), matches, separation, radius, sweeps, scale, seed,
-        tuple(map(float, scales)), tuple(map(float, rotations)), impl,
-    )  # fmt: skip
-    a, b = _coloured("a", a), _coloured("b", b)
+        patch,
+        min(width, 3 * patch * patch),
+        matches,
+        separation,
+        radius,
+        sweeps,
+        scale,
+        seed,
+        tuple(map(float, scales)),
+        tuple(map(float, rotations)),
+        impl,
+    )
+    a = _coloured("a", a)
+    b = _coloured("b", b)
     poses = _poses(settings)
     tell: Advance = progress or (lambda share, what: None)
     if len(poses) > 1:
@@ -171,7 +184,8 @@ def _poses(settings: Settings) -> list[tuple[float, float]]:
 def _likely(a: Tensor, b: Tensor, poses: list[tuple[float, float]], settings: Settings) -> list[tuple[float, float]]:
     """The poses that small copies of the pictures speak for, best first."""
     while min(a.shape[:2]) >= 2 * SCREEN:
-        a, b = halved(a), halved(b)
+        a = halved(a)
+        b = halved(b)
     worth = {pose: float(_in_pose(a, b, pose, settings).confidence.mean()) for pose in poses}
     best = max(worth.values())
     return sorted((pose for pose in poses if worth[pose] >= 0.4 * best), key=lambda pose: -worth[pose])
@@ -203,8 +217,11 @@ def _in_pose(
     levels.reverse()
     work = [x.shape[0] * x.shape[1] + y.shape[0] * y.shape[1] for x, y, _ in levels]
     second = max(n for n, size in enumerate(work) if n == 0 or (n < len(work) - 1 and size <= MOST_SECOND))
-    state, seconds = _Level(), dict.fromkeys(("features", "search", "check", "attend"), 0.0)
-    distinct, done, start = None, 0, perf_counter()
+    state = _Level()
+    seconds = dict.fromkeys(("features", "search", "check", "attend"), 0.0)
+    distinct = None
+    done = 0
+    start = perf_counter()
     for n, (x, y, mask) in enumerate(levels):
         passed = perf_counter() - start
         left = "" if n < 2 else f", about {passed * sum(work[n:]) / done:.0f} s left"
@@ -233,9 +250,14 @@ def _in_pose(
     clock("check")
     place = torch.where(found, posed.origin(out[..., 3:]), torch.nan)
     return Matching(
-        place, torch.where(found[..., 0], confidence, 0), out[..., :3], best.score[0, 0, ..., 0],
-        torch.zeros_like(best.index[0, 0, ..., 0], dtype=torch.int64), (pose,), seconds,
-    )  # fmt: skip
+        place,
+        torch.where(found[..., 0], confidence, 0),
+        out[..., :3],
+        best.score[0, 0, ..., 0],
+        torch.zeros_like(best.index[0, 0, ..., 0], dtype=torch.int64),
+        (pose,),
+        seconds,
+    )
 
 
 @dataclass(frozen=True)
@@ -250,10 +272,13 @@ class _Clock:
     """Adds the seconds since the last call to a stage."""
 
     def __init__(self, seconds: dict[str, float], device: torch.device) -> None:
-        self.seconds, self.device, self.last = seconds, device, now(device)
+        self.seconds = seconds
+        self.device = device
+        self.last = now(device)
 
     def __call__(self, stage: str) -> None:
-        self.last, before = now(self.device), self.last
+        before = self.last
+        self.last = now(self.device)
         self.seconds[stage] += self.last - before
 
 
@@ -271,8 +296,10 @@ def _there_and_back(
     how = Search(matches=settings.matches, separation=settings.separation, sweeps=settings.sweeps, seed=settings.seed)
     there = back = None
     if before.there is not None and before.back is not None:
-        grid, key_grid = q.shape[2:-1], k.shape[2:-1]
-        there, back = before.there.upsample(grid, key_grid), before.back.upsample(key_grid, grid)
+        grid = q.shape[2:-1]
+        key_grid = k.shape[2:-1]
+        there = before.there.upsample(grid, key_grid)
+        back = before.back.upsample(key_grid, grid)
         how = replace(how, sweeps=min(2, settings.sweeps), jumps=(4, 1), gossip=0, seed=settings.seed + level)
     found = search(q, k, search=how, key_mask=mask, warm=there, impl=settings.impl)
     # Back: whoever was found starts from its finder, others from the coarser level.

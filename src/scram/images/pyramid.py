@@ -52,7 +52,8 @@ def shrink_known(picture: Tensor, hole: Tensor, size: tuple[int, int]) -> tuple[
 
 def depth(hole: Tensor) -> Tensor:
     """How deep each pixel lies in a hole, bool [H, W] -> [H, W]: 0 outside, 1 at its border, Chebyshev steps."""
-    left, deep = hole.float()[None, None], torch.zeros(hole.shape, dtype=torch.float32, device=hole.device)
+    left = hole.float()[None, None]
+    deep = torch.zeros(hole.shape, dtype=torch.float32, device=hole.device)
     while bool(left.any()) and deep.max() < max(hole.shape):
         deep = deep + left[0, 0]
         left = -F.max_pool2d(-left, 3, 1, 1)

@@ -6,9 +6,11 @@ import os
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -87,16 +89,48 @@ def read(path: str | os.PathLike[str], height: int | None = None, *, most_pixels
         most_pixels: refuse files that unpack to more.
     """
     path = Path(path)
+    with _refusals(path):
+        picture = _read(path, most_pixels)
+    return picture if height is None else picture.resized(height)
+
+
+class Shape(NamedTuple):
+    """Extents of a picture file in pixels, as stored, and its channels, alpha included; 4 for a palette."""
+
+    height: int
+    width: int
+    channels: int
+
+    @property
+    def pixels(self) -> int:
+        return self.height * self.width
+
+    def resized(self, height: int | None) -> Shape:
+        """As `Picture.resized` would have it; None keeps the size."""
+        width = self.width if height is None else max(round(self.width * height / self.height), 1)
+        return self._replace(height=self.height if height is None else height, width=width)
+
+
+def shape_of(path: str | os.PathLike[str], *, most_pixels: int = MOST_PIXELS) -> Shape:
+    """What the header of a picture file says; nothing is unpacked. Refuses what `read` refuses by its header."""
+    path = Path(path)
+    with _refusals(path), _open(path, most_pixels) as image:
+        bands = 4 if "P" in image.mode else len(image.getbands())
+        return Shape(image.height, image.width, bands)
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """Errors of Pillow as a ValueError that names the file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's own, of large files and of odd metadata
-            picture = _read(path, most_pixels)
+            yield
     except _refused() as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         reason = "not a picture of a kind that is read" if "identify" in str(error) else str(error) or "broken file"
         raise ValueError(f"{path}: {reason}; give a PNG or JPEG that other programs open") from error
-    return picture if height is None else picture.resized(height)
 
 
 def _refused() -> tuple[type[Exception], ...]:
@@ -122,7 +156,8 @@ def _open(path: Path, most_pixels: int) -> Image.Image:
 
 def _read(path: Path, most_pixels: int) -> Picture:
     with _open(path, most_pixels) as image:
-        raw, notes = _raw_mode(image), []
+        raw = _raw_mode(image)
+        notes = []
         frames = getattr(image, "n_frames", 1)
         if frames > 1:
             notes.append(f"the first of {frames} frames")

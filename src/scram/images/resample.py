@@ -55,10 +55,12 @@ def turned(picture: Tensor, scale: float, degrees: float) -> Turned:
         scaled = x.rot90(int(quarters), (2, 3))[0].movedim(0, -1).contiguous()
         canvas = (scaled.shape[0], scaled.shape[1])
     else:
-        c, s = abs(cos(radians(degrees))), abs(sin(radians(degrees)))
+        c = abs(cos(radians(degrees)))
+        s = abs(sin(radians(degrees)))
         canvas = (ceil(size[0] * c + size[1] * s), ceil(size[0] * s + size[1] * c))
     # Counter-clockwise on the screen: a point that was to the right comes to lie above, at a smaller row.
-    c, s = cos(radians(degrees)), sin(radians(degrees))
+    c = cos(radians(degrees))
+    s = sin(radians(degrees))
     back = torch.tensor([[c, s], [-s, c]], **like)  # (row, column) of the canvas -> of the scaled one
     middle, centre = ((torch.tensor(n, **like) - 1) / 2 for n in (canvas, size))
     matrix = ratio.unsqueeze(1) * back

@@ -42,7 +42,8 @@ def retarget(
     """
     size = check_extents(size)
     check_picture(picture, size, settings.patch)
-    given, picture = picture.dtype, widened(picture)
+    given = picture.dtype
+    picture = widened(picture)
     old = (picture.shape[0], picture.shape[1])
     levels = scales(min(*old, *size), round(COARSEST * settings.patch), RATIO)
     sources = [resize(picture, scaled(old, scale)) for scale in levels]
@@ -55,7 +56,8 @@ def _stretched(picture: Tensor, size: tuple[int, int], settings: Settings) -> Te
     """A small picture [h, w, C] in another size, in steps so small that patches follow."""
     factors = (size[0] / picture.shape[0], size[1] / picture.shape[1])
     steps = math.ceil(max(abs(math.log(factor)) for factor in factors) / math.log(STRETCH))
-    source, guess = Source.of(picture, settings), picture
+    source = Source.of(picture, settings)
+    guess = picture
     for step in range(1, steps + 1):
         share = step / steps
         between = round(picture.shape[0] * factors[0] ** share), round(picture.shape[1] * factors[1] ** share)

@@ -20,7 +20,8 @@ def two_way(picture: Tensor, source: Tensor, settings: Settings) -> tuple[float,
     """
     known = Source.of(source, settings)
     values = unfold(picture, settings.patch)
-    a, b = known.features(picture), known.features(source)
+    a = known.features(picture)
+    b = known.features(source)
     how = Settings(sweeps=SWEEPS, seed=settings.seed)
     return _mean_distance(a, b, values, known.values, how), _mean_distance(b, a, known.values, values, how)
 

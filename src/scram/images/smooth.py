@@ -40,20 +40,24 @@ def smooth_fill(picture: Tensor, hole: Tensor, order: int = 2, steps: int = 200)
 
     x = start
     residual = -energy(x) * inside
-    direction, square = residual, residual.square().sum((-2, -1), keepdim=True)
+    direction = residual
+    square = residual.square().sum((-2, -1), keepdim=True)
     first = square.clamp(min=1e-20)
     for _ in range(steps):
         if bool((square <= 1e-8 * first).all()):
             break
         product = energy(direction) * inside
         length = square / (direction * product).sum((-2, -1), keepdim=True).clamp(min=1e-30)
-        x, residual = x + length * direction, residual - length * product
+        x = x + length * direction
+        residual = residual - length * product
         new = residual.square().sum((-2, -1), keepdim=True)
-        direction, square = residual + new / square.clamp(min=1e-30) * direction, new
+        direction = residual + new / square.clamp(min=1e-30) * direction
+        square = new
     return x[0].movedim(0, -1)
 
 
 def _laplacian(x: Tensor) -> Tensor:
     """Neighbours less the pixel itself [1, C, H, W], over the neighbours that are there: a symmetric operator."""
-    down, right = x[..., 1:, :] - x[..., :-1, :], x[..., 1:] - x[..., :-1]
+    down = x[..., 1:, :] - x[..., :-1, :]
+    right = x[..., 1:] - x[..., :-1]
     return F.pad(down, (0, 0, 0, 1)) - F.pad(down, (0, 0, 1, 0)) + F.pad(right, (0, 1)) - F.pad(right, (1, 0))

@@ -93,9 +93,16 @@ class Source:
 
 
 def nearest(
-    q: Tensor, k: Tensor, settings: Settings, step: int = 0, *, score: ScoreName = "l2", matches: int = 1,
-    key_mask: Tensor | None = None, warm: Matches | None = None,
-) -> Matches:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    settings: Settings,
+    step: int = 0,
+    *,
+    score: ScoreName = "l2",
+    matches: int = 1,
+    key_mask: Tensor | None = None,
+    warm: Matches | None = None,
+) -> Matches:
     """The best keys of every query, q [1, n, h, w, E], k [1, 1, h', w', E]; by brute force on small grids."""
     if q[..., 0].numel() * k[..., 0].numel() <= DENSE:
         return exact_search(q, k, matches=matches, key_mask=key_mask, score=score)
@@ -123,10 +130,17 @@ def complete_keys(
 
 
 def update(
-    guess: Tensor, source: Source, settings: Settings, step: int = 0, *, blurred: Tensor | None = None,
-    weight: Tensor | None = None, tiles: Tiles | None = None, alpha: float | None = None,
+    guess: Tensor,
+    source: Source,
+    settings: Settings,
+    step: int = 0,
+    *,
+    blurred: Tensor | None = None,
+    weight: Tensor | None = None,
+    tiles: Tiles | None = None,
+    alpha: float | None = None,
     warm: Matches | None = None,
-) -> tuple[Tensor, Matches]:  # fmt: skip
+) -> tuple[Tensor, Matches]:
     """One step: patches of the guess [H, W, C] find patches of the source, and those vote for the next guess.
 
     Args:
@@ -142,12 +156,15 @@ def update(
     """
     features = source.features
     score: ScoreName = "l2"
-    q, k = features(guess), features(source.picture if blurred is None else blurred)
+    q = features(guess)
+    k = features(source.picture if blurred is None else blurred)
     grid = (q.shape[2], q.shape[3])
     if alpha is not None:
         power = float(k.square().sum(-1).mean())
         keys = complete_keys(q, k, settings, max(alpha * power, 1e-6), step, warm)
-        q, k, score = prepare_query(q, "l2"), keys, "dot"
+        q = prepare_query(q, "l2")
+        k = keys
+        score = "dot"
     tiles = Tiles.whole(grid, q.device) if tiles is None else tiles
     q = tiles.cut(q[0, 0])[None]  # tiles are heads; all heads share the keys
     if warm is not None:
@@ -158,7 +175,8 @@ def update(
     values = source.values[None, None]
     patches = attend(q, k, values, found, radius=0, scale=scale, score=score, key_mask=mask).out[0]
     weight = torch.ones(grid, device=q.device, dtype=q.dtype) if weight is None else weight
-    index, best = tiles.put(found.index[0], -1), tiles.put(found.score[0], -torch.inf)
+    index = tiles.put(found.index[0], -1)
+    best = tiles.put(found.score[0], -torch.inf)
     each = tiles.cut(weight.unsqueeze(-1)) * _fitting(found.score[0, ..., :1], settings.selective)
     votes = tile_vote(patches, each, tiles, settings.patch, settings.focus)
     return votes, Matches(index[None, None], best[None, None], found.key_grid)
@@ -189,9 +207,13 @@ def tile_vote(patches: Tensor, weight: Tensor, tiles: Tiles, side: int, focus: f
 
 
 def coarse_to_fine(
-    guess: Tensor, sources: Sequence[Tensor], sizes: Sequence[tuple[int, int]], settings: Settings,
-    alpha: float | None, progress: Progress,
-) -> Tensor:  # fmt: skip
+    guess: Tensor,
+    sources: Sequence[Tensor],
+    sizes: Sequence[tuple[int, int]],
+    settings: Settings,
+    alpha: float | None,
+    progress: Progress,
+) -> Tensor:
     """From a guess at the coarsest size to a picture at the finest, all of it made of patches of the source.
 
     Args:
@@ -204,10 +226,12 @@ def coarse_to_fine(
     work = [height * width for height, width in sizes for _ in range(settings.iterations)]
     found: Matches | None = None
     for level, (picture, size) in enumerate(zip(sources, sizes, strict=True)):
-        source, blurred = Source.of(picture, settings), None
+        source = Source.of(picture, settings)
+        blurred = None
         if found is not None:
             extent = (picture.shape[0], picture.shape[1])
-            guess, blurred = resize(guess, size), resize(sources[level - 1], extent)
+            guess = resize(guess, size)
+            blurred = resize(sources[level - 1], extent)
             found = finer(found, settings.patch, size, extent)
         for step in range(settings.iterations):
             number = level * settings.iterations + step

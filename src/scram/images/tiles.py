@@ -39,7 +39,8 @@ class Tiles:
     @classmethod
     def of(cls, wanted: Tensor, side: int, shift: int = 0) -> Tiles:
         """The tiles that hold a wanted point, bool [h, w]."""
-        (height, width), extent = wanted.shape, (side, side)
+        height, width = wanted.shape
+        extent = (side, side)
         counts = (-(-(height + shift) // side), -(-(width + shift) // side))
         every = torch.arange(counts[0] * counts[1], device=wanted.device)
         tiles = cls((height, width), extent, (shift, shift), counts, every)
@@ -56,7 +57,8 @@ class Tiles:
         every[self.wanted] = x
         down, across = self.counts
         joined = every.reshape(down, across, *x.shape[1:]).movedim(2, 1).flatten(2, 3).flatten(0, 1)
-        (top, left), (height, width) = self.shift, self.grid
+        top, left = self.shift
+        height, width = self.grid
         return joined[top : top + height, left : left + width]
 
     def add(self, x: Tensor, rim: int) -> Tensor:
@@ -70,12 +72,14 @@ class Tiles:
         size = (down * self.side[0] + rim, across * self.side[1] + rim)
         kernel = (self.side[0] + rim, self.side[1] + rim)
         joined = F.fold(every.T[None], size, kernel, stride=self.side)[0]
-        (top, left), (height, width) = self.shift, self.grid
+        top, left = self.shift
+        height, width = self.grid
         return joined[:, top : top + height + rim, left : left + width + rim]
 
     def _split(self, x: Tensor) -> Tensor:
         """All tiles [counts, side, side, E] of [h, w, E]."""
-        (down, across), (height, width) = self.counts, self.grid
+        down, across = self.counts
+        height, width = self.grid
         after = [n * s - f - g for n, s, f, g in zip(self.counts, self.side, self.shift, (height, width), strict=True)]
         x = F.pad(x, (0, 0, self.shift[1], after[1], self.shift[0], after[0]))
         return x.reshape(down, self.side[0], across, self.side[1], -1).movedim(2, 1).flatten(0, 1)

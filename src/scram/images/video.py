@@ -77,7 +77,9 @@ class _Film:
     """
 
     def __init__(self, settings: Settings, sigma: float, shape: torch.Size) -> None:
-        self.settings, self.sigma, self.shape = settings, sigma, shape
+        self.settings = settings
+        self.sigma = sigma
+        self.shape = shape
         self.slots = 2 * settings.reach + 1
         self.noisy: dict[int, Tensor] = {}  # by the number of the frame
         self.small: dict[int, Tensor] = {}
@@ -115,11 +117,13 @@ class _Film:
 
     def _denoised(self, number: int) -> Tensor:
         """Frame `number`. Every second patch of every second line is made; they overlap."""
-        settings, slot = self.settings, number % self.slots
+        settings = self.settings
+        slot = number % self.slots
         q = self.features[slot, None, ::2, ::2][None, None].contiguous()
         scale = 1 / ((settings.strength * self.sigma) ** 2 * self.fine.left)
         radius = (0, settings.radius, settings.radius)
-        k, v = self.features[None, None], self.patches[None, None]
+        k = self.features[None, None]
+        v = self.patches[None, None]
         out, lse = attend(q, k, v, self._found(number), radius=radius, scale=scale, score="l2")
         own = self.patches[slot, ::2, ::2]
         mean, weight = as_a_twin(out[0, 0, 0], lse[0, 0, 0], own, settings.strength)
@@ -131,15 +135,18 @@ class _Film:
         Motion is searched on frames of half the size, from the frame at this one's place or from the motion before.
         """
         height, width = self.shape[:2]
-        device, small = self.noisy[number].device, self.small[number]
+        device = self.noisy[number].device
+        small = self.small[number]
         own = Matches.identity(small.shape[2:-1], device=device)
         row, column = coordinates(own.index.flatten(), own.key_grid)
         large = 2 * row * width + 2 * column  # where each point of the small frame lies on the large one
-        moved, parts = {}, []
+        moved = {}
+        parts = []
         for n in range(number - self.settings.reach, number + self.settings.reach + 1):
             if n not in self.small:
                 continue
-            match, distance = own, n - number
+            match = own
+            distance = n - number
             if distance:
                 before = self.motion.get(distance)
                 how = replace(COLD if before is None else WARM, seed=self.settings.seed + distance)
