@@ -345,8 +345,3 @@ def test_public_names_are_documented():
         words = getattr(scram, name).__doc__
         assert words, name
         assert not words.startswith(f"{name}("), name  # what a dataclass writes itself
-
-
-def test_source_files_are_short():
-    for path in (*PACKAGE.rglob("*.py"), *(TESTS.parent / "examples").glob("*.py")):
-        assert len(path.read_text().splitlines()) <= 450, path
