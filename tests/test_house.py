@@ -197,6 +197,7 @@ WITHOUT_A_MODULE = {
     "engines/gpu/test_device_estimators.py": "every kernel, on a device",
     "engines/gpu/test_device_torch.py": "every kernel, on a device",
     "engines/gpu/test_interpreter.py": "every kernel, in the interpreter",
+    "engines/gpu/test_interpreter_patches.py": "the interpreter as tests use it",
     "engines/gpu/test_sanitizer.py": "every kernel, on a device",
 }
 
