@@ -2,13 +2,14 @@
 
 import ast
 import functools
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import scram
-from with_torch import printed
+from processes import run_program, run_python
 
 PACKAGE = Path(scram.__file__).parent
 FOLDERS = ("reference", "cpu", "gpu")
@@ -211,6 +212,11 @@ def mirrors_of(path):
 
 
 @functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imported(path):
     """Every module that a file imports, absolute: "scram.grid", "numba.np"."""
     return frozenset(_imported(path))
@@ -218,7 +224,7 @@ def imported(path):
 
 def _imported(path):
     package = ["scram", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -310,7 +316,7 @@ def test_importing_scram_is_light():
         "import sys, torch; before = set(sys.modules); import scram; "
         f"print([name for name in {HEAVY} if name in sys.modules and name not in before])"
     )
-    assert printed(code) == "[]"
+    assert run_python(code).strip() == "[]"
     assert all(find_spec(name) for name in HEAVY if name.startswith("scram"))  # none of them was renamed
 
 
@@ -325,7 +331,7 @@ def test_importing_scram_loads_nothing_of_torch_distributed():
         "import scram.distributed; print(scram.distributed.KeptMatches.__name__, "
         "any(name.startswith('torch.distributed') for name in set(sys.modules) - before))"
     )
-    assert printed(code).split("\n")[:2] == ["[]", "KeptMatches True"]
+    assert run_python(code).splitlines()[:2] == ["[]", "KeptMatches True"]
 
 
 def test_search_never_waits_for_the_device():
@@ -336,7 +342,7 @@ def test_search_never_waits_for_the_device():
         PACKAGE / "grid.py",
         PACKAGE / "noise.py",
     ):
-        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
         named = {func.attr for func in calls if isinstance(func, ast.Attribute)}
         assert not named & waiting, path
 
@@ -346,3 +352,27 @@ def test_public_names_are_documented():
         words = getattr(scram, name).__doc__
         assert words, name
         assert not words.startswith(f"{name}("), name  # what a dataclass writes itself
+
+
+# Started and not waited for: they are interrupted, or run side by side.
+STARTED = {"processes.py", "cli/test_app.py", "cli/test_judge.py", "engines/gpu/test_interpreter.py"}
+
+
+def test_programs_are_run_in_one_way():
+    for path in TESTS.rglob("*.py"):
+        called = {ast.unparse(node.func) for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)}
+        ways = {name for name in called if name.startswith(("subprocess.", "os.system", "os.popen"))}
+        name = path.relative_to(TESTS).as_posix()
+        allowed = {"subprocess.run"} if name == "processes.py" else {"subprocess.Popen"} if name in STARTED else set()
+        assert ways <= allowed | {"subprocess.CompletedProcess"}, name
+
+
+@pytest.mark.slow
+def test_a_warning_of_an_installed_plugin_is_no_error(tmp_path):
+    """Beside workers too; a warning of a test is one."""
+    (tmp_path / "pytest_warns.py").write_text("import warnings\ndef pytest_configure(): warnings.warn('a plugin')\n")
+    (tmp_path / "test_one.py").write_text("import warnings\ndef test_one(): pass\ndef test_two(): warnings.warn('x')\n")
+    options = ("-c", TESTS.parent / "pyproject.toml", "--noconftest", "-p", "pytest_warns", "-p", "no:cacheprovider")
+    command = (sys.executable, "-m", "pytest", "-q", "-n", "1", *options, tmp_path)
+    done = run_program(*command, code=1, cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path)})
+    assert "1 failed, 1 passed" in done.stdout
