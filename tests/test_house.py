@@ -1,4 +1,4 @@
-"""The rules of the house: imports go one way, importing is light, a search never waits for the device."""
+"""The rules of the house: every module has its tests, importing is light, a search never waits for the device."""
 
 import ast
 import functools
@@ -17,130 +17,6 @@ HEAVY = (
     *("numba", "triton", "typer", "rich", "safetensors", "matplotlib"),
     *("scram.engines.cpu.engine", "scram.engines.gpu.engine", "scram.cli", "scram.distributed"),
 )
-# What each module may import of the package; folders count as one each.
-SHARED = {
-    "_compat",
-    "options",
-    "calls",
-    "clustering",
-    "draws",
-    "engines",
-    "grid",
-    "noise",
-    "schedule",
-    "scoring",
-    "types",
-}
-BELOW = {
-    "_compat": set(),
-    "arguments": {"types"},
-    "layout_hints": set(),
-    "calls": set(),
-    "grid": set(),
-    "noise": set(),
-    "places": {"grid"},
-    "options": set(),
-    "schedule": set(),
-    "errors": {"codebook", "estimators", "options", "types"},
-    "codebook": {"errors"},
-    "fitting": {"clustering", "codebook", "grid", "noise", "statistics"},
-    "statistics": set(),
-    "cost": {"codebook", "errors", "estimators", "grid", "schedule", "scoring", "types"},
-    "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
-    "plan": {"options", "api", "codebook", "errors", "estimators", "modes", "statistics", "truth", "types"},
-    "tune": {
-        "options",
-        "api",
-        "arguments",
-        "cost",
-        "defaults",
-        "errors",
-        "estimators",
-        "grid",
-        "modes",
-        "plan",
-        "precision",
-        "statistics",
-    }
-    | {"truth", "types", "validate"},
-    "types": {"options", "dtensors", "errors", "places", "schedule"},
-    "estimators": {"errors"},
-    "precision": {"_compat"},
-    "scoring": {"errors", "types"},
-    "draws": {"grid", "noise"},
-    "dtensors": {"distributed"},
-    "clustering": {"calls", "grid", "noise", "scoring"},
-    "engines": SHARED,
-    "reference": SHARED,
-    "cpu": SHARED,
-    "gpu": SHARED,
-    "dispatch": {"options", "cpu", "engines", "errors", "gpu", "reference", "types"},
-    "ops": SHARED | {"dispatch", "errors"},
-    "dense": {"dtensors", "errors", "scoring", "types"},
-    "defaults": {"options", "codebook", "cost", "estimators", "types"},
-    "validate": {"options", "defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
-    "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops", "places"},
-    "api": SHARED
-    | {"arguments", "codebook", "defaults", "dense", "dispatch", "dtensors", "errors", "estimators"}
-    | {"layout_hints", "ops", "precision", "stages", "validate"},
-    "modes": {"api", "exact", "grid", "layout_hints", "types"},
-    "local": {"options", "api", "arguments", "errors", "grid", "types"},
-    "explorer": {
-        "options",
-        "api",
-        "arguments",
-        "codebook",
-        "defaults",
-        "errors",
-        "estimators",
-        "grid",
-        "images",
-        "precision",
-    }
-    | {"scoring", "truth", "types"},
-    "exact": {"options", "_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
-    "measure": {"options", "errors", "exact", "grid", "scoring", "types"},
-    "timing": set(),
-    "judge": {"options", "arguments", "dense", "errors", "grid", "statistics", "timing", "truth"},
-    "nn": {"options", "api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
-    | {"grid", "places", "scoring", "types"},
-    "images": {"options", "api", "exact", "grid", "scoring", "types"},
-    "layers": {"layout_hints", "modes", "plan"},
-    "distributed": {
-        "options",
-        "_compat",
-        "api",
-        "arguments",
-        "clustering",
-        "codebook",
-        "defaults",
-        "dense",
-        "dtensors",
-        "errors",
-        "estimators",
-        "exact",
-        "nn",
-        "layout_hints",
-        "noise",
-    }
-    | {"ops", "precision", "scoring", "stages", "types", "validate"},
-    "sdpa": {
-        "options",
-        "_compat",
-        "api",
-        "defaults",
-        "errors",
-        "estimators",
-        "layers",
-        "layout_hints",
-        "tune",
-        "types",
-    },
-    "patch": {"options", "_compat", "errors", "estimators", "layers", "sdpa", "types"},
-    "trust": {"options", "api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "modes"}
-    | {"plan", "precision", "scoring", "statistics", "truth", "types"},
-}
-
 
 TESTS = Path(__file__).parent
 # Modules without a test file of their own name: which one tests them.
@@ -190,6 +66,7 @@ TESTED_IN = {
 WITHOUT_A_MODULE = {
     "test_house.py": "rules of all sources",
     "test_readme.py": "the documents",
+    "test_rooms.py": "imports of all sources",
     "test_release.py": "what a release holds",
     "test_site.py": "the documentation site",
     "test_tutorials.py": "the tutorials",
@@ -214,44 +91,6 @@ def mirrors_of(path):
 @functools.cache
 def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def imported(path):
-    """Every module that a file imports, absolute: "scram.grid", "numba.np"."""
-    return frozenset(_imported(path))
-
-
-def _imported(path):
-    package = ["scram", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = [*base, *(node.module.split(".") if node.module else [])]
-            yield ".".join(base)
-            yield from (".".join([*base, alias.name]) for alias in node.names)
-
-
-def part(module):
-    """The part of the package that a module belongs to, None for others and for scram itself."""
-    names = module.removeprefix("scram.engines.").removeprefix("scram.").split(".")
-    return names[0] if module.startswith("scram.") and names[0] in {*BELOW, "cli"} else None
-
-
-def sources(name):
-    if name == "engines":
-        return [PACKAGE / "engines" / "__init__.py"]
-    folder = PACKAGE / "engines" / name if name in FOLDERS else PACKAGE / name
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{name}.py"]
-
-
-def test_every_module_has_its_place_in_the_table():
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    engines = {path.name for path in (PACKAGE / "engines").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert modules | folders | engines == {*BELOW, "api", "cli"}
 
 
 def test_every_module_has_its_test_file():
@@ -279,35 +118,6 @@ def test_every_example_has_its_test_and_its_page():
         assert line in listed
         assert f"examples/{name}.py" in listed
     assert "(docs/examples.md)" in (root / "README.md").read_text(encoding="utf-8")
-
-
-def test_imports_go_one_way():
-    for name, allowed in BELOW.items():
-        for path in sources(name):
-            found = {part(module) for module in imported(path)} - {None, name}
-            assert found <= allowed, f"{path.name} of {name} imports {found - allowed}"
-
-
-def test_engines_do_not_import_each_other():
-    for name in FOLDERS:
-        others = {other for other in FOLDERS if other != name}
-        for path in sources(name):
-            assert not {part(module) for module in imported(path)} & others, path
-
-
-def test_engine_packages_stay_in_their_folders():
-    for path in PACKAGE.rglob("*.py"):
-        packages = {module.split(".")[0] for module in imported(path)}
-        inside = set(path.relative_to(PACKAGE).parts)
-        assert "numba" not in packages or inside & {"cpu", "cli", "_compat"}, path
-        assert "triton" not in packages or inside & {"gpu", "cli", "_compat"}, path
-        assert "typer" not in packages or "cli" in inside, path
-
-
-def test_the_rules_see_the_imports():
-    assert "scram.grid" in imported(PACKAGE / "engines" / "reference" / "search.py")
-    assert part("scram.engines.reference.search") == "reference"
-    assert "torch" in imported(PACKAGE / "noise.py")
 
 
 @pytest.mark.slow
