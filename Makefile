@@ -9,18 +9,21 @@ INSTALLED := build/installed
 QUICK := --ignore=tests/benchmarks --ignore=tests/distributed --ignore=tests/examples
 # By file: what a file's tests share is made once, and kernels are compiled once.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Of `make gpu`: each compiles its own kernels, and Triton keeps them on disk for all.
+WORKERS ?= 12
 # Bytecode is written when a module is first imported, of few of those that are installed. Without it every process of the
 # tests would compile all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 VERSION_OF := import pip, sys; print(*sys.version_info[:2])
 
-.PHONY: help demo test setup browser lint format types wheel unit quick tables tutorials docs clean
+.PHONY: help demo test setup browser lint format types wheel unit quick gpu tables tutorials docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    set up, then match two photographs and write pictures to ./scram-demo"
 	@echo "make test    set up, then lint, types, wheel and the whole suite"
 	@echo "make quick   set up, then the part of the suite that takes about 80 s on two cores, once kernels are compiled"
+	@echo "make gpu     the tests that need a GPU, by $(WORKERS) processes, with a Python that has torch for it: PYTHON=... make gpu"
 	@echo "make setup   the environment in $(VENV) alone"
 	@echo "make browser Chromium for the tests of the explorer's page, where it is missing and can be installed"
 	@echo "make lint | types | wheel | unit   one step of make test"
@@ -75,6 +78,12 @@ unit: setup browser
 
 quick: setup browser
 	$(PYTEST) -m "not slow" $(QUICK)
+
+# Without an environment of its own: which build of torch fits the GPU is not known here.
+gpu:
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+	  || { echo "torch of $(PYTHON) sees no GPU; name a Python where it does: PYTHON=... make gpu" >&2; exit 2; }
+	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal
 
 tables: setup
 	$(BIN)/python benchmarks/tables.py

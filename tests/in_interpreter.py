@@ -17,44 +17,120 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def _quick(monkeypatch):
     """Without what takes most of the interpreter's time: it patches triton.language at every call of a device function
     (once per launch is enough), reduces element by element, and makes every shape and dtype anew."""
-    if not INTERPRETED:
-        return
+    if INTERPRETED:
+        for apply in PATCHES:
+            apply(monkeypatch)
+
+
+def language_once(patch):
+    """triton.language is patched once per launch and module, not at every call of a device function."""
     from triton.runtime import interpreter
 
-    from scram.engines.gpu import block_sizes, launch
-
-    patch, run = interpreter._patch_lang, interpreter.InterpretedFunction.run
+    patch_language = interpreter._patch_lang
+    run = interpreter.InterpretedFunction.run
     done = set()
 
     def patch_once(fn):
         if id(fn.__globals__) in done:
             return interpreter._LangPatchScope()
         done.add(id(fn.__globals__))
-        return patch(fn)
+        return patch_language(fn)
 
     def run_anew(self, *args, **kwargs):
         done.clear()
         return run(self, *args, **kwargs)
 
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "run", run_anew)
-    monkeypatch.setattr(interpreter, "_get_np_dtype", _by_name(interpreter._get_np_dtype))
-    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", _by_rows(interpreter.ReduceOps.generic_reduce))
-    tl, semantic = interpreter.tl, interpreter.TritonSemantic
-    monkeypatch.setattr(tl.tensor, "__init__", _shaped_tensor(tl.tensor.__init__))
-    monkeypatch.setattr(tl.block_type, "__init__", _shaped_type(tl.block_type.__init__))
-    monkeypatch.setattr(tl.block_type, "to_ir", lambda self, builder: self)
-    monkeypatch.setattr(tl.dtype, "__eq__", _same_or(tl.dtype.__eq__))
-    monkeypatch.setattr(semantic, "broadcast_impl_value", _alike_or(semantic.broadcast_impl_value))
-    checked = _alike_or(semantic.binary_op_type_checking_impl)
-    monkeypatch.setattr(semantic, "binary_op_type_checking_impl", checked)
-    monkeypatch.setattr(semantic, "scalar_constant", _constant(semantic.scalar_constant))
-    # Large blocks: the interpreter's time goes by programs, not by queries.
+    patch.setattr(interpreter, "_patch_lang", patch_once)
+    patch.setattr(interpreter.InterpretedFunction, "run", run_anew)
+
+
+def known_dtypes(patch):
+    from triton.runtime import interpreter
+
+    patch.setattr(interpreter, "_get_np_dtype", _by_name(interpreter._get_np_dtype))
+
+
+def reduced_rows(patch):
+    from triton.runtime import interpreter
+
+    patch.setattr(interpreter.ReduceOps, "generic_reduce", _by_rows(interpreter.ReduceOps.generic_reduce))
+
+
+def known_tensor_shapes(patch):
+    from triton.runtime.interpreter import tl
+
+    patch.setattr(tl.tensor, "__init__", _shaped_tensor(tl.tensor.__init__))
+
+
+def known_block_shapes(patch):
+    from triton.runtime.interpreter import tl
+
+    patch.setattr(tl.block_type, "__init__", _shaped_type(tl.block_type.__init__))
+
+
+def blocks_as_they_are(patch):
+    """The interpreter's own type of a block is that block's type."""
+    from triton.runtime.interpreter import tl
+
+    patch.setattr(tl.block_type, "to_ir", lambda self, builder: self)
+
+
+def same_dtypes(patch):
+    from triton.runtime.interpreter import tl
+
+    patch.setattr(tl.dtype, "__eq__", _same_or(tl.dtype.__eq__))
+
+
+def alike_broadcast(patch):
+    from triton.runtime.interpreter import TritonSemantic
+
+    patch.setattr(TritonSemantic, "broadcast_impl_value", _alike_or(TritonSemantic.broadcast_impl_value))
+
+
+def alike_operands(patch):
+    from triton.runtime.interpreter import TritonSemantic
+
+    checked = _alike_or(TritonSemantic.binary_op_type_checking_impl)
+    patch.setattr(TritonSemantic, "binary_op_type_checking_impl", checked)
+
+
+def known_constants(patch):
+    from triton.runtime.interpreter import TritonSemantic
+
+    patch.setattr(TritonSemantic, "scalar_constant", _constant(TritonSemantic.scalar_constant))
+
+
+def large_blocks(patch):
+    """The interpreter's time goes by programs, not by queries."""
+    from scram.engines.gpu import block_sizes, launch
+
     block = block_sizes._block
-    monkeypatch.setattr(block_sizes, "_block", lambda rank, queries: block(rank, max(queries, LEAST_QUERIES)))
+    patch.setattr(block_sizes, "_block", lambda rank, queries: block(rank, max(queries, LEAST_QUERIES)))
     launch.clear_caches()
-    builder = interpreter.interpreter_builder
-    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+
+
+def no_overflow_checks(patch):
+    """Their results are read in Triton's debug mode only."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+
+
+# In this order: what is alike is seen by shapes that are one object.
+PATCHES = (
+    language_once,
+    known_dtypes,
+    reduced_rows,
+    known_tensor_shapes,
+    known_block_shapes,
+    blocks_as_they_are,
+    same_dtypes,
+    alike_broadcast,
+    alike_operands,
+    known_constants,
+    large_blocks,
+    no_overflow_checks,
+)
 
 
 def _by_name(np_dtype):
@@ -109,12 +185,13 @@ def _shaped_type(make):
     known = {}
 
     def init(self, element_ty, shape):
-        shape = tuple(getattr(x, "value", x) for x in shape)
-        if shape not in known:
-            make(self, element_ty, list(shape))
-            known[shape] = self.shape, self.numel
-        self.element_ty, self.name = element_ty, f"<{shape}, {element_ty.name}>"
-        self.shape, self.numel = known[shape]
+        key = type(shape), tuple(getattr(x, "value", x) for x in shape)
+        if key not in known:
+            make(self, element_ty, shape)
+            known[key] = self.shape, self.numel, str(self.shape)
+        self.shape, self.numel, written = known[key]
+        self.element_ty = element_ty
+        self.name = f"<{written}, {element_ty}>"
 
     return init
 

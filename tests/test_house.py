@@ -1,14 +1,15 @@
-"""The rules of the house: imports go one way, importing is light, a search never waits for the device."""
+"""The rules of the house: every module has its tests, importing is light, a search never waits for the device."""
 
 import ast
 import functools
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import scram
-from with_torch import printed
+from processes import run_program, run_python
 
 PACKAGE = Path(scram.__file__).parent
 FOLDERS = ("reference", "cpu", "gpu")
@@ -16,134 +17,6 @@ HEAVY = (
     *("numba", "triton", "typer", "rich", "safetensors", "matplotlib"),
     *("scram.engines.cpu.engine", "scram.engines.gpu.engine", "scram.cli", "scram.distributed"),
 )
-# What each module may import of the package; folders count as one each.
-SHARED = {
-    "_compat",
-    "options",
-    "calls",
-    "clustering",
-    "draws",
-    "engines",
-    "grid",
-    "noise",
-    "schedule",
-    "scoring",
-    "types",
-}
-BELOW = {
-    "_compat": set(),
-    "arguments": {"types"},
-    "layout_hints": set(),
-    "calls": set(),
-    "grid": set(),
-    "noise": set(),
-    "places": {"grid"},
-    "options": set(),
-    "schedule": set(),
-    "errors": {"codebook", "estimators", "options", "types"},
-    "files": set(),
-    "codebook": {"errors", "files"},
-    "fitting": {"clustering", "codebook", "grid", "noise", "statistics"},
-    "statistics": set(),
-    "cost": {"codebook", "errors", "estimators", "grid", "schedule", "scoring", "types"},
-    "truth": {"dense", "errors", "exact", "grid", "measure", "scoring", "statistics", "types"},
-    "plan": {"options", "api", "codebook", "errors", "estimators", "files", "modes", "statistics", "truth", "types"},
-    "tune": {
-        "options",
-        "api",
-        "arguments",
-        "baseline",
-        "cost",
-        "defaults",
-        "errors",
-        "estimators",
-        "grid",
-        "modes",
-        "plan",
-        "precision",
-        "statistics",
-    }
-    | {"truth", "types", "validate"},
-    "types": {"options", "dtensors", "errors", "files", "places", "schedule"},
-    "estimators": {"errors"},
-    "precision": {"_compat"},
-    "scoring": {"errors", "types"},
-    "draws": {"grid", "noise"},
-    "dtensors": {"distributed"},
-    "clustering": {"calls", "grid", "noise", "scoring"},
-    "engines": SHARED,
-    "reference": SHARED,
-    "cpu": SHARED,
-    "gpu": SHARED,
-    "dispatch": {"options", "cpu", "engines", "errors", "gpu", "reference", "types"},
-    "ops": SHARED | {"dispatch", "errors"},
-    "dense": {"dtensors", "errors", "scoring", "types"},
-    "defaults": {"options", "codebook", "cost", "estimators", "types"},
-    "validate": {"options", "defaults", "estimators", "dispatch", "engines", "errors", "layout_hints", "ops", "types"},
-    "stages": SHARED | {"codebook", "errors", "estimators", "fitting", "ops", "places"},
-    "api": SHARED
-    | {"arguments", "codebook", "defaults", "dense", "dispatch", "dtensors", "errors", "estimators"}
-    | {"layout_hints", "ops", "precision", "stages", "validate"},
-    "modes": {"api", "exact", "grid", "layout_hints", "types"},
-    "local": {"options", "api", "arguments", "errors", "grid", "types"},
-    "explorer": {
-        "options",
-        "api",
-        "arguments",
-        "codebook",
-        "defaults",
-        "errors",
-        "estimators",
-        "grid",
-        "images",
-        "precision",
-    }
-    | {"scoring", "truth", "types"},
-    "exact": {"options", "_compat", "arguments", "errors", "grid", "precision", "scoring", "types"},
-    "measure": {"options", "errors", "exact", "grid", "scoring", "types"},
-    "timing": set(),
-    "judge": {"options", "arguments", "baseline", "errors", "statistics", "tables", "timing", "truth"},
-    "nn": {"options", "api", "arguments", "codebook", "defaults", "dense", "layout_hints", "errors", "estimators"}
-    | {"grid", "places", "scoring", "types"},
-    "images": {"options", "api", "exact", "grid", "scoring", "types"},
-    "layers": {"files", "layout_hints", "modes", "plan"},
-    "distributed": {
-        "options",
-        "_compat",
-        "api",
-        "arguments",
-        "clustering",
-        "codebook",
-        "defaults",
-        "dense",
-        "dtensors",
-        "errors",
-        "estimators",
-        "exact",
-        "files",
-        "nn",
-        "layout_hints",
-        "noise",
-    }
-    | {"ops", "precision", "scoring", "stages", "types", "validate"},
-    "sdpa": {
-        "options",
-        "_compat",
-        "api",
-        "auto_grid",
-        "defaults",
-        "errors",
-        "estimators",
-        "layers",
-        "layout_hints",
-        "tune",
-        "types",
-    },
-    "patch": {"options", "_compat", "errors", "estimators", "layers", "sdpa", "types"},
-    "trust": {"options", "api", "arguments", "codebook", "cost", "defaults", "errors", "estimators", "measure", "modes"}
-    | {"plan", "precision", "scoring", "statistics", "tables", "truth", "types"},
-}
-
 
 TESTS = Path(__file__).parent
 # Modules without a test file of their own name: which one tests them.
@@ -193,6 +66,7 @@ TESTED_IN = {
 WITHOUT_A_MODULE = {
     "test_house.py": "rules of all sources",
     "test_readme.py": "the documents",
+    "test_rooms.py": "imports of all sources",
     "test_release.py": "what a release holds",
     "test_site.py": "the documentation site",
     "test_torch_defaults.py": "every public call",
@@ -202,6 +76,7 @@ WITHOUT_A_MODULE = {
     "engines/gpu/test_device_estimators.py": "every kernel, on a device",
     "engines/gpu/test_device_torch.py": "every kernel, on a device",
     "engines/gpu/test_interpreter.py": "every kernel, in the interpreter",
+    "engines/gpu/test_interpreter_patches.py": "the interpreter as tests use it",
     "engines/gpu/test_sanitizer.py": "every kernel, on a device",
 }
 
@@ -215,41 +90,8 @@ def mirrors_of(path):
 
 
 @functools.cache
-def imported(path):
-    """Every module that a file imports, absolute: "scram.grid", "numba.np"."""
-    return frozenset(_imported(path))
-
-
-def _imported(path):
-    package = ["scram", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = [*base, *(node.module.split(".") if node.module else [])]
-            yield ".".join(base)
-            yield from (".".join([*base, alias.name]) for alias in node.names)
-
-
-def part(module):
-    """The part of the package that a module belongs to, None for others and for scram itself."""
-    names = module.removeprefix("scram.engines.").removeprefix("scram.").split(".")
-    return names[0] if module.startswith("scram.") and names[0] in {*BELOW, "cli"} else None
-
-
-def sources(name):
-    if name == "engines":
-        return [PACKAGE / "engines" / "__init__.py"]
-    folder = PACKAGE / "engines" / name if name in FOLDERS else PACKAGE / name
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{name}.py"]
-
-
-def test_every_module_has_its_place_in_the_table():
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    engines = {path.name for path in (PACKAGE / "engines").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert modules | folders | engines == {*BELOW, "api", "cli"}
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def test_every_module_has_its_test_file():
@@ -279,42 +121,13 @@ def test_every_example_has_its_test_and_its_page():
     assert "(docs/examples.md)" in (root / "README.md").read_text(encoding="utf-8")
 
 
-def test_imports_go_one_way():
-    for name, allowed in BELOW.items():
-        for path in sources(name):
-            found = {part(module) for module in imported(path)} - {None, name}
-            assert found <= allowed, f"{path.name} of {name} imports {found - allowed}"
-
-
-def test_engines_do_not_import_each_other():
-    for name in FOLDERS:
-        others = {other for other in FOLDERS if other != name}
-        for path in sources(name):
-            assert not {part(module) for module in imported(path)} & others, path
-
-
-def test_engine_packages_stay_in_their_folders():
-    for path in PACKAGE.rglob("*.py"):
-        packages = {module.split(".")[0] for module in imported(path)}
-        inside = set(path.relative_to(PACKAGE).parts)
-        assert "numba" not in packages or inside & {"cpu", "cli", "_compat"}, path
-        assert "triton" not in packages or inside & {"gpu", "cli", "_compat"}, path
-        assert "typer" not in packages or "cli" in inside, path
-
-
-def test_the_rules_see_the_imports():
-    assert "scram.grid" in imported(PACKAGE / "engines" / "reference" / "search.py")
-    assert part("scram.engines.reference.search") == "reference"
-    assert "torch" in imported(PACKAGE / "noise.py")
-
-
 @pytest.mark.slow
 def test_importing_scram_is_light():
     code = (
         "import sys, torch; before = set(sys.modules); import scram; "
         f"print([name for name in {HEAVY} if name in sys.modules and name not in before])"
     )
-    assert printed(code) == "[]"
+    assert run_python(code).strip() == "[]"
     assert all(find_spec(name) for name in HEAVY if name.startswith("scram"))  # none of them was renamed
 
 
@@ -329,7 +142,7 @@ def test_importing_scram_loads_nothing_of_torch_distributed():
         "import scram.distributed; print(scram.distributed.KeptMatches.__name__, "
         "any(name.startswith('torch.distributed') for name in set(sys.modules) - before))"
     )
-    assert printed(code).split("\n")[:2] == ["[]", "KeptMatches True"]
+    assert run_python(code).splitlines()[:2] == ["[]", "KeptMatches True"]
 
 
 def test_search_never_waits_for_the_device():
@@ -340,7 +153,7 @@ def test_search_never_waits_for_the_device():
         PACKAGE / "grid.py",
         PACKAGE / "noise.py",
     ):
-        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
         named = {func.attr for func in calls if isinstance(func, ast.Attribute)}
         assert not named & waiting, path
 
@@ -352,6 +165,25 @@ def test_public_names_are_documented():
         assert not words.startswith(f"{name}("), name  # what a dataclass writes itself
 
 
-def test_source_files_are_short():
-    for path in (*PACKAGE.rglob("*.py"), *(TESTS.parent / "examples").glob("*.py")):
-        assert len(path.read_text().splitlines()) <= 600, path
+# Started and not waited for: they are interrupted, or run side by side.
+STARTED = {"processes.py", "cli/test_app.py", "cli/test_judge.py", "engines/gpu/test_interpreter.py"}
+
+
+def test_programs_are_run_in_one_way():
+    for path in TESTS.rglob("*.py"):
+        called = {ast.unparse(node.func) for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)}
+        ways = {name for name in called if name.startswith(("subprocess.", "os.system", "os.popen"))}
+        name = path.relative_to(TESTS).as_posix()
+        allowed = {"subprocess.run"} if name == "processes.py" else {"subprocess.Popen"} if name in STARTED else set()
+        assert ways <= allowed | {"subprocess.CompletedProcess"}, name
+
+
+@pytest.mark.slow
+def test_a_warning_of_an_installed_plugin_is_no_error(tmp_path):
+    """Beside workers too; a warning of a test is one."""
+    (tmp_path / "pytest_warns.py").write_text("import warnings\ndef pytest_configure(): warnings.warn('a plugin')\n")
+    (tmp_path / "test_one.py").write_text("import warnings\ndef test_one(): pass\ndef test_two(): warnings.warn('x')\n")
+    options = ("-c", TESTS.parent / "pyproject.toml", "--noconftest", "-p", "pytest_warns", "-p", "no:cacheprovider")
+    command = (sys.executable, "-m", "pytest", "-q", "-n", "1", *options, tmp_path)
+    done = run_program(*command, code=1, cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path)})
+    assert "1 failed, 1 passed" in done.stdout

@@ -1,8 +1,6 @@
 """The package: public names arrive when first used, stay, and are the same in every order of imports."""
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ import torch
 import scram
 import scram.distributed
 import scram.images
-from with_torch import WITHOUT_TORCH, printed
+from processes import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -21,18 +19,17 @@ def test_names_are_imported_when_first_used():
         "import sys, scram; before = 'torch' in sys.modules; listed = set(scram.__all__) <= set(dir(scram)); "
         "scram.attention; print(before, listed, 'torch' in sys.modules, 'attention' in vars(scram))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False True True True"
+    assert run_python(code).strip() == "False True True True"
 
 
 def test_torch_imported_before_brings_all_names_and_operators():
     code = "import torch, scram; print(set(scram.__all__) <= set(vars(scram)), hasattr(torch.ops.scram, 'search'))"
-    assert printed(code) == "True True"
+    assert run_python(code).strip() == "True True"
 
 
 def test_torch_that_is_not_imported_brings_no_names():
-    code = "import scram; print('torch' in sys.modules, 'attention' in vars(scram))"
-    assert printed(code, before=WITHOUT_TORCH) == "False False"
+    code = "import sys, scram; print('torch' in sys.modules, 'attention' in vars(scram))"
+    assert run_python(code).strip() == "False False"
 
 
 @pytest.mark.parametrize("name", ["judge", "trust"])
@@ -40,15 +37,14 @@ def test_torch_that_is_not_imported_brings_no_names():
                                      "import torch, scram.{0}", "from scram import {0}; import scram"])  # fmt: skip
 def test_a_function_stays_before_the_module_of_its_name(imports, name):
     code = f"{imports.format(name)}; print(type(scram.{name}).__name__, scram.{name}.__module__)"
-    before = "" if "import torch" in imports else WITHOUT_TORCH
-    assert printed(code, before) == f"function scram.{name}"
+    assert run_python(code).strip() == f"function scram.{name}"
 
 
 def test_every_name_is_what_its_module_defines():
     code = (
         "import scram; from scram import *; print([n for n in scram.__all__ if globals()[n] is not getattr(scram, n)])"
     )
-    assert printed(code, before=WITHOUT_TORCH) == "[]"
+    assert run_python(code).strip() == "[]"
     homes = {getattr(scram, name).__module__ for name in scram.__all__ if hasattr(getattr(scram, name), "__module__")}
     assert all(home.startswith("scram.") for home in homes)
     with pytest.raises(AttributeError, match="module 'scram' has no attribute 'atention'"):
@@ -64,7 +60,7 @@ q = torch.randn(1, 1, 8, 8, 4)
 compiled = torch.compile(attention, backend="eager", fullgraph=True)(q)
 print(torch.equal(compiled, attention(q)))
 """
-    assert printed(code, before=WITHOUT_TORCH) == "True"
+    assert run_python(code).strip() == "True"
 
 
 def test_dir_lists_public_names_alone():

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import scram
+from processes import run_python
 from scram.resolve import default_tail
 from scram.tails.base import NO_TAIL
-from with_torch import printed
 
 SMALL = torch.randn(1, 2, 8, 8, 16)
 LARGE = torch.zeros(1, 1, 256, 256, 64)
@@ -126,7 +126,7 @@ def test_a_dense_call_compiles_nothing():
     """Not even Numba is loaded."""
     lines = "import sys, torch, scram; q = torch.randn(1, 1, 8, 8, 4); scram.attention(q, q, q)"
     lines += "; print('numba' in sys.modules)"
-    assert printed(lines) == "False"
+    assert run_python(lines).strip() == "False"
 
 
 def test_a_device_without_an_engine_is_dense_for_that_reason():

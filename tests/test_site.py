@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +10,7 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 import scram
+from processes import run_program
 
 pytest.importorskip("material")
 pytest.importorskip("mkdocstrings")
@@ -65,12 +65,11 @@ class Page(HTMLParser):
 def site(tmp_path_factory):
     """Every page of a strict build, by its path."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder)
     places = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": places}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr  # not --quiet, which hides warnings from --strict
-    assert "WARNING" not in done.stderr
+    environment = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": places}
+    done = run_program(*command, cwd=ROOT, environment=environment, timeout=250)
+    assert "WARNING" not in done.stderr  # not --quiet, which hides warnings from --strict
     return folder, {path: Page(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.html"))}
 
 

@@ -4,8 +4,6 @@ Compiled code is kept on disk, and made anew when a source changes; compiling is
 """
 
 import inspect
-import os
-import subprocess
 import sys
 import textwrap
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 import scram
-from processes import run_python
+from processes import run_program, run_python
 from scram._compat import numba as compat
 
 pytestmark = pytest.mark.slow
@@ -76,11 +74,11 @@ PROGRAM = """
 def runs(tmp_path_factory):
     """What the program says to the log and to a terminal, and its seconds: first, again, without the index files."""
     folder = tmp_path_factory.mktemp("cache")
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder), "NUMBA_OPT": "1"}  # what is kept, not how fast
+    environment = {"NUMBA_CACHE_DIR": str(folder), "NUMBA_OPT": "1"}  # what is kept, not how fast
 
     def output(level):
-        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(PROGRAM.replace("LEVEL", level))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
+        words = (sys.executable, "-W", "error", "-c", textwrap.dedent(PROGRAM.replace("LEVEL", level)))
+        done = run_program(*words, environment=environment, timeout=240)
         *said, seconds = done.stdout.splitlines()
         return said, done.stderr.splitlines(), float(seconds)
 

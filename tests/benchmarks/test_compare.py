@@ -2,12 +2,13 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from processes import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -52,8 +53,8 @@ def compare(monkeypatch):
 
 
 def run(mode, base, new, out, *options):
-    command = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), mode, str(base), str(new), "--json", str(out)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    command = (sys.executable, ROOT / "benchmarks" / "compare.py", mode, base, new, "--json", out)
+    done = run_program(*command, *options, code=None)
     return done, json.loads(out.read_text())
 
 
@@ -142,8 +143,8 @@ def test_speed_prints_the_ratio_of_the_two_trees(tmp_path):
     assert row["rounds"] == row["base"]["calls"] == 3
     assert row["low"] <= row["ratio"] <= row["high"]
     assert 1.4 < row["ratio"] < 2.6
-    table = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), "table", str(out)]
-    assert subprocess.run(table, capture_output=True, text=True, check=True).stdout == done.stdout
+    table = (sys.executable, ROOT / "benchmarks" / "compare.py", "table", out)
+    assert run_program(*table).stdout == done.stdout
     assert f"{row['ratio']:.3f}" in done.stdout
 
 

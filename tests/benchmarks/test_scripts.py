@@ -3,13 +3,14 @@
 import json
 import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from processes import run_program
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if "__main__" in path.read_text()]
@@ -54,20 +55,15 @@ def test_the_table_of_the_tile_search_names_its_rows_in_words():
 
 def test_a_table_may_be_cut_short_by_a_pipe():
     command = f"{sys.executable} {FOLDER / 'tile.py'} table | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=FOLDER, check=True)
+    done = run_program("sh", "-c", command, cwd=FOLDER)
     assert done.stdout.startswith("| row |")
     assert done.stderr == ""
 
 
 @pytest.mark.slow
 def test_one_rank_is_timed_in_every_way():
-    command = [sys.executable, str(FOLDER / "nccl_one_rank.py"), "--device", "cpu", "--backend", "gloo"]
-    done = subprocess.run(
-        [*command, "--size", "6", "--turns", "2", "--warmup", "1"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = (sys.executable, FOLDER / "nccl_one_rank.py", "--device", "cpu", "--backend", "gloo")
+    done = run_program(*command, "--size", "6", "--turns", "2", "--warmup", "1")
     rows = json.loads(done.stdout)["rows"]
     ways = {"plain", "heads", "dtensor batch", "dtensor heads", "dtensor whole"}
     assert all(set(row["ratio"]) == ways for row in rows.values())

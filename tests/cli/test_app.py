@@ -15,6 +15,7 @@ from PIL import Image
 
 import scram
 from command import call
+from processes import run_program, run_python
 from scram.cli import main
 
 pytestmark = pytest.mark.slow
@@ -32,8 +33,7 @@ def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 
 def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "scram", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"scram {scram.__version__}\n"
+    assert run_program(sys.executable, "-m", "scram", "--version").stdout == f"scram {scram.__version__}\n"
 
 
 def test_version_and_help() -> None:
@@ -97,9 +97,7 @@ def test_help_and_wrong_arguments_import_nothing_heavy(tmp_path: Path) -> None:
     )  # fmt: skip
     (tmp_path / "file").write_text("")
     lines = [line.format(tmp_path) for line in (*right, *wrong)]
-    done = subprocess.run(
-        [sys.executable, "-c", LIGHT], input="\n".join(lines), capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    done = run_program(sys.executable, "-c", LIGHT, input="\n".join(lines), cwd=tmp_path)
     found = [line[1:].split("|") for line in done.stdout.splitlines() if line.startswith("@")]
     assert found == [[line, "0" if line in right else "2", "[]"] for line in lines]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -213,5 +211,4 @@ def test_interrupt_is_one_line_at_once(tmp_path: Path) -> None:
 
 def test_importing_scram_leaves_the_command_line_alone() -> None:
     code = "import sys, scram; print([m for m in ('scram.cli', 'typer', 'rich', 'matplotlib') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python(code).strip() == "[]"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from PIL import Image
 
 import scram
-from with_torch import printed
+from processes import run_python
 
 PATH = Path(__file__).parents[2] / "examples" / "distributed.py"
 
@@ -72,7 +72,7 @@ def test_two_processes(tmp_path):
     picture, results = tmp_path / "new" / "picture.png", tmp_path / "results.json"
     words = ["--size", "64", "--mode", "ring", "--sweeps", "12", "--band", "16", "--queries", "40"]
     words += ["--dtype", "float32", "--picture", str(picture), "--results", str(results)]
-    printed(f"""
+    run_python(f"""
         import os
         from torch.distributed.run import main
         os.environ.update(OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
