@@ -3,6 +3,7 @@
 Compiled code is kept on disk, and made anew when a source changes; compiling is said, once.
 """
 
+import errno
 import inspect
 import sys
 import textwrap
@@ -129,3 +130,48 @@ def test_without_a_folder_for_the_cache_it_compiles_in_memory(monkeypatch):
 
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
     assert compat.cached(lambda x: x + 1)(1) == 2
+
+
+def fresh():
+    """A function that has compiled nothing yet; all of them have the same files on disk."""
+
+    def one_more(x):
+        return x + 1
+
+    return compat.cached(one_more)
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """A folder with the compiled code of `fresh`; its files are (index, code)."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compat, "_unusable", set())
+    assert fresh()(1) == 2
+    return next(tmp_path.rglob("*.nbi")), next(tmp_path.rglob("*.nbc"))
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing that was pickled", "half"], ids=["empty", "corrupt", "cut"])
+@pytest.mark.parametrize("which", [0, 1], ids=["index", "code"])
+def test_a_cache_file_that_cannot_be_read_is_named_once_and_made_anew(kept, which, content):
+    whole = kept[which].read_bytes()
+    kept[which].write_bytes(whole[: len(whole) // 2] if content == "half" else content)
+    with pytest.warns(RuntimeWarning, match=f"compiled code in .*{kept[which].name} cannot be read") as caught:
+        assert fresh()(1) == 2
+    assert len(caught) == 1
+    again = fresh()
+    assert again(1) == 2
+    assert sum(again.stats.cache_hits.values()) == 1  # what was made anew is kept
+
+
+def test_a_disk_without_space_is_named_once(monkeypatch, tmp_path):
+    from numba.core.caching import IndexDataCacheFile
+
+    def full(self, name, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._data_path(name))
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compat, "_unusable", set())
+    monkeypatch.setattr(IndexDataCacheFile, "_save_data", full)
+    with pytest.warns(RuntimeWarning, match="cannot be kept in .*No space left on device") as caught:
+        assert [fresh()(1), fresh()(1), fresh()(1.5)] == [2, 2, 2.5]
+    assert len(caught) == 1

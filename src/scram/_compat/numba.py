@@ -6,12 +6,14 @@ what it was; otherwise the fallbacks serve, with the same results: more to compi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import logging
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ PARALLEL = {"parallel": True, "fastmath": FASTMATH, "error_model": "numpy", "nog
 LONGEST = 120.0  # seconds that a process waits for another one that compiles the same
 LOGGER = logging.getLogger("scram")
 _announced = False
+_unusable: set[str] = set()  # files and folders of the cache that a warning has named
 
 try:
     from llvmlite import ir
@@ -71,9 +74,59 @@ def cached(function: Callable[..., Any], **options: Any) -> Any:
     """`numba.njit` with what it compiles kept on disk, in a file that is named after the function and the sources."""
     function.__qualname__ += f"_{SOURCES}"
     try:
-        return _compiled_by_one(numba.njit(cache=True, **options)(function))
+        return _compiled_by_one(_kept_where_possible(numba.njit(cache=True, **options)(function)))
     except RuntimeError:  # no folder for the cache can be written
         return numba.njit(**options)(function)
+
+
+def _kept_where_possible(dispatcher):
+    """What cannot be read from the disk is compiled; what cannot be written stays in memory. Both are said, once.
+
+    Numba itself would end the call: in the middle of a write, or at every call until someone removes the file.
+    """
+    try:
+        cache, file = dispatcher._cache, dispatcher._cache._cache_file
+        load, save, load_data = cache.load_overload, cache.save_overload, file._load_data
+        index, data_path, forget = str(file._index_path), file._data_path, cache.flush
+    except AttributeError:
+        return dispatcher
+    reading = index  # the file that is read
+
+    def load_data_by_name(name):
+        nonlocal reading
+        reading = str(data_path(name))
+        return load_data(name)
+
+    def load_or_nothing(signature, target):
+        nonlocal reading
+        reading = index
+        try:
+            return load(signature, target)
+        except Exception as error:  # whatever unpickling of any bytes raises
+            _warn_once(reading, f"compiled code in {reading} cannot be read, so it is compiled again", error)
+        with contextlib.suppress(OSError):
+            forget()  # writes an empty index: what is compiled now takes the place of what cannot be read
+        return None
+
+    def save_or_not(signature, compiled):
+        try:
+            save(signature, compiled)
+        except Exception as error:  # it reads the index too
+            folder = str(cache.cache_path)
+            text = f"compiled code cannot be kept in {folder}, so every process compiles it again; make room there, or "
+            _warn_once(folder, text + "set NUMBA_CACHE_DIR to another folder", error)
+
+    file._load_data = load_data_by_name
+    cache.load_overload = load_or_nothing
+    cache.save_overload = save_or_not
+    return dispatcher
+
+
+def _warn_once(place: str, text: str, error: Exception) -> None:
+    if place in _unusable:
+        return
+    _unusable.add(place)
+    warnings.warn(f"{text} ({type(error).__name__}: {error})", RuntimeWarning, stacklevel=2)
 
 
 def _compiled_by_one(dispatcher):

@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from cases import assert_as_near_float64
-from estimates import SMALL, assert_estimated_as_near_float64, everything, size, tail_of_large_scores, tensors_of
+import scram
+from cases import Case, assert_as_near_float64
+from estimates import (
+    SMALL,
+    Estimated,
+    assert_estimated_as_near_float64,
+    everything,
+    size,
+    tail_of_large_scores,
+    tensors_of,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted]
 
@@ -55,3 +64,15 @@ def test_repeatable_gradients_are_as_near_float64_as_the_reference(one, monkeypa
 def test_a_large_part_that_all_scores_share_costs_no_digits(device):
     truth, same = (tail_of_large_scores("reference", dtype) for dtype in (torch.float64, torch.float32))
     assert_as_near_float64(truth, same, tail_of_large_scores("triton", torch.float32, device), size)
+
+
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_products_of_bfloat16(window):
+    """Triton's interpreter would multiply its bits. Where a device rounds, it cuts digits off: twice the error."""
+    case = Case("bfloat16", grid=(9, 19), kappa=1, window=window, causal=True, dtype=torch.bfloat16)
+    one = Estimated(case, scram.Hybrid(samples=9, seed=11))
+    tensors = tensors_of(one)
+    truth, _ = everything(one, tensors, "reference", torch.float64)
+    ours, _ = everything(one, tensors, "triton", torch.bfloat16)
+    for exact, found in zip(truth, ours, strict=True):
+        assert size(found.double() - exact) <= 4 * torch.finfo(torch.bfloat16).eps * size(exact)

@@ -151,7 +151,7 @@ def plus(a, b, c, x, y, z):
 @triton.jit
 def rough_product(a, b, total):
     """total + a @ b, to about three digits."""
-    return tl.dot(a.to(b.dtype), b, total, input_precision="tf32")
+    return tl.dot(sk.widened(a.to(b.dtype)), sk.widened(b), total, input_precision="tf32")
 
 
 @triton.jit

@@ -19,13 +19,14 @@ from ...draws import by_heads, shared_tail
 from ...grid import grid_of
 from .block_sizes import tile_pieces
 from .grid import divide, geometry, points
-from .launch import Kernel, cached
+from .launch import INTERPRETED, Kernel, cached
 from .noise import absorb, row_state, seed_argument
 from .windows import masked_by, match_of
 
 BLOCK_K = 64  # shared keys of a block
 SPARE = 20 << 10  # bytes of shared memory for what passes between threads
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+WIDEN = tl.constexpr(INTERPRETED)
 LOWEST = tl.constexpr(-1e38)  # where a maximum begins: -inf - -inf would be NaN
 
 
@@ -294,9 +295,15 @@ def covered(x, low, e: tl.constexpr, reach):
 
 
 @triton.jit
+def widened(x):
+    """Triton's interpreter multiplies no bfloat16: it would multiply the bits."""
+    return x.to(tl.float32) if WIDEN and x.dtype == tl.bfloat16 else x
+
+
+@triton.jit
 def product(a, b, total):
     """total + a @ b; float32 to nearly all of its digits."""
-    return tl.dot(a, b, total, input_precision="tf32x3")
+    return tl.dot(widened(a), widened(b), total, input_precision="tf32x3")
 
 
 @triton.jit
