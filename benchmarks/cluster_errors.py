@@ -46,9 +46,18 @@ class Problem:
 
     def cluster(self, seed: int, count: int = 256, steps: int = 3) -> Clustered:
         call = ClusterCall(
-            self.q, self.k, self.v, None, None, None, torch.tensor(seed), None, min(count, self.k[..., 0].numel()),
-            steps, self.scale,
-        )  # fmt: skip
+            self.q,
+            self.k,
+            self.v,
+            None,
+            None,
+            None,
+            torch.tensor(seed),
+            None,
+            min(count, self.k[..., 0].numel()),
+            steps,
+            self.scale,
+        )
         return clustering.cluster(call)
 
 

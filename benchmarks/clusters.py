@@ -120,9 +120,13 @@ def together_variants() -> dict[str, Variant]:
 
 
 VARIANTS = {
-    "metric": metric_variants, "steps": step_variants, "sample": sample_variants, "count": count_variants,
-    "search": search_variants, "together": together_variants,
-}  # fmt: skip
+    "metric": metric_variants,
+    "steps": step_variants,
+    "sample": sample_variants,
+    "count": count_variants,
+    "search": search_variants,
+    "together": together_variants,
+}
 
 
 class Bench:
@@ -173,8 +177,10 @@ def shown(rows: dict[str, Any], name: str, grid: str = "128x128") -> Table:
     }
     for problem, cells in means.items():
         table.add_row(problem, *(" ".join(brief(x) for x in cell) for cell in cells))
-    overall = [[math.exp(statistics.mean(math.log(c[n][h]) for c in means.values())) for h in (0, 1)]
-               for n in range(len(columns))]  # fmt: skip
+    overall = [
+        [math.exp(statistics.mean(math.log(c[n][h]) for c in means.values())) for h in (0, 1)]
+        for n in range(len(columns))
+    ]
     table.add_row("geometric mean", *(" ".join(brief(x) for x in cell) for cell in overall))
     return table
 

@@ -31,9 +31,13 @@ PAPER, DEFAULT = scram.Search.paper(seed=0), scram.Search(seed=0)
 SHARP = 100.0  # scale for features of unit norm: at E**-0.5 their softmax is flat and no sparse answer is near it
 SCALES = (8.0, 32.0, SHARP)
 WANTED = {  # times as fast as dense attention
-    ("paper", 128, 64, "forward"): 10, ("paper", 256, 64, "forward"): 25, ("paper", 256, 3, "forward"): 40,
-    ("paper", 128, 64, "both"): 10, ("default", 128, 64, "forward"): 6, ("default", 256, 64, "forward"): 14,
-}  # fmt: skip
+    ("paper", 128, 64, "forward"): 10,
+    ("paper", 256, 64, "forward"): 25,
+    ("paper", 256, 3, "forward"): 40,
+    ("paper", 128, 64, "both"): 10,
+    ("default", 128, 64, "forward"): 6,
+    ("default", 256, 64, "forward"): 14,
+}
 WANTED_ERRORS = {8.0: 0.09, 32.0: 0.12, SHARP: 0.14}  # of the default, on 128 x 128
 store, console = Store("cpu"), Console(width=120)
 
@@ -65,9 +69,17 @@ def _speed(setting: str, shapes: tuple[tuple[int, int, bool], ...]) -> None:
     """Timed at the default scale of both. SCRAM's time does not depend on it; its error does, and stands at SCALES."""
     errors_at = ", ".join(f"{scale:g}" for scale in SCALES)
     table = Table(
-        "grid", "width", "pass", "SCRAM ms", "SDPA ms", "faster", "wanted", "recall@1", f"error (scale {errors_at})",
+        "grid",
+        "width",
+        "pass",
+        "SCRAM ms",
+        "SDPA ms",
+        "faster",
+        "wanted",
+        "recall@1",
+        f"error (scale {errors_at})",
         title=setting,
-    )  # fmt: skip
+    )
     attention, search = (sparse, PAPER) if setting == "paper" else (default, DEFAULT)
     for size, width, both in shapes:
         q, k = stereo(size, width)
@@ -89,8 +101,12 @@ def _speed(setting: str, shapes: tuple[tuple[int, int, bool], ...]) -> None:
         at_scales = {f"error_at_scale_{scale:g}": error for scale, error in errors.items()}
         store.put(name, **rows, ratio=ratio, recall=recall, **at_scales)
         wanted = WANTED.get((setting, size, width, kind))
-        shown = (f"{rows['scram_median_ms']:.1f}", f"{rows['sdpa_median_ms']:.0f}", f"{ratio:.1f}x",
-                 "-" if wanted is None else f"{wanted}x")  # fmt: skip
+        shown = (
+            f"{rows['scram_median_ms']:.1f}",
+            f"{rows['sdpa_median_ms']:.0f}",
+            f"{ratio:.1f}x",
+            "-" if wanted is None else f"{wanted}x",
+        )
         table.add_row(
             f"{size}x{size}", str(width), kind, *shown, f"{recall:.3f}", " ".join(f"{x:.3f}" for x in errors.values())
         )

@@ -24,9 +24,10 @@ def fit() -> dict[str, Any]:
     """Seconds of the parts of a call for one point of one head and one unit of width, and how far rows are from it."""
     rows = json.loads((RESULTS / "gpu_default.json").read_text())
     whole = {
-        name: row for name, row in rows.items()
+        name: row
+        for name, row in rows.items()
         if name.startswith("default") and row["part"] == "whole" and row["kappa"] == 1 and not row["backward"]
-    }  # fmt: skip
+    }
     units = np.array([_units(row) for row in whole.values()])
     seconds = np.array([row["ms"] for row in whole.values()]) / 1e3
     a = np.stack([np.ones_like(units), units], 1)
@@ -42,9 +43,13 @@ def fit() -> dict[str, Any]:
     back = ((both - one["ms"]) / 1e3 - launch) / _units(one)
     windows = (paper_both - paper) / (both - one["ms"])  # gradients of windows alone, without a tail
     constants = {
-        "launch": launch, "search": unit * (1 - sum(shares.values())), "clusters": unit * shares["clusters"],
-        "tail": unit * shares["tail"], "back_windows": back * windows, "back_tail": back * (1 - windows),
-    }  # fmt: skip
+        "launch": launch,
+        "search": unit * (1 - sum(shares.values())),
+        "clusters": unit * shares["clusters"],
+        "tail": unit * shares["tail"],
+        "back_windows": back * windows,
+        "back_tail": back * (1 - windows),
+    }
     return {
         "constants": {name: float(f"{value:.3g}") for name, value in constants.items()},
         "off": {name: round(float(value), 4) for name, value in zip(whole, off, strict=True)},

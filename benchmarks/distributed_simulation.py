@@ -216,8 +216,11 @@ def simulate(cases: tuple[Case, ...] = CASES) -> dict[str, dict[str, float]]:
         for case, *ranks in zip(some, *said, strict=True):
             seconds, visit = (max(one[key] for one in ranks) for key in ("seconds", "visit"))
             found[case.name] = {
-                "seconds": seconds, "visit": visit, "keys": case.message / 1e3, "model": modelled(case, visit),
-            }  # fmt: skip
+                "seconds": seconds,
+                "visit": visit,
+                "keys": case.message / 1e3,
+                "model": modelled(case, visit),
+            }
     return found
 
 

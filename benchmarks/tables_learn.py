@@ -10,14 +10,23 @@ import table_cells
 from table_cells import BY, table
 
 TASKS = {
-    "classify": "1. classification, accuracy", "classify, 128x128": "1. classification on canvases, accuracy",
-    "detect, 128x128": "2. detection, mAP@½", "detect, 256x256": "2. detection, mAP@½",
-    "video": "3. video, accuracy", "generate, MNIST": "4. MNIST, bits per pixel",
+    "classify": "1. classification, accuracy",
+    "classify, 128x128": "1. classification on canvases, accuracy",
+    "detect, 128x128": "2. detection, mAP@½",
+    "detect, 256x256": "2. detection, mAP@½",
+    "video": "3. video, accuracy",
+    "generate, MNIST": "4. MNIST, bits per pixel",
     "generate, CIFAR-10": "4. CIFAR-10, bits per value",
-}  # fmt: skip
-TOKENS = {"classify": (32, 32), "classify, 128x128": (128, 128), "detect, 128x128": (64, 64),
-          "detect, 256x256": (128, 128), "video": (16, 32, 32), "generate, MNIST": (28, 28),
-          "generate, CIFAR-10": (32, 32, 3)}  # fmt: skip
+}
+TOKENS = {
+    "classify": (32, 32),
+    "classify, 128x128": (128, 128),
+    "detect, 128x128": (64, 64),
+    "detect, 256x256": (128, 128),
+    "video": (16, 32, 32),
+    "generate, MNIST": (28, 28),
+    "generate, CIFAR-10": (32, 32, 3),
+}
 ATTENTIONS = {"dense": "dense", "tail": "SCRAM", "windows": "SCRAM, windows", "local": "local", "strided": "strided"}
 WAYS = {"tail": "default", "tail, 4 matches": "4 matches", "tail, 4 matches, 2048 drawn": "4 matches, 2048 drawn"}
 MOST = {"accuracy": 1.0, "mAP": 1.0, "bits": 0.02}  # how far from dense
@@ -132,8 +141,13 @@ def profile() -> str:
     return table(head, *lines)
 
 
-NOISE = {"dense": "dense", "dense, dropout": "dense, dropout of a tenth", "tail": "SCRAM, fresh seeds",
-         "tail, fixed seed": "SCRAM, one seed", "tail, few sweeps": "SCRAM, fresh seeds, few sweeps"}  # fmt: skip
+NOISE = {
+    "dense": "dense",
+    "dense, dropout": "dense, dropout of a tenth",
+    "tail": "SCRAM, fresh seeds",
+    "tail, fixed seed": "SCRAM, one seed",
+    "tail, few sweeps": "SCRAM, fresh seeds, few sweeps",
+}
 FEWER = "32 clusters"  # of digits: they have 196 keys
 SETS = {"plain": "CIFAR-10", "digits": "MNIST, halved"}
 
@@ -149,8 +163,16 @@ def grouped(task: str) -> dict[int | None, dict[str, list[dict[str, Any]]]]:
 
 def noise() -> str:
     """docs/learning: losses on training and on test pictures."""
-    head = ("pictures", "attention", "seeds", "training loss", "test loss", "gap", "gap less that of dense, same seeds",
-            "test accuracy")  # fmt: skip
+    head = (
+        "pictures",
+        "attention",
+        "seeds",
+        "training loss",
+        "test loss",
+        "gap",
+        "gap less that of dense, same seeds",
+        "test accuracy",
+    )
     lines = []
     for task, label in SETS.items():
         for count, by in grouped(task).items():
@@ -175,9 +197,13 @@ def gap(row: dict[str, Any]) -> float:
 
 BIAS = {
     "plain": {"dense": "dense", "tail": "SCRAM", "windows": "SCRAM, windows", "local": "local"},
-    "digits": {"dense": "dense", FEWER: "SCRAM, 32 clusters", "windows": "SCRAM, windows",
-               "local, 64 keys": "local, 8x8 keys"},
-}  # fmt: skip
+    "digits": {
+        "dense": "dense",
+        FEWER: "SCRAM, 32 clusters",
+        "windows": "SCRAM, windows",
+        "local, 64 keys": "local, 8x8 keys",
+    },
+}
 ORDERS = {"": "in order", ", shuffled": "shuffled"}
 PICTURES = (1000, 5000, None)
 

@@ -30,8 +30,18 @@ def gmflow_steps() -> str:
 
 def gmflow_coarse() -> str:
     """docs/gmflow_matching: coarse starts at twice the size, on three pairs."""
-    head = ("pair", "matching by", "EPE", "median", "over 3 px", "final EPE", "median", "over 3 px", "CPU time",
-            "memory")  # fmt: skip
+    head = (
+        "pair",
+        "matching by",
+        "EPE",
+        "median",
+        "over 3 px",
+        "final EPE",
+        "median",
+        "over 3 px",
+        "CPU time",
+        "memory",
+    )
     lines = []
     for group, pair in (
         ("twice the size", "stereo"),

@@ -27,8 +27,16 @@ def mobilesam_layers() -> str:
             keys, worst = row["keys"], (max(row[key]) for key in ("default", "four", "fitted"))
             said = max(abs(a / b - 1) for a, b in zip(row["said"], row["fitted"], strict=True))
             together = (row["fitted_of_all"], row["said_of_all"])
-            lines.append(("" if number else name, str(number), f"{min(keys):.0f}\N{EN DASH}{max(keys):.0f}",
-                          *map(share, worst), f"{said:.0%}", *map(share, together)))  # fmt: skip
+            lines.append(
+                (
+                    "" if number else name,
+                    str(number),
+                    f"{min(keys):.0f}\N{EN DASH}{max(keys):.0f}",
+                    *map(share, worst),
+                    f"{said:.0%}",
+                    *map(share, together),
+                )
+            )
     head = ("photograph", "layer", "keys", "default", "four matches", "four, fit", "said is off by", "all heads, fit")
     return table((*head, "said"), *lines)
 
@@ -37,16 +45,21 @@ def mobilesam_model() -> str:
     """docs/mobilesam: the embedding's error, the least and the mean agreement of masks."""
     rows = table_cells.load("mobilesam")
     shown = {
-        "without bias": "bias left out, from the trained model", "opened": "all tokens, dense, from the trained model",
-        "default": "SCRAM, from dense", "four": "SCRAM, four matches", "fitted": "SCRAM, four matches, fit",
+        "without bias": "bias left out, from the trained model",
+        "opened": "all tokens, dense, from the trained model",
+        "default": "SCRAM, from dense",
+        "four": "SCRAM, four matches",
+        "fitted": "SCRAM, four matches, fit",
         "tuned": "`scram.tune`, 15 %",
-    }  # fmt: skip
+    }
     lines = []
     for key, label in shown.items():
         mine = [rows[f"{name} {key}"] for name in PHOTOGRAPHS]
         masks = [row["mask_agreement"] for row in mine]
-        cells = [(digits([row["embedding_error"]]), digits([min(m), sum(m) / len(m)])) for row, m in
-                 zip(mine, masks, strict=True)]  # fmt: skip
+        cells = [
+            (digits([row["embedding_error"]]), digits([min(m), sum(m) / len(m)]))
+            for row, m in zip(mine, masks, strict=True)
+        ]
         lines.append((label, *(f"{error}; {both}" for error, both in cells)))
     return table(("", *PHOTOGRAPHS), *lines)
 
@@ -96,8 +109,14 @@ def gmflow() -> str:
 
 def gmflow_flow() -> str:
     """docs/gmflow: how far SCRAM's flow is from that of dense attention, and both from the truth, in pixels."""
-    head = ("cells", "matching, from exact", "propagation, from exact", "flow, from dense", "dense, from truth",
-            "SCRAM, from truth")  # fmt: skip
+    head = (
+        "cells",
+        "matching, from exact",
+        "propagation, from exact",
+        "flow, from dense",
+        "dense, from truth",
+        "SCRAM, from truth",
+    )
     lines = []
     for row in gmflow_sizes():
         steps = (share(row[step]["pixels_off"]) for step in ("matching", "propagation"))

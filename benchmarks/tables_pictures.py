@@ -30,15 +30,29 @@ def matching() -> str:
     lines = []
     for kind, rows in kinds.items():
         ranks = [row["confidence_auc"] for row in rows]
-        lines.append((
-            kind + options.get(kind, ""), ", ".join(row["photo"] for row in rows),
-            ", ".join(f"{row['median_error_px']:.2f}" for row in rows) + " px",
-            *(", ".join(f"{100 * row[name]:.1f}" for row in rows) + " %" for name in shares),
-            ", ".join("all right" if x is None else f"{x:.3f}" for x in ranks),
-            ", ".join(f"{row['cpu_seconds']:.3g}" for row in rows) + " s",
-        ))  # fmt: skip
-    return table(("pair", "photographs", "median error", "within 2 px", "within 3 px",
-                  "right of those that pass", "AUC", "CPU time"), *lines)  # fmt: skip
+        lines.append(
+            (
+                kind + options.get(kind, ""),
+                ", ".join(row["photo"] for row in rows),
+                ", ".join(f"{row['median_error_px']:.2f}" for row in rows) + " px",
+                *(", ".join(f"{100 * row[name]:.1f}" for row in rows) + " %" for name in shares),
+                ", ".join("all right" if x is None else f"{x:.3f}" for x in ranks),
+                ", ".join(f"{row['cpu_seconds']:.3g}" for row in rows) + " s",
+            )
+        )
+    return table(
+        (
+            "pair",
+            "photographs",
+            "median error",
+            "within 2 px",
+            "within 3 px",
+            "right of those that pass",
+            "AUC",
+            "CPU time",
+        ),
+        *lines,
+    )
 
 
 def film() -> str:

@@ -177,8 +177,10 @@ def times(store: Store, size: int = SIZE) -> None:
 
 def table(rows: dict[str, Any]) -> str:
     """One line for each set: the error of every method at about 300 keys."""
-    at = {name: max(row["keys"] for row in rows.values() if row["method"] == name and row["keys"] < 400)
-          for name in LABELS}  # fmt: skip
+    at = {
+        name: max(row["keys"] for row in rows.values() if row["method"] == name and row["keys"] < 400)
+        for name in LABELS
+    }
     lines = [f"| set, scale | {' | '.join(f'{name}, {keys}' for name, keys in at.items())} |"]
     lines.append("|---" * (len(at) + 1) + "|")
     for name in dict.fromkeys(row["set"] for row in rows.values() if "error" in row):

@@ -113,8 +113,16 @@ def gpu(folder: Path, seconds: float, commit: str | None, out: Path, only: str) 
         torch.cuda.synchronize()
         times = {"first_call_s": time.perf_counter() - begin, "ms": graph_ms(call), "ms_call": call_ms(call)}
         measured = quality(q, k, v, found, scale, how.separation)
-        return {"kind": kind, "label": label, "kappa": how.matches, "separation": how.separation, "sweeps": how.sweeps,
-                **{**shape, "dtype": str(q.dtype)}, **times, **measured}  # fmt: skip
+        return {
+            "kind": kind,
+            "label": label,
+            "kappa": how.matches,
+            "separation": how.separation,
+            "sweeps": how.sweeps,
+            **{**shape, "dtype": str(q.dtype)},
+            **times,
+            **measured,
+        }
 
     for name in SETS:
         for label, how in searches():
@@ -136,8 +144,12 @@ def gpu(folder: Path, seconds: float, commit: str | None, out: Path, only: str) 
                 several, at = replace(how, matches=kappa), {**shape, "data": name}
                 put(f"{name} {label}", lambda m=label, h=several, s=at: search_row("trained", m, h, s))
     for name in SETS:
-        for how in (QUICK, replace(QUICK, matches=4, separation=4), scram.Search("query"),
-                    scram.Search("query", matches=4, separation=4)):  # fmt: skip
+        for how in (
+            QUICK,
+            replace(QUICK, matches=4, separation=4),
+            scram.Search("query"),
+            scram.Search("query", matches=4, separation=4),
+        ):
             label = f"{how.method} sweeps {how.sweeps} kappa {how.matches}"
             put(f"held out {name} {label}", lambda n=name, m=label, h=how: search_row("held out", m, h, {"data": n}))
     targets = [({"size": 256, "heads": 8}, (4, 5)), ({"size": 1024}, (8,)), ({}, (5, 6))]
@@ -145,8 +157,15 @@ def gpu(folder: Path, seconds: float, commit: str | None, out: Path, only: str) 
         for sweeps in several:
             name = f"attention {shape} {sweeps}"
             put(name, lambda s=shape, t=sweeps: attention_row(data, {**s, "data": "stereo"}, replace(QUICK, sweeps=t)))
-    for width, dtype in ((16, "bfloat16"), (32, "bfloat16"), (128, "bfloat16"), (3, "float32"), (32, "float32"),
-                         (64, "float32"), (128, "float32")):  # fmt: skip
+    for width, dtype in (
+        (16, "bfloat16"),
+        (32, "bfloat16"),
+        (128, "bfloat16"),
+        (3, "float32"),
+        (32, "float32"),
+        (64, "float32"),
+        (128, "float32"),
+    ):
         for name in SETS if dtype == "float32" and width > 3 else SETS[:1]:
             for how in (scram.Search("tile"), scram.Search("query")):
                 label = f"{how.method} {dtype} {width}"
@@ -173,8 +192,15 @@ def attention_row(data: Any, shape: dict[str, Any], how: scram.Search) -> dict[s
     row = {"ms": graph_ms(ours), "ms_call": call_ms(ours), "cudnn_ms": call_ms(dense)}
     found = scram.search(q, k, search=how)
     measured = quality(q, k, v, found, scale, 0)
-    return {"kind": "attention", "label": "tile", "sweeps": how.sweeps, **shape, **row, **measured,
-            "times_faster": row["cudnn_ms"] / row["ms_call"]}  # fmt: skip
+    return {
+        "kind": "attention",
+        "label": "tile",
+        "sweeps": how.sweeps,
+        **shape,
+        **row,
+        **measured,
+        "times_faster": row["cudnn_ms"] / row["ms_call"],
+    }
 
 
 def cpu(folder: Path | None, size: int, seconds: float, only: str) -> None:

@@ -43,10 +43,17 @@ def unet(latents: int, width: int = 64) -> nn.Module:
     torch.manual_seed(0)
     make: Any = diffusers.UNet2DConditionModel
     model: nn.Module = make(
-        sample_size=latents, in_channels=CHANNELS, out_channels=CHANNELS, layers_per_block=1, norm_num_groups=8,
-        block_out_channels=(width, 2 * width), cross_attention_dim=TEXT, attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )  # fmt: skip
+        sample_size=latents,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        layers_per_block=1,
+        norm_num_groups=8,
+        block_out_channels=(width, 2 * width),
+        cross_attention_dim=TEXT,
+        attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )
     return model.eval().requires_grad_(False)
 
 
@@ -100,8 +107,14 @@ def figures(layer: Layer) -> dict[str, Any]:
     """What was tuned of a layer, for the stored results."""
     assert layer.plan is not None
     rung = layer.plan.rungs[layer.plan.chosen]
-    return {"grid": list(layer.grid), "attention": str(rung.setting), "keys": rung.keys, "error": rung.error,
-            "of_dense": 1 / layer.plan.speedup, "calls": layer.calls}  # fmt: skip
+    return {
+        "grid": list(layer.grid),
+        "attention": str(rung.setting),
+        "keys": rung.keys,
+        "error": rung.error,
+        "of_dense": 1 / layer.plan.speedup,
+        "calls": layer.calls,
+    }
 
 
 def shown(row: dict[str, Any]) -> str:

@@ -101,9 +101,14 @@ def share(size: int, rank: int, ranks: int, step: int = 1) -> tuple[int, int]:
 
 
 def features(
-    mosaic: Mosaic, rows: tuple[int, int], moved: bool, basis: tuple[Tensor, Tensor], dtype: torch.dtype, device: str,
+    mosaic: Mosaic,
+    rows: tuple[int, int],
+    moved: bool,
+    basis: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    device: str,
     advance: Callable[[int], None],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Of some rows of a picture, block by block: patches [1, 1, n, size, width], and colours [1, 1, n, size, 3]."""
     filters, mean = (x.to(device) for x in basis)
     count = rows[1] - rows[0]

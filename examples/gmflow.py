@@ -318,9 +318,10 @@ def transformer(model: Any, module: Any, size: float) -> Iterator[tuple[str, Row
         ways[name] = features[0], features[1], match, propagate
     flows = {name: refine(model, module, fine0, fine1, coarse_flow(model, *given)) for name, given in ways.items()}
     for name, flow in flows.items():
-        yield f"layers by {name}", {
-            "from_dense": distance(flow, flows["dense"]), "from_truth": from_truth(flow, truth, size)
-        }  # fmt: skip
+        yield (
+            f"layers by {name}",
+            {"from_dense": distance(flow, flows["dense"]), "from_truth": from_truth(flow, truth, size)},
+        )
 
 
 def draw(flows: Tensor, path: Path) -> None:

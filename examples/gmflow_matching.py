@@ -110,10 +110,15 @@ def at_own_size(model: Any, module: Any) -> dict[str, Row]:
         spread, seconds, held = spent(lambda: propagate(*gm.propagate_inputs(model, coarse0, flow)))
         fine, last, most = spent(lambda: refine(model, module, fine0, fine1, gm.from_grid(spread)))
         rows[name] = {
-            **off_truth(fine, truth, 1.0), "cells_off_dense": float((matched - dense).norm(dim=-1).mean()),
-            "matching_seconds": step[0], "matching_bytes": step[1], "propagation_seconds": seconds,
-            "propagation_bytes": held, "refine_seconds": last, "refine_bytes": most,
-        }  # fmt: skip
+            **off_truth(fine, truth, 1.0),
+            "cells_off_dense": float((matched - dense).norm(dim=-1).mean()),
+            "matching_seconds": step[0],
+            "matching_bytes": step[1],
+            "propagation_seconds": seconds,
+            "propagation_bytes": held,
+            "refine_seconds": last,
+            "refine_bytes": most,
+        }
 
     dense, *cost = spent(lambda: gm.own(q, k, v))
     row("dense", dense, tuple(cost))
@@ -157,9 +162,11 @@ def at_twice_the_size(
             gm.CELL * F.interpolate(x, a.shape[2:], mode="bilinear", align_corners=False) for x in (flow, spread)
         )
         rows[name] = {
-            **off_truth(rough, truth, 2.0), "propagated": off_truth(smooth, truth, 2.0), "matching_seconds": seconds,
+            **off_truth(rough, truth, 2.0),
+            "propagated": off_truth(smooth, truth, 2.0),
+            "matching_seconds": seconds,
             "matching_bytes": held,
-        }  # fmt: skip
+        }
         if refined:
             rows[name]["refined"] = off_truth(local_refine(model, module, fine0, fine1, spread), truth, 2.0)
     return rows

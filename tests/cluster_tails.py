@@ -51,9 +51,23 @@ def tail_call(case: Case, clusters: int = 11, gains: bool = False, seed: int = 0
     radius = case.radius if isinstance(case.radius, tuple) else (case.radius,) * len(case.grid)
     dropout_seed = torch.tensor(2**40 + 3) if case.dropout_p else None
     return ClusterTailCall(
-        tensors.q, tensors.matches.index, label, means(tensors.k), means(tensors.v), sizes.to(torch.int32), factors,
-        head_out, head_lse + case.offset, dropout_seed, None, radius, case.width**-0.5, case.dropout_p, 2, "query",
-    )  # fmt: skip
+        tensors.q,
+        tensors.matches.index,
+        label,
+        means(tensors.k),
+        means(tensors.v),
+        sizes.to(torch.int32),
+        factors,
+        head_out,
+        head_lse + case.offset,
+        dropout_seed,
+        None,
+        radius,
+        case.width**-0.5,
+        case.dropout_p,
+        2,
+        "query",
+    )
 
 
 def run_tail(call: ClusterTailCall, impl: str) -> Attended:

@@ -75,8 +75,20 @@ def mask_of(kind, q, k):
     return torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.6
 
 
-def attention(mesh, place, how, shape=None, batch=2, heads=4, key_heads=4, keys_whole=False, mask=None, extra=False,
-              dropout_p=0.0, impl="auto"):  # fmt: skip
+def attention(
+    mesh,
+    place,
+    how,
+    shape=None,
+    batch=2,
+    heads=4,
+    key_heads=4,
+    keys_whole=False,
+    mask=None,
+    extra=False,
+    dropout_p=0.0,
+    impl="auto",
+):
     """The answer of one process, bit for bit, its gradients, and nothing sent but seeds."""
     mesh = mesh_of(mesh, shape)
     places = [PLACES[name] for name in place]

@@ -46,8 +46,19 @@ def own_mask_of(mask, legal, key_rows, rank):
     return own[:, 0] if mask == "some" and rank == 0 else own
 
 
-def gather_equals_attend(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, mask=None, tail=False, bits=64,
-                         score="dot", weight="softmax"):  # fmt: skip
+def gather_equals_attend(
+    mesh,
+    rows,
+    key_rows,
+    extents=(3,),
+    heads=2,
+    key_heads=1,
+    mask=None,
+    tail=False,
+    bits=64,
+    score="dot",
+    weight="softmax",
+):
     dtype, atol = {64: (torch.float64, 1e-12), 16: (torch.bfloat16, 0.05)}[bits]
     grid, key_grid = (sum(rows), *extents), (sum(key_rows), *extents)
     whole, legal = tensors(grid, key_grid, heads, key_heads, dtype), mask_of(mask, key_grid, heads)
@@ -77,8 +88,21 @@ def gather_equals_attend(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=
     return float(out.detach().abs().sum())
 
 
-def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, mask=None, tail="clusters", bits=64,
-                      score="dot", weight="softmax", engine=ENGINE, halo=None):  # fmt: skip
+def ring_equals_merge(
+    mesh,
+    rows,
+    key_rows,
+    extents=(3,),
+    heads=2,
+    key_heads=1,
+    mask=None,
+    tail="clusters",
+    bits=64,
+    score="dot",
+    weight="softmax",
+    engine=ENGINE,
+    halo=None,
+):
     dtype, atol = {64: (torch.float64, 1e-12), 16: (torch.bfloat16, 0.05)}[bits]
     grid, key_grid = (sum(rows), *extents), (sum(key_rows), *extents)
     whole, legal = tensors(grid, key_grid, heads, key_heads, dtype), mask_of(mask, key_grid, heads)
@@ -130,9 +154,18 @@ def ring_equals_merge(mesh, rows, key_rows, extents=(3,), heads=2, key_heads=1, 
     settings = {"clusters": scram.Clusters(count=8, seed=11), "drawn": scram.Hybrid(samples=8, seed=11), None: None}
     seed = 7 if rank == 0 else 100 + rank  # rank 0's counts
     out = scram.distributed.attention(
-        q, k, v, mesh=mesh, mode="ring", search=scram.Search(matches=2, seed=seed, **SHORT),
-        tail=settings[tail], key_mask=masks[rank], weight=weight, halo=halo, **common,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mesh=mesh,
+        mode="ring",
+        search=scram.Search(matches=2, seed=seed, **SHORT),
+        tail=settings[tail],
+        key_mask=masks[rank],
+        weight=weight,
+        halo=halo,
+        **common,
+    )
     assert out.dtype == dtype
     (out * factor.split(list(rows), 2)[rank]).sum().backward()
     wanted = want.split(list(rows), 2)[rank].to(dtype)
@@ -160,20 +193,30 @@ def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score
     size, rank = len(rows), mesh.get_local_rank()
     masks = [None] * size if legal is None else legal.split(list(key_rows), 1 if mask == "keys" else 2)
     wide = [None if x is None else x.unsqueeze(1) if mask == "keys" else x for x in masks]
-    parts = list(zip(*(x.detach().split(list(of), 2) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True)),
-                     strict=True))  # fmt: skip
+    parts = list(
+        zip(
+            *(x.detach().split(list(of), 2) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True)),
+            strict=True,
+        )
+    )
     tail, how = scram.Clusters(count=count, seed=5), scram.Search(seed=3, **SHORT)
     request = Request(search=how, tail=tail, key_mask=masks[0], score=score, impl=ENGINE)
     call = checked(*parts[0], request, None)
-    some = [Shards(SimpleNamespace(rank=n, size=size), *part, own, call, rows, key_rows, 3, 5)
-            for n, (part, own) in enumerate(zip(parts, wide, strict=True))]  # fmt: skip
+    some = [
+        Shards(SimpleNamespace(rank=n, size=size), *part, own, call, rows, key_rows, 3, 5)
+        for n, (part, own) in enumerate(zip(parts, wide, strict=True))
+    ]
     q_some, k_some, v_some, *rest = (torch.cat(x, 2) for x in zip(*map(samples, some), strict=True))
     common = {"score": score, "impl": ENGINE}
-    start = scram.cluster(q_some, k_some, v_some, clusters=tail, key_mask=rest[0].squeeze(-1).squeeze(1) if rest
-                          else None, **common)  # fmt: skip
+    start = scram.cluster(
+        q_some, k_some, v_some, clusters=tail, key_mask=rest[0].squeeze(-1).squeeze(1) if rest else None, **common
+    )
     assign = scram.Clusters(count=count, steps=0, seed=5)
-    books = [scram.cluster(q_some, k, v, clusters=assign, warm=start, key_mask=own, **common)
-             for (_, k, v), own in zip(parts, masks, strict=True) if k.shape[2]]  # fmt: skip
+    books = [
+        scram.cluster(q_some, k, v, clusters=assign, warm=start, key_mask=own, **common)
+        for (_, k, v), own in zip(parts, masks, strict=True)
+        if k.shape[2]
+    ]
     label = torch.cat([book.label for book in books], 2)
     q, k, v = whole
     prepared = prepare_key(k, score).repeat_interleave(label.shape[1] // key_heads, 1).flatten(0, 1).flatten(1, 2)
@@ -186,8 +229,9 @@ def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score
     want.square().sum().backward()
     mine = [own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True)]
     own = scram.Matches(*(x.split(list(rows), 2)[rank] for x in (index.index, index.score)), index.key_grid)
-    out = scram.distributed.attention(*mine, mesh=mesh, mode="gather", tail=tail, search=how, key_mask=masks[rank],
-                                      matches=own, **common)  # fmt: skip
+    out = scram.distributed.attention(
+        *mine, mesh=mesh, mode="gather", tail=tail, search=how, key_mask=masks[rank], matches=own, **common
+    )
     out.square().sum().backward()
     compare(mesh, rows, key_rows, out, want.split(list(rows), 2)[rank], mine, [x.grad for x in whole], 1e-12)
 
@@ -339,8 +383,9 @@ def photo_rows(mesh, way, seeds):
     for seed in range(seeds):
         search = scram.Search(seed=seed)
         if way == "ring":
-            made = scram.distributed.attention(q, k, k, mesh=mesh, search=search, tail=scram.Clusters(64), scale=32.0,
-                                               **how)  # fmt: skip
+            made = scram.distributed.attention(
+                q, k, k, mesh=mesh, search=search, tail=scram.Clusters(64), scale=32.0, **how
+            )
         else:  # windows of one key: the key itself
             made = scram.distributed.attention(q, k, k, mesh=mesh, search=search, radius=0, tail=None, **how)
         found.append(made[0, 0])

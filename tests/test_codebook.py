@@ -76,8 +76,13 @@ def test_a_call_that_does_not_fit_is_refused(changes, message):
 def test_other_grids_widths_and_devices_are_refused():
     made = book()
     with pytest.raises(ValueError, match=r"key grid \(6, 7\), but k is \(2, 2, 7, 6, 8\)"):
-        scram.attend(Q.mT.reshape(2, 4, 7, 6, 8), K.reshape(2, 2, 7, 6, 8), V.reshape(2, 2, 7, 6, 3),
-                     scram.search(Q.reshape(2, 4, 7, 6, 8), K.reshape(2, 2, 7, 6, 8)), tail=made)  # fmt: skip
+        scram.attend(
+            Q.mT.reshape(2, 4, 7, 6, 8),
+            K.reshape(2, 2, 7, 6, 8),
+            V.reshape(2, 2, 7, 6, 3),
+            scram.search(Q.reshape(2, 4, 7, 6, 8), K.reshape(2, 2, 7, 6, 8)),
+            tail=made,
+        )
     with pytest.raises(ValueError, match="widths 8 and 3, these have 8 and 2"):
         scram.attend(Q, K, V[..., :2], found(), tail=made)
     with pytest.raises(ValueError, match=r"use tail\.to\(q\.device\)"):

@@ -72,8 +72,11 @@ def test_a_nan_stays_where_it_is(impl, widest):
 def test_gradients_of_the_hybrid_and_of_snis_in_float64(impl):
     leaves = [features(1, 1, 3, 3, 2, seed=n).requires_grad_() for n in range(3)]
     extra = [features(1, 1, 1, 2, seed=n + 5).requires_grad_() for n in range(2)]
-    found = scram.Matches(torch.tensor([4, -1, 0, 8, 3, 2, 9, 1, 5], dtype=torch.int32).reshape(1, 1, 3, 3, 1),
-                          torch.zeros(1, 1, 3, 3, 1), (3, 3))  # fmt: skip
+    found = scram.Matches(
+        torch.tensor([4, -1, 0, 8, 3, 2, 9, 1, 5], dtype=torch.int32).reshape(1, 1, 3, 3, 1),
+        torch.zeros(1, 1, 3, 3, 1),
+        (3, 3),
+    )
     for method in (scram.Hybrid(4, seed=1), scram.Snis(5, 0.5, 0.6, seed=1)):
 
         def run(q, k, v, k_extra, v_extra, method=method):

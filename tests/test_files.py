@@ -28,14 +28,32 @@ BOOK = scram.Codebook(
 )
 MATCHES = scram.Matches.identity((2, 3), heads=2)
 RUNGS = (
-    Rung(Setting(scram.Search(matches=2, reach=(2, 1), seed=0), scram.Clusters(count=32), (0, 2)), 30, 0.01,
-         (0.05, 0.04, float("inf")), 0.2, True),
+    Rung(
+        Setting(scram.Search(matches=2, reach=(2, 1), seed=0), scram.Clusters(count=32), (0, 2)),
+        30,
+        0.01,
+        (0.05, 0.04, float("inf")),
+        0.2,
+        True,
+    ),
     Rung(Setting(), 256, 0.02, (0.0, 0.0, 0.0), 0.0, True),
-)  # fmt: skip
+)
 PLAN = scram.Plan(
-    error=0.1, rungs=RUNGS, chosen=0, causal=False, scale=0.3, score="dot", impl="auto", num_queries=100, queries=256,
-    seed=0, confidence=0.99, tensors="nothing", given=("key_mask",), split=0.25,
-)  # fmt: skip
+    error=0.1,
+    rungs=RUNGS,
+    chosen=0,
+    causal=False,
+    scale=0.3,
+    score="dot",
+    impl="auto",
+    num_queries=100,
+    queries=256,
+    seed=0,
+    confidence=0.99,
+    tensors="nothing",
+    given=("key_mask",),
+    split=0.25,
+)
 VALUES = {"Codebook": BOOK, "Matches": MATCHES, "Plan": PLAN, "Plans": scram.Plans({"a": PLAN, "b": PLAN})}
 
 
@@ -143,9 +161,35 @@ def test_flipped_and_cut_files_load_or_are_refused(tmp_path, kind):
 
 
 ODD = [
-    None, True, -1, 0, 3, 2**31, 2**63, 10**400, 0.5, -0.5, "x", "", "inf", "nan", float("inf"), float("nan"), [], {},
-    [[]], [1], [1, 1], [-1, 1], [0.1, 0.2], [0.2, 0.1], [float("nan")] * 3, ["x"] * 3, {"kind": "Search"}, {"x": {}},
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    3,
+    2**31,
+    2**63,
+    10**400,
+    0.5,
+    -0.5,
+    "x",
+    "",
+    "inf",
+    "nan",
+    float("inf"),
+    float("nan"),
+    [],
+    {},
+    [[]],
+    [1],
+    [1, 1],
+    [-1, 1],
+    [0.1, 0.2],
+    [0.2, 0.1],
+    [float("nan")] * 3,
+    ["x"] * 3,
+    {"kind": "Search"},
+    {"x": {}},
+]
 
 
 def places_in(data):
@@ -215,18 +259,31 @@ def test_codebooks_with_odd_settings_load_or_are_refused(tmp_path):
 
 
 WRONG_TENSORS = {
-    "gains": [torch.ones(1, 2, 2), torch.ones(1, 2), torch.ones(1, 2, 3).double(), -torch.ones(1, 2, 3),
-              torch.full((1, 2, 3), torch.nan)],
+    "gains": [
+        torch.ones(1, 2, 2),
+        torch.ones(1, 2),
+        torch.ones(1, 2, 3).double(),
+        -torch.ones(1, 2, 3),
+        torch.full((1, 2, 3), torch.nan),
+    ],
     "centres": [torch.ones(1, 2, 3, 4).half(), torch.ones(1, 2, 3, 4).double(), torch.ones(1, 1, 3, 4)],
     "values": [torch.ones(1, 2, 4, 5), torch.ones(1, 2, 3)],
     "sizes": [torch.ones(1, 2, 3), -torch.ones(1, 2, 3, dtype=torch.int32), torch.ones(1, 2, 4, dtype=torch.int32)],
-    "label": [torch.full((1, 2, 2, 3), 3, dtype=torch.int32), torch.full((1, 2, 2, 3), -2, dtype=torch.int32),
-              torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2, 2, 3)],
-    "key_mask": [torch.ones(1, 2, 3), torch.ones(1, 3, 2, dtype=torch.bool), torch.ones(1, 3, 2, 3, dtype=torch.bool),
-                 torch.full((1, 2, 3), 7, dtype=torch.uint8).view(torch.bool)],
+    "label": [
+        torch.full((1, 2, 2, 3), 3, dtype=torch.int32),
+        torch.full((1, 2, 2, 3), -2, dtype=torch.int32),
+        torch.zeros(1, 2, dtype=torch.int32),
+        torch.zeros(1, 2, 2, 3),
+    ],
+    "key_mask": [
+        torch.ones(1, 2, 3),
+        torch.ones(1, 3, 2, dtype=torch.bool),
+        torch.ones(1, 3, 2, 3, dtype=torch.bool),
+        torch.full((1, 2, 3), 7, dtype=torch.uint8).view(torch.bool),
+    ],
     "more": [torch.ones(1)],
     "score": [torch.ones(1)],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG_TENSORS)
@@ -255,8 +312,12 @@ def test_odd_headers_are_refused(tmp_path, kind):
     header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
     headers = [DEEP, "{}", json.dumps({"__metadata__": {"format": 3}}), json.dumps(header | {"__metadata__": None})]
     headers += [json.dumps(with_value(header, place, x)) for place in places_in(header) for x in ODD[:12]]
-    headers += [json.dumps(with_value(header, (name, "dtype"), dtype)) for name in header if name != "__metadata__"
-                for dtype in ("F4", "F8_E4M3", "F8_E8M0", "BF16", "U64", "C64", "BOOL", "F64")]  # fmt: skip
+    headers += [
+        json.dumps(with_value(header, (name, "dtype"), dtype))
+        for name in header
+        if name != "__metadata__"
+        for dtype in ("F4", "F8_E4M3", "F8_E8M0", "BF16", "U64", "C64", "BOOL", "F64")
+    ]
     for text in headers:
         for padded in (text, text + " " * (-len(text) % 8)):
             loads_or_refuses(kind, struct.pack("<Q", len(padded)) + padded.encode() + data, tmp_path)

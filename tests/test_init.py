@@ -33,8 +33,15 @@ def test_torch_that_is_not_imported_brings_no_names():
 
 
 @pytest.mark.parametrize("name", ["judge", "trust"])
-@pytest.mark.parametrize("imports", ["import scram.{0}", "from scram.{0} import {0} as one; import scram",
-                                     "import torch, scram.{0}", "from scram import {0}; import scram"])  # fmt: skip
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import scram.{0}",
+        "from scram.{0} import {0} as one; import scram",
+        "import torch, scram.{0}",
+        "from scram import {0}; import scram",
+    ],
+)
 def test_a_function_stays_before_the_module_of_its_name(imports, name):
     code = f"{imports.format(name)}; print(type(scram.{name}).__name__, scram.{name}.__module__)"
     assert run_python(code).strip() == f"function scram.{name}"

@@ -46,9 +46,18 @@ def test_every_score_and_weight_is_taken_and_is_another():
 def test_public_signatures_name_their_options():
     """No option with a set of names is a plain str."""
     shown = {
-        "impl": "Impl", "weight": "Weight", "window": "Window", "method": "Method", "propagate": "Propagate",
-        "score": "Score", "form": "Form", "layout": "JudgedLayout", "search": "Auto", "tail": "Auto", "grid": "Auto",
-    }  # fmt: skip
+        "impl": "Impl",
+        "weight": "Weight",
+        "window": "Window",
+        "method": "Method",
+        "propagate": "Propagate",
+        "score": "Score",
+        "form": "Form",
+        "layout": "JudgedLayout",
+        "search": "Auto",
+        "tail": "Auto",
+        "grid": "Auto",
+    }
     public = [getattr(scram, name) for name in scram.__all__]
     functions = [x for x in public if inspect.isfunction(x)]
     seen = set()

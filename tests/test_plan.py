@@ -28,8 +28,17 @@ def plan(setting=SETTINGS["windows"], error=0.1, **how):
     rungs = (Rung(setting, 30, 0.01, (0.05, 0.04, float("inf")), 0.2, True), dense)
     fields = {"causal": False, "scale": None, "score": "dot", "impl": "auto", **how}
     chosen = 1 if setting.search is None else 0
-    return scram.Plan(error=error, rungs=rungs, chosen=chosen, num_queries=100, queries=256, seed=0, confidence=0.99,
-                      tensors="nothing", **fields)  # fmt: skip
+    return scram.Plan(
+        error=error,
+        rungs=rungs,
+        chosen=chosen,
+        num_queries=100,
+        queries=256,
+        seed=0,
+        confidence=0.99,
+        tensors="nothing",
+        **fields,
+    )
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -142,9 +142,14 @@ def test_how_a_call_is_tuned(tuned):
         Calling().eval()(q, q, q, is_causal=True, scale=0.3)
     how = tuned[0][1]
     assert {name: how[name] for name in ("radius", "window", "impl", "causal", "scale", "key_mask", "fit")} == {
-        "radius": (2, 2), "window": "tile", "impl": "reference", "causal": True, "scale": 0.3, "key_mask": None,
+        "radius": (2, 2),
+        "window": "tile",
+        "impl": "reference",
+        "causal": True,
+        "scale": 0.3,
+        "key_mask": None,
         "fit": False,
-    }  # fmt: skip
+    }
     assert (how["extra"][0] == q[:, :, :1]).all()
 
 
@@ -275,8 +280,11 @@ def test_tokens_of_no_picture_are_left_to_torch():
         module(q, *[q[:, :, :77]] * 2)
     assert (report.searched, report.dense, report.left_alone) == (0, 0, 4)
     assert [call.why_not.split(",")[0] for call in report.calls] == [
-        "4096 tokens", "100 tokens", "causal order", "4096 queries and 77 keys",
-    ]  # fmt: skip
+        "4096 tokens",
+        "100 tokens",
+        "causal order",
+        "4096 queries and 77 keys",
+    ]
     assert "no picture is known that they are patches of; pass grid=(height, width) and prefix=" in str(report)
 
 

@@ -110,8 +110,15 @@ def test_the_worst_head_decides():
     assert "1 of 2 heads" in found.reason
 
 
-def made(error=(0.05, 0.04, 0.06), tail_error=(0.05, 0.04, 0.06), heads=1, tail=True, cost=(100, 200, 1000),
-         budget=0.1, mass=0.9):  # fmt: skip
+def made(
+    error=(0.05, 0.04, 0.06),
+    tail_error=(0.05, 0.04, 0.06),
+    heads=1,
+    tail=True,
+    cost=(100, 200, 1000),
+    budget=0.1,
+    mass=0.9,
+):
     """A Trust of these figures."""
 
     def interval(value, low, high):

@@ -135,10 +135,15 @@ def climbed(clock, monkeypatch, table, error=0.05, dense=1000.0):
 
 
 USUAL = {
-    Work(1, 0, 0): (10.0, 0.9), Work(1, 64, 0): (20.0, 0.2), Work(1, 256, 0): (30.0, 0.1),
-    Work(1, 1024, 0): (60.0, 0.06), Work(4, 256, 0): (50.0, 0.07), Work(4, 1024, 0): (80.0, 0.04),
-    Work(1, 256, 256): (700.0, 0.03), Work(4, 256, 256): (800.0, 0.02),
-}  # fmt: skip
+    Work(1, 0, 0): (10.0, 0.9),
+    Work(1, 64, 0): (20.0, 0.2),
+    Work(1, 256, 0): (30.0, 0.1),
+    Work(1, 1024, 0): (60.0, 0.06),
+    Work(4, 256, 0): (50.0, 0.07),
+    Work(4, 1024, 0): (80.0, 0.04),
+    Work(1, 256, 256): (700.0, 0.03),
+    Work(4, 256, 256): (800.0, 0.02),
+}
 
 
 def test_the_ladder_is_climbed_until_a_rung_keeps_the_budget(clock, monkeypatch):
@@ -251,10 +256,15 @@ def test_the_ladder_has_what_the_call_takes():
     q = torch.zeros(1, 1, 64, 64, 8)
     names = [str(setting) for setting in ladder(q, q, radius=(1, 1))]
     assert names == [
-        "1 match, windows only", "1 match, 64 clusters", "1 match, 256 clusters", "1 match, 1024 clusters",
-        "4 matches, 256 clusters", "4 matches, 1024 clusters",
-        "1 match, 256 clusters, fitted", "4 matches, 256 clusters, fitted",
-    ]  # fmt: skip
+        "1 match, windows only",
+        "1 match, 64 clusters",
+        "1 match, 256 clusters",
+        "1 match, 1024 clusters",
+        "4 matches, 256 clusters",
+        "4 matches, 1024 clusters",
+        "1 match, 256 clusters, fitted",
+        "4 matches, 256 clusters, fitted",
+    ]
     assert not any("fitted" in str(x) for x in ladder(q, q, radius=(1, 1), fit=False))
     drawn = ladder(q, q, radius=(1, 1), causal=True)
     assert [str(x) for x in drawn][1:3] == ["1 match, 128 drawn keys", "1 match, 512 drawn keys"]

@@ -30,7 +30,7 @@ class Found(NamedTuple):
 
 def canvases(
     digits: tuple[Tensor, Tensor], pieces: Tensor, count: int, size: int, generator: torch.Generator
-) -> tuple[Tensor, Objects]:  # fmt: skip
+) -> tuple[Tensor, Objects]:
     """Pictures [count, size, size, 1] with digits of 16 to 48 pixels, and with pieces of digits that are none."""
     device = pieces.device
     random = {"generator": generator, "device": device}

@@ -73,9 +73,15 @@ POINT = 25  # steps for each point of a curve
 
 
 def train(
-    task: Task, run: Run, *, checkpoint: Path | None = None, every: float = 30.0, until: float | None = None,
-    stop: int | None = None, weights: Path | None = None,
-) -> tuple[nn.Module, dict[str, Any] | None]:  # fmt: skip
+    task: Task,
+    run: Run,
+    *,
+    checkpoint: Path | None = None,
+    every: float = 30.0,
+    until: float | None = None,
+    stop: int | None = None,
+    weights: Path | None = None,
+) -> tuple[nn.Module, dict[str, Any] | None]:
     """The model, and what is stored of it; None where it was stopped, at a step or at a time, with a checkpoint.
 
     Args:

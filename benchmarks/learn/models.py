@@ -37,9 +37,18 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, embed: nn.Module, grid: Sequence[int], outputs: int, *, name: str, width: int, heads: int, depth: int,
-        causal: bool = False, pool: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        embed: nn.Module,
+        grid: Sequence[int],
+        outputs: int,
+        *,
+        name: str,
+        width: int,
+        heads: int,
+        depth: int,
+        causal: bool = False,
+        pool: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         self.embed, self.pool = embed, pool
         self.places = nn.ParameterList(torch.randn(n, width) * 0.35 for n in grid)

@@ -23,9 +23,7 @@ MEASURED = ("dense", "tail", "windows", "local", "strided", "natten")
 LARGER = {"detect": (64, 128, 256, 512), "video": (32, 64, 128), "classify": (32, 64, 128, 256)}
 
 
-def speed(
-    tasks: dict[str, Task], folder: Path, commit: str | None, steps: int, only: Sequence[str] | None
-) -> None:  # fmt: skip
+def speed(tasks: dict[str, Task], folder: Path, commit: str | None, steps: int, only: Sequence[str] | None) -> None:
     """Each task at several sizes, with every attention; too large for the memory is stored as such."""
     store = Store("learn_speed", folder)
     for base, task in _sizes(tasks):
@@ -40,8 +38,11 @@ def speed(
                 gc.collect()
             place = f"{base}, {task.size}, {name}"
             store.put(place, commit, task=base, size=task.size, attention=name, batch=task.batch, **row)
-            print(place, {key: value if isinstance(value, str) else round(value, 1) for key, value in row.items()},
-                  flush=True)  # fmt: skip
+            print(
+                place,
+                {key: value if isinstance(value, str) else round(value, 1) for key, value in row.items()},
+                flush=True,
+            )
             if task.data.x.is_cuda:
                 torch.cuda.empty_cache()
 

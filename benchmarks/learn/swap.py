@@ -46,6 +46,14 @@ def swap(task: Task, seed: int, weights: Path, count: int, folder: Path, commit:
             torch.manual_seed(0)
             parts = [task.loss(model(a), b) for a, b in zip(x.split(4), target.split(4), strict=True)]
             bits = float(torch.stack(parts).mean()) / math.log(2)
-            store.put(f"{trained}; {way}", commit, task=task.name, trained=trained, seed=seed, attention=way,
-                      pictures=count, bits=bits)  # fmt: skip
+            store.put(
+                f"{trained}; {way}",
+                commit,
+                task=task.name,
+                trained=trained,
+                seed=seed,
+                attention=way,
+                pictures=count,
+                bits=bits,
+            )
             print(f"trained with {trained}, tested with {way}: {bits:.3f}", flush=True)

@@ -292,5 +292,4 @@ def tasks(sets: dict[str, Set]) -> dict[str, Task]:
 def tiny(task: Task) -> Task:
     """The same in the smallest form, for a test."""
     size = task.data.x.shape[1] if isinstance(task, Classify) else 16 if isinstance(task, Video) else 32
-    return replace(task, width=24, heads=2, depth=1, batch=4, steps=8, size=size, tested=8, test_batch=None,
-                   rate=3e-3)  # fmt: skip
+    return replace(task, width=24, heads=2, depth=1, batch=4, steps=8, size=size, tested=8, test_batch=None, rate=3e-3)

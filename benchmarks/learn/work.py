@@ -19,9 +19,14 @@ from .tasks import Task
 
 
 def one_run(
-    run: Run, tasks: dict[str, Task], results: Path, checkpoints: Path, commit: str | None, jobs: int,
+    run: Run,
+    tasks: dict[str, Task],
+    results: Path,
+    checkpoints: Path,
+    commit: str | None,
+    jobs: int,
     until: float | None,
-) -> None:  # fmt: skip
+) -> None:
     """Train, store, tell; where time is up, leave a checkpoint."""
     task = tasks[run.task]
     task = replace(task, data=task.data.first(run.pictures))
@@ -44,9 +49,15 @@ def wanted(questions: Sequence[str], only: Sequence[str] | None, results: Path) 
 
 
 def work(
-    waiting: list[Run], tasks: dict[str, Task], claims: Path, results: Path, checkpoints: Path, commit: str | None,
-    jobs: int, until: float,
-) -> None:  # fmt: skip
+    waiting: list[Run],
+    tasks: dict[str, Task],
+    claims: Path,
+    results: Path,
+    checkpoints: Path,
+    commit: str | None,
+    jobs: int,
+    until: float,
+) -> None:
     """Take runs that no other process has taken, until time is up. After an error the process ends."""
     for run in waiting:
         if time.time() > until:

@@ -65,9 +65,12 @@ def torchrun(line: str, folder: Path) -> str:
     places = os.pathsep.join(filter(None, [str(DOCS.parent / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
-        cwd=folder, env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

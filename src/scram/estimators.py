@@ -55,23 +55,41 @@ class Estimate:
         """What is wrong with the estimate, in words; empty when nothing is."""
         samples = self.method.samples
         kinds: list[tuple[Tensor | None, Callable[[Tensor], Tensor], str]] = [
-            (self.out, lambda out: ~out.isfinite(),
-             "{} of the outputs are NaN or infinite: so are q, k or v, or their scores"),
-            (self.ess, lambda ess: ess < LOW_ESS * samples,
-             f"effective samples under {LOW_ESS:.0%} of {samples} for {{}} of the queries: a few keys carry the "
-             "estimate; lower alpha, widen bandwidth, or use Hybrid"),
-            (self.acceptance, lambda acceptance: acceptance < LOW_ACCEPTANCE,
-             f"acceptance under {LOW_ACCEPTANCE:.0%} for {{}} of the queries: their walks hardly move; lower "
-             "bandwidth, or use Hybrid"),
-            (self.rhat, lambda rhat: ~(rhat <= HIGH_RHAT),
-             f"rhat over {HIGH_RHAT} for {{}} of the queries: their walks have not met, and the shares of the modes "
-             "are biased; take more samples, or use Hybrid"),
-            (self._relative_error(), lambda error: (error > HIGH_ERROR) & (error < torch.inf),
-             f"standard error over {HIGH_ERROR:.0%} of the size of out for {{}} of the queries: take more samples; "
-             "where out is nearly 0, that may not be needed"),
-            (self.variance, lambda variance: variance == torch.inf,
-             "variance unknown for {} of the outputs: too few samples count; take more"),
-        ]  # fmt: skip
+            (
+                self.out,
+                lambda out: ~out.isfinite(),
+                "{} of the outputs are NaN or infinite: so are q, k or v, or their scores",
+            ),
+            (
+                self.ess,
+                lambda ess: ess < LOW_ESS * samples,
+                f"effective samples under {LOW_ESS:.0%} of {samples} for {{}} of the queries: a few keys carry the "
+                "estimate; lower alpha, widen bandwidth, or use Hybrid",
+            ),
+            (
+                self.acceptance,
+                lambda acceptance: acceptance < LOW_ACCEPTANCE,
+                f"acceptance under {LOW_ACCEPTANCE:.0%} for {{}} of the queries: their walks hardly move; lower "
+                "bandwidth, or use Hybrid",
+            ),
+            (
+                self.rhat,
+                lambda rhat: ~(rhat <= HIGH_RHAT),
+                f"rhat over {HIGH_RHAT} for {{}} of the queries: their walks have not met, and the shares of the modes "
+                "are biased; take more samples, or use Hybrid",
+            ),
+            (
+                self._relative_error(),
+                lambda error: (error > HIGH_ERROR) & (error < torch.inf),
+                f"standard error over {HIGH_ERROR:.0%} of the size of out for {{}} of the queries: take more samples; "
+                "where out is nearly 0, that may not be needed",
+            ),
+            (
+                self.variance,
+                lambda variance: variance == torch.inf,
+                "variance unknown for {} of the outputs: too few samples count; take more",
+            ),
+        ]
         shares = [(float(bad(x.detach()).float().mean()), words) for x, bad, words in kinds if x is not None]
         return [words.format(f"{share:.1%}") for share, words in shares if share > 0]  # NaN without any query
 

@@ -33,9 +33,17 @@ CHUNK_ELEMENTS = 1 << 23  # of the score matrix at a time
 @explains
 @ignores_autocast
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
-    scale: float | None = None, score: Score = "dot", weight: Weight = "softmax", queries: Tensor | None = None,
-) -> Attended:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    weight: Weight = "softmax",
+    queries: Tensor | None = None,
+) -> Attended:
     """Dense attention of every query over every legal key, the truth that SCRAM approximates.
 
     Never holds an N x M matrix. Differentiable; the backward pass recomputes chunk by chunk. Transforms of `torch.func`
@@ -83,9 +91,16 @@ def exact_attention(
 @ignores_autocast
 @torch.no_grad()
 def exact_search(
-    q: Tensor, k: Tensor, *, matches: int = 1, separation: int = 0, causal: bool = False,
-    key_mask: Tensor | None = None, score: Score = "dot", queries: Tensor | None = None,
-) -> Matches:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    *,
+    matches: int = 1,
+    separation: int = 0,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    score: Score = "dot",
+    queries: Tensor | None = None,
+) -> Matches:
     """The best keys of every query by brute force: greedily the best, then the best farther than `separation`.
 
     Ties go to the lower index. With `queries` (int64 [n]) the result has the query grid (n, 1, ..).

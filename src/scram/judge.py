@@ -107,10 +107,19 @@ def _listed(x: Tensor) -> list[list[float | None]]:
 @explains
 @torch.no_grad()
 def judge(
-    function: Attention, q: Tensor, k: Tensor, v: Tensor, *, name: str | None = None, layout: JudgedLayout = "grid",
-    causal: bool = False, key_mask: Tensor | None = None, scale: float | None = None,
-    num_queries: int = 512, seed: int = 0,
-) -> Judgement:  # fmt: skip
+    function: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    name: str | None = None,
+    layout: JudgedLayout = "grid",
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    num_queries: int = 512,
+    seed: int = 0,
+) -> Judgement:
     """Error and speed of any attention function on these tensors.
 
     Args:
@@ -146,9 +155,17 @@ class Judge:
 
     @torch.no_grad()
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
-        scale: float | None = None, num_queries: int = 512, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        num_queries: int = 512,
+        seed: int = 0,
+    ) -> None:
         errors.queries_keys(q, k)
         errors.some_queries(q)
         errors.values(q, k, v)

@@ -38,10 +38,17 @@ def sample_queries(q: Tensor, sample: int | None, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def recall(
-    q: Tensor, k: Tensor, matches: Matches, *, separation: int = 0,
-    causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot",
-    sample: int | None = None, seed: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    matches: Matches,
+    *,
+    separation: int = 0,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    score: Score = "dot",
+    sample: int | None = None,
+    seed: int = 0,
+) -> Tensor:
     """How many of the best keys were found.
 
     separation 0: the share of the kappa keys whose score reaches the exact kappa-th best, less 1e-5 relative.
@@ -83,10 +90,18 @@ def recall_of_each(
 
 @torch.no_grad()
 def score_gap(
-    q: Tensor, k: Tensor, matches: Matches, *, scale: float | None = None, separation: int = 0,
-    causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot",
-    sample: int | None = None, seed: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    matches: Matches,
+    *,
+    scale: float | None = None,
+    separation: int = 0,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    score: Score = "dot",
+    sample: int | None = None,
+    seed: int = 0,
+) -> Tensor:
     """By how much the found scores fall short of the exact ones of the same rank, in nats: mean of scale * difference.
 
     Ranks at which either has no key are left out.
@@ -105,10 +120,17 @@ def score_gap(
 
 @torch.no_grad()
 def captured_mass(
-    q: Tensor, k: Tensor, attended: Attended, *, scale: float | None = None,
-    causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot",
-    sample: int | None = None, seed: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    attended: Attended,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    score: Score = "dot",
+    sample: int | None = None,
+    seed: int = 0,
+) -> Tensor:
     """The share of the exact softmax that the attended keys hold: mean of exp(lse_S - lse_all).
 
     `attended` must come from weight="softmax" and no extra keys: they are not in the exact softmax over the grid.
@@ -128,10 +150,19 @@ def captured_mass(
 
 @torch.no_grad()
 def output_error(
-    q: Tensor, k: Tensor, v: Tensor, attended: Attended, *, scale: float | None = None,
-    causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot", weight: Weight = "softmax",
-    sample: int | None = None, seed: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attended: Attended,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    score: Score = "dot",
+    weight: Weight = "softmax",
+    sample: int | None = None,
+    seed: int = 0,
+) -> Tensor:
     """||out - exact|| / ||exact|| over the queries of a head.
 
     >>> q = k = torch.eye(4).reshape(1, 1, 2, 2, 4)
@@ -160,9 +191,17 @@ class _Pairs:
     """Exact and found keys of the sampled queries, [B, H, n, kappa], with their exact scores."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, matches: Matches, separation: int, sample: int | None, seed: int,
-        causal: bool = False, key_mask: Tensor | None = None, score: Score = "dot",
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        matches: Matches,
+        separation: int,
+        sample: int | None,
+        seed: int,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        score: Score = "dot",
+    ) -> None:
         errors.queries_keys(q, k)
         check_matches("matches", q, k, matches)
         wanted = sample_queries(q, sample, seed)

@@ -21,9 +21,15 @@ MOST_QUERIES = 128  # that are looked at
 
 @torch.no_grad()
 def split_share(
-    q: Tensor, k: Tensor, queries: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
-    scale: float | None = None, score: Score = "dot",
-) -> float:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    queries: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+) -> float:
     """The share of the queries whose weight two separate places share, in the head where it is largest.
 
     Args:

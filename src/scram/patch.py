@@ -35,10 +35,18 @@ FUSED = (
 
 
 def patch_sdpa(
-    *, grid: Sequence[int] | Auto, prefix: int = 0, error: float | None = None, search: Search | Auto = "auto",
-    radius: int | Sequence[int] = 1, tail: Clusters | Hybrid | Auto | None = "auto", window: Window = "query",
-    impl: Impl = "auto", plans: Plans | None = None, model: nn.Module | None = None,
-) -> AbstractContextManager[Report]:  # fmt: skip
+    *,
+    grid: Sequence[int] | Auto,
+    prefix: int = 0,
+    error: float | None = None,
+    search: Search | Auto = "auto",
+    radius: int | Sequence[int] = 1,
+    tail: Clusters | Hybrid | Auto | None = "auto",
+    window: Window = "query",
+    impl: Impl = "auto",
+    plans: Plans | None = None,
+    model: nn.Module | None = None,
+) -> AbstractContextManager[Report]:
     """Inside, calls of `F.scaled_dot_product_attention` on that grid go to SCRAM, whoever makes them in this thread.
 
     A call is taken when queries and keys are `prefix` tokens followed by the points of the grid in row-major order. The
@@ -79,10 +87,16 @@ def patch_sdpa(
 
 
 def survey(
-    model: nn.Module, inputs: Tensor | Sequence[Any] | dict[str, Any], *, grid: Sequence[int] | Auto = "auto",
-    prefix: int = 0, error: float = 0.05, radius: int | Sequence[int] = 1, window: Window = "query",
+    model: nn.Module,
+    inputs: Tensor | Sequence[Any] | dict[str, Any],
+    *,
+    grid: Sequence[int] | Auto = "auto",
+    prefix: int = 0,
+    error: float = 0.05,
+    radius: int | Sequence[int] = 1,
+    window: Window = "query",
     impl: Impl = "auto",
-) -> Report:  # fmt: skip
+) -> Report:
     """What SCRAM would do to every attention layer of a model: one forward pass in eval mode, nothing is replaced.
 
     Args:

@@ -447,8 +447,11 @@ def _setting_dict(setting: Setting) -> dict[str, Any]:
             return None
         return {"kind": type(value).__name__} | {x.name: getattr(value, x.name) for x in fields(value) if x.init}
 
-    return {**asdict(Setting(radius=setting.radius, window=setting.window)),
-            "search": settings(setting.search), "tail": settings(setting.tail)}  # fmt: skip
+    return {
+        **asdict(Setting(radius=setting.radius, window=setting.window)),
+        "search": settings(setting.search),
+        "tail": settings(setting.tail),
+    }
 
 
 def _list(name: str, value: Any) -> list[Any]:

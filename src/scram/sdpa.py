@@ -161,9 +161,15 @@ class Replacement:
     """
 
     def __init__(
-        self, grid: Sequence[int] | Auto, prefix: int, error: float | None = None, plans: Plans | None = None,
-        replaces: bool = True, model: nn.Module | None = None, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        grid: Sequence[int] | Auto,
+        prefix: int,
+        error: float | None = None,
+        plans: Plans | None = None,
+        replaces: bool = True,
+        model: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
         search, tail = settings.setdefault("search", "auto"), settings.setdefault("tail", "auto")
         radius, window = settings.setdefault("radius", 1), settings.setdefault("window", "query")
         as_search(search)
@@ -203,9 +209,16 @@ class Replacement:
             torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call] # loads the compiler
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
         how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         compiling, budget = torch.compiler.is_compiling(), self.report.error is not None
@@ -332,9 +345,14 @@ def _given_tokens(grid: Sequence[int] | Auto, prefix: int) -> Tokens | None:
 
 
 def _tokens_of(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, how: dict[str, Any], given: Tokens | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    how: dict[str, Any],
+    given: Tokens | None,
     auto: Callable[[Tensor, bool], tuple[Tokens, str]],
-) -> tuple[Tokens, str]:  # fmt: skip
+) -> tuple[Tokens, str]:
     """What the tokens of a call are, `given` or found by `auto`, and the reason to leave it to torch, "" for none."""
     if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
         return NO_TOKENS, "tensors that are not dense"
@@ -402,9 +420,14 @@ def _why_not(
 
 
 def _on_grid(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, how: dict[str, Any], tokens: Tokens,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    how: dict[str, Any],
+    tokens: Tokens,
     attend: Callable[..., Tensor | None],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`attend` answers on the grid, torch for the tokens before it; torch alone where `attend` returns None."""
     dense = partial(_compat.SDPA, **how)
     heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
@@ -415,9 +438,7 @@ def _on_grid(
         mask = attn_mask.expand(*q.shape[:2], 1, tokens.total).reshape(*q.shape[:2], *tokens.grid)
     extra = (k_extra, v_extra) if tokens.prefix else None
     causal = how["is_causal"]
-    out = attend(
-        q, k, v, causal=causal, scale=how["scale"], key_mask=mask, extra=extra, dropout_p=how["dropout_p"]
-    )  # fmt: skip
+    out = attend(q, k, v, causal=causal, scale=how["scale"], key_mask=mask, extra=extra, dropout_p=how["dropout_p"])
     if out is None:
         return dense(query, key, value, attn_mask)
     out = out.flatten(2, -2)
@@ -444,10 +465,19 @@ def clear_plans() -> None:
 
 
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
-    grid: Sequence[int] | Auto, prefix: int = 0, error: float | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    grid: Sequence[int] | Auto,
+    prefix: int = 0,
+    error: float | None = None,
+) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` for tokens of a grid: where it stood in a model's own code.
 
     What SCRAM cannot do, such as a float bias, torch does.

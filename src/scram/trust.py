@@ -175,12 +175,24 @@ def _most(x: Tensor) -> float:
 @ignores_autocast
 @torch.no_grad()
 def trust(
-    q: Tensor, k: Tensor, v: Tensor, *, search: Search | Auto = "auto", radius: int | Sequence[int] = 1,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    search: Search | Auto = "auto",
+    radius: int | Sequence[int] = 1,
     tail: Clusters | Codebook | Hybrid | Auto | None = "auto",
-    causal: bool = False, key_mask: Tensor | None = None, scale: float | None = None, score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None, matches: Matches | None = None, error: float = 0.1,
-    num_queries: int = 512, seed: int = 0, impl: Impl = "auto",
-) -> Trust:  # fmt: skip
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    extra: tuple[Tensor, Tensor] | None = None,
+    matches: Matches | None = None,
+    error: float = 0.1,
+    num_queries: int = 512,
+    seed: int = 0,
+    impl: Impl = "auto",
+) -> Trust:
     """What one setting would miss on these tensors, on a seeded sample of queries: O(num_queries x M).
 
     Windows alone and windows with the tail both run, and are compared with dense attention. `tune` tries many settings.
@@ -231,11 +243,22 @@ def trust(
     figures = run.figures(setting, truth, matches)
     split = modes.split_share(q, k, truth.queries, scale=scale, **how)
     found = _summary(
-        figures, truth.points, split=split, setting=setting, error=float(error), better=None,
-        arguments={"causal": causal, "scale": scale, "score": score, "impl": impl, "grouped": q.shape[1] != k.shape[1],
-                   "tensors": [name for name, x in (("key_mask", key_mask), ("extra", extra)) if x is not None]},
+        figures,
+        truth.points,
+        split=split,
+        setting=setting,
+        error=float(error),
+        better=None,
+        arguments={
+            "causal": causal,
+            "scale": scale,
+            "score": score,
+            "impl": impl,
+            "grouped": q.shape[1] != k.shape[1],
+            "tensors": [name for name, x in (("key_mask", key_mask), ("extra", extra)) if x is not None],
+        },
         cost=keys_visited(q, k, settings, window, resolved.tail, score, kappa),
-    )  # fmt: skip
+    )
     if found.verdict == "dense" and _least(found.recall.value) < LEAST_RECALL:
         return replace(found, better=run.with_more_sweeps(found, truth))
     return found

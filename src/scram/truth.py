@@ -85,10 +85,19 @@ class Truth:
 
     @staticmethod
     def of(
-        q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
-        scale: float | None = None, score: Score = "dot", extra: tuple[Tensor, Tensor] | None = None,
-        num_queries: int | None = None, seed: int = 0, with_lse: bool = False,
-    ) -> Truth:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        score: Score = "dot",
+        extra: tuple[Tensor, Tensor] | None = None,
+        num_queries: int | None = None,
+        seed: int = 0,
+        with_lse: bool = False,
+    ) -> Truth:
         """Of `num_queries` queries, None for all; q [B, H, *G, E], k [B, Hk, *G', E], v [B, Hk, *G', F].
 
         The other arguments are those of `attention`; `with_lse` takes somewhat longer.

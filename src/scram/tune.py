@@ -51,11 +51,23 @@ FIT = 256
 @follows_autocast
 @torch.no_grad()
 def tune(
-    q: Tensor, k: Tensor, v: Tensor, *, error: float = 0.05, radius: int | Sequence[int] = 1, causal: bool = False,
-    key_mask: Tensor | None = None, scale: float | None = None, score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None, window: Window = "query", impl: Impl = "auto", fit: bool = True,
-    num_queries: int = NUM_QUERIES, seed: int = 0,
-) -> Plan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    error: float = 0.05,
+    radius: int | Sequence[int] = 1,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    extra: tuple[Tensor, Tensor] | None = None,
+    window: Window = "query",
+    impl: Impl = "auto",
+    fit: bool = True,
+    num_queries: int = NUM_QUERIES,
+    seed: int = 0,
+) -> Plan:
     """The fastest settings whose error stays within a budget, or dense attention: measured on these tensors.
 
     A ladder of settings is tried from cheap to dear: windows only, few clusters, many, more matches, fitted clusters,
@@ -101,18 +113,35 @@ def tune(
     chosen = climb.choose(rungs)
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
     return Plan(
-        error=float(error), rungs=tuple(rungs), chosen=chosen, causal=causal, scale=scale, score=score, impl=impl,
-        num_queries=len(climb.truth.queries), queries=climb.truth.points, seed=seed, confidence=climb.confidence,
+        error=float(error),
+        rungs=tuple(rungs),
+        chosen=chosen,
+        causal=causal,
+        scale=scale,
+        score=score,
+        impl=impl,
+        num_queries=len(climb.truth.queries),
+        queries=climb.truth.points,
+        seed=seed,
+        confidence=climb.confidence,
         tensors=f"{shapes} on {q.device.type}",
-        given=tuple(name for name in ("key_mask", "extra") if how[name] is not None), grouped=q.shape[1] != k.shape[1],
+        given=tuple(name for name in ("key_mask", "extra") if how[name] is not None),
+        grouped=q.shape[1] != k.shape[1],
         split=modes.split_share(q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=scale, score=score),
-    )  # fmt: skip
+    )
 
 
 def ladder(
-    q: Tensor, k: Tensor, *, radius: tuple[int, ...], causal: bool = False, score: Score = "dot",
-    window: Window = "query", fit: bool = True, seed: int = 0,
-) -> list[Setting]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    *,
+    radius: tuple[int, ...],
+    causal: bool = False,
+    score: Score = "dot",
+    window: Window = "query",
+    fit: bool = True,
+    seed: int = 0,
+) -> list[Setting]:
     """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
     family, keys = default_tail("softmax", causal, score), math.prod(grid_of(k))
     one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
@@ -136,9 +165,17 @@ class _Climb:
     """The rungs that were tried so far, and what they are compared with."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any], impl: Impl, error: float, confidence: float,
-        num_queries: int, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        how: dict[str, Any],
+        impl: Impl,
+        error: float,
+        confidence: float,
+        num_queries: int,
+        seed: int,
+    ) -> None:
         self.tensors, self.how, self.impl, self.error, self.confidence = (q, k, v), how, impl, error, confidence
         self.time_dense = partial(dense_baseline, q, k, v, timer=believed, **how)
         dense = self.time_dense()
@@ -225,9 +262,13 @@ class _Climb:
         least = max((t for other, t in times.items() if other.within(work)), default=0.0)
         if work.fit:
             return least + FIT_QUERIES * 2 * work.fit / self.truth.points * self.dense
-        sums = [t - times[own] + times[plain._replace(matches=1)] for other, t in times.items()
-                if other.matches == work.matches and (own := other._replace(matches=1)) in times
-                and plain._replace(matches=1) in times]  # fmt: skip
+        sums = [
+            t - times[own] + times[plain._replace(matches=1)]
+            for other, t in times.items()
+            if other.matches == work.matches
+            and (own := other._replace(matches=1)) in times
+            and plain._replace(matches=1) in times
+        ]
         counts = sorted(other.tail for other in times if other.matches == 1 and other.tail and not other.fit)
         if work.matches == 1 and len(counts) > 1:
             (low, t_low), (high, t_high) = ((n, times[Work(1, n, 0)]) for n in counts[-2:])

@@ -99,9 +99,13 @@ def test_rounding_is_no_difference_but_in_a_search_field(compare):
     x = np.linspace(-1, 1, 50, dtype=np.float32)
     nearly, off = x * np.float32(1 + 1e-6), x * np.float32(1 + 1e-4)
     for name, new, words, rounded in [
-        ("out", x, 0, 0), ("out", nearly, 0, 1), ("out", off, 1, 1), ("match score", nearly, 1, 1),
-        ("out", np.where(x > 0, x, np.nan), 1, 1), ("out", x[:-1], 1, 0),
-    ]:  # fmt: skip
+        ("out", x, 0, 0),
+        ("out", nearly, 0, 1),
+        ("out", off, 1, 1),
+        ("match score", nearly, 1, 1),
+        ("out", np.where(x > 0, x, np.nan), 1, 1),
+        ("out", x[:-1], 1, 0),
+    ]:
         found = compare.differences({name: ("float32", x)}, {name: ("float32", new)})
         assert tuple(map(len, found)) == (words, rounded)
     assert compare.differences({"out": ("float32", x)}, {})[0]
@@ -114,8 +118,10 @@ def test_random_calls_reach_everything(compare):
     assert {case["dtype"] for case in cases} == {"float16", "bfloat16", "float32"}
     assert {case["window"] for case in cases} == {"query", "tile"}
     assert {case["estimator"] for case in cases if case["kind"] == "estimate"} == {
-        "Hybrid", "Snis", "MetropolisHastings",
-    }  # fmt: skip
+        "Hybrid",
+        "Snis",
+        "MetropolisHastings",
+    }
     assert min(case["batch"] for case in cases) == 0
     assert all(case["grid"] == case["key_grid"] for case in cases if case["causal"])
     assert any(case["grid"] != case["key_grid"] for case in cases)

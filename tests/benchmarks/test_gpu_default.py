@@ -39,8 +39,11 @@ def test_the_matrix_holds_what_is_wanted_beside_cudnn():
     assert len({row.name for row in rows}) == len(rows)
     for shape in gpu_default.LIMITS:
         assert {(row.engine, row.kappa) for row in rows if row.shape == shape and row.part == "whole"} == {
-            ("default", 1), ("default", 4), ("paper", 1), ("cudnn", 1),
-        }  # fmt: skip
+            ("default", 1),
+            ("default", 4),
+            ("paper", 1),
+            ("cudnn", 1),
+        }
     assert {row.part for row in rows} == {"whole", "clusters", "warm", "memory"}
     for row in rows:
         assert any(gpu_default.dense_name(gpu_default.fields(row, 1)) == other.name for other in rows)

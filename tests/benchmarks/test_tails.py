@@ -39,8 +39,14 @@ def test_drawn_tails_and_the_oracle_are_exact_with_all_keys(problem):
     assert problem.drawn(scram.Hybrid(400, seed=0)) < 1e-5
     assert problem.oracle(400) < 1e-5
     assert problem.oracle(1) == pytest.approx(
-        error_of_all(problem, scram.attend(problem.q, problem.k, problem.v, scram.exact_search(problem.q, problem.k),
-                                           radius=0, scale=1.0).out), rel=1e-3)  # fmt: skip
+        error_of_all(
+            problem,
+            scram.attend(
+                problem.q, problem.k, problem.v, scram.exact_search(problem.q, problem.k), radius=0, scale=1.0
+            ).out,
+        ),
+        rel=1e-3,
+    )
 
 
 def test_rows_become_a_table_and_a_picture(tmp_path, monkeypatch):

@@ -88,13 +88,32 @@ for line in sys.stdin.read().splitlines():
 def test_help_and_wrong_arguments_import_nothing_heavy(tmp_path: Path) -> None:
     right = ("--help", "--version", "match --help", "bench --help")
     wrong = (
-        "sideways", "demo --sise 3", "demo --size tall", "demo --size 3", "match a.png", "match none.png none.png",
-        "match --sample citty", "match --sample city --scale nan", "denoise cofee", "denoise camera --patch 4",
-        "denoise camera --device tpu", "figures --only everything", "figures --data none", "bench --sizes a",
-        "bench --widths 5000", "bench --parts sideways", "bench --out {}/file/x",
-        "judge none.npz", "judge file", "judge",
-        "explore", "explore none.png", "explore none.npz", "explore --sample citty", "explore file --panes tow",
-    )  # fmt: skip
+        "sideways",
+        "demo --sise 3",
+        "demo --size tall",
+        "demo --size 3",
+        "match a.png",
+        "match none.png none.png",
+        "match --sample citty",
+        "match --sample city --scale nan",
+        "denoise cofee",
+        "denoise camera --patch 4",
+        "denoise camera --device tpu",
+        "figures --only everything",
+        "figures --data none",
+        "bench --sizes a",
+        "bench --widths 5000",
+        "bench --parts sideways",
+        "bench --out {}/file/x",
+        "judge none.npz",
+        "judge file",
+        "judge",
+        "explore",
+        "explore none.png",
+        "explore none.npz",
+        "explore --sample citty",
+        "explore file --panes tow",
+    )
     (tmp_path / "file").write_text("")
     lines = [line.format(tmp_path) for line in (*right, *wrong)]
     done = run_program(sys.executable, "-c", LIGHT, input="\n".join(lines), cwd=tmp_path)

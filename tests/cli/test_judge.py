@@ -235,12 +235,27 @@ def test_wrong_input_is_one_line(arguments, words, folder):
 def test_interrupt_keeps_what_was_measured(folder):
     """A real Ctrl-C, while the third backend runs."""
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from scram.cli import main; main()"
-    arguments = ("judge", "qkv.npz", "--out", "out", "--backend", "sdpa", "--backend", "functions:zeros",
-                 "--backend", "functions:endless", "--backend", "scram")  # fmt: skip
+    arguments = (
+        "judge",
+        "qkv.npz",
+        "--out",
+        "out",
+        "--backend",
+        "sdpa",
+        "--backend",
+        "functions:zeros",
+        "--backend",
+        "functions:endless",
+        "--backend",
+        "scram",
+    )
     with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             while process.poll() is None and not Path("endless").exists():
                 sleep(0.05)

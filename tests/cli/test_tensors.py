@@ -117,8 +117,11 @@ def test_pickles_and_broken_files_are_refused(kind, tmp_path):
     else:
         stored(path, grids())
         path.write_bytes(path.read_bytes()[:3000])
-    words = {"npz of objects": "q is a pickled object, which is never loaded", "torch": "holds no q and no k and no v",
-             "stored": "scale is a pickled object"}  # fmt: skip
+    words = {
+        "npz of objects": "q is a pickled object, which is never loaded",
+        "torch": "holds no q and no k and no v",
+        "stored": "scale is a pickled object",
+    }
     with pytest.raises(ValueError, match=words.get(kind, r"a\.npz is not an \.npz file of arrays")):
         read(path, NAMES, Layout())
     assert not trap.exists()
@@ -260,9 +263,12 @@ def broken(whole, rng):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("complex64", "q must hold real numbers, got complex64"), ("bool", "q must hold real numbers, got bool"),
-     ("U9", "q must hold real numbers, got <U9")],
-)  # fmt: skip
+    [
+        ("complex64", "q must hold real numbers, got complex64"),
+        ("bool", "q must hold real numbers, got bool"),
+        ("U9", "q must hold real numbers, got <U9"),
+    ],
+)
 def test_what_is_no_number_is_refused(kind, message, tmp_path):
     letters = np.full((3, 1, 1, 2, 2, 2), "no")
     x = letters if kind == "U9" else grids().astype(kind)

@@ -15,8 +15,11 @@ from sharded import on_ranks
 def kept_model():
     """A layer that keeps matches and clusters of one call."""
     clusters = scram.Clusters(count=4, seed=0)
-    model = torch.nn.Sequential(scram.nn.GridAttention(8, 2, impl="reference", keep_matches=True, tail=clusters,
-                                                       search=scram.Search(sweeps=1, seed=0))).eval()  # fmt: skip
+    model = torch.nn.Sequential(
+        scram.nn.GridAttention(
+            8, 2, impl="reference", keep_matches=True, tail=clusters, search=scram.Search(sweeps=1, seed=0)
+        )
+    ).eval()
     with torch.no_grad():
         model(torch.randn(2, 3, 4, 8))
     return model

@@ -50,9 +50,9 @@ def test_the_field_has_no_seam():
     def found(way):
         return torch.cat(on_ranks(2, jobs.photo_rows, way=way, seeds=3), 1)
 
-    one = torch.stack([
-        scram.attention(q, k, k, search=scram.Search(seed=seed), radius=0, tail=None)[0, 0] for seed in range(3)
-    ])  # fmt: skip
+    one = torch.stack(
+        [scram.attention(q, k, k, search=scram.Search(seed=seed), radius=0, tail=None)[0, 0] for seed in range(3)]
+    )
     alone, halo, without = recall(one), recall(found("gather")), recall(found("no halo"))
     assert halo > alone - 0.01, (alone, halo, without)
     assert without < halo - 0.01, (alone, halo, without)

@@ -102,10 +102,14 @@ def test_one_key_more_outside_the_windows_is_one_cluster(impl):
     call = tail_call(Case("a row", grid=(1,), key_grid=(9,), kappa=1, width=1, value_width=1), clusters=2)
     label = torch.tensor([0, 0, 0, 0, 1, 1, 1, -1, -1], dtype=torch.int32).reshape(1, 1, 9)
     call = call._replace(
-        label=label, sizes=torch.tensor([[[4, 3]]], dtype=torch.int32), values=torch.tensor([[[[1.0], [2.0]]]]),
-        centres=torch.zeros_like(call.centres), index=torch.ones_like(call.index),
-        head_lse=torch.full_like(call.head_lse, math.log(6)), head_out=torch.full_like(call.head_out, 5),
-    )  # fmt: skip
+        label=label,
+        sizes=torch.tensor([[[4, 3]]], dtype=torch.int32),
+        values=torch.tensor([[[[1.0], [2.0]]]]),
+        centres=torch.zeros_like(call.centres),
+        index=torch.ones_like(call.index),
+        head_lse=torch.full_like(call.head_lse, math.log(6)),
+        head_out=torch.full_like(call.head_out, 5),
+    )
     out, lse = run_tail(call, impl)
     torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(6 + 1 + 3)]))
     torch.testing.assert_close(out.flatten(), torch.tensor([(6 * 5 + 1 + 3 * 2) / 10]))

@@ -15,8 +15,10 @@ SNIS_ROWS = ["Snis-rank-2", "Snis-unequal-grids", "Snis-causal,-masked,-separate
 def test_snis_in_plain_python(impl, widest, name):
     made, rule = made_by(impl, widest, name)
     one, row = rule.one, rule.row
-    out, lse, variance, ess = (x.flatten(0, 1)[row].flatten(0, x.ndim - 3 - (x.ndim == made.out.ndim)).detach()
-                               for x in (made.out, made.lse, made.variance, made.ess))  # fmt: skip
+    out, lse, variance, ess = (
+        x.flatten(0, 1)[row].flatten(0, x.ndim - 3 - (x.ndim == made.out.ndim)).detach()
+        for x in (made.out, made.lse, made.variance, made.ess)
+    )
     for i in range(len(plain.points(one.case.grid))):
         keys = rule.snis_keys(i)
         if not keys:

@@ -201,8 +201,15 @@ def test_a_step_three_ways(monkeypatch):
     q, k = torch.randn(2, 1, 1, 20, 24, 8).unbind()
     v = example.places(q)
     row, out, dense = example.step(q, k, v, example.PROPAGATION)
-    assert set(row) == {"own_seconds", "own_bytes", "sdpa_seconds", "sdpa_is_continued", "scram_seconds", "scram_bytes",
-                        "pixels_off"}  # fmt: skip
+    assert set(row) == {
+        "own_seconds",
+        "own_bytes",
+        "sdpa_seconds",
+        "sdpa_is_continued",
+        "scram_seconds",
+        "scram_bytes",
+        "pixels_off",
+    }
     assert torch.equal(dense, example.sdpa(q, k, v))
     assert row["pixels_off"] == example.from_exact(out, q, k, v)
     monkeypatch.setattr(example, "LONGEST", 0.0)
@@ -245,8 +252,10 @@ def test_every_layer_is_measured(small):
     assert len(layers) == 4
     assert all(1 <= row["keys"] <= 96 for row in layers.values())
     assert {name for name in rows if name.startswith("layers by")} == {
-        "layers by dense", "layers by windows", "layers by clusters"
-    }  # fmt: skip
+        "layers by dense",
+        "layers by windows",
+        "layers by clusters",
+    }
     assert rows["layers by dense"]["from_dense"] == 0
     before = sys.modules["gmflow.transformer"].single_head_full_attention
     with example.layers_by(example.sdpa, (8, 12)):

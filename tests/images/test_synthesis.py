@@ -96,10 +96,15 @@ def test_a_source_made_of_itself_stays():
 
 @pytest.mark.parametrize(
     ("changed", "words"),
-    [({"patch": 4}, "odd"), ({"patch": 1}, "odd"), ({"matches": 0}, "matches"), ({"sharpness": 0.0}, "sharpness"),
-     ({"focus": -1.0}, "focus")],
+    [
+        ({"patch": 4}, "odd"),
+        ({"patch": 1}, "odd"),
+        ({"matches": 0}, "matches"),
+        ({"sharpness": 0.0}, "sharpness"),
+        ({"focus": -1.0}, "focus"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_settings_are_checked(changed, words):
     with pytest.raises(ValueError, match=words):
         Settings(**changed)

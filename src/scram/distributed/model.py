@@ -46,10 +46,17 @@ class Machine:
 # Compute: fitted to benchmarks/results/gpu_default.json by benchmarks/distributed_model.py. Links: NVLink 4 has
 # 450 GB/s each way, InfiniBand NDR 50 GB/s for each GPU; 80 % of that, and the latencies, are assumed.
 H200 = Machine(
-    memory=141e9, per_node=8,
-    inside=Link("NVLink", 0.8 * 450e9, 10e-6), between=Link("InfiniBand", 0.8 * 50e9, 20e-6),
-    launch=307e-6, search=4.71e-11, clusters=2.7e-11, tail=1.3e-11, back_windows=3.6e-11, back_tail=5.17e-11,
-)  # fmt: skip
+    memory=141e9,
+    per_node=8,
+    inside=Link("NVLink", 0.8 * 450e9, 10e-6),
+    between=Link("InfiniBand", 0.8 * 50e9, 20e-6),
+    launch=307e-6,
+    search=4.71e-11,
+    clusters=2.7e-11,
+    tail=1.3e-11,
+    back_windows=3.6e-11,
+    back_tail=5.17e-11,
+)
 
 
 @dataclass(frozen=True)
@@ -127,9 +134,12 @@ def predict(
         message=2 * key_rows * width * itemsize + 2 * made * width * WIDE + labels,
         gradients=2 * (key_rows + made) * width * WIDE,
         halo=rows * width * itemsize * min(1, HALO * ranks / points**0.5) * (min(ranks, 3) - 1),
-        samples=(1 - 1 / ranks) * width * itemsize
-        * (heads * min(points, SAMPLED_QUERIES) + 2 * key_heads * min(points, SAMPLED_KEYS)) * (clusters > 0),
-    )  # fmt: skip
+        samples=(1 - 1 / ranks)
+        * width
+        * itemsize
+        * (heads * min(points, SAMPLED_QUERIES) + 2 * key_heads * min(points, SAMPLED_KEYS))
+        * (clusters > 0),
+    )
     work = _Work(machine, rows * width, key_rows * width, clusters, backward)
     found = [_gather(ranks, sizes, work, machine), _ring(ranks, sizes, work, machine)]
     if key_heads % ranks == 0:
