@@ -4,6 +4,7 @@ Compiled code is kept on disk, and made anew when a source changes; compiling is
 """
 
 import errno
+import os
 import inspect
 import sys
 import textwrap
