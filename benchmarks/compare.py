@@ -36,6 +36,7 @@ def random_case(seed: str, impl: str, device: str, points: int) -> dict[str, Any
     rank, kind = rng.randint(1, 4), rng.choice(["attend", "attend", "attention", "estimate"])
     side = max(2, int(points ** (1 / rank)))
     causal = rng.random() < 0.25
+    weight = rng.choice(["softmax", "softmax", "mean", "relu"])
 
     def extents() -> tuple[int, ...]:
         return tuple(1 if rng.random() < 0.06 else rng.randint(max(1, side // 3), side) for _ in range(rank))
@@ -43,9 +44,9 @@ def random_case(seed: str, impl: str, device: str, points: int) -> dict[str, Any
     grid = extents()
     key_grid = grid if causal or rng.random() < 0.4 else extents()
     key_heads = rng.choice([1, 1, 2, 3])
-    estimator = rng.choice(["Hybrid", "Hybrid", "Snis", "MetropolisHastings"])
+    estimator = rng.choice(["DrawnKeys", "DrawnKeys", "Snis", "MetropolisHastings"])
     drawn: dict[str, Any] = {"samples": rng.choice([1, 5, 16, 33, 64]), "seed": rng.randrange(2**31)}
-    if estimator == "Hybrid":
+    if estimator == "DrawnKeys":
         drawn["stratified"] = rng.random() < 0.5
     elif estimator == "Snis":
         drawn |= {"alpha": rng.choice([0.0, 0.2, 0.5]), "bandwidth": rng.choice([0.5, 1.0, 3.0])}
@@ -63,6 +64,12 @@ def random_case(seed: str, impl: str, device: str, points: int) -> dict[str, Any
     }
     dtypes = ["float32"] * 3 + ["float16", "bfloat16"] + ["float64"] * (impl != "triton")
     wide = (1, 2, 3, 4, 7, 8, 16, 20) if points < 100 else (1, 2, 3, 4, 7, 8, 16, 20, 32, 33, 60, 64, 128)
+    tails: list[tuple[str | None, dict[str, Any]]] = [(None, {})]
+    if weight == "softmax":
+        tails.append(("DrawnKeys", {"samples": rng.choice([1, 5, 64]), "stratified": rng.random() < 0.5}))
+        if not causal:
+            tails += [("Clusters", {"count": rng.choice([1, 7, 64]), "steps": rng.randint(0, 2)})] * 3
+    tail, tail_settings = rng.choice(tails)
     no_extra = kind == "estimate" and estimator == "MetropolisHastings"
     return {
         "impl": impl,
@@ -84,7 +91,9 @@ def random_case(seed: str, impl: str, device: str, points: int) -> dict[str, Any
         "scale": rng.choice([None, None, 0.5, 2.0]),
         "matches": rng.choice(["found", "random"]),
         "radius": rng.choice([0, 1, 1, 2, tuple(rng.randint(0, 2) for _ in range(rank))]),
-        "weight": rng.choice(["softmax", "softmax", "mean", "relu"]),
+        "weight": weight,
+        "tail": tail,
+        "tail_settings": tail_settings,
         "extra": 0 if no_extra else rng.choice([0, 0, 1, 3]),
         "dropout_p": rng.choice([0.0, 0.0, 0.3]),
         "window": "query" if impl == "numba" else rng.choice(["query", "tile"]),

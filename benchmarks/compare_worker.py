@@ -25,6 +25,7 @@ import scram
 
 # Both trees run the paper's sparse attention; one that is older than tails knows nothing else.
 NO_TAIL: dict[str, Any] = {"tail": None} if "tail" in inspect.signature(scram.attention).parameters else {}
+OLD_NAMES = {"DrawnKeys": "Hybrid"}
 timed: Callable[[], Any] = lambda: None  # noqa: E731 - the call of the row that `prepare` was given last
 
 
@@ -133,14 +134,15 @@ def call(case: dict[str, Any]) -> dict[str, tuple[str, Any]]:
         found = make.matches(case["search"]["matches"])
     torch.manual_seed(case["seed"])
     if case["kind"] == "estimate":
-        method = getattr(scram, case["estimator"])(**case["estimator_settings"])
+        method = _settings(case["estimator"])(**case["estimator_settings"])
         made = scram.estimate(*leaves[:3], found, method=method, **where)
         names = ("out", "lse", "variance", "ess", "acceptance", "rhat")
         results |= {name: x for name in names if (x := getattr(made, name)) is not None}
     else:
         where |= {"weight": case["weight"], "dropout_p": case["dropout_p"], "window": case["window"]}
         if whole:
-            results["out"] = scram.attention(*leaves[:3], search=settings, warm=warm, **where, **NO_TAIL)
+            tail = NO_TAIL if case["tail"] is None else {"tail": _settings(case["tail"])(**case["tail_settings"])}
+            results["out"] = scram.attention(*leaves[:3], search=settings, warm=warm, **where, **tail)
         else:
             results["out"], results["lse"] = scram.attend(*leaves[:3], found, **where)
     total = torch.zeros((), dtype=torch.float64, device=case["device"])
@@ -155,6 +157,11 @@ def call(case: dict[str, Any]) -> dict[str, tuple[str, Any]]:
         name: (str(x.dtype).removeprefix("torch."), x.detach().to(plain.get(x.dtype, x.dtype)).cpu().numpy())
         for name, x in results.items()
     }
+
+
+def _settings(name: str) -> Any:
+    """Settings of a tail or estimator; an older tree may have another name for them."""
+    return getattr(scram, name) if hasattr(scram, name) else getattr(scram, OLD_NAMES[name])
 
 
 @cache
@@ -189,7 +196,7 @@ def _call_of(row: dict[str, Any], leaves: list[Tensor], scale: float, device: st
     if row["kind"] in ("attend", "estimate"):
         found = scram.search(q.detach(), k.detach(), search=kind[row["method"]](matches=row["matches"], seed=0))
     if row["kind"] == "estimate":
-        method = getattr(scram, row["estimator"])(samples=row["samples"], seed=0)
+        method = _settings(row["estimator"])(samples=row["samples"], seed=0)
 
     def once() -> Any:
         if row["kind"] == "search":
@@ -198,6 +205,8 @@ def _call_of(row: dict[str, Any], leaves: list[Tensor], scale: float, device: st
             out = scram.estimate(q, k, v, found, method=method, **how).out
         elif row["kind"] == "attend":
             out = scram.attend(q, k, v, found, window=row["window"], **how).out
+        elif row["kind"] == "default":  # with its tail
+            out = scram.attention(q, k, v, search=settings, scale=scale)
         else:
             out = scram.attention(q, k, v, search=settings, window=row["window"], **how, **NO_TAIL)
         return torch.autograd.grad(out, leaves, torch.ones_like(out)) if row["backward"] else out
@@ -222,7 +231,10 @@ def _wait(device: str) -> None:
 
 
 def measure(calls: int, device: str, host: bool) -> list[float]:
-    """Milliseconds of each call after an untimed one: by CUDA events on a GPU, or until the call returns (`host`)."""
+    """Milliseconds of each call after an untimed one: by CUDA events on a GPU, or until the call returns (`host`).
+
+    On a CPU those that all threads of the process worked: what others do on the machine then counts less.
+    """
     timed()
     times = []
     for _ in range(calls):
@@ -235,7 +247,8 @@ def measure(calls: int, device: str, host: bool) -> list[float]:
             end.synchronize()
             times.append(begin.elapsed_time(end))
         else:
-            begun = time.perf_counter()
+            clock = time.process_time if device == "cpu" else time.perf_counter
+            begun = clock()
             timed()
-            times.append(1e3 * (time.perf_counter() - begun))
+            times.append(1e3 * (clock() - begun))
     return times
