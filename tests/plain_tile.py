@@ -1,4 +1,4 @@
-"""Section 14 of DESIGN in plain Python: tiles as lists of queries, windows as sets of keys."""
+"""Section 14 of DESIGN in plain Python: tiles as lists of queries, lane groups as sets of keys."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
                 lanes[flat(place, SIDES[rank])] = i
             for n, kind in enumerate(kinds):
                 offers = {i: offer(i, n, *kind) for i in tile}
-                made = {lane: offers[lanes.get(lane, lanes[0])] for lane in range(64)}
+                offered = {lane: offers[lanes.get(lane, lanes[0])] for lane in range(64)}
                 for part in range(4 if case.kappa > 1 else 1):
-                    window = [j for lane, j in made.items() if case.kappa == 1 or lane % 8 // 2 == part]
-                    window = {j for j in window if j is not None}
+                    group = [j for lane, j in offered.items() if case.kappa == 1 or lane % 8 // 2 == part]
+                    group = {j for j in group if j is not None}
                     for i in tile:
-                        legal = [j for j in window if j in near_to[i] and (not case.causal or j <= i)]
+                        legal = [j for j in group if j in near_to[i] and (not case.causal or j <= i)]
                         if legal and enters(i, max(legal, key=lambda j, i=i: (score[i][j], -j))):
                             took.add(i)
         if len(took) * 256 < len(places):

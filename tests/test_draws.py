@@ -31,8 +31,8 @@ def test_modes_come_first_and_are_counted():
     assert count.flatten().tolist() == [2, 2]
     assert found[0, 0, 0, :2].tolist() == [3, 2]
     assert found[0, 0, 1, :2].tolist() == [0, 8]
-    legal = AllowedKeys.of(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 3, 3, 1), True, None)
-    assert draws.modes(index, (3, 3), legal)[1].flatten().tolist() == [0, 1]  # keys up to the query alone
+    allowed = AllowedKeys.of(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 3, 3, 1), True, None)
+    assert draws.modes(index, (3, 3), allowed)[1].flatten().tolist() == [0, 1]  # keys up to the query alone
 
 
 def test_keys_are_ranked_by_the_noise():
@@ -95,8 +95,8 @@ def test_one_key_of_each_cell_stands_for_the_cell():
     q = torch.randn(1, 1, 6, 9, 2)
     mask = torch.randn(1, 6, 9) < 0.5
     mask[0, :3, :3] = False
-    legal = AllowedKeys.of(q, q, False, mask)
-    names, for_keys = draws.shared_tail(draws.ranked_keys(q, legal, torch.tensor(5)), (6, 9), 6, True)
+    allowed = AllowedKeys.of(q, q, False, mask)
+    names, for_keys = draws.shared_tail(draws.ranked_keys(q, allowed, torch.tensor(5)), (6, 9), 6, True)
     assert draws.cell_counts((6, 9), 6) == (2, 3)
     expected = {}
     for corner in range(6):

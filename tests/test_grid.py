@@ -50,17 +50,17 @@ def test_grouped_heads_read_the_key_head_of_their_group():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", ["none", "batch", "head"])
-def test_legal_keys_are_those_of_a_loop(mask, causal):
+def test_allowed_keys_are_those_of_a_loop(mask, causal):
     q = torch.zeros(2, 3, 3, 4, 1)
     shape = (2, 3, 4) if mask == "batch" else (2, 3, 3, 4)
     given = None if mask == "none" else torch.rand(shape) < 0.5
-    legal = AllowedKeys.of(q, q, causal, given)
+    allowed = AllowedKeys.of(q, q, causal, given)
     for row, query in itertools.product(range(6), range(12)):
         head = torch.ones(12, dtype=torch.bool)
         if given is not None:
             head = (given[row // 3] if mask == "batch" else given[row // 3, row % 3]).flatten()
         keys = [key for key in range(12) if head[key] and (key <= query or not causal)]
         at = torch.tensor(row), torch.tensor(query)
-        assert [key for key in range(12) if legal.allows(*at, torch.tensor(key))] == keys
-        assert legal.total(*at) == len(keys)
-        assert [int(legal.nth(at[0], torch.tensor(n))) for n in range(len(keys))] == keys
+        assert [key for key in range(12) if allowed.allows(*at, torch.tensor(key))] == keys
+        assert allowed.total(*at) == len(keys)
+        assert [int(allowed.nth(at[0], torch.tensor(n))) for n in range(len(keys))] == keys

@@ -50,22 +50,22 @@ def test_the_default_scale():
 
 
 @pytest.mark.parametrize("weight", ["softmax", "mean", "relu"])
-def test_weights_over_the_legal_keys(weight):
-    a, legal = 3 * torch.randn(6, 5, dtype=torch.float64), torch.rand(6, 5) < 0.6
-    legal[0], legal[1] = False, True
+def test_weights_over_the_allowed_keys(weight):
+    a, allowed = 3 * torch.randn(6, 5, dtype=torch.float64), torch.rand(6, 5) < 0.6
+    allowed[0], allowed[1] = False, True
     a[2] += 1000  # exp would overflow
-    legal[2, 0] = True
-    shares, log_sum = scoring.normalized_weights(a, legal, weight)
+    allowed[2, 0] = True
+    shares, log_sum = scoring.normalized_weights(a, allowed, weight)
     for row in range(6):
-        some = a[row][legal[row]]
+        some = a[row][allowed[row]]
         if weight == "softmax":
             want, total = some.softmax(0), some.logsumexp(0)
         else:
             count = len(some)
             want = (some.relu() if weight == "relu" else some) / max(count, 1)
             total = torch.tensor(math.log(count) if count else -math.inf, dtype=torch.float64)
-        torch.testing.assert_close(shares[row][legal[row]], want)
-        assert (shares[row][~legal[row]] == 0).all()
+        torch.testing.assert_close(shares[row][allowed[row]], want)
+        assert (shares[row][~allowed[row]] == 0).all()
         torch.testing.assert_close(log_sum[row], total)
 
 
