@@ -4,8 +4,8 @@ Compiled code is kept on disk, and made anew when a source changes; compiling is
 """
 
 import errno
-import os
 import inspect
+import os
 import sys
 import textwrap
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import scram
-from scram.cli.pictures import offsets, wheel_colours
+from scram.cli.pictures import offsets, wheel_colors
 
 
 def test_offsets_point_from_query_to_key() -> None:
@@ -13,7 +13,7 @@ def test_offsets_point_from_query_to_key() -> None:
     assert field[:, :, 0].tolist()[0] == [0, 0]
     assert field[1, 0].tolist() == [0, 2]
     assert field[1, 1].isnan().all()
-    colours = wheel_colours(field, limit=4)
+    colours = wheel_colors(field, limit=4)
     assert colours[1, 1].tolist() == [0.5] * 3
     assert colours[0, 0].std() == 0
     red, green, blue = colours[1, 0].tolist()

@@ -24,7 +24,7 @@ def test_scores_stay_and_second_moments_are_one_diagonal():
     torch.testing.assert_close(moments[0], moments[1])
     assert float((moments[0] - moments[0].diag().diag()).abs().max()) < 1e-9 * float(moments[0].max())
     assert found.spread == pytest.approx(float(moments[0].trace()))
-    torch.testing.assert_close((k - found.centre) @ found.to_keys, found.keys)
+    torch.testing.assert_close((k - found.center) @ found.to_keys, found.keys)
 
 
 @pytest.mark.parametrize("error", [0.02, 0.2])
@@ -49,7 +49,7 @@ def test_equal_keys_and_empty_queries_have_no_scores():
 def test_values_by_principal_axes():
     v = torch.randn(2000, 5).double() * torch.tensor([1.0, 9, 3, 0.1, 2]) + 4
     found = Principal.of(v)
-    torch.testing.assert_close(found.channels @ found.axes.T + found.centre, v)
+    torch.testing.assert_close(found.channels @ found.axes.T + found.center, v)
     spread = found.channels.square().mean(0)
     assert (spread.sort(descending=True).values == spread).all()
     step = found.step(0.05)

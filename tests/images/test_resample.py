@@ -27,11 +27,11 @@ def test_points_come_from_where_they_say(scale, degrees):
     assert float((there - posed.picture)[deep].abs().mean()) < 0.01
     outside = ((origin < -0.51) | (origin > extent - 0.49)).any(-1)
     if degrees % 90:
-        assert not posed.there[outside].any()
-        assert posed.there[deep].all()
+        assert not posed.inside[outside].any()
+        assert posed.inside[deep].all()
         assert not posed.picture[outside].any()
     else:
-        assert posed.there is None
+        assert posed.inside is None
         assert not outside.any()
 
 

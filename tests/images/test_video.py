@@ -44,7 +44,7 @@ def test_motion_is_followed():
     for n, frame in enumerate(noisy):
         maker._take(n, frame)
     maker.motion = {}
-    found = maker._found(1)
+    found = maker._matches(1)
     assert found.key_grid == (3, 48, 64)
     place = found.coords()[0, 0, 0]
     slots = place[10, 10, :, 0].tolist()

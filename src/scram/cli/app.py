@@ -407,8 +407,8 @@ def judge(
         from .judge import run
         from .tensors import Layout
 
-        said = Layout(axes, extents, scale)
-        run(file, chosen, three, said, taken, causal, dtype, device, queries, seed, longest, out, as_json)
+        tensor_layout = Layout(axes, extents, scale)
+        run(file, chosen, three, tensor_layout, taken, causal, dtype, device, queries, seed, longest, out, as_json)
 
 
 @_command(

@@ -201,10 +201,10 @@ def picture_size(text: str) -> tuple[int | None, int | None]:
 
 def some_of(what: str, text: str, names: Sequence[str]) -> list[str]:
     """Names with commas between them, each one of `names`."""
-    found = [name.strip() for name in text.split(",")]
-    if not set(found) <= set(names):
+    chosen = [name.strip() for name in text.split(",")]
+    if not set(chosen) <= set(names):
         raise ValueError(f"{what} some of {', '.join(names)}, got {text}")
-    return found
+    return chosen
 
 
 def whole_numbers(name: str, text: str, least: int, most: float = inf) -> tuple[int, ...]:

@@ -123,8 +123,8 @@ def _measure(todo: list[Case], pictures: Pictures, results: Results, limits: Lim
 
 def slopes(rows: list[Row]) -> dict[str, float]:
     """Exponents of time against the number of pixels."""
-    found = {" ".join(map(str, key)): measuring.slope(some) for key, some in charts.series(rows).items()}
-    return {name: value for name, value in found.items() if value is not None}
+    fitted = {" ".join(map(str, key)): measuring.slope(some) for key, some in charts.series(rows).items()}
+    return {name: value for name, value in fitted.items() if value is not None}
 
 
 def tables(rows: list[Row]) -> list[Table]:
@@ -147,12 +147,12 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
     measured = () if backward else (name,)
     lines = []
     for contender in dict.fromkeys(row["contender"] for row in rows):
-        mine = {row["size"]: row for row in rows if row["contender"] == contender}
-        slope = measuring.slope(list(mine.values()))
-        cells = [_cell(mine.get(size)) for size in sizes]
+        by_size = {row["size"]: row for row in rows if row["contender"] == contender}
+        slope = measuring.slope(list(by_size.values()))
+        cells = [_cell(by_size.get(size)) for size in sizes]
         cells.append("" if slope is None else f"{slope:.2f}")
         if not backward:
-            values = [row[quality] for _, row in sorted(mine.items()) if row.get(quality) is not None]
+            values = [row[quality] for _, row in sorted(by_size.items()) if row.get(quality) is not None]
             cells.append(f"{values[-1]:.3f}" if values else "-")
         lines.append((contender, *cells))
     headings = ("contender", *(f"{size}x{size}" for size in sizes), "slope", *measured)

@@ -46,10 +46,10 @@ def new_figure(width: float, height: float, title: str, **style: Any) -> Figure:
 
 def series(rows: Sequence[measuring.Row]) -> Series:
     """The rows of each kind, width, pass and contender, by size."""
-    found: Series = {}
+    by_contender: Series = {}
     for row in sorted(rows, key=lambda row: row["size"]):
-        found.setdefault((row["kind"], row["width"], row["backward"], row["contender"]), []).append(row)
-    return found
+        by_contender.setdefault((row["kind"], row["width"], row["backward"], row["contender"]), []).append(row)
+    return by_contender
 
 
 def performance(rows: Sequence[measuring.Row], path: Path) -> None:
@@ -63,8 +63,8 @@ def performance(rows: Sequence[measuring.Row], path: Path) -> None:
         ("attention", True, "peak_bytes", "peak memory, forward and backward", "MiB"),
         ("search", False, "least", "search alone, index building included", "seconds"),
     ]
-    there = {(row["kind"], row["backward"], quantity) for row in rows for quantity in row if _shown(row, quantity)}
-    shown = [one for one in wanted if one[:3] in there]
+    measured = {(row["kind"], row["backward"], quantity) for row in rows for quantity in row if _shown(row, quantity)}
+    shown = [one for one in wanted if one[:3] in measured]
     down = max(1, len(shown))
     across = len(widths)
     machine = rows[0]["machine"]
@@ -101,9 +101,9 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
         label = contender + ("" if slope is None else f", slope {slope:.2f}")
         if not error and "memory" in beyond.get("failed", ""):
             label += f"\n(no memory for {beyond['size']}²)"
-        colour, marker = STYLES.get(contender, ("#999999", "."))
+        color, marker = STYLES.get(contender, ("#999999", "."))
         dash = (0, (4, 1.5)) if contender.startswith("flex ") else "-"
-        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 1.6}
+        style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 6, "linewidth": 1.6}
         axes.plot([n * n for n, _ in points], [y for _, y in points], label=label, linestyle=dash, **style)
         # Only the next size is continued: from there on it would be a guess from a guess.
         if "about" in beyond and quantity == "least":

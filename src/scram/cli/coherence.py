@@ -69,12 +69,12 @@ def cases(size: int, seed: int) -> Iterator[tuple[str, int, Tensor, Tensor]]:
         yield "synthetic field", length, *smooth_field(size, length, seed)
 
 
-def measure_case(q: Tensor, k: Tensor, how: Search, seed: int) -> dict[str, float]:
+def measure_case(q: Tensor, k: Tensor, settings: Search, seed: int) -> dict[str, float]:
     """Recall of the best key and error of the output, windows of radius 1."""
-    found = search(q, k, search=how)
-    attended = attend(q, k, k, found, radius=1, scale=SCALE)
+    matches = search(q, k, search=settings)
+    attended = attend(q, k, k, matches, radius=1, scale=SCALE)
     return {
-        "recall": float(measure.recall(q, k, found, sample=SAMPLE, seed=seed)),
+        "recall": float(measure.recall(q, k, matches, sample=SAMPLE, seed=seed)),
         "output_error": float(measure.output_error(q, k, k, attended, scale=SCALE, sample=SAMPLE, seed=seed)),
     }
 
@@ -84,9 +84,11 @@ def run(out: Path, size: int, seed: int) -> Report:
     rows: list[Numbers] = []
     with progress() as step:
         for kind, degree, q, k in cases(size, seed):
-            for name, how in settings(seed).items():
+            for name, search_settings in settings(seed).items():
                 step(f"{kind}, coherent over {degree} points: {name}")
-                rows.append({"kind": kind, "degree": degree, "search": name, **measure_case(q, k, how, seed)})
+                rows.append(
+                    {"kind": kind, "degree": degree, "search": name, **measure_case(q, k, search_settings, seed)}
+                )
         step("drawing")
         draw(rows, out / "coherence.png", size)
     numbers = {**made_with("cpu"), "size": size, "width": WIDTH, "seed": seed, "rows": rows}
@@ -115,11 +117,11 @@ def draw(rows: list[Numbers], path: Path, size: int) -> None:
 
 
 def _table(rows: list[Numbers], kind: str) -> Table:
-    mine = [row for row in rows if row["kind"] == kind]
-    degrees = dict.fromkeys(str(row["degree"]) for row in mine)
+    of_kind = [row for row in rows if row["kind"] == kind]
+    degrees = dict.fromkeys(str(row["degree"]) for row in of_kind)
     lines = [
-        (name, *(f"{row['recall']:.2f}" for row in mine if row["search"] == name))
-        for name in dict.fromkeys(row["search"] for row in mine)
+        (name, *(f"{row['recall']:.2f}" for row in of_kind if row["search"] == name))
+        for name in dict.fromkeys(row["search"] for row in of_kind)
     ]
     title = f"{kind}: recall@1 by degree of coherence in points"
     return numbers_table(("search", *degrees), lines, title, explained("recall@1"))

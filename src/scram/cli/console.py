@@ -134,13 +134,13 @@ def output_folder(folder: Path) -> Iterator[None]:
     """Make the folder before the work, so that an error comes at once; remove it if it stays empty."""
     if folder.is_file():
         raise NotADirectoryError(ENOTDIR, "this is a file, not a folder", str(folder))
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
         yield
     finally:
-        for path in made:
+        for path in created:
             with suppress(OSError):  # not empty: keep it
                 path.rmdir()
 

@@ -17,7 +17,7 @@ from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
 from .console import Numbers, Report, counted, explained, numbers_table, progress
 from .features import sample_pair
-from .pair import Found, Pair, find, pair_of
+from .pair import Pair, PairResult, find, pair_of
 from .pictures import Panel, grid_of
 from .provenance import made_with
 
@@ -70,20 +70,20 @@ def run(out: Path, size: int, seed: int, impl: Impl) -> Report:
     return Report(numbers, [table(numbers)], files)
 
 
-def measured(pair: Pair, found: Found, seed: int) -> Numbers:
+def measured(pair: Pair, result: PairResult, seed: int) -> Numbers:
     """The seconds of a search and attention, and how good the rebuilt colours are on the sampled queries."""
-    colours = Attended(found.attended.out[..., :3], found.attended.lse)
+    colors = Attended(result.attended.out[..., :3], result.attended.lse)
     q = pair.q
     k = pair.k
     v = pair.v[..., :3]
-    windows = attend(q, k, v, found.matches, radius=MATCH_RADIUS, scale=MATCH_SCALE)
+    windows = attend(q, k, v, result.matches, radius=MATCH_RADIUS, scale=MATCH_SCALE)
     quality: dict[str, Tensor | float] = {
-        "recall": measure.recall(q, k, found.matches, sample=SAMPLE, seed=seed),
+        "recall": measure.recall(q, k, result.matches, sample=SAMPLE, seed=seed),
         "captured_mass": measure.captured_mass(q, k, windows, scale=MATCH_SCALE, sample=SAMPLE, seed=seed),
-        "output_error": measure.output_error(q, k, v, colours, scale=MATCH_SCALE, sample=SAMPLE, seed=seed),
-        "psnr_db": pictures.psnr(found.warped, pair.a),
+        "output_error": measure.output_error(q, k, v, colors, scale=MATCH_SCALE, sample=SAMPLE, seed=seed),
+        "psnr_db": pictures.psnr(result.warped, pair.a),
     }
-    return {"seconds": found.seconds, **{name: float(value) for name, value in quality.items()}}
+    return {"seconds": result.seconds, **{name: float(value) for name, value in quality.items()}}
 
 
 def time_dense(pair: Pair) -> Numbers:
@@ -94,14 +94,14 @@ def time_dense(pair: Pair) -> Numbers:
 
 def times(numbers: Numbers) -> dict[str, str]:
     """The time of each setting and of dense attention, in words."""
-    found = {name: f"{sum(row['seconds'].values()):.2f} s" for name, row in numbers["settings"].items()}
+    totals = {name: f"{sum(row['seconds'].values()):.2f} s" for name, row in numbers["settings"].items()}
     dense = numbers["dense"]
-    return {**found, "dense": f"{'~' if dense['extrapolated'] else ''}{dense['seconds']:.2f} s"}
+    return {**totals, "dense": f"{'~' if dense['extrapolated'] else ''}{dense['seconds']:.2f} s"}
 
 
-def draw(pair: Pair, runs: dict[str, Found], numbers: Numbers, out: Path) -> None:
+def draw(pair: Pair, runs: dict[str, PairResult], numbers: Numbers, out: Path) -> None:
     """Write the single pictures and the sheet that holds them all."""
-    fields = {name: pictures.offsets(found.matches) for name, found in runs.items()}
+    fields = {name: pictures.offsets(result.matches) for name, result in runs.items()}
     limit = pictures.wheel_limit(*fields.values())
     rows = numbers["settings"]
     time = times(numbers)
@@ -115,7 +115,7 @@ def draw(pair: Pair, runs: dict[str, Found], numbers: Numbers, out: Path) -> Non
     for name, field in fields.items():
         panels[f"matches_{name}"] = Panel(
             f"Match field, {name} setting",
-            pictures.wheel_colours(field, limit),
+            pictures.wheel_colors(field, limit),
             f"where in B each pixel of A finds its best key; recall {rows[name]['recall']:.2f}",
             pictures.wheel_legend(limit),
         )

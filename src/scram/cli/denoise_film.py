@@ -49,8 +49,8 @@ def run(
     try:
         with writer, progress_line(*columns, TimeRemainingColumn(), total=film.count) as (bar, task):
             bar.update(task, description="denoising")
-            made = denoise_frames((frame.to(device) for frame in source), level, **asdict(settings))
-            for clean in made:
+            denoised = denoise_frames((frame.to(device) for frame in source), level, **asdict(settings))
+            for clean in denoised:
                 picture, noisy = source.seen.popleft()
                 clean = clean.cpu().clamp(0, 1)
                 writer.write(replace(picture, pixels=clean))

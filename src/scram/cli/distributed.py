@@ -99,19 +99,19 @@ def _tensors(
 def _measure(case: Split, pool: Ranks, file: str) -> Row:
     if case.contender == "heads" and case.heads % case.ranks:
         return {"skipped": f"{case.heads} heads are no multiple of {case.ranks} ranks"}
-    said = pool.measure(file=file, mode=case.contender, backward=case.backward)
-    calls = [max(times) for times in zip(*(one["seconds"] for one in said), strict=True)]  # the slowest rank's
-    peaks = [one["peak_bytes"] for one in said]
-    error, norm = (sum(one[key] for one in said) for key in ("error", "norm"))
+    answers = pool.measure(file=file, mode=case.contender, backward=case.backward)
+    calls = [max(times) for times in zip(*(one["seconds"] for one in answers), strict=True)]  # the slowest rank's
+    peaks = [one["peak_bytes"] for one in answers]
+    error, norm = (sum(one[key] for one in answers) for key in ("error", "norm"))
     return {
         "seconds": statistics.median(calls),
         "least": min(calls),
         "most": max(calls),
         "calls": len(calls),
-        "waited": max(one["waited"] for one in said),
-        "sent": max(one["sent"] for one in said),
-        "received": max(one["received"] for one in said),
-        "sent_by_rank": [one["sent"] for one in said],
+        "waited": max(one["waited"] for one in answers),
+        "sent": max(one["sent"] for one in answers),
+        "received": max(one["received"] for one in answers),
+        "sent_by_rank": [one["sent"] for one in answers],
         "peak_bytes": None if None in peaks else max(peaks),
         "output_error": math.sqrt(error / norm),
     }

@@ -56,9 +56,9 @@ def with_channels(picture: Picture, channels: Tensor) -> Picture:
     channels = channels.float().cpu().clamp(0, 1)
     if picture.alpha is None:
         return replace(picture, pixels=channels)
-    colours = channels[..., :-1]
+    colors = channels[..., :-1]
     alpha = channels[..., -1:]
-    return replace(picture, pixels=torch.where(alpha > 0, colours / alpha.clamp(min=1e-6), 0).clamp(0, 1), alpha=alpha)
+    return replace(picture, pixels=torch.where(alpha > 0, colors / alpha.clamp(min=1e-6), 0).clamp(0, 1), alpha=alpha)
 
 
 def shown(picture: Picture) -> Tensor:

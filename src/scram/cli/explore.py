@@ -74,7 +74,7 @@ def run(
             matches=settings.matches, separation=settings.separation, sweeps=settings.sweeps, seed=settings.seed
         )
         step("search, clusters, exact attention of a sample, page")
-        made = explore(
+        page = explore(
             q,
             k,
             v,
@@ -87,17 +87,19 @@ def run(
             impl=impl,
             **more,
         )
-        made.save(out / "explore.html")
+        page.save(out / "explore.html")
         seconds = perf_counter() - start
-    for note in (*made.numbers["notes"], *_thinned(made)):
+    for note in (*page.numbers["notes"], *_thinned(page)):
         complain(note)
-    numbers = {**made_with(settings.device), "impl": impl, "seconds": seconds, "bytes": made.size, **made.numbers}
+    numbers = {**made_with(settings.device), "impl": impl, "seconds": seconds, "bytes": page.size, **page.numbers}
     return Report(numbers, [table(numbers)], f"page: {out / 'explore.html'}; numbers: {out / 'explore.json'}")
 
 
-def from_file(path: Path, names: tuple[str, str, str], said: Layout) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def from_file(
+    path: Path, names: tuple[str, str, str], tensor_layout: Layout
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """q, k, v of a file, and the other arguments of `explore`."""
-    *tensors, scale = read_tensors(path, names, said)
+    *tensors, scale = read_tensors(path, names, tensor_layout)
     kind = torch.promote_types(tensors[0].dtype, torch.float32)
     return tuple(x.to(kind) for x in tensors), {"scale": scale, "title": path.name}
 
@@ -128,9 +130,9 @@ def _read(a: str, b: str | None, sample: str | None, settings: Settings) -> tupl
         return [f"{sample} A", f"{sample} B"], [Picture(x) for x in pair]
     given = [a] if b is None else [a, b]
     check_memory(given, settings)
-    there = [one in PHOTOGRAPHS and not Path(one).exists() for one in given]
-    found = [Picture(photograph(one)) if known else read(one) for one, known in zip(given, there, strict=True)]
-    return [Path(one).name for one in given], found
+    are_samples = [one in PHOTOGRAPHS and not Path(one).exists() for one in given]
+    opened = [Picture(photograph(one)) if known else read(one) for one, known in zip(given, are_samples, strict=True)]
+    return [Path(one).name for one in given], opened
 
 
 def check_memory(images: list[str], settings: Settings) -> None:
@@ -156,15 +158,15 @@ def _size(picture: Picture) -> str:
     return " x ".join(map(str, reversed(picture.pixels.shape[:2])))
 
 
-def _thinned(made: Explorer) -> list[str]:
+def _thinned(page: Explorer) -> list[str]:
     """What the page leaves out, for the terminal."""
-    about = made.numbers
-    found = []
+    about = page.numbers
+    notes = []
     if about["thinned"]:
-        found.append(f"the grid is thinned, every {about['thinned']['stride']}th point of each axis; the page says so")
+        notes.append(f"the grid is thinned, every {about['thinned']['stride']}th point of each axis; the page says so")
     if about["queries"]["stride"] > 1:
-        found.append(f"every {about['queries']['stride']}th query of each axis can be chosen, all keys are shown")
-    return found
+        notes.append(f"every {about['queries']['stride']}th query of each axis can be chosen, all keys are shown")
+    return notes
 
 
 def table(numbers: Numbers) -> Table:

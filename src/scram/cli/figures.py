@@ -126,15 +126,15 @@ def modes(path: Path, size: int, seed: int = 0) -> Numbers:
             queries, labels, full = _mapped(x, one)
             mixed = [len(set(label.flatten().tolist()) - {0}) > 1 for label in labels]
             several = torch.tensor(mixed, dtype=torch.bool, device="cpu")
-            found = {n: search(x, x, search=Search(matches=KAPPA, separation=n, seed=one)) for n in counts}
-            touched = {n: _touched(matches, queries, labels) for n, matches in found.items()}
+            by_separation = {n: search(x, x, search=Search(matches=KAPPA, separation=n, seed=one)) for n in counts}
+            touched = {n: _touched(matches, queries, labels) for n, matches in by_separation.items()}
             for n, count in touched.items():
                 counts[n].append(count[several])
             if smoothing == SMOOTHINGS[-1] and one == seed:
                 chosen = int((touched[SEPARATION] - touched[0]).argmax())
                 place = divmod(int(queries[chosen]), a.shape[1])
                 shown = {n: int(touched[n][chosen]) for n in (0, SEPARATION)}
-                drawn = (full[chosen], labels[chosen], _sparse(x, {n: found[n] for n in shown}, place))
+                drawn = (full[chosen], labels[chosen], _sparse(x, {n: by_separation[n] for n in shown}, place))
         anywhere = torch.cat(counts.pop(0)).float()
         for n, some in counts.items():
             apart = torch.cat(some).float()
@@ -189,11 +189,11 @@ def _mapped(x: Tensor, seed: int) -> tuple[Tensor, list[Tensor], Tensor]:
     return queries, [blobs(weights) for weights in full], full
 
 
-def _touched(found: Matches, queries: Tensor, labels: list[Tensor]) -> Tensor:
+def _touched(matches: Matches, queries: Tensor, labels: list[Tensor]) -> Tensor:
     """How many blobs of each query hold a key of the windows of radius 1 around its matches."""
-    width = found.key_grid[1]
+    width = matches.key_grid[1]
     counts = []
-    for index, label in zip(found.index[0, 0].flatten(0, 1)[queries], labels, strict=True):
+    for index, label in zip(matches.index[0, 0].flatten(0, 1)[queries], labels, strict=True):
         seen: set[int] = set()
         for row, column in (divmod(int(one), width) for one in index if one >= 0):
             seen |= set(label[max(row - 1, 0) : row + 2, max(column - 1, 0) : column + 2].flatten().tolist())
@@ -201,16 +201,16 @@ def _touched(found: Matches, queries: Tensor, labels: list[Tensor]) -> Tensor:
     return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
-def _sparse(x: Tensor, found: dict[int, Matches], place: tuple[int, int]) -> dict[int, Tensor]:
+def _sparse(x: Tensor, by_separation: dict[int, Matches], place: tuple[int, int]) -> dict[int, Tensor]:
     """The attention of the query at that place over the windows of its matches, as maps `[H, W]`."""
     height, width = x.shape[2:4]
     row, column = (slice(n, n + 1) for n in place)
     one_hot = torch.eye(height * width, dtype=torch.float32, device="cpu").reshape(1, 1, height, width, -1)
     maps = {}
-    for n, matches in found.items():
+    for n, matches in by_separation.items():
         index, score = (y[:, :, row, column].contiguous() for y in (matches.index, matches.score))
-        mine = Matches(index, score, matches.key_grid)
-        out = attend(x[:, :, row, column].contiguous(), x, one_hot, mine, radius=1, scale=MODES_SCALE).out
+        of_query = Matches(index, score, matches.key_grid)
+        out = attend(x[:, :, row, column].contiguous(), x, one_hot, of_query, radius=1, scale=MODES_SCALE).out
         maps[n] = out.reshape(height, width)
     return maps
 
@@ -231,8 +231,8 @@ def _draw_modes(
     first.set_title("photograph, and the query", loc="left", color=INK, fontsize=11)
     shown = {"full attention": full}
     for n, one in sparse.items():
-        how = f"mode, L = {n}" if n else "max"
-        shown[f"top-{KAPPA} {how}: {counted(counts[n], 'blob')}"] = one
+        kind = f"mode, L = {n}" if n else "max"
+        shown[f"top-{KAPPA} {kind}: {counted(counts[n], 'blob')}"] = one
     for number, (name, one) in enumerate(shown.items()):
         axes = figure.add_subplot(1, 4, number + 2)
         image = axes.imshow((one / one.max()).sqrt().numpy(), cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
@@ -253,15 +253,15 @@ def sweeps(path: Path, size: int, seed: int = 0) -> Numbers:
     recall = {}
     for count in SWEEPS:
         settings = Search(sweeps=count, propagate="shift", gossip=0, seed=seed)
-        found = find(pair, settings)
-        fields[count] = found.place - own_places(*a.shape[:2])
-        recall[count] = float(measure.recall(pair.q, pair.k, found.matches, sample=SAMPLE, seed=seed))
+        result = find(pair, settings)
+        fields[count] = result.place - own_places(*a.shape[:2])
+        recall[count] = float(measure.recall(pair.q, pair.k, result.matches, sample=SAMPLE, seed=seed))
     limit = pictures.wheel_limit(fields[SWEEPS[-1]])
     panels = [Panel("Photograph A", a, "the other is a frame of the same camera pan")]
     for count, field in fields.items():
         legend = pictures.wheel_legend(limit) if count == SWEEPS[-1] else None
         note = f"recall@1 {recall[count]:.2f}"
-        panels.append(Panel(counted(count, "sweep"), pictures.wheel_colours(field, limit), note, legend))
+        panels.append(Panel(counted(count, "sweep"), pictures.wheel_colors(field, limit), note, legend))
     pictures.sheet(panels, path, "Spatial coherence: good matches spread from neighbour to neighbour")
     return {"claims": {f"recall@1 after {counted(count, 'sweep')}": value for count, value in recall.items()}}
 
@@ -273,16 +273,16 @@ def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Nu
     for name, (q, k, scale) in kinds.items():
 
         def mass(kappa: int, radius: int, q: Tensor = q, k: Tensor = k, scale: float = scale) -> float:
-            found = search(q, k, search=Search(matches=kappa, seed=seed))
-            attended = attend(q, k, k[..., :1].contiguous(), found, radius=radius, scale=scale)
+            matches = search(q, k, search=Search(matches=kappa, seed=seed))
+            attended = attend(q, k, k[..., :1].contiguous(), matches, radius=radius, scale=scale)
             return float(measure.captured_mass(q, k, attended, scale=scale, sample=SAMPLE, seed=seed).mean())
 
         for label, base in (("paper", Search.paper(seed=seed)), ("default", Search(seed=seed))):
             points = []
             for count in SWEEPS:
                 settings = Search(sweeps=count, propagate=base.propagate, gossip=base.gossip, seed=seed)
-                found = search(q, k, search=settings)
-                points.append((count, float(measure.recall(q, k, found, sample=SAMPLE, seed=seed).mean())))
+                matches = search(q, k, search=settings)
+                points.append((count, float(measure.recall(q, k, matches, sample=SAMPLE, seed=seed).mean())))
             lines["recall"][f"{name}, {label}"] = points
         lines["kappa"][name] = [(kappa, mass(kappa, 1)) for kappa in (1, 2, 4, 8)]
         lines["radius"][name] = [(radius, mass(1, radius)) for radius in (0, 1, 2, 4)]

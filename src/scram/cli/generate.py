@@ -28,7 +28,7 @@ def run(
     size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
     channels = channels_of(picture).to(device)
     panels = [Panel("Source", shown(picture))]
-    made = []
+    results = []
     files = []
     with bar("generating") as told:
         for number in range(count):
@@ -41,14 +41,16 @@ def run(
             result = with_channels(picture, x)
             name = f"generated-{own.seed}.png"
             write(result, out / name)
-            there, back = two_way(x.to(device), channels, settings)
+            to_source, from_source = two_way(x.to(device), channels, settings)
             panels.append(Panel(f"Seed {own.seed}", shown(result), f"{seconds:.1f} s"))
-            made.append({"seed": own.seed, "file": name, "seconds": seconds, "to_source": there, "from_source": back})
+            results.append(
+                {"seed": own.seed, "file": name, "seconds": seconds, "to_source": to_source, "from_source": from_source}
+            )
             files.append(name)
     rows = [("result", f"{size[1]} x {size[0]}"), ("pictures", str(count))]
     rows += [
         (str(row["file"]), f"{row['seconds']:.2f} s, distance of patches {row['to_source']:.4f} to the source")
-        for row in made
+        for row in results
     ]
     return report(
         "generate",
@@ -62,5 +64,5 @@ def run(
         result=list(size),
         variety=variety,
         settings=asdict(settings),
-        pictures=made,
+        pictures=results,
     )

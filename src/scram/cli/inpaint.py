@@ -36,8 +36,8 @@ def run(
         picture = replace(picture, alpha=torch.where(hole.unsqueeze(-1), 1.0, _alpha(picture)))
     before = picture
     channels = channels_of(picture).to(device)
-    rows, columns = surroundings(hole)
-    pixels = (rows.stop - rows.start) * (columns.stop - columns.start)
+    down, across = surroundings(hole)
+    pixels = (down.stop - down.start) * (across.stop - across.start)
     check_patches(image, pixels, channels.shape[-1] + 2, settings.patch, "inpainting", device)  # 2: how rough it is
     with bar("inpainting") as told:
         filled, seconds = timed(lambda: inpaint(channels, hole.to(device), settings, progress=told))

@@ -49,7 +49,7 @@ def run(
     path: Path,
     backends: list[str],
     names: tuple[str, str, str],
-    said: Layout,
+    tensor_layout: Layout,
     layout: JudgedLayout,
     causal: bool,
     dtype: str | None,
@@ -61,7 +61,7 @@ def run(
     as_json: bool,
 ) -> None:
     """Judge one backend after the other; what is done is stored and printed, also after Ctrl-C."""
-    q, k, v, scale = prepared(path, names, said, dtype, device)
+    q, k, v, scale = prepared(path, names, tensor_layout, dtype, device)
     rows: dict[str, Judgement | str] = {}
     stopped = False
     with progress() as step:
@@ -97,10 +97,10 @@ def run(
 
 
 def prepared(
-    path: Path, names: tuple[str, str, str], said: Layout, dtype: str | None, device: str
+    path: Path, names: tuple[str, str, str], tensor_layout: Layout, dtype: str | None, device: str
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """The tensors of the file, ready: a scale of the scores is multiplied into q, so no backend has to know it."""
-    q, k, v, scale = read(path, names, said)
+    q, k, v, scale = read(path, names, tensor_layout)
     kind = (
         getattr(torch, dtype) if dtype else q.dtype if device == "cuda" else torch.promote_types(q.dtype, torch.float)
     )
@@ -138,8 +138,8 @@ def backend(name: str, q: Tensor, k: Tensor, causal: bool) -> Attention:
         module, _, function = name.partition(":")
         if "" not in sys.path:
             sys.path.insert(0, "")  # a file in this folder
-        found: Attention = attrgetter(function)(import_module(module))
-        return found
+        imported: Attention = attrgetter(function)(import_module(module))
+        return imported
     return _OURS[name](q, k, causal)
 
 
@@ -187,8 +187,8 @@ def _shape(q: Tensor, k: Tensor) -> str:
 
 
 def _numbers(about: Numbers, rows: dict[str, Judgement | str]) -> Numbers:
-    found = {name: {"failed": one} if isinstance(one, str) else one.numbers() for name, one in rows.items()}
-    return {**about, "rows": found}
+    listed = {name: {"failed": one} if isinstance(one, str) else one.numbers() for name, one in rows.items()}
+    return {**about, "rows": listed}
 
 
 def _store(path: Path, about: Numbers, rows: dict[str, Judgement | str]) -> None:
@@ -243,14 +243,14 @@ def _time(one: Judgement) -> tuple[str, str, str]:
     )
 
 
-def draw(found: list[Judgement], path: Path, title: str) -> None:
+def draw(judgements: list[Judgement], path: Path, title: str) -> None:
     """Left: error of the worst head against time. Right: the errors of all heads."""
-    figure = charts.new_figure(13, 1.6 + max(4.4, 0.5 * len(found)), title)
+    figure = charts.new_figure(13, 1.6 + max(4.4, 0.5 * len(judgements)), title)
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    styles = [(charts.PALETTE[n % 8], charts.MARKERS[n % 8]) for n in range(len(found))]
-    for one, (colour, marker) in zip(found, styles, strict=True):
+    styles = [(charts.PALETTE[n % 8], charts.MARKERS[n % 8]) for n in range(len(judgements))]
+    for one, (color, marker) in zip(judgements, styles, strict=True):
         value, low, high = (max(_finite(x[one.worst]), LEAST_SHOWN) for x in one.p95_error)
-        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 8, "capsize": 4, "linestyle": "none"}
+        style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 8, "capsize": 4, "linestyle": "none"}
         left.errorbar([one.ratio], [value], [[value - low], [max(high - value, 0.0)]], **style)
     left.axvline(1.0, color="#999999", linewidth=1, linestyle=":")
     left.set(xscale="log", yscale="log", xlabel="times faster than dense attention in the same run")
@@ -259,16 +259,16 @@ def draw(found: list[Judgement], path: Path, title: str) -> None:
         "right: faster; down: nearer to exact attention (colours as on the right)", loc="left", color=INK, fontsize=10
     )
     left.xaxis.set_major_formatter("{x:g}")
-    for row, (one, (colour, marker)) in enumerate(zip(found, styles, strict=True)):
-        for interval, face, size in ((one.median_error, "white", 6), (one.p95_error, colour, 6)):
+    for row, (one, (color, marker)) in enumerate(zip(judgements, styles, strict=True)):
+        for interval, face, size in ((one.median_error, "white", 6), (one.p95_error, color, 6)):
             values = [max(_finite(x), LEAST_SHOWN) for x in interval.value.flatten()]
             right.plot(
-                values, [row] * len(values), marker, color=colour, markerfacecolor=face, markersize=size, alpha=0.8
+                values, [row] * len(values), marker, color=color, markerfacecolor=face, markersize=size, alpha=0.8
             )
-    right.set_yticks(range(len(found)), [one.name for one in found], fontweight="bold")
-    for label, (colour, _) in zip(right.get_yticklabels(), styles, strict=True):
-        label.set_color(colour)
-    right.set_ylim(len(found) - 0.5, -0.5)
+    right.set_yticks(range(len(judgements)), [one.name for one in judgements], fontweight="bold")
+    for label, (color, _) in zip(right.get_yticklabels(), styles, strict=True):
+        label.set_color(color)
+    right.set_ylim(len(judgements) - 0.5, -0.5)
     right.set(xscale="log", xlabel="error of a query / RMS of the head")
     right.set_title("every head: median (hollow), 95th percentile (filled)", loc="left", color=INK, fontsize=10)
     for axes, which in ((left, "y"), (right, "x")):

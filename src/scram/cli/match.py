@@ -104,21 +104,21 @@ def run(
         plain = {"a": plain_share(picture_a, settings.patch), "b": plain_share(picture_b, settings.patch)}
         settings = replace(settings, impl=dispatch.choose(settings.impl, torch.device(device), torch.float32).name)
         start = perf_counter()
-        found = match(
+        matching = match(
             picture_a.to(device),
             picture_b.to(device),
             **asdict(settings),
             progress=lambda share, what: bar.update(task, completed=share, description=what),
         )
-        seconds = {**found.seconds, "all": perf_counter() - start}
-        found = on_cpu(found)
-        quality = {} if known is None else errors(found.offset, known, found.confidence)
+        seconds = {**matching.seconds, "all": perf_counter() - start}
+        matching = on_cpu(matching)
+        quality = {} if known is None else errors(matching.offset, known, matching.confidence)
         bar.update(task, completed=1, description="drawing")
-        draw(picture_a, picture_b, found, known, out)
-    _warn(plain, found)
+        draw(picture_a, picture_b, matching, known, out)
+    _warn(plain, matching)
     with replacing(out / "match.npz") as temporary:
-        arrays = {name: getattr(found, name).numpy() for name in ("offset", "place", "confidence", "score", "pose")}
-        np.savez_compressed(temporary, allow_pickle=False, poses=np.array(found.poses), **arrays)
+        arrays = {name: getattr(matching, name).numpy() for name in ("offset", "place", "confidence", "score", "pose")}
+        np.savez_compressed(temporary, allow_pickle=False, poses=np.array(matching.poses), **arrays)
     numbers = {
         **made_with(device),
         "impl": settings.impl,
@@ -130,12 +130,12 @@ def run(
         "settings": asdict(settings),
         "seconds": seconds,
         "plain_share": plain,
-        "sure_share": found.sure,
-        "median_confidence": float(found.confidence.median()),
-        "median_offset_px": [float(x) for x in found.offset.flatten(0, 1).nanmedian(0).values],
+        "sure_share": matching.sure,
+        "median_confidence": float(matching.confidence.median()),
+        "median_offset_px": [float(x) for x in matching.offset.flatten(0, 1).nanmedian(0).values],
         "poses": [
-            {"scale": scale, "rotation": turn, "share": float((found.pose == n).float().mean())}
-            for n, (scale, turn) in enumerate(found.poses)
+            {"scale": scale, "rotation": turn, "share": float((matching.pose == n).float().mean())}
+            for n, (scale, turn) in enumerate(matching.poses)
         ],
         "truth": quality,
     }
@@ -153,20 +153,20 @@ def check_memory(a: Path, b: Path, size: int | None, settings: Settings, device:
         memory.check(needed, f"{a}: matching needs", "give --size, for example --size 480")
 
 
-def on_cpu(found: Matching) -> Matching:
+def on_cpu(matching: Matching) -> Matching:
     """The same with its tensors on the CPU."""
     tensors = ("place", "confidence", "warped", "score", "pose")
-    return replace(found, **{name: getattr(found, name).cpu() for name in tensors})
+    return replace(matching, **{name: getattr(matching, name).cpu() for name in tensors})
 
 
-def _warn(plain: dict[str, float], found: Matching) -> None:
+def _warn(plain: dict[str, float], matching: Matching) -> None:
     """Say on stderr where the matches mean little."""
     for name, share in plain.items():
         if share > PLAIN:
             complain(f"warning: {share:.0%} of photograph {name.upper()} is one colour: matches there say nothing")
-    if found.sure < 0.5 and max(plain.values()) <= PLAIN:
+    if matching.sure < 0.5 and max(plain.values()) <= PLAIN:
         complain(
-            f"warning: {1 - found.sure:.0%} of the matches fail the check (confidence below {SURE:g}): the pictures "
+            f"warning: {1 - matching.sure:.0%} of the matches fail the check (confidence below {SURE:g}): the pictures "
             "may show different things, or differ in size or angle: try --scales 0.5,1,2 or --rotations 0,90,180,270"
         )
 
@@ -187,27 +187,27 @@ def _inputs(
     return picture_a, picture_b, None if truth is None else read_truth(truth, (height, width))
 
 
-def draw(a: Tensor, b: Tensor, found: Matching, truth: Tensor | None, out: Path) -> None:
+def draw(a: Tensor, b: Tensor, matching: Matching, truth: Tensor | None, out: Path) -> None:
     """Write the single pictures and the sheet that holds them all."""
-    offset = found.offset
-    limit = pictures.wheel_limit(found.offset, share=0.8)
+    offset = matching.offset
+    limit = pictures.wheel_limit(matching.offset, share=0.8)
     panels = {
         "field": Panel(
             "Match field",
-            pictures.wheel_colours(offset, limit),
+            pictures.wheel_colors(offset, limit),
             "where in B each pixel of A lies",
             pictures.wheel_legend(limit),
         ),
-        "warped": Panel("B warped onto A", found.warped, "B's colours, mixed by the attention"),
+        "warped": Panel("B warped onto A", matching.warped, "B's colours, mixed by the attention"),
         "arrows": Panel(
             "Matches as arrows",
-            pictures.arrows(a, offset, found.confidence, limit),
+            pictures.arrows(a, offset, matching.confidence, limit),
             "the surer half, up to the wheel's rim",
         ),
         "confidence": Panel(
             "Confidence",
-            pictures.shades(found.confidence, "cividis"),
-            f"there and back, and no second best; {found.sure:.0%} pass with {SURE:g} or more",
+            pictures.shades(matching.confidence, "cividis"),
+            f"there and back, and no second best; {matching.sure:.0%} pass with {SURE:g} or more",
             pictures.bar_legend(1.0, "confidence", "cividis"),
         ),
     }

@@ -288,8 +288,9 @@ def _sample(q: Tensor, most: int) -> int:
 
 def _recall(q: Tensor, k: Tensor, index: Tensor) -> float:
     index = index.to(torch.int32).to(q.device)
-    found = Matches(index, torch.zeros(index.shape, dtype=torch.float32, device=q.device), (q.shape[2], q.shape[3]))
-    return float(measure.recall(q, k, found, sample=_sample(q, RECALL_SAMPLE)))
+    score = torch.zeros(index.shape, dtype=torch.float32, device=q.device)
+    matches = Matches(index, score, (q.shape[2], q.shape[3]))
+    return float(measure.recall(q, k, matches, sample=_sample(q, RECALL_SAMPLE)))
 
 
 def slope(rows: list[Row], quantity: str = "least") -> float | None:

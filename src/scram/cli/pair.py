@@ -31,7 +31,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Found:
+class PairResult:
     """What a search and an attention over its windows say, and the seconds they took."""
 
     matches: Matches
@@ -66,7 +66,7 @@ def find(
     scale: float = MATCH_SCALE,
     impl: Impl = "auto",
     tail: Clusters | None = None,
-) -> Found:
+) -> PairResult:
     """Search and attend, with clusters for the keys outside the windows where a tail asks for them.
 
     The seconds of a first call hold what it compiles.
@@ -84,4 +84,4 @@ def find(
     start = now(device)
     attended = attend(pair.q, pair.k, pair.v, matches, radius=radius, scale=scale, tail=codebook, impl=impl)
     seconds["attend"] = now(device) - start
-    return Found(matches, attended, seconds)
+    return PairResult(matches, attended, seconds)

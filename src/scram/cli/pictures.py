@@ -65,7 +65,7 @@ def wheel_limit(*fields: Tensor, share: float = 0.65) -> float:
     return float(np.ceil(limit / step) * step)
 
 
-def wheel_colours(field: Tensor, limit: float) -> Tensor:
+def wheel_colors(field: Tensor, limit: float) -> Tensor:
     """Offsets `[H, W, 2]` -> colours `[H, W, 3]`: hue is direction, saturation length.
 
     Offsets longer than `limit` are darker, NaN is grey.
@@ -74,14 +74,14 @@ def wheel_colours(field: Tensor, limit: float) -> Tensor:
     length = field.norm(dim=-1) / limit
     hue = torch.atan2(-down, right) / (2 * torch.pi) % 1
     value = torch.where(length > 1, torch.full_like(length, 0.55), 0.97)
-    colours = torch.stack((hue, length.clamp(max=1), value), -1)
-    rgb = torch.from_numpy(hsv_to_rgb(colours.nan_to_num(0).double().numpy())).float()
+    colors = torch.stack((hue, length.clamp(max=1), value), -1)
+    rgb = torch.from_numpy(hsv_to_rgb(colors.nan_to_num(0).double().numpy())).float()
     return torch.where(length.isnan()[..., None], 0.5, rgb)
 
 
-def shades(values: Tensor, colours: str = "magma") -> Tensor:
+def shades(values: Tensor, colormap: str = "magma") -> Tensor:
     """Values 0..1 `[H, W]` -> a colour map of matplotlib `[H, W, 3]`, NaN grey."""
-    shown = torch.from_numpy(colormaps[colours](values.nan_to_num(0).clamp(0, 1).cpu().numpy())[..., :3]).float()
+    shown = torch.from_numpy(colormaps[colormap](values.nan_to_num(0).clamp(0, 1).cpu().numpy())[..., :3]).float()
     return torch.where(values.isnan().cpu()[..., None], 0.5, shown)
 
 
@@ -102,8 +102,8 @@ def arrows(picture: Tensor, offset: Tensor, confidence: Tensor, limit: float, ac
                 continue
             start = ((column + 0.5) * zoom, (row + 0.5) * zoom)
             end = (start[0] + right * zoom, start[1] + down * zoom)
-            for colour, thick in (("white", 2 * zoom + 2), ("#0b5394", max(zoom, 2))):
-                brush.line((*start, *end), fill=colour, width=thick)
+            for color, thick in (("white", 2 * zoom + 2), ("#0b5394", max(zoom, 2))):
+                brush.line((*start, *end), fill=color, width=thick)
             dot = 1.5 * zoom + 1
             brush.ellipse((end[0] - dot, end[1] - dot, end[0] + dot, end[1] + dot), fill="#e69f00", outline="white")
     return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
@@ -127,7 +127,7 @@ def wheel_legend(limit: float) -> Callable[[Axes], None]:
         field = torch.stack(torch.meshgrid(line, line, indexing="ij"), -1)
         alpha = (field.norm(dim=-1) <= 1.2 * limit).float()
         inset = axes.inset_axes((0.0, 0.0, 0.24, 0.42), zorder=3)
-        inset.imshow(torch.cat((wheel_colours(field, limit), alpha[..., None]), -1).numpy())
+        inset.imshow(torch.cat((wheel_colors(field, limit), alpha[..., None]), -1).numpy())
         inset.set_axis_off()
         arrow = {"arrowstyle": "->", "color": INK, "shrinkA": 0, "shrinkB": 0}
         inset.annotate("", (220, 120), (120, 120), arrowprops=arrow)
@@ -136,7 +136,7 @@ def wheel_legend(limit: float) -> Callable[[Axes], None]:
     return draw
 
 
-def bar_legend(limit: float, label: str, colours: str = "magma", low: float = 0.0) -> Callable[[Axes], None]:
+def bar_legend(limit: float, label: str, colormap: str = "magma", low: float = 0.0) -> Callable[[Axes], None]:
     """Draw the scale of `shades`, from low to limit, into the corner of a panel."""
 
     def draw(axes: Axes) -> None:
@@ -144,7 +144,7 @@ def bar_legend(limit: float, label: str, colours: str = "magma", low: float = 0.
         backing.set(xticks=[], yticks=[])
         inset = axes.inset_axes((0.05, 0.05, 0.3, 0.05), zorder=3)
         line = torch.linspace(0, 1, 128, dtype=torch.float32, device="cpu")
-        bar = shades(line[None], colours).numpy()
+        bar = shades(line[None], colormap).numpy()
         inset.imshow(bar, aspect="auto", extent=(low, limit, 0, 1))
         inset.set(xticks=[low, limit], xticklabels=[f"{low:.2g}", f"{limit:g}"], yticks=[], title=label)
         inset.xaxis.tick_top()

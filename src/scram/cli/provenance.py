@@ -40,22 +40,24 @@ def machine(device: str) -> dict[str, Any]:
 
 def installed(packages: tuple[str, ...]) -> dict[str, str]:
     """The versions of those packages that are installed."""
-    found = {}
+    versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def commit() -> str:
     """The commit of the sources, with a mark when they differ from it; "installed" outside a repository."""
-    here = Path(__file__)
+    this_file = Path(__file__)
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", here.parent, *words], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["git", "-C", this_file.parent, *words], capture_output=True, text=True, check=True
+        ).stdout
 
     try:
-        git("ls-files", "--error-unmatch", here.name)  # a repository around an installation is not ours
+        git("ls-files", "--error-unmatch", this_file.name)  # a repository around an installation is not ours
         return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(git("status", "--porcelain", "--", ".."))
     except (OSError, subprocess.CalledProcessError):
         return "installed"

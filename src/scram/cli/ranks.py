@@ -65,16 +65,16 @@ class Ranks:
             with contextlib.suppress(OSError):  # it is gone: told below
                 if process.is_alive():  # where a program takes SIGPIPE, writing to a dead one would end it
                     end.send(asked)
-        found = []
+        answers = []
         for rank, end in enumerate(self.ends):
             try:
-                said = end.recv() if end.poll(self.longest) else {"failed": f"no answer in {self.longest:g} s"}
+                answer = end.recv() if end.poll(self.longest) else {"failed": f"no answer in {self.longest:g} s"}
             except (EOFError, OSError):
-                said = {"failed": "its process ended"}
-            if "failed" in said:
-                raise ValueError(f"rank {rank} of {len(self.ends)}: {said['failed']}")
-            found.append(said)
-        return found
+                answer = {"failed": "its process ended"}
+            if "failed" in answer:
+                raise ValueError(f"rank {rank} of {len(self.ends)}: {answer['failed']}")
+            answers.append(answer)
+        return answers
 
 
 def serve(rank: int, size: int, device: str, meet: str, end: Connection) -> None:
@@ -158,5 +158,5 @@ def _squares(whole: Any, rows: Any, out: Tensor, device: str, kind: torch.dtype)
     at = torch.linspace(begin, end - 1, min(SAMPLE, end - begin), dtype=torch.float64, device=device).long()
     with torch.no_grad():
         exact = exact_attention(q, k, v, scale=SCALE, queries=at).out.float()
-    mine = out.float().flatten(2, 3)[:, :, at - begin]
-    return {"error": float((mine - exact).square().sum()), "norm": float(exact.square().sum())}
+    sampled = out.float().flatten(2, 3)[:, :, at - begin]
+    return {"error": float((sampled - exact).square().sum()), "norm": float(exact.square().sum())}

@@ -20,13 +20,14 @@ def run(image: str, width: int | None, height: int | None, out: Path, changed: d
     size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
     channels = channels_of(picture).to(device)
     with bar("retargeting") as told:
-        made, seconds = timed(lambda: retarget(channels, size, settings, progress=told))
+        retargeted, seconds = timed(lambda: retarget(channels, size, settings, progress=told))
     stretched = resize(channels, size)
-    result = with_channels(picture, made)
+    result = with_channels(picture, retargeted)
     plain = with_channels(picture, stretched)
     write(result, out / "retargeted.png")
     far = {
-        name: two_way(x.to(device), channels, settings) for name, x in (("retargeted", made), ("resized", stretched))
+        name: two_way(x.to(device), channels, settings)
+        for name, x in (("retargeted", retargeted), ("resized", stretched))
     }
     notes = {name: f"distance of patches {x:.4f} to the source, {y:.4f} back" for name, (x, y) in far.items()}
     panels = [

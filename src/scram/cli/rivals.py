@@ -57,8 +57,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def brute_force(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """The exact best key of each query, by all N^2 scores in chunks, then the same windows as SCRAM."""
     with torch.no_grad():
-        found = exact_search(q, k)
-    return attend(q, k, v, found, radius=1, scale=scale).out
+        matches = exact_search(q, k)
+    return attend(q, k, v, matches, radius=1, scale=scale).out
 
 
 def strided_allows(size: int) -> Allows:
@@ -90,15 +90,15 @@ def strided(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     device = q.device
     at = torch.arange(size, device=device)
     # Of the line above only the points right of the query's column are among the last `size`; the rest are its own.
-    band = torch.cat((at[None, :] > at[:, None], at[None, :] <= at[:, None]), -1)
+    band = torch.cat((at[None, :] > at[:, None], at[None, :] <= at[:, None]), -1)  # [W, 2 * W]
     lines = []
     for rows in _chunks(q, 3 * size):
         above = [F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, rows] for x in (k, v)]
         near = [torch.cat((up, x[:, :, rows]), 3) for up, x in zip(above, (k, v), strict=True)]
-        mine = q[:, :, rows] * scale
+        q_rows = q[:, :, rows] * scale
         legal = band & ((rows[:, None, None] > 0) | (torch.arange(2 * size, device=device) >= size))
-        column = torch.einsum("bhyxe,bhzxe->bhyxz", mine, k)
-        p_near, p_column = _softmax_of_both(mine @ near[0].mT, legal, column, at < rows[:, None, None])
+        column = torch.einsum("bhyxe,bhzxe->bhyxz", q_rows, k)  # [B, H, lines, W, W]
+        p_near, p_column = _softmax_of_both(q_rows @ near[0].mT, legal, column, at < rows[:, None, None])
         lines.append(p_near @ near[1] + torch.einsum("bhyxz,bhzxe->bhyxe", p_column, v))
     return torch.cat(lines, 2)
 
@@ -112,9 +112,9 @@ def fixed(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     line_of = torch.arange(summaries[0].shape[2], device=device) // min(SUMMARY, size)
     lines = []
     for rows in _chunks(q, size + len(line_of)):
-        mine = q[:, :, rows] * scale
-        line = mine @ k[:, :, rows].mT
-        before = mine @ summaries[0].mT.unsqueeze(2)
+        q_rows = q[:, :, rows] * scale
+        line = q_rows @ k[:, :, rows].mT  # [B, H, lines, W, W]
+        before = q_rows @ summaries[0].mT.unsqueeze(2)  # [B, H, lines, W, summaries]
         p_line, p_before = _softmax_of_both(line, at <= at[:, None], before, line_of < rows[:, None, None])
         lines.append(p_line @ v[:, :, rows] + p_before @ summaries[1].unsqueeze(2))
     return torch.cat(lines, 2)

@@ -40,11 +40,11 @@ def noise(size: int, width: int = WIDTH) -> Set:
 
 def tensor_sets(size: int, data: Path | None = None) -> dict[str, Set]:
     """All kinds; trained tensors where their folder is given."""
-    found = {"photo pair": matching(size), "projected photo": projected(size)}
+    sets = {"photo pair": matching(size), "projected photo": projected(size)}
     if data is not None:
         flow, sam = (np.load(data / name) for name in TRAINED)
         q, k = (torch.from_numpy(flow[name].astype(np.float32))[None, None] for name in ("q", "k"))
-        found["GMFlow, trained"] = (q, k, q.shape[-1] ** -0.5)
+        sets["GMFlow, trained"] = (q, k, q.shape[-1] ** -0.5)
         q, k = (torch.from_numpy(sam[name].astype(np.float32)).movedim(2, 0)[None].contiguous() for name in ("q", "k"))
-        found["MobileSAM, trained"] = (q, k, q.shape[-1] ** -0.5)
-    return found
+        sets["MobileSAM, trained"] = (q, k, q.shape[-1] ** -0.5)
+    return sets

@@ -41,21 +41,21 @@ class Layout:
     def over(self, other: Layout) -> Layout:
         """This one, and the other where this one says nothing."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in STORED)
-        return Layout(*(theirs if mine is None else mine for mine, theirs in pairs))
+        return Layout(*(second if first is None else first for first, second in pairs))
 
 
-def read(path: Path, names: tuple[str, str, str], said: Layout) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """q, k, v [B, H, *G, E|F] and the scale, None for the default; `said` goes before what the file says.
+def read(path: Path, names: tuple[str, str, str], override: Layout) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """q, k, v [B, H, *G, E|F] and the scale, None for the default; `override` goes before what the file says.
 
     Args:
         names: of the queries, the keys and the values in the file; keys and values may be one tensor.
     """
-    found, stored = _safetensors(path, names) if path.suffix == ".safetensors" else _npz(path, names)
-    layout = said.over(_layout(path, stored))
-    for name, x in found.items():
+    tensors, stored = _safetensors(path, names) if path.suffix == ".safetensors" else _npz(path, names)
+    layout = override.over(_layout(path, stored))
+    for name, x in tensors.items():
         if x.is_complex() or x.dtype == torch.bool:
             raise ValueError(f"{path}: {name} must hold real numbers, got {str(x.dtype).removeprefix('torch.')}")
-    q, k, v = (_laid_out(name, found[name], layout) for name in names)
+    q, k, v = (_laid_out(name, tensors[name], layout) for name in names)
     return q, k, v, layout.scale
 
 
@@ -69,7 +69,7 @@ def _npz(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[st
             raise ValueError(wrong) from None
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise ValueError(wrong)
-        _there(path, names, file.files)
+        _check_names(path, names, file.files)
         headers = {name: _header(path, file, name) for name in (*names, *STORED) if name in file.files}
         for name in names:
             if headers[name].dtype.kind not in "biufc":
@@ -144,7 +144,7 @@ def _safetensors(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Tensor],
     try:
         with safe_open(path, framework="pt") as file:
             stored: dict[str, Any] = {**(file.metadata() or {})}
-            _there(path, names, list(file.keys()))
+            _check_names(path, names, list(file.keys()))
             slices = [file.get_slice(name) for name in names]
             _check_memory(path, [(prod(one.get_shape()), 8 if "64" in one.get_dtype() else 4) for one in slices])
             return {name: file.get_tensor(name) for name in names}, {n: stored[n] for n in STORED if n in stored}
@@ -152,7 +152,7 @@ def _safetensors(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Tensor],
         raise ValueError(f"{path} is not a whole .safetensors file: {error}") from None
 
 
-def _there(path: Path, names: tuple[str, ...], held: list[str]) -> None:
+def _check_names(path: Path, names: tuple[str, ...], held: list[str]) -> None:
     missing = dict.fromkeys(name for name in names if name not in held)
     if missing:
         raise ValueError(

@@ -140,15 +140,15 @@ def explore(
     q, k, v = (thinned(x[batch : batch + 1], stride, 2) for x in (q, k, v))
     shown = [thinned(x, stride, 0) for x in shown]
     settings = settings if settings.seed is not None else replace(settings, seed=seed)
-    how: dict[str, Any] = {"score": score, "impl": impl}
-    sweeps = [search_keys(q, k, search=replace(settings, sweeps=t), **how) for t in range(settings.sweeps + 1)]
+    options: dict[str, Any] = {"score": score, "impl": impl}
+    sweeps = [search_keys(q, k, search=replace(settings, sweeps=t), **options) for t in range(settings.sweeps + 1)]
     codebook = None
     if chosen is not None:
         chosen = chosen if chosen.seed is not None else replace(chosen, seed=settings.seed)
-        codebook = cluster(q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, **how)
+        codebook = cluster(q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, **options)
     radii = errors.radius(radius, q.ndim - 3)
-    quality, rms = _quality(q, k, v, sweeps, codebook, radii, factor, how, num_queries, seed)
-    attention = Attention(*part, sweeps, codebook, [_colours(x) for x in shown])
+    quality, rms = _quality(q, k, v, sweeps, codebook, radii, factor, options, num_queries, seed)
+    attention = Attention(*part, sweeps, codebook, [_colors(x) for x in shown])
     about = {
         "format": "scram.explorer",
         "version": 1,
@@ -184,12 +184,12 @@ def _fitted(attention: Attention, channels: Channels, about: dict[str, Any], bud
             if math.prod(some.q.shape[:-1]) > most_points and stride < STRIDES[-1]:
                 continue
             coarsest = COARSE if stride < STRIDES[-1] else math.inf
-            made = stored(some, channels.every(stride, grid), most, coarsest)
-            if made is not None:
+            contents = stored(some, channels.every(stride, grid), most, coarsest)
+            if contents is not None:
                 break
-        assert made is not None
+        assert contents is not None
         queries = {**_grid(tuple(some.q.shape[1:-1])), "stride": stride, "whole": list(grid)}
-        page = written({**about, "queries": queries, **made.about}, made.packed)
+        page = written({**about, "queries": queries, **contents.about}, contents.packed)
         size = len(page.encode())
         if size <= budget:
             return Explorer(page, {name: x for name, x in read_back(page)[0].items() if name != "arrays"})
@@ -240,7 +240,7 @@ def _pictures(pictures: Tensor | Sequence[Tensor], grid: Grid, key_grid: Grid) -
     return given
 
 
-def _colours(picture: Tensor) -> Tensor:
+def _colors(picture: Tensor) -> Tensor:
     """uint8 [*G, 3]."""
     x = picture.detach().cpu()
     x = x if x.dtype == torch.uint8 else (x.float().nan_to_num(0).clamp(0, 1) * 255).round().byte()
@@ -285,23 +285,23 @@ def _quality(
     codebook: Any,
     radius: tuple[int, ...],
     scale: float,
-    how: dict[str, Any],
+    options: dict[str, Any],
     num_queries: int,
     seed: int,
 ) -> tuple[dict[str, Any], list[float]]:
     """Against exact attention of some queries; and the root mean square of the exact outputs of each head."""
-    truth = Truth.of(q, k, v, scale=scale, score=how["score"], num_queries=num_queries, seed=seed, with_lse=True)
+    truth = Truth.of(q, k, v, scale=scale, score=options["score"], num_queries=num_queries, seed=seed, with_lse=True)
     grown = []
-    for found in sweeps:
-        windows = attend(q, k, v, found, radius=radius, scale=scale, **how)
+    for matches in sweeps:
+        windows = attend(q, k, v, matches, radius=radius, scale=scale, **options)
         share = (windows.lse.flatten(2)[..., truth.queries].to(truth.lse.dtype) - truth.lse).exp()
         grown.append(share.mean(-1)[0].tolist())
     out = windows.out
     if codebook is not None:
-        out = attend(q, k, v, sweeps[-1], radius=radius, scale=scale, tail=codebook, **how).out
+        out = attend(q, k, v, sweeps[-1], radius=radius, scale=scale, tail=codebook, **options).out
     off = truth.errors(out)
     every = Errors.of(truth.square(out).flatten(1)[:, None], truth.size.flatten(1)[:, None], truth.points)
-    found_quality = {
+    quality = {
         "queries": len(truth.queries),
         "mass": sum(grown[-1]) / len(grown[-1]),
         "sweeps": grown,
@@ -312,7 +312,7 @@ def _quality(
         ],
     }
     rms = truth.size.mean(-1)[0].sqrt()
-    return found_quality, [max(float(x), 1e-30) for x in rms]
+    return quality, [max(float(x), 1e-30) for x in rms]
 
 
 def _number(x: Tensor) -> float:

@@ -72,11 +72,11 @@ class Channels(NamedTuple):
     def of(q: Tensor, k: Tensor, v: Tensor) -> Channels:
         """From q [H, *G, E], k [Hk, M, E] and v [Hk, M, F], as in `Attention`."""
         group = len(q) // len(k)
-        flat = q.flatten(1, -2).double()
+        flat = q.flatten(1, -2).double()  # [H, N, E]
         balanced = [Balanced.of(*pair) for pair in zip(flat.reshape(len(k), -1, flat.shape[-1]), k, strict=True)]
         principal = [Principal.of(x) for x in v]
         queries = [_planes(q @ balanced[h // group].to_queries) for h, q in enumerate(flat)]
-        base = _planes(torch.stack([q @ balanced[h // group].centre for h, q in enumerate(flat)], 1))
+        base = _planes(torch.stack([q @ balanced[h // group].center for h, q in enumerate(flat)], 1))
         keys = [_planes(x.keys) for x in balanced]
         values = [_planes(x.channels) for x in principal]
         return Channels(balanced, principal, queries, keys, values, base)
@@ -163,7 +163,7 @@ def stored(attention: Attention, channels: Channels, most_bytes: int, coarsest: 
         packed.add(f"v{g}", v[kept_values[g]])
         for h, q in zip(own, qs, strict=True):
             packed.add(f"q{h}", q[kept_keys[g]])
-            off = _off(attention.q[h].flatten(0, -2), attention.k[g], balanced.centre, q, k, kept_keys[g], step)
+            off = _off(attention.q[h].flatten(0, -2), attention.k[g], balanced.center, q, k, kept_keys[g], step)
             heads.append({"step": step, "value_step": value_step, "channels": len(kept_keys[g]), **off})
     if attention.codebook is not None:
         _clusters(packed, attention, channels, kept_keys, kept_values)
@@ -211,7 +211,7 @@ def _lost(whole: Floats, planes: NDArray[np.int16], kept: list[int], step: float
 def _off(
     q: Tensor,
     k: Tensor,
-    centre: Tensor,
+    center: Tensor,
     q_planes: NDArray[np.int16],
     k_planes: NDArray[np.int16],
     kept: list[int],
@@ -219,10 +219,10 @@ def _off(
 ) -> dict[str, float]:
     """How far weights by rounded features are from exact ones: the share of the attention that lies elsewhere."""
     at = torch.linspace(0, len(q) - 1, min(CHECKED, len(q)), dtype=torch.float32, device=q.device).long()
-    exact = (q[at].double() @ (k.double() - centre).T).softmax(-1)
+    exact = (q[at].double() @ (k.double() - center).T).softmax(-1)  # [n, M]
     own = torch.from_numpy(q_planes[kept][:, at.numpy()].astype(np.float32)).T * step**2
     near = (own @ torch.from_numpy(k_planes[kept].astype(np.float32))).double().softmax(-1)
-    off = 0.5 * (exact - near).abs().sum(-1)
+    off = 0.5 * (exact - near).abs().sum(-1)  # [n]
     return {"map_error": float(off.mean()), "map_error_most": float(off.max())}
 
 
@@ -237,14 +237,14 @@ def _matches(packed: Packed, sweeps: Sequence[Matches], most_bytes: int) -> int:
     kappa = last.index.shape[-1]
     heads = last.index.shape[1]
 
-    def planes(found: Matches, kept: int) -> NDArray[np.int16]:
-        index = rows(found.index)[..., :kept].movedim(-1, 0).flip(0).cpu()  # [kept, H, N]
+    def planes(matches: Matches, kept: int) -> NDArray[np.int16]:
+        index = rows(matches.index)[..., :kept].movedim(-1, 0).flip(0).cpu()  # [kept, H, N]
         place = torch.stack((torch.where(index < 0, -1, index // width), torch.where(index < 0, -1, index % width)), 2)
         return place.to(torch.int16).flatten(0, 2).numpy()
 
     for kept in dict.fromkeys((kappa, 1)):
         trial = Packed()
-        earlier = [planes(found, kept) for found in reversed(sweeps[:-1])]
+        earlier = [planes(matches, kept) for matches in reversed(sweeps[:-1])]
         trial.add("matches", np.concatenate([planes(last, kappa), *earlier]), back=2 * heads * kept)
         if len(trial) <= MATCHES_SHARE * most_bytes:
             break
@@ -273,9 +273,9 @@ def _clusters(
         g = c // share
         key = channels.balanced[g]
         value = channels.principal[g]
-        centres = (book.centres[0, c].cpu().double() - key.centre) @ key.to_keys
-        means = (book.values[0, c].cpu().double() - value.centre) @ value.axes
-        packed.add_floats(f"centres{c}", centres[:, kept_keys[g]].numpy())
+        centers = (book.centres[0, c].cpu().double() - key.center) @ key.to_keys
+        means = (book.values[0, c].cpu().double() - value.center) @ value.axes
+        packed.add_floats(f"centres{c}", centers[:, kept_keys[g]].numpy())
         packed.add_floats(f"means{c}", means[:, kept_values[g]].numpy())
     packed.add_floats("sizes", sizes.numpy())
     if book.gains is not None:

@@ -26,14 +26,14 @@ class Balanced(NamedTuple):
         keys: [M, D], centred and turned.
         to_queries: [E, D], what turns queries.
         to_keys: [E, D], what turns centred keys.
-        centre: [E], the mean of the keys.
+        center: [E], the mean of the keys.
         spread: sum of the second moments over the channels, of queries and of keys alike.
     """
 
     keys: Tensor
     to_queries: Tensor
     to_keys: Tensor
-    centre: Tensor
+    center: Tensor
     spread: float
 
     @staticmethod
@@ -48,14 +48,14 @@ class Balanced(NamedTuple):
         """
         q = q.double()
         k = k.double()
-        centre, variance, axes = principal_axes(k)
+        center, variance, axes = principal_axes(k)
         kept = variance > SMALLEST * variance[-1].clamp(min=1e-300)
         if not bool(kept.any()):  # all keys are equal
             zero = q.new_zeros(q.shape[-1], 1)
-            return Balanced(k.new_zeros(len(k), 1), zero, zero, centre, 0.0)
-        root = axes[:, kept] * variance[kept].sqrt()
-        inverse = axes[:, kept] / variance[kept].sqrt()
-        seen = q @ root
+            return Balanced(k.new_zeros(len(k), 1), zero, zero, center, 0.0)
+        root = axes[:, kept] * variance[kept].sqrt()  # [E, D]
+        inverse = axes[:, kept] / variance[kept].sqrt()  # [E, D]
+        seen = q @ root  # [n, D]
         value, turn = torch.linalg.eigh(seen.T @ seen / max(len(q), 1))
         singular = value.clamp(min=0).sqrt().flip(0)
         kept = singular > SMALLEST * singular[0].clamp(min=1e-300)
@@ -65,7 +65,7 @@ class Balanced(NamedTuple):
         turn = turn.flip(1)[:, kept]
         to_keys = inverse @ turn * singular.sqrt()
         to_queries = root @ turn / singular.sqrt()
-        return Balanced((k - centre) @ to_keys, to_queries, to_keys, centre, float(singular.sum()))
+        return Balanced((k - center) @ to_keys, to_queries, to_keys, center, float(singular.sum()))
 
     def step(self, error: float) -> float:
         """The step of rounding for which scores are off by `error`, root mean square."""
@@ -77,14 +77,14 @@ class Principal(NamedTuple):
 
     channels: Tensor
     axes: Tensor
-    centre: Tensor
+    center: Tensor
 
     @staticmethod
     def of(v: Tensor) -> Principal:
         v = v.double()
-        centre, _, axes = principal_axes(v)
+        center, _, axes = principal_axes(v)
         axes = axes.flip(1)
-        return Principal((v - centre) @ axes, axes, centre)
+        return Principal((v - center) @ axes, axes, center)
 
     @property
     def size(self) -> float:

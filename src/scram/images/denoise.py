@@ -117,9 +117,9 @@ def denoise_picture(noisy: Tensor, sigma: float, settings: Settings) -> Tensor:
     attends the window around itself and those around its best matches elsewhere; patches overlap and are averaged.
     """
     basis = Basis.fit(noisy, sigma, settings.patch, settings.width)
-    features = basis(noisy)
+    features = basis(noisy)  # [1, 1, H, W, width]
     start = Matches.identity(noisy.shape[:2], device=noisy.device)
-    how = Search(
+    search_settings = Search(
         matches=settings.matches,
         separation=settings.radius,
         sweeps=settings.sweeps,
@@ -129,10 +129,12 @@ def denoise_picture(noisy: Tensor, sigma: float, settings: Settings) -> Tensor:
         seed=settings.seed,
     )
     # The start is the query's own place, which nothing beats; the other matches keep their distance from it.
-    found = start if settings.matches == 1 else search(features, features, search=how, score="l2", warm=start)
-    values = unfold(noisy, settings.patch)
+    matches = (
+        start if settings.matches == 1 else search(features, features, search=search_settings, score="l2", warm=start)
+    )
+    values = unfold(noisy, settings.patch)  # [H, W, C * p * p]
     scale = 1 / ((settings.strength * sigma) ** 2 * basis.left)
-    out, lse = attend(features, features, values[None, None], found, radius=settings.radius, scale=scale, score="l2")
+    out, lse = attend(features, features, values[None, None], matches, radius=settings.radius, scale=scale, score="l2")
     mean, weight = as_a_twin(out[0, 0], lse[0, 0], values, settings.strength)
     return fold(mean, weight, noisy.shape, settings.patch)
 
@@ -172,7 +174,7 @@ def as_a_twin(out: Tensor, lse: Tensor, own: Tensor, strength: float) -> tuple[T
     """
     twin = exp(-2 / strength**2)
     lse = lse.clamp(0, 80).unsqueeze(-1)  # its own weight is 1, but for rounding
-    own_share = (1 - twin) * (-lse).exp()
+    own_share = (1 - twin) * (-lse).exp()  # [..., 1]
     return (out - own_share * own) / (1 - own_share), (lse.exp() * (1 - own_share) / twin).sqrt()
 
 

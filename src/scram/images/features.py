@@ -39,12 +39,12 @@ class PatchFeatures:
     def __call__(self, picture: Tensor) -> Tensor:
         """The features of every pixel, unit norm `[1, 1, H, W, width]`."""
         # A convolution with the basis is the projection of every patch, without writing the patches out.
-        kernel = self.basis.reshape(-1, 3, self.patch, self.patch)
-        whole = padded(picture, self.patch)
-        offset = -self.basis @ self.mean
-        out = picture.new_empty(1, 1, *picture.shape[:2], len(kernel))
+        kernel = self.basis.reshape(-1, 3, self.patch, self.patch)  # [width, 3, p, p]
+        whole = padded(picture, self.patch)  # [1, 3, H + p - 1, W + p - 1]
+        offset = -self.basis @ self.mean  # [width]
+        out = picture.new_empty(1, 1, *picture.shape[:2], len(kernel))  # [1, 1, H, W, width]
         for top in range(0, len(picture), STRIP):  # strip by strip: large pictures need no second copy
-            strip = whole[:, :, top : top + STRIP + self.patch - 1]
+            strip = whole[:, :, top : top + STRIP + self.patch - 1]  # [1, 3, lines + p - 1, W + p - 1]
             out[:, 0, top : top + STRIP] = F.normalize(F.conv2d(strip, kernel, offset), dim=1).movedim(1, -1)
         return out
 
@@ -59,6 +59,6 @@ def padded(picture: Tensor, patch: int) -> Tensor:
 
 def plain_share(picture: Tensor, patch: int) -> float:
     """The share of pixels `[H, W, 3]` whose patch is all one colour: nothing tells them apart."""
-    x = padded(picture, patch)
+    x = padded(picture, patch)  # [1, 3, H + p - 1, W + p - 1]
     same = (F.max_pool2d(x, patch, 1) == -F.max_pool2d(-x, patch, 1)).all(1)
     return float(same.float().mean())

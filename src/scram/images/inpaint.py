@@ -69,15 +69,15 @@ def inpaint(
     highest = picture[~hole].amax(0)
     if not bool(hole.any()):
         return picture.to(given)
-    here = surroundings(hole)
+    region = surroundings(hole)
     filled = picture.clone()
-    filled[here] = _filled(picture[here], hole[here], settings, progress or (lambda share: None))
+    filled[region] = _filled(picture[region], hole[region], settings, progress or (lambda share: None))
     return filled.clamp(lowest, highest).to(given)
 
 
 def surroundings(hole: Tensor) -> tuple[slice, slice]:
     """The rows and columns of a picture that are looked at: all of them, of large ones those around the hole [H, W]."""
-    ends = [(int(found[0]), int(found[-1]) + 1) for found in (hole.any(1).nonzero(), hole.any(0).nonzero())]
+    ends = [(int(lines[0]), int(lines[-1]) + 1) for lines in (hole.any(1).nonzero(), hole.any(0).nonzero())]
     margin = 64
     while True:
         parts = [

@@ -146,13 +146,13 @@ def match(
         tuple(map(float, rotations)),
         impl,
     )
-    a = _coloured("a", a)
-    b = _coloured("b", b)
+    a = _as_rgb("a", a)
+    b = _as_rgb("b", b)
     poses = _poses(settings)
     tell: Advance = progress or (lambda share, what: None)
     if len(poses) > 1:
         poses = _likely(a, b, poses, settings)
-    found: Matching | None = None
+    matching: Matching | None = None
     for n, pose in enumerate(poses):
         words = "" if len(poses) == 1 else f"scale {pose[0]:g}, turned by {pose[1]:g}: "
 
@@ -160,12 +160,12 @@ def match(
             tell((n + share) / len(poses), words + what)
 
         one = replace(_in_pose(a, b, pose, settings, part), poses=tuple(poses))
-        found = one if found is None else _better(found, one, n)
-    assert found is not None
-    return found
+        matching = one if matching is None else _better(matching, one, n)
+    assert matching is not None
+    return matching
 
 
-def _coloured(name: str, picture: Tensor) -> Tensor:
+def _as_rgb(name: str, picture: Tensor) -> Tensor:
     check_floats(picture, (3, 1), name)
     check_finite(picture, name)
     return picture.float().expand(-1, -1, 3)
@@ -208,8 +208,8 @@ def _in_pose(
 ) -> Matching:
     """Match A with B, whose content is `scale` times as large and turned by so many degrees."""
     posed = turned(b, 1 / pose[0], -pose[1])
-    there = None if posed.there is None else posed.there[None]
-    levels = [(a, posed.picture, there)]
+    key_mask = None if posed.inside is None else posed.inside[None]
+    levels = [(a, posed.picture, key_mask)]
     while min(*levels[-1][0].shape[:2], *levels[-1][1].shape[:2]) >= 2 * COARSEST:
         x, y, mask = levels[-1]
         smaller = None if mask is None else halved(mask[0].unsqueeze(-1).float())[None, ..., 0] > 0.99
@@ -227,31 +227,31 @@ def _in_pose(
         left = "" if n < 2 else f", about {passed * sum(work[n:]) / done:.0f} s left"
         tell(done / sum(work), f"{x.shape[1]} x {x.shape[0]} pixels{left}")
         clock = _Clock(seconds, a.device)
-        q, k = _features(x, y, settings)
+        q, k = _features(x, y, settings)  # [1, 1, h, w, width] each
         clock("features")
-        state = _there_and_back(q, k, mask, state, n, settings)
+        state = _both_ways(q, k, mask, state, n, settings)
         clock("search")
         if n == second:
-            distinct = _distinct(q, k, mask, state.there, n, settings)
+            distinct = _distinct(q, k, mask, state.forward, n, settings)
         clock("check")
         done += work[n]
-    assert state.there is not None
-    assert state.back is not None
+    assert state.forward is not None
+    assert state.backward is not None
     assert distinct is not None
-    own = own_places(*posed.picture.shape[:2]).to(a.device)
-    values = torch.cat((posed.picture, own), -1)[None, None]
+    own = own_places(*posed.picture.shape[:2]).to(a.device)  # [h', w', 2]
+    values = torch.cat((posed.picture, own), -1)[None, None]  # [1, 1, h', w', 5]
     out = attend(
-        q, k, values, state.there, radius=settings.radius, scale=settings.scale, key_mask=mask, impl=settings.impl
+        q, k, values, state.forward, radius=settings.radius, scale=settings.scale, key_mask=mask, impl=settings.impl
     ).out[0, 0]
     clock("attend")
-    best = Matches(state.there.index[..., :1], state.there.score[..., :1], state.there.key_grid)
-    confidence = _agreement(best, state.back) * _stretched(distinct, a)
-    found = best.index[0, 0] >= 0
+    best = Matches(state.forward.index[..., :1], state.forward.score[..., :1], state.forward.key_grid)
+    confidence = _agreement(best, state.backward) * _stretched(distinct, a)
+    has_match = best.index[0, 0] >= 0  # [H, W, 1]
     clock("check")
-    place = torch.where(found, posed.origin(out[..., 3:]), torch.nan)
+    place = torch.where(has_match, posed.origin(out[..., 3:]), torch.nan)
     return Matching(
         place,
-        torch.where(found[..., 0], confidence, 0),
+        torch.where(has_match[..., 0], confidence, 0),
         out[..., :3],
         best.score[0, 0, ..., 0],
         torch.zeros_like(best.index[0, 0, ..., 0], dtype=torch.int64),
@@ -264,8 +264,8 @@ def _in_pose(
 class _Level:
     """The matches of a level from A to B and back."""
 
-    there: Matches | None = None
-    back: Matches | None = None
+    forward: Matches | None = None
+    backward: Matches | None = None
 
 
 class _Clock:
@@ -285,49 +285,53 @@ class _Clock:
 def _features(a: Tensor, b: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """Patch features of both pictures from one PCA, fitted on A: [1, 1, H, W, width] each."""
     stride = max(5, round((a.shape[0] * a.shape[1] / 30_000) ** 0.5))  # some 30 thousand patches are enough
-    made = PatchFeatures.fit(a, settings.width, settings.patch, stride)
-    return made(a), made(b)
+    features = PatchFeatures.fit(a, settings.width, settings.patch, stride)
+    return features(a), features(b)
 
 
-def _there_and_back(
-    q: Tensor, k: Tensor, mask: Tensor | None, before: _Level, level: int, settings: Settings
-) -> _Level:
+def _both_ways(q: Tensor, k: Tensor, mask: Tensor | None, before: _Level, level: int, settings: Settings) -> _Level:
     """Search from A to B and from B to A, from the matches of the coarser level where there is one."""
-    how = Search(matches=settings.matches, separation=settings.separation, sweeps=settings.sweeps, seed=settings.seed)
-    there = back = None
-    if before.there is not None and before.back is not None:
+    level_search = Search(
+        matches=settings.matches, separation=settings.separation, sweeps=settings.sweeps, seed=settings.seed
+    )
+    forward = backward = None
+    if before.forward is not None and before.backward is not None:
         grid = q.shape[2:-1]
         key_grid = k.shape[2:-1]
-        there = before.there.upsample(grid, key_grid)
-        back = before.back.upsample(key_grid, grid)
-        how = replace(how, sweeps=min(2, settings.sweeps), jumps=(4, 1), gossip=0, seed=settings.seed + level)
-    found = search(q, k, search=how, key_mask=mask, warm=there, impl=settings.impl)
+        forward = before.forward.upsample(grid, key_grid)
+        backward = before.backward.upsample(key_grid, grid)
+        level_search = replace(
+            level_search, sweeps=min(2, settings.sweeps), jumps=(4, 1), gossip=0, seed=settings.seed + level
+        )
+    matches = search(q, k, search=level_search, key_mask=mask, warm=forward, impl=settings.impl)
     # Back: whoever was found starts from its finder, others from the coarser level.
-    start = Matches(found.index[..., :1], found.score[..., :1], found.key_grid).inverse()
-    if back is not None:
-        start = Matches(torch.where(start.index >= 0, start.index, back.index), start.score, start.key_grid)
-    how = replace(how, matches=1, separation=0, sweeps=min(how.sweeps, 4 if back is None else 1))
-    return _Level(found, search(k, q, search=how, warm=start, impl=settings.impl))
+    start = Matches(matches.index[..., :1], matches.score[..., :1], matches.key_grid).inverse()
+    if backward is not None:
+        start = Matches(torch.where(start.index >= 0, start.index, backward.index), start.score, start.key_grid)
+    level_search = replace(
+        level_search, matches=1, separation=0, sweeps=min(level_search.sweeps, 4 if backward is None else 1)
+    )
+    return _Level(matches, search(k, q, search=level_search, warm=start, impl=settings.impl))
 
 
-def _agreement(there: Matches, back: Matches) -> Tensor:
+def _agreement(forward: Matches, backward: Matches) -> Tensor:
     """How well ways there and back end where they began [H, W], 0..1: of each pixel, and around it."""
-    height, width = there.index.shape[2:4]
-    key = there.index[0, 0, ..., 0].long()
-    home = back.coords()[0, 0].flatten(0, -2)[key.clamp(min=0).flatten()].reshape(height, width, 2)
+    height, width = forward.index.shape[2:4]
+    key = forward.index[0, 0, ..., 0].long()  # [H, W]
+    home = backward.coords()[0, 0].flatten(0, -2)[key.clamp(min=0).flatten()].reshape(height, width, 2)
     missed = (home - own_places(height, width).to(key.device)).norm(dim=-1).nan_to_num(torch.inf)
-    ends = 1 / (1 + (missed / NEAR).square())
+    ends = 1 / (1 + (missed / NEAR).square())  # [H, W]
     ends = torch.where(key >= 0, ends, 0)
     around = F.avg_pool2d(ends[None, None], 2 * AROUND + 1, 1, AROUND, count_include_pad=False)[0, 0]
     return around * (1 + ends) / 2
 
 
 def _distinct(
-    q: Tensor, k: Tensor, mask: Tensor | None, found: Matches | None, level: int, settings: Settings
+    q: Tensor, k: Tensor, mask: Tensor | None, matches: Matches | None, level: int, settings: Settings
 ) -> Tensor:
     """1 - r^24 [h, w], r the squared distance to the best key over that to the second best half a patch away."""
-    how = replace(SECOND, separation=max(settings.patch // 2, 1), seed=settings.seed + level)
-    two = search(q, k, search=how, key_mask=mask, warm=found, impl=settings.impl)
+    search_settings = replace(SECOND, separation=max(settings.patch // 2, 1), seed=settings.seed + level)
+    two = search(q, k, search=search_settings, key_mask=mask, warm=matches, impl=settings.impl)
     first, second = (2 - 2 * two.score[0, 0].clamp(max=1)).unbind(-1)
     return 1 - ((first + 1e-4) / (second + 1e-4)).clamp(max=1) ** 24
 

@@ -42,11 +42,11 @@ def shrink_known(picture: Tensor, hole: Tensor, size: tuple[int, int]) -> tuple[
     if tuple(hole.shape) == tuple(size):
         return picture, hole
     known = (~hole).to(picture.dtype)[None, None]
-    colours = picture.movedim(-1, 0)[None] * known
-    colours, known = (
-        F.interpolate(x, size, mode="bilinear", align_corners=False, antialias=True) for x in (colours, known)
+    colors = picture.movedim(-1, 0)[None] * known  # [1, C, H, W]
+    colors, known = (
+        F.interpolate(x, size, mode="bilinear", align_corners=False, antialias=True) for x in (colors, known)
     )
-    small = torch.where(known > 0.01, colours / known.clamp(min=0.01), 0)
+    small = torch.where(known > 0.01, colors / known.clamp(min=0.01), 0)
     return small[0].movedim(0, -1).contiguous(), known[0, 0] < 0.5
 
 

@@ -171,9 +171,9 @@ def _read(path: Path, most_pixels: int) -> Picture:
         if image.getexif().get(ORIENTATION, 1) != 1:  # a PNG holds it behind its pixels
             notes.append("turned upright")
         profile = None if any(note.startswith("CMYK") for note in notes) else image.info.get("icc_profile")
-    colours = 1 if scaled.shape[-1] < 3 else 3
-    alpha = scaled[..., colours:].contiguous() if scaled.shape[-1] > colours else None
-    return Picture(scaled[..., :colours].contiguous(), alpha, bits, profile, tuple(notes))
+    colors = 1 if scaled.shape[-1] < 3 else 3
+    alpha = scaled[..., colors:].contiguous() if scaled.shape[-1] > colors else None
+    return Picture(scaled[..., :colors].contiguous(), alpha, bits, profile, tuple(notes))
 
 
 def _raw_mode(image: Any) -> str:
@@ -211,8 +211,8 @@ def _one_mode(image: Image.Image, notes: list[str]) -> tuple[Image.Image | NDArr
 
 def _is_grey(image: Image.Image) -> bool:
     """Whether a palette holds greys alone."""
-    colours = np.asarray(image.getpalette("RGB") or ()).reshape(-1, 3)
-    return bool((colours == colours[:, :1]).all())
+    colors = np.asarray(image.getpalette("RGB") or ()).reshape(-1, 3)
+    return bool((colors == colors[:, :1]).all())
 
 
 def _sixteen(path: Path, image: Image.Image, raw: str, most_pixels: int) -> NDArray[Any]:
@@ -271,11 +271,11 @@ def write(picture: Picture, path: str | os.PathLike[str]) -> None:
         from PIL import Image
 
         image = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)  # [H, W, 2] is grey with alpha
-        how: dict[str, Any] = {"quality": 95} if suffix in (".jpg", ".jpeg", ".webp", ".avif") else {}
+        options: dict[str, Any] = {"quality": 95} if suffix in (".jpg", ".jpeg", ".webp", ".avif") else {}
         if picture.profile is not None:
-            how["icc_profile"] = picture.profile
+            options["icc_profile"] = picture.profile
         try:
-            image.save(temporary, **how)
+            image.save(temporary, **options)
         except ValueError as error:
             raise ValueError(f"{path}: {error}; give a name that ends in .png or .jpg") from error
 

@@ -23,12 +23,12 @@ class Turned:
 
     Args:
         picture: [h, w, C], black where nothing of the original lies.
-        there: bool [h, w], where something lies; None for everywhere.
+        inside: bool [h, w], where something lies; None for everywhere.
         matrix, shift: [2, 2] and [2]; a point (row, column) lies at `matrix @ point + shift` of the original.
     """
 
     picture: Tensor
-    there: Tensor | None
+    inside: Tensor | None
     matrix: Tensor
     shift: Tensor
 
@@ -45,7 +45,7 @@ def turned(picture: Tensor, scale: float, degrees: float) -> Turned:
     """
     height, width = picture.shape[:2]
     size = (max(round(height * scale), 1), max(round(width * scale), 1))
-    x = picture.movedim(-1, 0)[None]
+    x = picture.movedim(-1, 0)[None]  # [1, C, H, W]
     if size != (height, width):
         x = F.interpolate(x, size, mode="bicubic", antialias=True).clamp(0, 1)
     like: dict[str, Any] = {"dtype": torch.float32, "device": picture.device}
@@ -62,15 +62,15 @@ def turned(picture: Tensor, scale: float, degrees: float) -> Turned:
     c = cos(radians(degrees))
     s = sin(radians(degrees))
     back = torch.tensor([[c, s], [-s, c]], **like)  # (row, column) of the canvas -> of the scaled one
-    middle, centre = ((torch.tensor(n, **like) - 1) / 2 for n in (canvas, size))
-    matrix = ratio.unsqueeze(1) * back
-    shift = ratio * (centre - back @ middle + 0.5) - 0.5
+    middle, center = ((torch.tensor(n, **like) - 1) / 2 for n in (canvas, size))
+    matrix = ratio.unsqueeze(1) * back  # [2, 2]
+    shift = ratio * (center - back @ middle + 0.5) - 0.5
     if rest == 0:
         return Turned(scaled, None, matrix, shift)
     rows, columns = (torch.arange(n, **like) for n in canvas)
-    place = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1) @ back.T + (centre - back @ middle)
+    place = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1) @ back.T + (center - back @ middle)
     extent = torch.tensor(size, **like)
-    grid = ((2 * place + 1) / extent - 1).flip(-1)[None]
-    there = ((place > -0.5) & (place < extent - 0.5)).all(-1)
+    grid = ((2 * place + 1) / extent - 1).flip(-1)[None]  # [1, h, w, 2]
+    inside = ((place > -0.5) & (place < extent - 0.5)).all(-1)  # [h, w]
     sampled = F.grid_sample(x, grid, mode="bicubic", padding_mode="border", align_corners=False)[0].movedim(0, -1)
-    return Turned(torch.where(there.unsqueeze(-1), sampled.clamp(0, 1), 0).contiguous(), there, matrix, shift)
+    return Turned(torch.where(inside.unsqueeze(-1), sampled.clamp(0, 1), 0).contiguous(), inside, matrix, shift)

@@ -20,12 +20,14 @@ def two_way(picture: Tensor, source: Tensor, settings: Settings) -> tuple[float,
     """
     known = Source.of(source, settings)
     values = unfold(picture, settings.patch)
-    a = known.features(picture)
-    b = known.features(source)
-    how = Settings(sweeps=SWEEPS, seed=settings.seed)
-    return _mean_distance(a, b, values, known.values, how), _mean_distance(b, a, known.values, values, how)
+    a = known.features(picture)  # [1, 1, h, w, width]
+    b = known.features(source)  # [1, 1, h', w', width]
+    search_settings = Settings(sweeps=SWEEPS, seed=settings.seed)
+    return _mean_distance(a, b, values, known.values, search_settings), _mean_distance(
+        b, a, known.values, values, search_settings
+    )
 
 
-def _mean_distance(q: Tensor, k: Tensor, mine: Tensor, theirs: Tensor, how: Settings) -> float:
-    found = nearest(q, k, how).index[0, 0, ..., 0].long()
-    return float((mine - theirs.flatten(0, 1)[found]).square().mean(-1).sqrt().mean())
+def _mean_distance(q: Tensor, k: Tensor, query_patches: Tensor, key_patches: Tensor, settings: Settings) -> float:
+    index = nearest(q, k, settings).index[0, 0, ..., 0].long()  # [h, w]
+    return float((query_patches - key_patches.flatten(0, 1)[index]).square().mean(-1).sqrt().mean())

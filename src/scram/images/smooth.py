@@ -10,16 +10,16 @@ from torch import Tensor
 def pull_push(picture: Tensor, hole: Tensor) -> Tensor:
     """A picture [H, W, C] with its hole, bool [H, W], filled by means over ever larger squares of what is known."""
     known = (~hole).to(picture.dtype)[None, None]
-    colours = picture.movedim(-1, 0)[None] * known
-    levels = [(colours, known)]
+    colors = picture.movedim(-1, 0)[None] * known  # [1, C, H, W]
+    levels = [(colors, known)]
     while min(levels[-1][1].shape[-2:]) > 1 and bool((levels[-1][1] == 0).any()):
         levels.append(tuple(F.avg_pool2d(x, 2, ceil_mode=True) for x in levels[-1]))  # type: ignore[arg-type]
-    colours, known = levels.pop()
-    mean = colours.sum((-2, -1), keepdim=True) / known.sum((-2, -1), keepdim=True).clamp(min=1e-12)
-    filled = torch.where(known > 0, colours / known.clamp(min=1e-12), mean)
-    for colours, known in reversed(levels):
-        above = F.interpolate(filled, colours.shape[-2:], mode="bilinear", align_corners=False)
-        filled = torch.where(known > 0, colours / known.clamp(min=1e-12), above)
+    colors, known = levels.pop()
+    mean = colors.sum((-2, -1), keepdim=True) / known.sum((-2, -1), keepdim=True).clamp(min=1e-12)
+    filled = torch.where(known > 0, colors / known.clamp(min=1e-12), mean)
+    for colors, known in reversed(levels):
+        above = F.interpolate(filled, colors.shape[-2:], mode="bilinear", align_corners=False)
+        filled = torch.where(known > 0, colors / known.clamp(min=1e-12), above)
     return filled[0].movedim(0, -1)
 
 

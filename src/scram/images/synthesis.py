@@ -106,10 +106,10 @@ def nearest(
     """The best keys of every query, q [1, n, h, w, E], k [1, 1, h', w', E]; by brute force on small grids."""
     if q[..., 0].numel() * k[..., 0].numel() <= DENSE:
         return exact_search(q, k, matches=matches, key_mask=key_mask, score=score)
-    how = Search(
+    search_settings = Search(
         matches=matches, sweeps=settings.sweeps, jumps=(4, 1), propagate="shift", gossip=2, seed=settings.seed + step
     )
-    return search(q, k, search=how, score=score, key_mask=key_mask, warm=warm)
+    return search(q, k, search=search_settings, score=score, key_mask=key_mask, warm=warm)
 
 
 def complete_keys(
@@ -125,8 +125,8 @@ def complete_keys(
         alpha: more is less of this; in units of squared features.
         warm: matches of the queries, whose inverse starts the search the other way round.
     """
-    found = nearest(k, q, settings, step, warm=None if warm is None else warm.inverse(1))
-    return prepare_key(k, "l2") / (alpha - found.score.clamp(max=0))
+    nearest_queries = nearest(k, q, settings, step, warm=None if warm is None else warm.inverse(1))
+    return prepare_key(k, "l2") / (alpha - nearest_queries.score.clamp(max=0))
 
 
 def update(
@@ -156,7 +156,7 @@ def update(
     """
     features = source.features
     score: ScoreName = "l2"
-    q = features(guess)
+    q = features(guess)  # [1, 1, h, w, E]
     k = features(source.picture if blurred is None else blurred)
     grid = (q.shape[2], q.shape[3])
     if alpha is not None:
@@ -170,16 +170,16 @@ def update(
     if warm is not None:
         warm = Matches(tiles.cut(warm.index[0, 0] + 1)[None] - 1, tiles.cut(warm.score[0, 0])[None], warm.key_grid)
     mask = source.key_mask
-    found = nearest(q, k, settings, step, score=score, matches=settings.matches, key_mask=mask, warm=warm)
-    scale = settings.sharpness / max(-float(found.score[..., 0].median()), 1e-6)
-    values = source.values[None, None]
-    patches = attend(q, k, values, found, radius=0, scale=scale, score=score, key_mask=mask).out[0]
+    matches = nearest(q, k, settings, step, score=score, matches=settings.matches, key_mask=mask, warm=warm)
+    scale = settings.sharpness / max(-float(matches.score[..., 0].median()), 1e-6)
+    values = source.values[None, None]  # [1, 1, h', w', C * p * p]
+    patches = attend(q, k, values, matches, radius=0, scale=scale, score=score, key_mask=mask).out[0]
     weight = torch.ones(grid, device=q.device, dtype=q.dtype) if weight is None else weight
-    index = tiles.put(found.index[0], -1)
-    best = tiles.put(found.score[0], -torch.inf)
-    each = tiles.cut(weight.unsqueeze(-1)) * _fitting(found.score[0, ..., :1], settings.selective)
+    index = tiles.put(matches.index[0], -1)
+    best = tiles.put(matches.score[0], -torch.inf)
+    each = tiles.cut(weight.unsqueeze(-1)) * _fitting(matches.score[0, ..., :1], settings.selective)
     votes = tile_vote(patches, each, tiles, settings.patch, settings.focus)
-    return votes, Matches(index[None, None], best[None, None], found.key_grid)
+    return votes, Matches(index[None, None], best[None, None], matches.key_grid)
 
 
 def _fitting(score: Tensor, selective: float) -> Tensor:
@@ -198,11 +198,11 @@ def tile_vote(patches: Tensor, weight: Tensor, tiles: Tiles, side: int, focus: f
     """
     size = (tiles.side[0] + side - 1, tiles.side[1] + side - 1)
     line = torch.arange(side, device=patches.device, dtype=patches.dtype) - side // 2
-    ring = (-focus * (line[:, None].square() + line.square())).exp().flatten()
+    ring = (-focus * (line[:, None].square() + line.square())).exp().flatten()  # [p * p]
     each = weight * ring  # [n, th, tw, p * p]
     columns = torch.cat([patches * each.repeat(1, 1, 1, patches.shape[-1] // len(ring)), each], -1).flatten(1, 2).mT
     summed = tiles.add(F.fold(columns, size, side), side - 1)
-    total = summed[-1:]
+    total = summed[-1:]  # [1, H, W]
     return torch.where(total > 0, summed[:-1] / torch.where(total > 0, total, 1), 0).movedim(0, -1)
 
 
@@ -224,18 +224,18 @@ def coarse_to_fine(
         progress: is called with the share of the work done, 0..1.
     """
     work = [height * width for height, width in sizes for _ in range(settings.iterations)]
-    found: Matches | None = None
+    matches: Matches | None = None
     for level, (picture, size) in enumerate(zip(sources, sizes, strict=True)):
         source = Source.of(picture, settings)
         blurred = None
-        if found is not None:
+        if matches is not None:
             extent = (picture.shape[0], picture.shape[1])
             guess = resize(guess, size)
             blurred = resize(sources[level - 1], extent)
-            found = finer(found, settings.patch, size, extent)
+            matches = finer(matches, settings.patch, size, extent)
         for step in range(settings.iterations):
             number = level * settings.iterations + step
-            guess, found = update(guess, source, settings, number, blurred=blurred, alpha=alpha, warm=found)
+            guess, matches = update(guess, source, settings, number, blurred=blurred, alpha=alpha, warm=matches)
             blurred = None  # votes of sharp patches are as sharp as these
             progress(sum(work[: number + 1]) / sum(work))
     return guess

@@ -67,11 +67,11 @@ class Tiles:
         The rim lies below and to the right.
         """
         down, across = self.counts
-        every = x.new_zeros((down * across, x[0].numel()))
+        every = x.new_zeros((down * across, x[0].numel()))  # [counts, C * (side + rim) ** 2]
         every[self.wanted] = x.flatten(1)
         size = (down * self.side[0] + rim, across * self.side[1] + rim)
         kernel = (self.side[0] + rim, self.side[1] + rim)
-        joined = F.fold(every.T[None], size, kernel, stride=self.side)[0]
+        joined = F.fold(every.T[None], size, kernel, stride=self.side)[0]  # [C, *size]
         top, left = self.shift
         height, width = self.grid
         return joined[:, top : top + height + rim, left : left + width + rim]

@@ -119,17 +119,17 @@ class _Film:
         """Frame `number`. Every second patch of every second line is made; they overlap."""
         settings = self.settings
         slot = number % self.slots
-        q = self.features[slot, None, ::2, ::2][None, None].contiguous()
+        q = self.features[slot, None, ::2, ::2][None, None].contiguous()  # [1, 1, 1, h, w, width]
         scale = 1 / ((settings.strength * self.sigma) ** 2 * self.fine.left)
         radius = (0, settings.radius, settings.radius)
-        k = self.features[None, None]
-        v = self.patches[None, None]
-        out, lse = attend(q, k, v, self._found(number), radius=radius, scale=scale, score="l2")
-        own = self.patches[slot, ::2, ::2]
+        k = self.features[None, None]  # [1, 1, slots, H, W, width]
+        v = self.patches[None, None]  # [1, 1, slots, H, W, C * p * p]
+        out, lse = attend(q, k, v, self._matches(number), radius=radius, scale=scale, score="l2")
+        own = self.patches[slot, ::2, ::2]  # [h, w, C * p * p]
         mean, weight = as_a_twin(out[0, 0, 0], lse[0, 0, 0], own, settings.strength)
         return fold(mean, weight, self.shape, settings.patch, stride=2)
 
-    def _found(self, number: int) -> Matches:
+    def _matches(self, number: int) -> Matches:
         """For every second pixel of a frame its match in each frame at hand: [1, 1, 1, h, w, frames].
 
         Motion is searched on frames of half the size, from the frame at this one's place or from the motion before.
@@ -149,8 +149,10 @@ class _Film:
             distance = n - number
             if distance:
                 before = self.motion.get(distance)
-                how = replace(COLD if before is None else WARM, seed=self.settings.seed + distance)
-                match = search(small, self.small[n], search=how, score="l2", warm=own if before is None else before)
+                search_settings = replace(COLD if before is None else WARM, seed=self.settings.seed + distance)
+                match = search(
+                    small, self.small[n], search=search_settings, score="l2", warm=own if before is None else before
+                )
                 moved[distance] = match
             # Every point has a match: no key is masked.
             parts.append(large[match.index.flatten()].reshape(match.index.shape) + n % self.slots * height * width)
