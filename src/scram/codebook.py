@@ -17,7 +17,8 @@ from .scoring import prepare_key
 from .tails.base import Kind, MadeFor, Tail
 from .types import Attended
 
-NEEDED, OPTIONAL = ("centres", "values", "sizes", "label"), ("gains", "key_mask")
+NEEDED = ("centres", "values", "sizes", "label")
+OPTIONAL = ("gains", "key_mask")
 TENSORS = NEEDED + OPTIONAL
 
 

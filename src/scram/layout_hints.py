@@ -63,9 +63,11 @@ def _warn(hint: str) -> None:
     """Each hint once: another batch has the same."""
     if not hint or not _is_new(hint):
         return
-    level, frame = 1, sys._getframe()
+    level = 1
+    frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     silence = "To keep it as it is, ignore the category scram.layout_hints.LayoutWarning"
     warnings.warn(f"{hint}. {silence}", LayoutWarning, stacklevel=level)
 
@@ -73,7 +75,8 @@ def _warn(hint: str) -> None:
 def _attention_hint(q: tuple[int, ...], k: tuple[int, ...]) -> str:
     """The hint for [H, *G, E] and [Hk, *G', E], "" for none."""
     heads, *grid, width = q
-    points, shape = math.prod(grid), f"q [B, {', '.join(map(str, q))}]"
+    points = math.prod(grid)
+    shape = f"q [B, {', '.join(map(str, q))}]"
     if heads >= 32 and heads > points:
         found = _flattened(heads)
         grid_of = ".unflatten(2, (height, width))" if found is None or found[0] else f".unflatten(2, {found[1:] * 2})"

@@ -106,7 +106,9 @@ def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
     cost = COSTS.get((q.device.type, q.dtype.itemsize == 2))
     if cost is None:
         return True  # a device without an engine of its own: the reference is far slower than torch
-    rows, queries, keys = q.shape[0] * q.shape[1], q.shape[2:-1].numel(), k.shape[2:-1].numel()
+    rows = q.shape[0] * q.shape[1]
+    queries = q.shape[2:-1].numel()
+    keys = k.shape[2:-1].numel()
     width = q.shape[-1] + v.shape[-1]
     dense = rows * queries * keys * (cost.pair + cost.pair_feature * width) * 1e-6
     searched = rows * (cost.row + queries * (cost.query + cost.feature * width) * 1e-3)

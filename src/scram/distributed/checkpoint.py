@@ -119,7 +119,8 @@ class KeptMatches:
         pieces = [piece for piece in self.pieces or () if piece.layer == name]
         ends = list(accumulate(piece.batch for piece in pieces))
         share = -(-ends[-1] // self.size) if ends else 0
-        low, high = self.rank * share, (self.rank + 1) * share
+        low = self.rank * share
+        high = (self.rank + 1) * share
         cuts = [
             (piece, max(low - end + piece.batch, 0), min(high - end + piece.batch, piece.batch))
             for piece, end in zip(pieces, ends, strict=True)
@@ -155,7 +156,8 @@ def _pieces(saved: Saved) -> list[Piece]:
 
 def _kept(layer: Searching) -> dict[str, Any]:
     """Tensors that a layer keeps, and settings as JSON; nothing where it keeps nothing."""
-    matches, book = layer.matches, layer.codebook
+    matches = layer.matches
+    book = layer.codebook
     if matches is None:
         return {}
     state: dict[str, Any] = {"index": matches.index, "score": matches.score}
@@ -179,7 +181,9 @@ def _keep(name: str, layer: Searching, found: list[dict[str, Any]]) -> None:
         book = None
         if "book" in settings or tensors:
             book = from_settings({field.removeprefix("book_"): x for field, x in tensors.items()}, settings["book"])
-    layer.kept_index, layer.kept_score, layer.kept_grid = matches.index, matches.score, matches.key_grid
+    layer.kept_index = matches.index
+    layer.kept_score = matches.score
+    layer.kept_grid = matches.key_grid
     layer.codebook = book
 
 

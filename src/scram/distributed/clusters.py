@@ -82,7 +82,8 @@ def clusters_of_all(shards: Shards, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
 def samples(shards: Shards) -> list[Tensor]:
     """This rank's part of the queries, keys, values and mask that k-means reads, each [B, heads, n, 1, .., width]."""
     seed = shard_seed(shards.tail_seed, shards.first_key(shards.ranks.rank))
-    numbers, axes = _sample_sizes(shards, shards.ranks.rank), shards.q.ndim - 4
+    numbers = _sample_sizes(shards, shards.ranks.rank)
+    axes = shards.q.ndim - 4
     q, k, v = (x.detach().flatten(2, -2) for x in (shards.q, shards.k, shards.v))
     total = torch.tensor(k.shape[2], dtype=torch.int64, device=k.device)
     at = _places(seed, 1, numbers[1], total)

@@ -92,7 +92,8 @@ class Held:
 
     @staticmethod
     def of(q: DTensor, k: Tensor) -> Held:
-        mesh, coordinate = q.device_mesh, q.device_mesh.get_coordinate()
+        mesh = q.device_mesh
+        coordinate = q.device_mesh.get_coordinate()
         if coordinate is None:
             raise ValueError("this rank is not on the mesh of q; call with the ranks of the mesh")
         held = _held(mesh, tuple(coordinate), tuple(q.placements), tuple(q.shape[:2]), k.shape[1], q.device)
@@ -164,7 +165,9 @@ class _Local:
     """From the arguments of the whole call to those of this rank; one tensor stays one."""
 
     def __init__(self, held: Held, rank: int) -> None:
-        self.held, self.rank, self.known = held, rank, dict[int, Tensor]()
+        self.held = held
+        self.rank = rank
+        self.known = dict[int, Tensor]()
 
     def of(self, name: str, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -227,7 +230,8 @@ class _Local:
 
     def _cut(self, x: Tensor, spans: tuple[Span, Span], axes: int, by_keys: bool) -> Tensor:
         """Of a local tensor that holds `spans`, what this rank's rows need."""
-        held, (first, _) = self.held, spans[0]
+        held = self.held
+        first, _ = spans[0]
         begin, end = held.batch
         if x.shape[0] != end - begin:
             x = x[begin - first : end - first]

@@ -114,11 +114,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, *mine: Tensor) -> tuple[Tensor, ...]:
-        ranks, count = shards.ranks, shards.differentiable
+        ranks = shards.ranks
+        count = shards.differentiable
         messages = ranks.all_gather(pack(mine, shards.message_size))
         parts = [unpack(message, shards.layout(rank)) for rank, message in enumerate(messages)]
         whole = tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
-        ctx.ranks, ctx.kinds = ranks, [x.dtype for x in mine[:count]]
+        ctx.ranks = ranks
+        ctx.kinds = [x.dtype for x in mine[:count]]
         ctx.layouts = [[(s, accumulator(kind)) for s, kind in shards.layout(n)[:count]] for n in range(ranks.size)]
         ctx.mark_non_differentiable(*whole[count:])
         return whole
@@ -126,7 +128,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        layouts, wide = ctx.layouts, ctx.layouts[0][0][1]
+        layouts = ctx.layouts
+        wide = ctx.layouts[0][0][1]
         own = [x.to(wide) for x in grads[: len(ctx.kinds)]]
         splits = [torch.split(x, [layout[n][0][2] for layout in layouts], 2) for n, x in enumerate(own)]
         size = max(packed_size(layout) for layout in layouts)

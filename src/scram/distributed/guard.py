@@ -25,7 +25,8 @@ class _Guarded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.ranks, ctx.given = ranks, [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        ctx.ranks = ranks
+        ctx.given = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
             ctx.out = run(*ctx.given)
         out: Tensor = ctx.out.detach()

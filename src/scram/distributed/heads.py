@@ -40,7 +40,8 @@ def alone(ranks: Ranks, mode: str, q: Any, k: Any, request: Request) -> bool:
 
 def heads_attention(shards: Shards) -> Tensor:
     """out [B, H, queries of this rank, *, F]."""
-    ranks, rows = shards.ranks, (shards.queries, shards.keys, shards.keys)
+    ranks = shards.ranks
+    rows = (shards.queries, shards.keys, shards.keys)
     q, k, v = _Trade.apply(ranks, rows, True, shards.q, shards.k, shards.v)  # type: ignore[no-untyped-call]
     mask = _own_mask(shards, ranks.rank * q.shape[1], q.shape[1])
 
@@ -76,7 +77,8 @@ def _rows(ranks: Ranks, q: Tensor) -> Tensor | None:
     """The numbers of this rank's rows [B, H / ranks] among those of all; None: it has all."""
     if ranks.size == 1:
         return None
-    (batch, heads), device = q.shape[:2], q.device
+    batch, heads = q.shape[:2]
+    device = q.device
     head = ranks.rank * heads + torch.arange(heads, device=device)
     return torch.arange(batch, device=device).unsqueeze(1) * (heads * ranks.size) + head
 
@@ -98,7 +100,9 @@ class _Trade(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, rows: Sequence[Rows], to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.rows, ctx.to_heads = ranks, rows, to_heads
+        ctx.ranks = ranks
+        ctx.rows = rows
+        ctx.to_heads = to_heads
         return tuple(_trade(ranks, own, to_heads, x) for own, x in zip(rows, tensors, strict=True))
 
     @staticmethod

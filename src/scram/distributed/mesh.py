@@ -51,7 +51,8 @@ class Ranks:
             raise ValueError(f"mesh must have one dimension, got {mesh.ndim} {names}; use one of them, mesh['name']")
         self.group: Any = mesh.get_group()
         self.device = torch.device(mesh.device_type)
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.size = mesh.size()
 
     # --- numbers and errors ---
 
@@ -149,7 +150,8 @@ def pack(tensors: Sequence[Tensor], size: int) -> Tensor:
 
 def unpack(message: Tensor, layout: Layout) -> list[Tensor]:
     """The tensors of a message, as views of it."""
-    found, begin = [], 0
+    found = []
+    begin = 0
     for shape, dtype in layout:
         length = math.prod(shape) * dtype.itemsize
         found.append(message[begin : begin + length].view(dtype).reshape(shape))

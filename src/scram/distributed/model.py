@@ -124,7 +124,8 @@ def predict(
             raise ValueError(f"{name} must be 1 or more, got {value}")
     if key_heads < 1 or heads % key_heads:
         raise ValueError(f"heads must be a multiple of key_heads, got {heads} and {key_heads}")
-    rows, key_rows = points / ranks * heads, points / ranks * key_heads
+    rows = points / ranks * heads
+    key_rows = points / ranks * key_heads
     made = key_heads * clusters  # of a shard in a ring; of all shards where keys are gathered
     labels = 4 * (key_rows + made) if clusters else 0
     sizes = _Sizes(
@@ -196,11 +197,14 @@ def _gather(ranks: int, sizes: _Sizes, work: _Work, machine: Machine) -> Predict
 def _ring(ranks: int, sizes: _Sizes, work: _Work, machine: Machine) -> Prediction:
     """Steps overlap with visits; the hop between two nodes is as slow as that one link."""
     link = machine.inside if ranks <= machine.per_node else machine.between
-    keys, gradients = link.seconds(sizes.message), link.seconds(sizes.gradients)
-    visit, again = work.visit(), work.visit() + work.back()
+    keys = link.seconds(sizes.message)
+    gradients = link.seconds(sizes.gradients)
+    visit = work.visit()
+    again = work.visit() + work.back()
     halo = link.seconds(sizes.halo) if ranks > 1 else 0.0
     seconds = work.prepare() + halo + round_trip(ranks, visit, keys)
-    compute, transfer = work.prepare() + ranks * visit, halo + (ranks - 1) * keys
+    compute = work.prepare() + ranks * visit
+    transfer = halo + (ranks - 1) * keys
     sent = sizes.halo + (ranks - 1) * sizes.message
     travels = 1 + (ranks > 1)  # messages held: here, and coming
     held = 2 * sizes.queries + sizes.keys + travels * sizes.message + 3 * sizes.wide_queries
@@ -261,8 +265,6 @@ def all_to_all(machine: Machine, ranks: int, sent: float, messages: int = 1) -> 
     if ranks <= machine.per_node:
         return machine.inside.seconds(sent, messages if ranks > 1 else 0), machine.inside
     share = (machine.per_node - 1) / (ranks - 1)
-    inside, between = (
-        machine.inside.seconds(sent * share, messages),
-        machine.between.seconds(sent * (1 - share), messages),
-    )
+    inside = machine.inside.seconds(sent * share, messages)
+    between = machine.between.seconds(sent * (1 - share), messages)
     return max((inside, machine.inside), (between, machine.between), key=lambda one: one[0])

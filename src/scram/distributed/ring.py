@@ -72,7 +72,8 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, halo: Halo | None, q: Tensor, *given: Tensor) -> Tensor:
-        total, (mine, extra) = None, _parted(shards, given)
+        total = None
+        mine, extra = _parted(shards, given)
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal total
@@ -95,13 +96,16 @@ class _Ring(torch.autograd.Function):
         q, *given, out, lse = ctx.saved_tensors
         mine, extra = _parted(shards, given)
         of_extra = [torch.zeros_like(x) for x in extra]
-        count, wide, rank = shards.differentiable, out.dtype, shards.ranks.rank
+        count = shards.differentiable
+        wide = out.dtype
+        rank = shards.ranks.rank
         grad = grad.to(wide)
         weighed = (grad * out).sum(-1)
         layouts = [[(s, wide) for s, _ in shards.layout(n)[:count]] for n in range(shards.ranks.size)]
         size = max(packed_size(layout) for layout in layouts)
         grad_q = torch.zeros_like(q, dtype=wide)
-        message, coming = None, None  # gradients of the keys that are here; None: 0
+        message = None  # gradients of the keys of this visit; None: 0
+        coming = None
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal message
@@ -133,7 +137,8 @@ class _Ring(torch.autograd.Function):
                 message.view(wide).add_(coming.wait().view(wide))
                 coming = None
             if shards.ranks.size > 1:
-                coming, message = shards.ranks.pass_on(message), None
+                coming = shards.ranks.pass_on(message)
+                message = None
 
         shards.ranks.agree(_go_round(shards, mine, visit, after))
         found = message if coming is None else coming.wait()
@@ -153,7 +158,8 @@ def _joined(total: Attended, part: Attended) -> Attended:
     """`merge`, in the memory of its arguments."""
     top = torch.maximum(total.lse, part.lse)
     top = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
-    mass, mass_part = (total.lse - top).exp(), (part.lse - top).exp()
+    mass = (total.lse - top).exp()
+    mass_part = (part.lse - top).exp()
     both = mass + mass_part
     safe = torch.where(both == 0, 1, both)
     total.out.mul_((mass / safe).unsqueeze(-1))
@@ -172,7 +178,8 @@ def _go_round(
     An error does not stop the ring, in which other ranks wait: it is returned. A visit without queries or keys is left
     out; `after` comes after each.
     """
-    ranks, error = shards.ranks, None
+    ranks = shards.ranks
+    error = None
     here = pack(mine, shards.message_size) if ranks.size > 1 else None
     for stop in range(ranks.size):
         origin = (ranks.rank - stop) % ranks.size

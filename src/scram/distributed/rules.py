@@ -62,7 +62,8 @@ def _axes(operator: ops.Operator[Any], given: dict[str, Any]) -> list[int | None
     drops = "dropout_seed" in given and given["dropout_seed"] is not None
     if given["rows"] is None and (drops or "seed" in given):
         return [None]
-    heads, parts = given["q"].shape[1], given["q"].mesh.size()
+    heads = given["q"].shape[1]
+    parts = given["q"].mesh.size()
     other = given["label" if operator is ops.cluster_tail else "k"].shape[1]
     return [None, 0, 1] if other in (heads, 0) or other % parts == 0 else [None, 0]
 

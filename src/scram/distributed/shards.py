@@ -217,8 +217,10 @@ class Shards:
 
     def layout(self, rank: int) -> Layout:
         """The tensors of that rank's keys which travel: k, v, with clusters centres and values, then constants."""
-        (batch, heads, _, *rest, width), wide = self.k.shape, accumulator(self.v.dtype)
-        rows, kind = self.keys[rank], self.k.dtype
+        batch, heads, _, *rest, width = self.k.shape
+        wide = accumulator(self.v.dtype)
+        rows = self.keys[rank]
+        kind = self.k.dtype
         parts: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((batch, heads, rows, *rest, x.shape[-1]), kind) for x in (self.k, self.v)
         ]
@@ -246,7 +248,8 @@ class Shards:
 
     def travelling(self, book: Codebook | None) -> list[Tensor]:
         """This rank's tensors of `layout`, with `book` of its own keys; None where it has none, or there is no need."""
-        tensors, constants = [self.k, self.v], [] if self.key_mask is None else [self.key_mask]
+        tensors = [self.k, self.v]
+        constants = [] if self.key_mask is None else [self.key_mask]
         if self.call.clusters is None:
             return [*tensors, *constants]
         if book is None:
@@ -268,7 +271,8 @@ class Shards:
 
     def extra_stop(self) -> int:
         """The rank whose keys are attended together with `extra`: the first in a ring that has any."""
-        rank, size = self.ranks.rank, self.ranks.size
+        rank = self.ranks.rank
+        size = self.ranks.size
         return next(origin for stop in range(size) if self.keys[origin := (rank - stop) % size])
 
     def first_query(self, rank: int) -> int:
