@@ -172,10 +172,10 @@ class Codebook(Tail):
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Codebook:
         """Read what `save` wrote; ValueError for any other file. Nothing is unpickled."""
 
-        def made(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Codebook:
+        def build(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Codebook:
             return from_settings(tensors, json.loads(metadata["settings"]))
 
-        return files.load_tensors(path, made, "scram.Codebook", NEEDED, OPTIONAL).to(device)
+        return files.load_tensors(path, build, "scram.Codebook", NEEDED, OPTIONAL).to(device)
 
     def __repr__(self) -> str:
         batch, heads, count = self.sizes.shape

@@ -51,9 +51,9 @@ def keys_visited(
     rank = len(grid)
     if search.resolved_method(prepare_query(q[:0], score)) == "tile":
         way = (search.jumps, search.propagate, search.gossip, rank, radius_of_draws)
-        made = [offers(n + 1, *way) for n in range(search.sweeps)]
+        offers_by_sweep = [offers(n + 1, *way) for n in range(search.sweeps)]
         # A query scores what all queries of its tile offer.
-        looked = kappa + TILE_QUERIES * sum(len(list(sweep)) for sweep in made)
+        looked = kappa + TILE_QUERIES * sum(len(list(sweep)) for sweep in offers_by_sweep)
     else:
         offered = len(moves(search.propagate, 1)) * 2 * rank * len(search.jumps)
         looked = kappa * (1 + search.sweeps * (offered + search.gossip + radius_of_draws.bit_length()))

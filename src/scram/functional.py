@@ -258,7 +258,19 @@ def attention(
     """
     as_tail(tail, NO_TAIL)
     request = Request(
-        search, tail, radius, causal, key_mask, scale, score, weight, extra, dropout_p, warm, window, impl
+        search=search,
+        tail=tail,
+        radius=radius,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        weight=weight,
+        extra=extra,
+        dropout_p=dropout_p,
+        warm=warm,
+        window=window,
+        impl=impl,
     )
     return execute(pipeline.run, q, k, v, request, hints=True).out
 

@@ -78,8 +78,12 @@ def _attention_hint(q: tuple[int, ...], k: tuple[int, ...]) -> str:
     points = math.prod(grid)
     shape = f"q [B, {', '.join(map(str, q))}]"
     if heads >= 32 and heads > points:
-        found = _flattened(heads)
-        grid_of = ".unflatten(2, (height, width))" if found is None or found[0] else f".unflatten(2, {found[1:] * 2})"
+        flattened = _flattened(heads)
+        grid_of = (
+            ".unflatten(2, (height, width))"
+            if flattened is None or flattened[0]
+            else f".unflatten(2, {flattened[1:] * 2})"
+        )
         mend = f"q.transpose(1, 2){grid_of} for [B, N, heads, E]" if len(grid) == 1 else "q.movedim(-2, 1) to move them"
         mend += ", q.movedim(1, -1).unsqueeze(1) for channels first"
         return f"{shape} has more heads, {heads}, than its grid has points, {points}: is it [B, H, *G, E]? Use {mend}"

@@ -131,8 +131,8 @@ class Operator(Generic[Result]):
 
     def _compute(self, *arguments: Any) -> tuple[Tensor, ...]:
         call, (impl,) = self._call_and_rest(arguments)
-        found: tuple[Tensor, ...] = self._engine(impl)(call)
-        return found
+        result: tuple[Tensor, ...] = self._engine(impl)(call)
+        return result
 
     def _compute_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         call, (*rest, impl) = self._call_and_rest(arguments)
@@ -195,19 +195,27 @@ class Operator(Generic[Result]):
         rest = (*saved, first, second)  # what is left of them are the results kept
         # Where a graph is made of the backward pass the operator stands in it, to refuse a second derivative.
         if not torch.is_grad_enabled() and bypasses_dispatcher((*call, *rest)):
-            found = self._engine_backward(ctx.impl)(call, *rest)
+            call_grads = self._engine_backward(ctx.impl)(call, *rest)
         else:
             run = self.backward_function.apply if _compat.transformed() else self.backward_op
-            found = self.grads_type(*run(*self._fields(call), *rest, ctx.impl))
+            call_grads = self.grads_type(*run(*self._fields(call), *rest, ctx.impl))
         given = zip(self.tensor_names, self.tensors(call), strict=True)
-        return [getattr(found, name) if x is not None and name in found._fields else None for name, x in given]
+        return [
+            getattr(call_grads, name) if x is not None and name in call_grads._fields else None for name, x in given
+        ]
 
     def _without_inference_tensors(self, call: Any) -> Any:
         """Autograd keeps no tensor made under `torch.inference_mode`: those are copied."""
         if torch.compiler.is_compiling():
             return call
-        made = [name for name in self.tensor_names if (x := getattr(call, name)) is not None and x.is_inference()]
-        return call._replace(**{name: getattr(call, name).clone() for name in made}) if made else call
+        inference_names = [
+            name for name in self.tensor_names if (x := getattr(call, name)) is not None and x.is_inference()
+        ]
+        return (
+            call._replace(**{name: getattr(call, name).clone() for name in inference_names})
+            if inference_names
+            else call
+        )
 
 
 def bypasses_dispatcher(arguments: Sequence[Any]) -> bool:

@@ -154,12 +154,12 @@ def _compiled_by_one(dispatcher):
     held: list[Any] = []
 
     def load_or_wait(signature, target):
-        found = load(signature, target)
-        if found is None and not held:
+        overload = load(signature, target)
+        if overload is None and not held:
             types_ = hashlib.sha256(str(signature).encode()).hexdigest()[:12]
             held.extend(_locked(folder / f"{name}.{types_}.lock", fcntl))
-            found = load(signature, target)
-        return found
+            overload = load(signature, target)
+        return overload
 
     def compile_alone(*arguments):
         with global_compiler_lock:  # of the threads of a process one has `held`

@@ -106,12 +106,12 @@ class KeptMatches:
             )
         for name, layer in self.layers.items():
             layer.reset()
-            found = []
+            states = []
             for piece, begin, end in self._cut(name):
                 read = {field: state_dict[_key(piece.rank, name, field)] for field in (*piece.fields, "settings")}
-                found.append({field: x if field == "settings" else x[begin:end] for field, x in read.items()})
-            if found and layer.keep_matches:
-                _keep(name, layer, found)
+                states.append({field: x if field == "settings" else x[begin:end] for field, x in read.items()})
+            if states and layer.keep_matches:
+                _keep(name, layer, states)
         self.pieces = None
 
     def _cut(self, name: str) -> list[tuple[Piece, int, int]]:
@@ -136,7 +136,7 @@ def _pieces(saved: Saved) -> list[Piece]:
     """What a checkpoint holds, in the order of ranks."""
     reader = saved if isinstance(saved, StorageReader) else FileSystemReader(saved)
     entries = reader.read_metadata().state_dict_metadata
-    found: dict[tuple[int, str], dict[str, tuple[torch.Size, torch.dtype]]] = {}
+    layers: dict[tuple[int, str], dict[str, tuple[torch.Size, torch.dtype]]] = {}
     marked = [(name.partition(f"{MARK}/")[2], entry) for name, entry in entries.items() if f"{MARK}/" in name]
     if not marked:
         raise ValueError(f"{saved} holds no kept matches; save it with KeptMatches(model), or load without them")
@@ -146,8 +146,8 @@ def _pieces(saved: Saved) -> list[Piece]:
             layer, _, field = rest.rpartition("/")
             if not rank.isdecimal() or not layer:
                 raise ValueError(f"{saved} has kept matches under the name {name!r}, want rank/layer/field")
-            found.setdefault((int(rank), layer), {})[field] = (entry.size, entry.properties.dtype)
-    pieces = [Piece(*key, fields) for key, fields in sorted(found.items())]
+            layers.setdefault((int(rank), layer), {})[field] = (entry.size, entry.properties.dtype)
+    pieces = [Piece(*key, fields) for key, fields in sorted(layers.items())]
     for piece in pieces:
         with files.malformed(f"{saved} has no kept matches of layer {piece.layer!r} that KeptMatches saved"):
             piece.check()
@@ -168,15 +168,15 @@ def _kept(layer: Searching) -> dict[str, Any]:
     return {**state, "settings": json.dumps(settings)}
 
 
-def _keep(name: str, layer: Searching, found: list[dict[str, Any]]) -> None:
+def _keep(name: str, layer: Searching, states: list[dict[str, Any]]) -> None:
     """Join what ranks had; where their calls differed in shape or settings the layer starts afresh."""
-    described = {(x["settings"], tuple((field, t.shape[1:]) for field, t in _tensors(x).items())) for x in found}
+    described = {(x["settings"], tuple((field, t.shape[1:]) for field, t in _tensors(x).items())) for x in states}
     if len(described) > 1:
         warnings.warn(f"ranks kept matches of unlike calls in layer {name!r}: it starts without", stacklevel=4)
         return
-    tensors = {field: torch.cat([x[field] for x in found]) for field in _tensors(found[0])}
+    tensors = {field: torch.cat([x[field] for x in states]) for field in _tensors(states[0])}
     with files.malformed(f"the checkpoint has no kept matches of layer {name!r} that KeptMatches saved"):
-        settings = json.loads(found[0]["settings"])
+        settings = json.loads(states[0]["settings"])
         matches = Matches(tensors.pop("index"), tensors.pop("score"), tuple(settings["key_grid"]))
         book = None
         if "book" in settings or tensors:
@@ -187,5 +187,5 @@ def _keep(name: str, layer: Searching, found: list[dict[str, Any]]) -> None:
     layer.codebook = book
 
 
-def _tensors(found: dict[str, Any]) -> dict[str, Tensor]:
-    return {field: x for field, x in found.items() if field != "settings"}
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {field: x for field, x in state.items() if field != "settings"}

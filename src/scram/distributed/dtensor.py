@@ -197,8 +197,8 @@ class _Local:
         axes = x.ndim - self.rank if name == "key_mask" else 2
         plainly = axes == 2 and not (held.split or held.empty)
         if plainly and isinstance(x, DTensor) and x.placements == held.placements and x.device_mesh == held.mesh:
-            mine: Tensor = x.to_local()
-            return mine
+            local: Tensor = x.to_local()
+            return local
         placements: Placements = (Replicate(),) * held.mesh.ndim
         shape = x.shape
         if isinstance(x, DTensor):
@@ -214,7 +214,10 @@ class _Local:
         if x.device_mesh != held.mesh:
             raise ValueError(f"{name} must be on the mesh of q, {held.mesh}, got {x.device_mesh}")
         _check_placements(name, tuple(x.placements), axes)
-        same = [mine in (theirs, Replicate()) for mine, theirs in zip(x.placements, held.placements, strict=True)]
+        same = [
+            place_of_x in (place_of_q, Replicate())
+            for place_of_x, place_of_q in zip(x.placements, held.placements, strict=True)
+        ]
         if not all(same):
             raise ValueError(
                 f"{name} must be placed as q is, {held.placements}, or Replicate(), got {tuple(x.placements)}"
@@ -225,8 +228,10 @@ class _Local:
                 f"for; place {name} by Replicate()"
             )
         pairs = zip(x.placements, held.placements, strict=True)
-        found: Tensor = x.to_local(grad_placements=[mine if mine == theirs else Partial() for mine, theirs in pairs])
-        return found
+        local: Tensor = x.to_local(
+            grad_placements=[place_of_x if place_of_x == place_of_q else Partial() for place_of_x, place_of_q in pairs]
+        )
+        return local
 
     def _cut(self, x: Tensor, spans: tuple[Span, Span], axes: int, by_keys: bool) -> Tensor:
         """Of a local tensor that holds `spans`, what this rank's rows need."""

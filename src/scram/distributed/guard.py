@@ -36,8 +36,8 @@ class _Guarded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = [x for x in ctx.given if x.requires_grad]
-        found: tuple[Tensor | None, ...] = ()
+        grads: tuple[Tensor | None, ...] = ()
         with ctx.ranks.together():
-            found = torch.autograd.grad(ctx.out, needed, grad, retain_graph=True, allow_unused=True)
-        left = iter(found)
+            grads = torch.autograd.grad(ctx.out, needed, grad, retain_graph=True, allow_unused=True)
+        left = iter(grads)
         return None, None, *[next(left) if x.requires_grad else None for x in ctx.given]

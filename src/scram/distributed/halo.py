@@ -63,10 +63,11 @@ def exchanged(shards: Shards, x: Tensor, rows: int) -> Halo | None:
         messages.append(_packed(x[:, :, begin - first : end - first]))
         begin, end = _shared(shards, other, ranks.rank, rows)
         layouts.append([((*x.shape[:2], end - begin, *x.shape[3:]), x.dtype)])
-    found = ranks.all_to_all(messages, [packed_size(layout) for layout in layouts])
-    parts = [unpack(message, layout)[0] for message, layout in zip(found, layouts, strict=True)]
-    mine = ranks.rank
-    return Halo(torch.cat([x[:, :, :0], *parts[:mine]], 2), torch.cat([x[:, :, :0], *parts[mine + 1 :]], 2))
+    received = ranks.all_to_all(messages, [packed_size(layout) for layout in layouts])
+    parts = [unpack(message, layout)[0] for message, layout in zip(received, layouts, strict=True)]
+    before = torch.cat([x[:, :, :0], *parts[: ranks.rank]], 2)
+    after = torch.cat([x[:, :, :0], *parts[ranks.rank + 1 :]], 2)
+    return Halo(before, after)
 
 
 def _shared(shards: Shards, holder: int, reader: int, rows: int) -> tuple[int, int]:

@@ -116,9 +116,9 @@ def _trade(ranks: Ranks, rows: Rows, to_heads: bool, x: Tensor) -> Tensor:
     batch, heads, _, *rest = x.shape
     given = x.chunk(ranks.size, 1) if to_heads else torch.split(x, list(rows), 2)
     share = (heads // ranks.size,) * ranks.size if to_heads else (heads,) * ranks.size
-    mine = rows if to_heads else (rows[ranks.rank],) * ranks.size
-    layouts = [[((batch, h, n, *rest), x.dtype)] for h, n in zip(share, mine, strict=True)]
+    own_rows = rows if to_heads else (rows[ranks.rank],) * ranks.size
+    layouts = [[((batch, h, n, *rest), x.dtype)] for h, n in zip(share, own_rows, strict=True)]
     messages = [pack([part], packed_size([(tuple(part.shape), x.dtype)])) for part in given]
-    found = ranks.all_to_all(messages, [packed_size(layout) for layout in layouts])
-    parts = [unpack(message, layout)[0] for message, layout in zip(found, layouts, strict=True)]
+    received = ranks.all_to_all(messages, [packed_size(layout) for layout in layouts])
+    parts = [unpack(message, layout)[0] for message, layout in zip(received, layouts, strict=True)]
     return torch.cat(parts, 2 if to_heads else 1)

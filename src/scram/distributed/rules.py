@@ -48,11 +48,11 @@ def _made(operator: ops.Operator[Any]) -> Callable[[dict[str, Any]], list[bool]]
 
 
 def _rule(
-    operator: ops.Operator[Any], names: list[str], made: Callable[[dict[str, Any]], list[bool]]
+    operator: ops.Operator[Any], names: list[str], returned: Callable[[dict[str, Any]], list[bool]]
 ) -> Callable[..., list[Rule]]:
     def rule(*arguments: Any) -> list[Rule]:
         given = dict(zip(names, arguments, strict=True))
-        return [_placed(given, made(given), axis) for axis in _axes(operator, given)]
+        return [_placed(given, returned(given), axis) for axis in _axes(operator, given)]
 
     return rule
 
@@ -68,10 +68,10 @@ def _axes(operator: ops.Operator[Any], given: dict[str, Any]) -> list[int | None
     return [None, 0, 1] if other in (heads, 0) or other % parts == 0 else [None, 0]
 
 
-def _placed(given: dict[str, Any], made: list[bool], axis: int | None) -> Rule:
-    return [_place(axis if there else None) for there in made], [
-        _place_of(name, x, given, axis) for name, x in given.items()
-    ]
+def _placed(given: dict[str, Any], returned: list[bool], axis: int | None) -> Rule:
+    results = [_place(axis if is_returned else None) for is_returned in returned]
+    arguments = [_place_of(name, x, given, axis) for name, x in given.items()]
+    return results, arguments
 
 
 def _place_of(name: str, x: Any, given: dict[str, Any], axis: int | None) -> Placement | None:

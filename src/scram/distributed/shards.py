@@ -162,7 +162,7 @@ class Shards:
         extra = request.extra or ()
         grads += [extra[0].shape[2] if extra else 0]
         grads += [int(torch.is_grad_enabled() and any(x.requires_grad for x in extra))]
-        mine = [
+        numbers = [
             0,
             q.shape[2],
             k.shape[2],
@@ -174,14 +174,22 @@ class Shards:
             *q.shape[:2],
             k.shape[1],
         ]
-        mine += [q.ndim - 3, q.shape[-1], v.shape[-1], errors.DTYPES.index(q.dtype), *extents[0], *extents[1], *grads]
-        everyone = ranks.exchange(mine)
-        ranks.told(None, everyone)
+        numbers += [
+            q.ndim - 3,
+            q.shape[-1],
+            v.shape[-1],
+            errors.DTYPES.index(q.dtype),
+            *extents[0],
+            *extents[1],
+            *grads,
+        ]
+        everyone = ranks.exchange(numbers)
+        ranks.raise_failures(None, everyone)
         _agreed(everyone)
-        said = dict(zip(FIELDS, zip(*everyone, strict=True), strict=True))
-        if sum(said["rows of k"]) == 0:
+        by_field = dict(zip(FIELDS, zip(*everyone, strict=True), strict=True))
+        if sum(by_field["rows of k"]) == 0:
             raise ValueError("k must have at least one row on some rank, all shards are empty")
-        most = max(said["axes of key_mask"])
+        most = max(by_field["axes of key_mask"])
         if most:
             if key_mask is None:
                 key_mask = torch.ones(k.shape[0], *k.shape[2:-1], dtype=torch.bool, device=k.device)
@@ -189,8 +197,8 @@ class Shards:
                 key_mask = key_mask.unsqueeze(1)
             if most == 2:
                 key_mask = key_mask.expand(-1, q.shape[1], *key_mask.shape[2:])
-        rows = tuple(said["rows of q"]), tuple(said["rows of k"])
-        drawn = [said[f"seed of {name}"][0] for name in ("search", "tail", "dropout")]
+        rows = tuple(by_field["rows of q"]), tuple(by_field["rows of k"])
+        drawn = [by_field[f"seed of {name}"][0] for name in ("search", "tail", "dropout")]
         return Shards(ranks, q, k, v, key_mask, call, *rows, *drawn)
 
     def share(self, rank: int) -> Fraction:

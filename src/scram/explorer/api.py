@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import __version__, errors
 from ..arguments import explains
+from ..codebook import Codebook
 from ..functional import attend, cluster
 from ..functional import search as search_keys
 from ..grid import Grid, grid_of
@@ -125,7 +126,9 @@ def explore(
     >>> page.numbers["queries"]["grid"], page.size < 200_000
     ([12, 16], True)
     """
-    settings, chosen = _validated(q, k, v, search, radius, tail, scale, score, panes, batch)
+    settings, chosen = _validated(
+        q, k, v, search=search, radius=radius, tail=tail, scale=scale, score=score, panes=panes, batch=batch
+    )
     for name, x in {"budget": budget, "most_points": most_points, "num_queries": num_queries}.items():
         errors.whole(name, x, 1)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
@@ -140,14 +143,30 @@ def explore(
     q, k, v = (thinned(x[batch : batch + 1], stride, 2) for x in (q, k, v))
     shown = [thinned(x, stride, 0) for x in shown]
     settings = settings if settings.seed is not None else replace(settings, seed=seed)
-    how: dict[str, Any] = {"score": score, "impl": impl}
-    sweeps = [search_keys(q, k, search=replace(settings, sweeps=t), **how) for t in range(settings.sweeps + 1)]
+    sweeps = [
+        search_keys(q, k, search=replace(settings, sweeps=t), score=score, impl=impl)
+        for t in range(settings.sweeps + 1)
+    ]
     codebook = None
     if chosen is not None:
         chosen = chosen if chosen.seed is not None else replace(chosen, seed=settings.seed)
-        codebook = cluster(q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, **how)
+        codebook = cluster(
+            q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, score=score, impl=impl
+        )
     radii = errors.radius(radius, q.ndim - 3)
-    quality, rms = _quality(q, k, v, sweeps, codebook, radii, factor, how, num_queries, seed)
+    quality, rms = _quality(
+        q,
+        k,
+        v,
+        sweeps=sweeps,
+        codebook=codebook,
+        radius=radii,
+        scale=factor,
+        score=score,
+        impl=impl,
+        num_queries=num_queries,
+        seed=seed,
+    )
     attention = Attention(*part, sweeps, codebook, [_colours(x) for x in shown])
     about = {
         "format": "scram.explorer",
@@ -184,12 +203,12 @@ def _fitted(attention: Attention, channels: Channels, about: dict[str, Any], bud
             if math.prod(some.q.shape[:-1]) > most_points and stride < STRIDES[-1]:
                 continue
             coarsest = COARSE if stride < STRIDES[-1] else math.inf
-            made = stored(some, channels.every(stride, grid), most, coarsest)
-            if made is not None:
+            contents = stored(some, channels.every(stride, grid), most, coarsest)
+            if contents is not None:
                 break
-        assert made is not None
+        assert contents is not None
         queries = {**_grid(tuple(some.q.shape[1:-1])), "stride": stride, "whole": list(grid)}
-        page = written({**about, "queries": queries, **made.about}, made.packed)
+        page = written({**about, "queries": queries, **contents.about}, contents.packed)
         size = len(page.encode())
         if size <= budget:
             return Explorer(page, {name: x for name, x in read_back(page)[0].items() if name != "arrays"})
@@ -201,6 +220,7 @@ def _validated(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     search: Search | Auto,
     radius: int | Sequence[int],
     tail: Any,
@@ -281,27 +301,30 @@ def _quality(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     sweeps: Sequence[Matches],
-    codebook: Any,
+    codebook: Codebook | None,
     radius: tuple[int, ...],
     scale: float,
-    how: dict[str, Any],
+    score: Score,
+    impl: Impl,
     num_queries: int,
     seed: int,
 ) -> tuple[dict[str, Any], list[float]]:
     """Against exact attention of some queries; and the root mean square of the exact outputs of each head."""
-    truth = Truth.of(q, k, v, scale=scale, score=how["score"], num_queries=num_queries, seed=seed, with_lse=True)
+    truth = Truth.of(q, k, v, scale=scale, score=score, num_queries=num_queries, seed=seed, with_lse=True)
     grown = []
-    for found in sweeps:
-        windows = attend(q, k, v, found, radius=radius, scale=scale, **how)
+    for matches in sweeps:
+        windows = attend(q, k, v, matches, radius=radius, scale=scale, score=score, impl=impl)
         share = (windows.lse.flatten(2)[..., truth.queries].to(truth.lse.dtype) - truth.lse).exp()
         grown.append(share.mean(-1)[0].tolist())
     out = windows.out
     if codebook is not None:
-        out = attend(q, k, v, sweeps[-1], radius=radius, scale=scale, tail=codebook, **how).out
+        attended = attend(q, k, v, sweeps[-1], radius=radius, scale=scale, score=score, tail=codebook, impl=impl)
+        out = attended.out
     off = truth.errors(out)
     every = Errors.of(truth.square(out).flatten(1)[:, None], truth.size.flatten(1)[:, None], truth.points)
-    found_quality = {
+    quality = {
         "queries": len(truth.queries),
         "mass": sum(grown[-1]) / len(grown[-1]),
         "sweeps": grown,
@@ -312,7 +335,7 @@ def _quality(
         ],
     }
     rms = truth.size.mean(-1)[0].sqrt()
-    return found_quality, [max(float(x), 1e-30) for x in rms]
+    return quality, [max(float(x), 1e-30) for x in rms]
 
 
 def _number(x: Tensor) -> float:

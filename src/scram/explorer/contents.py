@@ -237,14 +237,14 @@ def _matches(packed: Packed, sweeps: Sequence[Matches], most_bytes: int) -> int:
     kappa = last.index.shape[-1]
     heads = last.index.shape[1]
 
-    def planes(found: Matches, kept: int) -> NDArray[np.int16]:
-        index = rows(found.index)[..., :kept].movedim(-1, 0).flip(0).cpu()  # [kept, H, N]
+    def planes(matches: Matches, kept: int) -> NDArray[np.int16]:
+        index = rows(matches.index)[..., :kept].movedim(-1, 0).flip(0).cpu()  # [kept, H, N]
         place = torch.stack((torch.where(index < 0, -1, index // width), torch.where(index < 0, -1, index % width)), 2)
         return place.to(torch.int16).flatten(0, 2).numpy()
 
     for kept in dict.fromkeys((kappa, 1)):
         trial = Packed()
-        earlier = [planes(found, kept) for found in reversed(sweeps[:-1])]
+        earlier = [planes(matches, kept) for matches in reversed(sweeps[:-1])]
         trial.add("matches", np.concatenate([planes(last, kappa), *earlier]), back=2 * heads * kept)
         if len(trial) <= MATCHES_SHARE * most_bytes:
             break

@@ -29,15 +29,15 @@ Planes = NDArray[np.int16]
 def folded(planes: Planes, back: int) -> tuple[NDArray[np.uint16], list[int]]:
     """Differences as positive numbers [P, n], and how each plane was predicted."""
     best = np.empty(planes.shape, np.uint16)
-    how = []
+    predictors = []
     for p, plane in enumerate(planes):
         forms = [_positive(plane), _positive(np.diff(plane, prepend=np.int16(0)))]
         if back and p >= back:
             forms.append(_positive(plane - planes[p - back]))
         bits = [entropy(form) for form in forms]
-        how.append(int(np.argmin(bits)))
-        best[p] = forms[how[-1]]
-    return best, how
+        predictors.append(int(np.argmin(bits)))
+        best[p] = forms[predictors[-1]]
+    return best, predictors
 
 
 def _positive(x: Planes) -> NDArray[np.uint16]:
@@ -89,8 +89,8 @@ class Packed:
 
     def add(self, name: str, planes: Planes, back: int = 0) -> None:
         """Whole numbers int16 [P, n]."""
-        positive, how = folded(np.ascontiguousarray(planes), back)
-        entry = {"name": name, "kind": "planes", "shape": list(planes.shape), "how": how, "back": back}
+        positive, predictors = folded(np.ascontiguousarray(planes), back)
+        entry = {"name": name, "kind": "planes", "shape": list(planes.shape), "how": predictors, "back": back}
         self._store(entry, _deflated(positive))
 
     def add_floats(self, name: str, x: NDArray[Any]) -> None:
@@ -125,20 +125,20 @@ def unpacked(entries: list[dict[str, Any]], text: str) -> dict[str, NDArray[Any]
     array([[ 3, -4,  5]], dtype=int16)
     """
     data = base64.b64decode(text)
-    found = {}
+    arrays = {}
     for entry in entries:
         raw = zlib.decompress(data[entry["at"] : entry["at"] + entry["bytes"]])
         shape = tuple(entry["shape"])
         if entry["kind"] == "floats":
-            found[entry["name"]] = np.frombuffer(raw, "<f4").reshape(shape)
+            arrays[entry["name"]] = np.frombuffer(raw, "<f4").reshape(shape)
             continue
         low, high = np.frombuffer(raw, np.uint8).reshape(shape[0], 2, -1).astype(np.uint16).swapaxes(0, 1)
         positive = low | high << 8
         planes = ((positive >> 1) ^ (0 - (positive & 1))).view(np.int16).copy()
-        for p, how in enumerate(entry["how"]):
-            if how == LEFT:
+        for p, predictor in enumerate(entry["how"]):
+            if predictor == LEFT:
                 planes[p] = np.cumsum(planes[p], dtype=np.int16)
-            elif how == BEFORE:
+            elif predictor == BEFORE:
                 planes[p] += planes[p - entry["back"]]
-        found[entry["name"]] = planes
-    return found
+        arrays[entry["name"]] = planes
+    return arrays

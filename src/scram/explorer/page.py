@@ -27,7 +27,7 @@ def written(about: dict[str, Any], packed: Packed) -> str:
         "SCRIPT": "\n".join(parts[name] for name in SCRIPTS),
     }
     # In one pass, so that a title may hold what looks like a slot.
-    return re.sub("@([A-Z]+)@", lambda found: slots[found[1]], parts["page.html"])
+    return re.sub("@([A-Z]+)@", lambda match: slots[match[1]], parts["page.html"])
 
 
 def read_back(page: str) -> tuple[dict[str, Any], str]:
