@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .clustering import keys_left
-from .codebook import Codebook, FitReport
+from .codebook import Codebook, FitReport, with_tensors
 from .grid import coordinates, grid_of, in_windows, key_row, rows
 from .noise import noise, numbered
 from .statistics import ranks
@@ -49,7 +49,7 @@ def fitted(
     """
     each = q.shape[1] // book.sizes.shape[1]
     names = ("centres", "values", "sizes", "label")
-    book = replace(book, **{name: getattr(book, name).detach().repeat_interleave(each, 1) for name in names})
+    book = with_tensors(book, {name: getattr(book, name).detach().repeat_interleave(each, 1) for name in names})
     if not q.numel():
         return replace(book, gains=torch.ones_like(book.centres[..., 0]), radius=radius)
     seen = _seen_by_queries(book, q=q, k=k, v=v, index=index, radius=radius, fit=fit, seed=seed, numbers=numbers)

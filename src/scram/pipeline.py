@@ -47,7 +47,7 @@ class Result(NamedTuple):
     @property
     def codebook(self) -> Codebook | None:
         """The clusters, where the tail has some."""
-        return self.tail if isinstance(self.tail, Codebook) else None
+        return None if self.tail is None else self.tail.codebook
 
 
 def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Request, *, hints: bool = False) -> R:
@@ -112,9 +112,10 @@ def cluster(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: S
     assert v is not None
     request = resolved.request
     index = None if request.matches is None else request.matches.index
-    tail = resolved.tail.prepare(prepare(resolved, q, k, v, shard), index, None, request.warm_codebook)
-    assert isinstance(tail, Codebook)
-    return tail
+    inputs = prepare(resolved, q, k, v, shard)
+    codebook = resolved.tail.prepare(inputs, index, None, request.warm_codebook).codebook
+    assert codebook is not None
+    return codebook
 
 
 def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = WHOLE) -> Inputs:

@@ -29,6 +29,7 @@ BOOK = tuple(f"book_{name}" for name in NEEDED)
 FIELDS = (*MATCHES, *BOOK, *(f"book_{name}" for name in OPTIONAL))
 
 
+State = dict[str, Any]  # as torch.distributed.checkpoint has it: tensors and text by name
 Saved = str | os.PathLike[str] | StorageReader
 
 
@@ -84,9 +85,9 @@ class KeptMatches:
                 f"{saved} has kept matches of {sorted(unknown)}, which are no searching layers of the model"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """What this rank keeps; before loading from `saved`, empty tensors for the pieces that this rank needs."""
-        state: dict[str, Any] = {f"{MARK}/version": 1}
+        state: State = {f"{MARK}/version": 1}
         if self.pieces is None:
             for name, layer in self.layers.items():
                 state |= {_key(self.rank, name, field): x for field, x in _kept(layer).items()}
@@ -98,7 +99,7 @@ class KeptMatches:
             state[_key(piece.rank, piece.layer, "settings")] = ""
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Layers keep what was loaded, and forget what they had."""
         if self.pieces is None:
             raise ValueError(
@@ -154,21 +155,21 @@ def _pieces(saved: Saved) -> list[Piece]:
     return pieces
 
 
-def _kept(layer: Searching) -> dict[str, Any]:
+def _kept(layer: Searching) -> State:
     """Tensors that a layer keeps, and settings as JSON; nothing where it keeps nothing."""
     matches = layer.matches
     book = layer.codebook
     if matches is None:
         return {}
-    state: dict[str, Any] = {"index": matches.index, "score": matches.score}
-    settings: dict[str, Any] = {"key_grid": matches.key_grid}
+    state: State = {"index": matches.index, "score": matches.score}
+    settings: dict[str, object] = {"key_grid": matches.key_grid}
     if book is not None and book.report is None:  # fitted clusters are never started from
         state |= {f"book_{name}": x for name in TENSORS if (x := getattr(book, name)) is not None}
         settings |= {"book": {name: getattr(book, name) for name in SETTINGS}}
     return {**state, "settings": json.dumps(settings)}
 
 
-def _keep(name: str, layer: Searching, states: list[dict[str, Any]]) -> None:
+def _keep(name: str, layer: Searching, states: list[State]) -> None:
     """Join what ranks had; where their calls differed in shape or settings the layer starts afresh."""
     described = {(x["settings"], tuple((field, t.shape[1:]) for field, t in _tensors(x).items())) for x in states}
     if len(described) > 1:
@@ -187,5 +188,5 @@ def _keep(name: str, layer: Searching, states: list[dict[str, Any]]) -> None:
     layer.codebook = book
 
 
-def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+def _tensors(state: State) -> dict[str, Tensor]:
     return {field: x for field, x in state.items() if field != "settings"}

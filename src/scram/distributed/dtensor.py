@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import dtensors
-from ..codebook import Codebook
+from ..codebook import Codebook, with_tensors
 from ..inputs import Shard as Part
 from ..noise import draw_seed
 from ..pipeline import Stage
@@ -177,8 +177,7 @@ class _Local:
         if isinstance(x, Matches):
             return Matches(self._tensor(name, x.index, False), self._tensor(name, x.score, False), x.key_grid)
         if isinstance(x, Codebook):
-            parts: dict[str, Any] = {part: self._of_codebook(name, x, part) for part in _tensors(x)}
-            return replace(x, **parts)
+            return with_tensors(x, {part: self._of_codebook(name, x, part) for part in _tensors(x)})
         return x
 
     def _of_codebook(self, name: str, book: Codebook, part: str) -> Tensor:
@@ -270,8 +269,8 @@ def _wrapped(value: Any, held: Held, key_mask: Tensor | None) -> Any:
         by_keys = value.sizes.shape[1] != (held.shape[1] if held.empty else held.heads[1] - held.heads[0])
         heads = held.key_heads if by_keys else held.shape[1]
         tensors = {name: x for name, x in _tensors(value).items() if name != "key_mask"}
-        whole: dict[str, Any] = {name: _distributed(x, held, heads) for name, x in tensors.items()}
-        return replace(value, **whole, key_mask=key_mask)
+        whole = {name: _distributed(x, held, heads) for name, x in tensors.items()}
+        return with_tensors(value, {**whole, "key_mask": key_mask})
     if isinstance(value, Matches):
         index, score = (_distributed(x, held, held.shape[1]) for x in (value.index, value.score))
         return Matches(index, score, value.key_grid)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..codebook import Codebook
 from ..inputs import Shard
 from ..noise import draw_seed
 from ..pipeline import run
 from ..resolve import Request, goes_dense, resolve
+from ..tails.base import NO_TAIL, as_tail
 from .guard import guarded
 from .mesh import Ranks, pack, packed_size, unpack
 from .shards import Shards, public_mask
@@ -33,7 +33,8 @@ def alone(ranks: Ranks, mode: str, q: Any, k: Any, request: Request) -> bool:
     if ranks.size > 1 or mode not in ("auto", "heads") or request.dropout_p or any(x is not None for x in given):
         return False
     # Clusters that are fitted, and codebooks, are refused or run elsewhere.
-    if getattr(request.tail, "fit", 0) or isinstance(request.tail, Codebook):
+    tail = as_tail(request.tail, NO_TAIL, windows=False)
+    if tail.fit or tail.codebook is not None:
         return False
     return all(isinstance(x, Tensor) and x.device.type == ranks.device.type and x.numel() for x in (q, k))
 

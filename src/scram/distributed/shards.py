@@ -55,7 +55,7 @@ class Call:
     @property
     def codebook(self) -> Codebook | None:
         """Clusters that were given."""
-        return self.request.tail if isinstance(self.request.tail, Codebook) else None
+        return self.tail.codebook
 
     def checksum(self) -> int:
         """A number that differs where settings do; seeds aside, since rank 0's count."""
@@ -89,7 +89,7 @@ def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
         errors.whole("halo", halo, 0)
     tail = as_tail(request.tail, default_tail(request.weight, request.causal, request.score))
     tail.check(tail_kind(request))
-    if isinstance(tail, Clusters) and tail.fit:
+    if tail.fit:
         raise ValueError("Clusters(fit=...) fits the queries of one machine; leave fit out, raise count instead")
     if request.warm is not None:
         errors.instance("warm", request.warm, Matches, "scram.Matches", "; scram.search returns one")

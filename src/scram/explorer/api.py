@@ -26,6 +26,7 @@ from ..tails.clusters import Clusters
 from ..truth import Errors, Truth
 from ..types import Matches, Score, Search
 from .contents import Attention, Channels, raster_width, stored, thinned
+from .pack import Json
 from .page import framed, read_back, written
 
 MOST_POINTS = 1 << 18  # over all heads
@@ -49,7 +50,7 @@ class Explorer:
     """
 
     html: str
-    numbers: dict[str, Any]
+    numbers: Json
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page. A file of that name is replaced when the new one is whole."""
@@ -193,7 +194,7 @@ def explore(
     return _fitted(attention, channels, about, budget, most_points)
 
 
-def _fitted(attention: Attention, channels: Channels, about: dict[str, Any], budget: int, most_points: int) -> Explorer:
+def _fitted(attention: Attention, channels: Channels, about: Json, budget: int, most_points: int) -> Explorer:
     """The page: features rounded more coarsely until it fits, with fewer queries where that would be too coarse."""
     most = (budget - CODE) * 3 // 4
     grid = tuple(attention.q.shape[1:-1])
@@ -293,7 +294,7 @@ def _thin_enough(
             return part, stride, channels
 
 
-def _grid(grid: Grid) -> dict[str, Any]:
+def _grid(grid: Grid) -> Json:
     return {"grid": list(grid), "width": raster_width(grid), "points": math.prod(grid)}
 
 
@@ -310,7 +311,7 @@ def _quality(
     impl: Impl,
     num_queries: int,
     seed: int,
-) -> tuple[dict[str, Any], list[float]]:
+) -> tuple[Json, list[float]]:
     """Against exact attention of some queries; and the root mean square of the exact outputs of each head."""
     truth = Truth.of(q, k, v, scale=scale, score=score, num_queries=num_queries, seed=seed, with_lse=True)
     grown = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -80,14 +80,13 @@ class NonLocalBlock(Searching):
         if rank not in _CONV:
             raise ValueError(f"rank must be {', '.join(map(str, _CONV))}: torch has no other convolution, got {rank}")
         conv = _CONV[rank]
-        where = dict[str, Any](device=device, dtype=dtype)
         embedded = form != "gaussian"
-        self.theta = conv(channels, inner, 1, **where) if embedded else None
-        self.phi = conv(channels, inner, 1, **where) if embedded else None
-        self.g = conv(channels, inner, 1, **where)
-        self.pair = conv(2 * inner, 1, 1, bias=False, **where) if form == "concatenation" else None
-        self.out = conv(inner, channels, 1, **where)
-        self.norm = _NORM[rank](channels, **where) if errors.flag("norm", norm) else None
+        self.theta = conv(channels, inner, 1, device=device, dtype=dtype) if embedded else None
+        self.phi = conv(channels, inner, 1, device=device, dtype=dtype) if embedded else None
+        self.g = conv(channels, inner, 1, device=device, dtype=dtype)
+        self.pair = conv(2 * inner, 1, 1, bias=False, device=device, dtype=dtype) if form == "concatenation" else None
+        self.out = conv(inner, channels, 1, device=device, dtype=dtype)
+        self.norm = _NORM[rank](channels, device=device, dtype=dtype) if errors.flag("norm", norm) else None
         for parameter in (self.out if self.norm is None else self.norm).parameters():
             nn.init.zeros_(parameter)
 
