@@ -359,7 +359,8 @@ def estimate(
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
-        Estimate: out and variance [B, H, *G, F]; lse, ess, acceptance and rhat [B, H, *G]; None where a method has none.
+        Estimate: out and variance [B, H, *G, F]; lse, ess, acceptance and rhat [B, H, *G]. None where a method has
+            none.
 
     >>> import scram
     >>> _ = torch.manual_seed(0)
