@@ -1,4 +1,4 @@
-"""The constants of `scram.distributed.predict`, fitted to stored rows of an H200, and what it predicts.
+"""The constants of `distributed_cost.predict`, fitted to stored rows of an H200, and what it predicts.
 
 python benchmarks/distributed_model.py           # prints the fit and the predictions
 python benchmarks/distributed_model.py --store   # and stores them, for the tables of docs/distributed.md
@@ -12,9 +12,8 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from distributed_cost import H200, predict
 from store import RESULTS, Store
-
-from scram.distributed import H200, predict
 
 POINTS, GPUS = (1e8, 1e9, 1e10), (8, 64, 512)
 HEADS, WIDTH = (1, 8), 64
@@ -78,7 +77,7 @@ def main() -> None:
     fitted = fit()
     print(json.dumps(fitted, indent=1))
     wrong = {n: x for n, x in fitted["constants"].items() if abs(getattr(H200, n) / x - 1) > 1e-3}
-    print(f"constants in scram.distributed.model that differ: {wrong or 'none'}")
+    print(f"constants in distributed_cost that differ: {wrong or 'none'}")
     for heads in HEADS:
         print(f"heads: {heads}, width {WIDTH}, bfloat16, forward and backward")
         for name, modes in predictions(heads).items():

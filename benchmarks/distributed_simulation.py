@@ -24,15 +24,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from distributed_cost import H200, Link, Machine, all_gather, all_to_all, round_trip
 from store import Store
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import scram
 import scram.distributed
-from scram.distributed import H200, Link, Machine, api, gather, heads, ring
+from scram.distributed import api, gather, heads, ring
 from scram.distributed.mesh import Ranks
-from scram.distributed.model import all_gather, all_to_all, round_trip
 
 SIDE, WIDTH, HEADS = 12, 8, 6  # 12 rows and 6 heads: 2, 3 or 4 ranks have equal rows, 2 or 3 equal heads
 CALLS = 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,7 +18,8 @@ from .scoring import prepare_key
 from .tails.base import Kind, MadeFor, Tail
 from .types import Attended
 
-NEEDED, OPTIONAL = ("centres", "values", "sizes", "label"), ("gains", "key_mask")
+NEEDED = ("centres", "values", "sizes", "label")
+OPTIONAL = ("gains", "key_mask")
 TENSORS = NEEDED + OPTIONAL
 
 
@@ -107,6 +109,10 @@ class Codebook(Tail):
     def samples(self) -> int:
         return self.sizes.shape[-1]
 
+    @property
+    def codebook(self) -> Codebook:
+        return self
+
     def check(self, kind: Kind) -> None:
         check_clusters(kind)
 
@@ -144,8 +150,7 @@ class Codebook(Tail):
         """The same clusters on another device."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"device must be a device, got {device}; the numbers of a codebook keep their dtypes")
-        tensors = {name: x.to(device) for name in TENSORS if (x := getattr(self, name)) is not None}
-        return replace(self, **tensors)
+        return with_tensors(self, {name: x.to(device) for name in TENSORS if (x := getattr(self, name)) is not None})
 
     def detach(self) -> Codebook:
         """The same clusters as constants."""
@@ -171,10 +176,10 @@ class Codebook(Tail):
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Codebook:
         """Read what `save` wrote; ValueError for any other file. Nothing is unpickled."""
 
-        def made(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Codebook:
+        def build(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Codebook:
             return from_settings(tensors, json.loads(metadata["settings"]))
 
-        return files.load_tensors(path, made, "scram.Codebook", NEEDED, OPTIONAL).to(device)
+        return files.load_tensors(path, build, "scram.Codebook", NEEDED, OPTIONAL).to(device)
 
     def __repr__(self) -> str:
         batch, heads, count = self.sizes.shape
@@ -185,13 +190,19 @@ class Codebook(Tail):
         )
 
 
-def from_settings(tensors: dict[str, Any], settings: dict[str, Any]) -> Codebook:
+def with_tensors(book: Codebook, tensors: Mapping[str, Any]) -> Codebook:
+    """The same clusters with other tensors, by name."""
+    return replace(book, **tensors)
+
+
+def from_settings(tensors: Mapping[str, Any], settings: dict[str, Any]) -> Codebook:
     """A codebook of what was read: its tensors, and the other fields as JSON has them. Looks at every number."""
     radius = settings.pop("radius")
     report = settings.pop("report", None)
     if report is not None:
-        pairs: dict[str, Any] = {name: tuple(report.pop(name)) for name in ("median", "percentile_95")}
-        report = FitReport(**report, **pairs)
+        median = tuple(report.pop("median"))
+        percentile_95 = tuple(report.pop("percentile_95"))
+        report = FitReport(**report, median=median, percentile_95=percentile_95)
     book = Codebook(**tensors, **settings, radius=None if radius is None else tuple(radius), report=report)
     _check_numbers(book)
     return book

@@ -44,14 +44,16 @@ def keys_visited(
     >>> keys_visited(q, q, Search(), (1, 1), scram.Clusters(count=256))
     Cost(sparse=245, tail=501, dense=4096)
     """
-    grid, kappa = grid_of(k), matches or search.matches
+    grid = grid_of(k)
+    kappa = matches or search.matches
     reach = () if search.reach is None else errors.radius(search.reach, len(grid), "reach")
-    radius_of_draws, rank = widest(grid, reach, search.random), len(grid)
+    radius_of_draws = widest(grid, reach, search.random)
+    rank = len(grid)
     if search.resolved_method(prepare_query(q[:0], score)) == "tile":
         way = (search.jumps, search.propagate, search.gossip, rank, radius_of_draws)
-        made = [offers(n + 1, *way) for n in range(search.sweeps)]
+        offers_by_sweep = [offers(n + 1, *way) for n in range(search.sweeps)]
         # A query scores what all queries of its tile offer.
-        looked = kappa + TILE_QUERIES * sum(len(list(sweep)) for sweep in made)
+        looked = kappa + TILE_QUERIES * sum(len(list(sweep)) for sweep in offers_by_sweep)
     else:
         offered = len(moves(search.propagate, 1)) * 2 * rank * len(search.jumps)
         looked = kappa * (1 + search.sweeps * (offered + search.gossip + radius_of_draws.bit_length()))

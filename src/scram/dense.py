@@ -67,7 +67,8 @@ def dense_attention(
         raise ValueError("torch's own attention takes no callable score; use score='dot' or 'l2'")
     if causal:
         errors.order(q, k, causal)
-    grid, flat = q.shape[2:-1], [x.flatten(2, -2).to(v.dtype) for x in (q, k, v)]
+    grid = q.shape[2:-1]
+    flat = [x.flatten(2, -2).to(v.dtype) for x in (q, k, v)]
     extra = None if extra is None else (extra[0].to(v.dtype), extra[1])
     mask = None
     if key_mask is not None:  # torch multiplies what is masked by 0, and 0 * NaN is NaN
@@ -78,7 +79,8 @@ def dense_attention(
         flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
     if causal and (mask is not None or extra is not None):
         below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
-        mask, causal = below if mask is None else mask & below, False
+        mask = below if mask is None else mask & below
+        causal = False
     if extra is not None:
         flat[1], flat[2] = (torch.cat([x, more], 2) for x, more in zip(flat[1:], extra, strict=True))
         mask = None if mask is None else F.pad(mask, (0, extra[0].shape[2]), value=True)

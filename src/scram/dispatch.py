@@ -20,10 +20,10 @@ _loaded: dict[str, Engine] = {reference.SPEC.name: cast(Engine, _reference)}  # 
 
 def engine(name: str) -> Engine:
     """The engine of that name, imported when it is first needed."""
-    found = _loaded.get(name)
-    if found is None:
-        found = _loaded[name] = cast(Engine, import_module(f"{_FOLDERS[name].__name__}.engine"))
-    return found
+    loaded = _loaded.get(name)
+    if loaded is None:
+        loaded = _loaded[name] = cast(Engine, import_module(f"{_FOLDERS[name].__name__}.engine"))
+    return loaded
 
 
 def choose(

@@ -128,5 +128,6 @@ def _line(name: str, x: Tensor | None, *, smallest: bool, form: str) -> list[str
     at = int(flat.argmin() if smallest else flat.argmax())
     row, query = divmod(at, x[0, 0].numel())
     batch, head = divmod(row, x.shape[1])
-    middle, worst = form.format(float(flat.median())), form.format(float(flat[at]))
+    middle = form.format(float(flat.median()))
+    worst = form.format(float(flat[at]))
     return [f"{name}: median {middle}, worst {worst} (batch {batch}, head {head}, query {query})"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .clustering import keys_left
-from .codebook import Codebook, FitReport
+from .codebook import Codebook, FitReport, with_tensors
 from .grid import coordinates, grid_of, in_windows, key_row, rows
 from .noise import noise, numbered
 from .statistics import ranks
@@ -27,6 +27,7 @@ CHUNK_ELEMENTS = 1 << 23  # of scores at a time
 @torch.no_grad()
 def fitted(
     book: Codebook,
+    *,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -48,10 +49,10 @@ def fitted(
     """
     each = q.shape[1] // book.sizes.shape[1]
     names = ("centres", "values", "sizes", "label")
-    book = replace(book, **{name: getattr(book, name).detach().repeat_interleave(each, 1) for name in names})
+    book = with_tensors(book, {name: getattr(book, name).detach().repeat_interleave(each, 1) for name in names})
     if not q.numel():
         return replace(book, gains=torch.ones_like(book.centres[..., 0]), radius=radius)
-    seen = _seen_by_queries(book, q, k, v, index, radius, fit, seed, numbers)
+    seen = _seen_by_queries(book, q=q, k=k, v=v, index=index, radius=radius, fit=fit, seed=seed, numbers=numbers)
     split = [torch.split(x, seen.parts(fit), 1) for x in seen]
     learn, choose, report = (Seen(*part) for part in zip(*split, strict=True))
     values = book.values.flatten(0, 1).double()  # [R, C, F]
@@ -117,6 +118,7 @@ class Seen(NamedTuple):
 
 def _seen_by_queries(
     book: Codebook,
+    *,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -58,7 +58,8 @@ def search(
         causal: a query may attend keys up to itself in row-major order (equal grids).
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
-        warm: matches of an earlier search on the same shapes, to start from; their kappa may differ.
+        warm: matches of an earlier search on the same shapes, index [B, H, *G, kappa], to start from; their kappa may
+            differ.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -67,8 +68,8 @@ def search(
     >>> import scram
     >>> _ = torch.manual_seed(0)
     >>> q = torch.randn(1, 2, 16, 16, 8)
-    >>> found = scram.search(q, q, search=scram.Search(matches=2, seed=0))
-    >>> found
+    >>> matches = scram.search(q, q, search=scram.Search(matches=2, seed=0))
+    >>> matches
     Matches(512 queries on grid (16, 16), keys on grid (16, 16), kappa=2, batch=1, heads=2, found 100.0 %, cpu)
     """
     request = Request(
@@ -105,13 +106,16 @@ def attend(
     derivatives and forward mode use impl="reference".
 
     Args:
-        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F]. v may be float32 beside q and k of 16 bits, as for
-            coordinates, which 16 bits would round; the output has v's dtype. Under autocast all take its dtype.
-        matches: the centres of the windows, from `search`.
+        q: queries [B, H, *G, E].
+        k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
+        v: values [B, Hk, *G', F]. They may be float32 beside q and k of 16 bits, as for coordinates, which 16 bits
+            would round; the output has v's dtype. Under autocast all take its dtype.
+        matches: the centres of the windows, from `search`; index [B, H, *G, kappa].
         radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
-        causal, key_mask: as in `search`; what they forbid is left out of the windows.
+        causal: a query may attend keys up to itself in row-major order (equal grids).
+        key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended; other keys are left out of the windows.
         scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
-        score: as in `search`.
+        score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
             A search finds the highest scores: under "mean" large negative ones are missed.
         extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
@@ -123,7 +127,7 @@ def attend(
         tail: clusters of the keys from `cluster`, made with the same score, scale and mask; only for softmax without
             causal order. Gradients reach k and v through it too, where it has them. Dropout takes a cluster for a key.
             Or `Hybrid`, keys drawn, for softmax: dropout takes a drawn key for itself, whatever it stands for.
-        impl: as in `search`.
+        impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
         Attended(out [B, H, *G, F], lse [B, H, *G]).
@@ -131,8 +135,8 @@ def attend(
     >>> import scram
     >>> _ = torch.manual_seed(0)
     >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
-    >>> found = scram.search(q, k, search=scram.Search(seed=0))
-    >>> out, lse = scram.attend(q, k, v, found, radius=2)
+    >>> matches = scram.search(q, k, search=scram.Search(seed=0))
+    >>> out, lse = scram.attend(q, k, v, matches, radius=2)
     >>> out.shape, lse.shape
     (torch.Size([1, 2, 16, 16, 8]), torch.Size([1, 2, 16, 16]))
     """
@@ -175,13 +179,20 @@ def cluster(
     Differentiable in k and v given the groups; the centres and values of a fit are constants.
 
     Args:
-        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
+        q: queries [B, H, *G, E].
+        k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
+        v: values [B, Hk, *G', F].
         clusters: how many, and how they are found.
-        matches, radius: those that `attend` will use; needed for `clusters.fit` alone, which fits what windows leave.
-        key_mask, scale, score: as in `attend`; the clusters serve calls with the same. No callable score.
-        warm: clusters to start from (the last frame, layer or step), as many, of keys and values as wide; then k-means
-            makes one step at most.
-        impl: as in `search`.
+        matches: those that `attend` will use, index [B, H, *G, kappa]; needed for `clusters.fit` alone, which fits what
+            windows leave.
+        radius: of their windows, an int or one per axis; for `clusters.fit` alone.
+        key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended; the clusters serve calls with the same mask,
+            scale and score.
+        scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
+        score: "dot", "cosine" or "l2" (negative squared distance); no callable.
+        warm: clusters to start from (the last frame, layer or step), as many, of keys and values as wide: centres
+            [B, Hc, C, E'], values [B, Hc, C, F]; then k-means makes one step at most.
+        impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
         Codebook.
@@ -189,11 +200,11 @@ def cluster(
     >>> import scram
     >>> _ = torch.manual_seed(0)
     >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
-    >>> found = scram.search(q, k, search=scram.Search(seed=0))
+    >>> matches = scram.search(q, k, search=scram.Search(seed=0))
     >>> codebook = scram.cluster(q, k, v, clusters=scram.Clusters(count=64, seed=0))
-    >>> out, lse = scram.attend(q, k, v, found, tail=codebook)
+    >>> out, lse = scram.attend(q, k, v, matches, tail=codebook)
     >>> exact = scram.exact_attention(q, k, v).out
-    >>> bool((out - exact).norm() < 0.5 * (scram.attend(q, k, v, found).out - exact).norm())
+    >>> bool((out - exact).norm() < 0.5 * (scram.attend(q, k, v, matches).out - exact).norm())
     True
     """
     errors.instance("clusters", clusters, Clusters, "scram.Clusters", "; for example scram.Clusters(count=256)")
@@ -238,12 +249,25 @@ def attention(
     grids. `explain` says what would run. Of DTensors, cut along batch or heads, each rank attends its part.
 
     Args:
+        q: queries [B, H, *G, E].
+        k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
+        v: values [B, Hk, *G', F].
         search: how to look; "auto" is `Search()`. A seed in it governs the tail too.
+        radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
         tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `Hybrid` (keys
             drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters, and Hybrid under causal
             order; None for weight="mean" or "relu" and callable scores.
-        q, k, v, radius, causal, key_mask, scale, score, weight, extra, dropout_p, warm, window, impl: as in `search`
-            and `attend`.
+        causal: a query may attend keys up to itself in row-major order (equal grids).
+        key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
+        scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
+        score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
+        weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        dropout_p: probability in [0, 1) that a weight is dropped after the softmax. In force whenever > 0, so pass 0
+            when evaluating; `torch.manual_seed` governs it.
+        warm: matches of an earlier search on the same shapes, index [B, H, *G, kappa], to start from.
+        window: whose windows a query attends: "query", its own; "tile", those of all 64 queries of its tile.
+        impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
         out [B, H, *G, F].
@@ -258,13 +282,31 @@ def attention(
     """
     as_tail(tail, NO_TAIL)
     request = Request(
-        search, tail, radius, causal, key_mask, scale, score, weight, extra, dropout_p, warm, window, impl
+        search=search,
+        tail=tail,
+        radius=radius,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        weight=weight,
+        extra=extra,
+        dropout_p=dropout_p,
+        warm=warm,
+        window=window,
+        impl=impl,
     )
     return execute(pipeline.run, q, k, v, request, hints=True).out
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """What `attention` would run with these arguments, why, and what it costs; nothing is computed.
+
+    Args:
+        q: queries [B, H, *G, E].
+        k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
+        v: values [B, Hk, *G', F].
+        arguments: options of `attention`, by name.
 
     >>> import scram
     >>> q = torch.zeros(1, 1, 16, 16, 64)
@@ -301,23 +343,32 @@ def estimate(
     Differentiable in q, k, v and extra through `out` and `lse`; what was drawn, and how likely, carries no gradient.
 
     Args:
-        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
-        matches: where each query's attention peaks, from `search`.
+        q: queries [B, H, *G, E].
+        k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
+        v: values [B, Hk, *G', F].
+        matches: where each query's attention peaks, from `search`; index [B, H, *G, kappa].
         method: `Clusters`, `Hybrid`, `Snis` or `MetropolisHastings`, with the number of clusters or samples.
         radius: of the windows that `Clusters` and `Hybrid` attend exactly; the others do not use it.
-        causal, key_mask, scale, score, extra, impl: as in `attend`. MetropolisHastings takes no extra, Clusters no
-            causal order and no callable score.
+        causal: a query may attend keys up to itself in row-major order (equal grids). Not with Clusters.
+        key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
+        scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
+        score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
+            Clusters take no callable.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Not with
+            MetropolisHastings.
+        impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
-        Estimate(out [B, H, *G, F], lse, variance, ess, acceptance, rhat), None where a method has none.
+        Estimate: out and variance [B, H, *G, F]; lse, ess, acceptance and rhat [B, H, *G]. None where a method has
+            none.
 
     >>> import scram
     >>> _ = torch.manual_seed(0)
     >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
-    >>> found = scram.search(q, k, search=scram.Search(matches=4, seed=0))
-    >>> made = scram.estimate(q, k, v, found, method=scram.Hybrid(samples=256, seed=0))
+    >>> matches = scram.search(q, k, search=scram.Search(matches=4, seed=0))
+    >>> estimated = scram.estimate(q, k, v, matches, method=scram.Hybrid(samples=256, seed=0))
     >>> exact = scram.exact_attention(q, k, v)  # 256 samples are all keys
-    >>> bool(torch.allclose(made.out, exact.out, atol=1e-5)), float(made.variance.max())
+    >>> bool(torch.allclose(estimated.out, exact.out, atol=1e-5)), float(estimated.variance.max())
     (True, 0.0)
     """
     errors.instance("method", method, Tail, ESTIMATORS, "; for example scram.Clusters(count=256)")
@@ -362,9 +413,19 @@ def local(
     is. A window at the border has fewer keys; NATTEN moves it inwards instead.
 
     Args:
-        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
+        q: queries [B, H, *G, E].
+        k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
+        v: values [B, Hk, *G', F].
         radius: b, an int or one per axis of the key grid.
-        causal, key_mask, scale, score, weight, extra, dropout_p, impl: as in `attend`.
+        causal: a query may attend keys up to itself in row-major order (equal grids).
+        key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
+        scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
+        score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
+        weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
+            whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
+        impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
         Attended(out [B, H, *G, F], lse [B, H, *G]).

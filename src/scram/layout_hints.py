@@ -63,9 +63,11 @@ def _warn(hint: str) -> None:
     """Each hint once: another batch has the same."""
     if not hint or not _is_new(hint):
         return
-    level, frame = 1, sys._getframe()
+    level = 1
+    frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     silence = "To keep it as it is, ignore the category scram.layout_hints.LayoutWarning"
     warnings.warn(f"{hint}. {silence}", LayoutWarning, stacklevel=level)
 
@@ -73,10 +75,15 @@ def _warn(hint: str) -> None:
 def _attention_hint(q: tuple[int, ...], k: tuple[int, ...]) -> str:
     """The hint for [H, *G, E] and [Hk, *G', E], "" for none."""
     heads, *grid, width = q
-    points, shape = math.prod(grid), f"q [B, {', '.join(map(str, q))}]"
+    points = math.prod(grid)
+    shape = f"q [B, {', '.join(map(str, q))}]"
     if heads >= 32 and heads > points:
-        found = _flattened(heads)
-        grid_of = ".unflatten(2, (height, width))" if found is None or found[0] else f".unflatten(2, {found[1:] * 2})"
+        flattened = _flattened(heads)
+        grid_of = (
+            ".unflatten(2, (height, width))"
+            if flattened is None or flattened[0]
+            else f".unflatten(2, {flattened[1:] * 2})"
+        )
         mend = f"q.transpose(1, 2){grid_of} for [B, N, heads, E]" if len(grid) == 1 else "q.movedim(-2, 1) to move them"
         mend += ", q.movedim(1, -1).unsqueeze(1) for channels first"
         return f"{shape} has more heads, {heads}, than its grid has points, {points}: is it [B, H, *G, E]? Use {mend}"

@@ -61,7 +61,11 @@ class Operator(Generic[Result]):
         keep: tuple[str, ...] = (),
     ) -> None:
         hints = get_type_hints(call)
-        self.name, self.call_type, self.result_type, self.grads_type, self.keep = name, call, result, grads, keep
+        self.name = name
+        self.call_type = call
+        self.result_type = result
+        self.grads_type = grads
+        self.keep = keep
         self.shapes = shapes
         self.names = [field for field in call._fields if hints[field] != ScoreFunction | None]
         self.tensor_names = [field for field in self.names if "Tensor" in SCHEMA[hints[field]]]
@@ -127,8 +131,8 @@ class Operator(Generic[Result]):
 
     def _compute(self, *arguments: Any) -> tuple[Tensor, ...]:
         call, (impl,) = self._call_and_rest(arguments)
-        found: tuple[Tensor, ...] = self._engine(impl)(call)
-        return found
+        result: tuple[Tensor, ...] = self._engine(impl)(call)
+        return result
 
     def _compute_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         call, (*rest, impl) = self._call_and_rest(arguments)
@@ -170,7 +174,8 @@ class Operator(Generic[Result]):
     def _keep(self, ctx: Any, call: Any, output: Sequence[Tensor], impl: str) -> None:
         result = self.result_type(*output)
         ctx.save_for_backward(*self.tensors(call), *[getattr(result, name) for name in self.keep])
-        ctx.settings, ctx.impl = self.settings(call), impl
+        ctx.settings = self.settings(call)
+        ctx.impl = impl
         _, _, *diagnostics = output
         if diagnostics:
             ctx.mark_non_differentiable(*diagnostics)
@@ -190,19 +195,27 @@ class Operator(Generic[Result]):
         rest = (*saved, first, second)  # what is left of them are the results kept
         # Where a graph is made of the backward pass the operator stands in it, to refuse a second derivative.
         if not torch.is_grad_enabled() and bypasses_dispatcher((*call, *rest)):
-            found = self._engine_backward(ctx.impl)(call, *rest)
+            call_grads = self._engine_backward(ctx.impl)(call, *rest)
         else:
             run = self.backward_function.apply if _compat.transformed() else self.backward_op
-            found = self.grads_type(*run(*self._fields(call), *rest, ctx.impl))
+            call_grads = self.grads_type(*run(*self._fields(call), *rest, ctx.impl))
         given = zip(self.tensor_names, self.tensors(call), strict=True)
-        return [getattr(found, name) if x is not None and name in found._fields else None for name, x in given]
+        return [
+            getattr(call_grads, name) if x is not None and name in call_grads._fields else None for name, x in given
+        ]
 
     def _without_inference_tensors(self, call: Any) -> Any:
         """Autograd keeps no tensor made under `torch.inference_mode`: those are copied."""
         if torch.compiler.is_compiling():
             return call
-        made = [name for name in self.tensor_names if (x := getattr(call, name)) is not None and x.is_inference()]
-        return call._replace(**{name: getattr(call, name).clone() for name in made}) if made else call
+        inference_names = [
+            name for name in self.tensor_names if (x := getattr(call, name)) is not None and x.is_inference()
+        ]
+        return (
+            call._replace(**{name: getattr(call, name).clone() for name in inference_names})
+            if inference_names
+            else call
+        )
 
 
 def bypasses_dispatcher(arguments: Sequence[Any]) -> bool:
@@ -253,8 +266,10 @@ def _found_shapes(call: calls.SearchCall) -> tuple[Tensor, ...]:
 
 def _out_shapes(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and a diagnostic like out in the accumulator's dtype."""
-    q, v = call.q, call.v
-    wide, shape = accumulator(v.dtype), (*q.shape[:-1], v.shape[-1])
+    q = call.q
+    v = call.v
+    wide = accumulator(v.dtype)
+    shape = (*q.shape[:-1], v.shape[-1])
     return v.new_empty(shape), v.new_empty(q.shape[:-1], dtype=wide), v.new_empty(shape, dtype=wide)
 
 
@@ -280,7 +295,9 @@ def _sampled_shapes(call: calls.SampleCall) -> tuple[Tensor, ...]:
 
 
 def _clustered_shapes(call: calls.ClusterCall) -> tuple[Tensor, ...]:
-    k, v, wide = call.k, call.v, accumulator(call.v.dtype)
+    k = call.k
+    v = call.v
+    wide = accumulator(call.v.dtype)
     shape = (*k.shape[:2], call.clusters)
     means = (x.new_empty((*shape, x.shape[-1]), dtype=wide) for x in (k, v))
     return *means, k.new_empty(shape, dtype=torch.int32), k.new_empty(k.shape[:-1], dtype=torch.int32)

@@ -30,7 +30,7 @@ class Result(NamedTuple):
 
     out: Tensor  # [B, H, *G, F]
     joined: Joined | None  # lse and diagnostics; None: dense attention has none
-    found: calls.Found | None  # by the search
+    searched: calls.Found | None  # by the search
     key_grid: tuple[int, ...]
     tail: Tail | None  # as it was prepared
 
@@ -42,12 +42,12 @@ class Result(NamedTuple):
     @property
     def matches(self) -> Matches | None:
         """What the search found; None without a search."""
-        return None if self.found is None else Matches(self.found.index, self.found.score, self.key_grid)
+        return None if self.searched is None else Matches(self.searched.index, self.searched.score, self.key_grid)
 
     @property
     def codebook(self) -> Codebook | None:
         """The clusters, where the tail has some."""
-        return self.tail if isinstance(self.tail, Codebook) else None
+        return None if self.tail is None else self.tail.codebook
 
 
 def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Request, *, hints: bool = False) -> R:
@@ -93,18 +93,18 @@ def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard
         )
         return Result(out, None, None, key_grid, None)
     inputs = prepare(resolved, q, k, v, shard)
-    found, seed = _found(resolved, inputs)
-    index = _index(resolved, found)
+    searched, seed = _found(resolved, inputs)
+    index = _index(resolved, searched)
     tail = resolved.tail.prepare(inputs, index, seed, request.warm_codebook)
     joined = tail.join(inputs, index, seed)
-    return Result(inputs.rounded(joined.out), joined, found, key_grid, tail)
+    return Result(inputs.rounded(joined.out), joined, searched, key_grid, tail)
 
 
 def search(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None = None, shard: Shard = WHOLE) -> Matches:
     """The search alone."""
-    found, _ = _found(resolved, prepare(resolved, q, k, q[..., :0], shard))
-    assert found is not None
-    return Matches(found.index, found.score, grid_of(k))
+    searched, _ = _found(resolved, prepare(resolved, q, k, q[..., :0], shard))
+    assert searched is not None
+    return Matches(searched.index, searched.score, grid_of(k))
 
 
 def cluster(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard = WHOLE) -> Codebook:
@@ -112,9 +112,10 @@ def cluster(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: S
     assert v is not None
     request = resolved.request
     index = None if request.matches is None else request.matches.index
-    tail = resolved.tail.prepare(prepare(resolved, q, k, v, shard), index, None, request.warm_codebook)
-    assert isinstance(tail, Codebook)
-    return tail
+    inputs = prepare(resolved, q, k, v, shard)
+    codebook = resolved.tail.prepare(inputs, index, None, request.warm_codebook).codebook
+    assert codebook is not None
+    return codebook
 
 
 def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = WHOLE) -> Inputs:
@@ -158,10 +159,10 @@ def _found(resolved: Resolved, inputs: Inputs) -> tuple[calls.Found | None, Tens
     return ops.search(resolved.search_engine, search_call), seed
 
 
-def _index(resolved: Resolved, found: calls.Found | None) -> Tensor:
+def _index(resolved: Resolved, searched: calls.Found | None) -> Tensor:
     """int32 [B, H, *G, kappa]."""
-    if found is not None:
-        return found.index
+    if searched is not None:
+        return searched.index
     assert resolved.request.matches is not None
     return resolved.request.matches.index
 

@@ -106,7 +106,9 @@ def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
     cost = COSTS.get((q.device.type, q.dtype.itemsize == 2))
     if cost is None:
         return True  # a device without an engine of its own: the reference is far slower than torch
-    rows, queries, keys = q.shape[0] * q.shape[1], q.shape[2:-1].numel(), k.shape[2:-1].numel()
+    rows = q.shape[0] * q.shape[1]
+    queries = q.shape[2:-1].numel()
+    keys = k.shape[2:-1].numel()
     width = q.shape[-1] + v.shape[-1]
     dense = rows * queries * keys * (cost.pair + cost.pair_feature * width) * 1e-6
     searched = rows * (cost.row + queries * (cost.query + cost.feature * width) * 1e-3)
@@ -157,9 +159,18 @@ def resolve(q: Tensor, k: Tensor, v: Tensor | None, request: Request) -> Resolve
         if v is not None:
             call = MadeFor(checked.radius, checked.scale, request.score, request.key_mask)
             tail.check_tensors("tail", q, k, v, call)
-    said_dense = search is None and request.matches is None and (request.tail is None or request.tail == "auto")
-    dense = v is not None and (said_dense or checked.goes_dense)
-    return Resolved(request, dense, search, tail, checked.radius, checked.scale, checked.search_engine, checked.engine)
+    asks_dense = search is None and request.matches is None and (request.tail is None or request.tail == "auto")
+    dense = v is not None and (asks_dense or checked.goes_dense)
+    return Resolved(
+        request=request,
+        dense=dense,
+        search=search,
+        tail=tail,
+        radius=checked.radius,
+        scale=checked.scale,
+        search_engine=checked.search_engine,
+        engine=checked.engine,
+    )
 
 
 def tail_kind(request: Request) -> Kind:
@@ -322,7 +333,17 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
         why = f"on {q.device.type} the grid {size} with width {q.shape[-1]} is too small for a search to be faster"
         if all(device != q.device.type for device, _ in COSTS):
             why = f"{q.device.type} has no engine that is faster than torch"
-        return Explanation(True, "torch", None, None, None, (why,), keys, keys, 0)
+        return Explanation(
+            dense=True,
+            engine="torch",
+            search=None,
+            radius=None,
+            tail=None,
+            reasons=(why,),
+            scores=keys,
+            dense_scores=keys,
+            memory=0,
+        )
     reasons = ["search, tail, warm or impl was given"]
     if resolved.request.is_automatic:
         only_softmax = "torch's attention has softmax and scores by name only"

@@ -241,11 +241,11 @@ class Matches:
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Matches:
         """Read what `save` wrote; ValueError for any other file. Nothing is unpickled."""
 
-        def made(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Matches:
+        def build(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Matches:
             grid = tuple(int(extent) for extent in metadata["key_grid"].split(","))
             return Matches(tensors["index"], tensors["score"], grid)
 
-        return files.load_tensors(path, made, "scram.Matches", ("index", "score")).to(device)
+        return files.load_tensors(path, build, "scram.Matches", ("index", "score")).to(device)
 
     def __repr__(self) -> str:
         batch, heads, *grid, kappa = self.index.shape

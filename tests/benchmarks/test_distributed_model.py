@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 import traffic_jobs
-from scram.distributed import H200, predict
 from sharded import on_ranks
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -26,7 +25,7 @@ def test_constants_are_those_of_the_stored_rows():
 
     fitted = distributed_model.fit()
     for name, value in fitted["constants"].items():
-        assert getattr(H200, name) == pytest.approx(value, rel=1e-3), name
+        assert getattr(distributed_model.H200, name) == pytest.approx(value, rel=1e-3), name
     assert max(map(abs, fitted["off"].values())) < 0.03
 
 
@@ -41,7 +40,7 @@ def test_predictions_that_are_stored_are_those_of_the_model(monkeypatch, capsys)
     distributed_model.main()
     printed = capsys.readouterr().out
     assert "that differ: none" in printed
-    assert f"{predict(1e8, 64, heads=1, backward=True)['ring'].seconds:.3g} s" in printed
+    assert f"{distributed_model.predict(1e8, 64, heads=1, backward=True)['ring'].seconds:.3g} s" in printed
 
 
 @pytest.mark.slow

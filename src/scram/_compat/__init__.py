@@ -62,8 +62,8 @@ def caller_of_mode(*names: str) -> FunctionType | None:
 def torch_function(function: Any, filename: str) -> FunctionType | None:
     """The function of torch's file beneath wrappers that keep `__wrapped__`; None where it cannot be seen."""
     function = inspect.unwrap(function)
-    found = isinstance(function, FunctionType) and function.__code__.co_filename == filename
-    return function if found and not function.__code__.co_freevars else None
+    is_torch = isinstance(function, FunctionType) and function.__code__.co_filename == filename
+    return function if is_torch and not function.__code__.co_freevars else None
 
 
 def reads(code: CodeType, name: str) -> bool:

@@ -58,7 +58,8 @@ except (ImportError, AttributeError, TypeError):
 
 def _hash_of_sources() -> str:
     """Of all that kernels are compiled from: Numba itself sees the file of a launcher only."""
-    digest, package = hashlib.sha256(), Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    package = Path(__file__).parent.parent
     try:
         for path in (*sorted((package / "engines" / "cpu").glob("*.py")), package / "schedule.py", Path(__file__)):
             digest.update(path.read_bytes())
@@ -85,9 +86,14 @@ def _kept_where_possible(dispatcher):
     Numba itself would end the call: in the middle of a write, or at every call until someone removes the file.
     """
     try:
-        cache, file = dispatcher._cache, dispatcher._cache._cache_file
-        load, save, load_data = cache.load_overload, cache.save_overload, file._load_data
-        index, data_path, forget = str(file._index_path), file._data_path, cache.flush
+        cache = dispatcher._cache
+        file = dispatcher._cache._cache_file
+        load = cache.load_overload
+        save = cache.save_overload
+        load_data = file._load_data
+        index = str(file._index_path)
+        data_path = file._data_path
+        forget = cache.flush
     except AttributeError:
         return dispatcher
     reading = index  # the file that is read
@@ -139,19 +145,21 @@ def _compiled_by_one(dispatcher):
 
         from numba.core.compiler_lock import global_compiler_lock
 
-        compile_, load = dispatcher.compile, dispatcher._cache.load_overload
-        folder, name = Path(dispatcher._cache.cache_path), dispatcher.py_func.__qualname__
+        compile_ = dispatcher.compile
+        load = dispatcher._cache.load_overload
+        folder = Path(dispatcher._cache.cache_path)
+        name = dispatcher.py_func.__qualname__
     except (ImportError, AttributeError):
         return dispatcher
     held: list[Any] = []
 
     def load_or_wait(signature, target):
-        found = load(signature, target)
-        if found is None and not held:
+        overload = load(signature, target)
+        if overload is None and not held:
             types_ = hashlib.sha256(str(signature).encode()).hexdigest()[:12]
             held.extend(_locked(folder / f"{name}.{types_}.lock", fcntl))
-            found = load(signature, target)
-        return found
+            overload = load(signature, target)
+        return overload
 
     def compile_alone(*arguments):
         with global_compiler_lock:  # of the threads of a process one has `held`
@@ -162,7 +170,8 @@ def _compiled_by_one(dispatcher):
                     with held.pop() as file:
                         fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a fork has it too
 
-    dispatcher.compile, dispatcher._cache.load_overload = compile_alone, load_or_wait
+    dispatcher.compile = compile_alone
+    dispatcher._cache.load_overload = load_or_wait
     return dispatcher
 
 
@@ -214,7 +223,8 @@ def _leaves(type_):
 
 
 if PRIVATE:
-    TASK, ADDRESS = ir.IntType(64), ir.IntType(8).as_pointer()
+    TASK = ir.IntType(64)
+    ADDRESS = ir.IntType(8).as_pointer()
     KERNEL = ir.FunctionType(ir.VoidType(), (TASK, ADDRESS))
 
     class _PartLibrary(JITCodeLibrary):
@@ -323,7 +333,8 @@ if PRIVATE:
         """<a[i], b[j]> of rows of SIMD_WIDTH elements."""
 
         def generate(context, builder, signature, arguments):
-            width, (left, i, right, j) = ir.Constant(ir.IntType(64), SIMD_WIDTH), range(4)
+            width = ir.Constant(ir.IntType(64), SIMD_WIDTH)
+            left, i, right, j = range(4)
             rows = ((x, builder.mul(arguments[row], width)) for x, row in ((left, i), (right, j)))
             loaded = [_load(context, builder, signature, arguments, x, at, SIMD_WIDTH)[1] for x, at in rows]
             total = builder.fmul(*loaded)

@@ -44,5 +44,6 @@ def current_stream(device: int) -> Any:
 
 def watched() -> bool:
     """Whether a hook, a profiler's say, must see each launch."""
-    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    before = knobs.runtime.launch_enter_hook
+    after = knobs.runtime.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))

@@ -14,14 +14,13 @@ if not torch.distributed.is_available():
     )
 
 from .api import attention
-from .model import H200, Link, Machine, Prediction, predict
 from .rules import register
 from .traffic import Traffic, traffic
 
 if TYPE_CHECKING:
     from .checkpoint import KeptMatches
 
-__all__ = ["H200", "KeptMatches", "Link", "Machine", "Prediction", "Traffic", "attention", "predict", "traffic"]
+__all__ = ["KeptMatches", "Traffic", "attention", "traffic"]
 
 register()
 

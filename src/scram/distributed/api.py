@@ -106,7 +106,7 @@ def attention(
         if q.device.type != ranks.device.type:
             raise ValueError(f"q must be on the mesh's device type {ranks.device.type!r}, got {q.device}")
     except Exception as error:
-        ranks.told(error, ranks.exchange([1] * len(FIELDS)))
+        ranks.raise_failures(error, ranks.exchange([1] * len(FIELDS)))
         raise
     shards = Shards.of(ranks, q, k, v, key_mask, checked_call)
     chosen = _chosen(mode, shards)
@@ -138,8 +138,10 @@ def _chosen(mode: str, shards: Shards) -> str:
         raise ValueError(f"mode={mode!r} knows no causal order between shards; use mode='heads'")
     if limited and mode != "heads":
         raise ValueError(f"Search(reach=...) needs the whole grid, got mode={mode!r}; use mode='heads' without warm")
-    for name in (name for name, there in whole.items() if there and mode != "gather"):
-        raise ValueError(f"{name} is for mode='gather', got mode={mode!r}; leave it out")
-    for name in (name for name, there in given.items() if there and mode == "heads"):
-        raise ValueError(f"mode='heads' takes no {name}; use mode='gather' or 'ring'")
+    for name, is_given in whole.items():
+        if is_given and mode != "gather":
+            raise ValueError(f"{name} is for mode='gather', got mode={mode!r}; leave it out")
+    for name, is_given in given.items():
+        if is_given and mode == "heads":
+            raise ValueError(f"mode='heads' takes no {name}; use mode='gather' or 'ring'")
     return mode

@@ -29,6 +29,7 @@ BOOK = tuple(f"book_{name}" for name in NEEDED)
 FIELDS = (*MATCHES, *BOOK, *(f"book_{name}" for name in OPTIONAL))
 
 
+State = dict[str, Any]  # as torch.distributed.checkpoint has it: tensors and text by name
 Saved = str | os.PathLike[str] | StorageReader
 
 
@@ -84,9 +85,9 @@ class KeptMatches:
                 f"{saved} has kept matches of {sorted(unknown)}, which are no searching layers of the model"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """What this rank keeps; before loading from `saved`, empty tensors for the pieces that this rank needs."""
-        state: dict[str, Any] = {f"{MARK}/version": 1}
+        state: State = {f"{MARK}/version": 1}
         if self.pieces is None:
             for name, layer in self.layers.items():
                 state |= {_key(self.rank, name, field): x for field, x in _kept(layer).items()}
@@ -98,7 +99,7 @@ class KeptMatches:
             state[_key(piece.rank, piece.layer, "settings")] = ""
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Layers keep what was loaded, and forget what they had."""
         if self.pieces is None:
             raise ValueError(
@@ -106,12 +107,12 @@ class KeptMatches:
             )
         for name, layer in self.layers.items():
             layer.reset()
-            found = []
+            states = []
             for piece, begin, end in self._cut(name):
                 read = {field: state_dict[_key(piece.rank, name, field)] for field in (*piece.fields, "settings")}
-                found.append({field: x if field == "settings" else x[begin:end] for field, x in read.items()})
-            if found and layer.keep_matches:
-                _keep(name, layer, found)
+                states.append({field: x if field == "settings" else x[begin:end] for field, x in read.items()})
+            if states and layer.keep_matches:
+                _keep(name, layer, states)
         self.pieces = None
 
     def _cut(self, name: str) -> list[tuple[Piece, int, int]]:
@@ -119,7 +120,8 @@ class KeptMatches:
         pieces = [piece for piece in self.pieces or () if piece.layer == name]
         ends = list(accumulate(piece.batch for piece in pieces))
         share = -(-ends[-1] // self.size) if ends else 0
-        low, high = self.rank * share, (self.rank + 1) * share
+        low = self.rank * share
+        high = (self.rank + 1) * share
         cuts = [
             (piece, max(low - end + piece.batch, 0), min(high - end + piece.batch, piece.batch))
             for piece, end in zip(pieces, ends, strict=True)
@@ -135,7 +137,7 @@ def _pieces(saved: Saved) -> list[Piece]:
     """What a checkpoint holds, in the order of ranks."""
     reader = saved if isinstance(saved, StorageReader) else FileSystemReader(saved)
     entries = reader.read_metadata().state_dict_metadata
-    found: dict[tuple[int, str], dict[str, tuple[torch.Size, torch.dtype]]] = {}
+    layers: dict[tuple[int, str], dict[str, tuple[torch.Size, torch.dtype]]] = {}
     marked = [(name.partition(f"{MARK}/")[2], entry) for name, entry in entries.items() if f"{MARK}/" in name]
     if not marked:
         raise ValueError(f"{saved} holds no kept matches; save it with KeptMatches(model), or load without them")
@@ -145,43 +147,46 @@ def _pieces(saved: Saved) -> list[Piece]:
             layer, _, field = rest.rpartition("/")
             if not rank.isdecimal() or not layer:
                 raise ValueError(f"{saved} has kept matches under the name {name!r}, want rank/layer/field")
-            found.setdefault((int(rank), layer), {})[field] = (entry.size, entry.properties.dtype)
-    pieces = [Piece(*key, fields) for key, fields in sorted(found.items())]
+            layers.setdefault((int(rank), layer), {})[field] = (entry.size, entry.properties.dtype)
+    pieces = [Piece(*key, fields) for key, fields in sorted(layers.items())]
     for piece in pieces:
         with files.malformed(f"{saved} has no kept matches of layer {piece.layer!r} that KeptMatches saved"):
             piece.check()
     return pieces
 
 
-def _kept(layer: Searching) -> dict[str, Any]:
+def _kept(layer: Searching) -> State:
     """Tensors that a layer keeps, and settings as JSON; nothing where it keeps nothing."""
-    matches, book = layer.matches, layer.codebook
+    matches = layer.matches
+    book = layer.codebook
     if matches is None:
         return {}
-    state: dict[str, Any] = {"index": matches.index, "score": matches.score}
-    settings: dict[str, Any] = {"key_grid": matches.key_grid}
+    state: State = {"index": matches.index, "score": matches.score}
+    settings: dict[str, object] = {"key_grid": matches.key_grid}
     if book is not None and book.report is None:  # fitted clusters are never started from
         state |= {f"book_{name}": x for name in TENSORS if (x := getattr(book, name)) is not None}
         settings |= {"book": {name: getattr(book, name) for name in SETTINGS}}
     return {**state, "settings": json.dumps(settings)}
 
 
-def _keep(name: str, layer: Searching, found: list[dict[str, Any]]) -> None:
+def _keep(name: str, layer: Searching, states: list[State]) -> None:
     """Join what ranks had; where their calls differed in shape or settings the layer starts afresh."""
-    described = {(x["settings"], tuple((field, t.shape[1:]) for field, t in _tensors(x).items())) for x in found}
+    described = {(x["settings"], tuple((field, t.shape[1:]) for field, t in _tensors(x).items())) for x in states}
     if len(described) > 1:
         warnings.warn(f"ranks kept matches of unlike calls in layer {name!r}: it starts without", stacklevel=4)
         return
-    tensors = {field: torch.cat([x[field] for x in found]) for field in _tensors(found[0])}
+    tensors = {field: torch.cat([x[field] for x in states]) for field in _tensors(states[0])}
     with files.malformed(f"the checkpoint has no kept matches of layer {name!r} that KeptMatches saved"):
-        settings = json.loads(found[0]["settings"])
+        settings = json.loads(states[0]["settings"])
         matches = Matches(tensors.pop("index"), tensors.pop("score"), tuple(settings["key_grid"]))
         book = None
         if "book" in settings or tensors:
             book = from_settings({field.removeprefix("book_"): x for field, x in tensors.items()}, settings["book"])
-    layer.kept_index, layer.kept_score, layer.kept_grid = matches.index, matches.score, matches.key_grid
+    layer.kept_index = matches.index
+    layer.kept_score = matches.score
+    layer.kept_grid = matches.key_grid
     layer.codebook = book
 
 
-def _tensors(found: dict[str, Any]) -> dict[str, Tensor]:
-    return {field: x for field, x in found.items() if field != "settings"}
+def _tensors(state: State) -> dict[str, Tensor]:
+    return {field: x for field, x in state.items() if field != "settings"}

@@ -48,8 +48,8 @@ def joint_clusters(shards: Shards) -> list[Tensor]:
     clusters = shards.call.clusters
     assert clusters is not None
     with ranks.together():
-        mine = samples(shards)
-    q, k, v, *rest = exchanged_samples(shards, mine)
+        local = samples(shards)
+    q, k, v, *rest = exchanged_samples(shards, local)
     mask = rest[0] if rest else None
     settings = replace(clusters, seed=shards.tail_seed)
     with ranks.together():
@@ -82,24 +82,25 @@ def clusters_of_all(shards: Shards, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
 def samples(shards: Shards) -> list[Tensor]:
     """This rank's part of the queries, keys, values and mask that k-means reads, each [B, heads, n, 1, .., width]."""
     seed = shard_seed(shards.tail_seed, shards.first_key(shards.ranks.rank))
-    numbers, axes = _sample_sizes(shards, shards.ranks.rank), shards.q.ndim - 4
+    numbers = _sample_sizes(shards, shards.ranks.rank)
+    axes = shards.q.ndim - 4
     q, k, v = (x.detach().flatten(2, -2) for x in (shards.q, shards.k, shards.v))
     total = torch.tensor(k.shape[2], dtype=torch.int64, device=k.device)
     at = _places(seed, 1, numbers[1], total)
     mask = None if shards.key_mask is None else shards.key_mask.flatten(2)
     queries = torch.tensor(q.shape[2], dtype=torch.int64, device=q.device)
-    found = [q[:, :, _places(seed, 0, numbers[0], queries)]]
+    sampled = [q[:, :, _places(seed, 0, numbers[0], queries)]]
     if mask is None:
-        found += [k[:, :, at], v[:, :, at]]
+        sampled += [k[:, :, at], v[:, :, at]]
     else:
         if mask.shape[1] > 1:
             k, v = (x.repeat_interleave(mask.shape[1] // k.shape[1], 1) for x in (k, v))
         order = (~mask).to(torch.uint8).argsort(dim=-1, stable=True)  # the keys that may be attended first
         at = order.gather(-1, _places(seed, 1, numbers[1], mask.sum(-1, keepdim=True)))
         every = at.expand(-1, k.shape[1], -1)
-        found += [x.gather(2, every.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for x in (k, v)]
-        found.append(mask.gather(-1, at).unsqueeze(-1))
-    return [x.reshape(*x.shape[:3], *[1] * axes, x.shape[-1]) for x in found]
+        sampled += [x.gather(2, every.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for x in (k, v)]
+        sampled.append(mask.gather(-1, at).unsqueeze(-1))
+    return [x.reshape(*x.shape[:3], *[1] * axes, x.shape[-1]) for x in sampled]
 
 
 def _sample_sizes(shards: Shards, rank: int) -> tuple[int, int]:
@@ -120,16 +121,16 @@ def _places(seed: Tensor, draw: int, number: int, total: Tensor) -> Tensor:
     return (drawn * total).long().clamp(min=0).minimum((total - 1).clamp(min=0))
 
 
-def exchanged_samples(shards: Shards, mine: list[Tensor]) -> list[Tensor]:
+def exchanged_samples(shards: Shards, local: list[Tensor]) -> list[Tensor]:
     """The samples of all ranks, joined along axis 2."""
 
     def layout(rank: int) -> Layout:
         queries, keys = _sample_sizes(shards, rank)
-        numbers = [queries, *[keys] * (len(mine) - 1)]
-        return [((*x.shape[:2], n, *x.shape[3:]), x.dtype) for x, n in zip(mine, numbers, strict=True)]
+        numbers = [queries, *[keys] * (len(local) - 1)]
+        return [((*x.shape[:2], n, *x.shape[3:]), x.dtype) for x, n in zip(local, numbers, strict=True)]
 
     layouts = [layout(rank) for rank in range(shards.ranks.size)]
-    messages = shards.ranks.all_gather(pack(mine, max(packed_size(one) for one in layouts)))
+    messages = shards.ranks.all_gather(pack(local, max(packed_size(one) for one in layouts)))
     parts = [unpack(message, one) for message, one in zip(messages, layouts, strict=True)]
     q, *rest = (torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
     if q.shape[2] == 0:

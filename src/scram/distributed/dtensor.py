@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import dtensors
-from ..codebook import Codebook
+from ..codebook import Codebook, with_tensors
 from ..inputs import Shard as Part
 from ..noise import draw_seed
 from ..pipeline import Stage
@@ -92,7 +92,8 @@ class Held:
 
     @staticmethod
     def of(q: DTensor, k: Tensor) -> Held:
-        mesh, coordinate = q.device_mesh, q.device_mesh.get_coordinate()
+        mesh = q.device_mesh
+        coordinate = q.device_mesh.get_coordinate()
         if coordinate is None:
             raise ValueError("this rank is not on the mesh of q; call with the ranks of the mesh")
         held = _held(mesh, tuple(coordinate), tuple(q.placements), tuple(q.shape[:2]), k.shape[1], q.device)
@@ -164,7 +165,9 @@ class _Local:
     """From the arguments of the whole call to those of this rank; one tensor stays one."""
 
     def __init__(self, held: Held, rank: int) -> None:
-        self.held, self.rank, self.known = held, rank, dict[int, Tensor]()
+        self.held = held
+        self.rank = rank
+        self.known = dict[int, Tensor]()
 
     def of(self, name: str, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -174,8 +177,7 @@ class _Local:
         if isinstance(x, Matches):
             return Matches(self._tensor(name, x.index, False), self._tensor(name, x.score, False), x.key_grid)
         if isinstance(x, Codebook):
-            parts: dict[str, Any] = {part: self._of_codebook(name, x, part) for part in _tensors(x)}
-            return replace(x, **parts)
+            return with_tensors(x, {part: self._of_codebook(name, x, part) for part in _tensors(x)})
         return x
 
     def _of_codebook(self, name: str, book: Codebook, part: str) -> Tensor:
@@ -194,8 +196,8 @@ class _Local:
         axes = x.ndim - self.rank if name == "key_mask" else 2
         plainly = axes == 2 and not (held.split or held.empty)
         if plainly and isinstance(x, DTensor) and x.placements == held.placements and x.device_mesh == held.mesh:
-            mine: Tensor = x.to_local()
-            return mine
+            local: Tensor = x.to_local()
+            return local
         placements: Placements = (Replicate(),) * held.mesh.ndim
         shape = x.shape
         if isinstance(x, DTensor):
@@ -211,7 +213,10 @@ class _Local:
         if x.device_mesh != held.mesh:
             raise ValueError(f"{name} must be on the mesh of q, {held.mesh}, got {x.device_mesh}")
         _check_placements(name, tuple(x.placements), axes)
-        same = [mine in (theirs, Replicate()) for mine, theirs in zip(x.placements, held.placements, strict=True)]
+        same = [
+            place_of_x in (place_of_q, Replicate())
+            for place_of_x, place_of_q in zip(x.placements, held.placements, strict=True)
+        ]
         if not all(same):
             raise ValueError(
                 f"{name} must be placed as q is, {held.placements}, or Replicate(), got {tuple(x.placements)}"
@@ -222,12 +227,15 @@ class _Local:
                 f"for; place {name} by Replicate()"
             )
         pairs = zip(x.placements, held.placements, strict=True)
-        found: Tensor = x.to_local(grad_placements=[mine if mine == theirs else Partial() for mine, theirs in pairs])
-        return found
+        local: Tensor = x.to_local(
+            grad_placements=[place_of_x if place_of_x == place_of_q else Partial() for place_of_x, place_of_q in pairs]
+        )
+        return local
 
     def _cut(self, x: Tensor, spans: tuple[Span, Span], axes: int, by_keys: bool) -> Tensor:
         """Of a local tensor that holds `spans`, what this rank's rows need."""
-        held, (first, _) = self.held, spans[0]
+        held = self.held
+        first, _ = spans[0]
         begin, end = held.batch
         if x.shape[0] != end - begin:
             x = x[begin - first : end - first]
@@ -261,8 +269,8 @@ def _wrapped(value: Any, held: Held, key_mask: Tensor | None) -> Any:
         by_keys = value.sizes.shape[1] != (held.shape[1] if held.empty else held.heads[1] - held.heads[0])
         heads = held.key_heads if by_keys else held.shape[1]
         tensors = {name: x for name, x in _tensors(value).items() if name != "key_mask"}
-        whole: dict[str, Any] = {name: _distributed(x, held, heads) for name, x in tensors.items()}
-        return replace(value, **whole, key_mask=key_mask)
+        whole = {name: _distributed(x, held, heads) for name, x in tensors.items()}
+        return with_tensors(value, {**whole, "key_mask": key_mask})
     if isinstance(value, Matches):
         index, score = (_distributed(x, held, held.shape[1]) for x in (value.index, value.score))
         return Matches(index, score, value.key_grid)

@@ -95,11 +95,11 @@ def _nothing(q: Tensor, v: Tensor, *parts: Tensor) -> Tensor:
 def _gathered(shards: Shards, joint: bool) -> tuple[Tensor, Tensor, Tensor | None, Codebook | None]:
     """Keys, values, mask, and where they are made jointly clusters, of the whole key grid."""
     if joint:
-        mine = joint_clusters(shards)
+        local = joint_clusters(shards)
     else:
         shards = shards.without_tail()
-        mine = shards.travelling(None)
-    k, v, *rest = _Gather.apply(shards, *mine)  # type: ignore[no-untyped-call]
+        local = shards.travelling(None)
+    k, v, *rest = _Gather.apply(shards, *local)  # type: ignore[no-untyped-call]
     if not joint:
         return k, v, public_mask(rest[0]) if rest else None, None
     centres, values, *constants, label, sizes = rest
@@ -113,12 +113,14 @@ class _Gather(torch.autograd.Function):
     """Tensors of all ranks, joined along axis 2; gradients are summed over ranks in float32 at least."""
 
     @staticmethod
-    def forward(ctx: Any, shards: Shards, *mine: Tensor) -> tuple[Tensor, ...]:
-        ranks, count = shards.ranks, shards.differentiable
-        messages = ranks.all_gather(pack(mine, shards.message_size))
+    def forward(ctx: Any, shards: Shards, *local: Tensor) -> tuple[Tensor, ...]:
+        ranks = shards.ranks
+        count = shards.differentiable
+        messages = ranks.all_gather(pack(local, shards.message_size))
         parts = [unpack(message, shards.layout(rank)) for rank, message in enumerate(messages)]
         whole = tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
-        ctx.ranks, ctx.kinds = ranks, [x.dtype for x in mine[:count]]
+        ctx.ranks = ranks
+        ctx.kinds = [x.dtype for x in local[:count]]
         ctx.layouts = [[(s, accumulator(kind)) for s, kind in shards.layout(n)[:count]] for n in range(ranks.size)]
         ctx.mark_non_differentiable(*whole[count:])
         return whole
@@ -126,12 +128,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        layouts, wide = ctx.layouts, ctx.layouts[0][0][1]
+        layouts = ctx.layouts
+        wide = ctx.layouts[0][0][1]
         own = [x.to(wide) for x in grads[: len(ctx.kinds)]]
         splits = [torch.split(x, [layout[n][0][2] for layout in layouts], 2) for n, x in enumerate(own)]
         size = max(packed_size(layout) for layout in layouts)
         messages = torch.stack([pack(parts, size).view(wide) for parts in zip(*splits, strict=True)])
         summed = ctx.ranks.reduce_scatter(messages).view(torch.uint8)
-        found = unpack(summed, layouts[ctx.ranks.rank])
-        rest = [None] * (len(grads) - len(found))
-        return None, *[x.to(kind) for x, kind in zip(found, ctx.kinds, strict=True)], *rest
+        local_grads = unpack(summed, layouts[ctx.ranks.rank])
+        rest = [None] * (len(grads) - len(local_grads))
+        return None, *[x.to(kind) for x, kind in zip(local_grads, ctx.kinds, strict=True)], *rest

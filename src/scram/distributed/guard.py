@@ -25,7 +25,8 @@ class _Guarded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.ranks, ctx.given = ranks, [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        ctx.ranks = ranks
+        ctx.given = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
             ctx.out = run(*ctx.given)
         out: Tensor = ctx.out.detach()
@@ -35,8 +36,8 @@ class _Guarded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = [x for x in ctx.given if x.requires_grad]
-        found: tuple[Tensor | None, ...] = ()
+        grads: tuple[Tensor | None, ...] = ()
         with ctx.ranks.together():
-            found = torch.autograd.grad(ctx.out, needed, grad, retain_graph=True, allow_unused=True)
-        left = iter(found)
+            grads = torch.autograd.grad(ctx.out, needed, grad, retain_graph=True, allow_unused=True)
+        left = iter(grads)
         return None, None, *[next(left) if x.requires_grad else None for x in ctx.given]

@@ -31,7 +31,8 @@ class Halo(NamedTuple):
         return torch.cat([self.before, x, self.after], 2)
 
     def without(self, x: Tensor) -> Tensor:
-        begin, end = self.before.shape[2], x.shape[2] - self.after.shape[2]
+        begin = self.before.shape[2]
+        end = x.shape[2] - self.after.shape[2]
         return x[:, :, begin:end].contiguous()
 
 
@@ -55,16 +56,18 @@ def exchanged(shards: Shards, x: Tensor, rows: int) -> Halo | None:
         return None
     x = x.detach()
     first = sum(shards.queries[: ranks.rank])
-    messages, layouts = [], []
+    messages = []
+    layouts = []
     for other in range(ranks.size):
         begin, end = _shared(shards, ranks.rank, other, rows)
         messages.append(_packed(x[:, :, begin - first : end - first]))
         begin, end = _shared(shards, other, ranks.rank, rows)
         layouts.append([((*x.shape[:2], end - begin, *x.shape[3:]), x.dtype)])
-    found = ranks.all_to_all(messages, [packed_size(layout) for layout in layouts])
-    parts = [unpack(message, layout)[0] for message, layout in zip(found, layouts, strict=True)]
-    mine = ranks.rank
-    return Halo(torch.cat([x[:, :, :0], *parts[:mine]], 2), torch.cat([x[:, :, :0], *parts[mine + 1 :]], 2))
+    received = ranks.all_to_all(messages, [packed_size(layout) for layout in layouts])
+    parts = [unpack(message, layout)[0] for message, layout in zip(received, layouts, strict=True)]
+    before = torch.cat([x[:, :, :0], *parts[: ranks.rank]], 2)
+    after = torch.cat([x[:, :, :0], *parts[ranks.rank + 1 :]], 2)
+    return Halo(before, after)
 
 
 def _shared(shards: Shards, holder: int, reader: int, rows: int) -> tuple[int, int]:
@@ -74,7 +77,8 @@ def _shared(shards: Shards, holder: int, reader: int, rows: int) -> tuple[int, i
     if holder == reader or queries[reader] == 0:
         return first, first
     wanted = sum(queries[:reader])
-    begin, end = max(first, wanted - rows), min(first + queries[holder], wanted + queries[reader] + rows)
+    begin = max(first, wanted - rows)
+    end = min(first + queries[holder], wanted + queries[reader] + rows)
     return (begin, end) if begin < end else (first, first)
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..codebook import Codebook
 from ..inputs import Shard
 from ..noise import draw_seed
 from ..pipeline import run
 from ..resolve import Request, goes_dense, resolve
+from ..tails.base import NO_TAIL, as_tail
 from .guard import guarded
 from .mesh import Ranks, pack, packed_size, unpack
 from .shards import Shards, public_mask
@@ -33,14 +33,16 @@ def alone(ranks: Ranks, mode: str, q: Any, k: Any, request: Request) -> bool:
     if ranks.size > 1 or mode not in ("auto", "heads") or request.dropout_p or any(x is not None for x in given):
         return False
     # Clusters that are fitted, and codebooks, are refused or run elsewhere.
-    if getattr(request.tail, "fit", 0) or isinstance(request.tail, Codebook):
+    tail = as_tail(request.tail, NO_TAIL, windows=False)
+    if tail.fit or tail.codebook is not None:
         return False
     return all(isinstance(x, Tensor) and x.device.type == ranks.device.type and x.numel() for x in (q, k))
 
 
 def heads_attention(shards: Shards) -> Tensor:
     """out [B, H, queries of this rank, *, F]."""
-    ranks, rows = shards.ranks, (shards.queries, shards.keys, shards.keys)
+    ranks = shards.ranks
+    rows = (shards.queries, shards.keys, shards.keys)
     q, k, v = _Trade.apply(ranks, rows, True, shards.q, shards.k, shards.v)  # type: ignore[no-untyped-call]
     mask = _own_mask(shards, ranks.rank * q.shape[1], q.shape[1])
 
@@ -76,7 +78,8 @@ def _rows(ranks: Ranks, q: Tensor) -> Tensor | None:
     """The numbers of this rank's rows [B, H / ranks] among those of all; None: it has all."""
     if ranks.size == 1:
         return None
-    (batch, heads), device = q.shape[:2], q.device
+    batch, heads = q.shape[:2]
+    device = q.device
     head = ranks.rank * heads + torch.arange(heads, device=device)
     return torch.arange(batch, device=device).unsqueeze(1) * (heads * ranks.size) + head
 
@@ -98,7 +101,9 @@ class _Trade(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, rows: Sequence[Rows], to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.rows, ctx.to_heads = ranks, rows, to_heads
+        ctx.ranks = ranks
+        ctx.rows = rows
+        ctx.to_heads = to_heads
         return tuple(_trade(ranks, own, to_heads, x) for own, x in zip(rows, tensors, strict=True))
 
     @staticmethod
@@ -112,9 +117,9 @@ def _trade(ranks: Ranks, rows: Rows, to_heads: bool, x: Tensor) -> Tensor:
     batch, heads, _, *rest = x.shape
     given = x.chunk(ranks.size, 1) if to_heads else torch.split(x, list(rows), 2)
     share = (heads // ranks.size,) * ranks.size if to_heads else (heads,) * ranks.size
-    mine = rows if to_heads else (rows[ranks.rank],) * ranks.size
-    layouts = [[((batch, h, n, *rest), x.dtype)] for h, n in zip(share, mine, strict=True)]
+    own_rows = rows if to_heads else (rows[ranks.rank],) * ranks.size
+    layouts = [[((batch, h, n, *rest), x.dtype)] for h, n in zip(share, own_rows, strict=True)]
     messages = [pack([part], packed_size([(tuple(part.shape), x.dtype)])) for part in given]
-    found = ranks.all_to_all(messages, [packed_size(layout) for layout in layouts])
-    parts = [unpack(message, layout)[0] for message, layout in zip(found, layouts, strict=True)]
+    received = ranks.all_to_all(messages, [packed_size(layout) for layout in layouts])
+    parts = [unpack(message, layout)[0] for message, layout in zip(received, layouts, strict=True)]
     return torch.cat(parts, 2 if to_heads else 1)

@@ -51,7 +51,8 @@ class Ranks:
             raise ValueError(f"mesh must have one dimension, got {mesh.ndim} {names}; use one of them, mesh['name']")
         self.group: Any = mesh.get_group()
         self.device = torch.device(mesh.device_type)
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.size = mesh.size()
 
     # --- numbers and errors ---
 
@@ -59,26 +60,26 @@ class Ranks:
         """What every rank says, in order of the ranks; all say equally many numbers."""
         if self.size == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        everyone = mine.new_empty(self.size * len(numbers))
-        all_gather_single(everyone, mine, group=self.group)
-        found: list[list[int]] = everyone.reshape(self.size, -1).tolist()
-        return found
+        local = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        everyone = local.new_empty(self.size * len(numbers))
+        all_gather_single(everyone, local, group=self.group)
+        gathered: list[list[int]] = everyone.reshape(self.size, -1).tolist()
+        return gathered
 
     def agree(self, error: Exception | None) -> None:
         """Raises on every rank where one has an error: on that rank the error, on the others one that names it."""
-        self.told(error, self.exchange([error is not None]))
+        self.raise_failures(error, self.exchange([error is not None]))
 
-    def told(self, error: Exception | None, everyone: list[list[int]]) -> None:
+    def raise_failures(self, error: Exception | None, everyone: list[list[int]]) -> None:
         """As `agree`, where the first of the numbers that were exchanged says who has an error."""
         failed = [rank for rank, (flag, *_) in enumerate(everyone) if flag]
         if not failed:
             return
         words = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:MOST_WORDS]
-        said = self.exchange(list(words.ljust(MOST_WORDS, b"\0")))
+        texts = self.exchange(list(words.ljust(MOST_WORDS, b"\0")))
         if error is not None:
             raise error
-        reasons = [f"rank {rank}: {bytes(said[rank]).rstrip(bytes(1)).decode(errors='replace')}" for rank in failed]
+        reasons = [f"rank {rank}: {bytes(texts[rank]).rstrip(bytes(1)).decode(errors='replace')}" for rank in failed]
         raise RuntimeError(f"scram.distributed.attention failed on {'; '.join(reasons)}")
 
     @contextmanager
@@ -103,21 +104,21 @@ class Ranks:
 
     def reduce_scatter(self, messages: Tensor) -> Tensor:
         """messages [ranks, n], one for each rank -> the sum [n] of what all ranks have for this one."""
-        mine = messages.new_empty(messages.shape[1])
-        count(*[(self.size - 1) * mine.nbytes] * 2)
+        local = messages.new_empty(messages.shape[1])
+        count(*[(self.size - 1) * local.nbytes] * 2)
         with waiting():
-            reduce_scatter_single(mine, messages.flatten(), group=self.group)
-        return mine
+            reduce_scatter_single(local, messages.flatten(), group=self.group)
+        return local
 
     def all_to_all(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """One message [n] for each rank -> one from each; `sizes`: how long those are."""
-        mine = messages[0].new_empty(sum(sizes))
+        buffer = messages[0].new_empty(sum(sizes))
         given = [len(message) for message in messages]
         sent, received = (sum(some) - some[self.rank] for some in (given, list(sizes)))
-        count(sent * mine.itemsize, received * mine.itemsize)
+        count(sent * buffer.itemsize, received * buffer.itemsize)
         with waiting():
-            dist.all_to_all_single(mine, torch.cat(list(messages)), list(sizes), given, group=self.group)
-        return list(torch.split(mine, list(sizes)))
+            dist.all_to_all_single(buffer, torch.cat(list(messages)), list(sizes), given, group=self.group)
+        return list(torch.split(buffer, list(sizes)))
 
     def pass_on(self, message: Tensor) -> Coming:
         """Begin to send `message` to the next rank and to receive one as long from the previous rank."""
@@ -149,12 +150,13 @@ def pack(tensors: Sequence[Tensor], size: int) -> Tensor:
 
 def unpack(message: Tensor, layout: Layout) -> list[Tensor]:
     """The tensors of a message, as views of it."""
-    found, begin = [], 0
+    tensors = []
+    begin = 0
     for shape, dtype in layout:
         length = math.prod(shape) * dtype.itemsize
-        found.append(message[begin : begin + length].view(dtype).reshape(shape))
+        tensors.append(message[begin : begin + length].view(dtype).reshape(shape))
         begin += _padded(length)
-    return found
+    return tensors
 
 
 def layout_of(tensors: Sequence[Tensor]) -> Layout:

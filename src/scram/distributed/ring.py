@@ -28,9 +28,9 @@ from .shards import Shards, public_mask, shard_seed
 def ring_attention(shards: Shards) -> Tensor:
     """out [B, H, queries of this rank, *, F]."""
     with shards.ranks.together():
-        mine = own_clusters(shards)
+        local = own_clusters(shards)
     halo = exchanged(shards, shards.q, halo_rows(shards))
-    out: Tensor = _Ring.apply(shards, halo, shards.q, *mine, *(shards.request.extra or ()))  # type: ignore[no-untyped-call]
+    out: Tensor = _Ring.apply(shards, halo, shards.q, *local, *(shards.request.extra or ()))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -72,18 +72,19 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, halo: Halo | None, q: Tensor, *given: Tensor) -> Tensor:
-        total, (mine, extra) = None, _parted(shards, given)
+        total = None
+        local, extra = _parted(shards, given)
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal total
             part = attend_shard(shards, halo, origin, q, keys, extra if origin == shards.extra_stop() else ())
             total = part if total is None else _joined(total, part)
 
-        shards.ranks.agree(_go_round(shards, mine, visit))
+        shards.ranks.agree(_go_round(shards, local, visit))
         if total is None:
             out = q.new_zeros((*q.shape[:-1], shards.v.shape[-1]), dtype=accumulator(shards.v.dtype))
             total = Attended(out, out.new_full(q.shape[:-1], -torch.inf))
-        ctx.shards = replace(shards, q=q.detach(), k=mine[0].detach(), v=mine[1].detach())
+        ctx.shards = replace(shards, q=q.detach(), k=local[0].detach(), v=local[1].detach())
         ctx.halo = halo
         ctx.save_for_backward(q, *given, *total)
         return total.out.to(shards.v.dtype)
@@ -93,36 +94,39 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shards: Shards = ctx.shards
         q, *given, out, lse = ctx.saved_tensors
-        mine, extra = _parted(shards, given)
+        local, extra = _parted(shards, given)
         of_extra = [torch.zeros_like(x) for x in extra]
-        count, wide, rank = shards.differentiable, out.dtype, shards.ranks.rank
+        count = shards.differentiable
+        wide = out.dtype
+        rank = shards.ranks.rank
         grad = grad.to(wide)
         weighed = (grad * out).sum(-1)
         layouts = [[(s, wide) for s, _ in shards.layout(n)[:count]] for n in range(shards.ranks.size)]
         size = max(packed_size(layout) for layout in layouts)
         grad_q = torch.zeros_like(q, dtype=wide)
-        message, coming = None, None  # gradients of the keys that are here; None: 0
+        message = None  # gradients of the keys of this visit; None: 0
+        coming = None
 
         def visit(origin: int, keys: list[Tensor]) -> None:
             nonlocal message
-            here = extra if origin == shards.extra_stop() else ()
-            own = [x.detach().requires_grad_() for x in (q, *keys[:count], *here)]
+            extra_inputs = extra if origin == shards.extra_stop() else ()
+            own = [x.detach().requires_grad_() for x in (q, *keys[:count], *extra_inputs)]
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
                 of_keys = [*own[1 : 1 + count], *keys[count:]]
                 part = attend_shard(shards, ctx.halo, origin, own[0], of_keys, own[1 + count :])
             share = torch.where(part.lse == -torch.inf, 0, (part.lse - lse).exp()).detach()
             of_lse = share * ((grad * part.out.detach()).sum(-1) - weighed)
             of_out = share.unsqueeze(-1) * grad
-            made = [
+            outputs = [
                 (x, of) for x, of in zip(part, (of_out, of_lse), strict=True) if x.requires_grad
             ]  # a count does not
-            results, grads = zip(*made, strict=True)
-            found = torch.autograd.grad(results, own, grads, materialize_grads=True)
-            del part, made, results
-            grad_q.add_(found[0])
-            message = pack([x.to(wide) for x in found[1 : 1 + count]], size)
-            if here:
-                of_extra[:] = found[1 + count :]
+            results, grads = zip(*outputs, strict=True)
+            input_grads = torch.autograd.grad(results, own, grads, materialize_grads=True)
+            del part, outputs, results
+            grad_q.add_(input_grads[0])
+            message = pack([x.to(wide) for x in input_grads[1 : 1 + count]], size)
+            if extra_inputs:
+                of_extra[:] = input_grads[1 + count :]
 
         def after() -> None:
             """The gradients of the keys that were here go with them, after what earlier ranks had for them."""
@@ -133,14 +137,15 @@ class _Ring(torch.autograd.Function):
                 message.view(wide).add_(coming.wait().view(wide))
                 coming = None
             if shards.ranks.size > 1:
-                coming, message = shards.ranks.pass_on(message), None
+                coming = shards.ranks.pass_on(message)
+                message = None
 
-        shards.ranks.agree(_go_round(shards, mine, visit, after))
-        found = message if coming is None else coming.wait()
-        assert found is not None
-        home = unpack(found, layouts[rank])
-        grads = [x.to(of.dtype) for x, of in zip((grad_q, *home), (q, *mine), strict=False)]
-        return None, None, *grads, *[None] * (len(mine) - count), *of_extra
+        shards.ranks.agree(_go_round(shards, local, visit, after))
+        last_message = message if coming is None else coming.wait()
+        assert last_message is not None
+        home = unpack(last_message, layouts[rank])
+        grads = [x.to(of.dtype) for x, of in zip((grad_q, *home), (q, *local), strict=False)]
+        return None, None, *grads, *[None] * (len(local) - count), *of_extra
 
 
 def _parted(shards: Shards, given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -153,7 +158,8 @@ def _joined(total: Attended, part: Attended) -> Attended:
     """`merge`, in the memory of its arguments."""
     top = torch.maximum(total.lse, part.lse)
     top = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
-    mass, mass_part = (total.lse - top).exp(), (part.lse - top).exp()
+    mass = (total.lse - top).exp()
+    mass_part = (part.lse - top).exp()
     both = mass + mass_part
     safe = torch.where(both == 0, 1, both)
     total.out.mul_((mass / safe).unsqueeze(-1))
@@ -163,7 +169,7 @@ def _joined(total: Attended, part: Attended) -> Attended:
 
 def _go_round(
     shards: Shards,
-    mine: Sequence[Tensor],
+    local: Sequence[Tensor],
     visit: Callable[[int, list[Tensor]], None],
     after: Callable[[], None] | None = None,
 ) -> Exception | None:
@@ -172,18 +178,19 @@ def _go_round(
     An error does not stop the ring, in which other ranks wait: it is returned. A visit without queries or keys is left
     out; `after` comes after each.
     """
-    ranks, error = shards.ranks, None
-    here = pack(mine, shards.message_size) if ranks.size > 1 else None
+    ranks = shards.ranks
+    error = None
+    current = pack(local, shards.message_size) if ranks.size > 1 else None
     for stop in range(ranks.size):
         origin = (ranks.rank - stop) % ranks.size
-        coming = ranks.pass_on(here) if here is not None and stop + 1 < ranks.size else None
+        coming = ranks.pass_on(current) if current is not None and stop + 1 < ranks.size else None
         if error is None and shards.q.shape[2] and shards.keys[origin]:
             try:
-                visit(origin, list(mine) if here is None else unpack(here, shards.layout(origin)))
+                visit(origin, list(local) if current is None else unpack(current, shards.layout(origin)))
             except Exception as raised:
                 error = raised
         if after is not None:
             after()
         if coming is not None:
-            here = coming.wait()
+            current = coming.wait()
     return error

@@ -24,6 +24,7 @@ OPERATORS: tuple[ops.Operator[Any], ...] = (
 )
 WHOLE = {"seed", "dropout_seed", "table"}  # what every row reads
 
+Arguments = dict[str, Any]  # of an operator, by name
 Rule = tuple[list[Placement | None], list[Placement | None]]
 
 
@@ -37,43 +38,44 @@ def register() -> None:
             register_sharding(operator.backward_op.default)(_rule(operator, names, _made(operator)))
 
 
-def _all_made(operator: ops.Operator[Any]) -> Callable[[dict[str, Any]], list[bool]]:
+def _all_made(operator: ops.Operator[Any]) -> Callable[[Arguments], list[bool]]:
     """Of the results of an operator, which are there."""
     return lambda given: [True] * len(operator.result_type._fields)
 
 
-def _made(operator: ops.Operator[Any]) -> Callable[[dict[str, Any]], list[bool]]:
+def _made(operator: ops.Operator[Any]) -> Callable[[Arguments], list[bool]]:
     """Of the gradients that a backward operator returns, which are there."""
     return lambda given: [given[name] is not None for name in operator.grads_type._fields]
 
 
 def _rule(
-    operator: ops.Operator[Any], names: list[str], made: Callable[[dict[str, Any]], list[bool]]
+    operator: ops.Operator[Any], names: list[str], returned: Callable[[Arguments], list[bool]]
 ) -> Callable[..., list[Rule]]:
     def rule(*arguments: Any) -> list[Rule]:
         given = dict(zip(names, arguments, strict=True))
-        return [_placed(given, made(given), axis) for axis in _axes(operator, given)]
+        return [_placed(given, returned(given), axis) for axis in _axes(operator, given)]
 
     return rule
 
 
-def _axes(operator: ops.Operator[Any], given: dict[str, Any]) -> list[int | None]:
+def _axes(operator: ops.Operator[Any], given: Arguments) -> list[int | None]:
     """Along which axes the tensors may be cut; None: all of them whole."""
     drops = "dropout_seed" in given and given["dropout_seed"] is not None
     if given["rows"] is None and (drops or "seed" in given):
         return [None]
-    heads, parts = given["q"].shape[1], given["q"].mesh.size()
+    heads = given["q"].shape[1]
+    parts = given["q"].mesh.size()
     other = given["label" if operator is ops.cluster_tail else "k"].shape[1]
     return [None, 0, 1] if other in (heads, 0) or other % parts == 0 else [None, 0]
 
 
-def _placed(given: dict[str, Any], made: list[bool], axis: int | None) -> Rule:
-    return [_place(axis if there else None) for there in made], [
-        _place_of(name, x, given, axis) for name, x in given.items()
-    ]
+def _placed(given: Arguments, returned: list[bool], axis: int | None) -> Rule:
+    results: list[Placement | None] = [_place(axis if is_returned else None) for is_returned in returned]
+    arguments = [_place_of(name, x, given, axis) for name, x in given.items()]
+    return results, arguments
 
 
-def _place_of(name: str, x: Any, given: dict[str, Any], axis: int | None) -> Placement | None:
+def _place_of(name: str, x: Any, given: Arguments, axis: int | None) -> Placement | None:
     if not hasattr(x, "placements"):
         return None
     headless = {"key_mask": given["q"].ndim - 2, "order": 2}.get(name)  # axes of a mask of all heads

@@ -55,7 +55,7 @@ class Call:
     @property
     def codebook(self) -> Codebook | None:
         """Clusters that were given."""
-        return self.request.tail if isinstance(self.request.tail, Codebook) else None
+        return self.tail.codebook
 
     def checksum(self) -> int:
         """A number that differs where settings do; seeds aside, since rank 0's count."""
@@ -89,7 +89,7 @@ def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
         errors.whole("halo", halo, 0)
     tail = as_tail(request.tail, default_tail(request.weight, request.causal, request.score))
     tail.check(tail_kind(request))
-    if isinstance(tail, Clusters) and tail.fit:
+    if tail.fit:
         raise ValueError("Clusters(fit=...) fits the queries of one machine; leave fit out, raise count instead")
     if request.warm is not None:
         errors.instance("warm", request.warm, Matches, "scram.Matches", "; scram.search returns one")
@@ -162,7 +162,7 @@ class Shards:
         extra = request.extra or ()
         grads += [extra[0].shape[2] if extra else 0]
         grads += [int(torch.is_grad_enabled() and any(x.requires_grad for x in extra))]
-        mine = [
+        numbers = [
             0,
             q.shape[2],
             k.shape[2],
@@ -174,14 +174,22 @@ class Shards:
             *q.shape[:2],
             k.shape[1],
         ]
-        mine += [q.ndim - 3, q.shape[-1], v.shape[-1], errors.DTYPES.index(q.dtype), *extents[0], *extents[1], *grads]
-        everyone = ranks.exchange(mine)
-        ranks.told(None, everyone)
+        numbers += [
+            q.ndim - 3,
+            q.shape[-1],
+            v.shape[-1],
+            errors.DTYPES.index(q.dtype),
+            *extents[0],
+            *extents[1],
+            *grads,
+        ]
+        everyone = ranks.exchange(numbers)
+        ranks.raise_failures(None, everyone)
         _agreed(everyone)
-        said = dict(zip(FIELDS, zip(*everyone, strict=True), strict=True))
-        if sum(said["rows of k"]) == 0:
+        by_field = dict(zip(FIELDS, zip(*everyone, strict=True), strict=True))
+        if sum(by_field["rows of k"]) == 0:
             raise ValueError("k must have at least one row on some rank, all shards are empty")
-        most = max(said["axes of key_mask"])
+        most = max(by_field["axes of key_mask"])
         if most:
             if key_mask is None:
                 key_mask = torch.ones(k.shape[0], *k.shape[2:-1], dtype=torch.bool, device=k.device)
@@ -189,8 +197,8 @@ class Shards:
                 key_mask = key_mask.unsqueeze(1)
             if most == 2:
                 key_mask = key_mask.expand(-1, q.shape[1], *key_mask.shape[2:])
-        rows = tuple(said["rows of q"]), tuple(said["rows of k"])
-        drawn = [said[f"seed of {name}"][0] for name in ("search", "tail", "dropout")]
+        rows = tuple(by_field["rows of q"]), tuple(by_field["rows of k"])
+        drawn = [by_field[f"seed of {name}"][0] for name in ("search", "tail", "dropout")]
         return Shards(ranks, q, k, v, key_mask, call, *rows, *drawn)
 
     def share(self, rank: int) -> Fraction:
@@ -217,8 +225,10 @@ class Shards:
 
     def layout(self, rank: int) -> Layout:
         """The tensors of that rank's keys which travel: k, v, with clusters centres and values, then constants."""
-        (batch, heads, _, *rest, width), wide = self.k.shape, accumulator(self.v.dtype)
-        rows, kind = self.keys[rank], self.k.dtype
+        batch, heads, _, *rest, width = self.k.shape
+        wide = accumulator(self.v.dtype)
+        rows = self.keys[rank]
+        kind = self.k.dtype
         parts: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((batch, heads, rows, *rest, x.shape[-1]), kind) for x in (self.k, self.v)
         ]
@@ -246,7 +256,8 @@ class Shards:
 
     def travelling(self, book: Codebook | None) -> list[Tensor]:
         """This rank's tensors of `layout`, with `book` of its own keys; None where it has none, or there is no need."""
-        tensors, constants = [self.k, self.v], [] if self.key_mask is None else [self.key_mask]
+        tensors = [self.k, self.v]
+        constants = [] if self.key_mask is None else [self.key_mask]
         if self.call.clusters is None:
             return [*tensors, *constants]
         if book is None:
@@ -268,7 +279,8 @@ class Shards:
 
     def extra_stop(self) -> int:
         """The rank whose keys are attended together with `extra`: the first in a ring that has any."""
-        rank, size = self.ranks.rank, self.ranks.size
+        rank = self.ranks.rank
+        size = self.ranks.size
         return next(origin for stop in range(size) if self.keys[origin := (rank - stop) % size])
 
     def first_query(self, rank: int) -> int:

@@ -34,12 +34,12 @@ def traffic() -> Iterator[Traffic]:
         scram.distributed.attention(q, k, v, mesh=mesh).sum().backward()
     print(counted.sent)
     """
-    mine = Traffic()
-    _open.append(mine)
+    counter = Traffic()
+    _open.append(counter)
     try:
-        yield mine
+        yield counter
     finally:
-        _open[:] = [one for one in _open if one is not mine]
+        _open[:] = [one for one in _open if one is not counter]
 
 
 def count(sent: int, received: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import __version__, errors
 from ..arguments import explains
+from ..codebook import Codebook
 from ..functional import attend, cluster
 from ..functional import search as search_keys
 from ..grid import Grid, grid_of
@@ -25,6 +26,7 @@ from ..tails.clusters import Clusters
 from ..truth import Errors, Truth
 from ..types import Matches, Score, Search
 from .contents import Attention, Channels, raster_width, stored, thinned
+from .pack import Json
 from .page import framed, read_back, written
 
 MOST_POINTS = 1 << 18  # over all heads
@@ -48,7 +50,7 @@ class Explorer:
     """
 
     html: str
-    numbers: dict[str, Any]
+    numbers: Json
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page. A file of that name is replaced when the new one is whole."""
@@ -125,7 +127,9 @@ def explore(
     >>> page.numbers["queries"]["grid"], page.size < 200_000
     ([12, 16], True)
     """
-    settings, chosen = _validated(q, k, v, search, radius, tail, scale, score, panes, batch)
+    settings, chosen = _validated(
+        q, k, v, search=search, radius=radius, tail=tail, scale=scale, score=score, panes=panes, batch=batch
+    )
     for name, x in {"budget": budget, "most_points": most_points, "num_queries": num_queries}.items():
         errors.whole(name, x, 1)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
@@ -140,14 +144,30 @@ def explore(
     q, k, v = (thinned(x[batch : batch + 1], stride, 2) for x in (q, k, v))
     shown = [thinned(x, stride, 0) for x in shown]
     settings = settings if settings.seed is not None else replace(settings, seed=seed)
-    options: dict[str, Any] = {"score": score, "impl": impl}
-    sweeps = [search_keys(q, k, search=replace(settings, sweeps=t), **options) for t in range(settings.sweeps + 1)]
+    sweeps = [
+        search_keys(q, k, search=replace(settings, sweeps=t), score=score, impl=impl)
+        for t in range(settings.sweeps + 1)
+    ]
     codebook = None
     if chosen is not None:
         chosen = chosen if chosen.seed is not None else replace(chosen, seed=settings.seed)
-        codebook = cluster(q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, **options)
+        codebook = cluster(
+            q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, score=score, impl=impl
+        )
     radii = errors.radius(radius, q.ndim - 3)
-    quality, rms = _quality(q, k, v, sweeps, codebook, radii, factor, options, num_queries, seed)
+    quality, rms = _quality(
+        q,
+        k,
+        v,
+        sweeps=sweeps,
+        codebook=codebook,
+        radius=radii,
+        scale=factor,
+        score=score,
+        impl=impl,
+        num_queries=num_queries,
+        seed=seed,
+    )
     attention = Attention(*part, sweeps, codebook, [_colors(x) for x in shown])
     about = {
         "format": "scram.explorer",
@@ -174,7 +194,7 @@ def explore(
     return _fitted(attention, channels, about, budget, most_points)
 
 
-def _fitted(attention: Attention, channels: Channels, about: dict[str, Any], budget: int, most_points: int) -> Explorer:
+def _fitted(attention: Attention, channels: Channels, about: Json, budget: int, most_points: int) -> Explorer:
     """The page: features rounded more coarsely until it fits, with fewer queries where that would be too coarse."""
     most = (budget - CODE) * 3 // 4
     grid = tuple(attention.q.shape[1:-1])
@@ -201,6 +221,7 @@ def _validated(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     search: Search | Auto,
     radius: int | Sequence[int],
     tail: Any,
@@ -273,7 +294,7 @@ def _thin_enough(
             return part, stride, channels
 
 
-def _grid(grid: Grid) -> dict[str, Any]:
+def _grid(grid: Grid) -> Json:
     return {"grid": list(grid), "width": raster_width(grid), "points": math.prod(grid)}
 
 
@@ -281,24 +302,27 @@ def _quality(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     sweeps: Sequence[Matches],
-    codebook: Any,
+    codebook: Codebook | None,
     radius: tuple[int, ...],
     scale: float,
-    options: dict[str, Any],
+    score: Score,
+    impl: Impl,
     num_queries: int,
     seed: int,
-) -> tuple[dict[str, Any], list[float]]:
+) -> tuple[Json, list[float]]:
     """Against exact attention of some queries; and the root mean square of the exact outputs of each head."""
-    truth = Truth.of(q, k, v, scale=scale, score=options["score"], num_queries=num_queries, seed=seed, with_lse=True)
+    truth = Truth.of(q, k, v, scale=scale, score=score, num_queries=num_queries, seed=seed, with_lse=True)
     grown = []
     for matches in sweeps:
-        windows = attend(q, k, v, matches, radius=radius, scale=scale, **options)
+        windows = attend(q, k, v, matches, radius=radius, scale=scale, score=score, impl=impl)
         share = (windows.lse.flatten(2)[..., truth.queries].to(truth.lse.dtype) - truth.lse).exp()
         grown.append(share.mean(-1)[0].tolist())
     out = windows.out
     if codebook is not None:
-        out = attend(q, k, v, sweeps[-1], radius=radius, scale=scale, tail=codebook, **options).out
+        attended = attend(q, k, v, sweeps[-1], radius=radius, scale=scale, score=score, tail=codebook, impl=impl)
+        out = attended.out
     off = truth.errors(out)
     every = Errors.of(truth.square(out).flatten(1)[:, None], truth.size.flatten(1)[:, None], truth.points)
     quality = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from ..codebook import Codebook
 from ..grid import Grid, rows
 from ..types import Matches
 from .coordinates import Balanced, Principal
-from .pack import Packed, estimated_bytes, rounded
+from .pack import Json, Packed, estimated_bytes, rounded
 
 # Errors by rounding below which more bits show nothing.
 FINEST_SCORE = 0.04
@@ -107,7 +107,7 @@ class Contents(NamedTuple):
     """Packed arrays, and what the page says about them."""
 
     packed: Packed
-    about: dict[str, Any]
+    about: Json
 
 
 def _planes(x: Tensor) -> Floats:

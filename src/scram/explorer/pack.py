@@ -24,6 +24,7 @@ RUN = 512  # points of each
 LEVEL = 6
 
 Planes = NDArray[np.int16]
+Json = dict[str, Any]  # an object of the page's data
 
 
 def folded(planes: Planes, back: int) -> tuple[NDArray[np.uint16], list[int]]:
@@ -84,7 +85,7 @@ def rounded(planes: NDArray[np.floating[Any]], step: float) -> Planes:
 class Packed:
     """Named arrays in one run of bytes, and the list that says where each stands."""
 
-    entries: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[Json] = field(default_factory=list)
     parts: list[bytes] = field(default_factory=list)
 
     def add(self, name: str, planes: Planes, back: int = 0) -> None:
@@ -98,7 +99,7 @@ class Packed:
         data = zlib.compress(np.ascontiguousarray(x, "<f4").tobytes(), LEVEL)
         self._store({"name": name, "kind": "floats", "shape": list(x.shape)}, data)
 
-    def _store(self, entry: dict[str, Any], data: bytes) -> None:
+    def _store(self, entry: Json, data: bytes) -> None:
         self.entries.append({**entry, "at": len(self), "bytes": len(data)})
         self.parts.append(data)
 
@@ -116,7 +117,7 @@ class Packed:
         return base64.b64encode(b"".join(self.parts)).decode()
 
 
-def unpacked(entries: list[dict[str, Any]], text: str) -> dict[str, NDArray[Any]]:
+def unpacked(entries: list[Json], text: str) -> dict[str, NDArray[Any]]:
     """The arrays that `Packed` holds, by name: what the page reads, in Python.
 
     >>> packed = Packed()

@@ -6,15 +6,14 @@ import json
 import re
 from html import escape
 from importlib.resources import files
-from typing import Any
 
-from .pack import Packed
+from .pack import Json, Packed
 
 SCRIPTS = ("data.js", "attend.js", "colours.js", "pane.js", "numbers.js", "main.js")
 FRAME_HEIGHT = 760  # pixels, in a notebook
 
 
-def written(about: dict[str, Any], packed: Packed) -> str:
+def written(about: Json, packed: Packed) -> str:
     """One HTML file that needs nothing else."""
     folder = files(__package__) / "page"
     parts = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "style.css", *SCRIPTS)}
@@ -30,7 +29,7 @@ def written(about: dict[str, Any], packed: Packed) -> str:
     return re.sub("@([A-Z]+)@", lambda match: slots[match[1]], parts["page.html"])
 
 
-def read_back(page: str) -> tuple[dict[str, Any], str]:
+def read_back(page: str) -> tuple[Json, str]:
     """What a page holds: its figures, and its data in base64."""
     about, data = (page.split(f'id="{name}">', 1)[1].split("</script>", 1)[0] for name in ("about", "data"))
     return json.loads(about), data

@@ -88,10 +88,14 @@ class GridAttention(Searching):
         errors.scale(scale)
         check_score(score)
         fits.tail(tail, search, Kind("softmax", causal, score, extra=False, dropout_p=dropout, window=window))
-        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.dropout = dropout
         self.kdim = embed_dim if kdim is None else errors.whole("kdim", kdim, 1)
         self.vdim = embed_dim if vdim is None else errors.whole("vdim", vdim, 1)
-        self.causal, self.scale, self.score = errors.flag("causal", causal), scale, score
+        self.causal = errors.flag("causal", causal)
+        self.scale = scale
+        self.score = score
         self.add_zero_attn = errors.flag("add_zero_attn", add_zero_attn)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -246,16 +250,19 @@ class GridAttention(Searching):
 
     def _extra(self, tokens: Tensor | None, batch: int) -> tuple[Tensor, Tensor] | None:
         """Keys and values off the grid: the tokens, the learned key and the zero key of `nn.MultiheadAttention`."""
-        keys, values = [], []
+        keys = []
+        values = []
         if tokens is not None:
             fits.tokens(tokens, batch, self.kdim, self.vdim)
-            keys, values = [self._linear(tokens, 1)], [self._linear(tokens, 2)]
+            keys = [self._linear(tokens, 1)]
+            values = [self._linear(tokens, 2)]
         if self.bias_k is not None and self.bias_v is not None:
             keys.append(self._split(self.bias_k.expand(batch, -1, -1)))
             values.append(self._split(self.bias_v.expand(batch, -1, -1)))
         if self.add_zero_attn:
             none = self.out_proj.weight.new_zeros(batch, self.num_heads, 1, self.embed_dim // self.num_heads)
-            keys, values = [*keys, none], [*values, none]
+            keys = [*keys, none]
+            values = [*values, none]
         if not keys:
             return None
         dtype = keys[0].dtype  # the projections' under autocast

@@ -48,7 +48,8 @@ class Correspondence(NamedTuple):
     @property
     def offsets(self) -> Tensor:
         """`coords` less each query's own place on the key grid: the flow, [B, H, *G, rank]."""
-        grid, keys = tuple(self.coords.shape[2:-1]), self.matches.key_grid
+        grid = tuple(self.coords.shape[2:-1])
+        keys = self.matches.key_grid
         axes = [
             (torch.arange(n, dtype=torch.float32, device=self.coords.device) + 0.5) * (m / n) - 0.5
             for n, m in zip(grid, keys, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -75,17 +75,18 @@ class NonLocalBlock(Searching):
         )
         self.channels = errors.whole("channels", channels, 1)
         inner = max(channels // 2, 1) if inner_channels is None else errors.whole("inner_channels", inner_channels, 1)
-        self.form, self.rank = errors.one_of("form", form, self.FORMS), errors.whole("rank", rank, 1)
+        self.form = errors.one_of("form", form, self.FORMS)
+        self.rank = errors.whole("rank", rank, 1)
         if rank not in _CONV:
             raise ValueError(f"rank must be {', '.join(map(str, _CONV))}: torch has no other convolution, got {rank}")
-        conv, where = _CONV[rank], dict[str, Any](device=device, dtype=dtype)
+        conv = _CONV[rank]
         embedded = form != "gaussian"
-        self.theta = conv(channels, inner, 1, **where) if embedded else None
-        self.phi = conv(channels, inner, 1, **where) if embedded else None
-        self.g = conv(channels, inner, 1, **where)
-        self.pair = conv(2 * inner, 1, 1, bias=False, **where) if form == "concatenation" else None
-        self.out = conv(inner, channels, 1, **where)
-        self.norm = _NORM[rank](channels, **where) if errors.flag("norm", norm) else None
+        self.theta = conv(channels, inner, 1, device=device, dtype=dtype) if embedded else None
+        self.phi = conv(channels, inner, 1, device=device, dtype=dtype) if embedded else None
+        self.g = conv(channels, inner, 1, device=device, dtype=dtype)
+        self.pair = conv(2 * inner, 1, 1, bias=False, device=device, dtype=dtype) if form == "concatenation" else None
+        self.out = conv(inner, channels, 1, device=device, dtype=dtype)
+        self.norm = _NORM[rank](channels, device=device, dtype=dtype) if errors.flag("norm", norm) else None
         for parameter in (self.out if self.norm is None else self.norm).parameters():
             nn.init.zeros_(parameter)
 
@@ -109,11 +110,13 @@ class NonLocalBlock(Searching):
         """q and k [B, 1, *G, E] whose dot product is the score of the form, and its weight."""
         if self.theta is None or self.phi is None:
             return self._last(x), self._last(x), "softmax"
-        q, k = self._last(self.theta(x)), self._last(self.phi(x))
+        q = self._last(self.theta(x))
+        k = self._last(self.phi(x))
         if self.pair is None:
             return q, k, "mean" if self.form == "dot_product" else "softmax"
         w_q, w_k = self.pair.weight.flatten().chunk(2)
-        q, k = (q * w_q.to(q)).sum(-1, keepdim=True), (k * w_k.to(k)).sum(-1, keepdim=True)
+        q = (q * w_q.to(q)).sum(-1, keepdim=True)
+        k = (k * w_k.to(k)).sum(-1, keepdim=True)
         return torch.cat([q, torch.ones_like(q)], -1), torch.cat([torch.ones_like(k), k], -1), "relu"
 
     @staticmethod

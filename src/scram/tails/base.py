@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..inputs import Inputs
 from ..options import Weight, Window
 from ..types import Score
+
+if TYPE_CHECKING:
+    from ..codebook import Codebook
 
 ALL = Fraction(1)
 ACCEPTED = "None, 'auto', scram.Clusters, scram.Codebook or scram.Hybrid"
@@ -52,6 +55,7 @@ class Tail:
     """
 
     seed_tensor: Tensor | None = None  # None: the seed of the search, or a new one
+    fit: int = 0  # queries of each head that it computes densely
     reports: ClassVar[tuple[str, ...]] = ("lse",)  # fields of `Estimate` that it has besides `out`
     unit: ClassVar[str] = "samples each"
     joins_windows: ClassVar[bool] = True  # whether queries attend their windows exactly
@@ -62,6 +66,11 @@ class Tail:
     def samples(self) -> int:
         """Drawn keys or clusters: what `visited` counts before it is cut to the number of keys."""
         return 0
+
+    @property
+    def codebook(self) -> Codebook | None:
+        """The clusters that it holds."""
+        return None
 
     def check(self, kind: Kind) -> None:
         """Raise where a call cannot have this tail."""

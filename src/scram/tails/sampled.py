@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,23 @@ from ..inputs import Inputs
 from .base import Kind, Tail
 
 
+class SampleSettings(NamedTuple):
+    """What the estimators differ in, as a `SampleCall` has it."""
+
+    method: Literal["snis", "metropolis"]
+    bandwidth: float  # of a step, in keys
+    alpha: float = 0.0
+    chains_per_mode: int = 1
+    burn_in: int = 0
+
+
 class Sampled(Tail):
     """Base class of the estimators that sample for every query."""
 
     joins_windows: ClassVar[bool] = False
 
-    def sample_settings(self) -> dict[str, Any]:
-        """The fields of a SampleCall that are this estimator's own, and the bandwidth of its steps."""
+    def sample_settings(self) -> SampleSettings:
+        """What is this estimator's own."""
         raise NotImplementedError
 
     def check(self, kind: Kind) -> None:
@@ -46,7 +56,7 @@ class Sampled(Tail):
         settings = self.sample_settings()
         allowed = AllowedKeys.of(inputs.q, inputs.k, inputs.causal, inputs.key_mask)
         # A walk cannot begin at a key that it may not visit; a draw near such a key may be allowed.
-        modes, count = draws.modes(index, key_grid, allowed if settings["method"] == "metropolis" else None)
+        modes, count = draws.modes(index, key_grid, allowed if settings.method == "metropolis" else None)
         extra_out = None
         extra_lse = None
         if inputs.k_extra is not None:
@@ -68,13 +78,16 @@ class Sampled(Tail):
             head_out=extra_out,
             head_lse=extra_lse,
             seed=self.own_seed(inputs, seed),
-            table=draws.step_table(settings.pop("bandwidth"), key_grid, inputs.q.device),
+            table=draws.step_table(settings.bandwidth, key_grid, inputs.q.device),
             rows=inputs.rows,
             samples=self.samples,
             causal=inputs.causal,
             scale=inputs.scale,
             score=inputs.score_function,
-            **settings,
+            method=settings.method,
+            alpha=settings.alpha,
+            chains_per_mode=settings.chains_per_mode,
+            burn_in=settings.burn_in,
         )
         return ops.sample(inputs.engine, call)
 
@@ -109,9 +122,8 @@ class Snis(Sampled):
         errors.bandwidth(self.bandwidth)
         object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
-    def sample_settings(self) -> dict[str, Any]:
-        draws = {"alpha": float(self.alpha), "bandwidth": float(self.bandwidth)}
-        return {"method": "snis", **draws, "chains_per_mode": 1, "burn_in": 0}
+    def sample_settings(self) -> SampleSettings:
+        return SampleSettings(method="snis", bandwidth=float(self.bandwidth), alpha=float(self.alpha))
 
     def describe(self) -> str:
         return f"{self.samples} keys drawn by each query"
@@ -148,9 +160,13 @@ class MetropolisHastings(Sampled):
         errors.bandwidth(self.bandwidth)
         object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
 
-    def sample_settings(self) -> dict[str, Any]:
-        walks = {"chains_per_mode": self.chains_per_mode, "burn_in": self.burn_in}
-        return {"method": "metropolis", "alpha": 0.0, "bandwidth": float(self.bandwidth), **walks}
+    def sample_settings(self) -> SampleSettings:
+        return SampleSettings(
+            method="metropolis",
+            bandwidth=float(self.bandwidth),
+            chains_per_mode=self.chains_per_mode,
+            burn_in=self.burn_in,
+        )
 
     def describe(self) -> str:
         return f"walks of {self.samples} steps by each query"

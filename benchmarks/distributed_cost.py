@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..clustering import SAMPLED_KEYS, SAMPLED_QUERIES
+from scram.clustering import SAMPLED_KEYS, SAMPLED_QUERIES
 
 ROOM = 0.9  # of a GPU's memory that tensors may take
 HALO = 16  # rows of queries on either side, with the default jumps
@@ -114,8 +114,8 @@ def predict(
     Returns:
         predictions by mode; "heads" only where ranks divide the key heads.
 
-    >>> found = predict(1e8, 8, heads=8, width=64)
-    >>> min(found.values(), key=lambda one: (not one.fits, one.seconds)).mode
+    >>> modes = predict(1e8, 8, heads=8, width=64)
+    >>> min(modes.values(), key=lambda one: (not one.fits, one.seconds)).mode
     'heads'
     """
     key_heads = heads if key_heads is None else key_heads
@@ -124,15 +124,16 @@ def predict(
             raise ValueError(f"{name} must be 1 or more, got {value}")
     if key_heads < 1 or heads % key_heads:
         raise ValueError(f"heads must be a multiple of key_heads, got {heads} and {key_heads}")
-    rows, key_rows = points / ranks * heads, points / ranks * key_heads
-    made = key_heads * clusters  # of a shard in a ring; of all shards where keys are gathered
-    labels = 4 * (key_rows + made) if clusters else 0
+    rows = points / ranks * heads
+    key_rows = points / ranks * key_heads
+    means = key_heads * clusters  # of a shard in a ring; of all shards where keys are gathered
+    labels = 4 * (key_rows + means) if clusters else 0
     sizes = _Sizes(
         queries=rows * width * itemsize,
         keys=2 * key_rows * width * itemsize,
         wide_queries=rows * width * WIDE,
-        message=2 * key_rows * width * itemsize + 2 * made * width * WIDE + labels,
-        gradients=2 * (key_rows + made) * width * WIDE,
+        message=2 * key_rows * width * itemsize + 2 * means * width * WIDE + labels,
+        gradients=2 * (key_rows + means) * width * WIDE,
         halo=rows * width * itemsize * min(1, HALO * ranks / points**0.5) * (min(ranks, 3) - 1),
         samples=(1 - 1 / ranks)
         * width
@@ -141,10 +142,10 @@ def predict(
         * (clusters > 0),
     )
     work = _Work(machine, rows * width, key_rows * width, clusters, backward)
-    found = [_gather(ranks, sizes, work, machine), _ring(ranks, sizes, work, machine)]
+    predictions = [_gather(ranks, sizes, work, machine), _ring(ranks, sizes, work, machine)]
     if key_heads % ranks == 0:
-        found.insert(0, _heads(ranks, sizes, work, machine))
-    return {one.mode: one for one in found}
+        predictions.insert(0, _heads(ranks, sizes, work, machine))
+    return {one.mode: one for one in predictions}
 
 
 @dataclass(frozen=True)
@@ -196,11 +197,14 @@ def _gather(ranks: int, sizes: _Sizes, work: _Work, machine: Machine) -> Predict
 def _ring(ranks: int, sizes: _Sizes, work: _Work, machine: Machine) -> Prediction:
     """Steps overlap with visits; the hop between two nodes is as slow as that one link."""
     link = machine.inside if ranks <= machine.per_node else machine.between
-    keys, gradients = link.seconds(sizes.message), link.seconds(sizes.gradients)
-    visit, again = work.visit(), work.visit() + work.back()
+    keys = link.seconds(sizes.message)
+    gradients = link.seconds(sizes.gradients)
+    visit = work.visit()
+    again = work.visit() + work.back()
     halo = link.seconds(sizes.halo) if ranks > 1 else 0.0
     seconds = work.prepare() + halo + round_trip(ranks, visit, keys)
-    compute, transfer = work.prepare() + ranks * visit, halo + (ranks - 1) * keys
+    compute = work.prepare() + ranks * visit
+    transfer = halo + (ranks - 1) * keys
     sent = sizes.halo + (ranks - 1) * sizes.message
     travels = 1 + (ranks > 1)  # messages held: here, and coming
     held = 2 * sizes.queries + sizes.keys + travels * sizes.message + 3 * sizes.wide_queries
@@ -261,8 +265,6 @@ def all_to_all(machine: Machine, ranks: int, sent: float, messages: int = 1) -> 
     if ranks <= machine.per_node:
         return machine.inside.seconds(sent, messages if ranks > 1 else 0), machine.inside
     share = (machine.per_node - 1) / (ranks - 1)
-    inside, between = (
-        machine.inside.seconds(sent * share, messages),
-        machine.between.seconds(sent * (1 - share), messages),
-    )
+    inside = machine.inside.seconds(sent * share, messages)
+    between = machine.between.seconds(sent * (1 - share), messages)
     return max((inside, machine.inside), (between, machine.between), key=lambda one: one[0])
