@@ -56,16 +56,16 @@ class ModuleCall:
 
 def module_calls() -> list[ModuleCall]:
     """The modules whose methods are running in this thread, the innermost first."""
-    found: list[ModuleCall] = []
+    calls: list[ModuleCall] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         own = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
         if isinstance(own, nn.Module):
             module = getattr(own, "_orig_mod", own)  # of what torch.compile returns
-            same = found.pop() if found and found[-1].module is module else ModuleCall(module)
-            found.append(_with_arguments(same, frame))
+            same = calls.pop() if calls and calls[-1].module is module else ModuleCall(module)
+            calls.append(_with_arguments(same, frame))
         frame = frame.f_back
-    return found
+    return calls
 
 
 def _with_arguments(call: ModuleCall, frame: FrameType) -> ModuleCall:
@@ -118,13 +118,13 @@ class AutoGrids:
                 if picture.shape == query.shape:
                     continue  # [B, H, N, E]
                 any_picture = True
-                found = self._cut(call.module, picture, patch, total)
-                if found is not None:
+                cut = self._cut(call.module, picture, patch, total)
+                if cut is not None:
                     inner = calls[:number]
-                    points = {total, total - found[1]}
+                    points = {total, total - cut[1]}
                     if any(self._reads_picture(one, call.module, picture, patch, total, points) for one in inner):
                         return OBJECTS
-                    return found
+                    return cut
         declared = None if any_picture else self._declared(calls, total)
         return no_picture(total) if declared is None else declared
 
@@ -195,8 +195,8 @@ class AutoGrids:
             for grid, prefixes in candidates
             if min(grid) > 1 and total - math.prod(grid) in prefixes
         ]
-        prefix, found = min(fitting, default=(0, None))
-        return None if found is None else (found, prefix)
+        prefix, nearest = min(fitting, default=(0, None))
+        return None if nearest is None else (nearest, prefix)
 
     def _convolutions(self, module: nn.Module) -> dict[int, set[tuple[int, int, bool]]]:
         """By channels of their input: strides of the strided convolutions, and whether these are patches."""
@@ -221,10 +221,10 @@ def compiled_grid(total: int) -> tuple[Grid, int, str]:
     for call in calls:
         if any(_reads_memory(kind) for kind in {type(one) for one in call.module.modules()}):
             return (), 0, COMPILED
-    found = AutoGrids().find(torch.empty(1, total, 1), False, calls)
-    if isinstance(found, str):
+    result = AutoGrids().find(torch.empty(1, total, 1), False, calls)
+    if isinstance(result, str):
         return (), 0, COMPILED
-    return *found, ""
+    return *result, ""
 
 
 def _reads_memory(kind: type[nn.Module]) -> bool:

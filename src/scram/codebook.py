@@ -96,6 +96,7 @@ class Codebook(Tail):
     radius: tuple[int, ...] | None = None
     report: FitReport | None = None
     unit: ClassVar[str] = "clusters"
+    variable: ClassVar[str] = "codebook"
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -104,6 +105,10 @@ class Codebook(Tail):
     def key_grid(self) -> tuple[int, ...]:
         """The extents of the key grid."""
         return tuple(self.label.shape[2:])
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.gains is not None
 
     @property
     def samples(self) -> int:

@@ -66,11 +66,13 @@ def exact_attention(
     errors.values(q, k, v)
     check_weight(weight)
     errors.scale(scale)
-    dense, values = _Dense(q, k, causal, key_mask, score, queries), rows(v)
+    dense = _Dense(q, k, causal, key_mask, score, queries)
+    values = rows(v)  # [B * Hk, M, F]
     factor = default_scale(scale, q.shape[-1], score, weight)
 
     def chunk(q_rows: Tensor, k_rows: Tensor, values: Tensor, row: int, at: Tensor) -> tuple[Tensor, Tensor]:
-        source, legal = dense.key_row(row), dense.legal(row, at)
+        source = dense.key_row(row)
+        legal = dense.legal(row, at)
         a = dense.scores(q_rows[row, at], dense.shown(k_rows[source], row))
         p, lse = normalized_weights(factor * a, legal, weight)
         return p @ dense.shown(values[source], row).to(p.dtype), lse
@@ -111,16 +113,20 @@ def exact_search(
               [2, 3]]]], dtype=torch.int32)
     """
     errors.queries_keys(q, k)
-    matches, separation = errors.whole("matches", matches, 1), errors.whole("separation", separation, 0)
+    matches = errors.whole("matches", matches, 1)
+    separation = errors.whole("separation", separation, 0)
     errors.enough_keys(q, k, matches)
-    dense, key_grid = _Dense(q, k, causal, key_mask, score, queries), grid_of(k)
+    dense = _Dense(q, k, causal, key_mask, score, queries)
+    key_grid = grid_of(k)
     place = coordinates(torch.arange(dense.keys, device=q.device), key_grid)
-    found = []
+    parts = []
     for row, at in dense.chunks():
         a = dense.scores(dense.q[row, at], dense.k[dense.key_row(row)])
         # Below -inf there is nothing, so that a legal key of score -inf or NaN still comes before none at all.
-        a, open_ = torch.where(a.isnan(), -torch.inf, a), dense.legal(row, at)
-        keys, scores = [], []
+        a = torch.where(a.isnan(), -torch.inf, a)
+        open_ = dense.legal(row, at)
+        keys = []
+        scores = []
         for _ in range(matches):
             some = open_.any(-1)
             masked = a.masked_fill(~open_, -torch.inf)
@@ -131,12 +137,12 @@ def exact_search(
             scores.append(torch.where(some, masked.gather(-1, key.unsqueeze(-1)).squeeze(-1), -torch.inf))
             centre = [c.unsqueeze(-1) for c in coordinates(key, key_grid)]
             open_ = open_ & ~(within(place, centre, separation) & some.unsqueeze(-1))
-        found.append((torch.stack(keys, -1), torch.stack(scores, -1)))
+        parts.append((torch.stack(keys, -1), torch.stack(scores, -1)))
     shape = q.shape[:-1] if queries is None else (*q.shape[:2], len(queries), *[1] * (len(key_grid) - 1))
-    if not found:
+    if not parts:
         nothing = torch.full((*shape, matches), -1, dtype=torch.int32, device=q.device)
         return Matches(nothing, nothing.float(), key_grid)
-    index, best = (torch.cat(part) for part in zip(*found, strict=True))
+    index, best = (torch.cat(part) for part in zip(*parts, strict=True))
     return Matches(index.to(torch.int32).reshape(*shape, matches), best.float().reshape(*shape, matches), key_grid)
 
 
@@ -150,7 +156,8 @@ def merge(a: Attended, b: Attended) -> Attended:
     check_mergeable(a, b)
     top = torch.maximum(a.lse, b.lse).detach()
     top = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
-    mass_a, mass_b = (a.lse - top).exp(), (b.lse - top).exp()
+    mass_a = (a.lse - top).exp()
+    mass_b = (b.lse - top).exp()
     total = mass_a + mass_b
     empty = total == 0
     safe = torch.where(empty, 1, total)
@@ -167,12 +174,16 @@ class _Dense:
         errors.order(q, k, causal)
         errors.key_mask(q, k, key_mask)
         check_score(score)
-        points, self.keys = math.prod(grid_of(q)), math.prod(grid_of(k))
+        points = math.prod(grid_of(q))
         errors.query_sample(queries, points)
-        self.heads, self.key_heads, self.score = q.shape[1], k.shape[1], score
+        self.keys = math.prod(grid_of(k))
+        self.heads = q.shape[1]
+        self.key_heads = k.shape[1]
+        self.score = score
         self.wanted = torch.arange(points, device=q.device) if queries is None else queries.to(q.device)
         self.legal_keys = AllowedKeys.of(q, k, causal, key_mask)
-        self.q, self.k = rows(prepare_query(q, score)), rows(prepare_key(k, score))
+        self.q = rows(prepare_query(q, score))  # [B * H, N, E]
+        self.k = rows(prepare_key(k, score))  # [B * Hk, M, E]
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         width = self.q.shape[-1] if callable(self.score) else 1

@@ -86,7 +86,8 @@ class Judgement:
             "L2 error*": self.l2_error,
         }
         lines = [f"{self.name}, on {self.num_queries} of {self.queries} queries", *of_heads(columns)]
-        time, faster = self.timing, self.ratio
+        time = self.timing
+        faster = self.ratio
         spread = f"{in_words(time.seconds)} ({in_words(time.least)} to {in_words(time.most)}, calls: {time.calls})"
         than = f"{faster:.3g} times faster" if faster >= 1 else f"{1 / faster:.3g} times slower"
         about = "about " if self.dense_is_continued else ""
@@ -138,8 +139,8 @@ def judge(
     >>> import torch.nn.functional as F
     >>> _ = torch.manual_seed(0)
     >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
-    >>> found = judge(F.scaled_dot_product_attention, q, k, v, layout="sdpa")
-    >>> bool((found.p95_error.high < 1e-5).all())
+    >>> judgement = judge(F.scaled_dot_product_attention, q, k, v, layout="sdpa")
+    >>> bool((judgement.p95_error.high < 1e-5).all())
     True
     """
     return Judge(q, k, v, causal=causal, key_mask=key_mask, scale=scale, num_queries=num_queries, seed=seed).judge(
@@ -170,12 +171,24 @@ class Judge:
         errors.some_queries(q)
         errors.values(q, k, v)
         errors.finite_but_for_masked(q, k, v, key_mask)
-        self.q, self.k, self.v = q, k, v
-        how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale}
+        self.q = q
+        self.k = k
+        self.v = v
         errors.whole("num_queries", num_queries, 1)
-        self.truth = Truth.of(q, k, v, num_queries=num_queries, seed=seed, **how)
-        self.how = how
-        self._time_dense = partial(dense_baseline, q, k, v, timer=clock, longest=LONGEST, **how)
+        self.truth = Truth.of(
+            q, k, v, causal=causal, key_mask=key_mask, scale=scale, num_queries=num_queries, seed=seed
+        )
+        self._time_dense = partial(
+            dense_baseline,
+            q,
+            k,
+            v,
+            timer=clock,
+            longest=LONGEST,
+            causal=causal,
+            key_mask=key_mask,
+            scale=scale,
+        )
         self.dense = self._time_dense()
 
     @property
@@ -208,12 +221,12 @@ class Judge:
         if before.seconds < 1:  # anew, for the machine may be busier by now
             self.dense = self._time_dense()
         steady = timing.steady and self.dense.steady and agree([before.seconds, self.dense.seconds])
-        found = self.truth.errors(out.reshape(want))
+        measured = self.truth.errors(out.reshape(want))
         return Judgement(
             name=name or str(getattr(function, "__qualname__", type(function).__name__)),
-            median_error=found.median,
-            p95_error=found.p95,
-            l2_error=found.l2,
+            median_error=measured.median,
+            p95_error=measured.p95,
+            l2_error=measured.l2,
             timing=timing,
             dense_seconds=self.dense_seconds,
             dense_is_continued=self.dense_is_continued,

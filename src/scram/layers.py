@@ -48,9 +48,9 @@ class Plans(dict[str, Plan]):
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
         """Hold the plans of a `state_dict`, and no others."""
         with files.malformed("state_dict must be what Plans.state_dict returned"):
-            made = Plans._from_dict(json.loads(state_dict["json"]))
+            plans = Plans._from_dict(json.loads(state_dict["json"]))
         self.clear()
-        self.update(made)
+        self.update(plans)
 
     def _as_dict(self) -> dict[str, Any]:
         layers = {name: plan.as_dict() for name, plan in self.items()}

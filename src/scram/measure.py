@@ -7,7 +7,6 @@ one number per batch and head, [B, H]. Queries without a legal key are left out.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,14 +57,32 @@ def recall(
     >>> recall(q, k, exact_search(q, k))
     tensor([[1.]])
     """
-    how: dict[str, Any] = {"separation": separation, "causal": causal, "key_mask": key_mask, "score": score}
-    each = recall_of_each(q, k, matches, sample=sample, seed=seed, **how)
+    each = recall_of_each(
+        q,
+        k,
+        matches,
+        separation=separation,
+        causal=causal,
+        key_mask=key_mask,
+        score=score,
+        sample=sample,
+        seed=seed,
+    )
     return _mean(each, ~each.isnan())
 
 
 @torch.no_grad()
 def recall_of_each(
-    q: Tensor, k: Tensor, matches: Matches, *, separation: int = 0, sample: int | None = None, seed: int = 0, **how: Any
+    q: Tensor,
+    k: Tensor,
+    matches: Matches,
+    *,
+    separation: int = 0,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    score: Score = "dot",
+    sample: int | None = None,
+    seed: int = 0,
 ) -> Tensor:
     """As `recall`, with its arguments, of each query: [B, H, n]; NaN without a legal key.
 
@@ -73,10 +90,11 @@ def recall_of_each(
     >>> recall_of_each(q, k, exact_search(q, k))
     tensor([[[1., 1., 1., 1.]]])
     """
-    pairs = _Pairs(q, k, matches, separation, sample, seed, **how)
+    pairs = _Pairs(q, k, matches, separation, sample, seed, causal=causal, key_mask=key_mask, score=score)
     if separation > 0:
-        exact, found = (coordinates(x.clamp(0), pairs.key_grid) for x in (pairs.exact_key, pairs.found_key))
-        near = within([c.unsqueeze(-1) for c in exact], [c.unsqueeze(-2) for c in found], separation)
+        exact_place = coordinates(pairs.exact_key.clamp(0), pairs.key_grid)
+        found_place = coordinates(pairs.found_key.clamp(0), pairs.key_grid)
+        near = within([c.unsqueeze(-1) for c in exact_place], [c.unsqueeze(-2) for c in found_place], separation)
         hit = (near & (pairs.found_key >= 0).unsqueeze(-2)).any(-1) & (pairs.exact_key >= 0)
     else:
         worst = pairs.exact_score.masked_fill(pairs.exact_key < 0, torch.inf).amin(-1, keepdim=True)
@@ -142,8 +160,9 @@ def captured_mass(
     errors.queries_keys(q, k)
     check_attended("attended", q, attended)
     wanted = sample_queries(q, sample, seed)
-    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score}
-    truth = exact_attention(q, k, k[..., :1], queries=wanted, **how)
+    truth = exact_attention(
+        q, k, k[..., :1], causal=causal, key_mask=key_mask, scale=scale, score=score, queries=wanted
+    )
     lse = attended.lse.flatten(2)[..., wanted]
     return _mean((lse - truth.lse).exp(), truth.lse > -torch.inf)
 
@@ -173,12 +192,16 @@ def output_error(
     errors.values(q, k, v)
     check_attended("attended", q, attended, v.shape[-1])
     wanted = sample_queries(q, sample, seed)
-    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score}
-    truth = exact_attention(q, k, v, weight=weight, queries=wanted, **how)
-    outs = (attended.out.flatten(2, -2)[:, :, wanted], truth.out)
-    some = (truth.lse > -torch.inf).unsqueeze(-1)
-    found, exact = (torch.where(some, out.to(accumulator(q.dtype)), 0).flatten(2) for out in outs)
-    distance, size = (x.square().sum(-1).sqrt() for x in (found - exact, exact))
+    truth = exact_attention(
+        q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, weight=weight, queries=wanted
+    )
+    wide = accumulator(q.dtype)
+    has_key = (truth.lse > -torch.inf).unsqueeze(-1)  # [B, H, n, 1]
+    sampled = attended.out.flatten(2, -2)[:, :, wanted]  # [B, H, n, F]
+    out = torch.where(has_key, sampled.to(wide), 0).flatten(2)
+    exact = torch.where(has_key, truth.out.to(wide), 0).flatten(2)
+    distance = (out - exact).square().sum(-1).sqrt()
+    size = exact.square().sum(-1).sqrt()
     return distance / size
 
 
@@ -205,24 +228,35 @@ class _Pairs:
         errors.queries_keys(q, k)
         check_matches("matches", q, k, matches)
         wanted = sample_queries(q, sample, seed)
-        kappa, self.key_grid = matches.index.shape[-1], matches.key_grid
-        how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "score": score, "queries": wanted}
-        exact = exact_search(q, k, matches=kappa, separation=separation, **how)
+        kappa = matches.index.shape[-1]
+        self.key_grid = matches.key_grid
+        exact = exact_search(
+            q,
+            k,
+            matches=kappa,
+            separation=separation,
+            causal=causal,
+            key_mask=key_mask,
+            score=score,
+            queries=wanted,
+        )
         shape = (*q.shape[:2], len(wanted), kappa)
         self.exact_key = exact.index.reshape(shape).long()
-        q_rows, k_rows = rows(prepare_query(q, score)), rows(prepare_key(k, score))
+        q_rows = rows(prepare_query(q, score))  # [B * H, N, E]
+        k_rows = rows(prepare_key(k, score))  # [B * Hk, M, E]
         row = torch.arange(q_rows.shape[0], device=q.device)
-        found = matches.index.flatten(2, -2)[:, :, wanted].long()
-        on_grid = found.clamp(0, math.prod(self.key_grid) - 1)
+        index = matches.index.flatten(2, -2)[:, :, wanted].long()
+        on_grid = index.clamp(0, math.prod(self.key_grid) - 1)
         legal = AllowedKeys.of(q, k, causal, key_mask)
         allowed = legal.allows(row.reshape(*q.shape[:2], 1, 1), wanted.unsqueeze(-1), on_grid)
-        self.found_key = torch.where((found == on_grid) & allowed, found, -1)  # off the grid or illegal is none
+        self.found_key = torch.where((index == on_grid) & allowed, index, -1)  # off the grid or illegal is none
         source = key_row(row, q.shape[1], k.shape[1]).reshape(-1, 1, 1)
 
         def scores(key: Tensor) -> Tensor:
             chosen = key.clamp(0).reshape(len(row), len(wanted), kappa)
             parts = (slice(at, at + 1024) for at in range(0, len(wanted), 1024))
-            found = [pair_score(q_rows[:, wanted[at], None], k_rows[source, chosen[:, at]], score) for at in parts]
-            return torch.cat(found, 1).reshape(shape)
+            each = [pair_score(q_rows[:, wanted[at], None], k_rows[source, chosen[:, at]], score) for at in parts]
+            return torch.cat(each, 1).reshape(shape)
 
-        self.exact_score, self.found_score = scores(self.exact_key), scores(self.found_key)
+        self.exact_score = scores(self.exact_key)
+        self.found_score = scores(self.found_key)

@@ -44,21 +44,22 @@ def split_share(
     """
     if causal or callable(score) or not len(queries) or q.numel() == 0:
         return 0.0
-    some, one = queries[:MOST_QUERIES], [1] * (len(grid_of(q)) - 1)
-    how = {"key_mask": key_mask, "score": score}
-    found = exact_search(q, k, matches=2, separation=2 * AROUND, queries=some, **how)  # type: ignore[arg-type]
-    drawn = q.flatten(2, -2)[:, :, some].reshape(*q.shape[:2], len(some), *one, q.shape[-1])
+    some = queries[:MOST_QUERIES]
+    best_keys = exact_search(q, k, matches=2, separation=2 * AROUND, key_mask=key_mask, score=score, queries=some)
+    line = (len(some), *[1] * (len(grid_of(q)) - 1))  # a grid of the sampled queries, of the same rank
+    drawn = q.flatten(2, -2)[:, :, some].reshape(*q.shape[:2], *line, q.shape[-1])
     values = k[..., :1].contiguous()
     masses = []
     for entry in range(2):
-        mode = Matches(found.index[..., entry : entry + 1], found.score[..., entry : entry + 1], found.key_grid)
+        index = best_keys.index[..., entry : entry + 1]
+        mode = Matches(index, best_keys.score[..., entry : entry + 1], best_keys.key_grid)
         request = Request(
             search=None, tail=None, radius=AROUND, scale=scale, key_mask=key_mask, score=score, matches=mode
         )
         lse = execute(pipeline.run, drawn, k, values, request).lse
         assert lse is not None
         masses.append(lse)
-    whole = exact_attention(q, k, values, queries=some, scale=scale, **how).lse  # type: ignore[arg-type]
+    whole = exact_attention(q, k, values, key_mask=key_mask, scale=scale, score=score, queries=some).lse
     best, second = ((lse.reshape(whole.shape).to(whole.dtype) - whole).exp().nan_to_num(0) for lse in masses)
     split = (torch.minimum(best, second) >= SECOND * torch.maximum(best, second)) & (best + second >= TOGETHER)
     return float(split.float().mean(-1).max())

@@ -82,8 +82,19 @@ def patch_sdpa(
       1 x q [1, 2, 65, 8]: dense
       1 x q [1, 2, 65, 8], k [1, 2, 9, 8]: left to torch: 65 queries and 9 keys, the grid has 1 + 8 x 8 = 65
     """
-    settings: dict[str, Any] = {"search": search, "radius": radius, "tail": tail, "window": window, "impl": impl}
-    return _Patch(Replacement(grid, prefix, error, plans, model=model, **settings))
+    replacement = Replacement(
+        grid,
+        prefix,
+        error,
+        plans,
+        model=model,
+        search=search,
+        tail=tail,
+        radius=radius,
+        window=window,
+        impl=impl,
+    )
+    return _Patch(replacement)
 
 
 def survey(
@@ -198,7 +209,8 @@ class _Patch(TorchFunctionMode):
 
     def __init__(self, sdpa: Replacement) -> None:
         super().__init__()
-        self.sdpa, self.report = sdpa, sdpa.report
+        self.sdpa = sdpa
+        self.report = sdpa.report
         self.copies: dict[CodeType, Callable[..., Any] | None] = {}
         # torch hands over nn.MultiheadAttention's function whole; a copy has the inner call replaced.
         plain = _compat.torch_function(F.multi_head_attention_forward, F.__file__)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, cast
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import errors, files, modes, pipeline
-from .codebook import Codebook
 from .options import IMPLS, WINDOWS, Impl, Window
 from .pipeline import execute
 from .resolve import Request
@@ -69,6 +68,10 @@ class Setting:
         """What `attention` is given."""
         return {"search": self.search, "tail": self.tail, "radius": self.radius, "window": self.window}
 
+    def applied_to(self, request: Request) -> Request:
+        """The request with what the setting chooses."""
+        return request._replace(search=self.search, tail=self.tail, radius=self.radius, window=self.window)
+
     def code(self, tensors: Sequence[str] = (), grouped: bool = False, **arguments: Any) -> str:
         """A line of Python that does it.
 
@@ -80,21 +83,21 @@ class Setting:
         >>> Setting(Search(matches=4), Clusters(count=512)).code(scale=0.5)
         'scram.attention(q, k, v, search=scram.Search(matches=4), tail=scram.Clusters(count=512), scale=0.5)'
         """
-        said = {name: value for name, value in arguments.items() if value not in (None, False, "auto", "dot")}
+        options = {name: value for name, value in arguments.items() if value not in (None, False, "auto", "dot")}
         passed = "".join(f", {name}={name}" for name in tensors)
         if self.search is None:
-            said.pop("impl", None)
-            if "extra" in tensors and (len(tensors) > 1 or "score" in said or "causal" in said):
+            options.pop("impl", None)
+            if "extra" in tensors and (len(tensors) > 1 or "score" in options or "causal" in options):
                 return f"plan(q, k, v{passed})"  # no one function of torch or of this package does it
-            if "key_mask" in tensors or "score" in said:
-                return f"scram.exact_attention(q, k, v{passed}{_listed(said)}).out"
-            said = {"is_causal" if name == "causal" else name: x for name, x in said.items()}
-            said |= {"enable_gqa": True} if grouped else {}
-            return DENSE.format(ALL_KEYS if "extra" in tensors else GRID_KEYS, _listed(said))
-        own: dict[str, Any] = {"search": self.search, "tail": self.tail}
-        own |= {} if self.radius == 1 else {"radius": self.radius}
-        own |= {} if self.window == "query" else {"window": self.window}
-        return f"scram.attention(q, k, v{_listed(own | said)}{passed})"
+            if "key_mask" in tensors or "score" in options:
+                return f"scram.exact_attention(q, k, v{passed}{_listed(**options)}).out"
+            options = {"is_causal" if name == "causal" else name: x for name, x in options.items()}
+            options |= {"enable_gqa": True} if grouped else {}
+            return DENSE.format(ALL_KEYS if "extra" in tensors else GRID_KEYS, _listed(**options))
+        own = _listed(search=self.search, tail=self.tail)
+        own += "" if self.radius == 1 else _listed(radius=self.radius)
+        own += "" if self.window == "query" else _listed(window=self.window)
+        return f"scram.attention(q, k, v{own}{_listed(**options)}{passed})"
 
     def __str__(self) -> str:
         if self.search is None:
@@ -103,21 +106,19 @@ class Setting:
         return f"{matches}, {as_tail(self.tail, NO_TAIL).describe()}"
 
 
-def _listed(arguments: dict[str, Any]) -> str:
+def _listed(**arguments: Any) -> str:
+    """Arguments of a call, each behind a comma."""
     return "".join(f", {name}={_code(value)}" for name, value in arguments.items())
 
 
 def _code(value: Any) -> str:
     """Python that makes a value; of settings only what is not the default."""
-    if isinstance(value, Codebook):
-        return "codebook"
-    if not isinstance(value, (Search, Tail)):
+    if not is_dataclass(value):
         return getattr(value, "__name__", repr(value))
-    given = [
-        (x.name, getattr(value, x.name))
-        for x in fields(cast(Any, value))
-        if x.init and getattr(value, x.name) != x.default
-    ]
+    variable = getattr(value, "variable", "")
+    if variable:
+        return str(variable)
+    given = [(x.name, getattr(value, x.name)) for x in fields(value) if x.init and getattr(value, x.name) != x.default]
     return f"scram.{type(value).__name__}({', '.join(f'{name}={x!r}' for name, x in given)})"
 
 
@@ -224,7 +225,8 @@ class Plan:
         chosen = errors.whole("chosen", self.chosen, 0)
         if chosen >= len(self.rungs) or self.rungs[-1].setting.search is not None:
             raise ValueError("chosen must name a rung, and dense attention must be the last")
-        best, dense = self.rungs[chosen], self.rungs[-1]
+        best = self.rungs[chosen]
+        dense = self.rungs[-1]
         if best.error is None:
             raise ValueError(f"chosen must name a rung that was measured, got {best.setting}: {best.note}")
         if best.keys > dense.keys:
@@ -299,8 +301,8 @@ class Plan:
             out = self(q, k, v, **arguments)
             same = {name: given[name] for name in names if name in given}
             truth = Truth.of(q, k, v, num_queries=errors.whole("num_queries", num_queries, 1), seed=seed, **same)
-            found = truth.errors(out)
-        return Check(self.setting, self.error, found, len(truth.queries), truth.points)
+            measured = truth.errors(out)
+        return Check(self.setting, self.error, measured, len(truth.queries), truth.points)
 
     @property
     def reason(self) -> str:
@@ -471,8 +473,8 @@ def _number(name: str, value: Any) -> float:
 
 def _rung(data: dict[str, Any]) -> Rung:
     """What `_finite` and `_setting_dict` made."""
-    said = dict(data["setting"])
-    search, tail = (None if said[name] is None else dict(said[name]) for name in ("search", "tail"))
+    stored = dict(data["setting"])
+    search, tail = (None if stored[name] is None else dict(stored[name]) for name in ("search", "tail"))
     if search is not None and search.pop("kind") != "Search":
         raise ValueError("search must be of the kind Search")
     kind = None if tail is None else TAILS[errors.one_of("tail", tail.pop("kind"), TAILS)]
@@ -483,8 +485,8 @@ def _rung(data: dict[str, Any]) -> Rung:
     setting = Setting(
         search=None if search is None else Search(**search),
         tail=None if kind is None or tail is None else kind(**tail),
-        radius=said["radius"],
-        window=said["window"],
+        radius=stored["radius"],
+        window=stored["window"],
     )
     error = data["error"]
     numbers = {name: None if data[name] is None else _number(name, data[name]) for name in ("seconds", "l2")}

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from . import _compat, errors, pipeline
 from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
 from .layers import Hooks, Layer, Plans, name_in, table
-from .options import IMPLS, WINDOWS, Auto
+from .options import IMPLS, WINDOWS, Auto, Impl, Window
 from .pipeline import execute
 from .resolve import Request, as_search, goes_dense
-from .tails.base import NO_TAIL, as_tail
+from .tails.base import NO_TAIL, Tail, as_tail
 from .tune import tune
+from .types import Search
 
 
 class Call(NamedTuple):
@@ -124,6 +125,32 @@ class Tokens(NamedTuple):
 
 
 NO_TOKENS = Tokens((), 0)
+
+
+class TorchOptions(NamedTuple):
+    """The options of a call of `F.scaled_dot_product_attention`, besides its mask."""
+
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """The call, by torch."""
+        out: Tensor = _compat.SDPA(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p=self.dropout_p,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+        )
+        return out
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Request], Tensor | None]
 _reports: WeakValueDictionary[str, Report] = WeakValueDictionary()  # the compiler takes no other object as a constant
 
 
@@ -153,11 +180,11 @@ class Replacement:
     Args:
         grid: extents, or "auto".
         prefix: tokens before the grid; with "auto" it is found.
-        error: the budget of each layer; None for `settings` everywhere.
-        settings: search, radius, tail, window and impl, as in `attention`.
+        error: the budget of each layer; None for the settings below everywhere.
         plans: of layers that were tuned before.
         replaces: whether SCRAM answers; else its layers are only tuned, and torch does.
         model: whose layers the plans are, for a first call that is compiled.
+        search, tail, radius, window, impl: as in `attention`.
     """
 
     def __init__(
@@ -168,17 +195,22 @@ class Replacement:
         plans: Plans | None = None,
         replaces: bool = True,
         model: nn.Module | None = None,
-        **settings: Any,
+        *,
+        search: Search | Auto = "auto",
+        tail: Tail | Auto | None = "auto",
+        radius: int | Sequence[int] = 1,
+        window: Window = "query",
+        impl: Impl = "auto",
     ) -> None:
-        search, tail = settings.setdefault("search", "auto"), settings.setdefault("tail", "auto")
-        radius, window = settings.setdefault("radius", 1), settings.setdefault("window", "query")
         as_search(search)
         as_tail(tail, NO_TAIL)
-        errors.one_of("impl", settings.setdefault("impl", "auto"), IMPLS)
+        errors.one_of("impl", impl, IMPLS)
         errors.one_of("window", window, WINDOWS)
         self.tokens = _given_tokens(grid, prefix)
         radii = errors.radius(radius, 2 if self.tokens is None else len(self.tokens.grid))
-        settings["radius"] = radius if self.tokens is None else radii
+        self.settings = Request(
+            search=search, tail=tail, radius=radius if self.tokens is None else radii, window=window, impl=impl
+        )
         if error is not None:
             _budget(error)
             if search != "auto" or tail != "auto":
@@ -189,11 +221,16 @@ class Replacement:
             errors.instance("plans", plans, Plans, "scram.Plans", "; scram.Plans.load(path) reads them")
             loose = [name for name, plan in plans.items() if plan.error > (error or 0.0)]
             if loose:
-                found = f"{loose[0]!r} was tuned for {plans[loose[0]].error:g}"
-                raise ValueError(f"plans must keep the error {error:g}, but {found}; tune it again, or raise the error")
-        self.settings, self.replaces, self.hooks = settings, replaces, Hooks()
+                name = loose[0]
+                raise ValueError(
+                    f"plans must keep the error {error:g}, but {name!r} was tuned for {plans[name].error:g}; "
+                    "tune it again, or raise the error"
+                )
+        self.replaces = replaces
+        self.hooks = Hooks()
         # What compiled code reads changes in eager calls only.
-        self.plans, self.lengths = Plans(plans or {}), dict[str, int]()
+        self.plans = Plans(plans or {})
+        self.lengths: dict[str, int] = {}
         self.report = Report(error=error, known=self.plans)
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.taken: set[str] = set()
@@ -204,7 +241,8 @@ class Replacement:
                 self.names[module] = name
                 self.taken.add(name)
                 self.hooks.add(name, module)
-        self.auto, self.warns = AutoGrids(), False
+        self.auto = AutoGrids()
+        self.warns = False
         for function in (_note_compiled, _compiled_tokens):
             torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call] # loads the compiler
 
@@ -220,8 +258,9 @@ class Replacement:
         enable_gqa: bool = False,
     ) -> Tensor:
         """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
-        how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        compiling, budget = torch.compiler.is_compiling(), self.report.error is not None
+        options = TorchOptions(dropout_p, is_causal, scale, enable_gqa)
+        compiling = torch.compiler.is_compiling()
+        budget = self.report.error is not None
         named = budget or self.tokens is None
         calls = module_calls() if named and not compiling else []
         modules = [call.module for call in calls]
@@ -229,25 +268,43 @@ class Replacement:
         auto = partial(
             _auto_tokens, auto=self.auto, calls=calls, report=self.report_name, layer=running, warns=self.warns
         )
-        tokens, why_not = _tokens_of(query, key, value, attn_mask, how, self.tokens, auto)
+        tokens, why_not = _tokens_of(query, key, value, attn_mask, options, self.tokens, auto)
         layer = self._layer(tokens, modules, query, why_not) if named else ""
         if why_not:
             self.note(query, key, layer, tokens, why_not)
-            return _compat.SDPA(query, key, value, attn_mask, **how)
+            return options.attend(query, key, value, attn_mask)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, **same: Any) -> Tensor | None:
+        def attend(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor | None:
             if budget and not compiling:
-                self._tune(self.report.layers[layer], modules, q, k, v, same)
+                self._tune(self.report.layers[layer], modules, q, k, v, call)
             if not self.replaces:
                 self.note(query, key, layer, tokens, "surveyed")
                 return None
             plan = self.plans.get(layer)
-            request = Request(**same, **self.settings)
+            settings = self.settings
+            request = call._replace(
+                search=settings.search,
+                tail=settings.tail,
+                radius=settings.radius,
+                window=settings.window,
+                impl=settings.impl,
+            )
             dense = goes_dense(q, k, v, request) if plan is None else plan.dense
             self.note(query, key, layer, tokens, "", dense)
-            return execute(pipeline.run, q, k, v, request).out if plan is None else plan(q, k, v, **same)
+            if plan is None:
+                return execute(pipeline.run, q, k, v, request).out
+            return plan(
+                q,
+                k,
+                v,
+                causal=call.causal,
+                scale=call.scale,
+                key_mask=call.key_mask,
+                extra=call.extra,
+                dropout_p=call.dropout_p,
+            )
 
-        return _on_grid(query, key, value, attn_mask, how, tokens, attend)
+        return _on_grid(query, key, value, attn_mask, options, tokens, attend)
 
     def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor, why_not: str) -> str:
         """The name of the layer that calls; one that is met for the first time is noted."""
@@ -269,7 +326,9 @@ class Replacement:
             self.lengths.setdefault(name, tokens.total)
             layer = self.report.layers.setdefault(name, Layer(name, *tokens))
             if not layer.grid:  # its calls so far were left to torch
-                layer.grid, layer.prefix, layer.why_not = *tokens, ""
+                layer.grid = tokens.grid
+                layer.prefix = tokens.prefix
+                layer.why_not = ""
             layer.plan = self.plans.get(name)
         return name
 
@@ -287,9 +346,7 @@ class Replacement:
             self.taken.add(known)
         return known
 
-    def _tune(
-        self, layer: Layer, modules: list[nn.Module], q: Tensor, k: Tensor, v: Tensor, same: dict[str, Any]
-    ) -> None:
+    def _tune(self, layer: Layer, modules: list[nn.Module], q: Tensor, k: Tensor, v: Tensor, call: Request) -> None:
         """Tune a layer in its first eager call in eval mode."""
         if layer.name in self.plans:
             return
@@ -297,16 +354,28 @@ class Replacement:
             layer.why_not = "no module calls; use scram.tune"
         elif modules[0].training:
             layer.why_not = "it is training; tuned in eval mode"
-        elif same["dropout_p"]:
+        elif call.dropout_p:
             layer.why_not = "dropout; tuned without it"
         else:
             assert self.report.error is not None
-            how = {name: self.settings[name] for name in ("radius", "window", "impl")}
-            how |= {name: same[name] for name in ("causal", "scale", "key_mask", "extra")}
-            try:  # a fit runs in no compiled graph
+            try:
                 with _compat.without_modes():
-                    layer.plan = tune(q, k, v, error=self.report.error, fit=False, **how)
-                layer.why_not, self.plans[layer.name] = "", layer.plan
+                    layer.plan = tune(
+                        q,
+                        k,
+                        v,
+                        error=self.report.error,
+                        radius=self.settings.radius,
+                        causal=call.causal,
+                        key_mask=call.key_mask,
+                        scale=call.scale,
+                        extra=call.extra,
+                        window=self.settings.window,
+                        impl=self.settings.impl,
+                        fit=False,  # a fit runs in no compiled graph
+                    )
+                layer.why_not = ""
+                self.plans[layer.name] = layer.plan
             except ValueError as reason:
                 layer.why_not = str(reason)
 
@@ -349,7 +418,7 @@ def _tokens_of(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
-    how: dict[str, Any],
+    options: TorchOptions,
     given: Tokens | None,
     auto: Callable[[Tensor, bool], tuple[Tokens, str]],
 ) -> tuple[Tokens, str]:
@@ -358,14 +427,15 @@ def _tokens_of(
         return NO_TOKENS, "tensors that are not dense"
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
         return NO_TOKENS, f"{query.ndim} axes, not [B, H, N, E] or [B, N, E]"
-    tokens, total = given, query.shape[-2]
+    tokens = given
+    total = query.shape[-2]
     if tokens is None:
         if total != key.shape[-2]:
             return NO_TOKENS, f"{total} queries and {key.shape[-2]} keys, which are not the same grid"
-        tokens, no_grid = auto(query, how["is_causal"])
+        tokens, no_grid = auto(query, options.is_causal)
         if no_grid:
             return NO_TOKENS, no_grid
-    return tokens, _why_not(query, key, value, attn_mask, tokens, how)
+    return tokens, _why_not(query, key, value, attn_mask, tokens, options)
 
 
 def _auto_tokens(
@@ -383,36 +453,36 @@ def _auto_tokens(
             return NO_TOKENS, COMPILED
         grid, prefix, no_grid = _compiled_tokens(report, layer, int(query.shape[-2]), causal)
         return Tokens(grid, prefix), no_grid
-    found = auto.find(query, causal, calls)
-    if isinstance(found, str):
+    result = auto.find(query, causal, calls)
+    if isinstance(result, str):
         if warns:
-            warnings.warn(f"scram.scaled_dot_product_attention leaves a call to torch: {found}", stacklevel=5)
-        return NO_TOKENS, found
-    return Tokens(*found), ""
+            warnings.warn(f"scram.scaled_dot_product_attention leaves a call to torch: {result}", stacklevel=5)
+        return NO_TOKENS, result
+    return Tokens(*result), ""
 
 
 def _why_not(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, tokens: Tokens, how: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, tokens: Tokens, options: TorchOptions
 ) -> str:
     """The reason to leave a call on a grid to torch, "" for none."""
     if query.shape[-2] != tokens.total or key.shape[-2] != tokens.total or value.shape[-2] != tokens.total:
         return f"{query.shape[-2]} queries and {key.shape[-2]} keys, the grid has {tokens}"
     grouped = query.ndim == 4 and key.shape[1] != query.shape[1]
-    if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not how["enable_gqa"]):
+    if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not options.enable_gqa):
         return "batches or heads that broadcast"
     if not key.dtype == query.dtype == value.dtype or query.dtype not in errors.DTYPES:
         return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
     if not key.device == query.device == value.device:
         return "tensors on several devices"
-    if how["scale"] is not None and not how["scale"] > 0:
-        return f"a scale of {how['scale']}"
-    if not how["dropout_p"] < 1:
-        return f"a dropout of {how['dropout_p']}"
+    if options.scale is not None and not options.scale > 0:
+        return f"a scale of {options.scale}"
+    if not options.dropout_p < 1:
+        return f"a dropout of {options.dropout_p}"
     if attn_mask is None:
         return ""
     if attn_mask.dtype != torch.bool:
         return "a float bias, which the search would have to know"
-    if tokens.prefix or how["is_causal"]:
+    if tokens.prefix or options.is_causal:
         return "a mask beside prefix tokens or causal order"
     if attn_mask.ndim < 2 or attn_mask.ndim > query.ndim or attn_mask.shape[-2] != 1:
         return "a mask that differs between queries"
@@ -424,12 +494,11 @@ def _on_grid(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
-    how: dict[str, Any],
+    options: TorchOptions,
     tokens: Tokens,
-    attend: Callable[..., Tensor | None],
+    attend: Attend,
 ) -> Tensor:
     """`attend` answers on the grid, torch for the tokens before it; torch alone where `attend` returns None."""
-    dense = partial(_compat.SDPA, **how)
     heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
     first, k_extra, v_extra = (x[:, :, : tokens.prefix] for x in heads)
     q, k, v = (x[:, :, tokens.prefix :].reshape(*x.shape[:2], *tokens.grid, x.shape[-1]) for x in heads)
@@ -437,20 +506,23 @@ def _on_grid(
     if attn_mask is not None:
         mask = attn_mask.expand(*q.shape[:2], 1, tokens.total).reshape(*q.shape[:2], *tokens.grid)
     extra = (k_extra, v_extra) if tokens.prefix else None
-    causal = how["is_causal"]
-    out = attend(q, k, v, causal=causal, scale=how["scale"], key_mask=mask, extra=extra, dropout_p=how["dropout_p"])
+    call = Request(
+        causal=options.is_causal, key_mask=mask, scale=options.scale, extra=extra, dropout_p=options.dropout_p
+    )
+    out = attend(q, k, v, call)
     if out is None:
-        return dense(query, key, value, attn_mask)
+        return options.attend(query, key, value, attn_mask)
     out = out.flatten(2, -2)
     if tokens.prefix:
-        seen = tokens.prefix if causal else tokens.total
-        out = torch.cat([dense(first, heads[1][:, :, :seen], heads[2][:, :, :seen]), out], 2)
+        seen = tokens.prefix if options.is_causal else tokens.total
+        out_first = options.attend(first, heads[1][:, :, :seen], heads[2][:, :, :seen])
+        out = torch.cat([out_first, out], 2)
     return out if query.ndim == 4 else out.squeeze(1)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor:
     """The default of `attention` on a grid."""
-    return execute(pipeline.run, q, k, v, Request(**options)).out
+    return execute(pipeline.run, q, k, v, call).out
 
 
 _direct: dict[tuple[Any, ...], Replacement] = {}
@@ -512,13 +584,14 @@ def scaled_dot_product_attention(
     if kind not in _direct:
         # What is not tuned yet runs the default.
         if torch.compiler.is_compiling() or (error is None and given is not None):
-            how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-            tokens, why_not = _tokens_of(query, key, value, attn_mask, how, given, partial(_auto_tokens, auto=_auto))
+            options = TorchOptions(dropout_p, is_causal, scale, enable_gqa)
+            auto = partial(_auto_tokens, auto=_auto)
+            tokens, why_not = _tokens_of(query, key, value, attn_mask, options, given, auto)
             if why_not:
-                return _compat.SDPA(query, key, value, attn_mask, **how)
-            return _on_grid(query, key, value, attn_mask, how, tokens, _attention)
-        made = Replacement(grid, prefix, error)
-        made.hooks.attach()
-        made.warns = True  # nobody reads its report
-        _direct[kind] = made
+                return options.attend(query, key, value, attn_mask)
+            return _on_grid(query, key, value, attn_mask, options, tokens, _attention)
+        replacement = Replacement(grid, prefix, error)
+        replacement.hooks.attach()
+        replacement.warns = True  # nobody reads its report
+        _direct[kind] = replacement
     return _direct[kind].attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -79,7 +79,8 @@ def mean(x: Tensor, points: int, confidence: float = CONFIDENCE) -> Interval:
     ratio = torch.where((variance > 0) & (most > 0), variance / most.clamp(min=1e-12), 1).clamp(max=1)
     rest = max(1 - x.shape[-1] / points, 0.0)  # a sample of everything leaves nothing open
     z2 = normal(confidence) ** 2 * ratio * rest / n
-    centre, half = (middle + z2 / 2) / (1 + z2), (z2 * most + z2.square() / 4).sqrt() / (1 + z2)
+    centre = (middle + z2 / 2) / (1 + z2)
+    half = (z2 * most + z2.square() / 4).sqrt() / (1 + z2)
     low = (centre - half - rest * middle / (n + 1)).minimum(middle)
     high = (centre + half + rest * (1 - middle) / (n + 1)).maximum(middle)
     return Interval(middle, low.clamp(min=0), high.clamp(max=1))
@@ -120,9 +121,9 @@ def quantile(x: Tensor, share: float, points: int, confidence: float = CONFIDENC
     padded = torch.cat([ends[..., :1], ordered, ends[..., 1:]], -1)
     counts = some.sum(-1).flatten().tolist()
     at = [ranks(n, share, points - x.shape[-1] + n, confidence) if n else (-1, -1) for n in counts]
-    found = padded.gather(-1, torch.tensor(at, dtype=torch.int64, device=x.device).reshape(*x.shape[:-1], 2) + 1)
-    found = torch.where(some.any(-1, keepdim=True), found, torch.nan)
-    return Interval(value, found[..., 0].minimum(value), found[..., 1].maximum(value))
+    rank = torch.tensor(at, dtype=torch.int64, device=x.device).reshape(*x.shape[:-1], 2)
+    bounds = torch.where(some.any(-1, keepdim=True), padded.gather(-1, rank + 1), torch.nan)  # [B, H, 2]
+    return Interval(value, bounds[..., 0].minimum(value), bounds[..., 1].maximum(value))
 
 
 def _interpolated(ordered: Tensor, count: Tensor, share: float) -> Tensor:
@@ -147,7 +148,8 @@ def ranks(n: int, share: float, points: int, confidence: float = CONFIDENCE) -> 
     (16, 20)
     """
     place = share * (points - 1)
-    below, above = math.floor(place), math.ceil(place)
+    below = math.floor(place)
+    above = math.ceil(place)
     miss = (1 - confidence) / 2
     first = int((_below(n, below + 1, points) <= miss).sum()) - 1
     last = int((_below(n, above, points) < 1 - miss).sum())

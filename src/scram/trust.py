@@ -84,7 +84,8 @@ class Trust:
     @property
     def verdicts(self) -> list[list[str]]:
         """For each batch and head "sparse", "tail" or "dense": the cheapest that keeps the budget."""
-        sparse, tail = self._keeps(self.p95_error, self.cost.sparse), self._keeps(self.tail_p95_error, self.cost.tail)
+        sparse = self._keeps(self.p95_error, self.cost.sparse)
+        tail = self._keeps(self.tail_p95_error, self.cost.tail)
         grade = torch.where(sparse, 0, torch.where(tail, 1, 2))
         return [[VERDICTS[n] for n in batch] for batch in grade.tolist()]
 
@@ -131,10 +132,10 @@ class Trust:
         if self.better is None:
             tune = f" Other settings may keep {self.error:g}: scram.tune(q, k, v, error={self.error:g})."
             return f"stay dense: {words}.{rest}{tune}"
-        setting, found = self.better
-        keeps = found.keeps(self.error)
+        setting, measured = self.better
+        keeps = measured.keeps(self.error)
         what = "search longer" if keeps else "stay dense"
-        rest += f" With twice the sweeps it is {100 * found.worst[0]:.1f} %"
+        rest += f" With twice the sweeps it is {100 * measured.worst[0]:.1f} %"
         return f"{what}: {words}.{rest}{'.' if keeps else f': {setting.code(**self.arguments)}.'}"
 
     @property
@@ -160,8 +161,8 @@ class Trust:
         lines += of_heads(columns, {"verdict": self.verdicts})
         cost = f"dense {self.cost.dense}, SCRAM's windows at most {self.cost.sparse}"
         cost += f", with the tail at most {self.cost.tail}" if with_tail else ""
-        said = [f"keys visited per query: {cost}", f"verdict: {self.reason}", f"use: {self.code}"]
-        return "\n".join([*lines, *said, *filter(None, [modes.note(self.split)])])
+        lines += [f"keys visited per query: {cost}", f"verdict: {self.reason}", f"use: {self.code}"]
+        return "\n".join([*lines, *filter(None, [modes.note(self.split)])])
 
     __repr__ = __str__
 
@@ -236,13 +237,24 @@ def trust(
     chosen = None if resolved.tail is NO_TAIL else resolved.tail
     window = resolved.radius
     kappa = None if matches is None else matches.index.shape[-1]
-    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "score": score}
     run = _Run(q, k, v, request, seed)
     setting = Setting(settings, chosen, radius if isinstance(radius, int) else window)
-    truth = Truth.of(q, k, v, scale=scale, extra=extra, num_queries=num_queries, seed=seed, with_lse=True, **how)
+    truth = Truth.of(
+        q,
+        k,
+        v,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        extra=extra,
+        num_queries=num_queries,
+        seed=seed,
+        with_lse=True,
+    )
     figures = run.figures(setting, truth, matches)
-    split = modes.split_share(q, k, truth.queries, scale=scale, **how)
-    found = _summary(
+    split = modes.split_share(q, k, truth.queries, causal=causal, key_mask=key_mask, scale=scale, score=score)
+    summary = _summary(
         figures,
         truth.points,
         split=split,
@@ -259,9 +271,9 @@ def trust(
         },
         cost=keys_visited(q, k, settings, window, resolved.tail, score, kappa),
     )
-    if found.verdict == "dense" and _least(found.recall.value) < LEAST_RECALL:
-        return replace(found, better=run.with_more_sweeps(found, truth))
-    return found
+    if summary.verdict == "dense" and _least(summary.recall.value) < LEAST_RECALL:
+        return replace(summary, better=run.with_more_sweeps(summary, truth))
+    return summary
 
 
 def _least(x: Tensor) -> float:
@@ -328,12 +340,13 @@ class _Run(NamedTuple):
         assert before.setting.search is not None
         search = replace(before.setting.search, sweeps=max(2 * before.setting.search.sweeps, 1))
         setting = replace(before.setting, search=search)
-        if isinstance(setting.tail, Codebook) and setting.tail.gains is not None:
-            return None  # it was fitted for other windows
+        if setting.tail is not None and setting.tail.is_fitted:
+            return None  # to other windows
         figures = self.figures(setting, truth)
-        found = Errors.of(figures.square if setting.tail is None else figures.tail_square, figures.size, truth.points)
+        square = figures.square if setting.tail is None else figures.tail_square
+        measured = Errors.of(square, figures.size, truth.points)
         old = before.p95_error if setting.tail is None else before.tail_p95_error
-        return (setting, found) if found.worst[0] < LEAST_GAIN * _most(old.value) else None
+        return (setting, measured) if measured.worst[0] < LEAST_GAIN * _most(old.value) else None
 
 
 def _summary(figures: Figures, points: int, **rest: Any) -> Trust:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,21 +102,21 @@ class Truth:
 
         The other arguments are those of `attention`; `with_lse` takes somewhat longer.
         """
-        wanted, wide = measure.sample_queries(q, num_queries, seed), accumulator(q.dtype)
+        wanted = measure.sample_queries(q, num_queries, seed)
+        wide = accumulator(q.dtype)
         q, k, v = (x.to(wide) for x in (q, k, v))
         if extra is not None:
             extra = extra[0].to(wide), extra[1].to(wide)
-        how: dict[str, Any] = {"scale": scale, "score": score}
         plain = not causal and key_mask is None and isinstance(score, str) and q.shape[1] == k.shape[1]
         if plain and not with_lse:
             # By torch: faster, and it never holds the scores of all pairs.
-            some = q.flatten(2, -2)[:, :, wanted]
-            out = dense_attention(some, k.flatten(2, -2), v.flatten(2, -2), extra=extra, **how)
+            some = q.flatten(2, -2)[:, :, wanted]  # [B, H, n, E]
+            out = dense_attention(some, k.flatten(2, -2), v.flatten(2, -2), scale=scale, score=score, extra=extra)
             return Truth(wanted, out, torch.zeros_like(out[..., 0]), math.prod(grid_of(q)))
-        found = exact_attention(q, k, v, causal=causal, key_mask=key_mask, queries=wanted, **how)
+        attended = exact_attention(q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, queries=wanted)
         if extra is not None:
-            found = merge(found, attend_extra(q.flatten(2, -2)[:, :, wanted], extra, scale, score))
-        return Truth(wanted, found.out, found.lse, math.prod(grid_of(q)))
+            attended = merge(attended, attend_extra(q.flatten(2, -2)[:, :, wanted], extra, scale, score))
+        return Truth(wanted, attended.out, attended.lse, math.prod(grid_of(q)))
 
     def square(self, out: Tensor) -> Tensor:
         """|out - exact|^2 of the sampled queries [B, H, n], of an output [B, H, *G, F]."""

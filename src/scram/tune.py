@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import errors, modes, timing
 from .arguments import explains
-from .baseline import dense_baseline
+from .baseline import Baseline, dense_baseline
 from .cost import keys_visited
 from .grid import grid_of
 from .layout_hints import warn_about_layout
@@ -25,7 +25,6 @@ from .resolve import Request, default_tail, resolve
 from .statistics import queries_needed, shared
 from .tails.base import NO_TAIL, Tail, as_tail
 from .tails.clusters import Clusters
-from .tails.drawn import Hybrid
 from .timing import Believed, believed
 from .truth import SHARE, Errors, Truth
 from .types import Score, Search
@@ -42,9 +41,7 @@ FIT_QUERIES = 25  # that dense attention answers in the time in which a fit read
 # By how much the error falls at most, as seen, with four times the clusters, with four matches, and by a fit.
 GAINS = (3.5, 3.5, 12.0)
 
-COUNTS = (64, 256, 1024)  # of clusters
-DRAWN = (128, 512, 2048)  # keys, under causal order
-FIT = 256
+COUNTS = Clusters.tuned_sizes
 
 
 @explains
@@ -96,8 +93,18 @@ def tune(
     >>> plan.dense, plan(q, k, v).shape
     (True, torch.Size([1, 1, 16, 16, 8]))
     """
-    how: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "scale": scale, "score": score, "extra": extra}
-    request = Request(search=None, tail=None, radius=radius, window=window, impl=impl, **how)
+    request = Request(
+        search=None,
+        tail=None,
+        radius=radius,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        extra=extra,
+        window=window,
+        impl=impl,
+    )
     radii = resolve(q, k, v, request).radius
     warn_about_layout(q.shape, k.shape)
     errors.some_queries(q)
@@ -106,9 +113,26 @@ def tune(
     fits = errors.flag("fit", fit) and not any(x.requires_grad for x in (q, k, v))
     num_queries = errors.whole("num_queries", num_queries, 1)
     settings = ladder(q, k, radius=radii, causal=causal, score=score, window=window, fit=fits, seed=seed)
-    climb = _Climb(q, k, v, how, impl, error, shared(2 * len(settings)), num_queries, seed)
+    climb = _Climb(
+        q,
+        k,
+        v,
+        request,
+        error=error,
+        confidence=shared(2 * len(settings)),
+        num_queries=num_queries,
+        seed=seed,
+    )
     rungs = [climb.rung(setting) for setting in settings]
-    dense = Rung(Setting(), math.prod(grid_of(k)), climb.dense, (0.0, 0.0, 0.0), 0.0, True, climb.dense_note)
+    dense = Rung(
+        setting=Setting(),
+        keys=math.prod(grid_of(k)),
+        seconds=climb.dense,
+        error=(0.0, 0.0, 0.0),
+        l2=0.0,
+        keeps=True,
+        note=climb.dense_note,
+    )
     rungs.append(dense)
     chosen = climb.choose(rungs)
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
@@ -125,7 +149,7 @@ def tune(
         seed=seed,
         confidence=climb.confidence,
         tensors=f"{shapes} on {q.device.type}",
-        given=tuple(name for name in ("key_mask", "extra") if how[name] is not None),
+        given=tuple(name for name in ("key_mask", "extra") if getattr(request, name) is not None),
         grouped=q.shape[1] != k.shape[1],
         split=modes.split_share(q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=scale, score=score),
     )
@@ -143,17 +167,16 @@ def ladder(
     seed: int = 0,
 ) -> list[Setting]:
     """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
-    family, keys = default_tail("softmax", causal, score), math.prod(grid_of(k))
+    family = default_tail("softmax", causal, score)
+    keys = math.prod(grid_of(k))
     one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
     pairs: list[tuple[Search, Tail | None]] = [(one, None)]
-    if isinstance(family, Clusters):
-        few, some, lots = (replace(family, count=count) for count in COUNTS)
-        fitted = replace(some, fit=FIT)
+    if family.tuned_sizes:
+        few, some, lots = (family.resized(samples) for samples in family.tuned_sizes)
         pairs += [(one, few), (one, some), (one, lots), (four, some), (four, lots)]
-        pairs += [(one, fitted), (four, fitted)] if fit else []
-    elif isinstance(family, Hybrid):
-        few_keys, some_keys, lots_of_keys = (replace(family, samples=samples) for samples in DRAWN)
-        pairs += [(one, few_keys), (one, some_keys), (one, lots_of_keys), (four, some_keys), (four, lots_of_keys)]
+        if fit and family.tuned_fit:
+            fitted = family.resized(some.samples, fit=family.tuned_fit)
+            pairs += [(one, fitted), (four, fitted)]
     else:
         pairs += [(four, None), (many, None)]
     flat: int | tuple[int, ...] = radius[0] if len(set(radius)) == 1 else radius
@@ -169,46 +192,83 @@ class _Climb:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        how: dict[str, Any],
-        impl: Impl,
+        request: Request,
+        *,
         error: float,
         confidence: float,
         num_queries: int,
         seed: int,
     ) -> None:
-        self.tensors, self.how, self.impl, self.error, self.confidence = (q, k, v), how, impl, error, confidence
-        self.time_dense = partial(dense_baseline, q, k, v, timer=believed, **how)
+        self.tensors = (q, k, v)
+        self.request = request
+        self.error = error
+        self.confidence = confidence
+        self.seed = seed
         dense = self.time_dense()
         part = f"time from {dense.timed} of {dense.queries} queries" if dense.continued else ""
-        self.dense, self.dense_note = dense.seconds, "; ".join(filter(None, [part, _doubt(dense.steady)]))
-        self.sampled = partial(Truth.of, q, k, v, seed=seed, **how)
-        self.truth, self.first_look = self.sampled(num_queries=num_queries), num_queries
+        self.dense = dense.seconds
+        self.dense_note = "; ".join(filter(None, [part, _doubt(dense.steady)]))
+        self.truth = self.sampled(num_queries)
+        self.first_look = num_queries
         self.best = self.dense
         self.times: dict[Work, float] = {}
         self.lows: dict[Work, float] = {}  # of the 95th percentile, the lower end of the worst head
+
+    def time_dense(self) -> Baseline:
+        """The time of dense attention."""
+        q, k, v = self.tensors
+        return dense_baseline(
+            q,
+            k,
+            v,
+            timer=believed,
+            causal=self.request.causal,
+            key_mask=self.request.key_mask,
+            scale=self.request.scale,
+            score=self.request.score,
+            extra=self.request.extra,
+        )
+
+    def sampled(self, num_queries: int) -> Truth:
+        """Exact attention of so many queries."""
+        q, k, v = self.tensors
+        return Truth.of(
+            q,
+            k,
+            v,
+            causal=self.request.causal,
+            key_mask=self.request.key_mask,
+            scale=self.request.scale,
+            score=self.request.score,
+            extra=self.request.extra,
+            num_queries=num_queries,
+            seed=self.seed,
+        )
 
     def rung(self, setting: Setting) -> Rung:
         """Tries a setting, unless it cannot help."""
         q, k, _ = self.tensors
         assert setting.search is not None
-        radius, work = errors.radius(setting.radius, q.ndim - 3), Work.of(setting)
-        keys = keys_visited(q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.how["score"]).tail
+        radius = errors.radius(setting.radius, q.ndim - 3)
+        work = Work.of(setting)
+        keys = keys_visited(q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.request.score).tail
         if why := self._too_many(keys) or self._why_not(work):
             return Rung(setting, keys, note=f"not tried: {why}")
         (seconds, steady), out = self._run(setting)
-        found = self._errors(out)
+        measured = self._errors(out)
         self.times = {other: min(t, seconds) if other.within(work) else t for other, t in self.times.items()}
-        self.times[work], self.lows[work] = seconds, found.worst[1]
-        keeps = found.keeps(self.error)
+        self.times[work] = seconds
+        self.lows[work] = measured.worst[1]
+        keeps = measured.keeps(self.error)
         if keeps:
             self.best = min(self.best, seconds)
-        l2 = float(found.l2.nan_to_num(0.0).max())
-        return Rung(setting, keys, seconds, found.worst, l2, keeps, _doubt(steady))
+        l2 = float(measured.l2.nan_to_num(0.0).max())
+        return Rung(setting, keys, seconds, measured.worst, l2, keeps, _doubt(steady))
 
     def _run(self, setting: Setting) -> tuple[Believed, Tensor]:
         """The time of a setting and its output [B, H, *G, F]."""
         q, k, v = self.tensors
-        resolved = resolve(q, k, v, Request(**self.how, impl=self.impl, **setting.arguments))
+        resolved = resolve(q, k, v, setting.applied_to(self.request))
         time, result = believed(partial(run, resolved, q, k, v), q.device, self.best)
         return time, result.out
 
@@ -232,17 +292,17 @@ class _Climb:
 
     def _too_many(self, keys: int) -> str:
         """Why a setting that visits so many keys cannot help, "" where it can."""
-        there = math.prod(grid_of(self.tensors[1]))
-        return f"it may visit {keys} keys, there are {there}" if keys >= there else ""
+        total = math.prod(grid_of(self.tensors[1]))
+        return f"it may visit {keys} keys, there are {total}" if keys >= total else ""
 
     def _errors(self, out: Tensor) -> Errors:
         """Of an output [B, H, *G, F]; with more queries where it is open whether it keeps the budget."""
-        found = self.truth.errors(out, self.confidence)
-        open_ = not found.keeps(self.error) and not bool((found.p95.low > self.error).any())
+        measured = self.truth.errors(out, self.confidence)
+        open_ = not measured.keeps(self.error) and not bool((measured.p95.low > self.error).any())
         if open_ and len(self.truth.queries) == self.first_look:
-            self.truth = self.sampled(num_queries=SECOND_LOOK * self.first_look)
-            found = self.truth.errors(out, self.confidence)
-        return found
+            self.truth = self.sampled(SECOND_LOOK * self.first_look)
+            measured = self.truth.errors(out, self.confidence)
+        return measured
 
     def _why_not(self, work: Work) -> str:
         """Why a setting cannot help, "" where it can: it is exact that is wanted, it is no faster, or it is too far."""
@@ -258,7 +318,8 @@ class _Climb:
 
     def _least_seconds(self, work: Work) -> float:
         """Seconds that a setting takes at least, from those that do less, and from sums of what they do."""
-        times, plain = self.times, work._replace(fit=0)
+        times = self.times
+        plain = work._replace(fit=0)
         least = max((t for other, t in times.items() if other.within(work)), default=0.0)
         if work.fit:
             return least + FIT_QUERIES * 2 * work.fit / self.truth.points * self.dense
@@ -291,7 +352,7 @@ class Work(NamedTuple):
     def of(setting: Setting) -> Work:
         matches = 0 if setting.search is None else setting.search.matches
         tail = as_tail(setting.tail, NO_TAIL)
-        return Work(matches, tail.samples, getattr(tail, "fit", 0))
+        return Work(matches, tail.samples, tail.fit)
 
     def within(self, other: Work) -> bool:
         return all(a <= b for a, b in zip(self, other, strict=True))

@@ -61,6 +61,10 @@ class Tail:
     joins_windows: ClassVar[bool] = True  # whether queries attend their windows exactly
     needs_all_queries: ClassVar[bool] = False  # of a key head, to be prepared
     needs_matches: ClassVar[bool] = True
+    tuned_sizes: ClassVar[tuple[int, ...]] = ()  # numbers of samples that `tune` tries: few, some and many
+    tuned_fit: ClassVar[int] = 0  # queries of the fit that `tune` tries
+    variable: ClassVar[str] = ""  # what stands for it in a line of code; "" where its settings do
+    fit: int = 0  # queries that it is fitted to
 
     @property
     def samples(self) -> int:
@@ -71,6 +75,15 @@ class Tail:
     def codebook(self) -> Codebook | None:
         """The clusters that it holds."""
         return None
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it was fitted to the windows of certain matches, and so serves no others."""
+        return False
+
+    def resized(self, samples: int, fit: int = 0) -> Tail:
+        """The tail with so many samples, fitted to so many queries; only where `tuned_sizes` are."""
+        raise NotImplementedError
 
     def check(self, kind: Kind) -> None:
         """Raise where a call cannot have this tail."""

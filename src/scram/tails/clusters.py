@@ -41,6 +41,8 @@ class Clusters(Tail):
     reports: ClassVar[tuple[str, ...]] = ("lse",)
     unit: ClassVar[str] = "clusters"
     needs_all_queries: ClassVar[bool] = True
+    tuned_sizes: ClassVar[tuple[int, ...]] = (64, 256, 1024)
+    tuned_fit: ClassVar[int] = 256
 
     def __post_init__(self) -> None:
         errors.whole_fields(self, count=1, steps=0, fit=0)
@@ -51,6 +53,9 @@ class Clusters(Tail):
     @property
     def samples(self) -> int:
         return self.count
+
+    def resized(self, samples: int, fit: int = 0) -> Clusters:
+        return replace(self, count=samples, fit=fit)
 
     def check(self, kind: Kind) -> None:
         check_clusters(kind)

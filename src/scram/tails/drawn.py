@@ -37,11 +37,15 @@ class Hybrid(Tail):
     seed: int | Tensor | None = None
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
     reports: ClassVar[tuple[str, ...]] = ("lse", "variance")
+    tuned_sizes: ClassVar[tuple[int, ...]] = (128, 512, 2048)
 
     def __post_init__(self) -> None:
         errors.whole_fields(self, samples=1)
         errors.flag("stratified", self.stratified)
         object.__setattr__(self, "seed_tensor", errors.seed(self.seed))
+
+    def resized(self, samples: int, fit: int = 0) -> Hybrid:
+        return replace(self, samples=samples)
 
     def check(self, kind: Kind) -> None:
         if kind.weight != "softmax":
