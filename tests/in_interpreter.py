@@ -21,7 +21,7 @@ def _quick(monkeypatch):
         return
     from triton.runtime import interpreter
 
-    from scram.engines.gpu import block_sizes, launch
+    from scram.engines.gpu.runtime import block_sizes, launch
 
     patch, run = interpreter._patch_lang, interpreter.InterpretedFunction.run
     done = set()
@@ -150,7 +150,7 @@ def _constant(make):
 
 def _record(patch, names):
     """Until the patch ends, the names of the kernels that run are appended."""
-    from scram.engines.gpu import launch
+    from scram.engines.gpu.runtime import launch
 
     call = launch.Kernel.__call__
 

@@ -21,8 +21,13 @@ triton = pytest.importorskip("triton")
 
 import scram  # noqa: E402
 from scram import clustering, dispatch  # noqa: E402
-from scram.engines.gpu import attend_keys, block_sizes, drawn_tail, launch, noise, sample, search, windows  # noqa: E402
+from scram.engines.gpu import noise  # noqa: E402
+from scram.engines.gpu.attend import query_collect, windows  # noqa: E402
+from scram.engines.gpu.drawn_tail import forward as drawn_tail  # noqa: E402
 from scram.engines.gpu.engine import cluster, cluster_backward, cluster_tail, cluster_tail_backward  # noqa: E402
+from scram.engines.gpu.runtime import block_sizes, launch  # noqa: E402
+from scram.engines.gpu.sample import visits  # noqa: E402
+from scram.engines.gpu.search import query as query_search  # noqa: E402
 from scram.noise import draw_seed  # noqa: E402
 from scram.stages import Shard  # noqa: E402
 
@@ -87,8 +92,8 @@ def launches(monkeypatch):
         case, seed_by_pointer = CASES[number], number // 2 % 2 == 0
         monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *given: launched(self.kernel, given, self.flags))
         monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
-        monkeypatch.setattr(attend_keys, "LEAST_SHARE", 2)  # so that these few keys have several shares too
-        for module in (search, windows):
+        monkeypatch.setattr(query_collect, "LEAST_SHARE", 2)  # so that these few keys have several shares too
+        for module in (query_search, windows):
             monkeypatch.setattr(module, "seed_argument", by_pointer if seed_by_pointer else noise.seed_argument)
         tensors = make_tensors(case)
         run_search(case, tensors, "triton")
@@ -217,7 +222,7 @@ def test_the_public_way_compiles_where_numbers_are_1(method, specialised):
 def test_the_public_way_compiles_attention_where_numbers_are_1(window, repeatable, specialised, monkeypatch):
     case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, extra=1, mask="batch", window=window)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
-    monkeypatch.setattr(attend_keys, "LEAST_SHARE", 1)
+    monkeypatch.setattr(query_collect, "LEAST_SHARE", 1)
     tensors = make_tensors(case)
     leaves = tensors.leaves(case.dtype)
     gradients(run_attend(case, tensors, leaves, "triton"), leaves)
@@ -401,7 +406,7 @@ def test_estimators_compile(one, first, monkeypatch):
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
     monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
-    monkeypatch.setattr(sample, "_collect", lambda *_: None)  # no keys were written
+    monkeypatch.setattr(visits, "_collect", lambda *_: None)  # no keys were written
     for repeatable in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
         if repeatable:  # as for a seed on the device
