@@ -139,6 +139,6 @@ def test_counts_of_few_tiles_at_a_time(tiles, device, monkeypatch):
     call = tail_call(Tailed(case, clusters=70, gains=True), FLOAT)
     together = ours(call, device)
     monkeypatch.setattr(table, "PLANE_BYTES", tiles * 4 * 5 * 64 * 4)
-    assert table.tiles_at_a_time(call, table.tail_flags(call, (32, 2, 1), (32, 2, 1))["MODE"]) == tiles
+    assert table.tiles_at_a_time(call, table.tail_flags(call, (32, 2, 1), (32, 2, 1))["CONFIG"]) == tiles
     for apart, whole in zip(ours(call, device), together, strict=True):
         torch.testing.assert_close(apart, whole)

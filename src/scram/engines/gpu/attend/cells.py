@@ -17,13 +17,10 @@ from torch import Tensor
 
 from ....grid import cell_sides
 from ....schedule import TILE_QUERIES
-from ..attend.windows import reaches, unmasked
-from ..drawn_tail.shared_keys import block_of
-from ..primitives import Block, Geometry, divide, points, tile_at, tile_shape, tiles
+from ..primitives import Block, Geometry, divide, points, reaches, tile_at, tile_shape, tiles, unmasked
 from ..runtime.block_sizes import LIST_BLOCK, LIST_WARPS, MOST_SORTED
-from ..runtime.launch import INTERPRETED, Kernel, cached, kinds
+from ..runtime.launch import Kernel, cached, kinds
 
-WIDEN = tl.constexpr(INTERPRETED)  # Triton's interpreter multiplies no bfloat16
 QUERIES = tl.constexpr(TILE_QUERIES)  # of a tile
 NO_CELL = tl.constexpr(2**31 - 1)
 
@@ -42,13 +39,22 @@ class Cells(NamedTuple):
         return math.prod(self.sides)
 
 
+class CellList(NamedTuple):
+    """The cells of one tile, in a kernel."""
+
+    first: Any  # pointer to the first keys of its cells
+    number: Any  # of its cells
+    end: Any  # how many keys they have
+    mask_row: Any  # row of the mask, int64
+
+
 class Frame(NamedTuple):
     """The grid of cells, one int per axis in each field. It has a rim on the axes on which a window may touch two."""
 
     sides: tuple[int, ...]  # of a cell, in keys
     reach: tuple[int, ...]  # of a window, in keys
     number: tuple[int, ...]  # of cells
-    spans: tuple[int, ...]  # 1 where there is a rim
+    spans: tuple[int, ...]  # 1 where it has a rim
     rim: tuple[int, ...]  # cells with the rim
     moves: tuple[int, ...]  # the strides of the axes with a rim, then zeros
     joins: int  # how many have one
@@ -90,7 +96,8 @@ def _plan(
     radius: tuple[int, ...],
     given: tuple[Any, ...],
 ) -> _Plan:
-    sides, reach = cell_sides(radius, key_grid), reaches(radius, key_grid)
+    sides = cell_sides(radius, key_grid)
+    reach = reaches(radius, key_grid)
     number = tuple(-(-extent // side) for extent, side in zip(key_grid, sides, strict=True))
     spans = tuple(int(b > 0 and n > 1) for b, n in zip(reach, number, strict=True))
     rim = tuple(n + 2 * one for n, one in zip(number, spans, strict=True))
@@ -100,15 +107,15 @@ def _plan(
     block = Block(tile_shape(TILE_QUERIES, len(key_grid)), TILE_QUERIES)
     count = rows * tiles(query_grid, block.TILE)
     flags: dict[str, Any] = {"B": block, "IDS": triton.next_power_of_2(TILE_QUERIES * kappa)}
-    how = {"num_warps": LIST_WARPS, "enable_fp_fusion": True}
-    corner = Kernel(corner_kernel, count, {**flags, **how})
+    options = {"num_warps": LIST_WARPS, "enable_fp_fusion": True}
+    corner = Kernel(corner_kernel, count, {**flags, **options})
     flags |= {"SORT": TILE_QUERIES * kappa <= MOST_SORTED, "BLOCK": LIST_BLOCK}
-    cells = Kernel(cells_kernel, count, {**flags, **how})
+    cells = Kernel(cells_kernel, count, {**flags, **options})
     return _Plan(corner, cells, count, (TILE_QUERIES * kappa) << len(joined), frame)
 
 
 @triton.jit
-def place_of(number, sides):
+def cell_place(number, sides):
     """Coordinates of the `number`-th key of a cell, from its first."""
     place = ()
     for a in tl.static_range(len(sides) - 1, -1, -1):
@@ -118,80 +125,96 @@ def place_of(number, sides):
 
 
 @triton.jit
-def key_of(first, place, ok, geo):
+def cell_key(first, place, ok, geo):
     """The key at a place in the cell that begins with key `first`, and whether it is on the grid if that is `ok`."""
-    rest, key, stride = first, first, 1
+    rest = first
+    key = first
+    stride = 1
     for a in tl.static_range(len(geo.k) - 1, -1, -1):
         up = divide(rest, geo.magic[a]) if a > 0 else rest * 0
         ok = ok & (rest - up * geo.k[a] + place[a] < geo.k[a])
         key += place[a] * stride
-        rest, stride = up, stride * geo.k[a]
+        rest = up
+        stride = stride * geo.k[a]
     return key, ok
 
 
 @triton.jit
-def keys_at(begin, listed, sides, w, MODE: tl.constexpr):
-    """BLOCK_K keys of a tile's cells from number `begin` on, -1 for one that does not exist or is masked.
+def cell_list(tile, row, cells, masked):
+    """The cells of a tile of queries of a row."""
+    number = tl.load(cells.count + tile)
+    end = number * points(cells.sides)
+    mask_row = (row // masked.group).to(tl.int64)
+    return CellList(cells.first + tile.to(tl.int64) * cells.room, number, end, mask_row)
 
-    The compiler computes a vector again for every layout in which it is used, unless each thread has a load to make for
-    it. Where there are more threads than keys each key is hence loaded twice.
+
+@triton.jit
+def keys_at(begin, listed, sides, masked, geo, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, COPIES: tl.constexpr):
+    """BLOCK_K keys of a CellList from number `begin` on, -1 for one that does not exist or is masked: [BK].
+
+    EVEN: they are whole cells. The compiler computes a vector again for every layout in which it is used, unless each
+    thread has a load to make for it. Where there are more threads than keys each key is hence loaded twice, COPIES.
     """
-    lane, size = tl.arange(0, MODE.COPIES * MODE.BLOCK_K) // MODE.COPIES, points(sides)
-    if MODE.EVEN:  # whole cells: places are the same every time
-        place, cell = place_of(lane % size, sides), begin // size + lane // size
+    lane = tl.arange(0, COPIES * BLOCK_K) // COPIES  # [COPIES * BK]
+    size = points(sides)
+    if EVEN:  # places are the same every time
+        place = cell_place(lane % size, sides)
+        cell = begin // size + lane // size
     else:
-        place, cell = place_of((begin + lane) % size, sides), (begin + lane) // size
-    here = begin + lane < listed.end
-    key, there = key_of(tl.load(listed.first + cell, mask=here, other=0), place, here, w.geo)
-    key = tl.where(unmasked(key, there, listed.mask_row, w), key, -1)
-    if MODE.COPIES == 2:
-        key, _ = tl.split(tl.reshape(key, [MODE.BLOCK_K, 2]))
+        place = cell_place((begin + lane) % size, sides)
+        cell = (begin + lane) // size
+    exists = begin + lane < listed.end
+    key, exists = cell_key(tl.load(listed.first + cell, mask=exists, other=0), place, exists, geo)
+    key = tl.where(unmasked(key, exists, listed.mask_row, masked, geo), key, -1)
+    if COPIES == 2:
+        key, _ = tl.split(tl.reshape(key, [BLOCK_K, 2]))
     return key
 
 
 @triton.jit
-def rows_at(base, at, there, piece, ROW: tl.constexpr, WEIGHT: tl.constexpr):
-    """`block_of`, as float32 where weights are scores themselves, which 16 bits may not hold."""
-    x = block_of(base, at, there, piece, ROW)
-    if WEIGHT != "softmax" or (WIDEN and x.dtype == tl.bfloat16):
-        x = x.to(tl.float32)
-    return x
-
-
-@triton.jit
-def corners_of(index, tile, kappa, geo, frame, B: tl.constexpr, IDS: tl.constexpr):
-    """The corner of every match of a tile: the number of its first cell on the grid of cells with a rim."""
+def tile_corners(index, tile, kappa, geo, frame, B: tl.constexpr, IDS: tl.constexpr):
+    """The corner of every match of a tile: the number of its first cell on the grid of cells with a rim, [IDS]."""
     row, corner = tile_at(tile, geo, B)
-    n = tl.arange(0, IDS)
-    rest, query, stride, here = n // kappa, n * 0, 1, n // kappa < QUERIES
+    n = tl.arange(0, IDS)  # [IDS]
+    rest = n // kappa
+    query = n * 0
+    stride = 1
+    exists = n // kappa < QUERIES
     for a in tl.static_range(len(geo.q) - 1, -1, -1):
         place = corner[a] + (rest % B.TILE[a] if a > 0 else rest)
-        here = here & (place < geo.q[a])
+        exists = exists & (place < geo.q[a])
         query += place * stride
-        rest, stride = rest // B.TILE[a], stride * geo.q[a]
-    point = row.to(tl.int64) * points(geo.q) + query
-    match = tl.load(index + point * kappa + n % kappa, mask=here, other=-1)
-    here = (match >= 0) & (match < points(geo.k))
-    rest, number, stride = tl.where(here, match, 0), n * 0, 1
+        rest = rest // B.TILE[a]
+        stride = stride * geo.q[a]
+    point = row.to(tl.int64) * points(geo.q) + query  # [IDS]
+    match = tl.load(index + point * kappa + n % kappa, mask=exists, other=-1)  # [IDS]
+    on_grid = (match >= 0) & (match < points(geo.k))
+    rest = tl.where(on_grid, match, 0)
+    number = n * 0
+    stride = 1
     for a in tl.static_range(len(geo.k) - 1, -1, -1):
         up = divide(rest, geo.magic[a]) if a > 0 else rest * 0
-        at = rest - up * geo.k[a] + frame.spans[a] * (frame.sides[a] - frame.reach[a])
-        number += at // frame.sides[a] * stride
-        rest, stride = up, stride * frame.rim[a]
-    return tl.where(here, number, NO_CELL)
+        place = rest - up * geo.k[a] + frame.spans[a] * (frame.sides[a] - frame.reach[a])
+        number += place // frame.sides[a] * stride
+        rest = up
+        stride = stride * frame.rim[a]
+    return tl.where(on_grid, number, NO_CELL)
 
 
 @triton.jit
 def corner_kernel(index, corners, kappa, geo, frame, B: tl.constexpr, IDS: tl.constexpr):
-    """More corners than a program sorts."""
-    number, n = corners_of(index, tl.program_id(0), kappa, geo, frame, B, IDS), tl.arange(0, IDS)
+    """More corners than a program sorts. Program: tile."""
+    number = tile_corners(index, tl.program_id(0), kappa, geo, frame, B, IDS)  # [IDS]
+    n = tl.arange(0, IDS)  # [IDS]
     tl.store(corners + tl.program_id(0).to(tl.int64) * (kappa * QUERIES) + n, number, mask=n < kappa * QUERIES)
 
 
 @triton.jit
 def lower_bound(base, count, x):
     """How many of the `count` sorted numbers at `base` are less than each x."""
-    low, high, left = x * 0, x * 0 + count, count
+    low = x * 0
+    high = x * 0 + count
+    left = count
     while left > 0:
         middle = (low + high) // 2
         open_ = low < high
@@ -204,62 +227,79 @@ def lower_bound(base, count, x):
 
 @triton.jit
 def cells_kernel(
-    index, corners, lists, cells, kappa, geo, frame,
-    B: tl.constexpr, IDS: tl.constexpr, SORT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The cells of a tile, each once, ascending; from `corners`, sorted before unless SORT."""
-    tile, lane, room = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), cells.room
-    mine, result = lists + tile * 2 * room, cells.first + tile * room
-    found, have = kappa * QUERIES, 0
+    index,
+    corners,
+    lists,
+    cells,
+    kappa,
+    geo,
+    frame,
+    B: tl.constexpr,
+    IDS: tl.constexpr,
+    SORT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The cells of a tile, each once, ascending; from `corners`, sorted before unless SORT. Program: tile."""
+    tile = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)  # [BLOCK]
+    room = cells.room
+    buffers = lists + tile * 2 * room
+    result = cells.first + tile * room
+    all_corners = kappa * QUERIES
+    count = 0
     if SORT:
-        number = tl.sort(corners_of(index, tl.program_id(0), kappa, geo, frame, B, IDS))
-        tl.store(corners + tile * found + tl.arange(0, IDS), number, mask=tl.arange(0, IDS) < found)
+        number = tl.sort(tile_corners(index, tl.program_id(0), kappa, geo, frame, B, IDS))  # [IDS]
+        tl.store(corners + tile * all_corners + tl.arange(0, IDS), number, mask=tl.arange(0, IDS) < all_corners)
         tl.debug_barrier()
-    for begin in range(0, found, BLOCK):
-        n = begin + lane
-        x = tl.load(corners + tile * found + n, mask=n < found, other=NO_CELL)
-        before = tl.load(corners + tile * found + n - 1, mask=(n > 0) & (n < found), other=-1)
+    for begin in range(0, all_corners, BLOCK):
+        n = begin + lane  # [BLOCK]
+        x = tl.load(corners + tile * all_corners + n, mask=n < all_corners, other=NO_CELL)
+        before = tl.load(corners + tile * all_corners + n - 1, mask=(n > 0) & (n < all_corners), other=-1)
         new = ((x != before) & (x < NO_CELL)).to(tl.int32)
-        tl.store(mine + have + tl.cumsum(new, 0) - 1, x, mask=new > 0)
-        have += tl.sum(new, 0)
+        tl.store(buffers + count + tl.cumsum(new, 0) - 1, x, mask=new > 0)
+        count += tl.sum(new, 0)
     tl.debug_barrier()
     for step in range(frame.joins):
         move = frame.moves[0]
         for a in tl.static_range(1, len(frame.moves)):
             move = tl.where(step == a, frame.moves[a], move)
-        given, joined = mine + step % 2 * room, mine + (1 - step % 2) * room
-        double = 0
-        for begin in range(0, have, BLOCK):
-            n = begin + lane
-            x = tl.load(given + n, mask=n < have, other=0)
-            at = lower_bound(given, have, x + move)
-            known = tl.load(given + at, mask=(n < have) & (at < have), other=-1) == x + move
-            known = (known & (n < have)).to(tl.int32)
-            earlier = double + tl.cumsum(known, 0) - known
-            tl.store(result + n, earlier, mask=n < have)
-            tl.store(joined + n - earlier + at, x + move, mask=(n < have) & (known == 0))
-            double += tl.sum(known, 0)
+        given = buffers + step % 2 * room
+        joined = buffers + (1 - step % 2) * room
+        doubles = 0
+        for begin in range(0, count, BLOCK):
+            n = begin + lane  # [BLOCK]
+            x = tl.load(given + n, mask=n < count, other=0)
+            at = lower_bound(given, count, x + move)
+            known = tl.load(given + at, mask=(n < count) & (at < count), other=-1) == x + move
+            known = (known & (n < count)).to(tl.int32)
+            earlier = doubles + tl.cumsum(known, 0) - known
+            tl.store(result + n, earlier, mask=n < count)
+            tl.store(joined + n - earlier + at, x + move, mask=(n < count) & (known == 0))
+            doubles += tl.sum(known, 0)
         tl.debug_barrier()
-        for begin in range(0, have, BLOCK):
-            n = begin + lane
-            x = tl.load(given + n, mask=n < have, other=0)
-            at = lower_bound(given, have, x - move)
-            earlier = tl.load(result + at, mask=n < have, other=0)
-            tl.store(joined + n + at - earlier, x, mask=n < have)
-        have = 2 * have - double
+        for begin in range(0, count, BLOCK):
+            n = begin + lane  # [BLOCK]
+            x = tl.load(given + n, mask=n < count, other=0)
+            at = lower_bound(given, count, x - move)
+            earlier = tl.load(result + at, mask=n < count, other=0)
+            tl.store(joined + n + at - earlier, x, mask=n < count)
+        count = 2 * count - doubles
         tl.debug_barrier()
-    given = mine + frame.joins % 2 * room
+    given = buffers + frame.joins % 2 * room
     kept = 0
-    for begin in range(0, have, BLOCK):
-        n = begin + lane
-        rest = tl.load(given + n, mask=n < have, other=0)
-        key, stride, on = n * 0, 1, n < have
+    for begin in range(0, count, BLOCK):
+        n = begin + lane  # [BLOCK]
+        rest = tl.load(given + n, mask=n < count, other=0)
+        key = n * 0
+        stride = 1
+        on_grid = n < count
         for a in tl.static_range(len(geo.k) - 1, -1, -1):
             place = (rest % frame.rim[a] if a > 0 else rest) - frame.spans[a]
-            on = on & (place >= 0) & (place < frame.number[a])
+            on_grid = on_grid & (place >= 0) & (place < frame.number[a])
             key += place * frame.sides[a] * stride
-            rest, stride = rest // frame.rim[a], stride * geo.k[a]
-        new = on.to(tl.int32)
-        tl.store(result + kept + tl.cumsum(new, 0) - 1, key, mask=on)
+            rest = rest // frame.rim[a]
+            stride = stride * geo.k[a]
+        new = on_grid.to(tl.int32)
+        tl.store(result + kept + tl.cumsum(new, 0) - 1, key, mask=on_grid)
         kept += tl.sum(new, 0)
     tl.store(cells.count + tl.program_id(0), kept)

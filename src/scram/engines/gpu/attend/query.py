@@ -12,85 +12,104 @@ import triton.language as tl
 
 from ....calls import AttendCall
 from ....types import Attended
-from ..attend import windows as win
-from ..primitives import dot, features, points, put
+from ..primitives import (
+    dot,
+    dropped,
+    first_offset,
+    load_float32,
+    match_of,
+    points,
+    softmax_step,
+    store_pieces,
+    window_size,
+    zero_pieces,
+)
 from ..runtime.block_sizes import attend_tile
 from ..runtime.launch import Kernel, cached, on_device
+from .windows import Variant, empty_attended, inputs_of, next_key, program_queries, weigh
 
 
 def attend(call: AttendCall) -> Attended:
-    made = win.empty_attended(call)
-    if made.lse.numel():
-        windows, variant = win.windows_of(call)
+    result = empty_attended(call)
+    if result.lse.numel():
+        inputs, variant = inputs_of(call)
         with on_device(call.q):
-            _kernel(variant)(windows, made)
-    return made
+            _kernel(variant)(inputs, result)
+    return result
 
 
 @cached
-def _kernel(variant: win.Variant) -> Kernel:
+def _kernel(variant: Variant) -> Kernel:
     block = attend_tile(variant.rank, variant.widths, variant.dtypes)
-    return Kernel(attend_kernel, variant.programs(block["B"]), {"MODE": variant.mode, **block})
+    return Kernel(attend_kernel, variant.programs(block["B"]), {"CONFIG": variant.config, **block})
 
 
-class Mixed(NamedTuple):
+class Running(NamedTuple):
     """What the queries of a program have of the keys so far, in a kernel."""
 
-    top: Any  # [BLOCK_Q], largest score
-    total: Any  # [BLOCK_Q], sum of exp(score - top)
-    count: Any  # [BLOCK_Q], how many keys
-    sums: Any  # of weighted values, in pieces
+    running_max: Any  # [BQ], largest score
+    running_sum: Any  # [BQ], sum of exp(score - running_max)
+    count: Any  # [BQ], how many keys
+    acc: Any  # [BQ, F], weighted values, in pieces
 
 
 @triton.jit
-def attend_kernel(w, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
-    row, start, here, mine, noise = win.program_queries(w, B, ROW)
-    source, keys = (row // w.group).to(tl.int64), points(w.geo.k)
-    k_row, v_row = w.k + source * keys * ROW.E, w.v + source * keys * VROW.E
+def attend_kernel(x, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+    """Program: tile of queries."""
+    windows = x.windows
+    row, start, query_block, q_block, noise = program_queries(x, B, E)
+    exists = query_block.exists  # [BQ]
+    key_row = (row // x.group).to(tl.int64)
+    keys = points(windows.geo.k)
+    k_row = x.k + key_row * keys * E.SIZE
+    v_row = x.v + key_row * keys * F.SIZE
 
-    top, nothing = tl.full([B.BLOCK_Q], -float("inf"), tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
-    mixed = Mixed(top, nothing, nothing, win.zeros(B.BLOCK_Q, VROW))
-    for e in range(w.kappa):
-        match, offset = win.match_of(e, here.exists, here, w), win.first_offset(w.reach)
-        for _step in range(win.window_size(w.reach)):
-            key, ok, offset = win.next_key(match, e, offset, here, w, MODE)
-            mixed = mix(mixed, mine, k_row, v_row, key, ok, key, noise, w, MODE, ROW, VROW)
-    if w.k_extra is not None:
-        k_row, v_row = w.k_extra + source * w.extras * ROW.E, w.v_extra + source * w.extras * VROW.E
-        for x in range(w.extras):
-            at = here.query * 0 + x
-            mixed = mix(mixed, mine, k_row, v_row, at, here.exists, keys + at, noise, w, MODE, ROW, VROW)
+    running_max = tl.full([B.BLOCK_Q], -float("inf"), tl.float32)  # [BQ]
+    zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
+    state = Running(running_max, zero, zero, zero_pieces(B.BLOCK_Q, F))
+    for e in range(windows.kappa):
+        match = match_of(e, exists, query_block, windows)  # [BQ]
+        offset = first_offset(windows.reach)
+        for _step in range(window_size(windows.reach)):
+            key, ok, offset = next_key(match, e, offset, query_block, windows, CONFIG)
+            state = attend_key(state, q_block, k_row, v_row, key, ok, key, noise, x, CONFIG, E, F)
+    if x.k_extra is not None:
+        k_row = x.k_extra + key_row * x.extras * E.SIZE
+        v_row = x.v_extra + key_row * x.extras * F.SIZE
+        for n in range(x.extras):
+            at = query_block.query * 0 + n  # [BQ]
+            state = attend_key(state, q_block, k_row, v_row, at, exists, keys + at, noise, x, CONFIG, E, F)
 
-    some = mixed.count > 0
-    whole = tl.where(some, mixed.total if MODE.WEIGHT == "softmax" else mixed.count, 1.0)
-    norm = tl.log(whole)
-    if MODE.WEIGHT == "softmax":
-        norm += tl.where(mixed.top == -float("inf"), 0.0, mixed.top)
-    tl.store(made.lse + start + here.query, tl.where(some, norm, -float("inf")), mask=here.exists)
-    shares = ()
-    for n in tl.static_range(len(mixed.sums)):
-        shares += (mixed.sums[n] / whole[:, None],)
-    put(made.out + start * VROW.E, here.query, shares, here.exists, VROW)
+    has_keys = state.count > 0  # [BQ]
+    norm = tl.where(has_keys, state.running_sum if CONFIG.WEIGHT == "softmax" else state.count, 1.0)  # [BQ]
+    lse = tl.log(norm)
+    if CONFIG.WEIGHT == "softmax":
+        lse += tl.where(state.running_max == -float("inf"), 0.0, state.running_max)
+    tl.store(result.lse + start + query_block.query, tl.where(has_keys, lse, -float("inf")), mask=exists)
+    out = ()
+    for n in tl.static_range(len(state.acc)):
+        out += (state.acc[n] / norm[:, None],)  # [BQ, F]
+    store_pieces(result.out + start * F.SIZE, query_block.query, out, exists, F)
 
 
 @triton.jit
-def mix(mixed, mine, k_row, v_row, at, ok, name, noise, w, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
-    """One more key per query, row `at` of keys and values where `ok`; dropout knows it as `name`."""
-    s = dot(mine, features(k_row, at, ok, ROW)) * w.scale
-    value = features(v_row, at, ok, VROW)
-    top, total, shrink = mixed.top, mixed.total, tl.full(s.shape, 1.0, tl.float32)
-    if MODE.WEIGHT == "softmax":
+def attend_key(
+    state, q_block, k_row, v_row, at, ok, name, noise, x, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr
+):
+    """One more key per query, vector `at` of keys and values where `ok`; dropout knows it as `name`."""
+    s = dot(q_block, load_float32(k_row, at, ok, E)) * x.scale  # [BQ]
+    v_block = load_float32(v_row, at, ok, F)  # [BQ, F]
+    running_max = state.running_max
+    running_sum = state.running_sum
+    rescale = tl.full(s.shape, 1.0, tl.float32)  # [BQ]
+    if CONFIG.WEIGHT == "softmax":
         s = tl.where(ok, s, -float("inf"))
-        higher = tl.maximum(top, s)
-        safe = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf is NaN
-        shrink = tl.exp(top - safe)
-        p = tl.exp(s - safe)
-        total = total * shrink + p
-        top = higher
+        running_max, rescale, p = softmax_step(running_max, s, None, "exp", True, None)
+        running_sum = running_sum * rescale + p
     else:
-        p = win.weigh(s, ok, MODE.WEIGHT)
-    p = win.dropped(p, name, noise, w, MODE.DROPOUT)
-    sums = ()
-    for n in tl.static_range(len(value)):
-        sums += (mixed.sums[n] * shrink[:, None] + p[:, None] * value[n],)
-    return Mixed(top, total, mixed.count + tl.where(ok, 1.0, 0.0), sums)
+        p = weigh(s, ok, CONFIG.WEIGHT)  # [BQ]
+    p = dropped(p, name, noise, x.dropout, CONFIG.DROPOUT)
+    acc = ()
+    for n in tl.static_range(len(v_block)):
+        acc += (state.acc[n] * rescale[:, None] + p[:, None] * v_block[n],)
+    return Running(running_max, running_sum, state.count + tl.where(ok, 1.0, 0.0), acc)

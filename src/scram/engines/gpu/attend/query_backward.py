@@ -16,35 +16,47 @@ import triton.language as tl
 from torch import Tensor
 
 from ....calls import AttendCall, AttendGrads
-from ..attend import windows as win
-from ..attend.query_collect import Upstream, collect
-from ..primitives import dot, features, points, put
+from ..primitives import (
+    add_scaled,
+    atomic_add_scaled,
+    dot,
+    dropout_factor,
+    first_offset,
+    load_float32,
+    match_of,
+    points,
+    store_pieces,
+    window_size,
+    zero_pieces,
+)
 from ..runtime.block_sizes import backward_tile
 from ..runtime.launch import Kernel, cached, kinds, on_device
+from .query_collect import collect
+from .windows import Upstream, Variant, inputs_of, next_key, pair_gradient, program_queries, rough_weight
 
 
 def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> AttendGrads:
     """out, grad_out [B, H, *G, F], lse, grad_lse [B, H, *G] -> gradients in the dtypes of their tensors."""
-    windows, variant = win.windows_of(call)
+    inputs, variant = inputs_of(call)
     above = upstream(lse, grad_out, grad_lse, 2)
     kernel = _kernel(variant, kinds(*above))
     grads = empty_grads(call, above, kernel.programs)
     if grads.q.numel():
         with on_device(grads.q):
-            kernel(windows, above, grads)
+            kernel(inputs, above, grads)
             if above.sums is not None:
-                collect(windows, variant, above, grads, call.radius)
+                collect(inputs, variant, above, grads, call.radius)
     return rounded_grads(call, grads)
 
 
 @cached
-def _kernel(variant: win.Variant, above: tuple[Any, ...]) -> Kernel:
+def _kernel(variant: Variant, above: tuple[Any, ...]) -> Kernel:
     block = backward_tile(variant.rank, variant.widths, variant.dtypes)
-    return Kernel(backward_kernel, variant.programs(block["B"]), {"MODE": variant.mode, **block})
+    return Kernel(backward_kernel, variant.programs(block["B"]), {"CONFIG": variant.config, **block})
 
 
 def upstream(lse: Tensor, grad_out: Tensor, grad_lse: Tensor, numbers: int) -> Upstream:
-    """With deterministic algorithms also room for what queries find, that many numbers of each."""
+    """With deterministic algorithms also room for `Upstream.sums`, that many numbers of each query."""
     repeatable = torch.are_deterministic_algorithms_enabled()
     sums = torch.empty((*lse.shape, numbers), dtype=torch.float32, device=lse.device) if repeatable else None
     return Upstream(grad_out.contiguous(), grad_lse.contiguous(), lse.contiguous(), sums)
@@ -56,9 +68,10 @@ def empty_grads(call: AttendCall, above: Upstream, programs: int) -> AttendGrads
     The extra keys have slots [slots, X, width]. Atomics share one slot per key row; repeatable sums need one per
     program, and `rounded_grads` adds them up in order.
     """
-    q, k, v, extra = call.q, call.k, call.v, (call.k_extra, call.v_extra)
-    slots = k.shape[0] * k.shape[1] if above.sums is None else programs
-    shapes = [k.shape, v.shape, *[None if x is None else (slots, *x.shape[2:]) for x in extra]]
+    q = call.q
+    slots = call.k.shape[0] * call.k.shape[1] if above.sums is None else programs
+    extra = [None if x is None else (slots, *x.shape[2:]) for x in (call.k_extra, call.v_extra)]
+    shapes = [call.k.shape, call.v.shape, *extra]
     sums = [None if x is None else torch.zeros(x, dtype=torch.float32, device=q.device) for x in shapes]
     return AttendGrads(torch.empty(q.shape, dtype=q.dtype, device=q.device), *sums)  # type: ignore[arg-type]
 
@@ -66,7 +79,7 @@ def empty_grads(call: AttendCall, above: Upstream, programs: int) -> AttendGrads
 def rounded_grads(call: AttendCall, grads: AttendGrads) -> AttendGrads:
     """The gradients in the shapes and dtypes of what they belong to."""
 
-    def whole(grad: Tensor | None, extra: Tensor | None) -> Tensor | None:
+    def summed(grad: Tensor | None, extra: Tensor | None) -> Tensor | None:
         if grad is None or extra is None:
             return None
         key_rows = extra.shape[0] * extra.shape[1]
@@ -74,96 +87,102 @@ def rounded_grads(call: AttendCall, grads: AttendGrads) -> AttendGrads:
             grad = grad.reshape(key_rows, len(grad) // key_rows, *grad.shape[1:]).sum(1)
         return grad.reshape(extra.shape).to(extra.dtype)
 
-    extra = whole(grads.k_extra, call.k_extra), whole(grads.v_extra, call.v_extra)
-    return AttendGrads(grads.q, grads.k.to(call.k.dtype), grads.v.to(call.v.dtype), *extra)
+    k_extra = summed(grads.k_extra, call.k_extra)
+    v_extra = summed(grads.v_extra, call.v_extra)
+    return AttendGrads(grads.q, grads.k.to(call.k.dtype), grads.v.to(call.v.dtype), k_extra, v_extra)
 
 
 @triton.jit
-def add_rows(base, at, factor, pieces, ok, ROW: tl.constexpr):
-    """base[at] += factor * pieces, atomically, where `ok`."""
-    for n in tl.static_range(len(pieces)):
-        e = n * ROW.W + tl.arange(0, ROW.W)[None, :]
-        place = base + at.to(tl.int64)[:, None] * ROW.E + e
-        tl.atomic_add(place, factor[:, None] * pieces[n], mask=ok[:, None] & (e < ROW.E), sem="relaxed")
-
-
-@triton.jit
-def add_sum(base, factor, pieces, ROW: tl.constexpr, REPEATABLE: tl.constexpr):
+def add_sum(base, factor, pieces, E: tl.constexpr, REPEATABLE: tl.constexpr):
     """base += the sum over queries of factor * pieces; a plain store where the slot is the program's own."""
     for n in tl.static_range(len(pieces)):
-        e = n * ROW.W + tl.arange(0, ROW.W)
-        total = tl.sum(factor[:, None] * pieces[n], axis=0)
+        e = n * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
+        total = tl.sum(factor[:, None] * pieces[n], axis=0)  # [E]
         if REPEATABLE:
-            tl.store(base + e, total, mask=e < ROW.E)
+            tl.store(base + e, total, mask=e < E.SIZE)
         else:
-            tl.atomic_add(base + e, total, mask=e < ROW.E, sem="relaxed")
+            tl.atomic_add(base + e, total, mask=e < E.SIZE, sem="relaxed")
 
 
 @triton.jit
-def backward_kernel(w, above, grads, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
+def backward_kernel(x, above, grads, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+    """Program: tile of queries."""
     REPEATABLE: tl.constexpr = above.sums is not None
-    row, start, here, mine, noise = win.program_queries(w, B, ROW)
-    source, keys, query, valid = (row // w.group).to(tl.int64), points(w.geo.k), here.query, here.exists
-    k_row, v_row = w.k + source * keys * ROW.E, w.v + source * keys * VROW.E
-    grad_out = features(above.grad_out + start * VROW.E, query, valid, VROW)
-    lse = tl.load(above.lse + start + query, mask=valid, other=0.0)
-    window = win.window_size(w.reach)
-    if w.k_extra is not None:
-        k_extra, v_extra = w.k_extra + source * w.extras * ROW.E, w.v_extra + source * w.extras * VROW.E
+    windows = x.windows
+    row, start, query_block, q_block, noise = program_queries(x, B, E)
+    key_row = (row // x.group).to(tl.int64)
+    keys = points(windows.geo.k)
+    query = query_block.query  # [BQ]
+    exists = query_block.exists  # [BQ]
+    k_row = x.k + key_row * keys * E.SIZE
+    v_row = x.v + key_row * keys * F.SIZE
+    grad_out = load_float32(above.grad_out + start * F.SIZE, query, exists, F)  # [BQ, F]
+    lse = tl.load(above.lse + start + query, mask=exists, other=0.0)  # [BQ]
+    size = window_size(windows.reach)
+    if x.k_extra is not None:
+        k_extra = x.k_extra + key_row * x.extras * E.SIZE
+        v_extra = x.v_extra + key_row * x.extras * F.SIZE
 
-    delta, inv_sum = tl.zeros([B.BLOCK_Q], tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
-    if MODE.WEIGHT == "softmax":
-        total = tl.zeros([B.BLOCK_Q], tl.float32)
-        for e in range(w.kappa):
-            match, offset = win.match_of(e, valid, here, w), win.first_offset(w.reach)
-            for _step in range(window):
-                key, ok, offset = win.next_key(match, e, offset, here, w, MODE)
-                _, s, dp = pair(mine, grad_out, k_row, v_row, key, ok, w, ROW, VROW)
-                total, delta = summed(total, delta, s, dp, ok, lse, key, noise, w, MODE)
-        if w.k_extra is not None:
-            for x in range(w.extras):
-                at = query * 0 + x
-                _, s, dp = pair(mine, grad_out, k_extra, v_extra, at, valid, w, ROW, VROW)
-                total, delta = summed(total, delta, s, dp, valid, lse, keys + at, noise, w, MODE)
-        inv_sum = 1 / tl.where(total == 0, 1.0, total)
-        delta = delta * inv_sum - tl.load(above.grad_lse + start + query, mask=valid, other=0.0)
+    delta = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
+    inv_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
+    if CONFIG.WEIGHT == "softmax":
+        p_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
+        for e in range(windows.kappa):
+            match = match_of(e, exists, query_block, windows)  # [BQ]
+            offset = first_offset(windows.reach)
+            for _step in range(size):
+                key, ok, offset = next_key(match, e, offset, query_block, windows, CONFIG)
+                _, s, dp = pair(q_block, grad_out, k_row, v_row, key, ok, x, E, F)
+                p_sum, delta = add_pair(p_sum, delta, s, dp, ok, lse, key, noise, x, CONFIG)
+        if x.k_extra is not None:
+            for n in range(x.extras):
+                at = query * 0 + n  # [BQ]
+                _, s, dp = pair(q_block, grad_out, k_extra, v_extra, at, exists, x, E, F)
+                p_sum, delta = add_pair(p_sum, delta, s, dp, exists, lse, keys + at, noise, x, CONFIG)
+        inv_sum = 1 / tl.where(p_sum == 0, 1.0, p_sum)
+        delta = delta * inv_sum - tl.load(above.grad_lse + start + query, mask=exists, other=0.0)
     if REPEATABLE:
-        tl.store(above.sums + (start + query) * 2, inv_sum, mask=valid)
-        tl.store(above.sums + (start + query) * 2 + 1, delta, mask=valid)
+        tl.store(above.sums + (start + query) * 2, inv_sum, mask=exists)
+        tl.store(above.sums + (start + query) * 2 + 1, delta, mask=exists)
 
-    dq = win.zeros(B.BLOCK_Q, ROW)
-    for e in range(w.kappa):
-        match, offset = win.match_of(e, valid, here, w), win.first_offset(w.reach)
-        for _step in range(window):
-            key, ok, offset = win.next_key(match, e, offset, here, w, MODE)
-            theirs, s, dp = pair(mine, grad_out, k_row, v_row, key, ok, w, ROW, VROW)
-            p, ds = win.pair_gradient(s, dp, ok, lse, inv_sum, delta, key, noise, w, MODE.WEIGHT, MODE.DROPOUT)
-            dq = win.add(dq, ds * w.scale, theirs)
+    dq = zero_pieces(B.BLOCK_Q, E)  # [BQ, E]
+    for e in range(windows.kappa):
+        match = match_of(e, exists, query_block, windows)  # [BQ]
+        offset = first_offset(windows.reach)
+        for _step in range(size):
+            key, ok, offset = next_key(match, e, offset, query_block, windows, CONFIG)
+            k_block, s, dp = pair(q_block, grad_out, k_row, v_row, key, ok, x, E, F)
+            p, ds = pair_gradient(s, dp, ok, lse, inv_sum, delta, key, noise, x.dropout, CONFIG.WEIGHT, CONFIG.DROPOUT)
+            dq = add_scaled(dq, ds * x.scale, k_block)
             if not REPEATABLE:
-                add_rows(grads.k + source * keys * ROW.E, key, ds * w.scale, mine, ok, ROW)
-                add_rows(grads.v + source * keys * VROW.E, key, p, grad_out, ok, VROW)
-    if w.k_extra is not None:
-        slot = (tl.program_id(0).to(tl.int64) if REPEATABLE else source) * w.extras
-        for x in range(w.extras):
-            at = query * 0 + x
-            theirs, s, dp = pair(mine, grad_out, k_extra, v_extra, at, valid, w, ROW, VROW)
-            p, ds = win.pair_gradient(s, dp, valid, lse, inv_sum, delta, keys + at, noise, w, MODE.WEIGHT, MODE.DROPOUT)
-            dq = win.add(dq, ds * w.scale, theirs)
-            add_sum(grads.k_extra + (slot + x) * ROW.E, ds * w.scale, mine, ROW, REPEATABLE)
-            add_sum(grads.v_extra + (slot + x) * VROW.E, p, grad_out, VROW, REPEATABLE)
+                atomic_add_scaled(grads.k + key_row * keys * E.SIZE, key, ds * x.scale, q_block, ok, E)
+                atomic_add_scaled(grads.v + key_row * keys * F.SIZE, key, p, grad_out, ok, F)
+    if x.k_extra is not None:
+        slot = (tl.program_id(0).to(tl.int64) if REPEATABLE else key_row) * x.extras
+        for n in range(x.extras):
+            at = query * 0 + n  # [BQ]
+            k_block, s, dp = pair(q_block, grad_out, k_extra, v_extra, at, exists, x, E, F)
+            p, ds = pair_gradient(
+                s, dp, exists, lse, inv_sum, delta, keys + at, noise, x.dropout, CONFIG.WEIGHT, CONFIG.DROPOUT
+            )
+            dq = add_scaled(dq, ds * x.scale, k_block)
+            add_sum(grads.k_extra + (slot + n) * E.SIZE, ds * x.scale, q_block, E, REPEATABLE)
+            add_sum(grads.v_extra + (slot + n) * F.SIZE, p, grad_out, F, REPEATABLE)
 
-    put(grads.q + start * ROW.E, query, dq, valid, ROW)
-
-
-@triton.jit
-def pair(mine, grad_out, k_row, v_row, at, ok, w, ROW: tl.constexpr, VROW: tl.constexpr):
-    """One key per query, row `at` of keys and values where `ok`: its features, its score, <grad_out, v>."""
-    theirs = features(k_row, at, ok, ROW)
-    return theirs, dot(mine, theirs) * w.scale, dot(grad_out, features(v_row, at, ok, VROW))
+    store_pieces(grads.q + start * E.SIZE, query, dq, exists, E)
 
 
 @triton.jit
-def summed(total, delta, s, dp, ok, lse, name, noise, w, MODE: tl.constexpr):
+def pair(q_block, grad_out, k_row, v_row, at, ok, x, E: tl.constexpr, F: tl.constexpr):
+    """One key per query, vector `at` of keys and values where `ok`: its features, its score, <grad_out, v>."""
+    k_block = load_float32(k_row, at, ok, E)  # [BQ, E]
+    s = dot(q_block, k_block) * x.scale  # [BQ]
+    return k_block, s, dot(grad_out, load_float32(v_row, at, ok, F))
+
+
+@triton.jit
+def add_pair(p_sum, delta, s, dp, ok, lse, name, noise, x, CONFIG: tl.constexpr):
     """One more key in the sum of the weights and in delta."""
-    p, r = win.rough_weight(s, ok, lse), win.kept(name, noise, w, MODE.DROPOUT)
-    return total + p, delta + tl.where(ok & (r > 0), p * r * dp, 0.0)
+    p = rough_weight(s, ok, lse)  # [BQ]
+    r = dropout_factor(name, noise, x.dropout, CONFIG.DROPOUT)  # [BQ]
+    return p_sum + p, delta + tl.where(ok & (r > 0), p * r * dp, 0.0)

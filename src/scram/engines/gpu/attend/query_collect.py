@@ -16,20 +16,25 @@ import triton.language as tl
 from torch import Tensor
 
 from ....calls import AttendGrads
-from ..attend import windows as win
-from ..noise import absorb, row_state
-from ..primitives import divide, dot, features, near, points, put
+from ..primitives import (
+    add_scaled,
+    divide,
+    dot,
+    dropout_noise,
+    first_offset,
+    load_float32,
+    near,
+    next_offset,
+    points,
+    store_pieces,
+    unmasked,
+    window_key,
+    window_size,
+    zero_pieces,
+)
 from ..runtime.block_sizes import LEAST_SHARE, collect_tile
 from ..runtime.launch import Kernel
-
-
-class Upstream(NamedTuple):
-    """What a backward pass begins with, contiguous."""
-
-    grad_out: Tensor  # [B, H, *G, F]
-    grad_lse: Tensor  # [B, H, *G]
-    lse: Tensor  # [B, H, *G]
-    sums: Tensor | None  # float32 [B, H, *G, 2 or more], what queries find and keys need to collect: inv_sum, delta, ..
+from .windows import Inputs, Upstream, Variant, pair_gradient
 
 
 class Lists(NamedTuple):
@@ -46,133 +51,156 @@ class Lists(NamedTuple):
     share: int  # pairs at most of one
 
 
-def collect(
-    windows: win.Windows, variant: win.Variant, above: Upstream, grads: AttendGrads, radius: tuple[int, ...]
-) -> None:
+def collect(inputs: Inputs, variant: Variant, above: Upstream, grads: AttendGrads, radius: tuple[int, ...]) -> None:
     """Fill the gradients of k and v, float32."""
-    index, dk = windows.index, grads.k
-    rows, key_rows, keys = index.shape[0] * index.shape[1], dk.shape[0] * dk.shape[1], dk[0, 0, ..., 0].numel()
-    device, every = index.device, key_rows * keys
-    small = torch.int32 if every < 2**31 - 1 else torch.int64  # sorted in half the time
-    source = torch.arange(key_rows, dtype=small, device=device).repeat_interleave(rows // key_rows)
+    windows = inputs.windows
+    index = windows.index
+    dk = grads.k
+    rows = index.shape[0] * index.shape[1]
+    key_rows = dk.shape[0] * dk.shape[1]
+    keys = dk[0, 0, ..., 0].numel()
+    device = index.device
+    all_keys = key_rows * keys
+    small = torch.int32 if all_keys < 2**31 - 1 else torch.int64  # sorted in half the time
+    key_row = torch.arange(key_rows, dtype=small, device=device).repeat_interleave(rows // key_rows)
     match = index.reshape(rows, -1).to(small)
-    there = (match >= 0) & (match < keys)
-    names = torch.where(there, match + keys * source.unsqueeze(1), every).flatten()
+    on_grid = (match >= 0) & (match < keys)
+    names = torch.where(on_grid, match + keys * key_row.unsqueeze(1), all_keys).flatten()
     names, order = names.sort(stable=True)
-    first = torch.searchsorted(names, torch.arange(every + 1, dtype=small, device=device))
-    window = math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, dk.shape[2:-1], strict=True))
-    share = max(LEAST_SHARE, 8 * len(names) * window // every)
-    shares = len(names) * window // share  # at most, beyond the first of each key: a share for eight keys
-    further = torch.empty(every, dtype=torch.int64, device=device)
-    counts = Kernel(share_kernel, triton.cdiv(every, 128), {"BLOCK": 128, "enable_fp_fusion": True})
+    first = torch.searchsorted(names, torch.arange(all_keys + 1, dtype=small, device=device))
+    size = math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, dk.shape[2:-1], strict=True))
+    share = max(LEAST_SHARE, 8 * len(names) * size // all_keys)
+    shares = len(names) * size // share  # at most, beyond the first of each key: a share for eight keys
+    further = torch.empty(all_keys, dtype=torch.int64, device=device)
+    counts = Kernel(share_kernel, triton.cdiv(all_keys, 128), {"BLOCK": 128, "enable_fp_fusion": True})
     counts(first, further, key_rows, share, windows.geo, windows.reach)
     ends = further.cumsum(0)
     owner = torch.searchsorted(ends, torch.arange(shares, device=device), right=True)
     k_parts, v_parts = (torch.empty((shares, width), dtype=torch.float32, device=device) for width in variant.widths)
     lists = Lists(order, first, further, ends, owner, k_parts, v_parts, key_rows, share)
-    flags = {"MODE": variant.mode, **collect_tile(variant.widths, variant.dtypes)}
+    flags = {"CONFIG": variant.config, **collect_tile(variant.widths, variant.dtypes)}
     if shares:
-        Kernel(collect_kernel, shares, {**flags, "FIRST": False})(windows, above, grads, lists)
-    Kernel(collect_kernel, every, {**flags, "FIRST": True})(windows, above, grads, lists)
+        Kernel(collect_kernel, shares, {**flags, "FIRST": False})(inputs, above, grads, lists)
+    Kernel(collect_kernel, all_keys, {**flags, "FIRST": True})(inputs, above, grads, lists)
 
 
 @triton.jit
 def sides(key, reach, geo):
     """How far the window of a key goes to both sides on the last axis, and its reach on the others."""
     last: tl.constexpr = len(geo.k) - 1
-    at = key - divide(key, geo.magic[last]) * geo.k[last] if last > 0 else key
-    rows = ()
+    place = key - divide(key, geo.magic[last]) * geo.k[last] if last > 0 else key
+    other_reach = ()
     for a in tl.static_range(len(geo.k)):
-        rows += (reach[a] * (a != last),)
-    return tl.minimum(at, reach[last]), tl.minimum(geo.k[last] - 1 - at, reach[last]), rows
+        other_reach += (reach[a] * (a != last),)
+    return tl.minimum(place, reach[last]), tl.minimum(geo.k[last] - 1 - place, reach[last]), other_reach
 
 
 @triton.jit
 def matched(first, place, key, offset, left, right, ok, geo):
-    """Where the list of matches on a row of a key's window begins and ends."""
-    centre, there = win.window_key(key, offset, geo)
-    at, there = first + place + (centre - key), there & ok
-    return tl.load(at - left, mask=there, other=0), tl.load(at + right + 1, mask=there, other=0)
+    """Where the list of matches on a line of a key's window, along the last axis, begins and ends."""
+    centre, on_grid = window_key(key, offset, geo)
+    at = first + place + (centre - key)
+    on_grid = on_grid & ok
+    return tl.load(at - left, mask=on_grid, other=0), tl.load(at + right + 1, mask=on_grid, other=0)
 
 
 @triton.jit
 def share_kernel(first, further, key_rows, share, geo, reach, BLOCK: tl.constexpr):
     """How many shares each key has beyond its first."""
     keys = points(geo.k)
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = place < tl.cast(key_rows, tl.int64) * keys
-    key = (place % keys).to(tl.int32)
-    left, right, rows = sides(key, reach, geo)
-    offset, total = win.first_offset(rows), place * 0
-    for _ in range(win.window_size(rows)):
-        begin, end = matched(first, place, key, offset, left, right, valid, geo)
-        offset = win.next_offset(offset, rows)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    exists = place < tl.cast(key_rows, tl.int64) * keys
+    key = (place % keys).to(tl.int32)  # [BLOCK]
+    left, right, other_reach = sides(key, reach, geo)
+    offset = first_offset(other_reach)
+    total = place * 0  # [BLOCK]
+    for _ in range(window_size(other_reach)):
+        begin, end = matched(first, place, key, offset, left, right, exists, geo)
+        offset = next_offset(offset, other_reach)
         total += end - begin
-    tl.store(further + place, tl.maximum(total - 1, 0) // share, mask=valid)
+    tl.store(further + place, tl.maximum(total - 1, 0) // share, mask=exists)
 
 
 @triton.jit
 def collect_kernel(
-    w, above, grads, lists, MODE: tl.constexpr, BLOCK_Q: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr,
+    x,
+    above,
+    grads,
+    lists,
+    CONFIG: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
     FIRST: tl.constexpr,
-):  # fmt: skip
+):
     """One share of the pairs of one key, BLOCK_Q at a time: a further one, or the FIRST, and then the sum of all."""
-    queries, keys = points(w.geo.q).to(tl.int64), points(w.geo.k)
-    number, every = tl.program_id(0).to(tl.int64), tl.cast(lists.key_rows, tl.int64) * keys
+    windows = x.windows
+    queries = points(windows.geo.q).to(tl.int64)
+    keys = points(windows.geo.k)
+    number = tl.program_id(0).to(tl.int64)
+    all_keys = tl.cast(lists.key_rows, tl.int64) * keys
     place = number if FIRST else tl.load(lists.owner + number)
-    exists = place < every
+    exists = place < all_keys
     others = tl.load(lists.further + place, mask=exists, other=0)
     start = tl.load(lists.ends + place, mask=exists, other=0) - others
-    key, lane = (place % keys).to(tl.int32), tl.arange(0, BLOCK_Q)
-    one, own = tl.arange(0, 1) + number, tl.arange(0, 1) + place < every
-    mine = features(w.k, one - number + place, own, ROW)
-    value = features(w.v, one - number + place, own, VROW)
-    k_sum, v_sum = win.zeros(BLOCK_Q, ROW), win.zeros(BLOCK_Q, VROW)
-    left, right, rows = sides(key, w.reach, w.geo)
-    offset = win.first_offset(rows)
+    key = (place % keys).to(tl.int32)
+    lane = tl.arange(0, BLOCK_Q)  # [BQ]
+    slot = tl.arange(0, 1) + number  # [1]
+    slot_exists = tl.arange(0, 1) + place < all_keys  # [1]
+    k_block = load_float32(x.k, slot - number + place, slot_exists, E)  # [1, E]
+    v_block = load_float32(x.v, slot - number + place, slot_exists, F)  # [1, F]
+    dk = zero_pieces(BLOCK_Q, E)  # [BQ, E]
+    dv = zero_pieces(BLOCK_Q, F)  # [BQ, F]
+    left, right, other_reach = sides(key, windows.reach, windows.geo)
+    offset = first_offset(other_reach)
     skip = place * 0 if FIRST else (number - start + 1) * lists.share  # pairs of this key in other shares
-    for _ in range(tl.where(exists, win.window_size(rows), 0)):
-        begin, end = matched(lists.first, place, key, offset, left, right, exists, w.geo)
-        offset = win.next_offset(offset, rows)
+    for _ in range(tl.where(exists, window_size(other_reach), 0)):
+        begin, end = matched(lists.first, place, key, offset, left, right, exists, windows.geo)
+        offset = next_offset(offset, other_reach)
         stop = tl.minimum(end, tl.maximum(begin + skip + lists.share, begin))
-        at, skip = begin + tl.maximum(skip, 0), skip - (end - begin)
+        at = begin + tl.maximum(skip, 0)
+        skip = skip - (end - begin)
         for t in range(((stop - at + BLOCK_Q - 1) // BLOCK_Q).to(tl.int32)):
-            ok = at + t * BLOCK_Q + lane < stop
-            entry = tl.load(lists.order + at + t * BLOCK_Q + lane, mask=ok, other=0)
-            point, e = entry // w.kappa, entry % w.kappa
-            row, query = (point // queries).to(tl.int32), (point % queries).to(tl.int32)
-            here = query * 0 + key
-            if MODE.CAUSAL:
+            ok = at + t * BLOCK_Q + lane < stop  # [BQ]
+            entry = tl.load(lists.order + at + t * BLOCK_Q + lane, mask=ok, other=0)  # [BQ]
+            point = entry // windows.kappa  # [BQ]
+            e = entry % windows.kappa  # [BQ]
+            row = (point // queries).to(tl.int32)  # [BQ]
+            query = (point % queries).to(tl.int32)  # [BQ]
+            name = query * 0 + key  # [BQ]
+            if CONFIG.CAUSAL:
                 ok = ok & (key <= query)
-            ok = win.unmasked(key, ok, (row // w.masked.heads).to(tl.int64), w)
-            if MODE.SEVERAL:
-                for before in range(w.kappa - 1):
-                    earlier = tl.load(w.index + point * w.kappa + before, mask=ok & (before < e), other=-1)
-                    there = (earlier >= 0) & (earlier < keys)
-                    ok = ok & ~(there & near(here, tl.where(there, earlier, 0), w.reach, w.geo))
-            theirs = features(w.q, point, ok, ROW)
-            grad_out = features(above.grad_out, point, ok, VROW)
-            lse = tl.load(above.lse + point, mask=ok, other=0.0)
-            inv_sum = tl.load(above.sums + point * 2, mask=ok, other=0.0)
-            delta = tl.load(above.sums + point * 2 + 1, mask=ok, other=0.0)
-            noise = absorb(row_state(w.seed, row), query)
-            s, dp = dot(theirs, mine) * w.scale, dot(grad_out, value)
-            p, ds = win.pair_gradient(s, dp, ok, lse, inv_sum, delta, here, noise, w, MODE.WEIGHT, MODE.DROPOUT)
-            k_sum = win.add(k_sum, ds * w.scale, theirs)
-            v_sum = win.add(v_sum, p, grad_out)
+            ok = unmasked(key, ok, (row // windows.masked.group).to(tl.int64), windows.masked, windows.geo)
+            if CONFIG.SEVERAL:
+                for before in range(windows.kappa - 1):
+                    earlier = tl.load(windows.index + point * windows.kappa + before, mask=ok & (before < e), other=-1)
+                    on_grid = (earlier >= 0) & (earlier < keys)
+                    ok = ok & ~(on_grid & near(name, tl.where(on_grid, earlier, 0), windows.reach, windows.geo))
+            q_block = load_float32(x.q, point, ok, E)  # [BQ, E]
+            grad_out = load_float32(above.grad_out, point, ok, F)  # [BQ, F]
+            lse = tl.load(above.lse + point, mask=ok, other=0.0)  # [BQ]
+            inv_sum = tl.load(above.sums + point * 2, mask=ok, other=0.0)  # [BQ]
+            delta = tl.load(above.sums + point * 2 + 1, mask=ok, other=0.0)  # [BQ]
+            noise = dropout_noise(x.dropout, row, query)  # [BQ]
+            s = dot(q_block, k_block) * x.scale  # [BQ]
+            dp = dot(grad_out, v_block)  # [BQ]
+            p, ds = pair_gradient(s, dp, ok, lse, inv_sum, delta, name, noise, x.dropout, CONFIG.WEIGHT, CONFIG.DROPOUT)
+            dk = add_scaled(dk, ds * x.scale, q_block)
+            dv = add_scaled(dv, p, grad_out)
     if FIRST:
         for t in range(((others + BLOCK_Q - 1) // BLOCK_Q).to(tl.int32)):
-            part, ok = start + t * BLOCK_Q + lane, t * BLOCK_Q + lane < others
-            k_sum = win.add(k_sum, ok.to(tl.float32), features(lists.k_parts, part, ok, ROW))
-            v_sum = win.add(v_sum, ok.to(tl.float32), features(lists.v_parts, part, ok, VROW))
-    put(grads.k if FIRST else lists.k_parts, one, sum_queries(k_sum), own, ROW)
-    put(grads.v if FIRST else lists.v_parts, one, sum_queries(v_sum), own, VROW)
+            part = start + t * BLOCK_Q + lane  # [BQ]
+            ok = t * BLOCK_Q + lane < others  # [BQ]
+            dk = add_scaled(dk, ok.to(tl.float32), load_float32(lists.k_parts, part, ok, E))
+            dv = add_scaled(dv, ok.to(tl.float32), load_float32(lists.v_parts, part, ok, F))
+    store_pieces(grads.k if FIRST else lists.k_parts, slot, sum_queries(dk), slot_exists, E)
+    store_pieces(grads.v if FIRST else lists.v_parts, slot, sum_queries(dv), slot_exists, F)
 
 
 @triton.jit
-def sum_queries(sums):
-    """[BLOCK_Q, W] -> [1, W]."""
-    whole = ()
-    for n in tl.static_range(len(sums)):
-        whole += (tl.sum(sums[n], axis=0)[None, :],)
-    return whole
+def sum_queries(pieces):
+    """[BQ, E.BLOCK] -> [1, E.BLOCK]."""
+    sums = ()
+    for n in tl.static_range(len(pieces)):
+        sums += (tl.sum(pieces[n], axis=0)[None, :],)
+    return sums

@@ -1,8 +1,8 @@
 """Attention of whole tiles in Triton: the queries of a tile attend the cells that their windows touch, together.
 
 A program walks the cells of its tile, some keys at a time: scores by a matrix product, a running softmax, values by
-another. What is legal for no query of the tile is zero before it is multiplied. Under causal order a key is legal for
-some: what is not finite is left out of the product of the values, and counted beside it.
+another. What is allowed for no query of the tile is zero before it is multiplied. Under causal order a key is allowed
+for some: what is not finite is left out of the product of the values, and counted beside it.
 """
 
 from __future__ import annotations
@@ -14,98 +14,111 @@ import triton.language as tl
 
 from ....calls import AttendCall
 from ....types import Attended
-from ..attend.cells import cells_of, rows_at
-from ..attend.tile_pairs import dots, in_powers, keys_from, listed_keys, powers_of, put_piece, tile_flags, tile_queries
-from ..attend.windows import Variant, dropped, empty_attended, weigh, windows_of
-from ..drawn_tail.shared_keys import LN2, finite, product
+from ..primitives import LN2, dropped, finite, is_finite, product, softmax_step, store_piece
 from ..runtime.block_sizes import TILE_FORWARD, TILE_FORWARD_EXACT
 from ..runtime.launch import Kernel, cached, on_device
+from .cells import cell_list, cells_of
+from .tile_pairs import dots, keys_from, load_operand, power_scale, tile_flags, tile_queries
+from .windows import Variant, empty_attended, inputs_of, weigh
 
 
 def tile_attend(call: AttendCall) -> Attended:
-    made = empty_attended(call)
-    if made.lse.numel():
-        windows, variant = windows_of(call)
+    result = empty_attended(call)
+    if result.lse.numel():
+        inputs, variant = inputs_of(call)
         with on_device(call.q):
-            cells = cells_of(windows.index, windows.geo, call.radius)
-            _kernel(variant, cells.size)(windows, cells, made)
-    return made
+            cells = cells_of(inputs.windows.index, inputs.windows.geo, call.radius)
+            _kernel(variant, cells.size)(inputs, cells, result)
+    return result
 
 
 @cached
 def _kernel(variant: Variant, size: int) -> Kernel:
     flags = tile_flags(variant, size, TILE_FORWARD, TILE_FORWARD_EXACT, backward=False)
-    return Kernel(tile_attend_kernel, variant.programs(flags["B"]) * flags["MODE"].PARTS, flags)
+    return Kernel(tile_attend_kernel, variant.programs(flags["B"]) * flags["CONFIG"].PARTS, flags)
 
 
-class Mixed(NamedTuple):
+class Running(NamedTuple):
     """What the queries of a tile have of the keys so far, in a kernel."""
 
-    top: Any  # [BLOCK_Q], largest score
-    total: Any  # [BLOCK_Q], sum of exp(score - top)
-    count: Any  # [BLOCK_Q], how many keys
-    sums: Any  # [BLOCK_Q, VW], of weighted values
-    spoiled: Any  # [BLOCK_Q, VW], how many values are not finite
+    running_max: Any  # [BQ], largest score
+    running_sum: Any  # [BQ], sum of exp(score - running_max)
+    count: Any  # [BQ], how many keys
+    acc: Any  # [BQ, F], weighted values
+    spoiled: Any  # [BQ, F], how many values are not finite
 
 
 @triton.jit
-def tile_attend_kernel(w, cells, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
+def tile_attend_kernel(x, cells, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program (tile, piece of the values)."""
-    piece, tile = tl.program_id(0) % MODE.PARTS, tl.program_id(0) // MODE.PARTS
-    here = tile_queries(tile, 0, w, MODE, B, ROW)
-    listed = listed_keys(tile, here.row, w, cells)
+    piece = tl.program_id(0) % CONFIG.PARTS
+    tile = tl.program_id(0) // CONFIG.PARTS
+    queries = tile_queries(tile, 0, x, CONFIG, B, E)
+    listed = cell_list(tile, queries.row, cells, x.windows.masked)
+    key_row = (queries.row // x.group).to(tl.int64)
 
     # Else a cell has a key for everyone.
-    COUNT: tl.constexpr = MODE.WEIGHT != "softmax" or MODE.CAUSAL or w.masked.mask is not None
-    WALKS: tl.constexpr = 1 if w.k_extra is None else 2
-    top, nothing = tl.full([B.BLOCK_Q], -float("inf"), tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
-    sums = tl.zeros([B.BLOCK_Q, VROW.W], tl.float32)
-    mixed = Mixed(top, nothing, nothing if COUNT else nothing + listed.end, sums, sums)
+    COUNT: tl.constexpr = CONFIG.WEIGHT != "softmax" or CONFIG.CAUSAL or x.windows.masked.mask is not None
+    WALKS: tl.constexpr = 1 if x.k_extra is None else 2
+    running_max = tl.full([B.BLOCK_Q], -float("inf"), tl.float32)  # [BQ]
+    zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
+    acc = tl.zeros([B.BLOCK_Q, F.BLOCK], tl.float32)  # [BQ, F]
+    state = Running(running_max, zero, zero if COUNT else zero + listed.end, acc, acc)
     for EXTRA in tl.static_range(WALKS):
-        for begin in range(0, w.extras if EXTRA else listed.end, MODE.BLOCK_K):
-            keys = keys_from(begin, listed, here.query, w, cells, EXTRA, MODE, ROW, VROW)
-            mixed = mix_block(mixed, here, keys, piece, w, COUNT or EXTRA, MODE, B, ROW, VROW)
+        for begin in range(0, x.extras if EXTRA else listed.end, CONFIG.BLOCK_K):
+            keys = keys_from(begin, listed, key_row, queries.query, x, cells, EXTRA, CONFIG, E, F)
+            state = attend_block(state, queries, keys, piece, x, COUNT or EXTRA, CONFIG, B, E, F)
 
-    some = mixed.count > 0
-    if MODE.WEIGHT == "softmax":
-        whole = tl.where(some, mixed.total, 1.0)
-        top = tl.where(mixed.top == -float("inf"), 0.0, mixed.top)
-        norm = tl.log(whole) + (top * LN2 if MODE.NARROW else top)
+    has_keys = state.count > 0  # [BQ]
+    if CONFIG.WEIGHT == "softmax":
+        norm = tl.where(has_keys, state.running_sum, 1.0)  # [BQ]
+        base = tl.where(state.running_max == -float("inf"), 0.0, state.running_max)
+        lse = tl.log(norm) + (base * LN2 if CONFIG.NARROW else base)
     else:
-        whole = tl.maximum(mixed.count, 1.0)
-        norm = tl.log(whole)
+        norm = tl.maximum(state.count, 1.0)
+        lse = tl.log(norm)
     if piece == 0:
-        tl.store(made.lse + here.start + here.query, tl.where(some, norm, -float("inf")), mask=here.exists)
-    answer = mixed.sums / whole[:, None]
-    if MODE.CAUSAL:
-        answer = tl.where(mixed.spoiled > 0, float("nan"), answer)
-    put_piece(made.out + here.start * VROW.E, here.query, here.exists, piece, answer, MODE.PARTS, False, VROW)
+        place = result.lse + queries.start + queries.query
+        tl.store(place, tl.where(has_keys, lse, -float("inf")), mask=queries.exists)
+    out = state.acc / norm[:, None]  # [BQ, F]
+    if CONFIG.CAUSAL:
+        out = tl.where(state.spoiled > 0, float("nan"), out)
+    out_row = result.out + queries.start * F.SIZE
+    store_piece(out_row, queries.query, queries.exists, piece, out, CONFIG.PARTS, False, F)
 
 
 @triton.jit
-def mix_block(
-    mixed, here, keys, piece, w, COUNT: tl.constexpr, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr,
-    VROW: tl.constexpr,
-):  # fmt: skip
+def attend_block(
+    state,
+    queries,
+    keys,
+    piece,
+    x,
+    COUNT: tl.constexpr,
+    CONFIG: tl.constexpr,
+    B: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+):
     """BLOCK_K more keys; COUNT: they are counted."""
-    s, _ = dots(here.mine, here.q_row, here, keys.k_row, keys, 0, MODE, B, ROW)
-    top, total, count, sums, spoiled = mixed
-    if MODE.WEIGHT == "softmax":
-        s, each = tl.where(keys.ok, s, -float("inf")), in_powers(w.scale, MODE.NARROW)
-        higher = tl.maximum(top, tl.max(s, 1) * each)
-        safe = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf is NaN
-        shrink, p = powers_of(top, safe, MODE.NARROW), powers_of(s * each, safe[:, None], MODE.NARROW)
-        total, top = total * shrink + tl.sum(p, 1), higher
-        sums *= shrink[:, None]
+    s, _ = dots(queries.q_block, queries.q_row, queries, keys.k_row, keys, 0, CONFIG, B, E)  # [BQ, BK]
+    running_max, running_sum, count, acc, spoiled = state
+    if CONFIG.WEIGHT == "softmax":
+        s = tl.where(keys.ok, s, -float("inf"))
+        scale = power_scale(x.scale, CONFIG.NARROW)
+        POWER: tl.constexpr = "exp2" if CONFIG.NARROW else "powers"
+        running_max, rescale, p = softmax_step(running_max, s, scale, POWER, True, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
+        acc *= rescale[:, None]
     else:
-        p = weigh(s * w.scale, keys.ok, MODE.WEIGHT)
+        p = weigh(s * x.scale, keys.ok, CONFIG.WEIGHT)  # [BQ, BK]
     if COUNT:
         count += tl.sum(tl.where(keys.ok, 1.0, 0.0), 1)
-    p = dropped(p, keys.name[None, :], here.noise[:, None], w, MODE.DROPOUT)
-    value = rows_at(keys.v_row, keys.at, keys.there, piece, VROW, MODE.WEIGHT)
-    if MODE.CAUSAL:  # a weight of 0 lets no NaN of a later key through
-        bad = ~(tl.abs(value.to(tl.float32)) < float("inf"))
-        held = tl.where(keys.ok & here.exists[:, None], 1.0, 0.0).to(value.dtype)
-        spoiled = product(held, tl.where(bad, 1.0, 0.0).to(value.dtype), spoiled)
-        value = finite(value)
-    return Mixed(top, total, count, product(p.to(value.dtype), value, sums), spoiled)
+    p = dropped(p, keys.name[None, :], queries.noise[:, None], x.dropout, CONFIG.DROPOUT)
+    v_block = load_operand(keys.v_row, keys.at, keys.exists, piece, F, CONFIG.WEIGHT)  # [BK, F]
+    if CONFIG.CAUSAL:  # a weight of 0 lets no NaN of a later key through
+        bad = ~is_finite(v_block)  # [BK, F]
+        attended = tl.where(keys.ok & queries.exists[:, None], 1.0, 0.0).to(v_block.dtype)  # [BQ, BK]
+        spoiled = product(attended, tl.where(bad, 1.0, 0.0).to(v_block.dtype), spoiled)
+        v_block = finite(v_block)
+    return Running(running_max, running_sum, count, product(p.to(v_block.dtype), v_block, acc), spoiled)

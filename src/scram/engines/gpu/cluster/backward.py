@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ....calls import ClusterCall, ClusterGrads
 from ....grid import grid_of
-from ..cluster.sample import put_rows
-from ..drawn_tail.shared_keys import blocks_of
+from ..primitives import load_pieces, store_pieces
 from ..runtime.block_sizes import tile_pieces
 from ..runtime.launch import Kernel, cached, kinds, on_device
 
@@ -24,18 +23,16 @@ def cluster_backward(
     call: ClusterCall, sizes: Tensor, label: Tensor, grad_centres: Tensor, grad_values: Tensor
 ) -> ClusterGrads:
     """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
-    made = ClusterGrads(
+    grads = ClusterGrads(
         torch.empty_like(call.k, memory_format=torch.contiguous_format),
         torch.empty_like(call.v, memory_format=torch.contiguous_format),
     )
     if label.numel():
         given = tuple(x.contiguous() for x in (label, sizes, grad_centres, grad_values))
-        widths = call.k.shape[-1], call.v.shape[-1]
         with on_device(call.k):
-            _kernel(label.numel(), *widths, kinds(*given, *made))(
-                *given, made, math.prod(grid_of(call.k)), label.numel(), call.clusters
-            )
-    return made
+            kernel = _kernel(label.numel(), call.k.shape[-1], call.v.shape[-1], kinds(*given, *grads))
+            kernel(*given, grads, math.prod(grid_of(call.k)), label.numel(), call.clusters)
+    return grads
 
 
 @cached
@@ -46,20 +43,32 @@ def _kernel(keys: int, width: int, value_width: int, given: tuple[Any, ...]) -> 
 
 @triton.jit
 def spread_kernel(
-    label, sizes, d_centres, d_values, made, keys, every, count, BLOCK_S: tl.constexpr, ROW: tl.constexpr,
-    VROW: tl.constexpr,
-):  # fmt: skip
-    """Program: block of keys, of `every` key of all rows; a row has `keys`."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
-    inside = at < every
-    name = tl.load(label + at, mask=inside, other=-1)
-    there, slot = name >= 0, at // keys * count + name
-    size = tl.maximum(tl.load(sizes + slot, mask=there, other=1), 1).to(tl.float32)[:, None]
-    k, v = blocks_of(d_centres, slot, there, ROW), blocks_of(d_values, slot, there, VROW)
-    dk, dv = (), ()
-    for n in tl.static_range(len(k)):
-        dk += ((k[n] / size).to(made.k.dtype.element_ty),)
-    for n in tl.static_range(len(v)):
-        dv += ((v[n] / size).to(made.v.dtype.element_ty),)
-    put_rows(made.k, at, dk, inside, ROW)
-    put_rows(made.v, at, dv, inside, VROW)
+    label,
+    sizes,
+    d_centres,
+    d_values,
+    grads,
+    keys,
+    all_keys,
+    count,
+    BLOCK_S: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+):
+    """Program: block of keys, of all keys of all rows; a row has `keys`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)  # [BK]
+    inside = at < all_keys
+    name = tl.load(label + at, mask=inside, other=-1)  # [BK]
+    has_cluster = name >= 0
+    slot = at // keys * count + name  # [BK]
+    size = tl.maximum(tl.load(sizes + slot, mask=has_cluster, other=1), 1).to(tl.float32)[:, None]  # [BK, 1]
+    d_centre = load_pieces(d_centres, slot, has_cluster, E)  # [BK, E]
+    d_value = load_pieces(d_values, slot, has_cluster, F)  # [BK, F]
+    dk = ()
+    dv = ()
+    for n in tl.static_range(len(d_centre)):
+        dk += ((d_centre[n] / size).to(grads.k.dtype.element_ty),)
+    for n in tl.static_range(len(d_value)):
+        dv += ((d_value[n] / size).to(grads.v.dtype.element_ty),)
+    store_pieces(grads.k, at, dk, inside, E)
+    store_pieces(grads.v, at, dv, inside, F)

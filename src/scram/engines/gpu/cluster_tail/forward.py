@@ -12,25 +12,24 @@ import triton.language as tl
 
 from ....calls import ClusterTailCall
 from ....types import Attended
-from ..attend.tile_pairs import fine_product, put_piece
-from ..attend.windows import dropped
-from ..cluster_tail.table import chunks, cluster_scores, own_rows, table_rows, tail_flags, tail_of, tail_queries
-from ..drawn_tail.shared_keys import LN2, LOWEST, joined, powers, product
+from ..primitives import LN2, LOWEST, dropped, fine_product, join_lse, product, softmax_step, store_piece
 from ..runtime.block_sizes import CLUSTER_TAIL, CLUSTER_TAIL_EXACT
 from ..runtime.launch import Kernel, cached, kinds, on_device
+from .table import chunks, cluster_scores, inputs_of, load_queries, load_table, tail_flags, tail_queries
 
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
-    made = Attended(
+    result = Attended(
         torch.empty_like(call.head_out, memory_format=torch.contiguous_format),
         torch.empty_like(call.head_lse, memory_format=torch.contiguous_format),
     )
-    if made.lse.numel():
+    if result.lse.numel():
         flags = tail_flags(call, CLUSTER_TAIL, CLUSTER_TAIL_EXACT)
         with on_device(call.q):
-            for tail, tiles in chunks(call, tail_of(call, flags), flags):
-                _kernel(tiles * flags["MODE"].PARTS, tuple(flags.items()), kinds(*tail))(tail, made)
-    return made
+            for inputs, tiles in chunks(call, inputs_of(call, flags), flags):
+                kernel = _kernel(tiles * flags["CONFIG"].PARTS, tuple(flags.items()), kinds(*inputs))
+                kernel(inputs, result)
+    return result
 
 
 @cached
@@ -39,33 +38,39 @@ def _kernel(programs: int, flags: tuple[tuple[str, object], ...], given: tuple[o
 
 
 @triton.jit
-def cluster_tail_kernel(t, made, MODE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
+def cluster_tail_kernel(x, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program (tile, piece of the values)."""
-    piece, tile = tl.program_id(0) % MODE.PARTS, t.first + tl.program_id(0) // MODE.PARTS
-    here = tail_queries(tile, t, MODE, B)
-    mine, point = own_rows(t.q, here, ROW), here.start + here.query
-    top, whole = tl.full([B.BLOCK_Q], LOWEST, tl.float32), tl.zeros([B.BLOCK_Q], tl.float32)
-    mixed = tl.zeros([B.BLOCK_Q, VROW.W], tl.float32)
-    for start in range(0, t.table.padded, MODE.BLOCK_C):
-        at, slot, s, share = cluster_scores(start, mine, here, t, MODE, B, ROW)
-        higher = tl.maximum(top, tl.max(s, 1))
-        shrink, p = powers(top, higher), powers(s, higher[:, None]) * share
-        top, whole = higher, whole * shrink + tl.sum(p, 1)
-        p = dropped(p, (t.first_name + at)[None, :], here.noise[:, None], t, MODE.DROPOUT)
-        value = table_rows(t.table.v, slot, piece, VROW)
-        mixed = fine_product(p, value, mixed * shrink[:, None], MODE.NARROW and MODE.GAINS)
-        if MODE.GAINS and t.table.v_rest is not None:
-            mixed = product(p.to(value.dtype), table_rows(t.table.v_rest, slot, piece, VROW), mixed)
+    piece = tl.program_id(0) % CONFIG.PARTS
+    tile = x.first + tl.program_id(0) // CONFIG.PARTS
+    queries = tail_queries(tile, x, CONFIG, B)
+    query = queries.block.query  # [BQ]
+    exists = queries.block.exists  # [BQ]
+    q_block = load_queries(x.q, queries, E)  # [BQ, E]
+    point = queries.start + query  # [BQ]
+    running_max = tl.full([B.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
+    running_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
+    acc = tl.zeros([B.BLOCK_Q, F.BLOCK], tl.float32)  # [BQ, F]
+    for start in range(0, x.table.padded, CONFIG.BLOCK_C):
+        at, slot, s, share = cluster_scores(start, q_block, queries, x, CONFIG, B, E)
+        running_max, rescale, p = softmax_step(running_max, s, None, "powers", False, 1)
+        p = p * share  # [BQ, BC]
+        running_sum = running_sum * rescale + tl.sum(p, 1)
+        p = dropped(p, (x.first_name + at)[None, :], queries.noise[:, None], x.dropout, CONFIG.DROPOUT)
+        v_block = load_table(x.table.v, slot, piece, F)  # [BC, F]
+        acc = fine_product(p, v_block, acc * rescale[:, None], CONFIG.NARROW and CONFIG.GAINS)
+        if CONFIG.GAINS and x.table.v_rest is not None:
+            acc = product(p.to(v_block.dtype), load_table(x.table.v_rest, slot, piece, F), acc)
 
-    head = tl.load(t.head_lse + point, mask=here.exists, other=-float("inf")).to(tl.float32)
-    some = here.exists & ~(whole == 0)
-    factor, share, top, norm = joined(top, whole, some, tl.zeros([B.BLOCK_Q], tl.float32), head)
-    f = piece * VROW.W + tl.arange(0, VROW.W)
-    inside = here.exists[:, None] & (f < VROW.E)[None, :]
-    theirs = tl.load(t.head_out + point[:, None] * VROW.E + f[None, :], mask=inside, other=0.0).to(tl.float32)
-    answer = tl.where(some[:, None], mixed * factor[:, None], 0.0)
-    answer += tl.where((share == 0.0)[:, None], 0.0, share[:, None] * theirs)
-    put_piece(made.out + here.start * VROW.E, here.query, here.exists, piece, answer, MODE.PARTS, False, VROW)
+    head_lse = tl.load(x.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+    has_keys = exists & ~(running_sum == 0)  # [BQ]
+    zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
+    factor, head_factor, base, norm = join_lse(running_max, running_sum, has_keys, zero, head_lse)
+    f = piece * F.BLOCK + tl.arange(0, F.BLOCK)  # [F]
+    inside = exists[:, None] & (f < F.SIZE)[None, :]  # [BQ, F]
+    head_out = tl.load(x.head_out + point[:, None] * F.SIZE + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    out = tl.where(has_keys[:, None], acc * factor[:, None], 0.0)  # [BQ, F]
+    out += tl.where((head_factor == 0.0)[:, None], 0.0, head_factor[:, None] * head_out)
+    store_piece(result.out + queries.start * F.SIZE, query, exists, piece, out, CONFIG.PARTS, False, F)
     if piece == 0:
-        # Exactly the head's where no cluster has anything left.
-        tl.store(made.lse + point, tl.where(some, top + norm * LN2, head), mask=here.exists)
+        # Exactly head_lse where no cluster has anything left.
+        tl.store(result.lse + point, tl.where(has_keys, base + norm * LN2, head_lse), mask=exists)

@@ -1,9 +1,9 @@
 """Gradients of the hybrid's tail in Triton, through out and through lse.
 
 With p the joint weights and dp_j = <grad_out, v_j> after dropout, the gradient of a score is p_j (dp_j - delta), where
-delta is the mean of dp over head and tail less grad_lse. One kernel makes delta and dq, one the gradients of the shared
-keys: there the queries are split among programs, whose sums are added in order afterwards, so the bits are the same
-every time.
+delta is the mean of dp over windows and tail less grad_lse. One kernel makes delta and dq, one the gradients of the
+shared keys: there the queries are split among programs, whose sums are added in order afterwards, so the bits are the
+same every time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,22 @@ from torch import Tensor
 from ....calls import DrawnTailCall, TailGrads
 from ....draws import tail_rows
 from ....grid import grid_of
-from ..attend.windows import zeros
-from ..drawn_tail import shared_keys as sk
-from ..drawn_tail.forward import block_queries, blocks_of_queries, row_blocks, tail_flags, tail_of, thinned
-from ..primitives import points, put
+from ..primitives import LOWEST, finite, join_lse, points, powers, product, softmax_step, store_pieces, zero_pieces
 from ..runtime.launch import Kernel, on_device
+from .forward import (
+    block_queries,
+    blocks_of_queries,
+    inputs_of,
+    load_queries,
+    load_shared,
+    row_blocks,
+    shared_products,
+    tail_flags,
+    tail_scores,
+    thinned,
+    window_corners,
+)
+from .shared_keys import BLOCK_K, shared_row, side_by_side
 
 # Of programs that share the queries in the gradient of the shared keys: a few for every processor of a large device.
 PROGRAMS = 512
@@ -35,18 +46,18 @@ class Upstream(NamedTuple):
     grad_out: Tensor  # [B, H, *G, F]
     grad_lse: Tensor  # [B, H, *G]
     offset: Tensor  # [B, H, *G]
-    to_head: Tensor  # [B, H, *G], <grad_out, head_out>
+    head_dp: Tensor  # [B, H, *G], <grad_out, head_out>
 
 
 class Totals(NamedTuple):
-    """What the gradients of all scores of a query need, float32 [B, H, *G]. A weight is factor * `powers` over top.
+    """What the gradients of all scores of a query need, float32 [B, H, *G]. A weight is factor * `powers` over base.
 
     The normaliser is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
     """
 
-    share: Tensor  # of the head
+    head_factor: Tensor
     delta: Tensor
-    top: Tensor
+    base: Tensor
     factor: Tensor
 
 
@@ -54,111 +65,129 @@ def drawn_tail_backward(
     call: DrawnTailCall, offset: Tensor, names: Tensor, represents: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> TailGrads:
     """offset, names, represents of the DrawnTail -> gradients in the dtypes of their tensors."""
-    q, k, v = call.q, call.k, call.v
+    q = call.q
+    k = call.k
+    v = call.v
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide_grad = grad_out.float()
-    to_head = torch.where(call.head_lse == -torch.inf, 0, (wide_grad * call.head_out).sum(-1))
-    totals = Totals(*(torch.empty_like(to_head) for _ in range(4)))
+    head_dp = torch.where(call.head_lse == -torch.inf, 0, (wide_grad * call.head_out).sum(-1))
+    totals = Totals(*(torch.empty_like(head_dp) for _ in range(4)))
     dk, dv = (torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], device=q.device) for x in (k, v))
-    if to_head.numel():
-        (rows, drawn), flags = names.flatten(0, 1).shape, tail_flags(call, forward=False)
-        blocks, key_blocks = blocks_of_queries(call, flags), -(-drawn // sk.BLOCK_K)
+    if head_dp.numel():
+        rows, drawn = names.flatten(0, 1).shape
+        flags = tail_flags(call, forward=False)
+        blocks = blocks_of_queries(call, flags)
+        key_blocks = -(-drawn // BLOCK_K)
         splits = max(1, min(blocks // rows, PROGRAMS // max(rows * key_blocks, 1)))
         parts = [torch.empty((splits, rows * drawn, x.shape[-1]), device=q.device) for x in (k, v)]
         with on_device(q):
-            tail = tail_of(call, sk.side_by_side(call, names, represents, False))
-            above = Upstream(*(x.contiguous() for x in (grad_out, grad_lse, offset, to_head)))
-            Kernel(queries_kernel, blocks, flags)(tail, above, totals, dq)
-            Kernel(keys_kernel, rows * key_blocks * splits, flags)(tail, above, totals, *parts, splits)
+            inputs = inputs_of(call, side_by_side(call, names, represents, False))
+            above = Upstream(*(x.contiguous() for x in (grad_out, grad_lse, offset, head_dp)))
+            Kernel(queries_kernel, blocks, flags)(inputs, above, totals, dq)
+            Kernel(keys_kernel, rows * key_blocks * splits, flags)(inputs, above, totals, *parts, splits)
             at = tail_rows(names.flatten(0, 1), q.shape[1], k.shape[1], math.prod(grid_of(k))).flatten()
             for sums, part in zip((dk, dv), parts, strict=True):
                 sums.index_add_(0, at, part.sum(0))
-    d_head = totals.share.unsqueeze(-1) * wide_grad
-    d_head_lse = torch.where(totals.share == 0, 0, totals.share * (to_head - totals.delta))
-    grads, like = (dq, dk, dv, d_head, d_head_lse), (q, k, v, call.head_out, call.head_lse)
+    d_head_out = totals.head_factor.unsqueeze(-1) * wide_grad
+    d_head_lse = torch.where(totals.head_factor == 0, 0, totals.head_factor * (head_dp - totals.delta))
+    grads = (dq, dk, dv, d_head_out, d_head_lse)
+    like = (q, k, v, call.head_out, call.head_lse)
     return TailGrads(*(d.to(x.dtype).reshape(x.shape) for d, x in zip(grads, like, strict=True)))
 
 
 @triton.jit
-def queries_kernel(t, above, totals, dq, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
-    """dq and the totals."""
-    queries, blocks = points(t.geo.q), row_blocks(t, MODE)
+def queries_kernel(x, above, totals, dq, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+    """dq and the totals. Program: block of queries."""
+    geo = x.windows.geo
+    blocks = row_blocks(geo, CONFIG)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    here = block_queries(row, tl.program_id(0) % blocks, t, MODE)
-    query, valid, point = here.query, here.exists, row * queries + here.query
-    shared = sk.shared_row(row, t, MODE, ROW, VROW)
-    mine = sk.blocks_of(t.q + row * queries * ROW.E, query, valid, ROW)
-    grad_out = sk.blocks_of(above.grad_out + row * queries * VROW.E, query, valid, VROW)
+    queries = block_queries(row, tl.program_id(0) % blocks, x, CONFIG)
+    query = queries.block.query  # [BQ]
+    exists = queries.block.exists  # [BQ]
+    first_point = row * points(geo.q)
+    point = first_point + query  # [BQ]
+    shared = shared_row(row, x.shared, geo, CONFIG.BLOCK_K, E, F)
+    q_block = load_queries(x.q + first_point * E.SIZE, queries.block, E)  # [BQ, E]
+    grad_out = load_queries(above.grad_out + first_point * F.SIZE, queries.block, F)  # [BQ, F]
 
-    low = sk.corners_of(here, t, MODE)
-    top = tl.full([MODE.BLOCK_Q], sk.LOWEST, tl.float32)
-    whole, mean = tl.zeros([MODE.BLOCK_Q], tl.float32), tl.zeros([MODE.BLOCK_Q], tl.float32)
-    seen = tl.zeros([MODE.BLOCK_Q], tl.int32)
-    for start in range(0, shared.padded, MODE.BLOCK_K):
-        at, s, ok = sk.tail_scores(start, mine, low, shared, here, t, MODE, ROW)
-        higher = tl.maximum(top, tl.max(s, 1))
-        shrink, p = sk.powers(top, higher), sk.powers(s, higher[:, None])
-        top = higher
-        whole = whole * shrink + tl.sum(p, 1)
-        dp = thinned(sk.products(grad_out, shared.v, at, MODE, VROW), at, shared, here, t, MODE)
-        mean = mean * shrink + tl.sum(tl.where(ok, p * dp, 0.0), 1)
+    corners = window_corners(queries.block, x.windows, CONFIG)
+    running_max = tl.full([CONFIG.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
+    running_sum = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
+    mean_dp = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
+    seen = tl.zeros([CONFIG.BLOCK_Q], tl.int32)  # [BQ]
+    for start in range(0, shared.padded, CONFIG.BLOCK_K):
+        at, s, ok = tail_scores(start, q_block, corners, shared, queries, x, CONFIG, E)
+        running_max, rescale, p = softmax_step(running_max, s, None, "powers", False, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
+        dp = thinned(shared_products(grad_out, shared.v, at, CONFIG, F), at, shared, queries, x, CONFIG)  # [BQ, BK]
+        mean_dp = mean_dp * rescale + tl.sum(tl.where(ok, p * dp, 0.0), 1)
         seen += tl.sum(ok.to(tl.int32), 1)
-    head = tl.load(t.head_lse + point, mask=valid, other=-float("inf")).to(tl.float32)
-    add = tl.load(above.offset + point, mask=valid, other=0.0)
-    factor, share, top, _ = sk.joined(top, whole, seen > 0, add, head)
-    delta = mean * factor + tl.where(share == 0, 0.0, share * tl.load(above.to_head + point, mask=valid, other=0.0))
-    delta -= tl.load(above.grad_lse + point, mask=valid, other=0.0)
-    tl.store(totals.share + point, share, mask=valid)
-    tl.store(totals.delta + point, delta, mask=valid)
-    tl.store(totals.top + point, top, mask=valid)
-    tl.store(totals.factor + point, factor, mask=valid)
+    head_lse = tl.load(x.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+    offset = tl.load(above.offset + point, mask=exists, other=0.0)  # [BQ]
+    factor, head_factor, base, _ = join_lse(running_max, running_sum, seen > 0, offset, head_lse)
+    head_dp = tl.load(above.head_dp + point, mask=exists, other=0.0)  # [BQ]
+    delta = mean_dp * factor + tl.where(head_factor == 0, 0.0, head_factor * head_dp)  # [BQ]
+    delta -= tl.load(above.grad_lse + point, mask=exists, other=0.0)
+    tl.store(totals.head_factor + point, head_factor, mask=exists)
+    tl.store(totals.delta + point, delta, mask=exists)
+    tl.store(totals.base + point, base, mask=exists)
+    tl.store(totals.factor + point, factor, mask=exists)
 
-    sums = zeros(MODE.BLOCK_Q, ROW)
-    for start in range(0, shared.padded, MODE.BLOCK_K):
-        at, s, ok = sk.tail_scores(start, mine, low, shared, here, t, MODE, ROW)
-        p = sk.powers(s, top[:, None]) * factor[:, None]
-        dp = thinned(sk.products(grad_out, shared.v, at, MODE, VROW), at, shared, here, t, MODE)
-        ds = tl.where(ok, p * (dp - delta[:, None]) * t.scale, 0.0)
+    acc = zero_pieces(CONFIG.BLOCK_Q, E)  # [BQ, E]
+    for start in range(0, shared.padded, CONFIG.BLOCK_K):
+        at, s, ok = tail_scores(start, q_block, corners, shared, queries, x, CONFIG, E)
+        p = powers(s, base[:, None]) * factor[:, None]  # [BQ, BK]
+        dp = thinned(shared_products(grad_out, shared.v, at, CONFIG, F), at, shared, queries, x, CONFIG)  # [BQ, BK]
+        ds = tl.where(ok, p * (dp - delta[:, None]) * x.scale, 0.0)  # [BQ, BK]
         more = ()
-        for n in tl.static_range(len(sums)):
+        for n in tl.static_range(len(acc)):
             # Where a slope is 0, what is not finite must not spoil the sum; elsewhere the slope is NaN.
-            theirs = sk.finite(sk.whole_block(shared.k, at, n, ROW))
-            more += (sk.product(ds.to(theirs.dtype), theirs, sums[n]),)
-        sums = more
-    put(dq + row * queries * ROW.E, query, sums, valid, ROW)
+            k_block = finite(load_shared(shared.k, at, n, E))  # [BK, E]
+            more += (product(ds.to(k_block.dtype), k_block, acc[n]),)
+        acc = more
+    store_pieces(dq + first_point * E.SIZE, query, acc, exists, E)
 
 
 @triton.jit
-def keys_kernel(t, above, totals, dk, dv, splits, MODE: tl.constexpr, ROW: tl.constexpr, VROW: tl.constexpr):
+def keys_kernel(x, above, totals, dk, dv, splits, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program (row, block of keys, split) adds up its share of the row's queries: dk, dv [splits, B, H, m, width]."""
-    queries, drawn = points(t.geo.q), t.shared.drawn
-    blocks, key_blocks = row_blocks(t, MODE), (drawn + MODE.BLOCK_K - 1) // MODE.BLOCK_K
-    split, block = tl.program_id(0) % splits, tl.program_id(0) // splits
+    geo = x.windows.geo
+    drawn = x.shared.drawn
+    blocks = row_blocks(geo, CONFIG)
+    key_blocks = (drawn + CONFIG.BLOCK_K - 1) // CONFIG.BLOCK_K
+    split = tl.program_id(0) % splits
+    block = tl.program_id(0) // splits
     row = (block // key_blocks).to(tl.int64)
     rows = tl.num_programs(0) // (splits * key_blocks)
-    first = (block % key_blocks) * MODE.BLOCK_K
-    shared = sk.shared_row(row, t, MODE, ROW, VROW)
-    k_sums, v_sums = zeros(MODE.BLOCK_K, ROW), zeros(MODE.BLOCK_K, VROW)
+    first = (block % key_blocks) * CONFIG.BLOCK_K
+    first_point = row * points(geo.q)
+    shared = shared_row(row, x.shared, geo, CONFIG.BLOCK_K, E, F)
+    dk_acc = zero_pieces(CONFIG.BLOCK_K, E)  # [BK, E]
+    dv_acc = zero_pieces(CONFIG.BLOCK_K, F)  # [BK, F]
     for number in range(split, blocks, splits):
-        here = block_queries(row, number, t, MODE)
-        query, valid, point = here.query, here.exists, row * queries + here.query
-        mine = sk.blocks_of(t.q + row * queries * ROW.E, query, valid, ROW)
-        grad_out = sk.blocks_of(above.grad_out + row * queries * VROW.E, query, valid, VROW)
-        top = tl.load(totals.top + point, mask=valid, other=0.0)
-        factor = tl.load(totals.factor + point, mask=valid, other=0.0)
-        delta = tl.load(totals.delta + point, mask=valid, other=0.0)
-        at, s, ok = sk.tail_scores(first, mine, sk.corners_of(here, t, MODE), shared, here, t, MODE, ROW)
-        p = sk.powers(s, top[:, None]) * factor[:, None]
-        dp = thinned(sk.products(grad_out, shared.v, at, MODE, VROW), at, shared, here, t, MODE)
-        ds = tl.trans(tl.where(ok, p * (dp - delta[:, None]) * t.scale, 0.0))
-        p = thinned(p, at, shared, here, t, MODE)
-        k_more, v_more = (), ()
-        for n in tl.static_range(len(k_sums)):
-            k_more += (sk.product(ds.to(mine[n].dtype), sk.finite(mine[n]), k_sums[n]),)
-        for n in tl.static_range(len(v_sums)):
-            v_more += (sk.product(tl.trans(p).to(grad_out[n].dtype), grad_out[n], v_sums[n]),)
-        k_sums, v_sums = k_more, v_more
-    at = first + tl.arange(0, MODE.BLOCK_K)
-    slot = (split.to(tl.int64) * rows + row) * drawn + at
-    put(dk, slot, k_sums, at < drawn, ROW)
-    put(dv, slot, v_sums, at < drawn, VROW)
+        queries = block_queries(row, number, x, CONFIG)
+        exists = queries.block.exists  # [BQ]
+        point = first_point + queries.block.query  # [BQ]
+        q_block = load_queries(x.q + first_point * E.SIZE, queries.block, E)  # [BQ, E]
+        grad_out = load_queries(above.grad_out + first_point * F.SIZE, queries.block, F)  # [BQ, F]
+        base = tl.load(totals.base + point, mask=exists, other=0.0)  # [BQ]
+        factor = tl.load(totals.factor + point, mask=exists, other=0.0)  # [BQ]
+        delta = tl.load(totals.delta + point, mask=exists, other=0.0)  # [BQ]
+        corners = window_corners(queries.block, x.windows, CONFIG)
+        at, s, ok = tail_scores(first, q_block, corners, shared, queries, x, CONFIG, E)
+        p = powers(s, base[:, None]) * factor[:, None]  # [BQ, BK]
+        dp = thinned(shared_products(grad_out, shared.v, at, CONFIG, F), at, shared, queries, x, CONFIG)  # [BQ, BK]
+        ds = tl.trans(tl.where(ok, p * (dp - delta[:, None]) * x.scale, 0.0))  # [BK, BQ]
+        p = thinned(p, at, shared, queries, x, CONFIG)
+        dk_more = ()
+        dv_more = ()
+        for n in tl.static_range(len(dk_acc)):
+            dk_more += (product(ds.to(q_block[n].dtype), finite(q_block[n]), dk_acc[n]),)
+        for n in tl.static_range(len(dv_acc)):
+            dv_more += (product(tl.trans(p).to(grad_out[n].dtype), grad_out[n], dv_acc[n]),)
+        dk_acc = dk_more
+        dv_acc = dv_more
+    at = first + tl.arange(0, CONFIG.BLOCK_K)  # [BK]
+    slot = (split.to(tl.int64) * rows + row) * drawn + at  # [BK]
+    store_pieces(dk, slot, dk_acc, at < drawn, E)
+    store_pieces(dv, slot, dv_acc, at < drawn, F)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from ....schedule import WINDOWS
-from ..primitives import Block, Row, tile_shape, vector
-from ..runtime.launch import INTERPRETED, cached
-from ..search.top_matches import Places
+from ..primitives import Block, Width, tile_shape, vector
+from .launch import INTERPRETED, cached
 
-MOST_PIECES = 4  # loads a thread makes of one row: each is unrolled, which costs registers and compile time
+MOST_PIECES = 4  # loads a thread makes of one vector: each is unrolled, which costs registers and compile time
 
-# Queries per program, threads per query, warps. H200, 512x512, the paper's search, graph replays, ms, by bytes per row:
+# Queries per program, threads per query, warps. H200, 512x512, the paper's search, graph replays, ms, bytes a vector:
 #                           16 (E=3)   64     128           256 (bf16)    512
 #   (32, 1, 1)              .276       .659   -             -             -
 #   (64, 1, 2), (128, 1, 4) .290 .278  -      -             -             -
@@ -33,13 +32,14 @@ SEARCH_WIDE = (16, 8, 4)
 # The same for attend, radius 1: E=3 f32 .028 (32, 1, 1), .031 (64, 1, 2), .029 (128, 1, 4); E=64 bf16 .102 (16, 2, 1),
 # .099 (16, 4, 1), .099 (32, 4, 2), .124 (32, 2, 1). Its backward, a plain call: E=64 .768 (16, 4, 1), .876 (16, 2, 1),
 # .750 (32, 4, 4), .758 (8, 4, 1); E=3 .298 (16, 4, 1), .409 (32, 1, 1), .396 (32, 4, 4).
-ATTEND_NARROW, ATTEND = (32, 1, 1), (16, 4, 1)
+ATTEND_NARROW = (32, 1, 1)
+ATTEND = (16, 4, 1)
 BACKWARD = (16, 4, 1)
 # Pairs of a key at a time, and of a share, with repeatable bits; four matches on stereo, projected and un-normalised
 # features, a call: 3.56, 3.32, 3.64 (8, 4, 1), 3.56, 3.18, 3.32 (4, 4, 1), 3.88, 3.49, 3.67 (8, 8, 2), 4.13, 3.76, 3.82
 # (16, 4, 1); shares of 128 3.59, 3.65, 3.62, of 512 3.54, 3.42, 3.75.
-COLLECT, LEAST_SHARE = (8, 4, 1), 256
-
+COLLECT = (8, 4, 1)
+LEAST_SHARE = 256
 
 # The tile search, 64 keys per product: stages by width padded, warps of the kernel that makes the offers. H200,
 # 512x512, five sweeps, gossip 4, ms, before the offers had no holes:
@@ -49,28 +49,37 @@ COLLECT, LEAST_SHARE = (8, 4, 1), 256
 # Since then: 1.060, 1.080, 1.092 with 2, 3, 4 stages.
 # float32, E=64, eight sweeps, stereo: in halves 3.40 (2 stages), 3.28 (3), 3.27 (4); the unit's own three products of
 # bf16 4.38, of tf32 7.85; one of tf32 2.67, but recall .869 instead of .949.
-SCORE_PIECE, SCORE_WARPS, OFFER_WARPS = 128, 4, 1
+SCORE_PIECE = 128
+SCORE_WARPS = 4
+OFFER_WARPS = 1
 # Several matches, slots x columns and registers of a thread at most, stereo, eight sweeps, ms:
 #    2 matches  1x2 2.31, 64 registers 2.32, 96 2.47;  in one column 2.42
 #    4 matches  2x2 2.68, 64 registers 2.86, 96 2.84;  in one column 3.04
 #    8 matches  4x2 3.83, 64 registers 3.94, 80 3.53, 96 3.59;  2x4 4.67;  in one column 5.20
 #   16 matches  8x2 6.05, 80 registers 6.07, 96 5.88, 112 6.03;  4x4 7.58;  2x8 14.3;  as a matrix 33.1
 #   32 matches  8x4 15.9, 128 registers 13.7, 168 13.5, 200 15.7;  4x8 22.3;  as a matrix 57.3
-# 16 slots compile for a minute. A look at each window whether anybody has hope of it costs more than it saves.
-MOST_SLOTS, SCORE_REGISTERS = 8, {8: 80, 16: 96, 32: 168}
-
+# 16 slots compile for a minute. A look at each quarter of an offer whether anybody has hope of it costs more than it
+# saves.
+MOST_SLOTS = 8
+SCORE_REGISTERS = {8: 80, 16: 96, 32: 168}
 
 # Attention of tiles: how many corners one program sorts, its warps, and how many of a list it takes at a time. H200,
 # 512x512, one and four matches, us: 23, 43 (1 warp, 64); 23, 45 (2 warps); 27, 48 (4); 22, 46 (2 warps, 32)
-MOST_SORTED, LIST_WARPS, LIST_BLOCK = 1024, 1, 64
+MOST_SORTED = 1024
+LIST_WARPS = 1
+LIST_BLOCK = 64
 # Keys per product, warps, stages at most. E=64 bf16, one match on stereo and four on un-normalised features, us:
 #   forward   113, 352 (64, 4, 3); 120, 355 (64, 4, 2); 147, 456 (64, 4, 1); 133, 366 (128, 4, 3); 132, 466 (32, 2, 3)
 #   backward 451, 1549 (64, 4, 2); 452, 1527 (64, 4, 3); 516, 1802 (64, 4, 1); 506, 1876 (32, 2, 2)
 # Eight warps took two to three times as long. For float32 two warps, as in the hybrid.
-TILE_FORWARD, TILE_FORWARD_EXACT = (64, 4, 3), (32, 2, 2)
-TILE_BACKWARD, TILE_BACKWARD_EXACT = (64, 4, 2), (32, 2, 1)
-TILE_COLLECT, TILE_COLLECT_EXACT = (16, 4, 2), (16, 2, 1)
-TILE_WIDTH, TILE_WIDTH_EXACT = 128, 64  # features of one product; more come in pieces
+TILE_FORWARD = (64, 4, 3)
+TILE_FORWARD_EXACT = (32, 2, 2)
+TILE_BACKWARD = (64, 4, 2)
+TILE_BACKWARD_EXACT = (32, 2, 1)
+TILE_COLLECT = (16, 4, 2)
+TILE_COLLECT_EXACT = (16, 2, 1)
+TILE_WIDTH = 128  # features of one product; more come in pieces
+TILE_WIDTH_EXACT = 64
 
 # Clusters per product, warps, stages at most, of the tail, of its gradients by queries and by clusters. H200, 512x512,
 # E = F = 64, bf16, 256 clusters, one match, us:
@@ -78,97 +87,129 @@ TILE_WIDTH, TILE_WIDTH_EXACT = 128, 64  # features of one product; more come in 
 #   by queries   454 (64, 4, 2); 486 (64, 4, 1); 506 (32, 4, 3); 536 (32, 4, 2); 621 (32, 2, 2)
 #   by clusters  380 (64, 4, 1); 466 (64, 4, 2); 408 (32, 4, 2); 586 (32, 4, 1); 846 (128, 8, 1)
 # For float32 two warps, as in the hybrid; more than 16 clusters do not fit their registers.
-CLUSTER_TAIL, CLUSTER_TAIL_EXACT = (32, 4, 2), (32, 2, 2)
-CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT = (64, 4, 2), (16, 2, 1)
-CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT = (64, 4, 1), (16, 2, 1)
+CLUSTER_TAIL = (32, 4, 2)
+CLUSTER_TAIL_EXACT = (32, 2, 2)
+CLUSTER_BACKWARD = (64, 4, 2)
+CLUSTER_BACKWARD_EXACT = (16, 2, 1)
+CLUSTER_COLLECT = (64, 4, 1)
+CLUSTER_COLLECT_EXACT = (16, 2, 1)
 # Of the clustering: keys, clusters per product, warps, stages at most. All keys, us:
 #   assignment  71 (64, 64, 4, 3); 72 (128, 64, 4, 3); 77 (128, 64, 8, 3); 100 (128, 128, 8, 2); 84 (64, 128, 4, 3)
 #   sums        76 (128, 64, 4, 3); 112 (64, 64, 4, 3); 143 (32, 64, 4, 3); 115 (64, 32, 4, 3)
-ASSIGN, ASSIGN_EXACT = (64, 64, 4, 3), (32, 32, 2, 2)
-CLUSTER_SUMS, CLUSTER_SUMS_EXACT = (128, 64, 4, 3), (32, 32, 2, 2)
+ASSIGN = (64, 64, 4, 3)
+ASSIGN_EXACT = (32, 32, 2, 2)
+CLUSTER_SUMS = (128, 64, 4, 3)
+CLUSTER_SUMS_EXACT = (32, 32, 2, 2)
+
+SPARE = 20 << 10  # bytes of shared memory for what passes between threads
+
+
+class Places(NamedTuple):
+    """The places for the matches of a query in the tile search, known when compiling."""
+
+    SLOTS: int
+    COLUMNS: int
+    PADDED: bool  # there are more places than matches
+    SEPARATED: bool  # matches keep others at a distance, not only from themselves
+    QUARTERS: int  # of the keys of an offer
+
+
+def stages(device: torch.device, most: int, each: int, fixed: int) -> int:
+    """How many blocks of `each` bytes are loaded ahead: what shared memory holds besides `fixed`, `most` at most."""
+    return max(1, min(most, (_shared_memory(device) - SPARE - fixed) // each))
+
+
+@cached
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of a program; without a device the least that supported ones have."""
+    if device.type != "cuda":
+        return 99 << 10
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10)
 
 
 @cached
 def search_tile(rank: int, width: int, dtype: torch.dtype, earlier: bool = False) -> dict[str, Any]:
     size = max(16, triton.next_power_of_2(width * dtype.itemsize))
     queries, threads, warps = SEARCH_NARROW if size == 16 and not earlier else SEARCH.get(size, SEARCH_WIDE)
-    return {"B": _block(rank, queries), "ROW": _row(width, dtype, threads), **_options(warps)}
+    return {"B": _block(rank, queries), "E": _width(width, dtype, threads), **_options(warps)}
 
 
 @cached
 def attend_tile(rank: int, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
     size = max(width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True))
     shape = ATTEND_NARROW if size <= 16 else ATTEND
-    return {"B": _block(rank, shape[0]), **_rows(widths, dtypes, shape)}
+    return {"B": _block(rank, shape[0]), **_widths(widths, dtypes, shape)}
 
 
 @cached
 def backward_tile(rank: int, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
-    return {"B": _block(rank, BACKWARD[0]), **_rows(widths, dtypes, BACKWARD)}
+    return {"B": _block(rank, BACKWARD[0]), **_widths(widths, dtypes, BACKWARD)}
 
 
 @cached
 def visit_tile(widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
-    return {"BLOCK_Q": _block(1, BACKWARD[0]).BLOCK_Q, **_rows(widths, dtypes, BACKWARD)}
+    return {"BLOCK_Q": _block(1, BACKWARD[0]).BLOCK_Q, **_widths(widths, dtypes, BACKWARD)}
 
 
 @cached
 def collect_tile(widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
-    return {"BLOCK_Q": _block(1, COLLECT[0]).BLOCK_Q, **_rows(widths, dtypes, COLLECT)}
+    return {"BLOCK_Q": _block(1, COLLECT[0]).BLOCK_Q, **_widths(widths, dtypes, COLLECT)}
 
 
 @cached
 def score_tile(width: int, dtype: torch.dtype, matches: int, separated: bool) -> dict[str, Any]:
-    """Of the tile search: how rows are multiplied, and the places for matches."""
+    """Of the tile search: how vectors are multiplied, and the places for matches."""
     wide = max(16, triton.next_power_of_2(width))
     piece = wide if wide <= SCORE_PIECE else SCORE_PIECE // 2
     places = triton.next_power_of_2(matches)
     columns = 1 if matches == 1 else max(2, places // MOST_SLOTS)
     # float32 as two numbers of 16 bits; Triton's interpreter multiplies none of those.
     halves = 1 + (dtype == torch.float32)
-    stages = 3 if wide == SCORE_PIECE or matches > 1 or halves > 1 else 2
+    ahead = 3 if wide == SCORE_PIECE or matches > 1 or halves > 1 else 2
     block = {
-        "ROW": Row(width, piece, wide // piece),
+        "E": Width(width, piece, wide // piece),
         "HALVES": halves,
         "WIDEN": INTERPRETED,
         "PLACES": Places(places // columns, columns, places > matches, separated, WINDOWS),
-        "num_stages": stages,
+        "num_stages": ahead,
         **_options(SCORE_WARPS),
     }
     return {**block, "maxnreg": SCORE_REGISTERS[places]} if places in SCORE_REGISTERS else block
 
 
 @cached
-def tile_pieces(width: int, value_width: int, narrow: bool) -> dict[str, Row]:
+def tile_pieces(width: int, value_width: int, narrow: bool) -> dict[str, Width]:
     """Features and values of the attention of tiles in pieces that matrix products take; `narrow`: 16 bits each.
 
     Triton 3.6 multiplies the wrong numbers where one operand of 16 bits is narrower than another and less than 64 wide.
     """
     most = TILE_WIDTH if narrow else TILE_WIDTH_EXACT
-    w, fw = (max(16, min(most, triton.next_power_of_2(x))) for x in (width, value_width))
+    block, value_block = (max(16, min(most, triton.next_power_of_2(x))) for x in (width, value_width))
     if narrow:
-        least = min(64, max(w, fw))
-        w, fw = max(w, least), max(fw, least)
-    return {"ROW": Row(width, w, -(-width // w)), "VROW": Row(value_width, fw, -(-value_width // fw))}
+        least = min(64, max(block, value_block))
+        block = max(block, least)
+        value_block = max(value_block, least)
+    features = Width(width, block, -(-width // block))
+    return {"E": features, "F": Width(value_width, value_block, -(-value_width // value_block))}
 
 
 def _block(rank: int, queries: int) -> Block:
     return Block(tile_shape(queries, rank), queries)
 
 
-def _row(width: int, dtype: torch.dtype, threads: int) -> Row:
-    """Rows of which each is spread over `threads` threads in aligned loads."""
-    w = threads * vector(width, dtype)
-    while w * MOST_PIECES < width:
-        w *= 2
-    w = min(w, triton.next_power_of_2(width))
-    return Row(width, w, -(-width // w))
+def _width(width: int, dtype: torch.dtype, threads: int) -> Width:
+    """Vectors of which each is spread over `threads` threads in aligned loads."""
+    block = threads * vector(width, dtype)
+    while block * MOST_PIECES < width:
+        block *= 2
+    block = min(block, triton.next_power_of_2(width))
+    return Width(width, block, -(-width // block))
 
 
-def _rows(widths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], shape: tuple[int, int, int]) -> dict[str, Any]:
+def _widths(widths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], shape: tuple[int, int, int]) -> dict[str, Any]:
     """Of features and of values."""
-    row, values = (_row(width, dtype, shape[1]) for width, dtype in zip(widths, dtypes, strict=True))
-    return {"ROW": row, "VROW": values, **_options(shape[2])}
+    features, values = (_width(width, dtype, shape[1]) for width, dtype in zip(widths, dtypes, strict=True))
+    return {"E": features, "F": values, **_options(shape[2])}
 
 
 def _options(warps: int) -> dict[str, Any]:

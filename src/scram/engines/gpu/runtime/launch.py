@@ -113,14 +113,16 @@ class Kernel:
     """One kernel on a number of programs with fixed flags; called with arguments of one and the same kind."""
 
     def __init__(self, kernel: Any, programs: int, flags: dict[str, Any]) -> None:
-        self.kernel, self.programs, self.flags = kernel, programs, flags
+        self.kernel = kernel
+        self.programs = programs
+        self.flags = flags
         self.code: Any = None
         self.addresses: Callable[..., Any] | None = None  # written at the second launch: many kernels have but one
 
     def __call__(self, *arguments: Any) -> None:
         given = self.addresses(*arguments) if self.addresses else None
         if given is None:
-            self._find(arguments)
+            self._compile_and_launch(arguments)
         elif compat.watched():
             self.code[(self.programs, 1, 1)](*arguments, *self.constants)
         else:
@@ -164,10 +166,11 @@ class Kernel:
         launch = f"lambda {names}: run(*begin, {values}*constants) if {same} else other({names})"
         return _function(f"lambda run, begin, constants, other: {launch}")
 
-    def _find(self, arguments: tuple[Any, ...]) -> None:
+    def _compile_and_launch(self, arguments: tuple[Any, ...]) -> None:
         """Launch, and keep the code for the next time."""
         key = (id(self.kernel), *kinds(*arguments), *self.flags.values())
-        code, again = _compiled.get(key), self.code
+        code = _compiled.get(key)
+        launched_before = self.code
         if code is None and _launches_directly():
             code = _compiled[key] = compiled(self.kernel, arguments, self.flags)
         if code is None:  # the interpreter compiles nothing
@@ -175,8 +178,9 @@ class Kernel:
             return
         self.constants = [self.flags[name] for name in self.kernel.arg_names[len(arguments) :]]
         code[(self.programs, 1, 1)](*arguments, *self.constants)
-        self.code, self.device = code, compat.current_device()
-        if code is again:
+        self.code = code
+        self.device = compat.current_device()
+        if code is launched_before:
             self.run, self.behind = compat.direct(code)
             self.written = [_written(x, f"a{n}") for n, x in enumerate(arguments)]
             self.addresses = self._addresses(0, None)

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attend.windows import unmasked
 from ..noise import Seed, absorb, below, row_state
-from ..primitives import Geometry, KeyMask, divide, points
+from ..primitives import Geometry, KeyMask, divide, points, unmasked
 
 
 class Proposal(NamedTuple):
@@ -41,7 +40,7 @@ class Chunk(NamedTuple):
 
 
 @triton.jit
-def place_of(key, axis: tl.constexpr, geo):
+def place_on(key, axis: tl.constexpr, geo):
     """The coordinate of flat keys on an axis."""
     for a in tl.static_range(len(geo.k) - 1, axis, -1):
         key = divide(key, geo.magic[a])
@@ -49,13 +48,15 @@ def place_of(key, axis: tl.constexpr, geo):
 
 
 @triton.jit
-def find(table, target, steps):
+def step_of(table, target, steps):
     """The step whose stretch of the table, running sums over `steps` steps, holds the target."""
-    low, high = target * 0, target * 0 + steps
+    low = target * 0
+    high = target * 0 + steps
     while tl.max(high - low) > 1:
         middle = (low + high) // 2
         right = tl.load(table + middle) <= target
-        low, high = tl.where(right, middle, low), tl.where(right, high, middle)
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
     return low - steps // 2
 
 
@@ -63,58 +64,63 @@ def find(table, target, steps):
 def ends(table, centre, extent, steps):
     """The running sums before and after the steps from a coordinate that stay on its axis."""
     reach = steps // 2
-    low, high = tl.maximum(-centre, -reach), tl.minimum(extent - 1 - centre, reach)
+    low = tl.maximum(-centre, -reach)
+    high = tl.minimum(extent - 1 - centre, reach)
     return tl.load(table + low + reach), tl.load(table + high + 1 + reach)
 
 
 @triton.jit
 def draw_kernel(x, chunk, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """The keys of a chunk, -1 for one that may not be visited, and the logs of their weights."""
-    queries, keys, geo = points(x.geo.q), points(x.geo.k), x.geo
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = slot < tl.cast(chunk.size, tl.int64) * x.samples
-    point, t = slot // x.samples + chunk.begin, (slot % x.samples).to(tl.int32)
-    row, query = (point // queries).to(tl.int32), (point % queries).to(tl.int32)
-    mask_row = (row // x.masked.heads).to(tl.int64)
-    noise = absorb(absorb(row_state(x.seed, row), query), t)
-    number = tl.load(x.count + point, mask=valid, other=0)
-    choices = tl.load(x.total + point, mask=valid, other=0)
-    which = absorb(noise, t * 0 + 1)
+    geo = x.geo
+    queries = points(geo.q)
+    keys = points(geo.k)
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    exists = slot < tl.cast(chunk.size, tl.int64) * x.samples
+    point = slot // x.samples + chunk.begin  # [BLOCK]
+    t = (slot % x.samples).to(tl.int32)  # [BLOCK]
+    row = (point // queries).to(tl.int32)  # [BLOCK]
+    query = (point % queries).to(tl.int32)  # [BLOCK]
+    mask_row = (row // x.masked.group).to(tl.int64)  # [BLOCK]
+    noise = absorb(absorb(row_state(x.seed, row), query), t)  # [BLOCK]
+    number = tl.load(x.count + point, mask=exists, other=0)  # [BLOCK]
+    choices = tl.load(x.total + point, mask=exists, other=0)  # [BLOCK]
+    which = absorb(noise, t * 0 + 1)  # [BLOCK]
 
-    near = (number > 0) & (absorb(noise, t * 0) < tl.cast(x.threshold, tl.uint32))
-    uniform = below(which, choices)
+    near = (number > 0) & (absorb(noise, t * 0) < tl.cast(x.threshold, tl.uint32))  # [BLOCK]
+    uniform = below(which, choices)  # [BLOCK]
     if x.order is not None:
-        uniform = tl.load(x.order + mask_row * keys + uniform, mask=valid & (choices > 0), other=0).to(tl.int32)
-    mode = tl.load(x.modes + point * x.kappa + below(which, number), mask=valid & near, other=0)
-    key = t * 0
+        uniform = tl.load(x.order + mask_row * keys + uniform, mask=exists & (choices > 0), other=0).to(tl.int32)
+    mode = tl.load(x.modes + point * x.kappa + below(which, number), mask=exists & near, other=0)  # [BLOCK]
+    key = t * 0  # [BLOCK]
     for a in tl.static_range(len(geo.k)):
-        centre = place_of(mode, a, geo)
+        centre = place_on(mode, a, geo)
         before, after = ends(x.table, centre, geo.k[a], x.steps)
         target = before + below(absorb(noise, t * 0 + 2 + a), after - before)
-        key = key * geo.k[a] + centre + find(x.table, target, x.steps)
+        key = key * geo.k[a] + centre + step_of(x.table, target, x.steps)
     key = tl.where(near, key, uniform)
-    ok = valid & (near | (choices > 0))
+    ok = exists & (near | (choices > 0))
     if CAUSAL:
         ok = ok & (key <= query)
-    ok = unmasked(key, ok, mask_row, x)
+    ok = unmasked(key, ok, mask_row, x.masked, geo)
 
-    closeness = tl.zeros([BLOCK], tl.float32)
+    closeness = tl.zeros([BLOCK], tl.float32)  # [BLOCK]
     reach = x.steps // 2
     for m in range(x.kappa):
-        there = ok & (m < number)
-        other = tl.load(x.modes + point * x.kappa + m, mask=there, other=0)
-        g = tl.where(there, 1.0, 0.0)
+        is_mode = ok & (m < number)
+        other = tl.load(x.modes + point * x.kappa + m, mask=is_mode, other=0)  # [BLOCK]
+        g = tl.where(is_mode, 1.0, 0.0)  # [BLOCK]
         for a in tl.static_range(len(geo.k)):
-            centre = place_of(other, a, geo)
-            d = place_of(key, a, geo) - centre
+            centre = place_on(other, a, geo)
+            d = place_on(key, a, geo) - centre
             before, after = ends(x.table, centre, geo.k[a], x.steps)
-            within = there & (tl.abs(d) <= reach)
+            within = is_mode & (tl.abs(d) <= reach)
             weight = tl.load(x.table + d + reach + 1, mask=within, other=0)
             weight -= tl.load(x.table + d + reach, mask=within, other=0)
             g = g * weight.to(tl.float32) / (after - before).to(tl.float32)
         closeness += g
-    share = tl.where(number > 0, x.alpha, 0.0)
+    share = tl.where(number > 0, x.alpha, 0.0)  # [BLOCK]
     r = share * closeness / tl.maximum(number, 1).to(tl.float32)
     r += (1 - share) / tl.maximum(choices, 1).to(tl.float32)
-    tl.store(chunk.keys + slot, tl.where(ok, key, -1), mask=valid)
-    tl.store(chunk.logs + slot, -tl.log(r * x.samples), mask=valid)
+    tl.store(chunk.keys + slot, tl.where(ok, key, -1), mask=exists)
+    tl.store(chunk.logs + slot, -tl.log(r * x.samples), mask=exists)

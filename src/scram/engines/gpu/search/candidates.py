@@ -1,4 +1,4 @@
-"""Candidates of a search in Triton: where they come from, which keys may be taken, what they score."""
+"""Candidates of a search in Triton: where they come from, which keys are legal, what they score."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from ....calls import SearchCall
 from ....grid import LegalKeys
 from ..noise import absorb, below
-from ..primitives import divide, dot, features, lane_place, near
+from ..primitives import divide, dot, lane_place, load_float32, near
 
 
-class Legal(NamedTuple):
-    """The keys that a mask leaves, as kernels take them; no mask, no tensors."""
+class AllowedKeys(NamedTuple):
+    """The keys that a mask allows, as kernels take them; no mask, no tensors."""
 
     mask: Any  # bool [rows of the mask, M]
     order: Any  # int64 [rows of the mask, M], the unmasked keys ascending
     count: Any  # int64 [rows of the mask, M], how many come up to a key
-    heads: int  # how many rows of queries share a row of the mask
+    group: int  # rows of queries that share a row of the mask
 
 
-ANY_KEY = Legal(None, None, None, 1)
+ANY_KEY = AllowedKeys(None, None, None, 1)
 
 
 class Starts(NamedTuple):
@@ -35,16 +35,16 @@ class Starts(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What decides in a row of queries whether a key may be taken."""
+    """What decides in a row of queries whether a key is legal, in a kernel."""
 
-    legal: Any
-    mask_row: Any
-    keys: Any
+    allowed: Any  # AllowedKeys
+    mask_row: Any  # int64
+    keys: Any  # of a row
     earlier: Any  # int32 [runs, P], the matches of the runs before this one
     plane: Any  # P
     run: Any
     separation: Any
-    starts: Any
+    starts: Any  # Starts
 
 
 class Rules(NamedTuple):
@@ -55,13 +55,13 @@ class Rules(NamedTuple):
     EARLIER: bool  # there may be earlier runs
 
 
-def legal_argument(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Legal:
+def allowed_argument(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> AllowedKeys:
     """q [B, H, *G, E], k [B, Hk, *G', E], key_mask bool [B, *G'] or [B, H, *G']."""
     if key_mask is None:
         return ANY_KEY
-    legal = LegalKeys.of(q, k, causal, key_mask.contiguous())
-    assert legal.order is not None
-    return Legal(legal.mask, legal.order.contiguous(), legal.count, legal.heads_per_row)
+    keys = LegalKeys.of(q, k, causal, key_mask.contiguous())
+    assert keys.order is not None
+    return AllowedKeys(keys.mask, keys.order.contiguous(), keys.count, keys.heads_per_row)
 
 
 def starts_argument(call: SearchCall) -> Starts:
@@ -81,73 +81,80 @@ def at_axis(axis, x):
 
 @triton.jit
 def along(axis, corner, geo, B: tl.constexpr):
-    """On an axis known at run time: the queries' places, the extents and the strides of queries and keys."""
-    here = lane_place(corner, 0, B)
-    up, down = axis * 0 + 1, axis * 0 + 1
+    """On an axis known at run time: the queries' places [BQ], the extents and the strides of queries and keys."""
+    place = lane_place(corner, 0, B)  # [BQ]
+    q_stride = axis * 0 + 1
+    k_stride = axis * 0 + 1
     for a in tl.static_range(1, len(geo.q)):
-        here = tl.where(axis == a, lane_place(corner, a, B), here)
-        up, down = tl.where(axis < a, up * geo.q[a], up), tl.where(axis < a, down * geo.k[a], down)
-    return here, at_axis(axis, geo.q), at_axis(axis, geo.k), up, down
+        place = tl.where(axis == a, lane_place(corner, a, B), place)
+        q_stride = tl.where(axis < a, q_stride * geo.q[a], q_stride)
+        k_stride = tl.where(axis < a, k_stride * geo.k[a], k_stride)
+    return place, at_axis(axis, geo.q), at_axis(axis, geo.k), q_stride, k_stride
 
 
 @triton.jit
 def coordinate(key, axis, geo):
     """The coordinate of flat keys on an axis known at run time."""
-    rest, at = key, key
+    rest = key
+    place = key
     for a in tl.static_range(len(geo.k) - 1, 0, -1):
         up = divide(rest, geo.magic[a])
-        at = tl.where(axis == a, rest - up * geo.k[a], at)
+        place = tl.where(axis == a, rest - up * geo.k[a], place)
         rest = up
-    return tl.where(axis == 0, rest, at)
+    return tl.where(axis == 0, rest, place)
 
 
 @triton.jit
 def around(draws, draw, key, radius, starts, geo):
-    """A key drawn from the box of that radius around `key`, cut at the border and to the reach."""
-    rest, flat, stride = tl.maximum(key, 0), key * 0, 1
+    """A key [BQ] drawn from the box of that radius around `key`, cut at the border and to the reach."""
+    rest = tl.maximum(key, 0)
+    drawn = key * 0
+    stride = 1
     for a in tl.static_range(len(geo.k) - 1, -1, -1):
         up = divide(rest, geo.magic[a]) if a > 0 else rest * 0
-        at = rest - up * geo.k[a]
+        place = rest - up * geo.k[a]
         far = radius if starts.index is None else tl.minimum(radius, starts.reach[a])
-        low = tl.maximum(at - far, 0)
-        high = at + tl.minimum(far, geo.k[a] - 1 - at)
-        flat += (low + below(absorb(draws, draw + a), high - low + 1)) * stride
-        rest, stride = up, stride * geo.k[a]
-    return flat
+        low = tl.maximum(place - far, 0)
+        high = place + tl.minimum(far, geo.k[a] - 1 - place)
+        drawn += (low + below(absorb(draws, draw + a), high - low + 1)) * stride
+        rest = up
+        stride = stride * geo.k[a]
+    return drawn
 
 
 @triton.jit
-def legal_draw(bits, query, legal, mask_row, keys, CAUSAL: tl.constexpr):
-    """A key drawn from the legal ones of each query, and whether there is any."""
+def draw_allowed(bits, query, allowed, mask_row, keys, CAUSAL: tl.constexpr):
+    """A key [BQ] drawn from the allowed ones of each query, and whether there is any."""
     last = query if CAUSAL else query * 0 + (keys - 1)
-    if legal.count is None:
+    if allowed.count is None:
         choices = last + 1
         key = below(bits, choices)
     else:
-        choices = tl.load(legal.count + mask_row * keys + last).to(tl.int32)
-        key = tl.load(legal.order + mask_row * keys + below(bits, choices), mask=choices > 0, other=0).to(tl.int32)
+        choices = tl.load(allowed.count + mask_row * keys + last).to(tl.int32)
+        key = tl.load(allowed.order + mask_row * keys + below(bits, choices), mask=choices > 0, other=0).to(tl.int32)
     return key, choices > 0
 
 
 @triton.jit
 def near_start(draws, draw, point, number, exists, starts, geo):
-    """A key drawn from those near the start of that number of each query."""
-    start = tl.load(starts.index + point * starts.count + number % starts.count, mask=exists, other=0)
+    """A key [BQ] drawn from those near the start of that number of each query."""
+    start = tl.load(starts.index + point * starts.count + number % starts.count, mask=exists, other=0)  # [BQ]
     return around(draws, draw, start, 2**31 - 1, starts, geo)
 
 
 @triton.jit
-def allowed(key, ok, query, point, limits, geo, RULES: tl.constexpr):
-    """Where `ok` also holds whether `key`, on the grid, may be taken: mask, order, starts, earlier matches."""
+def legal(key, ok, query, point, limits, geo, RULES: tl.constexpr):
+    """Where `ok` also holds whether `key` [BQ], on the grid, is legal: mask, order, starts, earlier matches."""
+    starts = limits.starts
     if RULES.CAUSAL:
         ok = ok & (key <= query)
-    if limits.legal.mask is not None:
-        ok = ok & (tl.load(limits.legal.mask + limits.mask_row * limits.keys + key, mask=ok, other=0) != 0)
-    if limits.starts.index is not None:
+    if limits.allowed.mask is not None:
+        ok = ok & (tl.load(limits.allowed.mask + limits.mask_row * limits.keys + key, mask=ok, other=0) != 0)
+    if starts.index is not None:
         close = ok & ~ok
-        for s in range(tl.where(tl.max(ok.to(tl.int32), axis=0) > 0, limits.starts.count, 0)):
-            start = tl.load(limits.starts.index + point * limits.starts.count + s, mask=ok, other=0)
-            close = close | near(key, start, limits.starts.reach, geo)
+        for n in range(tl.where(tl.max(ok.to(tl.int32), axis=0) > 0, starts.count, 0)):
+            start = tl.load(starts.index + point * starts.count + n, mask=ok, other=0)  # [BQ]
+            close = close | near(key, start, starts.reach, geo)
         ok = ok & close
     if RULES.EARLIER:
         reach = ()
@@ -155,14 +162,14 @@ def allowed(key, ok, query, point, limits, geo, RULES: tl.constexpr):
             reach += (limits.separation,)
         # Most candidates lose for every query, then no earlier match is read.
         for e in range(tl.where(tl.max(ok.to(tl.int32), axis=0) > 0, limits.run, 0)):
-            match = tl.load(limits.earlier + e * limits.plane + point, mask=ok, other=-1)
+            match = tl.load(limits.earlier + e * limits.plane + point, mask=ok, other=-1)  # [BQ]
             close = (match >= 0) & near(key, tl.maximum(match, 0), reach, geo) if RULES.SEPARATED else match == key
             ok = ok & ~close
     return ok
 
 
 @triton.jit
-def score_of(mine, k_row, key, wanted, ROW: tl.constexpr):
-    """The score of one key per query, NaN as -inf; keys that are not wanted are not read."""
-    s = dot(mine, features(k_row, key, wanted, ROW))
+def score_of(q_block, k_row, key, wanted, E: tl.constexpr):
+    """The score [BQ] of one key per query, NaN as -inf; keys that are not wanted are not read."""
+    s = dot(q_block, load_float32(k_row, key, wanted, E))
     return tl.where(s == s, s, -float("inf"))

@@ -16,36 +16,36 @@ import triton.language as tl
 from ....calls import Found, SearchCall
 from ....schedule import moves, widest
 from ..noise import absorb, below, row_state, seed_argument
-from ..primitives import Geometry, dot, features, geometry, lane_query, points, tile_at, tile_count, tiles
+from ..primitives import Geometry, dot, geometry, lane_query, load_float32, points, tile_at, tile_count, tiles
 from ..runtime.block_sizes import search_tile
 from ..runtime.launch import Kernel, cached, kinds, on_device
 from ..runtime.layout import pad
-from ..search.candidates import (
+from .candidates import (
     Limits,
     Rules,
-    allowed,
+    allowed_argument,
     along,
     around,
     coordinate,
-    legal_argument,
-    legal_draw,
+    draw_allowed,
+    legal,
     near_start,
     score_of,
     starts_argument,
 )
-from ..search.top_matches import arrange
+from .top_matches import arrange
 
 NOTHING = tl.constexpr(-(2**31))
 PLANES = ("best_out", "best_io", "state_in", "state_out")  # one number per query, aligned or not
 
 
 class SweepQueries(NamedTuple):
-    """The queries of a program: flat index, place in a plane of all queries, features, and the keys of their row."""
+    """The queries of a program, in a kernel."""
 
-    query: Any
-    point: Any
-    mine: Any
-    k_row: Any
+    query: Any  # int32 [BQ], flat
+    point: Any  # int64 [BQ], place in a plane of all queries
+    q_block: Any  # [BQ, E], in pieces
+    k_row: Any  # pointer to the keys of their row
 
 
 class Radii(NamedTuple):
@@ -64,26 +64,39 @@ class Propagation(NamedTuple):
 
 
 def search(call: SearchCall) -> Found:
-    q, k, matches, sweeps, warm = call.q.contiguous(), call.k.contiguous(), call.matches, call.sweeps, call.warm
-    q_shape, k_shape = q.shape, k.shape
-    plane, shape = q_shape[:-1], (*q_shape[:-1], matches)
+    q = call.q.contiguous()
+    k = call.k.contiguous()
+    matches = call.matches
+    sweeps = call.sweeps
+    warm = call.warm
+    q_shape = q.shape
+    k_shape = k.shape
+    plane = q_shape[:-1]
+    shape = (*plane, matches)
     planes = shape if matches == 1 else (matches, *plane)
-    index, score = q.new_empty(planes, dtype=torch.int32), q.new_empty(planes, dtype=torch.float32)
+    index = q.new_empty(planes, dtype=torch.int32)
+    score = q.new_empty(planes, dtype=torch.float32)
     if index.numel() == 0:
         return Found(index.reshape(shape), score.reshape(shape))
 
-    legal, seed = legal_argument(q, k, call.causal, call.key_mask), seed_argument(call.seed, call.rows)
-    starts, largest = starts_argument(call), widest(k_shape[2:-1], call.reach, call.random)
+    allowed = allowed_argument(q, k, call.causal, call.key_mask)
+    seed = seed_argument(call.seed, call.rows)
+    starts = starts_argument(call)
+    largest = widest(k_shape[2:-1], call.reach, call.random)
     radii = Radii(largest.bit_length(), largest)
     kept = 0
     if warm is not None:
-        warm, kept = warm.contiguous(), warm.shape[-1]
-    given = kinds(q, k, seed.pointer, legal.mask, warm, seed.rows, starts.index)
+        warm = warm.contiguous()
+        kept = warm.shape[-1]
+    given = kinds(q, k, seed.pointer, allowed.mask, warm, seed.rows, starts.index)
     plan = _plan(q_shape, k_shape, Rules(call.causal, False, False), call.propagate, call.jumps, given)
-    keys, wide = k, None
+    keys = k
+    wide = None
     if plan.width > k_shape[-1]:
-        keys = wide = k.new_empty((*k_shape[:-1], plan.width))
-    limits = (seed, legal, starts, q_shape[1] // k_shape[1], min(call.separation, 2**31 - 1), plan.geo)
+        wide = k.new_empty((*k_shape[:-1], plan.width))
+        keys = wide
+    group = q_shape[1] // k_shape[1]
+    limits = (seed, allowed, starts, group, min(call.separation, 2**31 - 1), plan.geo)
 
     # A device at rest waits for the first launch: what that does not need is made after it.
     other = index.new_empty(plane) if sweeps % 2 else None
@@ -103,14 +116,15 @@ def search(call: SearchCall) -> Found:
                 even = plan.even.bind(*same)
                 by_turn = (even, even if plan.odd is plan.even else plan.odd.bind(*same))
             for sweep in range(1, sweeps + 1):
-                to = sweep % 2
-                by_turn[to](state[1 - to], state[to], sweep, sweep == sweeps)
+                turn = sweep % 2
+                by_turn[turn](state[1 - turn], state[turn], sweep, sweep == sweeps)
         if matches == 1:
             return Found(index, score)
-        found = Found(index.new_empty(shape), score.new_empty(shape))
-        rows, plane_size = shape[0] * shape[1], index.numel() // matches
-        arrange(plane_size, by_key=False)(index, score, *found, rows, plane_size // rows, matches, matches)
-    return found
+        result = Found(index.new_empty(shape), score.new_empty(shape))
+        rows = shape[0] * shape[1]
+        plane_size = index.numel() // matches
+        arrange(plane_size, by_key=False)(index, score, *result, rows, plane_size // rows, matches, matches)
+    return result
 
 
 class Plan(NamedTuple):
@@ -125,19 +139,27 @@ class Plan(NamedTuple):
 
 @cached
 def _plan(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], rules: Rules, propagate: str, jumps: tuple[int, ...],
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    rules: Rules,
+    propagate: str,
+    jumps: tuple[int, ...],
     given: tuple[Any, ...],
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The plan of a run for tensors of these shapes and kinds: q, k, seed, mask, warm, rows, starts."""
-    query_grid, key_grid, width = tuple(q_shape[2:-1]), tuple(k_shape[2:-1]), q_shape[-1]
-    rows, dtype, holes = q_shape[0] * q_shape[1], given[0][1], given[3] is not None or given[6] is not None
+    query_grid = tuple(q_shape[2:-1])
+    key_grid = tuple(k_shape[2:-1])
+    width = q_shape[-1]
+    rows = q_shape[0] * q_shape[1]
+    dtype = given[0][1]
+    holes = given[3] is not None or given[6] is not None
     wide = triton.next_power_of_2(width)
     if wide * dtype.itemsize > 32:
         wide = width  # else one aligned load for several
     flags = {"RULES": rules, **search_tile(len(key_grid), width, dtype, rules.EARLIER)}
-    start = Kernel(start_kernel, rows * tiles(query_grid, flags["B"].TILE), {**flags, "KE": wide})
+    start = Kernel(start_kernel, rows * tiles(query_grid, flags["B"].TILE), {**flags, "PADDED": wide})
     flags |= search_tile(len(key_grid), wide, dtype, rules.EARLIER)
-    flags |= {"KROW": flags["ROW"], "ROW": flags["ROW"]._replace(E=width), "KEYLESS": rules.EARLIER or holes}
+    flags |= {"KE": flags["E"], "E": flags["E"]._replace(SIZE=width), "KEYLESS": rules.EARLIER or holes}
     programs = rows * tiles(query_grid, flags["B"].TILE)
     # A jump past every grid reads nobody; without it no step overflows 32 bits.
     near = tuple(jump for jump in jumps if jump < max(2**30, *query_grid))
@@ -150,156 +172,216 @@ def _plan(
 
 @triton.jit(do_not_specialize_on_alignment=PLANES)
 def start_kernel(
-    q, k, earlier, best_out, seed, legal, starts, group, separation, geo, run, state_out, warm, kept, final, wide,
+    q,
+    k,
+    earlier,
+    best_out,
+    seed,
+    allowed,
+    starts,
+    group,
+    separation,
+    geo,
+    run,
+    state_out,
+    warm,
+    kept,
+    final,
+    wide,
     padded_rows,
-    RULES: tl.constexpr, KE: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr,
-):  # fmt: skip
+    RULES: tl.constexpr,
+    PADDED: tl.constexpr,
+    B: tl.constexpr,
+    E: tl.constexpr,
+):
     """Sweep 0: a warm key where it is legal, else a draw; kept whatever its score. Pads the keys besides."""
     if wide is not None:
-        pad(k, wide, tl.cast(padded_rows, tl.int64) * points(geo.k), ROW.E, KE, B.BLOCK_Q * KE)
+        pad(k, wide, tl.cast(padded_rows, tl.int64) * points(geo.k), E.SIZE, PADDED, B.BLOCK_Q * PADDED)
     row, corner = tile_at(tl.program_id(0), geo, B)
-    query, valid = lane_query(corner, geo, B)
-    queries, keys = points(geo.q).to(tl.int64), points(geo.k)
-    point = row * queries + query
+    query, exists = lane_query(corner, geo, B)
+    queries = points(geo.q).to(tl.int64)
+    keys = points(geo.k)
+    point = row * queries + query  # [BQ]
     plane = queries * (tl.num_programs(0) // tile_count(geo, B))
-    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation, starts)
-    zero = query * 0
-    draws = absorb(absorb(absorb(row_state(seed, row), query), run), zero)
-    some_query = tl.where(valid, query, 0)
+    limits = Limits(allowed, (row // allowed.group).to(tl.int64), keys, earlier, plane, run, separation, starts)
+    zero = query * 0  # [BQ]
+    draws = absorb(absorb(absorb(row_state(seed, row), query), run), zero)  # [BQ]
+    some_query = tl.where(exists, query, 0)
     if starts.index is None:
-        key, ok = legal_draw(absorb(draws, zero), some_query, legal, limits.mask_row, keys, RULES.CAUSAL)
+        key, ok = draw_allowed(absorb(draws, zero), some_query, allowed, limits.mask_row, keys, RULES.CAUSAL)
     else:
-        key, ok = near_start(draws, 0, point, run, valid, starts, geo), valid
+        key = near_start(draws, 0, point, run, exists, starts, geo)  # [BQ]
+        ok = exists
     if warm is not None:
-        given = tl.load(warm + point * kept + run, mask=valid & (zero + run < kept), other=-1)
-        usable = allowed(given, (given >= 0) & (given < keys), query, point, limits, geo, RULES)
-        key, ok = tl.where(usable, given, key), usable | ok
-    ok = allowed(key, ok & valid, query, point, limits, geo, RULES)
-    k_row = k + tl.cast(row // group, tl.int64) * keys * ROW.E
-    mine = features(q + row * queries * ROW.E, query, ok, ROW)
-    best = tl.where(ok, score_of(mine, k_row, key, ok, ROW), -float("inf"))
-    tl.store(state_out + point, tl.where(ok, key, tl.where(final != 0, -1, NOTHING)), mask=valid)
-    tl.store(best_out + point, best, mask=valid)
+        given = tl.load(warm + point * kept + run, mask=exists & (zero + run < kept), other=-1)  # [BQ]
+        usable = legal(given, (given >= 0) & (given < keys), query, point, limits, geo, RULES)  # [BQ]
+        key = tl.where(usable, given, key)
+        ok = usable | ok
+    ok = legal(key, ok & exists, query, point, limits, geo, RULES)
+    k_row = k + tl.cast(row // group, tl.int64) * keys * E.SIZE
+    q_block = load_float32(q + row * queries * E.SIZE, query, ok, E)  # [BQ, E]
+    best = tl.where(ok, score_of(q_block, k_row, key, ok, E), -float("inf"))  # [BQ]
+    tl.store(state_out + point, tl.where(ok, key, tl.where(final != 0, -1, NOTHING)), mask=exists)
+    tl.store(best_out + point, best, mask=exists)
 
 
 @triton.jit(do_not_specialize_on_alignment=PLANES)
 def sweep_kernel(
-    q, k, earlier, best_io, seed, legal, starts, group, separation, geo, run, gossip, radii, state_in, state_out, sweep,
+    q,
+    k,
+    earlier,
+    best_io,
+    seed,
+    allowed,
+    starts,
+    group,
+    separation,
+    geo,
+    run,
+    gossip,
+    radii,
+    state_in,
+    state_out,
+    sweep,
     final,
-    RULES: tl.constexpr, FROM: tl.constexpr, KEYLESS: tl.constexpr, B: tl.constexpr, ROW: tl.constexpr,
-    KROW: tl.constexpr,
-):  # fmt: skip
+    RULES: tl.constexpr,
+    FROM: tl.constexpr,
+    KEYLESS: tl.constexpr,
+    B: tl.constexpr,
+    E: tl.constexpr,
+    KE: tl.constexpr,
+):
     """One sweep: propagate, gossip, random search, each candidate taken where it is legal and strictly better."""
     row, corner = tile_at(tl.program_id(0), geo, B)
-    query, valid = lane_query(corner, geo, B)
-    queries, keys = points(geo.q).to(tl.int64), points(geo.k)
-    point = row * queries + query
+    query, exists = lane_query(corner, geo, B)
+    queries = points(geo.q).to(tl.int64)
+    keys = points(geo.k)
+    point = row * queries + query  # [BQ]
     plane = queries * (tl.num_programs(0) // tile_count(geo, B))
-    limits = Limits(legal, (row // legal.heads).to(tl.int64), keys, earlier, plane, run, separation, starts)
-    k_row = k + tl.cast(row // group, tl.int64) * keys * KROW.E
-    ours = SweepQueries(query, point, features(q + row * queries * ROW.E, query, valid, ROW), k_row)
+    limits = Limits(allowed, (row // allowed.group).to(tl.int64), keys, earlier, plane, run, separation, starts)
+    k_row = k + tl.cast(row // group, tl.int64) * keys * KE.SIZE
+    q_block = load_float32(q + row * queries * E.SIZE, query, exists, E)  # [BQ, E]
+    query_block = SweepQueries(query, point, q_block, k_row)
 
-    key = decoded(tl.load(state_in + point, mask=valid, other=NOTHING))
-    had, old = key, key
+    key = decoded(tl.load(state_in + point, mask=exists, other=NOTHING))  # [BQ]
+    had = key  # [BQ], at the start of the sweep
+    old = key  # [BQ], what the neighbours know
     if FROM.TURNS:
         # A key is old to the neighbours when it was there at the last sweep of the same kind, two before.
-        old = tl.where(sweep > 1, decoded(tl.load(state_out + point, mask=valid, other=NOTHING)), -1)
-    best = tl.load(best_io + point, mask=valid, other=float("inf"))
-    key, best = propagated(key, best, state_in, corner, valid, ours, limits, geo, RULES, FROM, B, KROW)
+        old = tl.where(sweep > 1, decoded(tl.load(state_out + point, mask=exists, other=NOTHING)), -1)
+    best = tl.load(best_io + point, mask=exists, other=float("inf"))  # [BQ]
+    key, best = propagated(key, best, state_in, corner, exists, query_block, limits, geo, RULES, FROM, B, KE)
 
-    draws = absorb(absorb(absorb(row_state(seed, row), query), run), sweep)
+    draws = absorb(absorb(absorb(row_state(seed, row), query), run), sweep)  # [BQ]
     for g in range(gossip):
-        other = below(absorb(draws, g), queries)
-        heard = decoded(tl.load(state_in + row * queries + other, mask=valid, other=NOTHING))
-        key, best = offer(heard, heard >= 0, had, key, best, ours, limits, geo, RULES, KROW)
+        other = below(absorb(draws, g), queries)  # [BQ]
+        heard = decoded(tl.load(state_in + row * queries + other, mask=exists, other=NOTHING))  # [BQ]
+        key, best = offer(heard, heard >= 0, had, key, best, query_block, limits, geo, RULES, KE)
 
     radius = tl.cast(radii.largest, tl.int32)
-    keyless = tl.max((valid & (key < 0)).to(tl.int32), axis=0) if KEYLESS else 0
+    keyless = tl.max((exists & (key < 0)).to(tl.int32), axis=0) if KEYLESS else 0
     for n in range(radii.number):
         draw = gossip + n * (len(geo.k) + 1)
-        candidate, exists = around(draws, draw, key, radius, starts, geo), valid
+        candidate = around(draws, draw, key, radius, starts, geo)  # [BQ]
+        usable = exists
         if KEYLESS:  # noqa: SIM102 - known when compiling, unlike the next
             if keyless > 0:
                 if starts.index is None:
-                    bits, some_query = absorb(draws, draw + len(geo.k)), tl.where(valid, query, 0)
-                    drawn, some = legal_draw(bits, some_query, legal, limits.mask_row, keys, RULES.CAUSAL)
-                    exists = valid & ((key >= 0) | some)
+                    bits = absorb(draws, draw + len(geo.k))
+                    some_query = tl.where(exists, query, 0)
+                    drawn, any_key = draw_allowed(bits, some_query, allowed, limits.mask_row, keys, RULES.CAUSAL)
+                    usable = exists & ((key >= 0) | any_key)
                 else:
-                    drawn = near_start(draws, draw, point, run, valid, starts, geo)
+                    drawn = near_start(draws, draw, point, run, exists, starts, geo)  # [BQ]
                 candidate = tl.where(key < 0, drawn, candidate)
-        key, best = offer(candidate, exists, key, key, best, ours, limits, geo, RULES, KROW)
+        key, best = offer(candidate, usable, key, key, best, query_block, limits, geo, RULES, KE)
         radius = radius >> 1
 
     # A keyless query is ~-1 = 0 nowhere: NOTHING, or -1 in what is returned.
     coded = tl.where(key < 0, NOTHING, tl.where(key != old, key, ~key))
-    tl.store(state_out + point, tl.where(final != 0, key, coded), mask=valid)
-    tl.store(best_io + point, best, mask=valid)
+    tl.store(state_out + point, tl.where(final != 0, key, coded), mask=exists)
+    tl.store(best_io + point, best, mask=exists)
 
 
 @triton.jit
 def propagated(
-    key, best, state_in, corner, valid, ours, limits, geo,
-    RULES: tl.constexpr, FROM: tl.constexpr, B: tl.constexpr, KROW: tl.constexpr,
-):  # fmt: skip
-    """Keys and scores after what neighbours offer."""
+    key,
+    best,
+    state_in,
+    corner,
+    exists,
+    query_block,
+    limits,
+    geo,
+    RULES: tl.constexpr,
+    FROM: tl.constexpr,
+    B: tl.constexpr,
+    KE: tl.constexpr,
+):
+    """Keys and scores [BQ] after what neighbours offer."""
     had = key
     for n in range(len(FROM.JUMPS) * len(geo.q)):
-        axis, jump = n % len(geo.q), n * 0
+        axis = n % len(geo.q)
+        jump = n * 0
         for j in tl.static_range(len(FROM.JUMPS)):
             jump = tl.where(n // len(geo.q) == j, FROM.JUMPS[j], jump)
-        here, extent, key_extent, up, down = along(axis, corner, geo, B)
-        candidates, exist, wanted, scores = (), (), (), ()
+        place, extent, key_extent, q_stride, k_stride = along(axis, corner, geo, B)
+        candidates = ()
+        usable = ()
+        wanted = ()
+        scores = ()
         for side in tl.static_range(2):
             step = jump * (2 * side - 1)
-            there = (here + step).to(tl.uint32) < extent.to(tl.uint32)
-            found = tl.load(state_in + ours.point + step * up, mask=valid & there, other=NOTHING)
-            fresh = found >= 0
+            on_grid = (place + step).to(tl.uint32) < extent.to(tl.uint32)  # [BQ]
+            match = tl.load(state_in + query_block.point + step * q_stride, mask=exists & on_grid, other=NOTHING)
+            fresh = match >= 0
             for m in tl.static_range(len(FROM.MOVES)):
                 back = step * -FROM.MOVES[m]  # to subtract: with a sum the compiler spills a register
-                candidates += (found - back * down,)
+                candidates += (match - back * k_stride,)
                 if FROM.MOVES[m] == 0:
-                    exist += (fresh,)
+                    usable += (fresh,)
                 else:
-                    at = coordinate(found, axis, geo) - back
-                    exist += (fresh & (at.to(tl.uint32) < key_extent.to(tl.uint32)),)
+                    key_place = coordinate(match, axis, geo) - back
+                    usable += (fresh & (key_place.to(tl.uint32) < key_extent.to(tl.uint32)),)
             if not RULES.EARLIER:
                 for c in tl.static_range(len(candidates)):
-                    key, best = offer(candidates[c], exist[c], had, key, best, ours, limits, geo, RULES, KROW)
-                candidates, exist = (), ()
+                    key, best = offer(candidates[c], usable[c], had, key, best, query_block, limits, geo, RULES, KE)
+                candidates = ()
+                usable = ()
         # To look up earlier matches is to wait: what both sides offer is read before one of it is taken.
         for c in tl.static_range(len(candidates)):
-            worth, s = score_candidate(candidates[c], exist[c], had, ours, RULES, KROW)
+            worth, s = score_candidate(candidates[c], usable[c], had, query_block, RULES, KE)
             wanted += (worth,)
             scores += (s,)
         for c in tl.static_range(len(candidates)):
-            key, best = take(candidates[c], wanted[c], scores[c], key, best, ours, limits, geo, RULES)
+            key, best = take(candidates[c], wanted[c], scores[c], key, best, query_block, limits, geo, RULES)
     return key, best
 
 
 @triton.jit
-def offer(candidate, exists, had, key, best, ours, limits, geo, RULES: tl.constexpr, ROW: tl.constexpr):
-    """Read one candidate and take it where it is legal and strictly better."""
-    wanted, s = score_candidate(candidate, exists, had, ours, RULES, ROW)
-    return take(candidate, wanted, s, key, best, ours, limits, geo, RULES)
+def offer(candidate, usable, had, key, best, query_block, limits, geo, RULES: tl.constexpr, KE: tl.constexpr):
+    """Read one candidate [BQ] and take it where it is legal and strictly better."""
+    wanted, s = score_candidate(candidate, usable, had, query_block, RULES, KE)
+    return take(candidate, wanted, s, key, best, query_block, limits, geo, RULES)
 
 
 @triton.jit
-def score_candidate(candidate, exists, had, ours, RULES: tl.constexpr, ROW: tl.constexpr):
-    """Where a candidate can win, and its score there. `had`, a key held before, cannot win: it is not read.
+def score_candidate(candidate, usable, had, query_block, RULES: tl.constexpr, KE: tl.constexpr):
+    """Where a candidate [BQ] can win, and its score there. `had`, a key held before, cannot win: it is not read.
 
     `had` may be older than the best so far: then no read waits for the one before it.
     """
-    wanted = exists & (candidate != had)
+    wanted = usable & (candidate != had)
     if RULES.CAUSAL:
-        wanted = wanted & (candidate <= ours.query)
-    return wanted, dot(ours.mine, features(ours.k_row, candidate, wanted, ROW))
+        wanted = wanted & (candidate <= query_block.query)
+    return wanted, dot(query_block.q_block, load_float32(query_block.k_row, candidate, wanted, KE))
 
 
 @triton.jit
-def take(candidate, wanted, s, key, best, ours, limits, geo, RULES: tl.constexpr):
-    """Key and score after a candidate of score s."""
+def take(candidate, wanted, s, key, best, query_block, limits, geo, RULES: tl.constexpr):
+    """Key and score [BQ] after a candidate of score s."""
     better = wanted & (s > best)  # NaN is not
-    better = allowed(candidate, better, ours.query, ours.point, limits, geo, RULES)
+    better = legal(candidate, better, query_block.query, query_block.point, limits, geo, RULES)
     return tl.where(better, candidate, key), tl.where(better, s, best)
 
 
