@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...schedule import TILE_QUERIES, tile_shape
 from .noise import Seed, absorb, below_argument, row_state, seed_argument
 from .runtime.launch import INTERPRETED, cached
 
@@ -104,10 +105,15 @@ def reaches(radius: tuple[int, ...], key_grid: tuple[int, ...]) -> tuple[int, ..
     return tuple(min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True))
 
 
-def tile_shape(queries: int, rank: int) -> tuple[int, ...]:
+def block_shape(queries: int, rank: int) -> tuple[int, ...]:
     """A near-cubic tile of that many (a power of two) queries, wider on the last axes."""
     bits = queries.bit_length() - 1
     return tuple(1 << (bits + axis) // rank for axis in range(rank))
+
+
+def tile_block(rank: int) -> Block:
+    """A tile of `schedule` as the queries of a program."""
+    return Block(tile_shape(rank), TILE_QUERIES)
 
 
 def tiles(query_grid: Sequence[int], tile: Sequence[int]) -> int:
@@ -522,14 +528,14 @@ def join_lse(running_max, running_sum, has_keys, offset, head_lse):
     none, and the log2 of the sum.
     """
     running_max = tl.where(running_max == LOWEST, 0.0, running_max)
-    tail = tl.where(has_keys, tl.log2(tl.where(has_keys, running_sum, 1.0)) + offset * LOG2E, -float("inf"))
-    head = (head_lse - running_max) * LOG2E
-    larger = tl.maximum(tail, head)
+    tail_log2 = tl.where(has_keys, tl.log2(tl.where(has_keys, running_sum, 1.0)) + offset * LOG2E, -float("inf"))
+    head_log2 = (head_lse - running_max) * LOG2E
+    larger = tl.maximum(tail_log2, head_log2)
     larger = tl.where(larger == -float("inf"), 0.0, larger)
-    empty = ~has_keys & (head == -float("inf"))
-    norm = tl.log2(tl.where(empty, 1.0, tl.exp2(tail - larger) + tl.exp2(head - larger))) + larger
+    empty = ~has_keys & (head_log2 == -float("inf"))
+    norm = tl.log2(tl.where(empty, 1.0, tl.exp2(tail_log2 - larger) + tl.exp2(head_log2 - larger))) + larger
     factor = tl.where(has_keys, tl.exp2(offset * LOG2E - norm), 0.0)
-    return factor, tl.exp2(head - norm), running_max, tl.where(empty, -float("inf"), norm)
+    return factor, tl.exp2(head_log2 - norm), running_max, tl.where(empty, -float("inf"), norm)
 
 
 # Dropout: the noise of a pair of query and key.

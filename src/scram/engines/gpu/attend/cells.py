@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....grid import cell_sides
 from ....schedule import TILE_QUERIES
-from ..primitives import Block, Geometry, divide, points, reaches, tile_at, tile_shape, tiles, unmasked
+from ..primitives import Geometry, divide, points, reaches, tile_at, tile_block, tiles, unmasked
 from ..runtime.block_sizes import LIST_BLOCK, LIST_WARPS, MOST_SORTED
 from ..runtime.launch import Kernel, cached, kinds
 
@@ -104,7 +104,7 @@ def _plan(
     joined = [math.prod(rim[axis + 1 :]) for axis, one in enumerate(spans) if one]
     moves = (*joined, *[0] * (len(rim) - len(joined)))
     frame = Frame(sides, reach, number, spans, rim, moves, len(joined))
-    block = Block(tile_shape(TILE_QUERIES, len(key_grid)), TILE_QUERIES)
+    block = tile_block(len(key_grid))
     count = rows * tiles(query_grid, block.TILE)
     flags: dict[str, Any] = {"B": block, "IDS": triton.next_power_of_2(TILE_QUERIES * kappa)}
     options = {"num_warps": LIST_WARPS, "enable_fp_fusion": True}
@@ -253,9 +253,9 @@ def cells_kernel(
         tl.debug_barrier()
     for begin in range(0, all_corners, BLOCK):
         n = begin + lane  # [BLOCK]
-        x = tl.load(corners + tile * all_corners + n, mask=n < all_corners, other=NO_CELL)
-        before = tl.load(corners + tile * all_corners + n - 1, mask=(n > 0) & (n < all_corners), other=-1)
-        new = ((x != before) & (x < NO_CELL)).to(tl.int32)
+        x = tl.load(corners + tile * all_corners + n, mask=n < all_corners, other=NO_CELL)  # [BLOCK]
+        before = tl.load(corners + tile * all_corners + n - 1, mask=(n > 0) & (n < all_corners), other=-1)  # [BLOCK]
+        new = ((x != before) & (x < NO_CELL)).to(tl.int32)  # [BLOCK]
         tl.store(buffers + count + tl.cumsum(new, 0) - 1, x, mask=new > 0)
         count += tl.sum(new, 0)
     tl.debug_barrier()
@@ -268,20 +268,20 @@ def cells_kernel(
         doubles = 0
         for begin in range(0, count, BLOCK):
             n = begin + lane  # [BLOCK]
-            x = tl.load(given + n, mask=n < count, other=0)
-            at = lower_bound(given, count, x + move)
+            x = tl.load(given + n, mask=n < count, other=0)  # [BLOCK]
+            at = lower_bound(given, count, x + move)  # [BLOCK]
             known = tl.load(given + at, mask=(n < count) & (at < count), other=-1) == x + move
             known = (known & (n < count)).to(tl.int32)
-            earlier = doubles + tl.cumsum(known, 0) - known
+            earlier = doubles + tl.cumsum(known, 0) - known  # [BLOCK]
             tl.store(result + n, earlier, mask=n < count)
             tl.store(joined + n - earlier + at, x + move, mask=(n < count) & (known == 0))
             doubles += tl.sum(known, 0)
         tl.debug_barrier()
         for begin in range(0, count, BLOCK):
             n = begin + lane  # [BLOCK]
-            x = tl.load(given + n, mask=n < count, other=0)
-            at = lower_bound(given, count, x - move)
-            earlier = tl.load(result + at, mask=n < count, other=0)
+            x = tl.load(given + n, mask=n < count, other=0)  # [BLOCK]
+            at = lower_bound(given, count, x - move)  # [BLOCK]
+            earlier = tl.load(result + at, mask=n < count, other=0)  # [BLOCK]
             tl.store(joined + n + at - earlier, x, mask=n < count)
         count = 2 * count - doubles
         tl.debug_barrier()
@@ -289,8 +289,8 @@ def cells_kernel(
     kept = 0
     for begin in range(0, count, BLOCK):
         n = begin + lane  # [BLOCK]
-        rest = tl.load(given + n, mask=n < count, other=0)
-        key = n * 0
+        rest = tl.load(given + n, mask=n < count, other=0)  # [BLOCK]
+        key = n * 0  # [BLOCK]
         stride = 1
         on_grid = n < count
         for a in tl.static_range(len(geo.k) - 1, -1, -1):
@@ -299,7 +299,7 @@ def cells_kernel(
             key += place * frame.sides[a] * stride
             rest = rest // frame.rim[a]
             stride = stride * geo.k[a]
-        new = on_grid.to(tl.int32)
+        new = on_grid.to(tl.int32)  # [BLOCK]
         tl.store(result + kept + tl.cumsum(new, 0) - 1, key, mask=on_grid)
         kept += tl.sum(new, 0)
     tl.store(cells.count + tl.program_id(0), kept)

@@ -54,15 +54,15 @@ class Running(NamedTuple):
 
 
 @triton.jit
-def attend_kernel(x, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+def attend_kernel(inputs, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program: tile of queries."""
-    windows = x.windows
-    row, start, query_block, q_block, noise = program_queries(x, B, E)
+    windows = inputs.windows
+    row, start, query_block, q_block, noise = program_queries(inputs, B, E)
     exists = query_block.exists  # [BQ]
-    key_row = (row // x.group).to(tl.int64)
+    key_row = (row // inputs.group).to(tl.int64)
     keys = points(windows.geo.k)
-    k_row = x.k + key_row * keys * E.SIZE
-    v_row = x.v + key_row * keys * F.SIZE
+    k_row = inputs.k + key_row * keys * E.SIZE
+    v_row = inputs.v + key_row * keys * F.SIZE
 
     running_max = tl.full([B.BLOCK_Q], -float("inf"), tl.float32)  # [BQ]
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
@@ -72,13 +72,13 @@ def attend_kernel(x, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.conste
         offset = first_offset(windows.reach)
         for _step in range(window_size(windows.reach)):
             key, ok, offset = next_key(match, e, offset, query_block, windows, CONFIG)
-            state = attend_key(state, q_block, k_row, v_row, key, ok, key, noise, x, CONFIG, E, F)
-    if x.k_extra is not None:
-        k_row = x.k_extra + key_row * x.extras * E.SIZE
-        v_row = x.v_extra + key_row * x.extras * F.SIZE
-        for n in range(x.extras):
+            state = attend_key(state, q_block, k_row, v_row, key, ok, key, noise, inputs, CONFIG, E, F)
+    if inputs.k_extra is not None:
+        k_row = inputs.k_extra + key_row * inputs.extras * E.SIZE
+        v_row = inputs.v_extra + key_row * inputs.extras * F.SIZE
+        for n in range(inputs.extras):
             at = query_block.query * 0 + n  # [BQ]
-            state = attend_key(state, q_block, k_row, v_row, at, exists, keys + at, noise, x, CONFIG, E, F)
+            state = attend_key(state, q_block, k_row, v_row, at, exists, keys + at, noise, inputs, CONFIG, E, F)
 
     has_keys = state.count > 0  # [BQ]
     norm = tl.where(has_keys, state.running_sum if CONFIG.WEIGHT == "softmax" else state.count, 1.0)  # [BQ]
@@ -94,10 +94,10 @@ def attend_kernel(x, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.conste
 
 @triton.jit
 def attend_key(
-    state, q_block, k_row, v_row, at, ok, name, noise, x, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr
+    state, q_block, k_row, v_row, at, ok, name, noise, inputs, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr
 ):
     """One more key per query, vector `at` of keys and values where `ok`; dropout knows it as `name`."""
-    s = dot(q_block, load_float32(k_row, at, ok, E)) * x.scale  # [BQ]
+    s = dot(q_block, load_float32(k_row, at, ok, E)) * inputs.scale  # [BQ]
     v_block = load_float32(v_row, at, ok, F)  # [BQ, F]
     running_max = state.running_max
     running_sum = state.running_sum
@@ -108,7 +108,7 @@ def attend_key(
         running_sum = running_sum * rescale + p
     else:
         p = weigh(s, ok, CONFIG.WEIGHT)  # [BQ]
-    p = dropped(p, name, noise, x.dropout, CONFIG.DROPOUT)
+    p = dropped(p, name, noise, inputs.dropout, CONFIG.DROPOUT)
     acc = ()
     for n in tl.static_range(len(v_block)):
         acc += (state.acc[n] * rescale[:, None] + p[:, None] * v_block[n],)

@@ -105,23 +105,23 @@ def add_sum(base, factor, pieces, E: tl.constexpr, REPEATABLE: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(x, above, grads, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+def backward_kernel(inputs, above, grads, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program: tile of queries."""
     REPEATABLE: tl.constexpr = above.sums is not None
-    windows = x.windows
-    row, start, query_block, q_block, noise = program_queries(x, B, E)
-    key_row = (row // x.group).to(tl.int64)
+    windows = inputs.windows
+    row, start, query_block, q_block, noise = program_queries(inputs, B, E)
+    key_row = (row // inputs.group).to(tl.int64)
     keys = points(windows.geo.k)
     query = query_block.query  # [BQ]
     exists = query_block.exists  # [BQ]
-    k_row = x.k + key_row * keys * E.SIZE
-    v_row = x.v + key_row * keys * F.SIZE
+    k_row = inputs.k + key_row * keys * E.SIZE
+    v_row = inputs.v + key_row * keys * F.SIZE
     grad_out = load_float32(above.grad_out + start * F.SIZE, query, exists, F)  # [BQ, F]
     lse = tl.load(above.lse + start + query, mask=exists, other=0.0)  # [BQ]
     size = window_size(windows.reach)
-    if x.k_extra is not None:
-        k_extra = x.k_extra + key_row * x.extras * E.SIZE
-        v_extra = x.v_extra + key_row * x.extras * F.SIZE
+    if inputs.k_extra is not None:
+        k_extra = inputs.k_extra + key_row * inputs.extras * E.SIZE
+        v_extra = inputs.v_extra + key_row * inputs.extras * F.SIZE
 
     delta = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
     inv_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
@@ -132,13 +132,13 @@ def backward_kernel(x, above, grads, CONFIG: tl.constexpr, B: tl.constexpr, E: t
             offset = first_offset(windows.reach)
             for _step in range(size):
                 key, ok, offset = next_key(match, e, offset, query_block, windows, CONFIG)
-                _, s, dp = pair(q_block, grad_out, k_row, v_row, key, ok, x, E, F)
-                p_sum, delta = add_pair(p_sum, delta, s, dp, ok, lse, key, noise, x, CONFIG)
-        if x.k_extra is not None:
-            for n in range(x.extras):
+                _, s, dp = pair(q_block, grad_out, k_row, v_row, key, ok, inputs, E, F)
+                p_sum, delta = add_pair(p_sum, delta, s, dp, ok, lse, key, noise, inputs, CONFIG)
+        if inputs.k_extra is not None:
+            for n in range(inputs.extras):
                 at = query * 0 + n  # [BQ]
-                _, s, dp = pair(q_block, grad_out, k_extra, v_extra, at, exists, x, E, F)
-                p_sum, delta = add_pair(p_sum, delta, s, dp, exists, lse, keys + at, noise, x, CONFIG)
+                _, s, dp = pair(q_block, grad_out, k_extra, v_extra, at, exists, inputs, E, F)
+                p_sum, delta = add_pair(p_sum, delta, s, dp, exists, lse, keys + at, noise, inputs, CONFIG)
         inv_sum = 1 / tl.where(p_sum == 0, 1.0, p_sum)
         delta = delta * inv_sum - tl.load(above.grad_lse + start + query, mask=exists, other=0.0)
     if REPEATABLE:
@@ -151,38 +151,40 @@ def backward_kernel(x, above, grads, CONFIG: tl.constexpr, B: tl.constexpr, E: t
         offset = first_offset(windows.reach)
         for _step in range(size):
             key, ok, offset = next_key(match, e, offset, query_block, windows, CONFIG)
-            k_block, s, dp = pair(q_block, grad_out, k_row, v_row, key, ok, x, E, F)
-            p, ds = pair_gradient(s, dp, ok, lse, inv_sum, delta, key, noise, x.dropout, CONFIG.WEIGHT, CONFIG.DROPOUT)
-            dq = add_scaled(dq, ds * x.scale, k_block)
-            if not REPEATABLE:
-                atomic_add_scaled(grads.k + key_row * keys * E.SIZE, key, ds * x.scale, q_block, ok, E)
-                atomic_add_scaled(grads.v + key_row * keys * F.SIZE, key, p, grad_out, ok, F)
-    if x.k_extra is not None:
-        slot = (tl.program_id(0).to(tl.int64) if REPEATABLE else key_row) * x.extras
-        for n in range(x.extras):
-            at = query * 0 + n  # [BQ]
-            k_block, s, dp = pair(q_block, grad_out, k_extra, v_extra, at, exists, x, E, F)
+            k_block, s, dp = pair(q_block, grad_out, k_row, v_row, key, ok, inputs, E, F)
             p, ds = pair_gradient(
-                s, dp, exists, lse, inv_sum, delta, keys + at, noise, x.dropout, CONFIG.WEIGHT, CONFIG.DROPOUT
+                s, dp, ok, lse, inv_sum, delta, key, noise, inputs.dropout, CONFIG.WEIGHT, CONFIG.DROPOUT
             )
-            dq = add_scaled(dq, ds * x.scale, k_block)
-            add_sum(grads.k_extra + (slot + n) * E.SIZE, ds * x.scale, q_block, E, REPEATABLE)
+            dq = add_scaled(dq, ds * inputs.scale, k_block)
+            if not REPEATABLE:
+                atomic_add_scaled(grads.k + key_row * keys * E.SIZE, key, ds * inputs.scale, q_block, ok, E)
+                atomic_add_scaled(grads.v + key_row * keys * F.SIZE, key, p, grad_out, ok, F)
+    if inputs.k_extra is not None:
+        slot = (tl.program_id(0).to(tl.int64) if REPEATABLE else key_row) * inputs.extras
+        for n in range(inputs.extras):
+            at = query * 0 + n  # [BQ]
+            k_block, s, dp = pair(q_block, grad_out, k_extra, v_extra, at, exists, inputs, E, F)
+            p, ds = pair_gradient(
+                s, dp, exists, lse, inv_sum, delta, keys + at, noise, inputs.dropout, CONFIG.WEIGHT, CONFIG.DROPOUT
+            )
+            dq = add_scaled(dq, ds * inputs.scale, k_block)
+            add_sum(grads.k_extra + (slot + n) * E.SIZE, ds * inputs.scale, q_block, E, REPEATABLE)
             add_sum(grads.v_extra + (slot + n) * F.SIZE, p, grad_out, F, REPEATABLE)
 
     store_pieces(grads.q + start * E.SIZE, query, dq, exists, E)
 
 
 @triton.jit
-def pair(q_block, grad_out, k_row, v_row, at, ok, x, E: tl.constexpr, F: tl.constexpr):
+def pair(q_block, grad_out, k_row, v_row, at, ok, inputs, E: tl.constexpr, F: tl.constexpr):
     """One key per query, vector `at` of keys and values where `ok`: its features, its score, <grad_out, v>."""
     k_block = load_float32(k_row, at, ok, E)  # [BQ, E]
-    s = dot(q_block, k_block) * x.scale  # [BQ]
+    s = dot(q_block, k_block) * inputs.scale  # [BQ]
     return k_block, s, dot(grad_out, load_float32(v_row, at, ok, F))
 
 
 @triton.jit
-def add_pair(p_sum, delta, s, dp, ok, lse, name, noise, x, CONFIG: tl.constexpr):
+def add_pair(p_sum, delta, s, dp, ok, lse, name, noise, inputs, CONFIG: tl.constexpr):
     """One more key in the sum of the weights and in delta."""
     p = rough_weight(s, ok, lse)  # [BQ]
-    r = dropout_factor(name, noise, x.dropout, CONFIG.DROPOUT)  # [BQ]
+    r = dropout_factor(name, noise, inputs.dropout, CONFIG.DROPOUT)  # [BQ]
     return p_sum + p, delta + tl.where(ok & (r > 0), p * r * dp, 0.0)

@@ -123,7 +123,7 @@ def share_kernel(first, further, key_rows, share, geo, reach, BLOCK: tl.constexp
 
 @triton.jit
 def collect_kernel(
-    x,
+    inputs,
     above,
     grads,
     lists,
@@ -134,7 +134,7 @@ def collect_kernel(
     FIRST: tl.constexpr,
 ):
     """One share of the pairs of one key, BLOCK_Q at a time: a further one, or the FIRST, and then the sum of all."""
-    windows = x.windows
+    windows = inputs.windows
     queries = points(windows.geo.q).to(tl.int64)
     keys = points(windows.geo.k)
     number = tl.program_id(0).to(tl.int64)
@@ -147,8 +147,8 @@ def collect_kernel(
     lane = tl.arange(0, BLOCK_Q)  # [BQ]
     slot = tl.arange(0, 1) + number  # [1]
     slot_exists = tl.arange(0, 1) + place < all_keys  # [1]
-    k_block = load_float32(x.k, slot - number + place, slot_exists, E)  # [1, E]
-    v_block = load_float32(x.v, slot - number + place, slot_exists, F)  # [1, F]
+    k_block = load_float32(inputs.k, slot - number + place, slot_exists, E)  # [1, E]
+    v_block = load_float32(inputs.v, slot - number + place, slot_exists, F)  # [1, F]
     dk = zero_pieces(BLOCK_Q, E)  # [BQ, E]
     dv = zero_pieces(BLOCK_Q, F)  # [BQ, F]
     left, right, other_reach = sides(key, windows.reach, windows.geo)
@@ -176,16 +176,18 @@ def collect_kernel(
                     earlier = tl.load(windows.index + point * windows.kappa + before, mask=ok & (before < e), other=-1)
                     on_grid = (earlier >= 0) & (earlier < keys)
                     ok = ok & ~(on_grid & near(name, tl.where(on_grid, earlier, 0), windows.reach, windows.geo))
-            q_block = load_float32(x.q, point, ok, E)  # [BQ, E]
+            q_block = load_float32(inputs.q, point, ok, E)  # [BQ, E]
             grad_out = load_float32(above.grad_out, point, ok, F)  # [BQ, F]
             lse = tl.load(above.lse + point, mask=ok, other=0.0)  # [BQ]
             inv_sum = tl.load(above.sums + point * 2, mask=ok, other=0.0)  # [BQ]
             delta = tl.load(above.sums + point * 2 + 1, mask=ok, other=0.0)  # [BQ]
-            noise = dropout_noise(x.dropout, row, query)  # [BQ]
-            s = dot(q_block, k_block) * x.scale  # [BQ]
+            noise = dropout_noise(inputs.dropout, row, query)  # [BQ]
+            s = dot(q_block, k_block) * inputs.scale  # [BQ]
             dp = dot(grad_out, v_block)  # [BQ]
-            p, ds = pair_gradient(s, dp, ok, lse, inv_sum, delta, name, noise, x.dropout, CONFIG.WEIGHT, CONFIG.DROPOUT)
-            dk = add_scaled(dk, ds * x.scale, q_block)
+            p, ds = pair_gradient(
+                s, dp, ok, lse, inv_sum, delta, name, noise, inputs.dropout, CONFIG.WEIGHT, CONFIG.DROPOUT
+            )
+            dk = add_scaled(dk, ds * inputs.scale, q_block)
             dv = add_scaled(dv, p, grad_out)
     if FIRST:
         for t in range(((others + BLOCK_Q - 1) // BLOCK_Q).to(tl.int32)):

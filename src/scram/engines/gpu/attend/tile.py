@@ -49,25 +49,25 @@ class Running(NamedTuple):
 
 
 @triton.jit
-def tile_attend_kernel(x, cells, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+def tile_attend_kernel(inputs, cells, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program (tile, piece of the values)."""
     piece = tl.program_id(0) % CONFIG.PARTS
     tile = tl.program_id(0) // CONFIG.PARTS
-    queries = tile_queries(tile, 0, x, CONFIG, B, E)
-    listed = cell_list(tile, queries.row, cells, x.windows.masked)
-    key_row = (queries.row // x.group).to(tl.int64)
+    queries = tile_queries(tile, 0, inputs, CONFIG, B, E)
+    listed = cell_list(tile, queries.row, cells, inputs.windows.masked)
+    key_row = (queries.row // inputs.group).to(tl.int64)
 
     # Else a cell has a key for everyone.
-    COUNT: tl.constexpr = CONFIG.WEIGHT != "softmax" or CONFIG.CAUSAL or x.windows.masked.mask is not None
-    WALKS: tl.constexpr = 1 if x.k_extra is None else 2
+    COUNT: tl.constexpr = CONFIG.WEIGHT != "softmax" or CONFIG.CAUSAL or inputs.windows.masked.mask is not None
+    WALKS: tl.constexpr = 1 if inputs.k_extra is None else 2
     running_max = tl.full([B.BLOCK_Q], -float("inf"), tl.float32)  # [BQ]
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
     acc = tl.zeros([B.BLOCK_Q, F.BLOCK], tl.float32)  # [BQ, F]
     state = Running(running_max, zero, zero if COUNT else zero + listed.end, acc, acc)
     for EXTRA in tl.static_range(WALKS):
-        for begin in range(0, x.extras if EXTRA else listed.end, CONFIG.BLOCK_K):
-            keys = keys_from(begin, listed, key_row, queries.query, x, cells, EXTRA, CONFIG, E, F)
-            state = attend_block(state, queries, keys, piece, x, COUNT or EXTRA, CONFIG, B, E, F)
+        for begin in range(0, inputs.extras if EXTRA else listed.end, CONFIG.BLOCK_K):
+            keys = keys_from(begin, listed, key_row, queries.query, inputs, cells, EXTRA, CONFIG, E, F)
+            state = attend_block(state, queries, keys, piece, inputs, COUNT or EXTRA, CONFIG, B, E, F)
 
     has_keys = state.count > 0  # [BQ]
     if CONFIG.WEIGHT == "softmax":
@@ -93,7 +93,7 @@ def attend_block(
     queries,
     keys,
     piece,
-    x,
+    inputs,
     COUNT: tl.constexpr,
     CONFIG: tl.constexpr,
     B: tl.constexpr,
@@ -105,16 +105,16 @@ def attend_block(
     running_max, running_sum, count, acc, spoiled = state
     if CONFIG.WEIGHT == "softmax":
         s = tl.where(keys.ok, s, -float("inf"))
-        scale = power_scale(x.scale, CONFIG.NARROW)
+        scale = power_scale(inputs.scale, CONFIG.NARROW)
         POWER: tl.constexpr = "exp2" if CONFIG.NARROW else "powers"
         running_max, rescale, p = softmax_step(running_max, s, scale, POWER, True, 1)
         running_sum = running_sum * rescale + tl.sum(p, 1)
         acc *= rescale[:, None]
     else:
-        p = weigh(s * x.scale, keys.ok, CONFIG.WEIGHT)  # [BQ, BK]
+        p = weigh(s * inputs.scale, keys.ok, CONFIG.WEIGHT)  # [BQ, BK]
     if COUNT:
         count += tl.sum(tl.where(keys.ok, 1.0, 0.0), 1)
-    p = dropped(p, keys.name[None, :], queries.noise[:, None], x.dropout, CONFIG.DROPOUT)
+    p = dropped(p, keys.name[None, :], queries.noise[:, None], inputs.dropout, CONFIG.DROPOUT)
     v_block = load_operand(keys.v_row, keys.at, keys.exists, piece, F, CONFIG.WEIGHT)  # [BK, F]
     if CONFIG.CAUSAL:  # a weight of 0 lets no NaN of a later key through
         bad = ~is_finite(v_block)  # [BK, F]

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....calls import AttendCall, AttendGrads
-from ..primitives import fine_product, finite, fp16_scale_of, points, store_piece
+from ..primitives import fine_product, finite, fp16_scale_of, points, store_piece, tile_block
 from ..runtime.block_sizes import TILE_BACKWARD, TILE_BACKWARD_EXACT
 from ..runtime.launch import Kernel, cached, kinds, on_device
 from .cells import cell_list, cells_of
@@ -26,7 +26,6 @@ from .tile_pairs import (
     keys_from,
     pair_dots,
     slopes,
-    tile_block,
     tile_flags,
     tile_grads,
     tile_queries,
@@ -56,18 +55,18 @@ def _kernel(variant: Variant, size: int, above: tuple[Any, ...]) -> Kernel:
 
 @triton.jit
 def tile_backward_kernel(
-    x, cells, above, grads, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr
+    inputs, cells, above, grads, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr
 ):
     """Program (tile, piece of the features and of the values)."""
     piece = tl.program_id(0) % CONFIG.PARTS
     tile = tl.program_id(0) // CONFIG.PARTS
-    queries = tile_queries(tile, piece, x, CONFIG, B, E)
+    queries = tile_queries(tile, piece, inputs, CONFIG, B, E)
     up = tile_grads(queries, piece, above, CONFIG, F)
     point = queries.start + queries.query  # [BQ]
     exists = queries.exists  # [BQ]
-    listed = cell_list(tile, queries.row, cells, x.windows.masked)
-    key_row = (queries.row // x.group).to(tl.int64)
-    WALKS: tl.constexpr = 1 if x.k_extra is None else 2
+    listed = cell_list(tile, queries.row, cells, inputs.windows.masked)
+    key_row = (queries.row // inputs.group).to(tl.int64)
+    WALKS: tl.constexpr = 1 if inputs.k_extra is None else 2
 
     delta = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
     inv_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
@@ -75,10 +74,12 @@ def tile_backward_kernel(
     if CONFIG.WEIGHT == "softmax":
         p_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
         for EXTRA in tl.static_range(WALKS):
-            for begin in range(0, x.extras if EXTRA else listed.end, CONFIG.BLOCK_K):
-                keys = keys_from(begin, listed, key_row, queries.query, x, cells, EXTRA, CONFIG, E, F)
+            for begin in range(0, inputs.extras if EXTRA else listed.end, CONFIG.BLOCK_K):
+                keys = keys_from(begin, listed, key_row, queries.query, inputs, cells, EXTRA, CONFIG, E, F)
                 s, dp, _ = pair_dots(queries, up, keys, piece, CONFIG, B, E, F)  # [BQ, BK]
-                p_sum, delta, slope_bound = add_pairs(p_sum, delta, slope_bound, s, dp, queries, up, keys, x, CONFIG)
+                p_sum, delta, slope_bound = add_pairs(
+                    p_sum, delta, slope_bound, s, dp, queries, up, keys, inputs, CONFIG
+                )
         inv_sum = 1 / tl.where(p_sum == 0, 1.0, p_sum)
         delta = delta * inv_sum - tl.load(above.grad_lse + point, mask=exists, other=0.0)
         slope_bound = slope_bound * inv_sum + tl.abs(delta)
@@ -88,13 +89,13 @@ def tile_backward_kernel(
             tl.store(above.sums + point * 3 + 1, delta, mask=exists)
             tl.store(above.sums + point * 3 + 2, slope_bound, mask=exists)
 
-    fp16_scale = fp16_scale_of(slope_bound, x.scale, CONFIG.FP16_SCALE)
+    fp16_scale = fp16_scale_of(slope_bound, inputs.scale, CONFIG.FP16_SCALE)
     dq = tl.zeros([B.BLOCK_Q, E.BLOCK], tl.float32)  # [BQ, E]
     for EXTRA in tl.static_range(WALKS):
-        for begin in range(0, x.extras if EXTRA else listed.end, CONFIG.BLOCK_K):
-            keys = keys_from(begin, listed, key_row, queries.query, x, cells, EXTRA, CONFIG, E, F)
+        for begin in range(0, inputs.extras if EXTRA else listed.end, CONFIG.BLOCK_K):
+            keys = keys_from(begin, listed, key_row, queries.query, inputs, cells, EXTRA, CONFIG, E, F)
             s, dp, k_block = pair_dots(queries, up, keys, piece, CONFIG, B, E, F)  # [BQ, BK], k_block [BK, E]
-            p, ds = slopes(s, dp, inv_sum, delta, fp16_scale, queries, up, keys, x, CONFIG, CONFIG.CAUSAL)
+            p, ds = slopes(s, dp, inv_sum, delta, fp16_scale, queries, up, keys, inputs, CONFIG, CONFIG.CAUSAL)
             # Under causal order a slope may be 0 where a key is not finite; where it is not, the slope is NaN.
             dq = fine_product(ds, finite(k_block) if CONFIG.CAUSAL else k_block, dq, CONFIG.NARROW)
             if EXTRA or above.sums is None:
@@ -102,11 +103,11 @@ def tile_backward_kernel(
                 dv = tl.zeros([CONFIG.BLOCK_K, F.BLOCK], tl.float32)  # [BK, F]
                 dk, dv = key_grads(p, ds, fp16_scale, keys.ok, queries, up, dk, dv, CONFIG, CONFIG.CAUSAL)
                 if EXTRA:
-                    slot = (key_row if above.sums is None else tile.to(tl.int64)) * x.extras
+                    slot = (key_row if above.sums is None else tile.to(tl.int64)) * inputs.extras
                     dk_row = grads.k_extra + slot * E.SIZE
                     dv_row = grads.v_extra + slot * F.SIZE
                 else:
-                    slot = key_row * points(x.windows.geo.k)
+                    slot = key_row * points(inputs.windows.geo.k)
                     dk_row = grads.k + slot * E.SIZE
                     dv_row = grads.v + slot * F.SIZE
                 store_piece(dk_row, keys.at, keys.exists, piece, dk, CONFIG.PARTS, above.sums is None, E)

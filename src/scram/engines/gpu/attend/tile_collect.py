@@ -55,10 +55,10 @@ def collect(inputs: Inputs, variant: Variant, cells: Cells, above: Upstream, gra
 
 @triton.jit
 def tile_collect_kernel(
-    x, cells, above, grads, lists, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr
+    inputs, cells, above, grads, lists, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr
 ):
     """Program (cell of a key row, BLOCK_K of its keys, piece of their width)."""
-    windows = x.windows
+    windows = inputs.windows
     keys_of_row = points(windows.geo.k)
     size = points(cells.sides)
     piece = tl.program_id(0) % CONFIG.PARTS
@@ -74,20 +74,20 @@ def tile_collect_kernel(
     GUARD: tl.constexpr = CONFIG.CAUSAL or windows.masked.mask is not None
     for t in range(tl.load(lists.begin + cell), tl.load(lists.end + cell)):
         tile = (tl.load(lists.order + t) // cells.room).to(tl.int32)
-        queries = tile_queries(tile, piece, x, CONFIG, B, E)
+        queries = tile_queries(tile, piece, inputs, CONFIG, B, E)
         up = tile_grads(queries, piece, above, CONFIG, F)
         point = queries.start + queries.query  # [BQ]
         start = key_row * keys_of_row
         mask_row = (queries.row // windows.masked.group).to(tl.int64)
         exists = unmasked(key, on_grid, mask_row, windows.masked, windows.geo)  # [BK]
         ok = allowed_pairs(key, exists, queries.query, CONFIG.CAUSAL)  # [1 or BQ, BK]
-        keys = TileKeys(x.k + start * E.SIZE, x.v + start * F.SIZE, key, exists, key, ok)
+        keys = TileKeys(inputs.k + start * E.SIZE, inputs.v + start * F.SIZE, key, exists, key, ok)
         inv_sum = tl.load(above.sums + point * 3, mask=queries.exists, other=0.0)  # [BQ]
         delta = tl.load(above.sums + point * 3 + 1, mask=queries.exists, other=0.0)  # [BQ]
         slope_bound = tl.load(above.sums + point * 3 + 2, mask=queries.exists, other=0.0)  # [BQ]
-        fp16_scale = fp16_scale_of(slope_bound, x.scale, CONFIG.FP16_SCALE)
+        fp16_scale = fp16_scale_of(slope_bound, inputs.scale, CONFIG.FP16_SCALE)
         s, dp, _ = pair_dots(queries, up, keys, piece, CONFIG, B, E, F)  # [BQ, BK]
-        p, ds = slopes(s, dp, inv_sum, delta, fp16_scale, queries, up, keys, x, CONFIG, GUARD)
+        p, ds = slopes(s, dp, inv_sum, delta, fp16_scale, queries, up, keys, inputs, CONFIG, GUARD)
         dk, dv = key_grads(p, ds, fp16_scale, ok, queries, up, dk, dv, CONFIG, GUARD)
     start = key_row * keys_of_row
     store_piece(grads.k + start * E.SIZE, key, on_grid, piece, dk, CONFIG.PARTS, False, E)

@@ -14,7 +14,6 @@ import triton.language as tl
 from ....schedule import TILE_QUERIES
 from ..primitives import (
     LOG2E,
-    Block,
     dropout_factor,
     dropout_noise,
     fine_product,
@@ -27,7 +26,7 @@ from ..primitives import (
     points,
     product,
     tile_at,
-    tile_shape,
+    tile_block,
 )
 from ..runtime.block_sizes import stages, tile_pieces
 from .cells import keys_at
@@ -79,10 +78,6 @@ class TileKeys(NamedTuple):
     ok: Any  # bool [1 or BQ, BK], whether a query may attend them
 
 
-def tile_block(rank: int) -> Block:
-    return Block(tile_shape(TILE_QUERIES, rank), TILE_QUERIES)
-
-
 def tile_flags(
     variant: Variant, size: int, half: tuple[int, int, int], exact: tuple[int, int, int], backward: bool = True
 ) -> dict[str, Any]:
@@ -114,19 +109,19 @@ def tile_flags(
 @triton.jit
 def load_operand(base, at, exists, piece, E: tl.constexpr, WEIGHT: tl.constexpr):
     """`load_piece`, as float32 where weights are scores themselves, which 16 bits may not hold."""
-    x = load_piece(base, at, exists, piece, E)
+    x = load_piece(base, at, exists, piece, E)  # [BQ or BK, E]
     return x.to(tl.float32) if WEIGHT != "softmax" else for_product(x)
 
 
 @triton.jit
-def tile_queries(tile, piece, x, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
-    geo = x.windows.geo
+def tile_queries(tile, piece, inputs, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
+    geo = inputs.windows.geo
     row, corner = tile_at(tile, geo, B)
     query, exists = lane_query(corner, geo, B)
     start = row * points(geo.q).to(tl.int64)
-    q_row = x.q + start * E.SIZE
+    q_row = inputs.q + start * E.SIZE
     q_block = load_operand(q_row, query, exists, own_piece(piece, E), E, CONFIG.WEIGHT)  # [BQ, E]
-    return TileQueries(row, query, start, exists, dropout_noise(x.dropout, row, query), q_row, q_block)
+    return TileQueries(row, query, start, exists, dropout_noise(inputs.dropout, row, query), q_row, q_block)
 
 
 @triton.jit
@@ -143,7 +138,7 @@ def keys_from(
     listed,
     key_row,
     query,
-    x,
+    inputs,
     cells,
     EXTRA: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -151,14 +146,14 @@ def keys_from(
     F: tl.constexpr,
 ):
     """BLOCK_K keys of a tile from number `begin` on: of its cells, or EXTRA keys."""
-    windows = x.windows
+    windows = inputs.windows
     keys = points(windows.geo.k)
     if EXTRA:
         at = begin + tl.arange(0, CONFIG.BLOCK_K)  # [BK]
-        exists = at < x.extras
-        first = key_row * x.extras
-        k_row = x.k_extra + first * E.SIZE
-        v_row = x.v_extra + first * F.SIZE
+        exists = at < inputs.extras
+        first = key_row * inputs.extras
+        k_row = inputs.k_extra + first * E.SIZE
+        v_row = inputs.v_extra + first * F.SIZE
         block = TileKeys(k_row, v_row, at, exists, keys + at, exists[None, :])
     else:
         at = keys_at(
@@ -166,8 +161,8 @@ def keys_from(
         )
         first = key_row * keys
         exists = at >= 0  # [BK]
-        k_row = x.k + first * E.SIZE
-        v_row = x.v + first * F.SIZE
+        k_row = inputs.k + first * E.SIZE
+        v_row = inputs.v + first * F.SIZE
         block = TileKeys(k_row, v_row, at, exists, at, allowed_pairs(at, exists, query, CONFIG.CAUSAL))
     return block
 
@@ -224,11 +219,13 @@ def weights(s, ok, lse, scale, NARROW: tl.constexpr):
 
 
 @triton.jit
-def add_pairs(p_sum, delta, slope_bound, s, dp, queries, up, keys, x, CONFIG: tl.constexpr):
+def add_pairs(p_sum, delta, slope_bound, s, dp, queries, up, keys, inputs, CONFIG: tl.constexpr):
     """Some more pairs: the sum of the weights, delta, for float16 the largest part of delta; all but for a factor."""
-    p = weights(s, keys.ok, up.lse, x.scale, CONFIG.NARROW)  # [BQ, BK]
+    p = weights(s, keys.ok, up.lse, inputs.scale, CONFIG.NARROW)  # [BQ, BK]
     p_sum += tl.sum(p, 1)
-    r = dropout_factor(keys.name[None, :], queries.noise[:, None], x.dropout, CONFIG.DROPOUT)  # [BQ, BK] or [1, BK]
+    r = dropout_factor(
+        keys.name[None, :], queries.noise[:, None], inputs.dropout, CONFIG.DROPOUT
+    )  # [BQ, BK] or [1, BK]
     share = tl.where(keys.ok & (r > 0), p * r * dp, 0.0)  # [BQ, BK]
     delta += tl.sum(share, 1)
     if CONFIG.FP16_SCALE:
@@ -237,7 +234,7 @@ def add_pairs(p_sum, delta, slope_bound, s, dp, queries, up, keys, x, CONFIG: tl
 
 
 @triton.jit
-def slopes(s, dp, inv_sum, delta, fp16_scale, queries, up, keys, x, CONFIG: tl.constexpr, GUARD: tl.constexpr):
+def slopes(s, dp, inv_sum, delta, fp16_scale, queries, up, keys, inputs, CONFIG: tl.constexpr, GUARD: tl.constexpr):
     """The weight of every value in out, and the gradient of every score times `fp16_scale`: [BQ, BK].
 
     GUARD: some pairs of a query are none while others are; then what is not finite of the query must not reach them.
@@ -245,9 +242,9 @@ def slopes(s, dp, inv_sum, delta, fp16_scale, queries, up, keys, x, CONFIG: tl.c
     name = keys.name[None, :]
     noise = queries.noise[:, None]
     if CONFIG.NARROW:
-        p = weights(s, keys.ok, up.lse, x.scale, CONFIG.NARROW) * inv_sum[:, None]
+        p = weights(s, keys.ok, up.lse, inputs.scale, CONFIG.NARROW) * inv_sum[:, None]
         if CONFIG.DROPOUT:
-            r = dropout_factor(name, noise, x.dropout, CONFIG.DROPOUT)
+            r = dropout_factor(name, noise, inputs.dropout, CONFIG.DROPOUT)
             ds = p * (tl.where(r == 0, 0.0, r * dp) - delta[:, None])
             p = tl.where(r == 0, 0.0, p * r)  # what is dropped is zero, NaN too
         else:
@@ -257,7 +254,7 @@ def slopes(s, dp, inv_sum, delta, fp16_scale, queries, up, keys, x, CONFIG: tl.c
             ds = tl.where(keys.ok, ds, 0.0)
     else:
         p, ds = pair_gradient(
-            s * x.scale,
+            s * inputs.scale,
             dp,
             keys.ok,
             up.lse[:, None],
@@ -265,11 +262,11 @@ def slopes(s, dp, inv_sum, delta, fp16_scale, queries, up, keys, x, CONFIG: tl.c
             delta[:, None],
             name,
             noise,
-            x.dropout,
+            inputs.dropout,
             CONFIG.WEIGHT,
             CONFIG.DROPOUT,
         )
-    return p, ds * (x.scale * fp16_scale)
+    return p, ds * (inputs.scale * fp16_scale)
 
 
 @triton.jit

@@ -140,16 +140,16 @@ def _variant(
 
 
 @triton.jit
-def program_queries(x, B: tl.constexpr, E: tl.constexpr):
+def program_queries(inputs, B: tl.constexpr, E: tl.constexpr):
     """The queries of a program: their row, where it begins among all queries, themselves, their features and noise."""
-    windows = x.windows
+    windows = inputs.windows
     row, corner = tile_at(tl.program_id(0), windows.geo, B)
     query, exists = lane_query(corner, windows.geo, B)
     start = row * points(windows.geo.q).to(tl.int64)
     index_row = windows.index + start * windows.kappa
     query_block = QueryBlock(query, exists, index_row, (row // windows.masked.group).to(tl.int64))
-    q_block = load_float32(x.q + start * E.SIZE, query, exists, E)  # [BQ, E]
-    return row, start, query_block, q_block, dropout_noise(x.dropout, row, query)
+    q_block = load_float32(inputs.q + start * E.SIZE, query, exists, E)  # [BQ, E]
+    return row, start, query_block, q_block, dropout_noise(inputs.dropout, row, query)
 
 
 @triton.jit

@@ -128,13 +128,13 @@ def starts(
     k_block = ()
     v_block = ()
     if FROM == "given":
-        k_block = load_pieces(start.k + row * count * E.SIZE, at, exists, E)
-        v_block = load_pieces(start.v + row * count * F.SIZE, at, exists, F)
+        k_block = load_pieces(start.k + row * count * E.SIZE, at, exists, E)  # [BC, E]
+        v_block = load_pieces(start.v + row * count * F.SIZE, at, exists, F)  # [BC, F]
     elif FROM == "drawn":
         place = tl.load(start.place + row * count + at, mask=exists, other=0)  # [BC]
         exists = exists & (tl.load(start.clock + row * some.keys + place) < float("inf"))
-        k_block = load_pieces(some.k + row * some.keys * E.SIZE, place, exists, E)
-        v_block = load_pieces(some.v + row * some.keys * F.SIZE, place, exists, F)
+        k_block = load_pieces(some.k + row * some.keys * E.SIZE, place, exists, E)  # [BC, E]
+        v_block = load_pieces(some.v + row * some.keys * F.SIZE, place, exists, F)  # [BC, F]
     else:
         slot = row * count + at  # [BC]
         all_clusters = (tl.num_programs(0) // (forms.padded // at.shape[0])).to(tl.int64) * count

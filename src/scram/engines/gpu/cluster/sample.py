@@ -64,7 +64,7 @@ def drawn_keys(part, number, draw, row, source, draws):
     total = tl.cast(source.keys, tl.int64)
     if source.total is not None:
         total = tl.load(source.total + mask_row * source.keys + source.keys - 1)
-    key = place_of_part(part.to(tl.int64), tl.cast(number, tl.int64), total, state)
+    key = place_of_part(part.to(tl.int64), tl.cast(number, tl.int64), total, state)  # [len(part)]
     exists = part < tl.minimum(total, 1) * number
     if source.order is not None:
         key = tl.load(source.order + mask_row * source.keys + key, mask=exists, other=0)

@@ -126,13 +126,13 @@ def slope_product(ds, block, acc, CONFIG: tl.constexpr):
 
 @triton.jit
 def cluster_slopes(
-    start, q_block, grad_out, queries, x, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr
+    start, q_block, grad_out, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr
 ):
     """`cluster_scores`, <grad_out, value> [BQ, BC] and what dropout makes of a weight."""
-    at, slot, s, share = cluster_scores(start, q_block, queries, x, CONFIG, B, E)
-    dp = table_products(grad_out, x.table.v, x.table.v_rest, slot, CONFIG, B, F)  # [BQ, BC]
+    at, slot, s, share = cluster_scores(start, q_block, queries, inputs, CONFIG, B, E)
+    dp = table_products(grad_out, inputs.table.v, inputs.table.v_rest, slot, CONFIG, B, F)  # [BQ, BC]
     if CONFIG.DROPOUT:
-        r = dropout_factor((x.first_name + at)[None, :], queries.noise[:, None], x.dropout, CONFIG.DROPOUT)
+        r = dropout_factor((inputs.first_name + at)[None, :], queries.noise[:, None], inputs.dropout, CONFIG.DROPOUT)
         dp = tl.where(r == 0, 0.0, r * dp)
     else:
         r = 1.0
@@ -141,7 +141,7 @@ def cluster_slopes(
 
 @triton.jit
 def tail_queries_kernel(
-    x,
+    inputs,
     above,
     totals,
     dq,
@@ -153,27 +153,27 @@ def tail_queries_kernel(
     F: tl.constexpr,
 ):
     """The gradients of the queries, of head_out and head_lse, and the totals. Program: tile."""
-    queries = tail_queries(x.first + tl.program_id(0), x, CONFIG, B)
+    queries = tail_queries(inputs.first + tl.program_id(0), inputs, CONFIG, B)
     query = queries.block.query  # [BQ]
     exists = queries.block.exists  # [BQ]
     point = queries.start + query  # [BQ]
-    q_block = load_queries(x.q, queries, E)  # [BQ, E]
+    q_block = load_queries(inputs.q, queries, E)  # [BQ, E]
     grad_out = load_queries(above.grad_out, queries, F)  # [BQ, F]
     running_max = tl.full([B.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
     running_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
     mean_dp = running_sum  # [BQ]
     head_dp = running_sum  # [BQ]
-    for start in range(0, x.table.padded, CONFIG.BLOCK_C):
-        _, s, share, dp, _ = cluster_slopes(start, q_block, grad_out, queries, x, CONFIG, B, E, F)
+    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
+        _, s, share, dp, _ = cluster_slopes(start, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
         running_max, rescale, p = softmax_step(running_max, s, None, "powers", False, 1)
         p = p * share  # [BQ, BC]
         running_sum = running_sum * rescale + tl.sum(p, 1)
         mean_dp = mean_dp * rescale + tl.sum(tl.where(share > 0, p * dp, 0.0), 1)
-    head_lse = tl.load(x.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+    head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
     has_keys = exists & ~(running_sum == 0)  # [BQ]
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
     factor, head_factor, base, _norm = join_lse(running_max, running_sum, has_keys, zero, head_lse)
-    head_out = load_queries(x.head_out, queries, F)  # [BQ, F]
+    head_out = load_queries(inputs.head_out, queries, F)  # [BQ, F]
     d_head = ()
     for n in tl.static_range(len(grad_out)):
         grad = grad_out[n].to(tl.float32)  # [BQ, F]
@@ -188,16 +188,16 @@ def tail_queries_kernel(
     tl.store(totals.factor + point, factor, mask=exists)
 
     acc = zero_pieces(B.BLOCK_Q, E)  # [BQ, E]
-    for start in range(0, x.table.padded, CONFIG.BLOCK_C):
-        slot, s, share, dp, _ = cluster_slopes(start, q_block, grad_out, queries, x, CONFIG, B, E, F)
+    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
+        slot, s, share, dp, _ = cluster_slopes(start, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
         p = powers(s, base[:, None]) * (share * factor[:, None])  # [BQ, BC]
-        ds = tl.where(share > 0, p * (dp - delta[:, None]) * x.scale, 0.0)  # [BQ, BC]
+        ds = tl.where(share > 0, p * (dp - delta[:, None]) * inputs.scale, 0.0)  # [BQ, BC]
         more = ()
         for n in tl.static_range(len(acc)):
-            k_block = finite(load_table(x.table.k, slot, n, E))  # where no key is left the slope is 0, else NaN
+            k_block = finite(load_table(inputs.table.k, slot, n, E))  # where no key is left the slope is 0, else NaN
             total = slope_product(ds, k_block, acc[n], CONFIG)  # [BQ, E]
-            if x.table.k_rest is not None:
-                total = product(ds.to(k_block.dtype), load_table(x.table.k_rest, slot, n, E), total)
+            if inputs.table.k_rest is not None:
+                total = product(ds.to(k_block.dtype), load_table(inputs.table.k_rest, slot, n, E), total)  # [BQ, E]
             more += (total,)
         acc = more
     store_pieces(dq + queries.start * E.SIZE, query, acc, exists, E)
@@ -205,7 +205,7 @@ def tail_queries_kernel(
 
 @triton.jit
 def tail_clusters_kernel(
-    x,
+    inputs,
     above,
     totals,
     dk,
@@ -223,31 +223,31 @@ def tail_clusters_kernel(
 
     Of the tiles those before `last` that have counts; what others before them came to is added.
     """
-    count = x.table.count
+    count = inputs.table.count
     blocks = (count + CONFIG.BLOCK_C - 1) // CONFIG.BLOCK_C
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits
-    key_row = x.first // tiles + block // blocks
+    key_row = inputs.first // tiles + block // blocks
     first = (block % blocks) * CONFIG.BLOCK_C
     at = first + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
     slot = (split.to(tl.int64) * rows + key_row) * count + at  # [BC]
-    begin = tl.maximum(key_row * tiles, x.first)
+    begin = tl.maximum(key_row * tiles, inputs.first)
     continued = (at < count) & (at * 0 + begin > key_row * tiles)  # [BC]
     dk_acc = load_pieces(dk, slot, continued, E)  # [BC, E]
     dv_acc = load_pieces(dv, slot, continued, F)  # [BC, F]
     for tile in range(begin + split, tl.minimum((key_row + 1) * tiles, last), splits):
-        queries = tail_queries(tile, x, CONFIG, B)
+        queries = tail_queries(tile, inputs, CONFIG, B)
         exists = queries.block.exists  # [BQ]
         point = queries.start + queries.block.query  # [BQ]
-        q_block = load_queries(x.q, queries, E)  # [BQ, E]
+        q_block = load_queries(inputs.q, queries, E)  # [BQ, E]
         grad_out = load_queries(above.grad_out, queries, F)  # [BQ, F]
         base = tl.load(totals.base + point, mask=exists, other=0.0)  # [BQ]
         factor = tl.load(totals.factor + point, mask=exists, other=0.0)  # [BQ]
         delta = tl.load(totals.delta + point, mask=exists, other=0.0)  # [BQ]
-        _, s, share, dp, r = cluster_slopes(first, q_block, grad_out, queries, x, CONFIG, B, E, F)
+        _, s, share, dp, r = cluster_slopes(first, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
         counts = (share > 0) & exists[:, None]  # [BQ, BC]
         p = tl.where(counts, powers(s, base[:, None]) * (share * factor[:, None]), 0.0)  # [BQ, BC]
-        ds = tl.trans(tl.where(counts, p * (dp - delta[:, None]) * x.scale, 0.0))  # [BC, BQ]
+        ds = tl.trans(tl.where(counts, p * (dp - delta[:, None]) * inputs.scale, 0.0))  # [BC, BQ]
         p = tl.where(r == 0, 0.0, p * r) if CONFIG.DROPOUT else p  # what is dropped is zero, NaN too
         p = tl.trans(p)  # [BC, BQ]
         dk_more = ()

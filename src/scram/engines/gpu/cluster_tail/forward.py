@@ -38,36 +38,36 @@ def _kernel(programs: int, flags: tuple[tuple[str, object], ...], given: tuple[o
 
 
 @triton.jit
-def cluster_tail_kernel(x, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+def cluster_tail_kernel(inputs, result, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program (tile, piece of the values)."""
     piece = tl.program_id(0) % CONFIG.PARTS
-    tile = x.first + tl.program_id(0) // CONFIG.PARTS
-    queries = tail_queries(tile, x, CONFIG, B)
+    tile = inputs.first + tl.program_id(0) // CONFIG.PARTS
+    queries = tail_queries(tile, inputs, CONFIG, B)
     query = queries.block.query  # [BQ]
     exists = queries.block.exists  # [BQ]
-    q_block = load_queries(x.q, queries, E)  # [BQ, E]
+    q_block = load_queries(inputs.q, queries, E)  # [BQ, E]
     point = queries.start + query  # [BQ]
     running_max = tl.full([B.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
     running_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
     acc = tl.zeros([B.BLOCK_Q, F.BLOCK], tl.float32)  # [BQ, F]
-    for start in range(0, x.table.padded, CONFIG.BLOCK_C):
-        at, slot, s, share = cluster_scores(start, q_block, queries, x, CONFIG, B, E)
+    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
+        at, slot, s, share = cluster_scores(start, q_block, queries, inputs, CONFIG, B, E)
         running_max, rescale, p = softmax_step(running_max, s, None, "powers", False, 1)
         p = p * share  # [BQ, BC]
         running_sum = running_sum * rescale + tl.sum(p, 1)
-        p = dropped(p, (x.first_name + at)[None, :], queries.noise[:, None], x.dropout, CONFIG.DROPOUT)
-        v_block = load_table(x.table.v, slot, piece, F)  # [BC, F]
+        p = dropped(p, (inputs.first_name + at)[None, :], queries.noise[:, None], inputs.dropout, CONFIG.DROPOUT)
+        v_block = load_table(inputs.table.v, slot, piece, F)  # [BC, F]
         acc = fine_product(p, v_block, acc * rescale[:, None], CONFIG.NARROW and CONFIG.GAINS)
-        if CONFIG.GAINS and x.table.v_rest is not None:
-            acc = product(p.to(v_block.dtype), load_table(x.table.v_rest, slot, piece, F), acc)
+        if CONFIG.GAINS and inputs.table.v_rest is not None:
+            acc = product(p.to(v_block.dtype), load_table(inputs.table.v_rest, slot, piece, F), acc)
 
-    head_lse = tl.load(x.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+    head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
     has_keys = exists & ~(running_sum == 0)  # [BQ]
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
     factor, head_factor, base, norm = join_lse(running_max, running_sum, has_keys, zero, head_lse)
     f = piece * F.BLOCK + tl.arange(0, F.BLOCK)  # [F]
     inside = exists[:, None] & (f < F.SIZE)[None, :]  # [BQ, F]
-    head_out = tl.load(x.head_out + point[:, None] * F.SIZE + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    head_out = tl.load(inputs.head_out + point[:, None] * F.SIZE + f[None, :], mask=inside, other=0.0).to(tl.float32)
     out = tl.where(has_keys[:, None], acc * factor[:, None], 0.0)  # [BQ, F]
     out += tl.where((head_factor == 0.0)[:, None], 0.0, head_factor[:, None] * head_out)
     store_piece(result.out + queries.start * F.SIZE, query, exists, piece, out, CONFIG.PARTS, False, F)

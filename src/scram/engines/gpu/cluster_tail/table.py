@@ -43,7 +43,7 @@ from ..primitives import (
     product,
     reaches,
     tile_at,
-    tile_shape,
+    tile_block,
     tiles,
     window_size,
 )
@@ -169,7 +169,7 @@ def _tail_flags(
         PARTS=values.PIECES,
     )
     ahead = stages(device, most, clusters * cluster_bytes, 2 * TILE_QUERIES * query_bytes)
-    block = Block(tile_shape(TILE_QUERIES, rank), TILE_QUERIES)
+    block = tile_block(rank)
     options = {"num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
     return {"CONFIG": config, "B": block, **widths, **options}
 
@@ -177,7 +177,7 @@ def _tail_flags(
 def tiles_of(call: ClusterTailCall) -> int:
     """Of all rows."""
     rank = call.q.ndim - 3
-    return call.q.shape[0] * call.q.shape[1] * tiles(grid_of(call.q), tile_shape(TILE_QUERIES, rank))
+    return call.q.shape[0] * call.q.shape[1] * tiles(grid_of(call.q), tile_block(rank).TILE)
 
 
 def inputs_of(call: ClusterTailCall, flags: dict[str, Any]) -> Inputs:
@@ -359,20 +359,22 @@ def taken_kernel(
 
 
 @triton.jit
-def tail_queries(tile, x, CONFIG: tl.constexpr, B: tl.constexpr):
-    windows = x.windows
+def tail_queries(tile, inputs, CONFIG: tl.constexpr, B: tl.constexpr):
+    windows = inputs.windows
     row, corner = tile_at(tile, windows.geo, B)
     query, exists = lane_query(corner, windows.geo, B)
     start = row * points(windows.geo.q).to(tl.int64)
-    key_row = (row // x.group).to(tl.int64)
+    key_row = (row // inputs.group).to(tl.int64)
     index_row = windows.index + start * windows.kappa
-    label_row = x.label + key_row * points(windows.geo.k)
-    noise = dropout_noise(x.dropout, row, query)  # [BQ]
-    slot = key_row * x.table.padded
-    if x.taken is not None:
-        counts = x.taken + tl.cast(tile, tl.int64) * x.table.padded
+    label_row = inputs.label + key_row * points(windows.geo.k)
+    noise = dropout_noise(inputs.dropout, row, query)  # [BQ]
+    slot = key_row * inputs.table.padded
+    if inputs.taken is not None:
+        counts = inputs.taken + tl.cast(tile, tl.int64) * inputs.table.padded
     else:
-        counts = x.planes + tl.cast(tile - x.first, tl.int64) * (x.table.padded // 32 * CONFIG.PLANES * B.BLOCK_Q)
+        counts = inputs.planes + tl.cast(tile - inputs.first, tl.int64) * (
+            inputs.table.padded // 32 * CONFIG.PLANES * B.BLOCK_Q
+        )
     mask_row = start  # of no mask
     return TailQueries(QueryBlock(query, exists, index_row, mask_row), start, label_row, noise, slot, counts)
 
@@ -385,13 +387,13 @@ def label_at(match, e, offset, queries, windows, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def counts_kernel(x, CONFIG: tl.constexpr, WORDS: tl.constexpr, B: tl.constexpr):
+def counts_kernel(inputs, CONFIG: tl.constexpr, WORDS: tl.constexpr, B: tl.constexpr):
     """How many keys of each cluster lie in the union of each query's windows. Program (tile, WORDS words of planes)."""
-    windows = x.windows
-    groups = x.table.padded // (32 * WORDS)
-    tile = x.first + tl.program_id(0) // groups
+    windows = inputs.windows
+    groups = inputs.table.padded // (32 * WORDS)
+    tile = inputs.first + tl.program_id(0) // groups
     word = tl.program_id(0) % groups * WORDS + tl.arange(0, WORDS)  # [WORDS]
-    queries = tail_queries(tile, x, CONFIG, B)
+    queries = tail_queries(tile, inputs, CONFIG, B)
     planes = ()
     for n in tl.static_range(tl.constexpr(CONFIG.PLANES)):  # noqa: B007 - Triton wants other loops' `_` a tensor
         planes += (tl.zeros([WORDS, B.BLOCK_Q], tl.int32),)  # [WORDS, BQ]
@@ -414,10 +416,10 @@ def counts_kernel(x, CONFIG: tl.constexpr, WORDS: tl.constexpr, B: tl.constexpr)
 
 
 @triton.jit
-def keys_left(start, queries, x, CONFIG: tl.constexpr, B: tl.constexpr):
+def keys_left(start, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr):
     """How many keys of BLOCK_C clusters from `start` on each query has left: [BQ or 1, BC]; whole numbers."""
     at = start + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
-    left = tl.load(x.table.sizes + queries.slot + at)[None, :]  # [1, BC]
+    left = tl.load(inputs.table.sizes + queries.slot + at)[None, :]  # [1, BC]
     if CONFIG.TILE:
         left -= tl.load(queries.counts + at)[None, :]
     else:
@@ -439,7 +441,7 @@ def load_queries(base, queries, E: tl.constexpr):
     """Vectors of the queries as all their pieces [BQ, E]."""
     pieces = ()
     for n in tl.static_range(tl.constexpr(E.PIECES)):
-        x = load_piece(base + queries.start * E.SIZE, queries.block.query, queries.block.exists, n, E)
+        x = load_piece(base + queries.start * E.SIZE, queries.block.query, queries.block.exists, n, E)  # [BQ, E]
         pieces += (for_product(x),)
     return pieces
 
@@ -462,15 +464,15 @@ def table_products(q_block, base, rest, slot, CONFIG: tl.constexpr, B: tl.conste
 
 
 @triton.jit
-def cluster_scores(start, q_block, queries, x, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
+def cluster_scores(start, q_block, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
     """BLOCK_C clusters from `start` on: their names, places in the table, scores, and the share of keys that is left.
 
     The score is scale <q, centre> plus the log of size and gain, -inf where no key is left.
     """
     at = start + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
     slot = queries.slot + at  # [BC]
-    log = tl.load(x.table.logs + queries.slot + at)  # [BC]
-    s = table_products(q_block, x.table.k, x.table.k_rest, slot, CONFIG, B, E)  # [BQ, BC]
-    left = keys_left(start, queries, x, CONFIG, B)  # [BQ or 1, BC]
-    s = tl.where(left > 0, s * x.scale + log[None, :], -float("inf"))
-    return at, slot, s, left * tl.load(x.table.shares + slot)[None, :]
+    log = tl.load(inputs.table.logs + queries.slot + at)  # [BC]
+    s = table_products(q_block, inputs.table.k, inputs.table.k_rest, slot, CONFIG, B, E)  # [BQ, BC]
+    left = keys_left(start, queries, inputs, CONFIG, B)  # [BQ or 1, BC]
+    s = tl.where(left > 0, s * inputs.scale + log[None, :], -float("inf"))
+    return at, slot, s, left * tl.load(inputs.table.shares + slot)[None, :]

@@ -10,9 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ....calls import DrawnTailCall
-from ....schedule import TILE_QUERIES
 from ..attend.cells import cell_list, cells_of, keys_at, lower_bound
-from ..primitives import Block, MatchWindows, divide, lane_query, points, tile_at, tile_shape
+from ..primitives import Block, MatchWindows, divide, lane_query, points, tile_at, tile_block
 from ..runtime.launch import Kernel, cached, kinds
 from .shared_keys import BLOCK_K, SharedKeys
 
@@ -30,7 +29,7 @@ def tile_attended(call: DrawnTailCall, windows: MatchWindows, shared: SharedKeys
     cells = cells_of(index, geo, call.radius)
     tiles = len(cells.count)
     padded = shared.logs.shape[1]
-    block = Block(tile_shape(TILE_QUERIES, len(geo.q)), TILE_QUERIES)
+    block = tile_block(len(geo.q))
     attended = TileAttended(
         torch.empty((tiles, padded), dtype=torch.int8, device=index.device),
         torch.empty(index.shape[:-1], dtype=torch.int32, device=index.device),

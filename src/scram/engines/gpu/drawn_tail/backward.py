@@ -96,33 +96,35 @@ def drawn_tail_backward(
 
 
 @triton.jit
-def queries_kernel(x, above, totals, dq, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+def queries_kernel(inputs, above, totals, dq, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """dq and the totals. Program: block of queries."""
-    geo = x.windows.geo
+    geo = inputs.windows.geo
     blocks = row_blocks(geo, CONFIG)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    queries = block_queries(row, tl.program_id(0) % blocks, x, CONFIG)
+    queries = block_queries(row, tl.program_id(0) % blocks, inputs, CONFIG)
     query = queries.block.query  # [BQ]
     exists = queries.block.exists  # [BQ]
     first_point = row * points(geo.q)
     point = first_point + query  # [BQ]
-    shared = shared_row(row, x.shared, geo, CONFIG.BLOCK_K, E, F)
-    q_block = load_queries(x.q + first_point * E.SIZE, queries.block, E)  # [BQ, E]
+    shared = shared_row(row, inputs.shared, geo, CONFIG.BLOCK_K, E, F)
+    q_block = load_queries(inputs.q + first_point * E.SIZE, queries.block, E)  # [BQ, E]
     grad_out = load_queries(above.grad_out + first_point * F.SIZE, queries.block, F)  # [BQ, F]
 
-    corners = window_corners(queries.block, x.windows, CONFIG)
+    corners = window_corners(queries.block, inputs.windows, CONFIG)
     running_max = tl.full([CONFIG.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
     running_sum = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
     mean_dp = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
     seen = tl.zeros([CONFIG.BLOCK_Q], tl.int32)  # [BQ]
     for start in range(0, shared.padded, CONFIG.BLOCK_K):
-        at, s, ok = tail_scores(start, q_block, corners, shared, queries, x, CONFIG, E)
+        at, s, ok = tail_scores(start, q_block, corners, shared, queries, inputs, CONFIG, E)
         running_max, rescale, p = softmax_step(running_max, s, None, "powers", False, 1)
         running_sum = running_sum * rescale + tl.sum(p, 1)
-        dp = thinned(shared_products(grad_out, shared.v, at, CONFIG, F), at, shared, queries, x, CONFIG)  # [BQ, BK]
+        dp = thinned(
+            shared_products(grad_out, shared.v, at, CONFIG, F), at, shared, queries, inputs, CONFIG
+        )  # [BQ, BK]
         mean_dp = mean_dp * rescale + tl.sum(tl.where(ok, p * dp, 0.0), 1)
         seen += tl.sum(ok.to(tl.int32), 1)
-    head_lse = tl.load(x.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+    head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
     offset = tl.load(above.offset + point, mask=exists, other=0.0)  # [BQ]
     factor, head_factor, base, _ = join_lse(running_max, running_sum, seen > 0, offset, head_lse)
     head_dp = tl.load(above.head_dp + point, mask=exists, other=0.0)  # [BQ]
@@ -135,10 +137,12 @@ def queries_kernel(x, above, totals, dq, CONFIG: tl.constexpr, E: tl.constexpr, 
 
     acc = zero_pieces(CONFIG.BLOCK_Q, E)  # [BQ, E]
     for start in range(0, shared.padded, CONFIG.BLOCK_K):
-        at, s, ok = tail_scores(start, q_block, corners, shared, queries, x, CONFIG, E)
+        at, s, ok = tail_scores(start, q_block, corners, shared, queries, inputs, CONFIG, E)
         p = powers(s, base[:, None]) * factor[:, None]  # [BQ, BK]
-        dp = thinned(shared_products(grad_out, shared.v, at, CONFIG, F), at, shared, queries, x, CONFIG)  # [BQ, BK]
-        ds = tl.where(ok, p * (dp - delta[:, None]) * x.scale, 0.0)  # [BQ, BK]
+        dp = thinned(
+            shared_products(grad_out, shared.v, at, CONFIG, F), at, shared, queries, inputs, CONFIG
+        )  # [BQ, BK]
+        ds = tl.where(ok, p * (dp - delta[:, None]) * inputs.scale, 0.0)  # [BQ, BK]
         more = ()
         for n in tl.static_range(len(acc)):
             # Where a slope is 0, what is not finite must not spoil the sum; elsewhere the slope is NaN.
@@ -149,10 +153,10 @@ def queries_kernel(x, above, totals, dq, CONFIG: tl.constexpr, E: tl.constexpr, 
 
 
 @triton.jit
-def keys_kernel(x, above, totals, dk, dv, splits, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+def keys_kernel(inputs, above, totals, dk, dv, splits, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program (row, block of keys, split) adds up its share of the row's queries: dk, dv [splits, B, H, m, width]."""
-    geo = x.windows.geo
-    drawn = x.shared.drawn
+    geo = inputs.windows.geo
+    drawn = inputs.shared.drawn
     blocks = row_blocks(geo, CONFIG)
     key_blocks = (drawn + CONFIG.BLOCK_K - 1) // CONFIG.BLOCK_K
     split = tl.program_id(0) % splits
@@ -161,24 +165,26 @@ def keys_kernel(x, above, totals, dk, dv, splits, CONFIG: tl.constexpr, E: tl.co
     rows = tl.num_programs(0) // (splits * key_blocks)
     first = (block % key_blocks) * CONFIG.BLOCK_K
     first_point = row * points(geo.q)
-    shared = shared_row(row, x.shared, geo, CONFIG.BLOCK_K, E, F)
+    shared = shared_row(row, inputs.shared, geo, CONFIG.BLOCK_K, E, F)
     dk_acc = zero_pieces(CONFIG.BLOCK_K, E)  # [BK, E]
     dv_acc = zero_pieces(CONFIG.BLOCK_K, F)  # [BK, F]
     for number in range(split, blocks, splits):
-        queries = block_queries(row, number, x, CONFIG)
+        queries = block_queries(row, number, inputs, CONFIG)
         exists = queries.block.exists  # [BQ]
         point = first_point + queries.block.query  # [BQ]
-        q_block = load_queries(x.q + first_point * E.SIZE, queries.block, E)  # [BQ, E]
+        q_block = load_queries(inputs.q + first_point * E.SIZE, queries.block, E)  # [BQ, E]
         grad_out = load_queries(above.grad_out + first_point * F.SIZE, queries.block, F)  # [BQ, F]
         base = tl.load(totals.base + point, mask=exists, other=0.0)  # [BQ]
         factor = tl.load(totals.factor + point, mask=exists, other=0.0)  # [BQ]
         delta = tl.load(totals.delta + point, mask=exists, other=0.0)  # [BQ]
-        corners = window_corners(queries.block, x.windows, CONFIG)
-        at, s, ok = tail_scores(first, q_block, corners, shared, queries, x, CONFIG, E)
+        corners = window_corners(queries.block, inputs.windows, CONFIG)
+        at, s, ok = tail_scores(first, q_block, corners, shared, queries, inputs, CONFIG, E)
         p = powers(s, base[:, None]) * factor[:, None]  # [BQ, BK]
-        dp = thinned(shared_products(grad_out, shared.v, at, CONFIG, F), at, shared, queries, x, CONFIG)  # [BQ, BK]
-        ds = tl.trans(tl.where(ok, p * (dp - delta[:, None]) * x.scale, 0.0))  # [BK, BQ]
-        p = thinned(p, at, shared, queries, x, CONFIG)
+        dp = thinned(
+            shared_products(grad_out, shared.v, at, CONFIG, F), at, shared, queries, inputs, CONFIG
+        )  # [BQ, BK]
+        ds = tl.trans(tl.where(ok, p * (dp - delta[:, None]) * inputs.scale, 0.0))  # [BK, BQ]
+        p = thinned(p, at, shared, queries, inputs, CONFIG)
         dk_more = ()
         dv_more = ()
         for n in tl.static_range(len(dk_acc)):

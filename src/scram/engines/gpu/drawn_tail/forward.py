@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....calls import DrawnTail, DrawnTailCall
 from ....grid import LegalKeys, grid_of
-from ....schedule import TILE_QUERIES
+from ....schedule import tile_shape
 from ..primitives import (
     LN2,
     LOWEST,
@@ -25,6 +25,7 @@ from ..primitives import (
     MatchWindows,
     QueryBlock,
     attended_key,
+    block_shape,
     divide,
     dropout_argument,
     dropout_noise,
@@ -46,7 +47,6 @@ from ..primitives import (
     softmax_step,
     tile_at,
     tile_count,
-    tile_shape,
     tiles,
     window_size,
 )
@@ -160,8 +160,8 @@ def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:
         DROPOUT=call.dropout_seed is not None and call.dropout_p > 0,
         TILED=tiled,
         MATCHES=matches if matches <= UNROLLED and not tiled else 0,
-        WHOLE=tile_shape(TILE_QUERIES, rank),
-        TILE=tile_shape(queries, rank),
+        WHOLE=tile_shape(rank),
+        TILE=block_shape(queries, rank),
         BLOCK_Q=queries,
         BLOCK_K=BLOCK_K,
         SCORES_FIRST=forward,
@@ -179,9 +179,9 @@ def blocks_of_queries(call: DrawnTailCall, flags: dict[str, Any]) -> int:
 
 
 @triton.jit
-def block_queries(row, number, x, CONFIG: tl.constexpr):
+def block_queries(row, number, inputs, CONFIG: tl.constexpr):
     """The queries of a block of a row; `row` is int64."""
-    windows = x.windows
+    windows = inputs.windows
     geo = windows.geo
     queries = points(geo.q)
     tile = row
@@ -193,7 +193,7 @@ def block_queries(row, number, x, CONFIG: tl.constexpr):
     else:
         query = number * CONFIG.BLOCK_Q + tl.arange(0, CONFIG.BLOCK_Q)  # [BQ]
         exists = query < queries
-    noise = dropout_noise(x.dropout, row, query)  # [BQ]
+    noise = dropout_noise(inputs.dropout, row, query)  # [BQ]
     index_row = windows.index + row * queries * windows.kappa
     return TailQueries(QueryBlock(query, exists, index_row, row // windows.masked.group), noise, tile)
 
@@ -248,17 +248,17 @@ def name_of(at, shared, geo):
 
 
 @triton.jit
-def in_tail(at, log, corners, shared, queries, x, CONFIG: tl.constexpr):
+def in_tail(at, log, corners, shared, queries, inputs, CONFIG: tl.constexpr):
     """Which shared keys [BK] count for which queries [BQ]: those that exist, come up to the query under CAUSAL, and lie
     in none of its windows, or of its tile's."""
     ok = (log > -float("inf"))[None, :]  # [1, BK]
     if CONFIG.CAUSAL:
-        ok = ok & (name_of(at, shared, x.windows.geo)[None, :] <= queries.block.query[:, None])
+        ok = ok & (name_of(at, shared, inputs.windows.geo)[None, :] <= queries.block.query[:, None])
     if CONFIG.TILED:
-        attended = tl.load(x.attended.shared + queries.tile * shared.padded + at) != 0  # [BK]
+        attended = tl.load(inputs.attended.shared + queries.tile * shared.padded + at) != 0  # [BK]
         ok = ok & queries.block.exists[:, None] & ~attended[None, :]
     else:
-        ok = outside_windows(ok, at, corners, shared, queries.block, x.windows, CONFIG)
+        ok = outside_windows(ok, at, corners, shared, queries.block, inputs.windows, CONFIG)
     return ok
 
 
@@ -299,7 +299,7 @@ def shared_products(q_block, base, at, CONFIG: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def tail_scores(start, q_block, corners, shared, queries, x, CONFIG: tl.constexpr, E: tl.constexpr):
+def tail_scores(start, q_block, corners, shared, queries, inputs, CONFIG: tl.constexpr, E: tl.constexpr):
     """BLOCK_K shared keys from `start` on: where they are, their scores, and which count for which query.
 
     The score is scale <q, k> plus the log of how many keys each represents, -inf where it does not count.
@@ -308,20 +308,20 @@ def tail_scores(start, q_block, corners, shared, queries, x, CONFIG: tl.constexp
     log = tl.load(shared.logs + at)  # [BK]
     if CONFIG.SCORES_FIRST:
         s = shared_products(q_block, shared.k, at, CONFIG, E)  # [BQ, BK]
-        ok = in_tail(at, log, corners, shared, queries, x, CONFIG)  # [BQ, BK]
+        ok = in_tail(at, log, corners, shared, queries, inputs, CONFIG)  # [BQ, BK]
     else:
-        ok = in_tail(at, log, corners, shared, queries, x, CONFIG)
+        ok = in_tail(at, log, corners, shared, queries, inputs, CONFIG)
         s = shared_products(q_block, shared.k, at, CONFIG, E)
-    s = s * x.scale + log[None, :]
+    s = s * inputs.scale + log[None, :]
     return at, tl.where(ok, s, -float("inf")), ok
 
 
 @triton.jit
-def thinned(weights, at, shared, queries, x, CONFIG: tl.constexpr):
+def thinned(weights, at, shared, queries, inputs, CONFIG: tl.constexpr):
     """What dropout makes of numbers [BQ, BK] of the shared keys `at`."""
     if CONFIG.DROPOUT:
-        name = name_of(at, shared, x.windows.geo)[None, :]
-        weights = dropped(weights, name, queries.noise[:, None], x.dropout, True)
+        name = name_of(at, shared, inputs.windows.geo)[None, :]
+        weights = dropped(weights, name, queries.noise[:, None], inputs.dropout, True)
     return weights
 
 
@@ -351,10 +351,10 @@ def rough_product(a, b, acc):
 
 @triton.jit
 def tail_kernel(
-    x, head_out, count, result, CONFIG: tl.constexpr, STRATIFIED: tl.constexpr, E: tl.constexpr, F: tl.constexpr
+    inputs, head_out, count, result, CONFIG: tl.constexpr, STRATIFIED: tl.constexpr, E: tl.constexpr, F: tl.constexpr
 ):
     """Program (block of queries, piece of the values). `count` int64 [rows of the mask, M]: allowed keys up to one."""
-    geo = x.windows.geo
+    geo = inputs.windows.geo
     keys = points(geo.k)
     value_width = F.BLOCK * F.PIECES
     piece = tl.program_id(0) % F.PIECES
@@ -362,18 +362,18 @@ def tail_kernel(
     blocks = row_blocks(geo, CONFIG)
     row = (block // blocks).to(tl.int64)
     rows = tl.num_programs(0) // (F.PIECES * blocks)
-    queries = block_queries(row, block % blocks, x, CONFIG)
+    queries = block_queries(row, block % blocks, inputs, CONFIG)
     query = queries.block.query  # [BQ]
     exists = queries.block.exists  # [BQ]
     first_point = row * points(geo.q)
     point = first_point + query  # [BQ]
-    shared = shared_row(row, x.shared, geo, CONFIG.BLOCK_K, E, F)
+    shared = shared_row(row, inputs.shared, geo, CONFIG.BLOCK_K, E, F)
     if not CONFIG.DROPOUT:
-        away_row = x.shared.away + row * shared.padded * value_width
+        away_row = inputs.shared.away + row * shared.padded * value_width
         squares_row = away_row + rows.to(tl.int64) * shared.padded * value_width
-    q_block = load_queries(x.q + first_point * E.SIZE, queries.block, E)  # [BQ, E]
+    q_block = load_queries(inputs.q + first_point * E.SIZE, queries.block, E)  # [BQ, E]
 
-    corners = window_corners(queries.block, x.windows, CONFIG)
+    corners = window_corners(queries.block, inputs.windows, CONFIG)
     running_max = tl.full([CONFIG.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
     running_sum = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
     square_sum = running_sum  # [BQ], of the squares of the weights
@@ -383,14 +383,14 @@ def tail_kernel(
     squares_acc = acc  # [BQ, F]
     spoiled = acc  # [BQ, F], how many values are not finite
     for start in range(0, shared.padded, CONFIG.BLOCK_K):
-        at, s, ok = tail_scores(start, q_block, corners, shared, queries, x, CONFIG, E)
+        at, s, ok = tail_scores(start, q_block, corners, shared, queries, inputs, CONFIG, E)
         running_max, rescale, p = softmax_step(running_max, s, None, "powers", False, 1)
         v_block = load_shared(shared.v, at, piece, F)  # [BK, F]
         if CONFIG.CAUSAL:  # a weight of 0 lets no NaN of a later key through
             bad = ~is_finite(v_block)  # [BK, F]
             spoiled = rough_product(tl.where(ok, 1.0, 0.0), tl.where(bad, 1.0, 0.0).to(v_block.dtype), spoiled)
             v_block = finite(v_block)
-        kept = thinned(p, at, shared, queries, x, CONFIG)  # [BQ, BK]
+        kept = thinned(p, at, shared, queries, inputs, CONFIG)  # [BQ, BK]
         acc = product(kept.to(v_block.dtype), v_block, acc * rescale[:, None])
         if CONFIG.DROPOUT:
             running_sum = running_sum * rescale + tl.sum(p, 1)
@@ -406,9 +406,9 @@ def tail_kernel(
             seen = seen + ok_sum
 
     if CONFIG.TILED:
-        attended = tl.load(x.attended.count + point, mask=exists, other=0)  # [BQ]
+        attended = tl.load(inputs.attended.count + point, mask=exists, other=0)  # [BQ]
     else:
-        attended = attended_count(queries.block, x.windows, CONFIG.CAUSAL)
+        attended = attended_count(queries.block, inputs.windows, CONFIG.CAUSAL)
     last = query if CONFIG.CAUSAL else query * 0 + keys - 1  # [BQ]
     allowed = last + 1  # [BQ]
     if count is not None:
@@ -418,29 +418,29 @@ def tail_kernel(
     offset = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
     if not STRATIFIED:
         offset = tl.log(tl.where(has_keys, left, 1.0) / tl.maximum(seen, 1.0))
-    head_lse = tl.load(x.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+    head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
     factor, head_factor, base, norm = join_lse(running_max, running_sum, has_keys, offset, head_lse)
     f = piece * F.BLOCK + tl.arange(0, F.BLOCK)  # [F]
     place = point[:, None] * F.SIZE + f[None, :]  # [BQ, F]
     inside = exists[:, None] & (f < F.SIZE)[None, :]  # [BQ, F]
-    head = tl.load(head_out + place, mask=inside, other=0.0).to(tl.float32)  # [BQ, F]
-    head = tl.where((head_lse == -float("inf"))[:, None], 0.0, head)
+    head_block = tl.load(head_out + place, mask=inside, other=0.0).to(tl.float32)  # [BQ, F]
+    head_block = tl.where((head_lse == -float("inf"))[:, None], 0.0, head_block)
     out = tl.where(has_keys[:, None], acc * factor[:, None], 0.0)  # [BQ, F]
-    out += tl.where((head_factor == 0.0)[:, None], 0.0, head_factor[:, None] * head)
+    out += tl.where((head_factor == 0.0)[:, None], 0.0, head_factor[:, None] * head_block)
     if CONFIG.CAUSAL:
         out = tl.where(spoiled > 0, float("nan"), out)
 
     variance = tl.full([CONFIG.BLOCK_Q, F.BLOCK], float("inf"), tl.float32)  # [BQ, F]
     if not CONFIG.DROPOUT:
         # Values are measured from the mean of a few, so that little cancels in the sums of squares.
-        middle_row = x.shared.middle + row * value_width + f
+        middle_row = inputs.shared.middle + row * value_width + f
         middle = tl.load(middle_row)  # [F]
         unit = tl.load(middle_row + rows * value_width)  # [F]
         apart = (out - middle[None, :]) / unit[None, :]  # [BQ, F]
         each = factor[:, None] * unit[None, :]  # [BQ, F]
         r_squares = (squares_acc - 2 * apart * away_acc + apart * apart * square_sum[:, None]) * (each * each)
         # All residuals add up to 0, so the tail's are those of the windows, negated.
-        r_sum = head_factor[:, None] * (out - head)  # [BQ, F]
+        r_sum = head_factor[:, None] * (out - head_block)  # [BQ, F]
         spread = tl.maximum(r_squares - r_sum * r_sum / tl.maximum(seen, 1.0)[:, None], 0.0)  # [BQ, F]
         rest = (1 - seen / tl.maximum(left, 1.0)) * seen / tl.maximum(seen - 1, 1.0)  # [BQ]
         variance = tl.where((seen >= 2)[:, None], rest[:, None] * spread, float("inf"))

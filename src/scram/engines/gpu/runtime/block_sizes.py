@@ -8,7 +8,7 @@ import torch
 import triton
 
 from ....schedule import WINDOWS
-from ..primitives import Block, Width, tile_shape, vector
+from ..primitives import Block, Width, block_shape, vector
 from .launch import INTERPRETED, cached
 
 MOST_PIECES = 4  # loads a thread makes of one vector: each is unrolled, which costs registers and compile time
@@ -194,7 +194,7 @@ def tile_pieces(width: int, value_width: int, narrow: bool) -> dict[str, Width]:
 
 
 def _block(rank: int, queries: int) -> Block:
-    return Block(tile_shape(queries, rank), queries)
+    return Block(block_shape(queries, rank), queries)
 
 
 def _width(width: int, dtype: torch.dtype, threads: int) -> Width:

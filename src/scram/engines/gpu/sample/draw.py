@@ -70,57 +70,59 @@ def ends(table, centre, extent, steps):
 
 
 @triton.jit
-def draw_kernel(x, chunk, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+def draw_kernel(proposal, chunk, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """The keys of a chunk, -1 for one that may not be visited, and the logs of their weights."""
-    geo = x.geo
+    geo = proposal.geo
     queries = points(geo.q)
     keys = points(geo.k)
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    exists = slot < tl.cast(chunk.size, tl.int64) * x.samples
-    point = slot // x.samples + chunk.begin  # [BLOCK]
-    t = (slot % x.samples).to(tl.int32)  # [BLOCK]
+    exists = slot < tl.cast(chunk.size, tl.int64) * proposal.samples
+    point = slot // proposal.samples + chunk.begin  # [BLOCK]
+    t = (slot % proposal.samples).to(tl.int32)  # [BLOCK]
     row = (point // queries).to(tl.int32)  # [BLOCK]
     query = (point % queries).to(tl.int32)  # [BLOCK]
-    mask_row = (row // x.masked.group).to(tl.int64)  # [BLOCK]
-    noise = absorb(absorb(row_state(x.seed, row), query), t)  # [BLOCK]
-    number = tl.load(x.count + point, mask=exists, other=0)  # [BLOCK]
-    choices = tl.load(x.total + point, mask=exists, other=0)  # [BLOCK]
+    mask_row = (row // proposal.masked.group).to(tl.int64)  # [BLOCK]
+    noise = absorb(absorb(row_state(proposal.seed, row), query), t)  # [BLOCK]
+    number = tl.load(proposal.count + point, mask=exists, other=0)  # [BLOCK]
+    choices = tl.load(proposal.total + point, mask=exists, other=0)  # [BLOCK]
     which = absorb(noise, t * 0 + 1)  # [BLOCK]
 
-    near = (number > 0) & (absorb(noise, t * 0) < tl.cast(x.threshold, tl.uint32))  # [BLOCK]
+    near = (number > 0) & (absorb(noise, t * 0) < tl.cast(proposal.threshold, tl.uint32))  # [BLOCK]
     uniform = below(which, choices)  # [BLOCK]
-    if x.order is not None:
-        uniform = tl.load(x.order + mask_row * keys + uniform, mask=exists & (choices > 0), other=0).to(tl.int32)
-    mode = tl.load(x.modes + point * x.kappa + below(which, number), mask=exists & near, other=0)  # [BLOCK]
+    if proposal.order is not None:
+        uniform = tl.load(proposal.order + mask_row * keys + uniform, mask=exists & (choices > 0), other=0).to(tl.int32)
+    mode = tl.load(
+        proposal.modes + point * proposal.kappa + below(which, number), mask=exists & near, other=0
+    )  # [BLOCK]
     key = t * 0  # [BLOCK]
     for a in tl.static_range(len(geo.k)):
-        centre = place_on(mode, a, geo)
-        before, after = ends(x.table, centre, geo.k[a], x.steps)
-        target = before + below(absorb(noise, t * 0 + 2 + a), after - before)
-        key = key * geo.k[a] + centre + step_of(x.table, target, x.steps)
+        centre = place_on(mode, a, geo)  # [BLOCK]
+        before, after = ends(proposal.table, centre, geo.k[a], proposal.steps)
+        target = before + below(absorb(noise, t * 0 + 2 + a), after - before)  # [BLOCK]
+        key = key * geo.k[a] + centre + step_of(proposal.table, target, proposal.steps)
     key = tl.where(near, key, uniform)
     ok = exists & (near | (choices > 0))
     if CAUSAL:
         ok = ok & (key <= query)
-    ok = unmasked(key, ok, mask_row, x.masked, geo)
+    ok = unmasked(key, ok, mask_row, proposal.masked, geo)
 
     closeness = tl.zeros([BLOCK], tl.float32)  # [BLOCK]
-    reach = x.steps // 2
-    for m in range(x.kappa):
+    reach = proposal.steps // 2
+    for m in range(proposal.kappa):
         is_mode = ok & (m < number)
-        other = tl.load(x.modes + point * x.kappa + m, mask=is_mode, other=0)  # [BLOCK]
+        other = tl.load(proposal.modes + point * proposal.kappa + m, mask=is_mode, other=0)  # [BLOCK]
         g = tl.where(is_mode, 1.0, 0.0)  # [BLOCK]
         for a in tl.static_range(len(geo.k)):
-            centre = place_on(other, a, geo)
-            d = place_on(key, a, geo) - centre
-            before, after = ends(x.table, centre, geo.k[a], x.steps)
+            centre = place_on(other, a, geo)  # [BLOCK]
+            d = place_on(key, a, geo) - centre  # [BLOCK]
+            before, after = ends(proposal.table, centre, geo.k[a], proposal.steps)
             within = is_mode & (tl.abs(d) <= reach)
-            weight = tl.load(x.table + d + reach + 1, mask=within, other=0)
-            weight -= tl.load(x.table + d + reach, mask=within, other=0)
+            weight = tl.load(proposal.table + d + reach + 1, mask=within, other=0)  # [BLOCK]
+            weight -= tl.load(proposal.table + d + reach, mask=within, other=0)
             g = g * weight.to(tl.float32) / (after - before).to(tl.float32)
         closeness += g
-    share = tl.where(number > 0, x.alpha, 0.0)  # [BLOCK]
+    share = tl.where(number > 0, proposal.alpha, 0.0)  # [BLOCK]
     r = share * closeness / tl.maximum(number, 1).to(tl.float32)
     r += (1 - share) / tl.maximum(choices, 1).to(tl.float32)
     tl.store(chunk.keys + slot, tl.where(ok, key, -1), mask=exists)
-    tl.store(chunk.logs + slot, -tl.log(r * x.samples), mask=exists)
+    tl.store(chunk.logs + slot, -tl.log(r * proposal.samples), mask=exists)

@@ -209,25 +209,25 @@ class Points(NamedTuple):
 
 
 @triton.jit
-def points_of(x, chunk, BLOCK_Q: tl.constexpr, E: tl.constexpr):
+def points_of(inputs, chunk, BLOCK_Q: tl.constexpr, E: tl.constexpr):
     lane = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BQ]
     exists = lane < chunk.size
     point = chunk.begin + lane.to(tl.int64)  # [BQ]
-    slots = lane.to(tl.int64) * x.samples  # [BQ]
-    first_key = point // x.queries // x.group * x.keys  # [BQ]
-    return Points(point, exists, slots, first_key, load_float32(x.q, point, exists, E))
+    slots = lane.to(tl.int64) * inputs.samples  # [BQ]
+    first_key = point // inputs.queries // inputs.group * inputs.keys  # [BQ]
+    return Points(point, exists, slots, first_key, load_float32(inputs.q, point, exists, E))
 
 
 @triton.jit
-def visit(t, queries, x, chunk, FLAT: tl.constexpr, E: tl.constexpr):
+def visit(t, queries, inputs, chunk, FLAT: tl.constexpr, E: tl.constexpr):
     """The t-th key of each list: its place among all keys, whether there is one, its features, its score and the log of
     its weight."""
     slot = queries.slots + t  # [BQ]
     key = tl.load(chunk.keys + slot, mask=queries.exists, other=-1)  # [BQ]
     ok = key >= 0
     place = queries.first_key + tl.where(ok, key, 0)  # [BQ]
-    k_block = load_float32(x.k, place, ok, E)  # [BQ, E]
-    s = dot(queries.q_block, k_block) * x.scale  # [BQ]
+    k_block = load_float32(inputs.k, place, ok, E)  # [BQ, E]
+    s = dot(queries.q_block, k_block) * inputs.scale  # [BQ]
     if FLAT:
         s = s - s  # keeps a NaN
     else:
@@ -236,23 +236,23 @@ def visit(t, queries, x, chunk, FLAT: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def visit_kernel(x, chunk, result, FLAT: tl.constexpr, BLOCK_Q: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+def visit_kernel(inputs, chunk, result, FLAT: tl.constexpr, BLOCK_Q: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program: block of queries of a chunk."""
-    queries = points_of(x, chunk, BLOCK_Q, E)
+    queries = points_of(inputs, chunk, BLOCK_Q, E)
     point = queries.point  # [BQ]
     exists = queries.exists  # [BQ]
     slots = queries.slots  # [BQ]
     head_lse = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # [BQ]
-    if x.head_lse is not None:
-        head_lse = tl.load(x.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)
+    if inputs.head_lse is not None:
+        head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)
 
     running_sum = tl.zeros([BLOCK_Q], tl.float32)  # [BQ]
     seen = tl.zeros([BLOCK_Q], tl.int32)  # [BQ]
     running_max = tl.full([BLOCK_Q], LOWEST, tl.float32)  # [BQ]
     acc = zero_pieces(BLOCK_Q, F)  # [BQ, F]
-    for t in range(x.samples):
-        place, ok, _, s = visit(t, queries, x, chunk, FLAT, E)
-        v_block = load_float32(x.v, place, ok, F)  # [BQ, F]
+    for t in range(inputs.samples):
+        place, ok, _, s = visit(t, queries, inputs, chunk, FLAT, E)
+        v_block = load_float32(inputs.v, place, ok, F)  # [BQ, F]
         if not FLAT:
             tl.store(chunk.logs + slots + t, s, mask=ok)
         s = tl.where(ok, s, -float("inf"))
@@ -268,8 +268,8 @@ def visit_kernel(x, chunk, result, FLAT: tl.constexpr, BLOCK_Q: tl.constexpr, E:
     factor, head_factor, base, norm = join_lse(running_max, running_sum, seen > 0, zero, head_lse)
     tl.store(result.lse + point, base + norm * LN2, mask=exists)
     out = ()
-    if x.head_out is not None:
-        head_out = load_float32(x.head_out, point, exists & (head_lse > -float("inf")), F)  # [BQ, F]
+    if inputs.head_out is not None:
+        head_out = load_float32(inputs.head_out, point, exists & (head_lse > -float("inf")), F)  # [BQ, F]
         for n in tl.static_range(len(acc)):
             out += (acc[n] * factor[:, None] + head_factor[:, None] * head_out[n],)
     else:
@@ -282,11 +282,11 @@ def visit_kernel(x, chunk, result, FLAT: tl.constexpr, BLOCK_Q: tl.constexpr, E:
         square_sum = tl.zeros([BLOCK_Q], tl.float32)  # [BQ]
         r_sum = zero_pieces(BLOCK_Q, F)  # [BQ, F]
         r_squares = zero_pieces(BLOCK_Q, F)  # [BQ, F]
-        for t in range(x.samples):
+        for t in range(inputs.samples):
             key = tl.load(chunk.keys + slots + t, mask=exists, other=-1)  # [BQ]
             ok = key >= 0
             s = tl.load(chunk.logs + slots + t, mask=ok, other=-float("inf"))  # [BQ]
-            v_block = load_float32(x.v, queries.first_key + tl.where(ok, key, 0), ok, F)  # [BQ, F]
+            v_block = load_float32(inputs.v, queries.first_key + tl.where(ok, key, 0), ok, F)  # [BQ, F]
             weight = powers(s, base)  # [BQ]
             p = weight * factor  # [BQ]
             weight_sum += weight
@@ -301,7 +301,7 @@ def visit_kernel(x, chunk, result, FLAT: tl.constexpr, BLOCK_Q: tl.constexpr, E:
             r_squares = squares_more
         variance = ()
         for n in tl.static_range(len(acc)):
-            spread = tl.maximum(r_squares[n] - r_sum[n] * r_sum[n] / x.samples, 0.0)  # [BQ, F]
+            spread = tl.maximum(r_squares[n] - r_sum[n] * r_sum[n] / inputs.samples, 0.0)  # [BQ, F]
             variance += (tl.where((seen > 0)[:, None], spread, float("inf")),)
         store_pieces(result.variance, point, variance, exists, F)
         ess = tl.where(seen > 0, weight_sum * weight_sum / tl.where(seen > 0, square_sum, 1.0), 0.0)  # [BQ]
@@ -310,7 +310,7 @@ def visit_kernel(x, chunk, result, FLAT: tl.constexpr, BLOCK_Q: tl.constexpr, E:
 
 @triton.jit
 def visit_backward_kernel(
-    x,
+    inputs,
     chunk,
     grad_out,
     grad_lse,
@@ -321,7 +321,7 @@ def visit_backward_kernel(
     F: tl.constexpr,
 ):
     """Program: block of queries of a chunk."""
-    queries = points_of(x, chunk, BLOCK_Q, E)
+    queries = points_of(inputs, chunk, BLOCK_Q, E)
     point = queries.point  # [BQ]
     exists = queries.exists  # [BQ]
     slots = queries.slots  # [BQ]
@@ -333,18 +333,18 @@ def visit_backward_kernel(
     running_sum = tl.zeros([BLOCK_Q], tl.float32)  # [BQ]
     mean_dp = tl.zeros([BLOCK_Q], tl.float32)  # [BQ]
     running_max = tl.full([BLOCK_Q], LOWEST, tl.float32)  # [BQ]
-    if x.head_lse is None:
+    if inputs.head_lse is None:
         key = tl.load(chunk.keys + slots, mask=exists, other=-1)  # [BQ]
-        v_block = load_float32(x.v, queries.first_key + tl.maximum(key, 0), key >= 0, F)  # [BQ, F]
+        v_block = load_float32(inputs.v, queries.first_key + tl.maximum(key, 0), key >= 0, F)  # [BQ, F]
         dp_origin = dot(d_out, v_block)  # [BQ]
     else:
-        head_lse = tl.load(x.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+        head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
         running_max = tl.maximum(running_max, head_lse)
         running_sum = powers(head_lse, running_max)
-        dp_origin = dot(d_out, load_float32(x.head_out, point, exists & (head_lse > -float("inf")), F))  # [BQ]
-    for t in range(x.samples):
-        place, ok, k_block, s = visit(t, queries, x, chunk, FLAT, E)
-        dp = dot(d_out, load_float32(x.v, place, ok, F)) - dp_origin  # [BQ]
+        dp_origin = dot(d_out, load_float32(inputs.head_out, point, exists & (head_lse > -float("inf")), F))  # [BQ]
+    for t in range(inputs.samples):
+        place, ok, k_block, s = visit(t, queries, inputs, chunk, FLAT, E)
+        dp = dot(d_out, load_float32(inputs.v, place, ok, F)) - dp_origin  # [BQ]
         s = tl.where(ok, s, -float("inf"))
         running_max, rescale, p = softmax_step(running_max, s, None, "powers", False, None)
         running_sum = running_sum * rescale + p
@@ -352,7 +352,7 @@ def visit_backward_kernel(
     base = tl.where(running_max == LOWEST, 0.0, running_max)  # [BQ]
     factor = 1.0 / tl.where(running_sum == 0.0, 1.0, running_sum)  # [BQ]
     delta = mean_dp * factor  # [BQ]
-    if x.head_lse is not None:
+    if inputs.head_lse is not None:
         head_factor = powers(head_lse, base) * factor  # [BQ]
         d_head_out = ()
         for n in tl.static_range(len(d_out)):
@@ -363,11 +363,11 @@ def visit_backward_kernel(
     delta -= d_lse
 
     dq = zero_pieces(BLOCK_Q, E)  # [BQ, E]
-    for t in range(x.samples):
-        place, ok, k_block, s = visit(t, queries, x, chunk, FLAT, E)
-        dp = dot(d_out, load_float32(x.v, place, ok, F)) - dp_origin  # [BQ]
+    for t in range(inputs.samples):
+        place, ok, k_block, s = visit(t, queries, inputs, chunk, FLAT, E)
+        dp = dot(d_out, load_float32(inputs.v, place, ok, F)) - dp_origin  # [BQ]
         p = tl.where(ok, powers(s, base) * factor, 0.0)  # [BQ]
-        ds = tl.where(ok, p * (dp - delta) * x.scale, 0.0)  # [BQ]
+        ds = tl.where(ok, p * (dp - delta) * inputs.scale, 0.0)  # [BQ]
         dq = add_scaled(dq, ds, k_block)
         if grads.weights is not None:
             tl.store(grads.weights + slots + t, p, mask=ok)

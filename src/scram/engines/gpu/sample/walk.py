@@ -28,12 +28,12 @@ class Walks(NamedTuple):
 
 
 @triton.jit
-def walk_kernel(x, chunk, walks, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, E: tl.constexpr):
+def walk_kernel(proposal, chunk, walks, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, E: tl.constexpr):
     """The keys of a chunk, -1 without a mode, and the diagnostics of its points."""
-    geo = x.geo
+    geo = proposal.geo
     queries = points(geo.q)
     keys = points(geo.k)
-    samples = x.samples
+    samples = proposal.samples
     burn_in = walks.burn_in
     scale = walks.scale
     lane = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BQ]
@@ -41,11 +41,11 @@ def walk_kernel(x, chunk, walks, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, E:
     point = chunk.begin + lane.to(tl.int64)  # [BQ]
     row = (point // queries).to(tl.int32)  # [BQ]
     query = (point % queries).to(tl.int32)  # [BQ]
-    mask_row = (row // x.masked.group).to(tl.int64)  # [BQ]
+    mask_row = (row // proposal.masked.group).to(tl.int64)  # [BQ]
     first_key = (row // walks.group).to(tl.int64) * keys  # [BQ]
     q_block = load_float32(walks.q, point, exists, E)  # [BQ, E]
-    prefix = absorb(row_state(x.seed, row), query)  # [BQ]
-    chains = tl.minimum(tl.load(x.count + point, mask=exists, other=0) * walks.chains_per_mode, samples)  # [BQ]
+    prefix = absorb(row_state(proposal.seed, row), query)  # [BQ]
+    chains = tl.minimum(tl.load(proposal.count + point, mask=exists, other=0) * walks.chains_per_mode, samples)  # [BQ]
     shortest = samples // tl.maximum(chains, 1)
     longer = samples % tl.maximum(chains, 1)
     half = samples // 2
@@ -70,7 +70,7 @@ def walk_kernel(x, chunk, walks, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, E:
     for _ in range(walks.rounds):
         active = exists & (counted < samples) & (chains > 0)
         begins = active & (done == 0)
-        start = tl.load(x.modes + point * x.kappa + chain // walks.chains_per_mode, mask=begins, other=0)
+        start = tl.load(proposal.modes + point * proposal.kappa + chain // walks.chains_per_mode, mask=begins, other=0)
         key = tl.where(begins, start, key)
         a = tl.where(begins, dot(q_block, load_float32(walks.k, first_key + key, begins, E)) * scale, a)
         noise = absorb(absorb(prefix, chain), done)
@@ -78,15 +78,15 @@ def walk_kernel(x, chunk, walks, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, E:
         ok = active
         for axis in tl.static_range(len(geo.k)):
             bits = absorb(noise, lane * 0 + axis)
-            target = below(bits, tl.load(x.table + x.steps))
-            place = place_on(key, axis, geo) + step_of(x.table, target, x.steps)
+            target = below(bits, tl.load(proposal.table + proposal.steps))
+            place = place_on(key, axis, geo) + step_of(proposal.table, target, proposal.steps)
             ok = ok & (place >= 0) & (place < geo.k[axis])
             target_key = target_key * geo.k[axis] + place
         ok = ok & (target_key != key)
         if CAUSAL:
             ok = ok & (target_key <= query)
         target_key = tl.where(ok, target_key, 0)
-        ok = unmasked(target_key, ok, mask_row, x.masked, geo)
+        ok = unmasked(target_key, ok, mask_row, proposal.masked, geo)
         b = dot(q_block, load_float32(walks.k, first_key + target_key, ok, E)) * scale
         u = (absorb(noise, lane * 0 + len(geo.k)).to(tl.float32) + 0.5) / 4294967296.0
         take = ok & ((b >= a) | (u < tl.exp(tl.minimum(b - a, 0.0))))

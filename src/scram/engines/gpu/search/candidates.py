@@ -171,5 +171,5 @@ def legal(key, ok, query, point, limits, geo, RULES: tl.constexpr):
 @triton.jit
 def score_of(q_block, k_row, key, wanted, E: tl.constexpr):
     """The score [BQ] of one key per query, NaN as -inf; keys that are not wanted are not read."""
-    s = dot(q_block, load_float32(k_row, key, wanted, E))
+    s = dot(q_block, load_float32(k_row, key, wanted, E))  # [BQ]
     return tl.where(s == s, s, -float("inf"))

@@ -333,7 +333,8 @@ def propagated(
         for side in tl.static_range(2):
             step = jump * (2 * side - 1)
             on_grid = (place + step).to(tl.uint32) < extent.to(tl.uint32)  # [BQ]
-            match = tl.load(state_in + query_block.point + step * q_stride, mask=exists & on_grid, other=NOTHING)
+            neighbour = state_in + query_block.point + step * q_stride  # [BQ]
+            match = tl.load(neighbour, mask=exists & on_grid, other=NOTHING)  # [BQ]
             fresh = match >= 0
             for m in tl.static_range(len(FROM.MOVES)):
                 back = step * -FROM.MOVES[m]  # to subtract: with a sum the compiler spills a register

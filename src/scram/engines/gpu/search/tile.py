@@ -236,7 +236,7 @@ def offer_kernel(
         draw = tl.load(table + 3 * n + 2)
         if SEVERAL:
             entry = (query + n + sweep) % tl.where(sweep > 1, kappa, 1)
-            own = tl.load(matches + query.to(tl.int64) * kappa + entry)
+            own = tl.load(matches + query.to(tl.int64) * kappa + entry)  # [BQ]
         if kind == GOSSIP:
             source = below(absorb(draws, draw), queries)  # [BQ]
             key = tl.load(matches + source.to(tl.int64) * kappa + entry)  # [BQ]
@@ -265,7 +265,7 @@ def offer_kernel(
             moved = (key >= 0) & ((key_place + kind * step).to(tl.uint32) < key_extent.to(tl.uint32))
             key = tl.where(moved, key + kind * step * k_stride, -1)
         if allowed.mask is not None:
-            unmasked = tl.load(allowed.mask + mask_row * keys + tl.maximum(key, 0), mask=key >= 0, other=0)
+            unmasked = tl.load(allowed.mask + mask_row * keys + tl.maximum(key, 0), mask=key >= 0, other=0)  # [BQ]
             key = tl.where(unmasked != 0, key, -1)
         tl.store(out + n * B.BLOCK_Q, tl.where(key >= 0, key, tl.where(own >= 0, own, best)))
 
@@ -380,12 +380,12 @@ def offer_scores(q_place, k_place, q_block, q_low, exists, E: tl.constexpr, HALV
     e = tl.arange(0, E.BLOCK)  # [E]
     if E.PIECES == 1:
         k_block = load_part(k_place, (e < E.SIZE)[:, None], WIDEN)  # [E, BQ]
-        s = tl.dot(q_block, k_block)
+        s = tl.dot(q_block, k_block)  # [BQ, BQ]
         if HALVES == 2:
             k_low = load_part(k_place + E.SIZE, (e < E.SIZE)[:, None], WIDEN)  # [E, BQ]
-            small = tl.dot(q_low, k_block, tl.dot(q_block, k_low, tl.dot(q_low, k_low)))
+            small = tl.dot(q_low, k_block, tl.dot(q_block, k_low, tl.dot(q_low, k_low)))  # [BQ, BQ]
     else:
-        s = tl.zeros([q_block.shape[0], k_place.shape[1]], tl.float32)
+        s = tl.zeros([q_block.shape[0], k_place.shape[1]], tl.float32)  # [BQ, BQ]
         small = s
         for p in range(E.PIECES):
             inside = e + p * E.BLOCK < E.SIZE  # [E]
