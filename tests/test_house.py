@@ -164,7 +164,6 @@ TESTED_IN = {
     "engines/cpu/legal": "engines/test_search.py",
     "engines/cpu/windows": "engines/test_attend.py",
     # What kernels of every stage share, and how they are launched.
-    "engines/gpu/primitives": "engines/gpu/test_compile.py",
     "engines/gpu/runtime/__init__": "engines/gpu/test_launch.py",
     "engines/gpu/runtime/block_sizes": "engines/gpu/test_compile.py",
     "engines/gpu/runtime/launch": "engines/gpu/test_launch.py",

@@ -1,8 +1,8 @@
 """Gradients of keys and values with repeatable bits: every key collects from the queries that attend it, in order.
 
-The queries that match a key stand together in a list sorted by key, so those that match the keys of a row of its window
-do too. Most queries may attend one key: pairs beyond a first share are summed in further shares, by programs of their
-own, and added in order. No atomics, no list of pairs.
+The queries that match a key stand together in a list sorted by key, so those that match the keys of a line of its
+window, along the last axis, do too. Most queries may attend one key: pairs beyond a first share are summed in further
+shares, by programs of their own, and added in order. No atomics, no list of pairs.
 """
 
 from __future__ import annotations
