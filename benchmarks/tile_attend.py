@@ -51,8 +51,8 @@ def backward_of(
 
 
 def gpu_row(data: Any, name: str, kappa: int, shape: dict[str, int]) -> dict[str, Any]:
-    from scram.engines.gpu.cells import cells_of
-    from scram.engines.gpu.grid import geometry
+    from scram.engines.gpu.attend.cells import cells_of
+    from scram.engines.gpu.primitives import geometry
 
     how = {"size": 512, "width": 64, "heads": 1, **shape}
     q, k, v, _ = data.tensors(name, **how, dtype=torch.bfloat16)

@@ -102,7 +102,7 @@ def known_constants(patch):
 
 def large_blocks(patch):
     """The interpreter's time goes by programs, not by queries."""
-    from scram.engines.gpu import block_sizes, launch
+    from scram.engines.gpu.runtime import block_sizes, launch
 
     block = block_sizes._block
     patch.setattr(block_sizes, "_block", lambda rank, queries: block(rank, max(queries, LEAST_QUERIES)))
@@ -227,7 +227,7 @@ def _constant(make):
 
 def _record(patch, names):
     """Until the patch ends, the names of the kernels that run are appended."""
-    from scram.engines.gpu import launch
+    from scram.engines.gpu.runtime import launch
 
     call = launch.Kernel.__call__
 

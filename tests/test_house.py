@@ -40,27 +40,11 @@ TESTED_IN = {
     "engines/cpu/compiled": "_compat/test_numba.py",
     "engines/cpu/legal": "engines/test_search.py",
     "engines/cpu/windows": "engines/test_attend.py",
-    # Parts of the GPU's kernels; where kernels of a stage are launched and with which blocks.
-    "engines/gpu/block_sizes": "engines/gpu/test_compile.py",
-    "engines/gpu/candidates": "engines/gpu/test_search.py",
-    "engines/gpu/grid": "engines/gpu/test_search.py",
-    "engines/gpu/layout": "engines/gpu/test_search.py",
-    "engines/gpu/top_matches": "engines/gpu/test_tile_search.py",
-    "engines/gpu/attend_keys": "engines/gpu/test_attend.py",
-    "engines/gpu/windows": "engines/gpu/test_attend.py",
-    "engines/gpu/cells": "engines/gpu/test_tile_attend.py",
-    "engines/gpu/tile_keys": "engines/gpu/test_tile_attend.py",
-    "engines/gpu/tile_pairs": "engines/gpu/test_tile_attend.py",
-    "engines/gpu/tile_attend_backward": "engines/gpu/test_tile_attend.py",
-    "engines/gpu/shared_keys": "engines/gpu/test_drawn_tail.py",
-    "engines/gpu/tile_heads": "engines/gpu/test_drawn_tail.py",
-    "engines/gpu/drawn_tail_backward": "engines/gpu/test_drawn_tail.py",
-    "engines/gpu/cluster_backward": "engines/gpu/test_cluster.py",
-    "engines/gpu/cluster_forms": "engines/gpu/test_cluster.py",
-    "engines/gpu/cluster_sample": "engines/gpu/test_cluster.py",
-    "engines/gpu/cluster_space": "engines/gpu/test_cluster.py",
-    "engines/gpu/cluster_table": "engines/gpu/test_cluster_tail.py",
-    "engines/gpu/cluster_tail_backward": "engines/gpu/test_cluster_tail.py",
+    # What kernels of every stage share, and how they are launched.
+    "engines/gpu/runtime/__init__": "engines/gpu/test_launch.py",
+    "engines/gpu/runtime/block_sizes": "engines/gpu/test_compile.py",
+    "engines/gpu/runtime/launch": "engines/gpu/test_launch.py",
+    "engines/gpu/runtime/layout": "engines/gpu/test_search.py",
 }
 # Test files that belong to no single module.
 WITHOUT_A_MODULE = {
@@ -77,16 +61,29 @@ WITHOUT_A_MODULE = {
     "engines/gpu/test_device_torch.py": "every kernel, on a device",
     "engines/gpu/test_interpreter.py": "every kernel, in the interpreter",
     "engines/gpu/test_interpreter_patches.py": "the interpreter as tests use it",
+    "engines/gpu/test_launch.py": "how kernels are launched",
     "engines/gpu/test_sanitizer.py": "every kernel, on a device",
 }
 
 
 def mirrors_of(path):
-    """The files test_x.py and test_x_topic.py of a module x.py; those of engines/ test that stage in every engine."""
+    """The files test_x.py and test_x_topic.py of a module x.py; those of engines/ test that stage in every engine.
+
+    A stage of the GPU engine is a folder: its modules are tested under the name of the stage, tile.py of attend/ also
+    as tile_attend.
+    """
     folder = path.relative_to(PACKAGE).parent
     places = [TESTS / folder, *([TESTS / "engines"] if folder.parts[:1] == ("engines",) else [])]
-    name = path.stem.strip("_")
-    return {found for place in places for found in (*place.glob(f"test_{name}.py"), *place.glob(f"test_{name}_*.py"))}
+    names = {path.stem.strip("_")}
+    if folder.parts[:2] == ("engines", "gpu") and len(folder.parts) == 3 and folder.name != "runtime":
+        places.append(TESTS / folder.parent)
+        names = {folder.name, f"{path.stem}_{folder.name}"}
+    return {
+        found
+        for place in places
+        for name in names
+        for found in (*place.glob(f"test_{name}.py"), *place.glob(f"test_{name}_*.py"))
+    }
 
 
 @functools.cache

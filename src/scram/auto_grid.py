@@ -221,7 +221,7 @@ def compiled_grid(total: int) -> tuple[Grid, int, str]:
     for call in calls:
         if any(_reads_memory(kind) for kind in {type(one) for one in call.module.modules()}):
             return (), 0, COMPILED
-    result = AutoGrids().find(torch.empty(1, total, 1), False, calls)
+    result = AutoGrids().find(torch.empty(1, total, 1, dtype=torch.float32, device="cpu"), False, calls)
     if isinstance(result, str):
         return (), 0, COMPILED
     return *result, ""

@@ -55,7 +55,6 @@ class Tail:
     """
 
     seed_tensor: Tensor | None = None  # None: the seed of the search, or a new one
-    fit: int = 0  # queries of each head that it computes densely
     reports: ClassVar[tuple[str, ...]] = ("lse",)  # fields of `Estimate` that it has besides `out`
     unit: ClassVar[str] = "samples each"
     joins_windows: ClassVar[bool] = True  # whether queries attend their windows exactly

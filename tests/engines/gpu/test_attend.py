@@ -8,7 +8,7 @@ import torch
 import scram
 from cases import CASES, assert_attended_as_near_float64, gradients, make_tensors, named, run_attend, table
 from in_interpreter import INTERPRETED
-from scram.engines.gpu import attend_keys
+from scram.engines.gpu.attend import query_collect
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 def repeatable(monkeypatch):
     """As torch.use_deterministic_algorithms has it, for our kernels alone."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setattr(attend_keys, "LEAST_SHARE", 20)  # few, so that there may be shares beyond the first
+    monkeypatch.setattr(query_collect, "LEAST_SHARE", 20)  # few, so that there may be shares beyond the first
 
 
 @pytest.mark.parametrize("case", table(CASES, "repeatable gradients"))
@@ -32,7 +32,7 @@ def test_repeatable_gradients_are_as_near_float64_as_the_reference(case, repeata
 @pytest.mark.parametrize("fixed_order", [False, True])
 def test_kernels_of_both_passes(name, fixed_order, launched, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: fixed_order)
-    monkeypatch.setattr(attend_keys, "LEAST_SHARE", 20)
+    monkeypatch.setattr(query_collect, "LEAST_SHARE", 20)
     case = named(name)
     tensors = make_tensors(case)
     leaves = tensors.leaves(case.dtype)
@@ -43,7 +43,7 @@ def test_kernels_of_both_passes(name, fixed_order, launched, monkeypatch):
 
 @pytest.mark.interpreted
 def test_repeatable_gradients_of_a_key_that_all_queries_want(repeatable, monkeypatch):
-    monkeypatch.setattr(attend_keys, "LEAST_SHARE", 5)
+    monkeypatch.setattr(query_collect, "LEAST_SHARE", 5)
     case = named("rank 2", grid=(8, 8), key_grid=(14, 14), kappa=2, sweeps=1)
     tensors = make_tensors(case)
     tensors.matches.index[..., 0] = 92

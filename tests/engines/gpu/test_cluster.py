@@ -177,5 +177,5 @@ def test_kernels(launched):
     ours(cluster_call(grid=(40,), count=4, steps=2), "cpu")
     steps = ["assign_kernel", "cluster_sums_kernel", "forms_kernel"] * 2
     last = ["assign_kernel", "cluster_sums_kernel", "means_kernel"]
-    space = ["sample_kernel", "metric_kernel", "space_kernel", "paid_kernel", "paid_kernel"]
+    space = ["sample_kernel", "metric_kernel", "space_kernel", "start_scores_kernel", "start_scores_kernel"]
     assert launched == [*space, "forms_kernel", *steps, *last]

@@ -6,7 +6,7 @@ import torch
 from cases import Case, assert_as_near_float64, size
 from cluster_calls import Tailed, tail_call
 from scram.calls import ClusterTailCall
-from scram.engines.gpu import cluster_table
+from scram.engines.gpu.cluster_tail import table
 from scram.engines.gpu.engine import cluster_tail, cluster_tail_backward
 from scram.engines.reference.cluster_tail import cluster_tail as plain_tail
 
@@ -138,7 +138,7 @@ def test_counts_of_few_tiles_at_a_time(tiles, device, monkeypatch):
     case = Case("some tiles", batch=2, heads=2, key_heads=1, grid=(17, 19), key_grid=(9, 11))
     call = tail_call(Tailed(case, clusters=70, gains=True), FLOAT)
     together = ours(call, device)
-    monkeypatch.setattr(cluster_table, "PLANE_BYTES", tiles * 4 * 5 * 64 * 4)
-    assert cluster_table.tiles_at_a_time(call, cluster_table.tail_flags(call, (32, 2, 1), (32, 2, 1))["MODE"]) == tiles
+    monkeypatch.setattr(table, "PLANE_BYTES", tiles * 4 * 5 * 64 * 4)
+    assert table.tiles_at_a_time(call, table.tail_flags(call, (32, 2, 1), (32, 2, 1))["CONFIG"]) == tiles
     for apart, whole in zip(ours(call, device), together, strict=True):
         torch.testing.assert_close(apart, whole)

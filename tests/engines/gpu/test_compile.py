@@ -22,8 +22,12 @@ triton = pytest.importorskip("triton")
 import part_calls  # noqa: E402
 import scram  # noqa: E402
 from scram import clustering, dispatch  # noqa: E402
-from scram.engines.gpu import attend_keys, block_sizes, drawn_tail, launch, noise, sample, search, windows  # noqa: E402
+from scram.engines.gpu import noise, primitives  # noqa: E402
+from scram.engines.gpu.attend import query_collect  # noqa: E402
 from scram.engines.gpu.engine import cluster, cluster_backward, cluster_tail, cluster_tail_backward  # noqa: E402
+from scram.engines.gpu.runtime import block_sizes, launch  # noqa: E402
+from scram.engines.gpu.sample import visits  # noqa: E402
+from scram.engines.gpu.search import query as query_search  # noqa: E402
 from scram.inputs import Shard  # noqa: E402
 from scram.noise import draw_seed  # noqa: E402
 
@@ -88,8 +92,8 @@ def launches(monkeypatch):
         case, seed_by_pointer = CASES[number], number // 2 % 2 == 0
         monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *given: launched(self.kernel, given, self.flags))
         monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
-        monkeypatch.setattr(attend_keys, "LEAST_SHARE", 2)  # so that these few keys have several shares too
-        for module in (search, windows):
+        monkeypatch.setattr(query_collect, "LEAST_SHARE", 2)  # so that these few keys have several shares too
+        for module in (query_search, primitives):
             monkeypatch.setattr(module, "seed_argument", by_pointer if seed_by_pointer else noise.seed_argument)
         tensors = make_tensors(case)
         run_search(case, tensors, "triton")
@@ -218,7 +222,7 @@ def test_the_public_way_compiles_where_numbers_are_1(method, specialised):
 def test_the_public_way_compiles_attention_where_numbers_are_1(window, repeatable, specialised, monkeypatch):
     case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, extra=1, mask="batch", window=window)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
-    monkeypatch.setattr(attend_keys, "LEAST_SHARE", 1)
+    monkeypatch.setattr(query_collect, "LEAST_SHARE", 1)
     tensors = make_tensors(case)
     leaves = tensors.leaves(case.dtype)
     gradients(run_attend(case, tensors, leaves, "triton"), leaves)
@@ -279,7 +283,7 @@ def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
 
 WITH_ROWS = {
     "tiles": ({"search": scram.Search("tile", matches=2), "tail": scram.Clusters(count=5)}, "cluster_tail_kernel"),
-    "queries": ({"search": scram.Search("query"), "tail": scram.Hybrid(samples=5)}, "rank_kernel"),
+    "queries": ({"search": scram.Search("query"), "tail": scram.Hybrid(samples=5)}, "draw_order_kernel"),
     "draws": (scram.Snis(samples=5), "draw_kernel"),
     "walks": (scram.MetropolisHastings(samples=5), "walk_kernel"),
 }
@@ -403,21 +407,21 @@ def test_estimators_compile(one, first, monkeypatch):
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
     monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
-    monkeypatch.setattr(sample, "_collect", lambda *_: None)  # no keys were written
+    monkeypatch.setattr(visits, "_collect", lambda *_: None)  # no keys were written
     for repeatable in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
         if repeatable:  # as for a seed on the device
-            monkeypatch.setattr(drawn_tail, "seed_argument", by_pointer)
+            monkeypatch.setattr(primitives, "seed_argument", by_pointer)
         tensors = tensors_of(one)
         leaves = tensors.leaves(one.case.dtype)
         made = run_estimate(one, tensors, leaves, "triton")
         torch.autograd.grad(made.out.sum(), leaves)
     wanted = (
-        {"rank_kernel", "gather_kernel", "queries_kernel", "keys_kernel"}
+        {"draw_order_kernel", "gather_kernel", "queries_kernel", "keys_kernel"}
         if first == "tail"
         else {"visit_kernel", "visit_backward_kernel"}
     )
-    wanted |= {"tile_heads_kernel"} if one.case.window == "tile" else set()
+    wanted |= {"tile_attended_kernel"} if one.case.window == "tile" else set()
     assert compiled == wanted | {f"{first}_kernel"}
 
 
@@ -471,7 +475,7 @@ def test_clustering_compiles(number, architecture, monkeypatch):
     cluster_backward(call, made.sizes, made.label, made.centres, made.values)
     steps = ["assign_kernel", "cluster_sums_kernel", "forms_kernel"]
     last = ["assign_kernel", "cluster_sums_kernel", "means_kernel"]
-    start = [] if given.get("warm") else ["paid_kernel", "paid_kernel"]
+    start = [] if given.get("warm") else ["start_scores_kernel", "start_scores_kernel"]
     space = ["sample_kernel", "metric_kernel", "space_kernel"]
     assert compiled == [*space, *start, "forms_kernel", *steps, *steps, *last, "spread_kernel"]
     launch.clear_caches()

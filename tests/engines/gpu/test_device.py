@@ -79,7 +79,7 @@ def pictures(size, width=32, dtype=torch.bfloat16, heads=1):
 
 @pytest.mark.parametrize("method", ["query", "tile"])
 def test_a_new_size_compiles_nothing(method):
-    from scram.engines.gpu import launch
+    from scram.engines.gpu.runtime import launch
 
     def run(height, wide):
         q = torch.randn(1, 1, height, wide, 16, device="cuda", requires_grad=True)
@@ -94,7 +94,7 @@ def test_a_new_size_compiles_nothing(method):
 
 
 def test_more_numbers_than_an_int32_counts_after_fewer():
-    from scram.engines.gpu.layout import halves
+    from scram.engines.gpu.runtime.layout import halves
 
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB")

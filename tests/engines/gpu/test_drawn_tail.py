@@ -24,10 +24,10 @@ def small(*names):
 
 
 KERNELS = {
-    "Hybrid": ["rank_kernel", "gather_kernel", "tail_kernel", "gather_kernel", "queries_kernel", "keys_kernel"],
+    "Hybrid": ["draw_order_kernel", "gather_kernel", "tail_kernel", "gather_kernel", "queries_kernel", "keys_kernel"],
     "tile": [
-        *("rank_kernel", "gather_kernel", "tile_heads_kernel", "tail_kernel"),
-        *("gather_kernel", "tile_heads_kernel", "queries_kernel", "keys_kernel"),
+        *("draw_order_kernel", "gather_kernel", "tile_attended_kernel", "tail_kernel"),
+        *("gather_kernel", "tile_attended_kernel", "queries_kernel", "keys_kernel"),
     ],
     "Snis": ["draw_kernel", "visit_kernel", "draw_kernel", "visit_backward_kernel"],
     "MetropolisHastings": ["walk_kernel", "visit_kernel", "walk_kernel", "visit_backward_kernel"],

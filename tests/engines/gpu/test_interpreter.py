@@ -21,7 +21,7 @@ PARTS = 2
 
 def kernels():
     """The kernels of the engine: what Triton compiles and is named so."""
-    for path in GPU.glob("*.py"):
+    for path in GPU.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             decorators = [ast.unparse(x) for x in getattr(node, "decorator_list", [])]
             if any(x.startswith("triton.jit") for x in decorators) and node.name.endswith("_kernel"):

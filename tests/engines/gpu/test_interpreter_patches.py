@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 import in_interpreter
 import scram
 from in_interpreter import INTERPRETED
-from scram.engines.gpu import block_sizes, launch
+from scram.engines.gpu.runtime import block_sizes, launch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
 
 from scram._compat import triton as compat
-from scram.engines.gpu import launch
+from scram.engines.gpu.runtime import launch
 
 WIDE = 2**31  # the first int that Triton types as int64
 

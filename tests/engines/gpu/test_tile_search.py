@@ -6,7 +6,7 @@ import torch
 import scram
 from cases import make_tensors, named, run_search
 from in_interpreter import INTERPRETED
-from scram.engines.gpu import block_sizes, launch
+from scram.engines.gpu.runtime import block_sizes, launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted]
 

@@ -4,21 +4,21 @@ from torch import Tensor
 
 from ...calls import AttendCall, AttendGrads, Found, SearchCall
 from ...types import Attended
-from .attend import attend as query_attend
-from .attend_backward import attend_backward as query_attend_backward
-from .cluster import cluster as cluster
-from .cluster_backward import cluster_backward as cluster_backward
-from .cluster_tail import cluster_tail as cluster_tail
-from .cluster_tail_backward import cluster_tail_backward as cluster_tail_backward
-from .drawn_tail import drawn_tail as drawn_tail
-from .drawn_tail_backward import drawn_tail_backward as drawn_tail_backward
-from .launch import clear_caches as clear_caches
-from .sample import sample as sample
-from .sample import sample_backward as sample_backward
-from .search import search as query_search
-from .tile_attend import tile_attend
-from .tile_attend_backward import tile_attend_backward
-from .tile_search import tile_search
+from .attend.query import attend as query_attend
+from .attend.query_backward import attend_backward as query_attend_backward
+from .attend.tile import tile_attend
+from .attend.tile_backward import tile_attend_backward
+from .cluster.backward import cluster_backward as cluster_backward
+from .cluster.forward import cluster as cluster
+from .cluster_tail.backward import cluster_tail_backward as cluster_tail_backward
+from .cluster_tail.forward import cluster_tail as cluster_tail
+from .drawn_tail.backward import drawn_tail_backward as drawn_tail_backward
+from .drawn_tail.forward import drawn_tail as drawn_tail
+from .runtime.launch import clear_caches as clear_caches
+from .sample.visits import sample as sample
+from .sample.visits import sample_backward as sample_backward
+from .search.query import search as query_search
+from .search.tile import tile_search
 
 
 def search(call: SearchCall) -> Found:

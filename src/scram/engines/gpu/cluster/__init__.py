@@ -1,0 +1,1 @@
+"""The stage `cluster`: keys grouped by content."""

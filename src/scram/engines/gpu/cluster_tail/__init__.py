@@ -1,0 +1,1 @@
+"""The stage `cluster_tail`: clusters beside the keys of the windows."""

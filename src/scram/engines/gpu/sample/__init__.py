@@ -1,0 +1,1 @@
+"""The stage `sample`: keys that each query draws or walks to on its own."""
