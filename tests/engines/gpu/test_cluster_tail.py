@@ -128,8 +128,14 @@ def test_kernels(launched):
         launched.clear()
         ours(tail_call(Tailed(Case("few", grid=(4, 4), window=window)), FLOAT), "cpu")
         forward = [*counts, "cluster_tail_kernel"]
-        assert launched == ["table_kernel", *forward, "table_kernel", *counts, "tail_queries_kernel",
-                            "tail_clusters_kernel"]  # fmt: skip
+        assert launched == [
+            "table_kernel",
+            *forward,
+            "table_kernel",
+            *counts,
+            "tail_queries_kernel",
+            "tail_clusters_kernel",
+        ]
 
 
 @pytest.mark.parametrize("tiles", [1, 4])

@@ -55,9 +55,7 @@ def test_kernels_of_both_passes(name, fixed_order, launched, monkeypatch):
     ("width", "value_width", "dtype"),
     [(3, 70, "float32"), (64, 128, "float32"), (66, 64, "float32"), (16, 130, "float16"), (130, 16, "float16")],
 )
-def test_tiles_with_features_and_values_in_unlike_numbers_of_pieces(
-    width, value_width, dtype, repeatable, monkeypatch
-):  # fmt: skip
+def test_tiles_with_features_and_values_in_unlike_numbers_of_pieces(width, value_width, dtype, repeatable, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
     changes = {"width": width, "value_width": value_width, "dtype": getattr(torch, dtype), "extra": 2}
     case = named("rank 1", grid=(20,), kappa=1, window="tile", **changes)
