@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from in_interpreter import INTERPRETED, _all_launched, _quick, launched  # noqa: F401 - fixtures of every file
-from on_device import moved
+from support.in_interpreter import INTERPRETED, _all_launched, _quick, launched  # noqa: F401 - fixtures of every file
+from support.on_device import moved
 
 settings.register_profile(
     "scram", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]

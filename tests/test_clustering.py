@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import scram
-from in_interpreter import INTERPRETED
-from on_device import to
 from scram import clustering, dispatch, ops
 from scram.calls import ClusterCall
 from scram.noise import noise
+from support.in_interpreter import INTERPRETED
+from support.on_device import to
 
 
 def clusters_of(q, k, v, count, impl="reference", steps=3, seed=0, mask=None, warm=(None, None)):

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-import plain
 from scram import draws
 from scram.grid import AllowedKeys
+from support import plain
 
 CPU = torch.device("cpu")
 

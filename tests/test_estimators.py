@@ -7,8 +7,8 @@ import torch
 from torch.autograd import forward_ad
 
 import scram
-from cases import assert_as_near_float64, parameter
-from estimates import (
+from support.cases import assert_as_near_float64, parameter
+from support.estimates import (
     CELLS,
     ESTIMATES,
     HYBRID,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import scram
-from processes import run_program, run_python
+from support.processes import run_program, run_python
 
 PACKAGE = Path(scram.__file__).parent
 FOLDERS = ("reference", "cpu", "gpu")
@@ -163,7 +163,7 @@ def test_public_names_are_documented():
 
 
 # Started and not waited for: they are interrupted, or run side by side.
-STARTED = {"processes.py", "cli/test_app.py", "cli/test_judge.py", "engines/gpu/test_interpreter.py"}
+STARTED = {"support/processes.py", "cli/test_app.py", "cli/test_judge.py", "engines/gpu/test_interpreter.py"}
 
 
 def test_programs_are_run_in_one_way():
@@ -171,7 +171,9 @@ def test_programs_are_run_in_one_way():
         called = {ast.unparse(node.func) for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)}
         ways = {name for name in called if name.startswith(("subprocess.", "os.system", "os.popen"))}
         name = path.relative_to(TESTS).as_posix()
-        allowed = {"subprocess.run"} if name == "processes.py" else {"subprocess.Popen"} if name in STARTED else set()
+        allowed = (
+            {"subprocess.run"} if name == "support/processes.py" else {"subprocess.Popen"} if name in STARTED else set()
+        )
         assert ways <= allowed | {"subprocess.CompletedProcess"}, name
 
 

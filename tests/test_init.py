@@ -8,7 +8,7 @@ import torch
 import scram
 import scram.distributed
 import scram.images
-from processes import run_python
+from support.processes import run_python
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import scram
-from cases import CASES, assert_as_near_float64, gradients, make_tensors, named
-from on_device import to
+from support.cases import CASES, assert_as_near_float64, gradients, make_tensors, named
+from support.on_device import to
 
 GRIDS = [((17,), (17,), 2), ((6, 7), (6, 7), (1, 2)), ((8, 5), (4, 10), 1), ((3, 4, 5), (3, 4, 5), 1)]
 GRIDS += [((2, 3, 2, 4), (4, 3, 1, 5), (1, 0, 1, 2)), ((5, 5), (5, 5), 9)]

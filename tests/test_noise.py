@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import plain
-from plain import VECTORS
 from scram.noise import below, draw_seed, noise
+from support import plain
+from support.plain import VECTORS
 
 COUNT = 1 << 15
 POSITIONS = ["row", "query", "run", "sweep", "draw"]

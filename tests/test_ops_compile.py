@@ -9,9 +9,9 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import scram
-from compiling import assert_equal, graphs_are, results
 from scram import draws
 from scram.grid import AllowedKeys
+from support.compiling import assert_equal, graphs_are, results
 
 # torch's own compiler and its forward derivatives still go through what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")

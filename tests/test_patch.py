@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
 import scram
-from compiling import graphs_are
+from support.compiling import graphs_are
 
 GRID = (4, 5)
 WHOLE = {"grid": GRID, "search": scram.Search(sweeps=0), "radius": 99}  # every window covers the grid

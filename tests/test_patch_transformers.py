@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import scram
-from budgets import planned
+from support.budgets import planned
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import scram
-from compiling import assert_equal, graphs_are, results
 from scram.dense import every_key
 from scram.plan import Check, Rung, Setting
-from trusting import coherent, diffuse
+from support.compiling import assert_equal, graphs_are, results
+from support.trusting import coherent, diffuse
 
 SEARCH = scram.Search(matches=2, sweeps=3, seed=0)
 SETTINGS = {

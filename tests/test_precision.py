@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import scram
-from compiling import assert_equal, results
 from scram.precision import follows_autocast, ignores_autocast
+from support.compiling import assert_equal, results
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own compiler
 SEARCH = scram.Search(matches=2, sweeps=2, seed=3)

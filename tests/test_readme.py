@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import scram
-from plain import VECTORS
+from support.plain import VECTORS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import scram
-from processes import run_python
 from scram.resolve import default_tail
 from scram.tails.base import NO_TAIL
+from support.processes import run_python
 
 SMALL = torch.randn(1, 2, 8, 8, 16)
 LARGE = torch.zeros(1, 1, 256, 256, 64)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import scram
-from budgets import Model, picture, planned, tokens
-from compiling import graphs_are
 from scram import sdpa
+from support.budgets import Model, picture, planned, tokens
+from support.compiling import graphs_are
 
 
 @pytest.fixture

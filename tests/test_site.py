@@ -10,7 +10,7 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 import scram
-from processes import run_program
+from support.processes import run_program
 
 pytest.importorskip("material")
 pytest.importorskip("mkdocstrings")

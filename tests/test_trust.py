@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import scram
-from trusting import SEARCH, coherent, diffuse
+from support.trusting import SEARCH, coherent, diffuse
 
 INTERVALS = ("mass", "recall", "median_error", "p95_error", "tail_median_error", "tail_p95_error")
 

@@ -7,7 +7,7 @@ import scram
 from scram.plan import Setting
 from scram.statistics import Interval
 from scram.trust import Cost, Trust
-from trusting import SEARCH, coherent, diffuse
+from support.trusting import SEARCH, coherent, diffuse
 
 
 def test_sharp_and_coherent_is_sparse():

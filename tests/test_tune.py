@@ -15,7 +15,7 @@ from scram.tails.base import NO_TAIL
 from scram.timing import Believed
 from scram.truth import Errors
 from scram.tune import COUNTS, NUM_QUERIES, Work, ladder
-from trusting import coherent, diffuse
+from support.trusting import coherent, diffuse
 
 FIT = scram.Clusters.tuned_fit
 tuning = sys.modules["scram.tune"]  # scram.tune is the function

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import scram
-from processes import run_program, run_python
 from scram._compat import numba as compat
+from support.processes import run_program, run_python
 
 pytestmark = pytest.mark.slow
 

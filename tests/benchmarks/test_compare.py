@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from processes import run_program
+from support.processes import run_program
 
 pytestmark = pytest.mark.slow
 

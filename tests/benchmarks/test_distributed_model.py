@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import traffic_jobs
-from sharded import on_ranks
+from support import traffic_jobs
+from support.sharded import on_ranks
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TOLERANCE = 0.15

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from processes import run_program
+from support.processes import run_program
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if "__main__" in path.read_text()]

@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 
 import scram
-from command import call
-from processes import run_program, run_python
 from scram.cli import main
+from support.command import call
+from support.processes import run_program, run_python
 
 pytestmark = pytest.mark.slow
 

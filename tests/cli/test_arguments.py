@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from command import call
+from support.command import call
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from command import call
 from scram.cli import bench as bench_module
 from scram.cli import measuring, rivals
+from support.command import call
 
 pytestmark = pytest.mark.slow
 

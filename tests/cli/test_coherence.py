@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import scram
-from command import call
 from scram.cli import coherence as coherence_module
+from support.command import call
 
 pytestmark = pytest.mark.slow
 

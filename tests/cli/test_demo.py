@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from command import call
 from scram.cli import console as console_module
+from support.command import call
 
 pytestmark = pytest.mark.slow
 

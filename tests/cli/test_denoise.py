@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from command import call
 from scram.cli.features import sample_pair
 from scram.images.films import Writer, open_film
 from scram.images.reading import Picture, read, write
+from support.command import call
 
 pytestmark = pytest.mark.slow
 

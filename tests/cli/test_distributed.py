@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-import traffic_jobs
-from command import call
 from scram.cli import distributed
 from scram.cli.measuring import Pictures
 from scram.cli.ranks import Ranks
-from sharded import on_ranks
+from support import traffic_jobs
+from support.command import call
+from support.sharded import on_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from command import call
 from scram.cli.explore import MOST_PIXELS, _small
 from scram.explorer.page import read_back
 from scram.images.reading import Picture
+from support.command import call
 
 FAST = ("--sweeps", 1, "--clusters", 16, "--patch", 5, "--width", 8, "--matches", 1)
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from command import call
 from scram.cli import figures as figures_module
+from support.command import call
 
 pytestmark = pytest.mark.slow
 

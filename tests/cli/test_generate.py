@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from command import call
+from support.command import call
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ import json
 import torch
 
 import scram
-from command import call
+from support.command import call
 
 
 def test_info_names_versions_and_implementations() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from command import call
 from scram.cli.features import sample_pair
+from support.command import call
 
 pytestmark = pytest.mark.slow
 

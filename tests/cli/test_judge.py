@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import scram
-from command import call
 from scram.cli import judge as judge_module
 from scram.cli import rivals
+from support.command import call
 
 FUNCTIONS = """
 import time

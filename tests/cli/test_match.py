@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from command import call
 from scram.cli.features import sample_pair
 from scram.cli.match import area_under_curve
+from support.command import call
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from command import call
 from scram import images
 from scram.cli import memory
 from scram.cli.arguments import MATCH_WIDTH
 from scram.images.synthesis import Settings
 from scram.timing import memory_status, reset_peak
+from support.command import call
 
 
 def test_what_does_not_fit_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import failing_jobs
 import scram
-import sharded_jobs as jobs
-from processes import run_python
 from scram.distributed.api import _chosen
-from sharded import on_ranks
+from support import failing_jobs
+from support import sharded_jobs as jobs
+from support.processes import run_python
+from support.sharded import on_ranks
 
 
 @pytest.mark.parametrize("mode", ["gather", "ring", "heads"])

@@ -7,9 +7,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import scram
-import training_jobs as jobs
 from scram.distributed import KeptMatches
-from sharded import on_ranks
+from support import training_jobs as jobs
+from support.sharded import on_ranks
 
 
 def kept_model():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import scram
-import sharded_jobs as jobs
 from scram.distributed.clusters import _places, are_joint
-from sharded import on_ranks
+from support import sharded_jobs as jobs
+from support.sharded import on_ranks
 
 pytestmark = pytest.mark.slow  # spawns processes
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-import sharded_jobs as jobs
-from sharded import on_ranks
+from support import sharded_jobs as jobs
+from support.sharded import on_ranks
 
 pytestmark = pytest.mark.slow  # each spawns processes
 

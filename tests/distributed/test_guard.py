@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import failing_jobs
 from scram.distributed.guard import _Guarded
-from sharded import on_ranks
+from support import failing_jobs
+from support.sharded import on_ranks
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 
 import scram.distributed
-from processes import run_python
+from support.processes import run_python
 
 
 def test_names():

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import failing_jobs
 from scram.distributed.mesh import Ranks, layout_of, pack, packed_size, unpack
-from sharded import on_ranks
+from support import failing_jobs
+from support.sharded import on_ranks
 
 
 def test_messages_keep_every_tensor():

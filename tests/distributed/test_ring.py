@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import scram
-import sharded_jobs as jobs
-from photos import projected
-from sharded import on_ranks
+from support import sharded_jobs as jobs
+from support.photos import projected
+from support.sharded import on_ranks
 
 pytestmark = pytest.mark.slow  # each spawns processes
 

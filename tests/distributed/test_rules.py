@@ -2,9 +2,9 @@
 
 import pytest
 
-import dtensor_jobs as jobs
 from scram.distributed.rules import OPERATORS
-from sharded import on_ranks
+from support import dtensor_jobs as jobs
+from support.sharded import on_ranks
 
 pytestmark = pytest.mark.slow  # each spawns processes
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-import failing_jobs
 import scram
 from scram.distributed.shards import shard_seed
-from sharded import on_ranks
+from support import failing_jobs
+from support.sharded import on_ranks
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import pytest
 
-import traffic_jobs as jobs
 from scram.distributed import traffic
 from scram.distributed.traffic import count, waiting
-from sharded import on_ranks
+from support import traffic_jobs as jobs
+from support.sharded import on_ranks
 
 POINTS, BATCH, HEADS, KEY_HEADS, WIDTH, WIDTH_V = 24, 1, 8, 4, 8, 4
 KEYS = 4 * BATCH * KEY_HEADS * POINTS * (WIDTH + WIDTH_V)  # bytes of all keys and values, float32

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import plain
 import scram
-from cases import ATTENDED, assert_attended_as_near_float64, gradients, make_tensors, run_attend, size, table
 from scram.noise import draw_seed
+from support import plain
+from support.cases import ATTENDED, assert_attended_as_near_float64, gradients, make_tensors, run_attend, size, table
 
 
 def randn(*shape, seed=0, dtype=torch.float32):

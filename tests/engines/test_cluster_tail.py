@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cases import Case, named, parameter
-from cluster_tails import CLUSTERED, assert_tail_as_near_float64, run_tail, tail_call
-from plain import noise
+from support.cases import Case, named, parameter
+from support.cluster_tails import CLUSTERED, assert_tail_as_near_float64, run_tail, tail_call
+from support.plain import noise
 
 
 def plain_tail(call, row, query):

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-import plain
-from plain_estimators import assert_close, made_by
+from support import plain
+from support.plain_estimators import assert_close, made_by
 
 SNIS_ROWS = ["Snis-rank-2", "Snis-unequal-grids", "Snis-causal,-masked,-separated", "Snis-one-row-fully-masked"]
 

@@ -6,16 +6,16 @@ from functools import cache
 import pytest
 import torch
 
-import plain
 import scram
-from estimates import DROPOUT_SEED
-from in_interpreter import INTERPRETED
-from on_device import to
-from plain_estimators import WORD, assert_close, made_by
-from plain_tile import tiles
 from scram import dispatch, ops
 from scram.calls import DrawnTailCall
 from scram.noise import draw_seed
+from support import plain
+from support.estimates import DROPOUT_SEED
+from support.in_interpreter import INTERPRETED
+from support.on_device import to
+from support.plain_estimators import WORD, assert_close, made_by
+from support.plain_tile import tiles
 
 
 @pytest.mark.parametrize(

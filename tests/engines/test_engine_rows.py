@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-import part_calls
 import scram
-from in_interpreter import INTERPRETED
-from on_device import to
 from scram import dispatch
 from scram.inputs import Shard
 from scram.noise import draw_seed
+from support import part_calls
+from support.in_interpreter import INTERPRETED
+from support.on_device import to
 
 GRID, KEY_GRID = (5, 6), (6, 5)
 HEADS, KEY_HEADS = (2, 2) if INTERPRETED else (4, 2)

@@ -7,10 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-import photos
-import plain
 import scram
-from cases import EXACT, make_tensors, named, run_attend, run_search, table
+from support import photos, plain
+from support.cases import EXACT, make_tensors, named, run_attend, run_search, table
 
 KEYS = 16
 # Every method of every engine that has it.

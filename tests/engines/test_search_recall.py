@@ -2,8 +2,8 @@
 
 import pytest
 
-import photos
 import scram
+from support import photos
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,10 @@ from functools import cache
 import pytest
 import torch
 
-import photos
-import plain_tile
 import scram
-from cases import EXACT, make_tensors, named, run_search, table
-from in_interpreter import INTERPRETED
+from support import photos, plain_tile
+from support.cases import EXACT, make_tensors, named, run_search, table
+from support.in_interpreter import INTERPRETED
 
 TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 TILED = [replace(case, method="tile", sweeps=case.sweeps and case.sweeps + 1) for case in EXACT]

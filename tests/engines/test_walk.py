@@ -2,7 +2,7 @@
 
 import pytest
 
-from plain_estimators import assert_close, made_by
+from support.plain_estimators import assert_close, made_by
 
 WALK_ROWS = [
     "MetropolisHastings-rank-2",

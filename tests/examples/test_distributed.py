@@ -10,7 +10,7 @@ import torch.distributed as dist
 from PIL import Image
 
 import scram
-from processes import run_python
+from support.processes import run_python
 
 PATH = Path(__file__).parents[2] / "examples" / "distributed.py"
 

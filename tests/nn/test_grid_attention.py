@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import scram
-from compiling import graphs_are
 from scram.nn import GridAttention, NonLocalBlock
+from support.compiling import graphs_are
 
 GRIDS = [(12,), (4, 5), *(pytest.param(grid, marks=pytest.mark.slow) for grid in [(2, 3, 4), (2, 3, 2, 2)])]
 

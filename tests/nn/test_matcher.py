@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import photos
 import scram
-from on_device import to
 from scram.nn import Matcher
+from support import photos
+from support.on_device import to
 
 LONG = scram.Search(sweeps=12, seed=0)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import scram
-from compiling import graphs_are
 from scram.nn import GridAttention, NonLocalBlock
+from support.compiling import graphs_are
 
 
 def grids(*shape, width=12):

@@ -5,8 +5,8 @@ import torch
 from torch.autograd import forward_ad
 
 import scram
-from cases import CASES, gradients, make_tensors, run_attend
 from scram.engines.cpu import attend_backward
+from support.cases import CASES, gradients, make_tensors, run_attend
 
 SETTINGS = scram.Search(matches=2, seed=5, sweeps=3)
 

@@ -6,9 +6,9 @@ What nothing is left of, or what is dropped, is not multiplied.
 import pytest
 import torch
 
-from cases import named
-from cluster_tails import CLUSTERED, assert_tail_as_near_float64, everything, run_tail, tail_call
 from scram.engines.cpu import cluster_tail, cluster_tail_backward
+from support.cases import named
+from support.cluster_tails import CLUSTERED, assert_tail_as_near_float64, everything, run_tail, tail_call
 
 SEVERAL = CLUSTERED[-1]
 

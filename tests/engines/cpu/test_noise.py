@@ -3,8 +3,8 @@
 import numba
 import numpy as np
 
-import plain
 from scram.engines.cpu.noise import absorb, below, seeded
+from support import plain
 
 
 def test_noise_is_that_of_plain_python():

@@ -5,9 +5,9 @@ import sys
 import torch
 
 import scram
-from photos import stereo
 from scram.calls import SearchCall
 from scram.engines.cpu.search import counted_search
+from support.photos import stereo
 
 
 def test_scores_are_counted_and_few():

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import scram
-from photos import stereo
-from processes import run_python
 from scram.engines.cpu.threads import TASKS_PER_THREAD, threads
+from support.photos import stereo
+from support.processes import run_python
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import scram
-from cases import CASES, assert_attended_as_near_float64, gradients, make_tensors, named, run_attend, table
-from in_interpreter import INTERPRETED
 from scram.engines.gpu.attend import query_collect
+from support.cases import CASES, assert_attended_as_near_float64, gradients, make_tensors, named, run_attend, table
+from support.in_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.gpu
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from cluster_calls import cluster_call
 from scram import clustering
 from scram.calls import ClusterCall, Clustered
 from scram.engines.gpu.engine import clear_caches, cluster, cluster_backward
 from scram.grid import rows
+from support.cluster_calls import cluster_call
 
 pytestmark = pytest.mark.gpu
 interpreted = pytest.mark.interpreted

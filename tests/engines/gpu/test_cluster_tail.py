@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from cases import Case, assert_as_near_float64, size
-from cluster_calls import Tailed, tail_call
 from scram.calls import ClusterTailCall
 from scram.engines.gpu.cluster_tail import table
 from scram.engines.gpu.engine import cluster_tail, cluster_tail_backward
 from scram.engines.reference.cluster_tail import cluster_tail as plain_tail
+from support.cases import Case, assert_as_near_float64, size
+from support.cluster_calls import Tailed, tail_call
 
 pytestmark = pytest.mark.gpu
 interpreted = pytest.mark.interpreted

@@ -13,13 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cases import Case, gradients, make_tensors, run_attend, run_search
-from cluster_calls import Tailed, cluster_call, tail_call
-from estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tensors_of
+from support.cases import Case, gradients, make_tensors, run_attend, run_search
+from support.cluster_calls import Tailed, cluster_call, tail_call
+from support.estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tensors_of
 
 triton = pytest.importorskip("triton")
 
-import part_calls  # noqa: E402
 import scram  # noqa: E402
 from scram import clustering, dispatch  # noqa: E402
 from scram.engines.gpu import noise, primitives  # noqa: E402
@@ -30,6 +29,7 @@ from scram.engines.gpu.sample import visits  # noqa: E402
 from scram.engines.gpu.search import query as query_search  # noqa: E402
 from scram.inputs import Shard  # noqa: E402
 from scram.noise import draw_seed  # noqa: E402
+from support import part_calls  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import scram
-from cases import assert_attended_as_near_float64, make_tensors, named, run_search
-from on_device import to
+from support.cases import assert_attended_as_near_float64, make_tensors, named, run_search
+from support.on_device import to
 
 pytestmark = pytest.mark.gpu
 

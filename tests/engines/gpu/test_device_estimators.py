@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import scram
-from cases import Case, named
-from estimates import Estimated, assert_estimated_as_near_float64
+from support.cases import Case, named
+from support.estimates import Estimated, assert_estimated_as_near_float64
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import scram
-from compiling import assert_equal, graphs_are, results
+from support.compiling import assert_equal, graphs_are, results
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import scram
-from cases import Case, assert_as_near_float64
-from estimates import (
+from support.cases import Case, assert_as_near_float64
+from support.estimates import (
     SMALL,
     Estimated,
     assert_estimated_as_near_float64,

@@ -1,4 +1,4 @@
-"""What tests/in_interpreter.py replaces in Triton's interpreter computes the same bits as what it replaces."""
+"""What tests/support/in_interpreter.py replaces in Triton's interpreter computes the same bits as what it replaces."""
 
 import contextlib
 import dataclasses
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-import in_interpreter
 import scram
-from in_interpreter import INTERPRETED
 from scram.engines.gpu.runtime import block_sizes, launch
+from support import in_interpreter
+from support.in_interpreter import INTERPRETED
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import run_program
+from support.processes import run_program
 
 pytestmark = [
     pytest.mark.gpu,

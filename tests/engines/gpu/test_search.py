@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import in_interpreter
-from cases import make_tensors, named, run_search
+from support import in_interpreter
+from support.cases import make_tensors, named, run_search
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import scram
-from cases import (
+from support.cases import (
     CASES,
     INTERPRETED,
     assert_as_near_float64,

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import scram
-from cases import make_tensors, named, run_search
-from in_interpreter import INTERPRETED
 from scram.engines.gpu.runtime import block_sizes, launch
+from support.cases import make_tensors, named, run_search
+from support.in_interpreter import INTERPRETED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted]
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from cases import Case, Tensors
+from support.cases import Case, Tensors
 
 WORD = 1 << 32
 VECTORS = [  # of the noise: seed, counters, bits

@@ -37,7 +37,7 @@ def measures(mesh, **asked):
 
 def simulates(mesh, folder, cases):
     """What a process of benchmarks/distributed_simulation.py does, in the group that is there."""
-    benchmarks = str(Path(__file__).parents[1] / "benchmarks")
+    benchmarks = str(Path(__file__).parents[2] / "benchmarks")
     with patch.object(sys, "path", [benchmarks, *sys.path]):
         import distributed_simulation as simulation
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import scram
-from cases import Case, Tensors, assert_as_near_float64, gradients, make_tensors, named, size
 from scram import dispatch, ops
 from scram.calls import DrawnTailCall
+from support.cases import Case, Tensors, assert_as_near_float64, gradients, make_tensors, named, size
 
 HYBRID = scram.Hybrid(samples=9, seed=11)
 CELLS = scram.Hybrid(samples=12, stratified=True, seed=11)

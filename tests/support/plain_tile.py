@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from cases import Case, Tensors
-from plain import WORD, allowed, box, distance, flat, noise, points, radii, reached, scores, starts
+from support.cases import Case, Tensors
+from support.plain import WORD, allowed, box, distance, flat, noise, points, radii, reached, scores, starts
 
 SIDES = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (2, 2, 4, 4)}
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cases import Case, make_tensors, run_attend
 from scram.calls import ClusterCall, ClusterTailCall
+from support.cases import Case, make_tensors, run_attend
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import scram
 import scram.distributed
-from photos import projected
 from scram.clustering import means
 from scram.distributed.clusters import samples
 from scram.distributed.halo import exchanged
@@ -19,7 +18,8 @@ from scram.distributed.mesh import Ranks
 from scram.distributed.shards import Shards, checked, shard_seed
 from scram.resolve import Request
 from scram.scoring import prepare_key
-from sharded import cut, mask_of, tensors
+from support.photos import projected
+from support.sharded import cut, mask_of, tensors
 
 ENGINE = "reference"
 SHORT = {"sweeps": 1, "gossip": 2}  # a search whose result is compared, however good it is

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import Case, assert_as_near_float64, gradients, make_tensors, named, size
-from in_interpreter import INTERPRETED
-from on_device import to
 from scram import Attended, dispatch, ops
 from scram.calls import ClusterTailCall
 from scram.scoring import accumulator
+from support.cases import Case, assert_as_near_float64, gradients, make_tensors, named, size
+from support.in_interpreter import INTERPRETED
+from support.on_device import to
 
 LEAVES = ("q", "centres", "values", "head_out", "head_lse")
 CLUSTERED = [

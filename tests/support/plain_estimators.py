@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-import plain
-from estimates import estimated, run_estimate, tensors_of
+from support import plain
+from support.estimates import estimated, run_estimate, tensors_of
 
 WORD = 1 << 32
 

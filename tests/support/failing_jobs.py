@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import scram
 import scram.distributed
 from scram.distributed.mesh import Ranks
-from sharded import tensors
-from sharded_jobs import ENGINE, SHORT, own_part
+from support.sharded import tensors
+from support.sharded_jobs import ENGINE, SHORT, own_part
 
 
 def raised(mesh, change, mode="ring", who=None, backward=False):

@@ -23,7 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from scram.layout_hints import LayoutWarning
 
 TIMEOUT = 240  # seconds, of a job
-LOADED = ("scram.engines.cpu.engine", "sharded_jobs", "dtensor_jobs", "failing_jobs", "traffic_jobs", "training_jobs")
+LOADED = (
+    "scram.engines.cpu.engine",
+    "support.sharded_jobs",
+    "support.dtensor_jobs",
+    "support.failing_jobs",
+    "support.traffic_jobs",
+    "support.training_jobs",
+)
 FORK = "fork" if sys.platform == "linux" else "spawn"
 
 

@@ -1,0 +1,1 @@
+"""What tests share: tables of cases, plain implementations, jobs of many processes, programs."""
