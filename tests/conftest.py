@@ -43,13 +43,20 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Leaves out what needs a device where there is none. In Triton's interpreter leaves out all that is not for it.
 
-    Tests that spawn processes come last: kernels are compiled then, and not by every process at once.
+    Tests that spawn processes come last: kernels are compiled then, and not by every process at once. On a device those
+    that are given more time come first: no worker is to begin one when all others have ended.
     """
     part, parts = map(int, config.getoption("--interpreted-part").split("/"))
     kept = [item for item in items if _runs_here(item)][part::parts]
     left = set(items) - set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
-    items[:] = sorted(kept, key=lambda item: item.path.stem in SPAWNING or item.path.parent.name == "distributed")
+    items[:] = sorted(kept, key=_turn)
+
+
+def _turn(item):
+    if DEVICE and item.get_closest_marker("timeout"):
+        return 0
+    return 2 if item.path.stem in SPAWNING or item.path.parent.name == "distributed" else 1
 
 
 def _runs_here(item):
