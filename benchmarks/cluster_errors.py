@@ -14,9 +14,9 @@ from sets import gmflow, minisam, projected, stereo, unnormalised
 from torch import Tensor
 
 import scram
-from scram import clustering
-from scram.calls import ClusterCall, Clustered
+from scram.core.calls import ClusterCall, Clustered
 from scram.engines.reference.attend import expand
+from scram.spec import clustering
 
 QUERIES = 1000
 SCALES = {"stereo": (1.0, 8.0, 32.0, 100.0), "projected": (0.125, 1.0, 8.0, 32.0), "un-normalised": (0.125, 1.0, 8.0)}
@@ -148,6 +148,6 @@ class Searches:
 
 @contextmanager
 def constants(**values: Any) -> Iterator[None]:
-    """Constants of scram.clustering for a while."""
+    """Constants of scram.spec.clustering for a while."""
     with mock.patch.multiple(clustering, **values):
         yield

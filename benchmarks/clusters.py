@@ -23,8 +23,8 @@ from rich.table import Table
 from store import Store
 from torch import Tensor
 
-from scram import clustering
-from scram.calls import Clustered
+from scram.core.calls import Clustered
+from scram.spec import clustering
 
 SEEDS = (0, 1)
 HEADS: dict[str, dict[str, Any]] = {"one match": {"matches": 1}, "four matches": {"matches": 4, "separation": 2}}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import scram
-from scram.calls import SearchCall
+from scram.core.calls import SearchCall
 from scram.engines.cpu.search import counted_search
 
 FIELDS = ("matches", "separation", "sweeps", "jumps", "propagate", "gossip", "random")

@@ -20,7 +20,7 @@ from rich.progress import track
 from store import RESULTS, Store
 
 import scram
-from scram.resolve import dense_is_cheaper
+from scram.core.resolve import dense_is_cheaper
 
 SIDES = {"cpu": (16, 32, 48, 64, 96, 128), "cuda": (128, 160, 192, 256)}
 PAUSE, LONG = 0.2, 1.0  # seconds before the calls of a contender, and of all of them

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scram.clustering import SAMPLED_KEYS, SAMPLED_QUERIES
+from scram.spec.clustering import SAMPLED_KEYS, SAMPLED_QUERIES
 
 ROOM = 0.9  # of a GPU's memory that tensors may take
 HALO = 16  # rows of queries on either side, with the default jumps

@@ -21,7 +21,7 @@ from store import Store
 from torch import Tensor
 
 from scram.cli.pictures import psnr
-from scram.images.denoise import denoise
+from scram.images.denoising import denoise
 from scram.images.films import open_film
 from scram.images.video import denoise_frames
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from scram.cli.features import photograph, stereo_sample
 from scram.cli.match import area_under_curve, true_offsets
-from scram.images.match import SURE, match, own_places
+from scram.images.matching import SURE, match, own_places
 
 PHOTOGRAPHS = ("astronaut", "coffee", "chelsea")
 SCALES, ROTATIONS = (0.5, 1, 2), (0, 90, 180, 270)

@@ -24,7 +24,7 @@ from tile import SAMPLE, SETS, SHARPNESS, call_ms, graph_ms, seeded
 from torch import Tensor
 
 import scram
-from scram.grid import grid_of
+from scram.spec.grid import grid_of
 
 WINDOWS = ("tile", "query")
 

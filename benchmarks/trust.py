@@ -18,9 +18,9 @@ from store import Store
 from torch import Tensor
 
 import scram
-from scram.trust import Figures, Trust, _Run, _summary
-from scram.truth import Truth
-from scram.types import Matches
+from scram.quality.trust import Figures, Trust, _Run, _summary
+from scram.quality.truth import Truth
+from scram.results import Matches
 
 SEEDS = 100
 COVERED = ("GMFlow", "GMFlow, radius 2", "MobileSAM")

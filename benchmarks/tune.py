@@ -23,9 +23,9 @@ from torch import Tensor
 
 import scram
 from scram.cli.features import PatchFeatures
-from scram.plan import Setting
-from scram.truth import Truth, every_key
-from scram.tune import ladder
+from scram.quality.plan import Setting
+from scram.quality.truth import Truth, every_key
+from scram.quality.tune import ladder
 
 BUDGETS = (0.02, 0.05, 0.1, 0.3)
 PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")

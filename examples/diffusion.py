@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import scram
 from scram.cli.provenance import made_with
-from scram.layers import Layer
+from scram.integrations.layers import Layer
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "diffusion.json"
 CHANNELS, TEXT, TOKENS = 4, 32, 77  # of the latents; width and number of the prompt's tokens

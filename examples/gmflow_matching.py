@@ -31,7 +31,7 @@ from torch import Tensor
 import scram
 from scram.cli.provenance import made_with
 from scram.nn import Matcher
-from scram.timing import memory_status, reset_peak
+from scram.quality.timing import memory_status, reset_peak
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "gmflow_matching.json"
 CHEAP_SPLITS = 4  # windows of the transformer along a side, at twice the size: no larger than at its own

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import scram
-from scram import dispatch, draws, layout_hints, resolve
+from scram.core import layout_hints, resolve
+from scram.engines import dispatch
+from scram.spec import draws
 
 
 def randn(*shape, seed=0):

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import scram
-from scram import dispatch, options
+from scram import options
+from scram.engines import dispatch
 from scram.nn import NonLocalBlock
-from scram.schedule import PROPAGATE
+from scram.spec.schedule import PROPAGATE
 
 GRID = torch.randn(1, 1, 8, 8, 4)
 

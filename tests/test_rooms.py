@@ -90,7 +90,7 @@ KNOWN_IN_FUNCTIONS = {
 
 class Import(NamedTuple):
     path: str  # of the file, "engines/cpu/search.py"
-    module: str  # absolute: "scram.grid", "numba.core"
+    module: str  # absolute: "scram.spec.grid", "numba.core"
     in_function: bool
 
 

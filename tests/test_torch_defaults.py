@@ -13,8 +13,9 @@ from torch import Tensor
 
 import scram
 import scram.images
-from scram import measure, nn
+from scram import nn
 from scram.images.video import denoise_frames
+from scram.quality import measure
 
 PACKAGE = Path(scram.__file__).parent
 # Functions of torch that make a tensor: of whole numbers unless they are told otherwise, and all others.

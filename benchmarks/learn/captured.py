@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scram.core.resolve import default_tail
+from scram.core.tails.base import as_tail
 from scram.nn import GridAttention
-from scram.resolve import default_tail
-from scram.tails.base import as_tail
 
 from .tasks import Task
 

@@ -10,23 +10,27 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import dispatch, measure, nn, patch, sdpa
-    from .codebook import Codebook
-    from .estimators import Estimate
-    from .exact import exact_attention, exact_search, merge
+    from . import nn
+    from .core.exact import exact_attention, exact_search, merge
+    from .core.tails.clusters import Clusters
+    from .core.tails.codebook import Codebook
+    from .core.tails.drawn import Hybrid
+    from .core.tails.estimate import Estimate
+    from .core.tails.sampled import MetropolisHastings, Snis
+    from .engines import dispatch
     from .explorer import Explorer, explore
     from .functional import attend, attention, clear_caches, cluster, estimate, explain, local, search
-    from .judge import Judgement, judge
-    from .layers import Plans
-    from .patch import patch_sdpa, survey
-    from .plan import Plan
-    from .sdpa import scaled_dot_product_attention
-    from .tails.clusters import Clusters
-    from .tails.drawn import Hybrid
-    from .tails.sampled import MetropolisHastings, Snis
-    from .trust import Trust, trust
-    from .tune import tune
-    from .types import Attended, Matches, Search
+    from .integrations import patch, sdpa
+    from .integrations.layers import Plans
+    from .integrations.patch import patch_sdpa, survey
+    from .integrations.sdpa import scaled_dot_product_attention
+    from .quality import measure
+    from .quality.judge import Judgement, judge
+    from .quality.plan import Plan
+    from .quality.trust import Trust, trust
+    from .quality.tune import tune
+    from .results import Attended, Matches
+    from .settings import Search
 
 __version__ = "0.2.0"
 __all__ = [

@@ -8,19 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
-from . import dispatch, draws, dtensors, errors, layout_hints, pipeline, resolve
-from .arguments import explains, unknown_arguments
-from .codebook import Codebook
-from .estimators import Estimate
-from .exact import merge
-from .grid import grid_of
+from .core import checks, dtensors, layout_hints, pipeline, resolve
+from .core.arguments import explains, unknown_arguments
+from .core.exact import merge
+from .core.pipeline import Result, execute
+from .core.resolve import Explanation, Request, explanation
+from .core.tails.base import NO_TAIL, Tail, as_tail
+from .core.tails.clusters import Clusters
+from .core.tails.codebook import Codebook
+from .core.tails.drawn import Hybrid
+from .core.tails.estimate import Estimate
+from .engines import dispatch
 from .options import Auto, Impl, Weight, Window
-from .pipeline import Result, execute
-from .resolve import Explanation, Request, explanation
-from .tails.base import NO_TAIL, Tail, as_tail
-from .tails.clusters import Clusters
-from .tails.drawn import Hybrid
-from .types import Attended, Matches, Score, Search
+from .results import Attended, Matches
+from .settings import Score, Search
+from .spec import draws
+from .spec.grid import grid_of
 
 __all__ = [
     "attend",
@@ -207,7 +210,7 @@ def cluster(
     >>> bool((out - exact).norm() < 0.5 * (scram.attend(q, k, v, matches).out - exact).norm())
     True
     """
-    errors.instance("clusters", clusters, Clusters, "scram.Clusters", "; for example scram.Clusters(count=256)")
+    checks.instance("clusters", clusters, Clusters, "scram.Clusters", "; for example scram.Clusters(count=256)")
     request = Request(
         search=None,
         tail=clusters,
@@ -371,7 +374,7 @@ def estimate(
     >>> bool(torch.allclose(estimated.out, exact.out, atol=1e-5)), float(estimated.variance.max())
     (True, 0.0)
     """
-    errors.instance("method", method, Tail, ESTIMATORS, "; for example scram.Clusters(count=256)")
+    checks.instance("method", method, Tail, ESTIMATORS, "; for example scram.Clusters(count=256)")
     request = Request(
         search=None,
         tail=method,
@@ -437,7 +440,7 @@ def local(
     >>> bool(torch.allclose(scram.local(q, k, v, radius=16).out, scram.exact_attention(q, k, v).out, atol=1e-5))
     True
     """
-    errors.queries_keys(q, k)
+    checks.queries_keys(q, k)
     own = Matches.identity(grid_of(q), grid_of(k), batch=q.shape[0], heads=q.shape[1], device=q.device)
     request = Request(
         search=None,

@@ -16,7 +16,7 @@ from scram import images
 from scram.cli import memory
 from scram.cli.arguments import MATCH_WIDTH
 from scram.images.synthesis import Settings
-from scram.timing import memory_status, reset_peak
+from scram.quality.timing import memory_status, reset_peak
 from support.command import call
 
 

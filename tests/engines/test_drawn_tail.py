@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import scram
-from scram import dispatch, ops
-from scram.calls import DrawnTailCall
-from scram.noise import draw_seed
+from scram.core import ops
+from scram.core.calls import DrawnTailCall
+from scram.engines import dispatch
+from scram.spec.noise import draw_seed
 from support import plain
 from support.estimates import DROPOUT_SEED
 from support.in_interpreter import INTERPRETED

@@ -5,7 +5,8 @@ import inspect
 import pytest
 import torch
 
-from scram import dispatch, engines
+from scram import engines
+from scram.engines import dispatch
 
 METHODS = {name: function for name, function in vars(engines.Engine).items() if not name.startswith("_")}
 BACKWARD = {name for name in METHODS if name.endswith("_backward")}

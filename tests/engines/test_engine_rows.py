@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import scram
-from scram import dispatch
-from scram.inputs import Shard
-from scram.noise import draw_seed
+from scram.core.inputs import Shard
+from scram.engines import dispatch
+from scram.spec.noise import draw_seed
 from support import part_calls
 from support.in_interpreter import INTERPRETED
 from support.on_device import to

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import scram
-from scram import dispatch
+from scram.engines import dispatch
 from scram.engines.reference.tile_search import members
 
 

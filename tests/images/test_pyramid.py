@@ -3,7 +3,7 @@
 import torch
 
 from scram.images.pyramid import depth, finer, resize, scaled, scales, shrink_known
-from scram.types import Matches
+from scram.results import Matches
 
 
 def test_scales_reach_the_least():

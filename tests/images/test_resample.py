@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from scram.images.match import own_places
+from scram.images.matching import own_places
 from scram.images.resample import halved, turned
 
 

@@ -6,7 +6,7 @@ import torch
 from scram.images.patches import unfold
 from scram.images.synthesis import Settings, Source, check_picture, coarse_to_fine, complete_keys, tile_vote, update
 from scram.images.tiles import Tiles
-from scram.scoring import prepare_query
+from scram.spec.scoring import prepare_query
 
 
 def noise(*shape, seed=0):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import scram.images
 from scram.images import video
-from scram.images.denoise import Basis, fold, unfold
+from scram.images.denoising import Basis, fold, unfold
 from scram.images.video import _Film, denoise_frames
 
 pytestmark = pytest.mark.slow

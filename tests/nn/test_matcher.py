@@ -90,14 +90,14 @@ def test_coarse_to_fine_stays_near_the_coarse_matches(monkeypatch):
         scales=(4, 2, 1), search=fast, warm_search=scram.Search(sweeps=2, gossip=0, seed=1), score="cosine"
     )
     seen = []
-    search = scram.pipeline.search
+    search = scram.core.pipeline.search
 
     def watched(resolved, q, *rest):
         found = search(resolved, q, *rest)
         seen.append((tuple(q.shape[2:-1]), resolved.search.reach, resolved.request.warm, found))
         return found
 
-    monkeypatch.setattr("scram.pipeline.search", watched)
+    monkeypatch.setattr("scram.core.pipeline.search", watched)
     found = matcher(q, k)
     assert [x[:2] for x in seen] == [((16, 16), None), ((32, 32), 4), ((64, 64), 4)]
     for _, reach, warm, level in seen[1:]:

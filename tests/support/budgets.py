@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import scram
-from scram.plan import Plan, Rung, Setting
+from scram.quality.plan import Plan, Rung, Setting
 
 
 def planned(dense=False):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scram.calls import ClusterCall, ClusterTailCall
+from scram.core.calls import ClusterCall, ClusterTailCall
 from support.cases import Case, make_tensors, run_attend
 
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from scram import Attended, dispatch, ops
-from scram.calls import ClusterTailCall
-from scram.scoring import accumulator
+from scram import Attended
+from scram.core import ops
+from scram.core.calls import ClusterTailCall
+from scram.engines import dispatch
+from scram.spec.scoring import accumulator
 from support.cases import Case, assert_as_near_float64, gradients, make_tensors, named, size
 from support.in_interpreter import INTERPRETED
 from support.on_device import to

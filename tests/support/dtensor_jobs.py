@@ -10,8 +10,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import scram
 import scram.distributed
-from scram import draws, ops
-from scram.grid import AllowedKeys
+from scram.core import ops
+from scram.spec import draws
+from scram.spec.grid import AllowedKeys
 
 PLACES = {"batch": Shard(0), "heads": Shard(1), "whole": Replicate()}
 SEARCH = scram.Search("query", matches=2, sweeps=2, gossip=2, seed=3)
@@ -287,12 +288,12 @@ def calls():
     for mask in (None, mask_of("keys", q, k), mask_of("heads", q, k)):
         search = {"method": "query", "matches": 2, "separation": 0, "sweeps": 2, "jumps": (2, 1)}
         search |= {"propagate": "both", "gossip": 2, "reach": (), "random": True, "causal": False}
-        call = scram.calls.SearchCall(q, k, seed, mask, None, None, None, **search)
+        call = scram.core.calls.SearchCall(q, k, seed, mask, None, None, None, **search)
         index = ops.search.op(*ops.search._fields(call), "numba")[0]
         yield ops.search, call._replace(warm=index)
         attend = {"radius": (1, 1), "causal": False, "scale": 0.3, "weight": "softmax", "dropout_p": 0.2}
         extra = k[:, :, 0, :2].clone(), v[:, :, 0, :2].clone()
-        call = scram.calls.AttendCall(q, k, v, index, mask, *extra, seed, None, **attend, window="query")
+        call = scram.core.calls.AttendCall(q, k, v, index, mask, *extra, seed, None, **attend, window="query")
         yield ops.attend, call
         out, lse = ops.attend.op(*ops.attend._fields(call), "numba")
         yield ops.attend, call._replace(k_extra=None, v_extra=None, dropout_seed=None, dropout_p=0.0)
@@ -300,7 +301,9 @@ def calls():
         for stratified in (False, True):
             yield (
                 ops.drawn_tail,
-                scram.calls.DrawnTailCall(q, k, v, index, mask, out, lse, seed, seed, None, 6, stratified, **drawn),
+                scram.core.calls.DrawnTailCall(
+                    q, k, v, index, mask, out, lse, seed, seed, None, 6, stratified, **drawn
+                ),
             )
         legal = AllowedKeys.of(q, k, False, mask)
         order = None if mask is None else legal.order.reshape(*mask.shape[:-2], -1)
@@ -308,14 +311,14 @@ def calls():
         table = draws.step_table(1.5, grid, q.device)
         sample = {"samples": 6, "alpha": 0.5, "chains_per_mode": 1, "burn_in": 1, "causal": False, "scale": 0.3}
         for method, head in (("snis", (out, lse)), ("metropolis", (None, None))):
-            yield ops.sample, scram.calls.SampleCall(q, k, v, *lists, *head, seed, table, None, method, **sample)
-        call = scram.calls.ClusterCall(q, k, v, mask, None, None, seed, None, 6, 2, 0.3)
+            yield ops.sample, scram.core.calls.SampleCall(q, k, v, *lists, *head, seed, table, None, method, **sample)
+        call = scram.core.calls.ClusterCall(q, k, v, mask, None, None, seed, None, 6, 2, 0.3)
         yield ops.cluster, call
         centres, values, sizes, label = ops.cluster.op(*ops.cluster._fields(call), "numba")
         tail = {"radius": (1, 1), "scale": 0.3, "dropout_p": 0.2, "extras": 2, "window": "query"}
         yield (
             ops.cluster_tail,
-            scram.calls.ClusterTailCall(
+            scram.core.calls.ClusterTailCall(
                 q, index, label, centres, values, sizes, torch.ones_like(centres[..., 0]), out, lse, seed, None, **tail
             ),
         )

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import scram
-from scram import dispatch, ops
-from scram.calls import DrawnTailCall
+from scram.core import ops
+from scram.core.calls import DrawnTailCall
+from scram.engines import dispatch
 from support.cases import Case, Tensors, assert_as_near_float64, gradients, make_tensors, named, size
 
 HYBRID = scram.Hybrid(samples=9, seed=11)
@@ -23,7 +24,7 @@ WALKS = scram.MetropolisHastings(samples=17, chains_per_mode=2, bandwidth=0.8, s
 @dataclass(frozen=True)
 class Estimated:
     case: Case
-    method: scram.tails.base.Tail
+    method: scram.core.tails.base.Tail
 
     def __str__(self) -> str:
         return f"{type(self.method).__name__}-{self.case}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import scram
-from scram.tails.base import Tail
+from scram.core.tails.base import Tail
 
 FUNCTIONS = ("search", "cluster", "attend", "attention", "estimate", "local")
 

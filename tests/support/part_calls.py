@@ -1,7 +1,7 @@
 """Calls on a part of the rows, with the noise of the whole call."""
 
-from scram.pipeline import run
-from scram.resolve import Request, resolve
+from scram.core.pipeline import run
+from scram.core.resolve import Request, resolve
 
 
 def attention(q, k, v, *, shard, **options):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from scram.layout_hints import LayoutWarning
+from scram.core.layout_hints import LayoutWarning
 
 TIMEOUT = 240  # seconds, of a job
 LOADED = (

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 import scram
 import scram.distributed
-from scram.clustering import means
+from scram.core.resolve import Request
 from scram.distributed.clusters import samples
 from scram.distributed.halo import exchanged
 from scram.distributed.mesh import Ranks
 from scram.distributed.shards import Shards, checked, shard_seed
-from scram.resolve import Request
-from scram.scoring import prepare_key
+from scram.spec.clustering import means
+from scram.spec.scoring import prepare_key
 from support.photos import projected
 from support.sharded import cut, mask_of, tensors
 

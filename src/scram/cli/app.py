@@ -157,7 +157,7 @@ def match(
         arguments.check_positive("scale", scale)
         poses = arguments.numbers("scales", scales, 0.1, 10), arguments.numbers("rotations", rotations, -360, 360)
         arguments.check_pair(a, b, sample, truth, size)
-        from ..images.match import Settings
+        from ..images.matching import Settings
         from .match import run
 
         named = arguments.one_of("impl", impl, arguments.IMPLS)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from .. import measure
 from ..functional import attend, search
-from ..types import Search
+from ..quality import measure
+from ..settings import Search
 from . import charts
 from .console import Numbers, Report, explained, numbers_table, progress
 from .provenance import made_with

@@ -6,13 +6,15 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from .. import dispatch, measure
-from ..baseline import dense_baseline
+from ..core.tails.clusters import Clusters
+from ..engines import dispatch
 from ..functional import attend
 from ..options import Impl
-from ..tails.clusters import Clusters
-from ..timing import believed
-from ..types import Attended, Search
+from ..quality import measure
+from ..quality.baseline import dense_baseline
+from ..quality.timing import believed
+from ..results import Attended
+from ..settings import Search
 from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
 from .console import Numbers, Report, counted, explained, numbers_table, progress

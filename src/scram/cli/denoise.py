@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ..images.denoise import LEAST_SIDE, Settings, check_size, denoise_picture, estimate_noise
+from ..images.denoising import LEAST_SIDE, Settings, check_size, denoise_picture, estimate_noise
 from ..images.reading import Picture, read, write
 from . import memory, not_installed, pictures
 from .console import Numbers, Report, counted, numbers_table, progress

@@ -13,7 +13,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from ..images.denoise import estimate_noise
+from ..images.denoising import estimate_noise
 from ..images.films import Film, FolderWriter, Writer, open_film
 from ..images.reading import Picture, Shape
 from ..images.video import Settings, denoise_frames

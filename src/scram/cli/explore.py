@@ -12,12 +12,12 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from .. import dispatch
+from ..core.tails.clusters import Clusters
+from ..engines import dispatch
 from ..explorer import Explorer, explore
 from ..images.features import PatchFeatures
 from ..images.reading import Picture, read
-from ..tails.clusters import Clusters
-from ..types import Search
+from ..settings import Search
 from . import memory
 from .arguments import IMPLS, MATCH_SCALE, PANES, PHOTOGRAPHS, TENSORS, one_of
 from .console import Numbers, Report, complain, numbers_table, progress

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import measure
-from ..exact import exact_attention
+from ..core.exact import exact_attention
 from ..functional import attend, search
-from ..images.match import own_places
-from ..types import Matches, Search
+from ..images.matching import own_places
+from ..quality import measure
+from ..results import Matches
+from ..settings import Search
 from . import charts, pictures
 from .console import Numbers, Report, counted, explained, numbers_table, progress
 from .features import PatchFeatures, sample_pair

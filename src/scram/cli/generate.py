@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ..images.generate import DEFAULT, generate
+from ..images.generation import DEFAULT, generate
 from ..images.reading import write
 from ..images.similarity import two_way
 from .console import Report

@@ -8,7 +8,8 @@ import torch
 import typer
 from rich.table import Table
 
-from .. import __version__, dispatch
+from .. import __version__
+from ..engines import dispatch
 from .console import Numbers, console
 from .provenance import installed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..images.inpaint import SHARP, inpaint, suited, surroundings
+from ..images.inpainting import SHARP, inpaint, suited, surroundings
 from ..images.reading import Picture, read, write
 from . import memory
 from .arguments import Rectangle

@@ -20,13 +20,13 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from ..dense import dense_attention
+from ..core.dense import dense_attention
 from ..functional import attention
-from ..judge import Attention, Judge, Judgement
 from ..options import JudgedLayout
-from ..tables import in_words
-from ..timing import memory_status
-from ..types import Search
+from ..quality.judge import Attention, Judge, Judgement
+from ..quality.tables import in_words
+from ..quality.timing import memory_status
+from ..settings import Search
 from . import INTERRUPTED, charts, rivals
 from .arguments import BACKENDS
 from .console import Numbers, console, fail, numbers_table, progress

@@ -10,10 +10,10 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
-from .. import dispatch
+from ..engines import dispatch
 from ..images.features import plain_share
 from ..images.files import replacing
-from ..images.match import SURE, Matching, Settings, match
+from ..images.matching import SURE, Matching, Settings, match
 from ..images.reading import Picture, read
 from . import memory, pictures
 from .console import Numbers, Report, complain, counted, numbers_table, progress_line

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import measure
 from ..functional import search
 from ..images.pca import principal_axes
-from ..timing import clock, memory_status, timed
-from ..types import Attended, Matches
+from ..quality import measure
+from ..quality.timing import clock, memory_status, timed
+from ..results import Attended, Matches
 from . import rivals
 from .arguments import BENCH_PATCH
 from .provenance import made_with

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..images.reading import Shape, shape_of
-from ..timing import memory_status
+from ..quality.timing import memory_status
 
 READING = 16  # bytes of a value while a picture is read: Pillow's, an array's, float32 twice
 PATCH_COPIES = 8  # of all patches of a picture, as float32, that are held at once

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.tails.clusters import Clusters
 from ..functional import attend, cluster, search
 from ..images.features import PatchFeatures
-from ..images.match import own_places
+from ..images.matching import own_places
 from ..options import Impl
-from ..tails.clusters import Clusters
-from ..timing import now
-from ..types import Attended, Matches, Search
+from ..quality.timing import now
+from ..results import Attended, Matches
+from ..settings import Search
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..images.files import replacing
 from ..images.reading import Picture, write
-from ..types import Matches
+from ..results import Matches
 
 INK = "#222222"
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from .. import distributed
-from ..exact import exact_attention
-from ..layout_hints import LayoutWarning
+from ..core.exact import exact_attention
+from ..core.layout_hints import LayoutWarning
+from ..core.tails.clusters import Clusters
 from ..options import Mode
-from ..tails.clusters import Clusters
-from ..timing import now, peak_bytes, reset_peak
-from ..types import Search
+from ..quality.timing import now, peak_bytes, reset_peak
+from ..settings import Search
 from .measuring import SCALE
 
 CALLS = 3  # timed, after one that is not

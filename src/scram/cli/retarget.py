@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..images.pyramid import resize
 from ..images.reading import write
-from ..images.retarget import DEFAULT, retarget
+from ..images.retargeting import DEFAULT, retarget
 from ..images.similarity import two_way
 from .console import Report
 from .edits import bar, channels_of, check_memory, open_image, report, shown, timed, with_channels

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dense import fused_attention
-from ..exact import exact_search
+from ..core.dense import fused_attention
+from ..core.exact import exact_search
 from ..functional import attend, attention
 from ..options import Auto
-from ..types import Search
+from ..settings import Search
 
 SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after it see
 BLOCK = 8  # side of the local pattern's query blocks

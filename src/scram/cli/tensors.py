@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import MAX_RANK
+from ..core.checks import MAX_RANK
 from . import memory
 
 STORED = ("axes", "grid", "scale")  # what a file may say about its tensors, by these names

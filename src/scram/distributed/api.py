@@ -8,16 +8,17 @@ from typing import get_args
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import errors, pipeline
-from ..arguments import explains
-from ..codebook import Codebook
+from ..core import checks, pipeline
+from ..core.arguments import explains
+from ..core.pipeline import execute
+from ..core.precision import follows_autocast
+from ..core.resolve import Request
+from ..core.tails.clusters import Clusters
+from ..core.tails.codebook import Codebook
+from ..core.tails.drawn import Hybrid
 from ..options import Auto, Impl, Mode, Weight, Window
-from ..pipeline import execute
-from ..precision import follows_autocast
-from ..resolve import Request
-from ..tails.clusters import Clusters
-from ..tails.drawn import Hybrid
-from ..types import Matches, Score, Search
+from ..results import Matches
+from ..settings import Score, Search
 from .gather import gather_attention
 from .heads import alone, fits, heads_attention
 from .mesh import Ranks
@@ -101,7 +102,7 @@ def attention(
     if halo is None and alone(ranks, mode, q, k, request):
         return execute(pipeline.run, q, k, v, request).out
     try:
-        errors.one_of("mode", mode, MODES)
+        checks.one_of("mode", mode, MODES)
         checked_call = checked(q, k, v, request, halo)
         if q.device.type != ranks.device.type:
             raise ValueError(f"q must be on the mesh's device type {ranks.device.type!r}, got {q.device}")

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import files
-from ..codebook import NEEDED, OPTIONAL, TENSORS, from_settings
+from ..core import files
+from ..core.tails.codebook import NEEDED, OPTIONAL, TENSORS, from_settings
 from ..nn.searching import Searching
-from ..types import Matches
+from ..results import Matches
 from .mesh import Ranks
 
 MARK = "scram.kept"  # begins every name in a checkpoint: MARK/rank/layer/field

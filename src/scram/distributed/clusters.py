@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import pipeline
-from ..clustering import SAMPLED_KEYS, SAMPLED_QUERIES
-from ..codebook import Codebook
-from ..noise import noise
-from ..pipeline import execute
-from ..tails.clusters import Clusters
+from ..core import pipeline
+from ..core.pipeline import execute
+from ..core.tails.clusters import Clusters
+from ..core.tails.codebook import Codebook
+from ..spec.clustering import SAMPLED_KEYS, SAMPLED_QUERIES
+from ..spec.noise import noise
 from .mesh import Layout, pack, packed_size, unpack
 from .shards import Shards, public_mask, shard_seed
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .. import dtensors
-from ..codebook import Codebook, with_tensors
-from ..inputs import Shard as Part
-from ..noise import draw_seed
-from ..pipeline import Stage
-from ..resolve import Request, as_search, default_tail, goes_dense, resolve
-from ..tails.base import Tail, as_tail
-from ..types import Matches
+from ..core import dtensors
+from ..core.inputs import Shard as Part
+from ..core.pipeline import Stage
+from ..core.resolve import Request, as_search, default_tail, goes_dense, resolve
+from ..core.tails.base import Tail, as_tail
+from ..core.tails.codebook import Codebook, with_tensors
+from ..results import Matches
+from ..spec.noise import draw_seed
 
 Placements = tuple[Placement, ...]
 Span = tuple[int, int]  # begin and end

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import pipeline
-from ..codebook import Codebook
-from ..pipeline import execute
-from ..resolve import goes_dense
-from ..scoring import accumulator
-from ..tails.base import Tail
-from ..types import Matches
+from ..core import pipeline
+from ..core.pipeline import execute
+from ..core.resolve import goes_dense
+from ..core.tails.base import Tail
+from ..core.tails.codebook import Codebook
+from ..results import Matches
+from ..spec.scoring import accumulator
 from .clusters import are_joint, clusters_of_all, joined, joint_clusters
 from .guard import guarded
 from .halo import exchanged, halo_rows, search_shard

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import pipeline
-from ..pipeline import execute
-from ..types import Matches
+from ..core import pipeline
+from ..core.pipeline import execute
+from ..results import Matches
 from .mesh import Layout, pack, packed_size, unpack
 from .shards import Shards
 

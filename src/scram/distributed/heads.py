@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..inputs import Shard
-from ..noise import draw_seed
-from ..pipeline import run
-from ..resolve import Request, goes_dense, resolve
-from ..tails.base import NO_TAIL, as_tail
+from ..core.inputs import Shard
+from ..core.pipeline import run
+from ..core.resolve import Request, goes_dense, resolve
+from ..core.tails.base import NO_TAIL, as_tail
+from ..spec.noise import draw_seed
 from .guard import guarded
 from .mesh import Ranks, pack, packed_size, unpack
 from .shards import Shards, public_mask

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import pipeline
-from ..codebook import Codebook
-from ..pipeline import execute
-from ..scoring import accumulator
-from ..types import Attended
+from ..core import pipeline
+from ..core.pipeline import execute
+from ..core.tails.codebook import Codebook
+from ..results import Attended
+from ..spec.scoring import accumulator
 from .clusters import own_clusters
 from .halo import Halo, exchanged, halo_rows, search_shard
 from .mesh import pack, packed_size, unpack

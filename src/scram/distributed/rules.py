@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from .. import ops
+from ..core import ops
 
 OPERATORS: tuple[ops.Operator[Any], ...] = (
     ops.search,

@@ -13,14 +13,15 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from .. import errors
-from ..codebook import Codebook
-from ..noise import draw_seed, noise
-from ..resolve import Request, as_search, default_tail, resolve, tail_kind
-from ..scoring import accumulator
-from ..tails.base import NO_TAIL, Tail, as_tail
-from ..tails.clusters import Clusters
-from ..types import Matches, Score, Search
+from ..core import checks
+from ..core.resolve import Request, as_search, default_tail, resolve, tail_kind
+from ..core.tails.base import NO_TAIL, Tail, as_tail
+from ..core.tails.clusters import Clusters
+from ..core.tails.codebook import Codebook
+from ..results import Matches
+from ..settings import Score, Search
+from ..spec.noise import draw_seed, noise
+from ..spec.scoring import accumulator
 from .mesh import Layout, Ranks, packed_size
 
 
@@ -73,7 +74,7 @@ class Call:
 def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
     """The call, if this rank's arguments are valid; a shard may be empty."""
     whole_q, whole_k, whole_v = (_not_empty(x, 2) for x in (q, k, v))
-    errors.queries_keys(whole_q, whole_k)
+    checks.queries_keys(whole_q, whole_k)
     key_mask = request.key_mask
     if isinstance(key_mask, Tensor):
         key_mask = _not_empty(key_mask, key_mask.ndim - k.ndim + 3)
@@ -81,18 +82,18 @@ def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
         raise TypeError(
             f"v must have q's dtype {q.dtype} where grids are cut into shards, got {v.dtype}; use q.float()"
         )
-    errors.flag("causal", request.causal)
+    checks.flag("causal", request.causal)
     # Matches, codebooks and causal order are of the whole grid.
     local = request._replace(key_mask=key_mask, causal=False, tail=None, matches=None, warm=None)
     resolved = resolve(whole_q, whole_k, whole_v, local._replace(search=as_search(request.search)))
     if halo is not None:
-        errors.whole("halo", halo, 0)
+        checks.whole("halo", halo, 0)
     tail = as_tail(request.tail, default_tail(request.weight, request.causal, request.score))
     tail.check(tail_kind(request))
     if tail.fit:
         raise ValueError("Clusters(fit=...) fits the queries of one machine; leave fit out, raise count instead")
     if request.warm is not None:
-        errors.instance("warm", request.warm, Matches, "scram.Matches", "; scram.search returns one")
+        checks.instance("warm", request.warm, Matches, "scram.Matches", "; scram.search returns one")
         got = request.warm.index.shape[:-1]
         if got != q.shape[:-1]:
             want = tuple(q.shape[:-1])
@@ -178,7 +179,7 @@ class Shards:
             q.ndim - 3,
             q.shape[-1],
             v.shape[-1],
-            errors.DTYPES.index(q.dtype),
+            checks.DTYPES.index(q.dtype),
             *extents[0],
             *extents[1],
             *grads,

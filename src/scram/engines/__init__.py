@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import calls
+from ..core import calls
 from ..options import Impl
-from ..types import Attended
+from ..results import Attended
 
 
 class Engine(Protocol):

@@ -11,20 +11,22 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from .. import __version__, errors
-from ..arguments import explains
-from ..codebook import Codebook
+from .. import __version__
+from ..core import checks
+from ..core.arguments import explains
+from ..core.precision import ignores_autocast
+from ..core.resolve import as_search, default_tail
+from ..core.tails.clusters import Clusters
+from ..core.tails.codebook import Codebook
 from ..functional import attend, cluster
 from ..functional import search as search_keys
-from ..grid import Grid, grid_of
 from ..images.files import replacing
 from ..options import Auto, Impl, Panes
-from ..precision import ignores_autocast
-from ..resolve import as_search, default_tail
-from ..scoring import check_score, default_scale, prepare_key, prepare_query
-from ..tails.clusters import Clusters
-from ..truth import Errors, Truth
-from ..types import Matches, Score, Search
+from ..quality.truth import Errors, Truth
+from ..results import Matches
+from ..settings import Score, Search
+from ..spec.grid import Grid, grid_of
+from ..spec.scoring import check_score, default_scale, prepare_key, prepare_query
 from .contents import Attention, Channels, raster_width, stored, thinned
 from .pack import Json
 from .page import framed, read_back, written
@@ -131,9 +133,9 @@ def explore(
         q, k, v, search=search, radius=radius, tail=tail, scale=scale, score=score, panes=panes, batch=batch
     )
     for name, x in {"budget": budget, "most_points": most_points, "num_queries": num_queries}.items():
-        errors.whole(name, x, 1)
+        checks.whole(name, x, 1)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
-    seed = errors.whole("seed", seed, 0)
+    seed = checks.whole("seed", seed, 0)
     shown = _pictures(pictures, grid_of(q), grid_of(k))
     one = panes == "one" or (panes == "auto" and grid_of(q) == grid_of(k) and len(shown) < 2)
     if one and grid_of(q) != grid_of(k):
@@ -154,7 +156,7 @@ def explore(
         codebook = cluster(
             q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, score=score, impl=impl
         )
-    radii = errors.radius(radius, q.ndim - 3)
+    radii = checks.radius(radius, q.ndim - 3)
     quality, rms = _quality(
         q,
         k,
@@ -230,22 +232,22 @@ def _validated(
     panes: str,
     batch: int,
 ) -> tuple[Search, Clusters | None]:
-    errors.queries_keys(q, k)
-    errors.some_queries(q)
-    errors.values(q, k, v)
-    errors.scale(scale)
-    errors.finite_but_for_masked(q, k, v, None)
-    errors.radius(radius, q.ndim - 3)
+    checks.queries_keys(q, k)
+    checks.some_queries(q)
+    checks.values(q, k, v)
+    checks.scale(scale)
+    checks.finite_but_for_masked(q, k, v, None)
+    checks.radius(radius, q.ndim - 3)
     if not isinstance(score, str):
         raise ValueError('score must be "dot", "cosine" or "l2": a page cannot hold a callable score')
     check_score(score)
-    errors.one_of("panes", panes, PANES)
-    if errors.whole("batch", batch, 0) >= q.shape[0]:
+    checks.one_of("panes", panes, PANES)
+    if checks.whole("batch", batch, 0) >= q.shape[0]:
         raise ValueError(f"batch must be below the {q.shape[0]} samples of q, got {batch}")
     settings = as_search(search)
     chosen = default_tail("softmax", False, score) if tail == "auto" else tail
     if chosen is not None:
-        errors.instance("tail", chosen, Clusters, "scram.Clusters", ', "auto" or None')
+        checks.instance("tail", chosen, Clusters, "scram.Clusters", ', "auto" or None')
     return settings, cast("Clusters | None", chosen)
 
 

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..codebook import Codebook
-from ..grid import Grid, rows
-from ..types import Matches
+from ..core.tails.codebook import Codebook
+from ..results import Matches
+from ..spec.grid import Grid, rows
 from .coordinates import Balanced, Principal
 from .pack import Json, Packed, estimated_bytes, rounded
 

@@ -17,11 +17,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .denoise import denoise
-    from .generate import generate
-    from .inpaint import inpaint
-    from .match import match
-    from .retarget import retarget
+    from .denoising import denoise
+    from .generation import generate
+    from .inpainting import inpaint
+    from .matching import match
+    from .retargeting import retarget
 
 __all__ = ["denoise", "generate", "inpaint", "match", "retarget"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..types import Matches
+from ..results import Matches
 
 
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:

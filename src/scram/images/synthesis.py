@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..exact import exact_search
+from ..core.exact import exact_search
 from ..functional import attend, search
 from ..options import ScoreName
-from ..scoring import prepare_key, prepare_query
-from ..types import Matches, Search
+from ..results import Matches
+from ..settings import Search
+from ..spec.scoring import prepare_key, prepare_query
 from .checks import check_extents, check_finite, check_floats
 from .patches import Features, unfold
 from .pyramid import finer, resize

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..functional import attend, search
-from ..grid import coordinates
-from ..types import Matches, Search
-from .denoise import Basis, as_a_twin, check_picture, estimate_noise, fold, suited, unfold
+from ..results import Matches
+from ..settings import Search
+from ..spec.grid import coordinates
+from .denoising import Basis, as_a_twin, check_picture, estimate_noise, fold, suited, unfold
 from .resample import halved
 
 REFIT = 32  # frames that share a PCA

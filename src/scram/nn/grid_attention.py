@@ -9,15 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import errors, pipeline
-from ..arguments import explains
-from ..layout_hints import warn_about_tokens
+from ..core import checks, pipeline
+from ..core.arguments import explains
+from ..core.layout_hints import warn_about_tokens
+from ..core.pipeline import execute
+from ..core.resolve import Request
+from ..core.tails.base import Kind, Tail
 from ..options import Auto, Impl, Window
-from ..pipeline import execute
-from ..resolve import Request
-from ..scoring import check_score
-from ..tails.base import Kind, Tail
-from ..types import Matches, Score, Search
+from ..results import Matches
+from ..settings import Score, Search
+from ..spec.scoring import check_score
 from . import validate as fits
 from .searching import Searching
 
@@ -84,19 +85,19 @@ class GridAttention(Searching):
             impl=impl,
         )
         fits.layout(embed_dim, num_heads, batch_first)
-        errors.dropout(dropout)
-        errors.scale(scale)
+        checks.dropout(dropout)
+        checks.scale(scale)
         check_score(score)
         fits.tail(tail, search, Kind("softmax", causal, score, extra=False, dropout_p=dropout, window=window))
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout
-        self.kdim = embed_dim if kdim is None else errors.whole("kdim", kdim, 1)
-        self.vdim = embed_dim if vdim is None else errors.whole("vdim", vdim, 1)
-        self.causal = errors.flag("causal", causal)
+        self.kdim = embed_dim if kdim is None else checks.whole("kdim", kdim, 1)
+        self.vdim = embed_dim if vdim is None else checks.whole("vdim", vdim, 1)
+        self.causal = checks.flag("causal", causal)
         self.scale = scale
         self.score = score
-        self.add_zero_attn = errors.flag("add_zero_attn", add_zero_attn)
+        self.add_zero_attn = checks.flag("add_zero_attn", add_zero_attn)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -106,8 +107,8 @@ class GridAttention(Searching):
         self.q_proj_weight = None if one else parameter(embed_dim, embed_dim)
         self.k_proj_weight = None if one else parameter(embed_dim, self.kdim)
         self.v_proj_weight = None if one else parameter(embed_dim, self.vdim)
-        self.in_proj_bias = parameter(3 * embed_dim) if errors.flag("bias", bias) else None
-        self.bias_k = parameter(1, 1, embed_dim) if errors.flag("add_bias_kv", add_bias_kv) else None
+        self.in_proj_bias = parameter(3 * embed_dim) if checks.flag("bias", bias) else None
+        self.bias_k = parameter(1, 1, embed_dim) if checks.flag("add_bias_kv", add_bias_kv) else None
         self.bias_v = parameter(1, 1, embed_dim) if add_bias_kv else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.reset_parameters()
@@ -132,7 +133,7 @@ class GridAttention(Searching):
         >>> GridAttention.from_mha(mha, radius=2).num_heads
         4
         """
-        errors.instance("mha", mha, nn.MultiheadAttention, "torch.nn.MultiheadAttention")
+        checks.instance("mha", mha, nn.MultiheadAttention, "torch.nn.MultiheadAttention")
         names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim")
         same = {name: getattr(mha, name) for name in names}
         same |= {"bias": mha.in_proj_bias is not None, "add_bias_kv": mha.bias_k is not None}

@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import errors, pipeline, places
-from ..arguments import explains
-from ..grid import Grid, coordinates, grid_of
+from ..core import checks, pipeline
+from ..core.arguments import explains
+from ..core.pipeline import execute
+from ..core.resolve import Request, as_search
 from ..options import Auto, Impl
-from ..pipeline import execute
-from ..resolve import Request, as_search
-from ..scoring import accumulator, check_score, default_scale
-from ..types import Matches, Score, Search
+from ..results import Matches
+from ..settings import Score, Search
+from ..spec import places
+from ..spec.grid import Grid, coordinates, grid_of
+from ..spec.scoring import accumulator, check_score, default_scale
 from .searching import Searching
 
 # From a start that is near: two sweeps of comparing with the neighbours, and draws around each match.
@@ -99,7 +101,7 @@ class Matcher(Searching):
         impl: Impl = "auto",
     ) -> None:
         as_search(search)
-        errors.instance("warm_search", warm_search, Search, "scram.Search", "; for example scram.Search(sweeps=2)")
+        checks.instance("warm_search", warm_search, Search, "scram.Search", "; for example scram.Search(sweeps=2)")
         super().__init__(
             search=search,
             warm_search=warm_search,
@@ -109,11 +111,11 @@ class Matcher(Searching):
             window="query",
             impl=impl,
         )
-        errors.scale(scale)
+        checks.scale(scale)
         check_score(score)
-        errors.real("tolerance", tolerance, 0.0, math.inf, "[0, inf)")
+        checks.real("tolerance", tolerance, 0.0, math.inf, "[0, inf)")
         self.scales = _scales(scales)
-        self.bidirectional = errors.flag("bidirectional", bidirectional)
+        self.bidirectional = checks.flag("bidirectional", bidirectional)
         self.tolerance = tolerance
         self.scale = scale
         self.score = score
@@ -129,13 +131,13 @@ class Matcher(Searching):
             key_mask: bool [B, *G'] or [B, H, *G'], True = may be found.
             warm: matches to start from; those of grids of other extents are resampled first.
         """
-        errors.queries_keys(q, k)
-        errors.key_mask(q, k, key_mask)
+        checks.queries_keys(q, k)
+        checks.key_mask(q, k, key_mask)
         request = Request(
             tail=None, radius=self.radius, key_mask=key_mask, scale=self.scale, score=self.score, impl=self.impl
         )
         if warm is not None:
-            errors.instance("warm", warm, Matches, "scram.Matches", "; scram.search returns one")
+            checks.instance("warm", warm, Matches, "scram.Matches", "; scram.search returns one")
             same = tuple(warm.index.shape[2:-1]) == grid_of(q) and warm.key_grid == grid_of(k)
             request = request._replace(warm=warm if same else warm.upsample(grid_of(q), grid_of(k)))
         elif len(self.scales) > 1 and not self._has_kept(q, k):
@@ -217,7 +219,7 @@ def _scales(value: Any) -> tuple[int, ...]:
     """Whole numbers that fall to 1."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError(f"scales must be a sequence of ints such as (4, 2, 1), got {value!r}")
-    scales = tuple(errors.whole(f"scales[{n}]", x, 1) for n, x in enumerate(value))
+    scales = tuple(checks.whole(f"scales[{n}]", x, 1) for n, x in enumerate(value))
     if scales[-1] != 1 or any(a <= b for a, b in pairwise(scales)):
         raise ValueError(f"scales must fall to 1, coarse to fine, such as (4, 2, 1), got {value!r}")
     return scales

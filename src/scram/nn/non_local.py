@@ -8,12 +8,13 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from .. import errors
-from ..arguments import explains
+from ..core import checks
+from ..core.arguments import explains
+from ..core.resolve import Request, as_search
+from ..core.tails.base import Tail
 from ..options import Auto, Form, Impl, Weight, Window
-from ..resolve import Request, as_search
-from ..tails.base import Tail
-from ..types import Matches, Search
+from ..results import Matches
+from ..settings import Search
 from . import validate as fits
 from .searching import Searching
 
@@ -73,10 +74,10 @@ class NonLocalBlock(Searching):
             window=window,
             impl=impl,
         )
-        self.channels = errors.whole("channels", channels, 1)
-        inner = max(channels // 2, 1) if inner_channels is None else errors.whole("inner_channels", inner_channels, 1)
-        self.form = errors.one_of("form", form, self.FORMS)
-        self.rank = errors.whole("rank", rank, 1)
+        self.channels = checks.whole("channels", channels, 1)
+        inner = max(channels // 2, 1) if inner_channels is None else checks.whole("inner_channels", inner_channels, 1)
+        self.form = checks.one_of("form", form, self.FORMS)
+        self.rank = checks.whole("rank", rank, 1)
         if rank not in _CONV:
             raise ValueError(f"rank must be {', '.join(map(str, _CONV))}: torch has no other convolution, got {rank}")
         conv = _CONV[rank]
@@ -86,7 +87,7 @@ class NonLocalBlock(Searching):
         self.g = conv(channels, inner, 1, device=device, dtype=dtype)
         self.pair = conv(2 * inner, 1, 1, bias=False, device=device, dtype=dtype) if form == "concatenation" else None
         self.out = conv(inner, channels, 1, device=device, dtype=dtype)
-        self.norm = _NORM[rank](channels, device=device, dtype=dtype) if errors.flag("norm", norm) else None
+        self.norm = _NORM[rank](channels, device=device, dtype=dtype) if checks.flag("norm", norm) else None
         for parameter in (self.out if self.norm is None else self.norm).parameters():
             nn.init.zeros_(parameter)
 

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import errors, pipeline
-from ..codebook import Codebook
+from ..core import checks, pipeline
+from ..core.pipeline import Result, execute
+from ..core.resolve import Request, as_search
+from ..core.tails.base import Tail
+from ..core.tails.codebook import Codebook
 from ..options import IMPLS, WINDOWS, Auto, Impl, Window
-from ..pipeline import Result, execute
-from ..resolve import Request, as_search
-from ..scoring import accumulator
-from ..tails.base import Tail
-from ..types import Matches, Search
+from ..results import Matches
+from ..settings import Search
+from ..spec.scoring import accumulator
 
 
 class Searching(nn.Module):
@@ -44,15 +45,15 @@ class Searching(nn.Module):
         if search is not None:
             as_search(search)
         if warm_search is not None:
-            errors.instance("warm_search", warm_search, Search, "scram.Search", "; for example scram.Search(sweeps=2)")
-        errors.radius(radius, len(radius) if isinstance(radius, Sequence) else 1)
+            checks.instance("warm_search", warm_search, Search, "scram.Search", "; for example scram.Search(sweeps=2)")
+        checks.radius(radius, len(radius) if isinstance(radius, Sequence) else 1)
         self.search = search
         self.warm_search = warm_search
         self.radius = radius
         self.tail = tail
-        self.impl = errors.one_of("impl", impl, IMPLS)
-        self.window = errors.one_of("window", window, WINDOWS)
-        self.keep_matches = errors.flag("keep_matches", keep_matches)
+        self.impl = checks.one_of("impl", impl, IMPLS)
+        self.window = checks.one_of("window", window, WINDOWS)
+        self.keep_matches = checks.flag("keep_matches", keep_matches)
         self.register_buffer("kept_index", None, persistent=False)
         self.register_buffer("kept_score", None, persistent=False)
         self.kept_grid: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""The modules' own user-facing errors; the rest are in `scram.errors`."""
+"""The modules' own user-facing errors; the rest are in `scram.core.checks`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MAX_RANK, whole
-from ..errors import _tensor as tensor
-from ..tails.base import NO_TAIL, Kind, as_tail
+from ..core.checks import MAX_RANK, whole
+from ..core.checks import _tensor as tensor
+from ..core.tails.base import NO_TAIL, Kind, as_tail
 
 
 def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:

@@ -5,7 +5,7 @@ import sys
 import torch
 
 import scram
-from scram.calls import SearchCall
+from scram.core.calls import SearchCall
 from scram.engines.cpu.search import counted_search
 from support.photos import stereo
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from scram import clustering
-from scram.calls import ClusterCall, Clustered
+from scram.core.calls import ClusterCall, Clustered
 from scram.engines.gpu.engine import clear_caches, cluster, cluster_backward
-from scram.grid import rows
+from scram.spec import clustering
+from scram.spec.grid import rows
 from support.cluster_calls import cluster_call
 
 pytestmark = pytest.mark.gpu

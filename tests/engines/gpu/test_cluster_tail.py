@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scram.calls import ClusterTailCall
+from scram.core.calls import ClusterTailCall
 from scram.engines.gpu.cluster_tail import table
 from scram.engines.gpu.engine import cluster_tail, cluster_tail_backward
 from scram.engines.reference.cluster_tail import cluster_tail as plain_tail

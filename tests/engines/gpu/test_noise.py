@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from scram.engines.gpu.noise import absorb, row_state, seed_argument
-from scram.noise import noise
+from scram.spec.noise import noise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted]
 

@@ -29,7 +29,7 @@ def chunked(monkeypatch):
 
     def start():
         for name, module in list(sys.modules.items()):
-            if name == "scram.exact" or name.startswith("scram.engines.reference"):
+            if name == "scram.core.exact" or name.startswith("scram.engines.reference"):
                 monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1, raising=False)
 
     return start

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..._compat.numba import SIMD_WIDTH
-from ...calls import AttendCall
-from ...grid import grid_of
-from ...types import Attended
+from ...core.calls import AttendCall
+from ...results import Attended
+from ...spec.grid import grid_of
 from .compiled import inlined, parallel
 from .layout import Array, Geometry, Windows, array, block_at, padded, tensor
 from .noise import absorb, row_states

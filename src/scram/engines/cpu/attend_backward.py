@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from ...calls import AttendCall, AttendGrads
-from ...grid import grid_of
+from ...core.calls import AttendCall, AttendGrads
+from ...spec.grid import grid_of
 from .attend import RELU, SOFTMAX, AttendArrays
 from .compiled import inlined, parallel
 from .layout import Array, array, flat, like

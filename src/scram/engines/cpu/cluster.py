@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import clustering
-from ...calls import ClusterCall, Clustered
-from ...grid import rows
-from ...scoring import accumulator
+from ...core.calls import ClusterCall, Clustered
+from ...spec import clustering
+from ...spec.grid import rows
+from ...spec.scoring import accumulator
 from .cluster_tail import block_size
 from .compiled import compiled, parallel
 from .layout import Array

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...calls import ClusterTailCall
-from ...types import Attended
+from ...core.calls import ClusterTailCall
+from ...results import Attended
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, Windows, array, block_at, flat, tensor
 from .noise import absorb, row_states

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...calls import ClusterTailCall, ClusterTailGrads
+from ...core.calls import ClusterTailCall, ClusterTailGrads
 from .cluster_tail import SHARE, TOTAL, ClusterTailArrays, Scratch, block_size, drop, fewer, take, weigh
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Block, array, flat, like

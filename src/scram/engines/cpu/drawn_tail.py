@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...calls import DrawnTail, DrawnTailCall, TailGrads
-from ...draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_rows, tail_values
-from ...grid import AllowedKeys, grid_of
-from ...scoring import accumulator
+from ...core.calls import DrawnTail, DrawnTailCall, TailGrads
+from ...spec.draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_rows, tail_values
+from ...spec.grid import AllowedKeys, grid_of
+from ...spec.scoring import accumulator
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, Windows, flat
 from .noise import absorb, row_states

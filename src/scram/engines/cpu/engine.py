@@ -1,6 +1,6 @@
 """The CPU engine's functions by the names of the protocol."""
 
-from ...clustering import cluster_backward
+from ...spec.clustering import cluster_backward
 from .attend import attend
 from .attend_backward import attend_backward
 from .cluster import cluster

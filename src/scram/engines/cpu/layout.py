@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..._compat.numba import SIMD_WIDTH
-from ...grid import Grid, grid_of
+from ...spec.grid import Grid, grid_of
 from .compiled import compiled
 
 Array = NDArray[Any]

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...calls import SearchCall
-from ...grid import Grid, grid_of
+from ...core.calls import SearchCall
+from ...spec.grid import Grid, grid_of
 from .compiled import compiled
 from .layout import Array
 from .noise import absorb, below, row_states

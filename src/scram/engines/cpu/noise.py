@@ -1,4 +1,4 @@
-"""The counter hash of `scram.noise`, in Numba. Every step is cast back to 32 bits: Numba would widen it."""
+"""The counter hash of `scram.spec.noise`, in Numba. Every step is cast back to 32 bits: Numba would widen it."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def row_states(seed: Tensor, q: Tensor, rows: Tensor | None) -> NDArray[Any]:
     """The hash after the seed and the number of every row of q [B, H, ..]: uint32 [B * H]; `rows`: int [B, H] or None.
 
     >>> states = row_states(torch.tensor(-7), torch.zeros(1, 2, 3, 4), torch.tensor([[5, 3]]))
-    >>> states.tolist() == scram.noise.noise(-7, torch.tensor([5, 3])).tolist()
+    >>> states.tolist() == scram.spec.noise.noise(-7, torch.tensor([5, 3])).tolist()
     True
     """
     count = q.shape[0] * q.shape[1]

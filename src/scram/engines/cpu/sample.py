@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...calls import SampleCall, Sampled, TailGrads
+from ...core.calls import SampleCall, Sampled, TailGrads
 from .attend_backward import Pairs, add_to_keys
 from .compiled import compiled, parallel
 from .draw import Draws, draw_keys

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..._compat.numba import SIMD_WIDTH
-from ...calls import Found, SearchCall
-from ...grid import Grid, grid_of
-from ...schedule import moves, widest
+from ...core.calls import Found, SearchCall
+from ...spec.grid import Grid, grid_of
+from ...spec.schedule import moves, widest
 from .candidates import draw_around, follow, leave, leave_out, move, read_neighbours
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, array, block_at, padded, strides, tensor

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...schedule import MOST_IN_TILES
+from ...spec.schedule import MOST_IN_TILES
 from .. import EngineSpec
 
 SPEC = EngineSpec(

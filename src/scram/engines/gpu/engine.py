@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ...calls import AttendCall, AttendGrads, Found, SearchCall
-from ...types import Attended
+from ...core.calls import AttendCall, AttendGrads, Found, SearchCall
+from ...results import Attended
 from .attend.query import attend as query_attend
 from .attend.query_backward import attend_backward as query_attend_backward
 from .attend.tile import tile_attend

@@ -1,4 +1,4 @@
-"""The counter hash of `scram.noise` in Triton: the same 32 bits for the same counters."""
+"""The counter hash of `scram.spec.noise` in Triton: the same 32 bits for the same counters."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...schedule import TILE_QUERIES, tile_shape
+from ...spec.schedule import TILE_QUERIES, tile_shape
 from .noise import Seed, absorb, below_argument, row_state, seed_argument
 from .runtime.launch import INTERPRETED, cached
 

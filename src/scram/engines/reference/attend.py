@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...calls import AttendCall, DrawnTailCall
-from ...grid import AllowedKeys, Grid, coordinates, flat, grid_of, inside, key_row, rows, window, within
-from ...noise import noise, numbered
-from ...scoring import accumulator, normalized_weights, pair_score, widened
-from ...types import Attended
+from ...core.calls import AttendCall, DrawnTailCall
+from ...results import Attended
+from ...spec.grid import AllowedKeys, Grid, coordinates, flat, grid_of, inside, key_row, rows, window, within
+from ...spec.noise import noise, numbered
+from ...spec.scoring import accumulator, normalized_weights, pair_score, widened
 from .chunks import in_chunks
 
 CHUNK_ELEMENTS = 1 << 22  # of gathered keys and values at a time

@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from ...calls import ClusterTailCall
-from ...grid import grid_of, key_row, rows
-from ...noise import noise, numbered
-from ...scoring import accumulator, normalized_weights
-from ...types import Attended
+from ...core.calls import ClusterTailCall
+from ...results import Attended
+from ...spec.grid import grid_of, key_row, rows
+from ...spec.noise import noise, numbered
+from ...spec.scoring import accumulator, normalized_weights
 from .attend import CHUNK_ELEMENTS, mix
 from .chunks import in_chunks
 from .windows import windows_of

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from ...calls import SampleCall
-from ...grid import AllowedKeys, coordinates, flat, grid_of
-from ...noise import below, noise, numbered
-from ...scoring import accumulator
+from ...core.calls import SampleCall
+from ...spec.grid import AllowedKeys, coordinates, flat, grid_of
+from ...spec.noise import below, noise, numbered
+from ...spec.scoring import accumulator
 from .visited import Visit, Visited
 
 

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from ...calls import DrawnTail, DrawnTailCall
-from ...draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_values
-from ...grid import AllowedKeys, grid_of
-from ...scoring import accumulator, normalized_weights, pair_score, widened
+from ...core.calls import DrawnTail, DrawnTailCall
+from ...spec.draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_values
+from ...spec.grid import AllowedKeys, grid_of
+from ...spec.scoring import accumulator, normalized_weights, pair_score, widened
 from .attend import CHUNK_ELEMENTS, kept, mix
 from .chunks import in_chunks
 from .windows import windows_of

@@ -2,9 +2,9 @@
 
 import torch
 
-from ...calls import AttendCall, Found, SearchCall
-from ...clustering import cluster
-from ...types import Attended
+from ...core.calls import AttendCall, Found, SearchCall
+from ...results import Attended
+from ...spec.clustering import cluster
 from .attend import attend as query_attend
 from .cluster_tail import cluster_tail
 from .drawn_tail import drawn_tail

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from ...calls import SampleCall, Sampled
-from ...grid import grid_of, key_row, rows
-from ...scoring import accumulator, normalized_weights, pair_score, widened
+from ...core.calls import SampleCall, Sampled
+from ...spec.grid import grid_of, key_row, rows
+from ...spec.scoring import accumulator, normalized_weights, pair_score, widened
 from .attend import CHUNK_ELEMENTS, mix
 from .chunks import in_chunks
 from .draw import draws_of

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ...calls import Found, SearchCall
-from ...grid import AllowedKeys, coordinates, flat, grid_of, inside, key_row, rows, within
-from ...noise import below, noise, numbered
-from ...schedule import moves, widest
-from ...scoring import accumulator, pair_score
+from ...core.calls import Found, SearchCall
+from ...spec.grid import AllowedKeys, coordinates, flat, grid_of, inside, key_row, rows, within
+from ...spec.noise import below, noise, numbered
+from ...spec.schedule import moves, widest
+from ...spec.scoring import accumulator, pair_score
 
 CHUNK_ELEMENTS = 1 << 21  # of gathered keys at a time
 

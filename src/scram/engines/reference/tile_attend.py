@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..._compat import transforms_active
-from ...calls import AttendCall, ScoreFunction
-from ...grid import AllowedKeys, Grid, cell_sides, coordinates, flat, grid_of, inside, key_row
-from ...schedule import TILE_QUERIES
-from ...scoring import accumulator, normalized_weights, pair_score
-from ...types import Attended
+from ...core.calls import AttendCall, ScoreFunction
+from ...results import Attended
+from ...spec.grid import AllowedKeys, Grid, cell_sides, coordinates, flat, grid_of, inside, key_row
+from ...spec.schedule import TILE_QUERIES
+from ...spec.scoring import accumulator, normalized_weights, pair_score
 from .attend import extra_of, flat_tensors, kept
 from .chunks import in_chunks
 from .tile_search import members

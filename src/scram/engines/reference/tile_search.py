@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...calls import Found, SearchCall
-from ...grid import Grid, coordinates, flat, inside, key_row, within
-from ...noise import below, noise
-from ...schedule import MOVES, STOP, TILE_QUERIES, Offer, lane_groups, offers, tile_shape
-from ...scoring import pair_score
+from ...core.calls import Found, SearchCall
+from ...spec.grid import Grid, coordinates, flat, inside, key_row, within
+from ...spec.noise import below, noise
+from ...spec.schedule import MOVES, STOP, TILE_QUERIES, Offer, lane_groups, offers, tile_shape
+from ...spec.scoring import pair_score
 from .search import CHUNK_ELEMENTS, SearchSpace
 
 

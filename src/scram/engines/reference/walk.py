@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from ...calls import SampleCall
-from ...grid import AllowedKeys, coordinates, flat, grid_of, inside, key_row, rows
-from ...noise import below, noise, numbered
-from ...scoring import accumulator, pair_score
+from ...core.calls import SampleCall
+from ...spec.grid import AllowedKeys, coordinates, flat, grid_of, inside, key_row, rows
+from ...spec.noise import below, noise, numbered
+from ...spec.scoring import accumulator, pair_score
 from .visited import Visit, Visited
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...grid import Grid, cell_sides, coordinates, flat, grid_of, rows, within
+from ...spec.grid import Grid, cell_sides, coordinates, flat, grid_of, rows, within
 from .attend import expand
 from .tile_attend import cell_grid, keys_of, touched
 from .tile_search import members

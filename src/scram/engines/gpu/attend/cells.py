@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....grid import cell_sides
-from ....schedule import TILE_QUERIES
+from ....spec.grid import cell_sides
+from ....spec.schedule import TILE_QUERIES
 from ..primitives import Geometry, divide, points, reaches, tile_at, tile_block, tiles, unmasked
 from ..runtime.block_sizes import LIST_BLOCK, LIST_WARPS, MOST_SORTED
 from ..runtime.launch import Kernel, cached, kinds

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ....calls import AttendCall
-from ....types import Attended
+from ....core.calls import AttendCall
+from ....results import Attended
 from ..primitives import (
     dot,
     dropped,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import AttendCall, AttendGrads
+from ....core.calls import AttendCall, AttendGrads
 from ..primitives import (
     add_scaled,
     atomic_add_scaled,

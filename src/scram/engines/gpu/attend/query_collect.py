@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import AttendGrads
+from ....core.calls import AttendGrads
 from ..primitives import (
     add_scaled,
     divide,

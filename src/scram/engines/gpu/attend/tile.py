@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ....calls import AttendCall
-from ....types import Attended
+from ....core.calls import AttendCall
+from ....results import Attended
 from ..primitives import LN2, dropped, finite, is_finite, product, softmax_step, store_piece
 from ..runtime.block_sizes import TILE_FORWARD, TILE_FORWARD_EXACT
 from ..runtime.launch import Kernel, cached, on_device

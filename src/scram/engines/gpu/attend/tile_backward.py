@@ -13,23 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import AttendCall, AttendGrads
+from ....core.calls import AttendCall, AttendGrads
 from ..primitives import fine_product, finite, fp16_scale_of, points, store_piece, tile_block
 from ..runtime.block_sizes import TILE_BACKWARD, TILE_BACKWARD_EXACT
 from ..runtime.launch import Kernel, cached, kinds, on_device
 from .cells import cell_list, cells_of
 from .query_backward import empty_grads, rounded_grads, upstream
 from .tile_collect import collect
-from .tile_pairs import (
-    add_pairs,
-    key_grads,
-    keys_from,
-    pair_dots,
-    slopes,
-    tile_flags,
-    tile_grads,
-    tile_queries,
-)
+from .tile_pairs import add_pairs, key_grads, keys_from, pair_dots, slopes, tile_flags, tile_grads, tile_queries
 from .windows import Variant, inputs_of
 
 

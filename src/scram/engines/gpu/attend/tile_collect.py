@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import AttendGrads
-from ....grid import flat
+from ....core.calls import AttendGrads
+from ....spec.grid import flat
 from ..primitives import fp16_scale_of, points, store_piece, unmasked
 from ..runtime.block_sizes import TILE_COLLECT, TILE_COLLECT_EXACT
 from ..runtime.launch import Kernel

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ....schedule import TILE_QUERIES
+from ....spec.schedule import TILE_QUERIES
 from ..primitives import (
     LEAST_SCALE,
     LOG2E,

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import AttendCall
-from ....types import Attended
+from ....core.calls import AttendCall
+from ....results import Attended
 from ..primitives import (
     Block,
     Dropout,

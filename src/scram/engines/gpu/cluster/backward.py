@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import ClusterCall, ClusterGrads
-from ....grid import grid_of
+from ....core.calls import ClusterCall, ClusterGrads
+from ....spec.grid import grid_of
 from ..primitives import load_pieces, store_pieces
 from ..runtime.block_sizes import tile_pieces
 from ..runtime.launch import Kernel, cached, kinds, on_device

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import clustering
-from ....calls import ClusterCall, Clustered
-from ....grid import AllowedKeys, grid_of
+from ....core.calls import ClusterCall, Clustered
+from ....spec import clustering
+from ....spec.grid import AllowedKeys, grid_of
 from ..noise import absorb, row_state, seed_argument
 from ..primitives import (
     UNMASKED,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....clustering import START_EVEN, START_MOST, START_QUERIES, VALUE_WEIGHT
+from ....spec.clustering import START_EVEN, START_MOST, START_QUERIES, VALUE_WEIGHT
 from ..primitives import product, softmax_step
 from .sample import Sample
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import ClusterTailCall, ClusterTailGrads
+from ....core.calls import ClusterTailCall, ClusterTailGrads
 from ..primitives import (
     LOWEST,
     dropout_factor,

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ....calls import ClusterTailCall
-from ....types import Attended
+from ....core.calls import ClusterTailCall
+from ....results import Attended
 from ..primitives import LN2, LOWEST, dropped, fine_product, join_lse, product, softmax_step, store_piece
 from ..runtime.block_sizes import CLUSTER_TAIL, CLUSTER_TAIL_EXACT
 from ..runtime.launch import Kernel, cached, kinds, on_device

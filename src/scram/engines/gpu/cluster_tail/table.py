@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import ClusterTailCall
-from ....grid import grid_of
-from ....schedule import TILE_QUERIES
+from ....core.calls import ClusterTailCall
+from ....spec.grid import grid_of
+from ....spec.schedule import TILE_QUERIES
 from ..attend.cells import cell_list, cells_of, keys_at
 from ..primitives import (
     UNMASKED,

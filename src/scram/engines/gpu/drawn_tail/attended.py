@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import DrawnTailCall
+from ....core.calls import DrawnTailCall
 from ..attend.cells import cell_list, cells_of, keys_at, lower_bound
 from ..primitives import Block, MatchWindows, divide, lane_query, points, tile_at, tile_block
 from ..runtime.launch import Kernel, cached, kinds

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import DrawnTailCall, TailGrads
-from ....draws import tail_rows
-from ....grid import grid_of
+from ....core.calls import DrawnTailCall, TailGrads
+from ....spec.draws import tail_rows
+from ....spec.grid import grid_of
 from ..primitives import LOWEST, finite, join_lse, points, powers, product, softmax_step, store_pieces, zero_pieces
 from ..runtime.launch import Kernel, on_device
 from .forward import (

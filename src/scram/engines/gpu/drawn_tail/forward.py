@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import DrawnTail, DrawnTailCall
-from ....grid import AllowedKeys, grid_of
-from ....schedule import tile_shape
+from ....core.calls import DrawnTail, DrawnTailCall
+from ....spec.grid import AllowedKeys, grid_of
+from ....spec.schedule import tile_shape
 from ..primitives import (
     LN2,
     LOWEST,

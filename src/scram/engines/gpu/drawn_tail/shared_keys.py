@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import DrawnTailCall
-from ....draws import by_heads, shared_tail
-from ....grid import grid_of
+from ....core.calls import DrawnTailCall
+from ....spec.draws import by_heads, shared_tail
+from ....spec.grid import grid_of
 from ..noise import absorb, row_state, seed_argument
 from ..primitives import divide, finite, geometry, load_piece, mask_argument, points
 from ..runtime.block_sizes import tile_pieces

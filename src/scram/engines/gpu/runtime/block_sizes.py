@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ....schedule import LANE_GROUPS
+from ....spec.schedule import LANE_GROUPS
 from ..primitives import Block, Width, block_shape, vector
 from .launch import INTERPRETED, cached
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import SampleCall, Sampled, TailGrads
-from ....grid import grid_of
+from ....core.calls import SampleCall, Sampled, TailGrads
+from ....spec.grid import grid_of
 from ..noise import below_argument, seed_argument
 from ..primitives import (
     LN2,

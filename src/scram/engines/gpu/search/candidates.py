@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import SearchCall
-from ....grid import AllowedKeys
+from ....core.calls import SearchCall
+from ....spec.grid import AllowedKeys
 from ..noise import absorb, below
 from ..primitives import divide, dot, lane_place, load_float32, near
 

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ....calls import Found, SearchCall
-from ....schedule import moves, widest
+from ....core.calls import Found, SearchCall
+from ....spec.schedule import moves, widest
 from ..noise import absorb, below, row_state, seed_argument
 from ..primitives import Geometry, dot, geometry, lane_query, load_float32, points, tile_at, tile_count, tiles
 from ..runtime.block_sizes import search_tile

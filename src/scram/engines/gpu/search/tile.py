@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....calls import Found, SearchCall
-from ....schedule import KINDS, MOVES, STOP, TILE_QUERIES, offers, tile_shape, widest
+from ....core.calls import Found, SearchCall
+from ....spec.schedule import KINDS, MOVES, STOP, TILE_QUERIES, offers, tile_shape, widest
 from ..noise import absorb, below, row_state, seed_argument
 from ..primitives import (
     Block,

@@ -1,0 +1,1 @@
+"""Between a public function and an engine: a `Request` is resolved once and run once."""

@@ -1,0 +1,134 @@
+"""Attention over every key: by torch, and in chunks of queries for what torch's attention does not have."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..options import Weight
+from ..results import Attended
+from ..settings import Score
+from ..spec.scoring import default_scale, prepare_key, prepare_query
+from . import checks
+from .exact import exact_attention, merge
+
+FUSED_STEP = 8  # a multiple of which the widths are that CUDA's fused kernels take
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    causal: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with widths that torch's fused kernels take; others hold the map of all pairs.
+
+    Args:
+        q, k, v: [B, H, N, E], [B, Hk, M, E], [B, Hk, M, F]; padded by zeros to one width, which changes no score.
+        mask: True where a query may attend, broadcast to [B, H, N, M].
+
+    Returns:
+        out [B, H, N, F].
+    """
+    width = max(k.shape[-1], v.shape[-1])
+    if q.is_cuda:
+        width += -width % FUSED_STEP
+    wide_q, wide_k, wide_v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        wide_q, wide_k, wide_v, mask, dropout_p, causal, scale=scale, enable_gqa=grouped
+    )
+    return out if width == v.shape[-1] else out[..., : v.shape[-1]].contiguous()
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Softmax attention over every legal key by `F.scaled_dot_product_attention`; arguments as in `scram.attention`.
+
+    A query without a legal key has output 0. What a masked key or its value holds does not matter.
+    """
+    checks.values(q, k, v)
+    checks.key_mask(q, k, key_mask)
+    if callable(score):
+        raise ValueError("torch's own attention takes no callable score; use score='dot' or 'l2'")
+    if causal:
+        checks.order(q, k, causal)
+    grid = q.shape[2:-1]
+    flat = [x.flatten(2, -2).to(v.dtype) for x in (q, k, v)]
+    extra = None if extra is None else (extra[0].to(v.dtype), extra[1])
+    mask = None
+    if key_mask is not None:  # torch multiplies what is masked by 0, and 0 * NaN is NaN
+        heads = q.shape[1] if key_mask.ndim == k.ndim - 1 else 1
+        mask = key_mask.reshape(k.shape[0], heads, 1, flat[1].shape[2])
+        groups = k.shape[1] if heads > 1 else 1
+        read = mask.reshape(k.shape[0], groups, heads // groups, flat[1].shape[2]).any(2)
+        flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
+    if causal and (mask is not None or extra is not None):
+        below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = below if mask is None else mask & below
+        causal = False
+    if extra is not None:
+        flat[1], flat[2] = (torch.cat([x, more], 2) for x, more in zip(flat[1:], extra, strict=True))
+        mask = None if mask is None else F.pad(mask, (0, extra[0].shape[2]), value=True)
+    if score != "dot":
+        flat[:2] = prepare_query(flat[0], score).to(v.dtype), prepare_key(flat[1], score).to(v.dtype)
+    factor = default_scale(scale, q.shape[-1], score, "softmax")
+    out = fused_attention(*flat, mask=mask, dropout_p=dropout_p, causal=causal, scale=factor)
+    if mask is not None:
+        out = torch.where(mask.any(-1, keepdim=True), out, 0)
+    return out.reshape(*out.shape[:2], *grid, out.shape[-1])
+
+
+def every_key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    weight: Weight = "softmax",
+    extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Dense attention with the arguments of `attention`: by torch; a callable score or another weight in chunks."""
+    if isinstance(score, str) and weight == "softmax":
+        return dense_attention(
+            q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, extra=extra, dropout_p=dropout_p
+        )
+    if dropout_p:
+        raise ValueError("dense attention with a callable score takes no dropout; pass dropout_p=0")
+    attended = exact_attention(q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, weight=weight)
+    if extra is not None:
+        checks.extra(q, k, v, extra)
+        more = attend_extra(q.flatten(2, -2), extra, scale, score, weight)
+        shape = attended.out.shape
+        attended = merge(attended, Attended(more.out.reshape(shape), more.lse.reshape(shape[:-1])))
+    return attended.out
+
+
+def attend_extra(
+    q: Tensor, extra: tuple[Tensor, Tensor], scale: float | None, score: Score, weight: Weight = "softmax"
+) -> Attended:
+    """Dense attention of queries [B, H, n, E] over the extra keys alone."""
+    k_extra, v_extra = extra
+    if not k_extra.shape[2]:
+        out = v_extra.new_zeros(*q.shape[:-1], v_extra.shape[-1])
+        return Attended(out, q.new_full(q.shape[:-1], -torch.inf))
+    return exact_attention(q, k_extra, v_extra, scale=scale, score=score, weight=weight)

@@ -1,0 +1,367 @@
+"""From the options of a call to what runs: checked once, decided once.
+
+`resolve` makes a `Resolved` of a `Request`. It alone decides whether a call is dense attention, what "auto" means, and
+which engines run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+
+from ..engines import EngineSpec, dispatch
+from ..options import WINDOWS, Auto, Impl, Weight, Window
+from ..results import Matches, check_matches
+from ..settings import Score, Search
+from ..spec.scoring import check_score, check_weight, default_scale
+from . import checks, ops
+from .cost import keys_visited
+from .tails.base import NO_TAIL, Kind, MadeFor, Tail, as_tail
+from .tails.clusters import Clusters
+from .tails.codebook import Codebook
+from .tails.drawn import Hybrid
+
+SEARCH = Search()
+CLUSTERS = Clusters()
+DRAWN_KEYS = Hybrid()
+MOST_REMEMBERED = 1000  # kinds of calls
+
+
+class Request(NamedTuple):
+    """The options of a call, as its user gave them; all arguments of `attention` but q, k and v, and a few more.
+
+    Args:
+        search: None searches nothing. Without matches and without a tail of its own that is dense attention.
+        matches: in place of a search.
+        warm_codebook: clusters to start from.
+        keeps_matches: whether the caller reads the matches, so that there must be a search.
+    """
+
+    search: Search | Auto | None = "auto"
+    tail: Tail | Auto | None = "auto"
+    radius: int | Sequence[int] = 1
+    causal: bool = False
+    key_mask: Tensor | None = None  # bool [B, *G'] or [B, H, *G']
+    scale: float | None = None
+    score: Score = "dot"
+    weight: Weight = "softmax"
+    extra: tuple[Tensor, Tensor] | None = None  # [B, Hk, X, E] and [B, Hk, X, F]
+    dropout_p: float = 0.0
+    warm: Matches | None = None
+    window: Window = "query"
+    impl: Impl = "auto"
+    matches: Matches | None = None
+    warm_codebook: Codebook | None = None
+    keeps_matches: bool = False
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether nothing is said of search, tail, matches and engine: then the call may be dense attention."""
+        unsaid = self.search.__class__ is str and self.tail.__class__ is str and self.impl == "auto"
+        return unsaid and self.warm is None and self.matches is None and not self.keeps_matches
+
+
+class Resolved(NamedTuple):
+    """A call that was checked, and what runs it. `pipeline` runs it, on the tensors or on parts of them."""
+
+    request: Request
+    dense: bool  # attention over every key, by torch
+    search: Search | None  # None: no search
+    tail: Tail
+    radius: tuple[int, ...]  # of windows, one per axis
+    scale: float
+    search_engine: EngineSpec
+    engine: EngineSpec  # of all other stages
+
+
+# --- what is cheaper ---
+
+
+class DeviceCost(NamedTuple):
+    """What dense attention and a search with clusters take on a device."""
+
+    least: float  # us that a search takes however small the grid is: the host's time
+    row: float  # us of each row
+    query: float  # ns of each query, besides
+    feature: float  # ns of each query and feature of key and value, besides
+    pair: float  # ps of each query and key of dense attention
+    pair_feature: float  # ps of each query, key and feature, besides
+
+
+# By device and whether numbers have 16 bits. CPU: 2 cores, float32, 24 to 128 points a side, E = 16 to 64, 1 to 8
+# heads; both grow alike with fewer cores. CUDA: H200, bfloat16, 256 to 1024 points a side, E = 64 and 128, beside
+# cuDNN; 32 bits are not measured but taken for eight times as slow. docs/measurements.md, section 13, has the figures.
+COSTS = {
+    ("cpu", False): DeviceCost(0, 4000, 1000, 17, 250, 10.9),
+    ("cpu", True): DeviceCost(0, 4000, 1000, 17, 250, 10.9),
+    ("cuda", True): DeviceCost(1600, 0, 1.5, 0.037, 0, 0.004),
+    ("cuda", False): DeviceCost(1600, 0, 3, 0.074, 0, 0.032),
+}
+
+
+def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether dense attention takes less time than a search with clusters, by what was measured for such tensors."""
+    cost = COSTS.get((q.device.type, q.dtype.itemsize == 2))
+    if cost is None:
+        return True  # a device without an engine of its own: the reference is far slower than torch
+    rows = q.shape[0] * q.shape[1]
+    queries = q.shape[2:-1].numel()
+    keys = k.shape[2:-1].numel()
+    width = q.shape[-1] + v.shape[-1]
+    dense = rows * queries * keys * (cost.pair + cost.pair_feature * width) * 1e-6
+    searched = rows * (cost.row + queries * (cost.query + cost.feature * width) * 1e-3)
+    return bool(dense <= max(cost.least, searched))
+
+
+def goes_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> bool:
+    """Whether a call of which nothing is said is dense attention: torch has it, and it is cheaper. Shapes decide."""
+    has_dense = request.weight == "softmax" and not callable(request.score)
+    return has_dense and request.is_automatic and dense_is_cheaper(q, k, v)
+
+
+def default_tail(weight: Weight, causal: bool, score: Score) -> Tail:
+    """Clusters for softmax, under causal order keys drawn; no tail for other weights and callable scores."""
+    if weight != "softmax" or callable(score):
+        return NO_TAIL
+    return DRAWN_KEYS if causal else CLUSTERS
+
+
+# --- what a call is ---
+
+
+class _Checked(NamedTuple):
+    """What checking a call yields, but for its search and its tail."""
+
+    radius: tuple[int, ...]
+    scale: float
+    search_engine: EngineSpec
+    engine: EngineSpec
+    default_tail: Tail
+    goes_dense: bool
+
+
+# To check a call takes longer than to search a small grid, so a kind of call that was valid is not checked again.
+_valid: dict[tuple[Any, ...], _Checked] = {}
+
+
+def resolve(q: Tensor, k: Tensor, v: Tensor | None, request: Request) -> Resolved:
+    """What runs for q [B, H, *G, E], k [B, Hk, *G', E] and v [B, Hk, *G', F]; v is None where nothing is attended."""
+    search = _checked_search(q, k, request)
+    as_tail(request.tail, NO_TAIL, windows=False)
+    checked = _checked(q, k, v, request, search)
+    if request.matches is not None:
+        check_matches("matches", q, k, request.matches)
+    tail = as_tail(request.tail, checked.default_tail, windows=False)
+    if tail is not checked.default_tail:
+        tail.check(tail_kind(request))
+        if v is not None:
+            call = MadeFor(checked.radius, checked.scale, request.score, request.key_mask)
+            tail.check_tensors("tail", q, k, v, call)
+    asks_dense = search is None and request.matches is None and (request.tail is None or request.tail == "auto")
+    dense = v is not None and (asks_dense or checked.goes_dense)
+    return Resolved(
+        request=request,
+        dense=dense,
+        search=search,
+        tail=tail,
+        radius=checked.radius,
+        scale=checked.scale,
+        search_engine=checked.search_engine,
+        engine=checked.engine,
+    )
+
+
+def tail_kind(request: Request) -> Kind:
+    """What a tail is checked against."""
+    has_extra = request.extra is not None
+    return Kind(request.weight, request.causal, request.score, has_extra, request.dropout_p, request.window)
+
+
+def as_search(value: Search | Auto | None) -> Search:
+    """The settings of a search; "auto" is the default."""
+    if isinstance(value, str):
+        checks.one_of("search", value, ("auto",), "; or pass scram.Search(...)")
+        return SEARCH
+    checks.instance("search", value, Search, "scram.Search", "; for example scram.Search(matches=4)")
+    return cast(Search, value)
+
+
+def _checked_search(q: Tensor, k: Tensor, request: Request) -> Search | None:
+    """The settings of the search, with "auto" replaced."""
+    if request.search is None:
+        return None
+    search = as_search(request.search)
+    checks.enough_keys(q, k, search.matches)
+    if search.reach is not None:
+        checks.queries_keys(q, k)
+        checks.radius(search.reach, q.ndim - 3, "reach")
+    if request.warm is not None:
+        checks.queries_keys(q, k)
+        check_matches("warm", q, k, request.warm)
+    return search
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Search | None) -> _Checked:
+    """The checks of `_check`, once for each kind of call."""
+    kind = _kind(q, k, v, request, search)
+    if kind is None:
+        return _check(q, k, v, request, search)
+    try:
+        known = _valid.get(kind)
+    except TypeError:  # an option that is not hashable is not valid either
+        return _check(q, k, v, request, search)
+    if known is None:
+        known = _check(q, k, v, request, search)
+        if len(_valid) >= MOST_REMEMBERED:
+            _valid.clear()
+        _valid[kind] = known
+    return known
+
+
+def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Search | None) -> tuple[Any, ...] | None:
+    """All that the checks read of a call; None where it holds more tensors, or where torch traces."""
+    # A callable is not kept: it may hold tensors.
+    simple = (
+        request.key_mask is None
+        and request.extra is None
+        and request.score.__class__ is str
+        and request.radius.__class__ is int
+    )
+    tensors_only = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not simple or not tensors_only or not ops.bypasses_dispatcher((q, k, v)):
+        return None
+    assert v is not None
+    tensors = (
+        *(q.shape, k.shape, v.shape),
+        *(q.dtype, k.dtype, v.dtype),
+        *(q.device, k.device, v.device),
+        *(q.layout, k.layout, v.layout),
+    )
+    options = (
+        request.causal,
+        request.score,
+        request.radius,
+        request.scale,
+        request.weight,
+        request.dropout_p,
+        request.window,
+        request.impl,
+        request.is_automatic,
+    )
+    tile_matches = search.matches if search is not None and search.method == "tile" else 0
+    return (*tensors, *options, *[x.__class__ for x in options], tile_matches)  # 1 == True
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Search | None) -> _Checked:
+    """Every option that is not the search, its warm matches, the matches or the tail."""
+    checks.queries_keys(q, k)
+    checks.order(q, k, request.causal)
+    checks.key_mask(q, k, request.key_mask)
+    check_score(request.score)
+    check_weight(request.weight)
+    if v is not None:
+        checks.values(q, k, v)
+        checks.scale(request.scale)
+        checks.extra(q, k, v, request.extra)
+        checks.dropout(request.dropout_p)
+        checks.one_of("window", request.window, WINDOWS)
+    radius = checks.radius(request.radius, q.ndim - 3)
+    # A tile search keeps a number of matches that an engine may not take.
+    tile_matches = search.matches if search is not None and search.method == "tile" else 0
+    choice = (request.impl, q.device, q.dtype, request.score)
+    default = default_tail(request.weight, request.causal, request.score)
+    return _Checked(
+        radius=radius,
+        scale=default_scale(request.scale, q.shape[-1], request.score, request.weight),
+        search_engine=dispatch.choose(*choice, tile_matches=tile_matches),
+        engine=dispatch.choose(*choice, window=request.window),
+        default_tail=default,
+        goes_dense=v is not None and goes_dense(q, k, v, request),
+    )
+
+
+def clear_caches() -> None:
+    _valid.clear()
+
+
+# --- what a call is, in words ---
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of `scram.attention` would run, why, and what it costs. Prints itself.
+
+    Args:
+        dense: whether it is dense attention.
+        engine: the implementation that runs it.
+        search, radius, tail: the settings in force; None where it is dense, or where there is no tail.
+        reasons: why, in words.
+        scores: keys visited per query, at most; `dense_scores`: by dense attention.
+        memory: bytes beyond inputs and outputs, about.
+    """
+
+    dense: bool
+    engine: str
+    search: Search | None
+    radius: tuple[int, ...] | None
+    tail: Tail | None
+    reasons: tuple[str, ...]
+    scores: int
+    dense_scores: int
+    memory: int
+
+    def __str__(self) -> str:
+        what = "dense attention" if self.dense else "search + windows" + (f" + {self.tail}" if self.tail else "")
+        lines = [f"{what}, by {self.engine}", *self.reasons]
+        if self.search is not None:
+            lines.append(f"{self.search}, radius {self.radius}")
+        lines.append(
+            f"{self.scores} keys visited per query, {self.dense_scores} by dense attention; "
+            f"{self.memory / 2**20:.1f} MiB beyond inputs and outputs"
+        )
+        return "\n  ".join(lines)
+
+
+def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanation:
+    """Of a call of q [B, H, *G, E], k [B, Hk, *G', E] and v [B, Hk, *G', F]."""
+    keys = k.shape[2:-1].numel()
+    queries = q.shape[:-1].numel()
+    size = " x ".join(map(str, q.shape[2:-1]))
+    if resolved.dense or resolved.search is None:
+        why = f"on {q.device.type} the grid {size} with width {q.shape[-1]} is too small for a search to be faster"
+        if all(device != q.device.type for device, _ in COSTS):
+            why = f"{q.device.type} has no engine that is faster than torch"
+        return Explanation(
+            dense=True,
+            engine="torch",
+            search=None,
+            radius=None,
+            tail=None,
+            reasons=(why,),
+            scores=keys,
+            dense_scores=keys,
+            memory=0,
+        )
+    reasons = ["search, tail, warm or impl was given"]
+    if resolved.request.is_automatic:
+        only_softmax = "torch's attention has softmax and scores by name only"
+        reasons = [only_softmax if dense_is_cheaper(q, k, v) else f"for the grid {size} a search is cheaper"]
+    tail = None if resolved.tail is NO_TAIL else resolved.tail
+    if tail is None:
+        reasons.append("no tail: keys outside the windows count nothing")
+    memory = queries * resolved.search.matches * 8 * 2 + (0 if tail is None else k.shape[:-1].numel() * 4)
+    visited = keys_visited(q, k, resolved.search, resolved.radius, resolved.tail, resolved.request.score)
+    return Explanation(
+        dense=False,
+        engine=resolved.engine.name,
+        search=resolved.search,
+        radius=resolved.radius,
+        tail=tail,
+        reasons=tuple(reasons),
+        scores=visited.tail,
+        dense_scores=keys,
+        memory=memory,
+    )

@@ -1,0 +1,148 @@
+"""The protocol of a tail, and the tail that is none."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ...options import Weight, Window
+from ...settings import Score
+from ..inputs import Inputs
+
+if TYPE_CHECKING:
+    from .codebook import Codebook
+
+ALL = Fraction(1)
+ACCEPTED = "None, 'auto', scram.Clusters, scram.Codebook or scram.Hybrid"
+
+
+class Joined(Protocol):
+    """What a tail returns: at least an output and its normalizer. Other fields are diagnostics."""
+
+    @property
+    def out(self) -> Tensor: ...  # [B, H, *G, F]
+    @property
+    def lse(self) -> Tensor: ...  # [B, H, *G]
+
+
+class Kind(NamedTuple):
+    """The options of a call that decide whether it can have a tail."""
+
+    weight: Weight
+    causal: bool
+    score: Score
+    extra: bool  # whether it has extra keys
+    dropout_p: float
+    window: Window
+
+
+class MadeFor(NamedTuple):
+    """The options of a call that a tail which holds tensors was made for."""
+
+    radius: tuple[int, ...]
+    scale: float
+    score: Score
+    key_mask: Tensor | None
+
+
+class Tail:
+    """What stands for the keys outside a query's windows.
+
+    A subclass is a frozen dataclass of settings with these methods. `resolve` calls `check`; `pipeline.run` calls
+    `prepare` once and then `join` of what it returned.
+    """
+
+    seed_tensor: Tensor | None = None  # None: the seed of the search, or a new one
+    reports: ClassVar[tuple[str, ...]] = ("lse",)  # fields of `Estimate` that it has besides `out`
+    unit: ClassVar[str] = "samples each"
+    joins_windows: ClassVar[bool] = True  # whether queries attend their windows exactly
+    needs_all_queries: ClassVar[bool] = False  # of a key head, to be prepared
+    needs_matches: ClassVar[bool] = True
+    tuned_sizes: ClassVar[tuple[int, ...]] = ()  # numbers of samples that `tune` tries: few, some and many
+    tuned_fit: ClassVar[int] = 0  # queries of the fit that `tune` tries
+    variable: ClassVar[str] = ""  # what stands for it in a line of code; "" where its settings do
+    fit: int = 0  # queries that it is fitted to
+
+    @property
+    def samples(self) -> int:
+        """Drawn keys or clusters: what `visited` counts before it is cut to the number of keys."""
+        return 0
+
+    @property
+    def codebook(self) -> Codebook | None:
+        """The clusters that it holds."""
+        return None
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it was fitted to the windows of certain matches, and so serves no others."""
+        return False
+
+    def resized(self, samples: int, fit: int = 0) -> Tail:
+        """The tail with so many samples, fitted to so many queries; only where `tuned_sizes` are."""
+        raise NotImplementedError
+
+    def check(self, kind: Kind) -> None:
+        """Raise where a call cannot have this tail."""
+
+    def check_tensors(self, name: str, q: Tensor, k: Tensor, v: Tensor, call: MadeFor) -> None:
+        """Raise where a tail that holds tensors was made for others; `name` is that of the argument."""
+
+    def prepare(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, warm: Any = None) -> Tail:
+        """The tail with what it computes once for all queries.
+
+        Args:
+            inputs: the call.
+            index: int32 [B, H, *G, kappa], the matches; None where there are none yet.
+            seed: int64 [], that of the search; None where there was none.
+            warm: what an earlier call prepared, to start from.
+        """
+        return self
+
+    def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> Joined:
+        """Attention over the windows around the matches, index int32 [B, H, *G, kappa], and all other keys."""
+        raise NotImplementedError
+
+    def visited(self, queries: int, keys: int) -> int:
+        """Keys that a query visits by it, at most."""
+        return min(self.samples, keys)
+
+    def describe(self) -> str:
+        """The tail in a few words."""
+        raise NotImplementedError
+
+    def of_part(self, seed: int | Tensor | None, share: Fraction = ALL) -> Tail:
+        """The tail of a call on a part of the keys, with that seed; `share` of all keys are in it."""
+        return self
+
+    def own_seed(self, inputs: Inputs, seed: Tensor | None) -> Tensor:
+        """Its own seed, else that of the search, else a new one."""
+        if self.seed_tensor is not None:
+            return self.seed_tensor
+        return inputs.shard.draw_seed() if seed is None else seed
+
+
+class NoTail(Tail):
+    """Keys outside the windows count nothing: the paper's sparse attention."""
+
+    def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> Joined:
+        return inputs.attend_windows(index)
+
+    def describe(self) -> str:
+        return "windows only"
+
+
+NO_TAIL = NoTail()
+
+
+def as_tail(value: Any, default: Tail, *, windows: bool = True) -> Tail:
+    """The tail of an argument: "auto" is `default`, None no tail. `windows`: only tails that attend windows."""
+    if value is None:
+        return NO_TAIL
+    if value.__class__ is str and value == "auto":
+        return default
+    if not isinstance(value, Tail) or (windows and not value.joins_windows):
+        raise TypeError(f"tail must be {ACCEPTED}, got {type(value).__name__} {value!r}")
+    return value

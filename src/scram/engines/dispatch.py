@@ -1,0 +1,66 @@
+"""Which engine runs a call, and why the others cannot. What an engine can do is data beside it, its `SPEC`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import cast
+
+import torch
+
+from ..core import checks
+from ..options import IMPLS, Impl, Window
+from ..settings import Score
+from . import Engine, EngineSpec, Request, cpu, gpu, reference
+from .reference import engine as _reference
+
+_FOLDERS = {folder.SPEC.name: folder for folder in (gpu, cpu, reference)}  # in order of preference
+ENGINES: dict[str, EngineSpec] = {name: folder.SPEC for name, folder in _FOLDERS.items()}
+_loaded: dict[str, Engine] = {reference.SPEC.name: cast(Engine, _reference)}  # a traced call cannot import
+
+
+def engine(name: str) -> Engine:
+    """The engine of that name, imported when it is first needed."""
+    loaded = _loaded.get(name)
+    if loaded is None:
+        loaded = _loaded[name] = cast(Engine, import_module(f"{_FOLDERS[name].__name__}.engine"))
+    return loaded
+
+
+def choose(
+    impl: Impl,
+    device: torch.device,
+    dtype: torch.dtype,
+    score: Score = "dot",
+    window: Window = "query",
+    tile_matches: int = 0,
+) -> EngineSpec:
+    """The engine of that name, or for "auto" the first that can run; an error with every reason otherwise.
+
+    >>> choose("auto", torch.device("cpu"), torch.float64, score=lambda q, k: (q - k).abs().sum(-1)).name
+    'reference'
+    """
+    checks.one_of("impl", impl, IMPLS)
+    request = Request(device, dtype, callable(score), impl != "auto", window, tile_matches)
+    reasons = {}
+    for name, spec in ENGINES.items():
+        if impl in ("auto", name):
+            reasons[name] = spec.reasons(request)
+            if not reasons[name]:
+                return spec
+    raise checks.no_engine(impl, reasons)
+
+
+def implementations(device: torch.device | str = "cpu") -> list[tuple[str, list[str]]]:
+    """Every engine with the reasons why it cannot run float32 tensors on `device`; none means it can.
+
+    >>> [name for name, why_not in implementations() if not why_not]
+    ['numba', 'reference']
+    """
+    request = Request(torch.device(device), torch.float32)
+    return [(name, spec.reasons(request)) for name, spec in ENGINES.items()]
+
+
+def clear_caches() -> None:
+    """Empty the caches of the engines that were loaded."""
+    for loaded in _loaded.values():
+        loaded.clear_caches()

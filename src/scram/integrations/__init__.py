@@ -1,0 +1,1 @@
+"""SCRAM inside other models: torch's attention, transformers."""

@@ -1,0 +1,598 @@
+"""Attention with the signature of torch's: by SCRAM where queries and keys are a grid, by torch where it cannot be."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from .. import _compat
+from ..core import checks, pipeline
+from ..core.pipeline import execute
+from ..core.resolve import Request, as_search, goes_dense
+from ..core.tails.base import NO_TAIL, Tail, as_tail
+from ..options import IMPLS, WINDOWS, Auto, Impl, Window
+from ..quality.tune import tune
+from ..settings import Search
+from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
+from .layers import Hooks, Layer, Plans, name_in, table
+
+
+class Call(NamedTuple):
+    """A kind of call of `F.scaled_dot_product_attention`: shapes of q and k, and how it was answered.
+
+    `why_not`: why it was left to torch, "" for those that were not. `dense`: it ran dense, because that is faster, or
+    within the budget the only way. A call in a compiled graph is noted once, when it is compiled, without its shapes.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    why_not: str
+    dense: bool = False
+
+    @property
+    def answer(self) -> str:
+        """How it was answered, in words."""
+        if self.why_not:
+            return f"left to torch: {self.why_not}"
+        return "dense" if self.dense else "searched"
+
+
+@dataclass
+class Report:
+    """Which calls were searched, which ran dense, which were left to torch and why. Prints itself.
+
+    With an error budget it also says how each layer was tuned.
+
+    Args:
+        calls: how often each kind of call came; the memory does not grow with their number.
+        warning: what keeps the patch from working as a whole; "" for nothing.
+        error: the budget; None where there is none.
+        layers: by their names, with a budget.
+        known: plans of all layers that have one, whether they were called or not.
+        softmaxes: shapes of large softmaxes that were seen outside, which may be attention by hand.
+    """
+
+    calls: Counter[Call] = field(default_factory=Counter)
+    warning: str = ""
+    error: float | None = None
+    layers: dict[str, Layer] = field(default_factory=dict)
+    known: Plans = field(default_factory=Plans)
+    softmaxes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    @property
+    def searched(self) -> int:
+        """How many calls SCRAM searched."""
+        return sum(times for call, times in self.calls.items() if not call.why_not and not call.dense)
+
+    @property
+    def dense(self) -> int:
+        """How many calls SCRAM gave to dense attention."""
+        return sum(times for call, times in self.calls.items() if not call.why_not and call.dense)
+
+    @property
+    def left_alone(self) -> int:
+        """How many calls were left to torch."""
+        return sum(times for call, times in self.calls.items() if call.why_not)
+
+    @property
+    def plans(self) -> Plans:
+        """The plans of the layers that were tuned: `report.plans.save(path)`."""
+        return Plans({name: layer.plan for name, layer in self.layers.items() if layer.plan is not None})
+
+    def __str__(self) -> str:
+        total = sum(self.calls.values())
+        counts = f"{self.searched} searched, {self.dense} dense, {self.left_alone} left to torch"
+        lines = [f"{total} calls of scaled_dot_product_attention: {counts}"]
+        for call, times in self.calls.items():
+            shapes = f"q {list(call.q)}" if call.q else "compiled"
+            shapes += f", k {list(call.k)}" if call.k != call.q else ""
+            lines.append(f"  {times} x {shapes}: {call.answer}")
+        if not total and self.softmaxes:
+            seen = ", ".join(f"{times} x {list(shape)}" for shape, times in self.softmaxes.items())
+            lines += [f"  softmaxes over keys: {seen}", BY_HAND]
+        if self.error is not None and self.layers:
+            lines.append(table(list(self.layers.values()), self.error))
+        return "\n".join([*lines, *([f"warning: {self.warning}"] if self.warning else [])])
+
+
+BY_HAND = (
+    "  this model writes its attention out, softmax(q @ k.mT * scale) @ v, which no patch can see. In its code put "
+    "scram.attention(q.unflatten(2, grid), k.unflatten(2, grid), v.unflatten(2, grid), scale=scale).flatten(2, -2), or "
+    "F.scaled_dot_product_attention(q, k, v, scale=scale), which a patch sees; for places as values scram.nn.Matcher"
+)
+
+
+class Tokens(NamedTuple):
+    """What the tokens of a call are."""
+
+    grid: tuple[int, ...]
+    prefix: int  # tokens before the grid
+
+    @property
+    def total(self) -> int:
+        return self.prefix + math.prod(self.grid)
+
+    def __str__(self) -> str:
+        return f"{self.prefix} + {' x '.join(map(str, self.grid))} = {self.total}"
+
+
+NO_TOKENS = Tokens((), 0)
+
+
+class TorchOptions(NamedTuple):
+    """The options of a call of `F.scaled_dot_product_attention`, besides its mask."""
+
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """The call, by torch."""
+        out: Tensor = _compat.SDPA(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p=self.dropout_p,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+        )
+        return out
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Request], Tensor | None]
+_reports: WeakValueDictionary[str, Report] = WeakValueDictionary()  # the compiler takes no other object as a constant
+
+
+def _note_compiled(report: str, layer: str, grid: tuple[int, ...], prefix: int, why_not: str, dense: bool) -> None:
+    """Runs while a graph is traced. A count in the graph would make a new graph of every call."""
+    into = _reports[report]
+    into.calls[Call((), (), why_not, dense)] += 1
+    if layer:
+        plan = into.known.get(layer)
+        reason = why_not or ("" if plan else "compiled before it was tuned")
+        into.layers.setdefault(layer, Layer(layer, grid, prefix, plan, reason)).count(why_not, dense)
+
+
+def _compiled_tokens(report: str, layer: str, total: int, causal: bool) -> tuple[tuple[int, ...], int, str]:
+    """Grid, prefix and why not of a layer with grid="auto", while a graph is traced: as its eager calls had them."""
+    layers = _reports[report].layers
+    for name in (layer, f"{layer}, {total} tokens"):
+        known = layers.get(name)
+        if known is not None and (not known.grid or known.tokens == total):
+            return known.grid, known.prefix, "" if known.grid else known.why_not
+    return ((), 0, CAUSAL) if causal else compiled_grid(total)
+
+
+class Replacement:
+    """`F.scaled_dot_product_attention` by SCRAM where it can be; with a budget, each layer by its own plan.
+
+    Args:
+        grid: extents, or "auto".
+        prefix: tokens before the grid; with "auto" it is found.
+        error: the budget of each layer; None for the settings below everywhere.
+        plans: of layers that were tuned before.
+        replaces: whether SCRAM answers; else its layers are only tuned, and torch does.
+        model: whose layers the plans are, for a first call that is compiled.
+        search, tail, radius, window, impl: as in `attention`.
+    """
+
+    def __init__(
+        self,
+        grid: Sequence[int] | Auto,
+        prefix: int,
+        error: float | None = None,
+        plans: Plans | None = None,
+        replaces: bool = True,
+        model: nn.Module | None = None,
+        *,
+        search: Search | Auto = "auto",
+        tail: Tail | Auto | None = "auto",
+        radius: int | Sequence[int] = 1,
+        window: Window = "query",
+        impl: Impl = "auto",
+    ) -> None:
+        as_search(search)
+        as_tail(tail, NO_TAIL)
+        checks.one_of("impl", impl, IMPLS)
+        checks.one_of("window", window, WINDOWS)
+        self.tokens = _given_tokens(grid, prefix)
+        radii = checks.radius(radius, 2 if self.tokens is None else len(self.tokens.grid))
+        self.settings = Request(
+            search=search, tail=tail, radius=radius if self.tokens is None else radii, window=window, impl=impl
+        )
+        if error is not None:
+            _budget(error)
+            if search != "auto" or tail != "auto":
+                raise ValueError("error chooses search and tail; leave them out, or leave error out")
+        elif plans is not None:
+            raise ValueError("plans keep an error budget; pass error too")
+        if plans is not None:
+            checks.instance("plans", plans, Plans, "scram.Plans", "; scram.Plans.load(path) reads them")
+            loose = [name for name, plan in plans.items() if plan.error > (error or 0.0)]
+            if loose:
+                name = loose[0]
+                raise ValueError(
+                    f"plans must keep the error {error:g}, but {name!r} was tuned for {plans[name].error:g}; "
+                    "tune it again, or raise the error"
+                )
+        self.replaces = replaces
+        self.hooks = Hooks()
+        # What compiled code reads changes in eager calls only.
+        self.plans = Plans(plans or {})
+        self.lengths: dict[str, int] = {}
+        self.report = Report(error=error, known=self.plans)
+        self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self.taken: set[str] = set()
+        self.report_name = str(id(self.report))
+        _reports[self.report_name] = self.report
+        for name, module in () if model is None else model.named_modules():
+            if name in self.plans:
+                self.names[module] = name
+                self.taken.add(name)
+                self.hooks.add(name, module)
+        self.auto = AutoGrids()
+        self.warns = False
+        for function in (_note_compiled, _compiled_tokens):
+            torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call] # loads the compiler
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
+        options = TorchOptions(dropout_p, is_causal, scale, enable_gqa)
+        compiling = torch.compiler.is_compiling()
+        budget = self.report.error is not None
+        named = budget or self.tokens is None
+        calls = module_calls() if named and not compiling else []
+        modules = [call.module for call in calls]
+        running = self.hooks.running[-1] if compiling and self.hooks.running else "compiled"
+        auto = partial(
+            _auto_tokens, auto=self.auto, calls=calls, report=self.report_name, layer=running, warns=self.warns
+        )
+        tokens, why_not = _tokens_of(query, key, value, attn_mask, options, self.tokens, auto)
+        layer = self._layer(tokens, modules, query, why_not) if named else ""
+        if why_not:
+            self.note(query, key, layer, tokens, why_not)
+            return options.attend(query, key, value, attn_mask)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor | None:
+            if budget and not compiling:
+                self._tune(self.report.layers[layer], modules, q, k, v, call)
+            if not self.replaces:
+                self.note(query, key, layer, tokens, "surveyed")
+                return None
+            plan = self.plans.get(layer)
+            settings = self.settings
+            request = call._replace(
+                search=settings.search,
+                tail=settings.tail,
+                radius=settings.radius,
+                window=settings.window,
+                impl=settings.impl,
+            )
+            dense = goes_dense(q, k, v, request) if plan is None else plan.dense
+            self.note(query, key, layer, tokens, "", dense)
+            if plan is None:
+                return execute(pipeline.run, q, k, v, request).out
+            return plan(
+                q,
+                k,
+                v,
+                causal=call.causal,
+                scale=call.scale,
+                key_mask=call.key_mask,
+                extra=call.extra,
+                dropout_p=call.dropout_p,
+            )
+
+        return _on_grid(query, key, value, attn_mask, options, tokens, attend)
+
+    def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor, why_not: str) -> str:
+        """The name of the layer that calls; one that is met for the first time is noted."""
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            name = self.hooks.running[-1] if self.hooks.running else "compiled"
+        elif modules:
+            name = self._name(modules)
+            self.hooks.add(name, modules[0])
+        else:
+            name = f"no module, q {list(_shape(query))}"
+        if why_not:  # on no grid, or not for SCRAM: it says nothing of the layer's other calls
+            if not compiling:
+                self.report.layers.setdefault(name, Layer(name, *NO_TOKENS, why_not=why_not))
+            return name
+        if self.lengths.get(name, tokens.total) != tokens.total:
+            name = f"{name}, {tokens.total} tokens"
+        if not compiling:
+            self.lengths.setdefault(name, tokens.total)
+            layer = self.report.layers.setdefault(name, Layer(name, *tokens))
+            if not layer.grid:  # its calls so far were left to torch
+                layer.grid = tokens.grid
+                layer.prefix = tokens.prefix
+                layer.why_not = ""
+            layer.plan = self.plans.get(name)
+        return name
+
+    def _name(self, modules: list[nn.Module]) -> str:
+        """The name of the module that calls, looked for once; that of another model's module gets a number."""
+        inner = modules[0]
+        known = self.names.get(inner)
+        if known is None:
+            known = base = name_in(modules[-1], inner)
+            number = 1
+            while known in self.taken:
+                number += 1
+                known = f"{base} ({number})"
+            self.names[inner] = known
+            self.taken.add(known)
+        return known
+
+    def _tune(self, layer: Layer, modules: list[nn.Module], q: Tensor, k: Tensor, v: Tensor, call: Request) -> None:
+        """Tune a layer in its first eager call in eval mode."""
+        if layer.name in self.plans:
+            return
+        if not modules:
+            layer.why_not = "no module calls; use scram.tune"
+        elif modules[0].training:
+            layer.why_not = "it is training; tuned in eval mode"
+        elif call.dropout_p:
+            layer.why_not = "dropout; tuned without it"
+        else:
+            assert self.report.error is not None
+            try:
+                with _compat.without_modes():
+                    layer.plan = tune(
+                        q,
+                        k,
+                        v,
+                        error=self.report.error,
+                        radius=self.settings.radius,
+                        causal=call.causal,
+                        key_mask=call.key_mask,
+                        scale=call.scale,
+                        extra=call.extra,
+                        window=self.settings.window,
+                        impl=self.settings.impl,
+                        fit=False,  # a fit runs in no compiled graph
+                    )
+                layer.why_not = ""
+                self.plans[layer.name] = layer.plan
+            except ValueError as reason:
+                layer.why_not = str(reason)
+
+    def note(self, query: Tensor, key: Tensor, layer: str, tokens: Tokens, why_not: str, dense: bool = False) -> None:
+        if torch.compiler.is_compiling():
+            _note_compiled(self.report_name, layer, tokens.grid, tokens.prefix, why_not, dense)
+            return
+        self.report.calls[Call(_shape(query), _shape(key), why_not, dense)] += 1
+        if layer:
+            self.report.layers[layer].count(why_not, dense)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; only the number of its parts for a nested one of several shapes."""
+    return (x.size(0),) if x.is_nested and x.layout == torch.strided else tuple(x.shape)
+
+
+def _budget(error: Any) -> None:
+    checks.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
+
+
+def _given_tokens(grid: Sequence[int] | Auto, prefix: int) -> Tokens | None:
+    """None for "auto"."""
+    checks.whole("prefix", prefix, 0)
+    if not isinstance(grid, str):
+        extents = checks.grid(grid)
+        named = {"prefix": prefix, **{f"grid[{axis}]": extent for axis, extent in enumerate(extents)}}
+        for name, number in named.items():
+            if number >= 2**63:
+                raise ValueError(f"{name} must be below 2**63, got {number}; no tensor has more tokens")
+        return Tokens(extents, prefix)
+    checks.one_of("grid", grid, ("auto",))
+    if prefix:
+        raise ValueError(f'prefix is found with grid="auto", got {prefix}; pass the grid too')
+    return None
+
+
+def _tokens_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    options: TorchOptions,
+    given: Tokens | None,
+    auto: Callable[[Tensor, bool], tuple[Tokens, str]],
+) -> tuple[Tokens, str]:
+    """What the tokens of a call are, `given` or found by `auto`, and the reason to leave it to torch, "" for none."""
+    if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
+        return NO_TOKENS, "tensors that are not dense"
+    if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
+        return NO_TOKENS, f"{query.ndim} axes, not [B, H, N, E] or [B, N, E]"
+    tokens = given
+    total = query.shape[-2]
+    if tokens is None:
+        if total != key.shape[-2]:
+            return NO_TOKENS, f"{total} queries and {key.shape[-2]} keys, which are not the same grid"
+        tokens, no_grid = auto(query, options.is_causal)
+        if no_grid:
+            return NO_TOKENS, no_grid
+    return tokens, _why_not(query, key, value, attn_mask, tokens, options)
+
+
+def _auto_tokens(
+    query: Tensor,
+    causal: bool,
+    auto: AutoGrids,
+    calls: Sequence[ModuleCall] = (),
+    report: str = "",
+    layer: str = "",
+    warns: bool = False,
+) -> tuple[Tokens, str]:
+    """The tokens that grid="auto" finds, and why it finds none."""
+    if torch.compiler.is_compiling():
+        if not report:
+            return NO_TOKENS, COMPILED
+        grid, prefix, no_grid = _compiled_tokens(report, layer, int(query.shape[-2]), causal)
+        return Tokens(grid, prefix), no_grid
+    result = auto.find(query, causal, calls)
+    if isinstance(result, str):
+        if warns:
+            warnings.warn(f"scram.scaled_dot_product_attention leaves a call to torch: {result}", stacklevel=5)
+        return NO_TOKENS, result
+    return Tokens(*result), ""
+
+
+def _why_not(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, tokens: Tokens, options: TorchOptions
+) -> str:
+    """The reason to leave a call on a grid to torch, "" for none."""
+    if query.shape[-2] != tokens.total or key.shape[-2] != tokens.total or value.shape[-2] != tokens.total:
+        return f"{query.shape[-2]} queries and {key.shape[-2]} keys, the grid has {tokens}"
+    grouped = query.ndim == 4 and key.shape[1] != query.shape[1]
+    if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not options.enable_gqa):
+        return "batches or heads that broadcast"
+    if not key.dtype == query.dtype == value.dtype or query.dtype not in checks.DTYPES:
+        return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
+    if not key.device == query.device == value.device:
+        return "tensors on several devices"
+    if options.scale is not None and not options.scale > 0:
+        return f"a scale of {options.scale}"
+    if not options.dropout_p < 1:
+        return f"a dropout of {options.dropout_p}"
+    if attn_mask is None:
+        return ""
+    if attn_mask.dtype != torch.bool:
+        return "a float bias, which the search would have to know"
+    if tokens.prefix or options.is_causal:
+        return "a mask beside prefix tokens or causal order"
+    if attn_mask.ndim < 2 or attn_mask.ndim > query.ndim or attn_mask.shape[-2] != 1:
+        return "a mask that differs between queries"
+    return "a mask over [B, N, E]" if query.ndim == 3 else ""
+
+
+def _on_grid(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    options: TorchOptions,
+    tokens: Tokens,
+    attend: Attend,
+) -> Tensor:
+    """`attend` answers on the grid, torch for the tokens before it; torch alone where `attend` returns None."""
+    heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
+    first, k_extra, v_extra = (x[:, :, : tokens.prefix] for x in heads)
+    q, k, v = (x[:, :, tokens.prefix :].reshape(*x.shape[:2], *tokens.grid, x.shape[-1]) for x in heads)
+    mask = None
+    if attn_mask is not None:
+        mask = attn_mask.expand(*q.shape[:2], 1, tokens.total).reshape(*q.shape[:2], *tokens.grid)
+    extra = (k_extra, v_extra) if tokens.prefix else None
+    call = Request(
+        causal=options.is_causal, key_mask=mask, scale=options.scale, extra=extra, dropout_p=options.dropout_p
+    )
+    out = attend(q, k, v, call)
+    if out is None:
+        return options.attend(query, key, value, attn_mask)
+    out = out.flatten(2, -2)
+    if tokens.prefix:
+        seen = tokens.prefix if options.is_causal else tokens.total
+        out_first = options.attend(first, heads[1][:, :, :seen], heads[2][:, :, :seen])
+        out = torch.cat([out_first, out], 2)
+    return out if query.ndim == 4 else out.squeeze(1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor:
+    """The default of `attention` on a grid."""
+    return execute(pipeline.run, q, k, v, call).out
+
+
+_direct: dict[tuple[Any, ...], Replacement] = {}
+_auto = AutoGrids()
+
+
+def clear_plans() -> None:
+    """Forget the plans of `scaled_dot_product_attention(error=...)`: each layer is tuned again."""
+    for one in _direct.values():
+        one.hooks.detach()
+    _direct.clear()
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    grid: Sequence[int] | Auto,
+    prefix: int = 0,
+    error: float | None = None,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` for tokens of a grid: where it stood in a model's own code.
+
+    What SCRAM cannot do, such as a float bias, torch does.
+
+    Args:
+        query, key, value: [B, H, N, E], [B, Hk, N, E], [B, Hk, N, F], `prefix` tokens and then the grid, row by row.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: as torch has them.
+        grid: extents of the grid, such as (64, 64), or "auto" (see `patch_sdpa`).
+        prefix: tokens before the grid.
+        error: the module that calls is tuned for this error in its first eager call in eval mode, and keeps its plan
+            until `scram.clear_plans()`. None: the default of `scram.attention`.
+
+    With grid="auto" a call whose tokens come from no picture is left to torch, with a warning. So is, without one, a
+    model that is compiled before its first call.
+
+    Returns:
+        [B, H, N, F].
+
+    >>> q = torch.randn(1, 2, 1 + 64, 8)
+    >>> scram.scaled_dot_product_attention(q, q, q, grid=(8, 8), prefix=1).shape
+    torch.Size([1, 2, 65, 8])
+    """
+    checks.torch_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    given = _given_tokens(grid, prefix)
+    if error is not None:
+        _budget(error)
+    if given is not None and query.ndim in (3, 4) and not query.shape[-2] == key.shape[-2] == given.total:
+        raise ValueError(
+            f"query and key must have the tokens of the grid, {given}, got {query.shape[-2]} and {key.shape[-2]}"
+        )
+    kind = (grid if isinstance(grid, str) else tuple(grid), prefix, error)
+    if kind not in _direct:
+        # What is not tuned yet runs the default.
+        if torch.compiler.is_compiling() or (error is None and given is not None):
+            options = TorchOptions(dropout_p, is_causal, scale, enable_gqa)
+            auto = partial(_auto_tokens, auto=_auto)
+            tokens, why_not = _tokens_of(query, key, value, attn_mask, options, given, auto)
+            if why_not:
+                return options.attend(query, key, value, attn_mask)
+            return _on_grid(query, key, value, attn_mask, options, tokens, _attention)
+        replacement = Replacement(grid, prefix, error)
+        replacement.hooks.attach()
+        replacement.warns = True  # nobody reads its report
+        _direct[kind] = replacement
+    return _direct[kind].attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -1,0 +1,69 @@
+"""Tables as text: rows with aligned columns, and one line for each batch and head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from torch import Tensor
+
+from ..core.statistics import CONFIDENCE, Interval
+
+ROWS_SHOWN = 16  # batches and heads
+INTERVAL_WIDTH = 20  # of a column of intervals
+POINT_VALUE = f"* a point value, dominated by few queries; the others are with {100 * CONFIDENCE:.0f} % intervals"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row; every column is as wide as its widest cell, two spaces are between.
+
+    >>> aligned([("setting", "ms"), ("dense", "12.5")])
+    ['setting  ms', 'dense    12.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def of_heads(
+    columns: Mapping[str, Interval | Tensor], last: Mapping[str, Sequence[Sequence[str]]] | None = None
+) -> list[str]:
+    """A line for each batch and head, the first of them where there are many.
+
+    Args:
+        columns: intervals, or point values [B, H], by their headings; a * at the end of a heading is explained below.
+        last: words for each batch and head, by their heading.
+    """
+    words = last or {}
+    shown = [f"{name:{INTERVAL_WIDTH}}" if isinstance(x, Interval) else name for name, x in columns.items()]
+    lines = ["  ".join(["batch head", *shown, *words])]
+    first = next(iter(columns.values()))
+    batch, heads = (first.value if isinstance(first, Interval) else first).shape
+    every = list(product(range(batch), range(heads)))
+    for b, h in every[:ROWS_SHOWN]:
+        cells = [
+            f"{x.cell(b, h):{INTERVAL_WIDTH}}" if isinstance(x, Interval) else f"{float(x[b, h]):{len(name)}.4f}"
+            for name, x in columns.items()
+        ]
+        lines.append("  ".join([f"{b:5} {h:4}", *cells, *(x[b][h] for x in words.values())]))
+    if len(every) > ROWS_SHOWN:
+        lines.append(f"  ... and {len(every) - ROWS_SHOWN} more")
+    return [*lines, POINT_VALUE]
+
+
+def with_interval(error: Sequence[float]) -> str:
+    """A value and its ends.
+
+    >>> with_interval((0.05, 0.04, 0.0625))
+    '0.0500 [0.0400, 0.0625]'
+    """
+    value, low, high = error
+    return f"{value:.4f} [{low:.4f}, {high:.4f}]"
+
+
+def in_words(seconds: float) -> str:
+    """A time with three digits.
+
+    >>> in_words(0.0123456), in_words(12.3456)
+    ('12.3 ms', '12.3 s')
+    """
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{float(f'{seconds:.3g}'):g} s"

@@ -1,0 +1,377 @@
+"""An error budget instead of settings: the fastest way to compute attention that keeps it, measured on the tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core import checks
+from ..core.arguments import explains
+from ..core.cost import keys_visited
+from ..core.layout_hints import warn_about_layout
+from ..core.pipeline import run
+from ..core.precision import follows_autocast
+from ..core.resolve import Request, default_tail, resolve
+from ..core.statistics import queries_needed, shared
+from ..core.tails.base import NO_TAIL, Tail, as_tail
+from ..core.tails.clusters import Clusters
+from ..options import Impl, Window
+from ..settings import Score, Search
+from ..spec.grid import grid_of
+from . import modes, timing
+from .baseline import Baseline, dense_baseline
+from .plan import Plan, Rung, Setting
+from .timing import Believed, believed
+from .truth import SHARE, Errors, Truth
+
+# The upper end of the interval is then an order statistic below the 96.5th percentile, shared over two looks at each of
+# eight rungs. A second look at eight times as many queries is taken where the first leaves open whether a rung serves:
+# on grids up to 128 x 128 these are all.
+NUM_QUERIES = queries_needed(SHARE, 16, 0.015)
+SECOND_LOOK = 8
+TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
+LEAST_SPEEDUP = 1.1  # over dense attention
+CHEAPER = 0.8  # of a predicted time: predictions may be too high by that
+FIT_QUERIES = 25  # that dense attention answers in the time in which a fit reads one, at least
+# By how much the error falls at most, as seen, with four times the clusters, with four matches, and by a fit.
+GAINS = (3.5, 3.5, 12.0)
+
+COUNTS = Clusters.tuned_sizes
+
+
+@explains
+@follows_autocast
+@torch.no_grad()
+def tune(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    error: float = 0.05,
+    radius: int | Sequence[int] = 1,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    extra: tuple[Tensor, Tensor] | None = None,
+    window: Window = "query",
+    impl: Impl = "auto",
+    fit: bool = True,
+    num_queries: int = NUM_QUERIES,
+    seed: int = 0,
+) -> Plan:
+    """The fastest settings whose error stays within a budget, or dense attention: measured on these tensors.
+
+    A ladder of settings is tried from cheap to dear: windows only, few clusters, many, more matches, fitted clusters,
+    dense attention. Each runs on all queries and is timed; its output is compared with dense attention on a sample. A
+    rung is not tried where it cannot be faster than what was found, or may visit as many keys as there are.
+
+    The promise: in every head the 95th percentile over queries of |out - exact| / RMS |exact| is at most `error`. What
+    must be below it is the upper end of an interval by order statistics, at confidence 95 % shared over the rungs.
+
+    Args:
+        q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
+        error: the budget; 0 leaves dense attention.
+        radius, causal, key_mask, scale, score, extra, window, impl: as in `attention`; softmax and no dropout.
+        fit: whether fitted clusters may be chosen. They run neither in torch.compile nor in vmap, and are constants for
+            gradients: where q, k or v requires them, they are not tried.
+        num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
+            keeps the budget; all of them where there are not more.
+        seed: of the sample, of the searches and of the clusters; the plan keeps it.
+
+    Returns:
+        Plan: prints its table, is called like `attention`, saves as JSON, checks itself on other tensors.
+
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 1, 16, 16, 8).unbind()
+    >>> plan = scram.tune(q, k, v, error=0.05)
+    >>> plan.dense, plan(q, k, v).shape
+    (True, torch.Size([1, 1, 16, 16, 8]))
+    """
+    request = Request(
+        search=None,
+        tail=None,
+        radius=radius,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        score=score,
+        extra=extra,
+        window=window,
+        impl=impl,
+    )
+    radii = resolve(q, k, v, request).radius
+    warn_about_layout(q.shape, k.shape)
+    checks.some_queries(q)
+    checks.finite_but_for_masked(q, k, v, key_mask)
+    checks.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
+    fits = checks.flag("fit", fit) and not any(x.requires_grad for x in (q, k, v))
+    num_queries = checks.whole("num_queries", num_queries, 1)
+    settings = ladder(q, k, radius=radii, causal=causal, score=score, window=window, fit=fits, seed=seed)
+    climb = _Climb(
+        q,
+        k,
+        v,
+        request,
+        error=error,
+        confidence=shared(2 * len(settings)),
+        num_queries=num_queries,
+        seed=seed,
+    )
+    rungs = [climb.rung(setting) for setting in settings]
+    dense = Rung(
+        setting=Setting(),
+        keys=math.prod(grid_of(k)),
+        seconds=climb.dense,
+        error=(0.0, 0.0, 0.0),
+        l2=0.0,
+        keeps=True,
+        note=climb.dense_note,
+    )
+    rungs.append(dense)
+    chosen = climb.choose(rungs)
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
+    return Plan(
+        error=float(error),
+        rungs=tuple(rungs),
+        chosen=chosen,
+        causal=causal,
+        scale=scale,
+        score=score,
+        impl=impl,
+        num_queries=len(climb.truth.queries),
+        queries=climb.truth.points,
+        seed=seed,
+        confidence=climb.confidence,
+        tensors=f"{shapes} on {q.device.type}",
+        given=tuple(name for name in ("key_mask", "extra") if getattr(request, name) is not None),
+        grouped=q.shape[1] != k.shape[1],
+        split=modes.split_share(q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=scale, score=score),
+    )
+
+
+def ladder(
+    q: Tensor,
+    k: Tensor,
+    *,
+    radius: tuple[int, ...],
+    causal: bool = False,
+    score: Score = "dot",
+    window: Window = "query",
+    fit: bool = True,
+    seed: int = 0,
+) -> list[Setting]:
+    """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
+    family = default_tail("softmax", causal, score)
+    keys = math.prod(grid_of(k))
+    one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
+    pairs: list[tuple[Search, Tail | None]] = [(one, None)]
+    if family.tuned_sizes:
+        few, some, lots = (family.resized(samples) for samples in family.tuned_sizes)
+        pairs += [(one, few), (one, some), (one, lots), (four, some), (four, lots)]
+        if fit and family.tuned_fit:
+            fitted = family.resized(some.samples, fit=family.tuned_fit)
+            pairs += [(one, fitted), (four, fitted)]
+    else:
+        pairs += [(four, None), (many, None)]
+    flat: int | tuple[int, ...] = radius[0] if len(set(radius)) == 1 else radius
+    pairs = [(search, tail) for search, tail in pairs if tail is None or tail.samples < keys]
+    return [Setting(search, tail, flat, window) for search, tail in pairs]
+
+
+class _Climb:
+    """The rungs that were tried so far, and what they are compared with."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        request: Request,
+        *,
+        error: float,
+        confidence: float,
+        num_queries: int,
+        seed: int,
+    ) -> None:
+        self.tensors = (q, k, v)
+        self.request = request
+        self.error = error
+        self.confidence = confidence
+        self.seed = seed
+        dense = self.time_dense()
+        part = f"time from {dense.timed} of {dense.queries} queries" if dense.continued else ""
+        self.dense = dense.seconds
+        self.dense_note = "; ".join(filter(None, [part, _doubt(dense.steady)]))
+        self.truth = self.sampled(num_queries)
+        self.first_look = num_queries
+        self.best = self.dense
+        self.times: dict[Work, float] = {}
+        self.lows: dict[Work, float] = {}  # of the 95th percentile, the lower end of the worst head
+
+    def time_dense(self) -> Baseline:
+        """The time of dense attention."""
+        q, k, v = self.tensors
+        return dense_baseline(
+            q,
+            k,
+            v,
+            timer=believed,
+            causal=self.request.causal,
+            key_mask=self.request.key_mask,
+            scale=self.request.scale,
+            score=self.request.score,
+            extra=self.request.extra,
+        )
+
+    def sampled(self, num_queries: int) -> Truth:
+        """Exact attention of so many queries."""
+        q, k, v = self.tensors
+        return Truth.of(
+            q,
+            k,
+            v,
+            causal=self.request.causal,
+            key_mask=self.request.key_mask,
+            scale=self.request.scale,
+            score=self.request.score,
+            extra=self.request.extra,
+            num_queries=num_queries,
+            seed=self.seed,
+        )
+
+    def rung(self, setting: Setting) -> Rung:
+        """Tries a setting, unless it cannot help."""
+        q, k, _ = self.tensors
+        assert setting.search is not None
+        radius = checks.radius(setting.radius, q.ndim - 3)
+        work = Work.of(setting)
+        keys = keys_visited(q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.request.score).tail
+        if why := self._too_many(keys) or self._why_not(work):
+            return Rung(setting, keys, note=f"not tried: {why}")
+        (seconds, steady), out = self._run(setting)
+        measured = self._errors(out)
+        self.times = {other: min(t, seconds) if other.within(work) else t for other, t in self.times.items()}
+        self.times[work] = seconds
+        self.lows[work] = measured.worst[1]
+        keeps = measured.keeps(self.error)
+        if keeps:
+            self.best = min(self.best, seconds)
+        l2 = float(measured.l2.nan_to_num(0.0).max())
+        return Rung(setting, keys, seconds, measured.worst, l2, keeps, _doubt(steady))
+
+    def _run(self, setting: Setting) -> tuple[Believed, Tensor]:
+        """The time of a setting and its output [B, H, *G, F]."""
+        q, k, v = self.tensors
+        resolved = resolve(q, k, v, setting.applied_to(self.request))
+        time, result = believed(partial(run, resolved, q, k, v), q.device, self.best)
+        return time, result.out
+
+    def choose(self, rungs: list[Rung]) -> int:
+        """The fastest rung that keeps the budget; dense attention, the last, where that takes nearly as long.
+
+        Before another is chosen, both are timed again: the machine may have been busy at the first time. The faster of
+        both times counts, and is written into `rungs`.
+        """
+        again: set[int] = set()
+        while True:
+            chosen = min((n for n, rung in enumerate(rungs) if rung.keeps), key=lambda n: rungs[n].seconds or math.inf)
+            if LEAST_SPEEDUP * (rungs[chosen].seconds or 0.0) > (rungs[-1].seconds or 0.0):
+                return len(rungs) - 1  # exact attention for nearly the same time
+            if chosen in again or rungs[chosen].setting.search is None:
+                return chosen
+            if not again:
+                rungs[-1] = _sooner(rungs[-1], self.time_dense().seconds)
+            rungs[chosen] = _sooner(rungs[chosen], self._run(rungs[chosen].setting)[0].seconds)
+            again.add(chosen)
+
+    def _too_many(self, keys: int) -> str:
+        """Why a setting that visits so many keys cannot help, "" where it can."""
+        total = math.prod(grid_of(self.tensors[1]))
+        return f"it may visit {keys} keys, there are {total}" if keys >= total else ""
+
+    def _errors(self, out: Tensor) -> Errors:
+        """Of an output [B, H, *G, F]; with more queries where it is open whether it keeps the budget."""
+        measured = self.truth.errors(out, self.confidence)
+        open_ = not measured.keeps(self.error) and not bool((measured.p95.low > self.error).any())
+        if open_ and len(self.truth.queries) == self.first_look:
+            self.truth = self.sampled(SECOND_LOOK * self.first_look)
+            measured = self.truth.errors(out, self.confidence)
+        return measured
+
+    def _why_not(self, work: Work) -> str:
+        """Why a setting cannot help, "" where it can: it is exact that is wanted, it is no faster, or it is too far."""
+        if self.error == 0:
+            return "only dense attention is exact"
+        least = self._least_seconds(work)
+        if least * TOLERANCE >= self.best:
+            return f"{1e3 * least:.3g} ms or more"
+        for other, low in self.lows.items():
+            if other.tail and other.within(work) and work.dear and low > self.error * other.gain(work):
+                return f"the error is {low / self.error:.0f} times the budget with {other.tail} in the tail"
+        return ""
+
+    def _least_seconds(self, work: Work) -> float:
+        """Seconds that a setting takes at least, from those that do less, and from sums of what they do."""
+        times = self.times
+        plain = work._replace(fit=0)
+        least = max((t for other, t in times.items() if other.within(work)), default=0.0)
+        if work.fit:
+            return least + FIT_QUERIES * 2 * work.fit / self.truth.points * self.dense
+        sums = [
+            t - times[own] + times[plain._replace(matches=1)]
+            for other, t in times.items()
+            if other.matches == work.matches
+            and (own := other._replace(matches=1)) in times
+            and plain._replace(matches=1) in times
+        ]
+        counts = sorted(other.tail for other in times if other.matches == 1 and other.tail and not other.fit)
+        if work.matches == 1 and len(counts) > 1:
+            (low, t_low), (high, t_high) = ((n, times[Work(1, n, 0)]) for n in counts[-2:])
+            sums.append(t_high + (t_high - t_low) * (work.tail - high) / (high - low))
+        return max(least, CHEAPER * max(sums, default=0.0))
+
+
+def _sooner(rung: Rung, seconds: float) -> Rung:
+    return replace(rung, seconds=min(rung.seconds or math.inf, seconds))
+
+
+class Work(NamedTuple):
+    """What a setting does: more of anything takes longer."""
+
+    matches: int
+    tail: int  # clusters or drawn keys
+    fit: int  # queries
+
+    @staticmethod
+    def of(setting: Setting) -> Work:
+        matches = 0 if setting.search is None else setting.search.matches
+        tail = as_tail(setting.tail, NO_TAIL)
+        return Work(matches, tail.samples, tail.fit)
+
+    def within(self, other: Work) -> bool:
+        return all(a <= b for a, b in zip(self, other, strict=True))
+
+    @property
+    def dear(self) -> bool:
+        """More than the default."""
+        return self.matches > 1 or self.tail > COUNTS[1] or self.fit > 0
+
+    def gain(self, other: Work) -> float:
+        """How many times smaller the error of `other` is at most."""
+        more, matches, fit = GAINS
+        return (
+            math.pow(more, math.log(other.tail / self.tail, 4))
+            * (matches if other.matches > self.matches else 1)
+            * (fit if other.fit > self.fit else 1)
+        )
+
+
+def _doubt(steady: bool) -> str:
+    return "" if steady else f"its times differ by more than {timing.AGREE - 1:.0%}"

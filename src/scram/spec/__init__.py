@@ -1,0 +1,1 @@
+"""What all engines mean: geometry, noise, the order of candidates, scores, draws, clusters."""

@@ -1,0 +1,273 @@
+"""Keys grouped by content: k-means in the metric that matters to the queries and the values, in plain torch.
+
+The distance of a key and value (k, v) from a centre (c, w) is E[(scale <q, k - c>)^2] + weight |v - w|^2: how far the
+scores of the queries are off, and the value. A query whose scores have the variance s counts as q / (1 + s): sharp
+attention is the windows' part. The weight makes the second spread VALUE_WEIGHT times the first. Both are quadratic, so
+that the nearest centre is the one with the largest <k, a> + <v, b> + bias for some a, b and bias of each centre
+(`LinearForms`). Steps start at keys drawn in proportion to the attention that a few queries pay them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.calls import ClusterCall, Clustered, ClusterGrads
+from .grid import rows
+from .noise import below, noise
+from .scoring import accumulator
+
+# Errors below are geometric means over 17 heads, one match (docs/measurements.md, section 13).
+SAMPLED_KEYS = 8192  # of a row, that the steps read; the last assignment reads all: 2 % more error than all keys
+SAMPLED_QUERIES = 1024  # of a key head, for the metric: 1 % more error than 4096
+VALUE_WEIGHT = 0.3  # spread of the values to that of the scores: error .050; .1 and 1 have .052
+START_QUERIES = 32  # of a key head, whose attention says where steps start: error .044, without .050; 256 gain nothing
+START_MOST = 1 / 64  # that a query's attention to one key counts there
+START_EVEN = 0.25  # that all keys have in equal parts there; the attention of a query sums to 1 at most
+CHUNK_ELEMENTS = 1 << 22  # of the scores of keys and centres at a time
+
+
+def cluster(call: ClusterCall) -> Clustered:
+    """The clusters of every row of keys, differentiable in k and v given the labels."""
+    k = call.k
+    v = call.v
+    key_rows = k.shape[0] * k.shape[1]
+    wide = accumulator(v.dtype)
+    keys = math.prod(k.shape[2:-1])
+    k_rows = rows(k).to(wide)  # [B*Hk, M, E]
+    v_rows = rows(v).to(wide)  # [B*Hk, M, F]
+    with torch.no_grad():
+        usable = usable_keys(call, k_rows, v_rows)  # [B*Hk, M]
+        if call.clusters >= keys:
+            label = torch.where(usable, torch.arange(keys, device=k.device), -1)
+        else:
+            label = torch.stack(
+                [labels_of(call, row, k_rows[row], v_rows[row], usable[row]) for row in range(key_rows)]
+                or [torch.zeros(0, keys, dtype=torch.int64, device=k.device)]
+            ).reshape(key_rows, keys)
+    centres, values, sizes = means(k_rows, v_rows, label, call.clusters)
+    heads = k.shape[:2]
+    return Clustered(
+        centres.reshape(*heads, *centres.shape[1:]).contiguous(),  # the two are parts of one tensor
+        values.reshape(*heads, *values.shape[1:]).contiguous(),
+        sizes.to(torch.int32).reshape(*heads, call.clusters),
+        label.to(torch.int32).reshape(k.shape[:-1]),
+    )
+
+
+def cluster_backward(
+    call: ClusterCall, sizes: Tensor, label: Tensor, grad_centres: Tensor, grad_values: Tensor
+) -> ClusterGrads:
+    """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
+    flat_label = label.flatten(0, 1).flatten(1)  # [B*Hk, M]
+    row = torch.arange(flat_label.shape[0], device=label.device).unsqueeze(1)
+    at = (row * call.clusters + flat_label.clamp(min=0)).flatten()
+    share = sizes.reshape(-1, 1).clamp(min=1)
+
+    def spread(grad: Tensor, x: Tensor) -> Tensor:
+        each = (grad.reshape(-1, grad.shape[-1]) / share).index_select(0, at)
+        return torch.where(flat_label.reshape(-1, 1) >= 0, each, 0).to(x.dtype).reshape(x.shape)
+
+    return ClusterGrads(spread(grad_centres, call.k), spread(grad_values, call.v))
+
+
+def usable_keys(call: ClusterCall, k_rows: Tensor, v_rows: Tensor) -> Tensor:
+    """Keys that belong to a cluster, bool [key rows, M]: not masked, and all of the key and of the value finite."""
+    finite = k_rows.isfinite().all(-1) & v_rows.isfinite().all(-1)
+    if call.key_mask is None:
+        return finite
+    shared = call.key_mask.ndim == call.k.ndim - 2
+    mask = call.key_mask.unsqueeze(1).expand(call.k.shape[:-1]) if shared else call.key_mask
+    return finite & mask.reshape(finite.shape)
+
+
+def keys_left(sizes: Tensor, label: Tensor, near: Tensor) -> Tensor:
+    """Keys of each cluster that queries have left [n, C]: sizes [C] less the keys, of label [M], near them [n, M]."""
+    count = len(sizes)
+    name = torch.where(label >= 0, label.long(), count).expand(len(near), -1)  # keys of no cluster count in a last one
+    taken = torch.zeros(len(near), count + 1, dtype=torch.int64, device=near.device)
+    return sizes - taken.scatter_add(1, name, near.long())[:, :count]
+
+
+def means(k_rows: Tensor, v_rows: Tensor, label: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean key [R, C, E], mean value [R, C, F] and number of keys [R, C] of each label [R, M], -1 for none."""
+    number = len(label)
+    width = k_rows.shape[-1]
+    joint = torch.where((label >= 0).unsqueeze(-1), torch.cat([k_rows, v_rows], -1), 0)  # [R, M, E + F]
+    row = torch.arange(number, device=label.device).unsqueeze(1)
+    at = (row * count + label.clamp(min=0)).flatten()
+    sums = joint.new_zeros(number * count, joint.shape[-1]).index_add(0, at, joint.flatten(0, 1))
+    sizes = at.new_zeros(number * count).index_add(0, at, (label >= 0).flatten().long())
+    both = (sums / sizes.clamp(min=1).unsqueeze(-1)).reshape(number, count, joint.shape[-1])
+    return both[..., :width], both[..., width:], sizes.reshape(number, count)
+
+
+def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, usable: Tensor) -> Tensor:
+    """The cluster of each key of one row, keys [M, E] and values [M, F]: int64 [M], -1 for a key that is not usable."""
+    k, v = (torch.where(usable.unsqueeze(-1), x, 0) for x in (k, v))
+    start = Start.of(call, row, k, v, usable)
+    centres = start.centres
+    values = start.values
+    sizes = torch.ones_like(centres[:, 0], dtype=torch.int64)
+    for step in range(call.steps):
+        best, score = nearest(start.space.forms(centres, values, sizes), start.k, start.v)
+        centres, values, sizes = (x[0] for x in means(start.k[None], start.v[None], best[None], call.clusters))
+        centres, values, sizes = start.placed_anew(call, step, score, centres, values, sizes)
+    best, _ = nearest(start.space.forms(centres, values, sizes), k, v)
+    return torch.where(usable, best, -1)
+
+
+class Start(NamedTuple):
+    """Where k-means of a row starts."""
+
+    space: Space
+    k: Tensor  # [S, E], keys of the sample; 0 for one that is not finite
+    v: Tensor  # [S, F]
+    centres: Tensor  # [C, E]
+    values: Tensor  # [C, F]
+    noise_row: Tensor | int  # the number of the first row of queries that reads the row of keys
+
+    @staticmethod
+    def of(call: ClusterCall, row: int, k: Tensor, v: Tensor, usable: Tensor | None) -> Start:
+        """From keys [M, E], values [M, F] and which of them are usable [M]; None: all that are finite."""
+        first = noise_row(call, row)
+        number = min(len(k), max(SAMPLED_KEYS, call.clusters))
+        total = torch.tensor(len(k), dtype=torch.int64, device=k.device) if usable is None else usable.sum()
+        some = strides(call.seed, first, 0, number, total)
+        if usable is not None:
+            place = torch.where(usable, usable.long().cumsum(0) - 1, len(usable))
+            order = torch.zeros(len(usable) + 1, dtype=torch.int64, device=k.device)
+            some = order.scatter(0, place, torch.arange(len(usable), device=k.device))[some]  # the usable keys first
+        k_some = k[some]  # [S, E]
+        v_some = v[some]  # [S, F]
+        q_some = queries_of(call, row).to(k)
+        finite = (k_some.sum(-1, keepdim=True) + v_some.sum(-1, keepdim=True)).isfinite()  # or too large to add
+        k_some = torch.where(finite, k_some, 0)
+        v_some = torch.where(finite, v_some, 0)
+        space = Space.of(call.scale * q_some, k_some, v_some)
+        if call.warm_centres is not None and call.warm_values is not None:
+            centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
+            return Start(space, k_some, v_some, centres, values, first)
+        queries = torch.tensor(len(q_some), dtype=torch.int64, device=k.device)
+        at = strides(call.seed, first, 3, min(START_QUERIES, len(q_some)), queries)
+        rate = attention_paid(call.scale * q_some[at], k_some)
+        new = some != some.roll(1)  # a key of several parts, where keys are few, has one rate
+        rate = torch.where(new & finite.squeeze(-1), rate, 0)
+        at = drawn(noise(call.seed, first, 1, torch.arange(number, device=k.device)), rate)[: call.clusters]
+        return Start(space, k_some, v_some, k_some[at], v_some[at], first)
+
+    def placed_anew(
+        self, call: ClusterCall, step: int, score: Tensor, centres: Tensor, values: Tensor, sizes: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Clusters without keys start at keys drawn in proportion to their squared distances from their centres.
+
+        `score`: the form of each key of the sample with its centre [S].
+        """
+        spread = self.space.spread(self.k, self.v)
+        distance = (spread - 2 * score).clamp(min=0)  # [S]
+        far = distance > 1e-6 * spread.mean()
+        bits = noise(call.seed, self.noise_row, 4 + step, torch.arange(len(score), device=score.device))
+        place = drawn(bits, torch.where(far, distance, 0))
+        turn = (sizes == 0).long().cumsum(0) - 1  # [C], the number of each empty cluster
+        anew = (sizes == 0) & (turn < far.sum())
+        at = place[turn.clamp(min=0, max=len(score) - 1)]
+        centres = torch.where(anew.unsqueeze(-1), self.k[at], centres)
+        values = torch.where(anew.unsqueeze(-1), self.v[at], values)
+        return centres, values, torch.where(anew, 1, sizes)
+
+
+def noise_row(call: ClusterCall, row: int) -> Tensor | int:
+    """What the noise of a row of keys is keyed by: the number of the first row of queries that reads it."""
+    first = row * (call.q.shape[1] // call.k.shape[1])
+    return first if call.rows is None else call.rows.flatten()[first]
+
+
+def queries_of(call: ClusterCall, row: int) -> Tensor:
+    """Some queries [S, E] of those that read a row of keys; 0 in place of one that is not finite."""
+    heads_each = call.q.shape[1] // call.k.shape[1]
+    q = rows(call.q)[row * heads_each : (row + 1) * heads_each].flatten(0, 1)
+    total = torch.tensor(len(q), dtype=torch.int64, device=q.device)
+    q = q[strides(call.seed, noise_row(call, row), 2, min(SAMPLED_QUERIES, len(q)), total)]
+    return torch.where(q.isfinite().all(-1, keepdim=True), q, 0)
+
+
+def attention_paid(q: Tensor, k: Tensor) -> Tensor:
+    """Attention that queries [Q, E], times scale, pay each key [S, E] on average, and an even part: [S]."""
+    paid = (q @ k.T).softmax(-1).clamp(max=START_MOST)
+    return paid.sum(0) / max(len(q), 1) + START_EVEN / len(k)
+
+
+def drawn(bits: Tensor, rate: Tensor) -> Tensor:
+    """All places in the order of draws in proportion to `rate` without repetition; those of rate 0 come last.
+
+    Each has a clock, exponential with its rate, from 32 random bits; the first to ring is the first drawn.
+    """
+    clock = -((bits.float() + 0.5) / 2**32).log().to(rate) / torch.where(rate > 0, rate, 1)
+    return torch.where(rate > 0, clock, torch.inf).argsort()
+
+
+def strides(seed: Tensor, row: Tensor | int, draw: int, number: int, total: Tensor) -> Tensor:
+    """`number` places in 0..total-1, one drawn from each of as many equal parts; where there are fewer, all of them."""
+    part = torch.arange(number, device=total.device)
+    begin = part * total // number
+    end = (part + 1) * total // number
+    return begin + below(noise(seed, row, draw, part), (end - begin).clamp(min=1))
+
+
+class LinearForms(NamedTuple):
+    """The nearest centre of (k, v) is the one with the largest <k, a> + <v, b> + bias."""
+
+    a: Tensor  # [C, E]
+    b: Tensor  # [C, F]
+    bias: Tensor  # [C], -inf for a cluster that takes no key
+
+
+class Space(NamedTuple):
+    """Where distances are measured, around the means of keys and values."""
+
+    metric: Tensor  # [E, E], E[q q^T] of the weighted queries
+    value_weight: Tensor  # []
+    k_mean: Tensor  # [E]
+    v_mean: Tensor  # [F]
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Space:
+        """The space of a row of keys, from some queries [Q, E], times scale, keys [S, E] and values [S, F]."""
+        k_mean = k.mean(0)
+        v_mean = v.mean(0)
+        covariance = (k - k_mean).T @ (k - k_mean) / len(k)  # [E, E]
+        q = q / (1 + ((q @ covariance) * q).sum(-1, keepdim=True))
+        metric = q.T @ q / max(len(q), 1)
+        spread = (metric * covariance).sum()
+        variance = (v - v_mean).square().sum(-1).mean()
+        share = torch.where(spread > 0, VALUE_WEIGHT * spread, 1)  # values alone where all scores are equal
+        return Space(metric, torch.where(variance > 0, share / variance, 0), k_mean, v_mean)
+
+    def forms(self, centres: Tensor, values: Tensor, sizes: Tensor) -> LinearForms:
+        k = centres - self.k_mean
+        v = values - self.v_mean
+        a = k @ self.metric
+        b = self.value_weight * v
+        bias = -a @ self.k_mean - b @ self.v_mean - (a * k).sum(-1) / 2 - (b * v).sum(-1) / 2
+        return LinearForms(a, b, torch.where(sizes > 0, bias, -torch.inf))
+
+    def spread(self, k: Tensor, v: Tensor) -> Tensor:
+        """Squared distance of keys and values from their means."""
+        k = k - self.k_mean
+        v = v - self.v_mean
+        return ((k @ self.metric) * k).sum(-1) + self.value_weight * v.square().sum(-1)
+
+
+def nearest(forms: LinearForms, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest centre of keys [S, E] and values [S, F], int64 [S], and its form [S]."""
+    size = max(1, CHUNK_ELEMENTS // len(forms.bias))
+    chunks = []
+    for begin in range(0, len(k), size):
+        some = slice(begin, begin + size)
+        score, best = (k[some] @ forms.a.T + v[some] @ forms.b.T + forms.bias).max(-1)
+        chunks.append((best, score))
+    best, score = (torch.cat(part) for part in zip(*chunks, strict=True))
+    return best, score

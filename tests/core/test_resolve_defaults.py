@@ -1,0 +1,162 @@
+"""What runs when nothing is said: dense attention on small grids, else a search with clusters; and its explanation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import scram
+from scram.core.resolve import default_tail
+from scram.core.tails.base import NO_TAIL
+from support.processes import run_python
+
+SMALL = torch.randn(1, 2, 8, 8, 16)
+LARGE = torch.zeros(1, 1, 256, 256, 64)
+
+
+def test_a_small_grid_is_dense_and_exact():
+    out = scram.attention(SMALL, SMALL, SMALL)
+    flat = SMALL.flatten(2, 3)
+    assert torch.equal(out.flatten(2, 3), F.scaled_dot_product_attention(flat, flat, flat))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"search": scram.Search(seed=0)},
+        {"impl": "numba"},
+        {"tail": None},
+        {"tail": scram.Clusters(count=4)},
+        {"tail": scram.Hybrid(samples=8)},
+        {"warm": scram.search(SMALL, SMALL)},
+    ],
+    ids=lambda said: type(next(iter(said.values()))).__name__,
+)
+def test_whatever_is_said_makes_it_search(said):
+    assert scram.explain(SMALL, SMALL, SMALL).dense
+    assert not scram.explain(SMALL, SMALL, SMALL, **said).dense
+
+
+def test_a_large_grid_is_searched_with_clusters():
+    told = scram.explain(LARGE, LARGE, LARGE)
+    assert not told.dense
+    assert told.tail == scram.Clusters()
+    assert told.search == scram.Search()
+    assert told.scores < told.dense_scores / 50
+    assert "Clusters(count=256" in str(told)
+    assert "a search is cheaper" in str(told)
+
+
+def test_the_tail_where_nothing_is_said():
+    tails = {
+        ("softmax", False, "dot"): scram.Clusters(),
+        ("softmax", False, "l2"): scram.Clusters(),
+        ("softmax", True, "dot"): scram.Hybrid(),
+        ("mean", False, "dot"): None,
+        ("relu", True, "dot"): None,
+        ("softmax", False, max): None,
+        ("softmax", True, max): None,
+    }
+    for call, tail in tails.items():
+        assert default_tail(*call) == (NO_TAIL if tail is None else tail)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("window", ["query", "tile"])
+def test_under_causal_order_keys_are_drawn_whatever_the_window_and_dropout(window, dropout_p):
+    how = {"causal": True, "window": window, "dropout_p": dropout_p, "radius": 0}
+    assert scram.explain(LARGE, LARGE, LARGE, **how).tail == scram.Hybrid()
+    q, search = torch.randn(1, 2, 8, 24, 16), scram.Search(seed=3)  # three tiles
+    found = scram.search(q, q, search=search, causal=True)
+    torch.manual_seed(5)
+    out = scram.attention(q, q, q, search=search, **how)
+    torch.manual_seed(5)
+    assert torch.equal(out, scram.attend(q, q, q, found, tail=scram.Hybrid(seed=3), **how).out)
+    torch.manual_seed(5)
+    assert not torch.allclose(out, scram.attend(q, q, q, found, **how).out)
+
+
+def test_a_seed_of_the_search_governs_the_tail():
+    search = scram.Search(seed=3)
+    tail = scram.Clusters(count=4)
+    first, again = (scram.attention(SMALL, SMALL, SMALL, search=search, tail=tail) for _ in range(2))
+    assert torch.equal(first, again)
+    other = scram.attention(SMALL, SMALL, SMALL, search=search, tail=scram.Clusters(count=4, seed=9))
+    assert not torch.equal(first, other)
+
+
+def test_a_codebook_as_the_tail():
+    search, tail = scram.Search(seed=3), scram.Clusters(count=4, seed=1)
+    book = scram.cluster(SMALL, SMALL, SMALL, clusters=tail)
+    out = scram.attention(SMALL, SMALL, SMALL, search=search, tail=book)
+    assert torch.equal(out, scram.attention(SMALL, SMALL, SMALL, search=search, tail=tail))
+    with pytest.raises(ValueError, match=r"the call has score='dot', scale=0\.5"):
+        scram.attention(SMALL, SMALL, SMALL, tail=book, scale=0.5)
+
+
+def test_without_a_tail_it_is_the_attention_of_the_windows():
+    search = scram.Search(seed=3)
+    found = scram.search(SMALL, SMALL, search=search)
+    out = scram.attention(SMALL, SMALL, SMALL, search=search, tail=None)
+    assert torch.equal(out, scram.attend(SMALL, SMALL, SMALL, found).out)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_enough_in_the_tail_a_search_is_exact(causal):
+    out = scram.attention(SMALL, SMALL, SMALL, search=scram.Search(seed=0), causal=causal)
+    torch.testing.assert_close(out, scram.exact_attention(SMALL, SMALL, SMALL, causal=causal).out)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"tail": "clusters"}, "tail must be"),
+        ({"search": "best"}, "search must be one of 'auto'"),
+        ({"tail": scram.Clusters(), "causal": True}, "no causal order"),
+        ({"tail": scram.Hybrid(), "weight": "mean"}, "needs weight='softmax'"),
+        ({"tail": scram.Snis()}, "tail must be"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(said, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        scram.attention(SMALL, SMALL, SMALL, **said)
+
+
+@pytest.mark.slow
+def test_a_dense_call_compiles_nothing():
+    """Not even Numba is loaded."""
+    lines = "import sys, torch, scram; q = torch.randn(1, 1, 8, 8, 4); scram.attention(q, q, q)"
+    lines += "; print('numba' in sys.modules)"
+    assert run_python(lines).strip() == "False"
+
+
+def test_a_device_without_an_engine_is_dense_for_that_reason():
+    q = torch.empty(1, 1, 300, 300, 64, device="meta")
+    assert scram.explain(q, q, q).reasons == ("meta has no engine that is faster than torch",)
+
+
+def test_what_torch_cannot_do_is_searched_and_explained():
+    told = scram.explain(SMALL, SMALL, SMALL, weight="relu")
+    assert not told.dense
+    assert "torch's attention has softmax" in str(told)
+
+
+def test_what_is_no_tensor_is_refused_in_words():
+    with pytest.raises(TypeError, match="q must be"):
+        scram.attention(1, SMALL, SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_a_fit_says_that_it_is_eager():
+    def fitted(q, k, v):
+        return scram.attention(q, k, v, tail=scram.Clusters(count=8, fit=8))
+
+    with pytest.raises(Exception, match=r"pass tail=codebook"):
+        torch.compile(fitted, backend="aot_eager", fullgraph=True)(SMALL, SMALL, SMALL)
+    with pytest.raises(NotImplementedError, match=r"pass tail=codebook"):
+        torch.vmap(fitted, randomness="different")(*[SMALL[None]] * 3)
+
+
+def test_an_unknown_argument_is_explained():
+    with pytest.raises(TypeError, match=r"explain\(\) has no argument attn_mask; use key_mask="):
+        scram.explain(SMALL, SMALL, SMALL, attn_mask=None)

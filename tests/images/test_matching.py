@@ -1,0 +1,132 @@
+"""Matching of pictures: what is found, and what the confidence says of it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import scram.images
+from scram.cli.features import sample_pair
+from scram.images.matching import Matching, _better, own_places
+from scram.images.resample import turned
+
+
+@pytest.fixture(scope="module")
+def photo():
+    return sample_pair(120)[0][:, :160]
+
+
+def error(found, truth):
+    return (found.place - truth).norm(dim=-1).nan_to_num(torch.inf)
+
+
+def test_the_function_stands_before_its_module():
+    from scram.images import matching as by_name
+
+    assert scram.images.match is by_name
+    assert callable(scram.images.match)
+    assert {"match", "denoise"} <= set(dir(scram.images))
+    with pytest.raises(AttributeError, match="no attribute 'macth'"):
+        scram.images.macth  # noqa: B018
+
+
+def test_a_crop_is_found_and_what_was_cut_off_is_not_believed(photo):
+    crop = photo[12:100, 30:140]
+    truth = own_places(*photo.shape[:2]) - torch.tensor([12, 30])
+    inside = ((truth >= 0) & (truth < torch.tensor(crop.shape[:2]))).all(-1)
+    found = scram.images.match(photo, crop)
+    assert found.place.shape == (120, 160, 2)
+    assert float(error(found, truth)[inside].median()) < 0.2
+    deep = -F.max_pool2d(-inside.float()[None, None], 17, 1, 8)[0, 0] > 0
+    assert float((found.confidence[deep] >= 0.5).float().mean()) > 0.9
+    assert float((found.confidence[~inside] >= 0.5).float().mean()) < 0.15
+    assert found.sure == pytest.approx(float((found.confidence >= 0.5).float().mean()))
+    torch.testing.assert_close(found.offset, found.place - own_places(120, 160), equal_nan=True)
+    right = inside & (error(found, truth) < 1)
+    assert float((found.warped - photo).abs()[right].mean()) < 0.05
+    assert set(found.seconds) == {"features", "search", "check", "attend"}
+
+
+def test_pictures_of_different_things_are_not_believed(photo):
+    noise = torch.rand(120, 160, 3, generator=torch.Generator().manual_seed(0))
+    assert scram.images.match(photo, noise).sure < 0.05
+
+
+def test_a_repeated_pattern_is_not_believed():
+    tile = torch.rand(16, 16, 3, generator=torch.Generator().manual_seed(0))
+    pattern = tile.repeat(6, 8, 1)
+    assert scram.images.match(pattern, pattern).sure < 0.2
+    once = torch.rand(pattern.shape, generator=torch.Generator().manual_seed(1))
+    assert scram.images.match(once, once).sure > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scale", "rotation", "options"),
+    [
+        (1.0, 90, {"rotations": (0, 90, 180, 270)}),
+        (0.5, 0, {"scales": (0.5, 1)}),
+        (2.0, 0, {"scales": (1, 2)}),
+        (1.0, 40, {"rotations": (0, 40)}),
+    ],
+    ids=["quarter", "half size", "double size", "40 degrees"],
+)
+def test_other_sizes_and_angles_need_their_options(photo, scale, rotation, options):
+    posed = turned(photo, scale, rotation)
+    height, width = photo.shape[:2]
+    truth = (own_places(height, width) - posed.shift) @ posed.matrix.inverse().T
+    found = scram.images.match(photo, posed.picture, **options)
+    assert found.poses[0] == (scale, rotation)
+    assert float((error(found, truth) <= 3).float().mean()) > 0.7
+    assert found.sure > 2 * scram.images.match(photo, posed.picture).sure
+
+
+def test_of_two_poses_the_surer_one_is_taken():
+    def one(confidence):
+        full = torch.full((2, 2), confidence[0])
+        full[1] = confidence[1]
+        return Matching(
+            full[..., None].expand(2, 2, 2),
+            full,
+            full[..., None].expand(2, 2, 3),
+            full,
+            torch.zeros(2, 2, dtype=torch.int64),
+            ((1.0, 0.0),),
+            {"search": 1.0},
+        )
+
+    both = _better(one((0.2, 0.7)), one((0.5, 0.6)), 1)
+    assert both.pose.tolist() == [[1, 1], [0, 0]]
+    torch.testing.assert_close(both.confidence, torch.tensor([[0.5, 0.5], [0.7, 0.7]]))
+    assert torch.equal(both.place[..., 0], both.confidence)
+    assert both.seconds == {"search": 2.0}
+
+
+def test_it_repeats_tells_and_takes_grey(photo):
+    shares = []
+    grey = photo.mean(-1, keepdim=True)
+    how = {"patch": 7, "matches": 2, "separation": 2}
+    found = scram.images.match(grey, grey.roll(3, 1), **how, progress=lambda share, _: shares.append(share))
+    assert shares[0] == 0
+    assert shares == sorted(shares)
+    assert max(shares) < 1
+    again = scram.images.match(grey, grey.roll(3, 1), **how)
+    assert torch.equal(found.place, again.place)
+    assert float((found.offset[10:-10, 10:-20] - torch.tensor([0.0, 3.0])).norm(dim=-1).median()) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p, m: m(p[..., 0], p), r"a must be a tensor of floats \[H, W, 3\].*got torch.float32 \(120, 160\)"),
+        (lambda p, m: m(p, "b.png"), "b must be a tensor .*got str"),
+        (lambda p, m: m(p, p, scales=(0,)), r"scales must lie between 0.1 and 10, got \(0.0,\)"),
+        (lambda p, m: m(p, p, rotations=()), "rotations must hold at least one finite number"),
+        (lambda p, m: m(p, p, scales=(float("nan"),)), "scales must hold at least one finite number"),
+        (lambda p, m: m(p, p, patch=4), "patch must be odd"),
+        (lambda p, m: m(p[:4, :4], p), "a 4 x 4 picture is too small for 11 x 11 patches"),
+    ],
+    ids=["axes", "path", "scale", "no angle", "nan", "patch", "tiny"],
+)
+def test_errors(photo, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(photo, scram.images.match)

@@ -1,0 +1,104 @@
+"""SCRAM inside models of transformers: as a registered implementation, and in a context."""
+
+import sys
+import warnings
+
+import pytest
+import torch
+
+import scram
+from support.budgets import planned
+
+
+@pytest.fixture
+def vit():
+    """A small ViT of transformers with random weights: a class token and 8 x 8 patches."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what importing transformers has to say
+        transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=4
+    )
+    return transformers.ViTModel(config).eval()
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """Calls of `tune`, which gives plans of windows over the whole grid."""
+    tune, seen = planned()
+    monkeypatch.setattr(scram.integrations.sdpa, "tune", tune)
+    return seen
+
+
+@pytest.mark.slow
+def test_transformers(vit):
+    x = torch.randn(2, 3, 32, 32)
+    want = vit(x).last_hidden_state
+    how = {"grid": (8, 8), "prefix": 1, "search": scram.Search(sweeps=0)}
+    report = scram.register_transformers("scram-whole", **how, radius=99)
+    masks = sys.modules["transformers"].AttentionMaskInterface()
+    assert masks["scram-whole"] is masks["sdpa"]
+    vit.set_attn_implementation("scram-whole")
+    torch.testing.assert_close(vit(x).last_hidden_state, want)
+    assert (report.searched, report.left_alone) == (2, 0)
+    few = scram.register_transformers("scram", **how, radius=0)
+    vit.set_attn_implementation("scram")
+    assert (vit(x).last_hidden_state != want).any()
+    assert few.searched == 2
+    assert report.searched == 2
+    vit.set_attn_implementation("sdpa")
+    assert (vit(x).last_hidden_state == want).all()
+
+
+@pytest.mark.slow
+def test_transformers_of_another_length_is_as_before(vit):
+    x = torch.randn(2, 3, 32, 32)
+    want = vit(x).last_hidden_state
+    report = scram.register_transformers("scram-other", grid=(7, 8), prefix=1)
+    vit.set_attn_implementation("scram-other")
+    assert (vit(x).last_hidden_state == want).all()
+    assert (report.searched, report.left_alone) == (0, 2)
+
+
+@pytest.mark.slow
+def test_transformers_in_the_context(vit):
+    x = torch.randn(2, 3, 32, 32)
+    want = vit(x).last_hidden_state
+    with scram.patch_sdpa(grid=(8, 8), prefix=1, search=scram.Search(sweeps=0), radius=99) as report:
+        torch.testing.assert_close(vit(x).last_hidden_state, want)
+    assert report.searched == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_with_a_budget(vit, tuned):
+    x = torch.randn(2, 3, 32, 32)
+    want = vit(x).last_hidden_state
+    report = scram.register_transformers("scram-budget", grid="auto", error=0.05)
+    vit.set_attn_implementation("scram-budget")
+    for _ in range(2):
+        torch.testing.assert_close(vit(x).last_hidden_state, want)
+    assert [(layer.grid, layer.prefix, layer.calls) for layer in report.layers.values()] == [((8, 8), 1, 2)] * 2
+    assert len(tuned) == 2
+    compiled = torch.compile(vit, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x).last_hidden_state, want)
+    assert [layer.calls for layer in report.layers.values()] == [3, 3]
+    vit.set_attn_implementation("sdpa")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_in_a_context_with_a_budget(vit, tuned):
+    x = torch.randn(2, 3, 32, 32)
+    want = vit(x).last_hidden_state
+    with scram.patch_sdpa(grid="auto", error=0.05) as report:
+        torch.testing.assert_close(vit(x).last_hidden_state, want)
+        torch.testing.assert_close(torch.compile(vit, backend="aot_eager", fullgraph=True)(x).last_hidden_state, want)
+    assert len(tuned) == len(report.plans) == 2
+    assert [layer.calls for layer in report.layers.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["", "sdpa", "eager"])
+def test_names_of_transformers_are_not_taken(vit, name):
+    with pytest.raises(ValueError, match="name must be a new one"):
+        scram.register_transformers(name, grid=(8, 8))
