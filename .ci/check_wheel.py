@@ -11,7 +11,7 @@ package = Path(scram.__file__).resolve().parent
 assert package == folder / "scram", f"imported {package}, not the wheel in {folder}"
 assert scram.__version__ == version("scram-attention"), f"{scram.__version__} is not {version('scram-attention')}"
 assert "scram.cli" not in sys.modules, "import scram must not import the command line"
-PAGE = ("page.html", "style.css", "data.js", "attend.js", "colours.js", "pane.js", "numbers.js", "main.js")
+PAGE = ("page.html", "style.css", "data.js", "attend.js", "colors.js", "pane.js", "numbers.js", "main.js")
 for name in ("py.typed", "cli/data/city_a.jpg", "cli/data/city_b.jpg", *(f"explorer/page/{name}" for name in PAGE)):
     assert (package / name).is_file(), f"the wheel lacks scram/{name}"
 print(f"wheel: scram {scram.__version__} imports and is complete")

@@ -19,8 +19,8 @@ from scram.engines.reference.attend import expand
 from scram.spec import clustering
 
 QUERIES = 1000
-SCALES = {"stereo": (1.0, 8.0, 32.0, 100.0), "projected": (0.125, 1.0, 8.0, 32.0), "un-normalised": (0.125, 1.0, 8.0)}
-MAKERS = {"stereo": stereo, "projected": projected, "un-normalised": unnormalised}
+SCALES = {"stereo": (1.0, 8.0, 32.0, 100.0), "projected": (0.125, 1.0, 8.0, 32.0), "un-normalized": (0.125, 1.0, 8.0)}
+MAKERS = {"stereo": stereo, "projected": projected, "un-normalized": unnormalised}
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Head:
 
     key: Tensor  # [n, K]
     there: Tensor  # [n, K]
-    normaliser: Tensor  # [n, 1]
+    normalizer: Tensor  # [n, 1]
     numerator: Tensor  # [n, F]
 
 
@@ -103,16 +103,16 @@ def head_of(problem: Problem, sample: Sample, matches: scram.Matches, radius: in
 
 def error(problem: Problem, sample: Sample, head: Head, made: Clustered | None, gains: Tensor | None = None) -> float:
     """Relative output error over the sampled queries; None is the windows alone."""
-    normaliser, numerator = head.normaliser, head.numerator
+    normalizer, numerator = head.normalizer, head.numerator
     if made is not None:
-        centres, values, sizes = (x.flatten(0, 1)[0] for x in (made.centres, made.values, made.sizes))
+        centers, values, sizes = (x.flatten(0, 1)[0] for x in (made.centers, made.values, made.sizes))
         name = made.label.flatten()[head.key].long()
         taken = torch.zeros(len(sample.q), len(sizes) + 1)
         taken.scatter_add_(1, torch.where(head.there, name, len(sizes)), torch.ones(name.shape))
-        weight = (problem.scale * sample.q @ centres.T - sample.top).exp() * (sizes - taken[:, :-1])
+        weight = (problem.scale * sample.q @ centers.T - sample.top).exp() * (sizes - taken[:, :-1])
         weight = weight if gains is None else weight * gains
-        normaliser, numerator = normaliser + weight.sum(-1, keepdim=True), numerator + weight @ values
-    return float((numerator / normaliser - sample.out).norm() / sample.out.norm())
+        normalizer, numerator = normalizer + weight.sum(-1, keepdim=True), numerator + weight @ values
+    return float((numerator / normalizer - sample.out).norm() / sample.out.norm())
 
 
 def photo_problems(size: int = 128, names: tuple[str, ...] = tuple(SCALES)) -> list[Problem]:

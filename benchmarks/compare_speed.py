@@ -82,8 +82,8 @@ def pictures(folder: Path) -> str:
         rng, size = np.random.default_rng(0), 512
         frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None]) + 1 / size
         noise = np.fft.rfft2(rng.standard_normal((4, size, size))) / frequency**1.5  # much as in photographs
-        *colours, depth = np.fft.irfft2(noise, (size, size))
-        left = np.stack([(x - x.min()) / np.ptp(x) for x in colours], -1)
+        *colors, depth = np.fft.irfft2(noise, (size, size))
+        left = np.stack([(x - x.min()) / np.ptp(x) for x in colors], -1)
         shift = np.rint(24 * (depth - depth.min()) / np.ptp(depth)).astype(int)
         right = left[np.arange(size)[:, None], (np.arange(size) + shift) % size] + rng.normal(0, 0.01, left.shape)
         fields = [np.rint(255 * x.clip(0, 1)).astype(np.uint8) for x in (left, right)]

@@ -85,7 +85,7 @@ class _Sizes:
     wide_queries: float
     message: float  # keys, values, clusters and labels, as they travel
     gradients: float  # of keys, values and clusters, as they travel
-    halo: float  # queries that a rank sends to its neighbours
+    halo: float  # queries that a rank sends to its neighbors
     samples: float  # queries, keys and values of which joint clusters are made, as a rank sends them
 
 

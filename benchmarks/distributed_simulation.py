@@ -1,6 +1,6 @@
 """`scram.distributed` over links of a given speed, beside what the cost model says of them.
 
-    python benchmarks/distributed_simulation.py            # prints measured and modelled seconds
+    python benchmarks/distributed_simulation.py            # prints measured and modeled seconds
     python benchmarks/distributed_simulation.py --store    # and stores them
 
 The processes are real, gloo on one CPU, and so are all tensors. A link is made slow: what is received counts as there
@@ -183,7 +183,7 @@ def measured(mesh: Any, case: Case) -> dict[str, float]:
     return dict(zip(("seconds", "visit"), min(calls[1:]), strict=True))
 
 
-def modelled(case: Case, visit: float) -> float:
+def modeled(case: Case, visit: float) -> float:
     """What the model says of a case, from the seconds of a visit."""
     machine, others = case.machine, case.ranks - 1
     size = 2 * 4 * HEADS * SIDE * SIDE // case.ranks * WIDTH  # float32: gradients are as long as keys
@@ -206,7 +206,7 @@ def work(rank: int, size: int, folder: str, cases: list[Case]) -> None:
 
 
 def simulate(cases: tuple[Case, ...] = CASES) -> dict[str, dict[str, float]]:
-    """Seconds of every case, measured and modelled."""
+    """Seconds of every case, measured and modeled."""
     found = {}
     for size in sorted({case.ranks for case in cases}):
         some = [case for case in cases if case.ranks == size]
@@ -219,7 +219,7 @@ def simulate(cases: tuple[Case, ...] = CASES) -> dict[str, dict[str, float]]:
                 "seconds": seconds,
                 "visit": visit,
                 "keys": case.message / 1e3,
-                "model": modelled(case, visit),
+                "model": modeled(case, visit),
             }
     return found
 

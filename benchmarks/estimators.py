@@ -36,7 +36,7 @@ HEAD_KEYS = 72
 TAILS = (64, 128, 256, 512, 1024, 2048)
 ALPHAS, WIDTHS = (0.05, 0.1, 0.2, 0.3, 0.5), (0.5, 1.0, 2.0, 4.0)
 STEPS = (1.0, 2.0, 4.0, 8.0)
-LABELS = {  # Okabe and Ito's colours
+LABELS = {  # Okabe and Ito's colors
     "sparse": ("sparse: windows alone", "#999999", "x"),
     "uniform": ("uniform sampling", "#E69F00", "s"),
     "mh": ("Metropolis-Hastings", "#CC79A7", "v"),
@@ -108,8 +108,8 @@ def errors(file: Path, rows: store.Store) -> None:
             "uniform": lambda s, n=keys: scram.Snis(n, 0.0, seed=s),
             "snis": lambda s, n=keys: scram.Snis(n, alpha, width, seed=s),
             "mh": lambda s, n=keys: scram.MetropolisHastings(n, 1, step, seed=s),
-            "hybrid": lambda s, n=tail: scram.Hybrid(n, seed=s),
-            "stratified": lambda s, n=tail: scram.Hybrid(n, stratified=True, seed=s),
+            "hybrid": lambda s, n=tail: scram.DrawnKeys(n, seed=s),
+            "stratified": lambda s, n=tail: scram.DrawnKeys(n, stratified=True, seed=s),
         }
         for name, make in methods.items():
             put(f"{name} {keys}", name, keys, problem.median(make))
@@ -122,8 +122,8 @@ def intervals(file: Path, rows: store.Store) -> None:
     methods = {
         "snis 512": lambda s: scram.Snis(512, 0.1, 1.0, seed=s),
         "uniform 512": lambda s: scram.Snis(512, 0.0, seed=s),
-        "hybrid 512": lambda s: scram.Hybrid(512, seed=s),
-        "stratified 512": lambda s: scram.Hybrid(512, stratified=True, seed=s),
+        "hybrid 512": lambda s: scram.DrawnKeys(512, seed=s),
+        "stratified 512": lambda s: scram.DrawnKeys(512, stratified=True, seed=s),
     }
     for name, make in methods.items():
         shares = []
@@ -140,14 +140,14 @@ def intervals(file: Path, rows: store.Store) -> None:
 def bias(file: Path, rows: store.Store, seeds: int) -> None:
     """Of out, with what chance gives to its square taken off; 16 queries of each head.
 
-    (out - truth) times the estimated over the true normaliser has the mean 0, since numerator and normaliser have no
+    (out - truth) times the estimated over the true normalizer has the mean 0, since numerator and normalizer have no
     bias. It is subtracted from out - truth: what is left has the same mean and varies far less.
     """
     problem = Problem(file, every=16)
     truth, true_lse = problem.truth.out.double(), problem.truth.lse.double().unsqueeze(-1)
     methods: dict[str, tuple[Callable[[int, int], Any], tuple[int, ...]]] = {
         "snis": (lambda samples, seed: scram.Snis(samples, 0.1, 1.0, seed=seed), (64, 256, 1024)),
-        "hybrid": (lambda samples, seed: scram.Hybrid(samples, seed=seed), (32, 64, 128, 256, 512, 1024)),
+        "hybrid": (lambda samples, seed: scram.DrawnKeys(samples, seed=seed), (32, 64, 128, 256, 512, 1024)),
     }
     for name, (make, numbers) in methods.items():
         groups, variances = [], []  # of seeds: their sums, [groups, numbers, ..]; and the variance of one run
@@ -222,10 +222,10 @@ def cost(folder: Path, rows: store.Store, only: str) -> None:
 
     def hybrid(stratified: bool = False, leaves: tuple[Tensor, ...] = (q, k, v)) -> Tensor:
         found = scram.search(*leaves[:2], search=search)
-        return scram.estimate(*leaves, found, method=scram.Hybrid(512, stratified, seed=0), scale=scale).out
+        return scram.estimate(*leaves, found, method=scram.DrawnKeys(512, stratified, seed=0), scale=scale).out
 
     found = scram.search(q, k, search=search)
-    method = scram.Hybrid(512, seed=0)
+    method = scram.DrawnKeys(512, seed=0)
     ours = scram.estimate(q, k, v, found, method=method, scale=scale)
     some = slice(0, 1)  # row of the grid
     few = scram.Matches(found.index[:, :, some].contiguous(), found.score[:, :, some].contiguous(), found.key_grid)
@@ -298,9 +298,9 @@ def plot(rows: dict[str, Any], picture: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for method, (label, colour, mark) in LABELS.items():
+    for method, (label, color, mark) in LABELS.items():
         line = sorted((row["keys"], row["mean"]) for row in rows.values() if row.get("method") == method)
-        axes.plot(*zip(*line, strict=True), color=colour, marker=mark, label=label)
+        axes.plot(*zip(*line, strict=True), color=color, marker=mark, label=label)
     axes.set(
         xscale="log", yscale="log", xlabel="keys visited per query, of 4096", ylabel="relative error of the output"
     )

@@ -7,9 +7,9 @@
     python benchmarks/gpu.py plot docs/images/gpu.png
 
 Every row is stored when it is measured, what is asked about most first; a second call goes on where the first stopped.
-Features are 7x7 colour patches of a stereo pair, PCA to E, unit norm; each head sees them through its own rotation. The
+Features are 7x7 color patches of a stereo pair, PCA to E, unit norm; each head sees them through its own rotation. The
 values are the keys' features. Recall is that of the tensors as given; "recall f32" that of the same search on features
-not rounded to bf16: at 512x512 neighbouring patches differ by less than that rounding, which then decides the best key.
+not rounded to bf16: at 512x512 neighboring patches differ by less than that rounding, which then decides the best key.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def plot(rows: dict[str, Any], picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = {  # Okabe and Ito's colours
+    names = {  # Okabe and Ito's colors
         "paper": ("SCRAM, the paper's settings", "#D55E00", "o"),
         "captured": ("the same, replayed from a CUDA graph", "#E69F00", "v"),
         "cudnn": ("cuDNN attention", "#0072B2", "s"),
@@ -307,7 +307,7 @@ def plot(rows: dict[str, Any], picture: Path) -> None:
     }
     figure, both = pyplot.subplots(1, 2, figsize=(11, 5), sharex=True, sharey=True)
     for backward, axes in enumerate(both):
-        for engine, (label, colour, mark) in names.items():
+        for engine, (label, color, mark) in names.items():
             wanted = (engine, "stereo", 64, 1, 1, bool(backward))
             line = [row for row in rows.values() if tuple(row[key] for key in LINE) == wanted and "ms" in row]
             line.sort(key=lambda row: row["size"])
@@ -317,12 +317,12 @@ def plot(rows: dict[str, Any], picture: Path) -> None:
             axes.plot(
                 [row["size"] ** 2 for row in known],
                 [row["ms"] for row in known],
-                color=colour,
+                color=color,
                 marker=mark,
                 label=label,
             )
             rest = [known[-1], *(row for row in line if "extrapolated_from" in row)]
-            axes.plot([row["size"] ** 2 for row in rest], [row["ms"] for row in rest], "--", color=colour)
+            axes.plot([row["size"] ** 2 for row in rest], [row["ms"] for row in rest], "--", color=color)
         axes.set(xscale="log", yscale="log", xlabel="pixels (queries = keys)")
         axes.set_title("forward and backward" if backward else "forward")
         axes.grid(alpha=0.3)

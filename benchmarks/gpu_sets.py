@@ -1,6 +1,6 @@
 """The tensors of the GPU benchmark, made on the device from photographs and files that `gpu.py prepare` has stored.
 
-The sets are those of `sets.py` (7x7 colour patches with reflected borders, PCA fitted on every 29th patch of the left
+The sets are those of `sets.py` (7x7 color patches with reflected borders, PCA fitted on every 29th patch of the left
 picture), here for any number of heads, and without scikit-image on the machine that measures.
 """
 

@@ -99,8 +99,8 @@ def _biharmonic(picture: Bytes, mask: Mask) -> NDArray[Any]:
 def _patchmatch(picture: Bytes, mask: Mask) -> NDArray[Any]:
     from patchmatch import patch_match
 
-    colours = np.ascontiguousarray(np.repeat(picture, 3 // picture.shape[-1], -1))
-    return patch_match.inpaint(colours, mask.astype(np.uint8) * 255)[..., : picture.shape[-1]] / 255
+    colors = np.ascontiguousarray(np.repeat(picture, 3 // picture.shape[-1], -1))
+    return patch_match.inpaint(colors, mask.astype(np.uint8) * 255)[..., : picture.shape[-1]] / 255
 
 
 def methods(kind: str) -> dict[str, Callable[[Bytes, Mask], NDArray[Any]]]:

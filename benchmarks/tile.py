@@ -253,7 +253,7 @@ def plot(folder: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
-    families = {  # Okabe and Ito's colours
+    families = {  # Okabe and Ito's colors
         "query, paper": ("query search, the paper's settings", "#0072B2", "s"),
         "query, default": ("query search, default settings", "#009E73", "^"),
         "tile": ("tile search, default settings", "#D55E00", "o"),
@@ -267,12 +267,12 @@ def plot(folder: Path) -> None:
             continue
         figure, axes = pyplot.subplots(2, 3, figsize=(12, 7), sharex=True)
         for column, data in enumerate(SETS):
-            for family, (label, colour, mark) in families.items():
+            for family, (label, color, mark) in families.items():
                 line = [row for row in rows if row["data"] == data and row["label"].rsplit(" ", 1)[0] == family]
                 line.sort(key=lambda row: row["sweeps"])
                 for at, key in enumerate(("recall", "output_error")):
                     ms, y = [row["ms"] for row in line], [row[key] for row in line]
-                    axes[at, column].plot(ms, y, color=colour, marker=mark, label=label, markersize=5)
+                    axes[at, column].plot(ms, y, color=color, marker=mark, label=label, markersize=5)
             axes[0, column].set_title(data.replace("unn", "un-n"))
             axes[0, column].set_ylim(0, 1)
             axes[1, column].set_yscale("log")

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import scram
 from scram.nn import GridAttention
 
-BITS = 5  # of each colour that are kept, so that the pictures travel in 27 MB
+BITS = 5  # of each color that are kept, so that the pictures travel in 27 MB
 TRAINING, TEST = 20_000, 10_000
 ATTENTION: dict[str, dict[str, Any]] = {
     "dense": {"search": None},
@@ -47,13 +47,13 @@ SMALL = ATTENTION | {
     "hybrid": {
         "search": scram.Search(sweeps=1, jumps=(2, 1), gossip=4),
         "radius": 1,
-        "tail": scram.Hybrid(samples=16),
+        "tail": scram.DrawnKeys(samples=16),
     },
 }
 
 
 def _through(matches: int, radius: int, samples: int = 0) -> dict[str, Any]:
-    tail = scram.Hybrid(samples=samples, stratified=True) if samples else None
+    tail = scram.DrawnKeys(samples=samples, stratified=True) if samples else None
     return {"search": scram.Search(matches=matches, separation=radius), "radius": radius, "tail": tail}
 
 
@@ -84,7 +84,7 @@ class Task:
     """What is trained, and how long."""
 
     grid: tuple[int, ...]
-    colours: int
+    colors: int
     width: int
     heads: int
     depth: int
@@ -114,11 +114,11 @@ class Block(nn.Module):
 
 
 class Vit(nn.Module):
-    """Pixels [B, *G, colours] -> logits [B, 10]."""
+    """Pixels [B, *G, colors] -> logits [B, 10]."""
 
     def __init__(self, task: Task, **attention: Any) -> None:
         super().__init__()
-        self.embed = nn.Conv2d(task.colours, task.width, task.patch, padding=task.patch // 2)
+        self.embed = nn.Conv2d(task.colors, task.width, task.patch, padding=task.patch // 2)
         self.place = nn.Parameter(torch.randn(*task.grid, task.width) * 0.5)
         self.blocks = nn.Sequential(*(Block(task.width, task.heads, **attention) for _ in range(task.depth)))
         self.norm, self.head = nn.LayerNorm(task.width), nn.Linear(task.width, 10)
@@ -130,7 +130,7 @@ class Vit(nn.Module):
 
 @dataclass(frozen=True)
 class Pictures:
-    """Training and test pictures [n, *G, colours], about zero, and their classes [n]."""
+    """Training and test pictures [n, *G, colors], about zero, and their classes [n]."""
 
     x: Tensor
     y: Tensor
@@ -241,7 +241,7 @@ def digits(device: str = "cpu") -> Pictures:
 
 
 def prepare(package: Path, file: Path) -> None:
-    """Pack CIFAR-10: some training pictures and all test pictures, the high bits of each colour."""
+    """Pack CIFAR-10: some training pictures and all test pictures, the high bits of each color."""
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = None
@@ -262,7 +262,7 @@ def prepare(package: Path, file: Path) -> None:
 
 
 def differences(x: np.ndarray) -> np.ndarray:
-    """From the neighbours and from green, modulo 256: small numbers that compress. [n, 32, 32, 3] -> [3, n, 32, 32]."""
+    """From the neighbors and from green, modulo 256: small numbers that compress. [n, 32, 32, 3] -> [3, n, 32, 32]."""
     x = np.stack([x[..., 1], x[..., 0] - x[..., 1], x[..., 2] - x[..., 1]])
     x = np.diff(x, axis=-1, prepend=np.zeros_like(x[..., :1]))
     return np.diff(x, axis=-2, prepend=np.zeros_like(x[..., :1, :]))

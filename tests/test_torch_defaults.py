@@ -129,8 +129,8 @@ SEARCH = scram.Search(matches=2, sweeps=2, seed=3)
 TAILS = {
     "clusters": scram.Clusters(count=8, seed=1),
     "fitted clusters": scram.Clusters(count=8, fit=16, seed=1),
-    "drawn keys": scram.Hybrid(samples=9, seed=1),
-    "stratified keys": scram.Hybrid(samples=9, stratified=True, seed=1),
+    "drawn keys": scram.DrawnKeys(samples=9, seed=1),
+    "stratified keys": scram.DrawnKeys(samples=9, stratified=True, seed=1),
 }
 METHODS = {**TAILS, "Snis": scram.Snis(samples=9, seed=1), "walks": scram.MetropolisHastings(samples=9, seed=1)}
 

@@ -19,7 +19,7 @@ SEARCHING: dict[str, dict[str, Any]] = {
     "windows, 4 matches": {"search": FOUR, "tail": None},
     "tail": {"search": scram.Search()},  # clusters; drawn keys under causal order
     "tail, 4 matches": {"search": FOUR},
-    "tail, 4 matches, 2048 drawn": {"search": FOUR, "tail": scram.Hybrid(samples=2048)},
+    "tail, 4 matches, 2048 drawn": {"search": FOUR, "tail": scram.DrawnKeys(samples=2048)},
     "tail, fixed seed": {"search": scram.Search(seed=0), "tail": scram.Clusters(seed=0)},
     "tail, few sweeps": {"search": FEW},
     "32 clusters": {"search": scram.Search(), "tail": scram.Clusters(count=32)},  # for few keys
@@ -123,7 +123,7 @@ class Strided(Projected):
 
 
 class Natten(Projected):
-    """Neighbourhood attention, a window of 7 along each axis."""
+    """Neighborhood attention, a window of 7 along each axis."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from natten.functional import neighborhood_attention_generic

@@ -77,7 +77,7 @@ def overlap(a: Tensor, b: Tensor) -> Tensor:
     return both / (sizes[0][:, :, None] + sizes[1][:, None, :] - both).clamp(min=1e-6)
 
 
-def _centres(side: int, size: int, device: torch.device) -> Tensor:
+def _centers(side: int, size: int, device: torch.device) -> Tensor:
     """The middle of each token in pixels: [side * side, 2] as x, y."""
     line = (torch.arange(side, device=device) + 0.5) * (size / side)
     y, x = torch.meshgrid(line, line, indexing="ij")
@@ -87,7 +87,7 @@ def _centres(side: int, size: int, device: torch.device) -> Tensor:
 def assigned(objects: Objects, side: int, size: int) -> tuple[Tensor, Tensor]:
     """The class of each token [n, side * side], -1 for none, and its box; tokens near the middle of a digit are its."""
     boxes, classes = objects
-    points = _centres(side, size, boxes.device)
+    points = _centers(side, size, boxes.device)
     middle, half = (boxes[..., :2] + boxes[..., 2:]) / 2, (boxes[..., 2:] - boxes[..., :2]) / 2
     away = (points[None, :, None] - middle[:, None]).abs() / half[:, None]  # [n, tokens, objects, 2]
     far = torch.where(classes[:, None] >= 0, away.amax(-1), torch.inf)
@@ -98,7 +98,7 @@ def assigned(objects: Objects, side: int, size: int) -> tuple[Tensor, Tensor]:
 
 def decoded(out: Tensor, size: int) -> Tensor:
     """Boxes [n, tokens, 4] of the last four outputs: distances to the sides, as logarithms of 12 pixels."""
-    points = _centres(out.shape[1], size, out.device)
+    points = _centers(out.shape[1], size, out.device)
     distance = 12 * out.flatten(1, 2)[..., 10:].clamp(max=3).exp()
     return torch.cat([points - distance[..., :2], points + distance[..., 2:]], -1)
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from train import differences, sums
 
-BITS = 5  # of each colour of CIFAR-10 that are kept
+BITS = 5  # of each color of CIFAR-10 that are kept
 
 
 @dataclass(frozen=True)
 class Set:
-    """Pictures [n, height, width, colours] in uint8, and their classes [n]; training ones and test ones."""
+    """Pictures [n, height, width, colors] in uint8, and their classes [n]; training ones and test ones."""
 
     x: Tensor
     y: Tensor
@@ -37,24 +37,24 @@ class Set:
         """Pictures of half the side, each pixel the mean of four."""
 
         def smaller(x: Tensor) -> Tensor:
-            n, height, width, colours = x.shape
-            return x.view(n, height // 2, 2, width // 2, 2, colours).float().mean((2, 4)).byte()
+            n, height, width, colors = x.shape
+            return x.view(n, height // 2, 2, width // 2, 2, colors).float().mean((2, 4)).byte()
 
         return Set(smaller(self.x), self.y, smaller(self.test_x), self.test_y)
 
     def shuffled(self) -> Set:
-        """Pixels in another order, the same for all pictures: no neighbours are left."""
-        _, height, width, colours = self.x.shape
+        """Pixels in another order, the same for all pictures: no neighbors are left."""
+        _, height, width, colors = self.x.shape
         order = torch.randperm(height * width, generator=torch.Generator().manual_seed(0)).to(self.x.device)
 
         def moved(x: Tensor) -> Tensor:
-            return x.reshape(len(x), -1, colours)[:, order].reshape(x.shape)
+            return x.reshape(len(x), -1, colors)[:, order].reshape(x.shape)
 
         return Set(moved(self.x), self.y, moved(self.test_x), self.test_y)
 
 
 def prepare(cifar: Path, mnist: Path, folder: Path) -> None:
-    """Pack both sets: all of MNIST, and all of CIFAR-10 with the high bits of each colour."""
+    """Pack both sets: all of MNIST, and all of CIFAR-10 with the high bits of each color."""
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = None
@@ -108,9 +108,9 @@ def made_up(count: int = 200, side: int = 12) -> dict[str, Set]:
     small = torch.from_numpy(found.images[:count]).float().unsqueeze(1) * 15.9
     classes = torch.from_numpy(found.target[:count])
 
-    def sized(colours: int) -> Set:
+    def sized(colors: int) -> Set:
         x = torch.nn.functional.interpolate(small, (side, side), mode="bilinear").byte().movedim(1, -1)
-        x, cut = x.expand(-1, -1, -1, colours).contiguous(), count * 3 // 4
+        x, cut = x.expand(-1, -1, -1, colors).contiguous(), count * 3 // 4
         return Set(x[:cut], classes[:cut], x[cut:], classes[cut:])
 
     return {"cifar": sized(3), "mnist": sized(1)}
@@ -119,9 +119,9 @@ def made_up(count: int = 200, side: int = 12) -> dict[str, Set]:
 def noise_only(count: int = 256) -> dict[str, Set]:
     """Random pictures of the true sizes, to take times with."""
 
-    def sized(side: int, colours: int) -> Set:
+    def sized(side: int, colors: int) -> Set:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randint(256, (count, side, side, colours), generator=generator, dtype=torch.uint8)
+        x = torch.randint(256, (count, side, side, colors), generator=generator, dtype=torch.uint8)
         y = torch.randint(10, (count,), generator=generator)
         return Set(x, y, x, y)
 

@@ -67,16 +67,16 @@ class Transformer(nn.Module):
 
 
 class Patches(nn.Module):
-    """Pixels [B, *S, colours], a token for each patch: [B, *S / patch, width].
+    """Pixels [B, *S, colors], a token for each patch: [B, *S / patch, width].
 
     Args:
         stem: convolutions of three points along each axis that follow: what is small is seen at once.
     """
 
-    def __init__(self, colours: int, width: int, patch: Sequence[int], stem: int = 0) -> None:
+    def __init__(self, colors: int, width: int, patch: Sequence[int], stem: int = 0) -> None:
         super().__init__()
         self.patch = tuple(patch)
-        self.linear = nn.Linear(colours * math.prod(self.patch), width)
+        self.linear = nn.Linear(colors * math.prod(self.patch), width)
         made = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(self.patch)]
         self.stem = nn.ModuleList(made(width, width, 3, padding=1) for _ in range(stem))
 

@@ -45,7 +45,7 @@ def table(folder: Path) -> None:
         print(f"| {task} | {attention} | {pictures or 'all'} | {len(rows)} | {' | '.join(cells)} |")
 
 
-COLOURS = {
+COLORS = {
     "dense": "#444444",
     "tail": "#d1495b",
     **dict.fromkeys(MORE.values(), "#8f5fbf"),
@@ -65,7 +65,7 @@ def curves(folder: Path, out: Path) -> None:
     plt = _plots()
     by_task: dict[str, dict[str, Rows]] = {}
     for (task, attention, pictures), rows in grouped(folder).items():
-        if pictures is None and attention in COLOURS:
+        if pictures is None and attention in COLORS:
             by_task.setdefault(task, {})[attention] = rows
     shown = [task for task in sorted((*TASKS, *LARGE)) if task in by_task]
     rows_of_panels = math.ceil(len(shown) / 4)
@@ -77,7 +77,7 @@ def curves(folder: Path, out: Path) -> None:
         axes.set_axis_off()
     for axes, task in zip(panels, shown, strict=False):
         for attention, rows in by_task[task].items():
-            style: dict[str, Any] = {"linewidth": 1, "color": COLOURS[attention], "alpha": 0.8}
+            style: dict[str, Any] = {"linewidth": 1, "color": COLORS[attention], "alpha": 0.8}
             if attention == "dense":  # over those that do the same
                 style |= {"linestyle": (0, (4, 4)), "zorder": 3, "alpha": 1}
             for n, row in enumerate(rows):
@@ -97,7 +97,7 @@ def curves(folder: Path, out: Path) -> None:
 
 
 def sheet(pictures: Path, real: np.ndarray, out: Path) -> None:
-    """learning_samples.png: a row of real pictures [n, height, width, colours], and a row of each generator's."""
+    """learning_samples.png: a row of real pictures [n, height, width, colors], and a row of each generator's."""
     plt = _plots()
     rows = {"test pictures": real}
     for file in sorted(pictures.glob("*.npz")):
@@ -125,7 +125,7 @@ def _plots() -> Any:
 
 
 def samples(tasks: dict[str, Task], weights: Path, out: Path, count: int, only: Sequence[str] | None) -> None:
-    """Pictures of each trained generator, drawn pixel by pixel: an array [n, height, width, colours] in a file."""
+    """Pictures of each trained generator, drawn pixel by pixel: an array [n, height, width, colors] in a file."""
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(weights.glob("*.pt")):
         name, attention, _, _ = file.stem.split("_")

@@ -21,9 +21,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "windows only": {"search": scram.Search(), "tail": None},
     "twice the sweeps and gossip": {"search": scram.Search(sweeps=16, gossip=16)},
     "radius 2": {"search": scram.Search(), "radius": 2},
-    "2048 drawn keys": {"search": scram.Search(), "tail": scram.Hybrid(samples=2048)},
+    "2048 drawn keys": {"search": scram.Search(), "tail": scram.DrawnKeys(samples=2048)},
     "4 matches": {"search": scram.Search(matches=4, separation=2)},
-    "4 matches, 2048 drawn keys": {"search": scram.Search(matches=4, separation=2), "tail": scram.Hybrid(samples=2048)},
+    "4 matches, 2048 drawn keys": {
+        "search": scram.Search(matches=4, separation=2),
+        "tail": scram.DrawnKeys(samples=2048),
+    },
 }
 
 

@@ -76,12 +76,12 @@ class Classify(Task):
     """CIFAR-10, a token a pixel."""
 
     def model(self, attention: str) -> Transformer:
-        colours, grid = self.data.x.shape[-1], (self.size, self.size)
+        colors, grid = self.data.x.shape[-1], (self.size, self.size)
         cells = (self.size // self.data.x.shape[1],) * 2
-        return self._transformer(attention, Patches(colours, self.width, (1, 1)), grid, 10, pool=cells)
+        return self._transformer(attention, Patches(colors, self.width, (1, 1)), grid, 10, pool=cells)
 
     def drawn(self, generator: torch.Generator, count: int, test: bool) -> tuple[Tensor, Tensor]:
-        """Canvases of some pictures on a side: [n, size, size, colours] and [n, cells, cells]."""
+        """Canvases of some pictures on a side: [n, size, size, colors] and [n, cells, cells]."""
         side = self.data.x.shape[1]
         cells = self.size // side
         x, y = self._chosen(generator, count * cells * cells, test)
@@ -210,8 +210,8 @@ class Generate(Task):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        *sides, colours = self.data.x.shape[1:]
-        return tuple(sides) if colours == 1 else (*sides, colours)
+        *sides, colors = self.data.x.shape[1:]
+        return tuple(sides) if colors == 1 else (*sides, colors)
 
     def model(self, attention: str) -> Transformer:
         return self._transformer(attention, Values(self.levels, self.width), self.grid, self.levels, causal=True)

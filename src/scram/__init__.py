@@ -1,118 +1,136 @@
 """SCRAM, Spatially Coherent Randomized Attention Maps: attention over grids in O(n log n).
 
-Public names are imported when first used, so the command line starts without torch. Where torch is already imported,
-`import scram` imports them all, and with them the operators `torch.ops.scram`.
+`import scram` loads no other module: a public name is imported when it is first used, and the command line starts
+without torch. The operators `torch.ops.scram` are there once `scram.attention`, or another function, was used.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import nn
-    from .core.exact import exact_attention, exact_search, merge
-    from .core.tails.clusters import Clusters
-    from .core.tails.codebook import Codebook
-    from .core.tails.drawn import Hybrid
-    from .core.tails.estimate import Estimate
-    from .core.tails.sampled import MetropolisHastings, Snis
-    from .engines import dispatch
-    from .explorer import Explorer, explore
-    from .functional import attend, attention, clear_caches, cluster, estimate, explain, local, search
-    from .integrations import patch, sdpa
-    from .integrations.layers import Plans
-    from .integrations.patch import patch_sdpa, survey
-    from .integrations.sdpa import scaled_dot_product_attention
-    from .quality import measure
-    from .quality.judge import Judgement, judge
-    from .quality.plan import Plan
-    from .quality.trust import Trust, trust
-    from .quality.tune import tune
-    from .results import Attended, Matches
-    from .settings import Search
+    from . import distributed as distributed
+    from . import images as images
+    from . import integrations as integrations
+    from . import nn as nn
+    from . import options as options
+    from .core.exact import exact_attention as exact_attention
+    from .core.exact import exact_search as exact_search
+    from .core.exact import merge as merge
+    from .core.layout_hints import LayoutWarning as LayoutWarning
+    from .core.resolve import Explanation as Explanation
+    from .core.statistics import Interval as Interval
+    from .core.tails.clusters import Clusters as Clusters
+    from .core.tails.codebook import Codebook as Codebook
+    from .core.tails.codebook import FitReport as FitReport
+    from .core.tails.drawn import DrawnKeys as DrawnKeys
+    from .core.tails.estimate import Estimate as Estimate
+    from .core.tails.sampled import MetropolisHastings as MetropolisHastings
+    from .core.tails.sampled import Snis as Snis
+    from .engines.dispatch import implementations as implementations
+    from .explorer import Explorer as Explorer
+    from .explorer import explore as explore
+    from .functional import attend as attend
+    from .functional import attention as attention
+    from .functional import clear_caches as clear_caches
+    from .functional import cluster as cluster
+    from .functional import estimate as estimate
+    from .functional import explain as explain
+    from .functional import local as local
+    from .functional import search as search
+    from .integrations.layers import Layer as Layer
+    from .integrations.layers import Plans as Plans
+    from .integrations.patch import patch_sdpa as patch_sdpa
+    from .integrations.patch import register_transformers as register_transformers
+    from .integrations.patch import survey as survey
+    from .integrations.sdpa import Report as Report
+    from .integrations.sdpa import clear_plans as clear_plans
+    from .integrations.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+    from .quality import measure as measure
+    from .quality.judge import Judgment as Judgment
+    from .quality.judge import judge as judge
+    from .quality.plan import Check as Check
+    from .quality.plan import Plan as Plan
+    from .quality.plan import Rung as Rung
+    from .quality.plan import Setting as Setting
+    from .quality.trust import Trust as Trust
+    from .quality.trust import trust as trust
+    from .quality.tune import tune as tune
+    from .results import Attended as Attended
+    from .results import Matches as Matches
+    from .settings import Search as Search
 
 __version__ = "0.2.0"
-__all__ = [
-    "Attended",
-    "Clusters",
-    "Codebook",
-    "Estimate",
-    "Explorer",
-    "Hybrid",
-    "Judgement",
-    "Matches",
-    "MetropolisHastings",
-    "Plan",
-    "Plans",
-    "Search",
-    "Snis",
-    "Trust",
-    "attend",
-    "attention",
-    "clear_caches",
-    "cluster",
-    "dispatch",
-    "estimate",
-    "exact_attention",
-    "exact_search",
-    "explain",
-    "explore",
-    "judge",
-    "local",
-    "measure",
-    "merge",
-    "nn",
-    "patch",
-    "patch_sdpa",
-    "scaled_dot_product_attention",
-    "sdpa",
-    "search",
-    "survey",
-    "trust",
-    "tune",
-]
-# The names that each module defines; every other public name is a module itself.
-_DEFINED = {
-    "functional": ("attend", "attention", "clear_caches", "cluster", "estimate", "explain", "local", "search"),
-    "codebook": ("Codebook",),
-    "estimators": ("Estimate",),
-    "tails.clusters": ("Clusters",),
-    "tails.drawn": ("Hybrid",),
-    "tails.sampled": ("MetropolisHastings", "Snis"),
-    "exact": ("exact_attention", "exact_search", "merge"),
-    "explorer": ("Explorer", "explore"),
-    "judge": ("Judgement", "judge"),
-    "layers": ("Plans",),
-    "patch": ("patch_sdpa", "survey"),
-    "plan": ("Plan",),
-    "sdpa": ("scaled_dot_product_attention",),
-    "trust": ("Trust", "trust"),
-    "tune": ("tune",),
-    "types": ("Attended", "Matches", "Search"),
+
+# Where each public name is defined.
+_HOMES = {
+    "Attended": "results",
+    "Check": "quality.plan",
+    "Clusters": "core.tails.clusters",
+    "Codebook": "core.tails.codebook",
+    "DrawnKeys": "core.tails.drawn",
+    "Estimate": "core.tails.estimate",
+    "Explanation": "core.resolve",
+    "Explorer": "explorer",
+    "FitReport": "core.tails.codebook",
+    "Interval": "core.statistics",
+    "Judgment": "quality.judge",
+    "Layer": "integrations.layers",
+    "LayoutWarning": "core.layout_hints",
+    "Matches": "results",
+    "MetropolisHastings": "core.tails.sampled",
+    "Plan": "quality.plan",
+    "Plans": "integrations.layers",
+    "Report": "integrations.sdpa",
+    "Rung": "quality.plan",
+    "Search": "settings",
+    "Setting": "quality.plan",
+    "Snis": "core.tails.sampled",
+    "Trust": "quality.trust",
+    "attend": "functional",
+    "attention": "functional",
+    "clear_caches": "functional",
+    "clear_plans": "integrations.sdpa",
+    "cluster": "functional",
+    "estimate": "functional",
+    "exact_attention": "core.exact",
+    "exact_search": "core.exact",
+    "explain": "functional",
+    "explore": "explorer",
+    "implementations": "engines.dispatch",
+    "judge": "quality.judge",
+    "local": "functional",
+    "merge": "core.exact",
+    "patch_sdpa": "integrations.patch",
+    "register_transformers": "integrations.patch",
+    "scaled_dot_product_attention": "integrations.sdpa",
+    "search": "functional",
+    "survey": "integrations.patch",
+    "trust": "quality.trust",
+    "tune": "quality.tune",
 }
+# Modules with public names of their own.
+_MODULES = {
+    "distributed": "distributed",
+    "images": "images",
+    "integrations": "integrations",
+    "measure": "quality.measure",
+    "nn": "nn",
+    "options": "options",
+}
+__all__ = list(_HOMES)
 
 
-class _Package(ModuleType):
-    """Imports a public name when it is first used and keeps it."""
-
-    def __getattr__(self, name: str) -> object:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = next((module for module, names in _DEFINED.items() if name in names), name)
-        module = import_module(f".{home}", __name__)
-        setattr(self, name, getattr(module, name, module))
-        return self.__dict__[name]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # Python stores an imported submodule in its package; a function stays before the module of its name.
-        super().__setattr__(name, getattr(value, name, value) if name in ("judge", "trust", "tune") else value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*__all__, *(name for name in super().__dir__() if name.startswith("__"))})
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    elif name in _MODULES:
+        value = import_module(f"{__name__}.{_MODULES[name]}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
-if "torch" in sys.modules:
-    for _name in __all__:
-        getattr(sys.modules[__name__], _name)
+def __dir__() -> list[str]:
+    own = [name for name in globals() if name.startswith("__") and name.endswith("__")]
+    return sorted({*own, *_HOMES, *_MODULES})

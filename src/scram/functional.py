@@ -16,7 +16,7 @@ from .core.resolve import Explanation, Request, explanation
 from .core.tails.base import NO_TAIL, Tail, as_tail
 from .core.tails.clusters import Clusters
 from .core.tails.codebook import Codebook
-from .core.tails.drawn import Hybrid
+from .core.tails.drawn import DrawnKeys
 from .core.tails.estimate import Estimate
 from .engines import dispatch
 from .options import Auto, Impl, Weight, Window
@@ -36,7 +36,7 @@ __all__ = [
     "merge",
     "search",
 ]
-ESTIMATORS = "scram.Clusters, scram.Hybrid, scram.Snis or scram.MetropolisHastings"
+ESTIMATORS = "scram.Clusters, scram.DrawnKeys, scram.Snis or scram.MetropolisHastings"
 NO_DIAGNOSTICS = dict.fromkeys(("variance", "ess", "acceptance", "rhat"))
 
 
@@ -97,7 +97,7 @@ def attend(
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
     window: Window = "query",
-    tail: Codebook | Hybrid | None = None,
+    tail: Codebook | DrawnKeys | None = None,
     impl: Impl = "auto",
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
@@ -113,7 +113,7 @@ def attend(
         k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
         v: values [B, Hk, *G', F]. They may be float32 beside q and k of 16 bits, as for coordinates, which 16 bits
             would round; the output has v's dtype. Under autocast all take its dtype.
-        matches: the centres of the windows, from `search`; index [B, H, *G, kappa].
+        matches: the centers of the windows, from `search`; index [B, H, *G, kappa].
         radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
         causal: a query may attend keys up to itself in row-major order (equal grids).
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended; other keys are left out of the windows.
@@ -129,7 +129,7 @@ def attend(
             on a CPU the reference runs it, tens of times slower than "query".
         tail: clusters of the keys from `cluster`, made with the same score, scale and mask; only for softmax without
             causal order. Gradients reach k and v through it too, where it has them. Dropout takes a cluster for a key.
-            Or `Hybrid`, keys drawn, for softmax: dropout takes a drawn key for itself, whatever it stands for.
+            Or `DrawnKeys`, keys drawn, for softmax: dropout takes a drawn key for itself, whatever it stands for.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -179,7 +179,7 @@ def cluster(
 ) -> Codebook:
     """Keys grouped by content, as the queries and the values see it: what `attend(tail=...)` uses for far keys.
 
-    Differentiable in k and v given the groups; the centres and values of a fit are constants.
+    Differentiable in k and v given the groups; the centers and values of a fit are constants.
 
     Args:
         q: queries [B, H, *G, E].
@@ -193,7 +193,7 @@ def cluster(
             scale and score.
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
         score: "dot", "cosine" or "l2" (negative squared distance); no callable.
-        warm: clusters to start from (the last frame, layer or step), as many, of keys and values as wide: centres
+        warm: clusters to start from (the last frame, layer or step), as many, of keys and values as wide: centers
             [B, Hc, C, E'], values [B, Hc, C, F]; then k-means makes one step at most.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
@@ -233,7 +233,7 @@ def attention(
     *,
     search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | Hybrid | Auto | None = "auto",
+    tail: Clusters | Codebook | DrawnKeys | Auto | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -257,8 +257,8 @@ def attention(
         v: values [B, Hk, *G', F].
         search: how to look; "auto" is `Search()`. A seed in it governs the tail too.
         radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
-        tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `Hybrid` (keys
-            drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters, and Hybrid under causal
+        tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `DrawnKeys` (keys
+            drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters, and DrawnKeys under causal
             order; None for weight="mean" or "relu" and callable scores.
         causal: a query may attend keys up to itself in row-major order (equal grids).
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
@@ -350,8 +350,8 @@ def estimate(
         k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
         v: values [B, Hk, *G', F].
         matches: where each query's attention peaks, from `search`; index [B, H, *G, kappa].
-        method: `Clusters`, `Hybrid`, `Snis` or `MetropolisHastings`, with the number of clusters or samples.
-        radius: of the windows that `Clusters` and `Hybrid` attend exactly; the others do not use it.
+        method: `Clusters`, `DrawnKeys`, `Snis` or `MetropolisHastings`, with the number of clusters or samples.
+        radius: of the windows that `Clusters` and `DrawnKeys` attend exactly; the others do not use it.
         causal: a query may attend keys up to itself in row-major order (equal grids). Not with Clusters.
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
@@ -369,7 +369,7 @@ def estimate(
     >>> _ = torch.manual_seed(0)
     >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
     >>> matches = scram.search(q, k, search=scram.Search(matches=4, seed=0))
-    >>> estimated = scram.estimate(q, k, v, matches, method=scram.Hybrid(samples=256, seed=0))
+    >>> estimated = scram.estimate(q, k, v, matches, method=scram.DrawnKeys(samples=256, seed=0))
     >>> exact = scram.exact_attention(q, k, v)  # 256 samples are all keys
     >>> bool(torch.allclose(estimated.out, exact.out, atol=1e-5)), float(estimated.variance.max())
     (True, 0.0)

@@ -22,7 +22,7 @@ Method = Literal["auto", "query", "tile"]
 """How a `Search` makes its candidates."""
 
 Propagate = Literal["shift", "stay", "both", "turns"]
-"""What a neighbour offers in a `Search`."""
+"""What a neighbor offers in a `Search`."""
 
 Window = Literal["query", "tile"]
 """Whose windows a query attends: its own, or those of its tile."""

@@ -101,8 +101,8 @@ class Matches:
     def upsample(self, grid: Sequence[int], key_grid: Sequence[int] | None = None) -> Matches:
         """The same matches for queries and keys at another resolution: the start of a search there.
 
-        Points are centres of cells that cover the same extent. A new query takes the matches of the old one whose cell
-        it lies in, moved by its distance to that one's centre; its scores are the old ones. Coarser grids work too.
+        Points are centers of cells that cover the same extent. A new query takes the matches of the old one whose cell
+        it lies in, moved by its distance to that one's center; its scores are the old ones. Coarser grids work too.
 
         Args:
             grid: the extents of the new query grid.
@@ -178,7 +178,7 @@ class Matches:
 
 
 class Attended(NamedTuple):
-    """The result of attending: out [B, H, *G, F], and lse [B, H, *G], the log of the normaliser.
+    """The result of attending: out [B, H, *G, F], and lse [B, H, *G], the log of the normalizer.
 
     lse is what `merge` needs to join two results exactly, and what tells how much of the attention was captured.
     A query that attends no key has out 0 and lse -inf.

@@ -26,10 +26,10 @@ class Search:
         matches: kappa, number of keys to find for each query.
         separation: L, matches of one query are farther apart than this (Chebyshev distance on the key grid);
             0 means distinct keys, the paper's top-kappa_max; more is its top-kappa_mode.
-        sweeps: T, number of iterations. In each, every query tries its neighbours' matches and keys around its own.
-        jumps: distances to the neighbours that are read, in this order. A tile reads unmoved matches that many tiles
+        sweeps: T, number of iterations. In each, every query tries its neighbors' matches and keys around its own.
+        jumps: distances to the neighbors that are read, in this order. A tile reads unmoved matches that many tiles
             away.
-        propagate: what a neighbour offers: "shift" its match moved by the distance between the two queries
+        propagate: what a neighbor offers: "shift" its match moved by the distance between the two queries
             (the paper), "stay" its match itself, "both", or "turns" (shift in odd sweeps, stay in even ones).
         gossip: number of queries drawn anywhere in the grid whose match is tried too, per sweep.
         seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
@@ -74,7 +74,7 @@ class Search:
 
     @staticmethod
     def paper(matches: int = 1, separation: int = 0, seed: int | Tensor | None = None) -> Search:
-        """Algorithm 1 as printed: shifted matches of the neighbours only, no gossip, 8 sweeps."""
+        """Algorithm 1 as printed: shifted matches of the neighbors only, no gossip, 8 sweeps."""
         return Search(
             "query", matches, separation, sweeps=8, jumps=(8, 4, 2, 1), propagate="shift", gossip=0, seed=seed
         )

@@ -31,7 +31,7 @@ def tasks(learn):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_loss_falls(learn, tasks, name):
-    """With SCRAM; on films its windows alone, whose kernels of three axes the generation of colours needs too."""
+    """With SCRAM; on films its windows alone, whose kernels of three axes the generation of colors needs too."""
     task = replace(tasks[name], steps=50)
     _, row = learn["loop"].train(task, learn["loop"].Run(name, "windows" if name == "video" else "tail", 0))
     (_, first), (_, last) = row["curve"]
@@ -121,7 +121,7 @@ def test_what_tokens_are_asked_for_is_what_boxes_are_found(learn, tasks):
     _, objects = task.drawn(torch.Generator().manual_seed(0), 16, True)
     side = task.size // 2
     classes, wanted = boxes.assigned(objects, side, task.size)
-    points = boxes._centres(side, task.size, wanted.device)
+    points = boxes._centers(side, task.size, wanted.device)
     distance = torch.cat([points - wanted[..., :2], wanted[..., 2:] - points], -1).clamp(min=0.1)
     scores = torch.where(F.one_hot(classes.clamp(min=0), 10) * (classes >= 0).unsqueeze(-1) > 0, 9.0, -9.0)
     out = torch.cat([scores, (distance / 12).log()], -1).unflatten(1, (side, side))

@@ -36,7 +36,7 @@ def test_a_few_queries_have_the_error_of_the_whole_attention(problem, tail):
 
 
 def test_drawn_tails_and_the_oracle_are_exact_with_all_keys(problem):
-    assert problem.drawn(scram.Hybrid(400, seed=0)) < 1e-5
+    assert problem.drawn(scram.DrawnKeys(400, seed=0)) < 1e-5
     assert problem.oracle(400) < 1e-5
     assert problem.oracle(1) == pytest.approx(
         error_of_all(

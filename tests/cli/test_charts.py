@@ -51,7 +51,7 @@ def test_errors_are_drawn_without_slopes_and_without_what_is_exact():
     assert line.get_ydata().tolist() == [0.2, 0.1]
 
 
-def test_pairs_share_a_colour():
+def test_pairs_share_a_color():
     axes = Figure().add_subplot()
     points = {name: [(0, 1.0), (1, 2.0)] for name in ("a", "b", "c", "d")}
     charts.lines(axes, points, "title", "x", "y", pairs=True)

@@ -30,7 +30,7 @@ def test_denoise_command_measures_itself_and_its_rivals(mode, tmp_path):
     assert len(numbers["results"]) == 4
     for name, row in numbers["results"].items():
         assert name in printed
-        # OpenCV smears so small a colour picture; it is shown as it is.
+        # OpenCV smears so small a color picture; it is shown as it is.
         least = -3 if name.startswith("OpenCV") else 1
         assert row["psnr_db"] > numbers["noisy_psnr_db"] + least, name
     with Image.open(tmp_path / "denoised.png") as picture:
@@ -47,10 +47,10 @@ def test_denoise_command_measures_itself_and_its_rivals(mode, tmp_path):
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 @pytest.mark.parametrize("bits", [8, 16])
-def test_depth_grey_and_alpha_are_kept(channels, bits, tmp_path):
+def test_depth_gray_and_alpha_are_kept(channels, bits, tmp_path):
     values = (0.5 + 0.1 * torch.randn(20, 24, channels)).clamp(0, 1)
-    colours = 1 if channels < 3 else 3
-    before = Picture(values[..., :colours], values[..., colours:] if channels % 2 == 0 else None, bits)
+    colors = 1 if channels < 3 else 3
+    before = Picture(values[..., :colors], values[..., colors:] if channels % 2 == 0 else None, bits)
     write(before, tmp_path / "a.png")
     before = read(tmp_path / "a.png")
     code, printed, _ = call("denoise", tmp_path / "a.png", "--sigma", 20, "--out", tmp_path)

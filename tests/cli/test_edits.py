@@ -6,7 +6,7 @@ from scram.cli.edits import channels_of, shown, with_channels
 from scram.images.reading import Picture
 
 
-def test_colours_are_multiplied_with_alpha_and_come_back():
+def test_colors_are_multiplied_with_alpha_and_come_back():
     picture = Picture(torch.rand(5, 6, 3), torch.rand(5, 6, 1).clamp(min=0.1), bits=16)
     channels = channels_of(picture)
     torch.testing.assert_close(channels[..., :3], picture.pixels * picture.alpha)

@@ -9,7 +9,7 @@ from scram.cli.features import read_picture
 
 
 def test_picture_keeps_its_aspect(tmp_path: Path) -> None:
-    Image.new("L", (40, 20), 128).save(tmp_path / "grey.png")
-    picture = read_picture(tmp_path / "grey.png", height=10)
+    Image.new("L", (40, 20), 128).save(tmp_path / "gray.png")
+    picture = read_picture(tmp_path / "gray.png", height=10)
     assert picture.shape == (10, 20, 3)
     torch.testing.assert_close(picture, torch.full_like(picture, 128 / 255))

@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inpaint")
     photo = Image.fromarray((sample_pair(48)[0] * 255).byte().numpy())
     photo.save(folder / "photo.png")
-    photo.convert("L").save(folder / "grey.png")
+    photo.convert("L").save(folder / "gray.png")
     hole = np.zeros((48, photo.width), np.uint8)
     hole[10:20, 30:45] = hole[40:, :8] = 255
     Image.fromarray(hole).save(folder / "mask.png")
@@ -39,11 +39,11 @@ def pixels(path):
     ("image", "how", "mode"),
     [
         ("photo.png", ("--mask", "mask.png"), "RGB"),
-        ("grey.png", ("--mask", "clear_mask.png"), "L"),
+        ("gray.png", ("--mask", "clear_mask.png"), "L"),
         ("clear.png", (), "RGBA"),
         ("photo.png", ("--rectangle", "30,10,15,10", "--rectangle", "0,40,8,50"), "RGB"),
     ],
-    ids=["mask", "grey", "transparent", "rectangles"],
+    ids=["mask", "gray", "transparent", "rectangles"],
 )
 def test_holes_are_filled_and_the_rest_is_kept(folder, tmp_path, image, how, mode):
     given = [folder / word if word.endswith(".png") else word for word in how]

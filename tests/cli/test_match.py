@@ -80,7 +80,7 @@ def test_match_warns_of_a_picture_without_anything_in_it(pair, tmp_path):
     Image.new("RGB", (40, 40), (90, 10, 200)).save(tmp_path / "flat.png")
     code, printed, complaints = call("match", tmp_path / "flat.png", pair / "b.png", "--json", "--out", tmp_path)
     assert code == 0
-    assert complaints == "scram: warning: 100% of photograph A is one colour: matches there say nothing\n"
+    assert complaints == "scram: warning: 100% of photograph A is one color: matches there say nothing\n"
     assert json.loads(printed)["plain_share"] == {"a": 1.0, "b": 0.0}
 
 

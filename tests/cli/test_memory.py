@@ -48,7 +48,7 @@ def test_the_least_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def claims(path: Path, side: int) -> Path:
-    """A small PNG of one colour that says it has that many pixels on a side."""
+    """A small PNG of one color that says it has that many pixels on a side."""
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     parts = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(6_000_000))), (b"IEND", b"")]
     chunks = (

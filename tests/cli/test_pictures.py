@@ -13,8 +13,8 @@ def test_offsets_point_from_query_to_key() -> None:
     assert field[:, :, 0].tolist()[0] == [0, 0]
     assert field[1, 0].tolist() == [0, 2]
     assert field[1, 1].isnan().all()
-    colours = wheel_colors(field, limit=4)
-    assert colours[1, 1].tolist() == [0.5] * 3
-    assert colours[0, 0].std() == 0
-    red, green, blue = colours[1, 0].tolist()
+    colors = wheel_colors(field, limit=4)
+    assert colors[1, 1].tolist() == [0.5] * 3
+    assert colors[0, 0].std() == 0
+    red, green, blue = colors[1, 0].tolist()
     assert red > green == pytest.approx(blue)

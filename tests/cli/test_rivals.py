@@ -59,8 +59,8 @@ def test_brute_force_attends_the_window_of_the_best_key():
     best = (q.flatten(2, 3) @ k.flatten(2, 3).mT).argmax(-1)
 
     def near(b, h, i, j):
-        centre = best[0, 0][i]
-        return ((centre // 12 - j // 12).abs() <= 1) & ((centre % 12 - j % 12).abs() <= 1)
+        center = best[0, 0][i]
+        return ((center // 12 - j // 12).abs() <= 1) & ((center % 12 - j % 12).abs() <= 1)
 
     one = [x[:, :1] for x in (q, k, v)]
     torch.testing.assert_close(rivals.brute_force(*one, SCALE), masked(*one, near), rtol=1e-4, atol=1e-5)
@@ -82,8 +82,8 @@ def natten_allows(size):
     """The square of keys around the query, moved inward at the border."""
 
     def near(i, j):
-        first = (i - rivals.NEIGHBOURS // 2).clamp(0, size - rivals.NEIGHBOURS)
-        return (j >= first) & (j < first + rivals.NEIGHBOURS)
+        first = (i - rivals.NEIGHBORS // 2).clamp(0, size - rivals.NEIGHBORS)
+        return (j >= first) & (j < first + rivals.NEIGHBORS)
 
     return lambda b, h, i, j: near(i // size, j // size) & near(i % size, j % size)
 

@@ -48,7 +48,7 @@ FUNCTIONS = {
     ("attention", "key_padding_mask"): "use key_mask=~key_padding_mask",
     ("attention", "dropout"): "use dropout_p=",
     ("attention", "zzz"): "it takes q, k, v, search",
-    ("estimate", "seed"): r"use method=, such as scram\.Hybrid\(samples=512, seed=0\)",
+    ("estimate", "seed"): r"use method=, such as scram\.DrawnKeys\(samples=512, seed=0\)",
     ("estimate", "samples"): r"use method=",
 }
 

@@ -35,7 +35,7 @@ def attend(q=Q, k=K, v=V, found=None, **how):
 
 
 def estimate(**how):
-    return lambda: scram.estimate(Q, K, V, matches(), impl="reference", **{"method": scram.Hybrid(), **how})
+    return lambda: scram.estimate(Q, K, V, matches(), impl="reference", **{"method": scram.DrawnKeys(), **how})
 
 
 def attention(**how):
@@ -200,7 +200,7 @@ ERRORS = [
     (attend(dropout_p=-0.1), ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
     # What estimating takes.
     (lambda: scram.Snis(samples=0), ValueError, "samples must be at least 1, got 0"),
-    (lambda: scram.Hybrid(samples=2**31), ValueError, r"samples must be below 2\*\*31, got 2147483648"),
+    (lambda: scram.DrawnKeys(samples=2**31), ValueError, r"samples must be below 2\*\*31, got 2147483648"),
     (lambda: scram.Snis(alpha="0"), TypeError, "alpha must be a float, got str '0'"),
     (lambda: scram.Snis(alpha=1.0), ValueError, r"alpha must be in \[0, 1\), got 1.0; leave some uniform draws"),
     (lambda: scram.Snis(alpha=float("nan")), ValueError, r"alpha must be in \[0, 1\), got nan"),
@@ -208,16 +208,20 @@ ERRORS = [
     (lambda: scram.MetropolisHastings(bandwidth=math.inf), ValueError, r"bandwidth must be in \(0, inf\), got inf"),
     (lambda: scram.MetropolisHastings(chains_per_mode=0), ValueError, "chains_per_mode must be at least 1, got 0"),
     (lambda: scram.MetropolisHastings(burn_in=-1), ValueError, "burn_in must be at least 0, got -1"),
-    (lambda: scram.Hybrid(stratified=1), TypeError, "stratified must be True or False, got int 1"),
-    (lambda: scram.Hybrid(seed=1.5), TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
+    (lambda: scram.DrawnKeys(stratified=1), TypeError, "stratified must be True or False, got int 1"),
+    (lambda: scram.DrawnKeys(seed=1.5), TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
     (estimate(method="hybrid"), TypeError, r"method must be a scram\.Clusters, .* got str; for example scram.Clusters"),
     (attention(tail=scram.Clusters(), weight="mean"), ValueError, r"clusters of keys need weight='softmax'"),
     (
-        attention(tail=scram.Hybrid(), weight="mean"),
+        attention(tail=scram.DrawnKeys(), weight="mean"),
         ValueError,
         r"a tail of drawn keys needs .*, got 'mean'; use tail=",
     ),
-    (attend(tail=scram.Hybrid(), weight="relu"), ValueError, r"a tail of drawn keys needs .*, got 'relu'; use tail="),
+    (
+        attend(tail=scram.DrawnKeys(), weight="relu"),
+        ValueError,
+        r"a tail of drawn keys needs .*, got 'relu'; use tail=",
+    ),
     (attention(tail=512), TypeError, r"tail must be None, 'auto', .* got int 512"),
     (
         estimate(method=scram.MetropolisHastings(), extra=PAIR),
@@ -304,7 +308,7 @@ def test_integers_of_numpy_are_ints():
     made = scram.Search(matches=three, separation=three, sweeps=three, gossip=three, jumps=(three,), seed=three)
     assert made == scram.Search(matches=3, separation=3, sweeps=3, gossip=3, jumps=(3,), seed=3)
     assert made.seed_tensor == 3
-    settings = (made, scram.MetropolisHastings(three, three, burn_in=three), scram.Hybrid(three), scram.Snis(three))
+    settings = (made, scram.MetropolisHastings(three, three, burn_in=three), scram.DrawnKeys(three), scram.Snis(three))
     for one in settings:
         assert type(one.matches if one is made else one.samples) is int
     assert checks.radius(three, 2) == checks.radius((three, three), 2) == (3, 3)

@@ -28,7 +28,7 @@ def test_the_cost_is_what_the_search_scores(method, limits):
     looked = found.sparse - 2  # without the windows
     assert 0.9 * looked < made <= looked
     assert found == (looked + 2, looked + 42, 256)
-    assert keys_visited(q, k, search, (0, 0), scram.Hybrid(samples=40)) == found
+    assert keys_visited(q, k, search, (0, 0), scram.DrawnKeys(samples=40)) == found
     told = scram.explain(q, k, k, search=search, radius=0, tail=scram.Clusters(count=40))
     assert (told.scores, told.dense_scores) == (found.tail, found.dense)
     assert scram.trust(q, k, k, search=search, radius=0, tail=scram.Clusters(count=40)).cost == found

@@ -65,7 +65,7 @@ def test_extra_values_of_another_width_take_the_fused_kernel(width):
 
 @pytest.mark.parametrize("use", ["tune", "plan", "judge"])
 def test_what_is_compared_with_dense_attention_compares_with_the_fused_kernel(use):
-    """Or the speed-ups of plans and judgements would be those over torch's slow path."""
+    """Or the speed-ups of plans and judgments would be those over torch's slow path."""
     v = V.repeat_interleave(2, 1)
     plan = scram.tune(Q, K, V, error=0)
     with fused_only():

@@ -15,7 +15,7 @@ import scram
 from scram.quality.plan import Rung, Setting
 
 BOOK = scram.Codebook(
-    centres=torch.randn(1, 2, 3, 4),
+    centers=torch.randn(1, 2, 3, 4),
     values=torch.randn(1, 2, 3, 5),
     sizes=torch.full((1, 2, 3), 2, dtype=torch.int32),
     label=torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32).repeat(1, 2, 1).reshape(1, 2, 2, 3),
@@ -266,7 +266,7 @@ WRONG_TENSORS = {
         -torch.ones(1, 2, 3),
         torch.full((1, 2, 3), torch.nan),
     ],
-    "centres": [torch.ones(1, 2, 3, 4).half(), torch.ones(1, 2, 3, 4).double(), torch.ones(1, 1, 3, 4)],
+    "centers": [torch.ones(1, 2, 3, 4).half(), torch.ones(1, 2, 3, 4).double(), torch.ones(1, 1, 3, 4)],
     "values": [torch.ones(1, 2, 4, 5), torch.ones(1, 2, 3)],
     "sizes": [torch.ones(1, 2, 3), -torch.ones(1, 2, 3, dtype=torch.int32), torch.ones(1, 2, 4, dtype=torch.int32)],
     "label": [
@@ -293,7 +293,7 @@ def test_codebooks_with_odd_tensors_are_refused(tmp_path, name):
     for x in WRONG_TENSORS[name]:
         save_file(tensors | {name: x}, tmp_path / "file", metadata=metadata)
         assert not loads_or_refuses("Codebook", (tmp_path / "file").read_bytes(), tmp_path), (name, x)
-    if name in ("centres", "values", "sizes", "label"):
+    if name in ("centers", "values", "sizes", "label"):
         save_file({n: x for n, x in tensors.items() if n != name}, tmp_path / "file", metadata=metadata)
         assert not loads_or_refuses("Codebook", (tmp_path / "file").read_bytes(), tmp_path)
 
@@ -327,7 +327,7 @@ def test_odd_headers_are_refused(tmp_path, kind):
 
 def test_other_devices_are_reached_after_the_checks(tmp_path):
     BOOK.save(tmp_path / "book")
-    assert scram.Codebook.load(tmp_path / "book", device="meta").centres.is_meta
+    assert scram.Codebook.load(tmp_path / "book", device="meta").centers.is_meta
     MATCHES.save(tmp_path / "matches")
     assert scram.Matches.load(tmp_path / "matches", device="meta").index.is_meta
     plain = replace(BOOK, key_mask=None, gains=None, radius=None, report=None)

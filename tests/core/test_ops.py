@@ -70,7 +70,7 @@ def test_second_derivatives_are_refused_without_the_dispatcher_too(tensors):
 
 
 METHODS = {
-    "hybrid": scram.Hybrid(samples=4, seed=0),
+    "hybrid": scram.DrawnKeys(samples=4, seed=0),
     "snis": scram.Snis(samples=4, seed=0),
     "walks": scram.MetropolisHastings(samples=4, seed=0),
 }

@@ -62,8 +62,8 @@ def op_calls():
         yield from both_passes("drawn_tail", call, slice(3, 6))
     clustering = (q, k, v, mask, None, None, seed, rows, 6, 2, 0.3)
     yield from both_passes("cluster", clustering, slice(2, 4))
-    centres, values, sizes, label = (x.detach() for x in OPS.cluster(*clustering, "numba"))
-    leaf = (centres.requires_grad_(), values.requires_grad_())
+    centers, values, sizes, label = (x.detach() for x in OPS.cluster(*clustering, "numba"))
+    leaf = (centers.requires_grad_(), values.requires_grad_())
     for gains in (None, torch.rand(2, 2, 6)):
         call = (q, index, label, *leaf, sizes, gains, *head, seed, rows, [1, 1], 0.3, 0.2, 0, "query")
         yield from both_passes("cluster_tail", call, slice(0, 2))
@@ -120,7 +120,7 @@ def test_compiled_equals_eager(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("window", ["query", "tile"])
 def test_compiled_dropout_beside_drawn_keys_equals_eager(window):
-    how = {"tail": scram.Hybrid(samples=9, seed=1), "causal": True, "dropout_p": 0.3, "window": window, "radius": 0}
+    how = {"tail": scram.DrawnKeys(samples=9, seed=1), "causal": True, "dropout_p": 0.3, "window": window, "radius": 0}
 
     def attention(q, k, v):
         return scram.attention(q, k, v, search=SEARCH, **how)
@@ -186,7 +186,7 @@ def test_a_limited_search_compiles_once_for_all_sizes():
 
 
 ESTIMATORS = {
-    "Hybrid": lambda seed: scram.Hybrid(samples=5, seed=seed),
+    "DrawnKeys": lambda seed: scram.DrawnKeys(samples=5, seed=seed),
     "Snis": lambda seed: scram.Snis(samples=5, seed=seed),
     "MetropolisHastings": lambda seed: scram.MetropolisHastings(samples=6, seed=seed),
 }

@@ -76,7 +76,7 @@ def test_autocast_compiles():
 CALLS = {
     "windows": {"tail": None},
     "clusters": {"tail": scram.Clusters(count=6, seed=1)},
-    "drawn": {"tail": scram.Hybrid(samples=6, seed=1), "causal": True},
+    "drawn": {"tail": scram.DrawnKeys(samples=6, seed=1), "causal": True},
     "dropout": {"tail": scram.Clusters(count=6, seed=1), "dropout_p": 0.3},
 }
 
@@ -104,7 +104,7 @@ def test_16_bits_on_a_cpu_are_rounded_once(name, dtype):
     assert_equal(ours, [x.to(dtype) for x in theirs])
 
 
-@pytest.mark.parametrize("method", [scram.Clusters(6), scram.Hybrid(6), scram.Snis(6), scram.MetropolisHastings(6)])
+@pytest.mark.parametrize("method", [scram.Clusters(6), scram.DrawnKeys(6), scram.Snis(6), scram.MetropolisHastings(6)])
 def test_estimates_of_16_bits_have_the_dtype_of_their_values(method):
     q, k, v = (x.detach().bfloat16() for x in leaves(4, 5))
     found = scram.search(q, k, search=SEARCH)

@@ -26,7 +26,7 @@ def test_a_small_grid_is_dense_and_exact():
         {"impl": "numba"},
         {"tail": None},
         {"tail": scram.Clusters(count=4)},
-        {"tail": scram.Hybrid(samples=8)},
+        {"tail": scram.DrawnKeys(samples=8)},
         {"warm": scram.search(SMALL, SMALL)},
     ],
     ids=lambda said: type(next(iter(said.values()))).__name__,
@@ -50,7 +50,7 @@ def test_the_tail_where_nothing_is_said():
     tails = {
         ("softmax", False, "dot"): scram.Clusters(),
         ("softmax", False, "l2"): scram.Clusters(),
-        ("softmax", True, "dot"): scram.Hybrid(),
+        ("softmax", True, "dot"): scram.DrawnKeys(),
         ("mean", False, "dot"): None,
         ("relu", True, "dot"): None,
         ("softmax", False, max): None,
@@ -64,13 +64,13 @@ def test_the_tail_where_nothing_is_said():
 @pytest.mark.parametrize("window", ["query", "tile"])
 def test_under_causal_order_keys_are_drawn_whatever_the_window_and_dropout(window, dropout_p):
     how = {"causal": True, "window": window, "dropout_p": dropout_p, "radius": 0}
-    assert scram.explain(LARGE, LARGE, LARGE, **how).tail == scram.Hybrid()
+    assert scram.explain(LARGE, LARGE, LARGE, **how).tail == scram.DrawnKeys()
     q, search = torch.randn(1, 2, 8, 24, 16), scram.Search(seed=3)  # three tiles
     found = scram.search(q, q, search=search, causal=True)
     torch.manual_seed(5)
     out = scram.attention(q, q, q, search=search, **how)
     torch.manual_seed(5)
-    assert torch.equal(out, scram.attend(q, q, q, found, tail=scram.Hybrid(seed=3), **how).out)
+    assert torch.equal(out, scram.attend(q, q, q, found, tail=scram.DrawnKeys(seed=3), **how).out)
     torch.manual_seed(5)
     assert not torch.allclose(out, scram.attend(q, q, q, found, **how).out)
 
@@ -112,7 +112,7 @@ def test_with_enough_in_the_tail_a_search_is_exact(causal):
         ({"tail": "clusters"}, "tail must be"),
         ({"search": "best"}, "search must be one of 'auto'"),
         ({"tail": scram.Clusters(), "causal": True}, "no causal order"),
-        ({"tail": scram.Hybrid(), "weight": "mean"}, "needs weight='softmax'"),
+        ({"tail": scram.DrawnKeys(), "weight": "mean"}, "needs weight='softmax'"),
         ({"tail": scram.Snis()}, "tail must be"),
     ],
 )

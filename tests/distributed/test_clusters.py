@@ -41,7 +41,7 @@ def test_small_shards_are_not_joint():
     assert joint((2, 0))
     assert not joint((2, 1))
     assert not joint((5,), size=1)
-    assert not joint((2, 3), tail=scram.Hybrid())
+    assert not joint((2, 3), tail=scram.DrawnKeys())
 
 
 def test_places_are_one_in_each_part():

@@ -81,7 +81,7 @@ REFUSED = {
     "others": "k must be placed as q is, (Shard(dim=1),), or Replicate(), got (Shard(dim=0),)",
     "q whole": "k must be placed as q is, (Replicate(),), or Replicate(), got (Shard(dim=1),)",
     "split keys": "1 key heads do not divide among the ranks that 4 heads of q are cut for; place k by Replicate()",
-    "clusters": "no rank has all queries that clusters of a key head need; use Shard(0), tail=scram.Hybrid()",
+    "clusters": "no rank has all queries that clusters of a key head need; use Shard(0), tail=scram.DrawnKeys()",
     "plain": "k must be a DTensor as q is, got Tensor",
     "plain with gradients": "extra must be a DTensor as q is where gradients reach it",
     "mask": "key_mask must be placed by Shard(0), along the batch, or Replicate()",

@@ -1,4 +1,4 @@
-"""A rank's search runs on rows of its neighbours too."""
+"""A rank's search runs on rows of its neighbors too."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # spawns processes
 @pytest.mark.parametrize("rows", [(3, 4), (5, 0, 2), (0, 3, 0), (2, 1, 1, 3)], ids=str)
 def test_rows_come_from_as_many_ranks_as_hold_them(rows):
     for reach in (0, 1, 3, 20):
-        on_ranks(len(rows), jobs.halo_is_what_neighbours_hold, rows=rows, reach=reach)
+        on_ranks(len(rows), jobs.halo_is_what_neighbors_hold, rows=rows, reach=reach)
 
 
 def test_width_follows_the_jumps():

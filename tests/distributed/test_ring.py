@@ -80,7 +80,7 @@ def test_a_ring_is_no_further_from_exact_attention():
 def test_memory_falls_with_the_ranks(backward):
     """Two ranks hold messages that one does not; from then on twice the ranks have half the memory each.
 
-    The least of three: a rank holds a message until its neighbour, on a busy machine late, has taken it.
+    The least of three: a rank holds a message until its neighbor, on a busy machine late, has taken it.
     """
     two, four = (
         min(max(on_ranks(ranks, jobs.most_memory, points=256, backward=backward)) for _ in range(3)) for ranks in (2, 4)

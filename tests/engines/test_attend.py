@@ -102,9 +102,9 @@ def test_windows_hold_no_illegal_key(impl):
     v = torch.eye(25).reshape(1, 1, 5, 5, 25)
     found = matches(torch.full((1, 1, 5, 5, 1), 12), (5, 5))  # the match itself is masked
     p = scram.attend(q, k, v, found, key_mask=mask, causal=True, impl=impl).out[0, 0].reshape(25, 25)
-    neighbours = {6, 7, 11, 13, 16, 17, 18}
+    neighbors = {6, 7, 11, 13, 16, 17, 18}
     for i in range(25):
-        legal = {j for j in neighbours if j <= i}
+        legal = {j for j in neighbors if j <= i}
         assert set(p[i].nonzero().flatten().tolist()) == legal
         assert p[i].sum() == pytest.approx(1 if legal else 0)
 
@@ -359,7 +359,7 @@ def test_wide_values_in_every_stage(impl):
     extra = (randn(1, 2, 3, 8, seed=3).bfloat16(), randn(1, 2, 3, 3, seed=4))
     window = {"window": "query" if impl == "numba" else "tile"}
     settings = {"search": scram.Search(seed=0), "extra": extra, "impl": impl}
-    for tail in (None, scram.Clusters(count=9, seed=0), scram.Hybrid(samples=20, seed=0)):
+    for tail in (None, scram.Clusters(count=9, seed=0), scram.DrawnKeys(samples=20, seed=0)):
         ours = scram.attention(q, k, v, tail=tail, **window, **settings)
         wide = scram.attention(
             q.float(), k.float(), v, tail=tail, **window, **{**settings, "extra": (extra[0].float(), extra[1])}

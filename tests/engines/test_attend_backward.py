@@ -125,7 +125,9 @@ def test_gradients_bear_scores_that_share_a_large_part(impl):
 
 
 @pytest.mark.parametrize(
-    "method", [None, scram.Snis(9, 0.0, seed=0), scram.MetropolisHastings(9, seed=0), scram.Hybrid(6, seed=0)], ids=str
+    "method",
+    [None, scram.Snis(9, 0.0, seed=0), scram.MetropolisHastings(9, seed=0), scram.DrawnKeys(6, seed=0)],
+    ids=str,
 )
 def test_many_small_gradients_are_summed_in_float32(impl, method):
     """600 queries share few keys: in bfloat16, whose 256 + 1 is 256, the sums would stop growing."""
@@ -142,5 +144,5 @@ def test_many_small_gradients_are_summed_in_float32(impl, method):
 
     for mine, exact in zip(grads(torch.bfloat16), grads(torch.float32), strict=True):
         # Rounded once, at the end; where q is bfloat16 for the engine too, once for the windows and once for the tail.
-        times = 2 if impl == "triton" and isinstance(method, scram.Hybrid) else 1
+        times = 2 if impl == "triton" and isinstance(method, scram.DrawnKeys) else 1
         assert (mine - exact).norm() < times * 2**-8 * exact.norm()

@@ -27,11 +27,11 @@ def whole_grid(q, k):
     return scram.Matches(index, torch.zeros(index.shape), tuple(k.shape[2:-1]))
 
 
-def equation(q, k, v, f, normaliser=None):
+def equation(q, k, v, f, normalizer=None):
     """y [N, F] by the paper's equation; C = the sum of f, or given."""
     q, k, v = (x.reshape(-1, x.shape[-1]) for x in (q, k, v))
     table = torch.stack([torch.stack([f(a, b) for b in k]) for a in q])
-    c = table.sum(-1, keepdim=True) if normaliser is None else normaliser
+    c = table.sum(-1, keepdim=True) if normalizer is None else normalizer
     return (table @ v) / c
 
 
@@ -103,7 +103,7 @@ def test_non_local_means_form(tensors, impl):
 
 
 @pytest.mark.parametrize("weight", ["mean", "relu"])
-def test_the_normaliser_counts_the_keys_attended(tensors, impl, weight):
+def test_the_normalizer_counts_the_keys_attended(tensors, impl, weight):
     q, k, v = tensors
     index = torch.full((1, 1, 4, 5, 1), 7, dtype=torch.int32)  # a window of 9
     extra = torch.randn(1, 1, 2, 6, dtype=q.dtype), torch.randn(1, 1, 2, 3, dtype=q.dtype)

@@ -34,9 +34,9 @@ def plain_tail(call, row, query):
     z = math.exp(lse)
     out = [z * float(x) if z else 0.0 for x in call.head_out[batch, head].flatten(0, -2)[query]]
     for c, number in enumerate(left):
-        centre, value = call.centres[batch, source, c].tolist(), call.values[batch, source, c].tolist()
+        center, value = call.centers[batch, source, c].tolist(), call.values[batch, source, c].tolist()
         gain = 1.0 if call.gains is None else float(call.gains[batch, source, c])
-        w = number * gain * math.exp(call.scale * sum(x * y for x, y in zip(q, centre, strict=True)))
+        w = number * gain * math.exp(call.scale * sum(x * y for x, y in zip(q, center, strict=True)))
         z += w
         if call.dropout_seed is not None:
             kept = noise(int(call.dropout_seed), row, query, len(places) + call.extras + c) >= int(
@@ -88,8 +88,8 @@ def test_any_number_of_clusters(engine, clusters):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
 def test_a_cluster_wholly_inside_the_windows_contributes_exactly_nothing(impl, bad):
     call = tail_call(named("radius over the grid", kappa=1, heads=2))
-    centres, values = torch.full_like(call.centres, bad), torch.full_like(call.values, bad)
-    call = call._replace(centres=centres, values=values, index=call.index.clamp(0, 41))
+    centers, values = torch.full_like(call.centers, bad), torch.full_like(call.values, bad)
+    call = call._replace(centers=centers, values=values, index=call.index.clamp(0, 41))
     out, lse = run_tail(call, impl)
     head = call.head_lse > -torch.inf
     assert torch.equal(lse, call.head_lse)
@@ -105,7 +105,7 @@ def test_one_key_more_outside_the_windows_is_one_cluster(impl):
         label=label,
         sizes=torch.tensor([[[4, 3]]], dtype=torch.int32),
         values=torch.tensor([[[[1.0], [2.0]]]]),
-        centres=torch.zeros_like(call.centres),
+        centers=torch.zeros_like(call.centers),
         index=torch.ones_like(call.index),
         head_lse=torch.full_like(call.head_lse, math.log(6)),
         head_out=torch.full_like(call.head_out, 5),

@@ -1,4 +1,4 @@
-"""Keys that every query draws on its own: self-normalised importance sampling in plain Python."""
+"""Keys that every query draws on its own: self-normalized importance sampling in plain Python."""
 
 import math
 

@@ -20,7 +20,7 @@ from support.plain_tile import tiles
 
 
 @pytest.mark.parametrize(
-    "name", ["Hybrid-rank-2", "Hybrid-causal", "Hybrid-mask-of-each-head", "Hybrid-radius-per-axis"]
+    "name", ["DrawnKeys-rank-2", "DrawnKeys-causal", "DrawnKeys-mask-of-each-head", "DrawnKeys-radius-per-axis"]
 )
 def test_hybrid_in_plain_python(impl, widest, name):
     made, rule = made_by(impl, widest, name)
@@ -73,8 +73,8 @@ def head_of(rule, i):
 @cache
 def head_of_queries(rule, queries):
     case, keys = rule.case, range(rule.case.keys)
-    centres = {rule.places[m] for n in queries for m in rule.matches[n]}
-    near = [j for j in keys if any(plain.distance(rule.places[j], m) <= case.radius for m in centres)]
+    centers = {rule.places[m] for n in queries for m in rule.matches[n]}
+    near = [j for j in keys if any(plain.distance(rule.places[j], m) <= case.radius for m in centers)]
     if case.window == "query":
         return near
     sides = [max(1, min(2 * case.radius, extent)) for extent in case.keys_grid]
@@ -83,7 +83,9 @@ def head_of_queries(rule, queries):
     return [j for j in keys if cell[j] in listed]
 
 
-@pytest.mark.parametrize("name", ["Hybrid-dropout-of-bfloat16", "Hybrid-tiles", "Hybrid-tiles-in-causal-order"])
+@pytest.mark.parametrize(
+    "name", ["DrawnKeys-dropout-of-bfloat16", "DrawnKeys-tiles", "DrawnKeys-tiles-in-causal-order"]
+)
 def test_dropout_and_tiles_in_plain_python(impl, widest, name):
     """A drawn key of dropout is known by its own number; no key of a tile's cells is drawn again."""
     made, rule = made_by(impl, widest, name)
@@ -138,7 +140,7 @@ def test_with_every_key_drawn_dropout_is_that_of_windows_over_the_grid(impl, wid
     q, k, v, found = far(widest, causal)
     how = {"causal": causal, "dropout_p": 0.4, "impl": impl}
     torch.manual_seed(5)
-    ours = scram.attend(q, k, v, found, tail=scram.Hybrid(171, stratified, seed=1), window=window, **how)
+    ours = scram.attend(q, k, v, found, tail=scram.DrawnKeys(171, stratified, seed=1), window=window, **how)
     torch.manual_seed(5)
     everywhere = scram.Matches(torch.zeros_like(found.index), found.score, found.key_grid)
     dense = scram.attend(q, k, v, everywhere, radius=19, **how)
@@ -151,7 +153,7 @@ def test_with_every_key_drawn_dropout_is_that_of_windows_over_the_grid(impl, wid
 def test_dropout_leaves_the_mean_and_lse_as_they_are(impl, widest, window):
     takes(impl, window)
     q, k, v, found = far(widest, causal=True, grid=(4, 19))
-    how = {"causal": True, "tail": scram.Hybrid(30, seed=1), "window": window, "impl": impl}
+    how = {"causal": True, "tail": scram.DrawnKeys(30, seed=1), "window": window, "impl": impl}
     q, k, v, found = many(20, q, k, v, found)
     plain_out, plain_lse = scram.attend(q, k, v, found, **how)
     runs = [scram.attend(q, k, v, found, dropout_p=0.3, **how) for _ in range(20)]
@@ -166,13 +168,13 @@ def test_dropout_leaves_the_mean_and_lse_as_they_are(impl, widest, window):
 @pytest.mark.slow
 @pytest.mark.parametrize(("stratified", "causal"), [(False, False), (True, True)], ids=["plain", "stratified-causal"])
 @WINDOWS
-def test_over_draws_the_normaliser_is_unbiased(impl, widest, window, stratified, causal):
+def test_over_draws_the_normalizer_is_unbiased(impl, widest, window, stratified, causal):
     takes(impl, window)
     q, k, v, found = far(widest, causal, grid=(8, 24))
     exact = scram.exact_attention(q, k, v, causal=causal).lse[0].double().exp()
     how = {"causal": causal, "window": window, "impl": impl}
     q, k, v, found = many(20, q, k, v, found)
-    runs = [scram.attend(q, k, v, found, tail=scram.Hybrid(24, stratified, seed=n), **how).lse for n in range(15)]
+    runs = [scram.attend(q, k, v, found, tail=scram.DrawnKeys(24, stratified, seed=n), **how).lse for n in range(15)]
     z = torch.cat(runs).double().exp()
     error = z.std(0) / len(z) ** 0.5
     assert ((z.mean(0) - exact).abs() <= 5 * error + 1e-5 * exact).all()
@@ -184,7 +186,7 @@ def test_over_draws_the_normaliser_is_unbiased(impl, widest, window, stratified,
 def test_a_full_tail_beside_any_windows_is_exact(impl, widest, window, causal):
     takes(impl, window)
     q, k, v, found = far(widest, causal)
-    ours = scram.attend(q, k, v, found, causal=causal, tail=scram.Hybrid(171, seed=1), window=window, impl=impl)
+    ours = scram.attend(q, k, v, found, causal=causal, tail=scram.DrawnKeys(171, seed=1), window=window, impl=impl)
     truth = scram.exact_attention(q, k, v, causal=causal)
     torch.testing.assert_close(ours.out, truth.out)
     torch.testing.assert_close(ours.lse, truth.lse)
@@ -202,7 +204,7 @@ def test_gradcheck(impl, widest, window, p):
 
     def run(q, k, v):
         torch.manual_seed(1)
-        how = {"causal": True, "radius": 0, "tail": scram.Hybrid(4, seed=1), "dropout_p": p, "window": window}
+        how = {"causal": True, "radius": 0, "tail": scram.DrawnKeys(4, seed=1), "dropout_p": p, "window": window}
         out, lse = scram.attend(q, k, v, found, impl=impl, **how)
         return out[..., 6, :, :], lse[..., 6, :]  # of two tiles, the second without a match
 
@@ -218,7 +220,7 @@ def test_dropout_repeats_bit_for_bit_by_torchs_seed(impl, widest, window):
     def run(seed):
         torch.manual_seed(seed)
         how = {"causal": True, "dropout_p": 0.3, "window": window, "impl": impl}
-        out, lse = scram.attend(*leaves, found, tail=scram.Hybrid(20, seed=1), **how)
+        out, lse = scram.attend(*leaves, found, tail=scram.DrawnKeys(20, seed=1), **how)
         # Of the tail alone: the gradients of windows on a device are repeatable on request.
         return [out, lse, *torch.autograd.grad(out.square().sum(), leaves[:1])]
 
@@ -266,7 +268,7 @@ def test_a_full_tail_is_exact_with_variance_0(impl, widest, stratified, causal, 
     q, k, v, found = problem(causal=causal, dtype=widest)
     mask = features(1, 7, 8, seed=9) < 0.4 if masked else None
     how = {"causal": causal, "key_mask": mask}
-    made = scram.estimate(q, k, v, found, method=scram.Hybrid(56, stratified, seed=3), impl=impl, **how)
+    made = scram.estimate(q, k, v, found, method=scram.DrawnKeys(56, stratified, seed=3), impl=impl, **how)
     truth = scram.exact_attention(q, k, v, **how)
     torch.testing.assert_close(made.out, truth.out)
     torch.testing.assert_close(made.lse, truth.lse)
@@ -282,7 +284,7 @@ def test_a_scale_that_float32_takes_for_zero_weighs_all_keys_alike(impl, window,
         pytest.skip("the engine has no windows of tiles")
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 9, 10, 4).unbind())
     found = scram.Matches.identity((9, 10))
-    tail = scram.Hybrid(samples=90, seed=1)
+    tail = scram.DrawnKeys(samples=90, seed=1)
     out, lse = scram.attend(q, k, v, found, tail=tail, scale=scale, window=window, impl=impl)
     torch.testing.assert_close(out, v.mean((2, 3), keepdim=True).expand(out.shape))
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(90)))

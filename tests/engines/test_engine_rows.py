@@ -21,9 +21,9 @@ CALLS = {
     "tile search": {"search": TILE, "tail": None},
     "clusters": {"search": SEARCH, "tail": scram.Clusters(count=7)},
     "tile search and clusters": {"search": TILE, "tail": scram.Clusters(count=7, steps=1), "dropout_p": 0.4},
-    "drawn": {"search": SEARCH, "tail": scram.Hybrid(samples=6)},
-    "dropout of drawn keys": {"search": SEARCH, "tail": scram.Hybrid(samples=6, stratified=True), "dropout_p": 0.4},
-    "causal": {"search": SEARCH, "tail": scram.Hybrid(samples=6), "causal": True},
+    "drawn": {"search": SEARCH, "tail": scram.DrawnKeys(samples=6)},
+    "dropout of drawn keys": {"search": SEARCH, "tail": scram.DrawnKeys(samples=6, stratified=True), "dropout_p": 0.4},
+    "causal": {"search": SEARCH, "tail": scram.DrawnKeys(samples=6), "causal": True},
     "dropout of windows": {"search": SEARCH, "tail": None, "dropout_p": 0.4},
     "dropout of tiles": {"search": SEARCH, "tail": None, "dropout_p": 0.4, "window": "tile"},
 }

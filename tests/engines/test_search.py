@@ -45,24 +45,24 @@ def test_long_search_finds_every_best_key(impl):
     assert torch.equal(found.index, scram.exact_search(q, k).index)
 
 
-@pytest.mark.parametrize("centre", [0, 8, 15])
-def test_boxes_are_cut_at_the_border_not_clamped(impl, centre):
+@pytest.mark.parametrize("center", [0, 8, 15])
+def test_boxes_are_cut_at_the_border_not_clamped(impl, center):
     n = 4096
     q = torch.ones(1, 1, n, 1)
     k = torch.ones(1, 1, KEYS, 1)
-    k[0, 0, centre] = 0  # every other key is better, all alike: the first one drawn stays
-    warm = starts(*[centre] * n, key_grid=(KEYS,))
+    k[0, 0, center] = 0  # every other key is better, all alike: the first one drawn stays
+    warm = starts(*[center] * n, key_grid=(KEYS,))
     settings = scram.Search(sweeps=1, jumps=(), gossip=0, seed=1)
     found = scram.search(q, k, search=settings, warm=warm, impl=impl).index.flatten().long()
     share = torch.bincount(found, minlength=KEYS) / n
-    assert share[torch.arange(KEYS) != centre].min() > 0.04
-    assert share[torch.arange(KEYS) != centre].max() < 0.09
+    assert share[torch.arange(KEYS) != center].min() > 0.04
+    assert share[torch.arange(KEYS) != center].max() < 0.09
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("known", [0, 1], ids=["from the left", "from the right"])
-def test_shift_moves_the_neighbours_match_along(impl, axis, known):
+def test_shift_moves_the_neighbors_match_along(impl, axis, known):
     grid = [2, 2, 2]
     grid[axis] = 24
     n, offset = 96, 5
@@ -345,14 +345,14 @@ def test_paper_settings_are_algorithm_1(impl):
 def test_no_match_lies_beyond_the_reach(impl, method, warm):
     q, k = randn(1, 1, 12, 16, 4), randn(1, 1, 24, 8, 4, seed=1)
     start = scram.search(q, k, search=scram.Search(sweeps=0, seed=3)) if warm else None
-    centre = scram.Matches.identity((12, 16), (24, 8)) if start is None else start
+    center = scram.Matches.identity((12, 16), (24, 8)) if start is None else start
     settings = scram.Search(method, matches=2, sweeps=6, seed=0, reach=(5, 1))
     found = scram.search(q, k, search=settings, warm=start, impl=impl)
-    apart = (found.coords() - centre.coords()).abs().flatten(0, -2)
+    apart = (found.coords() - center.coords()).abs().flatten(0, -2)
     assert (found.index >= 0).all()
     assert apart.amax(0).tolist() == [5, 1]
     free = scram.search(q, k, search=replace(settings, reach=99), warm=start, impl=impl)
-    assert (free.coords() - centre.coords()).abs().amax() > 10
+    assert (free.coords() - center.coords()).abs().amax() > 10
 
 
 @pytest.mark.parametrize(("impl", "method"), SEARCHES)

@@ -28,7 +28,7 @@ def test_distances_from_the_truth_leave_out_what_is_unknown():
 
 
 @pytest.mark.parametrize("strong", [False, True])
-def test_the_flow_of_a_homography_leads_to_the_same_colours(strong):
+def test_the_flow_of_a_homography_leads_to_the_same_colors(strong):
     a, b, flow = example.warped(0.25, strong)
     assert a.shape == b.shape == (1, 3, 120, 184)
     down, right = torch.meshgrid(torch.arange(120.0), torch.arange(184.0), indexing="ij")

@@ -90,7 +90,7 @@ WRONG = {
         "pictures": (PICTURE, PICTURE)
     },
     "budget must be at least about": {"budget": 50_000},
-    "tail must be a scram.Clusters": {"tail": scram.Hybrid()},
+    "tail must be a scram.Clusters": {"tail": scram.DrawnKeys()},
     "most_points must be": {"most_points": 0},
 }
 

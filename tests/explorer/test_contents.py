@@ -55,12 +55,12 @@ def test_features_give_the_scores_and_say_how_far_off():
         assert about["map_error"] == pytest.approx(float(0.5 * share.abs().sum(-1).mean()), rel=0.2)
 
 
-def test_centres_are_means_of_the_stored_keys():
+def test_centers_are_means_of_the_stored_keys():
     made, arrays = held(attention())
     step, value_step = made.about["heads"][1]["step"], made.about["heads"][1]["value_step"]
     inside = arrays["label"][1] == 5
     assert inside.sum() == arrays["sizes"][1, 5] > 0
-    np.testing.assert_allclose(arrays["centres1"][5], step * arrays["k1"][:, inside].mean(-1), atol=step)
+    np.testing.assert_allclose(arrays["centers1"][5], step * arrays["k1"][:, inside].mean(-1), atol=step)
     np.testing.assert_allclose(arrays["means1"][5], value_step * arrays["v1"][:, inside].mean(-1), atol=value_step)
 
 

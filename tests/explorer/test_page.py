@@ -43,8 +43,8 @@ def test_nothing_moves_by_itself():
     assert not re.search(r"transition|animation|@keyframes|setInterval", page())
 
 
-def luminance(colour):
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+def luminance(color):
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
@@ -53,8 +53,8 @@ def luminance(colour):
 def test_contrast(theme):
     """WCAG AA: 4.5 for text, 3 for the borders of controls and the focus."""
     block = STYLE.split("}")[0 if theme == "light" else 1]
-    colours = dict(re.findall(r"--(\w+): (#\w{6})", block))
-    assert set(colours) == {"ground", "raised", "ink", "soft", "line", "accent"}
+    colors = dict(re.findall(r"--(\w+): (#\w{6})", block))
+    assert set(colors) == {"ground", "raised", "ink", "soft", "line", "accent"}
     needed = {
         "ink ground": 7,
         "ink raised": 7,
@@ -64,7 +64,7 @@ def test_contrast(theme):
         "accent ground": 4.5,
     }
     for pair, least in needed.items():
-        low, high = sorted(luminance(colours[name]) for name in pair.split())
+        low, high = sorted(luminance(colors[name]) for name in pair.split())
         assert (high + 0.05) / (low + 0.05) >= least, pair
 
 

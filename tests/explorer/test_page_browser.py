@@ -124,7 +124,7 @@ def test_controls_change_what_is_shown(visit, known):
     assert matches(page)[0][2] == f"{row}, {column}"
 
 
-def test_views_grounds_and_colours_change_the_pictures(visit, known):
+def test_views_grounds_and_colors_change_the_pictures(visit, known):
     page = visit(known.path, f"#query={INDEX}&held=true&scale=-2")
     seen = [page.evaluate("Object.values(explorer.panes).map((one) => one.canvas.toDataURL()).join()")]
     for name, value in (
@@ -252,14 +252,14 @@ def test_phones_and_wide_screens(visit, known, width, height):
     queries, keys = (page.locator(name).bounding_box() for name in ("#queries", "#keys"))
     assert queries["width"] > 300
     assert (keys["y"] > queries["y"]) == (width == 390)  # below each other on a phone, else side by side
-    colours = Image.open(io.BytesIO(page.locator("#keys").screenshot())).convert("RGB").getcolors(1 << 20)
-    assert len(colours) > 100
+    colors = Image.open(io.BytesIO(page.locator("#keys").screenshot())).convert("RGB").getcolors(1 << 20)
+    assert len(colors) > 100
 
 
 def test_dark_and_light(visit, known):
     def brightness(page):
-        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return sum(int(part) for part in colour[4:-1].split(",")) / 3
+        color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(int(part) for part in color[4:-1].split(",")) / 3
 
     page = visit(known.path, color_scheme="dark")
     assert brightness(page) < 60

@@ -96,7 +96,7 @@ def test_grass_and_gravel_are_irregular_textures(name, expected):
     assert (suited(picture, hole) is SHARP) is expected
 
 
-def test_a_hole_in_nothing_known_or_in_one_colour_is_no_texture():
+def test_a_hole_in_nothing_known_or_in_one_color_is_no_texture():
     assert not irregular(torch.ones(20, 20, 3), ~box(20, 20, (0, 0, 1, 1)), 7)
     assert not irregular(torch.ones(40, 40, 3), box(40, 40, (10, 10, 30, 30)), 7)
 
@@ -126,7 +126,7 @@ def test_the_last_step_is_for_wide_holes_and_keeps_a_pattern():
     assert torch.equal(inpaint(picture, thin, NO_LAST_STEP), inpaint(picture, thin, WIDE))
 
 
-def test_activity_is_the_mean_difference_of_known_neighbours():
+def test_activity_is_the_mean_difference_of_known_neighbors():
     picture = torch.arange(20.0).expand(16, 20).unsqueeze(-1) * 0.1
     hole = box(16, 20, (4, 4, 8, 8))
     picture = torch.where(hole.unsqueeze(-1), 50.0, picture)

@@ -101,15 +101,15 @@ def test_of_two_poses_the_surer_one_is_taken():
     assert both.seconds == {"search": 2.0}
 
 
-def test_it_repeats_tells_and_takes_grey(photo):
+def test_it_repeats_tells_and_takes_gray(photo):
     shares = []
-    grey = photo.mean(-1, keepdim=True)
+    gray = photo.mean(-1, keepdim=True)
     how = {"patch": 7, "matches": 2, "separation": 2}
-    found = scram.images.match(grey, grey.roll(3, 1), **how, progress=lambda share, _: shares.append(share))
+    found = scram.images.match(gray, gray.roll(3, 1), **how, progress=lambda share, _: shares.append(share))
     assert shares[0] == 0
     assert shares == sorted(shares)
     assert max(shares) < 1
-    again = scram.images.match(grey, grey.roll(3, 1), **how)
+    again = scram.images.match(gray, gray.roll(3, 1), **how)
     assert torch.equal(found.place, again.place)
     assert float((found.offset[10:-10, 10:-20] - torch.tensor([0.0, 3.0])).norm(dim=-1).median()) < 0.5
 

@@ -15,7 +15,7 @@ def test_scales_reach_the_least():
     assert scaled((3, 100), 0.1) == (1, 10)
 
 
-def test_resize_keeps_flat_colours():
+def test_resize_keeps_flat_colors():
     torch.testing.assert_close(resize(torch.full((20, 30, 3), 0.5), (7, 11)), torch.full((7, 11, 3), 0.5))
 
 

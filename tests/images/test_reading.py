@@ -12,8 +12,8 @@ from PIL import Image
 from scram.images.reading import Picture, read, shape_of, write
 
 RNG = np.random.default_rng(0)
-COLOUR = RNG.integers(0, 256, (9, 12, 3), dtype=np.uint8)
-GREY = RNG.integers(0, 256, (9, 12), dtype=np.uint8)
+COLOR = RNG.integers(0, 256, (9, 12, 3), dtype=np.uint8)
+GRAY = RNG.integers(0, 256, (9, 12), dtype=np.uint8)
 ALPHA = RNG.integers(0, 256, (9, 12), dtype=np.uint8)
 
 
@@ -23,35 +23,35 @@ def as_array(picture, bits=8):
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif", ".webp", ".bmp", ".ppm", ".gif"])
-@pytest.mark.parametrize("colour", [True, False], ids=["colour", "grey"])
-def test_eight_bits(tmp_path, suffix, colour):
-    array = COLOUR if colour else GREY
+@pytest.mark.parametrize("color", [True, False], ids=["color", "gray"])
+def test_eight_bits(tmp_path, suffix, color):
+    array = COLOR if color else GRAY
     Image.fromarray(array).save(tmp_path / f"a{suffix}", **({"lossless": True} if suffix == ".webp" else {}))
     picture = read(tmp_path / f"a{suffix}")
     assert (picture.bits, picture.alpha, picture.notes) == (8, None, ())
     assert picture.rgb.shape == (9, 12, 3)
     assert picture.pixels.dtype == torch.float32
-    if suffix == ".webp":  # it knows no grey
-        array = np.repeat(array[..., None], 3, -1) if not colour else array
-    if suffix == ".gif" and colour:  # 256 colours: 108 pixels fit
+    if suffix == ".webp":  # it knows no gray
+        array = np.repeat(array[..., None], 3, -1) if not color else array
+    if suffix == ".gif" and color:  # 256 colors: 108 pixels fit
         with Image.open(tmp_path / "a.gif") as image:
             array = np.asarray(image.convert("RGB"))
     np.testing.assert_array_equal(as_array(picture), np.atleast_3d(array))
 
 
 def modes():
-    colour, grey = Image.fromarray(COLOUR), Image.fromarray(GREY)
-    with_alpha = colour.copy()
+    color, gray = Image.fromarray(COLOR), Image.fromarray(GRAY)
+    with_alpha = color.copy()
     with_alpha.putalpha(Image.fromarray(ALPHA))
-    grey_alpha = grey.convert("LA")
-    grey_alpha.putalpha(Image.fromarray(ALPHA))
-    palette = colour.quantize(32)
+    gray_alpha = gray.convert("LA")
+    gray_alpha.putalpha(Image.fromarray(ALPHA))
+    palette = color.quantize(32)
     return {
-        "LA": (grey_alpha, "8-bit grey with alpha", np.stack((GREY, ALPHA), -1)),
-        "RGBA": (with_alpha, "8-bit colour with alpha", np.concatenate((COLOUR, ALPHA[..., None]), -1)),
-        "P": (palette, "8-bit colour", np.asarray(palette.convert("RGB"))),
-        "1": (grey.convert("1"), "8-bit grey", np.asarray(grey.convert("1"))[..., None] * 255),
-        "I;16": (Image.fromarray(GREY.astype(np.uint16) * 250), "16-bit grey", GREY[..., None].astype(int) * 250),
+        "LA": (gray_alpha, "8-bit gray with alpha", np.stack((GRAY, ALPHA), -1)),
+        "RGBA": (with_alpha, "8-bit color with alpha", np.concatenate((COLOR, ALPHA[..., None]), -1)),
+        "P": (palette, "8-bit color", np.asarray(palette.convert("RGB"))),
+        "1": (gray.convert("1"), "8-bit gray", np.asarray(gray.convert("1"))[..., None] * 255),
+        "I;16": (Image.fromarray(GRAY.astype(np.uint16) * 250), "16-bit gray", GRAY[..., None].astype(int) * 250),
     }
 
 
@@ -68,8 +68,8 @@ def test_modes_of_png(tmp_path, mode):
     assert torch.equal(again.pixels, picture.pixels)
 
 
-def test_transparent_colour_of_a_palette(tmp_path):
-    image = Image.fromarray(COLOUR).quantize(16)
+def test_transparent_color_of_a_palette(tmp_path):
+    image = Image.fromarray(COLOR).quantize(16)
     image.save(tmp_path / "a.png", transparency=3)
     alpha = read(tmp_path / "a.png").alpha
     np.testing.assert_array_equal(alpha[..., 0].numpy() == 0, np.asarray(image) == 3)
@@ -78,8 +78,8 @@ def test_transparent_colour_of_a_palette(tmp_path):
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_sixteen_bits_there_and_back(tmp_path, channels):
     values = torch.from_numpy(RNG.integers(0, 65536, (7, 5, channels)).astype(np.float32)) / 65535
-    colours = 1 if channels < 3 else 3
-    before = Picture(values[..., :colours], values[..., colours:] if channels in (2, 4) else None, bits=16)
+    colors = 1 if channels < 3 else 3
+    before = Picture(values[..., :colors], values[..., colors:] if channels in (2, 4) else None, bits=16)
     write(before, tmp_path / "a.png")
     after = read(tmp_path / "a.png")
     assert after.kind == before.kind
@@ -102,15 +102,15 @@ def test_sixteen_bits_of_another_program(tmp_path, suffix, channels):
     cv2.imwrite(str(tmp_path / f"a.{suffix}"), array)
     picture = read(tmp_path / f"a.{suffix}")
     assert picture.bits == 16
-    order = [2, 1, 0, 3][:channels]  # its colours are blue, green, red
+    order = [2, 1, 0, 3][:channels]  # its colors are blue, green, red
     np.testing.assert_array_equal(as_array(picture, 16), array[..., order])
 
 
 def test_cmyk_becomes_rgb_and_says_so(tmp_path):
-    Image.fromarray(COLOUR).convert("CMYK").save(tmp_path / "a.tif")
+    Image.fromarray(COLOR).convert("CMYK").save(tmp_path / "a.tif")
     picture = read(tmp_path / "a.tif")
     assert picture.notes == ("CMYK converted to RGB",)
-    assert np.abs(as_array(picture) - COLOUR).mean() < 6
+    assert np.abs(as_array(picture) - COLOR).mean() < 6
     Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "red.jpg")
     red = read(tmp_path / "red.jpg").pixels.mean((0, 1))
     assert red[0] > 0.95
@@ -130,7 +130,7 @@ def test_exif_orientation(tmp_path, orientation, bits):
         7: lambda x: np.rot90(x, 2).swapaxes(0, 1),
         8: np.rot90,
     }
-    scaled = torch.from_numpy(COLOUR.astype(np.float32) / 255)
+    scaled = torch.from_numpy(COLOR.astype(np.float32) / 255)
     write(Picture(scaled, bits=bits), tmp_path / "plain.png")
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -139,7 +139,7 @@ def test_exif_orientation(tmp_path, orientation, bits):
     plain = (tmp_path / "plain.png").read_bytes()
     (tmp_path / "turned.png").write_bytes(plain[:33] + chunk + plain[33:])  # behind the header
     picture = read(tmp_path / "turned.png")
-    np.testing.assert_array_equal(as_array(picture, 8), turns[orientation](COLOUR))
+    np.testing.assert_array_equal(as_array(picture, 8), turns[orientation](COLOR))
     assert picture.notes == (() if orientation == 1 else ("turned upright",))
     assert picture.bits == bits
 
@@ -190,10 +190,10 @@ def saved(image, kind, **how):
         (b"", "not a picture of a kind that is read"),
         (b"hello", "not a picture of a kind that is read"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture of a kind that is read"),
-        (saved(Image.fromarray(COLOUR), "PNG")[:200], "truncated|broken"),
+        (saved(Image.fromarray(COLOR), "PNG")[:200], "truncated|broken"),
         (bomb(), "pixels"),
-        (saved(Image.fromarray(GREY.astype(np.float32)), "TIFF"), "floats of unknown range"),
-        (saved(Image.fromarray(GREY.astype(np.int32) * 99999), "TIFF"), "32-bit integers of unknown range"),
+        (saved(Image.fromarray(GRAY.astype(np.float32)), "TIFF"), "floats of unknown range"),
+        (saved(Image.fromarray(GRAY.astype(np.int32) * 99999), "TIFF"), "32-bit integers of unknown range"),
     ],
     ids=["empty", "text", "program", "cut", "bomb", "floats", "integers"],
 )
@@ -207,7 +207,7 @@ def test_what_is_refused(tmp_path, content, message):
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "P", "1"])
 def test_the_shape_is_known_without_unpacking(tmp_path, mode):
-    Image.fromarray(COLOUR).convert(mode).save(tmp_path / "a.png")
+    Image.fromarray(COLOR).convert(mode).save(tmp_path / "a.png")
     assert shape_of(tmp_path / "a.png") == (9, 12, {"L": 1, "1": 1, "LA": 2, "RGB": 3}.get(mode, 4))
     (tmp_path / "b.png").write_bytes(bomb(9999))
     assert shape_of(tmp_path / "b.png") == (9999, 9999, 3)
@@ -219,7 +219,7 @@ def test_the_shape_is_known_without_unpacking(tmp_path, mode):
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP", "GIF", "BMP", "PPM", "TGA", "ICO"])
 def test_broken_bytes_are_refused(tmp_path, kind):
     """Any byte of a file may be wrong: it is read, or refused as wrong input is."""
-    whole = saved(Image.fromarray(COLOUR), kind)
+    whole = saved(Image.fromarray(COLOR), kind)
     rng = np.random.default_rng(0)
     path = tmp_path / "a"
     for _ in range(40):

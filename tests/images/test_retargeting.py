@@ -14,9 +14,9 @@ QUICK = Settings(iterations=2)
 def scene():
     """Stripes of one width, which a resized picture would make narrower, and a disc."""
     rows, columns = torch.meshgrid(torch.arange(48), torch.arange(72), indexing="ij")
-    grey = (columns * 0.8).sin() / 2 + 0.5
+    gray = (columns * 0.8).sin() / 2 + 0.5
     disc = (rows - 24) ** 2 + (columns - 20) ** 2 < 100
-    return torch.stack((torch.where(disc, 1.0, grey), grey), -1)
+    return torch.stack((torch.where(disc, 1.0, gray), gray), -1)
 
 
 @pytest.mark.parametrize("size", [(48, 48), (48, 96), (36, 72)], ids=str)

@@ -74,7 +74,7 @@ def test_it_is_scram_that_answers(window):
 
 
 @pytest.mark.parametrize("window", ["query", "tile"])
-@pytest.mark.parametrize("tail", ["auto", scram.Hybrid(samples=64, seed=1)], ids=["auto", "Hybrid"])
+@pytest.mark.parametrize("tail", ["auto", scram.DrawnKeys(samples=64, seed=1)], ids=["auto", "DrawnKeys"])
 def test_dropout_beside_drawn_keys(window, tail):
     q, k, v = tensors(20)
     search = scram.Search(seed=3)

@@ -196,11 +196,11 @@ def test_modules_under_autocast():
 
 def test_an_estimator_takes_the_place_of_the_windows():
     x = torch.randn(2, 6, 7, 16)
-    layer = GridAttention(16, 2, search=scram.Search(seed=0), tail=scram.Hybrid(samples=42, seed=1))
+    layer = GridAttention(16, 2, search=scram.Search(seed=0), tail=scram.DrawnKeys(samples=42, seed=1))
     dense = GridAttention(16, 2, search=None)
     dense.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer(x), dense(x))  # a tail of every key is exact
-    fewer = GridAttention(16, 2, search=scram.Search(seed=0), tail=scram.Hybrid(samples=8, seed=1))
+    fewer = GridAttention(16, 2, search=scram.Search(seed=0), tail=scram.DrawnKeys(samples=8, seed=1))
     fewer.load_state_dict(layer.state_dict())
     assert not torch.allclose(fewer(x), dense(x))
     fewer(x).sum().backward()
@@ -215,7 +215,7 @@ def test_a_tail_that_does_not_fit_is_refused(settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", ["query", "tile"])
-@pytest.mark.parametrize("tail", ["auto", scram.Hybrid(samples=42, seed=1)], ids=["auto", "Hybrid"])
+@pytest.mark.parametrize("tail", ["auto", scram.DrawnKeys(samples=42, seed=1)], ids=["auto", "DrawnKeys"])
 def test_drawn_keys_take_dropout_and_tiles(window, tail):
     x = torch.randn(2, 6, 7, 16)
     how = {"search": scram.Search(seed=0), "tail": tail, "window": window, "causal": True}

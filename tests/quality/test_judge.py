@@ -166,7 +166,7 @@ def test_what_it_prints():
     assert found.p95_error.cell(0, 3) in lines[5]
     assert "  ... and 4 more" in lines
     made = {**vars(found), "timing": Timing(0.5, 0.4, 0.6, 3, 3 << 20), "dense_seconds": 2.0}
-    text = str(scram.Judgement(**made))
+    text = str(scram.Judgment(**made))
     assert "time: 500 ms (400 ms to 600 ms, calls: 3); dense attention 2 s: 4 times faster" in text
     assert "peak memory of a call: 3.0 MiB" in text
 

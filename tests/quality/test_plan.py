@@ -16,7 +16,7 @@ SEARCH = scram.Search(matches=2, sweeps=3, seed=0)
 SETTINGS = {
     "windows": Setting(SEARCH),
     "clusters": Setting(SEARCH, scram.Clusters(count=32), (0, 2)),
-    "drawn": Setting(SEARCH, scram.Hybrid(samples=32, stratified=True)),
+    "drawn": Setting(SEARCH, scram.DrawnKeys(samples=32, stratified=True)),
     "fitted": Setting(SEARCH, scram.Clusters(count=32, fit=16)),
     "limited": Setting(scram.Search(reach=(2, 1), random=False, seed=0)),
     "dense": Setting(),
@@ -141,7 +141,7 @@ WRONG = {
     "a list": ([1], "it holds something else"),
     "another format": (_changed(format="scram.Codebook"), "it holds something else"),
     "a newer version": (_changed(version=2), "its version is 2, this package reads 1"),
-    "too much": (_changed(colour="red"), "fields missing or unknown: colour"),
+    "too much": (_changed(color="red"), "fields missing or unknown: color"),
     "too little": ({x: y for x, y in _changed().items() if x != "seed"}, "fields missing or unknown: seed"),
     "no such rung": (_changed(chosen=7), "chosen must name a rung"),
     "no dense rung": (_changed(rungs=plan().as_dict()["rungs"][:1]), "dense attention must be the last"),
@@ -152,7 +152,7 @@ WRONG = {
     "order": (_changed(causal=1), "causal must be True or False"),
     "a window": (_with_setting(window="row"), "window must be one of"),
     "a radius": (_with_setting(radius=[1, -1]), r"radius\[1\] must be at least 0"),
-    "a tail": (_with_setting(tail={"kind": "Codebook"}), "tail must be one of 'Clusters', 'Hybrid'"),
+    "a tail": (_with_setting(tail={"kind": "Codebook"}), "tail must be one of 'Clusters', 'DrawnKeys'"),
     "clusters": (_with_setting(tail={"kind": "Clusters", "count": 0}), "count must be at least 1"),
     "a search": (_with_setting(search={"kind": "Clusters", "count": 3}), "search must be of the kind Search"),
     "a radius for no axis": (_with_setting(radius=[]), "radius must be an int or have 1 to 4 values"),
@@ -244,7 +244,7 @@ def test_check_takes_what_a_call_takes():
     mask, extra = torch.rand(1, 16, 16) < 0.7, (torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 16))
     made = plan(Setting(SEARCH, scram.Clusters(count=256)))  # as many as keys: exact
     assert made.check(q, k, v, key_mask=mask, extra=extra, scale=0.5).errors.l2.max() < 1e-4
-    causal = plan(Setting(SEARCH, scram.Hybrid(samples=256)), causal=True)
+    causal = plan(Setting(SEARCH, scram.DrawnKeys(samples=256)), causal=True)
     assert causal.check(q, k, v).errors.l2.max() < 1e-4
 
 

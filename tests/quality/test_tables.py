@@ -1,4 +1,4 @@
-"""Tables as text: what trust, judgements, plans and surveys print."""
+"""Tables as text: what trust, judgments, plans and surveys print."""
 
 import torch
 

@@ -102,7 +102,7 @@ def test_a_codebook_is_used_as_it_is():
 def test_the_tail_is_that_of_attention():
     q, k, v = diffuse()
     assert isinstance(scram.trust(q, k, v).tail, scram.Clusters)
-    assert isinstance(scram.trust(q[:, :1], k, v, causal=True, search="auto").tail, scram.Hybrid)
+    assert isinstance(scram.trust(q[:, :1], k, v, causal=True, search="auto").tail, scram.DrawnKeys)
     for how in ({"tail": None}, {"score": lambda q, k: (q * k).sum(-1)}):
         found = scram.trust(q, k, v, search=SEARCH, **how)
         assert found.tail is None
@@ -133,7 +133,7 @@ def _off_grid(q, extra, each):
 
 def test_drawn_keys_are_really_drawn():
     q, k, v = diffuse()
-    tail = scram.Hybrid(samples=60, seed=5)
+    tail = scram.DrawnKeys(samples=60, seed=5)
     found = scram.trust(q[:, :1], k, v, search=SEARCH, tail=tail, num_queries=576, causal=True)
     out = scram.attention(q[:, :1], k, v, search=SEARCH, tail=tail, causal=True)
     exact = scram.exact_attention(q[:, :1], k, v, causal=True).out

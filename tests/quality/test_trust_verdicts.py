@@ -48,10 +48,10 @@ def test_what_no_tail_mends_stays_dense():
 
 def test_diffuse_with_drawn_keys():
     q, k, v = coherent(sharpness=2)
-    found = scram.trust(q, k, v + 60, search=SEARCH, tail=scram.Hybrid(samples=200))
+    found = scram.trust(q, k, v + 60, search=SEARCH, tail=scram.DrawnKeys(samples=200))
     assert found.verdict == "tail"
     assert "% with 200 drawn keys" in str(found)
-    found = scram.trust(q, k, torch.randn(1, 1, 40, 40, 3), search=SEARCH, tail=scram.Hybrid(samples=200))
+    found = scram.trust(q, k, torch.randn(1, 1, 40, 40, 3), search=SEARCH, tail=scram.DrawnKeys(samples=200))
     assert found.verdict == "dense"  # the mean of the values is small beside their spread
 
 
@@ -151,7 +151,7 @@ NOTHING = (torch.nan,) * 3
         ({"error": NOTHING, "tail_error": NOTHING}, "dense"),
     ],
 )
-def test_the_unfavourable_end_decides(figures, verdict):
+def test_the_unfavorable_end_decides(figures, verdict):
     assert made(**figures).verdict == verdict
 
 
@@ -166,7 +166,7 @@ def test_a_tail_that_is_too_dear_is_named():
     [
         ({"error": -0.1}, r"error must be in \[0, inf\), got -0.1"),
         ({"num_queries": 0}, "num_queries must be at least 1"),
-        ({"tail": 3}, "tail must be None, 'auto', scram.Clusters, scram.Codebook or scram.Hybrid"),
+        ({"tail": 3}, "tail must be None, 'auto', scram.Clusters, scram.Codebook or scram.DrawnKeys"),
         ({"tail": scram.Clusters(), "causal": True}, "clusters of keys need weight='softmax', no causal order"),
         ({"search": "best"}, "search must be one of 'auto', got 'best'"),
         ({"is_causal": True}, "no argument is_causal; use causal="),

@@ -37,19 +37,19 @@ def test_sizes_and_means_are_those_of_the_labels(impl, grid):
     for b, h, c in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(7)).tolist():
         own = label[b, h] == c
         assert made.sizes[b, h, c] == own.sum()
-        for mean, x in ((made.centres, k), (made.values, v)):
+        for mean, x in ((made.centers, k), (made.values, v)):
             want = x[b, h].flatten(0, -2)[own].mean(0) if own.any() else torch.zeros(x.shape[-1])
             torch.testing.assert_close(mean[b, h, c], want, rtol=1e-5, atol=1e-5)
 
 
-def test_every_key_is_with_the_nearest_centre(impl):
-    """In the metric of the queries and the spread of the values, for centres that k-means no longer moves."""
+def test_every_key_is_with_the_nearest_center(impl):
+    """In the metric of the queries and the spread of the values, for centers that k-means no longer moves."""
     q, k, v = grids(1, 1, 12, 12), grids(1, 1, 12, 12), grids(1, 1, 12, 12)
     made = clusters_of(q, k, v, 6, impl, steps=40)
     keys, values = k.flatten(0, -2), v.flatten(0, -2)
     queries = 8**-0.5 * q.flatten(0, -2)
     queries = queries / (1 + (queries @ keys.T).var(1, correction=0)).unsqueeze(1)
-    apart = keys[:, None] - made.centres[0, 0]
+    apart = keys[:, None] - made.centers[0, 0]
     off = (apart @ queries.T).square().mean(-1)  # how far the scores are off
     spread = ((keys - keys.mean(0)) @ queries.T).square().mean()
     weight = clustering.VALUE_WEIGHT * spread / (values - values.mean(0)).square().sum(-1).mean()
@@ -84,7 +84,7 @@ def test_one_cluster_a_key_where_there_are_enough(impl, count):
     assert made.sizes.shape == (1, 2, 30)
     assert (made.sizes == 1).all()
     torch.testing.assert_close(
-        made.centres[0, :, made.label[0, 0].flatten().long()], k.flatten(2, 3)[0], rtol=0, atol=0
+        made.centers[0, :, made.label[0, 0].flatten().long()], k.flatten(2, 3)[0], rtol=0, atol=0
     )
 
 
@@ -100,7 +100,7 @@ def test_masked_keys_and_keys_that_are_not_finite_are_in_no_cluster(impl):
     bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
     assert ((made.label < 0) == (bad | ~mask.unsqueeze(1))).all()
     assert (made.sizes.sum(-1) == (made.label >= 0).flatten(2).sum(-1)).all()
-    assert made.centres.isfinite().all()
+    assert made.centers.isfinite().all()
     assert made.values.isfinite().all()
 
 
@@ -119,7 +119,7 @@ def test_no_legal_key_few_keys_one_key_and_an_empty_batch(impl):
     one = clusters_of(grids(1, 1, 5), grids(1, 1, 1), grids(1, 1, 1), 3, impl)
     assert one.sizes.tolist() == [[[1]]]
     empty = clusters_of(grids(0, 2, 5, 4), grids(0, 2, 5, 4), grids(0, 2, 5, 4, width=3), 3, impl)
-    assert empty.centres.shape == (0, 2, 3, 8)
+    assert empty.centers.shape == (0, 2, 3, 8)
     assert empty.label.shape == (0, 2, 5, 4)
 
 
@@ -127,15 +127,15 @@ def test_the_seed_governs_the_groups(impl):
     q, k, v = (grids(1, 2, 12, 13) for _ in range(3))
     first, again, other = (clusters_of(q, k, v, 9, impl, steps=1, seed=seed) for seed in (3, 3, 4))
     assert (first.label == again.label).all()
-    assert (first.centres == again.centres).all()
+    assert (first.centers == again.centers).all()
     assert (first.label != other.label).any()
 
 
 def test_a_warm_start_keeps_what_it_is_given(impl):
-    """Without steps every key goes to the nearest of the given centres."""
+    """Without steps every key goes to the nearest of the given centers."""
     q, k, v = (grids(1, 1, 12, 12) for _ in range(3))
     settled = clusters_of(q, k, v, 6, impl, steps=40)
-    again = clusters_of(q, k, v, 6, impl, steps=0, seed=99, warm=(settled.centres, settled.values))
+    again = clusters_of(q, k, v, 6, impl, steps=0, seed=99, warm=(settled.centers, settled.values))
     assert (again.label == settled.label).float().mean() > 0.97
 
 
@@ -143,8 +143,8 @@ def test_gradients_reach_keys_and_values_through_the_means(impl, widest):
     q, k, v = (grids(1, 2, 5, 6, width=4, dtype=widest) for _ in range(3))
     k, v = k.requires_grad_(), v.requires_grad_()
     made = clusters_of(q, k, v, 4, impl)
-    up_k, up_v = torch.randn_like(made.centres), torch.randn_like(made.values)
-    grads = torch.autograd.grad((made.centres * up_k).sum() + (made.values * up_v).sum(), (k, v))
+    up_k, up_v = torch.randn_like(made.centers), torch.randn_like(made.values)
+    grads = torch.autograd.grad((made.centers * up_k).sum() + (made.values * up_v).sum(), (k, v))
     at = made.label.flatten(2).long().unsqueeze(-1).expand(-1, -1, -1, 4)
     for grad, up in zip(grads, (up_k, up_v), strict=True):
         want = (up / made.sizes.clamp(min=1).unsqueeze(-1)).gather(2, at).reshape(grad.shape)
@@ -155,7 +155,7 @@ def test_no_gradient_of_keys_in_no_cluster(impl, widest):
     k = grids(1, 1, 5, 6, width=4, dtype=widest).requires_grad_()
     mask = torch.rand(1, 5, 6) < 0.5
     made = clusters_of(k.detach(), k, k.detach(), 4, impl, mask=mask)
-    (grad,) = torch.autograd.grad(made.centres.sum(), k)
+    (grad,) = torch.autograd.grad(made.centers.sum(), k)
     assert (grad[0, 0][~mask[0]] == 0).all()
     assert (grad[0, 0][mask[0]] != 0).all()
 

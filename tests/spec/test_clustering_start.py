@@ -35,7 +35,7 @@ def test_steps_start_where_queries_look():
     k[..., 0] = torch.where(looked_at, 20.0, 0.0)
     q[..., 0] = torch.where(torch.arange(64) > 0, 1.0, -1.0)
     call = ClusterCall(q, k, k, None, None, None, torch.tensor(3), None, 32, 0, 0.5)
-    assert (clustering.cluster(call).centres[..., 0] > 19).sum() > 16
+    assert (clustering.cluster(call).centers[..., 0] > 19).sum() > 16
 
 
 def test_the_values_spread_is_a_share_of_the_scores_spread():
@@ -43,9 +43,9 @@ def test_the_values_spread_is_a_share_of_the_scores_spread():
     space = clustering.Space.of(q, k, v)
     both, scores = space.spread(k, v).mean(), space.spread(k, v.mean(0).expand(200, 4)).mean()
     torch.testing.assert_close(both - scores, clustering.VALUE_WEIGHT * scores)
-    centred = (k - k.mean(0)) @ q.T
-    weight = 1 / (1 + centred.square().mean(0))
-    torch.testing.assert_close(scores, (centred * weight).square().mean())
+    centerd = (k - k.mean(0)) @ q.T
+    weight = 1 / (1 + centerd.square().mean(0))
+    torch.testing.assert_close(scores, (centerd * weight).square().mean())
 
 
 def test_values_alone_are_grouped_where_all_scores_are_equal():

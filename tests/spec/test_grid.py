@@ -38,8 +38,8 @@ def test_a_window_is_every_offset_once():
 def test_a_window_touches_two_cells_at_most(radius, extent):
     (side,) = grid.cell_sides((radius,), (extent,))
     assert 1 <= side <= extent
-    for centre in range(extent):
-        window = range(max(centre - radius, 0), min(centre + radius, extent - 1) + 1)
+    for center in range(extent):
+        window = range(max(center - radius, 0), min(center + radius, extent - 1) + 1)
         assert len({point // side for point in window}) <= 2
 
 

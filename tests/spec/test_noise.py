@@ -61,7 +61,7 @@ def test_buckets_are_equally_full(position, shift):
 
 
 @pytest.mark.parametrize("position", range(5), ids=POSITIONS)
-def test_neighbouring_counters_are_independent(position):
+def test_neighboring_counters_are_independent(position):
     here, next_ = along(position), along(position, start=1)
     flips = ((here ^ next_)[:, None] >> torch.arange(32)) & 1
     assert ((flips.double().mean(0) - 0.5).abs() * 2 * COUNT**0.5).max() < 4

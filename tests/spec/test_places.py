@@ -39,7 +39,7 @@ def place_of(index, grid):
     return points(grid)[index] if 0 <= index < prod(grid) else None
 
 
-def centre(x, new, old):
+def center(x, new, old):
     """Where a point of an axis of `new` cells lies on one of `old` cells, as a fraction."""
     return (x + Fraction(1, 2)) * Fraction(old, new) - Fraction(1, 2)
 
@@ -54,7 +54,7 @@ def test_identity(grid, key_grid):
     assert found.index.shape == (BATCH, HEADS, *grid, 1)
     assert found.key_grid == key_grid
     for point in points(grid):
-        own = [nearest(centre(x, n, o)) for x, n, o in zip(point, grid, key_grid, strict=True)]
+        own = [nearest(center(x, n, o)) for x, n, o in zip(point, grid, key_grid, strict=True)]
         assert (found.index[(slice(None), slice(None), *point)] == number(own, key_grid)).all()
     assert torch.equal(scram.Matches.identity(grid).index.flatten(), torch.arange(prod(grid)).int())
     assert not found.score.any()
@@ -91,7 +91,7 @@ def test_upsample(grid, key_grid, factor):
     assert finer.index.shape == (BATCH, HEADS, *new, 2)
     assert finer.key_grid == tuple(new_keys)
     for point in points(new):
-        lies = [centre(x, n, o) for x, n, o in zip(point, new, grid, strict=True)]
+        lies = [center(x, n, o) for x, n, o in zip(point, new, grid, strict=True)]
         old = tuple(map(nearest, lies))
         for row in product(range(BATCH), range(HEADS), [old], range(2)):
             here = (*row[:2], *row[2], row[3])
@@ -99,7 +99,7 @@ def test_upsample(grid, key_grid, factor):
             place, want = place_of(int(found.index[here]), key_grid), -1
             if place is not None:
                 moved = [key + at - o for key, at, o in zip(place, lies, old, strict=True)]
-                scaled = [nearest(centre(x, o, n)) for x, n, o in zip(moved, new_keys, key_grid, strict=True)]
+                scaled = [nearest(center(x, o, n)) for x, n, o in zip(moved, new_keys, key_grid, strict=True)]
                 want = number(scaled, new_keys)
             assert finer.index[there] == want
             assert finer.score[there] == found.score[here]

@@ -38,7 +38,7 @@ def test_no_two_offers_of_a_sweep_share_a_draw(key_grid):
         assert len(taken) == len(set(taken))
 
 
-def test_offers_of_neighbours_go_by_jumps():
+def test_offers_of_neighbors_go_by_jumps():
     found = [(offer.kind, offer.reach, offer.draw) for offer in schedule.offers(1, (8, 2), "both", 0, 1, 1)]
     assert found[:4] == [("shift", 8, 0), ("stay", 8, 0), ("shift", 2, 1), ("stay", 2, 1)]
 

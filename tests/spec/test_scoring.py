@@ -1,4 +1,4 @@
-"""Scores and weights: prepared features against the definitions, normalised weights against loops."""
+"""Scores and weights: prepared features against the definitions, normalized weights against loops."""
 
 import math
 
@@ -77,7 +77,7 @@ def test_a_vector_of_zeros_has_cosine_0_and_no_gradient(dtype, impl):
     q[0, 0, 2, 3] = 0
     k[0, 0, 1, 1] = 0
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    how = {} if impl == "dense" else {"search": scram.Search(seed=0), "tail": scram.Hybrid(samples=9, seed=0)}
+    how = {} if impl == "dense" else {"search": scram.Search(seed=0), "tail": scram.DrawnKeys(samples=9, seed=0)}
     out = scram.attention(*leaves, score="cosine", impl="auto" if impl == "dense" else impl, **how)
     dq, dk, dv = torch.autograd.grad((out * torch.randn_like(out)).sum(), leaves)
     assert all(x.isfinite().all() for x in (out, dq, dk, dv))

@@ -37,13 +37,13 @@ def tail_call(one: Tailed, dtype: torch.dtype) -> ClusterTailCall:
     def drawn(*last: int) -> torch.Tensor:
         return torch.randn((case.batch, heads, one.clusters, *last), generator=generator).to(wide)
 
-    centres, values, gains = drawn(case.width), drawn(case.value_width), drawn().exp()
+    centers, values, gains = drawn(case.width), drawn(case.value_width), drawn().exp()
     head = run_attend(case, tensors, tensors.leaves(case.dtype), "reference")
     return ClusterTailCall(
         q=tensors.q.to(dtype),
         index=tensors.matches.index,
         label=label.int(),
-        centres=centres,
+        centers=centers,
         values=values,
         sizes=sizes.int(),
         gains=gains if one.gains else None,

@@ -15,7 +15,7 @@ from support.cases import Case, assert_as_near_float64, gradients, make_tensors,
 from support.in_interpreter import INTERPRETED
 from support.on_device import to
 
-LEAVES = ("q", "centres", "values", "head_out", "head_lse")
+LEAVES = ("q", "centers", "values", "head_out", "head_lse")
 CLUSTERED = [
     *(named(name) for name in ("rank 1", "rank 2", "rank 3", "rank 4", "unequal grids", "unequal rank 3")),
     *(named(name) for name in ("one point", "one key", "more matches than keys", "extents of 1", "empty batch")),
@@ -73,7 +73,7 @@ def tail_call(case: Case, clusters: int = 11, gains: bool = False, seed: int = 0
 
 
 def run_tail(call: ClusterTailCall, impl: str) -> Attended:
-    if impl == "triton" and call.centres.dtype == torch.float64:
+    if impl == "triton" and call.centers.dtype == torch.float64:
         pytest.skip("the Triton engine takes no float64")
     if impl == "triton" and not INTERPRETED:
         return to(ops.cluster_tail(dispatch.ENGINES[impl], to(call, "cuda")), "cpu")

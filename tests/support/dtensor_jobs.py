@@ -18,7 +18,7 @@ PLACES = {"batch": Shard(0), "heads": Shard(1), "whole": Replicate()}
 SEARCH = scram.Search("query", matches=2, sweeps=2, gossip=2, seed=3)
 HOW = {
     "clusters": {"search": SEARCH, "tail": scram.Clusters(count=7)},
-    "drawn": {"search": SEARCH, "tail": scram.Hybrid(samples=6)},
+    "drawn": {"search": SEARCH, "tail": scram.DrawnKeys(samples=6)},
     "nothing": {"search": SEARCH, "tail": None},
     "tile": {"search": scram.Search("tile", sweeps=2, seed=3), "tail": None},
     "causal": {"search": SEARCH, "causal": True},
@@ -141,7 +141,7 @@ def stages(mesh, place, shape=None, batch=2, heads=4, key_heads=2, mask="keys"):
             if own_tail is None or own_tail.key_mask is given:
                 assert_equal(scram.attend(*own, mine, key_mask=given, tail=own_tail), want, places)
             assert_equal(scram.attend(*own, found, key_mask=legal, tail=tail), want, places)
-        for method in (scram.Snis(samples=5, seed=2), scram.Hybrid(samples=5, seed=2)):
+        for method in (scram.Snis(samples=5, seed=2), scram.DrawnKeys(samples=5, seed=2)):
             want = scram.estimate(*whole, found, method=method, key_mask=legal)
             assert_equal(scram.estimate(*own, mine, method=method, key_mask=given), want, places)
 
@@ -314,12 +314,12 @@ def calls():
             yield ops.sample, scram.core.calls.SampleCall(q, k, v, *lists, *head, seed, table, None, method, **sample)
         call = scram.core.calls.ClusterCall(q, k, v, mask, None, None, seed, None, 6, 2, 0.3)
         yield ops.cluster, call
-        centres, values, sizes, label = ops.cluster.op(*ops.cluster._fields(call), "numba")
+        centers, values, sizes, label = ops.cluster.op(*ops.cluster._fields(call), "numba")
         tail = {"radius": (1, 1), "scale": 0.3, "dropout_p": 0.2, "extras": 2, "window": "query"}
         yield (
             ops.cluster_tail,
             scram.core.calls.ClusterTailCall(
-                q, index, label, centres, values, sizes, torch.ones_like(centres[..., 0]), out, lse, seed, None, **tail
+                q, index, label, centers, values, sizes, torch.ones_like(centers[..., 0]), out, lse, seed, None, **tail
             ),
         )
 

@@ -14,8 +14,8 @@ from scram.core.calls import DrawnTailCall
 from scram.engines import dispatch
 from support.cases import Case, Tensors, assert_as_near_float64, gradients, make_tensors, named, size
 
-HYBRID = scram.Hybrid(samples=9, seed=11)
-CELLS = scram.Hybrid(samples=12, stratified=True, seed=11)
+HYBRID = scram.DrawnKeys(samples=9, seed=11)
+CELLS = scram.DrawnKeys(samples=12, stratified=True, seed=11)
 SNIS = scram.Snis(samples=17, alpha=0.4, bandwidth=0.8, seed=11)
 DROPOUT_SEED = 3  # of torch's generator
 WALKS = scram.MetropolisHastings(samples=17, chains_per_mode=2, bandwidth=0.8, seed=11)

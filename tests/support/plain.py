@@ -99,10 +99,10 @@ def starts(case: Case, tensors: Tensors, row: int) -> list[list[int]]:
     return made
 
 
-def box(case: Case, centre: int, radius: int | None) -> list[range]:
+def box(case: Case, center: int, radius: int | None) -> list[range]:
     """The keys around a key by axis, cut at the border and by the reach; a radius of None: by the reach alone."""
     ranges = []
-    for axis, (c, extent) in enumerate(zip(points(case.keys_grid)[centre], case.keys_grid, strict=True)):
+    for axis, (c, extent) in enumerate(zip(points(case.keys_grid)[center], case.keys_grid, strict=True)):
         limits = [r for r in (radius, reaches(case)[axis]) if r is not None]
         ranges.append(range(max(c - min(limits), 0), min(c + min(limits), extent - 1) + 1))
     return ranges

@@ -30,8 +30,8 @@ def take(weights, bits):
     raise AssertionError
 
 
-def on_axis(weights, centre, extent):
-    return {d: w for d, w in weights.items() if 0 <= centre + d < extent}
+def on_axis(weights, center, extent):
+    return {d: w for d, w in weights.items() if 0 <= center + d < extent}
 
 
 class Plain:

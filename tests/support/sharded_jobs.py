@@ -126,7 +126,7 @@ def ring_equals_merge(
         share = -(-8 * key_rows[origin] // sum(key_rows))
         seed = shard_seed(11, first(key_rows, origin))
         if tail == "drawn":
-            return scram.Hybrid(samples=share, seed=seed)
+            return scram.DrawnKeys(samples=share, seed=seed)
         settings = scram.Clusters(count=8, seed=seed)
         seen = qs[origin] if rows[origin] else torch.ones_like(whole[0][:, :, :1])
         given = seen.detach(), ks[origin], vs[origin]
@@ -151,7 +151,7 @@ def ring_equals_merge(
     (want * factor).sum().backward()
     rank = mesh.get_local_rank()
     q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
-    settings = {"clusters": scram.Clusters(count=8, seed=11), "drawn": scram.Hybrid(samples=8, seed=11), None: None}
+    settings = {"clusters": scram.Clusters(count=8, seed=11), "drawn": scram.DrawnKeys(samples=8, seed=11), None: None}
     seed = 7 if rank == 0 else 100 + rank  # rank 0's counts
     out = scram.distributed.attention(
         q,
@@ -172,7 +172,7 @@ def ring_equals_merge(
     compare(mesh, rows, key_rows, out, wanted, (q, k, v), [x.grad for x in whole], atol)
 
 
-def halo_is_what_neighbours_hold(mesh, rows, reach):
+def halo_is_what_neighbors_hold(mesh, rows, reach):
     """x with its halo is a cut of the whole; a rank without rows has none."""
     whole = torch.arange(2.0 * sum(rows) * 3).reshape(1, 2, sum(rows), 3, 1)
     rank = mesh.get_local_rank()
@@ -222,8 +222,8 @@ def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score
     prepared = prepare_key(k, score).repeat_interleave(label.shape[1] // key_heads, 1).flatten(0, 1).flatten(1, 2)
     values = v.repeat_interleave(label.shape[1] // key_heads, 1).flatten(0, 1).flatten(1, 2)
     made = means(prepared, values, label.flatten(0, 1).flatten(1).long(), count)
-    centres, values, sizes = (x.reshape(*label.shape[:2], *x.shape[1:]) for x in made)
-    book = scram.Codebook(centres, values, sizes.int(), label, score, books[0].scale, legal)
+    centers, values, sizes = (x.reshape(*label.shape[:2], *x.shape[1:]) for x in made)
+    book = scram.Codebook(centers, values, sizes.int(), label, score, books[0].scale, legal)
     index = scram.search(q, k, search=how, key_mask=legal, **common)
     want = scram.attend(q, k, v, index, tail=book, key_mask=legal, **common).out
     want.square().sum().backward()
@@ -273,7 +273,7 @@ def heads_equal_one_process(mesh, rows, key_rows, mask=None, causal=False, bits=
 def one_rank_is_scram_attention(mesh, mode, tail):
     """On a mesh of one rank the answer is that of the plain call, bit for bit."""
     q, k, v = tensors((5, 6), (5, 6), 2, 1, torch.float32)
-    tails = {"clusters": scram.Clusters(count=7), "drawn": scram.Hybrid(samples=5), None: None}
+    tails = {"clusters": scram.Clusters(count=7), "drawn": scram.DrawnKeys(samples=5), None: None}
     options = {"search": scram.Search(matches=2, sweeps=2, seed=3), "tail": tails[tail], "impl": ENGINE}
     want = scram.attention(q, k, v, **options)
     out = scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, **options)

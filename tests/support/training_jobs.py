@@ -142,7 +142,7 @@ def same(found, want):
         assert torch.equal(one[0].score, matches.score)
         assert one[0].key_grid == matches.key_grid
         assert (book is None) == (one[1] is None)
-        for name in ("centres", "values", "sizes", "label", "score", "scale", "radius") if book is not None else ():
+        for name in ("centers", "values", "sizes", "label", "score", "scale", "radius") if book is not None else ():
             a, b = getattr(one[1], name), getattr(book, name)
             assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, name
 
@@ -156,7 +156,7 @@ def rows_of(kept_by_ranks, begin, end):
         book = books[0]
         if book is not None:
             cut = {
-                n: torch.cat([getattr(x, n) for x in books])[begin:end] for n in ("centres", "values", "sizes", "label")
+                n: torch.cat([getattr(x, n) for x in books])[begin:end] for n in ("centers", "values", "sizes", "label")
             }
             book = scram.Codebook(**cut, score=book.score, scale=book.scale, radius=book.radius)
         joined.append((scram.Matches(index, score, matches[0].key_grid), book))

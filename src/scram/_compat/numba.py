@@ -228,7 +228,7 @@ if PRIVATE:
     KERNEL = ir.FunctionType(ir.VoidType(), (TASK, ADDRESS))
 
     class _PartLibrary(JITCodeLibrary):
-        """The code of a function that only becomes part of others: neither optimised nor emitted on its own."""
+        """The code of a function that only becomes part of others: neither optimized nor emitted on its own."""
 
         codegen = SimpleNamespace(set_env=lambda name, environment: None)  # it never runs
 
@@ -292,8 +292,8 @@ if PRIVATE:
     def each_task(typing_context, kernel, tasks, arguments):
         """kernel(task, *arguments) for 0 <= task < tasks on all threads. It returns nothing and must not raise.
 
-        Numba optimises a kernel that is called in a `prange` loop four times over. The only such loop calls an
-        address, so kernels are optimised once.
+        Numba optimizes a kernel that is called in a `prange` loop four times over. The only such loop calls an
+        address, so kernels are optimized once.
         """
         _announce(kernel, arguments)
         loop = typing_context.resolve_value_type(_each)

@@ -151,7 +151,7 @@ def match(
     impl: Impl = "auto",
     as_json: Json = False,
 ) -> None:
-    """Find every pixel of A in B: a colour-coded match field, B warped onto A, arrows, a confidence, numbers."""
+    """Find every pixel of A in B: a color-coded match field, B warped onto A, arrows, a confidence, numbers."""
     with output_folder(out):
         arguments.check_device(device)
         arguments.check_positive("scale", scale)
@@ -178,7 +178,7 @@ def denoise(
     sigma: Annotated[float | None, Option(min=0.1, max=255, help="Noise level of 255; else it is estimated.")] = None,
     add_noise: Annotated[float | None, Option(min=0.1, max=255, help="First add noise; shows PSNR.")] = None,
     rivals: Annotated[bool, Option(help="With --add-noise, also run scikit-image and OpenCV.")] = True,
-    patch: Annotated[int | None, Option(min=1, help="Side of the patches, odd; 7 for grey, 5 for colour.")] = None,
+    patch: Annotated[int | None, Option(min=1, help="Side of the patches, odd; 7 for gray, 5 for color.")] = None,
     strength: Annotated[float | None, Option(help="Bandwidth of the weights in units of the noise.")] = None,
     matches: Annotated[int, Option(min=1, max=64, help="Windows per pixel: its own and its best matches'.")] = 2,
     radius: Annotated[int | None, Option(min=0, max=64, help="Radius of the windows; 5, films 3.")] = None,
@@ -331,14 +331,14 @@ def bench(
     heads: Annotated[int, Option(min=1, max=8, help="With --distributed: heads.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Measure SCRAM, dense attention, fixed sparse patterns, brute force and nearest-neighbour libraries."""
+    """Measure SCRAM, dense attention, fixed sparse patterns, brute force and nearest-neighbor libraries."""
     with output_folder(out):
         arguments.check_device(device)
         usual = DISTRIBUTED_SIZES if distributed else BENCH_SIZES[device]
         sides = usual if sizes is None else arguments.whole_numbers("sizes", sizes, 16)
         kinds = arguments.some_of("parts must be", parts, ALL_PARTS)
         widths = widths or ("64" if distributed else "3,64")
-        numbers = arguments.whole_numbers("widths", widths, 1, 3 * BENCH_PATCH**2)  # the colours of a patch
+        numbers = arguments.whole_numbers("widths", widths, 1, 3 * BENCH_PATCH**2)  # the colors of a patch
         if distributed:
             if resume or draw_only:
                 raise ValueError("--resume and --draw-only are not for --distributed")

@@ -1,4 +1,4 @@
-"""Charts: lines in colours that everyone can tell apart, with a marker each, and log-log plots with slopes."""
+"""Charts: lines in colors that everyone can tell apart, with a marker each, and log-log plots with slopes."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -12,7 +12,7 @@ from . import measuring
 from .console import counted
 from .pictures import INK
 
-# Okabe and Ito's colours; a marker of its own for each line, too.
+# Okabe and Ito's colors; a marker of its own for each line, too.
 STYLES = {
     "SCRAM": ("#D55E00", "o"),
     "SCRAM, paper": ("#E69F00", "D"),
@@ -128,7 +128,7 @@ def lines(
     ylabel: str,
     pairs: bool = False,
 ) -> None:
-    """Plain lines over categories or numbers; `pairs` gives every two the same colour, the first of them dashed."""
+    """Plain lines over categories or numbers; `pairs` gives every two the same color, the first of them dashed."""
     for number, (name, points) in enumerate(values.items()):
         kind = number // 2 if pairs else number
         style = {"color": PALETTE[kind % 8], "marker": MARKERS[kind % 8]}

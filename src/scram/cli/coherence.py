@@ -1,4 +1,4 @@
-"""`scram coherence`: how much the search gains where neighbouring queries match neighbouring keys."""
+"""`scram coherence`: how much the search gains where neighboring queries match neighboring keys."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -73,7 +73,7 @@ def run(out: Path, size: int, seed: int, impl: Impl) -> Report:
 
 
 def measured(pair: Pair, result: PairResult, seed: int) -> Numbers:
-    """The seconds of a search and attention, and how good the rebuilt colours are on the sampled queries."""
+    """The seconds of a search and attention, and how good the rebuilt colors are on the sampled queries."""
     colors = Attended(result.attended.out[..., :3], result.attended.lse)
     q = pair.q
     k = pair.k
@@ -111,7 +111,7 @@ def draw(pair: Pair, runs: dict[str, PairResult], numbers: Numbers, out: Path) -
     error = (rebuilt - pair.a).square().mean(-1).sqrt()
     panels = {
         "photo_a": Panel("Photograph A", pair.a, "its patches are the queries"),
-        "photo_b": Panel("Photograph B", pair.b, "its patches are the keys, its colours the values"),
+        "photo_b": Panel("Photograph B", pair.b, "its patches are the keys, its colors the values"),
         "rebuilt": Panel("A rebuilt from B", rebuilt, f"default setting, PSNR {rows['default']['psnr_db']:.1f} dB"),
     }
     for name, field in fields.items():
@@ -124,7 +124,7 @@ def draw(pair: Pair, runs: dict[str, PairResult], numbers: Numbers, out: Path) -
     panels["error"] = Panel(
         "Difference to A",
         pictures.shades(error / 0.3),
-        "RMS over the colours of A rebuilt minus A",
+        "RMS over the colors of A rebuilt minus A",
         pictures.bar_legend(0.3, "RMS difference"),
     )
     pictures.save_each(panels, out)

@@ -43,7 +43,7 @@ def _opencv(noisy: Tensor, sigma: float) -> Tensor:
     eight = (noisy.clamp(0, 1) * 255).round().byte().numpy()  # it takes bytes only
     h = 255 * sigma
     if noisy.shape[-1] == 3:
-        # In colour a smaller h is better for it: measured, 20 at sigma 25.
+        # In color a smaller h is better for it: measured, 20 at sigma 25.
         result = cv2.fastNlMeansDenoisingColored(eight, None, 0.8 * h, 0.8 * h, 7, 21)
     else:
         result = cv2.fastNlMeansDenoising(eight[..., 0], None, h, 7, 21)

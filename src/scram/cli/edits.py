@@ -19,7 +19,7 @@ from .features import photograph
 from .pictures import Panel
 from .provenance import made_with
 
-CHECKS = 0.25, 0.75  # colours of the squares behind what is transparent
+CHECKS = 0.25, 0.75  # colors of the squares behind what is transparent
 
 
 def open_image(image: str) -> Picture:
@@ -47,7 +47,7 @@ def check_patches(image: str, pixels: int, channels: int, patch: int, what: str,
 
 
 def channels_of(picture: Picture) -> Tensor:
-    """What is worked on: [H, W, 1..4], colours times alpha, then alpha."""
+    """What is worked on: [H, W, 1..4], colors times alpha, then alpha."""
     return picture.pixels if picture.alpha is None else torch.cat((picture.pixels * picture.alpha, picture.alpha), -1)
 
 

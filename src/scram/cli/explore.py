@@ -107,7 +107,7 @@ def from_file(
 def from_pictures(
     a: str, b: str | None, sample: str | None, settings: Settings
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Patch features as queries and keys, colours as values."""
+    """Patch features as queries and keys, colors as values."""
     names, whole = _read(a, b, sample, settings)
     small = [_small(picture, settings.size) for picture in whole]
     notes = [

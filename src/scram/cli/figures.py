@@ -60,9 +60,9 @@ def run(out: Path, names: list[str], size: int, data: Path | None, seed: int) ->
 
 def low_rank(side: int = SIDE, rank: int = RANK) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys `[1, 1, side, 1, rank]` whose products are the best rank-4 copy of a photograph, and that."""
-    grey = sample_pair(side)[0].mean(-1)
-    left = (grey.shape[1] - side) // 2
-    picture = grey[:, left : left + side]
+    gray = sample_pair(side)[0].mean(-1)
+    left = (gray.shape[1] - side) // 2
+    picture = gray[:, left : left + side]
     picture = (picture - picture.mean()) / picture.std()
     u, s, vh = torch.linalg.svd(picture)
     root = s[:rank].sqrt()
@@ -96,7 +96,7 @@ def maps(path: Path, seed: int = 0) -> Numbers:
         image = axes.imshow(one.sqrt().numpy(), cmap="cividis", vmin=0, vmax=most, interpolation="nearest")
         axes.set_title(f"{name}: {int((one > 0).sum(1).float().mean())} keys a row", loc="left", fontsize=11, color=INK)
         axes.set(xlabel="key", ylabel="query")
-    bar = figure.colorbar(image, ax=figure.axes, shrink=0.8, label="attention p (colour by its square root)")
+    bar = figure.colorbar(image, ax=figure.axes, shrink=0.8, label="attention p (color by its square root)")
     ticks = [t for t in (0, 0.01, 0.05, 0.2, 0.5, 1) if t <= float(full.max())]
     bar.set_ticks([t**0.5 for t in ticks], labels=[f"{t:g}" for t in ticks])
     figure.savefig(path)
@@ -263,7 +263,7 @@ def sweeps(path: Path, size: int, seed: int = 0) -> Numbers:
         legend = pictures.wheel_legend(limit) if count == SWEEPS[-1] else None
         note = f"recall@1 {recall[count]:.2f}"
         panels.append(Panel(counted(count, "sweep"), pictures.wheel_colors(field, limit), note, legend))
-    pictures.sheet(panels, path, "Spatial coherence: good matches spread from neighbour to neighbour")
+    pictures.sheet(panels, path, "Spatial coherence: good matches spread from neighbor to neighbor")
     return {"claims": {f"recall@1 after {counted(count, 'sweep')}": value for count, value in recall.items()}}
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core.dense import dense_attention
 from ..functional import attention
 from ..options import JudgedLayout
-from ..quality.judge import Attention, Judge, Judgement
+from ..quality.judge import Attention, Judge, Judgment
 from ..quality.tables import in_words
 from ..quality.timing import memory_status
 from ..settings import Search
@@ -62,7 +62,7 @@ def run(
 ) -> None:
     """Judge one backend after the other; what is done is stored and printed, also after Ctrl-C."""
     q, k, v, scale = prepared(path, names, tensor_layout, dtype, device)
-    rows: dict[str, Judgement | str] = {}
+    rows: dict[str, Judgment | str] = {}
     stopped = False
     with progress() as step:
         step(f"exact attention, {min(num_queries, prod(q.shape[2:-1]))} queries")
@@ -85,7 +85,7 @@ def run(
                 _store(out / "judge.json", about, rows)
         except KeyboardInterrupt:
             stopped = True
-    done = [one for one in rows.values() if isinstance(one, Judgement)]
+    done = [one for one in rows.values() if isinstance(one, Judgment)]
     if done:
         draw(done, out / "judge.png", f"{path.name}: {_shape(q, k)}")
     if rows:
@@ -112,7 +112,7 @@ def prepared(
     return q, k, v, scale
 
 
-def judged(judge: Judge, name: str, layout: JudgedLayout, causal: bool, seed: int, longest: float) -> Judgement | str:
+def judged(judge: Judge, name: str, layout: JudgedLayout, causal: bool, seed: int, longest: float) -> Judgment | str:
     """What was found, or why nothing was."""
     try:
         with alarm(longest), warnings.catch_warnings(), redirect_stdout(sys.stderr):  # stdout is for the result
@@ -186,18 +186,18 @@ def _shape(q: Tensor, k: Tensor) -> str:
     return f"{grids}, width {q.shape[-1]}, batch {q.shape[0]}, heads {heads}"
 
 
-def _numbers(about: Numbers, rows: dict[str, Judgement | str]) -> Numbers:
+def _numbers(about: Numbers, rows: dict[str, Judgment | str]) -> Numbers:
     listed = {name: {"failed": one} if isinstance(one, str) else one.numbers() for name, one in rows.items()}
     return {**about, "rows": listed}
 
 
-def _store(path: Path, about: Numbers, rows: dict[str, Judgement | str]) -> None:
+def _store(path: Path, about: Numbers, rows: dict[str, Judgment | str]) -> None:
     new = path.with_suffix(".new")
     new.write_text(json.dumps(_numbers(about, rows), indent=1, allow_nan=False) + "\n")
     new.replace(path)  # Ctrl-C leaves the old file or the new one
 
 
-def _print(rows: dict[str, Judgement | str], about: Numbers, out: Path, drawn: bool, as_json: bool) -> None:
+def _print(rows: dict[str, Judgment | str], about: Numbers, out: Path, drawn: bool, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_numbers(about, rows), indent=1, allow_nan=False))
         return
@@ -208,7 +208,7 @@ def _print(rows: dict[str, Judgement | str], about: Numbers, out: Path, drawn: b
     typer.echo(f"figure: {out / 'judge.png'}; " * drawn + f"numbers: {out / 'judge.json'}")
 
 
-def table(rows: dict[str, Judgement | str], about: Numbers) -> Table:
+def table(rows: dict[str, Judgment | str], about: Numbers) -> Table:
     """A line for each head of a backend, the time in its first."""
     headings = ("backend", "head", "median error", "95th percentile", "L2 error", "time (spread)", "x dense", "MiB")
     lines: list[tuple[str, ...]] = []
@@ -226,11 +226,11 @@ def table(rows: dict[str, Judgement | str], about: Numbers) -> Table:
             lines.append((name, *cells, *_time(one)) if number == 0 else ("", *cells))
     worst = "" if all_heads else f"; the worst of {len(every)} heads"
     title = f"{about['file']}, {about['dtype']}: {about['num_queries']} of {about['queries']} queries{worst}"
-    busy = any(isinstance(one, Judgement) and not one.steady for one in rows.values())
+    busy = any(isinstance(one, Judgment) and not one.steady for one in rows.values())
     return numbers_table(headings, lines, title, "\n".join([*MEASURES, *[UNSTEADY] * busy]))
 
 
-def _time(one: Judgement) -> tuple[str, str, str]:
+def _time(one: Judgment) -> tuple[str, str, str]:
     time = one.timing
     faster = float(f"{one.ratio:.3g}")
     least, most = (f"{x / time.seconds - 1:+.0%}" for x in (time.least, time.most))
@@ -243,12 +243,12 @@ def _time(one: Judgement) -> tuple[str, str, str]:
     )
 
 
-def draw(judgements: list[Judgement], path: Path, title: str) -> None:
+def draw(judgments: list[Judgment], path: Path, title: str) -> None:
     """Left: error of the worst head against time. Right: the errors of all heads."""
-    figure = charts.new_figure(13, 1.6 + max(4.4, 0.5 * len(judgements)), title)
+    figure = charts.new_figure(13, 1.6 + max(4.4, 0.5 * len(judgments)), title)
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    styles = [(charts.PALETTE[n % 8], charts.MARKERS[n % 8]) for n in range(len(judgements))]
-    for one, (color, marker) in zip(judgements, styles, strict=True):
+    styles = [(charts.PALETTE[n % 8], charts.MARKERS[n % 8]) for n in range(len(judgments))]
+    for one, (color, marker) in zip(judgments, styles, strict=True):
         value, low, high = (max(_finite(x[one.worst]), LEAST_SHOWN) for x in one.p95_error)
         style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 8, "capsize": 4, "linestyle": "none"}
         left.errorbar([one.ratio], [value], [[value - low], [max(high - value, 0.0)]], **style)
@@ -256,19 +256,19 @@ def draw(judgements: list[Judgement], path: Path, title: str) -> None:
     left.set(xscale="log", yscale="log", xlabel="times faster than dense attention in the same run")
     left.set_ylabel("95th percentile of the error, worst head")
     left.set_title(
-        "right: faster; down: nearer to exact attention (colours as on the right)", loc="left", color=INK, fontsize=10
+        "right: faster; down: nearer to exact attention (colors as on the right)", loc="left", color=INK, fontsize=10
     )
     left.xaxis.set_major_formatter("{x:g}")
-    for row, (one, (color, marker)) in enumerate(zip(judgements, styles, strict=True)):
+    for row, (one, (color, marker)) in enumerate(zip(judgments, styles, strict=True)):
         for interval, face, size in ((one.median_error, "white", 6), (one.p95_error, color, 6)):
             values = [max(_finite(x), LEAST_SHOWN) for x in interval.value.flatten()]
             right.plot(
                 values, [row] * len(values), marker, color=color, markerfacecolor=face, markersize=size, alpha=0.8
             )
-    right.set_yticks(range(len(judgements)), [one.name for one in judgements], fontweight="bold")
+    right.set_yticks(range(len(judgments)), [one.name for one in judgments], fontweight="bold")
     for label, (color, _) in zip(right.get_yticklabels(), styles, strict=True):
         label.set_color(color)
-    right.set_ylim(len(judgements) - 0.5, -0.5)
+    right.set_ylim(len(judgments) - 0.5, -0.5)
     right.set(xscale="log", xlabel="error of a query / RMS of the head")
     right.set_title("every head: median (hollow), 95th percentile (filled)", loc="left", color=INK, fontsize=10)
     for axes, which in ((left, "y"), (right, "x")):

@@ -21,7 +21,7 @@ from .features import sample_pair, stereo_sample
 from .pictures import Panel, grid_of
 from .provenance import made_with
 
-PLAIN = 0.5  # share of one-colour patches above which a warning is printed
+PLAIN = 0.5  # share of one-color patches above which a warning is printed
 NEAR = 2.0  # pixels; an error up to this counts as a hit
 
 
@@ -163,7 +163,7 @@ def _warn(plain: dict[str, float], matching: Matching) -> None:
     """Say on stderr where the matches mean little."""
     for name, share in plain.items():
         if share > PLAIN:
-            complain(f"warning: {share:.0%} of photograph {name.upper()} is one colour: matches there say nothing")
+            complain(f"warning: {share:.0%} of photograph {name.upper()} is one color: matches there say nothing")
     if matching.sure < 0.5 and max(plain.values()) <= PLAIN:
         complain(
             f"warning: {1 - matching.sure:.0%} of the matches fail the check (confidence below {SURE:g}): the pictures "
@@ -198,7 +198,7 @@ def draw(a: Tensor, b: Tensor, matching: Matching, truth: Tensor | None, out: Pa
             "where in B each pixel of A lies",
             pictures.wheel_legend(limit),
         ),
-        "warped": Panel("B warped onto A", matching.warped, "B's colours, mixed by the attention"),
+        "warped": Panel("B warped onto A", matching.warped, "B's colors, mixed by the attention"),
         "arrows": Panel(
             "Matches as arrows",
             pictures.arrows(a, offset, matching.confidence, limit),
@@ -216,7 +216,7 @@ def draw(a: Tensor, b: Tensor, matching: Matching, truth: Tensor | None, out: Pa
         panels["error"] = Panel(
             "Error against the ground truth",
             pictures.shades(error / 4),
-            "grey: truth unknown",
+            "gray: truth unknown",
             pictures.bar_legend(4.0, "error, px (4 and more: bright)"),
         )
     pictures.save_each(panels, out)

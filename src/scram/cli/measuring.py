@@ -34,7 +34,7 @@ SAMPLE = 256  # queries that the error is measured on
 RECALL_SAMPLE = 500  # queries that recall is measured on, on a GPU or small grids
 SCORES = 1 << 25  # of that measurement on a CPU: large grids get fewer queries
 # Side of the largest picture of each part: FlexAttention makes a mask from all pairs, several times to tune it, and
-# nearest-neighbour libraries build an index.
+# nearest-neighbor libraries build an index.
 LARGEST = {"forward": inf, "flex": 1024, "search": 256, "backward": inf}
 LEAST_SIZE = {"cpu": 64, "cuda": 128}  # from which slopes are fitted
 WARM_UP = 24  # side of the picture of a first call: more keys than clusters, or they would not be made
@@ -88,7 +88,7 @@ class Pictures:
         self.warm: set[tuple[str, int, bool]] = set()
 
     def tensors(self, size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """7 x 7 colour patches, PCA to that width, unit norm `[1, 1, S, S, width]`; the values are the keys.
+        """7 x 7 color patches, PCA to that width, unit norm `[1, 1, S, S, width]`; the values are the keys.
 
         bfloat16 on a GPU, float32 for widths that its tensor cores do not take, and on a CPU.
         """

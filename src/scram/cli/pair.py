@@ -18,7 +18,7 @@ from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
 
 @dataclass(frozen=True)
 class Pair:
-    """Photographs A and B `[H, W, 3]`; q from A, k from B `[1, 1, H, W, width]`; v holds B's colours and places.
+    """Photographs A and B `[H, W, 3]`; q from A, k from B `[1, 1, H, W, width]`; v holds B's colors and places.
 
     The last two channels of v are each key's own (row, column), so that attention returns an expected place in B,
     finer than a pixel.
@@ -41,7 +41,7 @@ class PairResult:
 
     @property
     def warped(self) -> Tensor:
-        """B's colours at the places found `[H, W, 3]`: B warped onto A."""
+        """B's colors at the places found `[H, W, 3]`: B warped onto A."""
         return self.attended.out[0, 0, ..., :3].cpu()
 
     @property

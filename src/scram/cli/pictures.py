@@ -1,4 +1,4 @@
-"""Fields and tensors -> pictures: match fields as colour wheels, error maps, sheets with titles."""
+"""Fields and tensors -> pictures: match fields as color wheels, error maps, sheets with titles."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def offsets(matches: Matches, rank: int = 0) -> Tensor:
 
 
 def wheel_limit(*fields: Tensor, share: float = 0.65) -> float:
-    """A length that `share` of the offsets stay within, for `wheel_colours`; rounded so that a legend reads well."""
+    """A length that `share` of the offsets stay within, for `wheel_colors`; rounded so that a legend reads well."""
     lengths = torch.cat([field.norm(dim=-1).flatten() for field in fields])
     limit = max(float(lengths.nanquantile(share)), 1.0)
     step = 10 ** np.floor(np.log10(limit))
@@ -66,9 +66,9 @@ def wheel_limit(*fields: Tensor, share: float = 0.65) -> float:
 
 
 def wheel_colors(field: Tensor, limit: float) -> Tensor:
-    """Offsets `[H, W, 2]` -> colours `[H, W, 3]`: hue is direction, saturation length.
+    """Offsets `[H, W, 2]` -> colors `[H, W, 3]`: hue is direction, saturation length.
 
-    Offsets longer than `limit` are darker, NaN is grey.
+    Offsets longer than `limit` are darker, NaN is gray.
     """
     down, right = field.unbind(-1)
     length = field.norm(dim=-1) / limit
@@ -80,7 +80,7 @@ def wheel_colors(field: Tensor, limit: float) -> Tensor:
 
 
 def shades(values: Tensor, colormap: str = "magma") -> Tensor:
-    """Values 0..1 `[H, W]` -> a colour map of matplotlib `[H, W, 3]`, NaN grey."""
+    """Values 0..1 `[H, W]` -> a color map of matplotlib `[H, W, 3]`, NaN gray."""
     shown = torch.from_numpy(colormaps[colormap](values.nan_to_num(0).clamp(0, 1).cpu().numpy())[..., :3]).float()
     return torch.where(values.isnan().cpu()[..., None], 0.5, shown)
 
@@ -120,7 +120,7 @@ class Panel:
 
 
 def wheel_legend(limit: float) -> Callable[[Axes], None]:
-    """Draw a colour wheel of that limit into the corner of a panel."""
+    """Draw a color wheel of that limit into the corner of a panel."""
 
     def draw(axes: Axes) -> None:
         line = torch.linspace(-1.2, 1.2, 241, dtype=torch.float32, device="cpu") * limit

@@ -1,6 +1,6 @@
-"""What SCRAM is compared with: dense attention, fixed sparse patterns, brute force, and nearest-neighbour libraries.
+"""What SCRAM is compared with: dense attention, fixed sparse patterns, brute force, and nearest-neighbor libraries.
 
-Every attention takes q, k, v `[1, H, S, S, E]` of a square picture and returns out; the dense, local and neighbourhood
+Every attention takes q, k, v `[1, H, S, S, E]` of a square picture and returns out; the dense, local and neighborhood
 ones take any picture. A pattern also says which pairs it allows, as FlexAttention writes masks; the tests compare it
 with a dense masked softmax. The Sparse Transformer's patterns are causal, as published, with the picture's width as
 their stride.
@@ -26,7 +26,7 @@ from ..settings import Search
 SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after it see
 BLOCK = 8  # side of the local pattern's query blocks
 REACH = 4  # how far their keys reach beyond them
-NEIGHBOURS = 15  # side of NATTEN's neighbourhoods, about as many keys as a local block sees
+NEIGHBORS = 15  # side of NATTEN's neighborhoods, about as many keys as a local block sees
 CHUNK = 1 << 26  # elements of a score matrix at a time
 SETTINGS = {"SCRAM": Search(seed=0), "SCRAM, paper": Search.paper(seed=0)}
 TAILS: dict[str, Auto | None] = {"SCRAM": "auto", "SCRAM, paper": None}  # of the attention: clusters, or nothing
@@ -178,7 +178,7 @@ def flex(pattern: str, size: int, device: torch.device, height: int | None = Non
 
 
 def natten(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """NATTEN's neighbourhood attention by its own kernels; on a CPU, where it has none, through FlexAttention."""
+    """NATTEN's neighborhood attention by its own kernels; on a CPU, where it has none, through FlexAttention."""
     from natten import HAS_LIBNATTEN, na2d
 
     flat = [F.pad(x, (0, -x.shape[-1] % 32)).movedim(1, 3) for x in (q, k, v)]
@@ -186,7 +186,7 @@ def natten(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if not HAS_LIBNATTEN:
             raise RuntimeError("NATTEN is installed without its kernels")
         flat = [x.to(torch.bfloat16) for x in flat]  # its kernels need half precision and widths of 32, 64, ..
-    out: Tensor = na2d(*flat, kernel_size=NEIGHBOURS, scale=scale, **({} if q.is_cuda else {"backend": "flex-fna"}))
+    out: Tensor = na2d(*flat, kernel_size=NEIGHBORS, scale=scale, **({} if q.is_cuda else {"backend": "flex-fna"}))
     return out[..., : v.shape[-1]].to(v.dtype).movedim(3, 1).contiguous()
 
 

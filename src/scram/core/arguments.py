@@ -12,7 +12,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MASK = "use key_mask=, bool [B, *G'] or [B, H, *G'] with True = may be attended; there is no mask between queries"
-_WEIGHTS = "no weights are kept: scram.search returns the keys, scram.attend the log of the normaliser"
+_WEIGHTS = "no weights are kept: scram.search returns the keys, scram.attend the log of the normalizer"
 # Names used elsewhere: what to do in a function that takes the argument named first, "" in every other.
 ELSEWHERE = {
     "attn_mask": {"key_mask": _MASK},
@@ -23,9 +23,9 @@ ELSEWHERE = {
     "enable_gqa": {"": "k and v may have fewer heads than q without it"},
     "need_weights": {"": _WEIGHTS},
     "average_attn_weights": {"": _WEIGHTS},
-    "samples": {"method": "use method=, such as scram.Hybrid(samples=512)"},
+    "samples": {"method": "use method=, such as scram.DrawnKeys(samples=512)"},
     "seed": {
-        "method": "use method=, such as scram.Hybrid(samples=512, seed=0)",
+        "method": "use method=, such as scram.DrawnKeys(samples=512, seed=0)",
         "search": "use search=scram.Search(seed=...)",
         "dropout_p": "torch.manual_seed governs dropout, scram.Search(seed=...) the search",
     },

@@ -83,7 +83,7 @@ class AttendGrads(NamedTuple):
 
 
 class DrawnTailCall(NamedTuple):
-    """Join the attention over the windows (`head_out`, `head_lse`) with keys drawn for all others (`Hybrid`)."""
+    """Join the attention over the windows (`head_out`, `head_lse`) with keys drawn for all others (`DrawnKeys`)."""
 
     q: Tensor
     k: Tensor
@@ -170,7 +170,7 @@ class ClusterCall(NamedTuple):
     k: Tensor
     v: Tensor
     key_mask: Tensor | None  # bool [B, *G'] or [B, Hk, *G']
-    warm_centres: Tensor | None  # [B, Hk, C, E]: where to start
+    warm_centers: Tensor | None  # [B, Hk, C, E]: where to start
     warm_values: Tensor | None  # [B, Hk, C, F]
     seed: Tensor  # int64 []
     rows: Tensor | None  # int64 [B, H], as in SearchCall; a row of keys takes that of its first row of queries
@@ -185,9 +185,9 @@ class ClusterCall(NamedTuple):
 
 
 class Clustered(NamedTuple):
-    """Result of a ClusterCall. A cluster without keys has size 0 and centre and value 0."""
+    """Result of a ClusterCall. A cluster without keys has size 0 and center and value 0."""
 
-    centres: Tensor  # float32 (float64 for float64) [B, Hk, C, E], mean key
+    centers: Tensor  # float32 (float64 for float64) [B, Hk, C, E], mean key
     values: Tensor  # float32 (float64 for float64) [B, Hk, C, F], mean value
     sizes: Tensor  # int32 [B, Hk, C]
     label: Tensor  # int32 [B, Hk, *G'], the cluster of each key; -1 for a key that is masked or not finite
@@ -209,7 +209,7 @@ class ClusterTailCall(NamedTuple):
     q: Tensor
     index: Tensor  # type: ignore[assignment]  # int32 [B, H, *G, kappa]
     label: Tensor  # int32 [B, Hc, *G'], -1 for a key in no cluster
-    centres: Tensor  # float32 (float64 for float64) [B, Hc, C, E]
+    centers: Tensor  # float32 (float64 for float64) [B, Hc, C, E]
     values: Tensor  # float32 (float64 for float64) [B, Hc, C, F]
     sizes: Tensor  # int32 [B, Hc, C]
     gains: Tensor | None  # float32 (float64 for float64) [B, Hc, C], factors on the weights of clusters; None is 1
@@ -233,7 +233,7 @@ class ClusterTailGrads(NamedTuple):
     """Gradients of a ClusterTailCall."""
 
     q: Tensor
-    centres: Tensor
+    centers: Tensor
     values: Tensor
     head_out: Tensor
     head_lse: Tensor

@@ -136,8 +136,8 @@ def exact_search(
             key = torch.where(open_.gather(-1, key.unsqueeze(-1)).squeeze(-1), key, lowest)
             keys.append(torch.where(some, key, -1))
             scores.append(torch.where(some, masked.gather(-1, key.unsqueeze(-1)).squeeze(-1), -torch.inf))
-            centre = [c.unsqueeze(-1) for c in coordinates(key, key_grid)]
-            open_ = open_ & ~(within(place, centre, separation) & some.unsqueeze(-1))
+            center = [c.unsqueeze(-1) for c in coordinates(key, key_grid)]
+            open_ = open_ & ~(within(place, center, separation) & some.unsqueeze(-1))
         parts.append((torch.stack(keys, -1), torch.stack(scores, -1)))
     shape = q.shape[:-1] if queries is None else (*q.shape[:2], len(queries), *[1] * (len(key_grid) - 1))
     if not parts:

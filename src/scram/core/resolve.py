@@ -22,11 +22,11 @@ from .cost import keys_visited
 from .tails.base import NO_TAIL, Kind, MadeFor, Tail, as_tail
 from .tails.clusters import Clusters
 from .tails.codebook import Codebook
-from .tails.drawn import Hybrid
+from .tails.drawn import DrawnKeys
 
 SEARCH = Search()
 CLUSTERS = Clusters()
-DRAWN_KEYS = Hybrid()
+DRAWN_KEYS = DrawnKeys()
 MOST_REMEMBERED = 1000  # kinds of calls
 
 

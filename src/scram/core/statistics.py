@@ -79,10 +79,10 @@ def mean(x: Tensor, points: int, confidence: float = CONFIDENCE) -> Interval:
     ratio = torch.where((variance > 0) & (most > 0), variance / most.clamp(min=1e-12), 1).clamp(max=1)
     rest = max(1 - x.shape[-1] / points, 0.0)  # a sample of everything leaves nothing open
     z2 = normal(confidence) ** 2 * ratio * rest / n
-    centre = (middle + z2 / 2) / (1 + z2)
+    center = (middle + z2 / 2) / (1 + z2)
     half = (z2 * most + z2.square() / 4).sqrt() / (1 + z2)
-    low = (centre - half - rest * middle / (n + 1)).minimum(middle)
-    high = (centre + half + rest * (1 - middle) / (n + 1)).maximum(middle)
+    low = (center - half - rest * middle / (n + 1)).minimum(middle)
+    high = (center + half + rest * (1 - middle) / (n + 1)).maximum(middle)
     return Interval(middle, low.clamp(min=0), high.clamp(max=1))
 
 

@@ -15,7 +15,7 @@ from ..core.precision import follows_autocast
 from ..core.resolve import Request
 from ..core.tails.clusters import Clusters
 from ..core.tails.codebook import Codebook
-from ..core.tails.drawn import Hybrid
+from ..core.tails.drawn import DrawnKeys
 from ..options import Auto, Impl, Mode, Weight, Window
 from ..results import Matches
 from ..settings import Score, Search
@@ -40,7 +40,7 @@ def attention(
     mode: Mode = "auto",
     search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | Hybrid | Auto | None = "auto",
+    tail: Clusters | Codebook | DrawnKeys | Auto | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -76,7 +76,7 @@ def attention(
         dropout_p: as there; rank 0's generator counts. Not in mode "heads".
         matches, warm: of this rank's queries, on the key grid of all ranks, in place of a search or to start it from;
             in mode "gather" only.
-        halo: rows of its neighbours' queries, on either side, that a rank searches with its own; None, twice the
+        halo: rows of its neighbors' queries, on either side, that a rank searches with its own; None, twice the
             largest jump of the search. Mode "heads" needs none.
 
     Returns:

@@ -27,10 +27,10 @@ def own_clusters(shards: Shards) -> list[Tensor]:
     clusters = shards.call.clusters
     rank = shards.ranks.rank
     if clusters is None or shards.keys[rank] == 0:
-        return shards.travelling(None)
+        return shards.traveling(None)
     q = shards.q if shards.queries[rank] else shards.q.new_ones((*shards.q.shape[:2], 1, *shards.q.shape[3:]))
     settings = replace(clusters, seed=shard_seed(shards.tail_seed, shards.first_key(rank)))
-    return shards.travelling(_clustered(shards, settings, q, shards.k, shards.v, shards.key_mask))
+    return shards.traveling(_clustered(shards, settings, q, shards.k, shards.v, shards.key_mask))
 
 
 def are_joint(shards: Shards) -> bool:
@@ -58,18 +58,18 @@ def joint_clusters(shards: Shards) -> list[Tensor]:
         if shards.keys[ranks.rank]:
             assign = replace(settings, steps=0)
             book = _clustered(shards, assign, q, shards.k, shards.v, shards.key_mask, start)
-        return shards.travelling(book)
+        return shards.traveling(book)
 
 
-def joined(shards: Shards, centres: Tensor, values: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def joined(shards: Shards, centers: Tensor, values: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Means [B, Hc, C, E], [B, Hc, C, F] and sizes [B, Hc, C] of clusters, from those of each rank, C after C."""
     assert shards.call.clusters is not None
     count = shards.call.clusters.count
     each = (sizes.shape[2] // count, count)
     parts = sizes.reshape(*sizes.shape[:2], *each)
     whole = parts.sum(2).to(sizes.dtype)
-    weight = (parts.to(centres.dtype) / whole.clamp(min=1).unsqueeze(2)).unsqueeze(-1)
-    k, v = ((x.reshape(*x.shape[:2], *each, x.shape[-1]) * weight).sum(2) for x in (centres, values))
+    weight = (parts.to(centers.dtype) / whole.clamp(min=1).unsqueeze(2)).unsqueeze(-1)
+    k, v = ((x.reshape(*x.shape[:2], *each, x.shape[-1]) * weight).sum(2) for x in (centers, values))
     return k, v, whole
 
 

@@ -32,7 +32,7 @@ def gather_attention(shards: Shards) -> Tensor:
     warm = _warm(shards, rows)
     k, v, mask, book = _gathered(shards, not dense and are_joint(shards))
     book = shards.call.codebook if book is None else book
-    means = () if book is None else (book.centres, book.values)
+    means = () if book is None else (book.centers, book.values)
     first = shards.first_query(shards.ranks.rank)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def gather_attention(shards: Shards) -> Tensor:
             if dense:
                 request = request._replace(search=None, tail=None, matches=None)
             else:
-                own = None if book is None else replace(book, centres=rest[0], values=rest[1])
+                own = None if book is None else replace(book, centers=rest[0], values=rest[1])
                 request = request._replace(
                     search=None, matches=matches(k), tail=_tail(shards, q, k, v, mask) if own is None else own
                 )
@@ -98,14 +98,14 @@ def _gathered(shards: Shards, joint: bool) -> tuple[Tensor, Tensor, Tensor | Non
         local = joint_clusters(shards)
     else:
         shards = shards.without_tail()
-        local = shards.travelling(None)
+        local = shards.traveling(None)
     k, v, *rest = _Gather.apply(shards, *local)  # type: ignore[no-untyped-call]
     if not joint:
         return k, v, public_mask(rest[0]) if rest else None, None
-    centres, values, *constants, label, sizes = rest
+    centers, values, *constants, label, sizes = rest
     mask = public_mask(constants[0]) if constants else None
-    centres, values, sizes = joined(shards, centres, values, sizes)
-    book = Codebook(centres, values, sizes, label, str(shards.request.score), shards.scale, mask)
+    centers, values, sizes = joined(shards, centers, values, sizes)
+    book = Codebook(centers, values, sizes, label, str(shards.request.score), shards.scale, mask)
     return k, v, mask, book
 
 

@@ -1,6 +1,6 @@
-"""Rows of queries that neighbours hold: a shard's search runs on them too, so that the field of matches has no seam.
+"""Rows of queries that neighbors hold: a shard's search runs on them too, so that the field of matches has no seam.
 
-Matches go from query to query in jumps. Without a halo the last rows of a shard have neighbours on one side only, and
+Matches go from query to query in jumps. Without a halo the last rows of a shard have neighbors on one side only, and
 find less. The matches of the halo are dropped: its rows are searched by the rank that holds them.
 """
 

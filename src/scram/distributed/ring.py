@@ -48,10 +48,10 @@ def attend_shard(
         mask = public_mask(rest[0]) if rest else None
         tail = shards.call.tail.of_part(shard_seed(shards.tail_seed, first_key), shards.share(origin))
     else:
-        centres, values, *masks, label, sizes = rest
+        centers, values, *masks, label, sizes = rest
         mask = public_mask(masks[0]) if masks else None
         tail = Codebook(
-            centres, values, sizes, label, score=str(shards.request.score), scale=shards.scale, key_mask=mask
+            centers, values, sizes, label, score=str(shards.request.score), scale=shards.scale, key_mask=mask
         )
     matches = search_shard(shards, halo, shard_seed(shards.seed, first_query, first_key), q, k, mask)
     request = shards.request._replace(

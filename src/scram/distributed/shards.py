@@ -225,7 +225,7 @@ class Shards:
         return min(self.call.clusters.count, self.keys[rank] * math.prod(self.k.shape[3:-1]))
 
     def layout(self, rank: int) -> Layout:
-        """The tensors of that rank's keys which travel: k, v, with clusters centres and values, then constants."""
+        """The tensors of that rank's keys which travel: k, v, with clusters centers and values, then constants."""
         batch, heads, _, *rest, width = self.k.shape
         wide = accumulator(self.v.dtype)
         rows = self.keys[rank]
@@ -255,7 +255,7 @@ class Shards:
         """Bytes of the longest message: all are as long."""
         return max(packed_size(self.layout(rank)) for rank in range(self.ranks.size))
 
-    def travelling(self, book: Codebook | None) -> list[Tensor]:
+    def traveling(self, book: Codebook | None) -> list[Tensor]:
         """This rank's tensors of `layout`, with `book` of its own keys; None where it has none, or there is no need."""
         tensors = [self.k, self.v]
         constants = [] if self.key_mask is None else [self.key_mask]
@@ -266,7 +266,7 @@ class Shards:
             reach = self.k.sum() + self.v.sum()  # no element holds it: gradients find their way
             means = [x + reach for x in empty[2:4]]
             return [*tensors, *means, *constants, *empty[-2:]]
-        return [*tensors, book.centres, book.values, *constants, book.label, book.sizes]
+        return [*tensors, book.centers, book.values, *constants, book.label, book.sizes]
 
     @contextmanager
     def dropping(self, *first: int) -> Iterator[None]:

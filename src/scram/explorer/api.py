@@ -110,7 +110,7 @@ def explore(
         search, radius, scale, score, impl: as in `attention`, but always searched; no callable score.
         tail: `Clusters` for the keys outside the windows, or None; "auto" is Clusters.
         pictures: what the points show: none, one [*G, 3] or [*G, 1] for queries and keys, or two, [*G, 3] and [*G', 3];
-            numbers 0 to 1, or uint8. Without, features are shown as colours.
+            numbers 0 to 1, or uint8. Without, features are shown as colors.
         panes: "one" for queries and keys in one picture (self-attention), "two"; "auto" is one where the grids are
             equal and there are not two pictures.
         title, notes: the heading of the page, and sentences to add to what it says about itself.

@@ -34,7 +34,7 @@ class Attention(NamedTuple):
         q, k, v: [H, *G, E], [Hk, M, E] and [Hk, M, F], prepared for the score, the scale in q.
         sweeps: the matches after 0, 1, .. T sweeps, each [1, H, *G, kappa].
         codebook: clusters of the keys, or None.
-        pictures: colours of queries [*G, 3] and keys [*G', 3], uint8; empty where there are none, one for both.
+        pictures: colors of queries [*G, 3] and keys [*G', 3], uint8; empty where there are none, one for both.
     """
 
     q: Tensor
@@ -254,7 +254,7 @@ def _matches(packed: Packed, sweeps: Sequence[Matches], most_bytes: int) -> int:
 
 def _cluster_bytes(attention: Attention) -> int:
     book = attention.codebook
-    return 0 if book is None else 4 * (book.centres.numel() + book.values.numel())
+    return 0 if book is None else 4 * (book.centers.numel() + book.values.numel())
 
 
 def _clusters(
@@ -264,7 +264,7 @@ def _clusters(
     kept_keys: Sequence[list[int]],
     kept_values: Sequence[list[int]],
 ) -> None:
-    """Centres and mean values in the same coordinates, of each head of clusters."""
+    """Centers and mean values in the same coordinates, of each head of clusters."""
     book = attention.codebook
     assert book is not None
     sizes = book.sizes[0].cpu()
@@ -273,9 +273,9 @@ def _clusters(
         g = c // share
         key = channels.balanced[g]
         value = channels.principal[g]
-        centers = (book.centres[0, c].cpu().double() - key.center) @ key.to_keys
+        centers = (book.centers[0, c].cpu().double() - key.center) @ key.to_keys
         means = (book.values[0, c].cpu().double() - value.center) @ value.axes
-        packed.add_floats(f"centres{c}", centers[:, kept_keys[g]].numpy())
+        packed.add_floats(f"centers{c}", centers[:, kept_keys[g]].numpy())
         packed.add_floats(f"means{c}", means[:, kept_values[g]].numpy())
     packed.add_floats("sizes", sizes.numpy())
     if book.gains is not None:

@@ -1,7 +1,7 @@
 """Planes of whole numbers to bytes: predicted, folded to positive numbers, split into bytes, deflated.
 
-A plane is one number for each point of a grid: a channel of features, a coordinate of the matches, a colour. A plane is
-stored as it is (PLAIN), less its left neighbour (LEFT), or less the plane `back` places before it (BEFORE), whichever
+A plane is one number for each point of a grid: a channel of features, a coordinate of the matches, a color. A plane is
+stored as it is (PLAIN), less its left neighbor (LEFT), or less the plane `back` places before it (BEFORE), whichever
 packs best. Differences wrap around in 16 bits. 0, -1, 1, -2, .. become 0, 1, 2, 3, ..; the lower bytes of a plane stand
 before its upper bytes.
 """

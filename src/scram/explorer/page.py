@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from .pack import Json, Packed
 
-SCRIPTS = ("data.js", "attend.js", "colours.js", "pane.js", "numbers.js", "main.js")
+SCRIPTS = ("data.js", "attend.js", "colors.js", "pane.js", "numbers.js", "main.js")
 FRAME_HEIGHT = 760  # pixels, in a notebook
 
 

@@ -11,36 +11,37 @@ tensor([0., 2.])
 torch.Size([24, 30, 1])
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .denoising import denoise
-    from .generation import generate
-    from .inpainting import inpaint
-    from .matching import match
-    from .retargeting import retarget
+    from .denoising import denoise as denoise
+    from .generation import generate as generate
+    from .inpainting import inpaint as inpaint
+    from .matching import Matching as Matching
+    from .matching import match as match
+    from .retargeting import retarget as retarget
 
-__all__ = ["denoise", "generate", "inpaint", "match", "retarget"]
-
-
-class _Package(ModuleType):
-    """Imports a function when it is first used, so that the command line starts without torch."""
-
-    def __getattr__(self, name: str) -> object:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        import_module(f".{name}", __name__)
-        return self.__dict__[name]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # Python stores an imported submodule in its package; the function of that name stays before it.
-        super().__setattr__(name, getattr(value, name) if name in __all__ else value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+# Imported when they are first used, so that the command line starts without torch.
+_HOMES = {
+    "Matching": "matching",
+    "denoise": "denoising",
+    "generate": "generation",
+    "inpaint": "inpainting",
+    "match": "matching",
+    "retarget": "retargeting",
+}
+__all__ = list(_HOMES)
 
 
-sys.modules[__name__].__class__ = _Package
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    own = [name for name in globals() if name.startswith("__") and name.endswith("__")]
+    return sorted({*own, *_HOMES})

@@ -39,7 +39,7 @@ class Settings:
 
 
 def suited(channels: int, changed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Patch, width and strength for grey (7 x 7) or colour (5 x 5, which hold three times the numbers), and changes."""
+    """Patch, width and strength for gray (7 x 7) or color (5 x 5, which hold three times the numbers), and changes."""
     patch, width, strength = (7, 24, 0.95) if channels == 1 else (5, 16, 1.2)
     given = {name: value for name, value in (changed or {}).items() if value is not None}
     return {"patch": patch, "width": width, "strength": strength, **given}
@@ -60,8 +60,8 @@ def denoise(
     Args:
         picture: [H, W, 1] or [H, W, 3], values 0..1.
         sigma: standard deviation of the noise, in the same units; None estimates it.
-        patch: side of the patches, odd; 7 for grey, 5 for colour.
-        strength: bandwidth of the weights in units of the noise; 0.95 for grey, 1.2 for colour.
+        patch: side of the patches, odd; 7 for gray, 5 for color.
+        strength: bandwidth of the weights in units of the noise; 0.95 for gray, 1.2 for color.
         matches: windows per pixel: its own, and those of its best matches elsewhere.
         radius: of the windows.
         seed: of the search.

@@ -58,7 +58,7 @@ def padded(picture: Tensor, patch: int) -> Tensor:
 
 
 def plain_share(picture: Tensor, patch: int) -> float:
-    """The share of pixels `[H, W, 3]` whose patch is all one colour: nothing tells them apart."""
+    """The share of pixels `[H, W, 3]` whose patch is all one color: nothing tells them apart."""
     x = padded(picture, patch)  # [1, 3, H + p - 1, W + p - 1]
     same = (F.max_pool2d(x, patch, 1) == -F.max_pool2d(-x, patch, 1)).all(1)
     return float(same.float().mean())

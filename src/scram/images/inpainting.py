@@ -22,7 +22,7 @@ SHARP = Settings(selective=4.0)  # single patches, those that fit: irregular tex
 RATIO = 2.0  # of a level to the one above
 REACH = 1.5  # side of a patch over the width of the hole at the coarsest level
 TRUST = 1.2  # a vote counts for less by this factor with each pixel deeper in the hole
-TEXTURE = 6.0  # weight of the roughness around a pixel beside its colours
+TEXTURE = 6.0  # weight of the roughness around a pixel beside its colors
 TILE = 32  # side of the squares of patches that are searched together
 AROUND = 32  # pixels around a hole whose texture is looked at
 # Of an irregular texture, see `irregular`.
@@ -145,24 +145,24 @@ def irregular(picture: Tensor, hole: Tensor, side: int) -> bool:
     near = F.max_pool2d(hole.to(picture.dtype)[None, None], 2 * AROUND + 1, 1, AROUND)[0, 0] > 0
     known = (~hole).to(picture.dtype)[None, None]
     near = near & ~hole
-    grey = torch.where(hole, 0, picture.mean(-1))[None, None]
+    gray = torch.where(hole, 0, picture.mean(-1))[None, None]
     wide = (2 * side - 1, 1, side - 1)
-    means = (F.avg_pool2d(grey, *wide) / F.avg_pool2d(known, *wide).clamp(min=1e-6))[0, 0][near]
+    means = (F.avg_pool2d(gray, *wide) / F.avg_pool2d(known, *wide).clamp(min=1e-6))[0, 0][near]
     rough = activity(picture, hole, side).mean(-1)[near]
-    pixels = grey[0, 0][near]
+    pixels = gray[0, 0][near]
     spread = [float(x.std(correction=0)) if len(x) else 0.0 for x in (means, pixels, rough)]
     return spread[0] < EVEN_MEANS * spread[1] and spread[2] < EVEN_ROUGHNESS * float(rough.mean())
 
 
 def activity(picture: Tensor, hole: Tensor, side: int) -> Tensor:
     """How rough a picture [H, W, C] is around each pixel [H, W, 2]: mean differences down and across, known ones."""
-    grey = picture.mean(-1)[None, None]
+    gray = picture.mean(-1)[None, None]
     known = (~hole).to(picture.dtype)[None, None]
     means = []
     for axis in (-2, -1):
-        length = grey.shape[axis] - 1
+        length = gray.shape[axis] - 1
         both = known.narrow(axis, 0, length) * known.narrow(axis, 1, length)
-        rough = (grey.narrow(axis, 1, length) - grey.narrow(axis, 0, length)).abs() * both
+        rough = (gray.narrow(axis, 1, length) - gray.narrow(axis, 0, length)).abs() * both
         pad = (0, 0, 0, 1) if axis == -2 else (0, 1, 0, 0)
         summed, count = (F.avg_pool2d(F.pad(x, pad), 2 * side - 1, 1, side - 1) for x in (rough, both))
         means.append(torch.where(count > 1e-6, summed / count.clamp(min=1e-6), 0)[0, 0])

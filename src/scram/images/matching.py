@@ -28,7 +28,7 @@ SWEEPS = 8
 SCALE = 100.0  # on unit features a score is a cosine; times 100 the softmax has clear peaks
 COARSEST = 40  # a level has at least so many lines and columns, times two where there is a coarser one
 NEAR = 2.0  # pixels; a way there and back that ends so far from its start counts half
-AROUND = 5  # radius of the neighbourhood whose ways back are averaged
+AROUND = 5  # radius of the neighborhood whose ways back are averaged
 SURE = 0.5  # a match of this confidence or more passes
 SCREEN = 160  # lines of the pictures on which poses are compared
 MOST_SECOND = 600_000  # points of both pictures at the level where second bests are sought
@@ -60,7 +60,7 @@ class Matching:
     Args:
         place: float32 [H, W, 2], (row, column) in B, finer than a pixel; NaN where no key was found.
         confidence: float32 [H, W], 0..1; `SURE` or more passes the check.
-        warped: float32 [H, W, 3], B's colours at these places.
+        warped: float32 [H, W, 3], B's colors at these places.
         score: float32 [H, W], the cosine of the two patches.
         pose: int64 [H, W], which of `poses` each match was found under.
         poses: (scale, rotation) of B against A that were tried at full size.

@@ -63,7 +63,7 @@ def depth(hole: Tensor) -> Tensor:
 def finer(matches: Matches, side: int, size: tuple[int, int], key_size: tuple[int, int]) -> Matches:
     """Matches of patches of a coarser level, for pictures of a finer size: the start of a search there.
 
-    Patches know each other by their centres, on the grids of the pixels.
+    Patches know each other by their centers, on the grids of the pixels.
     """
     rim = side // 2
     coords = matches.coords() + rim

@@ -33,11 +33,11 @@ class Picture:
     """A picture as it was read, upright.
 
     Args:
-        pixels: float32 [H, W, 1] (grey) or [H, W, 3] (red, green, blue), values 0..1.
+        pixels: float32 [H, W, 1] (gray) or [H, W, 3] (red, green, blue), values 0..1.
         alpha: float32 [H, W, 1], 1 = opaque; None where the file has no transparency.
         bits: 8 or 16, the depth of the file.
-        profile: its ICC colour profile, written back as it is.
-        notes: what reading changed, in words: which frame was taken, turned upright, colours converted.
+        profile: its ICC color profile, written back as it is.
+        notes: what reading changed, in words: which frame was taken, turned upright, colors converted.
 
     >>> Picture(torch.zeros(2, 3, 1)).rgb.shape
     torch.Size([2, 3, 3])
@@ -51,13 +51,13 @@ class Picture:
 
     @property
     def rgb(self) -> Tensor:
-        """[H, W, 3]: grey as three equal colours, transparency left out."""
+        """[H, W, 3]: gray as three equal colors, transparency left out."""
         return self.pixels.expand(-1, -1, 3)
 
     @property
     def kind(self) -> str:
-        """In words: "16-bit grey with alpha"."""
-        return f"{self.bits}-bit {'grey' if self.pixels.shape[-1] == 1 else 'colour'}{' with alpha' * self.has_alpha}"
+        """In words: "16-bit gray with alpha"."""
+        return f"{self.bits}-bit {'gray' if self.pixels.shape[-1] == 1 else 'color'}{' with alpha' * self.has_alpha}"
 
     @property
     def has_alpha(self) -> bool:
@@ -80,7 +80,7 @@ class Picture:
 def read(path: str | os.PathLike[str], height: int | None = None, *, most_pixels: int = MOST_PIXELS) -> Picture:
     """Read a picture file: PNG, JPEG, TIFF, WebP, GIF, BMP, PPM, AVIF, JPEG 2000, TGA or ICO.
 
-    Sixteen bits are kept (PNG and TIFF). Palettes become colours, CMYK and other colour spaces RGB. EXIF orientation is
+    Sixteen bits are kept (PNG and TIFF). Palettes become colors, CMYK and other color spaces RGB. EXIF orientation is
     applied. Of several frames the first is taken; `notes` says so.
 
     Args:
@@ -192,7 +192,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _one_mode(image: Image.Image, notes: list[str]) -> tuple[Image.Image | NDArray[Any], int]:
-    """Any of Pillow's modes as L, LA, RGB or RGBA with 8 bits, or grey with 16."""
+    """Any of Pillow's modes as L, LA, RGB or RGBA with 8 bits, or gray with 16."""
     mode = image.mode
     if mode == "F":
         raise ValueError("it holds floats of unknown range; save it with 8 or 16 bits")
@@ -202,21 +202,21 @@ def _one_mode(image: Image.Image, notes: list[str]) -> tuple[Image.Image | NDArr
             raise ValueError("it holds 32-bit integers of unknown range; save it with 8 or 16 bits")
         return values.astype(np.uint16), 16
     see_through = "transparency" in image.info or mode in ("LA", "La", "PA", "RGBA", "RGBa")
-    if mode in ("1", "L", "LA", "La") or (mode in ("P", "PA") and _is_grey(image)):
+    if mode in ("1", "L", "LA", "La") or (mode in ("P", "PA") and _is_gray(image)):
         return image.convert("LA" if see_through else "L"), 8
     if mode not in ("RGB", "RGBA", "RGBa", "RGBX", "P", "PA"):
         notes.append(f"{mode} converted to RGB")
     return image.convert("RGBA" if see_through else "RGB"), 8
 
 
-def _is_grey(image: Image.Image) -> bool:
-    """Whether a palette holds greys alone."""
+def _is_gray(image: Image.Image) -> bool:
+    """Whether a palette holds grays alone."""
     colors = np.asarray(image.getpalette("RGB") or ()).reshape(-1, 3)
     return bool((colors == colors[:, :1]).all())
 
 
 def _sixteen(path: Path, image: Image.Image, raw: str, most_pixels: int) -> NDArray[Any]:
-    """Colours or grey + alpha of 16 bits [H, W, C]: Pillow keeps 8 of them, so the file is decoded for either half."""
+    """Colors or gray + alpha of 16 bits [H, W, C]: Pillow keeps 8 of them, so the file is decoded for either half."""
     first = raw[-1]
     if raw.startswith("LA"):  # four bytes a pixel, which are read as they stand
         _set_raw_mode(image, "RGBA")
@@ -250,7 +250,7 @@ def _scaled(x: Tensor, size: tuple[int, int], bits: int) -> Tensor:
 
 
 def write(picture: Picture, path: str | os.PathLike[str]) -> None:
-    """Write a picture with its depth, grey, transparency and profile; the suffix of the path is the format.
+    """Write a picture with its depth, gray, transparency and profile; the suffix of the path is the format.
 
     Values are cut to 0..1. An existing file is replaced at once when the new one is whole. Sixteen bits and
     transparency need a format that holds them; PNG holds all.
@@ -270,7 +270,7 @@ def write(picture: Picture, path: str | os.PathLike[str]) -> None:
             return
         from PIL import Image
 
-        image = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)  # [H, W, 2] is grey with alpha
+        image = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)  # [H, W, 2] is gray with alpha
         options: dict[str, Any] = {"quality": 95} if suffix in (".jpg", ".jpeg", ".webp", ".avif") else {}
         if picture.profile is not None:
             options["icc_profile"] = picture.profile

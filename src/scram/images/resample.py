@@ -38,7 +38,7 @@ class Turned:
 
 
 def turned(picture: Tensor, scale: float, degrees: float) -> Turned:
-    """Scale a picture [H, W, C] by `scale` and turn it counter-clockwise about its centre; the canvas holds all of it.
+    """Scale a picture [H, W, C] by `scale` and turn it counter-clockwise about its center; the canvas holds all of it.
 
     >>> turned(torch.rand(4, 6, 3), 2.0, 90).picture.shape
     torch.Size([12, 8, 3])

@@ -57,7 +57,7 @@ def smooth_fill(picture: Tensor, hole: Tensor, order: int = 2, steps: int = 200)
 
 
 def _laplacian(x: Tensor) -> Tensor:
-    """Neighbours less the pixel itself [1, C, H, W], over the neighbours that are there: a symmetric operator."""
+    """Neighbors less the pixel itself [1, C, H, W], over the neighbors that are there: a symmetric operator."""
     down = x[..., 1:, :] - x[..., :-1, :]
     right = x[..., 1:] - x[..., :-1]
     return F.pad(down, (0, 0, 0, 1)) - F.pad(down, (0, 0, 1, 0)) + F.pad(right, (0, 1)) - F.pad(right, (1, 0))

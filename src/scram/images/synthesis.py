@@ -34,7 +34,7 @@ class Settings:
         width: features kept of each.
         matches: source patches that each patch of the guess becomes a mean of.
         sharpness: how fast their weights fall with the squared distance over its median; more is sharper.
-        focus: how fast the votes of a patch fall from its centre to its rim; more is sharper, with more seams.
+        focus: how fast the votes of a patch fall from its center to its rim; more is sharper, with more seams.
         selective: how fast the vote of a patch falls with its squared distance over the upper quartile of all; more
             keeps textures: patches that fit are copied, and those that do not blur less.
         finish: focus of one last step that votes with single patches (inpainting of wide holes); None for no such step.
@@ -195,7 +195,7 @@ def _fitting(score: Tensor, selective: float) -> Tensor:
 def tile_vote(patches: Tensor, weight: Tensor, tiles: Tiles, side: int, focus: float = 0.0) -> Tensor:
     """Patch voting: patches [n, th, tw, C * p * p] of tiles averaged with their weights [n, th, tw, 1] -> [H, W, C].
 
-    With focus the pixels of a patch count for less by exp(-focus r^2) at the distance r from its centre.
+    With focus the pixels of a patch count for less by exp(-focus r^2) at the distance r from its center.
     """
     size = (tiles.side[0] + side - 1, tiles.side[1] + side - 1)
     line = torch.arange(side, device=patches.device, dtype=patches.dtype) - side // 2

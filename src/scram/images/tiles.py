@@ -62,7 +62,7 @@ class Tiles:
         return joined[top : top + height, left : left + width]
 
     def add(self, x: Tensor, rim: int) -> Tensor:
-        """Tiles with a rim that overlaps their neighbours [n, C, side + rim, side + rim], summed [C, h + rim, w + rim].
+        """Tiles with a rim that overlaps their neighbors [n, C, side + rim, side + rim], summed [C, h + rim, w + rim].
 
         The rim lies below and to the right.
         """

@@ -24,7 +24,7 @@ from ..spec.grid import Grid, coordinates, grid_of
 from ..spec.scoring import accumulator, check_score, default_scale
 from .searching import Searching
 
-# From a start that is near: two sweeps of comparing with the neighbours, and draws around each match.
+# From a start that is near: two sweeps of comparing with the neighbors, and draws around each match.
 REFINE = Search(sweeps=2, jumps=(2, 1), gossip=0)
 
 
@@ -35,7 +35,7 @@ class Correspondence(NamedTuple):
     coords: float32 [B, H, *G, rank], the mean place on the key grid of the keys in the windows around the matches,
         weighted by their softmax (soft-argmax); NaN where no key was found. It carries gradients to q and k.
     confidence: float32 [B, H, *G], the weight of the best key among those of the windows, 0..1; 0 where there is none.
-    lse: [B, H, *G], the log of the normaliser, with gradients.
+    lse: [B, H, *G], the log of the normalizer, with gradients.
     back: for every key the query found, [B, H, *G', 1]; None unless the matcher is bidirectional.
     agrees: bool [B, H, *G], whether the way there and back ends near the query; None unless it is bidirectional.
     """

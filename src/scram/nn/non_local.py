@@ -34,7 +34,7 @@ class NonLocalBlock(Searching):
         rank: axes of the grid.
         form: "embedded_gaussian", exp(theta.phi); "gaussian", exp(x.x); "dot_product", theta.phi; "concatenation",
             relu(w.[theta, phi]).
-        norm: batch normalisation after the last convolution.
+        norm: batch normalization after the last convolution.
         search, radius, keep_matches, warm_search, tail, window, impl: as in `GridAttention`; the tail is for the forms
             with softmax.
 

@@ -108,8 +108,8 @@ class Searching(nn.Module):
         kept = self.codebook if self._keeps() else None
         if kept is None or kept.gains is not None:
             return None
-        same_keys = kept.label.shape == k.shape[:-1] and kept.centres.device == k.device
-        same_values = kept.values.shape[-1] == v.shape[-1] and kept.centres.dtype == accumulator(v.dtype)
+        same_keys = kept.label.shape == k.shape[:-1] and kept.centers.device == k.device
+        same_values = kept.values.shape[-1] == v.shape[-1] and kept.centers.dtype == accumulator(v.dtype)
         return kept if same_keys and same_values else None
 
     def _keeps(self) -> bool:

@@ -28,7 +28,7 @@ ONCE = 4.0  # seconds from which a call is timed only once
 
 
 @dataclass(frozen=True, eq=False)
-class Judgement:
+class Judgment:
     """How far an attention function is from exact attention on a sample of queries, and its time; prints itself.
 
     Args:
@@ -120,7 +120,7 @@ def judge(
     scale: float | None = None,
     num_queries: int = 512,
     seed: int = 0,
-) -> Judgement:
+) -> Judgment:
     """Error and speed of any attention function on these tensors.
 
     Args:
@@ -134,13 +134,13 @@ def judge(
         seed: chooses them.
 
     Returns:
-        Judgement.
+        Judgment.
 
     >>> import torch.nn.functional as F
     >>> _ = torch.manual_seed(0)
     >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
-    >>> judgement = judge(F.scaled_dot_product_attention, q, k, v, layout="sdpa")
-    >>> bool((judgement.p95_error.high < 1e-5).all())
+    >>> judgment = judge(F.scaled_dot_product_attention, q, k, v, layout="sdpa")
+    >>> bool((judgment.p95_error.high < 1e-5).all())
     True
     """
     return Judge(q, k, v, causal=causal, key_mask=key_mask, scale=scale, num_queries=num_queries, seed=seed).judge(
@@ -202,7 +202,7 @@ class Judge:
         return self.dense.continued
 
     @torch.no_grad()
-    def judge(self, function: Attention, *, name: str | None = None, layout: JudgedLayout = "grid") -> Judgement:
+    def judge(self, function: Attention, *, name: str | None = None, layout: JudgedLayout = "grid") -> Judgment:
         """As the function `judge`."""
         checks.one_of("layout", layout, LAYOUTS)
         if not callable(function):
@@ -222,7 +222,7 @@ class Judge:
             self.dense = self._time_dense()
         steady = timing.steady and self.dense.steady and agree([before.seconds, self.dense.seconds])
         measured = self.truth.errors(out.reshape(want))
-        return Judgement(
+        return Judgment(
             name=name or str(getattr(function, "__qualname__", type(function).__name__)),
             median_error=measured.median,
             p95_error=measured.p95,

@@ -17,7 +17,7 @@ from ..core.resolve import Request
 from ..core.statistics import CONFIDENCE
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
-from ..core.tails.drawn import Hybrid
+from ..core.tails.drawn import DrawnKeys
 from ..options import IMPLS, WINDOWS, Impl, Window
 from ..settings import Score, Search
 from ..spec.scoring import check_score
@@ -28,7 +28,7 @@ from .truth import Errors, Truth
 VERSION = 1  # of the JSON
 GIVEN = ("key_mask", "extra")  # tensors that a plan may have been measured with
 INFINITE = ("inf", "-inf", "nan")  # numbers that JSON has as strings
-TAILS: dict[str, Callable[..., Tail]] = {"Clusters": Clusters, "Hybrid": Hybrid}
+TAILS: dict[str, Callable[..., Tail]] = {"Clusters": Clusters, "DrawnKeys": DrawnKeys}
 DENSE = "torch.nn.functional.scaled_dot_product_attention(q.flatten(2, -2), {}{}).unflatten(2, q.shape[2:-1])"
 GRID_KEYS = "k.flatten(2, -2), v.flatten(2, -2)"
 ALL_KEYS = "torch.cat([k.flatten(2, -2), extra[0]], 2), torch.cat([v.flatten(2, -2), extra[1]], 2)"

@@ -19,7 +19,7 @@ from ..core.statistics import Interval, mean
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
 from ..core.tails.codebook import Codebook
-from ..core.tails.drawn import Hybrid
+from ..core.tails.drawn import DrawnKeys
 from ..options import Auto, Impl
 from ..results import Matches
 from ..settings import Score, Search
@@ -184,7 +184,7 @@ def trust(
     *,
     search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | Hybrid | Auto | None = "auto",
+    tail: Clusters | Codebook | DrawnKeys | Auto | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,

@@ -69,7 +69,7 @@ class Truth:
     Args:
         queries: int64 [n], flat indices of the sampled queries, the same for every head.
         out: exact outputs [B, H, n, F], float32 or float64.
-        lse: [B, H, n], log of the normaliser; -inf for a query without a legal key, which is left out. 0 where torch
+        lse: [B, H, n], log of the normalizer; -inf for a query without a legal key, which is left out. 0 where torch
             computed the outputs: it does not return it.
         points: queries of a head in all.
 

@@ -1,9 +1,9 @@
 """Keys grouped by content: k-means in the metric that matters to the queries and the values, in plain torch.
 
-The distance of a key and value (k, v) from a centre (c, w) is E[(scale <q, k - c>)^2] + weight |v - w|^2: how far the
+The distance of a key and value (k, v) from a center (c, w) is E[(scale <q, k - c>)^2] + weight |v - w|^2: how far the
 scores of the queries are off, and the value. A query whose scores have the variance s counts as q / (1 + s): sharp
 attention is the windows' part. The weight makes the second spread VALUE_WEIGHT times the first. Both are quadratic, so
-that the nearest centre is the one with the largest <k, a> + <v, b> + bias for some a, b and bias of each centre
+that the nearest center is the one with the largest <k, a> + <v, b> + bias for some a, b and bias of each center
 (`LinearForms`). Steps start at keys drawn in proportion to the attention that a few queries pay them.
 """
 
@@ -27,7 +27,7 @@ VALUE_WEIGHT = 0.3  # spread of the values to that of the scores: error .050; .1
 START_QUERIES = 32  # of a key head, whose attention says where steps start: error .044, without .050; 256 gain nothing
 START_MOST = 1 / 64  # that a query's attention to one key counts there
 START_EVEN = 0.25  # that all keys have in equal parts there; the attention of a query sums to 1 at most
-CHUNK_ELEMENTS = 1 << 22  # of the scores of keys and centres at a time
+CHUNK_ELEMENTS = 1 << 22  # of the scores of keys and centers at a time
 
 
 def cluster(call: ClusterCall) -> Clustered:
@@ -48,10 +48,10 @@ def cluster(call: ClusterCall) -> Clustered:
                 [labels_of(call, row, k_rows[row], v_rows[row], usable[row]) for row in range(key_rows)]
                 or [torch.zeros(0, keys, dtype=torch.int64, device=k.device)]
             ).reshape(key_rows, keys)
-    centres, values, sizes = means(k_rows, v_rows, label, call.clusters)
+    centers, values, sizes = means(k_rows, v_rows, label, call.clusters)
     heads = k.shape[:2]
     return Clustered(
-        centres.reshape(*heads, *centres.shape[1:]).contiguous(),  # the two are parts of one tensor
+        centers.reshape(*heads, *centers.shape[1:]).contiguous(),  # the two are parts of one tensor
         values.reshape(*heads, *values.shape[1:]).contiguous(),
         sizes.to(torch.int32).reshape(*heads, call.clusters),
         label.to(torch.int32).reshape(k.shape[:-1]),
@@ -59,7 +59,7 @@ def cluster(call: ClusterCall) -> Clustered:
 
 
 def cluster_backward(
-    call: ClusterCall, sizes: Tensor, label: Tensor, grad_centres: Tensor, grad_values: Tensor
+    call: ClusterCall, sizes: Tensor, label: Tensor, grad_centers: Tensor, grad_values: Tensor
 ) -> ClusterGrads:
     """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
     flat_label = label.flatten(0, 1).flatten(1)  # [B*Hk, M]
@@ -71,7 +71,7 @@ def cluster_backward(
         each = (grad.reshape(-1, grad.shape[-1]) / share).index_select(0, at)
         return torch.where(flat_label.reshape(-1, 1) >= 0, each, 0).to(x.dtype).reshape(x.shape)
 
-    return ClusterGrads(spread(grad_centres, call.k), spread(grad_values, call.v))
+    return ClusterGrads(spread(grad_centers, call.k), spread(grad_values, call.v))
 
 
 def usable_keys(call: ClusterCall, k_rows: Tensor, v_rows: Tensor) -> Tensor:
@@ -109,14 +109,14 @@ def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, usable: Tensor)
     """The cluster of each key of one row, keys [M, E] and values [M, F]: int64 [M], -1 for a key that is not usable."""
     k, v = (torch.where(usable.unsqueeze(-1), x, 0) for x in (k, v))
     start = Start.of(call, row, k, v, usable)
-    centres = start.centres
+    centers = start.centers
     values = start.values
-    sizes = torch.ones_like(centres[:, 0], dtype=torch.int64)
+    sizes = torch.ones_like(centers[:, 0], dtype=torch.int64)
     for step in range(call.steps):
-        best, score = nearest(start.space.forms(centres, values, sizes), start.k, start.v)
-        centres, values, sizes = (x[0] for x in means(start.k[None], start.v[None], best[None], call.clusters))
-        centres, values, sizes = start.placed_anew(call, step, score, centres, values, sizes)
-    best, _ = nearest(start.space.forms(centres, values, sizes), k, v)
+        best, score = nearest(start.space.forms(centers, values, sizes), start.k, start.v)
+        centers, values, sizes = (x[0] for x in means(start.k[None], start.v[None], best[None], call.clusters))
+        centers, values, sizes = start.placed_anew(call, step, score, centers, values, sizes)
+    best, _ = nearest(start.space.forms(centers, values, sizes), k, v)
     return torch.where(usable, best, -1)
 
 
@@ -126,7 +126,7 @@ class Start(NamedTuple):
     space: Space
     k: Tensor  # [S, E], keys of the sample; 0 for one that is not finite
     v: Tensor  # [S, F]
-    centres: Tensor  # [C, E]
+    centers: Tensor  # [C, E]
     values: Tensor  # [C, F]
     noise_row: Tensor | int  # the number of the first row of queries that reads the row of keys
 
@@ -148,9 +148,9 @@ class Start(NamedTuple):
         k_some = torch.where(finite, k_some, 0)
         v_some = torch.where(finite, v_some, 0)
         space = Space.of(call.scale * q_some, k_some, v_some)
-        if call.warm_centres is not None and call.warm_values is not None:
-            centres, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centres, call.warm_values))
-            return Start(space, k_some, v_some, centres, values, first)
+        if call.warm_centers is not None and call.warm_values is not None:
+            centers, values = (x.flatten(0, 1)[row].to(k) for x in (call.warm_centers, call.warm_values))
+            return Start(space, k_some, v_some, centers, values, first)
         queries = torch.tensor(len(q_some), dtype=torch.int64, device=k.device)
         at = strides(call.seed, first, 3, min(START_QUERIES, len(q_some)), queries)
         rate = attention_paid(call.scale * q_some[at], k_some)
@@ -160,11 +160,11 @@ class Start(NamedTuple):
         return Start(space, k_some, v_some, k_some[at], v_some[at], first)
 
     def placed_anew(
-        self, call: ClusterCall, step: int, score: Tensor, centres: Tensor, values: Tensor, sizes: Tensor
+        self, call: ClusterCall, step: int, score: Tensor, centers: Tensor, values: Tensor, sizes: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Clusters without keys start at keys drawn in proportion to their squared distances from their centres.
+        """Clusters without keys start at keys drawn in proportion to their squared distances from their centers.
 
-        `score`: the form of each key of the sample with its centre [S].
+        `score`: the form of each key of the sample with its center [S].
         """
         spread = self.space.spread(self.k, self.v)
         distance = (spread - 2 * score).clamp(min=0)  # [S]
@@ -174,9 +174,9 @@ class Start(NamedTuple):
         turn = (sizes == 0).long().cumsum(0) - 1  # [C], the number of each empty cluster
         anew = (sizes == 0) & (turn < far.sum())
         at = place[turn.clamp(min=0, max=len(score) - 1)]
-        centres = torch.where(anew.unsqueeze(-1), self.k[at], centres)
+        centers = torch.where(anew.unsqueeze(-1), self.k[at], centers)
         values = torch.where(anew.unsqueeze(-1), self.v[at], values)
-        return centres, values, torch.where(anew, 1, sizes)
+        return centers, values, torch.where(anew, 1, sizes)
 
 
 def noise_row(call: ClusterCall, row: int) -> Tensor | int:
@@ -218,7 +218,7 @@ def strides(seed: Tensor, row: Tensor | int, draw: int, number: int, total: Tens
 
 
 class LinearForms(NamedTuple):
-    """The nearest centre of (k, v) is the one with the largest <k, a> + <v, b> + bias."""
+    """The nearest center of (k, v) is the one with the largest <k, a> + <v, b> + bias."""
 
     a: Tensor  # [C, E]
     b: Tensor  # [C, F]
@@ -246,8 +246,8 @@ class Space(NamedTuple):
         share = torch.where(spread > 0, VALUE_WEIGHT * spread, 1)  # values alone where all scores are equal
         return Space(metric, torch.where(variance > 0, share / variance, 0), k_mean, v_mean)
 
-    def forms(self, centres: Tensor, values: Tensor, sizes: Tensor) -> LinearForms:
-        k = centres - self.k_mean
+    def forms(self, centers: Tensor, values: Tensor, sizes: Tensor) -> LinearForms:
+        k = centers - self.k_mean
         v = values - self.v_mean
         a = k @ self.metric
         b = self.value_weight * v
@@ -262,7 +262,7 @@ class Space(NamedTuple):
 
 
 def nearest(forms: LinearForms, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest centre of keys [S, E] and values [S, F], int64 [S], and its form [S]."""
+    """The nearest center of keys [S, E] and values [S, F], int64 [S], and its form [S]."""
     size = max(1, CHUNK_ELEMENTS // len(forms.bias))
     chunks = []
     for begin in range(0, len(k), size):

@@ -80,8 +80,8 @@ def in_windows(match: Tensor, place: Sequence[Tensor], key_grid: Grid, radius: S
     covered = torch.zeros(len(match), keys, dtype=torch.bool, device=match.device)
     for one in match.unbind(1):
         exists = ((one >= 0) & (one < keys)).unsqueeze(1)  # [n, 1]
-        centre = [c.unsqueeze(1) for c in coordinates(one, key_grid)]  # [n, 1] each
-        covered |= within(place, centre, radius) & exists
+        center = [c.unsqueeze(1) for c in coordinates(one, key_grid)]  # [n, 1] each
+        covered |= within(place, center, radius) & exists
     return covered
 
 

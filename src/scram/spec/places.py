@@ -53,7 +53,7 @@ def index_of(coords: Tensor, key_grid: Grid) -> Tensor:
 
 
 def own_index(grid: Grid, key_grid: Grid, device: torch.device | str) -> Tensor:
-    """int32 [*G]: the key at each query's own place; where the grids differ, the one that holds the query's centre.
+    """int32 [*G]: the key at each query's own place; where the grids differ, the one that holds the query's center.
 
     >>> own_index((4,), (2,), "cpu")
     tensor([0, 0, 1, 1], dtype=torch.int32)
@@ -79,8 +79,8 @@ def starts(q: Tensor, key_grid: Grid, warm: Tensor | None) -> Tensor:
     return torch.where(on_grid, warm, first).contiguous()
 
 
-def _centres(new: int, old: int, device: torch.device | str) -> tuple[Tensor, Tensor, int]:
-    """Points of a finer axis on a coarser one, or the reverse: the cell that holds each, and how far from its centre.
+def _centers(new: int, old: int, device: torch.device | str) -> tuple[Tensor, Tensor, int]:
+    """Points of a finer axis on a coarser one, or the reverse: the cell that holds each, and how far from its center.
 
     The distance is a fraction of the cell: a numerator [new] over the number that comes last. All are whole numbers,
     so no rounding depends on the device.
@@ -98,13 +98,13 @@ def resampled(
 ) -> tuple[Tensor, Tensor]:
     """Matches [B, H, *G, kappa] for queries on another grid, whose keys lie on another grid: index and score.
 
-    A new query takes the matches of the old one that it lies in, moved by its distance to that one's centre.
+    A new query takes the matches of the old one that it lies in, moved by its distance to that one's center.
     """
     place = coordinates(index.long(), old_keys)  # one [B, H, *G, kappa] per axis
     on_grid = (index >= 0) & (index < math.prod(old_keys))
     moved: list[Tensor] = []
     for axis, (extent, keys, before) in enumerate(zip(grid, key_grid, old_keys, strict=True)):
-        cell, rest, over = _centres(extent, index.shape[2 + axis], index.device)
+        cell, rest, over = _centers(extent, index.shape[2 + axis], index.device)
         on_grid = on_grid.index_select(2 + axis, cell)
         score = score.index_select(2 + axis, cell)
         place = [one.index_select(2 + axis, cell) for one in place]

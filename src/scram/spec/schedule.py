@@ -1,13 +1,13 @@
-"""What neighbours and tiles offer in a sweep of a search: one meaning for every engine, in plain integers."""
+"""What neighbors and tiles offer in a sweep of a search: one meaning for every engine, in plain integers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# A neighbour `step` points away on an axis offers its key moved by this many steps along that axis.
+# A neighbor `step` points away on an axis offers its key moved by this many steps along that axis.
 MOVES = {"shift": -1, "stay": 0}
-# What a neighbour offers in even and in odd sweeps.
+# What a neighbor offers in even and in odd sweeps.
 PROPAGATE = {
     "shift": (("shift",), ("shift",)),
     "stay": (("stay",), ("stay",)),
@@ -17,7 +17,7 @@ PROPAGATE = {
 
 TILE_QUERIES = 64  # queries of a tile
 LANE_GROUPS = 4  # that the lanes of an offer form where queries keep several matches
-KINDS = {**MOVES, "gossip": 100, "random": 101}  # of offers, as kernels number them: neighbours by their move
+KINDS = {**MOVES, "gossip": 100, "random": 101}  # of offers, as kernels number them: neighbors by their move
 MOST_IN_TILES = 32  # that a tile keeps on a GPU, where registers hold them
 STOP = 256  # a row stops when fewer than one query in this many took a key in a sweep
 
@@ -26,7 +26,7 @@ STOP = 256  # a row stops when fewer than one query in this many took a key in a
 class Offer:
     """One key from each query of a tile.
 
-    kind: "shift", the match of a neighbour `reach` points away, moved along; "stay", that of one `reach` tiles away as
+    kind: "shift", the match of a neighbor `reach` points away, moved along; "stay", that of one `reach` tiles away as
         it is; "gossip", that of a drawn query; "random", a key at most `reach` from the query's own match.
     draw: the number of its first draw; for "shift" and "stay" the number of the jump.
     """
@@ -37,7 +37,7 @@ class Offer:
 
 
 def moves(propagate: str, sweep: int) -> tuple[int, ...]:
-    """How the keys that a neighbour offers in a sweep are moved, in their order.
+    """How the keys that a neighbor offers in a sweep are moved, in their order.
 
     >>> moves("both", 1), moves("turns", 1), moves("turns", 2)
     ((-1, 0), (-1,), (0,))

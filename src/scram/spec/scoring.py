@@ -74,7 +74,7 @@ def default_scale(scale: float | None, width: int, score: Score, weight: str) ->
 
 
 def normalized_weights(a: Tensor, allowed: Tensor, weight: str) -> tuple[Tensor, Tensor]:
-    """Scaled scores [..., S] to normalized weights [..., S], 0 where not allowed, and log normalisers [...]."""
+    """Scaled scores [..., S] to normalized weights [..., S], 0 where not allowed, and log normalizers [...]."""
     some = allowed.any(-1)  # [...]
     if weight != "softmax":
         f = a.relu() if weight == "relu" else a

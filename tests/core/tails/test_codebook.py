@@ -35,7 +35,7 @@ def test_it_survives_a_file(tmp_path, fit):
     made = book(clusters=replace(CLUSTERS, fit=fit), matches=found(), radius=1, key_mask=mask, score="l2")
     made.save(tmp_path / "book.safetensors")
     again = scram.Codebook.load(tmp_path / "book.safetensors")
-    for name in ("centres", "values", "sizes", "label", "gains", "key_mask"):
+    for name in ("centers", "values", "sizes", "label", "gains", "key_mask"):
         a, b = getattr(made, name), getattr(again, name)
         assert a is b is None or torch.equal(a, b)
     assert (made.score, made.scale, made.radius, made.report) == (again.score, again.scale, again.radius, again.report)
@@ -63,7 +63,7 @@ WRONG = [
     ({"weight": "mean"}, r"weight='softmax'"),
     ({"weight": "relu"}, r"weight='softmax'"),
     ({"score": lambda q, k: (q * k).sum(-1)}, r"a score by name"),
-    ({"tail": 3}, r"tail must be .*scram.Codebook or scram.Hybrid, got int"),
+    ({"tail": 3}, r"tail must be .*scram.Codebook or scram.DrawnKeys, got int"),
 ]
 
 
@@ -104,8 +104,8 @@ def test_clustering_that_cannot_be_is_refused():
         scram.Clusters(fit=3)
     with pytest.raises(ValueError, match="count must be at least 1"):
         scram.Clusters(count=0)
-    with pytest.raises(TypeError, match=r"clusters must be a scram\.Clusters, got Hybrid"):
-        book(clusters=scram.Hybrid())
+    with pytest.raises(TypeError, match=r"clusters must be a scram\.Clusters, got DrawnKeys"):
+        book(clusters=scram.DrawnKeys())
     with pytest.raises(ValueError, match="a score by name"):
         book(score=lambda q, k: (q * k).sum(-1))
     with pytest.raises(ValueError, match=r"warm must have \(B, H, clusters, E, F\) = \(2, 2, 9, 8, 3\)"):
@@ -121,8 +121,8 @@ MISFITS = [
     ({"gains": torch.ones(2, 2, 7)}, r"gains of a codebook must be torch.float32 \[B, H, C\] = \(2, 2, 8\)"),
     ({"gains": torch.ones(2, 2, 8).double()}, "gains of a codebook must be torch.float32"),
     ({"gains": [1.0]}, "gains must be a tensor, got list"),
-    ({"gains": torch.ones(2, 2, 8, device="meta")}, "gains of a codebook must be on the device of its centres"),
-    ({"values": torch.ones(2, 2, 8, 3).double()}, "values of a codebook must have the dtype of its centres"),
+    ({"gains": torch.ones(2, 2, 8, device="meta")}, "gains of a codebook must be on the device of its centers"),
+    ({"values": torch.ones(2, 2, 8, 3).double()}, "values of a codebook must have the dtype of its centers"),
     ({"key_mask": torch.ones(2, 6, 7)}, "key_mask of a codebook must be bool"),
     ({"key_mask": torch.ones(2, 7, 6) > 0}, r"key_mask of a codebook must be bool \[B, \*G'\] = \(2, 6, 7\)"),
     ({"key_mask": torch.ones(2, 3, 6, 7) > 0}, "key_mask of a codebook must be bool"),
@@ -176,20 +176,20 @@ def test_a_start_of_fewer_or_more_heads(impl):
     for warm, same, how in ((of_keys, each, {"key_mask": mask}), (of_queries, first, {})):
         one, other = (book(impl=impl, warm=x, **how) for x in (warm, same))
         assert torch.equal(one.label, other.label)
-        assert torch.equal(one.centres, other.centres)
+        assert torch.equal(one.centers, other.centers)
 
 
-PARTS = ("centres", "values", "sizes", "label")
+PARTS = ("centers", "values", "sizes", "label")
 
 
 def test_a_loaded_or_fitted_codebook_is_a_constant():
     k, v = K.clone().requires_grad_(), V.clone().requires_grad_()
     made = scram.cluster(Q, k, v, clusters=CLUSTERS)
-    assert made.centres.requires_grad
+    assert made.centers.requires_grad
     assert made.values.requires_grad
-    assert not made.detach().centres.requires_grad
+    assert not made.detach().centers.requires_grad
     fitted = scram.cluster(Q, k, v, clusters=scram.Clusters(8, fit=8), matches=found(), radius=1)
-    assert not fitted.centres.requires_grad
+    assert not fitted.centers.requires_grad
     with torch.no_grad():
         assert not scram.cluster(Q, k, v, clusters=CLUSTERS).values.requires_grad
 

@@ -60,7 +60,7 @@ def test_a_nan_stays_where_it_is(impl, widest):
     q, k, v, found = problem(heads=1, causal=True)
     for name, x in (("q", q), ("k", k), ("v", v)):
         x[0, 0, 3, 3] = torch.nan
-        made = scram.estimate(q, k, v, found, method=scram.Hybrid(56, seed=0), causal=True, impl=impl)
+        made = scram.estimate(q, k, v, found, method=scram.DrawnKeys(56, seed=0), causal=True, impl=impl)
         x[0, 0, 3, 3] = 0
         bad = made.out[0, 0].isnan().any(-1).flatten()
         expected = torch.zeros(56, dtype=torch.bool)
@@ -77,7 +77,7 @@ def test_gradients_of_the_hybrid_and_of_snis_in_float64(impl):
         torch.zeros(1, 1, 3, 3, 1),
         (3, 3),
     )
-    for method in (scram.Hybrid(4, seed=1), scram.Snis(5, 0.5, 0.6, seed=1)):
+    for method in (scram.DrawnKeys(4, seed=1), scram.Snis(5, 0.5, 0.6, seed=1)):
 
         def run(q, k, v, k_extra, v_extra, method=method):
             made = scram.estimate(q, k, v, found, method=method, radius=0, extra=(k_extra, v_extra), impl=impl)
@@ -129,14 +129,14 @@ def test_an_estimate_says_what_is_wrong_with_it():
     stuck = scram.estimate(30 * q, k, v, found, method=scram.MetropolisHastings(64, seed=0))
     assert any("acceptance under 10%" in words for words in stuck.warnings)
     assert any("rhat over 1.1" in words for words in stuck.warnings)
-    few = scram.estimate(q, k, v, found, method=scram.Hybrid(1, seed=0))
+    few = scram.estimate(q, k, v, found, method=scram.DrawnKeys(1, seed=0))
     assert any("variance unknown" in words for words in few.warnings)
-    rough = scram.estimate(q, k, v, found, method=scram.Hybrid(3, seed=0))
+    rough = scram.estimate(q, k, v, found, method=scram.DrawnKeys(3, seed=0))
     assert any("standard error over 50% of the size of out" in words for words in rough.warnings)
-    fine = scram.estimate(q, k, v, found, method=scram.Hybrid(56, seed=0))
+    fine = scram.estimate(q, k, v, found, method=scram.DrawnKeys(56, seed=0))
     assert fine.warnings == []
     assert "no warnings" in str(fine)
-    assert repr(fine) == "Estimate(out (1, 2, 7, 8, 4) by Hybrid(samples=56, stratified=False, seed=0))"
+    assert repr(fine) == "Estimate(out (1, 2, 7, 8, 4) by DrawnKeys(samples=56, stratified=False, seed=0))"
 
 
 def test_an_estimate_names_its_worst_query():
@@ -146,7 +146,9 @@ def test_an_estimate_names_its_worst_query():
     assert "effective samples: median 9.0, worst 2.0 (batch 0, head 1, query 9)" in str(made)
 
 
-@pytest.mark.parametrize(("name", "row"), [("drawn_tail", "Hybrid-mask-of-each-head"), ("sample", "Snis-one-key-head")])
+@pytest.mark.parametrize(
+    ("name", "row"), [("drawn_tail", "DrawnKeys-mask-of-each-head"), ("sample", "Snis-one-key-head")]
+)
 def test_operators_are_what_torch_expects_of_them(name, row):
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(getattr(torch.ops.scram, name), _arguments(name, estimated(row)), test_utils=checks)
@@ -218,9 +220,9 @@ def test_outputs_that_are_not_finite_are_told():
     q = torch.randn(1, 1, 6, 6, 4)
     bad = q.clone()
     bad[0, 0, 0, 0, 0] = torch.nan
-    made = scram.estimate(bad, q, q, scram.search(q, q), method=scram.Hybrid(8, seed=0), impl="reference")
+    made = scram.estimate(bad, q, q, scram.search(q, q), method=scram.DrawnKeys(8, seed=0), impl="reference")
     assert "NaN or infinite" in str(made)
-    made = scram.estimate(q, q, q, scram.search(q, q), method=scram.Hybrid(8, seed=0), impl="reference")
+    made = scram.estimate(q, q, q, scram.search(q, q), method=scram.DrawnKeys(8, seed=0), impl="reference")
     assert "NaN" not in str(made)
 
 

@@ -51,7 +51,7 @@ def snis(samples):
 
 
 def hybrid(samples):
-    return functools.cache(lambda seed: scram.Hybrid(samples, seed=seed))
+    return functools.cache(lambda seed: scram.DrawnKeys(samples, seed=seed))
 
 
 def bias_and_deviation(out, truth):
@@ -99,7 +99,7 @@ def test_the_reported_variance_is_that_of_the_estimates(method):
     torch.testing.assert_close(variance.mean(0), out.var(0), rtol=0.2, atol=0)
 
 
-def test_the_hybrids_normaliser_has_no_bias():
+def test_the_hybrids_normalizer_has_no_bias():
     """Plain and stratified, under a causal order that cuts through cells."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, 6, 6, 3, dtype=torch.float64) for _ in range(3))
@@ -108,7 +108,7 @@ def test_the_hybrids_normaliser_has_no_bias():
     many = scram.Matches(*(x.expand(6000, *x.shape[1:]).contiguous() for x in (found.index, found.score)), (6, 6))
     several = [x.expand(6000, *x.shape[1:]) for x in (q, k, v)]
     for stratified in (False, True):
-        method = scram.Hybrid(9, stratified, seed=1)
+        method = scram.DrawnKeys(9, stratified, seed=1)
         z = scram.estimate(*several, many, method=method, causal=True, radius=0, impl=IMPL).lse.exp()
         if not stratified:  # m_i = 0 leaves the head alone: queries with few keys before them
             z, exact = z[..., 3:, :], truth[..., 3:, :]
@@ -207,7 +207,7 @@ def test_training_through_the_hybrid_learns_to_weigh_diffuse_keys():
         before = float(loss(None))
     for _ in range(150):
         optimizer.zero_grad()
-        loss(scram.Hybrid(24)).backward()
+        loss(scram.DrawnKeys(24)).backward()
         optimizer.step()
     with torch.no_grad():
         assert float(loss(None)) < 0.2 * before

@@ -76,7 +76,7 @@ def test_every_query_head_has_a_fit_of_its_own():
     k, v = torch.randn(2, 1, 2, 12, 12, 8).unbind()
     found = scram.search(q, k, search=scram.Search(seed=0))
     book = scram.cluster(q, k, v, clusters=scram.Clusters(12, fit=32, seed=0), matches=found, radius=1)
-    assert book.centres.shape[:2] == book.gains.shape[:2] == book.label.shape[:2] == (1, 4)
+    assert book.centers.shape[:2] == book.gains.shape[:2] == book.label.shape[:2] == (1, 4)
     assert scram.attend(q, k, v, found, tail=book).out.isfinite().all()
     as_one = scram.attention(q, k, v, search=scram.Search(seed=0), tail=scram.Clusters(12, fit=32))
     torch.testing.assert_close(as_one, scram.attend(q, k, v, found, tail=book).out)

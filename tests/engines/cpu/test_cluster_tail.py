@@ -39,14 +39,14 @@ def test_many_clusters_in_small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_values_and_centres_of_clusters_that_are_not_left_may_be_anything(bad):
+def test_values_and_centers_of_clusters_that_are_not_left_may_be_anything(bad):
     call = tail_call(named("rank 2", kappa=1))
-    clean = call._replace(sizes=call.sizes.clone(), centres=call.centres.clone(), values=call.values.clone())
+    clean = call._replace(sizes=call.sizes.clone(), centers=call.centers.clone(), values=call.values.clone())
     clean.sizes[..., 3] = 0
     label = torch.where(call.label == 3, -1, call.label)
     clean = clean._replace(label=label)
-    dirty = clean._replace(centres=clean.centres.clone(), values=clean.values.clone())
-    dirty.centres[..., 3, :], dirty.values[..., 3, :] = bad, bad
+    dirty = clean._replace(centers=clean.centers.clone(), values=clean.values.clone())
+    dirty.centers[..., 3, :], dirty.values[..., 3, :] = bad, bad
     for ours, theirs in zip(everything(dirty, "numba"), everything(clean, "numba"), strict=True):
         torch.testing.assert_close(ours, theirs)
 

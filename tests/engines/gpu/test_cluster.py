@@ -19,29 +19,29 @@ def ours(call, device):
 
 
 def cost(call, made):
-    """Squared distances of all keys from their centres, in the reference's space."""
+    """Squared distances of all keys from their centers, in the reference's space."""
     k, v, label = rows(call.k).double(), rows(call.v).double(), made.label.flatten(2).flatten(0, 1).long()
     total = 0.0
     for row in range(len(k)):
         own = label[row][label[row] >= 0]
         some_k, some_v = k[row][label[row] >= 0], v[row][label[row] >= 0]
         space = clustering.Space.of(call.scale * clustering.queries_of(call, row).double(), some_k, some_v)
-        apart = some_k - made.centres.flatten(0, 1)[row].double()[own]
+        apart = some_k - made.centers.flatten(0, 1)[row].double()[own]
         away = some_v - made.values.flatten(0, 1)[row].double()[own]
         total += float((apart @ space.metric * apart).sum() + space.value_weight * away.square().sum())
     return total
 
 
 def assert_means(call, made):
-    """Centres, values and sizes are those of the labels, which all legal keys have."""
+    """Centers, values and sizes are those of the labels, which all legal keys have."""
     k, v, label = rows(call.k).float(), rows(call.v).float(), made.label.flatten(2).flatten(0, 1).long()
     assert (label < call.count).all()
     assert ((label >= 0) == clustering.usable_keys(call, k, v)).all()
-    centres, values, sizes = clustering.means(k, v, label, call.count)
-    torch.testing.assert_close(made.centres.flatten(0, 1), centres, rtol=1e-5, atol=1e-5)
+    centers, values, sizes = clustering.means(k, v, label, call.count)
+    torch.testing.assert_close(made.centers.flatten(0, 1), centers, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(made.values.flatten(0, 1), values, rtol=1e-5, atol=1e-5)
     assert made.sizes.flatten(0, 1).equal(sizes.int())
-    assert (made.centres.dtype, made.values.dtype) == (torch.float32, torch.float32)
+    assert (made.centers.dtype, made.values.dtype) == (torch.float32, torch.float32)
 
 
 SMALL = [
@@ -116,7 +116,7 @@ def test_what_is_masked_or_not_finite_is_in_no_cluster(device):
     made = ours(call, device)
     assert_means(call, made)
     assert (made.label[..., [3, 5, 8]] == -1).all()
-    assert all(x.isfinite().all() for x in (made.centres, made.values))
+    assert all(x.isfinite().all() for x in (made.centers, made.values))
     nothing = ours(call._replace(key_mask=torch.zeros_like(call.key_mask)), device)
     assert (nothing.label == -1).all()
     assert not any(x.any() for x in nothing[:3])
@@ -128,7 +128,7 @@ def test_copies_have_clusters_of_their_own(dtype, device):
     call = cluster_call(grid=(600,), groups=12, count=48, noise=0.0, steps=3, dtype=dtype)
     made = ours(call, device)
     own = made.label.flatten().long()
-    torch.testing.assert_close(made.centres[0, 0][own], call.k[0, 0].float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(made.centers[0, 0][own], call.k[0, 0].float(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(made.values[0, 0][own], call.v[0, 0].float(), rtol=1e-6, atol=1e-6)
 
 
@@ -137,7 +137,7 @@ def test_an_empty_cluster_moves_to_far_keys(device):
     call = cluster_call(grid=(200,), groups=6, count=6, noise=0.01, steps=3)
     far = torch.full((1, 1, 6, 8), 100.0)
     far[..., 0, :] = 2.0
-    made = ours(call._replace(warm_centres=far, warm_values=far), device)
+    made = ours(call._replace(warm_centers=far, warm_values=far), device)
     assert (made.sizes > 0).all()
 
 

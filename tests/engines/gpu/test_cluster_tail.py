@@ -50,7 +50,7 @@ def drawn(shape, seed):
 
 def plainly(call):
     """out, lse and all gradients of the reference."""
-    names = ("q", "centres", "values", "head_out", "head_lse")
+    names = ("q", "centers", "values", "head_out", "head_lse")
     leaves = [getattr(call, name).detach().requires_grad_() for name in names]
     out, lse = plain_tail(call._replace(**dict(zip(names, leaves, strict=True))))
     finite = torch.where(lse == -torch.inf, 0, lse)
@@ -68,7 +68,7 @@ def ours(call, device):
 
 
 def in_dtype(results, dtype):
-    """Gradients of centres and values as keys and values of that dtype have them."""
+    """Gradients of centers and values as keys and values of that dtype have them."""
     return [x.to(dtype) if n in (3, 4) and dtype.itemsize == 2 else x for n, x in enumerate(results)]
 
 
@@ -90,15 +90,15 @@ def test_a_cluster_inside_the_windows_contributes_nothing(window, device):
     label[..., :2, :2] = 1  # near the match of every query
     sizes = (label.flatten(2).unsqueeze(-1) == torch.arange(3)).sum(2).int()
     call = call._replace(index=index, label=label, sizes=sizes)
-    spoiled = call.centres.clone()
+    spoiled = call.centers.clone()
     spoiled[..., 1:, :] = torch.nan
-    plain, other = (on(device, call._replace(centres=x)) for x in (call.centres, spoiled))
+    plain, other = (on(device, call._replace(centers=x)) for x in (call.centers, spoiled))
     for kept, changed in zip(cluster_tail(plain), cluster_tail(other), strict=True):
         assert kept.isfinite().all()
         assert kept.equal(changed)
     grads = cluster_tail_backward(other, *cluster_tail(other), other.head_out, other.head_lse)
     assert all(x.isfinite().all() for x in grads)
-    assert not grads.centres[..., 1:, :].any()
+    assert not grads.centers[..., 1:, :].any()
     assert not grads.values[..., 1:, :].any()
 
 

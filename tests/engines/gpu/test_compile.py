@@ -234,7 +234,7 @@ def test_the_public_way_compiles_attention_where_numbers_are_1(window, repeatabl
 @pytest.mark.parametrize(
     ("method", "window"),
     [(HYBRID, "query"), (HYBRID, "tile"), (SNIS, "query"), (WALKS, "query")],
-    ids=["Hybrid", "Hybrid-tile", "Snis", "MetropolisHastings"],
+    ids=["DrawnKeys", "DrawnKeys-tile", "Snis", "MetropolisHastings"],
 )
 def test_the_public_way_compiles_estimators_where_numbers_are_1(method, window, specialised):
     case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, mask="batch", window=window)
@@ -284,7 +284,7 @@ def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
 
 WITH_ROWS = {
     "tiles": ({"search": scram.Search("tile", matches=2), "tail": scram.Clusters(count=5)}, "cluster_tail_kernel"),
-    "queries": ({"search": scram.Search("query"), "tail": scram.Hybrid(samples=5)}, "draw_order_kernel"),
+    "queries": ({"search": scram.Search("query"), "tail": scram.DrawnKeys(samples=5)}, "draw_order_kernel"),
     "draws": (scram.Snis(samples=5), "draw_kernel"),
     "walks": (scram.MetropolisHastings(samples=5), "walk_kernel"),
 }
@@ -473,7 +473,7 @@ def test_clustering_compiles(number, architecture, monkeypatch):
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
     call = cluster_call(**given)
     made = cluster(call)
-    cluster_backward(call, made.sizes, made.label, made.centres, made.values)
+    cluster_backward(call, made.sizes, made.label, made.centers, made.values)
     steps = ["assign_kernel", "cluster_sums_kernel", "forms_kernel"]
     last = ["assign_kernel", "cluster_sums_kernel", "means_kernel"]
     start = [] if given.get("warm") else ["start_scores_kernel", "start_scores_kernel"]

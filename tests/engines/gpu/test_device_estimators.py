@@ -13,16 +13,18 @@ pytestmark = pytest.mark.gpu
 WIDE = {"grid": (20, 20), "width": 64, "value_width": 64}
 TILES = {**WIDE, "grid": (30, 30), "kappa": 1, "window": "tile"}
 LARGE = [  # blocks as they are multiplied in practice, several of them
-    Estimated(named("bfloat16", **WIDE, kappa=1), scram.Hybrid(300, seed=11)),
-    Estimated(named("bfloat16", **WIDE, kappa=9, causal=True), scram.Hybrid(300, seed=11)),
-    Estimated(named("float16", **WIDE), scram.Hybrid(300, stratified=True, seed=11)),
-    Estimated(named("bfloat16", **{**WIDE, "width": 130, "value_width": 130}, mask="head"), scram.Hybrid(70, seed=11)),
-    Estimated(named("bfloat16 l2", **WIDE), scram.Hybrid(300, stratified=True, seed=11)),
-    Estimated(named("rank 2", **WIDE), scram.Hybrid(300, seed=11)),
-    Estimated(Case("dropout", **WIDE, causal=True, dropout_p=0.3, dtype=torch.bfloat16), scram.Hybrid(300, seed=11)),
-    Estimated(Case("tiles", **TILES, causal=True, dropout_p=0.3, dtype=torch.bfloat16), scram.Hybrid(300, seed=11)),
-    Estimated(Case("tiles of float16", **TILES, dtype=torch.float16), scram.Hybrid(300, stratified=True, seed=11)),
-    Estimated(Case("tiles of float32", **TILES, causal=True, mask="head"), scram.Hybrid(300, seed=11)),
+    Estimated(named("bfloat16", **WIDE, kappa=1), scram.DrawnKeys(300, seed=11)),
+    Estimated(named("bfloat16", **WIDE, kappa=9, causal=True), scram.DrawnKeys(300, seed=11)),
+    Estimated(named("float16", **WIDE), scram.DrawnKeys(300, stratified=True, seed=11)),
+    Estimated(
+        named("bfloat16", **{**WIDE, "width": 130, "value_width": 130}, mask="head"), scram.DrawnKeys(70, seed=11)
+    ),
+    Estimated(named("bfloat16 l2", **WIDE), scram.DrawnKeys(300, stratified=True, seed=11)),
+    Estimated(named("rank 2", **WIDE), scram.DrawnKeys(300, seed=11)),
+    Estimated(Case("dropout", **WIDE, causal=True, dropout_p=0.3, dtype=torch.bfloat16), scram.DrawnKeys(300, seed=11)),
+    Estimated(Case("tiles", **TILES, causal=True, dropout_p=0.3, dtype=torch.bfloat16), scram.DrawnKeys(300, seed=11)),
+    Estimated(Case("tiles of float16", **TILES, dtype=torch.float16), scram.DrawnKeys(300, stratified=True, seed=11)),
+    Estimated(Case("tiles of float32", **TILES, causal=True, mask="head"), scram.DrawnKeys(300, seed=11)),
 ]
 
 
@@ -32,7 +34,7 @@ def test_as_near_float64_as_the_reference(one):
 
 
 METHODS = [
-    scram.Hybrid(64, seed=0),
+    scram.DrawnKeys(64, seed=0),
     scram.Snis(64, 0.3, seed=0),
     scram.MetropolisHastings(32, seed=0),
 ]
@@ -58,6 +60,8 @@ def test_a_later_value_of_nan_reaches_no_earlier_query():
     q, k, v = torch.randn(3, 1, 1, 12, 12, 16, device="cuda").unbind()
     v[0, 0, 6, 0] = torch.nan
     found = scram.search(q, k, search=scram.Search(seed=1), causal=True)
-    out = scram.estimate(q, k, v, found, method=scram.Hybrid(144, seed=0), causal=True, impl="triton").out.flatten(2, 3)
+    out = scram.estimate(q, k, v, found, method=scram.DrawnKeys(144, seed=0), causal=True, impl="triton").out.flatten(
+        2, 3
+    )
     assert out[0, 0, :72].isfinite().all()
     assert out[0, 0, 72:].isnan().all()

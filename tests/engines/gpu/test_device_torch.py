@@ -127,6 +127,6 @@ def test_an_estimator_compiles_once_for_all_seeds(repeatable):
     compiled, tensors = torch.compile(estimate, backend="aot_eager", fullgraph=True, dynamic=True), leaves()
     with graphs_are(1):
         for seed in range(3):
-            method = scram.Hybrid(samples=16, seed=seed)
+            method = scram.DrawnKeys(samples=16, seed=seed)
             ours = results(lambda *x, m=method: compiled(*x, m), tensors)
             assert_equal(ours, results(lambda *x, m=method: estimate(*x, m), tensors))

@@ -24,7 +24,14 @@ def small(*names):
 
 
 KERNELS = {
-    "Hybrid": ["draw_order_kernel", "gather_kernel", "tail_kernel", "gather_kernel", "queries_kernel", "keys_kernel"],
+    "DrawnKeys": [
+        "draw_order_kernel",
+        "gather_kernel",
+        "tail_kernel",
+        "gather_kernel",
+        "queries_kernel",
+        "keys_kernel",
+    ],
     "tile": [
         *("draw_order_kernel", "gather_kernel", "tile_attended_kernel", "tail_kernel"),
         *("gather_kernel", "tile_attended_kernel", "queries_kernel", "keys_kernel"),
@@ -37,9 +44,9 @@ KERNELS = {
 @pytest.mark.parametrize(
     "one",
     small(
-        "Hybrid-rank-1",
-        "Hybrid-empty-batch",
-        "Hybrid-tiles",
+        "DrawnKeys-rank-1",
+        "DrawnKeys-empty-batch",
+        "DrawnKeys-tiles",
         "Snis-extra-and-a-masked-row",
         "MetropolisHastings-rank-3",
     ),
@@ -70,7 +77,7 @@ def test_a_large_part_that_all_scores_share_costs_no_digits(device):
 def test_products_of_bfloat16(window):
     """Triton's interpreter would multiply its bits. Where a device rounds, it cuts digits off: twice the error."""
     case = Case("bfloat16", grid=(9, 19), kappa=1, window=window, causal=True, dtype=torch.bfloat16)
-    one = Estimated(case, scram.Hybrid(samples=9, seed=11))
+    one = Estimated(case, scram.DrawnKeys(samples=9, seed=11))
     tensors = tensors_of(one)
     truth, _ = everything(one, tensors, "reference", torch.float64)
     ours, _ = everything(one, tensors, "triton", torch.bfloat16)

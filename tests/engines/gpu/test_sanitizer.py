@@ -38,12 +38,12 @@ for width, values, dtype in ((64, 192, torch.bfloat16), (130, 16, torch.bfloat16
         torch.use_deterministic_algorithms(repeatable)
         out = scram.attention(*wide, search=search, window="tile", impl="triton")
         torch.autograd.grad(out.float().sum(), wide)
-for estimator in (scram.Hybrid(samples=40), scram.Snis(samples=8), scram.MetropolisHastings(samples=8)):
+for estimator in (scram.DrawnKeys(samples=40), scram.Snis(samples=8), scram.MetropolisHastings(samples=8)):
     made = scram.estimate(q, k, v, found, method=estimator, key_mask=mask, impl="triton")
     torch.autograd.grad(made.out.float().sum(), leaves)
 for window in ("query", "tile"):
     how = {"window": window, "key_mask": mask, "extra": extra, "dropout_p": 0.1, "impl": "triton"}
-    out, lse = scram.attend(q, k, v, found, tail=scram.Hybrid(samples=40), **how)
+    out, lse = scram.attend(q, k, v, found, tail=scram.DrawnKeys(samples=40), **how)
     torch.autograd.grad(out.float().sum() + lse.sum(), leaves)
 torch.cuda.synchronize()
 print("done")

@@ -17,7 +17,7 @@ CALLS = {
     "tile": lambda q, k, v, found: scram.attend(q, k, v, found, window="tile", impl="reference").out,
     "exact": lambda q, k, v, found: scram.exact_attention(q, k, v).out,
 }
-for method in (scram.Hybrid(5, seed=0), scram.Snis(5, seed=0), scram.MetropolisHastings(5, seed=0)):
+for method in (scram.DrawnKeys(5, seed=0), scram.Snis(5, seed=0), scram.MetropolisHastings(5, seed=0)):
     CALLS[type(method).__name__] = lambda q, k, v, found, method=method: (
         scram.estimate(q, k, v, found, method=method, impl="reference").out
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .codebook import Codebook
 
 ALL = Fraction(1)
-ACCEPTED = "None, 'auto', scram.Clusters, scram.Codebook or scram.Hybrid"
+ACCEPTED = "None, 'auto', scram.Clusters, scram.Codebook or scram.DrawnKeys"
 
 
 class Joined(Protocol):

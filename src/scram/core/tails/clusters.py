@@ -79,7 +79,7 @@ class Clusters(Tail):
             k=k,
             v=v,
             key_mask=mask,
-            warm_centres=None if warm is None else _of_heads(warm.centres, k.shape[1]),
+            warm_centers=None if warm is None else _of_heads(warm.centers, k.shape[1]),
             warm_values=None if warm is None else _of_heads(warm.values, k.shape[1]),
             seed=own_seed,
             rows=inputs.rows,

@@ -18,7 +18,7 @@ from .. import calls, checks, files, ops
 from ..inputs import Inputs
 from .base import Kind, MadeFor, Tail
 
-NEEDED = ("centres", "values", "sizes", "label")
+NEEDED = ("centers", "values", "sizes", "label")
 OPTIONAL = ("gains", "key_mask")
 TENSORS = NEEDED + OPTIONAL
 
@@ -67,13 +67,13 @@ class Codebook(Tail):
     """Clusters of keys: mean key, mean value and number of keys of each. Hc is Hk, or H where heads of queries differ.
 
     Args:
-        centres: float32 (float64 for float64) [B, Hc, C, E'], mean of the keys, prepared for the score.
+        centers: float32 (float64 for float64) [B, Hc, C, E'], mean of the keys, prepared for the score.
         values: float32 (float64 for float64) [B, Hc, C, F], mean of the values.
         sizes: int32 [B, Hc, C], number of keys; 0 for a cluster without any.
         label: int32 [B, Hc, *G'], the cluster of each key; -1 for a key in none: masked, or not finite.
         score, scale: for which the clusters were made.
         key_mask: bool [B, *G'] or [B, H, *G'], which keys could be attended; None for all.
-        gains: as `centres` [B, H, C], fitted factors on the weights of the clusters; None is 1.
+        gains: as `centers` [B, H, C], fitted factors on the weights of the clusters; None is 1.
         radius: of the windows that the fit leaves out; None without a fit.
         report: how far off fitted clusters are; None without a fit.
 
@@ -85,7 +85,7 @@ class Codebook(Tail):
     512
     """
 
-    centres: Tensor
+    centers: Tensor
     values: Tensor
     sizes: Tensor
     label: Tensor
@@ -132,7 +132,7 @@ class Codebook(Tail):
             q=inputs.q,
             index=index,
             label=self.label,
-            centres=self.centres,
+            centers=self.centers,
             values=self.values,
             sizes=self.sizes,
             gains=self.gains,
@@ -159,7 +159,7 @@ class Codebook(Tail):
 
     def detach(self) -> Codebook:
         """The same clusters as constants."""
-        return replace(self, centres=self.centres.detach(), values=self.values.detach())
+        return replace(self, centers=self.centers.detach(), values=self.values.detach())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file.
@@ -229,7 +229,7 @@ def _check_numbers(book: Codebook) -> None:
 def _check_fields(book: Codebook) -> None:
     """The fields of a Codebook are those of one and the same clusters, by their types, shapes and devices alone."""
     floats = (torch.float32, torch.float64)
-    for name, axes in {"centres": 4, "values": 4, "sizes": 3, "label": None}.items():
+    for name, axes in {"centers": 4, "values": 4, "sizes": 3, "label": None}.items():
         x = getattr(book, name)
         checks.instance(name, x, Tensor, "tensor")
         kinds = (torch.int32,) if name in ("sizes", "label") else floats
@@ -239,14 +239,14 @@ def _check_fields(book: Codebook) -> None:
                 f"{tuple(x.shape)}; scram.cluster makes one"
             )
     shape = book.sizes.shape
-    if any(x.shape[:3] != shape for x in (book.centres, book.values)) or book.label.shape[:2] != shape[:2]:
+    if any(x.shape[:3] != shape for x in (book.centers, book.values)) or book.label.shape[:2] != shape[:2]:
         raise ValueError(
-            f"centres {tuple(book.centres.shape)}, values {tuple(book.values.shape)}, sizes {tuple(shape)} and label "
+            f"centers {tuple(book.centers.shape)}, values {tuple(book.values.shape)}, sizes {tuple(shape)} and label "
             f"{tuple(book.label.shape)} must be [B, H, C, E], [B, H, C, F], [B, H, C] and [B, H, *G']"
         )
-    if book.values.dtype != book.centres.dtype:
+    if book.values.dtype != book.centers.dtype:
         raise ValueError(
-            f"values of a codebook must have the dtype of its centres, {book.centres.dtype}, got {book.values.dtype}"
+            f"values of a codebook must have the dtype of its centers, {book.centers.dtype}, got {book.values.dtype}"
         )
     if book.gains is not None:
         _check_gains(book, book.gains)
@@ -254,9 +254,9 @@ def _check_fields(book: Codebook) -> None:
         _check_mask(book, book.key_mask)
     for name in TENSORS:
         x = getattr(book, name)
-        if x is not None and x.device != book.centres.device:
+        if x is not None and x.device != book.centers.device:
             raise ValueError(
-                f"{name} of a codebook must be on the device of its centres, {book.centres.device}, got {x.device}; "
+                f"{name} of a codebook must be on the device of its centers, {book.centers.device}, got {x.device}; "
                 "use codebook.to(device)"
             )
     checks.one_of("score", book.score, SCORES, "; clusters are made for a score by name")
@@ -273,9 +273,9 @@ def _check_fields(book: Codebook) -> None:
 
 def _check_gains(book: Codebook, gains: Any) -> None:
     checks.instance("gains", gains, Tensor, "tensor")
-    if gains.shape != book.sizes.shape or gains.dtype != book.centres.dtype:
+    if gains.shape != book.sizes.shape or gains.dtype != book.centers.dtype:
         raise ValueError(
-            f"gains of a codebook must be {book.centres.dtype} [B, H, C] = {tuple(book.sizes.shape)} like its sizes, "
+            f"gains of a codebook must be {book.centers.dtype} [B, H, C] = {tuple(book.sizes.shape)} like its sizes, "
             f"got {gains.dtype} {tuple(gains.shape)}"
         )
 
@@ -306,7 +306,7 @@ def check_clusters(kind: Kind) -> None:
     if kind.weight != "softmax" or kind.causal or callable(kind.score):
         raise ValueError(
             "clusters of keys need weight='softmax', no causal order and a score by name; use tail=None, or "
-            "scram.Hybrid under causal order"
+            "scram.DrawnKeys under causal order"
         )
 
 
@@ -318,13 +318,13 @@ def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor, call: MadeFor, bo
             f"{name} was made for batch {batch}, {heads} heads and key grid {book.key_grid}, but k is {tuple(k.shape)}"
         )
     width = k.shape[-1] if call.score == "dot" else prepare_key(k[:1, :1, ..., :1, :], call.score).shape[-1]
-    if (book.centres.shape[-1], book.values.shape[-1]) != (width, v.shape[-1]):
-        got = f"{book.centres.shape[-1]} and {book.values.shape[-1]}"
+    if (book.centers.shape[-1], book.values.shape[-1]) != (width, v.shape[-1]):
+        got = f"{book.centers.shape[-1]} and {book.values.shape[-1]}"
         raise ValueError(f"{name} was made for keys and values of widths {got}, these have {width} and {v.shape[-1]}")
-    if (book.centres.dtype == torch.float64) != (v.dtype == torch.float64):
-        raise ValueError(f"{name} was made for other dtypes: its centres are {book.centres.dtype}, v is {v.dtype}")
-    if book.centres.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {book.centres.device}; use {name}.to(q.device)")
+    if (book.centers.dtype == torch.float64) != (v.dtype == torch.float64):
+        raise ValueError(f"{name} was made for other dtypes: its centers are {book.centers.dtype}, v is {v.dtype}")
+    if book.centers.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {book.centers.device}; use {name}.to(q.device)")
     if book.score != call.score or abs(book.scale - call.scale) > 1e-6 * call.scale:
         raise ValueError(
             f"{name} was made for score={book.score!r}, scale={book.scale:.6g}, the call has score={call.score!r}, "
@@ -345,10 +345,10 @@ def _same_mask(a: Tensor | None, b: Tensor | None) -> bool:
 def check_warm(q: Tensor, k: Tensor, v: Tensor, count: int, book: Any) -> None:
     """Clusters to start from: as many as wanted, of prepared keys k and values as wide, on as many heads."""
     checks.instance("warm", book, Codebook, "scram.Codebook", "; scram.cluster returns one")
-    got = (*book.centres.shape, book.values.shape[-1])
+    got = (*book.centers.shape, book.values.shape[-1])
     heads = q.shape[1] if book.sizes.shape[1] == q.shape[1] else k.shape[1]
     want = (k.shape[0], heads, min(count, k.shape[2:-1].numel()), k.shape[-1], v.shape[-1])
     if got != want:
         raise ValueError(f"warm must have (B, H, clusters, E, F) = {want}, got {got}; cluster without it")
-    if book.centres.device != q.device:
-        raise ValueError(f"warm must be on q's device {q.device}, got {book.centres.device}; use warm.to(q.device)")
+    if book.centers.device != q.device:
+        raise ValueError(f"warm must be on q's device {q.device}, got {book.centers.device}; use warm.to(q.device)")

@@ -15,7 +15,7 @@ from .base import ALL, Kind, Tail
 
 
 @dataclass(frozen=True)
-class Hybrid(Tail):
+class DrawnKeys(Tail):
     """The windows around the matches exactly, and all other keys estimated from a draw that a head's queries share.
 
     Because they share it, their errors go together: averaging over queries does not make the error smaller, and over
@@ -28,7 +28,7 @@ class Hybrid(Tail):
             keys had been drawn anywhere, which is too large rather than too small.
         seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
 
-    >>> Hybrid(samples=256, seed=0).stratified
+    >>> DrawnKeys(samples=256, seed=0).stratified
     False
     """
 
@@ -44,7 +44,7 @@ class Hybrid(Tail):
         checks.flag("stratified", self.stratified)
         object.__setattr__(self, "seed_tensor", checks.seed(self.seed))
 
-    def resized(self, samples: int, fit: int = 0) -> Hybrid:
+    def resized(self, samples: int, fit: int = 0) -> DrawnKeys:
         return replace(self, samples=samples)
 
     def check(self, kind: Kind) -> None:
@@ -79,7 +79,7 @@ class Hybrid(Tail):
         )
         return ops.drawn_tail(inputs.engine, call)
 
-    def of_part(self, seed: int | Tensor | None, share: Fraction = ALL) -> Hybrid:
+    def of_part(self, seed: int | Tensor | None, share: Fraction = ALL) -> DrawnKeys:
         samples = max(1, math.ceil(self.samples * share))
         return replace(self, samples=samples, seed=seed)
 

@@ -25,7 +25,7 @@ class Estimate:
 
     Args:
         out: [B, H, *G, F].
-        lse: [B, H, *G], log of the estimated normaliser.
+        lse: [B, H, *G], log of the estimated normalizer.
         variance: [B, H, *G, F], of each component of `out`; inf where the samples do not tell.
         ess: [B, H, *G], effective number of samples.
         acceptance: [B, H, *G], accepted steps over all steps.
@@ -64,19 +64,19 @@ class Estimate:
                 self.ess,
                 lambda ess: ess < LOW_ESS * samples,
                 f"effective samples under {LOW_ESS:.0%} of {samples} for {{}} of the queries: a few keys carry the "
-                "estimate; lower alpha, widen bandwidth, or use Hybrid",
+                "estimate; lower alpha, widen bandwidth, or use DrawnKeys",
             ),
             (
                 self.acceptance,
                 lambda acceptance: acceptance < LOW_ACCEPTANCE,
                 f"acceptance under {LOW_ACCEPTANCE:.0%} for {{}} of the queries: their walks hardly move; lower "
-                "bandwidth, or use Hybrid",
+                "bandwidth, or use DrawnKeys",
             ),
             (
                 self.rhat,
                 lambda rhat: ~(rhat <= HIGH_RHAT),
                 f"rhat over {HIGH_RHAT} for {{}} of the queries: their walks have not met, and the shares of the modes "
-                "are biased; take more samples, or use Hybrid",
+                "are biased; take more samples, or use DrawnKeys",
             ),
             (
                 self._relative_error(),

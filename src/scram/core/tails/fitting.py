@@ -1,7 +1,7 @@
 """A codebook fitted to some queries of each head that are computed densely, and what is left of its error.
 
-What the windows of a query leave is a sum over clusters of weights x_ic, in units of the query's true normaliser: times
-a factor g_c it is their share in the normaliser, times g_c and a value their share in the output. Both are linear in
+What the windows of a query leave is a sum over clusters of weights x_ic, in units of the query's true normalizer: times
+a factor g_c it is their share in the normalizer, times g_c and a value their share in the output. Both are linear in
 what is fitted, so that one ridge regression gives both. It is drawn towards g_c = 1 and the mean values.
 """
 
@@ -48,10 +48,10 @@ def fitted(
         numbers: int [B, H], of the rows of q, which noise is keyed by; None: b * H + head.
     """
     each = q.shape[1] // book.sizes.shape[1]
-    names = ("centres", "values", "sizes", "label")
+    names = ("centers", "values", "sizes", "label")
     book = with_tensors(book, {name: getattr(book, name).detach().repeat_interleave(each, 1) for name in names})
     if not q.numel():
-        return replace(book, gains=torch.ones_like(book.centres[..., 0]), radius=radius)
+        return replace(book, gains=torch.ones_like(book.centers[..., 0]), radius=radius)
     seen = _seen_by_queries(book, q=q, k=k, v=v, index=index, radius=radius, fit=fit, seed=seed, numbers=numbers)
     split = [torch.split(x, seen.parts(fit), 1) for x in seen]
     learn, choose, report = (Seen(*part) for part in zip(*split, strict=True))
@@ -68,7 +68,7 @@ def fitted(
         best = torch.where(better, error, best)
         gains = torch.where(better, new_gains, gains)
         sums = torch.where(better.unsqueeze(-1), new_sums, sums)
-    wide = book.centres.dtype
+    wide = book.centers.dtype
     return replace(
         book,
         values=(sums / gains.unsqueeze(-1)).to(wide).reshape(book.values.shape),
@@ -79,12 +79,12 @@ def fitted(
 
 
 class Seen(NamedTuple):
-    """What some queries of every row attend, in units of their normalisers, float64."""
+    """What some queries of every row attend, in units of their normalizers, float64."""
 
     exact: Tensor  # [R, n, F], their true outputs
-    near: Tensor  # [R, n], share of the windows in the normaliser
+    near: Tensor  # [R, n], share of the windows in the normalizer
     near_out: Tensor  # [R, n, F], share of the windows in the output
-    weights: Tensor  # [R, n, C], of the keys that the windows leave of each cluster, all at its centre
+    weights: Tensor  # [R, n, C], of the keys that the windows leave of each cluster, all at its center
     counts: Tensor  # [R, n], 1 for a query of finite numbers, else 0 like all of its row above
 
     def parts(self, fit: int) -> list[int]:
@@ -145,7 +145,7 @@ def _seen_by_queries(
         label = book.label.flatten(0, 1)[r].flatten()  # [M]
         sizes = book.sizes.flatten(0, 1)[r]  # [C]
         clustered = label >= 0
-        centres = book.centres.flatten(0, 1)[r].double()  # [C, E]
+        centers = book.centers.flatten(0, 1)[r].double()  # [C, E]
         k_row, v_row = (torch.where(clustered.unsqueeze(-1), x[source[r]], 0).double() for x in (k_rows, v_rows))
         for some in at.split(max(1, CHUNK_ELEMENTS // keys)):
             q_some = q_rows[r, some].double()  # [n, E]
@@ -157,7 +157,7 @@ def _seen_by_queries(
             p = (a - lse).exp() * finite
             in_window = in_windows(index_rows[r, some].long(), place, key_grid, radius) & clustered  # [n, M]
             left = keys_left(sizes, label, in_window)  # [n, C]
-            weights = torch.where(left > 0, left * (book.scale * q_some @ centres.T - lse).exp(), 0) * finite
+            weights = torch.where(left > 0, left * (book.scale * q_some @ centers.T - lse).exp(), 0) * finite
             p_near = p * in_window
             chunks.append((p @ v_row, p_near.sum(1), p_near @ v_row, weights, p.sum(1)))
     shape = order.shape

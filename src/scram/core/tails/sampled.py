@@ -46,8 +46,8 @@ class Sampled(Tail):
             raise ValueError(f"window must be 'query' with {name}, got {kind.window!r}; it attends none")
         if kind.extra and "lse" not in self.reports:
             raise ValueError(
-                f"extra must be None with {name}: it estimates no normaliser (lse), without which exact "
-                "keys cannot be joined to it; use Clusters, Hybrid or Snis"
+                f"extra must be None with {name}: it estimates no normalizer (lse), without which exact "
+                "keys cannot be joined to it; use Clusters, DrawnKeys or Snis"
             )
 
     def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> calls.Sampled:
@@ -95,7 +95,7 @@ class Sampled(Tail):
 
 @dataclass(frozen=True)
 class Snis(Sampled):
-    """Self-normalised importance sampling: keys drawn near the matches, and anywhere; weighed by how likely they were.
+    """Self-normalized importance sampling: keys drawn near the matches, and anywhere; weighed by how likely they were.
 
     Every query draws keys of its own, so queries err independently. The estimate is consistent: its bias falls as
     1 / samples.
@@ -134,7 +134,7 @@ class Snis(Sampled):
 class MetropolisHastings(Sampled):
     """Random walks over the keys, from the matches, that stay at a key in proportion to its attention.
 
-    A walk explores the neighbourhood it began in. Walks that do not reach the other modes give each mode the same share
+    A walk explores the neighborhood it began in. Walks that do not reach the other modes give each mode the same share
     whatever its mass: the estimate is biased between modes, which rhat above 1 shows. There is no lse, so no `extra`.
 
     Args:

@@ -25,7 +25,7 @@ from .vectors import add, dot
 from .windows import expand
 
 CHUNK_PAIRS = 1 << 22
-STRETCH = 8  # log2 of how many neighbouring keys have one owner
+STRETCH = 8  # log2 of how many neighboring keys have one owner
 
 
 class Pairs(NamedTuple):
@@ -135,7 +135,7 @@ def _slopes(arrays, first, point, noise, d_out, d_lse, keys, weights, slopes):
 def add_to_keys(owner, owners, q, d_out, key_rows, queries, keys, extras, begin, pairs, dk, dv):
     """Add what the pairs of the queries from `begin` on give to the keys of one owner.
 
-    It owns stretches of neighbouring keys in turn, and extra keys in turn. Rank-free: one compiled kernel serves all.
+    It owns stretches of neighboring keys in turn, and extra keys in turn. Rank-free: one compiled kernel serves all.
     """
     for c in range(min(len(pairs.keys), len(q) - begin)):
         point = begin + c

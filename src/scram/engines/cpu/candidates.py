@@ -8,7 +8,7 @@ from .noise import absorb
 
 @compiled
 def leave(key, key_before, memory, after, offered, flags):
-    """Write a block's keys, and those that are news to the neighbours in the next sweep."""
+    """Write a block's keys, and those that are news to the neighbors in the next sweep."""
     for p in range(len(after)):
         history = np.uint8(flags[p] << 1) | np.uint8(key[p] != key_before[p])
         after[p] = key[p]
@@ -17,22 +17,22 @@ def leave(key, key_before, memory, after, offered, flags):
 
 
 @compiled
-def read_neighbours(offered, block, queries, to_point, place, step, extent, offers):
-    """Write what the neighbours of the points in one direction offer, -1 for nothing; return whether any does."""
+def read_neighbors(offered, block, queries, to_point, place, step, extent, offers):
+    """Write what the neighbors of the points in one direction offer, -1 for nothing; return whether any does."""
     low = max(-block.begin - to_point, 0)
     high = min(queries - block.begin - to_point, block.size)  # the points that may have one
     for p in range(block.size):
         offers[p] = -1
     if low >= high:
         return False
-    from_neighbours = offered[block.first + to_point + low :]
+    from_neighbors = offered[block.first + to_point + low :]
     to = offers[low:high]
     at = place[low:high]
     news = np.int32(-1)
     step = np.int32(step)
     extent = np.int32(extent)
     for p in range(high - low):
-        offer = from_neighbours[p]
+        offer = from_neighbors[p]
         target = np.int32(at[p] + step)
         offer = offer if (target >= 0) & (target < extent) else np.int32(-1)
         to[p] = offer
@@ -53,25 +53,25 @@ def move(offers, to_key, line, candidate, size):
 
 
 @compiled
-def draw_around(noise, draw, centre, reach, extent, drawn, size):
-    """For each point a coordinate from the interval of that reach around its centre, cut at the border."""
+def draw_around(noise, draw, center, reach, extent, drawn, size):
+    """For each point a coordinate from the interval of that reach around its center, cut at the border."""
     word = np.uint32(draw)
     far = np.int32(reach)
     last = np.int32(extent - 1)
     for p in range(size):
-        low = max(np.int32(centre[p] - far), np.int32(0))
-        high = min(np.int32(centre[p] + far), last)
+        low = max(np.int32(center[p] - far), np.int32(0))
+        high = min(np.int32(center[p] + far), last)
         choices = np.uint64(np.uint32(high - low + np.int32(1)))
         drawn[p] = low + np.int32((np.uint64(absorb(noise[p], word)) * choices) >> np.uint64(32))
 
 
 @compiled
-def follow(key, candidate, drawn, centre, size):
-    """Move the centre of each point that took its candidate to what was drawn."""
+def follow(key, candidate, drawn, center, size):
+    """Move the center of each point that took its candidate to what was drawn."""
     for p in range(size):
         new = drawn[p]
-        old = centre[p]
-        centre[p] = new if key[p] == candidate[p] else old
+        old = center[p]
+        center[p] = new if key[p] == candidate[p] else old
 
 
 @compiled

@@ -1,6 +1,6 @@
-"""Clustering on a CPU: the nearest centre of every key, and the sums of each cluster, for a block of keys at a time.
+"""Clustering on a CPU: the nearest center of every key, and the sums of each cluster, for a block of keys at a time.
 
-Everything of a block is done by one thread, the matrix products too: keys lie along the vector units, centres one below
+Everything of a block is done by one thread, the matrix products too: keys lie along the vector units, centers one below
 the other. Keys are cut into parts by their number alone, so that sums have the same bits on any number of threads.
 """
 
@@ -33,7 +33,7 @@ class Keys(NamedTuple):
     v: Array  # [S, F]
     usable: Array  # bool [S], or empty: all
     label: Array  # int32 [S]
-    score: Array  # [S], of the linear form with the nearest centre
+    score: Array  # [S], of the linear form with the nearest center
 
 
 class Forms(NamedTuple):
@@ -72,20 +72,20 @@ def cluster(call: ClusterCall) -> Clustered:
     for row in range(key_rows):
         usable = None if all_usable is None else all_usable[row]
         start = clustering.Start.of(call, row, k_rows[row], v_rows[row], usable)
-        centres = start.centres
+        centers = start.centers
         values = start.values
         sizes = torch.ones(count, dtype=torch.int64, device="cpu")
         for step in range(call.steps):
-            forms = start.space.forms(centres, values, sizes)
-            score, centres, values, sizes = _assign(forms, start.k, start.v, None, None)
+            forms = start.space.forms(centers, values, sizes)
+            score, centers, values, sizes = _assign(forms, start.k, start.v, None, None)
             if not sizes.all():
-                centres, values, sizes = start.placed_anew(call, step, score, centres, values, sizes)
-        forms = start.space.forms(centres, values, sizes)
+                centers, values, sizes = start.placed_anew(call, step, score, centers, values, sizes)
+        forms = start.space.forms(centers, values, sizes)
         clusters.append(_assign(forms, k_rows[row], v_rows[row], usable, label[row])[1:])
-    centres, values, sizes = (
+    centers, values, sizes = (
         torch.stack(part).reshape(*k.shape[:2], *part[0].shape) for part in zip(*clusters, strict=True)
     )
-    return Clustered(centres, values, sizes.to(torch.int32), label.reshape(k.shape[:-1]))
+    return Clustered(centers, values, sizes.to(torch.int32), label.reshape(k.shape[:-1]))
 
 
 def _assign(
@@ -117,8 +117,8 @@ def _assign(
         _assign_parts(parts, keys, arrays, sums)
     sizes = torch.from_numpy(sums.number.sum(0))  # [C]
     each = sizes.clamp(min=1).unsqueeze(-1)
-    centres, values = (torch.from_numpy(x.sum(0)) / each for x in (sums.k, sums.v))  # [C, E], [C, F]
-    return torch.from_numpy(keys.score), centres, values, sizes
+    centers, values = (torch.from_numpy(x.sum(0)) / each for x in (sums.k, sums.v))  # [C, E], [C, F]
+    return torch.from_numpy(keys.score), centers, values, sizes
 
 
 @parallel

@@ -36,7 +36,7 @@ class ClusterTailArrays(NamedTuple):
     near_out: Array  # [P, F], of the windows
     near_lse: Array  # [P], of the windows
     label: Array  # int32 [Rc*M]
-    centres: Array  # [Rc, C, E]
+    centers: Array  # [Rc, C, E]
     values: Array  # [Rc, F, C]
     finite: bool  # all values
     sizes: Array  # int32 [Rc, C]
@@ -51,7 +51,7 @@ class ClusterTailArrays(NamedTuple):
 
     @staticmethod
     def of(call: ClusterTailCall) -> ClusterTailArrays:
-        wide = call.centres.dtype
+        wide = call.centers.dtype
         grid = call.label.shape[2:]
         seed = np.zeros(0, np.uint32)
         threshold = 0
@@ -59,13 +59,13 @@ class ClusterTailArrays(NamedTuple):
             seed = row_states(call.dropout_seed, call.q, call.rows)
             threshold = int(call.dropout_p * 2**32)
         sizes = by_row(call.sizes)
-        gains = np.ones(sizes.shape, by_row(call.centres).dtype) if call.gains is None else by_row(call.gains)
+        gains = np.ones(sizes.shape, by_row(call.centers).dtype) if call.gains is None else by_row(call.gains)
         return ClusterTailArrays(
             q=array(call.q.to(wide)),
             near_out=array(call.head_out.to(wide)),
             near_lse=flat(call.head_lse.to(wide)),
             label=flat(call.label),
-            centres=by_row(call.centres),
+            centers=by_row(call.centers),
             values=by_row(call.values.mT),
             finite=bool(call.values.isfinite().all()),
             sizes=sizes,
@@ -102,7 +102,7 @@ class Scratch(NamedTuple):
         matches = arrays.windows.index.shape[1]
         rank = len(arrays.geometry.grid)
         clusters = arrays.sizes.shape[1]
-        dtype = arrays.centres.dtype
+        dtype = arrays.centers.dtype
         return Scratch(
             keys=np.empty((tasks, arrays.windows.slots + 1, size), np.int32),
             places=np.empty((tasks, matches, rank, size), np.int32),
@@ -180,7 +180,7 @@ def weigh(arrays, block, scratch, task):
     expand_block(arrays.windows, arrays.geometry, 0, block, keys, scratch.places[task])
     take(arrays.q, block, features)
     weights[:] = 0
-    add_product(arrays.centres[row], features, weights, size)
+    add_product(arrays.centers[row], features, weights, size)
     for c in range(len(left)):
         for p in range(size):
             left[c, p] = arrays.sizes[row, c]
@@ -203,7 +203,7 @@ def take(x, block, result):
 
 @inlined
 def _to_weights(arrays, block, gains, left, weights, sums):
-    """Products with the centres become left * gain * exp(score - top), exactly 0 where nothing is left."""
+    """Products with the centers become left * gain * exp(score - top), exactly 0 where nothing is left."""
     total = sums[TOTAL]  # [size]
     top = sums[TOP]  # [size]
     share = sums[SHARE]  # [size]

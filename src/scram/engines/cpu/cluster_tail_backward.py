@@ -1,6 +1,6 @@
 """Gradients of the clustered tail on a CPU: the same on every run and any number of threads.
 
-The queries that read a row of clusters are cut into parts, by the shapes alone. Each part has its own sums for centres
+The queries that read a row of clusters are cut into parts, by the shapes alone. Each part has its own sums for centers
 and values; in the end the sums are added in their order.
 """
 
@@ -30,12 +30,12 @@ class Gradients(NamedTuple):
     out: Array  # [P, F]
     lse: Array  # [P]
     values: Array  # [Rc, C, F], of the call
-    turned_centres: Array  # [Rc, E, C], of the call
-    finite: bool  # all centres
+    turned_centers: Array  # [Rc, E, C], of the call
+    finite: bool  # all centers
     to_q: Array  # [P, E]
     to_near_out: Array  # [P, F]
     to_near_lse: Array  # [P]
-    to_centres: Array  # [Rc, parts, C, E]
+    to_centers: Array  # [Rc, parts, C, E]
     to_values: Array  # [Rc, parts, C, F]
     slopes: Array  # [tasks, C, size], scratch
     d_out: Array  # [tasks, F, size], scratch
@@ -46,10 +46,10 @@ class Gradients(NamedTuple):
 def cluster_tail_backward(
     call: ClusterTailCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> ClusterTailGrads:
-    """Gradients of q, centres, values, head_out, head_lse from those of out and lse."""
+    """Gradients of q, centers, values, head_out, head_lse from those of out and lse."""
     arrays = ClusterTailArrays.of(call)
-    wide = call.centres.dtype
-    rows, clusters, width = arrays.centres.shape
+    wide = call.centers.dtype
+    rows, clusters, width = arrays.centers.shape
     values = np.ascontiguousarray(arrays.values.swapaxes(1, 2))  # [Rc, C, F]
     value_width = values.shape[2]
     size = block_size(clusters)
@@ -64,12 +64,12 @@ def cluster_tail_backward(
             out=array(grad_out.to(wide)),
             lse=flat(grad_lse.to(wide)),
             values=values,
-            turned_centres=np.ascontiguousarray(arrays.centres.swapaxes(1, 2)),
-            finite=bool(call.centres.isfinite().all()),
+            turned_centers=np.ascontiguousarray(arrays.centers.swapaxes(1, 2)),
+            finite=bool(call.centers.isfinite().all()),
             to_q=np.empty_like(arrays.q),
             to_near_out=np.empty_like(arrays.near_out),
             to_near_lse=np.empty_like(arrays.near_lse),
-            to_centres=np.zeros((rows, parts, clusters, width), dtype),
+            to_centers=np.zeros((rows, parts, clusters, width), dtype),
             to_values=np.zeros((rows, parts, clusters, value_width), dtype),
             slopes=np.empty((tasks, clusters, size), dtype),
             d_out=np.empty((tasks, value_width, size), dtype),
@@ -79,7 +79,7 @@ def cluster_tail_backward(
         _parts(tasks, arrays, Scratch.of(arrays, tasks, size), grads)
     return ClusterTailGrads(
         like(grads.to_q, call.q),
-        like(_added(grads.to_centres), call.centres),
+        like(_added(grads.to_centers), call.centers),
         like(_added(grads.to_values), call.values),
         like(grads.to_near_out, call.head_out),
         like(grads.to_near_lse, call.head_lse),
@@ -100,9 +100,9 @@ def _parts(task, tasks, arrays, scratch, grads):
     """Some parts, one after the other, block by block."""
     geometry = arrays.geometry
     most = scratch.left.shape[2]
-    rows = grads.to_centres.shape[0]
-    parts = grads.to_centres.shape[1]
-    group = len(geometry.key_rows) // max(rows, 1)  # rows of queries that read a row of clusters: neighbours
+    rows = grads.to_centers.shape[0]
+    parts = grads.to_centers.shape[1]
+    group = len(geometry.key_rows) // max(rows, 1)  # rows of queries that read a row of clusters: neighbors
     in_row = -(-geometry.queries // most)
     for number in range(rows * parts * task // tasks, rows * parts * (task + 1) // tasks):
         row = number // parts
@@ -116,7 +116,7 @@ def _parts(task, tasks, arrays, scratch, grads):
             weigh(arrays, block, scratch, task)
             _slopes(arrays, block, scratch.weights[task], scratch.sums[task], grads, task, row)
             _to_queries(arrays, block, scratch.sums[task], grads, task, row)
-            _to_clusters(grads.slopes[task], arrays.q[first : first + size], grads.to_centres[row, part])
+            _to_clusters(grads.slopes[task], arrays.q[first : first + size], grads.to_centers[row, part])
             if arrays.threshold:
                 drop(arrays, block, scratch.weights[task])
             _to_clusters(scratch.weights[task], grads.out[first : first + size], grads.to_values[row, part])
@@ -124,7 +124,7 @@ def _parts(task, tasks, arrays, scratch, grads):
 
 @inlined
 def _slopes(arrays, block, weights, sums, grads, task, row):
-    """Weights add up to 1 with the windows' share; slopes are d loss / d <q, centre>."""
+    """Weights add up to 1 with the windows' share; slopes are d loss / d <q, center>."""
     slopes = grads.slopes[task]  # [C, size]
     d_out = grads.d_out[task]  # [F, size]
     size = block.size
@@ -170,9 +170,9 @@ def _to_queries(arrays, block, sums, grads, task, row):
     mean = grads.means[task, 1]
     d_q[:] = 0
     if grads.finite:
-        add_product(grads.turned_centres[row], grads.slopes[task], d_q, block.size)
+        add_product(grads.turned_centers[row], grads.slopes[task], d_q, block.size)
     else:
-        add_guarded_product(grads.turned_centres[row], grads.slopes[task], d_q, block.size, False)
+        add_guarded_product(grads.turned_centers[row], grads.slopes[task], d_q, block.size, False)
     for p in range(block.size):
         point = block.first + p
         attends = arrays.near_lse[point] != -np.inf  # any key of its windows

@@ -49,9 +49,9 @@ def draw_keys(task, tasks, geometry, draws, begin, keys, logs):
                 mode = np.int64(draws.modes[point, below(which, count)])
                 key = np.int64(0)
                 for axis in range(len(grid)):
-                    centre = mode // strides[axis]
-                    mode -= centre * strides[axis]
-                    key += (centre + _step(table, absorb(noise, 2 + axis), centre, grid[axis])) * strides[axis]
+                    center = mode // strides[axis]
+                    mode -= center * strides[axis]
+                    key += (center + _step(table, absorb(noise, 2 + axis), center, grid[axis])) * strides[axis]
             elif total > 0:
                 key = below(which, total)
                 if len(draws.order):
@@ -84,10 +84,10 @@ def find(table, target):
 
 
 @compiled
-def _step(table, bits, centre, extent):
+def _step(table, bits, center, extent):
     reach = len(table) // 2 - 1
-    low = max(-centre, -reach)
-    high = min(extent - 1 - centre, reach)
+    low = max(-center, -reach)
+    high = min(extent - 1 - center, reach)
     start = np.int64(table[low + reach])
     return find(table, start + below(bits, table[high + 1 + reach] - start))
 
@@ -102,16 +102,16 @@ def _closeness(key, modes, table, grid, strides):
         rest = key
         g = 1.0
         for axis in range(len(grid)):
-            centre = mode // strides[axis]
+            center = mode // strides[axis]
             at = rest // strides[axis]
-            mode -= centre * strides[axis]
+            mode -= center * strides[axis]
             rest -= at * strides[axis]
-            d = at - centre
+            d = at - center
             if not -reach <= d <= reach:
                 g = 0.0
                 break
-            low = max(-centre, -reach)
-            high = min(grid[axis] - 1 - centre, reach)
+            low = max(-center, -reach)
+            high = min(grid[axis] - 1 - center, reach)
             g *= (table[d + reach + 1] - table[d + reach]) / (table[high + 1 + reach] - table[low + reach])
         total += g
     return total

@@ -196,10 +196,10 @@ def _mix(p: Tensor, x: Tensor, guarded: bool) -> Tensor:
 
 
 def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> Tensor:
-    """Of each component of out; values are centred first, so that little cancels in the sums of squares."""
-    centre = v.mean(1, keepdim=True)
-    v = v - centre
-    out = out - centre
+    """Of each component of out; values are centerd first, so that little cancels in the sums of squares."""
+    center = v.mean(1, keepdim=True)
+    v = v - center
+    out = out - center
     squares = p.square()
     r = p @ v - out * p.sum(-1, keepdim=True)
     r_squares = squares @ v.square() - 2 * out * (squares @ v) + out.square() * squares.sum(-1, keepdim=True)
@@ -318,7 +318,7 @@ def _slopes(task, tasks, all_scores, all_slopes, chunk, near, offset, d_lse, to_
         top = _add_logs(scores, chunk, c // queries, offset[point], limit, near_lse)
         if top == -np.inf:
             top = number(0)  # -inf - -inf is NaN
-        # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
+        # The normalizer is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
         share = number(math.exp(near_lse - top))
         whole = share
         mean = number(0)

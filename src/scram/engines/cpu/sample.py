@@ -204,7 +204,7 @@ def _slopes(task, tasks, arrays, begin, pairs, d_out, d_lse, dq, to_out, to_lse)
         extra_lse = arrays.extra_lse[point] if len(arrays.extra_lse) else number(-np.inf)
         seen, highest = _score(arrays, point, first, keys, slopes, weights)
         top = max(extra_lse, highest)
-        # The normaliser is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
+        # The normalizer is made anew: from lse, rounded, the weights would not add up to 1 where scores are large.
         # Slopes are measured from one of them, so that equal ones leave nothing.
         whole = number(0)
         mean = number(0)

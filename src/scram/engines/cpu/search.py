@@ -1,6 +1,6 @@
 """Algorithm 1 on a CPU: blocks of points in parallel, each writing only its own.
 
-A neighbour that has not changed since it was last read is not read again, and a candidate that is the current best is
+A neighbor that has not changed since it was last read is not read again, and a candidate that is the current best is
 not scored: neither could win, since a candidate is taken only when strictly better. So the result is the reference's.
 """
 
@@ -14,7 +14,7 @@ from ..._compat.numba import SIMD_WIDTH
 from ...core.calls import Found, SearchCall
 from ...spec.grid import Grid, grid_of
 from ...spec.schedule import moves, widest
-from .candidates import draw_around, follow, leave, leave_out, move, read_neighbours
+from .candidates import draw_around, follow, leave, leave_out, move, read_neighbors
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, array, block_at, padded, strides, tensor
 from .legal import Bounds, Choices, Earlier, first_key, fresh, legal
@@ -37,7 +37,7 @@ class Sweep(NamedTuple):
     """One sweep over all points; number 0 is the start."""
 
     number: int
-    moves: Array  # int64 [moves], by how many steps each key that a neighbour offers is moved
+    moves: Array  # int64 [moves], by how many steps each key that a neighbor offers is moved
     memory: int  # CHANGED or more: how long a change is news
     gossip: int
     radius: int  # of random search, the largest
@@ -125,7 +125,7 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
                 field = Field(before, after, offered, offered_after, flags, best)
                 earlier = Earlier(index, run, call.separation, *bounds)
                 parts = (features, geometry, choices, earlier, sweep, field, scratch)
-                _sweep(tasks, *map(tuple, parts))  # Numba recognises plain tuples sooner
+                _sweep(tasks, *map(tuple, parts))  # Numba recognizes plain tuples sooner
                 before, after = after, before
                 offered, offered_after = offered_after, offered
             index[:, run] = before
@@ -136,7 +136,7 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
 
 
 def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Array:
-    """The neighbours in the order they are read: AXIS, STEP, TO_POINT, TO_KEY, LINE of each."""
+    """The neighbors in the order they are read: AXIS, STEP, TO_POINT, TO_KEY, LINE of each."""
     to_point = strides(query_grid)
     to_key = strides(key_grid)
 
@@ -212,7 +212,7 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, buffers, s
     chosen = buffers[3]  # [BLOCK]
     noise = buffers[4]  # [BLOCK]
     place = buffers[5 : 5 + rank]  # [rank, BLOCK], of the queries
-    centre = buffers[5 + rank : 5 + 2 * rank]  # [rank, BLOCK], of the keys
+    center = buffers[5 + rank : 5 + 2 * rank]  # [rank, BLOCK], of the keys
     rest = buffers[5 + 2 * rank :]
     around = rest[:rank]  # [rank, BLOCK], of the keys drawn
     barred = rest[rank : rank + (0 if earlier.separation else earlier.run)]
@@ -238,7 +238,7 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, buffers, s
         offered = field.offered
         to_point = direction[TO_POINT]
         step = direction[STEP]
-        if not read_neighbours(offered, block, geometry.queries, to_point, place[axis], step, extent, offers):
+        if not read_neighbors(offered, block, geometry.queries, to_point, place[axis], step, extent, offers):
             continue
         for m in range(len(sweep.moves)):
             if sweep.moves[m]:
@@ -257,7 +257,7 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, buffers, s
     for p in range(size):
         keyless += key[p] < 0
     for axis in range(rank):
-        coordinates(key, geometry.grid[axis], geometry.strides[axis], centre[axis], size)
+        coordinates(key, geometry.grid[axis], geometry.strides[axis], center[axis], size)
     radius = sweep.radius
     draw = sweep.gossip
     while radius >= 1:
@@ -265,7 +265,7 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, buffers, s
             candidate[p] = 0
         for axis in range(rank):
             far = min(radius, earlier.reach[axis])
-            draw_around(noise, draw + axis, centre[axis], far, geometry.grid[axis], around[axis], size)
+            draw_around(noise, draw + axis, center[axis], far, geometry.grid[axis], around[axis], size)
             for p in range(size):
                 candidate[p] += geometry.strides[axis] * around[axis, p]
         for p in range(size if keyless else 0):
@@ -277,7 +277,7 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, buffers, s
                     around[axis, p] = candidate[p] // geometry.strides[axis] % geometry.grid[axis]
         count += _try_candidates(features, geometry, earlier, block, own, candidate)
         for axis in range(rank):
-            follow(key, candidate, around[axis], centre[axis], size)
+            follow(key, candidate, around[axis], center[axis], size)
         radius //= 2
         draw += rank + 1
     after = field.after[first : first + size]

@@ -66,9 +66,9 @@ def _walk(q, k, geometry, walks, chains, point, keys, scores):
             to = np.int64(0)
             on_grid = True
             for axis in range(rank):
-                centre = left // strides[axis]
-                left -= centre * strides[axis]
-                place = centre + find(table, below(absorb(noise, axis), table[-1]))
+                center = left // strides[axis]
+                left -= center * strides[axis]
+                place = center + find(table, below(absorb(noise, axis), table[-1]))
                 on_grid = on_grid and 0 <= place < grid[axis]
                 to += place * strides[axis]
             move = on_grid and to != key and not (geometry.causal and to > query)

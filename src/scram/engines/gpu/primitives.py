@@ -229,7 +229,7 @@ def window_size(reach):
 
 @triton.jit
 def first_offset(reach):
-    """Where a walk through a window begins, as an offset from its centre on every axis."""
+    """Where a walk through a window begins, as an offset from its center on every axis."""
     offset = ()
     for a in tl.static_range(len(reach)):
         offset += (-tl.cast(reach[a], tl.int32),)

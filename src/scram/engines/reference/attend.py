@@ -73,14 +73,14 @@ def expand(match: Tensor, key_grid: Grid, radius: Sequence[int]) -> tuple[Tensor
     """
     keys = math.prod(key_grid)
     exists = (match >= 0) & (match < keys)
-    centre = [c.unsqueeze(-1) for c in coordinates(torch.where(exists, match, 0), key_grid)]  # each [C, kappa, 1]
-    place = [c + offset for c, offset in zip(centre, window(radius, match.device), strict=True)]  # [C, kappa, W]
+    center = [c.unsqueeze(-1) for c in coordinates(torch.where(exists, match, 0), key_grid)]  # each [C, kappa, 1]
+    place = [c + offset for c, offset in zip(center, window(radius, match.device), strict=True)]  # [C, kappa, W]
     on_grid = exists.unsqueeze(-1) & inside(place, key_grid)
     fresh = []
     for e in range(match.shape[1]):
         new = on_grid[:, e]
         for before in range(e):
-            covered = within([c[:, e] for c in place], [c[:, before] for c in centre], radius)
+            covered = within([c[:, e] for c in place], [c[:, before] for c in center], radius)
             new = new & ~(covered & exists[:, before].unsqueeze(-1))
         fresh.append(new)
     key = torch.where(on_grid, flat(place, key_grid), 0)

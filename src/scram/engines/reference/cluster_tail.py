@@ -30,11 +30,11 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
     wide = accumulator(call.values.dtype)
     flat_label = label.reshape(-1, keys).long()
     sizes = call.sizes.flatten(0, 1)
-    gains = torch.ones_like(call.centres[..., 0]) if call.gains is None else call.gains
+    gains = torch.ones_like(call.centers[..., 0]) if call.gains is None else call.gains
     windows = windows_of(call.window, call.index, key_grid, call.radius)
 
     def points(
-        at: Tensor, q: Tensor, centres: Tensor, values: Tensor, gains: Tensor, near_out: Tensor, near_lse: Tensor
+        at: Tensor, q: Tensor, centers: Tensor, values: Tensor, gains: Tensor, near_out: Tensor, near_lse: Tensor
     ) -> tuple[Tensor, Tensor]:
         row = at // queries  # [C]
         query = at % queries  # [C]
@@ -47,7 +47,7 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
         factor = (sizes[source] - taken[:, :count]) * gains[source]  # [C, clusters]
         some = factor > 0
         # What a query has nothing left of is zero before it is multiplied: 0 * NaN is NaN.
-        a = torch.where(some, call.scale * (centres[source] @ q[at].unsqueeze(-1)).squeeze(-1), 0)
+        a = torch.where(some, call.scale * (centers[source] @ q[at].unsqueeze(-1)).squeeze(-1), 0)
         factor = torch.where(some, factor, 1)
         near_score = near_lse[at].unsqueeze(-1)  # [C, 1]
         p, lse = normalized_weights(
@@ -66,7 +66,7 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
     q_points = rows(q).flatten(0, 1).to(wide)  # [P, E]
     near_out = rows(call.head_out).flatten(0, 1).to(wide)  # [P, F]
     near_lse = call.head_lse.flatten().to(wide)  # [P]
-    clusters = (x.flatten(0, 1).to(wide) for x in (call.centres, call.values, gains))
+    clusters = (x.flatten(0, 1).to(wide) for x in (call.centers, call.values, gains))
     each = count * (q.shape[-1] + call.values.shape[-1])
     size = max(1, CHUNK_ELEMENTS // max(each, 1))
     tensors = (q_points, *clusters, near_out, near_lse)

@@ -1,4 +1,4 @@
-"""Self-normalised importance sampling: keys drawn near the modes or anywhere, weighed by the whole mixture."""
+"""Self-normalized importance sampling: keys drawn near the modes or anywhere, weighed by the whole mixture."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def draws_of(call: SampleCall) -> Visit:
         local = (bits(0) < int(call.alpha * 2**32)) & (number > 0)
         uniform = allowed.nth(row, torch.where(choices > 0, below(bits(1), choices), 0))
         mode = flat_modes[at].gather(-1, below(bits(1), number.clamp(min=1)))
-        centre = coordinates(torch.where(local, mode, 0), key_grid)
-        place = [c + step(table, bits(2 + axis), c, key_grid[axis]) for axis, c in enumerate(centre)]
+        center = coordinates(torch.where(local, mode, 0), key_grid)
+        place = [c + step(table, bits(2 + axis), c, key_grid[axis]) for axis, c in enumerate(center)]
         key = torch.where(local, flat(place, key_grid), uniform)  # [C, T]
         some = (local | (choices > 0)) & allowed.allows(row, query, key)
         alpha = call.alpha * (number > 0).to(wide)
@@ -54,11 +54,11 @@ def draws_of(call: SampleCall) -> Visit:
     return visit
 
 
-def step(table: Tensor, bits: Tensor, centre: Tensor, extent: int) -> Tensor:
+def step(table: Tensor, bits: Tensor, center: Tensor, extent: int) -> Tensor:
     """A step from a coordinate that stays on its axis, drawn from the weights of all such steps."""
     reach = len(table) // 2 - 1
-    low = (-centre).clamp(min=-reach)
-    high = (extent - 1 - centre).clamp(max=reach)
+    low = (-center).clamp(min=-reach)
+    high = (extent - 1 - center).clamp(max=reach)
     below_low = table[low + reach]
     below_high = table[high + 1 + reach]
     target = below_low + below(bits, below_high - below_low)
@@ -75,11 +75,11 @@ def closeness(
     for m in range(modes.shape[1]):
         exists = m < number  # [C, 1]
         g = exists.to(wide)
-        centres = coordinates(torch.where(exists, modes[:, m : m + 1], 0), key_grid)  # [C, 1] each
-        for c, centre, extent in zip(place, centres, key_grid, strict=True):
-            d = c - centre  # [C, T]
-            low = (-centre).clamp(min=-reach)
-            high = (extent - 1 - centre).clamp(max=reach)
+        centers = coordinates(torch.where(exists, modes[:, m : m + 1], 0), key_grid)  # [C, 1] each
+        for c, center, extent in zip(place, centers, key_grid, strict=True):
+            d = c - center  # [C, T]
+            low = (-center).clamp(min=-reach)
+            high = (extent - 1 - center).clamp(max=reach)
             mass = (table[high + 1 + reach] - table[low + reach]).to(wide)
             safe = d.clamp(-reach, reach) + reach
             g = g * torch.where(d.abs() <= reach, (table[safe + 1] - table[safe]).to(wide) / mass, 0)

@@ -1,4 +1,4 @@
-"""The drawn tail of `Hybrid`: keys that the queries of a row share stand for all keys outside the windows."""
+"""The drawn tail of `DrawnKeys`: keys that the queries of a row share stand for all keys outside the windows."""
 
 from __future__ import annotations
 

@@ -100,10 +100,10 @@ class SearchSpace:
         place = [c.unsqueeze(-1) for c in coordinates(key, self.key_grid)]
         return within(place, coordinates(self.starts[at], self.key_grid), self.call.reach).any(-1)
 
-    def around(self, centre: Tensor, radius: int, drawn: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def around(self, center: Tensor, radius: int, drawn: Callable[[int, Tensor], Tensor]) -> Tensor:
         """A key from the box around another, cut at the border and to the reach; drawn(axis, n) is below n."""
         place = []
-        for axis, (at, extent) in enumerate(zip(coordinates(centre, self.key_grid), self.key_grid, strict=True)):
+        for axis, (at, extent) in enumerate(zip(coordinates(center, self.key_grid), self.key_grid, strict=True)):
             far = min(radius, self.call.reach[axis]) if self.call.reach else radius
             low = (at - far).clamp(min=0)
             high = (at + far).clamp(max=extent - 1)
@@ -197,14 +197,14 @@ class _Points:
         self.best = torch.where(taken, self.score(key.clamp(0)), -torch.inf)
 
     def propagate(self, before: Tensor, jump: int) -> None:
-        """The matches that the neighbours `jump` away had before this sweep: moved along, or as they are."""
+        """The matches that the neighbors `jump` away had before this sweep: moved along, or as they are."""
         grid = self.space.query_grid
         for axis in range(len(grid)):
             for step in (-jump, jump):
                 target = [place + step * (a == axis) for a, place in enumerate(self.place)]
                 exists = inside(target, grid)
-                neighbour = torch.where(exists, flat(target, grid), 0)
-                key = before[self.row * self.space.queries + neighbour]
+                neighbor = torch.where(exists, flat(target, grid), 0)
+                key = before[self.row * self.space.queries + neighbor]
                 exists = exists & (key >= 0)
                 for move in moves(self.space.call.propagate, self.sweep):
                     place = coordinates(key, self.space.key_grid)

@@ -93,11 +93,11 @@ def touched(index: Tensor, member: Tensor, key_grid: Grid, radius: Sequence[int]
         index.shape[0] * len(member), TILE_QUERIES * index.shape[-1]
     )
     exists = (match >= 0) & (match < math.prod(key_grid))
-    centre = coordinates(torch.where(exists, match, 0), key_grid)
-    first = [(c - b).clamp(min=0) // side for c, b, side in zip(centre, radius, sides, strict=True)]
+    center = coordinates(torch.where(exists, match, 0), key_grid)
+    first = [(c - b).clamp(min=0) // side for c, b, side in zip(center, radius, sides, strict=True)]
     last = [
         (c + b).clamp(max=extent - 1) // side
-        for c, b, extent, side in zip(centre, radius, key_grid, sides, strict=True)
+        for c, b, extent, side in zip(center, radius, key_grid, sides, strict=True)
     ]
     number = cell_grid(key_grid, sides)
     none = math.prod(number)

@@ -128,8 +128,8 @@ def rhat(scores: Tensor, chains: Tensor, most: int) -> Tensor:
     inner = ((away - mean.unsqueeze(1)) * own).square().sum(1) / (length - 1).clamp(min=1)
     mean = mean + origin
     w = (inner * exists).sum(-1) / parts.squeeze(-1)
-    centre = (mean * exists).sum(-1, keepdim=True) / parts
-    between = ((mean - centre) * exists).square().sum(-1) / (parts.squeeze(-1) - 1)
+    center = (mean * exists).sum(-1, keepdim=True) / parts
+    between = ((mean - center) * exists).square().sum(-1) / (parts.squeeze(-1) - 1)
     n = length.squeeze(-1).clamp(min=1).to(scores.dtype)
     r = (((n - 1) / n * w + between) / w).sqrt()
     apart = ((mean - mean[:, :1]) * exists != 0).any(-1)

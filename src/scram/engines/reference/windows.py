@@ -37,10 +37,10 @@ class QueryWindows:
         match = self._matches(row, query)
         place = [c.unsqueeze(-1) for c in coordinates(key, self.key_grid)]  # [C, m, 1] each
         exists = (match >= 0) & (match < math.prod(self.key_grid))  # [C, kappa]
-        centre = [
+        center = [
             c.unsqueeze(1) for c in coordinates(torch.where(exists, match, 0), self.key_grid)
         ]  # [C, 1, kappa] each
-        return (within(place, centre, self.radius) & exists.unsqueeze(1)).any(-1)
+        return (within(place, center, self.radius) & exists.unsqueeze(1)).any(-1)
 
 
 class TileWindows:

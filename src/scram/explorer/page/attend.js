@@ -44,12 +44,12 @@ class Model {
 
   // Keys in the window around a key, cut at the borders of the grid.
   window(key) {
-    const grid = this.about.keys.grid, centre = coordinates(grid, key);
+    const grid = this.about.keys.grid, center = coordinates(grid, key);
     const found = [];
     for (const offset of this.offsets) {
       let index = 0, inside = true;
       for (let axis = 0; axis < grid.length; axis++) {
-        const at = centre[axis] + offset[axis];
+        const at = center[axis] + offset[axis];
         inside = inside && at >= 0 && at < grid[axis];
         index = index * grid[axis] + at;
       }
@@ -80,13 +80,13 @@ class Model {
     const { about, arrays } = this, count = about.clusters;
     if (!count) return { count: 0 };
     const share = about.heads.length / about.cluster_heads, own = Math.floor(head / share);
-    const { step, channels } = about.heads[head], centres = arrays[`centres${own}`];
+    const { step, channels } = about.heads[head], centers = arrays[`centers${own}`];
     const left = arrays.sizes.slice(own * count, (own + 1) * count), label = arrays.label.subarray(own * this.keys);
     for (const key of inWindows) if (label[key] >= 0) left[label[key]] -= 1;
     const logits = new Float32Array(count), features = arrays[`q${head}`];
     for (let n = 0; n < count; n++)
       for (let c = 0; c < channels; c++)
-        logits[n] += features[c * this.points + query] * step * centres[n * channels + c];
+        logits[n] += features[c * this.points + query] * step * centers[n * channels + c];
     const gains = arrays.gains ? arrays.gains.subarray(head * count, (head + 1) * count) : null;
     return { count, left, logits, gains, label, means: arrays[`means${own}`] };
   }

@@ -28,7 +28,7 @@ class Explorer {
   }
 
   get columns() { return this.about.queries.width; }
-  get keyColours() { return this.arrays.picture_keys ?? this.arrays.picture_queries; }
+  get keyColors() { return this.arrays.picture_keys ?? this.arrays.picture_queries; }
 
   setUp() {
     const { about, form } = this, one = about.panes === 1;
@@ -197,11 +197,11 @@ class Explorer {
   }
 
   paint() {
-    const { state, about, arrays, panes, found } = this, colours = table(state.map);
+    const { state, about, arrays, panes, found } = this, colors = table(state.map);
     const weights = found.matches.map((one) => one ? one.weight : 0);
     const most = this.most = Math.max(found.exact[found.best], ...weights, 1e-30);
     const view = state.view === "exact" ? [found.exact, null] : [found.scram, found.inside];
-    paintWeights(panes.keys.weights.image, view[0], most, colours, view[1], state.clusters);
+    paintWeights(panes.keys.weights.image, view[0], most, colors, view[1], state.clusters);
     panes.keys.weights.show();
     showLegend(most, state.map);
     const key = `${state.ground} ${state.head} ${state.sweep}`;
@@ -209,8 +209,8 @@ class Explorer {
     this.painted.key = key;
     const group = Math.floor(state.head / about.group), own = state.ground === "features" || !about.pictures;
     if (own) paintPlanes(panes.keys.ground.image, arrays[`k${group}`], about.keys.points, about.channels[group], true);
-    else paintPlanes(panes.keys.ground.image, this.keyColours, about.keys.points, 3, false);
-    paintGrey(panes.keys.ground.image);
+    else paintPlanes(panes.keys.ground.image, this.keyColors, about.keys.points, 3, false);
+    paintGray(panes.keys.ground.image);
     panes.keys.ground.show();
     const image = panes.queries.ground.image;
     if (state.ground === "rebuilt" || state.ground === "places") this.paintMatches(image);
@@ -221,16 +221,16 @@ class Explorer {
     panes.queries.ground.show();
   }
 
-  // Every query in the colour of its best match, or of that one's place.
+  // Every query in the color of its best match, or of that one's place.
   paintMatches(image) {
-    const { state, about } = this, source = this.keyColours, keys = about.keys.points;
+    const { state, about } = this, source = this.keyColors, keys = about.keys.points;
     const rows = Math.ceil(keys / about.keys.width);
     for (let n = 0; n < this.panes.queries.points; n++) {
       const [match] = this.model.matches(state.head, this.model.queryAt(n), state.sweep, 1);
-      const colour = match === null ? [128, 128, 128] :
+      const color = match === null ? [128, 128, 128] :
         state.ground === "rebuilt" ? [0, 1, 2].map((c) => source[c * keys + match]) :
-        placeColour(...this.model.place(match), rows, about.keys.width);
-      image.data.set([...colour, 255], 4 * n);
+        placeColor(...this.model.place(match), rows, about.keys.width);
+      image.data.set([...color, 255], 4 * n);
     }
   }
 
@@ -304,8 +304,8 @@ class Explorer {
       context.drawImage(pane.canvas, left, gap);
       left += frames[n].width + gap;
     }
-    const ramp = context.createLinearGradient(gap, 0, width - gap, 0), colours = hexes(this.state.map);
-    colours.forEach((colour, n) => ramp.addColorStop(n / (colours.length - 1), colour));
+    const ramp = context.createLinearGradient(gap, 0, width - gap, 0), colors = hexes(this.state.map);
+    colors.forEach((color, n) => ramp.addColorStop(n / (colors.length - 1), color));
     context.fillStyle = ramp;
     context.fillRect(gap, height + 2 * gap, width - 2 * gap, 10 * ratio);
     context.fillStyle = style.getPropertyValue("--ink");
@@ -317,7 +317,7 @@ class Explorer {
     }
     context.textAlign = "left";
     const shown = this.state.view === "exact" ? "exact attention" : "SCRAM";
-    context.fillText(`${this.about.title}: ${shown}. Colours: weight of one key.`, gap, line(2.2), width - 2 * gap);
+    context.fillText(`${this.about.title}: ${shown}. Colors: weight of one key.`, gap, line(2.2), width - 2 * gap);
     context.fillText(sentence(this.about, this.found), gap, line(3.3), width - 2 * gap);
     return canvas;
   }

@@ -115,5 +115,5 @@ function showLegend(most, map) {
   document.getElementById("ticks").replaceChildren(...ticks.map((text, n) =>
     Object.assign(document.createElement("span"), { textContent: n ? text : `≤ ${text}` })));
   document.getElementById("legend").setAttribute("aria-label",
-    `Colours: weight of one key, logarithmic, from ${ticks[0]} or less to ${ticks[DECADES]}`);
+    `Colors: weight of one key, logarithmic, from ${ticks[0]} or less to ${ticks[DECADES]}`);
 }

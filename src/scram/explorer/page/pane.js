@@ -111,8 +111,8 @@ function layer(columns, rows) {
 // A ring around the query, or the outline of a window with its number.
 function drawMark(context, { row, column, reach, label }, { unit, ratio, left, top, width }) {
   const x = left + (column + 0.5) * unit, y = top + (row + 0.5) * unit, lines = [["#000", 3.4], ["#fff", 1.6]];
-  for (const [colour, thick] of lines) {
-    context.strokeStyle = colour;
+  for (const [color, thick] of lines) {
+    context.strokeStyle = color;
     context.lineWidth = thick * ratio;
     context.beginPath();
     if (label) {

@@ -1,6 +1,6 @@
 """Algorithm 2 in Triton: the windows around a query's matches, their weights and the mix of their values in one pass.
 
-A query walks its windows key by key; the queries of a tile are neighbours, whose windows overlap and share cache lines.
+A query walks its windows key by key; the queries of a tile are neighbors, whose windows overlap and share cache lines.
 """
 
 from __future__ import annotations

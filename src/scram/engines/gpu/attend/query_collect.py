@@ -98,8 +98,8 @@ def sides(key, reach, geo):
 @triton.jit
 def matched(first, place, key, offset, left, right, ok, geo):
     """Where the list of matches on a line of a key's window, along the last axis, begins and ends."""
-    centre, on_grid = window_key(key, offset, geo)
-    at = first + place + (centre - key)
+    center, on_grid = window_key(key, offset, geo)
+    at = first + place + (center - key)
     on_grid = on_grid & ok
     return tl.load(at - left, mask=on_grid, other=0), tl.load(at + right + 1, mask=on_grid, other=0)
 

@@ -161,7 +161,7 @@ def next_key(match, e, offset, query_block, windows, CONFIG: tl.constexpr):
 
 @triton.jit
 def weigh(s, ok, WEIGHT: tl.constexpr):
-    """The weight before normalisation of scores under "mean" and "relu"."""
+    """The weight before normalization of scores under "mean" and "relu"."""
     f = tl.where(s < 0, 0.0, s) if WEIGHT == "relu" else s
     return tl.where(ok, f, 0.0)
 

@@ -20,7 +20,7 @@ BLOCK_KEYS = 32
 
 
 def cluster_backward(
-    call: ClusterCall, sizes: Tensor, label: Tensor, grad_centres: Tensor, grad_values: Tensor
+    call: ClusterCall, sizes: Tensor, label: Tensor, grad_centers: Tensor, grad_values: Tensor
 ) -> ClusterGrads:
     """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
     grads = ClusterGrads(
@@ -28,7 +28,7 @@ def cluster_backward(
         torch.empty_like(call.v, memory_format=torch.contiguous_format),
     )
     if label.numel():
-        given = tuple(x.contiguous() for x in (label, sizes, grad_centres, grad_values))
+        given = tuple(x.contiguous() for x in (label, sizes, grad_centers, grad_values))
         with on_device(call.k):
             kernel = _kernel(label.numel(), call.k.shape[-1], call.v.shape[-1], kinds(*given, *grads))
             kernel(*given, grads, math.prod(grid_of(call.k)), label.numel(), call.clusters)
@@ -45,7 +45,7 @@ def _kernel(keys: int, width: int, value_width: int, given: tuple[Any, ...]) -> 
 def spread_kernel(
     label,
     sizes,
-    d_centres,
+    d_centers,
     d_values,
     grads,
     keys,
@@ -62,12 +62,12 @@ def spread_kernel(
     has_cluster = name >= 0
     slot = at // keys * count + name  # [BK]
     size = tl.maximum(tl.load(sizes + slot, mask=has_cluster, other=1), 1).to(tl.float32)[:, None]  # [BK, 1]
-    d_centre = load_pieces(d_centres, slot, has_cluster, E)  # [BK, E]
+    d_center = load_pieces(d_centers, slot, has_cluster, E)  # [BK, E]
     d_value = load_pieces(d_values, slot, has_cluster, F)  # [BK, F]
     dk = ()
     dv = ()
-    for n in tl.static_range(len(d_centre)):
-        dk += ((d_centre[n] / size).to(grads.k.dtype.element_ty),)
+    for n in tl.static_range(len(d_center)):
+        dk += ((d_center[n] / size).to(grads.k.dtype.element_ty),)
     for n in tl.static_range(len(d_value)):
         dv += ((d_value[n] / size).to(grads.v.dtype.element_ty),)
     store_pieces(grads.k, at, dk, inside, E)

@@ -1,4 +1,4 @@
-"""Centres of clusters, in Triton: their means, and the forms by which keys are compared with them.
+"""Centers of clusters, in Triton: their means, and the forms by which keys are compared with them.
 
 Sums over many keys are made in splits by programs of their own and added in order: the bits are the same every time.
 """
@@ -15,7 +15,7 @@ from ..primitives import all_finite, finite, load_piece, load_pieces, product
 
 
 class Forms(NamedTuple):
-    """Of every centre, `clustering.LinearForms`, and the centres themselves; whole blocks of clusters and pieces."""
+    """Of every center, `clustering.LinearForms`, and the centers themselves; whole blocks of clusters and pieces."""
 
     a: Tensor  # [R, padded, E]
     b: Tensor  # [R, padded, F]
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 
 
 class GivenStart(NamedTuple):
-    """Centres and values to start from."""
+    """Centers and values to start from."""
 
     k: Tensor  # [R, C, E]
     v: Tensor  # [R, C, F]
@@ -79,7 +79,7 @@ def part_numbers(slot, exists, parts, stride):
 @triton.jit
 def means_kernel(
     parts,
-    centres,
+    centers,
     values,
     sizes,
     all_clusters,
@@ -97,7 +97,7 @@ def means_kernel(
     for n in tl.static_range(tl.constexpr(E.PIECES)):
         e = (n * E.BLOCK + tl.arange(0, E.BLOCK))[None, :]  # [1, E]
         mean = part_sums(parts.k, at, exists, parts, all_clusters, n, MANY, E) / divisor  # [BC, E]
-        tl.store(centres + at[:, None] * E.SIZE + e, mean, mask=exists[:, None] & (e < E.SIZE))
+        tl.store(centers + at[:, None] * E.SIZE + e, mean, mask=exists[:, None] & (e < E.SIZE))
     for n in tl.static_range(tl.constexpr(F.PIECES)):
         f = (n * F.BLOCK + tl.arange(0, F.BLOCK))[None, :]  # [1, F]
         mean = part_sums(parts.v, at, exists, parts, all_clusters, n, MANY, F) / divisor  # [BC, F]
@@ -119,7 +119,7 @@ def starts(
     E: tl.constexpr,
     F: tl.constexpr,
 ):
-    """Centres and values of the clusters `at` in pieces [BC, E], [BC, F], and which of them there are.
+    """Centers and values of the clusters `at` in pieces [BC, E], [BC, F], and which of them there are.
 
     FROM "given": those of `start`; "drawn": the keys of its places; "parts": the means, for an empty cluster a far key.
     """
@@ -191,7 +191,7 @@ def forms_kernel(
         value_unit = tl.where(weight > 0, weight, 1.0)
         tl.store(forms.units + row * 2, unit)
         tl.store(forms.units + row * 2 + 1, value_unit)
-    apart = ()  # [BC, E] each, centres less the mean
+    apart = ()  # [BC, E] each, centers less the mean
     for n in tl.static_range(tl.constexpr(E.PIECES)):
         e = n * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
         x = finite(k_block[n].to(tl.float32))  # [BC, E]

@@ -1,7 +1,7 @@
 """Keys grouped by content, in Triton: assignment fused with its argmax, sums per cluster as one-hot matrix products.
 
 The steps of k-means read a sample, laid side by side once; then all keys are assigned and their means taken. A kernel
-each turns sums into centres and their forms, forms into labels, labels into sums.
+each turns sums into centers and their forms, forms into labels, labels into sums.
 Nothing has the size of keys times clusters, and the bits are the same every time.
 """
 
@@ -95,7 +95,7 @@ def cluster(call: ClusterCall) -> Clustered:
     if count >= keys or not rows:
         with torch.no_grad():
             return clustering.cluster(call)
-    warm_k = call.warm_centres
+    warm_k = call.warm_centers
     warm_v = call.warm_values
     with on_device(k):
         source = _source(call)
@@ -127,15 +127,15 @@ def cluster(call: ClusterCall) -> Clustered:
         if call.steps:
             assign = plan.assign_sample.bind(some, forms, scratch.label, far, draws, space)
             add = plan.sum_sample.bind(some, scratch.label, parts, count, rows)
-            centre = plan.forms.bind(parts, None, some, far, space, forms, plan.places)
+            center = plan.forms.bind(parts, None, some, far, space, forms, plan.places)
         for step in range(call.steps):
             assign(step)
             add()
-            centre()
+            center()
         plan.assign(source, forms, result.label, None, None, None, 0)
         parts = parts._replace(splits=plan.splits)
         plan.sum(source, result.label, parts, count, rows)
-        plan.means(parts, result.centres, result.values, result.sizes, rows * count)
+        plan.means(parts, result.centers, result.values, result.sizes, rows * count)
     return result
 
 
@@ -217,7 +217,7 @@ def _scratch(plan: _Plan, source: Source) -> _Scratch:
             like_v["form"],
             floats["bias"],
             floats["units"] if half else None,
-            floats["centres"],
+            floats["centers"],
             floats["values"],
             sizes.count,
             sizes.padded,
@@ -269,7 +269,7 @@ def _sizes(
             start_sum=blocks * clustering.START_QUERIES,
             bias=padded,
             units=2,
-            centres=padded * width,
+            centers=padded * width,
             values=padded * value_width,
             k_parts=parts * widths[0],
             v_parts=parts * widths[1],
@@ -417,7 +417,7 @@ def assign_kernel(
     E: tl.constexpr,
     F: tl.constexpr,
 ):
-    """The nearest centre of a block of keys; -1 for a key that is masked, or so that no form of it is finite.
+    """The nearest center of a block of keys; -1 for a key that is masked, or so that no form of it is finite.
 
     With PLACES also some of them that are far from it, drawn by their squared distances: `far` int32 [R, PLACES,
     blocks], -1 for none. Program (row, block).
@@ -488,15 +488,15 @@ def squared_distance(
     E: tl.constexpr,
     F: tl.constexpr,
 ):
-    """The squared distance [BK] of each key from the centre at its slot; its metric to the digits of bfloat16."""
+    """The squared distance [BK] of each key from the center at its slot; its metric to the digits of bfloat16."""
     width = E.BLOCK * E.PIECES
     value_width = F.BLOCK * F.PIECES
     distance = tl.zeros([CONFIG.BLOCK_S], tl.float32)  # [BK]
     apart = ()
     for n in tl.static_range(len(k_block)):
         e = n * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
-        centre = tl.load(forms.k + slot[:, None] * width + e[None, :])  # [BK, E]
-        apart += (tl.where(exists[:, None], k_block[n].to(tl.float32) - centre, 0.0),)
+        center = tl.load(forms.k + slot[:, None] * width + e[None, :])  # [BK, E]
+        apart += (tl.where(exists[:, None], k_block[n].to(tl.float32) - center, 0.0),)
     for n in tl.static_range(len(k_block)):
         e = n * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
         acc = tl.zeros([CONFIG.BLOCK_S, E.BLOCK], tl.float32)  # [BK, E]

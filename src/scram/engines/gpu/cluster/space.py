@@ -30,7 +30,7 @@ class Space(NamedTuple):
     k_mean: Tensor  # float32 [R, E]
     v_mean: Tensor  # float32 [R, F]
     weight: Tensor  # float32 [R]
-    least: Tensor  # float32 [R], squared distance above which a key is far from its centre
+    least: Tensor  # float32 [R], squared distance above which a key is far from its center
 
 
 class SpaceConfig(NamedTuple):

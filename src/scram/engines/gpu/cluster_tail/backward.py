@@ -59,7 +59,7 @@ class Upstream(NamedTuple):
 class Totals(NamedTuple):
     """What the gradients of all scores of a query need, float32 [B, H, *G]. A weight is factor * `powers` over base.
 
-    The normaliser is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
+    The normalizer is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
     """
 
     delta: Tensor
@@ -72,23 +72,23 @@ def cluster_tail_backward(
 ) -> ClusterTailGrads:
     """Gradients in the dtypes of their tensors; gains, sizes and labels are constants."""
     q = call.q
-    centres = call.centres
+    centers = call.centers
     values = call.values
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     d_head_out = torch.empty_like(call.head_out, memory_format=torch.contiguous_format)
     d_head_lse = torch.empty_like(call.head_lse, memory_format=torch.contiguous_format)
     if not lse.numel():
-        return ClusterTailGrads(dq, torch.zeros_like(centres), torch.zeros_like(values), d_head_out, d_head_lse)
+        return ClusterTailGrads(dq, torch.zeros_like(centers), torch.zeros_like(values), d_head_out, d_head_lse)
     flags = tail_flags(call, CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT)
     collect_flags = tail_flags(call, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT)
-    rows = centres.shape[0] * centres.shape[1]
-    count = centres.shape[2]
+    rows = centers.shape[0] * centers.shape[1]
+    count = centers.shape[2]
     blocks = -(-count // collect_flags["CONFIG"].BLOCK_C)
     tiles_of_row = tiles_of(call) // rows
     at_a_time = tiles_at_a_time(call, flags["CONFIG"])
     splits = PROGRAMS // (max(1, at_a_time // tiles_of_row) * blocks)
     splits = max(1, min(tiles_of_row, at_a_time, splits))
-    shapes = [(splits, rows * count, x.shape[-1]) for x in (centres, values)]
+    shapes = [(splits, rows * count, x.shape[-1]) for x in (centers, values)]
     parts = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     totals = Totals(*torch.empty((3, *lse.shape), dtype=torch.float32, device=q.device).unbind())
     with on_device(q):
@@ -102,10 +102,10 @@ def cluster_tail_backward(
             programs = key_rows * blocks * splits
             clusters_kernel = _kernel(tail_clusters_kernel, programs, tuple(collect_flags.items()), given)
             clusters_kernel(inputs, above, totals, *parts, splits, tiles_of_row, last, rows)
-    d_centres, d_values = (
-        part.sum(0).to(x.dtype).reshape(x.shape) for part, x in zip(parts, (centres, values), strict=True)
+    d_centers, d_values = (
+        part.sum(0).to(x.dtype).reshape(x.shape) for part, x in zip(parts, (centers, values), strict=True)
     )
-    return ClusterTailGrads(dq, d_centres, d_values, d_head_out, d_head_lse)
+    return ClusterTailGrads(dq, d_centers, d_values, d_head_out, d_head_lse)
 
 
 @cached

@@ -1,6 +1,6 @@
 """Clusters beside tiles of queries, in Triton: a table of the clusters, and how many keys of each a query has left.
 
-What every query needs of a cluster is computed once: its centre and value in whole blocks, for 16 bits as the rounded
+What every query needs of a cluster is computed once: its center and value in whole blocks, for 16 bits as the rounded
 number and what rounding left of it, and the log of its weight. A place without a cluster has no keys. How many keys of
 each cluster a query attends is counted once too, for some tiles at a time: bits n of 32 counts are one word of plane n,
 so that a product tests one bit per plane where it would compare every label.
@@ -59,7 +59,7 @@ TABLE_BLOCK = 64  # the table is a whole number of these
 class Table(NamedTuple):
     """The clusters of all rows, as kernels take them. The widths are whole pieces."""
 
-    k: Tensor  # [rows, padded, E], centres
+    k: Tensor  # [rows, padded, E], centers
     k_rest: Tensor | None  # what rounding to 16 bits left of them
     v: Tensor  # [rows, padded, F]
     v_rest: Tensor | None
@@ -218,7 +218,7 @@ def tiles_at_a_time(call: ClusterTailCall, config: TailConfig) -> int:
     all_tiles = tiles_of(call)
     if config.TILE:
         return all_tiles
-    words = -(-call.centres.shape[2] // TABLE_BLOCK) * TABLE_BLOCK // 32
+    words = -(-call.centers.shape[2] // TABLE_BLOCK) * TABLE_BLOCK // 32
     size = max(1, PLANE_BYTES // (words * config.PLANES * TILE_QUERIES * 4))
     tiles_of_row = all_tiles // (call.label.shape[0] * call.label.shape[1])
     return min(all_tiles, size if size < tiles_of_row else size // tiles_of_row * tiles_of_row)
@@ -244,22 +244,22 @@ def chunks(call: ClusterTailCall, inputs: Inputs, flags: dict[str, Any]) -> Iter
 
 
 def table_of(call: ClusterTailCall, flags: dict[str, Any]) -> Table:
-    centres = call.centres
+    centers = call.centers
     features = flags["E"]
     values = flags["F"]
-    rows = centres.shape[0] * centres.shape[1]
-    count = centres.shape[2]
+    rows = centers.shape[0] * centers.shape[1]
+    count = centers.shape[2]
     padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
     narrow = flags["CONFIG"].NARROW
 
     def empty_k() -> Tensor:
-        return torch.empty((rows, padded, features.BLOCK * features.PIECES), dtype=call.q.dtype, device=centres.device)
+        return torch.empty((rows, padded, features.BLOCK * features.PIECES), dtype=call.q.dtype, device=centers.device)
 
     def empty_v() -> Tensor:
         shape = (rows, padded, values.BLOCK * values.PIECES)
-        return torch.empty(shape, dtype=call.head_out.dtype, device=centres.device)
+        return torch.empty(shape, dtype=call.head_out.dtype, device=centers.device)
 
-    logs, sizes, shares = torch.empty((3, rows, padded), dtype=torch.float32, device=centres.device).unbind()
+    logs, sizes, shares = torch.empty((3, rows, padded), dtype=torch.float32, device=centers.device).unbind()
     table = Table(
         k=empty_k(),
         k_rest=empty_k() if narrow else None,
@@ -272,7 +272,7 @@ def table_of(call: ClusterTailCall, flags: dict[str, Any]) -> Table:
         padded=padded,
     )
     gains = None if call.gains is None else call.gains.contiguous()
-    given = (centres.contiguous(), call.values.contiguous(), call.sizes.contiguous(), gains)
+    given = (centers.contiguous(), call.values.contiguous(), call.sizes.contiguous(), gains)
     _table(rows * padded // TABLE_BLOCK, features, values, kinds(*given, table))(*given, table)
     return table
 
@@ -310,7 +310,7 @@ def store_halves(high, rest, slot, at, exists, base, E: tl.constexpr):
 
 
 @triton.jit
-def table_kernel(centres, values, sizes, gains, table, BLOCK_C: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+def table_kernel(centers, values, sizes, gains, table, BLOCK_C: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program (row, block of clusters)."""
     blocks = table.padded // BLOCK_C
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -318,7 +318,7 @@ def table_kernel(centres, values, sizes, gains, table, BLOCK_C: tl.constexpr, E:
     exists = at < table.count  # [BC]
     slot = row * table.padded + at  # [BC]
     start = row * table.count
-    store_halves(table.k, table.k_rest, slot, at, exists, centres + start * E.SIZE, E)
+    store_halves(table.k, table.k_rest, slot, at, exists, centers + start * E.SIZE, E)
     store_halves(table.v, table.v_rest, slot, at, exists, values + start * F.SIZE, F)
     size = tl.load(sizes + start + at, mask=exists, other=0).to(tl.float32)  # [BC]
     weight = size
@@ -467,7 +467,7 @@ def table_products(q_block, base, rest, slot, CONFIG: tl.constexpr, B: tl.conste
 def cluster_scores(start, q_block, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
     """BLOCK_C clusters from `start` on: their names, places in the table, scores, and the share of keys that is left.
 
-    The score is scale <q, centre> plus the log of size and gain, -inf where no key is left.
+    The score is scale <q, center> plus the log of size and gain, -inf where no key is left.
     """
     at = start + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
     slot = queries.slot + at  # [BC]

@@ -52,7 +52,7 @@ class Upstream(NamedTuple):
 class Totals(NamedTuple):
     """What the gradients of all scores of a query need, float32 [B, H, *G]. A weight is factor * `powers` over base.
 
-    The normaliser is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
+    The normalizer is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
     """
 
     head_factor: Tensor

@@ -35,7 +35,7 @@ SEARCH_WIDE = (16, 8, 4)
 ATTEND_NARROW = (32, 1, 1)
 ATTEND = (16, 4, 1)
 BACKWARD = (16, 4, 1)
-# Pairs of a key at a time, and of a share, with repeatable bits; four matches on stereo, projected and un-normalised
+# Pairs of a key at a time, and of a share, with repeatable bits; four matches on stereo, projected and un-normalized
 # features, a call: 3.56, 3.32, 3.64 (8, 4, 1), 3.56, 3.18, 3.32 (4, 4, 1), 3.88, 3.49, 3.67 (8, 8, 2), 4.13, 3.76, 3.82
 # (16, 4, 1); shares of 128 3.59, 3.65, 3.62, of 512 3.54, 3.42, 3.75.
 COLLECT = (8, 4, 1)
@@ -68,7 +68,7 @@ SCORE_REGISTERS = {8: 80, 16: 96, 32: 168}
 MOST_SORTED = 1024
 LIST_WARPS = 1
 LIST_BLOCK = 64
-# Keys per product, warps, stages at most. E=64 bf16, one match on stereo and four on un-normalised features, us:
+# Keys per product, warps, stages at most. E=64 bf16, one match on stereo and four on un-normalized features, us:
 #   forward   113, 352 (64, 4, 3); 120, 355 (64, 4, 2); 147, 456 (64, 4, 1); 133, 366 (128, 4, 3); 132, 466 (32, 2, 3)
 #   backward 451, 1549 (64, 4, 2); 452, 1527 (64, 4, 3); 516, 1802 (64, 4, 1); 506, 1876 (32, 2, 2)
 # Eight warps took two to three times as long. For float32 two warps, as in the hybrid.

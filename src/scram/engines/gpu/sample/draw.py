@@ -61,11 +61,11 @@ def step_of(table, target, steps):
 
 
 @triton.jit
-def ends(table, centre, extent, steps):
+def ends(table, center, extent, steps):
     """The running sums before and after the steps from a coordinate that stay on its axis."""
     reach = steps // 2
-    low = tl.maximum(-centre, -reach)
-    high = tl.minimum(extent - 1 - centre, reach)
+    low = tl.maximum(-center, -reach)
+    high = tl.minimum(extent - 1 - center, reach)
     return tl.load(table + low + reach), tl.load(table + high + 1 + reach)
 
 
@@ -96,10 +96,10 @@ def draw_kernel(proposal, chunk, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     )  # [BLOCK]
     key = t * 0  # [BLOCK]
     for a in tl.static_range(len(geo.k)):
-        centre = place_on(mode, a, geo)  # [BLOCK]
-        before, after = ends(proposal.table, centre, geo.k[a], proposal.steps)
+        center = place_on(mode, a, geo)  # [BLOCK]
+        before, after = ends(proposal.table, center, geo.k[a], proposal.steps)
         target = before + below(absorb(noise, t * 0 + 2 + a), after - before)  # [BLOCK]
-        key = key * geo.k[a] + centre + step_of(proposal.table, target, proposal.steps)
+        key = key * geo.k[a] + center + step_of(proposal.table, target, proposal.steps)
     key = tl.where(near, key, uniform)
     ok = exists & (near | (choices > 0))
     if CAUSAL:
@@ -113,9 +113,9 @@ def draw_kernel(proposal, chunk, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
         other = tl.load(proposal.modes + point * proposal.kappa + m, mask=is_mode, other=0)  # [BLOCK]
         g = tl.where(is_mode, 1.0, 0.0)  # [BLOCK]
         for a in tl.static_range(len(geo.k)):
-            centre = place_on(other, a, geo)  # [BLOCK]
-            d = place_on(key, a, geo) - centre  # [BLOCK]
-            before, after = ends(proposal.table, centre, geo.k[a], proposal.steps)
+            center = place_on(other, a, geo)  # [BLOCK]
+            d = place_on(key, a, geo) - center  # [BLOCK]
+            before, after = ends(proposal.table, center, geo.k[a], proposal.steps)
             within = is_mode & (tl.abs(d) <= reach)
             weight = tl.load(proposal.table + d + reach + 1, mask=within, other=0)  # [BLOCK]
             weight -= tl.load(proposal.table + d + reach, mask=within, other=0)

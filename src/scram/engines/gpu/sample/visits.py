@@ -328,7 +328,7 @@ def visit_backward_kernel(
     d_out = load_float32(grad_out, point, exists, F)  # [BQ, F]
     d_lse = tl.load(grad_lse + point, mask=exists, other=0.0)  # [BQ]
 
-    # The normaliser is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
+    # The normalizer is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
     # Slopes are measured from one of them, so that equal ones leave nothing.
     running_sum = tl.zeros([BLOCK_Q], tl.float32)  # [BQ]
     mean_dp = tl.zeros([BLOCK_Q], tl.float32)  # [BQ]

@@ -1,7 +1,7 @@
 """Algorithm 1 in Triton: one launch draws the starts of a run, one makes each sweep, one sorts the runs.
 
 The state of a query is one int32. A key >= 0 was taken in the last sweep; ~key is a key that is older; NOTHING is none.
-A neighbour whose key is older has offered it to this query before, where it either won or could not: it is not read
+A neighbor whose key is older has offered it to this query before, where it either won or could not: it is not read
 again. That changes no answer and saves most of the reads once a field settles. State is double-buffered by sweep.
 """
 
@@ -56,7 +56,7 @@ class Radii(NamedTuple):
 
 
 class Propagation(NamedTuple):
-    """What neighbours offer in a sweep, known when compiling."""
+    """What neighbors offer in a sweep, known when compiling."""
 
     JUMPS: tuple[int, ...]
     MOVES: tuple[int, ...]  # how many steps their match is moved
@@ -265,9 +265,9 @@ def sweep_kernel(
 
     key = decoded(tl.load(state_in + point, mask=exists, other=NOTHING))  # [BQ]
     had = key  # [BQ], at the start of the sweep
-    old = key  # [BQ], what the neighbours know
+    old = key  # [BQ], what the neighbors know
     if FROM.TURNS:
-        # A key is old to the neighbours when it was there at the last sweep of the same kind, two before.
+        # A key is old to the neighbors when it was there at the last sweep of the same kind, two before.
         old = tl.where(sweep > 1, decoded(tl.load(state_out + point, mask=exists, other=NOTHING)), -1)
     best = tl.load(best_io + point, mask=exists, other=float("inf"))  # [BQ]
     key, best = propagated(key, best, state_in, corner, exists, query_block, limits, geo, RULES, FROM, B, KE)
@@ -318,7 +318,7 @@ def propagated(
     B: tl.constexpr,
     KE: tl.constexpr,
 ):
-    """Keys and scores [BQ] after what neighbours offer."""
+    """Keys and scores [BQ] after what neighbors offer."""
     had = key
     for n in range(len(FROM.JUMPS) * len(geo.q)):
         axis = n % len(geo.q)
@@ -333,8 +333,8 @@ def propagated(
         for side in tl.static_range(2):
             step = jump * (2 * side - 1)
             on_grid = (place + step).to(tl.uint32) < extent.to(tl.uint32)  # [BQ]
-            neighbour = state_in + query_block.point + step * q_stride  # [BQ]
-            match = tl.load(neighbour, mask=exists & on_grid, other=NOTHING)  # [BQ]
+            neighbor = state_in + query_block.point + step * q_stride  # [BQ]
+            match = tl.load(neighbor, mask=exists & on_grid, other=NOTHING)  # [BQ]
             fresh = match >= 0
             for m in tl.static_range(len(FROM.MOVES)):
                 back = step * -FROM.MOVES[m]  # to subtract: with a sum the compiler spills a register

@@ -48,7 +48,7 @@ from .candidates import (
 from .query import start_kernel
 from .top_matches import NO_KEY, arrange, enter_offer, load_matches, store_matches
 
-GOSSIP = tl.constexpr(KINDS["gossip"])  # kinds but these two move a neighbour's key
+GOSSIP = tl.constexpr(KINDS["gossip"])  # kinds but these two move a neighbor's key
 RANDOM = tl.constexpr(KINDS["random"])
 
 
@@ -165,7 +165,7 @@ def _tables(sweeps: int, settings: tuple[Any, ...], device: torch.device) -> lis
     """
     tables = []
     for sweep in range(1, sweeps + 1):
-        # Past every grid a neighbour is not there: no step overflows 32 bits.
+        # Past every grid a neighbor is not there: no step overflows 32 bits.
         reaches = {kind: 2**30 if move else 2**30 // TILE_QUERIES for kind, move in MOVES.items()}
         lines = [
             (KINDS[one.kind], min(one.reach, reaches.get(one.kind, one.reach)), one.draw)

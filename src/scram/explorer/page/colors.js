@@ -1,4 +1,4 @@
-// Colour maps that the colour-blind can read (viridis, cividis), weights to colours, and pictures of the grids.
+// Color maps that the color-blind can read (viridis, cividis), weights to colors, and pictures of the grids.
 
 const MAPS = {
   viridis: "440154 48186a 472d7b 424086 3b528b 33638d 2c728e 26828e 21918c 1fa088 28ae80 3fbc73 5ec962 84d44b addc30 " +
@@ -10,7 +10,7 @@ const DECADES = 4; // of weights that the map spans
 
 function hexes(name) { return MAPS[name].split(" ").map((text) => `#${text}`); }
 
-// 256 colours, three bytes each.
+// 256 colors, three bytes each.
 function table(name) {
   const anchors = MAPS[name].split(" ").map((text) => [0, 2, 4].map((at) => parseInt(text.slice(at, at + 2), 16)));
   const found = new Uint8ClampedArray(768);
@@ -28,7 +28,7 @@ function shade(weight, most) {
 }
 
 // RGBA of the weights of all keys. Window keys are opaque; what clusters stand for is soft.
-function paintWeights(image, weights, most, colours, inside, soft) {
+function paintWeights(image, weights, most, colors, inside, soft) {
   const data = image.data;
   data.fill(0);
   for (let j = 0; j < weights.length; j++) {
@@ -37,12 +37,12 @@ function paintWeights(image, weights, most, colours, inside, soft) {
     const t = Math.min(1, shade(weights[j], most));
     if (t <= 0 && !own) continue;
     const at = Math.round(255 * t);
-    for (let c = 0; c < 3; c++) data[4 * j + c] = colours[3 * at + c];
+    for (let c = 0; c < 3; c++) data[4 * j + c] = colors[3 * at + c];
     data[4 * j + 3] = own ? 255 : inside === null ? 70 + 185 * t : 200 * t;
   }
 }
 
-// RGBA of three planes of numbers: colours of 0 to 255, or features, each spread over its middle 96 %.
+// RGBA of three planes of numbers: colors of 0 to 255, or features, each spread over its middle 96 %.
 function paintPlanes(image, planes, length, count, spread) {
   for (let c = 0; c < 3; c++) {
     const plane = planes.subarray(Math.min(c, count - 1) * length, (Math.min(c, count - 1) + 1) * length);
@@ -54,15 +54,15 @@ function paintPlanes(image, planes, length, count, spread) {
   for (let n = 0; n < length; n++) image.data[4 * n + 3] = 255;
 }
 
-// Greys, so that colours of weights on top can be told.
-function paintGrey(image) {
+// Grays, so that colors of weights on top can be told.
+function paintGray(image) {
   const data = image.data;
   for (let n = 0; n < data.length; n += 4)
     data[n] = data[n + 1] = data[n + 2] = 0.3 * data[n] + 0.59 * data[n + 1] + 0.11 * data[n + 2];
 }
 
-// The colour of a place: from blue to yellow with its column, darker to lighter with its row.
-function placeColour(row, column, rows, columns) {
+// The color of a place: from blue to yellow with its column, darker to lighter with its row.
+function placeColor(row, column, rows, columns) {
   const x = column / Math.max(columns - 1, 1), y = row / Math.max(rows - 1, 1), light = 0.35 + 0.65 * y;
   return [light * (30 + 225 * x), light * (100 + 110 * x), light * (255 - 215 * x)];
 }
