@@ -30,9 +30,9 @@ def plain_tail(call, row, query):
         if any(near) and label[key] >= 0:
             left[label[key]] -= 1
     q = call.q[batch, head].flatten(0, -2)[query].tolist()
-    lse = float(call.head_lse[batch, head].flatten()[query])
+    lse = float(call.near_lse[batch, head].flatten()[query])
     z = math.exp(lse)
-    out = [z * float(x) if z else 0.0 for x in call.head_out[batch, head].flatten(0, -2)[query]]
+    out = [z * float(x) if z else 0.0 for x in call.near_out[batch, head].flatten(0, -2)[query]]
     for c, number in enumerate(left):
         center, value = call.centers[batch, source, c].tolist(), call.values[batch, source, c].tolist()
         gain = 1.0 if call.gains is None else float(call.gains[batch, source, c])
@@ -91,9 +91,9 @@ def test_a_cluster_wholly_inside_the_windows_contributes_exactly_nothing(impl, b
     centers, values = torch.full_like(call.centers, bad), torch.full_like(call.values, bad)
     call = call._replace(centers=centers, values=values, index=call.index.clamp(0, 41))
     out, lse = run_tail(call, impl)
-    head = call.head_lse > -torch.inf
-    assert torch.equal(lse, call.head_lse)
-    assert torch.equal(out[head], call.head_out[head])
+    head = call.near_lse > -torch.inf
+    assert torch.equal(lse, call.near_lse)
+    assert torch.equal(out[head], call.near_out[head])
     assert out[~head].eq(0).all()
 
 
@@ -107,8 +107,8 @@ def test_one_key_more_outside_the_windows_is_one_cluster(impl):
         values=torch.tensor([[[[1.0], [2.0]]]]),
         centers=torch.zeros_like(call.centers),
         index=torch.ones_like(call.index),
-        head_lse=torch.full_like(call.head_lse, math.log(6)),
-        head_out=torch.full_like(call.head_out, 5),
+        near_lse=torch.full_like(call.near_lse, math.log(6)),
+        near_out=torch.full_like(call.near_out, 5),
     )
     out, lse = run_tail(call, impl)
     torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(6 + 1 + 3)]))

@@ -15,7 +15,7 @@ from support.cases import Case, assert_as_near_float64, gradients, make_tensors,
 from support.in_interpreter import INTERPRETED
 from support.on_device import to
 
-LEAVES = ("q", "centers", "values", "head_out", "head_lse")
+LEAVES = ("q", "centers", "values", "near_out", "near_lse")
 CLUSTERED = [
     *(named(name) for name in ("rank 1", "rank 2", "rank 3", "rank 4", "unequal grids", "unequal rank 3")),
     *(named(name) for name in ("one point", "one key", "more matches than keys", "extents of 1", "empty batch")),
@@ -44,9 +44,9 @@ def tail_call(case: Case, clusters: int = 11, gains: bool = False, seed: int = 0
         x = x.repeat_interleave(heads // x.shape[1], 1).flatten(2, -2).to(wide)
         return one_hot.mT @ x / sizes.clamp(min=1).unsqueeze(-1)
 
-    head_out = torch.randn(*tensors.q.shape[:-1], case.value_width, generator=generator).to(case.dtype)
-    head_lse = 2 * torch.randn(tensors.q.shape[:-1], generator=generator, dtype=wide)
-    head_lse[torch.rand(head_lse.shape, generator=generator) < 0.2] = -torch.inf
+    near_out = torch.randn(*tensors.q.shape[:-1], case.value_width, generator=generator).to(case.dtype)
+    near_lse = 2 * torch.randn(tensors.q.shape[:-1], generator=generator, dtype=wide)
+    near_lse[torch.rand(near_lse.shape, generator=generator) < 0.2] = -torch.inf
     factors = (2 * torch.rand(sizes.shape, generator=generator)).to(wide) if gains else None
     if factors is not None:
         factors[..., :2] = 0
@@ -60,8 +60,8 @@ def tail_call(case: Case, clusters: int = 11, gains: bool = False, seed: int = 0
         means(tensors.v),
         sizes.to(torch.int32),
         factors,
-        head_out,
-        head_lse + case.offset,
+        near_out,
+        near_lse + case.offset,
         dropout_seed,
         None,
         radius,

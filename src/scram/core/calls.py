@@ -83,15 +83,15 @@ class AttendGrads(NamedTuple):
 
 
 class DrawnTailCall(NamedTuple):
-    """Join the attention over the windows (`head_out`, `head_lse`) with keys drawn for all others (`DrawnKeys`)."""
+    """Join the attention over the windows (`near_out`, `near_lse`) with keys drawn for all others (`DrawnKeys`)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     index: Tensor  # type: ignore[assignment]  # int32 [B, H, *G, kappa]
     key_mask: Tensor | None
-    head_out: Tensor  # [B, H, *G, F]
-    head_lse: Tensor  # [B, H, *G]
+    near_out: Tensor  # [B, H, *G, F]
+    near_lse: Tensor  # [B, H, *G]
     seed: Tensor  # int64 []
     dropout_seed: Tensor | None  # int64 [], that of the head; None without dropout
     rows: Tensor | None  # int64 [B, H], as in SearchCall
@@ -122,8 +122,8 @@ class TailGrads(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    head_out: Tensor | None
-    head_lse: Tensor | None
+    near_out: Tensor | None
+    near_lse: Tensor | None
 
 
 class SampleCall(NamedTuple):
@@ -137,8 +137,8 @@ class SampleCall(NamedTuple):
     total: Tensor  # int32 [B, H, *G], legal keys of each query
     order: Tensor | None  # int64 [B, M] or [B, H, M], as the mask: the legal keys ascending
     key_mask: Tensor | None
-    head_out: Tensor | None  # attention over the extra keys
-    head_lse: Tensor | None
+    near_out: Tensor | None  # attention over the extra keys
+    near_lse: Tensor | None
     seed: Tensor  # int64 []
     table: Tensor  # int32 [2 R + 2], running sums of the weights of the steps -R..R
     rows: Tensor | None  # int64 [B, H], as in SearchCall
@@ -201,7 +201,7 @@ class ClusterGrads(NamedTuple):
 
 
 class ClusterTailCall(NamedTuple):
-    """Join the attention over the windows (`head_out`, `head_lse`) with clusters of all keys outside of them.
+    """Join the attention over the windows (`near_out`, `near_lse`) with clusters of all keys outside of them.
 
     Hc, the heads of the clusters, is Hk, or H where heads of queries differ.
     """
@@ -213,8 +213,8 @@ class ClusterTailCall(NamedTuple):
     values: Tensor  # float32 (float64 for float64) [B, Hc, C, F]
     sizes: Tensor  # int32 [B, Hc, C]
     gains: Tensor | None  # float32 (float64 for float64) [B, Hc, C], factors on the weights of clusters; None is 1
-    head_out: Tensor  # [B, H, *G, F]
-    head_lse: Tensor  # [B, H, *G]
+    near_out: Tensor  # [B, H, *G, F]
+    near_lse: Tensor  # [B, H, *G]
     dropout_seed: Tensor | None  # int64 []; None without dropout
     rows: Tensor | None  # int64 [B, H], as in SearchCall
     radius: tuple[int, ...]
@@ -235,5 +235,5 @@ class ClusterTailGrads(NamedTuple):
     q: Tensor
     centers: Tensor
     values: Tensor
-    head_out: Tensor
-    head_lse: Tensor
+    near_out: Tensor
+    near_lse: Tensor

@@ -305,7 +305,7 @@ def _clustered_shapes(call: calls.ClusterCall) -> tuple[Tensor, ...]:
 
 
 def _cluster_tail_shapes(call: calls.ClusterTailCall) -> tuple[Tensor, ...]:
-    return torch.empty_like(call.head_out), torch.empty_like(call.head_lse)
+    return torch.empty_like(call.near_out), torch.empty_like(call.near_lse)
 
 
 search = Operator("search", calls.SearchCall, calls.Found, _found_shapes)

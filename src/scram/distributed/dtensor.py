@@ -46,7 +46,7 @@ def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> A
     if held.split and v is not None and _tail_of(request).needs_all_queries:
         raise ValueError(
             f"{held.key_heads} key heads do not divide among the ranks that {held.shape[1]} heads of q are cut for: "
-            f"no rank has all queries that clusters of a key head need; use Shard(0), tail=scram.DrawnKeys() or tail=None"
+            "no rank has all queries that clusters of a key head need; use Shard(0), tail=scram.DrawnKeys() or None"
         )
     local = _Local(held, q.ndim - 3)
     own = request._replace(**{name: local.of(name, x) for name, x in request._asdict().items()})

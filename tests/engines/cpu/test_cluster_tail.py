@@ -52,7 +52,7 @@ def test_values_and_centers_of_clusters_that_are_not_left_may_be_anything(bad):
 
 
 def test_a_query_that_is_not_finite_gives_nothing_to_clusters_that_it_has_not():
-    call = tail_call(named("radius over the grid", kappa=1))._replace(head_lse=torch.zeros(1, 1, 6, 7))
+    call = tail_call(named("radius over the grid", kappa=1))._replace(near_lse=torch.zeros(1, 1, 6, 7))
     call.index.clamp_(0, 41)
     call.q[0, 0, 2, 3] = torch.nan
     call.index[0, 0, 4, 5] = -1  # one query has them all

@@ -50,7 +50,7 @@ def drawn(shape, seed):
 
 def plainly(call):
     """out, lse and all gradients of the reference."""
-    names = ("q", "centers", "values", "head_out", "head_lse")
+    names = ("q", "centers", "values", "near_out", "near_lse")
     leaves = [getattr(call, name).detach().requires_grad_() for name in names]
     out, lse = plain_tail(call._replace(**dict(zip(names, leaves, strict=True))))
     finite = torch.where(lse == -torch.inf, 0, lse)
@@ -96,7 +96,7 @@ def test_a_cluster_inside_the_windows_contributes_nothing(window, device):
     for kept, changed in zip(cluster_tail(plain), cluster_tail(other), strict=True):
         assert kept.isfinite().all()
         assert kept.equal(changed)
-    grads = cluster_tail_backward(other, *cluster_tail(other), other.head_out, other.head_lse)
+    grads = cluster_tail_backward(other, *cluster_tail(other), other.near_out, other.near_lse)
     assert all(x.isfinite().all() for x in grads)
     assert not grads.centers[..., 1:, :].any()
     assert not grads.values[..., 1:, :].any()
@@ -108,9 +108,9 @@ def test_nothing_left_and_no_head_is_no_attention(device):
     call = tail_call(one, FLOAT)
     call = call._replace(label=torch.full_like(call.label, -1), sizes=call.sizes * 0)
     same = cluster_tail(on(device, call))
-    torch.testing.assert_close(same.out.cpu(), call.head_out)
-    torch.testing.assert_close(same.lse.cpu(), call.head_lse)
-    alone = cluster_tail(on(device, call._replace(head_lse=torch.full_like(call.head_lse, -torch.inf))))
+    torch.testing.assert_close(same.out.cpu(), call.near_out)
+    torch.testing.assert_close(same.lse.cpu(), call.near_lse)
+    alone = cluster_tail(on(device, call._replace(near_lse=torch.full_like(call.near_lse, -torch.inf))))
     assert (alone.out == 0).all()
     assert (alone.lse == -torch.inf).all()
 

@@ -82,15 +82,15 @@ def test_the_online_softmax_from_a_lowest_score(device):
 
 
 @triton.jit
-def join_kernel(top, total, offset, head_lse, out, N: tl.constexpr):
+def join_kernel(top, total, offset, near_lse, out, N: tl.constexpr):
     """out [4, N]: what `join_lse` returns."""
     i = tl.arange(0, N)
     running_sum = tl.load(total + i)
-    factor, head_factor, base, norm = join_lse(
-        tl.load(top + i), running_sum, running_sum > 0, tl.load(offset + i), tl.load(head_lse + i)
+    factor, near_factor, base, norm = join_lse(
+        tl.load(top + i), running_sum, running_sum > 0, tl.load(offset + i), tl.load(near_lse + i)
     )
     tl.store(out + i, factor)
-    tl.store(out + N + i, head_factor)
+    tl.store(out + N + i, near_factor)
     tl.store(out + 2 * N + i, base)
     tl.store(out + 3 * N + i, norm)
 
@@ -100,20 +100,20 @@ def test_a_tail_and_the_windows_share_one_softmax(device):
     top = torch.tensor([3.0, 1e7, -1e38, -1e38, 5.0, 2.0, -2.0, 0.0])
     total = torch.tensor([2.0, 4.0, 0.0, 0.0, 1.5, 7.0, 1.0, 1.0])
     offset = torch.tensor([0.5, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 1.0])
-    head_lse = torch.tensor([4.0, 1e7, 2.0, -torch.inf, -torch.inf, 60.0, -3.0, 0.0])
+    near_lse = torch.tensor([4.0, 1e7, 2.0, -torch.inf, -torch.inf, 60.0, -3.0, 0.0])
     out = torch.empty(4, 8, device=device)
-    join_kernel[(1,)](*(x.to(device) for x in (top, total, offset, head_lse)), out, N=8)
-    factor, head_factor, base, norm = out.cpu().double()
+    join_kernel[(1,)](*(x.to(device) for x in (top, total, offset, near_lse)), out, N=8)
+    factor, near_factor, base, norm = out.cpu().double()
     has_keys = total > 0
     tail = torch.where(has_keys, top.double() + total.double().log() + offset, -torch.inf)
-    lse = torch.logaddexp(tail, head_lse.double())
+    lse = torch.logaddexp(tail, near_lse.double())
     some = lse > -torch.inf
     assert torch.equal(base, torch.where(has_keys, top, 0).double())
     torch.testing.assert_close((norm * math.log(2))[some], (lse - base)[some], rtol=1e-6, atol=1e-6)
     assert (norm[~some] == -torch.inf).all()
     wanted = torch.where(has_keys, (top + offset - lse).exp(), 0)
     torch.testing.assert_close(factor, wanted, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(head_factor[some], (head_lse - lse).exp()[some], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(near_factor[some], (near_lse - lse).exp()[some], rtol=1e-6, atol=1e-6)
 
 
 @triton.jit

@@ -62,8 +62,8 @@ class ClusterTailArrays(NamedTuple):
         gains = np.ones(sizes.shape, by_row(call.centers).dtype) if call.gains is None else by_row(call.gains)
         return ClusterTailArrays(
             q=array(call.q.to(wide)),
-            near_out=array(call.head_out.to(wide)),
-            near_lse=flat(call.head_lse.to(wide)),
+            near_out=array(call.near_out.to(wide)),
+            near_lse=flat(call.near_lse.to(wide)),
             label=flat(call.label),
             centers=by_row(call.centers),
             values=by_row(call.values.mT),
@@ -133,7 +133,7 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
     with threads() as tasks:
         tasks = fewer(tasks, len(out) // size, clusters * size)
         _join(tasks, arrays, Scratch.of(arrays, tasks, size), out, lse)
-    return Attended(tensor(out, call.head_out.dtype, call.q), tensor(lse, None, call.q))
+    return Attended(tensor(out, call.near_out.dtype, call.q), tensor(lse, None, call.q))
 
 
 @parallel

@@ -46,7 +46,7 @@ class Gradients(NamedTuple):
 def cluster_tail_backward(
     call: ClusterTailCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> ClusterTailGrads:
-    """Gradients of q, centers, values, head_out, head_lse from those of out and lse."""
+    """Gradients of q, centers, values, near_out, near_lse from those of out and lse."""
     arrays = ClusterTailArrays.of(call)
     wide = call.centers.dtype
     rows, clusters, width = arrays.centers.shape
@@ -81,8 +81,8 @@ def cluster_tail_backward(
         like(grads.to_q, call.q),
         like(_added(grads.to_centers), call.centers),
         like(_added(grads.to_values), call.values),
-        like(grads.to_near_out, call.head_out),
-        like(grads.to_near_lse, call.head_lse),
+        like(grads.to_near_out, call.near_out),
+        like(grads.to_near_lse, call.near_lse),
     )
 
 

@@ -69,8 +69,8 @@ class TailTensors:
         self.at = tail_rows(self.names, q.shape[1], k.shape[1], self.geometry.keys)  # [R, m]
         self.k, self.v = (tail_values(x.detach(), self.names, q.shape[1]).to(self.wide) for x in (k, v))
         self.q = self.matrix(q)  # [R, N, E]
-        self.near_out = self.matrix(call.head_out)  # [R, N, F]
-        self.near_lse = flat(call.head_lse.to(self.wide))
+        self.near_out = self.matrix(call.near_out)  # [R, N, F]
+        self.near_lse = flat(call.near_lse.to(self.wide))
         self.total = flat(allowed_counts(q, allowed))
         self.dropout = (np.zeros(0, np.uint32), 0, 1.0)
         if call.dropout_seed is not None:
@@ -152,12 +152,12 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
 def drawn_tail_backward(
     call: DrawnTailCall, offset: Tensor, names: Tensor, represents: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> TailGrads:
-    """Gradients of q, k, v, head_out, head_lse from those of out and lse. The keys are drawn again."""
+    """Gradients of q, k, v, near_out, near_lse from those of out and lse. The keys are drawn again."""
     tail = TailTensors(call)
     wide = tail.wide
     shape = (tail.rows, tail.queries)
     d_out = tail.matrix(grad_out)
-    d_lse, near_lse = (x.detach().to(wide).reshape(shape) for x in (grad_lse, call.head_lse))
+    d_lse, near_lse = (x.detach().to(wide).reshape(shape) for x in (grad_lse, call.near_lse))
     dq = torch.empty_like(tail.q)
     dk = torch.zeros_like(tail.k)
     dv = torch.zeros_like(tail.v)
@@ -182,7 +182,7 @@ def drawn_tail_backward(
     to_near_out = share.unsqueeze(-1) * d_out
     to_near_lse = torch.where(share == 0, 0, share * (to_near - delta))
     grads = (dq, d_k, d_v, to_near_out, to_near_lse)
-    inputs = (call.q, call.k, call.v, call.head_out, call.head_lse)
+    inputs = (call.q, call.k, call.v, call.near_out, call.near_lse)
     return TailGrads(*(grad.to(x.dtype).reshape(x.shape) for grad, x in zip(grads, inputs, strict=True)))
 
 

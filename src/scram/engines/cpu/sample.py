@@ -43,8 +43,8 @@ class SampleArrays(NamedTuple):
     @staticmethod
     def of(call: SampleCall) -> SampleArrays:
         q, k, v = (array(x) for x in (call.q, call.k, call.v))
-        extra_out = np.zeros((0, v.shape[1]), v.dtype) if call.head_out is None else array(call.head_out)
-        extra_lse = np.zeros(0, v.dtype) if call.head_lse is None else flat(call.head_lse)
+        extra_out = np.zeros((0, v.shape[1]), v.dtype) if call.near_out is None else array(call.near_out)
+        extra_lse = np.zeros(0, v.dtype) if call.near_lse is None else flat(call.near_lse)
         geometry = Geometry.of(call.q, call.k, None, call.causal)
         return SampleArrays(
             q=q,
@@ -101,7 +101,7 @@ def sample(call: SampleCall) -> Sampled:
 
 
 def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> TailGrads:
-    """Gradients of q, k, v, and of head_out and head_lse where the call has them. The keys are drawn again."""
+    """Gradients of q, k, v, and of near_out and near_lse where the call has them. The keys are drawn again."""
     arrays = SampleArrays.of(call)
     q = arrays.q
     k = arrays.k
@@ -115,9 +115,9 @@ def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> Tai
         for begin, pairs in _chunks(call, arrays, diagnostics, tasks):
             _slopes(tasks, arrays, begin, pairs, d_out, d_lse, dq, to_out, to_lse)
             add_to_keys(tasks // TASKS_PER_THREAD, q, d_out, *rows, begin, pairs, dk, dv)
-    head_out = None if call.head_out is None else like(to_out, call.head_out)
-    head_lse = None if call.head_lse is None else like(to_lse, call.head_lse)
-    return TailGrads(like(dq, call.q), like(dk, call.k), like(dv, call.v), head_out, head_lse)
+    near_out = None if call.near_out is None else like(to_out, call.near_out)
+    near_lse = None if call.near_lse is None else like(to_lse, call.near_lse)
+    return TailGrads(like(dq, call.q), like(dk, call.k), like(dv, call.v), near_out, near_lse)
 
 
 @compiled

@@ -521,8 +521,8 @@ def softmax_step(running_max, s, scale, POWER: tl.constexpr, FROM_INF: tl.conste
 
 
 @triton.jit
-def join_lse(running_max, running_sum, has_keys, offset, head_lse):
-    """The joint softmax of a tail and of the windows, whose log-sum-exp is `head_lse`; all [BQ].
+def join_lse(running_max, running_sum, has_keys, offset, near_lse):
+    """The joint softmax of a tail and of the windows, whose log-sum-exp is `near_lse`; all [BQ].
 
     All is over exp(running_max): it may be large and would take the digits of what is added. `offset` is added to the
     log of the tail's sum. Returns the factors of the tail's `powers` and of the windows' output, running_max or 0 for
@@ -530,13 +530,13 @@ def join_lse(running_max, running_sum, has_keys, offset, head_lse):
     """
     running_max = tl.where(running_max == LOWEST, 0.0, running_max)
     tail_log2 = tl.where(has_keys, tl.log2(tl.where(has_keys, running_sum, 1.0)) + offset * LOG2E, -float("inf"))
-    head_log2 = (head_lse - running_max) * LOG2E
-    larger = tl.maximum(tail_log2, head_log2)
+    near_log2 = (near_lse - running_max) * LOG2E
+    larger = tl.maximum(tail_log2, near_log2)
     larger = tl.where(larger == -float("inf"), 0.0, larger)
-    empty = ~has_keys & (head_log2 == -float("inf"))
-    norm = tl.log2(tl.where(empty, 1.0, tl.exp2(tail_log2 - larger) + tl.exp2(head_log2 - larger))) + larger
+    empty = ~has_keys & (near_log2 == -float("inf"))
+    norm = tl.log2(tl.where(empty, 1.0, tl.exp2(tail_log2 - larger) + tl.exp2(near_log2 - larger))) + larger
     factor = tl.where(has_keys, tl.exp2(offset * LOG2E - norm), 0.0)
-    return factor, tl.exp2(head_log2 - norm), running_max, tl.where(empty, -float("inf"), norm)
+    return factor, tl.exp2(near_log2 - norm), running_max, tl.where(empty, -float("inf"), norm)
 
 
 # Dropout: the noise of a pair of query and key.

@@ -64,11 +64,11 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
         return mix(p_tail, torch.where(some.unsqueeze(-1), values[source], 0)) + joined, lse
 
     q_points = rows(q).flatten(0, 1).to(wide)  # [P, E]
-    near_out = rows(call.head_out).flatten(0, 1).to(wide)  # [P, F]
-    near_lse = call.head_lse.flatten().to(wide)  # [P]
+    near_out = rows(call.near_out).flatten(0, 1).to(wide)  # [P, F]
+    near_lse = call.near_lse.flatten().to(wide)  # [P]
     clusters = (x.flatten(0, 1).to(wide) for x in (call.centers, call.values, gains))
     each = count * (q.shape[-1] + call.values.shape[-1])
     size = max(1, CHUNK_ELEMENTS // max(each, 1))
     tensors = (q_points, *clusters, near_out, near_lse)
     out, lse = in_chunks(points, q.shape[0] * heads * queries, size, tensors)
-    return Attended(out.to(call.head_out.dtype).reshape(call.head_out.shape), lse.reshape(q.shape[:-1]))
+    return Attended(out.to(call.near_out.dtype).reshape(call.near_out.shape), lse.reshape(q.shape[:-1]))

@@ -67,7 +67,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
         return out, lse, variance, offset
 
     q_wide, k_wide, v_wide = widened(call.score, q, k_tail, v_tail)
-    tensors = (q_wide.flatten(0, -2), k_wide, v_wide, call.head_out.flatten(0, -2), call.head_lse.flatten())
+    tensors = (q_wide.flatten(0, -2), k_wide, v_wide, call.near_out.flatten(0, -2), call.near_lse.flatten())
     each = max(drawn * (q.shape[-1] + 2 * v_tail.shape[-1]), windows.size, 1)
     size = max(1, CHUNK_ELEMENTS // each)
     out, lse, variance, offset = in_chunks(points, math.prod(q.shape[:-1]), size, tensors)

@@ -28,8 +28,8 @@ def sample(call: SampleCall) -> Sampled:
     samples = call.samples
     walks = call.method == "metropolis"
     visit = walks_of(call) if walks else draws_of(call)
-    extra_out = call.head_out
-    extra_lse = call.head_lse
+    extra_out = call.near_out
+    extra_lse = call.near_lse
     heads = q.shape[1]
     key_heads = k.shape[1]
     keys = math.prod(grid_of(k))

@@ -2,7 +2,7 @@
 
 With p the joint weights, r what dropout makes of them and dp_c = <grad_out, value_c>, the gradient of a score is
 p_c (r_c dp_c - delta), where delta is the mean of r dp over windows and tail less grad_lse. One kernel makes delta and
-the gradients of the queries and of head_out and head_lse, one those of the clusters: there the tiles are split among
+the gradients of the queries and of near_out and near_lse, one those of the clusters: there the tiles are split among
 programs, whose sums are added in order afterwards, so the bits are the same every time.
 """
 
@@ -75,10 +75,10 @@ def cluster_tail_backward(
     centers = call.centers
     values = call.values
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    d_head_out = torch.empty_like(call.head_out, memory_format=torch.contiguous_format)
-    d_head_lse = torch.empty_like(call.head_lse, memory_format=torch.contiguous_format)
+    d_near_out = torch.empty_like(call.near_out, memory_format=torch.contiguous_format)
+    d_near_lse = torch.empty_like(call.near_lse, memory_format=torch.contiguous_format)
     if not lse.numel():
-        return ClusterTailGrads(dq, torch.zeros_like(centers), torch.zeros_like(values), d_head_out, d_head_lse)
+        return ClusterTailGrads(dq, torch.zeros_like(centers), torch.zeros_like(values), d_near_out, d_near_lse)
     flags = tail_flags(call, CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT)
     collect_flags = tail_flags(call, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT)
     rows = centers.shape[0] * centers.shape[1]
@@ -94,9 +94,9 @@ def cluster_tail_backward(
     with on_device(q):
         above = Upstream(grad_out.contiguous(), grad_lse.contiguous())
         for inputs, tiles in chunks(call, inputs_of(call, flags), flags):
-            given = kinds(*inputs, *above, dq, d_head_out, d_head_lse, *totals)
+            given = kinds(*inputs, *above, dq, d_near_out, d_near_lse, *totals)
             queries_kernel = _kernel(tail_queries_kernel, tiles, tuple(flags.items()), given)
-            queries_kernel(inputs, above, totals, dq, d_head_out, d_head_lse)
+            queries_kernel(inputs, above, totals, dq, d_near_out, d_near_lse)
             last = inputs.first + tiles
             key_rows = (last - 1) // tiles_of_row - inputs.first // tiles_of_row + 1
             programs = key_rows * blocks * splits
@@ -105,7 +105,7 @@ def cluster_tail_backward(
     d_centers, d_values = (
         part.sum(0).to(x.dtype).reshape(x.shape) for part, x in zip(parts, (centers, values), strict=True)
     )
-    return ClusterTailGrads(dq, d_centers, d_values, d_head_out, d_head_lse)
+    return ClusterTailGrads(dq, d_centers, d_values, d_near_out, d_near_lse)
 
 
 @cached
@@ -146,14 +146,14 @@ def tail_queries_kernel(
     above,
     totals,
     dq,
-    d_head_out,
-    d_head_lse,
+    d_near_out,
+    d_near_lse,
     CONFIG: tl.constexpr,
     B: tl.constexpr,
     E: tl.constexpr,
     F: tl.constexpr,
 ):
-    """The gradients of the queries, of head_out and head_lse, and the totals. Program: tile."""
+    """The gradients of the queries, of near_out and near_lse, and the totals. Program: tile."""
     queries = tail_queries(inputs.first + tl.program_id(0), inputs, CONFIG, B)
     query = queries.block.query  # [BQ]
     exists = queries.block.exists  # [BQ]
@@ -163,27 +163,27 @@ def tail_queries_kernel(
     running_max = tl.full([B.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
     running_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
     mean_dp = running_sum  # [BQ]
-    head_dp = running_sum  # [BQ]
+    near_dp = running_sum  # [BQ]
     for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
         _, s, share, dp, _ = cluster_slopes(start, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
         running_max, rescale, p = softmax_step(running_max, s, None, "powers", False, 1)
         p = p * share  # [BQ, BC]
         running_sum = running_sum * rescale + tl.sum(p, 1)
         mean_dp = mean_dp * rescale + tl.sum(tl.where(share > 0, p * dp, 0.0), 1)
-    head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+    near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
     has_keys = exists & ~(running_sum == 0)  # [BQ]
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
-    factor, head_factor, base, _norm = join_lse(running_max, running_sum, has_keys, zero, head_lse)
-    head_out = load_queries(inputs.head_out, queries, F)  # [BQ, F]
+    factor, near_factor, base, _norm = join_lse(running_max, running_sum, has_keys, zero, near_lse)
+    near_out = load_queries(inputs.near_out, queries, F)  # [BQ, F]
     d_head = ()
     for n in tl.static_range(len(grad_out)):
         grad = grad_out[n].to(tl.float32)  # [BQ, F]
-        head_dp += tl.sum(grad * head_out[n].to(tl.float32), 1)
-        d_head += (tl.where((head_factor == 0)[:, None], 0.0, grad * head_factor[:, None]),)
-    store_pieces(d_head_out + queries.start * F.SIZE, query, d_head, exists, F)
-    delta = mean_dp * factor + tl.where(head_factor == 0, 0.0, head_factor * head_dp)  # [BQ]
+        near_dp += tl.sum(grad * near_out[n].to(tl.float32), 1)
+        d_head += (tl.where((near_factor == 0)[:, None], 0.0, grad * near_factor[:, None]),)
+    store_pieces(d_near_out + queries.start * F.SIZE, query, d_head, exists, F)
+    delta = mean_dp * factor + tl.where(near_factor == 0, 0.0, near_factor * near_dp)  # [BQ]
     delta -= tl.load(above.grad_lse + point, mask=exists, other=0.0)
-    tl.store(d_head_lse + point, tl.where(head_factor == 0, 0.0, head_factor * (head_dp - delta)), mask=exists)
+    tl.store(d_near_lse + point, tl.where(near_factor == 0, 0.0, near_factor * (near_dp - delta)), mask=exists)
     tl.store(totals.delta + point, delta, mask=exists)
     tl.store(totals.base + point, base, mask=exists)
     tl.store(totals.factor + point, factor, mask=exists)

@@ -20,8 +20,8 @@ from .table import chunks, cluster_scores, inputs_of, load_queries, load_table, 
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
     result = Attended(
-        torch.empty_like(call.head_out, memory_format=torch.contiguous_format),
-        torch.empty_like(call.head_lse, memory_format=torch.contiguous_format),
+        torch.empty_like(call.near_out, memory_format=torch.contiguous_format),
+        torch.empty_like(call.near_lse, memory_format=torch.contiguous_format),
     )
     if result.lse.numel():
         flags = tail_flags(call, CLUSTER_TAIL, CLUSTER_TAIL_EXACT)
@@ -61,16 +61,16 @@ def cluster_tail_kernel(inputs, result, CONFIG: tl.constexpr, B: tl.constexpr, E
         if CONFIG.GAINS and inputs.table.v_rest is not None:
             acc = product(p.to(v_block.dtype), load_table(inputs.table.v_rest, slot, piece, F), acc)
 
-    head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+    near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
     has_keys = exists & ~(running_sum == 0)  # [BQ]
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
-    factor, head_factor, base, norm = join_lse(running_max, running_sum, has_keys, zero, head_lse)
+    factor, near_factor, base, norm = join_lse(running_max, running_sum, has_keys, zero, near_lse)
     f = piece * F.BLOCK + tl.arange(0, F.BLOCK)  # [F]
     inside = exists[:, None] & (f < F.SIZE)[None, :]  # [BQ, F]
-    head_out = tl.load(inputs.head_out + point[:, None] * F.SIZE + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    near_out = tl.load(inputs.near_out + point[:, None] * F.SIZE + f[None, :], mask=inside, other=0.0).to(tl.float32)
     out = tl.where(has_keys[:, None], acc * factor[:, None], 0.0)  # [BQ, F]
-    out += tl.where((head_factor == 0.0)[:, None], 0.0, head_factor[:, None] * head_out)
+    out += tl.where((near_factor == 0.0)[:, None], 0.0, near_factor[:, None] * near_out)
     store_piece(result.out + queries.start * F.SIZE, query, exists, piece, out, CONFIG.PARTS, False, F)
     if piece == 0:
-        # Exactly head_lse where no cluster has anything left.
-        tl.store(result.lse + point, tl.where(has_keys, base + norm * LN2, head_lse), mask=exists)
+        # Exactly near_lse where no cluster has anything left.
+        tl.store(result.lse + point, tl.where(has_keys, base + norm * LN2, near_lse), mask=exists)

@@ -75,8 +75,8 @@ class Inputs(NamedTuple):
 
     q: Tensor  # [B, H, *G, E]
     label: Tensor  # int32 [B, Hk, *G']
-    head_lse: Tensor  # [B, H, *G]
-    head_out: Tensor  # [B, H, *G, F]
+    near_lse: Tensor  # [B, H, *G]
+    near_out: Tensor  # [B, H, *G, F]
     table: Table
     taken: Tensor | None  # float32 [tiles, padded], keys of each cluster that the queries of a tile attend
     planes: Tensor | None  # int32 [tiles, padded / 32, planes, TILE_QUERIES], keys of each cluster a query attends
@@ -123,8 +123,8 @@ class Chunk(NamedTuple):
 def tail_flags(call: ClusterTailCall, half: tuple[int, int, int], exact: tuple[int, int, int]) -> dict[str, Any]:
     """Flags of a kernel over clusters. `half`, `exact`: its clusters per product, warps and stages at most."""
     dropout = call.dropout_seed is not None and call.dropout_p > 0
-    seen = (call.q.dtype, call.head_out.dtype, call.q.device)
-    shapes = (call.index.shape, tuple(call.label.shape[2:]), call.q.shape[-1], call.head_out.shape[-1])
+    seen = (call.q.dtype, call.near_out.dtype, call.q.device)
+    shapes = (call.index.shape, tuple(call.label.shape[2:]), call.q.shape[-1], call.near_out.shape[-1])
     return _tail_flags(*shapes, call.radius, call.window, dropout, call.gains is not None, seen, half, exact)
 
 
@@ -199,8 +199,8 @@ def inputs_of(call: ClusterTailCall, flags: dict[str, Any]) -> Inputs:
     return Inputs(
         q=q,
         label=label,
-        head_lse=call.head_lse.contiguous(),
-        head_out=call.head_out.contiguous(),
+        near_lse=call.near_lse.contiguous(),
+        near_out=call.near_out.contiguous(),
         table=table,
         taken=taken,
         planes=None,
@@ -257,7 +257,7 @@ def table_of(call: ClusterTailCall, flags: dict[str, Any]) -> Table:
 
     def empty_v() -> Tensor:
         shape = (rows, padded, values.BLOCK * values.PIECES)
-        return torch.empty(shape, dtype=call.head_out.dtype, device=centers.device)
+        return torch.empty(shape, dtype=call.near_out.dtype, device=centers.device)
 
     logs, sizes, shares = torch.empty((3, rows, padded), dtype=torch.float32, device=centers.device).unbind()
     table = Table(

@@ -46,7 +46,7 @@ class Upstream(NamedTuple):
     grad_out: Tensor  # [B, H, *G, F]
     grad_lse: Tensor  # [B, H, *G]
     offset: Tensor  # [B, H, *G]
-    head_dp: Tensor  # [B, H, *G], <grad_out, head_out>
+    near_dp: Tensor  # [B, H, *G], <grad_out, near_out>
 
 
 class Totals(NamedTuple):
@@ -55,7 +55,7 @@ class Totals(NamedTuple):
     The normalizer is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
     """
 
-    head_factor: Tensor
+    near_factor: Tensor
     delta: Tensor
     base: Tensor
     factor: Tensor
@@ -70,11 +70,11 @@ def drawn_tail_backward(
     v = call.v
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide_grad = grad_out.float()
-    head_dp = torch.where(call.head_lse == -torch.inf, 0, (wide_grad * call.head_out).sum(-1))
-    totals = Totals(*(torch.empty_like(head_dp) for _ in range(4)))
+    near_dp = torch.where(call.near_lse == -torch.inf, 0, (wide_grad * call.near_out).sum(-1))
+    totals = Totals(*(torch.empty_like(near_dp) for _ in range(4)))
     flat = [(math.prod(x.shape[:-1]), x.shape[-1]) for x in (k, v)]
     dk, dv = (torch.zeros(shape, dtype=torch.float32, device=q.device) for shape in flat)
-    if head_dp.numel():
+    if near_dp.numel():
         rows, drawn = names.flatten(0, 1).shape
         flags = tail_flags(call, forward=False)
         blocks = blocks_of_queries(call, flags)
@@ -84,16 +84,16 @@ def drawn_tail_backward(
         parts = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
         with on_device(q):
             inputs = inputs_of(call, side_by_side(call, names, represents, False))
-            above = Upstream(*(x.contiguous() for x in (grad_out, grad_lse, offset, head_dp)))
+            above = Upstream(*(x.contiguous() for x in (grad_out, grad_lse, offset, near_dp)))
             Kernel(queries_kernel, blocks, flags)(inputs, above, totals, dq)
             Kernel(keys_kernel, rows * key_blocks * splits, flags)(inputs, above, totals, *parts, splits)
             at = tail_rows(names.flatten(0, 1), q.shape[1], k.shape[1], math.prod(grid_of(k))).flatten()
             for sums, part in zip((dk, dv), parts, strict=True):
                 sums.index_add_(0, at, part.sum(0))
-    d_head_out = totals.head_factor.unsqueeze(-1) * wide_grad
-    d_head_lse = torch.where(totals.head_factor == 0, 0, totals.head_factor * (head_dp - totals.delta))
-    grads = (dq, dk, dv, d_head_out, d_head_lse)
-    like = (q, k, v, call.head_out, call.head_lse)
+    d_near_out = totals.near_factor.unsqueeze(-1) * wide_grad
+    d_near_lse = torch.where(totals.near_factor == 0, 0, totals.near_factor * (near_dp - totals.delta))
+    grads = (dq, dk, dv, d_near_out, d_near_lse)
+    like = (q, k, v, call.near_out, call.near_lse)
     return TailGrads(*(d.to(x.dtype).reshape(x.shape) for d, x in zip(grads, like, strict=True)))
 
 
@@ -126,13 +126,13 @@ def queries_kernel(inputs, above, totals, dq, CONFIG: tl.constexpr, E: tl.conste
         )  # [BQ, BK]
         mean_dp = mean_dp * rescale + tl.sum(tl.where(ok, p * dp, 0.0), 1)
         seen += tl.sum(ok.to(tl.int32), 1)
-    head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+    near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
     offset = tl.load(above.offset + point, mask=exists, other=0.0)  # [BQ]
-    factor, head_factor, base, _ = join_lse(running_max, running_sum, seen > 0, offset, head_lse)
-    head_dp = tl.load(above.head_dp + point, mask=exists, other=0.0)  # [BQ]
-    delta = mean_dp * factor + tl.where(head_factor == 0, 0.0, head_factor * head_dp)  # [BQ]
+    factor, near_factor, base, _ = join_lse(running_max, running_sum, seen > 0, offset, near_lse)
+    near_dp = tl.load(above.near_dp + point, mask=exists, other=0.0)  # [BQ]
+    delta = mean_dp * factor + tl.where(near_factor == 0, 0.0, near_factor * near_dp)  # [BQ]
     delta -= tl.load(above.grad_lse + point, mask=exists, other=0.0)
-    tl.store(totals.head_factor + point, head_factor, mask=exists)
+    tl.store(totals.near_factor + point, near_factor, mask=exists)
     tl.store(totals.delta + point, delta, mask=exists)
     tl.store(totals.base + point, base, mask=exists)
     tl.store(totals.factor + point, factor, mask=exists)

@@ -69,7 +69,7 @@ class Inputs(NamedTuple):
     """A DrawnTailCall as kernels take it: contiguous tensors, and numbers."""
 
     q: Tensor  # [B, H, *G, E]
-    head_lse: Tensor  # [B, H, *G]
+    near_lse: Tensor  # [B, H, *G]
     shared: SharedKeys
     windows: MatchWindows
     dropout: Dropout
@@ -113,7 +113,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
             flags = {"STRATIFIED": call.stratified, **tail_flags(call, forward=True)}
             programs = blocks_of_queries(call, flags) * flags["F"].PIECES
             kernel = Kernel(tail_kernel, programs, flags)
-            kernel(inputs_of(call, shared), call.head_out.contiguous(), allowed.count, result)
+            kernel(inputs_of(call, shared), call.near_out.contiguous(), allowed.count, result)
     return result
 
 
@@ -130,7 +130,7 @@ def inputs_of(call: DrawnTailCall, shared: SharedKeys) -> Inputs:
     )
     return Inputs(
         q,
-        call.head_lse.contiguous(),
+        call.near_lse.contiguous(),
         shared,
         windows,
         dropout_argument(call.dropout_seed, call.dropout_p, call.rows),
@@ -351,7 +351,7 @@ def rough_product(a, b, acc):
 
 @triton.jit
 def tail_kernel(
-    inputs, head_out, count, result, CONFIG: tl.constexpr, STRATIFIED: tl.constexpr, E: tl.constexpr, F: tl.constexpr
+    inputs, near_out, count, result, CONFIG: tl.constexpr, STRATIFIED: tl.constexpr, E: tl.constexpr, F: tl.constexpr
 ):
     """Program (block of queries, piece of the values). `count` int64 [rows of the mask, M]: allowed keys up to one."""
     geo = inputs.windows.geo
@@ -418,15 +418,15 @@ def tail_kernel(
     offset = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
     if not STRATIFIED:
         offset = tl.log(tl.where(has_keys, left, 1.0) / tl.maximum(seen, 1.0))
-    head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
-    factor, head_factor, base, norm = join_lse(running_max, running_sum, has_keys, offset, head_lse)
+    near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+    factor, near_factor, base, norm = join_lse(running_max, running_sum, has_keys, offset, near_lse)
     f = piece * F.BLOCK + tl.arange(0, F.BLOCK)  # [F]
     place = point[:, None] * F.SIZE + f[None, :]  # [BQ, F]
     inside = exists[:, None] & (f < F.SIZE)[None, :]  # [BQ, F]
-    head_block = tl.load(head_out + place, mask=inside, other=0.0).to(tl.float32)  # [BQ, F]
-    head_block = tl.where((head_lse == -float("inf"))[:, None], 0.0, head_block)
+    head_block = tl.load(near_out + place, mask=inside, other=0.0).to(tl.float32)  # [BQ, F]
+    head_block = tl.where((near_lse == -float("inf"))[:, None], 0.0, head_block)
     out = tl.where(has_keys[:, None], acc * factor[:, None], 0.0)  # [BQ, F]
-    out += tl.where((head_factor == 0.0)[:, None], 0.0, head_factor[:, None] * head_block)
+    out += tl.where((near_factor == 0.0)[:, None], 0.0, near_factor[:, None] * head_block)
     if CONFIG.CAUSAL:
         out = tl.where(spoiled > 0, float("nan"), out)
 
@@ -440,7 +440,7 @@ def tail_kernel(
         each = factor[:, None] * unit[None, :]  # [BQ, F]
         r_squares = (squares_acc - 2 * apart * away_acc + apart * apart * square_sum[:, None]) * (each * each)
         # All residuals add up to 0, so the tail's are those of the windows, negated.
-        r_sum = head_factor[:, None] * (out - head_block)  # [BQ, F]
+        r_sum = near_factor[:, None] * (out - head_block)  # [BQ, F]
         spread = tl.maximum(r_squares - r_sum * r_sum / tl.maximum(seen, 1.0)[:, None], 0.0)  # [BQ, F]
         rest = (1 - seen / tl.maximum(left, 1.0)) * seen / tl.maximum(seen - 1, 1.0)  # [BQ]
         variance = tl.where((seen >= 2)[:, None], rest[:, None] * spread, float("inf"))

@@ -47,8 +47,8 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, H, *G, E]
     k: Tensor  # [B, Hk, *G', E]
     v: Tensor  # [B, Hk, *G', F]
-    head_out: Tensor | None  # [B, H, *G, F]
-    head_lse: Tensor | None  # [B, H, *G]
+    near_out: Tensor | None  # [B, H, *G, F]
+    near_lse: Tensor | None  # [B, H, *G]
     queries: int  # of a row
     keys: int  # of a row
     group: int  # rows of queries that share a row of keys
@@ -62,8 +62,8 @@ class Grads(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    head_out: Tensor | None
-    head_lse: Tensor | None
+    near_out: Tensor | None
+    near_lse: Tensor | None
     weights: Tensor | None  # float32 [C, T] with deterministic algorithms: the weights of a chunk, not added to k and v
 
 
@@ -72,8 +72,8 @@ def inputs_of(call: SampleCall) -> Inputs:
         q=call.q.contiguous(),
         k=call.k.contiguous(),
         v=call.v.contiguous(),
-        head_out=None if call.head_out is None else call.head_out.contiguous(),
-        head_lse=None if call.head_lse is None else call.head_lse.contiguous(),
+        near_out=None if call.near_out is None else call.near_out.contiguous(),
+        near_lse=None if call.near_lse is None else call.near_lse.contiguous(),
         queries=math.prod(grid_of(call.q)),
         keys=math.prod(grid_of(call.k)),
         group=call.q.shape[1] // call.k.shape[1],
@@ -162,7 +162,7 @@ def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> Tai
     k = inputs.k
     v = inputs.v
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (k, v))
-    d_out, d_lse = (None if x is None else torch.empty_like(x) for x in (inputs.head_out, inputs.head_lse))
+    d_out, d_lse = (None if x is None else torch.empty_like(x) for x in (inputs.near_out, inputs.near_lse))
     grads = Grads(torch.empty_like(q), dk, dv, d_out, d_lse, None)
     weights = None
     if grad_lse.numel():
@@ -242,9 +242,9 @@ def visit_kernel(inputs, chunk, result, FLAT: tl.constexpr, BLOCK_Q: tl.constexp
     point = queries.point  # [BQ]
     exists = queries.exists  # [BQ]
     slots = queries.slots  # [BQ]
-    head_lse = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # [BQ]
-    if inputs.head_lse is not None:
-        head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)
+    near_lse = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # [BQ]
+    if inputs.near_lse is not None:
+        near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)
 
     running_sum = tl.zeros([BLOCK_Q], tl.float32)  # [BQ]
     seen = tl.zeros([BLOCK_Q], tl.int32)  # [BQ]
@@ -265,13 +265,13 @@ def visit_kernel(inputs, chunk, result, FLAT: tl.constexpr, BLOCK_Q: tl.constexp
         acc = more
 
     zero = tl.zeros([BLOCK_Q], tl.float32)  # [BQ]
-    factor, head_factor, base, norm = join_lse(running_max, running_sum, seen > 0, zero, head_lse)
+    factor, near_factor, base, norm = join_lse(running_max, running_sum, seen > 0, zero, near_lse)
     tl.store(result.lse + point, base + norm * LN2, mask=exists)
     out = ()
-    if inputs.head_out is not None:
-        head_out = load_float32(inputs.head_out, point, exists & (head_lse > -float("inf")), F)  # [BQ, F]
+    if inputs.near_out is not None:
+        near_out = load_float32(inputs.near_out, point, exists & (near_lse > -float("inf")), F)  # [BQ, F]
         for n in tl.static_range(len(acc)):
-            out += (acc[n] * factor[:, None] + head_factor[:, None] * head_out[n],)
+            out += (acc[n] * factor[:, None] + near_factor[:, None] * near_out[n],)
     else:
         for n in tl.static_range(len(acc)):
             out += (acc[n] * factor[:, None],)
@@ -333,15 +333,15 @@ def visit_backward_kernel(
     running_sum = tl.zeros([BLOCK_Q], tl.float32)  # [BQ]
     mean_dp = tl.zeros([BLOCK_Q], tl.float32)  # [BQ]
     running_max = tl.full([BLOCK_Q], LOWEST, tl.float32)  # [BQ]
-    if inputs.head_lse is None:
+    if inputs.near_lse is None:
         key = tl.load(chunk.keys + slots, mask=exists, other=-1)  # [BQ]
         v_block = load_float32(inputs.v, queries.first_key + tl.maximum(key, 0), key >= 0, F)  # [BQ, F]
         dp_origin = dot(d_out, v_block)  # [BQ]
     else:
-        head_lse = tl.load(inputs.head_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
-        running_max = tl.maximum(running_max, head_lse)
-        running_sum = powers(head_lse, running_max)
-        dp_origin = dot(d_out, load_float32(inputs.head_out, point, exists & (head_lse > -float("inf")), F))  # [BQ]
+        near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+        running_max = tl.maximum(running_max, near_lse)
+        running_sum = powers(near_lse, running_max)
+        dp_origin = dot(d_out, load_float32(inputs.near_out, point, exists & (near_lse > -float("inf")), F))  # [BQ]
     for t in range(inputs.samples):
         place, ok, k_block, s = visit(t, queries, inputs, chunk, FLAT, E)
         dp = dot(d_out, load_float32(inputs.v, place, ok, F)) - dp_origin  # [BQ]
@@ -352,14 +352,14 @@ def visit_backward_kernel(
     base = tl.where(running_max == LOWEST, 0.0, running_max)  # [BQ]
     factor = 1.0 / tl.where(running_sum == 0.0, 1.0, running_sum)  # [BQ]
     delta = mean_dp * factor  # [BQ]
-    if inputs.head_lse is not None:
-        head_factor = powers(head_lse, base) * factor  # [BQ]
-        d_head_out = ()
+    if inputs.near_lse is not None:
+        near_factor = powers(near_lse, base) * factor  # [BQ]
+        d_near_out = ()
         for n in tl.static_range(len(d_out)):
-            d_head_out += (head_factor[:, None] * d_out[n],)
-        store_pieces(grads.head_out, point, d_head_out, exists, F)
-        d_head_lse = (head_factor * (d_lse - delta)).to(grads.head_lse.dtype.element_ty)
-        tl.store(grads.head_lse + point, d_head_lse, mask=exists)
+            d_near_out += (near_factor[:, None] * d_out[n],)
+        store_pieces(grads.near_out, point, d_near_out, exists, F)
+        d_near_lse = (near_factor * (d_lse - delta)).to(grads.near_lse.dtype.element_ty)
+        tl.store(grads.near_lse + point, d_near_lse, mask=exists)
     delta -= d_lse
 
     dq = zero_pieces(BLOCK_Q, E)  # [BQ, E]
