@@ -96,7 +96,17 @@ class Clusters(Tail):
             raise ValueError(
                 "clusters.fit needs matches= and radius=, those of the attend call that the clusters are for"
             )
-        return fitted(book, inputs.q, inputs.k, inputs.v, index, inputs.radius, self.fit, own_seed, inputs.rows)
+        return fitted(
+            book,
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            index,
+            radius=inputs.radius,
+            fit=self.fit,
+            seed=own_seed,
+            numbers=inputs.rows,
+        )
 
     def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> Joined:
         return self.prepare(inputs, index, seed).join(inputs, index, seed)
