@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 Path = str | os.PathLike[str]
+Json = dict[str, Any]  # an object of JSON
 Loaded = TypeVar("Loaded")
 # What reading data of other types than expected raises.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -65,7 +66,7 @@ def _to_disk(path: str) -> None:
         os.fsync(file.fileno())
 
 
-def save_json(data: dict[str, Any], path: Path) -> None:
+def save_json(data: Json, path: Path) -> None:
     """Write strict JSON: numbers that are not finite are a ValueError."""
     text = json.dumps(data, indent=1, allow_nan=False)
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:

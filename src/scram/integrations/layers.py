@@ -53,7 +53,7 @@ class Plans(dict[str, Plan]):
         self.clear()
         self.update(plans)
 
-    def _as_dict(self) -> dict[str, Any]:
+    def _as_dict(self) -> files.Json:
         layers = {name: plan.as_dict() for name, plan in self.items()}
         return {"format": "scram.Plans", "version": VERSION, "layers": layers}
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core import checks
+from ..core import checks, files
 from ..core.arguments import explains
 from ..core.statistics import Interval
 from ..options import JudgedLayout
@@ -66,7 +66,7 @@ class Judgment:
         at = int(self.p95_error.value.nan_to_num(-1.0).argmax())
         return at // self.l2_error.shape[1], at % self.l2_error.shape[1]
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> files.Json:
         """All of it as lists and numbers for JSON; what is not finite is None."""
         intervals = {"median_error": self.median_error, "p95_error": self.p95_error}
         return {

@@ -342,7 +342,7 @@ class Plan:
         mark = "->" if number == self.chosen else ""
         return mark, str(rung.setting), str(rung.keys), time, share, error, l2, rung.note
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> files.Json:
         """As JSON has it; a callable score has no such form."""
         if not isinstance(self.score, str):
             raise TypeError("a plan with a callable score cannot be saved: JSON holds no functions")
@@ -444,8 +444,8 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _setting_dict(setting: Setting) -> dict[str, Any]:
-    def settings(value: Any) -> dict[str, Any] | None:
+def _setting_dict(setting: Setting) -> files.Json:
+    def settings(value: Any) -> files.Json | None:
         if value is None:
             return None
         return {"kind": type(value).__name__} | {x.name: getattr(value, x.name) for x in fields(value) if x.init}
@@ -472,7 +472,7 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _rung(data: dict[str, Any]) -> Rung:
+def _rung(data: files.Json) -> Rung:
     """What `_finite` and `_setting_dict` made."""
     stored = dict(data["setting"])
     search, tail = (None if stored[name] is None else dict(stored[name]) for name in ("search", "tail"))
