@@ -52,40 +52,9 @@ OPTIONAL = {
 }
 STARTS_WITHOUT_TORCH = "cli"
 
-# Until the modules at the top have moved: the room of each. Delete with the last of them.
-FLAT = {
-    **dict.fromkeys(("errors", "arguments"), "core.checks"),
-    "calls": "core.calls",
-    **dict.fromkeys(
-        ("defaults", "dense", "dtensors", "layout_hints", "ops", "precision", "stages", "validate"), "core"
-    ),
-    **dict.fromkeys(("options", "estimators"), "settings"),
-    **dict.fromkeys(("types", "codebook"), "results"),
-    **dict.fromkeys(("clustering", "draws", "fitting", "grid", "noise", "places", "schedule", "scoring"), "spec"),
-    "dispatch": "engines.dispatch",
-    **dict.fromkeys(("api", "local"), "functional"),
-    **dict.fromkeys(("cost", "exact", "judge", "measure", "modes", "plan", "statistics", "timing"), "quality"),
-    **dict.fromkeys(("trust", "truth", "tune"), "quality"),
-    **dict.fromkeys(("layers", "patch", "sdpa"), "integrations"),
-}
-# Until the rebuilding is done: what breaks the rules today, as "file -> room". Empty it, then delete it.
-KNOWN = {
-    "arguments.py -> results",
-    "defaults.py -> quality",
-    "dtensors.py -> distributed",
-    "errors.py -> results",
-    "errors.py -> settings",
-    "fitting.py -> quality",
-    "fitting.py -> results",
-    "scoring.py -> results",
-    "types.py -> core",
-}
-KNOWN_IN_FUNCTIONS = {
-    "__init__.py -> core.checks",
-    "arguments.py -> results",
-    "errors.py -> results",
-    "errors.py -> settings",
-}
+FLAT: dict[str, str] = {}
+KNOWN: set[str] = set()
+KNOWN_IN_FUNCTIONS: set[str] = set()
 
 
 class Import(NamedTuple):
