@@ -121,8 +121,9 @@ def job(name: str, picture: Tensor) -> tuple[Callable[[], object], int]:
         return lambda: images.match(picture, picture), 2 * pixels * memory.of_features(MATCH_WIDTH)
     if name == "inpaint":
         hole = torch.zeros(picture.shape[:2], dtype=torch.bool)
-        hole[20:60, 20:60] = True
-        return lambda: images.inpaint(picture, hole, settings), pixels * memory.of_patches(3 + 2, settings.patch)
+        hole[20:-20, 20:-20] = True
+        hole_pixels = int(hole.sum())
+        return lambda: images.inpaint(picture, hole, settings), memory.of_hole(pixels, hole_pixels, 3, settings.patch)
     size = (picture.shape[0], picture.shape[1] + 16)
     make = images.generate if name == "generate" else images.retarget
     return lambda: make(picture, size, settings), (pixels + size[0] * size[1]) * memory.of_patches(3, settings.patch)

@@ -36,13 +36,8 @@ def check_memory(image: str, size: tuple[int | None, int | None], patch: int, wh
     """Refuse a picture and a result of that (height, width), None as the picture's, whose patches would not fit."""
     shape = image_shape(image)
     pixels = shape.pixels + (size[0] or shape.height) * (size[1] or shape.width)
-    check_patches(image, pixels, shape.channels, patch, what, device)
-
-
-def check_patches(image: str, pixels: int, channels: int, patch: int, what: str, device: str) -> None:
-    """Refuse the patches of so many pixels where they would not fit into memory."""
     if device == "cpu":
-        needed = pixels * memory.of_patches(channels, patch)
+        needed = pixels * memory.of_patches(shape.channels, patch)
         memory.check(needed, f"{image}: {what} needs", "give a smaller picture or size")
 
 

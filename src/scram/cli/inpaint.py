@@ -12,7 +12,7 @@ from ..images.reading import Picture, read, write
 from . import memory
 from .arguments import Rectangle
 from .console import Report
-from .edits import bar, channels_of, check_patches, image_shape, open_image, report, shown, timed, with_channels
+from .edits import bar, channels_of, image_shape, open_image, report, shown, timed, with_channels
 from .pictures import Panel
 
 MARK = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float32, device="cpu")  # the hole, in the picture before
@@ -36,9 +36,10 @@ def run(
         picture = replace(picture, alpha=torch.where(hole.unsqueeze(-1), 1.0, _alpha(picture)))
     before = picture
     channels = channels_of(picture).to(device)
-    down, across = surroundings(hole)
-    pixels = (down.stop - down.start) * (across.stop - across.start)
-    check_patches(image, pixels, channels.shape[-1] + 2, settings.patch, "inpainting", device)  # 2: how rough it is
+    if device == "cpu":
+        around = hole[surroundings(hole)]
+        needed = memory.of_hole(around.numel(), int(around.sum()), channels.shape[-1], settings.patch)
+        memory.check(needed, f"{image}: inpainting needs", "give a smaller picture or hole")
     with bar("inpainting") as told:
         filled, seconds = timed(lambda: inpaint(channels, hole.to(device), settings, progress=told))
     result = with_channels(picture, filled)

@@ -30,9 +30,15 @@ def check_reading(path: str | Path, height: int | None = None) -> Shape:
     return scaled
 
 
-def of_patches(channels: int, patch: int) -> int:
-    """Bytes of a pixel where the patches of all pixels are held: `denoise`, `inpaint`, `generate`, `retarget`."""
-    return PATCH_COPIES * 4 * channels * patch**2 + BESIDE
+def of_patches(channels: int, patch: int, copies: int = PATCH_COPIES) -> int:
+    """Bytes of a pixel where the patches of all pixels are held: `denoise`, `generate`, `retarget`."""
+    return copies * 4 * channels * patch**2 + BESIDE
+
+
+def of_hole(pixels: int, hole: int, channels: int, patch: int) -> int:
+    """Bytes where a hole of so many pixels is filled: patches of the picture, and of the hole again: `inpaint`."""
+    channels += 2  # how rough the surroundings are
+    return pixels * of_patches(channels, patch, 3) + hole * of_patches(channels, patch, 4)
 
 
 def of_frames(channels: int, patch: int, width: int, frames: int) -> int:
@@ -42,7 +48,7 @@ def of_frames(channels: int, patch: int, width: int, frames: int) -> int:
 
 def of_features(width: int, matches: int = 1) -> int:
     """Bytes of a pixel that has features and matches, without its patch: `match`, `explore`."""
-    return 8 * width + 16 * matches + BESIDE
+    return 12 * width + 16 * matches + BESIDE
 
 
 def available() -> int | None:
