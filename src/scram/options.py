@@ -46,5 +46,6 @@ Mode = Literal["auto", "heads", "gather", "ring"]
 SCORES = get_args(ScoreName)
 WEIGHTS = get_args(Weight)
 METHODS = get_args(Method)
+PROPAGATES = get_args(Propagate)
 WINDOWS = get_args(Window)
 IMPLS = get_args(Impl)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .core import checks
-from .options import METHODS, Method, Propagate, ScoreName
-from .spec.schedule import MOST_IN_TILES, PROPAGATE
+from .options import METHODS, PROPAGATES, Method, Propagate, ScoreName
 
 Score = ScoreName | Callable[[Tensor, Tensor], Tensor]
+MOST_IN_TILES = 32  # matches that a tile keeps on a GPU, where registers hold them
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Search:
         farthest = 2**31  # that keys can be apart
         object.__setattr__(self, "separation", min(checks.whole("separation", self.separation, 0), farthest))
         object.__setattr__(self, "jumps", checks.jumps(self.jumps))
-        checks.one_of("propagate", self.propagate, PROPAGATE)
+        checks.one_of("propagate", self.propagate, PROPAGATES)
         if self.reach is not None:
             rank = len(self.reach) if isinstance(self.reach, Sequence) else 1
             reach = checks.radius(self.reach, rank, "reach")

@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from ..settings import Search
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -56,8 +58,6 @@ def unknown_arguments(function: str, names: Iterable[str], known: Iterable[str])
 
 
 def _way_out(name: str, known: list[str]) -> str:
-    from ..settings import Search
-
     ways = ELSEWHERE.get(name, {})
     if name in Search.__dataclass_fields__:
         use = f"use search=scram.Search({name}=...)"

@@ -18,7 +18,6 @@ PROPAGATE = {
 TILE_QUERIES = 64  # queries of a tile
 LANE_GROUPS = 4  # that the lanes of an offer form where queries keep several matches
 KINDS = {**MOVES, "gossip": 100, "random": 101}  # of offers, as kernels number them: neighbors by their move
-MOST_IN_TILES = 32  # that a tile keeps on a GPU, where registers hold them
 STOP = 256  # a row stops when fewer than one query in this many took a key in a sweep
 
 

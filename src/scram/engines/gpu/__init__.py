@@ -2,7 +2,7 @@
 
 import torch
 
-from ...spec.schedule import MOST_IN_TILES
+from ...settings import MOST_IN_TILES
 from .. import EngineSpec
 
 SPEC = EngineSpec(
