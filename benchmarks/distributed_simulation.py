@@ -145,11 +145,15 @@ def slow(case: Case, visits: list[float]) -> Iterator[None]:
     def go_round(shards: Any, here: Tensor, visit: Callable[..., Any], after: Any = None) -> Any:
         return real(shards, here, paused(visit), after)
 
+    def guarded(ranks: Ranks, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        return real_guarded(ranks, paused(run), *tensors)
+
     real = ring._go_round
+    real_guarded = gather.guarded
     with (
         patch.object(api, "Ranks", slow_ranks(case.machine)),
         patch.object(ring, "_go_round", go_round),
-        patch.object(gather, "_local", paused(gather._local)),
+        patch.object(gather, "guarded", guarded),
         patch.object(heads, "_local", paused(heads._local)),
     ):
         yield

@@ -198,9 +198,19 @@ class Shards:
                 key_mask = key_mask.unsqueeze(1)
             if most == 2:
                 key_mask = key_mask.expand(-1, q.shape[1], *key_mask.shape[2:])
-        rows = tuple(by_field["rows of q"]), tuple(by_field["rows of k"])
-        drawn = [by_field[f"seed of {name}"][0] for name in ("search", "tail", "dropout")]
-        return Shards(ranks, q, k, v, key_mask, call, *rows, *drawn)
+        return Shards(
+            ranks=ranks,
+            q=q,
+            k=k,
+            v=v,
+            key_mask=key_mask,
+            call=call,
+            queries=tuple(by_field["rows of q"]),
+            keys=tuple(by_field["rows of k"]),
+            seed=by_field["seed of search"][0],
+            tail_seed=by_field["seed of tail"][0],
+            dropout_seed=by_field["seed of dropout"][0],
+        )
 
     def share(self, rank: int) -> Fraction:
         """The part of all keys that is that rank's."""
