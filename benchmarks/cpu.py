@@ -122,8 +122,8 @@ def _quality(setting: str, search: scram.Search, q: Tensor, k: Tensor, v: Tensor
     for scale in SCALES:
         clusters = None if setting == "paper" else scram.cluster(q, k, v, clusters=scram.Clusters(seed=0), scale=scale)
         attended = scram.attend(q, k, v, found, scale=scale, tail=clusters)
-        errors[scale] = float(scram.measure.output_error(q, k, v, attended, scale=scale, sample=1000))
-    return float(scram.measure.recall(q, k, found, sample=1000)), errors
+        errors[scale] = float(scram.measure.output_error(q, k, v, attended, scale=scale, num_queries=1000))
+    return float(scram.measure.recall(q, k, found, num_queries=1000)), errors
 
 
 def scaling() -> None:
@@ -158,7 +158,7 @@ def growth() -> None:
             _, scores = counted(q, k, PAPER)
             candidates = _candidates(q, k) if width == 3 else None
             found = scram.search(q, k, search=PAPER)
-            recall = float(scram.measure.recall(q, k, found, sample=500))
+            recall = float(scram.measure.recall(q, k, found, num_queries=500))
             rows.append((size * size, median(times), scores, candidates))
             shown = "" if candidates is None else f"{candidates / size**2:.1f}"
             figures = (f"{1e6 * median(times) / size**2:.2f}", shown, f"{scores / size**2:.1f}")
@@ -245,14 +245,14 @@ def recall(folder: Path | None) -> None:
             attended = scram.attend(q, k, v, found, radius=radius, scale=scale)
             best = scram.Matches(found.index[..., :1].contiguous(), found.score[..., :1].contiguous(), found.key_grid)
             figures = {
-                "recall": float(scram.measure.recall(q, k, best, sample=2000).mean()),
-                "mass": float(scram.measure.captured_mass(q, k, attended, scale=scale, sample=2000).mean()),
-                "error": float(scram.measure.output_error(q, k, v, attended, scale=scale, sample=2000).mean()),
+                "recall": float(scram.measure.recall(q, k, best, num_queries=2000).mean()),
+                "mass": float(scram.measure.captured_mass(q, k, attended, scale=scale, num_queries=2000).mean()),
+                "error": float(scram.measure.output_error(q, k, v, attended, scale=scale, num_queries=2000).mean()),
             }
             if label == "default":
                 clusters = scram.cluster(q, k, v, clusters=scram.Clusters(seed=0), scale=scale)
                 attended = scram.attend(q, k, v, found, radius=radius, scale=scale, tail=clusters)
-                error = scram.measure.output_error(q, k, v, attended, scale=scale, sample=2000)
+                error = scram.measure.output_error(q, k, v, attended, scale=scale, num_queries=2000)
                 figures["error_with_clusters"] = float(error.mean())
             store.put(f"recall {name} {label}", seconds=median(times), radius=radius, scale=scale, **figures)
             shown = (f"{median(times):.3f}", *(f"{value:.3f}" for value in figures.values()))

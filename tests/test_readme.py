@@ -92,7 +92,7 @@ def test_readme_finds_what_it_says():
     q, k, v = (names[name] for name in "qkv")
     attended = scram.Attended(names["out"], names["out"][..., 0])
     # A query whose key is not found is off by its whole size: 2 % of them make .14.
-    assert (scram.measure.output_error(q, k, v, attended, sample=256) < 0.3).all()
+    assert (scram.measure.output_error(q, k, v, attended, num_queries=256) < 0.3).all()
     assert "verdict: windows suffice" in str(scram.trust(q, k, v))
 
 

@@ -198,10 +198,10 @@ CALLS = {
     "Matches.inverse": lambda x: x.matches.inverse(),
     "Matches.upsample": lambda x: x.matches.upsample((9, 9)),
     "Matches.repr": lambda x: repr(x.matches),
-    "recall": lambda x: measure.recall(x.q, x.k, x.matches, sample=20),
+    "recall": lambda x: measure.recall(x.q, x.k, x.matches, num_queries=20),
     "recall of modes": lambda x: measure.recall(x.q, x.k, x.matches, separation=1, key_mask=x.mask),
     "score_gap": lambda x: measure.score_gap(x.q, x.k, x.matches),
-    "captured_mass": lambda x: measure.captured_mass(x.q, x.k, x.attended, sample=20),
+    "captured_mass": lambda x: measure.captured_mass(x.q, x.k, x.attended, num_queries=20),
     "output_error": lambda x: measure.output_error(x.q, x.k, x.v, x.attended),
     "scaled_dot_product_attention": lambda x: scram.scaled_dot_product_attention(
         *(one.flatten(2, 3) for one in x[:3]), grid=(6, 7)

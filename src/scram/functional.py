@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -225,6 +225,48 @@ def cluster(
     return execute(pipeline.cluster, q, k, v, request, hints=True)
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    search: Search | Auto = "auto",
+    radius: int | Sequence[int] = 1,
+    tail: Clusters | Codebook | DrawnKeys | Auto | None = "auto",
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    weight: Weight = "softmax",
+    extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    warm: Matches | None = None,
+    window: Window = "query",
+    impl: Impl = "auto",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    search: Search | Auto = "auto",
+    radius: int | Sequence[int] = 1,
+    tail: Clusters | Codebook | DrawnKeys | Auto | None = "auto",
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    weight: Weight = "softmax",
+    extra: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    warm: Matches | None = None,
+    window: Window = "query",
+    impl: Impl = "auto",
+    return_lse: Literal[True],
+) -> Attended: ...
 @explains
 def attention(
     q: Tensor,
@@ -244,7 +286,8 @@ def attention(
     warm: Matches | None = None,
     window: Window = "query",
     impl: Impl = "auto",
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | Attended:
     """Attention on a grid in O(n log n): windows around the best keys of every query, all other keys by clusters.
 
     Stands where `F.scaled_dot_product_attention` stood; `q.unflatten(2, grid)` turns [B, H, N, E] into what it takes.
@@ -271,9 +314,11 @@ def attention(
         warm: matches of an earlier search on the same shapes, index [B, H, *G, kappa], to start from.
         window: whose windows a query attends: "query", its own; "tile", those of all 64 queries of its tile.
         impl: "auto" or the name of an implementation; a name never falls back to another.
+        return_lse: whether the log of the normalizer is returned too, over all keys that count: with a tail an estimate.
+            Where the call is dense attention it is computed apart, since torch does not return it.
 
     Returns:
-        out [B, H, *G, F].
+        out [B, H, *G, F], or with `return_lse` Attended(out, lse [B, H, *G]).
 
     >>> import scram
     >>> _ = torch.manual_seed(0)
@@ -298,7 +343,10 @@ def attention(
         warm=warm,
         window=window,
         impl=impl,
+        needs_lse=return_lse,
     )
+    if return_lse:
+        return _attended(q, k, v, request)
     return execute(pipeline.run, q, k, v, request, hints=True).out
 
 

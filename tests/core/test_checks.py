@@ -261,7 +261,7 @@ ERRORS = [
     ),
     (lambda: scram.exact_search(Q, K, queries=torch.tensor([30])), ValueError, r"queries must lie in 0\.\.29"),
     (lambda: scram.exact_search(Q, K, queries=torch.tensor([-1])), ValueError, r"queries must lie in 0\.\.29"),
-    (lambda: scram.measure.recall(Q, K, matches(), sample=0), ValueError, "sample must be at least 1, got 0"),
+    (lambda: scram.measure.recall(Q, K, matches(), num_queries=0), ValueError, "num_queries must be at least 1, got 0"),
     (lambda: scram.measure.captured_mass(Q, K, Q), TypeError, r"attended must be a scram.Attended .* got Tensor"),
     (
         lambda: scram.measure.captured_mass(Q, K, attended(Q[:1])),

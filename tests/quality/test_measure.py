@@ -185,13 +185,13 @@ def test_sample_is_of_the_queries():
     assert torch.equal(sample, sample.sort().values)
     assert not torch.equal(sample, measure.sample_queries(q, 12, seed=4))
     share = (sample < 10).float().mean()
-    assert measure.recall(q, k, found, sample=12, seed=3).item() == pytest.approx(share.item())
+    assert measure.recall(q, k, found, num_queries=12, seed=3).item() == pytest.approx(share.item())
     attended = scram.attend(q, k, k, found, radius=0, impl="reference")
     part = scram.exact_attention(q, k, k, queries=sample)
     error = (attended.out[0, 0, sample] - part.out[0, 0]).norm() / part.out.norm()
-    assert measure.output_error(q, k, k, attended, sample=12, seed=3).item() == pytest.approx(error.item())
+    assert measure.output_error(q, k, k, attended, num_queries=12, seed=3).item() == pytest.approx(error.item())
     mass = (attended.lse[0, 0, sample] - part.lse[0, 0]).exp().mean()
-    assert measure.captured_mass(q, k, attended, sample=12, seed=3).item() == pytest.approx(mass.item())
+    assert measure.captured_mass(q, k, attended, num_queries=12, seed=3).item() == pytest.approx(mass.item())
     assert torch.equal(measure.sample_queries(q, 100), torch.arange(40))
 
 

@@ -197,7 +197,7 @@ def test_the_sample_is_seeded():
     one, same, other = (scram.trust(q, k, v, matches=matches, num_queries=100, seed=seed) for seed in (1, 1, 2))
     assert one.mass.value == same.mass.value != other.mass.value
     for trust, seed in ((one, 1), (other, 2)):
-        assert trust.recall.value == scram.measure.recall(q, k, matches, sample=100, seed=seed)
+        assert trust.recall.value == scram.measure.recall(q, k, matches, num_queries=100, seed=seed)
     assert (one.num_queries, one.queries) == (100, 1600)
     assert "on 100 of 1600 queries" in repr(one)
 

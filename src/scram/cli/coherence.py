@@ -74,8 +74,8 @@ def measure_case(q: Tensor, k: Tensor, settings: Search, seed: int) -> dict[str,
     matches = search(q, k, search=settings)
     attended = attend(q, k, k, matches, radius=1, scale=SCALE)
     return {
-        "recall": float(measure.recall(q, k, matches, sample=SAMPLE, seed=seed)),
-        "output_error": float(measure.output_error(q, k, k, attended, scale=SCALE, sample=SAMPLE, seed=seed)),
+        "recall": float(measure.recall(q, k, matches, num_queries=SAMPLE, seed=seed)),
+        "output_error": float(measure.output_error(q, k, k, attended, scale=SCALE, num_queries=SAMPLE, seed=seed)),
     }
 
 

@@ -80,9 +80,9 @@ def measured(pair: Pair, result: PairResult, seed: int) -> Numbers:
     v = pair.v[..., :3]
     windows = attend(q, k, v, result.matches, radius=MATCH_RADIUS, scale=MATCH_SCALE)
     quality: dict[str, Tensor | float] = {
-        "recall": measure.recall(q, k, result.matches, sample=SAMPLE, seed=seed),
-        "captured_mass": measure.captured_mass(q, k, windows, scale=MATCH_SCALE, sample=SAMPLE, seed=seed),
-        "output_error": measure.output_error(q, k, v, colors, scale=MATCH_SCALE, sample=SAMPLE, seed=seed),
+        "recall": measure.recall(q, k, result.matches, num_queries=SAMPLE, seed=seed),
+        "captured_mass": measure.captured_mass(q, k, windows, scale=MATCH_SCALE, num_queries=SAMPLE, seed=seed),
+        "output_error": measure.output_error(q, k, v, colors, scale=MATCH_SCALE, num_queries=SAMPLE, seed=seed),
         "psnr_db": pictures.psnr(result.warped, pair.a),
     }
     return {"seconds": result.seconds, **{name: float(value) for name, value in quality.items()}}

@@ -256,7 +256,7 @@ def sweeps(path: Path, size: int, seed: int = 0) -> Numbers:
         settings = Search(sweeps=count, propagate="shift", gossip=0, seed=seed)
         result = find(pair, settings)
         fields[count] = result.place - own_places(*a.shape[:2])
-        recall[count] = float(measure.recall(pair.q, pair.k, result.matches, sample=SAMPLE, seed=seed))
+        recall[count] = float(measure.recall(pair.q, pair.k, result.matches, num_queries=SAMPLE, seed=seed))
     limit = pictures.wheel_limit(fields[SWEEPS[-1]])
     panels = [Panel("Photograph A", a, "the other is a frame of the same camera pan")]
     for count, field in fields.items():
@@ -276,14 +276,14 @@ def curves(path: Path, size: int, seed: int = 0, data: Path | None = None) -> Nu
         def mass(kappa: int, radius: int, q: Tensor = q, k: Tensor = k, scale: float = scale) -> float:
             matches = search(q, k, search=Search(matches=kappa, seed=seed))
             attended = attend(q, k, k[..., :1].contiguous(), matches, radius=radius, scale=scale)
-            return float(measure.captured_mass(q, k, attended, scale=scale, sample=SAMPLE, seed=seed).mean())
+            return float(measure.captured_mass(q, k, attended, scale=scale, num_queries=SAMPLE, seed=seed).mean())
 
         for label, base in (("paper", Search.paper(seed=seed)), ("default", Search(seed=seed))):
             points = []
             for count in SWEEPS:
                 settings = Search(sweeps=count, propagate=base.propagate, gossip=base.gossip, seed=seed)
                 matches = search(q, k, search=settings)
-                points.append((count, float(measure.recall(q, k, matches, sample=SAMPLE, seed=seed).mean())))
+                points.append((count, float(measure.recall(q, k, matches, num_queries=SAMPLE, seed=seed).mean())))
             lines["recall"][f"{name}, {label}"] = points
         lines["kappa"][name] = [(kappa, mass(kappa, 1)) for kappa in (1, 2, 4, 8)]
         lines["radius"][name] = [(radius, mass(1, radius)) for radius in (0, 1, 2, 4)]

@@ -246,7 +246,7 @@ def _attention(case: Case, pictures: Pictures) -> Row:
     row: Row = timing._asdict()
     if not case.backward and case.contender not in ("strided", "fixed", "flex strided", "flex fixed"):
         attended = Attended(out, out.new_zeros(out.shape[:-1]))
-        error = measure.output_error(q, k, v, attended, scale=SCALE, sample=_sample(q, SAMPLE))
+        error = measure.output_error(q, k, v, attended, scale=SCALE, num_queries=_sample(q, SAMPLE))
         row["output_error"] = float(error)  # of causal patterns it would compare different things
     if not case.backward and case.contender in rivals.SETTINGS:
         row["recall"] = _recall(q, k, search(q, k, search=rivals.SETTINGS[case.contender]).index)
@@ -290,7 +290,7 @@ def _recall(q: Tensor, k: Tensor, index: Tensor) -> float:
     index = index.to(torch.int32).to(q.device)
     score = torch.zeros(index.shape, dtype=torch.float32, device=q.device)
     matches = Matches(index, score, (q.shape[2], q.shape[3]))
-    return float(measure.recall(q, k, matches, sample=_sample(q, RECALL_SAMPLE)))
+    return float(measure.recall(q, k, matches, num_queries=_sample(q, RECALL_SAMPLE)))
 
 
 def slope(rows: list[Row], quantity: str = "least") -> float | None:

@@ -114,13 +114,31 @@ def every_key(
         )
     if dropout_p:
         raise ValueError("dense attention with a callable score takes no dropout; pass dropout_p=0")
+    return attend_every_key(
+        q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, weight=weight, extra=extra
+    ).out
+
+
+def attend_every_key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    score: Score = "dot",
+    weight: Weight = "softmax",
+    extra: tuple[Tensor, Tensor] | None = None,
+) -> Attended:
+    """out [B, H, *G, F] and lse [B, H, *G] over every key and the extra keys, in chunks of queries."""
     attended = exact_attention(q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, weight=weight)
-    if extra is not None:
-        checks.extra(q, k, v, extra)
-        more = attend_extra(q.flatten(2, -2), extra, scale, score, weight)
-        shape = attended.out.shape
-        attended = merge(attended, Attended(more.out.reshape(shape), more.lse.reshape(shape[:-1])))
-    return attended.out
+    if extra is None:
+        return attended
+    checks.extra(q, k, v, extra)
+    more = attend_extra(q.flatten(2, -2), extra, scale, score, weight)
+    shape = attended.out.shape
+    return merge(attended, Attended(more.out.reshape(shape), more.lse.reshape(shape[:-1])))
 
 
 def attend_extra(

@@ -68,7 +68,7 @@ def _warn(hint: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         level += 1
         frame = frame.f_back
-    silence = "To keep it as it is, ignore the category scram.core.layout_hints.LayoutWarning"
+    silence = "To keep it as it is, ignore the category scram.LayoutWarning"
     warnings.warn(f"{hint}. {silence}", LayoutWarning, stacklevel=level)
 
 

@@ -8,13 +8,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..results import Matches
+from ..results import Attended, Matches
 from ..settings import Search
 from ..spec import places
 from ..spec.grid import grid_of
 from ..spec.scoring import accumulator, prepare_key, prepare_query
 from . import calls, checks, ops
-from .dense import every_key
+from .dense import attend_every_key, every_key
 from .dtensors import is_dtensor
 from .inputs import WHOLE, Inputs, Shard
 from .layout_hints import warn_about_layout
@@ -31,7 +31,7 @@ class Result(NamedTuple):
     """What a call computed."""
 
     out: Tensor  # [B, H, *G, F]
-    joined: Joined | None  # lse and diagnostics; None: dense attention has none
+    joined: Joined | None  # lse and diagnostics; None: of dense attention nobody asked for the lse
     searched: calls.Found | None  # by the search
     key_grid: tuple[int, ...]
     tail: Tail | None  # as it was prepared
@@ -93,13 +93,31 @@ def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard
             extra=request.extra,
             dropout_p=request.dropout_p,
         )
-        return Result(out, None, None, key_grid, None)
+        attended = Attended(out, _dense_lse(resolved, q, k, v)) if request.needs_lse else None
+        return Result(out, attended, None, key_grid, None)
     inputs = prepare(resolved, q, k, v, shard)
     searched, seed = _found(resolved, inputs)
     index = _index(resolved, searched)
     tail = resolved.tail.prepare(inputs, index, seed, request.warm_codebook)
     joined = tail.join(inputs, index, seed)
     return Result(inputs.rounded(joined.out), joined, searched, key_grid, tail)
+
+
+def _dense_lse(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The log of the normalizer over every key [B, H, *G], which torch's attention does not return."""
+    request = resolved.request
+    extra = None if request.extra is None else (request.extra[0], request.extra[1][..., :1])
+    return attend_every_key(
+        q,
+        k,
+        v[..., :1],
+        causal=request.causal,
+        key_mask=request.key_mask,
+        scale=resolved.scale,
+        score=request.score,
+        weight=request.weight,
+        extra=extra,
+    ).lse
 
 
 def search(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None = None, shard: Shard = WHOLE) -> Matches:

@@ -38,6 +38,7 @@ class Request(NamedTuple):
         matches: in place of a search.
         warm_codebook: clusters to start from.
         keeps_matches: whether the caller reads the matches, so that there must be a search.
+        needs_lse: whether the caller reads the log of the normalizer.
     """
 
     search: Search | Auto | None = "auto"
@@ -56,6 +57,7 @@ class Request(NamedTuple):
     matches: Matches | None = None
     warm_codebook: Codebook | None = None
     keeps_matches: bool = False
+    needs_lse: bool = False
 
     @property
     def is_automatic(self) -> bool:

@@ -1,6 +1,6 @@
 """How good a search or an attention was: one definition for tests, benchmarks and figures.
 
-Each function compares with the exact answer, for all queries or for `sample` of them drawn with `seed`, and returns
+Each function compares with the exact answer, for all queries or for `num_queries` of them drawn with `seed`, and returns
 one number per batch and head, [B, H]. Queries without a legal key are left out.
 """
 
@@ -22,17 +22,17 @@ from ..spec.scoring import accumulator, default_scale, pair_score, prepare_key, 
 RECALL_TOLERANCE = 1e-5
 
 
-def sample_queries(q: Tensor, sample: int | None, seed: int = 0) -> Tensor:
-    """Flat indices of `sample` queries of q [B, H, *G, E], ascending, without repetition; all for None.
+def sample_queries(q: Tensor, num_queries: int | None, seed: int = 0) -> Tensor:
+    """Flat indices of `num_queries` queries of q [B, H, *G, E], ascending, without repetition; all for None.
 
     >>> sample_queries(torch.zeros(1, 1, 10, 4), 3)
     tensor([1, 4, 7])
     """
     points = math.prod(grid_of(q))
-    if sample is None or checks.whole("sample", sample, 1) >= points:
+    if num_queries is None or checks.whole("num_queries", num_queries, 1) >= points:
         return torch.arange(points, device=q.device)
     generator = torch.Generator().manual_seed(checks.whole("seed", seed, 0))
-    drawn = torch.randperm(points, generator=generator, device="cpu")[:sample]
+    drawn = torch.randperm(points, generator=generator, device="cpu")[:num_queries]
     return drawn.sort().values.to(q.device)
 
 
@@ -46,7 +46,7 @@ def recall(
     causal: bool = False,
     key_mask: Tensor | None = None,
     score: Score = "dot",
-    sample: int | None = None,
+    num_queries: int | None = None,
     seed: int = 0,
 ) -> Tensor:
     """How many of the best keys were found.
@@ -66,7 +66,7 @@ def recall(
         causal=causal,
         key_mask=key_mask,
         score=score,
-        sample=sample,
+        num_queries=num_queries,
         seed=seed,
     )
     return _mean(each, ~each.isnan())
@@ -82,7 +82,7 @@ def recall_of_each(
     causal: bool = False,
     key_mask: Tensor | None = None,
     score: Score = "dot",
-    sample: int | None = None,
+    num_queries: int | None = None,
     seed: int = 0,
 ) -> Tensor:
     """As `recall`, with its arguments, of each query: [B, H, n]; NaN without a legal key.
@@ -91,7 +91,7 @@ def recall_of_each(
     >>> recall_of_each(q, k, exact_search(q, k))
     tensor([[[1., 1., 1., 1.]]])
     """
-    pairs = _Pairs(q, k, matches, separation, sample, seed, causal=causal, key_mask=key_mask, score=score)
+    pairs = _Pairs(q, k, matches, separation, num_queries, seed, causal=causal, key_mask=key_mask, score=score)
     if separation > 0:
         exact_place = coordinates(pairs.exact_key.clamp(0), pairs.key_grid)
         found_place = coordinates(pairs.found_key.clamp(0), pairs.key_grid)
@@ -118,7 +118,7 @@ def score_gap(
     causal: bool = False,
     key_mask: Tensor | None = None,
     score: Score = "dot",
-    sample: int | None = None,
+    num_queries: int | None = None,
     seed: int = 0,
 ) -> Tensor:
     """By how much the found scores fall short of the exact ones of the same rank, in nats: mean of scale * difference.
@@ -130,7 +130,7 @@ def score_gap(
     tensor([[0.]])
     """
     checks.scale(scale)
-    pairs = _Pairs(q, k, matches, separation, sample, seed, causal=causal, key_mask=key_mask, score=score)
+    pairs = _Pairs(q, k, matches, separation, num_queries, seed, causal=causal, key_mask=key_mask, score=score)
     both = (pairs.exact_key >= 0) & (pairs.found_key >= 0)
     gap = torch.where(both, pairs.exact_score - pairs.found_score, 0)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
@@ -147,7 +147,7 @@ def captured_mass(
     causal: bool = False,
     key_mask: Tensor | None = None,
     score: Score = "dot",
-    sample: int | None = None,
+    num_queries: int | None = None,
     seed: int = 0,
 ) -> Tensor:
     """The share of the exact softmax that the attended keys hold: mean of exp(lse_S - lse_all).
@@ -160,7 +160,7 @@ def captured_mass(
     """
     checks.queries_keys(q, k)
     check_attended("attended", q, attended)
-    wanted = sample_queries(q, sample, seed)
+    wanted = sample_queries(q, num_queries, seed)
     truth = exact_attention(
         q, k, k[..., :1], causal=causal, key_mask=key_mask, scale=scale, score=score, queries=wanted
     )
@@ -180,7 +180,7 @@ def output_error(
     key_mask: Tensor | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    sample: int | None = None,
+    num_queries: int | None = None,
     seed: int = 0,
 ) -> Tensor:
     """||out - exact|| / ||exact|| over the queries of a head.
@@ -192,7 +192,7 @@ def output_error(
     checks.queries_keys(q, k)
     checks.values(q, k, v)
     check_attended("attended", q, attended, v.shape[-1])
-    wanted = sample_queries(q, sample, seed)
+    wanted = sample_queries(q, num_queries, seed)
     truth = exact_attention(
         q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, weight=weight, queries=wanted
     )
@@ -220,7 +220,7 @@ class _Pairs:
         k: Tensor,
         matches: Matches,
         separation: int,
-        sample: int | None,
+        num_queries: int | None,
         seed: int,
         causal: bool = False,
         key_mask: Tensor | None = None,
@@ -228,7 +228,7 @@ class _Pairs:
     ) -> None:
         checks.queries_keys(q, k)
         check_matches("matches", q, k, matches)
-        wanted = sample_queries(q, sample, seed)
+        wanted = sample_queries(q, num_queries, seed)
         kappa = matches.index.shape[-1]
         self.key_grid = matches.key_grid
         exact = exact_search(

@@ -314,7 +314,7 @@ class _Run(NamedTuple):
             self.k,
             matches,
             separation=setting.search.separation,
-            sample=len(truth.queries),
+            num_queries=len(truth.queries),
             seed=self.seed,
             causal=request.causal,
             key_mask=request.key_mask,
