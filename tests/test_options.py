@@ -74,5 +74,5 @@ def test_public_signatures_name_their_options():
 
 def test_the_package_has_one_place_for_them():
     package = Path(scram.__file__).parent
-    others = [path.name for path in package.rglob("*.py") if "Literal[" in path.read_text() and path.stem != "options"]
+    others = [path.name for path in package.rglob("*.py") if 'Literal["' in path.read_text() and path.stem != "options"]
     assert others == []

@@ -314,7 +314,7 @@ def attention(
         warm: matches of an earlier search on the same shapes, index [B, H, *G, kappa], to start from.
         window: whose windows a query attends: "query", its own; "tile", those of all 64 queries of its tile.
         impl: "auto" or the name of an implementation; a name never falls back to another.
-        return_lse: whether the log of the normalizer is returned too, over all keys that count: with a tail an estimate.
+        return_lse: whether the log of the normalizer is returned too, over all keys that count (by a tail: estimated).
             Where the call is dense attention it is computed apart, since torch does not return it.
 
     Returns:

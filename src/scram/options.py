@@ -33,6 +33,9 @@ Impl = Literal["auto", "triton", "numba", "reference"]
 Form = Literal["embedded_gaussian", "gaussian", "dot_product", "concatenation"]
 """Of a `NonLocalBlock`."""
 
+Sampler = Literal["snis", "metropolis"]
+"""How an estimator reaches keys of each query's own."""
+
 JudgedLayout = Literal["grid", "sdpa"]
 """What a function takes that `judge` measures: [B, H, *G, E], or [B, H, N, E] as torch's own."""
 

@@ -1,6 +1,6 @@
 """How good a search or an attention was: one definition for tests, benchmarks and figures.
 
-Each function compares with the exact answer, for all queries or for `num_queries` of them drawn with `seed`, and returns
+Each function compares with the exact answer, for all queries or `num_queries` of them drawn with `seed`, and returns
 one number per batch and head, [B, H]. Queries without a legal key are left out.
 """
 

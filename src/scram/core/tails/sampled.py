@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...options import Sampler
 from ...spec import draws
 from ...spec.grid import AllowedKeys, grid_of
 from .. import calls, checks, ops
@@ -18,7 +19,7 @@ from .base import Kind, Tail
 class SampleSettings(NamedTuple):
     """What the estimators differ in, as a `SampleCall` has it."""
 
-    method: Literal["snis", "metropolis"]
+    method: Sampler
     bandwidth: float  # of a step, in keys
     alpha: float = 0.0
     chains_per_mode: int = 1
