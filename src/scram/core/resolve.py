@@ -62,7 +62,7 @@ class Request(NamedTuple):
     @property
     def is_automatic(self) -> bool:
         """Whether nothing is said of search, tail, matches and engine: then the call may be dense attention."""
-        unsaid = self.search.__class__ is str and self.tail.__class__ is str and self.impl == "auto"
+        unsaid = isinstance(self.search, str) and isinstance(self.tail, str) and self.impl == "auto"
         return unsaid and self.warm is None and self.matches is None and not self.keeps_matches
 
 

@@ -41,7 +41,7 @@ def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> A
     # Whether it is dense is decided by the whole call: what each rank holds of it may be small.
     if v is not None and goes_dense(q, k, v, request):
         request = request._replace(search=None, tail=None)
-    elif request.search.__class__ is str:
+    elif isinstance(request.search, str):
         request = request._replace(search=as_search(request.search))
     if held.split and v is not None and _tail_of(request).needs_all_queries:
         raise ValueError(

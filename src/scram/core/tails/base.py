@@ -141,7 +141,7 @@ def as_tail(value: Any, default: Tail, *, windows: bool = True) -> Tail:
     """The tail of an argument: "auto" is `default`, None no tail. `windows`: only tails that attend windows."""
     if value is None:
         return NO_TAIL
-    if value.__class__ is str and value == "auto":
+    if isinstance(value, str) and value == "auto":
         return default
     if not isinstance(value, Tail) or (windows and not value.joins_windows):
         raise TypeError(f"tail must be {ACCEPTED}, got {type(value).__name__} {value!r}")
