@@ -32,8 +32,6 @@ from ..runtime.block_sizes import stages, tile_pieces
 from .cells import keys_at
 from .windows import Variant, pair_gradient, rough_weight
 
-LEAST_SCALE = tl.constexpr(2.0**-126)  # the least normal float32
-
 
 class TileConfig(NamedTuple):
     """What a kernel over cells is compiled for."""
@@ -207,7 +205,6 @@ def pair_dots(queries, up, keys, piece, CONFIG: tl.constexpr, B: tl.constexpr, E
 @triton.jit
 def power_scale(scale, NARROW: tl.constexpr):
     """What a score is multiplied by: so that it is a power of two for NARROW features, of e for others."""
-    scale = tl.maximum(scale, LEAST_SCALE)  # a key that must not count has the score -inf, and 0 * -inf is NaN
     return scale * LOG2E if NARROW else scale
 
 

@@ -88,8 +88,7 @@ def cluster_tail_backward(
     at_a_time = tiles_at_a_time(call, flags["CONFIG"])
     splits = PROGRAMS // (max(1, at_a_time // tiles_of_row) * blocks)
     splits = max(1, min(tiles_of_row, at_a_time, splits))
-    shapes = [(splits, rows * count, x.shape[-1]) for x in (centres, values)]
-    parts = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    parts = [torch.empty((splits, rows * count, x.shape[-1]), device=q.device) for x in (centres, values)]
     totals = Totals(*torch.empty((3, *lse.shape), dtype=torch.float32, device=q.device).unbind())
     with on_device(q):
         above = Upstream(grad_out.contiguous(), grad_lse.contiguous())

@@ -72,16 +72,14 @@ def drawn_tail_backward(
     wide_grad = grad_out.float()
     head_dp = torch.where(call.head_lse == -torch.inf, 0, (wide_grad * call.head_out).sum(-1))
     totals = Totals(*(torch.empty_like(head_dp) for _ in range(4)))
-    flat = [(math.prod(x.shape[:-1]), x.shape[-1]) for x in (k, v)]
-    dk, dv = (torch.zeros(shape, dtype=torch.float32, device=q.device) for shape in flat)
+    dk, dv = (torch.zeros(math.prod(x.shape[:-1]), x.shape[-1], device=q.device) for x in (k, v))
     if head_dp.numel():
         rows, drawn = names.flatten(0, 1).shape
         flags = tail_flags(call, forward=False)
         blocks = blocks_of_queries(call, flags)
         key_blocks = -(-drawn // BLOCK_K)
         splits = max(1, min(blocks // rows, PROGRAMS // max(rows * key_blocks, 1)))
-        shapes = [(splits, rows * drawn, x.shape[-1]) for x in (k, v)]
-        parts = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+        parts = [torch.empty((splits, rows * drawn, x.shape[-1]), device=q.device) for x in (k, v)]
         with on_device(q):
             inputs = inputs_of(call, side_by_side(call, names, represents, False))
             above = Upstream(*(x.contiguous() for x in (grad_out, grad_lse, offset, head_dp)))

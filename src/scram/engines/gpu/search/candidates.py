@@ -14,7 +14,7 @@ from ..noise import absorb, below
 from ..primitives import divide, dot, lane_place, load_float32, near
 
 
-class Allowed(NamedTuple):
+class AllowedKeys(NamedTuple):
     """The keys that a mask allows, as kernels take them; no mask, no tensors."""
 
     mask: Any  # bool [rows of the mask, M]
@@ -23,7 +23,7 @@ class Allowed(NamedTuple):
     group: int  # rows of queries that share a row of the mask
 
 
-ANY_KEY = Allowed(None, None, None, 1)
+ANY_KEY = AllowedKeys(None, None, None, 1)
 
 
 class Starts(NamedTuple):
@@ -37,7 +37,7 @@ class Starts(NamedTuple):
 class Limits(NamedTuple):
     """What decides in a row of queries whether a key is legal, in a kernel."""
 
-    allowed: Any  # Allowed
+    allowed: Any  # AllowedKeys
     mask_row: Any  # int64
     keys: Any  # of a row
     earlier: Any  # int32 [runs, P], the matches of the runs before this one
@@ -55,13 +55,13 @@ class Rules(NamedTuple):
     EARLIER: bool  # there may be earlier runs
 
 
-def allowed_argument(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Allowed:
+def allowed_argument(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> AllowedKeys:
     """q [B, H, *G, E], k [B, Hk, *G', E], key_mask bool [B, *G'] or [B, H, *G']."""
     if key_mask is None:
         return ANY_KEY
     keys = LegalKeys.of(q, k, causal, key_mask.contiguous())
     assert keys.order is not None
-    return Allowed(keys.mask, keys.order.contiguous(), keys.count, keys.heads_per_row)
+    return AllowedKeys(keys.mask, keys.order.contiguous(), keys.count, keys.heads_per_row)
 
 
 def starts_argument(call: SearchCall) -> Starts:

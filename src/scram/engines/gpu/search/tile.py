@@ -171,7 +171,7 @@ def _tables(sweeps: int, settings: tuple[Any, ...], device: torch.device) -> lis
             (KINDS[one.kind], min(one.reach, reaches.get(one.kind, one.reach)), one.draw)
             for one in offers(sweep, *settings)
         ]
-        tables.append((torch.tensor(lines or [(0, 0, 0)], dtype=torch.int32, device=device), len(lines)))
+        tables.append((torch.tensor(lines or [(0, 0, 0)], dtype=torch.int32).to(device), len(lines)))
     return tables
 
 
