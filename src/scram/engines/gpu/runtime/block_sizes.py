@@ -58,8 +58,7 @@ OFFER_WARPS = 1
 #    8 matches  4x2 3.83, 64 registers 3.94, 80 3.53, 96 3.59;  2x4 4.67;  in one column 5.20
 #   16 matches  8x2 6.05, 80 registers 6.07, 96 5.88, 112 6.03;  4x4 7.58;  2x8 14.3;  as a matrix 33.1
 #   32 matches  8x4 15.9, 128 registers 13.7, 168 13.5, 200 15.7;  4x8 22.3;  as a matrix 57.3
-# 16 slots compile for a minute. A look at each quarter of an offer whether anybody has hope of it costs more than it
-# saves.
+# 16 slots compile for a minute. A look at each group of lanes whether anybody has hope of it costs more than it saves.
 MOST_SLOTS = 8
 SCORE_REGISTERS = {8: 80, 16: 96, 32: 168}
 
@@ -111,7 +110,7 @@ class Places(NamedTuple):
     COLUMNS: int
     PADDED: bool  # there are more places than matches
     SEPARATED: bool  # matches keep others at a distance, not only from themselves
-    QUARTERS: int  # of the keys of an offer
+    LANE_GROUPS: int  # of an offer
 
 
 def stages(device: torch.device, most: int, each: int, fixed: int) -> int:

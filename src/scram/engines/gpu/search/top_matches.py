@@ -61,16 +61,16 @@ def spot_of(key, geo, SEPARATED: tl.constexpr):
 
 
 @triton.jit
-def by_quarter(x, QUARTERS: tl.constexpr):
-    """[BQ, BQ] -> [BQ, pairs, QUARTERS, 2]; in layout each thread has a quarter whole."""
-    return tl.reshape(x, [x.shape[0], x.shape[1] // QUARTERS // 2, QUARTERS, 2])
+def by_lane_group(x, LANE_GROUPS: tl.constexpr):
+    """[BQ, BQ] -> [BQ, pairs, LANE_GROUPS, 2]; in layout each thread has a group whole."""
+    return tl.reshape(x, [x.shape[0], x.shape[1] // LANE_GROUPS // 2, LANE_GROUPS, 2])
 
 
 @triton.jit
-def first_keys(s, bests, new, QUARTERS: tl.constexpr):
-    """The keys [BQ] of these scores, of equal ones the lowest, by quarters."""
-    keys = by_quarter(tl.broadcast_to(new[None, :], s.shape), QUARTERS)
-    best = tl.where(by_quarter(s, QUARTERS) == bests[:, None, :, None], keys, NO_KEY)
+def first_keys(s, bests, new, LANE_GROUPS: tl.constexpr):
+    """The keys [BQ] of these scores, of equal ones the lowest, by groups of lanes."""
+    keys = by_lane_group(tl.broadcast_to(new[None, :], s.shape), LANE_GROUPS)
+    best = tl.where(by_lane_group(s, LANE_GROUPS) == bests[:, None, :, None], keys, NO_KEY)
     return columns_of(tl.min(tl.min(best, axis=3), axis=1))
 
 
@@ -94,7 +94,7 @@ def least(scores):
 
 @triton.jit
 def enter(keys, scores, spots, new, s, reach, geo, PLACES: tl.constexpr):
-    """Let the best key [BQ] of a quarter in where it beats the worst match and no better one is near; near ones go."""
+    """Let the best key [BQ] of a group in where it beats the worst match and no better one is near; near ones go."""
     new = new[:, None]  # [BQ, 1]
     s = s[:, None]  # [BQ, 1]
     spot = spot_of(new, geo, PLACES.SEPARATED)
@@ -137,14 +137,14 @@ def enter(keys, scores, spots, new, s, reach, geo, PLACES: tl.constexpr):
 
 @triton.jit
 def enter_offer(keys, scores, spots, changed, s, new, reach, geo, PLACES: tl.constexpr):
-    """Let in the best key of each quarter of an offer with scores s [BQ, BQ]; `changed`: which queries took one."""
-    bests = tl.max(tl.max(by_quarter(s, PLACES.QUARTERS), axis=3), axis=1)  # [BQ, QUARTERS]
+    """Let in the best key of each group of lanes with scores s [BQ, BQ]; `changed`: which queries took one."""
+    bests = tl.max(tl.max(by_lane_group(s, PLACES.LANE_GROUPS), axis=3), axis=1)  # [BQ, LANE_GROUPS]
     tops = columns_of(bests)
     top = tl.maximum(tl.maximum(tops[0], tops[1]), tl.maximum(tops[2], tops[3]))  # [BQ]
     hope = top[:, None] > least(scores)  # [BQ, 1]
     if tl.max(hope.to(tl.int32)) > 0:
-        firsts = first_keys(s, bests, new, PLACES.QUARTERS)
-        for w in range(PLACES.QUARTERS):
+        firsts = first_keys(s, bests, new, PLACES.LANE_GROUPS)
+        for w in range(PLACES.LANE_GROUPS):
             top = tops[0]
             first = firsts[0]
             for n in tl.static_range(1, len(tops)):
