@@ -40,9 +40,9 @@ def test_attention_takes_what_its_parts_take():
     whole, search, attend = (
         inspect.signature(function).parameters for function in (scram.attention, scram.search, scram.attend)
     )
-    assert set(whole) == set(search) | set(attend) - {"matches"}
+    assert set(whole) == set(search) | set(attend) - {"matches"} | {"return_lse"}
     for name, parameter in whole.items():
-        if name in ("search", "tail"):  # "auto" there
+        if name in ("search", "tail", "return_lse"):  # "auto" there; `attend` always returns it
             continue
         for other in (search, attend):
             assert name not in other or other[name].default == parameter.default

@@ -76,9 +76,16 @@ def search(
     Matches(512 queries on grid (16, 16), keys on grid (16, 16), kappa=2, batch=1, heads=2, found 100.0 %, cpu)
     """
     request = Request(
-        search=search, causal=causal, key_mask=key_mask, score=score, warm=warm, impl=impl, keeps_matches=True
+        search=search,
+        causal=causal,
+        key_mask=key_mask,
+        score=score,
+        warm=warm,
+        impl=impl,
+        keeps_matches=True,
+        hints=True,
     )
-    return execute(pipeline.search, q, k, None, request, hints=True)
+    return execute(pipeline.search, q, k, None, request)
 
 
 @explains
@@ -158,6 +165,7 @@ def attend(
         window=window,
         impl=impl,
         matches=matches,
+        hints=True,
     )
     return _attended(q, k, v, request)
 
@@ -221,8 +229,9 @@ def cluster(
         impl=impl,
         matches=None if radius is None else matches,
         warm_codebook=warm,
+        hints=True,
     )
-    return execute(pipeline.cluster, q, k, v, request, hints=True)
+    return execute(pipeline.cluster, q, k, v, request)
 
 
 @overload
@@ -344,10 +353,11 @@ def attention(
         window=window,
         impl=impl,
         needs_lse=return_lse,
+        hints=True,
     )
     if return_lse:
         return _attended(q, k, v, request)
-    return execute(pipeline.run, q, k, v, request, hints=True).out
+    return execute(pipeline.run, q, k, v, request).out
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
@@ -434,8 +444,9 @@ def estimate(
         extra=extra,
         impl=impl,
         matches=matches,
+        hints=True,
     )
-    result = execute(pipeline.run, q, k, v, request, hints=True)
+    result = execute(pipeline.run, q, k, v, request)
     # Gradients pass through `out` and `lse` alone.
     diagnostics = {name: getattr(result.joined, name).detach() for name in method.reports if name != "lse"}
     lse = result.lse if "lse" in method.reports else None
@@ -503,12 +514,13 @@ def local(
         dropout_p=dropout_p,
         impl=impl,
         matches=own,
+        hints=True,
     )
     return _attended(q, k, v, request)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Attended:
-    result: Result = execute(pipeline.run, q, k, v, request, hints=True)
+    result: Result = execute(pipeline.run, q, k, v, request)
     assert result.lse is not None
     return Attended(result.out, result.lse)
 

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import torch
 
 PREFIXES = (0, 1, 2, 5)  # none; a class token; a distillation token too; a class token and four registers
-_LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_LIBRARIES = tuple(folder + os.sep for folder in (_PACKAGE, os.path.dirname(torch.__file__)))
 
 
 class LayoutWarning(UserWarning):

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .. import _compat
 from ..results import Attended, Matches
 from ..settings import Search
 from ..spec import places
@@ -17,7 +18,6 @@ from . import calls, checks, ops
 from .dense import attend_every_key, every_key
 from .dtensors import is_dtensor
 from .inputs import WHOLE, Inputs, Shard
-from .layout_hints import warn_about_layout
 from .precision import autocast_device, autocast_inputs
 from .resolve import Request, Resolved, resolve
 from .tails.base import Joined, Tail
@@ -52,27 +52,22 @@ class Result(NamedTuple):
         return None if self.tail is None else self.tail.codebook
 
 
-def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Request, *, hints: bool = False) -> R:
+def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Request) -> R:
     """Resolve a request and run a stage of it: `run`, `search` or `cluster`. Of DTensors each rank runs what it holds.
 
     Under autocast floats become its dtype, as in torch's own attention.
-
-    `hints`: whether tensors that are probably in another layout get a warning, as from public functions.
     """
-    autocast = autocast_device(q)
+    autocast = autocast_device(q) if _compat.autocast_active() else None
     if autocast is not None:
         with torch.autocast(autocast, enabled=False):  # inside, accumulators stay float32
             q, k, v, extra = autocast_inputs(autocast, q, k, v, request.extra)
-            return execute(stage, q, k, v, request._replace(extra=extra), hints=hints)
+            return execute(stage, q, k, v, request._replace(extra=extra))
     if q.__class__ is not Tensor and is_dtensor(q):
         from ..distributed.dtensor import call_parts
 
         parts: R = call_parts(stage, q, k, v, request)
         return parts
-    resolved = resolve(q, k, v, request)
-    if hints:
-        warn_about_layout(q.shape, k.shape)
-    return stage(resolved, q, k, v, WHOLE)
+    return stage(resolve(q, k, v, request), q, k, v, WHOLE)
 
 
 def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard = WHOLE) -> Result:

@@ -20,7 +20,7 @@ AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp
 
 def autocast_device(x: Any) -> str | None:
     """The type of the device of x, where autocast is on for it."""
-    return _autocast_device(x) if _compat.autocast_active() else None
+    return _autocast_device(x)
 
 
 def autocast_inputs(device: str, *inputs: Any) -> tuple[Any, ...]:

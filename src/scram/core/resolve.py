@@ -19,6 +19,7 @@ from ..settings import Score, Search
 from ..spec.scoring import check_score, check_weight, default_scale
 from . import checks, ops
 from .cost import keys_visited
+from .layout_hints import warn_about_layout
 from .tails.base import NO_TAIL, Kind, MadeFor, Tail, as_tail
 from .tails.clusters import Clusters
 from .tails.codebook import Codebook
@@ -39,6 +40,7 @@ class Request(NamedTuple):
         warm_codebook: clusters to start from.
         keeps_matches: whether the caller reads the matches, so that there must be a search.
         needs_lse: whether the caller reads the log of the normalizer.
+        hints: whether tensors that are probably in another layout get a warning, as from public functions.
     """
 
     search: Search | Auto | None = "auto"
@@ -58,6 +60,7 @@ class Request(NamedTuple):
     warm_codebook: Codebook | None = None
     keeps_matches: bool = False
     needs_lse: bool = False
+    hints: bool = False
 
     @property
     def is_automatic(self) -> bool:
@@ -252,6 +255,7 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
         request.window,
         request.impl,
         request.is_automatic,
+        request.hints,
     )
     tile_matches = search.matches if search is not None and search.method == "tile" else 0
     return (*tensors, *options, *[x.__class__ for x in options], tile_matches)  # 1 == True
@@ -264,6 +268,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sea
     checks.key_mask(q, k, request.key_mask)
     check_score(request.score)
     check_weight(request.weight)
+    if request.hints:
+        warn_about_layout(q.shape, k.shape)
     if v is not None:
         checks.values(q, k, v)
         checks.scale(request.scale)

@@ -282,8 +282,8 @@ class Plan:
         given = {"causal": self.causal, "scale": self.scale, "score": self.score, "impl": self.impl, **arguments}
         if setting.search is None:
             given |= {"impl": "auto", "warm": None}
-        request = Request(**given, **setting.arguments)
-        return execute(pipeline.run, q, k, v, request, hints=True).out
+        request = Request(**given, **setting.arguments, hints=True)
+        return execute(pipeline.run, q, k, v, request).out
 
     def check(
         self, q: Tensor, k: Tensor, v: Tensor, *, num_queries: int = 2048, seed: int = 0, **arguments: Any
