@@ -61,7 +61,7 @@ def _hash_of_sources() -> str:
     digest = hashlib.sha256()
     package = Path(__file__).parent.parent
     try:
-        for path in (*sorted((package / "engines" / "cpu").glob("*.py")), package / "schedule.py", Path(__file__)):
+        for path in (*sorted((package / "engines" / "cpu").glob("*.py")), package / "spec" / "schedule.py", Path(__file__)):
             digest.update(path.read_bytes())
     except OSError:  # not on disk: they do not change
         pass
