@@ -19,8 +19,8 @@ from scram.engines.reference.attend import expand
 from scram.spec import clustering
 
 QUERIES = 1000
-SCALES = {"stereo": (1.0, 8.0, 32.0, 100.0), "projected": (0.125, 1.0, 8.0, 32.0), "un-normalized": (0.125, 1.0, 8.0)}
-MAKERS = {"stereo": stereo, "projected": projected, "un-normalized": unnormalised}
+SCALES = {"stereo": (1.0, 8.0, 32.0, 100.0), "projected": (0.125, 1.0, 8.0, 32.0), "un-normalised": (0.125, 1.0, 8.0)}
+MAKERS = {"stereo": stereo, "projected": projected, "un-normalised": unnormalised}
 
 
 @dataclass

@@ -133,10 +133,13 @@ def compare_results(asked: argparse.Namespace, workers: dict[str, Worker], repor
     report |= {"seed": asked.seed, "tolerance": TOLERANCE, "calls": {}, "results": 0, "failures": []}
     report["not the same bits"] = Counter()
     numbers = range(asked.first, asked.first + asked.calls)
+    tails = all([worker.ask("knows_tails") for worker in workers.values()])
     cases = [(impl, number) for impl in asked.impl for number in numbers]
     for impl, number in tracked(cases, len(cases), "calls"):
         name = "interpreter" if impl == "triton" and asked.device == "cpu" else impl
         case = random_case(f"{asked.seed} {impl} {number}", impl, asked.device, asked.points or POINTS[name])
+        if not tails:
+            case |= {"tail": None, "tail_settings": {}}
         for worker in workers.values():
             worker.send("call", case)
         (of_base, base), (of_new, new) = (worker.receive() for worker in workers.values())

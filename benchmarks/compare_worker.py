@@ -159,6 +159,11 @@ def call(case: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     }
 
 
+def knows_tails() -> bool:
+    """Whether this tree has tails; calls are compared without them where one has none."""
+    return bool(NO_TAIL)
+
+
 def _settings(name: str) -> Any:
     """Settings of a tail or estimator; an older tree may have another name for them."""
     return getattr(scram, name) if hasattr(scram, name) else getattr(scram, OLD_NAMES[name])

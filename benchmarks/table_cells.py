@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ def load(name: str) -> dict[str, Any]:
     """The rows of a file of results; none where there is no such file yet."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def shown(name: str) -> str:
+    """A set of tensors as pages name it; results keep the names that they were stored under.
+
+    >>> shown("unnormalised 8"), shown("un-normalised 256x256")
+    ('un-normalized 8', 'un-normalized 256x256')
+    """
+    return re.sub(r"un-?normalised", "un-normalized", name)
 
 
 def table(head: Iterable[str], *lines: Iterable[str]) -> str:

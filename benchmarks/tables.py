@@ -191,7 +191,7 @@ def tails() -> str:
         "oracle 292": "oracle, 292 best keys",
         "snis 292": "Snis",
         "mh 292": "Metropolis-Hastings",
-        "hybrid 292": "Hybrid, stratified",
+        "hybrid 292": "DrawnKeys, stratified",
         "clusters 292": "Clusters",
         "fit 292": "Clusters + fit",
         "default 265": "default, 1 match",
@@ -201,17 +201,15 @@ def tails() -> str:
     lines = []
     for name in names:
         kind, _, scale = name.partition(" ")
-        label = trained.get(name) or f"{kind.replace('unn', 'un-n')}, scale {'1/8' if scale == '0.125' else scale}"
+        label = trained.get(name) or f"{table_cells.shown(kind)}, scale {'1/8' if scale == '0.125' else scale}"
         lines.append((label, *(share(rows[f"{name} {column}"]["error"]) for column in shown)))
     return table(("tensors", *shown.values()), *lines)
 
 
 def tile() -> str:
     """docs/tile_search: tile search beside the query search on the GPU."""
-    rows, sets = (
-        table_cells.load("tile"),
-        {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalized"},
-    )
+    rows = table_cells.load("tile")
+    sets = ("stereo", "projected", "unnormalised")
     names = {
         "query, paper 8": "query, the paper's",
         "query, default 8": "query, 8 sweeps",
@@ -224,7 +222,7 @@ def tile() -> str:
         mine = [rows[f"gpu {data} {label}"] for data in sets]
         ms = sorted(row["ms"] for row in mine)
         lines.append((shown, f"{ms[0]:.2f} to {ms[-1]:.2f}", *(share(row["recall"]) for row in mine)))
-    return table(("search", "ms", *sets.values()), *lines)
+    return table(("search", "ms", *map(table_cells.shown, sets)), *lines)
 
 
 def train() -> str:
@@ -254,7 +252,7 @@ def settings() -> str:
     kinds = {
         "stereo 256x256": own,
         "projected 256x256": shared,
-        "un-normalized 256x256": shared,
+        "un-normalised 256x256": shared,
         "GMFlow 60x92, trained": own,
         "MobileSAM 64x64, 5 heads, trained": "diffuse",
     }
@@ -262,7 +260,7 @@ def settings() -> str:
     lines = []
     for kind, wants in kinds.items():
         paper, default = (rows[f"recall {kind} {name}"] for name in ("paper", "default"))
-        name = kind.replace("x", BY) + f", radius {default['radius']}" * (default["radius"] != 1)
+        name = table_cells.shown(kind).replace("x", BY) + f", radius {default['radius']}" * (default["radius"] != 1)
         lines.append(
             (
                 name,

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from sets import gmflow, minisam, projected, stereo, unnormalised
 from store import Store
+from table_cells import shown as shown_name
 from torch import Tensor
 
 import scram
+from scram.core.resolve import Request
 from scram.quality.trust import Figures, Trust, _Run, _summary
 from scram.quality.truth import Truth
 from scram.results import Matches
@@ -28,17 +30,17 @@ INTERVALS = ("mass", "recall", "median_error", "p95_error", "tail_median_error",
 
 
 def coverage(
-    q: Tensor, k: Tensor, v: Tensor, trust: Trust, matches: Matches, radius: int, **how: Any
+    q: Tensor, k: Tensor, v: Tensor, trust: Trust, matches: Matches, radius: int, scale: float | None = None
 ) -> dict[str, float]:
     """The least share of seeds, over the heads, in which each interval encloses the value of all queries.
 
     What single queries miss is computed once; a sample takes its part of it. `trust` is what seed 0 must give.
     """
-    options = {"causal": False, "key_mask": None, "score": "dot"}
-    run = _Run(q, k, v, radius, options, how.get("scale"), None, "auto", 0)
-    figures = run.figures(trust.setting, Truth.of(q, k, v, scale=how.get("scale"), with_lse=True), matches)
+    run = _Run(q, k, v, Request(radius=radius, scale=scale), seed=0)
+    figures = run.figures(trust.setting, Truth.of(q, k, v, scale=scale, with_lse=True), matches)
     points = q.shape[2:-1].numel()
-    same = {"cost": trust.cost, "setting": trust.setting, "arguments": {}, "error": trust.error, "better": None}
+    names = ("cost", "setting", "arguments", "error", "better", "split")
+    same = {name: getattr(trust, name) for name in names}
 
     def of(at: Tensor) -> Trust:
         return _summary(Figures(*(x[..., at] for x in figures)), points, **same)
@@ -69,7 +71,7 @@ def main(folder: Path) -> None:
         "stereo, scale 8": ((*pair, pair[1]), {"scale": 8.0}),
         "stereo, scale 100": ((*pair, pair[1]), {"scale": 100.0}),
         "projected": ((*photo, photo[1]), {"scale": 1.0}),
-        "un-normalized": ((*shared, shared[1]), {}),
+        "un-normalised": ((*shared, shared[1]), {}),
     }
     for name, (tensors, how) in sets.items():
         q, k, v = tensors
@@ -79,7 +81,7 @@ def main(folder: Path) -> None:
         book = scram.cluster(q, k, v, clusters=clusters, matches=found, radius=radius, **how)
         how.update(matches=found, search=settings, radius=radius, tail=book)
         trust = scram.trust(q, k, v, **how)
-        shares = coverage(q, k, v, trust, **how) if name in COVERED else None
+        shares = coverage(q, k, v, trust, found, radius, how.get("scale")) if name in COVERED else None
         print(f"\n{name}\n{trust}\nintervals that enclose the truth, least head: {shares}", flush=True)
         # Value, low and high of the worst head, each: the least mass and recall, the largest error.
         figures = {
@@ -108,8 +110,8 @@ def table() -> str:
         )
         error, tail, far = (row[key] for key in ("median_error", "tail_median_error", "tail_p95_error"))
         shown = (f"{x[0]:.4f} [{x[1]:.4f}, {x[2]:.4f}]" for x in (tail, far))
-        cells = (name, row["verdict"], f"{row['mass'][0]:.3f}", f"{error[0]:.4f}", ", ".join(shown), ", ".join(held))
-        lines.append("| " + " | ".join(cells) + " |")
+        figures = (f"{row['mass'][0]:.3f}", f"{error[0]:.4f}", ", ".join(shown), ", ".join(held))
+        lines.append("| " + " | ".join((shown_name(name), row["verdict"], *figures)) + " |")
     return "\n".join(lines)
 
 

@@ -23,8 +23,9 @@ from torch import Tensor
 
 import scram
 from scram.cli.features import PatchFeatures
+from scram.core.dense import every_key
 from scram.quality.plan import Setting
-from scram.quality.truth import Truth, every_key
+from scram.quality.truth import Truth
 from scram.quality.tune import ladder
 
 BUDGETS = (0.02, 0.05, 0.1, 0.3)

@@ -353,6 +353,7 @@ def test_func_goes_through_estimators(name):
         func.grad(lambda q: func.grad(of)(q, k[0], v[0]).sum())(q[0])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch loops over the samples of its own attention
 def test_func_wants_to_know_about_randomness():
     """torch's own rule for a drawn seed: say whether the samples share it."""
     tensors = [torch.randn(3, *x.shape) for x in leaves(3, 4)]

@@ -1,7 +1,5 @@
 """The public function: modes, seeds, defaults, and that `import scram` is without it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from scram.distributed.api import _chosen
 from support import failing_jobs
 from support import sharded_jobs as jobs
 from support.processes import run_python
-from support.sharded import on_ranks
+from support.sharded import on_ranks, shards_of
 
 
 @pytest.mark.parametrize("mode", ["gather", "ring", "heads"])
@@ -32,16 +30,16 @@ def test_defaults_are_exact_on_small_grids():
 def test_auto_takes_the_first_that_fits():
     def chosen(key_heads=1, rows=4, **call):
         keys = torch.empty(1).expand(1, key_heads, rows, 2**10, 64)
-        none = dict.fromkeys(("matches", "warm", "extra", "book", "causal", "dropout_p"))
-        said = SimpleNamespace(**{**none, "search": scram.Search(), **call})
-        return _chosen(
-            "auto", SimpleNamespace(call=said, k=keys, v=keys, keys=(rows,) * 2, ranks=SimpleNamespace(size=2))
-        )
+        return _chosen("auto", shards_of(keys, (rows,) * 2, **call))
 
+    k = torch.ones(1, 1, 2, 2, 4)
+    book = scram.cluster(k, k, k, clusters=scram.Clusters(2))
     assert chosen(key_heads=4) == chosen(key_heads=2, causal=True) == "heads"
     assert chosen() == chosen(key_heads=2, matches=1) == chosen(rows=2**12) == "gather"  # 4 GiB
     assert chosen(rows=2**12 + 1) == chosen(key_heads=2, rows=2**12 + 1, extra=1) == "ring"
-    assert chosen(key_heads=2, dropout_p=0.1) == chosen(key_heads=2, warm=1) == chosen(key_heads=2, book=1) == "gather"
+    assert (
+        chosen(key_heads=2, dropout_p=0.1) == chosen(key_heads=2, warm=1) == chosen(key_heads=2, tail=book) == "gather"
+    )
     with pytest.raises(ValueError, match=r"needs key heads in multiples of the ranks.* without causal"):
         chosen(causal=True)
     near = scram.Search(reach=2)

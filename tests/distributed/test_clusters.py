@@ -1,14 +1,12 @@
 """Clusters of keys that lie on many ranks are those of one k-means."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import scram
 from scram.distributed.clusters import _places, are_joint
 from support import sharded_jobs as jobs
-from support.sharded import on_ranks
+from support.sharded import on_ranks, shards_of
 
 pytestmark = pytest.mark.slow  # spawns processes
 
@@ -33,9 +31,8 @@ def test_scores():
 
 def test_small_shards_are_not_joint():
     def joint(keys, size=2, tail=None):
-        call = SimpleNamespace(tail=tail or scram.Clusters(count=8))
-        ranks = SimpleNamespace(size=size)
-        return are_joint(SimpleNamespace(call=call, k=torch.empty(1, 1, 5, 4, 3), keys=keys, ranks=ranks))
+        k = torch.empty(1, 1, 5, 4, 3)
+        return are_joint(shards_of(k, keys, size=size, tail=tail or scram.Clusters(count=8)))
 
     assert joint((2, 3))
     assert joint((2, 0))

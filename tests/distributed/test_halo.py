@@ -1,7 +1,5 @@
 """A rank's search runs on rows of its neighbors too."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ import scram
 from scram.distributed.halo import halo_rows
 from support import sharded_jobs as jobs
 from support.photos import projected
-from support.sharded import on_ranks
+from support.sharded import on_ranks, shards_of
 
 pytestmark = pytest.mark.slow  # spawns processes
 
@@ -21,9 +19,9 @@ def test_rows_come_from_as_many_ranks_as_hold_them(rows):
 
 
 def test_width_follows_the_jumps():
-    def width(queries=(40, 50), halo=None, matches=None, **how):
-        call = SimpleNamespace(matches=matches, halo=halo, search=scram.Search(**how))
-        return halo_rows(SimpleNamespace(call=call, queries=queries))
+    def width(queries=(40, 50), halo=None, matches=None, **settings):
+        q = torch.empty(1, 1, 1, 1, 3)
+        return halo_rows(shards_of(q, queries, halo=halo, matches=matches, search=scram.Search(**settings)))
 
     assert width() == 16
     assert width(jumps=(3, 1)) == 6

@@ -12,6 +12,7 @@ import warnings
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numba
@@ -20,7 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
+import scram
 from scram.core.layout_hints import LayoutWarning
+from scram.core.resolve import Request
+from scram.distributed.shards import Call, Shards
 
 TIMEOUT = 240  # seconds, of a job
 LOADED = (
@@ -155,6 +159,23 @@ def tensors(grid, key_grid, heads=2, key_heads=1, dtype=torch.float64, seed=0):
     make = torch.Generator().manual_seed(seed)
     shapes = (2, heads, *grid, 4), (2, key_heads, *key_grid, 4), (2, key_heads, *key_grid, 3)
     return [torch.randn(shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def shards_of(x, rows, size=2, halo=None, **options):
+    """What a rank knows of a call, with x for its q, k and v, and `rows` of each rank; no process is started."""
+    request = Request(**{"search": scram.Search(), "tail": None, **options})
+    return Shards(
+        ranks=SimpleNamespace(size=size),
+        q=x,
+        k=x,
+        v=x,
+        key_mask=None,
+        call=Call(request, request, halo),
+        queries=rows,
+        keys=rows,
+        seed=0,
+        tail_seed=0,
+    )
 
 
 def cut(x, rows, axis=2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -124,6 +125,7 @@ class Tail:
         return inputs.shard.draw_seed() if seed is None else seed
 
 
+@dataclass(frozen=True)
 class NoTail(Tail):
     """Keys outside the windows count nothing: the paper's sparse attention."""
 
