@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from sets import gmflow, minisam, projected, stereo, unnormalised
+from sets import gmflow, minisam, projected, stereo, unnormalized
 from torch import Tensor
 
 import scram
@@ -20,7 +20,7 @@ from scram.spec import clustering
 
 QUERIES = 1000
 SCALES = {"stereo": (1.0, 8.0, 32.0, 100.0), "projected": (0.125, 1.0, 8.0, 32.0), "un-normalized": (0.125, 1.0, 8.0)}
-MAKERS = {"stereo": stereo, "projected": projected, "un-normalized": unnormalised}
+MAKERS = {"stereo": stereo, "projected": projected, "un-normalized": unnormalized}
 
 
 @dataclass

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from counted import counted
 from rich.console import Console
 from rich.table import Table
-from sets import gmflow, minisam, projected, stereo, unnormalised
+from sets import gmflow, minisam, projected, stereo, unnormalized
 from store import Store, alternate, summary
 from torch import Tensor
 
@@ -231,7 +231,7 @@ def recall(folder: Path | None) -> None:
     cases = [
         ("stereo 256x256", *stereo(256), stereo(256)[1], 1, SHARP),
         ("projected 256x256", *projected(256), projected(256)[1], 1, SHARP),
-        ("un-normalized 256x256", *unnormalised(256), unnormalised(256)[1], 1, None),
+        ("un-normalized 256x256", *unnormalized(256), unnormalized(256)[1], 1, None),
     ]
     if folder is not None:
         cases.append(("GMFlow 60x92, trained", *gmflow(folder), 2, None))

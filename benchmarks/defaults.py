@@ -14,7 +14,7 @@ from pathlib import Path
 from counted import counted
 from rich.console import Console
 from rich.table import Table
-from sets import gmflow, minisam, projected, stereo, unnormalised
+from sets import gmflow, minisam, projected, stereo, unnormalized
 from store import Store
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def measure(q: Tensor, k: Tensor, settings: scram.Search) -> tuple[float, float]
 
 
 def main(folder: Path) -> None:
-    sets = {"stereo": stereo(128), "projected": projected(128), "un-normalized": unnormalised(128)}
+    sets = {"stereo": stereo(128), "projected": projected(128), "un-normalized": unnormalized(128)}
     sets |= {"GMFlow": gmflow(folder)[:2], "MobileSAM": minisam(folder)[:2]}
     base, store = scram.Search(), Store("defaults")
     paper = replace(scram.Search.paper(), method="auto")

@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "gather, no halo": {"mode": "gather", "halo": 0},
     "ring": {"mode": "ring"},
 }
-PHOTOS = {"stereo": (1, 8, 32, 100), "projected": (1 / 8, 1, 8, 32), "unnormalised": (1 / 8, 1, 8)}
+PHOTOS = {"stereo": (1, 8, 32, 100), "projected": (1 / 8, 1, 8, 32), "unnormalized": (1 / 8, 1, 8)}
 
 
 def problems(folder: Path | None, size: int) -> Iterator[tuple[str, Tensor, Tensor, Tensor, float]]:

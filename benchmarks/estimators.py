@@ -41,8 +41,8 @@ LABELS = {  # Okabe and Ito's colors
     "uniform": ("uniform sampling", "#E69F00", "s"),
     "mh": ("Metropolis-Hastings", "#CC79A7", "v"),
     "snis": ("SNIS, best of the sweep", "#56B4E9", "D"),
-    "hybrid": ("hybrid", "#D55E00", "o"),
-    "stratified": ("hybrid, stratified", "#009E73", "^"),
+    "hybrid": ("drawn keys", "#D55E00", "o"),
+    "stratified": ("drawn keys, stratified", "#009E73", "^"),
 }
 
 

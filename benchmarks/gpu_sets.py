@@ -58,7 +58,7 @@ class Data:
         mean = some.mean(0)
         basis = torch.linalg.eigh((some - mean).T @ (some - mean))[1][:, -width:].float()
         q, k = (patches - mean.float()) @ basis, (self._patches(right, size) - mean.float()) @ basis
-        if data == "unnormalised":
+        if data == "unnormalized":
             q, k = (x / q.std(0) / 8 for x in (q, k))
         else:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)

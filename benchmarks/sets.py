@@ -37,7 +37,7 @@ def projected(size: int, width: int = 64) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def unnormalised(size: int, width: int = 64) -> tuple[Tensor, Tensor]:
+def unnormalized(size: int, width: int = 64) -> tuple[Tensor, Tensor]:
     """As `projected`, but of features divided by their standard deviation per dimension and by 8, not of unit norm."""
     picture = _picture(skimage.data.astronaut(), size)
     features = PatchFeatures.fit(picture, width=width)

@@ -191,7 +191,7 @@ def tails() -> str:
         "oracle 292": "oracle, 292 best keys",
         "snis 292": "Snis",
         "mh 292": "Metropolis-Hastings",
-        "hybrid 292": "Hybrid, stratified",
+        "hybrid 292": "DrawnKeys, stratified",
         "clusters 292": "Clusters",
         "fit 292": "Clusters + fit",
         "default 265": "default, 1 match",
@@ -210,7 +210,7 @@ def tile() -> str:
     """docs/tile_search: tile search beside the query search on the GPU."""
     rows, sets = (
         table_cells.load("tile"),
-        {"stereo": "stereo", "projected": "projected", "unnormalised": "un-normalized"},
+        {"stereo": "stereo", "projected": "projected", "unnormalized": "un-normalized"},
     )
     names = {
         "query, paper 8": "query, the paper's",

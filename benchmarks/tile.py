@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import scram
 
-SETS = ("stereo", "projected", "unnormalised")
+SETS = ("stereo", "projected", "unnormalized")
 QUICK = scram.Search("tile", sweeps=5, gossip=4)
 SHARPNESS = 64.0  # the scale on photographs: dense attention over them is otherwise close to a plain mean
 SAMPLE = 1500  # queries that recall and error are measured on

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sets import gmflow, minisam, projected, stereo, unnormalised
+from sets import gmflow, minisam, projected, stereo, unnormalized
 from store import Store
 from torch import Tensor
 
@@ -56,7 +56,7 @@ def coverage(
 
 def main(folder: Path) -> None:
     store = Store("trust")
-    pair, shared, photo = stereo(128), unnormalised(128), projected(128)
+    pair, shared, photo = stereo(128), unnormalized(128), projected(128)
     sets: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = {
         "GMFlow": (gmflow(folder), {}),
         "GMFlow, radius 2": (gmflow(folder), {"radius": 2}),
