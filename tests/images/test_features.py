@@ -12,11 +12,11 @@ def test_features_are_the_projection_of_every_patch() -> None:
     whole = PatchFeatures.fit(picture, width=75, patch=5, stride=1)(picture)
     padded = torch.nn.functional.pad(picture.movedim(-1, 0)[None], [2] * 4, mode="reflect")
     patches = torch.nn.functional.unfold(padded, 5)[0].T
-    centerd = torch.nn.functional.normalize(patches - patches.mean(0), dim=-1)
+    centered = torch.nn.functional.normalize(patches - patches.mean(0), dim=-1)
     torch.testing.assert_close(whole.norm(dim=-1), torch.ones(1, 1, 9, 12))
     # A full basis only turns the patches: their cosines stay.
     flat = whole.reshape(-1, 75)
-    torch.testing.assert_close(flat @ flat.T, centerd @ centerd.T, atol=1e-5, rtol=0)
+    torch.testing.assert_close(flat @ flat.T, centered @ centered.T, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

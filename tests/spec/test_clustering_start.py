@@ -43,9 +43,9 @@ def test_the_values_spread_is_a_share_of_the_scores_spread():
     space = clustering.Space.of(q, k, v)
     both, scores = space.spread(k, v).mean(), space.spread(k, v.mean(0).expand(200, 4)).mean()
     torch.testing.assert_close(both - scores, clustering.VALUE_WEIGHT * scores)
-    centerd = (k - k.mean(0)) @ q.T
-    weight = 1 / (1 + centerd.square().mean(0))
-    torch.testing.assert_close(scores, (centerd * weight).square().mean())
+    centered = (k - k.mean(0)) @ q.T
+    weight = 1 / (1 + centered.square().mean(0))
+    torch.testing.assert_close(scores, (centered * weight).square().mean())
 
 
 def test_values_alone_are_grouped_where_all_scores_are_equal():

@@ -1,6 +1,6 @@
 """Coordinates in which features are rounded: as few channels and bits as the scores need.
 
-The softmax does not change when all keys move by the same vector, so keys are centerd. Keys are then multiplied by a
+The softmax does not change when all keys move by the same vector, so keys are centered. Keys are then multiplied by a
 matrix and queries by its inverse, transposed: scores stay the same, and the second moments of both become one and the
 same diagonal matrix (the singular values of the scores). Rounding every channel to one step is then the best use of the
 bits, and channels that scores do not need round to 0 everywhere.
@@ -23,9 +23,9 @@ class Balanced(NamedTuple):
     """The keys and queries of one head of keys, all float64.
 
     Args:
-        keys: [M, D], centerd and turned.
+        keys: [M, D], centered and turned.
         to_queries: [E, D], what turns queries.
-        to_keys: [E, D], what turns centerd keys.
+        to_keys: [E, D], what turns centered keys.
         center: [E], the mean of the keys.
         spread: sum of the second moments over the channels, of queries and of keys alike.
     """

@@ -196,7 +196,7 @@ def _mix(p: Tensor, x: Tensor, guarded: bool) -> Tensor:
 
 
 def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> Tensor:
-    """Of each component of out; values are centerd first, so that little cancels in the sums of squares."""
+    """Of each component of out; values are centered first, so that little cancels in the sums of squares."""
     center = v.mean(1, keepdim=True)
     v = v - center
     out = out - center
