@@ -60,8 +60,9 @@ def _hash_of_sources() -> str:
     """Of all that kernels are compiled from: Numba itself sees the file of a launcher only."""
     digest = hashlib.sha256()
     package = Path(__file__).parent.parent
+    kernels = sorted((package / "engines" / "cpu").glob("*.py"))
     try:
-        for path in (*sorted((package / "engines" / "cpu").glob("*.py")), package / "spec" / "schedule.py", Path(__file__)):
+        for path in (*kernels, package / "spec" / "schedule.py", Path(__file__)):
             digest.update(path.read_bytes())
     except OSError:  # not on disk: they do not change
         pass

@@ -1,8 +1,59 @@
-"""The tail that is none."""
+"""The protocol of a tail: what every one defines, and what arguments are taken for one."""
 
-from scram.core.tails.base import NO_TAIL
+import pytest
+import torch
+
+import scram
+from scram.core.tails.base import NO_TAIL, Kind, Tail, as_tail
+
+X = torch.randn(1, 1, 6, 7, 4)
+BOOK = scram.cluster(X, X, X, clusters=scram.Clusters(count=5, seed=0))
+TAILS = [NO_TAIL, scram.Clusters(), BOOK, scram.DrawnKeys(), scram.Snis(), scram.MetropolisHastings()]
 
 
-def test_no_tail_prints_the_same_in_every_process():
-    """Ranks compare their settings by how they print."""
-    assert repr(NO_TAIL) == "NoTail()"
+def named(tail):
+    return type(tail).__name__
+
+
+def test_every_tail_is_in_the_list():
+    def below(kind):
+        return {kind, *(x for one in kind.__subclasses__() for x in below(one))}
+
+    classes = {kind for kind in below(Tail) if kind.__name__ not in ("Tail", "Sampled")}
+    assert {kind for kind in classes if kind.__module__.startswith("scram.")} == {type(tail) for tail in TAILS}
+
+
+@pytest.mark.parametrize("tail", TAILS, ids=named)
+def test_every_tail_defines_the_protocol(tail):
+    assert isinstance(tail.describe(), str)
+    assert 0 <= tail.visited(42, 42) <= 42
+    tail.check(Kind("softmax", False, "dot", extra=False, dropout_p=0.0, window="query"))
+    assert type(tail.of_part(3)) is type(tail)
+    assert as_tail(tail, NO_TAIL, windows=False) is tail
+
+
+@pytest.mark.parametrize("tail", TAILS[1:], ids=named)
+def test_a_tail_is_for_softmax(tail):
+    with pytest.raises(ValueError, match="weight='softmax'"):
+        tail.check(Kind("mean", False, "dot", extra=False, dropout_p=0.0, window="query"))
+
+
+@pytest.mark.parametrize("tail", TAILS, ids=named)
+def test_only_tails_that_attend_windows_are_tails_of_attention(tail):
+    if tail.joins_windows:
+        assert as_tail(tail, NO_TAIL) is tail
+    else:
+        with pytest.raises(TypeError, match=r"tail must be None, 'auto', scram\.Clusters"):
+            scram.attention(X, X, X, tail=tail)
+
+
+@pytest.mark.parametrize("wrong", ["clusters", 3, scram.Search(), scram.Clusters], ids=str)
+def test_other_arguments_are_refused(wrong):
+    with pytest.raises(TypeError, match="tail must be"):
+        as_tail(wrong, NO_TAIL)
+
+
+def test_none_and_auto():
+    default = scram.Clusters()
+    assert as_tail(None, default) is NO_TAIL
+    assert as_tail("auto", default) is default

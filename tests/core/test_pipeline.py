@@ -1,0 +1,69 @@
+"""One way from a request to a result: entry points that say the same get the same."""
+
+import pytest
+import torch
+
+import scram
+from scram.core import pipeline
+from scram.core.pipeline import execute
+from scram.core.resolve import Request
+
+Q, K, V = torch.randn(3, 1, 2, 12, 13, 8, generator=torch.Generator().manual_seed(0)).unbind()
+SEARCH = scram.Search(seed=3)
+TAILS = {
+    "none": None,
+    "clusters": scram.Clusters(count=9, seed=1),
+    "fitted clusters": scram.Clusters(count=9, fit=16, seed=1),
+    "drawn keys": scram.DrawnKeys(samples=20, seed=1),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_attention_attend_and_estimate_are_one_pipeline(name):
+    tail = TAILS[name]
+    whole = scram.attention(Q, K, V, search=SEARCH, tail=tail, return_lse=True)
+    matches = scram.search(Q, K, search=SEARCH)
+    for other in (scram.attend(Q, K, V, matches, tail=tail), execute(pipeline.run, Q, K, V, Request(SEARCH, tail))):
+        assert torch.equal(whole.out, other.out)
+        assert torch.equal(whole.lse, other.lse)
+    if tail is not None:
+        assert torch.equal(whole.out, scram.estimate(Q, K, V, matches, method=tail).out)
+
+
+def test_clusters_may_be_made_before_or_inside():
+    matches = scram.search(Q, K, search=SEARCH)
+    tail = TAILS["clusters"]
+    book = scram.cluster(Q, K, V, clusters=tail)
+    assert torch.equal(scram.attend(Q, K, V, matches, tail=book).out, scram.attend(Q, K, V, matches, tail=tail).out)
+
+
+def test_a_result_holds_what_was_found_and_made():
+    result = execute(pipeline.run, Q, K, V, Request(SEARCH, TAILS["clusters"]))
+    assert torch.equal(result.matches.index, scram.search(Q, K, search=SEARCH).index)
+    assert result.codebook.samples == 9
+    dense = execute(pipeline.run, Q, K, V, Request())
+    assert (dense.matches, dense.codebook, dense.lse) == (None, None, None)
+
+
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_lse_of_dense_attention(causal, extra):
+    pair = (torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)) if extra else None
+    assert scram.explain(Q, K, V, causal=causal, extra=pair).dense
+    q = Q.clone().requires_grad_()
+    out, lse = scram.attention(q, K, V, causal=causal, extra=pair, return_lse=True)
+    assert torch.equal(out, scram.attention(q, K, V, causal=causal, extra=pair))
+    scores = Q.flatten(2, 3) @ K.flatten(2, 3).mT * 8**-0.5
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    if extra:
+        scores = torch.cat([scores, Q.flatten(2, 3) @ pair[0].mT * 8**-0.5], -1)
+    torch.testing.assert_close(lse.flatten(2), scores.logsumexp(-1))
+    assert torch.autograd.grad(lse.sum(), q)[0].abs().sum() > 0
+
+
+def test_a_request_is_not_changed():
+    request = Request(SEARCH, TAILS["clusters"])
+    before = tuple(request)
+    execute(pipeline.run, Q, K, V, request)
+    assert tuple(request) == before
