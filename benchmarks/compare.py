@@ -133,7 +133,7 @@ def compare_results(asked: argparse.Namespace, workers: dict[str, Worker], repor
     report |= {"seed": asked.seed, "tolerance": TOLERANCE, "calls": {}, "results": 0, "failures": []}
     report["not the same bits"] = Counter()
     numbers = range(asked.first, asked.first + asked.calls)
-    tails = all([worker.ask("knows_tails") for worker in workers.values()])  # noqa: C419 - both must be asked
+    tails = all(worker.ask("knows_tails") for worker in workers.values())
     cases = [(impl, number) for impl in asked.impl for number in numbers]
     for impl, number in tracked(cases, len(cases), "calls"):
         name = "interpreter" if impl == "triton" and asked.device == "cpu" else impl

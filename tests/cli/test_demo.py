@@ -10,6 +10,7 @@ from PIL import Image
 from rich.console import Console
 
 from scram.cli import console as console_module
+from scram.quality import baseline
 from support.command import call
 
 pytestmark = pytest.mark.slow
@@ -61,12 +62,16 @@ def test_demo_prints_json_and_only_json(tmp_path: Path) -> None:
     assert json.loads(printed)["seed"] == 3
 
 
-@pytest.mark.parametrize(("size", "queries", "extrapolated"), [(20, 20 * 36, False), (32, 1024, True)])
-def test_demo_says_whether_dense_was_extrapolated(tmp_path: Path, size: int, queries: int, extrapolated: bool) -> None:
-    printed = " ".join(call("demo", "--size", size, "--out", tmp_path)[1].split())
+@pytest.mark.parametrize(("pairs", "queries"), [(1 << 27, 20 * 36), (1 << 18, (1 << 18) // (20 * 36))])
+def test_demo_says_whether_dense_was_extrapolated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pairs: int, queries: int
+) -> None:
+    monkeypatch.setitem(baseline.DENSE_PAIRS, "cpu", pairs)
+    printed = " ".join(call("demo", "--size", 20, "--out", tmp_path)[1].split())
     dense = json.loads((tmp_path / "demo.json").read_text())["dense"]
+    extrapolated = queries < 20 * 36
     assert (dense["timed_queries"], dense["extrapolated"]) == (queries, extrapolated)
-    assert ("extrapolated from 1024 queries" in printed) == extrapolated
+    assert (f"extrapolated from {queries} queries" in printed) == extrapolated
 
 
 def test_demo_repeats_itself(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 from functools import partial
-from importlib import import_module
 from time import sleep
 
 import pytest
@@ -11,11 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import scram
-from scram.quality import baseline
-from scram.quality import judge as judge_function
+from scram.quality import baseline, judge
 from scram.quality.timing import Timing
-
-judge = import_module("scram.quality.judge")  # scram.judge is the function
 
 
 def tensors(heads=2, size=12, width=8, batch=1, key_heads=None):
@@ -41,7 +37,7 @@ def test_an_error_that_is_known_is_found():
         way[:, 1] /= 2
         return (out + rms[..., None, None] * off[:, None] * way).reshape(q.shape)
 
-    found = judge_function(wrong, q, k, v)
+    found = scram.judge(wrong, q, k, v)
     assert found.name.endswith("wrong")
     assert (found.num_queries, found.queries) == (144, 144)
     for interval, values in ((found.median_error, (1.0, 0.5)), (found.p95_error, (2.0, 1.0))):
@@ -59,10 +55,10 @@ def test_a_sample_has_intervals_that_hold_the_truth(monkeypatch):
     monkeypatch.setattr(judge, "clock", lambda call, *_: (Timing(1.0, 1.0, 1.0, 1, None), call()))
     q, k, v = tensors(heads=1, size=40)
     lossy = partial(scram.attention, search=scram.Search(seed=0), tail=None)
-    whole = judge_function(lossy, q, k, v, num_queries=1600)
+    whole = scram.judge(lossy, q, k, v, num_queries=1600)
     held = 0
     for seed in range(20):
-        found = judge_function(lossy, q, k, v, num_queries=100, seed=seed)
+        found = scram.judge(lossy, q, k, v, num_queries=100, seed=seed)
         held += bool(found.p95_error.low <= whole.p95_error.value <= found.p95_error.high)
         held += bool(found.median_error.low <= whole.median_error.value <= found.median_error.high)
         assert found.median_error.low < found.median_error.value < found.median_error.high
@@ -75,33 +71,33 @@ def test_dense_attention_is_exact_in_both_layouts(key_heads):
     q, k, v = tensors(heads=4, batch=2, key_heads=key_heads)
     sdpa = partial(F.scaled_dot_product_attention, enable_gqa=True)
     for found in (
-        judge_function(sdpa, q, k, v, layout="sdpa", name="torch"),
-        judge_function(lambda q, k, v: scram.exact_attention(q, k, v).out, q, k, v, num_queries=50),
+        scram.judge(sdpa, q, k, v, layout="sdpa", name="torch"),
+        scram.judge(lambda q, k, v: scram.exact_attention(q, k, v).out, q, k, v, num_queries=50),
     ):
         assert found.l2_error.shape == (2, 4)
         assert found.p95_error.value.max() < 1e-5
     masked = torch.ones(2, 12, 12, dtype=torch.bool)
     masked[:, 6:] = False
     how = {"key_mask": masked, "scale": 0.7}
-    right = judge_function(partial(scram.attention, **how), q, k, v, **how)
+    right = scram.judge(partial(scram.attention, **how), q, k, v, **how)
     assert right.p95_error.high.max() < 1e-5
-    assert judge_function(scram.attention, q, k, v, **how).p95_error.low.min() > 0.1
-    causal = judge_function(partial(sdpa, is_causal=True), q, k, v, layout="sdpa", causal=True)
+    assert scram.judge(scram.attention, q, k, v, **how).p95_error.low.min() > 0.1
+    causal = scram.judge(partial(sdpa, is_causal=True), q, k, v, layout="sdpa", causal=True)
     assert causal.p95_error.high.max() < 1e-5
 
 
 def test_sixteen_bits_are_seen():
     """The truth is not rounded: a function that is right to its last bit is off by that bit."""
     q, k, v = (x.to(torch.bfloat16) for x in tensors())
-    found = judge_function(scram.attention, q, k, v)
+    found = scram.judge(scram.attention, q, k, v)
     assert found.median_error.value.min() > 1e-4
     assert found.p95_error.value.max() < 1e-2
 
     def wide(q, k, v):
         return scram.exact_attention(q.float(), k.float(), v.float()).out
 
-    assert judge_function(wide, q, k, v).p95_error.value.max() < 1e-5
-    rounded = judge_function(lambda q, k, v: wide(q, k, v).to(torch.bfloat16), q, k, v)
+    assert scram.judge(wide, q, k, v).p95_error.value.max() < 1e-5
+    rounded = scram.judge(lambda q, k, v: wide(q, k, v).to(torch.bfloat16), q, k, v)
     assert rounded.median_error.value.min() > 1e-4
 
 
@@ -112,7 +108,7 @@ def test_time_is_that_of_a_call_and_the_ratio_that_of_dense_attention():
         sleep(0.02)
         return scram.exact_attention(q, k, v).out
 
-    found = judge_function(slow, q, k, v)
+    found = scram.judge(slow, q, k, v)
     assert 0.02 <= found.timing.least <= found.timing.seconds <= found.timing.most
     assert found.ratio == found.dense_seconds / found.timing.seconds < 1
     assert f"{1 / found.ratio:.3g} times slower" in str(found)
@@ -143,14 +139,14 @@ def test_times_that_differ_are_said(monkeypatch, dense, steady_function, steady)
     made = [Timing(seconds, seconds, seconds, 1, None) for seconds in dense]
     made.insert(1, Timing(0.1, 0.1, 0.1, 3, None, steady_function))
     monkeypatch.setattr(judge, "clock", lambda call, *_: (made.pop(0), call()))
-    found = judge_function(scram.attention, *tensors())
+    found = scram.judge(scram.attention, *tensors())
     assert found.steady == found.numbers()["steady"] == steady
     assert (BUSY in str(found)) == (not steady)
 
 
 def test_numbers_are_json():
     q, k, v = tensors()
-    found = judge_function(scram.attention, q, k, v, num_queries=20)
+    found = scram.judge(scram.attention, q, k, v, num_queries=20)
     numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
     assert numbers["p95_error"]["high"] == [[None, None]]  # 20 queries do not bound it
     assert numbers["median_error"]["value"] == found.median_error.value.tolist()
@@ -160,7 +156,7 @@ def test_numbers_are_json():
 
 def test_what_it_prints():
     q, k, v = tensors(heads=20)
-    found = judge_function(scram.attention, q, k, v, name="mine")
+    found = scram.judge(scram.attention, q, k, v, name="mine")
     lines = repr(found).splitlines()
     assert lines[0] == "mine, on 144 of 144 queries"
     assert found.p95_error.cell(0, 3) in lines[5]
@@ -175,7 +171,7 @@ def test_queries_without_keys_are_left_out_and_nan_counts():
     q, k, v = tensors(batch=2)
     mask = torch.ones(2, 12, 12, dtype=torch.bool)
     mask[1] = False
-    found = judge_function(partial(scram.attention, key_mask=mask), q, k, v, key_mask=mask)
+    found = scram.judge(partial(scram.attention, key_mask=mask), q, k, v, key_mask=mask)
     assert found.p95_error.value[0].max() < 1e-5
     assert found.p95_error.value[1].isnan().all()
     assert found.worst[0] == 0
@@ -185,7 +181,7 @@ def test_queries_without_keys_are_left_out_and_nan_counts():
         out[0, 0, :, 2] = torch.nan
         return out
 
-    assert judge_function(broken, q, k, v, key_mask=mask).p95_error.value[0, 0] == torch.inf
+    assert scram.judge(broken, q, k, v, key_mask=mask).p95_error.value[0, 0] == torch.inf
 
 
 BAD = torch.full((1, 2, 12, 12, 8), torch.nan)
@@ -212,7 +208,7 @@ def test_wrong_use_is_refused(function, how, message):
     q, k, v = tensors()
     given = {"q": q, "k": k, "v": v} | how
     with pytest.raises((ValueError, TypeError), match=message):
-        judge_function(function, given.pop("q"), given.pop("k"), given.pop("v"), **given)
+        scram.judge(function, given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
 def test_a_function_that_writes_into_its_inputs_harms_no_other():
@@ -228,7 +224,7 @@ def test_an_error_of_the_function_is_not_hidden():
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        judge_function(fails, *tensors())
+        scram.judge(fails, *tensors())
 
 
 def test_what_is_no_attention_function_is_refused():

@@ -155,13 +155,26 @@ def match(
     with output_folder(out):
         arguments.check_device(device)
         arguments.check_positive("scale", scale)
-        poses = arguments.numbers("scales", scales, 0.1, 10), arguments.numbers("rotations", rotations, -360, 360)
+        sizes = arguments.numbers("scales", scales, 0.1, 10)
+        angles = arguments.numbers("rotations", rotations, -360, 360)
         arguments.check_pair(a, b, sample, truth, size)
         from ..images.matching import Settings
         from .match import run
 
         named = arguments.one_of("impl", impl, arguments.IMPLS)
-        settings = Settings(patch, width, matches, separation, radius, sweeps, scale, seed, *poses, named)
+        settings = Settings(
+            patch=patch,
+            width=width,
+            matches=matches,
+            separation=separation,
+            radius=radius,
+            sweeps=sweeps,
+            scale=scale,
+            seed=seed,
+            scales=sizes,
+            rotations=angles,
+            impl=named,
+        )
         run(a, b, sample, truth, out, size, settings, device).finish(out / "match.json", as_json)
 
 
@@ -350,7 +363,18 @@ def bench(
             return
         from .bench import run
 
-        run(out, device, sides, numbers, tuple(kinds), longest, budget, resume, draw_only, as_json)
+        run(
+            out,
+            device,
+            sizes=sides,
+            widths=numbers,
+            parts=tuple(kinds),
+            longest=longest,
+            budget=budget,
+            resume=resume,
+            draw_only=draw_only,
+            as_json=as_json,
+        )
 
 
 @_command("coherence", "coherence --size 64 --out /tmp/c --json")
@@ -408,7 +432,21 @@ def judge(
         from .tensors import Layout
 
         tensor_layout = Layout(axes, extents, scale)
-        run(file, chosen, three, tensor_layout, taken, causal, dtype, device, queries, seed, longest, out, as_json)
+        run(
+            file,
+            chosen,
+            names=three,
+            tensor_layout=tensor_layout,
+            layout=taken,
+            causal=causal,
+            dtype=dtype,
+            device=device,
+            num_queries=queries,
+            seed=seed,
+            longest=longest,
+            out=out,
+            as_json=as_json,
+        )
 
 
 @_command(
@@ -452,20 +490,20 @@ def explore(
         from .explore import Settings, run
 
         settings = Settings(
-            patch,
-            width,
-            matches,
-            separation,
-            sweeps,
-            radius,
-            clusters,
-            scale,
-            panes,
-            size,
-            megabytes,
-            seed,
-            device,
-            impl,
+            patch=patch,
+            width=width,
+            matches=matches,
+            separation=separation,
+            sweeps=sweeps,
+            radius=radius,
+            clusters=clusters,
+            scale=scale,
+            panes=panes,
+            size=size,
+            megabytes=megabytes,
+            seed=seed,
+            device=device,
+            impl=impl,
         )
         run(a, b, sample, three, axes, extents, out, settings).finish(out / "explore.json", as_json)
 

@@ -135,17 +135,17 @@ def match(
     (torch.Size([48, 64, 2]), ((1.0, 90.0),))
     """
     settings = Settings(
-        patch,
-        min(width, 3 * patch * patch),
-        matches,
-        separation,
-        radius,
-        sweeps,
-        scale,
-        seed,
-        tuple(map(float, scales)),
-        tuple(map(float, rotations)),
-        impl,
+        patch=patch,
+        width=min(width, 3 * patch * patch),
+        matches=matches,
+        separation=separation,
+        radius=radius,
+        sweeps=sweeps,
+        scale=scale,
+        seed=seed,
+        scales=tuple(map(float, scales)),
+        rotations=tuple(map(float, rotations)),
+        impl=impl,
     )
     a = _as_rgb("a", a)
     b = _as_rgb("b", b)

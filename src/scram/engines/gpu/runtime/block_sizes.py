@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
 from ....spec.schedule import LANE_GROUPS
 from ..primitives import Block, Width, block_shape, vector
-from .launch import INTERPRETED, cached
+from .launch import INTERPRETED, Flags, cached
 
 MOST_PIECES = 4  # loads a thread makes of one vector: each is unrolled, which costs registers and compile time
 
@@ -127,36 +127,36 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @cached
-def search_tile(rank: int, width: int, dtype: torch.dtype, earlier: bool = False) -> dict[str, Any]:
+def search_tile(rank: int, width: int, dtype: torch.dtype, earlier: bool = False) -> Flags:
     size = max(16, triton.next_power_of_2(width * dtype.itemsize))
     queries, threads, warps = SEARCH_NARROW if size == 16 and not earlier else SEARCH.get(size, SEARCH_WIDE)
     return {"B": _block(rank, queries), "E": _width(width, dtype, threads), **_options(warps)}
 
 
 @cached
-def attend_tile(rank: int, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+def attend_tile(rank: int, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> Flags:
     size = max(width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True))
     shape = ATTEND_NARROW if size <= 16 else ATTEND
     return {"B": _block(rank, shape[0]), **_widths(widths, dtypes, shape)}
 
 
 @cached
-def backward_tile(rank: int, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+def backward_tile(rank: int, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> Flags:
     return {"B": _block(rank, BACKWARD[0]), **_widths(widths, dtypes, BACKWARD)}
 
 
 @cached
-def visit_tile(widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+def visit_tile(widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> Flags:
     return {"BLOCK_Q": _block(1, BACKWARD[0]).BLOCK_Q, **_widths(widths, dtypes, BACKWARD)}
 
 
 @cached
-def collect_tile(widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+def collect_tile(widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> Flags:
     return {"BLOCK_Q": _block(1, COLLECT[0]).BLOCK_Q, **_widths(widths, dtypes, COLLECT)}
 
 
 @cached
-def score_tile(width: int, dtype: torch.dtype, matches: int, separated: bool) -> dict[str, Any]:
+def score_tile(width: int, dtype: torch.dtype, matches: int, separated: bool) -> Flags:
     """Of the tile search: how vectors are multiplied, and the places for matches."""
     wide = max(16, triton.next_power_of_2(width))
     piece = wide if wide <= SCORE_PIECE else SCORE_PIECE // 2
@@ -205,12 +205,12 @@ def _width(width: int, dtype: torch.dtype, threads: int) -> Width:
     return Width(width, block, -(-width // block))
 
 
-def _widths(widths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], shape: tuple[int, int, int]) -> dict[str, Any]:
+def _widths(widths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], shape: tuple[int, int, int]) -> Flags:
     """Of features and of values."""
     features, values = (_width(width, dtype, shape[1]) for width, dtype in zip(widths, dtypes, strict=True))
     return {"E": features, "F": values, **_options(shape[2])}
 
 
-def _options(warps: int) -> dict[str, Any]:
+def _options(warps: int) -> Flags:
     # Triton's default for fusion changes in 3.10; a product and a sum stay one instruction here.
     return {"num_warps": warps, "enable_fp_fusion": True}

@@ -22,6 +22,7 @@ from ...._compat import triton as compat
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 P = ParamSpec("P")
 R = TypeVar("R")
+Flags = dict[str, Any]  # constants that a kernel is compiled with, and options of the compiler, by name
 PLAIN = {float, bool, type(None)}  # what Triton types by its class alone; isinstance takes ten times as long
 _compiled: dict[tuple[Any, ...], Any] = {}  # like Triton's own cache: one entry per variant, never stale
 _caches: list[Callable[[], None]] = [_compiled.clear]
@@ -80,11 +81,11 @@ def _constant(flag: Any) -> Any:
     return flag
 
 
-def _constants(flags: dict[str, Any]) -> dict[str, Any]:
+def _constants(flags: Flags) -> Flags:
     return {name: _constant(flag) for name, flag in flags.items()}
 
 
-def compiled(kernel: Any, arguments: Iterable[Any], flags: dict[str, Any]) -> Any:
+def compiled(kernel: Any, arguments: Iterable[Any], flags: Flags) -> Any:
     """The code of a kernel for arguments of these kinds, launched by none; None in the interpreter."""
     return kernel.warmup(*map(_stand_in, arguments), grid=(1,), **_constants(flags))
 
@@ -112,7 +113,7 @@ def _function(source: str) -> Callable[..., Any]:
 class Kernel:
     """One kernel on a number of programs with fixed flags; called with arguments of one and the same kind."""
 
-    def __init__(self, kernel: Any, programs: int, flags: dict[str, Any]) -> None:
+    def __init__(self, kernel: Any, programs: int, flags: Flags) -> None:
         self.kernel = kernel
         self.programs = programs
         self.flags = flags
