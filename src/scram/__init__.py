@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from . import options as options
     from .core.exact import exact_attention as exact_attention
     from .core.exact import exact_search as exact_search
-    from .core.exact import merge as merge
     from .core.layout_hints import LayoutWarning as LayoutWarning
     from .core.resolve import Explanation as Explanation
     from .core.statistics import Interval as Interval
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from .functional import estimate as estimate
     from .functional import explain as explain
     from .functional import local as local
+    from .functional import merge as merge
     from .functional import search as search
     from .integrations.layers import Layer as Layer
     from .integrations.layers import Plans as Plans
@@ -99,7 +99,7 @@ _HOMES = {
     "implementations": "engines.dispatch",
     "judge": "quality.judge",
     "local": "functional",
-    "merge": "core.exact",
+    "merge": "functional",
     "patch_sdpa": "integrations.patch",
     "register_transformers": "integrations.patch",
     "scaled_dot_product_attention": "integrations.sdpa",

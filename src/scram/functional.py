@@ -104,7 +104,7 @@ def attend(
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
     window: Window = "query",
-    tail: Codebook | DrawnKeys | None = None,
+    tail: Clusters | Codebook | DrawnKeys | None = None,
     impl: Impl = "auto",
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
@@ -134,8 +134,8 @@ def attend(
         window: whose windows a query attends: "query", its own; "tile", those of all 64 queries of its tile, rounded up
             to cells of keys. That is nearer to exact attention, and on a GPU faster with several matches or gradients;
             on a CPU the reference runs it, tens of times slower than "query".
-        tail: clusters of the keys from `cluster`, made with the same score, scale and mask; only for softmax without
-            causal order. Gradients reach k and v through it too, where it has them. Dropout takes a cluster for a key.
+        tail: a `Codebook` from `cluster`, made with the same score, scale and mask, or `Clusters`, which make one; only
+            for softmax without causal order. Gradients reach k and v through it too, where it has them. Dropout takes a cluster for a key.
             Or `DrawnKeys`, keys drawn, for softmax: dropout takes a drawn key for itself, whatever it stands for.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
