@@ -44,12 +44,12 @@ class Variant(NamedTuple):
 
 
 def space(q: Tensor, k: Tensor, v: Tensor, *, queries: str, weight: float, absolute: bool = False) -> clustering.Space:
-    """As `Space.of`, in other metrics: of keys alone, plain queries, centerd queries, or divided ones."""
+    """As `Space.of`, in other metrics: of keys alone, plain queries, centered queries, or divided ones."""
     k_mean, v_mean = k.mean(0), v.mean(0)
     covariance = (k - k_mean).T @ (k - k_mean) / len(k)
     if queries == "divided":
         q = q / (1 + ((q @ covariance) * q).sum(-1, keepdim=True))
-    metric = torch.cov(q.T) if queries == "centerd" else q.T @ q / len(q)
+    metric = torch.cov(q.T) if queries == "centered" else q.T @ q / len(q)
     metric = torch.eye(len(metric)) if queries == "none" else metric
     spread, variance = (metric * covariance).sum(), (v - v_mean).square().sum(-1).mean()
     return clustering.Space(metric, weight * (1 if absolute else spread) / variance, k_mean, v_mean)
@@ -70,7 +70,7 @@ def metric_variants() -> dict[str, Variant]:
     plain = {"queries": "plain"}
     made = {
         "keys alone": even(queries="none", weight=0),
-        "centerd q, 1": even(queries="centerd", weight=1, absolute=True),
+        "centred q, 1": even(queries="centered", weight=1, absolute=True),
     }
     made |= {f"q, {w:g} in all": even(**plain, weight=w, absolute=True) for w in (0, 0.03, 0.1, 0.3, 1, 3)}
     made |= {f"q, {w:g} of spread": even(**plain, weight=w) for w in (0.1, 0.3, 1)}

@@ -135,8 +135,9 @@ def attend(
             to cells of keys. That is nearer to exact attention, and on a GPU faster with several matches or gradients;
             on a CPU the reference runs it, tens of times slower than "query".
         tail: a `Codebook` from `cluster`, made with the same score, scale and mask, or `Clusters`, which make one; only
-            for softmax without causal order. Gradients reach k and v through it too, where it has them. Dropout takes a cluster for a key.
-            Or `DrawnKeys`, keys drawn, for softmax: dropout takes a drawn key for itself, whatever it stands for.
+            for softmax without causal order. Gradients reach k and v through it too, where it has them. Dropout takes a
+            cluster for a key. Or `DrawnKeys`, keys drawn, for softmax: dropout takes a drawn key for itself, whatever
+            it stands for.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
