@@ -29,7 +29,6 @@ TESTED_IN = {
     "core/inputs": "test_functional.py",
     "core/pipeline": "test_functional.py",
     "core/tails/__init__": "core/tails/test_codebook.py",
-    "core/tails/base": "core/test_cost.py",
     "core/tails/clusters": "core/tails/test_codebook.py",
     "core/tails/drawn": "core/tails/test_estimate.py",
     "core/tails/sampled": "core/tails/test_estimate.py",
