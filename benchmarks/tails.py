@@ -43,7 +43,7 @@ LABELS = {  # Okabe and Ito's colors
     "oracle": ("oracle: the k best keys", "#000000", "", "--"),
     "snis": ("Snis: keys drawn near the matches", "#56B4E9", "D", "-"),
     "mh": ("MetropolisHastings: walks from the matches", "#CC79A7", "v", "-"),
-    "hybrid": ("DrawnKeys: 4 windows + keys drawn, stratified", "#E69F00", "s", "-"),
+    "hybrid": ("DrawnKeys: 4 windows + stratified keys", "#E69F00", "s", "-"),
     "clusters": ("Clusters: 4 windows + clusters of keys", "#D55E00", "o", "-"),
     "fit": ("Clusters with fit=256", "#0072B2", "^", "-"),
     "default": ("scram.attention: 1 window + 256 clusters", "#009E73", "*", ""),

@@ -164,7 +164,7 @@ def test_no_channel_leaves_its_range():
 
 
 def test_of_a_large_picture_the_part_around_the_hole_is_looked_at(monkeypatch):
-    module = importlib.import_module("scram.images.inpaint")
+    module = importlib.import_module("scram.images.inpainting")
     picture, hole = torch.rand(300, 400, 1), box(300, 400, (10, 200, 20, 230))
     assert surroundings(hole) == (slice(0, 300), slice(0, 400))
     monkeypatch.setattr(module, "LARGE", 4000)

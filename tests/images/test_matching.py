@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import scram.images
 from scram.cli.features import sample_pair
-from scram.images.matching import Matching, _better, own_places
+from scram.images.matching import Matching, _better, match, own_places
 from scram.images.resample import turned
 
 
@@ -19,11 +19,8 @@ def error(found, truth):
     return (found.place - truth).norm(dim=-1).nan_to_num(torch.inf)
 
 
-def test_the_function_stands_before_its_module():
-    from scram.images import matching as by_name
-
-    assert scram.images.match is by_name
-    assert callable(scram.images.match)
+def test_names_of_the_room():
+    assert scram.images.match is match
     assert {"match", "denoise"} <= set(dir(scram.images))
     with pytest.raises(AttributeError, match="no attribute 'macth'"):
         scram.images.macth  # noqa: B018
