@@ -13,10 +13,10 @@ from .core.arguments import explains, unknown_arguments
 from .core.exact import merge
 from .core.pipeline import Result, execute
 from .core.resolve import Explanation, Request, explanation
-from .core.tails.base import NO_TAIL, Tail, as_tail
+from .core.tails import sampled  # noqa: F401 - its classes are named in messages
+from .core.tails.base import NO_TAIL, Tail, as_tail, tails_by_name
 from .core.tails.clusters import Clusters
 from .core.tails.codebook import Codebook
-from .core.tails.drawn import DrawnKeys
 from .core.tails.estimate import Estimate
 from .engines import dispatch
 from .options import Auto, Impl, Weight, Window
@@ -36,7 +36,6 @@ __all__ = [
     "merge",
     "search",
 ]
-ESTIMATORS = "scram.Clusters, scram.DrawnKeys, scram.Snis or scram.MetropolisHastings"
 NO_DIAGNOSTICS = dict.fromkeys(("variance", "ess", "acceptance", "rhat"))
 
 
@@ -104,7 +103,7 @@ def attend(
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
     window: Window = "query",
-    tail: Clusters | Codebook | DrawnKeys | None = None,
+    tail: Tail | None = None,
     impl: Impl = "auto",
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
@@ -243,7 +242,7 @@ def attention(
     *,
     search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | DrawnKeys | Auto | None = "auto",
+    tail: Tail | Auto | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -264,7 +263,7 @@ def attention(
     *,
     search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | DrawnKeys | Auto | None = "auto",
+    tail: Tail | Auto | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -285,7 +284,7 @@ def attention(
     *,
     search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | DrawnKeys | Auto | None = "auto",
+    tail: Tail | Auto | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -433,7 +432,9 @@ def estimate(
     >>> bool(torch.allclose(estimated.out, exact.out, atol=1e-5)), float(estimated.variance.max())
     (True, 0.0)
     """
-    checks.instance("method", method, Tail, ESTIMATORS, "; for example scram.Clusters(count=256)")
+    if not isinstance(method, Tail):
+        names = ", ".join(f"scram.{name}" for name in tails_by_name())
+        raise TypeError(f"method must be one of {names}, got {type(method).__name__}; for example scram.Clusters()")
     request = Request(
         search=None,
         tail=method,

@@ -215,14 +215,14 @@ ERRORS = [
     (
         attention(tail=scram.DrawnKeys(), weight="mean"),
         ValueError,
-        r"a tail of drawn keys needs .*, got 'mean'; use tail=",
+        r"DrawnKeys needs weight='softmax', got 'mean'; use tail=",
     ),
     (
         attend(tail=scram.DrawnKeys(), weight="relu"),
         ValueError,
-        r"a tail of drawn keys needs .*, got 'relu'; use tail=",
+        r"DrawnKeys needs weight='softmax', got 'relu'; use tail=",
     ),
-    (attention(tail=512), TypeError, r"tail must be None, 'auto', .* got int 512"),
+    (attention(tail=512), TypeError, r"tail must be None, 'auto' or one of .* got int 512"),
     (
         estimate(method=scram.MetropolisHastings(), extra=PAIR),
         ValueError,

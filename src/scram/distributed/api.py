@@ -13,9 +13,7 @@ from ..core.arguments import explains
 from ..core.pipeline import execute
 from ..core.precision import follows_autocast
 from ..core.resolve import Request
-from ..core.tails.clusters import Clusters
-from ..core.tails.codebook import Codebook
-from ..core.tails.drawn import DrawnKeys
+from ..core.tails.base import Tail
 from ..options import Auto, Impl, Mode, Weight, Window
 from ..results import Matches
 from ..settings import Score, Search
@@ -40,7 +38,7 @@ def attention(
     mode: Mode = "auto",
     search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | DrawnKeys | Auto | None = "auto",
+    tail: Tail | Auto | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,

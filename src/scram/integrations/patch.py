@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _compat
 from ..core import checks
-from ..core.tails.clusters import Clusters
-from ..core.tails.drawn import DrawnKeys
+from ..core.tails.base import Tail
 from ..options import Auto, Impl, Window
 from ..settings import Search
 from .layers import Plans
@@ -42,7 +41,7 @@ def patch_sdpa(
     error: float | None = None,
     search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | DrawnKeys | Auto | None = "auto",
+    tail: Tail | Auto | None = "auto",
     window: Window = "query",
     impl: Impl = "auto",
     plans: Plans | None = None,

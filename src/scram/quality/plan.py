@@ -15,9 +15,7 @@ from ..core import checks, files, pipeline
 from ..core.pipeline import execute
 from ..core.resolve import Request
 from ..core.statistics import CONFIDENCE
-from ..core.tails.base import NO_TAIL, Tail, as_tail
-from ..core.tails.clusters import Clusters
-from ..core.tails.drawn import DrawnKeys
+from ..core.tails.base import NO_TAIL, Tail, as_tail, tails_by_name
 from ..options import IMPLS, WINDOWS, Impl, Window
 from ..settings import Score, Search
 from ..spec.scoring import check_score
@@ -28,7 +26,6 @@ from .truth import Errors, Truth
 VERSION = 1  # of the JSON
 GIVEN = ("key_mask", "extra")  # tensors that a plan may have been measured with
 INFINITE = ("inf", "-inf", "nan")  # numbers that JSON has as strings
-TAILS: dict[str, Callable[..., Tail]] = {"Clusters": Clusters, "DrawnKeys": DrawnKeys}
 DENSE = "torch.nn.functional.scaled_dot_product_attention(q.flatten(2, -2), {}{}).unflatten(2, q.shape[2:-1])"
 GRID_KEYS = "k.flatten(2, -2), v.flatten(2, -2)"
 ALL_KEYS = "torch.cat([k.flatten(2, -2), extra[0]], 2), torch.cat([v.flatten(2, -2), extra[1]], 2)"
@@ -478,7 +475,8 @@ def _rung(data: files.Json) -> Rung:
     search, tail = (None if stored[name] is None else dict(stored[name]) for name in ("search", "tail"))
     if search is not None and search.pop("kind") != "Search":
         raise ValueError("search must be of the kind Search")
-    kind = None if tail is None else TAILS[checks.one_of("tail", tail.pop("kind"), TAILS)]
+    tails: dict[str, Callable[..., Tail]] = {name: x for name, x in tails_by_name().items() if not x.variable}
+    kind = None if tail is None else tails[checks.one_of("tail", tail.pop("kind"), tails)]
     if search is not None:
         search["jumps"] = tuple(_list("jumps", search["jumps"]))
         reach = search.get("reach")  # plans of earlier versions have none

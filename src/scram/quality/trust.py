@@ -17,9 +17,6 @@ from ..core.precision import ignores_autocast
 from ..core.resolve import Request, as_search, resolve
 from ..core.statistics import Interval, mean
 from ..core.tails.base import NO_TAIL, Tail, as_tail
-from ..core.tails.clusters import Clusters
-from ..core.tails.codebook import Codebook
-from ..core.tails.drawn import DrawnKeys
 from ..options import Auto, Impl
 from ..results import Matches
 from ..settings import Score, Search
@@ -184,7 +181,7 @@ def trust(
     *,
     search: Search | Auto = "auto",
     radius: int | Sequence[int] = 1,
-    tail: Clusters | Codebook | DrawnKeys | Auto | None = "auto",
+    tail: Tail | Auto | None = "auto",
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,

@@ -63,7 +63,7 @@ WRONG = [
     ({"weight": "mean"}, r"weight='softmax'"),
     ({"weight": "relu"}, r"weight='softmax'"),
     ({"score": lambda q, k: (q * k).sum(-1)}, r"a score by name"),
-    ({"tail": 3}, r"tail must be .*scram.Codebook or scram.DrawnKeys, got int"),
+    ({"tail": 3}, r"tail must be .*scram\.Codebook, scram\.DrawnKeys, got int"),
 ]
 
 

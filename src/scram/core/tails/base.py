@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .codebook import Codebook
 
 ALL = Fraction(1)
-ACCEPTED = "None, 'auto', scram.Clusters, scram.Codebook or scram.DrawnKeys"
 
 
 class Joined(Protocol):
@@ -87,6 +86,8 @@ class Tail:
 
     def check(self, kind: Kind) -> None:
         """Raise where a call cannot have this tail."""
+        if kind.weight != "softmax":
+            raise ValueError(f"{type(self).__name__} needs weight='softmax', got {kind.weight!r}; use tail=None")
 
     def check_tensors(self, name: str, q: Tensor, k: Tensor, v: Tensor, call: MadeFor) -> None:
         """Raise where a tail that holds tensors was made for others; `name` is that of the argument."""
@@ -129,6 +130,9 @@ class Tail:
 class NoTail(Tail):
     """Keys outside the windows count nothing: the paper's sparse attention."""
 
+    def check(self, kind: Kind) -> None:
+        """Every call can have none."""
+
     def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> Joined:
         return inputs.attend_windows(index)
 
@@ -146,5 +150,21 @@ def as_tail(value: Any, default: Tail, *, windows: bool = True) -> Tail:
     if isinstance(value, str) and value == "auto":
         return default
     if not isinstance(value, Tail) or (windows and not value.joins_windows):
-        raise TypeError(f"tail must be {ACCEPTED}, got {type(value).__name__} {value!r}")
+        names = ", ".join(f"scram.{name}" for name, kind in tails_by_name().items() if kind.joins_windows)
+        raise TypeError(f"tail must be None, 'auto' or one of {names}, got {type(value).__name__} {value!r}")
     return value
+
+
+def tails_by_name() -> dict[str, type[Tail]]:
+    """Every tail of the package that users make, by the name of its class."""
+
+    def below(kind: type[Tail]) -> list[type[Tail]]:
+        return [x for one in kind.__subclasses__() for x in (one, *below(one))]
+
+    return {kind.__name__: kind for kind in sorted(below(Tail), key=lambda x: x.__name__) if _is_public(kind)}
+
+
+def _is_public(kind: type[Tail]) -> bool:
+    """Whether it is the package's, no base class of others, and not the tail that is none."""
+    own = kind.__module__.startswith(f"{__package__}.")
+    return own and kind is not NoTail and kind.describe is not Tail.describe

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import calls, checks, ops
 from ..inputs import Inputs
-from .base import ALL, Kind, Tail
+from .base import ALL, Tail
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class DrawnKeys(Tail):
         stratified: one key from each cell of a regular partition of the grid, at most `samples` cells, in place of keys
             drawn anywhere; better where scores and values are smooth over the grid. Its variance is reported as if the
             keys had been drawn anywhere, which is too large rather than too small.
-        seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
+        seed: an int or a 0-d int64 tensor; None takes that of the search, or draws one from torch's default generator.
 
     >>> DrawnKeys(samples=256, seed=0).stratified
     False
@@ -46,10 +46,6 @@ class DrawnKeys(Tail):
 
     def resized(self, samples: int, fit: int = 0) -> DrawnKeys:
         return replace(self, samples=samples)
-
-    def check(self, kind: Kind) -> None:
-        if kind.weight != "softmax":
-            raise ValueError(f"a tail of drawn keys needs weight='softmax', got {kind.weight!r}; use tail=None")
 
     def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> calls.DrawnTail:
         """The windows first, then the keys that the queries of a row share. Both have one seed of dropout."""

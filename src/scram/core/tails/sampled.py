@@ -37,8 +37,7 @@ class Sampled(Tail):
 
     def check(self, kind: Kind) -> None:
         name = type(self).__name__
-        if kind.weight != "softmax":
-            raise ValueError(f"{name} needs weight='softmax', got {kind.weight!r}; use tail=None")
+        super().check(kind)
         if kind.dropout_p:
             raise ValueError(
                 f"dropout must be 0 with {name}, got {kind.dropout_p}; drop out the layer's output instead"
