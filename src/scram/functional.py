@@ -12,7 +12,7 @@ from .core import checks, dtensors, layout_hints, pipeline, resolve
 from .core.arguments import explains, unknown_arguments
 from .core.exact import merge
 from .core.pipeline import Result, execute
-from .core.resolve import Explanation, Request, explanation
+from .core.resolve import Explanation, Request, as_search, explanation
 from .core.tails import sampled  # noqa: F401 - its classes are named in messages
 from .core.tails.base import NO_TAIL, Tail, as_tail, tails_by_name
 from .core.tails.clusters import Clusters
@@ -74,6 +74,7 @@ def search(
     >>> matches
     Matches(512 queries on grid (16, 16), keys on grid (16, 16), kappa=2, batch=1, heads=2, found 100.0 %, cpu)
     """
+    as_search(search)
     request = Request(
         search=search,
         causal=causal,
@@ -150,6 +151,9 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 2, 16, 16, 8]), torch.Size([1, 2, 16, 16]))
     """
+    checks.instance("matches", matches, Matches, "scram.Matches", "; scram.search returns one")
+    if isinstance(tail, str):
+        raise TypeError(f"tail must be None or settings such as scram.Clusters(), got {tail!r}")
     as_tail(tail, NO_TAIL)
     request = Request(
         search=None,
@@ -337,6 +341,8 @@ def attention(
     >>> out.flatten(2, 3).shape
     torch.Size([1, 2, 256, 8])
     """
+    as_search(search)
+    checks.flag("return_lse", return_lse)
     as_tail(tail, NO_TAIL)
     request = Request(
         search=search,
@@ -380,7 +386,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise unknown_arguments("explain", unknown, known)
-    return explanation(q, k, v, resolve.resolve(q, k, v, Request(**arguments)))
+    as_search(arguments.get("search", "auto"))
+    needs_lse = arguments.pop("return_lse", False)
+    return explanation(q, k, v, resolve.resolve(q, k, v, Request(**arguments, needs_lse=needs_lse)))
 
 
 @explains
@@ -435,6 +443,7 @@ def estimate(
     if not isinstance(method, Tail):
         names = ", ".join(f"scram.{name}" for name in tails_by_name())
         raise TypeError(f"method must be one of {names}, got {type(method).__name__}; for example scram.Clusters()")
+    checks.instance("matches", matches, Matches, "scram.Matches", "; scram.search returns one")
     request = Request(
         search=None,
         tail=method,

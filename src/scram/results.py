@@ -8,6 +8,7 @@ means "no key".
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,7 +161,13 @@ class Matches:
 
         def build(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Matches:
             grid = tuple(int(extent) for extent in metadata["key_grid"].split(","))
-            return Matches(tensors["index"], tensors["score"], grid)
+            matches = Matches(tensors["index"], tensors["score"], grid)
+            keys = math.prod(grid)
+            if bool(((matches.index < -1) | (matches.index >= keys)).any()):
+                raise ValueError(f"index must lie in -1..{keys - 1}, the keys of the grid {grid}")
+            if bool(matches.score.isnan().any()):
+                raise ValueError("score must not be NaN")
+            return matches
 
         return files.load_tensors(path, build, "scram.Matches", ("index", "score")).to(device)
 

@@ -266,9 +266,19 @@ WRONG_TENSORS = {
         -torch.ones(1, 2, 3),
         torch.full((1, 2, 3), torch.nan),
     ],
-    "centers": [torch.ones(1, 2, 3, 4).half(), torch.ones(1, 2, 3, 4).double(), torch.ones(1, 1, 3, 4)],
-    "values": [torch.ones(1, 2, 4, 5), torch.ones(1, 2, 3)],
-    "sizes": [torch.ones(1, 2, 3), -torch.ones(1, 2, 3, dtype=torch.int32), torch.ones(1, 2, 4, dtype=torch.int32)],
+    "centers": [
+        torch.ones(1, 2, 3, 4).half(),
+        torch.ones(1, 2, 3, 4).double(),
+        torch.ones(1, 1, 3, 4),
+        torch.full((1, 2, 3, 4), torch.nan),
+    ],
+    "values": [torch.ones(1, 2, 4, 5), torch.ones(1, 2, 3), torch.full((1, 2, 3, 5), torch.inf)],
+    "sizes": [
+        torch.ones(1, 2, 3),
+        -torch.ones(1, 2, 3, dtype=torch.int32),
+        torch.ones(1, 2, 4, dtype=torch.int32),
+        torch.full((1, 2, 3), 10**9, dtype=torch.int32),
+    ],
     "label": [
         torch.full((1, 2, 2, 3), 3, dtype=torch.int32),
         torch.full((1, 2, 2, 3), -2, dtype=torch.int32),
@@ -302,6 +312,14 @@ def test_codebooks_with_odd_tensors_are_refused(tmp_path, name):
 def test_matches_with_odd_grids_are_refused(tmp_path, grid):
     tensors = {"index": MATCHES.index, "score": MATCHES.score}
     save_file(tensors, tmp_path / "file", metadata={"format": "scram.Matches", "key_grid": grid})
+    assert not loads_or_refuses("Matches", (tmp_path / "file").read_bytes(), tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"index": 6}, {"index": -5}, {"index": 10**9}, {"score": torch.nan}], ids=str)
+def test_matches_with_odd_numbers_are_refused(tmp_path, change):
+    tensors = {"index": MATCHES.index, "score": MATCHES.score}
+    tensors |= {name: torch.full_like(tensors[name], x) for name, x in change.items()}
+    save_file(tensors, tmp_path / "file", metadata={"format": "scram.Matches", "key_grid": "2,3"})
     assert not loads_or_refuses("Matches", (tmp_path / "file").read_bytes(), tmp_path)
 
 

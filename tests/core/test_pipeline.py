@@ -67,3 +67,36 @@ def test_a_request_is_not_changed():
     before = tuple(request)
     execute(pipeline.run, Q, K, V, request)
     assert tuple(request) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: scram.attention(Q, K, None), "v must be a torch.Tensor"),
+        (lambda: scram.attend(Q, K, None, scram.search(Q, K)), "v must be a torch.Tensor"),
+        (lambda: scram.cluster(Q, K, None), "v must be a torch.Tensor"),
+        (lambda: scram.local(Q, K, None, radius=1), "v must be a torch.Tensor"),
+        (lambda: scram.explain(Q, K, None), "v must be a torch.Tensor"),
+        (lambda: scram.tune(Q, K, None), "v must be a torch.Tensor"),
+        (lambda: scram.trust(Q, K, None), "v must be a torch.Tensor"),
+        (lambda: scram.attend(Q, K, V, None), "matches must be a scram.Matches"),
+        (lambda: scram.estimate(Q, K, V, None, method=scram.Snis()), "matches must be a scram.Matches"),
+        (lambda: scram.attention(Q, K, V, search=None), "search must be a scram.Search"),
+        (lambda: scram.explain(Q, K, V, search=None), "search must be a scram.Search"),
+        (lambda: scram.search(Q, K, search=None), "search must be a scram.Search"),
+        (lambda: scram.attention(Q, K, V, return_lse="no"), "return_lse must be True or False"),
+        (lambda: scram.attend(Q, K, V, scram.search(Q, K), tail="auto"), "tail must be None or settings"),
+    ],
+)
+def test_what_is_missing_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_windows_without_matches_are_refused():
+    with pytest.raises(ValueError, match="windows need matches"):
+        execute(pipeline.run, Q, K, V, Request(search=None, tail=scram.Clusters()))
+
+
+def test_explain_takes_every_argument_of_attention():
+    assert scram.explain(Q, K, V, return_lse=True).dense

@@ -87,6 +87,9 @@ def test_an_unknown_argument_is_refused():
     for name in ("windows", "dense"):
         with pytest.raises(TypeError, match="is_causal"):
             plan(SETTINGS[name])(q, q, q, is_causal=True)
+        for own in ("matches", "hints", "needs_lse"):  # of the request inside
+            with pytest.raises(TypeError, match=rf"plan\(\) has no argument {own}"):
+                plan(SETTINGS[name])(q, q, q, **{own: None})
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")

@@ -67,7 +67,7 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
 
         parts: R = call_parts(stage, q, k, v, request)
         return parts
-    return stage(resolve(q, k, v, request), q, k, v, WHOLE)
+    return stage(resolve(q, k, v, request, attends=stage is not search), q, k, v, WHOLE)
 
 
 def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard = WHOLE) -> Result:
@@ -178,7 +178,8 @@ def _index(resolved: Resolved, searched: calls.Found | None) -> Tensor:
     """int32 [B, H, *G, kappa]."""
     if searched is not None:
         return searched.index
-    assert resolved.request.matches is not None
+    if resolved.request.matches is None:
+        raise ValueError("windows need matches: pass search=scram.Search(...), or matches from scram.search")
     return resolved.request.matches.index
 
 

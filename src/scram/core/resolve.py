@@ -152,8 +152,11 @@ class _Checked(NamedTuple):
 _valid: dict[tuple[Any, ...], _Checked] = {}
 
 
-def resolve(q: Tensor, k: Tensor, v: Tensor | None, request: Request) -> Resolved:
-    """What runs for q [B, H, *G, E], k [B, Hk, *G', E] and v [B, Hk, *G', F]; v is None where nothing is attended."""
+def resolve(q: Tensor, k: Tensor, v: Tensor | None, request: Request, *, attends: bool = True) -> Resolved:
+    """What runs for q [B, H, *G, E], k [B, Hk, *G', E] and v [B, Hk, *G', F]; a search alone attends nothing."""
+    if attends and v is None:
+        checks.queries_keys(q, k)
+        checks.values(q, k, v)
     search = _checked_search(q, k, request)
     as_tail(request.tail, NO_TAIL, windows=False)
     checked = _checked(q, k, v, request, search)
@@ -188,7 +191,7 @@ def tail_kind(request: Request) -> Kind:
 def as_search(value: Search | Auto | None) -> Search:
     """The settings of a search; "auto" is the default."""
     if isinstance(value, str):
-        checks.one_of("search", value, ("auto",), "; or pass scram.Search(...)")
+        checks.one_of("search", value, ("auto",), "; or pass scram.Search(...), such as scram.Search.paper()")
         return SEARCH
     checks.instance("search", value, Search, "scram.Search", "; for example scram.Search(matches=4)")
     return cast(Search, value)

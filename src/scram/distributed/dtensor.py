@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..core import dtensors
+from ..core import dtensors, pipeline
 from ..core.inputs import Shard as Part
 from ..core.pipeline import Stage
 from ..core.resolve import Request, as_search, default_tail, goes_dense, resolve
@@ -35,7 +35,7 @@ Span = tuple[int, int]  # begin and end
 def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> Any:
     """What a stage of `pipeline` returns for DTensors: DTensors that lie as q does."""
     for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, DTensor) and not (name == "v" and v is None):
+        if not isinstance(x, DTensor) and not (name == "v" and stage is pipeline.search):
             raise TypeError(f"{name} must be a DTensor as q is, got {type(x).__name__}")
     held = Held.of(q, k)
     # Whether it is dense is decided by the whole call: what each rank holds of it may be small.
@@ -54,7 +54,8 @@ def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> A
     own_k = local.of("k", k)
     own_v = None if v is None else local.of("v", v)
     part = Part(held.rows, lambda: _one_seed(held.mesh, q.device))
-    return _wrapped(stage(resolve(own_q, own_k, own_v, own), own_q, own_k, own_v, part), held, request.key_mask)
+    resolved = resolve(own_q, own_k, own_v, own, attends=stage is not pipeline.search)
+    return _wrapped(stage(resolved, own_q, own_k, own_v, part), held, request.key_mask)
 
 
 def _tail_of(request: Request) -> Tail:

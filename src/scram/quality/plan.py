@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks, files, pipeline
+from ..core.arguments import unknown_arguments
 from ..core.pipeline import execute
 from ..core.resolve import Request
 from ..core.statistics import CONFIDENCE
@@ -24,6 +25,7 @@ from .tables import aligned, with_interval
 from .truth import Errors, Truth
 
 VERSION = 1  # of the JSON
+CALL_ARGUMENTS = ("causal", "key_mask", "scale", "score", "weight", "extra", "dropout_p", "warm", "impl")
 GIVEN = ("key_mask", "extra")  # tensors that a plan may have been measured with
 INFINITE = ("inf", "-inf", "nan")  # numbers that JSON has as strings
 DENSE = "torch.nn.functional.scaled_dot_product_attention(q.flatten(2, -2), {}{}).unflatten(2, q.shape[2:-1])"
@@ -276,6 +278,9 @@ class Plan:
         for name in setting.arguments:
             if name in arguments:
                 raise TypeError(f"a plan has its own {name}; call scram.attention({name}=...) to choose another")
+        unknown = [name for name in arguments if name not in CALL_ARGUMENTS]
+        if unknown:
+            raise unknown_arguments("plan", unknown, CALL_ARGUMENTS)
         given = {"causal": self.causal, "scale": self.scale, "score": self.score, "impl": self.impl, **arguments}
         if setting.search is None:
             given |= {"impl": "auto", "warm": None}

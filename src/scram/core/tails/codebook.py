@@ -220,6 +220,14 @@ def _check_numbers(book: Codebook) -> None:
         raise ValueError(f"label of a codebook must lie in -1..{count - 1}, the numbers of its clusters")
     if bool((book.sizes < 0).any()):
         raise ValueError("sizes of a codebook must not be negative")
+    label = book.label.flatten(2).long()  # [B, Hc, M]
+    slots = torch.zeros(*label.shape[:2], count + 1, dtype=torch.int64, device=label.device)
+    counts = slots.scatter_add(2, torch.where(label < 0, count, label), torch.ones_like(label))[..., :count]
+    if not torch.equal(counts, book.sizes.long()):
+        raise ValueError("sizes of a codebook must be the numbers of keys with each label")
+    for name in ("centers", "values"):
+        if not bool(getattr(book, name).isfinite().all()):
+            raise ValueError(f"{name} of a codebook must be finite")
     if book.gains is not None and not bool(((book.gains >= 0) & book.gains.isfinite()).all()):
         raise ValueError("gains of a codebook must be finite and not negative")
     if book.key_mask is not None and bool((book.key_mask.view(torch.uint8) > 1).any()):
