@@ -41,7 +41,7 @@ class Setting:
         search: None for dense attention, to which the rest does not apply.
         tail, radius, window: as in `attention`.
 
-    >>> print(Setting(Search(matches=4, separation=2), Clusters(count=512)))
+    >>> print(Setting(Search(matches=4, separation=2), scram.Clusters(count=512)))
     4 matches, 512 clusters
     """
 
@@ -80,7 +80,7 @@ class Setting:
             grouped: whether there are fewer key heads than query heads.
             arguments: the others.
 
-        >>> Setting(Search(matches=4), Clusters(count=512)).code(scale=0.5)
+        >>> Setting(Search(matches=4), scram.Clusters(count=512)).code(scale=0.5)
         'scram.attention(q, k, v, search=scram.Search(matches=4), tail=scram.Clusters(count=512), scale=0.5)'
         """
         options = {name: value for name, value in arguments.items() if value not in (None, False, "auto", "dot")}
