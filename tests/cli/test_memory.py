@@ -107,7 +107,9 @@ def test_the_estimate_is_above_the_peak_and_not_far(name: str) -> None:
         work()
         peaks.append((memory_status("VmHWM") or 0) - before)
         estimates.append(estimate)
-    ratio = (estimates[2] - estimates[1]) / (min(peaks[2:]) - peaks[1])
+    large = min(peaks[2:])
+    small = max(peaks[1], large * estimates[1] / estimates[2])  # less where it found memory that others had freed
+    ratio = (estimates[2] - estimates[1]) / (large - small)
     assert 0.9 < ratio < 4
 
 
