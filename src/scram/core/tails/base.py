@@ -59,7 +59,6 @@ class Tail:
     unit: ClassVar[str] = "samples each"
     joins_windows: ClassVar[bool] = True  # whether queries attend their windows exactly
     needs_all_queries: ClassVar[bool] = False  # of a key head, to be prepared
-    needs_matches: ClassVar[bool] = True
     tuned_sizes: ClassVar[tuple[int, ...]] = ()  # numbers of samples that `tune` tries: few, some and many
     tuned_fit: ClassVar[int] = 0  # queries of the fit that `tune` tries
     variable: ClassVar[str] = ""  # what stands for it in a line of code; "" where its settings do
