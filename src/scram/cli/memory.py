@@ -48,7 +48,7 @@ def of_frames(channels: int, patch: int, width: int, frames: int) -> int:
 
 def of_features(width: int, matches: int = 1) -> int:
     """Bytes of a pixel that has features and matches, without its patch: `match`, `explore`."""
-    return 20 * width + 16 * matches + BESIDE
+    return 16 * width + 16 * matches + BESIDE
 
 
 def available() -> int | None:
