@@ -98,6 +98,7 @@ def predict(
     width: int = 64,
     itemsize: int = 2,
     clusters: int = 256,
+    first_order: bool = True,
     backward: bool = False,
     machine: Machine = H200,
 ) -> dict[str, Prediction]:
@@ -107,7 +108,8 @@ def predict(
         points: of the grid, a square one with as many keys as queries, one batch.
         ranks: GPUs, equal shards.
         heads, key_heads, width, itemsize: of q, of k and v (as many by default), of all three, bytes of a number.
-        clusters: of the tail; 0 for none. A ring makes as many of each shard.
+        clusters, first_order: of the tail; 0 for none. A ring makes as many of each shard. The time of routed keys is
+            not counted.
         backward: forward and backward pass, in place of the forward pass alone.
         machine: what each rank is and how they are linked.
 
@@ -127,13 +129,14 @@ def predict(
     rows = points / ranks * heads
     key_rows = points / ranks * key_heads
     means = key_heads * clusters  # of a shard in a ring; of all shards where keys are gathered
-    labels = 4 * (key_rows + means) if clusters else 0
+    slope = key_heads * width * width if clusters and first_order else 0
+    constants = 4 * (key_rows + 2 * means + key_heads * width) if clusters else 0  # labels, sizes, spreads, variance
     sizes = _Sizes(
         queries=rows * width * itemsize,
         keys=2 * key_rows * width * itemsize,
         wide_queries=rows * width * WIDE,
-        message=2 * key_rows * width * itemsize + 2 * means * width * WIDE + labels,
-        gradients=2 * (key_rows + means) * width * WIDE,
+        message=2 * key_rows * width * itemsize + (2 * means * width + slope) * WIDE + constants,
+        gradients=(2 * (key_rows + means) * width + slope) * WIDE,
         halo=rows * width * itemsize * min(1, HALO * ranks / points**0.5) * (min(ranks, 3) - 1),
         samples=(1 - 1 / ranks)
         * width

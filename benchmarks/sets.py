@@ -24,22 +24,43 @@ def _picture(image: np.ndarray, size: int) -> Tensor:
 def stereo(size: int, width: int = 64) -> tuple[Tensor, Tensor]:
     """Left and right view of a stereo pair, unit patch features [1, 1, size, size, width]: matching."""
     left, right, _ = skimage.data.stereo_motorcycle()
+    return _pair(left, right, size, width)
+
+
+@cache
+def aslant(size: int, width: int = 64) -> tuple[Tensor, Tensor]:
+    """As `stereo`, of `aslant_pictures`."""
+    return _pair(*aslant_pictures(), size, width)
+
+
+def aslant_pictures() -> tuple[np.ndarray, np.ndarray]:
+    """A photo beside itself, seen aslant and noisy, uint8 [512, 512, 3]: a pair that no setting was chosen on."""
+    from skimage import transform
+
+    photo = transform.resize(skimage.data.coffee(), (512, 512), anti_aliasing=True)
+    view = transform.ProjectiveTransform(np.array([[1.03, 0.02, -12], [-0.015, 0.98, 6], [4e-5, -3e-5, 1]]))
+    noisy = transform.warp(photo, view, mode="reflect") + np.random.default_rng(0).normal(0, 0.01, photo.shape)
+    first, second = (np.rint(255 * x.clip(0, 1)).astype(np.uint8) for x in (photo, noisy))
+    return first, second
+
+
+def _pair(left: np.ndarray, right: np.ndarray, size: int, width: int) -> tuple[Tensor, Tensor]:
     picture = _picture(left, size)
     features = PatchFeatures.fit(picture, width=width)
     return features(picture), features(_picture(right, size))
 
 
 @cache
-def projected(size: int, width: int = 64) -> tuple[Tensor, Tensor]:
+def projected(size: int, width: int = 64, photo: str = "astronaut") -> tuple[Tensor, Tensor]:
     """One photo through random Wq and Wk, entries N(0, 1/width): many queries share few keys, as in attention."""
-    picture = _picture(skimage.data.astronaut(), size)
+    picture = _picture(getattr(skimage.data, photo)(), size)
     return _project(PatchFeatures.fit(picture, width=width)(picture))
 
 
 @cache
-def unnormalised(size: int, width: int = 64) -> tuple[Tensor, Tensor]:
+def unnormalised(size: int, width: int = 64, photo: str = "astronaut") -> tuple[Tensor, Tensor]:
     """As `projected`, but of features divided by their standard deviation per dimension and by 8, not of unit norm."""
-    picture = _picture(skimage.data.astronaut(), size)
+    picture = _picture(getattr(skimage.data, photo)(), size)
     features = PatchFeatures.fit(picture, width=width)
     kernel = features.basis.reshape(-1, 3, features.patch, features.patch)
     padded = F.pad(picture.movedim(-1, 0)[None], [features.patch // 2] * 4, mode="reflect")

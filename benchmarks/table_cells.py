@@ -15,6 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 BY = "\N{MULTIPLICATION SIGN}"
+NOT_MEASURED = "Not measured yet."  # in place of a table
 
 
 def load(name: str) -> dict[str, Any]:

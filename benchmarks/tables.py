@@ -22,6 +22,7 @@ import tables_learn
 import tables_matching
 import tables_models
 import tables_pictures
+import tables_routed
 from table_cells import BY, ROOT, share, table, time
 
 from scram.cli import measuring
@@ -419,6 +420,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results-short": results_short,
     "others": others,
     "tails": tails,
+    "routed": tables_routed.routed,
     "tile": tile,
     "train": train,
     "settings": settings,

@@ -13,32 +13,21 @@ PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "camera")
 def mobilesam_heads() -> str:
     """docs/mobilesam: each head of the layer whose tensors the other pages use, on several photographs."""
     rows = {name: table_cells.load("mobilesam")[f"{name} layers.2.5"] for name in PHOTOGRAPHS}
-    columns = {"default": "default", "four": "four matches", "fitted": "four, fit", "said": "the fit says"}
+    columns = {"default": "default", "four": "four matches", "clusters": "no search"}
     lines = [(name, *(digits(row[key]) for key in columns)) for name, row in rows.items()]
     return table(("photograph", *columns.values()), *lines)
 
 
 def mobilesam_layers() -> str:
-    """docs/mobilesam: the worst head of each layer; and by how much what a fit says is off, at most."""
+    """docs/mobilesam: the worst head of each layer."""
     rows, lines = table_cells.load("mobilesam"), []
     for name in PHOTOGRAPHS:
         for number in range(6):
             row = rows[f"{name} layers.2.{number}"]
-            keys, worst = row["keys"], (max(row[key]) for key in ("default", "four", "fitted"))
-            said = max(abs(a / b - 1) for a, b in zip(row["said"], row["fitted"], strict=True))
-            together = (row["fitted_of_all"], row["said_of_all"])
-            lines.append(
-                (
-                    "" if number else name,
-                    str(number),
-                    f"{min(keys):.0f}\N{EN DASH}{max(keys):.0f}",
-                    *map(share, worst),
-                    f"{said:.0%}",
-                    *map(share, together),
-                )
-            )
-    head = ("photograph", "layer", "keys", "default", "four matches", "four, fit", "said is off by", "all heads, fit")
-    return table((*head, "said"), *lines)
+            keys, worst = row["keys"], (max(row[key]) for key in ("default", "four", "clusters"))
+            effective = f"{min(keys):.0f}\N{EN DASH}{max(keys):.0f}"
+            lines.append(("" if number else name, str(number), effective, *map(share, worst)))
+    return table(("photograph", "layer", "keys", "default", "four matches", "no search"), *lines)
 
 
 def mobilesam_model() -> str:
@@ -49,7 +38,7 @@ def mobilesam_model() -> str:
         "opened": "all tokens, dense, from the trained model",
         "default": "SCRAM, from dense",
         "four": "SCRAM, four matches",
-        "fitted": "SCRAM, four matches, fit",
+        "clusters": "SCRAM, no search",
         "tuned": "`scram.tune`, 15 %",
     }
     lines = []

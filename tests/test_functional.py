@@ -40,7 +40,7 @@ def test_attention_takes_what_its_parts_take():
     whole, search, attend = (
         inspect.signature(function).parameters for function in (scram.attention, scram.search, scram.attend)
     )
-    assert set(whole) == set(search) | set(attend) - {"matches"} | {"return_lse"}
+    assert set(whole) == (set(search) | set(attend) | {"return_lse"}) - {"matches", "codebook", "routes"}
     for name, parameter in whole.items():
         if name in ("search", "tail", "return_lse"):  # "auto" there; `attend` always returns it
             continue
@@ -48,11 +48,13 @@ def test_attention_takes_what_its_parts_take():
             assert name not in other or other[name].default == parameter.default
 
 
-@pytest.mark.parametrize("function", [scram.search, scram.attend, scram.attention, scram.estimate])
+@pytest.mark.parametrize(
+    "function", [scram.search, scram.attend, scram.attention, scram.estimate, scram.cluster, scram.route]
+)
 def test_settings_are_keywords(function):
     for name, parameter in inspect.signature(function).parameters.items():
         keyword = parameter.kind is parameter.KEYWORD_ONLY
-        assert keyword == (name not in ("q", "k", "v", "matches"))
+        assert keyword == (name not in ("q", "k", "v", "matches") + ("codebook",) * (function is scram.route))
 
 
 def test_arguments_are_left_as_they_were(impl):
@@ -63,6 +65,12 @@ def test_arguments_are_left_as_they_were(impl):
     before = [x.clone() for x in given]
     scram.attention(q, k, v, search=scram.Search(matches=2, seed=0), key_mask=mask, warm=found, extra=extra, impl=impl)
     scram.estimate(q, k, v, found, method=scram.DrawnKeys(5, seed=0), key_mask=mask, impl=impl)
+    book = scram.cluster(q, k, v, clusters=scram.Clusters(count=4, keys=8, seed=0), key_mask=mask, impl=impl)
+    routes = scram.route(q, k, book, impl=impl)
+    given += [book.centers, book.sizes, book.label, book.order, book.spreads, routes.bits]
+    before += [x.clone() for x in given[len(before) :]]
+    scram.search(q, k, search=scram.Search(seed=0), codebook=book, key_mask=mask, warm=found, impl=impl)
+    scram.attend(q, k, v, found, tail=book, routes=routes, key_mask=mask, impl=impl)
     for one, other in zip(given, before, strict=True):
         assert torch.equal(one, other)
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +29,6 @@ TESTED_IN = {
     "core/dtensors": "distributed/test_dtensor.py",
     "core/inputs": "core/test_pipeline.py",
     "core/tails/__init__": "core/tails/test_codebook.py",
-    "core/tails/clusters": "core/tails/test_codebook.py",
     "core/tails/drawn": "core/tails/test_estimate.py",
     "core/tails/sampled": "core/tails/test_estimate.py",
     "integrations/__init__": "integrations/test_patch.py",
@@ -40,7 +40,6 @@ TESTED_IN = {
     "explorer/__init__": "explorer/test_api.py",
     "images/__init__": "images/test_matching.py",
     "nn/__init__": "nn/test_grid_attention.py",
-    "engines/cpu/cluster_tail_backward": "engines/test_cluster_tail.py",
     **{f"engines/{name}": "engines/test_engine.py" for name in ("__init__", *(f"{x}/__init__" for x in FOLDERS))},
     # A type, and parts of the CPU's kernels that Python cannot call.
     "engines/reference/visited": "engines/test_walk.py",
@@ -49,6 +48,10 @@ TESTED_IN = {
     "engines/cpu/compiled": "_compat/test_numba.py",
     "engines/cpu/legal": "engines/test_search.py",
     "engines/cpu/windows": "engines/test_attend.py",
+    "engines/cpu/cluster_start": "spec/test_clustering.py",
+    "engines/cpu/cluster_backward": "spec/test_clustering.py",
+    "engines/cpu/route": "spec/test_routing.py",
+    **{f"engines/gpu/route/{name}": "spec/test_routing.py" for name in ("__init__", "lists", "route", "start")},
     # What kernels of every stage share, and how they are launched.
     "engines/gpu/runtime/__init__": "engines/gpu/test_launch.py",
     "engines/gpu/runtime/block_sizes": "engines/gpu/test_compile.py",
@@ -65,6 +68,7 @@ WITHOUT_A_MODULE = {
     "test_torch_defaults.py": "every public call",
     "test_tutorials.py": "the tutorials",
     "engines/gpu/test_compile.py": "every kernel",
+    "engines/test_routed_attend.py": "windows less routed keys, in every engine",
     "engines/gpu/test_device.py": "every kernel, on a device",
     "engines/gpu/test_device_estimators.py": "every kernel, on a device",
     "engines/gpu/test_device_torch.py": "every kernel, on a device",
@@ -169,6 +173,29 @@ def test_public_names_are_documented():
         words = getattr(scram, name).__doc__
         assert words, name
         assert not words.startswith(f"{name}("), name  # what a dataclass writes itself
+
+
+def words_of(tree):
+    """What a module says: names, parts of names, and the words of its texts. Comments are not read."""
+    for node in ast.walk(tree):
+        name = next((getattr(node, field) for field in ("id", "arg", "attr", "name") if hasattr(node, field)), None)
+        text = node.value if isinstance(node, ast.Constant) else name
+        if isinstance(text, str):
+            yield from re.findall("[a-z]+", text.lower())
+
+
+def test_legal_is_a_word_of_the_search():
+    """As in DESIGN: a key is allowed by grid, mask and order; legal if it is far enough from earlier matches too."""
+    sources = [path for path in PACKAGE.rglob("*.py") if "engines" not in path.relative_to(PACKAGE).parts]
+    assert [str(path) for path in sources if {"legal", "illegal"} & set(words_of(parsed(path)))] == []
+
+
+def test_public_classes_and_those_of_the_middle_are_alone_with_their_names():
+    names = [
+        node.name for path in PACKAGE.rglob("*.py") for node in parsed(path).body if isinstance(node, ast.ClassDef)
+    ]
+    watched = {*scram.__all__, "Request", "Resolved", "Result", "Tail"}
+    assert sorted(name for name in watched if names.count(name) > 1) == []
 
 
 # Started and not waited for: they are interrupted, or run side by side.

@@ -32,8 +32,10 @@ def test_data_of_the_engines_have_the_names_of_the_types():
 
 @pytest.mark.parametrize("method", get_args(options.Method))
 @pytest.mark.parametrize("propagate", get_args(options.Propagate))
-def test_every_name_of_a_search_is_taken(method, propagate):
-    assert scram.Search(method, propagate=propagate).propagate == propagate
+@pytest.mark.parametrize("start", get_args(options.Start))
+def test_every_name_of_a_search_is_taken(method, propagate, start):
+    made = scram.Search(method, propagate=propagate, start=start)
+    assert (made.propagate, made.start) == (propagate, start)
 
 
 def test_every_score_and_weight_is_taken_and_is_another():
@@ -52,6 +54,7 @@ def test_public_signatures_name_their_options():
         "window": "Window",
         "method": "Method",
         "propagate": "Propagate",
+        "start": "Start",
         "score": "Score",
         "form": "Form",
         "layout": "JudgedLayout",

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import scram
+from scram.core import resolve
+from scram.quality import tune
 from support.plain import VECTORS
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +96,28 @@ def test_readme_finds_what_it_says():
     # A query whose key is not found is off by its whole size: 2 % of them make .14.
     assert (scram.measure.output_error(q, k, v, attended, num_queries=256) < 0.3).all()
     assert "verdict: windows suffice" in str(scram.trust(q, k, v))
+
+
+def test_settings_name_the_default():
+    for device in ("cpu", "cuda"):
+        search, tail = resolve.SEARCHES[device], resolve.CLUSTERS[device]
+        searched = f"{search.matches} match, {search.sweeps} sweeps from routed keys, radius 1"
+        line = f"| {searched} | {tail.count} clusters and {tail.keys} routed keys, first and second order |"
+        assert f"| {'CPU' if device == 'cpu' else 'CUDA'} {line}" in TEXTS["docs/settings.md"]
+        assert tail.first_order and tail.second_order  # noqa: PT018 - one claim
+    plain = scram.Clusters()
+    own = f"`Search()` makes {scram.Search().sweeps} sweeps, "
+    own += f"`Clusters()` has {plain.count} clusters and {plain.keys} keys"
+    assert own in TEXTS["docs/settings.md"].replace("\n", " ")
+    listed = re.findall(r"^\| `(\w+)` \| (\w+) \|", TEXTS["docs/clusters.md"], re.M)
+    assert [(name, repr(getattr(plain, name))) for name, _ in listed] == listed
+
+
+def test_tune_lists_its_ladder():
+    for count, keys in tune.TAILS:
+        assert (
+            f"{count} clusters + {keys} keys" in TEXTS["docs/tune.md"] or f" {count} + {keys}" in TEXTS["docs/tune.md"]
+        )
 
 
 def test_design_lists_the_noise():

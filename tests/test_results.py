@@ -1,4 +1,4 @@
-"""The values: Search checks itself, Matches prints, moves, saves and loads itself."""
+"""The values: Search and Routes check themselves, Matches prints, moves, saves and loads itself."""
 
 import dataclasses
 import pickle
@@ -36,6 +36,8 @@ def some_matches():
         ({"reach": (1, -1)}, ValueError, r"reach\[1\] must be at least 0, got -1"),
         ({"reach": 1.5}, TypeError, "reach must be an int, got float 1.5, or one int per grid axis"),
         ({"random": 1}, TypeError, "random must be True or False, got int 1"),
+        ({"start": "warm"}, ValueError, "start must be one of 'auto', 'drawn', 'routed', got 'warm'"),
+        ({"start": None}, ValueError, "start must be one of 'auto', 'drawn', 'routed', got None"),
         ({"seed": 1.5}, TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
         ({"seed": True}, TypeError, "seed must be None, an int or a 0-d int64 tensor, got bool True"),
         ({"seed": 2**63}, ValueError, "seed must fit a signed 64-bit integer, got 9223372036854775808"),
@@ -71,7 +73,7 @@ def test_defaults():
 
 def test_paper_is_algorithm_1():
     assert scram.Search.paper(3, 2, seed=1) == scram.Search(
-        "query", 3, 2, sweeps=8, jumps=(8, 4, 2, 1), propagate="shift", gossip=0, seed=1
+        "query", 3, 2, sweeps=8, jumps=(8, 4, 2, 1), propagate="shift", gossip=0, start="drawn", seed=1
     )
     assert scram.Search.paper().matches == 1
 
@@ -175,6 +177,45 @@ def test_load_refuses_foreign_and_broken_files(tmp_path, tensors, metadata):
     save_file(tensors, tmp_path / "file", metadata=metadata)
     with pytest.raises(ValueError, match=r"file is .*not .*Matches\.save wrote"):
         scram.Matches.load(tmp_path / "file")
+
+
+def some_routes():
+    """Of 35 clusters, for the four tiles of a plane."""
+    bits = torch.tensor([[1, 0], [-(2**31), 4], [0, 0], [6, 1]], dtype=torch.int32)
+    return scram.Routes(bits.reshape(1, 1, 4, 2), (9, 10), 35)
+
+
+def test_routes_name_clusters_by_bits():
+    routes = some_routes()
+    named = [one.nonzero().flatten().tolist() for one in routes.chosen[0, 0]]
+    assert named == [[0], [31, 34], [], [1, 2, 32]]
+    assert routes.chosen.shape == (1, 1, 4, 35)
+    assert repr(routes) == "Routes(4 tiles of queries on grid (9, 10), 35 clusters, batch=1, heads=1, cpu)"
+    assert routes.to("meta").bits.is_meta
+    assert (routes.to("meta").grid, routes.to("meta").count) == ((9, 10), 35)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        routes.count = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"bits": [1]}, TypeError, "bits must be a tensor, got list"),
+        ({"bits": some_routes().bits.long()}, ValueError, "bits of routes must be int32 .* got torch.int64"),
+        ({"bits": some_routes().bits[0]}, ValueError, r"bits of routes must be int32 \[B, H, T, W\]"),
+        ({"grid": (9, 17)}, ValueError, r"\(T, W\) = \(6, 2\) for grid \(9, 17\) and 35 clusters"),
+        ({"grid": (0, 9)}, ValueError, "grid"),
+        ({"grid": 9}, ValueError, "grid must be"),
+        ({"count": 65}, ValueError, r"\(T, W\) = \(4, 3\) for grid \(9, 10\) and 65 clusters"),
+        ({"count": 32}, ValueError, r"\(T, W\) = \(4, 1\)"),
+        ({"count": 0}, ValueError, "count must be at least 1, got 0"),
+        ({"count": 35.0}, TypeError, "count must be an int, got float"),
+    ],
+    ids=str,
+)
+def test_routes_check_themselves(change, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(some_routes(), **change)
 
 
 def test_attended_is_a_pair():

@@ -118,7 +118,7 @@ class Given(NamedTuple):
         mask = torch.rand(1, 6, 7, generator=generator) < 0.8
         matches = scram.search(q, k, search=SEARCH, impl="reference")
         attended = scram.attend(q, k, v, matches, impl="reference")
-        codebook = scram.cluster(q, k, v, clusters=TAILS["clusters"], impl="reference")
+        codebook = scram.cluster(q, k, v, clusters=TAILS["routed clusters"], impl="reference")
         mha = nn.GridAttention(8, 2, search=SEARCH, tail=TAILS["stratified keys"], impl="reference")
         block = nn.NonLocalBlock(8, search=SEARCH, impl="reference")
         picture = torch.rand(24, 26, 3, generator=generator)
@@ -127,8 +127,8 @@ class Given(NamedTuple):
 
 SEARCH = scram.Search(matches=2, sweeps=2, seed=3)
 TAILS = {
-    "clusters": scram.Clusters(count=8, seed=1),
-    "fitted clusters": scram.Clusters(count=8, fit=16, seed=1),
+    "clusters": scram.Clusters(count=8, keys=0, seed=1),
+    "routed clusters": scram.Clusters(count=8, keys=12, seed=1),
     "drawn keys": scram.DrawnKeys(samples=9, seed=1),
     "stratified keys": scram.DrawnKeys(samples=9, stratified=True, seed=1),
 }
@@ -176,6 +176,13 @@ ENGINE_CALLS = {
         lambda x, impl: scram.attend(x.q, x.k, x.v, x.matches, window="tile", impl="reference")
     ),
     "attend with a codebook": lambda x, impl: scram.attend(x.q, x.k, x.v, x.matches, tail=x.codebook, impl=impl),
+    "search from routed keys": lambda x, impl: scram.search(
+        x.q, x.k, search=scram.Search(seed=3, start="routed"), codebook=x.codebook, impl=impl
+    ),
+    "route": lambda x, impl: scram.route(x.q, x.k, x.codebook, impl=impl),
+    "attend without windows": with_gradients(
+        lambda x, impl: scram.attend(x.q, x.k, x.v, None, tail=TAILS["routed clusters"], impl=impl)
+    ),
     "cluster": lambda x, impl: scram.cluster(
         x.q, x.k, x.v, clusters=TAILS["clusters"], key_mask=x.mask, score="cosine", impl=impl
     ),

@@ -39,7 +39,7 @@ def seeds_on_device(model: nn.Module) -> None:
     seeds = torch.zeros(len(layers), 2, 2, dtype=torch.int64, device=device)  # each starts at 16 bytes
     for layer, (one, two) in zip(layers, seeds[..., 0].unbind(), strict=True):
         layer.search = replace(layer.search, seed=one)
-        tail = as_tail(layer.tail, default_tail("softmax", layer.causal, layer.score))
+        tail = as_tail(layer.tail, default_tail(device.type, "softmax", layer.causal, layer.score))
         layer.tail = tail.of_part(two)
 
     def draw(*_: Any) -> None:

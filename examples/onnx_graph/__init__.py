@@ -1,4 +1,7 @@
-"""An ONNX graph, read without `onnx` and run by torch: the operators of MobileSAM, and its attention layers by name."""
+"""An ONNX graph, read without `onnx` and run by torch; attention layers by name.
+
+The operators are those of the encoders of MobileSAM, HTDemucs and Moonshine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,16 @@ from torch import Tensor
 
 Fields = dict[int, list[Any]]  # of a message of protocol buffers, by number
 Attributes = dict[str, Any]
-DTYPES = {1: torch.float32, 6: torch.int32, 7: torch.int64, 9: torch.bool, 10: torch.float16, 11: torch.float64}
+DTYPES = {
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    10: torch.float16,
+    11: torch.float64,
+}
 
 
 def varint(data: memoryview, at: int) -> tuple[int, int]:
@@ -133,6 +145,8 @@ class Graph:
         for one in map(fields_of, graph[1]):
             attributes = dict(attribute_of(x) for x in one.get(5, []))
             kind, name = text(one[4])[0], text(one.get(3, [b""]))[0]
+            if kind == "Split":
+                attributes.setdefault("num_outputs", len(one[2]))
             node = Node(kind, name, text(one.get(1, [])), text(one[2]), attributes)
             if kind == "Constant":
                 constants[node.outputs[0]] = attributes["value"]
@@ -229,13 +243,42 @@ def pad(a: Attributes, x: Tensor, pads: Tensor, value: Tensor | None = None) -> 
 
 
 def conv(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    top, left, bottom, right = a["pads"]
-    return F.conv2d(F.pad(x, (left, right, top, bottom)), weight, bias, a["strides"], 0, a["dilations"], a["group"])
+    axes = x.ndim - 2
+    pads = a.get("pads", [0] * (2 * axes))
+    both = [pads[n + axis] for axis in reversed(range(axes)) for n in (0, axes)]
+    by = [a.get(name, [1] * axes) for name in ("strides", "dilations")]
+    return {1: F.conv1d, 2: F.conv2d}[axes](F.pad(x, both), weight, bias, by[0], 0, by[1], a.get("group", 1))
 
 
 def conv_transpose(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     top, left, _, _ = a["pads"]
     return F.conv_transpose2d(x, weight, bias, a["strides"], (top, left), 0, a["group"], a["dilations"])
+
+
+def split(a: Attributes, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
+    even = -(-x.shape[a["axis"]] // a["num_outputs"])
+    return torch.split(x, a.get("split", even) if sizes is None else numbers(sizes), a["axis"])
+
+
+def squeeze(a: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
+    return x.squeeze(tuple(a["axes"] if axes is None else numbers(axes)))
+
+
+def scatter_nd(a: Attributes, x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
+    return x.index_put(index.unbind(-1), updates)
+
+
+def quantize(a: Attributes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x as whole numbers 0..255, the size of a step, and the number that is 0."""
+    low, high = x.min().clamp(max=0), x.max().clamp(min=0)
+    step = (high - low) / 255
+    zero = (-low / step).round().clamp(0, 255)
+    return ((x / step).round() + zero).clamp(0, 255).to(torch.uint8), step, zero.to(torch.uint8)
+
+
+def matmul_integer(a: Attributes, x: Tensor, y: Tensor, x_zero: Any = 0, y_zero: Any = 0) -> Tensor:
+    product: Tensor = (x.double() - x_zero) @ (y.double() - y_zero)  # float64 is exact here, and fast
+    return product.to(torch.int32)
 
 
 def gather(a: Attributes, x: Tensor, index: Tensor) -> Tensor:
@@ -246,6 +289,10 @@ def gather(a: Attributes, x: Tensor, index: Tensor) -> Tensor:
 
 def layer_norm(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, a["epsilon"])
+
+
+def instance_norm(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.instance_norm(x, weight=weight, bias=bias, eps=a["epsilon"])
 
 
 def gemm(a: Attributes, x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
@@ -273,30 +320,40 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ConvTranspose": conv_transpose,
     "Cos": lambda a, x: x.cos(),
     "Div": div,
+    "DynamicQuantizeLinear": quantize,
     "Equal": lambda a, x, y: x == y,
     "Erf": lambda a, x: x.erf(),
     "Expand": lambda a, x, shape: x * torch.ones(numbers(shape), dtype=x.dtype),
     "Flatten": lambda a, x: x.reshape(math.prod(x.shape[: a["axis"]]), -1),
     "Gather": gather,
     "Gemm": gemm,
+    "InstanceNormalization": instance_norm,
     "LayerNormalization": layer_norm,
     "MatMul": lambda a, x, y: x @ y,
+    "MatMulInteger": matmul_integer,
+    "Mod": lambda a, x, y: x % y,
     "Mul": lambda a, x, y: x * y,
+    "Neg": lambda a, x: -x,
     "Not": lambda a, x: ~x,
     "OneHot": one_hot,
     "Pad": pad,
     "Pow": lambda a, x, y: x**y,
     "Range": lambda a, start, end, step: torch.arange(start.item(), end.item(), step.item(), dtype=start.dtype),
     "ReduceMean": lambda a, x: x.mean(a["axes"], keepdim=bool(a.get("keepdims", 1))),
+    "ReduceProd": lambda a, x: x.prod(),
     "Relu": lambda a, x: x.relu(),
     "Reshape": reshape,
+    "ScatterND": scatter_nd,
     "Shape": lambda a, x: torch.tensor(x.shape),
+    "Sigmoid": lambda a, x: x.sigmoid(),
     "Sin": lambda a, x: x.sin(),
     "Slice": slice_,
     "Softmax": lambda a, x: x.softmax(a["axis"]),
-    "Split": lambda a, x: x.split(a["split"], a["axis"]),
+    "Split": split,
     "Sqrt": lambda a, x: x.sqrt(),
+    "Squeeze": squeeze,
     "Sub": lambda a, x, y: x - y,
+    "Tanh": lambda a, x: x.tanh(),
     "Tile": lambda a, x, times: x.repeat(numbers(times)),
     "Transpose": lambda a, x: x.permute(a["perm"]),
     "Unsqueeze": unsqueeze,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .core.statistics import Interval as Interval
     from .core.tails.clusters import Clusters as Clusters
     from .core.tails.codebook import Codebook as Codebook
-    from .core.tails.codebook import FitReport as FitReport
     from .core.tails.drawn import DrawnKeys as DrawnKeys
     from .core.tails.estimate import Estimate as Estimate
     from .core.tails.sampled import MetropolisHastings as MetropolisHastings
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from .functional import explain as explain
     from .functional import local as local
     from .functional import merge as merge
+    from .functional import route as route
     from .functional import search as search
     from .integrations.layers import Layer as Layer
     from .integrations.layers import Plans as Plans
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .quality.tune import tune as tune
     from .results import Attended as Attended
     from .results import Matches as Matches
+    from .results import Routes as Routes
     from .settings import Search as Search
 
 __version__ = "0.2.0"
@@ -71,7 +72,6 @@ _HOMES = {
     "Estimate": "core.tails.estimate",
     "Explanation": "core.resolve",
     "Explorer": "explorer",
-    "FitReport": "core.tails.codebook",
     "Interval": "core.statistics",
     "Judgment": "quality.judge",
     "Layer": "integrations.layers",
@@ -81,6 +81,7 @@ _HOMES = {
     "Plan": "quality.plan",
     "Plans": "integrations.layers",
     "Report": "integrations.sdpa",
+    "Routes": "results",
     "Rung": "quality.plan",
     "Search": "settings",
     "Setting": "quality.plan",
@@ -102,6 +103,7 @@ _HOMES = {
     "merge": "functional",
     "patch_sdpa": "integrations.patch",
     "register_transformers": "integrations.patch",
+    "route": "functional",
     "scaled_dot_product_attention": "integrations.sdpa",
     "search": "functional",
     "survey": "integrations.patch",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from .core.tails.codebook import Codebook
 from .core.tails.estimate import Estimate
 from .engines import dispatch
 from .options import Auto, Impl, Weight, Window
-from .results import Attended, Matches
+from .results import Attended, Matches, Routes
 from .settings import Score, Search
 from .spec import draws
 from .spec.grid import grid_of
@@ -34,6 +34,7 @@ __all__ = [
     "explain",
     "local",
     "merge",
+    "route",
     "search",
 ]
 NO_DIAGNOSTICS = dict.fromkeys(("variance", "ess", "acceptance", "rhat"))
@@ -49,6 +50,8 @@ def search(
     key_mask: Tensor | None = None,
     score: Score = "dot",
     warm: Matches | None = None,
+    codebook: Codebook | None = None,
+    scale: float | None = None,
     impl: Impl = "auto",
 ) -> Matches:
     """For every query the keys with the highest scores anywhere on the key grid, by randomized search.
@@ -62,6 +65,9 @@ def search(
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         warm: matches of an earlier search on the same shapes, index [B, H, *G, kappa], to start from; their kappa may
             differ.
+        codebook: clusters with `keys`, from `cluster`: each query's first match starts at the best key of the clusters
+            that its tile attends one by one. With it fewer sweeps find as much.
+        scale: for which the codebook was made; nothing else reads it.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -75,10 +81,14 @@ def search(
     Matches(512 queries on grid (16, 16), keys on grid (16, 16), kappa=2, batch=1, heads=2, found 100.0 %, cpu)
     """
     as_search(search)
+    if codebook is not None:
+        checks.instance("codebook", codebook, Codebook, "scram.Codebook", "; scram.cluster returns one")
     request = Request(
         search=search,
+        tail=codebook,
         causal=causal,
         key_mask=key_mask,
+        scale=scale,
         score=score,
         warm=warm,
         impl=impl,
@@ -93,7 +103,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    matches: Matches,
+    matches: Matches | None,
     *,
     radius: int | Sequence[int] = 1,
     causal: bool = False,
@@ -105,12 +115,13 @@ def attend(
     dropout_p: float = 0.0,
     window: Window = "query",
     tail: Tail | None = None,
+    routes: Routes | None = None,
     impl: Impl = "auto",
 ) -> Attended:
     """Attention of every query over the windows around its matches: the union of them, each key once.
 
     With a `tail` all keys outside the windows count too, by clusters or by drawn keys; `lse` is then an estimate over
-    all legal keys.
+    all allowed keys.
 
     Differentiable in q, k, v and extra, through `out` and through `lse`; once, and in reverse mode. For second
     derivatives and forward mode use impl="reference".
@@ -120,7 +131,8 @@ def attend(
         k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
         v: values [B, Hk, *G', F]. They may be float32 beside q and k of 16 bits, as for coordinates, which 16 bits
             would round; the output has v's dtype. Under autocast all take its dtype.
-        matches: the centers of the windows, from `search`; index [B, H, *G, kappa].
+        matches: the centers of the windows, from `search`; index [B, H, *G, kappa]. None beside a `Codebook` or
+            `Clusters`: no windows.
         radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
         causal: a query may attend keys up to itself in row-major order (equal grids).
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended; other keys are left out of the windows.
@@ -138,6 +150,7 @@ def attend(
             for softmax without causal order. Gradients reach k and v through it too, where it has them. Dropout takes a
             cluster for a key. Or `DrawnKeys`, keys drawn, for softmax: dropout takes a drawn key for itself, whatever
             it stands for.
+        routes: which clusters of the codebook each tile attends key by key, from `route`; None: it chooses them.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -151,10 +164,10 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 2, 16, 16, 8]), torch.Size([1, 2, 16, 16]))
     """
-    checks.instance("matches", matches, Matches, "scram.Matches", "; scram.search returns one")
     if isinstance(tail, str):
         raise TypeError(f"tail must be None or settings such as scram.Clusters(), got {tail!r}")
-    as_tail(tail, NO_TAIL)
+    if matches is not None or not as_tail(tail, NO_TAIL).stands_alone:
+        checks.instance("matches", matches, Matches, "scram.Matches", "; scram.search returns one")
     request = Request(
         search=None,
         tail=tail,
@@ -169,6 +182,7 @@ def attend(
         window=window,
         impl=impl,
         matches=matches,
+        routes=routes,
         hints=True,
     )
     return _attended(q, k, v, request)
@@ -181,8 +195,6 @@ def cluster(
     v: Tensor,
     *,
     clusters: Clusters = Clusters(),  # noqa: B008 - frozen
-    matches: Matches | None = None,
-    radius: int | Sequence[int] | None = None,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
@@ -191,16 +203,13 @@ def cluster(
 ) -> Codebook:
     """Keys grouped by content, as the queries and the values see it: what `attend(tail=...)` uses for far keys.
 
-    Differentiable in k and v given the groups; the centers and values of a fit are constants.
+    Differentiable in k and v given the groups.
 
     Args:
         q: queries [B, H, *G, E].
         k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
         v: values [B, Hk, *G', F].
         clusters: how many, and how they are found.
-        matches: those that `attend` will use, index [B, H, *G, kappa]; needed for `clusters.fit` alone, which fits what
-            windows leave.
-        radius: of their windows, an int or one per axis; for `clusters.fit` alone.
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended; the clusters serve calls with the same mask,
             scale and score.
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
@@ -226,16 +235,51 @@ def cluster(
     request = Request(
         search=None,
         tail=clusters,
-        radius=1 if radius is None else radius,
         key_mask=key_mask,
         scale=scale,
         score=score,
         impl=impl,
-        matches=None if radius is None else matches,
         warm_codebook=warm,
         hints=True,
     )
     return execute(pipeline.cluster, q, k, v, request)
+
+
+@explains
+def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> Routes:
+    """Which clusters of a codebook each tile of 64 queries attends key by key: those whose means are most wrong for it.
+
+    `attention` and `attend` choose the same; pass the result to `attend(routes=...)` to keep a choice.
+
+    Args:
+        q: queries [B, H, *G, E].
+        k: keys [B, Hk, *G', E], those of the codebook.
+        codebook: from `cluster`, with its `keys`.
+        impl: "auto" or the name of an implementation; a name never falls back to another.
+
+    Returns:
+        Routes of the T tiles of a head.
+
+    >>> import scram
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 2, 16, 16, 8).unbind()
+    >>> codebook = scram.cluster(q, k, v, clusters=scram.Clusters(count=64, keys=32, seed=0))
+    >>> scram.route(q, k, codebook).chosen.shape
+    torch.Size([1, 2, 4, 64])
+    """
+    checks.instance("codebook", codebook, Codebook, "scram.Codebook", "; scram.cluster returns one")
+    if not codebook.keys:
+        raise ValueError("route needs a codebook with keys; make it with scram.Clusters(keys=512)")
+    request = Request(
+        search=None,
+        tail=codebook,
+        key_mask=codebook.key_mask,
+        scale=codebook.scale,
+        score=cast(Score, codebook.score),
+        impl=impl,
+        hints=True,
+    )
+    return execute(pipeline.route, q, k, None, request)
 
 
 @overload
@@ -244,7 +288,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    search: Search | Auto = "auto",
+    search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
     causal: bool = False,
@@ -265,7 +309,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    search: Search | Auto = "auto",
+    search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
     causal: bool = False,
@@ -286,7 +330,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    search: Search | Auto = "auto",
+    search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
     causal: bool = False,
@@ -311,7 +355,8 @@ def attention(
         q: queries [B, H, *G, E].
         k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
         v: values [B, Hk, *G', F].
-        search: how to look; "auto" is `Search()`. A seed in it governs the tail too.
+        search: how to look; "auto" is few sweeps of `Search` from the best routed keys. A seed in it governs the tail
+            too. None beside `Clusters` or a `Codebook`: no search and no windows; else dense attention.
         radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
         tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `DrawnKeys` (keys
             drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters, and DrawnKeys under causal
@@ -341,7 +386,8 @@ def attention(
     >>> out.flatten(2, 3).shape
     torch.Size([1, 2, 256, 8])
     """
-    as_search(search)
+    if search is not None:
+        as_search(search)
     checks.flag("return_lse", return_lse)
     as_tail(tail, NO_TAIL)
     request = Request(
@@ -386,7 +432,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise unknown_arguments("explain", unknown, known)
-    as_search(arguments.get("search", "auto"))
+    if arguments.get("search", "auto") is not None:
+        as_search(arguments.get("search", "auto"))
     needs_lse = arguments.pop("return_lse", False)
     return explanation(q, k, v, resolve.resolve(q, k, v, Request(**arguments, needs_lse=needs_lse)))
 

@@ -24,6 +24,12 @@ Method = Literal["auto", "query", "tile"]
 Propagate = Literal["shift", "stay", "both", "turns"]
 """What a neighbor offers in a `Search`."""
 
+How = Literal["searched", "clustered", "dense"]
+"""SCRAM answers a call of a model."""
+
+Start = Literal["auto", "drawn", "routed"]
+"""Where the queries of a `Search` start."""
+
 Window = Literal["query", "tile"]
 """Whose windows a query attends: its own, or those of its tile."""
 
@@ -50,5 +56,6 @@ SCORES = get_args(ScoreName)
 WEIGHTS = get_args(Weight)
 METHODS = get_args(Method)
 PROPAGATES = get_args(Propagate)
+STARTS = get_args(Start)
 WINDOWS = get_args(Window)
 IMPLS = get_args(Impl)

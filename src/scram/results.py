@@ -20,6 +20,8 @@ from torch import Tensor
 from .core import checks, files
 from .core.dtensors import is_dtensor
 from .spec import places
+from .spec.bits import unpacked
+from .spec.tiles import tile_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +186,59 @@ class Matches:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Which clusters every tile of 64 queries attends key by key. `scram.route` returns one.
+
+    Tiles are compact blocks of the query grid (8 x 8 on a plane), in row-major order, smaller at its borders.
+
+    Args:
+        bits: int32 [B, H, T, W] of T tiles; cluster c is bit c % 32 of word c // 32.
+        grid: the extents of the query grid.
+        count: clusters of a head.
+
+    >>> q = torch.randn(1, 1, 16, 16, 8)
+    >>> codebook = scram.cluster(q, q, q, clusters=scram.Clusters(count=32, keys=64, seed=0))
+    >>> routes = scram.route(q, q, codebook)
+    >>> routes
+    Routes(4 tiles of queries on grid (16, 16), 32 clusters, batch=1, heads=1, cpu)
+    >>> routes.chosen.shape
+    torch.Size([1, 1, 4, 32])
+    """
+
+    bits: Tensor
+    grid: tuple[int, ...]
+    count: int
+
+    def __post_init__(self) -> None:
+        grid = checks.grid(self.grid, "grid")
+        count = checks.whole("count", self.count, 1)
+        checks.instance("bits", self.bits, Tensor, "tensor")
+        want = (tile_count(grid), -(-count // 32))
+        if self.bits.ndim != 4 or tuple(self.bits.shape[2:]) != want or self.bits.dtype != torch.int32:
+            raise ValueError(
+                f"bits of routes must be int32 [B, H, T, W] with (T, W) = {want} for grid {grid} and {count} clusters, "
+                f"got {self.bits.dtype} {tuple(self.bits.shape)}"
+            )
+        object.__setattr__(self, "grid", grid)
+
+    @property
+    def chosen(self) -> Tensor:
+        """bool [B, H, T, C], whether each tile attends the keys of each cluster one by one."""
+        return unpacked(self.bits, self.count)
+
+    def to(self, device: torch.device | str) -> Routes:
+        """The same routes on another device."""
+        return Routes(self.bits.to(device), self.grid, self.count)
+
+    def __repr__(self) -> str:
+        batch, heads, tiles, _ = self.bits.shape
+        return (
+            f"Routes({tiles} tiles of queries on grid {self.grid}, {self.count} clusters, batch={batch}, "
+            f"heads={heads}, {self.bits.device})"
+        )
+
+
 class Attended(NamedTuple):
     """The result of attending: out [B, H, *G, F], and lse [B, H, *G], the log of the normalizer.
 
@@ -210,6 +265,19 @@ def check_matches(name: str, q: Tensor, k: Tensor, matches: Any) -> None:
         raise ValueError(f"{name} was made for key grid {matches.key_grid}, but k has {tuple(k.shape[2:-1])}")
     if index.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {index.device}; use {name}.to(q.device)")
+
+
+def check_routes(q: Tensor, count: int | None, routes: Any) -> None:
+    """Raise where `routes` were not made for queries q [B, H, *G, E] and so many clusters; None: there are none."""
+    checks.instance("routes", routes, Routes, "scram.Routes", "; scram.route returns one")
+    if count is None:
+        raise ValueError("routes need the clusters that they name: pass tail=codebook, the one they were made from")
+    got = (tuple(routes.bits.shape[:2]), routes.grid, routes.count)
+    want = (tuple(q.shape[:2]), tuple(q.shape[2:-1]), count)
+    if got != want:
+        raise ValueError(f"routes were made for (B, H), grid and clusters {got}, the call has {want}")
+    if routes.bits.device != q.device:
+        raise ValueError(f"routes must be on q's device {q.device}, got {routes.bits.device}; use routes.to(q.device)")
 
 
 def check_attended(name: str, q: Tensor, attended: Any, width: int | None = None) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .core import checks
-from .options import METHODS, PROPAGATES, Method, Propagate, ScoreName
+from .options import METHODS, PROPAGATES, STARTS, Method, Propagate, ScoreName, Start
 
 Score = ScoreName | Callable[[Tensor, Tensor], Tensor]
 MOST_IN_TILES = 32  # matches that a tile keeps on a GPU, where registers hold them
@@ -38,10 +38,13 @@ class Search:
             place on a key grid of other extents is that of `Matches.identity`. Windows may stretch farther.
         random: whether keys drawn around a query's match are tried too; without them sweeps only compare what the
             queries have found.
+        start: where a query without warm matches starts: "drawn", at a key drawn anywhere; "routed", at the best key of
+            the clusters that its tile attends one by one (`Clusters(keys=...)`), for its first match; "auto", routed
+            where there are such clusters and no `reach`.
 
     >>> Search(matches=4, separation=2, seed=0).sweeps
     5
-    >>> Search.paper() == Search("query", matches=1, sweeps=8, propagate="shift", gossip=0)
+    >>> Search.paper() == Search("query", matches=1, sweeps=8, propagate="shift", gossip=0, start="drawn")
     True
     """
 
@@ -55,6 +58,7 @@ class Search:
     seed: int | Tensor | None = None
     reach: int | tuple[int, ...] | None = None
     random: bool = True
+    start: Start = "auto"
     # Engines read this one: torch.compile takes an int for a constant and would recompile for each seed.
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)
 
@@ -70,13 +74,22 @@ class Search:
             reach = checks.radius(self.reach, rank, "reach")
             object.__setattr__(self, "reach", reach if isinstance(self.reach, Sequence) else reach[0])
         checks.flag("random", self.random)
+        checks.one_of("start", self.start, STARTS)
         object.__setattr__(self, "seed_tensor", checks.seed(self.seed))
 
     @staticmethod
     def paper(matches: int = 1, separation: int = 0, seed: int | Tensor | None = None) -> Search:
-        """Algorithm 1 as printed: shifted matches of the neighbors only, no gossip, 8 sweeps."""
+        """Algorithm 1 as printed: drawn starts, shifted matches of the neighbors only, no gossip, 8 sweeps."""
         return Search(
-            "query", matches, separation, sweeps=8, jumps=(8, 4, 2, 1), propagate="shift", gossip=0, seed=seed
+            "query",
+            matches,
+            separation,
+            sweeps=8,
+            jumps=(8, 4, 2, 1),
+            propagate="shift",
+            gossip=0,
+            seed=seed,
+            start="drawn",
         )
 
     def resolved_method(self, q: Tensor) -> Method:

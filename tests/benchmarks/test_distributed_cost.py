@@ -79,5 +79,6 @@ def test_bytes_are_those_that_were_counted(cost):
     assert len({(row["contender"], row["ranks"], row["backward"]) for row in rows}) == 18
     for row in rows:
         shape = {"heads": row["heads"], "width": row["width"], "itemsize": 4, "backward": row["backward"]}
-        one = cost.predict(row["size"] ** 2, row["ranks"], **shape)[row["contender"]]
+        # These rows are older than slopes.
+        one = cost.predict(row["size"] ** 2, row["ranks"], first_order=False, **shape)[row["contender"]]
         assert one.sent == pytest.approx(row["sent"], rel=1e-3, abs=1000)

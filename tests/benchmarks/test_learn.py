@@ -161,7 +161,7 @@ def test_seeds_on_the_device_are_drawn_at_every_call(learn, attention):
     """As a CUDA graph needs them: what the seeds are is read when the search runs, not when it is set up."""
     torch.manual_seed(0)
     layer = learn["attentions"].attention(attention, 16, 2).eval()
-    model, x = torch.nn.Sequential(layer), torch.randn(1, 12, 12, 16)
+    model, x = torch.nn.Sequential(layer), torch.randn(1, 40, 40, 16)
     learn["captured"].seeds_on_device(model)
     a, b = model(x), model(x)
     assert torch.equal(a, b) == (attention == "tail, fixed seed")

@@ -39,6 +39,8 @@ def test_a_changed_figure_of_a_page_is_seen(name, monkeypatch):
     monkeypatch.setattr(tables.table_cells, "load", lambda file: STORED.get(file, {}))
     monkeypatch.setattr(tables, "TABLES", MADE)
     page, shown = SHOWN[name]
+    if shown == tables.table_cells.NOT_MEASURED:
+        pytest.skip("no results are stored yet")
     figures = list(FIGURE.finditer(shown))
     assert len(figures) >= 4
     for figure in figures:

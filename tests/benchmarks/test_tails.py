@@ -27,7 +27,7 @@ def error_of_all(problem, out):
     return float(((found - truth).norm(dim=-1) / truth.norm(dim=-1)).mean())
 
 
-@pytest.mark.parametrize("tail", [None, scram.Clusters(32, seed=0), scram.Clusters(32, fit=32, seed=0)])
+@pytest.mark.parametrize("tail", [None, scram.Clusters(32, keys=0, seed=0), scram.Clusters(32, keys=64, seed=0)])
 def test_a_few_queries_have_the_error_of_the_whole_attention(problem, tail):
     found = problem.windows(tails.HEAD) if tail is None else problem.clusters(tail)
     q, k, v = problem.q, problem.k, problem.v
@@ -56,8 +56,8 @@ def test_rows_become_a_table_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(tails, "ROUNDS", 1)
     monkeypatch.setattr(tails, "SEEDS", 2)
     store = Store("tails", tmp_path)
-    tails.errors(store, None, "", size=24)
-    tails.times(store, size=20)
+    tails.errors(store, None, "", size=40)
+    tails.times(store, size=36)
     rows = json.loads((tmp_path / "tails.json").read_text())
     assert {row["method"] for row in rows.values() if row["set"] == "stereo 8"} == set(tails.LABELS)
     assert {row["method"] for row in rows.values() if row["set"] == "times"} == {*tails.LABELS, "dense"} - {"oracle"}

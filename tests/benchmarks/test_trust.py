@@ -17,7 +17,7 @@ def test_intervals_are_counted_over_seeds(monkeypatch):
     q, k, v = torch.randn(3, 1, 2, 12, 12, 8, generator=torch.Generator().manual_seed(0)).unbind()
     settings = scram.Search(seed=0)
     matches = scram.search(q, k, search=settings)
-    tail = scram.cluster(q, k, v, clusters=scram.Clusters(16, seed=0), matches=matches, radius=1, scale=0.5)
+    tail = scram.cluster(q, k, v, clusters=scram.Clusters(16, seed=0), scale=0.5)
     found = scram.trust(q, k, v, matches=matches, search=settings, tail=tail, scale=0.5, num_queries=60)
     shares = trust.coverage(q, k, v, found, matches, radius=1, scale=0.5)
     assert set(shares) == set(trust.INTERVALS)

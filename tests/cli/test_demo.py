@@ -26,7 +26,7 @@ def test_demo_writes_pictures_and_a_table(tmp_path: Path) -> None:
     for heading in ("grid", "time", "recall@1", "captured mass", "output error", "24 x 43", "dense, torch SDPA"):
         assert heading in printed
     for meaning in (
-        "SCRAM, default: a window around each best key, all other keys by clusters",
+        "SCRAM, default: windows of best keys, routed keys, clusters for all others",
         "SCRAM, paper: the published search, and its windows alone",
         "time: of search, clusters and attention",
         "recall@1: share of queries",

@@ -32,9 +32,20 @@ def test_one_picture_attends_to_itself(pair, tmp_path):
     code, printed, complaints = call("explore", pair / "a.png", "--out", tmp_path, "--size", 24, *FAST)
     assert code == 0
     assert "captured mass of the windows" in printed
+    assert "captured with routed keys" in printed
     assert "explore.html" in printed
     assert complaints == "scram: a.png is scaled from 85 x 48 to 42 x 24 pixels.\n"
     assert json.loads((tmp_path / "explore.json").read_text())["panes"] == 1
+
+
+def test_without_a_search(pair, tmp_path):
+    wanted = ("--matches", 0, "--clusters", 32, "--keys", 40, *FAST[4:8])
+    code, printed, _ = call("explore", pair / "a.png", "--out", tmp_path, *wanted)
+    assert code == 0
+    assert "captured by routed keys" in printed
+    assert "windows" not in printed
+    numbers = json.loads((tmp_path / "explore.json").read_text())
+    assert (numbers["matches"], numbers["clusters"], numbers["routed_keys"]) == (0, 32, 40)
 
 
 def test_tensors_of_a_file(tmp_path):
@@ -72,6 +83,7 @@ def np_picture(height, width):
         ("a.png --panes tow", "panes must be one of auto, one, two, got tow; did you mean two?"),
         ("a.png --scale 0", "scale must be positive and finite, got 0.0"),
         ("a.png --patch 4", "patch must be odd, got 4"),
+        ("a.png --matches 0 --clusters 0", "without matches and clusters nothing is attended"),
         ("qkv.npz --grid 5x5", "q has 4 x 6 = 24 points, but the grid 5 x 5 has 25"),
         ("qkv.npz --size 64", "--size is for pictures, and qkv.npz holds tensors; leave it out"),
         ("a.png --grid 48x85", "--grid is for tensors, and a.png is a picture; leave it out"),

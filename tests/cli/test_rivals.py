@@ -1,11 +1,14 @@
 """The rivals of the benchmark are what they say: each equals a dense masked softmax, or finds the nearest keys."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import scram
 from scram.cli import rivals
+from scram.core.resolve import CLUSTERS, SEARCHES
 
 SCALE = 0.7
 
@@ -47,11 +50,16 @@ def test_dense_rivals_are_exact(name):
 
 def test_scram_stands_with_clusters_and_the_paper_without_a_tail():
     q, k, v = tensors(24)
-    found = {name: scram.search(q, k, search=search) for name, search in rivals.SETTINGS.items()}
-    clusters = scram.cluster(q, k, v, clusters=scram.Clusters(seed=0), scale=SCALE)
+    clusters = scram.cluster(q, k, v, clusters=replace(CLUSTERS["cpu"], seed=0), scale=SCALE)
+    default = replace(SEARCHES["cpu"], seed=0)
+    found = {
+        "SCRAM": scram.search(q, k, search=default, codebook=clusters, scale=SCALE),
+        "SCRAM, paper": scram.search(q, k, search=scram.Search.paper(seed=0)),
+    }
     for name, tail in (("SCRAM", clusters), ("SCRAM, paper", None)):
         out = scram.attend(q, k, v, found[name], scale=SCALE, tail=tail).out
         torch.testing.assert_close(rivals.ATTENTIONS[name](q, k, v, SCALE), out, rtol=1e-4, atol=1e-5)
+        assert (rivals.matches_of(name, q, k, v, SCALE) == found[name].index).all()
 
 
 def test_brute_force_attends_the_window_of_the_best_key():

@@ -13,6 +13,7 @@ TENSORS = (torch.Tensor, torch.Tensor | None)
 
 def test_the_calls_are_seen():
     names = {"SearchCall", "AttendCall", "DrawnTailCall", "SampleCall", "ClusterCall", "ClusterTailCall"}
+    names |= {"RouteCall", "RoutedStartCall"}
     assert {call.__name__ for call in CALLS} == names
 
 
@@ -26,7 +27,7 @@ def test_tensors_come_first_and_a_callable_score_last(call):
     if "score" in call._fields:  # clusters take no callable
         assert (call._fields[-1], call._field_defaults) == ("score", {"score": None})
     else:
-        assert call in (calls.ClusterCall, calls.ClusterTailCall)
+        assert call in (calls.ClusterCall, calls.ClusterTailCall, calls.RouteCall, calls.RoutedStartCall)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)

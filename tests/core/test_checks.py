@@ -97,7 +97,6 @@ ERRORS = [
     (lambda: scram.trust(Q[:0], K[:0], V[:0]), ValueError, "q must hold at least one query, got"),
     (lambda: scram.tune(Q[:0], K[:0], V[:0]), ValueError, "q must hold at least one query, got"),
     (lambda: scram.tune(Q, K, V, error=-1), ValueError, r"error must be in \[0, inf\), got -1; 0.05 is 5 %"),
-    (lambda: scram.tune(Q, K, V, fit="no"), TypeError, "fit must be True or False, got str 'no'"),
     (lambda: scram.trust(Q / 0, K, V), ValueError, "q must be finite, .* values are NaN or infinite"),
     (lambda: scram.patch_sdpa(grid=8), ValueError, "grid must be a sequence of 1 to 4 extents"),
     (lambda: scram.Search(matches=1.5), TypeError, "matches must be an int, got float 1.5"),

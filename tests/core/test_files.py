@@ -19,12 +19,14 @@ BOOK = scram.Codebook(
     values=torch.randn(1, 2, 3, 5),
     sizes=torch.full((1, 2, 3), 2, dtype=torch.int32),
     label=torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32).repeat(1, 2, 1).reshape(1, 2, 2, 3),
+    variance=torch.rand(1, 2, 4),
+    spreads=torch.rand(1, 2, 3),
     score="dot",
     scale=0.5,
+    slope=torch.randn(1, 2, 4, 5),
     key_mask=torch.ones(1, 2, 3, dtype=torch.bool),
-    gains=torch.ones(1, 2, 3),
-    radius=(1, 1),
-    report=scram.core.tails.codebook.FitReport(8, 0.1, 0.2, (0.1, 0.2), (0.3, 0.4)),
+    keys=4,
+    second_order=False,
 )
 MATCHES = scram.Matches.identity((2, 3), heads=2)
 RUNGS = (
@@ -85,7 +87,7 @@ def test_a_value_may_be_saved_where_it_was_loaded_from(tmp_path, name):
     VALUES[name].save(tmp_path / "value")
     kind.load(tmp_path / "value").save(tmp_path / "value")
     again = kind.load(tmp_path / "value")
-    for part in ("label", "gains", "key_mask", "index"):
+    for part in ("label", "variance", "spreads", "slope", "key_mask", "index"):
         if hasattr(again, part):
             assert torch.equal(getattr(again, part), getattr(VALUES[name], part))
     if name in ("Plan", "Plans"):
@@ -243,13 +245,13 @@ def test_deep_json_is_refused(tmp_path, kind, content):
 
 
 def settings(**changes):
-    report = {"queries": 8, "output_error": 0.1, "plain_error": 0.2, "median": [0.1, 0.2], "percentile_95": [0.3, 0.4]}
-    return {"score": "dot", "scale": 0.5, "radius": [1, 1], "report": report} | changes
+    return {"score": "dot", "scale": 0.5, "keys": 4, "second_order": False} | changes
 
 
 def test_codebooks_with_odd_settings_load_or_are_refused(tmp_path):
     tensors = {name: getattr(BOOK, name) for name in scram.core.tails.codebook.TENSORS}
     texts = ["", "{", "3", "[]", DEEP, json.dumps(settings(more=1)), json.dumps({"score": "dot"})]
+    texts += [json.dumps(settings(radius=None)), json.dumps(settings(report=None))]  # of codebooks before routes
     texts += [json.dumps(with_value(settings(), place, x)) for place in places_in(settings()) for x in ODD]
     taken = 0
     for text in texts:
@@ -259,13 +261,33 @@ def test_codebooks_with_odd_settings_load_or_are_refused(tmp_path):
 
 
 WRONG_TENSORS = {
-    "gains": [
+    "variance": [
+        torch.ones(1, 2, 3),
+        torch.ones(1, 2, 3, 4),
+        torch.ones(1, 2, 4).double(),
+        torch.ones(1, 2, 4, dtype=torch.int32),
+        -torch.ones(1, 2, 4),
+        torch.full((1, 2, 4), torch.nan),
+        torch.full((1, 2, 4), torch.inf),
+    ],
+    "spreads": [
         torch.ones(1, 2, 2),
         torch.ones(1, 2),
         torch.ones(1, 2, 3).double(),
         -torch.ones(1, 2, 3),
         torch.full((1, 2, 3), torch.nan),
+        torch.full((1, 2, 3), torch.inf),
     ],
+    "slope": [
+        torch.ones(1, 2, 4, 4),
+        torch.ones(1, 2, 5, 4),
+        torch.ones(1, 2, 4),
+        torch.ones(1, 2, 4, 5).double(),
+        torch.full((1, 2, 4, 5), torch.nan),
+        torch.full((1, 2, 4, 5), -torch.inf),
+    ],
+    "gains": [torch.ones(1, 2, 3)],
+    "order": [torch.arange(6, dtype=torch.int32).repeat(1, 2, 1)],
     "centers": [
         torch.ones(1, 2, 3, 4).half(),
         torch.ones(1, 2, 3, 4).double(),
@@ -303,7 +325,7 @@ def test_codebooks_with_odd_tensors_are_refused(tmp_path, name):
     for x in WRONG_TENSORS[name]:
         save_file(tensors | {name: x}, tmp_path / "file", metadata=metadata)
         assert not loads_or_refuses("Codebook", (tmp_path / "file").read_bytes(), tmp_path), (name, x)
-    if name in ("centers", "values", "sizes", "label"):
+    if name in scram.core.tails.codebook.NEEDED:
         save_file({n: x for n, x in tensors.items() if n != name}, tmp_path / "file", metadata=metadata)
         assert not loads_or_refuses("Codebook", (tmp_path / "file").read_bytes(), tmp_path)
 
@@ -348,6 +370,6 @@ def test_other_devices_are_reached_after_the_checks(tmp_path):
     assert scram.Codebook.load(tmp_path / "book", device="meta").centers.is_meta
     MATCHES.save(tmp_path / "matches")
     assert scram.Matches.load(tmp_path / "matches", device="meta").index.is_meta
-    plain = replace(BOOK, key_mask=None, gains=None, radius=None, report=None)
-    plain.save(tmp_path / "book")
-    assert scram.Codebook.load(tmp_path / "book").gains is None
+    replace(BOOK, key_mask=None, slope=None, keys=0).save(tmp_path / "book")
+    plain = scram.Codebook.load(tmp_path / "book")
+    assert (plain.key_mask, plain.slope, plain.keys) == (None, None, 0)

@@ -34,7 +34,7 @@ def test_a_mode_sees_the_operators_and_changes_nothing(tensors):
     mode.names = []
     with mode:
         seen = scram.attention(*tensors, search=SETTINGS, impl="numba")
-    assert mode.names == ["search", "cluster", "attend", "cluster_tail"]
+    assert mode.names == ["cluster", "route", "routed_start", "search", "attend", "cluster_tail"]
     assert torch.equal(plain, seen)
 
 

@@ -9,6 +9,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import scram
+from scram.core import calls
 from scram.spec import draws
 from scram.spec.grid import AllowedKeys
 from support.compiling import assert_equal, graphs_are, results
@@ -36,8 +37,8 @@ def op_calls():
     index, _ = OPS.search(*plain, seed, mask, None, rows, own, *settings)
     yield "search", (*plain, seed, mask, index, rows, own, *settings)
     for extra in ((None, None), (torch.randn(2, 2, 3, 8, requires_grad=True), torch.randn(2, 2, 3, 5))):
-        call = (q, k, v, index, mask, *extra, seed, rows, [1, 1], False, 0.3, "softmax", 0.2, "query")
-        yield from both_passes("attend", call, slice(0, 2))
+        call = (q, k, v, index, mask, *extra, None, None, seed, rows, [1, 1], False, 0.3, "softmax", 0.2, "query")
+        yield from both_passes("attend", call, (0, 1))
     out, lse = OPS.attend(*call, "numba")
     head = (torch.randn_like(out, requires_grad=True), torch.randn_like(lse))
     for stratified, dropout in ((False, (None, 0.0)), (True, (None, 0.0)), (False, (seed, 0.2))):
@@ -59,41 +60,52 @@ def op_calls():
             dropout[1],
             "query",
         )
-        yield from both_passes("drawn_tail", call, slice(3, 6))
+        yield from both_passes("drawn_tail", call, (3, 4, 5))
     clustering = (q, k, v, mask, None, None, seed, rows, 6, 2, 0.3)
-    yield from both_passes("cluster", clustering, slice(2, 4))
-    centers, values, sizes, label = (x.detach() for x in OPS.cluster(*clustering, "numba"))
-    leaf = (centers.requires_grad_(), values.requires_grad_())
-    for gains in (None, torch.rand(2, 2, 6)):
-        call = (q, index, label, *leaf, sizes, gains, *head, seed, rows, [1, 1], 0.3, 0.2, 0, "query")
-        yield from both_passes("cluster_tail", call, slice(0, 2))
+    yield from both_passes("cluster", clustering, (0, 1, 3, 4), grads=3)
+    made = calls.Clustered(*(x.detach() for x in OPS.cluster(*clustering, "numba")))
+    routing = (plain[0], made.centers, made.sizes, made.variance, made.spreads, 6, 0.3)
+    yield "route", (*routing, "numba")
+    routes, _, _ = OPS.route(*routing, "numba")
+    yield "routed_start", (*plain, made.order, made.sizes, routes, "numba")
+    extra = (torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 5))
+    call = (q, k, v, index, mask, *extra, made.label, routes, seed, rows, [1, 1], False, 0.3, "softmax", 0.2, "query")
+    yield from both_passes("attend", call, (0, 1))
+    leaf = [x.clone().requires_grad_() for x in (made.centers, made.values, made.slope)]
+    alone = ((None, None, None, made.label, None), (*leaf[:2], None), None, None, (None, None), None, 0)
+    routed = ((k, v, index, made.label, made.order), leaf, made.spreads, routes, head, seed, 6)
+    for keys, floats, spreads, words, near, dropout, budget in (alone, routed):
+        tensors = (q, *keys, *floats, made.sizes, made.variance, spreads, words, *near, dropout, rows)
+        call = (*tensors, [1, 1], 0.3, 0.2 if dropout is not None else 0.0, 3, budget)
+        yield from both_passes("cluster_tail", call, (0, 1))
     legal = AllowedKeys.of(q, k, False, mask)
     total, table = draws.allowed_counts(q, legal), draws.step_table(1.5, (4, 5), q.device)
     for method, given in (("snis", head), ("metropolis", (None, None))):
         tensors = (q, k, v, *draws.modes(index, (4, 5), legal), total, legal.order, mask, *given, seed, table, rows)
-        yield from both_passes("sample", (*tensors, method, 8, 0.3, 1, 0, False, 0.3), slice(0, 0))
+        yield from both_passes("sample", (*tensors, method, 8, 0.3, 1, 0, False, 0.3), ())
 
 
-def both_passes(name, call, kept):
+def both_passes(name, call, kept, grads=2):
     """The arguments of an operator and of its gradient, which takes the results `kept` besides."""
     yield name, (*call, "numba")
     result = [x.detach() for x in getattr(OPS, name)(*call, "numba")]
-    above, plain = [torch.randn_like(x) for x in result[:2]], [x.detach() if torch.is_tensor(x) else x for x in call]
-    yield f"{name}_backward", (*plain, *result[kept], *above, "numba")
+    above = [torch.randn_like(x) for x in result[:grads]]
+    plain = [x.detach() if torch.is_tensor(x) else x for x in call]
+    yield f"{name}_backward", (*plain, *(result[n] for n in kept), *above, "numba")
 
 
 @pytest.mark.slow
 def test_operators_are_what_they_say():
     """Traced by torch with sizes left open, which takes longest, once for each operator: as it is called last."""
     every = ("test_schema", "test_autograd_registration", "test_faketensor")
-    calls = {}
+    last = {}
     for name, arguments in op_calls():
         opcheck(getattr(OPS, name).default, arguments, test_utils=every)
-        calls[name] = arguments
-    for name, arguments in calls.items():
+        last[name] = arguments
+    for name, arguments in last.items():
         opcheck(getattr(OPS, name).default, arguments, test_utils="test_aot_dispatch_dynamic")
     registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("scram::")}
-    assert registered == set(calls)
+    assert registered == set(last)
 
 
 COMPILED = {
@@ -102,6 +114,8 @@ COMPILED = {
     "other weights": {"score": "cosine", "weight": "relu", "radius": (0, 2)},
     "a limited search": {"search": scram.Search(reach=(2, 1), random=False, seed=0)},
     "extra keys": {"extra": (torch.ones(2, 2, 3, 8), torch.ones(2, 2, 3, 5)), "scale": 0.2},
+    "routed clusters": {"tail": scram.Clusters(count=4, keys=8, seed=0)},
+    "clusters alone": {"search": None, "tail": scram.Clusters(count=4, keys=8, seed=0)},
 }
 
 
@@ -154,18 +168,18 @@ def test_inductor_equals_eager():
 
 @pytest.mark.slow
 def test_compiled_for_any_size_and_seed():
-    """One graph for all grids and seeds; it draws a new seed at each call where none is given."""
+    """One graph for all grids of several tiles and seeds; it draws a new seed at each call where none is given."""
 
     def attention(q, k, v, search):
-        return scram.attention(q, k, v, search=search, tail=scram.Clusters(count=3))
+        return scram.attention(q, k, v, search=search, tail=scram.Clusters(count=3, keys=4))
 
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
     with graphs_are(1):
-        for n, grid in enumerate([(6, 7), (6, 9), (10, 4)]):
+        for n, grid in enumerate([(6, 9), (10, 7), (12, 10)]):
             tensors, search = leaves(*grid), scram.Search(seed=n, sweeps=0)
             ours = results(lambda *x, s=search: compiled(*x, s), tensors)
             assert_equal(ours, results(lambda *x, s=search: attention(*x, s), tensors))
-        tensors = leaves(5, 6)
+        tensors = leaves(5, 9)
         seeds = [*range(5), 2**62, torch.tensor(7), torch.tensor(8)]
         assert len({compiled(*tensors, scram.Search(sweeps=0, seed=seed)).sum().item() for seed in seeds}) == 8
     drawn = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -285,9 +299,9 @@ def test_seeds_live_on_the_cpu_whatever_the_default_device(device):
     assert_equal([out], [scram.attention(*tensors, search=search, dropout_p=0.5)])
 
 
-def loss(impl):
+def loss(impl, tail="auto"):
     def of(q, k, v):
-        return scram.attention(q, k, v, search=SEARCH, impl=impl).square().sum()
+        return scram.attention(q, k, v, search=SEARCH, tail=tail, impl=impl).square().sum()
 
     return of
 
@@ -301,11 +315,13 @@ def test_func_takes_gradients(impl):
 
 
 @pytest.mark.parametrize("impl", ["numba", "reference"])
-def test_func_maps_over_samples(impl):
+@pytest.mark.parametrize("tail", [None, "auto", scram.Clusters(count=4, keys=6)], ids=["windows", "auto", "clusters"])
+def test_func_maps_over_samples(impl, tail):
     """As calls of their own, gradients too; keys that all samples share are not copied by the caller."""
     q, k, v = (torch.randn(3, *x.shape) for x in leaves(3, 4))
-    each = [func.grad(loss(impl), argnums=(0, 1))(one, k[0], value) for one, value in zip(q, v, strict=True)]
-    mapped = func.vmap(func.grad(loss(impl), argnums=(0, 1)), in_dims=(0, None, 0))(q, k[0], v)
+    of = loss(impl, tail)
+    each = [func.grad(of, argnums=(0, 1))(one, k[0], value) for one, value in zip(q, v, strict=True)]
+    mapped = func.vmap(func.grad(of, argnums=(0, 1)), in_dims=(0, None, 0))(q, k[0], v)
     for n, ours in enumerate(mapped):
         torch.testing.assert_close(ours, torch.stack([grads[n] for grads in each]))
 

@@ -9,11 +9,11 @@ from scram.core.pipeline import execute
 from scram.core.resolve import Request
 
 Q, K, V = torch.randn(3, 1, 2, 12, 13, 8, generator=torch.Generator().manual_seed(0)).unbind()
-SEARCH = scram.Search(seed=3)
+SEARCH = scram.Search(seed=3, start="drawn")
 TAILS = {
     "none": None,
-    "clusters": scram.Clusters(count=9, seed=1),
-    "fitted clusters": scram.Clusters(count=9, fit=16, seed=1),
+    "clusters": scram.Clusters(count=9, keys=0, seed=1),
+    "routed clusters": scram.Clusters(count=9, keys=20, seed=1),
     "drawn keys": scram.DrawnKeys(samples=20, seed=1),
 }
 
@@ -32,7 +32,7 @@ def test_attention_attend_and_estimate_are_one_pipeline(name):
 
 def test_clusters_may_be_made_before_or_inside():
     matches = scram.search(Q, K, search=SEARCH)
-    tail = TAILS["clusters"]
+    tail = TAILS["routed clusters"]
     book = scram.cluster(Q, K, V, clusters=tail)
     assert torch.equal(scram.attend(Q, K, V, matches, tail=book).out, scram.attend(Q, K, V, matches, tail=tail).out)
 
@@ -41,6 +41,7 @@ def test_a_result_holds_what_was_found_and_made():
     result = execute(pipeline.run, Q, K, V, Request(SEARCH, TAILS["clusters"]))
     assert torch.equal(result.matches.index, scram.search(Q, K, search=SEARCH).index)
     assert result.codebook.samples == 9
+    assert result.routes is None  # of no keys one by one
     dense = execute(pipeline.run, Q, K, V, Request())
     assert (dense.matches, dense.codebook, dense.lse) == (None, None, None)
 
@@ -81,8 +82,8 @@ def test_a_request_is_not_changed():
         (lambda: scram.trust(Q, K, None), "v must be a torch.Tensor"),
         (lambda: scram.attend(Q, K, V, None), "matches must be a scram.Matches"),
         (lambda: scram.estimate(Q, K, V, None, method=scram.Snis()), "matches must be a scram.Matches"),
-        (lambda: scram.attention(Q, K, V, search=None), "search must be a scram.Search"),
-        (lambda: scram.explain(Q, K, V, search=None), "search must be a scram.Search"),
+        (lambda: scram.attention(Q, K, V, search=3), "search must be a scram.Search"),
+        (lambda: scram.explain(Q, K, V, search=3), "search must be a scram.Search"),
         (lambda: scram.search(Q, K, search=None), "search must be a scram.Search"),
         (lambda: scram.attention(Q, K, V, return_lse="no"), "return_lse must be True or False"),
         (lambda: scram.attend(Q, K, V, scram.search(Q, K), tail="auto"), "tail must be None or settings"),
@@ -95,7 +96,15 @@ def test_what_is_missing_is_named(call, message):
 
 def test_windows_without_matches_are_refused():
     with pytest.raises(ValueError, match="windows need matches"):
-        execute(pipeline.run, Q, K, V, Request(search=None, tail=scram.Clusters()))
+        execute(pipeline.run, Q, K, V, Request(search=None, tail=scram.DrawnKeys()))
+
+
+def test_clusters_stand_alone():
+    result = execute(pipeline.run, Q, K, V, Request(search=None, tail=TAILS["routed clusters"]))
+    assert result.matches is None
+    assert result.codebook.samples == 9
+    assert torch.equal(result.routes, scram.route(Q, K, result.codebook).bits)
+    assert torch.equal(result.out, scram.attend(Q, K, V, None, tail=result.codebook).out)
 
 
 def test_explain_takes_every_argument_of_attention():

@@ -87,8 +87,8 @@ def test_a_resolved_call_names_radii_and_engines():
     assert resolved.radius == (2, 2)
     assert (resolved.search_engine.name, resolved.engine.name) == ("numba", "reference")  # Numba attends no tiles
     assert resolved.dense  # a small grid
-    assert resolved.tail == scram.Clusters()
-    assert resolved.search == scram.Search()
+    assert resolved.tail == resolving.CLUSTERS["cpu"]
+    assert resolved.search == resolving.SEARCHES["cpu"]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,7 @@ def test_a_resolved_call_names_radii_and_engines():
         ({"keeps_matches": True}, False),
         ({"weight": "relu"}, False),
         ({"search": None, "tail": scram.Clusters()}, False),
+        ({"search": None, "tail": "auto", "impl": "reference"}, True),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import scram
-from scram.core.resolve import default_tail
+from scram.core.resolve import CLUSTERS, SEARCHES, default_search, default_tail
 from scram.core.tails.base import NO_TAIL
 from support.processes import run_python
 
@@ -39,17 +39,17 @@ def test_whatever_is_said_makes_it_search(said):
 def test_a_large_grid_is_searched_with_clusters():
     told = scram.explain(LARGE, LARGE, LARGE)
     assert not told.dense
-    assert told.tail == scram.Clusters()
-    assert told.search == scram.Search()
+    assert told.tail == CLUSTERS["cpu"]
+    assert told.search == SEARCHES["cpu"]
     assert told.scores < told.dense_scores / 50
-    assert "Clusters(count=256" in str(told)
+    assert f"Clusters(count={told.tail.count}, keys={told.tail.keys}" in str(told)
     assert "a search is cheaper" in str(told)
 
 
 def test_the_tail_where_nothing_is_said():
     tails = {
-        ("softmax", False, "dot"): scram.Clusters(),
-        ("softmax", False, "l2"): scram.Clusters(),
+        ("softmax", False, "dot"): CLUSTERS["cpu"],
+        ("softmax", False, "l2"): CLUSTERS["cpu"],
         ("softmax", True, "dot"): scram.DrawnKeys(),
         ("mean", False, "dot"): None,
         ("relu", True, "dot"): None,
@@ -57,7 +57,17 @@ def test_the_tail_where_nothing_is_said():
         ("softmax", True, max): None,
     }
     for call, tail in tails.items():
-        assert default_tail(*call) == (NO_TAIL if tail is None else tail)
+        assert default_tail("cpu", *call) == (NO_TAIL if tail is None else tail)
+
+
+def test_few_sweeps_where_a_search_starts_from_routed_keys():
+    assert default_search("cpu", scram.Clusters(keys=8)) == SEARCHES["cpu"]
+    assert SEARCHES["cpu"].sweeps < scram.Search().sweeps
+    for tail in (scram.Clusters(keys=0), scram.DrawnKeys(), NO_TAIL):
+        assert default_search("cpu", tail) == scram.Search()
+    assert scram.explain(SMALL, SMALL, SMALL, tail=scram.Clusters(keys=8)).search == SEARCHES["cpu"]
+    assert scram.explain(SMALL, SMALL, SMALL, tail=None).search == scram.Search()
+    assert scram.explain(SMALL, SMALL, SMALL, tail=scram.Clusters(keys=8), search=scram.Search()).search.sweeps == 5
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
@@ -77,15 +87,15 @@ def test_under_causal_order_keys_are_drawn_whatever_the_window_and_dropout(windo
 
 def test_a_seed_of_the_search_governs_the_tail():
     search = scram.Search(seed=3)
-    tail = scram.Clusters(count=4)
+    tail = scram.Clusters(count=4, keys=8)
     first, again = (scram.attention(SMALL, SMALL, SMALL, search=search, tail=tail) for _ in range(2))
     assert torch.equal(first, again)
-    other = scram.attention(SMALL, SMALL, SMALL, search=search, tail=scram.Clusters(count=4, seed=9))
+    other = scram.attention(SMALL, SMALL, SMALL, search=search, tail=scram.Clusters(count=4, keys=8, seed=9))
     assert not torch.equal(first, other)
 
 
 def test_a_codebook_as_the_tail():
-    search, tail = scram.Search(seed=3), scram.Clusters(count=4, seed=1)
+    search, tail = scram.Search(seed=3), scram.Clusters(count=4, keys=8, seed=1)
     book = scram.cluster(SMALL, SMALL, SMALL, clusters=tail)
     out = scram.attention(SMALL, SMALL, SMALL, search=search, tail=book)
     assert torch.equal(out, scram.attention(SMALL, SMALL, SMALL, search=search, tail=tail))
@@ -143,18 +153,6 @@ def test_what_torch_cannot_do_is_searched_and_explained():
 def test_what_is_no_tensor_is_refused_in_words():
     with pytest.raises(TypeError, match="q must be"):
         scram.attention(1, SMALL, SMALL)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_a_fit_says_that_it_is_eager():
-    def fitted(q, k, v):
-        return scram.attention(q, k, v, tail=scram.Clusters(count=8, fit=8))
-
-    with pytest.raises(Exception, match=r"pass tail=codebook"):
-        torch.compile(fitted, backend="aot_eager", fullgraph=True)(SMALL, SMALL, SMALL)
-    with pytest.raises(NotImplementedError, match=r"pass tail=codebook"):
-        torch.vmap(fitted, randomness="different")(*[SMALL[None]] * 3)
 
 
 def test_an_unknown_argument_is_explained():

@@ -16,13 +16,17 @@ pytestmark = pytest.mark.slow  # spawns processes
     [((3, 4), (4, 2)), ((0, 4, 1), (3, 0, 5)), ((1, 2, 1, 3), (2, 2, 3, 4))],
     ids=str,
 )
-def test_joint_clusters_are_the_means_of_their_labels(rows, key_rows):
+def test_joint_clusters_are_the_moments_of_their_labels(rows, key_rows):
     on_ranks(len(rows), jobs.gather_of_joint_clusters, rows=rows, key_rows=key_rows)
 
 
 @pytest.mark.parametrize("mask", ["keys", "heads"])
 def test_masks(mask):
     on_ranks(2, jobs.gather_of_joint_clusters, rows=(3, 4), key_rows=(4, 3), mask=mask)
+
+
+def test_without_the_first_order():
+    on_ranks(2, jobs.gather_of_joint_clusters, rows=(3, 4), key_rows=(4, 3), first_order=False)
 
 
 def test_scores():
@@ -34,9 +38,9 @@ def test_small_shards_are_not_joint():
         k = torch.empty(1, 1, 5, 4, 3)
         return are_joint(shards_of(k, keys, size=size, tail=tail or scram.Clusters(count=8)))
 
-    assert joint((2, 3))
-    assert joint((2, 0))
-    assert not joint((2, 1))
+    assert joint((3, 4))
+    assert joint((3, 0))
+    assert not joint((3, 2))  # as many keys as clusters: each would be one of its own
     assert not joint((5,), size=1)
     assert not joint((2, 3), tail=scram.DrawnKeys())
 

@@ -27,6 +27,14 @@ def test_equals_one_process(layout):
         on_ranks(int(layout[0]), jobs.attention, how=how, **LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("how", ["clusters", "clusters alone"])
+@pytest.mark.parametrize("layout", ["2 batch", "2 heads", "4 both"])
+def test_routed_clusters_of_several_tiles(layout, how):
+    for key_heads in (4, 2):
+        common = {"how": how, "grid": (9, 10), "key_heads": key_heads, "impl": "reference"}
+        on_ranks(int(layout[0]), jobs.attention, **LAYOUTS[layout], **common)
+
+
 @pytest.mark.parametrize("mask", ["keys", "heads"])
 def test_masks_and_extra_keys(mask):
     on_ranks(2, jobs.attention, place=["heads"], how="nothing", mask=mask, extra=True)

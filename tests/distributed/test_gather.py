@@ -1,7 +1,9 @@
 """Keys of all ranks come together: given the same matches it is `attend`."""
 
 import pytest
+import torch
 
+import scram
 from support import sharded_jobs as jobs
 from support.sharded import on_ranks
 
@@ -40,3 +42,26 @@ def test_scores_weights_and_ranks():
     on_ranks(2, jobs.gather_equals_attend, rows=(9, 5), key_rows=(4, 8), extents=(), score="l2", tail=True)
     on_ranks(2, jobs.gather_equals_attend, rows=(2, 1), key_rows=(1, 3), extents=(2, 3), score="cosine")
     on_ranks(2, jobs.gather_equals_attend, rows=(2, 1), key_rows=(1, 3), weight="mean")
+
+
+@pytest.mark.parametrize("search", [True, False], ids=["windows", "alone"])
+@pytest.mark.parametrize("tail", ["all keys routed", "one cluster a key"])
+def test_clusters_that_cover_every_key_are_exact_attention(tail, search):
+    """Of all ranks together, where each has more keys than clusters, or of each."""
+    on_ranks(2, jobs.covering_is_exact, rows=(9, 3), key_rows=(2, 5), mode="gather", tail=tail, search=search)
+    rows, key_rows = (3, 0, 2), (0, 4, 3)
+    on_ranks(
+        3, jobs.covering_is_exact, rows=rows, key_rows=key_rows, mode="gather", tail=tail, search=search, mask="heads"
+    )
+
+
+@pytest.mark.parametrize("search", [scram.Search(sweeps=1, seed=0), None], ids=["windows", "alone"])
+def test_clusters_are_as_near_to_exact_attention_as_of_one_process(search):
+    alone, found = (
+        jobs.smooth_error(x)
+        for x in (
+            scram.attention(*jobs.smooth(), search=search, **jobs.SMOOTH),
+            torch.cat(on_ranks(2, jobs.smooth_rows, mode="gather", search=search), 2),
+        )
+    )
+    assert found < 1.1 * alone, (found, alone)

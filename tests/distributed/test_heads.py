@@ -26,7 +26,7 @@ def test_bfloat16():
 @pytest.mark.parametrize(
     ("rows", "heads", "key_heads"), [((5,), 3, 3), ((2, 3), 4, 2), ((3, 0, 2), 3, 3), ((1, 2, 1, 1), 8, 4)], ids=str
 )
-@pytest.mark.parametrize("how", ["clusters", "drawn", "tile", "causal", "no seed"])
+@pytest.mark.parametrize("how", ["clusters", "drawn", "tile", "causal", "no seed", "clusters alone"])
 def test_equals_the_search_of_one_process(rows, heads, key_heads, how):
     """Noise is that of the rows of one process."""
     on_ranks(len(rows), dtensor_jobs.heads_mode, how=how, rows=rows, heads=heads, key_heads=key_heads)

@@ -51,6 +51,45 @@ def test_scores_weights_and_ranks():
     on_ranks(2, jobs.ring_equals_merge, rows=(2, 1), key_rows=(1, 3), weight="mean", tail=None)
 
 
+@pytest.mark.parametrize("change", [{}, {"keys": 0}, {"first_order": False}], ids=["", "no keys", "no slope"])
+def test_clusters_of_several_tiles(change):
+    """A tile attends its share of the keys of a shard one by one, and a search starts from them."""
+    on_ranks(2, jobs.ring_equals_merge, rows=(9, 10), key_rows=(8, 4), extents=(9,), **{"keys": 40, **change})
+
+
+@pytest.mark.parametrize("search", [True, False], ids=["windows", "alone"])
+@pytest.mark.parametrize("tail", ["all keys routed", "one cluster a key"])
+def test_clusters_that_cover_every_key_are_exact_attention(tail, search):
+    on_ranks(2, jobs.covering_is_exact, rows=(9, 3), key_rows=(2, 5), mode="ring", tail=tail, search=search)
+    on_ranks(
+        3,
+        jobs.covering_is_exact,
+        rows=(3, 0, 2),
+        key_rows=(0, 4, 3),
+        mode="ring",
+        tail=tail,
+        search=search,
+        mask="keys",
+    )
+
+
+@pytest.mark.parametrize("mode", ["ring", "gather", "heads"])
+def test_neither_search_nor_tail_is_dense_attention(mode):
+    on_ranks(2, jobs.covering_is_exact, rows=(3, 2), key_rows=(2, 4), mode=mode, tail="no tail", search=False)
+
+
+@pytest.mark.parametrize("search", [scram.Search(sweeps=1, seed=0), None], ids=["windows", "alone"])
+def test_clusters_are_no_further_from_exact_attention_than_of_one_process(search):
+    alone, found = (
+        jobs.smooth_error(x)
+        for x in (
+            scram.attention(*jobs.smooth(), search=search, **jobs.SMOOTH),
+            torch.cat(on_ranks(2, jobs.smooth_rows, mode="ring", search=search), 2),
+        )
+    )
+    assert found < alone, (found, alone)
+
+
 @pytest.mark.parametrize("rows", [(3, 4), (4, 0, 1)], ids=str)
 def test_windows_over_every_key_are_exact_attention(rows):
     on_ranks(len(rows), jobs.ring_of_all_keys_is_exact, rows=rows, key_rows=rows[::-1])

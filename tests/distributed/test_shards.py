@@ -14,9 +14,11 @@ from support.sharded import on_ranks
         ("batch", "all ranks must call with the same batch: rank 1 has 1, rank 0 2"),
         ("grad", "all ranks must call with the same requires_grad of k: rank 1 has 0, rank 0 1"),
         ({"radius": 2}, "all ranks must call with the same settings: rank 1 has other settings"),
-        ({"tail": scram.Clusters(fit=8)}, "fits the queries of one machine"),
+        ({"tail": scram.Clusters(keys=8)}, "all ranks must call with the same settings: rank 1 has other settings"),
+        ({"search": scram.Search(start="routed")}, "needs clusters with keys to start from"),
+        ({"search": None, "tail": scram.DrawnKeys()}, "search=None takes tail=None, clusters or a codebook, got Drawn"),
     ],
-    ids=["batch", "grad", "settings", "fit"],
+    ids=["batch", "grad", "settings", "tail", "start", "alone"],
 )
 def test_ranks_must_agree(change, words):
     said = on_ranks(2, failing_jobs.raised, change=change, who=1)

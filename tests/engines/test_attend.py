@@ -359,7 +359,9 @@ def test_wide_values_in_every_stage(impl):
     extra = (randn(1, 2, 3, 8, seed=3).bfloat16(), randn(1, 2, 3, 3, seed=4))
     window = {"window": "query" if impl == "numba" else "tile"}
     settings = {"search": scram.Search(seed=0), "extra": extra, "impl": impl}
-    for tail in (None, scram.Clusters(count=9, seed=0), scram.DrawnKeys(samples=20, seed=0)):
+    for tail in (None, scram.Clusters(count=9, keys=20, seed=0), scram.DrawnKeys(samples=20, seed=0)):
+        if isinstance(tail, scram.Clusters):
+            window = {}
         ours = scram.attention(q, k, v, tail=tail, **window, **settings)
         wide = scram.attention(
             q.float(), k.float(), v, tail=tail, **window, **{**settings, "extra": (extra[0].float(), extra[1])}

@@ -11,7 +11,7 @@ CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
 
 
 def reasons(name, **request):
-    return dispatch.ENGINES[name].reasons(engines.Request(**{"device": CPU, "dtype": torch.float32, **request}))
+    return dispatch.ENGINES[name].reasons(engines.Needs(**{"device": CPU, "dtype": torch.float32, **request}))
 
 
 def test_reference_runs_everything():

@@ -37,9 +37,9 @@ def test_an_engine_has_every_function_of_the_protocol(impl):
 @pytest.mark.parametrize("impl", dispatch.ENGINES)
 def test_what_an_engine_cannot_do_is_data_beside_it(impl):
     spec = dispatch.ENGINES[impl]
-    request = engines.Request(torch.device(spec.devices[0] if spec.devices else "cpu"), spec.dtypes[0])
+    needs = engines.Needs(torch.device(spec.devices[0] if spec.devices else "cpu"), spec.dtypes[0])
     able = engines.EngineSpec(impl, None, spec.devices, spec.dtypes, spec.windows, most_tile_matches=5)
-    assert able.reasons(request) == []
+    assert able.reasons(needs) == []
     for change, word in (
         ({"device": torch.device("meta")}, "these are on meta"),
         ({"dtype": torch.int8}, "does not take int8"),
@@ -49,5 +49,5 @@ def test_what_an_engine_cannot_do_is_data_beside_it(impl):
     ):
         if "device" in change and spec.devices is None:
             continue
-        (reason,) = able.reasons(request._replace(**change))
+        (reason,) = able.reasons(needs._replace(**change))
         assert word in reason

@@ -117,14 +117,3 @@ def test_part_of_an_estimate(impl, name):
         return part_calls.estimate(q, k, v, matches, **how, shard=shard)
 
     assert compare(estimate, estimate, whole, part)
-
-
-def test_part_of_a_fit():
-    """The queries that are fitted to are those of the whole call."""
-    whole = problem("reference")
-    how = {"search": SEARCH, "tail": scram.Clusters(count=7, fit=8, seed=0), "impl": "reference"}
-    want, _ = answer(scram.attention, whole, **how)
-    part = PARTS["heads"]
-    own = [part_of(x, part, n) for x, n in zip(whole, (1, 2, 2), strict=True)]
-    out, _ = answer(part_calls.attention, own, **how, shard=shard_of(whole[0], part))
-    torch.testing.assert_close(out, want[part])

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,19 @@ class Known:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    search: scram.Search
+    search: scram.Search | None
     clusters: scram.Clusters
     page: scram.Explorer
     path: Path
     scale: float = 1.5
+
+
+def fine(*tensors, **settings):
+    """A page whose features are rounded so little that its figures are those of the library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scram.explorer.contents.FINEST_SCORE", 0.004)
+        patch.setattr("scram.explorer.contents.FINEST_VALUE", 0.001)
+        return scram.explore(*tensors, **settings)
 
 
 @pytest.fixture(scope="session")
@@ -34,15 +42,24 @@ def known(tmp_path_factory):
     noise = torch.Generator().manual_seed(3)
     k = 2 * torch.nn.functional.normalize(torch.randn(1, 2, 20, 26, 16, generator=noise), dim=-1)
     q = k.roll(SHIFT, (2, 3)) + 0.05 * torch.randn(k.shape, generator=noise)
-    v = torch.randn(1, 2, 20, 26, 5, generator=noise)
-    search, clusters = scram.Search(matches=3, separation=1, sweeps=6, seed=1), scram.Clusters(count=16, seed=1)
+    v = torch.randn(1, 2, 20, 26, 5, generator=noise) + k[..., :5]  # so that values go with scores
+    search = scram.Search(matches=3, separation=1, sweeps=4, seed=1)
+    clusters = scram.Clusters(count=48, keys=48, seed=1)
     pictures = torch.rand(2, 20, 26, 3, generator=noise).unbind()
-    page = scram.explore(
-        q, k, v, search=search, tail=clusters, scale=1.5, pictures=pictures, title="Known <b>& shifted", num_queries=64
-    )
+    shown = {"pictures": pictures, "title": "Known <b>& shifted", "num_queries": 64}
+    page = fine(q, k, v, search=search, tail=clusters, scale=1.5, **shown)
     path = tmp_path_factory.mktemp("explorer") / "known.html"
     page.save(path)
     return Known(q, k, v, search, clusters, page, path)
+
+
+@pytest.fixture(scope="session")
+def unsearched(known):
+    """The same without a search: clusters and routed keys alone."""
+    page = fine(known.q, known.k, known.v, search=None, tail=known.clusters, scale=1.5, num_queries=64)
+    path = known.path.with_name("unsearched.html")
+    page.save(path)
+    return replace(known, search=None, page=page, path=path)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import scram
+from scram.core.resolve import CLUSTERS, SEARCHES
 from scram.explorer.api import MOST_POINTS, explore
 from scram.explorer.page import read_back
+from scram.quality.truth import Truth
 
 Q = torch.randn(2, 4, 8, 10, 6, generator=torch.Generator().manual_seed(0))
 K = torch.randn(2, 2, 9, 7, 6, generator=torch.Generator().manual_seed(1))
@@ -21,8 +23,50 @@ def test_the_figures_are_those_of_trust(known):
         assert one["median"] == pytest.approx(float(trusted.tail_median_error.value[0, head]), rel=1e-3)
         assert one["p95"] == pytest.approx(float(trusted.tail_p95_error.value[0, head]), rel=1e-3)
     grown = [sum(one) for one in quality["sweeps"]]
-    assert len(grown) == 7
+    assert len(grown) == 5
     assert grown[-1] > 2 * grown[0]
+
+
+def test_the_share_attended_key_by_key(known, unsearched):
+    """By windows and routes as masks over exact attention, written out."""
+    q, k, v = known.q, known.k, known.v
+    book = scram.cluster(q, k, v, clusters=known.clusters, scale=1.5)
+    chosen = scram.route(q, k, book).chosen
+    matches = scram.search(q, k, search=known.search, codebook=book, scale=1.5)
+    weights = (1.5 * q.flatten(2, 3) @ k.flatten(2, 3).mT).softmax(-1)
+    sampled = Truth.of(q, k, v, num_queries=64, seed=0).queries
+    shares = torch.zeros(2, 2)
+    for head in range(2):
+        label = book.label[0, head].flatten().long()
+        for at in sampled.tolist():
+            row, column = divmod(at, 26)
+            routed = chosen[0, head, row // 8 * 4 + column // 8][label]
+            near = torch.zeros(20, 26, dtype=torch.bool)
+            for found in matches.index[0, head, row, column].tolist():
+                r, c = divmod(found, 26)
+                near[max(r - 1, 0) : r + 2, max(c - 1, 0) : c + 2] = True
+            shares[0, head] += weights[0, head, at][routed | near.flatten()].sum() / len(sampled)
+            shares[1, head] += weights[0, head, at][routed].sum() / len(sampled)
+    assert known.page.numbers["quality"]["attended"] == pytest.approx(float(shares[0].mean()), rel=1e-4)
+    assert unsearched.page.numbers["quality"]["attended"] == pytest.approx(float(shares[1].mean()), rel=1e-4)
+
+
+def test_without_a_search_there_are_no_matches(known, unsearched):
+    about = unsearched.page.numbers
+    assert (about["matches"], about["sweeps"], about["quality"]["mass"], about["quality"]["sweeps"]) == (0, 0, 0, [])
+    assert "routed keys hold" in repr(unsearched.page)
+    assert "windows" not in repr(unsearched.page)
+    out = scram.attention(known.q, known.k, known.v, search=None, tail=known.clusters, scale=1.5)
+    off = Truth.of(known.q, known.k, known.v, scale=1.5, num_queries=64).errors(out)
+    assert about["quality"]["heads"][1]["p95"] == pytest.approx(float(off.p95.value[0, 1]), rel=1e-3)
+
+
+def test_the_default_is_that_of_attention():
+    about = explore(Q, Q, Q, num_queries=8).numbers
+    assert about["sweeps"] == SEARCHES["cpu"].sweeps
+    assert about["matches"] == SEARCHES["cpu"].matches
+    assert about["clusters"] == min(CLUSTERS["cpu"].count, 80)
+    assert about["routed_keys"] == CLUSTERS["cpu"].keys
 
 
 def test_a_page_is_saved_whole_and_prints_itself(known, tmp_path):
@@ -91,6 +135,8 @@ WRONG = {
     },
     "budget must be at least about": {"budget": 50_000},
     "tail must be a scram.Clusters": {"tail": scram.DrawnKeys()},
+    "search=None beside tail='auto' is dense attention; pass tail=scram.Clusters()": {"search": None},
+    "search=None beside tail=None is dense attention": {"search": None, "tail": None},
     "most_points must be": {"most_points": 0},
 }
 

@@ -1,6 +1,7 @@
 """What a page holds can be read back: matches of every sweep, features, clusters; within the bytes it may take."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ def attention(heads=2, key_heads=2, grid=(12, 17), matches=3, sweeps=3):
     noise = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, *grid, 8, generator=noise) for h in (heads, key_heads, key_heads))
     found = [scram.search(q, k, search=scram.Search(matches=matches, sweeps=t, seed=0)) for t in range(sweeps + 1)]
-    book = scram.cluster(q, k, v, clusters=scram.Clusters(count=8, seed=0), scale=1.0)
-    return Attention(q[0].double(), k[0].flatten(1, -2).double(), v[0].flatten(1, -2).double(), found, book, ())
+    book = scram.cluster(q, k, v, clusters=scram.Clusters(count=40, keys=30, seed=0), scale=1.0)
+    routes = scram.route(q, k, book)
+    flat = (x[0].flatten(1, -2).double() for x in (k, v))
+    return Attention(q[0].double(), *flat, found, book, routes, ())
 
 
 def held(given, most=10**6, coarsest=math.inf):
@@ -60,8 +63,43 @@ def test_centers_are_means_of_the_stored_keys():
     step, value_step = made.about["heads"][1]["step"], made.about["heads"][1]["value_step"]
     inside = arrays["label"][1] == 5
     assert inside.sum() == arrays["sizes"][1, 5] > 0
-    np.testing.assert_allclose(arrays["centers1"][5], step * arrays["k1"][:, inside].mean(-1), atol=step)
-    np.testing.assert_allclose(arrays["means1"][5], value_step * arrays["v1"][:, inside].mean(-1), atol=value_step)
+    center = arrays["centers1"][:, 5] * made.about["center_steps"][1]
+    mean = arrays["means1"][:, 5] * made.about["mean_steps"][1]
+    np.testing.assert_allclose(center, step * arrays["k1"][:, inside].mean(-1), atol=step)
+    np.testing.assert_allclose(mean, value_step * arrays["v1"][:, inside].mean(-1), atol=value_step)
+
+
+def test_slopes_and_spreads_in_the_stored_coordinates():
+    given = attention(heads=4)
+    made, arrays = held(given)
+    book, channels = given.codebook, Channels.of(*given[:3])
+    for head, about in enumerate(made.about["heads"]):
+        g = head // 2
+        own = arrays[f"q{head}"].T.astype(float) * about["step"] @ arrays[f"slope{g}"]
+        whole = given.q[head].flatten(0, -2) @ book.slope[0, g].double() @ channels.principal[g].axes
+        assert np.abs(own - whole.numpy()).max() < 0.1 * whole.abs().max()
+        spread = (given.q[head].flatten(0, -2).square() * book.variance[0, g]).sum(-1)
+        stored_root = arrays["spread"][head] * made.about["spread_step"]
+        np.testing.assert_allclose(stored_root, spread.sqrt(), atol=made.about["spread_step"])
+    np.testing.assert_array_equal(arrays["spreads"], book.spreads[0])
+
+
+def test_without_terms_nothing_is_stored_for_them():
+    given = attention()
+    book = replace(given.codebook, slope=None, second_order=False)
+    _, arrays = held(given._replace(codebook=book, routes=None, sweeps=()))
+    assert not {"slope0", "spreads", "routes", "matches"} & set(arrays)
+
+
+def test_routes_come_back_bit_by_bit():
+    given = attention()
+    _, arrays = held(given)
+    chosen = given.routes.chosen[0]  # [H, T, C]
+    assert chosen[..., 33:].any()
+    words = arrays["routes"].reshape(2, 4, -1)
+    for cluster in range(40):
+        shown = words[:, cluster // 16] >> cluster % 16 & 1
+        assert (shown == chosen[..., cluster].numpy()).all()
 
 
 def test_fewer_bytes_are_coarser_and_refused_when_too_coarse():

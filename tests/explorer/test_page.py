@@ -54,7 +54,7 @@ def test_contrast(theme):
     """WCAG AA: 4.5 for text, 3 for the borders of controls and the focus."""
     block = STYLE.split("}")[0 if theme == "light" else 1]
     colors = dict(re.findall(r"--(\w+): (#\w{6})", block))
-    assert set(colors) == {"ground", "raised", "ink", "soft", "line", "accent"}
+    assert set(colors) == {"ground", "raised", "ink", "soft", "line", "accent", "routed"}
     needed = {
         "ink ground": 7,
         "ink raised": 7,
@@ -62,6 +62,7 @@ def test_contrast(theme):
         "soft raised": 4.5,
         "line ground": 3,
         "accent ground": 4.5,
+        "routed ground": 4.5,
     }
     for pair, least in needed.items():
         low, high = sorted(luminance(colors[name]) for name in pair.split())

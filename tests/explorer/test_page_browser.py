@@ -1,6 +1,7 @@
 """The page in Chromium: what it shows is what Python computes, and every control does what it says."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,18 +38,27 @@ def settle(page):
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
-def attended(page, head=0, sweep=6, count=3, factor=1):
+def attended(page, head=0, sweep=4, count=3, factor=1):
     call = f"explorer.model.attend({head}, {INDEX}, {{ sweep: {sweep}, count: {count}, factor: {factor} }})"
     return page.evaluate(
         f"(() => {{ const x = {call}; return {{ ...x, exact: [...x.exact], scram: [...x.scram] }}; }})()"
     )
 
 
+def clustered(known):
+    return scram.cluster(known.q, known.k, known.v, clusters=known.clusters, scale=1.5)
+
+
+def searched(known, **changes):
+    search = replace(known.search, **changes)
+    return scram.search(known.q, known.k, search=search, codebook=clustered(known), scale=1.5)
+
+
 def test_moving_over_a_query_shows_its_match(visit, known):
     page = visit(known.path)
     page.mouse.move(*point(page, "queries", *QUERY))
     settle(page)
-    found = scram.search(known.q, known.k, search=known.search)
+    found = searched(known)
     where = divmod(int(found.index[(0, 0, *QUERY, 0)]), 26)
     assert where == ((QUERY[0] - 3) % 20, (QUERY[1] + 5) % 26)
     assert matches(page)[0][2] == f"{where[0]}, {where[1]}"
@@ -74,7 +84,7 @@ def test_the_browser_reads_what_python_packed(visit, known):
     about, data = read_back(known.page.html)
     arrays = unpacked(about["arrays"], data)
     page = visit(known.path)
-    for name in ("matches", "q1", "k0", "label", "means1"):
+    for name in ("matches", "q1", "k0", "label", "means1", "routes", "spread", "spreads", "slope0"):
         shown = page.evaluate(f"[...explorer.arrays.{name}]")
         assert shown == pytest.approx(arrays[name].ravel().tolist(), abs=1e-6), name
 
@@ -84,8 +94,8 @@ def test_numbers_are_those_of_attend(visit, known):
     page.mouse.move(*point(page, "queries", *QUERY))
     settle(page)
     q, k, v = known.q, known.k, known.v
-    found = scram.search(q, k, search=known.search)
-    book = scram.cluster(q, k, v, clusters=known.clusters, scale=1.5)
+    found = searched(known)
+    book = clustered(known)
     windows = scram.attend(q, k, v, found, scale=1.5)
     joined = scram.attend(q, k, v, found, scale=1.5, tail=book)
     exact = scram.exact_attention(q, k, v, scale=1.5)
@@ -93,12 +103,85 @@ def test_numbers_are_those_of_attend(visit, known):
     held = float((windows.lse[at] - joined.lse[at]).exp())
     assert number(page, "Captured mass") == pytest.approx(float((windows.lse[at] - exact.lse[at]).exp()), abs=0.01)
     assert number(page, "Weight of the windows") == pytest.approx(held, abs=0.01)
-    assert number(page, "Weight of the clusters") == pytest.approx(1 - held, abs=0.01)
+    routed = number(page, "Weight of routed keys")
+    assert routed > 0.01
+    assert number(page, "Weight of the clusters") == pytest.approx(1 - held - routed, abs=0.01)
     error = float((joined.out[at] - exact.out[at]).norm()) / known.page.numbers["rms"][0]
     assert number(page, "Output error") == pytest.approx(error, abs=0.02)
     assert sum(attended(page)["scram"]) == pytest.approx(1, abs=1e-3)
     assert "captured" not in page.locator("#quality").inner_text()
     assert f"{100 * known.page.numbers['quality']['mass']:.1f} %" in page.locator("#quality").inner_text()
+
+
+@pytest.mark.parametrize("search", [True, False])
+@pytest.mark.parametrize("place", [QUERY, (7, 15), (19, 25)])
+def test_attention_in_the_browser_is_that_of_the_library(visit, known, unsearched, search, place):
+    """Weights of routed keys and of centers, and the output: every term of the clusters, in both heads."""
+    page = visit((known if search else unsearched).path)
+    q, k, v = known.q, known.k, known.v
+    book = clustered(known)
+    routes = scram.route(q, k, book)
+    joined = scram.attend(q, k, v, searched(known) if search else None, scale=1.5, tail=book, routes=routes)
+    exact = scram.exact_attention(q, k, v, scale=1.5)
+    for head in range(2):
+        at = (0, head, *place)
+        shown = page.evaluate(
+            f"(() => {{ const x = explorer.model.attend({head}, {place[0] * 26 + place[1]}, {{ sweep: {4 * search}, "
+            "count: 3 }); return { ...x, scram: [...x.scram], kinds: [...x.kinds] }; })()"
+        )
+        label = book.label[0, head].flatten().long()
+        routed = routes.chosen[0, head, place[0] // 8 * 4 + place[1] // 8][label]
+        kinds = torch.tensor(shown["kinds"])
+        assert ((kinds == 2) == routed & (kinds != 1)).all()
+        assert shown["routedKeys"] == int(routed.sum())
+        assert shown["routedClusters"] == len(label[routed].unique())
+        assert (kinds == 1).any() == search
+        # A center's share, from the library's normalizer.
+        query = q[at]
+        spread = 1.5**2 * float((query.square() * book.variance[0, head]).sum())
+        raised = (spread * book.spreads[0, head]).clamp(max=2) / 2
+        each = (1.5 * book.centers[0, head] @ query + raised - joined.lse[at]).exp()
+        own = (1.5 * k[0, head].flatten(0, 1) @ query - joined.lse[at]).exp()
+        wanted = torch.where(kinds > 0, own, each[label])
+        assert float(wanted.sum()) == pytest.approx(1, abs=1e-4)
+        assert 0.5 * float((torch.tensor(shown["scram"]) - wanted).abs().sum()) < 0.003
+        error = float((joined.out[at] - exact.out[at]).norm()) / known.page.numbers["rms"][head]
+        assert shown["error"] == pytest.approx(error, abs=0.006)
+
+
+def test_routed_keys_have_a_color_counts_and_a_legend(visit, known):
+    page = visit(known.path, f"#query={INDEX}&held=true&clusters=false")
+
+    def colored():
+        at = "explorer.panes.keys.weights.image.data"
+        shown = torch.tensor(page.evaluate(f"[...{at}]")).reshape(-1, 4)
+        return (shown[:, :3] == torch.tensor([216, 27, 114])).all(-1)
+
+    chosen = scram.route(known.q, known.k, clustered(known)).chosen[0, 0, QUERY[0] // 8 * 4 + QUERY[1] // 8]
+    kinds = torch.tensor(page.evaluate("[...explorer.found.kinds]"))
+    assert ((kinds == 2) == colored()).all()
+    keys = int(chosen[clustered(known).label[0, 0].flatten().long()].sum())
+    legend = page.locator("#kinds [data-kind=routed]")
+    assert legend.inner_text() == f"Routed: {keys} keys of {int(chosen.sum())} clusters"
+    assert page.locator("dt:text-is('Routed keys, clusters') + dd").inner_text() == f"{keys}, {int(chosen.sum())}"
+    page.get_by_role("checkbox", name="mark routed keys").uncheck()
+    settle(page)
+    assert not colored().any()
+    assert legend.is_hidden()
+    tile = page.evaluate("explorer.model.tileFrame(explorer.state.query)")
+    assert tile == {"top": 8, "left": 8, "bottom": 16, "right": 16}
+
+
+def test_a_page_without_a_search(visit, unsearched):
+    page = visit(unsearched.path, f"#query={INDEX}&sweep=3&count=2&ground=places")
+    assert page.locator("#matches").is_hidden()
+    for name in ("count", "sweep"):
+        assert page.locator(f"[data-for={name}]").is_hidden()
+    assert page.locator("dt:text-is('Captured mass')").count() == 0
+    assert "window" not in page.locator("#quality").inner_text()
+    assert number(page, "Weight of routed keys") + number(page, "Weight of the clusters") == pytest.approx(1, abs=0.002)
+    page.wait_for_timeout(400)
+    assert "routed keys hold" in page.locator("#live").inner_text()
 
 
 def test_controls_change_what_is_shown(visit, known):
@@ -111,7 +194,7 @@ def test_controls_change_what_is_shown(visit, known):
     assert "1 of 3" in page.locator("[data-for=count] output").inner_text()
     page.locator("input[name=sweep]").press("Home")
     settle(page)
-    start = scram.search(known.q, known.k, search=scram.Search(matches=3, separation=1, sweeps=0, seed=1))
+    start = searched(known, sweeps=0)
     row, column = divmod(int(start.index[(0, 0, *QUERY, 0)]), 26)
     assert matches(page)[0][2] == f"{row}, {column}"
     before = number(page, "Captured mass")
@@ -152,7 +235,7 @@ def test_an_address_opens_the_same_view(visit, known):
     page.locator("#keys").press("+")
     page.wait_for_timeout(450)
     state, address = page.evaluate("explorer.state"), page.evaluate("location.hash")
-    assert (state["query"], state["sweep"], state["view"]) == (4 * 26 + 19, 5, "exact")
+    assert (state["query"], state["sweep"], state["view"]) == (4 * 26 + 19, 3, "exact")
     again = visit(known.path, address)
     assert again.evaluate("explorer.state") == state
     assert again.evaluate("explorer.panes.keys.view.zoom") == 2
@@ -177,6 +260,7 @@ def test_the_keyboard_reaches_everything(visit, known):
         "keys",
         "view",
         "clusters",
+        "routed",
         "head",
         "count",
         "sweep",
@@ -296,6 +380,8 @@ def test_one_pane_with_thinned_queries(visit, tmp_path):
     settle(page)
     query = (4 // stride) * about["queries"]["grid"][1] + 6 // stride
     assert page.evaluate("explorer.state.query") == query
+    last = page.evaluate("explorer.model.tile(explorer.model.points - 1)")
+    assert last == [(side - 1) // stride * stride // 8] * 2
     place = ", ".join(str(x // stride * stride) for x in (4, 6))
     assert page.locator("dt:text-is('Place (row, column)') + dd").inner_text() == place
     assert "query of each axis can be chosen" in page.locator("#note-list").text_content()

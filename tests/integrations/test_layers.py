@@ -97,13 +97,13 @@ def test_hooks_keep_no_module_alive():
 def test_a_line_for_each_layer():
     q = torch.randn(1, 1, 16, 16, 8)
     layers = [
-        Layer("first", (16, 16), 1, scram.tune(q, q, q), searched=3, dense=7, left_alone=5),
+        Layer("first", (16, 16), 1, scram.tune(q, q, q), searched=3, clustered=4, dense=7, left_alone=5),
         Layer("second", (4, 4), 0, why_not="why"),
         Layer("third", (), 0, why_not="text", left_alone=2),
     ]
     lines = table(layers, 0.05).splitlines()
-    assert lines[0].split()[-4:] == ["searched", "dense", "to", "torch"]
-    assert lines[1].split()[-3:] == ["3", "7", "5"]
+    assert lines[0].split()[-5:] == ["searched", "clustered", "dense", "to", "torch"]
+    assert lines[1].split()[-4:] == ["3", "4", "7", "5"]
     assert lines[1].startswith("first   1 + 16 x 16  dense attention")
     assert lines[2].split("  ")[0] == "second"
     assert "default settings: why" in lines[2]

@@ -5,6 +5,7 @@ import copy
 import math
 import pickle
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import scram
 from scram.integrations import sdpa
+from scram.quality.plan import Setting
 from support.budgets import Model, picture, planned, tokens
 from support.compiling import graphs_are
 
@@ -141,14 +143,13 @@ def test_how_a_call_is_tuned(tuned):
     with scram.patch_sdpa(grid=(8, 8), prefix=1, error=0.1, radius=2, window="tile", impl="reference"):
         Calling().eval()(q, q, q, is_causal=True, scale=0.3)
     how = tuned[0][1]
-    assert {name: how[name] for name in ("radius", "window", "impl", "causal", "scale", "key_mask", "fit")} == {
+    assert {name: how[name] for name in ("radius", "window", "impl", "causal", "scale", "key_mask")} == {
         "radius": (2, 2),
         "window": "tile",
         "impl": "reference",
         "causal": True,
         "scale": 0.3,
         "key_mask": None,
-        "fit": False,
     }
     assert (how["extra"][0] == q[:, :, :1]).all()
 
@@ -304,6 +305,40 @@ def test_searched_dense_and_left_to_torch_are_counted_apart(monkeypatch, how):
     assert lines[0] == "5 calls of scaled_dot_product_attention: 0 searched, 4 dense, 1 left to torch"
     assert lines[1] == "  4 x q [1, 2, 64, 8]: dense"
     assert [(one.searched, one.dense, one.left_alone) for one in report.layers.values()] == [(0, 4, 1)] * bool(how)
+
+
+def test_clusters_without_a_search_are_counted_as_such(monkeypatch):
+    q, module = torch.randn(1, 2, 64, 8), Calling().eval()
+    clusters = scram.Clusters(count=8, keys=16, seed=0)
+    grid = q.reshape(1, 2, 8, 8, 8)
+    want = scram.attention(grid, grid, grid, search=None, tail=clusters).flatten(2, 3)
+    with scram.patch_sdpa(grid=(8, 8), search=None, tail=clusters) as report:
+        torch.testing.assert_close(module(q, q, q), want)
+    assert (report.searched, report.clustered, report.dense, report.left_alone) == (0, 1, 0, 0)
+    assert str(report).splitlines() == [
+        "1 calls of scaled_dot_product_attention: 0 searched, 1 clustered, 0 dense, 0 left to torch",
+        "  1 x q [1, 2, 64, 8]: clustered",
+    ]
+
+    def tune(*given, **how):
+        plan = planned()[0](*given, **how)
+        return replace(plan, rungs=(replace(plan.rungs[0], setting=Setting(None, clusters)), plan.rungs[1]))
+
+    monkeypatch.setattr(sdpa, "tune", tune)
+    with scram.patch_sdpa(grid=(8, 8), error=0.1) as report:
+        torch.testing.assert_close(module(q, q, q), want)
+    layer = report.layers["Calling"]
+    assert (layer.searched, layer.clustered, layer.dense, layer.calls) == (0, 1, 0, 1)
+    assert "no search, 8 clusters + 16 keys" in str(report)
+
+
+@pytest.mark.parametrize("tail", ["auto", None])
+def test_without_a_search_other_tails_are_counted_as_dense(tail):
+    q = torch.randn(1, 2, 64, 8)
+    with scram.patch_sdpa(grid=(8, 8), search=None, tail=tail) as report:
+        out = F.scaled_dot_product_attention(q, q, q)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
+    assert (report.searched, report.clustered, report.dense) == (0, 0, 1)
 
 
 def test_a_layer_that_is_left_to_torch_has_its_line(tuned):

@@ -146,7 +146,7 @@ def test_threads_share_a_module():
 @pytest.mark.slow
 def test_compiled_training_step():
     layer = GridAttention(12, 3, dropout=0.0, search=scram.Search(seed=0, sweeps=2))
-    x = grids(4, 7)
+    x = grids(11, 17)  # several tiles: one graph for all such grids
     with graphs_are(1):
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
         results = []
@@ -156,7 +156,7 @@ def test_compiled_training_step():
             results[-1].square().sum().backward()
             results.append(layer.in_proj_weight.grad.clone())
         torch.testing.assert_close(results[:2], results[2:])
-        compiled(grids(9, 6))
+        compiled(grids(9, 20))
 
 
 def test_values_of_their_own():
@@ -176,12 +176,12 @@ def test_reading_is_not_causal():
 
 @pytest.mark.slow
 def test_export():
-    """For any size; an exported program keeps no matches."""
-    layer, x = GridAttention(12, 3, search=scram.Search(seed=0), keep_matches=True).eval(), grids(4, 5)
-    free = {n: torch.export.Dim(name) for n, name in enumerate(("batch", "height", "width"))}
+    """For any size of several tiles; an exported program keeps no matches."""
+    layer, x = GridAttention(12, 3, search=scram.Search(seed=0), keep_matches=True).eval(), grids(12, 17)
+    free = {n: torch.export.Dim(name, min=1 + 8 * (n > 0)) for n, name in enumerate(("batch", "height", "width"))}
     program = torch.export.export(layer, (x,), dynamic_shapes=(free,)).module()
     assert layer.matches is None
-    for given in (x, grids(6, 9), grids(6, 9)[:1].repeat(5, 1, 1, 1)):
+    for given in (x, grids(9, 20), grids(9, 20)[:1].repeat(5, 1, 1, 1)):
         torch.testing.assert_close(program(given), layer(given))
         layer.reset()
 

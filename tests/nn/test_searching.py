@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import scram
+from scram.core.pipeline import execute
 from scram.nn import GridAttention, NonLocalBlock
 from support.compiling import graphs_are
 
@@ -95,7 +96,7 @@ def test_kept_matches_compile():
 
 
 def test_warm_matches_are_taken_from_the_caller():
-    layer = GridAttention(12, 3, search=scram.Search(sweeps=0), radius=0).eval()
+    layer = GridAttention(12, 3, search=scram.Search(sweeps=0), radius=0, tail=None).eval()
     x = grids(4, 5)
     index = torch.randint(20, (2, 3, 4, 5, 1), dtype=torch.int32)
     warm = scram.Matches(index, torch.zeros(index.shape), (4, 5))
@@ -117,6 +118,49 @@ def test_copies_and_files():
         other.reset()
         assert (other(x) == want).all()
     assert not any("kept" in name for name in layer.state_dict())
+
+
+def test_clusters_stand_alone_without_a_search():
+    x = grids(9, 10)
+    tail = scram.Clusters(count=8, keys=12, seed=0)
+    layer = GridAttention(12, 3, search=None, tail=tail, keep_matches=True).eval()
+    dense = GridAttention(12, 3, search=None)
+    dense.load_state_dict(layer.state_dict())
+    q, k, v = layer._project(x, x, x)
+    want = layer._join(scram.attention(q, k, v, search=None, tail=tail))
+    torch.testing.assert_close(layer(x), want)
+    assert not torch.allclose(want, dense(x), atol=1e-3)
+    assert "search=None, tail=Clusters(count=8" in repr(layer)
+
+
+def test_clusters_without_a_search_are_kept(monkeypatch):
+    layer = GridAttention(12, 3, search=None, tail=scram.Clusters(count=8, keys=12, seed=0), keep_matches=True)
+    x = grids(9, 10)
+    layer(x)
+    assert layer.codebook is None  # in training
+    layer.eval()(x)
+    first = layer.codebook
+    assert first.centers.shape == (2, 3, 8, 4)
+    assert layer.matches is None
+    warm = []
+    monkeypatch.setattr(
+        scram.nn.searching, "execute", lambda *given: warm.append(given[-1].warm_codebook) or execute(*given)
+    )
+    layer(x)
+    assert warm == [first]
+    layer.reset()
+    assert layer.codebook is None
+
+
+@pytest.mark.parametrize("tail", ["auto", None])
+def test_without_a_search_other_tails_are_dense(tail):
+    layer = GridAttention(12, 3, search=None, tail=tail, keep_matches=True).eval()
+    x = grids(4, 5)
+    q, k, v = layer._project(x, x, x)
+    torch.testing.assert_close(layer(x), layer._join(scram.exact_attention(q, k, v).out))
+    assert layer.codebook is None
+    with pytest.raises(ValueError, match="a tail starts from matches"):
+        GridAttention(12, 3, search=None, tail=scram.DrawnKeys())
 
 
 def test_modules_print_themselves():

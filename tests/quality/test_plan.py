@@ -15,9 +15,9 @@ from support.trusting import coherent, diffuse
 SEARCH = scram.Search(matches=2, sweeps=3, seed=0)
 SETTINGS = {
     "windows": Setting(SEARCH),
-    "clusters": Setting(SEARCH, scram.Clusters(count=32), (0, 2)),
+    "clusters": Setting(SEARCH, scram.Clusters(count=32, keys=64, seed=0), (0, 2)),
     "drawn": Setting(SEARCH, scram.DrawnKeys(samples=32, stratified=True)),
-    "fitted": Setting(SEARCH, scram.Clusters(count=32, fit=16)),
+    "without a search": Setting(None, scram.Clusters(count=32, keys=16, seed=0)),
     "limited": Setting(scram.Search(reach=(2, 1), random=False, seed=0)),
     "dense": Setting(),
 }
@@ -27,7 +27,7 @@ def plan(setting=SETTINGS["windows"], error=0.1, **how):
     dense = Rung(Setting(), 256, 0.02, (0.0, 0.0, 0.0), 0.0, True)
     rungs = (Rung(setting, 30, 0.01, (0.05, 0.04, float("inf")), 0.2, True), dense)
     fields = {"causal": False, "scale": None, "score": "dot", "impl": "auto", **how}
-    chosen = 1 if setting.search is None else 0
+    chosen = int(setting.dense)
     return scram.Plan(
         error=error,
         rungs=rungs,
@@ -255,13 +255,13 @@ def test_reasons():
     dense = Rung(Setting(), 256, 0.02, (0.0, 0.0, 0.0), 0.0, True)
     far = Rung(SETTINGS["clusters"], 30, 0.01, (0.5, 0.4, 0.6), 0.2, False)
     slow = Rung(SETTINGS["clusters"], 30, 0.03, (0.05, 0.04, 0.06), 0.2, True)
-    skipped = Rung(SETTINGS["fitted"], 30, note="not tried: 3 ms or more")
+    skipped = Rung(SETTINGS["without a search"], 30, note="not tried: 3 ms or more")
     fast = plan()
     assert "1 match" not in fast.reason
     assert "2 matches, windows only: 95 % of the queries are at most inf off in every head, 2.0 times" in fast.reason
     for rungs, words in (
-        ((far, dense), "nothing that could be faster kept 0.1; 2 matches, 32 clusters: 0.6"),
-        ((slow, dense), "2 matches, 32 clusters keeps the budget, but is no faster"),
+        ((far, dense), "nothing that could be faster kept 0.1; 2 matches, 32 clusters + 64 keys: 0.6"),
+        ((slow, dense), "2 matches, 32 clusters + 64 keys keeps the budget, but is no faster"),
         ((skipped, dense), "nothing else could be faster"),
     ):
         made = replace(plan(), rungs=rungs, chosen=1)

@@ -29,7 +29,8 @@ CASES = {
 def test_all_queries_give_what_the_measures_give(name):
     how = {"search": SEARCH, "radius": 1, **CASES[name]}
     q, k, v = torch.randn(2, 4, 8, 10, 6), torch.randn(2, 2, 8, 10, 6), torch.randn(2, 2, 8, 10, 5)
-    found = scram.trust(q, k, v, **how)
+    cold = {} if "causal" in how else {"tail": scram.Clusters(count=8, keys=0)}  # no routed keys to start from
+    found = scram.trust(q, k, v, **how, **cold)
     same = {name: how[name] for name in ("causal", "key_mask", "score") if name in how}
     matches = scram.search(q, k, search=how["search"], **same)
     attended = scram.attend(q, k, v, matches, radius=how["radius"], scale=how.get("scale"), **same)
@@ -49,16 +50,19 @@ def test_all_queries_give_what_the_measures_give(name):
 
 TAILS = {
     "auto": {},
-    "few": {"tail": scram.Clusters(count=9)},
-    "own seed": {"tail": scram.Clusters(count=32, seed=7), "search": scram.Search(matches=3, separation=2, seed=0)},
-    "fit": {"tail": scram.Clusters(count=24, fit=64), "radius": 2},
-    "mask": {"tail": scram.Clusters(count=32), "key_mask": torch.arange(24 * 24).reshape(1, 24, 24) % 3 > 0},
+    "few": {"tail": scram.Clusters(count=9, keys=0)},
+    "own seed": {
+        "tail": scram.Clusters(count=32, keys=64, seed=7),
+        "search": scram.Search(matches=3, separation=2, seed=0),
+    },
+    "few keys": {"tail": scram.Clusters(count=24, keys=64), "radius": 2},
+    "mask": {"tail": scram.Clusters(count=32, keys=64), "key_mask": torch.arange(24 * 24).reshape(1, 24, 24) % 3 > 0},
     "mask of each head": {
-        "tail": scram.Clusters(count=32),
+        "tail": scram.Clusters(count=32, keys=64),
         "key_mask": torch.arange(4 * 24 * 24).reshape(1, 4, 24, 24) % 5 > 1,
     },
-    "cosine": {"tail": scram.Clusters(count=32), "score": "cosine", "scale": 4.0},
-    "l2": {"tail": scram.Clusters(count=32), "score": "l2", "scale": 0.05, "radius": (0, 2)},
+    "cosine": {"tail": scram.Clusters(count=32, keys=64), "score": "cosine", "scale": 4.0},
+    "l2": {"tail": scram.Clusters(count=32, keys=64), "score": "l2", "scale": 0.05, "radius": (0, 2)},
     "all keys": {"tail": scram.Clusters(count=576)},
 }
 
@@ -80,15 +84,13 @@ def test_the_error_with_clusters_is_that_of_attention(name, sample):
     torch.testing.assert_close(found.tail_p95_error.value, error.quantile(0.95, -1), **close)
     torch.testing.assert_close(found.tail_l2_error, off.norm(dim=-1) / size.norm(dim=-1), **close)
     assert (found.tail_l2_error < found.l2_error).all()
-    assert (found.tail_l2_error > 1e-4).all() == (name != "all keys")
+    assert (found.tail_l2_error > 1e-4).all() == (name not in ("all keys", "auto"))  # of 576
 
 
 def test_a_codebook_is_used_as_it_is():
     q, k, v = diffuse()
     matches, extra = scram.search(q, k, search=SEARCH), (torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 16))
-    old = scram.cluster(
-        q, k.roll(1, 2), v, clusters=scram.Clusters(count=16, fit=32, seed=0), matches=matches, radius=1
-    )
+    old = scram.cluster(q, k.roll(1, 2), v, clusters=scram.Clusters(count=16, keys=32, seed=0))
     found = scram.trust(q, k, v, tail=old, matches=matches, extra=extra)
     out = scram.attend(q, k, v, matches, tail=old, extra=extra).out
     exact = scram.merge(scram.exact_attention(q, k, v), _off_grid(q, extra, 2)).out
@@ -168,9 +170,9 @@ def test_masked_keys_are_as_if_they_were_not_there():
     fewer = scram.search(q, k[:, :, :9], search=SEARCH)
     same = scram.Matches(fewer.index, fewer.score, (16,))
     k[:, :, 9:], v[:, :, 9:] = torch.nan, torch.nan
-    book = scram.cluster(q, k[:, :, :9], v[:, :, :9], clusters=scram.Clusters(count=3, seed=0))
+    book = scram.cluster(q, k[:, :, :9], v[:, :, :9], clusters=scram.Clusters(count=3, keys=0, seed=0))
     label = torch.cat([book.label, torch.full((1, 1, 7), -1, dtype=torch.int32)], -1)
-    tails = (replace(book, label=label, key_mask=mask), book), (None, None)
+    tails = (replace(book, label=label, order=None, key_mask=mask), book), (None, None)
     for of_all, of_fewer in tails:
         masked = scram.trust(q, k, v, key_mask=mask, matches=same, tail=of_all)
         gone = scram.trust(q, k[:, :, :9], v[:, :, :9], matches=fewer, tail=of_fewer)

@@ -23,8 +23,10 @@ def test_diffuse_is_for_the_tail():
     assert found.verdicts == [["tail"] * 4]
     off = 100 * float(found.tail_p95_error.value.max())
     assert "use the tail: in the worst head 95 % of the queries are at most" in found.reason
-    assert f"off with the windows alone, {off:.1f} % with 256 clusters" in str(found)
-    assert found.code == "scram.attention(q, k, v, search=scram.Search(seed=0), tail=scram.Clusters())"
+    assert f"off with the windows alone, {off:.1f} % with 384 clusters + 768 keys" in str(found)
+    assert (
+        found.code == "scram.attention(q, k, v, search=scram.Search(seed=0), tail=scram.Clusters(count=384, keys=768))"
+    )
     head = str(found).splitlines()[2]
     for interval in (found.median_error, found.tail_median_error, found.tail_p95_error):
         value, low, high = (float(x[0, 0]) for x in interval)
@@ -104,7 +106,8 @@ def test_a_small_grid_stays_dense():
 def test_the_worst_head_decides():
     q, k, v = coherent(sharpness=25, noise=0.05)
     heads = [torch.cat([x, y], 1) for x, y in ((q, q / 20), (k, k), (v, v))]
-    found = scram.trust(*heads, search=scram.Search(seed=0, sweeps=12), scale=1.0)
+    search = scram.Search(seed=0, sweeps=12)
+    found = scram.trust(*heads, search=search, tail=scram.Clusters(count=128, keys=128), scale=1.0)
     assert found.verdicts[0][0] == "sparse"
     assert found.verdict == found.verdicts[0][1] != "sparse"
     assert "1 of 2 heads" in found.reason

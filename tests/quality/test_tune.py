@@ -7,17 +7,23 @@ import pytest
 import torch
 
 import scram
-from scram.core.resolve import Resolved
+from scram.core.resolve import SEARCHES, Resolved
 from scram.core.statistics import Interval, ranks, shared
 from scram.core.tails.base import NO_TAIL
 from scram.quality import baseline
 from scram.quality.plan import Setting
 from scram.quality.timing import Believed
 from scram.quality.truth import Errors
-from scram.quality.tune import COUNTS, NUM_QUERIES, Work, ladder
+from scram.quality.tune import NUM_QUERIES, TAILS, Work, ladder
 from support.trusting import coherent, diffuse
 
-FIT = scram.Clusters.tuned_fit
+FEW = SEARCHES["cpu"].sweeps
+WINDOWS = Work(1, scram.Search().sweeps, 0, 0)
+SMALL = Work(0, 0, *TAILS[0])
+MIDDLE = Work(0, 0, *TAILS[1])
+LARGE = Work(0, 0, *TAILS[2])
+SEARCHED = Work(1, FEW, *TAILS[1])
+SEARCHED_LARGE = Work(1, FEW, *TAILS[2])
 tuning = sys.modules["scram.quality.tune"]  # scram.tune is the function
 
 
@@ -28,7 +34,7 @@ class Clock:
         self.dense, self.runs = dense, []
 
     def seconds(self, work):
-        return 1 + 2 * work.matches + 0.01 * work.tail + work.fit
+        return 1 + 2 * work.matches + 0.01 * (work.tail + work.keys)
 
     def __call__(self, call, device, limit=math.inf):
         resolved = call.args[0]
@@ -73,13 +79,15 @@ def test_the_budget_is_kept(case, error, clock):
     assert plan.queries == 1600
 
 
-def test_where_windows_suffice_nothing_else_is_tried(clock):
+def test_where_windows_suffice_nothing_slower_is_tried(clock):
     q, k, v = coherent(sharpness=25, noise=0.02)
     plan = scram.tune(q, k, v, scale=1.0)
     assert plan.setting == Setting(scram.Search(seed=0))
-    assert clock.runs == ["dense", Work(1, 0, 0)] * 2  # the second time because it is chosen
-    assert [rung.seconds for rung in plan.rungs] == [3.0, *[None] * (len(plan.rungs) - 2), 100.0]
-    assert all(rung.note.startswith("not tried: ") for rung in plan.rungs[1:-1])
+    # No search may be faster than windows, few clusters are not; then what is chosen once more.
+    assert clock.runs == ["dense", WINDOWS, SMALL, "dense", WINDOWS]
+    few = 1 + 0.01 * sum(TAILS[0])
+    assert [rung.seconds for rung in plan.rungs] == [3.0, few, *[None] * (len(plan.rungs) - 3), 100.0]
+    assert all(rung.note.startswith("not tried: ") for rung in plan.rungs[2:-1])
     assert plan.code == "scram.attention(q, k, v, search=scram.Search(seed=0), tail=None, scale=1.0)"
     assert plan.speedup == pytest.approx(100 / 3)
 
@@ -87,11 +95,11 @@ def test_where_windows_suffice_nothing_else_is_tried(clock):
 def test_where_nothing_can_be_faster_it_is_dense(clock):
     clock.dense = 3.5  # 1.3 times faster than that is less than any setting takes
     plan = scram.tune(*diffuse(), error=1e9)
-    assert plan.setting.search is not None  # the first is tried, since nothing is known of it
+    assert not plan.dense  # the first is tried, since nothing is known of it
     clock.dense, clock.runs = 2.0, []
     plan = scram.tune(*diffuse(), error=1e-6)
     assert plan.dense
-    assert clock.runs == ["dense", Work(1, 0, 0)]
+    assert clock.runs == ["dense", WINDOWS, SMALL]
     assert "dense attention: nothing that could be faster kept 1e-06" in str(plan)
 
 
@@ -136,19 +144,17 @@ def climbed(clock, monkeypatch, table, error=0.05, dense=1000.0):
 
 
 USUAL = {
-    Work(1, 0, 0): (10.0, 0.9),
-    Work(1, 64, 0): (20.0, 0.2),
-    Work(1, 256, 0): (30.0, 0.1),
-    Work(1, 1024, 0): (60.0, 0.06),
-    Work(4, 256, 0): (50.0, 0.07),
-    Work(4, 1024, 0): (80.0, 0.04),
-    Work(1, 256, 256): (700.0, 0.03),
-    Work(4, 256, 256): (800.0, 0.02),
+    WINDOWS: (10.0, 0.9),
+    SMALL: (20.0, 0.2),
+    MIDDLE: (30.0, 0.1),
+    LARGE: (60.0, 0.06),
+    SEARCHED: (50.0, 0.07),
+    SEARCHED_LARGE: (80.0, 0.04),
 }
 
 
 def test_the_ladder_is_climbed_until_a_rung_keeps_the_budget(clock, monkeypatch):
-    for error, chosen in ((1.0, (1, 0, 0)), (0.2, (1, 64, 0)), (0.1, (1, 256, 0)), (0.05, (4, 1024, 0))):
+    for error, chosen in ((1.0, WINDOWS), (0.2, SMALL), (0.1, MIDDLE), (0.05, SEARCHED_LARGE)):
         plan = climbed(clock, monkeypatch, USUAL, error)
         assert Work.of(plan.setting) == chosen
         assert clock.runs[-1] == chosen
@@ -157,41 +163,32 @@ def test_the_ladder_is_climbed_until_a_rung_keeps_the_budget(clock, monkeypatch)
 
 
 def test_the_fastest_is_chosen_even_if_it_comes_late(clock, monkeypatch):
-    """Many clusters are slow here, more matches are cheap, and both keep the budget."""
-    table = {**USUAL, Work(1, 1024, 0): (90.0, 0.04), Work(4, 256, 0): (35.0, 0.04)}
+    """Many clusters are slow here, a search is cheap, and both keep the budget."""
+    table = {**USUAL, LARGE: (90.0, 0.04), SEARCHED: (35.0, 0.04)}
     plan = climbed(clock, monkeypatch, table)
-    assert Work.of(plan.setting) == (4, 256, 0)
-    assert Work(1, 1024, 0) in clock.runs
-    assert Work(4, 1024, 0) not in clock.runs
-    slow = {**table, Work(4, 256, 0): (95.0, 0.04)}
-    assert Work.of(climbed(clock, monkeypatch, slow).setting) == (1, 1024, 0)
-
-
-def test_fits_are_tried_where_dense_attention_is_slow_enough(clock, monkeypatch):
-    """48 x 48 queries: a fit takes as long as dense attention of 25 x 512 of them, at least."""
-    table = {**USUAL, Work(4, 1024, 0): (80.0, 0.06)}
-    assert climbed(clock, monkeypatch, table).dense
-    monkeypatch.setattr(tuning, "FIT_QUERIES", 0.1)
-    plan = climbed(clock, monkeypatch, table)
-    assert Work.of(plan.setting) == (1, 256, 256)
+    assert Work.of(plan.setting) == SEARCHED
+    assert LARGE in clock.runs
+    assert SEARCHED_LARGE not in clock.runs
+    slow = {**table, SEARCHED: (95.0, 0.04)}
+    assert Work.of(climbed(clock, monkeypatch, slow).setting) == LARGE
 
 
 def test_a_slow_run_of_a_cheap_rung_does_not_hide_the_others(clock, monkeypatch):
     """Something else ran while the first was timed: what does more and took less shows it."""
-    table = {**USUAL, Work(1, 64, 0): (58.0, 0.2), Work(1, 1024, 0): (60.0, 0.04), Work(4, 256, 0): (31.0, 0.04)}
-    assert Work.of(climbed(clock, monkeypatch, table).setting) == (4, 256, 0)
+    table = {**USUAL, SMALL: (58.0, 0.2), LARGE: (60.0, 0.04), SEARCHED: (31.0, 0.04)}
+    assert Work.of(climbed(clock, monkeypatch, table).setting) == SEARCHED
 
 
 def test_what_is_chosen_is_timed_again_and_so_is_dense_attention(clock, monkeypatch):
     """Something else ran while dense attention was timed at first: nothing is 16 times faster than it."""
     monkeypatch.setattr(Clock, "dense_again", 63.0)
-    plan = climbed(clock, monkeypatch, {**USUAL, Work(1, 1024, 0): (60.0, 0.04)})
+    plan = climbed(clock, monkeypatch, {**USUAL, LARGE: (60.0, 0.04)})
     assert plan.dense
     assert plan.rungs[-1].seconds == 63.0
-    assert clock.runs[-2:] == ["dense", Work(1, 1024, 0)]
+    assert clock.runs[-2:] == ["dense", LARGE]
     monkeypatch.setattr(Clock, "dense_again", 90.0)
-    plan = climbed(clock, monkeypatch, {**USUAL, Work(1, 1024, 0): (60.0, 0.04)})
-    assert Work.of(plan.setting) == (1, 1024, 0)
+    plan = climbed(clock, monkeypatch, {**USUAL, LARGE: (60.0, 0.04)})
+    assert Work.of(plan.setting) == LARGE
     assert plan.speedup == pytest.approx(1.5)
 
 
@@ -218,7 +215,7 @@ def test_the_seed_makes_it_repeatable(clock):
     assert one == same
     assert torch.equal(one(q, k, v), same(q, k, v))
     assert one.rungs[0].error != other.rungs[0].error
-    assert one.setting.search.seed == 1
+    assert (one.setting.search or one.setting.tail).seed == 1
 
 
 def test_confidence_is_shared_over_the_ladder(clock):
@@ -258,15 +255,15 @@ def test_the_ladder_has_what_the_call_takes():
     names = [str(setting) for setting in ladder(q, q, radius=(1, 1))]
     assert names == [
         "1 match, windows only",
-        "1 match, 64 clusters",
-        "1 match, 256 clusters",
-        "1 match, 1024 clusters",
-        "4 matches, 256 clusters",
-        "4 matches, 1024 clusters",
-        "1 match, 256 clusters, fitted",
-        "4 matches, 256 clusters, fitted",
+        "no search, 128 clusters + 256 keys",
+        "no search, 256 clusters + 512 keys",
+        "no search, 512 clusters + 1024 keys",
+        "1 match, 256 clusters + 512 keys",
+        "1 match, 512 clusters + 1024 keys",
+        "no search, 1024 clusters + 2048 keys",
+        "1 match, 1024 clusters + 2048 keys",
+        "4 matches, 1024 clusters + 2048 keys",
     ]
-    assert not any("fitted" in str(x) for x in ladder(q, q, radius=(1, 1), fit=False))
     drawn = ladder(q, q, radius=(1, 1), causal=True)
     assert [str(x) for x in drawn][1:3] == ["1 match, 128 drawn keys", "1 match, 512 drawn keys"]
     tiles = ladder(q, q, radius=(1, 1), causal=True, window="tile")
@@ -275,10 +272,11 @@ def test_the_ladder_has_what_the_call_takes():
     assert [str(x) for x in ladder(q, q, radius=(0, 1), **CALLABLE)] == windows
     assert ladder(q, q, radius=(0, 1))[0].radius == (0, 1)
     assert ladder(q, q, radius=(2, 2))[0].radius == 2
-    small = ladder(q, q[:, :, :10, :10], radius=(1, 1))
-    assert [x.tail.count for x in small if x.tail] == [COUNTS[0]]
-    fitted = ladder(q, q, radius=(1, 1))[-1]
-    assert (fitted.tail.fit, fitted.search) == (FIT, scram.Search(matches=4, separation=2, seed=0))
+    small = ladder(q, q[:, :, :20, :20], radius=(1, 1))
+    assert [(x.tail.count, x.tail.keys) for x in small if x.tail] == [TAILS[0]]
+    last = ladder(q, q, radius=(1, 1))[-1]
+    assert last.search == scram.Search(matches=4, separation=2, sweeps=FEW, seed=0)
+    assert last.tail.seed == 0
 
 
 @pytest.mark.slow
@@ -364,25 +362,6 @@ def test_values_of_zero(clock):
     assert scram.tune(q, k, 0 * v, error=0.01).setting == Setting(scram.Search(seed=0))
 
 
-def test_fits_are_left_out_where_gradients_are_wanted(clock):
-    q, k, v = diffuse(size=40)
-    q.requires_grad_()
-    for plan in (scram.tune(q, k, v), scram.tune(q.detach(), k, v, fit=False)):
-        assert not any("fitted" in str(rung.setting) for rung in plan.rungs)
-    assert any("fitted" in str(rung.setting) for rung in scram.tune(q.detach(), k, v).rungs)
-
-
-def test_far_from_the_budget_the_dear_ones_are_not_tried(clock):
-    clock.dense = 1e9
-    q, k, v = torch.randn(3, 1, 1, 48, 48, 16, generator=torch.Generator().manual_seed(0)).unbind()
-    plan = scram.tune(q, k, v, error=0.001)
-    assert clock.runs == ["dense", Work(1, 0, 0), Work(1, 64, 0), Work(1, 256, 0)]
-    assert "times the budget with" in plan.rungs[3].note
-    clock.runs = []
-    scram.tune(q, k, v, error=0.4)
-    assert Work(4, 1024, 0) in clock.runs
-
-
 def test_a_large_dense_call_is_timed_on_a_part(clock, monkeypatch):
     q, k, v = diffuse()
     monkeypatch.setattr(baseline, "DENSE_PAIRS", {"cpu": 2 * 576 * 300})
@@ -405,7 +384,6 @@ def test_a_large_dense_call_is_timed_on_a_part(clock, monkeypatch):
         ({"error": math.nan}, "error must be in"),
         ({"error": "5 %"}, "error must be a float, got str"),
         ({"num_queries": 0}, "num_queries must be at least 1"),
-        ({"fit": 1}, "fit must be True or False"),
         ({"impl": "best"}, "impl must be one of"),
         ({"window": "row"}, "window must be one of"),
         ({"radius": -1}, "radius must be at least 0"),

@@ -9,6 +9,9 @@ from scram.core.calls import ClusterCall
 from scram.engines import dispatch
 from scram.spec import clustering
 from scram.spec.noise import noise
+from support import plain_routing as plain
+from support.cluster_calls import cluster_call
+from support.cluster_tails import run
 from support.in_interpreter import INTERPRETED
 from support.on_device import to
 
@@ -40,6 +43,80 @@ def test_sizes_and_means_are_those_of_the_labels(impl, grid):
         for mean, x in ((made.centers, k), (made.values, v)):
             want = x[b, h].flatten(0, -2)[own].mean(0) if own.any() else torch.zeros(x.shape[-1])
             torch.testing.assert_close(mean[b, h, c], want, rtol=1e-5, atol=1e-5)
+
+
+def moments_of(call, made, batch, head):
+    """Slope, variance and spreads of a row of keys, in plain Python."""
+    k, v = plain.table(call.k, batch, head), plain.table(call.v, batch, head)
+    label = made.label[batch, head].flatten().tolist()
+    usable = [j for j, name in enumerate(label) if name >= 0]
+    return plain.moments(k, v, label, call.clusters, plain.metric(call, batch, head, usable))
+
+
+@pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"grid": (30,)},
+        {"grid": (30,), "mask": "batch"},
+        {"grid": (5, 6), "batch": 2, "heads": 4, "key_heads": 2, "mask": "batch"},
+        {"grid": (3, 2, 4), "mask": "head", "key_heads": 2, "heads": 2},
+        {"grid": (4, 4), "count": 1},
+        {"grid": (3, 3), "count": 9},
+    ],
+    ids=str,
+)
+def test_moments_are_those_of_plain_python(impl, how, dtype):
+    call = cluster_call(**({"width": 3, "value_width": 2, "count": 5, "dtype": dtype, "query_grid": (7,)} | how))
+    call.q[0, 0, 3] = torch.nan
+    call.k[0, 0].view(-1, 3)[2, 1] = torch.inf
+    call.v[0, 0].view(-1, 2)[4, 0] = torch.nan
+    made = run("cluster", call, impl)
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    for batch, head in torch.cartesian_prod(torch.arange(call.k.shape[0]), torch.arange(call.k.shape[1])).tolist():
+        slope, variance, spreads = moments_of(call, made, batch, head)
+        torch.testing.assert_close(made.slope[batch, head], torch.tensor(slope, dtype=dtype), **near)
+        torch.testing.assert_close(made.variance[batch, head], torch.tensor(variance, dtype=dtype), **near)
+        # An engine may take a key that is not finite for one of 0 where it measures the metric; Triton always does.
+        loose = near if call.key_mask is not None else {"rtol": 0.02, "atol": 1e-5}
+        loose = {"rtol": 3e-2, "atol": 1e-3} if impl == "triton" else loose
+        torch.testing.assert_close(made.spreads[batch, head], torch.tensor(spreads, dtype=dtype), **loose)
+    assert made.slope.shape == (*call.k.shape[:2], 3, 2)
+    assert made.slope.dtype == made.variance.dtype == made.spreads.dtype == made.centers.dtype == dtype
+
+
+@pytest.mark.interpreted
+def test_clusters_of_one_key_have_no_spread_at_all(impl):
+    """Not by a rounding: exactly 0."""
+    k, v = 1e3 + grids(1, 2, 5, 6), grids(1, 2, 5, 6, width=3)
+    made = clusters_of(grids(1, 2, 5, 6), k, v, 30, impl)
+    assert not made.slope.any()
+    assert not made.variance.any()
+    assert not made.spreads.any()
+    made = clusters_of(grids(1, 2, 5, 6), k, v, 20, impl)
+    assert (made.sizes == 1).any()
+    assert (made.spreads[made.sizes == 1] == 0).all()
+    assert (made.spreads[made.sizes > 1] > 0).all()
+    assert (made.variance > 0).all()
+
+
+def test_the_order_is_by_cluster_and_then_by_key(impl):
+    q, k, v = grids(2, 4, 9, 8), grids(2, 2, 9, 8), grids(2, 2, 9, 8, width=3)
+    mask = torch.rand(2, 9, 8) < 0.8
+    for made in (clusters_of(q, k, v, 7, impl, mask=mask), clusters_of(q, k, v, 72, impl, mask=mask)):
+        assert made.order.dtype == torch.int32
+        for row, label in zip(made.order.flatten(0, 1), made.label.flatten(0, 1).flatten(1), strict=True):
+            names = label.tolist()
+            assert row.tolist() == sorted(range(72), key=lambda j, of=names: (of[j] < 0, of[j], j))
+        assert torch.equal(clustering.order_of(made.label), made.order)
+
+
+def test_the_mean_spread_is_one(impl):
+    q, k, v = grids(1, 2, 12, 13), grids(1, 2, 12, 13), grids(1, 2, 12, 13, width=3)
+    made = clusters_of(q, k, v, 9, impl)
+    torch.testing.assert_close((made.spreads * made.sizes).sum(-1) / made.sizes.sum(-1), torch.ones(1, 2))
 
 
 def test_every_key_is_with_the_nearest_center(impl):
@@ -137,6 +214,24 @@ def test_a_warm_start_keeps_what_it_is_given(impl):
     settled = clusters_of(q, k, v, 6, impl, steps=40)
     again = clusters_of(q, k, v, 6, impl, steps=0, seed=99, warm=(settled.centers, settled.values))
     assert (again.label == settled.label).float().mean() > 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+@pytest.mark.parametrize("count", [4, 20])
+def test_gradients_of_centers_values_and_slope_given_the_labels(impl, count):
+    """Some keys are in no cluster. The labels do not change within the small steps of the check."""
+    q, k, v = (torch.randn(1, h, 3, 4, w, dtype=torch.float64) for h, w in ((2, 2), (1, 2), (1, 3)))
+    mask = torch.arange(12).reshape(1, 3, 4) != 5
+
+    def parts(k, v):
+        made = clusters_of(q, k, v, count, impl, mask=mask)
+        return made.centers, made.values, made.slope
+
+    assert torch.autograd.gradcheck(parts, (k.requires_grad_(), v.requires_grad_()))
+    made = clusters_of(q, k, v, count, impl, mask=mask)
+    assert not made.variance.requires_grad
+    assert not made.spreads.requires_grad
 
 
 def test_gradients_reach_keys_and_values_through_the_means(impl, widest):

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from scram.core.calls import ClusterCall, ClusterTailCall
+from scram.spec.clustering import order_of
 from support.cases import Case, make_tensors, run_attend
+from support.plain_routing import drawn_routes
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class Tailed:
 
     case: Case
     clusters: int = 5
-    gains: bool = False
+    keys: int = 0  # of routed clusters, at most
     heads: int = 0  # of the clusters, 0: those of the keys
     skipped: float = 0.1  # share of the keys in no cluster
 
@@ -37,16 +39,26 @@ def tail_call(one: Tailed, dtype: torch.dtype) -> ClusterTailCall:
     def drawn(*last: int) -> torch.Tensor:
         return torch.randn((case.batch, heads, one.clusters, *last), generator=generator).to(wide)
 
-    centers, values, gains = drawn(case.width), drawn(case.value_width), drawn().exp()
+    centers, values, spreads = drawn(case.width), drawn(case.value_width), drawn().abs()
+    rows = (case.batch, heads, case.width)
+    slope = torch.randn((*rows, case.value_width), generator=generator).to(wide)
+    variance = (torch.rand(rows, generator=generator) / case.width**0.5).to(wide)
+    routes = drawn_routes(sizes.int(), case.heads, case.grid, one.keys, generator) if one.keys else None
     head = run_attend(case, tensors, tensors.leaves(case.dtype), "reference")
     return ClusterTailCall(
         q=tensors.q.to(dtype),
+        k=tensors.k.to(dtype) if one.keys else None,
+        v=tensors.v.to(dtype) if one.keys else None,
         index=tensors.matches.index,
         label=label.int(),
+        order=order_of(label.int()) if one.keys else None,
         centers=centers,
         values=values,
+        slope=slope,
         sizes=sizes.int(),
-        gains=gains if one.gains else None,
+        variance=variance,
+        spreads=spreads,
+        routes=routes,
         near_out=head.out.detach().to(dtype),
         near_lse=head.lse.detach().float().to(wide),
         dropout_seed=torch.tensor(3) if case.dropout_p else None,
@@ -55,7 +67,7 @@ def tail_call(one: Tailed, dtype: torch.dtype) -> ClusterTailCall:
         scale=case.width**-0.5,
         dropout_p=case.dropout_p,
         extras=case.extra,
-        window=case.window,
+        keys=one.keys,
     )
 
 

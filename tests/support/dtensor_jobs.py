@@ -16,13 +16,15 @@ from scram.spec.grid import AllowedKeys
 
 PLACES = {"batch": Shard(0), "heads": Shard(1), "whole": Replicate()}
 SEARCH = scram.Search("query", matches=2, sweeps=2, gossip=2, seed=3)
+CLUSTERS = scram.Clusters(count=7, keys=8)
 HOW = {
-    "clusters": {"search": SEARCH, "tail": scram.Clusters(count=7)},
+    "clusters": {"search": SEARCH, "tail": CLUSTERS},
+    "clusters alone": {"search": None, "tail": scram.Clusters(count=7, keys=8, seed=3)},
     "drawn": {"search": SEARCH, "tail": scram.DrawnKeys(samples=6)},
     "nothing": {"search": SEARCH, "tail": None},
     "tile": {"search": scram.Search("tile", sweeps=2, seed=3), "tail": None},
     "causal": {"search": SEARCH, "causal": True},
-    "no seed": {"search": scram.Search("query", sweeps=2), "tail": scram.Clusters(count=7)},
+    "no seed": {"search": scram.Search("query", sweeps=2), "tail": CLUSTERS},
     "dense": {},
 }
 
@@ -89,11 +91,12 @@ def attention(
     extra=False,
     dropout_p=0.0,
     impl="auto",
+    grid=(4, 5),
 ):
     """The answer of one process, bit for bit, its gradients, and nothing sent but seeds."""
     mesh = mesh_of(mesh, shape)
     places = [PLACES[name] for name in place]
-    whole = whole_numbers(batch, heads, key_heads)
+    whole = whole_numbers(batch, heads, key_heads, grid)
     legal = mask_of(mask, *whole[:2])
     options = {**HOW[how], "dropout_p": dropout_p, **({} if how == "dense" else {"impl": impl})}
     more = [x.detach()[:, :, :2, 0].clone().requires_grad_() for x in whole[1:]] if extra else []
@@ -118,8 +121,8 @@ def attention(
         torch.testing.assert_close(full(found), grad, atol=1e-4, rtol=1e-4)
 
 
-def stages(mesh, place, shape=None, batch=2, heads=4, key_heads=2, mask="keys"):
-    """search, cluster, attend, estimate on DTensors that come from each other; masks and matches may be plain."""
+def stages(mesh, place, shape=None, batch=2, heads=4, key_heads=2, mask="keys", impl="auto"):
+    """All stages on DTensors that come from each other; masks, matches and routes may be plain."""
     mesh = mesh_of(mesh, shape)
     places = [PLACES[name] for name in place]
     q, k, _ = whole = [x.detach() for x in whole_numbers(batch, heads, key_heads)]
@@ -127,23 +130,35 @@ def stages(mesh, place, shape=None, batch=2, heads=4, key_heads=2, mask="keys"):
     mask_places = [Replicate() if mask == "keys" and x == Shard(1) else x for x in places]
     own, own_mask = [placed(x, mesh, places) for x in whole], placed(legal, mesh, mask_places)
     for given in (legal, own_mask):
-        found, mine = (scram.search(*x[:2], search=SEARCH, key_mask=m) for x, m in ((whole, legal), (own, given)))
+        here, there = {"key_mask": legal, "impl": impl}, {"key_mask": given, "impl": impl}
+        found, mine = (scram.search(*x[:2], search=SEARCH, **of) for x, of in ((whole, here), (own, there)))
         assert_equal(mine, found, places)
         assert "found ?" in repr(mine)
-        again = scram.search(*own[:2], search=SEARCH, key_mask=given, warm=mine)
-        assert_equal(again, scram.search(q, k, search=SEARCH, key_mask=legal, warm=found), places)
-        settings = scram.Clusters(count=5, seed=1)
-        book = scram.cluster(*whole, clusters=settings, key_mask=legal)
-        own_book = scram.cluster(*own, clusters=settings, key_mask=given)
+        again = scram.search(*own[:2], search=SEARCH, warm=mine, **there)
+        assert_equal(again, scram.search(q, k, search=SEARCH, warm=found, **here), places)
+        settings = scram.Clusters(count=5, keys=6, seed=1)
+        book = scram.cluster(*whole, clusters=settings, **here)
+        own_book = scram.cluster(*own, clusters=settings, **there)
         assert_equal(own_book, book, places)
+        routes = scram.route(q, k, book, impl=impl)
+        assert routes.chosen.any()
+        own_routes = scram.route(*own[:2], own_book, impl=impl)
+        assert_equal(own_routes, routes, places)
+        start = {"search": scram.Search(sweeps=0, seed=0), "scale": book.scale}
+        routed = scram.search(*own[:2], codebook=own_book, **start, **there)
+        assert_equal(routed, scram.search(q, k, codebook=book, **start, **here), places)
         for tail, own_tail in ((book, own_book), (book, book), (None, None)):
-            want = scram.attend(*whole, found, key_mask=legal, tail=tail)
-            if own_tail is None or own_tail.key_mask is given:
-                assert_equal(scram.attend(*own, mine, key_mask=given, tail=own_tail), want, places)
-            assert_equal(scram.attend(*own, found, key_mask=legal, tail=tail), want, places)
+            for chosen, own_chosen in ((None, None), (routes, own_routes), (routes, routes))[
+                : 1 if tail is None else 3
+            ]:
+                want = scram.attend(*whole, found, tail=tail, routes=chosen, **here)
+                if own_tail is None or own_tail.key_mask is given:
+                    own_want = scram.attend(*own, mine, tail=own_tail, routes=own_chosen, **there)
+                    assert_equal(own_want, want, places)
+                assert_equal(scram.attend(*own, found, tail=tail, routes=chosen, **here), want, places)
         for method in (scram.Snis(samples=5, seed=2), scram.DrawnKeys(samples=5, seed=2)):
-            want = scram.estimate(*whole, found, method=method, key_mask=legal)
-            assert_equal(scram.estimate(*own, mine, method=method, key_mask=given), want, places)
+            want = scram.estimate(*whole, found, method=method, **here)
+            assert_equal(scram.estimate(*own, mine, method=method, **there), want, places)
 
 
 def dropout(mesh):
@@ -238,34 +253,36 @@ def compiled(mesh):
 # --- raw operators ---
 
 
-def operators(mesh, place, shape=None, with_rows=True):
+def operators(mesh, place, shape=None, with_rows=True, heads=4, key_heads=4, impl="numba"):
     """Every operator and its gradient on DTensors: what one process gets; with rows nothing is sent."""
     mesh = mesh_of(mesh, shape)
     places = [PLACES[name] for name in place]
     tested = set()
-    for operator, call in calls():
-        rows = torch.arange(8).reshape(2, 4) + 10 if with_rows else None
-        call = call._replace(rows=rows)
-        want = operator.op(*operator._fields(call), "numba")
+    for operator, call in calls(heads, key_heads, impl):
+        draws = "rows" in call._fields
+        if draws and with_rows:
+            call = call._replace(rows=torch.arange(2 * heads).reshape(2, heads) + 10)
+        sends = (draws and not with_rows) or key_heads % mesh.size() > 0
+        want = operator.op(*operator._fields(call), impl)
         given = [
             _argument(name, x, mesh, places) for name, x in zip(operator.names, operator._fields(call), strict=True)
         ]
         with CommDebugMode() as sent:
-            found = operator.op(*given, "numba")
-        if with_rows:
+            found = operator.op(*given, impl)
+        if not sends:
             assert sent.get_total_counts() == 0, (operator.name, sent.get_comm_counts())
             assert all(list(x.placements) == places for x in found), operator.name
         assert all(torch.equal(full(a), b) for a, b in zip(found, want, strict=True)), operator.name
         tested.add(operator.name)
         if operator.grads_type is None:
             continue
-        above = [torch.ones_like(x) for x in want[:2]]
+        above = [torch.ones_like(x) for x in want[: len(operator.grad_names)]]
         kept = [getattr(operator.result_type(*want), name) for name in operator.keep]
-        want = operator.backward_op(*operator._fields(call), *kept, *above, "numba")
+        want = operator.backward_op(*operator._fields(call), *kept, *above, impl)
         kept, above = ([_argument("", x, mesh, places) for x in of] for of in (kept, above))
         with CommDebugMode() as sent:
-            found = operator.backward_op(*given, *kept, *above, "numba")
-        if with_rows:
+            found = operator.backward_op(*given, *kept, *above, impl)
+        if not sends:
             assert sent.get_total_counts() == 0, (operator.name, sent.get_comm_counts())
         for mine, theirs in zip(found, want, strict=True):
             torch.testing.assert_close(full(mine), theirs, atol=1e-4, rtol=1e-4)
@@ -281,57 +298,90 @@ def _argument(name, x, mesh, places):
     return placed(x, mesh, [Replicate() if headless and place == Shard(1) else place for place in places])
 
 
-def calls():
+def calls(heads, key_heads, impl):
     """A call of every operator, with everything that it may be given."""
-    q, k, v = (x.detach() for x in whole_numbers(key_heads=4))
-    seed, grid = torch.tensor(3), (4, 5)
+    q, k, v = (x.detach() for x in whole_numbers(heads=heads, key_heads=key_heads))
+    seed, grid, of = torch.tensor(3), (4, 5), scram.core.calls
+
+    def run(operator, call):
+        return operator.result_type(*operator.op(*operator._fields(call), impl))
+
     for mask in (None, mask_of("keys", q, k), mask_of("heads", q, k)):
         search = {"method": "query", "matches": 2, "separation": 0, "sweeps": 2, "jumps": (2, 1)}
         search |= {"propagate": "both", "gossip": 2, "reach": (), "random": True, "causal": False}
-        call = scram.core.calls.SearchCall(q, k, seed, mask, None, None, None, **search)
-        index = ops.search.op(*ops.search._fields(call), "numba")[0]
+        call = of.SearchCall(q, k, seed, mask, None, None, None, **search)
+        index = run(ops.search, call).index
         yield ops.search, call._replace(warm=index)
         attend = {"radius": (1, 1), "causal": False, "scale": 0.3, "weight": "softmax", "dropout_p": 0.2}
         extra = k[:, :, 0, :2].clone(), v[:, :, 0, :2].clone()
-        call = scram.core.calls.AttendCall(q, k, v, index, mask, *extra, seed, None, **attend, window="query")
+        call = of.AttendCall(q, k, v, index, mask, *extra, None, None, seed, None, **attend, window="query")
         yield ops.attend, call
-        out, lse = ops.attend.op(*ops.attend._fields(call), "numba")
+        windows = call
+        out, lse = run(ops.attend, call)
         yield ops.attend, call._replace(k_extra=None, v_extra=None, dropout_seed=None, dropout_p=0.0)
         drawn = {"radius": (1, 1), "causal": False, "scale": 0.3, "dropout_p": 0.2, "window": "query"}
         for stratified in (False, True):
-            yield (
-                ops.drawn_tail,
-                scram.core.calls.DrawnTailCall(
-                    q, k, v, index, mask, out, lse, seed, seed, None, 6, stratified, **drawn
-                ),
-            )
+            tail = of.DrawnTailCall(q, k, v, index, mask, out, lse, seed, seed, None, 6, stratified, **drawn)
+            yield ops.drawn_tail, tail
         legal = AllowedKeys.of(q, k, False, mask)
         order = None if mask is None else legal.order.reshape(*mask.shape[:-2], -1)
         lists = (*draws.modes(index, grid, legal), draws.allowed_counts(q, legal), order, mask)
         table = draws.step_table(1.5, grid, q.device)
         sample = {"samples": 6, "alpha": 0.5, "chains_per_mode": 1, "burn_in": 1, "causal": False, "scale": 0.3}
         for method, head in (("snis", (out, lse)), ("metropolis", (None, None))):
-            yield ops.sample, scram.core.calls.SampleCall(q, k, v, *lists, *head, seed, table, None, method, **sample)
-        call = scram.core.calls.ClusterCall(q, k, v, mask, None, None, seed, None, 6, 2, 0.3)
+            yield ops.sample, of.SampleCall(q, k, v, *lists, *head, seed, table, None, method, **sample)
+        group = heads // key_heads if mask is not None and mask.ndim == 4 else 1
+        wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (k, v))
+        call = of.ClusterCall(q, wide_k, wide_v, mask, None, None, seed, None, 6, 2, 0.3)
         yield ops.cluster, call
-        centers, values, sizes, label = ops.cluster.op(*ops.cluster._fields(call), "numba")
-        tail = {"radius": (1, 1), "scale": 0.3, "dropout_p": 0.2, "extras": 2, "window": "query"}
-        yield (
-            ops.cluster_tail,
-            scram.core.calls.ClusterTailCall(
-                q, index, label, centers, values, sizes, torch.ones_like(centers[..., 0]), out, lse, seed, None, **tail
-            ),
-        )
+        yield from routed_calls(q, k, v, windows, run(ops.cluster, call), out, lse, run)
+
+
+def routed_calls(q, k, v, windows, made, out, lse, run):
+    """Calls of the operators that read clusters, with routes and without."""
+    of = scram.core.calls
+    call = of.RouteCall(q, made.centers, made.sizes, made.variance, made.spreads, keys=7, scale=0.3)
+    yield ops.route, call
+    routes = run(ops.route, call).routes
+    yield ops.routed_start, of.RoutedStartCall(q, k, made.order, made.sizes, routes)
+    yield ops.attend, windows._replace(label=made.label, routes=routes)
+    call = of.ClusterTailCall(
+        q=q,
+        k=k,
+        v=v,
+        index=windows.index,
+        label=made.label,
+        order=made.order,
+        centers=made.centers,
+        values=made.values,
+        slope=made.slope,
+        sizes=made.sizes,
+        variance=made.variance,
+        spreads=made.spreads,
+        routes=routes,
+        near_out=out,
+        near_lse=lse,
+        dropout_seed=windows.dropout_seed,
+        rows=None,
+        radius=(1, 1),
+        scale=0.3,
+        dropout_p=0.2,
+        extras=2,
+        keys=7,
+    )
+    yield ops.cluster_tail, call
+    yield ops.cluster_tail, call._replace(k=None, v=None, order=None, routes=None, keys=0, slope=None, spreads=None)
+    yield ops.cluster_tail, call._replace(index=None, near_out=None, near_lse=None)
 
 
 # --- heads for rows ---
 
 
-def heads_mode(mesh, how, rows, heads, key_heads, mask=None, batch=2):
+def heads_mode(mesh, how, rows, heads, key_heads, mask=None, batch=2, impl="numba"):
     """scram.distributed.attention(mode="heads"): the answer of one process, bit for bit, and its gradients."""
     whole = whole_numbers(batch, heads, key_heads, (sum(rows), 4))
     legal, rank = mask_of(mask, *whole[:2]), mesh.get_local_rank()
-    options = {**HOW[how], **({} if how in ("dense", "tile") else {"impl": "numba"})}
+    options = {**HOW[how], **({} if how in ("dense", "tile") else {"impl": impl})}
     torch.manual_seed(5)
     want = scram.attention(*whole, key_mask=legal, **options)
     weights = torch.arange(want.numel()).reshape(want.shape) % 5 - 2.0

@@ -1,6 +1,8 @@
 """What ranks are asked in tests/distributed: each compares its shard with the answer of one process."""
 
 import contextlib
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,12 +13,13 @@ import torch.distributed as dist
 
 import scram
 import scram.distributed
-from scram.core.resolve import Request
+from scram.core.pipeline import prepare
+from scram.core.resolve import Request, resolve
 from scram.distributed.clusters import samples
 from scram.distributed.halo import exchanged
 from scram.distributed.mesh import Ranks
 from scram.distributed.shards import Shards, checked, shard_seed
-from scram.spec.clustering import means
+from scram.spec.clustering import means, moments
 from scram.spec.scoring import prepare_key
 from support.photos import projected
 from support.sharded import cut, mask_of, tensors
@@ -102,6 +105,8 @@ def ring_equals_merge(
     weight="softmax",
     engine=ENGINE,
     halo=None,
+    keys=12,
+    first_order=True,
 ):
     dtype, atol = {64: (torch.float64, 1e-12), 16: (torch.bfloat16, 0.05)}[bits]
     grid, key_grid = (sum(rows), *extents), (sum(key_rows), *extents)
@@ -109,6 +114,7 @@ def ring_equals_merge(
     masks = [None] * len(rows) if legal is None else legal.split(list(key_rows), 1 if mask == "keys" else 2)
     qs, ks, vs = (x.split(list(of), 2) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
     common = {"score": score, "impl": engine}
+    clusters = scram.Clusters(count=8, keys=keys, first_order=first_order, seed=11)
 
     def first(of, rank):
         return sum(of[:rank]) * torch.Size(extents).numel()
@@ -127,7 +133,8 @@ def ring_equals_merge(
         seed = shard_seed(11, first(key_rows, origin))
         if tail == "drawn":
             return scram.DrawnKeys(samples=share, seed=seed)
-        settings = scram.Clusters(count=8, seed=seed)
+        share = Fraction(key_rows[origin], sum(key_rows))
+        settings = replace(clusters, seed=seed, keys=int(clusters.keys * share))
         seen = qs[origin] if rows[origin] else torch.ones_like(whole[0][:, :, :1])
         given = seen.detach(), ks[origin], vs[origin]
         return scram.cluster(*given, clusters=settings, key_mask=masks[origin], **common) if tail else None
@@ -142,7 +149,9 @@ def ring_equals_merge(
             if rows[rank] and key_rows[origin]:
                 seed = shard_seed(7, first(rows, rank), first(key_rows, origin))
                 how = scram.Search(matches=2, seed=seed, **SHORT)
-                found = searched(rank, k, search=how, key_mask=own, **common)
+                book = tails[origin].detach() if tail == "clusters" else None
+                start = {} if book is None else {"codebook": book, "scale": book.scale}
+                found = searched(rank, k, search=how, key_mask=own, **start, **common)
                 part = scram.attend(q, k, v, found, key_mask=own, weight=weight, tail=tails[origin], **common)
                 total = scram.merge(total, part._replace(out=part.out.to(total.out.dtype)))
         outs.append(total.out)
@@ -151,7 +160,7 @@ def ring_equals_merge(
     (want * factor).sum().backward()
     rank = mesh.get_local_rank()
     q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
-    settings = {"clusters": scram.Clusters(count=8, seed=11), "drawn": scram.DrawnKeys(samples=8, seed=11), None: None}
+    settings = {"clusters": clusters, "drawn": scram.DrawnKeys(samples=8, seed=11), None: None}
     seed = 7 if rank == 0 else 100 + rank  # rank 0's counts
     out = scram.distributed.attention(
         q,
@@ -186,8 +195,8 @@ def halo_is_what_neighbors_hold(mesh, rows, reach):
     assert torch.equal(halo.without(halo.around(x)), x)
 
 
-def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score="dot", count=4):
-    """One k-means on the samples of all ranks; every rank labels its keys; means are those of all keys of a label."""
+def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score="dot", count=4, first_order=True):
+    """One k-means on the samples of all ranks; every rank labels its keys; moments are those of all keys of a label."""
     grid, key_grid = (sum(rows), 3), (sum(key_rows), 3)
     whole, legal = tensors(grid, key_grid, 2, key_heads), mask_of(mask, key_grid)
     size, rank = len(rows), mesh.get_local_rank()
@@ -199,7 +208,8 @@ def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score
             strict=True,
         )
     )
-    tail, how = scram.Clusters(count=count, seed=5), scram.Search(seed=3, **SHORT)
+    tail = scram.Clusters(count=count, keys=9, first_order=first_order, seed=5)
+    how = scram.Search(seed=3, **SHORT)
     request = Request(search=how, tail=tail, key_mask=masks[0], score=score, impl=ENGINE)
     call = checked(*parts[0], request, None)
     some = [
@@ -207,11 +217,13 @@ def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score
         for n, (part, own) in enumerate(zip(parts, wide, strict=True))
     ]
     q_some, k_some, v_some, *rest = (torch.cat(x, 2) for x in zip(*map(samples, some), strict=True))
+    mask_some = rest[0].squeeze(-1).squeeze(1) if rest else None
     common = {"score": score, "impl": ENGINE}
-    start = scram.cluster(
-        q_some, k_some, v_some, clusters=tail, key_mask=rest[0].squeeze(-1).squeeze(1) if rest else None, **common
-    )
-    assign = scram.Clusters(count=count, steps=0, seed=5)
+    start = scram.cluster(q_some, k_some, v_some, clusters=tail, key_mask=mask_some, **common)
+    resolved = resolve(q_some, k_some, v_some, request._replace(search=None, key_mask=mask_some))
+    metric = tail.metric(prepare(resolved, q_some, k_some, v_some))
+    assert_equal_moments(start, k_some, v_some, metric)
+    assign = replace(tail, steps=0)
     books = [
         scram.cluster(q_some, k, v, clusters=assign, warm=start, key_mask=own, **common)
         for (_, k, v), own in zip(parts, masks, strict=True)
@@ -219,21 +231,49 @@ def gather_of_joint_clusters(mesh, rows, key_rows, mask=None, key_heads=1, score
     ]
     label = torch.cat([book.label for book in books], 2)
     q, k, v = whole
-    prepared = prepare_key(k, score).repeat_interleave(label.shape[1] // key_heads, 1).flatten(0, 1).flatten(1, 2)
-    values = v.repeat_interleave(label.shape[1] // key_heads, 1).flatten(0, 1).flatten(1, 2)
-    made = means(prepared, values, label.flatten(0, 1).flatten(1).long(), count)
-    centers, values, sizes = (x.reshape(*label.shape[:2], *x.shape[1:]) for x in made)
-    book = scram.Codebook(centers, values, sizes.int(), label, score, books[0].scale, legal)
+    book = codebook_of_labels(label, k, v, metric, replace(books[0], key_mask=None))
+    book = replace(book, key_mask=legal, slope=book.slope if first_order else None)
     index = scram.search(q, k, search=how, key_mask=legal, **common)
-    want = scram.attend(q, k, v, index, tail=book, key_mask=legal, **common).out
+    found = [
+        scram.Matches(*x, index.key_grid)
+        for x in zip(*(x.split(list(rows), 2) for x in (index.index, index.score)), strict=True)
+    ]
+    outs = [
+        scram.attend(part, k, v, near, tail=book, key_mask=legal, **common).out  # tiles are those of the shard
+        for part, near in zip(q.split(list(rows), 2), found, strict=True)
+        if part.shape[2]
+    ]
+    want = torch.cat(outs, 2)
     want.square().sum().backward()
     mine = [own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True)]
-    own = scram.Matches(*(x.split(list(rows), 2)[rank] for x in (index.index, index.score)), index.key_grid)
     out = scram.distributed.attention(
-        *mine, mesh=mesh, mode="gather", tail=tail, search=how, key_mask=masks[rank], matches=own, **common
+        *mine, mesh=mesh, mode="gather", tail=tail, search=how, key_mask=masks[rank], matches=found[rank], **common
     )
     out.square().sum().backward()
     compare(mesh, rows, key_rows, out, want.split(list(rows), 2)[rank], mine, [x.grad for x in whole], 1e-12)
+
+
+def codebook_of_labels(label, k, v, metric, like):
+    """The clusters of all keys with these labels, in plain torch."""
+    heads, count = label.shape[1], like.sizes.shape[-1]
+    k_rows, v_rows = (
+        x.repeat_interleave(heads // x.shape[1], 1).flatten(0, 1).flatten(1, -2)
+        for x in (prepare_key(k, like.score), v)
+    )
+    flat = label.flatten(0, 1).flatten(1).long()
+    centers, values, sizes = means(k_rows, v_rows, flat, count)
+    slope, variance, spreads = moments(k_rows, v_rows, flat, centers, values, sizes, metric.flatten(0, 1))
+    made = {"centers": centers, "values": values, "slope": slope, "variance": variance, "spreads": spreads}
+    made = {name: x.reshape(*label.shape[:2], *x.shape[1:]) for name, x in made.items()}
+    sizes = sizes.int().reshape(*label.shape[:2], count)
+    return replace(like, **made, sizes=sizes, label=label, order=None)
+
+
+def assert_equal_moments(book, k, v, metric):
+    """The metric is that of these clusters."""
+    made = codebook_of_labels(book.label, k, v, metric, replace(book, key_mask=None))
+    assert book.spreads.any()
+    torch.testing.assert_close(made.spreads, book.spreads, atol=1e-12, rtol=0)
 
 
 def ring_of_all_keys_is_exact(mesh, rows, key_rows):
@@ -249,6 +289,52 @@ def ring_of_all_keys_is_exact(mesh, rows, key_rows):
     out.square().sum().backward()
     own = want.split(list(rows), 2)[mesh.get_local_rank()]
     compare(mesh, rows, key_rows, out, own, (q, k, v), [x.grad for x in whole], 1e-10)
+
+
+COVERING = {
+    "all keys routed": scram.Clusters(count=5, keys=10**6, seed=0),
+    "one cluster a key": scram.Clusters(count=10**6, keys=0, seed=0),
+    "no tail": None,  # beside search=None: dense attention
+}
+
+
+def covering_is_exact(mesh, rows, key_rows, mode, tail, search, mask=None):
+    """Settings under which every key counts for itself: exact attention and its gradients."""
+    grid, key_grid = (sum(rows), 9), (sum(key_rows), 9)
+    whole, legal = tensors(grid, key_grid, 4, 2), mask_of(mask, key_grid, 4)
+    want = scram.exact_attention(*whole, key_mask=legal).out
+    want.square().sum().backward()
+    rank = mesh.get_local_rank()
+    q, k, v = (own_part(mesh, x, of) for x, of in zip(whole, (rows, key_rows, key_rows), strict=True))
+    own = None if legal is None else legal.split(list(key_rows), 1 if mask == "keys" else 2)[rank]
+    how = {"search": scram.Search(seed=0, **SHORT) if search else None, "tail": COVERING[tail], "impl": ENGINE}
+    out = scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, key_mask=own, **how)
+    out.square().sum().backward()
+    compare(mesh, rows, key_rows, out, want.split(list(rows), 2)[rank], (q, k, v), [x.grad for x in whole], 1e-10)
+
+
+def smooth(points=24, width=8):
+    """q, k, v [1, 1, points, points, width] of smooth fields, whose softmax is neither flat nor sharp."""
+    make = torch.Generator().manual_seed(2)
+    coarse = torch.randn(3, width, 6, 6, generator=make)
+    fields = torch.nn.functional.interpolate(coarse, (points, points), mode="bicubic", align_corners=True)
+    return [x.movedim(0, -1)[None, None].contiguous() for x in fields]
+
+
+SMOOTH = {"tail": scram.Clusters(count=48, keys=64, seed=1), "impl": ENGINE}
+
+
+def smooth_rows(mesh, mode, search):
+    """out of this rank's rows of smooth fields."""
+    rows = [24 // mesh.size()] * mesh.size()
+    q, k, v = (own_part(mesh, x, rows) for x in smooth())
+    return scram.distributed.attention(q, k, v, mesh=mesh, mode=mode, search=search, **SMOOTH)
+
+
+def smooth_error(out):
+    """|out - exact| / |exact| of smooth fields."""
+    exact = scram.exact_attention(*smooth()).out
+    return float((out - exact).norm() / exact.norm())
 
 
 def heads_equal_one_process(mesh, rows, key_rows, mask=None, causal=False, bits=64):

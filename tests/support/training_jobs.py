@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import scram
+from scram.core.tails.codebook import TENSORS, settings_of
 from scram.distributed import KeptMatches
 
 ENGINE = "reference"
@@ -51,7 +52,7 @@ def transformer(**how):
     torch.manual_seed(3)
     settings = {
         "search": scram.Search(sweeps=1, jumps=(1,), gossip=1, seed=0),
-        "tail": scram.Clusters(count=4, seed=0),
+        "tail": scram.Clusters(count=4, keys=6, seed=0),
         **how,
     }
     return VisionTransformer(**settings).double()
@@ -142,9 +143,16 @@ def same(found, want):
         assert torch.equal(one[0].score, matches.score)
         assert one[0].key_grid == matches.key_grid
         assert (book is None) == (one[1] is None)
-        for name in ("centers", "values", "sizes", "label", "score", "scale", "radius") if book is not None else ():
-            a, b = getattr(one[1], name), getattr(book, name)
-            assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, name
+        if book is not None:
+            same_book(one[1], book)
+
+
+def same_book(found, want):
+    """Whether clusters are the same, bit for bit; the order of their keys is made when it is needed."""
+    assert settings_of(found) == settings_of(want)
+    for name in TENSORS:
+        a, b = getattr(found, name), getattr(want, name)
+        assert torch.equal(a, b) if b is not None else a is None, name
 
 
 def rows_of(kept_by_ranks, begin, end):
@@ -155,10 +163,9 @@ def rows_of(kept_by_ranks, begin, end):
         index, score = (torch.cat([getattr(x, name) for x in matches])[begin:end] for name in ("index", "score"))
         book = books[0]
         if book is not None:
-            cut = {
-                n: torch.cat([getattr(x, n) for x in books])[begin:end] for n in ("centers", "values", "sizes", "label")
-            }
-            book = scram.Codebook(**cut, score=book.score, scale=book.scale, radius=book.radius)
+            names = [name for name in TENSORS if getattr(book, name) is not None]
+            cut = {n: torch.cat([getattr(x, n) for x in books])[begin:end] for n in names}
+            book = scram.Codebook(**cut, **settings_of(book))
         joined.append((scram.Matches(index, score, matches[0].key_grid), book))
     return joined
 

@@ -28,6 +28,8 @@ from numba.extending import intrinsic, overload
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 SIMD_WIDTH = 4  # narrower rows are padded to as many elements
 ROWS = SIMD_WIDTH**2  # of them are multiplied at a time
+LANES = 16  # what matrices are padded to: their rows are multiplied in vectors of so many elements
+TILE_ROWS = 4  # of a matrix product that registers hold
 PARALLEL = {"parallel": True, "fastmath": FASTMATH, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
 LONGEST = 120.0  # seconds that a process waits for another one that compiles the same
 LOGGER = logging.getLogger("scram")
@@ -36,6 +38,7 @@ _unusable: set[str] = set()  # files and folders of the cache that a warning has
 
 try:
     from llvmlite import ir
+    from llvmlite.binding import get_host_cpu_features
     from numba.core import cgutils
     from numba.core.codegen import JITCodeLibrary
     from numba.core.compiler import Compiler
@@ -52,8 +55,11 @@ try:
     _arguments = ["self", "typingctx", "targetctx", "library", "args", "return_type", "flags", "locals"]
     PRIVATE = list(inspect.signature(Compiler.__init__).parameters) == _arguments
     PRIVATE &= all(hasattr(owner, name) for owner, names in _used for name in names.split())
+    # Of a row of a matrix product that registers hold: four of the widest ones, or of two halves two.
+    TILE_BYTES = 256 if dict(get_host_cpu_features()).get("avx512f") else 64
 except (ImportError, AttributeError, TypeError):
     PRIVATE = False
+    TILE_BYTES = 64
 
 
 def _hash_of_sources() -> str:
@@ -62,7 +68,7 @@ def _hash_of_sources() -> str:
     package = Path(__file__).parent.parent
     kernels = sorted((package / "engines" / "cpu").glob("*.py"))
     try:
-        for path in (*kernels, package / "spec" / "schedule.py", Path(__file__)):
+        for path in (*kernels, *(package / "spec" / name for name in ("schedule.py", "routing.py")), Path(__file__)):
             digest.update(path.read_bytes())
     except OSError:  # not on disk: they do not change
         pass
@@ -250,7 +256,12 @@ if PRIVATE:
                 library.enable_object_caching()
             super().__init__(typingctx, targetctx, library, args, return_type, flags, locals)
 
-    PART: dict[str, Any] = {"pipeline_class": _PartCompiler, "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+    PART: dict[str, Any] = {
+        "pipeline_class": _PartCompiler,
+        "no_cfunc_wrapper": True,
+        "no_cpython_wrapper": True,
+        "_nrt": False,  # arrays are lent to them, so that there is nothing to count
+    }
 
     @intrinsic
     def _call(typing_context, kernel, data, task):
@@ -376,6 +387,180 @@ if PRIVATE:
 
         return types.none(a, types.int64, b, types.int64, keys, types.int64, result), generate
 
+    def _tile_of_product(whole, listed, adds):
+        """An intrinsic for TILE_ROWS rows and TILE_BYTES of each, or LANES elements, of a matrix product.
+
+        c[c_starts[r] + p] = (or +=) the sum over begin <= j < end of a[starts[r] + n] * b[b_start + j * b_step + p],
+        with n = j, or listed: at[j] * width. Arrays are taken flat. The sums stay in registers.
+        """
+
+        @intrinsic
+        def tile(typing_context, a, starts, at, width, b, b_start, b_step, c, c_starts, begin, end):
+            def generate(context, builder, signature, arguments):
+                names = ("a", "starts", "at", "width", "b", "b_start", "b_step", "c", "c_starts", "begin", "end")
+                given = dict(zip(names, arguments, strict=True))
+                data = {}
+                for name, type_ in zip(names, signature.args, strict=True):
+                    if isinstance(type_, types.Array):
+                        data[name] = cgutils.create_struct_proxy(type_)(context, builder, value=given[name]).data
+                element = data["a"].type.pointee
+                size = context.get_abi_sizeof(element)
+                vector = ir.VectorType(element, LANES)
+                parts = max(1, TILE_BYTES // (size * LANES)) if whole else 1
+
+                def at_place(name, *offsets):
+                    place = offsets[0]
+                    for more in offsets[1:]:
+                        place = builder.add(place, more)
+                    return builder.gep(data[name], [place], inbounds=True)
+
+                def number(n):
+                    return ir.Constant(TASK, n)
+
+                def part_of(place, n):
+                    part = builder.gep(place, [number(n * LANES)], inbounds=True)
+                    return builder.bitcast(part, vector.as_pointer())
+
+                rows = range(TILE_ROWS)
+                starts = [builder.extract_value(given["starts"], r) for r in rows]
+                results = [at_place("c", builder.extract_value(given["c_starts"], r)) for r in rows]
+                zero = ir.Constant(vector, [0.0] * LANES)
+                sums = [[cgutils.alloca_once(builder, vector) for _ in range(parts)] for _ in rows]
+                for r in rows:
+                    for n in range(parts):
+                        first = builder.load(part_of(results[r], n), align=size) if adds else zero
+                        builder.store(first, sums[r][n])
+                with cgutils.for_range_slice(builder, given["begin"], given["end"], number(1), TASK) as (j, _):
+                    line = at_place("b", given["b_start"], builder.mul(j, given["b_step"]))
+                    right = [builder.load(part_of(line, n), align=size) for n in range(parts)]
+                    step = j
+                    if listed:
+                        step = builder.load(builder.gep(data["at"], [j], inbounds=True))
+                        step = builder.mul(builder.sext(step, TASK), given["width"])
+                    for r in rows:
+                        factor = builder.load(at_place("a", starts[r], step))
+                        one = builder.insert_element(
+                            ir.Constant(vector, ir.Undefined), factor, ir.Constant(ir.IntType(32), 0)
+                        )
+                        left = _shuffle(builder, one, one, [0] * LANES)
+                        for n in range(parts):
+                            product = builder.fmul(left, right[n], flags=("contract",))
+                            total = builder.fadd(builder.load(sums[r][n]), product, flags=("contract",))
+                            builder.store(total, sums[r][n])
+                for r in rows:
+                    for n in range(parts):
+                        builder.store(builder.load(sums[r][n]), part_of(results[r], n), align=size)
+                return context.get_dummy_value()
+
+            return types.none(
+                a, starts, at, types.int64, b, types.int64, types.int64, c, c_starts, types.int64, types.int64
+            ), generate
+
+        return tile
+
+    def _transposed_tile(listed_first):
+        """An intrinsic that copies LANES x LANES elements, rows as columns; arrays are taken flat.
+
+        Between x[(first + at[begin + j]) * width + column + i] and y[start + i * step + j] for i, j < LANES: from x to
+        y, or back.
+        """
+
+        @intrinsic
+        def tile(typing_context, x, first, at, begin, width, column, y, start, step):
+            def generate(context, builder, signature, arguments):
+                x, first, at, begin, width, column, y, start, step = (
+                    cgutils.create_struct_proxy(type_)(context, builder, value=value).data
+                    if isinstance(type_, types.Array)
+                    else value
+                    for type_, value in zip(signature.args, arguments, strict=True)
+                )
+                size = context.get_abi_sizeof(x.type.pointee)
+                vector = ir.VectorType(x.type.pointee, LANES).as_pointer()
+
+                def number(n):
+                    return ir.Constant(TASK, n)
+
+                def listed(n):
+                    name = builder.load(builder.gep(at, [builder.add(begin, number(n))], inbounds=True))
+                    row = builder.add(builder.sext(name, TASK), first)
+                    place = builder.add(builder.mul(row, width), column)
+                    return builder.bitcast(builder.gep(x, [place], inbounds=True), vector)
+
+                def regular(n):
+                    place = builder.add(start, builder.mul(step, number(n)))
+                    return builder.bitcast(builder.gep(y, [place], inbounds=True), vector)
+
+                source, target = (listed, regular) if listed_first else (regular, listed)
+                lines = [builder.load(source(n), align=size) for n in range(LANES)]
+                apart = 1
+                while apart < LANES:  # swap the blocks of so many elements beside the diagonal
+                    upper = [n if n & apart == 0 else LANES + n - apart for n in range(LANES)]
+                    lower = [n + apart if n & apart == 0 else LANES + n for n in range(LANES)]
+                    for n in range(LANES):
+                        if n & apart == 0:
+                            pair = (lines[n], lines[n + apart])
+                            lines[n] = _shuffle(builder, *pair, upper)
+                            lines[n + apart] = _shuffle(builder, *pair, lower)
+                    apart *= 2
+                for n, line in enumerate(lines):
+                    builder.store(line, target(n), align=size)
+                return context.get_dummy_value()
+
+            numbers = (types.int64,) * 3
+            return types.none(x, types.int64, at, *numbers, y, types.int64, types.int64), generate
+
+        return tile
+
+    @intrinsic
+    def keep_highest(typing_context, x, start, name, best, which, p):
+        """best[n] = x[start + n - p] and which[n] = name for p <= n < p + LANES where that is higher than best[n].
+
+        The compiler does not trust these arrays to be apart, and would take element by element. Arrays are taken flat.
+        """
+
+        def generate(context, builder, signature, arguments):
+            def load(which, index):
+                return _load(context, builder, signature, arguments, which, index, LANES)
+
+            _, new = load(0, arguments[1])
+            best_place, best = load(3, arguments[5])
+            which_place, which = load(4, arguments[5])
+            first = ir.Constant(ir.IntType(32), 0)
+            one = builder.insert_element(ir.Constant(which.type, ir.Undefined), arguments[2], first)
+            higher = builder.fcmp_ordered(">", new, best)
+            align = context.get_abi_sizeof(new.type.element)
+            builder.store(builder.select(higher, new, best), best_place, align=align)
+            names = _shuffle(builder, one, one, [0] * LANES)
+            builder.store(builder.select(higher, names, which), which_place, align=align)
+            return context.get_dummy_value()
+
+        return types.none(x, types.int64, x.dtype, best, which, types.int64), generate
+
+    @intrinsic
+    def prefetch(typing_context, x, place):
+        """Fetch the line of the cache that holds an element of an array, taken flat, before it is read."""
+
+        def generate(context, builder, signature, arguments):
+            array = cgutils.create_struct_proxy(signature.args[0])(context, builder, value=arguments[0])
+            address = builder.bitcast(builder.gep(array.data, [arguments[1]]), ADDRESS)
+            number = ir.IntType(32)
+            function_type = ir.FunctionType(ir.VoidType(), (ADDRESS, number, number, number))
+            function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
+            builder.call(function, [address, *(ir.Constant(number, n) for n in (0, 3, 1))])
+            return context.get_dummy_value()
+
+        return types.none(x, types.int64), generate
+
+    @intrinsic
+    def turn(typing_context, turns, worker, workers):
+        """The number of the next item: 0, 1, .. in the order in which workers ask; `turns`: int64 zeros."""
+
+        def generate(context, builder, signature, arguments):
+            array = cgutils.create_struct_proxy(signature.args[0])(context, builder, value=arguments[0])
+            return builder.atomic_rmw("add", array.data, ir.Constant(TASK, 1), "monotonic")
+
+        return types.int64(turns, types.int64, types.int64), generate
+
     @intrinsic
     def power_of_two(typing_context, n):
         """2^n as float32, n from -126 to 127."""
@@ -429,6 +614,67 @@ else:
         for n in range(p, p + ROWS):
             result[n] = product(a, i + n, b, j + keys[n])
 
+    def _tile_of_product(whole, listed, adds):
+        """As above, in plain loops."""
+
+        @numba.njit
+        def tile(a, starts, at, width, b, b_start, b_step, c, c_starts, begin, end):
+            lanes = max(LANES, TILE_BYTES // b.itemsize) if whole else LANES
+            for r in range(TILE_ROWS):
+                if r > 0 and c_starts[r] == c_starts[r - 1]:
+                    continue
+                for p in range(lanes):
+                    total = c.flat[c_starts[r] + p] if adds else c.dtype.type(0)
+                    for j in range(begin, end):
+                        n = at[j] * width if listed else j
+                        total += a.flat[starts[r] + n] * b.flat[b_start + j * b_step + p]
+                    c.flat[c_starts[r] + p] = total
+
+        return tile
+
+    def _transposed_tile(listed_first):
+        """As above, in plain loops."""
+
+        @numba.njit
+        def tile(x, first, at, begin, width, column, y, start, step):
+            for i in range(LANES):
+                for j in range(LANES):
+                    one = (first + at[begin + j]) * width + column + i
+                    other = start + i * step + j
+                    if listed_first:
+                        y.flat[other] = x.flat[one]
+                    else:
+                        x.flat[one] = y.flat[other]
+
+        return tile
+
+    @numba.njit
+    def keep_highest(x, start, name, best, which, p):
+        for n in range(p, p + LANES):
+            one = x.flat[start + n - p]
+            which[n] = name if one > best[n] else which[n]
+            best[n] = one if one > best[n] else best[n]
+
+    @numba.njit
+    def prefetch(x, place):
+        pass
+
+    @numba.njit
+    def turn(turns, worker, workers):
+        turns[worker] += 1
+        return worker + (turns[worker] - 1) * workers
+
     @numba.njit
     def power_of_two(n):
         return math.ldexp(np.float32(1), n)
+
+
+# Of rows of `a`, and of columns in rows that are listed; of the widest tiles and of narrow ones.
+tile_of_rows = _tile_of_product(True, False, False)
+narrow_tile_of_rows = _tile_of_product(False, False, False)
+added_tile_of_rows = _tile_of_product(True, False, True)
+added_narrow_tile_of_rows = _tile_of_product(False, False, True)
+added_tile_of_columns = _tile_of_product(True, True, True)
+added_narrow_tile_of_columns = _tile_of_product(False, True, True)
+tile_to_columns = _transposed_tile(True)
+tile_to_rows = _transposed_tile(False)

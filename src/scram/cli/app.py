@@ -468,11 +468,12 @@ def explore(
     size: Annotated[int | None, Option(min=16, max=4096, help="Height of the pictures; else 65536 pixels.")] = None,
     patch: Annotated[int, Option(min=1, help="Side of the patches, odd.")] = arguments.MATCH_PATCH,
     width: Annotated[int, Option(min=1, help="Width of the features kept by the PCA.")] = arguments.MATCH_WIDTH,
-    matches: Annotated[int, Option(min=1, max=64, help="Matches per query (kappa).")] = 4,
+    matches: Annotated[int, Option(min=0, max=64, help="Matches per query (kappa); 0: no search.")] = 4,
     separation: Annotated[int, Option(min=0, help="Distance between matches of a query (L).")] = 2,
     radius: Radius = 1,
     sweeps: Annotated[int, Option(min=0, max=64, help="Sweeps of the search (T).")] = 5,
     clusters: Annotated[int, Option(min=0, max=4096, help="Clusters for the other keys; 0 for none.")] = 256,
+    keys: Annotated[int, Option(min=0, help="Keys that a tile of queries attends one by one.")] = 512,
     panes: Annotated[str, Option(help="auto, one (queries and keys in one picture), or two.")] = "auto",
     megabytes: Annotated[float, Option(min=0.2, max=500, help="Size that the page may have.")] = 12.0,
     device: Device = "cpu",
@@ -484,6 +485,8 @@ def explore(
     with output_folder(out):
         arguments.check_device(device)
         arguments.check_explored(a, b, sample, panes, scale, patch)
+        if not matches and not clusters:
+            raise ValueError("without matches and clusters nothing is attended; give --matches or --clusters")
         arguments.check_of_tensors(sample or a, axes, grid, size)
         three = arguments.three_names(names)
         extents = None if grid is None else arguments.extents(grid)
@@ -497,6 +500,7 @@ def explore(
             sweeps=sweeps,
             radius=radius,
             clusters=clusters,
+            keys=keys,
             scale=scale,
             panes=panes,
             size=size,

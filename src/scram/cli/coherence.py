@@ -13,7 +13,7 @@ from ..functional import attend, search
 from ..quality import measure
 from ..settings import Search
 from . import charts
-from .console import Numbers, Report, explained, numbers_table, progress
+from .console import Numbers, Printout, explained, numbers_table, progress
 from .provenance import made_with
 from .sets import matching, projected
 
@@ -79,7 +79,7 @@ def measure_case(q: Tensor, k: Tensor, settings: Search, seed: int) -> dict[str,
     }
 
 
-def run(out: Path, size: int, seed: int) -> Report:
+def run(out: Path, size: int, seed: int) -> Printout:
     """Run every search on every case, and draw recall and error against the degree of coherence."""
     rows: list[Numbers] = []
     with progress() as step:
@@ -93,7 +93,7 @@ def run(out: Path, size: int, seed: int) -> Report:
         draw(rows, out / "coherence.png", size)
     numbers = {**made_with("cpu"), "size": size, "width": WIDTH, "seed": seed, "rows": rows}
     tables = [_table(rows, kind) for kind in dict.fromkeys(row["kind"] for row in rows)]
-    return Report(numbers, tables, f"figure: {out / 'coherence.png'}; numbers: {out / 'coherence.json'}")
+    return Printout(numbers, tables, f"figure: {out / 'coherence.png'}; numbers: {out / 'coherence.json'}")
 
 
 def draw(rows: list[Numbers], path: Path, size: int) -> None:

@@ -30,7 +30,7 @@ MEANING = {
 
 
 @dataclass(frozen=True)
-class Report:
+class Printout:
     """What a command found: numbers to store, tables to print, and a line that names the written files."""
 
     numbers: Numbers

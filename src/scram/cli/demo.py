@@ -6,7 +6,6 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ..core.tails.clusters import Clusters
 from ..engines import dispatch
 from ..functional import attend
 from ..options import Impl
@@ -17,21 +16,22 @@ from ..results import Attended
 from ..settings import Search
 from . import pictures
 from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
-from .console import Numbers, Report, counted, explained, numbers_table, progress
+from .console import Numbers, Printout, counted, explained, numbers_table, progress
 from .features import sample_pair
 from .pair import Pair, PairResult, find, pair_of
 from .pictures import Panel, grid_of
 from .provenance import made_with
+from .rivals import default_setting
 
 SAMPLE = 500
 KINDS = (
-    "SCRAM, default: a window around each best key, all other keys by clusters\n"
+    "SCRAM, default: windows of best keys, routed keys, clusters for all others\n"
     "SCRAM, paper: the published search, and its windows alone"
 )
 FEATURES = f"features of width {MATCH_WIDTH}, unit norm; scale {MATCH_SCALE:g}; windows of radius {MATCH_RADIUS}"
 
 
-def run(out: Path, size: int, seed: int, impl: Impl) -> Report:
+def run(out: Path, size: int, seed: int, impl: Impl) -> Printout:
     """Run both settings and dense attention on the sample pair, and draw what they find."""
     with progress() as step:
         step("reading two photographs")
@@ -42,7 +42,7 @@ def run(out: Path, size: int, seed: int, impl: Impl) -> Report:
         sampled = min(SAMPLE, pair.a.shape[0] * pair.a.shape[1])
         runs = {}
         rows = {}
-        default = (Search(seed=seed), Clusters(seed=seed))
+        default = default_setting(pair.q.device.type, seed)
         paper = (Search.paper(seed=seed), None)
         for name, (setting, tail) in {"default": default, "paper": paper}.items():
             step(f"{name} setting: first call, may compile")
@@ -69,7 +69,7 @@ def run(out: Path, size: int, seed: int, impl: Impl) -> Report:
         step("drawing")
         draw(pair, runs, numbers, out)
     files = f"pictures: {out / 'demo.png'} and its parts beside it; numbers: {out / 'demo.json'}"
-    return Report(numbers, [table(numbers)], files)
+    return Printout(numbers, [table(numbers)], files)
 
 
 def measured(pair: Pair, result: PairResult, seed: int) -> Numbers:
@@ -90,8 +90,8 @@ def measured(pair: Pair, result: PairResult, seed: int) -> Numbers:
 
 def time_dense(pair: Pair) -> Numbers:
     """The time of torch's attention, continued from some of the queries where all would take long."""
-    found = dense_baseline(pair.q, pair.k, pair.v[..., :3], timer=believed, scale=MATCH_SCALE)
-    return {"seconds": found.seconds, "timed_queries": found.timed, "extrapolated": found.continued}
+    baseline = dense_baseline(pair.q, pair.k, pair.v[..., :3], timer=believed, scale=MATCH_SCALE)
+    return {"seconds": baseline.seconds, "timed_queries": baseline.timed, "extrapolated": baseline.continued}
 
 
 def times(numbers: Numbers) -> dict[str, str]:

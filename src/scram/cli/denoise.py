@@ -14,7 +14,7 @@ from torch import Tensor
 from ..images.denoising import LEAST_SIDE, Settings, check_size, denoise_picture, estimate_noise
 from ..images.reading import Picture, read, write
 from . import memory, not_installed, pictures
-from .console import Numbers, Report, counted, numbers_table, progress
+from .console import Numbers, Printout, counted, numbers_table, progress
 from .features import photograph
 from .pictures import Panel, psnr
 from .provenance import made_with
@@ -66,7 +66,7 @@ def run(
     rivals: bool,
     changed: Mapping[str, Any],
     device: str,
-) -> Report:
+) -> Printout:
     """Denoise a file or a sample, and where noise was added compare with the rivals; draw all."""
     with progress() as step:
         step("reading")
@@ -123,7 +123,7 @@ def run(
     files = f"picture: {out / 'denoised.png'} ({whole.kind}, as read); all beside each other: {out / 'denoise.png'}"
     if skipped:
         files += "\n" + not_installed(", ".join(dict.fromkeys(skipped.values())), "cli", "bench")
-    return Report(numbers, [_table(numbers)], files)
+    return Printout(numbers, [_table(numbers)], files)
 
 
 def check_memory(image: str, changed: Mapping[str, Any], device: str) -> None:

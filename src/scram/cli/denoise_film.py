@@ -18,7 +18,7 @@ from ..images.films import Film, FolderWriter, Writer, open_film
 from ..images.reading import Picture, Shape
 from ..images.video import Settings, denoise_frames
 from . import memory, pictures
-from .console import Report, complain, counted, numbers_table, progress_line
+from .console import Printout, complain, counted, numbers_table, progress_line
 from .pictures import Panel, psnr
 from .provenance import made_with
 
@@ -27,7 +27,7 @@ FIRST = 5  # frames on which the noise is estimated
 
 def run(
     path: Path, out: Path, sigma: float | None, add_noise: float | None, changed: Mapping[str, Any], device: str
-) -> Report:
+) -> Printout:
     """Denoise a film or a folder of frames; with added noise, measure each frame."""
     film = open_film(path)
     check_memory(path, film.shape, changed, device)
@@ -90,7 +90,7 @@ def run(
     title = f"{path.name}, noise {255 * level:.1f} of 255 ({'estimated' if sigma is None else 'given'})"
     note = "" if film.names else "pictures alone: sound is left out"
     files = f"film: {writer.path}; a frame before and after: {out / 'denoise.png'}; {out / 'denoise.json'}"
-    return Report(numbers, [numbers_table(("", ""), rows, title, note)], files)
+    return Printout(numbers, [numbers_table(("", ""), rows, title, note)], files)
 
 
 def check_memory(path: Path, shape: Shape, changed: Mapping[str, Any], device: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..images.reading import Picture, Shape, read
 from . import memory, pictures
 from .arguments import is_photograph
-from .console import Numbers, Report, numbers_table, progress_line
+from .console import Numbers, Printout, numbers_table, progress_line
 from .features import photograph
 from .pictures import Panel
 from .provenance import made_with
@@ -90,7 +90,7 @@ def report(
     rows: Sequence[tuple[str, str]],
     files: Sequence[str],
     **numbers: Any,
-) -> Report:
+) -> Printout:
     """Draw before and after, and say what was done."""
     pictures.sheet(panels, out / f"{command}.png", f"scram {command}: {Path(image).name}", columns=min(len(panels), 3))
     height, width = picture.pixels.shape[:2]
@@ -107,4 +107,4 @@ def report(
     kind = "; ".join((f"{width} x {height}, {picture.kind}", *picture.notes))
     table = numbers_table(("", ""), [("picture", kind), *rows], f"{Path(image).name}")
     names = ", ".join(str(out / name) for name in files)
-    return Report(every, [table], f"result: {names}; before and after: {out / f'{command}.png'}")
+    return Printout(every, [table], f"result: {names}; before and after: {out / f'{command}.png'}")

@@ -20,7 +20,7 @@ from ..images.reading import Picture, read
 from ..settings import Search
 from . import memory
 from .arguments import IMPLS, MATCH_SCALE, PANES, PHOTOGRAPHS, TENSORS, one_of
-from .console import Numbers, Report, complain, numbers_table, progress
+from .console import Numbers, Printout, complain, numbers_table, progress
 from .features import photograph, sample_pair, stereo_sample
 from .provenance import made_with
 from .tensors import Layout
@@ -35,11 +35,12 @@ class Settings:
 
     patch: int
     width: int
-    matches: int
+    matches: int  # 0: no search
     separation: int
     sweeps: int
     radius: int
-    clusters: int
+    clusters: int  # 0: none
+    keys: int  # routed
     scale: float | None
     panes: str
     size: int | None
@@ -58,7 +59,7 @@ def run(
     grid: tuple[int, ...] | None,
     out: Path,
     settings: Settings,
-) -> Report:
+) -> Printout:
     """Read, run, and write the page."""
     with progress() as step:
         start = perf_counter()
@@ -70,10 +71,8 @@ def run(
         )
         q, k, v = (x.to(settings.device) for x in tensors)
         impl = dispatch.choose(one_of("impl", settings.impl, IMPLS), q.device, q.dtype).name
-        search = Search(
-            matches=settings.matches, separation=settings.separation, sweeps=settings.sweeps, seed=settings.seed
-        )
-        step("search, clusters, exact attention of a sample, page")
+        search, tail = searching(settings)
+        step("clusters, search, exact attention of a sample, page")
         page = explore(
             q,
             k,
@@ -82,7 +81,7 @@ def run(
             radius=settings.radius,
             seed=settings.seed,
             panes=one_of("panes", settings.panes, PANES),
-            tail=Clusters(count=settings.clusters, seed=settings.seed) if settings.clusters else None,
+            tail=tail,
             budget=int(settings.megabytes * 1e6),
             impl=impl,
             **more,
@@ -92,7 +91,15 @@ def run(
     for note in (*page.numbers["notes"], *_thinned(page)):
         complain(note)
     numbers = {**made_with(settings.device), "impl": impl, "seconds": seconds, "bytes": page.size, **page.numbers}
-    return Report(numbers, [table(numbers)], f"page: {out / 'explore.html'}; numbers: {out / 'explore.json'}")
+    return Printout(numbers, [table(numbers)], f"page: {out / 'explore.html'}; numbers: {out / 'explore.json'}")
+
+
+def searching(settings: Settings) -> tuple[Search | None, Clusters | None]:
+    """Search and tail, None where they are left out."""
+    matches = settings.matches
+    search = Search(matches=max(matches, 1), separation=settings.separation, sweeps=settings.sweeps, seed=settings.seed)
+    tail = Clusters(count=max(settings.clusters, 1), keys=settings.keys, seed=settings.seed)
+    return search if matches else None, tail if settings.clusters else None
 
 
 def from_file(
@@ -174,10 +181,13 @@ def table(numbers: Numbers) -> Table:
     quality = numbers["quality"]
     grids = (numbers["queries"]["whole"], numbers["keys"]["grid"])
     queries, keys = (" x ".join(map(str, grid)) for grid in grids)
+    held = {"captured mass of the windows": f"{quality['mass']:.3f}"} if numbers["matches"] else {}
+    if numbers["routed_keys"]:
+        held |= {f"captured {'with' if held else 'by'} routed keys": f"{quality['attended']:.3f}"}
     rows = {
         "queries, keys": f"{queries}, {keys}",
         "heads": str(len(numbers["heads"])),
-        "captured mass of the windows": f"{quality['mass']:.3f}",
+        **held,
         "output error, median": f"{quality['median']:.4f}",
         "output error, 95th percentile": f"{quality['p95']:.4f}",
         "weight that rounding misplaces": f"{numbers['map_error']:.4f}",

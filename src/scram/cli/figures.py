@@ -14,7 +14,7 @@ from ..quality import measure
 from ..results import Matches
 from ..settings import Search
 from . import charts, pictures
-from .console import Numbers, Report, counted, explained, numbers_table, progress
+from .console import Numbers, Printout, counted, explained, numbers_table, progress
 from .features import PatchFeatures, sample_pair
 from .pair import find, pair_of
 from .pictures import INK, Panel
@@ -36,7 +36,7 @@ SMOOTHINGS = (1, 3, 5)
 SEPARATIONS = (4, 6, 10)
 
 
-def run(out: Path, names: list[str], size: int, data: Path | None, seed: int) -> Report:
+def run(out: Path, names: list[str], size: int, data: Path | None, seed: int) -> Printout:
     """Draw the figures of these names and collect the numbers that test their claims."""
     makers: dict[str, Callable[[Path], Numbers]] = {
         "maps": lambda path: maps(path, seed),
@@ -55,7 +55,7 @@ def run(out: Path, names: list[str], size: int, data: Path | None, seed: int) ->
     headings = ("figure", "claim", "measured")
     title = "The paper's claims, tested"
     table = numbers_table(headings, rows, title, explained(*used), left=2)
-    return Report(numbers, [table], f"figures: {', '.join(str(out / f'{name}.png') for name in names)}")
+    return Printout(numbers, [table], f"figures: {', '.join(str(out / f'{name}.png') for name in names)}")
 
 
 def low_rank(side: int = SIDE, rank: int = RANK) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..images.generation import DEFAULT, generate
 from ..images.reading import write
 from ..images.similarity import two_way
-from .console import Report
+from .console import Printout
 from .edits import bar, channels_of, check_memory, open_image, report, shown, timed, with_channels
 from .pictures import Panel
 
@@ -20,7 +20,7 @@ def run(
     out: Path,
     changed: dict[str, int],
     device: str,
-) -> Report:
+) -> Printout:
     """Generate `count` pictures with following seeds and write them."""
     settings = replace(DEFAULT, **changed)
     check_memory(image, (height, width), settings.patch, "generating", device)

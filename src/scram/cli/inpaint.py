@@ -11,7 +11,7 @@ from ..images.inpainting import SHARP, inpaint, suited, surroundings
 from ..images.reading import Picture, read, write
 from . import memory
 from .arguments import Rectangle
-from .console import Report
+from .console import Printout
 from .edits import bar, channels_of, image_shape, open_image, report, shown, timed, with_channels
 from .pictures import Panel
 
@@ -26,7 +26,7 @@ def run(
     sharp: bool,
     changed: dict[str, int],
     device: str,
-) -> Report:
+) -> Printout:
     """Fill the hole, write the picture, and before and after."""
     image_shape(image)
     picture = open_image(image)

@@ -16,7 +16,7 @@ from ..images.files import replacing
 from ..images.matching import SURE, Matching, Settings, match
 from ..images.reading import Picture, read
 from . import memory, pictures
-from .console import Numbers, Report, complain, counted, numbers_table, progress_line
+from .console import Numbers, Printout, complain, counted, numbers_table, progress_line
 from .features import sample_pair, stereo_sample
 from .pictures import Panel, grid_of
 from .provenance import made_with
@@ -91,7 +91,7 @@ def run(
     size: int | None,
     settings: Settings,
     device: str,
-) -> Report:
+) -> Printout:
     """Match A with B, compare with the ground truth where there is one, and draw."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with progress_line(*columns, total=1) as (bar, task):
@@ -140,7 +140,7 @@ def run(
         "truth": quality,
     }
     files = f"pictures: {out / 'match.png'} and its parts; arrays: {out / 'match.npz'}; {out / 'match.json'}"
-    return Report(numbers, [_table(numbers)], files)
+    return Printout(numbers, [_table(numbers)], files)
 
 
 def check_memory(a: Path, b: Path, size: int | None, settings: Settings, device: str) -> None:

@@ -249,7 +249,7 @@ def _attention(case: Case, pictures: Pictures) -> Row:
         error = measure.output_error(q, k, v, attended, scale=SCALE, num_queries=_sample(q, SAMPLE))
         row["output_error"] = float(error)  # of causal patterns it would compare different things
     if not case.backward and case.contender in rivals.SETTINGS:
-        row["recall"] = _recall(q, k, search(q, k, search=rivals.SETTINGS[case.contender]).index)
+        row["recall"] = _recall(q, k, rivals.matches_of(case.contender, q, k, v, SCALE))
     return {**row, **ready, "took": perf_counter() - start}
 
 

@@ -68,20 +68,20 @@ def find(
     impl: Impl = "auto",
     tail: Clusters | None = None,
 ) -> PairResult:
-    """Search and attend, with clusters for the keys outside the windows where a tail asks for them.
+    """Search and attend; where there is a tail, cluster first, and start the search from routed keys.
 
     The seconds of a first call hold what it compiles.
     """
     device = pair.q.device.type
     codebook = None
     seconds = {}
-    start = now(device)
-    matches = search(pair.q, pair.k, search=setting, impl=impl)
-    seconds["search"] = now(device) - start
     if tail is not None:
         start = now(device)
         codebook = cluster(pair.q, pair.k, pair.v, clusters=tail, scale=scale, impl=impl)
         seconds["cluster"] = now(device) - start
+    start = now(device)
+    matches = search(pair.q, pair.k, search=setting, codebook=codebook, scale=scale, impl=impl)
+    seconds["search"] = now(device) - start
     start = now(device)
     attended = attend(pair.q, pair.k, pair.v, matches, radius=radius, scale=scale, tail=codebook, impl=impl)
     seconds["attend"] = now(device) - start

@@ -21,11 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from .. import distributed
 from ..core.exact import exact_attention
 from ..core.layout_hints import LayoutWarning
-from ..core.tails.clusters import Clusters
 from ..options import Mode
 from ..quality.timing import now, peak_bytes, reset_peak
-from ..settings import Search
 from .measuring import SCALE
+from .rivals import default_setting
 
 CALLS = 3  # timed, after one that is not
 SAMPLE = 64  # queries of each rank whose error is measured
@@ -141,9 +140,8 @@ def _measure(mesh: Any, device: str, file: str, mode: Mode, backward: bool) -> S
 
 def _call(mesh: Any, q: Tensor, k: Tensor, v: Tensor, mode: Mode, backward: bool) -> Tensor:
     """As the default, and searched on small grids too."""
-    out = distributed.attention(
-        q, k, v, mesh=mesh, mode=mode, search=Search(seed=0), tail=Clusters(seed=0), scale=SCALE
-    )
+    search, tail = default_setting(q.device.type, 0)
+    out = distributed.attention(q, k, v, mesh=mesh, mode=mode, search=search, tail=tail, scale=SCALE)
     if backward:
         torch.autograd.backward(out, torch.ones_like(out))
     return out.detach()

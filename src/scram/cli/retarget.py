@@ -7,12 +7,12 @@ from ..images.pyramid import resize
 from ..images.reading import write
 from ..images.retargeting import DEFAULT, retarget
 from ..images.similarity import two_way
-from .console import Report
+from .console import Printout
 from .edits import bar, channels_of, check_memory, open_image, report, shown, timed, with_channels
 from .pictures import Panel
 
 
-def run(image: str, width: int | None, height: int | None, out: Path, changed: dict[str, int], device: str) -> Report:
+def run(image: str, width: int | None, height: int | None, out: Path, changed: dict[str, int], device: str) -> Printout:
     """Retarget the picture, write it, and beside it the same resized."""
     settings = replace(DEFAULT, **changed)
     check_memory(image, (height, width), settings.patch, "retargeting", device)

@@ -9,6 +9,7 @@ their stride.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from ..core.dense import fused_attention
 from ..core.exact import exact_search
-from ..functional import attend, attention
-from ..options import Auto
+from ..core.resolve import CLUSTERS, default_search
+from ..core.tails.clusters import Clusters
+from ..functional import attend, attention, cluster, search
 from ..settings import Search
 
 SUMMARY = 8  # columns of each line that the fixed pattern lets everyone after it see
@@ -28,15 +30,37 @@ BLOCK = 8  # side of the local pattern's query blocks
 REACH = 4  # how far their keys reach beyond them
 NEIGHBORS = 15  # side of NATTEN's neighborhoods, about as many keys as a local block sees
 CHUNK = 1 << 26  # elements of a score matrix at a time
-SETTINGS = {"SCRAM": Search(seed=0), "SCRAM, paper": Search.paper(seed=0)}
-TAILS: dict[str, Auto | None] = {"SCRAM": "auto", "SCRAM, paper": None}  # of the attention: clusters, or nothing
+SETTINGS = {"SCRAM": Search(seed=0), "SCRAM, paper": Search.paper(seed=0)}  # of a search alone
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Allows = Callable[..., Tensor]
 
 
-def scram(settings: Search, tail: Auto | None) -> Attention:
-    """SCRAM with these settings, one match, radius 1; it searches on small grids too, where the default is dense."""
-    return lambda q, k, v, scale: attention(q, k, v, search=settings, tail=tail, radius=1, scale=scale)
+def default_setting(device: str, seed: int) -> tuple[Search, Clusters]:
+    """What `scram.attention` runs on that device where it is not dense attention, with a seed."""
+    clusters = replace(CLUSTERS.get(device, CLUSTERS["cpu"]), seed=seed)
+    return replace(default_search(device, clusters), seed=seed), clusters
+
+
+def setting(name: str, device: str) -> tuple[Search, Clusters | None]:
+    """Search and tail of SCRAM's attention by one of its names; it searches on small grids too."""
+    return default_setting(device, 0) if name == "SCRAM" else (SETTINGS[name], None)
+
+
+def scram(name: str) -> Attention:
+    """SCRAM by one of its names, radius 1."""
+
+    def attend_grid(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        looks, tail = setting(name, q.device.type)
+        return attention(q, k, v, search=looks, tail=tail, radius=1, scale=scale)
+
+    return attend_grid
+
+
+def matches_of(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The matches int32 [1, H, S, S, 1] that the attention of that name finds."""
+    looks, tail = setting(name, q.device.type)
+    codebook = None if tail is None else cluster(q, k, v, clusters=tail, scale=scale)
+    return search(q, k, search=looks, codebook=codebook, scale=scale).index
 
 
 def full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -96,9 +120,9 @@ def strided(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         above = [F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, rows] for x in (k, v)]
         near = [torch.cat((up, x[:, :, rows]), 3) for up, x in zip(above, (k, v), strict=True)]
         q_rows = q[:, :, rows] * scale
-        legal = band & ((rows[:, None, None] > 0) | (torch.arange(2 * size, device=device) >= size))
+        allowed = band & ((rows[:, None, None] > 0) | (torch.arange(2 * size, device=device) >= size))
         column = torch.einsum("bhyxe,bhzxe->bhyxz", q_rows, k)  # [B, H, lines, W, W]
-        p_near, p_column = _softmax_of_both(q_rows @ near[0].mT, legal, column, at < rows[:, None, None])
+        p_near, p_column = _softmax_of_both(q_rows @ near[0].mT, allowed, column, at < rows[:, None, None])
         lines.append(p_near @ near[1] + torch.einsum("bhyxz,bhzxe->bhyxe", p_column, v))
     return torch.cat(lines, 2)
 
@@ -120,9 +144,9 @@ def fixed(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.cat(lines, 2)
 
 
-def _softmax_of_both(a: Tensor, a_legal: Tensor, b: Tensor, b_legal: Tensor) -> tuple[Tensor, Tensor]:
+def _softmax_of_both(a: Tensor, a_allowed: Tensor, b: Tensor, b_allowed: Tensor) -> tuple[Tensor, Tensor]:
     """The weights of two sets of keys under one softmax, from their scores `[..., n]` and `[..., m]`."""
-    masked = (a.masked_fill(~a_legal, -torch.inf), b.masked_fill(~b_legal, -torch.inf))
+    masked = (a.masked_fill(~a_allowed, -torch.inf), b.masked_fill(~b_allowed, -torch.inf))
     p = torch.cat(masked, -1).softmax(-1)
     return p[..., : a.shape[-1]], p[..., a.shape[-1] :]
 
@@ -191,7 +215,7 @@ def natten(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 ATTENTIONS: dict[str, Attention] = {
-    **{name: scram(settings, TAILS[name]) for name, settings in SETTINGS.items()},
+    **{name: scram(name) for name in SETTINGS},
     "full attention": full,
     "torch SDPA": sdpa,
     "strided": strided,

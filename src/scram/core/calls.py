@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 # A user's own score (q [..., E], k [..., E]) -> [...]; None is the dot product. Never part of an operator.
@@ -61,6 +62,8 @@ class AttendCall(NamedTuple):
     key_mask: Tensor | None
     k_extra: Tensor | None  # [B, Hk, X, E]
     v_extra: Tensor | None  # [B, Hk, X, F]
+    label: Tensor | None  # int32 [B, Hc, *G'], the clusters of the keys, beside routes
+    routes: Tensor | None  # int32 [B, H, T, W], as in Routed: keys of clusters that a tile routes are left out
     dropout_seed: Tensor | None  # int64 []; None without dropout
     rows: Tensor | None  # int64 [B, H], as in SearchCall
     radius: tuple[int, ...]  # one per axis
@@ -185,12 +188,19 @@ class ClusterCall(NamedTuple):
 
 
 class Clustered(NamedTuple):
-    """Result of a ClusterCall. A cluster without keys has size 0 and center and value 0."""
+    """Result of a ClusterCall. A cluster without keys has size 0 and center and value 0.
+
+    Means over the keys are over those that have a label; the last two are constants.
+    """
 
     centers: Tensor  # float32 (float64 for float64) [B, Hk, C, E], mean key
     values: Tensor  # float32 (float64 for float64) [B, Hk, C, F], mean value
+    slope: Tensor  # as centers [B, Hk, E, F], mean over the keys of (k - center)^T (v - value)
     sizes: Tensor  # int32 [B, Hk, C]
     label: Tensor  # int32 [B, Hk, *G'], the cluster of each key; -1 for a key that is masked or not finite
+    order: Tensor  # int32 [B, Hk, M], the keys by label, ascending; those without one last
+    variance: Tensor  # as centers [B, Hk, E], mean over the keys of (k - center)^2
+    spreads: Tensor  # as centers [B, Hk, C], how far the scores of a cluster's keys are apart: 1 is the mean
 
 
 class ClusterGrads(NamedTuple):
@@ -200,40 +210,94 @@ class ClusterGrads(NamedTuple):
     v: Tensor
 
 
-class ClusterTailCall(NamedTuple):
-    """Join the attention over the windows (`near_out`, `near_lse`) with clusters of all keys outside of them.
+class RouteCall(NamedTuple):
+    """Choose the clusters whose keys a tile of queries attends one by one (`routing`)."""
 
-    Hc, the heads of the clusters, is Hk, or H where heads of queries differ.
+    q: Tensor
+    centers: Tensor  # float32 (float64 for float64) [B, Hc, C, E]
+    sizes: Tensor  # int32 [B, Hc, C]
+    variance: Tensor  # as centers [B, Hc, E]
+    spreads: Tensor  # as centers [B, Hc, C]
+    keys: int  # of the chosen clusters of a tile, at most
+    scale: float
+
+    @property
+    def words(self) -> int:
+        """W, numbers of 32 bits that hold one bit for each cluster."""
+        return -(-self.sizes.shape[-1] // 32)
+
+
+class Routed(NamedTuple):
+    """Result of a RouteCall, for the T tiles of a row."""
+
+    routes: Tensor  # int32 [B, H, T, W], bit c % 32 of word c // 32: whether cluster c was chosen
+    number: Tensor  # int32 [B, H, T], keys of the chosen clusters
+    lse: Tensor  # as centers [B, H, *G], log of the sum of exp over all clusters; -inf for a query that is not finite
+
+
+class RoutedStartCall(NamedTuple):
+    """Find the best of the keys that the tile of each query routes: where a search starts."""
+
+    q: Tensor
+    k: Tensor
+    order: Tensor  # int32 [B, Hc, M], as in Clustered
+    sizes: Tensor  # int32 [B, Hc, C]
+    routes: Tensor  # int32 [B, H, T, W]
+
+
+class ClusterTailCall(NamedTuple):
+    """Attend the keys of routed clusters one by one and all others by their clusters, beside the windows.
+
+    Hc, the heads of the clusters, is Hk, or H where heads of queries differ. The windows, `near_out` and `near_lse`,
+    are attended apart, without keys of routed clusters; their keys are taken off the sizes of the other clusters.
+    With s_i = scale^2 sum_e q_ie^2 variance_e, cluster c with n keys left has the logit
+    scale <q_i, center_c> + log n + min(s_i spread_c, MOST_RAISED) / 2, and out_i gets T_i / (1 + s_i) * scale q_i slope
+    besides, with T_i the share of all clusters, dropout included (`routing`).
     """
 
     q: Tensor
-    index: Tensor  # type: ignore[assignment]  # int32 [B, H, *G, kappa]
+    k: Tensor | None  # [B, Hk, *G', E]; None without routes
+    v: Tensor | None  # [B, Hk, *G', F]; None without routes
+    index: Tensor | None  # type: ignore[assignment]  # int32 [B, H, *G, kappa]; None without windows
     label: Tensor  # int32 [B, Hc, *G'], -1 for a key in no cluster
+    order: Tensor | None  # int32 [B, Hc, M], as in Clustered; None without routes
     centers: Tensor  # float32 (float64 for float64) [B, Hc, C, E]
     values: Tensor  # float32 (float64 for float64) [B, Hc, C, F]
+    slope: Tensor | None  # as centers [B, Hc, E, F]; None: no first-order term
     sizes: Tensor  # int32 [B, Hc, C]
-    gains: Tensor | None  # float32 (float64 for float64) [B, Hc, C], factors on the weights of clusters; None is 1
-    near_out: Tensor  # [B, H, *G, F]
-    near_lse: Tensor  # [B, H, *G]
+    variance: Tensor  # as centers [B, Hc, E]
+    spreads: Tensor | None  # as centers [B, Hc, C]; None: no second-order weight
+    routes: Tensor | None  # int32 [B, H, T, W], as in Routed; None: no keys one by one
+    near_out: Tensor | None  # [B, H, *G, F]; None without windows and extra keys
+    near_lse: Tensor | None  # [B, H, *G]
     dropout_seed: Tensor | None  # int64 []; None without dropout
     rows: Tensor | None  # int64 [B, H], as in SearchCall
     radius: tuple[int, ...]
     scale: float
     dropout_p: float
     extras: int  # number of extra keys
-    window: str  # "query" or "tile"
+    keys: int  # of the routed clusters of a tile, at most; 0 without routes
 
     @property
     def first_name(self) -> int:
         """The name of cluster 0 in dropout: after those of the keys and extra keys."""
         return math.prod(self.label.shape[2:]) + self.extras
 
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of the output: that of the values."""
+        given = [x.dtype for x in (self.near_out, self.v) if x is not None]
+        return given[0] if given else self.q.dtype
+
 
 class ClusterTailGrads(NamedTuple):
-    """Gradients of a ClusterTailCall."""
+    """Gradients of a ClusterTailCall; None for what it does not have."""
 
     q: Tensor
+    k: Tensor | None
+    v: Tensor | None
     centers: Tensor
     values: Tensor
-    near_out: Tensor
-    near_lse: Tensor
+    slope: Tensor | None
+    near_out: Tensor | None
+    near_lse: Tensor | None

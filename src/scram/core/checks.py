@@ -350,13 +350,6 @@ def first_order_only(impl: str) -> NotImplementedError:
     return NotImplementedError(f"impl={impl!r} has no second derivative; use impl='reference'")
 
 
-def fit_is_eager() -> NotImplementedError:
-    return NotImplementedError(
-        "Clusters(fit=...) looks at numbers to choose its strength, so it runs neither in torch.compile nor in vmap; "
-        "call scram.cluster outside of them and pass tail=codebook"
-    )
-
-
 def no_engine(impl: str, reasons: dict[str, list[str]]) -> ValueError:
     """No engine can run: every reason of every one."""
     lines = [f"  {name}: {'; '.join(why)}" for name, why in reasons.items()]

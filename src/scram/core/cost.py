@@ -27,24 +27,29 @@ class Cost(NamedTuple):
 def keys_visited(
     q: Tensor,
     k: Tensor,
-    search: Search,
+    search: Search | None,
     radius: Sequence[int],
     tail: Tail,
     score: Score = "dot",
     matches: int | None = None,
 ) -> Cost:
-    """By the formulas of DESIGN, sections 8 and 14; the queries that a fit computes densely are spread over all.
+    """By the formulas of DESIGN, sections 8 and 14.
 
     Args:
         q, k: [B, H, *G, E], [B, Hk, *G', E]; only their shapes, dtype and device count.
+        search: None: no search and no windows.
         radius: one per axis.
         matches: found per query, where they are not those of `search`.
 
     >>> q = torch.zeros(1, 1, 64, 64, 32)
-    >>> keys_visited(q, q, Search(), (1, 1), scram.Clusters(count=256))
-    Cost(sparse=245, tail=501, dense=4096)
+    >>> keys_visited(q, q, Search(), (1, 1), scram.Clusters(count=256, keys=512))
+    Cost(sparse=245, tail=1013, dense=4096)
     """
     grid = grid_of(k)
+    keys = math.prod(grid)
+    rest = tail.visited(math.prod(grid_of(q)), keys)
+    if search is None:
+        return Cost(0, rest, keys)
     kappa = matches or search.matches
     reach = () if search.reach is None else checks.radius(search.reach, len(grid), "reach")
     radius_of_draws = widest(grid, reach, search.random)
@@ -57,8 +62,6 @@ def keys_visited(
     else:
         offered = len(moves(search.propagate, 1)) * 2 * rank * len(search.jumps)
         looked = kappa * (1 + search.sweeps * (offered + search.gossip + radius_of_draws.bit_length()))
-    keys = math.prod(grid)
     window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
     window = min(window, keys)  # a key in several windows counts once
-    rest = tail.visited(math.prod(grid_of(q)), keys)
     return Cost(looked + window, looked + window + rest, keys)

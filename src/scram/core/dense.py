@@ -58,9 +58,9 @@ def dense_attention(
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Softmax attention over every legal key by `F.scaled_dot_product_attention`; arguments as in `scram.attention`.
+    """Softmax attention over every allowed key by `F.scaled_dot_product_attention`; arguments as in `scram.attention`.
 
-    A query without a legal key has output 0. What a masked key or its value holds does not matter.
+    A query without an allowed key has output 0. What a masked key or its value holds does not matter.
     """
     checks.values(q, k, v)
     checks.key_mask(q, k, key_mask)

@@ -45,7 +45,7 @@ def exact_attention(
     weight: Weight = "softmax",
     queries: Tensor | None = None,
 ) -> Attended:
-    """Dense attention of every query over every legal key, the truth that SCRAM approximates.
+    """Dense attention of every query over every allowed key, the truth that SCRAM approximates.
 
     Never holds an N x M matrix. Differentiable; the backward pass recomputes chunk by chunk. Transforms of `torch.func`
     cannot recompute: they keep all chunks.
@@ -73,9 +73,9 @@ def exact_attention(
 
     def chunk(q_rows: Tensor, k_rows: Tensor, values: Tensor, row: int, at: Tensor) -> tuple[Tensor, Tensor]:
         source = dense.key_row(row)
-        legal = dense.legal(row, at)
+        allowed = dense.allowed(row, at)
         a = dense.scores(q_rows[row, at], dense.shown(k_rows[source], row))
-        p, lse = normalized_weights(factor * a, legal, weight)
+        p, lse = normalized_weights(factor * a, allowed, weight)
         return p @ dense.shown(values[source], row).to(p.dtype), lse
 
     differentiates = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -123,9 +123,9 @@ def exact_search(
     parts = []
     for row, at in dense.chunks():
         a = dense.scores(dense.q[row, at], dense.k[dense.key_row(row)])
-        # Below -inf there is nothing, so that a legal key of score -inf or NaN still comes before none at all.
+        # Below -inf there is nothing, so that an allowed key of score -inf or NaN still comes before none at all.
         a = torch.where(a.isnan(), -torch.inf, a)
-        open_ = dense.legal(row, at)
+        open_ = dense.allowed(row, at)
         keys = []
         scores = []
         for _ in range(matches):
@@ -182,7 +182,7 @@ class _Dense:
         self.key_heads = k.shape[1]
         self.score = score
         self.wanted = torch.arange(points, device=q.device) if queries is None else queries.to(q.device)
-        self.legal_keys = AllowedKeys.of(q, k, causal, key_mask)
+        self.allowed_keys = AllowedKeys.of(q, k, causal, key_mask)
         self.q = rows(prepare_query(q, score))  # [B * H, N, E]
         self.k = rows(prepare_key(k, score))  # [B * Hk, M, E]
 
@@ -195,14 +195,14 @@ class _Dense:
     def key_row(self, row: int) -> int:
         return int(key_row(torch.tensor(row, dtype=torch.int64, device="cpu"), self.heads, self.key_heads))
 
-    def legal(self, row: int, at: Tensor) -> Tensor:
+    def allowed(self, row: int, at: Tensor) -> Tensor:
         everywhere = torch.arange(self.keys, device=at.device).expand(len(at), -1)
-        return self.legal_keys.allows(torch.full_like(at, row).unsqueeze(-1), at.unsqueeze(-1), everywhere)
+        return self.allowed_keys.allows(torch.full_like(at, row).unsqueeze(-1), at.unsqueeze(-1), everywhere)
 
     def shown(self, x: Tensor, row: int) -> Tensor:
         """Keys or values [M, width] of a row with the masked ones zeroed: 0 * NaN is NaN."""
-        mask = self.legal_keys.mask
-        return x if mask is None else torch.where(mask[row // self.legal_keys.heads_per_row].unsqueeze(-1), x, 0)
+        mask = self.allowed_keys.mask
+        return x if mask is None else torch.where(mask[row // self.allowed_keys.heads_per_row].unsqueeze(-1), x, 0)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q [C, E] and k [M, E] -> [C, M]."""

@@ -75,9 +75,20 @@ class Inputs(NamedTuple):
     def draw_dropout_seed(self) -> Tensor | None:
         return self.shard.draw_seed() if self.dropout_p else None
 
-    def attend_call(self, index: Tensor) -> calls.AttendCall:
-        """The call over the windows around the matches, index int32 [B, H, *G, kappa], and the extra keys."""
+    def attend_call(
+        self, index: Tensor | None, label: Tensor | None = None, routes: Tensor | None = None
+    ) -> calls.AttendCall:
+        """The call over the windows around the matches and the extra keys.
+
+        Args:
+            index: int32 [B, H, *G, kappa]; None: no windows.
+            label: int32 [B, Hc, *G'], the clusters of the keys, beside routes.
+            routes: int32 [B, H, T, W]; keys of clusters that a tile routes are left out of the windows.
+        """
         inputs = self if self.window == "query" else self.level()
+        if index is None:
+            inputs = inputs._replace(radius=(0,) * (self.q.ndim - 3))
+            index = torch.full((*self.q.shape[:-1], 1), -1, dtype=torch.int32, device=self.q.device)
         return calls.AttendCall(
             q=inputs.q,
             k=inputs.k,
@@ -86,9 +97,11 @@ class Inputs(NamedTuple):
             key_mask=self.key_mask,
             k_extra=inputs.k_extra,
             v_extra=self.v_extra,
+            label=label,
+            routes=routes,
             dropout_seed=self.draw_dropout_seed(),
             rows=self.rows,
-            radius=self.radius,
+            radius=inputs.radius,
             causal=self.causal,
             scale=self.scale,
             weight=self.weight,
@@ -97,6 +110,8 @@ class Inputs(NamedTuple):
             score=self.score_function,
         )
 
-    def attend_windows(self, index: Tensor) -> Attended:
-        """Attention over the windows and the extra keys."""
-        return ops.attend(self.engine, self.attend_call(index))
+    def attend_windows(
+        self, index: Tensor | None, label: Tensor | None = None, routes: Tensor | None = None
+    ) -> Attended:
+        """Attention over the windows and the extra keys, as `attend_call` has them."""
+        return ops.attend(self.engine, self.attend_call(index, label, routes))

@@ -7,6 +7,7 @@ Imports neither Numba nor Triton.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import attrgetter
@@ -22,6 +23,7 @@ from ..results import Attended
 from ..spec.draws import tail_size
 from ..spec.grid import grid_of
 from ..spec.scoring import accumulator
+from ..spec.tiles import tile_count
 from . import calls, checks
 from .calls import ScoreFunction
 
@@ -46,10 +48,11 @@ class Operator(Generic[Result]):
     Args:
         name: of the operator and of the engine's function; its gradient is the engine's `name_backward`.
         call: the NamedTuple of its arguments. A field `score` is left out: engines know the dot product only.
-        result: the NamedTuple of its results; the first two may carry gradients, the others are diagnostics.
+        result: the NamedTuple of its results; the first ones may carry gradients, the others are diagnostics.
         shapes: call -> empty results, for tracing.
         grads: the NamedTuple of its gradients, with the names of the call's fields; None without gradients.
-        keep: names of results that the backward function takes, between the call and the gradients of the first two.
+        keep: names of results that the backward function takes, between the call and the gradients of the first ones.
+        differentiable: how many the first ones are.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Operator(Generic[Result]):
         shapes: Callable[[Any], tuple[Tensor, ...]],
         grads: Any = None,
         keep: tuple[str, ...] = (),
+        differentiable: int = 2,
     ) -> None:
         hints = get_type_hints(call)
         self.name = name
@@ -67,21 +71,22 @@ class Operator(Generic[Result]):
         self.result_type = result
         self.grads_type = grads
         self.keep = keep
+        self.grad_names = [f"grad_{field}" for field in result._fields[:differentiable]]  # type: ignore[attr-defined]
         self.shapes = shapes
         self.names = [field for field in call._fields if hints[field] != ScoreFunction | None]
         self.tensor_names = [field for field in self.names if "Tensor" in SCHEMA[hints[field]]]
         setting_names = [field for field in self.names if field not in self.tensor_names]
         assert self.names == self.tensor_names + setting_names, "the tensors of a call come before its settings"
         self.tensors: Callable[[Any], tuple[Tensor | None, ...]] = attrgetter(*self.tensor_names)
-        self.settings: Callable[[Any], tuple[Any, ...]] = attrgetter(*setting_names)
+        self.settings: Callable[[Any], tuple[Any, ...]] = attrgetter(*setting_names) if setting_names else _no_settings
         schema = ", ".join(f"{SCHEMA[hints[field]]} {field}" for field in self.names)
         returns = ", ".join(["Tensor"] * len(result._fields))  # type: ignore[attr-defined]
         self.op = self._define(name, f"({schema}, str impl) -> ({returns})", self._compute, self._fake)
         if grads is None:
             return
-        kept = "".join(f"Tensor {field}, " for field in keep)
+        more = ", ".join(f"Tensor {field}" for field in (*keep, *self.grad_names))
         returns = ", ".join(["Tensor"] * len(grads._fields))
-        backward_schema = f"({schema}, {kept}Tensor grad_out, Tensor grad_lse, str impl) -> ({returns})"
+        backward_schema = f"({schema}, {more}, str impl) -> ({returns})"
         name = f"{name}_backward"
         self.backward_op = self._define(name, backward_schema, self._compute_backward, self._backward_shapes)
         torch.library.register_autograd(f"scram::{self.name}", self._differentiate, setup_context=self._save)
@@ -99,8 +104,7 @@ class Operator(Generic[Result]):
             return self._engine(spec.name)(call)  # type: ignore[no-any-return]
         direct = bypasses_dispatcher(call)
         if self.grads_type is None:
-            if not direct or call.q.requires_grad or call.k.requires_grad:
-                call = call._replace(q=call.q.detach(), k=call.k.detach())
+            call = self._detached(call, direct)
         elif _compat.has_tangent(call):
             raise checks.reverse_mode_only(spec.name)  # torch would take the derivative for zero
         elif torch.is_grad_enabled() and self._requires_grad(call):
@@ -111,6 +115,13 @@ class Operator(Generic[Result]):
             return self._engine(spec.name)(call)  # type: ignore[no-any-return]
         run = self.function.apply if self.grads_type is not None and _compat.transformed() else self.op
         return self.result_type(*run(*self._fields(call), spec.name))
+
+    def _detached(self, call: Any, direct: bool) -> Any:
+        """Operators without gradients see constants."""
+        given = {name: x for name in self.tensor_names if (x := getattr(call, name)) is not None}
+        if direct and not any([x.requires_grad for x in given.values()]):  # noqa: C419 - a list is faster
+            return call
+        return call._replace(**{name: x.detach() for name, x in given.items()})
 
     def _requires_grad(self, call: Any) -> bool:
         given = [getattr(call, name) for name in self.grads_type._fields]
@@ -177,7 +188,7 @@ class Operator(Generic[Result]):
         ctx.save_for_backward(*self.tensors(call), *[getattr(result, name) for name in self.keep])
         ctx.settings = self.settings(call)
         ctx.impl = impl
-        _, _, *diagnostics = output
+        diagnostics = output[len(self.grad_names) :]
         if diagnostics:
             ctx.mark_non_differentiable(*diagnostics)
 
@@ -188,12 +199,11 @@ class Operator(Generic[Result]):
         """The gradients of the call's tensors, from those of its results."""
         saved = iter(ctx.saved_tensors)
         call = self.call_type(*islice(saved, len(self.tensor_names)), *ctx.settings)
-        first, second, *_ = grads
-        if first is None or second is None:
-            like_first, like_second, *_ = self.shapes(call)
-            first = torch.zeros_like(like_first) if first is None else first
-            second = torch.zeros_like(like_second) if second is None else second
-        rest = (*saved, first, second)  # what is left of them are the results kept
+        given_grads = list(grads[: len(self.grad_names)])
+        if any([x is None for x in given_grads]):  # noqa: C419 - a list is faster
+            like = self.shapes(call)
+            given_grads = [torch.zeros_like(like[n]) if x is None else x for n, x in enumerate(given_grads)]
+        rest = (*saved, *given_grads)  # what is left of them are the results kept
         # Where a graph is made of the backward pass the operator stands in it, to refuse a second derivative.
         if not torch.is_grad_enabled() and bypasses_dispatcher((*call, *rest)):
             call_grads = self._engine_backward(ctx.impl)(call, *rest)
@@ -225,6 +235,10 @@ def bypasses_dispatcher(arguments: Sequence[Any]) -> bool:
     It has more to do when it compiles, traces or transforms, and for subclasses of Tensor.
     """
     return _compat.plain_eager() and all([x.__class__ in PLAIN for x in arguments])  # noqa: C419 - a list is faster
+
+
+def _no_settings(call: Any) -> tuple[Any, ...]:
+    return ()
 
 
 def _refuse_second(ctx: Any, *_: Tensor | None) -> None:
@@ -298,14 +312,46 @@ def _sampled_shapes(call: calls.SampleCall) -> tuple[Tensor, ...]:
 def _clustered_shapes(call: calls.ClusterCall) -> tuple[Tensor, ...]:
     k = call.k
     v = call.v
-    wide = accumulator(call.v.dtype)
-    shape = (*k.shape[:2], call.clusters)
-    means = (x.new_empty((*shape, x.shape[-1]), dtype=wide) for x in (k, v))
-    return *means, k.new_empty(shape, dtype=torch.int32), k.new_empty(k.shape[:-1], dtype=torch.int32)
+    heads = k.shape[:2]
+    width = k.shape[-1]
+    value_width = v.shape[-1]
+
+    def floats(*shape: int) -> Tensor:
+        return k.new_empty((*heads, *shape), dtype=accumulator(v.dtype))
+
+    def ints(*shape: int) -> Tensor:
+        return k.new_empty((*heads, *shape), dtype=torch.int32)
+
+    return (
+        floats(call.clusters, width),
+        floats(call.clusters, value_width),
+        floats(width, value_width),
+        ints(call.clusters),
+        ints(*grid_of(k)),
+        ints(math.prod(grid_of(k))),
+        floats(width),
+        floats(call.clusters),
+    )
+
+
+def _routed_shapes(call: calls.RouteCall) -> tuple[Tensor, ...]:
+    shape = (*call.q.shape[:2], tile_count(grid_of(call.q)))
+    return (
+        call.q.new_empty((*shape, call.words), dtype=torch.int32),
+        call.q.new_empty(shape, dtype=torch.int32),
+        call.q.new_empty(call.q.shape[:-1], dtype=call.centers.dtype),
+    )
+
+
+def _start_shapes(call: calls.RoutedStartCall) -> tuple[Tensor, ...]:
+    shape = (*call.q.shape[:-1], 1)
+    return call.q.new_empty(shape, dtype=torch.int32), call.q.new_empty(shape, dtype=torch.float32)
 
 
 def _cluster_tail_shapes(call: calls.ClusterTailCall) -> tuple[Tensor, ...]:
-    return torch.empty_like(call.near_out), torch.empty_like(call.near_lse)
+    shape = call.q.shape[:-1]
+    out = call.q.new_empty((*shape, call.values.shape[-1]), dtype=call.out_dtype)
+    return out, call.q.new_empty(shape, dtype=call.centers.dtype)
 
 
 search = Operator("search", calls.SearchCall, calls.Found, _found_shapes)
@@ -313,9 +359,12 @@ attend = Operator("attend", calls.AttendCall, Attended, _attended_shapes, calls.
 DRAWN = ("offset", "names", "represents")
 drawn_tail = Operator("drawn_tail", calls.DrawnTailCall, calls.DrawnTail, _drawn_tail_shapes, calls.TailGrads, DRAWN)
 sample = Operator("sample", calls.SampleCall, calls.Sampled, _sampled_shapes, calls.TailGrads)
+CLUSTERED = ("centers", "values", "sizes", "label")
 cluster = Operator(
-    "cluster", calls.ClusterCall, calls.Clustered, _clustered_shapes, calls.ClusterGrads, ("sizes", "label")
+    "cluster", calls.ClusterCall, calls.Clustered, _clustered_shapes, calls.ClusterGrads, CLUSTERED, differentiable=3
 )
+route = Operator("route", calls.RouteCall, calls.Routed, _routed_shapes)
+routed_start = Operator("routed_start", calls.RoutedStartCall, calls.Found, _start_shapes)
 cluster_tail = Operator(
     "cluster_tail", calls.ClusterTailCall, Attended, _cluster_tail_shapes, calls.ClusterTailGrads, ("out", "lse")
 )

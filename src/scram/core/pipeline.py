@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import _compat
-from ..results import Attended, Matches
+from ..results import Attended, Matches, Routes
 from ..settings import Search
 from ..spec import places
 from ..spec.grid import grid_of
+from ..spec.routing import LEAST_WINDOW
 from ..spec.scoring import accumulator, prepare_key, prepare_query
 from . import calls, checks, ops
 from .dense import attend_every_key, every_key
@@ -20,7 +22,7 @@ from .dtensors import is_dtensor
 from .inputs import WHOLE, Inputs, Shard
 from .precision import autocast_device, autocast_inputs
 from .resolve import Request, Resolved, resolve
-from .tails.base import Joined, Tail
+from .tails.base import NO_TAIL, Joined, Tail
 from .tails.codebook import Codebook
 
 R = TypeVar("R")
@@ -35,6 +37,7 @@ class Result(NamedTuple):
     searched: calls.Found | None  # by the search
     key_grid: tuple[int, ...]
     tail: Tail | None  # as it was prepared
+    routes: Tensor | None = None  # int32 [B, H, T, W], of the tail
 
     @property
     def lse(self) -> Tensor | None:
@@ -67,7 +70,7 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
 
         parts: R = call_parts(stage, q, k, v, request)
         return parts
-    return stage(resolve(q, k, v, request, attends=stage is not search), q, k, v, WHOLE)
+    return stage(resolve(q, k, v, request, attends=stage not in (search, route)), q, k, v, WHOLE)
 
 
 def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard = WHOLE) -> Result:
@@ -91,11 +94,13 @@ def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard
         attended = Attended(out, _dense_lse(resolved, q, k, v)) if request.needs_lse else None
         return Result(out, attended, None, key_grid, None)
     inputs = prepare(resolved, q, k, v, shard)
-    searched, seed = _found(resolved, inputs)
-    index = _index(resolved, searched)
-    tail = resolved.tail.prepare(inputs, index, seed, request.warm_codebook)
-    joined = tail.join(inputs, index, seed)
-    return Result(inputs.rounded(joined.out), joined, searched, key_grid, tail)
+    seed = _search_seed(resolved, shard)
+    tail = resolved.tail.prepare(inputs, seed, request.warm_codebook)
+    routed = tail.route(inputs) if request.routes is None else None
+    routes = _bits(request, routed)
+    searched = _searched(resolved, inputs, seed, tail, routes)
+    joined = tail.join(inputs, _index(inputs, resolved, searched, routed), seed, routes)
+    return Result(inputs.rounded(joined.out), joined, searched, key_grid, tail, routes)
 
 
 def _dense_lse(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -116,19 +121,28 @@ def _dense_lse(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def search(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None = None, shard: Shard = WHOLE) -> Matches:
-    """The search alone."""
-    searched, _ = _found(resolved, prepare(resolved, q, k, q[..., :0], shard))
+    """The search alone; it starts from the keys that a codebook of the request routes."""
+    inputs = prepare(resolved, q, k, q[..., :0], shard)
+    seed = _search_seed(resolved, shard)
+    tail = NO_TAIL if resolved.tail.codebook is None else resolved.tail.prepare(inputs, seed)
+    routed = tail.route(inputs) if resolved.search is not None and resolved.search.start != "drawn" else None
+    searched = _searched(resolved, inputs, seed, tail, _bits(resolved.request, routed))
     assert searched is not None
     return Matches(searched.index, searched.score, grid_of(k))
 
 
+def route(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None = None, shard: Shard = WHOLE) -> Routes:
+    """The routes that the clusters of the request choose, alone."""
+    routed = resolved.tail.route(prepare(resolved, q, k, q[..., :0], shard))
+    assert routed is not None
+    return Routes(routed.routes, grid_of(q), resolved.tail.samples)
+
+
 def cluster(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard = WHOLE) -> Codebook:
-    """The clusters alone; the matches are those of the request."""
+    """The clusters alone."""
     assert v is not None
-    request = resolved.request
-    index = None if request.matches is None else request.matches.index
     inputs = prepare(resolved, q, k, v, shard)
-    codebook = resolved.tail.prepare(inputs, index, None, request.warm_codebook).codebook
+    codebook = resolved.tail.prepare(inputs, None, resolved.request.warm_codebook).codebook
     assert codebook is not None
     return codebook
 
@@ -163,38 +177,69 @@ def _widened(x: Tensor, wide: bool) -> Tensor:
     return x.to(accumulator(x.dtype)) if wide else x
 
 
-def _found(resolved: Resolved, inputs: Inputs) -> tuple[calls.Found | None, Tensor | None]:
-    """What the search found, and its seed; nothing where the matches are given."""
+def _search_seed(resolved: Resolved, shard: Shard) -> Tensor | None:
+    """The seed of the search, int64 []; None where there is no search."""
     if resolved.search is None or resolved.request.matches is not None:
-        return None, None
+        return None
     seed = resolved.search.seed_tensor
-    if seed is None:
-        seed = inputs.shard.draw_seed()
-    search_call = _search_call(inputs, resolved.search, seed, resolved.request.warm)
-    return ops.search(resolved.search_engine, search_call), seed
+    return shard.draw_seed() if seed is None else seed
 
 
-def _index(resolved: Resolved, searched: calls.Found | None) -> Tensor:
-    """int32 [B, H, *G, kappa]."""
+def _searched(
+    resolved: Resolved, inputs: Inputs, seed: Tensor | None, tail: Tail, routes: Tensor | None
+) -> calls.Found | None:
+    """What the search finds; None where the matches are given, or where there is none."""
+    if seed is None or resolved.search is None:
+        return None
+    warm = None if resolved.request.warm is None else resolved.request.warm.index
+    search = resolved.search
+    starts_routed = search.start == "routed" or (search.start == "auto" and search.reach is None)
+    if starts_routed and routes is not None:
+        start = tail.start(inputs, routes)
+        warm = (
+            start
+            if warm is None
+            else torch.cat([torch.where(warm[..., :1] < 0, start, warm[..., :1]), warm[..., 1:]], -1)
+        )
+    return ops.search(resolved.search_engine, _search_call(inputs, search, seed, warm))
+
+
+def _bits(request: Request, routed: calls.Routed | None) -> Tensor | None:
+    """The routes of a request, or those that were chosen: int32 [B, H, T, W]."""
+    if request.routes is not None:
+        return request.routes.bits
+    return None if routed is None else routed.routes
+
+
+def _index(
+    inputs: Inputs, resolved: Resolved, searched: calls.Found | None, routed: calls.Routed | None
+) -> Tensor | None:
+    """The matches whose windows are attended, int32 [B, H, *G, kappa]; None where there are no windows.
+
+    A window that holds hardly any of a query's attention, by what its clusters say, is left to them: they describe all
+    their keys better than all but some.
+    """
     if searched is not None:
-        return searched.index
-    if resolved.request.matches is None:
-        raise ValueError("windows need matches: pass search=scram.Search(...), or matches from scram.search")
-    return resolved.request.matches.index
+        if routed is None:
+            return searched.index
+        size = math.prod([2 * b + 1 for b in inputs.radius])
+        least = routed.lse.float().unsqueeze(-1) + math.log(LEAST_WINDOW / size)
+        return torch.where(inputs.scale * searched.score < least, -1, searched.index)
+    return None if resolved.request.matches is None else resolved.request.matches.index
 
 
-def _search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Matches | None) -> calls.SearchCall:
+def _search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Tensor | None) -> calls.SearchCall:
     reach: tuple[int, ...] = ()
     starts = None
     if search.reach is not None:
-        starts = places.starts(inputs.q, grid_of(inputs.k), None if warm is None else warm.index)
+        starts = places.starts(inputs.q, grid_of(inputs.k), warm)
         reach = tuple([min(r, 2**31 - 1) for r in checks.radius(search.reach, inputs.q.ndim - 3, "reach")])
     return calls.SearchCall(
         q=inputs.q,
         k=inputs.k,
         seed=seed,
         key_mask=inputs.key_mask,
-        warm=None if warm is None else warm.index,
+        warm=warm,
         rows=inputs.rows,
         starts=starts,
         method=search.resolved_method(inputs.q),

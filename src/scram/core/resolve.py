@@ -14,19 +14,21 @@ from torch import Tensor
 
 from ..engines import EngineSpec, dispatch
 from ..options import WINDOWS, Auto, Impl, Weight, Window
-from ..results import Matches, check_matches
+from ..results import Matches, Routes, check_matches, check_routes
 from ..settings import Score, Search
+from ..spec.schedule import TILE_QUERIES
 from ..spec.scoring import check_score, check_weight, default_scale
 from . import checks, ops
 from .cost import keys_visited
 from .layout_hints import warn_about_layout
 from .tails.base import NO_TAIL, Kind, MadeFor, Tail, as_tail
 from .tails.clusters import Clusters
-from .tails.codebook import Codebook
+from .tails.codebook import Codebook, check_budget
 from .tails.drawn import DrawnKeys
 
-SEARCH = Search()
-CLUSTERS = Clusters()
+# By device: what "auto" means. Sweeps start from routed keys.
+SEARCHES = {"cpu": Search(sweeps=2), "cuda": Search(sweeps=2)}
+CLUSTERS = {"cpu": Clusters(count=384, keys=768), "cuda": Clusters(count=384, keys=768)}
 DRAWN_KEYS = DrawnKeys()
 MOST_REMEMBERED = 1000  # kinds of calls
 
@@ -35,8 +37,9 @@ class Request(NamedTuple):
     """The options of a call, as its user gave them; all arguments of `attention` but q, k and v, and a few more.
 
     Args:
-        search: None searches nothing. Without matches and without a tail of its own that is dense attention.
+        search: None searches nothing. Without matches that is dense attention, or a tail of its own that stands alone.
         matches: in place of a search.
+        routes: in place of those that the tail chooses.
         warm_codebook: clusters to start from.
         keeps_matches: whether the caller reads the matches, so that there must be a search.
         needs_lse: whether the caller reads the log of the normalizer.
@@ -57,6 +60,7 @@ class Request(NamedTuple):
     window: Window = "query"
     impl: Impl = "auto"
     matches: Matches | None = None
+    routes: Routes | None = None
     warm_codebook: Codebook | None = None
     keeps_matches: bool = False
     needs_lse: bool = False
@@ -100,8 +104,8 @@ class DeviceCost(NamedTuple):
 # heads; both grow alike with fewer cores. CUDA: H200, bfloat16, 256 to 1024 points a side, E = 64 and 128, beside
 # cuDNN; 32 bits are not measured but taken for eight times as slow. docs/measurements.md, section 13, has the figures.
 COSTS = {
-    ("cpu", False): DeviceCost(0, 4000, 1000, 17, 250, 10.9),
-    ("cpu", True): DeviceCost(0, 4000, 1000, 17, 250, 10.9),
+    ("cpu", False): DeviceCost(0, 3300, 1500, 31, 250, 10.9),
+    ("cpu", True): DeviceCost(0, 3300, 1500, 31, 250, 10.9),
     ("cuda", True): DeviceCost(1600, 0, 1.5, 0.037, 0, 0.004),
     ("cuda", False): DeviceCost(1600, 0, 3, 0.074, 0, 0.032),
 }
@@ -127,11 +131,16 @@ def goes_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> bool:
     return has_dense and request.is_automatic and dense_is_cheaper(q, k, v)
 
 
-def default_tail(weight: Weight, causal: bool, score: Score) -> Tail:
+def default_tail(device: str, weight: Weight, causal: bool, score: Score) -> Tail:
     """Clusters for softmax, under causal order keys drawn; no tail for other weights and callable scores."""
     if weight != "softmax" or callable(score):
         return NO_TAIL
-    return DRAWN_KEYS if causal else CLUSTERS
+    return DRAWN_KEYS if causal else CLUSTERS.get(device, CLUSTERS["cpu"])
+
+
+def default_search(device: str, tail: Tail) -> Search:
+    """Few sweeps where a search starts from routed keys; `Search()` elsewhere."""
+    return SEARCHES.get(device, SEARCHES["cpu"]) if tail.keys else Search()
 
 
 # --- what a call is ---
@@ -157,19 +166,22 @@ def resolve(q: Tensor, k: Tensor, v: Tensor | None, request: Request, *, attends
     if attends and v is None:
         checks.queries_keys(q, k)
         checks.values(q, k, v)
-    search = _checked_search(q, k, request)
     as_tail(request.tail, NO_TAIL, windows=False)
+    search = _checked_search(q, k, request)
     checked = _checked(q, k, v, request, search)
     if request.matches is not None:
         check_matches("matches", q, k, request.matches)
     tail = as_tail(request.tail, checked.default_tail, windows=False)
     if tail is not checked.default_tail:
         tail.check(tail_kind(request))
-        if v is not None:
-            call = MadeFor(checked.radius, checked.scale, request.score, request.key_mask)
-            tail.check_tensors("tail", q, k, v, call)
+        call = MadeFor(checked.radius, checked.scale, request.score, request.key_mask)
+        tail.check_tensors("tail", q, k, v, call)
+    _check_routing(q, search, tail, request)
     asks_dense = search is None and request.matches is None and (request.tail is None or request.tail == "auto")
     dense = v is not None and (asks_dense or checked.goes_dense)
+    has_windows = search is not None or request.matches is not None
+    if v is not None and not (dense or has_windows or tail.stands_alone):
+        raise ValueError("windows need matches: pass search=scram.Search(...), or matches from scram.search")
     return Resolved(
         request=request,
         dense=dense,
@@ -182,17 +194,35 @@ def resolve(q: Tensor, k: Tensor, v: Tensor | None, request: Request, *, attends
     )
 
 
+def _check_routing(q: Tensor, search: Search | None, tail: Tail, request: Request) -> None:
+    """Routes and starts that a call names need a tail that has them."""
+    check_start(search, tail)
+    if request.routes is not None:
+        check_routes(q, None if tail.codebook is None else tail.codebook.samples, request.routes)
+        if tail.codebook is not None:
+            check_budget(tail.codebook, request.routes)
+
+
+def check_start(search: Search | None, tail: Tail) -> None:
+    """Raise where a search is to start from routed keys and there are none."""
+    if search is not None and search.start == "routed" and not tail.keys:
+        raise ValueError(
+            "Search(start='routed') needs clusters with keys to start from: pass tail=scram.Clusters(keys=512), or "
+            "codebook= to scram.search"
+        )
+
+
 def tail_kind(request: Request) -> Kind:
     """What a tail is checked against."""
     has_extra = request.extra is not None
     return Kind(request.weight, request.causal, request.score, has_extra, request.dropout_p, request.window)
 
 
-def as_search(value: Search | Auto | None) -> Search:
+def as_search(value: Search | Auto | None, default: Search = Search()) -> Search:  # noqa: B008 - frozen
     """The settings of a search; "auto" is the default."""
     if isinstance(value, str):
         checks.one_of("search", value, ("auto",), "; or pass scram.Search(...), such as scram.Search.paper()")
-        return SEARCH
+        return default
     checks.instance("search", value, Search, "scram.Search", "; for example scram.Search(matches=4)")
     return cast(Search, value)
 
@@ -202,6 +232,9 @@ def _checked_search(q: Tensor, k: Tensor, request: Request) -> Search | None:
     if request.search is None:
         return None
     search = as_search(request.search)
+    if isinstance(request.search, str) and isinstance(q, Tensor):
+        default = default_tail(q.device.type, request.weight, request.causal, request.score)
+        search = default_search(q.device.type, as_tail(request.tail, default, windows=False))
     checks.enough_keys(q, k, search.matches)
     if search.reach is not None:
         checks.queries_keys(q, k)
@@ -283,7 +316,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sea
     # A tile search keeps a number of matches that an engine may not take.
     tile_matches = search.matches if search is not None and search.method == "tile" else 0
     choice = (request.impl, q.device, q.dtype, request.score)
-    default = default_tail(request.weight, request.causal, request.score)
+    default = default_tail(q.device.type, request.weight, request.causal, request.score)
     return _Checked(
         radius=radius,
         scale=default_scale(request.scale, q.shape[-1], request.score, request.weight),
@@ -308,7 +341,7 @@ class Explanation:
     Args:
         dense: whether it is dense attention.
         engine: the implementation that runs it.
-        search, radius, tail: the settings in force; None where it is dense, or where there is no tail.
+        search, radius, tail: the settings in force; None where it is dense, or where there is none.
         reasons: why, in words.
         scores: keys visited per query, at most; `dense_scores`: by dense attention.
         memory: bytes beyond inputs and outputs, about.
@@ -325,7 +358,8 @@ class Explanation:
     memory: int
 
     def __str__(self) -> str:
-        what = "dense attention" if self.dense else "search + windows" + (f" + {self.tail}" if self.tail else "")
+        parts = ["search + windows"] * (self.search is not None) + [str(self.tail)] * (self.tail is not None)
+        what = "dense attention" if self.dense else " + ".join(parts)
         lines = [f"{what}, by {self.engine}", *self.reasons]
         if self.search is not None:
             lines.append(f"{self.search}, radius {self.radius}")
@@ -341,7 +375,7 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
     keys = k.shape[2:-1].numel()
     queries = q.shape[:-1].numel()
     size = " x ".join(map(str, q.shape[2:-1]))
-    if resolved.dense or resolved.search is None:
+    if resolved.dense:
         why = f"on {q.device.type} the grid {size} with width {q.shape[-1]} is too small for a search to be faster"
         if all(device != q.device.type for device, _ in COSTS):
             why = f"{q.device.type} has no engine that is faster than torch"
@@ -363,7 +397,9 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
     tail = None if resolved.tail is NO_TAIL else resolved.tail
     if tail is None:
         reasons.append("no tail: keys outside the windows count nothing")
-    memory = queries * resolved.search.matches * 8 * 2 + (0 if tail is None else k.shape[:-1].numel() * 4)
+    matches = 0 if resolved.search is None else resolved.search.matches
+    memory = queries * matches * 8 * 2 + (0 if tail is None else k.shape[:-1].numel() * 8)
+    memory += queries // TILE_QUERIES * (0 if tail is None else tail.keys) * 4
     visited = keys_visited(q, k, resolved.search, resolved.radius, resolved.tail, resolved.request.score)
     return Explanation(
         dense=False,

@@ -36,7 +36,7 @@ def attention(
     *,
     mesh: DeviceMesh,
     mode: Mode = "auto",
-    search: Search | Auto = "auto",
+    search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
     causal: bool = False,
@@ -64,9 +64,11 @@ def attention(
         mode: "heads", all-to-all: each rank has the whole grid of some heads, where ranks divide the key heads;
             "gather": each rank has all keys; "ring": keys travel from rank to rank, memory falls as 1 / ranks; "auto",
             the first of these that fits, "ring" where keys and values would take more than 4 GiB.
-        search, radius, scale, score, weight, window, impl: as in `scram.attention`.
-        tail: as there, without a fit; a codebook, of the whole key grid and the same on all ranks, in mode "gather"
-            only. In mode "ring" each rank makes `count` clusters of its own keys.
+        search, radius, scale, score, weight, window, impl: as in `scram.attention`, `search` None among them.
+        tail: as there; a codebook, of the whole key grid and the same on all ranks, in mode "gather" only. In mode
+            "ring" each rank makes `count` clusters of its own keys, and a tile attends `keys` / ranks of each rank's
+            keys one by one. Tiles of 64 queries begin at the first row of a shard: they are those of one process where
+            shards begin at multiples of a tile's side, 8 rows of a picture.
         causal: in mode "heads" only.
         key_mask: bool [B, m, *] or [B, H, m, *], for this rank's keys; None on some ranks: they mask none.
         extra: (k_extra, v_extra), [B, Hk, X, E] and [B, Hk, X, F], the same on all ranks; its gradient is that of this
@@ -118,7 +120,7 @@ def _chosen(mode: str, shards: Shards) -> str:
     given = {"extra": request.extra is not None, "dropout_p": bool(request.dropout_p)}
     whole = {"matches": request.matches is not None, "warm": request.warm is not None}
     whole["a Codebook as tail"] = shards.call.codebook is not None
-    limited = shards.call.search.reach is not None
+    limited = shards.call.search is not None and shards.call.search.reach is not None
     if mode == "auto":
         if any(whole.values()):
             mode = "gather"

@@ -17,13 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core import files
-from ..core.tails.codebook import NEEDED, OPTIONAL, TENSORS, from_settings
+from ..core.tails.codebook import NEEDED, OPTIONAL, TENSORS, from_settings, settings_of
 from ..nn.searching import Searching
 from ..results import Matches
 from .mesh import Ranks
 
 MARK = "scram.kept"  # begins every name in a checkpoint: MARK/rank/layer/field
-SETTINGS = ("score", "scale", "radius")  # of a codebook
 MATCHES = ("index", "score")
 BOOK = tuple(f"book_{name}" for name in NEEDED)
 FIELDS = (*MATCHES, *BOOK, *(f"book_{name}" for name in OPTIONAL))
@@ -163,9 +162,9 @@ def _kept(layer: Searching) -> State:
         return {}
     state: State = {"index": matches.index, "score": matches.score}
     settings: dict[str, object] = {"key_grid": matches.key_grid}
-    if book is not None and book.report is None:  # fitted clusters are never started from
+    if book is not None:
         state |= {f"book_{name}": x for name in TENSORS if (x := getattr(book, name)) is not None}
-        settings |= {"book": {name: getattr(book, name) for name in SETTINGS}}
+        settings |= {"book": settings_of(book)}
     return {**state, "settings": json.dumps(settings)}
 
 

@@ -7,6 +7,7 @@ every rank assigns its own keys, and the means of all ranks are joined.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from ..core import pipeline
 from ..core.pipeline import execute
+from ..core.resolve import Request, resolve
 from ..core.tails.clusters import Clusters
 from ..core.tails.codebook import Codebook
-from ..spec.clustering import SAMPLED_KEYS, SAMPLED_QUERIES
+from ..spec.clustering import CHUNK_ELEMENTS, SAMPLED_KEYS, SAMPLED_QUERIES
 from ..spec.noise import noise
+from ..spec.scoring import prepare_key
 from .mesh import Layout, pack, packed_size, unpack
 from .shards import Shards, public_mask, shard_seed
 
@@ -29,21 +32,45 @@ def own_clusters(shards: Shards) -> list[Tensor]:
     if clusters is None or shards.keys[rank] == 0:
         return shards.traveling(None)
     q = shards.q if shards.queries[rank] else shards.q.new_ones((*shards.q.shape[:2], 1, *shards.q.shape[3:]))
-    settings = replace(clusters, seed=shard_seed(shards.tail_seed, shards.first_key(rank)))
+    settings = part_of(shards, rank)
     return shards.traveling(_clustered(shards, settings, q, shards.k, shards.v, shards.key_mask))
 
 
+def part_of(shards: Shards, rank: int) -> Clusters:
+    """The settings for that rank's keys: all clusters, and of the keys that a tile attends one by one their share."""
+    assert shards.call.clusters is not None
+    seed = shard_seed(shards.tail_seed, shards.first_key(rank))
+    return shards.call.clusters.of_part(seed, shards.share(rank))
+
+
+def codebook_of(shards: Shards, tensors: Mapping[str, Tensor], mask: Tensor | None, keys: int) -> Codebook:
+    """Clusters from the tensors that traveled, by name."""
+    assert shards.call.clusters is not None
+    score = shards.request.score
+    return Codebook(
+        **tensors,
+        score=str(score),
+        scale=shards.scale,
+        key_mask=mask,
+        keys=keys,
+        second_order=shards.call.clusters.raises_weights(score),
+    ).ordered()
+
+
 def are_joint(shards: Shards) -> bool:
-    """Whether ranks share the work: each has as many keys as clusters are wanted, or none. Else each does it all."""
+    """Whether ranks share the work: each has more keys than clusters are wanted, or none. Else each does it all."""
     clusters = shards.call.clusters
     row = shards.k.shape[3:-1].numel()
     if clusters is None or shards.ranks.size == 1:
         return False
-    return all(n == 0 or n * row >= clusters.count for n in shards.keys)
+    return all(n == 0 or n * row > clusters.count for n in shards.keys)
 
 
-def joint_clusters(shards: Shards) -> list[Tensor]:
-    """What travels of this rank's keys, with their part of the clusters of the whole grid; all ranks call it."""
+def joint_clusters(shards: Shards) -> tuple[list[Tensor], Tensor]:
+    """What travels of this rank's keys, with their part of the clusters of the whole grid; all ranks call it.
+
+    In place of spreads their sums travel, in one metric [B, Hc, E] for all ranks, which is returned too.
+    """
     ranks = shards.ranks
     clusters = shards.call.clusters
     assert clusters is not None
@@ -54,23 +81,78 @@ def joint_clusters(shards: Shards) -> list[Tensor]:
     settings = replace(clusters, seed=shards.tail_seed)
     with ranks.together():
         start = _clustered(shards, settings, q, k, v, mask)
+        resolved = resolve(q, k, v, _request(shards, settings, mask))
+        metric = settings.metric(pipeline.prepare(resolved, q, k, v))
         book = None
         if shards.keys[ranks.rank]:
             assign = replace(settings, steps=0)
             book = _clustered(shards, assign, q, shards.k, shards.v, shards.key_mask, start)
-        return shards.traveling(book)
+            book = replace(book, spreads=_spread_sums(shards, book, metric))
+        return shards.traveling(book), metric
 
 
-def joined(shards: Shards, centers: Tensor, values: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Means [B, Hc, C, E], [B, Hc, C, F] and sizes [B, Hc, C] of clusters, from those of each rank, C after C."""
+def _spread_sums(shards: Shards, book: Codebook, metric: Tensor) -> Tensor:
+    """Squared distances of this rank's keys from their centers, summed over each cluster: [B, Hc, C]."""
+    k = prepare_key(shards.k.detach(), shards.request.score).flatten(2, -2)  # [B, Hk, m, E]
+    batch, heads, count = book.sizes.shape
+    k = k.repeat_interleave(heads // k.shape[1], 1)
+    label = book.label.flatten(2)  # [B, Hc, m]
+    centers = book.centers.detach()
+    sums = torch.zeros_like(centers[..., 0]).flatten()
+    first = count * torch.arange(batch * heads, device=k.device).reshape(batch, heads, 1)
+    step = max(1, CHUNK_ELEMENTS // max(batch * heads * k.shape[-1], 1))
+    for begin in range(0, k.shape[2], step):
+        name = label[:, :, begin : begin + step].long()
+        at = (first + name.clamp(min=0)).flatten()
+        apart = k[:, :, begin : begin + step].to(centers.dtype) - centers.flatten(0, 2)[at].reshape(*name.shape, -1)
+        apart = torch.where((name >= 0).unsqueeze(-1), apart, 0)
+        sums.index_add_(0, at, (apart.square() @ metric.unsqueeze(-1)).flatten())
+    return sums.reshape(batch, heads, count)
+
+
+def joined(shards: Shards, parts: Mapping[str, Tensor], metric: Tensor) -> dict[str, Tensor]:
+    """Clusters of all ranks from those of each rank that has keys, which stand one after the other along axis 2.
+
+    A sum of squares or products around the joint means is that around the means of a rank, and how far these are from
+    the joint ones. So slope, variance and spreads are those of all keys, to rounding.
+
+    Args:
+        parts: centers, values, slope, sizes, label, variance, and for spreads their sums.
+        metric: [B, Hc, E], of the spreads.
+    """
     assert shards.call.clusters is not None
     count = shards.call.clusters.count
-    each = (sizes.shape[2] // count, count)
-    parts = sizes.reshape(*sizes.shape[:2], *each)
-    whole = parts.sum(2).to(sizes.dtype)
-    weight = (parts.to(centers.dtype) / whole.clamp(min=1).unsqueeze(2)).unsqueeze(-1)
-    k, v = ((x.reshape(*x.shape[:2], *each, x.shape[-1]) * weight).sum(2) for x in (centers, values))
-    return k, v, whole
+
+    def by_rank(name: str, size: int) -> Tensor:
+        x = parts[name]
+        return x.reshape(*x.shape[:2], x.shape[2] // size, size, *x.shape[3:])
+
+    counts = by_rank("sizes", count)
+    sizes = counts.sum(2)  # [B, Hc, C]
+    each = counts.to(metric.dtype)  # [B, Hc, P, C]
+    share = each / sizes.sum(-1).clamp(min=1)[..., None, None]  # of all keys
+    ranks = share.sum(-1, keepdim=True)  # [B, Hc, P, 1]
+    weight = (each / sizes.clamp(min=1).unsqueeze(2)).unsqueeze(-1)
+    k = by_rank("centers", count)  # [B, Hc, P, C, E]
+    v = by_rank("values", count)  # [B, Hc, P, C, F]
+    centers = (k * weight).sum(2)
+    values = (v * weight).sum(2)
+    k_apart = k - centers.unsqueeze(2)
+    v_apart = v - values.unsqueeze(2)
+    whole = {"centers": centers, "values": values, "sizes": sizes.to(torch.int32), "label": parts["label"]}
+    if "slope" in parts:
+        own = (by_rank("slope", k.shape[-1]) * ranks.unsqueeze(-1)).sum(2)
+        between = (k_apart * share.unsqueeze(-1)).flatten(2, 3).mT @ v_apart.flatten(2, 3)
+        whole["slope"] = own + between
+    with torch.no_grad():
+        square = k_apart.square()  # [B, Hc, P, C, E]
+        own = (by_rank("variance", k.shape[-1]) * ranks).sum(2)
+        whole["variance"] = own + (square * share.unsqueeze(-1)).sum((2, 3))
+        between = (each * (square * metric[:, :, None, None]).sum(-1)).sum(2)
+        sums = by_rank("spreads", count).sum(2) + between  # [B, Hc, C]
+        mean = sums.sum(-1, keepdim=True) / sizes.sum(-1, keepdim=True).clamp(min=1)
+        whole["spreads"] = torch.where(mean > 0, sums / sizes.clamp(min=1) / torch.where(mean > 0, mean, 1), 0)
+    return whole
 
 
 def clusters_of_all(shards: Shards, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Codebook:
@@ -149,14 +231,12 @@ def _clustered(
     mask: Tensor | None,
     warm: Codebook | None = None,
 ) -> Codebook:
-    request = shards.request._replace(
-        search=None,
-        tail=settings,
-        key_mask=public_mask(mask),
-        extra=None,
-        dropout_p=0.0,
-        warm=None,
-        matches=None,
-        warm_codebook=warm,
-    )
+    request = _request(shards, settings, mask)._replace(warm_codebook=warm)
     return execute(pipeline.cluster, q.detach(), k, v, request)
+
+
+def _request(shards: Shards, settings: Clusters, mask: Tensor | None) -> Request:
+    """To cluster keys with this mask."""
+    return shards.request._replace(
+        search=None, tail=settings, key_mask=public_mask(mask), extra=None, dropout_p=0.0, warm=None, matches=None
+    )

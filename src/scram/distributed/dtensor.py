@@ -21,29 +21,31 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ..core import dtensors, pipeline
 from ..core.inputs import Shard as Part
 from ..core.pipeline import Stage
-from ..core.resolve import Request, as_search, default_tail, goes_dense, resolve
+from ..core.resolve import Request, as_search, default_search, default_tail, goes_dense, resolve
 from ..core.tails.base import Tail, as_tail
 from ..core.tails.codebook import Codebook, with_tensors
-from ..results import Matches
+from ..results import Matches, Routes
 from ..spec.noise import draw_seed
 
 Placements = tuple[Placement, ...]
 Span = tuple[int, int]  # begin and end
+WITHOUT_VALUES = (pipeline.search, pipeline.route)  # stages that read queries and keys alone
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the local calls of a compiled function run as they are
 def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> Any:
     """What a stage of `pipeline` returns for DTensors: DTensors that lie as q does."""
     for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, DTensor) and not (name == "v" and stage is pipeline.search):
+        if not isinstance(x, DTensor) and not (name == "v" and stage in WITHOUT_VALUES):
             raise TypeError(f"{name} must be a DTensor as q is, got {type(x).__name__}")
     held = Held.of(q, k)
     # Whether it is dense is decided by the whole call: what each rank holds of it may be small.
     if v is not None and goes_dense(q, k, v, request):
         request = request._replace(search=None, tail=None)
     elif isinstance(request.search, str):
-        request = request._replace(search=as_search(request.search))
-    if held.split and v is not None and _tail_of(request).needs_all_queries:
+        default = default_search(q.device.type, _tail_of(q, request))
+        request = request._replace(search=as_search(request.search, default))
+    if held.split and v is not None and _tail_of(q, request).needs_all_queries:
         raise ValueError(
             f"{held.key_heads} key heads do not divide among the ranks that {held.shape[1]} heads of q are cut for: "
             "no rank has all queries that clusters of a key head need; use Shard(0), tail=scram.DrawnKeys() or None"
@@ -54,12 +56,12 @@ def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> A
     own_k = local.of("k", k)
     own_v = None if v is None else local.of("v", v)
     part = Part(held.rows, lambda: _one_seed(held.mesh, q.device))
-    resolved = resolve(own_q, own_k, own_v, own, attends=stage is not pipeline.search)
+    resolved = resolve(own_q, own_k, own_v, own, attends=stage not in WITHOUT_VALUES)
     return _wrapped(stage(resolved, own_q, own_k, own_v, part), held, request.key_mask)
 
 
-def _tail_of(request: Request) -> Tail:
-    default = default_tail(request.weight, request.causal, request.score)
+def _tail_of(q: Tensor, request: Request) -> Tail:
+    default = default_tail(q.device.type, request.weight, request.causal, request.score)
     return as_tail(request.tail, default, windows=False)
 
 
@@ -177,6 +179,8 @@ class _Local:
             return tuple(self._tensor(name, one, True) for one in x)
         if isinstance(x, Matches):
             return Matches(self._tensor(name, x.index, False), self._tensor(name, x.score, False), x.key_grid)
+        if isinstance(x, Routes):
+            return Routes(self._tensor(name, x.bits, False), x.grid, x.count)
         if isinstance(x, Codebook):
             return with_tensors(x, {part: self._of_codebook(name, x, part) for part in _tensors(x)})
         return x
@@ -275,6 +279,8 @@ def _wrapped(value: Any, held: Held, key_mask: Tensor | None) -> Any:
     if isinstance(value, Matches):
         index, score = (_distributed(x, held, held.shape[1]) for x in (value.index, value.score))
         return Matches(index, score, value.key_grid)
+    if isinstance(value, Routes):
+        return Routes(_distributed(value.bits, held, held.shape[1]), value.grid, value.count)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_wrapped(x, held, key_mask) for x in value))
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,15 +11,17 @@ from torch.autograd.function import once_differentiable
 from ..core import pipeline
 from ..core.pipeline import execute
 from ..core.resolve import goes_dense
-from ..core.tails.base import Tail
-from ..core.tails.codebook import Codebook
+from ..core.tails.base import NO_TAIL, Tail
+from ..core.tails.codebook import Codebook, with_tensors
 from ..results import Matches
 from ..spec.scoring import accumulator
-from .clusters import are_joint, clusters_of_all, joined, joint_clusters
+from .clusters import are_joint, clusters_of_all, codebook_of, joined, joint_clusters
 from .guard import guarded
 from .halo import exchanged, halo_rows, search_shard
 from .mesh import pack, packed_size, unpack
-from .shards import Shards, public_mask, shard_seed
+from .shards import Shards, shard_seed
+
+MEANS = ("centers", "values", "slope")  # of a codebook, that carry gradients
 
 
 def gather_attention(shards: Shards) -> Tensor:
@@ -31,8 +32,11 @@ def gather_attention(shards: Shards) -> Tensor:
     halo = exchanged(shards, q, rows)
     warm = _warm(shards, rows)
     k, v, mask, book = _gathered(shards, not dense and are_joint(shards))
-    book = shards.call.codebook if book is None else book
-    means = () if book is None else (book.centers, book.values)
+    given = shards.call.codebook
+    if book is None and given is not None:
+        book = given.ordered()
+    names = [] if book is None else [name for name in MEANS if getattr(book, name) is not None]
+    means = [getattr(book, name) for name in names]
     first = shards.first_query(shards.ranks.rank)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
@@ -44,16 +48,19 @@ def gather_attention(shards: Shards) -> Tensor:
             if dense:
                 request = request._replace(search=None, tail=None, matches=None)
             else:
-                own = None if book is None else replace(book, centers=rest[0], values=rest[1])
+                if book is None:
+                    tail = _tail(shards, q, k, v, mask)
+                else:
+                    tail = with_tensors(book, dict(zip(names, rest, strict=False)))
                 request = request._replace(
-                    search=None, matches=matches(k), tail=_tail(shards, q, k, v, mask) if own is None else own
+                    search=None, matches=matches(k, tail), tail=None if tail is NO_TAIL else tail
                 )
             return execute(pipeline.run, q, k, v, request).out
 
-    def matches(k: Tensor) -> Matches:
+    def matches(k: Tensor, tail: Tail) -> Matches | None:
         if shards.request.matches is not None:
             return shards.request.matches
-        return search_shard(shards, halo, shard_seed(shards.seed, first), q, k, mask, warm)
+        return search_shard(shards, halo, shard_seed(shards.seed, first), q, k, mask, tail.codebook, warm)
 
     return guarded(shards.ranks, attend, q, k, v, *means, *(shards.request.extra or ()))
 
@@ -69,7 +76,7 @@ def _warm(shards: Shards, rows: int) -> Matches | None:
 
 
 def _tail(shards: Shards, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tail:
-    """The tail of this rank's queries and all keys."""
+    """The tail of this rank's queries and all keys, where no clusters are there yet."""
     if shards.call.clusters is not None:
         return clusters_of_all(shards, q, k, v, mask)
     return shards.call.tail.of_part(shards.tail_seed)  # drawn for a row, whichever rank has its queries
@@ -94,19 +101,14 @@ def _nothing(q: Tensor, v: Tensor, *parts: Tensor) -> Tensor:
 
 def _gathered(shards: Shards, joint: bool) -> tuple[Tensor, Tensor, Tensor | None, Codebook | None]:
     """Keys, values, mask, and where they are made jointly clusters, of the whole key grid."""
-    if joint:
-        local = joint_clusters(shards)
-    else:
-        shards = shards.without_tail()
-        local = shards.traveling(None)
-    k, v, *rest = _Gather.apply(shards, *local)  # type: ignore[no-untyped-call]
     if not joint:
-        return k, v, public_mask(rest[0]) if rest else None, None
-    centers, values, *constants, label, sizes = rest
-    mask = public_mask(constants[0]) if constants else None
-    centers, values, sizes = joined(shards, centers, values, sizes)
-    book = Codebook(centers, values, sizes, label, str(shards.request.score), shards.scale, mask)
-    return k, v, mask, book
+        shards = shards.without_tail()
+        k, v, mask, _ = shards.arrived(_Gather.apply(shards, *shards.traveling(None)))  # type: ignore[no-untyped-call]
+        return k, v, mask, None
+    local, metric = joint_clusters(shards)
+    k, v, mask, parts = shards.arrived(_Gather.apply(shards, *local))  # type: ignore[no-untyped-call]
+    assert shards.call.clusters is not None
+    return k, v, mask, codebook_of(shards, joined(shards, parts, metric), mask, shards.call.clusters.keys)
 
 
 class _Gather(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core import pipeline
 from ..core.pipeline import execute
+from ..core.tails.codebook import Codebook
 from ..results import Matches
 from .mesh import Layout, pack, packed_size, unpack
 from .shards import Shards
@@ -40,7 +41,7 @@ def halo_rows(shards: Shards) -> int:
     """How many rows on either side; all ranks know the same."""
     search = shards.call.search
     halo = shards.call.halo
-    if shards.request.matches is not None or search.sweeps == 0:
+    if shards.request.matches is not None or search is None or search.sweeps == 0:
         return 0
     wanted = JUMPS * max(search.jumps, default=0) if halo is None else halo
     return min(wanted, max(shards.queries) if halo is None else sum(shards.queries))
@@ -94,11 +95,26 @@ def search_shard(
     q: Tensor,
     k: Tensor,
     mask: Tensor | None,
+    book: Codebook | None = None,
     warm: Matches | None = None,
-) -> Matches:
-    """The matches of this rank's queries q [B, H, n, *, E] among keys k; `warm` has those of the halo too."""
+) -> Matches | None:
+    """The matches of this rank's queries q [B, H, n, *, E] among keys k; None without a search.
+
+    With clusters of these keys, `book`, each query starts from the best key that its tile routes. Tiles are those of
+    q with its halo: where either begins off a border of a tile of the whole grid, they are not those of one process.
+    `warm` has the matches of the halo too.
+    """
+    search = shards.call.search
+    if search is None:
+        return None
+    start = "auto" if search.start == "routed" else search.start  # the share of a small shard may route no key
     request = shards.request._replace(
-        search=replace(shards.call.search, seed=seed), key_mask=mask, warm=warm, matches=None, extra=None
+        search=replace(search, seed=seed, start=start),
+        tail=None if book is None else book.detach(),
+        key_mask=mask,
+        warm=warm,
+        matches=None,
+        extra=None,
     )
     wide = q.detach() if halo is None else halo.around(q.detach())
     matches = execute(pipeline.search, wide, k.detach(), None, request)

@@ -32,9 +32,9 @@ def alone(ranks: Ranks, mode: str, q: Any, k: Any, request: Request) -> bool:
     given = (request.matches, request.extra, request.warm)
     if ranks.size > 1 or mode not in ("auto", "heads") or request.dropout_p or any(x is not None for x in given):
         return False
-    # Clusters that are fitted, and codebooks, are refused or run elsewhere.
+    # Codebooks are refused or run elsewhere, and so are tails without a search that need one.
     tail = as_tail(request.tail, NO_TAIL, windows=False)
-    if tail.fit or tail.codebook is not None:
+    if tail.codebook is not None or (request.search is None and tail is not NO_TAIL and not tail.stands_alone):
         return False
     return all(isinstance(x, Tensor) and x.device.type == ranks.device.type and x.numel() for x in (q, k))
 
@@ -62,12 +62,14 @@ def _local(shards: Shards, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None)
     size = shards.ranks.size
     # Of all heads, as one process would choose.
     all_q, all_k, all_v = (x[:, :1].expand(-1, size * x.shape[1], *x.shape[2:]) for x in (q, k, v))
+    search = shards.call.search
+    tail = shards.call.tail.of_part(shards.tail_seed)
     if goes_dense(all_q, all_k, all_v, shards.call.given):
         request = shards.request._replace(search=None, tail=None, key_mask=mask)
     else:
         request = shards.request._replace(
-            search=replace(shards.call.search, seed=shards.seed),
-            tail=shards.call.tail.of_part(shards.tail_seed),
+            search=None if search is None else replace(search, seed=shards.seed),
+            tail=None if tail is NO_TAIL else tail,
             key_mask=mask,
         )
     part = Shard(_rows(shards.ranks, q), draw_seed)

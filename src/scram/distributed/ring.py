@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from ..core import pipeline
 from ..core.pipeline import execute
-from ..core.tails.codebook import Codebook
+from ..core.tails.base import NO_TAIL, Tail
 from ..results import Attended
 from ..spec.scoring import accumulator
-from .clusters import own_clusters
+from .clusters import codebook_of, own_clusters, part_of
 from .halo import Halo, exchanged, halo_rows, search_shard
 from .mesh import pack, packed_size, unpack
-from .shards import Shards, public_mask, shard_seed
+from .shards import Shards, shard_seed
 
 
 def ring_attention(shards: Shards) -> Tensor:
@@ -41,25 +41,22 @@ def attend_shard(
 
     `extra`: (k_extra, v_extra) too where they belong to this stop, else ().
     """
-    k, v, *rest = keys
+    k, v, mask, named = shards.arrived(keys)
     first_query = shards.first_query(shards.ranks.rank)
     first_key = shards.first_key(origin)
-    if shards.call.clusters is None:
-        mask = public_mask(rest[0]) if rest else None
-        tail = shards.call.tail.of_part(shard_seed(shards.tail_seed, first_key), shards.share(origin))
+    tail: Tail
+    if shards.call.clusters is not None:
+        tail = codebook_of(shards, named, mask, part_of(shards, origin).keys)
     else:
-        centers, values, *masks, label, sizes = rest
-        mask = public_mask(masks[0]) if masks else None
-        tail = Codebook(
-            centers, values, sizes, label, score=str(shards.request.score), scale=shards.scale, key_mask=mask
-        )
-    matches = search_shard(shards, halo, shard_seed(shards.seed, first_query, first_key), q, k, mask)
+        tail = shards.call.tail.of_part(shard_seed(shards.tail_seed, first_key), shards.share(origin))
+    matches = search_shard(shards, halo, shard_seed(shards.seed, first_query, first_key), q, k, mask, tail.codebook)
     request = shards.request._replace(
         search=None,
-        tail=tail,
+        tail=None if tail is NO_TAIL else tail,
         key_mask=mask,
         extra=(extra[0], extra[1]) if extra else None,
         matches=matches,
+        needs_lse=True,
     )
     with shards.dropping(first_query, first_key):
         result = execute(pipeline.run, q, k, v, request)

@@ -20,9 +20,12 @@ OPERATORS: tuple[ops.Operator[Any], ...] = (
     ops.drawn_tail,
     ops.sample,
     ops.cluster,
+    ops.route,
+    ops.routed_start,
     ops.cluster_tail,
 )
 WHOLE = {"seed", "dropout_seed", "table"}  # what every row reads
+BY_KEYS = ("k", "label", "sizes")  # what may have fewer heads than q
 
 Arguments = dict[str, Any]  # of an operator, by name
 Rule = tuple[list[Placement | None], list[Placement | None]]
@@ -32,10 +35,10 @@ def register() -> None:
     """Tells torch the rules; once for a process."""
     for operator in OPERATORS:
         names = [*operator.names, "impl"]
-        register_sharding(operator.op.default)(_rule(operator, names, _all_made(operator)))
+        register_sharding(operator.op.default)(_rule(names, _all_made(operator)))
         if operator.grads_type is not None:
-            names = [*operator.names, *operator.keep, "grad_out", "grad_lse", "impl"]
-            register_sharding(operator.backward_op.default)(_rule(operator, names, _made(operator)))
+            names = [*operator.names, *operator.keep, *operator.grad_names, "impl"]
+            register_sharding(operator.backward_op.default)(_rule(names, _made(operator)))
 
 
 def _all_made(operator: ops.Operator[Any]) -> Callable[[Arguments], list[bool]]:
@@ -48,25 +51,23 @@ def _made(operator: ops.Operator[Any]) -> Callable[[Arguments], list[bool]]:
     return lambda given: [given[name] is not None for name in operator.grads_type._fields]
 
 
-def _rule(
-    operator: ops.Operator[Any], names: list[str], returned: Callable[[Arguments], list[bool]]
-) -> Callable[..., list[Rule]]:
+def _rule(names: list[str], returned: Callable[[Arguments], list[bool]]) -> Callable[..., list[Rule]]:
     def rule(*arguments: Any) -> list[Rule]:
         given = dict(zip(names, arguments, strict=True))
-        return [_placed(given, returned(given), axis) for axis in _axes(operator, given)]
+        return [_placed(given, returned(given), axis) for axis in _axes(given)]
 
     return rule
 
 
-def _axes(operator: ops.Operator[Any], given: Arguments) -> list[int | None]:
+def _axes(given: Arguments) -> list[int | None]:
     """Along which axes the tensors may be cut; None: all of them whole."""
-    drops = "dropout_seed" in given and given["dropout_seed"] is not None
-    if given["rows"] is None and (drops or "seed" in given):
+    drops = given.get("dropout_seed") is not None
+    if given.get("rows") is None and (drops or "seed" in given):
         return [None]
     heads = given["q"].shape[1]
     parts = given["q"].mesh.size()
-    other = given["label" if operator is ops.cluster_tail else "k"].shape[1]
-    return [None, 0, 1] if other in (heads, 0) or other % parts == 0 else [None, 0]
+    others = [given[name].shape[1] for name in BY_KEYS if given.get(name) is not None]
+    return [None, 0, 1] if all(other in (heads, 0) or other % parts == 0 for other in others) else [None, 0]
 
 
 def _placed(given: Arguments, returned: list[bool], axis: int | None) -> Rule:

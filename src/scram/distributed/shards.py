@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..core import checks
-from ..core.resolve import Request, as_search, default_tail, resolve, tail_kind
+from ..core.resolve import Request, as_search, check_start, default_search, default_tail, resolve, tail_kind
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
-from ..core.tails.codebook import Codebook
+from ..core.tails.codebook import Codebook, settings_of
 from ..results import Matches
 from ..settings import Score, Search
 from ..spec.noise import draw_seed, noise
@@ -40,8 +40,8 @@ class Call:
     halo: int | None
 
     @property
-    def search(self) -> Search:
-        assert isinstance(self.request.search, Search)
+    def search(self) -> Search | None:
+        assert not isinstance(self.request.search, str)
         return self.request.search
 
     @property
@@ -64,7 +64,10 @@ class Call:
         score: str | Score = request.score
         if callable(score):
             score = getattr(score, "__qualname__", type(score).__qualname__)
-        settings = [replace(self.search, seed=None), self.tail.of_part(None), score]
+        search = None if self.search is None else replace(self.search, seed=None)
+        settings = [search, self.tail.of_part(None), score]
+        if self.codebook is not None:
+            settings += [settings_of(self.codebook), self.codebook.slope is None]
         options = (request.radius, request.causal, request.scale, request.weight, request.window, request.impl)
         kappa = 0 if request.warm is None else request.warm.index.shape[-1]
         given = (request.matches is None, request.extra is None, request.dropout_p, kappa)
@@ -83,15 +86,17 @@ def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
             f"v must have q's dtype {q.dtype} where grids are cut into shards, got {v.dtype}; use q.float()"
         )
     checks.flag("causal", request.causal)
-    # Matches, codebooks and causal order are of the whole grid.
+    # Matches, codebooks, causal order and what a search starts from are of the whole grid.
     local = request._replace(key_mask=key_mask, causal=False, tail=None, matches=None, warm=None)
-    resolved = resolve(whole_q, whole_k, whole_v, local._replace(search=as_search(request.search)))
+    tail, search = _settings(q, request)
+    searched = None if search is None else replace(search, start="auto")
+    resolved = resolve(whole_q, whole_k, whole_v, local._replace(search=searched))
     if halo is not None:
         checks.whole("halo", halo, 0)
-    tail = as_tail(request.tail, default_tail(request.weight, request.causal, request.score))
     tail.check(tail_kind(request))
-    if tail.fit:
-        raise ValueError("Clusters(fit=...) fits the queries of one machine; leave fit out, raise count instead")
+    check_start(search, tail)
+    if search is None and request.matches is None and tail is not NO_TAIL and not tail.stands_alone:
+        raise ValueError(f"search=None takes tail=None, clusters or a codebook, got {tail}; pass search='auto'")
     if request.warm is not None:
         checks.instance("warm", request.warm, Matches, "scram.Matches", "; scram.search returns one")
         got = request.warm.index.shape[:-1]
@@ -100,7 +105,7 @@ def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
             raise ValueError(f"warm must have one entry per query of this rank, {want}, got {tuple(got)}")
     extra = None if request.extra is None else (request.extra[0], request.extra[1])
     settings = request._replace(
-        search=resolved.search,
+        search=search,
         tail=None if tail is NO_TAIL else tail,
         radius=resolved.radius,
         scale=resolved.scale,
@@ -108,6 +113,16 @@ def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
         key_mask=None,
     )
     return Call(request, settings, halo)
+
+
+def _settings(q: Tensor, request: Request) -> tuple[Tail, Search | None]:
+    """The tail and the search, with "auto" replaced; neither of them: attention over every key."""
+    device = q.device.type
+    default = default_tail(device, request.weight, request.causal, request.score)
+    if request.search is None:
+        return as_tail(request.tail, NO_TAIL if request.matches is None else default), None
+    tail = as_tail(request.tail, default)
+    return tail, as_search(request.search, default_search(device, tail))
 
 
 def _not_empty(x: Any, axis: int) -> Any:
@@ -153,7 +168,7 @@ class Shards:
     def of(ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: Call) -> Shards:
         """All ranks say what they have; raises on all of them where that does not fit."""
         request = call.request
-        search_seed = call.search.seed_tensor
+        search_seed = None if call.search is None else call.search.seed_tensor
         seed = int(draw_seed() if search_seed is None else search_seed)
         tail_seed = seed if call.tail.seed_tensor is None else int(call.tail.seed_tensor)
         dropout_seed = int(draw_seed()) if request.dropout_p else 0
@@ -235,30 +250,45 @@ class Shards:
         return min(self.call.clusters.count, self.keys[rank] * math.prod(self.k.shape[3:-1]))
 
     def layout(self, rank: int) -> Layout:
-        """The tensors of that rank's keys which travel: k, v, with clusters centers and values, then constants."""
+        """The tensors of that rank's keys which travel: k, v, of clusters what carries gradients, then constants."""
+        return list(self._layout(rank).values())
+
+    def _layout(self, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """`layout`, by name."""
         batch, heads, _, *rest, width = self.k.shape
-        wide = accumulator(self.v.dtype)
-        rows = self.keys[rank]
+        value_width = self.v.shape[-1]
+        grid = (self.keys[rank], *rest)
         kind = self.k.dtype
-        parts: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((batch, heads, rows, *rest, x.shape[-1]), kind) for x in (self.k, self.v)
-        ]
-        constants: list[tuple[tuple[int, ...], torch.dtype]] = []
+        parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "k": ((batch, heads, *grid, width), kind),
+            "v": ((batch, heads, *grid, value_width), kind),
+        }
+        constants: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.key_mask is not None:
-            constants.append(((batch, self.key_mask.shape[1], rows, *rest), torch.bool))
-        if self.call.clusters is not None:
-            if self.key_mask is not None and self.key_mask.shape[1] > 1:
-                heads = self.q.shape[1]
-            width += 2 * (self.request.score == "l2")
-            clusters = (batch, heads, self.count(rank) if rows else 0)
-            parts += [((*clusters, x), wide) for x in (width, self.v.shape[-1])]
-            constants += [((batch, heads, rows, *rest), torch.int32), (clusters, torch.int32)]
-        return [*parts, *constants]
+            constants["key_mask"] = ((batch, self.key_mask.shape[1], *grid), torch.bool)
+        if self.call.clusters is None:
+            return parts | constants
+        if self.key_mask is not None and self.key_mask.shape[1] > 1:
+            heads = self.q.shape[1]
+        wide = accumulator(self.v.dtype)
+        width += 2 * (self.request.score == "l2")
+        axes = width if self.keys[rank] else 0  # where all keys come together a rank without any has no part in sums
+        clusters = (batch, heads, self.count(rank))
+        parts["centers"] = ((*clusters, width), wide)
+        parts["values"] = ((*clusters, value_width), wide)
+        if self.call.clusters.first_order:
+            parts["slope"] = ((batch, heads, axes, value_width), wide)
+        constants["label"] = ((batch, heads, *grid), torch.int32)
+        constants["sizes"] = (clusters, torch.int32)
+        constants["variance"] = ((batch, heads, axes), wide)
+        constants["spreads"] = (clusters, wide)
+        return parts | constants
 
     @property
     def differentiable(self) -> int:
         """How many of the tensors that travel carry gradients, the first ones."""
-        return 2 if self.call.clusters is None else 4
+        clusters = self.call.clusters
+        return 2 if clusters is None else 4 + clusters.first_order
 
     @property
     def message_size(self) -> int:
@@ -267,16 +297,25 @@ class Shards:
 
     def traveling(self, book: Codebook | None) -> list[Tensor]:
         """This rank's tensors of `layout`, with `book` of its own keys; None where it has none, or there is no need."""
-        tensors = [self.k, self.v]
-        constants = [] if self.key_mask is None else [self.key_mask]
-        if self.call.clusters is None:
-            return [*tensors, *constants]
-        if book is None:
-            empty = [self.k.new_zeros(shape, dtype=dtype) for shape, dtype in self.layout(self.ranks.rank)]
+        layout = self._layout(self.ranks.rank)
+        named = {"k": self.k, "v": self.v}
+        if self.key_mask is not None:
+            named["key_mask"] = self.key_mask
+        missing = [name for name in layout if name not in named]
+        if book is not None:
+            named |= {name: getattr(book, name) for name in missing}
+        elif missing:
+            named |= {name: self.k.new_zeros(layout[name][0], dtype=layout[name][1]) for name in missing}
             reach = self.k.sum() + self.v.sum()  # no element holds it: gradients find their way
-            means = [x + reach for x in empty[2:4]]
-            return [*tensors, *means, *constants, *empty[-2:]]
-        return [*tensors, book.centers, book.values, *constants, book.label, book.sizes]
+            named |= {name: named[name] + reach for name in list(layout)[2 : self.differentiable]}
+        return [named[name] for name in layout]
+
+    def arrived(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
+        """Tensors of `layout`, of some rank or all: keys, values, mask, and those of clusters by name."""
+        named = dict(zip(self._layout(0), tensors, strict=True))
+        k = named.pop("k")
+        v = named.pop("v")
+        return k, v, public_mask(named.pop("key_mask", None)), named
 
     @contextmanager
     def dropping(self, *first: int) -> Iterator[None]:

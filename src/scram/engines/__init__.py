@@ -42,8 +42,19 @@ class Engine(Protocol):
     def sample_backward(self, call: calls.SampleCall, grad_out: Tensor, grad_lse: Tensor, /) -> calls.TailGrads: ...
     def cluster(self, call: calls.ClusterCall, /) -> calls.Clustered: ...
     def cluster_backward(
-        self, call: calls.ClusterCall, sizes: Tensor, label: Tensor, grad_centers: Tensor, grad_values: Tensor, /
+        self,
+        call: calls.ClusterCall,
+        centers: Tensor,
+        values: Tensor,
+        sizes: Tensor,
+        label: Tensor,
+        grad_centers: Tensor,
+        grad_values: Tensor,
+        grad_slope: Tensor,
+        /,
     ) -> calls.ClusterGrads: ...
+    def route(self, call: calls.RouteCall, /) -> calls.Routed: ...
+    def routed_start(self, call: calls.RoutedStartCall, /) -> calls.Found: ...
     def cluster_tail(self, call: calls.ClusterTailCall, /) -> Attended: ...
     def cluster_tail_backward(
         self, call: calls.ClusterTailCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor, /
@@ -51,7 +62,7 @@ class Engine(Protocol):
     def clear_caches(self) -> None: ...
 
 
-class Request(NamedTuple):
+class Needs(NamedTuple):
     """What a call needs of an engine."""
 
     device: torch.device
@@ -68,7 +79,7 @@ INSTALLED = {package: find_spec(package) is not None for package in ("numba", "t
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine can do, as data. `reasons` says in words why it cannot serve a request."""
+    """What an engine can do, as data. `reasons` says in words why it cannot serve a call."""
 
     name: Impl
     package: str | None  # that must be installed
@@ -81,27 +92,27 @@ class EngineSpec:
     plain_torch: bool = False  # runs without an operator: autograd, torch.func and torch.compile see through it
     interpreter: str | None = None  # environment variable that lets it take CPU tensors when it is named
 
-    def reasons(self, request: Request) -> list[str]:
-        """Every reason why this engine cannot serve the request; none means it can."""
+    def reasons(self, needs: Needs) -> list[str]:
+        """Every reason why this engine cannot serve the call; none means it can."""
         why = []
         if self.package and not INSTALLED[self.package]:
             why.append(f"the package {self.package} is not installed")
-        if request.callable_score and not self.callable_scores:
+        if needs.callable_score and not self.callable_scores:
             why.append("a callable score runs in the reference only")
-        device = request.device.type
+        device = needs.device.type
         interpreted = self.interpreter and os.environ.get(self.interpreter) == "1"
-        if self.devices and device not in self.devices and not (request.explicit and interpreted and device == "cpu"):
+        if self.devices and device not in self.devices and not (needs.explicit and interpreted and device == "cpu"):
             names = " and ".join(name.upper() for name in self.devices)
             why.append(f"it runs on {names} tensors, these are on {device}")
-        if request.dtype not in self.dtypes:
-            why.append(f"it does not take {request.dtype}; the reference does".replace("torch.", ""))
-        if request.window not in self.windows:
-            why.append(f"it does not take window={request.window!r}; the reference does, on any device")
-        if self.most_tile_matches == 0 and request.tile_matches:
+        if needs.dtype not in self.dtypes:
+            why.append(f"it does not take {needs.dtype}; the reference does".replace("torch.", ""))
+        if needs.window not in self.windows:
+            why.append(f"it does not take window={needs.window!r}; the reference does, on any device")
+        if self.most_tile_matches == 0 and needs.tile_matches:
             why.append("it has no tile search; the reference does, on any device")
-        elif self.most_tile_matches is not None and request.tile_matches > self.most_tile_matches:
+        elif self.most_tile_matches is not None and needs.tile_matches > self.most_tile_matches:
             why.append(
-                f"its tile search keeps at most {self.most_tile_matches} matches, got {request.tile_matches}; "
+                f"its tile search keeps at most {self.most_tile_matches} matches, got {needs.tile_matches}; "
                 "method='query' keeps any number"
             )
         return why

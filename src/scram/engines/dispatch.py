@@ -10,7 +10,7 @@ import torch
 from ..core import checks
 from ..options import IMPLS, Impl, Window
 from ..settings import Score
-from . import Engine, EngineSpec, Request, cpu, gpu, reference
+from . import Engine, EngineSpec, Needs, cpu, gpu, reference
 from .reference import engine as _reference
 
 _FOLDERS = {folder.SPEC.name: folder for folder in (gpu, cpu, reference)}  # in order of preference
@@ -40,11 +40,11 @@ def choose(
     'reference'
     """
     checks.one_of("impl", impl, IMPLS)
-    request = Request(device, dtype, callable(score), impl != "auto", window, tile_matches)
+    needs = Needs(device, dtype, callable(score), impl != "auto", window, tile_matches)
     reasons = {}
     for name, spec in ENGINES.items():
         if impl in ("auto", name):
-            reasons[name] = spec.reasons(request)
+            reasons[name] = spec.reasons(needs)
             if not reasons[name]:
                 return spec
     raise checks.no_engine(impl, reasons)
@@ -56,8 +56,8 @@ def implementations(device: torch.device | str = "cpu") -> list[tuple[str, list[
     >>> [name for name, why_not in implementations() if not why_not]
     ['numba', 'reference']
     """
-    request = Request(torch.device(device), torch.float32)
-    return [(name, spec.reasons(request)) for name, spec in ENGINES.items()]
+    needs = Needs(torch.device(device), torch.float32)
+    return [(name, spec.reasons(needs)) for name, spec in ENGINES.items()]
 
 
 def clear_caches() -> None:

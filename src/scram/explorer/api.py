@@ -15,18 +15,21 @@ from .. import __version__
 from ..core import checks
 from ..core.arguments import explains
 from ..core.precision import ignores_autocast
-from ..core.resolve import as_search, default_tail
+from ..core.resolve import as_search, default_search, default_tail
+from ..core.tails.base import NO_TAIL
 from ..core.tails.clusters import Clusters
 from ..core.tails.codebook import Codebook
-from ..functional import attend, cluster
+from ..functional import attend, cluster, route
 from ..functional import search as search_keys
 from ..images.files import replacing
 from ..options import Auto, Impl, Panes
 from ..quality.truth import Errors, Truth
-from ..results import Matches
+from ..results import Matches, Routes
 from ..settings import Score, Search
-from ..spec.grid import Grid, grid_of
+from ..spec.grid import Grid, coordinates, grid_of
+from ..spec.schedule import tile_shape
 from ..spec.scoring import check_score, default_scale, prepare_key, prepare_query
+from ..spec.tiles import tile_of
 from .contents import Attention, Channels, raster_width, stored, thinned
 from .pack import Json
 from .page import framed, read_back, written
@@ -71,9 +74,11 @@ class Explorer:
         about = self.numbers
         grids = " x ".join(map(str, about["queries"]["grid"])), " x ".join(map(str, about["keys"]["grid"]))
         shown = f"{grids[0]} queries" if about["panes"] == 1 else f"{grids[0]} queries, {grids[1]} keys"
+        parts = ["windows"] * (about["matches"] > 0) + ["routed keys"] * (about["routed_keys"] > 0)
+        held = f", {' and '.join(parts)} hold {about['quality']['attended']:.1%}" if parts else ""
         return (
-            f"Explorer({shown}, {len(about['heads'])} heads, {self.size / 1e6:.1f} MB, windows hold "
-            f"{about['quality']['mass']:.1%}, output error {about['quality']['median']:.3f} in the median)"
+            f"Explorer({shown}, {len(about['heads'])} heads, {self.size / 1e6:.1f} MB{held}, output error "
+            f"{about['quality']['median']:.3f} in the median)"
         )
 
 
@@ -85,7 +90,7 @@ def explore(
     k: Tensor,
     v: Tensor,
     *,
-    search: Search | Auto = "auto",
+    search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Clusters | Auto | None = "auto",
     scale: float | None = None,
@@ -101,14 +106,15 @@ def explore(
     most_points: int = MOST_POINTS,
     impl: Impl = "auto",
 ) -> Explorer:
-    """One HTML page on which every query of a grid shows where it attends: windows, clusters, and exact attention.
+    """One HTML page on which every query of a grid shows where it attends: windows, routed keys, clusters, exactly.
 
-    Searches with 0, 1, .. sweeps, clusters the keys, and stores matches, clusters and rounded features.
+    Clusters the keys, routes, searches with 0, 1, .. sweeps, and stores all of it with rounded features.
 
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
-        search, radius, scale, score, impl: as in `attention`, but always searched; no callable score.
-        tail: `Clusters` for the keys outside the windows, or None; "auto" is Clusters.
+        search, radius, scale, score, impl: as in `attention`, but never dense; no callable score. `search` None beside
+            Clusters: no windows.
+        tail: `Clusters` for the keys outside the windows, or None; "auto" is that of `attention`.
         pictures: what the points show: none, one [*G, 3] or [*G, 1] for queries and keys, or two, [*G, 3] and [*G', 3];
             numbers 0 to 1, or uint8. Without, features are shown as colors.
         panes: "one" for queries and keys in one picture (self-attention), "two"; "auto" is one where the grids are
@@ -145,24 +151,22 @@ def explore(
     part, stride, channels = _thin_enough(q[batch], k[batch], v[batch], score, factor, budget, most_points)
     q, k, v = (thinned(x[batch : batch + 1], stride, 2) for x in (q, k, v))
     shown = [thinned(x, stride, 0) for x in shown]
-    settings = settings if settings.seed is not None else replace(settings, seed=seed)
-    sweeps = [
-        search_keys(q, k, search=replace(settings, sweeps=t), score=score, impl=impl)
-        for t in range(settings.sweeps + 1)
-    ]
+    if settings is not None and settings.seed is None:
+        settings = replace(settings, seed=seed)
     codebook = None
+    routes = None
     if chosen is not None:
-        chosen = chosen if chosen.seed is not None else replace(chosen, seed=settings.seed)
-        codebook = cluster(
-            q, k, v, clusters=chosen, matches=sweeps[-1], radius=radius, scale=factor, score=score, impl=impl
-        )
+        chosen = chosen if chosen.seed is not None else replace(chosen, seed=settings.seed if settings else seed)
+        codebook = cluster(q, k, v, clusters=chosen, scale=factor, score=score, impl=impl)
+        routes = route(q, k, codebook, impl=impl) if codebook.keys else None
+    sweeps = _sweeps(q, k, settings, codebook, factor, score, impl)
     radii = checks.radius(radius, q.ndim - 3)
+    attention = Attention(*part, sweeps, codebook, routes, [_colors(x) for x in shown])
     quality, rms = _quality(
         q,
         k,
         v,
-        sweeps=sweeps,
-        codebook=codebook,
+        attention,
         radius=radii,
         scale=factor,
         score=score,
@@ -170,10 +174,9 @@ def explore(
         num_queries=num_queries,
         seed=seed,
     )
-    attention = Attention(*part, sweeps, codebook, [_colors(x) for x in shown])
     about = {
         "format": "scram.explorer",
-        "version": 1,
+        "version": 2,
         "scram": __version__,
         "title": str(title),
         "panes": 1 if one else 2,
@@ -182,11 +185,13 @@ def explore(
         "radius": list(radii),
         "scale": factor,
         "score": score,
-        "sweeps": settings.sweeps,
-        "matches": settings.matches,
-        "separation": settings.separation,
+        "sweeps": 0 if settings is None else settings.sweeps,
+        "matches": 0 if settings is None else settings.matches,
+        "separation": 0 if settings is None else settings.separation,
         "clusters": 0 if codebook is None else codebook.sizes.shape[-1],
         "cluster_heads": 0 if codebook is None else codebook.sizes.shape[1],
+        "routed_keys": 0 if routes is None or codebook is None else codebook.keys,
+        "tile": list(tile_shape(q.ndim - 3)),
         "rms": rms,
         "quality": quality,
         "thinned": None if stride == 1 else {"stride": stride, "queries": list(whole[0]), "keys": list(whole[1])},
@@ -224,14 +229,14 @@ def _validated(
     k: Tensor,
     v: Tensor,
     *,
-    search: Search | Auto,
+    search: Search | Auto | None,
     radius: int | Sequence[int],
     tail: Any,
     scale: float | None,
     score: Score,
     panes: str,
     batch: int,
-) -> tuple[Search, Clusters | None]:
+) -> tuple[Search | None, Clusters | None]:
     checks.queries_keys(q, k)
     checks.some_queries(q)
     checks.values(q, k, v)
@@ -244,11 +249,32 @@ def _validated(
     checks.one_of("panes", panes, PANES)
     if checks.whole("batch", batch, 0) >= q.shape[0]:
         raise ValueError(f"batch must be below the {q.shape[0]} samples of q, got {batch}")
-    settings = as_search(search)
-    chosen = default_tail("softmax", False, score) if tail == "auto" else tail
+    chosen = default_tail(q.device.type, "softmax", False, score) if tail == "auto" else tail
     if chosen is not None:
         checks.instance("tail", chosen, Clusters, "scram.Clusters", ', "auto" or None')
-    return settings, cast("Clusters | None", chosen)
+    if search is None:
+        if tail is None or tail == "auto":
+            raise ValueError(f"search=None beside tail={tail!r} is dense attention; pass tail=scram.Clusters()")
+        return None, cast(Clusters, chosen)
+    return as_search(search, default_search(q.device.type, chosen or NO_TAIL)), cast("Clusters | None", chosen)
+
+
+def _sweeps(
+    q: Tensor,
+    k: Tensor,
+    search: Search | None,
+    codebook: Codebook | None,
+    scale: float,
+    score: Score,
+    impl: Impl,
+) -> list[Matches]:
+    """The matches after 0, 1, .. sweeps; none without a search."""
+    if search is None:
+        return []
+    return [
+        search_keys(q, k, search=replace(search, sweeps=t), score=score, codebook=codebook, scale=scale, impl=impl)
+        for t in range(search.sweeps + 1)
+    ]
 
 
 def _pictures(pictures: Tensor | Sequence[Tensor], grid: Grid, key_grid: Grid) -> list[Tensor]:
@@ -304,9 +330,8 @@ def _quality(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    attention: Attention,
     *,
-    sweeps: Sequence[Matches],
-    codebook: Codebook | None,
     radius: tuple[int, ...],
     scale: float,
     score: Score,
@@ -316,20 +341,24 @@ def _quality(
 ) -> tuple[Json, list[float]]:
     """Against exact attention of some queries; and the root mean square of the exact outputs of each head."""
     truth = Truth.of(q, k, v, scale=scale, score=score, num_queries=num_queries, seed=seed, with_lse=True)
+    sweeps = attention.sweeps
+    codebook = attention.codebook
+    routes = attention.routes
     grown = []
     for matches in sweeps:
         windows = attend(q, k, v, matches, radius=radius, scale=scale, score=score, impl=impl)
         share = (windows.lse.flatten(2)[..., truth.queries].to(truth.lse.dtype) - truth.lse).exp()
         grown.append(share.mean(-1)[0].tolist())
-    out = windows.out
-    if codebook is not None:
-        attended = attend(q, k, v, sweeps[-1], radius=radius, scale=scale, score=score, tail=codebook, impl=impl)
-        out = attended.out
+    found = sweeps[-1] if sweeps else None
+    out = attend(q, k, v, found, radius=radius, scale=scale, score=score, tail=codebook, routes=routes, impl=impl).out
     off = truth.errors(out)
     every = Errors.of(truth.square(out).flatten(1)[:, None], truth.size.flatten(1)[:, None], truth.points)
+    held = torch.tensor(grown[-1] if grown else [0.0] * q.shape[1], dtype=torch.float64, device="cpu")
+    more = 0.0 if routes is None else _routed_share(attention, routes, truth, radius)
     quality = {
         "queries": len(truth.queries),
-        "mass": sum(grown[-1]) / len(grown[-1]),
+        "mass": float(held.mean()),
+        "attended": float((held + more).mean()),
         "sweeps": grown,
         "median": _number(every.median.value),
         "p95": _number(every.p95.value),
@@ -339,6 +368,37 @@ def _quality(
     }
     rms = truth.size.mean(-1)[0].sqrt()
     return quality, [max(float(x), 1e-30) for x in rms]
+
+
+def _routed_share(attention: Attention, routes: Routes, truth: Truth, radius: tuple[int, ...]) -> Tensor:
+    """The share of the exact attention that lies in routed keys outside the windows [H], mean over the queries."""
+    book = attention.codebook
+    assert book is not None
+    heads = len(attention.q)
+    q = attention.q.flatten(1, -2)  # [H, N, E]
+    label = book.label[0].flatten(1).cpu().long()  # [Hc, M]
+    chosen = routes.chosen[0].cpu()  # [H, T, C]
+    queries = truth.queries.cpu()
+    tiles = tile_of(queries, routes.grid)
+    lse = truth.lse[0].cpu().double()  # [H, n]
+    index = attention.sweeps[-1].index[0].flatten(1, -2).cpu().long() if attention.sweeps else None  # [H, N, kappa]
+    share = torch.zeros_like(lse)
+    for head in range(heads):
+        own = label[head * len(label) // heads]
+        for n, (query, tile) in enumerate(zip(queries.tolist(), tiles.tolist(), strict=True)):
+            keys = ((own >= 0) & chosen[head, tile][own.clamp(min=0)]).nonzero().squeeze(1)
+            if index is not None:
+                keys = keys[~_in_windows(keys, index[head, query], book.key_grid, radius)]
+            logits = attention.k[head // attention.group, keys] @ q[head, query]
+            share[head, n] = (logits - lse[head, n]).exp().sum()
+    return share.mean(-1)
+
+
+def _in_windows(keys: Tensor, matches: Tensor, grid: Grid, radius: tuple[int, ...]) -> Tensor:
+    """Whether keys [n] lie in the window of a match [kappa], -1 for none: bool [n]."""
+    pairs = zip(coordinates(keys, grid), coordinates(matches.clamp(min=0), grid), radius, strict=True)
+    near = [(key.unsqueeze(1) - match).abs() <= reach for key, match, reach in pairs]
+    return (torch.stack(near).all(0) & (matches >= 0)).any(1)
 
 
 def _number(x: Tensor) -> float:

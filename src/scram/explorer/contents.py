@@ -1,4 +1,4 @@
-"""What a page holds: matches of every sweep, clusters, pictures, and features rounded until all of it fits."""
+"""What a page holds: matches of every sweep, clusters, routes, pictures, and features rounded until all of it fits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.tails.codebook import Codebook
-from ..results import Matches
+from ..results import Matches, Routes
 from ..spec.grid import Grid, rows
 from .coordinates import Balanced, Principal
 from .pack import Json, Packed, estimated_bytes, rounded
@@ -25,6 +25,8 @@ VALUES_SHARE = 0.25  # of the bytes that are left for features, at most
 MATCHES_SHARE = 0.25  # of all bytes, that matches of all sweeps may take; beyond, earlier sweeps keep the best one
 Floats = NDArray[np.float32]
 CHECKED = 64  # queries of a head whose rounded weights are compared with exact ones
+CENTER_STEP = 1 / 8  # of the step of features, and of values
+SPREAD_STEP = 1 / 64  # of the root of a query's spread: its logits are then off by less than FINEST_SCORE
 
 
 class Attention(NamedTuple):
@@ -32,8 +34,9 @@ class Attention(NamedTuple):
 
     Args:
         q, k, v: [H, *G, E], [Hk, M, E] and [Hk, M, F], prepared for the score, the scale in q.
-        sweeps: the matches after 0, 1, .. T sweeps, each [1, H, *G, kappa].
+        sweeps: the matches after 0, 1, .. T sweeps, each [1, H, *G, kappa]; empty without a search.
         codebook: clusters of the keys, or None.
+        routes: the clusters that each tile attends key by key, or None.
         pictures: colors of queries [*G, 3] and keys [*G', 3], uint8; empty where there are none, one for both.
     """
 
@@ -42,6 +45,7 @@ class Attention(NamedTuple):
     v: Tensor
     sweeps: Sequence[Matches]
     codebook: Codebook | None
+    routes: Routes | None
     pictures: Sequence[Tensor]
 
     @property
@@ -138,6 +142,9 @@ def stored(attention: Attention, channels: Channels, most_bytes: int, coarsest: 
         packed.add(name, picture.flatten(0, -2).T.to(torch.int16).numpy())
     if attention.codebook is not None:
         packed.add("label", attention.codebook.label[0].flatten(1).cpu().to(torch.int16).numpy())
+        packed.add("spread", rounded(_spread(attention, attention.codebook), SPREAD_STEP))
+    if attention.routes is not None:
+        packed.add("routes", _route_planes(attention.routes))
     base_step = max(float(np.abs(channels.base).max()) / 4000, 1e-6)
     packed.add("base", rounded(channels.base, base_step))
     left = max(most_bytes - len(packed) - _cluster_bytes(attention), most_bytes // 10)
@@ -165,11 +172,13 @@ def stored(attention: Attention, channels: Channels, most_bytes: int, coarsest: 
             packed.add(f"q{h}", q[kept_keys[g]])
             off = _off(attention.q[h].flatten(0, -2), attention.k[g], balanced.center, q, k, kept_keys[g], step)
             heads.append({"step": step, "value_step": value_step, "channels": len(kept_keys[g]), **off})
-    if attention.codebook is not None:
-        _clusters(packed, attention, channels, kept_keys, kept_values)
+    steps = [(head["step"], head["value_step"]) for head in heads[:: attention.group]]
+    clusters = _clusters(packed, attention, channels, kept_keys, kept_values, steps)
     about = {
+        **clusters,
         "heads": heads,
         "base_step": base_step,
+        "spread_step": SPREAD_STEP,
         "early_matches": early,
         "values_kept": 1 - max(lost),
         "score_error": score_error,
@@ -232,6 +241,8 @@ def _matches(packed: Packed, sweeps: Sequence[Matches], most_bytes: int) -> int:
     Planes are in the order of sweeps, last first, then of matches, worst first, then of heads. So that every plane of
     an earlier sweep has its like of the next one a fixed number of places before it.
     """
+    if not sweeps:
+        return 0
     last = sweeps[-1]
     width = raster_width(last.key_grid)
     kappa = last.index.shape[-1]
@@ -252,9 +263,28 @@ def _matches(packed: Packed, sweeps: Sequence[Matches], most_bytes: int) -> int:
     return kept
 
 
+def _spread(attention: Attention, book: Codebook) -> Floats:
+    """The root of how far the scores of a mean cluster's keys are apart for each query [H, N]."""
+    q = attention.q.flatten(1, -2)  # [H, N, E]
+    variance = book.variance[0].cpu().double()
+    variance = variance.repeat_interleave(len(q) // len(variance), 0)  # [H, E]
+    spread = (q.square() @ variance.unsqueeze(-1)).squeeze(-1)  # [H, N]
+    return spread.sqrt().float().numpy()
+
+
+def _route_planes(routes: Routes) -> NDArray[np.int16]:
+    """Halves of words [H * 2 W, T]: cluster c of a head is bit c % 16 of its plane c // 16."""
+    bits = routes.bits[0].cpu().movedim(-1, 1)  # [H, W, T]
+    halves = torch.stack((bits << 16 >> 16, bits >> 16), 2)  # [H, W, 2, T]
+    return halves.to(torch.int16).flatten(0, 2).numpy()
+
+
 def _cluster_bytes(attention: Attention) -> int:
     book = attention.codebook
-    return 0 if book is None else 4 * (book.centers.numel() + book.values.numel())
+    if book is None:
+        return 0
+    slope = 0 if book.slope is None else 4 * book.slope.numel()
+    return 3 * (book.centers.numel() + book.values.numel()) // 2 + slope
 
 
 def _clusters(
@@ -263,10 +293,14 @@ def _clusters(
     channels: Channels,
     kept_keys: Sequence[list[int]],
     kept_values: Sequence[list[int]],
-) -> None:
-    """Centers and mean values in the same coordinates, of each head of clusters."""
+    steps: Sequence[tuple[float, float]],
+) -> Json:
+    """Centers, mean values and slopes in the same coordinates, of each head of clusters; the steps of the first two."""
     book = attention.codebook
-    assert book is not None
+    center_steps: list[float] = []
+    mean_steps: list[float] = []
+    if book is None:
+        return {"center_steps": center_steps, "mean_steps": mean_steps}
     sizes = book.sizes[0].cpu()
     share = len(sizes) // len(channels.keys)
     for c in range(len(sizes)):
@@ -275,8 +309,20 @@ def _clusters(
         value = channels.principal[g]
         centers = (book.centers[0, c].cpu().double() - key.center) @ key.to_keys
         means = (book.values[0, c].cpu().double() - value.center) @ value.axes
-        packed.add_floats(f"centers{c}", centers[:, kept_keys[g]].numpy())
-        packed.add_floats(f"means{c}", means[:, kept_values[g]].numpy())
+        center_steps.append(_finer(packed, f"centers{c}", centers[:, kept_keys[g]], steps[g][0]))
+        mean_steps.append(_finer(packed, f"means{c}", means[:, kept_values[g]], steps[g][1]))
+        if book.slope is not None:
+            # Queries lie in the coordinates of `to_queries`, so that a slope takes those of keys.
+            slope = key.to_keys.T @ book.slope[0, c].cpu().double() @ value.axes
+            packed.add_floats(f"slope{c}", slope[kept_keys[g]][:, kept_values[g]].numpy())
     packed.add_floats("sizes", sizes.numpy())
-    if book.gains is not None:
-        packed.add_floats("gains", book.gains[0].cpu().numpy())
+    if book.second_order:
+        packed.add_floats("spreads", book.spreads[0].cpu().numpy())
+    return {"center_steps": center_steps, "mean_steps": mean_steps}
+
+
+def _finer(packed: Packed, name: str, x: Tensor, step: float) -> float:
+    """Planes of x [C, D] rounded more finely than features, as 16 bits have it; the step."""
+    own = max(CENTER_STEP * step, float(x.abs().max()) / 32767)
+    packed.add(name, rounded(_planes(x), own))
+    return own

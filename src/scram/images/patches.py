@@ -44,9 +44,9 @@ class Features:
     offset: Tensor  # [width]
 
     @classmethod
-    def fit(cls, patches: Tensor, side: int, width: int, legal: Tensor | None = None, most: int = 8192) -> Features:
-        """Of patches [h, w, C * side * side], at most that many; of the legal ones, bool [h, w], if given."""
-        x = patches.flatten(0, 1) if legal is None else patches[legal]  # [n, C * side * side]
+    def fit(cls, patches: Tensor, side: int, width: int, allowed: Tensor | None = None, most: int = 8192) -> Features:
+        """Of patches [h, w, C * side * side], at most that many; of the allowed ones, bool [h, w], if given."""
+        x = patches.flatten(0, 1) if allowed is None else patches[allowed]  # [n, C * side * side]
         x = x[:: max(1, len(x) // most)].double()
         mean, _, axes = principal_axes(x)
         axes = axes[:, -width:].T.to(patches.dtype)

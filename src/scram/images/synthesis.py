@@ -75,22 +75,22 @@ class Source:
         picture: [H', W', C], sharp.
         features: fitted to its patches.
         values: its patches [h', w', C * p * p].
-        legal: the patches that may be taken, bool [h', w'], or None for all.
+        allowed: the patches that may be taken, bool [h', w'], or None for all.
     """
 
     picture: Tensor
     features: Features
     values: Tensor
-    legal: Tensor | None = None
+    allowed: Tensor | None = None
 
     @classmethod
-    def of(cls, picture: Tensor, settings: Settings, legal: Tensor | None = None) -> Source:
+    def of(cls, picture: Tensor, settings: Settings, allowed: Tensor | None = None) -> Source:
         values = unfold(picture, settings.patch)
-        return cls(picture, Features.fit(values, settings.patch, settings.width, legal), values, legal)
+        return cls(picture, Features.fit(values, settings.patch, settings.width, allowed), values, allowed)
 
     @property
     def key_mask(self) -> Tensor | None:
-        return None if self.legal is None else self.legal[None]
+        return None if self.allowed is None else self.allowed[None]
 
 
 def nearest(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..core import files
+from ..options import How
 from ..quality import modes
 from ..quality.plan import Plan
 from ..quality.tables import aligned, with_interval
@@ -73,8 +74,8 @@ class Layer:
         grid, prefix: what its tokens are.
         plan: what was tuned; None where nothing was.
         why_not: why nothing was tuned.
-        searched, dense, left_alone: calls that were searched, that ran dense, and that were left to torch; a compiled
-            call counts once, when it is compiled.
+        searched, clustered, dense, left_alone: calls that were searched, that ran by clusters without a search, that
+            ran dense, and that were left to torch; a compiled call counts once, when it is compiled.
     """
 
     name: str
@@ -83,20 +84,23 @@ class Layer:
     plan: Plan | None = None
     why_not: str = ""
     searched: int = 0
+    clustered: int = 0
     dense: int = 0
     left_alone: int = 0
 
     @property
     def calls(self) -> int:
         """How often it was called."""
-        return self.searched + self.dense + self.left_alone
+        return self.searched + self.clustered + self.dense + self.left_alone
 
-    def count(self, why_not: str, dense: bool) -> None:
+    def count(self, why_not: str, how: How) -> None:
         """One more call; `why_not`: the reason that it was left to torch, "" for none."""
         if why_not:
             self.left_alone += 1
-        elif dense:
+        elif how == "dense":
             self.dense += 1
+        elif how == "clustered":
+            self.clustered += 1
         else:
             self.searched += 1
 
@@ -106,7 +110,7 @@ class Layer:
 
     def row(self) -> tuple[str, ...]:
         """Name, grid, setting, keys visited, 95th percentile, time of dense attention's, calls of each kind."""
-        calls = str(self.searched), str(self.dense), str(self.left_alone)
+        calls = str(self.searched), str(self.clustered), str(self.dense), str(self.left_alone)
         if not self.grid:
             return self.name, "", f"left to torch: {self.why_not}", "", "", "", *calls
         grid = (f"{self.prefix} + " if self.prefix else "") + " x ".join(map(str, self.grid))
@@ -135,6 +139,7 @@ def table(layers: Sequence[Layer], error: float) -> str:
         "95th percentile",
         "of dense",
         "searched",
+        "clustered",
         "dense",
         "to torch",
     )

@@ -39,7 +39,7 @@ def patch_sdpa(
     grid: Sequence[int] | Auto,
     prefix: int = 0,
     error: float | None = None,
-    search: Search | Auto = "auto",
+    search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
     window: Window = "query",
@@ -64,14 +64,14 @@ def patch_sdpa(
             others. Causal layers, object queries and text are left to torch, and the report says so.
         prefix: tokens before the grid.
         error: at most this error in 95 % of the queries of each head; None for the settings below.
-        search, radius, tail, window, impl: as in `attention`: on a small grid dense attention may be faster, and runs.
-            With `error` search and tail are chosen.
+        search, radius, tail, window, impl: as in `attention`: on a small grid dense attention may be faster, and runs;
+            search=None beside `Clusters` runs them without a search. With `error` search and tail are chosen.
         plans: of layers that were tuned before, `report.plans`, `Plans.load(path)`.
         model: whose layers the plans are, where its first call is a compiled one.
 
     Returns:
-        A context that gives a report: which calls were searched, which ran dense, which were left to torch and why.
-        It fills up as the calls come.
+        A context that gives a report: which calls were searched, which ran by clusters alone or dense, which were left
+        to torch and why. It fills up as the calls come.
 
     >>> import torch.nn.functional as F
     >>> q = torch.randn(1, 2, 1 + 64, 8)

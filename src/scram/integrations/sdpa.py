@@ -19,7 +19,7 @@ from ..core import checks, pipeline
 from ..core.pipeline import execute
 from ..core.resolve import Request, as_search, goes_dense
 from ..core.tails.base import NO_TAIL, Tail, as_tail
-from ..options import IMPLS, WINDOWS, Auto, Impl, Window
+from ..options import IMPLS, WINDOWS, Auto, How, Impl, Window
 from ..quality.tune import tune
 from ..settings import Search
 from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
@@ -29,26 +29,25 @@ from .layers import Hooks, Layer, Plans, name_in, table
 class Call(NamedTuple):
     """A kind of call of `F.scaled_dot_product_attention`: shapes of q and k, and how it was answered.
 
-    `why_not`: why it was left to torch, "" for those that were not. `dense`: it ran dense, because that is faster, or
-    within the budget the only way. A call in a compiled graph is noted once, when it is compiled, without its shapes.
+    `why_not`: why it was left to torch, "" for those that were not. `how`, of those: "searched", "clustered" (clusters
+    without a search), or "dense", because that is faster, or within the budget the only way. A call in a compiled graph
+    is noted once, when it is compiled, without its shapes.
     """
 
     q: tuple[int, ...]
     k: tuple[int, ...]
     why_not: str
-    dense: bool = False
+    how: How = "searched"
 
     @property
     def answer(self) -> str:
         """How it was answered, in words."""
-        if self.why_not:
-            return f"left to torch: {self.why_not}"
-        return "dense" if self.dense else "searched"
+        return f"left to torch: {self.why_not}" if self.why_not else self.how
 
 
 @dataclass
 class Report:
-    """Which calls were searched, which ran dense, which were left to torch and why. Prints itself.
+    """Which calls were searched, which ran by clusters alone or dense, which were left to torch and why. Prints itself.
 
     With an error budget it also says how each layer was tuned.
 
@@ -71,12 +70,20 @@ class Report:
     @property
     def searched(self) -> int:
         """How many calls SCRAM searched."""
-        return sum(times for call, times in self.calls.items() if not call.why_not and not call.dense)
+        return self._count("searched")
+
+    @property
+    def clustered(self) -> int:
+        """How many calls SCRAM answered by clusters and routed keys, without a search."""
+        return self._count("clustered")
 
     @property
     def dense(self) -> int:
         """How many calls SCRAM gave to dense attention."""
-        return sum(times for call, times in self.calls.items() if not call.why_not and call.dense)
+        return self._count("dense")
+
+    def _count(self, how: How) -> int:
+        return sum(times for call, times in self.calls.items() if not call.why_not and call.how == how)
 
     @property
     def left_alone(self) -> int:
@@ -90,7 +97,8 @@ class Report:
 
     def __str__(self) -> str:
         total = sum(self.calls.values())
-        counts = f"{self.searched} searched, {self.dense} dense, {self.left_alone} left to torch"
+        clustered = f"{self.clustered} clustered, " if self.clustered else ""
+        counts = f"{self.searched} searched, {clustered}{self.dense} dense, {self.left_alone} left to torch"
         lines = [f"{total} calls of scaled_dot_product_attention: {counts}"]
         for call, times in self.calls.items():
             shapes = f"q {list(call.q)}" if call.q else "compiled"
@@ -155,14 +163,14 @@ Attend = Callable[[Tensor, Tensor, Tensor, Request], Tensor | None]
 _reports: WeakValueDictionary[str, Report] = WeakValueDictionary()  # the compiler takes no other object as a constant
 
 
-def _note_compiled(report: str, layer: str, grid: tuple[int, ...], prefix: int, why_not: str, dense: bool) -> None:
+def _note_compiled(report: str, layer: str, grid: tuple[int, ...], prefix: int, why_not: str, how: How) -> None:
     """Runs while a graph is traced. A count in the graph would make a new graph of every call."""
     into = _reports[report]
-    into.calls[Call((), (), why_not, dense)] += 1
+    into.calls[Call((), (), why_not, how)] += 1
     if layer:
         plan = into.known.get(layer)
         reason = why_not or ("" if plan else "compiled before it was tuned")
-        into.layers.setdefault(layer, Layer(layer, grid, prefix, plan, reason)).count(why_not, dense)
+        into.layers.setdefault(layer, Layer(layer, grid, prefix, plan, reason)).count(why_not, how)
 
 
 def _compiled_tokens(report: str, layer: str, total: int, causal: bool) -> tuple[tuple[int, ...], int, str]:
@@ -197,13 +205,14 @@ class Replacement:
         replaces: bool = True,
         model: nn.Module | None = None,
         *,
-        search: Search | Auto = "auto",
+        search: Search | Auto | None = "auto",
         tail: Tail | Auto | None = "auto",
         radius: int | Sequence[int] = 1,
         window: Window = "query",
         impl: Impl = "auto",
     ) -> None:
-        as_search(search)
+        if search is not None:
+            as_search(search)
         as_tail(tail, NO_TAIL)
         checks.one_of("impl", impl, IMPLS)
         checks.one_of("window", window, WINDOWS)
@@ -290,8 +299,9 @@ class Replacement:
                 window=settings.window,
                 impl=settings.impl,
             )
-            dense = goes_dense(q, k, v, request) if plan is None else plan.dense
-            self.note(query, key, layer, tokens, "", dense)
+            setting = settings if plan is None else plan.setting
+            how = _how(setting.search, setting.tail, plan is None and goes_dense(q, k, v, request))
+            self.note(query, key, layer, tokens, "", how)
             if plan is None:
                 return execute(pipeline.run, q, k, v, request).out
             return plan(
@@ -373,20 +383,26 @@ class Replacement:
                         extra=call.extra,
                         window=self.settings.window,
                         impl=self.settings.impl,
-                        fit=False,  # a fit runs in no compiled graph
                     )
                 layer.why_not = ""
                 self.plans[layer.name] = layer.plan
             except ValueError as reason:
                 layer.why_not = str(reason)
 
-    def note(self, query: Tensor, key: Tensor, layer: str, tokens: Tokens, why_not: str, dense: bool = False) -> None:
+    def note(self, query: Tensor, key: Tensor, layer: str, tokens: Tokens, why_not: str, how: How = "searched") -> None:
         if torch.compiler.is_compiling():
-            _note_compiled(self.report_name, layer, tokens.grid, tokens.prefix, why_not, dense)
+            _note_compiled(self.report_name, layer, tokens.grid, tokens.prefix, why_not, how)
             return
-        self.report.calls[Call(_shape(query), _shape(key), why_not, dense)] += 1
+        self.report.calls[Call(_shape(query), _shape(key), why_not, how)] += 1
         if layer:
-            self.report.layers[layer].count(why_not, dense)
+            self.report.layers[layer].count(why_not, how)
+
+
+def _how(search: Search | Auto | None, tail: Tail | Auto | None, goes_dense: bool) -> How:
+    """How SCRAM answers a call: without a search clusters stand alone, where they are named."""
+    if goes_dense or (search is None and (tail is None or isinstance(tail, str))):
+        return "dense"
+    return "clustered" if search is None else "searched"
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

@@ -33,14 +33,15 @@ class GridAttention(Searching):
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, device, dtype:
             as in `nn.MultiheadAttention`; dropout acts on the weights, in training mode only.
         batch_first: True; there is no other order.
-        search: how to look for keys; "auto" as in `scram.attention`; None attends densely, with the same weights, to
-            compare or to train.
+        search: how to look for keys; "auto" as in `scram.attention`. None attends densely, with the same weights, to
+            compare or to train; beside tail=`Clusters` or a `Codebook` it is these alone: no search and no windows.
         radius, causal, scale, score, window: as in `scram.attention`.
         keep_matches: in evaluation mode each call starts from the matches and clusters of the call before, where the
             shapes agree (video frames, denoising steps). They are not part of the state dict; `reset()` forgets them.
         warm_search: settings for calls that start from matches, such as fewer sweeps; None: those of `search`.
-        tail: what stands for the keys outside the windows, as in `scram.attention`; `Snis` and `MetropolisHastings`
-            too (`scram.estimate`), without dropout and window="tile".
+        tail: what stands for the keys outside the windows, as in `scram.attention`: of `Clusters` some keys one by one
+            (routed keys), all others by their clusters. `Snis` and `MetropolisHastings` too (`scram.estimate`), without
+            dropout and window="tile".
         impl: as in `scram.attention`.
 
     >>> _ = torch.manual_seed(0)
@@ -271,5 +272,5 @@ class GridAttention(Searching):
 
     def extra_repr(self) -> str:
         looked = f"radius={self.radius}, window={self.window!r}, search={self.search}, tail={self.tail}"
-        looked = "dense" if self.search is None else looked
+        looked = "dense" if self.is_dense else looked
         return f"{self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}, {looked}"

@@ -22,7 +22,8 @@ class Searching(nn.Module):
     """A module that searches.
 
     Args:
-        search, radius, tail, window, impl: as in `scram.attention`; `search` None for dense attention.
+        search, radius, tail, window, impl: as in `scram.attention`; `search` None for dense attention, or beside
+            `Clusters` or a `Codebook` for these alone.
         warm_search: settings for calls that start from matches; None: those of `search`.
         keep_matches: whether a call in evaluation mode starts from the matches and clusters of the call before.
     """
@@ -60,6 +61,11 @@ class Searching(nn.Module):
         self.codebook: Codebook | None = None  # of the last call in evaluation mode, where `keep_matches` is set
 
     @property
+    def is_dense(self) -> bool:
+        """Whether every call is dense attention: there is no search, and no tail is named to stand alone."""
+        return self.search is None and (self.tail is None or isinstance(self.tail, str))
+
+    @property
     def matches(self) -> Matches | None:
         """What the last call in evaluation mode found, where `keep_matches` is set."""
         if self.kept_index is None or self.kept_score is None:
@@ -72,9 +78,11 @@ class Searching(nn.Module):
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         """Attention with the module's own settings, from what was kept: `request` has the other options."""
-        if self.search is None:
+        if self.is_dense:
             return execute(pipeline.run, q, k, v, request._replace(search=None, tail=None))
-        request = self._searching(q, k, request)
+        request = (
+            request._replace(search=None, impl=self.impl) if self.search is None else self._searching(q, k, request)
+        )
         request = request._replace(
             tail=self.tail,
             radius=self.radius,
@@ -82,8 +90,9 @@ class Searching(nn.Module):
             warm_codebook=self._kept_codebook(k, v),
         )
         result = execute(pipeline.run, q, k, v, request)
-        if self._keeps() and result.matches is not None:
+        if result.matches is not None:
             self._keep(result.matches)
+        if self._keeps():
             self.codebook = None if result.codebook is None else result.codebook.detach()
         return result
 
@@ -106,7 +115,7 @@ class Searching(nn.Module):
     def _kept_codebook(self, k: Tensor, v: Tensor) -> Codebook | None:
         """The clusters of the last call, where they are kept and fit k [B, Hk, *G', E] and v [B, Hk, *G', F]."""
         kept = self.codebook if self._keeps() else None
-        if kept is None or kept.gains is not None:
+        if kept is None:
             return None
         same_keys = kept.label.shape == k.shape[:-1] and kept.centers.device == k.device
         same_values = kept.values.shape[-1] == v.shape[-1] and kept.centers.dtype == accumulator(v.dtype)

@@ -23,7 +23,7 @@ def layout(embed_dim: Any, num_heads: Any, batch_first: Any) -> None:
 def tail(value: Any, search: Any, kind: Kind) -> None:
     """As in `scram.attention`, and the estimators that sample for every query too."""
     chosen = as_tail(value, NO_TAIL, windows=False)
-    if search is None and chosen.samples and not chosen.needs_all_queries:
+    if search is None and chosen.samples and not chosen.stands_alone:
         raise ValueError("a tail starts from matches: give search='auto', or tail=None to be dense")
     chosen.check(kind)
 

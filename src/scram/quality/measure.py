@@ -1,7 +1,7 @@
 """How good a search or an attention was: one definition for tests, benchmarks and figures.
 
 Each function compares with the exact answer, for all queries or `num_queries` of them drawn with `seed`, and returns
-one number per batch and head, [B, H]. Queries without a legal key are left out.
+one number per batch and head, [B, H]. Queries without an allowed key are left out.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def recall_of_each(
     num_queries: int | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """As `recall`, with its arguments, of each query: [B, H, n]; NaN without a legal key.
+    """As `recall`, with its arguments, of each query: [B, H, n]; NaN without an allowed key.
 
     >>> q = k = torch.eye(4).reshape(1, 1, 2, 2, 4)
     >>> recall_of_each(q, k, exact_search(q, k))
@@ -248,9 +248,9 @@ class _Pairs:
         row = torch.arange(q_rows.shape[0], device=q.device)
         index = matches.index.flatten(2, -2)[:, :, wanted].long()
         on_grid = index.clamp(0, math.prod(self.key_grid) - 1)
-        legal = AllowedKeys.of(q, k, causal, key_mask)
-        allowed = legal.allows(row.reshape(*q.shape[:2], 1, 1), wanted.unsqueeze(-1), on_grid)
-        self.found_key = torch.where((index == on_grid) & allowed, index, -1)  # off the grid or illegal is none
+        allowed_keys = AllowedKeys.of(q, k, causal, key_mask)
+        allowed = allowed_keys.allows(row.reshape(*q.shape[:2], 1, 1), wanted.unsqueeze(-1), on_grid)
+        self.found_key = torch.where((index == on_grid) & allowed, index, -1)  # off the grid or not allowed is none
         source = key_row(row, q.shape[1], k.shape[1]).reshape(-1, 1, 1)
 
         def scores(key: Tensor) -> Tensor:

@@ -38,11 +38,13 @@ class Setting:
     """A way to compute attention: search and tail as in `attention`, or dense attention.
 
     Args:
-        search: None for dense attention, to which the rest does not apply.
+        search: None for no search; then a tail stands alone, or without one it is dense attention.
         tail, radius, window: as in `attention`.
 
-    >>> print(Setting(Search(matches=4, separation=2), scram.Clusters(count=512)))
-    4 matches, 512 clusters
+    >>> print(Setting(Search(matches=4, separation=2), scram.Clusters(count=512, keys=1024)))
+    4 matches, 512 clusters + 1024 keys
+    >>> print(Setting(None, scram.Clusters(count=256, keys=512)))
+    no search, 256 clusters + 512 keys
     """
 
     search: Search | None = None
@@ -56,12 +58,19 @@ class Setting:
         if self.tail is not None:
             checks.instance("tail", self.tail, Tail, "tail", "; for example scram.Clusters(count=256)")
             as_tail(self.tail, NO_TAIL)
+            if self.search is None and not self.tail.stands_alone:
+                raise ValueError(f"{type(self.tail).__name__} needs a search; scram.Clusters does not")
         if isinstance(self.radius, Sequence):
             checks.grid_rank("radius", self.radius)
             object.__setattr__(self, "radius", checks.radius(self.radius, len(self.radius)))
         else:
             object.__setattr__(self, "radius", checks.radius(self.radius, 1)[0])
         checks.one_of("window", self.window, WINDOWS)
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is dense attention."""
+        return self.search is None and self.tail is None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -80,12 +89,12 @@ class Setting:
             grouped: whether there are fewer key heads than query heads.
             arguments: the others.
 
-        >>> Setting(Search(matches=4), scram.Clusters(count=512)).code(scale=0.5)
-        'scram.attention(q, k, v, search=scram.Search(matches=4), tail=scram.Clusters(count=512), scale=0.5)'
+        >>> Setting(Search(matches=4), scram.Clusters(count=128)).code(scale=0.5)
+        'scram.attention(q, k, v, search=scram.Search(matches=4), tail=scram.Clusters(count=128), scale=0.5)'
         """
         options = {name: value for name, value in arguments.items() if value not in (None, False, "auto", "dot")}
         passed = "".join(f", {name}={name}" for name in tensors)
-        if self.search is None:
+        if self.dense:
             options.pop("impl", None)
             if "extra" in tensors and (len(tensors) > 1 or "score" in options or "causal" in options):
                 return f"plan(q, k, v{passed})"  # no one function of torch or of this package does it
@@ -100,9 +109,11 @@ class Setting:
         return f"scram.attention(q, k, v{own}{_listed(**options)}{passed})"
 
     def __str__(self) -> str:
-        if self.search is None:
+        if self.dense:
             return "dense attention"
-        matches = f"{self.search.matches} match{'es' if self.search.matches > 1 else ''}"
+        matches = "no search"
+        if self.search is not None:
+            matches = f"{self.search.matches} match{'es' if self.search.matches > 1 else ''}"
         return f"{matches}, {as_tail(self.tail, NO_TAIL).describe()}"
 
 
@@ -223,7 +234,7 @@ class Plan:
     def _check_chosen(self) -> None:
         """It names a rung that was measured and visits no more keys than there are; dense attention is the last."""
         chosen = checks.whole("chosen", self.chosen, 0)
-        if chosen >= len(self.rungs) or self.rungs[-1].setting.search is not None:
+        if chosen >= len(self.rungs) or not self.rungs[-1].setting.dense:
             raise ValueError("chosen must name a rung, and dense attention must be the last")
         best = self.rungs[chosen]
         dense = self.rungs[-1]
@@ -242,7 +253,7 @@ class Plan:
     @property
     def dense(self) -> bool:
         """Whether it is dense attention."""
-        return self.setting.search is None
+        return self.setting.dense
 
     @property
     def speedup(self) -> float:
@@ -283,7 +294,9 @@ class Plan:
             raise unknown_arguments("plan", unknown, CALL_ARGUMENTS)
         given = {"causal": self.causal, "scale": self.scale, "score": self.score, "impl": self.impl, **arguments}
         if setting.search is None:
-            given |= {"impl": "auto", "warm": None}
+            given |= {"warm": None}
+        if setting.dense:
+            given |= {"impl": "auto"}
         request = Request(**given, **setting.arguments, hints=True)
         return execute(pipeline.run, q, k, v, request).out
 
@@ -312,7 +325,7 @@ class Plan:
         """Why this one, in words."""
         best = self.rungs[self.chosen]
         tried = [rung for rung in self.rungs[:-1] if rung.error is not None]
-        if best.setting.search is not None:
+        if not best.setting.dense:
             assert best.error is not None
             return (
                 f"{best.setting}: 95 % of the queries are at most {best.error[2]:.3g} off in every head, "
@@ -410,7 +423,7 @@ class Check:
     @property
     def kept(self) -> bool:
         """Whether the upper end of the 95th percentile is within the budget in every head; dense attention is exact."""
-        return self.setting.search is None or self.errors.keeps(self.error)
+        return self.setting.dense or self.errors.keeps(self.error)
 
     def __bool__(self) -> bool:
         return self.kept
@@ -454,6 +467,7 @@ def _setting_dict(setting: Setting) -> files.Json:
 
     return {
         **asdict(Setting(radius=setting.radius, window=setting.window)),
+        "dense": setting.dense,
         "search": settings(setting.search),
         "tail": settings(setting.tail),
     }
@@ -492,6 +506,8 @@ def _rung(data: files.Json) -> Rung:
         radius=stored["radius"],
         window=stored["window"],
     )
+    if setting.dense is not stored["dense"]:
+        raise ValueError(f"dense must say whether there is neither a search nor a tail, got {stored['dense']!r}")
     error = data["error"]
     numbers = {name: None if data[name] is None else _number(name, data[name]) for name in ("seconds", "l2")}
     triple = None if error is None else tuple(_number("error", x) for x in _list("error", error))

@@ -90,7 +90,7 @@ class Trust:
 
     def _keeps(self, p95: Interval, keys: int) -> Tensor:
         """In which heads the upper end of the 95th percentile is within the budget, with fewer keys than dense has."""
-        nothing = p95.high.isnan() & self.mass.value.isnan()  # a head without a legal key misses nothing
+        nothing = p95.high.isnan() & self.mass.value.isnan()  # a head without an allowed key misses nothing
         return ((p95.high <= self.error) | nothing) & (keys < self.cost.dense)
 
     @property
@@ -210,11 +210,15 @@ def trust(
 
     >>> _ = torch.manual_seed(0)
     >>> k = torch.randn(1, 1, 32, 32, 64)
-    >>> [trust(sharpness * k, k, k + 1, search=scram.Search(seed=0)).verdict for sharpness in (4, 0.1)]
+    >>> settings = {"search": scram.Search(seed=0), "tail": scram.Clusters(count=64, keys=128)}
+    >>> [trust(sharpness * k, k, k + 1, **settings).verdict for sharpness in (4, 0.1)]
     ['sparse', 'tail']
     """
+    if search is None:
+        raise ValueError("trust looks at what windows miss, so it searches; scram.tune tries tails without a search")
+    as_search(search)
     request = Request(
-        search=as_search(search),
+        search=search,
         tail=tail,
         radius=radius,
         causal=causal,
@@ -224,6 +228,7 @@ def trust(
         extra=extra,
         impl=impl,
         matches=matches,
+        keeps_matches=True,
     )
     as_tail(tail, NO_TAIL)
     resolved = resolve(q, k, v, request)
@@ -302,6 +307,11 @@ class _Run(NamedTuple):
         """What a setting misses of the sampled queries."""
         assert setting.search is not None
         request = self.request._replace(search=setting.search, tail=None, matches=matches)
+        whole = None
+        if setting.tail is not None:
+            with_tail = request._replace(tail=self._seeded(setting))
+            whole = execute(pipeline.run, self.q, self.k, self.v, with_tail)
+            matches = whole.matches or matches
         if matches is None:
             matches = execute(pipeline.search, self.q, self.k, None, request)
         windows = execute(pipeline.run, self.q, self.k, self.v, request._replace(matches=matches))
@@ -318,11 +328,7 @@ class _Run(NamedTuple):
             score=request.score,
         )
         mass = (windows.lse.flatten(2)[..., truth.queries].to(truth.lse.dtype) - truth.lse).exp()
-        tail_square = torch.full_like(mass, torch.nan)
-        if setting.tail is not None:
-            tail = self._seeded(setting)
-            joined = execute(pipeline.run, self.q, self.k, self.v, request._replace(matches=matches, tail=tail))
-            tail_square = truth.square(joined.out)
+        tail_square = torch.full_like(mass, torch.nan) if whole is None else truth.square(whole.out)
         some = truth.lse > -torch.inf
         return Figures(torch.where(some, mass, torch.nan), each, truth.square(windows.out), tail_square, truth.size)
 
@@ -339,8 +345,6 @@ class _Run(NamedTuple):
         assert before.setting.search is not None
         search = replace(before.setting.search, sweeps=max(2 * before.setting.search.sweeps, 1))
         setting = replace(before.setting, search=search)
-        if setting.tail is not None and setting.tail.is_fitted:
-            return None  # to other windows
         figures = self.figures(setting, truth)
         square = figures.square if setting.tail is None else figures.tail_square
         measured = Errors.of(square, figures.size, truth.points)

@@ -25,7 +25,7 @@ class Errors(NamedTuple):
     """How far off outputs are, of every batch and head; errors are |out - exact| over RMS |exact| of the head.
 
     Args:
-        p95: the 95th percentile over queries, with its interval; NaN where no query has a legal key.
+        p95: the 95th percentile over queries, with its interval; NaN where no query has an allowed key.
         median: the median, likewise.
         l2: |out - exact| / |exact| over all sampled queries [B, H]: a point value, which few queries carry.
     """
@@ -69,7 +69,7 @@ class Truth:
     Args:
         queries: int64 [n], flat indices of the sampled queries, the same for every head.
         out: exact outputs [B, H, n, F], float32 or float64.
-        lse: [B, H, n], log of the normalizer; -inf for a query without a legal key, which is left out. 0 where torch
+        lse: [B, H, n], log of the normalizer; -inf for a query without an allowed key, which is left out. 0 where torch
             computed the outputs: it does not return it.
         points: queries of a head in all.
 
@@ -125,7 +125,7 @@ class Truth:
 
     @property
     def size(self) -> Tensor:
-        """|exact|^2 of the sampled queries [B, H, n]; NaN for a query without a legal key."""
+        """|exact|^2 of the sampled queries [B, H, n]; NaN for a query without an allowed key."""
         return torch.where(self.lse > -torch.inf, self.out.square().sum(-1), torch.nan)
 
     def errors(self, out: Tensor, confidence: float = statistics.CONFIDENCE) -> Errors:

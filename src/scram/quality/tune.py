@@ -17,7 +17,7 @@ from ..core.cost import keys_visited
 from ..core.layout_hints import warn_about_layout
 from ..core.pipeline import run
 from ..core.precision import follows_autocast
-from ..core.resolve import Request, default_tail, resolve
+from ..core.resolve import Request, default_search, default_tail, resolve
 from ..core.statistics import queries_needed, shared
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
@@ -37,12 +37,8 @@ NUM_QUERIES = queries_needed(SHARE, 16, 0.015)
 SECOND_LOOK = 8
 TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
 LEAST_SPEEDUP = 1.1  # over dense attention
-CHEAPER = 0.8  # of a predicted time: predictions may be too high by that
-FIT_QUERIES = 25  # that dense attention answers in the time in which a fit reads one, at least
-# By how much the error falls at most, as seen, with four times the clusters, with four matches, and by a fit.
-GAINS = (3.5, 3.5, 12.0)
-
-COUNTS = Clusters.tuned_sizes
+# Clusters and keys of a tile that are tried, without a search and with one: small, middle and large.
+TAILS = ((128, 256), (256, 512), (512, 1024), (1024, 2048))
 
 
 @explains
@@ -62,15 +58,15 @@ def tune(
     extra: tuple[Tensor, Tensor] | None = None,
     window: Window = "query",
     impl: Impl = "auto",
-    fit: bool = True,
     num_queries: int = NUM_QUERIES,
     seed: int = 0,
 ) -> Plan:
     """The fastest settings whose error stays within a budget, or dense attention: measured on these tensors.
 
-    A ladder of settings is tried from cheap to dear: windows only, few clusters, many, more matches, fitted clusters,
-    dense attention. Each runs on all queries and is timed; its output is compared with dense attention on a sample. A
-    rung is not tried where it cannot be faster than what was found, or may visit as many keys as there are.
+    A ladder of settings is tried from cheap to dear: windows only, clusters without a search from few to many, the same
+    with a search and windows, more matches, dense attention. Each runs on all queries and is timed; its output is
+    compared with dense attention on a sample. A rung is not tried where it cannot be faster than what was found, or may
+    visit as many keys as there are.
 
     The promise: in every head the 95th percentile over queries of |out - exact| / RMS |exact| is at most `error`. What
     must be below it is the upper end of an interval by order statistics, at confidence 95 % shared over the rungs.
@@ -79,8 +75,6 @@ def tune(
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
         error: the budget; 0 leaves dense attention.
         radius, causal, key_mask, scale, score, extra, window, impl: as in `attention`; softmax and no dropout.
-        fit: whether fitted clusters may be chosen. They run neither in torch.compile nor in vmap, and are constants for
-            gradients: where q, k or v requires them, they are not tried.
         num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
             keeps the budget; all of them where there are not more.
         seed: of the sample, of the searches and of the clusters; the plan keeps it.
@@ -111,9 +105,8 @@ def tune(
     checks.some_queries(q)
     checks.finite_but_for_masked(q, k, v, key_mask)
     checks.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
-    fits = checks.flag("fit", fit) and not any(x.requires_grad for x in (q, k, v))
     num_queries = checks.whole("num_queries", num_queries, 1)
-    settings = ladder(q, k, radius=radii, causal=causal, score=score, window=window, fit=fits, seed=seed)
+    settings = ladder(q, k, radius=radii, causal=causal, score=score, window=window, seed=seed)
     climb = _Climb(
         q,
         k,
@@ -164,24 +157,27 @@ def ladder(
     causal: bool = False,
     score: Score = "dot",
     window: Window = "query",
-    fit: bool = True,
     seed: int = 0,
 ) -> list[Setting]:
     """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
-    family = default_tail("softmax", causal, score)
+    device = q.device.type
+    family = default_tail(device, "softmax", causal, score)
     keys = math.prod(grid_of(k))
     one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
-    pairs: list[tuple[Search, Tail | None]] = [(one, None)]
-    if family.tuned_sizes:
-        few, some, lots = (family.resized(samples) for samples in family.tuned_sizes)
-        pairs += [(one, few), (one, some), (one, lots), (four, some), (four, lots)]
-        if fit and family.tuned_fit:
-            fitted = family.resized(some.samples, fit=family.tuned_fit)
-            pairs += [(one, fitted), (four, fitted)]
+    pairs: list[tuple[Search | None, Tail | None]] = [(one, None)]
+    if isinstance(family, Clusters) and window == "query":
+        tails = [replace(family, count=count, keys=budget, seed=seed) for count, budget in TAILS]
+        few, several = (replace(search, sweeps=default_search(device, family).sweeps) for search in (one, four))
+        _, small, middle, large = tails
+        pairs += [(None, tail) for tail in tails[:3]]
+        pairs += [(few, small), (few, middle), (None, large), (few, large), (several, large)]
+    elif family.tuned_sizes:
+        little, some, lots = (family.resized(samples) for samples in family.tuned_sizes)
+        pairs += [(one, little), (one, some), (one, lots), (four, some), (four, lots)]
     else:
         pairs += [(four, None), (many, None)]
     flat: int | tuple[int, ...] = radius[0] if len(set(radius)) == 1 else radius
-    pairs = [(search, tail) for search, tail in pairs if tail is None or tail.samples < keys]
+    pairs = [(search, tail) for search, tail in pairs if tail is None or tail.visited(1, keys) < keys]
     return [Setting(search, tail, flat, window) for search, tail in pairs]
 
 
@@ -213,7 +209,6 @@ class _Climb:
         self.first_look = num_queries
         self.best = self.dense
         self.times: dict[Work, float] = {}
-        self.lows: dict[Work, float] = {}  # of the 95th percentile, the lower end of the worst head
 
     def time_dense(self) -> Baseline:
         """The time of dense attention."""
@@ -249,7 +244,6 @@ class _Climb:
     def rung(self, setting: Setting) -> Rung:
         """Tries a setting, unless it cannot help."""
         q, k, _ = self.tensors
-        assert setting.search is not None
         radius = checks.radius(setting.radius, q.ndim - 3)
         work = Work.of(setting)
         keys = keys_visited(q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.request.score).tail
@@ -259,7 +253,6 @@ class _Climb:
         measured = self._errors(out)
         self.times = {other: min(t, seconds) if other.within(work) else t for other, t in self.times.items()}
         self.times[work] = seconds
-        self.lows[work] = measured.worst[1]
         keeps = measured.keeps(self.error)
         if keeps:
             self.best = min(self.best, seconds)
@@ -284,7 +277,7 @@ class _Climb:
             chosen = min((n for n, rung in enumerate(rungs) if rung.keeps), key=lambda n: rungs[n].seconds or math.inf)
             if LEAST_SPEEDUP * (rungs[chosen].seconds or 0.0) > (rungs[-1].seconds or 0.0):
                 return len(rungs) - 1  # exact attention for nearly the same time
-            if chosen in again or rungs[chosen].setting.search is None:
+            if chosen in again or rungs[chosen].setting.dense:
                 return chosen
             if not again:
                 rungs[-1] = _sooner(rungs[-1], self.time_dense().seconds)
@@ -306,36 +299,17 @@ class _Climb:
         return measured
 
     def _why_not(self, work: Work) -> str:
-        """Why a setting cannot help, "" where it can: it is exact that is wanted, it is no faster, or it is too far."""
+        """Why a setting cannot help, "" where it can: it is exact that is wanted, or it is no faster."""
         if self.error == 0:
             return "only dense attention is exact"
         least = self._least_seconds(work)
         if least * TOLERANCE >= self.best:
             return f"{1e3 * least:.3g} ms or more"
-        for other, low in self.lows.items():
-            if other.tail and other.within(work) and work.dear and low > self.error * other.gain(work):
-                return f"the error is {low / self.error:.0f} times the budget with {other.tail} in the tail"
         return ""
 
     def _least_seconds(self, work: Work) -> float:
-        """Seconds that a setting takes at least, from those that do less, and from sums of what they do."""
-        times = self.times
-        plain = work._replace(fit=0)
-        least = max((t for other, t in times.items() if other.within(work)), default=0.0)
-        if work.fit:
-            return least + FIT_QUERIES * 2 * work.fit / self.truth.points * self.dense
-        sums = [
-            t - times[own] + times[plain._replace(matches=1)]
-            for other, t in times.items()
-            if other.matches == work.matches
-            and (own := other._replace(matches=1)) in times
-            and plain._replace(matches=1) in times
-        ]
-        counts = sorted(other.tail for other in times if other.matches == 1 and other.tail and not other.fit)
-        if work.matches == 1 and len(counts) > 1:
-            (low, t_low), (high, t_high) = ((n, times[Work(1, n, 0)]) for n in counts[-2:])
-            sums.append(t_high + (t_high - t_low) * (work.tail - high) / (high - low))
-        return max(least, CHEAPER * max(sums, default=0.0))
+        """Seconds that a setting takes at least: those of settings that do less."""
+        return max((t for other, t in self.times.items() if other.within(work)), default=0.0)
 
 
 def _sooner(rung: Rung, seconds: float) -> Rung:
@@ -346,31 +320,20 @@ class Work(NamedTuple):
     """What a setting does: more of anything takes longer."""
 
     matches: int
+    sweeps: int
     tail: int  # clusters or drawn keys
-    fit: int  # queries
+    keys: int  # of a tile
 
     @staticmethod
     def of(setting: Setting) -> Work:
-        matches = 0 if setting.search is None else setting.search.matches
         tail = as_tail(setting.tail, NO_TAIL)
-        return Work(matches, tail.samples, tail.fit)
+        search = setting.search
+        return Work(
+            0 if search is None else search.matches, 0 if search is None else search.sweeps, tail.samples, tail.keys
+        )
 
     def within(self, other: Work) -> bool:
         return all(a <= b for a, b in zip(self, other, strict=True))
-
-    @property
-    def dear(self) -> bool:
-        """More than the default."""
-        return self.matches > 1 or self.tail > COUNTS[1] or self.fit > 0
-
-    def gain(self, other: Work) -> float:
-        """How many times smaller the error of `other` is at most."""
-        more, matches, fit = GAINS
-        return (
-            math.pow(more, math.log(other.tail / self.tail, 4))
-            * (matches if other.matches > self.matches else 1)
-            * (fit if other.fit > self.fit else 1)
-        )
 
 
 def _doubt(steady: bool) -> str:

@@ -41,37 +41,94 @@ def cluster(call: ClusterCall) -> Clustered:
     v_rows = rows(v).to(wide)  # [B*Hk, M, F]
     with torch.no_grad():
         usable = usable_keys(call, k_rows, v_rows)  # [B*Hk, M]
-        if call.clusters >= keys:
-            label = torch.where(usable, torch.arange(keys, device=k.device), -1)
-        else:
-            label = torch.stack(
-                [labels_of(call, row, k_rows[row], v_rows[row], usable[row]) for row in range(key_rows)]
-                or [torch.zeros(0, keys, dtype=torch.int64, device=k.device)]
-            ).reshape(key_rows, keys)
+        label = torch.where(usable, torch.arange(keys, device=k.device), -1)
+        metric = k_rows.new_zeros(key_rows, k.shape[-1])  # [B*Hk, E]
+        if call.clusters < keys and key_rows:
+            found = [labels_of(call, row, k_rows[row], v_rows[row], usable[row]) for row in range(key_rows)]
+            label, metric = (torch.stack(part) for part in zip(*found, strict=True))
     centers, values, sizes = means(k_rows, v_rows, label, call.clusters)
+    slope, variance, spreads = moments(k_rows, v_rows, label, centers, values, sizes, metric)
+    int_label = label.to(torch.int32).reshape(k.shape[:-1])
     heads = k.shape[:2]
+
+    def by_head(x: Tensor) -> Tensor:
+        return x.reshape(*heads, *x.shape[1:]).contiguous()  # centers and values are parts of one tensor
+
     return Clustered(
-        centers.reshape(*heads, *centers.shape[1:]).contiguous(),  # the two are parts of one tensor
-        values.reshape(*heads, *values.shape[1:]).contiguous(),
-        sizes.to(torch.int32).reshape(*heads, call.clusters),
-        label.to(torch.int32).reshape(k.shape[:-1]),
+        centers=by_head(centers),
+        values=by_head(values),
+        slope=by_head(slope),
+        sizes=by_head(sizes.to(torch.int32)),
+        label=int_label,
+        order=order_of(int_label),
+        variance=by_head(variance),
+        spreads=by_head(spreads),
     )
 
 
+def order_of(label: Tensor) -> Tensor:
+    """The keys by label, ascending, those without one last: int32 [B, Hc, *G'] -> int32 [B, Hc, M]."""
+    last = torch.iinfo(torch.int32).max
+    flat_label = label.flatten(2)
+    return torch.where(flat_label < 0, last, flat_label).argsort(dim=-1, stable=True).to(torch.int32)
+
+
+def moments(
+    k_rows: Tensor, v_rows: Tensor, label: Tensor, centers: Tensor, values: Tensor, sizes: Tensor, metric: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How keys lie around their centers: slope [R, E, F], variance [R, E] and spreads [R, C] of `Clustered`.
+
+    Args:
+        k_rows, v_rows: [R, M, E], [R, M, F].
+        label: int64 [R, M], -1 for none.
+        centers, values, sizes: [R, C, E], [R, C, F], [R, C].
+        metric: [R, E], what the squared distance of a score counts on each axis.
+    """
+    row = torch.arange(len(label), device=label.device).unsqueeze(1)
+    has_label = (label >= 0).unsqueeze(-1)
+    name = label.clamp(min=0)
+    k_apart = torch.where(has_label, k_rows, 0) - torch.where(has_label, centers[row, name], 0)  # [R, M, E]
+    v_apart = torch.where(has_label, v_rows, 0) - torch.where(has_label, values[row, name], 0)  # [R, M, F]
+    number = (label >= 0).sum(1).clamp(min=1)  # [R]
+    slope = k_apart.mT @ v_apart / number.reshape(-1, 1, 1)
+    with torch.no_grad():
+        square = k_apart.square()  # [R, M, E]
+        variance = square.sum(1) / number.unsqueeze(1)  # [R, E]
+        each = (square @ metric.unsqueeze(-1)).squeeze(-1)  # [R, M]
+        sums = torch.zeros_like(centers[..., 0]).scatter_add(1, name, each)  # [R, C]
+        mean = each.sum(1, keepdim=True) / number.unsqueeze(1)  # [R, 1]
+        spreads = torch.where(mean > 0, sums / sizes.clamp(min=1) / torch.where(mean > 0, mean, 1), 0)
+    return slope, variance, spreads
+
+
 def cluster_backward(
-    call: ClusterCall, sizes: Tensor, label: Tensor, grad_centers: Tensor, grad_values: Tensor
+    call: ClusterCall,
+    centers: Tensor,
+    values: Tensor,
+    sizes: Tensor,
+    label: Tensor,
+    grad_centers: Tensor,
+    grad_values: Tensor,
+    grad_slope: Tensor,
 ) -> ClusterGrads:
-    """A key has 1 / size of the gradient of its cluster; one in no cluster has none."""
-    flat_label = label.flatten(0, 1).flatten(1)  # [B*Hk, M]
+    """A key has 1 / size of the gradient of its cluster, and its part of the slope; one in no cluster has none."""
+    wide = centers.dtype
+    flat_label = label.flatten(0, 1).flatten(1)  # [R, M]
+    has_label = (flat_label >= 0).unsqueeze(-1)
     row = torch.arange(flat_label.shape[0], device=label.device).unsqueeze(1)
-    at = (row * call.clusters + flat_label.clamp(min=0)).flatten()
-    share = sizes.reshape(-1, 1).clamp(min=1)
+    name = flat_label.clamp(min=0).long()
+    share = sizes.flatten(0, 1).clamp(min=1).unsqueeze(-1)  # [R, C, 1]
+    number = (flat_label >= 0).sum(1).clamp(min=1).reshape(-1, 1, 1)  # [R, 1, 1]
+    d_slope = grad_slope.flatten(0, 1) / number  # [R, E, F]
 
-    def spread(grad: Tensor, x: Tensor) -> Tensor:
-        each = (grad.reshape(-1, grad.shape[-1]) / share).index_select(0, at)
-        return torch.where(flat_label.reshape(-1, 1) >= 0, each, 0).to(x.dtype).reshape(x.shape)
+    def spread(x: Tensor, grad: Tensor, other: Tensor, other_mean: Tensor, d_other: Tensor) -> Tensor:
+        each = (grad.flatten(0, 1) / share)[row, name]  # [R, M, width]
+        apart = torch.where(has_label, rows(other).to(wide) - other_mean.flatten(0, 1)[row, name], 0)
+        return torch.where(has_label, each + apart @ d_other, 0).to(x.dtype).reshape(x.shape)
 
-    return ClusterGrads(spread(grad_centers, call.k), spread(grad_values, call.v))
+    return ClusterGrads(
+        spread(call.k, grad_centers, call.v, values, d_slope.mT), spread(call.v, grad_values, call.k, centers, d_slope)
+    )
 
 
 def usable_keys(call: ClusterCall, k_rows: Tensor, v_rows: Tensor) -> Tensor:
@@ -82,14 +139,6 @@ def usable_keys(call: ClusterCall, k_rows: Tensor, v_rows: Tensor) -> Tensor:
     shared = call.key_mask.ndim == call.k.ndim - 2
     mask = call.key_mask.unsqueeze(1).expand(call.k.shape[:-1]) if shared else call.key_mask
     return finite & mask.reshape(finite.shape)
-
-
-def keys_left(sizes: Tensor, label: Tensor, near: Tensor) -> Tensor:
-    """Keys of each cluster that queries have left [n, C]: sizes [C] less the keys, of label [M], near them [n, M]."""
-    count = len(sizes)
-    name = torch.where(label >= 0, label.long(), count).expand(len(near), -1)  # keys of no cluster count in a last one
-    taken = torch.zeros(len(near), count + 1, dtype=torch.int64, device=near.device)
-    return sizes - taken.scatter_add(1, name, near.long())[:, :count]
 
 
 def means(k_rows: Tensor, v_rows: Tensor, label: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,8 +154,11 @@ def means(k_rows: Tensor, v_rows: Tensor, label: Tensor, count: int) -> tuple[Te
     return both[..., :width], both[..., width:], sizes.reshape(number, count)
 
 
-def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, usable: Tensor) -> Tensor:
-    """The cluster of each key of one row, keys [M, E] and values [M, F]: int64 [M], -1 for a key that is not usable."""
+def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+    """The cluster of each key of one row, keys [M, E] and values [M, F]: int64 [M], -1 for a key that is not usable.
+
+    And what a squared distance counts on each axis of the keys [E].
+    """
     k, v = (torch.where(usable.unsqueeze(-1), x, 0) for x in (k, v))
     start = Start.of(call, row, k, v, usable)
     centers = start.centers
@@ -117,7 +169,20 @@ def labels_of(call: ClusterCall, row: int, k: Tensor, v: Tensor, usable: Tensor)
         centers, values, sizes = (x[0] for x in means(start.k[None], start.v[None], best[None], call.clusters))
         centers, values, sizes = start.placed_anew(call, step, score, centers, values, sizes)
     best, _ = nearest(start.space.forms(centers, values, sizes), k, v)
-    return torch.where(usable, best, -1)
+    return torch.where(usable, best, -1), start.space.metric.diagonal()
+
+
+def metric_of(call: ClusterCall) -> Tensor:
+    """What a squared distance counts on each axis of the keys of every row, [B, Hk, E]: `spreads` are measured so."""
+    wide = accumulator(call.v.dtype)
+    k_rows = rows(call.k).to(wide)  # [R, M, E]
+    v_rows = rows(call.v).to(wide)  # [R, M, F]
+    usable = usable_keys(call, k_rows, v_rows)  # [R, M]
+    metric = k_rows.new_zeros(len(k_rows), k_rows.shape[-1])
+    for row in range(len(metric)):
+        k, v = (torch.where(usable[row].unsqueeze(-1), x[row], 0) for x in (k_rows, v_rows))
+        metric[row] = Start.of(call, row, k, v, usable[row]).space.metric.diagonal()
+    return metric.reshape(*call.k.shape[:2], metric.shape[-1])
 
 
 class Start(NamedTuple):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import scram
-from scram.core.tails.base import NO_TAIL, Kind, Tail, as_tail
+from scram.core.tails.base import NO_TAIL, Kind, Tail, as_tail, tails_by_name
+from support.processes import run_python
 
 X = torch.randn(1, 1, 6, 7, 4)
 BOOK = scram.cluster(X, X, X, clusters=scram.Clusters(count=5, seed=0))
@@ -19,8 +20,16 @@ def test_every_tail_is_in_the_list():
     def below(kind):
         return {kind, *(x for one in kind.__subclasses__() for x in below(one))}
 
+    tails_by_name()  # loads every file
     classes = {kind for kind in below(Tail) if kind.__name__ not in ("Tail", "Sampled")}
     assert {kind for kind in classes if kind.__module__.startswith("scram.")} == {type(tail) for tail in TAILS}
+
+
+@pytest.mark.slow
+def test_the_list_is_the_same_whatever_was_used_before():
+    """Messages name every tail, and a stored plan may hold one whose file nobody has imported yet."""
+    code = "from scram.core.tails.base import tails_by_name; print(*tails_by_name())"
+    assert run_python(code).split() == list(tails_by_name())
 
 
 @pytest.mark.parametrize("tail", TAILS, ids=named)

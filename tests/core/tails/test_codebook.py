@@ -9,7 +9,8 @@ import torch
 import scram
 
 Q, K, V = (torch.randn(2, 4, 6, 7, 8), torch.randn(2, 2, 6, 7, 8), torch.randn(2, 2, 6, 7, 3))
-CLUSTERS = scram.Clusters(count=8, seed=0)
+CLUSTERS = scram.Clusters(count=8, keys=12, seed=0)
+TENSORS = ("centers", "values", "sizes", "label", "variance", "spreads", "slope", "key_mask")
 
 
 @cache
@@ -23,24 +24,29 @@ def book(**changes):
 
 def test_it_prints_itself():
     assert repr(book()) == (
-        "Codebook(8 clusters of keys on grid (6, 7), batch=2, heads=2, score='dot', scale=0.354, cpu)"
+        "Codebook(8 clusters of keys on grid (6, 7), batch=2, heads=2, keys=12, score='dot', scale=0.354, cpu)"
     )
-    fitted = book(clusters=replace(CLUSTERS, fit=8), matches=found(), radius=1)
-    assert "fitted: output error 0." in repr(fitted)
 
 
-@pytest.mark.parametrize("fit", [0, 8])
-def test_it_survives_a_file(tmp_path, fit):
-    mask = torch.rand(2, 6, 7) < 0.8
-    made = book(clusters=replace(CLUSTERS, fit=fit), matches=found(), radius=1, key_mask=mask, score="l2")
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"keys": 0}, {"first_order": False}, {"second_order": False, "keys": 5}],
+    ids=lambda change: "-".join(change),
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_survives_a_file(tmp_path, change, masked):
+    mask = torch.rand(2, 6, 7) < 0.8 if masked else None
+    made = book(clusters=replace(CLUSTERS, **change), key_mask=mask, score="cosine")
     made.save(tmp_path / "book.safetensors")
     again = scram.Codebook.load(tmp_path / "book.safetensors")
-    for name in ("centers", "values", "sizes", "label", "gains", "key_mask"):
+    for name in TENSORS:
         a, b = getattr(made, name), getattr(again, name)
         assert a is b is None or torch.equal(a, b)
-    assert (made.score, made.scale, made.radius, made.report) == (again.score, again.scale, again.radius, again.report)
-    out, lse = scram.attend(Q, K, V, found(), tail=again, key_mask=mask, score="l2")
-    want = scram.attend(Q, K, V, found(), tail=made, key_mask=mask, score="l2")
+    for name in ("score", "scale", "keys", "second_order"):
+        assert getattr(made, name) == getattr(again, name)
+    assert again.order is None  # computed from the labels where it is needed
+    out, lse = scram.attend(Q, K, V, found(), tail=again, key_mask=mask, score="cosine")
+    want = scram.attend(Q, K, V, found(), tail=made, key_mask=mask, score="cosine")
     assert torch.equal(out, want.out)
     assert torch.equal(lse, want.lse)
 
@@ -91,19 +97,9 @@ def test_other_grids_widths_and_devices_are_refused():
         made.to(torch.float64)
     with pytest.raises(ValueError, match="made for other dtypes"):
         scram.attend(Q.double(), K.double(), V.double(), found(), tail=made)
-    with pytest.raises(ValueError, match="fitted for radius"):
-        scram.attend(
-            Q, K, V, found(), radius=2, tail=book(clusters=scram.Clusters(8, fit=8), matches=found(), radius=1)
-        )
 
 
 def test_clustering_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="needs matches= and radius="):
-        book(clusters=scram.Clusters(fit=16))
-    with pytest.raises(ValueError, match=r"fit must be 0 or at least 8 queries, got 3"):
-        scram.Clusters(fit=3)
-    with pytest.raises(ValueError, match="count must be at least 1"):
-        scram.Clusters(count=0)
     with pytest.raises(TypeError, match=r"clusters must be a scram\.Clusters, got DrawnKeys"):
         book(clusters=scram.DrawnKeys())
     with pytest.raises(ValueError, match="a score by name"):
@@ -116,12 +112,32 @@ def test_clustering_that_cannot_be_is_refused():
         replace(book(), sizes=torch.zeros(2, 2, 7, dtype=torch.int32))
 
 
-FIT = scram.core.tails.codebook.FitReport(8, 0.1, 0.2, (0.1, 0.2), (0.3, 0.4))
+FLOATS = {"variance": (2, 2, 8), "spreads": (2, 2, 8), "slope": (2, 2, 8, 3)}
 MISFITS = [
-    ({"gains": torch.ones(2, 2, 7)}, r"gains of a codebook must be torch.float32 \[B, H, C\] = \(2, 2, 8\)"),
-    ({"gains": torch.ones(2, 2, 8).double()}, "gains of a codebook must be torch.float32"),
-    ({"gains": [1.0]}, "gains must be a tensor, got list"),
-    ({"gains": torch.ones(2, 2, 8, device="meta")}, "gains of a codebook must be on the device of its centers"),
+    *(
+        ({name: wrong(torch.ones(shape))}, message.format(name=name))
+        for name, shape in FLOATS.items()
+        for wrong, message in (
+            (lambda x: x[:1], "{name} of a codebook must be torch.float32"),
+            (lambda x: x[..., :2], "{name} of a codebook must be torch.float32"),
+            (lambda x: x.unsqueeze(0), "{name} of a codebook must be torch.float32"),
+            (lambda x: x.double(), "{name} of a codebook must be torch.float32 .* got torch.float64"),
+            (lambda x: x.int(), "{name} of a codebook must be torch.float32 .* got torch.int32"),
+            (lambda x: x.tolist(), "{name} must be a tensor, got list"),
+            (lambda x: x.to("meta"), "{name} of a codebook must be on the device of its centers, cpu, got meta"),
+        )
+    ),
+    ({"variance": None}, "variance must be a tensor, got NoneType"),
+    ({"spreads": None}, "spreads must be a tensor, got NoneType"),
+    ({"order": torch.zeros(2, 2, 41).int()}, r"order of a codebook must be int32 \[B, H, M\] = \(2, 2, 42\), got"),
+    ({"order": torch.zeros(2, 2, 6, 7).int()}, "order of a codebook must be int32"),
+    ({"order": torch.zeros(2, 2, 42)}, "order of a codebook must be int32 .* got torch.float32"),
+    ({"order": [1]}, "order must be a tensor, got list"),
+    ({"order": torch.zeros(2, 2, 42, device="meta").int()}, "order of a codebook must be on the device"),
+    ({"keys": -1}, "keys must be at least 0, got -1"),
+    ({"keys": 1.0}, "keys must be an int, got float"),
+    ({"keys": None}, "keys must be an int, got NoneType"),
+    ({"second_order": 1}, "second_order must be True or False, got int 1"),
     ({"values": torch.ones(2, 2, 8, 3).double()}, "values of a codebook must have the dtype of its centers"),
     ({"key_mask": torch.ones(2, 6, 7)}, "key_mask of a codebook must be bool"),
     ({"key_mask": torch.ones(2, 7, 6) > 0}, r"key_mask of a codebook must be bool \[B, \*G'\] = \(2, 6, 7\)"),
@@ -130,10 +146,6 @@ MISFITS = [
     ({"score": "best"}, "score must be one of"),
     ({"scale": float("nan")}, "scale must be positive and finite, got nan"),
     ({"scale": None}, "scale of a codebook must be a float, got None"),
-    ({"radius": 1}, "radius of a codebook must be None or a tuple of ints"),
-    ({"radius": (1,)}, r"radius must be an int or one int per grid axis \(2\), got 1"),
-    ({"radius": (1, -1)}, r"radius\[1\] must be at least 0"),
-    ({"report": "good"}, "report must be a FitReport, got str"),
 ]
 
 
@@ -141,16 +153,6 @@ MISFITS = [
 def test_fields_of_unlike_clusters_are_refused(change, message):
     with pytest.raises((TypeError, ValueError), match=message):
         replace(book(), **change)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"queries": 0}, {"output_error": -0.1}, {"plain_error": "x"}, {"median": 0.1}, {"percentile_95": (0.4, 0.3)}],
-    ids=lambda change: next(iter(change)),
-)
-def test_reports_check_themselves(change):
-    with pytest.raises((TypeError, ValueError), match=next(iter(change))):
-        replace(FIT, **change)
 
 
 @pytest.mark.parametrize("impl", ["reference", "numba"])
@@ -179,34 +181,59 @@ def test_a_start_of_fewer_or_more_heads(impl):
         assert torch.equal(one.centers, other.centers)
 
 
-PARTS = ("centers", "values", "sizes", "label")
+PARTS = ("centers", "values", "sizes", "label", "variance", "spreads", "slope", "order")
 
 
-def test_a_loaded_or_fitted_codebook_is_a_constant():
+def test_what_of_a_codebook_carries_gradients():
     k, v = K.clone().requires_grad_(), V.clone().requires_grad_()
     made = scram.cluster(Q, k, v, clusters=CLUSTERS)
-    assert made.centers.requires_grad
-    assert made.values.requires_grad
-    assert not made.detach().centers.requires_grad
-    fitted = scram.cluster(Q, k, v, clusters=scram.Clusters(8, fit=8), matches=found(), radius=1)
-    assert not fitted.centers.requires_grad
+    carries = {name for name in TENSORS if name != "key_mask" and getattr(made, name).requires_grad}
+    assert carries == {"centers", "values", "slope"}
+    for constant in (made.detach(), made.detach().to("cpu")):
+        assert not any(getattr(constant, name).requires_grad for name in TENSORS if name != "key_mask")
     with torch.no_grad():
         assert not scram.cluster(Q, k, v, clusters=CLUSTERS).values.requires_grad
+
+
+def constants(made):
+    """What carries no gradient though it is a function of q and k."""
+    return {"variance": made.variance, "spreads": made.spreads}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "numba"])
 @pytest.mark.parametrize("score", ["dot", "cosine", "l2"])
-def test_gradients_through_clusters_and_windows(impl, score):
-    """The labels do not change within the small steps of the check."""
+@pytest.mark.parametrize("keys", [0, 4], ids=["centers", "routed"])
+def test_gradients_through_clusters_and_windows(impl, score, keys):
+    """Labels and routes do not change within the small steps of the check; variance and spreads are kept."""
     shapes = (1, 2, 3, 4, 2), (1, 1, 3, 4, 2), (1, 1, 3, 4, 1), (1, 1, 1, 2), (1, 1, 1, 1)
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     matches = scram.search(leaves[0], leaves[1], search=scram.Search(matches=2, seed=0), score=score)
     mask = torch.arange(12).reshape(1, 3, 4) != 5
 
+    how = {"key_mask": mask, "score": score, "impl": impl}
+    clusters = scram.Clusters(count=4, keys=keys, seed=0)
+    frozen = constants(scram.cluster(*leaves[:3], clusters=clusters, **how))
+
     def attended(q, k, v, *extra):
-        how = {"key_mask": mask, "score": score, "impl": impl}
-        tail = scram.cluster(q, k, v, clusters=scram.Clusters(count=4, seed=0), **how)
+        tail = replace(scram.cluster(q, k, v, clusters=clusters, **how), **frozen)
         return tuple(scram.attend(q, k, v, matches, tail=tail, radius=(0, 1), extra=extra, **how))
+
+    assert torch.autograd.gradcheck(attended, leaves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+@pytest.mark.parametrize("keys", [0, 5], ids=["centers", "routed"])
+def test_gradients_of_clusters_alone(impl, keys):
+    """No search and no windows."""
+    shapes = (1, 2, 2, 3, 2), (1, 1, 3, 3, 2), (1, 1, 3, 3, 2)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    clusters = scram.Clusters(count=3, keys=keys, seed=0)
+    frozen = constants(scram.cluster(*leaves, clusters=clusters, impl=impl))
+
+    def attended(q, k, v):
+        tail = replace(scram.cluster(q, k, v, clusters=clusters, impl=impl), **frozen)
+        return tuple(scram.attention(q, k, v, search=None, tail=tail, return_lse=True, impl=impl))
 
     assert torch.autograd.gradcheck(attended, leaves)

@@ -1,4 +1,4 @@
-"""The clustered tail of the CPU engine: the same bits on any number of threads, in small blocks, and NaN that is out.
+"""The clustered tail of the CPU engine: the same bits on any number of threads, and NaN that is out.
 
 What nothing is left of, or what is dropped, is not multiplied.
 """
@@ -6,36 +6,17 @@ What nothing is left of, or what is dropped, is not multiplied.
 import pytest
 import torch
 
-from scram.engines.cpu import cluster_tail, cluster_tail_backward
 from support.cases import named
-from support.cluster_tails import CLUSTERED, assert_tail_as_near_float64, everything, run_tail, tail_call
+from support.cluster_tails import CLUSTERED, everything, run_tail, tail_call
+from support.on_threads import assert_same_bits_on_threads
 
 SEVERAL = CLUSTERED[-1]
 
 
-@pytest.mark.parametrize("clusters", [11, 300])
-def test_the_same_bits_on_any_number_of_threads(clusters, monkeypatch):
-    monkeypatch.setattr(cluster_tail_backward, "PART_BLOCKS", 1)
-    monkeypatch.setattr(cluster_tail, "TASK_BLOCKS", 1)
-    call = tail_call(SEVERAL, clusters)
-    before, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 2, 2):
-            torch.set_num_threads(number)
-            found.append(everything(call, "numba"))
-    finally:
-        torch.set_num_threads(before)
-    for again in found[1:]:
-        for ours, theirs in zip(again, found[0], strict=True):
-            assert torch.equal(ours, theirs)
-
-
-def test_many_clusters_in_small_blocks(monkeypatch):
-    monkeypatch.setattr(cluster_tail, "BLOCK_WEIGHTS", 1 << 8)
-    monkeypatch.setattr(cluster_tail, "ALL_WEIGHTS", 1 << 13)
-    monkeypatch.setattr(cluster_tail_backward, "PART_BLOCKS", 1)
-    assert cluster_tail.block_size(200) == cluster_tail.LEAST_BLOCK
-    assert_tail_as_near_float64(tail_call(SEVERAL, 200), "numba")
+@pytest.mark.parametrize(("clusters", "keys"), [(11, 0), (11, 30), (300, 40)])
+def test_the_same_bits_on_any_number_of_threads(clusters, keys):
+    call = tail_call(SEVERAL, clusters, keys)
+    assert_same_bits_on_threads(lambda: everything(call, "numba"))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -64,7 +45,7 @@ def test_a_query_that_is_not_finite_gives_nothing_to_clusters_that_it_has_not():
 
 
 def test_a_value_that_is_not_finite_reaches_every_query_that_has_its_cluster():
-    call = tail_call(named("radius 0, kappa 1"))
+    call = tail_call(named("radius 0, kappa 1"))._replace(slope=None)
     call.values[0, 0, 0, 1] = torch.nan
     out, lse = run_tail(call, "numba")
     assert out[..., 1].isnan().all()

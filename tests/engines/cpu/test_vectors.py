@@ -4,7 +4,7 @@ import numba
 import numpy as np
 import pytest
 
-from scram.engines.cpu.vectors import add_guarded_product, add_product, coordinates, dot, exp, narrow_dots
+from scram.engines.cpu.vectors import coordinates, dot, exp, narrow_dots
 
 
 def test_coordinates_are_exact_up_to_the_largest_grid():
@@ -55,33 +55,3 @@ def test_exp_is_right_to_the_last_bits():
     assert small == 0
     assert none == 0
     assert np.isnan(unknown)
-
-
-@pytest.mark.parametrize("shape", [(8, 8, 64), (7, 5, 33), (1, 1, 1), (3, 9, 2), (6, 0, 5), (0, 4, 3), (4, 3, 0)])
-@pytest.mark.slow
-def test_products_of_matrices_of_any_size(shape):
-    @numba.njit
-    def run(a, b, c, size, guarded, left):
-        if guarded:
-            add_guarded_product(a, b, c, size, left)
-        else:
-            add_product(a, b, c, size)
-
-    rows, depth, size = shape
-    random = np.random.default_rng(0)
-    a, b, c = (random.standard_normal(x) for x in ((rows, depth + 3), (depth, size + 2), (rows, size + 2)))
-    true = c.copy()
-    true[:, :size] += a[:, :depth] @ b[:, :size]
-    for guarded, left in ((False, False), (True, False), (True, True)):
-        made = c.copy()
-        run(a, b, made, size, guarded, left)
-        np.testing.assert_allclose(made, true, atol=1e-12)
-    if depth > 1 and size > 1:
-        a[:, 1], b[1, 0] = 0, np.nan
-        run(a, b, made, size, True, True)
-        assert np.isfinite(made).all()
-        a[:, 1], b[1, :] = np.nan, 0
-        run(a, b, made, size, True, False)
-        assert np.isfinite(made).all()
-        run(a, b, made, size, True, True)
-        assert np.isnan(made[:, :size]).all()

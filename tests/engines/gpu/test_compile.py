@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from support.cases import Case, gradients, make_tensors, run_attend, run_search
-from support.cluster_calls import Tailed, cluster_call, tail_call
+from support.cluster_calls import cluster_call
 from support.estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tensors_of
+from support.routed_calls import ALL, Parts, attend_call, route_call, start_call, tail_call
 
 triton = pytest.importorskip("triton")
 
@@ -24,7 +25,17 @@ from scram.core.inputs import Shard  # noqa: E402
 from scram.engines import dispatch  # noqa: E402
 from scram.engines.gpu import noise, primitives  # noqa: E402
 from scram.engines.gpu.attend import query_collect  # noqa: E402
-from scram.engines.gpu.engine import cluster, cluster_backward, cluster_tail, cluster_tail_backward  # noqa: E402
+from scram.engines.gpu.cluster_tail import keys_backward  # noqa: E402
+from scram.engines.gpu.engine import (  # noqa: E402
+    attend,
+    attend_backward,
+    cluster,
+    cluster_backward,
+    cluster_tail,
+    cluster_tail_backward,
+    route,
+    routed_start,
+)
 from scram.engines.gpu.runtime import block_sizes, launch  # noqa: E402
 from scram.engines.gpu.sample import visits  # noqa: E402
 from scram.engines.gpu.search import query as query_search  # noqa: E402
@@ -427,29 +438,53 @@ def test_estimators_compile(one, first, monkeypatch):
 
 
 TAILED = [
-    Tailed(Case("rank 2", width=32, value_width=32, dtype=torch.bfloat16, kappa=1), clusters=256),
-    Tailed(Case("four matches", width=32, value_width=20, dtype=torch.float16, kappa=4, dropout_p=0.5), gains=True),
-    Tailed(Case("many keys", grid=(40,), width=5, kappa=3, radius=20, heads=2, key_heads=1, dropout_p=0.5)),
-    Tailed(Case("tile", grid=(2, 3, 4), width=20, value_width=5, window="tile"), gains=True),
-    Tailed(Case("tile of 16 bits", grid=(2, 2, 2, 2), width=20, dtype=torch.bfloat16, window="tile"), clusters=1),
+    (Case("rank 2", grid=(9, 9), width=32, value_width=32, dtype=torch.bfloat16, kappa=1), ALL),
+    (Case("four matches", width=32, value_width=20, dtype=torch.float16, kappa=4, dropout_p=0.5), ALL),
+    (Case("many keys", grid=(40,), width=5, kappa=3, radius=20, heads=2, key_heads=1, dropout_p=0.5), ALL),
+    (Case("clusters alone", grid=(2, 3, 4), width=20, value_width=5), Parts(False, False, False, False, False)),
+    (Case("no windows", grid=(2, 2, 2, 2), width=20, dtype=torch.bfloat16), Parts(windows=False, near=False)),
 ]
 
 
 @pytest.mark.parametrize(("number", "architecture"), [(0, 80), (1, 90), (2, 90), (3, 80), (4, 90)])
 def test_the_clustered_tail_compiles(number, architecture, monkeypatch):
-    compiled, one = [], TAILED[number]
+    compiled = []
+    case, parts = TAILED[number]
 
     def compile_only(self, *arguments):
         compiled.append(self.kernel.fn.__name__)
         _compile(self.kernel, arguments, self.flags, architecture)
 
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    call = tail_call(one, one.case.dtype)
+    monkeypatch.setattr(keys_backward, "LEAST_SHARE", 1)  # so that few tiles have further shares too
+    call = tail_call(case, parts)
     out, lse = cluster_tail(call)
     cluster_tail_backward(call, out, lse, out, lse)
+    route(route_call(case))
+    routed_start(start_call(case))
     wanted = {"table_kernel", "cluster_tail_kernel", "tail_queries_kernel", "tail_clusters_kernel"}
-    counts = {"cells_kernel", "taken_kernel"} if one.case.window == "tile" else {"counts_kernel"}
-    assert set(compiled) == wanted | counts
+    wanted |= {"importance_kernel", "choice_kernel", "routed_start_kernel"}
+    wanted |= {"counts_kernel"} if parts.windows else set()
+    wanted |= {"tail_slope_kernel"} if parts.slope else set()
+    wanted |= {"routed_keys_kernel", "routing_tiles_kernel", "tail_keys_kernel"} if parts.routes else set()
+    assert set(compiled) == wanted
+
+
+@pytest.mark.parametrize("repeatable", [False, True])
+def test_windows_without_routed_keys_compile(repeatable, monkeypatch):
+    compiled = []
+
+    def compile_only(self, *arguments):
+        compiled.append(self.kernel.fn.__name__)
+        _compile(self.kernel, arguments, self.flags, 90)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    call = attend_call(Case("rank 2", width=16, dtype=torch.bfloat16, extra=1))
+    out, lse = attend(call)
+    attend_backward(call, out, lse, out, lse)
+    assert compiled[:2] == ["attend_kernel", "backward_kernel"]
+    assert ("collect_kernel" in compiled) is repeatable
 
 
 CLUSTERED = [
@@ -473,10 +508,18 @@ def test_clustering_compiles(number, architecture, monkeypatch):
     monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
     call = cluster_call(**given)
     made = cluster(call)
-    cluster_backward(call, made.sizes, made.label, made.centers, made.values)
-    steps = ["assign_kernel", "cluster_sums_kernel", "forms_kernel"]
-    last = ["assign_kernel", "cluster_sums_kernel", "means_kernel"]
-    start = [] if given.get("warm") else ["start_scores_kernel", "start_scores_kernel"]
-    space = ["sample_kernel", "metric_kernel", "space_kernel"]
-    assert compiled == [*space, *start, "forms_kernel", *steps, *steps, *last, "spread_kernel"]
+    cluster_backward(call, made.centers, made.values, made.sizes, made.label, *made[:3])
+    nearest = ["assign_kernel", "label_kernel", "prefix_kernel", "order_kernel"]
+    step = [*nearest, "far_kernel", "segments_kernel", "forms_kernel"]
+    space = ["sample_kernel", "moments_kernel", "metric_kernel", "space_kernel", "forms_kernel"]
+    last = [
+        *nearest,
+        "segments_kernel",
+        "products_kernel",
+        "means_kernel",
+        "slope_kernel",
+        "table_kernel",
+        "spread_kernel",
+    ]
+    assert compiled == [*space, *step, *step, *last]
     launch.clear_caches()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ...options import Weight, Window
 from ...settings import Score
+from .. import calls
 from ..inputs import Inputs
 
 if TYPE_CHECKING:
@@ -60,9 +63,9 @@ class Tail:
     joins_windows: ClassVar[bool] = True  # whether queries attend their windows exactly
     needs_all_queries: ClassVar[bool] = False  # of a key head, to be prepared
     tuned_sizes: ClassVar[tuple[int, ...]] = ()  # numbers of samples that `tune` tries: few, some and many
-    tuned_fit: ClassVar[int] = 0  # queries of the fit that `tune` tries
+    stands_alone: ClassVar[bool] = False  # whether a call can have it without a search and windows
+    keys: int = 0  # that a tile of queries attends one by one, besides the windows, at most
     variable: ClassVar[str] = ""  # what stands for it in a line of code; "" where its settings do
-    fit: int = 0  # queries that it is fitted to
 
     @property
     def samples(self) -> int:
@@ -74,13 +77,8 @@ class Tail:
         """The clusters that it holds."""
         return None
 
-    @property
-    def is_fitted(self) -> bool:
-        """Whether it was fitted to the windows of certain matches, and so serves no others."""
-        return False
-
-    def resized(self, samples: int, fit: int = 0) -> Tail:
-        """The tail with so many samples, fitted to so many queries; only where `tuned_sizes` are."""
+    def resized(self, samples: int) -> Tail:
+        """The tail with so many samples; only where `tuned_sizes` are."""
         raise NotImplementedError
 
     def check(self, kind: Kind) -> None:
@@ -88,22 +86,36 @@ class Tail:
         if kind.weight != "softmax":
             raise ValueError(f"{type(self).__name__} needs weight='softmax', got {kind.weight!r}; use tail=None")
 
-    def check_tensors(self, name: str, q: Tensor, k: Tensor, v: Tensor, call: MadeFor) -> None:
+    def check_tensors(self, name: str, q: Tensor, k: Tensor, v: Tensor | None, call: MadeFor) -> None:
         """Raise where a tail that holds tensors was made for others; `name` is that of the argument."""
 
-    def prepare(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, warm: Any = None) -> Tail:
+    def prepare(self, inputs: Inputs, seed: Tensor | None, warm: Any = None) -> Tail:
         """The tail with what it computes once for all queries.
 
         Args:
             inputs: the call.
-            index: int32 [B, H, *G, kappa], the matches; None where there are none yet.
-            seed: int64 [], that of the search; None where there was none.
+            seed: int64 [], that of the search; None where there is none.
             warm: what an earlier call prepared, to start from.
         """
         return self
 
-    def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> Joined:
-        """Attention over the windows around the matches, index int32 [B, H, *G, kappa], and all other keys."""
+    def route(self, inputs: Inputs) -> calls.Routed | None:
+        """The clusters whose keys each tile of queries attends one by one; None: of none."""
+        return None
+
+    def start(self, inputs: Inputs, routes: Tensor) -> Tensor:
+        """The best routed key of each query, int32 [B, H, *G, 1]: where a search starts. Only where it has routes."""
+        raise NotImplementedError
+
+    def join(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, routes: Tensor | None = None) -> Joined:
+        """Attention over the windows around the matches, and all other keys.
+
+        Args:
+            inputs: the call.
+            index: int32 [B, H, *G, kappa]; None: no windows, where the tail stands alone.
+            seed: int64 [], that of the search; None where there was none.
+            routes: int32 [B, H, T, W], what `route` chose.
+        """
         raise NotImplementedError
 
     def visited(self, queries: int, keys: int) -> int:
@@ -132,7 +144,8 @@ class NoTail(Tail):
     def check(self, kind: Kind) -> None:
         """Every call can have none."""
 
-    def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> Joined:
+    def join(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, routes: Tensor | None = None) -> Joined:
+        assert index is not None
         return inputs.attend_windows(index)
 
     def describe(self) -> str:
@@ -155,7 +168,9 @@ def as_tail(value: Any, default: Tail, *, windows: bool = True) -> Tail:
 
 
 def tails_by_name() -> dict[str, type[Tail]]:
-    """Every tail of the package that users make, by the name of its class."""
+    """Every tail of the package that users make, by the name of its class, whether it was used before or not."""
+    for file in iter_modules(import_module(__package__).__path__):
+        import_module(f"{__package__}.{file.name}")
 
     def below(kind: type[Tail]) -> list[type[Tail]]:
         return [x for one in kind.__subclasses__() for x in (one, *below(one))]

@@ -6,65 +6,68 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from ... import _compat
+from ...settings import Score
+from ...spec.clustering import metric_of
 from .. import calls, checks, ops
 from ..inputs import Inputs
 from .base import ALL, Joined, Kind, Tail
 from .codebook import Codebook, check_clusters, check_warm
-from .fitting import fitted
 
 
 @dataclass(frozen=True)
 class Clusters(Tail):
-    """The windows around the matches exactly, and all other keys by clusters of keys with their mean key and value.
+    """Keys of the clusters that matter most to a tile of 64 queries one by one, all others by their clusters.
 
-    Right from diffuse to sharp attention, and without variance: the same clusters give the same answer.
+    A cluster stands for its keys with their mean key, mean value and number. Each tile attends exactly, besides the
+    windows, all keys of the clusters whose mean would be most wrong for it (routed keys). Right from diffuse to sharp
+    attention, and without variance: the same clusters give the same answer.
 
     Args:
         count: clusters of each key head; as many as there are keys: exact attention.
+        keys: that a tile attends one by one, at most; 0: none.
+        first_order: whether a cluster's mean value is corrected by how values go with scores inside clusters.
+        second_order: whether a cluster's weight is raised by how far the scores of its keys are apart.
         steps: of k-means, on a sample of the keys.
-        fit: R, number of queries of each head that are computed densely to adjust the weight and the value of every
-            cluster, and as many again to choose how strongly and to report the error; 0: no fit. For inference.
         seed: an int or a 0-d int64 tensor; None takes that of the search, or draws one.
 
-    >>> Clusters(count=128, seed=0).steps
-    1
+    >>> Clusters(count=128, seed=0).keys
+    512
     """
 
     count: int = 256
+    keys: int = 512
+    first_order: bool = True
+    second_order: bool = True
     steps: int = 1
-    fit: int = 0
     seed: int | Tensor | None = None
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
     reports: ClassVar[tuple[str, ...]] = ("lse",)
     unit: ClassVar[str] = "clusters"
     needs_all_queries: ClassVar[bool] = True
+    stands_alone: ClassVar[bool] = True
     tuned_sizes: ClassVar[tuple[int, ...]] = (64, 256, 1024)
-    tuned_fit: ClassVar[int] = 256
 
     def __post_init__(self) -> None:
-        checks.whole_fields(self, count=1, steps=0, fit=0)
-        if 0 < self.fit < 8:
-            raise ValueError(f"fit must be 0 or at least 8 queries, got {self.fit}; 256 is a good choice")
+        checks.whole_fields(self, count=1, keys=0, steps=0)
+        checks.flag("first_order", self.first_order)
+        checks.flag("second_order", self.second_order)
         object.__setattr__(self, "seed_tensor", checks.seed(self.seed))
 
     @property
     def samples(self) -> int:
         return self.count
 
-    def resized(self, samples: int, fit: int = 0) -> Clusters:
-        return replace(self, count=samples, fit=fit)
+    def resized(self, samples: int) -> Clusters:
+        return replace(self, count=samples)
 
     def check(self, kind: Kind) -> None:
         check_clusters(kind)
 
-    def prepare(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, warm: Any = None) -> Codebook:
-        """Clusters of every key head; of every query head where their masks differ, or where they are fitted."""
+    def _call(self, inputs: Inputs, seed: Tensor | None, warm: Any) -> calls.ClusterCall:
+        """Of keys of every key head; of every query head where their masks differ."""
         inputs = inputs.level()
-        own_seed = self.own_seed(inputs, seed)
         k = inputs.k
         v = inputs.v
         mask = inputs.key_mask
@@ -74,54 +77,59 @@ class Clusters(Tail):
             v = v.repeat_interleave(group, 1)
         if warm is not None:
             check_warm(inputs.q, inputs.k, inputs.v, self.count, warm)
-        call = calls.ClusterCall(
+        return calls.ClusterCall(
             q=inputs.q,
             k=k,
             v=v,
             key_mask=mask,
             warm_centers=None if warm is None else _of_heads(warm.centers, k.shape[1]),
             warm_values=None if warm is None else _of_heads(warm.values, k.shape[1]),
-            seed=own_seed,
+            seed=self.own_seed(inputs, seed),
             rows=inputs.rows,
             count=self.count,
             steps=self.steps if warm is None else min(self.steps, 1),
             scale=inputs.scale,
         )
-        clustered = ops.cluster(inputs.engine, call)
-        book = Codebook(*clustered, score=str(inputs.score), scale=inputs.scale, key_mask=mask)
-        if not self.fit:
-            return book
-        if torch.compiler.is_compiling() or _compat.transforms_active():
-            raise checks.fit_is_eager()
-        if index is None:
-            raise ValueError(
-                "clusters.fit needs matches= and radius=, those of the attend call that the clusters are for"
-            )
-        return fitted(
-            book,
-            q=inputs.q,
-            k=inputs.k,
-            v=inputs.v,
-            index=index,
-            radius=inputs.radius,
-            fit=self.fit,
-            seed=own_seed,
-            numbers=inputs.rows,
+
+    def metric(self, inputs: Inputs) -> Tensor:
+        """What the squared distance of a score counts on each axis of the keys, [B, Hc, E]; it needs a seed."""
+        return metric_of(self._call(inputs, None, None))
+
+    def prepare(self, inputs: Inputs, seed: Tensor | None, warm: Any = None) -> Codebook:
+        """Clusters of every key head; of every query head where their masks differ."""
+        clustered = ops.cluster(inputs.engine, self._call(inputs, seed, warm))
+        return Codebook(
+            centers=clustered.centers,
+            values=clustered.values,
+            sizes=clustered.sizes,
+            label=clustered.label,
+            variance=clustered.variance,
+            spreads=clustered.spreads,
+            slope=clustered.slope if self.first_order else None,
+            order=clustered.order,
+            key_mask=inputs.key_mask,
+            score=str(inputs.score),
+            scale=inputs.scale,
+            keys=self.keys,
+            second_order=self.raises_weights(inputs.score),
         )
 
-    def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> Joined:
-        return self.prepare(inputs, index, seed).join(inputs, index, seed)
+    def raises_weights(self, score: Score) -> bool:
+        """Whether the second order is in force for a score."""
+        # The features of "l2" hold |k|^2, which goes with k: their variances say too much of the scores.
+        return self.second_order and score != "l2"
+
+    def join(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, routes: Tensor | None = None) -> Joined:
+        return self.prepare(inputs, seed).join(inputs, index, seed, routes)
 
     def visited(self, queries: int, keys: int) -> int:
-        """The queries that a fit computes densely are spread over all."""
-        fit = -(-2 * self.fit * keys // queries)
-        return min(self.count, keys) + fit
+        return min(self.count + self.keys, keys)
 
     def of_part(self, seed: int | Tensor | None, share: Fraction = ALL) -> Clusters:
-        return replace(self, seed=seed)
+        return replace(self, seed=seed, keys=int(self.keys * share))
 
     def describe(self) -> str:
-        return f"{self.count} clusters{', fitted' if self.fit else ''}"
+        return f"{self.count} clusters{f' + {self.keys} keys' if self.keys else ''}"
 
 
 def _of_heads(x: Tensor, heads: int) -> Tensor:

@@ -3,63 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ... import _compat
 from ...options import SCORES
-from ...results import Attended
+from ...results import Attended, Routes
+from ...spec.clustering import order_of
 from ...spec.scoring import prepare_key
 from .. import calls, checks, files, ops
 from ..inputs import Inputs
 from .base import Kind, MadeFor, Tail
 
-NEEDED = ("centers", "values", "sizes", "label")
-OPTIONAL = ("gains", "key_mask")
+NEEDED = ("centers", "values", "sizes", "label", "variance", "spreads")
+OPTIONAL = ("slope", "key_mask")
 TENSORS = NEEDED + OPTIONAL
-
-
-@dataclass(frozen=True)
-class FitReport:
-    """How far off the fitted clusters are, on queries that took no part in the fit.
-
-    Args:
-        queries: how many queries of each head were computed densely, for the report alone.
-        output_error: |out - exact| / |exact| over all of these queries, without the fit and with it.
-        plain_error: the same without the fit.
-        median, percentile_95: (low, high), 95 % intervals for the median and the 95th percentile over queries of
-            |out - exact|, over the root mean square of |exact|.
-    """
-
-    queries: int
-    output_error: float
-    plain_error: float
-    median: tuple[float, float]
-    percentile_95: tuple[float, float]
-
-    def __post_init__(self) -> None:
-        checks.whole_fields(self, queries=1)
-        for name in ("output_error", "plain_error"):
-            _check_error(name, getattr(self, name))
-        for name in ("median", "percentile_95"):
-            pair = getattr(self, name)
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise ValueError(f"{name} of a report must be a pair (low, high), got {pair!r}")
-            for end in pair:
-                _check_error(name, end)
-            if pair[0] > pair[1]:
-                raise ValueError(f"{name} of a report must be (low, high), got {pair}")
-
-    def __str__(self) -> str:
-        low, high = self.percentile_95
-        return (
-            f"output error {self.output_error:.3f} on {self.queries} queries a head ({self.plain_error:.3f} without "
-            f"the fit), median {self.median[0]:.3f}-{self.median[1]:.3f}, 95th percentile {low:.3f}-{high:.3f}"
-        )
+CONSTANTS = ("sizes", "label", "variance", "spreads", "order", "key_mask")  # that carry no gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +36,20 @@ class Codebook(Tail):
         values: float32 (float64 for float64) [B, Hc, C, F], mean of the values.
         sizes: int32 [B, Hc, C], number of keys; 0 for a cluster without any.
         label: int32 [B, Hc, *G'], the cluster of each key; -1 for a key in none: masked, or not finite.
+        variance: as `centers` [B, Hc, E'], mean over all keys of (key - center)^2.
+        spreads: as `centers` [B, Hc, C], how far the scores of a cluster's keys are apart, relative to all clusters.
         score, scale: for which the clusters were made.
+        slope: as `centers` [B, Hc, E', F], mean over all keys of (key - center)^T (value - mean value); None: no
+            first-order term.
         key_mask: bool [B, *G'] or [B, H, *G'], which keys could be attended; None for all.
-        gains: as `centers` [B, H, C], fitted factors on the weights of the clusters; None is 1.
-        radius: of the windows that the fit leaves out; None without a fit.
-        report: how far off fitted clusters are; None without a fit.
+        order: int32 [B, Hc, M], the keys by their clusters; None: computed from `label` where it is needed.
+        keys: that a tile of 64 queries attends one by one, at most.
+        second_order: whether `spreads` raise the weights of clusters.
 
     >>> k = torch.randn(1, 2, 16, 16, 8)
     >>> codebook = scram.cluster(k, k, k, clusters=scram.Clusters(count=32, seed=0))
     >>> codebook
-    Codebook(32 clusters of keys on grid (16, 16), batch=1, heads=2, score='dot', scale=0.354, cpu)
+    Codebook(32 clusters of keys on grid (16, 16), batch=1, heads=2, keys=512, score='dot', scale=0.354, cpu)
     >>> int(codebook.sizes.sum())
     512
     """
@@ -89,14 +58,18 @@ class Codebook(Tail):
     values: Tensor
     sizes: Tensor
     label: Tensor
+    variance: Tensor
+    spreads: Tensor
     score: str
     scale: float
+    slope: Tensor | None = None
     key_mask: Tensor | None = None
-    gains: Tensor | None = None
-    radius: tuple[int, ...] | None = None
-    report: FitReport | None = None
+    order: Tensor | None = None
+    keys: int = 0
+    second_order: bool = True
     unit: ClassVar[str] = "clusters"
     variable: ClassVar[str] = "codebook"
+    stands_alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -105,10 +78,6 @@ class Codebook(Tail):
     def key_grid(self) -> tuple[int, ...]:
         """The extents of the key grid."""
         return tuple(self.label.shape[2:])
-
-    @property
-    def is_fitted(self) -> bool:
-        return self.gains is not None
 
     @property
     def samples(self) -> int:
@@ -121,45 +90,86 @@ class Codebook(Tail):
     def check(self, kind: Kind) -> None:
         check_clusters(kind)
 
-    def check_tensors(self, name: str, q: Tensor, k: Tensor, v: Tensor, call: MadeFor) -> None:
+    def check_tensors(self, name: str, q: Tensor, k: Tensor, v: Tensor | None, call: MadeFor) -> None:
         check_codebook(name, q, k, v, call, self)
 
-    def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> Attended:
-        """The attention over the windows with clusters for all other keys."""
-        windows = inputs.attend_windows(index)
+    def prepare(self, inputs: Inputs, seed: Tensor | None, warm: Any = None) -> Codebook:
+        return self.ordered()
+
+    def ordered(self) -> Codebook:
+        """The same clusters with the order of their keys, where some are routed."""
+        if self.order is not None or not self.keys:
+            return self
+        return replace(self, order=order_of(self.label))
+
+    def route(self, inputs: Inputs) -> calls.Routed | None:
+        if not self.keys:
+            return None
+        call = calls.RouteCall(
+            q=inputs.level().q,
+            centers=self.centers,
+            sizes=self.sizes,
+            variance=self.variance,
+            spreads=self.spreads,
+            keys=self.keys,
+            scale=inputs.scale,
+        )
+        return ops.route(inputs.engine, call)
+
+    def start(self, inputs: Inputs, routes: Tensor) -> Tensor:
+        assert self.order is not None
+        call = calls.RoutedStartCall(q=inputs.q, k=inputs.k, order=self.order, sizes=self.sizes, routes=routes)
+        return ops.routed_start(inputs.engine, call).index
+
+    def join(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, routes: Tensor | None = None) -> Attended:
+        """The attention over the windows, over routed keys, and over clusters for all other keys."""
+        near = None
+        if index is not None or inputs.num_extra:
+            near = inputs.attend_windows(index, self.label if routes is not None else None, routes)
         inputs = inputs.level()
         call = calls.ClusterTailCall(
             q=inputs.q,
+            k=None if routes is None else inputs.k,
+            v=None if routes is None else inputs.v,
             index=index,
             label=self.label,
+            order=None if routes is None else self.order,
             centers=self.centers,
             values=self.values,
+            slope=self.slope,
             sizes=self.sizes,
-            gains=self.gains,
-            near_out=windows.out,
-            near_lse=windows.lse,
+            variance=self.variance,
+            spreads=self.spreads if self.second_order else None,
+            routes=routes,
+            near_out=None if near is None else near.out,
+            near_lse=None if near is None else near.lse,
             dropout_seed=inputs.draw_dropout_seed(),
             rows=inputs.rows,
             radius=inputs.radius,
             scale=inputs.scale,
             dropout_p=inputs.dropout_p,
             extras=inputs.num_extra,
-            window=inputs.window,
+            keys=0 if routes is None else self.keys,
         )
         return ops.cluster_tail(inputs.engine, call)
 
+    def visited(self, queries: int, keys: int) -> int:
+        return min(self.samples + self.keys, keys)
+
     def describe(self) -> str:
-        return f"{self.samples} clusters{', fitted' if self.gains is not None else ''}"
+        return f"{self.samples} clusters{f' + {self.keys} keys' if self.keys else ''}"
 
     def to(self, device: torch.device | str) -> Codebook:
         """The same clusters on another device."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"device must be a device, got {device}; the numbers of a codebook keep their dtypes")
-        return with_tensors(self, {name: x.to(device) for name in TENSORS if (x := getattr(self, name)) is not None})
+        names = (*TENSORS, "order")
+        return with_tensors(self, {name: x.to(device) for name in names if (x := getattr(self, name)) is not None})
 
     def detach(self) -> Codebook:
         """The same clusters as constants."""
-        return replace(self, centers=self.centers.detach(), values=self.values.detach())
+        slope = None if self.slope is None else self.slope.detach()
+        return replace(self, centers=self.centers.detach(), values=self.values.detach(), slope=slope)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file.
@@ -173,9 +183,7 @@ class Codebook(Tail):
         (8, 8)
         """
         tensors = {name: x for name in TENSORS if (x := getattr(self, name)) is not None}
-        report = None if self.report is None else asdict(self.report)
-        settings = {"score": self.score, "scale": self.scale, "radius": self.radius, "report": report}
-        files.save_tensors(tensors, {"format": "scram.Codebook", "settings": json.dumps(settings)}, path)
+        files.save_tensors(tensors, {"format": "scram.Codebook", "settings": json.dumps(settings_of(self))}, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Codebook:
@@ -188,10 +196,9 @@ class Codebook(Tail):
 
     def __repr__(self) -> str:
         batch, heads, count = self.sizes.shape
-        fitted = "" if self.report is None else f", fitted: {self.report}"
         return (
             f"Codebook({count} clusters of keys on grid {self.key_grid}, batch={batch}, heads={heads}, "
-            f"score={self.score!r}, scale={self.scale:.3g}, {self.sizes.device}{fitted})"
+            f"keys={self.keys}, score={self.score!r}, scale={self.scale:.3g}, {self.sizes.device})"
         )
 
 
@@ -200,15 +207,14 @@ def with_tensors(book: Codebook, tensors: Mapping[str, Any]) -> Codebook:
     return replace(book, **tensors)
 
 
+def settings_of(book: Codebook) -> dict[str, Any]:
+    """The fields that are no tensors, as JSON has them."""
+    return {"score": book.score, "scale": book.scale, "keys": book.keys, "second_order": book.second_order}
+
+
 def from_settings(tensors: Mapping[str, Any], settings: dict[str, Any]) -> Codebook:
     """A codebook of what was read: its tensors, and the other fields as JSON has them. Looks at every number."""
-    radius = settings.pop("radius")
-    report = settings.pop("report", None)
-    if report is not None:
-        median = tuple(report.pop("median"))
-        percentile_95 = tuple(report.pop("percentile_95"))
-        report = FitReport(**report, median=median, percentile_95=percentile_95)
-    book = Codebook(**tensors, **settings, radius=None if radius is None else tuple(radius), report=report)
+    book = Codebook(**tensors, **settings)
     _check_numbers(book)
     return book
 
@@ -225,11 +231,14 @@ def _check_numbers(book: Codebook) -> None:
     counts = slots.scatter_add(2, torch.where(label < 0, count, label), torch.ones_like(label))[..., :count]
     if not torch.equal(counts, book.sizes.long()):
         raise ValueError("sizes of a codebook must be the numbers of keys with each label")
-    for name in ("centers", "values"):
-        if not bool(getattr(book, name).isfinite().all()):
+    for name in ("centers", "values", "slope"):
+        x = getattr(book, name)
+        if x is not None and not bool(x.isfinite().all()):
             raise ValueError(f"{name} of a codebook must be finite")
-    if book.gains is not None and not bool(((book.gains >= 0) & book.gains.isfinite()).all()):
-        raise ValueError("gains of a codebook must be finite and not negative")
+    for name in ("variance", "spreads"):
+        x = getattr(book, name)
+        if not bool(((x >= 0) & x.isfinite()).all()):
+            raise ValueError(f"{name} of a codebook must be finite and not negative")
     if book.key_mask is not None and bool((book.key_mask.view(torch.uint8) > 1).any()):
         raise ValueError("key_mask of a codebook must hold bytes 0 and 1")
 
@@ -256,11 +265,18 @@ def _check_fields(book: Codebook) -> None:
         raise ValueError(
             f"values of a codebook must have the dtype of its centers, {book.centers.dtype}, got {book.values.dtype}"
         )
-    if book.gains is not None:
-        _check_gains(book, book.gains)
+    width = book.centers.shape[-1]
+    _check_floats(book, "variance", (*shape[:2], width))
+    _check_floats(book, "spreads", tuple(shape))
+    if book.slope is not None:
+        _check_floats(book, "slope", (*shape[:2], width, book.values.shape[-1]))
     if book.key_mask is not None:
         _check_mask(book, book.key_mask)
-    for name in TENSORS:
+    if book.order is not None:
+        _check_order(book, book.order)
+    checks.whole("keys", book.keys, 0)
+    checks.flag("second_order", book.second_order)
+    for name in (*TENSORS, "order"):
         x = getattr(book, name)
         if x is not None and x.device != book.centers.device:
             raise ValueError(
@@ -271,20 +287,24 @@ def _check_fields(book: Codebook) -> None:
     if book.scale is None:
         raise TypeError("scale of a codebook must be a float, got None")
     checks.scale(book.scale)
-    if book.radius is not None:
-        if not isinstance(book.radius, tuple):
-            raise TypeError(f"radius of a codebook must be None or a tuple of ints, got {book.radius!r}")
-        checks.radius(book.radius, len(book.key_grid))
-    if book.report is not None:
-        checks.instance("report", book.report, FitReport, "FitReport", "; scram.cluster makes one")
 
 
-def _check_gains(book: Codebook, gains: Any) -> None:
-    checks.instance("gains", gains, Tensor, "tensor")
-    if gains.shape != book.sizes.shape or gains.dtype != book.centers.dtype:
+def _check_floats(book: Codebook, name: str, want: tuple[int, ...]) -> None:
+    x = getattr(book, name)
+    checks.instance(name, x, Tensor, "tensor")
+    if tuple(x.shape) != want or x.dtype != book.centers.dtype:
         raise ValueError(
-            f"gains of a codebook must be {book.centers.dtype} [B, H, C] = {tuple(book.sizes.shape)} like its sizes, "
-            f"got {gains.dtype} {tuple(gains.shape)}"
+            f"{name} of a codebook must be {book.centers.dtype} {want} beside its centers "
+            f"{tuple(book.centers.shape)}, got {x.dtype} {tuple(x.shape)}"
+        )
+
+
+def _check_order(book: Codebook, order: Any) -> None:
+    checks.instance("order", order, Tensor, "tensor")
+    want = (*book.label.shape[:2], math.prod(book.label.shape[2:]))
+    if tuple(order.shape) != want or order.dtype != torch.int32:
+        raise ValueError(
+            f"order of a codebook must be int32 [B, H, M] = {want}, got {order.dtype} {tuple(order.shape)}"
         )
 
 
@@ -303,12 +323,6 @@ def _check_mask(book: Codebook, mask: Any) -> None:
         )
 
 
-def _check_error(name: str, value: Any) -> None:
-    """A relative error: not negative, NaN or infinite where outputs overflow."""
-    if not isinstance(value, float) or value < 0:
-        raise ValueError(f"{name} of a report must be a float that is not negative, got {value!r}")
-
-
 def check_clusters(kind: Kind) -> None:
     """Raise where a call cannot have clusters."""
     if kind.weight != "softmax" or kind.causal or callable(kind.score):
@@ -316,9 +330,11 @@ def check_clusters(kind: Kind) -> None:
             "clusters of keys need weight='softmax', no causal order and a score by name; use tail=None, or "
             "scram.DrawnKeys under causal order"
         )
+    if kind.window != "query":
+        raise ValueError("clusters of keys need window='query'; a tile attends the keys of routed clusters anyway")
 
 
-def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor, call: MadeFor, book: Codebook) -> None:
+def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor | None, call: MadeFor, book: Codebook) -> None:
     """Raise where `book` was not made for keys of these shapes, and for this call."""
     batch, heads = book.sizes.shape[:2]
     if book.key_grid != tuple(k.shape[2:-1]) or batch != k.shape[0] or heads not in (k.shape[1], q.shape[1]):
@@ -326,11 +342,13 @@ def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor, call: MadeFor, bo
             f"{name} was made for batch {batch}, {heads} heads and key grid {book.key_grid}, but k is {tuple(k.shape)}"
         )
     width = k.shape[-1] if call.score == "dot" else prepare_key(k[:1, :1, ..., :1, :], call.score).shape[-1]
-    if (book.centers.shape[-1], book.values.shape[-1]) != (width, v.shape[-1]):
+    value_width = book.values.shape[-1] if v is None else v.shape[-1]
+    dtype = k.dtype if v is None else v.dtype
+    if (book.centers.shape[-1], book.values.shape[-1]) != (width, value_width):
         got = f"{book.centers.shape[-1]} and {book.values.shape[-1]}"
-        raise ValueError(f"{name} was made for keys and values of widths {got}, these have {width} and {v.shape[-1]}")
-    if (book.centers.dtype == torch.float64) != (v.dtype == torch.float64):
-        raise ValueError(f"{name} was made for other dtypes: its centers are {book.centers.dtype}, v is {v.dtype}")
+        raise ValueError(f"{name} was made for keys and values of widths {got}, these have {width} and {value_width}")
+    if (book.centers.dtype == torch.float64) != (dtype == torch.float64):
+        raise ValueError(f"{name} was made for other dtypes: its centers are {book.centers.dtype}, v is {dtype}")
     if book.centers.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {book.centers.device}; use {name}.to(q.device)")
     if book.score != call.score or abs(book.scale - call.scale) > 1e-6 * call.scale:
@@ -338,10 +356,27 @@ def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor, call: MadeFor, bo
             f"{name} was made for score={book.score!r}, scale={book.scale:.6g}, the call has score={call.score!r}, "
             f"scale={call.scale}; cluster the keys for it"
         )
-    if book.radius not in (None, call.radius):
-        raise ValueError(f"{name} was fitted for radius {book.radius}, the call has {call.radius}; fit it for that")
     if not _same_mask(call.key_mask, book.key_mask):
         raise ValueError(f"{name} was made with another key_mask; cluster the keys with the mask of the call")
+
+
+def check_budget(book: Codebook, routes: Routes) -> None:
+    """Raise where a tile routes more keys than the codebook allows, which engines would leave out.
+
+    This waits for the device; where torch compiles or transforms a call it is not looked at.
+    """
+    if not book.keys:
+        raise ValueError("routes need a codebook with keys, got keys=0; make it with scram.Clusters(keys=512)")
+    if not _compat.plain_eager() or not routes.bits.numel():
+        return
+    group = routes.bits.shape[1] // book.sizes.shape[1]
+    sizes = book.sizes.repeat_interleave(group, 1).unsqueeze(2)  # [B, H, 1, C]
+    most = int(torch.where(routes.chosen, sizes, 0).sum(-1).max())
+    if most > book.keys:
+        raise ValueError(
+            f"routes have a tile with {most} keys, the codebook has keys={book.keys}; pass the codebook that they were "
+            "made from"
+        )
 
 
 def _same_mask(a: Tensor | None, b: Tensor | None) -> bool:

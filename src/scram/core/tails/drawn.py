@@ -44,11 +44,14 @@ class DrawnKeys(Tail):
         checks.flag("stratified", self.stratified)
         object.__setattr__(self, "seed_tensor", checks.seed(self.seed))
 
-    def resized(self, samples: int, fit: int = 0) -> DrawnKeys:
+    def resized(self, samples: int) -> DrawnKeys:
         return replace(self, samples=samples)
 
-    def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> calls.DrawnTail:
+    def join(
+        self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, routes: Tensor | None = None
+    ) -> calls.DrawnTail:
         """The windows first, then the keys that the queries of a row share. Both have one seed of dropout."""
+        assert index is not None
         inputs = inputs.level()
         own_seed = self.own_seed(inputs, seed)
         windows_call = inputs.attend_call(index)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...options import Sampler
@@ -50,8 +49,11 @@ class Sampled(Tail):
                 "keys cannot be joined to it; use Clusters, DrawnKeys or Snis"
             )
 
-    def join(self, inputs: Inputs, index: Tensor, seed: Tensor | None) -> calls.Sampled:
+    def join(
+        self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, routes: Tensor | None = None
+    ) -> calls.Sampled:
         """Attention over keys of each query's own. Extra keys are attended exactly."""
+        assert index is not None
         inputs = inputs.level()
         key_grid = grid_of(inputs.k)
         settings = self.sample_settings()
@@ -61,9 +63,7 @@ class Sampled(Tail):
         extra_out = None
         extra_lse = None
         if inputs.k_extra is not None:
-            no_windows = inputs._replace(radius=(0,) * len(key_grid))
-            nowhere = torch.full_like(index[..., :1], -1)
-            extra_out, extra_lse = no_windows.attend_windows(nowhere)
+            extra_out, extra_lse = inputs.attend_windows(None)
         order = allowed.order
         if order is not None and inputs.key_mask is not None:
             order = order.reshape(*inputs.key_mask.shape[: -len(key_grid)], allowed.keys)

@@ -14,11 +14,11 @@ from ...core.calls import AttendCall
 from ...results import Attended
 from ...spec.grid import grid_of
 from .compiled import inlined, parallel
-from .layout import Array, Geometry, Windows, array, block_at, padded, tensor
+from .layout import Array, Geometry, Routing, Windows, array, block_at, padded, tensor
 from .noise import absorb, row_states
 from .threads import threads
 from .vectors import add, dot, exp, narrow_dots
-from .windows import expand_block
+from .windows import SPARE, expand_block
 
 BLOCK = 256  # queries that are taken together, fewer where they attend many keys
 BLOCK_WEIGHTS = 1 << 15  # at most, so that they stay in the second cache
@@ -54,7 +54,7 @@ class AttendArrays(NamedTuple):
             k=_joined(call.k, call.k_extra),
             v=_joined(call.v, call.v_extra),
             extras=extras,
-            windows=Windows.of(call.index, call.radius, grid_of(call.k)),
+            windows=Windows.of(call.index, call.radius, grid_of(call.k), Routing.of(call.q, call.label, call.routes)),
             geometry=Geometry.of(call.q, call.k, call.key_mask, call.causal),
             scale=call.scale,
             weight=WEIGHTS[call.weight],
@@ -72,7 +72,7 @@ def _joined(x: Tensor, extra: Tensor | None) -> Array:
 class Scratch(NamedTuple):
     """Of each task."""
 
-    keys: Array  # int32 [tasks, n + 1, size], the last is spare
+    keys: Array  # int32 [tasks, n + SPARE, size]
     weights: Array  # [tasks, n, size]
     places: Array  # int32 [tasks, kappa, rank, size], coordinates of the matches
     sums: Array  # [tasks, 2, size]: sum of the weights, highest score
@@ -92,7 +92,7 @@ def attend(call: AttendCall) -> Attended:
         matches = arrays.windows.index.shape[1]
         rank = len(arrays.geometry.grid)
         scratch = Scratch(
-            keys=np.empty((tasks, width + 1, size), np.int32),
+            keys=np.empty((tasks, width + SPARE, size), np.int32),
             weights=np.empty((tasks, width, size), dtype),
             places=np.empty((tasks, matches, rank, size), np.int32),
             sums=np.empty((tasks, 2, size), dtype),
@@ -107,7 +107,7 @@ def _attend(task, tasks, arrays, scratch, out, lse):
     geometry = arrays.geometry
     most = scratch.keys.shape[2]
     blocks = len(geometry.key_rows) * -(-geometry.queries // most)
-    keys = scratch.keys[task]  # [n + 1, size]
+    keys = scratch.keys[task]  # [n + SPARE, size]
     weights = scratch.weights[task]  # [n, size]
     sums = scratch.sums[task]  # [2, size]
     for number in range(blocks * task // tasks, blocks * (task + 1) // tasks):

@@ -16,7 +16,7 @@ from ...spec.draws import NONE, allowed_counts, by_heads, ranked_keys, shared_ta
 from ...spec.grid import AllowedKeys, grid_of
 from ...spec.scoring import accumulator
 from .compiled import compiled, inlined, parallel
-from .layout import Array, Geometry, Windows, flat
+from .layout import Array, Geometry, Routing, Windows, flat
 from .noise import absorb, row_states
 from .threads import threads
 from .windows import expand
@@ -62,7 +62,7 @@ class TailTensors:
         ranked = ranked_keys(q, allowed, call.seed, call.rows)
         self.names, self.represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
         self.geometry = Geometry.of(q, k, call.key_mask, call.causal)
-        self.windows = Windows.of(call.index, call.radius, key_grid)
+        self.windows = Windows.of(call.index, call.radius, key_grid, Routing.of(call.q, None, None))
         self.rows = q.shape[0] * q.shape[1]
         self.queries = self.geometry.queries
         self.wide = accumulator(v.dtype)

@@ -1,12 +1,13 @@
 """The CPU engine's functions by the names of the protocol."""
 
-from ...spec.clustering import cluster_backward
 from .attend import attend
 from .attend_backward import attend_backward
 from .cluster import cluster
+from .cluster_backward import cluster_backward
 from .cluster_tail import cluster_tail
 from .cluster_tail_backward import cluster_tail_backward
 from .drawn_tail import drawn_tail, drawn_tail_backward
+from .route import route, routed_start
 from .sample import sample, sample_backward
 from .search import search
 
@@ -19,6 +20,8 @@ __all__ = [
     "cluster_tail_backward",
     "drawn_tail",
     "drawn_tail_backward",
+    "route",
+    "routed_start",
     "sample",
     "sample_backward",
     "search",

@@ -7,14 +7,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from ..._compat.numba import SIMD_WIDTH
+from ..._compat.numba import LANES, SIMD_WIDTH
 from ...spec.grid import Grid, grid_of
+from ...spec.schedule import tile_shape
+from ...spec.tiles import tiles_across
 from .compiled import compiled
 
 Array = NDArray[Any]
+CACHE_LINE = 64
 
 
 class Geometry(NamedTuple):
@@ -35,13 +38,10 @@ class Geometry(NamedTuple):
         keys = math.prod(grid)
         shared = key_mask is not None and key_mask.ndim == k.ndim - 2
         mask = np.zeros((0, 0), np.bool_) if key_mask is None else key_mask.reshape(-1, keys).contiguous().numpy()
-        row = np.arange(q.shape[0] * q.shape[1])
-        heads = max(q.shape[1], 1)
-        key_rows = row // heads * k.shape[1] + row % heads // (heads // k.shape[1] if k.shape[1] else 1)
         return Geometry(
             grid=grid,
             strides=strides(grid),
-            key_rows=key_rows,
+            key_rows=source_rows(q, k.shape[1]),
             mask=mask,
             rows_per_mask=q.shape[1] if shared else 1,
             causal=causal,
@@ -72,16 +72,36 @@ def block_at(number: int, most: int, geometry: Geometry, row_keys: int) -> Block
     return Block(row, begin, first, first_key, size)
 
 
+class Routing(NamedTuple):
+    """The clusters whose keys a tile of queries attends one by one."""
+
+    words: Array  # int32 [R, T, W], one bit a cluster; without elements: none
+    label: Array  # int32 [Rc*M], the clusters of the keys
+    rows: Array  # int64 [R], the row of `label` that serves each row of q
+    grids: Array  # int64 [3, rank], as in `tiles`
+
+    @staticmethod
+    def of(q: Tensor, label: Tensor | None, routes: Tensor | None) -> Routing:
+        grid = grid_of(q)
+        grids = np.array([grid, tile_shape(len(grid)), tiles_across(grid)], np.int64)
+        if label is None or routes is None:
+            nothing = np.zeros((0, 0, 0), np.int32)
+            return Routing(nothing, nothing.reshape(0), np.zeros(0, np.int64), grids)
+        return Routing(by_row(routes), flat(label), source_rows(q, label.shape[1]), grids)
+
+
 class Windows(NamedTuple):
-    """The windows around every point's matches."""
+    """The windows around every point's matches, less the keys that its tile routes."""
 
     index: Array  # type: ignore[assignment]  # int32 [P, kappa]
     reach: Grid  # the radius, cut to the grid
+    routing: Routing
 
     @staticmethod
-    def of(index: Tensor, radius: Grid, key_grid: Grid) -> Windows:
+    def of(index: Tensor, radius: Grid, key_grid: Grid, routing: Routing) -> Windows:
         matches = index.reshape(math.prod(index.shape[:-1]), index.shape[-1]).contiguous().numpy()
-        return Windows(matches, tuple(min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True)))
+        reach = tuple(min(b, extent - 1) for b, extent in zip(radius, key_grid, strict=True))
+        return Windows(matches, reach, routing)
 
     @property
     def slots(self) -> int:
@@ -115,6 +135,33 @@ def tensor(result: Array, dtype: torch.dtype | None, q: Tensor) -> Tensor:
 def like(result: Array, x: Tensor) -> Tensor:
     """A result in the shape and dtype of a tensor."""
     return torch.from_numpy(result).to(x.dtype).reshape(x.shape).contiguous()
+
+
+def source_rows(q: Tensor, heads: int) -> Array:
+    """int64 [R], the row of a tensor of `heads` heads that serves each row of q."""
+    row = np.arange(q.shape[0] * q.shape[1])
+    query_heads = max(q.shape[1], 1)
+    return row // query_heads * heads + row % query_heads // (query_heads // heads if heads else 1)
+
+
+def aligned(shape: tuple[int, ...], dtype: DTypeLike, zeros: bool = False) -> Array:
+    """An array whose first element lies where a line of the cache begins; of zeros, or not filled."""
+    kind = np.dtype(dtype)
+    size = math.prod(shape) * kind.itemsize
+    raw = (np.zeros if zeros else np.empty)(size + CACHE_LINE, np.uint8)
+    begin = -raw.ctypes.data % CACHE_LINE
+    return raw[begin : begin + size].view(kind).reshape(shape)
+
+
+def by_row(x: Tensor) -> Array:
+    """[B, Hc, ...] -> [Rc, ...]"""
+    result: Array = x.detach().reshape(x.shape[0] * x.shape[1], *x.shape[2:]).contiguous().numpy()
+    return result
+
+
+def whole_lanes(width: int) -> int:
+    """The width to which rows of a matrix are padded."""
+    return -(-width // LANES) * LANES
 
 
 def padded(x: Array) -> Array:

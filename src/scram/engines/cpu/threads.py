@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numba
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 TASKS_PER_THREAD = 16  # so that a thread that is late does not hold up the others for long
 
@@ -72,3 +74,13 @@ def threads() -> Iterator[int]:
         numba.set_num_threads(before)
         if locked:
             _serial.release()
+
+
+def workers_of(tasks: int, items: int) -> int:
+    """Workers for items that are handed out one by one (`turn`): one for each thread, where there is work for it."""
+    return max(1, min(tasks // TASKS_PER_THREAD, items))
+
+
+def turns(workers: int) -> NDArray[np.int64]:
+    """What `turn` counts in."""
+    return np.zeros(workers, np.int64)

@@ -1,4 +1,4 @@
-"""Small arithmetic that vector units can do: products of rows [points, width] and of matrices, coordinates, exp."""
+"""Small arithmetic that vector units can do: products of rows [points, width], coordinates, exp."""
 
 import math
 
@@ -76,69 +76,3 @@ def add(a, i, factor, b, j):
     """a[i] += factor * b[j]"""
     for e in range(a.shape[1]):
         a[i, e] += factor * b[j, e]
-
-
-@compiled
-def add_product(a, b, c, size):
-    """c[i, p] += sum over j < len(b) of a[i, j] * b[j, p] for p < size. Each step adds four rows of b to four of c."""
-    rows = a.shape[0] // 4 * 4
-    depth = len(b) // 4 * 4
-    for i in range(0, rows, 4):
-        c0 = c[i]
-        c1 = c[i + 1]
-        c2 = c[i + 2]
-        c3 = c[i + 3]
-        a0 = a[i]
-        a1 = a[i + 1]
-        a2 = a[i + 2]
-        a3 = a[i + 3]
-        for j in range(0, depth, 4):
-            b0 = b[j]
-            b1 = b[j + 1]
-            b2 = b[j + 2]
-            b3 = b[j + 3]
-            a00 = a0[j]
-            a01 = a0[j + 1]
-            a02 = a0[j + 2]
-            a03 = a0[j + 3]
-            a10 = a1[j]
-            a11 = a1[j + 1]
-            a12 = a1[j + 2]
-            a13 = a1[j + 3]
-            a20 = a2[j]
-            a21 = a2[j + 1]
-            a22 = a2[j + 2]
-            a23 = a2[j + 3]
-            a30 = a3[j]
-            a31 = a3[j + 1]
-            a32 = a3[j + 2]
-            a33 = a3[j + 3]
-            for p in range(size):
-                x0 = b0[p]
-                x1 = b1[p]
-                x2 = b2[p]
-                x3 = b3[p]
-                c0[p] += a00 * x0 + a01 * x1 + a02 * x2 + a03 * x3
-                c1[p] += a10 * x0 + a11 * x1 + a12 * x2 + a13 * x3
-                c2[p] += a20 * x0 + a21 * x1 + a22 * x2 + a23 * x3
-                c3[p] += a30 * x0 + a31 * x1 + a32 * x2 + a33 * x3
-    for i in range(a.shape[0]):
-        for j in range(depth if i < rows else 0, len(b)):
-            factor = a[i, j]
-            x = b[j]
-            y = c[i]
-            for p in range(size):
-                y[p] += factor * x[p]
-
-
-@compiled
-def add_guarded_product(a, b, c, size, left):
-    """As `add_product`, where a 0 on the left (of a) or else on the right (of b) lets no NaN or infinity through."""
-    for i in range(a.shape[0]):
-        for j in range(len(b)):
-            factor = a[i, j]
-            x = b[j]
-            y = c[i]
-            for p in range(size):
-                counts = factor != 0 if left else x[p] != 0
-                y[p] += factor * x[p] if counts else y.dtype.type(0)

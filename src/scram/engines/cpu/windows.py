@@ -3,33 +3,54 @@
 import numpy as np
 
 from .compiled import compiled, inlined
+from .tiles import is_routed, tile_of, tiles_of
 from .vectors import coordinates
+
+SPARE = 3  # rows of `keys` after the slots that `expand_block` writes to
 
 
 @compiled
 def expand(windows, geometry, row, point, keys, places):
     """Write the allowed keys in the union of the windows of a point's matches to `keys`, each once; return how many.
 
-    `places` holds the matches' coordinates, and last those of the line of keys at hand: windows are walked line by line
-    along the last axis, and a key is new when no earlier window holds it.
+    Keys that the point's tile routes are not allowed. `places`: scratch, as `Windows.places` makes it.
     """
-    grid = geometry.grid
-    strides = geometry.strides
     mask = geometry.mask
-    index = windows.index
-    reach = windows.reach
+    routing = windows.routing
+    query = point - row * geometry.queries
+    mask_row = row // geometry.rows_per_mask
+    number = union(windows.index, point, geometry.keys, geometry.grid, geometry.strides, windows.reach, keys, places)
+    routes = len(routing.words) > 0
+    tile = tile_of(routing.grids, query) if routes else 0
+    if not (geometry.causal or len(mask) or routes):
+        return number
+    count = 0
+    for n in range(number):
+        key = keys[n]
+        allowed = not (geometry.causal and key > query) and (len(mask) == 0 or mask[mask_row, key])
+        if allowed and not (routes and is_routed(routing, row, tile, key, geometry.keys)):
+            keys[count] = key
+            count += 1
+    return count
+
+
+@compiled
+def union(index, point, keys, grid, strides, reach, result, places):
+    """Write the keys in the windows of a point's matches to `result`, each once; return how many there are.
+
+    `places` holds the matches' coordinates, and last those of the line of keys at hand: windows are walked line by line
+    along the last axis, and a key is new when no earlier window holds it. Of matches only those below `keys` exist.
+    """
     rank = len(grid)
     count = 0
     lines = 1
-    query = point - row * geometry.queries
-    mask_row = row // geometry.rows_per_mask
     last = rank - 1
     for axis in range(last):
         lines *= 2 * reach[axis] + 1
     line = places[index.shape[1]]
     for e in range(index.shape[1]):
         match = np.int64(index[point, e])
-        if not 0 <= match < geometry.keys:
+        if not 0 <= match < keys:
             places[e, 0] = -1
             continue
         for axis in range(rank):
@@ -50,14 +71,9 @@ def expand(windows, geometry, row, point, keys, places):
             low = max(places[e, last] - reach[last], 0)
             high = min(places[e, last] + reach[last], grid[last] - 1)
             for at in range(low, high + 1):
-                key = first + at
-                if geometry.causal and key > query:
-                    break
-                if len(mask) and not mask[mask_row, key]:
-                    continue
                 line[last] = at
                 if _new(e, places, line, reach):
-                    keys[count] = key
+                    result[count] = first + at
                     count += 1
     return count
 
@@ -80,7 +96,7 @@ def _new(e, places, place, reach):
 def expand_block(windows, geometry, extras, block, keys, places):
     """For every slot of the windows and every point its key, or -1: off the grid, not allowed, or in a window before.
 
-    Slots of the extra keys follow.
+    Keys that the point's tile routes are not allowed. Slots of the extra keys follow, then SPARE rows.
     """
     grid = geometry.grid
     strides = geometry.strides
@@ -88,12 +104,16 @@ def expand_block(windows, geometry, extras, block, keys, places):
     size = block.size
     rank = len(grid)
     match = keys[len(keys) - 1]  # int32 [size], spare
+    tile = keys[len(keys) - 2]  # int32 [size], spare
     matches = len(places)
-    slots = len(keys) - 1 - extras
+    slots = len(keys) - SPARE - extras
     per_window = slots // max(matches, 1)
     for x in range(extras):
         for p in range(size):
             keys[slots + x, p] = geometry.keys + x
+    routing = windows.routing
+    if len(routing.words):
+        tiles_of(routing.grids, block.begin, size, tile, match, keys[len(keys) - 3])
     for e in range(matches):
         for p in range(size):
             match[p] = windows.index[block.first + p, e]
@@ -126,6 +146,10 @@ def expand_block(windows, geometry, extras, block, keys, places):
                 unmasked = geometry.mask[block.row // geometry.rows_per_mask]  # [M]
                 for p in range(size):
                     slot[p] = slot[p] if slot[p] >= 0 and unmasked[slot[p]] else -1
+            if len(routing.words):
+                for p in range(size):
+                    if slot[p] >= 0 and is_routed(routing, block.row, tile[p], slot[p], geometry.keys):
+                        slot[p] = -1
 
 
 @compiled

@@ -14,6 +14,8 @@ from .cluster_tail.backward import cluster_tail_backward as cluster_tail_backwar
 from .cluster_tail.forward import cluster_tail as cluster_tail
 from .drawn_tail.backward import drawn_tail_backward as drawn_tail_backward
 from .drawn_tail.forward import drawn_tail as drawn_tail
+from .route.route import route as route
+from .route.start import routed_start as routed_start
 from .runtime.launch import clear_caches as clear_caches
 from .sample.visits import sample as sample
 from .sample.visits import sample_backward as sample_backward

@@ -41,14 +41,28 @@ class KeyMask(NamedTuple):
     group: int  # rows of queries that share a row of the mask
 
 
+class RoutedClusters(NamedTuple):
+    """The clusters whose keys the tile of a query attends elsewhere, as kernels take them."""
+
+    label: Any  # int32 [rows of clusters, M], the cluster of each key; None: no key is left out
+    routes: Any  # int32 [rows, tiles, words], a bit for each cluster
+    group: int  # rows of queries that share a row of clusters
+    words: int
+    bits: Any  # of a place within a tile, one int per axis
+
+
+UNROUTED = RoutedClusters(None, None, 1, 1, None)
+
+
 class MatchWindows(NamedTuple):
     """The windows around the matches of all queries, as kernels take them."""
 
-    index: Tensor  # int32 [B, H, *G, kappa]
+    index: Any  # int32 [B, H, *G, kappa]; None without matches
     masked: KeyMask
     geo: Geometry
     reach: tuple[int, ...]  # the radius on each axis, less than its extent
     kappa: int  # matches of a query
+    routed: RoutedClusters = UNROUTED
 
 
 class Dropout(NamedTuple):
@@ -81,6 +95,7 @@ class QueryBlock(NamedTuple):
     exists: Any  # bool [BQ]
     index_row: Any  # pointer to the row of matches
     mask_row: Any  # the number of the row of the mask, int64
+    row: Any  # its number
 
 
 UNMASKED = KeyMask(None, 1)
@@ -132,6 +147,15 @@ def mask_argument(q: Tensor, k: Tensor, key_mask: Tensor | None) -> KeyMask:
     if key_mask is None:
         return UNMASKED
     return KeyMask(key_mask.contiguous(), q.shape[1] if key_mask.ndim == k.ndim - 2 else 1)
+
+
+def routed_argument(q: Tensor, label: Tensor | None, routes: Tensor | None) -> RoutedClusters:
+    """label int32 [B, Hc, *G'], routes int32 [B, H, T, W]."""
+    if label is None or routes is None:
+        return UNROUTED
+    bits = tuple(side.bit_length() - 1 for side in tile_shape(q.ndim - 3))
+    group = q.shape[1] // label.shape[1]
+    return RoutedClusters(label.contiguous(), routes.contiguous(), group, routes.shape[-1], bits)
 
 
 def dropout_argument(seed: Tensor | None, dropout_p: float, rows: Tensor | None) -> Dropout:
@@ -193,6 +217,20 @@ def tile_count(geo, B: tl.constexpr):
     for a in tl.static_range(1, len(geo.q)):
         n = n * ((geo.q[a] + B.TILE[a] - 1) // B.TILE[a])
     return n
+
+
+@triton.jit
+def tile_of(query, geo, bits):
+    """The number within its row of the tile of each query [BQ], of sides 2 ** bits; and how many tiles a row has."""
+    tile = query * 0  # [BQ]
+    stride = 1
+    rest = query  # [BQ]
+    for a in tl.static_range(len(geo.q) - 1, -1, -1):
+        up = rest // geo.q[a] if a > 0 else rest * 0
+        tile += ((rest - up * geo.q[a]) >> bits[a]) * stride
+        stride = stride * (((geo.q[a] - 1) >> bits[a]) + 1)
+        rest = up
+    return tile, stride
 
 
 @triton.jit
@@ -283,6 +321,20 @@ def unmasked(key, ok, mask_row, masked, geo):
 
 
 @triton.jit
+def unrouted(key, ok, row, query, routed, geo):
+    """Where `ok` also holds whether the tile of a query of a row leaves out the cluster of a key."""
+    if routed.label is not None:
+        label_row = routed.label + (row // routed.group).to(tl.int64) * points(geo.k)
+        cluster = tl.load(label_row + key, mask=ok, other=-1)  # [BQ]
+        tile, count = tile_of(query, geo, routed.bits)
+        words = routed.routes + (tl.cast(row, tl.int64) * count + tile) * routed.words  # [BQ]
+        exists = ok & (cluster >= 0) & (cluster < 32 * routed.words)  # [BQ]
+        word = tl.load(words + (cluster >> 5), mask=exists, other=0)  # [BQ]
+        ok = ok & (((word >> (cluster & 31)) & 1) == 0)
+    return ok
+
+
+@triton.jit
 def match_of(e, ok, query_block, windows):
     """Match e of each query [BQ], -1 for none; what is off the grid is none. Read where `ok`."""
     place = query_block.index_row + query_block.query.to(tl.int64) * windows.kappa + e
@@ -298,6 +350,7 @@ def attended_key(match, e, offset, query_block, windows, CAUSAL: tl.constexpr, S
     if CAUSAL:
         ok = ok & (key <= query_block.query)
     ok = unmasked(key, ok, query_block.mask_row, windows.masked, windows.geo)
+    ok = unrouted(key, ok, query_block.row, query_block.query, windows.routed, windows.geo)
     if SEVERAL:
         for before in range(e):
             earlier = match_of(before, ok, query_block, windows)  # [BQ]

@@ -15,6 +15,7 @@ from ...core.calls import AttendCall, DrawnTailCall
 from ...results import Attended
 from ...spec.grid import AllowedKeys, Grid, coordinates, flat, grid_of, inside, key_row, rows, window, within
 from ...spec.noise import noise, numbered
+from ...spec.routing import is_routed
 from ...spec.scoring import accumulator, normalized_weights, pair_score, widened
 from .chunks import in_chunks
 
@@ -34,7 +35,7 @@ def attend(call: AttendCall) -> Attended:
     keys = math.prod(key_grid)
     allowed_keys = AllowedKeys.of(q, k, call.causal, call.key_mask)
     radius = [min(b, extent - 1) for b, extent in zip(call.radius, key_grid, strict=True)]
-    flat_index = index.reshape(-1, index.shape[-1]).long()  # [P, kappa]
+    flat_index = index.reshape(math.prod(index.shape[:-1]), index.shape[-1]).long()  # [P, kappa]
     extras = extra_of(call)[0].shape[2]
     wide = accumulator(v.dtype)
 
@@ -44,6 +45,8 @@ def attend(call: AttendCall) -> Attended:
         source = key_row(row, heads, key_heads)
         key, new = expand(flat_index[at], key_grid, radius)  # [C, kappa * W]
         allowed = new & allowed_keys.allows(row, query, key)
+        if call.routes is not None and call.label is not None:
+            allowed = allowed & ~is_routed(call.routes, call.label, row, query, key, grid_of(call.q))
         # What is not allowed is zeroed before it is multiplied: 0 * NaN is NaN, forward and backward.
         k_gathered = torch.where(allowed.unsqueeze(-1), k[source * keys + key], 0)
         v_gathered = torch.where(allowed.unsqueeze(-1), v[source * keys + key], 0)
@@ -84,7 +87,7 @@ def expand(match: Tensor, key_grid: Grid, radius: Sequence[int]) -> tuple[Tensor
             new = new & ~(covered & exists[:, before].unsqueeze(-1))
         fresh.append(new)
     key = torch.where(on_grid, flat(place, key_grid), 0)
-    return key.flatten(1), torch.stack(fresh, 1).flatten(1)
+    return key.flatten(1), (torch.stack(fresh, 1) if fresh else on_grid).flatten(1)
 
 
 def extra_of(call: AttendCall) -> tuple[Tensor, Tensor]:

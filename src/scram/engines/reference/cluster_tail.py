@@ -1,4 +1,4 @@
-"""The clustered tail: every cluster stands for those of its keys that lie outside a query's windows."""
+"""The clustered tail: keys of routed clusters one by one, every other cluster for its keys outside the windows."""
 
 from __future__ import annotations
 
@@ -9,66 +9,135 @@ from torch import Tensor
 
 from ...core.calls import ClusterTailCall
 from ...results import Attended
+from ...spec.bits import unpacked
 from ...spec.grid import grid_of, key_row, rows
 from ...spec.noise import noise, numbered
+from ...spec.routing import MOST_RAISED
 from ...spec.scoring import accumulator, normalized_weights
+from ...spec.tiles import tile_of
 from .attend import CHUNK_ELEMENTS, mix
 from .chunks import in_chunks
-from .windows import windows_of
+from .windows import QueryWindows
 
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
-    """Windows and tail together: the windows are one more key, its score their lse, its value their out."""
+    """All together: the windows are one more key, its score their lse, its value their out."""
     q = call.q
     label = call.label
     key_grid = tuple(label.shape[2:])
+    grid = grid_of(q)
     heads = q.shape[1]
     cluster_heads = label.shape[1]
-    queries = math.prod(grid_of(q))
+    queries = math.prod(grid)
     keys = math.prod(key_grid)
     count = call.sizes.shape[-1]
-    wide = accumulator(call.values.dtype)
+    wide = accumulator(call.centers.dtype)
     flat_label = label.reshape(-1, keys).long()
     sizes = call.sizes.flatten(0, 1)
-    gains = torch.ones_like(call.centers[..., 0]) if call.gains is None else call.gains
-    windows = windows_of(call.window, call.index, key_grid, call.radius)
+    variance = call.variance.flatten(0, 1)
+    spreads = torch.zeros_like(call.centers[..., 0]) if call.spreads is None else call.spreads
+    spreads = spreads.flatten(0, 1)
+    key_heads = 1 if call.k is None else call.k.shape[1]
+    chosen = None if call.routes is None else unpacked(call.routes.flatten(0, 1), count)  # [R, T, C]
+    windows = None if call.index is None else QueryWindows(call.index, key_grid, call.radius)
+
+    def kept(row: Tensor, query: Tensor, named: Tensor, p: Tensor) -> Tensor:
+        """What dropout makes of the weights p [n, S] of keys and clusters named [n, S]."""
+        if call.dropout_seed is None:
+            return p
+        bits = noise(call.dropout_seed, numbered(row, call.rows).unsqueeze(-1), query.unsqueeze(-1), named)
+        return torch.where(bits >= int(call.dropout_p * 2**32), p / (1 - call.dropout_p), 0)
 
     def points(
-        at: Tensor, q: Tensor, centers: Tensor, values: Tensor, gains: Tensor, near_out: Tensor, near_lse: Tensor
+        at: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        centers: Tensor,
+        values: Tensor,
+        slope: Tensor,
+        near_out: Tensor,
+        near_lse: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        row = at // queries  # [C]
-        query = at % queries  # [C]
-        source = key_row(row, heads, cluster_heads)  # [C]
-        key, exists = windows.of(row.unsqueeze(-1), query.unsqueeze(-1))  # [C, keys of the windows]
-        name = flat_label[source.unsqueeze(-1), key]
-        counted = exists & (name >= 0) & (name < count)
-        taken = torch.zeros(len(at), count + 1, dtype=torch.int64, device=q.device)  # the last: keys of no cluster
-        taken = taken.scatter_add(1, torch.where(counted, name, count), torch.ones_like(name))
-        factor = (sizes[source] - taken[:, :count]) * gains[source]  # [C, clusters]
-        some = factor > 0
-        # What a query has nothing left of is zero before it is multiplied: 0 * NaN is NaN.
-        a = torch.where(some, call.scale * (centers[source] @ q[at].unsqueeze(-1)).squeeze(-1), 0)
-        factor = torch.where(some, factor, 1)
-        near_score = near_lse[at].unsqueeze(-1)  # [C, 1]
+        row = at // queries  # [n]
+        query = at % queries  # [n]
+        source = key_row(row, heads, cluster_heads)  # [n]
+        left = sizes[source].expand(-1, count)  # [n, C]
+        if windows is not None:
+            key, counted = windows.of(row.unsqueeze(-1), query.unsqueeze(-1))  # [n, keys of the windows]
+            name = flat_label[source.unsqueeze(-1), key]
+            counted = counted & (name >= 0) & (name < count)
+            taken = torch.zeros(len(at), count + 1, dtype=torch.int64, device=q.device)  # the last: no cluster
+            left = left - taken.scatter_add(1, torch.where(counted, name, count), torch.ones_like(name))[:, :count]
+        some = left > 0  # [n, C]
+        if chosen is None:
+            key = row.new_zeros(len(at), 0)
+            exists = key > 0
+        else:
+            mine = chosen[row, tile_of(query, grid)]  # [n, C]
+            some = some & ~mine
+            key, exists = _routed_keys(call, mine, source)  # [n, K]
+        key_source = key_row(row, heads, key_heads).unsqueeze(-1) * keys + key
+        # What does not count is zero before it is multiplied: 0 * NaN is NaN.
+        k_gathered = torch.where(exists.unsqueeze(-1), k[key_source], 0)  # [n, K, E]
+        v_gathered = torch.where(exists.unsqueeze(-1), v[key_source], 0)  # [n, K, F]
+        a_keys = call.scale * (k_gathered @ q[at].unsqueeze(-1)).squeeze(-1)  # [n, K]
+        spread = call.scale**2 * (q[at].square() * variance[source]).sum(-1, keepdim=True)  # [n, 1]
+        a = call.scale * (centers[source] @ q[at].unsqueeze(-1)).squeeze(-1)  # [n, C]
+        a = a + torch.where(some, left, 1).to(wide).log() + (spread * spreads[source]).clamp(max=MOST_RAISED) / 2
+        near_score = near_lse[at].unsqueeze(-1)  # [n, 1]
         p, lse = normalized_weights(
-            torch.cat([a + factor.log(), near_score], 1), torch.cat([some, near_score != -torch.inf], 1), "softmax"
+            torch.cat([a_keys, torch.where(some, a, 0), near_score], 1),
+            torch.cat([exists, some, near_score != -torch.inf], 1),
+            "softmax",
         )
-        p_tail = p[:, :count]
-        p_near = p[:, count:]
-        if call.dropout_seed is not None:
-            named = call.first_name + torch.arange(count, device=q.device)
-            number = numbered(row, call.rows).unsqueeze(-1)
-            bits = noise(call.dropout_seed, number, query.unsqueeze(-1), named)
-            p_tail = torch.where(bits >= int(call.dropout_p * 2**32), p_tail / (1 - call.dropout_p), 0)
+        p_keys = p[:, : key.shape[1]]
+        p_tail = p[:, key.shape[1] : -1]
+        p_near = p[:, -1:]
+        p_keys = kept(row, query, key, p_keys)
+        p_tail = kept(row, query, call.first_name + torch.arange(count, device=q.device), p_tail)
         joined = torch.where(near_score == -torch.inf, 0, p_near * near_out[at])
-        return mix(p_tail, torch.where(some.unsqueeze(-1), values[source], 0)) + joined, lse
+        first = call.scale * (q[at].unsqueeze(1) @ slope[source]).squeeze(1) / (1 + spread)  # [n, F]
+        share = p_tail.sum(1, keepdim=True)
+        out = mix(p_keys, v_gathered) + mix(p_tail, torch.where(some.unsqueeze(-1), values[source], 0)) + joined
+        return out + torch.where(share > 0, share * first, 0), lse
 
+    width = q.shape[-1]
+    value_width = call.values.shape[-1]
     q_points = rows(q).flatten(0, 1).to(wide)  # [P, E]
-    near_out = rows(call.near_out).flatten(0, 1).to(wide)  # [P, F]
-    near_lse = call.near_lse.flatten().to(wide)  # [P]
-    clusters = (x.flatten(0, 1).to(wide) for x in (call.centers, call.values, gains))
-    each = count * (q.shape[-1] + call.values.shape[-1])
+    total = len(q_points)
+    k_points, v_points = (
+        q_points.new_zeros(1, size) if x is None else rows(x).flatten(0, 1).to(wide)
+        for x, size in ((call.k, width), (call.v, value_width))
+    )
+    no_slope = call.centers.new_zeros(*call.centers.shape[:2], width, value_width)
+    slope = no_slope if call.slope is None else call.slope
+    clusters = (x.flatten(0, 1).to(wide) for x in (call.centers, call.values, slope))
+    if call.near_out is None or call.near_lse is None:
+        near_out = q_points.new_zeros(total, value_width)
+        near_lse = q_points.new_full((total,), -torch.inf)
+    else:
+        near_out = rows(call.near_out).flatten(0, 1).to(wide)
+        near_lse = call.near_lse.flatten().to(wide)
+    each = (
+        (count + min(call.keys, keys)) * (width + value_width)
+        + width * value_width
+        + (keys if chosen is not None else 0)
+    )
     size = max(1, CHUNK_ELEMENTS // max(each, 1))
-    tensors = (q_points, *clusters, near_out, near_lse)
-    out, lse = in_chunks(points, q.shape[0] * heads * queries, size, tensors)
-    return Attended(out.to(call.near_out.dtype).reshape(call.near_out.shape), lse.reshape(q.shape[:-1]))
+    out, lse = in_chunks(points, total, size, (q_points, k_points, v_points, *clusters, near_out, near_lse))
+    return Attended(out.to(call.out_dtype).reshape(*q.shape[:-1], value_width), lse.reshape(q.shape[:-1]))
+
+
+def _routed_keys(call: ClusterTailCall, chosen: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys of the chosen clusters [n, C], of rows `source` [n] of clusters: int64 [n, K], and which exist."""
+    assert call.order is not None
+    order = call.order.flatten(0, 1)[source].long()  # [n, M]
+    name = call.label.flatten(0, 1).flatten(1)[source].long().gather(1, order)  # [n, M], ascending, then -1
+    last = chosen.shape[1] - 1
+    counts = (name >= 0) & (name <= last) & chosen.gather(1, name.clamp(min=0, max=last))  # [n, M]
+    most = min(call.keys, order.shape[1])
+    slot = torch.where(counts, counts.cumsum(1) - 1, most).clamp(max=most)
+    key = torch.full((len(order), most + 1), -1, dtype=torch.int64, device=order.device)
+    key = key.scatter(1, slot, torch.where(counts, order, -1))[:, :most]
+    return key.clamp(min=0), key >= 0

@@ -5,6 +5,7 @@ import torch
 from ...core.calls import AttendCall, Found, SearchCall
 from ...results import Attended
 from ...spec.clustering import cluster
+from ...spec.routing import route, routed_start
 from .attend import attend as query_attend
 from .cluster_tail import cluster_tail
 from .drawn_tail import drawn_tail
@@ -13,7 +14,17 @@ from .search import search as query_search
 from .tile_attend import tile_attend
 from .tile_search import tile_search
 
-__all__ = ["attend", "clear_caches", "cluster", "cluster_tail", "drawn_tail", "sample", "search"]
+__all__ = [
+    "attend",
+    "clear_caches",
+    "cluster",
+    "cluster_tail",
+    "drawn_tail",
+    "route",
+    "routed_start",
+    "sample",
+    "search",
+]
 
 
 def search(call: SearchCall) -> Found:

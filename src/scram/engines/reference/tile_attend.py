@@ -19,9 +19,9 @@ from ...results import Attended
 from ...spec.grid import AllowedKeys, Grid, cell_sides, coordinates, flat, grid_of, inside, key_row
 from ...spec.schedule import TILE_QUERIES
 from ...spec.scoring import accumulator, normalized_weights, pair_score
+from ...spec.tiles import members
 from .attend import extra_of, flat_tensors, kept
 from .chunks import in_chunks
-from .tile_search import members
 
 CHUNK_ELEMENTS = 1 << 22  # of scores, gathered keys and values at a time
 

@@ -5,17 +5,17 @@ Works on points as `search` does; a tile is a row of TILE_QUERIES points, -1 whe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ...core.calls import Found, SearchCall
-from ...spec.grid import Grid, coordinates, flat, inside, key_row, within
+from ...spec.grid import coordinates, flat, inside, key_row, within
 from ...spec.noise import below, noise
 from ...spec.schedule import MOVES, STOP, TILE_QUERIES, Offer, lane_groups, offers, tile_shape
 from ...spec.scoring import pair_score
+from ...spec.tiles import members
 from .search import CHUNK_ELEMENTS, SearchSpace
 
 
@@ -139,20 +139,6 @@ def _offered(space: SearchSpace, offer: Offer, sweep: int, number: int, key: Ten
     # Whoever finds nothing shows what it has. Causal order is for each query of the tile to test.
     own = torch.where(match_of(query) < 0, key[:, 0], match_of(query))
     return torch.where((offered >= 0) & unmasked, offered, own)
-
-
-def members(grid: Grid, device: torch.device) -> Tensor:
-    """The queries of every tile [tiles, TILE_QUERIES], -1 where it sticks out of the grid.
-
-    >>> members((3, 9), torch.device("cpu"))[1, :9].tolist()
-    [8, -1, -1, -1, -1, -1, -1, -1, 17]
-    """
-    shape = tile_shape(len(grid))
-    across = [-(-extent // side) for extent, side in zip(grid, shape, strict=True)]
-    corner = [c.unsqueeze(1) for c in coordinates(torch.arange(math.prod(across), device=device), across)]
-    lane = coordinates(torch.arange(TILE_QUERIES, device=device), shape)
-    place = [at * side + of for at, side, of in zip(corner, shape, lane, strict=True)]
-    return torch.where(inside(place, grid), flat(place, grid), -1)
 
 
 def _tiles(space: SearchSpace, elements: int) -> Iterator[Tensor]:

@@ -27,20 +27,24 @@ function shade(weight, most) {
   return weight > 0 ? Math.max(0, 1 + Math.log10(weight / most) / DECADES) : 0;
 }
 
-// RGBA of the weights of all keys. Window keys are opaque; what clusters stand for is soft.
-function paintWeights(image, weights, most, colors, inside, soft) {
+// RGBA of the weights of all keys; `kinds` says how they are attended, null for exact attention. Keys that are attended
+// themselves are opaque; routed ones have the color `routed`, denser with the weight, or null for that of their weight.
+// What clusters stand for is soft.
+function paintWeights(image, weights, most, colors, kinds, soft, routed) {
   const data = image.data;
   data.fill(0);
   for (let j = 0; j < weights.length; j++) {
-    const own = inside !== null && inside.has(j);
-    if (!own && inside !== null && !soft) continue;
+    const own = kinds !== null && kinds[j] > 0, marked = own && kinds[j] === ROUTED && routed !== null;
+    if (!own && kinds !== null && !soft) continue;
     const t = Math.min(1, shade(weights[j], most));
     if (t <= 0 && !own) continue;
     const at = Math.round(255 * t);
-    for (let c = 0; c < 3; c++) data[4 * j + c] = colors[3 * at + c];
-    data[4 * j + 3] = own ? 255 : inside === null ? 70 + 185 * t : 200 * t;
+    for (let c = 0; c < 3; c++) data[4 * j + c] = marked ? routed[c] : colors[3 * at + c];
+    data[4 * j + 3] = marked ? 140 + 115 * t : own ? 255 : kinds === null ? 70 + 185 * t : 200 * t;
   }
 }
+
+function rgb(hex) { return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)); }
 
 // RGBA of three planes of numbers: colors of 0 to 255, or features, each spread over its middle 96 %.
 function paintPlanes(image, planes, length, count, spread) {

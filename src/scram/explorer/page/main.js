@@ -14,7 +14,8 @@ class Explorer {
     const middle = Math.floor(about.queries.points / about.queries.width / 2) * about.queries.width;
     this.state = {
       query: Math.min(middle + Math.floor(about.queries.width / 2), about.queries.points - 1), head: 0,
-      sweep: about.sweeps, count: about.matches, scale: 0, view: "scram", clusters: true, held: false,
+      sweep: about.sweeps, count: about.matches, scale: 0, view: "scram", clusters: true, routed: true,
+      held: false,
       ground: about.pictures ? "picture" : "features", map: "viridis", theme: "auto",
     };
     this.panes = { keys: new Pane(document.getElementById("keys"), about.keys) };
@@ -30,6 +31,8 @@ class Explorer {
   get columns() { return this.about.queries.width; }
   get keyColors() { return this.arrays.picture_keys ?? this.arrays.picture_queries; }
 
+  get routedColor() { return getComputedStyle(document.documentElement).getPropertyValue("--routed").trim(); }
+
   setUp() {
     const { about, form } = this, one = about.panes === 1;
     document.getElementById("panes").dataset.panes = about.panes;
@@ -42,12 +45,16 @@ class Explorer {
     form.head.replaceChildren(...about.heads.map((_, n) => new Option(n, n)));
     form.count.max = about.matches;
     form.sweep.max = about.sweeps;
-    const grounds = Object.keys(GROUNDS).filter((name) => about.pictures || (name !== "picture" && name !== "rebuilt"));
+    const possible = { picture: about.pictures, rebuilt: about.pictures && about.matches, places: about.matches,
+      features: true };
+    const grounds = Object.keys(GROUNDS).filter((name) => possible[name]);
     form.ground.replaceChildren(...grounds.map((name) => new Option(GROUNDS[name], name)));
     form.clusters.closest("label").hidden = !about.clusters;
+    form.routed.closest("label").hidden = !about.routed_keys;
+    document.getElementById("matches").hidden = !about.matches;
     const hide = (name, hidden) => { form.querySelector(`[data-for="${name}"]`).hidden = hidden; };
     hide("head", about.heads.length === 1);
-    hide("count", about.matches === 1);
+    hide("count", about.matches < 2);
     hide("sweep", about.sweeps === 0);
     form.addEventListener("input", () => this.readControls());
     form.addEventListener("submit", (event) => event.preventDefault());
@@ -149,8 +156,8 @@ class Explorer {
     const { form } = this, number = (name) => Number(form[name].value);
     this.change({
       head: number("head"), count: number("count"), sweep: number("sweep"), scale: number("scale"),
-      view: form.view.value, clusters: form.clusters.checked, ground: form.ground.value, map: form.map.value,
-      theme: form.theme.value,
+      view: form.view.value, clusters: form.clusters.checked, routed: form.routed.checked, ground: form.ground.value,
+      map: form.map.value, theme: form.theme.value,
     });
   }
 
@@ -158,12 +165,14 @@ class Explorer {
     const { form, state, about } = this;
     const names = ["head", "count", "sweep", "scale", "view", "ground", "map", "theme"];
     for (const name of names) form[name].value = state[name];
-    form.clusters.checked = state.clusters;
-    form.clusters.disabled = state.view === "exact";
+    for (const name of ["clusters", "routed"]) {
+      form[name].checked = state[name];
+      form[name].disabled = state.view === "exact";
+    }
     const say = (name, text) => { form.querySelector(`[data-for="${name}"] output`).textContent = text; };
     const kept = state.sweep === about.sweeps ? about.matches : about.early_matches;
     say("count", `${Math.min(state.count, kept)} of ${about.matches}`);
-    const share = about.quality.sweeps[state.sweep][state.head];
+    const share = about.matches ? about.quality.sweeps[state.sweep][state.head] : 0;
     say("sweep", `${state.sweep} of ${about.sweeps}: ${percent(share, 0)} held`);
     say("scale", `${compact(about.scale * 2 ** state.scale)}${state.scale ? "" : " (own)"}`);
     form.scale.setAttribute("aria-valuetext", compact(about.scale * 2 ** state.scale));
@@ -182,10 +191,12 @@ class Explorer {
     const reach = screenReach(about);
     const marks = this.found.matches.flatMap((one, n) => one === null ? [] :
       [{ row: one.place[0], column: one.place[1], reach, label: String(n + 1) }]);
-    const [row, column] = this.model.placeOf(state.query), own = { row, column };
-    panes.keys.marks = about.panes === 1 ? [...marks, own] : marks;
-    if (about.panes === 2) panes.queries.marks = [own];
+    const [row, column] = this.model.placeOf(state.query), tile = this.model.tileFrame(state.query);
+    const own = [...tile ? [{ tile, color: this.routedColor }] : [], { row, column }];
+    panes.keys.marks = about.panes === 1 ? [...marks, ...own] : marks;
+    if (about.panes === 2) panes.queries.marks = own;
     this.draw();
+    showKinds(about, this.found, state);
     showNumbers(about, this.found, panes.keys);
     const held = state.held ? " (held)" : "", one = about.panes === 1;
     document.getElementById(one ? "keys-name" : "queries-name").textContent = `Queries${one ? " and keys" : ""}${held}`;
@@ -200,8 +211,9 @@ class Explorer {
     const { state, about, arrays, panes, found } = this, colors = table(state.map);
     const weights = found.matches.map((one) => one ? one.weight : 0);
     const most = this.most = Math.max(found.exact[found.best], ...weights, 1e-30);
-    const view = state.view === "exact" ? [found.exact, null] : [found.scram, found.inside];
-    paintWeights(panes.keys.weights.image, view[0], most, colors, view[1], state.clusters);
+    const view = state.view === "exact" ? [found.exact, null] : [found.scram, found.kinds];
+    const routed = state.routed ? rgb(this.routedColor) : null;
+    paintWeights(panes.keys.weights.image, view[0], most, colors, view[1], state.clusters, routed);
     panes.keys.weights.show();
     showLegend(most, state.map);
     const key = `${state.ground} ${state.head} ${state.sweep}`;
@@ -266,7 +278,7 @@ class Explorer {
       if (name in most && Number.isInteger(number) && number >= 0 && number <= most[name]) state[name] = number;
       if (name === "scale" && Math.abs(number) <= 3) state.scale = number;
       if (words[name]?.includes(value)) state[name] = value;
-      if (name === "clusters" || name === "held") state[name] = value === "true";
+      if (["clusters", "routed", "held"].includes(name)) state[name] = value === "true";
       const pane = name.startsWith("zoom-") ? this.panes[name.slice(5)] : null, view = value.split(",").map(Number);
       if (pane && view.length === 3 && view.every(Number.isFinite))
         pane.view = { zoom: Math.min(64, Math.max(1, view[0])), x: view[1], y: view[2] };
@@ -317,7 +329,16 @@ class Explorer {
     }
     context.textAlign = "left";
     const shown = this.state.view === "exact" ? "exact attention" : "SCRAM";
-    context.fillText(`${this.about.title}: ${shown}. Colors: weight of one key.`, gap, line(2.2), width - 2 * gap);
+    const marked = this.about.routed_keys && this.state.routed && this.state.view === "scram";
+    const first = `${this.about.title}: ${shown}. Colors: weight of one key.`;
+    context.fillText(first, gap, line(2.2), width - 2 * gap);
+    if (marked) {
+      const at = gap + Math.min(context.measureText(`${first} `).width, width - 2 * gap);
+      context.fillStyle = this.routedColor;
+      context.fillRect(at, line(2.2) - 10 * ratio, 11 * ratio, 11 * ratio);
+      context.fillStyle = style.getPropertyValue("--ink");
+      context.fillText("routed keys", at + 15 * ratio, line(2.2));
+    }
     context.fillText(sentence(this.about, this.found), gap, line(3.3), width - 2 * gap);
     return canvas;
   }

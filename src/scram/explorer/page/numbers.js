@@ -13,9 +13,12 @@ function ordinal(n) { return n === 2 ? "second" : n === 3 ? "third" : `${n}th`; 
 function gridWords(side) { return side.grid.join(" × "); }
 
 function qualityWords(about) {
-  const { quality, clusters } = about;
-  return `The windows hold ${percent(quality.mass)} of the exact attention. The output is ` +
-    `${percent(quality.median)} off in the median query, ${percent(quality.p95)} in the 95th percentile` +
+  const { quality, clusters, matches, routed_keys: routed } = about;
+  const windows = `The windows hold ${percent(quality.mass)} of the exact attention`;
+  const held = matches && routed ? `${windows}, windows and routed keys ${percent(quality.attended)}. ` :
+    matches ? `${windows}. ` : routed ? `Routed keys hold ${percent(quality.attended)} of the exact attention. ` : "";
+  return `${held}The output is ${percent(quality.median)} off in the median query, ` +
+    `${percent(quality.p95)} in the 95th percentile` +
     `${clusters ? `, with ${clusters} clusters for all other keys` : ", with nothing for the other keys"}.`;
 }
 
@@ -24,10 +27,16 @@ function noteWords(about) {
     `${about.queries.whole.join(" × ")} queries and ${gridWords(about.keys)} keys` :
     `${gridWords(about.keys)} points, which are queries and keys`;
   const plural = about.heads.length > 1 ? `${about.heads.length} heads, ` : "";
-  notes.push(`${both}; ${plural}score “${about.score}”, scale ${compact(about.scale)}, windows of radius ` +
-    `${[...new Set(about.radius)].join(", ")}, ${about.sweeps} sweeps. The figures above compare ` +
-    `${about.quality.queries} queries of each head with exact attention; errors are relative to the root ` +
-    `mean square of the head’s exact outputs.`);
+  const windows = about.matches ?
+    `windows of radius ${[...new Set(about.radius)].join(", ")}, ${about.sweeps} sweeps` : "no search and no windows";
+  notes.push(`${both}; ${plural}score “${about.score}”, scale ${compact(about.scale)}, ${windows}. ` +
+    `The figures above compare ${about.quality.queries} queries of each head with exact attention; errors are ` +
+    "relative to the root mean square of the head’s exact outputs.");
+  if (about.routed_keys) {
+    notes.push(`Routed keys: all queries of a tile, ${about.tile.join(" × ")} of them, attend one by one all keys of ` +
+      `the clusters whose means would be most wrong for the tile, at most ${about.routed_keys} keys. A key of a ` +
+      "window is shown as such. Another scale does not change what is routed.");
+  }
   if (about.thinned) {
     const { stride, queries, keys } = about.thinned;
     notes.push(`Thinned: every ${ordinal(stride)} point of each axis is kept, of ${queries.join(" × ")} queries and ` +
@@ -35,7 +44,7 @@ function noteWords(about) {
   }
   if (about.queries.stride > 1) {
     notes.push(`To fit this file, every ${ordinal(about.queries.stride)} query of each axis can be chosen; all were ` +
-      "searched and all keys are attended.");
+      "computed and all keys are attended.");
   }
   notes.push(...about.notes);
   const kept = about.channels.join(", "), values = about.value_channels.join(", ");
@@ -44,12 +53,16 @@ function noteWords(about) {
     `another place than exact attention. Values are kept to ${percent(about.values_kept, 2)} of their variance, in ` +
     `${values} channels.`);
   if (about.early_matches < about.matches) notes.push("Earlier sweeps show the best match of each query only.");
-  notes.push("Where queries show the place of their best match, keys go from blue on the left to yellow on the " +
-    "right, and from dark at the top to light at the bottom.");
+  if (about.matches) {
+    notes.push("Where queries show the place of their best match, keys go from blue on the left to yellow on the " +
+      "right, and from dark at the top to light at the bottom.");
+  }
   if (about.queries.grid.length === 1) notes.push("The sequence is broken into lines.");
   if (about.queries.grid.length > 2) notes.push("Slices of the first axes stand below each other.");
-  notes.push("Captured mass is the share of a query’s exact attention that lies in its windows. The weights of " +
-    "windows and clusters are SCRAM’s own, and make 100 %.");
+  const parts = [...about.matches ? ["windows"] : [], ...about.routed_keys ? ["routed keys"] : [],
+    ...about.clusters ? ["clusters"] : []];
+  const mass = "Captured mass is the share of a query’s exact attention that lies in its windows. ";
+  notes.push(`${about.matches ? mass : ""}The weights of ${parts.join(", ")} are SCRAM’s own, and make 100 %.`);
   notes.push(`Written by SCRAM ${about.scram}. Everything is in this file; it loads nothing and sends nothing.`);
   return notes;
 }
@@ -60,15 +73,19 @@ function coordinatesOf(side, index) {
 }
 
 function numberRows(about, found) {
-  const rows = [
-    ["Place (row, column)", coordinatesOf(about.queries, found.query)],
-    ["Captured mass", percent(found.captured)],
-    ["Weight of the windows", percent(found.windowWeight)],
-  ];
-  if (about.clusters) rows.push(["Weight of the clusters", percent(found.clusterWeight)]);
+  const { matches, routed_keys: routed, clusters } = about;
+  const rows = [["Place (row, column)", coordinatesOf(about.queries, found.query)]];
+  if (matches) rows.push(["Captured mass", percent(found.captured)]);
+  if (routed) rows.push([matches ? "Captured with routed keys" : "Captured by routed keys", percent(found.attended)]);
+  if (matches) rows.push(["Weight of the windows", percent(found.windowWeight)]);
+  if (routed) rows.push(["Weight of routed keys", percent(found.routedWeight)]);
+  if (clusters) rows.push(["Weight of the clusters", percent(found.clusterWeight)]);
+  if (routed) rows.push(["Routed keys, clusters", `${found.routedKeys}, ${found.routedClusters}`]);
   rows.push(["Output error", percent(found.error)]);
   const match = found.matches.some((one) => one && one.key === found.best);
-  rows.push([`Best key of all${match ? "" : ", not found"}`, coordinatesOf(about.keys, found.best)]);
+  const kind = { [WINDOW]: ", in a window", [ROUTED]: ", routed" }[found.kinds[found.best]] ?? ", not found";
+  const where = match ? "" : kind;
+  rows.push([`Best key of all${where}`, coordinatesOf(about.keys, found.best)]);
   rows.push(["Its score", compact(found.bestScore)]);
   return rows;
 }
@@ -99,10 +116,14 @@ function showNumbers(about, found, pane) {
 }
 
 function sentence(about, found) {
-  const first = found.matches.find((one) => one !== null);
-  return `Query ${coordinatesOf(about.queries, found.query)}: ` +
-    (first ? `best match ${coordinatesOf(about.keys, first.key)}, score ${compact(first.score)}; ` : "no match; ") +
-    `windows hold ${percent(found.captured)} of the exact attention, output error ${percent(found.error)}.`;
+  const first = found.matches.find((one) => one !== null), { matches, routed_keys: routed } = about;
+  const match = first ? `best match ${coordinatesOf(about.keys, first.key)}, score ${compact(first.score)}; ` :
+    matches ? "no match; " : "";
+  const held = [...matches ? [`windows hold ${percent(found.captured)}`] : [],
+    ...routed ? [`${matches ? "with " : ""}${found.routedKeys} routed keys ${matches ? "" : "hold "}` +
+      percent(found.attended)] : []];
+  return `Query ${coordinatesOf(about.queries, found.query)}: ${match}` +
+    `${held.length ? `${held.join(", ")} of the exact attention; ` : ""}output error ${percent(found.error)}.`;
 }
 
 function legendTicks(most) {
@@ -116,4 +137,16 @@ function showLegend(most, map) {
     Object.assign(document.createElement("span"), { textContent: n ? text : `≤ ${text}` })));
   document.getElementById("legend").setAttribute("aria-label",
     `Colors: weight of one key, logarithmic, from ${ticks[0]} or less to ${ticks[DECADES]}`);
+}
+
+// What squares, the color of routed keys and soft colors are, with counts.
+function showKinds(about, found, state) {
+  const shown = state.view === "scram", keys = `${found.routedKeys} keys of ${found.routedClusters} clusters`;
+  const words = { windows: "Windows", routed: `Routed: ${keys}`, soft: "Clusters’ part", tile: "Tile of the query" };
+  const visible = { windows: about.matches > 0, routed: shown && about.routed_keys > 0 && state.routed,
+    soft: shown && about.clusters > 0 && state.clusters, tile: about.routed_keys > 0 && about.tile.length === 2 };
+  for (const item of document.querySelectorAll("#kinds [data-kind]")) {
+    item.hidden = !visible[item.dataset.kind];
+    item.querySelector("span").textContent = words[item.dataset.kind];
+  }
 }

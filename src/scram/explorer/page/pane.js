@@ -108,8 +108,23 @@ function layer(columns, rows) {
   return { canvas, image: context.createImageData(columns, rows), show() { context.putImageData(this.image, 0, 0); } };
 }
 
-// A ring around the query, or the outline of a window with its number.
-function drawMark(context, { row, column, reach, label }, { unit, ratio, left, top, width }) {
+// A ring around the query, the outline of a window with its number, or that of the query's tile.
+function drawMark(context, mark, frame) {
+  if (mark.tile) drawTile(context, mark, frame);
+  else drawPlace(context, mark, frame);
+}
+
+function drawTile(context, { tile, color }, { unit, ratio, left, top }) {
+  const place = [left + tile.left * unit, top + tile.top * unit];
+  const size = [(tile.right - tile.left) * unit, (tile.bottom - tile.top) * unit];
+  for (const [ink, thick] of [["#000", 5], ["#fff", 3.6], [color, 1.6]]) {
+    context.strokeStyle = ink;
+    context.lineWidth = thick * ratio;
+    context.strokeRect(...place, ...size);
+  }
+}
+
+function drawPlace(context, { row, column, reach, label }, { unit, ratio, left, top, width }) {
   const x = left + (column + 0.5) * unit, y = top + (row + 0.5) * unit, lines = [["#000", 3.4], ["#fff", 1.6]];
   for (const [color, thick] of lines) {
     context.strokeStyle = color;

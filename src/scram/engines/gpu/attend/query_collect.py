@@ -28,6 +28,7 @@ from ..primitives import (
     points,
     store_pieces,
     unmasked,
+    unrouted,
     window_key,
     window_size,
     zero_pieces,
@@ -77,7 +78,17 @@ def collect(inputs: Inputs, variant: Variant, above: Upstream, grads: AttendGrad
     ends = further.cumsum(0)
     owner = torch.searchsorted(ends, torch.arange(shares, device=device), right=True)
     k_parts, v_parts = (torch.empty((shares, width), dtype=torch.float32, device=device) for width in variant.widths)
-    lists = Lists(order, first, further, ends, owner, k_parts, v_parts, key_rows, share)
+    lists = Lists(
+        order=order,
+        first=first,
+        further=further,
+        ends=ends,
+        owner=owner,
+        k_parts=k_parts,
+        v_parts=v_parts,
+        key_rows=key_rows,
+        share=share,
+    )
     flags = {"CONFIG": variant.config, **collect_tile(variant.widths, variant.dtypes)}
     if shares:
         Kernel(collect_kernel, shares, {**flags, "FIRST": False})(inputs, above, grads, lists)
@@ -171,6 +182,7 @@ def collect_kernel(
             if CONFIG.CAUSAL:
                 ok = ok & (key <= query)
             ok = unmasked(key, ok, (row // windows.masked.group).to(tl.int64), windows.masked, windows.geo)
+            ok = unrouted(key, ok, row, query, windows.routed, windows.geo)
             if CONFIG.SEVERAL:
                 for before in range(windows.kappa - 1):
                     earlier = tl.load(windows.index + point * windows.kappa + before, mask=ok & (before < e), other=-1)

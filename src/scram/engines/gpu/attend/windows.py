@@ -29,6 +29,7 @@ from ..primitives import (
     next_offset,
     points,
     reaches,
+    routed_argument,
     tile_at,
     tiles,
 )
@@ -107,14 +108,27 @@ def inputs_of(call: AttendCall) -> tuple[Inputs, Variant]:
         v_extra = v_extra.contiguous()
         extras = k_extra.shape[2]
     masked = mask_argument(q, k, call.key_mask)
+    routed = routed_argument(q, call.label, call.routes)
     kappa = index.shape[-1]
     dropout = dropout_argument(call.dropout_seed, call.dropout_p, call.rows)
     settings = call.causal, call.weight, call.dropout_seed is not None and call.dropout_p > 0, kappa > 1
-    seen = kinds(q, k, v, index, k_extra, v_extra, masked.mask, dropout.seed.pointer, dropout.seed.rows)
+    seen = kinds(q, k, v, index, k_extra, v_extra, masked.mask, routed, dropout.seed.pointer, dropout.seed.rows)
     variant = _variant(q.shape, k.shape, v.shape, call.radius, settings, seen)
-    windows = MatchWindows(index, masked, variant.geo, variant.reach, kappa)
+    windows = MatchWindows(index, masked, variant.geo, variant.reach, kappa, routed)
     group = q.shape[1] // k.shape[1]
-    return Inputs(q, k, v, k_extra, v_extra, windows, dropout, group, extras, call.scale), variant
+    inputs = Inputs(
+        q=q,
+        k=k,
+        v=v,
+        k_extra=k_extra,
+        v_extra=v_extra,
+        windows=windows,
+        dropout=dropout,
+        group=group,
+        extras=extras,
+        scale=call.scale,
+    )
+    return inputs, variant
 
 
 @cached
@@ -147,7 +161,7 @@ def program_queries(inputs, B: tl.constexpr, E: tl.constexpr):
     query, exists = lane_query(corner, windows.geo, B)
     start = row * points(windows.geo.q).to(tl.int64)
     index_row = windows.index + start * windows.kappa
-    query_block = QueryBlock(query, exists, index_row, (row // windows.masked.group).to(tl.int64))
+    query_block = QueryBlock(query, exists, index_row, (row // windows.masked.group).to(tl.int64), row)
     q_block = load_float32(inputs.q + start * E.SIZE, query, exists, E)  # [BQ, E]
     return row, start, query_block, q_block, dropout_noise(inputs.dropout, row, query)
 

@@ -1,8 +1,8 @@
-"""Keys grouped by content, in Triton: assignment fused with its argmax, sums per cluster as one-hot matrix products.
+"""Keys grouped by content, in Triton.
 
-The steps of k-means read a sample, laid side by side once; then all keys are assigned and their means taken. A kernel
-each turns sums into centers and their forms, forms into labels, labels into sums.
-Nothing has the size of keys times clusters, and the bits are the same every time.
+The steps of k-means read a sample, laid side by side once; then all keys are assigned, sorted by their labels and added
+up cluster by cluster, in one pass each. Nothing has the size of keys times clusters, and the bits are the same every
+time.
 """
 
 from __future__ import annotations
@@ -12,77 +12,137 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ....core.calls import ClusterCall, Clustered
 from ....spec import clustering
 from ....spec.grid import AllowedKeys, grid_of
-from ..noise import absorb, row_state, seed_argument
-from ..primitives import (
-    UNMASKED,
-    KeyMask,
-    for_product,
-    load_padded,
-    load_piece,
-    load_pieces,
-    own_piece,
-    product,
-    store_piece,
+from ..noise import seed_argument
+from ..primitives import UNMASKED, KeyMask
+from ..runtime.block_sizes import (
+    ASSIGN,
+    ASSIGN_AHEAD,
+    ASSIGN_BYTES,
+    ASSIGN_EXACT,
+    ASSIGN_WAVES,
+    PRODUCT_PROGRAMS,
+    PRODUCTS,
+    PRODUCTS_EXACT,
+    SEGMENT_PROGRAMS,
+    SEGMENTS,
+    SEGMENTS_EXACT,
+    multiprocessors,
+    shares,
+    tile_pieces,
 )
-from ..runtime.block_sizes import ASSIGN, ASSIGN_EXACT, CLUSTER_SUMS, CLUSTER_SUMS_EXACT, stages, tile_pieces
-from ..runtime.launch import Kernel, cached, kinds, on_device
-from .forms import DrawnStart, Forms, GivenStart, Parts, forms_kernel, means_kernel
+from ..runtime.launch import Flags, Kernel, cached, kinds, on_device
+from .assign import NONE, AssignConfig, FarConfig, assign_kernel, far_kernel
+from .forms import DrawnStart, Forms, GivenStart, forms_kernel
+from .order import Counting, OrderConfig, PrefixConfig, label_kernel, order_kernel, prefix_kernel
 from .sample import Draws, Sample, SampleConfig, Source, sample_kernel
-from .space import Space, SpaceConfig, StartScores, metric_kernel, moments_of, space_kernel, start_scores_kernel
+from .segments import (
+    ProductConfig,
+    SegmentConfig,
+    Segments,
+    SlopeConfig,
+    Statistics,
+    means_kernel,
+    products_kernel,
+    segments_kernel,
+    slope_kernel,
+)
+from .space import METRIC_ROWS, Moments, Space, SpaceConfig, metric_kernel, moments_kernel, space_kernel
 
-TABLE_BLOCK = 64  # forms are a whole number of these
 SAMPLE_BLOCK = 64
-SUM_PROGRAMS = 512  # in all
-LEAST_SPLIT = 512  # keys of a split at least
+RATE_BLOCK = 256
+METRIC_QUERIES = 64  # of a program
 FORM_CLUSTERS = 16
 MEAN_CLUSTERS = 4
 MOST_PLACES = 16  # far keys of a block of the sample
+SORTED_KEYS = 1024  # of a block
+LEAST_SPLIT = 128  # keys of a split at least
+MOST_CHOSEN = 1 << 14  # keys of the sample that one program chooses the starts of
 
 
-class AssignConfig(NamedTuple):
-    """What `assign_kernel` is compiled for."""
+class _Sizes(NamedTuple):
+    """What shapes say: widths in whole pieces, and into how many parts work is cut."""
 
-    BLOCK_S: int  # keys
-    BLOCK_C: int  # clusters per product
-    PLACES: int  # far keys of each block that are reported
+    rows: int
+    keys: int
+    count: int  # of clusters
+    padded: int  # clusters, in whole groups
+    width: int
+    value_width: int
+    sample: int  # keys of the sample
+    gathered: bool  # the sample is drawn, not all keys
+    queries: int  # of the sample
+    moment_splits: int
+    query_splits: int
+    sample_splits: int
+    splits: int
+    slope_splits: int
+    places: int  # for far keys
+
+    @property
+    def blocks(self) -> int:
+        """Of the keys that are sorted."""
+        return -(-self.keys // SORTED_KEYS)
+
+    @property
+    def sample_blocks(self) -> int:
+        return -(-self.sample // SORTED_KEYS)
 
 
-class SumConfig(NamedTuple):
-    """What `cluster_sums_kernel` is compiled for."""
+class _Sorting(NamedTuple):
+    """The kernels from forms to keys in the order of their clusters and sums over them."""
 
-    BLOCK_S: int
-    BLOCK_C: int
-    PARTS: int  # programs that share the width
+    assign: Kernel
+    label: Kernel
+    prefix: Kernel
+    order: Kernel
+    segments: Kernel
+    assign_splits: int
 
 
 class _Plan(NamedTuple):
     """The kernels and the numbers that shapes give."""
 
     sample: Kernel
+    moments: Kernel
     metric: Kernel
     space: Kernel
-    start_scores: Kernel
-    clocks: Kernel
     start: Kernel
-    warm: Kernel
     forms: Kernel
-    assign_sample: Kernel
-    sum_sample: Kernel
-    assign: Kernel
-    sum: Kernel
+    far: Kernel
+    of_sample: _Sorting
+    of_all: _Sorting
+    sum: Kernel  # over all keys, without squares
+    products: Kernel
     means: Kernel
-    keys: int  # of the sample
-    sample_splits: int
-    splits: int
-    queries: int  # of the sample
-    places: int  # for far keys
+    slope: Kernel
     sizes: _Sizes
+
+
+class _Scratch(NamedTuple):
+    """What the kernels hand to each other."""
+
+    some: Source  # the sample
+    sample: Sample
+    moments: Moments
+    metrics: Tensor  # float32 [R, query_splits, E, E]
+    space: Space
+    place: Tensor  # int32 [R, C], keys of the sample to start from
+    forms: Forms
+    best: Tensor  # int64 [R, M]
+    far: Tensor  # int32 [R, places]
+    label: Tensor  # int32 [R, S]
+    order: Tensor  # int32 [R, S]
+    sample_counting: Counting
+    counting: Counting
+    sample_segments: Segments
+    segments: Segments
+    scatter: Tensor  # float32 [R, C, E]
+    scatters: Tensor  # float32 [R, C]
 
 
 def cluster(call: ClusterCall) -> Clustered:
@@ -95,197 +155,100 @@ def cluster(call: ClusterCall) -> Clustered:
     if count >= keys or not rows:
         with torch.no_grad():
             return clustering.cluster(call)
-    warm_k = call.warm_centers
-    warm_v = call.warm_values
+    warm = call.warm_centers is not None and call.warm_values is not None
     with on_device(k):
         source = _source(call)
         draws = Draws(seed_argument(call.seed, call.rows), group)
-        plan = _plan(q.shape, k.shape, call.v.shape, count, kinds(q, source, draws))
+        plan = _plan(q.shape, k.shape, call.v.shape, count, warm, kinds(q, source, draws))
         result = _empty(call)
-        scratch = _scratch(plan, source)
-        some = source
-        if scratch.k is not None and scratch.v is not None:
-            some = Source(scratch.k, scratch.v, UNMASKED, None, None, plan.keys)
-        forms = scratch.forms
-        parts = scratch.parts
-        far = scratch.far
+        scratch = _scratch(plan.sizes, source)
+        some = scratch.some
         sample = scratch.sample
-        space = scratch.space
+        moments = scratch.moments
+        forms = scratch.forms
+        counting = scratch.sample_counting
+        sizes = plan.sizes
         queries = group * math.prod(grid_of(q))
-        plan.sample(source, some, q, queries, plan.queries, call.scale, draws, sample, rows)
-        moments = moments_of(sample, rows)
-        plan.metric(moments, moments.shape[1], sample, scratch.metrics, plan.queries)
-        plan.space(moments, moments.shape[1], sample, scratch.metrics, plan.queries, space)
-        if warm_k is None or warm_v is None:
-            plan.start_scores(sample, scratch.start_scores, plan.queries, plan.keys)
-            plan.clocks(sample, scratch.start_scores, plan.queries, plan.keys)
-            place = sample.clock.topk(count, largest=False, sorted=False).indices
-            plan.start(parts, DrawnStart(place, sample.clock), some, far, space, forms, plan.places)
-        else:
-            given = GivenStart(warm_k.contiguous(), warm_v.contiguous())
-            plan.warm(parts, given, some, far, space, forms, plan.places)
-        if call.steps:
-            assign = plan.assign_sample.bind(some, forms, scratch.label, far, draws, space)
-            add = plan.sum_sample.bind(some, scratch.label, parts, count, rows)
-            center = plan.forms.bind(parts, None, some, far, space, forms, plan.places)
+        query_splits = sizes.query_splits
+        metrics = scratch.metrics
+        place = scratch.place
+        plan.sample(source, some, q, queries, sizes.queries, call.scale, draws, sample, rows)
+        plan.moments(some, sample, moments, sizes.queries, rows)
+        plan.metric(sample, moments, metrics, query_splits, sizes.queries, place, count, sizes.sample, rows)
+        plan.space(some, sample, moments, metrics, query_splits, sizes.queries, scratch.space)
+        start = _start(call, scratch, sizes)
+        left = (counting.starting, scratch.sample_segments, scratch.far, scratch.space, forms, sizes.places)
+        plan.start(start, some, *left)
         for step in range(call.steps):
-            assign(step)
-            add()
-            center()
-        plan.assign(source, forms, result.label, None, None, None, 0)
-        parts = parts._replace(splits=plan.splits)
-        plan.sum(source, result.label, parts, count, rows)
-        plan.means(parts, result.centers, result.values, result.sizes, rows * count)
+            _sort(plan.of_sample, some, forms, scratch.best, scratch.label, scratch.order, counting)
+            plan.far(some, forms, scratch.label, counting.starting, scratch.far, draws, scratch.space, step)
+            plan.of_sample.segments(some, scratch.order, counting.starting, forms, scratch.sample_segments)
+            plan.forms(None, some, *left)
+        counting = scratch.counting
+        segments = scratch.segments
+        _sort(plan.of_all, source, forms, scratch.best, result.label, result.order, counting)
+        if warm and not call.steps:  # the centers may be far from the means: then these take their place first
+            scratch.far.fill_(-1)
+            plan.sum(source, result.order, counting.starting, forms, segments)
+            plan.forms(None, source, counting.starting, segments, scratch.far, scratch.space, forms, sizes.places)
+        plan.of_all.segments(source, result.order, counting.starting, forms, segments)
+        plan.products(source, result.label, forms, segments)
+        statistics = Statistics(
+            k=result.centers,
+            v=result.values,
+            slope=result.slope,
+            sizes=result.sizes,
+            variance=result.variance,
+            spreads=result.spreads,
+            scatter=scratch.scatter,
+            scatters=scratch.scatters,
+        )
+        plan.means(counting.starting, segments, forms, scratch.space.metric, statistics, keys)
+        plan.slope(counting.starting, segments, forms, statistics)
     return result
 
 
-class _Scratch(NamedTuple):
-    """What the kernels hand to each other."""
-
-    sample: Sample
-    metrics: Tensor  # float32 [R, blocks of queries, E, E]
-    space: Space
-    start_scores: StartScores
-    forms: Forms
-    parts: Parts
-    far: Tensor  # int32 [R, places]
-    label: Tensor  # int32 [R, keys of the sample]
-    k: Tensor | None  # [R, keys of the sample, E], where it is not all keys
-    v: Tensor | None  # [R, keys of the sample, F]
+def _start(call: ClusterCall, scratch: _Scratch, sizes: _Sizes) -> GivenStart | DrawnStart:
+    if call.warm_centers is not None and call.warm_values is not None:
+        return GivenStart(call.warm_centers.contiguous(), call.warm_values.contiguous())
+    clock = scratch.sample.clock
+    if sizes.sample > MOST_CHOSEN:
+        clocks = clock[: sizes.rows * sizes.sample].view(sizes.rows, sizes.sample)
+        return DrawnStart(clocks.topk(sizes.count, largest=False, sorted=False).indices.to(torch.int32), clock)
+    return DrawnStart(scratch.place, clock)
 
 
-class _Sizes(NamedTuple):
-    """How many numbers each tensor of `_Scratch` has, by name, for each dtype; and its shapes."""
-
-    float32: dict[str, int]
-    int32: dict[str, int]
-    like_k: dict[str, int]
-    like_v: dict[str, int]
-    rows: int
-    keys: int  # of the sample
-    blocks: int  # of these keys
-    query_blocks: int
-    width: int  # of keys and values, in whole pieces
-    count: int  # of clusters
-    padded: int
-    gathered: bool  # the sample is not all keys
+def _sort(
+    sorting: _Sorting, source: Source, forms: Forms, best: Tensor, label: Tensor, order: Tensor, counting: Counting
+) -> None:
+    """The nearest centers of the keys of `source`, and the keys in their order."""
+    sorting.assign(source, forms, best, sorting.assign_splits)
+    sorting.label(best, source.masked, label, counting, source.keys, forms.count)
+    sorting.prefix(counting, forms.count)
+    sorting.order(label, order, counting, source.keys, forms.count)
 
 
 def _empty(call: ClusterCall) -> Clustered:
     k = call.k
-    shape = (*k.shape[:2], call.clusters)
+    heads = k.shape[:2]
+    width = k.shape[-1]
+    value_width = call.v.shape[-1]
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty((*heads, *shape), dtype=torch.float32, device=k.device)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty((*heads, *shape), dtype=torch.int32, device=k.device)
+
     return Clustered(
-        torch.empty((*shape, k.shape[-1]), dtype=torch.float32, device=k.device),
-        torch.empty((*shape, call.v.shape[-1]), dtype=torch.float32, device=k.device),
-        torch.empty(shape, dtype=torch.int32, device=k.device),
-        torch.empty(k.shape[:-1], dtype=torch.int32, device=k.device),
-    )
-
-
-def _cut(sizes: dict[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """One allocation, which takes its time on the host, cut up by name."""
-    numbers = list(sizes.values())
-    return dict(zip(sizes, torch.empty(sum(numbers), dtype=dtype, device=device).split(numbers), strict=True))
-
-
-def _scratch(plan: _Plan, source: Source) -> _Scratch:
-    k = source.k
-    v = source.v
-    sizes = plan.sizes
-    rows = sizes.rows
-    keys = sizes.keys
-    width = sizes.width + 1
-    floats = _cut(sizes.float32, torch.float32, k.device)
-    ints = _cut(sizes.int32, torch.int32, k.device)
-    like_k = _cut(sizes.like_k, k.dtype, k.device)
-    like_v = _cut(sizes.like_v, v.dtype, k.device)
-    half = torch.half in (k.dtype, v.dtype)
-    return _Scratch(
-        Sample(
-            floats["joint"][: rows * keys * width].view(rows, keys, width),
-            floats["first"],
-            floats["clock"][: rows * keys].view(rows, keys),
-            floats["q"],
-            sizes.blocks,
-            sizes.query_blocks,
-        ),
-        floats["metrics"],
-        Space(floats["metric"], floats["k_mean"], floats["v_mean"], floats["weight"], floats["least"]),
-        StartScores(floats["start_max"], floats["start_sum"]),
-        Forms(
-            like_k["form"],
-            like_v["form"],
-            floats["bias"],
-            floats["units"] if half else None,
-            floats["centers"],
-            floats["values"],
-            sizes.count,
-            sizes.padded,
-        ),
-        Parts(floats["k_parts"], floats["v_parts"], floats["number_parts"], plan.sample_splits),
-        ints["far"],
-        ints["label"],
-        like_k["sample"] if sizes.gathered else None,
-        like_v["sample"] if sizes.gathered else None,
-    )
-
-
-def _sizes(
-    rows: int,
-    count: int,
-    widths: tuple[int, int],
-    padded_widths: tuple[int, int],
-    sample_keys: int,
-    queries: int,
-    keys: int,
-    splits: int,
-    places: int,
-) -> _Sizes:
-    """`widths` of keys and values; `padded_widths` in whole pieces; `splits` of all sums; `places` for far keys."""
-    width, value_width = padded_widths
-    padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
-    blocks = -(-sample_keys // SAMPLE_BLOCK)
-    query_blocks = -(-queries // SAMPLE_BLOCK)
-    gathered = sample_keys if sample_keys < keys else 0
-    parts = splits * count
-
-    def by_rows(**numbers: int) -> dict[str, int]:
-        """Of all rows, rounded so that each begins where the first does within a line of memory."""
-        return {name: -(-rows * n // 64) * 64 for name, n in numbers.items()}
-
-    return _Sizes(
-        float32=by_rows(
-            joint=sample_keys * (width + value_width + 1),
-            first=width + value_width,
-            clock=sample_keys,
-            q=queries * width,
-            metrics=query_blocks * width * width,
-            metric=width * width,
-            k_mean=width,
-            v_mean=value_width,
-            weight=1,
-            least=1,
-            start_max=blocks * clustering.START_QUERIES,
-            start_sum=blocks * clustering.START_QUERIES,
-            bias=padded,
-            units=2,
-            centers=padded * width,
-            values=padded * value_width,
-            k_parts=parts * widths[0],
-            v_parts=parts * widths[1],
-            number_parts=parts,
-        ),
-        int32=by_rows(far=places, label=sample_keys),
-        like_k=by_rows(form=padded * width, sample=gathered * widths[0]),
-        like_v=by_rows(form=padded * value_width, sample=gathered * widths[1]),
-        rows=rows,
-        keys=sample_keys,
-        blocks=blocks,
-        query_blocks=query_blocks,
-        width=width + value_width,
-        count=count,
-        padded=padded,
-        gathered=gathered > 0,
+        centers=floats(call.clusters, width),
+        values=floats(call.clusters, value_width),
+        slope=floats(width, value_width),
+        sizes=ints(call.clusters),
+        label=ints(*grid_of(k)),
+        order=ints(math.prod(grid_of(k))),
+        variance=floats(width),
+        spreads=floats(call.clusters),
     )
 
 
@@ -301,9 +264,152 @@ def _source(call: ClusterCall) -> Source:
     return Source(k, v, KeyMask(mask.contiguous(), allowed.heads_per_row), order, allowed.count, keys)
 
 
+def _cut(numbers: dict[str, int], rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Numbers of each row by name: one allocation, which takes its time on the host, cut up at lines of memory."""
+    lengths = [-(-rows * n // 64) * 64 for n in numbers.values()]
+    return dict(zip(numbers, torch.empty(sum(lengths), dtype=dtype, device=device).split(lengths), strict=True))
+
+
+def _scratch(sizes: _Sizes, source: Source) -> _Scratch:
+    k = source.k
+    v = source.v
+    rows = sizes.rows
+    count = sizes.count
+    width = sizes.width
+    value_width = sizes.value_width
+    few = clustering.START_QUERIES
+    blocks = -(-sizes.sample // SAMPLE_BLOCK)
+    segments = count + max(sizes.splits, sizes.sample_splits)
+    floats = _cut(
+        {
+            "valid": sizes.sample,
+            "clock": sizes.sample,
+            "q": sizes.queries * width,
+            "scores": sizes.sample * few,
+            "block_max": blocks * few,
+            "block_sum": blocks * few,
+            "square": sizes.moment_splits * width * width,
+            "k_sum": sizes.moment_splits * width,
+            "v_sum": sizes.moment_splits * value_width,
+            "v_square": sizes.moment_splits * value_width,
+            "number": sizes.moment_splits,
+            "metrics": sizes.query_splits * width * width,
+            "metric": width * width,
+            "k_mean": width,
+            "v_mean": value_width,
+            "spread": width // METRIC_ROWS,
+            "variance": 1,
+            "bias": sizes.padded,
+            "units": 2,
+            "centers": sizes.padded * width,
+            "values": sizes.padded * value_width,
+            "k_segments": segments * width,
+            "v_segments": segments * value_width,
+            "squares": segments * width,
+            "slopes": sizes.slope_splits * width * value_width,
+            "scatter": count * width,
+            "scatters": count,
+        },
+        rows,
+        torch.float32,
+        k.device,
+    )
+    ints = _cut(
+        {
+            "place": count,
+            "far": sizes.places,
+            "label": sizes.sample,
+            "order": sizes.sample,
+            "sample_counts": sizes.sample_blocks * (count + 1),
+            "counts": sizes.blocks * (count + 1),
+            "totals": count + 1,
+            "starting": count + 1,
+        },
+        rows,
+        torch.int32,
+        k.device,
+    )
+    gathered = sizes.sample if sizes.gathered else 0
+    like_k = _cut({"form": sizes.padded * width, "sample": gathered * k.shape[-1]}, rows, k.dtype, k.device)
+    like_v = _cut({"form": sizes.padded * value_width, "sample": gathered * v.shape[-1]}, rows, v.dtype, k.device)
+    in_all = Segments(
+        k=floats["k_segments"],
+        v=floats["v_segments"],
+        square=floats["squares"],
+        slope=floats["slopes"],
+        splits=sizes.splits,
+        slope_splits=sizes.slope_splits,
+    )
+    counting = Counting(ints["counts"], ints["totals"], ints["starting"], sizes.blocks)
+    some = Source(like_k["sample"], like_v["sample"], UNMASKED, None, None, sizes.sample)
+    return _Scratch(
+        some=some if sizes.gathered else source,
+        sample=Sample(
+            valid=floats["valid"],
+            clock=floats["clock"],
+            q=floats["q"],
+            scores=floats["scores"],
+            block_max=floats["block_max"],
+            block_sum=floats["block_sum"],
+            blocks=blocks,
+            query_blocks=-(-sizes.queries // SAMPLE_BLOCK),
+        ),
+        moments=Moments(
+            square=floats["square"],
+            k_sum=floats["k_sum"],
+            v_sum=floats["v_sum"],
+            v_square=floats["v_square"],
+            number=floats["number"],
+            splits=sizes.moment_splits,
+        ),
+        metrics=floats["metrics"],
+        space=Space(
+            metric=floats["metric"],
+            k_mean=floats["k_mean"],
+            v_mean=floats["v_mean"],
+            spread=floats["spread"],
+            variance=floats["variance"],
+            tiles=width // METRIC_ROWS,
+        ),
+        place=ints["place"],
+        forms=Forms(
+            a=like_k["form"],
+            b=like_v["form"],
+            bias=floats["bias"],
+            units=floats["units"] if torch.half in (k.dtype, v.dtype) else None,
+            k=floats["centers"],
+            v=floats["values"],
+            count=count,
+            padded=sizes.padded,
+        ),
+        best=torch.full((rows * sizes.keys,), NONE, dtype=torch.int64, device=k.device),
+        far=ints["far"],
+        label=ints["label"],
+        order=ints["order"],
+        sample_counting=counting._replace(counts=ints["sample_counts"], blocks=sizes.sample_blocks),
+        counting=counting,
+        sample_segments=in_all._replace(splits=sizes.sample_splits),
+        segments=in_all,
+        scatter=floats["scatter"],
+        scatters=floats["scatters"],
+    )
+
+
+def _group(count: int, vector_bytes: int, most: int) -> int:
+    """Clusters of a group: what shared memory holds, and few of them empty."""
+    group = min(most, max(16, int(triton.next_power_of_2(count))))
+    while group > 16 and group * vector_bytes > ASSIGN_BYTES:
+        group //= 2
+    while group > 64 and 4 * (-(-count // group) * group) > 5 * count:
+        group //= 2
+    return group
+
+
 @cached
-def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: int, seen: tuple[Any, ...]) -> _Plan:
-    (device, dtype, _), (_, (_, value_dtype, _), *_), *_ = seen
+def _plan(
+    q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: int, warm: bool, seen: tuple[Any, ...]
+) -> _Plan:
+    (device, dtype, _), (_, (_, value_dtype, _), (masked, _), *_), *_ = seen
     rows = k_shape[0] * k_shape[1]
     keys = math.prod(k_shape[2:-1])
     group = q_shape[1] // k_shape[1]
@@ -311,247 +417,155 @@ def _plan(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, count: 
     pieces = tile_pieces(k_shape[-1], v_shape[-1], narrow)
     features = pieces["E"]
     values = pieces["F"]
-    sample_keys = min(keys, max(clustering.SAMPLED_KEYS, count))
+    width = features.BLOCK * features.PIECES
+    value_width = values.BLOCK * values.PIECES
+    vector_bytes = width * dtype.itemsize + value_width * value_dtype.itemsize
+    sample = min(keys, max(clustering.SAMPLED_KEYS, count))
+    gathered = sample < keys or masked is not None
     queries = min(clustering.SAMPLED_QUERIES, group * math.prod(q_shape[2:-1]))
-    padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
-    plain = {**pieces, "num_warps": 4 if narrow else 2, "num_stages": 1, "enable_fp_fusion": True}
-    programs = rows * (-(-sample_keys // SAMPLE_BLOCK) + -(-queries // SAMPLE_BLOCK))
-    config = SampleConfig(SAMPLE_BLOCK, sample_keys < keys)
-    vector_bytes = features.BLOCK * dtype.itemsize + values.BLOCK * value_dtype.itemsize
+    running = multiprocessors(device)
+    squares = features.PIECES**2
+    at_once = triton.next_power_of_2(running)
+    moment_splits = max(4, min(32, at_once // triton.next_power_of_2(rows * squares)))
+    query_splits = -(-queries // (4 * METRIC_QUERIES)) * 4 or 4
     parts = max(features.PIECES, values.PIECES)
+    far_blocks = -(-sample // SAMPLE_BLOCK)
+    places = min(MOST_PLACES, -(-count // far_blocks))
+    clusters = _group(count, vector_bytes, (ASSIGN if narrow else ASSIGN_EXACT)[1])
+    padded = -(-count // clusters) * clusters
+    plain: Flags = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    config = SpaceConfig(
+        WIDTH=width,
+        D=min(64, features.BLOCK),
+        VALUE_WIDTH=value_width,
+        FD=min(64, values.BLOCK),
+        ROWS=METRIC_ROWS,
+        BLOCK_S=SAMPLE_BLOCK,
+        BLOCK_Q=METRIC_QUERIES,
+        BLOCK_RATE=RATE_BLOCK,
+        NARROW=narrow,
+        SAMPLED=min(triton.next_power_of_2(sample), MOST_CHOSEN),
+    )
+    wide: Flags = {**plain, "num_warps": 8 if features.BLOCK >= 128 else 4}
+    sampling: Flags = {"CONFIG": SampleConfig(SAMPLE_BLOCK, gathered, not warm), **pieces, **plain}
+    rate_programs = 0 if warm else rows * -(-sample // RATE_BLOCK)
+    choices = 0 if warm or sample > MOST_CHOSEN else rows
+    sample_programs = rows * (far_blocks + -(-queries // SAMPLE_BLOCK))
 
     def forms(source: str) -> Kernel:
-        flags = {"FROM": source, "MANY": 16, "BLOCK_C": FORM_CLUSTERS, **plain}
-        return Kernel(forms_kernel, rows * padded // FORM_CLUSTERS, flags)
+        return Kernel(
+            forms_kernel, rows * padded // FORM_CLUSTERS, {"FROM": source, "BLOCK_C": FORM_CLUSTERS, **pieces, **wide}
+        )
 
-    def assign(number: int, places: int) -> Kernel:
-        block, clusters, warps, most = ASSIGN if narrow else ASSIGN_EXACT
-        ahead = stages(device, most, clusters * vector_bytes, block * vector_bytes * parts)
-        options = {"num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
-        flags = {"CONFIG": AssignConfig(block, clusters, places), **pieces, **options}
-        return Kernel(assign_kernel, rows * -(-number // block), flags)
+    def splits_of(number: int) -> int:
+        return shares(SEGMENT_PROGRAMS * running, rows * parts, 1, -(-number // LEAST_SPLIT))
 
-    def summed(number: int) -> tuple[Kernel, int]:
-        block, clusters, warps, most = CLUSTER_SUMS if narrow else CLUSTER_SUMS_EXACT
-        clusters = clusters if features.BLOCK + values.BLOCK <= 128 else 64
-        clusters = min(clusters, max(16, triton.next_power_of_2(count)))
-        programs = rows * -(-count // clusters) * parts
-        splits = max(1, min(SUM_PROGRAMS // programs, -(-number // LEAST_SPLIT)))
-        ahead = stages(device, most, block * vector_bytes, 0)
-        options = {"num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
-        flags = {"CONFIG": SumConfig(block, clusters, parts), **pieces, **options}
-        return Kernel(cluster_sums_kernel, programs * splits, flags), splits
+    def sorting(number: int, splits: int, squares: bool) -> _Sorting:
+        return _sorting(number, count, rows, splits, squares, clusters, running, vector_bytes, narrow, pieces)
 
-    sum_sample, sample_splits = summed(sample_keys)
-    sum_all, splits = summed(keys)
-    blocks = -(-sample_keys // (ASSIGN if narrow else ASSIGN_EXACT)[0])
-    places = min(MOST_PLACES, -(-count // blocks))
-    metric, space, start_scores, clocks = _space_kernels(rows, pieces, sample_keys, queries)
-    flags = {"MANY": 32, "BLOCK_C": MEAN_CLUSTERS, **plain}
+    sample_splits = splits_of(sample)
+    splits = splits_of(keys)
+    block, product_warps, product_stages = PRODUCTS if narrow else PRODUCTS_EXACT
+    slope_splits = shares(
+        PRODUCT_PROGRAMS * running, rows * features.PIECES * values.PIECES, 1, -(-keys // LEAST_SPLIT)
+    )
+    products = {
+        "CONFIG": ProductConfig(block, narrow),
+        **pieces,
+        **plain,
+        "num_warps": product_warps,
+        "num_stages": product_stages,
+    }
+    slope = SlopeConfig(TILE=16, VALUE_TILE=min(32, values.BLOCK), BLOCK_C=32)
+    slope_programs = rows * (width // slope.TILE) * (value_width // slope.VALUE_TILE)
     return _Plan(
-        sample=Kernel(sample_kernel, programs, {"CONFIG": config, **plain}),
-        metric=metric,
-        space=space,
-        start_scores=start_scores,
-        clocks=clocks,
-        start=forms("drawn"),
-        warm=forms("given"),
-        forms=forms("parts"),
-        assign_sample=assign(sample_keys, places),
-        sum_sample=sum_sample,
-        assign=assign(keys, 0),
-        sum=sum_all,
-        means=Kernel(means_kernel, -(-rows * count // MEAN_CLUSTERS), flags),
-        keys=sample_keys,
-        sample_splits=sample_splits,
-        splits=splits,
-        queries=queries,
-        places=places * blocks,
-        sizes=_sizes(
-            rows,
-            count,
-            (k_shape[-1], v_shape[-1]),
-            (features.BLOCK * features.PIECES, values.BLOCK * values.PIECES),
-            sample_keys,
-            queries,
-            keys,
-            max(sample_splits, splits),
-            places * blocks,
+        sample=Kernel(sample_kernel, sample_programs, sampling),
+        moments=Kernel(
+            moments_kernel,
+            rows * moment_splits * squares + rate_programs,
+            {"CONFIG": config, **pieces, **wide},
+        ),
+        metric=Kernel(metric_kernel, rows * query_splits + choices, {"CONFIG": config, **plain, "num_warps": 8}),
+        space=Kernel(space_kernel, rows * (width // METRIC_ROWS), {"CONFIG": config, **pieces, **plain}),
+        start=forms("given" if warm else "drawn"),
+        forms=forms("means"),
+        far=Kernel(far_kernel, rows * far_blocks, {"CONFIG": FarConfig(SAMPLE_BLOCK, places), **pieces, **wide}),
+        of_sample=sorting(sample, sample_splits, False),
+        of_all=sorting(keys, splits, True),
+        sum=_segments(rows, splits, False, narrow, pieces),
+        products=Kernel(products_kernel, rows * features.PIECES * values.PIECES * slope_splits, products),
+        means=Kernel(means_kernel, rows * -(-count // MEAN_CLUSTERS), {"BLOCK_C": MEAN_CLUSTERS, **pieces, **plain}),
+        slope=Kernel(slope_kernel, slope_programs, {"CONFIG": slope, **pieces, **plain}),
+        sizes=_Sizes(
+            rows=rows,
+            keys=keys,
+            count=count,
+            padded=padded,
+            width=width,
+            value_width=value_width,
+            sample=sample,
+            gathered=gathered,
+            queries=queries,
+            moment_splits=moment_splits,
+            query_splits=query_splits,
+            sample_splits=sample_splits,
+            splits=splits,
+            slope_splits=slope_splits,
+            places=places * far_blocks,
         ),
     )
 
 
-def _space_kernels(
-    rows: int, pieces: dict[str, Any], sample_keys: int, queries: int
-) -> tuple[Kernel, Kernel, Kernel, Kernel]:
-    """Of the metric, the space, the attention to blocks of keys, and the clocks of all keys."""
+def _sorting(
+    number: int,
+    count: int,
+    rows: int,
+    splits: int,
+    squares: bool,
+    clusters: int,
+    running: int,
+    vector_bytes: int,
+    narrow: bool,
+    pieces: dict[str, Any],
+) -> _Sorting:
+    """Of `number` keys of a row; `clusters` of a group, `running` multiprocessors."""
+    plain: Flags = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    block, _, warps = ASSIGN if narrow else ASSIGN_EXACT
+    while block > 16 and block * vector_bytes > ASSIGN_BYTES:
+        block //= 2
+    each = rows * -(-count // clusters)
+    assign_splits = shares(2 * running, each, ASSIGN_WAVES, -(-number // block))
+    assigned = {
+        "CONFIG": AssignConfig(block, clusters, vector_bytes <= ASSIGN_AHEAD),
+        **pieces,
+        **plain,
+        "num_warps": warps,
+    }
+    blocks = -(-number // SORTED_KEYS)
+    config = OrderConfig(SORTED_KEYS, triton.next_power_of_2(count + 1), 64)
+    prefix = PrefixConfig(32, 64)
+    sorted_flags = {"CONFIG": config, **plain}
+    return _Sorting(
+        assign=Kernel(assign_kernel, each * assign_splits, assigned),
+        label=Kernel(label_kernel, rows * blocks, sorted_flags),
+        prefix=Kernel(prefix_kernel, rows * -(-(count + 1) // prefix.LABELS), {"CONFIG": prefix, **plain}),
+        order=Kernel(order_kernel, rows * blocks, sorted_flags),
+        segments=_segments(rows, splits, squares, narrow, pieces),
+        assign_splits=assign_splits,
+    )
+
+
+def _segments(rows: int, splits: int, squares: bool, narrow: bool, pieces: dict[str, Any]) -> Kernel:
     features = pieces["E"]
     values = pieces["F"]
-    config = SpaceConfig(
-        WIDTH=features.BLOCK * features.PIECES,
-        D=min(64, features.BLOCK),
-        VALUE_WIDTH=values.BLOCK * values.PIECES,
-        FD=min(64, values.BLOCK),
-        BLOCK_S=SAMPLE_BLOCK,
-    )
-    flags = {"CONFIG": config, "num_warps": 2, "num_stages": 1, "enable_fp_fusion": True}
-    key_programs = rows * -(-sample_keys // SAMPLE_BLOCK)
-    return (
-        Kernel(metric_kernel, rows * -(-queries // SAMPLE_BLOCK), flags),
-        Kernel(space_kernel, rows, flags),
-        Kernel(start_scores_kernel, key_programs, {**flags, "LAST": False}),
-        Kernel(start_scores_kernel, key_programs, {**flags, "LAST": True}),
-    )
-
-
-@triton.jit
-def assign_kernel(
-    source,
-    forms,
-    label,
-    far,
-    draws,
-    space,
-    step,
-    CONFIG: tl.constexpr,
-    E: tl.constexpr,
-    F: tl.constexpr,
-):
-    """The nearest center of a block of keys; -1 for a key that is masked, or so that no form of it is finite.
-
-    With PLACES also some of them that are far from it, drawn by their squared distances: `far` int32 [R, PLACES,
-    blocks], -1 for none. Program (row, block).
-    """
-    blocks = (source.keys + CONFIG.BLOCK_S - 1) // CONFIG.BLOCK_S
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
-    at = block * CONFIG.BLOCK_S + tl.arange(0, CONFIG.BLOCK_S)  # [BK]
-    exists = at < source.keys  # [BK]
-    first_slot = row * forms.padded
-    if source.masked.mask is not None:
-        mask_place = source.masked.mask + row // source.masked.group * source.keys + at  # [BK]
-        exists = exists & (tl.load(mask_place, mask=exists, other=0) != 0)
-    k_block = load_pieces(source.k + row * source.keys * E.SIZE, at, exists, E)  # [BK, E]
-    v_block = load_pieces(source.v + row * source.keys * F.SIZE, at, exists, F)  # [BK, F]
-    best = tl.full([CONFIG.BLOCK_S, CONFIG.BLOCK_C], -float("inf"), tl.float32)  # [BK, BC]
-    which = tl.zeros([CONFIG.BLOCK_S, CONFIG.BLOCK_C], tl.int32)  # [BK, BC]
-    for start in range(0, forms.padded, CONFIG.BLOCK_C):
-        slot = first_slot + start + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
-        s = tl.zeros([CONFIG.BLOCK_S, CONFIG.BLOCK_C], tl.float32)  # [BK, BC]
-        for n in tl.static_range(len(k_block)):
-            a = for_product(k_block[n])
-            s = product(a, tl.trans(for_product(load_padded(forms.a, slot, n, E))), s)
-        by_values = s * 0.0 if forms.units is not None else s  # [BK, BC]
-        for n in tl.static_range(len(v_block)):
-            b = for_product(v_block[n])
-            by_values = product(b, tl.trans(for_product(load_padded(forms.b, slot, n, F))), by_values)
-        if forms.units is not None:
-            s = s * tl.load(forms.units + row * 2) + by_values * tl.load(forms.units + row * 2 + 1)
-        else:
-            s = by_values
-        s += tl.load(forms.bias + slot)[None, :]
-        which = tl.where(s > best, start, which)
-        best = tl.where(s > best, s, best)
-    best_of_key = tl.max(best, 1)  # [BK]
-    which += tl.arange(0, CONFIG.BLOCK_C)[None, :]
-    name = tl.min(tl.where(best == best_of_key[:, None], which, 0x7FFFFFFF), 1)  # [BK]
-    exists = exists & (tl.abs(best_of_key) < float("inf"))
-    name = tl.where(exists, name, -1)
-    tl.store(label + row * source.keys + at, name, mask=at < source.keys)
-
-    if CONFIG.PLACES > 0:
-        slot = first_slot + tl.maximum(name, 0)  # [BK]
-        distance = squared_distance(k_block, v_block, exists, slot, row, forms, space, CONFIG, E, F)  # [BK]
-        # The first of clocks that ring at random times, at rates that are the distances.
-        noise = absorb(row_state(draws.seed, (row * draws.group).to(tl.int32)), 4 + step)
-        share = ((absorb(noise, at) >> 8).to(tl.float32) + 0.5) / 16777216.0  # [BK]
-        candidate = exists & (distance > tl.load(space.least + row))
-        clock = tl.where(candidate, -tl.log(share) / tl.where(candidate, distance, 1.0), float("inf"))  # [BK]
-        for n in range(CONFIG.PLACES):
-            first = tl.min(clock, 0)
-            chosen = tl.min(tl.where(clock == first, at, 0x7FFFFFFF), 0)
-            place = far + (row * CONFIG.PLACES + n) * blocks + block
-            tl.store(place, tl.where(first < float("inf"), chosen, -1))
-            clock = tl.where(at == chosen, float("inf"), clock)
-
-
-@triton.jit
-def squared_distance(
-    k_block,
-    v_block,
-    exists,
-    slot,
-    row,
-    forms,
-    space,
-    CONFIG: tl.constexpr,
-    E: tl.constexpr,
-    F: tl.constexpr,
-):
-    """The squared distance [BK] of each key from the center at its slot; its metric to the digits of bfloat16."""
-    width = E.BLOCK * E.PIECES
-    value_width = F.BLOCK * F.PIECES
-    distance = tl.zeros([CONFIG.BLOCK_S], tl.float32)  # [BK]
-    apart = ()
-    for n in tl.static_range(len(k_block)):
-        e = n * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
-        center = tl.load(forms.k + slot[:, None] * width + e[None, :])  # [BK, E]
-        apart += (tl.where(exists[:, None], k_block[n].to(tl.float32) - center, 0.0),)
-    for n in tl.static_range(len(k_block)):
-        e = n * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
-        acc = tl.zeros([CONFIG.BLOCK_S, E.BLOCK], tl.float32)  # [BK, E]
-        for m in tl.static_range(len(k_block)):
-            i = m * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
-            metric = tl.load(space.metric + (row * width + i)[:, None] * width + e[None, :])  # [E, E]
-            rough = apart[m].to(tl.bfloat16)  # [BK, E]
-            rough_metric = metric.to(tl.bfloat16)  # [E, E]
-            acc = tl.dot(for_product(rough), for_product(rough_metric), acc)
-        distance += tl.sum(acc * apart[n], 1)
-    weight = tl.load(space.weight + row)
-    for n in tl.static_range(len(v_block)):
-        f = n * F.BLOCK + tl.arange(0, F.BLOCK)  # [F]
-        value = tl.load(forms.v + slot[:, None] * value_width + f[None, :])  # [BK, F]
-        value_apart = tl.where(exists[:, None], v_block[n].to(tl.float32) - value, 0.0)  # [BK, F]
-        distance += weight * tl.sum(value_apart * value_apart, 1)
-    return distance
-
-
-@triton.jit
-def cluster_sums_kernel(source, label, parts, count, rows, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
-    """Program (row, split of the keys, block of clusters, piece of the width)."""
-    blocks = (count + CONFIG.BLOCK_C - 1) // CONFIG.BLOCK_C
-    piece = tl.program_id(0) % CONFIG.PARTS
-    rest = tl.program_id(0) // CONFIG.PARTS
-    block = rest % blocks
-    rest = rest // blocks
-    split = rest % parts.splits
-    row = (rest // parts.splits).to(tl.int64)
-    name = block * CONFIG.BLOCK_C + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
-    keys = source.keys
-    each = ((keys + CONFIG.BLOCK_S - 1) // CONFIG.BLOCK_S + parts.splits - 1) // parts.splits * CONFIG.BLOCK_S
-    k_row = source.k + row * keys * E.SIZE
-    v_row = source.v + row * keys * F.SIZE
-    k_sum = tl.zeros([CONFIG.BLOCK_C, E.BLOCK], tl.float32)  # [BC, E]
-    v_sum = tl.zeros([CONFIG.BLOCK_C, F.BLOCK], tl.float32)  # [BC, F]
-    first = split * each
-    last = tl.minimum((split + 1) * each, keys)
-    for begin in range(first, last, CONFIG.BLOCK_S):
-        at = begin + tl.arange(0, CONFIG.BLOCK_S)  # [BK]
-        key_label = tl.load(label + row * keys + at, mask=at < keys, other=-1)  # [BK]
-        one_hot = name[:, None] == key_label[None, :]  # [BC, BK]
-        # A key that is not finite is zero here: 0 * NaN is NaN.
-        k_block = for_product(load_piece(k_row, at, key_label >= 0, own_piece(piece, E), E))  # [BK, E]
-        v_block = for_product(load_piece(v_row, at, key_label >= 0, own_piece(piece, F), F))  # [BK, F]
-        k_sum = product(one_hot.to(k_block.dtype), k_block, k_sum)
-        v_sum = product(one_hot.to(v_block.dtype), v_block, v_sum)
-    slot = (split * rows + row) * count + name  # [BC]
-    exists = name < count  # [BC]
-    store_piece(parts.k, slot, exists, piece, k_sum, CONFIG.PARTS, False, E)
-    store_piece(parts.v, slot, exists, piece, v_sum, CONFIG.PARTS, False, F)
-    if piece == 0:  # counted apart: the products need all registers
-        number = tl.zeros([CONFIG.BLOCK_C, CONFIG.BLOCK_S], tl.int32)  # [BC, BK]
-        for begin in range(first, last, CONFIG.BLOCK_S):
-            at = begin + tl.arange(0, CONFIG.BLOCK_S)  # [BK]
-            key_label = tl.load(label + row * keys + at, mask=at < keys, other=-1)  # [BK]
-            number += (name[:, None] == key_label[None, :]).to(tl.int32)
-        tl.store(parts.number + slot, tl.sum(number, 1).to(tl.float32), mask=exists)
+    keys, most_warps, few_warps, registers = SEGMENTS if narrow else SEGMENTS_EXACT
+    parts = max(features.PIECES, values.PIECES)
+    flags = {
+        "CONFIG": SegmentConfig(keys, squares, parts),
+        **pieces,
+        "num_warps": most_warps if features.BLOCK >= 128 else few_warps,
+        "num_stages": 1,
+        "maxnreg": registers,
+        "enable_fp_fusion": True,
+    }
+    return Kernel(segments_kernel, rows * splits * parts, flags)

@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....spec.clustering import START_QUERIES
 from ..noise import Seed, absorb, below, row_state
-from ..primitives import KeyMask, all_finite, load_pieces, store_pieces
+from ..primitives import KeyMask, all_finite, for_product, load_pieces, product, store_pieces
+
+FEW = tl.constexpr(START_QUERIES)
 
 
 class Source(NamedTuple):
@@ -31,12 +34,14 @@ class Draws(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Some keys and queries of each row, side by side; widths are whole pieces."""
+    """Some keys and queries of each row; the keys themselves are in a `Source`."""
 
-    joint: Tensor  # float32 [R, S, E + F + 1]: key and value less `first`, and 1; all 0 for no key, or not finite
-    first: Tensor  # float32 [R, E + F], a key and its value: what all keys have in common costs no digits
+    valid: Tensor  # float32 [R, S], 1; 0 for no key, or not finite
     clock: Tensor  # float32 [R, S], -log of a random number in (0, 1); inf for the second of two equal keys
-    q: Tensor  # float32 [R, Q, E], times scale; 0 for a query that is not finite
+    q: Tensor  # float32 [R, Q, E], times scale, in whole pieces; 0 for a query that is not finite
+    scores: Tensor  # float32 [R, S, START_QUERIES], of the keys with a few queries; -inf for no key
+    block_max: Tensor  # float32 [R, blocks, START_QUERIES], largest score of a block of keys
+    block_sum: Tensor  # float32 [R, blocks, START_QUERIES], sum of exp(score - block_max)
     blocks: int  # of the keys
     query_blocks: int
 
@@ -46,6 +51,7 @@ class SampleConfig(NamedTuple):
 
     BLOCK_S: int  # keys or queries of a block
     GATHER: bool  # the sample is drawn, not all keys
+    SCORES: bool  # k-means starts at keys that are drawn by their scores
 
 
 @triton.jit
@@ -72,8 +78,66 @@ def drawn_keys(part, number, draw, row, source, draws):
 
 
 @triton.jit
-def sample_keys(number, source, some, draws, sample, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
-    """A block of the sample: its keys side by side where they are drawn, NaN for what is no key, and `Sample.joint`."""
+def drawn_queries(part, exists, q, queries, parts, row, draws, E: tl.constexpr):
+    """Queries in pieces [len(part), E] of the parts of `queries` that read a row of keys, and which are finite."""
+    state = absorb(row_state(draws.seed, (row * draws.group).to(tl.int32)), 2)
+    number = tl.maximum(tl.cast(parts, tl.int64), 1)
+    at = place_of_part(part.to(tl.int64), number, tl.cast(queries, tl.int64), state)  # [BQ]
+    q_block = load_pieces(q + row * queries * E.SIZE, tl.where(exists, at, 0), exists, E)  # [BQ, E]
+    return q_block, exists & all_finite(q_block)
+
+
+@triton.jit
+def start_scores(
+    k_block,
+    valid,
+    slot,
+    inside,
+    place,
+    q,
+    queries,
+    parts,
+    scale,
+    row,
+    draws,
+    sample,
+    CONFIG: tl.constexpr,
+    E: tl.constexpr,
+):
+    """Scores of a block of keys with a few queries, their largest and the sum of their powers, at `place` of blocks."""
+    lane = tl.arange(0, FEW)  # [FEW]
+    exists = lane < parts  # [FEW]
+    part = lane * tl.maximum(parts // FEW, 1)  # [FEW]
+    q_block, is_query = drawn_queries(part, exists, q, queries, parts, row, draws, E)  # [FEW, E]
+    s = tl.zeros([CONFIG.BLOCK_S, FEW], tl.float32)  # [BK, FEW]
+    for n in tl.static_range(len(k_block)):
+        few = tl.where(is_query[:, None], q_block[n], 0.0).to(k_block[n].dtype)  # [FEW, E]
+        known = tl.where(valid[:, None], k_block[n], 0.0).to(k_block[n].dtype)  # [BK, E]
+        s = product(for_product(known), tl.trans(for_product(few)), s)
+    s = tl.where(valid[:, None], s * scale, -float("inf"))
+    tl.store(sample.scores + slot[:, None] * FEW + lane[None, :], s, mask=inside[:, None])
+    block_max = tl.max(s, 0)  # [FEW]
+    p = tl.exp(s - tl.where(block_max > -float("inf"), block_max, 0.0)[None, :])  # [BK, FEW]
+    tl.store(sample.block_max + place * FEW + lane, block_max)
+    tl.store(sample.block_sum + place * FEW + lane, tl.sum(p, 0))
+
+
+@triton.jit
+def sample_keys(
+    number,
+    source,
+    some,
+    q,
+    queries,
+    parts,
+    scale,
+    draws,
+    sample,
+    CONFIG: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+):
+    """A block of the sample: its keys side by side where they are drawn, NaN for what is no key; clocks and scores."""
     row = (number // sample.blocks).to(tl.int64)
     block = number % sample.blocks
     at = block * CONFIG.BLOCK_S + tl.arange(0, CONFIG.BLOCK_S)  # [BK]
@@ -86,9 +150,6 @@ def sample_keys(number, source, some, draws, sample, CONFIG: tl.constexpr, E: tl
     else:
         key = at.to(tl.int64)  # [BK]
         exists = at < source.keys  # [BK]
-        if source.masked.mask is not None:
-            place = source.masked.mask + row // source.masked.group * source.keys + key
-            exists = exists & (tl.load(place, mask=exists, other=0) != 0)
     k_block = load_pieces(source.k + row * source.keys * E.SIZE, key, exists, E)  # [BK, E]
     v_block = load_pieces(source.v + row * source.keys * F.SIZE, key, exists, F)  # [BK, F]
     slot = row * some.keys + at  # [BK]
@@ -99,31 +160,14 @@ def sample_keys(number, source, some, draws, sample, CONFIG: tl.constexpr, E: tl
             marked += (tl.where(exists[:, None], k_block[n].to(tl.float32), float("nan")).to(k_block[n].dtype),)
         store_pieces(some.k, slot, marked, inside, E)
         store_pieces(some.v, slot, v_block, inside, F)
-    ok = exists & all_finite(k_block) & all_finite(v_block)  # [BK]
-    width = E.BLOCK * E.PIECES
-    value_width = F.BLOCK * F.PIECES
-    one, any_key = drawn_keys(tl.arange(0, 1), some.keys, 0, row, source, draws)  # [1]
-    first_k = load_pieces(source.k + row * source.keys * E.SIZE, one, any_key, E)  # [1, E]
-    first_v = load_pieces(source.v + row * source.keys * F.SIZE, one, any_key, F)  # [1, F]
-    usable = (any_key & all_finite(first_k) & all_finite(first_v))[:, None]  # [1, 1]
-    first_row = sample.first + row * (width + value_width)
-    joint_row = sample.joint + slot[:, None] * (width + value_width + 1)
-    for n in tl.static_range(len(k_block)):
-        e = (n * E.BLOCK + tl.arange(0, E.BLOCK))[None, :]  # [1, E]
-        first = tl.where(usable, first_k[n].to(tl.float32), 0.0)  # [1, E]
-        tl.store(first_row + e, first, mask=e + block * width < width)
-        tl.store(joint_row + e, tl.where(ok[:, None], k_block[n].to(tl.float32) - first, 0.0), mask=inside[:, None])
-    for n in tl.static_range(len(v_block)):
-        f = (n * F.BLOCK + tl.arange(0, F.BLOCK))[None, :]  # [1, F]
-        first = tl.where(usable, first_v[n].to(tl.float32), 0.0)  # [1, F]
-        tl.store(first_row + width + f, first, mask=f + block * value_width < value_width)
-        shifted = tl.where(ok[:, None], v_block[n].to(tl.float32) - first, 0.0)  # [BK, F]
-        tl.store(joint_row + width + f, shifted, mask=inside[:, None])
-    last = sample.joint + slot * (width + value_width + 1) + width + value_width
-    tl.store(last, ok.to(tl.float32), mask=inside)
-    bits = absorb(absorb(row_state(draws.seed, (row * draws.group).to(tl.int32)), 1), at)  # [BK]
-    clock = -tl.log(((bits >> 8).to(tl.float32) + 0.5) / 16777216.0)
-    tl.store(sample.clock + slot, tl.where(is_new, clock, float("inf")), mask=inside)
+    valid = exists & inside & all_finite(k_block) & all_finite(v_block)  # [BK]
+    tl.store(sample.valid + slot, valid.to(tl.float32), mask=inside)
+    if CONFIG.SCORES:
+        bits = absorb(absorb(row_state(draws.seed, (row * draws.group).to(tl.int32)), 1), at)  # [BK]
+        clock = -tl.log(((bits >> 8).to(tl.float32) + 0.5) / 16777216.0)
+        tl.store(sample.clock + slot, tl.where(is_new, clock, float("inf")), mask=inside)
+        place = row * sample.blocks + block
+        start_scores(k_block, valid, slot, inside, place, q, queries, parts, scale, row, draws, sample, CONFIG, E)
 
 
 @triton.jit
@@ -131,12 +175,9 @@ def sample_queries(number, q, queries, parts, scale, draws, sample, CONFIG: tl.c
     """A block of the queries drawn for a row of keys, of `queries` that read it: `Sample.q`."""
     row = (number // sample.query_blocks).to(tl.int64)
     block = number % sample.query_blocks
-    state = absorb(row_state(draws.seed, (row * draws.group).to(tl.int32)), 2)
     part = block * CONFIG.BLOCK_S + tl.arange(0, CONFIG.BLOCK_S)  # [BQ]
     exists = part < parts
-    at = place_of_part(part.to(tl.int64), tl.cast(parts, tl.int64), tl.cast(queries, tl.int64), state)  # [BQ]
-    q_block = load_pieces(q + row * queries * E.SIZE, tl.where(exists, at, 0), exists, E)  # [BQ, E]
-    ok = exists & all_finite(q_block)  # [BQ]
+    q_block, ok = drawn_queries(part, exists, q, queries, parts, row, draws, E)  # [BQ, E]
     q_row = sample.q + (row * parts + part)[:, None] * (E.BLOCK * E.PIECES)
     for n in tl.static_range(len(q_block)):
         x = tl.where(ok[:, None], q_block[n].to(tl.float32) * scale, 0.0)  # [BQ, E]
@@ -161,6 +202,6 @@ def sample_kernel(
     """Programs (row, block of the sample of keys), then (row, block of the sample of queries)."""
     first = rows * sample.blocks
     if tl.program_id(0) < first:
-        sample_keys(tl.program_id(0), source, some, draws, sample, CONFIG, E, F)
+        sample_keys(tl.program_id(0), source, some, q, queries, parts, scale, draws, sample, CONFIG, E, F)
     else:
         sample_queries(tl.program_id(0) - first, q, queries, parts, scale, draws, sample, CONFIG, E)

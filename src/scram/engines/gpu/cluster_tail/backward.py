@@ -1,9 +1,10 @@
 """Gradients of the clustered tail in Triton, through out and through lse.
 
-With p the joint weights, r what dropout makes of them and dp_c = <grad_out, value_c>, the gradient of a score is
-p_c (r_c dp_c - delta), where delta is the mean of r dp over windows and tail less grad_lse. One kernel makes delta and
-the gradients of the queries and of near_out and near_lse, one those of the clusters: there the tiles are split among
-programs, whose sums are added in order afterwards, so the bits are the same every time.
+With p the joint weights, r what dropout makes of them, the value of a cluster its own plus the first-order term t_i of
+the query, and dp = <grad_out, value>, the gradient of a score is p (r dp - delta), where delta is the mean of r dp over
+all less grad_lse. One kernel makes delta and the gradients of the queries and of near_out and near_lse, others those of
+the clusters, of the slope and of the routed keys. There programs share the tiles, and their sums are added in order
+afterwards, so the bits are the same every time.
 """
 
 from __future__ import annotations
@@ -17,95 +18,107 @@ from torch import Tensor
 
 from ....core.calls import ClusterTailCall, ClusterTailGrads
 from ..primitives import (
+    LN2,
     LOWEST,
-    dropout_factor,
     fine_product,
-    finite,
+    for_product,
     fp16_scale_of,
     join_lse,
+    load_piece,
     load_pieces,
-    powers,
+    power,
     product,
     softmax_step,
     store_pieces,
     zero_pieces,
 )
-from ..runtime.block_sizes import CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT
+from ..route.lists import load_listed
+from ..runtime.block_sizes import (
+    CLUSTER_BACKWARD,
+    CLUSTER_BACKWARD_EXACT,
+    CLUSTER_COLLECT,
+    CLUSTER_COLLECT_EXACT,
+    SLOPE,
+    SLOPE_EXACT,
+)
 from ..runtime.launch import Kernel, cached, kinds, on_device
+from .keys_backward import keys_backward
+from .pairs import Totals, Upstream, add_pairs, after_dropout, row_products, score_product
 from .table import (
+    RAISED,
+    Inputs,
     chunks,
     cluster_scores,
     inputs_of,
+    key_scores,
+    keys_left,
     load_queries,
+    load_slope,
     load_table,
-    table_products,
+    load_variance,
+    open_clusters,
+    query_spreads,
+    row_of_keys,
+    score_unit,
+    slope_factor,
     tail_flags,
     tail_queries,
     tiles_at_a_time,
     tiles_of,
 )
 
-# Of programs that share the tiles in the gradient of the clusters: a few for every processor of a large device.
+# Of programs that share the tiles in the gradients of clusters and slope: a few for every processor of a large device.
 PROGRAMS = 512
 
 
-class Upstream(NamedTuple):
-    """What the backward pass begins with, contiguous."""
+class TailGrads(NamedTuple):
+    """Where the gradients of the queries' own tensors are written."""
 
-    grad_out: Tensor  # [B, H, *G, F]
-    grad_lse: Tensor  # [B, H, *G]
-
-
-class Totals(NamedTuple):
-    """What the gradients of all scores of a query need, float32 [B, H, *G]. A weight is factor * `powers` over base.
-
-    The normalizer is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
-    """
-
-    delta: Tensor
-    base: Tensor
-    factor: Tensor
+    q: Tensor
+    near_out: Tensor | None
+    near_lse: Tensor | None
 
 
 def cluster_tail_backward(
     call: ClusterTailCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> ClusterTailGrads:
-    """Gradients in the dtypes of their tensors; gains, sizes and labels are constants."""
+    """Gradients in the dtypes of their tensors; sizes, labels, variance, spreads and routes are constants."""
     q = call.q
-    centers = call.centers
-    values = call.values
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    d_near_out = torch.empty_like(call.near_out, memory_format=torch.contiguous_format)
-    d_near_lse = torch.empty_like(call.near_lse, memory_format=torch.contiguous_format)
+    grads = TailGrads(dq, _empty(call.near_out), _empty(call.near_lse))
     if not lse.numel():
-        return ClusterTailGrads(dq, torch.zeros_like(centers), torch.zeros_like(values), d_near_out, d_near_lse)
+        return ClusterTailGrads(
+            q=grads.q,
+            k=_zeros(call.k),
+            v=_zeros(call.v),
+            centers=torch.zeros_like(call.centers),
+            values=torch.zeros_like(call.values),
+            slope=_zeros(call.slope),
+            near_out=grads.near_out,
+            near_lse=grads.near_lse,
+        )
     flags = tail_flags(call, CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT)
-    collect_flags = tail_flags(call, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT)
-    rows = centers.shape[0] * centers.shape[1]
-    count = centers.shape[2]
-    blocks = -(-count // collect_flags["CONFIG"].BLOCK_C)
-    tiles_of_row = tiles_of(call) // rows
-    at_a_time = tiles_at_a_time(call, flags["CONFIG"])
-    splits = PROGRAMS // (max(1, at_a_time // tiles_of_row) * blocks)
-    splits = max(1, min(tiles_of_row, at_a_time, splits))
-    shapes = [(splits, rows * count, x.shape[-1]) for x in (centers, values)]
-    parts = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
-    totals = Totals(*torch.empty((3, *lse.shape), dtype=torch.float32, device=q.device).unbind())
+    totals = Totals(*torch.empty((6, *lse.shape), dtype=torch.float32, device=q.device).unbind())
     with on_device(q):
         above = Upstream(grad_out.contiguous(), grad_lse.contiguous())
-        for inputs, tiles in chunks(call, inputs_of(call, flags), flags):
-            given = kinds(*inputs, *above, dq, d_near_out, d_near_lse, *totals)
-            queries_kernel = _kernel(tail_queries_kernel, tiles, tuple(flags.items()), given)
-            queries_kernel(inputs, above, totals, dq, d_near_out, d_near_lse)
-            last = inputs.first + tiles
-            key_rows = (last - 1) // tiles_of_row - inputs.first // tiles_of_row + 1
-            programs = key_rows * blocks * splits
-            clusters_kernel = _kernel(tail_clusters_kernel, programs, tuple(collect_flags.items()), given)
-            clusters_kernel(inputs, above, totals, *parts, splits, tiles_of_row, last, rows)
-    d_centers, d_values = (
-        part.sum(0).to(x.dtype).reshape(x.shape) for part, x in zip(parts, (centers, values), strict=True)
-    )
-    return ClusterTailGrads(dq, d_centers, d_values, d_near_out, d_near_lse)
+        inputs = inputs_of(call, flags)
+        sums = ClusterSums.of(call, flags)
+        for chunk, tiles in chunks(call, inputs, flags):
+            given = kinds(*chunk, *above, *grads)
+            _kernel(tail_queries_kernel, tiles, tuple(flags.items()), given)(chunk, above, totals, grads)
+            sums.add(chunk, tiles, above, totals)
+        d_centers, d_values = sums.total(call)
+        d_slope = None if call.slope is None else slope_backward(call, inputs, above, totals)
+        dk, dv = (None, None) if inputs.listed is None else keys_backward(call, inputs, above, totals)
+    return ClusterTailGrads(grads.q, dk, dv, d_centers, d_values, d_slope, grads.near_out, grads.near_lse)
+
+
+def _empty(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _zeros(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.zeros_like(x)
 
 
 @cached
@@ -113,31 +126,128 @@ def _kernel(kernel: Any, programs: int, flags: tuple[tuple[str, object], ...], g
     return Kernel(kernel, programs, dict(flags))
 
 
-@triton.jit
-def slope_product(ds, block, acc, CONFIG: tl.constexpr):
-    """acc + ds @ block, to more digits than 16 bits have; the smallest numbers of float16 have few, so it is lifted
-    off them."""
-    if CONFIG.FP16:
-        lift = fp16_scale_of(tl.max(tl.abs(ds), 1), 1.0, CONFIG.FP16)
-        acc += fine_product(ds * lift, block, acc * 0.0, CONFIG.NARROW) / lift
-    else:
-        acc = fine_product(ds, block, acc, CONFIG.NARROW)
-    return acc
+class ClusterSums(NamedTuple):
+    """The gradients of centers and values while they are summed."""
+
+    flags: dict[str, Any]
+    parts: list[Tensor]  # float32 [splits, rows of clusters, C, E], and of values
+    splits: int
+    blocks: int  # of clusters
+    tiles_of_row: int  # that share a row of clusters
+
+    @classmethod
+    def of(cls, call: ClusterTailCall, flags: dict[str, Any]) -> ClusterSums:
+        """`flags`: of the kernel by queries, whose tiles come at a time."""
+        collect_flags = tail_flags(call, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT)
+        rows = call.centers.shape[0] * call.centers.shape[1]
+        count = call.centers.shape[2]
+        blocks = -(-count // collect_flags["CONFIG"].BLOCK_C)
+        tiles_of_row = tiles_of(call) // rows
+        at_a_time = tiles_at_a_time(call, flags["CONFIG"])
+        splits = PROGRAMS // (max(1, at_a_time // tiles_of_row) * blocks)
+        splits = max(1, min(tiles_of_row, at_a_time, splits))
+        shapes = [(splits, rows * count, x.shape[-1]) for x in (call.centers, call.values)]
+        parts = [torch.empty(shape, dtype=torch.float32, device=call.q.device) for shape in shapes]
+        return cls(collect_flags, parts, splits, blocks, tiles_of_row)
+
+    def add(self, inputs: Inputs, tiles: int, above: Upstream, totals: Totals) -> None:
+        """What `tiles` tiles from `inputs.first` on add."""
+        last = inputs.first + tiles
+        key_rows = (last - 1) // self.tiles_of_row - inputs.first // self.tiles_of_row + 1
+        programs = key_rows * self.blocks * self.splits
+        rows = self.parts[0].shape[1] // inputs.table.count
+        kernel = _kernel(tail_clusters_kernel, programs, tuple(self.flags.items()), kinds(*inputs, *above))
+        kernel(inputs, above, totals, *self.parts, self.splits, self.tiles_of_row, last, rows)
+
+    def total(self, call: ClusterTailCall) -> list[Tensor]:
+        given = zip(self.parts, (call.centers, call.values), strict=True)
+        return [part.sum(0).to(x.dtype).reshape(x.shape) for part, x in given]
+
+
+def slope_backward(call: ClusterTailCall, inputs: Inputs, above: Upstream, totals: Totals) -> Tensor:
+    """The gradient of the slope: the sum over the queries of a row of clusters of tail * q^T grad_out."""
+    assert call.slope is not None
+    flags = tail_flags(call, SLOPE, SLOPE_EXACT)
+    features = flags["E"]
+    values = flags["F"]
+    rows = call.slope.shape[0] * call.slope.shape[1]
+    queries = call.q.shape[:-1].numel() // rows
+    blocks = features.PIECES * values.PIECES
+    flags = {
+        "BLOCK_Q": flags["CONFIG"].BLOCK_C,
+        "FP16": flags["CONFIG"].FP16,
+        "NARROW": flags["CONFIG"].NARROW,
+        **{name: flags[name] for name in ("E", "F", "num_warps", "num_stages", "enable_fp_fusion")},
+    }
+    steps = -(-queries // flags["BLOCK_Q"])
+    splits = max(1, min(steps, PROGRAMS // (rows * blocks)))
+    parts = torch.empty((splits, *call.slope.shape), dtype=torch.float32, device=call.q.device)
+    kernel = _kernel(tail_slope_kernel, splits * rows * blocks, tuple(flags.items()), kinds(*inputs, *above))
+    kernel(inputs.q, above.grad_out, totals.tail, parts, splits, rows, queries)
+    return parts.sum(0).to(call.slope.dtype)
 
 
 @triton.jit
-def cluster_slopes(
-    start, q_block, grad_out, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr, F: tl.constexpr
+def value_products(grad_out, base, at, CONFIG: tl.constexpr, B: tl.constexpr, F: tl.constexpr, LISTED: tl.constexpr):
+    """<grad_out, value> [BQ, BC] of clusters `at` of the table, or of LISTED keys."""
+    dp = tl.zeros([B.BLOCK_Q, CONFIG.BLOCK_C], tl.float32)  # [BQ, BC]
+    for n in tl.static_range(len(grad_out)):
+        v_block = load_listed(base, at, n, F) if LISTED else load_table(base, at, n, F)  # [BC, F]
+        dp = product(grad_out[n], tl.trans(v_block), dp)
+    return dp
+
+
+@triton.jit
+def center_gradients(
+    start,
+    q_block,
+    grad_out,
+    spread,
+    first,
+    queries,
+    inputs,
+    CONFIG: tl.constexpr,
+    B: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
 ):
-    """`cluster_scores`, <grad_out, value> [BQ, BC] and what dropout makes of a weight."""
-    at, slot, s, share = cluster_scores(start, q_block, queries, inputs, CONFIG, B, E)
-    dp = table_products(grad_out, inputs.table.v, inputs.table.v_rest, slot, CONFIG, B, F)  # [BQ, BC]
-    if CONFIG.DROPOUT:
-        r = dropout_factor((inputs.first_name + at)[None, :], queries.noise[:, None], inputs.dropout, CONFIG.DROPOUT)
-        dp = tl.where(r == 0, 0.0, r * dp)
-    else:
-        r = 1.0
-    return slot, s, share, dp, r
+    """`cluster_scores`, r dp [BQ, BC] with `first` [BQ] in every dp, and r."""
+    at, s, share = cluster_scores(start, q_block, spread, queries, inputs, CONFIG, B, E)
+    dp = value_products(grad_out, inputs.table.v, queries.slot + at, CONFIG, B, F, False) + first[:, None]  # [BQ, BC]
+    name = (inputs.first_name + at)[None, :]  # [1, BC]
+    dp, r = after_dropout(dp, name, queries.noise[:, None], inputs.dropout, CONFIG.DROPOUT)
+    return at, s, share, dp, r
+
+
+@triton.jit
+def key_gradients(
+    begin,
+    number,
+    q_block,
+    grad_out,
+    queries,
+    inputs,
+    CONFIG: tl.constexpr,
+    B: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+):
+    """`key_scores` and r dp [BQ, BK]."""
+    key, s = key_scores(begin, number, q_block, queries, inputs, CONFIG, B, E)
+    dp = value_products(grad_out, row_of_keys(inputs.v, queries, inputs, F), key, CONFIG, B, F, True)  # [BQ, BK]
+    dp, _r = after_dropout(dp, key[None, :], queries.noise[:, None], inputs.dropout, CONFIG.DROPOUT)
+    return key, s, dp
+
+
+@triton.jit
+def add_weights(running_max, running_sum, mean_dp, s, share, dp, CONFIG: tl.constexpr):
+    """Scores of more keys or clusters: the new maximum, sums of p and of p r dp, what sums are multiplied by, and p."""
+    running_max, rescale, p = softmax_step(running_max, s, None, "exp2" if CONFIG.NARROW else "powers", False, 1)
+    if CONFIG.PLANES:
+        p = p * share  # [BQ, BC]
+    running_sum = running_sum * rescale + tl.sum(p, 1)
+    mean_dp = mean_dp * rescale + tl.sum(tl.where(p == 0, 0.0, p * dp), 1)
+    return running_max, running_sum, mean_dp, rescale, p
 
 
 @triton.jit
@@ -145,63 +255,134 @@ def tail_queries_kernel(
     inputs,
     above,
     totals,
-    dq,
-    d_near_out,
-    d_near_lse,
+    grads,
     CONFIG: tl.constexpr,
     B: tl.constexpr,
     E: tl.constexpr,
     F: tl.constexpr,
 ):
     """The gradients of the queries, of near_out and near_lse, and the totals. Program: tile."""
+    POWER: tl.constexpr = "exp2" if CONFIG.NARROW else "powers"
     queries = tail_queries(inputs.first + tl.program_id(0), inputs, CONFIG, B)
     query = queries.block.query  # [BQ]
     exists = queries.block.exists  # [BQ]
     point = queries.start + query  # [BQ]
     q_block = load_queries(inputs.q, queries, E)  # [BQ, E]
     grad_out = load_queries(above.grad_out, queries, F)  # [BQ, F]
-    running_max = tl.full([B.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
-    running_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
-    mean_dp = running_sum  # [BQ]
-    near_dp = running_sum  # [BQ]
-    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
-        _, s, share, dp, _ = cluster_slopes(start, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
-        running_max, rescale, p = softmax_step(running_max, s, None, "powers", False, 1)
-        p = p * share  # [BQ, BC]
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        mean_dp = mean_dp * rescale + tl.sum(tl.where(share > 0, p * dp, 0.0), 1)
-    near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
-    has_keys = exists & ~(running_sum == 0)  # [BQ]
+    spread = query_spreads(q_block, queries, inputs, E)  # [BQ]
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
-    factor, near_factor, base, _norm = join_lse(running_max, running_sum, has_keys, zero, near_lse)
-    near_out = load_queries(inputs.near_out, queries, F)  # [BQ, F]
-    d_head = ()
-    for n in tl.static_range(len(grad_out)):
-        grad = grad_out[n].to(tl.float32)  # [BQ, F]
-        near_dp += tl.sum(grad * near_out[n].to(tl.float32), 1)
-        d_head += (tl.where((near_factor == 0)[:, None], 0.0, grad * near_factor[:, None]),)
-    store_pieces(d_near_out + queries.start * F.SIZE, query, d_head, exists, F)
-    delta = mean_dp * factor + tl.where(near_factor == 0, 0.0, near_factor * near_dp)  # [BQ]
-    delta -= tl.load(above.grad_lse + point, mask=exists, other=0.0)
-    tl.store(d_near_lse + point, tl.where(near_factor == 0, 0.0, near_factor * (near_dp - delta)), mask=exists)
+    running_max = tl.full([B.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
+    running_sum = zero  # [BQ]
+    mean_dp = zero  # [BQ]
+    tail_sum = zero  # [BQ]
+    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
+        _, s, share, dp, r = center_gradients(start, q_block, grad_out, spread, zero, queries, inputs, CONFIG, B, E, F)
+        running_max, running_sum, mean_dp, rescale, p = add_weights(
+            running_max, running_sum, mean_dp, s, share, dp, CONFIG
+        )
+        tail_sum = tail_sum * rescale + tl.sum(p * r, 1)
+    number = 0
+    if inputs.listed is not None:
+        number = tl.load(inputs.listed.number + queries.tile)
+        for begin in range(0, number, CONFIG.BLOCK_C):
+            _, s, dp = key_gradients(begin, number, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
+            running_max, running_sum, mean_dp, rescale, _p = add_weights(
+                running_max, running_sum, mean_dp, s, 1.0, dp, CONFIG
+            )
+            tail_sum = tail_sum * rescale
+
+    acc = zero_pieces(B.BLOCK_Q, E)  # [BQ, E]
+    along = zero  # <grad_out, q @ slope>, times scale [BQ]
+    inverse = 1 / (1 + spread)  # [BQ]
+    if inputs.table.slope is not None:
+        slope_scale = slope_factor(zero, queries, inputs)
+        acc = slope_gradients(acc, grad_out, queries, inputs, E, F)  # [BQ, E]
+        scaled = ()
+        for n in tl.static_range(len(acc)):
+            scaled += (acc[n] * slope_scale[:, None],)
+            along += tl.sum(q_block[n].to(tl.float32) * scaled[n], 1)
+        acc = scaled
+    first = along * inverse  # [BQ]
+    mean_dp += tl.where(tail_sum > 0, tail_sum * first, 0.0)
+
+    base = tl.where(running_max == LOWEST, 0.0, running_max)  # [BQ]
+    natural = base * LN2 if CONFIG.NARROW else base  # [BQ]
+    near_lse = tl.full([B.BLOCK_Q], -float("inf"), tl.float32)  # [BQ]
+    if inputs.near_lse is not None:
+        near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)
+    has_keys = exists & ~(running_sum == 0)  # [BQ]
+    factor, near_factor, _base, _norm = join_lse(natural, running_sum, has_keys, zero, near_lse)
+    delta = mean_dp * factor - tl.load(above.grad_lse + point, mask=exists, other=0.0)  # [BQ]
+    if inputs.near_out is not None:
+        near_out = load_queries(inputs.near_out, queries, F)  # [BQ, F]
+        near_dp = zero  # [BQ]
+        d_head = ()
+        for n in tl.static_range(len(grad_out)):
+            grad = grad_out[n].to(tl.float32)  # [BQ, F]
+            near_dp += tl.sum(grad * near_out[n].to(tl.float32), 1)
+            d_head += (tl.where((near_factor == 0)[:, None], 0.0, grad * near_factor[:, None]),)
+        store_pieces(grads.near_out + queries.start * F.SIZE, query, d_head, exists, F)
+        delta += tl.where(near_factor == 0, 0.0, near_factor * near_dp)
+        d_near = tl.where(near_factor == 0, 0.0, near_factor * (near_dp - delta))  # [BQ]
+        tl.store(grads.near_lse + point, d_near, mask=exists)
+    tail_share = tl.where(tail_sum > 0, tail_sum * factor, 0.0)  # [BQ], of all weight
     tl.store(totals.delta + point, delta, mask=exists)
     tl.store(totals.base + point, base, mask=exists)
     tl.store(totals.factor + point, factor, mask=exists)
+    tl.store(totals.spread + point, spread, mask=exists)
+    tl.store(totals.first + point, first, mask=exists)
+    tl.store(totals.tail + point, tail_share * inverse * inputs.scale, mask=exists)
 
-    acc = zero_pieces(B.BLOCK_Q, E)  # [BQ, E]
+    scaled = ()
+    for n in tl.static_range(len(acc)):
+        scaled += (tl.where((tail_share > 0)[:, None], acc[n] * (tail_share * inverse)[:, None], 0.0),)
+    acc = scaled
+    d_spread = tl.where(tail_share > 0, -tail_share * first * inverse, 0.0)  # [BQ]
     for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
-        slot, s, share, dp, _ = cluster_slopes(start, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
-        p = powers(s, base[:, None]) * (share * factor[:, None])  # [BQ, BC]
-        ds = tl.where(share > 0, p * (dp - delta[:, None]) * inputs.scale, 0.0)  # [BQ, BC]
+        at, s, share, dp, _ = center_gradients(
+            start, q_block, grad_out, spread, first, queries, inputs, CONFIG, B, E, F
+        )
+        p = power(s, base[:, None], POWER) * factor[:, None]  # [BQ, BC]
+        if CONFIG.PLANES:
+            p = p * share
+        ds = tl.where(p == 0, 0.0, p * (dp - delta[:, None]))  # [BQ, BC]
+        if inputs.table.spreads is not None:
+            raised = tl.load(inputs.table.spreads + queries.slot + at)[None, :]  # [1, BC]
+            d_spread += tl.sum(tl.where(spread[:, None] * raised <= RAISED, ds * raised * 0.5, 0.0), 1)
         more = ()
         for n in tl.static_range(len(acc)):
-            k_block = finite(load_table(inputs.table.k, slot, n, E))  # where no key is left the slope is 0, else NaN
-            total = slope_product(ds, k_block, acc[n], CONFIG)  # [BQ, E]
-            if inputs.table.k_rest is not None:
-                total = product(ds.to(k_block.dtype), load_table(inputs.table.k_rest, slot, n, E), total)  # [BQ, E]
-            more += (total,)
+            k_block = load_table(inputs.table.k, queries.slot + at, n, E)  # [BC, E]
+            more += (score_product(ds * inputs.scale, k_block, acc[n], CONFIG),)
         acc = more
-    store_pieces(dq + queries.start * E.SIZE, query, acc, exists, E)
+    if inputs.listed is not None:
+        k_row = row_of_keys(inputs.k, queries, inputs, E)
+        for begin in range(0, number, CONFIG.BLOCK_C):
+            key, s, dp = key_gradients(begin, number, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
+            p = power(s, base[:, None], POWER) * factor[:, None]  # [BQ, BK]
+            ds = tl.where(p == 0, 0.0, p * (dp - delta[:, None]))  # [BQ, BK]
+            more = ()
+            for n in tl.static_range(len(acc)):
+                more += (score_product(ds * inputs.scale, load_listed(k_row, key, n, E), acc[n], CONFIG),)
+            acc = more
+    d_square = (2 * inputs.scale * inputs.scale) * d_spread  # [BQ]
+    more = ()
+    for n in tl.static_range(len(acc)):
+        variance = load_variance(n, queries, inputs, E)[None, :]  # [1, E]
+        more += (acc[n] + d_square[:, None] * q_block[n].to(tl.float32) * variance,)
+    store_pieces(grads.q + queries.start * E.SIZE, query, more, exists, E)
+
+
+@triton.jit
+def slope_gradients(acc, grad_out, queries, inputs, E: tl.constexpr, F: tl.constexpr):
+    """acc + grad_out @ slope^T of the table, [BQ, E] in pieces."""
+    more = ()
+    for n in tl.static_range(len(acc)):
+        total = acc[n]  # [BQ, E]
+        for m in tl.static_range(len(grad_out)):
+            slope = load_slope(inputs.table.slope, queries.source, n, m, E, F)  # [E, F]
+            total = product(grad_out[m].to(slope.dtype), tl.trans(slope), total)
+        more += (total,)
+    return more
 
 
 @triton.jit
@@ -222,15 +403,24 @@ def tail_clusters_kernel(
 ):
     """Program (row, block of clusters, split) adds up its share of a row's `tiles`: dk, dv [splits, rows, C, width].
 
-    Of the tiles those before `last` that have counts; what others before them came to is added.
+    Of the tiles those before `last` that have counts; what others before them came to is added. The clusters are rows
+    of all products, so that no block is turned around.
     """
+    POWER: tl.constexpr = "exp2" if CONFIG.NARROW else "powers"
     count = inputs.table.count
     blocks = (count + CONFIG.BLOCK_C - 1) // CONFIG.BLOCK_C
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits
     key_row = inputs.first // tiles + block // blocks
-    first = (block % blocks) * CONFIG.BLOCK_C
-    at = first + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
+    start = (block % blocks) * CONFIG.BLOCK_C
+    at = start + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
+    in_table = key_row.to(tl.int64) * inputs.table.padded + at  # [BC]
+    k_block = ()
+    for n in tl.static_range(tl.constexpr(E.PIECES)):
+        k_block += (load_table(inputs.table.k, in_table, n, E),)  # [BC, E]
+    v_block = ()
+    for n in tl.static_range(tl.constexpr(F.PIECES)):
+        v_block += (load_table(inputs.table.v, in_table, n, F),)  # [BC, F]
     slot = (split.to(tl.int64) * rows + key_row) * count + at  # [BC]
     begin = tl.maximum(key_row * tiles, inputs.first)
     continued = (at < count) & (at * 0 + begin > key_row * tiles)  # [BC]
@@ -242,22 +432,65 @@ def tail_clusters_kernel(
         point = queries.start + queries.block.query  # [BQ]
         q_block = load_queries(inputs.q, queries, E)  # [BQ, E]
         grad_out = load_queries(above.grad_out, queries, F)  # [BQ, F]
-        base = tl.load(totals.base + point, mask=exists, other=0.0)  # [BQ]
-        factor = tl.load(totals.factor + point, mask=exists, other=0.0)  # [BQ]
-        delta = tl.load(totals.delta + point, mask=exists, other=0.0)  # [BQ]
-        _, s, share, dp, r = cluster_slopes(first, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
-        counts = (share > 0) & exists[:, None]  # [BQ, BC]
-        p = tl.where(counts, powers(s, base[:, None]) * (share * factor[:, None]), 0.0)  # [BQ, BC]
-        ds = tl.trans(tl.where(counts, p * (dp - delta[:, None]) * inputs.scale, 0.0))  # [BC, BQ]
-        p = tl.where(r == 0, 0.0, p * r) if CONFIG.DROPOUT else p  # what is dropped is zero, NaN too
-        p = tl.trans(p)  # [BC, BQ]
-        dk_more = ()
-        dv_more = ()
-        for n in tl.static_range(len(dk_acc)):
-            dk_more += (slope_product(ds, finite(q_block[n]), dk_acc[n], CONFIG),)
-        for n in tl.static_range(len(dv_acc)):
-            dv_more += (fine_product(p, grad_out[n], dv_acc[n], CONFIG.NARROW),)
-        dk_acc = dk_more
-        dv_acc = dv_more
+        base = tl.load(totals.base + point, mask=exists, other=0.0)[None, :]  # [1, BQ]
+        factor = tl.load(totals.factor + point, mask=exists, other=0.0)[None, :]  # [1, BQ]
+        delta = tl.load(totals.delta + point, mask=exists, other=0.0)[None, :]  # [1, BQ]
+        first = tl.load(totals.first + point, mask=exists, other=0.0)[None, :]  # [1, BQ]
+        log = open_clusters(at, queries, inputs)  # [BC]
+        counts = (log != -float("inf"))[:, None] & exists[None, :]  # [BC, BQ]
+        s = row_products(k_block, q_block, CONFIG, B) * (inputs.scale * score_unit(CONFIG)) + log[:, None]  # [BC, BQ]
+        if inputs.table.spreads is not None:
+            spread = tl.load(totals.spread + point, mask=exists, other=0.0)[None, :]  # [1, BQ]
+            raised = tl.load(inputs.table.spreads + in_table) * (score_unit(CONFIG) * 0.5)  # [BC]
+            s += tl.minimum(spread * raised[:, None], score_unit(CONFIG) * 0.5 * RAISED)
+        share = 1.0
+        if CONFIG.PLANES:
+            left = tl.trans(keys_left(start, queries, inputs, CONFIG, B))  # [BC, BQ]
+            counts = counts & (left > 0)
+            share = left * tl.load(inputs.table.shares + in_table)[:, None]  # [BC, BQ]
+        p = power(tl.where(counts, s, -float("inf")), base, POWER) * factor * share  # [BC, BQ]
+        dp = row_products(v_block, grad_out, CONFIG, B) + first  # [BC, BQ]
+        name = (inputs.first_name + at)[:, None]  # [BC, 1]
+        dk_acc, dv_acc = add_pairs(dk_acc, dv_acc, p, dp, delta, name, queries, q_block, grad_out, inputs, CONFIG)
     store_pieces(dk, slot, dk_acc, at < count, E)
     store_pieces(dv, slot, dv_acc, at < count, F)
+
+
+@triton.jit
+def tail_slope_kernel(
+    q,
+    grad_out,
+    tail,
+    parts,
+    splits,
+    rows,
+    queries,
+    BLOCK_Q: tl.constexpr,
+    FP16: tl.constexpr,
+    NARROW: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+):
+    """Program (split, row, piece of the features, piece of the values): the sum over its queries, [splits, rows, E, F].
+
+    `queries` follow one another in a row of clusters.
+    """
+    value_piece = tl.program_id(0) % F.PIECES
+    piece = tl.program_id(0) // F.PIECES % E.PIECES
+    row = tl.program_id(0) // (F.PIECES * E.PIECES) % rows
+    split = (tl.program_id(0) // (F.PIECES * E.PIECES * rows)).to(tl.int64)
+    start = row * tl.cast(queries, tl.int64)
+    acc = tl.zeros([E.BLOCK, F.BLOCK], tl.float32)  # [E, F]
+    for begin in range(split * BLOCK_Q, queries, splits * BLOCK_Q):
+        at = begin + tl.arange(0, BLOCK_Q)  # [BQ]
+        exists = at < queries  # [BQ]
+        factor = tl.load(tail + start + at, mask=exists, other=0.0)  # [BQ]
+        q_block = load_piece(q + start * E.SIZE, at, exists, piece, E).to(tl.float32)  # [BQ, E]
+        grad = for_product(load_piece(grad_out + start * F.SIZE, at, exists, value_piece, F))  # [BQ, F]
+        weighted = tl.trans(q_block * factor[:, None])  # [E, BQ]
+        lift = fp16_scale_of(tl.max(tl.abs(weighted), 1), 1.0, FP16)
+        acc += fine_product(weighted * lift, grad, tl.zeros([E.BLOCK, F.BLOCK], tl.float32), NARROW) / lift
+    e = piece * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
+    f = value_piece * F.BLOCK + tl.arange(0, F.BLOCK)  # [F]
+    place = ((split * rows + row) * E.SIZE + e)[:, None] * F.SIZE + f[None, :]  # [E, F]
+    tl.store(parts + place, acc, mask=(e < E.SIZE)[:, None] & (f < F.SIZE)[None, :])

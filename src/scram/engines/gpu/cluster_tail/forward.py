@@ -1,10 +1,12 @@
-"""The clustered tail in Triton: a tile of queries meets the clusters in blocks, as matrix products.
+"""The clustered tail in Triton: a tile of queries meets its routed keys and the clusters in blocks, as matrix products.
 
-The keys of each cluster in a query's windows are counted first; each cluster's size is less by their number.
-A running softmax over the clusters is joined with the attention over the windows before anything is stored.
+One running softmax goes over the keys of the tile's routed clusters and over all other clusters, whose sizes are less
+by the keys in a query's windows. It is joined with the attention over the windows before anything is stored.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,19 +14,35 @@ import triton.language as tl
 
 from ....core.calls import ClusterTailCall
 from ....results import Attended
-from ..primitives import LN2, LOWEST, dropped, fine_product, join_lse, product, softmax_step, store_piece
-from ..runtime.block_sizes import CLUSTER_TAIL, CLUSTER_TAIL_EXACT
+from ..primitives import LN2, LOWEST, dropped, join_lse, product, softmax_step, store_piece
+from ..route.lists import load_listed
+from ..runtime.block_sizes import CLUSTER_TAIL, CLUSTER_TAIL_EXACT, CLUSTER_TAIL_KEYS, CLUSTER_TAIL_NARROW
 from ..runtime.launch import Kernel, cached, kinds, on_device
-from .table import chunks, cluster_scores, inputs_of, load_queries, load_table, tail_flags, tail_queries
+from .table import (
+    chunks,
+    cluster_scores,
+    inputs_of,
+    key_scores,
+    load_queries,
+    load_slope,
+    load_table,
+    query_spreads,
+    row_of_keys,
+    slope_factor,
+    tail_flags,
+    tail_queries,
+)
+
+NARROW_WIDTHS = 128  # features and values together
+NO_WEIGHT = tl.constexpr(1e-20)  # of clusters, beside weights of up to 1: what is less counts as this
 
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
-    result = Attended(
-        torch.empty_like(call.near_out, memory_format=torch.contiguous_format),
-        torch.empty_like(call.near_lse, memory_format=torch.contiguous_format),
-    )
+    result = empty_tail(call)
     if result.lse.numel():
-        flags = tail_flags(call, CLUSTER_TAIL, CLUSTER_TAIL_EXACT)
+        narrow = call.q.shape[-1] + call.values.shape[-1] <= NARROW_WIDTHS
+        half = CLUSTER_TAIL_NARROW if narrow else CLUSTER_TAIL
+        flags = tail_flags(call, half, CLUSTER_TAIL_EXACT, CLUSTER_TAIL_KEYS)
         with on_device(call.q):
             for inputs, tiles in chunks(call, inputs_of(call, flags), flags):
                 kernel = _kernel(tiles * flags["CONFIG"].PARTS, tuple(flags.items()), kinds(*inputs))
@@ -32,9 +50,58 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
     return result
 
 
+def empty_tail(call: ClusterTailCall) -> Attended:
+    shape = call.q.shape[:-1]
+    out = call.q.new_empty((*shape, call.values.shape[-1]), dtype=call.out_dtype)
+    return Attended(out, call.q.new_empty(shape, dtype=torch.float32))
+
+
 @cached
 def _kernel(programs: int, flags: tuple[tuple[str, object], ...], given: tuple[object, ...]) -> Kernel:
     return Kernel(cluster_tail_kernel, programs, dict(flags))
+
+
+class Running(NamedTuple):
+    """What the queries of a tile have so far, in a kernel."""
+
+    running_max: Any  # [BQ], largest score
+    running_sum: Any  # [BQ], sum of the weights
+    tail_sum: Any  # [BQ], sum of those of clusters, after dropout
+    acc: Any  # [BQ, F], weighted values
+
+
+@triton.jit
+def running_step(state, s, share, CONFIG: tl.constexpr):
+    """Scores of some more keys or clusters: the new maximum, what sums are multiplied by, weights."""
+    running_max, rescale, p = softmax_step(state.running_max, s, None, "exp2" if CONFIG.NARROW else "powers", False, 1)
+    if CONFIG.PLANES:
+        p = p * share  # [BQ, BK]
+    return running_max, rescale, p
+
+
+@triton.jit
+def with_slope(
+    acc,
+    tail_sum,
+    q_block,
+    spread,
+    piece,
+    queries,
+    inputs,
+    E: tl.constexpr,
+    F: tl.constexpr,
+):
+    """acc [BQ, F] with the first-order term of clusters of weight `tail_sum` [BQ].
+
+    The products add to acc over that weight: another block of its size would take the registers of a program.
+    """
+    weight = tail_sum * slope_factor(spread, queries, inputs)  # [BQ]
+    weight = tl.where(tl.abs(weight) < NO_WEIGHT, NO_WEIGHT, weight)
+    acc = acc / weight[:, None]
+    for n in tl.static_range(len(q_block)):
+        slope = load_slope(inputs.table.slope, queries.source, n, piece, E, F)  # [E, F]
+        acc = product(q_block[n].to(slope.dtype), slope, acc)
+    return acc * weight[:, None]
 
 
 @triton.jit
@@ -46,30 +113,50 @@ def cluster_tail_kernel(inputs, result, CONFIG: tl.constexpr, B: tl.constexpr, E
     query = queries.block.query  # [BQ]
     exists = queries.block.exists  # [BQ]
     q_block = load_queries(inputs.q, queries, E)  # [BQ, E]
-    point = queries.start + query  # [BQ]
-    running_max = tl.full([B.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
-    running_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
-    acc = tl.zeros([B.BLOCK_Q, F.BLOCK], tl.float32)  # [BQ, F]
-    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
-        at, slot, s, share = cluster_scores(start, q_block, queries, inputs, CONFIG, B, E)
-        running_max, rescale, p = softmax_step(running_max, s, None, "powers", False, 1)
-        p = p * share  # [BQ, BC]
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        p = dropped(p, (inputs.first_name + at)[None, :], queries.noise[:, None], inputs.dropout, CONFIG.DROPOUT)
-        v_block = load_table(inputs.table.v, slot, piece, F)  # [BC, F]
-        acc = fine_product(p, v_block, acc * rescale[:, None], CONFIG.NARROW and CONFIG.GAINS)
-        if CONFIG.GAINS and inputs.table.v_rest is not None:
-            acc = product(p.to(v_block.dtype), load_table(inputs.table.v_rest, slot, piece, F), acc)
-
-    near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
-    has_keys = exists & ~(running_sum == 0)  # [BQ]
+    noise = queries.noise[:, None]  # [BQ, 1]
+    spread = query_spreads(q_block, queries, inputs, E)  # [BQ]
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
-    factor, near_factor, base, norm = join_lse(running_max, running_sum, has_keys, zero, near_lse)
-    f = piece * F.BLOCK + tl.arange(0, F.BLOCK)  # [F]
-    inside = exists[:, None] & (f < F.SIZE)[None, :]  # [BQ, F]
-    near_out = tl.load(inputs.near_out + point[:, None] * F.SIZE + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    acc = tl.zeros([B.BLOCK_Q, F.BLOCK], tl.float32)  # [BQ, F]
+    state = Running(tl.full([B.BLOCK_Q], LOWEST, tl.float32), zero, zero, acc)
+    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
+        at, s, share = cluster_scores(start, q_block, spread, queries, inputs, CONFIG, B, E)
+        running_max, rescale, p = running_step(state, s, share, CONFIG)
+        running_sum = state.running_sum * rescale + tl.sum(p, 1)
+        p = dropped(p, (inputs.first_name + at)[None, :], noise, inputs.dropout, CONFIG.DROPOUT)  # [BQ, BC]
+        v_block = load_table(inputs.table.v, queries.slot + at, piece, F)  # [BC, F]
+        acc = product(p.to(v_block.dtype), v_block, state.acc * rescale[:, None])
+        state = Running(running_max, running_sum, state.tail_sum * rescale + tl.sum(p, 1), acc)
+    if inputs.table.slope is not None:
+        acc = with_slope(state.acc, state.tail_sum, q_block, spread, piece, queries, inputs, E, F)
+        state = Running(state.running_max, state.running_sum, state.tail_sum, acc)
+    if inputs.listed is not None:
+        v_row = row_of_keys(inputs.v, queries, inputs, F)
+        number = tl.load(inputs.listed.number + queries.tile)
+        for begin in range(0, number, CONFIG.BLOCK_K):
+            key, s = key_scores(begin, number, q_block, queries, inputs, CONFIG, B, E)
+            running_max, rescale, p = running_step(state, s, 1.0, CONFIG)
+            running_sum = state.running_sum * rescale + tl.sum(p, 1)
+            p = dropped(p, key[None, :], noise, inputs.dropout, CONFIG.DROPOUT)  # [BQ, BK]
+            v_block = load_listed(v_row, key, piece, F)  # [BK, F]
+            acc = product(p.to(v_block.dtype), v_block, state.acc * rescale[:, None])
+            state = Running(running_max, running_sum, zero, acc)
+
+    acc = state.acc  # [BQ, F]
+    base = tl.where(state.running_max == LOWEST, 0.0, state.running_max)  # [BQ]
+    if CONFIG.NARROW:
+        base = base * LN2
+    point = queries.start + query  # [BQ]
+    near_lse = tl.full([B.BLOCK_Q], -float("inf"), tl.float32)  # [BQ]
+    if inputs.near_lse is not None:
+        near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)
+    has_keys = exists & ~(state.running_sum == 0)  # [BQ]
+    factor, near_factor, base, norm = join_lse(base, state.running_sum, has_keys, zero, near_lse)
     out = tl.where(has_keys[:, None], acc * factor[:, None], 0.0)  # [BQ, F]
-    out += tl.where((near_factor == 0.0)[:, None], 0.0, near_factor[:, None] * near_out)
+    if inputs.near_out is not None:
+        f = piece * F.BLOCK + tl.arange(0, F.BLOCK)  # [F]
+        inside = exists[:, None] & (f < F.SIZE)[None, :]  # [BQ, F]
+        near_out = tl.load(inputs.near_out + point[:, None] * F.SIZE + f[None, :], mask=inside, other=0.0)
+        out += tl.where((near_factor == 0.0)[:, None], 0.0, near_factor[:, None] * near_out.to(tl.float32))
     store_piece(result.out + queries.start * F.SIZE, query, exists, piece, out, CONFIG.PARTS, False, F)
     if piece == 0:
         # Exactly near_lse where no cluster has anything left.

@@ -1,9 +1,10 @@
 """Clusters beside tiles of queries, in Triton: a table of the clusters, and how many keys of each a query has left.
 
-What every query needs of a cluster is computed once: its center and value in whole blocks, for 16 bits as the rounded
-number and what rounding left of it, and the log of its weight. A place without a cluster has no keys. How many keys of
-each cluster a query attends is counted once too, for some tiles at a time: bits n of 32 counts are one word of plane n,
-so that a product tests one bit per plane where it would compare every label.
+What every query needs of a cluster is computed once: its center and value in whole blocks and the dtype of the
+features, and the log of its size. A center of 16 bits is as far from the mean of its keys as they are from what they
+were rounded from; that of one key, or of copies of one, is exact. A place without a cluster has no keys. How many keys
+of each cluster the windows of a query hold is counted once too, for some tiles at a time: bits n of 32 counts are one
+word of plane n, so that a product tests one bit per plane where it would compare every label.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from torch import Tensor
 
 from ....core.calls import ClusterTailCall
 from ....spec.grid import grid_of
+from ....spec.routing import MOST_RAISED
 from ....spec.schedule import TILE_QUERIES
-from ..attend.cells import cell_list, cells_of, keys_at
 from ..primitives import (
+    LOG2E,
     UNMASKED,
     Block,
     Dropout,
     MatchWindows,
     QueryBlock,
+    Width,
+    all_finite,
     attended_key,
     dropout_argument,
     dropout_noise,
+    finite,
     first_offset,
     for_product,
     geometry,
-    is_finite,
     lane_query,
     load_padded,
     load_piece,
@@ -47,25 +51,28 @@ from ..primitives import (
     tiles,
     window_size,
 )
+from ..route.lists import RoutedKeys, load_listed, routed_keys
 from ..runtime.block_sizes import stages, tile_pieces
 from ..runtime.launch import Kernel, cached, kinds
 
-BLOCK_BYTES = 48 << 10  # of the table at most that are multiplied at a time
+BLOCK_BYTES = 48 << 10  # of keys and values, or centers and values, at most that are multiplied at a time
 PLANE_BYTES = 48 << 20  # of counts at most that are kept at a time
 MOST_WORDS = 8  # of counts that a program makes
-TABLE_BLOCK = 64  # the table is a whole number of these
+TABLE_BLOCK = 64  # the table is a whole number of these; no kernel reads more clusters at a time
+RAISED = tl.constexpr(MOST_RAISED)
 
 
 class Table(NamedTuple):
     """The clusters of all rows, as kernels take them. The widths are whole pieces."""
 
-    k: Tensor  # [rows, padded, E], centers
-    k_rest: Tensor | None  # what rounding to 16 bits left of them
-    v: Tensor  # [rows, padded, F]
-    v_rest: Tensor | None
-    logs: Tensor  # float32 [rows, padded], log of size times gain
+    k: Tensor  # [rows, padded, E], centers, with zeros for what is not finite: no query without its keys is to see it
+    v: Tensor | None  # [rows, padded, F], likewise
+    slope: Tensor | None  # [rows, E, F], float32 unless features and values have 16 bits
+    slope_scale: Tensor | None  # float32 [rows], what it was divided by to fit float16; None: 1
+    logs: Tensor  # float32 [rows, padded], log of the size, log2 beside features and values of 16 bits; NaN: not finite
     sizes: Tensor  # float32 [rows, padded]
     shares: Tensor  # float32 [rows, padded], 1 / size
+    spreads: Tensor | None  # float32 [rows, padded]
     count: int  # clusters of a row
     padded: int
 
@@ -74,16 +81,23 @@ class Inputs(NamedTuple):
     """A ClusterTailCall as kernels take it: contiguous tensors, and numbers."""
 
     q: Tensor  # [B, H, *G, E]
-    label: Tensor  # int32 [B, Hk, *G']
-    near_lse: Tensor  # [B, H, *G]
-    near_out: Tensor  # [B, H, *G, F]
+    k: Tensor | None  # [B, Hk, *G', E]
+    v: Tensor | None  # [B, Hk, *G', F]
+    label: Tensor  # int32 [B, Hc, *G']
+    variance: Tensor  # float32 [B, Hc, E]
+    near_lse: Tensor | None  # [B, H, *G]
+    near_out: Tensor | None  # [B, H, *G, F]
     table: Table
-    taken: Tensor | None  # float32 [tiles, padded], keys of each cluster that the queries of a tile attend
-    planes: Tensor | None  # int32 [tiles, padded / 32, planes, TILE_QUERIES], keys of each cluster a query attends
+    routes: Tensor | None  # int32 [tiles, words]
+    listed: RoutedKeys | None
+    planes: Tensor | None  # int32 [tiles, padded / 32, planes, TILE_QUERIES], keys of each cluster in the windows
+    touched: Tensor | None  # int32 [tiles, padded / 32], whether any of the counts that are read is not 0
     first: int  # tile of `planes`
     windows: MatchWindows  # without a mask: a masked key has no label
     dropout: Dropout
     group: int  # rows of queries that share a row of clusters
+    key_group: int  # rows of queries that share a row of keys
+    words: int
     first_name: int
     scale: float
 
@@ -91,14 +105,14 @@ class Inputs(NamedTuple):
 class TailConfig(NamedTuple):
     """What a kernel over clusters is compiled for."""
 
-    PLANES: int  # bits of a count of keys in a query's windows
+    PLANES: int  # bits of a count of keys in a query's windows; 0 without windows
     SEVERAL: bool  # matches
-    TILE: bool  # queries of a tile attend the same keys
     DROPOUT: bool
-    NARROW: bool  # features and values of 16 bits
+    NARROW: bool  # features and values of 16 bits; scores are over log 2 then
     FP16: bool
-    GAINS: bool  # of a fit, whose values are not means: products need more digits than 16 bits have
     BLOCK_C: int  # clusters per product
+    BLOCK_K: int  # routed keys per product
+    SKIPS: bool  # counts where windows have no key of a block's clusters: a branch, which pays in large blocks
     PARTS: int  # programs that share the width of a tile's values
 
 
@@ -107,10 +121,13 @@ class TailQueries(NamedTuple):
 
     block: Any  # QueryBlock
     start: Any  # of the row among all queries, int64
-    label_row: Any  # pointer
+    source: Any  # the row of clusters, int64
     noise: Any  # [BQ]
     slot: Any  # of the row's first cluster in the table, int64
-    counts: Any  # pointer to `taken` or `planes` of the tile
+    counts: Any  # pointer to `planes` of the tile
+    touched: Any  # pointer to `touched` of the tile
+    words: Any  # pointer to the routes of the tile
+    tile: Any  # int64
 
 
 class Chunk(NamedTuple):
@@ -120,58 +137,68 @@ class Chunk(NamedTuple):
     tiles: int
 
 
-def tail_flags(call: ClusterTailCall, half: tuple[int, int, int], exact: tuple[int, int, int]) -> dict[str, Any]:
-    """Flags of a kernel over clusters. `half`, `exact`: its clusters per product, warps and stages at most."""
+def has_windows(call: ClusterTailCall) -> bool:
+    return call.index is not None and call.index.shape[-1] > 0
+
+
+def tail_flags(
+    call: ClusterTailCall, half: tuple[int, ...], exact: tuple[int, ...], half_keys: int | None = None
+) -> dict[str, Any]:
+    """Flags of a kernel over clusters.
+
+    `half`, `exact`: clusters or keys per product, warps, stages at most, and where it is given registers at most.
+    `half_keys`: other than clusters, keys per product.
+    """
     dropout = call.dropout_seed is not None and call.dropout_p > 0
-    seen = (call.q.dtype, call.near_out.dtype, call.q.device)
-    shapes = (call.index.shape, tuple(call.label.shape[2:]), call.q.shape[-1], call.near_out.shape[-1])
-    return _tail_flags(*shapes, call.radius, call.window, dropout, call.gains is not None, seen, half, exact)
+    matches = call.index.shape[-1] if call.index is not None else 0
+    seen = (call.q.dtype, call.out_dtype, call.q.device)
+    shapes = (call.q.ndim - 3, tuple(call.label.shape[2:]), call.q.shape[-1], call.values.shape[-1])
+    return _tail_flags(*shapes, call.radius, matches, dropout, seen, half, exact, half_keys)
 
 
 @cached
 def _tail_flags(
-    index_shape: torch.Size,
+    rank: int,
     key_grid: tuple[int, ...],
     width: int,
     value_width: int,
     radius: tuple[int, ...],
-    window: str,
+    matches: int,
     dropout: bool,
-    gains: bool,
     seen: tuple[torch.dtype, torch.dtype, torch.device],
-    half: tuple[int, int, int],
-    exact: tuple[int, int, int],
+    half: tuple[int, ...],
+    exact: tuple[int, ...],
+    half_keys: int | None,
 ) -> dict[str, Any]:
     dtype, value_dtype, device = seen
-    matches = index_shape[-1]
-    rank = len(index_shape) - 3
     narrow = dtype.itemsize == value_dtype.itemsize == 2
-    clusters, warps, most = half if narrow else exact
+    block, warps, most, *registers = half if narrow else exact
     widths = tile_pieces(width, value_width, narrow)
     features = widths["E"]
     values = widths["F"]
-    query_bytes = (
-        features.BLOCK * features.PIECES * dtype.itemsize + values.BLOCK * values.PIECES * value_dtype.itemsize
-    )
-    cluster_bytes = query_bytes * (2 if narrow else 1)
-    while clusters > 16 and clusters * cluster_bytes > BLOCK_BYTES:
-        clusters //= 2
-    keys = math.prod(2 * b + 1 for b in reaches(radius, key_grid))
+    each = features.BLOCK * features.PIECES * dtype.itemsize + values.BLOCK * values.PIECES * value_dtype.itemsize
+    block = min(block, TABLE_BLOCK)
+    while block > 16 and block * each > BLOCK_BYTES:
+        block //= 2
+    keys_block = half_keys if half_keys and narrow else block
+    while keys_block > 16 and keys_block * each > BLOCK_BYTES:
+        keys_block //= 2
+    keys = math.prod(2 * b + 1 for b in reaches(radius, key_grid)) if matches else 0
     config = TailConfig(
         PLANES=(matches * keys).bit_length(),
         SEVERAL=matches > 1,
-        TILE=window == "tile",
         DROPOUT=dropout,
         NARROW=narrow,
         FP16=narrow and torch.half in (dtype, value_dtype),
-        GAINS=gains,
-        BLOCK_C=clusters,
+        BLOCK_C=block,
+        BLOCK_K=keys_block,
+        SKIPS=narrow and half_keys is not None and block >= 64,
         PARTS=values.PIECES,
     )
-    ahead = stages(device, most, clusters * cluster_bytes, 2 * TILE_QUERIES * query_bytes)
-    block = tile_block(rank)
+    ahead = stages(device, most, max(block, keys_block) * each, TILE_QUERIES * each)
     options = {"num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
-    return {"CONFIG": config, "B": block, **widths, **options}
+    limit = {"maxnreg": registers[0]} if registers else {}
+    return {"CONFIG": config, "B": tile_block(rank), **widths, **options, **limit}
 
 
 def tiles_of(call: ClusterTailCall) -> int:
@@ -181,42 +208,49 @@ def tiles_of(call: ClusterTailCall) -> int:
 
 
 def inputs_of(call: ClusterTailCall, flags: dict[str, Any]) -> Inputs:
-    """The call with its table, and for tiles the keys they have taken."""
+    """The call with its table and the keys that its tiles route."""
     q = call.q.contiguous()
-    index = call.index.contiguous()
     label = call.label.contiguous()
     key_grid = tuple(label.shape[2:])
     geo = geometry(grid_of(q), key_grid)
-    group = q.shape[1] // label.shape[1]
-    table = table_of(call, flags)
-    taken = None
-    if call.window == "tile":
-        count = tiles_of(call)
-        cells = cells_of(index, geo, call.radius)
-        taken = torch.empty((count, table.padded), dtype=torch.float32, device=q.device)
-        kernel = _taken(count, cells.size, flags["B"], kinds(label, taken))
-        kernel(taken, label, cells, UNMASKED, geo, group, table.padded)
+    index = call.index.contiguous() if has_windows(call) and call.index is not None else None
+    listed = None
+    if call.routes is not None and call.order is not None:
+        listed = routed_keys(call.routes, call.order, call.sizes, call.keys)
     return Inputs(
         q=q,
+        k=contiguous(call.k),
+        v=contiguous(call.v),
         label=label,
-        near_lse=call.near_lse.contiguous(),
-        near_out=call.near_out.contiguous(),
-        table=table,
-        taken=taken,
+        variance=call.variance.contiguous(),
+        near_lse=contiguous(call.near_lse),
+        near_out=contiguous(call.near_out),
+        table=tail_table(call, flags),
+        routes=contiguous(call.routes),
+        listed=listed,
         planes=None,
+        touched=None,
         first=0,
-        windows=MatchWindows(index, UNMASKED, geo, reaches(call.radius, key_grid), index.shape[-1]),
+        windows=MatchWindows(
+            index, UNMASKED, geo, reaches(call.radius, key_grid), 0 if index is None else index.shape[-1]
+        ),
         dropout=dropout_argument(call.dropout_seed, call.dropout_p, call.rows),
-        group=group,
+        group=q.shape[1] // label.shape[1],
+        key_group=1 if call.k is None else q.shape[1] // call.k.shape[1],
+        words=0 if call.routes is None else call.routes.shape[-1],
         first_name=call.first_name,
         scale=call.scale,
     )
 
 
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def tiles_at_a_time(call: ClusterTailCall, config: TailConfig) -> int:
-    """Whole rows of keys where they fit."""
+    """Whole rows of keys where they fit; all tiles without windows."""
     all_tiles = tiles_of(call)
-    if config.TILE:
+    if not config.PLANES:
         return all_tiles
     words = -(-call.centers.shape[2] // TABLE_BLOCK) * TABLE_BLOCK // 32
     size = max(1, PLANE_BYTES // (words * config.PLANES * TILE_QUERIES * 4))
@@ -228,57 +262,76 @@ def chunks(call: ClusterTailCall, inputs: Inputs, flags: dict[str, Any]) -> Iter
     """All tiles, so many at a time that their counts take little memory."""
     all_tiles = tiles_of(call)
     config = flags["CONFIG"]
-    if config.TILE:
+    if not config.PLANES:
         yield Chunk(inputs, all_tiles)
         return
     size = tiles_at_a_time(call, config)
     words = inputs.table.padded // 32
     shape = (size, words, config.PLANES, TILE_QUERIES)
-    inputs = inputs._replace(planes=torch.empty(shape, dtype=torch.int32, device=inputs.q.device))
+    planes = torch.empty(shape, dtype=torch.int32, device=inputs.q.device)
+    inputs = inputs._replace(planes=planes, touched=planes.new_empty(shape[:2]))
     each = min(MOST_WORDS, words & -words)
-    seen = kinds(inputs.windows.index, inputs.label, inputs.dropout.seed)
+    seen = kinds(*inputs)
     for first in range(0, all_tiles, size):
         chunk = Chunk(inputs._replace(first=first), min(size, all_tiles - first))
         _counts(chunk.tiles * words // each, config, flags["B"], each, seen)(chunk.inputs)
         yield chunk
 
 
-def table_of(call: ClusterTailCall, flags: dict[str, Any]) -> Table:
-    centers = call.centers
-    features = flags["E"]
-    values = flags["F"]
+def tail_table(call: ClusterTailCall, flags: dict[str, Any]) -> Table:
+    given = (call.centers, call.values, call.slope, call.sizes, call.spreads)
+    return table_of(*given, flags["E"], flags["F"], flags["CONFIG"].NARROW, (call.q.dtype, call.out_dtype))
+
+
+def table_of(
+    centers: Tensor,
+    values: Tensor | None,
+    slope: Tensor | None,
+    sizes: Tensor,
+    spreads: Tensor | None,
+    features: Width,
+    value_features: Width,
+    narrow: bool,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> Table:
+    """centers [B, Hc, C, E], values [B, Hc, C, F], slope [B, Hc, E, F], sizes and spreads [B, Hc, C]."""
     rows = centers.shape[0] * centers.shape[1]
     count = centers.shape[2]
     padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
-    narrow = flags["CONFIG"].NARROW
+    width = features.BLOCK * features.PIECES
+    value_width = value_features.BLOCK * value_features.PIECES
 
-    def empty_k() -> Tensor:
-        return torch.empty((rows, padded, features.BLOCK * features.PIECES), dtype=call.q.dtype, device=centers.device)
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((rows, *shape), dtype=dtype, device=centers.device)
 
-    def empty_v() -> Tensor:
-        shape = (rows, padded, values.BLOCK * values.PIECES)
-        return torch.empty(shape, dtype=call.near_out.dtype, device=centers.device)
-
-    logs, sizes, shares = torch.empty((3, rows, padded), dtype=torch.float32, device=centers.device).unbind()
+    slope_dtype = dtypes[0] if narrow else torch.float32
+    slope_scale = None
+    if slope is not None and slope_dtype == torch.float16:
+        slope_scale = torch.ldexp(torch.ones_like(slope[..., 0, 0]), slope.abs().amax((-2, -1)).frexp().exponent)
+    logs, sizes_here, shares, spreads_here = torch.empty(
+        (4, rows, padded), dtype=torch.float32, device=centers.device
+    ).unbind()
     table = Table(
-        k=empty_k(),
-        k_rest=empty_k() if narrow else None,
-        v=empty_v(),
-        v_rest=empty_v() if narrow else None,
+        k=empty(padded, width, dtype=dtypes[0]),
+        v=None if values is None else empty(padded, value_width, dtype=dtypes[1]),
+        slope=None if slope is None else empty(width, value_width, dtype=slope_dtype),
+        slope_scale=slope_scale,
         logs=logs,
-        sizes=sizes,
+        sizes=sizes_here,
         shares=shares,
+        spreads=None if spreads is None else spreads_here,
         count=count,
         padded=padded,
     )
-    gains = None if call.gains is None else call.gains.contiguous()
-    given = (centers.contiguous(), call.values.contiguous(), call.sizes.contiguous(), gains)
-    _table(rows * padded // TABLE_BLOCK, features, values, kinds(*given, table))(*given, table)
+    given = (centers.contiguous(), contiguous(values), contiguous(slope), sizes.contiguous(), contiguous(spreads))
+    blocks = padded // TABLE_BLOCK + (0 if slope is None else triton.cdiv(width, TABLE_BLOCK))
+    unit = LOG2E.value if narrow else 1.0
+    _table(rows * blocks, features, value_features, kinds(*given, table))(*given, table, unit)
     return table
 
 
 @cached
-def _table(programs: int, features: Any, values: Any, given: tuple[Any, ...]) -> Kernel:
+def _table(programs: int, features: Width, values: Width, given: tuple[Any, ...]) -> Kernel:
     flags = {"BLOCK_C": TABLE_BLOCK, "E": features, "F": values, "num_warps": 4, "enable_fp_fusion": True}
     return Kernel(table_kernel, programs, flags)
 
@@ -289,73 +342,62 @@ def _counts(programs: int, config: TailConfig, block: Block, words: int, given: 
     return Kernel(counts_kernel, programs, flags)
 
 
-@cached
-def _taken(count: int, size: int, block: Block, given: tuple[Any, ...]) -> Kernel:
-    sizes = {"BLOCK_K": 64, "BLOCK_C": TABLE_BLOCK, "EVEN": 64 % size == 0, "B": block}
-    return Kernel(taken_kernel, count, {**sizes, "num_warps": 4, "enable_fp_fusion": True})
-
-
 @triton.jit
-def store_halves(high, rest, slot, at, exists, base, E: tl.constexpr):
-    """Vectors base[at] to vectors `slot` of a table, rounded, and what rounding left of them."""
+def store_padded(table, slot, at, exists, room, base, scale, E: tl.constexpr):
+    """Vectors base[at] / scale to vectors `slot` of a table where `room`, in its dtype."""
     for n in tl.static_range(tl.constexpr(E.PIECES)):
-        x = load_piece(base, at, exists, n, E).to(tl.float32)  # [BC, E]
+        x = load_piece(base, at, exists, n, E).to(tl.float32) / scale  # [BC, E]
         place = slot[:, None] * (E.BLOCK * E.PIECES) + (n * E.BLOCK + tl.arange(0, E.BLOCK))[None, :]  # [BC, E]
-        rounded = x.to(high.dtype.element_ty)
-        tl.store(high + place, rounded)
-        if rest is not None:
-            left = x - rounded.to(tl.float32)
-            left = tl.where(is_finite(left), left, 0.0)  # what is not finite is so in the first half
-            tl.store(rest + place, left.to(high.dtype.element_ty))
+        tl.store(table + place, x.to(table.dtype.element_ty), mask=room[:, None])
 
 
 @triton.jit
-def table_kernel(centers, values, sizes, gains, table, BLOCK_C: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
-    """Program (row, block of clusters)."""
-    blocks = table.padded // BLOCK_C
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    at = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)  # [BC]
-    exists = at < table.count  # [BC]
-    slot = row * table.padded + at  # [BC]
-    start = row * table.count
-    store_halves(table.k, table.k_rest, slot, at, exists, centers + start * E.SIZE, E)
-    store_halves(table.v, table.v_rest, slot, at, exists, values + start * F.SIZE, F)
-    size = tl.load(sizes + start + at, mask=exists, other=0).to(tl.float32)  # [BC]
-    weight = size
-    if gains is not None:
-        weight = size * tl.load(gains + start + at, mask=exists, other=0.0)
-    tl.store(table.logs + slot, tl.where(weight == 0, -float("inf"), tl.log(tl.where(weight == 0, 1.0, weight))))
-    tl.store(table.sizes + slot, size)
-    tl.store(table.shares + slot, tl.where(size > 0, 1 / tl.maximum(size, 1.0), 0.0))
+def store_finite(table, slot, at, exists, base, E: tl.constexpr):
+    """`store_padded` with zeros for what is not finite; and which vectors are finite [BC]."""
+    ok = at >= 0  # [BC]
+    for n in tl.static_range(tl.constexpr(E.PIECES)):
+        x = load_piece(base, at, exists, n, E).to(table.dtype.element_ty)  # [BC, E]
+        ok = ok & all_finite((x,))
+        place = slot[:, None] * (E.BLOCK * E.PIECES) + (n * E.BLOCK + tl.arange(0, E.BLOCK))[None, :]  # [BC, E]
+        tl.store(table + place, finite(x))
+    return ok
 
 
 @triton.jit
-def taken_kernel(
-    taken,
-    label,
-    cells,
-    masked,
-    geo,
-    group,
-    padded,
-    BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    EVEN: tl.constexpr,
-    B: tl.constexpr,
+def table_kernel(
+    centers, values, slope, sizes, spreads, table, unit, BLOCK_C: tl.constexpr, E: tl.constexpr, F: tl.constexpr
 ):
-    """How many keys of each cluster the cells of a tile hold. Program: tile."""
-    tile = tl.program_id(0)
-    row, _ = tile_at(tile, geo, B)
-    label_row = label + (row // group).to(tl.int64) * points(geo.k)
-    listed = cell_list(tile, row, cells, masked)
-    for start in range(0, padded, BLOCK_C):
-        name = start + tl.arange(0, BLOCK_C)  # [BC]
-        count = tl.zeros([BLOCK_K, BLOCK_C], tl.int32)  # [BK, BC]
-        for begin in range(0, listed.end, BLOCK_K):
-            key = keys_at(begin, listed, cells.sides, masked, geo, BLOCK_K, EVEN, 2)  # [BK]
-            key_label = tl.load(label_row + key, mask=key >= 0, other=-1)  # [BK]
-            count += (key_label[:, None] == name[None, :]).to(tl.int32)
-        tl.store(taken + tile.to(tl.int64) * padded + name, tl.sum(count, 0).to(tl.float32))
+    """Program (row, block of clusters, or of the slope's rows behind them)."""
+    lane = tl.arange(0, BLOCK_C)  # [BC]
+    cluster_blocks = table.padded // BLOCK_C
+    blocks = cluster_blocks
+    if slope is not None:
+        blocks += (E.BLOCK * E.PIECES + BLOCK_C - 1) // BLOCK_C
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    if block < cluster_blocks:
+        at = block * BLOCK_C + lane  # [BC]
+        exists = at < table.count  # [BC]
+        slot = row * table.padded + at  # [BC]
+        start = row * table.count
+        ok = store_finite(table.k, slot, at, exists, centers + start * E.SIZE, E)  # [BC]
+        if values is not None:
+            ok = ok & store_finite(table.v, slot, at, exists, values + start * F.SIZE, F)
+        size = tl.load(sizes + start + at, mask=exists, other=0).to(tl.float32)  # [BC]
+        log = tl.where(ok, tl.log(tl.maximum(size, 1.0)) * unit, float("nan"))  # [BC]
+        tl.store(table.logs + slot, tl.where(size > 0, log, -float("inf")))
+        tl.store(table.sizes + slot, size)
+        tl.store(table.shares + slot, tl.where(size > 0, 1 / tl.maximum(size, 1.0), 0.0))
+        if spreads is not None:
+            tl.store(table.spreads + slot, tl.load(spreads + start + at, mask=exists, other=0.0))
+    elif slope is not None:
+        at = (block - cluster_blocks) * BLOCK_C + lane  # [BC]
+        room = at < E.BLOCK * E.PIECES  # [BC]
+        slot = row * (E.BLOCK * E.PIECES) + at  # [BC]
+        scale = 1.0
+        if table.slope_scale is not None:
+            scale = tl.load(table.slope_scale + row)
+        store_padded(table.slope, slot, at, at < E.SIZE, room, slope + row * (E.SIZE * F.SIZE), scale, F)
 
 
 @triton.jit
@@ -363,37 +405,37 @@ def tail_queries(tile, inputs, CONFIG: tl.constexpr, B: tl.constexpr):
     windows = inputs.windows
     row, corner = tile_at(tile, windows.geo, B)
     query, exists = lane_query(corner, windows.geo, B)
+    number = tl.cast(tile, tl.int64)
     start = row * points(windows.geo.q).to(tl.int64)
-    key_row = (row // inputs.group).to(tl.int64)
-    index_row = windows.index + start * windows.kappa
-    label_row = inputs.label + key_row * points(windows.geo.k)
+    source = (row // inputs.group).to(tl.int64)
+    index_row = number  # what is not there is a number: a function of Triton 3.6 returns no None
+    counts = number
+    touched = number
+    words = number
+    if CONFIG.PLANES:
+        index_row = windows.index + start * windows.kappa
+        first_word = (number - inputs.first) * (inputs.table.padded // 32)
+        counts = inputs.planes + first_word * (CONFIG.PLANES * B.BLOCK_Q)
+        touched = inputs.touched + first_word
+    if inputs.routes is not None:
+        words = inputs.routes + number * inputs.words
     noise = dropout_noise(inputs.dropout, row, query)  # [BQ]
-    slot = key_row * inputs.table.padded
-    if inputs.taken is not None:
-        counts = inputs.taken + tl.cast(tile, tl.int64) * inputs.table.padded
-    else:
-        counts = inputs.planes + tl.cast(tile - inputs.first, tl.int64) * (
-            inputs.table.padded // 32 * CONFIG.PLANES * B.BLOCK_Q
-        )
-    mask_row = start  # of no mask
-    return TailQueries(QueryBlock(query, exists, index_row, mask_row), start, label_row, noise, slot, counts)
-
-
-@triton.jit
-def label_at(match, e, offset, queries, windows, CONFIG: tl.constexpr):
-    """The label [BQ] of the key at an offset from match e; -1 where it counts no more or is none."""
-    key, ok = attended_key(match, e, offset, queries.block, windows, False, CONFIG.SEVERAL)
-    return tl.load(queries.label_row + key, mask=ok, other=-1)
+    block = QueryBlock(query, exists, index_row, start, row)  # of no mask
+    return TailQueries(block, start, source, noise, source * inputs.table.padded, counts, touched, words, number)
 
 
 @triton.jit
 def counts_kernel(inputs, CONFIG: tl.constexpr, WORDS: tl.constexpr, B: tl.constexpr):
-    """How many keys of each cluster lie in the union of each query's windows. Program (tile, WORDS words of planes)."""
+    """How many keys of each cluster lie in the union of each query's windows. Program (tile, WORDS words of planes).
+
+    Those of routed clusters too: nothing reads their counts.
+    """
     windows = inputs.windows
     groups = inputs.table.padded // (32 * WORDS)
     tile = inputs.first + tl.program_id(0) // groups
     word = tl.program_id(0) % groups * WORDS + tl.arange(0, WORDS)  # [WORDS]
     queries = tail_queries(tile, inputs, CONFIG, B)
+    label_row = inputs.label + queries.source * points(windows.geo.k)
     planes = ()
     for n in tl.static_range(tl.constexpr(CONFIG.PLANES)):  # noqa: B007 - Triton wants other loops' `_` a tensor
         planes += (tl.zeros([WORDS, B.BLOCK_Q], tl.int32),)  # [WORDS, BQ]
@@ -401,7 +443,8 @@ def counts_kernel(inputs, CONFIG: tl.constexpr, WORDS: tl.constexpr, B: tl.const
         match = match_of(e, queries.block.exists, queries.block, windows)  # [BQ]
         offset = first_offset(windows.reach)
         for _ in range(window_size(windows.reach)):
-            label = label_at(match, e, offset, queries, windows, CONFIG)  # [BQ]
+            key, ok = attended_key(match, e, offset, queries.block, windows, False, CONFIG.SEVERAL)
+            label = tl.load(label_row + key, mask=ok, other=-1)  # [BQ]
             bit = (label * 0 + 1) << (label & 31)  # [BQ]
             carry = tl.where((label >> 5)[None, :] == word[:, None], bit[None, :], 0)  # [WORDS, BQ]
             more = ()
@@ -413,27 +456,38 @@ def counts_kernel(inputs, CONFIG: tl.constexpr, WORDS: tl.constexpr, B: tl.const
     for n in tl.static_range(len(planes)):
         at = (word[:, None] * CONFIG.PLANES + n) * B.BLOCK_Q + tl.arange(0, B.BLOCK_Q)[None, :]  # [WORDS, BQ]
         tl.store(queries.counts + at, planes[n])
+    some = tl.zeros([WORDS, B.BLOCK_Q], tl.int32)  # [WORDS, BQ]
+    for n in tl.static_range(len(planes)):
+        some = some | planes[n]
+    if inputs.routes is not None:
+        routed = tl.load(queries.words + word, mask=word < inputs.words, other=0)  # [WORDS]
+        some = some & ~routed[:, None]
+    tl.store(queries.touched + word, tl.max((some != 0).to(tl.int32), 1))
 
 
 @triton.jit
 def keys_left(start, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr):
-    """How many keys of BLOCK_C clusters from `start` on each query has left: [BQ or 1, BC]; whole numbers."""
+    """How many keys of BLOCK_C clusters from `start` on the windows of each query leave: [BQ, BC]; whole numbers."""
     at = start + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
-    left = tl.load(inputs.table.sizes + queries.slot + at)[None, :]  # [1, BC]
-    if CONFIG.TILE:
-        left -= tl.load(queries.counts + at)[None, :]
-    else:
-        bit = ((at * 0 + 1) << (at & 31))[None, :]  # [1, BC]
-        lane = tl.arange(0, B.BLOCK_Q)  # [BQ]
-        left = tl.broadcast_to(left, [B.BLOCK_Q, CONFIG.BLOCK_C])
-        for n in tl.static_range(tl.constexpr(CONFIG.PLANES)):
-            counts = queries.counts + n * B.BLOCK_Q + lane  # [BQ]
-            plane = tl.load(counts + start // 32 * (CONFIG.PLANES * B.BLOCK_Q))[:, None]  # [BQ, 1]
-            for w in tl.static_range(1, tl.constexpr(CONFIG.BLOCK_C) // 32):
-                word = tl.load(counts + (start // 32 + w) * (CONFIG.PLANES * B.BLOCK_Q))[:, None]  # [BQ, 1]
-                plane = tl.where((at - start < 32 * w)[None, :], plane, word)
-            left -= tl.where((plane & bit) != 0, 1.0 * (1 << n), 0.0)
+    size = tl.load(inputs.table.sizes + queries.slot + at)  # [BC]
+    bit = ((at * 0 + 1) << (at & 31))[None, :]  # [1, BC]
+    lane = tl.arange(0, B.BLOCK_Q)  # [BQ]
+    left = tl.broadcast_to(size[None, :], [B.BLOCK_Q, CONFIG.BLOCK_C])
+    for n in tl.static_range(tl.constexpr(CONFIG.PLANES)):
+        counts = queries.counts + n * B.BLOCK_Q + lane  # [BQ]
+        plane = tl.load(counts + start // 32 * (CONFIG.PLANES * B.BLOCK_Q))[:, None]  # [BQ, 1]
+        for w in tl.static_range(1, tl.constexpr(CONFIG.BLOCK_C) // 32):
+            word = tl.load(counts + (start // 32 + w) * (CONFIG.PLANES * B.BLOCK_Q))[:, None]  # [BQ, 1]
+            plane = tl.where((at - start < 32 * w)[None, :], plane, word)
+        left -= tl.where((plane & bit) != 0, 1.0 * (1 << n), 0.0)
     return left
+
+
+@triton.jit
+def share_left(start, at, counts, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr):
+    """`keys_left` over the sizes of clusters `at` [BC], 0 where not `counts`: [BQ, BC]."""
+    left = keys_left(start, queries, inputs, CONFIG, B)  # [BQ, BC]
+    return tl.where(counts, left * tl.load(inputs.table.shares + queries.slot + at)[None, :], 0.0)
 
 
 @triton.jit
@@ -453,26 +507,103 @@ def load_table(base, slot, piece, E: tl.constexpr):
 
 
 @triton.jit
-def table_products(q_block, base, rest, slot, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
-    """Vectors of the queries, in pieces, times those of a table: [BQ, BC]."""
-    acc = tl.zeros([B.BLOCK_Q, CONFIG.BLOCK_C], tl.float32)  # [BQ, BC]
-    for n in tl.static_range(len(q_block)):
-        if rest is not None:
-            acc = product(q_block[n], tl.trans(load_table(rest, slot, n, E)), acc)
-        acc = product(q_block[n], tl.trans(load_table(base, slot, n, E)), acc)
-    return acc
+def load_slope(base, source, piece, value_piece, E: tl.constexpr, F: tl.constexpr):
+    """A block [E, F] of the slope of row `source` of clusters."""
+    e = source * (E.BLOCK * E.PIECES) + piece * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
+    return for_product(load_padded(base, e, value_piece, F))
 
 
 @triton.jit
-def cluster_scores(start, q_block, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
-    """BLOCK_C clusters from `start` on: their names, places in the table, scores, and the share of keys that is left.
+def slope_factor(spread, queries, inputs):
+    """What q @ slope of the table is multiplied by to be the first-order term of a weight of 1: [BQ]."""
+    scale = inputs.scale
+    if inputs.table.slope_scale is not None:
+        scale = inputs.scale * tl.load(inputs.table.slope_scale + queries.source)
+    return scale / (1 + spread)
 
-    The score is scale <q, center> plus the log of size and gain, -inf where no key is left.
+
+@triton.jit
+def query_spreads(q_block, queries, inputs, E: tl.constexpr):
+    """scale^2 sum_e q_e^2 variance_e of each query: [BQ]."""
+    square = q_block[0].to(tl.float32) * q_block[0].to(tl.float32)  # [BQ, E]
+    total = tl.sum(square * load_variance(0, queries, inputs, E)[None, :], 1)  # [BQ]
+    for n in tl.static_range(1, len(q_block)):
+        square = q_block[n].to(tl.float32) * q_block[n].to(tl.float32)  # [BQ, E]
+        total += tl.sum(square * load_variance(n, queries, inputs, E)[None, :], 1)
+    return total * (inputs.scale * inputs.scale)
+
+
+@triton.jit
+def load_variance(piece, queries, inputs, E: tl.constexpr):
+    """A piece [E] of the variance of the row's keys."""
+    e = piece * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
+    return tl.load(inputs.variance + queries.source * E.SIZE + e, mask=e < E.SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def score_unit(CONFIG: tl.constexpr):
+    """What scores are multiplied by: those of 16 bits are powers of two."""
+    return LOG2E if CONFIG.NARROW else 1.0
+
+
+@triton.jit
+def open_clusters(at, queries, inputs):
+    """Logs of the sizes of clusters `at` [BC], -inf where the tile routes a cluster or it has no keys."""
+    log = tl.load(inputs.table.logs + queries.slot + at)  # [BC]
+    if inputs.routes is not None:
+        word = tl.load(queries.words + (at >> 5), mask=at < inputs.table.count, other=0)  # [BC]
+        log = tl.where(((word >> (at & 31)) & 1) != 0, -float("inf"), log)
+    return log
+
+
+@triton.jit
+def cluster_scores(start, q_block, spread, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
+    """BLOCK_C clusters from `start` on: their names, scores, and the share of keys that is left, 1.0 without windows.
+
+    The score is that of `ClusterTailCall` with the whole size; -inf where no key is left and for a routed cluster.
     """
     at = start + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
-    slot = queries.slot + at  # [BC]
-    log = tl.load(inputs.table.logs + queries.slot + at)  # [BC]
-    s = table_products(q_block, inputs.table.k, inputs.table.k_rest, slot, CONFIG, B, E)  # [BQ, BC]
-    left = keys_left(start, queries, inputs, CONFIG, B)  # [BQ or 1, BC]
-    s = tl.where(left > 0, s * inputs.scale + log[None, :], -float("inf"))
-    return at, slot, s, left * tl.load(inputs.table.shares + slot)[None, :]
+    log = open_clusters(at, queries, inputs)  # [BC]
+    s = tl.zeros([B.BLOCK_Q, CONFIG.BLOCK_C], tl.float32)  # [BQ, BC]
+    for n in tl.static_range(len(q_block)):
+        s = product(q_block[n], tl.trans(load_table(inputs.table.k, queries.slot + at, n, E)), s)
+    s = s * (inputs.scale * score_unit(CONFIG)) + log[None, :]
+    if inputs.table.spreads is not None:
+        raised = tl.load(inputs.table.spreads + queries.slot + at) * (score_unit(CONFIG) * 0.5)  # [BC]
+        s += tl.minimum(spread[:, None] * raised[None, :], score_unit(CONFIG) * 0.5 * RAISED)
+    counts = (log != -float("inf"))[None, :]  # [1, BC]
+    share = 1.0
+    if CONFIG.PLANES:
+        if CONFIG.SKIPS:
+            share = tl.where(counts, 1.0, tl.zeros([B.BLOCK_Q, CONFIG.BLOCK_C], tl.float32))  # [BQ, BC]
+            touched = tl.load(queries.touched + start // 32)
+            for w in tl.static_range(1, tl.constexpr(CONFIG.BLOCK_C) // 32):
+                touched = touched | tl.load(queries.touched + start // 32 + w)
+            if touched != 0:
+                share = share_left(start, at, counts, queries, inputs, CONFIG, B)
+        else:
+            share = share_left(start, at, counts, queries, inputs, CONFIG, B)  # [BQ, BC]
+        counts = counts & (share > 0)
+    return at, tl.where(counts, s, -float("inf")), share
+
+
+@triton.jit
+def row_of_keys(base, queries, inputs, E: tl.constexpr):
+    """Where the vectors of the row of keys begin, or those of its values."""
+    return base + (queries.block.row // inputs.key_group).to(tl.int64) * points(inputs.windows.geo.k) * E.SIZE
+
+
+@triton.jit
+def key_scores(begin, number, q_block, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
+    """BLOCK_K routed keys from number `begin` of a tile's list on: themselves and their scores [BQ, BK], -inf for none.
+
+    What is behind the end of the list is one of its keys.
+    """
+    at = begin + tl.arange(0, CONFIG.BLOCK_K)  # [BK]
+    key = tl.load(inputs.listed.keys + queries.tile * inputs.listed.most + at)  # [BK]
+    k_row = row_of_keys(inputs.k, queries, inputs, E)
+    s = tl.zeros([B.BLOCK_Q, CONFIG.BLOCK_K], tl.float32)  # [BQ, BK]
+    for n in tl.static_range(len(q_block)):
+        s = product(q_block[n], tl.trans(load_listed(k_row, key, n, E)), s)
+    hidden = tl.where(at < number, 0.0, -float("inf"))  # [BK]
+    return key, s * (inputs.scale * score_unit(CONFIG)) + hidden[None, :]

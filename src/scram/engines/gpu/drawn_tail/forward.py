@@ -195,7 +195,7 @@ def block_queries(row, number, inputs, CONFIG: tl.constexpr):
         exists = query < queries
     noise = dropout_noise(inputs.dropout, row, query)  # [BQ]
     index_row = windows.index + row * queries * windows.kappa
-    return TailQueries(QueryBlock(query, exists, index_row, row // windows.masked.group), noise, tile)
+    return TailQueries(QueryBlock(query, exists, index_row, row // windows.masked.group, row), noise, tile)
 
 
 @triton.jit

@@ -85,20 +85,50 @@ TILE_WIDTH_EXACT = 64
 #   tail         180 (32, 4, 2); 192 (32, 4, 3); 223 (64, 4, 2); 218 (64, 4, 3); 214 (32, 2, 3); 448 (64, 8, 2)
 #   by queries   454 (64, 4, 2); 486 (64, 4, 1); 506 (32, 4, 3); 536 (32, 4, 2); 621 (32, 2, 2)
 #   by clusters  380 (64, 4, 1); 466 (64, 4, 2); 408 (32, 4, 2); 586 (32, 4, 1); 846 (128, 8, 1)
+# With 512 routed keys and 512 clusters, ms, without windows and with one match; keys per product the same or 64:
+#   256x256, 24 heads, E = F = 128  4.37 5.91 (32, 4, 2); 3.65 4.98 (64, 4, 2); 4.71 6.96 (64, 4, 1)
+#   512x512, E = F = 64              .354 .581 (32, 4, 2); .320 of 64 keys; .429 .625 (64, 4, 2)
 # For float32 two warps, as in the hybrid; more than 16 clusters do not fit their registers.
-CLUSTER_TAIL = (32, 4, 2)
+CLUSTER_TAIL = (64, 4, 2)
+CLUSTER_TAIL_NARROW = (32, 4, 2)
 CLUSTER_TAIL_EXACT = (32, 2, 2)
+CLUSTER_TAIL_KEYS = 64  # routed keys per product, of 16 bits
 CLUSTER_BACKWARD = (64, 4, 2)
 CLUSTER_BACKWARD_EXACT = (16, 2, 1)
 CLUSTER_COLLECT = (64, 4, 1)
 CLUSTER_COLLECT_EXACT = (16, 2, 1)
-# Of the clustering: keys, clusters per product, warps, stages at most. All keys, us:
-#   assignment  71 (64, 64, 4, 3); 72 (128, 64, 4, 3); 77 (128, 64, 8, 3); 100 (128, 128, 8, 2); 84 (64, 128, 4, 3)
-#   sums        76 (128, 64, 4, 3); 112 (64, 64, 4, 3); 143 (32, 64, 4, 3); 115 (64, 32, 4, 3)
-ASSIGN = (64, 64, 4, 3)
-ASSIGN_EXACT = (32, 32, 2, 2)
-CLUSTER_SUMS = (128, 64, 4, 3)
-CLUSTER_SUMS_EXACT = (32, 32, 2, 2)
+# The same of the gradients of routed keys, and of the slope: there queries per product.
+KEYS_COLLECT = (64, 4, 1)
+KEYS_COLLECT_EXACT = (16, 2, 1)
+SLOPE = (64, 4, 2)
+SLOPE_EXACT = (16, 2, 1)
+# Clusters or keys per product, warps, stages at most, of the importance of clusters to a tile and of the best key.
+ROUTE = (64, 4, 3)
+ROUTE_EXACT = (32, 2, 2)
+# The best key, 256x256 and 512x512 as below: 1.04, .134 (32, 4, 2); 1.10, .139 (32, 4, 1); 1.51, .173 (64, 4, 2).
+ROUTED_START = (32, 4, 2)
+ROUTED_START_EXACT = (32, 2, 1)
+# Of the clustering: keys and clusters of a product, warps.
+ASSIGN = (64, 128, 4)
+ASSIGN_EXACT = (32, 32, 4)
+ASSIGN_BYTES = 64 << 10  # of the forms that a program holds: two programs have a multiprocessor to share
+ASSIGN_AHEAD = 512  # bytes of a key and its value up to which the next ones are loaded while others are multiplied
+ASSIGN_WAVES = 2  # of two programs a multiprocessor
+# Sums over the keys of clusters: keys at a time, warps for pieces of at least 128 and for narrower ones, registers of a
+# thread at most. 256x256, 24 heads, E = F = 128, and 512x512, E = F = 64, bf16, ms: .450, .058 (16, 2, 2, 255); .487,
+# .054 (32, 2, 2, 255); .743, .067 (32, 4, 4, 255); .684, .073 (16, 4, 4, 128).
+SEGMENTS = (16, 2, 2, 255)
+SEGMENTS_EXACT = (32, 4, 4, 255)
+# Their products: keys at a time, warps, stages. Likewise .324, .027 (32, 4, 1); .506, .036 (64, 4, 1); .526, .056
+# (32, 4, 2).
+PRODUCTS = (32, 4, 1)
+PRODUCTS_EXACT = (32, 4, 1)
+PRODUCT_PROGRAMS = 4  # of a multiprocessor, in one wave
+SEGMENT_PROGRAMS = 4  # of a multiprocessor, in one wave
+# Gradients: keys at a time, warps.
+SPREAD = (64, 8)
+SPREAD_EXACT = (32, 8)
+SPREAD_WAVES = 4  # of two programs a multiprocessor
 
 SPARE = 20 << 10  # bytes of shared memory for what passes between threads
 
@@ -124,6 +154,26 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 99 << 10
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10)
+
+
+@cached
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at the same time at least; without a device a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def shares(running: int, each: int, waves: int, most: int) -> int:
+    """Into how many parts, `most` at most, work is cut of which every part is `each` programs.
+
+    `running` programs run at the same time, about `waves` one after the other: few of them wait in the last wave.
+    """
+    least = max(1, waves * running // max(each, 1))
+
+    def busy(parts: int) -> float:
+        programs = parts * max(each, 1)
+        return programs / (-(-programs // running) * running)
+
+    return max(1, min(most, max(range(least, 2 * least + 2), key=busy)))
 
 
 @cached

@@ -127,7 +127,7 @@ def search(call: SearchCall) -> Found:
     return result
 
 
-class Plan(NamedTuple):
+class QueryKernels(NamedTuple):
     """What the runs launch, the sweeps' kernels by even and odd, and the numbers that the shapes give."""
 
     start: Kernel
@@ -145,7 +145,7 @@ def _plan(
     propagate: str,
     jumps: tuple[int, ...],
     given: tuple[Any, ...],
-) -> Plan:
+) -> QueryKernels:
     """The plan of a run for tensors of these shapes and kinds: q, k, seed, mask, warm, rows, starts."""
     query_grid = tuple(q_shape[2:-1])
     key_grid = tuple(k_shape[2:-1])
@@ -167,7 +167,7 @@ def _plan(
     by_turn = [moves(propagate, sweep) for sweep in (0, 1)]
     even, odd = (Propagation(near, moved, by_turn[0] != by_turn[1]) for moved in by_turn)
     sweeps = {moved: Kernel(sweep_kernel, programs, {**flags, "FROM": moved}) for moved in (even, odd)}
-    return Plan(start, sweeps[even], sweeps[odd], wide, geometry(query_grid, key_grid))
+    return QueryKernels(start, sweeps[even], sweeps[odd], wide, geometry(query_grid, key_grid))
 
 
 @triton.jit(do_not_specialize_on_alignment=PLANES)

@@ -111,7 +111,7 @@ def tile_search(call: SearchCall) -> Found:
     return result
 
 
-class Plan(NamedTuple):
+class TileKernels(NamedTuple):
     """The kernels of a search, how many tiles there are, and the numbers that the shapes give."""
 
     start: Kernel
@@ -131,7 +131,7 @@ def _plan(
     causal: bool,
     separated: bool,
     given: tuple[Any, ...],
-) -> Plan:
+) -> TileKernels:
     """The plan for tensors of these shapes and kinds: q, k, seed, mask, warm, rows, starts."""
     query_grid = tuple(q_shape[2:-1])
     key_grid = tuple(k_shape[2:-1])
@@ -146,7 +146,7 @@ def _plan(
     # Without mask and reach every query has a match: there are no holes.
     flags = {"CAUSAL": causal, "HOLES": holes, "STOP": STOP, "B": Block(tile, TILE_QUERIES)}
     offer = {**flags, "SEVERAL": matches > 1, "num_warps": OFFER_WARPS, "enable_fp_fusion": True}
-    return Plan(
+    return TileKernels(
         Kernel(start_kernel, programs, {"RULES": Rules(causal, separated, matches > 1), "PADDED": width, **block}),
         arrange(math.prod(q_shape[:-1]), by_key=True),
         Kernel(offer_kernel, count, offer),
