@@ -125,7 +125,7 @@ def test_every_key_is_with_the_nearest_center(impl):
     made = clusters_of(q, k, v, 6, impl, steps=40)
     keys, values = k.flatten(0, -2), v.flatten(0, -2)
     queries = 8**-0.5 * q.flatten(0, -2)
-    queries = queries / (1 + (queries @ keys.T).var(1, correction=0)).unsqueeze(1)
+    queries = queries / (1 + (queries @ keys.T).var(1, correction=0)).sqrt().unsqueeze(1)
     apart = keys[:, None] - made.centers[0, 0]
     off = (apart @ queries.T).square().mean(-1)  # how far the scores are off
     spread = ((keys - keys.mean(0)) @ queries.T).square().mean()

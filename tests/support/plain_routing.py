@@ -203,7 +203,7 @@ def metric(call: ClusterCall, batch, head, usable):
     total = [0.0 for _ in axes]
     for q in queries:
         s = sum(dot(q, x) ** 2 for x in centered) / len(sample)
-        total = [old + (x / (1 + s)) ** 2 for old, x in zip(total, q, strict=True)]
+        total = [old + x**2 / (1 + s) for old, x in zip(total, q, strict=True)]
     return [x / len(queries) for x in total]
 
 

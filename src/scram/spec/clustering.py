@@ -1,10 +1,11 @@
 """Keys grouped by content: k-means in the metric that matters to the queries and the values, in plain torch.
 
 The distance of a key and value (k, v) from a center (c, w) is E[(scale <q, k - c>)^2] + weight |v - w|^2: how far the
-scores of the queries are off, and the value. A query whose scores have the variance s counts as q / (1 + s): sharp
-attention is the windows' part. The weight makes the second spread VALUE_WEIGHT times the first. Both are quadratic, so
+scores of the queries are off, and the value. A query whose scores have the variance s counts as q / sqrt(1 + s): much
+of sharp attention is the part of windows and routed keys. The weight makes the second spread VALUE_WEIGHT times the first. Both are quadratic, so
 that the nearest center is the one with the largest <k, a> + <v, b> + bias for some a, b and bias of each center
-(`LinearForms`). Steps start at keys drawn in proportion to the attention that a few queries pay them.
+(`LinearForms`). Steps start at keys that are drawn evenly for the most part, the
+others in proportion to the attention that a few queries pay them.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from .scoring import accumulator
 SAMPLED_KEYS = 8192  # of a row, that the steps read; the last assignment reads all: 2 % more error than all keys
 SAMPLED_QUERIES = 1024  # of a key head, for the metric: 1 % more error than 4096
 VALUE_WEIGHT = 0.3  # spread of the values to that of the scores: error .050; .1 and 1 have .052
-START_QUERIES = 32  # of a key head, whose attention says where steps start: error .044, without .050; 256 gain nothing
+START_QUERIES = 32  # of a key head, whose attention says where some steps start; 256 gain nothing
 START_MOST = 1 / 64  # that a query's attention to one key counts there
-START_EVEN = 0.25  # that all keys have in equal parts there; the attention of a query sums to 1 at most
+START_EVEN = 3.0  # that all keys have in equal parts there, beside the attention of a query, which sums to 1 at most
 CHUNK_ELEMENTS = 1 << 22  # of the scores of keys and centers at a time
 
 
@@ -304,7 +305,7 @@ class Space(NamedTuple):
         k_mean = k.mean(0)
         v_mean = v.mean(0)
         covariance = (k - k_mean).T @ (k - k_mean) / len(k)  # [E, E]
-        q = q / (1 + ((q @ covariance) * q).sum(-1, keepdim=True))
+        q = q / (1 + ((q @ covariance) * q).sum(-1, keepdim=True).clamp(min=0)).sqrt()
         metric = q.T @ q / max(len(q), 1)
         spread = (metric * covariance).sum()
         variance = (v - v_mean).square().sum(-1).mean()

@@ -304,8 +304,9 @@ def _metric(source, start, row, lines):
             spread = number(1)
             for e in range(wide):
                 spread += lines[p, e] * lines[BLOCK + p, e]
+            weight = 1 / math.sqrt(max(spread, number(1)))
             for e in range(wide):
-                lines[p, e] /= spread
+                lines[p, e] *= weight
         add_columns(lines, none, source.every, none, count, lines, none, metric, none)
     spread = number(0)
     for e in range(width):

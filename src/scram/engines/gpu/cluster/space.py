@@ -229,7 +229,7 @@ def add_metric(number, sample, moments, metrics, query_splits, queries, CONFIG: 
             q_block = tl.load(q_row + j[None, :], mask=exists, other=0.0)  # [BQ, D]
             acc = product(q_block, covariance(moments, row, j, i, each, CONFIG), acc)
         variance += tl.sum(acc * tl.load(q_row + i[None, :], mask=exists, other=0.0), 1)
-    weight = (1 / (1 + tl.maximum(variance, 0.0)))[:, None]  # [BQ, 1]
+    weight = tl.rsqrt(1 + tl.maximum(variance, 0.0))[:, None]  # [BQ, 1]
     part = metrics + (row * query_splits + block) * (CONFIG.WIDTH * CONFIG.WIDTH)
     for a in range(0, CONFIG.WIDTH, CONFIG.D):
         i = a + tl.arange(0, CONFIG.D)  # [D]
