@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from ..core import checks
-from ..core.resolve import Request, as_search, check_start, default_search, default_tail, resolve, tail_kind
+from ..core.resolve import (
+    Request,
+    as_search,
+    check_start,
+    check_warm_matches,
+    default_search,
+    default_tail,
+    resolve,
+    tail_kind,
+)
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
 from ..core.tails.codebook import Codebook, settings_of
@@ -95,6 +104,7 @@ def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
         checks.whole("halo", halo, 0)
     tail.check(tail_kind(request))
     check_start(search, tail)
+    check_warm_matches(request)
     if search is None and request.matches is None and tail is not NO_TAIL and not tail.stands_alone:
         raise ValueError(f"search=None takes tail=None, clusters or a codebook, got {tail}; pass search='auto'")
     if request.warm is not None:
