@@ -37,7 +37,7 @@ def own_clusters(shards: Shards) -> list[Tensor]:
 
 
 def part_of(shards: Shards, rank: int) -> Clusters:
-    """The settings for that rank's keys: all clusters, and of the keys that a tile attends one by one their share."""
+    """The settings for that rank's keys: the part of clusters and of routed keys that they need."""
     assert shards.call.clusters is not None
     seed = shard_seed(shards.tail_seed, shards.first_key(rank))
     return shards.call.clusters.of_part(seed, shards.share(rank))

@@ -173,6 +173,7 @@ class Shards:
     seed: int
     tail_seed: int
     dropout_seed: int = 0
+    apart: bool = False  # the keys of each rank have clusters of their own, as in a ring
 
     @staticmethod
     def of(ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: Call) -> Shards:
@@ -256,8 +257,11 @@ class Shards:
 
     def count(self, rank: int) -> int:
         """Clusters of that rank's keys: not more than keys."""
-        assert self.call.clusters is not None
-        return min(self.call.clusters.count, self.keys[rank] * math.prod(self.k.shape[3:-1]))
+        clusters = self.call.clusters
+        assert clusters is not None
+        if self.apart:
+            clusters = clusters.of_part(None, self.share(rank))
+        return min(clusters.count, self.keys[rank] * math.prod(self.k.shape[3:-1]))
 
     def layout(self, rank: int) -> Layout:
         """The tensors of that rank's keys which travel: k, v, of clusters what carries gradients, then constants."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -126,7 +127,9 @@ class Clusters(Tail):
         return min(self.count + self.keys, keys)
 
     def of_part(self, seed: int | Tensor | None, share: Fraction = ALL) -> Clusters:
-        return replace(self, seed=seed, keys=int(self.keys * share))
+        # Parts of one grid hold the same content again, so that each needs more than its share of both.
+        root = math.sqrt(share)
+        return replace(self, seed=seed, count=max(1, round(self.count * root)), keys=round(self.keys * root))
 
     def describe(self) -> str:
         return f"{self.count} clusters{f' + {self.keys} keys' if self.keys else ''}"
