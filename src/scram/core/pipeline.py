@@ -15,6 +15,7 @@ from ..settings import Search
 from ..spec import places
 from ..spec.grid import AllowedKeys, grid_of
 from ..spec.routing import LEAST_WINDOW
+from ..spec.schedule import method_of
 from ..spec.scoring import accumulator, prepare_key, prepare_query
 from . import calls, checks, ops
 from .dense import attend_every_key, every_key
@@ -253,7 +254,7 @@ def _search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Tensor | No
         warm=warm,
         rows=inputs.rows,
         starts=starts,
-        method=search.resolved_method(inputs.q),
+        method=method_of(search, inputs.q),
         matches=search.matches,
         separation=search.separation,
         sweeps=search.sweeps,

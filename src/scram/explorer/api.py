@@ -27,9 +27,8 @@ from ..quality.truth import Errors, Truth
 from ..results import Matches, Routes
 from ..settings import Score, Search
 from ..spec.grid import Grid, coordinates, grid_of
-from ..spec.schedule import tile_shape
+from ..spec.schedule import tile_of, tile_shape
 from ..spec.scoring import check_score, default_scale, prepare_key, prepare_query
-from ..spec.tiles import tile_of
 from .contents import Attention, Channels, raster_width, stored, thinned
 from .pack import Json
 from .page import framed, read_back, written
