@@ -90,3 +90,6 @@ class Search:
             seed=seed,
             start="drawn",
         )
+
+
+checks.SEARCH_FIELDS.update(Search.__dataclass_fields__)

@@ -20,11 +20,10 @@ from ..spec.scoring import accumulator, prepare_key, prepare_query
 from . import calls, checks, ops
 from .dense import attend_every_key, every_key
 from .dtensors import is_dtensor
-from .inputs import WHOLE, Inputs, Shard
 from .precision import autocast_device, autocast_inputs
 from .resolve import Request, Resolved, resolve
-from .tails.base import NO_TAIL, Joined, Tail
-from .tails.codebook import Codebook
+from .tails.base import NO_TAIL, WHOLE, Inputs, Joined, Shard, Tail
+from .tails.clusters import Codebook
 
 R = TypeVar("R")
 Stage = Callable[[Resolved, Tensor, Tensor, Tensor | None, Shard], R]

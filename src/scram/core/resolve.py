@@ -22,8 +22,7 @@ from . import checks, ops
 from .cost import keys_visited
 from .layout_hints import warn_about_layout
 from .tails.base import NO_TAIL, Kind, MadeFor, Tail, as_tail
-from .tails.clusters import Clusters
-from .tails.codebook import Codebook, check_budget
+from .tails.clusters import Clusters, Codebook, check_budget
 from .tails.drawn import DrawnKeys
 
 # By device: what "auto" means. Sweeps start from routed keys.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core import checks, pipeline
-from ..core.arguments import explains
+from ..core.checks import explains
 from ..core.pipeline import execute
 from ..core.precision import follows_autocast
 from ..core.resolve import Request

@@ -16,8 +16,7 @@ from torch import Tensor
 from ..core import pipeline
 from ..core.pipeline import execute
 from ..core.resolve import Request, resolve
-from ..core.tails.clusters import Clusters
-from ..core.tails.codebook import Codebook
+from ..core.tails.clusters import Clusters, Codebook
 from ..spec.clustering import CHUNK_ELEMENTS, SAMPLED_KEYS, SAMPLED_QUERIES
 from ..spec.noise import noise
 from ..spec.scoring import prepare_key

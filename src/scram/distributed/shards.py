@@ -24,12 +24,11 @@ from ..core.resolve import (
     resolve,
     tail_kind,
 )
-from ..core.tails.base import NO_TAIL, Tail, as_tail
-from ..core.tails.clusters import Clusters
-from ..core.tails.codebook import Codebook, settings_of
+from ..core.tails.base import NO_TAIL, Tail, as_tail, draw_seed
+from ..core.tails.clusters import Clusters, Codebook, settings_of
 from ..results import Matches
 from ..settings import Score, Search
-from ..spec.noise import draw_seed, noise
+from ..spec.noise import noise
 from ..spec.scoring import accumulator
 from .mesh import Layout, Ranks, packed_size
 

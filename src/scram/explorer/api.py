@@ -13,12 +13,11 @@ from torch import Tensor
 
 from .. import __version__
 from ..core import checks
-from ..core.arguments import explains
+from ..core.checks import explains
 from ..core.precision import ignores_autocast
 from ..core.resolve import as_search, default_search, default_tail
 from ..core.tails.base import NO_TAIL
-from ..core.tails.clusters import Clusters
-from ..core.tails.codebook import Codebook
+from ..core.tails.clusters import Clusters, Codebook
 from ..functional import attend, cluster, route
 from ..functional import search as search_keys
 from ..images.files import replacing
