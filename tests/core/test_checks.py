@@ -293,9 +293,7 @@ def test_every_check_is_in_the_table():
     source = Path(checks.__file__)
     # A bare `raise` hands on what another function raised.
     nodes = ast.walk(ast.parse(source.read_text()))
-    raises = {
-        node.lineno: node for node in nodes if isinstance(node, ast.Raise) and node.exc
-    }
+    raises = {node.lineno: node for node in nodes if isinstance(node, ast.Raise) and node.exc}
     reached = set()
     for call, *_ in ERRORS:
         try:
