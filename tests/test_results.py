@@ -78,25 +78,6 @@ def test_paper_is_algorithm_1():
     assert scram.Search.paper().matches == 1
 
 
-def test_auto_method_is_resolved():
-    class Queries:
-        """What is read of a tensor, for a device that need not be there."""
-
-        def __init__(self, device, dtype, width):
-            self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 1, 4, width)
-
-    def chosen(*q):
-        return scram.Search().resolved_method(Queries(*q))
-
-    assert chosen("cuda", torch.bfloat16, 64) == chosen("cuda", torch.float16, 16) == "tile"
-    assert chosen("cpu", torch.bfloat16, 64) == chosen("cuda", torch.bfloat16, 15) == "query"
-    assert chosen("cuda", torch.float32, 32) == "tile"
-    assert chosen("cuda", torch.float32, 31) == chosen("cuda", torch.float64, 64) == "query"
-    assert scram.Search(matches=33).resolved_method(Queries("cuda", torch.bfloat16, 64)) == "query"
-    for settings in (scram.Search.paper(seed=3), scram.Search("tile", seed=3)):
-        assert settings.resolved_method(Queries("cuda", torch.bfloat16, 64)) == settings.method
-
-
 def test_matches_print_themselves():
     text = repr(some_matches())
     expected = "Matches(3 queries on grid (3, 1), keys on grid (2, 3), kappa=2, batch=1, heads=1, found 83.3 %, cpu)"

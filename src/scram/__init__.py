@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .core.resolve import Explanation as Explanation
     from .core.statistics import Interval as Interval
     from .core.tails.clusters import Clusters as Clusters
-    from .core.tails.codebook import Codebook as Codebook
+    from .core.tails.clusters import Codebook as Codebook
     from .core.tails.drawn import DrawnKeys as DrawnKeys
     from .core.tails.estimate import Estimate as Estimate
     from .core.tails.sampled import MetropolisHastings as MetropolisHastings
@@ -67,7 +67,7 @@ _HOMES = {
     "Attended": "results",
     "Check": "quality.plan",
     "Clusters": "core.tails.clusters",
-    "Codebook": "core.tails.codebook",
+    "Codebook": "core.tails.clusters",
     "DrawnKeys": "core.tails.drawn",
     "Estimate": "core.tails.estimate",
     "Explanation": "core.resolve",

@@ -9,14 +9,13 @@ from typing import Any, Literal, cast, overload
 from torch import Tensor
 
 from .core import checks, dtensors, layout_hints, pipeline, resolve
-from .core.arguments import explains, unknown_arguments
+from .core.checks import explains, unknown_arguments
 from .core.exact import merge
 from .core.pipeline import Result, execute
 from .core.resolve import Explanation, Request, as_search, explanation
 from .core.tails import sampled  # noqa: F401 - its classes are named in messages
 from .core.tails.base import NO_TAIL, Tail, as_tail, tails_by_name
-from .core.tails.clusters import Clusters
-from .core.tails.codebook import Codebook
+from .core.tails.clusters import Clusters, Codebook
 from .core.tails.estimate import Estimate
 from .engines import dispatch
 from .options import Auto, Impl, Weight, Window

@@ -21,7 +21,7 @@ from .core import checks, files
 from .core.dtensors import is_dtensor
 from .spec import places
 from .spec.bits import unpacked
-from .spec.tiles import tile_count
+from .spec.schedule import tile_count
 
 
 @dataclass(frozen=True, eq=False)

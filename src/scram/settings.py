@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from .core import checks
@@ -92,17 +91,5 @@ class Search:
             start="drawn",
         )
 
-    def resolved_method(self, q: Tensor) -> Method:
-        """The method, with "auto" replaced by what is best for queries like q [..., E], as measured.
 
-        That is "tile" where matrix units pay off: on CUDA, 16 features of 16 bits or more, 32 of 32 bits, and up to 32
-        matches.
-
-        >>> Search().resolved_method(torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16))
-        'query'
-        """
-        if self.method != "auto":
-            return self.method
-        least = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}.get(q.dtype)
-        units = q.device.type == "cuda" and least is not None and q.shape[-1] >= least
-        return "tile" if units and self.matches <= MOST_IN_TILES else "query"
+checks.SEARCH_FIELDS.update(Search.__dataclass_fields__)

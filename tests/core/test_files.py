@@ -249,7 +249,7 @@ def settings(**changes):
 
 
 def test_codebooks_with_odd_settings_load_or_are_refused(tmp_path):
-    tensors = {name: getattr(BOOK, name) for name in scram.core.tails.codebook.TENSORS}
+    tensors = {name: getattr(BOOK, name) for name in scram.core.tails.clusters.TENSORS}
     texts = ["", "{", "3", "[]", DEEP, json.dumps(settings(more=1)), json.dumps({"score": "dot"})]
     texts += [json.dumps(settings(radius=None)), json.dumps(settings(report=None))]  # of codebooks before routes
     texts += [json.dumps(with_value(settings(), place, x)) for place in places_in(settings()) for x in ODD]
@@ -320,12 +320,12 @@ WRONG_TENSORS = {
 
 @pytest.mark.parametrize("name", WRONG_TENSORS)
 def test_codebooks_with_odd_tensors_are_refused(tmp_path, name):
-    tensors = {name: getattr(BOOK, name) for name in scram.core.tails.codebook.TENSORS}
+    tensors = {name: getattr(BOOK, name) for name in scram.core.tails.clusters.TENSORS}
     metadata = {"format": "scram.Codebook", "settings": json.dumps(settings())}
     for x in WRONG_TENSORS[name]:
         save_file(tensors | {name: x}, tmp_path / "file", metadata=metadata)
         assert not loads_or_refuses("Codebook", (tmp_path / "file").read_bytes(), tmp_path), (name, x)
-    if name in scram.core.tails.codebook.NEEDED:
+    if name in scram.core.tails.clusters.NEEDED:
         save_file({n: x for n, x in tensors.items() if n != name}, tmp_path / "file", metadata=metadata)
         assert not loads_or_refuses("Codebook", (tmp_path / "file").read_bytes(), tmp_path)
 

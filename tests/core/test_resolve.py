@@ -28,6 +28,21 @@ def test_attention_checks_what_its_parts_check():
         scram.attention(Q, K, V[:, :1], impl="reference")
 
 
+WARM = scram.Matches(torch.zeros(1, 2, 5, 6, 1, dtype=torch.int32), torch.zeros(1, 2, 5, 6, 1), (5, 6))
+
+
+@pytest.mark.parametrize("tail", [None, "auto", scram.Clusters(count=4, keys=8)], ids=str)
+def test_warm_matches_without_a_search_raise(tail):
+    q = Q[:1, :2]
+    module = scram.nn.GridAttention(8, 2, search=None, tail=tail)
+    for call in (
+        lambda: scram.attention(q, q, q, search=None, tail=tail, warm=WARM),
+        lambda: module(torch.zeros(1, 5, 6, 8), warm=WARM),
+    ):
+        with pytest.raises(ValueError, match=r"warm needs a search.*got search=None; pass search=scram.Search"):
+            call()
+
+
 def attention(q=Q[:1, :2], k=Q[:1, :2], v=Q[:1, :2], **how):
     return scram.attention(q, k, v, search=scram.Search(sweeps=0, seed=0), impl="reference", **how)
 

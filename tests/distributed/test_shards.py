@@ -1,11 +1,14 @@
 """What ranks must agree on, and what each may have of its own."""
 
 import pytest
+import torch
 
 import scram
 from scram.distributed.shards import shard_seed
 from support import failing_jobs
 from support.sharded import on_ranks
+
+WARM = scram.Matches(torch.zeros(2, 4, 2, 3, 1, dtype=torch.int32), torch.zeros(2, 4, 2, 3, 1), (4, 3))
 
 
 @pytest.mark.parametrize(
@@ -16,9 +19,10 @@ from support.sharded import on_ranks
         ({"radius": 2}, "all ranks must call with the same settings: rank 1 has other settings"),
         ({"tail": scram.Clusters(keys=8)}, "all ranks must call with the same settings: rank 1 has other settings"),
         ({"search": scram.Search(start="routed")}, "needs clusters with keys to start from"),
+        ({"search": None, "warm": WARM}, "warm needs a search that starts from it, got search=None"),
         ({"search": None, "tail": scram.DrawnKeys()}, "search=None takes tail=None, clusters or a codebook, got Drawn"),
     ],
-    ids=["batch", "grad", "settings", "tail", "start", "alone"],
+    ids=["batch", "grad", "settings", "tail", "start", "warm", "alone"],
 )
 def test_ranks_must_agree(change, words):
     said = on_ranks(2, failing_jobs.raised, change=change, who=1)

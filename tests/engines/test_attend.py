@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import scram
-from scram.spec.noise import draw_seed
+from scram.core.tails.base import draw_seed
 from support import plain
 from support.cases import ATTENDED, assert_attended_as_near_float64, gradients, make_tensors, run_attend, size, table
 

@@ -9,8 +9,8 @@ import torch
 import scram
 from scram.core import ops
 from scram.core.calls import DrawnTailCall
+from scram.core.tails.base import draw_seed
 from scram.engines import dispatch
-from scram.spec.noise import draw_seed
 from support import plain
 from support.estimates import DROPOUT_SEED
 from support.in_interpreter import INTERPRETED

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import scram
-from scram.core.inputs import Shard
+from scram.core.tails.base import Shard, draw_seed
 from scram.engines import dispatch
-from scram.spec.noise import draw_seed
 from support import part_calls
 from support.in_interpreter import INTERPRETED
 from support.on_device import to

@@ -276,6 +276,34 @@ def test_warm_start_is_taken_where_it_is_legal(impl):
     assert found.score.flatten().tolist()[0] == 3  # computed anew, not the warm one's 0
 
 
+@pytest.mark.parametrize("masks", ["no mask", "of the batch", "of each head"])
+def test_a_warm_start_that_is_not_legal_gives_way_to_the_routed_key_then_to_the_draw(impl, masks):
+    drawing = torch.Generator().manual_seed(1)
+    q, k = (torch.randint(-3, 4, (2, 2, 8, 16, 4), generator=drawing).float() for _ in range(2))
+    v = torch.randn(2, 2, 8, 16, 3, generator=drawing)
+    mask = None
+    if masks != "no mask":
+        heads = () if masks == "of the batch" else (2,)
+        mask = torch.rand(2, *heads, 8, 16, generator=drawing) > 0.3
+    clusters = scram.Clusters(count=12, keys=16, seed=0)
+    book = scram.cluster(q, k, v, clusters=clusters, key_mask=mask, scale=1.0, impl="reference")
+    settings = scram.Search(sweeps=0, seed=0)
+    how = {"key_mask": mask, "impl": impl}
+    routed = scram.search(q, k, search=settings, codebook=book, scale=1.0, **how).index
+    cold = scram.search(q, k, search=settings, **how).index
+    assert not torch.equal(routed, cold)
+    given = torch.randint(-1, 140, cold.shape, generator=drawing, dtype=torch.int32)  # of 128 keys
+    warm = scram.Matches(given, torch.zeros(given.shape), (8, 16))
+    found = scram.search(q, k, search=settings, codebook=book, scale=1.0, warm=warm, **how).index
+    each = torch.ones(2, 2, 128, dtype=torch.bool)
+    if mask is not None:
+        each = mask.reshape(2, -1, 128).expand(2, 2, 128)
+    key = given.flatten(2).long()
+    is_legal = ((key >= 0) & (key < 128) & each.gather(2, key.clamp(0, 127))).reshape(given.shape)
+    assert 0.4 < is_legal.float().mean() < 0.99
+    assert torch.equal(found, torch.where(is_legal, given, routed))
+
+
 def test_warm_start_too_close_to_an_earlier_match_is_drawn(impl):
     q, k = pairs(*[[0.0] * 9] * 3)
     warm = scram.Matches(torch.tensor([[4, 4], [4, 5], [4, 8]]).int()[None, None], torch.zeros(1, 1, 3, 2), (9,))

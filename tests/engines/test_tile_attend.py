@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import scram
 from scram.engines import dispatch
-from scram.spec.tiles import members
+from scram.spec.schedule import members
 
 
 def randn(*shape, seed=0, dtype=torch.float32):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from scram.spec.noise import below, draw_seed, noise
+from scram.core.tails.base import draw_seed
+from scram.spec.noise import below, noise
 from support import plain
 from support.plain import VECTORS
 

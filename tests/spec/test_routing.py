@@ -9,7 +9,7 @@ import torch
 from scram.core.calls import RouteCall, RoutedStartCall
 from scram.spec import routing
 from scram.spec.clustering import order_of
-from scram.spec.tiles import members
+from scram.spec.schedule import members
 from support import plain_routing as plain
 from support.cluster_tails import run
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import scram
 from scram.spec import schedule
 
 
@@ -55,3 +56,22 @@ def test_the_largest_radius_is_no_larger_than_grid_and_reach():
     assert schedule.widest((5, 9), (3, 2), True) == 3
     assert schedule.widest((5, 9), (0, 0), True) == schedule.widest((5, 9), (3, 2), False) == 0
     assert not [offer for offer in schedule.offers(1, (), "both", 0, 2, 0) if offer.kind == "random"]
+
+
+def test_auto_method_is_resolved():
+    class Queries:
+        """What is read of a tensor, for a device that need not be there."""
+
+        def __init__(self, device, dtype, width):
+            self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 1, 4, width)
+
+    def chosen(*q):
+        return schedule.method_of(scram.Search(), Queries(*q))
+
+    assert chosen("cuda", torch.bfloat16, 64) == chosen("cuda", torch.float16, 16) == "tile"
+    assert chosen("cpu", torch.bfloat16, 64) == chosen("cuda", torch.bfloat16, 15) == "query"
+    assert chosen("cuda", torch.float32, 32) == "tile"
+    assert chosen("cuda", torch.float32, 31) == chosen("cuda", torch.float64, 64) == "query"
+    assert schedule.method_of(scram.Search(matches=33), Queries("cuda", torch.bfloat16, 64)) == "query"
+    for settings in (scram.Search.paper(seed=3), scram.Search("tile", seed=3)):
+        assert schedule.method_of(settings, Queries("cuda", torch.bfloat16, 64)) == settings.method

@@ -15,8 +15,8 @@ from scram.engines import dispatch
 from scram.spec import clustering
 from scram.spec.bits import packed
 from scram.spec.grid import rows
+from scram.spec.schedule import tile_count
 from scram.spec.scoring import accumulator
-from scram.spec.tiles import tile_count
 from support.cases import Case, assert_as_near_float64, gradients, make_tensors, named, size
 from support.in_interpreter import INTERPRETED
 from support.on_device import to

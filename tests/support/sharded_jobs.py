@@ -2,7 +2,6 @@
 
 import contextlib
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -133,8 +132,8 @@ def ring_equals_merge(
         seed = shard_seed(11, first(key_rows, origin))
         if tail == "drawn":
             return scram.DrawnKeys(samples=share, seed=seed)
-        share = Fraction(key_rows[origin], sum(key_rows))
-        settings = replace(clusters, seed=seed, keys=int(clusters.keys * share))
+        root = (key_rows[origin] / sum(key_rows)) ** 0.5
+        settings = replace(clusters, seed=seed, count=max(1, round(8 * root)), keys=round(clusters.keys * root))
         seen = qs[origin] if rows[origin] else torch.ones_like(whole[0][:, :, :1])
         given = seen.detach(), ks[origin], vs[origin]
         return scram.cluster(*given, clusters=settings, key_mask=masks[origin], **common) if tail else None

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import scram
-from scram.core.tails.codebook import TENSORS, settings_of
+from scram.core.tails.clusters import TENSORS, settings_of
 from scram.distributed import KeptMatches
 
 ENGINE = "reference"

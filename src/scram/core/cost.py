@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..settings import Score, Search
 from ..spec.grid import grid_of
-from ..spec.schedule import TILE_QUERIES, moves, offers, widest
+from ..spec.schedule import TILE_QUERIES, method_of, moves, offers, widest
 from ..spec.scoring import prepare_query
 from . import checks
 from .tails.base import Tail
@@ -54,7 +54,7 @@ def keys_visited(
     reach = () if search.reach is None else checks.radius(search.reach, len(grid), "reach")
     radius_of_draws = widest(grid, reach, search.random)
     rank = len(grid)
-    if search.resolved_method(prepare_query(q[:0], score)) == "tile":
+    if method_of(search, prepare_query(q[:0], score)) == "tile":
         way = (search.jumps, search.propagate, search.gossip, rank, radius_of_draws)
         offers_by_sweep = [offers(n + 1, *way) for n in range(search.sweeps)]
         # A query scores what all queries of its tile offer.

@@ -25,7 +25,7 @@ from ..spec.scoring import (
     prepare_query,
 )
 from . import checks
-from .arguments import explains
+from .checks import explains
 from .precision import ignores_autocast
 
 CHUNK_ELEMENTS = 1 << 23  # of the score matrix at a time

@@ -22,8 +22,8 @@ from ..engines import EngineSpec, dispatch
 from ..results import Attended
 from ..spec.draws import tail_size
 from ..spec.grid import grid_of
+from ..spec.schedule import tile_count
 from ..spec.scoring import accumulator
-from ..spec.tiles import tile_count
 from . import calls, checks
 from .calls import ScoreFunction
 

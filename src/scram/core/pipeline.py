@@ -13,17 +13,17 @@ from .. import _compat
 from ..results import Attended, Matches, Routes
 from ..settings import Search
 from ..spec import places
-from ..spec.grid import grid_of
+from ..spec.grid import AllowedKeys, grid_of
 from ..spec.routing import LEAST_WINDOW
+from ..spec.schedule import method_of
 from ..spec.scoring import accumulator, prepare_key, prepare_query
 from . import calls, checks, ops
 from .dense import attend_every_key, every_key
 from .dtensors import is_dtensor
-from .inputs import WHOLE, Inputs, Shard
 from .precision import autocast_device, autocast_inputs
 from .resolve import Request, Resolved, resolve
-from .tails.base import NO_TAIL, Joined, Tail
-from .tails.codebook import Codebook
+from .tails.base import NO_TAIL, WHOLE, Inputs, Joined, Shard, Tail
+from .tails.clusters import Codebook
 
 R = TypeVar("R")
 Stage = Callable[[Resolved, Tensor, Tensor, Tensor | None, Shard], R]
@@ -196,12 +196,23 @@ def _searched(
     starts_routed = search.start == "routed" or (search.start == "auto" and search.reach is None)
     if starts_routed and routes is not None:
         start = tail.start(inputs, routes)
-        warm = (
-            start
-            if warm is None
-            else torch.cat([torch.where(warm[..., :1] < 0, start, warm[..., :1]), warm[..., 1:]], -1)
-        )
+        if warm is not None:
+            first = warm[..., :1]  # int32 [B, H, *G, 1]
+            warm = torch.cat([torch.where(_is_allowed(inputs, first), first, start), warm[..., 1:]], -1)
+        else:
+            warm = start
     return ops.search(resolved.search_engine, _search_call(inputs, search, seed, warm))
+
+
+def _is_allowed(inputs: Inputs, key: Tensor) -> Tensor:
+    """Whether each query may attend its key, int32 [B, H, *G, 1] of any value: bool [B, H, *G, 1]."""
+    keys = math.prod(grid_of(inputs.k))
+    each = key.flatten(0, 1).flatten(1).long()  # [R, N]
+    on_grid = (each >= 0) & (each < keys)
+    row = torch.arange(each.shape[0], device=key.device).unsqueeze(1)  # [R, 1]
+    query = torch.arange(each.shape[1], device=key.device)  # [N]
+    allowed = AllowedKeys.of(inputs.q, inputs.k, inputs.causal, inputs.key_mask)
+    return (on_grid & allowed.allows(row, query, torch.where(on_grid, each, 0))).reshape(key.shape)
 
 
 def _bits(request: Request, routed: calls.Routed | None) -> Tensor | None:
@@ -242,7 +253,7 @@ def _search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Tensor | No
         warm=warm,
         rows=inputs.rows,
         starts=starts,
-        method=search.resolved_method(inputs.q),
+        method=method_of(search, inputs.q),
         matches=search.matches,
         separation=search.separation,
         sweeps=search.sweeps,

@@ -22,8 +22,7 @@ from . import checks, ops
 from .cost import keys_visited
 from .layout_hints import warn_about_layout
 from .tails.base import NO_TAIL, Kind, MadeFor, Tail, as_tail
-from .tails.clusters import Clusters
-from .tails.codebook import Codebook, check_budget
+from .tails.clusters import Clusters, Codebook, check_budget
 from .tails.drawn import DrawnKeys
 
 # By device: what "auto" means. Sweeps start from routed keys.
@@ -230,6 +229,7 @@ def as_search(value: Search | Auto | None, default: Search = Search()) -> Search
 def _checked_search(q: Tensor, k: Tensor, request: Request) -> Search | None:
     """The settings of the search, with "auto" replaced."""
     if request.search is None:
+        check_warm_matches(request)
         return None
     search = as_search(request.search)
     if isinstance(request.search, str) and isinstance(q, Tensor):
@@ -243,6 +243,14 @@ def _checked_search(q: Tensor, k: Tensor, request: Request) -> Search | None:
         checks.queries_keys(q, k)
         check_matches("warm", q, k, request.warm)
     return search
+
+
+def check_warm_matches(request: Request) -> None:
+    """Raise where there are matches to start from, and no search that could."""
+    if request.search is None and request.warm is not None:
+        raise ValueError(
+            "warm needs a search that starts from it, got search=None; pass search=scram.Search(...), or leave out warm"
+        )
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Search | None) -> _Checked:

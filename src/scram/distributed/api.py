@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core import checks, pipeline
-from ..core.arguments import explains
+from ..core.checks import explains
 from ..core.pipeline import execute
 from ..core.precision import follows_autocast
 from ..core.resolve import Request
@@ -66,9 +66,9 @@ def attention(
             the first of these that fits, "ring" where keys and values would take more than 4 GiB.
         search, radius, scale, score, weight, window, impl: as in `scram.attention`, `search` None among them.
         tail: as there; a codebook, of the whole key grid and the same on all ranks, in mode "gather" only. In mode
-            "ring" each rank makes `count` clusters of its own keys, and a tile attends `keys` / ranks of each rank's
-            keys one by one. Tiles of 64 queries begin at the first row of a shard: they are those of one process where
-            shards begin at multiples of a tile's side, 8 rows of a picture.
+            "ring" each rank makes `count` / sqrt(ranks) clusters of its own keys, and a tile attends `keys` /
+            sqrt(ranks) of each rank's keys one by one. Tiles of 64 queries begin at the first row of a shard: they are
+            those of one process where shards begin at multiples of a tile's side, 8 rows of a picture.
         causal: in mode "heads" only.
         key_mask: bool [B, m, *] or [B, H, m, *], for this rank's keys; None on some ranks: they mask none.
         extra: (k_extra, v_extra), [B, Hk, X, E] and [B, Hk, X, F], the same on all ranks; its gradient is that of this

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core import files
-from ..core.tails.codebook import NEEDED, OPTIONAL, TENSORS, from_settings, settings_of
+from ..core.tails.clusters import NEEDED, OPTIONAL, TENSORS, from_settings, settings_of
 from ..nn.searching import Searching
 from ..results import Matches
 from .mesh import Ranks

@@ -16,8 +16,7 @@ from torch import Tensor
 from ..core import pipeline
 from ..core.pipeline import execute
 from ..core.resolve import Request, resolve
-from ..core.tails.clusters import Clusters
-from ..core.tails.codebook import Codebook
+from ..core.tails.clusters import Clusters, Codebook
 from ..spec.clustering import CHUNK_ELEMENTS, SAMPLED_KEYS, SAMPLED_QUERIES
 from ..spec.noise import noise
 from ..spec.scoring import prepare_key
@@ -37,7 +36,7 @@ def own_clusters(shards: Shards) -> list[Tensor]:
 
 
 def part_of(shards: Shards, rank: int) -> Clusters:
-    """The settings for that rank's keys: all clusters, and of the keys that a tile attends one by one their share."""
+    """The settings for that rank's keys: the part of clusters and of routed keys that they need."""
     assert shards.call.clusters is not None
     seed = shard_seed(shards.tail_seed, shards.first_key(rank))
     return shards.call.clusters.of_part(seed, shards.share(rank))

@@ -19,13 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..core import dtensors, pipeline
-from ..core.inputs import Shard as Part
 from ..core.pipeline import Stage
 from ..core.resolve import Request, as_search, default_search, default_tail, goes_dense, resolve
-from ..core.tails.base import Tail, as_tail
-from ..core.tails.codebook import Codebook, with_tensors
+from ..core.tails.base import Shard as Part
+from ..core.tails.base import Tail, as_tail, draw_seed
+from ..core.tails.clusters import Codebook, with_tensors
 from ..results import Matches, Routes
-from ..spec.noise import draw_seed
 
 Placements = tuple[Placement, ...]
 Span = tuple[int, int]  # begin and end

@@ -12,7 +12,7 @@ from ..core import pipeline
 from ..core.pipeline import execute
 from ..core.resolve import goes_dense
 from ..core.tails.base import NO_TAIL, Tail
-from ..core.tails.codebook import Codebook, with_tensors
+from ..core.tails.clusters import Codebook, with_tensors
 from ..results import Matches
 from ..spec.scoring import accumulator
 from .clusters import are_joint, clusters_of_all, codebook_of, joined, joint_clusters

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core import pipeline
 from ..core.pipeline import execute
-from ..core.tails.codebook import Codebook
+from ..core.tails.clusters import Codebook
 from ..results import Matches
 from .mesh import Layout, pack, packed_size, unpack
 from .shards import Shards

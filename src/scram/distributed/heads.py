@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.inputs import Shard
 from ..core.pipeline import run
 from ..core.resolve import Request, goes_dense, resolve
-from ..core.tails.base import NO_TAIL, as_tail
-from ..spec.noise import draw_seed
+from ..core.tails.base import NO_TAIL, Shard, as_tail, draw_seed
 from .guard import guarded
 from .mesh import Ranks, pack, packed_size, unpack
 from .shards import Shards, public_mask

@@ -27,6 +27,7 @@ from .shards import Shards, shard_seed
 
 def ring_attention(shards: Shards) -> Tensor:
     """out [B, H, queries of this rank, *, F]."""
+    shards = replace(shards, apart=True)
     with shards.ranks.together():
         local = own_clusters(shards)
     halo = exchanged(shards, shards.q, halo_rows(shards))

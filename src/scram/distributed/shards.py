@@ -14,13 +14,21 @@ import torch
 from torch import Tensor
 
 from ..core import checks
-from ..core.resolve import Request, as_search, check_start, default_search, default_tail, resolve, tail_kind
-from ..core.tails.base import NO_TAIL, Tail, as_tail
-from ..core.tails.clusters import Clusters
-from ..core.tails.codebook import Codebook, settings_of
+from ..core.resolve import (
+    Request,
+    as_search,
+    check_start,
+    check_warm_matches,
+    default_search,
+    default_tail,
+    resolve,
+    tail_kind,
+)
+from ..core.tails.base import NO_TAIL, Tail, as_tail, draw_seed
+from ..core.tails.clusters import Clusters, Codebook, settings_of
 from ..results import Matches
 from ..settings import Score, Search
-from ..spec.noise import draw_seed, noise
+from ..spec.noise import noise
 from ..spec.scoring import accumulator
 from .mesh import Layout, Ranks, packed_size
 
@@ -95,6 +103,7 @@ def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
         checks.whole("halo", halo, 0)
     tail.check(tail_kind(request))
     check_start(search, tail)
+    check_warm_matches(request)
     if search is None and request.matches is None and tail is not NO_TAIL and not tail.stands_alone:
         raise ValueError(f"search=None takes tail=None, clusters or a codebook, got {tail}; pass search='auto'")
     if request.warm is not None:
@@ -163,6 +172,7 @@ class Shards:
     seed: int
     tail_seed: int
     dropout_seed: int = 0
+    apart: bool = False  # the keys of each rank have clusters of their own, as in a ring
 
     @staticmethod
     def of(ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, call: Call) -> Shards:
@@ -246,8 +256,11 @@ class Shards:
 
     def count(self, rank: int) -> int:
         """Clusters of that rank's keys: not more than keys."""
-        assert self.call.clusters is not None
-        return min(self.call.clusters.count, self.keys[rank] * math.prod(self.k.shape[3:-1]))
+        clusters = self.call.clusters
+        assert clusters is not None
+        if self.apart:
+            clusters = clusters.of_part(None, self.share(rank))
+        return min(clusters.count, self.keys[rank] * math.prod(self.k.shape[3:-1]))
 
     def layout(self, rank: int) -> Layout:
         """The tensors of that rank's keys which travel: k, v, of clusters what carries gradients, then constants."""

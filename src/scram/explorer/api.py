@@ -13,12 +13,11 @@ from torch import Tensor
 
 from .. import __version__
 from ..core import checks
-from ..core.arguments import explains
+from ..core.checks import explains
 from ..core.precision import ignores_autocast
 from ..core.resolve import as_search, default_search, default_tail
 from ..core.tails.base import NO_TAIL
-from ..core.tails.clusters import Clusters
-from ..core.tails.codebook import Codebook
+from ..core.tails.clusters import Clusters, Codebook
 from ..functional import attend, cluster, route
 from ..functional import search as search_keys
 from ..images.files import replacing
@@ -27,9 +26,8 @@ from ..quality.truth import Errors, Truth
 from ..results import Matches, Routes
 from ..settings import Score, Search
 from ..spec.grid import Grid, coordinates, grid_of
-from ..spec.schedule import tile_shape
+from ..spec.schedule import tile_of, tile_shape
 from ..spec.scoring import check_score, default_scale, prepare_key, prepare_query
-from ..spec.tiles import tile_of
 from .contents import Attention, Channels, raster_width, stored, thinned
 from .pack import Json
 from .page import framed, read_back, written

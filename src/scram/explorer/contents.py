@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..core.tails.codebook import Codebook
+from ..core.tails.clusters import Codebook
 from ..results import Matches, Routes
 from ..spec.grid import Grid, rows
 from .coordinates import Balanced, Principal

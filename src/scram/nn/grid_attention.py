@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core import checks, pipeline
-from ..core.arguments import explains
+from ..core.checks import explains
 from ..core.layout_hints import warn_about_tokens
 from ..core.pipeline import execute
 from ..core.resolve import Request

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import checks, pipeline
-from ..core.arguments import explains
+from ..core.checks import explains
 from ..core.pipeline import execute
 from ..core.resolve import Request, as_search
 from ..options import Auto, Impl

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import checks
-from ..core.arguments import explains
+from ..core.checks import explains
 from ..core.resolve import Request, as_search
 from ..core.tails.base import Tail
 from ..options import Auto, Form, Impl, Weight, Window

@@ -11,7 +11,7 @@ from ..core import checks, pipeline
 from ..core.pipeline import Result, execute
 from ..core.resolve import Request, as_search
 from ..core.tails.base import Tail
-from ..core.tails.codebook import Codebook
+from ..core.tails.clusters import Codebook
 from ..options import IMPLS, WINDOWS, Auto, Impl, Window
 from ..results import Matches
 from ..settings import Search

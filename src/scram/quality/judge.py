@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import checks, files
-from ..core.arguments import explains
+from ..core.checks import explains
 from ..core.statistics import Interval
 from ..options import JudgedLayout
 from .baseline import dense_baseline

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks, files, pipeline
-from ..core.arguments import unknown_arguments
+from ..core.checks import unknown_arguments
 from ..core.pipeline import execute
 from ..core.resolve import Request
 from ..core.statistics import CONFIDENCE

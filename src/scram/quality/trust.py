@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks, pipeline
-from ..core.arguments import explains
+from ..core.checks import explains
 from ..core.cost import Cost, keys_visited
 from ..core.pipeline import execute
 from ..core.precision import ignores_autocast

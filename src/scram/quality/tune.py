@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks
-from ..core.arguments import explains
+from ..core.checks import explains
 from ..core.cost import keys_visited
 from ..core.layout_hints import warn_about_layout
 from ..core.pipeline import run

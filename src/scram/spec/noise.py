@@ -50,8 +50,3 @@ def below(bits: Tensor, n: Tensor | int) -> Tensor:
     tensor([0, 5, 9])
     """
     return (bits * n) >> 32
-
-
-def draw_seed() -> Tensor:
-    """A fresh seed from torch's default CPU generator: `torch.manual_seed` governs it, no device waits for it."""
-    return torch.randint(2**63 - 1, (), device="cpu")  # whatever torch.set_default_device says

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..core.calls import Found, RouteCall, Routed, RoutedStartCall
 from .bits import packed, unpacked
 from .grid import grid_of, key_row, rows
+from .schedule import members, tile_of
 from .scoring import accumulator
-from .tiles import members, tile_of
 
 MOST_SPREAD = 4.0
 MOST_RAISED = 2.0  # of the spread of a cluster's scores, that counts in its logit

@@ -1,9 +1,20 @@
-"""What neighbors and tiles offer in a sweep of a search: one meaning for every engine, in plain integers."""
+"""Tiles of queries, and what neighbors and tiles offer in a sweep of a search: one meaning for every engine.
+
+Tiles are compact blocks of 64 queries, smaller at the borders of the grid; numbered in row-major order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..options import Method
+from ..settings import MOST_IN_TILES, Search
+from .grid import coordinates, flat, inside
 
 # A neighbor `step` points away on an axis offers its key moved by this many steps along that axis.
 MOVES = {"shift": -1, "stay": 0}
@@ -53,6 +64,22 @@ def widest(key_grid: tuple[int, ...], reach: tuple[int, ...], random: bool) -> i
     return min(max(key_grid), max(reach, default=max(key_grid))) if random else 0
 
 
+def method_of(search: Search, q: Tensor) -> Method:
+    """The method of a search, with "auto" replaced by what is best for queries like q [..., E], as measured.
+
+    That is "tile" where matrix units pay off: on CUDA, 16 features of 16 bits or more, 32 of 32 bits, and up to 32
+    matches.
+
+    >>> method_of(Search(), torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16))
+    'query'
+    """
+    if search.method != "auto":
+        return search.method
+    least = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}.get(q.dtype)
+    units = q.device.type == "cuda" and least is not None and q.shape[-1] >= least
+    return "tile" if units and search.matches <= MOST_IN_TILES else "query"
+
+
 def tile_shape(rank: int) -> tuple[int, ...]:
     """The extents of a tile of 64 queries, near-cubic, wider on the last axes.
 
@@ -61,6 +88,45 @@ def tile_shape(rank: int) -> tuple[int, ...]:
     """
     bits = TILE_QUERIES.bit_length() - 1
     return tuple(1 << (bits + axis) // rank for axis in range(rank))
+
+
+def tiles_across(grid: Sequence[int]) -> tuple[int, ...]:
+    """Tiles along each axis.
+
+    >>> tiles_across((3, 9))
+    (1, 2)
+    """
+    return tuple(-(-extent // side) for extent, side in zip(grid, tile_shape(len(grid)), strict=True))
+
+
+def tile_count(grid: Sequence[int]) -> int:
+    """Tiles of a grid; none where it is empty."""
+    return math.prod(tiles_across(grid))
+
+
+def members(grid: Sequence[int], device: torch.device) -> Tensor:
+    """The queries of every tile [tiles, TILE_QUERIES], -1 where it sticks out of the grid.
+
+    >>> members((3, 9), torch.device("cpu"))[1, :9].tolist()
+    [8, -1, -1, -1, -1, -1, -1, -1, 17]
+    """
+    shape = tile_shape(len(grid))
+    across = tiles_across(grid)
+    corner = [c.unsqueeze(1) for c in coordinates(torch.arange(math.prod(across), device=device), across)]
+    lane = coordinates(torch.arange(TILE_QUERIES, device=device), shape)
+    place = [at * side + of for at, side, of in zip(corner, shape, lane, strict=True)]
+    return torch.where(inside(place, grid), flat(place, grid), -1)
+
+
+def tile_of(query: Tensor, grid: Sequence[int]) -> Tensor:
+    """The tile of each query, flat row-major indices of any shape.
+
+    >>> tile_of(torch.tensor([0, 7, 8, 17]), (3, 9)).tolist()
+    [0, 0, 1, 1]
+    """
+    shape = tile_shape(len(grid))
+    place = [at // side for at, side in zip(coordinates(query, grid), shape, strict=True)]
+    return flat(place, tiles_across(grid))
 
 
 def lane_groups(matches: int) -> list[list[int]]:

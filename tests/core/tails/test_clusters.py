@@ -454,7 +454,8 @@ def test_keys_are_told():
     assert replace(tail, keys=0).describe() == "9 clusters"
     assert [x.visited(90, keys) for x in (tail, replace(tail, keys=0)) for keys in (1000, 5)] == [21, 5, 9, 5]
     assert "keys=12" in repr(tail)
-    assert tail.of_part(7, Fraction(1, 3)).keys == 4
+    assert tail.of_part(7, Fraction(1, 9)) == scram.Clusters(count=3, keys=4, seed=7)
+    assert tail.of_part(7, Fraction(1, 10**4)).count == 1
     assert tail.resized(99) == scram.Clusters(count=99, keys=12)
     q, k, v = tensors()
     book = book_of(q, k, v, "reference")

@@ -1,4 +1,4 @@
-"""Tiles in Numba are those of `spec.tiles`, and keys of routed clusters those of their bits."""
+"""Tiles in Numba are those of `spec.schedule`, and keys of routed clusters those of their bits."""
 
 import numba
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from scram.engines.cpu import tiles
 from scram.engines.cpu.layout import Routing
 from scram.spec.bits import packed
-from scram.spec.tiles import members, tile_of
+from scram.spec.schedule import members, tile_of
 
 GRIDS = [(1,), (64,), (130,), (8, 8), (9, 17), (3, 40), (5, 4, 9), (2, 3, 5, 7)]
 

@@ -21,7 +21,7 @@ from support.routed_calls import ALL, Parts, attend_call, route_call, start_call
 triton = pytest.importorskip("triton")
 
 import scram  # noqa: E402
-from scram.core.inputs import Shard  # noqa: E402
+from scram.core.tails.base import Shard, draw_seed  # noqa: E402
 from scram.engines import dispatch  # noqa: E402
 from scram.engines.gpu import noise, primitives  # noqa: E402
 from scram.engines.gpu.attend import query_collect  # noqa: E402
@@ -40,7 +40,6 @@ from scram.engines.gpu.runtime import block_sizes, launch  # noqa: E402
 from scram.engines.gpu.sample import visits  # noqa: E402
 from scram.engines.gpu.search import query as query_search  # noqa: E402
 from scram.spec import clustering  # noqa: E402
-from scram.spec.noise import draw_seed  # noqa: E402
 from support import part_calls  # noqa: E402
 
 pytestmark = pytest.mark.slow

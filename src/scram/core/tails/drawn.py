@@ -10,8 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from .. import calls, checks, ops
-from ..inputs import Inputs
-from .base import ALL, Tail
+from .base import ALL, Inputs, Tail
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from ...options import Sampler
 from ...spec import draws
 from ...spec.grid import AllowedKeys, grid_of
 from .. import calls, checks, ops
-from ..inputs import Inputs
-from .base import Kind, Tail
+from .base import Inputs, Kind, Tail
 
 
 class SampleSettings(NamedTuple):

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..._compat.numba import LANES, SIMD_WIDTH
 from ...spec.grid import Grid, grid_of
-from ...spec.schedule import tile_shape
-from ...spec.tiles import tiles_across
+from ...spec.schedule import tile_shape, tiles_across
 from .compiled import compiled
 
 Array = NDArray[Any]

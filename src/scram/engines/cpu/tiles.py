@@ -1,4 +1,4 @@
-"""Tiles of queries (`spec.tiles`) and the clusters that they route, in Numba.
+"""Tiles of queries (`spec.schedule`) and the clusters that they route, in Numba.
 
 `grids` is int64 [.., rank], by the names below: arrays, so that one compiled kernel serves all ranks.
 """

@@ -13,8 +13,8 @@ from ...spec.bits import unpacked
 from ...spec.grid import grid_of, key_row, rows
 from ...spec.noise import noise, numbered
 from ...spec.routing import MOST_RAISED
+from ...spec.schedule import tile_of
 from ...spec.scoring import accumulator, normalized_weights
-from ...spec.tiles import tile_of
 from .attend import CHUNK_ELEMENTS, mix
 from .chunks import in_chunks
 from .windows import QueryWindows

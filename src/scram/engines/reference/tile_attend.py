@@ -17,9 +17,8 @@ from ..._compat import transforms_active
 from ...core.calls import AttendCall, ScoreFunction
 from ...results import Attended
 from ...spec.grid import AllowedKeys, Grid, cell_sides, coordinates, flat, grid_of, inside, key_row
-from ...spec.schedule import TILE_QUERIES
+from ...spec.schedule import TILE_QUERIES, members
 from ...spec.scoring import accumulator, normalized_weights, pair_score
-from ...spec.tiles import members
 from .attend import extra_of, flat_tensors, kept
 from .chunks import in_chunks
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from ...core.calls import Found, SearchCall
 from ...spec.grid import coordinates, flat, inside, key_row, within
 from ...spec.noise import below, noise
-from ...spec.schedule import MOVES, STOP, TILE_QUERIES, Offer, lane_groups, offers, tile_shape
+from ...spec.schedule import MOVES, STOP, TILE_QUERIES, Offer, lane_groups, members, offers, tile_shape
 from ...spec.scoring import pair_score
-from ...spec.tiles import members
 from .search import CHUNK_ELEMENTS, SearchSpace
 
 

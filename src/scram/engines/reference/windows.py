@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...spec.grid import Grid, cell_sides, coordinates, flat, grid_of, rows, within
-from ...spec.tiles import members
+from ...spec.schedule import members
 from .attend import expand
 from .tile_attend import cell_grid, keys_of, touched
 

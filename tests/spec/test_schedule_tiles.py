@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from scram.spec.schedule import TILE_QUERIES
-from scram.spec.tiles import members, tile_count, tile_of, tiles_across
+from scram.spec.schedule import TILE_QUERIES, members, tile_count, tile_of, tiles_across
 from support.plain_routing import tile_of as plain_tile_of
 from support.plain_routing import tiles
 

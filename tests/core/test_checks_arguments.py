@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import scram
-from scram.core.arguments import explains, unknown_arguments
+from scram.core.checks import explains, unknown_arguments
 from scram.nn import GridAttention, NonLocalBlock
 
 X = torch.randn(1, 4, 4, 8)
