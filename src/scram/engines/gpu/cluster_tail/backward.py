@@ -243,7 +243,7 @@ def key_gradients(
 def add_weights(running_max, running_sum, mean_dp, s, share, dp, CONFIG: tl.constexpr):
     """Scores of more keys or clusters: the new maximum, sums of p and of p r dp, what sums are multiplied by, and p."""
     running_max, rescale, p = softmax_step(running_max, s, None, "exp2" if CONFIG.NARROW else "powers", False, 1)
-    if CONFIG.PLANES:
+    if CONFIG.BITS:
         p = p * share  # [BQ, BC]
     running_sum = running_sum * rescale + tl.sum(p, 1)
     mean_dp = mean_dp * rescale + tl.sum(tl.where(p == 0, 0.0, p * dp), 1)
@@ -343,7 +343,7 @@ def tail_queries_kernel(
             start, q_block, grad_out, spread, first, queries, inputs, CONFIG, B, E, F
         )
         p = power(s, base[:, None], POWER) * factor[:, None]  # [BQ, BC]
-        if CONFIG.PLANES:
+        if CONFIG.BITS:
             p = p * share
         ds = tl.where(p == 0, 0.0, p * (dp - delta[:, None]))  # [BQ, BC]
         if inputs.table.spreads is not None:
@@ -444,7 +444,7 @@ def tail_clusters_kernel(
             raised = tl.load(inputs.table.spreads + in_table) * (score_unit(CONFIG) * 0.5)  # [BC]
             s += tl.minimum(spread * raised[:, None], score_unit(CONFIG) * 0.5 * RAISED)
         share = 1.0
-        if CONFIG.PLANES:
+        if CONFIG.BITS:
             left = tl.trans(keys_left(start, queries, inputs, CONFIG, B))  # [BC, BQ]
             counts = counts & (left > 0)
             share = left * tl.load(inputs.table.shares + in_table)[:, None]  # [BC, BQ]

@@ -74,7 +74,7 @@ class Running(NamedTuple):
 def running_step(state, s, share, CONFIG: tl.constexpr):
     """Scores of some more keys or clusters: the new maximum, what sums are multiplied by, weights."""
     running_max, rescale, p = softmax_step(state.running_max, s, None, "exp2" if CONFIG.NARROW else "powers", False, 1)
-    if CONFIG.PLANES:
+    if CONFIG.BITS:
         p = p * share  # [BQ, BK]
     return running_max, rescale, p
 
