@@ -3,8 +3,8 @@
 What every query needs of a cluster is computed once: its center and value in whole blocks and the dtype of the
 features, and the log of its size. A center of 16 bits is as far from the mean of its keys as they are from what they
 were rounded from; that of one key, or of copies of one, is exact. A place without a cluster has no keys. How many keys
-of each cluster the windows of a query hold is counted once too, for some tiles at a time: counts of clusters that follow
-one another share a word, of which a product takes out the bits of one where it would compare every label.
+of each cluster the windows of a query hold is counted once too, for some tiles at a time: counts of several clusters
+share a word, of which a product takes out the bits of one where it would compare every label.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from ..runtime.launch import Kernel, cached, kinds
 
 BLOCK_BYTES = 48 << 10  # of keys and values, or centers and values, at most that are multiplied at a time
 COUNT_BYTES = 48 << 20  # of counts at most that are kept at a time
+NARROW_WIDTHS = 128  # features and values together, at most, that have blocks of their own
 MOST_WORDS = 16  # of counts that a program makes
 TABLE_BLOCK = 64  # the table is a whole number of these; no kernel reads more clusters at a time
 RAISED = tl.constexpr(MOST_RAISED)
@@ -139,6 +140,10 @@ class Chunk(NamedTuple):
 
 def has_windows(call: ClusterTailCall) -> bool:
     return call.index is not None and call.index.shape[-1] > 0
+
+
+def is_narrow(call: ClusterTailCall) -> bool:
+    return call.q.shape[-1] + call.values.shape[-1] <= NARROW_WIDTHS
 
 
 def tail_flags(
