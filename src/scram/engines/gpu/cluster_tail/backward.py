@@ -5,6 +5,9 @@ the query, and dp = <grad_out, value>, the gradient of a score is p (r dp - delt
 all less grad_lse. One kernel makes delta and the gradients of the queries and of near_out and near_lse, others those of
 the clusters, of the slope and of the routed keys. There programs share the tiles, and their sums are added in order
 afterwards, so the bits are the same every time.
+
+The first kernel reads keys and clusters once. It begins with weights p0 from lse and with delta from out, both rounded,
+and sums p0, e = p0 (r dp - delta) and p0 k besides e k. These sums say how far off both were.
 """
 
 from __future__ import annotations
@@ -17,18 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ....core.calls import ClusterTailCall, ClusterTailGrads
+from ....results import Attended
 from ..primitives import (
-    LN2,
-    LOWEST,
+    LOG2E,
     fine_product,
     for_product,
     fp16_scale_of,
-    join_lse,
+    is_finite,
     load_piece,
     load_pieces,
     power,
     product,
-    softmax_step,
     store_pieces,
     zero_pieces,
 )
@@ -36,6 +38,7 @@ from ..route.lists import load_listed
 from ..runtime.block_sizes import (
     CLUSTER_BACKWARD,
     CLUSTER_BACKWARD_EXACT,
+    CLUSTER_BACKWARD_NARROW,
     CLUSTER_COLLECT,
     CLUSTER_COLLECT_EXACT,
     SLOPE,
@@ -50,6 +53,7 @@ from .table import (
     chunks,
     cluster_scores,
     inputs_of,
+    is_narrow,
     key_scores,
     keys_left,
     load_queries,
@@ -97,15 +101,17 @@ def cluster_tail_backward(
             near_out=grads.near_out,
             near_lse=grads.near_lse,
         )
-    flags = tail_flags(call, CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT)
+    half = CLUSTER_BACKWARD_NARROW if is_narrow(call) else CLUSTER_BACKWARD
+    flags = tail_flags(call, half, CLUSTER_BACKWARD_EXACT)
     totals = Totals(*torch.empty((6, *lse.shape), dtype=torch.float32, device=q.device).unbind())
     with on_device(q):
         above = Upstream(grad_out.contiguous(), grad_lse.contiguous())
+        made = Attended(out.contiguous(), lse.contiguous())
         inputs = inputs_of(call, flags)
         sums = ClusterSums.of(call, flags)
         for chunk, tiles in chunks(call, inputs, flags):
-            given = kinds(*chunk, *above, *grads)
-            _kernel(tail_queries_kernel, tiles, tuple(flags.items()), given)(chunk, above, totals, grads)
+            given = kinds(*chunk, *made, *above, *grads)
+            _kernel(tail_queries_kernel, tiles, tuple(flags.items()), given)(chunk, made, above, totals, grads)
             sums.add(chunk, tiles, above, totals)
         d_centers, d_values = sums.total(call)
         d_slope = None if call.slope is None else slope_backward(call, inputs, above, totals)
@@ -239,20 +245,87 @@ def key_gradients(
     return key, s, dp
 
 
+class Sums(NamedTuple):
+    """What the weights of a tile's queries come to, in a kernel. A weight p is over exp(lse), e is p (r dp - delta)."""
+
+    weight: Any  # [BQ], of p
+    excess: Any  # [BQ], of e
+    tail: Any  # [BQ], of r p of the clusters
+    raised: Any  # [BQ], of p times the slope of the second-order weight
+    raised_excess: Any  # [BQ], of e times that
+    mean: Any  # [BQ, E] in pieces, of p k
+    acc: Any  # [BQ, E] in pieces, of scale e k
+
+
 @triton.jit
-def add_weights(running_max, running_sum, mean_dp, s, share, dp, CONFIG: tl.constexpr):
-    """Scores of more keys or clusters: the new maximum, sums of p and of p r dp, what sums are multiplied by, and p."""
-    running_max, rescale, p = softmax_step(running_max, s, None, "exp2" if CONFIG.NARROW else "powers", False, 1)
-    if CONFIG.PLANES:
-        p = p * share  # [BQ, BC]
-    running_sum = running_sum * rescale + tl.sum(p, 1)
-    mean_dp = mean_dp * rescale + tl.sum(tl.where(p == 0, 0.0, p * dp), 1)
-    return running_max, running_sum, mean_dp, rescale, p
+def add_products(sums, p, e, base, at, inputs, CONFIG: tl.constexpr, E: tl.constexpr, LISTED: tl.constexpr):
+    """mean and acc with clusters `at` of the table, or LISTED keys, of weights p and e [BQ, BC]."""
+    mean = ()
+    acc = ()
+    for n in tl.static_range(len(sums.acc)):
+        k_block = load_listed(base, at, n, E) if LISTED else load_table(base, at, n, E)  # [BC, E]
+        mean += (product(p.to(k_block.dtype), k_block, sums.mean[n]),)
+        acc += (score_product(e * inputs.scale, k_block, sums.acc[n], CONFIG),)
+    return mean, acc
+
+
+@triton.jit
+def query_sums(
+    q_block,
+    grad_out,
+    spread,
+    first,
+    base,
+    delta,
+    queries,
+    inputs,
+    CONFIG: tl.constexpr,
+    B: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+):
+    """`Sums` over all clusters and routed keys, with weights over `base` [BQ]."""
+    POWER: tl.constexpr = "exp2" if CONFIG.NARROW else "powers"
+    zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
+    sums = Sums(zero, zero, zero, zero, zero, zero_pieces(B.BLOCK_Q, E), zero_pieces(B.BLOCK_Q, E))
+    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
+        at, s, share, dp, r = center_gradients(
+            start, q_block, grad_out, spread, first, queries, inputs, CONFIG, B, E, F
+        )
+        p = power(s, base[:, None], POWER)  # [BQ, BC]
+        if CONFIG.BITS:
+            p = p * share
+        e = tl.where(p == 0, 0.0, p * (dp - delta[:, None]))  # [BQ, BC]
+        raised = sums.raised  # [BQ]
+        raised_excess = sums.raised_excess  # [BQ]
+        if inputs.table.spreads is not None:
+            rise = tl.load(inputs.table.spreads + queries.slot + at)[None, :]  # [1, BC]
+            rise = tl.where(spread[:, None] * rise <= RAISED, rise * 0.5, 0.0)  # [BQ, BC]
+            raised += tl.sum(p * rise, 1)
+            raised_excess += tl.sum(e * rise, 1)
+        weight = sums.weight + tl.sum(p, 1)
+        excess = sums.excess + tl.sum(e, 1)
+        tail = sums.tail + tl.sum(p * r, 1)
+        mean, acc = add_products(sums, p, e, inputs.table.k, queries.slot + at, inputs, CONFIG, E, False)
+        sums = Sums(weight, excess, tail, raised, raised_excess, mean, acc)
+    if inputs.listed is not None:
+        k_row = row_of_keys(inputs.k, queries, inputs, E)
+        number = tl.load(inputs.listed.number + queries.tile)
+        for begin in range(0, number, CONFIG.BLOCK_C):
+            key, s, dp = key_gradients(begin, number, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
+            p = power(s, base[:, None], POWER)  # [BQ, BK]
+            e = tl.where(p == 0, 0.0, p * (dp - delta[:, None]))  # [BQ, BK]
+            weight = sums.weight + tl.sum(p, 1)
+            excess = sums.excess + tl.sum(e, 1)
+            mean, acc = add_products(sums, p, e, k_row, key, inputs, CONFIG, E, True)
+            sums = Sums(weight, excess, sums.tail, sums.raised, sums.raised_excess, mean, acc)
+    return sums
 
 
 @triton.jit
 def tail_queries_kernel(
     inputs,
+    made,
     above,
     totals,
     grads,
@@ -262,7 +335,6 @@ def tail_queries_kernel(
     F: tl.constexpr,
 ):
     """The gradients of the queries, of near_out and near_lse, and the totals. Program: tile."""
-    POWER: tl.constexpr = "exp2" if CONFIG.NARROW else "powers"
     queries = tail_queries(inputs.first + tl.program_id(0), inputs, CONFIG, B)
     query = queries.block.query  # [BQ]
     exists = queries.block.exists  # [BQ]
@@ -271,113 +343,81 @@ def tail_queries_kernel(
     grad_out = load_queries(above.grad_out, queries, F)  # [BQ, F]
     spread = query_spreads(q_block, queries, inputs, E)  # [BQ]
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
-    running_max = tl.full([B.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
-    running_sum = zero  # [BQ]
-    mean_dp = zero  # [BQ]
-    tail_sum = zero  # [BQ]
-    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
-        _, s, share, dp, r = center_gradients(start, q_block, grad_out, spread, zero, queries, inputs, CONFIG, B, E, F)
-        running_max, running_sum, mean_dp, rescale, p = add_weights(
-            running_max, running_sum, mean_dp, s, share, dp, CONFIG
-        )
-        tail_sum = tail_sum * rescale + tl.sum(p * r, 1)
-    number = 0
-    if inputs.listed is not None:
-        number = tl.load(inputs.listed.number + queries.tile)
-        for begin in range(0, number, CONFIG.BLOCK_C):
-            _, s, dp = key_gradients(begin, number, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
-            running_max, running_sum, mean_dp, rescale, _p = add_weights(
-                running_max, running_sum, mean_dp, s, 1.0, dp, CONFIG
-            )
-            tail_sum = tail_sum * rescale
-
-    acc = zero_pieces(B.BLOCK_Q, E)  # [BQ, E]
-    along = zero  # <grad_out, q @ slope>, times scale [BQ]
     inverse = 1 / (1 + spread)  # [BQ]
+    first = zero  # [BQ]
     if inputs.table.slope is not None:
-        slope_scale = slope_factor(zero, queries, inputs)
-        acc = slope_gradients(acc, grad_out, queries, inputs, E, F)  # [BQ, E]
-        scaled = ()
-        for n in tl.static_range(len(acc)):
-            scaled += (acc[n] * slope_scale[:, None],)
-            along += tl.sum(q_block[n].to(tl.float32) * scaled[n], 1)
-        acc = scaled
-    first = along * inverse  # [BQ]
-    mean_dp += tl.where(tail_sum > 0, tail_sum * first, 0.0)
+        along = slope_gradients(grad_out, queries, inputs, E, F)  # [BQ, E]
+        for n in tl.static_range(len(along)):
+            first += tl.sum(q_block[n].to(tl.float32) * along[n], 1)
+        first = first * slope_factor(spread, queries, inputs)
 
-    base = tl.where(running_max == LOWEST, 0.0, running_max)  # [BQ]
-    natural = base * LN2 if CONFIG.NARROW else base  # [BQ]
-    near_lse = tl.full([B.BLOCK_Q], -float("inf"), tl.float32)  # [BQ]
-    if inputs.near_lse is not None:
-        near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)
-    has_keys = exists & ~(running_sum == 0)  # [BQ]
-    factor, near_factor, _base, _norm = join_lse(natural, running_sum, has_keys, zero, near_lse)
-    delta = mean_dp * factor - tl.load(above.grad_lse + point, mask=exists, other=0.0)  # [BQ]
+    lse = tl.load(made.lse + point, mask=exists, other=-float("inf"))  # [BQ]
+    base = tl.where(lse == -float("inf"), 0.0, lse)  # [BQ], a query without keys has no weights
+    scaled = base * LOG2E if CONFIG.NARROW else base  # [BQ]
+    grad_lse = tl.load(above.grad_lse + point, mask=exists, other=0.0)  # [BQ]
+    about = zero  # [BQ], delta to the digits of `out`
+    for n in tl.static_range(len(grad_out)):
+        out = load_piece(made.out + queries.start * F.SIZE, query, exists, n, F).to(tl.float32)  # [BQ, F]
+        about += tl.sum(grad_out[n].to(tl.float32) * out, 1)
+    about = tl.where(is_finite(about), about - grad_lse, 0.0)
+    near = zero  # [BQ], weight of the windows
+    near_dp = zero  # [BQ]
     if inputs.near_out is not None:
+        near_lse = tl.load(inputs.near_lse + point, mask=exists, other=-float("inf")).to(tl.float32)  # [BQ]
+        near = tl.exp2((near_lse - base) * LOG2E)
         near_out = load_queries(inputs.near_out, queries, F)  # [BQ, F]
-        near_dp = zero  # [BQ]
-        d_head = ()
         for n in tl.static_range(len(grad_out)):
-            grad = grad_out[n].to(tl.float32)  # [BQ, F]
-            near_dp += tl.sum(grad * near_out[n].to(tl.float32), 1)
-            d_head += (tl.where((near_factor == 0)[:, None], 0.0, grad * near_factor[:, None]),)
-        store_pieces(grads.near_out + queries.start * F.SIZE, query, d_head, exists, F)
-        delta += tl.where(near_factor == 0, 0.0, near_factor * near_dp)
-        d_near = tl.where(near_factor == 0, 0.0, near_factor * (near_dp - delta))  # [BQ]
-        tl.store(grads.near_lse + point, d_near, mask=exists)
-    tail_share = tl.where(tail_sum > 0, tail_sum * factor, 0.0)  # [BQ], of all weight
+            near_dp += tl.sum(grad_out[n].to(tl.float32) * near_out[n].to(tl.float32), 1)
+    sums = query_sums(q_block, grad_out, spread, first, scaled, about, queries, inputs, CONFIG, B, E, F)
+
+    weight = sums.weight + near  # [BQ]
+    excess = sums.excess + tl.where(near == 0, 0.0, near * (near_dp - about))  # [BQ]
+    has_keys = exists & ~(weight == 0)  # [BQ]
+    factor = tl.where(has_keys, 1 / tl.where(has_keys, weight, 1.0), 0.0)  # [BQ]
+    off = tl.where(factor == 0, 0.0, excess * factor - grad_lse)  # [BQ], of `about`
+    delta = about + off  # [BQ]
+    tail = tl.where(sums.tail > 0, sums.tail * factor, 0.0)  # [BQ], share of all weight
     tl.store(totals.delta + point, delta, mask=exists)
-    tl.store(totals.base + point, base, mask=exists)
+    tl.store(totals.base + point, scaled, mask=exists)
     tl.store(totals.factor + point, factor, mask=exists)
     tl.store(totals.spread + point, spread, mask=exists)
     tl.store(totals.first + point, first, mask=exists)
-    tl.store(totals.tail + point, tail_share * inverse * inputs.scale, mask=exists)
+    tl.store(totals.tail + point, tail * inverse * inputs.scale, mask=exists)
 
-    scaled = ()
-    for n in tl.static_range(len(acc)):
-        scaled += (tl.where((tail_share > 0)[:, None], acc[n] * (tail_share * inverse)[:, None], 0.0),)
-    acc = scaled
-    d_spread = tl.where(tail_share > 0, -tail_share * first * inverse, 0.0)  # [BQ]
-    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
-        at, s, share, dp, _ = center_gradients(
-            start, q_block, grad_out, spread, first, queries, inputs, CONFIG, B, E, F
-        )
-        p = power(s, base[:, None], POWER) * factor[:, None]  # [BQ, BC]
-        if CONFIG.PLANES:
-            p = p * share
-        ds = tl.where(p == 0, 0.0, p * (dp - delta[:, None]))  # [BQ, BC]
-        if inputs.table.spreads is not None:
-            raised = tl.load(inputs.table.spreads + queries.slot + at)[None, :]  # [1, BC]
-            d_spread += tl.sum(tl.where(spread[:, None] * raised <= RAISED, ds * raised * 0.5, 0.0), 1)
+    # Read again behind a store: registers would hold them through all products.
+    q_block = load_queries(inputs.q, queries, E)  # [BQ, E]
+    grad_out = load_queries(above.grad_out, queries, F)  # [BQ, F]
+    if inputs.near_out is not None:
+        near = tl.where(near == 0, 0.0, near * factor)
+        d_head = ()
+        for n in tl.static_range(len(grad_out)):
+            d_head += (tl.where((near == 0)[:, None], 0.0, grad_out[n].to(tl.float32) * near[:, None]),)
+        store_pieces(grads.near_out + queries.start * F.SIZE, query, d_head, exists, F)
+        tl.store(grads.near_lse + point, tl.where(near == 0, 0.0, near * (near_dp - delta)), mask=exists)
+    d_spread = tl.where(tail > 0, -tail * first * inverse, 0.0)  # [BQ]
+    d_spread += (sums.raised_excess - off * sums.raised) * factor
+    d_square = (2 * inputs.scale * inputs.scale) * d_spread  # [BQ]
+    acc = ()
+    for n in tl.static_range(len(sums.acc)):
+        variance = load_variance(n, queries, inputs, E)[None, :]  # [1, E]
+        mean = sums.mean[n] * (off * inputs.scale)[:, None]  # [BQ, E]
+        acc += ((sums.acc[n] - mean) * factor[:, None] + d_square[:, None] * q_block[n].to(tl.float32) * variance,)
+    if inputs.table.slope is not None:
+        along = slope_gradients(grad_out, queries, inputs, E, F)  # [BQ, E]
+        share = tl.where(tail > 0, tail * slope_factor(spread, queries, inputs), 0.0)  # [BQ]
         more = ()
         for n in tl.static_range(len(acc)):
-            k_block = load_table(inputs.table.k, queries.slot + at, n, E)  # [BC, E]
-            more += (score_product(ds * inputs.scale, k_block, acc[n], CONFIG),)
+            more += (acc[n] + tl.where((tail > 0)[:, None], along[n] * share[:, None], 0.0),)
         acc = more
-    if inputs.listed is not None:
-        k_row = row_of_keys(inputs.k, queries, inputs, E)
-        for begin in range(0, number, CONFIG.BLOCK_C):
-            key, s, dp = key_gradients(begin, number, q_block, grad_out, queries, inputs, CONFIG, B, E, F)
-            p = power(s, base[:, None], POWER) * factor[:, None]  # [BQ, BK]
-            ds = tl.where(p == 0, 0.0, p * (dp - delta[:, None]))  # [BQ, BK]
-            more = ()
-            for n in tl.static_range(len(acc)):
-                more += (score_product(ds * inputs.scale, load_listed(k_row, key, n, E), acc[n], CONFIG),)
-            acc = more
-    d_square = (2 * inputs.scale * inputs.scale) * d_spread  # [BQ]
-    more = ()
-    for n in tl.static_range(len(acc)):
-        variance = load_variance(n, queries, inputs, E)[None, :]  # [1, E]
-        more += (acc[n] + d_square[:, None] * q_block[n].to(tl.float32) * variance,)
-    store_pieces(grads.q + queries.start * E.SIZE, query, more, exists, E)
+    store_pieces(grads.q + queries.start * E.SIZE, query, acc, exists, E)
 
 
 @triton.jit
-def slope_gradients(acc, grad_out, queries, inputs, E: tl.constexpr, F: tl.constexpr):
-    """acc + grad_out @ slope^T of the table, [BQ, E] in pieces."""
+def slope_gradients(grad_out, queries, inputs, E: tl.constexpr, F: tl.constexpr):
+    """grad_out @ slope^T of the table, [BQ, E] in pieces."""
     more = ()
-    for n in tl.static_range(len(acc)):
-        total = acc[n]  # [BQ, E]
+    for n in tl.static_range(tl.constexpr(E.PIECES)):
+        total = tl.zeros([grad_out[0].shape[0], E.BLOCK], tl.float32)  # [BQ, E]
         for m in tl.static_range(len(grad_out)):
             slope = load_slope(inputs.table.slope, queries.source, n, m, E, F)  # [E, F]
             total = product(grad_out[m].to(slope.dtype), tl.trans(slope), total)
@@ -444,7 +484,7 @@ def tail_clusters_kernel(
             raised = tl.load(inputs.table.spreads + in_table) * (score_unit(CONFIG) * 0.5)  # [BC]
             s += tl.minimum(spread * raised[:, None], score_unit(CONFIG) * 0.5 * RAISED)
         share = 1.0
-        if CONFIG.PLANES:
+        if CONFIG.BITS:
             left = tl.trans(keys_left(start, queries, inputs, CONFIG, B))  # [BC, BQ]
             counts = counts & (left > 0)
             share = left * tl.load(inputs.table.shares + in_table)[:, None]  # [BC, BQ]

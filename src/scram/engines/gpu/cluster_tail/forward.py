@@ -22,6 +22,7 @@ from .table import (
     chunks,
     cluster_scores,
     inputs_of,
+    is_narrow,
     key_scores,
     load_queries,
     load_slope,
@@ -33,15 +34,13 @@ from .table import (
     tail_queries,
 )
 
-NARROW_WIDTHS = 128  # features and values together
 NO_WEIGHT = tl.constexpr(1e-20)  # of clusters, beside weights of up to 1: what is less counts as this
 
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
     result = empty_tail(call)
     if result.lse.numel():
-        narrow = call.q.shape[-1] + call.values.shape[-1] <= NARROW_WIDTHS
-        half = CLUSTER_TAIL_NARROW if narrow else CLUSTER_TAIL
+        half = CLUSTER_TAIL_NARROW if is_narrow(call) else CLUSTER_TAIL
         flags = tail_flags(call, half, CLUSTER_TAIL_EXACT, CLUSTER_TAIL_KEYS)
         with on_device(call.q):
             for inputs, tiles in chunks(call, inputs_of(call, flags), flags):
@@ -74,7 +73,7 @@ class Running(NamedTuple):
 def running_step(state, s, share, CONFIG: tl.constexpr):
     """Scores of some more keys or clusters: the new maximum, what sums are multiplied by, weights."""
     running_max, rescale, p = softmax_step(state.running_max, s, None, "exp2" if CONFIG.NARROW else "powers", False, 1)
-    if CONFIG.PLANES:
+    if CONFIG.BITS:
         p = p * share  # [BQ, BK]
     return running_max, rescale, p
 

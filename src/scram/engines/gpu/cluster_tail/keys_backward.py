@@ -52,7 +52,7 @@ def keys_backward(call: ClusterTailCall, inputs: Inputs, above: Upstream, totals
     assert call.k is not None
     assert call.v is not None
     flags = tail_flags(call, KEYS_COLLECT, KEYS_COLLECT_EXACT)
-    flags = {**flags, "CONFIG": flags["CONFIG"]._replace(PLANES=0, SEVERAL=False)}  # routed keys are whole
+    flags = {**flags, "CONFIG": flags["CONFIG"]._replace(BITS=0, SEVERAL=False)}  # routed keys are whole
     own = call.sizes.shape[1] == call.k.shape[1]  # a key is in one row of clusters alone
     heads = call.sizes.shape[:2]
     shapes = [(*heads, *x.shape[2:]) for x in (call.k, call.v)]

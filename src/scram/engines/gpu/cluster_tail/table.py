@@ -3,8 +3,8 @@
 What every query needs of a cluster is computed once: its center and value in whole blocks and the dtype of the
 features, and the log of its size. A center of 16 bits is as far from the mean of its keys as they are from what they
 were rounded from; that of one key, or of copies of one, is exact. A place without a cluster has no keys. How many keys
-of each cluster the windows of a query hold is counted once too, for some tiles at a time: bits n of 32 counts are one
-word of plane n, so that a product tests one bit per plane where it would compare every label.
+of each cluster the windows of a query hold is counted once too, for some tiles at a time: counts of several clusters
+share a word, of which a product takes out the bits of one where it would compare every label.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ from ..runtime.block_sizes import stages, tile_pieces
 from ..runtime.launch import Kernel, cached, kinds
 
 BLOCK_BYTES = 48 << 10  # of keys and values, or centers and values, at most that are multiplied at a time
-PLANE_BYTES = 48 << 20  # of counts at most that are kept at a time
-MOST_WORDS = 8  # of counts that a program makes
+COUNT_BYTES = 48 << 20  # of counts at most that are kept at a time
+NARROW_WIDTHS = 128  # features and values together, at most, that have blocks of their own
+MOST_WORDS = 16  # of counts that a program makes
 TABLE_BLOCK = 64  # the table is a whole number of these; no kernel reads more clusters at a time
 RAISED = tl.constexpr(MOST_RAISED)
 
@@ -90,9 +91,9 @@ class Inputs(NamedTuple):
     table: Table
     routes: Tensor | None  # int32 [tiles, words]
     listed: RoutedKeys | None
-    planes: Tensor | None  # int32 [tiles, padded / 32, planes, TILE_QUERIES], keys of each cluster in the windows
-    touched: Tensor | None  # int32 [tiles, padded / 32], whether any of the counts that are read is not 0
-    first: int  # tile of `planes`
+    counts: Tensor | None  # int32 [tiles, padded * BITS / 32, TILE_QUERIES], keys of each cluster in the windows
+    touched: Tensor | None  # int32 [tiles, padded * BITS / 32], whether any of the counts that are read is not 0
+    first: int  # tile of `counts`
     windows: MatchWindows  # without a mask: a masked key has no label
     dropout: Dropout
     group: int  # rows of queries that share a row of clusters
@@ -105,7 +106,7 @@ class Inputs(NamedTuple):
 class TailConfig(NamedTuple):
     """What a kernel over clusters is compiled for."""
 
-    PLANES: int  # bits of a count of keys in a query's windows; 0 without windows
+    BITS: int  # of a count of keys in a query's windows, a power of two; 0 without windows
     SEVERAL: bool  # matches
     DROPOUT: bool
     NARROW: bool  # features and values of 16 bits; scores are over log 2 then
@@ -124,7 +125,7 @@ class TailQueries(NamedTuple):
     source: Any  # the row of clusters, int64
     noise: Any  # [BQ]
     slot: Any  # of the row's first cluster in the table, int64
-    counts: Any  # pointer to `planes` of the tile
+    counts: Any  # pointer to `counts` of the tile
     touched: Any  # pointer to `touched` of the tile
     words: Any  # pointer to the routes of the tile
     tile: Any  # int64
@@ -139,6 +140,10 @@ class Chunk(NamedTuple):
 
 def has_windows(call: ClusterTailCall) -> bool:
     return call.index is not None and call.index.shape[-1] > 0
+
+
+def is_narrow(call: ClusterTailCall) -> bool:
+    return call.q.shape[-1] + call.values.shape[-1] <= NARROW_WIDTHS
 
 
 def tail_flags(
@@ -185,7 +190,7 @@ def _tail_flags(
         keys_block //= 2
     keys = math.prod(2 * b + 1 for b in reaches(radius, key_grid)) if matches else 0
     config = TailConfig(
-        PLANES=(matches * keys).bit_length(),
+        BITS=_bits_of(matches * keys),
         SEVERAL=matches > 1,
         DROPOUT=dropout,
         NARROW=narrow,
@@ -199,6 +204,11 @@ def _tail_flags(
     options = {"num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
     limit = {"maxnreg": registers[0]} if registers else {}
     return {"CONFIG": config, "B": tile_block(rank), **widths, **options, **limit}
+
+
+def _bits_of(most: int) -> int:
+    """Of a field that holds counts up to `most`, of which whole numbers fill a word; 0 for none."""
+    return max(4, triton.next_power_of_2(most.bit_length())) if most else 0
 
 
 def tiles_of(call: ClusterTailCall) -> int:
@@ -228,7 +238,7 @@ def inputs_of(call: ClusterTailCall, flags: dict[str, Any]) -> Inputs:
         table=tail_table(call, flags),
         routes=contiguous(call.routes),
         listed=listed,
-        planes=None,
+        counts=None,
         touched=None,
         first=0,
         windows=MatchWindows(
@@ -250,10 +260,10 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 def tiles_at_a_time(call: ClusterTailCall, config: TailConfig) -> int:
     """Whole rows of keys where they fit; all tiles without windows."""
     all_tiles = tiles_of(call)
-    if not config.PLANES:
+    if not config.BITS:
         return all_tiles
-    words = -(-call.centers.shape[2] // TABLE_BLOCK) * TABLE_BLOCK // 32
-    size = max(1, PLANE_BYTES // (words * config.PLANES * TILE_QUERIES * 4))
+    words = -(-call.centers.shape[2] // TABLE_BLOCK) * TABLE_BLOCK * config.BITS // 32
+    size = max(1, COUNT_BYTES // (words * TILE_QUERIES * 4))
     tiles_of_row = all_tiles // (call.label.shape[0] * call.label.shape[1])
     return min(all_tiles, size if size < tiles_of_row else size // tiles_of_row * tiles_of_row)
 
@@ -262,14 +272,13 @@ def chunks(call: ClusterTailCall, inputs: Inputs, flags: dict[str, Any]) -> Iter
     """All tiles, so many at a time that their counts take little memory."""
     all_tiles = tiles_of(call)
     config = flags["CONFIG"]
-    if not config.PLANES:
+    if not config.BITS:
         yield Chunk(inputs, all_tiles)
         return
     size = tiles_at_a_time(call, config)
-    words = inputs.table.padded // 32
-    shape = (size, words, config.PLANES, TILE_QUERIES)
-    planes = torch.empty(shape, dtype=torch.int32, device=inputs.q.device)
-    inputs = inputs._replace(planes=planes, touched=planes.new_empty(shape[:2]))
+    words = inputs.table.padded * config.BITS // 32
+    counts = torch.empty((size, words, TILE_QUERIES), dtype=torch.int32, device=inputs.q.device)
+    inputs = inputs._replace(counts=counts, touched=counts.new_empty((size, words)))
     each = min(MOST_WORDS, words & -words)
     seen = kinds(*inputs)
     for first in range(0, all_tiles, size):
@@ -412,10 +421,10 @@ def tail_queries(tile, inputs, CONFIG: tl.constexpr, B: tl.constexpr):
     counts = number
     touched = number
     words = number
-    if CONFIG.PLANES:
+    if CONFIG.BITS:
         index_row = windows.index + start * windows.kappa
-        first_word = (number - inputs.first) * (inputs.table.padded // 32)
-        counts = inputs.planes + first_word * (CONFIG.PLANES * B.BLOCK_Q)
+        first_word = (number - inputs.first) * (inputs.table.padded * CONFIG.BITS // 32)
+        counts = inputs.counts + first_word * B.BLOCK_Q
         touched = inputs.touched + first_word
     if inputs.routes is not None:
         words = inputs.routes + number * inputs.words
@@ -426,61 +435,50 @@ def tail_queries(tile, inputs, CONFIG: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def counts_kernel(inputs, CONFIG: tl.constexpr, WORDS: tl.constexpr, B: tl.constexpr):
-    """How many keys of each cluster lie in the union of each query's windows. Program (tile, WORDS words of planes).
+    """How many keys of each cluster lie in the union of each query's windows, 0 for a routed one.
 
-    Those of routed clusters too: nothing reads their counts.
+    Program (tile, WORDS words of counts).
     """
+    EACH: tl.constexpr = 32 // CONFIG.BITS  # counts of a word
     windows = inputs.windows
-    groups = inputs.table.padded // (32 * WORDS)
+    groups = inputs.table.padded // (EACH * WORDS)
     tile = inputs.first + tl.program_id(0) // groups
     word = tl.program_id(0) % groups * WORDS + tl.arange(0, WORDS)  # [WORDS]
     queries = tail_queries(tile, inputs, CONFIG, B)
     label_row = inputs.label + queries.source * points(windows.geo.k)
-    planes = ()
-    for n in tl.static_range(tl.constexpr(CONFIG.PLANES)):  # noqa: B007 - Triton wants other loops' `_` a tensor
-        planes += (tl.zeros([WORDS, B.BLOCK_Q], tl.int32),)  # [WORDS, BQ]
+    counts = tl.zeros([WORDS, B.BLOCK_Q], tl.int32)  # [WORDS, BQ]
     for e in range(windows.kappa):
         match = match_of(e, queries.block.exists, queries.block, windows)  # [BQ]
         offset = first_offset(windows.reach)
         for _ in range(window_size(windows.reach)):
             key, ok = attended_key(match, e, offset, queries.block, windows, False, CONFIG.SEVERAL)
             label = tl.load(label_row + key, mask=ok, other=-1)  # [BQ]
-            bit = (label * 0 + 1) << (label & 31)  # [BQ]
-            carry = tl.where((label >> 5)[None, :] == word[:, None], bit[None, :], 0)  # [WORDS, BQ]
-            more = ()
-            for n in tl.static_range(len(planes)):
-                more += (planes[n] ^ carry,)
-                carry = planes[n] & carry
-            planes = more
+            if inputs.routes is not None:
+                routed = tl.load(queries.words + (label >> 5), mask=label >= 0, other=0)  # [BQ]
+                label = tl.where(((routed >> (label & 31)) & 1) != 0, -1, label)
+            place = label.to(tl.uint32)  # [BQ], of -1 in no word
+            one = (label * 0 + 1) << (place % EACH * CONFIG.BITS).to(tl.int32)  # [BQ]
+            counts += tl.where((place // EACH).to(tl.int32)[None, :] == word[:, None], one[None, :], 0)
             offset = next_offset(offset, windows.reach)
-    for n in tl.static_range(len(planes)):
-        at = (word[:, None] * CONFIG.PLANES + n) * B.BLOCK_Q + tl.arange(0, B.BLOCK_Q)[None, :]  # [WORDS, BQ]
-        tl.store(queries.counts + at, planes[n])
-    some = tl.zeros([WORDS, B.BLOCK_Q], tl.int32)  # [WORDS, BQ]
-    for n in tl.static_range(len(planes)):
-        some = some | planes[n]
-    if inputs.routes is not None:
-        routed = tl.load(queries.words + word, mask=word < inputs.words, other=0)  # [WORDS]
-        some = some & ~routed[:, None]
-    tl.store(queries.touched + word, tl.max((some != 0).to(tl.int32), 1))
+    lane = tl.arange(0, B.BLOCK_Q)  # [BQ]
+    tl.store(queries.counts + word[:, None] * B.BLOCK_Q + lane[None, :], counts)
+    tl.store(queries.touched + word, tl.max((counts != 0).to(tl.int32), 1))
 
 
 @triton.jit
 def keys_left(start, queries, inputs, CONFIG: tl.constexpr, B: tl.constexpr):
     """How many keys of BLOCK_C clusters from `start` on the windows of each query leave: [BQ, BC]; whole numbers."""
-    at = start + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
-    size = tl.load(inputs.table.sizes + queries.slot + at)  # [BC]
-    bit = ((at * 0 + 1) << (at & 31))[None, :]  # [1, BC]
-    lane = tl.arange(0, B.BLOCK_Q)  # [BQ]
-    left = tl.broadcast_to(size[None, :], [B.BLOCK_Q, CONFIG.BLOCK_C])
-    for n in tl.static_range(tl.constexpr(CONFIG.PLANES)):
-        counts = queries.counts + n * B.BLOCK_Q + lane  # [BQ]
-        plane = tl.load(counts + start // 32 * (CONFIG.PLANES * B.BLOCK_Q))[:, None]  # [BQ, 1]
-        for w in tl.static_range(1, tl.constexpr(CONFIG.BLOCK_C) // 32):
-            word = tl.load(counts + (start // 32 + w) * (CONFIG.PLANES * B.BLOCK_Q))[:, None]  # [BQ, 1]
-            plane = tl.where((at - start < 32 * w)[None, :], plane, word)
-        left -= tl.where((plane & bit) != 0, 1.0 * (1 << n), 0.0)
-    return left
+    EACH: tl.constexpr = 32 // CONFIG.BITS  # counts of a word
+    in_block = tl.arange(0, CONFIG.BLOCK_C)  # [BC]
+    size = tl.load(inputs.table.sizes + queries.slot + start + in_block)  # [BC]
+    counts = queries.counts + start // EACH * B.BLOCK_Q + tl.arange(0, B.BLOCK_Q)  # [BQ]
+    word = tl.load(counts)[:, None]  # [BQ, 1]
+    for w in tl.static_range(1, tl.constexpr(CONFIG.BLOCK_C) // EACH):
+        # Known when compiling: a thread has the same places of every EACH clusters.
+        word = tl.where((in_block // EACH < w)[None, :], word, tl.load(counts + w * B.BLOCK_Q)[:, None])
+    if EACH > 1:
+        word = (word >> (in_block % EACH * CONFIG.BITS)[None, :]) & ((1 << CONFIG.BITS) - 1)  # [BQ, BC]
+    return size[None, :] - word.to(tl.float32)
 
 
 @triton.jit
@@ -573,13 +571,12 @@ def cluster_scores(start, q_block, spread, queries, inputs, CONFIG: tl.constexpr
         s += tl.minimum(spread[:, None] * raised[None, :], score_unit(CONFIG) * 0.5 * RAISED)
     counts = (log != -float("inf"))[None, :]  # [1, BC]
     share = 1.0
-    if CONFIG.PLANES:
+    if CONFIG.BITS:
         if CONFIG.SKIPS:
             share = tl.where(counts, 1.0, tl.zeros([B.BLOCK_Q, CONFIG.BLOCK_C], tl.float32))  # [BQ, BC]
-            touched = tl.load(queries.touched + start // 32)
-            for w in tl.static_range(1, tl.constexpr(CONFIG.BLOCK_C) // 32):
-                touched = touched | tl.load(queries.touched + start // 32 + w)
-            if touched != 0:
+            WORDS: tl.constexpr = CONFIG.BLOCK_C * CONFIG.BITS // 32
+            touched = tl.load(queries.touched + start * CONFIG.BITS // 32 + tl.arange(0, WORDS))  # [WORDS]
+            if tl.max(touched, 0) != 0:
                 share = share_left(start, at, counts, queries, inputs, CONFIG, B)
         else:
             share = share_left(start, at, counts, queries, inputs, CONFIG, B)  # [BQ, BC]
