@@ -2,10 +2,10 @@
 
 The distance of a key and value (k, v) from a center (c, w) is E[(scale <q, k - c>)^2] + weight |v - w|^2: how far the
 scores of the queries are off, and the value. A query whose scores have the variance s counts as q / sqrt(1 + s): much
-of sharp attention is the part of windows and routed keys. The weight makes the second spread VALUE_WEIGHT times the first. Both are quadratic, so
-that the nearest center is the one with the largest <k, a> + <v, b> + bias for some a, b and bias of each center
-(`LinearForms`). Steps start at keys that are drawn evenly for the most part, the
-others in proportion to the attention that a few queries pay them.
+of sharp attention is the part of windows and routed keys. The weight makes the second spread VALUE_WEIGHT times the
+first. Both are quadratic, so that the nearest center is the one with the largest <k, a> + <v, b> + bias for some a, b
+and bias of each center (`LinearForms`). Steps start at keys that are drawn evenly for the most part, the others in
+proportion to the attention that a few queries pay them.
 """
 
 from __future__ import annotations
