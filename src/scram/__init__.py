@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from . import integrations as integrations
     from . import nn as nn
     from . import options as options
+    from .core.decoding import Cache as Cache
     from .core.exact import exact_attention as exact_attention
     from .core.exact import exact_search as exact_search
     from .core.layout_hints import LayoutWarning as LayoutWarning
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .functional import attention as attention
     from .functional import clear_caches as clear_caches
     from .functional import cluster as cluster
+    from .functional import decode as decode
     from .functional import estimate as estimate
     from .functional import explain as explain
     from .functional import local as local
@@ -65,6 +67,7 @@ __version__ = "0.2.0"
 # Where each public name is defined.
 _HOMES = {
     "Attended": "results",
+    "Cache": "core.decoding",
     "Check": "quality.plan",
     "Clusters": "core.tails.clusters",
     "Codebook": "core.tails.clusters",
@@ -92,6 +95,7 @@ _HOMES = {
     "clear_caches": "functional",
     "clear_plans": "integrations.sdpa",
     "cluster": "functional",
+    "decode": "functional",
     "estimate": "functional",
     "exact_attention": "core.exact",
     "exact_search": "core.exact",

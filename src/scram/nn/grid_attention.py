@@ -89,7 +89,8 @@ class GridAttention(Searching):
         checks.dropout(dropout)
         checks.scale(scale)
         check_score(score)
-        fits.tail(tail, search, Kind("softmax", causal, score, extra=False, dropout_p=dropout, window=window))
+        kind = Kind("softmax", causal, score, extra=False, dropout_p=dropout, window=window)
+        fits.tail(tail, search, kind._replace(has_windows=isinstance(search, Search)))
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout

@@ -9,6 +9,7 @@ from ...spec.routing import route, routed_start
 from .attend import attend as query_attend
 from .cluster_tail import cluster_tail
 from .drawn_tail import drawn_tail
+from .earlier import earlier
 from .sample import sample
 from .search import search as query_search
 from .tile_attend import tile_attend
@@ -20,6 +21,7 @@ __all__ = [
     "cluster",
     "cluster_tail",
     "drawn_tail",
+    "earlier",
     "route",
     "routed_start",
     "sample",
