@@ -522,3 +522,32 @@ def test_clustering_compiles(number, architecture, monkeypatch):
     ]
     assert compiled == [*space, *step, *step, *last]
     launch.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "radius", "architecture"),
+    [
+        (*x, 90)
+        for x in (
+            (torch.float32, 256, 4),
+            (torch.bfloat16, 5, 0),
+            (torch.float16, 128, 7),
+        )
+    ],
+)
+@pytest.mark.parametrize("rank", [1, 2])
+def test_correlation_compiles(dtype, width, radius, architecture, rank, monkeypatch):
+    compiled = set()
+
+    def compile_only(self, *arguments):
+        compiled.add(self.kernel.fn.__name__)
+        _compile(self.kernel, arguments, self.flags, architecture)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
+    q, k = torch.zeros(2, 1, 2, *[4] * rank, width, dtype=dtype).requires_grad_().unbind()
+    coords = torch.zeros(*q.shape[:-1], rank)
+    for repeatable in (False, True) if radius == 0 else (False,):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
+        scram.correlation(q, k, coords, radius, levels=2, impl="triton").sum().backward()
+    assert compiled == {"window_scores_kernel", "window_scores_backward_kernel"}

@@ -13,6 +13,7 @@ from .sample import sample
 from .search import search as query_search
 from .tile_attend import tile_attend
 from .tile_search import tile_search
+from .window_scores import window_scores
 
 __all__ = [
     "attend",
@@ -24,6 +25,7 @@ __all__ = [
     "routed_start",
     "sample",
     "search",
+    "window_scores",
 ]
 
 
