@@ -2,9 +2,10 @@
 
 FOLDER is the unzipped wheel of ptlflow (Apache-2.0); of it only `models/raft/corr.py`, `models/raft/utils.py` and
 `utils/correlation.py` are loaded. Its `CorrBlock` holds the volume, its `IterativeCorrBlock` looks up on demand. One
-call of every contender at the same places: float32, 256 features, radius 4, four levels, as in RAFT. `largest_error` is
-the largest distance from float64 on a sample of queries, `gradient_error` from the gradients of `CorrBlock` on a quarter of
-the size. On a CPU one thread runs, and times are CPU times. Memory is what torch holds at most beyond the features, on a GPU.
+call of every contender at the same places: float32, 256 features, radius 4, four levels, as in RAFT. `largest_error`:
+the largest distance from float64 on a sample of queries; `gradient_error`: from the gradients of `CorrBlock` on a
+quarter of the size. On a CPU one thread runs, and times are CPU times. On a GPU memory is what torch holds at most
+beyond the features.
 """
 
 from __future__ import annotations
