@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import scram
+from support.on_threads import assert_same_bits_on_threads
 
 interpreted = pytest.mark.interpreted
 
@@ -69,6 +70,13 @@ def test_places_far_away_or_unknown(impl):
     assert found[0, 0, 0, 2].isnan().all()
     whole = scram.correlation(q, torch.ones_like(k), torch.full((1, 1, 1, 4, 2), 2.0), 0, levels=1, impl=impl)
     torch.testing.assert_close(whole, torch.full_like(whole, 3**0.5))
+
+
+def test_the_same_bits_on_any_number_of_threads():
+    given = leaves()
+    assert_same_bits_on_threads(
+        lambda: torch.autograd.grad(scram.correlation(*given, 1, levels=1, impl="numba").square().sum(), given)
+    )
 
 
 def test_an_empty_batch(impl):
