@@ -181,10 +181,10 @@ TILES = [
     Case("one match", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=1, method="tile"),
     Case("several matches", grid=(2, 3, 4), width=20, dtype=torch.float16, kappa=5, separation=2, method="tile"),
     Case("many matches", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=32, separation=1, method="tile"),
-    Case("float32", grid=(9,), width=3, kappa=3, causal=True, mask="batch", warm=2, method="tile"),
+    Case("float32", grid=(9,), width=3, kappa=3, mask="batch", warm=2, method="tile"),
     Case("reach", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=1, warm=2, reach=2, method="tile"),
     Case("reach, several", grid=(2, 3, 4), width=20, kappa=3, mask="batch", reach=(0, 1, 2), method="tile"),
-    Case("wide", grid=(2, 2, 2, 2), width=300, dtype=torch.bfloat16, kappa=1, mask="head", causal=True, method="tile"),
+    Case("wide", grid=(2, 2, 2, 2), width=300, dtype=torch.bfloat16, kappa=1, mask="head", method="tile"),
 ]
 
 
