@@ -153,7 +153,6 @@ WRONG = {
     "a score": (_changed(score="best"), "score must be one of"),
     "an engine": (_changed(impl="best"), "impl must be one of"),
     "order": (_changed(causal=1), "causal must be True or False"),
-    "a window": (_with_setting(window="row"), "window must be one of"),
     "a radius": (_with_setting(radius=[1, -1]), r"radius\[1\] must be at least 0"),
     "a tail": (_with_setting(tail={"kind": "Codebook"}), "tail must be one of 'Clusters', 'DrawnKeys'"),
     "clusters": (_with_setting(tail={"kind": "Clusters", "count": 0}), "count must be at least 1"),
