@@ -71,7 +71,7 @@ def head_of(rule, i):
 
 
 @pytest.mark.parametrize(
-    "name", ["DrawnKeys-dropout-of-bfloat16", "DrawnKeys-several-blocks", "DrawnKeys-dropout-in-causal-order"]
+    "name", ["DrawnKeys-dropout-of-bfloat16", "DrawnKeys-several-blocks", "DrawnKeys-blocks-in-order"]
 )
 def test_dropout_in_plain_python(impl, widest, name):
     """A drawn key of dropout is known by its own number; no key of a window is drawn again."""

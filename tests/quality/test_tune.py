@@ -382,7 +382,6 @@ def test_a_large_dense_call_is_timed_on_a_part(clock, monkeypatch):
         ({"error": "5 %"}, "error must be a float, got str"),
         ({"num_queries": 0}, "num_queries must be at least 1"),
         ({"impl": "best"}, "impl must be one of"),
-        ({"window": "row"}, "window must be one of"),
         ({"radius": -1}, "radius must be at least 0"),
         ({"is_causal": True}, "no argument is_causal; use causal="),
         ({"search": scram.Search()}, r"tune\(\) has no argument search"),

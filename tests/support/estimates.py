@@ -30,6 +30,7 @@ class Estimated:
         return f"{type(self.method).__name__}-{self.case}"
 
 
+FAR = {"grid": (9, 19), "kappa": 1, "radius": 1}
 ESTIMATES = [
     Estimated(named("rank 1"), HYBRID),
     Estimated(named("rank 2"), replace(HYBRID, samples=1)),
@@ -58,9 +59,8 @@ ESTIMATES = [
     Estimated(named("dropout"), HYBRID),
     Estimated(Case("dropout in causal order", heads=2, key_heads=1, causal=True, mask="head", dropout_p=0.3), CELLS),
     Estimated(Case("dropout of bfloat16", dropout_p=0.3, dtype=torch.bfloat16), HYBRID),
-    Estimated(
-        Case("several blocks", grid=(9, 19), kappa=1, radius=1, heads=2, key_heads=1), replace(HYBRID, samples=40)
-    ),
+    Estimated(Case("several blocks", **FAR, heads=2, key_heads=1), replace(HYBRID, samples=40)),
+    Estimated(Case("blocks in order", **FAR, causal=True, mask="batch", dropout_p=0.3), replace(HYBRID, samples=40)),
     Estimated(named("rank 1"), replace(SNIS, samples=1)),
     Estimated(named("rank 2"), replace(SNIS, alpha=0.0)),
     Estimated(named("rank 3"), replace(SNIS, bandwidth=100.0)),
