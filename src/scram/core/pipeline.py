@@ -167,7 +167,6 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
         score=score,
         weight=request.weight,
         dropout_p=request.dropout_p,
-        window=request.window,
         shard=shard,
         dtype=v.dtype,
     )
