@@ -249,6 +249,14 @@ def order(q: Tensor, k: Tensor, causal: Any) -> None:
         )
 
 
+def search_order(method: str, causal: bool) -> None:
+    if causal and method == "tile":
+        raise ValueError(
+            "method must be 'query' or 'auto' under causal order, got 'tile': the queries of a tile share their "
+            "candidates, so later ones would decide what earlier ones attend; pass search=scram.Search(method='query')"
+        )
+
+
 def key_mask(q: Tensor, k: Tensor, mask: Any) -> None:
     """None or bool [B, *G'] or [B, H, *G'], True = may be attended."""
     if mask is None:
