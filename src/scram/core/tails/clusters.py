@@ -522,8 +522,6 @@ def check_clusters(kind: Kind) -> None:
             "clusters of keys under causal order take no windows: a query attends its own stretch and routed keys "
             "exactly; pass search=None, or tail=scram.DrawnKeys() beside a search"
         )
-    if kind.window != "query":
-        raise ValueError("clusters of keys need window='query'; a tile attends the keys of routed clusters anyway")
 
 
 def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor | None, call: MadeFor, book: Codebook) -> None:

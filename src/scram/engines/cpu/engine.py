@@ -11,6 +11,7 @@ from .earlier import earlier, earlier_backward
 from .route import route, routed_start
 from .sample import sample, sample_backward
 from .search import search
+from .window_scores import window_scores, window_scores_backward
 
 __all__ = [
     "attend",
@@ -28,6 +29,8 @@ __all__ = [
     "sample",
     "sample_backward",
     "search",
+    "window_scores",
+    "window_scores_backward",
 ]
 
 
