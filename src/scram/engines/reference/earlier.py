@@ -34,7 +34,9 @@ def earlier(call: EarlierCall) -> Attended:
         outs.append(_kept(call, row, p) @ v)
         sums.append(lse)
     if not outs:
-        return Attended(call.v.new_zeros(*q.shape[:-1], call.v.shape[-1]), q.new_zeros(q.shape[:-1], dtype=wide))
+        reach = q.sum() + call.k.sum() + call.v.sum()  # no element holds it; the gradients are empty, not missing
+        out = call.v.new_zeros(*q.shape[:-1], call.v.shape[-1])
+        return Attended(out + reach, q.new_zeros(q.shape[:-1], dtype=wide) + reach)
     out = torch.stack(outs).to(call.v.dtype).reshape(*q.shape[:-1], call.v.shape[-1])
     return Attended(out, torch.stack(sums).reshape(q.shape[:-1]))
 
