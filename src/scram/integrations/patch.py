@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .. import _compat
 from ..core import checks
 from ..core.tails.base import Tail
-from ..options import Auto, Impl, Window
+from ..options import Auto, Impl
 from ..settings import Search
 from .layers import NO_TOKENS, Plans
 from .layouts import Grids
@@ -46,7 +46,6 @@ def patch_sdpa(
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
-    window: Window = "query",
     impl: Impl = "auto",
     plans: Plans | None = None,
     model: nn.Module | None = None,
@@ -70,7 +69,7 @@ def patch_sdpa(
         key_grid: extents of the grid of reduced keys; calls with as many keys as queries have their own grid.
         error: at most this error in 95 % of the queries of each head; None for the settings below.
         min_tokens: calls of fewer tokens are left to torch.
-        search, radius, tail, window, impl: as in `attention`: on a small grid dense attention may be faster, and runs;
+        search, radius, tail, impl: as in `attention`: on a small grid dense attention may be faster, and runs;
             search=None beside `Clusters` runs them without a search. With `error` search and tail are chosen.
         plans: of layers that were tuned before, `report.plans`, `Plans.load(path)`.
         model: whose layers the plans are, where its first call is a compiled one.
@@ -100,7 +99,6 @@ def patch_sdpa(
         search=search,
         tail=tail,
         radius=radius,
-        window=window,
         impl=impl,
     )
     return _Patch(replacement)
@@ -116,7 +114,6 @@ def survey(
     key_grid: Sequence[int] | None = None,
     error: float = 0.05,
     radius: int | Sequence[int] = 1,
-    window: Window = "query",
     impl: Impl = "auto",
 ) -> Report:
     """What SCRAM would do to every attention layer of a model: one forward pass in eval mode, nothing is replaced.
@@ -124,7 +121,7 @@ def survey(
     Args:
         model: calls `F.scaled_dot_product_attention`.
         inputs: its argument, its arguments, or its arguments by name.
-        grid, before, after, key_grid, error, radius, window, impl: as in `patch_sdpa`.
+        grid, before, after, key_grid, error, radius, impl: as in `patch_sdpa`.
 
     Returns:
         Report, which prints a line per layer; `report.plans` are for `patch_sdpa(plans=...)`.
@@ -136,9 +133,7 @@ def survey(
     """
     checks.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
     checks.instance("model", model, nn.Module, "torch.nn.Module", "")
-    replacement = Replacement(
-        grid, before, after, key_grid, error, replaces=False, radius=radius, window=window, impl=impl
-    )
+    replacement = Replacement(grid, before, after, key_grid, error, replaces=False, radius=radius, impl=impl)
     patch = _Patch(replacement)
     training = [module for module in model.modules() if module.training]
     args, kwargs = (

@@ -19,7 +19,7 @@ from ..core import checks, pipeline
 from ..core.pipeline import execute
 from ..core.resolve import Request, as_search, goes_dense
 from ..core.tails.base import NO_TAIL, Tail, as_tail
-from ..options import IMPLS, WINDOWS, Auto, How, Impl, Window
+from ..options import IMPLS, Auto, How, Impl
 from ..quality.tune import tune
 from ..settings import Search
 from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
@@ -154,7 +154,7 @@ class Replacement:
         plans: of layers that were tuned before.
         replaces: whether SCRAM answers; else its layers are only tuned, and torch does.
         model: whose layers the plans are, for a first call that is compiled.
-        search, tail, radius, window, impl: as in `attention`.
+        search, tail, radius, impl: as in `attention`.
     """
 
     def __init__(
@@ -172,14 +172,12 @@ class Replacement:
         search: Search | Auto | None = "auto",
         tail: Tail | Auto | None = "auto",
         radius: int | Sequence[int] = 1,
-        window: Window = "query",
         impl: Impl = "auto",
     ) -> None:
         if search is not None:
             as_search(search)
         as_tail(tail, NO_TAIL)
         checks.one_of("impl", impl, IMPLS)
-        checks.one_of("window", window, WINDOWS)
         self.tokens = given_tokens(grid, before, after, key_grid)
         self.min_tokens = checks.whole("min_tokens", min_tokens, 0)
         rank = len(radius) if isinstance(radius, Sequence) else 1  # of grids that are found
@@ -188,7 +186,6 @@ class Replacement:
             search=search,
             tail=tail,
             radius=radii[0] if len(self.tokens or ()) == 1 else radius,
-            window=window,
             impl=impl,
         )
         if error is not None:
@@ -269,7 +266,6 @@ class Replacement:
                 search=settings.search,
                 tail=settings.tail,
                 radius=settings.radius,
-                window=settings.window,
                 impl=settings.impl,
             )
             setting = settings if plan is None else plan.setting
@@ -355,7 +351,6 @@ class Replacement:
                         scale=call.scale,
                         extra=call.extra,
                         extra_mask=call.extra_mask,
-                        window=self.settings.window,
                         impl=self.settings.impl,
                     )
                 layer.why_not = ""
