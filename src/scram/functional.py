@@ -561,7 +561,7 @@ def decode(
     attended = decode_newest(cache, q)
     if extra is not None:
         checks.extra(q, *cache.heads_of_keys(q), extra)
-        attended = merge(attended, attend_extra(q, extra, cache.scale, cache.score))
+        attended = merge(attended, attend_extra(q, extra, None, scale=cache.scale, score=cache.score))
     return attended if return_lse else attended.out
 
 

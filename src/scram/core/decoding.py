@@ -24,7 +24,7 @@ from ..spec.bits import unpacked
 from ..spec.routing import MOST_RAISED
 from ..spec.schedule import TILE_QUERIES
 from ..spec.scoring import accumulator, prepare_key, prepare_query
-from ..spec.stretches import complete_count, look_back
+from ..spec.stretches import complete_count, fine_features, fine_values, look_back
 from . import calls, checks, files, ops
 from .resolve import Request, Resolved, resolve
 from .tails.base import Tail, draw_seed
@@ -137,7 +137,7 @@ class Cache:
         count = q.shape[2]
         if self.length + count > self.positions:
             raise ValueError(
-                f"the grid {self.grid} has {self.positions} positions, of which {self.length} are there; got {count} more"
+                f"the grid {self.grid} has {self.positions} positions, {self.length} are there; got {count} more"
             )
         with torch.no_grad():
             if self._state is None:
@@ -266,7 +266,8 @@ class _State:
         whole = [x[:, :, :1].reshape(*x.shape[:2], *[1] * len(cache.grid), -1) for x in (q, k, v)]
         if not q.shape[2]:
             raise ValueError("the first positions of a cache must be at least one, got none")
-        shaped = [x.expand(*x.shape[:2], *cache.grid, -1) for x in whole]  # of the whole grid, without its memory
+        # Of the whole grid, without its memory.
+        shaped_q, shaped_k, shaped_v = (x.expand(*x.shape[:2], *cache.grid, -1) for x in whole)
         request = Request(
             search="auto" if cache.tail == "auto" else None,
             tail=cache.tail,
@@ -275,7 +276,7 @@ class _State:
             score=cache.score,
             impl=cache.impl,
         )
-        resolved = resolve(*shaped, request)
+        resolved = resolve(shaped_q, shaped_k, shaped_v, request)
         tail = resolved.tail
         assert isinstance(tail, Clusters)
         seed = draw_seed() if tail.seed_tensor is None else tail.seed_tensor
@@ -351,14 +352,16 @@ class _State:
     def _cluster(self, number: int) -> None:
         some = slice(number * self.stretch, (number + 1) * self.stretch)
         k = self.k[:, :, some]
-        mask = None if self.allowed is None else self.allowed[:, some]
+        v = self.v[:, :, some]
+        mask = fine_features(k) & fine_values(v)  # [B, Hk, S]
+        mask = mask if self.allowed is None else mask & self.allowed[:, None, some]
         q = self.q[:, :, some.start - self.first : some.stop - self.first]
         engine = self.resolved.engine
         wide = self.wide if engine.wide_inputs else None
         call = calls.ClusterCall(
-            q=q.to(wide or self.v.dtype),
+            q=torch.where(fine_features(q).unsqueeze(-1), q, 0).to(wide or self.v.dtype),
             k=k.to(wide or self.v.dtype),
-            v=self.v[:, :, some].to(wide),
+            v=v.to(wide),
             key_mask=mask,
             warm_centers=None,
             warm_values=None,
@@ -386,7 +389,7 @@ class _State:
         allowed = torch.ones(self.batch, 1, end - begin, dtype=torch.bool, device=self.device)
         if self.allowed is not None:
             allowed = self.allowed[:, None, begin:end]
-        fine = k.isfinite().all(-1) & v.isfinite().all(-1)  # [B, Hk, n]
+        fine = fine_features(k) & fine_values(v)  # [B, Hk, n]
         at = slice(begin - first, end - first)
         self.open_k[:, :, at] = torch.where((fine & allowed).unsqueeze(-1), k, 0).to(self.wide)
         self.open_v[:, :, at] = torch.where((fine & allowed).unsqueeze(-1), v, 0).to(self.wide)
@@ -434,7 +437,7 @@ class _State:
         if begin + TILE_QUERIES > 0:
             skipped = max(0, -begin)
             known = self.q[:, :, max(begin, 0) - self.first : begin + TILE_QUERIES - self.first]
-            choosing[:, :, skipped:] = known
+            choosing[:, :, skipped:] = torch.where(fine_features(known).unsqueeze(-1), known, 0)
         wide = self.resolved.engine.wide_inputs
         centers = self.books.centers.flatten(2, 3).to(self.wide)
         call = calls.RouteCall(
@@ -571,13 +574,13 @@ def _attend(state: _State, q: Tensor, begin: int, length: int) -> Attended:
     count = q.shape[2]
     last = place + count
     group = state.heads // state.key_heads
-    whole = q.isfinite().all(-1)  # [B, H, n]
+    whole = fine_features(q)  # [B, H, n]
     wide_q = torch.where(whole.unsqueeze(-1), q, 0).to(state.wide) * state.resolved.scale  # [B, H, n, E]
-    by_key = wide_q.unflatten(1, (state.key_heads, group)).flatten(2, 3)  # [B, Hk, g * n, E]
+    by_key = wide_q.reshape(state.batch, state.key_heads, group * count, state.width)  # [B, Hk, g * n, E]
 
     def by_head(x: Tensor) -> Tensor:
         """[B, Hk, g * n, ..] -> [B, H, n, ..]"""
-        return x.unflatten(2, (group, count)).flatten(1, 2)
+        return x.reshape(state.batch, state.heads, count, x.shape[-1])
 
     own = by_head(by_key @ state.open_k[:, :, :last].mT)  # [B, H, n, L]
     at = torch.arange(last, device=q.device)
@@ -611,7 +614,7 @@ def _attend(state: _State, q: Tensor, begin: int, length: int) -> Attended:
 
     def mixed(p: Tensor, values: Tensor) -> Tensor:
         """Weights [B, H, n, L] and values [B, Hk, L, F] -> [B, H, n, F]."""
-        return by_head(p.unflatten(1, (state.key_heads, group)).flatten(2, 3) @ values)
+        return by_head(p.reshape(state.batch, state.key_heads, group * count, p.shape[-1]) @ values)
 
     out = mixed(p[..., :last], state.open_v[:, :, :last])
     if listed is not None:

@@ -150,10 +150,8 @@ def default_tail(device: str, weight: Weight, causal: bool, score: Score, search
     return by_device.get(device, by_device["cpu"])
 
 
-def default_search(device: str, tail: Tail, causal: bool = False) -> Search | None:
-    """Few sweeps where a search starts from routed keys; `Search()` elsewhere; none beside clusters in causal order."""
-    if causal and tail.orders_alone:
-        return None
+def default_search(device: str, tail: Tail) -> Search:
+    """Few sweeps where a search starts from routed keys; `Search()` elsewhere."""
     return SEARCHES.get(device, SEARCHES["cpu"]) if tail.keys else Search()
 
 
@@ -236,7 +234,14 @@ def tail_kind(request: Request, has_windows: bool) -> Kind:
     return Kind(*own, has_windows)
 
 
-def as_search(value: Search | Auto | None, default: Search | None = Search()) -> Search | None:  # noqa: B008 - frozen
+def automatic_search(device: str, tail: Tail, request: Request) -> Search | None:
+    """What search="auto" means beside a tail: none beside clusters under causal order, where it was not asked for."""
+    if request.causal and tail.orders_alone and not request.searches:
+        return None
+    return default_search(device, tail)
+
+
+def as_search(value: Search | Auto | None, default: Search = Search()) -> Search:  # noqa: B008 - frozen
     """The settings of a search; "auto" is the default."""
     if isinstance(value, str):
         checks.one_of("search", value, ("auto",), "; or pass scram.Search(...), such as scram.Search.paper()")
@@ -251,14 +256,13 @@ def _checked_search(q: Tensor, k: Tensor, request: Request) -> Search | None:
         check_warm_matches(request)
         return None
     search = as_search(request.search)
-    assert search is not None
     if isinstance(request.search, str) and isinstance(q, Tensor):
         default = default_tail(q.device.type, request.weight, request.causal, request.score, request.searches)
         tail = as_tail(request.tail, default, windows=False)
-        by_default = default_search(q.device.type, tail, request.causal and not request.searches)
-        if by_default is None:
+        automatic = automatic_search(q.device.type, tail, request)
+        if automatic is None:
             return None
-        search = by_default
+        search = automatic
     checks.enough_keys(q, k, search.matches)
     checks.search_order(search.method, request.causal)
     if search.reach is not None:
@@ -427,7 +431,8 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
     reasons = ["search, tail, warm or impl was given"]
     if resolved.request.is_automatic:
         only_softmax = "torch's attention has softmax and scores by name only"
-        reasons = [only_softmax if dense_is_cheaper(q, k, v) else f"for the grid {size} a search is cheaper"]
+        what = "a search is" if resolved.search is not None else "clusters are"
+        reasons = [only_softmax if dense_is_cheaper(q, k, v) else f"for the grid {size} {what} cheaper"]
     tail = None if resolved.tail is NO_TAIL else resolved.tail
     if tail is None:
         reasons.append("no tail: keys outside the windows count nothing")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..core import dtensors, pipeline
 from ..core.pipeline import Stage
-from ..core.resolve import Request, as_search, default_search, default_tail, goes_dense, resolve
+from ..core.resolve import Request, automatic_search, default_tail, goes_dense, resolve
 from ..core.tails.base import Shard as Part
 from ..core.tails.base import Tail, as_tail, draw_seed
 from ..core.tails.clusters import Codebook, with_tensors
@@ -43,7 +43,7 @@ def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> A
         request = request._replace(search=None, tail=None)
     elif isinstance(request.search, str):
         tail = _tail_of(q, request)
-        search = default_search(q.device.type, tail, request.causal and not request.searches)
+        search = automatic_search(q.device.type, tail, request)
         request = request._replace(search=search) if search else request._replace(search=None, tail=tail)
     if held.split and v is not None and _tail_of(q, request).needs_all_queries:
         raise ValueError(

@@ -17,9 +17,9 @@ from ..core import checks
 from ..core.resolve import (
     Request,
     as_search,
+    automatic_search,
     check_start,
     check_warm_matches,
-    default_search,
     default_tail,
     resolve,
     tail_kind,
@@ -131,7 +131,10 @@ def _settings(q: Tensor, request: Request) -> tuple[Tail, Search | None]:
     if request.search is None:
         return as_tail(request.tail, NO_TAIL if request.matches is None else default), None
     tail = as_tail(request.tail, default)
-    return tail, as_search(request.search, default_search(device, tail, request.causal and not request.searches))
+    if isinstance(request.search, str):
+        as_search(request.search)
+        return tail, automatic_search(device, tail, request)
+    return tail, request.search
 
 
 def _not_empty(x: Any, axis: int) -> Any:

@@ -35,6 +35,11 @@ class Rows(NamedTuple):
         """Some queries of a tensor like q, those of a group one below the other: [R, g * n, width]."""
         return x[:, :, begin:end].flatten(1, 2)
 
+    def apart(self, x: Tensor) -> Tensor:
+        """The inverse: [R, g * n, ...] -> [R, g, n, ...]."""
+        group = self.q.shape[1]
+        return x.reshape(x.shape[0], group, x.shape[1] // group, *x.shape[2:])
+
 
 class Block(NamedTuple):
     """Some queries of some rows, and what they have of the keys up to the last of them."""
@@ -58,8 +63,8 @@ def _rows(call: EarlierCall) -> Iterator[Rows]:
     step = max(1, CHUNK_ELEMENTS // max(1, group * min(BLOCK, length) * length))
     for begin in range(0, len(k), step):
         some = slice(begin, begin + step)
-        each = (x[some].to(wide) for x in (q, k, v))
-        yield Rows(*each, None if mask is None else mask[some], number[some], some)
+        some_q, some_k, some_v = (x[some].to(wide) for x in (q, k, v))
+        yield Rows(some_q, some_k, some_v, None if mask is None else mask[some], number[some], some)
 
 
 def _blocks(call: EarlierCall, rows: Rows) -> Iterator[Block]:
@@ -111,8 +116,8 @@ def earlier(call: EarlierCall) -> tuple[Tensor, Tensor]:
             share = _share(call, rows, block)
             p = p if share is None else p.mul_(share)
             values = _selected(rows.v, rows.key_mask)[:, : block.end]
-            all_out[:, :, block.begin : block.end] = (p @ values).unflatten(1, (group, -1))
-            all_lse[:, :, block.begin : block.end] = sums.unflatten(1, (group, -1))
+            all_out[:, :, block.begin : block.end] = rows.apart(p @ values)
+            all_lse[:, :, block.begin : block.end] = rows.apart(sums)
     return out.to(call.v.dtype), lse
 
 
@@ -140,7 +145,7 @@ def earlier_backward(call: EarlierCall, out: Tensor, grad_out: Tensor, grad_lse:
             if rows.key_mask is not None:
                 d_s.masked_fill_(~rows.key_mask[:, None, :end], 0)
             d_s = d_s.mul_(call.scale)
-            q_grad[:, :, begin:end] = (d_s @ _selected(rows.k, rows.key_mask)[:, :end]).unflatten(1, (group, -1))
+            q_grad[:, :, begin:end] = rows.apart(d_s @ _selected(rows.k, rows.key_mask)[:, :end])
             k_grad[:, :end] += d_s.mT @ rows.block(rows.q, begin, end)
     return EarlierGrads(d_q.to(call.q.dtype), d_k.to(call.k.dtype), d_v.to(call.v.dtype))
 

@@ -20,7 +20,9 @@ ON_A_DEVICE = [
 
 
 def on(device, call):
-    return call._replace(**{n: x.to(device) for n, x in call._asdict().items() if isinstance(x, torch.Tensor) and x.ndim})
+    return call._replace(
+        **{n: x.to(device) for n, x in call._asdict().items() if isinstance(x, torch.Tensor) and x.ndim}
+    )
 
 
 @pytest.mark.parametrize("one", [*(pytest.param(x, marks=interpreted) for x in CASES), *ON_A_DEVICE], ids=str)

@@ -18,9 +18,9 @@ from ...options import SCORES
 from ...results import Attended, Routes
 from ...settings import Score
 from ...spec.clustering import metric_of, order_of
-from ...spec.scoring import prepare_key
 from ...spec.grid import grid_of
 from ...spec.schedule import TILE_QUERIES
+from ...spec.scoring import prepare_key
 from ...spec.stretches import complete_count, default_stretch
 from .. import calls, checks, files, ops
 from . import stretches

@@ -22,6 +22,8 @@ from ...spec.stretches import (
     complete_count,
     cut,
     earlier_queries,
+    fine_features,
+    fine_values,
     joined,
     look_back,
     prefix_mean,
@@ -47,13 +49,15 @@ def cluster(inputs: Inputs, call: calls.ClusterCall, stretch: int) -> calls.Clus
     if not number or not heads:
         return _no_clusters(call, stretch, wide)
     q, k, v = (x.flatten(2, -2)[:, :, : number * stretch] for x in (call.q, call.k, call.v))
+    fine = fine_features(k) & fine_values(v)  # [B, Hc, m * S]
     mask = _by_head(call.key_mask, call.k)
-    rows = row_numbers(call.rows, *q.shape[:2], q.device).reshape(q.shape[0], heads, 1, -1)
+    mask = fine if mask is None else fine & mask[:, :, : number * stretch]
+    rows = row_numbers(call.rows, q.shape[0], q.shape[1], q.device).reshape(q.shape[0], heads, 1, -1)
     folded = call._replace(
-        q=cut(q, stretch, heads),
+        q=cut(torch.where(fine_features(q).unsqueeze(-1), q, 0), stretch, heads),
         k=cut(k, stretch, heads),
         v=cut(v, stretch, heads),
-        key_mask=None if mask is None else cut(mask[:, :, : number * stretch], stretch, heads),
+        key_mask=cut(mask, stretch, heads),
         rows=rows.expand(-1, -1, number, -1).reshape(q.shape[0], -1),
     )
     return ops.cluster(inputs.engine, folded)
@@ -106,12 +110,12 @@ class Clean(NamedTuple):
         if group > 1 and mask is not None and mask.ndim == inputs.k.ndim - 1:
             k = k.repeat_interleave(group, 1)
             v = v.repeat_interleave(group, 1)
-        mask = _by_head(mask, k.unflatten(2, grid_of(inputs.k)))
-        fine = k.isfinite().all(-1) & v.isfinite().all(-1)  # [B, Hc, N]
+        mask = _by_head(mask, k.reshape(*k.shape[:2], *grid_of(inputs.k), k.shape[-1]))
+        fine = fine_features(k) & fine_values(v)  # [B, Hc, N]
         wrong = ~fine if mask is None else mask & ~fine
         heads = k.shape[1]
         before = joined(cut(wrong, stretch, heads).cumsum(2) > 0, q.shape[2], heads, heads)  # [B, Hc, N]
-        whole = q.isfinite().all(-1)  # [B, H, N]
+        whole = fine_features(q)  # [B, H, N]
         keeps = (fine if mask is None else fine & mask).unsqueeze(-1)
         return Clean(
             q=torch.where(whole.unsqueeze(-1), q, 0),
@@ -167,18 +171,18 @@ class Visible(NamedTuple):
     @staticmethod
     def of(book: Codebook, heads: int, positions: int) -> Visible:
         """`heads`: Hc."""
-        count = book.sizes.shape[2]
+        batch, _, count = book.sizes.shape
         complete = book.stretches
 
         def by_stretch(x: Tensor) -> Tensor:
-            return x.unflatten(1, (heads, complete))
+            return x.reshape(batch, heads, complete, *x.shape[2:])
 
         def for_each(x: Tensor) -> Tensor:
             """[B, Hc, ...], the same for all stretches."""
             return x.unsqueeze(2).expand(-1, -1, complete + 1, *x.shape[2:]).flatten(1, 2)
 
         slope = None if book.slope is None else by_stretch(book.slope)
-        seen = Prefixes.of(*(by_stretch(x) for x in (book.sizes, book.variance, book.spreads)), slope)
+        seen = Prefixes.of(by_stretch(book.sizes), by_stretch(book.variance), by_stretch(book.spreads), slope)
         label = global_label(by_stretch(book.label), count, positions)
         return Visible(
             centers=for_each(by_stretch(book.centers).flatten(2, 3)),
@@ -228,7 +232,7 @@ def join(book: Codebook, inputs: Inputs) -> Attended:
     out, lse = (joined(x, positions, heads, rows) for x in attended)
     out = torch.where(clean.broken.unsqueeze(-1), torch.nan, out)
     lse = torch.where(clean.broken, torch.nan, lse)
-    attended = Attended(out.unflatten(2, grid), lse.unflatten(2, grid))
+    attended = Attended(out.reshape(batch, rows, *grid, out.shape[-1]), lse.reshape(batch, rows, *grid))
     return merge(attended, inputs.attend_windows(None)) if inputs.num_extra else attended
 
 

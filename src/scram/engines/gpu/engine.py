@@ -7,10 +7,10 @@ from .cluster.backward import cluster_backward as cluster_backward
 from .cluster.forward import cluster as cluster
 from .cluster_tail.backward import cluster_tail_backward as cluster_tail_backward
 from .cluster_tail.forward import cluster_tail as cluster_tail
-from .earlier.forward import earlier as earlier
-from .earlier.backward import earlier_backward as earlier_backward
 from .drawn_tail.backward import drawn_tail_backward as drawn_tail_backward
 from .drawn_tail.forward import drawn_tail as drawn_tail
+from .earlier.backward import earlier_backward as earlier_backward
+from .earlier.forward import earlier as earlier
 from .route.route import route as route
 from .route.start import routed_start as routed_start
 from .runtime.launch import clear_caches as clear_caches
