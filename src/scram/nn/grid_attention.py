@@ -230,10 +230,9 @@ class GridAttention(Searching):
         if not self.causal:
             raise ValueError("decoding needs causal order: make the layer with causal=True")
         search = self.search if isinstance(self.search, Search) else None
-        tail = self.tail
+        tail: Tail | Auto = "auto" if self.tail is None else self.tail
         if self.is_dense:  # one stretch, of which every key is attended
             tail = Clusters(stretch=-(-math.prod(checks.grid(grid)) // TILE_QUERIES) * TILE_QUERIES)
-        assert tail is not None
         return Cache(grid, tail=tail, search=search, scale=self.scale, score=self.score, impl=self.impl, half=half)
 
     @explains
