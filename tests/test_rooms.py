@@ -36,6 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "engines.gpu": ENGINE,
     "engines.dispatch": {*SETTINGS, "results", "engines", "engines.reference", "engines.cpu", "engines.gpu"},
     "core": CALLS - {"core"},
+    "bias": {"core.checks", "core"},
     "functional": CALLS,
     "quality": USES,
     "nn": USES,

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ..core import checks
+from ..core.bias import Bias, Extra, Pair
 from ..core.checks import explains
 from ..core.cost import keys_visited
 from ..core.layout_hints import warn_about_layout
 from ..core.pipeline import run
 from ..core.precision import follows_autocast
-from ..core.resolve import Request, default_search, default_tail, resolve
+from ..core.resolve import Request, default_search, default_tail, resolve, without_bias
 from ..core.statistics import queries_needed, shared
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
@@ -55,7 +56,8 @@ def tune(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     window: Window = "query",
     impl: Impl = "auto",
     num_queries: int = NUM_QUERIES,
@@ -74,7 +76,7 @@ def tune(
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
         error: the budget; 0 leaves dense attention.
-        radius, causal, key_mask, scale, score, extra, window, impl: as in `attention`; softmax and no dropout.
+        radius, causal, key_mask, scale, score, extra, bias, window, impl: as in `attention`; softmax and no dropout.
         num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
             keeps the budget; all of them where there are not more.
         seed: of the sample, of the searches and of the clusters; the plan keeps it.
@@ -97,9 +99,15 @@ def tune(
         scale=scale,
         score=score,
         extra=extra,
+        bias=bias,
         window=window,
         impl=impl,
     )
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
+    grouped = q.shape[1] != k.shape[1]
+    q, k, wide_v, request = without_bias(q, k, v, request)
+    assert wide_v is not None
+    v = wide_v
     radii = resolve(q, k, v, request).radius
     warn_about_layout(q.shape, k.shape)
     checks.some_queries(q)
@@ -129,7 +137,6 @@ def tune(
     )
     rungs.append(dense)
     chosen = climb.choose(rungs)
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
     return Plan(
         error=float(error),
         rungs=tuple(rungs),
@@ -143,9 +150,11 @@ def tune(
         seed=seed,
         confidence=climb.confidence,
         tensors=f"{shapes} on {q.device.type}",
-        given=tuple(name for name in ("key_mask", "extra") if getattr(request, name) is not None),
-        grouped=q.shape[1] != k.shape[1],
-        split=modes.split_share(q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=scale, score=score),
+        given=tuple(name for name, x in (("key_mask", key_mask), ("extra", extra), ("bias", bias)) if x is not None),
+        grouped=grouped,
+        split=modes.split_share(
+            q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=request.scale, score=score
+        ),
     )
 
 
