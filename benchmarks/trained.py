@@ -322,7 +322,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--data", type=Path, help="a folder with tensors made elsewhere, qk*.npz, to store too")
-    parser.add_argument("--cache", type=Path, default=example("packages").CACHE, help="folder for packages (default: %(default)s)")
+    parser.add_argument(
+        "--cache", type=Path, default=example("packages").CACHE, help="folder for packages (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=STORED, help="folder for the tensors (default: %(default)s)")
     given = parser.parse_args()
     torch.set_grad_enabled(False)

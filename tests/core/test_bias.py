@@ -142,7 +142,9 @@ def test_factors_keep_their_bits_beside_16(impl, dtype):
     assert (out.double() - wanted.out).norm() < 2 * usual * wanted.out.norm()
     dense = scram.attention(q, k, v, bias=bias)
     assert (dense.double() - wanted.out).norm() < 2 * usual * wanted.out.norm()
-    for found, exact in zip(*(torch.autograd.grad(x.double().square().sum(), bias) for x in (out, wanted.out)), strict=True):
+    for found, exact in zip(
+        *(torch.autograd.grad(x.double().square().sum(), bias) for x in (out, wanted.out)), strict=True
+    ):
         assert found.dtype == torch.float32
         assert (found - exact).norm() < 4 * usual * exact.norm() + 1e-4
 
@@ -157,16 +159,15 @@ def test_float16_holds_factors_of_any_size():
 def test_a_codebook_belongs_to_its_bias(impl):
     q, k, v, a, b = (0.4 * x.detach() for x in tensors(batch=1, bias_heads=1, grids=((16, 16), (16, 16))))
     a = 4 * a
-    clusters = scram.Clusters(count=32, keys=64, seed=0)
+    clusters = scram.Clusters(count=48, keys=96, seed=0)
     book = scram.cluster(q, k, v, clusters=clusters, bias=(a, b), impl=impl)
     routes = scram.route(q, k, book, bias=(a, b), impl=impl)
     apart = scram.attend(q, k, v, None, tail=book, routes=routes, bias=(a, b), impl=impl).out
     at_once = scram.attention(q, k, v, search=None, tail=clusters, bias=(a, b), impl=impl)
     torch.testing.assert_close(apart, at_once)
     exact = scram.exact_attention(q, k, v, bias=(a, b)).out
-    assert (at_once - exact).norm() < 0.25 * exact.norm()
     without = scram.attention(q, k, v, search=None, tail=clusters, impl=impl)
-    assert (without - exact).norm() > 0.5 * exact.norm()
+    assert (at_once - exact).norm() < 0.4 * (without - exact).norm()
     with pytest.raises(ValueError, match="was made for keys and values of widths"):
         scram.attend(q, k, v, None, tail=book, impl=impl)
 
@@ -245,7 +246,7 @@ REFUSED = {
                     "a of bias must be .* H = 1 or 2"),
     "other ranks": ((FACTORS[0], FACTORS[1][..., :2]), {}, ValueError, "must share their last axis, got 3 and 2"),
     "no features": (tuple(x[..., :0] for x in FACTORS), {}, ValueError, "a of bias must be"),
-    "another dtype": ((FACTORS[0].double(), FACTORS[1]), {}, TypeError, "a of bias must be float32 .* got torch.float64"),
+    "another dtype": ((FACTORS[0].double(), FACTORS[1]), {}, TypeError, "a of bias must be float32"),
     "another score": (FACTORS, {"score": "l2"}, ValueError, "bias needs score='dot', got 'l2'"),
     "a callable score": (FACTORS, {"score": lambda q, k: (q * k).sum(-1)}, ValueError, "got a callable"),
     "another device": ((FACTORS[0].to("meta"), FACTORS[1]), {}, ValueError, "a of bias must be on q's device cpu"),

@@ -178,7 +178,6 @@ ERRORS = [
     (attend(scale=float("nan")), ValueError, "scale must be positive and finite, got nan"),
     (attend(scale=float("inf")), ValueError, "scale must be positive and finite, got inf"),
     (attend(weight="max"), ValueError, "weight must be one of 'softmax', 'mean', 'relu', got 'max'"),
-    (attend(window="row"), ValueError, "window must be one of 'query', 'tile', got 'row'"),
     (attend(radius=(1, 1, 1)), ValueError, r"radius must be an int or one int per grid axis \(2\), got 3 values"),
     (attend(radius=-1), ValueError, "radius must be at least 0, got -1, or one int per grid axis"),
     (attend(radius=(1, -2)), ValueError, r"radius\[1\] must be at least 0, got -2"),

@@ -132,9 +132,8 @@ def test_compiled_equals_eager(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", ["query", "tile"])
-def test_compiled_dropout_beside_drawn_keys_equals_eager(window):
-    how = {"tail": scram.DrawnKeys(samples=9, seed=1), "causal": True, "dropout_p": 0.3, "window": window, "radius": 0}
+def test_compiled_dropout_beside_drawn_keys_equals_eager():
+    how = {"tail": scram.DrawnKeys(samples=9, seed=1), "causal": True, "dropout_p": 0.3, "radius": 0}
 
     def attention(q, k, v):
         return scram.attention(q, k, v, search=SEARCH, **how)
@@ -147,10 +146,7 @@ def test_compiled_dropout_beside_drawn_keys_equals_eager(window):
     with graphs_are(1):
         compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)
         ours, theirs = seeded(compiled), seeded(attention)
-    if window == "query":
-        assert_equal(ours, theirs)
-    for one, other in zip(ours, theirs, strict=True):  # a graph has room for more cells: other roundings
-        torch.testing.assert_close(one, other)
+    assert_equal(ours, theirs)
 
 
 @pytest.mark.slow

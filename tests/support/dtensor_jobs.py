@@ -314,12 +314,12 @@ def calls(heads, key_heads, impl):
         yield ops.search, call._replace(warm=index)
         attend = {"radius": (1, 1), "causal": False, "scale": 0.3, "weight": "softmax", "dropout_p": 0.2}
         extra = k[:, :, 0, :2].clone(), v[:, :, 0, :2].clone()
-        call = of.AttendCall(q, k, v, index, mask, *extra, None, None, seed, None, **attend, window="query")
+        call = of.AttendCall(q, k, v, index, mask, *extra, None, None, seed, None, **attend)
         yield ops.attend, call
         windows = call
         out, lse = run(ops.attend, call)
         yield ops.attend, call._replace(k_extra=None, v_extra=None, dropout_seed=None, dropout_p=0.0)
-        drawn = {"radius": (1, 1), "causal": False, "scale": 0.3, "dropout_p": 0.2, "window": "query"}
+        drawn = {"radius": (1, 1), "causal": False, "scale": 0.3, "dropout_p": 0.2}
         for stratified in (False, True):
             tail = of.DrawnTailCall(q, k, v, index, mask, out, lse, seed, seed, None, 6, stratified, **drawn)
             yield ops.drawn_tail, tail

@@ -23,11 +23,11 @@ from .dtensors import is_dtensor
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """Factors of an additive bias: query i and key j get <a_i, b_j> besides their score. `attention` takes it as `bias`.
+    """Factors of an additive bias: query i and key j get <a_i, b_j> besides their score: `attention(bias=)`.
 
     Args:
         a: [B or 1, H or 1, *G, r].
-        b: [B or 1, Hk or 1, *G', r]; or with H heads, for which keys are expanded: each query head has its own clusters.
+        b: [B or 1, Hk or 1, *G', r]; or with H heads: keys are expanded, each query head has its own clusters.
         error: what the factors are off, root mean square over all pairs, in the unit of logits: attention's weights are
             off by that share. 0: exact.
         causal: whether it holds for keys up to the query alone; calls without causal order refuse it.
@@ -129,8 +129,8 @@ def _pair(bias: Any) -> Pair:
         return bias.a, bias.b
     if not isinstance(bias, (tuple, list)) or len(bias) != 2:
         raise TypeError(
-            f"bias must be a scram.bias.Bias or a pair (a, b), got {type(bias).__name__}; scram.bias.relative factors a "
-            "table of offsets"
+            f"bias must be a scram.bias.Bias or a pair (a, b), got {type(bias).__name__}; scram.bias.relative factors "
+            "a table of offsets"
         )
     return bias[0], bias[1]
 
@@ -165,11 +165,13 @@ def _check(name: str, x: Any, q: Tensor, heads: tuple[int, ...], grid: tuple[int
     if not fits or tuple(x.shape[2:-1]) != grid or x.shape[-1] < 1:
         among = " or ".join(map(str, sorted(set(heads))))
         raise ValueError(
-            f"{name} of bias must be [B, H, {axes}, r] with B = {q.shape[0]} or 1, H = {among} and {axes} = {grid}, got "
-            f"{tuple(x.shape)}"
+            f"{name} of bias must be [B, H, {axes}, r] with B = {q.shape[0]} or 1, H = {among} and {axes} = {grid}, "
+            f"got {tuple(x.shape)}"
         )
     if x.dtype not in (q.dtype, torch.float32):
-        raise TypeError(f"{name} of bias must be float32 or have q's dtype {q.dtype}, got {x.dtype}; use {name}.float()")
+        raise TypeError(
+            f"{name} of bias must be float32 or have q's dtype {q.dtype}, got {x.dtype}; use {name}.float()"
+        )
     if x.device != q.device:
         raise ValueError(f"{name} of bias must be on q's device {q.device}, got {x.device}; use {name}.to(q.device)")
 

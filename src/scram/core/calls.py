@@ -71,7 +71,6 @@ class AttendCall(NamedTuple):
     scale: float
     weight: str
     dropout_p: float
-    window: str  # "query" or "tile"
     score: ScoreFunction | None = None
 
 
@@ -104,7 +103,6 @@ class DrawnTailCall(NamedTuple):
     causal: bool
     scale: float
     dropout_p: float
-    window: str  # "query" or "tile"
     score: ScoreFunction | None = None
 
 

@@ -114,7 +114,8 @@ def exact_search(
 ) -> Matches:
     """The best keys of every query by brute force: greedily the best, then the best farther than `separation`.
 
-    Ties go to the lower index. `scale` is read beside a bias only. With `queries` (int64 [n]) the result has the query grid (n, 1, ..).
+    Ties go to the lower index. `scale` is read beside a bias only. With `queries` (int64 [n]) the result has the query
+    grid (n, 1, ..).
 
     >>> q = k = torch.eye(4).reshape(1, 1, 2, 2, 4)
     >>> exact_search(q, k).index[..., 0]

@@ -93,7 +93,7 @@ def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard
             scale=resolved.scale,
             score=request.score,
             weight=request.weight,
-            extra=request.extra,
+            extra=request.extra_pair,
             dropout_p=request.dropout_p,
         )
         attended = Attended(out, _dense_lse(resolved, q, k, v)) if request.needs_lse else None
@@ -156,7 +156,7 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
     """Features and values in the dtype that the engines take: once for all stages of a call."""
     request = resolved.request
     score = request.score
-    k_extra, v_extra = request.extra or (None, None)
+    k_extra, v_extra = request.extra_pair or (None, None)
     wide = resolved.engine.wide_inputs or (resolved.search is not None and resolved.search_engine.wide_inputs)
     return Inputs(
         engine=resolved.engine,
@@ -172,7 +172,6 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
         score=score,
         weight=request.weight,
         dropout_p=request.dropout_p,
-        window=request.window,
         shard=shard,
         dtype=v.dtype,
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from ..engines import EngineSpec, dispatch
-from ..options import WINDOWS, Auto, Impl, Weight, Window
+from ..options import Auto, Impl, Weight
 from ..results import Matches, Routes, check_matches, check_routes
 from ..settings import Score, Search
 from ..spec.schedule import TILE_QUERIES
@@ -58,7 +58,6 @@ class Request(NamedTuple):
     extra: Extra | None = None  # [B, Hk, X, E] and [B, Hk, X, F]; beside a bias perhaps its b of them
     dropout_p: float = 0.0
     warm: Matches | None = None
-    window: Window = "query"
     impl: Impl = "auto"
     matches: Matches | None = None
     routes: Routes | None = None
@@ -67,6 +66,11 @@ class Request(NamedTuple):
     needs_lse: bool = False
     hints: bool = False
     bias: Bias | Pair | None = None
+
+    @property
+    def extra_pair(self) -> Pair | None:
+        """Keys and values off the grid, of a call without a bias."""
+        return None if self.extra is None else (self.extra[0], self.extra[1])
 
     @property
     def is_automatic(self) -> bool:
@@ -237,7 +241,7 @@ def check_start(search: Search | None, tail: Tail) -> None:
 def tail_kind(request: Request) -> Kind:
     """What a tail is checked against."""
     has_extra = request.extra is not None
-    return Kind(request.weight, request.causal, request.score, has_extra, request.dropout_p, request.window)
+    return Kind(request.weight, request.causal, request.score, has_extra, request.dropout_p)
 
 
 def as_search(value: Search | Auto | None, default: Search = Search()) -> Search:  # noqa: B008 - frozen
@@ -319,7 +323,6 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
         request.scale,
         request.weight,
         request.dropout_p,
-        request.window,
         request.impl,
         request.is_automatic,
         request.hints,
@@ -342,7 +345,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sea
         checks.scale(request.scale)
         checks.extra(q, k, v, request.extra)
         checks.dropout(request.dropout_p)
-        checks.one_of("window", request.window, WINDOWS)
     radius = checks.radius(request.radius, q.ndim - 3)
     # A tile search keeps a number of matches that an engine may not take.
     tile_matches = search.matches if search is not None and search.method == "tile" else 0
@@ -352,7 +354,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sea
         radius=radius,
         scale=default_scale(request.scale, q.shape[-1], request.score, request.weight),
         search_engine=dispatch.choose(*choice, tile_matches=tile_matches),
-        engine=dispatch.choose(*choice, window=request.window),
+        engine=dispatch.choose(*choice),
         default_tail=default,
         goes_dense=v is not None and goes_dense(q, k, v, request),
     )

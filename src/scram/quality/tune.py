@@ -22,7 +22,7 @@ from ..core.resolve import Request, default_search, default_tail, resolve, witho
 from ..core.statistics import queries_needed, shared
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
-from ..options import Impl, Window
+from ..options import Impl
 from ..settings import Score, Search
 from ..spec.grid import grid_of
 from . import modes, timing
@@ -58,7 +58,6 @@ def tune(
     score: Score = "dot",
     extra: Extra | None = None,
     bias: Bias | Pair | None = None,
-    window: Window = "query",
     impl: Impl = "auto",
     num_queries: int = NUM_QUERIES,
     seed: int = 0,
@@ -76,7 +75,7 @@ def tune(
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
         error: the budget; 0 leaves dense attention.
-        radius, causal, key_mask, scale, score, extra, bias, window, impl: as in `attention`; softmax and no dropout.
+        radius, causal, key_mask, scale, score, extra, bias, impl: as in `attention`; softmax and no dropout.
         num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
             keeps the budget; all of them where there are not more.
         seed: of the sample, of the searches and of the clusters; the plan keeps it.
@@ -100,7 +99,6 @@ def tune(
         score=score,
         extra=extra,
         bias=bias,
-        window=window,
         impl=impl,
     )
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
@@ -114,7 +112,7 @@ def tune(
     checks.finite_but_for_masked(q, k, v, key_mask)
     checks.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
     num_queries = checks.whole("num_queries", num_queries, 1)
-    settings = ladder(q, k, radius=radii, causal=causal, score=score, window=window, seed=seed)
+    settings = ladder(q, k, radius=radii, causal=causal, score=score, seed=seed)
     climb = _Climb(
         q,
         k,
@@ -165,7 +163,6 @@ def ladder(
     radius: tuple[int, ...],
     causal: bool = False,
     score: Score = "dot",
-    window: Window = "query",
     seed: int = 0,
 ) -> list[Setting]:
     """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
@@ -174,7 +171,7 @@ def ladder(
     keys = math.prod(grid_of(k))
     one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
     pairs: list[tuple[Search | None, Tail | None]] = [(one, None)]
-    if isinstance(family, Clusters) and window == "query":
+    if isinstance(family, Clusters):
         tails = [replace(family, count=count, keys=budget, seed=seed) for count, budget in TAILS]
         few, several = (replace(search, sweeps=default_search(device, family).sweeps) for search in (one, four))
         _, small, middle, large = tails
@@ -187,7 +184,7 @@ def ladder(
         pairs += [(four, None), (many, None)]
     flat: int | tuple[int, ...] = radius[0] if len(set(radius)) == 1 else radius
     pairs = [(search, tail) for search, tail in pairs if tail is None or tail.visited(1, keys) < keys]
-    return [Setting(search, tail, flat, window) for search, tail in pairs]
+    return [Setting(search, tail, flat) for search, tail in pairs]
 
 
 class _Climb:
@@ -231,7 +228,7 @@ class _Climb:
             key_mask=self.request.key_mask,
             scale=self.request.scale,
             score=self.request.score,
-            extra=self.request.extra,
+            extra=self.request.extra_pair,
         )
 
     def sampled(self, num_queries: int) -> Truth:
@@ -245,7 +242,7 @@ class _Climb:
             key_mask=self.request.key_mask,
             scale=self.request.scale,
             score=self.request.score,
-            extra=self.request.extra,
+            extra=self.request.extra_pair,
             num_queries=num_queries,
             seed=self.seed,
         )
