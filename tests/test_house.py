@@ -59,6 +59,7 @@ TESTED_IN = {
 }
 # Test files that belong to no single module.
 WITHOUT_A_MODULE = {
+    "test_causal_order.py": "every call under causal order",
     "test_house.py": "rules of all sources",
     "test_readme.py": "the documents",
     "test_rooms.py": "imports of all sources",

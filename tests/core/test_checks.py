@@ -208,6 +208,11 @@ ERRORS = [
     (lambda: scram.MetropolisHastings(burn_in=-1), ValueError, "burn_in must be at least 0, got -1"),
     (lambda: scram.DrawnKeys(stratified=1), TypeError, "stratified must be True or False, got int 1"),
     (lambda: scram.DrawnKeys(seed=1.5), TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
+    (
+        search(K, search=scram.Search("tile"), causal=True),
+        ValueError,
+        r"method must be 'query' or 'auto' under causal order, got 'tile': .* pass search=.*method='query'",
+    ),
     (estimate(method="hybrid"), TypeError, r"method must be one of scram\.Clusters, .* got str; for example scram"),
     (attention(tail=scram.Clusters(), weight="mean"), ValueError, r"clusters of keys need weight='softmax'"),
     (

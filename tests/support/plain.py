@@ -192,7 +192,7 @@ def _run(case: Case, row, run, seed, score, keys, earlier, warm, near):
                 if j is not None and legal(i, j) and (best is None or score[i][j] > score[i][best]):
                     best = j
 
-            for jump, axis, sign in itertools.product(case.jumps, range(rank), (-1, 1)):
+            for jump, axis, sign in itertools.product(case.jumps, range(rank), (-1,) if case.causal else (-1, 1)):
                 step = [sign * jump * (a == axis) for a in range(rank)]
                 p = flat([c + s for c, s in zip(place, step, strict=True)], case.grid)
                 if p is None or before[p] is None:
@@ -203,7 +203,7 @@ def _run(case: Case, row, run, seed, score, keys, earlier, warm, near):
                 if stay:
                     take(before[p])
             for g in range(case.gossip):
-                take(before[below(len(places), i, sweep, g)])
+                take(before[below(i + 1 if case.causal else len(places), i, sweep, g)])
             for number, radius in enumerate(radii(case)):
                 draw = case.gossip + number * (rank + 1)
                 if best is None:

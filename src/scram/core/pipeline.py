@@ -257,7 +257,7 @@ def _search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Tensor | No
         warm=warm,
         rows=inputs.rows,
         starts=starts,
-        method=method_of(search, inputs.q),
+        method=method_of(search, inputs.q, inputs.causal),
         matches=search.matches,
         separation=search.separation,
         sweeps=search.sweeps,

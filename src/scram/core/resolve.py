@@ -263,6 +263,7 @@ def _checked_search(q: Tensor, k: Tensor, request: Request) -> Search | None:
         default = default_tail(q.device.type, request.weight, request.causal, request.score)
         search = default_search(q.device.type, as_tail(request.tail, default, windows=False))
     checks.enough_keys(q, k, search.matches)
+    checks.search_order(search.method, request.causal)
     if search.reach is not None:
         checks.queries_keys(q, k)
         checks.radius(search.reach, q.ndim - 3, "reach")
@@ -433,7 +434,8 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
     matches = 0 if resolved.search is None else resolved.search.matches
     memory = queries * matches * 8 * 2 + (0 if tail is None else k.shape[:-1].numel() * 8)
     memory += queries // TILE_QUERIES * (0 if tail is None else tail.keys) * 4
-    visited = keys_visited(q, k, resolved.search, resolved.radius, resolved.tail, resolved.request.score)
+    request = resolved.request
+    visited = keys_visited(q, k, resolved.search, resolved.radius, resolved.tail, request.score, request.causal)
     return Explanation(
         dense=False,
         engine=resolved.engine.name,

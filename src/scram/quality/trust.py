@@ -283,7 +283,7 @@ def trust(
         error=float(error),
         better=None,
         arguments={"grouped": q.shape[1] != k.shape[1], **said},
-        cost=keys_visited(q, k, settings, window, resolved.tail, score, kappa),
+        cost=keys_visited(q, k, settings, window, resolved.tail, score, causal, kappa),
     )
     if summary.verdict == "dense" and _least(summary.recall.value) < LEAST_RECALL:
         return replace(summary, better=run.with_more_sweeps(summary, truth))

@@ -252,7 +252,9 @@ class _Climb:
         q, k, _ = self.tensors
         radius = checks.radius(setting.radius, q.ndim - 3)
         work = Work.of(setting)
-        keys = keys_visited(q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.request.score).tail
+        keys = keys_visited(
+            q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.request.score, self.request.causal
+        ).tail
         if why := self._too_many(keys) or self._why_not(work):
             return Rung(setting, keys, note=f"not tried: {why}")
         (seconds, steady), out = self._run(setting)

@@ -181,10 +181,10 @@ TILES = [
     Case("one match", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=1, method="tile"),
     Case("several matches", grid=(2, 3, 4), width=20, dtype=torch.float16, kappa=5, separation=2, method="tile"),
     Case("many matches", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=32, separation=1, method="tile"),
-    Case("float32", grid=(9,), width=3, kappa=3, causal=True, mask="batch", warm=2, method="tile"),
+    Case("float32", grid=(9,), width=3, kappa=3, mask="batch", warm=2, method="tile"),
     Case("reach", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=1, warm=2, reach=2, method="tile"),
     Case("reach, several", grid=(2, 3, 4), width=20, kappa=3, mask="batch", reach=(0, 1, 2), method="tile"),
-    Case("wide", grid=(2, 2, 2, 2), width=300, dtype=torch.bfloat16, kappa=1, mask="head", causal=True, method="tile"),
+    Case("wide", grid=(2, 2, 2, 2), width=300, dtype=torch.bfloat16, kappa=1, mask="head", method="tile"),
 ]
 
 
@@ -477,3 +477,32 @@ def test_clustering_compiles(number, architecture, monkeypatch):
     ]
     assert compiled == [*space, *step, *step, *last]
     launch.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "radius", "architecture"),
+    [
+        (*x, 90)
+        for x in (
+            (torch.float32, 256, 4),
+            (torch.bfloat16, 5, 0),
+            (torch.float16, 128, 7),
+        )
+    ],
+)
+@pytest.mark.parametrize("rank", [1, 2])
+def test_correlation_compiles(dtype, width, radius, architecture, rank, monkeypatch):
+    compiled = set()
+
+    def compile_only(self, *arguments):
+        compiled.add(self.kernel.fn.__name__)
+        _compile(self.kernel, arguments, self.flags, architecture)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
+    q, k = torch.zeros(2, 1, 2, *[4] * rank, width, dtype=dtype).requires_grad_().unbind()
+    coords = torch.zeros(*q.shape[:-1], rank)
+    for repeatable in (False, True) if radius == 0 else (False,):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
+        scram.correlation(q, k, coords, radius, levels=2, impl="triton").sum().backward()
+    assert compiled == {"window_scores_kernel", "window_scores_backward_kernel"}

@@ -16,6 +16,8 @@ from .sample.visits import sample as sample
 from .sample.visits import sample_backward as sample_backward
 from .search.query import search as query_search
 from .search.tile import tile_search
+from .window_scores.backward import window_scores_backward as window_scores_backward
+from .window_scores.forward import window_scores as window_scores
 
 
 def search(call: SearchCall) -> Found:

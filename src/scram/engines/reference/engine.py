@@ -11,6 +11,7 @@ from .drawn_tail import drawn_tail
 from .sample import sample
 from .search import search as query_search
 from .tile_search import tile_search
+from .window_scores import window_scores
 
 __all__ = [
     "attend",
@@ -22,6 +23,7 @@ __all__ = [
     "routed_start",
     "sample",
     "search",
+    "window_scores",
 ]
 
 

@@ -117,6 +117,10 @@ SPREAD_EXACT = (32, 8)
 SPREAD_WAVES = 4  # of two programs a multiprocessor
 
 SPARE = 20 << 10  # bytes of shared memory for what passes between threads
+# Queries of a program of `window_scores`, one after the other; places of a box times features at a time; warps.
+WINDOW_QUERIES = 8
+WINDOW_ELEMENTS = 8192
+WINDOW_WARPS = 4
 
 
 class Places(NamedTuple):
@@ -226,6 +230,15 @@ def tile_pieces(width: int, value_width: int, narrow: bool) -> dict[str, Width]:
         value_block = max(value_block, least)
     features = Width(width, block, -(-width // block))
     return {"E": features, "F": Width(value_width, value_block, -(-value_width // value_block))}
+
+
+@cached
+def window_tile(width: int, dtype: torch.dtype, slots: int) -> Flags:
+    """Of `window_scores`: as many places of a box as there are, at most 128, and features of 128 bytes."""
+    block = min(128, max(16, triton.next_power_of_2(slots)))
+    features = min(triton.next_power_of_2(width), WINDOW_ELEMENTS // block, max(16, 128 // dtype.itemsize))
+    pieces = Width(width, features, -(-width // features))
+    return {"QUERIES": WINDOW_QUERIES, "BLOCK_S": block, "E": pieces, **_options(WINDOW_WARPS)}
 
 
 def _block(rank: int, queries: int) -> Block:
