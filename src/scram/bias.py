@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,19 +65,7 @@ def relative(
     checks.real("error", error, 0.0, math.inf, "[0, inf)")
     if rank is not None:
         rank = checks.whole("rank", rank, 1)
-    full = _by_offset(table.detach().double(), extents, key_extents)
-    found = [_factors(one, extents, key_extents, rank, error) for one in full]
-    width = max(left.shape[-1] for left, _, _ in found)
-    dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
-    a, b = (
-        torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in factors])
-        for factors in ([left for left, _, _ in found], [right for _, right, _ in found])
-    )
-    return Bias(
-        a.reshape(1, -1, *extents, width).to(dtype),
-        b.reshape(1, -1, *key_extents, width).to(dtype),
-        max(off for _, _, off in found),
-    )
+    return of_offsets(table, extents, key_extents, rank=rank, error=error)
 
 
 def decomposed(*parts: Tensor) -> Bias:
@@ -148,6 +137,51 @@ def linear(slopes: Tensor, grid: Sequence[int], *, causal: bool) -> Bias:
     return Bias(a.reshape(1, -1, *extents, 2), b.reshape(1, 1, *extents, 2), causal=True)
 
 
+def of_offsets(
+    table: Tensor,
+    grid: tuple[int, ...],
+    key_grid: tuple[int, ...],
+    *,
+    rank: int | None = None,
+    error: float = ERROR,
+    most: int | None = None,
+) -> Bias:
+    """`relative` of a table that was checked; at most `most` features, whatever their error."""
+    full = _by_offset(table.detach().double(), grid, key_grid)
+    found = [_of_table(one, grid, key_grid, rank, error, most) for one in full]
+    return _joined(found, grid, key_grid, torch.float64 if table.dtype == torch.float64 else torch.float32)
+
+
+def low_rank(
+    pairs: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...], *, error: float = ERROR, most: int
+) -> Bias:
+    """Factors of the bias [H, N, M] of all pairs: at most `most` features, as few as `error` needs."""
+    found = []
+    for one in pairs.double():
+        start = _directions(one.shape[1], min(most + SPARE, *one.shape), one)
+        left, values, right = _subspace(partial(torch.matmul, one), partial(torch.matmul, one.mT), start)
+        rest = (one.square().sum() - values.square().sum()).clamp(min=0)
+        found.append(_fewest(left, values, right, rest, None, error, most))
+    return _joined(found, grid, key_grid, torch.float32)
+
+
+Factors = tuple[Tensor, Tensor, float]  # a [N, r] and b [M, r] of one head, and their root mean square error
+
+
+def _joined(found: list[Factors], grid: tuple[int, ...], key_grid: tuple[int, ...], dtype: torch.dtype) -> Bias:
+    """The factors of all heads, as wide as the widest."""
+    width = max(left.shape[-1] for left, _, _ in found)
+    a, b = (
+        torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in factors])
+        for factors in ([left for left, _, _ in found], [right for _, right, _ in found])
+    )
+    return Bias(
+        a.reshape(1, -1, *grid, width).to(dtype),
+        b.reshape(1, -1, *key_grid, width).to(dtype),
+        max(off for _, _, off in found),
+    )
+
+
 def _grids(grid: Any, key_grid: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     extents = checks.grid(grid)
     key_extents = extents if key_grid is None else checks.grid(key_grid, "key_grid")
@@ -186,22 +220,33 @@ def _product(table: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...]) ->
     return times
 
 
-def _factors(
-    table: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...], rank: int | None, error: float
-) -> tuple[Tensor, Tensor, float]:
-    """a [N, r] and b [M, r] of one head and their root mean square error."""
-    pairs = math.prod(grid) * math.prod(key_grid)
+def _of_table(
+    table: Tensor,
+    grid: tuple[int, ...],
+    key_grid: tuple[int, ...],
+    rank: int | None,
+    error: float,
+    most: int | None,
+) -> Factors:
+    """Of one head's table [*S] by offset."""
     if min(math.prod(grid), math.prod(key_grid)) <= SMALL:
         left, values, right = _small(table, grid, key_grid)
         rest = values.new_zeros(())
     else:
-        left, values, right, rest = _large(table, grid, key_grid, rank, error)
+        left, values, right, rest = _large(table, grid, key_grid, rank, error, most)
+    return _fewest(left, values, right, rest, rank, error, most)
+
+
+def _fewest(
+    left: Tensor, values: Tensor, right: Tensor, rest: Tensor, rank: int | None, error: float, most: int | None
+) -> Factors:
+    """As few of the singular vectors [N, n] and [M, n] as `error` needs; `rest` is what they leave out, squared."""
     squares = values.square()
     after = squares.flip(0).cumsum(0).flip(0) - squares + rest  # what more factors would still describe
-    off = (after / pairs).sqrt()
+    off = (after / (len(left) * len(right))).sqrt()
     enough = (off <= error).nonzero()
     fewest = int(enough[0]) + 1 if len(enough) else len(values)
-    width = min(fewest if rank is None else rank, len(values))
+    width = min(fewest if rank is None else rank, len(values), len(values) if most is None else most)
     root = values[:width].sqrt()
     return left[:, :width] * root, right[:, :width] * root, float(off[width - 1])
 
@@ -217,7 +262,7 @@ def _small(table: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...]) -> t
 
 
 def _large(
-    table: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...], rank: int | None, error: float
+    table: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...], rank: int | None, error: float, most: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The first singular values and vectors, and the square of the rest.
 
@@ -227,21 +272,34 @@ def _large(
     back = _product(_turned(table), key_grid, grid)
     queries, keys = math.prod(grid), math.prod(key_grid)
     total = _square(table, grid, key_grid)
-    generator = torch.Generator().manual_seed(0)
-    most = min(queries, keys)
+    every = min(queries, keys)
+    most = every if most is None else min(most, every)
     count = min(16 if rank is None else rank, most)
     while True:
-        wanted = min(count + SPARE, most)
-        start = torch.randn(keys, wanted, dtype=table.dtype, generator=generator, device="cpu").to(table.device)
-        basis = torch.linalg.qr(forward(start))[0]
-        for _ in range(STEPS):
-            basis = torch.linalg.qr(forward(torch.linalg.qr(back(basis))[0]))[0]
-        right, values, left = torch.linalg.svd(back(basis), full_matrices=False)
+        wanted = min(count + SPARE, every)
+        left, values, right = _subspace(forward, back, _directions(keys, wanted, table))
         rest = (total - values.square().sum()).clamp(min=0)
         off = ((total - values[:count].square().sum()).clamp(min=0) / (queries * keys)).sqrt()
         if rank is not None or count == most or float(off) <= error or float(values[-1]) <= 1e-7 * float(values[0]):
-            return basis @ left.mT, values, right, rest
+            return left, values, right, rest
         count = min(2 * count, most)
+
+
+def _directions(keys: int, count: int, like: Tensor) -> Tensor:
+    """Random directions [M, count] to start from, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(keys, count, dtype=like.dtype, generator=generator, device="cpu").to(like.device)
+
+
+def _subspace(
+    forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], start: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first singular vectors [N, n] and [M, n] and values of a matrix, by its products, from `start` [M, n]."""
+    basis = torch.linalg.qr(forward(start))[0]
+    for _ in range(STEPS):
+        basis = torch.linalg.qr(forward(torch.linalg.qr(back(basis))[0]))[0]
+    right, values, left = torch.linalg.svd(back(basis), full_matrices=False)
+    return basis @ left.mT, values, right
 
 
 def _turned(table: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import _compat
 from ..core import checks, pipeline
+from ..core.bias import Extra
 from ..core.pipeline import execute
 from ..core.resolve import Request, as_search, goes_dense
 from ..core.tails.base import NO_TAIL, Tail, as_tail
@@ -23,6 +24,7 @@ from ..options import IMPLS, Auto, How, Impl
 from ..quality.tune import tune
 from ..settings import Search
 from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
+from .float_masks import FloatMasks, GridMask
 from .layers import Hooks, Layer, Plans, name_in, table
 
 
@@ -274,7 +276,8 @@ class Replacement:
         auto = partial(
             _auto_tokens, auto=self.auto, calls=calls, report=self.report_name, layer=running, warns=self.warns
         )
-        tokens, why_not = _tokens_of(query, key, value, attn_mask, options, self.tokens, auto)
+        error = self.report.error
+        tokens, why_not = _tokens_of(query, key, value, attn_mask, options, self.tokens, auto, error)
         layer = self._layer(tokens, modules, query, why_not) if named else ""
         if why_not:
             self.note(query, key, layer, tokens, why_not)
@@ -297,6 +300,8 @@ class Replacement:
             setting = settings if plan is None else plan.setting
             how = _how(setting.search, setting.tail, plan is None and goes_dense(q, k, v, request))
             self.note(query, key, layer, tokens, "", how)
+            if how == "dense" and call.bias is not None:
+                return None  # torch adds the mask itself, exactly
             if plan is None:
                 return execute(pipeline.run, q, k, v, request).out
             return plan(
@@ -307,10 +312,11 @@ class Replacement:
                 scale=call.scale,
                 key_mask=call.key_mask,
                 extra=call.extra,
+                bias=call.bias,
                 dropout_p=call.dropout_p,
             )
 
-        return _on_grid(query, key, value, attn_mask, options, tokens, attend)
+        return _on_grid(query, key, value, attn_mask, options, tokens, attend, error)
 
     def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor, why_not: str) -> str:
         """The name of the layer that calls; one that is met for the first time is noted."""
@@ -376,6 +382,7 @@ class Replacement:
                         key_mask=call.key_mask,
                         scale=call.scale,
                         extra=call.extra,
+                        bias=call.bias,
                         impl=self.settings.impl,
                     )
                 layer.why_not = ""
@@ -432,6 +439,7 @@ def _tokens_of(
     options: TorchOptions,
     given: Tokens | None,
     auto: Callable[[Tensor, bool], tuple[Tokens, str]],
+    error: float | None = None,
 ) -> tuple[Tokens, str]:
     """What the tokens of a call are, `given` or found by `auto`, and the reason to leave it to torch, "" for none."""
     if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
@@ -446,7 +454,20 @@ def _tokens_of(
         tokens, no_grid = auto(query, options.is_causal)
         if no_grid:
             return NO_TOKENS, no_grid
-    return tokens, _why_not(query, key, value, attn_mask, tokens, options)
+    return tokens, _why_not(query, key, value, attn_mask, tokens, options, error)
+
+
+_float_masks = FloatMasks()
+
+
+def _float_mask(mask: Tensor, query: Tensor, tokens: Tokens, error: float | None) -> GridMask | str:
+    """What a float mask means on the grid, or why the call is left to torch."""
+    if query.ndim == 3 and mask.ndim == 3:
+        mask = mask.unsqueeze(1)
+    if not 2 <= mask.ndim <= 4:
+        return f"a float mask of {mask.ndim} axes"
+    mask = mask[(None,) * (4 - mask.ndim)]  # [B or 1, H or 1, N or 1, M or 1]
+    return _float_masks.read(mask, tokens.grid, tokens.grid, before=tokens.prefix, error=error)
 
 
 def _auto_tokens(
@@ -473,7 +494,13 @@ def _auto_tokens(
 
 
 def _why_not(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, tokens: Tokens, options: TorchOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    tokens: Tokens,
+    options: TorchOptions,
+    error: float | None,
 ) -> str:
     """The reason to leave a call on a grid to torch, "" for none."""
     if query.shape[-2] != tokens.total or key.shape[-2] != tokens.total or value.shape[-2] != tokens.total:
@@ -492,7 +519,10 @@ def _why_not(
     if attn_mask is None:
         return ""
     if attn_mask.dtype != torch.bool:
-        return "a float bias, which the search would have to know"
+        if options.is_causal or not attn_mask.is_floating_point():
+            return "a float bias beside causal order"
+        meaning = _float_mask(attn_mask, query, tokens, error)
+        return meaning if isinstance(meaning, str) else ""
     if tokens.prefix or options.is_causal:
         return "a mask beside prefix tokens or causal order"
     if attn_mask.ndim < 2 or attn_mask.ndim > query.ndim or attn_mask.shape[-2] != 1:
@@ -508,17 +538,32 @@ def _on_grid(
     options: TorchOptions,
     tokens: Tokens,
     attend: Attend,
+    error: float | None = None,
 ) -> Tensor:
     """`attend` answers on the grid, torch for the tokens before it; torch alone where `attend` returns None."""
     heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
     first, k_extra, v_extra = (x[:, :, : tokens.prefix] for x in heads)
     q, k, v = (x[:, :, tokens.prefix :].reshape(*x.shape[:2], *tokens.grid, x.shape[-1]) for x in heads)
     mask = None
-    if attn_mask is not None:
+    bias = None
+    extra: Extra | None = (k_extra, v_extra) if tokens.prefix else None
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        meaning = _float_mask(attn_mask, query, tokens, error)
+        assert isinstance(meaning, GridMask)
+        bias = meaning.bias
+        if meaning.key_mask is not None:
+            mask = meaning.key_mask.expand(*q.shape[:2], *tokens.grid)
+        if meaning.b_extra is not None:
+            extra = (k_extra, v_extra, meaning.b_extra)
+    elif attn_mask is not None:
         mask = attn_mask.expand(*q.shape[:2], 1, tokens.total).reshape(*q.shape[:2], *tokens.grid)
-    extra = (k_extra, v_extra) if tokens.prefix else None
     call = Request(
-        causal=options.is_causal, key_mask=mask, scale=options.scale, extra=extra, dropout_p=options.dropout_p
+        causal=options.is_causal,
+        key_mask=mask,
+        scale=options.scale,
+        extra=extra,
+        dropout_p=options.dropout_p,
+        bias=bias,
     )
     out = attend(q, k, v, call)
     if out is None:
@@ -526,13 +571,20 @@ def _on_grid(
     out = out.flatten(2, -2)
     if tokens.prefix:
         seen = tokens.prefix if options.is_causal else tokens.total
-        out_first = options.attend(first, heads[1][:, :, :seen], heads[2][:, :, :seen])
+        rows = attn_mask
+        if rows is not None and rows.ndim == query.ndim == 3:
+            rows = rows.unsqueeze(1)
+        if rows is not None and rows.shape[-2] != 1:
+            rows = rows[..., : tokens.prefix, :]
+        out_first = options.attend(first, heads[1][:, :, :seen], heads[2][:, :, :seen], rows)
         out = torch.cat([out_first, out], 2)
     return out if query.ndim == 4 else out.squeeze(1)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor:
-    """The default of `attention` on a grid."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor | None:
+    """The default of `attention` on a grid; None where torch adds a float mask itself."""
+    if call.bias is not None and goes_dense(q, k, v, call._replace(bias=None)):
+        return None
     return execute(pipeline.run, q, k, v, call).out
 
 
@@ -541,10 +593,11 @@ _auto = AutoGrids()
 
 
 def clear_plans() -> None:
-    """Forget the plans of `scaled_dot_product_attention(error=...)`: each layer is tuned again."""
+    """Forget the plans of `scaled_dot_product_attention(error=...)`, and factors of float masks: all is found again."""
     for one in _direct.values():
         one.hooks.detach()
     _direct.clear()
+    _float_masks.clear()
 
 
 def scaled_dot_product_attention(
@@ -563,7 +616,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` for tokens of a grid: where it stood in a model's own code.
 
-    What SCRAM cannot do, such as a float bias, torch does.
+    What SCRAM cannot do, such as a mask that differs between queries, torch does. A float mask is read as key mask and
+    bias: a table of offsets, or a matrix of low rank, becomes factors with an error of .01, or a quarter of `error`.
 
     Args:
         query, key, value: [B, H, N, E], [B, Hk, N, E], [B, Hk, N, F], `prefix` tokens and then the grid, row by row.
