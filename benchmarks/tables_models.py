@@ -34,6 +34,8 @@ def mobilesam_model() -> str:
     """docs/mobilesam: the embedding's error, the least and the mean agreement of masks."""
     rows = table_cells.load("mobilesam")
     shown = {
+        "bias": "bias as factors, dense, from the trained model",
+        "bias, clusters": "bias as factors, SCRAM in windows, from the trained model",
         "without bias": "bias left out, from the trained model",
         "opened": "all tokens, dense, from the trained model",
         "default": "SCRAM, from dense",

@@ -86,8 +86,13 @@ class Model:
 
 
 def placed(graph: Graph, device: str) -> Graph:
-    """The graph with its constants on a device."""
-    return replace(graph, constants={name: x.to(device) for name, x in graph.constants.items()})
+    """The graph with its constants on a device, and those that nodes hold."""
+
+    def moved(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
+
+    nodes = [replace(node, attributes=moved(node.attributes)) for node in graph.nodes]
+    return replace(graph, nodes=nodes, constants=moved(graph.constants))
 
 
 @cache

@@ -287,3 +287,12 @@ def test_a_photograph_is_cut_to_a_square():
     shown = example.photograph("chelsea", 64)
     assert shown.shape == (1, 3, 64, 64)
     assert 0 <= shown.min() < shown.max() <= 1
+
+
+def test_a_graph_is_moved_with_all_its_tensors():
+    onnx_graph = sys.modules["onnx_graph"]
+    node = onnx_graph.Node("ConstantOfShape", "", ["shape"], ["out"], {"value": torch.zeros(1), "axis": 0})
+    graph = example.placed(onnx_graph.Graph([node], {"shape": torch.tensor([2])}, ["out"]), "meta")
+    assert graph.nodes[0].attributes["value"].is_meta
+    assert graph.nodes[0].attributes["axis"] == 0
+    assert graph.constants["shape"].is_meta
