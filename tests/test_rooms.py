@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "quality": USES,
     "nn": USES,
     "images": {*USES, "quality"},
-    "integrations": {*USES, "nn", "quality"},
+    "integrations": {*USES, "bias", "nn", "quality"},
     "distributed": {*USES, "core.calls", "nn", "quality"},
     "explorer": {*USES, VERSION, "images", "quality"},
     "cli": {*USES, VERSION, "distributed", "engines.dispatch", "explorer", "images", "integrations", "nn", "quality"},

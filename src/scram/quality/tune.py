@@ -101,11 +101,9 @@ def tune(
         bias=bias,
         impl=impl,
     )
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
-    grouped = q.shape[1] != k.shape[1]
+    given_q, given_k, given_v = q, k, v
     q, k, wide_v, request = without_bias(q, k, v, request)
-    assert wide_v is not None
-    v = wide_v
+    v = v if wide_v is None else wide_v
     radii = resolve(q, k, v, request).radius
     warn_about_layout(q.shape, k.shape)
     checks.some_queries(q)
@@ -135,6 +133,8 @@ def tune(
     )
     rungs.append(dense)
     chosen = climb.choose(rungs)
+    tensors = {"q": given_q, "k": given_k, "v": given_v}
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
     return Plan(
         error=float(error),
         rungs=tuple(rungs),
@@ -147,9 +147,9 @@ def tune(
         queries=climb.truth.points,
         seed=seed,
         confidence=climb.confidence,
-        tensors=f"{shapes} on {q.device.type}",
+        tensors=f"{shapes}, {str(q.dtype).removeprefix('torch.')} on {q.device.type}",
         given=tuple(name for name, x in (("key_mask", key_mask), ("extra", extra), ("bias", bias)) if x is not None),
-        grouped=grouped,
+        grouped=given_q.shape[1] != given_k.shape[1],
         split=modes.split_share(
             q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=request.scale, score=score
         ),
