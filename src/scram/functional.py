@@ -308,6 +308,7 @@ def attention(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: Extra | None = None,
+    extra_mask: Tensor | None = None,
     bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
@@ -329,6 +330,7 @@ def attention(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: Extra | None = None,
+    extra_mask: Tensor | None = None,
     bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
@@ -350,6 +352,7 @@ def attention(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: Extra | None = None,
+    extra_mask: Tensor | None = None,
     bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
@@ -379,6 +382,7 @@ def attention(
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
         extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
             bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs.
+        extra_mask: bool [B, X], True = may be attended, as for padded text.
         bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
             and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax. In force whenever > 0, so pass 0
@@ -413,6 +417,7 @@ def attention(
         score=score,
         weight=weight,
         extra=extra,
+        extra_mask=extra_mask,
         dropout_p=dropout_p,
         warm=warm,
         impl=impl,

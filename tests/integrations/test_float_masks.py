@@ -81,7 +81,14 @@ def test_tokens_before_the_grid_have_a_bias_of_their_own():
     mask[..., 1:, 1:] = grid
     mask[..., 0, 1:] = 0.3
     mask[..., 1:, 0] = -1.5
-    compared(mask, tensors(1 + POINTS), prefix=1)
+    compared(mask, tensors(1 + POINTS), before=1)
+
+
+def test_hidden_tokens_off_the_grid():
+    """Padded text behind the picture."""
+    mask = torch.zeros(2, 1, 1, POINTS + 3)
+    mask[0, ..., -2:] = -torch.inf
+    compared(mask, tensors(POINTS + 3), 1e-5, after=3)
 
 
 def test_factored_once(monkeypatch):
@@ -146,7 +153,7 @@ def test_dense_calls_are_torchs_own():
 
 def left(mask, **how):
     """Why a mask is left to torch, which answers."""
-    leaves = tensors(POINTS + how.get("prefix", 0))
+    leaves = tensors(POINTS + how.get("before", 0))
     want = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
     with scram.patch_sdpa(**WHOLE, **how) as report:
         out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
@@ -162,6 +169,7 @@ def test_what_stays_with_torch():
     assert "differs between the entries of a batch" in left(torch.randn(2, 1, 1, POINTS))
     assert "gradients" in left(rough.clone().requires_grad_())
     assert "NaN or infinity" in left(torch.full((1, POINTS), torch.inf))
-    hidden = torch.zeros(1, 1 + POINTS)
-    hidden[0, 0] = -torch.inf
-    assert "off the grid" in left(hidden, prefix=1)
+    assert "more than 16 tokens off the grid" in left(torch.randn(1, 17 + POINTS), before=17)
+    hidden = torch.zeros(1, 2, 1, 1 + POINTS)
+    hidden[0, 0, 0, 0] = -torch.inf
+    assert "differs between heads" in left(hidden, before=1)

@@ -24,13 +24,15 @@ GRADIENTS = "a float bias that needs gradients; pass factors of it to scram.atte
 COMPILED = "a float bias, which compiled code cannot look at"
 BETWEEN_QUERIES = "a mask that differs between queries"
 BETWEEN_BATCH = "a float bias that differs between the entries of a batch"
-OFF_GRID = "a float bias with masked keys off the grid, or with many keys there"
+BETWEEN_HEADS = "a mask of tokens off the grid that differs between heads"
+OFF_GRID = f"a float bias of more than {MOST_OFF_GRID} tokens off the grid"
 
 
 class GridMask(NamedTuple):
     """Of a call on a grid. Keys off the grid have a bias too, where they have any: `b_extra`."""
 
     key_mask: Tensor | None = None  # bool [B or 1, H or 1, *G'], True = may be attended; None: all
+    off: Tensor | None = None  # bool [B or 1, X], the same of keys off the grid
     bias: Bias | None = None
     b_extra: Tensor | None = None  # [1, 1, X, r]
 
@@ -131,12 +133,16 @@ def _read(
     added = torch.where(hidden, 0, rows).float()
     on_grid = slice(before, before + keys)
     off = [n for n in range(before + keys + after) if not before <= n < before + keys]
-    if not shown[..., off].all() or (len(off) > MOST_OFF_GRID and added[..., off].any()):
+    shown_off = shown[..., off]
+    if not torch.equal(shown_off, shown_off[:, :1].expand_as(shown_off)):
+        return BETWEEN_HEADS
+    if len(off) > MOST_OFF_GRID and added[..., off].any():
         return OFF_GRID
+    mask_off = None if shown_off.all() else shown_off[:, 0]
     own = shown[..., on_grid]
     key_mask = None if own.all() else own.reshape(*own.shape[:2], *key_grid)
     if not added.any():
-        return GridMask(key_mask)
+        return GridMask(key_mask, mask_off)
     if not torch.equal(added, added[:1].expand_as(added)):
         return BETWEEN_BATCH
     extra = added[:1, :, :, off]  # [1, H or 1, N or 1, X]
@@ -144,14 +150,14 @@ def _read(
     if isinstance(bias, str):
         return bias
     if not extra.any():
-        return GridMask(key_mask, bias, None)
+        return GridMask(key_mask, mask_off, bias)
     a = extra.expand(1, -1, queries, -1).reshape(1, extra.shape[1], *grid, len(off))
     heads = max(a.shape[1], bias.a.shape[1])
     a = torch.cat([bias.a.expand(1, heads, *bias.a.shape[2:]), a.expand(1, heads, *a.shape[2:])], -1)
     b = torch.cat([bias.b, bias.b.new_zeros(*bias.b.shape[:-1], len(off))], -1)
     eye = torch.eye(len(off), device=a.device)
     b_extra = torch.cat([eye.new_zeros(len(off), bias.rank), eye], -1)[None, None]
-    return GridMask(key_mask, Bias(a, b, bias.error), b_extra)
+    return GridMask(key_mask, mask_off, Bias(a, b, bias.error), b_extra)
 
 
 def _factored(

@@ -27,7 +27,7 @@ from ..settings import Score, Search
 from ..spec.grid import grid_of
 from . import modes, timing
 from .baseline import Baseline, dense_baseline
-from .plan import Plan, Rung, Setting
+from .plan import GIVEN, Plan, Rung, Setting
 from .timing import Believed, believed
 from .truth import SHARE, Errors, Truth
 
@@ -57,6 +57,7 @@ def tune(
     scale: float | None = None,
     score: Score = "dot",
     extra: Extra | None = None,
+    extra_mask: Tensor | None = None,
     bias: Bias | Pair | None = None,
     impl: Impl = "auto",
     num_queries: int = NUM_QUERIES,
@@ -75,7 +76,8 @@ def tune(
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
         error: the budget; 0 leaves dense attention.
-        radius, causal, key_mask, scale, score, extra, bias, impl: as in `attention`; softmax and no dropout.
+        radius, causal, key_mask, scale, score, extra, extra_mask, bias, impl: as in `attention`; softmax and no
+            dropout.
         num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
             keeps the budget; all of them where there are not more.
         seed: of the sample, of the searches and of the clusters; the plan keeps it.
@@ -98,9 +100,11 @@ def tune(
         scale=scale,
         score=score,
         extra=extra,
+        extra_mask=extra_mask,
         bias=bias,
         impl=impl,
     )
+    given = tuple(name for name in GIVEN if getattr(request, name) is not None)
     given_q, given_k, given_v = q, k, v
     q, k, wide_v, request = without_bias(q, k, v, request)
     v = v if wide_v is None else wide_v
@@ -148,7 +152,7 @@ def tune(
         seed=seed,
         confidence=climb.confidence,
         tensors=f"{shapes}, {str(q.dtype).removeprefix('torch.')} on {q.device.type}",
-        given=tuple(name for name, x in (("key_mask", key_mask), ("extra", extra), ("bias", bias)) if x is not None),
+        given=given,
         grouped=given_q.shape[1] != given_k.shape[1],
         split=modes.split_share(
             q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=request.scale, score=score
@@ -229,6 +233,7 @@ class _Climb:
             scale=self.request.scale,
             score=self.request.score,
             extra=self.request.extra_pair,
+            extra_mask=self.request.extra_mask,
         )
 
     def sampled(self, num_queries: int) -> Truth:
@@ -243,6 +248,7 @@ class _Climb:
             scale=self.request.scale,
             score=self.request.score,
             extra=self.request.extra_pair,
+            extra_mask=self.request.extra_mask,
             num_queries=num_queries,
             seed=self.seed,
         )
