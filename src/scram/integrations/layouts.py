@@ -153,8 +153,7 @@ def _masks(given: Tensor, query: Tensor, tokens: Tokens) -> KeyMasks | str:
     )
     if compiling:
         return masks
-    grid, off = (None if x is None or bool(x.all()) else x for x in (masks.grid, masks.off))
-    return KeyMasks(grid, off)
+    return KeyMasks(*(None if x is None or bool(x.all()) else x for x in (masks.grid, masks.off)))
 
 
 def on_the_grid(x: Tensor, tokens: Tokens) -> Tensor:
