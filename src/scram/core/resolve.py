@@ -283,6 +283,8 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
     if not simple or not tensors_only or not ops.bypasses_dispatcher((q, k, v)):
         return None
     assert v is not None
+    if q.is_nested or k.is_nested or v.is_nested:  # some have no shape
+        return None
     tensors = (
         *(q.shape, k.shape, v.shape),
         *(q.dtype, k.dtype, v.dtype),
