@@ -20,6 +20,7 @@ from ..core.pipeline import execute
 from ..core.resolve import Request, as_search, goes_dense
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..options import IMPLS, WINDOWS, Auto, How, Impl, Window
+from ..quality import kept
 from ..quality.tune import tune
 from ..settings import Search
 from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
@@ -298,6 +299,7 @@ class Replacement:
                 radius=settings.radius,
                 window=settings.window,
                 impl=settings.impl,
+                caller=None if compiling else f"{self.report_name} {layer}",
             )
             setting = settings if plan is None else plan.setting
             how = _how(setting.search, setting.tail, plan is None and goes_dense(q, k, v, request))
@@ -524,7 +526,12 @@ def _on_grid(
         mask = attn_mask.expand(*q.shape[:2], 1, tokens.total).reshape(*q.shape[:2], *tokens.grid)
     extra = (k_extra, v_extra) if tokens.prefix else None
     call = Request(
-        causal=options.is_causal, key_mask=mask, scale=options.scale, extra=extra, dropout_p=options.dropout_p
+        causal=options.is_causal,
+        key_mask=mask,
+        scale=options.scale,
+        extra=extra,
+        dropout_p=options.dropout_p,
+        caller="scaled_dot_product_attention",
     )
     out = attend(q, k, v, call)
     if out is None:
@@ -547,7 +554,8 @@ _auto = AutoGrids()
 
 
 def clear_plans() -> None:
-    """Forget the plans of `scaled_dot_product_attention(error=...)`: each layer is tuned again."""
+    """Forget the plans of `attention(error=...)` and `scaled_dot_product_attention(error=...)`: all are tuned again."""
+    kept.clear()
     for one in _direct.values():
         one.hooks.detach()
     _direct.clear()
