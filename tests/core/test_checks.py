@@ -185,7 +185,6 @@ ERRORS = [
     (attend(scale=float("nan")), ValueError, "scale must be positive and finite, got nan"),
     (attend(scale=float("inf")), ValueError, "scale must be positive and finite, got inf"),
     (attend(weight="max"), ValueError, "weight must be one of 'softmax', 'mean', 'relu', got 'max'"),
-    (attend(window="row"), ValueError, "window must be one of 'query', 'tile', got 'row'"),
     (attend(radius=(1, 1, 1)), ValueError, r"radius must be an int or one int per grid axis \(2\), got 3 values"),
     (attend(radius=-1), ValueError, "radius must be at least 0, got -1, or one int per grid axis"),
     (attend(radius=(1, -2)), ValueError, r"radius\[1\] must be at least 0, got -2"),
@@ -216,6 +215,11 @@ ERRORS = [
     (lambda: scram.MetropolisHastings(burn_in=-1), ValueError, "burn_in must be at least 0, got -1"),
     (lambda: scram.DrawnKeys(stratified=1), TypeError, "stratified must be True or False, got int 1"),
     (lambda: scram.DrawnKeys(seed=1.5), TypeError, "seed must be None, an int or a 0-d int64 tensor, got float 1.5"),
+    (
+        search(K, search=scram.Search("tile"), causal=True),
+        ValueError,
+        r"method must be 'query' or 'auto' under causal order, got 'tile': .* pass search=.*method='query'",
+    ),
     (estimate(method="hybrid"), TypeError, r"method must be one of scram\.Clusters, .* got str; for example scram"),
     (attention(tail=scram.Clusters(), weight="mean"), ValueError, r"clusters of keys need weight='softmax'"),
     (

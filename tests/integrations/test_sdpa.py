@@ -140,12 +140,11 @@ class Calling(nn.Module):
 
 def test_how_a_call_is_tuned(tuned):
     q = torch.randn(1, 2, 65, 8)
-    with scram.patch_sdpa(grid=(8, 8), prefix=1, error=0.1, radius=2, window="tile", impl="reference"):
+    with scram.patch_sdpa(grid=(8, 8), prefix=1, error=0.1, radius=2, impl="reference"):
         Calling().eval()(q, q, q, is_causal=True, scale=0.3)
     how = tuned[0][1]
-    assert {name: how[name] for name in ("radius", "window", "impl", "causal", "scale", "key_mask")} == {
+    assert {name: how[name] for name in ("radius", "impl", "causal", "scale", "key_mask")} == {
         "radius": (2, 2),
-        "window": "tile",
         "impl": "reference",
         "causal": True,
         "scale": 0.3,

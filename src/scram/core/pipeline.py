@@ -171,7 +171,6 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
         score=score,
         weight=request.weight,
         dropout_p=request.dropout_p,
-        window=request.window,
         shard=shard,
         dtype=v.dtype,
     )
@@ -257,7 +256,7 @@ def _search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Tensor | No
         warm=warm,
         rows=inputs.rows,
         starts=starts,
-        method=method_of(search, inputs.q),
+        method=method_of(search, inputs.q, inputs.causal),
         matches=search.matches,
         separation=search.separation,
         sweeps=search.sweeps,

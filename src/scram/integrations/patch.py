@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .. import _compat
 from ..core import checks
 from ..core.tails.base import Tail
-from ..options import Auto, Impl, Window
+from ..options import Auto, Impl
 from ..settings import Search
 from .layers import Plans
 from .sdpa import NO_TOKENS, Replacement, Report
@@ -42,7 +42,6 @@ def patch_sdpa(
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
-    window: Window = "query",
     impl: Impl = "auto",
     plans: Plans | None = None,
     model: nn.Module | None = None,
@@ -64,7 +63,7 @@ def patch_sdpa(
             others. Causal layers, object queries and text are left to torch, and the report says so.
         prefix: tokens before the grid.
         error: at most this error in 95 % of the queries of each head; None for the settings below.
-        search, radius, tail, window, impl: as in `attention`: on a small grid dense attention may be faster, and runs;
+        search, radius, tail, impl: as in `attention`: on a small grid dense attention may be faster, and runs;
             search=None beside `Clusters` runs them without a search. With `error` search and tail are chosen.
         plans: of layers that were tuned before, `report.plans`, `Plans.load(path)`.
         model: whose layers the plans are, where its first call is a compiled one.
@@ -91,7 +90,6 @@ def patch_sdpa(
         search=search,
         tail=tail,
         radius=radius,
-        window=window,
         impl=impl,
     )
     return _Patch(replacement)
@@ -105,7 +103,6 @@ def survey(
     prefix: int = 0,
     error: float = 0.05,
     radius: int | Sequence[int] = 1,
-    window: Window = "query",
     impl: Impl = "auto",
 ) -> Report:
     """What SCRAM would do to every attention layer of a model: one forward pass in eval mode, nothing is replaced.
@@ -113,7 +110,7 @@ def survey(
     Args:
         model: calls `F.scaled_dot_product_attention`.
         inputs: its argument, its arguments, or its arguments by name.
-        grid, prefix, error, radius, window, impl: as in `patch_sdpa`.
+        grid, prefix, error, radius, impl: as in `patch_sdpa`.
 
     Returns:
         Report, which prints a line per layer; `report.plans` are for `patch_sdpa(plans=...)`.
@@ -125,7 +122,7 @@ def survey(
     """
     checks.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
     checks.instance("model", model, nn.Module, "torch.nn.Module", "")
-    patch = _Patch(Replacement(grid, prefix, error, replaces=False, radius=radius, window=window, impl=impl))
+    patch = _Patch(Replacement(grid, prefix, error, replaces=False, radius=radius, impl=impl))
     training = [module for module in model.modules() if module.training]
     args, kwargs = (
         ((), inputs) if isinstance(inputs, dict) else ((inputs,) if isinstance(inputs, Tensor) else inputs, {})

@@ -19,7 +19,7 @@ from ..core import checks, pipeline
 from ..core.pipeline import execute
 from ..core.resolve import Request, as_search, goes_dense
 from ..core.tails.base import NO_TAIL, Tail, as_tail
-from ..options import IMPLS, WINDOWS, Auto, How, Impl, Window
+from ..options import IMPLS, Auto, How, Impl
 from ..quality import kept
 from ..quality.tune import tune
 from ..settings import Search
@@ -194,7 +194,7 @@ class Replacement:
         plans: of layers that were tuned before.
         replaces: whether SCRAM answers; else its layers are only tuned, and torch does.
         model: whose layers the plans are, for a first call that is compiled.
-        search, tail, radius, window, impl: as in `attention`.
+        search, tail, radius, impl: as in `attention`.
     """
 
     def __init__(
@@ -209,19 +209,15 @@ class Replacement:
         search: Search | Auto | None = "auto",
         tail: Tail | Auto | None = "auto",
         radius: int | Sequence[int] = 1,
-        window: Window = "query",
         impl: Impl = "auto",
     ) -> None:
         if search is not None:
             as_search(search)
         as_tail(tail, NO_TAIL)
         checks.one_of("impl", impl, IMPLS)
-        checks.one_of("window", window, WINDOWS)
         self.tokens = _given_tokens(grid, prefix)
         radii = checks.radius(radius, 2 if self.tokens is None else len(self.tokens.grid))
-        self.settings = Request(
-            search=search, tail=tail, radius=radius if self.tokens is None else radii, window=window, impl=impl
-        )
+        self.settings = Request(search=search, tail=tail, radius=radius if self.tokens is None else radii, impl=impl)
         if error is not None:
             _budget(error)
             if search != "auto" or tail != "auto":
@@ -297,7 +293,6 @@ class Replacement:
                 search=settings.search,
                 tail=settings.tail,
                 radius=settings.radius,
-                window=settings.window,
                 impl=settings.impl,
                 caller=None if compiling else f"{self.report_name} {layer}",
             )
@@ -383,7 +378,6 @@ class Replacement:
                         key_mask=call.key_mask,
                         scale=call.scale,
                         extra=call.extra,
-                        window=self.settings.window,
                         impl=self.settings.impl,
                     )
                 layer.why_not = ""

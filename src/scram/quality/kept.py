@@ -46,7 +46,7 @@ def kept_plan(q: Tensor, k: Tensor, v: Tensor, request: Request, error: float) -
         *((x.shape, x.dtype, x.device) for x in (q, k, v)),
         torch.get_autocast_dtype(q.device.type) if _compat.autocast_active() and autocast_device(q) else None,
         request.radius if isinstance(request.radius, int) else tuple(request.radius),
-        *(request.causal, request.scale, request.score, request.window, request.impl),
+        *(request.causal, request.scale, request.score, request.impl),
         None if request.key_mask is None else request.key_mask.shape,
         None if request.extra is None else tuple(x.shape for x in request.extra),
     )
@@ -69,7 +69,6 @@ def kept_plan(q: Tensor, k: Tensor, v: Tensor, request: Request, error: float) -
                 scale=request.scale,
                 score=request.score,
                 extra=request.extra,
-                window=request.window,
                 impl=request.impl,
             )
             if len(_plans) >= MOST_PLANS:

@@ -17,7 +17,7 @@ from ..core.pipeline import execute
 from ..core.resolve import Request
 from ..core.statistics import CONFIDENCE
 from ..core.tails.base import NO_TAIL, Tail, as_tail, tails_by_name
-from ..options import IMPLS, WINDOWS, Impl, Window
+from ..options import IMPLS, Impl
 from ..settings import Score, Search
 from ..spec.scoring import check_score
 from . import modes
@@ -50,7 +50,6 @@ class Setting:
     search: Search | None = None
     tail: Tail | None = None
     radius: int | tuple[int, ...] = 1
-    window: Window = "query"
 
     def __post_init__(self) -> None:
         if self.search is not None:
@@ -65,7 +64,6 @@ class Setting:
             object.__setattr__(self, "radius", checks.radius(self.radius, len(self.radius)))
         else:
             object.__setattr__(self, "radius", checks.radius(self.radius, 1)[0])
-        checks.one_of("window", self.window, WINDOWS)
 
     @property
     def dense(self) -> bool:
@@ -75,11 +73,11 @@ class Setting:
     @property
     def arguments(self) -> dict[str, Any]:
         """What `attention` is given."""
-        return {"search": self.search, "tail": self.tail, "radius": self.radius, "window": self.window}
+        return {"search": self.search, "tail": self.tail, "radius": self.radius}
 
     def applied_to(self, request: Request) -> Request:
         """The request with what the setting chooses."""
-        return request._replace(search=self.search, tail=self.tail, radius=self.radius, window=self.window)
+        return request._replace(search=self.search, tail=self.tail, radius=self.radius)
 
     def code(self, tensors: Sequence[str] = (), grouped: bool = False, **arguments: Any) -> str:
         """A line of Python that does it.
@@ -105,7 +103,6 @@ class Setting:
             return DENSE.format(ALL_KEYS if "extra" in tensors else GRID_KEYS, _listed(**options))
         own = _listed(search=self.search, tail=self.tail)
         own += "" if self.radius == 1 else _listed(radius=self.radius)
-        own += "" if self.window == "query" else _listed(window=self.window)
         return f"scram.attention(q, k, v{own}{_listed(**options)}{passed})"
 
     def __str__(self) -> str:
@@ -466,7 +463,7 @@ def _setting_dict(setting: Setting) -> files.Json:
         return {"kind": type(value).__name__} | {x.name: getattr(value, x.name) for x in fields(value) if x.init}
 
     return {
-        **asdict(Setting(radius=setting.radius, window=setting.window)),
+        **asdict(Setting(radius=setting.radius)),
         "dense": setting.dense,
         "search": settings(setting.search),
         "tail": settings(setting.tail),
@@ -504,7 +501,6 @@ def _rung(data: files.Json) -> Rung:
         search=None if search is None else Search(**search),
         tail=None if kind is None or tail is None else kind(**tail),
         radius=stored["radius"],
-        window=stored["window"],
     )
     if setting.dense is not stored["dense"]:
         raise ValueError(f"dense must say whether there is neither a search nor a tail, got {stored['dense']!r}")
