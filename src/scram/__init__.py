@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from .results import Routes as Routes
     from .settings import Search as Search
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Where each public name is defined.
 _HOMES = {
