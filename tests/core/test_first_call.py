@@ -272,6 +272,14 @@ def test_sampled_queries_are_distinct_and_lie_everywhere(points):
             assert shares.min() >= 8
 
 
+def test_an_answer_is_returned_where_memory_is_full(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(first_call, "_squares", full)
+    assert scram.attention(*noise(), **FEW).isfinite().all()
+
+
 def test_kinds_are_not_kept_without_end(monkeypatch):
     monkeypatch.setattr(first_call, "MOST_KINDS", 2)
     for n in range(4):
