@@ -77,6 +77,15 @@ def test_the_worst_head_is_named():
         {"causal": True},
         {"key_mask": torch.rand(1, *GRID, generator=torch.Generator().manual_seed(0)) > 0.3},
         {"extra": (torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16))},
+        {
+            "extra": (torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)),
+            "extra_mask": torch.tensor([[True, False, True]]),
+        },
+        {
+            "causal": True,
+            "extra": (torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)),
+            "extra_mask": torch.tensor([[True, False, True]]),
+        },
         {"score": "l2"},
         {"scale": 0.4},
         {"causal": True, "extra": (torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16))},

@@ -158,6 +158,7 @@ def _squares(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -
         scale=resolved.scale,
         score=request.score,
         extra=request.extra,
+        extra_mask=request.extra_mask,
         queries=queries,
     )
     wide = accumulator(out.dtype)

@@ -49,6 +49,7 @@ def kept_plan(q: Tensor, k: Tensor, v: Tensor, request: Request, error: float) -
         *(request.causal, request.scale, request.score, request.impl),
         None if request.key_mask is None else request.key_mask.shape,
         None if request.extra is None else tuple(x.shape for x in request.extra),
+        request.extra_mask is None,
     )
     plan = _plans.get(kind)
     if plan is not None:
@@ -69,6 +70,7 @@ def kept_plan(q: Tensor, k: Tensor, v: Tensor, request: Request, error: float) -
                 scale=request.scale,
                 score=request.score,
                 extra=request.extra,
+                extra_mask=request.extra_mask,
                 impl=request.impl,
             )
             if len(_plans) >= MOST_PLANS:
