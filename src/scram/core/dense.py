@@ -88,7 +88,7 @@ def dense_attention(
         read = mask.reshape(k.shape[0], groups, heads // groups, flat[1].shape[2]).any(2)
         flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
     if causal and (mask is not None or extra is not None or queries is not None):
-        keys = torch.arange(flat[1].shape[2], device=q.device)  # [M]
+        keys = torch.arange(flat[1].shape[2], dtype=torch.int64, device=q.device)  # [M]
         below = keys <= (keys if queries is None else queries).reshape(1, 1, -1, 1)  # [1, 1, N, M]
         mask = below if mask is None else mask & below
         causal = False
