@@ -186,6 +186,14 @@ def test_tuned_and_judged_with_the_bias():
     assert float(trusted.l2_error.max()) < 1e-5  # windows hold every key
 
 
+def test_a_kept_plan_belongs_to_the_bias():
+    q, k, v, a, b = (x.detach() for x in tensors(batch=1, bias_heads=1))
+    exact = scram.exact_attention(q, k, v, bias=(a, b)).out
+    for bias in (None, (a, b)):  # a plan without a bias is another one
+        out = scram.attention(q, k, v, error=0.1, bias=bias)
+    torch.testing.assert_close(out, exact, atol=1e-4, rtol=1e-4)
+
+
 def test_autocast_leaves_factors_alone():
     q, k, v, *_ = (x.detach() for x in tensors(batch=1))
     a, b = torch.rand(1, 2, *GRID, 1) + 300, torch.rand(1, 1, *KEY_GRID, 1) / 100 + 1

@@ -119,11 +119,11 @@ def widened(
 
 def width_of(bias: Bias | Pair, dtype: torch.dtype) -> int:
     """How many features a bias adds to queries of that dtype."""
-    rank: int = _pair(bias)[0].shape[-1]
+    rank: int = pair_of(bias)[0].shape[-1]
     return rank * (3 if dtype.itemsize == 2 else 1)
 
 
-def _pair(bias: Any) -> Pair:
+def pair_of(bias: Any) -> Pair:
     """a and b."""
     if isinstance(bias, Bias):
         return bias.a, bias.b
@@ -137,7 +137,7 @@ def _pair(bias: Any) -> Pair:
 
 def _factors(q: Tensor, k: Tensor, bias: Any, causal: bool) -> Pair:
     """a and b, of the shapes that they must have."""
-    a, b = _pair(bias)
+    a, b = pair_of(bias)
     if isinstance(bias, Bias) and bias.causal and not causal:
         raise ValueError("bias holds for causal order alone, got causal=False; pass causal=True, or another bias")
     heads = (q.shape[1], k.shape[1], 1)

@@ -45,6 +45,7 @@ class Request(NamedTuple):
         needs_lse: whether the caller reads the log of the normalizer.
         hints: whether tensors that are probably in another layout get a warning, as from public functions.
         bias: is made part of q and k before anything else: see `without_bias`.
+        caller: who calls; the first searched call of a kind by each measures itself. None: none does.
     """
 
     search: Search | Auto | None = "auto"
@@ -67,6 +68,7 @@ class Request(NamedTuple):
     needs_lse: bool = False
     hints: bool = False
     bias: Bias | Pair | None = None
+    caller: str | int | None = None
 
     @property
     def extra_pair(self) -> Pair | None:
@@ -313,6 +315,8 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
     if not simple or not tensors_only or not ops.bypasses_dispatcher((q, k, v)):
         return None
     assert v is not None
+    if q.is_nested or k.is_nested or v.is_nested:  # some have no shape
+        return None
     tensors = (
         *(q.shape, k.shape, v.shape),
         *(q.dtype, k.dtype, v.dtype),
