@@ -153,7 +153,12 @@ def _masks(given: Tensor, query: Tensor, tokens: Tokens) -> KeyMasks | str:
     )
     if compiling:
         return masks
-    return KeyMasks(*(None if x is None or bool(x.all()) else x for x in (masks.grid, masks.off)))
+    return KeyMasks(_hiding(masks.grid), _hiding(masks.off))
+
+
+def _hiding(mask: Tensor | None) -> Tensor | None:
+    """The mask, where it hides anything."""
+    return None if mask is None or bool(mask.all()) else mask
 
 
 def on_the_grid(x: Tensor, tokens: Tokens) -> Tensor:
