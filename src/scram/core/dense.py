@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,9 +11,10 @@ from torch import Tensor
 from ..options import Weight
 from ..results import Attended
 from ..settings import Score
-from ..spec.scoring import default_scale, prepare_key, prepare_query
+from ..spec.scoring import accumulator, default_scale, prepare_key, prepare_query
 from . import checks
 from .exact import exact_attention, merge
+from .ops import bypasses_dispatcher
 
 FUSED_STEP = 8  # a multiple of which the widths are that CUDA's fused kernels take
 
@@ -60,7 +63,9 @@ def dense_attention(
 ) -> Tensor:
     """Softmax attention over every allowed key by `F.scaled_dot_product_attention`; arguments as in `scram.attention`.
 
-    A query without an allowed key has output 0. What a masked key or its value holds does not matter.
+    A query without an allowed key has output 0. What a masked key or its value holds does not matter. Nor does it under
+    causal order what later ones hold: torch would multiply them by 0. There a key that is not finite makes NaN of the
+    queries from it on, as its value does of the components.
     """
     checks.values(q, k, v)
     checks.key_mask(q, k, key_mask)
@@ -78,6 +83,10 @@ def dense_attention(
         groups = k.shape[1] if heads > 1 else 1
         read = mask.reshape(k.shape[0], groups, heads // groups, flat[1].shape[2]).any(2)
         flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
+    spoiled = None
+    if causal and not _all_finite(*flat[1:]):
+        spoiled = _spoiled(*flat, mask)
+        flat[1:] = (x.nan_to_num(0, 0, 0) for x in flat[1:])
     if causal and (mask is not None or extra is not None):
         below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
         mask = below if mask is None else mask & below
@@ -91,7 +100,30 @@ def dense_attention(
     out = fused_attention(*flat, mask=mask, dropout_p=dropout_p, causal=causal, scale=factor)
     if mask is not None:
         out = torch.where(mask.any(-1, keepdim=True), out, 0)
+    if spoiled is not None:
+        out = out + spoiled
     return out.reshape(*out.shape[:2], *grid, out.shape[-1])
+
+
+def _all_finite(k: Tensor, v: Tensor) -> bool:
+    """Whether keys and values are known to be finite; on a device, or where torch traces, it is not known."""
+    if k.device.type != "cpu" or not bypasses_dispatcher((k, v)):
+        return False
+    return math.isfinite(sum(float(x.detach().sum(dtype=accumulator(x.dtype))) for x in (k, v)))
+
+
+def _spoiled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Under causal order NaN for the queries from a key that is not finite on, 0 for others: [B, H, N, F].
+
+    Args:
+        q, k, v: [B, H, N, E], [B, Hk, N, E], [B, Hk, N, F].
+        mask: bool [B, H or 1, 1, N].
+    """
+    by_key = v.detach() * 0 + (k.detach() * 0).sum(-1, keepdim=True)  # [B, Hk, N, F], NaN where one is not finite
+    by_key = by_key.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    if mask is not None:
+        by_key = torch.where(mask.transpose(2, 3), by_key, 0)
+    return by_key.cumsum(2)
 
 
 def every_key(
