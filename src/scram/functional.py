@@ -291,6 +291,7 @@ def attention(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -311,6 +312,7 @@ def attention(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -331,6 +333,7 @@ def attention(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -358,6 +361,7 @@ def attention(
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
         extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra_mask: bool [B, X], True = may be attended, as for padded text.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax. In force whenever > 0, so pass 0
             when evaluating; `torch.manual_seed` governs it.
         warm: matches of an earlier search on the same shapes, index [B, H, *G, kappa], to start from.
@@ -390,6 +394,7 @@ def attention(
         score=score,
         weight=weight,
         extra=extra,
+        extra_mask=extra_mask,
         dropout_p=dropout_p,
         warm=warm,
         impl=impl,

@@ -340,6 +340,26 @@ def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
         raise ValueError(f"k_extra and v_extra must hold as many keys, got {pair[0].shape[2]} and {pair[1].shape[2]}")
 
 
+def extra_mask(q: Tensor, pair: Any, mask: Any, weight: str, score: Any) -> None:
+    """None or bool [B, X], beside extra keys."""
+    if mask is None:
+        return
+    if pair is None:
+        raise ValueError(
+            "extra_mask masks extra keys, and there are none; pass extra=(k_extra, v_extra), or leave it out"
+        )
+    _tensor("extra_mask", mask, "[B, X]")
+    want = (pair[0].shape[0], pair[0].shape[2])
+    if tuple(mask.shape) != want:
+        raise ValueError(f"extra_mask must be [B, X] = {want}, got {tuple(mask.shape)}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"extra_mask must be bool, True = may be attended, got {mask.dtype}; use extra_mask.bool()")
+    if mask.device != q.device:
+        raise ValueError(f"extra_mask must be on the device of q, {q.device}, got {mask.device}; use .to(q.device)")
+    if weight != "softmax" or callable(score):
+        raise ValueError("extra_mask needs weight='softmax' and a score by name; leave masked keys out of extra")
+
+
 def dropout(value: Any) -> None:
     real("dropout_p", value, 0.0, 1.0, "[0, 1)")
 

@@ -54,6 +54,7 @@ class Request(NamedTuple):
     score: Score = "dot"
     weight: Weight = "softmax"
     extra: tuple[Tensor, Tensor] | None = None  # [B, Hk, X, E] and [B, Hk, X, F]
+    extra_mask: Tensor | None = None  # bool [B, X]
     dropout_p: float = 0.0
     warm: Matches | None = None
     impl: Impl = "auto"
@@ -276,6 +277,7 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
     simple = (
         request.key_mask is None
         and request.extra is None
+        and request.extra_mask is None
         and request.score.__class__ is str
         and request.radius.__class__ is int
     )
@@ -317,6 +319,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sea
         checks.values(q, k, v)
         checks.scale(request.scale)
         checks.extra(q, k, v, request.extra)
+        checks.extra_mask(q, request.extra, request.extra_mask, request.weight, request.score)
         checks.dropout(request.dropout_p)
     radius = checks.radius(request.radius, q.ndim - 3)
     # A tile search keeps a number of matches that an engine may not take.

@@ -26,7 +26,7 @@ from ..settings import Score, Search
 from ..spec.grid import grid_of
 from . import modes, timing
 from .baseline import Baseline, dense_baseline
-from .plan import Plan, Rung, Setting
+from .plan import GIVEN, Plan, Rung, Setting
 from .timing import Believed, believed
 from .truth import SHARE, Errors, Truth
 
@@ -56,6 +56,7 @@ def tune(
     scale: float | None = None,
     score: Score = "dot",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     impl: Impl = "auto",
     num_queries: int = NUM_QUERIES,
     seed: int = 0,
@@ -73,7 +74,8 @@ def tune(
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
         error: the budget; 0 leaves dense attention.
-        radius, causal, key_mask, scale, score, extra, impl: as in `attention`; softmax and no dropout.
+        radius, causal, key_mask, scale, score, extra, extra_mask, impl: as in `attention`; softmax and no
+            dropout.
         num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
             keeps the budget; all of them where there are not more.
         seed: of the sample, of the searches and of the clusters; the plan keeps it.
@@ -96,6 +98,7 @@ def tune(
         scale=scale,
         score=score,
         extra=extra,
+        extra_mask=extra_mask,
         impl=impl,
     )
     radii = resolve(q, k, v, request).radius
@@ -141,7 +144,7 @@ def tune(
         seed=seed,
         confidence=climb.confidence,
         tensors=f"{shapes} on {q.device.type}",
-        given=tuple(name for name in ("key_mask", "extra") if getattr(request, name) is not None),
+        given=tuple(name for name in GIVEN if getattr(request, name) is not None),
         grouped=q.shape[1] != k.shape[1],
         split=modes.split_share(q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=scale, score=score),
     )
@@ -220,6 +223,7 @@ class _Climb:
             scale=self.request.scale,
             score=self.request.score,
             extra=self.request.extra,
+            extra_mask=self.request.extra_mask,
         )
 
     def sampled(self, num_queries: int) -> Truth:
@@ -234,6 +238,7 @@ class _Climb:
             scale=self.request.scale,
             score=self.request.score,
             extra=self.request.extra,
+            extra_mask=self.request.extra_mask,
             num_queries=num_queries,
             seed=self.seed,
         )
