@@ -179,11 +179,12 @@ def assert_equal_up_to(at: int, new: Tensor, old: Tensor, rank: int) -> None:
     assert not different.any(), f"{int(different.sum())} numbers up to {at} differ"
 
 
-def in_torchs_signature(prefix=0):
+def in_torchs_signature(before=0, after=0):
     def call(problem: Problem, impl: str):
         q, k, v = (x.flatten(2, -2) for x in problem.tensors)
-        grid = problem.grid if not prefix else (problem.queries - prefix,)
-        out = scram.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, grid=grid, prefix=prefix)
+        grid = problem.grid if not before else (problem.queries - before - after,)
+        off = {"before": before, "after": after}
+        out = scram.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, grid=grid, **off)
         return (out.unflatten(2, problem.grid),)
 
     return call
@@ -219,7 +220,7 @@ DENSE = {
     "attention of cosine": lambda problem, impl: attention(score="cosine")(problem, "auto"),
     "exact": exact,
     "torch's signature": in_torchs_signature(),
-    "torch's signature after a prefix": in_torchs_signature(prefix=1),
+    "torch's signature, tokens around": in_torchs_signature(before=30, after=20),
     "module": module(),
     "module that searches": module(search=SEARCH),
 }

@@ -88,9 +88,8 @@ def dense_attention(
         read = mask.reshape(k.shape[0], groups, heads // groups, flat[1].shape[2]).any(2)
         flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
     spoiled = None
-    if causal and not _all_finite(*flat[1:]):
-        spoiled = _spoiled(*flat, mask)
-        flat[1:] = (x.nan_to_num(0, 0, 0) for x in flat[1:])
+    if causal:
+        *flat[1:], spoiled = in_order(*flat, mask)
     if causal and (mask is not None or extra is not None):
         below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
         mask = below if mask is None else mask & below
@@ -116,25 +115,26 @@ def dense_attention(
     return out.reshape(*out.shape[:2], *grid, out.shape[-1])
 
 
-def _all_finite(k: Tensor, v: Tensor) -> bool:
-    """Whether keys and values are known to be finite; on a device, or where torch traces, it is not known."""
-    if k.device.type != "cpu" or not bypasses_dispatcher((k, v)):
-        return False
-    return math.isfinite(sum(float(x.detach().sum(dtype=accumulator(x.dtype))) for x in (k, v)))
-
-
-def _spoiled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Under causal order NaN for the queries from a key that is not finite on, 0 for others: [B, H, N, F].
+def in_order(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """k and v for causal attention by torch, which multiplies what comes later by 0: zeros for what is not finite.
 
     Args:
         q, k, v: [B, H, N, E], [B, Hk, N, E], [B, Hk, N, F].
-        mask: bool [B, H or 1, 1, N].
+        mask: bool [B, H or 1, 1, N], True where a key may be attended; None: everywhere.
+
+    Returns:
+        k, v, and what to add to the output [B, H, N, F]: NaN for the queries from a key that is not finite on, else 0.
+        None where all are known to be finite, which is not known on a device and where torch traces.
     """
+    if k.device.type == "cpu" and bypasses_dispatcher((k, v)):
+        total = sum(float(x.detach().sum(dtype=accumulator(x.dtype))) for x in (k, v))
+        if math.isfinite(total):
+            return k, v, None
     by_key = v.detach() * 0 + (k.detach() * 0).sum(-1, keepdim=True)  # [B, Hk, N, F], NaN where one is not finite
     by_key = by_key.repeat_interleave(q.shape[1] // k.shape[1], 1)
     if mask is not None:
         by_key = torch.where(mask.transpose(2, 3), by_key, 0)
-    return by_key.cumsum(2)
+    return k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), by_key.cumsum(2)
 
 
 def every_key(
