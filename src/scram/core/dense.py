@@ -89,7 +89,7 @@ def dense_attention(
         flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
     spoiled = None
     if causal:
-        *flat[1:], spoiled = in_order(*flat, mask)
+        flat[1], flat[2], spoiled = in_order(flat[0], flat[1], flat[2], mask)
     if causal and (mask is not None or extra is not None):
         below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
         mask = below if mask is None else mask & below

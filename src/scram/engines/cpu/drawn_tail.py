@@ -147,7 +147,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
             out[rows, queries] = joined
             counts = (x[rows, queries].unsqueeze(-1) for x in (seen, left))
             known = call.dropout_seed is None
-            variance[rows, queries] = _variance(p, values, joined, *counts, call.causal) if known else torch.inf
+            variance[rows, queries] = _variance(p, values, joined, *counts, causal=call.causal) if known else torch.inf
     points = call.q.shape[:-1]
     full = (*points, out.shape[-1])
     return DrawnTail(
@@ -205,7 +205,7 @@ def _mix(p: Tensor, x: Tensor, guarded: bool) -> Tensor:
     return torch.where(touched > 0, torch.nan, p @ x.masked_fill(bad, 0))
 
 
-def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor, causal: bool) -> Tensor:
+def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor, *, causal: bool) -> Tensor:
     """Of each component of out; values are centered first, so that little cancels in the sums of squares.
 
     Under causal order they are centered by the first, which later ones do not change, and all have finite squares.
