@@ -23,7 +23,7 @@ import tables_matching
 import tables_models
 import tables_pictures
 import tables_routed
-from table_cells import BY, ROOT, share, table, time
+from table_cells import BY, ROOT, load, share, table, time
 
 from scram.cli import measuring
 
@@ -423,6 +423,21 @@ def causal() -> str:
     return table(("settings", *map(table_cells.shown, sets)), *lines)
 
 
+def versions() -> str:
+    """docs/faq: what the quick part of the suite counts on other versions of torch."""
+    rows = load("versions").get("rows", {})
+    return table(
+        ("torch", "Triton", "Numba", "Python", "passed", "failed", "skipped"),
+        *(
+            (
+                *(version, row.get("triton", "none"), row["numba"], row["python"]),
+                *(str(row[name]) for name in ("passed", "failed", "skipped")),
+            )
+            for version, row in rows.items()
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "causal": causal,
     "pictures": tables_pictures.pictures,
@@ -479,6 +494,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-noise": tables_learn.noise,
     "learn-bias": tables_learn.bias,
     "learn-swap": tables_learn.swaps,
+    "versions": versions,
 }
 
 

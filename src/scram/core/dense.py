@@ -61,12 +61,14 @@ def dense_attention(
     extra: tuple[Tensor, Tensor] | None = None,
     extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    queries: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over every allowed key by `F.scaled_dot_product_attention`; arguments as in `scram.attention`.
 
     A query without an allowed key has output 0. What a masked key or its value holds does not matter. Nor does it under
     causal order what later ones hold: torch would multiply them by 0. There a key that is not finite makes NaN of the
-    queries from it on, as its value does of the components.
+    queries from it on, as its value does of the components. With `queries`, flat indices int64 [n], the result is
+    theirs: [B, H, n, F].
     """
     checks.values(q, k, v)
     checks.key_mask(q, k, key_mask)
@@ -74,8 +76,11 @@ def dense_attention(
         raise ValueError("torch's own attention takes no callable score; use score='dot' or 'l2'")
     if causal:
         checks.order(q, k, causal)
-    grid = q.shape[2:-1]
-    flat = [x.flatten(2, -2).to(v.dtype) for x in (q, k, v)]
+    grid = q.shape[2:-1] if queries is None else queries.shape
+    flat = [x.flatten(2, -2) for x in (q, k, v)]
+    if queries is not None:
+        flat[0] = flat[0][:, :, queries]
+    flat = [x.to(v.dtype) for x in flat]
     if extra is not None:
         extra = extra[0].to(v.dtype), extra[1]
         if extra_mask is not None:
@@ -90,8 +95,9 @@ def dense_attention(
     spoiled = None
     if causal:
         flat[1], flat[2], spoiled = in_order(flat[0], flat[1], flat[2], mask)
-    if causal and (mask is not None or extra is not None):
-        below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
+    if causal and (mask is not None or extra is not None or queries is not None):
+        keys = torch.arange(flat[1].shape[2], device=q.device)  # [M]
+        below = keys <= (keys if queries is None else queries).reshape(1, 1, -1, 1)  # [1, 1, N, M]
         mask = below if mask is None else mask & below
         causal = False
     if extra is not None:
@@ -111,7 +117,7 @@ def dense_attention(
     if mask is not None:
         out = torch.where(mask.any(-1, keepdim=True), out, 0)
     if spoiled is not None:
-        out = out + spoiled
+        out = out + (spoiled if queries is None else spoiled[:, :, queries])
     return out.reshape(*out.shape[:2], *grid, out.shape[-1])
 
 
