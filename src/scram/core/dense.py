@@ -96,7 +96,7 @@ def dense_attention(
     if causal:
         flat[1], flat[2], spoiled = in_order(flat[0], flat[1], flat[2], mask)
     if causal and (mask is not None or extra is not None or queries is not None):
-        keys = torch.arange(flat[1].shape[2], device=q.device)  # [M]
+        keys = torch.arange(flat[1].shape[2], dtype=torch.int64, device=q.device)  # [M]
         below = keys <= (keys if queries is None else queries).reshape(1, 1, -1, 1)  # [1, 1, N, M]
         mask = below if mask is None else mask & below
         causal = False
