@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import bias as bias
     from . import distributed as distributed
     from . import images as images
     from . import integrations as integrations
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from .core.decoding import Cache as Cache
     from .core.exact import exact_attention as exact_attention
     from .core.exact import exact_search as exact_search
+    from .core.first_call import AccuracyWarning as AccuracyWarning
+    from .core.first_call import check_first_call as check_first_call
     from .core.layout_hints import LayoutWarning as LayoutWarning
     from .core.resolve import Explanation as Explanation
     from .core.statistics import Interval as Interval
@@ -63,10 +66,11 @@ if TYPE_CHECKING:
     from .results import Routes as Routes
     from .settings import Search as Search
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Where each public name is defined.
 _HOMES = {
+    "AccuracyWarning": "core.first_call",
     "Attended": "results",
     "Cache": "core.decoding",
     "Check": "quality.plan",
@@ -93,6 +97,7 @@ _HOMES = {
     "Trust": "quality.trust",
     "attend": "functional",
     "attention": "functional",
+    "check_first_call": "core.first_call",
     "clear_caches": "functional",
     "clear_plans": "integrations.sdpa",
     "cluster": "functional",
@@ -118,6 +123,7 @@ _HOMES = {
 }
 # Modules with public names of their own.
 _MODULES = {
+    "bias": "bias",
     "distributed": "distributed",
     "images": "images",
     "integrations": "integrations",

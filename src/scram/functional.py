@@ -9,7 +9,8 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from .core import checks, dtensors, layout_hints, pipeline, resolve
+from .core import checks, dtensors, first_call, layout_hints, pipeline, resolve
+from .core.bias import Bias, Extra, Pair
 from .core.checks import explains, unknown_arguments
 from .core.decoding import Cache, check_newest
 from .core.decoding import decode as decode_newest
@@ -56,6 +57,7 @@ def search(
     warm: Matches | None = None,
     codebook: Codebook | None = None,
     scale: float | None = None,
+    bias: Bias | Pair | None = None,
     impl: Impl = "auto",
 ) -> Matches:
     """For every query the keys with the highest scores anywhere on the key grid, by randomized search.
@@ -71,7 +73,9 @@ def search(
             differ.
         codebook: clusters with `keys`, from `cluster`: each query's first match starts at the best key of the clusters
             that its tile attends one by one. With it fewer sweeps find as much.
-        scale: for which the codebook was made; nothing else reads it.
+        scale: for which the codebook was made, and beside a bias; nothing else reads it.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -96,6 +100,7 @@ def search(
         score=score,
         warm=warm,
         impl=impl,
+        bias=bias,
         keeps_matches=True,
         hints=True,
     )
@@ -115,7 +120,8 @@ def attend(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     tail: Tail | None = None,
     routes: Routes | None = None,
@@ -143,7 +149,10 @@ def attend(
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
             A search finds the highest scores: under "mean" large negative ones are missed.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
             whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
         tail: a `Codebook` from `cluster`, made with the same score, scale and mask, or `Clusters`, which make one; only
@@ -180,6 +189,7 @@ def attend(
         extra=extra,
         dropout_p=dropout_p,
         impl=impl,
+        bias=bias,
         matches=matches,
         routes=routes,
         hints=True,
@@ -198,6 +208,7 @@ def cluster(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
+    bias: Bias | Pair | None = None,
     warm: Codebook | None = None,
     impl: Impl = "auto",
 ) -> Codebook:
@@ -216,6 +227,8 @@ def cluster(
             scale and score.
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
         score: "dot", "cosine" or "l2" (negative squared distance); no callable.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         warm: clusters to start from (the last frame, layer or step), as many, of keys and values as wide: centers
             [B, Hc, C, E'], values [B, Hc, C, F]; then k-means makes one step at most.
         impl: "auto" or the name of an implementation; a name never falls back to another.
@@ -242,6 +255,7 @@ def cluster(
         scale=scale,
         score=score,
         impl=impl,
+        bias=bias,
         warm_codebook=warm,
         hints=True,
     )
@@ -249,7 +263,7 @@ def cluster(
 
 
 @explains
-def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> Routes:
+def route(q: Tensor, k: Tensor, codebook: Codebook, *, bias: Bias | Pair | None = None, impl: Impl = "auto") -> Routes:
     """Which clusters of a codebook each tile of 64 queries attends key by key: those whose means are most wrong for it.
 
     `attention` and `attend` choose the same; pass the result to `attend(routes=...)` to keep a choice.
@@ -258,6 +272,8 @@ def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> R
         q: queries [B, H, *G, E].
         k: keys [B, Hk, *G', E], those of the codebook.
         codebook: from `cluster`, with its `keys`.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -282,6 +298,7 @@ def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> R
         scale=codebook.scale,
         score=cast(Score, codebook.score),
         impl=impl,
+        bias=bias,
         hints=True,
     )
     return execute(pipeline.route, q, k, None, request)
@@ -296,13 +313,15 @@ def attention(
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
+    error: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -317,13 +336,15 @@ def attention(
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
+    error: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -338,13 +359,15 @@ def attention(
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
+    error: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -354,7 +377,9 @@ def attention(
 
     Stands where `F.scaled_dot_product_attention` stood; `q.unflatten(2, grid)` turns [B, H, N, E] into what it takes.
     With search, tail, warm and impl left alone it is dense attention by torch, exact, where that is faster, as on small
-    grids. `explain` says what would run. Of DTensors, cut along batch or heads, each rank attends its part.
+    grids. `explain` says what would run. The first searched call of a kind measures itself on 64 queries of each head,
+    and warns where it is more than 25 % off (`AccuracyWarning`, `check_first_call`). Of DTensors, cut along batch or
+    heads, each rank attends its part.
 
     Args:
         q: queries [B, H, *G, E].
@@ -367,13 +392,20 @@ def attention(
             drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters; None for weight="mean" or
             "relu" and callable scores. Clusters under causal order are those of stretches of positions, and take no
             search: "auto" beside an explicit search is DrawnKeys there.
+        error: a budget in place of search and tail, such as 0.05: the first call of a kind (shapes, dtypes, device,
+            options) runs `tune` on its tensors, which takes as long as dozens of calls, and all later ones its plan.
+            It is not measured again until `clear_plans`. To save a plan, to check it on other tensors or to compile
+            it, call `tune` and the plan itself. None: the default, which promises no error.
         causal: a query may attend keys up to itself in row-major order (equal grids).
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
         scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs.
         extra_mask: bool [B, X], True = may be attended, as for padded text.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax. In force whenever > 0, so pass 0
             when evaluating; `torch.manual_seed` governs it.
         warm: matches of an earlier search on the same shapes, index [B, H, *G, kappa], to start from.
@@ -410,9 +442,16 @@ def attention(
         dropout_p=dropout_p,
         warm=warm,
         impl=impl,
+        bias=bias,
         needs_lse=return_lse,
         hints=True,
+        caller="attention",
     )
+    if error is not None:
+        from .quality.kept import kept_plan
+
+        plan = kept_plan(q, k, v, request, error)
+        request = plan.setting.applied_to(request)._replace(impl="auto" if plan.dense else impl, caller=None)
     if return_lse:
         return _attended(q, k, v, request)
     return execute(pipeline.run, q, k, v, request).out
@@ -425,7 +464,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         q: queries [B, H, *G, E].
         k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
         v: values [B, Hk, *G', F].
-        arguments: options of `attention`, by name.
+        arguments: options of `attention`, by name; not `error`, for which `tune` prints what it found.
 
     >>> import scram
     >>> q = torch.zeros(1, 1, 16, 16, 64)
@@ -434,14 +473,17 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
       on cpu the grid 16 x 16 with width 64 is too small for a search to be faster
       256 keys visited per query, 256 by dense attention; 0.0 MiB beyond inputs and outputs
     """
-    known = {name: x for name, x in signature(attention).parameters.items() if name not in ("q", "k", "v")}
+    known = {name: x for name, x in signature(attention).parameters.items() if name not in ("q", "k", "v", "error")}
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise unknown_arguments("explain", unknown, known)
     if arguments.get("search", "auto") is not None:
         as_search(arguments.get("search", "auto"))
     needs_lse = arguments.pop("return_lse", False)
-    return explanation(q, k, v, resolve.resolve(q, k, v, Request(**arguments, needs_lse=needs_lse)))
+    request = Request(**arguments, needs_lse=needs_lse)
+    q, k, wide, request = resolve.without_bias(q, k, v, request)
+    v = v if wide is None else wide
+    return explanation(q, k, v, resolve.resolve(q, k, v, request))
 
 
 @explains
@@ -457,7 +499,8 @@ def estimate(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     impl: Impl = "auto",
 ) -> Estimate:
     """Exact softmax attention estimated from a number of keys, with diagnostics; for attention that is not sparse.
@@ -477,8 +520,11 @@ def estimate(
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
             Clusters take no callable.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Not with
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs. Not with
             MetropolisHastings.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -508,6 +554,7 @@ def estimate(
         score=score,
         extra=extra,
         impl=impl,
+        bias=bias,
         matches=matches,
         hints=True,
     )
@@ -577,7 +624,8 @@ def local(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     impl: Impl = "auto",
 ) -> Attended:
@@ -596,7 +644,10 @@ def local(
         scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
             whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
         impl: "auto" or the name of an implementation; a name never falls back to another.
@@ -625,6 +676,7 @@ def local(
         extra=extra,
         dropout_p=dropout_p,
         impl=impl,
+        bias=bias,
         matches=own,
         hints=True,
     )
@@ -645,5 +697,6 @@ def clear_caches() -> None:
     resolve.clear_caches()
     dispatch.clear_caches()
     layout_hints.clear()
+    first_call.clear()
     draws.cell_counts.cache_clear()
     dtensors.clear_caches()
