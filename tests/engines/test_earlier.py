@@ -22,7 +22,7 @@ def by_loops(call):
         for h in range(heads):
             source = h // group
             for i in range(length):
-                keys = [j for j in range(i + 1) if call.key_mask is None or call.key_mask[b, source, j]]
+                keys = [j for j in range(i + 1) if call.usable is None or call.usable[b, source, j]]
                 if not keys:
                     continue
                 a = [call.scale * float(call.q[b, h, i] @ call.k[b, source, j]) for j in keys]
@@ -55,7 +55,7 @@ def test_the_cpu_engine_is_as_near_float64_as_the_reference(one):
 def test_nothing_of_later_or_masked_keys_is_read():
     call = earlier_call(CASES[2])
     large = torch.finfo(torch.float32).max
-    masked = ~call.key_mask.unsqueeze(-1)
+    masked = ~call.usable.unsqueeze(-1)
     spoiled = call._replace(k=torch.where(masked, large, call.k), v=torch.where(masked, torch.nan, call.v))
     for one, two in zip(*(by_engine(x, earlier, earlier_backward) for x in (call, spoiled)), strict=True):
         assert torch.equal(one, two)

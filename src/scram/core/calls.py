@@ -310,7 +310,7 @@ class EarlierCall(NamedTuple):
     q: Tensor  # [B, H, S, E]
     k: Tensor  # [B, Hk, S, E]
     v: Tensor  # [B, Hk, S, F]
-    key_mask: Tensor | None  # bool [B, Hk, S]
+    usable: Tensor | None  # bool [B, Hk, S], which keys may be attended
     dropout_seed: Tensor | None  # int64 []; None without dropout
     rows: Tensor | None  # int64 [B, H], as in SearchCall
     scale: float

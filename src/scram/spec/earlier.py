@@ -59,7 +59,7 @@ def _rows(call: EarlierCall) -> Iterator[Rows]:
     k = call.k.detach().flatten(0, 1)
     v = call.v.detach().flatten(0, 1)
     number = numbered(torch.arange(batch * heads, device=q.device), call.rows).reshape(-1, group)
-    mask = None if call.key_mask is None else call.key_mask.flatten(0, 1)
+    mask = None if call.usable is None else call.usable.flatten(0, 1)
     step = max(1, CHUNK_ELEMENTS // max(1, group * min(BLOCK, length) * length))
     for begin in range(0, len(k), step):
         some = slice(begin, begin + step)

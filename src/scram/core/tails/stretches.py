@@ -220,7 +220,7 @@ def join(book: Codebook, inputs: Inputs) -> Attended:
         q=q,
         k=cut(clean.k, stretch, heads),
         v=cut(clean.v, stretch, heads),
-        key_mask=None if clean.key_mask is None else cut(clean.key_mask, stretch, heads),
+        usable=None if clean.key_mask is None else cut(clean.key_mask, stretch, heads),
         dropout_seed=inputs.draw_dropout_seed(),
         rows=numbers if inputs.dropout_p else None,
         scale=inputs.scale,

@@ -25,8 +25,8 @@ def earlier(call: EarlierCall) -> Attended:
         k = call.k.flatten(0, 1)[source].to(wide)  # [S, E]
         v = call.v.flatten(0, 1)[source].to(wide)  # [S, F]
         allowed = below
-        if call.key_mask is not None:
-            mask = call.key_mask.flatten(0, 1)[source]
+        if call.usable is not None:
+            mask = call.usable.flatten(0, 1)[source]
             k = torch.where(mask.unsqueeze(-1), k, 0)
             v = torch.where(mask.unsqueeze(-1), v, 0)
             allowed = below & mask

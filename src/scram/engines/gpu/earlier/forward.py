@@ -84,7 +84,7 @@ def earlier(call: EarlierCall) -> Attended:
 
 def inputs_of(call: EarlierCall) -> Inputs:
     q, k, v = (x.contiguous() for x in (call.q, call.k, call.v))
-    mask = None if call.key_mask is None else call.key_mask.contiguous()
+    mask = None if call.usable is None else call.usable.contiguous()
     group = q.shape[1] // k.shape[1]
     dropout = dropout_argument(call.dropout_seed, call.dropout_p, call.rows)
     return Inputs(q, k, v, mask, dropout, group, q.shape[2], call.scale)
