@@ -90,18 +90,20 @@ TILE_WIDTH_EXACT = 64
 #   512x512, E = F = 64              .354 .581 (32, 4, 2); .320 of 64 keys; .429 .625 (64, 4, 2)
 # For float32 two warps, as in the hybrid; more than 16 clusters do not fit their registers.
 CLUSTER_TAIL = (64, 4, 2)
-CLUSTER_TAIL_NARROW = (32, 4, 2)
+CLUSTER_TAIL_NARROW = (32, 4, 2, 128)
 CLUSTER_TAIL_EXACT = (32, 2, 2)
 CLUSTER_TAIL_KEYS = 64  # routed keys per product, of 16 bits
 CLUSTER_BACKWARD = (32, 4, 2)
 CLUSTER_BACKWARD_NARROW = (64, 4, 2)
 CLUSTER_BACKWARD_EXACT = (16, 2, 1)
-CLUSTER_COLLECT = (64, 4, 1)
+CLUSTER_COLLECT = (32, 4, 2)
+CLUSTER_COLLECT_NARROW = (64, 4, 1)
 CLUSTER_COLLECT_EXACT = (16, 2, 1)
 # The same of the gradients of routed keys, and of the slope: there queries per product.
 KEYS_COLLECT = (64, 4, 1)
 KEYS_COLLECT_EXACT = (16, 2, 1)
-SLOPE = (64, 4, 2)
+SLOPE = (64, 8, 2)
+SLOPE_NARROW = (64, 4, 2)
 SLOPE_EXACT = (16, 2, 1)
 # Clusters or keys per product, warps, stages at most, of the importance of clusters to a tile and of the best key.
 ROUTE = (64, 4, 3)
