@@ -174,7 +174,8 @@ INTERRUPTED = """
 import os, signal, sys, time, torch
 def wait(*_):
     print(os.getpid(), flush=True, file=sys.__stdout__)  # rich redirects sys.stdout
-    time.sleep(60)
+    for _ in range(600):  # a signal just before a long sleep would wait for its end
+        time.sleep(.1)
 for screen in sys.argv[1:]:
     if child := os.fork():
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
