@@ -488,7 +488,7 @@ def tail_clusters_kernel(
         base, factor, delta, places = load_totals(tile, totals, B)  # [1, BQ]
         first = tl.load(totals.first + places)[None, :]  # [1, BQ]
         log = open_clusters(start, queries, inputs, CONFIG.BLOCK_C)  # [BC]
-        counts = (log != -float("inf"))[:, None]  # [BC, 1]
+        counts = (log != -float("inf"))[:, None] & (factor != 0)  # [BC, BQ]
         s = row_products(k_block, q_block, CONFIG, B) * (inputs.scale * score_unit(CONFIG)) + log[:, None]  # [BC, BQ]
         if inputs.table.spreads is not None:
             spread = tl.load(totals.spread + places)[None, :]  # [1, BQ]

@@ -220,7 +220,7 @@ def tail_keys_kernel(
         grad_out = load_queries(above.grad_out, queries, F)  # [BQ, F]
         base, factor, delta, _places = load_totals(tile, totals, B)  # [1, BQ]
         s = row_products(k_block, q_block, CONFIG, B) * (inputs.scale * score_unit(CONFIG))  # [BC, BQ]
-        s = tl.where(ok[:, None], s, -float("inf"))
+        s = tl.where(ok[:, None] & (factor != 0), s, -float("inf"))
         p = power(s, base, POWER) * factor  # [BC, BQ]
         dp = row_products(v_block, grad_out, CONFIG, B)  # [BC, BQ]
         dk_acc, dv_acc = add_pairs(

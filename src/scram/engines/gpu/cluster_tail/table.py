@@ -56,7 +56,7 @@ from ..runtime.block_sizes import stages, tile_pieces
 from ..runtime.launch import Kernel, cached, kinds
 
 BLOCK_BYTES = 48 << 10  # of keys and values, or centers and values, at most that are multiplied at a time
-COUNT_BYTES = 48 << 20  # of counts at most that are kept at a time
+COUNT_BYTES = 24 << 20  # of counts at most that are kept at a time
 NARROW_WIDTHS = 128  # features and values together, at most, that have blocks of their own
 MOST_WORDS = 16  # of counts that a program makes
 TABLE_BLOCK = 64  # the table is a whole number of these; no kernel reads more clusters at a time
