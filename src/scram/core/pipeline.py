@@ -17,7 +17,7 @@ from ..spec.grid import AllowedKeys, grid_of
 from ..spec.routing import LEAST_WINDOW
 from ..spec.schedule import method_of
 from ..spec.scoring import accumulator, prepare_key, prepare_query
-from . import calls, checks, ops
+from . import calls, checks, first_call, ops
 from .dense import attend_every_key, every_key, without_masked
 from .dtensors import is_dtensor
 from .precision import autocast_device, autocast_inputs
@@ -70,7 +70,11 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
 
         parts: R = call_parts(stage, q, k, v, request)
         return parts
-    return stage(resolve(q, k, v, request, attends=stage not in (search, route)), q, k, v, WHOLE)
+    resolved = resolve(q, k, v, request, attends=stage not in (search, route))
+    result = stage(resolved, q, k, v, WHOLE)
+    if request.caller is not None and v is not None and isinstance(result, Result):
+        first_call.measure(resolved, q, k, v, result.out)
+    return result
 
 
 def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard = WHOLE) -> Result:
