@@ -116,7 +116,9 @@ def cluster_tail_backward(
     half = CLUSTER_BACKWARD_NARROW if is_narrow(call) else CLUSTER_BACKWARD
     flags = tail_flags(call, half, CLUSTER_BACKWARD_EXACT)
     places = torch.empty((5, tiles_of(call), TILE_QUERIES), dtype=torch.float32, device=q.device)
-    totals = Totals(*places.unbind(), torch.empty_like(lse, memory_format=torch.contiguous_format))
+    delta, base, factor, spread, first = places.unbind()
+    tail = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    totals = Totals(delta=delta, base=base, factor=factor, spread=spread, first=first, tail=tail)
     with on_device(q):
         above = Upstream(grad_out.contiguous(), grad_lse.contiguous())
         made = Attended(out.contiguous(), lse.contiguous())
