@@ -43,6 +43,7 @@ def patch_sdpa(
     key_grid: Sequence[int] | None = None,
     error: float | None = None,
     min_tokens: int = 0,
+    dense_layers: int = 0,
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
@@ -69,6 +70,7 @@ def patch_sdpa(
         key_grid: extents of the grid of reduced keys; calls with as many keys as queries have their own grid.
         error: at most this error in 95 % of the queries of each head; None for the settings below.
         min_tokens: calls of fewer tokens are left to torch.
+        dense_layers: so many layers with a grid are left to torch, the first that call.
         search, radius, tail, impl: as in `attention`: on a small grid dense attention may be faster, and runs;
             search=None beside `Clusters` runs them without a search. With `error` search and tail are chosen.
         plans: of layers that were tuned before, `report.plans`, `Plans.load(path)`.
@@ -96,6 +98,7 @@ def patch_sdpa(
         plans,
         model=model,
         min_tokens=min_tokens,
+        dense_layers=dense_layers,
         search=search,
         tail=tail,
         radius=radius,
