@@ -20,6 +20,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,12 @@ class Block(nn.Module):
         self.attention = GridAttention(width, heads, causal=True, search=None, tail=TAIL)
         self.layers = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
-    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        x = x + attend(self.first(x))
-        return x + self.layers(self.second(x))
+    def forward(self, x: Tensor, cache: scram.Cache | None = None) -> Tensor:
+        """Of the whole grid [B, 28, 28, width], or of the positions [B, n, width] that come next in a cache."""
+        y = self.first(x)
+        x = x + (self.attention(y) if cache is None else self.attention.decode(y, cache))
+        out: Tensor = x + self.layers(self.second(x))
+        return out
 
 
 class Generator(nn.Module):
@@ -73,7 +77,8 @@ class Generator(nn.Module):
         self.table = nn.Embedding(LEVELS + 1, width)  # the last: before the first pixel
         self.rows = nn.Parameter(0.3 * torch.randn(SIDE, 1, width))
         self.columns = nn.Parameter(0.3 * torch.randn(SIDE, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = [Block(width, heads) for _ in range(depth)]
+        self.layers = nn.ModuleList(self.blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, LEVELS)
 
@@ -83,8 +88,9 @@ class Generator(nn.Module):
         before = F.pad(flat[:, :-1], (1, 0), value=LEVELS).reshape(levels.shape)
         x = self.table(before) + self.rows + self.columns
         for block in self.blocks:
-            x = block(x, block.attention)
-        return self.head(self.norm(x))
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def caches(self) -> list[scram.Cache]:
         return [block.attention.cache((SIDE, SIDE)) for block in self.blocks]
@@ -94,8 +100,9 @@ class Generator(nn.Module):
         row, column = divmod(position, SIDE)
         x = (self.table(before) + self.rows[row] + self.columns[column]).unsqueeze(1)  # [B, 1, width]
         for block, cache in zip(self.blocks, caches, strict=True):
-            x = block(x, lambda y, block=block, cache=cache: block.attention.decode(y, cache))
-        return self.head(self.norm(x)).squeeze(1)
+            x = block(x, cache)
+        logits: Tensor = self.head(self.norm(x)).squeeze(1)
+        return logits
 
 
 def train(model: Generator, data: Tensor, seconds: float, batch: int = 16) -> list[float]:
@@ -110,7 +117,7 @@ def train(model: Generator, data: Tensor, seconds: float, batch: int = 16) -> li
             group["lr"] = 3e-3 * min(1.0, (len(losses) + 1) / 50) * (1 - share)
         loss = F.cross_entropy(model(levels).flatten(0, 2), levels.flatten()) / math.log(2)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
@@ -169,7 +176,7 @@ def times(
         cache = scram.Cache((size,), tail=scram.Clusters(count=64, keys=512, seed=0))
         cache.append(q[:, :, :-64], k[:, :, :-64], v[:, :, :-64])
         one = q[:, :, -1:]
-        dense = median_ms(lambda one=one, k=k, v=v: F.scaled_dot_product_attention(one, k, v), device)
+        dense = median_ms(partial(F.scaled_dot_product_attention, one, k, v), device)
         begun = time.perf_counter()
         for place in range(size - 64, size):  # a tile: append, routes and gathering included
             some = slice(place, place + 1)
