@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _compat
+from .._compat.openmp import ONE_THREAD
 from ..results import Attended, Matches, Routes
 from ..settings import Search
 from ..spec import places
@@ -70,7 +71,11 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
 
         parts: R = call_parts(stage, q, k, v, request)
         return parts
-    return stage(resolve(q, k, v, request, attends=stage not in (search, route)), q, k, v, WHOLE)
+    resolved = resolve(q, k, v, request, attends=stage not in (search, route))
+    if resolved.engine.wide_inputs and not resolved.dense and _compat.plain_eager():
+        with ONE_THREAD:  # the engine has threads of its own; those of operators between would be in their way
+            return stage(resolved, q, k, v, WHOLE)
+    return stage(resolved, q, k, v, WHOLE)
 
 
 def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard = WHOLE) -> Result:
@@ -174,7 +179,8 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
 
 
 def _widened(x: Tensor, wide: bool) -> Tensor:
-    return x.to(accumulator(x.dtype)) if wide else x
+    """In one piece too: each stage would copy it again."""
+    return x.to(accumulator(x.dtype)).contiguous() if wide else x
 
 
 def _search_seed(resolved: Resolved, shard: Shard) -> Tensor | None:

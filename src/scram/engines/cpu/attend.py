@@ -16,7 +16,7 @@ from ...spec.grid import grid_of
 from .compiled import inlined, parallel
 from .layout import Array, Geometry, Routing, Windows, array, block_at, padded, tensor
 from .noise import absorb, row_states
-from .threads import threads
+from .threads import in_one_pool, threads
 from .vectors import add, dot, exp, narrow_dots
 from .windows import SPARE, expand_block
 
@@ -78,6 +78,7 @@ class Scratch(NamedTuple):
     sums: Array  # [tasks, 2, size]: sum of the weights, highest score
 
 
+@in_one_pool
 def attend(call: AttendCall) -> Attended:
     """Algorithm 2."""
     arrays = AttendArrays.of(call)
