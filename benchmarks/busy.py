@@ -7,6 +7,7 @@ child processes that end by themselves. CPU time stands beside wall time. Result
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -27,13 +28,12 @@ from scram.core.resolve import CLUSTERS, SEARCHES
 CALLS = 15  # of each stage and number of threads
 SIZE = 128  # points a side
 WIDTH = 64
-LONGEST = 300  # seconds that a burner lives, whatever becomes of its parent
+LONGEST = 300  # seconds that a burner lives at most; it ends with its parent
 SETTLE = 1.0  # seconds until burners run
-SPIN = "import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: sum(range(10000))"
-PRODUCTS = (
-    "import time, torch; torch.set_num_threads(2); x = torch.randn(512, 512); end = time.monotonic() + {seconds}\n"
-    "while time.monotonic() < end: x @ x"
-)
+ALIVE = "time.monotonic() < end and os.getppid() == {parent}"
+START = "import os, time; end = time.monotonic() + {seconds}\n"
+SPIN = START + f"while {ALIVE}: sum(range(10000))"
+PRODUCTS = START + "import torch; torch.set_num_threads(2); x = torch.randn(512, 512)\n" + f"while {ALIVE}: x @ x"
 LOADS = {  # the programs that run beside
     "quiet": (),
     "1 burner": (SPIN,),
@@ -52,7 +52,8 @@ class Times(NamedTuple):
 @contextmanager
 def beside(programs: tuple[str, ...]) -> Iterator[None]:
     """Run programs beside what is inside."""
-    children = [subprocess.Popen([sys.executable, "-c", text.format(seconds=LONGEST)]) for text in programs]
+    codes = [text.format(seconds=LONGEST, parent=os.getpid()) for text in programs]
+    children = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
     try:
         if children:
             time.sleep(SETTLE * (1 + len(children)))  # torch is long in starting
