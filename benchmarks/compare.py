@@ -96,7 +96,6 @@ def random_case(seed: str, impl: str, device: str, points: int) -> dict[str, Any
         "tail_settings": tail_settings,
         "extra": 0 if no_extra else rng.choice([0, 0, 1, 3]),
         "dropout_p": rng.choice([0.0, 0.0, 0.3]),
-        "window": "query" if impl == "numba" else rng.choice(["query", "tile"]),
         "estimator": estimator,
         "estimator_settings": drawn,
         "strided": rng.random() < 0.2,

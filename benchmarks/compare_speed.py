@@ -21,13 +21,13 @@ Times = dict[str, list[list[float]]]  # milliseconds by tree, by round, by call
 
 def rows_of(device: str) -> list[dict[str, Any]]:
     """What is timed: first the rows of the README's table, by the settings of cpu.py and gpu.py."""
-    plain = {"kind": "attention", "width": 64, "heads": 1, "matches": 1, "method": "query", "window": "query"}
+    plain = {"kind": "attention", "width": 64, "heads": 1, "matches": 1, "method": "query"}
     plain |= {"backward": False, "graph": False, "host": False}
     backward, narrow, graph = {"backward": True}, {"width": 3}, {"graph": True}
     default = {"kind": "default", "method": "auto"}
     attend = {"kind": "attend", "matches": 4, "method": "auto"}
     estimate = {"kind": "estimate", "matches": 4, "method": "auto"}
-    size, small = (512, 512) if device == "cuda" else (128, 32)  # on a CPU the reference attends window="tile"
+    size = 512 if device == "cuda" else 128
     table: list[tuple[str, int, dict[str, Any]]]
     if device == "cuda":
         table = [
@@ -63,8 +63,6 @@ def rows_of(device: str) -> list[dict[str, Any]]:
         ("default settings", size, {"method": "auto"}),
         ("attend alone, 4 matches", size, attend),
         ("attend alone, 4 matches, forward + backward", size, attend | backward),
-        ("attend alone, 4 matches, window tile", small, attend | {"window": "tile"}),
-        ("attend alone, 4 matches, window tile, forward + backward", small, attend | {"window": "tile"} | backward),
         ("estimate alone, DrawnKeys(512)", size, estimate | {"estimator": "DrawnKeys", "samples": 512}),
         ("estimate alone, Snis(64)", size, estimate | {"estimator": "Snis", "samples": 64}),
     ]

@@ -139,7 +139,7 @@ def call(case: dict[str, Any]) -> dict[str, tuple[str, Any]]:
         names = ("out", "lse", "variance", "ess", "acceptance", "rhat")
         results |= {name: x for name in names if (x := getattr(made, name)) is not None}
     else:
-        where |= {"weight": case["weight"], "dropout_p": case["dropout_p"], "window": case["window"]}
+        where |= {"weight": case["weight"], "dropout_p": case["dropout_p"]}
         if whole:
             tail = NO_TAIL if case["tail"] is None else {"tail": _settings(case["tail"])(**case["tail_settings"])}
             results["out"] = scram.attention(*leaves[:3], search=settings, warm=warm, **where, **tail)
@@ -209,11 +209,11 @@ def _call_of(row: dict[str, Any], leaves: list[Tensor], scale: float, device: st
         if row["kind"] == "estimate":
             out = scram.estimate(q, k, v, found, method=method, **how).out
         elif row["kind"] == "attend":
-            out = scram.attend(q, k, v, found, window=row["window"], **how).out
+            out = scram.attend(q, k, v, found, **how).out
         elif row["kind"] == "default":  # with its tail
             out = scram.attention(q, k, v, search=settings, scale=scale)
         else:
-            out = scram.attention(q, k, v, search=settings, window=row["window"], **how, **NO_TAIL)
+            out = scram.attention(q, k, v, search=settings, **how, **NO_TAIL)
         return torch.autograd.grad(out, leaves, torch.ones_like(out)) if row["backward"] else out
 
     if not row["graph"]:

@@ -204,7 +204,6 @@ class Case:
             scale=self.scale,
             weight="softmax",
             dropout_p=0.0,
-            window="query",
         )
 
 

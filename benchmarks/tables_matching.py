@@ -111,6 +111,30 @@ def frames() -> str:
     return table(head, *lines)
 
 
+def correlation() -> str:
+    """docs/correlation: a lookup beside those of ptlflow."""
+    lines = []
+    for name, row in table_cells.load("correlation").items():
+        device = "H200" if name.startswith("cuda") else "one CPU core"
+        for way in ("SCRAM", "on demand", "volume"):
+            if way in row:
+                of = row[way]
+                memory = mebibytes(round(of["peak_mib"] * 2**20)) if "peak_mib" in of else ""
+                lines.append(
+                    (
+                        f"{device}, {BY.join(map(str, row['grid']))}",
+                        way,
+                        time(of["make_ms"] / 1e3),
+                        time(of["median_ms"] / 1e3),
+                        "" if way == "SCRAM" else f"{of['median_ms'] / row['SCRAM']['median_ms']:.1f}",
+                        memory,
+                        f"{of['largest_error']:.0e}",
+                    )
+                )
+    head = ("features", "", "made once", "a lookup", "times SCRAM's", "memory", "error")
+    return table(head, *lines)
+
+
 def half() -> str:
     """docs/measurements: half precision beside float32 on a CPU."""
     lines = []

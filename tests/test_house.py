@@ -59,6 +59,7 @@ TESTED_IN = {
 }
 # Test files that belong to no single module.
 WITHOUT_A_MODULE = {
+    "test_causal_order.py": "every call under causal order",
     "test_house.py": "rules of all sources",
     "test_readme.py": "the documents",
     "test_rooms.py": "imports of all sources",
@@ -81,8 +82,7 @@ WITHOUT_A_MODULE = {
 def mirrors_of(path):
     """The files test_x.py and test_x_topic.py of a module x.py; those of engines/ test that stage in every engine.
 
-    A stage of the GPU engine is a folder: its modules are tested under the name of the stage, tile.py of attend/ also
-    as tile_attend.
+    A stage of the GPU engine is a folder: its modules are tested under the name of the stage.
     """
     folder = path.relative_to(PACKAGE).parent
     places = [TESTS / folder, *([TESTS / "engines"] if folder.parts[:1] == ("engines",) else [])]

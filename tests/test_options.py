@@ -20,7 +20,6 @@ def test_checks_read_the_types():
     assert get_args(options.ScoreName) == options.SCORES
     assert get_args(options.Weight) == options.WEIGHTS
     assert get_args(options.Method) == options.METHODS
-    assert get_args(options.Window) == options.WINDOWS
     assert get_args(options.Impl) == options.IMPLS
     assert get_args(options.Form) == NonLocalBlock.FORMS
 
@@ -51,7 +50,6 @@ def test_public_signatures_name_their_options():
     shown = {
         "impl": "Impl",
         "weight": "Weight",
-        "window": "Window",
         "method": "Method",
         "propagate": "Propagate",
         "start": "Start",

@@ -172,9 +172,6 @@ ENGINE_CALLS = {
     "attend": with_gradients(
         lambda x, impl: scram.attend(x.q, x.k, x.v, x.matches, causal=True, key_mask=x.mask, impl=impl)
     ),
-    "attend in tiles": with_gradients(
-        lambda x, impl: scram.attend(x.q, x.k, x.v, x.matches, window="tile", impl="reference")
-    ),
     "attend with a codebook": lambda x, impl: scram.attend(x.q, x.k, x.v, x.matches, tail=x.codebook, impl=impl),
     "search from routed keys": lambda x, impl: scram.search(
         x.q, x.k, search=scram.Search(seed=3, start="routed"), codebook=x.codebook, impl=impl

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from . import integrations as integrations
     from . import nn as nn
     from . import options as options
+    from .core.correlation import correlation as correlation
     from .core.exact import exact_attention as exact_attention
     from .core.exact import exact_search as exact_search
     from .core.layout_hints import LayoutWarning as LayoutWarning
@@ -92,6 +93,7 @@ _HOMES = {
     "clear_caches": "functional",
     "clear_plans": "integrations.sdpa",
     "cluster": "functional",
+    "correlation": "core.correlation",
     "estimate": "functional",
     "exact_attention": "core.exact",
     "exact_search": "core.exact",

@@ -18,7 +18,7 @@ from .core.tails.base import NO_TAIL, Tail, as_tail, tails_by_name
 from .core.tails.clusters import Clusters, Codebook
 from .core.tails.estimate import Estimate
 from .engines import dispatch
-from .options import Auto, Impl, Weight, Window
+from .options import Auto, Impl, Weight
 from .results import Attended, Matches, Routes
 from .settings import Score, Search
 from .spec import draws
@@ -112,7 +112,6 @@ def attend(
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
-    window: Window = "query",
     tail: Tail | None = None,
     routes: Routes | None = None,
     impl: Impl = "auto",
@@ -142,9 +141,6 @@ def attend(
         extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
             whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
-        window: whose windows a query attends: "query", its own; "tile", those of all 64 queries of its tile, rounded up
-            to cells of keys. That is nearer to exact attention, and on a GPU faster with several matches or gradients;
-            on a CPU the reference runs it, tens of times slower than "query".
         tail: a `Codebook` from `cluster`, made with the same score, scale and mask, or `Clusters`, which make one; only
             for softmax without causal order. Gradients reach k and v through it too, where it has them. Dropout takes a
             cluster for a key. Or `DrawnKeys`, keys drawn, for softmax: dropout takes a drawn key for itself, whatever
@@ -178,7 +174,6 @@ def attend(
         weight=weight,
         extra=extra,
         dropout_p=dropout_p,
-        window=window,
         impl=impl,
         matches=matches,
         routes=routes,
@@ -296,9 +291,9 @@ def attention(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
-    window: Window = "query",
     impl: Impl = "auto",
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -317,9 +312,9 @@ def attention(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
-    window: Window = "query",
     impl: Impl = "auto",
     return_lse: Literal[True],
 ) -> Attended: ...
@@ -338,9 +333,9 @@ def attention(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
-    window: Window = "query",
     impl: Impl = "auto",
     return_lse: bool = False,
 ) -> Tensor | Attended:
@@ -366,10 +361,10 @@ def attention(
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
         extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra_mask: bool [B, X], True = may be attended, as for padded text.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax. In force whenever > 0, so pass 0
             when evaluating; `torch.manual_seed` governs it.
         warm: matches of an earlier search on the same shapes, index [B, H, *G, kappa], to start from.
-        window: whose windows a query attends: "query", its own; "tile", those of all 64 queries of its tile.
         impl: "auto" or the name of an implementation; a name never falls back to another.
         return_lse: whether the log of the normalizer is returned too, over all keys that count (by a tail: estimated).
             Where the call is dense attention it is computed apart, since torch does not return it.
@@ -399,9 +394,9 @@ def attention(
         score=score,
         weight=weight,
         extra=extra,
+        extra_mask=extra_mask,
         dropout_p=dropout_p,
         warm=warm,
-        window=window,
         impl=impl,
         needs_lse=return_lse,
         hints=True,

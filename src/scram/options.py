@@ -30,7 +30,6 @@ How = Literal["searched", "clustered", "dense"]
 Start = Literal["auto", "drawn", "routed"]
 """Where the queries of a `Search` start."""
 
-Window = Literal["query", "tile"]
 """Whose windows a query attends: its own, or those of its tile."""
 
 Impl = Literal["auto", "triton", "numba", "reference"]
@@ -57,5 +56,4 @@ WEIGHTS = get_args(Weight)
 METHODS = get_args(Method)
 PROPAGATES = get_args(Propagate)
 STARTS = get_args(Start)
-WINDOWS = get_args(Window)
 IMPLS = get_args(Impl)

@@ -20,8 +20,8 @@ class Search:
 
     Args:
         method: "query" (the paper's Algorithm 1 with its extensions: every query has candidates of its own), "tile"
-            (tiles of queries share their candidates and score them by matrix products), or "auto", the faster one for
-            the tensors at hand.
+            (tiles of queries share their candidates and score them by matrix products; not under causal order), or
+            "auto", the faster one for the tensors at hand.
         matches: kappa, number of keys to find for each query.
         separation: L, matches of one query are farther apart than this (Chebyshev distance on the key grid);
             0 means distinct keys, the paper's top-kappa_max; more is its top-kappa_mode.
@@ -30,7 +30,8 @@ class Search:
             away.
         propagate: what a neighbor offers: "shift" its match moved by the distance between the two queries
             (the paper), "stay" its match itself, "both", or "turns" (shift in odd sweeps, stay in even ones).
-        gossip: number of queries drawn anywhere in the grid whose match is tried too, per sweep.
+        gossip: number of queries drawn anywhere in the grid whose match is tried too, per sweep; under causal order
+            earlier ones alone are drawn, and read as neighbors.
         seed: an int or a 0-d int64 tensor; None draws one from torch's default generator.
         reach: how far a match may lie, per axis on the key grid, from one of the matches that a search starts from
             (`warm`), or from the query's own place where it has none; an int or one per axis, None: anywhere. The own

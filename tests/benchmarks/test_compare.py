@@ -40,7 +40,7 @@ OLD = """
 from .functional import attention as _attention
 
 
-def attention(q, k, v, *, search, warm, radius, causal, key_mask, scale, score, weight, extra, dropout_p, window, impl):
+def attention(q, k, v, *, search, warm, radius, causal, key_mask, scale, score, weight, extra, dropout_p, impl):
     how = {name: value for name, value in locals().items() if name not in ("q", "k", "v")}
     return _attention(q, k, v, tail=None, **how)
 """
@@ -118,7 +118,6 @@ def test_random_calls_reach_everything(compare):
     assert {len(case["grid"]) for case in cases} == {1, 2, 3, 4}
     assert {case["search"]["matches"] for case in cases} == {1, 2, 3, 4, 5, 6}
     assert {case["dtype"] for case in cases} == {"float16", "bfloat16", "float32"}
-    assert {case["window"] for case in cases} == {"query", "tile"}
     assert {case["estimator"] for case in cases if case["kind"] == "estimate"} == {
         "DrawnKeys",
         "Snis",

@@ -9,8 +9,8 @@ from scram.core.tails.base import NO_TAIL
 
 
 @pytest.mark.parametrize("limits", [{}, {"reach": 9, "random": False}], ids=["", "no random search"])
-@pytest.mark.parametrize("method", ["query", "tile"])
-def test_the_cost_is_what_the_search_scores(method, limits):
+@pytest.mark.parametrize(("method", "causal"), [("query", False), ("query", True), ("tile", False)])
+def test_the_cost_is_what_the_search_scores(method, causal, limits):
     """Counted in the reference with a score that counts; no more, and, since some offers fail, not much less."""
     grid, sweeps, scored = (16, 16), 3, 0
 
@@ -22,16 +22,16 @@ def test_the_cost_is_what_the_search_scores(method, limits):
 
     q, k = torch.randn(1, 1, *grid, 4), torch.randn(1, 1, *grid, 4)
     search = scram.Search(method, matches=2, sweeps=sweeps, jumps=(2, 1), gossip=2, seed=0, **limits)
-    scram.search(q, k, search=search, score=score)
+    tail = scram.DrawnKeys(samples=40) if causal else scram.Clusters(count=40, keys=0)
+    scram.search(q, k, search=search, score=score, causal=causal)
     made = scored / 256
-    found = keys_visited(q, k, search, (0, 0), scram.Clusters(count=40, keys=0))
+    found = keys_visited(q, k, search, (0, 0), tail, causal=causal)
     looked = found.sparse - 2  # without the windows
     assert 0.9 * looked < made <= looked
     assert found == (looked + 2, looked + 42, 256)
-    assert keys_visited(q, k, search, (0, 0), scram.DrawnKeys(samples=40)) == found
-    told = scram.explain(q, k, k, search=search, radius=0, tail=scram.Clusters(count=40, keys=0))
+    told = scram.explain(q, k, k, search=search, radius=0, tail=tail, causal=causal)
     assert (told.scores, told.dense_scores) == (found.tail, found.dense)
-    assert scram.trust(q, k, k, search=search, radius=0, tail=scram.Clusters(count=40, keys=0)).cost == found
+    assert scram.trust(q, k, k, search=search, radius=0, tail=tail, causal=causal).cost == found
 
 
 def test_windows_and_tails():

@@ -117,5 +117,5 @@ def test_what_was_made_in_inference_mode_is_taken_in_training(tensors, impl, giv
 def test_a_schema_names_the_fields_of_its_call():
     schema = str(torch.ops.scram.attend.default._schema)
     assert schema.startswith("scram::attend(Tensor q, Tensor k, Tensor v, Tensor index, Tensor? key_mask, ")
-    assert schema.endswith("str weight, float dropout_p, str window, str impl) -> (Tensor, Tensor)")
+    assert schema.endswith("str weight, float dropout_p, str impl) -> (Tensor, Tensor)")
     assert "score" not in schema

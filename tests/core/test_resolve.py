@@ -75,8 +75,6 @@ def test_a_valid_kind_of_call_is_checked_once(monkeypatch):
         {"scale": -1.0},
         {"dropout_p": 1.0},
         {"weight": ["softmax"]},
-        {"window": "row"},
-        {"window": ["tile"]},
         {"score": "sum"},
         {"key_mask": MASK},
         {"extra": PAIR},
@@ -98,9 +96,9 @@ def test_a_callable_is_not_kept(monkeypatch):
 
 
 def test_a_resolved_call_names_radii_and_engines():
-    resolved = resolve(Q, K, V, Request(radius=2, window="tile"))
+    resolved = resolve(Q, K, V, Request(radius=2))
     assert resolved.radius == (2, 2)
-    assert (resolved.search_engine.name, resolved.engine.name) == ("numba", "reference")  # Numba attends no tiles
+    assert (resolved.search_engine.name, resolved.engine.name) == ("numba", "numba")
     assert resolved.dense  # a small grid
     assert resolved.tail == resolving.CLUSTERS["cpu"]
     assert resolved.search == resolving.SEARCHES["cpu"]

@@ -71,9 +71,8 @@ def test_few_sweeps_where_a_search_starts_from_routed_keys():
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-@pytest.mark.parametrize("window", ["query", "tile"])
-def test_under_causal_order_keys_are_drawn_whatever_the_window_and_dropout(window, dropout_p):
-    how = {"causal": True, "window": window, "dropout_p": dropout_p, "radius": 0}
+def test_under_causal_order_keys_are_drawn_whatever_the_dropout(dropout_p):
+    how = {"causal": True, "dropout_p": dropout_p, "radius": 0}
     assert scram.explain(LARGE, LARGE, LARGE, **how).tail == scram.DrawnKeys()
     q, search = torch.randn(1, 2, 8, 24, 16), scram.Search(seed=3)  # three tiles
     found = scram.search(q, q, search=search, causal=True)

@@ -1,7 +1,6 @@
 """Attending: the set of keys, the empty row, extra keys, dropout, NaN, and the exact union of two results."""
 
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -357,14 +356,11 @@ def test_wide_values_are_not_rounded(impl, dtype):
 def test_wide_values_in_every_stage(impl):
     q, k, v = randn(1, 2, 9, 10, 8).bfloat16(), randn(1, 2, 9, 10, 8, seed=1).bfloat16(), randn(1, 2, 9, 10, 3, seed=2)
     extra = (randn(1, 2, 3, 8, seed=3).bfloat16(), randn(1, 2, 3, 3, seed=4))
-    window = {"window": "query" if impl == "numba" else "tile"}
     settings = {"search": scram.Search(seed=0), "extra": extra, "impl": impl}
     for tail in (None, scram.Clusters(count=9, keys=20, seed=0), scram.DrawnKeys(samples=20, seed=0)):
-        if isinstance(tail, scram.Clusters):
-            window = {}
-        ours = scram.attention(q, k, v, tail=tail, **window, **settings)
+        ours = scram.attention(q, k, v, tail=tail, **settings)
         wide = scram.attention(
-            q.float(), k.float(), v, tail=tail, **window, **{**settings, "extra": (extra[0].float(), extra[1])}
+            q.float(), k.float(), v, tail=tail, **{**settings, "extra": (extra[0].float(), extra[1])}
         )
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, wide, rtol=1e-5, atol=1e-5)
@@ -374,10 +370,8 @@ def test_wide_values_in_every_stage(impl):
     torch.testing.assert_close(exact.out, scram.exact_attention(q.float(), k.float(), v).out, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", ["query", "tile"])
 @pytest.mark.parametrize("case", ATTENDED, ids=str)
-def test_reference_attends_what_plain_python_attends(case, window):
-    case = replace(case, window=window)
+def test_reference_attends_what_plain_python_attends(case):
     tensors = make_tensors(case)
     leaves, plain_leaves = tensors.leaves(torch.float64), tensors.leaves(torch.float64)
     attended = run_attend(case, tensors, leaves, "reference", dropout_seed=3)

@@ -161,7 +161,6 @@ def attend_call(case, label, routes, extra=2):
         scale=0.6,
         weight="softmax",
         dropout_p=0.0,
-        window="query",
     )
 
 

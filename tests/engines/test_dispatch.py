@@ -22,7 +22,6 @@ def test_numba_is_for_cpu_tensors_and_named_scores():
     assert reasons("numba") == reasons("numba", dtype=torch.bfloat16) == reasons("numba", dtype=torch.float64) == []
     assert reasons("numba", device=CUDA) == ["it runs on CPU tensors, these are on cuda"]
     assert reasons("numba", callable_score=True) == ["a callable score runs in the reference only"]
-    assert reasons("numba", window="tile") == ["it does not take window='tile'; the reference does, on any device"]
 
 
 def test_triton_is_for_cuda_tensors(monkeypatch):

@@ -1,7 +1,6 @@
 """Keys drawn for all queries of a row: the hybrid in plain Python."""
 
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from support.estimates import DROPOUT_SEED
 from support.in_interpreter import INTERPRETED
 from support.on_device import to
 from support.plain_estimators import WORD, assert_close, made_by
-from support.plain_tile import tiles
 
 
 @pytest.mark.parametrize(
@@ -65,29 +63,18 @@ def test_hybrid_in_plain_python(impl, widest, name):
 
 
 def head_of(rule, i):
-    """The keys of query i's windows; under tiles those of the cells that hold a key of a window of its tile."""
-    tiled = rule.case.window == "tile"
-    return head_of_queries(rule, next(tuple(tile) for tile in tiles(rule.case.grid) if i in tile) if tiled else (i,))
-
-
-@cache
-def head_of_queries(rule, queries):
-    case, keys = rule.case, range(rule.case.keys)
-    centers = {rule.places[m] for n in queries for m in rule.matches[n]}
-    near = [j for j in keys if any(plain.distance(rule.places[j], m) <= case.radius for m in centers)]
-    if case.window == "query":
-        return near
-    sides = [max(1, min(2 * case.radius, extent)) for extent in case.keys_grid]
-    cell = [tuple(c // side for c, side in zip(place, sides, strict=True)) for place in rule.places]
-    listed = {cell[j] for j in near}
-    return [j for j in keys if cell[j] in listed]
+    """The keys of query i's windows."""
+    centers = {rule.places[m] for m in rule.matches[i]}
+    return [
+        j for j in range(rule.case.keys) if any(plain.distance(rule.places[j], m) <= rule.case.radius for m in centers)
+    ]
 
 
 @pytest.mark.parametrize(
-    "name", ["DrawnKeys-dropout-of-bfloat16", "DrawnKeys-tiles", "DrawnKeys-tiles-in-causal-order"]
+    "name", ["DrawnKeys-dropout-of-bfloat16", "DrawnKeys-several-blocks", "DrawnKeys-blocks-in-order"]
 )
-def test_dropout_and_tiles_in_plain_python(impl, widest, name):
-    """A drawn key of dropout is known by its own number; no key of a tile's cells is drawn again."""
+def test_dropout_in_plain_python(impl, widest, name):
+    """A drawn key of dropout is known by its own number; no key of a window is drawn again."""
     made, rule = made_by(impl, widest, name)
     case, row = rule.case, rule.row
     torch.manual_seed(DROPOUT_SEED)
@@ -124,23 +111,13 @@ def many(times, q, k, v, found):
     return q, k, v, scram.Matches(index, score, found.key_grid)
 
 
-def takes(impl, window):
-    if window not in dispatch.ENGINES[impl].windows:
-        pytest.skip("the engine has no windows of tiles")
-
-
-WINDOWS = pytest.mark.parametrize("window", ["query", "tile"])
-
-
-@WINDOWS
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("stratified", [False, True], ids=["", "stratified"])
-def test_with_every_key_drawn_dropout_is_that_of_windows_over_the_grid(impl, widest, window, causal, stratified):
-    takes(impl, window)
+def test_with_every_key_drawn_dropout_is_that_of_windows_over_the_grid(impl, widest, causal, stratified):
     q, k, v, found = far(widest, causal)
     how = {"causal": causal, "dropout_p": 0.4, "impl": impl}
     torch.manual_seed(5)
-    ours = scram.attend(q, k, v, found, tail=scram.DrawnKeys(171, stratified, seed=1), window=window, **how)
+    ours = scram.attend(q, k, v, found, tail=scram.DrawnKeys(171, stratified, seed=1), **how)
     torch.manual_seed(5)
     everywhere = scram.Matches(torch.zeros_like(found.index), found.score, found.key_grid)
     dense = scram.attend(q, k, v, everywhere, radius=19, **how)
@@ -149,11 +126,9 @@ def test_with_every_key_drawn_dropout_is_that_of_windows_over_the_grid(impl, wid
 
 
 @pytest.mark.slow
-@WINDOWS
-def test_dropout_leaves_the_mean_and_lse_as_they_are(impl, widest, window):
-    takes(impl, window)
+def test_dropout_leaves_the_mean_and_lse_as_they_are(impl, widest):
     q, k, v, found = far(widest, causal=True, grid=(4, 19))
-    how = {"causal": True, "tail": scram.DrawnKeys(30, seed=1), "window": window, "impl": impl}
+    how = {"causal": True, "tail": scram.DrawnKeys(30, seed=1), "impl": impl}
     q, k, v, found = many(20, q, k, v, found)
     plain_out, plain_lse = scram.attend(q, k, v, found, **how)
     runs = [scram.attend(q, k, v, found, dropout_p=0.3, **how) for _ in range(20)]
@@ -167,12 +142,10 @@ def test_dropout_leaves_the_mean_and_lse_as_they_are(impl, widest, window):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stratified", "causal"), [(False, False), (True, True)], ids=["plain", "stratified-causal"])
-@WINDOWS
-def test_over_draws_the_normalizer_is_unbiased(impl, widest, window, stratified, causal):
-    takes(impl, window)
+def test_over_draws_the_normalizer_is_unbiased(impl, widest, stratified, causal):
     q, k, v, found = far(widest, causal, grid=(8, 24))
     exact = scram.exact_attention(q, k, v, causal=causal).lse[0].double().exp()
-    how = {"causal": causal, "window": window, "impl": impl}
+    how = {"causal": causal, "impl": impl}
     q, k, v, found = many(20, q, k, v, found)
     runs = [scram.attend(q, k, v, found, tail=scram.DrawnKeys(24, stratified, seed=n), **how).lse for n in range(15)]
     z = torch.cat(runs).double().exp()
@@ -181,21 +154,17 @@ def test_over_draws_the_normalizer_is_unbiased(impl, widest, window, stratified,
     assert (error > 0).any()
 
 
-@WINDOWS
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_a_full_tail_beside_any_windows_is_exact(impl, widest, window, causal):
-    takes(impl, window)
+def test_a_full_tail_beside_any_windows_is_exact(impl, widest, causal):
     q, k, v, found = far(widest, causal)
-    ours = scram.attend(q, k, v, found, causal=causal, tail=scram.DrawnKeys(171, seed=1), window=window, impl=impl)
+    ours = scram.attend(q, k, v, found, causal=causal, tail=scram.DrawnKeys(171, seed=1), impl=impl)
     truth = scram.exact_attention(q, k, v, causal=causal)
     torch.testing.assert_close(ours.out, truth.out)
     torch.testing.assert_close(ours.lse, truth.lse)
 
 
-@WINDOWS
 @pytest.mark.parametrize("p", [0.0, 0.4])
-def test_gradcheck(impl, widest, window, p):
-    takes(impl, window)
+def test_gradcheck(impl, widest, p):
     if widest != torch.float64:
         pytest.skip("needs float64")
     leaves = [features(1, 1, 7, 10, 2, seed=n).requires_grad_() for n in range(3)]
@@ -204,22 +173,20 @@ def test_gradcheck(impl, widest, window, p):
 
     def run(q, k, v):
         torch.manual_seed(1)
-        how = {"causal": True, "radius": 0, "tail": scram.DrawnKeys(4, seed=1), "dropout_p": p, "window": window}
+        how = {"causal": True, "radius": 0, "tail": scram.DrawnKeys(4, seed=1), "dropout_p": p}
         out, lse = scram.attend(q, k, v, found, impl=impl, **how)
         return out[..., 6, :, :], lse[..., 6, :]  # of two tiles, the second without a match
 
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
-@WINDOWS
-def test_dropout_repeats_bit_for_bit_by_torchs_seed(impl, widest, window):
-    takes(impl, window)
+def test_dropout_repeats_bit_for_bit_by_torchs_seed(impl, widest):
     q, k, v, found = far(widest, causal=True)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def run(seed):
         torch.manual_seed(seed)
-        how = {"causal": True, "dropout_p": 0.3, "window": window, "impl": impl}
+        how = {"causal": True, "dropout_p": 0.3, "impl": impl}
         out, lse = scram.attend(*leaves, found, tail=scram.DrawnKeys(20, seed=1), **how)
         # Of the tail alone: the gradients of windows on a device are repeatable on request.
         return [out, lse, *torch.autograd.grad(out.square().sum(), leaves[:1])]
@@ -231,14 +198,12 @@ def test_dropout_repeats_bit_for_bit_by_torchs_seed(impl, widest, window):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("p", [0.0, 0.4])
-@WINDOWS
-def test_the_variance_is_that_of_the_draw(engine, window, p):
+def test_the_variance_is_that_of_the_draw(engine, p):
     """Under dropout it is unknown."""
-    takes(engine, window)
     q, k, v, found = far(torch.float32, causal=True, grid=(4, 19))
     head = features(*q.shape, seed=4).float(), features(*q.shape[:-1], seed=5).float()
     seed = torch.tensor(11)
-    how = (seed if p else None, None, 20, False, (1, 1), True, 0.5, p, window)
+    how = (seed if p else None, None, 20, False, (1, 1), True, 0.5, p)
     call = DrawnTailCall(q, k, v, found.index, None, *head, seed, *how)
     truth = ops.drawn_tail(dispatch.ENGINES["reference"], call).variance
     if engine == "triton" and not INTERPRETED:
@@ -276,20 +241,17 @@ def test_a_full_tail_is_exact_with_variance_0(impl, widest, stratified, causal, 
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("window", ["query", "tile"])
 @pytest.mark.parametrize("scale", [1e-44, 1e-46])
-def test_a_scale_that_float32_takes_for_zero_weighs_all_keys_alike(impl, window, scale):
+def test_a_scale_that_float32_takes_for_zero_weighs_all_keys_alike(impl, scale):
     """In windows and in the tail: a key that must not count is not multiplied by 0 after it was set to -inf."""
-    if window not in dispatch.ENGINES[impl].windows:
-        pytest.skip("the engine has no windows of tiles")
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 9, 10, 4).unbind())
     found = scram.Matches.identity((9, 10))
     tail = scram.DrawnKeys(samples=90, seed=1)
-    out, lse = scram.attend(q, k, v, found, tail=tail, scale=scale, window=window, impl=impl)
+    out, lse = scram.attend(q, k, v, found, tail=tail, scale=scale, impl=impl)
     torch.testing.assert_close(out, v.mean((2, 3), keepdim=True).expand(out.shape))
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(90)))
     dq, dk, dv = torch.autograd.grad((out * torch.randn_like(out)).sum(), (q, k, v))
     assert max(float(x.abs().max()) for x in (dq, dk)) < 1e-30
     assert dv.isfinite().all()
-    head = scram.attend(q, k, v, found, scale=scale, window=window, impl=impl)
+    head = scram.attend(q, k, v, found, scale=scale, impl=impl)
     assert head.out.isfinite().all()

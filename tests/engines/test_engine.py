@@ -19,7 +19,7 @@ def loaded(impl):
 
 
 def test_the_protocol_is_seen():
-    stages = {"attend", "drawn_tail", "sample", "cluster", "cluster_tail"}
+    stages = {"attend", "drawn_tail", "sample", "cluster", "cluster_tail", "window_scores"}
     assert stages | {"search", "clear_caches"} <= METHODS.keys()
     assert {f"{stage}_backward" for stage in stages} == BACKWARD
 
@@ -38,12 +38,11 @@ def test_an_engine_has_every_function_of_the_protocol(impl):
 def test_what_an_engine_cannot_do_is_data_beside_it(impl):
     spec = dispatch.ENGINES[impl]
     needs = engines.Needs(torch.device(spec.devices[0] if spec.devices else "cpu"), spec.dtypes[0])
-    able = engines.EngineSpec(impl, None, spec.devices, spec.dtypes, spec.windows, most_tile_matches=5)
+    able = engines.EngineSpec(impl, None, spec.devices, spec.dtypes, most_tile_matches=5)
     assert able.reasons(needs) == []
     for change, word in (
         ({"device": torch.device("meta")}, "these are on meta"),
         ({"dtype": torch.int8}, "does not take int8"),
-        ({"window": "row"}, "window='row'"),
         ({"callable_score": True}, "callable score"),
         ({"tile_matches": 6}, "at most 5 matches, got 6"),
     ):

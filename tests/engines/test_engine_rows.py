@@ -24,9 +24,8 @@ CALLS = {
     "dropout of drawn keys": {"search": SEARCH, "tail": scram.DrawnKeys(samples=6, stratified=True), "dropout_p": 0.4},
     "causal": {"search": SEARCH, "tail": scram.DrawnKeys(samples=6), "causal": True},
     "dropout of windows": {"search": SEARCH, "tail": None, "dropout_p": 0.4},
-    "dropout of tiles": {"search": SEARCH, "tail": None, "dropout_p": 0.4, "window": "tile"},
 }
-FEW = ("tile search and clusters", "dropout of drawn keys", "dropout of tiles")  # that reach every kernel
+FEW = ("tile search and clusters", "dropout of drawn keys", "dropout of windows")  # that reach every kernel
 ESTIMATORS = {
     "draws": scram.Snis(samples=5),
     "walks": scram.MetropolisHastings(samples=5, burn_in=1),
@@ -89,8 +88,6 @@ def compare(function, on_part, whole, part, **how):
 @pytest.mark.slow
 def test_part_of_an_attention(impl, name, part):
     how = CALLS[name]
-    if how.get("window", "query") not in dispatch.ENGINES[impl].windows:
-        pytest.skip("the engine has no such windows")
     if how["search"].method == "tile" and dispatch.ENGINES[impl].most_tile_matches == 0:
         pytest.skip("the engine has no tile search")
     whole = problem(impl, causal=how.get("causal", False))

@@ -207,18 +207,17 @@ def test_an_estimator_takes_the_place_of_the_windows():
     assert fewer.in_proj_weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("settings", [{"search": None}, {"dropout": 0.1}, {"tail": 512}, {"window": "tile"}])
+@pytest.mark.parametrize("settings", [{"search": None}, {"dropout": 0.1}, {"tail": 512}])
 def test_a_tail_that_does_not_fit_is_refused(settings):
     with pytest.raises((ValueError, TypeError), match=r"tail|with Snis"):
         GridAttention(16, 2, **({"tail": scram.Snis()} | settings))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", ["query", "tile"])
 @pytest.mark.parametrize("tail", ["auto", scram.DrawnKeys(samples=42, seed=1)], ids=["auto", "DrawnKeys"])
-def test_drawn_keys_take_dropout_and_tiles(window, tail):
+def test_drawn_keys_take_dropout(tail):
     x = torch.randn(2, 6, 7, 16)
-    how = {"search": scram.Search(seed=0), "tail": tail, "window": window, "causal": True}
+    how = {"search": scram.Search(seed=0), "tail": tail, "causal": True}
     layer = GridAttention(16, 2, dropout=0.4, **how)
     dense = GridAttention(16, 2, search=None, causal=True)
     dense.load_state_dict(layer.state_dict())

@@ -96,7 +96,7 @@ def test_causal_order_and_score_are_the_plans_own():
         assert not torch.equal(out, plan(setting, causal=True, scale=0.2)(q, k, v))
 
 
-@pytest.mark.parametrize("name", ["search", "tail", "radius", "window"])
+@pytest.mark.parametrize("name", ["search", "tail", "radius"])
 def test_what_the_plan_chose_is_not_chosen_again(name):
     q = torch.zeros(1, 1, 4, 4, 4)
     for setting in SETTINGS.values():
@@ -175,7 +175,6 @@ WRONG = {
     "a score": (_changed(score="best"), "score must be one of"),
     "an engine": (_changed(impl="best"), "impl must be one of"),
     "order": (_changed(causal=1), "causal must be True or False"),
-    "a window": (_with_setting(window="row"), "window must be one of"),
     "a radius": (_with_setting(radius=[1, -1]), r"radius\[1\] must be at least 0"),
     "a tail": (_with_setting(tail={"kind": "Codebook"}), "tail must be one of 'Clusters', 'DrawnKeys'"),
     "clusters": (_with_setting(tail={"kind": "Clusters", "count": 0}), "count must be at least 1"),

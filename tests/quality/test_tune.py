@@ -270,8 +270,6 @@ def test_the_ladder_has_what_the_call_takes():
     ]
     drawn = ladder(q, q, radius=(1, 1), causal=True)
     assert [str(x) for x in drawn][1:3] == ["1 match, 128 drawn keys", "1 match, 512 drawn keys"]
-    tiles = ladder(q, q, radius=(1, 1), causal=True, window="tile")
-    assert [str(x) for x in tiles] == [str(x) for x in drawn]
     windows = [f"{n} match{'es' * (n > 1)}, windows only" for n in (1, 4, 16)]
     assert [str(x) for x in ladder(q, q, radius=(0, 1), **CALLABLE)] == windows
     assert ladder(q, q, radius=(0, 1))[0].radius == (0, 1)
@@ -294,9 +292,8 @@ def test_the_ladder_has_what_the_call_takes():
         {"score": "cosine", "scale": 4.0, "radius": (0, 2)},
         CALLABLE,
         {"extra": (torch.ones(1, 1, 3, 8), torch.ones(1, 1, 3, 16))},
-        {"window": "tile", "impl": "reference"},
     ],
-    ids=["causal", "mask", "mask of heads", "l2", "cosine", "callable", "extra", "tile"],
+    ids=["causal", "mask", "mask of heads", "l2", "cosine", "callable", "extra"],
 )
 def test_every_kind_of_call(how, clock):
     """Grouped heads; what was measured is what a call of the plan gives."""
@@ -389,7 +386,6 @@ def test_a_large_dense_call_is_timed_on_a_part(clock, monkeypatch):
         ({"error": "5 %"}, "error must be a float, got str"),
         ({"num_queries": 0}, "num_queries must be at least 1"),
         ({"impl": "best"}, "impl must be one of"),
-        ({"window": "row"}, "window must be one of"),
         ({"radius": -1}, "radius must be at least 0"),
         ({"is_causal": True}, "no argument is_causal; use causal="),
         ({"search": scram.Search()}, r"tune\(\) has no argument search"),

@@ -33,16 +33,6 @@ def test_a_window_is_every_offset_once():
     assert offsets == list(itertools.product((-1, 0, 1), (0,), (-2, -1, 0, 1, 2)))
 
 
-@pytest.mark.parametrize("extent", [1, 2, 5, 12])
-@pytest.mark.parametrize("radius", [0, 1, 3, 20])
-def test_a_window_touches_two_cells_at_most(radius, extent):
-    (side,) = grid.cell_sides((radius,), (extent,))
-    assert 1 <= side <= extent
-    for center in range(extent):
-        window = range(max(center - radius, 0), min(center + radius, extent - 1) + 1)
-        assert len({point // side for point in window}) <= 2
-
-
 def test_grouped_heads_read_the_key_head_of_their_group():
     rows = grid.key_row(torch.arange(2 * 6), heads=6, key_heads=2)
     assert rows.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]

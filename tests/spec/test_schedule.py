@@ -65,13 +65,14 @@ def test_auto_method_is_resolved():
         def __init__(self, device, dtype, width):
             self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 1, 4, width)
 
-    def chosen(*q):
-        return schedule.method_of(scram.Search(), Queries(*q))
+    def chosen(*q, causal=False):
+        return schedule.method_of(scram.Search(), Queries(*q), causal)
 
     assert chosen("cuda", torch.bfloat16, 64) == chosen("cuda", torch.float16, 16) == "tile"
     assert chosen("cpu", torch.bfloat16, 64) == chosen("cuda", torch.bfloat16, 15) == "query"
     assert chosen("cuda", torch.float32, 32) == "tile"
     assert chosen("cuda", torch.float32, 31) == chosen("cuda", torch.float64, 64) == "query"
-    assert schedule.method_of(scram.Search(matches=33), Queries("cuda", torch.bfloat16, 64)) == "query"
+    assert chosen("cuda", torch.bfloat16, 64, causal=True) == "query"
+    assert schedule.method_of(scram.Search(matches=33), Queries("cuda", torch.bfloat16, 64), False) == "query"
     for settings in (scram.Search.paper(seed=3), scram.Search("tile", seed=3)):
-        assert schedule.method_of(settings, Queries("cuda", torch.bfloat16, 64)) == settings.method
+        assert schedule.method_of(settings, Queries("cuda", torch.bfloat16, 64), False) == settings.method

@@ -45,7 +45,6 @@ class Case:
     strided: bool = False
     offset: float = 0.0  # of every key's first feature: what all scores of a query share; they are exact in float32
     method: str = "query"
-    window: str = "query"
 
     @property
     def keys_grid(self) -> tuple[int, ...]:
@@ -360,7 +359,6 @@ def run_attend(case: Case, tensors: Tensors, leaves: list[Tensor], impl: str, dr
         weight=case.weight,
         extra=tuple(extra) if extra else None,
         dropout_p=case.dropout_p,
-        window=case.window,
         impl=impl,
     )
 

@@ -263,12 +263,12 @@ def operators(mesh, place, shape=None, with_rows=True, heads=4, key_heads=4, imp
         if draws and with_rows:
             call = call._replace(rows=torch.arange(2 * heads).reshape(2, heads) + 10)
         sends = (draws and not with_rows) or key_heads % mesh.size() > 0
-        want = operator.op(*operator._fields(call), impl)
+        want = ops._several(operator.op(*operator._fields(call), impl))
         given = [
             _argument(name, x, mesh, places) for name, x in zip(operator.names, operator._fields(call), strict=True)
         ]
         with CommDebugMode() as sent:
-            found = operator.op(*given, impl)
+            found = ops._several(operator.op(*given, impl))
         if not sends:
             assert sent.get_total_counts() == 0, (operator.name, sent.get_comm_counts())
             assert all(list(x.placements) == places for x in found), operator.name
@@ -306,6 +306,7 @@ def calls(heads, key_heads, impl):
     def run(operator, call):
         return operator.result_type(*operator.op(*operator._fields(call), impl))
 
+    yield ops.window_scores, window_call(q, k)
     for mask in (None, mask_of("keys", q, k), mask_of("heads", q, k)):
         search = {"method": "query", "matches": 2, "separation": 0, "sweeps": 2, "jumps": (2, 1)}
         search |= {"propagate": "both", "gossip": 2, "reach": (), "random": True, "causal": False}
@@ -314,12 +315,12 @@ def calls(heads, key_heads, impl):
         yield ops.search, call._replace(warm=index)
         attend = {"radius": (1, 1), "causal": False, "scale": 0.3, "weight": "softmax", "dropout_p": 0.2}
         extra = k[:, :, 0, :2].clone(), v[:, :, 0, :2].clone()
-        call = of.AttendCall(q, k, v, index, mask, *extra, None, None, seed, None, **attend, window="query")
+        call = of.AttendCall(q, k, v, index, mask, *extra, None, None, seed, None, **attend)
         yield ops.attend, call
         windows = call
         out, lse = run(ops.attend, call)
         yield ops.attend, call._replace(k_extra=None, v_extra=None, dropout_seed=None, dropout_p=0.0)
-        drawn = {"radius": (1, 1), "causal": False, "scale": 0.3, "dropout_p": 0.2, "window": "query"}
+        drawn = {"radius": (1, 1), "causal": False, "scale": 0.3, "dropout_p": 0.2}
         for stratified in (False, True):
             tail = of.DrawnTailCall(q, k, v, index, mask, out, lse, seed, seed, None, 6, stratified, **drawn)
             yield ops.drawn_tail, tail
@@ -335,6 +336,11 @@ def calls(heads, key_heads, impl):
         call = of.ClusterCall(q, wide_k, wide_v, mask, None, None, seed, None, 6, 2, 0.3)
         yield ops.cluster, call
         yield from routed_calls(q, k, v, windows, run(ops.cluster, call), out, lse, run)
+
+
+def window_call(q, k):
+    corner = torch.randint(-2, 4, (*q.shape[:-1], 2), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    return scram.core.calls.WindowScoresCall(q, k, corner, (2, 3), 0.3)
 
 
 def routed_calls(q, k, v, windows, made, out, lse, run):

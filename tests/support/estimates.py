@@ -30,20 +30,7 @@ class Estimated:
         return f"{type(self.method).__name__}-{self.case}"
 
 
-FAR = {"grid": (9, 19), "window": "tile", "kappa": 1, "radius": 1}  # several tiles, which do not attend every key
-TILED = [
-    Estimated(Case("tiles", **FAR, heads=2, key_heads=1), replace(HYBRID, samples=40)),
-    Estimated(
-        Case("tiles in causal order", **FAR, causal=True, mask="batch", dropout_p=0.3), replace(HYBRID, samples=40)
-    ),
-    Estimated(Case("tiles with cells", **FAR, causal=True, extra=1), replace(CELLS, samples=40)),
-    Estimated(Case("tiles of rank 1", grid=(150,), key_grid=(99,), window="tile", kappa=1, radius=0), HYBRID),
-    Estimated(Case("tiles of rank 3", grid=(5, 5, 5), window="tile", kappa=1, radius=(0, 1, 1), causal=True), HYBRID),
-    Estimated(Case("tiles of rank 4", grid=(3, 2, 5, 5), window="tile", kappa=1, dropout_p=0.3), HYBRID),
-    Estimated(Case("tiles of one key", grid=(9, 9), key_grid=(1, 1), window="tile"), HYBRID),
-    Estimated(Case("tiles of bfloat16", **FAR, causal=True, dtype=torch.bfloat16), replace(HYBRID, samples=40)),
-    Estimated(Case("tiles of an empty batch", **FAR, batch=0), HYBRID),
-]
+FAR = {"grid": (9, 19), "kappa": 1, "radius": 1}
 ESTIMATES = [
     Estimated(named("rank 1"), HYBRID),
     Estimated(named("rank 2"), replace(HYBRID, samples=1)),
@@ -72,7 +59,8 @@ ESTIMATES = [
     Estimated(named("dropout"), HYBRID),
     Estimated(Case("dropout in causal order", heads=2, key_heads=1, causal=True, mask="head", dropout_p=0.3), CELLS),
     Estimated(Case("dropout of bfloat16", dropout_p=0.3, dtype=torch.bfloat16), HYBRID),
-    *TILED,
+    Estimated(Case("several blocks", **FAR, heads=2, key_heads=1), replace(HYBRID, samples=40)),
+    Estimated(Case("blocks in order", **FAR, causal=True, mask="batch", dropout_p=0.3), replace(HYBRID, samples=40)),
     Estimated(named("rank 1"), replace(SNIS, samples=1)),
     Estimated(named("rank 2"), replace(SNIS, alpha=0.0)),
     Estimated(named("rank 3"), replace(SNIS, bandwidth=100.0)),
@@ -107,8 +95,6 @@ SMALL = [  # that run in Triton's interpreter, too
     Estimated(named("one key head", grid=(2, 3), width=70, value_width=70), HYBRID),
     Estimated(named("empty batch"), HYBRID),
     Estimated(Case("dropout", **FEW, causal=True, dropout_p=0.4), HYBRID),
-    Estimated(Case("tiles", grid=(9, 10), kappa=1, window="tile", causal=True, mask="batch", dropout_p=0.3), HYBRID),
-    Estimated(Case("tiles of rank 1", grid=(70,), key_grid=(99,), kappa=1, radius=0, window="tile"), HYBRID),
     Estimated(named("causal, masked, separated", **FEW), replace(SNIS, samples=7)),
     Estimated(named("extra and a masked row", **FEW), replace(SNIS, samples=7)),
     Estimated(named("rank 3", grid=(2, 2, 3)), replace(WALKS, samples=7, burn_in=1)),
@@ -123,8 +109,6 @@ def estimated(name: str) -> Estimated:
 
 def run_estimate(one: Estimated, tensors: Tensors, leaves: list[Tensor], impl: str) -> scram.Estimate:
     q, k, v, *extra = leaves
-    if one.case.window not in dispatch.ENGINES[impl].windows:
-        pytest.skip("the engine has no windows of tiles")
     how = {
         "radius": one.case.radius,
         "causal": one.case.causal,
@@ -133,10 +117,10 @@ def run_estimate(one: Estimated, tensors: Tensors, leaves: list[Tensor], impl: s
         "extra": tuple(extra) if extra else None,
         "impl": impl,
     }
-    if not one.case.dropout_p and one.case.window == "query":
+    if not one.case.dropout_p:
         return scram.estimate(q, k, v, tensors.matches, method=one.method, **how)
     torch.manual_seed(DROPOUT_SEED)
-    more = {"dropout_p": one.case.dropout_p, "window": one.case.window}
+    more = {"dropout_p": one.case.dropout_p}
     made = scram.attend(q, k, v, tensors.matches, tail=one.method, **more, **how)
     return scram.Estimate(made.out, made.lse, None, None, None, None, one.method)
 

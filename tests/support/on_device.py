@@ -9,7 +9,7 @@ import torch
 import scram
 from scram.core.tails.base import Tail
 
-FUNCTIONS = ("search", "cluster", "route", "attend", "attention", "estimate", "local")
+FUNCTIONS = ("correlation", "search", "cluster", "route", "attend", "attention", "estimate", "local")
 
 
 def moved(monkeypatch, device="cuda"):

@@ -192,7 +192,7 @@ def _run(case: Case, row, run, seed, score, keys, earlier, warm, near):
                 if j is not None and legal(i, j) and (best is None or score[i][j] > score[i][best]):
                     best = j
 
-            for jump, axis, sign in itertools.product(case.jumps, range(rank), (-1, 1)):
+            for jump, axis, sign in itertools.product(case.jumps, range(rank), (-1,) if case.causal else (-1, 1)):
                 step = [sign * jump * (a == axis) for a in range(rank)]
                 p = flat([c + s for c, s in zip(place, step, strict=True)], case.grid)
                 if p is None or before[p] is None:
@@ -203,7 +203,7 @@ def _run(case: Case, row, run, seed, score, keys, earlier, warm, near):
                 if stay:
                     take(before[p])
             for g in range(case.gossip):
-                take(before[below(len(places), i, sweep, g)])
+                take(before[below(i + 1 if case.causal else len(places), i, sweep, g)])
             for number, radius in enumerate(radii(case)):
                 draw = case.gossip + number * (rank + 1)
                 if best is None:
@@ -234,32 +234,10 @@ def around(grid: tuple[int, ...], match: int, radius: tuple[int, ...]) -> set[in
     return {flat(place, grid) for place in itertools.product(*box)} - {None}
 
 
-def tile_windows(case: Case, tensors: Tensors, index: torch.Tensor) -> torch.Tensor:
-    """S_i under window="tile": the legal keys of all cells that hold a key of a window of a query of i's tile."""
-    rank = len(case.grid)
-    radius = (case.radius,) * rank if isinstance(case.radius, int) else case.radius
-    side = [max(1, 2 * min(b, extent - 1)) for b, extent in zip(radius, case.keys_grid, strict=True)]
-    tile = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (2, 2, 4, 4)}[rank]
-    cell = [tuple(c // s for c, s in zip(place, side, strict=True)) for place in points(case.keys_grid)]
-    own = [tuple(c // s for c, s in zip(place, tile, strict=True)) for place in points(case.grid)]
-    rows = []
-    for row, matches in enumerate(index.reshape(-1, len(own), index.shape[-1]).tolist()):
-        keys, seen = set(allowed(case, tensors, row)), {}
-        for i, mine in enumerate(matches):
-            for match in mine:
-                if 0 <= match < case.keys:
-                    seen.setdefault(own[i], set()).update(cell[j] for j in around(case.keys_grid, match, radius))
-        rows.append([])
-        for i, of_tile in enumerate(own):
-            some = seen.get(of_tile, ())
-            rows[-1].append([cell[j] in some and j in keys and (not case.causal or j <= i) for j in range(case.keys)])
-    return torch.tensor(rows, dtype=torch.bool).reshape(-1, len(own), case.keys)
-
-
 def attend(case: Case, tensors: Tensors, leaves: list[torch.Tensor], dropout_seed: int = 0):
     """out and lse of the case by a dense table of scores, differentiable in the leaves q, k, v and extra."""
     q, k, v, *extra = leaves
-    some = {"query": windows, "tile": tile_windows}[case.window](case, tensors, tensors.matches.index)
+    some = windows(case, tensors, tensors.matches.index)
     outs, lses = [], []
     for row in range(case.batch * case.heads):
         batch, head = key_head(case, row)

@@ -34,7 +34,6 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
     places, key_places = points(case.grid), points(case.keys_grid)
     rank, close = len(case.grid), starts(case, tensors, row)
     score, keys = scores(case, tensors, row), allowed(case, tensors, row)
-    own = [[j for j in keys if not case.causal or j <= i] for i in range(len(places))]
     near_to = [reached(case, near) for near in close]
 
     def drawn(n, i, run, sweep, draw):
@@ -46,7 +45,7 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
     def fresh(i, run, sweep, draw, first, entry):
         if case.reach is not None:
             return in_box(i, run, box(case, close[i][entry % len(close[i])], None), sweep, first)
-        return own[i][drawn(len(own[i]), i, run, sweep, draw)] if own[i] else None
+        return keys[drawn(len(keys), i, run, sweep, draw)] if keys else None
 
     def near(j, m):
         return distance(key_places[j], key_places[m]) <= case.separation
@@ -71,10 +70,10 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
             if case.warm:
                 batch, head = divmod(row, case.heads)
                 given = int(tensors.warm.index[batch, head].reshape(len(places), -1)[i, run])
-                there = given in own[i] and given in near_to[i]
+                there = given in keys and given in near_to[i]
                 if there and not any(near(given, m) for m in mine):
                     start = given
-            if start in own[i] and not any(near(start, m) for m in mine):
+            if start in keys and not any(near(start, m) for m in mine):
                 mine.append(start)
         kept.append(best_first(i, mine))
 
@@ -131,7 +130,7 @@ def _row(case: Case, tensors: Tensors, row: int, seed: int):
                     group = [j for lane, j in offered.items() if case.kappa == 1 or lane % 8 // 2 == part]
                     group = {j for j in group if j is not None}
                     for i in tile:
-                        legal = [j for j in group if j in near_to[i] and (not case.causal or j <= i)]
+                        legal = [j for j in group if j in near_to[i]]
                         if legal and enters(i, max(legal, key=lambda j, i=i: (score[i][j], -j))):
                             took.add(i)
         if len(took) * 256 < len(places):

@@ -215,5 +215,4 @@ def attend_call(case: Case, clusters: int = 11, share: float = 0.3, seed: int = 
         scale=case.width**-0.5,
         weight=case.weight,
         dropout_p=case.dropout_p,
-        window="query",
     )

@@ -71,7 +71,6 @@ class AttendCall(NamedTuple):
     scale: float
     weight: str
     dropout_p: float
-    window: str  # "query" or "tile"
     score: ScoreFunction | None = None
 
 
@@ -104,7 +103,6 @@ class DrawnTailCall(NamedTuple):
     causal: bool
     scale: float
     dropout_p: float
-    window: str  # "query" or "tile"
     score: ScoreFunction | None = None
 
 
@@ -301,3 +299,26 @@ class ClusterTailGrads(NamedTuple):
     slope: Tensor | None
     near_out: Tensor | None
     near_lse: Tensor | None
+
+
+class WindowScoresCall(NamedTuple):
+    """Score the keys of one box per query, on the key grid or beside it."""
+
+    q: Tensor
+    k: Tensor
+    corner: Tensor  # int32 [B, H, *G, rank], the first place of the box on each axis; it may lie off the grid
+    sides: tuple[int, ...]  # of the box, one per axis
+    scale: float
+
+
+class WindowScores(NamedTuple):
+    """Result of a WindowScoresCall."""
+
+    scores: Tensor  # float32 (float64 for float64) [B, H, *G, prod(sides)], row-major; 0 for places off the grid
+
+
+class WindowScoresGrads(NamedTuple):
+    """Gradients of a WindowScoresCall."""
+
+    q: Tensor
+    k: Tensor

@@ -198,6 +198,40 @@ def _same(name: str, x: Tensor, q: Tensor, like: str = "q", wide: bool = False) 
         raise TypeError(f"{name} must have {want}, got {x.dtype}; use {name}.to({like}.dtype)")
 
 
+def places(q: Tensor, coords: Any) -> None:
+    """coords [B, H, *G, rank], places on the key grid."""
+    _places("coords", coords, q, (*q.shape[:-1], q.ndim - 3), "[B, H, *G, rank]")
+
+
+def flow_coords(q: Tensor, coords: Any) -> None:
+    """coords [B, 2, h, w] of queries [B, 1, h, w, E]."""
+    _places("coords", coords, q, (q.shape[0], 2, *q.shape[2:-1]), "[B, 2, h1, w1]")
+
+
+def _places(name: str, coords: Any, q: Tensor, want: tuple[int, ...], axes: str) -> None:
+    _tensor(name, coords, axes)
+    if coords.dtype not in (torch.float32, torch.float64):
+        hint = "16 bits cannot hold places on a large grid" if coords.is_floating_point() else "places may be fractions"
+        raise TypeError(f"{name} must be float32 or float64, got {coords.dtype}; use {name}.float(): {hint}")
+    if tuple(coords.shape) != want:
+        raise ValueError(f"{name} must be {axes} = {want}, got {tuple(coords.shape)}: one place for every query")
+    if coords.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {coords.device}; use {name}.to(q.device)")
+
+
+def feature_maps(fmap1: Any, fmap2: Any) -> None:
+    """Features [B, E, h1, w1] and [B, E, h2, w2] of two pictures."""
+    for name, x in (("fmap1", fmap1), ("fmap2", fmap2)):
+        _tensor(name, x, "[B, E, h, w]")
+        if x.ndim != 4 or min(x.shape[1:]) < 1:
+            raise ValueError(f"{name} must be [B, E, h, w] with E, h, w >= 1, got {tuple(x.shape)}")
+    if fmap1.shape[:2] != fmap2.shape[:2]:
+        raise ValueError(f"fmap2 must have fmap1's B, E = {tuple(fmap1.shape[:2])}, got {tuple(fmap2.shape[:2])}")
+    if fmap1.dtype not in DTYPES:
+        raise TypeError(f"fmap1 must be float16, bfloat16, float32 or float64, got {fmap1.dtype}; use fmap1.float()")
+    _same("fmap2", fmap2, fmap1, "fmap1")
+
+
 def values(q: Tensor, k: Tensor, v: Any) -> None:
     """v [B, Hk, *G', F] belongs to k."""
     _tensor("v", v, "[B, Hk, *G', F]")
@@ -212,6 +246,14 @@ def order(q: Tensor, k: Tensor, causal: Any) -> None:
         raise ValueError(
             f"causal needs equal grids, got queries {tuple(q.shape[2:-1])} and keys {tuple(k.shape[2:-1])}; "
             "pad the smaller grid and mask the padding with key_mask"
+        )
+
+
+def search_order(method: str, causal: bool) -> None:
+    if causal and method == "tile":
+        raise ValueError(
+            "method must be 'query' or 'auto' under causal order, got 'tile': the queries of a tile share their "
+            "candidates, so later ones would decide what earlier ones attend; pass search=scram.Search(method='query')"
         )
 
 
@@ -296,6 +338,26 @@ def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
         _same(name, x, like, of)
     if pair[0].shape[2] != pair[1].shape[2]:
         raise ValueError(f"k_extra and v_extra must hold as many keys, got {pair[0].shape[2]} and {pair[1].shape[2]}")
+
+
+def extra_mask(q: Tensor, pair: Any, mask: Any, weight: str, score: Any) -> None:
+    """None or bool [B, X], beside extra keys."""
+    if mask is None:
+        return
+    if pair is None:
+        raise ValueError(
+            "extra_mask masks extra keys, and there are none; pass extra=(k_extra, v_extra), or leave it out"
+        )
+    _tensor("extra_mask", mask, "[B, X]")
+    want = (pair[0].shape[0], pair[0].shape[2])
+    if tuple(mask.shape) != want:
+        raise ValueError(f"extra_mask must be [B, X] = {want}, got {tuple(mask.shape)}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"extra_mask must be bool, True = may be attended, got {mask.dtype}; use extra_mask.bool()")
+    if mask.device != q.device:
+        raise ValueError(f"extra_mask must be on the device of q, {q.device}, got {mask.device}; use .to(q.device)")
+    if weight != "softmax" or callable(score):
+        raise ValueError("extra_mask needs weight='softmax' and a score by name; leave masked keys out of extra")
 
 
 def dropout(value: Any) -> None:

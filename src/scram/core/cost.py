@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..settings import Score, Search
 from ..spec.grid import grid_of
-from ..spec.schedule import TILE_QUERIES, method_of, moves, offers, widest
+from ..spec.schedule import TILE_QUERIES, method_of, moves, offers, signs, widest
 from ..spec.scoring import prepare_query
 from . import checks
 from .tails.base import Tail
@@ -31,6 +31,7 @@ def keys_visited(
     radius: Sequence[int],
     tail: Tail,
     score: Score = "dot",
+    causal: bool = False,
     matches: int | None = None,
 ) -> Cost:
     """By the formulas of DESIGN, sections 8 and 14.
@@ -54,13 +55,13 @@ def keys_visited(
     reach = () if search.reach is None else checks.radius(search.reach, len(grid), "reach")
     radius_of_draws = widest(grid, reach, search.random)
     rank = len(grid)
-    if method_of(search, prepare_query(q[:0], score)) == "tile":
+    if method_of(search, prepare_query(q[:0], score), causal) == "tile":
         way = (search.jumps, search.propagate, search.gossip, rank, radius_of_draws)
         offers_by_sweep = [offers(n + 1, *way) for n in range(search.sweeps)]
         # A query scores what all queries of its tile offer.
         looked = kappa + TILE_QUERIES * sum(len(list(sweep)) for sweep in offers_by_sweep)
     else:
-        offered = len(moves(search.propagate, 1)) * 2 * rank * len(search.jumps)
+        offered = len(moves(search.propagate, 1)) * len(signs(causal)) * rank * len(search.jumps)
         looked = kappa * (1 + search.sweeps * (offered + search.gossip + radius_of_draws.bit_length()))
     window = kappa * math.prod(min(2 * b + 1, extent) for b, extent in zip(radius, grid, strict=True))
     window = min(window, keys)  # a key in several windows counts once

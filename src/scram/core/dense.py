@@ -56,6 +56,7 @@ def dense_attention(
     scale: float | None = None,
     score: Score = "dot",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Softmax attention over every allowed key by `F.scaled_dot_product_attention`; arguments as in `scram.attention`.
@@ -70,7 +71,10 @@ def dense_attention(
         checks.order(q, k, causal)
     grid = q.shape[2:-1]
     flat = [x.flatten(2, -2).to(v.dtype) for x in (q, k, v)]
-    extra = None if extra is None else (extra[0].to(v.dtype), extra[1])
+    if extra is not None:
+        extra = extra[0].to(v.dtype), extra[1]
+        if extra_mask is not None:
+            extra = without_masked(extra, extra_mask)
     mask = None
     if key_mask is not None:  # torch multiplies what is masked by 0, and 0 * NaN is NaN
         heads = q.shape[1] if key_mask.ndim == k.ndim - 1 else 1
@@ -84,7 +88,14 @@ def dense_attention(
         causal = False
     if extra is not None:
         flat[1], flat[2] = (torch.cat([x, more], 2) for x, more in zip(flat[1:], extra, strict=True))
-        mask = None if mask is None else F.pad(mask, (0, extra[0].shape[2]), value=True)
+        if extra_mask is not None:
+            if mask is None:
+                mask = torch.ones(1, 1, 1, flat[1].shape[2] - extra_mask.shape[1], dtype=torch.bool, device=q.device)
+            shape = (q.shape[0], *mask.shape[1:-1])
+            more = extra_mask.unsqueeze(1).unsqueeze(1).expand(*shape, -1)
+            mask = torch.cat([mask.expand(*shape, -1), more], -1)
+        elif mask is not None:
+            mask = F.pad(mask, (0, extra[0].shape[2]), value=True)
     if score != "dot":
         flat[:2] = prepare_query(flat[0], score).to(v.dtype), prepare_key(flat[1], score).to(v.dtype)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
@@ -105,12 +116,22 @@ def every_key(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Dense attention with the arguments of `attention`: by torch; a callable score or another weight in chunks."""
     if isinstance(score, str) and weight == "softmax":
         return dense_attention(
-            q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, extra=extra, dropout_p=dropout_p
+            q,
+            k,
+            v,
+            causal=causal,
+            key_mask=key_mask,
+            scale=scale,
+            score=score,
+            extra=extra,
+            extra_mask=extra_mask,
+            dropout_p=dropout_p,
         )
     if dropout_p:
         raise ValueError("dense attention with a callable score takes no dropout; pass dropout_p=0")
@@ -130,23 +151,36 @@ def attend_every_key(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
 ) -> Attended:
     """out [B, H, *G, F] and lse [B, H, *G] over every key and the extra keys, in chunks of queries."""
     attended = exact_attention(q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, weight=weight)
     if extra is None:
         return attended
     checks.extra(q, k, v, extra)
-    more = attend_extra(q.flatten(2, -2), extra, scale, score, weight)
+    more = attend_extra(q.flatten(2, -2), extra, extra_mask, scale=scale, score=score, weight=weight)
     shape = attended.out.shape
     return merge(attended, Attended(more.out.reshape(shape), more.lse.reshape(shape[:-1])))
 
 
+def without_masked(extra: tuple[Tensor, Tensor], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Extra keys and values, zeros where the mask [B, X] is False: 0 * NaN is NaN."""
+    shown = mask.unsqueeze(1).unsqueeze(-1)  # [B, 1, X, 1]
+    return torch.where(shown, extra[0], 0), torch.where(shown, extra[1], 0)
+
+
 def attend_extra(
-    q: Tensor, extra: tuple[Tensor, Tensor], scale: float | None, score: Score, weight: Weight = "softmax"
+    q: Tensor,
+    extra: tuple[Tensor, Tensor],
+    extra_mask: Tensor | None,
+    *,
+    scale: float | None,
+    score: Score,
+    weight: Weight = "softmax",
 ) -> Attended:
-    """Dense attention of queries [B, H, n, E] over the extra keys alone."""
+    """Dense attention of queries [B, H, n, E] over the extra keys alone, those that the mask [B, X] shows."""
     k_extra, v_extra = extra
     if not k_extra.shape[2]:
         out = v_extra.new_zeros(*q.shape[:-1], v_extra.shape[-1])
         return Attended(out, q.new_full(q.shape[:-1], -torch.inf))
-    return exact_attention(q, k_extra, v_extra, scale=scale, score=score, weight=weight)
+    return exact_attention(q, k_extra, v_extra, key_mask=extra_mask, scale=scale, score=score, weight=weight)

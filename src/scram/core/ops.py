@@ -114,7 +114,7 @@ class Operator(Generic[Result]):
         if direct:
             return self._engine(spec.name)(call)  # type: ignore[no-any-return]
         run = self.function.apply if self.grads_type is not None and _compat.transformed() else self.op
-        return self.result_type(*run(*self._fields(call), spec.name))
+        return self.result_type(*_several(run(*self._fields(call), spec.name)))
 
     def _detached(self, call: Any, direct: bool) -> Any:
         """Operators without gradients see constants."""
@@ -141,10 +141,9 @@ class Operator(Generic[Result]):
         given = [tuple(x) if x.__class__ is list else x for x in arguments]
         return self.call_type(**dict(zip(self.names, given, strict=False))), given[len(self.names) :]
 
-    def _compute(self, *arguments: Any) -> tuple[Tensor, ...]:
+    def _compute(self, *arguments: Any) -> tuple[Tensor, ...] | Tensor:
         call, (impl,) = self._call_and_rest(arguments)
-        result: tuple[Tensor, ...] = self._engine(impl)(call)
-        return result
+        return _as_torch(self._engine(impl)(call))
 
     def _compute_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         call, (*rest, impl) = self._call_and_rest(arguments)
@@ -170,9 +169,9 @@ class Operator(Generic[Result]):
     def _direct_backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *self._gradients(ctx, grads)
 
-    def _fake(self, *arguments: Any) -> tuple[Tensor, ...]:
+    def _fake(self, *arguments: Any) -> tuple[Tensor, ...] | Tensor:
         *fields, _ = arguments
-        return tuple(self.shapes(self.call_type(*fields)))
+        return _as_torch(tuple(self.shapes(self.call_type(*fields))))
 
     def _backward_shapes(self, *arguments: Any) -> tuple[Tensor, ...]:
         given = dict(zip(self.names, arguments, strict=False))
@@ -181,7 +180,7 @@ class Operator(Generic[Result]):
 
     def _save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         *fields, impl = inputs
-        self._keep(ctx, self.call_type(*fields), output, impl)
+        self._keep(ctx, self.call_type(*fields), _several(output), impl)
 
     def _keep(self, ctx: Any, call: Any, output: Sequence[Tensor], impl: str) -> None:
         result = self.result_type(*output)
@@ -260,16 +259,26 @@ def _function(name: str, op: Any, save: Any, differentiate: Any) -> Any:
     return type(name, (torch.autograd.Function,), {"generate_vmap_rule": True, **methods})
 
 
+def _several(results: Any) -> Any:
+    """What an operator returns as a sequence: torch hands on a single tensor as it is."""
+    return (results,) if isinstance(results, Tensor) else results
+
+
+def _as_torch(results: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
+    """The reverse of `_several`."""
+    return results if len(results) > 1 else results[0]
+
+
 def _one_by_one(op: Any) -> Any:
     """The vmap rule: sample by sample, so that the noise of each is that of a call of its own."""
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
         def sample(n: int) -> list[Any]:
             return [x.select(d, n) if isinstance(d, int) else x for x, d in zip(arguments, in_dims, strict=True)]
 
-        results = zip(*(op(*sample(n)) for n in range(info.batch_size)), strict=True)
+        results = zip(*(_several(op(*sample(n))) for n in range(info.batch_size)), strict=True)
         stacked = tuple(torch.stack(result) for result in results)
-        return stacked, (0,) * len(stacked)
+        return (stacked, (0,) * len(stacked)) if len(stacked) > 1 else (stacked[0], 0)
 
     return rule
 
@@ -354,6 +363,11 @@ def _cluster_tail_shapes(call: calls.ClusterTailCall) -> tuple[Tensor, ...]:
     return out, call.q.new_empty(shape, dtype=call.centers.dtype)
 
 
+def _window_shapes(call: calls.WindowScoresCall) -> tuple[Tensor, ...]:
+    shape = (*call.q.shape[:-1], math.prod(call.sides))
+    return (call.q.new_empty(shape, dtype=accumulator(call.q.dtype)),)
+
+
 search = Operator("search", calls.SearchCall, calls.Found, _found_shapes)
 attend = Operator("attend", calls.AttendCall, Attended, _attended_shapes, calls.AttendGrads, ("out", "lse"))
 DRAWN = ("offset", "names", "represents")
@@ -367,4 +381,12 @@ route = Operator("route", calls.RouteCall, calls.Routed, _routed_shapes)
 routed_start = Operator("routed_start", calls.RoutedStartCall, calls.Found, _start_shapes)
 cluster_tail = Operator(
     "cluster_tail", calls.ClusterTailCall, Attended, _cluster_tail_shapes, calls.ClusterTailGrads, ("out", "lse")
+)
+window_scores = Operator(
+    "window_scores",
+    calls.WindowScoresCall,
+    calls.WindowScores,
+    _window_shapes,
+    calls.WindowScoresGrads,
+    differentiable=1,
 )

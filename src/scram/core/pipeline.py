@@ -19,7 +19,7 @@ from ..spec.routing import LEAST_WINDOW
 from ..spec.schedule import method_of
 from ..spec.scoring import accumulator, prepare_key, prepare_query
 from . import calls, checks, ops
-from .dense import attend_every_key, every_key
+from .dense import attend_every_key, every_key, without_masked
 from .dtensors import is_dtensor
 from .precision import autocast_device, autocast_inputs
 from .resolve import Request, Resolved, resolve
@@ -94,18 +94,57 @@ def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard
             score=request.score,
             weight=request.weight,
             extra=request.extra,
+            extra_mask=request.extra_mask,
             dropout_p=request.dropout_p,
         )
         attended = Attended(out, _dense_lse(resolved, q, k, v)) if request.needs_lse else None
         return Result(out, attended, None, key_grid, None)
-    inputs = prepare(resolved, q, k, v, shard)
+    inputs = every = prepare(resolved, q, k, v, shard)
+    if request.extra_mask is not None:
+        inputs = every._replace(k_extra=None, v_extra=None)  # they are joined at the end
     seed = _search_seed(resolved, shard)
     tail = resolved.tail.prepare(inputs, seed, request.warm_codebook)
     routed = tail.route(inputs) if request.routes is None else None
     routes = _bits(request, routed)
     searched = _searched(resolved, inputs, seed, tail, routes)
     joined = tail.join(inputs, _index(inputs, resolved, searched, routed), seed, routes)
+    if request.extra_mask is not None:
+        joined = _with_extra(every, joined, request.extra_mask)
     return Result(inputs.rounded(joined.out), joined, searched, key_grid, tail, routes)
+
+
+def _with_extra(inputs: Inputs, joined: Joined, mask: Tensor) -> Attended:
+    """What was joined, and the extra keys that the mask [B, X] shows: each is a cluster of one key, or of none."""
+    inputs = inputs.level()
+    assert inputs.k_extra is not None
+    assert inputs.v_extra is not None
+    wide = accumulator(inputs.v.dtype)
+    k, v = (x.to(wide) for x in without_masked((inputs.k_extra, inputs.v_extra), mask))
+    call = calls.ClusterTailCall(
+        q=inputs.q,
+        k=None,
+        v=None,
+        index=None,
+        label=torch.full(inputs.k.shape[:-1], -1, dtype=torch.int32, device=k.device),
+        order=None,
+        centers=k,
+        values=v,
+        slope=None,
+        sizes=mask.to(torch.int32).unsqueeze(1).repeat(1, k.shape[1], 1),
+        variance=k.new_zeros(*k.shape[:2], k.shape[-1]),
+        spreads=None,
+        routes=None,
+        near_out=joined.out.to(inputs.v.dtype),
+        near_lse=joined.lse,
+        dropout_seed=inputs.draw_dropout_seed(),
+        rows=inputs.rows,
+        radius=inputs.radius,
+        scale=inputs.scale,
+        dropout_p=inputs.dropout_p,
+        extras=0,
+        keys=0,
+    )
+    return ops.cluster_tail(inputs.engine, call)
 
 
 def _dense_lse(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -122,6 +161,7 @@ def _dense_lse(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         score=request.score,
         weight=request.weight,
         extra=extra,
+        extra_mask=request.extra_mask,
     ).lse
 
 
@@ -172,7 +212,6 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
         score=score,
         weight=request.weight,
         dropout_p=request.dropout_p,
-        window=request.window,
         shard=shard,
         dtype=v.dtype,
     )
@@ -259,7 +298,7 @@ def _search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Tensor | No
         warm=warm,
         rows=inputs.rows,
         starts=starts,
-        method=method_of(search, inputs.q),
+        method=method_of(search, inputs.q, inputs.causal),
         matches=search.matches,
         separation=search.separation,
         sweeps=search.sweeps,

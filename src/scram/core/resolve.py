@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from ..engines import EngineSpec, dispatch
-from ..options import WINDOWS, Auto, Impl, Weight, Window
+from ..options import Auto, Impl, Weight
 from ..results import Matches, Routes, check_matches, check_routes
 from ..settings import Score, Search
 from ..spec.schedule import TILE_QUERIES
@@ -54,9 +54,9 @@ class Request(NamedTuple):
     score: Score = "dot"
     weight: Weight = "softmax"
     extra: tuple[Tensor, Tensor] | None = None  # [B, Hk, X, E] and [B, Hk, X, F]
+    extra_mask: Tensor | None = None  # bool [B, X]
     dropout_p: float = 0.0
     warm: Matches | None = None
-    window: Window = "query"
     impl: Impl = "auto"
     matches: Matches | None = None
     routes: Routes | None = None
@@ -214,7 +214,7 @@ def check_start(search: Search | None, tail: Tail) -> None:
 def tail_kind(request: Request) -> Kind:
     """What a tail is checked against."""
     has_extra = request.extra is not None
-    return Kind(request.weight, request.causal, request.score, has_extra, request.dropout_p, request.window)
+    return Kind(request.weight, request.causal, request.score, has_extra, request.dropout_p)
 
 
 def as_search(value: Search | Auto | None, default: Search = Search()) -> Search:  # noqa: B008 - frozen
@@ -236,6 +236,7 @@ def _checked_search(q: Tensor, k: Tensor, request: Request) -> Search | None:
         default = default_tail(q.device.type, request.weight, request.causal, request.score)
         search = default_search(q.device.type, as_tail(request.tail, default, windows=False))
     checks.enough_keys(q, k, search.matches)
+    checks.search_order(search.method, request.causal)
     if search.reach is not None:
         checks.queries_keys(q, k)
         checks.radius(search.reach, q.ndim - 3, "reach")
@@ -276,6 +277,7 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
     simple = (
         request.key_mask is None
         and request.extra is None
+        and request.extra_mask is None
         and request.score.__class__ is str
         and request.radius.__class__ is int
     )
@@ -296,7 +298,6 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
         request.scale,
         request.weight,
         request.dropout_p,
-        request.window,
         request.impl,
         request.is_automatic,
         request.hints,
@@ -318,8 +319,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sea
         checks.values(q, k, v)
         checks.scale(request.scale)
         checks.extra(q, k, v, request.extra)
+        checks.extra_mask(q, request.extra, request.extra_mask, request.weight, request.score)
         checks.dropout(request.dropout_p)
-        checks.one_of("window", request.window, WINDOWS)
     radius = checks.radius(request.radius, q.ndim - 3)
     # A tile search keeps a number of matches that an engine may not take.
     tile_matches = search.matches if search is not None and search.method == "tile" else 0
@@ -329,7 +330,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sea
         radius=radius,
         scale=default_scale(request.scale, q.shape[-1], request.score, request.weight),
         search_engine=dispatch.choose(*choice, tile_matches=tile_matches),
-        engine=dispatch.choose(*choice, window=request.window),
+        engine=dispatch.choose(*choice),
         default_tail=default,
         goes_dense=v is not None and goes_dense(q, k, v, request),
     )
@@ -408,7 +409,8 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
     matches = 0 if resolved.search is None else resolved.search.matches
     memory = queries * matches * 8 * 2 + (0 if tail is None else k.shape[:-1].numel() * 8)
     memory += queries // TILE_QUERIES * (0 if tail is None else tail.keys) * 4
-    visited = keys_visited(q, k, resolved.search, resolved.radius, resolved.tail, resolved.request.score)
+    request = resolved.request
+    visited = keys_visited(q, k, resolved.search, resolved.radius, resolved.tail, request.score, request.causal)
     return Explanation(
         dense=False,
         engine=resolved.engine.name,

@@ -14,7 +14,7 @@ from ..core.pipeline import execute
 from ..core.precision import follows_autocast
 from ..core.resolve import Request
 from ..core.tails.base import Tail
-from ..options import Auto, Impl, Mode, Weight, Window
+from ..options import Auto, Impl, Mode, Weight
 from ..results import Matches
 from ..settings import Score, Search
 from .gather import gather_attention
@@ -48,7 +48,6 @@ def attention(
     dropout_p: float = 0.0,
     matches: Matches | None = None,
     warm: Matches | None = None,
-    window: Window = "query",
     halo: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -64,7 +63,7 @@ def attention(
         mode: "heads", all-to-all: each rank has the whole grid of some heads, where ranks divide the key heads;
             "gather": each rank has all keys; "ring": keys travel from rank to rank, memory falls as 1 / ranks; "auto",
             the first of these that fits, "ring" where keys and values would take more than 4 GiB.
-        search, radius, scale, score, weight, window, impl: as in `scram.attention`, `search` None among them.
+        search, radius, scale, score, weight, impl: as in `scram.attention`, `search` None among them.
         tail: as there; a codebook, of the whole key grid and the same on all ranks, in mode "gather" only. In mode
             "ring" each rank makes `count` / sqrt(ranks) clusters of its own keys, and a tile attends `keys` /
             sqrt(ranks) of each rank's keys one by one. Tiles of 64 queries begin at the first row of a shard: they are
@@ -95,7 +94,6 @@ def attention(
         extra=extra,
         dropout_p=dropout_p,
         warm=warm,
-        window=window,
         impl=impl,
         matches=matches,
     )

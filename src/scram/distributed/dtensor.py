@@ -197,7 +197,7 @@ class _Local:
     def _part(self, name: str, x: Tensor, by_keys: bool) -> Tensor:
         """This rank's part of x [B, H or Hk, ..], or of a mask [B, *G'] without heads."""
         held = self.held
-        axes = x.ndim - self.rank if name == "key_mask" else 2
+        axes = 1 if name == "extra_mask" else x.ndim - self.rank if name == "key_mask" else 2
         plainly = axes == 2 and not (held.split or held.empty)
         if plainly and isinstance(x, DTensor) and x.placements == held.placements and x.device_mesh == held.mesh:
             local: Tensor = x.to_local()

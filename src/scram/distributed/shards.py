@@ -76,7 +76,7 @@ class Call:
         settings = [search, self.tail.of_part(None), score]
         if self.codebook is not None:
             settings += [settings_of(self.codebook), self.codebook.slope is None]
-        options = (request.radius, request.causal, request.scale, request.weight, request.window, request.impl)
+        options = (request.radius, request.causal, request.scale, request.weight, request.impl)
         kappa = 0 if request.warm is None else request.warm.index.shape[-1]
         given = (request.matches is None, request.extra is None, request.dropout_p, kappa)
         return crc32(repr((settings, options, given, self.halo, self.given.is_automatic)).encode())

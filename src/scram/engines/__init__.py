@@ -59,6 +59,10 @@ class Engine(Protocol):
     def cluster_tail_backward(
         self, call: calls.ClusterTailCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor, /
     ) -> calls.ClusterTailGrads: ...
+    def window_scores(self, call: calls.WindowScoresCall, /) -> calls.WindowScores: ...
+    def window_scores_backward(
+        self, call: calls.WindowScoresCall, grad_scores: Tensor, /
+    ) -> calls.WindowScoresGrads: ...
     def clear_caches(self) -> None: ...
 
 
@@ -69,7 +73,6 @@ class Needs(NamedTuple):
     dtype: torch.dtype
     callable_score: bool = False
     explicit: bool = False  # the engine was named, not chosen by "auto"
-    window: str = "query"
     tile_matches: int = 0  # matches of a tile search, 0 for any other call
 
 
@@ -85,7 +88,6 @@ class EngineSpec:
     package: str | None  # that must be installed
     devices: tuple[str, ...] | None  # None: any
     dtypes: tuple[torch.dtype, ...]
-    windows: tuple[str, ...] = ("query", "tile")
     callable_scores: bool = False
     most_tile_matches: int | None = None  # None: any number, 0: it has no tile search
     wide_inputs: bool = False  # takes float32 and float64 only
@@ -106,8 +108,6 @@ class EngineSpec:
             why.append(f"it runs on {names} tensors, these are on {device}")
         if needs.dtype not in self.dtypes:
             why.append(f"it does not take {needs.dtype}; the reference does".replace("torch.", ""))
-        if needs.window not in self.windows:
-            why.append(f"it does not take window={needs.window!r}; the reference does, on any device")
         if self.most_tile_matches == 0 and needs.tile_matches:
             why.append("it has no tile search; the reference does, on any device")
         elif self.most_tile_matches is not None and needs.tile_matches > self.most_tile_matches:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from ..core import checks
-from ..options import IMPLS, Impl, Window
+from ..options import IMPLS, Impl
 from ..settings import Score
 from . import Engine, EngineSpec, Needs, cpu, gpu, reference
 from .reference import engine as _reference
@@ -31,7 +31,6 @@ def choose(
     device: torch.device,
     dtype: torch.dtype,
     score: Score = "dot",
-    window: Window = "query",
     tile_matches: int = 0,
 ) -> EngineSpec:
     """The engine of that name, or for "auto" the first that can run; an error with every reason otherwise.
@@ -40,7 +39,7 @@ def choose(
     'reference'
     """
     checks.one_of("impl", impl, IMPLS)
-    needs = Needs(device, dtype, callable(score), impl != "auto", window, tile_matches)
+    needs = Needs(device, dtype, callable(score), impl != "auto", tile_matches)
     reasons = {}
     for name, spec in ENGINES.items():
         if impl in ("auto", name):

@@ -15,7 +15,7 @@ from ..core.layout_hints import warn_about_tokens
 from ..core.pipeline import execute
 from ..core.resolve import Request
 from ..core.tails.base import Kind, Tail
-from ..options import Auto, Impl, Window
+from ..options import Auto, Impl
 from ..results import Matches
 from ..settings import Score, Search
 from ..spec.scoring import check_score
@@ -35,13 +35,13 @@ class GridAttention(Searching):
         batch_first: True; there is no other order.
         search: how to look for keys; "auto" as in `scram.attention`. None attends densely, with the same weights, to
             compare or to train; beside tail=`Clusters` or a `Codebook` it is these alone: no search and no windows.
-        radius, causal, scale, score, window: as in `scram.attention`.
+        radius, causal, scale, score: as in `scram.attention`.
         keep_matches: in evaluation mode each call starts from the matches and clusters of the call before, where the
             shapes agree (video frames, denoising steps). They are not part of the state dict; `reset()` forgets them.
         warm_search: settings for calls that start from matches, such as fewer sweeps; None: those of `search`.
         tail: what stands for the keys outside the windows, as in `scram.attention`: of `Clusters` some keys one by one
             (routed keys), all others by their clusters. `Snis` and `MetropolisHastings` too (`scram.estimate`), without
-            dropout and window="tile".
+            dropout.
         impl: as in `scram.attention`.
 
     >>> _ = torch.manual_seed(0)
@@ -71,7 +71,6 @@ class GridAttention(Searching):
         keep_matches: bool = False,
         warm_search: Search | None = None,
         tail: Tail | Auto | None = "auto",
-        window: Window = "query",
         impl: Impl = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -82,14 +81,13 @@ class GridAttention(Searching):
             radius=radius,
             keep_matches=keep_matches,
             tail=tail,
-            window=window,
             impl=impl,
         )
         fits.layout(embed_dim, num_heads, batch_first)
         checks.dropout(dropout)
         checks.scale(scale)
         check_score(score)
-        fits.tail(tail, search, Kind("softmax", causal, score, extra=False, dropout_p=dropout, window=window))
+        fits.tail(tail, search, Kind("softmax", causal, score, extra=False, dropout_p=dropout))
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout
@@ -271,6 +269,6 @@ class GridAttention(Searching):
         return torch.cat([k.to(dtype) for k in keys], 2), torch.cat([v.to(dtype) for v in values], 2)
 
     def extra_repr(self) -> str:
-        looked = f"radius={self.radius}, window={self.window!r}, search={self.search}, tail={self.tail}"
+        looked = f"radius={self.radius}, search={self.search}, tail={self.tail}"
         looked = "dense" if self.is_dense else looked
         return f"{self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}, {looked}"

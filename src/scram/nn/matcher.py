@@ -108,7 +108,6 @@ class Matcher(Searching):
             radius=radius,
             keep_matches=keep_matches,
             tail=None,
-            window="query",
             impl=impl,
         )
         checks.scale(scale)

@@ -12,7 +12,7 @@ from ..core import checks
 from ..core.checks import explains
 from ..core.resolve import Request, as_search
 from ..core.tails.base import Tail
-from ..options import Auto, Form, Impl, Weight, Window
+from ..options import Auto, Form, Impl, Weight
 from ..results import Matches
 from ..settings import Search
 from . import validate as fits
@@ -35,7 +35,7 @@ class NonLocalBlock(Searching):
         form: "embedded_gaussian", exp(theta.phi); "gaussian", exp(x.x); "dot_product", theta.phi; "concatenation",
             relu(w.[theta, phi]).
         norm: batch normalization after the last convolution.
-        search, radius, keep_matches, warm_search, tail, window, impl: as in `GridAttention`; the tail is for the forms
+        search, radius, keep_matches, warm_search, tail, impl: as in `GridAttention`; the tail is for the forms
             with softmax.
 
     >>> x = torch.randn(2, 16, 12, 12)
@@ -59,7 +59,6 @@ class NonLocalBlock(Searching):
         keep_matches: bool = False,
         warm_search: Search | None = None,
         tail: Tail | Auto | None = "auto",
-        window: Window = "query",
         impl: Impl = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -71,7 +70,6 @@ class NonLocalBlock(Searching):
             radius=radius,
             keep_matches=keep_matches,
             tail=tail,
-            window=window,
             impl=impl,
         )
         self.channels = checks.whole("channels", channels, 1)
@@ -126,6 +124,4 @@ class NonLocalBlock(Searching):
         return x.movedim(1, -1).unsqueeze(1)
 
     def extra_repr(self) -> str:
-        return (
-            f"form={self.form!r}, radius={self.radius}, window={self.window!r}, search={self.search}, tail={self.tail}"
-        )
+        return f"form={self.form!r}, radius={self.radius}, search={self.search}, tail={self.tail}"

@@ -12,7 +12,7 @@ from ..core.pipeline import Result, execute
 from ..core.resolve import Request, as_search
 from ..core.tails.base import Tail
 from ..core.tails.clusters import Codebook
-from ..options import IMPLS, WINDOWS, Auto, Impl, Window
+from ..options import IMPLS, Auto, Impl
 from ..results import Matches
 from ..settings import Search
 from ..spec.scoring import accumulator
@@ -22,7 +22,7 @@ class Searching(nn.Module):
     """A module that searches.
 
     Args:
-        search, radius, tail, window, impl: as in `scram.attention`; `search` None for dense attention, or beside
+        search, radius, tail, impl: as in `scram.attention`; `search` None for dense attention, or beside
             `Clusters` or a `Codebook` for these alone.
         warm_search: settings for calls that start from matches; None: those of `search`.
         keep_matches: whether a call in evaluation mode starts from the matches and clusters of the call before.
@@ -39,7 +39,6 @@ class Searching(nn.Module):
         radius: int | Sequence[int],
         keep_matches: bool,
         tail: Tail | Auto | None,
-        window: Window,
         impl: Impl,
     ) -> None:
         super().__init__()
@@ -53,7 +52,6 @@ class Searching(nn.Module):
         self.radius = radius
         self.tail = tail
         self.impl = checks.one_of("impl", impl, IMPLS)
-        self.window = checks.one_of("window", window, WINDOWS)
         self.keep_matches = checks.flag("keep_matches", keep_matches)
         self.register_buffer("kept_index", None, persistent=False)
         self.register_buffer("kept_score", None, persistent=False)
@@ -86,7 +84,6 @@ class Searching(nn.Module):
         request = request._replace(
             tail=self.tail,
             radius=self.radius,
-            window=self.window,
             warm_codebook=self._kept_codebook(k, v),
         )
         result = execute(pipeline.run, q, k, v, request)

@@ -18,7 +18,7 @@ from ..core.pipeline import execute
 from ..core.resolve import Request
 from ..core.statistics import CONFIDENCE
 from ..core.tails.base import NO_TAIL, Tail, as_tail, tails_by_name
-from ..options import IMPLS, WINDOWS, Impl, Window
+from ..options import IMPLS, Impl
 from ..settings import Score, Search
 from ..spec.scoring import check_score
 from . import modes
@@ -29,8 +29,10 @@ from .truth import Errors, Truth
 
 VERSION = 1  # of the JSON
 LEAST_SPEEDUP = 1.1  # over dense attention: what saves less is not chosen
-CALL_ARGUMENTS = ("causal", "key_mask", "scale", "score", "weight", "extra", "dropout_p", "warm", "impl")
-GIVEN = ("key_mask", "extra")  # tensors that a plan may have been measured with
+CALL_ARGUMENTS = (
+    *("causal", "key_mask", "scale", "score", "weight", "extra", "extra_mask", "dropout_p", "warm", "impl"),
+)
+GIVEN = ("key_mask", "extra", "extra_mask")  # tensors that a plan may have been measured with
 INFINITE = ("inf", "-inf", "nan")  # numbers that JSON has as strings
 DENSE = "torch.nn.functional.scaled_dot_product_attention(q.flatten(2, -2), {}{}).unflatten(2, q.shape[2:-1])"
 GRID_KEYS = "k.flatten(2, -2), v.flatten(2, -2)"
@@ -54,7 +56,6 @@ class Setting:
     search: Search | None = None
     tail: Tail | None = None
     radius: int | tuple[int, ...] = 1
-    window: Window = "query"
 
     def __post_init__(self) -> None:
         if self.search is not None:
@@ -69,7 +70,6 @@ class Setting:
             object.__setattr__(self, "radius", checks.radius(self.radius, len(self.radius)))
         else:
             object.__setattr__(self, "radius", checks.radius(self.radius, 1)[0])
-        checks.one_of("window", self.window, WINDOWS)
 
     @property
     def dense(self) -> bool:
@@ -79,17 +79,17 @@ class Setting:
     @property
     def arguments(self) -> dict[str, Any]:
         """What `attention` is given."""
-        return {"search": self.search, "tail": self.tail, "radius": self.radius, "window": self.window}
+        return {"search": self.search, "tail": self.tail, "radius": self.radius}
 
     def applied_to(self, request: Request) -> Request:
         """The request with what the setting chooses."""
-        return request._replace(search=self.search, tail=self.tail, radius=self.radius, window=self.window)
+        return request._replace(search=self.search, tail=self.tail, radius=self.radius)
 
     def code(self, tensors: Sequence[str] = (), grouped: bool = False, **arguments: Any) -> str:
         """A line of Python that does it.
 
         Args:
-            tensors: which of key_mask and extra the call has.
+            tensors: which of key_mask, extra and extra_mask the call has.
             grouped: whether there are fewer key heads than query heads.
             arguments: the others.
 
@@ -109,7 +109,6 @@ class Setting:
             return DENSE.format(ALL_KEYS if "extra" in tensors else GRID_KEYS, _listed(**options))
         own = _listed(search=self.search, tail=self.tail)
         own += "" if self.radius == 1 else _listed(radius=self.radius)
-        own += "" if self.window == "query" else _listed(window=self.window)
         return f"scram.attention(q, k, v{own}{_listed(**options)}{passed})"
 
     def __str__(self) -> str:
@@ -191,7 +190,7 @@ class Plan:
         seed: of the sample, and in the settings.
         confidence: of each interval, so that all together hold with 95 %.
         tensors: what it was measured on, in words.
-        given: which of key_mask and extra the call had; calls of the plan pass their own.
+        given: which of key_mask, extra and extra_mask the call had; calls of the plan pass their own.
         grouped: whether there were fewer key heads than query heads.
         split: the share of the queries whose weight two separate places share, in the head where it is largest.
         busy: whether other programs took the cores while it was measured. `check` measures it again then.
@@ -286,8 +285,8 @@ class Plan:
 
         Args:
             q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
-            arguments: key_mask, extra, dropout_p, warm, and others than the plan's causal, scale, score, impl, as in
-                `attention`. Search, tail, radius and window are the plan's.
+            arguments: key_mask, extra, extra_mask, dropout_p, warm, and others than the plan's causal, scale, score,
+                impl, as in `attention`. Search, tail, radius and window are the plan's.
 
         Returns:
             out [B, H, *G, F].
@@ -320,7 +319,7 @@ class Plan:
             arguments: as in a call of the plan.
         """
         checks.finite_but_for_masked(q, k, v, arguments.get("key_mask"))
-        names = ("causal", "key_mask", "scale", "score", "extra")
+        names = ("causal", "key_mask", "scale", "score", "extra", "extra_mask")
         given = {"causal": self.causal, "scale": self.scale, "score": self.score, **arguments}
         with torch.no_grad():
             out = self(q, k, v, **arguments)
@@ -496,7 +495,7 @@ def _setting_dict(setting: Setting) -> files.Json:
         return {"kind": type(value).__name__} | {x.name: getattr(value, x.name) for x in fields(value) if x.init}
 
     return {
-        **asdict(Setting(radius=setting.radius, window=setting.window)),
+        **asdict(Setting(radius=setting.radius)),
         "dense": setting.dense,
         "search": settings(setting.search),
         "tail": settings(setting.tail),
@@ -534,7 +533,6 @@ def _rung(data: files.Json) -> Rung:
         search=None if search is None else Search(**search),
         tail=None if kind is None or tail is None else kind(**tail),
         radius=stored["radius"],
-        window=stored["window"],
     )
     if setting.dense is not stored["dense"]:
         raise ValueError(f"dense must say whether there is neither a search nor a tail, got {stored['dense']!r}")

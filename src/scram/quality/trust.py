@@ -273,7 +273,7 @@ def trust(
             "grouped": q.shape[1] != k.shape[1],
             "tensors": [name for name, x in (("key_mask", key_mask), ("extra", extra)) if x is not None],
         },
-        cost=keys_visited(q, k, settings, window, resolved.tail, score, kappa),
+        cost=keys_visited(q, k, settings, window, resolved.tail, score, causal, kappa),
     )
     if summary.verdict == "dense" and _least(summary.recall.value) < LEAST_RECALL:
         return replace(summary, better=run.with_more_sweeps(summary, truth))

@@ -21,12 +21,12 @@ from ..core.resolve import Request, default_search, default_tail, resolve
 from ..core.statistics import queries_needed, shared
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
-from ..options import Impl, Window
+from ..options import Impl
 from ..settings import Score, Search
 from ..spec.grid import grid_of
 from . import modes, timing
 from .baseline import Baseline, dense_baseline, yardstick
-from .plan import LEAST_SPEEDUP, Plan, Rung, Setting
+from .plan import GIVEN, LEAST_SPEEDUP, Plan, Rung, Setting
 from .timing import Believed, believed
 from .truth import SHARE, Errors, Truth
 
@@ -55,7 +55,7 @@ def tune(
     scale: float | None = None,
     score: Score = "dot",
     extra: tuple[Tensor, Tensor] | None = None,
-    window: Window = "query",
+    extra_mask: Tensor | None = None,
     impl: Impl = "auto",
     num_queries: int = NUM_QUERIES,
     seed: int = 0,
@@ -76,7 +76,8 @@ def tune(
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
         error: the budget; 0 leaves dense attention.
-        radius, causal, key_mask, scale, score, extra, window, impl: as in `attention`; softmax and no dropout.
+        radius, causal, key_mask, scale, score, extra, extra_mask, impl: as in `attention`; softmax and no
+            dropout.
         num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
             keeps the budget; all of them where there are not more.
         seed: of the sample, of the searches and of the clusters; the plan keeps it.
@@ -99,7 +100,7 @@ def tune(
         scale=scale,
         score=score,
         extra=extra,
-        window=window,
+        extra_mask=extra_mask,
         impl=impl,
     )
     radii = resolve(q, k, v, request).radius
@@ -108,7 +109,7 @@ def tune(
     checks.finite_but_for_masked(q, k, v, key_mask)
     checks.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
     num_queries = checks.whole("num_queries", num_queries, 1)
-    settings = ladder(q, k, radius=radii, causal=causal, score=score, window=window, seed=seed)
+    settings = ladder(q, k, radius=radii, causal=causal, score=score, seed=seed)
     climb = _Climb(
         q,
         k,
@@ -145,7 +146,7 @@ def tune(
         seed=seed,
         confidence=climb.confidence,
         tensors=f"{shapes} on {q.device.type}",
-        given=tuple(name for name in ("key_mask", "extra") if getattr(request, name) is not None),
+        given=tuple(name for name in GIVEN if getattr(request, name) is not None),
         grouped=q.shape[1] != k.shape[1],
         busy=climb.beside.busy,
         split=modes.split_share(q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=scale, score=score),
@@ -159,7 +160,6 @@ def ladder(
     radius: tuple[int, ...],
     causal: bool = False,
     score: Score = "dot",
-    window: Window = "query",
     seed: int = 0,
 ) -> list[Setting]:
     """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
@@ -168,7 +168,7 @@ def ladder(
     keys = math.prod(grid_of(k))
     one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
     pairs: list[tuple[Search | None, Tail | None]] = [(one, None)]
-    if isinstance(family, Clusters) and window == "query":
+    if isinstance(family, Clusters):
         tails = [replace(family, count=count, keys=budget, seed=seed) for count, budget in TAILS]
         few, several = (replace(search, sweeps=default_search(device, family).sweeps) for search in (one, four))
         _, small, middle, large = tails
@@ -181,7 +181,7 @@ def ladder(
         pairs += [(four, None), (many, None)]
     flat: int | tuple[int, ...] = radius[0] if len(set(radius)) == 1 else radius
     pairs = [(search, tail) for search, tail in pairs if tail is None or tail.visited(1, keys) < keys]
-    return [Setting(search, tail, flat, window) for search, tail in pairs]
+    return [Setting(search, tail, flat) for search, tail in pairs]
 
 
 class _Climb:
@@ -227,6 +227,7 @@ class _Climb:
             scale=self.request.scale,
             score=self.request.score,
             extra=self.request.extra,
+            extra_mask=self.request.extra_mask,
         )
 
     def sampled(self, num_queries: int) -> Truth:
@@ -241,6 +242,7 @@ class _Climb:
             scale=self.request.scale,
             score=self.request.score,
             extra=self.request.extra,
+            extra_mask=self.request.extra_mask,
             num_queries=num_queries,
             seed=self.seed,
         )
@@ -250,7 +252,9 @@ class _Climb:
         q, k, _ = self.tensors
         radius = checks.radius(setting.radius, q.ndim - 3)
         work = Work.of(setting)
-        keys = keys_visited(q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.request.score).tail
+        keys = keys_visited(
+            q, k, setting.search, radius, as_tail(setting.tail, NO_TAIL), self.request.score, self.request.causal
+        ).tail
         if why := self._too_many(keys) or self._why_not(work):
             return Rung(setting, keys, note=f"not tried: {why}")
         (seconds, steady), out = self._run(setting)

@@ -74,26 +74,6 @@ def window(radius: Sequence[int], device: torch.device) -> list[Tensor]:
     return [mesh.reshape(-1) for mesh in torch.meshgrid(*steps, indexing="ij")]
 
 
-def in_windows(match: Tensor, place: Sequence[Tensor], key_grid: Grid, radius: Sequence[int]) -> Tensor:
-    """Which keys lie in the windows of matches: int64 [n, kappa] -> bool [n, M]; `place`: coordinates of all keys."""
-    keys = len(place[0])
-    covered = torch.zeros(len(match), keys, dtype=torch.bool, device=match.device)
-    for one in match.unbind(1):
-        exists = ((one >= 0) & (one < keys)).unsqueeze(1)  # [n, 1]
-        center = [c.unsqueeze(1) for c in coordinates(one, key_grid)]  # [n, 1] each
-        covered |= within(place, center, radius) & exists
-    return covered
-
-
-def cell_sides(radius: Sequence[int], key_grid: Grid) -> Grid:
-    """Sides of the cells in which a tile attends: a window of that radius touches two of them on an axis at most.
-
-    >>> cell_sides((0, 1, 9), (7, 7, 7))
-    (1, 2, 7)
-    """
-    return tuple(max(1, min(2 * b, extent)) for b, extent in zip(radius, key_grid, strict=True))
-
-
 def key_row(row: Tensor, heads: int, key_heads: int) -> Tensor:
     """The row of k that serves each row of q (grouped heads: query head h reads key head h // (H / Hk))."""
     return (row // heads) * key_heads + (row % heads) // (heads // key_heads)

@@ -55,6 +55,15 @@ def moves(propagate: str, sweep: int) -> tuple[int, ...]:
     return tuple(MOVES[kind] for kind in PROPAGATE[propagate][sweep % 2])
 
 
+def signs(causal: bool) -> tuple[int, ...]:
+    """On which sides of an axis a query reads neighbors; under causal order only those that come before it.
+
+    >>> signs(False), signs(True)
+    ((-1, 1), (-1,))
+    """
+    return (-1,) if causal else (-1, 1)
+
+
 def widest(key_grid: tuple[int, ...], reach: tuple[int, ...], random: bool) -> int:
     """The largest radius of random search, halved down to 1; 0: there is none.
 
@@ -64,15 +73,17 @@ def widest(key_grid: tuple[int, ...], reach: tuple[int, ...], random: bool) -> i
     return min(max(key_grid), max(reach, default=max(key_grid))) if random else 0
 
 
-def method_of(search: Search, q: Tensor) -> Method:
+def method_of(search: Search, q: Tensor, causal: bool) -> Method:
     """The method of a search, with "auto" replaced by what is best for queries like q [..., E], as measured.
 
     That is "tile" where matrix units pay off: on CUDA, 16 features of 16 bits or more, 32 of 32 bits, and up to 32
-    matches.
+    matches. Under causal order it is "query": the queries of a tile share their candidates.
 
-    >>> method_of(Search(), torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16))
+    >>> method_of(Search(), torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16), causal=False)
     'query'
     """
+    if causal:
+        return "query"
     if search.method != "auto":
         return search.method
     least = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}.get(q.dtype)

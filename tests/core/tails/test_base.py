@@ -36,7 +36,7 @@ def test_the_list_is_the_same_whatever_was_used_before():
 def test_every_tail_defines_the_protocol(tail):
     assert isinstance(tail.describe(), str)
     assert 0 <= tail.visited(42, 42) <= 42
-    tail.check(Kind("softmax", False, "dot", extra=False, dropout_p=0.0, window="query"))
+    tail.check(Kind("softmax", False, "dot", extra=False, dropout_p=0.0))
     part = tail.of_part(3)
     assert type(part) is type(tail)
     assert not hasattr(tail, "seed") or not tail.joins_windows or int(part.seed_tensor) == 3
@@ -46,7 +46,7 @@ def test_every_tail_defines_the_protocol(tail):
 @pytest.mark.parametrize("tail", TAILS[1:], ids=named)
 def test_a_tail_is_for_softmax(tail):
     with pytest.raises(ValueError, match="weight='softmax'"):
-        tail.check(Kind("mean", False, "dot", extra=False, dropout_p=0.0, window="query"))
+        tail.check(Kind("mean", False, "dot", extra=False, dropout_p=0.0))
 
 
 @pytest.mark.parametrize("tail", TAILS, ids=named)

@@ -472,9 +472,3 @@ def test_terms_that_are_off_are_not_in_the_codebook():
     l2 = scram.cluster(q, k, v, clusters=scram.Clusters(count=9), score="l2", impl="reference")
     assert not l2.second_order  # its features hold |k|^2: their variances say too much
     assert l2.slope.shape == (1, 2, 10, 3)
-
-
-def test_windows_of_tiles_are_refused_beside_clusters():
-    q, k, v = tensors()
-    with pytest.raises(ValueError, match="clusters of keys need window='query'"):
-        scram.attention(q, k, v, tail=scram.Clusters(), window="tile")

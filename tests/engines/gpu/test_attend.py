@@ -52,17 +52,15 @@ def test_repeatable_gradients_of_a_key_that_all_queries_want(repeatable, monkeyp
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("window", ["query", "tile"])
-def test_repeatable_gradients_of_extra_keys_add_up_over_programs(window, repeatable):
-    case = named("extra and a masked row", grid=(9, 9), key_grid=(4, 4), sweeps=1, window=window)
+def test_repeatable_gradients_of_extra_keys_add_up_over_programs(repeatable):
+    case = named("extra and a masked row", grid=(9, 9), key_grid=(4, 4), sweeps=1)
     assert_attended_as_near_float64(case, make_tensors(case), "triton")
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("window", ["query", "tile"])
-def test_no_extra_keys_at_all_with_repeatable_gradients(window, repeatable):
+def test_no_extra_keys_at_all_with_repeatable_gradients(repeatable):
     q = torch.randn(1, 1, 140, 4, requires_grad=True)  # several programs
     found = scram.search(q, q, search=scram.Search(sweeps=0, seed=0), impl="triton")
     none = torch.zeros(1, 1, 0, 4, requires_grad=True)
-    out = scram.attend(q, q, q, found, extra=(none, none), window=window, impl="triton").out
+    out = scram.attend(q, q, q, found, extra=(none, none), impl="triton").out
     assert torch.autograd.grad(out.sum(), none)[0].shape == none.shape

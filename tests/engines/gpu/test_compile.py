@@ -181,10 +181,10 @@ TILES = [
     Case("one match", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=1, method="tile"),
     Case("several matches", grid=(2, 3, 4), width=20, dtype=torch.float16, kappa=5, separation=2, method="tile"),
     Case("many matches", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=32, separation=1, method="tile"),
-    Case("float32", grid=(9,), width=3, kappa=3, causal=True, mask="batch", warm=2, method="tile"),
+    Case("float32", grid=(9,), width=3, kappa=3, mask="batch", warm=2, method="tile"),
     Case("reach", grid=(4, 5), width=64, dtype=torch.bfloat16, kappa=1, warm=2, reach=2, method="tile"),
     Case("reach, several", grid=(2, 3, 4), width=20, kappa=3, mask="batch", reach=(0, 1, 2), method="tile"),
-    Case("wide", grid=(2, 2, 2, 2), width=300, dtype=torch.bfloat16, kappa=1, mask="head", causal=True, method="tile"),
+    Case("wide", grid=(2, 2, 2, 2), width=300, dtype=torch.bfloat16, kappa=1, mask="head", method="tile"),
 ]
 
 
@@ -229,67 +229,28 @@ def test_the_public_way_compiles_where_numbers_are_1(method, specialised):
 
 
 @pytest.mark.parametrize("repeatable", [False, True])
-@pytest.mark.parametrize("window", ["query", "tile"])
-def test_the_public_way_compiles_attention_where_numbers_are_1(window, repeatable, specialised, monkeypatch):
-    case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, extra=1, mask="batch", window=window)
+def test_the_public_way_compiles_attention_where_numbers_are_1(repeatable, specialised, monkeypatch):
+    case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, extra=1, mask="batch")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
     monkeypatch.setattr(query_collect, "LEAST_SHARE", 1)
     tensors = make_tensors(case)
     leaves = tensors.leaves(case.dtype)
     gradients(run_attend(case, tensors, leaves, "triton"), leaves)
-    collects = {"query": {"share_kernel", "collect_kernel"}, "tile": {"tile_collect_kernel"}}[window]
+    collects = {"share_kernel", "collect_kernel"}
     assert collects <= specialised if repeatable else not collects & specialised
 
 
 @pytest.mark.parametrize(
-    ("method", "window"),
-    [(HYBRID, "query"), (HYBRID, "tile"), (SNIS, "query"), (WALKS, "query")],
-    ids=["DrawnKeys", "DrawnKeys-tile", "Snis", "MetropolisHastings"],
+    "method",
+    [HYBRID, SNIS, WALKS],
+    ids=["DrawnKeys", "Snis", "MetropolisHastings"],
 )
-def test_the_public_way_compiles_estimators_where_numbers_are_1(method, window, specialised):
-    case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, mask="batch", window=window)
+def test_the_public_way_compiles_estimators_where_numbers_are_1(method, specialised):
+    case = Case("1", grid=(1, 1), heads=1, batch=1, kappa=1, radius=1, mask="batch")
     one = Estimated(case, replace(method, samples=1))
     leaves = (tensors := tensors_of(one)).leaves(case.dtype)
     torch.autograd.grad(run_estimate(one, tensors, leaves, "triton").out.sum(), leaves)
     assert {"queries_kernel", "visit_backward_kernel"} & specialised
-
-
-TILE_ATTEND = [
-    Case("half", width=32, value_width=32, dtype=torch.bfloat16, kappa=1),
-    Case("exact", grid=(9,), width=5, causal=True, mask="batch", extra=1, dropout_p=0.5),
-    Case("other weights", grid=(2, 3, 4), width=16, dtype=torch.float16, weight="mean", radius=3, kappa=17),
-    Case("wide", grid=(2, 2, 2, 2), width=70, value_width=20, dtype=torch.float16, causal=True, mask="head"),
-]
-
-
-@pytest.mark.parametrize(("number", "architecture"), [(0, 80), (1, 90), (2, 80), (3, 90)])
-def test_attention_of_tiles_compiles(number, architecture, monkeypatch):
-    compiled, case = [], replace(TILE_ATTEND[number], window="tile")
-
-    def compile_only(self, *arguments):
-        compiled.append((self.kernel.fn.__name__, self.flags["num_warps"]))
-        _compile(self.kernel, arguments, self.flags, architecture)
-
-    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
-    monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
-    tensors = make_tensors(case)
-    for repeatable in (False, True) if number == 0 else (number == 2,):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
-        leaves = tensors.leaves(case.dtype)
-        gradients(run_attend(case, tensors, leaves, "triton"), leaves)
-    exact = number in (1, 2)  # not the matrix unit's 16 bits
-    rows = {
-        "tile_attend_kernel": block_sizes.TILE_FORWARD_EXACT if exact else block_sizes.TILE_FORWARD,
-        "tile_backward_kernel": block_sizes.TILE_BACKWARD_EXACT if exact else block_sizes.TILE_BACKWARD,
-        "tile_collect_kernel": block_sizes.TILE_COLLECT_EXACT if exact else block_sizes.TILE_COLLECT,
-    }
-    if number in (1, 3):
-        del rows["tile_collect_kernel"]
-    wanted = {(name, warps) for name, (_, warps, _) in rows.items()}
-    wanted |= {("cells_kernel", block_sizes.LIST_WARPS)} | (
-        {("corner_kernel", block_sizes.LIST_WARPS)} if number == 2 else set()
-    )
-    assert set(compiled) == wanted
 
 
 WITH_ROWS = {
@@ -394,16 +355,11 @@ ESTIMATED = [
         "tail",
     ),
     (Estimated(Case("dropout, exact", width=5, value_width=20, dropout_p=0.5), CELLS), "tail"),
-    (
-        Estimated(Case("tiles", width=16, dtype=torch.float16, causal=True, dropout_p=0.5, window="tile"), HYBRID),
-        "tail",
-    ),
-    (Estimated(Case("tiles, exact", grid=(2, 3, 4), width=5, mask="batch", radius=3, window="tile"), CELLS), "tail"),
+    (Estimated(Case("wide windows", grid=(2, 3, 4), width=5, mask="batch", radius=3), CELLS), "tail"),
     (Estimated(Case("rank 3", grid=(2, 2, 2), width=64, dtype=torch.float16, mask="batch", causal=True), SNIS), "draw"),
     (Estimated(Case("rank 2", width=32, value_width=32, mask="batch", causal=True), WALKS), "walk"),
 ]
-WINDOWS = {"attend_kernel", "backward_kernel", "share_kernel", "collect_kernel", "cells_kernel", "corner_kernel"}
-WINDOWS |= {"tile_attend_kernel", "tile_backward_kernel", "tile_collect_kernel"}
+WINDOWS = {"attend_kernel", "backward_kernel", "share_kernel", "collect_kernel"}
 
 
 @pytest.mark.parametrize(("one", "first"), ESTIMATED, ids=str)
@@ -432,7 +388,6 @@ def test_estimators_compile(one, first, monkeypatch):
         if first == "tail"
         else {"visit_kernel", "visit_backward_kernel"}
     )
-    wanted |= {"tile_attended_kernel"} if one.case.window == "tile" else set()
     assert compiled == wanted | {f"{first}_kernel"}
 
 
@@ -522,3 +477,32 @@ def test_clustering_compiles(number, architecture, monkeypatch):
     ]
     assert compiled == [*space, *step, *step, *last]
     launch.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "radius", "architecture"),
+    [
+        (*x, 90)
+        for x in (
+            (torch.float32, 256, 4),
+            (torch.bfloat16, 5, 0),
+            (torch.float16, 128, 7),
+        )
+    ],
+)
+@pytest.mark.parametrize("rank", [1, 2])
+def test_correlation_compiles(dtype, width, radius, architecture, rank, monkeypatch):
+    compiled = set()
+
+    def compile_only(self, *arguments):
+        compiled.add(self.kernel.fn.__name__)
+        _compile(self.kernel, arguments, self.flags, architecture)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    monkeypatch.setitem(dispatch.ENGINES, "triton", ANYWHERE)
+    q, k = torch.zeros(2, 1, 2, *[4] * rank, width, dtype=dtype).requires_grad_().unbind()
+    coords = torch.zeros(*q.shape[:-1], rank)
+    for repeatable in (False, True) if radius == 0 else (False,):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
+        scram.correlation(q, k, coords, radius, levels=2, impl="triton").sum().backward()
+    assert compiled == {"window_scores_kernel", "window_scores_backward_kernel"}

@@ -48,8 +48,8 @@ def test_float32_tiles_find_as_much_as_the_reference(width, kappa):
     torch.testing.assert_close(found.score.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-WIDE = {"grid": (41, 50), "key_grid": (37, 45), "kappa": 4, "window": "tile", "width": 64, "value_width": 64}
-TILES = {
+WIDE = {"grid": (41, 50), "key_grid": (37, 45), "kappa": 4, "width": 64, "value_width": 64}
+WIDE_CASES = {
     "bfloat16": {"dtype": torch.bfloat16},
     "float16": {"dtype": torch.float16, "extra": 3},
     "float32": {},
@@ -66,10 +66,10 @@ TILES = {
 
 
 @pytest.mark.parametrize("repeatable", [False, True])
-@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("name", WIDE_CASES)
 def test_tiles_are_attended_as_near_float64_as_the_reference_does(name, repeatable, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
-    case = named("rank 2", **{**WIDE, **TILES[name]})
+    case = named("rank 2", **{**WIDE, **WIDE_CASES[name]})
     assert_attended_as_near_float64(case, to(make_tensors(case), "cuda"), "triton")
 
 
@@ -84,7 +84,7 @@ def test_a_new_size_compiles_nothing(method):
     def run(height, wide):
         q = torch.randn(1, 1, height, wide, 16, device="cuda", requires_grad=True)
         search = scram.Search(method, matches=2, seed=0)
-        scram.attention(q, q, q, search=search, tail=None, window=method).sum().backward()
+        scram.attention(q, q, q, search=search, tail=None).sum().backward()
 
     run(32, 48)
     variants = {id(kernel) for kernel in launch._compiled.values()}
@@ -122,13 +122,13 @@ def test_a_captured_graph_draws_anew_at_every_replay(method):
     assert not torch.equal(fields[0], fields[1])
 
 
-def test_a_captured_graph_attends_tiles_anew_at_every_replay():
+def test_a_captured_graph_attends_anew_at_every_replay():
     q, k, v = (x.requires_grad_() for x in pictures(64))
     found = scram.search(q, k, search=scram.Search(matches=2, seed=0))
     grad = torch.randn_like(v)
 
     def step():
-        out, lse = scram.attend(q, k, v, found, window="tile")
+        out, lse = scram.attend(q, k, v, found)
         return [out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
     step()
@@ -167,8 +167,7 @@ def test_a_field_is_the_same_every_time(method):
 
 
 @pytest.mark.parametrize("wanted", ["by some", "by all"])
-@pytest.mark.parametrize("window", ["query", "tile"])
-def test_repeatable_gradients_have_the_same_bits(window, wanted):
+def test_repeatable_gradients_have_the_same_bits(wanted):
     q, k, v = (x.requires_grad_() for x in pictures(96, dtype=torch.float32))
     k_extra, v_extra = torch.randn(2, 1, 1, 3, 32, device="cuda").unbind()
     found = scram.search(q, k, search=scram.Search(matches=3, seed=0))
@@ -178,12 +177,12 @@ def test_repeatable_gradients_have_the_same_bits(window, wanted):
     try:
         grads = []
         for _ in range(3):
-            out, lse = scram.attend(q, k, v, found, extra=(k_extra, v_extra), window=window)
+            out, lse = scram.attend(q, k, v, found, extra=(k_extra, v_extra))
             grads.append(torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v)))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
-    out, lse = scram.attend(q, k, v, found, extra=(k_extra, v_extra), window=window)
+    out, lse = scram.attend(q, k, v, found, extra=(k_extra, v_extra))
     for ours, fixed in zip(torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v)), grads[0], strict=True):
         torch.testing.assert_close(ours, fixed, rtol=1e-4, atol=1e-4)
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 WIDE = {"grid": (20, 20), "width": 64, "value_width": 64}
-TILES = {**WIDE, "grid": (30, 30), "kappa": 1, "window": "tile"}
+FAR = {**WIDE, "grid": (30, 30), "kappa": 1}
 LARGE = [  # blocks as they are multiplied in practice, several of them
     Estimated(named("bfloat16", **WIDE, kappa=1), scram.DrawnKeys(300, seed=11)),
     Estimated(named("bfloat16", **WIDE, kappa=9, causal=True), scram.DrawnKeys(300, seed=11)),
@@ -22,9 +22,12 @@ LARGE = [  # blocks as they are multiplied in practice, several of them
     Estimated(named("bfloat16 l2", **WIDE), scram.DrawnKeys(300, stratified=True, seed=11)),
     Estimated(named("rank 2", **WIDE), scram.DrawnKeys(300, seed=11)),
     Estimated(Case("dropout", **WIDE, causal=True, dropout_p=0.3, dtype=torch.bfloat16), scram.DrawnKeys(300, seed=11)),
-    Estimated(Case("tiles", **TILES, causal=True, dropout_p=0.3, dtype=torch.bfloat16), scram.DrawnKeys(300, seed=11)),
-    Estimated(Case("tiles of float16", **TILES, dtype=torch.float16), scram.DrawnKeys(300, stratified=True, seed=11)),
-    Estimated(Case("tiles of float32", **TILES, causal=True, mask="head"), scram.DrawnKeys(300, seed=11)),
+    Estimated(
+        Case("blocks", **FAR, causal=True, dropout_p=0.3, dtype=torch.bfloat16),
+        scram.DrawnKeys(300, seed=11),
+    ),
+    Estimated(Case("blocks of float16", **FAR, dtype=torch.float16), scram.DrawnKeys(300, stratified=True, seed=11)),
+    Estimated(Case("blocks of float32", **FAR, causal=True, mask="head"), scram.DrawnKeys(300, seed=11)),
 ]
 
 

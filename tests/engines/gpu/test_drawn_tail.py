@@ -32,10 +32,6 @@ KERNELS = {
         "queries_kernel",
         "keys_kernel",
     ],
-    "tile": [
-        *("draw_order_kernel", "gather_kernel", "tile_attended_kernel", "tail_kernel"),
-        *("gather_kernel", "tile_attended_kernel", "queries_kernel", "keys_kernel"),
-    ],
     "Snis": ["draw_kernel", "visit_kernel", "draw_kernel", "visit_backward_kernel"],
     "MetropolisHastings": ["walk_kernel", "visit_kernel", "walk_kernel", "visit_backward_kernel"],
 }
@@ -46,7 +42,6 @@ KERNELS = {
     small(
         "DrawnKeys-rank-1",
         "DrawnKeys-empty-batch",
-        "DrawnKeys-tiles",
         "Snis-extra-and-a-masked-row",
         "MetropolisHastings-rank-3",
     ),
@@ -54,10 +49,9 @@ KERNELS = {
 )
 def test_kernels_of_both_passes(one, launched):
     everything(one, tensors_of(one), "triton", one.case.dtype)
-    windows = {"attend_kernel", "backward_kernel", "cells_kernel", "tile_attend_kernel", "tile_backward_kernel"}
+    windows = {"attend_kernel", "backward_kernel"}
     ours = [name for name in launched if name not in windows]
-    kind = "tile" if one.case.window == "tile" else type(one.method).__name__
-    assert ours == (KERNELS[kind] if one.case.batch else [])
+    assert ours == (KERNELS[type(one.method).__name__] if one.case.batch else [])
 
 
 @pytest.mark.parametrize(
@@ -73,10 +67,9 @@ def test_a_large_part_that_all_scores_share_costs_no_digits(device):
     assert_as_near_float64(truth, same, tail_of_large_scores("triton", torch.float32, device), size)
 
 
-@pytest.mark.parametrize("window", ["query", "tile"])
-def test_products_of_bfloat16(window):
+def test_products_of_bfloat16():
     """Triton's interpreter would multiply its bits. Where a device rounds, it cuts digits off: twice the error."""
-    case = Case("bfloat16", grid=(9, 19), kappa=1, window=window, causal=True, dtype=torch.bfloat16)
+    case = Case("bfloat16", grid=(9, 19), kappa=1, causal=True, dtype=torch.bfloat16)
     one = Estimated(case, scram.DrawnKeys(samples=9, seed=11))
     tensors = tensors_of(one)
     truth, _ = everything(one, tensors, "reference", torch.float64)

@@ -26,25 +26,23 @@ for method, matches in (("query", 1), ("query", 3), ("tile", 1), ("tile", 3)):
     found = scram.search(q, k, search=search, key_mask=mask, impl="triton")
     for repeatable in (False, True):
         torch.use_deterministic_algorithms(repeatable)
-        for window in ("query", "tile"):
-            how = {"window": window, "key_mask": mask, "extra": extra, "dropout_p": 0.1, "impl": "triton"}
-            out, lse = scram.attend(q, k, v, found, **how)
-            torch.autograd.grad(out.float().sum() + lse.sum(), leaves)
+        how = {"key_mask": mask, "extra": extra, "dropout_p": 0.1, "impl": "triton"}
+        out, lse = scram.attend(q, k, v, found, **how)
+        torch.autograd.grad(out.float().sum() + lse.sum(), leaves)
 # float32 in halves; features and values in unlike numbers of pieces.
 for width, values, dtype in ((64, 192, torch.bfloat16), (130, 16, torch.bfloat16), (64, 128, torch.float32)):
     wide = [torch.randn(1, 1, 9, 9, n, device="cuda").to(dtype).requires_grad_() for n in (width, width, values)]
     search = scram.Search("tile", matches=12, sweeps=2, seed=0)
     for repeatable in (False, True):
         torch.use_deterministic_algorithms(repeatable)
-        out = scram.attention(*wide, search=search, window="tile", impl="triton")
+        out = scram.attention(*wide, search=search, impl="triton")
         torch.autograd.grad(out.float().sum(), wide)
 for estimator in (scram.DrawnKeys(samples=40), scram.Snis(samples=8), scram.MetropolisHastings(samples=8)):
     made = scram.estimate(q, k, v, found, method=estimator, key_mask=mask, impl="triton")
     torch.autograd.grad(made.out.float().sum(), leaves)
-for window in ("query", "tile"):
-    how = {"window": window, "key_mask": mask, "extra": extra, "dropout_p": 0.1, "impl": "triton"}
-    out, lse = scram.attend(q, k, v, found, tail=scram.DrawnKeys(samples=40), **how)
-    torch.autograd.grad(out.float().sum() + lse.sum(), leaves)
+how = {"key_mask": mask, "extra": extra, "dropout_p": 0.1, "impl": "triton"}
+out, lse = scram.attend(q, k, v, found, tail=scram.DrawnKeys(samples=40), **how)
+torch.autograd.grad(out.float().sum() + lse.sum(), leaves)
 torch.cuda.synchronize()
 print("done")
 """

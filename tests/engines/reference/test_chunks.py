@@ -14,7 +14,6 @@ WITHOUT_VMAP = {"MetropolisHastings"}  # its walks write in place
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # func.jvp's own
 CALLS = {
     "attend": lambda q, k, v, found: scram.attend(q, k, v, found, impl="reference").out,
-    "tile": lambda q, k, v, found: scram.attend(q, k, v, found, window="tile", impl="reference").out,
     "exact": lambda q, k, v, found: scram.exact_attention(q, k, v).out,
 }
 for method in (scram.DrawnKeys(5, seed=0), scram.Snis(5, seed=0), scram.MetropolisHastings(5, seed=0)):
@@ -38,8 +37,6 @@ def chunked(monkeypatch):
 def problem(name):
     """A scalar function of q, through all gathered keys and values, and a q."""
     q, k, v = torch.randn(3, 1, 1, *GRID, 2, dtype=torch.float64).unbind()
-    if name == "tile":  # two tiles of queries
-        q, k, v = torch.randn(3, 1, 1, 12, 12, 2, dtype=torch.float64).unbind()
     found = scram.exact_search(q, k, matches=2)
 
     def of(q):

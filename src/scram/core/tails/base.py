@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...engines import EngineSpec
-from ...options import Weight, Window
+from ...options import Weight
 from ...results import Attended
 from ...settings import Score
 from .. import calls, ops
@@ -56,7 +56,6 @@ class Inputs(NamedTuple):
     score: Score
     weight: Weight
     dropout_p: float
-    window: Window
     shard: Shard
     dtype: torch.dtype  # of the output: that of the values as they were given
 
@@ -98,7 +97,7 @@ class Inputs(NamedTuple):
             label: int32 [B, Hc, *G'], the clusters of the keys, beside routes.
             routes: int32 [B, H, T, W]; keys of clusters that a tile routes are left out of the windows.
         """
-        inputs = self if self.window == "query" else self.level()
+        inputs = self
         if index is None:
             inputs = inputs._replace(radius=(0,) * (self.q.ndim - 3))
             index = torch.full((*self.q.shape[:-1], 1), -1, dtype=torch.int32, device=self.q.device)
@@ -119,7 +118,6 @@ class Inputs(NamedTuple):
             scale=self.scale,
             weight=self.weight,
             dropout_p=self.dropout_p,
-            window=self.window,
             score=self.score_function,
         )
 
@@ -147,7 +145,6 @@ class Kind(NamedTuple):
     score: Score
     extra: bool  # whether it has extra keys
     dropout_p: float
-    window: Window
 
 
 class MadeFor(NamedTuple):

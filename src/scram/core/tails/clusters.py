@@ -449,8 +449,6 @@ def check_clusters(kind: Kind) -> None:
             "clusters of keys need weight='softmax', no causal order and a score by name; use tail=None, or "
             "scram.DrawnKeys under causal order"
         )
-    if kind.window != "query":
-        raise ValueError("clusters of keys need window='query'; a tile attends the keys of routed clusters anyway")
 
 
 def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor | None, call: MadeFor, book: Codebook) -> None:

@@ -72,7 +72,6 @@ class DrawnKeys(Tail):
             causal=inputs.causal,
             scale=inputs.scale,
             dropout_p=inputs.dropout_p,
-            window=inputs.window,
             score=inputs.score_function,
         )
         return ops.drawn_tail(inputs.engine, call)

@@ -40,8 +40,6 @@ class Sampled(Tail):
             raise ValueError(
                 f"dropout must be 0 with {name}, got {kind.dropout_p}; drop out the layer's output instead"
             )
-        if kind.window != "query":
-            raise ValueError(f"window must be 'query' with {name}, got {kind.window!r}; it attends none")
         if kind.extra and "lse" not in self.reports:
             raise ValueError(
                 f"extra must be None with {name}: it estimates no normalizer (lse), without which exact "

@@ -9,7 +9,6 @@ SPEC = EngineSpec(
     package="numba",
     devices=("cpu",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    windows=("query",),
     most_tile_matches=0,
     wide_inputs=True,
 )

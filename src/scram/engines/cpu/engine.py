@@ -10,6 +10,7 @@ from .drawn_tail import drawn_tail, drawn_tail_backward
 from .route import route, routed_start
 from .sample import sample, sample_backward
 from .search import search
+from .window_scores import window_scores, window_scores_backward
 
 __all__ = [
     "attend",
@@ -25,6 +26,8 @@ __all__ = [
     "sample",
     "sample_backward",
     "search",
+    "window_scores",
+    "window_scores_backward",
 ]
 
 

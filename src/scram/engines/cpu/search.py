@@ -13,7 +13,7 @@ import torch
 from ..._compat.numba import SIMD_WIDTH
 from ...core.calls import Found, SearchCall
 from ...spec.grid import Grid, grid_of
-from ...spec.schedule import moves, widest
+from ...spec.schedule import moves, signs, widest
 from .candidates import draw_around, follow, leave, leave_out, move, read_neighbors
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, array, block_at, padded, strides, tensor
@@ -101,7 +101,7 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
     by_turn = [np.array(moves(call.propagate, sweep), np.int64) for sweep in (0, 1)]
     memory = CHANGED if np.array_equal(by_turn[0], by_turn[1]) else CHANGED | CHANGED_BEFORE
     radius = widest(key_grid, call.reach, call.random)
-    directions = _directions(call.jumps, query_grid, key_grid)
+    directions = _directions(call.jumps, signs(call.causal), query_grid, key_grid)
     query_strides = strides(query_grid)
     with threads() as tasks:
         scratch = Scratch(
@@ -136,7 +136,7 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
     return Found(tensor(index, None, q), tensor(scores, torch.float32, q)), int(scratch.evaluations.sum())
 
 
-def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Array:
+def _directions(jumps: tuple[int, ...], sides: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Array:
     """The neighbors in the order they are read: AXIS, STEP, TO_POINT, TO_KEY, LINE of each."""
     to_point = strides(query_grid)
     to_key = strides(key_grid)
@@ -149,7 +149,7 @@ def _directions(jumps: tuple[int, ...], query_grid: Grid, key_grid: Grid) -> Arr
         key_step = max(-key_extent, min(step, key_extent))
         return axis, query_step, step * to_point[axis], key_step * to_key[axis], key_extent * to_key[axis]
 
-    directions = [direction(axis, step) for jump in jumps for axis in range(len(key_grid)) for step in (-jump, jump)]
+    directions = [direction(axis, side * jump) for jump in jumps for axis in range(len(key_grid)) for side in sides]
     return np.array(directions, np.int64).reshape(-1, 5)
 
 
@@ -250,7 +250,8 @@ def _visit(features, geometry, choices, earlier, sweep, field, block, buffers, s
             count += _try_candidates(features, geometry, earlier, block, own, candidate)
     for draw in range(sweep.gossip):
         for p in range(size):
-            chosen[p] = below(absorb(noise[p], draw), geometry.queries)
+            others = begin + p + 1 if geometry.causal else geometry.queries
+            chosen[p] = below(absorb(noise[p], draw), others)
         for p in range(size):
             candidate[p] = field.before[row_point + chosen[p]]
         count += _try_candidates(features, geometry, earlier, block, own, candidate)

@@ -1,13 +1,8 @@
 """The GPU engine's functions by the names of the protocol."""
 
-from torch import Tensor
-
-from ...core.calls import AttendCall, AttendGrads, Found, SearchCall
-from ...results import Attended
-from .attend.query import attend as query_attend
-from .attend.query_backward import attend_backward as query_attend_backward
-from .attend.tile import tile_attend
-from .attend.tile_backward import tile_attend_backward
+from ...core.calls import Found, SearchCall
+from .attend.query import attend as attend
+from .attend.query_backward import attend_backward as attend_backward
 from .cluster.backward import cluster_backward as cluster_backward
 from .cluster.forward import cluster as cluster
 from .cluster_tail.backward import cluster_tail_backward as cluster_tail_backward
@@ -21,16 +16,9 @@ from .sample.visits import sample as sample
 from .sample.visits import sample_backward as sample_backward
 from .search.query import search as query_search
 from .search.tile import tile_search
+from .window_scores.backward import window_scores_backward as window_scores_backward
+from .window_scores.forward import window_scores as window_scores
 
 
 def search(call: SearchCall) -> Found:
     return tile_search(call) if call.method == "tile" else query_search(call)
-
-
-def attend(call: AttendCall) -> Attended:
-    return tile_attend(call) if call.window == "tile" else query_attend(call)
-
-
-def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> AttendGrads:
-    run = tile_attend_backward if call.window == "tile" else query_attend_backward
-    return run(call, out, lse, grad_out, grad_lse)

@@ -19,7 +19,6 @@ from ...spec.schedule import TILE_QUERIES, tile_shape
 from .noise import Seed, absorb, below_argument, row_state, seed_argument
 from .runtime.launch import INTERPRETED, cached
 
-LEAST_SCALE = tl.constexpr(2.0**-126)  # the least normal float32
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)  # where a maximum begins: -inf - -inf would be NaN
@@ -427,12 +426,6 @@ def store_piece(base, at, exists, piece, x, PARTS: tl.constexpr, ADD: tl.constex
         tl.atomic_add(place, x, mask=inside, sem="relaxed")
     else:
         tl.store(place, x.to(base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def own_piece(piece, E: tl.constexpr):
-    """Which piece of a vector a program reads as its own: a whole one has the first only."""
-    return piece if E.PIECES > 1 else 0
 
 
 @triton.jit

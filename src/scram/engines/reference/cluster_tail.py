@@ -17,7 +17,7 @@ from ...spec.schedule import tile_of
 from ...spec.scoring import accumulator, normalized_weights
 from .attend import CHUNK_ELEMENTS, mix
 from .chunks import in_chunks
-from .windows import QueryWindows
+from .windows import Windows
 
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
@@ -39,7 +39,7 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
     spreads = spreads.flatten(0, 1)
     key_heads = 1 if call.k is None else call.k.shape[1]
     chosen = None if call.routes is None else unpacked(call.routes.flatten(0, 1), count)  # [R, T, C]
-    windows = None if call.index is None else QueryWindows(call.index, key_grid, call.radius)
+    windows = None if call.index is None else Windows(call.index, key_grid, call.radius)
 
     def kept(row: Tensor, query: Tensor, named: Tensor, p: Tensor) -> Tensor:
         """What dropout makes of the weights p [n, S] of keys and clusters named [n, S]."""

@@ -13,7 +13,7 @@ from ...spec.grid import AllowedKeys, grid_of
 from ...spec.scoring import accumulator, normalized_weights, pair_score, widened
 from .attend import CHUNK_ELEMENTS, kept, mix
 from .chunks import in_chunks
-from .windows import windows_of
+from .windows import Windows
 
 
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
@@ -30,7 +30,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     drawn = names.shape[1]
     flat_total = allowed_counts(q, allowed).reshape(-1)
     wide = accumulator(v_tail.dtype)
-    windows = windows_of(call.window, call.index, key_grid, call.radius)
+    windows = Windows(call.index, key_grid, call.radius)
 
     def points(
         at: Tensor, q: Tensor, k_tail: Tensor, v_tail: Tensor, near_out: Tensor, near_lse: Tensor

@@ -2,17 +2,16 @@
 
 import torch
 
-from ...core.calls import AttendCall, Found, SearchCall
-from ...results import Attended
+from ...core.calls import Found, SearchCall
 from ...spec.clustering import cluster
 from ...spec.routing import route, routed_start
-from .attend import attend as query_attend
+from .attend import attend as attend
 from .cluster_tail import cluster_tail
 from .drawn_tail import drawn_tail
 from .sample import sample
 from .search import search as query_search
-from .tile_attend import tile_attend
 from .tile_search import tile_search
+from .window_scores import window_scores
 
 __all__ = [
     "attend",
@@ -24,6 +23,7 @@ __all__ = [
     "routed_start",
     "sample",
     "search",
+    "window_scores",
 ]
 
 
@@ -32,10 +32,6 @@ def search(call: SearchCall) -> Found:
         return (tile_search if call.method == "tile" else query_search)(
             call._replace(q=call.q.detach(), k=call.k.detach())
         )
-
-
-def attend(call: AttendCall) -> Attended:
-    return (tile_attend if call.window == "tile" else query_attend)(call)
 
 
 def clear_caches() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.calls import Found, SearchCall
 from ...spec.grid import AllowedKeys, coordinates, flat, grid_of, inside, key_row, rows, within
 from ...spec.noise import below, noise, numbered
-from ...spec.schedule import moves, widest
+from ...spec.schedule import moves, signs, widest
 from ...spec.scoring import accumulator, pair_score
 
 CHUNK_ELEMENTS = 1 << 21  # of gathered keys at a time
@@ -200,7 +200,8 @@ class _Points:
         """The matches that the neighbors `jump` away had before this sweep: moved along, or as they are."""
         grid = self.space.query_grid
         for axis in range(len(grid)):
-            for step in (-jump, jump):
+            for sign in signs(self.space.call.causal):
+                step = sign * jump
                 target = [place + step * (a == axis) for a, place in enumerate(self.place)]
                 exists = inside(target, grid)
                 neighbor = torch.where(exists, flat(target, grid), 0)
@@ -212,9 +213,10 @@ class _Points:
                     self.offer(flat(moved, self.space.key_grid), exists & inside(moved, self.space.key_grid))
 
     def gossip(self, before: Tensor) -> None:
-        """The matches of queries drawn from the whole row."""
+        """The matches of queries drawn from the whole row, under causal order from those up to each query."""
+        choices = self.query + 1 if self.space.call.causal else self.space.queries
         for draw in range(self.space.call.gossip):
-            other = self.below(draw, self.space.queries)
+            other = self.below(draw, choices)
             key = before[self.row * self.space.queries + other]
             self.offer(key, key >= 0)
 

@@ -134,8 +134,8 @@ def _offered(space: SearchSpace, offer: Offer, sweep: int, number: int, key: Ten
         place = coordinates(offered.clamp(min=0), key_grid)
         moved = [at + MOVES[offer.kind] * step for at, step in zip(place, steps, strict=True)]
         offered = torch.where((offered >= 0) & inside(moved, key_grid), flat(moved, key_grid), -1)
-    unmasked = space.allowed.allows(row, torch.full_like(query, space.keys), offered.clamp(min=0))
-    # Whoever finds nothing shows what it has. Causal order is for each query of the tile to test.
+    unmasked = space.allowed.allows(row, query, offered.clamp(min=0))
+    # Whoever finds nothing shows what it has.
     own = torch.where(match_of(query) < 0, key[:, 0], match_of(query))
     return torch.where((offered >= 0) & unmasked, offered, own)
 
@@ -196,8 +196,6 @@ class _Tile:
         keys = keys.sort(-1).values
         score = self.scores(keys)  # [C, TILE_QUERIES, K]
         legal = (keys >= 0).unsqueeze(1)
-        if self.space.allowed.causal:
-            legal = legal & (keys.unsqueeze(1) <= self.query.unsqueeze(-1))
         legal = legal & self.space.reached(self.at.unsqueeze(-1), keys.clamp(min=0).unsqueeze(1))
         best, first = torch.where(legal, score, -torch.inf).max(-1)
         new = keys.unsqueeze(1).expand_as(score).gather(-1, first.unsqueeze(-1))

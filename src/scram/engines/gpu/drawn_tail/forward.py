@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ....core.calls import DrawnTail, DrawnTailCall
 from ....spec.grid import AllowedKeys, grid_of
-from ....spec.schedule import tile_shape
 from ..primitives import (
     LN2,
     LOWEST,
@@ -25,7 +24,6 @@ from ..primitives import (
     MatchWindows,
     QueryBlock,
     attended_key,
-    block_shape,
     divide,
     dropout_argument,
     dropout_noise,
@@ -35,7 +33,6 @@ from ..primitives import (
     geometry,
     is_finite,
     join_lse,
-    lane_query,
     load_padded,
     load_piece,
     mask_argument,
@@ -45,14 +42,10 @@ from ..primitives import (
     product,
     reaches,
     softmax_step,
-    tile_at,
-    tile_count,
-    tiles,
     window_size,
 )
 from ..runtime.block_sizes import stages, tile_pieces
 from ..runtime.launch import Kernel, on_device
-from .attended import TileAttended, tile_attended
 from .shared_keys import BLOCK_K, SharedKeys, draw_names, shared_row, side_by_side
 
 # Queries per program, warps, stages at most. H200, 512x512, E = F = 64, bf16, 512 shared keys, one match, us, forward:
@@ -73,7 +66,6 @@ class Inputs(NamedTuple):
     shared: SharedKeys
     windows: MatchWindows
     dropout: Dropout
-    attended: TileAttended | None  # of tiles
     scale: float
 
 
@@ -82,10 +74,7 @@ class TailConfig(NamedTuple):
 
     CAUSAL: bool
     DROPOUT: bool
-    TILED: bool  # the windows are those of tiles
     MATCHES: int  # of a query, 0: too many to be unrolled
-    WHOLE: tuple[int, ...]  # where TILED: the sides of a tile
-    TILE: tuple[int, ...]  # and of a block of queries, a part of it
     BLOCK_Q: int
     BLOCK_K: int
     SCORES_FIRST: bool  # scores before comparisons: fewer registers forward, more backward
@@ -96,7 +85,6 @@ class TailQueries(NamedTuple):
 
     block: Any  # QueryBlock
     noise: Any  # [BQ], of dropout
-    tile: Any  # where TILED: its number among those of all rows, int64
 
 
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
@@ -134,7 +122,6 @@ def inputs_of(call: DrawnTailCall, shared: SharedKeys) -> Inputs:
         shared,
         windows,
         dropout_argument(call.dropout_seed, call.dropout_p, call.rows),
-        tile_attended(call, windows, shared) if call.window == "tile" else None,
         call.scale,
     )
 
@@ -153,15 +140,10 @@ def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:
     else:
         query_bytes += values.BLOCK * values.PIECES * v.element_size()
         key_bytes = query_bytes
-    tiled = call.window == "tile"
-    rank = q.ndim - 3
     config = TailConfig(
         CAUSAL=call.causal,
         DROPOUT=call.dropout_seed is not None and call.dropout_p > 0,
-        TILED=tiled,
-        MATCHES=matches if matches <= UNROLLED and not tiled else 0,
-        WHOLE=tile_shape(rank),
-        TILE=block_shape(queries, rank),
+        MATCHES=matches if matches <= UNROLLED else 0,
         BLOCK_Q=queries,
         BLOCK_K=BLOCK_K,
         SCORES_FIRST=forward,
@@ -173,9 +155,8 @@ def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:
 def blocks_of_queries(call: DrawnTailCall, flags: dict[str, Any]) -> int:
     """Of all rows."""
     rows = call.q.shape[0] * call.q.shape[1]
-    config = flags["CONFIG"]
-    grid = grid_of(call.q)
-    return rows * int(tiles(grid, config.TILE) if config.TILED else -(-math.prod(grid) // config.BLOCK_Q))
+    config: TailConfig = flags["CONFIG"]
+    return rows * -(-math.prod(grid_of(call.q)) // config.BLOCK_Q)
 
 
 @triton.jit
@@ -184,24 +165,17 @@ def block_queries(row, number, inputs, CONFIG: tl.constexpr):
     windows = inputs.windows
     geo = windows.geo
     queries = points(geo.q)
-    tile = row
-    if CONFIG.TILED:
-        _, corner = tile_at(number, geo, CONFIG)
-        query, exists = lane_query(corner, geo, CONFIG)
-        for a in tl.static_range(len(corner)):
-            tile = tile * ((geo.q[a] + CONFIG.WHOLE[a] - 1) // CONFIG.WHOLE[a]) + corner[a] // CONFIG.WHOLE[a]
-    else:
-        query = number * CONFIG.BLOCK_Q + tl.arange(0, CONFIG.BLOCK_Q)  # [BQ]
-        exists = query < queries
+    query = number * CONFIG.BLOCK_Q + tl.arange(0, CONFIG.BLOCK_Q)  # [BQ]
+    exists = query < queries
     noise = dropout_noise(inputs.dropout, row, query)  # [BQ]
     index_row = windows.index + row * queries * windows.kappa
-    return TailQueries(QueryBlock(query, exists, index_row, row // windows.masked.group, row), noise, tile)
+    return TailQueries(QueryBlock(query, exists, index_row, row // windows.masked.group, row), noise)
 
 
 @triton.jit
 def row_blocks(geo, CONFIG: tl.constexpr):
     """Blocks of queries of a row."""
-    return tile_count(geo, CONFIG) if CONFIG.TILED else (points(geo.q) + CONFIG.BLOCK_Q - 1) // CONFIG.BLOCK_Q
+    return (points(geo.q) + CONFIG.BLOCK_Q - 1) // CONFIG.BLOCK_Q
 
 
 @triton.jit
@@ -250,16 +224,11 @@ def name_of(at, shared, geo):
 @triton.jit
 def in_tail(at, log, corners, shared, queries, inputs, CONFIG: tl.constexpr):
     """Which shared keys [BK] count for which queries [BQ]: those that exist, come up to the query under CAUSAL, and lie
-    in none of its windows, or of its tile's."""
+    in none of its windows."""
     ok = (log > -float("inf"))[None, :]  # [1, BK]
     if CONFIG.CAUSAL:
         ok = ok & (name_of(at, shared, inputs.windows.geo)[None, :] <= queries.block.query[:, None])
-    if CONFIG.TILED:
-        attended = tl.load(inputs.attended.shared + queries.tile * shared.padded + at) != 0  # [BK]
-        ok = ok & queries.block.exists[:, None] & ~attended[None, :]
-    else:
-        ok = outside_windows(ok, at, corners, shared, queries.block, inputs.windows, CONFIG)
-    return ok
+    return outside_windows(ok, at, corners, shared, queries.block, inputs.windows, CONFIG)
 
 
 @triton.jit
@@ -405,10 +374,7 @@ def tail_kernel(
             square_sum = square_sum * rescale * rescale + p2_sum
             seen = seen + ok_sum
 
-    if CONFIG.TILED:
-        attended = tl.load(inputs.attended.count + point, mask=exists, other=0)  # [BQ]
-    else:
-        attended = attended_count(queries.block, inputs.windows, CONFIG.CAUSAL)
+    attended = attended_count(queries.block, inputs.windows, CONFIG.CAUSAL)  # [BQ]
     last = query if CONFIG.CAUSAL else query * 0 + keys - 1  # [BQ]
     allowed = last + 1  # [BQ]
     if count is not None:

@@ -62,21 +62,6 @@ OFFER_WARPS = 1
 MOST_SLOTS = 8
 SCORE_REGISTERS = {8: 80, 16: 96, 32: 168}
 
-# Attention of tiles: how many corners one program sorts, its warps, and how many of a list it takes at a time. H200,
-# 512x512, one and four matches, us: 23, 43 (1 warp, 64); 23, 45 (2 warps); 27, 48 (4); 22, 46 (2 warps, 32)
-MOST_SORTED = 1024
-LIST_WARPS = 1
-LIST_BLOCK = 64
-# Keys per product, warps, stages at most. E=64 bf16, one match on stereo and four on un-normalized features, us:
-#   forward   113, 352 (64, 4, 3); 120, 355 (64, 4, 2); 147, 456 (64, 4, 1); 133, 366 (128, 4, 3); 132, 466 (32, 2, 3)
-#   backward 451, 1549 (64, 4, 2); 452, 1527 (64, 4, 3); 516, 1802 (64, 4, 1); 506, 1876 (32, 2, 2)
-# Eight warps took two to three times as long. For float32 two warps, as in the hybrid.
-TILE_FORWARD = (64, 4, 3)
-TILE_FORWARD_EXACT = (32, 2, 2)
-TILE_BACKWARD = (64, 4, 2)
-TILE_BACKWARD_EXACT = (32, 2, 1)
-TILE_COLLECT = (16, 4, 2)
-TILE_COLLECT_EXACT = (16, 2, 1)
 TILE_WIDTH = 128  # features of one product; more come in pieces
 TILE_WIDTH_EXACT = 64
 
@@ -132,6 +117,10 @@ SPREAD_EXACT = (32, 8)
 SPREAD_WAVES = 4  # of two programs a multiprocessor
 
 SPARE = 20 << 10  # bytes of shared memory for what passes between threads
+# Queries of a program of `window_scores`, one after the other; places of a box times features at a time; warps.
+WINDOW_QUERIES = 8
+WINDOW_ELEMENTS = 8192
+WINDOW_WARPS = 4
 
 
 class Places(NamedTuple):
@@ -241,6 +230,15 @@ def tile_pieces(width: int, value_width: int, narrow: bool) -> dict[str, Width]:
         value_block = max(value_block, least)
     features = Width(width, block, -(-width // block))
     return {"E": features, "F": Width(value_width, value_block, -(-value_width // value_block))}
+
+
+@cached
+def window_tile(width: int, dtype: torch.dtype, slots: int) -> Flags:
+    """Of `window_scores`: as many places of a box as there are, at most 128, and features of 128 bytes."""
+    block = min(128, max(16, triton.next_power_of_2(slots)))
+    features = min(triton.next_power_of_2(width), WINDOW_ELEMENTS // block, max(16, 128 // dtype.itemsize))
+    pieces = Width(width, features, -(-width // features))
+    return {"QUERIES": WINDOW_QUERIES, "BLOCK_S": block, "E": pieces, **_options(WINDOW_WARPS)}
 
 
 def _block(rank: int, queries: int) -> Block:

@@ -273,8 +273,9 @@ def sweep_kernel(
     key, best = propagated(key, best, state_in, corner, exists, query_block, limits, geo, RULES, FROM, B, KE)
 
     draws = absorb(absorb(absorb(row_state(seed, row), query), run), sweep)  # [BQ]
+    others = query.to(tl.int64) + 1 if RULES.CAUSAL else queries
     for g in range(gossip):
-        other = below(absorb(draws, g), queries)  # [BQ]
+        other = below(absorb(draws, g), others)  # [BQ]
         heard = decoded(tl.load(state_in + row * queries + other, mask=exists, other=NOTHING))  # [BQ]
         key, best = offer(heard, heard >= 0, had, key, best, query_block, limits, geo, RULES, KE)
 
@@ -330,7 +331,7 @@ def propagated(
         usable = ()
         wanted = ()
         scores = ()
-        for side in tl.static_range(2):
+        for side in tl.static_range(1 if RULES.CAUSAL else 2):
             step = jump * (2 * side - 1)
             on_grid = (place + step).to(tl.uint32) < extent.to(tl.uint32)  # [BQ]
             neighbor = state_in + query_block.point + step * q_stride  # [BQ]

@@ -66,14 +66,14 @@ def tile_search(call: SearchCall) -> Found:
     if index.numel() == 0:
         return result
 
-    allowed = allowed_argument(q, k, call.causal, call.key_mask)
+    allowed = allowed_argument(q, k, False, call.key_mask)
     seed = seed_argument(call.seed, call.rows)
     starts = starts_argument(call)
     radius = widest(k_shape[2:-1], call.reach, call.random)
     if warm is not None:
         warm = warm.contiguous()
     given = kinds(q, k, seed.pointer, allowed.mask, warm, seed.rows, starts.index)
-    plan = _plan(q_shape, k_shape, matches, call.causal, call.separation > 0, given)
+    plan = _plan(q_shape, k_shape, matches, call.separation > 0, given)
     separation = min(call.separation, 2**31 - 1)
     group = q_shape[1] // k_shape[1]
     rows = q_shape[0] * q_shape[1]
@@ -128,7 +128,6 @@ def _plan(
     q_shape: tuple[int, ...],
     k_shape: tuple[int, ...],
     matches: int,
-    causal: bool,
     separated: bool,
     given: tuple[Any, ...],
 ) -> TileKernels:
@@ -144,10 +143,10 @@ def _plan(
     tile = tile_shape(len(key_grid))
     count = rows * tiles(query_grid, tile)
     # Without mask and reach every query has a match: there are no holes.
-    flags = {"CAUSAL": causal, "HOLES": holes, "STOP": STOP, "B": Block(tile, TILE_QUERIES)}
+    flags = {"HOLES": holes, "STOP": STOP, "B": Block(tile, TILE_QUERIES)}
     offer = {**flags, "SEVERAL": matches > 1, "num_warps": OFFER_WARPS, "enable_fp_fusion": True}
     return TileKernels(
-        Kernel(start_kernel, programs, {"RULES": Rules(causal, separated, matches > 1), "PADDED": width, **block}),
+        Kernel(start_kernel, programs, {"RULES": Rules(False, separated, matches > 1), "PADDED": width, **block}),
         arrange(math.prod(q_shape[:-1]), by_key=True),
         Kernel(offer_kernel, count, offer),
         Kernel(score_offers_kernel, count, {**flags, **score_tile(width, dtype, matches, separated)}),
@@ -202,7 +201,6 @@ def offer_kernel(
     table,
     sweep,
     length,
-    CAUSAL: tl.constexpr,
     SEVERAL: tl.constexpr,
     HOLES: tl.constexpr,
     B: tl.constexpr,
@@ -245,7 +243,7 @@ def offer_kernel(
             if SEVERAL or HOLES:
                 if starts.index is None:
                     bits = absorb(draws, draw + len(corner))
-                    fresh, any_key = draw_allowed(bits, query, allowed, mask_row, keys, CAUSAL)
+                    fresh, any_key = draw_allowed(bits, query, allowed, mask_row, keys, False)
                     fresh = tl.where(any_key, fresh, -1)
                 else:
                     point = row.to(tl.int64) * queries + query  # [BQ]
@@ -286,7 +284,6 @@ def score_offers_kernel(
     geo,
     sweep,
     length,
-    CAUSAL: tl.constexpr,
     HOLES: tl.constexpr,
     STOP: tl.constexpr,
     B: tl.constexpr,
@@ -328,8 +325,6 @@ def score_offers_kernel(
         s = offer_scores(q_place, k_place, q_block, q_low, exists, E, HALVES, WIDEN)  # [BQ, BQ]
         if HOLES:
             s = tl.where((new >= 0)[None, :], s, -float("inf"))
-        if CAUSAL:
-            s = tl.where(new[None, :] <= query[:, None], s, -float("inf"))
         if starts.index is not None:
             s = tl.where(reached(tl.maximum(new, 0), point, exists, starts, geo), s, -float("inf"))
         # Most offers hold nothing new: then it does not matter which key it is.

@@ -1,0 +1,1 @@
+"""The stage `window_scores`: the keys of one box per query."""
