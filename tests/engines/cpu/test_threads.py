@@ -1,7 +1,6 @@
 """Threads of the CPU engine: as many as torch has, safe after a fork and from several Python threads."""
 
 import importlib.metadata
-import os
 import threading
 
 import numba
@@ -12,7 +11,7 @@ import torch
 import scram
 from scram._compat.numba import turn
 from scram.engines.cpu.compiled import parallel
-from scram.engines.cpu.threads import TASKS_PER_THREAD, quota, threads, turns, usable_cores
+from scram.engines.cpu.threads import TASKS_PER_THREAD, quota, running, threads, turns, usable_cores
 from support.photos import stereo
 from support.processes import run_python
 
@@ -85,12 +84,28 @@ def test_workqueue_serves_a_child_forked_while_another_thread_searches_and_four_
     assert printed.split() == ["0", "20", "True"]
 
 
+def test_on_one_core_a_fork_after_a_call_does_not_wait():
+    code = """
+        import os
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        import torch, scram
+        q = torch.randn(1, 1, 20, 20, 8)
+        scram.search(q, q, impl="numba")
+        child = os.fork()
+        if child == 0:
+            scram.search(q, q, impl="numba")
+            os._exit(0)
+        print(os.waitpid(child, 0)[1])
+        """
+    assert run_python(code).split() == ["0"]
+
+
 @pytest.mark.skipif(not list(importlib.metadata.distributions(name="tbb")), reason="needs tbb")
 def test_tbb_is_found_when_it_is_asked_for():
     code = """
-        import numba, torch, scram
-        q = torch.randn(1, 1, 8, 8, 8)
-        scram.search(q, q, impl="numba")
+        import numba
+        from scram.engines.cpu import threads
+        threads._start()
         print(numba.threading_layer())
         """
     assert run_python(code, NUMBA_THREADING_LAYER="tbb").strip() == "tbb"
@@ -102,20 +117,22 @@ def test_threads_follow_torch():
         for wanted in (1, 2):
             torch.set_num_threads(wanted)
             with threads() as tasks:
-                assert numba.get_num_threads() == min(wanted, os.cpu_count())
-                assert tasks == TASKS_PER_THREAD * numba.get_num_threads()
+                assert running() == min(wanted, usable_cores())
+                assert tasks == TASKS_PER_THREAD * running()
+                assert running() == 1 or numba.get_num_threads() == running()
+        assert running() == 1
     finally:
         torch.set_num_threads(before)
 
 
 def test_there_are_no_more_threads_than_cores_that_the_process_may_use():
     code = """
-        import os, numba, torch
+        import os, torch
         torch.set_num_threads(8)
-        from scram.engines.cpu.threads import threads, usable_cores
+        from scram.engines.cpu.threads import running, threads, usable_cores
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         with threads():
-            print(usable_cores(), numba.get_num_threads())
+            print(usable_cores(), running())
         """
     assert run_python(code).split() == ["1", "1"]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numba
 
 from ..._compat.numba import FASTMATH, PART, PRIVATE, cached, each_task
+from .threads import running
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -49,6 +50,6 @@ def parallel(function: Callable[..., Any]) -> Any:
 
     @wraps(function)
     def on_all_threads(tasks: int, *arguments: Any) -> None:
-        launch(tasks, numba.get_num_threads(), *arguments)
+        launch(tasks, running(), *arguments)
 
     return on_all_threads

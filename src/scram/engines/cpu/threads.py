@@ -124,24 +124,58 @@ def _granted(folder: Path) -> float:
     return inf
 
 
+class _Running(threading.local):
+    """Of one Python thread."""
+
+    count = 1  # threads that its kernels take
+
+
+_running = _Running()
+
+
 @contextmanager
 def threads() -> Iterator[int]:
     """Run what is inside on torch's number of threads, and say how many tasks to make: TASKS_PER_THREAD for each.
 
-    There are no more threads than cores: one that waits for a core delays the others at the end.
+    There are no more threads than cores: one that waits for a core delays the others at the end. For a single one
+    Numba's are not started: on one core their scheduler could not end before a fork, which would wait for it.
     """
+    count = max(1, min(num_threads(), usable_cores(), numba.config.NUMBA_NUM_THREADS))
+    before = _running.count
+    _running.count = count
+    try:
+        if count == 1:
+            yield TASKS_PER_THREAD
+        else:
+            with _numba_threads(count):
+                yield count * TASKS_PER_THREAD
+    finally:
+        _running.count = before
+
+
+def running() -> int:
+    """How many threads kernels take inside of `threads`."""
+    return _running.count
+
+
+@contextmanager
+def _numba_threads(count: int) -> Iterator[None]:
     locked = _start()
     if locked:
         _serial.acquire()
     before = numba.get_num_threads()
-    count = max(1, min(num_threads(), usable_cores(), numba.config.NUMBA_NUM_THREADS))
     numba.set_num_threads(count)
     try:
-        yield count * TASKS_PER_THREAD
+        yield
     finally:
         numba.set_num_threads(before)
         if locked:
             _serial.release()
+
+
+def tasks_of(tasks: int, blocks: int) -> int:
+    """Tasks that share blocks of work, none without a block. A single one runs on the calling thread alone."""
+    return max(1, min(tasks, blocks))
 
 
 def workers_of(tasks: int, items: int) -> int:
