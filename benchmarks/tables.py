@@ -23,7 +23,7 @@ import tables_matching
 import tables_models
 import tables_pictures
 import tables_routed
-from table_cells import BY, ROOT, share, table, time
+from table_cells import BY, ROOT, load, share, table, time
 
 from scram.cli import measuring
 
@@ -408,7 +408,38 @@ def interval(one: dict[str, Any], head: int) -> str:
     return f"{value} [{low}, {high}]"
 
 
+def causal() -> str:
+    """docs/measurements: recall under causal order, before it was strict and since."""
+    rows = table_cells.load("causal")
+    sets = ("stereo", "projected", "un-normalised", "GMFlow", "MobileSAM", "SAM 2")
+    lines = []
+    for name in rows:
+        order, settings = name.split(", ", 1)
+        if order == "loose":
+            pairs = [[rows[f"{kind}, {settings}"][one] for kind in ("loose", "strict")] for one in sets]
+            lines.append(
+                (settings, *(" → ".join(f"{x['recall']:.3f} ({x['scores']:.0f})" for x in two) for two in pairs))
+            )
+    return table(("settings", *map(table_cells.shown, sets)), *lines)
+
+
+def versions() -> str:
+    """docs/faq: what the quick part of the suite counts on other versions of torch."""
+    rows = load("versions").get("rows", {})
+    return table(
+        ("torch", "Triton", "Numba", "Python", "passed", "failed", "skipped"),
+        *(
+            (
+                *(version, row.get("triton", "none"), row["numba"], row["python"]),
+                *(str(row[name]) for name in ("passed", "failed", "skipped")),
+            )
+            for version, row in rows.items()
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "causal": causal,
     "pictures": tables_pictures.pictures,
     "gmflow-steps": tables_matching.gmflow_steps,
     "gmflow-coarse": tables_matching.gmflow_coarse,
@@ -463,6 +494,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-noise": tables_learn.noise,
     "learn-bias": tables_learn.bias,
     "learn-swap": tables_learn.swaps,
+    "versions": versions,
 }
 
 

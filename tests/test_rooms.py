@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "engines.dispatch": {*SETTINGS, "results", "engines", "engines.reference", "engines.cpu", "engines.gpu"},
     "core": CALLS - {"core"},
     "functional": CALLS,
-    "quality": USES,
+    "quality": USES - {"functional"},
     "nn": USES,
     "images": {*USES, "quality"},
     "integrations": {*USES, "nn", "quality"},
@@ -48,7 +48,10 @@ ROOMS: dict[str, set[str]] = {
 # Where the package is entered: they load all rooms, by name.
 DOORS = {"__init__", "__main__"}
 # Rooms loaded by a function when they are first needed, since they are heavy; by whom.
-LAZY = {("cli", "cli"), ("cli", "images"), ("core", "distributed"), ("distributed", "distributed")}
+LAZY = {
+    *(("cli", "cli"), ("cli", "images"), ("core", "distributed"), ("distributed", "distributed")),
+    ("functional", "quality"),
+}
 # Packages that a function may import: they may be missing, or take long to import.
 OPTIONAL = {
     *("PIL", "av", "cv2", "diffusers", "faiss", "fcntl", "matplotlib", "natten", "numba", "pynndescent"),

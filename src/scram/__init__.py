@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .core.correlation import correlation as correlation
     from .core.exact import exact_attention as exact_attention
     from .core.exact import exact_search as exact_search
+    from .core.first_call import AccuracyWarning as AccuracyWarning
+    from .core.first_call import check_first_call as check_first_call
     from .core.layout_hints import LayoutWarning as LayoutWarning
     from .core.resolve import Explanation as Explanation
     from .core.statistics import Interval as Interval
@@ -61,10 +63,11 @@ if TYPE_CHECKING:
     from .results import Routes as Routes
     from .settings import Search as Search
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Where each public name is defined.
 _HOMES = {
+    "AccuracyWarning": "core.first_call",
     "Attended": "results",
     "Check": "quality.plan",
     "Clusters": "core.tails.clusters",
@@ -90,6 +93,7 @@ _HOMES = {
     "Trust": "quality.trust",
     "attend": "functional",
     "attention": "functional",
+    "check_first_call": "core.first_call",
     "clear_caches": "functional",
     "clear_plans": "integrations.sdpa",
     "cluster": "functional",

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, overload
 
 from torch import Tensor
 
-from .core import checks, dtensors, layout_hints, pipeline, resolve
+from .core import checks, dtensors, first_call, layout_hints, pipeline, resolve
 from .core.checks import explains, unknown_arguments
 from .core.exact import merge
 from .core.pipeline import Result, execute
@@ -285,6 +285,7 @@ def attention(
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
+    error: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -306,6 +307,7 @@ def attention(
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
+    error: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -327,6 +329,7 @@ def attention(
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
+    error: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -343,7 +346,9 @@ def attention(
 
     Stands where `F.scaled_dot_product_attention` stood; `q.unflatten(2, grid)` turns [B, H, N, E] into what it takes.
     With search, tail, warm and impl left alone it is dense attention by torch, exact, where that is faster, as on small
-    grids. `explain` says what would run. Of DTensors, cut along batch or heads, each rank attends its part.
+    grids. `explain` says what would run. The first searched call of a kind measures itself on 64 queries of each head,
+    and warns where it is more than 25 % off (`AccuracyWarning`, `check_first_call`). Of DTensors, cut along batch or
+    heads, each rank attends its part.
 
     Args:
         q: queries [B, H, *G, E].
@@ -355,6 +360,10 @@ def attention(
         tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `DrawnKeys` (keys
             drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters, and DrawnKeys under causal
             order; None for weight="mean" or "relu" and callable scores.
+        error: a budget in place of search and tail, such as 0.05: the first call of a kind (shapes, dtypes, device,
+            options) runs `tune` on its tensors, which takes as long as dozens of calls, and all later ones its plan.
+            It is not measured again until `clear_plans`. To save a plan, to check it on other tensors or to compile
+            it, call `tune` and the plan itself. None: the default, which promises no error.
         causal: a query may attend keys up to itself in row-major order (equal grids).
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
         scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
@@ -400,7 +409,13 @@ def attention(
         impl=impl,
         needs_lse=return_lse,
         hints=True,
+        caller="attention",
     )
+    if error is not None:
+        from .quality.kept import kept_plan
+
+        plan = kept_plan(q, k, v, request, error)
+        request = plan.setting.applied_to(request)._replace(impl="auto" if plan.dense else impl, caller=None)
     if return_lse:
         return _attended(q, k, v, request)
     return execute(pipeline.run, q, k, v, request).out
@@ -413,7 +428,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         q: queries [B, H, *G, E].
         k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
         v: values [B, Hk, *G', F].
-        arguments: options of `attention`, by name.
+        arguments: options of `attention`, by name; not `error`, for which `tune` prints what it found.
 
     >>> import scram
     >>> q = torch.zeros(1, 1, 16, 16, 64)
@@ -422,7 +437,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
       on cpu the grid 16 x 16 with width 64 is too small for a search to be faster
       256 keys visited per query, 256 by dense attention; 0.0 MiB beyond inputs and outputs
     """
-    known = {name: x for name, x in signature(attention).parameters.items() if name not in ("q", "k", "v")}
+    known = {name: x for name, x in signature(attention).parameters.items() if name not in ("q", "k", "v", "error")}
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise unknown_arguments("explain", unknown, known)
@@ -585,5 +600,6 @@ def clear_caches() -> None:
     resolve.clear_caches()
     dispatch.clear_caches()
     layout_hints.clear()
+    first_call.clear()
     draws.cell_counts.cache_clear()
     dtensors.clear_caches()

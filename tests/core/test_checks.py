@@ -4,6 +4,7 @@ import ast
 import math
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,9 @@ def attended(q=Q, width=9):
     return scram.Attended(torch.zeros(*q.shape[:-1], width), torch.zeros(q.shape[:-1]))
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch: its nested tensors are a prototype
+    NESTED = torch.nested.nested_tensor([torch.zeros(4, n, n, 8) for n in (5, 6)])  # has no shape
 PAIR = (torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 9))
 
 TOKENS = torch.randn(1, 2, 64, 8)
@@ -122,6 +126,9 @@ ERRORS = [
     (search(q=[1.0]), TypeError, r"q must be a torch.Tensor \[B, H, \*G, E\], got list; use torch.as_tensor"),
     (search(k=None), TypeError, r"k must be a torch.Tensor \[B, Hk, \*G', E\], got NoneType"),
     (search(q=Q.to_sparse()), TypeError, "q must be a dense tensor, got layout torch.sparse_coo; call .to_dense"),
+    (search(q=NESTED), TypeError, "q must be a dense tensor, got a nested one; pad it"),
+    (lambda: scram.attention(NESTED, NESTED, NESTED), TypeError, "q must be a dense tensor, got a nested one; pad it"),
+    (lambda: scram.attention(Q, K, NESTED), TypeError, "v must be a dense tensor, got a nested one; pad it"),
     (search(q=Q[0, 0, 0]), ValueError, r"q must be \[B, H, \*G, E\] with a grid of rank 1 to 4, got 2 axes \(6, 8\)"),
     (search(q=torch.zeros(1, 1, 1, 1, 1, 1, 1, 1)), ValueError, "rank 1 to 4, got 8 axes"),
     (search(k=K[:, :, 0]), ValueError, r"k must have as many axes as q \(5\), got 4 axes \(2, 2, 3, 8\)"),

@@ -150,6 +150,8 @@ def jumps(value: Any) -> tuple[int, ...]:
 def _tensor(name: str, value: Any, axes: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor {axes}, got {type(value).__name__}; use torch.as_tensor")
+    if value.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one; pad it with torch.nested.to_padded_tensor")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}; call .to_dense()")
 

@@ -74,9 +74,17 @@ def exact_attention(
     def chunk(q_rows: Tensor, k_rows: Tensor, values: Tensor, row: int, at: Tensor) -> tuple[Tensor, Tensor]:
         source = dense.key_row(row)
         allowed = dense.allowed(row, at)
-        a = dense.scores(q_rows[row, at], dense.shown(k_rows[source], row))
+        k_row = dense.shown(k_rows[source], row)  # [M, E]
+        v_row = dense.shown(values[source], row)  # [M, F]
+        if not causal:
+            p, lse = normalized_weights(factor * dense.scores(q_rows[row, at], k_row), allowed, weight)
+            return p @ v_row.to(p.dtype), lse
+        # What is not finite is no factor of a later key's weight of 0: it is put where it belongs afterwards.
+        a = dense.scores(q_rows[row, at], finite(k_row))
+        a = torch.where(k_row.isfinite().all(-1), a, torch.nan)
         p, lse = normalized_weights(factor * a, allowed, weight)
-        return p @ dense.shown(values[source], row).to(p.dtype), lse
+        spoiled = at.unsqueeze(-1) >= first_not_finite(v_row)  # [C, F]
+        return torch.where(spoiled, torch.nan, p @ finite(v_row).to(p.dtype)), lse
 
     differentiates = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     run = partial(recomputed, chunk) if differentiates else chunk
@@ -145,6 +153,17 @@ def exact_search(
         return Matches(nothing, nothing.float(), key_grid)
     index, best = (torch.cat(part) for part in zip(*parts, strict=True))
     return Matches(index.to(torch.int32).reshape(*shape, matches), best.float().reshape(*shape, matches), key_grid)
+
+
+def finite(x: Tensor) -> Tensor:
+    """x with zeros for what is not finite."""
+    return torch.where(x.isfinite(), x, 0)
+
+
+def first_not_finite(x: Tensor) -> Tensor:
+    """x [.., M, width] -> int64 [.., width], the first place that is not finite in each column; M where all are."""
+    place = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)  # [M, 1]
+    return torch.where(x.isfinite(), x.shape[-2], place).amin(-2)
 
 
 def merge(a: Attended, b: Attended) -> Attended:

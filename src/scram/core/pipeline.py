@@ -18,7 +18,7 @@ from ..spec.grid import AllowedKeys, grid_of
 from ..spec.routing import LEAST_WINDOW
 from ..spec.schedule import method_of
 from ..spec.scoring import accumulator, prepare_key, prepare_query
-from . import calls, checks, ops
+from . import calls, checks, first_call, ops
 from .dense import attend_every_key, every_key, without_masked
 from .dtensors import is_dtensor
 from .precision import autocast_device, autocast_inputs
@@ -72,10 +72,15 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
         parts: R = call_parts(stage, q, k, v, request)
         return parts
     resolved = resolve(q, k, v, request, attends=stage not in (search, route))
-    if resolved.engine.wide_inputs and not resolved.dense and _compat.plain_eager():
+    has_threads = resolved.engine.wide_inputs and (resolved.search is None or resolved.search_engine.wide_inputs)
+    if has_threads and not resolved.dense and _compat.plain_eager():
         with ONE_THREAD:  # the engine has threads of its own; those of operators between would be in their way
-            return stage(resolved, q, k, v, WHOLE)
-    return stage(resolved, q, k, v, WHOLE)
+            result = stage(resolved, q, k, v, WHOLE)
+    else:
+        result = stage(resolved, q, k, v, WHOLE)
+    if request.caller is not None and v is not None and isinstance(result, Result):
+        first_call.measure(resolved, q, k, v, result.out)
+    return result
 
 
 def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard = WHOLE) -> Result:

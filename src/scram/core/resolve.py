@@ -43,6 +43,7 @@ class Request(NamedTuple):
         keeps_matches: whether the caller reads the matches, so that there must be a search.
         needs_lse: whether the caller reads the log of the normalizer.
         hints: whether tensors that are probably in another layout get a warning, as from public functions.
+        caller: who calls; the first searched call of a kind by each measures itself. None: none does.
     """
 
     search: Search | Auto | None = "auto"
@@ -64,6 +65,7 @@ class Request(NamedTuple):
     keeps_matches: bool = False
     needs_lse: bool = False
     hints: bool = False
+    caller: str | int | None = None
 
     @property
     def is_automatic(self) -> bool:
@@ -285,6 +287,8 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
     if not simple or not tensors_only or not ops.bypasses_dispatcher((q, k, v)):
         return None
     assert v is not None
+    if q.is_nested or k.is_nested or v.is_nested:  # some have no shape
+        return None
     tensors = (
         *(q.shape, k.shape, v.shape),
         *(q.dtype, k.dtype, v.dtype),

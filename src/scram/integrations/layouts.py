@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import _compat
 from ..core import checks
+from ..core.dense import in_order
 from ..core.resolve import Request
 from .layers import Tokens
 
@@ -207,10 +208,13 @@ def _attend_off_grid(
     """The queries off the grid [B, H, X, E] over every key, by torch."""
     query, key, value = heads
     mask = attn_mask
+    spoiled = None
     if options.is_causal:
+        key, value, spoiled = in_order(query, key, value)
         place = torch.arange(tokens.total, device=query.device).unsqueeze(1)  # [T, 1]
         mask = without_grid(place, tokens) >= place.T
         options = options._replace(is_causal=False)
     elif mask is not None:
         mask = without_grid(mask, tokens) if mask.shape[-2] != 1 else mask
-    return options.attend(without_grid(query, tokens), key, value, mask)
+    out = options.attend(without_grid(query, tokens), key, value, mask)
+    return out if spoiled is None else out + without_grid(spoiled, tokens)

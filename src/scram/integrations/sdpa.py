@@ -20,6 +20,7 @@ from ..core.pipeline import execute
 from ..core.resolve import Request, as_search, goes_dense
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..options import IMPLS, Auto, How, Impl
+from ..quality import kept
 from ..quality.tune import tune
 from ..settings import Search
 from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
@@ -267,6 +268,7 @@ class Replacement:
                 tail=settings.tail,
                 radius=settings.radius,
                 impl=settings.impl,
+                caller=None if compiling else f"{self.report_name} {layer}",
             )
             setting = settings if plan is None else plan.setting
             how = _how(setting.search, setting.tail, plan is None and goes_dense(q, k, v, request))
@@ -471,7 +473,7 @@ def _why_not(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor:
     """The default of `attention` on a grid."""
-    return execute(pipeline.run, q, k, v, call).out
+    return execute(pipeline.run, q, k, v, call._replace(caller="scaled_dot_product_attention")).out
 
 
 _direct: dict[tuple[Any, ...], Replacement] = {}
@@ -480,7 +482,8 @@ _masks = MaskReader()
 
 
 def clear_plans() -> None:
-    """Forget the plans of `scaled_dot_product_attention(error=...)`: each layer is tuned again."""
+    """Forget the plans of `attention(error=...)` and `scaled_dot_product_attention(error=...)`: all are tuned again."""
+    kept.clear()
     for one in _direct.values():
         one.hooks.detach()
     _direct.clear()

@@ -85,6 +85,7 @@ class Searching(nn.Module):
             tail=self.tail,
             radius=self.radius,
             warm_codebook=self._kept_codebook(k, v),
+            caller=None if torch.compiler.is_compiling() else id(self),  # compiled, layers share their code
         )
         result = execute(pipeline.run, q, k, v, request)
         if result.matches is not None:
