@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import bias as bias
     from . import distributed as distributed
     from . import images as images
     from . import integrations as integrations
@@ -118,6 +119,7 @@ _HOMES = {
 }
 # Modules with public names of their own.
 _MODULES = {
+    "bias": "bias",
     "distributed": "distributed",
     "images": "images",
     "integrations": "integrations",

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, overload
 from torch import Tensor
 
 from .core import checks, dtensors, first_call, layout_hints, pipeline, resolve
+from .core.bias import Bias, Extra, Pair
 from .core.checks import explains, unknown_arguments
 from .core.exact import merge
 from .core.pipeline import Result, execute
@@ -51,6 +52,7 @@ def search(
     warm: Matches | None = None,
     codebook: Codebook | None = None,
     scale: float | None = None,
+    bias: Bias | Pair | None = None,
     impl: Impl = "auto",
 ) -> Matches:
     """For every query the keys with the highest scores anywhere on the key grid, by randomized search.
@@ -66,7 +68,9 @@ def search(
             differ.
         codebook: clusters with `keys`, from `cluster`: each query's first match starts at the best key of the clusters
             that its tile attends one by one. With it fewer sweeps find as much.
-        scale: for which the codebook was made; nothing else reads it.
+        scale: for which the codebook was made, and beside a bias; nothing else reads it.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -91,6 +95,7 @@ def search(
         score=score,
         warm=warm,
         impl=impl,
+        bias=bias,
         keeps_matches=True,
         hints=True,
     )
@@ -110,7 +115,8 @@ def attend(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     tail: Tail | None = None,
     routes: Routes | None = None,
@@ -138,7 +144,10 @@ def attend(
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
             A search finds the highest scores: under "mean" large negative ones are missed.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
             whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
         tail: a `Codebook` from `cluster`, made with the same score, scale and mask, or `Clusters`, which make one; only
@@ -175,6 +184,7 @@ def attend(
         extra=extra,
         dropout_p=dropout_p,
         impl=impl,
+        bias=bias,
         matches=matches,
         routes=routes,
         hints=True,
@@ -192,6 +202,7 @@ def cluster(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
+    bias: Bias | Pair | None = None,
     warm: Codebook | None = None,
     impl: Impl = "auto",
 ) -> Codebook:
@@ -208,6 +219,8 @@ def cluster(
             scale and score.
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
         score: "dot", "cosine" or "l2" (negative squared distance); no callable.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         warm: clusters to start from (the last frame, layer or step), as many, of keys and values as wide: centers
             [B, Hc, C, E'], values [B, Hc, C, F]; then k-means makes one step at most.
         impl: "auto" or the name of an implementation; a name never falls back to another.
@@ -233,6 +246,7 @@ def cluster(
         scale=scale,
         score=score,
         impl=impl,
+        bias=bias,
         warm_codebook=warm,
         hints=True,
     )
@@ -240,7 +254,7 @@ def cluster(
 
 
 @explains
-def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> Routes:
+def route(q: Tensor, k: Tensor, codebook: Codebook, *, bias: Bias | Pair | None = None, impl: Impl = "auto") -> Routes:
     """Which clusters of a codebook each tile of 64 queries attends key by key: those whose means are most wrong for it.
 
     `attention` and `attend` choose the same; pass the result to `attend(routes=...)` to keep a choice.
@@ -249,6 +263,8 @@ def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> R
         q: queries [B, H, *G, E].
         k: keys [B, Hk, *G', E], those of the codebook.
         codebook: from `cluster`, with its `keys`.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -271,6 +287,7 @@ def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> R
         scale=codebook.scale,
         score=cast(Score, codebook.score),
         impl=impl,
+        bias=bias,
         hints=True,
     )
     return execute(pipeline.route, q, k, None, request)
@@ -291,8 +308,9 @@ def attention(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -313,8 +331,9 @@ def attention(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -335,8 +354,9 @@ def attention(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -369,8 +389,11 @@ def attention(
         scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs.
         extra_mask: bool [B, X], True = may be attended, as for padded text.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax. In force whenever > 0, so pass 0
             when evaluating; `torch.manual_seed` governs it.
         warm: matches of an earlier search on the same shapes, index [B, H, *G, kappa], to start from.
@@ -407,6 +430,7 @@ def attention(
         dropout_p=dropout_p,
         warm=warm,
         impl=impl,
+        bias=bias,
         needs_lse=return_lse,
         hints=True,
         caller="attention",
@@ -444,7 +468,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     if arguments.get("search", "auto") is not None:
         as_search(arguments.get("search", "auto"))
     needs_lse = arguments.pop("return_lse", False)
-    return explanation(q, k, v, resolve.resolve(q, k, v, Request(**arguments, needs_lse=needs_lse)))
+    request = Request(**arguments, needs_lse=needs_lse)
+    q, k, wide, request = resolve.without_bias(q, k, v, request)
+    v = v if wide is None else wide
+    return explanation(q, k, v, resolve.resolve(q, k, v, request))
 
 
 @explains
@@ -460,7 +487,8 @@ def estimate(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     impl: Impl = "auto",
 ) -> Estimate:
     """Exact softmax attention estimated from a number of keys, with diagnostics; for attention that is not sparse.
@@ -479,8 +507,11 @@ def estimate(
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
             Clusters take no callable.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Not with
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs. Not with
             MetropolisHastings.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -510,6 +541,7 @@ def estimate(
         score=score,
         extra=extra,
         impl=impl,
+        bias=bias,
         matches=matches,
         hints=True,
     )
@@ -532,7 +564,8 @@ def local(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     impl: Impl = "auto",
 ) -> Attended:
@@ -551,7 +584,10 @@ def local(
         scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
             whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
         impl: "auto" or the name of an implementation; a name never falls back to another.
@@ -580,6 +616,7 @@ def local(
         extra=extra,
         dropout_p=dropout_p,
         impl=impl,
+        bias=bias,
         matches=own,
         hints=True,
     )

@@ -19,6 +19,7 @@ from ..settings import Score, Search
 from ..spec.schedule import TILE_QUERIES
 from ..spec.scoring import check_score, check_weight, default_scale
 from . import checks, ops
+from .bias import Bias, Extra, Pair, widened
 from .cost import keys_visited
 from .layout_hints import warn_about_layout
 from .tails.base import NO_TAIL, Kind, MadeFor, Tail, as_tail
@@ -26,7 +27,8 @@ from .tails.clusters import Clusters, Codebook, check_budget
 from .tails.drawn import DrawnKeys
 
 # By device: what "auto" means. Sweeps start from routed keys.
-SEARCHES = {"cpu": Search(sweeps=2), "cuda": Search(sweeps=2)}
+# On a GPU every key that is offered is read for all queries of a tile: fewer of them, where it costs least.
+SEARCHES = {"cpu": Search(sweeps=2), "cuda": Search(sweeps=2, propagate="shift", gossip=4)}
 CLUSTERS = {"cpu": Clusters(count=384, keys=768), "cuda": Clusters(count=384, keys=768)}
 DRAWN_KEYS = DrawnKeys()
 MOST_REMEMBERED = 1000  # kinds of calls
@@ -43,6 +45,7 @@ class Request(NamedTuple):
         keeps_matches: whether the caller reads the matches, so that there must be a search.
         needs_lse: whether the caller reads the log of the normalizer.
         hints: whether tensors that are probably in another layout get a warning, as from public functions.
+        bias: is made part of q and k before anything else: see `without_bias`.
         caller: who calls; the first searched call of a kind by each measures itself. None: none does.
     """
 
@@ -54,7 +57,7 @@ class Request(NamedTuple):
     scale: float | None = None
     score: Score = "dot"
     weight: Weight = "softmax"
-    extra: tuple[Tensor, Tensor] | None = None  # [B, Hk, X, E] and [B, Hk, X, F]
+    extra: Extra | None = None  # [B, Hk, X, E] and [B, Hk, X, F]; beside a bias perhaps its b of them
     extra_mask: Tensor | None = None  # bool [B, X]
     dropout_p: float = 0.0
     warm: Matches | None = None
@@ -65,13 +68,39 @@ class Request(NamedTuple):
     keeps_matches: bool = False
     needs_lse: bool = False
     hints: bool = False
+    bias: Bias | Pair | None = None
     caller: str | int | None = None
+
+    @property
+    def extra_pair(self) -> Pair | None:
+        """Keys and values off the grid, of a call without a bias."""
+        return None if self.extra is None else (self.extra[0], self.extra[1])
 
     @property
     def is_automatic(self) -> bool:
         """Whether nothing is said of search, tail, matches and engine: then the call may be dense attention."""
         unsaid = isinstance(self.search, str) and isinstance(self.tail, str) and self.impl == "auto"
         return unsaid and self.warm is None and self.matches is None and not self.keeps_matches
+
+
+def without_bias(
+    q: Tensor, k: Tensor, v: Tensor | None, request: Request
+) -> tuple[Tensor, Tensor, Tensor | None, Request]:
+    """A call that means the same and has no bias: q and k are wider by its features."""
+    if request.bias is None:
+        return q, k, v, request
+    wide = widened(
+        q,
+        k,
+        v,
+        request.bias,
+        scale=request.scale,
+        score=request.score,
+        weight=request.weight,
+        causal=request.causal,
+        extra=request.extra,
+    )
+    return wide.q, wide.k, wide.v, request._replace(bias=None, scale=wide.scale, extra=wide.extra)
 
 
 class Resolved(NamedTuple):

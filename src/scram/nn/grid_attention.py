@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core import checks, pipeline
+from ..core.bias import Bias, Pair
 from ..core.checks import explains
 from ..core.layout_hints import warn_about_tokens
 from ..core.pipeline import execute
@@ -151,6 +152,7 @@ class GridAttention(Searching):
         tokens: Tensor | None = None,
         key_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
+        bias: Bias | Pair | None = None,
         warm: Matches | None = None,
     ) -> Tensor:
         """Attention of every point of the query grid.
@@ -163,6 +165,7 @@ class GridAttention(Searching):
                 `read` is their own turn.
             key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
             key_padding_mask: bool [B, *G'], the opposite, as in `nn.MultiheadAttention`: True = is left out.
+            bias: (a [B or 1, H or 1, *G, r], b [B or 1, H or 1, *G', r]), as in `attention`; tokens have none.
             warm: matches to start the search from.
 
         Returns:
@@ -182,6 +185,7 @@ class GridAttention(Searching):
             extra=extra,
             dropout_p=self._dropout(),
             warm=warm,
+            bias=bias,
         )
         return self._join(self._run(q, k, v, request).out)
 

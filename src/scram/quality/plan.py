@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks, files, pipeline
+from ..core.bias import widened
 from ..core.checks import unknown_arguments
 from ..core.pipeline import execute
 from ..core.resolve import Request
@@ -30,9 +31,9 @@ from .truth import Errors, Truth
 VERSION = 1  # of the JSON
 LEAST_SPEEDUP = 1.1  # over dense attention: what saves less is not chosen
 CALL_ARGUMENTS = (
-    *("causal", "key_mask", "scale", "score", "weight", "extra", "extra_mask", "dropout_p", "warm", "impl"),
+    *("causal", "key_mask", "scale", "score", "weight", "extra", "extra_mask", "bias", "dropout_p", "warm", "impl"),
 )
-GIVEN = ("key_mask", "extra", "extra_mask")  # tensors that a plan may have been measured with
+GIVEN = ("key_mask", "extra", "extra_mask", "bias")  # tensors that a plan may have been measured with
 INFINITE = ("inf", "-inf", "nan")  # numbers that JSON has as strings
 DENSE = "torch.nn.functional.scaled_dot_product_attention(q.flatten(2, -2), {}{}).unflatten(2, q.shape[2:-1])"
 GRID_KEYS = "k.flatten(2, -2), v.flatten(2, -2)"
@@ -89,7 +90,7 @@ class Setting:
         """A line of Python that does it.
 
         Args:
-            tensors: which of key_mask, extra and extra_mask the call has.
+            tensors: which of key_mask, extra, extra_mask and bias the call has.
             grouped: whether there are fewer key heads than query heads.
             arguments: the others.
 
@@ -102,7 +103,7 @@ class Setting:
             options.pop("impl", None)
             if "extra" in tensors and (len(tensors) > 1 or "score" in options or "causal" in options):
                 return f"plan(q, k, v{passed})"  # no one function of torch or of this package does it
-            if "key_mask" in tensors or "score" in options:
+            if "key_mask" in tensors or "bias" in tensors or "score" in options:
                 return f"scram.exact_attention(q, k, v{passed}{_listed(**options)}).out"
             options = {"is_causal" if name == "causal" else name: x for name, x in options.items()}
             options |= {"enable_gqa": True} if grouped else {}
@@ -190,7 +191,7 @@ class Plan:
         seed: of the sample, and in the settings.
         confidence: of each interval, so that all together hold with 95 %.
         tensors: what it was measured on, in words.
-        given: which of key_mask, extra and extra_mask the call had; calls of the plan pass their own.
+        given: which of key_mask, extra, extra_mask and bias the call had; calls of the plan pass their own.
         grouped: whether there were fewer key heads than query heads.
         split: the share of the queries whose weight two separate places share, in the head where it is largest.
         busy: whether other programs took the cores while it was measured. `check` measures it again then.
@@ -285,8 +286,8 @@ class Plan:
 
         Args:
             q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
-            arguments: key_mask, extra, extra_mask, dropout_p, warm, and others than the plan's causal, scale, score,
-                impl, as in `attention`. Search, tail, radius and window are the plan's.
+            arguments: key_mask, extra, extra_mask, bias, dropout_p, warm, and others than the plan's causal, scale,
+                score, impl, as in `attention`. Search, tail, radius and window are the plan's.
 
         Returns:
             out [B, H, *G, F].
@@ -323,10 +324,15 @@ class Plan:
         given = {"causal": self.causal, "scale": self.scale, "score": self.score, **arguments}
         with torch.no_grad():
             out = self(q, k, v, **arguments)
+            again = self._timed_again(q, k, v, **arguments) if self.busy else self
             same = {name: given[name] for name in names if name in given}
+            if given.get("bias") is not None:
+                wide = widened(q, k, v, given["bias"], **{name: x for name, x in same.items() if name != "key_mask"})
+                assert wide.v is not None
+                q, k, v = wide.q, wide.k, wide.v
+                same |= {"scale": wide.scale, "extra": wide.extra}
             truth = Truth.of(q, k, v, num_queries=checks.whole("num_queries", num_queries, 1), seed=seed, **same)
             measured = truth.errors(out)
-            again = self._timed_again(q, k, v, **arguments) if self.busy else self
         return Check(self.setting, self.error, measured, len(truth.queries), truth.points, again)
 
     def _timed_again(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Plan:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ..core import checks
+from ..core.bias import Bias, Extra, Pair
 from ..core.checks import explains
 from ..core.cost import keys_visited
 from ..core.layout_hints import warn_about_layout
 from ..core.pipeline import run
 from ..core.precision import follows_autocast
-from ..core.resolve import Request, default_search, default_tail, resolve
+from ..core.resolve import Request, default_search, default_tail, resolve, without_bias
 from ..core.statistics import queries_needed, shared
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
@@ -54,8 +55,9 @@ def tune(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     impl: Impl = "auto",
     num_queries: int = NUM_QUERIES,
     seed: int = 0,
@@ -76,7 +78,7 @@ def tune(
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
         error: the budget; 0 leaves dense attention.
-        radius, causal, key_mask, scale, score, extra, extra_mask, impl: as in `attention`; softmax and no
+        radius, causal, key_mask, scale, score, extra, extra_mask, bias, impl: as in `attention`; softmax and no
             dropout.
         num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
             keeps the budget; all of them where there are not more.
@@ -101,8 +103,13 @@ def tune(
         score=score,
         extra=extra,
         extra_mask=extra_mask,
+        bias=bias,
         impl=impl,
     )
+    given = tuple(name for name in GIVEN if getattr(request, name) is not None)
+    given_q, given_k, given_v = q, k, v
+    q, k, wide_v, request = without_bias(q, k, v, request)
+    v = v if wide_v is None else wide_v
     radii = resolve(q, k, v, request).radius
     warn_about_layout(q.shape, k.shape)
     checks.some_queries(q)
@@ -132,7 +139,8 @@ def tune(
     )
     rungs.append(dense)
     chosen = climb.choose(rungs)
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
+    tensors = {"q": given_q, "k": given_k, "v": given_v}
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
     return Plan(
         error=float(error),
         rungs=tuple(rungs),
@@ -145,11 +153,13 @@ def tune(
         queries=climb.truth.points,
         seed=seed,
         confidence=climb.confidence,
-        tensors=f"{shapes} on {q.device.type}",
-        given=tuple(name for name in GIVEN if getattr(request, name) is not None),
-        grouped=q.shape[1] != k.shape[1],
+        tensors=f"{shapes}, {str(q.dtype).removeprefix('torch.')} on {q.device.type}",
+        given=given,
+        grouped=given_q.shape[1] != given_k.shape[1],
         busy=climb.beside.busy,
-        split=modes.split_share(q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=scale, score=score),
+        split=modes.split_share(
+            q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=request.scale, score=score
+        ),
     )
 
 
@@ -226,7 +236,7 @@ class _Climb:
             key_mask=self.request.key_mask,
             scale=self.request.scale,
             score=self.request.score,
-            extra=self.request.extra,
+            extra=self.request.extra_pair,
             extra_mask=self.request.extra_mask,
         )
 
@@ -241,7 +251,7 @@ class _Climb:
             key_mask=self.request.key_mask,
             scale=self.request.scale,
             score=self.request.score,
-            extra=self.request.extra,
+            extra=self.request.extra_pair,
             extra_mask=self.request.extra_mask,
             num_queries=num_queries,
             seed=self.seed,
