@@ -22,6 +22,7 @@ from ..core.resolve import Request, default_search, default_tail, resolve, witho
 from ..core.statistics import queries_needed, shared
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
+from ..core.tails.drawn import DrawnKeys
 from ..options import Impl
 from ..settings import Score, Search
 from ..spec.grid import grid_of
@@ -39,6 +40,7 @@ SECOND_LOOK = 8
 TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
 # Clusters and keys of a tile that are tried, without a search and with one: small, middle and large.
 TAILS = ((128, 256), (256, 512), (512, 1024), (1024, 2048))
+CAUSAL_TAILS = ((32, 256), (64, 512), (128, 1024))  # clusters of every stretch
 
 
 @explains
@@ -172,13 +174,19 @@ def ladder(
     score: Score = "dot",
     seed: int = 0,
 ) -> list[Setting]:
-    """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
+    """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`.
+
+    Under causal order clusters take no search; drawn keys stand beside one.
+    """
     device = q.device.type
     family = default_tail(device, "softmax", causal, score)
     keys = math.prod(grid_of(k))
     one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
     pairs: list[tuple[Search | None, Tail | None]] = [(one, None)]
-    if isinstance(family, Clusters):
+    if isinstance(family, Clusters) and causal:
+        pairs += [(one, DrawnKeys(samples)) for samples in DrawnKeys.tuned_sizes[:2]]
+        pairs += [(None, replace(family, count=n, keys=m, seed=seed).in_order(keys)) for n, m in CAUSAL_TAILS]
+    elif isinstance(family, Clusters):
         tails = [replace(family, count=count, keys=budget, seed=seed) for count, budget in TAILS]
         few, several = (replace(search, sweeps=default_search(device, family).sweeps) for search in (one, four))
         _, small, middle, large = tails
