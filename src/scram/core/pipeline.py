@@ -212,6 +212,8 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
         weight=request.weight,
         dropout_p=request.dropout_p,
         shard=shard,
+        rows=shard.rows,
+        score_function=score if callable(score) else None,
         dtype=v.dtype,
     )
 

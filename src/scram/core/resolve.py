@@ -67,7 +67,6 @@ class Request(NamedTuple):
     hints: bool = False
     caller: str | int | None = None
 
-    @property
     def is_automatic(self) -> bool:
         """Whether nothing is said of search, tail, matches and engine: then the call may be dense attention."""
         unsaid = isinstance(self.search, str) and isinstance(self.tail, str) and self.impl == "auto"
@@ -129,7 +128,7 @@ def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def goes_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> bool:
     """Whether a call of which nothing is said is dense attention: torch has it, and it is cheaper. Shapes decide."""
     has_dense = request.weight == "softmax" and not callable(request.score)
-    return has_dense and request.is_automatic and dense_is_cheaper(q, k, v)
+    return has_dense and request.is_automatic() and dense_is_cheaper(q, k, v)
 
 
 def default_tail(device: str, weight: Weight, causal: bool, score: Score) -> Tail:
@@ -303,7 +302,7 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
         request.weight,
         request.dropout_p,
         request.impl,
-        request.is_automatic,
+        request.is_automatic(),
         request.hints,
     )
     tile_matches = search.matches if search is not None and search.method == "tile" else 0
@@ -404,7 +403,7 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
             memory=0,
         )
     reasons = ["search, tail, warm or impl was given"]
-    if resolved.request.is_automatic:
+    if resolved.request.is_automatic():
         only_softmax = "torch's attention has softmax and scores by name only"
         reasons = [only_softmax if dense_is_cheaper(q, k, v) else f"for the grid {size} a search is cheaper"]
     tail = None if resolved.tail is NO_TAIL else resolved.tail

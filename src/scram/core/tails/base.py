@@ -41,7 +41,10 @@ WHOLE = Shard(None, draw_seed)
 
 
 class Inputs(NamedTuple):
-    """Tensors and options of a call. Features are prepared for the score, in a dtype that the engine takes."""
+    """Tensors and options of a call. Features are prepared for the score, in a dtype that the engine takes.
+
+    It has no properties: torch before 2.11 cannot compile those of a tuple.
+    """
 
     engine: EngineSpec  # of every stage but the search
     q: Tensor  # [B, H, *G, E]
@@ -57,18 +60,10 @@ class Inputs(NamedTuple):
     weight: Weight
     dropout_p: float
     shard: Shard
+    rows: Tensor | None  # those of the shard
+    score_function: ScoreFunction | None  # a callable score; others are dot products of the prepared features
     dtype: torch.dtype  # of the output: that of the values as they were given
 
-    @property
-    def rows(self) -> Tensor | None:
-        return self.shard.rows
-
-    @property
-    def score_function(self) -> ScoreFunction | None:
-        """A callable score. Scores with a name are dot products of the prepared features."""
-        return self.score if callable(self.score) else None
-
-    @property
     def num_extra(self) -> int:
         return 0 if self.k_extra is None else self.k_extra.shape[2]
 

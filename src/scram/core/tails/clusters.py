@@ -243,7 +243,7 @@ class Codebook(Tail):
     def join(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, routes: Tensor | None = None) -> Attended:
         """The attention over the windows, over routed keys, and over clusters for all other keys."""
         near = None
-        if index is not None or inputs.num_extra:
+        if index is not None or inputs.num_extra():
             near = inputs.attend_windows(index, self.label if routes is not None else None, routes)
         inputs = inputs.level()
         call = calls.ClusterTailCall(
@@ -267,7 +267,7 @@ class Codebook(Tail):
             radius=inputs.radius,
             scale=inputs.scale,
             dropout_p=inputs.dropout_p,
-            extras=inputs.num_extra,
+            extras=inputs.num_extra(),
             keys=0 if routes is None else self.keys,
         )
         return ops.cluster_tail(inputs.engine, call)
