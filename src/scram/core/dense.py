@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,9 +11,10 @@ from torch import Tensor
 from ..options import Weight
 from ..results import Attended
 from ..settings import Score
-from ..spec.scoring import default_scale, prepare_key, prepare_query
+from ..spec.scoring import accumulator, default_scale, prepare_key, prepare_query
 from . import checks
 from .exact import exact_attention, merge
+from .ops import bypasses_dispatcher
 
 FUSED_STEP = 8  # a multiple of which the widths are that CUDA's fused kernels take
 
@@ -62,8 +65,10 @@ def dense_attention(
 ) -> Tensor:
     """Softmax attention over every allowed key by `F.scaled_dot_product_attention`; arguments as in `scram.attention`.
 
-    A query without an allowed key has output 0. What a masked key or its value holds does not matter. With `queries`,
-    flat indices int64 [n], the result is theirs: [B, H, n, F].
+    A query without an allowed key has output 0. What a masked key or its value holds does not matter. Nor does it under
+    causal order what later ones hold: torch would multiply them by 0. There a key that is not finite makes NaN of the
+    queries from it on, as its value does of the components. With `queries`, flat indices int64 [n], the result is
+    theirs: [B, H, n, F].
     """
     checks.values(q, k, v)
     checks.key_mask(q, k, key_mask)
@@ -87,6 +92,9 @@ def dense_attention(
         groups = k.shape[1] if heads > 1 else 1
         read = mask.reshape(k.shape[0], groups, heads // groups, flat[1].shape[2]).any(2)
         flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
+    spoiled = None
+    if causal:
+        flat[1], flat[2], spoiled = in_order(flat[0], flat[1], flat[2], mask)
     if causal and (mask is not None or extra is not None or queries is not None):
         keys = torch.arange(flat[1].shape[2], dtype=torch.int64, device=q.device)  # [M]
         below = keys <= (keys if queries is None else queries).reshape(1, 1, -1, 1)  # [1, 1, N, M]
@@ -108,7 +116,31 @@ def dense_attention(
     out = fused_attention(*flat, mask=mask, dropout_p=dropout_p, causal=causal, scale=factor)
     if mask is not None:
         out = torch.where(mask.any(-1, keepdim=True), out, 0)
+    if spoiled is not None:
+        out = out + (spoiled if queries is None else spoiled[:, :, queries])
     return out.reshape(*out.shape[:2], *grid, out.shape[-1])
+
+
+def in_order(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """k and v for causal attention by torch, which multiplies what comes later by 0: zeros for what is not finite.
+
+    Args:
+        q, k, v: [B, H, N, E], [B, Hk, N, E], [B, Hk, N, F].
+        mask: bool [B, H or 1, 1, N], True where a key may be attended; None: everywhere.
+
+    Returns:
+        k, v, and what to add to the output [B, H, N, F]: NaN for the queries from a key that is not finite on, else 0.
+        None where all are known to be finite, which is not known on a device and where torch traces.
+    """
+    if k.device.type == "cpu" and bypasses_dispatcher((k, v)):
+        total = sum(float(x.detach().sum(dtype=accumulator(x.dtype))) for x in (k, v))
+        if math.isfinite(total):
+            return k, v, None
+    by_key = v.detach() * 0 + (k.detach() * 0).sum(-1, keepdim=True)  # [B, Hk, N, F], NaN where one is not finite
+    by_key = by_key.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    if mask is not None:
+        by_key = torch.where(mask.transpose(2, 3), by_key, 0)
+    return k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), by_key.cumsum(2)
 
 
 def every_key(

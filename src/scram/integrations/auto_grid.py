@@ -29,7 +29,7 @@ FEW_CHANNELS = 4  # of a picture; a tensor of more channels is cut into patches 
 SIZES = ("image_size", "sample_size")
 MEMORY = ("memory", "encoder_hidden_states")  # what torch, transformers and diffusers call the keys of cross-attention
 SIDES = ("num_frames", "height", "width")  # what a model may be told in numbers; frames may be left out
-PLACES = ("img_ids", "img_shapes")
+PLACES = ("img_ids", "img_shapes", "timestep")  # the last says when
 CHANNELS = ("in_channels", "num_channels")
 # Where a model of diffusers puts the tokens of its text. Its code says it, no argument does.
 TEXT_BEFORE = {"FluxTransformer2DModel", "CogVideoXTransformer3DModel", "QwenImageTransformer2DModel"}

@@ -43,6 +43,7 @@ def patch_sdpa(
     key_grid: Sequence[int] | None = None,
     error: float | None = None,
     min_tokens: int = 0,
+    dense_layers: int = 0,
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
@@ -54,9 +55,10 @@ def patch_sdpa(
 
     A call is taken when its tokens are `before` tokens, the points of the grid in row-major order, and `after` tokens.
     Tokens off the grid (class, registers, text) are extra keys for every query on it, and as queries attend every key
-    densely. Scale, dropout, `is_causal`, grouped heads and boolean masks over the keys go along. A float bias, a mask
-    that differs between queries and any other length are left to torch. `torch.compile` sees the context where it is
-    entered outside compiled code. A checkpoint computes again in the backward pass: that belongs inside too.
+    densely. Scale, dropout, `is_causal`, grouped heads, masks over the keys and biases of low rank go along. A rough
+    float bias, a mask that differs between queries and any other length are left to torch. `torch.compile` sees the
+    context where it is entered outside compiled code. A checkpoint computes again in the backward pass: that belongs
+    inside too.
 
     With `error`, each layer is tuned (`scram.tune`) in its first eager call in eval mode and keeps its plan; a layer is
     the module that calls. One that is compiled before it was tuned runs the default, and the report says so.
@@ -69,6 +71,7 @@ def patch_sdpa(
         key_grid: extents of the grid of reduced keys; calls with as many keys as queries have their own grid.
         error: at most this error in 95 % of the queries of each head; None for the settings below.
         min_tokens: calls of fewer tokens are left to torch.
+        dense_layers: so many layers with a grid are left to torch, the first that call.
         search, radius, tail, impl: as in `attention`: on a small grid dense attention may be faster, and runs;
             search=None beside `Clusters` runs them without a search. With `error` search and tail are chosen.
         plans: of layers that were tuned before, `report.plans`, `Plans.load(path)`.
@@ -96,6 +99,7 @@ def patch_sdpa(
         plans,
         model=model,
         min_tokens=min_tokens,
+        dense_layers=dense_layers,
         search=search,
         tail=tail,
         radius=radius,

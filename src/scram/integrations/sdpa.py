@@ -26,6 +26,7 @@ from ..settings import Search
 from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
 from .layers import NO_TOKENS, Hooks, Layer, Plans, Tokens, name_in, table
 from .layouts import Grids, KeyMasks, MaskReader, TorchOptions, attend_on_grid, given_tokens
+from .steps import Kept, Steps
 
 
 class Call(NamedTuple):
@@ -151,6 +152,8 @@ class Replacement:
     Args:
         grid, before, after, key_grid: as in `patch_sdpa`.
         min_tokens: calls of fewer tokens are left to torch.
+        dense_layers: the first layers with a grid, by the order of their first calls, which are left to torch.
+        steps: of a sampler; None: it has none.
         error: the budget of each layer; None for the settings below everywhere.
         plans: of layers that were tuned before.
         replaces: whether SCRAM answers; else its layers are only tuned, and torch does.
@@ -170,6 +173,8 @@ class Replacement:
         model: nn.Module | None = None,
         *,
         min_tokens: int = 0,
+        dense_layers: int = 0,
+        steps: Steps | None = None,
         search: Search | Auto | None = "auto",
         tail: Tail | Auto | None = "auto",
         radius: int | Sequence[int] = 1,
@@ -181,6 +186,9 @@ class Replacement:
         checks.one_of("impl", impl, IMPLS)
         self.tokens = given_tokens(grid, before, after, key_grid)
         self.min_tokens = checks.whole("min_tokens", min_tokens, 0)
+        self.dense_layers = checks.whole("dense_layers", dense_layers, 0)
+        self.first: list[str] = []  # names of layers with a grid, in the order of their first calls
+        self.steps = steps or Steps()
         rank = len(radius) if isinstance(radius, Sequence) else 1  # of grids that are found
         radii = [checks.radius(radius, len(one.grid)) for one in self.tokens or ()] or [checks.radius(radius, rank)]
         self.settings = Request(
@@ -220,7 +228,7 @@ class Replacement:
                 self.taken.add(name)
                 self.hooks.add(name, module)
         self.auto = AutoGrids()
-        self.masks = MaskReader()
+        self.masks = MaskReader(error)
         self.warns = False
         for function in (_note_compiled, _compiled_tokens):
             torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call] # loads the compiler
@@ -235,14 +243,18 @@ class Replacement:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        *,
+        ranks: int = 1,
     ) -> Tensor:
-        """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
+        """`F.scaled_dot_product_attention`, by SCRAM where it can be; `ranks`: of whose tokens the call is joined."""
         options = TorchOptions(dropout_p, is_causal, scale, enable_gqa)
         compiling = torch.compiler.is_compiling()
         budget = self.report.error is not None
-        named = budget or self.tokens is None
+        named = budget or self.tokens is None or self.dense_layers > 0 or self.steps.counts
         calls = module_calls() if named and not compiling else []
         modules = [call.module for call in calls]
+        if calls:
+            self.steps.see(calls[-1].module, calls[-1].places.get("timestep"))
         running = self.hooks.running[-1] if compiling and self.hooks.running else "compiled"
         auto = partial(
             _auto_tokens, auto=self.auto, calls=calls, report=self.report_name, layer=running, warns=self.warns
@@ -250,7 +262,10 @@ class Replacement:
         tokens, masks, why_not = _tokens_of(query, key, value, attn_mask, options, self.tokens, auto, self.masks)
         if not why_not and tokens.total < self.min_tokens:
             why_not = f"{tokens.total} tokens, and min_tokens={self.min_tokens}"
+        if not why_not and ranks > 1 and tokens.off:
+            why_not = "tokens off the grid stand between those of several ranks"
         layer = self._layer(tokens, modules, query, why_not) if named else ""
+        why_not = why_not or self._scheduled(layer)
         if why_not:
             self.note(query, key, layer, tokens, why_not)
             return options.attend(query, key, value, attn_mask)
@@ -273,21 +288,36 @@ class Replacement:
             setting = settings if plan is None else plan.setting
             how = _how(setting.search, setting.tail, plan is None and goes_dense(q, k, v, request))
             self.note(query, key, layer, tokens, "", how)
-            if plan is None:
-                return execute(pipeline.run, q, k, v, request).out
-            return plan(
-                q,
-                k,
-                v,
-                causal=call.causal,
-                scale=call.scale,
-                key_mask=call.key_mask,
-                extra=call.extra,
-                extra_mask=call.extra_mask,
-                dropout_p=call.dropout_p,
-            )
+            if how == "dense" and call.bias is not None:
+                return None  # torch adds the mask itself, exactly
+            if plan is not None:
+                request = plan.setting.applied_to(call)._replace(impl="auto" if plan.dense else plan.impl)
+            if how != "dense" and self.steps.keeps and not compiling and not torch.is_grad_enabled():
+                return self._from_step_to_step(layer, q, k, v, request)
+            return execute(pipeline.run, q, k, v, request).out
 
         return attend_on_grid(query, key, value, attn_mask, options, tokens, masks, attend)
+
+    def _scheduled(self, layer: str) -> str:
+        """Why a call that SCRAM could answer is left to torch for now, "" for no reason."""
+        if self.steps.dense:
+            return f"one of the first {self.steps.dense_steps} steps"
+        if self.dense_layers:
+            if layer not in self.first and not torch.compiler.is_compiling():
+                self.first.append(layer)
+            if layer in self.first[: self.dense_layers]:
+                return f"one of the first {self.dense_layers} layers"
+        return ""
+
+    def _from_step_to_step(self, layer: str, q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+        """The call, from the matches and clusters that the layer had at the step before, and they are kept again."""
+        key = (layer, self.steps.call, q.shape, k.shape, q.dtype, q.device)
+        kept = self.steps.kept.get(key)
+        if kept is not None:
+            request = request._replace(warm=kept.matches, warm_codebook=kept.codebook)
+        result = execute(pipeline.run, q, k, v, request)
+        self.steps.kept[key] = Kept(result.matches, result.codebook)
+        return result.out
 
     def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor, why_not: str) -> str:
         """The name of the layer that calls; one that is met for the first time is noted."""
@@ -353,6 +383,7 @@ class Replacement:
                         scale=call.scale,
                         extra=call.extra,
                         extra_mask=call.extra_mask,
+                        bias=call.bias,
                         impl=self.settings.impl,
                     )
                 layer.why_not = ""
@@ -471,8 +502,10 @@ def _why_not(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
     return ""
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor:
-    """The default of `attention` on a grid."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor | None:
+    """The default of `attention` on a grid; None where torch adds a float mask itself."""
+    if call.bias is not None and goes_dense(q, k, v, call._replace(bias=None)):
+        return None
     return execute(pipeline.run, q, k, v, call._replace(caller="scaled_dot_product_attention")).out
 
 
@@ -507,7 +540,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` for tokens of a grid: where it stood in a model's own code.
 
-    What SCRAM cannot do, such as a float bias, torch does.
+    What SCRAM cannot do, such as a mask that differs between queries, torch does. A float mask is read as key mask and
+    bias: a table of offsets, or a matrix of low rank, becomes factors with an error of .01, or a quarter of `error`.
 
     Args:
         query, key, value: [B, H, N, E], [B, Hk, M, E], [B, Hk, M, F]: `before` tokens, the grid row by row, `after`

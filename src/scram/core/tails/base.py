@@ -41,10 +41,7 @@ WHOLE = Shard(None, draw_seed)
 
 
 class Inputs(NamedTuple):
-    """Tensors and options of a call. Features are prepared for the score, in a dtype that the engine takes.
-
-    It has no properties: torch before 2.11 cannot compile those of a tuple.
-    """
+    """Tensors and options of a call. Features are prepared for the score, in a dtype that the engine takes."""
 
     engine: EngineSpec  # of every stage but the search
     q: Tensor  # [B, H, *G, E]
@@ -60,10 +57,18 @@ class Inputs(NamedTuple):
     weight: Weight
     dropout_p: float
     shard: Shard
-    rows: Tensor | None  # those of the shard
-    score_function: ScoreFunction | None  # a callable score; others are dot products of the prepared features
     dtype: torch.dtype  # of the output: that of the values as they were given
 
+    @property
+    def rows(self) -> Tensor | None:
+        return self.shard.rows
+
+    @property
+    def score_function(self) -> ScoreFunction | None:
+        """A callable score. Scores with a name are dot products of the prepared features."""
+        return self.score if callable(self.score) else None
+
+    @property
     def num_extra(self) -> int:
         return 0 if self.k_extra is None else self.k_extra.shape[2]
 
@@ -140,6 +145,7 @@ class Kind(NamedTuple):
     score: Score
     extra: bool  # whether it has extra keys
     dropout_p: float
+    has_windows: bool = False  # around matches
 
 
 class MadeFor(NamedTuple):
@@ -165,6 +171,7 @@ class Tail:
     needs_all_queries: ClassVar[bool] = False  # of a key head, to be prepared
     tuned_sizes: ClassVar[tuple[int, ...]] = ()  # numbers of samples that `tune` tries: few, some and many
     stands_alone: ClassVar[bool] = False  # whether a call can have it without a search and windows
+    orders_alone: ClassVar[bool] = False  # whether it does so wherever a call has causal order
     keys: int = 0  # that a tile of queries attends one by one, besides the windows, at most
     variable: ClassVar[str] = ""  # what stands for it in a line of code; "" where its settings do
 
@@ -181,6 +188,10 @@ class Tail:
     def resized(self, samples: int) -> Tail:
         """The tail with so many samples; only where `tuned_sizes` are."""
         raise NotImplementedError
+
+    def in_order(self, positions: int) -> Tail:
+        """The tail of a call under causal order, on a grid of so many positions."""
+        return self
 
     def check(self, kind: Kind) -> None:
         """Raise where a call cannot have this tail."""
