@@ -4,8 +4,8 @@ FOLDER holds the photographs of Debian's package lomiri-wallpapers-16.04 (usr/sh
 named before anything was measured on them; settings were chosen on parts of camera, astronaut and coffee. Each is made
 smaller by means of areas, the longer side 320 pixels. White noise of 15, 25 and 50 of 255 is added and not cut.
 BM3D is PyPI's bm3d with its standard profile, in color `bm3d_rgb`; scikit-image's `denoise_nl_means` runs in its fast
-mode with the h of its manual, OpenCV's with 0.8 of the noise. One thread; times are CPU seconds. A first call of each is
-not counted.
+mode with the h of its manual, OpenCV's with 0.8 of the noise. One thread; times are CPU seconds. A first call of each
+is not counted.
 """
 
 from __future__ import annotations

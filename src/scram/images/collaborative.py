@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core import ops
-from ..core.calls import WindowScoresCall
-from ..engines import dispatch
+from ..core.correlation import box_scores
 from .pca import principal_axes
 
 SIDE = 8  # of a block
@@ -56,7 +54,8 @@ def collaborative(noisy: Tensor, sigma: float) -> Tensor:
     add_groups([picture], None, 0, sigma, FIRST, [basic])
     result = Sums.like(picture)
     add_groups([picture], [basic.mean()], 0, sigma, SECOND, [result])
-    return result.mean() @ axes
+    clean: Tensor = result.mean() @ axes
+    return clean
 
 
 def opponent(picture: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ def opponent(picture: Tensor) -> Tensor:
     if picture.shape[-1] == 1:
         return picture.new_ones(1, 1)
     rows = picture.new_tensor([[1, 1, 1], [1, 0, -1], [1, -2, 1]])
-    return rows / rows.norm(dim=1, keepdim=True)
+    return F.normalize(rows)
 
 
 class Sums:
@@ -121,7 +120,7 @@ def add_groups(
         def coefficients(frames: Sequence[Tensor], top: int = top, lines: int = lines) -> Tensor:
             planes = torch.stack([x[top : top + lines] / unit for x in frames]).movedim(-1, 1)  # [frames, C, lines, W]
             made = F.conv2d(planes.flatten(0, 1).unsqueeze(1), forward.reshape(-1, 1, SIDE, SIDE))
-            made = made.unflatten(0, (len(frames), channels)).flatten(3)  # type: ignore[no-untyped-call]
+            made = made.reshape(len(frames), channels, PIXELS, -1)
             return made.permute(0, 3, 1, 2).reshape(-1, channels * PIXELS)  # [keys, C * 64]
 
         blocks = coefficients(noisy)
@@ -131,7 +130,7 @@ def add_groups(
         for index in groups:  # int64 [n, size]
             size = index.shape[1]
             mix = haar(size, picture)
-            for part in index.split(max(1, most // (size * channels * PIXELS))):
+            for part in torch.split(index, max(1, most // (size * channels * PIXELS))):
                 key = part.T.flatten()  # one product serves all groups: their blocks lie side by side
                 shape = (size, len(part), channels, PIXELS)
                 y = (mix @ blocks.index_select(0, key).reshape(size, -1)).reshape(shape)
@@ -148,9 +147,9 @@ def add_groups(
         pixels = (values.reshape(-1, PIXELS) @ back.T).reshape(-1, channels, PIXELS) * taper  # [keys, C, 64]
         shares = weights.unsqueeze(-1) * taper
         for n, parts in enumerate(zip(pixels.chunk(len(noisy)), shares.chunk(len(noisy)), strict=True)):
-            for total, x, scale in zip((sums[n].values, sums[n].weights), parts, (unit, 1.0), strict=True):
-                folded = F.fold(x.permute(1, 2, 0), (lines, width), SIDE)[:, 0]  # [C, lines, W]
-                total[top : top + lines] += folded.movedim(0, -1) * scale
+            value, weight = (F.fold(x.permute(1, 2, 0), (lines, width), SIDE)[:, 0].movedim(0, -1) for x in parts)
+            sums[n].values[top : top + lines] += value * unit  # [lines, W, C]
+            sums[n].weights[top : top + lines] += weight
 
 
 def _groups(
@@ -164,8 +163,8 @@ def _groups(
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Strip by strip: its first line of blocks, the one after the last, and groups by their size.
 
-    A group is a row of an int64 tensor [n, size]: blocks, numbered row-major within the strip of all frames, the nearest
-    first. Sizes are powers of two.
+    A group is a row of an int64 tensor [n, size]: blocks, numbered row-major within the strip of all frames, the
+    nearest first. Sizes are powers of two.
     """
     keys = _features(guides, own, how.width)  # each [1, 1, h, w, width + 1]
     height, width = keys[own].shape[2:4]
@@ -175,13 +174,12 @@ def _groups(
     numbers = len(columns) * sum(h * w for h, w in boxes)  # scores of a line of groups
     numbers += 4 * how.step * len(guides) * width * PIXELS * channels
     lines = max(1, STRIP_BYTES // (4 * numbers))
-    spec = dispatch.choose("auto", keys[own].device, keys[own].dtype)
     farthest = PIXELS * (how.farthest + how.noise * 2 * sigma**2)
     each = max(1, SCORE_NUMBERS // (len(columns) * sum(h * w for h, w in boxes)))  # lines of groups scored at a time
     size = 1 << min(how.group, sum(h * w for h, w in boxes)).bit_length() - 1
-    for strip in rows.split(lines):
+    for strip in torch.split(rows, lines):
         found = []
-        for some in strip.split(each):
+        for some in torch.split(strip, each):
             q = keys[own][0, 0, some][:, columns]  # [n, m, width + 1]
             square = -q[..., -1:]
             q = torch.cat([2 * q[..., :-1], torch.ones_like(square)], -1)
@@ -192,8 +190,11 @@ def _groups(
                 center = place if centers is None or n == own else centers[n][place[..., 0], place[..., 1]]
                 limit = place.new_tensor([height - box[0], width - box[1]])
                 corner = torch.minimum((center - radius).clamp(min=0), limit)
-                call = WindowScoresCall(q[None, None], key, corner[None, None].int().contiguous(), box, 1.0)
-                scores.append(ops.window_scores(spec, call).scores[0, 0])
+                score = box_scores(q[None, None], key, corner[None, None], box)[0, 0]  # [n, m, places]
+                if n == own:  # the block itself comes first, also among others that are equal
+                    offset = (place - corner)[..., :1] * box[1] + (place - corner)[..., 1:]
+                    score.scatter_(-1, offset, torch.inf)
+                scores.append(score)
                 corners.append(corner)
             near, best = (scores[0] if len(scores) == 1 else torch.cat(scores, -1)).topk(size, -1)  # [n, m, size]
             count = (near - square >= -farthest).sum(-1).clamp(min=1)  # [n, m]
@@ -260,7 +261,7 @@ def spline(like: Tensor) -> Tensor:
             level[half + i, 2 * i + 1] = -1
         made = torch.cat([level @ made[:n], made[n:]])
         n = half
-    return (made / made.norm(dim=1, keepdim=True)).to(like)
+    return F.normalize(made).to(like)
 
 
 def haar(size: int, like: Tensor) -> Tensor:
@@ -276,4 +277,4 @@ def haar(size: int, like: Tensor) -> Tensor:
 def _taper(like: Tensor) -> Tensor:
     """How much each pixel of a block counts [64]: a Kaiser window, so that no edge of a block shows."""
     line = torch.kaiser_window(SIDE, periodic=False, beta=2.0, dtype=like.dtype, device=like.device)
-    return (line[:, None] * line).flatten()
+    return torch.outer(line, line).flatten()
