@@ -16,7 +16,7 @@ WORKERS ?= 12
 export PYTHONDONTWRITEBYTECODE :=
 VERSION_OF := import pip, sys; print(*sys.version_info[:2])
 
-.PHONY: help demo test setup browser lint format types wheel unit quick gpu tables tutorials docs clean
+.PHONY: help demo test setup browser lint format types wheel unit quick gpu versions tables tutorials docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test    set up, then lint, types, wheel and the whole suite"
 	@echo "make quick   set up, then the part of the suite that takes about 80 s on two cores, once kernels are compiled"
 	@echo "make gpu     the tests that need a GPU, by $(WORKERS) processes, with a Python that has torch for it: PYTHON=... make gpu"
+	@echo "make versions   the quick part of the suite on other versions of torch, each in a cached environment of some GB"
 	@echo "make setup   the environment in $(VENV) alone"
 	@echo "make browser Chromium for the tests of the explorer's page, where it is missing and can be installed"
 	@echo "make lint | types | wheel | unit   one step of make test"
@@ -71,7 +72,7 @@ wheel: setup
 	@rm -rf $(WHEEL) $(INSTALLED)
 	$(BIN)/python -m build --no-isolation --outdir $(WHEEL) . > /dev/null  # the sdist, and the wheel from it
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index --target $(INSTALLED) $(WHEEL)/*.whl
-	cd build && PYTHONPATH=$(CURDIR)/$(INSTALLED) $(CURDIR)/$(BIN)/python $(CURDIR)/.ci/check_wheel.py installed
+	cd build && PYTHONPATH=$(CURDIR)/$(INSTALLED) $(CURDIR)/$(BIN)/python $(CURDIR)/.ci/check_wheel.py installed wheel
 
 unit: setup browser
 	$(PYTEST)
@@ -84,6 +85,9 @@ gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 	  || { echo "torch of $(PYTHON) sees no GPU; name a Python where it does: PYTHON=... make gpu" >&2; exit 2; }
 	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal
+
+versions: setup
+	$(BIN)/python .ci/versions
 
 tables: setup
 	$(BIN)/python benchmarks/tables.py

@@ -1,4 +1,4 @@
-"""Check an installed wheel: `PYTHONPATH=FOLDER python check_wheel.py FOLDER`."""
+"""Check an installed wheel: `PYTHONPATH=FOLDER python check_wheel.py FOLDER BUILT`; BUILT holds the wheel itself."""
 
 import sys
 from importlib.metadata import version
@@ -14,4 +14,6 @@ assert "scram.cli" not in sys.modules, "import scram must not import the command
 PAGE = ("page.html", "style.css", "data.js", "attend.js", "colors.js", "pane.js", "numbers.js", "main.js")
 for name in ("py.typed", "cli/data/city_a.jpg", "cli/data/city_b.jpg", *(f"explorer/page/{name}" for name in PAGE)):
     assert (package / name).is_file(), f"the wheel lacks scram/{name}"
+(wheel,) = Path(sys.argv[2]).glob("*.whl")
+assert wheel.stat().st_size < 2_000_000, f"{wheel.name} has {wheel.stat().st_size} bytes, 2 MB are its limit"
 print(f"wheel: scram {scram.__version__} imports and is complete")

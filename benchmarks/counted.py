@@ -13,7 +13,12 @@ FIELDS = ("matches", "separation", "sweeps", "jumps", "propagate", "gossip", "ra
 
 
 def counted(
-    q: Tensor, k: Tensor, settings: scram.Search, seed: int = 0, warm: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    settings: scram.Search,
+    seed: int = 0,
+    warm: Tensor | None = None,
+    causal: bool = False,
 ) -> tuple[scram.Matches, int]:
     """The query search for q [1, 1, *G, E] and k [1, 1, *G', E]; and how many scores it computed in all."""
     how = {name: getattr(settings, name) for name in FIELDS}
@@ -28,7 +33,7 @@ def counted(
         method="query",
         reach=(),
         **how,
-        causal=False,
+        causal=causal,
     )
     found, count = counted_search(call)
     return scram.Matches(found.index, found.score, tuple(k.shape[2:-1])), count

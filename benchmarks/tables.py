@@ -23,7 +23,7 @@ import tables_matching
 import tables_models
 import tables_pictures
 import tables_routed
-from table_cells import BY, ROOT, share, table, time
+from table_cells import BY, ROOT, load, share, table, time
 
 from scram.cli import measuring
 
@@ -45,7 +45,7 @@ CONTENDERS = (
 )
 
 
-SETTINGS = {"default": "default", "four": "default, 4 matches", "paper": "paper"}
+SETTINGS = {"default": "default", "paper": "paper"}
 
 
 def results() -> str:
@@ -72,11 +72,14 @@ SHORT = {
 }
 
 
+SHOWN = ("default", "default, in a CUDA graph")
+
+
 def results_short() -> str:
     """README and the start page: rows of `results`, the default, and the paper's where there is no other."""
     found = [[one for one in rows if one[0] in SHORT] for rows in (cpu_results(), gpu_results())]
     best = [
-        [one for one in rows if one[1] == "default" or all(x[1] != "default" for x in rows if x[0] == one[0])]
+        [one for one in rows if one[1] in SHOWN or all(x[1] not in SHOWN for x in rows if x[0] == one[0])]
         for rows in found
     ]
     head = ("machine", "grid, width", "setting", "SCRAM", "dense", "times faster", "recall@1", "output error")
@@ -123,25 +126,35 @@ def cpu_results() -> Iterable[Result]:
                 yield shape, SETTINGS[setting], *times, row["recall"], errors_of(row, kinds)
 
 
+GPU_ENGINES = (("default", "default"), ("none", "no search"), ("paper", "paper"))
+GPU_SHAPES = ("512 E64 h1", "1024 E64 h1", "256 E64 h8", "256 E128 h24", "30x48x80 E128 h24")
+
+
+def gpu_shape(name: str) -> str:
+    """A shape of `gpu.py default` as tables show it.
+
+    >>> gpu_shape("30x48x80 E128 h24").split(", ")[1:], gpu_shape("512 E64 h1").split(", ")[1:]
+    (['128', '24 heads'], ['64'])
+    """
+    size, width, heads = name.split()
+    grid = size.replace("x", BY) if "x" in size else f"{size}{BY}{size}"
+    return f"{grid}, {width[1:]}" + f", {heads[1:]} heads" * (heads != "h1")
+
+
 def gpu_results() -> Iterable[Result]:
-    """From one run of `gpu.py default`, and the calls in a CUDA graph from `gpu.py measure`."""
-    rows = table_cells.load("gpu_default")
+    """From one run of `gpu.py default`: single calls, and calls in a CUDA graph; and from `gpu.py measure`."""
+    rows = table_cells.load("routed_gpu")
     kinds = ("error_stereo_8", "error_stereo_32")
-    for size, width, heads, backward in (
-        (512, 64, 1, False),
-        (512, 64, 1, True),
-        (1024, 64, 1, False),
-        (256, 64, 8, False),
-        (256, 128, 24, False),
-    ):
-        name = f"{size} E{width} h{heads}"
-        shape = f"{size}{BY}{size}, {width}" + f", {heads} heads" * (heads > 1) + ", forward + backward" * backward
-        dense = rows.get(f"cudnn {name} k1" + " fwd+bwd" * backward, {})
-        for setting, first, kappa in (("default", "default", 1), ("four", "default", 4), ("paper", "paper", 1)):
-            row = rows.get(f"{first} {name} k{kappa}" + " fwd+bwd" * backward, {})
-            found = rows.get(f"{first} {name} k{kappa}", {})  # errors are those of the forward pass
-            if "ms" in row and "ms" in dense:
-                yield shape, SETTINGS[setting], row["ms"], dense["ms"], found.get("recall"), errors_of(found, kinds)
+    for name in GPU_SHAPES:
+        for backward in ("", " fwd+bwd"):
+            dense = rows.get(f"cudnn {name} k1{backward}", {})
+            shape = gpu_shape(name) + ", forward + backward" * bool(backward)
+            for engine, setting in GPU_ENGINES:
+                row = rows.get(f"{engine} {name} k1{backward}", {})
+                errors = errors_of(rows.get(f"{engine} {name} k1", {}), kinds)  # those of the forward pass
+                for key, how in (("ms", ""), ("graph_ms", ", in a CUDA graph")):
+                    if key in row and "ms" in dense:
+                        yield shape, setting + how, row[key], dense["ms"], row.get("recall"), errors
     old = table_cells.load("gpu")
     for engine, size, width, heads, backward in (
         ("paper", 512, 64, 1, ""),
@@ -408,7 +421,38 @@ def interval(one: dict[str, Any], head: int) -> str:
     return f"{value} [{low}, {high}]"
 
 
+def causal() -> str:
+    """docs/measurements: recall under causal order, before it was strict and since."""
+    rows = table_cells.load("causal")
+    sets = ("stereo", "projected", "un-normalised", "GMFlow", "MobileSAM", "SAM 2")
+    lines = []
+    for name in rows:
+        order, settings = name.split(", ", 1)
+        if order == "loose":
+            pairs = [[rows[f"{kind}, {settings}"][one] for kind in ("loose", "strict")] for one in sets]
+            lines.append(
+                (settings, *(" → ".join(f"{x['recall']:.3f} ({x['scores']:.0f})" for x in two) for two in pairs))
+            )
+    return table(("settings", *map(table_cells.shown, sets)), *lines)
+
+
+def versions() -> str:
+    """docs/faq: what the quick part of the suite counts on other versions of torch."""
+    rows = load("versions").get("rows", {})
+    return table(
+        ("torch", "Triton", "Numba", "Python", "passed", "failed", "skipped"),
+        *(
+            (
+                *(version, row.get("triton", "none"), row["numba"], row["python"]),
+                *(str(row[name]) for name in ("passed", "failed", "skipped")),
+            )
+            for version, row in rows.items()
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "causal": causal,
     "pictures": tables_pictures.pictures,
     "gmflow-steps": tables_matching.gmflow_steps,
     "gmflow-coarse": tables_matching.gmflow_coarse,
@@ -440,6 +484,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "mobilesam": tables_models.mobilesam_model,
     "mobilesam-heads": tables_models.mobilesam_heads,
     "mobilesam-layers": tables_models.mobilesam_layers,
+    "sam2-cpu": tables_models.sam2_cpu,
+    "sam2-cuda": tables_models.sam2_cuda,
+    "sam2-photographs": tables_models.sam2_photographs,
+    "sam2-short": tables_models.sam2_short,
     "modes": modes,
     "tune": tune,
     "crossover": crossover,
@@ -464,6 +512,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-noise": tables_learn.noise,
     "learn-bias": tables_learn.bias,
     "learn-swap": tables_learn.swaps,
+    "versions": versions,
 }
 
 

@@ -40,7 +40,8 @@ def test_attention_takes_what_its_parts_take():
     whole, search, attend = (
         inspect.signature(function).parameters for function in (scram.attention, scram.search, scram.attend)
     )
-    assert set(whole) == (set(search) | set(attend) | {"return_lse"}) - {"matches", "codebook", "routes"}
+    own = {"return_lse", "error", "extra_mask"}
+    assert set(whole) == (set(search) | set(attend) | own) - {"matches", "codebook", "routes"}
     for name, parameter in whole.items():
         if name in ("search", "tail", "return_lse"):  # "auto" there; `attend` always returns it
             continue

@@ -36,11 +36,12 @@ ROOMS: dict[str, set[str]] = {
     "engines.gpu": ENGINE,
     "engines.dispatch": {*SETTINGS, "results", "engines", "engines.reference", "engines.cpu", "engines.gpu"},
     "core": CALLS - {"core"},
+    "bias": {"core.checks", "core"},
     "functional": CALLS,
-    "quality": USES,
+    "quality": USES - {"functional"},
     "nn": USES,
     "images": {*USES, "quality"},
-    "integrations": {*USES, "nn", "quality"},
+    "integrations": {*USES, "bias", "nn", "quality"},
     "distributed": {*USES, "core.calls", "nn", "quality"},
     "explorer": {*USES, VERSION, "images", "quality"},
     "cli": {*USES, VERSION, "distributed", "engines.dispatch", "explorer", "images", "integrations", "nn", "quality"},
@@ -48,7 +49,10 @@ ROOMS: dict[str, set[str]] = {
 # Where the package is entered: they load all rooms, by name.
 DOORS = {"__init__", "__main__"}
 # Rooms loaded by a function when they are first needed, since they are heavy; by whom.
-LAZY = {("cli", "cli"), ("cli", "images"), ("core", "distributed"), ("distributed", "distributed")}
+LAZY = {
+    *(("cli", "cli"), ("cli", "images"), ("core", "distributed"), ("distributed", "distributed")),
+    ("functional", "quality"),
+}
 # Packages that a function may import: they may be missing, or take long to import.
 OPTIONAL = {
     *("PIL", "av", "cv2", "diffusers", "faiss", "fcntl", "matplotlib", "natten", "numba", "pynndescent"),

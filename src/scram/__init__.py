@@ -8,14 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import bias as bias
     from . import distributed as distributed
     from . import images as images
     from . import integrations as integrations
     from . import nn as nn
     from . import options as options
     from .core.correlation import correlation as correlation
+    from .core.decoding import Cache as Cache
     from .core.exact import exact_attention as exact_attention
     from .core.exact import exact_search as exact_search
+    from .core.first_call import AccuracyWarning as AccuracyWarning
+    from .core.first_call import check_first_call as check_first_call
     from .core.layout_hints import LayoutWarning as LayoutWarning
     from .core.resolve import Explanation as Explanation
     from .core.statistics import Interval as Interval
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from .functional import attention as attention
     from .functional import clear_caches as clear_caches
     from .functional import cluster as cluster
+    from .functional import decode as decode
     from .functional import estimate as estimate
     from .functional import explain as explain
     from .functional import local as local
@@ -61,11 +66,13 @@ if TYPE_CHECKING:
     from .results import Routes as Routes
     from .settings import Search as Search
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Where each public name is defined.
 _HOMES = {
+    "AccuracyWarning": "core.first_call",
     "Attended": "results",
+    "Cache": "core.decoding",
     "Check": "quality.plan",
     "Clusters": "core.tails.clusters",
     "Codebook": "core.tails.clusters",
@@ -90,10 +97,12 @@ _HOMES = {
     "Trust": "quality.trust",
     "attend": "functional",
     "attention": "functional",
+    "check_first_call": "core.first_call",
     "clear_caches": "functional",
     "clear_plans": "integrations.sdpa",
     "cluster": "functional",
     "correlation": "core.correlation",
+    "decode": "functional",
     "estimate": "functional",
     "exact_attention": "core.exact",
     "exact_search": "core.exact",
@@ -114,6 +123,7 @@ _HOMES = {
 }
 # Modules with public names of their own.
 _MODULES = {
+    "bias": "bias",
     "distributed": "distributed",
     "images": "images",
     "integrations": "integrations",

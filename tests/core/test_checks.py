@@ -4,6 +4,7 @@ import ast
 import math
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,9 @@ def attended(q=Q, width=9):
     return scram.Attended(torch.zeros(*q.shape[:-1], width), torch.zeros(q.shape[:-1]))
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch: its nested tensors are a prototype
+    NESTED = torch.nested.nested_tensor([torch.zeros(4, n, n, 8) for n in (5, 6)])  # has no shape
 PAIR = (torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 9))
 
 TOKENS = torch.randn(1, 2, 64, 8)
@@ -122,6 +126,9 @@ ERRORS = [
     (search(q=[1.0]), TypeError, r"q must be a torch.Tensor \[B, H, \*G, E\], got list; use torch.as_tensor"),
     (search(k=None), TypeError, r"k must be a torch.Tensor \[B, Hk, \*G', E\], got NoneType"),
     (search(q=Q.to_sparse()), TypeError, "q must be a dense tensor, got layout torch.sparse_coo; call .to_dense"),
+    (search(q=NESTED), TypeError, "q must be a dense tensor, got a nested one; pad it"),
+    (lambda: scram.attention(NESTED, NESTED, NESTED), TypeError, "q must be a dense tensor, got a nested one; pad it"),
+    (lambda: scram.attention(Q, K, NESTED), TypeError, "v must be a dense tensor, got a nested one; pad it"),
     (search(q=Q[0, 0, 0]), ValueError, r"q must be \[B, H, \*G, E\] with a grid of rank 1 to 4, got 2 axes \(6, 8\)"),
     (search(q=torch.zeros(1, 1, 1, 1, 1, 1, 1, 1)), ValueError, "rank 1 to 4, got 8 axes"),
     (search(k=K[:, :, 0]), ValueError, r"k must have as many axes as q \(5\), got 4 axes \(2, 2, 3, 8\)"),
@@ -140,7 +147,7 @@ ERRORS = [
     (search(causal=True), ValueError, r"causal needs equal grids, got queries \(5, 6\) and keys \(7, 3\)"),
     (search(key_mask=[True]), TypeError, r"key_mask must be a torch.Tensor \[B, \*G'\], got list"),
     (search(key_mask=MASK.byte()), TypeError, r"got torch.uint8; use key_mask.bool\(\)"),
-    (search(key_mask=MASK.float()), TypeError, "key_mask must be bool .* got torch.float32; a float attention bias is"),
+    (search(key_mask=MASK.float()), TypeError, "key_mask must be bool .* got torch.float32; a float mask is a bias"),
     (search(key_mask=MASK[:, 0]), ValueError, r"key_mask must be \[B, \*G'\] = \(2, 7, 3\) or .*got \(2, 3\)"),
     (search(key_mask=MASK[0]), ValueError, r"got \(7, 3\); add the batch axis"),
     (search(key_mask=MASK[:, None]), ValueError, r"or \[B, H, \*G'\] = \(2, 4, 7, 3\), got \(2, 1, 7, 3\)"),
@@ -182,6 +189,15 @@ ERRORS = [
     (attend(radius=-1), ValueError, "radius must be at least 0, got -1, or one int per grid axis"),
     (attend(radius=(1, -2)), ValueError, r"radius\[1\] must be at least 0, got -2"),
     (attend(radius=0.5), TypeError, "radius must be an int, got float 0.5"),
+    (attention(extra_mask=torch.ones(2, 3) > 0), ValueError, "extra_mask masks extra keys, and there are none"),
+    (attention(extra=PAIR, extra_mask=torch.ones(2, 4) > 0), ValueError, r"extra_mask must be \[B, X\] = \(2, 3\)"),
+    (attention(extra=PAIR, extra_mask=torch.ones(2, 3)), TypeError, "extra_mask must be bool"),
+    (attention(extra=PAIR, extra_mask=torch.ones(2, 3) > 0, weight="relu"), ValueError, "needs weight='softmax'"),
+    (
+        attention(extra=PAIR, extra_mask=torch.ones(2, 3, dtype=torch.bool, device="meta")),
+        ValueError,
+        "extra_mask must be on the device of q",
+    ),
     (attend(extra=PAIR[0]), TypeError, r"extra must be a pair \(k_extra, v_extra\), got Tensor"),
     (attend(extra=(PAIR[0],)), TypeError, "extra must be a pair .* got tuple"),
     (attend(extra=(PAIR[0], None)), TypeError, "v_extra must be a torch.Tensor .* got NoneType"),

@@ -109,3 +109,49 @@ def test_clusters_stand_alone():
 
 def test_explain_takes_every_argument_of_attention():
     assert scram.explain(Q, K, V, return_lse=True).dense
+
+
+WAYS = {
+    "windows": {"search": scram.Search(sweeps=0, seed=0), "radius": 99, "tail": None},
+    "clusters of one key": {"search": None, "tail": scram.Clusters(count=999, keys=0, seed=0)},
+    "dense": {},
+    "dense, an l2 score": {"score": "l2"},
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_extra_keys_are_masked(name, impl):
+    """Beside what holds every key of the grid: the exact answer and its gradients, whatever a masked key holds."""
+    how = dict(WAYS[name])
+    if "search" in how:
+        how["impl"] = impl
+    leaves = [x.expand(2, -1, -1, -1, -1)[:, :, :5, :6].clone().requires_grad_() for x in (Q, K[:, :1], V[:, :1])]
+    more = [torch.randn(2, 1, 5, 8, requires_grad=True) for _ in range(2)]
+    mask = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 1]], dtype=torch.bool)
+    hidden = [torch.where(mask[:, None, :, None], x, torch.nan) for x in more]
+    out, lse = scram.attention(*leaves, extra=tuple(hidden), extra_mask=mask, return_lse=True, **how)
+    one_by_one = [
+        scram.attention(
+            *(x[b : b + 1] for x in leaves),
+            extra=tuple(x[b : b + 1, :, mask[b]] for x in more),
+            **{**how, "search": None, "tail": None},
+            return_lse=True,
+        )
+        for b in range(2)
+    ]
+    want = torch.cat([one.out for one in one_by_one])
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, torch.cat([one.lse for one in one_by_one]), rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(x.square().sum(), [*leaves, *more]) for x in (out, want)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def test_tune_and_plans_know_masked_extra_keys():
+    extra = torch.randn(2, 1, 2, 4, 8).unbind()
+    mask = torch.tensor([[True, False, True, False]])
+    plan = scram.tune(Q, K, V, extra=extra, extra_mask=mask)
+    assert plan.given == ("extra", "extra_mask")
+    want = scram.attention(Q, K, V, extra=tuple(x[:, :, ::2] for x in extra), search=None, tail=None)
+    torch.testing.assert_close(plan(Q, K, V, extra=extra, extra_mask=mask), want)
+    assert plan.check(Q, K, V, extra=extra, extra_mask=mask).errors.worst[0] < 1e-4
+    assert plan.code == "plan(q, k, v, extra=extra, extra_mask=extra_mask)"

@@ -23,8 +23,7 @@ from support.plain_estimators import WORD, assert_close, made_by
 def test_hybrid_in_plain_python(impl, widest, name):
     made, rule = made_by(impl, widest, name)
     one, row = rule.one, rule.row
-    open_keys = plain.allowed(one.case, rule.tensors, row)
-    drawn = sorted(open_keys, key=lambda j: (rule.bits(j), j))[: one.method.samples]
+    drawn = drawn_of(rule)
     radius = one.case.radius if isinstance(one.case.radius, tuple) else (one.case.radius,) * len(one.case.grid)
     out, lse, variance = (x.detach().flatten(0, 1)[row] for x in (made.out, made.lse, made.variance))
     out, lse, variance = out.flatten(0, -2), lse.flatten(), variance.flatten(0, -2)
@@ -62,6 +61,13 @@ def test_hybrid_in_plain_python(impl, widest, name):
         assert (variance - expected)[known].norm() <= 0.01 * expected[known].norm()
 
 
+def drawn_of(rule):
+    """The keys drawn for a row: under causal order of all keys, since the draw reads no mask."""
+    case = rule.case
+    choices = range(case.keys) if case.causal else plain.allowed(case, rule.tensors, rule.row)
+    return sorted(choices, key=lambda j: (rule.bits(j), j))[: rule.one.method.samples]
+
+
 def head_of(rule, i):
     """The keys of query i's windows."""
     centers = {rule.places[m] for m in rule.matches[i]}
@@ -79,7 +85,7 @@ def test_dropout_in_plain_python(impl, widest, name):
     case, row = rule.case, rule.row
     torch.manual_seed(DROPOUT_SEED)
     seed, p = int(draw_seed()), case.dropout_p
-    drawn = sorted(plain.allowed(case, rule.tensors, row), key=lambda j: (rule.bits(j), j))[: rule.one.method.samples]
+    drawn = drawn_of(rule)
     out, lse = (x.detach().flatten(0, 1)[row] for x in (made.out, made.lse))
     out, lse, alone, both = out.flatten(0, -2), lse.flatten(), 0, 0
     for i in range(len(lse)):

@@ -8,6 +8,7 @@ from torch import nn
 
 import scram
 from scram.integrations.auto_grid import AutoGrids, ModuleCall, module_calls
+from scram.integrations.layers import Tokens
 
 
 class Config(dict):
@@ -41,7 +42,7 @@ def declaring(*tensors, **config):
 
 
 def found(total, *calls, causal=False):
-    return AutoGrids().find(torch.empty(1, 2, total, 8), causal, calls)
+    return AutoGrids().find(torch.empty(1, 2, total, 8), total, causal, calls)
 
 
 def test_the_innermost_module_comes_first_with_its_arguments():
@@ -84,7 +85,7 @@ def test_grids_are_found(total, size, config, grid):
         assert answer.startswith(f"{total} tokens, and no picture is known")
         assert "pass grid=(height, width)" in answer
     else:
-        assert answer == grid
+        assert answer == Tokens(*grid)
 
 
 @pytest.mark.parametrize(
@@ -98,25 +99,99 @@ def test_grids_are_found(total, size, config, grid):
 )
 def test_convolutions_say_how_a_picture_is_cut(conv, total, grid):
     answer = found(total, ModuleCall(nn.Sequential(conv), (torch.empty(1, 3, 70, 140),)))
-    assert answer == grid if grid else "no picture is known" in answer
+    assert answer == Tokens(*grid) if grid else "no picture is known" in answer
 
 
 def test_queries_as_an_argument_are_no_picture():
     """[B, H, N, E] of 64 features would be 8 x 8 patches of a picture of two channels."""
     q = torch.empty(1, 2, 1024, 64)
-    answer = AutoGrids().find(q, False, [ModuleCall(nn.Identity(), (q, q, q))])
+    answer = AutoGrids().find(q, 1024, False, [ModuleCall(nn.Identity(), (q, q, q))])
     assert answer.startswith("1024 tokens, and no picture")
 
 
 def test_text_and_causal_layers_are_no_pictures():
     picture = ModuleCall(nn.Identity(), (torch.empty(1, 3, 16, 16),))
-    assert found(256, picture) == ((16, 16), 0)
+    assert found(256, picture) == Tokens((16, 16))
     assert found(256, picture, causal=True).startswith("causal order")
     layer = nn.Identity()
     layer.is_causal = True
     assert found(256, ModuleCall(layer), picture).startswith("causal order")
     ids = ModuleCall(nn.Identity(), (torch.zeros(1, 256, dtype=torch.int64),))
     assert found(256, ids, picture).startswith("tokens of text")
+
+
+def text(number):
+    return torch.empty(1, number, 8)
+
+
+# Tokens; how the model was called; what is found.
+PLACED = {
+    "latents of a film": (72, {"film": (4, 3, 8, 12), "patch_size": (1, 2, 2), "in_channels": 4}, Tokens((3, 4, 6))),
+    "frames before channels": (36, {"film": (4, 3, 8, 12), "patch_size": 2, "num_channels": 3}, None),
+    "tubes of frames": (
+        *(48, {"film": (4, 3, 8, 12), "patch_size": 2, "tubelet_size": 2, "num_channels": 3}),
+        Tokens((2, 4, 6)),
+    ),
+    "one frame": (24, {"film": (4, 1, 8, 12), "patch_size": 2, "in_channels": 4}, Tokens((4, 6))),
+    "points of a film": (288, {"film": (4, 3, 8, 12)}, Tokens((3, 8, 12))),
+    "points of each frame": (96, {"film": (4, 3, 8, 12)}, Tokens((8, 12))),
+    "text before": (
+        79,
+        {"film": (4, 3, 8, 12), "patch_size": 2, "in_channels": 4, "text": 7, "kind": "before"},
+        "text",
+    ),
+    "text after latents": (
+        31,
+        {"picture": (4, 8, 12), "patch_size": 2, "text": 7, "kind": "SD3Transformer2DModel"},
+        "text",
+    ),
+    "text somewhere": (31, {"picture": (4, 8, 12), "patch_size": 2, "text": 7, "kind": "Model"}, "7 tokens of text"),
+    "told": (144, {"places": {"num_frames": 3, "height": 6, "width": 8}}, Tokens((3, 6, 8))),
+    "told of one frame": (48, {"places": {"height": 6, "width": 8}}, Tokens((6, 8))),
+    "told of another": (49, {"places": {"height": 6, "width": 8}}, None),
+    "ids": (24, {"places": {"img_ids": torch.cartesian_prod(*map(torch.arange, (1, 4, 6)))}}, Tokens((4, 6))),
+    "ids in another order": (
+        24,
+        {"places": {"img_ids": torch.cartesian_prod(*map(torch.arange, (4, 6))).flip(1)}},
+        None,
+    ),
+    "shapes": (24, {"places": {"img_shapes": [[(1, 4, 6)]]}}, Tokens((4, 6))),
+    "shapes of two pictures": (24, {"places": {"img_shapes": [[(1, 4, 6), (1, 2, 2)]]}}, None),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_model_says_where_its_tokens_are(name):
+    total, how, expected = PLACED[name]
+    how = dict(how)
+    kind = {"before": "CogVideoXTransformer3DModel"}.get(how.get("kind"), how.pop("kind", "Model"))
+    module = type(kind, (nn.Module,), {})()
+    tensors = [torch.empty(1, *how.pop(one)) for one in ("film", "picture") if one in how]
+    memory = text(how.pop("text")) if "text" in how else None
+    places = how.pop("places", {})
+    module.config = Config(how)
+    answer = found(total, ModuleCall(nn.Identity()), ModuleCall(module, tuple(tensors), memory, places))
+    if expected == "text":
+        grid, off = ((3, 4, 6), {"before": 7}) if tensors[0].ndim == 5 else ((4, 6), {"after": 7})
+        assert answer == Tokens(grid, **off)
+    elif isinstance(expected, str):
+        assert answer == "7 tokens of text beside a grid; pass grid=(4, 6) and before=7 or after=7"
+    else:
+        assert answer == expected if expected else "no picture is known" in answer
+
+
+def test_reduced_keys_of_a_layer_that_was_told_its_size():
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Conv2d(8, 8, 4, 4))
+    calls = [ModuleCall(layer, (), None, {"height": 8, "width": 12})]
+    grids = AutoGrids()
+    assert grids.find(torch.empty(1, 1, 96, 8), 6, False, calls) == Tokens((8, 12), key_grid=(2, 3))
+    for keys, others in (
+        (7, calls),
+        (6, [ModuleCall(layer)]),
+        (6, [ModuleCall(nn.Identity(), (), None, calls[0].places)]),
+    ):
+        answer = grids.find(torch.empty(1, 1, 96, 8), keys, False, others)
+        assert answer == f"96 queries and {keys} keys, which are not the same grid"
 
 
 def test_layers_of_a_graph_are_not_seen():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import scram
-from scram.integrations.layers import Hooks, Layer, Plans, name_in, table
+from scram.integrations.layers import Hooks, Layer, Plans, Tokens, name_in, table
 
 
 def test_names_of_modules():
@@ -97,9 +97,9 @@ def test_hooks_keep_no_module_alive():
 def test_a_line_for_each_layer():
     q = torch.randn(1, 1, 16, 16, 8)
     layers = [
-        Layer("first", (16, 16), 1, scram.tune(q, q, q), searched=3, clustered=4, dense=7, left_alone=5),
-        Layer("second", (4, 4), 0, why_not="why"),
-        Layer("third", (), 0, why_not="text", left_alone=2),
+        Layer("first", Tokens((16, 16), 1), scram.tune(q, q, q), searched=3, clustered=4, dense=7, left_alone=5),
+        Layer("second", Tokens((4, 4)), why_not="why"),
+        Layer("third", why_not="text", left_alone=2),
     ]
     lines = table(layers, 0.05).splitlines()
     assert lines[0].split()[-5:] == ["searched", "clustered", "dense", "to", "torch"]

@@ -34,7 +34,7 @@ def tuned(monkeypatch):
 def test_transformers(vit):
     x = torch.randn(2, 3, 32, 32)
     want = vit(x).last_hidden_state
-    how = {"grid": (8, 8), "prefix": 1, "search": scram.Search(sweeps=0)}
+    how = {"grid": (8, 8), "before": 1, "search": scram.Search(sweeps=0)}
     report = scram.register_transformers("scram-whole", **how, radius=99)
     masks = sys.modules["transformers"].AttentionMaskInterface()
     assert masks["scram-whole"] is masks["sdpa"]
@@ -54,7 +54,7 @@ def test_transformers(vit):
 def test_transformers_of_another_length_is_as_before(vit):
     x = torch.randn(2, 3, 32, 32)
     want = vit(x).last_hidden_state
-    report = scram.register_transformers("scram-other", grid=(7, 8), prefix=1)
+    report = scram.register_transformers("scram-other", grid=(7, 8), before=1)
     vit.set_attn_implementation("scram-other")
     assert (vit(x).last_hidden_state == want).all()
     assert (report.searched, report.left_alone) == (0, 2)
@@ -64,7 +64,7 @@ def test_transformers_of_another_length_is_as_before(vit):
 def test_transformers_in_the_context(vit):
     x = torch.randn(2, 3, 32, 32)
     want = vit(x).last_hidden_state
-    with scram.patch_sdpa(grid=(8, 8), prefix=1, search=scram.Search(sweeps=0), radius=99) as report:
+    with scram.patch_sdpa(grid=(8, 8), before=1, search=scram.Search(sweeps=0), radius=99) as report:
         torch.testing.assert_close(vit(x).last_hidden_state, want)
     assert report.searched == 2
 
@@ -78,7 +78,7 @@ def test_transformers_with_a_budget(vit, tuned):
     vit.set_attn_implementation("scram-budget")
     for _ in range(2):
         torch.testing.assert_close(vit(x).last_hidden_state, want)
-    assert [(layer.grid, layer.prefix, layer.calls) for layer in report.layers.values()] == [((8, 8), 1, 2)] * 2
+    assert [(layer.grid, layer.tokens.before, layer.calls) for layer in report.layers.values()] == [((8, 8), 1, 2)] * 2
     assert len(tuned) == 2
     compiled = torch.compile(vit, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x).last_hidden_state, want)

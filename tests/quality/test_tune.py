@@ -386,7 +386,7 @@ def test_a_large_dense_call_is_timed_on_a_part(clock, monkeypatch):
         ({"is_causal": True}, "no argument is_causal; use causal="),
         ({"search": scram.Search()}, r"tune\(\) has no argument search"),
         ({"scale": 0.0}, "scale must be positive"),
-        ({"key_mask": torch.zeros(1, 12, 12)}, "a float attention bias is not supported"),
+        ({"key_mask": torch.zeros(1, 12, 12)}, "a float mask is a bias: pass its factors"),
     ],
 )
 def test_wrong_use_is_refused(how, message):

@@ -44,6 +44,26 @@ def test_keys_are_ranked_by_the_noise():
         assert ranked[row].tolist() == want
 
 
+@pytest.mark.parametrize("stratified", [False, True])
+def test_under_causal_order_the_draw_reads_no_mask(stratified):
+    q, k = torch.zeros(1, 2, 20, 1), torch.zeros(1, 1, 20, 1)
+    mask = torch.rand(1, 2, 20) < 0.5
+
+    def drawn(mask):
+        allowed = AllowedKeys.of(q, k, True, mask)
+        ranked = draws.ranked_keys(q, allowed, torch.tensor(5))
+        return draws.shared_tail(ranked, (20,), 7, stratified, draws.unmasked_later(allowed))
+
+    names, represents = drawn(mask)
+    every, represents_every = drawn(None)
+    for row in range(2):
+        kept = [i for i, name in enumerate(every[row].tolist()) if mask[0, row, name]]
+        assert names[row].tolist() == [*every[row, kept].tolist(), *[draws.NONE] * (7 - len(kept))]
+        if stratified:
+            assert represents[row, : len(kept)].tolist() == represents_every[row, kept].tolist()
+    assert stratified or represents is None
+
+
 @pytest.mark.parametrize("samples", [1, 4, 6, 50])
 def test_a_plain_tail_is_the_keys_ranked_first(samples):
     ranked = torch.randperm(6).repeat(3, 1) << 31 | torch.arange(6)

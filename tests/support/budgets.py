@@ -8,7 +8,7 @@ import scram
 from scram.quality.plan import Plan, Rung, Setting
 
 
-def planned(dense=False):
+def planned(dense=False, impl="auto"):
     """In place of `tune`: a plan at once, whose windows cover the grid; counts its calls."""
     seen = []
 
@@ -16,7 +16,7 @@ def planned(dense=False):
         seen.append((tuple(q.shape), how))
         own = Setting(scram.Search(sweeps=0, seed=0), None, 99)
         rungs = Rung(own, 9, 1.0, (0.0, 0.0, 0.0), 0.0, True), Rung(Setting(), 9, 2.0, (0.0,) * 3, 0.0, True)
-        return Plan(error, rungs, int(dense), how["causal"], how["scale"], "dot", "auto", 9, 9, 0, 0.99, "tensors")
+        return Plan(error, rungs, int(dense), how["causal"], how["scale"], "dot", impl, 9, 9, 0, 0.99, "tensors")
 
     return tune, seen
 

@@ -38,7 +38,7 @@ ESTIMATES = [
     Estimated(named("rank 4"), CELLS),
     Estimated(named("unequal grids"), replace(HYBRID, samples=1000)),
     Estimated(named("one key"), HYBRID),
-    Estimated(named("causal"), HYBRID),
+    Estimated(named("causal", mask="batch"), HYBRID),
     Estimated(named("causal, masked, separated"), CELLS),
     Estimated(named("mask of the batch"), CELLS),
     Estimated(named("mask of each head"), HYBRID),

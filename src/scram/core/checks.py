@@ -150,6 +150,8 @@ def jumps(value: Any) -> tuple[int, ...]:
 def _tensor(name: str, value: Any, axes: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor {axes}, got {type(value).__name__}; use torch.as_tensor")
+    if value.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one; pad it with torch.nested.to_padded_tensor")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}; call .to_dense()")
 
@@ -263,7 +265,7 @@ def key_mask(q: Tensor, k: Tensor, mask: Any) -> None:
         return
     _tensor("key_mask", mask, "[B, *G']")
     if mask.dtype != torch.bool:
-        bias = "a float attention bias is not supported: SCRAM would have to search with it"
+        bias = "a float mask is a bias: pass its factors as bias=, which scram.bias makes"
         hint = bias if mask.is_floating_point() else "use key_mask.bool()"
         raise TypeError(f"key_mask must be bool (True = may be attended), got {mask.dtype}; {hint}")
     batch, heads, grid = q.shape[0], q.shape[1], tuple(k.shape[2:-1])
@@ -329,7 +331,8 @@ def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
     if pair is None:
         return
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"extra must be a pair (k_extra, v_extra), got {type(pair).__name__}")
+        hint = "; a third tensor belongs beside a bias" if isinstance(pair, (tuple, list)) and len(pair) == 3 else ""
+        raise TypeError(f"extra must be a pair (k_extra, v_extra), got {type(pair).__name__}{hint}")
     for name, x, like, of in (("k_extra", pair[0], k, "q"), ("v_extra", pair[1], v, "v")):
         _tensor(name, x, "[B, Hk, X, E|F]")
         batch, heads, width = like.shape[0], like.shape[1], like.shape[-1]
@@ -338,6 +341,26 @@ def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
         _same(name, x, like, of)
     if pair[0].shape[2] != pair[1].shape[2]:
         raise ValueError(f"k_extra and v_extra must hold as many keys, got {pair[0].shape[2]} and {pair[1].shape[2]}")
+
+
+def extra_mask(q: Tensor, pair: Any, mask: Any, weight: str, score: Any) -> None:
+    """None or bool [B, X], beside extra keys."""
+    if mask is None:
+        return
+    if pair is None:
+        raise ValueError(
+            "extra_mask masks extra keys, and there are none; pass extra=(k_extra, v_extra), or leave it out"
+        )
+    _tensor("extra_mask", mask, "[B, X]")
+    want = (pair[0].shape[0], pair[0].shape[2])
+    if tuple(mask.shape) != want:
+        raise ValueError(f"extra_mask must be [B, X] = {want}, got {tuple(mask.shape)}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"extra_mask must be bool, True = may be attended, got {mask.dtype}; use extra_mask.bool()")
+    if mask.device != q.device:
+        raise ValueError(f"extra_mask must be on the device of q, {q.device}, got {mask.device}; use .to(q.device)")
+    if weight != "softmax" or callable(score):
+        raise ValueError("extra_mask needs weight='softmax' and a score by name; leave masked keys out of extra")
 
 
 def dropout(value: Any) -> None:

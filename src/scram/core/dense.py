@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,9 +11,10 @@ from torch import Tensor
 from ..options import Weight
 from ..results import Attended
 from ..settings import Score
-from ..spec.scoring import default_scale, prepare_key, prepare_query
+from ..spec.scoring import accumulator, default_scale, prepare_key, prepare_query
 from . import checks
 from .exact import exact_attention, merge
+from .ops import bypasses_dispatcher
 
 FUSED_STEP = 8  # a multiple of which the widths are that CUDA's fused kernels take
 
@@ -56,11 +59,16 @@ def dense_attention(
     scale: float | None = None,
     score: Score = "dot",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    queries: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over every allowed key by `F.scaled_dot_product_attention`; arguments as in `scram.attention`.
 
-    A query without an allowed key has output 0. What a masked key or its value holds does not matter.
+    A query without an allowed key has output 0. What a masked key or its value holds does not matter. Nor does it under
+    causal order what later ones hold: torch would multiply them by 0. There a key that is not finite makes NaN of the
+    queries from it on, as its value does of the components. With `queries`, flat indices int64 [n], the result is
+    theirs: [B, H, n, F].
     """
     checks.values(q, k, v)
     checks.key_mask(q, k, key_mask)
@@ -68,9 +76,15 @@ def dense_attention(
         raise ValueError("torch's own attention takes no callable score; use score='dot' or 'l2'")
     if causal:
         checks.order(q, k, causal)
-    grid = q.shape[2:-1]
-    flat = [x.flatten(2, -2).to(v.dtype) for x in (q, k, v)]
-    extra = None if extra is None else (extra[0].to(v.dtype), extra[1])
+    grid = q.shape[2:-1] if queries is None else queries.shape
+    flat = [x.flatten(2, -2) for x in (q, k, v)]
+    if queries is not None:
+        flat[0] = flat[0][:, :, queries]
+    flat = [x.to(v.dtype) for x in flat]
+    if extra is not None:
+        extra = extra[0].to(v.dtype), extra[1]
+        if extra_mask is not None:
+            extra = without_masked(extra, extra_mask)
     mask = None
     if key_mask is not None:  # torch multiplies what is masked by 0, and 0 * NaN is NaN
         heads = q.shape[1] if key_mask.ndim == k.ndim - 1 else 1
@@ -78,20 +92,55 @@ def dense_attention(
         groups = k.shape[1] if heads > 1 else 1
         read = mask.reshape(k.shape[0], groups, heads // groups, flat[1].shape[2]).any(2)
         flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
-    if causal and (mask is not None or extra is not None):
-        below = torch.ones(flat[0].shape[2], flat[1].shape[2], dtype=torch.bool, device=q.device).tril()
+    spoiled = None
+    if causal:
+        flat[1], flat[2], spoiled = in_order(flat[0], flat[1], flat[2], mask)
+    if causal and (mask is not None or extra is not None or queries is not None):
+        keys = torch.arange(flat[1].shape[2], dtype=torch.int64, device=q.device)  # [M]
+        below = keys <= (keys if queries is None else queries).reshape(1, 1, -1, 1)  # [1, 1, N, M]
         mask = below if mask is None else mask & below
         causal = False
     if extra is not None:
         flat[1], flat[2] = (torch.cat([x, more], 2) for x, more in zip(flat[1:], extra, strict=True))
-        mask = None if mask is None else F.pad(mask, (0, extra[0].shape[2]), value=True)
+        if extra_mask is not None:
+            if mask is None:
+                mask = torch.ones(1, 1, 1, flat[1].shape[2] - extra_mask.shape[1], dtype=torch.bool, device=q.device)
+            shape = (q.shape[0], *mask.shape[1:-1])
+            more = extra_mask.unsqueeze(1).unsqueeze(1).expand(*shape, -1)
+            mask = torch.cat([mask.expand(*shape, -1), more], -1)
+        elif mask is not None:
+            mask = F.pad(mask, (0, extra[0].shape[2]), value=True)
     if score != "dot":
         flat[:2] = prepare_query(flat[0], score).to(v.dtype), prepare_key(flat[1], score).to(v.dtype)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
     out = fused_attention(*flat, mask=mask, dropout_p=dropout_p, causal=causal, scale=factor)
     if mask is not None:
         out = torch.where(mask.any(-1, keepdim=True), out, 0)
+    if spoiled is not None:
+        out = out + (spoiled if queries is None else spoiled[:, :, queries])
     return out.reshape(*out.shape[:2], *grid, out.shape[-1])
+
+
+def in_order(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """k and v for causal attention by torch, which multiplies what comes later by 0: zeros for what is not finite.
+
+    Args:
+        q, k, v: [B, H, N, E], [B, Hk, N, E], [B, Hk, N, F].
+        mask: bool [B, H or 1, 1, N], True where a key may be attended; None: everywhere.
+
+    Returns:
+        k, v, and what to add to the output [B, H, N, F]: NaN for the queries from a key that is not finite on, else 0.
+        None where all are known to be finite, which is not known on a device and where torch traces.
+    """
+    if k.device.type == "cpu" and bypasses_dispatcher((k, v)):
+        total = sum(float(x.detach().sum(dtype=accumulator(x.dtype))) for x in (k, v))
+        if math.isfinite(total):
+            return k, v, None
+    by_key = v.detach() * 0 + (k.detach() * 0).sum(-1, keepdim=True)  # [B, Hk, N, F], NaN where one is not finite
+    by_key = by_key.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    if mask is not None:
+        by_key = torch.where(mask.transpose(2, 3), by_key, 0)
+    return k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), by_key.cumsum(2)
 
 
 def every_key(
@@ -105,12 +154,22 @@ def every_key(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Dense attention with the arguments of `attention`: by torch; a callable score or another weight in chunks."""
     if isinstance(score, str) and weight == "softmax":
         return dense_attention(
-            q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, extra=extra, dropout_p=dropout_p
+            q,
+            k,
+            v,
+            causal=causal,
+            key_mask=key_mask,
+            scale=scale,
+            score=score,
+            extra=extra,
+            extra_mask=extra_mask,
+            dropout_p=dropout_p,
         )
     if dropout_p:
         raise ValueError("dense attention with a callable score takes no dropout; pass dropout_p=0")
@@ -130,23 +189,36 @@ def attend_every_key(
     score: Score = "dot",
     weight: Weight = "softmax",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
 ) -> Attended:
     """out [B, H, *G, F] and lse [B, H, *G] over every key and the extra keys, in chunks of queries."""
     attended = exact_attention(q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, weight=weight)
     if extra is None:
         return attended
     checks.extra(q, k, v, extra)
-    more = attend_extra(q.flatten(2, -2), extra, scale, score, weight)
+    more = attend_extra(q.flatten(2, -2), extra, extra_mask, scale=scale, score=score, weight=weight)
     shape = attended.out.shape
     return merge(attended, Attended(more.out.reshape(shape), more.lse.reshape(shape[:-1])))
 
 
+def without_masked(extra: tuple[Tensor, Tensor], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Extra keys and values, zeros where the mask [B, X] is False: 0 * NaN is NaN."""
+    shown = mask.unsqueeze(1).unsqueeze(-1)  # [B, 1, X, 1]
+    return torch.where(shown, extra[0], 0), torch.where(shown, extra[1], 0)
+
+
 def attend_extra(
-    q: Tensor, extra: tuple[Tensor, Tensor], scale: float | None, score: Score, weight: Weight = "softmax"
+    q: Tensor,
+    extra: tuple[Tensor, Tensor],
+    extra_mask: Tensor | None,
+    *,
+    scale: float | None,
+    score: Score,
+    weight: Weight = "softmax",
 ) -> Attended:
-    """Dense attention of queries [B, H, n, E] over the extra keys alone."""
+    """Dense attention of queries [B, H, n, E] over the extra keys alone, those that the mask [B, X] shows."""
     k_extra, v_extra = extra
     if not k_extra.shape[2]:
         out = v_extra.new_zeros(*q.shape[:-1], v_extra.shape[-1])
         return Attended(out, q.new_full(q.shape[:-1], -torch.inf))
-    return exact_attention(q, k_extra, v_extra, scale=scale, score=score, weight=weight)
+    return exact_attention(q, k_extra, v_extra, key_mask=extra_mask, scale=scale, score=score, weight=weight)

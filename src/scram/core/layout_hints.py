@@ -62,15 +62,18 @@ def _is_new(*shapes: Sequence[int] | str) -> bool:
 
 def _warn(hint: str) -> None:
     """Each hint once: another batch has the same."""
-    if not hint or not _is_new(hint):
-        return
+    if hint and _is_new(hint):
+        warn_caller(f"{hint}. To keep it as it is, ignore the category scram.LayoutWarning", LayoutWarning)
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """A warning that names the line outside of this package and of torch."""
     level = 1
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         level += 1
         frame = frame.f_back
-    silence = "To keep it as it is, ignore the category scram.LayoutWarning"
-    warnings.warn(f"{hint}. {silence}", LayoutWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _attention_hint(q: tuple[int, ...], k: tuple[int, ...]) -> str:

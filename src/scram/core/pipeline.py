@@ -17,11 +17,11 @@ from ..spec.grid import AllowedKeys, grid_of
 from ..spec.routing import LEAST_WINDOW
 from ..spec.schedule import method_of
 from ..spec.scoring import accumulator, prepare_key, prepare_query
-from . import calls, checks, ops
-from .dense import attend_every_key, every_key
+from . import calls, checks, first_call, ops
+from .dense import attend_every_key, every_key, without_masked
 from .dtensors import is_dtensor
 from .precision import autocast_device, autocast_inputs
-from .resolve import Request, Resolved, resolve
+from .resolve import Request, Resolved, resolve, without_bias
 from .tails.base import NO_TAIL, WHOLE, Inputs, Joined, Shard, Tail
 from .tails.clusters import Codebook
 
@@ -63,14 +63,23 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
     autocast = autocast_device(q) if _compat.autocast_active() else None
     if autocast is not None:
         with torch.autocast(autocast, enabled=False):  # inside, accumulators stay float32
-            q, k, v, extra = autocast_inputs(autocast, q, k, v, request.extra)
+            extra = request.extra
+            q, k, v, pair = autocast_inputs(autocast, q, k, v, None if extra is None else extra[:2])
+            if extra is not None:
+                extra = (*pair, *extra[2:])  # a bias stays as it is
             return execute(stage, q, k, v, request._replace(extra=extra))
+    if request.bias is not None:
+        q, k, v, request = without_bias(q, k, v, request)
     if q.__class__ is not Tensor and is_dtensor(q):
         from ..distributed.dtensor import call_parts
 
         parts: R = call_parts(stage, q, k, v, request)
         return parts
-    return stage(resolve(q, k, v, request, attends=stage not in (search, route)), q, k, v, WHOLE)
+    resolved = resolve(q, k, v, request, attends=stage not in (search, route))
+    result = stage(resolved, q, k, v, WHOLE)
+    if request.caller is not None and v is not None and isinstance(result, Result):
+        first_call.measure(resolved, q, k, v, result.out)
+    return result
 
 
 def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard = WHOLE) -> Result:
@@ -88,19 +97,58 @@ def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard
             scale=resolved.scale,
             score=request.score,
             weight=request.weight,
-            extra=request.extra,
+            extra=request.extra_pair,
+            extra_mask=request.extra_mask,
             dropout_p=request.dropout_p,
         )
         attended = Attended(out, _dense_lse(resolved, q, k, v)) if request.needs_lse else None
         return Result(out, attended, None, key_grid, None)
-    inputs = prepare(resolved, q, k, v, shard)
+    inputs = every = prepare(resolved, q, k, v, shard)
+    if request.extra_mask is not None:
+        inputs = every._replace(k_extra=None, v_extra=None)  # they are joined at the end
     seed = _search_seed(resolved, shard)
     tail = resolved.tail.prepare(inputs, seed, request.warm_codebook)
     routed = tail.route(inputs) if request.routes is None else None
     routes = _bits(request, routed)
     searched = _searched(resolved, inputs, seed, tail, routes)
     joined = tail.join(inputs, _index(inputs, resolved, searched, routed), seed, routes)
+    if request.extra_mask is not None:
+        joined = _with_extra(every, joined, request.extra_mask)
     return Result(inputs.rounded(joined.out), joined, searched, key_grid, tail, routes)
+
+
+def _with_extra(inputs: Inputs, joined: Joined, mask: Tensor) -> Attended:
+    """What was joined, and the extra keys that the mask [B, X] shows: each is a cluster of one key, or of none."""
+    inputs = inputs.level()
+    assert inputs.k_extra is not None
+    assert inputs.v_extra is not None
+    wide = accumulator(inputs.v.dtype)
+    k, v = (x.to(wide) for x in without_masked((inputs.k_extra, inputs.v_extra), mask))
+    call = calls.ClusterTailCall(
+        q=inputs.q,
+        k=None,
+        v=None,
+        index=None,
+        label=torch.full(inputs.k.shape[:-1], -1, dtype=torch.int32, device=k.device),
+        order=None,
+        centers=k,
+        values=v,
+        slope=None,
+        sizes=mask.to(torch.int32).unsqueeze(1).repeat(1, k.shape[1], 1),
+        variance=k.new_zeros(*k.shape[:2], k.shape[-1]),
+        spreads=None,
+        routes=None,
+        near_out=joined.out.to(inputs.v.dtype),
+        near_lse=joined.lse,
+        dropout_seed=inputs.draw_dropout_seed(),
+        rows=inputs.rows,
+        radius=inputs.radius,
+        scale=inputs.scale,
+        dropout_p=inputs.dropout_p,
+        extras=0,
+        keys=0,
+    )
+    return ops.cluster_tail(inputs.engine, call)
 
 
 def _dense_lse(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,6 +165,7 @@ def _dense_lse(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         score=request.score,
         weight=request.weight,
         extra=extra,
+        extra_mask=request.extra_mask,
     ).lse
 
 
@@ -151,7 +200,7 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
     """Features and values in the dtype that the engines take: once for all stages of a call."""
     request = resolved.request
     score = request.score
-    k_extra, v_extra = request.extra or (None, None)
+    k_extra, v_extra = request.extra_pair or (None, None)
     wide = resolved.engine.wide_inputs or (resolved.search is not None and resolved.search_engine.wide_inputs)
     return Inputs(
         engine=resolved.engine,

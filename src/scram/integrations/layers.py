@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -65,13 +65,57 @@ class Plans(dict[str, Plan]):
         return Plans({name: Plan.from_dict(plan) for name, plan in data["layers"].items()})
 
 
+class Tokens(NamedTuple):
+    """What the tokens of a call are: some before the grid, its points row by row, some after it.
+
+    Args:
+        grid: extents; () for no grid.
+        before, after: tokens off the grid, of queries and of keys.
+        key_grid: of reduced keys; () where it is the grid.
+    """
+
+    grid: tuple[int, ...]
+    before: int = 0
+    after: int = 0
+    key_grid: tuple[int, ...] = ()
+
+    @property
+    def off(self) -> int:
+        """Tokens off the grid."""
+        return self.before + self.after
+
+    @property
+    def total(self) -> int:
+        return self.off + math.prod(self.grid)
+
+    @property
+    def keys(self) -> int:
+        return self.off + math.prod(self.key_grid or self.grid)
+
+    def of(self, queries: int, keys: int) -> Tokens | None:
+        """What a call of so many tokens has; None where they are others."""
+        if queries != self.total:
+            return None
+        if keys == queries:
+            return self._replace(key_grid=())
+        return self if keys == self.keys else None
+
+    def __str__(self) -> str:
+        parts = [self.before, " x ".join(map(str, self.grid)), self.after]
+        words = f"{' + '.join(str(part) for part in parts if part)} = {self.total}"
+        return words + (f", keys {' x '.join(map(str, self.key_grid))}" if self.key_grid else "")
+
+
+NO_TOKENS = Tokens(())
+
+
 @dataclass
 class Layer:
     """A layer of a model that calls attention, and how its calls are answered.
 
     Args:
         name: of the module within the model that was called; of the shapes where no module calls.
-        grid, prefix: what its tokens are.
+        tokens: what its tokens are; its grid is () where every call was left to torch.
         plan: what was tuned; None where nothing was.
         why_not: why nothing was tuned.
         searched, clustered, dense, left_alone: calls that were searched, that ran by clusters without a search, that
@@ -79,8 +123,7 @@ class Layer:
     """
 
     name: str
-    grid: tuple[int, ...]  # () where every call was left to torch
-    prefix: int
+    tokens: Tokens = NO_TOKENS
     plan: Plan | None = None
     why_not: str = ""
     searched: int = 0
@@ -105,15 +148,16 @@ class Layer:
             self.searched += 1
 
     @property
-    def tokens(self) -> int:
-        return self.prefix + math.prod(self.grid)
+    def grid(self) -> tuple[int, ...]:
+        """The extents of its grid."""
+        return self.tokens.grid
 
     def row(self) -> tuple[str, ...]:
         """Name, grid, setting, keys visited, 95th percentile, time of dense attention's, calls of each kind."""
         calls = str(self.searched), str(self.clustered), str(self.dense), str(self.left_alone)
         if not self.grid:
             return self.name, "", f"left to torch: {self.why_not}", "", "", "", *calls
-        grid = (f"{self.prefix} + " if self.prefix else "") + " x ".join(map(str, self.grid))
+        grid = str(self.tokens).replace(f" = {self.tokens.total}", "")
         if self.plan is None:
             return self.name, grid, f"default settings: {self.why_not}", "", "", "", *calls
         rung = self.plan.rungs[self.plan.chosen]

@@ -20,8 +20,9 @@ from ..core import checks
 from ..core.tails.base import Tail
 from ..options import Auto, Impl
 from ..settings import Search
-from .layers import Plans
-from .sdpa import NO_TOKENS, Replacement, Report
+from .layers import NO_TOKENS, Plans
+from .layouts import Grids
+from .sdpa import Replacement, Report
 
 NO_INNER_CALL = (
     f"torch {torch.__version__}: nn.MultiheadAttention does not call scaled_dot_product_attention by that name, so "
@@ -36,9 +37,13 @@ FUSED = (
 
 def patch_sdpa(
     *,
-    grid: Sequence[int] | Auto,
-    prefix: int = 0,
+    grid: Grids | Auto,
+    before: int = 0,
+    after: int = 0,
+    key_grid: Sequence[int] | None = None,
     error: float | None = None,
+    min_tokens: int = 0,
+    dense_layers: int = 0,
     search: Search | Auto | None = "auto",
     radius: int | Sequence[int] = 1,
     tail: Tail | Auto | None = "auto",
@@ -48,21 +53,25 @@ def patch_sdpa(
 ) -> AbstractContextManager[Report]:
     """Inside, calls of `F.scaled_dot_product_attention` on that grid go to SCRAM, whoever makes them in this thread.
 
-    A call is taken when queries and keys are `prefix` tokens followed by the points of the grid in row-major order. The
-    prefix tokens (class, registers) are extra keys for every query, and attend densely as queries. Scale, dropout,
-    `is_causal`, grouped heads and a boolean mask over the keys go along. A float bias, a mask that differs between
-    queries, a mask beside a prefix and any other length are left to torch. `torch.compile` sees the context where it
-    is entered outside compiled code. A checkpoint computes again in the backward pass: that belongs inside too.
+    A call is taken when its tokens are `before` tokens, the points of the grid in row-major order, and `after` tokens.
+    Tokens off the grid (class, registers, text) are extra keys for every query on it, and as queries attend every key
+    densely. Scale, dropout, `is_causal`, grouped heads, masks over the keys and biases of low rank go along. A rough
+    float bias, a mask that differs between queries and any other length are left to torch. `torch.compile` sees the
+    context where it is entered outside compiled code. A checkpoint computes again in the backward pass: that belongs
+    inside too.
 
     With `error`, each layer is tuned (`scram.tune`) in its first eager call in eval mode and keeps its plan; a layer is
     the module that calls. One that is compiled before it was tuned runs the default, and the report says so.
 
     Args:
-        grid: extents of the grid, such as (14, 14). "auto" is for layers whose queries come from a picture: the model's
-            config declares its patches, or the patches of a picture that the model is given are the tokens, after a few
-            others. Causal layers, object queries and text are left to torch, and the report says so.
-        prefix: tokens before the grid.
+        grid: extents of the grid, of 1 to 4 axes, such as (14, 14); several such grids of one model, told apart by
+            their numbers of tokens. "auto" is for layers whose queries come from a picture, a film or latents that the
+            model is given. Causal layers, object queries and text are left to torch, and the report says so.
+        before, after: tokens before the grid and after it, in every call.
+        key_grid: extents of the grid of reduced keys; calls with as many keys as queries have their own grid.
         error: at most this error in 95 % of the queries of each head; None for the settings below.
+        min_tokens: calls of fewer tokens are left to torch.
+        dense_layers: so many layers with a grid are left to torch, the first that call.
         search, radius, tail, impl: as in `attention`: on a small grid dense attention may be faster, and runs;
             search=None beside `Clusters` runs them without a search. With `error` search and tail are chosen.
         plans: of layers that were tuned before, `report.plans`, `Plans.load(path)`.
@@ -74,7 +83,7 @@ def patch_sdpa(
 
     >>> import torch.nn.functional as F
     >>> q = torch.randn(1, 2, 1 + 64, 8)
-    >>> with scram.patch_sdpa(grid=(8, 8), prefix=1) as report:
+    >>> with scram.patch_sdpa(grid=(8, 8), before=1) as report:
     ...     _ = F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q[:, :, :9], q[:, :, :9])
     >>> print(report)
     2 calls of scaled_dot_product_attention: 0 searched, 1 dense, 1 left to torch
@@ -83,10 +92,14 @@ def patch_sdpa(
     """
     replacement = Replacement(
         grid,
-        prefix,
+        before,
+        after,
+        key_grid,
         error,
         plans,
         model=model,
+        min_tokens=min_tokens,
+        dense_layers=dense_layers,
         search=search,
         tail=tail,
         radius=radius,
@@ -99,8 +112,10 @@ def survey(
     model: nn.Module,
     inputs: Tensor | Sequence[Any] | dict[str, Any],
     *,
-    grid: Sequence[int] | Auto = "auto",
-    prefix: int = 0,
+    grid: Grids | Auto = "auto",
+    before: int = 0,
+    after: int = 0,
+    key_grid: Sequence[int] | None = None,
     error: float = 0.05,
     radius: int | Sequence[int] = 1,
     impl: Impl = "auto",
@@ -110,7 +125,7 @@ def survey(
     Args:
         model: calls `F.scaled_dot_product_attention`.
         inputs: its argument, its arguments, or its arguments by name.
-        grid, prefix, error, radius, impl: as in `patch_sdpa`.
+        grid, before, after, key_grid, error, radius, impl: as in `patch_sdpa`.
 
     Returns:
         Report, which prints a line per layer; `report.plans` are for `patch_sdpa(plans=...)`.
@@ -122,7 +137,8 @@ def survey(
     """
     checks.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
     checks.instance("model", model, nn.Module, "torch.nn.Module", "")
-    patch = _Patch(Replacement(grid, prefix, error, replaces=False, radius=radius, impl=impl))
+    replacement = Replacement(grid, before, after, key_grid, error, replaces=False, radius=radius, impl=impl)
+    patch = _Patch(replacement)
     training = [module for module in model.modules() if module.training]
     args, kwargs = (
         ((), inputs) if isinstance(inputs, dict) else ((inputs,) if isinstance(inputs, Tensor) else inputs, {})

@@ -20,10 +20,13 @@ from ..core.pipeline import execute
 from ..core.resolve import Request, as_search, goes_dense
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..options import IMPLS, Auto, How, Impl
+from ..quality import kept
 from ..quality.tune import tune
 from ..settings import Search
 from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
-from .layers import Hooks, Layer, Plans, name_in, table
+from .layers import NO_TOKENS, Hooks, Layer, Plans, Tokens, name_in, table
+from .layouts import Grids, KeyMasks, MaskReader, TorchOptions, attend_on_grid, given_tokens
+from .steps import Kept, Steps
 
 
 class Call(NamedTuple):
@@ -119,76 +122,38 @@ BY_HAND = (
 )
 
 
-class Tokens(NamedTuple):
-    """What the tokens of a call are."""
-
-    grid: tuple[int, ...]
-    prefix: int  # tokens before the grid
-
-    @property
-    def total(self) -> int:
-        return self.prefix + math.prod(self.grid)
-
-    def __str__(self) -> str:
-        return f"{self.prefix} + {' x '.join(map(str, self.grid))} = {self.total}"
-
-
-NO_TOKENS = Tokens((), 0)
-
-
-class TorchOptions(NamedTuple):
-    """The options of a call of `F.scaled_dot_product_attention`, besides its mask."""
-
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """The call, by torch."""
-        out: Tensor = _compat.SDPA(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p=self.dropout_p,
-            is_causal=self.is_causal,
-            scale=self.scale,
-            enable_gqa=self.enable_gqa,
-        )
-        return out
-
-
-Attend = Callable[[Tensor, Tensor, Tensor, Request], Tensor | None]
 _reports: WeakValueDictionary[str, Report] = WeakValueDictionary()  # the compiler takes no other object as a constant
 
 
-def _note_compiled(report: str, layer: str, grid: tuple[int, ...], prefix: int, why_not: str, how: How) -> None:
+def _note_compiled(report: str, layer: str, tokens: tuple[Any, ...], why_not: str, how: How) -> None:
     """Runs while a graph is traced. A count in the graph would make a new graph of every call."""
     into = _reports[report]
     into.calls[Call((), (), why_not, how)] += 1
     if layer:
         plan = into.known.get(layer)
         reason = why_not or ("" if plan else "compiled before it was tuned")
-        into.layers.setdefault(layer, Layer(layer, grid, prefix, plan, reason)).count(why_not, how)
+        into.layers.setdefault(layer, Layer(layer, Tokens(*tokens), plan, reason)).count(why_not, how)
 
 
-def _compiled_tokens(report: str, layer: str, total: int, causal: bool) -> tuple[tuple[int, ...], int, str]:
-    """Grid, prefix and why not of a layer with grid="auto", while a graph is traced: as its eager calls had them."""
+def _compiled_tokens(report: str, layer: str, total: int, keys: int, causal: bool) -> tuple[tuple[Any, ...], str]:
+    """Tokens and why not of a layer with grid="auto", while a graph is traced: as its eager calls had them."""
     layers = _reports[report].layers
     for name in (layer, f"{layer}, {total} tokens"):
         known = layers.get(name)
-        if known is not None and (not known.grid or known.tokens == total):
-            return known.grid, known.prefix, "" if known.grid else known.why_not
-    return ((), 0, CAUSAL) if causal else compiled_grid(total)
+        if known is not None and (not known.grid or known.tokens.of(total, keys)):
+            return tuple(known.tokens), "" if known.grid else known.why_not
+    tokens, why_not = (NO_TOKENS, CAUSAL) if causal else compiled_grid(total, keys)
+    return tuple(tokens), why_not
 
 
 class Replacement:
     """`F.scaled_dot_product_attention` by SCRAM where it can be; with a budget, each layer by its own plan.
 
     Args:
-        grid: extents, or "auto".
-        prefix: tokens before the grid; with "auto" it is found.
+        grid, before, after, key_grid: as in `patch_sdpa`.
+        min_tokens: calls of fewer tokens are left to torch.
+        dense_layers: the first layers with a grid, by the order of their first calls, which are left to torch.
+        steps: of a sampler; None: it has none.
         error: the budget of each layer; None for the settings below everywhere.
         plans: of layers that were tuned before.
         replaces: whether SCRAM answers; else its layers are only tuned, and torch does.
@@ -198,13 +163,18 @@ class Replacement:
 
     def __init__(
         self,
-        grid: Sequence[int] | Auto,
-        prefix: int,
+        grid: Grids | Auto,
+        before: int = 0,
+        after: int = 0,
+        key_grid: Sequence[int] | None = None,
         error: float | None = None,
         plans: Plans | None = None,
         replaces: bool = True,
         model: nn.Module | None = None,
         *,
+        min_tokens: int = 0,
+        dense_layers: int = 0,
+        steps: Steps | None = None,
         search: Search | Auto | None = "auto",
         tail: Tail | Auto | None = "auto",
         radius: int | Sequence[int] = 1,
@@ -214,9 +184,19 @@ class Replacement:
             as_search(search)
         as_tail(tail, NO_TAIL)
         checks.one_of("impl", impl, IMPLS)
-        self.tokens = _given_tokens(grid, prefix)
-        radii = checks.radius(radius, 2 if self.tokens is None else len(self.tokens.grid))
-        self.settings = Request(search=search, tail=tail, radius=radius if self.tokens is None else radii, impl=impl)
+        self.tokens = given_tokens(grid, before, after, key_grid)
+        self.min_tokens = checks.whole("min_tokens", min_tokens, 0)
+        self.dense_layers = checks.whole("dense_layers", dense_layers, 0)
+        self.first: list[str] = []  # names of layers with a grid, in the order of their first calls
+        self.steps = steps or Steps()
+        rank = len(radius) if isinstance(radius, Sequence) else 1  # of grids that are found
+        radii = [checks.radius(radius, len(one.grid)) for one in self.tokens or ()] or [checks.radius(radius, rank)]
+        self.settings = Request(
+            search=search,
+            tail=tail,
+            radius=radii[0] if len(self.tokens or ()) == 1 else radius,
+            impl=impl,
+        )
         if error is not None:
             _budget(error)
             if search != "auto" or tail != "auto":
@@ -248,6 +228,7 @@ class Replacement:
                 self.taken.add(name)
                 self.hooks.add(name, module)
         self.auto = AutoGrids()
+        self.masks = MaskReader(error)
         self.warns = False
         for function in (_note_compiled, _compiled_tokens):
             torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call] # loads the compiler
@@ -262,20 +243,29 @@ class Replacement:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        *,
+        ranks: int = 1,
     ) -> Tensor:
-        """`F.scaled_dot_product_attention`, by SCRAM where it can be."""
+        """`F.scaled_dot_product_attention`, by SCRAM where it can be; `ranks`: of whose tokens the call is joined."""
         options = TorchOptions(dropout_p, is_causal, scale, enable_gqa)
         compiling = torch.compiler.is_compiling()
         budget = self.report.error is not None
-        named = budget or self.tokens is None
+        named = budget or self.tokens is None or self.dense_layers > 0 or self.steps.counts
         calls = module_calls() if named and not compiling else []
         modules = [call.module for call in calls]
+        if calls:
+            self.steps.see(calls[-1].module, calls[-1].places.get("timestep"))
         running = self.hooks.running[-1] if compiling and self.hooks.running else "compiled"
         auto = partial(
             _auto_tokens, auto=self.auto, calls=calls, report=self.report_name, layer=running, warns=self.warns
         )
-        tokens, why_not = _tokens_of(query, key, value, attn_mask, options, self.tokens, auto)
+        tokens, masks, why_not = _tokens_of(query, key, value, attn_mask, options, self.tokens, auto, self.masks)
+        if not why_not and tokens.total < self.min_tokens:
+            why_not = f"{tokens.total} tokens, and min_tokens={self.min_tokens}"
+        if not why_not and ranks > 1 and tokens.off:
+            why_not = "tokens off the grid stand between those of several ranks"
         layer = self._layer(tokens, modules, query, why_not) if named else ""
+        why_not = why_not or self._scheduled(layer)
         if why_not:
             self.note(query, key, layer, tokens, why_not)
             return options.attend(query, key, value, attn_mask)
@@ -293,24 +283,41 @@ class Replacement:
                 tail=settings.tail,
                 radius=settings.radius,
                 impl=settings.impl,
+                caller=None if compiling else f"{self.report_name} {layer}",
             )
             setting = settings if plan is None else plan.setting
             how = _how(setting.search, setting.tail, plan is None and goes_dense(q, k, v, request))
             self.note(query, key, layer, tokens, "", how)
-            if plan is None:
-                return execute(pipeline.run, q, k, v, request).out
-            return plan(
-                q,
-                k,
-                v,
-                causal=call.causal,
-                scale=call.scale,
-                key_mask=call.key_mask,
-                extra=call.extra,
-                dropout_p=call.dropout_p,
-            )
+            if how == "dense" and call.bias is not None:
+                return None  # torch adds the mask itself, exactly
+            if plan is not None:
+                request = plan.setting.applied_to(call)._replace(impl="auto" if plan.dense else plan.impl)
+            if how != "dense" and self.steps.keeps and not compiling and not torch.is_grad_enabled():
+                return self._from_step_to_step(layer, q, k, v, request)
+            return execute(pipeline.run, q, k, v, request).out
 
-        return _on_grid(query, key, value, attn_mask, options, tokens, attend)
+        return attend_on_grid(query, key, value, attn_mask, options, tokens, masks, attend)
+
+    def _scheduled(self, layer: str) -> str:
+        """Why a call that SCRAM could answer is left to torch for now, "" for no reason."""
+        if self.steps.dense:
+            return f"one of the first {self.steps.dense_steps} steps"
+        if self.dense_layers:
+            if layer not in self.first and not torch.compiler.is_compiling():
+                self.first.append(layer)
+            if layer in self.first[: self.dense_layers]:
+                return f"one of the first {self.dense_layers} layers"
+        return ""
+
+    def _from_step_to_step(self, layer: str, q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+        """The call, from the matches and clusters that the layer had at the step before, and they are kept again."""
+        key = (layer, self.steps.call, q.shape, k.shape, q.dtype, q.device)
+        kept = self.steps.kept.get(key)
+        if kept is not None:
+            request = request._replace(warm=kept.matches, warm_codebook=kept.codebook)
+        result = execute(pipeline.run, q, k, v, request)
+        self.steps.kept[key] = Kept(result.matches, result.codebook)
+        return result.out
 
     def _layer(self, tokens: Tokens, modules: list[nn.Module], query: Tensor, why_not: str) -> str:
         """The name of the layer that calls; one that is met for the first time is noted."""
@@ -324,16 +331,15 @@ class Replacement:
             name = f"no module, q {list(_shape(query))}"
         if why_not:  # on no grid, or not for SCRAM: it says nothing of the layer's other calls
             if not compiling:
-                self.report.layers.setdefault(name, Layer(name, *NO_TOKENS, why_not=why_not))
+                self.report.layers.setdefault(name, Layer(name, why_not=why_not))
             return name
         if self.lengths.get(name, tokens.total) != tokens.total:
             name = f"{name}, {tokens.total} tokens"
         if not compiling:
             self.lengths.setdefault(name, tokens.total)
-            layer = self.report.layers.setdefault(name, Layer(name, *tokens))
+            layer = self.report.layers.setdefault(name, Layer(name, tokens))
             if not layer.grid:  # its calls so far were left to torch
-                layer.grid = tokens.grid
-                layer.prefix = tokens.prefix
+                layer.tokens = tokens
                 layer.why_not = ""
             layer.plan = self.plans.get(name)
         return name
@@ -376,6 +382,8 @@ class Replacement:
                         key_mask=call.key_mask,
                         scale=call.scale,
                         extra=call.extra,
+                        extra_mask=call.extra_mask,
+                        bias=call.bias,
                         impl=self.settings.impl,
                     )
                 layer.why_not = ""
@@ -385,7 +393,7 @@ class Replacement:
 
     def note(self, query: Tensor, key: Tensor, layer: str, tokens: Tokens, why_not: str, how: How = "searched") -> None:
         if torch.compiler.is_compiling():
-            _note_compiled(self.report_name, layer, tokens.grid, tokens.prefix, why_not, how)
+            _note_compiled(self.report_name, layer, tuple(tokens), why_not, how)
             return
         self.report.calls[Call(_shape(query), _shape(key), why_not, how)] += 1
         if layer:
@@ -408,49 +416,51 @@ def _budget(error: Any) -> None:
     checks.real("error", error, 0.0, math.inf, "[0, inf)", "; 0.05 is 5 % of a typical output")
 
 
-def _given_tokens(grid: Sequence[int] | Auto, prefix: int) -> Tokens | None:
-    """None for "auto"."""
-    checks.whole("prefix", prefix, 0)
-    if not isinstance(grid, str):
-        extents = checks.grid(grid)
-        named = {"prefix": prefix, **{f"grid[{axis}]": extent for axis, extent in enumerate(extents)}}
-        for name, number in named.items():
-            if number >= 2**63:
-                raise ValueError(f"{name} must be below 2**63, got {number}; no tensor has more tokens")
-        return Tokens(extents, prefix)
-    checks.one_of("grid", grid, ("auto",))
-    if prefix:
-        raise ValueError(f'prefix is found with grid="auto", got {prefix}; pass the grid too')
-    return None
-
-
 def _tokens_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
     options: TorchOptions,
-    given: Tokens | None,
-    auto: Callable[[Tensor, bool], tuple[Tokens, str]],
+    given: tuple[Tokens, ...] | None,
+    auto: Callable[[Tensor, int, bool], tuple[Tokens, str]],
+    masks: MaskReader,
+) -> tuple[Tokens, KeyMasks, str]:
+    """What the tokens of a call are, `given` or found by `auto`, its masks, and why it is left to torch, "" for not."""
+    tokens, why_not = _laid_out(query, key, value, options, given, auto)
+    why_not = why_not or _why_not(query, key, value, attn_mask, options)
+    read = KeyMasks() if why_not else masks.read(attn_mask, query, tokens)
+    return (tokens, KeyMasks(), read) if isinstance(read, str) else (tokens, read, why_not)
+
+
+def _laid_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: TorchOptions,
+    given: tuple[Tokens, ...] | None,
+    auto: Callable[[Tensor, int, bool], tuple[Tokens, str]],
 ) -> tuple[Tokens, str]:
-    """What the tokens of a call are, `given` or found by `auto`, and the reason to leave it to torch, "" for none."""
+    """What the tokens of a call are, and why they are none."""
     if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
         return NO_TOKENS, "tensors that are not dense"
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
         return NO_TOKENS, f"{query.ndim} axes, not [B, H, N, E] or [B, N, E]"
-    tokens = given
-    total = query.shape[-2]
+    queries, keys = query.shape[-2], key.shape[-2]
+    if keys != value.shape[-2]:
+        return NO_TOKENS, f"{keys} keys and {value.shape[-2]} values"
+    if given is None:
+        return auto(query, keys, options.is_causal)
+    tokens = next((found for one in given if (found := one.of(queries, keys)) is not None), None)
     if tokens is None:
-        if total != key.shape[-2]:
-            return NO_TOKENS, f"{total} queries and {key.shape[-2]} keys, which are not the same grid"
-        tokens, no_grid = auto(query, options.is_causal)
-        if no_grid:
-            return NO_TOKENS, no_grid
-    return tokens, _why_not(query, key, value, attn_mask, tokens, options)
+        grids = "the grid has" if len(given) == 1 else "the grids have"
+        return NO_TOKENS, f"{queries} queries and {keys} keys, {grids} {'; '.join(map(str, given))}"
+    return tokens, ""
 
 
 def _auto_tokens(
     query: Tensor,
+    keys: int,
     causal: bool,
     auto: AutoGrids,
     calls: Sequence[ModuleCall] = (),
@@ -462,22 +472,18 @@ def _auto_tokens(
     if torch.compiler.is_compiling():
         if not report:
             return NO_TOKENS, COMPILED
-        grid, prefix, no_grid = _compiled_tokens(report, layer, int(query.shape[-2]), causal)
-        return Tokens(grid, prefix), no_grid
-    result = auto.find(query, causal, calls)
+        tokens, no_grid = _compiled_tokens(report, layer, int(query.shape[-2]), int(keys), causal)
+        return Tokens(*tokens), no_grid
+    result = auto.find(query, keys, causal, calls)
     if isinstance(result, str):
         if warns:
-            warnings.warn(f"scram.scaled_dot_product_attention leaves a call to torch: {result}", stacklevel=5)
+            warnings.warn(f"scram.scaled_dot_product_attention leaves a call to torch: {result}", stacklevel=6)
         return NO_TOKENS, result
-    return Tokens(*result), ""
+    return result, ""
 
 
-def _why_not(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, tokens: Tokens, options: TorchOptions
-) -> str:
-    """The reason to leave a call on a grid to torch, "" for none."""
-    if query.shape[-2] != tokens.total or key.shape[-2] != tokens.total or value.shape[-2] != tokens.total:
-        return f"{query.shape[-2]} queries and {key.shape[-2]} keys, the grid has {tokens}"
+def _why_not(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: TorchOptions) -> str:
+    """The reason to leave a call on a grid to torch, "" for none; its mask is read apart."""
     grouped = query.ndim == 4 and key.shape[1] != query.shape[1]
     if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or (grouped and not options.enable_gqa):
         return "batches or heads that broadcast"
@@ -489,59 +495,28 @@ def _why_not(
         return f"a scale of {options.scale}"
     if not options.dropout_p < 1:
         return f"a dropout of {options.dropout_p}"
-    if attn_mask is None:
-        return ""
-    if attn_mask.dtype != torch.bool:
-        return "a float bias, which the search would have to know"
-    if tokens.prefix or options.is_causal:
-        return "a mask beside prefix tokens or causal order"
-    if attn_mask.ndim < 2 or attn_mask.ndim > query.ndim or attn_mask.shape[-2] != 1:
-        return "a mask that differs between queries"
-    return "a mask over [B, N, E]" if query.ndim == 3 else ""
+    if options.is_causal and attn_mask is not None:
+        return "a mask beside causal order"
+    if options.is_causal and query.shape[-2] != key.shape[-2]:
+        return "causal order of fewer keys"
+    return ""
 
 
-def _on_grid(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    options: TorchOptions,
-    tokens: Tokens,
-    attend: Attend,
-) -> Tensor:
-    """`attend` answers on the grid, torch for the tokens before it; torch alone where `attend` returns None."""
-    heads = [x if x.ndim == 4 else x.unsqueeze(1) for x in (query, key, value)]
-    first, k_extra, v_extra = (x[:, :, : tokens.prefix] for x in heads)
-    q, k, v = (x[:, :, tokens.prefix :].reshape(*x.shape[:2], *tokens.grid, x.shape[-1]) for x in heads)
-    mask = None
-    if attn_mask is not None:
-        mask = attn_mask.expand(*q.shape[:2], 1, tokens.total).reshape(*q.shape[:2], *tokens.grid)
-    extra = (k_extra, v_extra) if tokens.prefix else None
-    call = Request(
-        causal=options.is_causal, key_mask=mask, scale=options.scale, extra=extra, dropout_p=options.dropout_p
-    )
-    out = attend(q, k, v, call)
-    if out is None:
-        return options.attend(query, key, value, attn_mask)
-    out = out.flatten(2, -2)
-    if tokens.prefix:
-        seen = tokens.prefix if options.is_causal else tokens.total
-        out_first = options.attend(first, heads[1][:, :, :seen], heads[2][:, :, :seen])
-        out = torch.cat([out_first, out], 2)
-    return out if query.ndim == 4 else out.squeeze(1)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor:
-    """The default of `attention` on a grid."""
-    return execute(pipeline.run, q, k, v, call).out
+def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor | None:
+    """The default of `attention` on a grid; None where torch adds a float mask itself."""
+    if call.bias is not None and goes_dense(q, k, v, call._replace(bias=None)):
+        return None
+    return execute(pipeline.run, q, k, v, call._replace(caller="scaled_dot_product_attention")).out
 
 
 _direct: dict[tuple[Any, ...], Replacement] = {}
 _auto = AutoGrids()
+_masks = MaskReader()
 
 
 def clear_plans() -> None:
-    """Forget the plans of `scaled_dot_product_attention(error=...)`: each layer is tuned again."""
+    """Forget the plans of `attention(error=...)` and `scaled_dot_product_attention(error=...)`: all are tuned again."""
+    kept.clear()
     for one in _direct.values():
         one.hooks.detach()
     _direct.clear()
@@ -557,19 +532,22 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    grid: Sequence[int] | Auto,
-    prefix: int = 0,
+    grid: Grids | Auto,
+    before: int = 0,
+    after: int = 0,
+    key_grid: Sequence[int] | None = None,
     error: float | None = None,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` for tokens of a grid: where it stood in a model's own code.
 
-    What SCRAM cannot do, such as a float bias, torch does.
+    What SCRAM cannot do, such as a mask that differs between queries, torch does. A float mask is read as key mask and
+    bias: a table of offsets, or a matrix of low rank, becomes factors with an error of .01, or a quarter of `error`.
 
     Args:
-        query, key, value: [B, H, N, E], [B, Hk, N, E], [B, Hk, N, F], `prefix` tokens and then the grid, row by row.
+        query, key, value: [B, H, N, E], [B, Hk, M, E], [B, Hk, M, F]: `before` tokens, the grid row by row, `after`
+            tokens.
         attn_mask, dropout_p, is_causal, scale, enable_gqa: as torch has them.
-        grid: extents of the grid, such as (64, 64), or "auto" (see `patch_sdpa`).
-        prefix: tokens before the grid.
+        grid, before, after, key_grid: as in `patch_sdpa`.
         error: the module that calls is tuned for this error in its first eager call in eval mode, and keeps its plan
             until `scram.clear_plans()`. None: the default of `scram.attention`.
 
@@ -580,28 +558,31 @@ def scaled_dot_product_attention(
         [B, H, N, F].
 
     >>> q = torch.randn(1, 2, 1 + 64, 8)
-    >>> scram.scaled_dot_product_attention(q, q, q, grid=(8, 8), prefix=1).shape
+    >>> scram.scaled_dot_product_attention(q, q, q, grid=(8, 8), before=1).shape
     torch.Size([1, 2, 65, 8])
     """
     checks.torch_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    given = _given_tokens(grid, prefix)
+    given = given_tokens(grid, before, after, key_grid)
     if error is not None:
         _budget(error)
-    if given is not None and query.ndim in (3, 4) and not query.shape[-2] == key.shape[-2] == given.total:
-        raise ValueError(
-            f"query and key must have the tokens of the grid, {given}, got {query.shape[-2]} and {key.shape[-2]}"
-        )
-    kind = (grid if isinstance(grid, str) else tuple(grid), prefix, error)
+    if given is not None and query.ndim in (3, 4):
+        lengths = query.shape[-2], key.shape[-2]
+        if all(one.of(*lengths) is None for one in given):
+            wanted = "; ".join(map(str, given))
+            raise ValueError(
+                f"query and key must have the tokens of the grid, {wanted}, got {lengths[0]} and {lengths[1]}"
+            )
+    kind = given, error
     if kind not in _direct:
         # What is not tuned yet runs the default.
         if torch.compiler.is_compiling() or (error is None and given is not None):
             options = TorchOptions(dropout_p, is_causal, scale, enable_gqa)
             auto = partial(_auto_tokens, auto=_auto)
-            tokens, why_not = _tokens_of(query, key, value, attn_mask, options, given, auto)
+            tokens, masks, why_not = _tokens_of(query, key, value, attn_mask, options, given, auto, _masks)
             if why_not:
                 return options.attend(query, key, value, attn_mask)
-            return _on_grid(query, key, value, attn_mask, options, tokens, _attention)
-        replacement = Replacement(grid, prefix, error)
+            return attend_on_grid(query, key, value, attn_mask, options, tokens, masks, _attention)
+        replacement = Replacement(grid, before, after, key_grid, error)
         replacement.hooks.attach()
         replacement.warns = True  # nobody reads its report
         _direct[kind] = replacement

@@ -66,6 +66,7 @@ def dense_baseline(
     scale: float | None = None,
     score: Score = "dot",
     extra: tuple[Tensor, Tensor] | None = None,
+    extra_mask: Tensor | None = None,
 ) -> Baseline:
     """Times dense attention by torch.
 
@@ -74,12 +75,12 @@ def dense_baseline(
         timer: `timing.believed` or `timing.clock`.
         longest: seconds. Where all pairs are more than `DENSE_PAIRS`, a part is timed; its time is continued to all
             queries where these would take longer than that.
-        causal, key_mask, scale, score, extra: as in `attention`.
+        causal, key_mask, scale, score, extra, extra_mask: as in `attention`.
     """
     queries = math.prod(grid_of(q))
     keys = math.prod(grid_of(k))
     rows = q.shape[0] * q.shape[1]
-    attend = partial(every_key, causal=causal, scale=scale, score=score, extra=extra)
+    attend = partial(every_key, causal=causal, scale=scale, score=score, extra=extra, extra_mask=extra_mask)
     most = DENSE_PAIRS.get(q.device.type, DENSE_PAIRS["cpu"])
     if rows * queries * keys > most:
         part = _part(q, k, v, key_mask, causal, most)

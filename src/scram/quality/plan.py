@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks, files, pipeline
+from ..core.bias import widened
 from ..core.checks import unknown_arguments
 from ..core.pipeline import execute
 from ..core.resolve import Request
@@ -25,8 +26,10 @@ from .tables import aligned, with_interval
 from .truth import Errors, Truth
 
 VERSION = 1  # of the JSON
-CALL_ARGUMENTS = ("causal", "key_mask", "scale", "score", "weight", "extra", "dropout_p", "warm", "impl")
-GIVEN = ("key_mask", "extra")  # tensors that a plan may have been measured with
+CALL_ARGUMENTS = (
+    *("causal", "key_mask", "scale", "score", "weight", "extra", "extra_mask", "bias", "dropout_p", "warm", "impl"),
+)
+GIVEN = ("key_mask", "extra", "extra_mask", "bias")  # tensors that a plan may have been measured with
 INFINITE = ("inf", "-inf", "nan")  # numbers that JSON has as strings
 DENSE = "torch.nn.functional.scaled_dot_product_attention(q.flatten(2, -2), {}{}).unflatten(2, q.shape[2:-1])"
 GRID_KEYS = "k.flatten(2, -2), v.flatten(2, -2)"
@@ -83,7 +86,7 @@ class Setting:
         """A line of Python that does it.
 
         Args:
-            tensors: which of key_mask and extra the call has.
+            tensors: which of key_mask, extra, extra_mask and bias the call has.
             grouped: whether there are fewer key heads than query heads.
             arguments: the others.
 
@@ -96,7 +99,7 @@ class Setting:
             options.pop("impl", None)
             if "extra" in tensors and (len(tensors) > 1 or "score" in options or "causal" in options):
                 return f"plan(q, k, v{passed})"  # no one function of torch or of this package does it
-            if "key_mask" in tensors or "score" in options:
+            if "key_mask" in tensors or "bias" in tensors or "score" in options:
                 return f"scram.exact_attention(q, k, v{passed}{_listed(**options)}).out"
             options = {"is_causal" if name == "causal" else name: x for name, x in options.items()}
             options |= {"enable_gqa": True} if grouped else {}
@@ -184,7 +187,7 @@ class Plan:
         seed: of the sample, and in the settings.
         confidence: of each interval, so that all together hold with 95 %.
         tensors: what it was measured on, in words.
-        given: which of key_mask and extra the call had; calls of the plan pass their own.
+        given: which of key_mask, extra, extra_mask and bias the call had; calls of the plan pass their own.
         grouped: whether there were fewer key heads than query heads.
         split: the share of the queries whose weight two separate places share, in the head where it is largest.
     """
@@ -276,8 +279,8 @@ class Plan:
 
         Args:
             q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
-            arguments: key_mask, extra, dropout_p, warm, and others than the plan's causal, scale, score, impl, as in
-                `attention`. Search, tail, radius and window are the plan's.
+            arguments: key_mask, extra, extra_mask, bias, dropout_p, warm, and others than the plan's causal, scale,
+                score, impl, as in `attention`. Search, tail, radius and window are the plan's.
 
         Returns:
             out [B, H, *G, F].
@@ -308,11 +311,16 @@ class Plan:
             arguments: as in a call of the plan.
         """
         checks.finite_but_for_masked(q, k, v, arguments.get("key_mask"))
-        names = ("causal", "key_mask", "scale", "score", "extra")
+        names = ("causal", "key_mask", "scale", "score", "extra", "extra_mask")
         given = {"causal": self.causal, "scale": self.scale, "score": self.score, **arguments}
         with torch.no_grad():
             out = self(q, k, v, **arguments)
             same = {name: given[name] for name in names if name in given}
+            if given.get("bias") is not None:
+                wide = widened(q, k, v, given["bias"], **{name: x for name, x in same.items() if name != "key_mask"})
+                assert wide.v is not None
+                q, k, v = wide.q, wide.k, wide.v
+                same |= {"scale": wide.scale, "extra": wide.extra}
             truth = Truth.of(q, k, v, num_queries=checks.whole("num_queries", num_queries, 1), seed=seed, **same)
             measured = truth.errors(out)
         return Check(self.setting, self.error, measured, len(truth.queries), truth.points)

@@ -95,6 +95,7 @@ class Truth:
         scale: float | None = None,
         score: Score = "dot",
         extra: tuple[Tensor, Tensor] | None = None,
+        extra_mask: Tensor | None = None,
         num_queries: int | None = None,
         seed: int = 0,
         with_lse: bool = False,
@@ -112,11 +113,14 @@ class Truth:
         if plain and not with_lse:
             # By torch: faster, and it never holds the scores of all pairs.
             some = q.flatten(2, -2)[:, :, wanted]  # [B, H, n, E]
-            out = dense_attention(some, k.flatten(2, -2), v.flatten(2, -2), scale=scale, score=score, extra=extra)
+            keys, values = k.flatten(2, -2), v.flatten(2, -2)
+            out = dense_attention(some, keys, values, scale=scale, score=score, extra=extra, extra_mask=extra_mask)
             return Truth(wanted, out, torch.zeros_like(out[..., 0]), math.prod(grid_of(q)))
         attended = exact_attention(q, k, v, causal=causal, key_mask=key_mask, scale=scale, score=score, queries=wanted)
         if extra is not None:
-            attended = merge(attended, attend_extra(q.flatten(2, -2)[:, :, wanted], extra, scale, score))
+            attended = merge(
+                attended, attend_extra(q.flatten(2, -2)[:, :, wanted], extra, extra_mask, scale=scale, score=score)
+            )
         return Truth(wanted, attended.out, attended.lse, math.prod(grid_of(q)))
 
     def square(self, out: Tensor) -> Tensor:

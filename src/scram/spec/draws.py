@@ -69,6 +69,8 @@ def allowed_counts(q: Tensor, allowed: AllowedKeys) -> Tensor:
 def ranked_keys(q: Tensor, allowed: AllowedKeys, seed: Tensor, numbers: Tensor | None = None) -> Tensor:
     """noise(seed, row, key) << 31 | key, int64 [rows, M]: unique, ties go to the lower key; LAST for a masked one.
 
+    Under causal order masked keys are ranked too: what is drawn must not depend on the masks of later keys.
+
     `numbers`: int [B, H], those of the rows.
     """
     count = q.shape[0] * q.shape[1]
@@ -76,17 +78,32 @@ def ranked_keys(q: Tensor, allowed: AllowedKeys, seed: Tensor, numbers: Tensor |
     key = torch.arange(allowed.keys, device=q.device)
     # [R, M]
     ranked = noise(seed, numbered(row, numbers), key) << 31 | key
+    if allowed.causal:
+        return ranked
     unmasked = allowed.allows(row, torch.full_like(key, allowed.keys), key.expand(count, -1))
     return torch.where(unmasked, ranked, LAST)
 
 
+def unmasked_later(allowed: AllowedKeys) -> Tensor | None:
+    """Which of the keys that `ranked_keys` ranks are not masked, bool [rows, M]; None: all of them."""
+    if not allowed.causal or allowed.mask is None:
+        return None
+    return allowed.mask.repeat_interleave(allowed.heads_per_row, 0)
+
+
 def shared_tail(
-    ranked: Tensor, key_grid: Grid, samples: int, stratified: bool, ascending: bool = True
+    ranked: Tensor,
+    key_grid: Grid,
+    samples: int,
+    stratified: bool,
+    unmasked: Tensor | None = None,
+    ascending: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """The keys that the queries of a row share: int32 [rows, m], NONE where one is missing; and how many each is for.
 
     Plain: the m keys ranked first, each for as many as the query has left (None). Stratified: the first of each cell,
-    for the unmasked keys of the cell, float32 [rows, m]. Ascending: by key.
+    for the ranked keys of the cell, float32 [rows, m]. Of the keys drawn those that are not `unmasked` (bool [rows, M])
+    are missing. Ascending: by key.
     """
     count, keys = ranked.shape
     for_keys = None
@@ -100,6 +117,8 @@ def shared_tail(
     else:
         first = ranked if samples >= keys else ranked.topk(samples, dim=1, largest=False, sorted=False).values
     name = (first & NONE).to(torch.int32)  # [R, m]
+    if unmasked is not None:
+        name = torch.where(unmasked.gather(1, name.long().clamp(max=keys - 1)), name, NONE)
     if ascending:
         name, order = name.sort(dim=1)
         for_keys = None if for_keys is None else for_keys.gather(1, order)

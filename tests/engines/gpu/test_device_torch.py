@@ -94,7 +94,7 @@ def test_inference_mode():
 def test_patched_attention_with_a_covering_window():
     q, k, v = (torch.randn(2, 2, 1 + 72, 16, device="cuda") for _ in range(3))
     want = F.scaled_dot_product_attention(q, k, v)
-    with scram.patch_sdpa(grid=(8, 9), prefix=1, search=scram.Search(), radius=9) as report:
+    with scram.patch_sdpa(grid=(8, 9), before=1, search=scram.Search(), radius=9) as report:
         torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), want, rtol=1e-4, atol=1e-5)
     assert report.searched == 1
 

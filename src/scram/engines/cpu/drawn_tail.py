@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from ...core.calls import DrawnTail, DrawnTailCall, TailGrads
-from ...spec.draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_rows, tail_values
+from ...spec.draws import (
+    NONE,
+    allowed_counts,
+    by_heads,
+    ranked_keys,
+    shared_tail,
+    tail_rows,
+    tail_values,
+    unmasked_later,
+)
 from ...spec.grid import AllowedKeys, grid_of
 from ...spec.scoring import accumulator
 from .compiled import compiled, inlined, parallel
@@ -60,7 +69,8 @@ class TailTensors:
         key_grid = grid_of(k)
         allowed = AllowedKeys.of(q, k, call.causal, call.key_mask)
         ranked = ranked_keys(q, allowed, call.seed, call.rows)
-        self.names, self.represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
+        unmasked = unmasked_later(allowed)
+        self.names, self.represents = shared_tail(ranked, key_grid, call.samples, call.stratified, unmasked)
         self.geometry = Geometry.of(q, k, call.key_mask, call.causal)
         self.windows = Windows.of(call.index, call.radius, key_grid, Routing.of(call.q, None, None))
         self.rows = q.shape[0] * q.shape[1]
@@ -137,7 +147,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
             out[rows, queries] = joined
             counts = (x[rows, queries].unsqueeze(-1) for x in (seen, left))
             known = call.dropout_seed is None
-            variance[rows, queries] = _variance(p, values, joined, *counts) if known else torch.inf
+            variance[rows, queries] = _variance(p, values, joined, *counts, causal=call.causal) if known else torch.inf
     points = call.q.shape[:-1]
     full = (*points, out.shape[-1])
     return DrawnTail(
@@ -195,10 +205,19 @@ def _mix(p: Tensor, x: Tensor, guarded: bool) -> Tensor:
     return torch.where(touched > 0, torch.nan, p @ x.masked_fill(bad, 0))
 
 
-def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor) -> Tensor:
-    """Of each component of out; values are centered first, so that little cancels in the sums of squares."""
-    center = v.mean(1, keepdim=True)
-    v = v - center
+def _variance(p: Tensor, v: Tensor, out: Tensor, seen: Tensor, left: Tensor, *, causal: bool) -> Tensor:
+    """Of each component of out; values are centered first, so that little cancels in the sums of squares.
+
+    Under causal order they are centered by the first, which later ones do not change, and all have finite squares.
+    """
+    if causal:
+        v = torch.where(v.isfinite(), v, 0)
+        center = v[:, :1]
+        most = torch.finfo(v.dtype).max ** 0.5 / 4
+        v = (v - center).clamp(-most, most)
+    else:
+        center = v.mean(1, keepdim=True)
+        v = v - center
     out = out - center
     squares = p.square()
     r = p @ v - out * p.sum(-1, keepdim=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...core.calls import DrawnTail, DrawnTailCall
-from ...spec.draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_values
+from ...spec.draws import NONE, allowed_counts, by_heads, ranked_keys, shared_tail, tail_values, unmasked_later
 from ...spec.grid import AllowedKeys, grid_of
 from ...spec.scoring import accumulator, normalized_weights, pair_score, widened
 from .attend import CHUNK_ELEMENTS, kept, mix
@@ -24,7 +24,8 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     queries = math.prod(grid_of(q))
     allowed = AllowedKeys.of(q, k, call.causal, call.key_mask)
     ranked = ranked_keys(q, allowed, call.seed, call.rows)
-    names, represents = shared_tail(ranked, key_grid, call.samples, call.stratified)
+    unmasked = unmasked_later(allowed)
+    names, represents = shared_tail(ranked, key_grid, call.samples, call.stratified, unmasked)
     k_tail, v_tail = (tail_values(x, names, q.shape[1]) for x in (k, call.v))
     flat_names = names.long()
     drawn = names.shape[1]

@@ -15,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ....core.calls import DrawnTailCall
-from ....spec.draws import by_heads, shared_tail
-from ....spec.grid import grid_of
+from ....spec.draws import by_heads, shared_tail, unmasked_later
+from ....spec.grid import AllowedKeys, grid_of
 from ..noise import absorb, row_state, seed_argument
 from ..primitives import divide, finite, geometry, load_piece, mask_argument, points
 from ..runtime.block_sizes import tile_pieces
 from ..runtime.launch import Kernel
 
 BLOCK_K = 64  # shared keys of a block
+MOST_APART = tl.constexpr(240.0)  # of measured values under causal order, so that float16 holds their squares
 
 
 class SharedKeys(NamedTuple):
@@ -33,7 +34,8 @@ class SharedKeys(NamedTuple):
     places: Tensor  # int32 [rows, rank + 1, m], coordinates and name
     logs: Tensor  # float32 [rows, m], log of how many keys each represents
     # For the variance, else None: values measured from `middle` in its units and their squares, and what they are
-    # measured from, the mean of a few values, and in, the largest distance.
+    # measured from, the mean of a few values, and in, the largest distance; under causal order from the first, in units
+    # of its size.
     away: Tensor | None  # [2, rows, m, F]
     middle: Tensor | None  # float32 [2, rows, F]
     drawn: int  # how many of the m are drawn
@@ -50,7 +52,7 @@ class SharedRow(NamedTuple):
 
 
 def draw_names(call: DrawnTailCall) -> tuple[Tensor, Tensor]:
-    """names and represents [B, H, m] of `draws.shared_tail`, not sorted; the latter [B, H, 0] unless stratified."""
+    """names and represents [B, H, m] of `draws.shared_tail`; the latter [B, H, 0] unless stratified."""
     q = call.q
     rows = q.shape[0] * q.shape[1]
     keys = math.prod(grid_of(call.k))
@@ -58,8 +60,12 @@ def draw_names(call: DrawnTailCall) -> tuple[Tensor, Tensor]:
     if order.numel():
         flags = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": True}
         kernel = Kernel(draw_order_kernel, -(-rows * keys // 1024), flags)
-        kernel(order, mask_argument(q, call.k, call.key_mask), seed_argument(call.seed, call.rows), rows, keys)
-    names, represents = shared_tail(order, grid_of(call.k), call.samples, call.stratified, ascending=False)
+        mask = mask_argument(q, call.k, None if call.causal else call.key_mask)
+        kernel(order, mask, seed_argument(call.seed, call.rows), rows, keys)
+    unmasked = unmasked_later(AllowedKeys.of(q, call.k, call.causal, call.key_mask))
+    how = (call.samples, call.stratified, unmasked)
+    # Under causal order the first of them comes before all others: the variance measures values from it.
+    names, represents = shared_tail(order, grid_of(call.k), *how, ascending=call.causal)
     return by_heads(q, names, represents)
 
 
@@ -164,14 +170,18 @@ def gather_kernel(
         v_place = slot[:, None] * (F.BLOCK * F.PIECES) + f[None, :]  # [BK, F]
         tl.store(shared.v + v_place, v_block)
         if shared.away is not None:
-            v_sum = tl.sum(finite(load_piece(v_row, first, is_first, n, F)).to(tl.float32), 0)  # [F]
-            middle = v_sum / tl.maximum(tl.sum(is_first.to(tl.float32), 0), 1.0)  # [F]
-            unit = tl.zeros([F.BLOCK], tl.float32)  # [F]
-            for start in range(0, drawn, BLOCK_K):
-                other = tl.load(names + row * drawn + start + few, mask=start + few < drawn, other=keys)  # [BK]
-                other_v = finite(load_piece(v_row, tl.where(other < keys, other, 0), other < keys, n, F))  # [BK, F]
-                far = tl.where((other < keys)[:, None], tl.abs(other_v.to(tl.float32) - middle[None, :]), 0.0)
-                unit = tl.maximum(unit, tl.max(far, 0))
+            first_v = finite(load_piece(v_row, first, is_first, n, F)).to(tl.float32)  # [BK, F]
+            if CAUSAL:  # from the first of all, which later ones do not change
+                middle = tl.sum(tl.where((few == 0)[:, None], first_v, 0.0), 0)  # [F]
+                unit = tl.zeros([F.BLOCK], tl.float32) + 4 * tl.max(tl.abs(middle), 0)  # [F]
+            else:
+                middle = tl.sum(first_v, 0) / tl.maximum(tl.sum(is_first.to(tl.float32), 0), 1.0)  # [F]
+                unit = tl.zeros([F.BLOCK], tl.float32)  # [F]
+                for start in range(0, drawn, BLOCK_K):
+                    other = tl.load(names + row * drawn + start + few, mask=start + few < drawn, other=keys)  # [BK]
+                    other_v = finite(load_piece(v_row, tl.where(other < keys, other, 0), other < keys, n, F))
+                    far = tl.where((other < keys)[:, None], tl.abs(other_v.to(tl.float32) - middle[None, :]), 0.0)
+                    unit = tl.maximum(unit, tl.max(far, 0))
             unit = tl.where(unit > 0, unit, 1.0)
             if block == 0:
                 tl.store(shared.middle + row * (F.BLOCK * F.PIECES) + f, middle)
@@ -179,7 +189,10 @@ def gather_kernel(
                 tl.store(shared.middle + (rows + row) * (F.BLOCK * F.PIECES) + f, unit)
             if CAUSAL:  # as the products of the values themselves have it
                 v_block = finite(v_block)
-            apart = ((v_block.to(tl.float32) - middle[None, :]) / unit[None, :]).to(shared.away.dtype.element_ty)
+            apart = (v_block.to(tl.float32) - middle[None, :]) / unit[None, :]  # [BK, F]
+            if CAUSAL:
+                apart = tl.minimum(tl.maximum(apart, -MOST_APART), MOST_APART)
+            apart = apart.to(shared.away.dtype.element_ty)
             all_values = (tl.num_programs(0) * BLOCK_K).to(tl.int64) * (F.BLOCK * F.PIECES)
             tl.store(shared.away + v_place, apart)
             squared = apart.to(tl.float32) * apart.to(tl.float32)  # [BK, F]

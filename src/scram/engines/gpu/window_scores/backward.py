@@ -45,7 +45,9 @@ def _add_to_keys(call: WindowScoresCall, above: Tensor, dk: Tensor) -> None:
     first = key_row(row, call.q.shape[1], call.k.shape[1]) * math.prod(grid)
     ds = call.scale * above.reshape(len(corner), -1)  # [P, S]
     q = rows(call.q).flatten(0, 1).float()
-    for slot, offset in enumerate(torch.stack(coordinates(torch.arange(ds.shape[1]), call.sides), -1).tolist()):
+    for slot, offset in enumerate(
+        torch.stack(coordinates(torch.arange(ds.shape[1], device="cpu"), call.sides), -1).tolist()
+    ):
         place = [corner[:, axis] + step for axis, step in enumerate(offset)]
         ok = inside(place, grid)
         key = torch.where(ok, first + flat(place, grid), 0)
