@@ -492,6 +492,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tune": tune,
     "crossover": crossover,
     "diffusion": tables_models.diffusion,
+    "sampler": tables_models.sampler,
+    "stretches": tables_models.stretches,
     "judge": judge,
     "distributed": tables_distributed.distributed,
     "distributed-1": lambda: tables_distributed.distributed_predictions(1),
