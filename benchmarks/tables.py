@@ -476,6 +476,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals": rivals,
     "search": search,
     "denoise": tables_pictures.denoise,
+    "denoise-photographs": tables_pictures.denoise_photographs,
     "correlation": tables_matching.correlation,
     "film": tables_pictures.film,
     "matching": tables_pictures.matching,
