@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import denoising
+import layouts
 import table_cells
 import tables_distributed
 import tables_learn
@@ -474,6 +476,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tune": tune,
     "crossover": crossover,
     "diffusion": tables_models.diffusion,
+    "denoising": denoising.table,
+    "layouts": layouts.table,
     "judge": judge,
     "distributed": tables_distributed.distributed,
     "distributed-1": lambda: tables_distributed.distributed_predictions(1),

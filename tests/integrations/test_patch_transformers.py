@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import scram
+from scram.integrations import sdpa
 from support.budgets import planned
 
 
@@ -27,7 +28,7 @@ def vit():
 def tuned(monkeypatch):
     """Calls of `tune`, which gives plans of windows over the whole grid."""
     tune, seen = planned()
-    monkeypatch.setattr(scram.integrations.sdpa, "tune", tune)
+    monkeypatch.setattr(sdpa, "tune", tune)
     return seen
 
 
@@ -118,7 +119,7 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_is_patched_and_by_name(name, monkeypatch):
     tune, seen = planned(impl="reference")
-    monkeypatch.setattr(scram.integrations.sdpa, "tune", tune)
+    monkeypatch.setattr(sdpa, "tune", tune)
     vision = families()
     assert tuple(vision.VISION) == NAMES
     make, grids, left = vision.VISION[name]
