@@ -34,6 +34,8 @@ def mobilesam_model() -> str:
     """docs/mobilesam: the embedding's error, the least and the mean agreement of masks."""
     rows = table_cells.load("mobilesam")
     shown = {
+        "bias": "bias as factors, dense, from the trained model",
+        "bias, clusters": "bias as factors, SCRAM in windows, from the trained model",
         "without bias": "bias left out, from the trained model",
         "opened": "all tokens, dense, from the trained model",
         "default": "SCRAM, from dense",
@@ -51,6 +53,34 @@ def mobilesam_model() -> str:
         ]
         lines.append((label, *(f"{error}; {both}" for error, both in cells)))
     return table(("", *PHOTOGRAPHS), *lines)
+
+
+def stretches() -> str:
+    """docs/causal: errors and times of clusters under causal order, and of drawn keys."""
+    rows = table_cells.load("stretches")
+    ways = [name for name in next(iter(rows.values())) if name not in ("positions", "heads", "dense")]
+    ways = [name for name in ways if name not in ("date", "commit", "machine")]
+    lines = []
+    for way in ways:
+        cells = []
+        for row in rows.values():
+            cells.append(f"{share(max(row[way]['error']))}, {row[way]['seconds'] / row['dense']['seconds']:.2f}")
+        lines.append((way.replace("1/", "1\N{FRACTION SLASH}"), *cells))
+    return table(("stretch, clusters of each, routed keys", *rows), *lines)
+
+
+def sampler() -> str:
+    """docs/sampler: time of a position, dense over a cache and by clusters."""
+    stored = table_cells.load("sampler")
+    lines = []
+    for name, kept in stored.items():
+        for size, row in kept.get("rows", {}).items():
+            shape = f"{row['batch']} {BY} {row['heads']} {BY} {row['width']}"
+            both = time(row["dense_ms"] / 1e3), time(row["scram_ms"] / 1e3)
+            lines.append((name.removeprefix("times ").upper(), size, shape, *both))
+    whole = f"{stored['mnist']['bits_whole']:.5f}", f"{stored['mnist']['bits_decoded']:.5f}"
+    lines.append(("MNIST", "784", "bits a pixel, whole call and pixel by pixel", *whole))
+    return table(("on", "positions", "batch, heads, width", "dense", "SCRAM"), *lines)
 
 
 def diffusion() -> str:
@@ -139,3 +169,108 @@ def gmflow_layers_flow() -> str:
     }
     lines = [(name, share(row["from_dense"]), share(row["from_truth"])) for name, row in rows.items()]
     return table(("layers by", "flow, from dense", "flow, from truth"), *lines)
+
+
+# --- SAM 2 ---
+
+SAM2_MACHINES = {"cpu": "2 CPU cores, float32, torch SDPA", "cuda": "H200, bfloat16, cuDNN attention"}
+SAM2_WAYS = {"dense": "dense", "default": "SCRAM, default", "0.05": "SCRAM, error 5 %", "0.02": "SCRAM, error 2 %"}
+
+
+def sam2_of_size(device: str, side: int) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """The times of a size and the rows of its photographs; None where either is missing."""
+    rows = table_cells.load("sam2")
+    timed = rows.get(f"{device} {side} times")
+    photographs = [
+        row for key, row in rows.items() if key.startswith(f"{device} {side} ") and not key.endswith("times")
+    ]
+    return (timed, photographs) if timed is not None and photographs else None
+
+
+def sam2_sides(device: str) -> list[int]:
+    found = {int(key.split()[1]) for key in table_cells.load("sam2") if key.startswith(f"{device} ")}
+    return [side for side in sorted(found) if sam2_of_size(device, side) is not None]
+
+
+def sam2_quality(photographs: list[dict[str, Any]], way: str) -> tuple[float, float, float]:
+    """The mean error of the embedding, the mean IoU of all masks and the worst of them."""
+    errors = [row[way]["embedding_error"] for row in photographs]
+    shares = [value for row in photographs for value in row[way]["iou"]]
+    return sum(errors) / len(errors), sum(shares) / len(shares), min(shares)
+
+
+def sam2_lines(device: str, side: int, ways: tuple[str, ...], short: bool = False) -> list[tuple[str, ...]]:
+    found = sam2_of_size(device, side)
+    assert found is not None
+    timed, photographs = found
+    base = min(timed["dense"]["layers"])
+    lines = []
+    for number, way in enumerate(ways):
+        row = timed[way]
+        layers = min(row["layers"])
+        cells = [
+            "" if number else f"{side}, {BY.join(map(str, timed['tokens']))}",
+            SAM2_WAYS[way],
+            time(layers),
+            f"{base / layers:.3g}",
+            time(min(row["encoder"])),
+        ]
+        cells += [] if short else [mebibytes(row["peak_bytes"]), " ".join(map(share, row["layer_errors"]))]
+        if way == "dense":
+            cells += ["", ""]
+        else:
+            error, mean, worst = sam2_quality(photographs, way)
+            cells += [share(error), f"{digits([mean])}, {digits([worst])}"]
+        lines.append(tuple(cells))
+    return lines
+
+
+def sam2_table(device: str) -> str:
+    """docs/sam2: every size and way on one machine."""
+    sides = sam2_sides(device)
+    if not sides:
+        return table_cells.NOT_MEASURED
+    head = ("pixels, tokens", "global layers", "time", "times faster", "encoder", "peak memory", "error by layer")
+    lines = [line for side in sides for line in sam2_lines(device, side, tuple(SAM2_WAYS))]
+    return table((*head, "embedding error", "IoU of masks: mean, worst"), *lines)
+
+
+def sam2_cpu() -> str:
+    return sam2_table("cpu")
+
+
+def sam2_cuda() -> str:
+    return sam2_table("cuda")
+
+
+def sam2_short() -> str:
+    """README: dense attention and an error of 5 %, on both machines."""
+    lines = [
+        (SAM2_MACHINES[device] if not (n or m) else "", *line)
+        for device in SAM2_MACHINES
+        for n, side in enumerate(sam2_sides(device))
+        for m, line in enumerate(sam2_lines(device, side, ("dense", "0.05"), short=True))
+    ]
+    if not lines:
+        return table_cells.NOT_MEASURED
+    head = ("machine", "pixels, tokens", "global layers", "time", "times faster", "encoder", "embedding error")
+    return table((*head, "IoU of masks: mean, worst"), *lines)
+
+
+def sam2_photographs() -> str:
+    """docs/sam2: each photograph at an error of 5 %."""
+    lines = []
+    for key, row in table_cells.load("sam2").items():
+        device, side, name = key.split()
+        if name == "times":
+            continue
+        cells = []
+        for way in ("default", "0.05", "0.02"):
+            shares = row[way]["iou"]
+            masks = f"{digits([sum(shares) / len(shares)])} {digits([min(shares)])}" if shares else "no point"
+            cells.append(f"{share(row[way]['embedding_error'])}; {masks}")
+        lines.append((device, side, name, f"{row['sure']} of {row['points']}", *cells))
+    if not lines:
+        return table_cells.NOT_MEASURED
+    ways = list(SAM2_WAYS.values())[1:]
+    return table(("device", "pixels", "photograph", "points", *ways), *lines)

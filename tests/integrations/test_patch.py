@@ -90,7 +90,7 @@ LEFT = {
     "another length": (tensors(19), {}, r"19 queries and 19 keys, the grid has 1 \+ 4 x 5 = 21"),
     "fewer keys": ([x[:, :, :n] for x, n in zip(tensors(), (21, 9, 9), strict=True)], {}, "21 queries and 9 keys"),
     "a dropout of everything": (tensors(), {"dropout_p": 1.0}, "a dropout of 1.0"),
-    "a float bias": (tensors(), {"attn_mask": torch.zeros(21, 21)}, "a float bias"),
+    "a rough float bias": (tensors(), {"attn_mask": torch.randn(21, 21)}, "a float bias that 10 features leave"),
     "a negative scale": (tensors(), {"scale": -1.0}, "a scale of -1.0"),
     "heads that broadcast": (tensors(key_heads=1), {}, "broadcast"),
     "five axes": ([x.unsqueeze(0) for x in tensors()], {}, "5 axes"),

@@ -21,7 +21,7 @@ WRONG = [
     (lambda: GridAttention(12, 3)(torch.randn(2, 12, 4, 5)), r"channels last.*use x.movedim\(1, -1\)"),
     (lambda: GridAttention(12, 3)(torch.randn(4, 12)), r"query must be \[B, \*G, C\].*add the batch axis"),
     (lambda: GridAttention(12, 3)(grids(4, 5), key_mask=torch.ones(2, 4, dtype=torch.bool)), r"key_mask must be"),
-    (lambda: GridAttention(12, 3)(grids(4, 5), key_padding_mask=torch.ones(2, 4, 5)), r"float attention bias"),
+    (lambda: GridAttention(12, 3)(grids(4, 5), key_padding_mask=torch.ones(2, 4, 5)), r"a float mask is a bias"),
     (
         lambda: GridAttention(12, 3)(grids(4, 5), key_padding_mask=torch.ones(4, 5, dtype=torch.bool)),
         r"key_padding_mask must be \[B, \*G'\] = \(2, 4, 5\), got \(4, 5\)",

@@ -177,7 +177,7 @@ def test_a_tail_that_is_too_dear_is_named():
         ({"radius": -1}, "radius must be at least 0"),
         ({"matches": 3}, "matches must be a scram.Matches"),
         ({"scale": 0.0}, "scale must be positive"),
-        ({"key_mask": torch.zeros(1, 12, 12)}, "a float attention bias is not supported"),
+        ({"key_mask": torch.zeros(1, 12, 12)}, "a float mask is a bias: pass its factors"),
     ],
 )
 def test_wrong_use_is_refused(how, message):

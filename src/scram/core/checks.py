@@ -265,7 +265,7 @@ def key_mask(q: Tensor, k: Tensor, mask: Any) -> None:
         return
     _tensor("key_mask", mask, "[B, *G']")
     if mask.dtype != torch.bool:
-        bias = "a float attention bias is not supported: SCRAM would have to search with it"
+        bias = "a float mask is a bias: pass its factors as bias=, which scram.bias makes"
         hint = bias if mask.is_floating_point() else "use key_mask.bool()"
         raise TypeError(f"key_mask must be bool (True = may be attended), got {mask.dtype}; {hint}")
     batch, heads, grid = q.shape[0], q.shape[1], tuple(k.shape[2:-1])
@@ -331,7 +331,8 @@ def extra(q: Tensor, k: Tensor, v: Tensor, pair: Any) -> None:
     if pair is None:
         return
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"extra must be a pair (k_extra, v_extra), got {type(pair).__name__}")
+        hint = "; a third tensor belongs beside a bias" if isinstance(pair, (tuple, list)) and len(pair) == 3 else ""
+        raise TypeError(f"extra must be a pair (k_extra, v_extra), got {type(pair).__name__}{hint}")
     for name, x, like, of in (("k_extra", pair[0], k, "q"), ("v_extra", pair[1], v, "v")):
         _tensor(name, x, "[B, Hk, X, E|F]")
         batch, heads, width = like.shape[0], like.shape[1], like.shape[-1]

@@ -25,6 +25,7 @@ from ..spec.scoring import (
     prepare_query,
 )
 from . import checks
+from .bias import Bias, Pair, widened
 from .checks import explains
 from .precision import ignores_autocast
 
@@ -43,16 +44,18 @@ def exact_attention(
     scale: float | None = None,
     score: Score = "dot",
     weight: Weight = "softmax",
+    bias: Bias | Pair | None = None,
     queries: Tensor | None = None,
 ) -> Attended:
     """Dense attention of every query over every allowed key, the truth that SCRAM approximates.
 
     Never holds an N x M matrix. Differentiable; the backward pass recomputes chunk by chunk. Transforms of `torch.func`
-    cannot recompute: they keep all chunks.
+    cannot recompute: they keep all chunks. Under causal order a key that is not finite makes NaN of the queries from it
+    on, as its value does of the components; earlier ones keep their bits.
 
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
-        causal, key_mask, scale, score, weight: as in `attention`.
+        causal, key_mask, scale, score, weight, bias: as in `attention`.
         queries: int64 [n], flat indices of the queries wanted; None for all.
 
     Returns:
@@ -67,6 +70,10 @@ def exact_attention(
     checks.values(q, k, v)
     check_weight(weight)
     checks.scale(scale)
+    if bias is not None:
+        q, k, wide_v, _, scale = widened(q, k, v, bias, scale=scale, score=score, weight=weight, causal=causal)
+        assert wide_v is not None
+        v = wide_v
     dense = _Dense(q, k, causal, key_mask, score, queries)
     values = rows(v)  # [B * Hk, M, F]
     factor = default_scale(scale, q.shape[-1], score, weight)
@@ -110,11 +117,14 @@ def exact_search(
     causal: bool = False,
     key_mask: Tensor | None = None,
     score: Score = "dot",
+    bias: Bias | Pair | None = None,
+    scale: float | None = None,
     queries: Tensor | None = None,
 ) -> Matches:
     """The best keys of every query by brute force: greedily the best, then the best farther than `separation`.
 
-    Ties go to the lower index. With `queries` (int64 [n]) the result has the query grid (n, 1, ..).
+    Ties go to the lower index. `scale` is read beside a bias only. With `queries` (int64 [n]) the result has the query
+    grid (n, 1, ..).
 
     >>> q = k = torch.eye(4).reshape(1, 1, 2, 2, 4)
     >>> exact_search(q, k).index[..., 0]
@@ -125,6 +135,8 @@ def exact_search(
     matches = checks.whole("matches", matches, 1)
     separation = checks.whole("separation", separation, 0)
     checks.enough_keys(q, k, matches)
+    if bias is not None:
+        q, k, *_ = widened(q, k, None, bias, scale=scale, score=score, causal=causal)
     dense = _Dense(q, k, causal, key_mask, score, queries)
     key_grid = grid_of(k)
     place = coordinates(torch.arange(dense.keys, device=q.device), key_grid)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _compat
+from .._compat.openmp import ONE_THREAD
 from ..results import Attended, Matches, Routes
 from ..settings import Search
 from ..spec import places
@@ -21,7 +22,7 @@ from . import calls, checks, first_call, ops
 from .dense import attend_every_key, every_key, without_masked
 from .dtensors import is_dtensor
 from .precision import autocast_device, autocast_inputs
-from .resolve import Request, Resolved, resolve
+from .resolve import Request, Resolved, resolve, without_bias
 from .tails.base import NO_TAIL, WHOLE, Inputs, Joined, Shard, Tail
 from .tails.clusters import Codebook
 
@@ -63,15 +64,25 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
     autocast = autocast_device(q) if _compat.autocast_active() else None
     if autocast is not None:
         with torch.autocast(autocast, enabled=False):  # inside, accumulators stay float32
-            q, k, v, extra = autocast_inputs(autocast, q, k, v, request.extra)
+            extra = request.extra
+            q, k, v, pair = autocast_inputs(autocast, q, k, v, None if extra is None else extra[:2])
+            if extra is not None:
+                extra = (*pair, *extra[2:])  # a bias stays as it is
             return execute(stage, q, k, v, request._replace(extra=extra))
+    if request.bias is not None:
+        q, k, v, request = without_bias(q, k, v, request)
     if q.__class__ is not Tensor and is_dtensor(q):
         from ..distributed.dtensor import call_parts
 
         parts: R = call_parts(stage, q, k, v, request)
         return parts
     resolved = resolve(q, k, v, request, attends=stage not in (search, route))
-    result = stage(resolved, q, k, v, WHOLE)
+    has_threads = resolved.engine.wide_inputs and (resolved.search is None or resolved.search_engine.wide_inputs)
+    if has_threads and not resolved.dense and _compat.plain_eager():
+        with ONE_THREAD:  # the engine has threads of its own; those of operators between would be in their way
+            result = stage(resolved, q, k, v, WHOLE)
+    else:
+        result = stage(resolved, q, k, v, WHOLE)
     if request.caller is not None and v is not None and isinstance(result, Result):
         first_call.measure(resolved, q, k, v, result.out)
     return result
@@ -92,7 +103,7 @@ def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard
             scale=resolved.scale,
             score=request.score,
             weight=request.weight,
-            extra=request.extra,
+            extra=request.extra_pair,
             extra_mask=request.extra_mask,
             dropout_p=request.dropout_p,
         )
@@ -195,7 +206,7 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
     """Features and values in the dtype that the engines take: once for all stages of a call."""
     request = resolved.request
     score = request.score
-    k_extra, v_extra = request.extra or (None, None)
+    k_extra, v_extra = request.extra_pair or (None, None)
     wide = resolved.engine.wide_inputs or (resolved.search is not None and resolved.search_engine.wide_inputs)
     return Inputs(
         engine=resolved.engine,
@@ -217,7 +228,8 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
 
 
 def _widened(x: Tensor, wide: bool) -> Tensor:
-    return x.to(accumulator(x.dtype)) if wide else x
+    """In one piece too: each stage would copy it again."""
+    return x.to(accumulator(x.dtype)).contiguous() if wide else x
 
 
 def _search_seed(resolved: Resolved, shard: Shard) -> Tensor | None:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from .. import _compat
 from ..core import checks
+from ..core.bias import Bias, Extra
 from ..core.dense import in_order
 from ..core.resolve import Request
+from .float_masks import FloatMasks
 from .layers import Tokens
 
 Grids = Sequence[int] | Sequence[Sequence[int]]  # one grid, or several
-FLOAT_MASK = "a float bias, which the search would have to know"
 BETWEEN_QUERIES = "a mask that differs between queries"
 BETWEEN_HEADS = "a mask of tokens off the grid that differs between heads"
 COMPILED_MASK = "a mask with a row for each query, which compiled code cannot look at; pass one row for all"
@@ -49,27 +50,34 @@ def given_tokens(grid: Any, before: Any, after: Any, key_grid: Any) -> tuple[Tok
 
 
 class KeyMasks(NamedTuple):
-    """What a mask says of keys on the grid and off it; None where it masks nothing."""
+    """What a mask says of keys on the grid and off it; None where it masks nothing, and adds nothing."""
 
     grid: Tensor | None = None  # bool [B, H, *G']
     off: Tensor | None = None  # bool [B, X]
+    bias: Bias | None = None
+    b_extra: Tensor | None = None  # [1, 1, X, r], that of keys off the grid
 
 
 class MaskReader:
-    """Reads masks that are the same for all queries of the grid. In eager code it looks at what they hold, once each.
+    """Reads masks that hide the same keys from all queries of the grid. In eager code it looks at what they hold, once.
 
     A mask that masks nothing on the grid is none, as that of padded text. Compiled code cannot know it: there a mask
-    stays one.
+    stays one. A float mask is a bias besides.
+
+    Args:
+        error: the budget of the calls, of which factors of a bias take a share; None: none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, error: float | None = None) -> None:
+        self.error = error
+        self.floats = FloatMasks()
         self._last: tuple[ReferenceType[Tensor], int, Tokens, KeyMasks | str] | None = None
 
     def read(self, mask: Tensor | None, query: Tensor, tokens: Tokens) -> KeyMasks | str:
         """The masks, or why the call is left to torch.
 
         Args:
-            mask: bool, broadcast to [B, H, N, M], or [B, N, M] beside three axes.
+            mask: bool or float, broadcast to [B, H, N, M], or [B, N, M] beside three axes.
             query: [B, H, N, E] or [B, N, E].
             tokens: what the call has.
         """
@@ -80,20 +88,47 @@ class MaskReader:
             known, version, of, masks = self._last
             if known() is mask and version == mask._version and of == tokens:
                 return masks
-        masks = _masks(mask, query, tokens)
+        if mask.dtype == torch.bool:
+            masks = _masks(mask, query, tokens)
+        else:
+            masks = _of_floats(self.floats, mask, query, tokens, self.error)
+            looks = looks and not mask.requires_grad
         if looks:
             self._last = (ref(mask), mask._version, tokens, masks)
         return masks
 
 
-def _masks(mask: Tensor, query: Tensor, tokens: Tokens) -> KeyMasks | str:
-    if mask.dtype != torch.bool:
-        return FLOAT_MASK
+def _of_four_axes(mask: Tensor, query: Tensor) -> Tensor | str:
+    """The mask as [B or 1, H or 1, N or 1, M or 1]."""
     if not 2 <= mask.ndim <= query.ndim:
         return f"a mask of {mask.ndim} axes"
     if query.ndim == 3 and mask.ndim == 3:
         mask = mask.unsqueeze(1)
-    mask = mask[(None,) * (4 - mask.ndim)]  # [B or 1, H or 1, N or 1, M or 1]
+    return mask[(None,) * (4 - mask.ndim)]
+
+
+def _of_floats(floats: FloatMasks, given: Tensor, query: Tensor, tokens: Tokens, error: float | None) -> KeyMasks | str:
+    mask = _of_four_axes(given, query)
+    if isinstance(mask, str):
+        return mask
+    key_grid = tokens.key_grid or tokens.grid
+    meaning = floats.read(mask, tokens.grid, key_grid, tokens.before, tokens.after, error)
+    if isinstance(meaning, str):
+        return meaning
+    batch = query.shape[0]
+    heads = query.shape[1] if query.ndim == 4 else 1
+    return KeyMasks(
+        None if meaning.key_mask is None else meaning.key_mask.expand(batch, heads, *key_grid),
+        None if meaning.off is None else meaning.off.expand(batch, -1).contiguous(),
+        meaning.bias,
+        meaning.b_extra,
+    )
+
+
+def _masks(given: Tensor, query: Tensor, tokens: Tokens) -> KeyMasks | str:
+    mask = _of_four_axes(given, query)
+    if isinstance(mask, str):
+        return mask
     compiling = torch.compiler.is_compiling()
     if mask.shape[2] != 1:
         if compiling:
@@ -119,7 +154,12 @@ def _masks(mask: Tensor, query: Tensor, tokens: Tokens) -> KeyMasks | str:
     )
     if compiling:
         return masks
-    return KeyMasks(*(None if x is None or bool(x.all()) else x for x in masks))
+    return KeyMasks(_hiding(masks.grid), _hiding(masks.off))
+
+
+def _hiding(mask: Tensor | None) -> Tensor | None:
+    """The mask, where it hides anything."""
+    return None if mask is None or bool(mask.all()) else mask
 
 
 def on_the_grid(x: Tensor, tokens: Tokens) -> Tensor:
@@ -179,9 +219,10 @@ def attend_on_grid(
     q, k, v = (on_the_grid(x, tokens).reshape(*x.shape[:2], *grid, x.shape[-1]) for x, grid in pairs)
     before_grid = tokens._replace(after=0) if options.is_causal else tokens  # what stands after it comes later
     seen = heads if before_grid is tokens else [x[:, :, : x.shape[2] - tokens.after] for x in heads]
-    extra = None
+    extra: Extra | None = None
     if before_grid.off:
         extra = without_grid(seen[1], before_grid), without_grid(seen[2], before_grid)
+        extra = extra if masks.b_extra is None else (*extra, masks.b_extra)
     call = Request(
         causal=options.is_causal,
         key_mask=masks.grid,
@@ -189,6 +230,7 @@ def attend_on_grid(
         extra=extra,
         extra_mask=None if extra is None else masks.off,
         dropout_p=options.dropout_p,
+        bias=masks.bias,
     )
     out = attend(q, k, v, call)
     if out is None:

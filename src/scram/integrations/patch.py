@@ -55,9 +55,10 @@ def patch_sdpa(
 
     A call is taken when its tokens are `before` tokens, the points of the grid in row-major order, and `after` tokens.
     Tokens off the grid (class, registers, text) are extra keys for every query on it, and as queries attend every key
-    densely. Scale, dropout, `is_causal`, grouped heads and boolean masks over the keys go along. A float bias, a mask
-    that differs between queries and any other length are left to torch. `torch.compile` sees the context where it is
-    entered outside compiled code. A checkpoint computes again in the backward pass: that belongs inside too.
+    densely. Scale, dropout, `is_causal`, grouped heads, masks over the keys and biases of low rank go along. A rough
+    float bias, a mask that differs between queries and any other length are left to torch. `torch.compile` sees the
+    context where it is entered outside compiled code. A checkpoint computes again in the backward pass: that belongs
+    inside too.
 
     With `error`, each layer is tuned (`scram.tune`) in its first eager call in eval mode and keeps its plan; a layer is
     the module that calls. One that is compiled before it was tuned runs the default, and the report says so.

@@ -228,7 +228,7 @@ class Replacement:
                 self.taken.add(name)
                 self.hooks.add(name, module)
         self.auto = AutoGrids()
-        self.masks = MaskReader()
+        self.masks = MaskReader(error)
         self.warns = False
         for function in (_note_compiled, _compiled_tokens):
             torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call] # loads the compiler
@@ -288,6 +288,8 @@ class Replacement:
             setting = settings if plan is None else plan.setting
             how = _how(setting.search, setting.tail, plan is None and goes_dense(q, k, v, request))
             self.note(query, key, layer, tokens, "", how)
+            if how == "dense" and call.bias is not None:
+                return None  # torch adds the mask itself, exactly
             if plan is not None:
                 request = plan.setting.applied_to(call)._replace(impl="auto" if plan.dense else plan.impl)
             if how != "dense" and self.steps.keeps and not compiling and not torch.is_grad_enabled():
@@ -381,6 +383,7 @@ class Replacement:
                         scale=call.scale,
                         extra=call.extra,
                         extra_mask=call.extra_mask,
+                        bias=call.bias,
                         impl=self.settings.impl,
                     )
                 layer.why_not = ""
@@ -499,8 +502,10 @@ def _why_not(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
     return ""
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor:
-    """The default of `attention` on a grid."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor | None:
+    """The default of `attention` on a grid; None where torch adds a float mask itself."""
+    if call.bias is not None and goes_dense(q, k, v, call._replace(bias=None)):
+        return None
     return execute(pipeline.run, q, k, v, call._replace(caller="scaled_dot_product_attention")).out
 
 
@@ -535,7 +540,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` for tokens of a grid: where it stood in a model's own code.
 
-    What SCRAM cannot do, such as a float bias, torch does.
+    What SCRAM cannot do, such as a mask that differs between queries, torch does. A float mask is read as key mask and
+    bias: a table of offsets, or a matrix of low rank, becomes factors with an error of .01, or a quarter of `error`.
 
     Args:
         query, key, value: [B, H, N, E], [B, Hk, M, E], [B, Hk, M, F]: `before` tokens, the grid row by row, `after`

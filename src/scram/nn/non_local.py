@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import checks
+from ..core.bias import Bias, Pair
 from ..core.checks import explains
 from ..core.resolve import Request, as_search
 from ..core.tails.base import Tail
@@ -90,18 +91,27 @@ class NonLocalBlock(Searching):
             nn.init.zeros_(parameter)
 
     @explains
-    def forward(self, x: Tensor, *, key_mask: Tensor | None = None, warm: Matches | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        bias: Bias | Pair | None = None,
+        warm: Matches | None = None,
+    ) -> Tensor:
         """x [B, C, *G] -> [B, C, *G].
 
         Args:
             x: features, channels first.
             key_mask: bool [B, *G], True = may be attended.
+            bias: (a [B or 1, 1, *G, r], b [B or 1, 1, *G, r]), as in `attention`.
             warm: matches to start the search from.
         """
         fits.channels_first(x, self.channels, self.rank)
         q, k, weight = self._pair(x)
         v = self._last(self.g(x))
-        y = self._run(q, k, v, Request(key_mask=key_mask, scale=1.0, weight=weight, warm=warm)).out
+        request = Request(key_mask=key_mask, scale=1.0, weight=weight, warm=warm, bias=bias)
+        y = self._run(q, k, v, request).out
         change: Tensor = self.out(y.squeeze(1).movedim(-1, 1))
         return x + (change if self.norm is None else self.norm(change))
 

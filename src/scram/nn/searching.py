@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import checks, pipeline
+from ..core.bias import width_of
 from ..core.pipeline import Result, execute
 from ..core.resolve import Request, as_search
 from ..core.tails.base import Tail
@@ -84,7 +85,7 @@ class Searching(nn.Module):
         request = request._replace(
             tail=self.tail,
             radius=self.radius,
-            warm_codebook=self._kept_codebook(k, v),
+            warm_codebook=self._kept_codebook(k, v, request),
             caller=None if torch.compiler.is_compiling() else id(self),  # compiled, layers share their code
         )
         result = execute(pipeline.run, q, k, v, request)
@@ -110,11 +111,15 @@ class Searching(nn.Module):
         search = self.search if warm is None or self.warm_search is None else self.warm_search
         return request._replace(search=search, warm=warm, impl=self.impl, keeps_matches=self.keep_matches)
 
-    def _kept_codebook(self, k: Tensor, v: Tensor) -> Codebook | None:
+    def _kept_codebook(self, k: Tensor, v: Tensor, request: Request) -> Codebook | None:
         """The clusters of the last call, where they are kept and fit k [B, Hk, *G', E] and v [B, Hk, *G', F]."""
         kept = self.codebook if self._keeps() else None
         if kept is None:
             return None
+        if request.score == "dot":
+            width = k.shape[-1] + (0 if request.bias is None else width_of(request.bias, k.dtype))
+            if kept.centers.shape[-1] != width:
+                return None
         same_keys = kept.label.shape == k.shape[:-1] and kept.centers.device == k.device
         same_values = kept.values.shape[-1] == v.shape[-1] and kept.centers.dtype == accumulator(v.dtype)
         return kept if same_keys and same_values else None

@@ -63,7 +63,7 @@ def padding(ignored: Any, key_mask: Any, key: Tensor) -> Any:
         return key_mask
     tensor("key_padding_mask", ignored, "[B, *G']")
     if ignored.dtype != torch.bool:
-        hint = "a float attention bias is not supported"
+        hint = "a float mask is a bias: pass its factors as bias="
         raise TypeError(f"key_padding_mask must be bool (True = is left out), got {ignored.dtype}; {hint}")
     if ignored.shape != key.shape[:-1]:
         raise ValueError(f"key_padding_mask must be [B, *G'] = {tuple(key.shape[:-1])}, got {tuple(ignored.shape)}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _compat
 from ..core import checks
+from ..core.bias import pair_of
 from ..core.precision import autocast_device
 from ..core.resolve import Request
 from .plan import Plan
@@ -30,8 +31,8 @@ def clear() -> None:
 def kept_plan(q: Tensor, k: Tensor, v: Tensor, request: Request, error: float) -> Plan:
     """The plan of this kind of call, tuned on the tensors of its first one.
 
-    A kind is: the error, shapes, dtypes, device, radius, order, scale, score, engine, and the shapes of mask and extra
-    keys.
+    A kind is: the error, shapes, dtypes, device, radius, order, scale, score, engine, and the shapes of mask, extra
+    keys and bias.
     """
     checks.real("error", error, 0.0, float("inf"), "[0, inf)", "; 0.05 is 5 % of a typical output")
     _check(request)
@@ -50,6 +51,7 @@ def kept_plan(q: Tensor, k: Tensor, v: Tensor, request: Request, error: float) -
         None if request.key_mask is None else request.key_mask.shape,
         None if request.extra is None else tuple(x.shape for x in request.extra),
         request.extra_mask is None,
+        None if request.bias is None else tuple(x.shape for x in pair_of(request.bias)),
     )
     plan = _plans.get(kind)
     if plan is not None:
@@ -71,6 +73,7 @@ def kept_plan(q: Tensor, k: Tensor, v: Tensor, request: Request, error: float) -
                 score=request.score,
                 extra=request.extra,
                 extra_mask=request.extra_mask,
+                bias=request.bias,
                 impl=request.impl,
             )
             if len(_plans) >= MOST_PLANS:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks, pipeline
+from ..core.bias import Bias, Extra, Pair, widened
 from ..core.checks import explains
 from ..core.cost import Cost, keys_visited
 from ..core.pipeline import execute
@@ -186,7 +187,8 @@ def trust(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
+    bias: Bias | Pair | None = None,
     matches: Matches | None = None,
     error: float = 0.1,
     num_queries: int = 512,
@@ -199,7 +201,7 @@ def trust(
 
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
-        search, radius, tail, causal, key_mask, scale, score, extra, impl: as in `attention`, but always searched.
+        search, radius, tail, causal, key_mask, scale, score, extra, bias, impl: as in `attention`, but always searched.
         matches: what a search found; None searches.
         error: the budget of the verdict, as in `tune`: of the 95th percentile, in every head.
         num_queries: queries to look at; all of them where there are not more.
@@ -217,6 +219,21 @@ def trust(
     if search is None:
         raise ValueError("trust looks at what windows miss, so it searches; scram.tune tries tails without a search")
     as_search(search)
+    said = {
+        "causal": causal,
+        "scale": scale,
+        "score": score,
+        "impl": impl,
+        "tensors": [x for x, given in (("key_mask", key_mask), ("extra", extra), ("bias", bias)) if given is not None],
+    }
+    pair: Pair | None = None
+    if bias is None:
+        pair = extra  # type: ignore[assignment]  # checked below
+    else:
+        said["grouped"] = q.shape[1] != k.shape[1]
+        wide = widened(q, k, v, bias, scale=scale, score=score, causal=causal, extra=extra)
+        assert wide.v is not None
+        q, k, v, pair, scale = wide.q, wide.k, wide.v, wide.extra, wide.scale
     request = Request(
         search=search,
         tail=tail,
@@ -225,7 +242,7 @@ def trust(
         key_mask=key_mask,
         scale=scale,
         score=score,
-        extra=extra,
+        extra=pair,
         impl=impl,
         matches=matches,
         keeps_matches=True,
@@ -251,7 +268,7 @@ def trust(
         key_mask=key_mask,
         scale=scale,
         score=score,
-        extra=extra,
+        extra=pair,
         num_queries=num_queries,
         seed=seed,
         with_lse=True,
@@ -265,14 +282,7 @@ def trust(
         setting=setting,
         error=float(error),
         better=None,
-        arguments={
-            "causal": causal,
-            "scale": scale,
-            "score": score,
-            "impl": impl,
-            "grouped": q.shape[1] != k.shape[1],
-            "tensors": [name for name, x in (("key_mask", key_mask), ("extra", extra)) if x is not None],
-        },
+        arguments={"grouped": q.shape[1] != k.shape[1], **said},
         cost=keys_visited(q, k, settings, window, resolved.tail, score, causal, kappa),
     )
     if summary.verdict == "dense" and _least(summary.recall.value) < LEAST_RECALL:

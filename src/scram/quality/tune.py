@@ -12,21 +12,23 @@ import torch
 from torch import Tensor
 
 from ..core import checks
+from ..core.bias import Bias, Extra, Pair
 from ..core.checks import explains
 from ..core.cost import keys_visited
 from ..core.layout_hints import warn_about_layout
 from ..core.pipeline import run
 from ..core.precision import follows_autocast
-from ..core.resolve import Request, default_search, default_tail, resolve
+from ..core.resolve import Request, default_search, default_tail, resolve, without_bias
 from ..core.statistics import queries_needed, shared
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
+from ..core.tails.drawn import DrawnKeys
 from ..options import Impl
 from ..settings import Score, Search
 from ..spec.grid import grid_of
 from . import modes, timing
-from .baseline import Baseline, dense_baseline
-from .plan import GIVEN, Plan, Rung, Setting
+from .baseline import Baseline, dense_baseline, yardstick
+from .plan import GIVEN, LEAST_SPEEDUP, Plan, Rung, Setting
 from .timing import Believed, believed
 from .truth import SHARE, Errors, Truth
 
@@ -36,9 +38,9 @@ from .truth import SHARE, Errors, Truth
 NUM_QUERIES = queries_needed(SHARE, 16, 0.015)
 SECOND_LOOK = 8
 TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
-LEAST_SPEEDUP = 1.1  # over dense attention
 # Clusters and keys of a tile that are tried, without a search and with one: small, middle and large.
 TAILS = ((128, 256), (256, 512), (512, 1024), (1024, 2048))
+CAUSAL_TAILS = ((32, 256), (64, 512), (128, 1024))  # clusters of every stretch
 
 
 @explains
@@ -55,8 +57,9 @@ def tune(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: Extra | None = None,
     extra_mask: Tensor | None = None,
+    bias: Bias | Pair | None = None,
     impl: Impl = "auto",
     num_queries: int = NUM_QUERIES,
     seed: int = 0,
@@ -71,10 +74,13 @@ def tune(
     The promise: in every head the 95th percentile over queries of |out - exact| / RMS |exact| is at most `error`. What
     must be below it is the upper end of an interval by order statistics, at confidence 95 % shared over the rungs.
 
+    Before and after each run a little dense attention is timed, and times are ratios to that: other programs slow down
+    both. A plan that was measured beside them says so; `plan.check` measures it again.
+
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
         error: the budget; 0 leaves dense attention.
-        radius, causal, key_mask, scale, score, extra, extra_mask, impl: as in `attention`; softmax and no
+        radius, causal, key_mask, scale, score, extra, extra_mask, bias, impl: as in `attention`; softmax and no
             dropout.
         num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
             keeps the budget; all of them where there are not more.
@@ -99,8 +105,13 @@ def tune(
         score=score,
         extra=extra,
         extra_mask=extra_mask,
+        bias=bias,
         impl=impl,
     )
+    given = tuple(name for name in GIVEN if getattr(request, name) is not None)
+    given_q, given_k, given_v = q, k, v
+    q, k, wide_v, request = without_bias(q, k, v, request)
+    v = v if wide_v is None else wide_v
     radii = resolve(q, k, v, request).radius
     warn_about_layout(q.shape, k.shape)
     checks.some_queries(q)
@@ -130,7 +141,8 @@ def tune(
     )
     rungs.append(dense)
     chosen = climb.choose(rungs)
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {str(q.dtype).removeprefix('torch.')}"
+    tensors = {"q": given_q, "k": given_k, "v": given_v}
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
     return Plan(
         error=float(error),
         rungs=tuple(rungs),
@@ -143,10 +155,13 @@ def tune(
         queries=climb.truth.points,
         seed=seed,
         confidence=climb.confidence,
-        tensors=f"{shapes} on {q.device.type}",
-        given=tuple(name for name in GIVEN if getattr(request, name) is not None),
-        grouped=q.shape[1] != k.shape[1],
-        split=modes.split_share(q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=scale, score=score),
+        tensors=f"{shapes}, {str(q.dtype).removeprefix('torch.')} on {q.device.type}",
+        given=given,
+        grouped=given_q.shape[1] != given_k.shape[1],
+        busy=climb.beside.busy,
+        split=modes.split_share(
+            q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=request.scale, score=score
+        ),
     )
 
 
@@ -159,13 +174,19 @@ def ladder(
     score: Score = "dot",
     seed: int = 0,
 ) -> list[Setting]:
-    """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
+    """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`.
+
+    Under causal order clusters take no search; drawn keys stand beside one.
+    """
     device = q.device.type
     family = default_tail(device, "softmax", causal, score)
     keys = math.prod(grid_of(k))
     one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
     pairs: list[tuple[Search | None, Tail | None]] = [(one, None)]
-    if isinstance(family, Clusters):
+    if isinstance(family, Clusters) and causal:
+        pairs += [(one, DrawnKeys(samples)) for samples in DrawnKeys.tuned_sizes[:2]]
+        pairs += [(None, replace(family, count=n, keys=m, seed=seed).in_order(keys)) for n, m in CAUSAL_TAILS]
+    elif isinstance(family, Clusters):
         tails = [replace(family, count=count, keys=budget, seed=seed) for count, budget in TAILS]
         few, several = (replace(search, sweeps=default_search(device, family).sweeps) for search in (one, four))
         _, small, middle, large = tails
@@ -201,6 +222,7 @@ class _Climb:
         self.error = error
         self.confidence = confidence
         self.seed = seed
+        self.beside = yardstick(q, k, v, causal=request.causal, key_mask=request.key_mask, scale=request.scale)
         dense = self.time_dense()
         part = f"time from {dense.timed} of {dense.queries} queries" if dense.continued else ""
         self.dense = dense.seconds
@@ -217,12 +239,12 @@ class _Climb:
             q,
             k,
             v,
-            timer=believed,
+            timer=partial(believed, beside=self.beside),
             causal=self.request.causal,
             key_mask=self.request.key_mask,
             scale=self.request.scale,
             score=self.request.score,
-            extra=self.request.extra,
+            extra=self.request.extra_pair,
             extra_mask=self.request.extra_mask,
         )
 
@@ -237,7 +259,7 @@ class _Climb:
             key_mask=self.request.key_mask,
             scale=self.request.scale,
             score=self.request.score,
-            extra=self.request.extra,
+            extra=self.request.extra_pair,
             extra_mask=self.request.extra_mask,
             num_queries=num_queries,
             seed=self.seed,
@@ -267,7 +289,7 @@ class _Climb:
         """The time of a setting and its output [B, H, *G, F]."""
         q, k, v = self.tensors
         resolved = resolve(q, k, v, setting.applied_to(self.request))
-        time, result = believed(partial(run, resolved, q, k, v), q.device, self.best)
+        time, result = believed(partial(run, resolved, q, k, v), q.device, self.best, self.beside)
         return time, result.out
 
     def choose(self, rungs: list[Rung]) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from support.cases import Case, gradients, make_tensors, run_attend, run_search
 from support.cluster_calls import cluster_call
+from support.earlier_calls import Earlier, earlier_call
 from support.estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tensors_of
 from support.routed_calls import ALL, Parts, attend_call, route_call, start_call, tail_call
 
@@ -33,6 +34,8 @@ from scram.engines.gpu.engine import (  # noqa: E402
     cluster_backward,
     cluster_tail,
     cluster_tail_backward,
+    earlier,
+    earlier_backward,
     route,
     routed_start,
 )
@@ -316,8 +319,8 @@ def _compiler_sees(x):
     return (x.dtype, x.data_ptr() & 15) if isinstance(x, torch.Tensor) else (x.__class__, x)
 
 
-def _compile(kernel, arguments, flags, architecture):
-    """What a launch of these arguments would compile, once: the first to the end, which takes many times as long."""
+def _target(architecture):
+    """What Triton compiles for from here on."""
     target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -326,6 +329,11 @@ def _compile(kernel, arguments, flags, architecture):
             get_current_target=lambda: target,
         )
     )
+
+
+def _compile(kernel, arguments, flags, architecture):
+    """What a launch of these arguments would compile, once: the first to the end, which takes many times as long."""
+    _target(architecture)
     given = tuple(_compiler_sees(launch._stand_in(x)) for x in arguments)
     variant = kernel.fn.__name__, architecture, given, tuple(flags.items())
     if variant in variants:
@@ -424,6 +432,22 @@ def test_the_clustered_tail_compiles(number, architecture, monkeypatch):
     assert set(compiled) == wanted
 
 
+def test_products_of_the_clustered_tail_do_not_wait_for_each_other(monkeypatch):
+    """The first-order term behind the loop once made ptxas put a wait behind every product."""
+    made = []
+
+    def assemble(self, *arguments):
+        if self.kernel.fn.__name__ == "cluster_tail_kernel":
+            _target(90)
+            made.append(launch.compiled(self.kernel, arguments, self.flags).asm["sass"])
+
+    monkeypatch.setattr(launch.Kernel, "__call__", assemble)
+    case = Case("wgmma", grid=(8, 8), width=64, value_width=64, dtype=torch.bfloat16)
+    cluster_tail(tail_call(case, Parts(windows=False, near=False)))
+    products, waits = (made[0].count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
+    assert products > 2 * waits > 0
+
+
 @pytest.mark.parametrize("repeatable", [False, True])
 def test_windows_without_routed_keys_compile(repeatable, monkeypatch):
     compiled = []
@@ -506,3 +530,26 @@ def test_correlation_compiles(dtype, width, radius, architecture, rank, monkeypa
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
         scram.correlation(q, k, coords, radius, levels=2, impl="triton").sum().backward()
     assert compiled == {"window_scores_kernel", "window_scores_backward_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("one", "architecture"),
+    [
+        (Earlier("bfloat16", 200, width=64, value_width=64, dtype=torch.bfloat16), 90),
+        (Earlier("float16, all", 40, heads=4, key_heads=2, masked=True, dropout_p=0.5, dtype=torch.float16), 80),
+        (Earlier("float32", 40, width=20, masked=True), 80),
+    ],
+    ids=str,
+)
+def test_attention_over_earlier_keys_compiles(one, architecture, monkeypatch):
+    compiled = []
+
+    def compile_only(self, *arguments):
+        compiled.append(self.kernel.fn.__name__)
+        _compile(self.kernel, arguments, self.flags, architecture)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    call = earlier_call(one)
+    out, lse = earlier(call)
+    earlier_backward(call, out, lse, out, lse)
+    assert set(compiled) == {"earlier_kernel", "earlier_queries_kernel", "earlier_keys_kernel"}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FILE = "dist/sam2_hiera_tiny_encoder.with_runtime_opt.ort"  # in the package of npm
+BLOCKS = 12
 DOWN = (1, 3, 10)  # blocks that halve the grid and double width and heads: a stage begins
 GLOBAL = (5, 7, 9)  # blocks whose tokens attend all tokens
 WINDOWS = (8, 4, 14, 7)  # tokens along a side, by stage
@@ -71,14 +75,15 @@ def weights_of(data: bytearray) -> dict[str, Tensor]:
 def windows(x: Tensor, side: int) -> Tensor:
     """[1, H, W, C] -> [windows, side, side, C], 0 where windows lie beyond the grid."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % side, 0, -x.shape[1] % side))[0]
-    split = x.unflatten(1, (-1, side)).unflatten(0, (-1, side))  # [rows, side, columns, side, C]
+    split = x.reshape(x.shape[0] // side, side, x.shape[1] // side, side, x.shape[2])
     return split.transpose(1, 2).flatten(0, 1)
 
 
 def joined(x: Tensor, grid: tuple[int, int]) -> Tensor:
     """The reverse of `windows`, cut to the grid."""
     side = x.shape[1]
-    split = x.unflatten(0, (-(-grid[0] // side), -1)).transpose(1, 2)
+    rows = -(-grid[0] // side)
+    split = x.reshape(rows, len(x) // rows, *x.shape[1:]).transpose(1, 2)  # [rows, side, columns, side, C]
     return split.flatten(2, 3).flatten(0, 1)[None, : grid[0], : grid[1]]
 
 
@@ -89,7 +94,8 @@ def pooled(x: Tensor) -> Tensor:
 
 def bicubic(side: int) -> Tensor:
     """The matrix [side, COARSE] of an interpolation along one axis."""
-    return F.interpolate(torch.eye(COARSE, dtype=torch.float64)[None, None], (side, COARSE), mode="bicubic")[0, 0]
+    made: Tensor = F.interpolate(torch.eye(COARSE, dtype=torch.float64)[None, None], (side, COARSE), mode="bicubic")
+    return made[0, 0]
 
 
 def positions(table: Tensor, side: int) -> Tensor:
@@ -99,10 +105,12 @@ def positions(table: Tensor, side: int) -> Tensor:
     design = torch.cat([torch.einsum("yi,xj->yxij", x, x).reshape(old * old, -1) for x in parts], 1)
     wanted = table[0].double().flatten(1).T
     both = torch.linalg.pinv(design.T @ design, rtol=1e-10) @ (design.T @ wanted)  # a constant is in either part
-    coarse, fine = both.T.split([COARSE**2, FINE**2], 1)
-    smooth = torch.einsum("yi,xj,cij->cyx", bicubic(side), bicubic(side), coarse.unflatten(1, (COARSE, COARSE)))
-    repeated = fine.unflatten(1, (FINE, FINE)).repeat(1, side // FINE, side // FINE)
-    return (smooth + repeated).float()[None]
+    coarse = both.T[:, : COARSE**2].reshape(-1, COARSE, COARSE)
+    fine = both.T[:, COARSE**2 :].reshape(-1, FINE, FINE)
+    smooth: Tensor = torch.einsum("yi,xj,cij->cyx", bicubic(side), bicubic(side), coarse)
+    repeated = fine.repeat(1, side // FINE, side // FINE)
+    whole: Tensor = (smooth + repeated).float()
+    return whole[None]
 
 
 @dataclass(frozen=True)
@@ -116,8 +124,25 @@ class Block:
     out: Tensor
 
 
+@dataclass(frozen=True)
+class Features:
+    """What the decoder reads: of S pixels, S / 16 tokens along a side."""
+
+    embedding: Tensor  # [1, 256, S / 16, S / 16]
+    high: tuple[Tensor, Tensor]  # [1, 32, S / 4, S / 4], [1, 64, S / 8, S / 8]
+
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # block, q [N, heads, *G, E], k, v [N, heads, *G', E]
+
+
+def dense(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by torch, [N, heads, *G, E]."""
+    out = F.scaled_dot_product_attention(q.flatten(2, -2), k.flatten(2, -2), v.flatten(2, -2))
+    return out.reshape(q.shape)
+
+
 class Hiera:
-    """The encoder, without its neck.
+    """The encoder.
 
     Args:
         weights: constants of the file, by name.
@@ -129,48 +154,91 @@ class Hiera:
             if name.startswith("/image_encoder/trunk/blocks") and name.endswith("/Transpose_output_0"):
                 short = name.removeprefix("/image_encoder/trunk/").removesuffix("/Transpose_output_0")
                 self.weights[short.replace("/", ".") + ".weight"] = weight.T
-            elif name.startswith("model.image_encoder.trunk."):
-                self.weights[name.removeprefix("model.image_encoder.trunk.")] = weight
+            elif not name.startswith("/"):
+                short = re.sub(r"^model\.(image_encoder\.trunk\.|image_encoder\.|sam_mask_decoder\.)?", "", name)
+                self.weights[short] = weight
         self.table = weights["/image_encoder/trunk/Transpose_output_0"]
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Hiera:
+        """The same encoder elsewhere, or in another precision; the position table stays as it is."""
+        made = Hiera({"/image_encoder/trunk/Transpose_output_0": self.table})
+        made.weights = {name: x.to(device, dtype) for name, x in self.weights.items()}
+        return made
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
+    def conv(self, name: str, x: Tensor, stride: int = 1, padding: int = 0) -> Tensor:
+        return F.conv2d(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], stride, padding)
+
     def norm(self, name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], 1e-6)
 
-    def attend(self, name: str, x: Tensor, heads: int, down: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Attention within each grid of x [N, h, w, C]; and q, k, v and the output [N, h, w, heads, E]."""
-        q, k, v = self.linear(f"{name}.attn.qkv", x).unflatten(-1, (3, heads, -1)).unbind(3)
-        if down:
-            q = pooled(q.flatten(-2)).unflatten(-1, (heads, -1))
-        out = F.scaled_dot_product_attention(*(y.flatten(1, 2).transpose(1, 2) for y in (q, k, v)))
-        out = out.transpose(1, 2).unflatten(1, q.shape[1:3])
-        return self.linear(f"{name}.attn.proj", out.flatten(-2)), (q, k, v, out)
-
-    def block(self, number: int, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A block [1, H, W, C] -> [1, H, W, C], and what `attend` returns."""
+    def block(self, number: int, x: Tensor, attention: Attention = dense) -> Tensor:
+        """A block [1, H, W, C] -> [1, H, W, C]; half as high and wide where a stage begins."""
         name, down = f"blocks.{number}", number in DOWN
         stage = sum(number >= first for first in DOWN)
         y = self.norm(f"{name}.norm1", x)
         x = pooled(self.linear(f"{name}.proj", y)) if down else x
         if number not in GLOBAL:
             y = windows(y, WINDOWS[stage - down])  # a stage begins with the windows of the last one
-        y, seen = self.attend(name, y, 2**stage, down)
+        three = self.linear(f"{name}.attn.qkv", y)
+        q, k, v = three.reshape(*y.shape[:-1], 3, 2**stage, -1).unbind(3)
+        if down:
+            q = pooled(q.flatten(-2))
+            q = q.reshape(*q.shape[:-1], 2**stage, -1)
+        attend = attention if number in GLOBAL else dense
+        out = attend(number, *(z.movedim(-2, 1) for z in (q, k, v))).movedim(1, -2).flatten(-2)
+        y = self.linear(f"{name}.attn.proj", out)
         x = x + (y if number in GLOBAL else joined(y, (x.shape[1], x.shape[2])))
         hidden = F.gelu(self.linear(f"{name}.mlp.layers.0", self.norm(f"{name}.norm2", x)))
-        return x + self.linear(f"{name}.mlp.layers.1", hidden), seen
+        return x + self.linear(f"{name}.mlp.layers.1", hidden)
 
-    def global_blocks(self, picture: Tensor) -> Iterator[Block]:
-        """The attention of the global blocks on a picture [1, 3, S, S] in 0..1; S is a multiple of 32."""
-        mean, deviation = (torch.tensor(x).view(3, 1, 1) for x in (MEAN, DEVIATION))
-        patch = self.weights["patch_embed.proj.weight"], self.weights["patch_embed.proj.bias"]
-        x = F.conv2d((picture - mean) / deviation, *patch, stride=STEP, padding=3)
-        side = x.shape[-1]
-        x = x + (self.table if side == self.table.shape[-1] else positions(self.table, side))
-        x = x.movedim(1, -1)
-        for number in range(GLOBAL[-1] + 1):
-            x, seen = self.block(number, x)
-            if number in GLOBAL:
-                q, k, v, out = (y[0] for y in seen)
-                yield Block(number, q, k, v, out)
+    def trunk(self, picture: Tensor, attention: Attention = dense) -> list[Tensor]:
+        """What the four stages end with [1, H, W, C], of a picture [1, 3, S, S] in 0..1; S is a multiple of 32."""
+        x = self.embedded(picture)
+        ends = []
+        for number in range(BLOCKS):
+            if number in DOWN:
+                ends.append(x)
+            x = self.block(number, x, attention)
+        return [*ends, x]
+
+    def embedded(self, picture: Tensor) -> Tensor:
+        """A picture [1, 3, S, S] -> tokens with their places [1, S / 4, S / 4, C]."""
+        like = self.weights["patch_embed.proj.weight"]
+        mean, deviation = (torch.tensor(x, device=picture.device).view(3, 1, 1) for x in (MEAN, DEVIATION))
+        x = self.conv("patch_embed.proj", ((picture - mean) / deviation).to(like), STEP, 3)
+        return (x + self.places(x.shape[-1]).to(like)).movedim(1, -1)
+
+    @lru_cache(maxsize=1)  # noqa: B019 - an encoder lives as long as the program
+    def places(self, side: int) -> Tensor:
+        """The position table [1, C, side, side]."""
+        return self.table if side == self.table.shape[-1] else positions(self.table, side)
+
+    def features(self, picture: Tensor, attention: Attention = dense) -> Features:
+        """What the decoder reads, of a picture [1, 3, S, S] in 0..1; S is a multiple of 32.
+
+        Args:
+            picture: its pixels.
+            attention: of the global blocks.
+        """
+        first, second, third, fourth = (x.movedim(-1, 1) for x in self.trunk(picture, attention))
+        wide = self.conv("neck.convs.1.conv", third) + F.interpolate(
+            self.conv("neck.convs.0.conv", fourth), scale_factor=2.0
+        )
+        high = self.conv("conv_s0", self.conv("neck.convs.3.conv", first))
+        middle = self.conv("conv_s1", self.conv("neck.convs.2.conv", second))
+        return Features(wide + self.weights["no_mem_embed"].view(1, -1, 1, 1), (high, middle))
+
+    def global_blocks(self, picture: Tensor) -> list[Block]:
+        """The attention of the global blocks on a picture [1, 3, S, S] in 0..1."""
+        found = []
+
+        def kept(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = dense(number, q, k, v)
+            found.append(Block(number, *(x[0].movedim(0, -2) for x in (q, k, v, out))))
+            return out
+
+        self.trunk(picture, kept)
+        return found
