@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import denoising
+import latents
 import layouts
 import table_cells
 import tables_distributed
@@ -478,6 +478,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals": rivals,
     "search": search,
     "denoise": tables_pictures.denoise,
+    "denoise-photographs": tables_pictures.denoise_photographs,
     "correlation": tables_matching.correlation,
     "film": tables_pictures.film,
     "matching": tables_pictures.matching,
@@ -493,7 +494,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tune": tune,
     "crossover": crossover,
     "diffusion": tables_models.diffusion,
-    "denoising": denoising.table,
+    "latents": latents.table,
     "layouts": layouts.table,
     "sampler": tables_models.sampler,
     "stretches": tables_models.stretches,
