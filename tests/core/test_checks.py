@@ -43,6 +43,14 @@ def attention(**how):
     return lambda: scram.attention(Q, K, V, impl="reference", **how)
 
 
+def lookup(coords):
+    return lambda: scram.correlation(Q, K.repeat_interleave(2, 1), coords, 1, levels=1)
+
+
+def maps(fmap1, fmap2=None):
+    return lambda: scram.nn.CorrelationLookup(fmap1, fmap1 if fmap2 is None else fmap2)
+
+
 def build(index=None, score=None, key_grid=(7, 3)):
     found = matches()
     return lambda: scram.Matches(
@@ -212,6 +220,18 @@ ERRORS = [
     (attend(dropout_p="0"), TypeError, "dropout_p must be a float, got str '0'"),
     (attend(dropout_p=1.0), ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
     (attend(dropout_p=-0.1), ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
+    # What a correlation lookup takes.
+    (
+        lookup(torch.zeros(2, 4, 5, 6, 2, dtype=torch.int32)),
+        TypeError,
+        "coords must be float32 or float64, got torch.i",
+    ),
+    (lookup(torch.zeros(2, 4, 5, 6, 2).half()), TypeError, "coords must be float32 .* 16 bits cannot hold places"),
+    (lookup(torch.zeros(2, 4, 5, 6, 3)), ValueError, r"coords must be \[B, H, \*G, rank\] = \(2, 4, 5, 6, 2\), got"),
+    (lookup(torch.zeros(2, 4, 5, 6, 2, device=META)), ValueError, "coords must be on q's device cpu, got meta"),
+    (maps(torch.zeros(2, 3, 4)), ValueError, r"fmap1 must be \[B, E, h, w\] with E, h, w >= 1, got \(2, 3, 4\)"),
+    (maps(torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, 4, 5)), ValueError, r"fmap2 must have fmap1's B, E = \(2, 3\)"),
+    (maps(torch.zeros(2, 3, 4, 5, dtype=torch.int64)), TypeError, "fmap1 must be float16, bfloat16, float32 or"),
     # What estimating takes.
     (lambda: scram.Snis(samples=0), ValueError, "samples must be at least 1, got 0"),
     (lambda: scram.DrawnKeys(samples=2**31), ValueError, r"samples must be below 2\*\*31, got 2147483648"),
