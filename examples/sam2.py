@@ -62,7 +62,7 @@ PARTS = ("quality", "times")
 POINTS = 5  # along a side: prompts are in the middles of 5 x 5 cells
 SURE = 0.9  # predicted IoU of the dense model's mask, from which a point counts
 AT_ONCE = 5  # points that the decoder takes at a time
-ROUNDS = 3  # of times; each goes through all ways, the least time counts
+ROUNDS = 3  # of times where nothing else is said; each goes through all ways, the least time counts
 DRAWN = ("dogs", 1024)
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sam2.json"
@@ -231,7 +231,7 @@ def quality(model: Model, picture: Tensor, plans: Plans) -> Row:
     return row
 
 
-def times(model: Model, picture: Tensor, plans: Plans) -> Row:
+def times(model: Model, picture: Tensor, plans: Plans, rounds: int = ROUNDS) -> Row:
     """Seconds of the global layers together, of the whole encoder, and its peak memory, by each way."""
     device = picture.device
     calls: list[tuple[int, Tensor, Tensor, Tensor]] = []
@@ -241,11 +241,11 @@ def times(model: Model, picture: Tensor, plans: Plans) -> Row:
         return hiera.dense(number, q, k, v)
 
     model.encoder.trunk(picture, kept)
-    row: Row = {"tokens": list(calls[0][1].shape[2:-1]), "rounds": ROUNDS}
+    row: Row = {"tokens": list(calls[0][1].shape[2:-1]), "rounds": rounds}
     row |= {name: {"layers": [], "encoder": [], "layer_errors": [], "peak_bytes": 0} for name in ways(plans)}
     for name, way in ways(plans).items():  # kernels are compiled, and how far off each layer is
         row[name]["layer_errors"] = [off(way(*call), hiera.dense(*call)) for call in calls]
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, way in ways(plans).items():
             layers = [clock(partial(way, *call), device, once=0.0)[0] for call in calls]
             whole = clock(partial(model.encoder.features, picture, way), device, once=0.0)[0]
@@ -266,6 +266,7 @@ def measure(
     device: str,
     plans: Plans,
     picture: Callable[[str, int], Tensor] = photograph,
+    rounds: int = ROUNDS,
 ) -> Iterator[tuple[str, Row]]:
     """A row for each size and photograph, and one of times for each size; `plans` gets what was tuned."""
     for side in sides:
@@ -273,7 +274,7 @@ def measure(
         if f"{BUDGETS[0]:g} {tokens} {hiera.GLOBAL[0]}" not in plans:
             plans.update(tuned(model, picture(TUNED, side).to(device)))
         if "times" in parts:
-            yield f"{device} {side} times", times(model, picture(names[0], side).to(device), plans)
+            yield f"{device} {side} times", times(model, picture(names[0], side).to(device), plans, rounds)
         for name in names if "quality" in parts else ():
             yield f"{device} {side} {name}", quality(model, picture(name, side).to(device), plans)
 
@@ -337,6 +338,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", type=int, default=list(SIDES), help="pixels, multiples of 128")
     parser.add_argument("--photographs", nargs="+", choices=PHOTOGRAPHS, default=list(PHOTOGRAPHS))
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, "picture"), default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of times (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for packages (default: %(default)s)")
     parser.add_argument("--plans", type=Path, help="a file with the plans: read where it is there, else written")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where figures are stored (default: %(default)s)")
@@ -354,7 +356,8 @@ def main() -> None:
             plans.update(scram.Plans.load(given.plans))
         picture = partial(photograph, folder=given.cache)
         rows: dict[str, Row] = json.loads(given.results.read_text()) if given.results.exists() else {}
-        for key, row in measure(model, given.sides, given.photographs, given.parts, given.device, plans, picture):
+        what = model, given.sides, given.photographs, given.parts, given.device, plans, picture, given.rounds
+        for key, row in measure(*what):
             print(f"{key}: {json.dumps(row)}", flush=True)
             if given.plans is not None:
                 scram.Plans(plans).save(given.plans)

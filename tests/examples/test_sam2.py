@@ -242,12 +242,11 @@ def test_iou():
 @pytest.mark.slow
 def test_rows_of_a_photograph_and_of_times(model, monkeypatch, tmp_path):
     """Small grids are tuned to dense attention, which is exact; the default settings are not."""
-    monkeypatch.setattr(example, "ROUNDS", 1)
     pictures = {name: torch.rand(1, 3, 128, 128) for name in (example.TUNED, "astronaut")}
     plans = {}
     rows = dict(
         example.measure(
-            model, [128], ["astronaut"], ["quality", "times"], "cpu", plans, lambda name, side: pictures[name]
+            model, [128], ["astronaut"], ["quality", "times"], "cpu", plans, lambda name, side: pictures[name], 1
         )
     )
     assert sorted(plans) == [f"{budget} 8x8 {number}" for budget in ("0.02", "0.05") for number in (5, 7, 9)]
