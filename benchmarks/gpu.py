@@ -362,7 +362,7 @@ def main() -> None:
         prepare(asked.folder, asked.tensors)
         return
     if asked.command in ("default", "default-table"):
-        store = Store("gpu_default", asked.results)
+        store = Store("routed_gpu", asked.results)
         if asked.command == "default":
             data = Data(asked.folder, asked.device)
             gpu_default.run(data, store, asked.seconds, asked.only, asked.commit, asked.impl, asked.shrink)

@@ -1,6 +1,6 @@
 """The library's default on a CUDA device, beside the paper's settings and cuDNN attention, in one run.
 
-    python benchmarks/gpu.py default build/gpu_data --seconds 150 --commit COMMIT    # into results/gpu_default.json
+    python benchmarks/gpu.py default build/gpu_data --seconds 150 --commit COMMIT    # into results/routed_gpu.json
     python benchmarks/gpu.py default-table
 
 Whole `scram.attention`: "default" is what runs when nothing is said, "none" the same clusters without a search. Every

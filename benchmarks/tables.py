@@ -45,7 +45,7 @@ CONTENDERS = (
 )
 
 
-SETTINGS = {"default": "default", "four": "default, 4 matches", "paper": "paper"}
+SETTINGS = {"default": "default", "paper": "paper"}
 
 
 def results() -> str:
@@ -72,11 +72,14 @@ SHORT = {
 }
 
 
+SHOWN = ("default", "default, in a CUDA graph")
+
+
 def results_short() -> str:
     """README and the start page: rows of `results`, the default, and the paper's where there is no other."""
     found = [[one for one in rows if one[0] in SHORT] for rows in (cpu_results(), gpu_results())]
     best = [
-        [one for one in rows if one[1] == "default" or all(x[1] != "default" for x in rows if x[0] == one[0])]
+        [one for one in rows if one[1] in SHOWN or all(x[1] not in SHOWN for x in rows if x[0] == one[0])]
         for rows in found
     ]
     head = ("machine", "grid, width", "setting", "SCRAM", "dense", "times faster", "recall@1", "output error")
@@ -123,25 +126,35 @@ def cpu_results() -> Iterable[Result]:
                 yield shape, SETTINGS[setting], *times, row["recall"], errors_of(row, kinds)
 
 
+GPU_ENGINES = (("default", "default"), ("none", "no search"), ("paper", "paper"))
+GPU_SHAPES = ("512 E64 h1", "1024 E64 h1", "256 E64 h8", "256 E128 h24", "30x48x80 E128 h24")
+
+
+def gpu_shape(name: str) -> str:
+    """A shape of `gpu.py default` as tables show it.
+
+    >>> gpu_shape("30x48x80 E128 h24").split(", ")[1:], gpu_shape("512 E64 h1").split(", ")[1:]
+    (['128', '24 heads'], ['64'])
+    """
+    size, width, heads = name.split()
+    grid = size.replace("x", BY) if "x" in size else f"{size}{BY}{size}"
+    return f"{grid}, {width[1:]}" + f", {heads[1:]} heads" * (heads != "h1")
+
+
 def gpu_results() -> Iterable[Result]:
-    """From one run of `gpu.py default`, and the calls in a CUDA graph from `gpu.py measure`."""
-    rows = table_cells.load("gpu_default")
+    """From one run of `gpu.py default`: single calls, and calls in a CUDA graph; and from `gpu.py measure`."""
+    rows = table_cells.load("routed_gpu")
     kinds = ("error_stereo_8", "error_stereo_32")
-    for size, width, heads, backward in (
-        (512, 64, 1, False),
-        (512, 64, 1, True),
-        (1024, 64, 1, False),
-        (256, 64, 8, False),
-        (256, 128, 24, False),
-    ):
-        name = f"{size} E{width} h{heads}"
-        shape = f"{size}{BY}{size}, {width}" + f", {heads} heads" * (heads > 1) + ", forward + backward" * backward
-        dense = rows.get(f"cudnn {name} k1" + " fwd+bwd" * backward, {})
-        for setting, first, kappa in (("default", "default", 1), ("four", "default", 4), ("paper", "paper", 1)):
-            row = rows.get(f"{first} {name} k{kappa}" + " fwd+bwd" * backward, {})
-            found = rows.get(f"{first} {name} k{kappa}", {})  # errors are those of the forward pass
-            if "ms" in row and "ms" in dense:
-                yield shape, SETTINGS[setting], row["ms"], dense["ms"], found.get("recall"), errors_of(found, kinds)
+    for name in GPU_SHAPES:
+        for backward in ("", " fwd+bwd"):
+            dense = rows.get(f"cudnn {name} k1{backward}", {})
+            shape = gpu_shape(name) + ", forward + backward" * bool(backward)
+            for engine, setting in GPU_ENGINES:
+                row = rows.get(f"{engine} {name} k1{backward}", {})
+                errors = errors_of(rows.get(f"{engine} {name} k1", {}), kinds)  # those of the forward pass
+                for key, how in (("ms", ""), ("graph_ms", ", in a CUDA graph")):
+                    if key in row and "ms" in dense:
+                        yield shape, setting + how, row[key], dense["ms"], row.get("recall"), errors
     old = table_cells.load("gpu")
     for engine, size, width, heads, backward in (
         ("paper", 512, 64, 1, ""),

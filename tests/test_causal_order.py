@@ -190,6 +190,13 @@ def in_torchs_signature(before=0, after=0):
     return call
 
 
+def patched(problem: Problem, impl: str):
+    with scram.patch_sdpa(grid=problem.grid, search=SEARCH, tail=DRAWN):
+        q, k, v = (x.flatten(2, -2) for x in problem.tensors)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return (out.unflatten(2, problem.grid),)
+
+
 def module(**how):
     def call(problem: Problem, impl: str):
         torch.manual_seed(0)
@@ -221,6 +228,7 @@ DENSE = {
     "exact": exact,
     "torch's signature": in_torchs_signature(),
     "torch's signature, tokens around": in_torchs_signature(before=30, after=20),
+    "a patched call": patched,
     "module": module(),
     "module that searches": module(search=SEARCH),
 }
@@ -242,6 +250,10 @@ def dense_of(leaves: list[Tensor], problem: Problem) -> Tensor:
     return scram.attention(*leaves, causal=True, key_mask=problem.key_mask)
 
 
+def exact_of(leaves: list[Tensor], problem: Problem) -> Tensor:
+    return scram.exact_attention(*leaves, causal=True, key_mask=problem.key_mask).out
+
+
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.interpreted
 @pytest.mark.parametrize("tail", [None, replace(DRAWN, samples=9)], ids=["windows", "drawn keys"])
@@ -249,8 +261,9 @@ def test_no_gradient_goes_to_what_comes_later(tail, impl):
     check_gradients(partial(attended_of, impl=impl, tail=tail), repeatable=impl != "triton")
 
 
-def test_no_gradient_of_dense_attention_goes_to_what_comes_later():
-    check_gradients(dense_of)
+@pytest.mark.parametrize("call", [dense_of, exact_of], ids=["by torch", "exact"])
+def test_no_gradient_of_dense_attention_goes_to_what_comes_later(call):
+    check_gradients(call)
 
 
 def check_gradients(call, repeatable: bool = True) -> None:

@@ -105,6 +105,11 @@ def test_settings_name_the_default():
         line = f"| {searched} | {tail.count} clusters and {tail.keys} routed keys, first and second order |"
         assert f"| {'CPU' if device == 'cpu' else 'CUDA'} {line}" in TEXTS["docs/settings.md"]
         assert tail.first_order and tail.second_order  # noqa: PT018 - one claim
+    few = resolve.SEARCHES["cuda"]
+    assert resolve.SEARCHES["cpu"] == scram.Search(sweeps=few.sweeps)
+    assert few == scram.Search(sweeps=few.sweeps, propagate=few.propagate, gossip=few.gossip)
+    said = f'`Search(sweeps={few.sweeps}, propagate="{few.propagate}", gossip={few.gossip})`'
+    assert said in TEXTS["docs/settings.md"].replace("\n", " ")
     plain = scram.Clusters()
     own = f"`Search()` makes {scram.Search().sweeps} sweeps, "
     own += f"`Clusters()` has {plain.count} clusters and {plain.keys} keys"

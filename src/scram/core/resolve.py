@@ -27,7 +27,8 @@ from .tails.clusters import Clusters, Codebook, check_budget
 from .tails.drawn import DrawnKeys
 
 # By device: what "auto" means. Sweeps start from routed keys.
-SEARCHES = {"cpu": Search(sweeps=2), "cuda": Search(sweeps=2)}
+# On a GPU every key that is offered is read for all queries of a tile: fewer of them, where it costs least.
+SEARCHES = {"cpu": Search(sweeps=2), "cuda": Search(sweeps=2, propagate="shift", gossip=4)}
 CLUSTERS = {"cpu": Clusters(count=384, keys=768), "cuda": Clusters(count=384, keys=768)}
 DRAWN_KEYS = DrawnKeys()
 MOST_REMEMBERED = 1000  # kinds of calls

@@ -316,8 +316,8 @@ def _compiler_sees(x):
     return (x.dtype, x.data_ptr() & 15) if isinstance(x, torch.Tensor) else (x.__class__, x)
 
 
-def _compile(kernel, arguments, flags, architecture):
-    """What a launch of these arguments would compile, once: the first to the end, which takes many times as long."""
+def _target(architecture):
+    """What Triton compiles for from here on."""
     target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -326,6 +326,11 @@ def _compile(kernel, arguments, flags, architecture):
             get_current_target=lambda: target,
         )
     )
+
+
+def _compile(kernel, arguments, flags, architecture):
+    """What a launch of these arguments would compile, once: the first to the end, which takes many times as long."""
+    _target(architecture)
     given = tuple(_compiler_sees(launch._stand_in(x)) for x in arguments)
     variant = kernel.fn.__name__, architecture, given, tuple(flags.items())
     if variant in variants:
@@ -422,6 +427,22 @@ def test_the_clustered_tail_compiles(number, architecture, monkeypatch):
     wanted |= {"tail_slope_kernel"} if parts.slope else set()
     wanted |= {"routed_keys_kernel", "routing_tiles_kernel", "tail_keys_kernel"} if parts.routes else set()
     assert set(compiled) == wanted
+
+
+def test_products_of_the_clustered_tail_do_not_wait_for_each_other(monkeypatch):
+    """The first-order term behind the loop once made ptxas put a wait behind every product."""
+    made = []
+
+    def assemble(self, *arguments):
+        if self.kernel.fn.__name__ == "cluster_tail_kernel":
+            _target(90)
+            made.append(launch.compiled(self.kernel, arguments, self.flags).asm["sass"])
+
+    monkeypatch.setattr(launch.Kernel, "__call__", assemble)
+    case = Case("wgmma", grid=(8, 8), width=64, value_width=64, dtype=torch.bfloat16)
+    cluster_tail(tail_call(case, Parts(windows=False, near=False)))
+    products, waits = (made[0].count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
+    assert products > 2 * waits > 0
 
 
 @pytest.mark.parametrize("repeatable", [False, True])

@@ -482,10 +482,16 @@ def product(a, b, acc):
 @triton.jit
 def fine_product(a, b, acc, NARROW: tl.constexpr):
     """acc + a @ b, where a is float32 and b may not be; of NARROW features a keeps twice the digits of b."""
-    rounded = a.to(b.dtype)
     if NARROW:
-        acc = product((a - rounded.to(tl.float32)).to(b.dtype), b, acc)
-    return product(rounded, b, acc)
+        if b.dtype == tl.bfloat16:  # cut off, not rounded: that takes a fourth of the time, and the rest has all digits
+            high = (a.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        else:
+            high = a.to(b.dtype).to(tl.float32)
+        acc = product((a - high).to(b.dtype), b, acc)
+        acc = product(high.to(b.dtype), b, acc)
+    else:
+        acc = product(a.to(b.dtype), b, acc)
+    return acc
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ....core.calls import ClusterTailCall, ClusterTailGrads
 from ....results import Attended
+from ....spec.schedule import TILE_QUERIES
 from ..primitives import (
     LOG2E,
     fine_product,
@@ -41,12 +42,23 @@ from ..runtime.block_sizes import (
     CLUSTER_BACKWARD_NARROW,
     CLUSTER_COLLECT,
     CLUSTER_COLLECT_EXACT,
+    CLUSTER_COLLECT_NARROW,
     SLOPE,
     SLOPE_EXACT,
+    SLOPE_NARROW,
 )
 from ..runtime.launch import Kernel, cached, kinds, on_device
 from .keys_backward import keys_backward
-from .pairs import Totals, Upstream, add_pairs, after_dropout, row_products, score_product
+from .pairs import (
+    Totals,
+    Upstream,
+    add_pairs,
+    after_dropout,
+    load_totals,
+    row_products,
+    score_product,
+    tile_places,
+)
 from .table import (
     RAISED,
     Inputs,
@@ -103,7 +115,10 @@ def cluster_tail_backward(
         )
     half = CLUSTER_BACKWARD_NARROW if is_narrow(call) else CLUSTER_BACKWARD
     flags = tail_flags(call, half, CLUSTER_BACKWARD_EXACT)
-    totals = Totals(*torch.empty((6, *lse.shape), dtype=torch.float32, device=q.device).unbind())
+    places = torch.empty((5, tiles_of(call), TILE_QUERIES), dtype=torch.float32, device=q.device)
+    delta, base, factor, spread, first = places.unbind()
+    tail = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    totals = Totals(delta=delta, base=base, factor=factor, spread=spread, first=first, tail=tail)
     with on_device(q):
         above = Upstream(grad_out.contiguous(), grad_lse.contiguous())
         made = Attended(out.contiguous(), lse.contiguous())
@@ -144,7 +159,8 @@ class ClusterSums(NamedTuple):
     @classmethod
     def of(cls, call: ClusterTailCall, flags: dict[str, Any]) -> ClusterSums:
         """`flags`: of the kernel by queries, whose tiles come at a time."""
-        collect_flags = tail_flags(call, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT)
+        half = CLUSTER_COLLECT_NARROW if is_narrow(call) else CLUSTER_COLLECT
+        collect_flags = tail_flags(call, half, CLUSTER_COLLECT_EXACT)
         rows = call.centers.shape[0] * call.centers.shape[1]
         count = call.centers.shape[2]
         blocks = -(-count // collect_flags["CONFIG"].BLOCK_C)
@@ -173,7 +189,7 @@ class ClusterSums(NamedTuple):
 def slope_backward(call: ClusterTailCall, inputs: Inputs, above: Upstream, totals: Totals) -> Tensor:
     """The gradient of the slope: the sum over the queries of a row of clusters of tail * q^T grad_out."""
     assert call.slope is not None
-    flags = tail_flags(call, SLOPE, SLOPE_EXACT)
+    flags = tail_flags(call, SLOPE_NARROW if is_narrow(call) else SLOPE, SLOPE_EXACT)
     features = flags["E"]
     values = flags["F"]
     rows = call.slope.shape[0] * call.slope.shape[1]
@@ -377,11 +393,12 @@ def tail_queries_kernel(
     off = tl.where(factor == 0, 0.0, excess * factor - grad_lse)  # [BQ], of `about`
     delta = about + off  # [BQ]
     tail = tl.where(sums.tail > 0, sums.tail * factor, 0.0)  # [BQ], share of all weight
-    tl.store(totals.delta + point, delta, mask=exists)
-    tl.store(totals.base + point, scaled, mask=exists)
-    tl.store(totals.factor + point, factor, mask=exists)
-    tl.store(totals.spread + point, spread, mask=exists)
-    tl.store(totals.first + point, first, mask=exists)
+    places = tile_places(queries.tile, B)  # [BQ]
+    tl.store(totals.delta + places, tl.where(exists, delta, 0.0))
+    tl.store(totals.base + places, tl.where(exists, scaled, 0.0))
+    tl.store(totals.factor + places, factor)
+    tl.store(totals.spread + places, tl.where(exists, spread, 0.0))
+    tl.store(totals.first + places, tl.where(exists, first, 0.0))
     tl.store(totals.tail + point, tail * inverse * inputs.scale, mask=exists)
 
     # Read again behind a store: registers would hold them through all products.
@@ -468,19 +485,15 @@ def tail_clusters_kernel(
     dv_acc = load_pieces(dv, slot, continued, F)  # [BC, F]
     for tile in range(begin + split, tl.minimum((key_row + 1) * tiles, last), splits):
         queries = tail_queries(tile, inputs, CONFIG, B)
-        exists = queries.block.exists  # [BQ]
-        point = queries.start + queries.block.query  # [BQ]
         q_block = load_queries(inputs.q, queries, E)  # [BQ, E]
         grad_out = load_queries(above.grad_out, queries, F)  # [BQ, F]
-        base = tl.load(totals.base + point, mask=exists, other=0.0)[None, :]  # [1, BQ]
-        factor = tl.load(totals.factor + point, mask=exists, other=0.0)[None, :]  # [1, BQ]
-        delta = tl.load(totals.delta + point, mask=exists, other=0.0)[None, :]  # [1, BQ]
-        first = tl.load(totals.first + point, mask=exists, other=0.0)[None, :]  # [1, BQ]
-        log = open_clusters(at, queries, inputs)  # [BC]
-        counts = (log != -float("inf"))[:, None] & exists[None, :]  # [BC, BQ]
+        base, factor, delta, places = load_totals(tile, totals, B)  # [1, BQ]
+        first = tl.load(totals.first + places)[None, :]  # [1, BQ]
+        log = open_clusters(start, queries, inputs, CONFIG.BLOCK_C)  # [BC]
+        counts = (log != -float("inf"))[:, None] & (factor != 0)  # [BC, BQ]
         s = row_products(k_block, q_block, CONFIG, B) * (inputs.scale * score_unit(CONFIG)) + log[:, None]  # [BC, BQ]
         if inputs.table.spreads is not None:
-            spread = tl.load(totals.spread + point, mask=exists, other=0.0)[None, :]  # [1, BQ]
+            spread = tl.load(totals.spread + places)[None, :]  # [1, BQ]
             raised = tl.load(inputs.table.spreads + in_table) * (score_unit(CONFIG) * 0.5)  # [BC]
             s += tl.minimum(spread * raised[:, None], score_unit(CONFIG) * 0.5 * RAISED)
         share = 1.0

@@ -18,7 +18,7 @@ from ....core.calls import ClusterTailCall
 from ..primitives import add_scaled, for_product, load_piece, load_pieces, points, power, store_pieces, zero_pieces
 from ..runtime.block_sizes import KEYS_COLLECT, KEYS_COLLECT_EXACT
 from ..runtime.launch import Kernel, cached, kinds
-from .pairs import Totals, Upstream, add_pairs, row_products
+from .pairs import Totals, Upstream, add_pairs, load_totals, row_products
 from .table import Inputs, load_queries, score_unit, tail_flags, tail_queries
 
 FURTHER = 2048  # shares at most beyond the first of each block of keys
@@ -214,16 +214,13 @@ def tail_keys_kernel(
     tiles = tl.where(exists, tl.load(lists.number + in_row), 0)
     tile_list = lists.tiles + (in_row - source) * lists.row_tiles  # rows of it are one cluster shorter
     for n in range((turn * share).to(tl.int32), tl.minimum(tiles, (turn + 1) * share).to(tl.int32)):
-        queries = tail_queries(tl.load(tile_list + n), inputs, CONFIG, B)
-        asked = queries.block.exists  # [BQ]
-        point = queries.start + queries.block.query  # [BQ]
+        tile = tl.load(tile_list + n)
+        queries = tail_queries(tile, inputs, CONFIG, B)
         q_block = load_queries(inputs.q, queries, E)  # [BQ, E]
         grad_out = load_queries(above.grad_out, queries, F)  # [BQ, F]
-        base = tl.load(totals.base + point, mask=asked, other=0.0)[None, :]  # [1, BQ]
-        factor = tl.load(totals.factor + point, mask=asked, other=0.0)[None, :]  # [1, BQ]
-        delta = tl.load(totals.delta + point, mask=asked, other=0.0)[None, :]  # [1, BQ]
+        base, factor, delta, _places = load_totals(tile, totals, B)  # [1, BQ]
         s = row_products(k_block, q_block, CONFIG, B) * (inputs.scale * score_unit(CONFIG))  # [BC, BQ]
-        s = tl.where(ok[:, None] & asked[None, :], s, -float("inf"))
+        s = tl.where(ok[:, None] & (factor != 0), s, -float("inf"))
         p = power(s, base, POWER) * factor  # [BC, BQ]
         dp = row_products(v_block, grad_out, CONFIG, B)  # [BC, BQ]
         dk_acc, dv_acc = add_pairs(

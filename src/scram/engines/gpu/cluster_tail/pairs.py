@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,9 +19,10 @@ class Upstream(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What the gradients of all scores of a query need, float32 [B, H, *G]. A weight is factor * `power` over base.
+    """What the gradients of all scores of a query need, float32 [tiles, TILE_QUERIES]: those of a tile lie together.
 
-    The normalizer is computed again: from lse, rounded, the weights would not add up to 1 where scores are large.
+    A weight is factor * `power` over base. The normalizer is computed again: from lse, rounded, the weights would not
+    add up to 1 where scores are large. A place without a query has zeros.
     """
 
     delta: Tensor
@@ -29,7 +30,30 @@ class Totals(NamedTuple):
     factor: Tensor
     spread: Tensor  # `query_spreads`
     first: Tensor  # <grad_out, first-order term>
-    tail: Tensor  # what q^T grad_out is multiplied by in the gradient of the slope
+    tail: Tensor  # [B, H, *G], what q^T grad_out is multiplied by in the gradient of the slope
+
+
+class TileTotals(NamedTuple):
+    """Totals of the queries of a tile, in a kernel."""
+
+    base: Any  # [1, BQ]
+    factor: Any  # [1, BQ]
+    delta: Any  # [1, BQ]
+    places: Any  # [BQ], int64
+
+
+@triton.jit
+def tile_places(tile, B: tl.constexpr):
+    """Where the totals of the queries of a tile are: [BQ]."""
+    return tl.cast(tile, tl.int64) * B.BLOCK_Q + tl.arange(0, B.BLOCK_Q)
+
+
+@triton.jit
+def load_totals(tile, totals, B: tl.constexpr):
+    places = tile_places(tile, B)  # [BQ]
+    base = tl.load(totals.base + places)[None, :]  # [1, BQ]
+    factor = tl.load(totals.factor + places)[None, :]  # [1, BQ]
+    return TileTotals(base, factor, tl.load(totals.delta + places)[None, :], places)
 
 
 @triton.jit
@@ -75,5 +99,6 @@ def add_pairs(dk_acc, dv_acc, p, dp, delta, name, queries, q_block, grad_out, in
         dk_more += (score_product(ds, q_block[n], dk_acc[n], CONFIG),)
     dv_more = ()
     for n in tl.static_range(len(dv_acc)):
-        dv_more += (fine_product(p, grad_out[n], dv_acc[n], CONFIG.NARROW),)
+        # Weights are not negative, so their rounding cancels nothing; the smallest numbers of float16 have few digits.
+        dv_more += (fine_product(p, grad_out[n], dv_acc[n], CONFIG.FP16),)
     return dk_more, dv_more

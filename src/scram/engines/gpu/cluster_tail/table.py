@@ -56,7 +56,7 @@ from ..runtime.block_sizes import stages, tile_pieces
 from ..runtime.launch import Kernel, cached, kinds
 
 BLOCK_BYTES = 48 << 10  # of keys and values, or centers and values, at most that are multiplied at a time
-COUNT_BYTES = 48 << 20  # of counts at most that are kept at a time
+COUNT_BYTES = 24 << 20  # of counts at most that are kept at a time
 NARROW_WIDTHS = 128  # features and values together, at most, that have blocks of their own
 MOST_WORDS = 16  # of counts that a program makes
 TABLE_BLOCK = 64  # the table is a whole number of these; no kernel reads more clusters at a time
@@ -75,7 +75,7 @@ class Table(NamedTuple):
     shares: Tensor  # float32 [rows, padded], 1 / size
     spreads: Tensor | None  # float32 [rows, padded]
     count: int  # clusters of a row
-    padded: int
+    padded: int  # at least one block
 
 
 class Inputs(NamedTuple):
@@ -306,7 +306,7 @@ def table_of(
     """centers [B, Hc, C, E], values [B, Hc, C, F], slope [B, Hc, E, F], sizes and spreads [B, Hc, C]."""
     rows = centers.shape[0] * centers.shape[1]
     count = centers.shape[2]
-    padded = -(-count // TABLE_BLOCK) * TABLE_BLOCK
+    padded = max(1, -(-count // TABLE_BLOCK)) * TABLE_BLOCK  # never 0: loops over it need not ask
     width = features.BLOCK * features.PIECES
     value_width = value_features.BLOCK * value_features.PIECES
 
@@ -430,7 +430,8 @@ def tail_queries(tile, inputs, CONFIG: tl.constexpr, B: tl.constexpr):
         words = inputs.routes + number * inputs.words
     noise = dropout_noise(inputs.dropout, row, query)  # [BQ]
     block = QueryBlock(query, exists, index_row, start, row)  # of no mask
-    return TailQueries(block, start, source, noise, source * inputs.table.padded, counts, touched, words, number)
+    slot = tl.multiple_of(source * inputs.table.padded, 16)  # a whole number of blocks: so that loads are wide
+    return TailQueries(block, start, source, noise, slot, counts, touched, words, number)
 
 
 @triton.jit
@@ -545,12 +546,18 @@ def score_unit(CONFIG: tl.constexpr):
 
 
 @triton.jit
-def open_clusters(at, queries, inputs):
-    """Logs of the sizes of clusters `at` [BC], -inf where the tile routes a cluster or it has no keys."""
-    log = tl.load(inputs.table.logs + queries.slot + at)  # [BC]
+def open_clusters(start, queries, inputs, BLOCK_C: tl.constexpr):
+    """Logs of the sizes of BLOCK_C clusters from `start` on, -inf where the tile routes one or it has no keys: [BC]."""
+    in_block = tl.arange(0, BLOCK_C)  # [BC]
+    log = tl.load(inputs.table.logs + queries.slot + start + in_block)  # [BC]
     if inputs.routes is not None:
-        word = tl.load(queries.words + (at >> 5), mask=at < inputs.table.count, other=0)  # [BC]
-        log = tl.where(((word >> (at & 31)) & 1) != 0, -float("inf"), log)
+        first = start // 32
+        word = in_block * 0  # [BC]
+        for w in tl.static_range((BLOCK_C + 31) // 32):
+            # One load for 32 clusters. Known when compiling: a thread has the same places of each.
+            routed = tl.load(queries.words + first + w, mask=first + w < inputs.words, other=0)
+            word = tl.where(in_block // 32 == w, routed, word)
+        log = tl.where(((word >> ((start + in_block) & 31)) & 1) != 0, -float("inf"), log)
     return log
 
 
@@ -561,7 +568,7 @@ def cluster_scores(start, q_block, spread, queries, inputs, CONFIG: tl.constexpr
     The score is that of `ClusterTailCall` with the whole size; -inf where no key is left and for a routed cluster.
     """
     at = start + tl.arange(0, CONFIG.BLOCK_C)  # [BC]
-    log = open_clusters(at, queries, inputs)  # [BC]
+    log = open_clusters(start, queries, inputs, CONFIG.BLOCK_C)  # [BC]
     s = tl.zeros([B.BLOCK_Q, CONFIG.BLOCK_C], tl.float32)  # [BQ, BC]
     for n in tl.static_range(len(q_block)):
         s = product(q_block[n], tl.trans(load_table(inputs.table.k, queries.slot + at, n, E)), s)

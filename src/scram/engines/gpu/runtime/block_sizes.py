@@ -70,28 +70,35 @@ TILE_WIDTH_EXACT = 64
 #   tail         180 (32, 4, 2); 192 (32, 4, 3); 223 (64, 4, 2); 218 (64, 4, 3); 214 (32, 2, 3); 448 (64, 8, 2)
 #   by queries   454 (64, 4, 2); 486 (64, 4, 1); 506 (32, 4, 3); 536 (32, 4, 2); 621 (32, 2, 2)
 #   by clusters  380 (64, 4, 1); 466 (64, 4, 2); 408 (32, 4, 2); 586 (32, 4, 1); 846 (128, 8, 1)
-# With 512 routed keys and 512 clusters, ms, without windows and with one match; keys per product the same or 64:
-#   256x256, 24 heads, E = F = 128  4.37 5.91 (32, 4, 2); 3.65 4.98 (64, 4, 2); 4.71 6.96 (64, 4, 1)
-#   512x512, E = F = 64              .354 .581 (32, 4, 2); .320 of 64 keys; .429 .625 (64, 4, 2)
+# With 768 routed keys and 384 clusters, ms, without windows and with one match; 64 keys per product:
+#   256x256, 24 heads, E = 128  3.41 4.63 (64, 4, 2); 3.73 4.97 (32, 4, 2); 5.40 7.99 (64, 4, 3); 7.02 10.1 (64, 8, 2)
+#   512x512, E = 64  .315 .540 (32, 4, 2); .315 .460 (32, 4, 2, 128); .325 .470 (32, 4, 3, 128); .404 .626 (64, 4, 2)
+# Gradients of the 24 heads, without windows, before totals of a tile lay side by side:
+#   by queries   7.63 (32, 4, 2); 8.48 (64, 4, 1); 9.55 (32, 4, 1); 17.4 (64, 8, 2); 21.5 (32, 8, 2)
+#   by clusters  5.70 (32, 4, 2); 6.54 (32, 4, 3); 7.69 (64, 4, 1); 7.89 (64, 8, 2)
+#   by keys      6.80 (64, 4, 1); 7.30 (32, 4, 3); 7.56 (32, 4, 2); 13.9 (64, 8, 1)
+#   of the slope .407 (64, 8, 2); .504 (32, 8, 3); .573 (64, 4, 2)
 # For float32 two warps, as in the hybrid; more than 16 clusters do not fit their registers.
 CLUSTER_TAIL = (64, 4, 2)
-CLUSTER_TAIL_NARROW = (32, 4, 2)
+CLUSTER_TAIL_NARROW = (32, 4, 2, 128)
 CLUSTER_TAIL_EXACT = (32, 2, 2)
 CLUSTER_TAIL_KEYS = 64  # routed keys per product, of 16 bits
 CLUSTER_BACKWARD = (32, 4, 2)
 CLUSTER_BACKWARD_NARROW = (64, 4, 2)
 CLUSTER_BACKWARD_EXACT = (16, 2, 1)
-CLUSTER_COLLECT = (64, 4, 1)
+CLUSTER_COLLECT = (32, 4, 2)
+CLUSTER_COLLECT_NARROW = (64, 4, 1)
 CLUSTER_COLLECT_EXACT = (16, 2, 1)
 # The same of the gradients of routed keys, and of the slope: there queries per product.
 KEYS_COLLECT = (64, 4, 1)
 KEYS_COLLECT_EXACT = (16, 2, 1)
-SLOPE = (64, 4, 2)
+SLOPE = (64, 8, 2)
+SLOPE_NARROW = (64, 4, 2)
 SLOPE_EXACT = (16, 2, 1)
 # Clusters or keys per product, warps, stages at most, of the importance of clusters to a tile and of the best key.
 ROUTE = (64, 4, 3)
 ROUTE_EXACT = (32, 2, 2)
-# The best key, 256x256 and 512x512 as below: 1.04, .134 (32, 4, 2); 1.10, .139 (32, 4, 1); 1.51, .173 (64, 4, 2).
+# The best of 512 keys, the grids as above: 1.04, .134 (32, 4, 2); 1.10, .139 (32, 4, 1); 1.51, .173 (64, 4, 2).
 ROUTED_START = (32, 4, 2)
 ROUTED_START_EXACT = (32, 2, 1)
 # Of the clustering: keys and clusters of a product, warps.
