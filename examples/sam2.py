@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import hiera
@@ -232,7 +233,10 @@ def quality(model: Model, picture: Tensor, plans: Plans) -> Row:
 
 
 def times(model: Model, picture: Tensor, plans: Plans, rounds: int = ROUNDS) -> Row:
-    """Seconds of the global layers together, of the whole encoder, and its peak memory, by each way."""
+    """Seconds of the global layers together, of the whole encoder, and its peak memory, by each way.
+
+    Beside them stand seconds of CPU, which other programs on the machine hardly change.
+    """
     device = picture.device
     calls: list[tuple[int, Tensor, Tensor, Tensor]] = []
     exact: list[Tensor] = []
@@ -244,14 +248,19 @@ def times(model: Model, picture: Tensor, plans: Plans, rounds: int = ROUNDS) -> 
 
     model.encoder.trunk(picture, kept)
     row: Row = {"tokens": list(calls[0][1].shape[2:-1]), "rounds": rounds}
-    row |= {name: {"layers": [], "encoder": [], "layer_errors": [], "peak_bytes": 0} for name in ways(plans)}
+    kinds = ("layers", "encoder", "layers_cpu", "encoder_cpu")
+    row |= {name: {**{kind: [] for kind in kinds}, "peak_bytes": 0} for name in ways(plans)}
     for name, way in ways(plans).items():  # how far off each layer is, and kernels are compiled
         outs = (out if name == "dense" else way(*call) for call, out in zip(calls, exact, strict=True))
         row[name]["layer_errors"] = [off(out, wanted) for out, wanted in zip(outs, exact, strict=True)]
     for _ in range(rounds):
         for name, way in ways(plans).items():
+            begin = process_time()
             layers = [clock(partial(way, *call), device, once=0.0)[0] for call in calls]
+            middle = process_time()
             whole = clock(partial(model.encoder.features, picture, way), device, once=0.0)[0]
+            row[name]["layers_cpu"].append(middle - begin)
+            row[name]["encoder_cpu"].append(process_time() - middle)
             row[name]["layers"].append(sum(time.seconds for time in layers))
             row[name]["encoder"].append(whole.seconds)
             row[name]["peak_bytes"] = max(row[name]["peak_bytes"], whole.peak_bytes or 0)
