@@ -59,7 +59,7 @@ PHOTOGRAPHS = ("astronaut", "chelsea", *FILES)
 SIDES = (1024, 1792, 2048)
 BUDGETS = (0.05, 0.02)
 WAYS = ("default", *(f"{budget:g}" for budget in BUDGETS))
-PARTS = ("quality", "times")
+PARTS = ("tuned", "quality", "times")
 POINTS = 5  # along a side: prompts are in the middles of 5 x 5 cells
 SURE = 0.9  # predicted IoU of the dense model's mask, from which a point counts
 AT_ONCE = 5  # points that the decoder takes at a time
@@ -270,6 +270,20 @@ def times(model: Model, picture: Tensor, plans: Plans, rounds: int = ROUNDS) -> 
     return row | {"chosen": {f"{budget:g}": settings for budget, settings in chosen.items()}}
 
 
+def tuned_times(plans: Plans, side: int) -> Row:
+    """Seconds of the global layers as `scram.tune` took them on its photograph: two runs that agree, of each layer."""
+    grid = (side // 16, side // 16)
+    names = {budget: [f"{budget:g} {grid[0]}x{grid[1]} {n}" for n in hiera.GLOBAL] for budget in BUDGETS}
+    of_budget = {f"{budget:g}": [plans[name] for name in mine] for budget, mine in names.items()}
+    row: Row = {"tokens": list(grid), "chosen": {x: [str(p.setting) for p in mine] for x, mine in of_budget.items()}}
+    for budget, mine in of_budget.items():
+        row[budget] = {
+            "layers": sum(plan.rungs[plan.chosen].seconds or 0.0 for plan in mine),
+            "dense": sum(plan.rungs[-1].seconds or 0.0 for plan in mine),
+        }
+    return row
+
+
 def measure(
     model: Model,
     sides: list[int],
@@ -285,6 +299,8 @@ def measure(
         tokens = f"{side // 16}x{side // 16}"
         if f"{BUDGETS[0]:g} {tokens} {hiera.GLOBAL[0]}" not in plans:
             plans.update(tuned(model, picture(TUNED, side).to(device)))
+        if "tuned" in parts:
+            yield f"{device} {side} tuned", tuned_times(plans, side)
         if "times" in parts:
             yield f"{device} {side} times", times(model, picture(names[0], side).to(device), plans, rounds)
         for name in names if "quality" in parts else ():
@@ -330,9 +346,10 @@ def draw(model: Model, picture: Tensor, plans: Plans, row: Row, path: Path) -> N
     for axes, title in zip(panels, titles, strict=False):
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_axis_off()
-    labels = {"dense": "dense", "default": "SCRAM", "0.05": "SCRAM, 5 %", "0.02": "SCRAM, 2 %"}
-    seconds = [min(row[name]["layers"]) for name in labels]
-    bars = panels[4].barh(list(labels.values()), seconds, color=["0.6", "C0", "C0", "C0"])
+    budgets = {f"{budget:g}": f"SCRAM, {budget:.0%}" for budget in BUDGETS}
+    labels = ["dense", *budgets.values()]
+    seconds = [row["0.05"]["dense"], *(row[budget]["layers"] for budget in budgets)]
+    bars = panels[4].barh(labels, seconds, color=["0.6", "C0", "C0"])
     panels[4].bar_label(bars, [f" {time:.2f} s" for time in seconds], fontsize=10)
     panels[4].invert_yaxis()
     panels[4].set_xlim(0, 1.25 * max(seconds))
@@ -378,7 +395,7 @@ def main() -> None:
                 given.results.write_text(json.dumps(rows, indent=1) + "\n")
         if "picture" in given.parts:
             name, side = DRAWN
-            row = rows[f"{given.device} {max(given.sides)} times"]
+            row = rows[f"{given.device} {max(given.sides)} tuned"]
             draw(model, picture(name, side).to(given.device), plans, row, given.picture)
 
 
