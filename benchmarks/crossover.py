@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--device", choices=tuple(SIDES), default="cpu")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--commit", help="the commit that is measured, where git is not there to ask")
+    parser.add_argument("--heads", type=int, action="append", help="these only; may be repeated")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
@@ -84,7 +85,8 @@ def main() -> None:
     rows = list(itertools.product(DTYPES[given.device], SHAPES, SIDES[given.device]))
     end = time.monotonic() + given.seconds
     for dtype, (heads, width), side in [] if given.table else track(rows, description="crossover"):
-        if heads * side**4 * width < MOST[given.device] and time.monotonic() < end:
+        wanted = not given.heads or heads in given.heads
+        if wanted and heads * side**4 * width < MOST[given.device] and time.monotonic() < end:
             name = f"{side}x{side}, {heads}, {width}, {str(dtype).removeprefix('torch.')}"
             store.put(name, given.commit, **measured(side, heads, width, dtype, given.device))
     print(table(store.data))

@@ -54,6 +54,34 @@ def mobilesam_model() -> str:
     return table(("", *PHOTOGRAPHS), *lines)
 
 
+def stretches() -> str:
+    """docs/causal: errors and times of clusters under causal order, and of drawn keys."""
+    rows = table_cells.load("stretches")
+    ways = [name for name in next(iter(rows.values())) if name not in ("positions", "heads", "dense")]
+    ways = [name for name in ways if name not in ("date", "commit", "machine")]
+    lines = []
+    for way in ways:
+        cells = []
+        for row in rows.values():
+            cells.append(f"{share(max(row[way]['error']))}, {row[way]['seconds'] / row['dense']['seconds']:.2f}")
+        lines.append((way.replace("1/", "1\N{FRACTION SLASH}"), *cells))
+    return table(("stretch, clusters of each, routed keys", *rows), *lines)
+
+
+def sampler() -> str:
+    """docs/sampler: time of a position, dense over a cache and by clusters."""
+    stored = table_cells.load("sampler")
+    lines = []
+    for name, kept in stored.items():
+        for size, row in kept.get("rows", {}).items():
+            shape = f"{row['batch']} {BY} {row['heads']} {BY} {row['width']}"
+            both = time(row["dense_ms"] / 1e3), time(row["scram_ms"] / 1e3)
+            lines.append((name.removeprefix("times ").upper(), size, shape, *both))
+    whole = f"{stored['mnist']['bits_whole']:.5f}", f"{stored['mnist']['bits_decoded']:.5f}"
+    lines.append(("MNIST", "784", "bits a pixel, whole call and pixel by pixel", *whole))
+    return table(("on", "positions", "batch, heads, width", "dense", "SCRAM"), *lines)
+
+
 def diffusion() -> str:
     """docs/diffusion: the layers of the model, and its time with them."""
     head = ("layer", "grid", "attention", "keys visited", "95th percentile", "of dense time")

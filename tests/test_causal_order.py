@@ -143,8 +143,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "call"),
+    [(shape, call) for shape in SHAPES for call in CALLS if shape == "rank 2" or call not in ("samples", "walks")],
+)
 def test_what_comes_later_changes_no_bit(shape, call, impl):
     check(CALLS[call], SHAPES[shape], impl, seed=len(call))
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from . import nn as nn
     from . import options as options
     from .core.correlation import correlation as correlation
+    from .core.decoding import Cache as Cache
     from .core.exact import exact_attention as exact_attention
     from .core.exact import exact_search as exact_search
     from .core.first_call import AccuracyWarning as AccuracyWarning
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .functional import attention as attention
     from .functional import clear_caches as clear_caches
     from .functional import cluster as cluster
+    from .functional import decode as decode
     from .functional import estimate as estimate
     from .functional import explain as explain
     from .functional import local as local
@@ -70,6 +72,7 @@ __version__ = "0.3.0"
 _HOMES = {
     "AccuracyWarning": "core.first_call",
     "Attended": "results",
+    "Cache": "core.decoding",
     "Check": "quality.plan",
     "Clusters": "core.tails.clusters",
     "Codebook": "core.tails.clusters",
@@ -99,6 +102,7 @@ _HOMES = {
     "clear_plans": "integrations.sdpa",
     "cluster": "functional",
     "correlation": "core.correlation",
+    "decode": "functional",
     "estimate": "functional",
     "exact_attention": "core.exact",
     "exact_search": "core.exact",

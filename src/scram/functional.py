@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from inspect import signature
 from typing import Any, Literal, cast, overload
 
+import torch
 from torch import Tensor
 
 from .core import checks, dtensors, first_call, layout_hints, pipeline, resolve
 from .core.bias import Bias, Extra, Pair
 from .core.checks import explains, unknown_arguments
+from .core.decoding import Cache, check_newest
+from .core.decoding import decode as decode_newest
+from .core.dense import attend_extra
 from .core.exact import merge
 from .core.pipeline import Result, execute
 from .core.resolve import Explanation, Request, as_search, explanation
@@ -30,6 +34,7 @@ __all__ = [
     "attention",
     "clear_caches",
     "cluster",
+    "decode",
     "estimate",
     "explain",
     "local",
@@ -199,6 +204,7 @@ def cluster(
     v: Tensor,
     *,
     clusters: Clusters = Clusters(),  # noqa: B008 - frozen
+    causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     score: Score = "dot",
@@ -215,6 +221,8 @@ def cluster(
         k: keys [B, Hk, *G', E]; Hk divides H, the grids have equal rank and may differ in size.
         v: values [B, Hk, *G', F].
         clusters: how many, and how they are found.
+        causal: for calls in causal order: positions are cut into stretches (`Clusters(stretch=...)`), each with
+            clusters of its own, which come from its own positions alone.
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended; the clusters serve calls with the same mask,
             scale and score.
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
@@ -242,6 +250,7 @@ def cluster(
     request = Request(
         search=None,
         tail=clusters,
+        causal=causal,
         key_mask=key_mask,
         scale=scale,
         score=score,
@@ -278,6 +287,8 @@ def route(q: Tensor, k: Tensor, codebook: Codebook, *, bias: Bias | Pair | None 
     torch.Size([1, 2, 4, 64])
     """
     checks.instance("codebook", codebook, Codebook, "scram.Codebook", "; scram.cluster returns one")
+    if codebook.grid is not None:
+        raise ValueError("route takes no clusters under causal order: there each tile routes by queries before it")
     if not codebook.keys:
         raise ValueError("route needs a codebook with keys; make it with scram.Clusters(keys=512)")
     request = Request(
@@ -378,8 +389,9 @@ def attention(
             too. None beside `Clusters` or a `Codebook`: no search and no windows; else dense attention.
         radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
         tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `DrawnKeys` (keys
-            drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters, and DrawnKeys under causal
-            order; None for weight="mean" or "relu" and callable scores.
+            drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters; None for weight="mean" or
+            "relu" and callable scores. Clusters under causal order are those of stretches of positions, and take no
+            search: "auto" beside an explicit search is DrawnKeys there.
         error: a budget in place of search and tail, such as 0.05: the first call of a kind (shapes, dtypes, device,
             options) runs `tune` on its tensors, which takes as long as dozens of calls, and all later ones its plan.
             It is not measured again until `clear_plans`. To save a plan, to check it on other tensors or to compile
@@ -502,7 +514,8 @@ def estimate(
         matches: where each query's attention peaks, from `search`; index [B, H, *G, kappa].
         method: `Clusters`, `DrawnKeys`, `Snis` or `MetropolisHastings`, with the number of clusters or samples.
         radius: of the windows that `Clusters` and `DrawnKeys` attend exactly; the others do not use it.
-        causal: a query may attend keys up to itself in row-major order (equal grids). Not with Clusters.
+        causal: a query may attend keys up to itself in row-major order (equal grids). Not with Clusters, which take
+            no windows then.
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].
@@ -550,6 +563,53 @@ def estimate(
     diagnostics = {name: getattr(result.joined, name).detach() for name in method.reports if name != "lse"}
     lse = result.lse if "lse" in method.reports else None
     return Estimate(out=result.out, lse=lse, method=method, **{**NO_DIAGNOSTICS, **diagnostics})
+
+
+@overload
+def decode(
+    q: Tensor, cache: Cache, *, extra: tuple[Tensor, Tensor] | None = None, return_lse: Literal[False] = False
+) -> Tensor: ...
+@overload
+def decode(
+    q: Tensor, cache: Cache, *, extra: tuple[Tensor, Tensor] | None = None, return_lse: Literal[True]
+) -> Attended: ...
+@explains
+@torch.no_grad()
+def decode(
+    q: Tensor, cache: Cache, *, extra: tuple[Tensor, Tensor] | None = None, return_lse: bool = False
+) -> Tensor | Attended:
+    """Attention of the newest positions of a cache, as in the rows of the whole call under causal order.
+
+    The call is `attention(..., causal=True)` on the whole grid with the tail of the cache. Inference only: the result
+    has no gradients.
+
+    Args:
+        q: queries [B, H, n, E] of the last n positions that were appended, the same as there.
+        cache: what came before, with these positions.
+        extra: (k_extra [B, Hk, X, E], v_extra [B, Hk, X, F]), keys off the grid that every query attends too.
+        return_lse: whether the log of the normalizer is returned too.
+
+    Returns:
+        out [B, H, n, F], or with `return_lse` Attended(out, lse [B, H, n]).
+
+    >>> import scram
+    >>> _ = torch.manual_seed(0)
+    >>> cache = scram.Cache((28, 28))
+    >>> for _ in range(3):
+    ...     q, k, v = torch.randn(3, 1, 2, 1, 16).unbind()
+    ...     cache.append(q, k, v)
+    ...     out = scram.decode(q, cache)
+    >>> out.shape
+    torch.Size([1, 2, 1, 16])
+    """
+    checks.instance("cache", cache, Cache, "scram.Cache", "; append positions to it first")
+    checks.flag("return_lse", return_lse)
+    check_newest(cache, q)
+    attended = decode_newest(cache, q)
+    if extra is not None:
+        checks.extra(q, *cache.heads_of_keys(q), extra)
+        attended = merge(attended, attend_extra(q, extra, None, scale=cache.scale, score=cache.score))
+    return attended if return_lse else attended.out
 
 
 @explains

@@ -38,7 +38,7 @@ def op_calls():
     index, _ = OPS.search(*plain, seed, mask, None, rows, own, *settings)
     yield "search", (*plain, seed, mask, index, rows, own, *settings)
     for extra in ((None, None), (torch.randn(2, 2, 3, 8, requires_grad=True), torch.randn(2, 2, 3, 5))):
-        call = (q, k, v, index, mask, *extra, None, None, seed, rows, [1, 1], False, 0.3, "softmax", 0.2, "query")
+        call = (q, k, v, index, mask, *extra, None, None, seed, rows, [1, 1], False, 0.3, "softmax", 0.2)
         yield from both_passes("attend", call, (0, 1))
     out, lse = OPS.attend(*call, "numba")
     head = (torch.randn_like(out, requires_grad=True), torch.randn_like(lse))
@@ -59,7 +59,6 @@ def op_calls():
             False,
             0.3,
             dropout[1],
-            "query",
         )
         yield from both_passes("drawn_tail", call, (3, 4, 5))
     clustering = (q, k, v, mask, None, None, seed, rows, 6, 2, 0.3)
@@ -70,7 +69,7 @@ def op_calls():
     routes, _, _ = OPS.route(*routing, "numba")
     yield "routed_start", (*plain, made.order, made.sizes, routes, "numba")
     extra = (torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 5))
-    call = (q, k, v, index, mask, *extra, made.label, routes, seed, rows, [1, 1], False, 0.3, "softmax", 0.2, "query")
+    call = (q, k, v, index, mask, *extra, made.label, routes, seed, rows, [1, 1], False, 0.3, "softmax", 0.2)
     yield from both_passes("attend", call, (0, 1))
     leaf = [x.clone().requires_grad_() for x in (made.centers, made.values, made.slope)]
     alone = ((None, None, None, made.label, None), (*leaf[:2], None), None, None, (None, None), None, 0)
@@ -79,6 +78,8 @@ def op_calls():
         tensors = (q, *keys, *floats, made.sizes, made.variance, spreads, words, *near, dropout, rows)
         call = (*tensors, [1, 1], 0.3, 0.2 if dropout is not None else 0.0, 3, budget)
         yield from both_passes("cluster_tail", call, (0, 1))
+    flat = [x.detach().flatten(2, 3).requires_grad_() for x in (q, k, v)]
+    yield from both_passes("earlier", (*flat, torch.rand(2, k.shape[1], 20) < 0.8, seed, rows, 0.3, 0.2), (0, 1))
     corner = torch.randint(-2, 4, (2, 2, 4, 5, 2), dtype=torch.int32)
     yield from both_passes("window_scores", (q, k, corner, [2, 3], 0.3), ())
     legal = AllowedKeys.of(q, k, False, mask)

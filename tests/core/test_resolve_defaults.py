@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import scram
-from scram.core.resolve import CLUSTERS, SEARCHES, default_search, default_tail
+from scram.core.resolve import CAUSAL_CLUSTERS, CLUSTERS, SEARCHES, default_search, default_tail
 from scram.core.tails.base import NO_TAIL
 from support.processes import run_python
 
@@ -50,7 +50,8 @@ def test_the_tail_where_nothing_is_said():
     tails = {
         ("softmax", False, "dot"): CLUSTERS["cpu"],
         ("softmax", False, "l2"): CLUSTERS["cpu"],
-        ("softmax", True, "dot"): scram.DrawnKeys(),
+        ("softmax", True, "dot"): CAUSAL_CLUSTERS["cpu"],
+        ("softmax", True, "dot", True): scram.DrawnKeys(),
         ("mean", False, "dot"): None,
         ("relu", True, "dot"): None,
         ("softmax", False, max): None,
@@ -71,9 +72,10 @@ def test_few_sweeps_where_a_search_starts_from_routed_keys():
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-def test_under_causal_order_keys_are_drawn_whatever_the_dropout(dropout_p):
+def test_beside_a_search_under_causal_order_keys_are_drawn_whatever_the_dropout(dropout_p):
     how = {"causal": True, "dropout_p": dropout_p, "radius": 0}
-    assert scram.explain(LARGE, LARGE, LARGE, **how).tail == scram.DrawnKeys()
+    assert isinstance(scram.explain(LARGE, LARGE, LARGE, **how).tail, scram.Clusters)
+    assert scram.explain(LARGE, LARGE, LARGE, search=scram.Search(), **how).tail == scram.DrawnKeys()
     q, search = torch.randn(1, 2, 8, 24, 16), scram.Search(seed=3)  # three tiles
     found = scram.search(q, q, search=search, causal=True)
     torch.manual_seed(5)
@@ -120,7 +122,7 @@ def test_with_enough_in_the_tail_a_search_is_exact(causal):
     [
         ({"tail": "clusters"}, "tail must be"),
         ({"search": "best"}, "search must be one of 'auto'"),
-        ({"tail": scram.Clusters(), "causal": True}, "no causal order"),
+        ({"tail": scram.Clusters(), "causal": True, "search": scram.Search()}, "take no windows"),
         ({"tail": scram.DrawnKeys(), "weight": "mean"}, "needs weight='softmax'"),
         ({"tail": scram.Snis()}, "tail must be"),
     ],

@@ -245,3 +245,24 @@ def test_clusters_stand_for_far_keys():
     assert not torch.allclose(sparse(x), dense(x))
     layer.search = "auto"  # a small grid: dense
     torch.testing.assert_close(layer(x), dense(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("search", ["auto", None])
+@pytest.mark.parametrize("bias_kv", [False, True])
+def test_decoding_is_the_rows_of_the_whole_call(search, bias_kv):
+    torch.manual_seed(0)
+    tail = "auto" if search is None else scram.Clusters(count=8, keys=32, stretch=64, seed=0)
+    how = {"search": search, "tail": tail, "causal": True, "add_bias_kv": bias_kv, "add_zero_attn": bias_kv}
+    layer = GridAttention(16, 2, **how).eval()
+    x, tokens = torch.randn(2, 10, 15, 16), torch.randn(2, 3, 16)
+    whole = layer(x, tokens=tokens).flatten(1, 2)
+    cache = layer.cache((10, 15))
+    rows = [layer.decode(part, cache, tokens=tokens) for part in x.flatten(1, 2).split([70, 1, 1, 78], dim=1)]
+    torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-5, rtol=0)
+
+
+def test_decoding_needs_causal_order_and_no_search():
+    with pytest.raises(ValueError, match="make the layer with causal=True"):
+        GridAttention(16, 2).cache((8,))
+    with pytest.raises(ValueError, match="a cache takes no search"):
+        GridAttention(16, 2, causal=True, search=scram.Search(), tail=None).cache((8,))

@@ -1,6 +1,7 @@
 """Plan: what it prints, calls, saves and checks."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import scram
 from scram.core.dense import every_key
 from scram.quality.plan import Check, Rung, Setting
+from scram.quality.timing import Believed
 from support.compiling import assert_equal, graphs_are, results
 from support.trusting import coherent, diffuse
 
+planning = sys.modules["scram.quality.plan"]
 SEARCH = scram.Search(matches=2, sweeps=3, seed=0)
 SETTINGS = {
     "windows": Setting(SEARCH),
@@ -64,6 +67,25 @@ def test_tensors_of_other_sizes_and_arguments_of_the_call(name):
     assert torch.equal(made(q, k, v, **how), want)
     assert not torch.equal(made(q, k, v, **{**how, "scale": 0.3}), want)
     assert torch.equal(made(q, k, v, **{**how, "scale": 0.3}), made(q, k, v, key_mask=mask, extra=how["extra"]))
+
+
+def test_a_plan_of_a_busy_machine_says_so_and_is_measured_again(monkeypatch):
+    q, k, v = diffuse(size=16)
+    made = replace(plan(SETTINGS["clusters"]), busy=True)
+    assert "other programs took the cores" in str(made)
+    assert scram.Plan.from_dict(json.loads(json.dumps(made.as_dict()))) == made
+    times = {False: 1.0, True: 3.0}  # seconds by whether it is dense attention
+
+    def timed(call, device, beside):
+        return Believed(times[call.func.dense], True), call()
+
+    monkeypatch.setattr(planning, "believed", timed)
+    quiet = made.check(q, k, v).plan
+    assert ([rung.seconds for rung in quiet.rungs], quiet.chosen, quiet.busy) == ([1.0, 3.0], 0, False)
+    assert "other programs" not in str(quiet)
+    times[False] = 2.9
+    assert made.check(q, k, v).plan.dense
+    assert quiet.check(q, k, v).plan is quiet
 
 
 def test_causal_order_and_score_are_the_plans_own():

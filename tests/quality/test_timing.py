@@ -71,6 +71,49 @@ def test_a_time_is_believed_when_a_second_run_agrees(monkeypatch, seconds, limit
     assert found == (pytest.approx(believed), steady)
 
 
+class FakeMachine:
+    """A clock of calls that take `factor` times as long as on a quiet machine, and get `share` of two cores."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.cpu, self.factor, self.share = 0.0, 0.0, 1.0, 1.0
+        monkeypatch.setattr(timing, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timing, "process_time", lambda: self.cpu)
+        monkeypatch.setattr(timing, "usable_cores", lambda: 2)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+
+    def call(self, seconds):
+        def made():
+            self.now += seconds * self.factor
+            self.cpu += 2 * seconds * self.factor * self.share
+
+        return made
+
+
+def test_beside_a_yardstick_a_busy_minute_counts_for_little(monkeypatch):
+    machine = FakeMachine(monkeypatch)
+    beside = timing.Yardstick(machine.call(0.01), "cpu")
+    assert timing.believed(machine.call(0.05), "cpu", beside=beside)[0] == (pytest.approx(0.05), True)
+    machine.factor = 3.0
+    assert timing.believed(machine.call(0.05), "cpu", beside=beside)[0] == (pytest.approx(0.05), True)
+    assert timing.believed(machine.call(0.05), "cpu")[0] == (pytest.approx(0.15), True)
+
+
+@pytest.mark.parametrize(("seconds", "share", "busy"), [(0.01, 0.5, True), (0.01, 0.9, False), (0.001, 0.5, False)])
+def test_a_machine_is_busy_where_threads_wait_for_cores(monkeypatch, seconds, share, busy):
+    machine = FakeMachine(monkeypatch)
+    machine.share = share
+    assert timing.Yardstick(machine.call(seconds), "cpu").busy == busy
+
+
+def test_on_a_busy_machine_the_median_of_several_runs_counts(monkeypatch):
+    machine = FakeMachine(monkeypatch)
+    machine.share = 0.5
+    beside = timing.Yardstick(machine.call(0.01), "cpu")
+    times = iter((0.05, 0.05, 0.09, 0.07, 0.06))
+    found, _ = timing.believed(lambda: machine.call(next(times))(), "cpu", beside=beside)
+    assert found == (pytest.approx(0.06), False)
+
+
 @pytest.mark.parametrize(
     ("seconds", "steady"),
     [

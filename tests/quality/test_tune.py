@@ -36,7 +36,7 @@ class Clock:
     def seconds(self, work):
         return 1 + 2 * work.matches + 0.01 * (work.tail + work.keys)
 
-    def __call__(self, call, device, limit=math.inf):
+    def __call__(self, call, device, limit=math.inf, beside=None):
         resolved = call.args[0]
         if not isinstance(resolved, Resolved):
             self.runs.append("dense")
@@ -194,7 +194,11 @@ def test_what_is_chosen_is_timed_again_and_so_is_dense_attention(clock, monkeypa
 
 def test_times_that_do_not_agree_are_said(clock, monkeypatch):
     made = clock.__call__
-    monkeypatch.setattr(tuning, "believed", lambda *given: (made(*given)[0]._replace(steady=False), made(*given)[1]))
+    monkeypatch.setattr(
+        tuning,
+        "believed",
+        lambda *given, **named: (made(*given, **named)[0]._replace(steady=False), made(*given, **named)[1]),
+    )
     plan = scram.tune(*diffuse(), error=1e9)
     assert plan.rungs[plan.chosen].note == plan.rungs[-1].note == "its times differ by more than 20%"
 

@@ -378,6 +378,8 @@ def routed_calls(q, k, v, windows, made, out, lse, run):
     yield ops.cluster_tail, call
     yield ops.cluster_tail, call._replace(k=None, v=None, order=None, routes=None, keys=0, slope=None, spreads=None)
     yield ops.cluster_tail, call._replace(index=None, near_out=None, near_lse=None)
+    flat = (x.flatten(2, 3) for x in (q, k, v))
+    yield ops.earlier, of.EarlierCall(*flat, None, windows.dropout_seed, None, 0.3, 0.2)
 
 
 # --- heads for rows ---

@@ -301,26 +301,26 @@ if PRIVATE:
         return function
 
     @intrinsic
-    def each_task(typing_context, kernel, tasks, arguments):
-        """kernel(task, *arguments) for 0 <= task < tasks on all threads. It returns nothing and must not raise.
+    def each_task(typing_context, kernel, tasks, threads, arguments):
+        """kernel(task, *arguments) for 0 <= task < tasks on so many threads. It returns nothing and must not raise.
 
         Numba optimizes a kernel that is called in a `prange` loop four times over. The only such loop calls an
         address, so kernels are optimized once.
         """
         _announce(kernel, arguments)
         loop = typing_context.resolve_value_type(_each)
-        loop_types = loop.get_call_type(typing_context, (types.int64, types.int64, types.int64), {})
+        loop_types = loop.get_call_type(typing_context, (types.int64,) * 4, {})
 
         def generate(context, builder, signature, values):
             compiled = kernel.dispatcher.get_compile_result(types.none(types.int64, *arguments))
             context.active_code_library.add_linking_library(compiled.library)
-            kept = cgutils.alloca_once_value(builder, values[2])
+            kept = cgutils.alloca_once_value(builder, values[3])
             function = _task(context, builder.module, compiled, arguments, kept)
             addresses = [builder.ptrtoint(pointer, TASK) for pointer in (function, kept)]
-            context.get_function(loop, loop_types)(builder, (*addresses, values[1]))
+            context.get_function(loop, loop_types)(builder, (*addresses, values[1], values[2]))
             return context.get_dummy_value()
 
-        return types.none(kernel, types.int64, arguments), generate
+        return types.none(kernel, types.int64, types.int64, arguments), generate
 
     def _load(context, builder, signature, arguments, which, index, width):
         """The place of `width` elements of an array argument, taken flat, and what stands there."""
@@ -571,20 +571,29 @@ if PRIVATE:
 
         return types.float32(types.int32), generate
 
-    def _each(kernel, data, tasks):
-        for task in numba.prange(tasks):
-            _call(kernel, data, task)
+    def _each(kernel, data, tasks, threads):
+        """Tasks are handed out one by one: a thread that does not run delays nobody but for the task that it has."""
+        if min(tasks, threads) <= 1:
+            for task in range(tasks):
+                _call(kernel, data, task)
+            return
+        turns = np.zeros(1, np.int64)
+        for thread in numba.prange(min(tasks, threads)):
+            task = turn(turns, thread, 1)
+            while task < tasks:
+                _call(kernel, data, task)
+                task = turn(turns, thread, 1)
 
     _each = cached(_each, **PARALLEL)
 
 else:
     PART = {}
 
-    def each_task(kernel, tasks, arguments):
+    def each_task(kernel, tasks, threads, arguments):
         """As above, by `prange`. Its loop takes no nested tuples: they are taken apart before and built anew inside."""
 
     @overload(each_task, jit_options=PARALLEL)
-    def _each_task(kernel, tasks, arguments):
+    def _each_task(kernel, tasks, threads, arguments):
         _announce(kernel, arguments)
         scope: dict[str, Any] = {"prange": numba.prange, "call": kernel.dispatcher}
         lines: list[str] = []
@@ -602,7 +611,7 @@ else:
 
         given = rebuilt(types.Tuple(arguments.types), "arguments")
         body = "\n    ".join([*lines, "for task in prange(tasks):", f"    call(task, *{given})"])
-        exec(f"def run(kernel, tasks, arguments):\n    {body}", scope)
+        exec(f"def run(kernel, tasks, threads, arguments):\n    {body}", scope)
         return scope["run"]
 
     @numba.njit

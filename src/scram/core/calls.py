@@ -301,6 +301,30 @@ class ClusterTailGrads(NamedTuple):
     near_lse: Tensor | None
 
 
+class EarlierCall(NamedTuple):
+    """Attend every key up to the query's own place: dense attention in causal order, on grids of rank 1.
+
+    Features and values are finite; of a masked key, or of a later one, nothing reaches a query or its gradients.
+    """
+
+    q: Tensor  # [B, H, S, E]
+    k: Tensor  # [B, Hk, S, E]
+    v: Tensor  # [B, Hk, S, F]
+    usable: Tensor | None  # bool [B, Hk, S], which keys may be attended
+    dropout_seed: Tensor | None  # int64 []; None without dropout
+    rows: Tensor | None  # int64 [B, H], as in SearchCall
+    scale: float
+    dropout_p: float
+
+
+class EarlierGrads(NamedTuple):
+    """Gradients of an EarlierCall."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 class WindowScoresCall(NamedTuple):
     """Score the keys of one box per query, on the key grid or beside it."""
 

@@ -50,7 +50,8 @@ def exact_attention(
     """Dense attention of every query over every allowed key, the truth that SCRAM approximates.
 
     Never holds an N x M matrix. Differentiable; the backward pass recomputes chunk by chunk. Transforms of `torch.func`
-    cannot recompute: they keep all chunks.
+    cannot recompute: they keep all chunks. Under causal order a key that is not finite makes NaN of the queries from it
+    on, as its value does of the components; earlier ones keep their bits.
 
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].

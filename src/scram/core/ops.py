@@ -297,7 +297,7 @@ def _out_shapes(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     return v.new_empty(shape), v.new_empty(q.shape[:-1], dtype=wide), v.new_empty(shape, dtype=wide)
 
 
-def _attended_shapes(call: calls.AttendCall) -> tuple[Tensor, ...]:
+def _attended_shapes(call: calls.AttendCall | calls.EarlierCall) -> tuple[Tensor, ...]:
     out, lse, _ = _out_shapes(call)
     return out, lse
 
@@ -382,6 +382,7 @@ routed_start = Operator("routed_start", calls.RoutedStartCall, calls.Found, _sta
 cluster_tail = Operator(
     "cluster_tail", calls.ClusterTailCall, Attended, _cluster_tail_shapes, calls.ClusterTailGrads, ("out", "lse")
 )
+earlier = Operator("earlier", calls.EarlierCall, Attended, _attended_shapes, calls.EarlierGrads, ("out", "lse"))
 window_scores = Operator(
     "window_scores",
     calls.WindowScoresCall,

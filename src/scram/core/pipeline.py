@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _compat
+from .._compat.openmp import ONE_THREAD
 from ..results import Attended, Matches, Routes
 from ..settings import Search
 from ..spec import places
@@ -76,7 +77,12 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
         parts: R = call_parts(stage, q, k, v, request)
         return parts
     resolved = resolve(q, k, v, request, attends=stage not in (search, route))
-    result = stage(resolved, q, k, v, WHOLE)
+    has_threads = resolved.engine.wide_inputs and (resolved.search is None or resolved.search_engine.wide_inputs)
+    if has_threads and not resolved.dense and _compat.plain_eager():
+        with ONE_THREAD:  # the engine has threads of its own; those of operators between would be in their way
+            result = stage(resolved, q, k, v, WHOLE)
+    else:
+        result = stage(resolved, q, k, v, WHOLE)
     if request.caller is not None and v is not None and isinstance(result, Result):
         first_call.measure(resolved, q, k, v, result.out)
     return result
@@ -222,7 +228,8 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
 
 
 def _widened(x: Tensor, wide: bool) -> Tensor:
-    return x.to(accumulator(x.dtype)) if wide else x
+    """In one piece too: each stage would copy it again."""
+    return x.to(accumulator(x.dtype)).contiguous() if wide else x
 
 
 def _search_seed(resolved: Resolved, shard: Shard) -> Tensor | None:

@@ -30,6 +30,7 @@ from .tails.drawn import DrawnKeys
 # On a GPU every key that is offered is read for all queries of a tile: fewer of them, where it costs least.
 SEARCHES = {"cpu": Search(sweeps=2), "cuda": Search(sweeps=2, propagate="shift", gossip=4)}
 CLUSTERS = {"cpu": Clusters(count=384, keys=768), "cuda": Clusters(count=384, keys=768)}
+CAUSAL_CLUSTERS = {"cpu": Clusters(count=64, keys=512), "cuda": Clusters(count=64, keys=512)}  # no search beside
 DRAWN_KEYS = DrawnKeys()
 MOST_REMEMBERED = 1000  # kinds of calls
 
@@ -81,6 +82,12 @@ class Request(NamedTuple):
         """Whether nothing is said of search, tail, matches and engine: then the call may be dense attention."""
         unsaid = isinstance(self.search, str) and isinstance(self.tail, str) and self.impl == "auto"
         return unsaid and self.warm is None and self.matches is None and not self.keeps_matches
+
+    @property
+    def searches(self) -> bool:
+        """Whether a search was asked for, or matches were given: not where "auto" decides."""
+        given = not (self.search is None or isinstance(self.search, str))
+        return given or self.matches is not None or self.warm is not None or self.keeps_matches
 
 
 def without_bias(
@@ -139,10 +146,15 @@ COSTS = {
     ("cuda", True): DeviceCost(1600, 0, 1.5, 0.037, 0, 0.004),
     ("cuda", False): DeviceCost(1600, 0, 3, 0.074, 0, 0.032),
 }
+CAUSAL_PAIRS = 0.5  # of dense attention
+CAUSAL_CLUSTERS_COST = 0.7  # clusters of stretches beside a search with clusters, measured on a CPU
 
 
-def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether dense attention takes less time than a search with clusters, by what was measured for such tensors."""
+def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> bool:
+    """Whether dense attention takes less time than a search with clusters, by what was measured for such tensors.
+
+    Under causal order there is half of the pairs, and no search.
+    """
     cost = COSTS.get((q.device.type, q.dtype.itemsize == 2))
     if cost is None:
         return True  # a device without an engine of its own: the reference is far slower than torch
@@ -152,20 +164,29 @@ def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
     width = q.shape[-1] + v.shape[-1]
     dense = rows * queries * keys * (cost.pair + cost.pair_feature * width) * 1e-6
     searched = rows * (cost.row + queries * (cost.query + cost.feature * width) * 1e-3)
+    if causal:
+        dense *= CAUSAL_PAIRS
+        searched *= CAUSAL_CLUSTERS_COST
     return bool(dense <= max(cost.least, searched))
 
 
 def goes_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> bool:
     """Whether a call of which nothing is said is dense attention: torch has it, and it is cheaper. Shapes decide."""
     has_dense = request.weight == "softmax" and not callable(request.score)
-    return has_dense and request.is_automatic and dense_is_cheaper(q, k, v)
+    return has_dense and request.is_automatic and dense_is_cheaper(q, k, v, request.causal)
 
 
-def default_tail(device: str, weight: Weight, causal: bool, score: Score) -> Tail:
-    """Clusters for softmax, under causal order keys drawn; no tail for other weights and callable scores."""
+def default_tail(device: str, weight: Weight, causal: bool, score: Score, searches: bool = False) -> Tail:
+    """Clusters for softmax; no tail for other weights and callable scores.
+
+    Under causal order clusters take no windows: beside a search that was asked for (`searches`) keys are drawn.
+    """
     if weight != "softmax" or callable(score):
         return NO_TAIL
-    return DRAWN_KEYS if causal else CLUSTERS.get(device, CLUSTERS["cpu"])
+    if causal and searches:
+        return DRAWN_KEYS
+    by_device = CAUSAL_CLUSTERS if causal else CLUSTERS
+    return by_device.get(device, by_device["cpu"])
 
 
 def default_search(device: str, tail: Tail) -> Search:
@@ -201,15 +222,16 @@ def resolve(q: Tensor, k: Tensor, v: Tensor | None, request: Request, *, attends
     checked = _checked(q, k, v, request, search)
     if request.matches is not None:
         check_matches("matches", q, k, request.matches)
+    has_windows = search is not None or request.matches is not None
     tail = as_tail(request.tail, checked.default_tail, windows=False)
     if tail is not checked.default_tail:
-        tail.check(tail_kind(request))
+        tail.check(tail_kind(request, has_windows))
         call = MadeFor(checked.radius, checked.scale, request.score, request.key_mask)
         tail.check_tensors("tail", q, k, v, call)
     _check_routing(q, search, tail, request)
-    asks_dense = search is None and request.matches is None and (request.tail is None or request.tail == "auto")
+    asks_dense = request.search is None and request.matches is None and (request.tail is None or request.tail == "auto")
     dense = v is not None and (asks_dense or checked.goes_dense)
-    has_windows = search is not None or request.matches is not None
+    tail = tail.in_order(q.shape[2:-1].numel()) if request.causal else tail
     if v is not None and not (dense or has_windows or tail.stands_alone):
         raise ValueError("windows need matches: pass search=scram.Search(...), or matches from scram.search")
     return Resolved(
@@ -227,6 +249,8 @@ def resolve(q: Tensor, k: Tensor, v: Tensor | None, request: Request, *, attends
 def _check_routing(q: Tensor, search: Search | None, tail: Tail, request: Request) -> None:
     """Routes and starts that a call names need a tail that has them."""
     check_start(search, tail)
+    if request.routes is not None and request.causal:
+        raise ValueError("routes are of calls without causal order: there each tile routes by queries before it")
     if request.routes is not None:
         check_routes(q, None if tail.codebook is None else tail.codebook.samples, request.routes)
         if tail.codebook is not None:
@@ -242,10 +266,18 @@ def check_start(search: Search | None, tail: Tail) -> None:
         )
 
 
-def tail_kind(request: Request) -> Kind:
+def tail_kind(request: Request, has_windows: bool) -> Kind:
     """What a tail is checked against."""
     has_extra = request.extra is not None
-    return Kind(request.weight, request.causal, request.score, has_extra, request.dropout_p)
+    own = (request.weight, request.causal, request.score, has_extra, request.dropout_p)
+    return Kind(*own, has_windows)
+
+
+def automatic_search(device: str, tail: Tail, request: Request) -> Search | None:
+    """What search="auto" means beside a tail: none beside clusters under causal order, where it was not asked for."""
+    if request.causal and tail.orders_alone and not request.searches:
+        return None
+    return default_search(device, tail)
 
 
 def as_search(value: Search | Auto | None, default: Search = Search()) -> Search:  # noqa: B008 - frozen
@@ -264,8 +296,12 @@ def _checked_search(q: Tensor, k: Tensor, request: Request) -> Search | None:
         return None
     search = as_search(request.search)
     if isinstance(request.search, str) and isinstance(q, Tensor):
-        default = default_tail(q.device.type, request.weight, request.causal, request.score)
-        search = default_search(q.device.type, as_tail(request.tail, default, windows=False))
+        default = default_tail(q.device.type, request.weight, request.causal, request.score, request.searches)
+        tail = as_tail(request.tail, default, windows=False)
+        automatic = automatic_search(q.device.type, tail, request)
+        if automatic is None:
+            return None
+        search = automatic
     checks.enough_keys(q, k, search.matches)
     checks.search_order(search.method, request.causal)
     if search.reach is not None:
@@ -333,6 +369,7 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
         request.dropout_p,
         request.impl,
         request.is_automatic,
+        request.searches,
         request.hints,
     )
     tile_matches = search.matches if search is not None and search.method == "tile" else 0
@@ -358,7 +395,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sea
     # A tile search keeps a number of matches that an engine may not take.
     tile_matches = search.matches if search is not None and search.method == "tile" else 0
     choice = (request.impl, q.device, q.dtype, request.score)
-    default = default_tail(q.device.type, request.weight, request.causal, request.score)
+    default = default_tail(q.device.type, request.weight, request.causal, request.score, request.searches)
     return _Checked(
         radius=radius,
         scale=default_scale(request.scale, q.shape[-1], request.score, request.weight),
@@ -435,7 +472,8 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
     reasons = ["search, tail, warm or impl was given"]
     if resolved.request.is_automatic:
         only_softmax = "torch's attention has softmax and scores by name only"
-        reasons = [only_softmax if dense_is_cheaper(q, k, v) else f"for the grid {size} a search is cheaper"]
+        what = "a search is" if resolved.search is not None else "clusters are"
+        reasons = [only_softmax if dense_is_cheaper(q, k, v, resolved.request.causal) else f"for the grid {size} {what} cheaper"]
     tail = None if resolved.tail is NO_TAIL else resolved.tail
     if tail is None:
         reasons.append("no tail: keys outside the windows count nothing")

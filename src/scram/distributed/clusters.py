@@ -48,6 +48,7 @@ def codebook_of(shards: Shards, tensors: Mapping[str, Tensor], mask: Tensor | No
     score = shards.request.score
     return Codebook(
         **tensors,
+        grid=None,
         score=str(score),
         scale=shards.scale,
         key_mask=mask,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..core import dtensors, pipeline
 from ..core.pipeline import Stage
-from ..core.resolve import Request, as_search, default_search, default_tail, goes_dense, resolve
+from ..core.resolve import Request, automatic_search, default_tail, goes_dense, resolve
 from ..core.tails.base import Shard as Part
 from ..core.tails.base import Tail, as_tail, draw_seed
 from ..core.tails.clusters import Codebook, with_tensors
@@ -42,8 +42,9 @@ def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> A
     if v is not None and goes_dense(q, k, v, request):
         request = request._replace(search=None, tail=None)
     elif isinstance(request.search, str):
-        default = default_search(q.device.type, _tail_of(q, request))
-        request = request._replace(search=as_search(request.search, default))
+        tail = _tail_of(q, request)
+        search = automatic_search(q.device.type, tail, request)
+        request = request._replace(search=search) if search else request._replace(search=None, tail=tail)
     if held.split and v is not None and _tail_of(q, request).needs_all_queries:
         raise ValueError(
             f"{held.key_heads} key heads do not divide among the ranks that {held.shape[1]} heads of q are cut for: "
@@ -60,7 +61,7 @@ def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> A
 
 
 def _tail_of(q: Tensor, request: Request) -> Tail:
-    default = default_tail(q.device.type, request.weight, request.causal, request.score)
+    default = default_tail(q.device.type, request.weight, request.causal, request.score, request.searches)
     return as_tail(request.tail, default, windows=False)
 
 
@@ -185,6 +186,8 @@ class _Local:
         return x
 
     def _of_codebook(self, name: str, book: Codebook, part: str) -> Tensor:
+        if book.grid is not None:
+            raise ValueError("a codebook under causal order takes no DTensors; pass tail=scram.Clusters()")
         x = getattr(book, part)
         by_keys = part != "key_mask" and x.shape[1] != self.held.shape[1]
         return self._tensor("key_mask" if part == "key_mask" else name, x, by_keys)
@@ -270,8 +273,9 @@ def _wrapped(value: Any, held: Held, key_mask: Tensor | None) -> Any:
     if isinstance(value, Tensor):
         return _distributed(value, held, held.shape[1])
     if isinstance(value, Codebook):
-        by_keys = value.sizes.shape[1] != (held.shape[1] if held.empty else held.heads[1] - held.heads[0])
-        heads = held.key_heads if by_keys else held.shape[1]
+        own = (held.shape[1] if held.empty else held.heads[1] - held.heads[0]) * value.stretches
+        by_keys = value.sizes.shape[1] != own
+        heads = (held.key_heads if by_keys else held.shape[1]) * value.stretches
         tensors = {name: x for name, x in _tensors(value).items() if name != "key_mask"}
         whole = {name: _distributed(x, held, heads) for name, x in tensors.items()}
         return with_tensors(value, {**whole, "key_mask": key_mask})

@@ -23,6 +23,7 @@ OPERATORS: tuple[ops.Operator[Any], ...] = (
     ops.route,
     ops.routed_start,
     ops.cluster_tail,
+    ops.earlier,
     ops.window_scores,
 )
 WHOLE = {"seed", "dropout_seed", "table"}  # what every row reads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,17 @@ from torch import Tensor, nn
 from ..core import checks, pipeline
 from ..core.bias import Bias, Pair
 from ..core.checks import explains
+from ..core.decoding import Cache
 from ..core.layout_hints import warn_about_tokens
 from ..core.pipeline import execute
 from ..core.resolve import Request
 from ..core.tails.base import Kind, Tail
+from ..core.tails.clusters import Clusters
+from ..functional import decode
 from ..options import Auto, Impl
 from ..results import Matches
 from ..settings import Score, Search
+from ..spec.schedule import TILE_QUERIES
 from ..spec.scoring import check_score
 from . import validate as fits
 from .searching import Searching
@@ -88,7 +93,8 @@ class GridAttention(Searching):
         checks.dropout(dropout)
         checks.scale(scale)
         check_score(score)
-        fits.tail(tail, search, Kind("softmax", causal, score, extra=False, dropout_p=dropout))
+        kind = Kind("softmax", causal, score, extra=False, dropout_p=dropout)
+        fits.tail(tail, search, kind._replace(has_windows=isinstance(search, Search)))
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout
@@ -217,6 +223,47 @@ class GridAttention(Searching):
             dropout_p=self._dropout(),
         )
         return self._join(execute(pipeline.run, q, k, v, request).out)
+
+    def cache(self, grid: Sequence[int], *, half: bool = False) -> Cache:
+        """An empty cache for `decode`, with the settings of the layer, which has causal order and no search.
+
+        Args:
+            grid: the extents of the final grid.
+            half: as in `scram.Cache`.
+        """
+        if not self.causal:
+            raise ValueError("decoding needs causal order: make the layer with causal=True")
+        search = self.search if isinstance(self.search, Search) else None
+        tail: Tail | Auto = "auto" if self.tail is None else self.tail
+        if self.is_dense:  # one stretch, of which every key is attended
+            tail = Clusters(stretch=-(-math.prod(checks.grid(grid)) // TILE_QUERIES) * TILE_QUERIES)
+        return Cache(grid, tail=tail, search=search, scale=self.scale, score=self.score, impl=self.impl, half=half)
+
+    @explains
+    @torch.no_grad()
+    def decode(self, x: Tensor, cache: Cache, *, tokens: Tensor | None = None) -> Tensor:
+        """The next positions alone: the rows of the whole call of the layer, without gradients.
+
+        Args:
+            x: [B, n, embed_dim], the next n positions in row-major order.
+            cache: of this layer, from `cache`; the positions are added to it.
+            tokens: [B, X, kdim], as in the whole call.
+
+        Returns:
+            [B, n, embed_dim].
+
+        >>> layer = GridAttention(32, num_heads=4, causal=True).eval()
+        >>> x = torch.randn(2, 8, 8, 32)
+        >>> cache = layer.cache((8, 8))
+        >>> rows = [layer.decode(one, cache) for one in x.flatten(1, 2).split(1, dim=1)]
+        >>> bool(torch.allclose(torch.cat(rows, 1), layer(x).flatten(1, 2), atol=1e-5))
+        True
+        """
+        checks.instance("cache", cache, Cache, "scram.Cache", "; layer.cache(grid) makes one")
+        fits.tokens(x, x.shape[0], self.embed_dim)
+        q, k, v = self._project(x, x, x)
+        cache.append(q, k, v)
+        return self._join(decode(q, cache, extra=self._extra(tokens, x.shape[0])))
 
     def _keys(
         self, key: Tensor, value: Tensor | None, key_mask: Tensor | None, ignored: Tensor | None

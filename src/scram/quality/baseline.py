@@ -13,9 +13,11 @@ from torch import Tensor
 from ..core.dense import every_key
 from ..settings import Score
 from ..spec.grid import grid_of
+from .timing import Yardstick
 
 # Pairs of queries and keys that dense attention is timed on; beyond, a part of the queries stands for all.
 DENSE_PAIRS = {"cpu": 1 << 27, "cuda": 1 << 36}
+YARDSTICK_PAIRS = {"cpu": 1 << 23, "cuda": 1 << 28}
 LEAST_QUERIES = 256  # of a part
 LEAST_CAUSAL = 1024  # queries and keys of a part under causal order
 
@@ -90,6 +92,16 @@ def dense_baseline(
                 return Baseline(time.seconds * part.factor, part.queries, queries, time.steady)
     time, _ = timer(partial(attend, q, k, v, key_mask=key_mask), q.device)
     return Baseline(time.seconds, queries, queries, time.steady)
+
+
+def yardstick(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None, scale: float | None = None
+) -> Yardstick:
+    """Dense attention of so few queries that it takes some milliseconds; arguments as in `dense_baseline`."""
+    part = _part(q, k, v, key_mask, causal, YARDSTICK_PAIRS.get(q.device.type, YARDSTICK_PAIRS["cpu"]))
+    return Yardstick(
+        partial(every_key, part.q, part.k, part.v, causal=causal, scale=scale, key_mask=part.key_mask), q.device
+    )
 
 
 class _Part(NamedTuple):

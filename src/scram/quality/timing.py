@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import statistics
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,6 +18,8 @@ ENOUGH = 0.25  # seconds of repeated calls
 ONCE = 1.0  # seconds from which a call is made only once, if nothing else is said
 AGREE = 1.2  # two runs whose times differ by less confirm each other
 MOST_RUNS = 5  # to wait for such two
+NOTICEABLE = 0.002  # seconds of a run from which a busy machine shows in it
+BUSY = 0.7  # share of the cores' time below which they were busy with something else
 STEADY = 4 / 3  # times that differ by more than a third say little
 
 
@@ -70,6 +73,46 @@ def agree(times: list[float], ratio: float = STEADY) -> bool:
     return max(times) <= ratio * min(times)
 
 
+class Yardstick:
+    """A short call that is made before and after each run of others: other programs slow it down as they do those.
+
+    Args:
+        call: what is made.
+        device: where.
+    """
+
+    def __init__(self, call: Callable[[], object], device: str | torch.device) -> None:
+        self.call = call
+        self.device = device
+        self.wall = 0.0
+        self.cpu = 0.0  # of all threads
+        self.runs = 0
+        call()
+        self.seconds = min(self() for _ in range(3))  # that all times are continued to
+
+    def __call__(self) -> float:
+        """Seconds of one run."""
+        start = process_time()
+        seconds = timed(self.call, self.device)[1]
+        self.cpu += process_time() - start
+        self.wall += seconds
+        self.runs += 1
+        return seconds
+
+    @property
+    def busy(self) -> bool:
+        """Whether its threads had to wait for cores: those of a CPU, where it takes long enough to see."""
+        if on_accelerator(self.device) or self.wall < NOTICEABLE * self.runs:
+            return False
+        threads = min(torch.get_num_threads(), usable_cores())
+        return self.cpu < BUSY * threads * self.wall
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Believed(NamedTuple):
     """Seconds of a call that two of its runs confirm; `steady` says whether these two agree."""
 
@@ -77,23 +120,33 @@ class Believed(NamedTuple):
     steady: bool
 
 
-def believed(call: Callable[[], Result], device: str | torch.device, limit: float = inf) -> tuple[Believed, Result]:
+def believed(
+    call: Callable[[], Result], device: str | torch.device, limit: float = inf, beside: Yardstick | None = None
+) -> tuple[Believed, Result]:
     """The least time of a call, believed when a second run agrees, and what the call returned.
 
     A first run may compile and another program may run beside it, so a call is made until its two fastest runs agree.
     Where none do, the slower of these two counts. A call that takes far more than `limit` is made only twice.
+
+    With a yardstick `beside` it, times are those as if the yardstick took what it took first: a busy minute counts for
+    little. Where the machine is busy the median of `MOST_RUNS` runs counts.
     """
     times: list[float] = []
     while True:
+        before = 0.0 if beside is None else beside()
         out, seconds = timed(call, device)
+        if beside is not None:
+            seconds *= 2 * beside.seconds / (before + beside())
         times.append(seconds)
         if len(times) < 2:
             continue
         fastest = sorted(times)[:2]
-        if agree(fastest, AGREE) or fastest[0] > 2 * limit:
+        slow = fastest[0] > 2 * limit
+        busy = beside is not None and beside.busy
+        if slow or (agree(fastest, AGREE) and not busy):
             return Believed(fastest[0], True), out
         if len(times) == MOST_RUNS:
-            return Believed(fastest[1], False), out
+            return Believed(statistics.median(times) if busy else fastest[1], False), out
 
 
 def timed(call: Callable[[], Result], device: str | torch.device) -> tuple[Result, float]:

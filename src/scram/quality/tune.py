@@ -22,12 +22,13 @@ from ..core.resolve import Request, default_search, default_tail, resolve, witho
 from ..core.statistics import queries_needed, shared
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..core.tails.clusters import Clusters
+from ..core.tails.drawn import DrawnKeys
 from ..options import Impl
 from ..settings import Score, Search
 from ..spec.grid import grid_of
 from . import modes, timing
-from .baseline import Baseline, dense_baseline
-from .plan import GIVEN, Plan, Rung, Setting
+from .baseline import Baseline, dense_baseline, yardstick
+from .plan import GIVEN, LEAST_SPEEDUP, Plan, Rung, Setting
 from .timing import Believed, believed
 from .truth import SHARE, Errors, Truth
 
@@ -37,9 +38,9 @@ from .truth import SHARE, Errors, Truth
 NUM_QUERIES = queries_needed(SHARE, 16, 0.015)
 SECOND_LOOK = 8
 TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
-LEAST_SPEEDUP = 1.1  # over dense attention
 # Clusters and keys of a tile that are tried, without a search and with one: small, middle and large.
 TAILS = ((128, 256), (256, 512), (512, 1024), (1024, 2048))
+CAUSAL_TAILS = ((32, 256), (64, 512), (128, 1024))  # clusters of every stretch
 
 
 @explains
@@ -72,6 +73,9 @@ def tune(
 
     The promise: in every head the 95th percentile over queries of |out - exact| / RMS |exact| is at most `error`. What
     must be below it is the upper end of an interval by order statistics, at confidence 95 % shared over the rungs.
+
+    Before and after each run a little dense attention is timed, and times are ratios to that: other programs slow down
+    both. A plan that was measured beside them says so; `plan.check` measures it again.
 
     Args:
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F], as the calls to come will have them.
@@ -154,6 +158,7 @@ def tune(
         tensors=f"{shapes}, {str(q.dtype).removeprefix('torch.')} on {q.device.type}",
         given=given,
         grouped=given_q.shape[1] != given_k.shape[1],
+        busy=climb.beside.busy,
         split=modes.split_share(
             q, k, climb.truth.queries, causal=causal, key_mask=key_mask, scale=request.scale, score=score
         ),
@@ -169,13 +174,19 @@ def ladder(
     score: Score = "dot",
     seed: int = 0,
 ) -> list[Setting]:
-    """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
+    """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`.
+
+    Under causal order clusters take no search; drawn keys stand beside one.
+    """
     device = q.device.type
     family = default_tail(device, "softmax", causal, score)
     keys = math.prod(grid_of(k))
     one, four, many = (Search(matches=n, separation=2 * (n > 1), seed=seed) for n in (1, 4, 16))
     pairs: list[tuple[Search | None, Tail | None]] = [(one, None)]
-    if isinstance(family, Clusters):
+    if isinstance(family, Clusters) and causal:
+        pairs += [(one, DrawnKeys(samples)) for samples in DrawnKeys.tuned_sizes[:2]]
+        pairs += [(None, replace(family, count=n, keys=m, seed=seed).in_order(keys)) for n, m in CAUSAL_TAILS]
+    elif isinstance(family, Clusters):
         tails = [replace(family, count=count, keys=budget, seed=seed) for count, budget in TAILS]
         few, several = (replace(search, sweeps=default_search(device, family).sweeps) for search in (one, four))
         _, small, middle, large = tails
@@ -211,6 +222,7 @@ class _Climb:
         self.error = error
         self.confidence = confidence
         self.seed = seed
+        self.beside = yardstick(q, k, v, causal=request.causal, key_mask=request.key_mask, scale=request.scale)
         dense = self.time_dense()
         part = f"time from {dense.timed} of {dense.queries} queries" if dense.continued else ""
         self.dense = dense.seconds
@@ -227,7 +239,7 @@ class _Climb:
             q,
             k,
             v,
-            timer=believed,
+            timer=partial(believed, beside=self.beside),
             causal=self.request.causal,
             key_mask=self.request.key_mask,
             scale=self.request.scale,
@@ -277,7 +289,7 @@ class _Climb:
         """The time of a setting and its output [B, H, *G, F]."""
         q, k, v = self.tensors
         resolved = resolve(q, k, v, setting.applied_to(self.request))
-        time, result = believed(partial(run, resolved, q, k, v), q.device, self.best)
+        time, result = believed(partial(run, resolved, q, k, v), q.device, self.best, self.beside)
         return time, result.out
 
     def choose(self, rungs: list[Rung]) -> int:

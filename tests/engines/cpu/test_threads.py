@@ -1,20 +1,23 @@
 """Threads of the CPU engine: as many as torch has, safe after a fork and from several Python threads."""
 
 import importlib.metadata
-import os
 import threading
 
 import numba
+import numpy as np
 import pytest
 import torch
 
 import scram
-from scram.engines.cpu.threads import TASKS_PER_THREAD, threads
+from scram._compat.numba import turn
+from scram.engines.cpu.compiled import parallel
+from scram.engines.cpu.threads import TASKS_PER_THREAD, quota, running, threads, turns, usable_cores
 from support.photos import stereo
 from support.processes import run_python
 
 pytestmark = pytest.mark.slow
 
+QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"  # files of version 1
 SETTINGS = scram.Search(matches=2, seed=5, sweeps=3)
 
 
@@ -81,12 +84,28 @@ def test_workqueue_serves_a_child_forked_while_another_thread_searches_and_four_
     assert printed.split() == ["0", "20", "True"]
 
 
+def test_on_one_core_a_fork_after_a_call_does_not_wait():
+    code = """
+        import os
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        import torch, scram
+        q = torch.randn(1, 1, 20, 20, 8)
+        scram.search(q, q, impl="numba")
+        child = os.fork()
+        if child == 0:
+            scram.search(q, q, impl="numba")
+            os._exit(0)
+        print(os.waitpid(child, 0)[1])
+        """
+    assert run_python(code).split() == ["0"]
+
+
 @pytest.mark.skipif(not list(importlib.metadata.distributions(name="tbb")), reason="needs tbb")
 def test_tbb_is_found_when_it_is_asked_for():
     code = """
-        import numba, torch, scram
-        q = torch.randn(1, 1, 8, 8, 8)
-        scram.search(q, q, impl="numba")
+        import numba
+        from scram.engines.cpu import threads
+        threads._start()
         print(numba.threading_layer())
         """
     assert run_python(code, NUMBA_THREADING_LAYER="tbb").strip() == "tbb"
@@ -98,10 +117,105 @@ def test_threads_follow_torch():
         for wanted in (1, 2):
             torch.set_num_threads(wanted)
             with threads() as tasks:
-                assert numba.get_num_threads() == min(wanted, os.cpu_count())
-                assert tasks == TASKS_PER_THREAD * numba.get_num_threads()
+                assert running() == min(wanted, usable_cores())
+                assert tasks == TASKS_PER_THREAD * running()
+                assert running() == 1 or numba.get_num_threads() == running()
+        assert running() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_there_are_no_more_threads_than_cores_that_the_process_may_use():
+    code = """
+        import os, torch
+        torch.set_num_threads(8)
+        from scram.engines.cpu.threads import running, threads, usable_cores
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        with threads():
+            print(usable_cores(), running())
+        """
+    assert run_python(code).split() == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b", {"cpu.max": "max 100000", "a/cpu.max": "50000 100000", "a/b/cpu.max": "300000 100000"}, 0.5),
+        ("0::/elsewhere", {"cpu.max": "200000 100000"}, 2.0),  # a container sees its own group at the root
+        (
+            "3:cpuset:/x\n2:cpu,cpuacct:/x",
+            {"cpu/x/cpu.cfs_quota_us": "250000", "cpu/x/cpu.cfs_period_us": "100000"},
+            2.5,
+        ),
+        ("2:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, np.inf),
+        ("0::/", {"cpu.max": "what"}, np.inf),
+        ("nothing", {}, np.inf),
+        (None, {}, np.inf),
+    ],
+)
+def test_the_quota_of_control_groups_is_the_least_of_a_group_and_those_above(tmp_path, membership, files, cores):
+    of = tmp_path / "membership"
+    if membership is not None:
+        of.write_text(membership)
+    for name, text in files.items():
+        file = tmp_path / "root" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert quota(of, tmp_path / "root") == cores
+
+
+def test_a_quota_leaves_at_least_one_core(monkeypatch):
+    monkeypatch.setattr("scram.engines.cpu.threads._quota", lambda: 0.2)
+    assert usable_cores() == 1
+
+
+@parallel
+def _first_waits(task, tasks, counter, waited):
+    """Task 0 waits until all others have counted; it counts too whenever it looks."""
+    if task > 0:
+        turn(counter, task, tasks)
+        return
+    for looks in range(1 << 27):
+        if turn(counter, task, tasks) - looks == tasks - 1:
+            waited[0] = 1
+            return
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_tasks_are_handed_out_one_by_one_so_that_one_that_is_late_delays_no_other():
+    before = torch.get_num_threads()
+    waited = np.zeros(1, np.int64)
+    try:
+        torch.set_num_threads(2)
+        with threads() as tasks:
+            _first_waits(tasks, turns(1), waited)
+    finally:
+        torch.set_num_threads(before)
+    assert waited[0] == 1
+
+
+def test_no_operator_of_torch_between_kernels_starts_threads_of_its_own(monkeypatch):
+    """Beside other programs each of its parallel regions would wait for a core."""
+    seen = []
+    contiguous = torch.Tensor.contiguous
+
+    def looking(x, *arguments, **named):
+        seen.append(torch.get_num_threads())
+        return contiguous(x, *arguments, **named)
+
+    before = torch.get_num_threads()
+    q, k, v = (torch.randn(1, 16, 16, 2, 8).movedim(3, 1).requires_grad_() for _ in range(3))
+    monkeypatch.setattr(torch.Tensor, "contiguous", looking)
+    try:
+        torch.set_num_threads(2)
+        for tail in (scram.Clusters(count=16, keys=16, seed=0), scram.DrawnKeys(16, seed=0), None):
+            out = scram.attention(q, k, v, search=SETTINGS, tail=tail, impl="numba")
+            torch.autograd.grad(out.sum(), (q, k, v))
+        scram.estimate(q, k, v, scram.search(q, k, search=SETTINGS), method=scram.Snis(8, seed=0), impl="numba")
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {1}
 
 
 def test_a_thread_that_waits_does_not_change_the_answer():

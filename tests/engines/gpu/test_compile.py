@@ -15,6 +15,7 @@ import torch
 
 from support.cases import Case, gradients, make_tensors, run_attend, run_search
 from support.cluster_calls import cluster_call
+from support.earlier_calls import Earlier, earlier_call
 from support.estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tensors_of
 from support.routed_calls import ALL, Parts, attend_call, route_call, start_call, tail_call
 
@@ -33,6 +34,8 @@ from scram.engines.gpu.engine import (  # noqa: E402
     cluster_backward,
     cluster_tail,
     cluster_tail_backward,
+    earlier,
+    earlier_backward,
     route,
     routed_start,
 )
@@ -527,3 +530,26 @@ def test_correlation_compiles(dtype, width, radius, architecture, rank, monkeypa
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=repeatable: asked)
         scram.correlation(q, k, coords, radius, levels=2, impl="triton").sum().backward()
     assert compiled == {"window_scores_kernel", "window_scores_backward_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("one", "architecture"),
+    [
+        (Earlier("bfloat16", 200, width=64, value_width=64, dtype=torch.bfloat16), 90),
+        (Earlier("float16, all", 40, heads=4, key_heads=2, masked=True, dropout_p=0.5, dtype=torch.float16), 80),
+        (Earlier("float32", 40, width=20, masked=True), 80),
+    ],
+    ids=str,
+)
+def test_attention_over_earlier_keys_compiles(one, architecture, monkeypatch):
+    compiled = []
+
+    def compile_only(self, *arguments):
+        compiled.append(self.kernel.fn.__name__)
+        _compile(self.kernel, arguments, self.flags, architecture)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    call = earlier_call(one)
+    out, lse = earlier(call)
+    earlier_backward(call, out, lse, out, lse)
+    assert set(compiled) == {"earlier_kernel", "earlier_queries_kernel", "earlier_keys_kernel"}

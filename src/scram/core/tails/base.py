@@ -145,6 +145,7 @@ class Kind(NamedTuple):
     score: Score
     extra: bool  # whether it has extra keys
     dropout_p: float
+    has_windows: bool = False  # around matches
 
 
 class MadeFor(NamedTuple):
@@ -170,6 +171,7 @@ class Tail:
     needs_all_queries: ClassVar[bool] = False  # of a key head, to be prepared
     tuned_sizes: ClassVar[tuple[int, ...]] = ()  # numbers of samples that `tune` tries: few, some and many
     stands_alone: ClassVar[bool] = False  # whether a call can have it without a search and windows
+    orders_alone: ClassVar[bool] = False  # whether it does so wherever a call has causal order
     keys: int = 0  # that a tile of queries attends one by one, besides the windows, at most
     variable: ClassVar[str] = ""  # what stands for it in a line of code; "" where its settings do
 
@@ -186,6 +188,10 @@ class Tail:
     def resized(self, samples: int) -> Tail:
         """The tail with so many samples; only where `tuned_sizes` are."""
         raise NotImplementedError
+
+    def in_order(self, positions: int) -> Tail:
+        """The tail of a call under causal order, on a grid of so many positions."""
+        return self
 
     def check(self, kind: Kind) -> None:
         """Raise where a call cannot have this tail."""

@@ -18,8 +18,12 @@ from ...options import SCORES
 from ...results import Attended, Routes
 from ...settings import Score
 from ...spec.clustering import metric_of, order_of
+from ...spec.grid import grid_of
+from ...spec.schedule import TILE_QUERIES
 from ...spec.scoring import prepare_key
+from ...spec.stretches import complete_count, default_stretch
 from .. import calls, checks, files, ops
+from . import stretches
 from .base import ALL, Inputs, Joined, Kind, MadeFor, Tail
 
 NEEDED = ("centers", "values", "sizes", "label", "variance", "spreads")
@@ -43,6 +47,8 @@ class Clusters(Tail):
         second_order: whether a cluster's weight is raised by how far the scores of its keys are apart.
         steps: of k-means, on a sample of the keys.
         seed: an int or a 0-d int64 tensor; None takes that of the search, or draws one.
+        stretch: under causal order, positions that are clustered together, a multiple of 64; `count` is that of each
+            stretch then. None: at most an eighth of the grid.
 
     >>> Clusters(count=128, seed=0).keys
     512
@@ -54,17 +60,21 @@ class Clusters(Tail):
     second_order: bool = True
     steps: int = 1
     seed: int | Tensor | None = None
+    stretch: int | None = None
     seed_tensor: Tensor | None = field(init=False, repr=False, compare=False)  # as in `Search`
     reports: ClassVar[tuple[str, ...]] = ("lse",)
     unit: ClassVar[str] = "clusters"
     needs_all_queries: ClassVar[bool] = True
     stands_alone: ClassVar[bool] = True
+    orders_alone: ClassVar[bool] = True
     tuned_sizes: ClassVar[tuple[int, ...]] = (64, 256, 1024)
 
     def __post_init__(self) -> None:
         checks.whole_fields(self, count=1, keys=0, steps=0)
         checks.flag("first_order", self.first_order)
         checks.flag("second_order", self.second_order)
+        if self.stretch is not None and (checks.whole("stretch", self.stretch, 1) % TILE_QUERIES):
+            raise ValueError(f"stretch must be a multiple of {TILE_QUERIES}, got {self.stretch}; or None, the default")
         object.__setattr__(self, "seed_tensor", checks.seed(self.seed))
 
     @property
@@ -74,8 +84,13 @@ class Clusters(Tail):
     def resized(self, samples: int) -> Clusters:
         return replace(self, count=samples)
 
+    def in_order(self, positions: int) -> Clusters:
+        return self if self.stretch is not None else replace(self, stretch=default_stretch(positions))
+
     def check(self, kind: Kind) -> None:
         check_clusters(kind)
+        if self.stretch is not None and not kind.causal:
+            raise ValueError(f"stretch={self.stretch} cuts a causal order: pass causal=True, or leave it out")
 
     def _call(self, inputs: Inputs, seed: Tensor | None, warm: Any) -> calls.ClusterCall:
         """Of keys of every key head; of every query head where their masks differ."""
@@ -87,6 +102,8 @@ class Clusters(Tail):
         if group > 1 and mask is not None and mask.ndim == k.ndim - 1:
             k = k.repeat_interleave(group, 1)
             v = v.repeat_interleave(group, 1)
+        if warm is not None and inputs.causal:
+            raise ValueError("warm clusters under causal order could hold later keys; leave out warm")
         if warm is not None:
             check_warm(inputs.q, inputs.k, inputs.v, self.count, warm)
         return calls.ClusterCall(
@@ -109,7 +126,14 @@ class Clusters(Tail):
 
     def prepare(self, inputs: Inputs, seed: Tensor | None, warm: Any = None) -> Codebook:
         """Clusters of every key head; of every query head where their masks differ."""
-        clustered = ops.cluster(inputs.engine, self._call(inputs, seed, warm))
+        call = self._call(inputs, seed, warm)
+        grid = None
+        if inputs.causal:
+            grid = grid_of(inputs.k)
+            assert self.stretch is not None
+            clustered = stretches.cluster(inputs, call, self.stretch)
+        else:
+            clustered = ops.cluster(inputs.engine, call)
         return Codebook(
             centers=clustered.centers,
             values=clustered.values,
@@ -124,6 +148,7 @@ class Clusters(Tail):
             scale=inputs.scale,
             keys=self.keys,
             second_order=self.raises_weights(inputs.score),
+            grid=grid,
         )
 
     def raises_weights(self, score: Score) -> bool:
@@ -135,7 +160,9 @@ class Clusters(Tail):
         return self.prepare(inputs, seed).join(inputs, index, seed, routes)
 
     def visited(self, queries: int, keys: int) -> int:
-        return min(self.count + self.keys, keys)
+        if self.stretch is None:
+            return min(self.count + self.keys, keys)
+        return min(self.stretch + complete_count(keys, self.stretch) * self.count + self.keys, keys)
 
     def of_part(self, seed: int | Tensor | None, share: Fraction = ALL) -> Clusters:
         # Parts of one grid hold the same content again, so that each needs more than its share of both.
@@ -143,7 +170,8 @@ class Clusters(Tail):
         return replace(self, seed=seed, count=max(1, round(self.count * root)), keys=round(self.keys * root))
 
     def describe(self) -> str:
-        return f"{self.count} clusters{f' + {self.keys} keys' if self.keys else ''}"
+        each = "" if self.stretch is None else f" of every {self.stretch} positions"
+        return f"{self.count} clusters{each}{f' + {self.keys} keys' if self.keys else ''}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +192,9 @@ class Codebook(Tail):
         order: int32 [B, Hc, M], the keys by their clusters; None: computed from `label` where it is needed.
         keys: that a tile of 64 queries attends one by one, at most.
         second_order: whether `spreads` raise the weights of clusters.
+        grid: of clusters under causal order, the key grid. It is cut into stretches of S positions, m of which another
+            follows. Each has clusters of its own: stretch s of head h is head h m + s of all tensors but `key_mask`,
+            and `label` is [B, Hc m, S].
 
     >>> k = torch.randn(1, 2, 16, 16, 8)
     >>> codebook = scram.cluster(k, k, k, clusters=scram.Clusters(count=32, seed=0))
@@ -186,9 +217,11 @@ class Codebook(Tail):
     order: Tensor | None = None
     keys: int = 0
     second_order: bool = True
+    grid: tuple[int, ...] | None = None
     unit: ClassVar[str] = "clusters"
     variable: ClassVar[str] = "codebook"
     stands_alone: ClassVar[bool] = True
+    orders_alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -196,7 +229,12 @@ class Codebook(Tail):
     @property
     def key_grid(self) -> tuple[int, ...]:
         """The extents of the key grid."""
-        return tuple(self.label.shape[2:])
+        return tuple(self.label.shape[2:]) if self.grid is None else self.grid
+
+    @property
+    def stretches(self) -> int:
+        """m, the stretches of each head under causal order that have clusters; 1 without order."""
+        return 1 if self.grid is None else complete_count(math.prod(self.grid), self.label.shape[2])
 
     @property
     def samples(self) -> int:
@@ -208,6 +246,9 @@ class Codebook(Tail):
 
     def check(self, kind: Kind) -> None:
         check_clusters(kind)
+        if kind.causal != (self.grid is not None):
+            made = "with" if self.grid is not None else "without"
+            raise ValueError(f"the codebook was made {made} causal order, the call has causal={kind.causal}")
 
     def check_tensors(self, name: str, q: Tensor, k: Tensor, v: Tensor | None, call: MadeFor) -> None:
         check_codebook(name, q, k, v, call, self)
@@ -222,7 +263,7 @@ class Codebook(Tail):
         return replace(self, order=order_of(self.label))
 
     def route(self, inputs: Inputs) -> calls.Routed | None:
-        if not self.keys:
+        if not self.keys or self.grid is not None:  # stretches route as they are joined
             return None
         call = calls.RouteCall(
             q=inputs.level().q,
@@ -242,6 +283,8 @@ class Codebook(Tail):
 
     def join(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, routes: Tensor | None = None) -> Attended:
         """The attention over the windows, over routed keys, and over clusters for all other keys."""
+        if self.grid is not None:
+            return stretches.join(self, inputs)
         near = None
         if index is not None or inputs.num_extra:
             near = inputs.attend_windows(index, self.label if routes is not None else None, routes)
@@ -273,10 +316,12 @@ class Codebook(Tail):
         return ops.cluster_tail(inputs.engine, call)
 
     def visited(self, queries: int, keys: int) -> int:
-        return min(self.samples + self.keys, keys)
+        own = 0 if self.grid is None else self.label.shape[2]
+        return min(own + self.stretches * self.samples + self.keys, keys)
 
     def describe(self) -> str:
-        return f"{self.samples} clusters{f' + {self.keys} keys' if self.keys else ''}"
+        each = "" if self.grid is None else f" of every {self.label.shape[2]} positions"
+        return f"{self.samples} clusters{each}{f' + {self.keys} keys' if self.keys else ''}"
 
     def to(self, device: torch.device | str) -> Codebook:
         """The same clusters on another device."""
@@ -315,8 +360,10 @@ class Codebook(Tail):
 
     def __repr__(self) -> str:
         batch, heads, count = self.sizes.shape
+        heads //= max(self.stretches, 1)
+        each = "" if self.grid is None else f" of every {self.label.shape[2]} positions"
         return (
-            f"Codebook({count} clusters of keys on grid {self.key_grid}, batch={batch}, heads={heads}, "
+            f"Codebook({count} clusters of keys{each} on grid {self.key_grid}, batch={batch}, heads={heads}, "
             f"keys={self.keys}, score={self.score!r}, scale={self.scale:.3g}, {self.sizes.device})"
         )
 
@@ -328,12 +375,19 @@ def with_tensors(book: Codebook, tensors: Mapping[str, Any]) -> Codebook:
 
 def settings_of(book: Codebook) -> dict[str, Any]:
     """The fields that are no tensors, as JSON has them."""
-    return {"score": book.score, "scale": book.scale, "keys": book.keys, "second_order": book.second_order}
+    return {
+        "score": book.score,
+        "scale": book.scale,
+        "keys": book.keys,
+        "second_order": book.second_order,
+        "grid": book.grid,
+    }
 
 
 def from_settings(tensors: Mapping[str, Any], settings: dict[str, Any]) -> Codebook:
     """A codebook of what was read: its tensors, and the other fields as JSON has them. Looks at every number."""
-    book = Codebook(**tensors, **settings)
+    grid = settings.pop("grid", None)
+    book = Codebook(**tensors, **settings, grid=None if grid is None else tuple(grid))
     _check_numbers(book)
     return book
 
@@ -393,6 +447,8 @@ def _check_fields(book: Codebook) -> None:
         _check_mask(book, book.key_mask)
     if book.order is not None:
         _check_order(book, book.order)
+    if book.grid is not None:
+        _check_stretches(book)
     checks.whole("keys", book.keys, 0)
     checks.flag("second_order", book.second_order)
     for name in (*TENSORS, "order"):
@@ -406,6 +462,20 @@ def _check_fields(book: Codebook) -> None:
     if book.scale is None:
         raise TypeError("scale of a codebook must be a float, got None")
     checks.scale(book.scale)
+
+
+def _check_stretches(book: Codebook) -> None:
+    checks.grid(book.grid, "grid")
+    if book.label.ndim != 3 or book.label.shape[2] % TILE_QUERIES or not book.label.shape[2]:
+        raise ValueError(
+            f"label of a causal codebook must be [B, H m, S] with S a multiple of {TILE_QUERIES}, got "
+            f"{tuple(book.label.shape)}"
+        )
+    if book.label.shape[1] % max(book.stretches, 1) or (book.label.shape[1] and not book.stretches):
+        raise ValueError(
+            f"a causal codebook of {book.stretches} stretches must have as many clusters of every head, got "
+            f"{book.label.shape[1]} in all"
+        )
 
 
 def _check_floats(book: Codebook, name: str, want: tuple[int, ...]) -> None:
@@ -430,7 +500,8 @@ def _check_order(book: Codebook, order: Any) -> None:
 def _check_mask(book: Codebook, mask: Any) -> None:
     checks.instance("key_mask", mask, Tensor, "tensor")
     batch, heads = book.label.shape[:2]
-    by_head = mask.ndim == book.label.ndim
+    heads //= max(book.stretches, 1)
+    by_head = mask.ndim == len(book.key_grid) + 2
     fits = mask.shape[0] == batch and tuple(mask.shape[1 + by_head :]) == book.key_grid if mask.ndim else False
     if by_head:  # heads of queries, of which as many read each head of clusters
         fits = fits and mask.shape[1] % max(heads, 1) == 0
@@ -444,16 +515,19 @@ def _check_mask(book: Codebook, mask: Any) -> None:
 
 def check_clusters(kind: Kind) -> None:
     """Raise where a call cannot have clusters."""
-    if kind.weight != "softmax" or kind.causal or callable(kind.score):
+    if kind.weight != "softmax" or callable(kind.score):
+        raise ValueError("clusters of keys need weight='softmax' and a score by name; use tail=None")
+    if kind.causal and kind.has_windows:
         raise ValueError(
-            "clusters of keys need weight='softmax', no causal order and a score by name; use tail=None, or "
-            "scram.DrawnKeys under causal order"
+            "clusters of keys under causal order take no windows: a query attends its own stretch and routed keys "
+            "exactly; pass search=None, or tail=scram.DrawnKeys() beside a search"
         )
 
 
 def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor | None, call: MadeFor, book: Codebook) -> None:
     """Raise where `book` was not made for keys of these shapes, and for this call."""
     batch, heads = book.sizes.shape[:2]
+    heads = heads // book.stretches if book.stretches else k.shape[1]
     if book.key_grid != tuple(k.shape[2:-1]) or batch != k.shape[0] or heads not in (k.shape[1], q.shape[1]):
         raise ValueError(
             f"{name} was made for batch {batch}, {heads} heads and key grid {book.key_grid}, but k is {tuple(k.shape)}"

@@ -19,6 +19,7 @@ class DrawnKeys(Tail):
 
     Because they share it, their errors go together: averaging over queries does not make the error smaller, and over
     one draw an interval may hold the truth for clearly more or fewer queries than it says. Over draws it is right.
+    Under causal order the draw reads no mask: keys drawn that are masked are lost.
 
     Args:
         samples: keys drawn per head, on top of those in the windows; as many as there are keys: exact attention.

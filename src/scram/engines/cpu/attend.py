@@ -16,7 +16,7 @@ from ...spec.grid import grid_of
 from .compiled import inlined, parallel
 from .layout import Array, Geometry, Routing, Windows, array, block_at, padded, tensor
 from .noise import absorb, row_states
-from .threads import threads
+from .threads import in_one_pool, tasks_of, threads
 from .vectors import add, dot, exp, narrow_dots
 from .windows import SPARE, expand_block
 
@@ -78,6 +78,7 @@ class Scratch(NamedTuple):
     sums: Array  # [tasks, 2, size]: sum of the weights, highest score
 
 
+@in_one_pool
 def attend(call: AttendCall) -> Attended:
     """Algorithm 2."""
     arrays = AttendArrays.of(call)
@@ -88,7 +89,8 @@ def attend(call: AttendCall) -> Attended:
     width = arrays.windows.slots + arrays.extras
     size = max(1, min(BLOCK, BLOCK_WEIGHTS // max(width, 1)))
     arrays = arrays._replace(q=padded(arrays.q), k=padded(arrays.k))
-    with threads() as tasks:
+    with threads() as most_tasks:
+        tasks = tasks_of(most_tasks, len(arrays.geometry.key_rows) * -(-arrays.geometry.queries // size))
         matches = arrays.windows.index.shape[1]
         rank = len(arrays.geometry.grid)
         scratch = Scratch(

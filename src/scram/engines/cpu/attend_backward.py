@@ -20,7 +20,7 @@ from .attend import RELU, SOFTMAX, AttendArrays
 from .compiled import inlined, parallel
 from .layout import Array, array, flat, like
 from .noise import absorb
-from .threads import TASKS_PER_THREAD, threads
+from .threads import TASKS_PER_THREAD, in_one_pool, threads
 from .vectors import add, dot
 from .windows import expand
 
@@ -41,6 +41,7 @@ class Pairs(NamedTuple):
         return Pairs(np.empty(shape, np.int32), np.empty(shape, dtype), np.empty(shape, dtype))
 
 
+@in_one_pool
 def attend_backward(call: AttendCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> AttendGrads:
     """Gradients of q, k, v, k_extra, v_extra (None without extra keys) from those of out and lse."""
     arrays = AttendArrays.of(call)

@@ -24,7 +24,7 @@ from .cluster_start import BLOCK, PARTS, Start, first_keys, started
 from .compiled import compiled, parallel
 from .layout import Array, aligned, array
 from .products import add_columns, multiply, to_columns
-from .threads import threads, turns, workers_of
+from .threads import in_one_pool, threads, turns, workers_of
 
 FORMS, NEAREST, SORT, MOMENTS = range(4)  # passes
 LEAST_FAR = 1e-6  # of the mean spread: nearer keys count as lying at their center
@@ -77,6 +77,7 @@ class Scratch(NamedTuple):
     lines: Array  # [workers, 2 * n + 1, W], of n keys or clusters
 
 
+@in_one_pool
 @torch.no_grad()
 def cluster(call: ClusterCall) -> Clustered:
     k = call.k

@@ -13,7 +13,7 @@ from .cluster_start import BLOCK
 from .compiled import compiled, parallel
 from .layout import Array, aligned, array, by_row, like, whole_lanes
 from .products import multiply
-from .threads import threads, turns, workers_of
+from .threads import in_one_pool, threads, turns, workers_of
 
 
 class Half(NamedTuple):
@@ -27,6 +27,7 @@ class Half(NamedTuple):
     grad: Array  # [R*M, width]
 
 
+@in_one_pool
 def cluster_backward(
     call: ClusterCall,
     centers: Tensor,

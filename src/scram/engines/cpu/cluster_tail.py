@@ -22,7 +22,7 @@ from .compiled import compiled, inlined, parallel
 from .layout import Array, Routing, aligned, array, by_row, flat, source_rows, strides, tensor
 from .noise import absorb, row_states
 from .products import add_columns, add_guarded_columns, fetch_row, multiply, to_rows
-from .threads import threads, turns, workers_of
+from .threads import in_one_pool, threads, turns, workers_of
 from .tiles import is_chosen, members, routed_keys, take
 from .vectors import exp
 from .windows import union
@@ -166,6 +166,7 @@ class Scratch(NamedTuple):
         )
 
 
+@in_one_pool
 def cluster_tail(call: ClusterTailCall) -> Attended:
     arrays = ClusterTailArrays.of(call)
     out = np.empty((len(arrays.q), arrays.values.shape[1]), arrays.values.dtype)

@@ -36,7 +36,7 @@ from .cluster_tail import (
 from .compiled import compiled, parallel
 from .layout import Array, aligned, array, flat, like, whole_lanes
 from .products import add_columns, add_guarded_columns, add_guarded_rows, add_rows, multiply
-from .threads import threads, turns, workers_of
+from .threads import in_one_pool, threads, turns, workers_of
 from .tiles import is_chosen, take
 
 CHUNK_TILES = 32  # at least, or as many as there are workers
@@ -90,6 +90,7 @@ class Chunk(NamedTuple):
     to_q: int  # and E rows, gradients of the scaled queries
 
 
+@in_one_pool
 def cluster_tail_backward(
     call: ClusterTailCall, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> ClusterTailGrads:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
 import numba
 
 from ..._compat.numba import FASTMATH, PART, PRIVATE, cached, each_task
+from .threads import running
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -35,8 +37,8 @@ def launcher(function: Callable[..., Any]) -> Any:
 KERNEL = None  # `parallel` gives each copy of `_run` its own
 
 
-def _run(tasks, *arguments):  # type: ignore[no-untyped-def]
-    each_task(KERNEL, tasks, (tasks, *arguments))
+def _run(tasks, threads, *arguments):  # type: ignore[no-untyped-def]
+    each_task(KERNEL, tasks, threads, (tasks, *arguments))
 
 
 def parallel(function: Callable[..., Any]) -> Any:
@@ -44,4 +46,10 @@ def parallel(function: Callable[..., Any]) -> Any:
     names = {"__name__": function.__module__, "each_task": each_task, "KERNEL": inlined(function)}
     run = FunctionType(_run.__code__, names, function.__name__)
     run.__qualname__ = f"{function.__module__}.{function.__name__}"  # names the file of Numba's cache
-    return launcher(run)
+    launch = launcher(run)
+
+    @wraps(function)
+    def on_all_threads(tasks: int, *arguments: Any) -> None:
+        launch(tasks, running(), *arguments)
+
+    return on_all_threads

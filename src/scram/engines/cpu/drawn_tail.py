@@ -27,7 +27,7 @@ from ...spec.scoring import accumulator
 from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, Routing, Windows, flat
 from .noise import absorb, row_states
-from .threads import threads
+from .threads import in_one_pool, threads
 from .windows import expand
 
 CHUNK_SCORES = 1 << 20  # of one row at a time: they stay in the cache between the products
@@ -127,6 +127,7 @@ class TailTensors:
         )
 
 
+@in_one_pool
 def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     tail = TailTensors(call)
     shape = (tail.rows, tail.queries)
@@ -159,6 +160,7 @@ def drawn_tail(call: DrawnTailCall) -> DrawnTail:
     )
 
 
+@in_one_pool
 def drawn_tail_backward(
     call: DrawnTailCall, offset: Tensor, names: Tensor, represents: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> TailGrads:

@@ -7,6 +7,7 @@ from .cluster_backward import cluster_backward
 from .cluster_tail import cluster_tail
 from .cluster_tail_backward import cluster_tail_backward
 from .drawn_tail import drawn_tail, drawn_tail_backward
+from .earlier import earlier, earlier_backward
 from .route import route, routed_start
 from .sample import sample, sample_backward
 from .search import search
@@ -21,6 +22,8 @@ __all__ = [
     "cluster_tail_backward",
     "drawn_tail",
     "drawn_tail_backward",
+    "earlier",
+    "earlier_backward",
     "route",
     "routed_start",
     "sample",

@@ -19,7 +19,7 @@ from ...spec.scoring import accumulator
 from .compiled import compiled, parallel
 from .layout import Array, Routing, aligned, array, by_row, source_rows, tensor
 from .products import multiply
-from .threads import threads, turns, workers_of
+from .threads import in_one_pool, threads, turns, workers_of
 from .tiles import members, routed_keys, take
 from .vectors import exp
 
@@ -44,6 +44,7 @@ class RouteArrays(NamedTuple):
     scale: float
 
 
+@in_one_pool
 def route(call: RouteCall) -> Routed:
     q = call.q
     centers = array(call.centers)
@@ -214,6 +215,7 @@ class StartArrays(NamedTuple):
     queries: int  # N
 
 
+@in_one_pool
 def routed_start(call: RoutedStartCall) -> Found:
     q = call.q
     wide = accumulator(q.dtype)

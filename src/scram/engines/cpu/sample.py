@@ -19,7 +19,7 @@ from .compiled import compiled, parallel
 from .draw import Draws, draw_keys
 from .layout import Array, Geometry, array, flat, like, tensor
 from .noise import row_states
-from .threads import TASKS_PER_THREAD, threads
+from .threads import TASKS_PER_THREAD, in_one_pool, threads
 from .vectors import add, dot
 from .walk import Walks, walk_keys
 
@@ -84,6 +84,7 @@ def _chunks(call: SampleCall, arrays: SampleArrays, diagnostics: Array, tasks: i
         yield begin, pairs
 
 
+@in_one_pool
 def sample(call: SampleCall) -> Sampled:
     arrays = SampleArrays.of(call)
     points = len(arrays.q)
@@ -100,6 +101,7 @@ def sample(call: SampleCall) -> Sampled:
     return Sampled(tensor(out, call.v.dtype, call.q), *rest)
 
 
+@in_one_pool
 def sample_backward(call: SampleCall, grad_out: Tensor, grad_lse: Tensor) -> TailGrads:
     """Gradients of q, k, v, and of near_out and near_lse where the call has them. The keys are drawn again."""
     arrays = SampleArrays.of(call)

@@ -19,7 +19,7 @@ from .compiled import compiled, inlined, parallel
 from .layout import Array, Geometry, array, block_at, padded, strides, tensor
 from .legal import Bounds, Choices, Earlier, first_key, fresh, legal
 from .noise import absorb, below
-from .threads import threads
+from .threads import in_one_pool, tasks_of, threads
 from .vectors import coordinates, dot, narrow_dots
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
@@ -75,6 +75,7 @@ class Own(NamedTuple):
     barred: Array  # int32 [earlier matches that are no candidates, BLOCK]
 
 
+@in_one_pool
 def search(call: SearchCall) -> Found:
     """Algorithm 1."""
     return counted_search(call)[0]
@@ -102,7 +103,8 @@ def counted_search(call: SearchCall) -> tuple[Found, int]:
     radius = widest(key_grid, call.reach, call.random)
     directions = _directions(call.jumps, signs(call.causal), query_grid, key_grid)
     query_strides = strides(query_grid)
-    with threads() as tasks:
+    with threads() as most_tasks:
+        tasks = tasks_of(most_tasks, len(geometry.key_rows) * -(-geometry.queries // BLOCK))
         scratch = Scratch(
             buffers=np.empty((tasks, 5 + 3 * len(key_grid) + matches, BLOCK), np.int32),
             scores=np.empty((tasks, BLOCK), best.dtype),

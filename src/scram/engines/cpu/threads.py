@@ -1,4 +1,4 @@
-"""How Numba runs here: on torch's number of threads, and safe to call at once.
+"""How Numba runs here: on torch's number of threads, on cores that the process may use, and safe to call at once.
 
 Numba's omp layer kills a forked child and its workqueue aborts when two Python threads call at once, so tbb is taken
 where it can be had, else workqueue behind a lock.
@@ -8,14 +8,21 @@ import ctypes
 import importlib.metadata
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, wraps
+from math import ceil, inf
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numba
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from ..._compat.openmp import ONE_THREAD, num_threads
+
+P = ParamSpec("P")
+R = TypeVar("R")
 TASKS_PER_THREAD = 16  # so that a thread that is late does not hold up the others for long
 
 _lock = threading.Lock()
@@ -59,21 +66,116 @@ def _start() -> bool:
     return bool(layer == "workqueue")
 
 
+def in_one_pool(function: Callable[P, R]) -> Callable[P, R]:
+    """A function of the engine in which no operator of torch starts threads of its own: Numba's are the only ones."""
+
+    @wraps(function)
+    def run(*arguments: P.args, **named: P.kwargs) -> R:
+        with ONE_THREAD:
+            return function(*arguments, **named)
+
+    return run
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, by its affinity and by the quota of its control groups."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, ceil(min(_quota(), allowed))))
+
+
+@cache
+def _quota() -> float:
+    return quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+
+
+def quota(membership: Path, root: Path) -> float:
+    """Cores' worth of time that the control groups of a process grant it, inf without a limit.
+
+    Args:
+        membership: a file of lines number:controllers:path.
+        root: where the groups are mounted; inside a container its own group may be there itself.
+    """
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        return inf
+    least = inf
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / "cpu" if controllers else root
+        own = base / path.strip("/")
+        folders = [own, *own.parents]
+        for folder in folders[: folders.index(base) + 1] if base in folders else [base]:
+            least = min(least, _granted(folder))
+    return least
+
+
+def _granted(folder: Path) -> float:
+    """What one group grants: cpu.max of version 2, or the two files of version 1."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            words = " ".join((folder / name).read_text() for name in names).split()
+            most, period = float(words[0]), float(words[1])  # "max" without a limit
+        except (OSError, ValueError, IndexError):
+            continue
+        if most > 0 and period > 0:
+            return most / period
+    return inf
+
+
+class _Running(threading.local):
+    """Of one Python thread."""
+
+    count = 1  # threads that its kernels take
+
+
+_running = _Running()
+
+
 @contextmanager
 def threads() -> Iterator[int]:
-    """Run what is inside on torch's number of threads, and say how many tasks to make: TASKS_PER_THREAD for each."""
+    """Run what is inside on torch's number of threads, and say how many tasks to make: TASKS_PER_THREAD for each.
+
+    There are no more threads than cores: one that waits for a core delays the others at the end. For a single one
+    Numba's are not started: on one core their scheduler could not end before a fork, which would wait for it.
+    """
+    count = max(1, min(num_threads(), usable_cores(), numba.config.NUMBA_NUM_THREADS))
+    before = _running.count
+    _running.count = count
+    try:
+        if count == 1:
+            yield TASKS_PER_THREAD
+        else:
+            with _numba_threads(count):
+                yield count * TASKS_PER_THREAD
+    finally:
+        _running.count = before
+
+
+def running() -> int:
+    """How many threads kernels take inside of `threads`."""
+    return _running.count
+
+
+@contextmanager
+def _numba_threads(count: int) -> Iterator[None]:
     locked = _start()
     if locked:
         _serial.acquire()
     before = numba.get_num_threads()
-    count = max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
     numba.set_num_threads(count)
     try:
-        yield count * TASKS_PER_THREAD
+        yield
     finally:
         numba.set_num_threads(before)
         if locked:
             _serial.release()
+
+
+def tasks_of(tasks: int, blocks: int) -> int:
+    """Tasks that share blocks of work, none without a block. A single one runs on the calling thread alone."""
+    return max(1, min(tasks, blocks))
 
 
 def workers_of(tasks: int, items: int) -> int:

@@ -12,7 +12,7 @@ from ...core.calls import WindowScores, WindowScoresCall, WindowScoresGrads
 from ...spec.grid import Grid, grid_of
 from .compiled import compiled, parallel
 from .layout import Array, array, like, source_rows, strides, tensor
-from .threads import TASKS_PER_THREAD, threads
+from .threads import TASKS_PER_THREAD, in_one_pool, threads
 from .vectors import add, dot
 
 
@@ -49,6 +49,7 @@ class WindowArrays(NamedTuple):
         )
 
 
+@in_one_pool
 def window_scores(call: WindowScoresCall) -> WindowScores:
     arrays = WindowArrays.of(call)
     scores = np.empty((len(arrays.q), math.prod(call.sides)), arrays.q.dtype)
@@ -57,6 +58,7 @@ def window_scores(call: WindowScoresCall) -> WindowScores:
     return WindowScores(tensor(scores, None, call.q))
 
 
+@in_one_pool
 def window_scores_backward(call: WindowScoresCall, grad_scores: Tensor) -> WindowScoresGrads:
     arrays = WindowArrays.of(call)
     above = array(grad_scores)  # [P, S]

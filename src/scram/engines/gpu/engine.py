@@ -9,6 +9,8 @@ from .cluster_tail.backward import cluster_tail_backward as cluster_tail_backwar
 from .cluster_tail.forward import cluster_tail as cluster_tail
 from .drawn_tail.backward import drawn_tail_backward as drawn_tail_backward
 from .drawn_tail.forward import drawn_tail as drawn_tail
+from .earlier.backward import earlier_backward as earlier_backward
+from .earlier.forward import earlier as earlier
 from .route.route import route as route
 from .route.start import routed_start as routed_start
 from .runtime.launch import clear_caches as clear_caches

@@ -8,6 +8,7 @@ from ...spec.routing import route, routed_start
 from .attend import attend as attend
 from .cluster_tail import cluster_tail
 from .drawn_tail import drawn_tail
+from .earlier import earlier
 from .sample import sample
 from .search import search as query_search
 from .tile_search import tile_search
@@ -19,6 +20,7 @@ __all__ = [
     "cluster",
     "cluster_tail",
     "drawn_tail",
+    "earlier",
     "route",
     "routed_start",
     "sample",

@@ -83,6 +83,11 @@ CLUSTER_TAIL = (64, 4, 2)
 CLUSTER_TAIL_NARROW = (32, 4, 2, 128)
 CLUSTER_TAIL_EXACT = (32, 2, 2)
 CLUSTER_TAIL_KEYS = 64  # routed keys per product, of 16 bits
+# Queries and keys per product, warps, stages at most, of dense attention in causal order; not tuned.
+EARLIER = (128, 64, 8, 3)
+EARLIER_EXACT = (64, 32, 4, 2)
+EARLIER_BACKWARD = (64, 64, 4, 2)
+EARLIER_BACKWARD_EXACT = (32, 32, 4, 1)
 CLUSTER_BACKWARD = (32, 4, 2)
 CLUSTER_BACKWARD_NARROW = (64, 4, 2)
 CLUSTER_BACKWARD_EXACT = (16, 2, 1)

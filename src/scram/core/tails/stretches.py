@@ -1,0 +1,283 @@
+"""Clusters under causal order: each stretch of positions by itself (`spec.stretches`).
+
+A stretch that another follows is clustered from its own queries, keys and values. A query attends the earlier keys of
+its own stretch one by one, routed keys of earlier stretches too, and the rest of these by their clusters. Stretches are
+heads of their own to the engines: rows (h, s) of queries and of clusters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...results import Attended
+from ...spec.clustering import order_of
+from ...spec.grid import grid_of
+from ...spec.scoring import accumulator
+from ...spec.stretches import (
+    complete_count,
+    cut,
+    earlier_queries,
+    fine_features,
+    fine_values,
+    joined,
+    look_back,
+    prefix_mean,
+    row_numbers,
+    stretch_count,
+)
+from .. import calls, ops
+from ..exact import merge
+from .base import Inputs
+
+if TYPE_CHECKING:
+    from .clusters import Codebook
+
+
+def cluster(inputs: Inputs, call: calls.ClusterCall, stretch: int) -> calls.Clustered:
+    """The clusters of every complete stretch, [B, Hc * m, ...]: head h * m + s is stretch s of head h.
+
+    `call` has the keys of the whole grid.
+    """
+    number = complete_count(math.prod(grid_of(call.k)), stretch)
+    heads = call.k.shape[1]
+    wide = accumulator(call.v.dtype)
+    if not number or not heads:
+        return _no_clusters(call, stretch, wide)
+    q, k, v = (x.flatten(2, -2)[:, :, : number * stretch] for x in (call.q, call.k, call.v))
+    fine = fine_features(k) & fine_values(v)  # [B, Hc, m * S]
+    mask = _by_head(call.key_mask, call.k)
+    mask = fine if mask is None else fine & mask[:, :, : number * stretch]
+    rows = row_numbers(call.rows, q.shape[0], q.shape[1], q.device).reshape(q.shape[0], heads, 1, -1)
+    folded = call._replace(
+        q=cut(torch.where(fine_features(q).unsqueeze(-1), q, 0), stretch, heads),
+        k=cut(k, stretch, heads),
+        v=cut(v, stretch, heads),
+        key_mask=cut(mask, stretch, heads),
+        rows=rows.expand(-1, -1, number, -1).reshape(q.shape[0], -1),
+    )
+    return ops.cluster(inputs.engine, folded)
+
+
+def _no_clusters(call: calls.ClusterCall, stretch: int, dtype: torch.dtype) -> calls.Clustered:
+    batch = call.k.shape[0]
+    count = min(call.count, stretch)
+    width = call.k.shape[-1]
+    value_width = call.v.shape[-1]
+
+    def none(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return call.k.new_zeros((batch, 0, *shape), dtype=of)
+
+    return calls.Clustered(
+        centers=none(count, width),
+        values=none(count, value_width),
+        slope=none(width, value_width),
+        sizes=none(count, of=torch.int32),
+        label=none(stretch, of=torch.int32),
+        order=none(stretch, of=torch.int32),
+        variance=none(width),
+        spreads=none(count),
+    )
+
+
+def _by_head(mask: Tensor | None, k: Tensor) -> Tensor | None:
+    """A mask of keys [B, *G'] or [B, Hc, *G'] for k [B, Hc, *G', E], as [B, Hc, M]."""
+    if mask is None:
+        return None
+    if mask.ndim == k.ndim - 2:
+        return mask.flatten(1).unsqueeze(1).expand(-1, k.shape[1], -1)
+    return mask.flatten(2)
+
+
+class Clean(NamedTuple):
+    """Queries, keys and values in row-major order, with zeros for what is not finite or masked."""
+
+    q: Tensor  # [B, H, N, E]
+    k: Tensor  # [B, Hc, N, E]
+    v: Tensor  # [B, Hc, N, F]
+    key_mask: Tensor | None  # bool [B, Hc, N]
+    broken: Tensor  # bool [B, H, N], queries that are not finite, or attend a key of their stretch that is not
+
+    @staticmethod
+    def of(inputs: Inputs, stretch: int) -> Clean:
+        q, k, v = (x.flatten(2, -2) for x in (inputs.q, inputs.k, inputs.v))
+        mask = inputs.key_mask
+        group = q.shape[1] // max(k.shape[1], 1)
+        if group > 1 and mask is not None and mask.ndim == inputs.k.ndim - 1:
+            k = k.repeat_interleave(group, 1)
+            v = v.repeat_interleave(group, 1)
+        mask = _by_head(mask, k.reshape(*k.shape[:2], *grid_of(inputs.k), k.shape[-1]))
+        fine = fine_features(k) & fine_values(v)  # [B, Hc, N]
+        wrong = ~fine if mask is None else mask & ~fine
+        heads = k.shape[1]
+        before = joined(cut(wrong, stretch, heads).cumsum(2) > 0, q.shape[2], heads, heads)  # [B, Hc, N]
+        whole = fine_features(q)  # [B, H, N]
+        keeps = (fine if mask is None else fine & mask).unsqueeze(-1)
+        return Clean(
+            q=torch.where(whole.unsqueeze(-1), q, 0),
+            k=torch.where(keeps, k, 0),
+            v=torch.where(keeps, v, 0),
+            key_mask=mask,
+            broken=~whole | before.repeat_interleave(q.shape[1] // max(heads, 1), 1),
+        )
+
+
+class Prefixes(NamedTuple):
+    """What the queries of each of n = m + 1 stretches see of the clusters of all m complete ones."""
+
+    sizes: Tensor  # int32 [B, Hc, n, m * C], 0 for the clusters of the own stretch and of later ones
+    variance: Tensor  # [B, Hc, n, E], mean over all earlier keys
+    spreads: Tensor  # [B, Hc, n, m * C], beside that mean
+    slope: Tensor | None  # [B, Hc, n, E, F], mean over all earlier keys
+
+    @staticmethod
+    def of(sizes: Tensor, variance: Tensor, spreads: Tensor, slope: Tensor | None) -> Prefixes:
+        """Of what each stretch has: [B, Hc, m, C], [B, Hc, m, E], [B, Hc, m, C] and [B, Hc, m, E, F].
+
+        Means over all earlier keys stand for those of each stretch.
+        """
+        complete = sizes.shape[2]
+        place = torch.arange(complete + 1, device=sizes.device)
+        seen = place[:complete] < place.unsqueeze(1)  # [n, m]
+        keys = sizes.sum(-1).to(variance.dtype)  # [B, Hc, m]
+        mean = prefix_mean(variance, keys)  # [B, Hc, n, E]
+        # A spread counts beside the variance that it is multiplied with.
+        total = mean.sum(-1).unsqueeze(-1)  # [B, Hc, n, 1]
+        factor = torch.where(total > 0, variance.sum(-1).unsqueeze(2) / torch.where(total > 0, total, 1), 0)
+        return Prefixes(
+            sizes=torch.where(seen.unsqueeze(-1), sizes.unsqueeze(2), 0).flatten(3),
+            variance=mean,
+            spreads=(spreads.unsqueeze(2) * torch.where(seen, factor, 0).unsqueeze(-1)).flatten(3),
+            slope=None if slope is None else prefix_mean(slope, keys),
+        )
+
+
+class Visible(NamedTuple):
+    """The clusters as n stretches of every head have them, and their keys."""
+
+    centers: Tensor  # [B, Hc * n, m * C, E]
+    values: Tensor  # [B, Hc * n, m * C, F]
+    sizes: Tensor  # int32 [B, Hc * n, m * C], as in `Prefixes`, and the following
+    variance: Tensor  # [B, Hc * n, E]
+    spreads: Tensor  # [B, Hc * n, m * C]
+    slope: Tensor | None  # [B, Hc * n, E, F]
+    label: Tensor  # int32 [B, Hc * n, N], -1 for keys of no complete stretch
+    order: Tensor  # int32 [B, Hc * n, N]
+
+    @staticmethod
+    def of(book: Codebook, heads: int, positions: int) -> Visible:
+        """`heads`: Hc."""
+        batch, _, count = book.sizes.shape
+        complete = book.stretches
+
+        def by_stretch(x: Tensor) -> Tensor:
+            return x.reshape(batch, heads, complete, *x.shape[2:])
+
+        def for_each(x: Tensor) -> Tensor:
+            """[B, Hc, ...], the same for all stretches."""
+            return x.unsqueeze(2).expand(-1, -1, complete + 1, *x.shape[2:]).flatten(1, 2)
+
+        slope = None if book.slope is None else by_stretch(book.slope)
+        seen = Prefixes.of(by_stretch(book.sizes), by_stretch(book.variance), by_stretch(book.spreads), slope)
+        label = global_label(by_stretch(book.label), count, positions)
+        return Visible(
+            centers=for_each(by_stretch(book.centers).flatten(2, 3)),
+            values=for_each(by_stretch(book.values).flatten(2, 3)),
+            sizes=seen.sizes.flatten(1, 2),
+            variance=seen.variance.flatten(1, 2),
+            spreads=seen.spreads.flatten(1, 2),
+            slope=None if seen.slope is None else seen.slope.flatten(1, 2),
+            label=for_each(label),
+            order=for_each(order_of(label)),
+        )
+
+
+def global_label(label: Tensor, count: int, positions: int) -> Tensor:
+    """The labels of stretches, int32 [B, Hc, m, S], as those of all m * count clusters: [B, Hc, N], -1 for none."""
+    step = count * torch.arange(label.shape[2], device=label.device, dtype=torch.int32).unsqueeze(1)
+    every = torch.where(label < 0, -1, label + step).flatten(2)
+    return F.pad(every, (0, positions - every.shape[2]), value=-1)
+
+
+def join(book: Codebook, inputs: Inputs) -> Attended:
+    """Attention of every query over the earlier keys of its stretch, and over earlier stretches by their clusters."""
+    inputs = inputs.level()
+    grid = grid_of(inputs.q)
+    stretch = book.label.shape[2]
+    clean = Clean.of(inputs, stretch)
+    batch, rows, positions, _ = clean.q.shape
+    heads = clean.k.shape[1]
+    number = stretch_count(positions, stretch)
+    numbers = row_numbers(inputs.rows, batch, rows, clean.q.device)
+    step = torch.arange(number, device=clean.q.device)[:, None]
+    numbers = (numbers.reshape(batch, heads, 1, -1) * number + step).reshape(batch, -1)  # [B, Hc * n * g]
+    q = cut(clean.q, stretch, heads)
+    own = calls.EarlierCall(
+        q=q,
+        k=cut(clean.k, stretch, heads),
+        v=cut(clean.v, stretch, heads),
+        usable=None if clean.key_mask is None else cut(clean.key_mask, stretch, heads),
+        dropout_seed=inputs.draw_dropout_seed(),
+        rows=numbers if inputs.dropout_p else None,
+        scale=inputs.scale,
+        dropout_p=inputs.dropout_p,
+    )
+    attended = ops.earlier(inputs.engine, own)
+    if number > 1:
+        attended = _with_earlier_stretches(book, inputs, clean, q, numbers, attended)
+    out, lse = (joined(x, positions, heads, rows) for x in attended)
+    out = torch.where(clean.broken.unsqueeze(-1), torch.nan, out)
+    lse = torch.where(clean.broken, torch.nan, lse)
+    attended = Attended(out.reshape(batch, rows, *grid, out.shape[-1]), lse.reshape(batch, rows, *grid))
+    return merge(attended, inputs.attend_windows(None)) if inputs.num_extra else attended
+
+
+def _with_earlier_stretches(
+    book: Codebook, inputs: Inputs, clean: Clean, q: Tensor, numbers: Tensor, near: Attended
+) -> Attended:
+    """`near`, of the folded queries q [B, Hc * n * g, S, E], joined with the clusters of earlier stretches."""
+    heads = clean.k.shape[1]
+    positions = clean.q.shape[2]
+    seen = Visible.of(book, heads, positions)
+    routes = None
+    if book.keys:
+        choosing = cut(earlier_queries(clean.q, look_back(grid_of(inputs.q)), q.shape[2]), q.shape[2], heads)
+        call = calls.RouteCall(
+            q=choosing.detach(),
+            centers=seen.centers,
+            sizes=seen.sizes,
+            variance=seen.variance,
+            spreads=seen.spreads,
+            keys=book.keys,
+            scale=inputs.scale,
+        )
+        routes = ops.route(inputs.engine, call).routes
+    tail = calls.ClusterTailCall(
+        q=q,
+        k=None if routes is None else clean.k,
+        v=None if routes is None else clean.v,
+        index=None,
+        label=seen.label,
+        order=None if routes is None else seen.order,
+        centers=seen.centers,
+        values=seen.values,
+        slope=seen.slope,
+        sizes=seen.sizes,
+        variance=seen.variance,
+        spreads=seen.spreads if book.second_order else None,
+        routes=routes,
+        near_out=near.out,
+        near_lse=near.lse,
+        dropout_seed=inputs.draw_dropout_seed(),
+        rows=numbers if inputs.dropout_p else None,
+        radius=(0,),
+        scale=inputs.scale,
+        dropout_p=inputs.dropout_p,
+        extras=inputs.num_extra,
+        keys=0 if routes is None else book.keys,
+    )
+    return ops.cluster_tail(inputs.engine, tail)

@@ -1,0 +1,1 @@
+"""The stage `earlier`: dense attention in causal order."""
