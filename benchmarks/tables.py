@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import latents
+import layouts
 import table_cells
 import tables_distributed
 import tables_learn
@@ -493,6 +495,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tune": tune,
     "crossover": crossover,
     "diffusion": tables_models.diffusion,
+    "latents": latents.table,
+    "layouts": layouts.table,
     "sampler": tables_models.sampler,
     "stretches": tables_models.stretches,
     "judge": judge,

@@ -473,7 +473,8 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
     if resolved.request.is_automatic:
         only_softmax = "torch's attention has softmax and scores by name only"
         what = "a search is" if resolved.search is not None else "clusters are"
-        reasons = [only_softmax if dense_is_cheaper(q, k, v, resolved.request.causal) else f"for the grid {size} {what} cheaper"]
+        is_dense_cheaper = dense_is_cheaper(q, k, v, resolved.request.causal)
+        reasons = [only_softmax if is_dense_cheaper else f"for the grid {size} {what} cheaper"]
     tail = None if resolved.tail is NO_TAIL else resolved.tail
     if tail is None:
         reasons.append("no tail: keys outside the windows count nothing")
