@@ -440,15 +440,15 @@ def causal() -> str:
 
 def versions() -> str:
     """docs/faq: what the quick part of the suite counts on other versions of torch."""
-    rows = load("versions").get("rows", {})
     return table(
         ("torch", "Triton", "Numba", "Python", "passed", "failed", "skipped"),
         *(
             (
-                *(version, row.get("triton", "none"), row["numba"], row["python"]),
+                *(made.get(name, "none") for name in ("torch", "triton", "numba", "python")),
                 *(str(row[name]) for name in ("passed", "failed", "skipped")),
             )
-            for version, row in rows.items()
+            for row in load("versions").values()
+            for made in [row["machine"]["versions"]]
         ),
     )
 

@@ -232,12 +232,12 @@ def _features(guides: Sequence[Tensor], own: int, width: int) -> list[Tensor]:
 
 def _places(extent: int, step: int, device: torch.device) -> Tensor:
     """Every step-th place and the last one."""
-    return torch.arange(0, extent - 1 + step, step, device=device).clamp(max=extent - 1)
+    return torch.arange(0, extent - 1 + step, step, dtype=torch.int64, device=device).clamp(max=extent - 1)
 
 
 def cosine(like: Tensor) -> Tensor:
     """The orthonormal cosine transform of a line of a block [8, 8], one function a row."""
-    n = torch.arange(SIDE, dtype=torch.float64)
+    n = torch.arange(SIDE, dtype=torch.float64, device="cpu")
     made = torch.cos(math.pi * (n + 0.5) * n[:, None] / SIDE) * math.sqrt(2 / SIDE)
     made[0] /= math.sqrt(2)
     return made.to(like)
@@ -248,12 +248,12 @@ def spline(like: Tensor) -> Tensor:
 
     Details are differences of two neighbors; means are taken by ten taps, so that a ramp is told by few numbers.
     """
-    low = torch.tensor([3.0, -3, -22, 22, 128, 128, 22, -22, -3, 3], dtype=torch.float64)
-    made = torch.eye(SIDE, dtype=torch.float64)
+    low = torch.tensor([3.0, -3, -22, 22, 128, 128, 22, -22, -3, 3], dtype=torch.float64, device="cpu")
+    made = torch.eye(SIDE, dtype=torch.float64, device="cpu")
     n = SIDE
     while n > 1:
         half = n // 2
-        level = torch.zeros(n, n, dtype=torch.float64)
+        level = torch.zeros(n, n, dtype=torch.float64, device="cpu")
         for i in range(half):
             for tap in range(len(low)):
                 level[i, (2 * i + tap - 4) % n] += low[tap] / 128
@@ -266,10 +266,10 @@ def spline(like: Tensor) -> Tensor:
 
 def haar(size: int, like: Tensor) -> Tensor:
     """The orthonormal Haar transform [size, size] of a power of two, one function a row."""
-    made = torch.ones(1, 1, dtype=torch.float64)
+    made = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(made) < size:
         means = made.repeat_interleave(2, 1)
-        steps = torch.kron(torch.eye(len(made), dtype=torch.float64), made.new_tensor([[1, -1]]))
+        steps = torch.kron(torch.eye(len(made), dtype=torch.float64, device="cpu"), made.new_tensor([[1, -1]]))
         made = torch.cat([means, steps]) / math.sqrt(2)
     return made.to(like)
 

@@ -113,7 +113,9 @@ def _share(error: float | None) -> float:
 def _fingerprint(mask: Tensor) -> Tensor:
     """Float32 [B, H, N], which another mask hardly has: its rows times random numbers."""
     generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(mask.shape[-1], generator=generator, device="cpu").add(0.5).to(mask.device)
+    weights = (
+        torch.rand(mask.shape[-1], generator=generator, dtype=torch.float32, device="cpu").add(0.5).to(mask.device)
+    )
     least = torch.finfo(torch.float16).min
     return mask.float().clamp(min=least) @ weights
 
@@ -155,7 +157,7 @@ def _read(
     heads = max(a.shape[1], bias.a.shape[1])
     a = torch.cat([bias.a.expand(1, heads, *bias.a.shape[2:]), a.expand(1, heads, *a.shape[2:])], -1)
     b = torch.cat([bias.b, bias.b.new_zeros(*bias.b.shape[:-1], len(off))], -1)
-    eye = torch.eye(len(off), device=a.device)
+    eye = torch.eye(len(off), dtype=a.dtype, device=a.device)
     b_extra = torch.cat([eye.new_zeros(len(off), bias.rank), eye], -1)[None, None]
     return GridMask(key_mask, mask_off, Bias(a, b, bias.error), b_extra)
 
@@ -192,7 +194,7 @@ def _table_of(
     table = added[:, query, key]  # [H, S]
     query_place = torch.stack(coordinates(torch.arange(math.prod(grid), device=device), grid), -1)
     key_place = torch.stack(coordinates(torch.arange(math.prod(key_grid), device=device), key_grid), -1)
-    last = torch.tensor(key_grid, device=device) - 1
+    last = torch.tensor(key_grid, dtype=torch.int64, device=device) - 1
     step = max(1, CHUNK_ELEMENTS // (added.shape[0] * added.shape[2]))
     for begin in range(0, added.shape[1], step):
         some = slice(begin, begin + step)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...core.calls import EarlierCall
 from ...results import Attended
-from ...spec.grid import key_row
 from ...spec.noise import noise, numbered
 from ...spec.scoring import accumulator, normalized_weights
 
@@ -21,7 +20,7 @@ def earlier(call: EarlierCall) -> Attended:
     outs = []
     sums = []
     for row in range(batch * heads):
-        source = int(key_row(torch.tensor(row), heads, call.k.shape[1]))
+        source = row // heads * call.k.shape[1] + row % heads // (heads // call.k.shape[1])
         k = call.k.flatten(0, 1)[source].to(wide)  # [S, E]
         v = call.v.flatten(0, 1)[source].to(wide)  # [S, F]
         allowed = below
@@ -46,6 +45,6 @@ def _kept(call: EarlierCall, row: int, p: Tensor) -> Tensor:
     if call.dropout_seed is None:
         return p
     place = torch.arange(len(p), device=p.device)
-    number = numbered(torch.tensor(row, device=p.device), call.rows)
+    number = numbered(torch.tensor(row, dtype=torch.int64, device=p.device), call.rows)
     bits = noise(call.dropout_seed, number, place.unsqueeze(1), place)
     return torch.where(bits >= int(call.dropout_p * 2**32), p / (1 - call.dropout_p), 0)
