@@ -488,6 +488,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mobilesam-layers": tables_models.mobilesam_layers,
     "sam2-cpu": tables_models.sam2_cpu,
     "sam2-cuda": tables_models.sam2_cuda,
+    "sam2-encoder": tables_models.sam2_encoder,
     "sam2-photographs": tables_models.sam2_photographs,
     "sam2-short": tables_models.sam2_short,
     "modes": modes,
