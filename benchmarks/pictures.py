@@ -70,7 +70,11 @@ def rows(device: str) -> dict[str, Row]:
         lambda found: {"right": float(((found.offset - moved).norm(dim=-1) < 2).float().mean())},
     )
     noisy = large + 25 / 255 * torch.randn(large.shape, generator=torch.Generator().manual_seed(0)).to(device)
-    made["denoise 1024x1024"] = lambda: images.denoise(noisy, 25 / 255), lambda out: {"psnr_db": psnr(out, large)}
+    for name, fast in (("denoise 1024x1024", False), ("denoise 1024x1024, fast", True)):
+        made[name] = (
+            lambda fast=fast: images.denoise(noisy, 25 / 255, fast=fast),
+            lambda out: {"psnr_db": psnr(out, large)},
+        )
     frames = [noisy[:272, n : n + 640] for n in range(12)]
     made["denoise a film of 12 frames 640x272"] = (
         lambda: list(denoise_frames(frames, 25 / 255)),

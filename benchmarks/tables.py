@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import latents
+import layouts
 import table_cells
 import tables_distributed
 import tables_learn
@@ -476,6 +478,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals": rivals,
     "search": search,
     "denoise": tables_pictures.denoise,
+    "denoise-photographs": tables_pictures.denoise_photographs,
     "correlation": tables_matching.correlation,
     "film": tables_pictures.film,
     "matching": tables_pictures.matching,
@@ -485,12 +488,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "mobilesam-layers": tables_models.mobilesam_layers,
     "sam2-cpu": tables_models.sam2_cpu,
     "sam2-cuda": tables_models.sam2_cuda,
+    "sam2-encoder": tables_models.sam2_encoder,
     "sam2-photographs": tables_models.sam2_photographs,
     "sam2-short": tables_models.sam2_short,
     "modes": modes,
     "tune": tune,
     "crossover": crossover,
     "diffusion": tables_models.diffusion,
+    "latents": latents.table,
+    "layouts": layouts.table,
+    "sampler": tables_models.sampler,
+    "stretches": tables_models.stretches,
     "judge": judge,
     "distributed": tables_distributed.distributed,
     "distributed-1": lambda: tables_distributed.distributed_predictions(1),

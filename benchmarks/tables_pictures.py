@@ -9,15 +9,33 @@ from table_cells import table, time
 
 
 def denoise() -> str:
-    """docs/denoise: PSNR and seconds, all of a photograph in one run."""
-    photographs = table_cells.load("denoise")
-    names = {"camera": "camera", "astronaut": "astronaut"}
-    runs = {name: photographs[name]["results"] for name in names}
-    lines = [
-        (way, *(x for run in runs.values() for x in (f"{run[way]['psnr_db']:.2f}", f"{run[way]['seconds']:.1f}")))
-        for way in runs["camera"]
-    ]
-    return table(("", "camera, dB", "s", "astronaut, dB", "s"), *lines)
+    """docs/denoise: means over the photographs."""
+    photographs = [row["results"] for row in table_cells.load("denoising").values()]
+    if not photographs:
+        return table_cells.NOT_MEASURED
+    sigmas = list(photographs[0])
+
+    def mean(way: str, what: str, sigma: str) -> float:
+        return sum(found[sigma][way][what] for found in photographs) / len(photographs)
+
+    lines = []
+    for way in photographs[0][sigmas[0]]:
+        cells = (f"{mean(way, 'psnr_db', s):.2f} / {mean(way, 'ssim', s):.3f}" for s in sigmas)
+        seconds = sum(mean(way, "cpu_seconds", s) for s in sigmas) / len(sigmas)
+        lines.append((way, *cells, time(seconds)))
+    return table(("dB / SSIM", *(f"noise {s}" for s in sigmas), "CPU time a photograph"), *lines)
+
+
+def denoise_photographs() -> str:
+    """docs/denoise: each photograph at noise 25."""
+    lines = []
+    for name, row in table_cells.load("denoising").items():
+        found = row["results"]["25"]
+        lines.append((name, *(f"{found[way]['psnr_db']:.2f}" for way in found)))
+    if not lines:
+        return table_cells.NOT_MEASURED
+    ways = next(iter(table_cells.load("denoising").values()))["results"]["25"]
+    return table(("noise 25, dB", *ways), *lines)
 
 
 def matching() -> str:

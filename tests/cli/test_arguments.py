@@ -37,6 +37,7 @@ pytestmark = pytest.mark.slow
         (("denoise", "folder"), "folder: a folder without pictures"),
         (("denoise", "tiny.png"), "too small"),
         (("denoise", "a.png", "--patch", 4), "odd"),
+        (("denoise", "a.png", "--patch", 5), "patch is a setting of the fast method; give --fast too"),
         (("denoise", "a.png", "--strength", 0), "strength must be positive"),
         (("denoise", "flat.png"), "nothing to remove"),
         (("denoise", "a.png", "--out", "a.png"), "not a folder"),

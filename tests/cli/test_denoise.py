@@ -35,6 +35,10 @@ def test_denoise_command_measures_itself_and_its_rivals(mode, tmp_path):
         assert row["psnr_db"] > numbers["noisy_psnr_db"] + least, name
     with Image.open(tmp_path / "denoised.png") as picture:
         assert picture.size == a.size
+    assert numbers["method"] == "collaborative"
+    fast = json.loads(call(*arguments, "--no-rivals", "--fast", "--patch", 3, "--json")[1])
+    assert (fast["method"], fast["settings"]["patch"]) == ("non-local means", 3)
+    assert fast["results"]["SCRAM"]["psnr_db"] < numbers["results"]["SCRAM"]["psnr_db"]
     plain = json.loads(call("denoise", tmp_path / "a.png", "--json", "--out", tmp_path)[1])
     assert plain["sigma_estimated"]
     assert plain["results"].keys() == {"SCRAM"}

@@ -13,7 +13,7 @@ TENSORS = (torch.Tensor, torch.Tensor | None)
 
 def test_the_calls_are_seen():
     names = {"SearchCall", "AttendCall", "DrawnTailCall", "SampleCall", "ClusterCall", "ClusterTailCall"}
-    names |= {"RouteCall", "RoutedStartCall"}
+    names |= {"RouteCall", "RoutedStartCall", "EarlierCall", "WindowScoresCall"}
     assert {call.__name__ for call in CALLS} == names
 
 
@@ -24,10 +24,13 @@ def test_tensors_come_first_and_a_callable_score_last(call):
     kinds = [hint in TENSORS for hint in hints.values()]
     assert kinds == sorted(kinds, reverse=True)
     assert call._fields[0] == "q"
-    if "score" in call._fields:  # clusters take no callable
+    if "score" in call._fields:  # clusters and lookups take no callable
         assert (call._fields[-1], call._field_defaults) == ("score", {"score": None})
     else:
-        assert call in (calls.ClusterCall, calls.ClusterTailCall, calls.RouteCall, calls.RoutedStartCall)
+        assert call in (
+            *(calls.ClusterCall, calls.ClusterTailCall, calls.RouteCall, calls.RoutedStartCall),
+            *(calls.EarlierCall, calls.WindowScoresCall),
+        )
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)

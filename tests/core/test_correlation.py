@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import scram
+from scram.core.correlation import box_scores
 
 interpreted = pytest.mark.interpreted
 
@@ -63,6 +64,16 @@ def test_the_order_of_steps_and_levels():
     found = scram.correlation(torch.ones(1, 1, 1, 1, 1), k, coords, 1, levels=2)[0, 0, 0, 0]
     assert found[:9].nonzero().tolist() == [[3]]  # one row up, the same column
     torch.testing.assert_close(found[9:].reshape(3, 3), torch.tensor([[0, 0, 0], [0.25, 0, 0], [0, 0, 0]]))
+
+
+def test_boxes_hold_the_products_of_their_keys():
+    q, k, _ = (x.detach() for x in leaves(torch.float32))
+    corner = torch.tensor([7, -1]).expand(2, 1, 3, 4, 2)
+    found = box_scores(q, k, corner, (3, 2))
+    want = torch.zeros_like(found)  # rows 7, 8 and one below the grid; one column beside it, column 0
+    for n, row in ((1, 7), (3, 8)):
+        want[..., n] = (q * k[:, :, row, 0][:, :, None, None]).sum(-1)
+    torch.testing.assert_close(found, want)
 
 
 def test_no_tensor_is_as_large_as_the_volume():

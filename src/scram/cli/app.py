@@ -191,34 +191,35 @@ def denoise(
     sigma: Annotated[float | None, Option(min=0.1, max=255, help="Noise level of 255; else it is estimated.")] = None,
     add_noise: Annotated[float | None, Option(min=0.1, max=255, help="First add noise; shows PSNR.")] = None,
     rivals: Annotated[bool, Option(help="With --add-noise, also run scikit-image and OpenCV.")] = True,
-    patch: Annotated[int | None, Option(min=1, help="Side of the patches, odd; 7 for gray, 5 for color.")] = None,
-    strength: Annotated[float | None, Option(help="Bandwidth of the weights in units of the noise.")] = None,
-    matches: Annotated[int, Option(min=1, max=64, help="Windows per pixel: its own and its best matches'.")] = 2,
-    radius: Annotated[int | None, Option(min=0, max=64, help="Radius of the windows; 5, films 3.")] = None,
+    fast: Annotated[bool, Option("--fast", help="Of a picture: non-local means, in one pass.")] = False,
+    patch: Annotated[int | None, Option(min=1, help="--fast, films: side of patches, odd; gray 7, color 5.")] = None,
+    strength: Annotated[float | None, Option(help="--fast, films: bandwidth of weights in units of noise.")] = None,
+    matches: Annotated[int | None, Option(min=1, max=64, help="--fast: windows per pixel; 2.")] = None,
+    radius: Annotated[int | None, Option(min=0, max=64, help="--fast, films: of the windows; 5, 3.")] = None,
     reach: Annotated[int, Option(min=0, max=16, help="Of a film: frames on either side that are used.")] = 2,
     device: Device = "cpu",
     seed: Annotated[int, Option(min=0, help="Seed of the search and of added noise.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Remove noise from a picture or a film by non-local means; with --add-noise, measure it."""
+    """Remove noise from a picture or a film; with --add-noise, measure it."""
     with output_folder(out):
         arguments.check_device(device)
         if strength is not None:
             arguments.check_positive("strength", strength)
         if patch is not None and patch % 2 == 0:
             raise ValueError(f"patch must be odd, got {patch}")
-        changed = {"patch": patch, "strength": strength, "radius": radius, "seed": seed}
+        changed = {"patch": patch, "strength": strength, "radius": radius}
         if arguments.is_film(image):
             from .denoise_film import run as run_film
 
-            film = run_film(Path(image), out, sigma, add_noise, {**changed, "reach": reach}, device)
+            film = run_film(Path(image), out, sigma, add_noise, {**changed, "reach": reach, "seed": seed}, device)
             film.finish(out / "denoise.json", as_json)
             return
         is_sample = arguments.is_photograph(image)
         from .denoise import run
 
         changed["matches"] = matches
-        report = run(image, is_sample, out, sigma, add_noise, rivals, changed, device)
+        report = run(image, is_sample, out, sigma, add_noise, rivals, fast, changed, seed, device)
         report.finish(out / "denoise.json", as_json)
 
 

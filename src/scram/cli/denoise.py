@@ -1,4 +1,4 @@
-"""`scram denoise`: non-local means over the whole picture, by SCRAM with the l2 score on patches."""
+"""`scram denoise` of a picture: collaborative filtering, or with --fast non-local means, beside rivals."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -11,7 +11,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ..images.denoising import LEAST_SIDE, Settings, check_size, denoise_picture, estimate_noise
+from ..images.collaborative import collaborative
+from ..images.denoising import LEAST_SIDE, Settings, check_fast, check_size, denoise_picture, estimate_noise
 from ..images.reading import Picture, read, write
 from . import memory, not_installed, pictures
 from .console import Numbers, Printout, counted, numbers_table, progress
@@ -64,10 +65,14 @@ def run(
     sigma: float | None,
     add_noise: float | None,
     rivals: bool,
+    fast: bool,
     changed: Mapping[str, Any],
+    seed: int,
     device: str,
 ) -> Printout:
     """Denoise a file or a sample, and where noise was added compare with the rivals; draw all."""
+    check_fast(fast, changed, "--fast")
+    changed = {**changed, "seed": seed}
     with progress() as step:
         step("reading")
         if not is_sample:
@@ -84,10 +89,10 @@ def run(
         if level == 0:
             raise ValueError("the estimated noise is 0: nothing to remove; give --sigma to smooth all the same")
         step("SCRAM: first call, may compile")
-        denoise_picture(noisy[:LEAST_SIDE, :LEAST_SIDE].to(device), level, settings)
+        run_scram(noisy[:LEAST_SIDE, :LEAST_SIDE].to(device), level, settings, fast)
         step("SCRAM")
         start = perf_counter()
-        clean = denoise_picture(noisy.to(device), level, settings).cpu()
+        clean = run_scram(noisy.to(device), level, settings, fast).cpu()
         results = {"SCRAM": (clean, perf_counter() - start)}
         skipped = {}
         for name, rival in RIVALS.items() if add_noise is not None and rivals else ():
@@ -112,7 +117,8 @@ def run(
         "added_noise": add_noise,
         "kind": whole.kind,
         "read": list(whole.notes),
-        "settings": asdict(settings),
+        "method": "non-local means" if fast else "collaborative",
+        "settings": asdict(settings) if fast else {"seed": seed},
         "noisy_psnr_db": None if add_noise is None else psnr(noisy, picture),
         "results": {
             name: {"seconds": seconds, "psnr_db": None if add_noise is None else psnr(result, picture)}
@@ -124,6 +130,10 @@ def run(
     if skipped:
         files += "\n" + not_installed(", ".join(dict.fromkeys(skipped.values())), "cli", "bench")
     return Printout(numbers, [_table(numbers)], files)
+
+
+def run_scram(noisy: Tensor, sigma: float, settings: Settings, fast: bool) -> Tensor:
+    return denoise_picture(noisy, sigma, settings) if fast else collaborative(noisy, sigma)
 
 
 def check_memory(image: str, changed: Mapping[str, Any], device: str) -> None:
@@ -149,7 +159,7 @@ def draw(
         panels.insert(0, panel("Original", picture, f"before noise of {added:g} was added", measured=False))
     removed = (0.5 + 2 * (noisy - results["SCRAM"][0])).mean(-1, keepdim=True)
     panels.append(panel("Removed by SCRAM", removed, "times 2; ideally only noise", measured=False))
-    title = "scram denoise: non-local means over the whole picture"
+    title = "scram denoise"
     pictures.sheet(panels, out / "denoise.png", title, columns=3 if len(panels) <= 3 else 4)
 
 

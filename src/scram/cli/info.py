@@ -38,6 +38,7 @@ def run(as_json: bool) -> None:
         "python": platform.python_version(),
         **dict.fromkeys(PACKAGES, "not installed"),
         **installed(PACKAGES),
+        "torch": torch.__version__,  # with its build, "+cpu"
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),

@@ -82,6 +82,18 @@ def lookup(q: Tensor, levels: Sequence[Tensor], coords: Tensor, radius: int, imp
     return torch.cat([_level(q, k, coords / 2**n, radius, spec) for n, k in enumerate(levels)], -1)
 
 
+def box_scores(q: Tensor, k: Tensor, corner: Tensor, sides: tuple[int, ...]) -> Tensor:
+    """The scores of the keys of one box per query, [B, H, *G, prod(sides)], row-major; 0 off the grid.
+
+    Args:
+        q, k: [B, H, *G, E], [B, Hk, *G', E].
+        corner: int64 [B, H, *G, rank], the first place of each box.
+        sides: of all boxes, one per axis.
+    """
+    spec = dispatch.choose("auto", q.device, q.dtype)
+    return ops.window_scores(spec, WindowScoresCall(q, k, corner.int().contiguous(), sides, 1.0)).scores
+
+
 def _level(q: Tensor, k: Tensor, coords: Tensor, radius: int, spec: EngineSpec) -> Tensor:
     """[B, H, *G, (2b+1)^rank]: the scores at whole places around each window, then between them axis by axis."""
     rank = coords.shape[-1]

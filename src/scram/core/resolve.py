@@ -146,10 +146,15 @@ COSTS = {
     ("cuda", True): DeviceCost(1600, 0, 1.5, 0.037, 0, 0.004),
     ("cuda", False): DeviceCost(1600, 0, 3, 0.074, 0, 0.032),
 }
+CAUSAL_PAIRS = 0.5  # of dense attention
+CAUSAL_CLUSTERS_COST = 0.7  # clusters of stretches beside a search with clusters, measured on a CPU
 
 
-def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether dense attention takes less time than a search with clusters, by what was measured for such tensors."""
+def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> bool:
+    """Whether dense attention takes less time than a search with clusters, by what was measured for such tensors.
+
+    Under causal order there is half of the pairs, and no search.
+    """
     cost = COSTS.get((q.device.type, q.dtype.itemsize == 2))
     if cost is None:
         return True  # a device without an engine of its own: the reference is far slower than torch
@@ -159,13 +164,16 @@ def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor) -> bool:
     width = q.shape[-1] + v.shape[-1]
     dense = rows * queries * keys * (cost.pair + cost.pair_feature * width) * 1e-6
     searched = rows * (cost.row + queries * (cost.query + cost.feature * width) * 1e-3)
+    if causal:
+        dense *= CAUSAL_PAIRS
+        searched *= CAUSAL_CLUSTERS_COST
     return bool(dense <= max(cost.least, searched))
 
 
 def goes_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> bool:
     """Whether a call of which nothing is said is dense attention: torch has it, and it is cheaper. Shapes decide."""
     has_dense = request.weight == "softmax" and not callable(request.score)
-    return has_dense and request.is_automatic and dense_is_cheaper(q, k, v)
+    return has_dense and request.is_automatic and dense_is_cheaper(q, k, v, request.causal)
 
 
 def default_tail(device: str, weight: Weight, causal: bool, score: Score, searches: bool = False) -> Tail:
@@ -465,7 +473,8 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
     if resolved.request.is_automatic:
         only_softmax = "torch's attention has softmax and scores by name only"
         what = "a search is" if resolved.search is not None else "clusters are"
-        reasons = [only_softmax if dense_is_cheaper(q, k, v) else f"for the grid {size} {what} cheaper"]
+        is_dense_cheaper = dense_is_cheaper(q, k, v, resolved.request.causal)
+        reasons = [only_softmax if is_dense_cheaper else f"for the grid {size} {what} cheaper"]
     tail = None if resolved.tail is NO_TAIL else resolved.tail
     if tail is None:
         reasons.append("no tail: keys outside the windows count nothing")

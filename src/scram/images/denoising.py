@@ -1,4 +1,4 @@
-"""Non-local means over a whole picture, by SCRAM with the l2 score on patches."""
+"""Pictures without noise: collaborative filtering, or the quicker non-local means, by SCRAM with the l2 score."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..functional import attend, search
 from ..results import Matches
 from ..settings import Search
 from .checks import check_finite, check_floats
+from .collaborative import collaborative
 from .features import padded
 from .pca import principal_axes
 
@@ -49,22 +50,25 @@ def denoise(
     picture: Tensor,
     sigma: float | None = None,
     *,
+    fast: bool = False,
     patch: int | None = None,
     strength: float | None = None,
-    matches: int = 2,
-    radius: int = 5,
-    seed: int = 0,
+    matches: int | None = None,
+    radius: int | None = None,
+    seed: int | None = None,
 ) -> Tensor:
-    """Remove white noise from a picture: every patch becomes a mean of patches that look alike.
+    """Remove white noise from a picture: groups of blocks that look alike are shrunk together, twice.
 
     Args:
         picture: [H, W, 1] or [H, W, 3], values 0..1.
         sigma: standard deviation of the noise, in the same units; None estimates it.
+        fast: non-local means instead, in one pass: every patch becomes a mean of patches that look alike. The other
+            arguments are its own.
         patch: side of the patches, odd; 7 for gray, 5 for color.
         strength: bandwidth of the weights in units of the noise; 0.95 for gray, 1.2 for color.
-        matches: windows per pixel: its own, and those of its best matches elsewhere.
-        radius: of the windows.
-        seed: of the search.
+        matches: windows per pixel: its own, and those of its best matches elsewhere; 2.
+        radius: of the windows; 5.
+        seed: of the search; 0.
 
     Returns:
         The picture without noise [H, W, C].
@@ -76,6 +80,7 @@ def denoise(
     """
     check_picture(picture)
     changed = {"patch": patch, "strength": strength, "matches": matches, "radius": radius, "seed": seed}
+    check_fast(fast, changed)
     settings = Settings.of(picture.shape[-1], changed)
     check_size(picture, settings)
     level = estimate_noise(picture) if sigma is None else float(sigma)
@@ -83,7 +88,14 @@ def denoise(
         if sigma is not None:
             raise ValueError(f"sigma must be positive and finite, got {sigma}")
         raise ValueError("the estimated noise is 0: nothing to remove; give a sigma to smooth all the same")
-    return denoise_picture(picture.float(), level, settings)
+    return denoise_picture(picture.float(), level, settings) if fast else collaborative(picture.float(), level)
+
+
+def check_fast(fast: bool, changed: Mapping[str, Any], name: str = "fast=True") -> None:
+    """Settings of the fast method are for it alone."""
+    given = [key for key, value in changed.items() if value is not None]
+    if given and not fast:
+        raise ValueError(f"{given[0]} is a setting of the fast method; give {name} too, or leave it out")
 
 
 def check_picture(picture: Tensor) -> None:

@@ -205,7 +205,8 @@ def trust(
         matches: what a search found; None searches.
         error: the budget of the verdict, as in `tune`: of the 95th percentile, in every head.
         num_queries: queries to look at; all of them where there are not more.
-        seed: chooses the sample; and clusters or drawn keys, where neither they nor the search have a seed.
+        seed: chooses the sample; and clusters or drawn keys, where neither they nor the search have a seed. Intervals
+            hold for the queries that were not sampled, with these seeds; other seeds of the search are not covered.
 
     Returns:
         Trust, with `verdict` "sparse" (windows alone keep the budget), "tail" (windows with the tail do) or "dense".

@@ -84,7 +84,8 @@ def tune(
             dropout.
         num_queries: queries of a head to compare, and eight times as many where these leave it open whether a setting
             keeps the budget; all of them where there are not more.
-        seed: of the sample, of the searches and of the clusters; the plan keeps it.
+        seed: of the sample, of the searches and of the clusters; the plan keeps it, since intervals cover the sample of
+            queries and no other seed.
 
     Returns:
         Plan: prints its table, is called like `attention`, saves as JSON, checks itself on other tensors.

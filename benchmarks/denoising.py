@@ -1,0 +1,121 @@
+"""Denoising of photographs beside BM3D: `python benchmarks/denoising.py FOLDER`. Results: results/denoising.json.
+
+FOLDER holds the photographs of Debian's package lomiri-wallpapers-16.04 (usr/share/backgrounds). The twelve below were
+named before anything was measured on them; settings were chosen on parts of camera, astronaut and coffee. Each is made
+smaller by means of areas, the longer side 320 pixels. White noise of 15, 25 and 50 of 255 is added and not cut.
+BM3D is PyPI's bm3d with its standard profile, in color `bm3d_rgb`; scikit-image's `denoise_nl_means` runs in its fast
+mode with the h of its manual, OpenCV's with 0.8 of the noise. One thread; times are CPU seconds. A first call of each
+is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from store import Store
+from torch import Tensor
+
+from scram.cli.pictures import psnr
+from scram.images import denoise
+from scram.images.reading import read
+
+DEBIAN = (
+    "Bridge_by_Sander_Klootwijk",
+    "Dragonfly_by_Bolly",
+    "Wine_by_Jakkub_Mede",
+    "aitzgorri_by_Aitzol_Berasategi",
+    "friends_by_Aitzol_Berasategi",
+    "greentock_by_Peter_Nerlich",
+    "life_by_Aitzol_Berasategi",
+    "picosdeeuropa_by_Aitzol_Berasategi",
+    "sunset_by_Aitzol_Berasategi",
+    "umang_by_Abhishek_Mudgal",
+)
+SCIKIT_IMAGE = ("chelsea", "rocket")
+LONGER = 320
+SIGMAS = (15, 25, 50)
+
+
+def photographs(folder: Path) -> dict[str, Tensor]:
+    """[H, W, 3] in 0..1 by name."""
+    import skimage.data
+
+    whole = {name.split("_by_")[0]: read(folder / f"{name}.jpg").pixels for name in DEBIAN}
+    for name in SCIKIT_IMAGE:
+        whole[name] = torch.from_numpy(np.array(getattr(skimage.data, name)())).float() / 255
+    return {name: smaller(picture) for name, picture in whole.items()}
+
+
+def smaller(picture: Tensor) -> Tensor:
+    factor = LONGER / max(picture.shape[:2])
+    size = [round(n * factor) for n in picture.shape[:2]]
+    return F.interpolate(picture.movedim(-1, 0)[None], size, mode="area")[0].movedim(0, -1).contiguous()
+
+
+def bm3d(noisy: Tensor, sigma: float) -> Tensor:
+    import bm3d
+
+    profile = bm3d.BM3DProfile()
+    profile.num_threads = 1
+    return torch.from_numpy(bm3d.bm3d_rgb(noisy.double().numpy(), sigma, profile)).float()
+
+
+def scikit_image(noisy: Tensor, sigma: float) -> Tensor:
+    from skimage.restoration import denoise_nl_means
+
+    how = {"patch_size": 5, "patch_distance": 6, "h": 0.6 * sigma, "sigma": sigma, "fast_mode": True}
+    return torch.from_numpy(np.asarray(denoise_nl_means(noisy.numpy(), channel_axis=-1, **how))).float()
+
+
+def opencv(noisy: Tensor, sigma: float) -> Tensor:
+    import cv2
+
+    cv2.setNumThreads(1)
+    eight = (noisy.clamp(0, 1) * 255).round().byte().numpy()
+    h = 0.8 * 255 * sigma
+    return torch.from_numpy(cv2.fastNlMeansDenoisingColored(eight, None, h, h, 7, 21)).float() / 255
+
+
+WAYS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "SCRAM": denoise,
+    "SCRAM, fast": lambda noisy, sigma: denoise(noisy, sigma, fast=True),
+    "BM3D": bm3d,
+    "scikit-image": scikit_image,
+    "OpenCV": opencv,
+}
+
+
+def main(folder: Path) -> None:
+    from skimage.metrics import structural_similarity
+
+    torch.set_num_threads(1)
+    store = Store("denoising")
+    pictures = photographs(folder)
+    for way in WAYS.values():
+        way(next(iter(pictures.values()))[:64, :64], 0.1)
+    for n, (name, picture) in enumerate(pictures.items()):
+        row: dict[str, dict[str, dict[str, float]]] = {}
+        for sigma in SIGMAS:
+            drawn = np.random.default_rng(n).normal(0, sigma / 255, tuple(picture.shape))
+            noisy = picture + torch.from_numpy(drawn.astype(np.float32))
+            found = row[str(sigma)] = {}
+            for way, run in WAYS.items():
+                start = time.process_time()
+                clean = run(noisy, sigma / 255)
+                seconds = time.process_time() - start
+                ssim = structural_similarity(picture.numpy(), clean.numpy(), data_range=1, channel_axis=-1)
+                found[way] = {"psnr_db": psnr(clean, picture), "ssim": float(ssim), "cpu_seconds": seconds}
+            print(name, sigma, {way: round(x["psnr_db"], 2) for way, x in found.items()}, flush=True)
+        store.put(name, size=list(picture.shape[:2]), results=row)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    main(parser.parse_args().folder)
