@@ -121,7 +121,6 @@ def videomae():
     ), {"pixel_values": torch.randn(1, 4, 3, 32, 32)}
 
 
-BIAS = "a float bias, which the search would have to know"
 WINDOW = "16 tokens, and no picture is known"
 # What stands on grids (extents, tokens before, extents of reduced keys), and what starts the reasons of the others.
 VISION = {
@@ -136,8 +135,8 @@ VISION = {
         [],
     ),
     "Swin": (swin, [], [WINDOW, WINDOW]),
-    "BEiT": (beit, [], [BIAS]),
-    "SAM": (sam, [], [BIAS, BIAS]),
+    "BEiT": (beit, [((8, 8), 1, ())], []),
+    "SAM": (sam, [((7, 7), 0, ()), ((16, 16), 0, ())], []),
     "DETR": (detr, [((4, 6), 0, ())], ["20 tokens", "20 queries and 24 keys"]),
     "Depth Anything": (depth, [((8, 6), 1, ())] * 4, []),
     "VideoMAE": (videomae, [((2, 4, 4), 0, ())], []),
