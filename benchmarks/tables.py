@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import latents
+import layouts
 import table_cells
 import tables_distributed
 import tables_learn
@@ -486,12 +488,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "mobilesam-layers": tables_models.mobilesam_layers,
     "sam2-cpu": tables_models.sam2_cpu,
     "sam2-cuda": tables_models.sam2_cuda,
+    "sam2-encoder": tables_models.sam2_encoder,
     "sam2-photographs": tables_models.sam2_photographs,
     "sam2-short": tables_models.sam2_short,
     "modes": modes,
     "tune": tune,
     "crossover": crossover,
     "diffusion": tables_models.diffusion,
+    "latents": latents.table,
+    "layouts": layouts.table,
     "sampler": tables_models.sampler,
     "stretches": tables_models.stretches,
     "judge": judge,

@@ -45,13 +45,12 @@ def mobilesam_model() -> str:
     }
     lines = []
     for key, label in shown.items():
-        mine = [rows[f"{name} {key}"] for name in PHOTOGRAPHS]
-        masks = [row["mask_agreement"] for row in mine]
-        cells = [
-            (digits([row["embedding_error"]]), digits([min(m), sum(m) / len(m)]))
-            for row, m in zip(mine, masks, strict=True)
-        ]
-        lines.append((label, *(f"{error}; {both}" for error, both in cells)))
+        cells = []
+        for row in (rows.get(f"{name} {key}") for name in PHOTOGRAPHS):
+            masks = row["mask_agreement"] if row is not None else []
+            both = digits([min(masks), sum(masks) / len(masks)]) if masks else ""
+            cells.append(f"{digits([row['embedding_error']])}; {both}" if row is not None else "not measured")
+        lines.append((label, *cells))
     return table(("", *PHOTOGRAPHS), *lines)
 
 
@@ -173,96 +172,112 @@ def gmflow_layers_flow() -> str:
 
 # --- SAM 2 ---
 
-SAM2_MACHINES = {"cpu": "2 CPU cores, float32, torch SDPA", "cuda": "H200, bfloat16, cuDNN attention"}
+SAM2_MACHINES = {"cpu": "one CPU core, float32, torch SDPA", "cuda": "H200, bfloat16, cuDNN attention"}
 SAM2_WAYS = {"dense": "dense", "default": "SCRAM, default", "0.05": "SCRAM, error 5 %", "0.02": "SCRAM, error 2 %"}
+SAM2_OF_A_SIZE = ("times", "tuned")  # rows that are of no photograph
 
 
-def sam2_of_size(device: str, side: int) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """The times of a size and the rows of its photographs; None where either is missing."""
+def sam2_photograph_rows(device: str, side: int) -> list[dict[str, Any]]:
+    keys = {key: key.split() for key in table_cells.load("sam2")}
+    mine = [key for key, (x, y, name) in keys.items() if (x, y) == (device, str(side)) and name not in SAM2_OF_A_SIZE]
+    return [table_cells.load("sam2")[key] for key in mine]
+
+
+def sam2_sides(device: str, kind: str) -> list[int]:
+    """The sizes that have photographs and a row of that kind."""
     rows = table_cells.load("sam2")
-    timed = rows.get(f"{device} {side} times")
-    photographs = [
-        row for key, row in rows.items() if key.startswith(f"{device} {side} ") and not key.endswith("times")
-    ]
-    return (timed, photographs) if timed is not None and photographs else None
+    found = {int(key.split()[1]) for key in rows if key.startswith(f"{device} ")}
+    return [side for side in sorted(found) if f"{device} {side} {kind}" in rows and sam2_photograph_rows(device, side)]
 
 
-def sam2_sides(device: str) -> list[int]:
-    found = {int(key.split()[1]) for key in table_cells.load("sam2") if key.startswith(f"{device} ")}
-    return [side for side in sorted(found) if sam2_of_size(device, side) is not None]
-
-
-def sam2_quality(photographs: list[dict[str, Any]], way: str) -> tuple[float, float, float]:
-    """The mean error of the embedding, the mean IoU of all masks and the worst of them."""
+def sam2_quality(photographs: list[dict[str, Any]], way: str) -> tuple[str, str]:
+    """The mean error of the embedding, and the mean IoU of all masks and the worst of them."""
     errors = [row[way]["embedding_error"] for row in photographs]
     shares = [value for row in photographs for value in row[way]["iou"]]
-    return sum(errors) / len(errors), sum(shares) / len(shares), min(shares)
+    return share(sum(errors) / len(errors)), f"{digits([sum(shares) / len(shares)])}, {digits([min(shares)])}"
 
 
-def sam2_lines(device: str, side: int, ways: tuple[str, ...], short: bool = False) -> list[tuple[str, ...]]:
-    found = sam2_of_size(device, side)
-    assert found is not None
-    timed, photographs = found
-    base = min(timed["dense"]["layers"])
+def sam2_size(device: str, side: int, row: dict[str, Any]) -> tuple[str, ...]:
+    photographs = sam2_photograph_rows(device, side)
+    points = sum(one["sure"] for one in photographs)
+    return f"{side}, {BY.join(map(str, row['tokens']))}", f"{len(photographs)}, {points}"
+
+
+SAM2_HEAD = ("pixels, tokens", "photographs, points", "global layers", "dense", "SCRAM", "times faster")
+SAM2_QUALITY = ("embedding error", "IoU of masks: mean, worst")
+
+
+def sam2_tuned(device: str, budgets: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """By what `scram.tune` timed."""
     lines = []
-    for number, way in enumerate(ways):
-        row = timed[way]
-        layers = min(row["layers"])
-        cells = [
-            "" if number else f"{side}, {BY.join(map(str, timed['tokens']))}",
-            SAM2_WAYS[way],
-            time(layers),
-            f"{base / layers:.3g}",
-            time(min(row["encoder"])),
-        ]
-        cells += [] if short else [mebibytes(row["peak_bytes"]), " ".join(map(share, row["layer_errors"]))]
-        if way == "dense":
-            cells += ["", ""]
-        else:
-            error, mean, worst = sam2_quality(photographs, way)
-            cells += [share(error), f"{digits([mean])}, {digits([worst])}"]
-        lines.append(tuple(cells))
+    for side in sam2_sides(device, "tuned"):
+        row = table_cells.load("sam2")[f"{device} {side} tuned"]
+        for number, budget in enumerate(budgets):
+            one = row[budget]
+            size = ("", "") if number else sam2_size(device, side, row)
+            cells = time(one["dense"]), time(one["layers"]), f"{one['dense'] / one['layers']:.3g}"
+            lines.append((*size, SAM2_WAYS[budget], *cells, *sam2_quality(sam2_photograph_rows(device, side), budget)))
     return lines
 
 
-def sam2_table(device: str) -> str:
-    """docs/sam2: every size and way on one machine."""
-    sides = sam2_sides(device)
-    if not sides:
-        return table_cells.NOT_MEASURED
-    head = ("pixels, tokens", "global layers", "time", "times faster", "encoder", "peak memory", "error by layer")
-    lines = [line for side in sides for line in sam2_lines(device, side, tuple(SAM2_WAYS))]
-    return table((*head, "embedding error", "IoU of masks: mean, worst"), *lines)
+def sam2_timed(device: str, ways: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """By the clock, all ways in one run: layers, encoder and memory."""
+    lines = []
+    for side in sam2_sides(device, "times"):
+        row = table_cells.load("sam2")[f"{device} {side} times"]
+        dense = min(row["dense"]["layers"])
+        for number, way in enumerate(ways):
+            size = ("", "") if number else sam2_size(device, side, row)
+            layers = min(row[way]["layers"])
+            cells = time(dense), time(layers), f"{dense / layers:.3g}"
+            lines.append((*size, SAM2_WAYS[way], *cells, *sam2_quality(sam2_photograph_rows(device, side), way)))
+    return lines
 
 
 def sam2_cpu() -> str:
-    return sam2_table("cpu")
+    """docs/sam2: the tuned layers on a CPU."""
+    return table((*SAM2_HEAD, *SAM2_QUALITY), *sam2_tuned("cpu", ("0.05", "0.02")))
 
 
 def sam2_cuda() -> str:
-    return sam2_table("cuda")
+    """docs/sam2: every way on a GPU, with the time and the memory of the whole encoder."""
+    lines = sam2_timed("cuda", ("default", "0.05", "0.02"))
+    return table((*SAM2_HEAD, *SAM2_QUALITY), *lines) if lines else table_cells.NOT_MEASURED
+
+
+def sam2_encoder() -> str:
+    """docs/sam2: time, peak memory and errors by layer of the whole encoder, where they were measured."""
+    lines = []
+    for device, machine in SAM2_MACHINES.items():
+        for side in sam2_sides(device, "times"):
+            row = table_cells.load("sam2")[f"{device} {side} times"]
+            for way, label in SAM2_WAYS.items():
+                one = row[way]
+                errors = " ".join(map(share, one["layer_errors"]))
+                lines.append(
+                    (machine, str(side), label, time(min(one["encoder"])), mebibytes(one["peak_bytes"]), errors)
+                )
+    head = ("machine", "pixels", "global layers", "encoder", "peak memory", "error by layer")
+    return table(head, *lines) if lines else table_cells.NOT_MEASURED
 
 
 def sam2_short() -> str:
-    """README: dense attention and an error of 5 %, on both machines."""
+    """README: dense attention and an error of 5 %."""
+    rows = {"cpu": sam2_tuned("cpu", ("0.05",)), "cuda": sam2_timed("cuda", ("0.05",))}
     lines = [
-        (SAM2_MACHINES[device] if not (n or m) else "", *line)
-        for device in SAM2_MACHINES
-        for n, side in enumerate(sam2_sides(device))
-        for m, line in enumerate(sam2_lines(device, side, ("dense", "0.05"), short=True))
+        (SAM2_MACHINES[device] if not n else "", line[0], *line[3:])
+        for device, mine in rows.items()
+        for n, line in enumerate(mine)
     ]
-    if not lines:
-        return table_cells.NOT_MEASURED
-    head = ("machine", "pixels, tokens", "global layers", "time", "times faster", "encoder", "embedding error")
-    return table((*head, "IoU of masks: mean, worst"), *lines)
+    return table(("machine", SAM2_HEAD[0], *SAM2_HEAD[3:], *SAM2_QUALITY), *lines)
 
 
 def sam2_photographs() -> str:
-    """docs/sam2: each photograph at an error of 5 %."""
+    """docs/sam2: each photograph, every way."""
     lines = []
     for key, row in table_cells.load("sam2").items():
         device, side, name = key.split()
-        if name == "times":
+        if name in SAM2_OF_A_SIZE:
             continue
         cells = []
         for way in ("default", "0.05", "0.02"):
@@ -270,7 +285,5 @@ def sam2_photographs() -> str:
             masks = f"{digits([sum(shares) / len(shares)])} {digits([min(shares)])}" if shares else "no point"
             cells.append(f"{share(row[way]['embedding_error'])}; {masks}")
         lines.append((device, side, name, f"{row['sure']} of {row['points']}", *cells))
-    if not lines:
-        return table_cells.NOT_MEASURED
     ways = list(SAM2_WAYS.values())[1:]
     return table(("device", "pixels", "photograph", "points", *ways), *lines)

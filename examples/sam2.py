@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import hiera
@@ -58,11 +59,11 @@ PHOTOGRAPHS = ("astronaut", "chelsea", *FILES)
 SIDES = (1024, 1792, 2048)
 BUDGETS = (0.05, 0.02)
 WAYS = ("default", *(f"{budget:g}" for budget in BUDGETS))
-PARTS = ("quality", "times")
+PARTS = ("tuned", "quality", "times")
 POINTS = 5  # along a side: prompts are in the middles of 5 x 5 cells
 SURE = 0.9  # predicted IoU of the dense model's mask, from which a point counts
 AT_ONCE = 5  # points that the decoder takes at a time
-ROUNDS = 3  # of times; each goes through all ways, the least time counts
+ROUNDS = 3  # of times where nothing else is said; each goes through all ways, the least time counts
 DRAWN = ("dogs", 1024)
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sam2.json"
@@ -231,24 +232,35 @@ def quality(model: Model, picture: Tensor, plans: Plans) -> Row:
     return row
 
 
-def times(model: Model, picture: Tensor, plans: Plans) -> Row:
-    """Seconds of the global layers together, of the whole encoder, and its peak memory, by each way."""
+def times(model: Model, picture: Tensor, plans: Plans, rounds: int = ROUNDS) -> Row:
+    """Seconds of the global layers together, of the whole encoder, and its peak memory, by each way.
+
+    Beside them stand seconds of CPU, which other programs on the machine hardly change.
+    """
     device = picture.device
     calls: list[tuple[int, Tensor, Tensor, Tensor]] = []
+    exact: list[Tensor] = []
 
     def kept(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         calls.append((number, q, k, v))
-        return hiera.dense(number, q, k, v)
+        exact.append(hiera.dense(number, q, k, v))
+        return exact[-1]
 
     model.encoder.trunk(picture, kept)
-    row: Row = {"tokens": list(calls[0][1].shape[2:-1]), "rounds": ROUNDS}
-    row |= {name: {"layers": [], "encoder": [], "layer_errors": [], "peak_bytes": 0} for name in ways(plans)}
-    for name, way in ways(plans).items():  # kernels are compiled, and how far off each layer is
-        row[name]["layer_errors"] = [off(way(*call), hiera.dense(*call)) for call in calls]
-    for _ in range(ROUNDS):
+    row: Row = {"tokens": list(calls[0][1].shape[2:-1]), "rounds": rounds}
+    kinds = ("layers", "encoder", "layers_cpu", "encoder_cpu")
+    row |= {name: {**{kind: [] for kind in kinds}, "peak_bytes": 0} for name in ways(plans)}
+    for name, way in ways(plans).items():  # how far off each layer is, and kernels are compiled
+        outs = (out if name == "dense" else way(*call) for call, out in zip(calls, exact, strict=True))
+        row[name]["layer_errors"] = [off(out, wanted) for out, wanted in zip(outs, exact, strict=True)]
+    for _ in range(rounds):
         for name, way in ways(plans).items():
+            begin = process_time()
             layers = [clock(partial(way, *call), device, once=0.0)[0] for call in calls]
+            middle = process_time()
             whole = clock(partial(model.encoder.features, picture, way), device, once=0.0)[0]
+            row[name]["layers_cpu"].append(middle - begin)
+            row[name]["encoder_cpu"].append(process_time() - middle)
             row[name]["layers"].append(sum(time.seconds for time in layers))
             row[name]["encoder"].append(whole.seconds)
             row[name]["peak_bytes"] = max(row[name]["peak_bytes"], whole.peak_bytes or 0)
@@ -256,6 +268,20 @@ def times(model: Model, picture: Tensor, plans: Plans) -> Row:
         budget: [str(plans[key_of(budget, q, number)].setting) for number, q, _, _ in calls] for budget in BUDGETS
     }
     return row | {"chosen": {f"{budget:g}": settings for budget, settings in chosen.items()}}
+
+
+def tuned_times(plans: Plans, side: int) -> Row:
+    """Seconds of the global layers as `scram.tune` took them on its photograph: two runs that agree, of each layer."""
+    grid = (side // 16, side // 16)
+    names = {budget: [f"{budget:g} {grid[0]}x{grid[1]} {n}" for n in hiera.GLOBAL] for budget in BUDGETS}
+    of_budget = {f"{budget:g}": [plans[name] for name in mine] for budget, mine in names.items()}
+    row: Row = {"tokens": list(grid), "chosen": {x: [str(p.setting) for p in mine] for x, mine in of_budget.items()}}
+    for budget, mine in of_budget.items():
+        row[budget] = {
+            "layers": sum(plan.rungs[plan.chosen].seconds or 0.0 for plan in mine),
+            "dense": sum(plan.rungs[-1].seconds or 0.0 for plan in mine),
+        }
+    return row
 
 
 def measure(
@@ -266,14 +292,17 @@ def measure(
     device: str,
     plans: Plans,
     picture: Callable[[str, int], Tensor] = photograph,
+    rounds: int = ROUNDS,
 ) -> Iterator[tuple[str, Row]]:
     """A row for each size and photograph, and one of times for each size; `plans` gets what was tuned."""
     for side in sides:
         tokens = f"{side // 16}x{side // 16}"
         if f"{BUDGETS[0]:g} {tokens} {hiera.GLOBAL[0]}" not in plans:
             plans.update(tuned(model, picture(TUNED, side).to(device)))
+        if "tuned" in parts:
+            yield f"{device} {side} tuned", tuned_times(plans, side)
         if "times" in parts:
-            yield f"{device} {side} times", times(model, picture(names[0], side).to(device), plans)
+            yield f"{device} {side} times", times(model, picture(names[0], side).to(device), plans, rounds)
         for name in names if "quality" in parts else ():
             yield f"{device} {side} {name}", quality(model, picture(name, side).to(device), plans)
 
@@ -317,9 +346,10 @@ def draw(model: Model, picture: Tensor, plans: Plans, row: Row, path: Path) -> N
     for axes, title in zip(panels, titles, strict=False):
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_axis_off()
-    labels = {"dense": "dense", "default": "SCRAM", "0.05": "SCRAM, 5 %", "0.02": "SCRAM, 2 %"}
-    seconds = [min(row[name]["layers"]) for name in labels]
-    bars = panels[4].barh(list(labels.values()), seconds, color=["0.6", "C0", "C0", "C0"])
+    budgets = {f"{budget:g}": f"SCRAM, {budget:.0%}" for budget in BUDGETS}
+    labels = ["dense", *budgets.values()]
+    seconds = [row["0.05"]["dense"], *(row[budget]["layers"] for budget in budgets)]
+    bars = panels[4].barh(labels, seconds, color=["0.6", "C0", "C0"])
     panels[4].bar_label(bars, [f" {time:.2f} s" for time in seconds], fontsize=10)
     panels[4].invert_yaxis()
     panels[4].set_xlim(0, 1.25 * max(seconds))
@@ -337,6 +367,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", type=int, default=list(SIDES), help="pixels, multiples of 128")
     parser.add_argument("--photographs", nargs="+", choices=PHOTOGRAPHS, default=list(PHOTOGRAPHS))
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, "picture"), default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of times (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for packages (default: %(default)s)")
     parser.add_argument("--plans", type=Path, help="a file with the plans: read where it is there, else written")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where figures are stored (default: %(default)s)")
@@ -354,7 +385,8 @@ def main() -> None:
             plans.update(scram.Plans.load(given.plans))
         picture = partial(photograph, folder=given.cache)
         rows: dict[str, Row] = json.loads(given.results.read_text()) if given.results.exists() else {}
-        for key, row in measure(model, given.sides, given.photographs, given.parts, given.device, plans, picture):
+        what = model, given.sides, given.photographs, given.parts, given.device, plans, picture, given.rounds
+        for key, row in measure(*what):
             print(f"{key}: {json.dumps(row)}", flush=True)
             if given.plans is not None:
                 scram.Plans(plans).save(given.plans)
@@ -363,7 +395,7 @@ def main() -> None:
                 given.results.write_text(json.dumps(rows, indent=1) + "\n")
         if "picture" in given.parts:
             name, side = DRAWN
-            row = rows[f"{given.device} {max(given.sides)} times"]
+            row = rows[f"{given.device} {max(given.sides)} tuned"]
             draw(model, picture(name, side).to(given.device), plans, row, given.picture)
 
 

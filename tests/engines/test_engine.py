@@ -19,7 +19,7 @@ def loaded(impl):
 
 
 def test_the_protocol_is_seen():
-    stages = {"attend", "drawn_tail", "sample", "cluster", "cluster_tail", "window_scores"}
+    stages = {"attend", "earlier", "drawn_tail", "sample", "cluster", "cluster_tail", "window_scores"}
     assert stages | {"search", "clear_caches"} <= METHODS.keys()
     assert {f"{stage}_backward" for stage in stages} == BACKWARD
 

@@ -242,12 +242,11 @@ def test_iou():
 @pytest.mark.slow
 def test_rows_of_a_photograph_and_of_times(model, monkeypatch, tmp_path):
     """Small grids are tuned to dense attention, which is exact; the default settings are not."""
-    monkeypatch.setattr(example, "ROUNDS", 1)
     pictures = {name: torch.rand(1, 3, 128, 128) for name in (example.TUNED, "astronaut")}
     plans = {}
     rows = dict(
         example.measure(
-            model, [128], ["astronaut"], ["quality", "times"], "cpu", plans, lambda name, side: pictures[name]
+            model, [128], ["astronaut"], list(example.PARTS), "cpu", plans, lambda name, side: pictures[name], 1
         )
     )
     assert sorted(plans) == [f"{budget} 8x8 {number}" for budget in ("0.02", "0.05") for number in (5, 7, 9)]
@@ -260,8 +259,11 @@ def test_rows_of_a_photograph_and_of_times(model, monkeypatch, tmp_path):
     assert quality["0.02"]["embedding_error"] == 0
     assert times["dense"]["layer_errors"] == [0, 0, 0]
     assert times["chosen"]["0.05"] == ["dense attention"] * 3
+    tuned = rows["cpu 128 tuned"]
+    assert tuned["chosen"] == times["chosen"]
+    assert 0 < tuned["0.02"]["layers"] == tuned["0.02"]["dense"]  # the plan is dense attention
     drawn = tmp_path / "picture.jpg"
-    example.draw(model, pictures["astronaut"], plans, times, drawn)
+    example.draw(model, pictures["astronaut"], plans, tuned, drawn)
     assert drawn.stat().st_size > 1000
 
 

@@ -1,5 +1,6 @@
 """SCRAM inside models of transformers: as a registered implementation, and in a context."""
 
+import functools
 import sys
 import warnings
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import scram
+from scram.integrations import sdpa
 from support.budgets import planned
 
 
@@ -26,7 +28,7 @@ def vit():
 def tuned(monkeypatch):
     """Calls of `tune`, which gives plans of windows over the whole grid."""
     tune, seen = planned()
-    monkeypatch.setattr(scram.integrations.sdpa, "tune", tune)
+    monkeypatch.setattr(sdpa, "tune", tune)
     return seen
 
 
@@ -96,6 +98,53 @@ def test_transformers_in_a_context_with_a_budget(vit, tuned):
         torch.testing.assert_close(torch.compile(vit, backend="aot_eager", fullgraph=True)(x).last_hidden_state, want)
     assert len(tuned) == len(report.plans) == 2
     assert [layer.calls for layer in report.layers.values()] == [2, 2]
+
+
+@functools.cache
+def families():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("transformers")
+        from support import vision
+    return vision
+
+
+NAMES = (
+    *("ViT", "DINOv2", "DINOv2 with registers", "DINOv3", "SigLIP", "SegFormer", "Swin", "BEiT", "SAM", "DETR"),
+    *("Depth Anything", "VideoMAE"),
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_is_patched_and_by_name(name, monkeypatch):
+    tune, seen = planned(impl="reference")
+    monkeypatch.setattr(sdpa, "tune", tune)
+    vision = families()
+    assert tuple(vision.VISION) == NAMES
+    make, grids, left = vision.VISION[name]
+    torch.manual_seed(0)
+    model, inputs = make()
+    model = model.eval().requires_grad_(False)
+    want = model(**inputs)[0]
+    by_name = scram.register_transformers("scram-families", grid="auto", error=0.05)
+    with scram.patch_sdpa(grid="auto", error=0.05) as patched:
+        for _ in range(2):
+            torch.testing.assert_close(model(**inputs)[0], want, rtol=1e-4, atol=1e-4)
+    model.set_attn_implementation("scram-families")
+    for _ in range(2):
+        torch.testing.assert_close(model(**inputs)[0], want, rtol=1e-4, atol=1e-4)
+    reports = [patched] if name in vision.PATCH_ONLY else [patched, by_name]
+    assert len(seen) == len(reports) * len(grids)  # the second call tunes nothing
+    for report in reports:
+        layers = list(report.layers.values())
+        assert [(one.grid, one.tokens.before, one.tokens.key_grid) for one in layers if one.grid] == grids
+        reasons = [one.why_not for one in layers if not one.grid]
+        assert len(reasons) == len(left)
+        assert all(reason.startswith(start) for reason, start in zip(reasons, left, strict=True))
+        assert report.searched == 2 * len(grids)
+    if name in vision.PATCH_ONLY:
+        assert not by_name.calls
 
 
 @pytest.mark.parametrize("name", ["", "sdpa", "eager"])

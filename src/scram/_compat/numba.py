@@ -573,12 +573,12 @@ if PRIVATE:
 
     def _each(kernel, data, tasks, threads):
         """Tasks are handed out one by one: a thread that does not run delays nobody but for the task that it has."""
-        if min(tasks, threads) <= 1:
+        if tasks <= 1 < threads:
             for task in range(tasks):
                 _call(kernel, data, task)
             return
         turns = np.zeros(1, np.int64)
-        for thread in numba.prange(min(tasks, threads)):
+        for thread in numba.prange(max(1, min(tasks, threads))):
             task = turn(turns, thread, 1)
             while task < tasks:
                 _call(kernel, data, task)

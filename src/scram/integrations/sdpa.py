@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import _compat
 from ..core import checks, pipeline
+from ..core.bias import pair_of
 from ..core.pipeline import execute
 from ..core.resolve import Request, as_search, goes_dense
 from ..core.tails.base import NO_TAIL, Tail, as_tail
@@ -311,7 +312,8 @@ class Replacement:
 
     def _from_step_to_step(self, layer: str, q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
         """The call, from the matches and clusters that the layer had at the step before, and they are kept again."""
-        key = (layer, self.steps.call, q.shape, k.shape, q.dtype, q.device)
+        rank = 0 if request.bias is None else pair_of(request.bias)[0].shape[-1]
+        key = (layer, self.steps.call, q.shape, k.shape, q.dtype, q.device, rank)
         kept = self.steps.kept.get(key)
         if kept is not None:
             request = request._replace(warm=kept.matches, warm_codebook=kept.codebook)

@@ -84,22 +84,6 @@ def test_workqueue_serves_a_child_forked_while_another_thread_searches_and_four_
     assert printed.split() == ["0", "20", "True"]
 
 
-def test_on_one_core_a_fork_after_a_call_does_not_wait():
-    code = """
-        import os
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        import torch, scram
-        q = torch.randn(1, 1, 20, 20, 8)
-        scram.search(q, q, impl="numba")
-        child = os.fork()
-        if child == 0:
-            scram.search(q, q, impl="numba")
-            os._exit(0)
-        print(os.waitpid(child, 0)[1])
-        """
-    assert run_python(code).split() == ["0"]
-
-
 @pytest.mark.skipif(not list(importlib.metadata.distributions(name="tbb")), reason="needs tbb")
 def test_tbb_is_found_when_it_is_asked_for():
     code = """
@@ -119,7 +103,7 @@ def test_threads_follow_torch():
             with threads() as tasks:
                 assert running() == min(wanted, usable_cores())
                 assert tasks == TASKS_PER_THREAD * running()
-                assert running() == 1 or numba.get_num_threads() == running()
+                assert numba.get_num_threads() == running()
         assert running() == 1
     finally:
         torch.set_num_threads(before)

@@ -137,18 +137,14 @@ _running = _Running()
 def threads() -> Iterator[int]:
     """Run what is inside on torch's number of threads, and say how many tasks to make: TASKS_PER_THREAD for each.
 
-    There are no more threads than cores: one that waits for a core delays the others at the end. For a single one
-    Numba's are not started: on one core their scheduler could not end before a fork, which would wait for it.
+    There are no more threads than cores: one that waits for a core delays the others at the end.
     """
     count = max(1, min(num_threads(), usable_cores(), numba.config.NUMBA_NUM_THREADS))
     before = _running.count
     _running.count = count
     try:
-        if count == 1:
-            yield TASKS_PER_THREAD
-        else:
-            with _numba_threads(count):
-                yield count * TASKS_PER_THREAD
+        with _numba_threads(count):
+            yield count * TASKS_PER_THREAD
     finally:
         _running.count = before
 
@@ -160,6 +156,7 @@ def running() -> int:
 
 @contextmanager
 def _numba_threads(count: int) -> Iterator[None]:
+    """Numba's threads, started for one too: code that is loaded from the disk is linked with what starts them."""
     locked = _start()
     if locked:
         _serial.acquire()
