@@ -32,7 +32,7 @@ HTML = {"docs/explore.md"}  # its Python makes a page
 
 
 def test_pages_with_python():
-    names = ("clusters", "correlation", "models", "estimators", "tune", "gmflow_matching")
+    names = ("causal", "clusters", "correlation", "models", "estimators", "tune", "gmflow_matching")
     assert {name for name, _ in BLOCKS} == {f"docs/{x}.md" for x in names} | {"README.md"} | PICTURES | HTML
     assert sum(bool(line) for line in BLOCKS[0][1].splitlines()) == 8
 
