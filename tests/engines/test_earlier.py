@@ -59,3 +59,14 @@ def test_nothing_of_later_or_masked_keys_is_read():
     spoiled = call._replace(k=torch.where(masked, large, call.k), v=torch.where(masked, torch.nan, call.v))
     for one, two in zip(*(by_engine(x, earlier, earlier_backward) for x in (call, spoiled)), strict=True):
         assert torch.equal(one, two)
+
+
+def test_a_later_value_too_large_for_a_product_reaches_no_earlier_gradient():
+    call = earlier_call(CASES[1])
+    call.v[:, :, 100:] = 3e38
+    out, lse = earlier(call)
+    grad = torch.zeros_like(out)
+    grad[:, :, :100] = 5.0
+    grads = earlier_backward(call, out, lse, grad, torch.zeros_like(lse))
+    assert all(bool(x.isfinite().all()) for x in grads)
+    assert not grads.v[:, :, 100:].any()
