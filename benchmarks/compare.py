@@ -53,7 +53,7 @@ def random_case(seed: str, impl: str, device: str, points: int) -> dict[str, Any
     else:
         drawn |= {"chains_per_mode": rng.randint(1, 2), "burn_in": rng.choice([0, 2]), "bandwidth": 2.0}
     search = {
-        "method": rng.choice(["query", "query", "query" if impl == "numba" else "tile"]),
+        "method": rng.choice(["query", "query", "query" if impl == "numba" or causal else "tile"]),
         "matches": rng.randint(1, 6),
         "separation": rng.choice([0, 0, 0, 1, 2, 9]),
         "sweeps": rng.randint(0, 3),

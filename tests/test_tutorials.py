@@ -15,7 +15,15 @@ TEXTS = {name: page.read_text(encoding="utf-8") for name, page in tutorials.page
 
 
 def test_every_page_shows_outputs():
-    assert set(TEXTS) == {"replace_attention", "match_pictures", "video", "how_good", "train", "many_machines"}
+    assert set(TEXTS) == {
+        "replace_attention",
+        "match_pictures",
+        "video",
+        "how_good",
+        "train",
+        "many_machines",
+        "causal",
+    }
     assert all(text.count("```text") >= 2 for text in TEXTS.values())
 
 

@@ -170,7 +170,6 @@ def test_a_tail_that_is_too_dear_is_named():
         ({"error": -0.1}, r"error must be in \[0, inf\), got -0.1"),
         ({"num_queries": 0}, "num_queries must be at least 1"),
         ({"tail": 3}, "tail must be None, 'auto' or one of scram.Clusters, scram.Codebook, scram.DrawnKeys"),
-        ({"tail": scram.Clusters(), "causal": True}, "clusters of keys need weight='softmax', no causal order"),
         ({"search": "best"}, "search must be one of 'auto', got 'best'"),
         ({"is_causal": True}, "no argument is_causal; use causal="),
         ({"impl": "triton"}, "impl='triton' cannot run this call"),

@@ -20,7 +20,7 @@ def job(name: str, picture: Tensor) -> tuple[Callable[[], object], int]:
     pixels = picture.shape[0] * picture.shape[1]
     settings = Settings(iterations=1)
     if name == "denoise":
-        return lambda: images.denoise(picture, 0.1), pixels * memory.of_patches(3, 5)
+        return lambda: images.denoise(picture, 0.1), pixels * memory.of_blocks(3)
     if name == "match":
         return lambda: images.match(picture, picture), 2 * pixels * memory.of_features(MATCH_WIDTH)
     if name == "inpaint":

@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 import scram
+from scram.core.first_call import AccuracyWarning
 from scram.core.layout_hints import LayoutWarning
 from scram.core.resolve import Request
 from scram.distributed.shards import Call, Shards
@@ -140,6 +141,7 @@ def serve(rank, size, file, end, inherited):
         other.close()
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", LayoutWarning)
+    warnings.simplefilter("ignore", AccuracyWarning)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,))
     while True:

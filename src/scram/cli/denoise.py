@@ -76,7 +76,7 @@ def run(
     with progress() as step:
         step("reading")
         if not is_sample:
-            check_memory(image, changed, device)
+            check_memory(image, changed, device, fast)
         whole = Picture(photograph(image)) if is_sample else read(Path(image))
         picture = whole.pixels
         settings = Settings.of(picture.shape[-1], changed)
@@ -136,12 +136,13 @@ def run_scram(noisy: Tensor, sigma: float, settings: Settings, fast: bool) -> Te
     return denoise_picture(noisy, sigma, settings) if fast else collaborative(noisy, sigma)
 
 
-def check_memory(image: str, changed: Mapping[str, Any], device: str) -> None:
+def check_memory(image: str, changed: Mapping[str, Any], device: str, fast: bool) -> None:
     """Refuse a picture that does not fit into memory, by its header."""
     shape = memory.check_reading(image)
     colors = 1 if shape.channels < 3 else 3
     if device == "cpu":
-        per_pixel = memory.of_patches(colors, Settings.of(colors, changed).patch)
+        patches = memory.of_patches(colors, Settings.of(colors, changed).patch)
+        per_pixel = patches if fast else memory.of_blocks(colors)
         memory.check(shape.pixels * per_pixel, f"{image}: denoising needs", memory.SMALLER)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..images.collaborative import SIDE
 from ..images.reading import Shape, shape_of
 from ..quality.timing import memory_status
 
 READING = 16  # bytes of a value while a picture is read: Pillow's, an array's, float32 twice
+BLOCK_COPIES = 7  # of all blocks of a picture, likewise
 PATCH_COPIES = 8  # of all patches of a picture, as float32, that are held at once
 BESIDE = 300  # bytes of a pixel beside its patch: features, matches, weights, what is drawn
 SMALLER = "give a smaller picture"
@@ -33,6 +35,11 @@ def check_reading(path: str | Path, height: int | None = None) -> Shape:
 def of_patches(channels: int, patch: int, copies: int = PATCH_COPIES) -> int:
     """Bytes of a pixel where the patches of all pixels are held: `denoise`, `generate`, `retarget`."""
     return copies * 4 * channels * patch**2 + BESIDE
+
+
+def of_blocks(channels: int) -> int:
+    """Bytes of a pixel where the blocks of all pixels are compared and grouped: `denoise` without `--fast`."""
+    return of_patches(channels, SIDE, BLOCK_COPIES)
 
 
 def of_hole(pixels: int, hole: int, channels: int, patch: int) -> int:

@@ -48,7 +48,7 @@ def correlation(q: Tensor, k: Tensor, coords: Tensor, radius: int, *, levels: in
     >>> k = torch.arange(16.0).reshape(1, 1, 4, 4, 1)
     >>> coords = torch.tensor([1.5, 2.0]).expand(1, 1, 4, 4, 2)
     >>> scram.correlation(torch.ones_like(k), k, coords, radius=0, levels=2)[0, 0, 0, 0]
-    tensor([8.0000, 8.7500])
+    tensor([ 8.0000, 10.5000])
     """
     checks.queries_keys(q, k)
     checks.whole("radius", radius, 0)

@@ -43,6 +43,7 @@ def test_a_forked_child_can_search_after_its_parent_did_and_four_threads_can_cal
         """
         import multiprocessing, torch, scram
         torch.manual_seed(0)
+        scram.check_first_call(False)
         few = torch.randn(1, 1, 32, 32, 8)
         how = {"search": scram.Search(seed=1), "tail": None, "impl": "numba"}
         def forked(): return scram.attention(few, few, few, **how).sum().item()

@@ -152,7 +152,7 @@ def test_counts_of_few_tiles_at_a_time(tiles, device, monkeypatch):
     case = Case("some tiles", batch=2, heads=2, key_heads=1, grid=(17, 19), key_grid=(9, 11))
     call = tail_call(Tailed(case, clusters=70, keys=30), FLOAT)
     together = ours(call, device)
-    monkeypatch.setattr(table, "PLANE_BYTES", tiles * 4 * 5 * 64 * 4)
+    monkeypatch.setattr(table, "COUNT_BYTES", tiles * 4 * 5 * 64 * 4)
     assert table.tiles_at_a_time(call, table.tail_flags(call, (32, 2, 1), (32, 2, 1))["CONFIG"]) == tiles
     for name, apart in ours(call, device).items():
         torch.testing.assert_close(apart, together[name])

@@ -322,7 +322,7 @@ def test_large_blocks(grid):
         search = scram.Search("query", matches=2, sweeps=1, seed=0)
         found = scram.search(q, k, search=search, impl="triton")
         leaf = q.clone().requires_grad_()
-        out, lse = scram.attend(leaf, k, v, found, window="query", impl="triton")
+        out, lse = scram.attend(leaf, k, v, found, impl="triton")
         grad = torch.autograd.grad(out.sum(), leaf)[0]
         return [x.detach().numpy().tobytes() for x in (found.index, found.score, out, lse, grad)]
 

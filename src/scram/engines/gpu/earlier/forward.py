@@ -64,7 +64,7 @@ class Rows(NamedTuple):
     exists: Any  # bool [BQ]
     k: Any  # pointer to the row of keys
     v: Any  # pointer to the row of values
-    mask: Any  # pointer to the row of the mask
+    source: Any  # that row, int64
     noise: Any  # [BQ, 1]
 
 
@@ -130,13 +130,10 @@ def _kernel(programs: int, flags: tuple[tuple[str, object], ...], given: tuple[o
 @triton.jit
 def rows_of(row, source, place, inputs, E: tl.constexpr, F: tl.constexpr):
     """Queries at `place` [BQ] of a row, and the row of keys `source`."""
-    mask = inputs.key_mask
-    if mask is not None:
-        mask = mask + source * inputs.length
     k = inputs.k + source * inputs.length * E.SIZE
     v = inputs.v + source * inputs.length * F.SIZE
     noise = dropout_noise(inputs.dropout, row.to(tl.int32), place)[:, None]  # [BQ, 1]
-    return Rows(row, place, place < inputs.length, k, v, mask, noise)
+    return Rows(row, place, place < inputs.length, k, v, source, noise)
 
 
 @triton.jit
@@ -154,8 +151,9 @@ def earlier_scores(start, q_block, rows, inputs, CONFIG: tl.constexpr, E: tl.con
     ok = rows.exists[:, None] & (at < inputs.length)[None, :]  # [BQ, BK]
     if LATER:
         ok = ok & (at[None, :] <= rows.place[:, None])
-    if rows.mask is not None:
-        ok = ok & (tl.load(rows.mask + at, mask=at < inputs.length, other=0) != 0)[None, :]
+    if inputs.key_mask is not None:
+        mask_row = inputs.key_mask + rows.source * inputs.length
+        ok = ok & (tl.load(mask_row + at, mask=at < inputs.length, other=0) != 0)[None, :]
     return at, tl.where(ok, s, -float("inf")), ok
 
 
