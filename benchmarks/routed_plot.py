@@ -63,13 +63,13 @@ def _slope(a: Point, b: Point) -> float:
 
 
 def plot(picture: Path, rows: dict[str, Any] | None = None) -> None:
-    """Draws the stored rows, or the given ones."""
+    """Draws the rows of all settings, which are stored for the sets that defaults are chosen on, or the given ones."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = table_cells.load("routed") if rows is None else rows
+    rows = table_cells.load("routed_chosen") if rows is None else rows
     if not rows:
         raise SystemExit("no rows are stored: run `python benchmarks/routed.py errors` first")
     titles = [title for title in dict.fromkeys([*FAMILIES.values(), "others"]) if any(family(x) == title for x in rows)]
@@ -94,7 +94,7 @@ def plot(picture: Path, rows: dict[str, Any] | None = None) -> None:
         "How far attention is off against its time: the line is the frontier of each set", fontweight="bold"
     )
     figure.legend(handles=_handles(panels[0]), loc="outside lower center", ncols=min(across, 3), frameon=False)
-    figure.savefig(picture, dpi=100)
+    figure.savefig(picture, dpi=85)
     pyplot.close(figure)
 
 
