@@ -461,7 +461,18 @@ def _plan(
         return shares(SEGMENT_PROGRAMS * running, rows * parts, 1, -(-number // LEAST_SPLIT))
 
     def sorting(number: int, splits: int, squares: bool) -> _Sorting:
-        return _sorting(number, count, rows, splits, squares, clusters, running, vector_bytes, narrow, pieces)
+        return _sorting(
+            number=number,
+            count=count,
+            rows=rows,
+            splits=splits,
+            squares=squares,
+            clusters=clusters,
+            running=running,
+            vector_bytes=vector_bytes,
+            narrow=narrow,
+            pieces=pieces,
+        )
 
     sample_splits = splits_of(sample)
     splits = splits_of(keys)

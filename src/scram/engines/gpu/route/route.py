@@ -76,7 +76,15 @@ def route(call: RouteCall) -> Routed:
         features = flags["E"]
         narrow = flags["CONFIG"].NARROW
         table = table_of(
-            call.centers, None, None, call.sizes, call.spreads, features, features, narrow, (q.dtype, q.dtype)
+            centers=call.centers,
+            values=None,
+            slope=None,
+            sizes=call.sizes,
+            spreads=call.spreads,
+            features=features,
+            value_features=features,
+            narrow=narrow,
+            dtypes=(q.dtype, q.dtype),
         )
         group = q.shape[1] // call.sizes.shape[1]
         inputs = Inputs(q, table, call.variance.contiguous(), geometry(grid_of(q), (1,)), group, call.scale)
