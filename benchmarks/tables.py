@@ -47,7 +47,7 @@ CONTENDERS = (
 )
 
 
-SETTINGS = {"default": "default", "paper": "paper"}
+SETTINGS = {"default": "default", "none": "no search", "paper": "paper"}
 
 
 def results() -> str:
@@ -121,7 +121,7 @@ def cpu_results() -> Iterable[Result]:
         (256, 3, "forward"),
     ):
         shape = f"{size}{BY}{size}, {width}" + ", forward + backward" * (which == "both")
-        for setting, first in (("default", "default"), ("paper", "speed")):
+        for setting, first in (("default", "default"), ("none", "no search"), ("paper", "speed")):
             row = rows.get(f"{first} {size}x{size} E={width} {which}")
             if row is not None:
                 times = row["scram_median_ms"], row["sdpa_median_ms"]
