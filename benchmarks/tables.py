@@ -25,7 +25,7 @@ import tables_matching
 import tables_models
 import tables_pictures
 import tables_routed
-from table_cells import BY, ROOT, load, share, table, time
+from table_cells import BY, ROOT, share, table, time
 
 from scram.cli import measuring
 
@@ -438,6 +438,18 @@ def causal() -> str:
     return table(("settings", *map(table_cells.shown, sets)), *lines)
 
 
+def busy() -> str:
+    """docs/measurements: every stage beside other programs, with one thread and with two."""
+    rows = table_cells.load("busy")
+    loads = list(dict.fromkeys(name.split(", ", 1)[0] for name in rows))
+    lines = []
+    for stage in dict.fromkeys(name.split(", ", 1)[1] for name in rows):
+        pairs = [rows[f"{one}, {stage}"] for one in loads]
+        cells = (f"{x['ms_1']:.1f}, {x['ms_2']:.1f} ({x['ms_2'] / x['ms_1']:.2f})" for x in pairs)
+        lines.append((stage, *cells))
+    return table(("stage", *loads), *lines)
+
+
 def versions() -> str:
     """docs/faq: what the quick part of the suite counts on other versions of torch."""
     return table(
@@ -447,7 +459,7 @@ def versions() -> str:
                 *(made.get(name, "none") for name in ("torch", "triton", "numba", "python")),
                 *(str(row[name]) for name in ("passed", "failed", "skipped")),
             )
-            for row in load("versions").values()
+            for row in table_cells.load("versions").values()
             for made in [row["machine"]["versions"]]
         ),
     )
@@ -519,6 +531,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-noise": tables_learn.noise,
     "learn-bias": tables_learn.bias,
     "learn-swap": tables_learn.swaps,
+    "busy": busy,
     "versions": versions,
 }
 
