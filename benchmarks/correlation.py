@@ -1,11 +1,15 @@
-"""The correlation lookup beside two of the package ptlflow: `python benchmarks/correlation.py FOLDER --size 46 62`.
+"""The correlation lookup beside others: `python benchmarks/correlation.py [FOLDER] --size 46 62`.
 
 FOLDER is the unzipped wheel of ptlflow (Apache-2.0); of it only `models/raft/corr.py`, `models/raft/utils.py` and
-`utils/correlation.py` are loaded. Its `CorrBlock` holds the volume, its `IterativeCorrBlock` looks up on demand. One
-call of every contender at the same places: float32, 256 features, radius 4, four levels, as in RAFT. `largest_error`:
-the largest distance from float64 on a sample of queries; `gradient_error`: from the gradients of `CorrBlock` on a
-quarter of the size. On a CPU one thread runs, and times are CPU times. On a GPU memory is what torch holds at most
-beyond the features.
+`utils/correlation.py` are loaded. Its `CorrBlock` holds the volume, its `IterativeCorrBlock` looks up on demand, all
+places of a window at once or, by its `chunk_size`, few at a time. `Sampled` below is the same by one `grid_sample` for
+some lines of queries, and runs without FOLDER.
+
+One call of every contender at the same places: float32, 256 features, radius 4, four levels, as in RAFT.
+`largest_error`: the largest distance from float64 on a sample of queries; `gradient_error`: from the gradients of
+`CorrBlock` (of `Sampled` without FOLDER) on a quarter of the size. On a CPU one thread runs, and times are CPU times.
+On a GPU memory is what torch holds at most beyond the features, with what the block holds. cuDNN's `grid_sample`
+refuses large batches, so it is off for all; a contender that still fails is stored with its message.
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from store import Store
 from torch import Tensor
 
@@ -31,7 +37,38 @@ from scram.nn import CorrelationLookup
 WIDTH = 256
 RADIUS = 4
 LEVELS = 4
+CHUNK = 2 * RADIUS + 1  # places of a window that ptlflow looks up at once
+SAMPLES = 2**28  # numbers that `Sampled` holds at once
 LARGEST_VOLUME = 2**33  # bytes
+
+
+class Sampled:
+    """RAFT's lookup on demand: keys sampled for all places of the windows of some lines, then their products."""
+
+    def __init__(self, fmap1: Tensor, fmap2: Tensor, num_levels: int, radius: int) -> None:
+        self.queries = fmap1
+        self.levels = [fmap2]
+        for _ in range(num_levels - 1):
+            self.levels.append(F.avg_pool2d(self.levels[-1], 2))
+        steps = torch.arange(-radius, radius + 1, dtype=torch.float32, device=fmap1.device)
+        self.window = torch.stack(torch.meshgrid(steps, steps, indexing="ij"), -1).flatten(0, 1)  # (x, y), x outside
+
+    def __call__(self, coords: Tensor) -> Tensor:
+        b, width, h, w = self.queries.shape
+        lines = max(1, SAMPLES // (b * width * w * len(self.window)))
+        found = []
+        for n, keys in enumerate(self.levels):
+            place = coords.movedim(1, -1).unsqueeze(3) / 2**n + self.window  # [B, h, w, places, 2]
+            last = torch.tensor(keys.shape[:-3:-1], device=keys.device) - 1
+            grid = 2 * place / last - 1
+            parts = []
+            for top in range(0, h, lines):
+                part = grid[:, top : top + lines].flatten(1, 2)  # [B, lines * w, places, 2]
+                sampled = F.grid_sample(keys, part, align_corners=True)  # [B, E, lines * w, places]
+                own = self.queries[:, :, top : top + lines].flatten(2)  # [B, E, lines * w]
+                parts.append(torch.einsum("ben,benp->bpn", own, sampled))
+            found.append(torch.cat(parts, 2).reshape(b, -1, h, w))
+        return torch.cat(found, 1) / width**0.5
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -46,7 +83,8 @@ def load(folder: Path) -> dict[str, Any]:
         package.__path__ = [str(folder.joinpath(*name.split(".")))]
         sys.modules[name] = package
     corr = importlib.import_module("ptlflow.models.raft.corr")
-    return {"volume": corr.CorrBlock, "on demand": corr.IterativeCorrBlock}
+    on_demand = corr.IterativeCorrBlock
+    return {"volume": corr.CorrBlock, "on demand": on_demand, "on demand, chunks": partial(on_demand, chunk_size=CHUNK)}
 
 
 def pair(height: int, width: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,10 +107,10 @@ def largest_error(found: Tensor, fmap1: Tensor, fmap2: Tensor, coords: Tensor) -
     return float((found[0].flatten(1)[:, at].T - want[0, 0, :, 0]).abs().max())
 
 
-def gradient_error(volume: Any, height: int, width: int, device: str) -> float:
-    """Largest distance of the gradients from those of the volume, as a share of the largest."""
+def gradient_error(rival: Any, height: int, width: int, device: str) -> float:
+    """Largest distance of the gradients from those of another lookup, as a share of the largest."""
     given = [x.requires_grad_() for x in pair(max(16, height // 4), max(16, width // 4), device)]
-    outs = [block(*given[:2], num_levels=LEVELS, radius=RADIUS)(given[2]) for block in (volume, CorrelationLookup)]
+    outs = [block(*given[:2], num_levels=LEVELS, radius=RADIUS)(given[2]) for block in (rival, CorrelationLookup)]
     above = torch.randn_like(outs[0])
     both = zip(*(torch.autograd.grad((out * above).sum(), given) for out in outs), strict=True)
     return max(float((one - other).abs().max() / one.abs().max()) for one, other in both)
@@ -110,18 +148,26 @@ def measured(make: Callable[[], Any], coords: Tensor, calls: int) -> tuple[dict[
     return row, found
 
 
-def main(folder: Path, height: int, width: int, device: str, calls: int, results: Path | None) -> None:
+def main(folder: Path | None, height: int, width: int, device: str, calls: int, results: Path | None) -> None:
     torch.set_num_threads(1)
-    rivals = load(folder)
+    torch.backends.cudnn.enabled = False
+    rivals = {"sampled": Sampled, **(load(folder) if folder else {})}
     fmap1, fmap2, coords = pair(height, width, device)
-    contenders = {"SCRAM": CorrelationLookup, **rivals}
-    if 4 * (height * width) ** 2 > LARGEST_VOLUME:
-        del contenders["volume"]
     row: dict[str, Any] = {"grid": [height, width], "width": WIDTH, "threads": torch.get_num_threads()}
-    row["gradient_error"] = gradient_error(rivals["volume"], height, width, device)
-    for name, block in contenders.items():
-        cost, found = measured(lambda block=block: block(fmap1, fmap2, num_levels=LEVELS, radius=RADIUS), coords, calls)
-        row[name] = {**cost, "largest_error": largest_error(found, fmap1, fmap2, coords)}
+    row["gradient_error"] = gradient_error(rivals.get("volume", Sampled), height, width, device)
+    if 4 * (height * width) ** 2 > LARGEST_VOLUME:
+        rivals.pop("volume", None)
+    for name, block in {"SCRAM": CorrelationLookup, **rivals}.items():
+        try:
+            cost, found = measured(
+                lambda block=block: block(fmap1, fmap2, num_levels=LEVELS, radius=RADIUS), coords, calls
+            )
+            row[name] = {**cost, "largest_error": largest_error(found, fmap1, fmap2, coords)}
+        except RuntimeError as error:  # out of memory is one
+            if name == "SCRAM":
+                raise
+            row[name] = {"failed": str(error).splitlines()[0]}
+        found = None
         print(name, row[name], flush=True)
     print("gradients", row["gradient_error"])
     Store("correlation", *[results] if results else []).put(f"{device}, {height}x{width}", **row)
@@ -129,7 +175,7 @@ def main(folder: Path, height: int, width: int, device: str, calls: int, results
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="of the unzipped wheel of ptlflow")
     parser.add_argument("--size", type=int, nargs=2, default=(270, 480), help="of the feature maps: height, width")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--calls", type=int, default=5)

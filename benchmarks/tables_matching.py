@@ -116,9 +116,11 @@ def correlation() -> str:
     lines = []
     for name, row in table_cells.load("correlation").items():
         device = "H200" if name.startswith("cuda") else "one CPU core"
-        for way in ("SCRAM", "on demand", "volume"):
-            if way in row:
-                of = row[way]
+        for way in ("SCRAM", "sampled", "on demand", "on demand, chunks", "volume"):
+            of = row.get(way, {})
+            if "failed" in of:
+                lines.append((f"{device}, {BY.join(map(str, row['grid']))}", way, "fails", "", "", "", ""))
+            elif of:
                 memory = mebibytes(round(of["peak_mib"] * 2**20)) if "peak_mib" in of else ""
                 lines.append(
                     (
