@@ -88,7 +88,7 @@ class Keeps:
 
 def test_clear_caches_empties_every_cache(monkeypatch):
     engine = Keeps()
-    monkeypatch.setitem(dispatch._loaded, "another", engine)
+    monkeypatch.setitem(dispatch.loaded, "another", engine)
     q = torch.randn(1, 1, 64, 8)
     layout_hints.clear()
     with pytest.warns(layout_hints.LayoutWarning):

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import threading
 
 import pytest
 import torch
@@ -94,3 +95,56 @@ def test_the_fallback_computes_the_gradients(monkeypatch, entry):
     (want,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
     torch.testing.assert_close(q.grad, want)
     assert report.searched == 1
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def mkl_threads():
+    read = getattr(_compat._library(), "MKL_Get_Max_Threads", None)
+    return 1 if read is None else read()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_library_of_torchs_threads_is_what_it_was():
+    assert _compat._library() is not None
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_operators_take_one_thread_inside_and_as_many_as_before_outside():
+    before = mkl_threads()
+    with _compat.ONE_THREAD:
+        with _compat.ONE_THREAD:
+            assert (torch.get_num_threads(), mkl_threads(), _compat.num_threads()) == (1, 1, 2)
+        assert (torch.get_num_threads(), mkl_threads(), _compat.num_threads()) == (1, 1, 2)
+    assert (torch.get_num_threads(), mkl_threads(), _compat.num_threads()) == (2, before, 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_error_inside_gives_the_threads_back():
+    with pytest.raises(KeyError), _compat.ONE_THREAD:
+        raise KeyError
+    assert (torch.get_num_threads(), _compat.num_threads()) == (2, 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_other_python_threads_keep_theirs():
+    seen = []
+    with _compat.ONE_THREAD:
+        other = threading.Thread(target=lambda: seen.append((torch.get_num_threads(), _compat.num_threads())))
+        other.start()
+        other.join()
+    assert seen == [(2, 2)]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_without_the_library_operators_keep_their_threads(monkeypatch):
+    monkeypatch.setattr(_compat, "_library", lambda: None)
+    with _compat.ONE_THREAD:
+        assert (torch.get_num_threads(), _compat.num_threads()) == (2, 2)
+    assert torch.get_num_threads() == 2

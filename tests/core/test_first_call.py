@@ -259,10 +259,10 @@ def test_nothing_is_read_while_a_graph_is_captured(monkeypatch):
     """To ask an event then would end the capture."""
     late = Late()
     late.there = True
-    first_call._pending.append(first_call._Measured(torch.ones(2, 1, 1), late, "", ""))
+    first_call.pending.append(first_call._Measured(torch.ones(2, 1, 1), late, "", ""))
     monkeypatch.setattr(first_call, "_captures", lambda: True)
     assert not warned(first_call.look)
-    assert first_call._pending
+    assert first_call.pending
     monkeypatch.setattr(first_call, "_captures", lambda: False)
     assert warned(first_call.look)
 
@@ -297,7 +297,7 @@ def test_kinds_are_not_kept_without_end(monkeypatch):
     monkeypatch.setattr(first_call, "MOST_KINDS", 2)
     for n in range(4):
         scram.attention(*(x[:, :, : 8 + n] for x in noise()), **FEW)
-        assert 1 <= len(first_call._seen) <= 2
+        assert 1 <= len(first_call.known_kinds) <= 2
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..spec.scoring import accumulator
-from . import checks, ops
+from . import checks
 from .dense import dense_attention
 from .layout_hints import warn_caller
 from .tails.base import NO_TAIL
@@ -45,8 +45,8 @@ class _Measured(NamedTuple):
 
 
 _enabled = True
-_seen: set[tuple[Any, ...]] = set()
-_pending: list[_Measured] = []
+known_kinds: set[tuple[Any, ...]] = set()  # of calls that were measured
+pending: list[_Measured] = []  # what devices have yet to say
 _lock = threading.Lock()  # held for a few lines that never wait
 
 
@@ -66,43 +66,31 @@ def check_first_call(enabled: bool) -> None:
 def clear() -> None:
     """Forget what was measured: each kind of call measures itself again."""
     with _lock:
-        _seen.clear()
-        _pending.clear()
+        known_kinds.clear()
+        pending.clear()
 
 
-def measure(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Measures a call that was answered, if it is the first of its kind.
-
-    A kind is: who calls, shapes, dtypes, device, score, order, and how much is searched.
+def measure(resolved: Resolved, kind: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """Measures a call that was answered, if it is the first of its kind; reports earlier ones that a device has done.
 
     Args:
-        resolved: the call; `request.caller` says who calls.
+        resolved: the call, a searched one; `request.caller` says who calls.
+        kind: what `Resolved.kind` returns.
         q, k, v: [B, H, *G, E], [B, Hk, *G', E], [B, Hk, *G', F].
         out: [B, H, *G, F].
     """
-    request = resolved.request
-    if not _enabled or resolved.dense or not ops.bypasses_dispatcher((q, k, v)):
+    if not _enabled:
         return
-    if _pending:
+    if pending:
         look()
-    search = resolved.search
-    tail = resolved.tail
-    kind = (
-        request.caller,
-        *(q.shape, k.shape, v.shape),
-        *(q.dtype, v.dtype, q.device),
-        *(request.causal, request.score, resolved.radius, resolved.scale),
-        None if search is None else (search.matches, search.sweeps, search.method),
-        (tail.__class__, tail.samples, tail.keys),
-    )
-    if kind in _seen or not _can_be_measured(resolved, q, out):
+    if kind in known_kinds or not _can_be_measured(resolved, q, out):
         return
     with _lock:
-        if kind in _seen:  # another thread was faster
+        if kind in known_kinds:  # another thread was faster
             return
-        if len(_seen) >= MOST_KINDS:
-            _seen.clear()
-        _seen.add(kind)
+        if len(known_kinds) >= MOST_KINDS:
+            known_kinds.clear()
+        known_kinds.add(kind)
     try:
         squares, is_there = _on_the_host(_squares(resolved, q, k, v, out))
     except torch.OutOfMemoryError:  # the answer is there, and fits
@@ -113,16 +101,16 @@ def measure(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, out: Tensor) ->
         _report(measured)
     else:
         with _lock:
-            _pending.append(measured)
+            pending.append(measured)
 
 
 def look() -> None:
     """Reads what is there of the measurements that a device was asked for, and warns; waits for none."""
-    if not _pending or _captures():
+    if not pending or _captures():
         return
     with _lock:
-        there = [x for x in _pending if x.is_there()]
-        _pending[:] = [x for x in _pending if not any(x is one for one in there)]
+        there = [x for x in pending if x.is_there()]
+        pending[:] = [x for x in pending if not any(x is one for one in there)]
     for measured in there:
         _report(measured)
 

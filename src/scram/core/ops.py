@@ -150,7 +150,7 @@ class Operator(Generic[Result]):
         return tuple(call.q.new_empty(0) if x is None else x for x in self._engine_backward(impl)(call, *rest))
 
     def _engine(self, impl: str) -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(dispatch.engine(impl), self.name)
+        function: Callable[..., Any] = getattr(dispatch.loaded.get(impl) or dispatch.engine(impl), self.name)
         return function
 
     def _engine_backward(self, impl: str) -> Callable[..., Any]:

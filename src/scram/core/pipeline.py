@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .. import _compat
-from .._compat.openmp import ONE_THREAD
 from ..results import Attended, Matches, Routes
 from ..settings import Search
 from ..spec import places
@@ -79,13 +78,21 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
     resolved = resolve(q, k, v, request, attends=stage not in (search, route))
     has_threads = resolved.engine.wide_inputs and (resolved.search is None or resolved.search_engine.wide_inputs)
     if has_threads and not resolved.dense and _compat.plain_eager():
-        with ONE_THREAD:  # the engine has threads of its own; those of operators between would be in their way
+        with _compat.ONE_THREAD:  # the engine has threads of its own; those of operators between would be in their way
             result = stage(resolved, q, k, v, WHOLE)
     else:
         result = stage(resolved, q, k, v, WHOLE)
-    if request.caller is not None and v is not None and isinstance(result, Result):
-        first_call.measure(resolved, q, k, v, result.out)
+    if request.caller is not None and v is not None and isinstance(result, Result) and not resolved.dense:
+        _measure_first(resolved, q, k, v, result.out)
     return result
+
+
+def _measure_first(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """The first searched call of a kind says how far it is off."""
+    if ops.bypasses_dispatcher((q, k, v)):
+        kind = resolved.kind(q, k, v)
+        if kind not in first_call.known_kinds or first_call.pending:
+            first_call.measure(resolved, kind, q, k, v, out)
 
 
 def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard = WHOLE) -> Result:
@@ -130,31 +137,20 @@ def _with_extra(inputs: Inputs, joined: Joined, mask: Tensor) -> Attended:
     assert inputs.v_extra is not None
     wide = accumulator(inputs.v.dtype)
     k, v = (x.to(wide) for x in without_masked((inputs.k_extra, inputs.v_extra), mask))
-    call = calls.ClusterTailCall(
-        q=inputs.q,
-        k=None,
-        v=None,
-        index=None,
-        label=torch.full(inputs.k.shape[:-1], -1, dtype=torch.int32, device=k.device),
-        order=None,
+    sizes = mask.to(torch.int32).unsqueeze(1).repeat(1, k.shape[1], 1)
+    shown = Codebook(
         centers=k,
         values=v,
-        slope=None,
-        sizes=mask.to(torch.int32).unsqueeze(1).repeat(1, k.shape[1], 1),
+        sizes=sizes,
+        label=torch.full(inputs.k.shape[:-1], -1, dtype=torch.int32, device=k.device),
         variance=k.new_zeros(*k.shape[:2], k.shape[-1]),
-        spreads=None,
-        routes=None,
-        near_out=joined.out.to(inputs.v.dtype),
-        near_lse=joined.lse,
-        dropout_seed=inputs.draw_dropout_seed(),
-        rows=inputs.rows,
-        radius=inputs.radius,
+        spreads=torch.zeros_like(sizes, dtype=wide),
+        score="dot",  # of prepared features
         scale=inputs.scale,
-        dropout_p=inputs.dropout_p,
-        extras=0,
-        keys=0,
+        second_order=False,
     )
-    return ops.cluster_tail(inputs.engine, call)
+    near = Attended(joined.out.to(inputs.v.dtype), joined.lse)
+    return shown.beside(near, inputs._replace(k_extra=None, v_extra=None))
 
 
 def _dense_lse(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

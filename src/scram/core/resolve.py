@@ -122,6 +122,19 @@ class Resolved(NamedTuple):
     search_engine: EngineSpec
     engine: EngineSpec  # of all other stages
 
+    def kind(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+        """Equal for calls that are alike: who calls, shapes, dtypes, device, score, order, how much is searched."""
+        request = self.request
+        search = self.search
+        return (
+            request.caller,
+            *(q.shape, k.shape, v.shape),
+            *(q.dtype, v.dtype, q.device),
+            *(request.causal, request.score, self.radius, self.scale),
+            None if search is None else (search.matches, search.sweeps, search.method),
+            (self.tail.__class__, self.tail.samples, self.tail.keys),
+        )
+
 
 # --- what is cheaper ---
 

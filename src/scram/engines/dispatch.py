@@ -15,15 +15,15 @@ from .reference import engine as _reference
 
 _FOLDERS = {folder.SPEC.name: folder for folder in (gpu, cpu, reference)}  # in order of preference
 ENGINES: dict[str, EngineSpec] = {name: folder.SPEC for name, folder in _FOLDERS.items()}
-_loaded: dict[str, Engine] = {reference.SPEC.name: cast(Engine, _reference)}  # a traced call cannot import
+# Those that were imported. The reference from the start: a traced call cannot import.
+loaded: dict[str, Engine] = {reference.SPEC.name: cast(Engine, _reference)}
 
 
 def engine(name: str) -> Engine:
     """The engine of that name, imported when it is first needed."""
-    loaded = _loaded.get(name)
-    if loaded is None:
-        loaded = _loaded[name] = cast(Engine, import_module(f"{_FOLDERS[name].__name__}.engine"))
-    return loaded
+    if name not in loaded:
+        loaded[name] = cast(Engine, import_module(f"{_FOLDERS[name].__name__}.engine"))
+    return loaded[name]
 
 
 def choose(
@@ -61,5 +61,5 @@ def implementations(device: torch.device | str = "cpu") -> list[tuple[str, list[
 
 def clear_caches() -> None:
     """Empty the caches of the engines that were loaded."""
-    for loaded in _loaded.values():
-        loaded.clear_caches()
+    for each in loaded.values():
+        each.clear_caches()

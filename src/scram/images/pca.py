@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._compat.openmp import ONE_THREAD
+from .._compat import ONE_THREAD
 
 
 def principal_axes(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:

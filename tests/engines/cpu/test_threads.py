@@ -10,8 +10,7 @@ import torch
 
 import scram
 from scram._compat.numba import turn
-from scram.engines.cpu.compiled import parallel
-from scram.engines.cpu.threads import TASKS_PER_THREAD, quota, running, threads, turns, usable_cores
+from scram.engines.cpu.threads import TASKS_PER_THREAD, parallel, quota, running, threads, turns, usable_cores
 from support.photos import stereo
 from support.processes import run_python
 

@@ -288,6 +288,19 @@ class Codebook(Tail):
         near = None
         if index is not None or inputs.num_extra:
             near = inputs.attend_windows(index, self.label if routes is not None else None, routes)
+        return self.beside(near, inputs, index, routes)
+
+    def beside(
+        self, near: Attended | None, inputs: Inputs, index: Tensor | None = None, routes: Tensor | None = None
+    ) -> Attended:
+        """`near`, attention over the windows and extra keys, joined with routed keys and with clusters for the rest.
+
+        Args:
+            near: [B, H, *G, F] and [B, H, *G]; None where there is nothing near.
+            inputs: the call.
+            index: int32 [B, H, *G, kappa], the centers of windows; None: no windows.
+            routes: int32 [B, H, T, W], what `route` chose; None: no keys one by one.
+        """
         inputs = inputs.level()
         call = calls.ClusterTailCall(
             q=inputs.q,

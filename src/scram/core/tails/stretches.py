@@ -8,6 +8,7 @@ heads of their own to the engines: rows (h, s) of queries and of clusters.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -156,44 +157,42 @@ class Prefixes(NamedTuple):
         )
 
 
-class Visible(NamedTuple):
-    """The clusters as n stretches of every head have them, and their keys."""
+def visible(book: Codebook, heads: int, positions: int) -> Codebook:
+    """The clusters as the n = m + 1 stretches of every head see them: of Hc * n heads, each with all m * C clusters.
 
-    centers: Tensor  # [B, Hc * n, m * C, E]
-    values: Tensor  # [B, Hc * n, m * C, F]
-    sizes: Tensor  # int32 [B, Hc * n, m * C], as in `Prefixes`, and the following
-    variance: Tensor  # [B, Hc * n, E]
-    spreads: Tensor  # [B, Hc * n, m * C]
-    slope: Tensor | None  # [B, Hc * n, E, F]
-    label: Tensor  # int32 [B, Hc * n, N], -1 for keys of no complete stretch
-    order: Tensor  # int32 [B, Hc * n, N]
+    Sizes, variances, spreads and slopes are those of `Prefixes`; keys of no complete stretch have no label.
 
-    @staticmethod
-    def of(book: Codebook, heads: int, positions: int) -> Visible:
-        """`heads`: Hc."""
-        batch, _, count = book.sizes.shape
-        complete = book.stretches
+    Args:
+        book: the clusters of every complete stretch.
+        heads: Hc.
+        positions: N.
+    """
+    batch, _, count = book.sizes.shape
+    complete = book.stretches
 
-        def by_stretch(x: Tensor) -> Tensor:
-            return x.reshape(batch, heads, complete, *x.shape[2:])
+    def by_stretch(x: Tensor) -> Tensor:
+        return x.reshape(batch, heads, complete, *x.shape[2:])
 
-        def for_each(x: Tensor) -> Tensor:
-            """[B, Hc, ...], the same for all stretches."""
-            return x.unsqueeze(2).expand(-1, -1, complete + 1, *x.shape[2:]).flatten(1, 2)
+    def for_each(x: Tensor) -> Tensor:
+        """[B, Hc, ...], the same for all stretches."""
+        return x.unsqueeze(2).expand(-1, -1, complete + 1, *x.shape[2:]).flatten(1, 2)
 
-        slope = None if book.slope is None else by_stretch(book.slope)
-        seen = Prefixes.of(by_stretch(book.sizes), by_stretch(book.variance), by_stretch(book.spreads), slope)
-        label = global_label(by_stretch(book.label), count, positions)
-        return Visible(
-            centers=for_each(by_stretch(book.centers).flatten(2, 3)),
-            values=for_each(by_stretch(book.values).flatten(2, 3)),
-            sizes=seen.sizes.flatten(1, 2),
-            variance=seen.variance.flatten(1, 2),
-            spreads=seen.spreads.flatten(1, 2),
-            slope=None if seen.slope is None else seen.slope.flatten(1, 2),
-            label=for_each(label),
-            order=for_each(order_of(label)),
-        )
+    slope = None if book.slope is None else by_stretch(book.slope)
+    seen = Prefixes.of(by_stretch(book.sizes), by_stretch(book.variance), by_stretch(book.spreads), slope)
+    label = global_label(by_stretch(book.label), count, positions)
+    return replace(
+        book,
+        centers=for_each(by_stretch(book.centers).flatten(2, 3)),
+        values=for_each(by_stretch(book.values).flatten(2, 3)),
+        sizes=seen.sizes.flatten(1, 2),
+        variance=seen.variance.flatten(1, 2),
+        spreads=seen.spreads.flatten(1, 2),
+        slope=None if seen.slope is None else seen.slope.flatten(1, 2),
+        label=for_each(label),
+        order=for_each(order_of(label)) if book.keys else None,
+        key_mask=None,
+        grid=None,
+    )
 
 
 def global_label(label: Tensor, count: int, positions: int) -> Tensor:
@@ -241,43 +240,10 @@ def _with_earlier_stretches(
 ) -> Attended:
     """`near`, of the folded queries q [B, Hc * n * g, S, E], joined with the clusters of earlier stretches."""
     heads = clean.k.shape[1]
-    positions = clean.q.shape[2]
-    seen = Visible.of(book, heads, positions)
-    routes = None
-    if book.keys:
-        choosing = cut(earlier_queries(clean.q, look_back(grid_of(inputs.q)), q.shape[2]), q.shape[2], heads)
-        call = calls.RouteCall(
-            q=choosing.detach(),
-            centers=seen.centers,
-            sizes=seen.sizes,
-            variance=seen.variance,
-            spreads=seen.spreads,
-            keys=book.keys,
-            scale=inputs.scale,
-        )
-        routes = ops.route(inputs.engine, call).routes
-    tail = calls.ClusterTailCall(
-        q=q,
-        k=None if routes is None else clean.k,
-        v=None if routes is None else clean.v,
-        index=None,
-        label=seen.label,
-        order=None if routes is None else seen.order,
-        centers=seen.centers,
-        values=seen.values,
-        slope=seen.slope,
-        sizes=seen.sizes,
-        variance=seen.variance,
-        spreads=seen.spreads if book.second_order else None,
-        routes=routes,
-        near_out=near.out,
-        near_lse=near.lse,
-        dropout_seed=inputs.draw_dropout_seed(),
-        rows=numbers if inputs.dropout_p else None,
-        radius=(0,),
-        scale=inputs.scale,
-        dropout_p=inputs.dropout_p,
-        extras=inputs.num_extra,
-        keys=0 if routes is None else book.keys,
-    )
-    return ops.cluster_tail(inputs.engine, tail)
+    stretch = q.shape[2]
+    seen = visible(book, heads, clean.q.shape[2])
+    rows = numbers if inputs.dropout_p else None
+    folded = inputs._replace(q=q, k=clean.k, v=clean.v, radius=(0,), shard=inputs.shard._replace(rows=rows))
+    choosing = cut(earlier_queries(clean.q, look_back(grid_of(inputs.q)), stretch), stretch, heads)
+    routed = seen.route(folded._replace(q=choosing.detach()))
+    return seen.beside(near, folded, routes=None if routed is None else routed.routes)

@@ -13,10 +13,10 @@ from ..._compat.numba import SIMD_WIDTH
 from ...core.calls import AttendCall
 from ...results import Attended
 from ...spec.grid import grid_of
-from .compiled import inlined, parallel
-from .layout import Array, Geometry, Routing, Windows, array, block_at, padded, tensor
-from .noise import absorb, row_states
-from .threads import in_one_pool, tasks_of, threads
+from .compiled import inlined
+from .layout import Array, Geometry, Routing, Windows, array, block_at, padded, row_states, tensor
+from .noise import absorb
+from .threads import in_one_pool, parallel, tasks_of, threads
 from .vectors import add, dot, exp, narrow_dots
 from .windows import SPARE, expand_block
 

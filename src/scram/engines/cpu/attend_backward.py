@@ -17,10 +17,10 @@ from torch import Tensor
 from ...core.calls import AttendCall, AttendGrads
 from ...spec.grid import grid_of
 from .attend import RELU, SOFTMAX, AttendArrays
-from .compiled import inlined, parallel
+from .compiled import inlined
 from .layout import Array, array, flat, like
 from .noise import absorb
-from .threads import TASKS_PER_THREAD, in_one_pool, threads
+from .threads import TASKS_PER_THREAD, in_one_pool, parallel, threads
 from .vectors import add, dot
 from .windows import expand
 

@@ -21,10 +21,10 @@ from ...spec.grid import rows
 from ...spec.noise import noise
 from ...spec.scoring import accumulator
 from .cluster_start import BLOCK, PARTS, Start, first_keys, started
-from .compiled import compiled, parallel
+from .compiled import compiled
 from .layout import Array, aligned, array
 from .products import add_columns, multiply, to_columns
-from .threads import in_one_pool, threads, turns, workers_of
+from .threads import in_one_pool, parallel, threads, turns, workers_of
 
 FORMS, NEAREST, SORT, MOMENTS = range(4)  # passes
 LEAST_FAR = 1e-6  # of the mean spread: nearer keys count as lying at their center

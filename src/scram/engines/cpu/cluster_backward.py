@@ -10,10 +10,10 @@ from torch import Tensor
 from ..._compat.numba import turn
 from ...core.calls import ClusterCall, ClusterGrads
 from .cluster_start import BLOCK
-from .compiled import compiled, parallel
+from .compiled import compiled
 from .layout import Array, aligned, array, by_row, like, whole_lanes
 from .products import multiply
-from .threads import in_one_pool, threads, turns, workers_of
+from .threads import in_one_pool, parallel, threads, turns, workers_of
 
 
 class Half(NamedTuple):

@@ -11,11 +11,11 @@ from ..._compat.numba import turn
 from ...core.calls import ClusterCall
 from ...spec.clustering import SAMPLED_KEYS, SAMPLED_QUERIES, START_EVEN, START_MOST, START_QUERIES, VALUE_WEIGHT
 from ...spec.scoring import accumulator
-from .compiled import compiled, parallel
-from .layout import Array, aligned, array, whole_lanes
-from .noise import absorb, below, row_states
+from .compiled import compiled
+from .layout import Array, aligned, array, row_states, whole_lanes
+from .noise import absorb, below
 from .products import add_columns, multiply
-from .threads import turns
+from .threads import parallel, turns
 from .vectors import exp
 
 BLOCK = 64  # keys or queries that are taken together

@@ -18,11 +18,11 @@ from ...results import Attended
 from ...spec.grid import grid_of
 from ...spec.routing import MOST_RAISED
 from ...spec.schedule import TILE_QUERIES
-from .compiled import compiled, inlined, parallel
-from .layout import Array, Routing, aligned, array, by_row, flat, source_rows, strides, tensor
-from .noise import absorb, row_states
+from .compiled import compiled, inlined
+from .layout import Array, Routing, aligned, array, by_row, flat, row_states, source_rows, strides, tensor
+from .noise import absorb
 from .products import add_columns, add_guarded_columns, fetch_row, multiply, to_rows
-from .threads import in_one_pool, threads, turns, workers_of
+from .threads import in_one_pool, parallel, threads, turns, workers_of
 from .tiles import is_chosen, members, routed_keys, take
 from .vectors import exp
 from .windows import union

@@ -33,10 +33,10 @@ from .cluster_tail import (
     first_order,
     weigh,
 )
-from .compiled import compiled, parallel
+from .compiled import compiled
 from .layout import Array, aligned, array, flat, like, whole_lanes
 from .products import add_columns, add_guarded_columns, add_guarded_rows, add_rows, multiply
-from .threads import in_one_pool, threads, turns, workers_of
+from .threads import in_one_pool, parallel, threads, turns, workers_of
 from .tiles import is_chosen, take
 
 CHUNK_TILES = 32  # at least, or as many as there are workers

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .compiled import compiled, parallel
+from .compiled import compiled
 from .layout import Array
 from .noise import absorb, below
+from .threads import parallel
 
 
 class Draws(NamedTuple):

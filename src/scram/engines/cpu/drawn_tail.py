@@ -24,10 +24,10 @@ from ...spec.draws import (
 )
 from ...spec.grid import AllowedKeys, grid_of
 from ...spec.scoring import accumulator
-from .compiled import compiled, inlined, parallel
-from .layout import Array, Geometry, Routing, Windows, flat
-from .noise import absorb, row_states
-from .threads import in_one_pool, threads
+from .compiled import compiled, inlined
+from .layout import Array, Geometry, Routing, Windows, flat, row_states
+from .noise import absorb
+from .threads import in_one_pool, parallel, threads
 from .windows import expand
 
 CHUNK_SCORES = 1 << 20  # of one row at a time: they stay in the cache between the products

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..._compat.numba import LANES, SIMD_WIDTH
 from ...spec.grid import Grid, grid_of
 from ...spec.schedule import tile_shape, tiles_across
-from .compiled import compiled
+from .compiled import compiled, launcher
+from .noise import absorb, seeded
 
 Array = NDArray[Any]
 CACHE_LINE = 64
@@ -141,6 +142,27 @@ def source_rows(q: Tensor, heads: int) -> Array:
     row = np.arange(q.shape[0] * q.shape[1])
     query_heads = max(q.shape[1], 1)
     return row // query_heads * heads + row % query_heads // (query_heads // heads if heads else 1)
+
+
+def row_states(seed: Tensor, q: Tensor, rows: Tensor | None) -> Array:
+    """The hash after the seed and the number of every row of q [B, H, ..]: uint32 [B * H]; `rows`: int [B, H] or None.
+
+    >>> states = row_states(torch.tensor(-7), torch.zeros(1, 2, 3, 4), torch.tensor([[5, 3]]))
+    >>> states.tolist() == scram.spec.noise.noise(-7, torch.tensor([5, 3])).tolist()
+    True
+    """
+    count = q.shape[0] * q.shape[1]
+    numbers = np.arange(count) if rows is None else np.ascontiguousarray(rows.reshape(count).long().numpy())
+    states = np.empty(count, np.uint32)
+    _row_states(int(seed), numbers, states)
+    return states
+
+
+@launcher
+def _row_states(seed: int, numbers: Array, states: Array) -> None:
+    state = seeded(seed)
+    for row in range(len(numbers)):
+        states[row] = absorb(state, numbers[row])
 
 
 def aligned(shape: tuple[int, ...], dtype: DTypeLike, zeros: bool = False) -> Array:

@@ -6,44 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.calls import SearchCall
-from ...spec.grid import Grid, grid_of
+from ...spec.grid import Grid
 from .compiled import compiled
 from .layout import Array
-from .noise import absorb, below, row_states
-
-
-class Choices(NamedTuple):
-    """What keys are drawn from: the unmasked keys, lists without elements where there is no mask; and warm keys."""
-
-    order: Array  # int32 [R or B, M], the unmasked keys of a row of the mask, ascending
-    count: Array  # type: ignore[assignment]  # int32 [R or B, M], how many come up to each key
-    warm: Array  # int32 [P, any number]
-    seed: Array  # uint32 [R], the hash after the seed and the row
-
-    @staticmethod
-    def of(call: SearchCall, mask: Array) -> Choices:
-        order = np.zeros(mask.shape, np.int32)
-        warm = np.zeros((0, 0), np.int32)
-        for row in range(len(mask)):
-            unmasked = np.flatnonzero(mask[row])
-            order[row, : len(unmasked)] = unmasked
-        if call.warm is not None:
-            warm = call.warm.flatten(0, -2).contiguous().numpy()
-        return Choices(order, mask.cumsum(1, dtype=np.int32), warm, row_states(call.seed, call.q, call.rows))
-
-
-class Bounds(NamedTuple):
-    """A match must be at most `reach` from one of the keys that its point starts from, on every axis."""
-
-    starts: Array  # int32 [P, any number]; without elements: there is no such limit
-    reach: Grid  # of each axis; without limit as far as the grid
-
-    @staticmethod
-    def of(call: SearchCall) -> Bounds:
-        if call.starts is None:
-            return Bounds(np.zeros((0, 0), np.int32), grid_of(call.k))
-        return Bounds(call.starts.flatten(0, -2).contiguous().numpy(), call.reach)
+from .noise import absorb, below
 
 
 class Earlier(NamedTuple):
@@ -52,7 +18,7 @@ class Earlier(NamedTuple):
     index: Array  # type: ignore[assignment]  # int32 [P, kappa]
     run: int  # how many there are
     separation: int
-    starts: Array  # as in `Bounds`
+    starts: Array  # as in `search.Bounds`
     reach: Grid
 
 

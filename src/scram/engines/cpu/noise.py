@@ -1,12 +1,8 @@
 """The counter hash of `scram.spec.noise`, in Numba. Every step is cast back to 32 bits: Numba would widen it."""
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
-from .compiled import compiled, launcher
+from .compiled import compiled
 
 GOLDEN = np.uint32(0x9E3779B9)
 FIRST = np.uint32(0x7FEB352D)
@@ -32,27 +28,6 @@ def seeded(seed):
     low = np.uint32(seed & 0xFFFFFFFF)
     high = np.uint32((seed >> 32) & 0xFFFFFFFF)
     return absorb(absorb(np.uint32(0), low), high)
-
-
-def row_states(seed: Tensor, q: Tensor, rows: Tensor | None) -> NDArray[Any]:
-    """The hash after the seed and the number of every row of q [B, H, ..]: uint32 [B * H]; `rows`: int [B, H] or None.
-
-    >>> states = row_states(torch.tensor(-7), torch.zeros(1, 2, 3, 4), torch.tensor([[5, 3]]))
-    >>> states.tolist() == scram.spec.noise.noise(-7, torch.tensor([5, 3])).tolist()
-    True
-    """
-    count = q.shape[0] * q.shape[1]
-    numbers = np.arange(count) if rows is None else np.ascontiguousarray(rows.reshape(count).long().numpy())
-    states = np.empty(count, np.uint32)
-    _row_states(int(seed), numbers, states)
-    return states
-
-
-@launcher
-def _row_states(seed, numbers, states):
-    state = seeded(seed)
-    for row in range(len(numbers)):
-        states[row] = absorb(state, numbers[row])
 
 
 @compiled

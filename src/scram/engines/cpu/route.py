@@ -16,10 +16,10 @@ from ...core.calls import Found, RouteCall, Routed, RoutedStartCall
 from ...spec.routing import EVEN, MOST_SPREAD
 from ...spec.schedule import TILE_QUERIES
 from ...spec.scoring import accumulator
-from .compiled import compiled, parallel
+from .compiled import compiled
 from .layout import Array, Routing, aligned, array, by_row, source_rows, tensor
 from .products import multiply
-from .threads import in_one_pool, threads, turns, workers_of
+from .threads import in_one_pool, parallel, threads, turns, workers_of
 from .tiles import members, routed_keys, take
 from .vectors import exp
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ...core.calls import SampleCall, Sampled, TailGrads
 from .attend_backward import Pairs, add_to_keys
-from .compiled import compiled, parallel
+from .compiled import compiled
 from .draw import Draws, draw_keys
-from .layout import Array, Geometry, array, flat, like, tensor
-from .noise import row_states
-from .threads import TASKS_PER_THREAD, in_one_pool, threads
+from .layout import Array, Geometry, array, flat, like, row_states, tensor
+from .threads import TASKS_PER_THREAD, in_one_pool, parallel, threads
 from .vectors import add, dot
 from .walk import Walks, walk_keys
 

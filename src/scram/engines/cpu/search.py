@@ -4,6 +4,8 @@ A neighbor that has not changed since it was last read is not read again, and a 
 not scored: neither could win, since a candidate is taken only when strictly better. So the result is the reference's.
 """
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 
@@ -15,11 +17,11 @@ from ...core.calls import Found, SearchCall
 from ...spec.grid import Grid, grid_of
 from ...spec.schedule import moves, signs, widest
 from .candidates import draw_around, follow, leave, leave_out, move, read_neighbors
-from .compiled import compiled, inlined, parallel
-from .layout import Array, Geometry, array, block_at, padded, strides, tensor
-from .legal import Bounds, Choices, Earlier, first_key, fresh, legal
+from .compiled import compiled, inlined
+from .layout import Array, Geometry, array, block_at, padded, row_states, strides, tensor
+from .legal import Earlier, first_key, fresh, legal
 from .noise import absorb, below
-from .threads import in_one_pool, tasks_of, threads
+from .threads import in_one_pool, parallel, tasks_of, threads
 from .vectors import coordinates, dot, narrow_dots
 
 BLOCK = 256  # points that are visited together: their scratch fits the first cache
@@ -31,6 +33,39 @@ CHANGED_BEFORE = 2  # it changed in the sweep before that
 class Features(NamedTuple):
     q: Array  # [P, E]
     k: Array  # [B*Hk*M, E]
+
+
+class Choices(NamedTuple):
+    """What keys are drawn from: the unmasked keys, lists without elements where there is no mask; and warm keys."""
+
+    order: Array  # int32 [R or B, M], the unmasked keys of a row of the mask, ascending
+    count: Array  # type: ignore[assignment]  # int32 [R or B, M], how many come up to each key
+    warm: Array  # int32 [P, any number]
+    seed: Array  # uint32 [R], the hash after the seed and the row
+
+    @staticmethod
+    def of(call: SearchCall, mask: Array) -> Choices:
+        order = np.zeros(mask.shape, np.int32)
+        warm = np.zeros((0, 0), np.int32)
+        for row in range(len(mask)):
+            unmasked = np.flatnonzero(mask[row])
+            order[row, : len(unmasked)] = unmasked
+        if call.warm is not None:
+            warm = call.warm.flatten(0, -2).contiguous().numpy()
+        return Choices(order, mask.cumsum(1, dtype=np.int32), warm, row_states(call.seed, call.q, call.rows))
+
+
+class Bounds(NamedTuple):
+    """A match must be at most `reach` from one of the keys that its point starts from, on every axis."""
+
+    starts: Array  # int32 [P, any number]; without elements: there is no such limit
+    reach: Grid  # of each axis; without limit as far as the grid
+
+    @staticmethod
+    def of(call: SearchCall) -> Bounds:
+        if call.starts is None:
+            return Bounds(np.zeros((0, 0), np.int32), grid_of(call.k))
+        return Bounds(call.starts.flatten(0, -2).contiguous().numpy(), call.reach)
 
 
 class Sweep(NamedTuple):

@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from math import ceil, inf
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._compat.openmp import ONE_THREAD, num_threads
+from ..._compat import ONE_THREAD, num_threads
+from ..._compat.numba import each_task
+from .compiled import inlined, launcher
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -168,6 +171,27 @@ def _numba_threads(count: int) -> Iterator[None]:
         numba.set_num_threads(before)
         if locked:
             _serial.release()
+
+
+KERNEL = None  # `parallel` gives each copy of `_run` its own
+
+
+def _run(tasks, threads, *arguments):  # type: ignore[no-untyped-def]
+    each_task(KERNEL, tasks, threads, (tasks, *arguments))
+
+
+def parallel(function: Callable[..., Any]) -> Any:
+    """A launcher run(tasks, *arguments) of function(task, tasks, *arguments) for 0 <= task < tasks, on all threads."""
+    names = {"__name__": function.__module__, "each_task": each_task, "KERNEL": inlined(function)}
+    run = FunctionType(_run.__code__, names, function.__name__)
+    run.__qualname__ = f"{function.__module__}.{function.__name__}"  # names the file of Numba's cache
+    launch = launcher(run)
+
+    @wraps(function)
+    def on_all_threads(tasks: int, *arguments: Any) -> None:
+        launch(tasks, running(), *arguments)
+
+    return on_all_threads
 
 
 def tasks_of(tasks: int, blocks: int) -> int:

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .compiled import inlined, parallel
+from .compiled import inlined
 from .draw import find
 from .layout import Array
 from .noise import absorb, below
+from .threads import parallel
 from .vectors import dot
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...core.calls import WindowScores, WindowScoresCall, WindowScoresGrads
 from ...spec.grid import Grid, grid_of
-from .compiled import compiled, parallel
+from .compiled import compiled
 from .layout import Array, array, like, source_rows, strides, tensor
-from .threads import TASKS_PER_THREAD, in_one_pool, threads
+from .threads import TASKS_PER_THREAD, in_one_pool, parallel, threads
 from .vectors import add, dot
 
 
