@@ -11,6 +11,9 @@ QUICK := --ignore=tests/benchmarks --ignore=tests/distributed --ignore=tests/exa
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Of `make gpu`: each compiles its own kernels, and Triton keeps them on disk for all.
 WORKERS ?= 12
+# No test in them needs a device, and they import packages that a machine with one may not have.
+WITHOUT_DEVICE := --ignore=tests/cli --ignore=tests/examples --ignore=tests/explorer --ignore=tests/images \
+  --ignore=tests/support --ignore=src/scram/cli
 # Bytecode is written when a module is first imported, of few of those that are installed. Without it every process of the
 # tests would compile all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -84,7 +87,7 @@ quick: setup browser
 gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 	  || { echo "torch of $(PYTHON) sees no GPU; name a Python where it does: PYTHON=... make gpu" >&2; exit 2; }
-	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal
+	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal $(WITHOUT_DEVICE)
 
 versions: setup
 	$(BIN)/python .ci/versions

@@ -214,6 +214,16 @@ def test_programs_are_run_in_one_way():
         assert ways <= allowed | {"subprocess.CompletedProcess"}, name
 
 
+def test_make_gpu_looks_wherever_a_test_needs_a_device():
+    left_out = re.findall(r"--ignore=tests/(\w+)", (TESTS.parent / "Makefile").read_text().partition("gpu:")[0])
+    assert "cli" in left_out
+    for folder in left_out[left_out.index("cli") :]:
+        for path in (TESTS / folder).glob("test_*.py"):
+            arguments = {x.arg for node in ast.walk(parsed(path)) if isinstance(node, ast.arguments) for x in node.args}
+            assert not arguments & {"impl", "engine"}, path
+            assert "mark.gpu" not in path.read_text(), path
+
+
 @pytest.mark.slow
 def test_a_warning_of_an_installed_plugin_is_no_error(tmp_path):
     """Beside workers too; a warning of a test is one."""

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from scram.core import ops
 from support.cases import Case, assert_as_near_float64, gradients, named, parameter, size
-from support.routed_calls import attend_call, run
+from support.cluster_tails import run
+from support.routed_calls import attend_call
 
 CASES = [
     *(named(name) for name in ("rank 1", "rank 2", "rank 3", "unequal grids", "grouped heads", "one key head")),
@@ -18,7 +18,7 @@ def everything(call, impl, double=False):
     names = [name for name in ("q", "k", "v", "k_extra", "v_extra") if getattr(call, name) is not None]
     given = [getattr(call, name).detach() for name in names]
     given = [(x.double() if double else x.clone()).requires_grad_() for x in given]
-    made = run(ops.attend, call._replace(**dict(zip(names, given, strict=True))), impl)
+    made = run("attend", call._replace(**dict(zip(names, given, strict=True))), impl)
     return [x.detach() for x in (made.out, made.lse, *gradients(made, given))]
 
 
@@ -27,15 +27,15 @@ def test_keys_of_routed_clusters_are_left_out(engine, case):
     call = attend_call(case)
     truth, same = everything(call, "reference", True), everything(call, "reference")
     assert_as_near_float64(truth, same, everything(call, engine), size)
-    free = run(ops.attend, call._replace(label=None, routes=None), engine)
-    assert not torch.equal(free.out, run(ops.attend, call, engine).out)
+    free = run("attend", call._replace(label=None, routes=None), engine)
+    assert not torch.equal(free.out, run("attend", call, engine).out)
 
 
 def test_extra_keys_alone(impl):
     """No match at all: what is attended are the extra keys, whatever is routed."""
     call = attend_call(named("extra"))
     none = call._replace(index=call.index[..., :0])
-    out, lse = run(ops.attend, none, impl)
+    out, lse = run("attend", none, impl)
     a = call.scale * torch.einsum("bhxye,bhne->bhxyn", call.q, call.k_extra.repeat_interleave(2, 1))
     torch.testing.assert_close(lse, a.logsumexp(-1))
     torch.testing.assert_close(

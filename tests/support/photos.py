@@ -1,8 +1,11 @@
-"""Features of the photographs that come with scikit-image: RGB patches, projected by a PCA, unit norm."""
+"""Features of the photographs that come with scikit-image: RGB patches, projected by a PCA, unit norm.
+
+A test that wants one is skipped where scikit-image is not installed.
+"""
 
 from functools import cache
 
-import skimage.data
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +14,8 @@ from torch import Tensor
 @cache
 def patches(name: str, size: int, patch: int = 5, width: int = 16) -> Tensor:
     """[1, 1, size, size, width] of a photo shrunk to size x size; [2, 1, ..] for the two views of the stereo pair."""
-    views = skimage.data.stereo_motorcycle()[:2] if name == "stereo_motorcycle" else (getattr(skimage.data, name)(),)
+    data = pytest.importorskip("skimage.data")
+    views = data.stereo_motorcycle()[:2] if name == "stereo_motorcycle" else (getattr(data, name)(),)
     pictures = torch.stack([torch.from_numpy(view.copy()) for view in views]).movedim(-1, 1).double() / 255
     pictures = F.interpolate(pictures, (size, size), mode="area")
     columns = F.unfold(F.pad(pictures, [patch // 2] * 4, mode="reflect"), patch).movedim(1, -1)

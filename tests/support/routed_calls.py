@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
-from scram import Attended
-from scram.core import ops
 from scram.core.calls import AttendCall, ClusterTailCall, RouteCall, Routed, RoutedStartCall
-from scram.engines import dispatch
 from scram.spec import clustering
 from scram.spec.bits import packed
 from scram.spec.grid import rows
 from scram.spec.schedule import tile_count
 from scram.spec.scoring import accumulator
-from support.cases import Case, assert_as_near_float64, gradients, make_tensors, named, size
-from support.in_interpreter import INTERPRETED
-from support.on_device import to
-
-LEAVES = ("q", "k", "v", "centers", "values", "slope", "near_out", "near_lse")
-SHAPES = [
-    *(named(name) for name in ("rank 1", "rank 2", "rank 3", "rank 4", "unequal grids", "unequal rank 3")),
-    *(named(name) for name in ("one point", "one key", "extents of 1", "empty batch")),
-    *(named(name) for name in ("mask of the batch", "mask of each head", "one row fully masked", "grouped heads")),
-    *(named(name) for name in ("one key head", "width 1", "width 3, values 60", "width 60, values 1", "strided")),
-    *(named(name) for name in ("radius per axis", "radius 0, kappa 1", "radius over the grid", "dropout")),
-    *(named(name) for name in ("float64", "float16", "bfloat16", "large common scores")),
-    Case("several tiles", batch=2, heads=2, key_heads=1, grid=(17, 19), key_grid=(9, 11), width=6, value_width=5),
-]
+from support.cases import Case, make_tensors
+from support.cluster_tails import run
 
 
 @dataclass(frozen=True)
@@ -132,46 +116,6 @@ def tail_call(
     )
 
 
-def run(operator, call, impl: str):
-    """The result of a call, on the CPU."""
-    if impl == "triton" and any(x.dtype == torch.float64 for x in call if isinstance(x, Tensor)):
-        pytest.skip("the Triton engine takes no float64")
-    if impl == "triton" and not INTERPRETED:
-        return to(operator(dispatch.ENGINES[impl], to(call, "cuda")), "cpu")
-    return operator(dispatch.ENGINES[impl], call)
-
-
-def run_tail(call: ClusterTailCall, impl: str) -> Attended:
-    return run(ops.cluster_tail, call, impl)
-
-
-def everything(call: ClusterTailCall, impl: str, double: bool = False) -> list[Tensor]:
-    """out, lse and the gradients of all leaves that the call has."""
-    given = {name: x.detach() for name in LEAVES if (x := getattr(call, name)) is not None}
-    given = {name: (x.double() if double else x.clone()).requires_grad_() for name, x in given.items()}
-    constants = {
-        name: x.double() for name in ("variance", "spreads") if double and (x := getattr(call, name)) is not None
-    }
-    made = run_tail(call._replace(**given, **constants), impl)
-    return [x.detach() for x in (made.out, made.lse, *gradients(made, list(given.values())))]
-
-
-def assert_tail_as_near_float64(call: ClusterTailCall, impl: str, by=size) -> None:
-    """`impl` is as near float64 as the reference is in the same dtypes.
-
-    The Triton engine keeps 16 bits of centers and values beside features and values of 16 bits.
-    """
-    if impl == "triton" and call.q.element_size() == call.out_dtype.itemsize == 2:
-        kept = {
-            name: x.to(call.q.dtype).to(x.dtype)
-            for name in ("centers", "values")
-            if (x := getattr(call, name)) is not None
-        }
-        call = call._replace(**kept)
-    truth, same = everything(call, "reference", True), everything(call, "reference")
-    assert_as_near_float64(truth, same, everything(call, impl), by)
-
-
 def route_call(case: Case, clusters: int = 40, keys: int = 20, seed: int = 0) -> RouteCall:
     """Queries and clusters of integers: no two importances are nearly equal."""
     tensors = make_tensors(case, seed)
@@ -189,7 +133,7 @@ def start_call(case: Case, clusters: int = 11, share: float = 0.3, seed: int = 0
 
 
 def run_route(call: RouteCall, impl: str) -> Routed:
-    return run(ops.route, call, impl)
+    return run("route", call, impl)
 
 
 def attend_call(case: Case, clusters: int = 11, share: float = 0.3, seed: int = 0) -> AttendCall:

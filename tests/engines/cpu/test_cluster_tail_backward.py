@@ -5,7 +5,8 @@ import torch
 
 from scram.engines.cpu import cluster_tail_backward
 from support.cases import Case
-from support.routed_calls import PARTS, assert_tail_as_near_float64, everything, tail_call
+from support.cluster_tails import assert_tail_as_near_float64, everything
+from support.routed_calls import PARTS, tail_call
 
 SEVERAL = Case("several tiles", batch=2, heads=4, key_heads=2, grid=(9, 17), key_grid=(9, 11), width=17, value_width=5)
 

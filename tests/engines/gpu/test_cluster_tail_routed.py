@@ -14,7 +14,8 @@ from scram.engines.reference.cluster_tail import cluster_tail as plain_tail
 from scram.spec import routing
 from scram.spec.bits import packed, unpacked
 from support.cases import Case, assert_as_near_float64, named, size
-from support.routed_calls import PARTS, Parts, assert_tail_as_near_float64, attend_call, route_call, start_call
+from support.cluster_tails import assert_tail_as_near_float64
+from support.routed_calls import PARTS, Parts, attend_call, route_call, start_call
 from support.routed_calls import tail_call as routed_call
 
 pytestmark = pytest.mark.gpu

@@ -170,8 +170,7 @@ class Clusters(Tail):
         return replace(self, seed=seed, count=max(1, round(self.count * root)), keys=round(self.keys * root))
 
     def describe(self) -> str:
-        each = "" if self.stretch is None else f" of every {self.stretch} positions"
-        return f"{self.count} clusters{each}{f' + {self.keys} keys' if self.keys else ''}"
+        return _described(self.count, self.stretch, self.keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,8 +332,7 @@ class Codebook(Tail):
         return min(own + self.stretches * self.samples + self.keys, keys)
 
     def describe(self) -> str:
-        each = "" if self.grid is None else f" of every {self.label.shape[2]} positions"
-        return f"{self.samples} clusters{each}{f' + {self.keys} keys' if self.keys else ''}"
+        return _described(self.samples, None if self.grid is None else self.label.shape[2], self.keys)
 
     def to(self, device: torch.device | str) -> Codebook:
         """The same clusters on another device."""
@@ -379,6 +377,11 @@ class Codebook(Tail):
             f"Codebook({count} clusters of keys{each} on grid {self.key_grid}, batch={batch}, heads={heads}, "
             f"keys={self.keys}, score={self.score!r}, scale={self.scale:.3g}, {self.sizes.device})"
         )
+
+
+def _described(count: int, stretch: int | None, keys: int) -> str:
+    each = "" if stretch is None else f" of every {stretch} positions"
+    return f"{count} clusters{each}{f' + {keys} keys' if keys else ''}"
 
 
 def with_tensors(book: Codebook, tensors: Mapping[str, Any]) -> Codebook:
