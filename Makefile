@@ -12,8 +12,8 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Of `make gpu`: each compiles its own kernels, and Triton keeps them on disk for all.
 WORKERS ?= 12
 # No test in them needs a device, and they import packages that a machine with one may not have.
-WITHOUT_DEVICE := --ignore=tests/cli --ignore=tests/examples --ignore=tests/explorer --ignore=tests/images \
-  --ignore=tests/support --ignore=src/scram/cli
+WITHOUT_DEVICE := --ignore=src $(addprefix --ignore=tests/,benchmarks cli distributed examples explorer images \
+  integrations quality support)
 # Bytecode is written when a module is first imported, of few of those that are installed. Without it every process of the
 # tests would compile all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
