@@ -8,8 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 import scram
+import scram.core.resolve
+import scram.core.tails.base
 from support.processes import run_program, run_python
 
 PACKAGE = Path(scram.__file__).parent
@@ -197,6 +200,87 @@ def test_public_classes_and_those_of_the_middle_are_alone_with_their_names():
     ]
     watched = {*scram.__all__, "Request", "Resolved", "Result", "Tail"}
     assert sorted(name for name in watched if names.count(name) > 1) == []
+
+
+@functools.cache
+def all_nodes(kind):
+    """(file, node) of all sources."""
+    names = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    return [(name, node) for name, path in names.items() for node in walked(path) if isinstance(node, kind)]
+
+
+@functools.cache
+def walked(path):
+    return list(ast.walk(parsed(path)))
+
+
+def test_few_places_ask_which_tail_a_call_has():
+    """A tail answers for itself, by the methods of its protocol."""
+    of_tails = {scram.core.tails.base.Tail.__name__, *scram.core.tails.base.tails_by_name(), "Codebook"}
+    calls = [(name, node) for name, node in all_nodes(ast.Call) if isinstance(node.func, ast.Name)]
+    calls = [(name, ast.unparse(node.args[1])) for name, node in calls if node.func.id == "isinstance"]
+    asked = [call for call in calls if of_tails & set(re.findall(r"\w+", call[1]))]
+    assert 0 < len(asked) <= 10, asked
+
+
+def test_windows_and_tail_are_joined_in_one_place():
+    calls = [(name, node) for name, node in all_nodes(ast.Call) if isinstance(node.func, ast.Attribute)]
+    joins = {name for name, node in calls if node.func.attr == "join" and len(node.args) > 2}
+    assert {name for name in joins if not name.startswith("core/tails/")} == {"core/pipeline.py"}
+
+
+def test_one_place_decides_that_a_call_is_dense():
+    defined = [(name, node.name) for name, node in all_nodes(ast.FunctionDef)]
+    deciding = {"goes_dense", "is_automatic", "dense_is_cheaper"}
+    assert {name for name, function in defined if function in deciding} == {"core/resolve.py"}
+    readers = {name for name, node in all_nodes(ast.Name) if node.id in {"COSTS", "dense_is_cheaper"}}
+    assert readers == {"core/resolve.py"}
+
+
+def test_few_values_are_dicts_of_anything():
+    of_names = [node for _, node in all_nodes(ast.Subscript) if isinstance(node.value, ast.Name)]
+    assert [ast.unparse(node) for node in of_names if node.value.id == "dict"].count("dict[str, Any]") <= 45
+
+
+def test_long_calls_name_their_arguments():
+    """But those of kernels."""
+    kernels = ("engines/cpu/", "engines/gpu/", "_compat/numba.py")
+    long = [f"{name}:{node.lineno}" for name, node in all_nodes(ast.Call) if len(node.args) > 8]
+    long = [place for place in long if not place.startswith(kernels)]
+    assert long == []
+
+
+def test_few_lines_assign_many_names():
+    assigned = [node for _, node in all_nodes(ast.Assign)]
+    parallel = [x for x in assigned if isinstance(x.targets[0], ast.Tuple) and isinstance(x.value, ast.Tuple)]
+    assert len(parallel) <= 0.04 * len(assigned)
+
+
+def test_the_formatter_has_no_exceptions_and_the_top_few_modules():
+    assert [str(path) for path in PACKAGE.rglob("*.py") if re.search("fmt: (skip|off)", path.read_text("utf-8"))] == []
+    assert len([path for path in PACKAGE.glob("*.py") if path.stem != "__main__"]) <= 8
+
+
+@pytest.mark.slow
+def test_a_warm_call_visits_few_files():
+    """One who follows a call of `attention` with the default's stages opens no more."""
+    q, k, v = torch.randn(3, 1, 1, 16, 16, 8).unbind()
+    defaults = {"search": scram.core.resolve.SEARCHES["cpu"], "tail": scram.core.resolve.CLUSTERS["cpu"]}
+    visited = set()
+
+    def visit(frame, event, _):
+        if event == "call":
+            visited.add(frame.f_code.co_filename)
+
+    for profile in (None, None, visit):
+        sys.setprofile(profile)
+        try:
+            scram.attention(q, k, v, impl="numba", **defaults)
+        finally:
+            sys.setprofile(None)
+    ours = {Path(file).relative_to(PACKAGE).as_posix() for file in visited if Path(file).is_relative_to(PACKAGE)}
+    assert {"core/pipeline.py", "engines/cpu/search.py"} <= ours
+    assert len(ours) <= 20, sorted(ours)
 
 
 # Started and not waited for: they are interrupted, or run side by side.

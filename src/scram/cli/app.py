@@ -219,7 +219,18 @@ def denoise(
         from .denoise import run
 
         changed["matches"] = matches
-        report = run(image, is_sample, out, sigma, add_noise, rivals, fast, changed, seed, device)
+        report = run(
+            image,
+            is_sample,
+            out,
+            sigma=sigma,
+            add_noise=add_noise,
+            rivals=rivals,
+            fast=fast,
+            changed=changed,
+            seed=seed,
+            device=device,
+        )
         report.finish(out / "denoise.json", as_json)
 
 

@@ -62,6 +62,7 @@ def run(
     image: str,
     is_sample: bool,
     out: Path,
+    *,
     sigma: float | None,
     add_noise: float | None,
     rivals: bool,

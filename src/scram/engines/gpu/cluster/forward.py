@@ -537,7 +537,7 @@ def _sorting(
     running: int,
     vector_bytes: int,
     narrow: bool,
-    pieces: dict[str, Any],
+    pieces: Flags,
 ) -> _Sorting:
     """Of `number` keys of a row; `clusters` of a group, `running` multiprocessors."""
     plain: Flags = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
@@ -566,7 +566,7 @@ def _sorting(
     )
 
 
-def _segments(rows: int, splits: int, squares: bool, narrow: bool, pieces: dict[str, Any]) -> Kernel:
+def _segments(rows: int, splits: int, squares: bool, narrow: bool, pieces: Flags) -> Kernel:
     features = pieces["E"]
     values = pieces["F"]
     keys, most_warps, few_warps, registers = SEGMENTS if narrow else SEGMENTS_EXACT

@@ -47,7 +47,7 @@ from ..runtime.block_sizes import (
     SLOPE_EXACT,
     SLOPE_NARROW,
 )
-from ..runtime.launch import Kernel, cached, kinds, on_device
+from ..runtime.launch import Flags, Kernel, cached, kinds, on_device
 from .keys_backward import keys_backward
 from .pairs import (
     Totals,
@@ -150,14 +150,14 @@ def _kernel(kernel: Any, programs: int, flags: tuple[tuple[str, object], ...], g
 class ClusterSums(NamedTuple):
     """The gradients of centers and values while they are summed."""
 
-    flags: dict[str, Any]
+    flags: Flags
     parts: list[Tensor]  # float32 [splits, rows of clusters, C, E], and of values
     splits: int
     blocks: int  # of clusters
     tiles_of_row: int  # that share a row of clusters
 
     @classmethod
-    def of(cls, call: ClusterTailCall, flags: dict[str, Any]) -> ClusterSums:
+    def of(cls, call: ClusterTailCall, flags: Flags) -> ClusterSums:
         """`flags`: of the kernel by queries, whose tiles come at a time."""
         half = CLUSTER_COLLECT_NARROW if is_narrow(call) else CLUSTER_COLLECT
         collect_flags = tail_flags(call, half, CLUSTER_COLLECT_EXACT)

@@ -53,7 +53,7 @@ from ..primitives import (
 )
 from ..route.lists import RoutedKeys, load_listed, routed_keys
 from ..runtime.block_sizes import stages, tile_pieces
-from ..runtime.launch import Kernel, cached, kinds
+from ..runtime.launch import Flags, Kernel, cached, kinds
 
 BLOCK_BYTES = 48 << 10  # of keys and values, or centers and values, at most that are multiplied at a time
 COUNT_BYTES = 24 << 20  # of counts at most that are kept at a time
@@ -148,7 +148,7 @@ def is_narrow(call: ClusterTailCall) -> bool:
 
 def tail_flags(
     call: ClusterTailCall, half: tuple[int, ...], exact: tuple[int, ...], half_keys: int | None = None
-) -> dict[str, Any]:
+) -> Flags:
     """Flags of a kernel over clusters.
 
     `half`, `exact`: clusters or keys per product, warps, stages at most, and where it is given registers at most.
@@ -174,7 +174,7 @@ def _tail_flags(
     half: tuple[int, ...],
     exact: tuple[int, ...],
     half_keys: int | None,
-) -> dict[str, Any]:
+) -> Flags:
     dtype, value_dtype, device = seen
     narrow = dtype.itemsize == value_dtype.itemsize == 2
     block, warps, most, *registers = half if narrow else exact
@@ -217,7 +217,7 @@ def tiles_of(call: ClusterTailCall) -> int:
     return call.q.shape[0] * call.q.shape[1] * tiles(grid_of(call.q), tile_block(rank).TILE)
 
 
-def inputs_of(call: ClusterTailCall, flags: dict[str, Any]) -> Inputs:
+def inputs_of(call: ClusterTailCall, flags: Flags) -> Inputs:
     """The call with its table and the keys that its tiles route."""
     q = call.q.contiguous()
     label = call.label.contiguous()
@@ -268,7 +268,7 @@ def tiles_at_a_time(call: ClusterTailCall, config: TailConfig) -> int:
     return min(all_tiles, size if size < tiles_of_row else size // tiles_of_row * tiles_of_row)
 
 
-def chunks(call: ClusterTailCall, inputs: Inputs, flags: dict[str, Any]) -> Iterator[Chunk]:
+def chunks(call: ClusterTailCall, inputs: Inputs, flags: Flags) -> Iterator[Chunk]:
     """All tiles, so many at a time that their counts take little memory."""
     all_tiles = tiles_of(call)
     config = flags["CONFIG"]
@@ -287,7 +287,7 @@ def chunks(call: ClusterTailCall, inputs: Inputs, flags: dict[str, Any]) -> Iter
         yield chunk
 
 
-def tail_table(call: ClusterTailCall, flags: dict[str, Any]) -> Table:
+def tail_table(call: ClusterTailCall, flags: Flags) -> Table:
     given = (call.centers, call.values, call.slope, call.sizes, call.spreads)
     return table_of(*given, flags["E"], flags["F"], flags["CONFIG"].NARROW, (call.q.dtype, call.out_dtype))
 

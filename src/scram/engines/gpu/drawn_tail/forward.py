@@ -45,7 +45,7 @@ from ..primitives import (
     window_size,
 )
 from ..runtime.block_sizes import stages, tile_pieces
-from ..runtime.launch import Kernel, on_device
+from ..runtime.launch import Flags, Kernel, on_device
 from .shared_keys import BLOCK_K, SharedKeys, draw_names, shared_row, side_by_side
 
 # Queries per program, warps, stages at most. H200, 512x512, E = F = 64, bf16, 512 shared keys, one match, us, forward:
@@ -126,7 +126,7 @@ def inputs_of(call: DrawnTailCall, shared: SharedKeys) -> Inputs:
     )
 
 
-def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:
+def tail_flags(call: DrawnTailCall, forward: bool) -> Flags:
     q = call.q
     v = call.v
     matches = call.index.shape[-1]
@@ -152,7 +152,7 @@ def tail_flags(call: DrawnTailCall, forward: bool) -> dict[str, Any]:
     return {"CONFIG": config, **widths, "num_warps": warps, "num_stages": ahead, "enable_fp_fusion": True}
 
 
-def blocks_of_queries(call: DrawnTailCall, flags: dict[str, Any]) -> int:
+def blocks_of_queries(call: DrawnTailCall, flags: Flags) -> int:
     """Of all rows."""
     rows = call.q.shape[0] * call.q.shape[1]
     config: TailConfig = flags["CONFIG"]

@@ -30,7 +30,7 @@ from ..primitives import (
     store_piece,
 )
 from ..runtime.block_sizes import EARLIER, EARLIER_EXACT, stages, tile_pieces
-from ..runtime.launch import Kernel, cached, kinds, on_device
+from ..runtime.launch import Flags, Kernel, cached, kinds, on_device
 
 
 class Inputs(NamedTuple):
@@ -90,7 +90,7 @@ def inputs_of(call: EarlierCall) -> Inputs:
     return Inputs(q, k, v, mask, dropout, group, q.shape[2], call.scale)
 
 
-def flags_of(call: EarlierCall, half: tuple[int, ...], exact: tuple[int, ...]) -> dict[str, Any]:
+def flags_of(call: EarlierCall, half: tuple[int, ...], exact: tuple[int, ...]) -> Flags:
     """Flags of a kernel. `half`, `exact`: queries and keys per product, warps, stages at most."""
     dropout = call.dropout_seed is not None and call.dropout_p > 0
     widths = (call.q.shape[-1], call.v.shape[-1])
@@ -107,7 +107,7 @@ def _flags(
     dropout: bool,
     half: tuple[int, ...],
     exact: tuple[int, ...],
-) -> dict[str, Any]:
+) -> Flags:
     narrow = dtype.itemsize == value_dtype.itemsize == 2
     queries, keys, warps, most = half if narrow else exact
     widths = tile_pieces(width, value_width, narrow)

@@ -6,7 +6,7 @@ over queries of the squares of the weights, with the clusters as rows. A second 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,7 +36,7 @@ from ..primitives import (
     tiles,
 )
 from ..runtime.block_sizes import ROUTE, ROUTE_EXACT, stages, tile_pieces
-from ..runtime.launch import Kernel, cached, kinds, on_device
+from ..runtime.launch import Flags, Kernel, cached, kinds, on_device
 
 EVEN_IMPORTANCE = tl.constexpr(EVEN)
 SPREAD = tl.constexpr(MOST_SPREAD)
@@ -97,7 +97,7 @@ def route(call: RouteCall) -> Routed:
 
 
 @cached
-def _flags(rank: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _flags(rank: int, width: int, dtype: torch.dtype, device: torch.device) -> Flags:
     narrow = dtype.itemsize == 2
     block, warps, most = ROUTE if narrow else ROUTE_EXACT
     features = tile_pieces(width, width, narrow)["E"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from ..primitives import (
     tiles,
 )
 from ..runtime.block_sizes import ROUTED_START, ROUTED_START_EXACT, stages, tile_pieces
-from ..runtime.launch import Kernel, cached, kinds, on_device
+from ..runtime.launch import Flags, Kernel, cached, kinds, on_device
 from .lists import load_listed, lowest_bit
 
 NO_KEY = tl.constexpr(0x7FFFFFFF)
@@ -77,7 +77,7 @@ def routed_start(call: RoutedStartCall) -> Found:
 
 
 @cached
-def _flags(rank: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _flags(rank: int, width: int, dtype: torch.dtype, device: torch.device) -> Flags:
     narrow = dtype.itemsize == 2
     block, warps, most = ROUTED_START if narrow else ROUTED_START_EXACT
     features = tile_pieces(width, width, narrow)["E"]

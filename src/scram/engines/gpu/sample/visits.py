@@ -33,7 +33,7 @@ from ..primitives import (
     zero_pieces,
 )
 from ..runtime.block_sizes import visit_tile
-from ..runtime.launch import Kernel, on_device
+from ..runtime.launch import Flags, Kernel, on_device
 from .draw import Chunk, Proposal, draw_kernel
 from .walk import Walks, walk_kernel
 
@@ -82,7 +82,7 @@ def inputs_of(call: SampleCall) -> Inputs:
     )
 
 
-def flags_of(call: SampleCall) -> dict[str, Any]:
+def flags_of(call: SampleCall) -> Flags:
     block = visit_tile((call.q.shape[-1], call.v.shape[-1]), (call.q.dtype, call.v.dtype))
     return {"FLAT": call.method == "metropolis", **block}
 
