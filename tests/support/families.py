@@ -207,3 +207,35 @@ FAMILIES = {
     "AutoencoderKL": (VAE, {(16, 24): (0, 0)}),
 }
 BY_BACK_END = ("Flux", "Wan", "HunyuanVideo", "LTX")  # the others do not ask for one
+
+
+# Of 384 tokens on a grid and more: the input that is larger, its latents [B, C, *G], the grid, and what goes with it.
+LARGE: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "Flux": ("hidden_states", (1, 4, 16, 24), (16, 24), {"img_ids": places(16, 24)}),
+    "SD3": ("hidden_states", (1, 4, 32, 48), (16, 24), {}),
+    "PixArt": ("hidden_states", (2, 4, 32, 48), (16, 24), {}),
+    "Wan": ("hidden_states", (1, 4, 4, 16, 24), (4, 8, 12), {}),
+    "HunyuanVideo": ("hidden_states", (2, 4, 4, 8, 12), (4, 8, 12), {}),
+    "CogVideoX": ("hidden_states", (1, 4, 4, 16, 24), (4, 8, 12), {}),
+    "LTX": ("hidden_states", (1, 4, 4, 8, 12), (4, 8, 12), {"num_frames": 4, "height": 8, "width": 12}),
+    "UNet": ("sample", (1, 4, 16, 24), (16, 24), {}),
+    "AutoencoderKL": ("sample", (1, 3, 32, 48), (16, 24), {}),
+}
+GAIN, NORMED_GAIN = 4.0, 2.0  # of queries, so that random weights attend some keys more than others
+
+
+def sharp(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model whose attention is not even, and latents that vary slowly: what clusters can sum up."""
+    model, inputs = FAMILIES[name][0]()
+    argument, shape, _, others = LARGE[name]
+    rank = len(shape) - 2
+    coarse = torch.randn(*shape[:2], *(max(2, n // 4) for n in shape[2:]))
+    latents = torch.nn.functional.interpolate(coarse, shape[2:], mode=("bilinear", "trilinear")[rank - 2])
+    inputs[argument] = latents if inputs[argument].ndim == latents.ndim else latents.flatten(2).mT
+    for module in model.modules():
+        norm = getattr(module, "norm_q", None)
+        if norm is not None and norm.weight is not None:
+            norm.weight.data.mul_(NORMED_GAIN)
+        elif hasattr(module, "to_q"):
+            module.to_q.weight.data.mul_(GAIN)
+    return model.eval().requires_grad_(False), {**inputs, **others}
