@@ -81,13 +81,13 @@ def calls(monkeypatch):
 
 
 @contextmanager
-def by(way, model, impl="reference", **how):
+def by(way, model, runs="reference", **how):
     """SCRAM in the model, patched or as a back end."""
     if way == "patch":
-        with scram.patch_sdpa(grid="auto", error=BUDGET, impl=impl, **how) as report:
+        with scram.patch_sdpa(grid="auto", error=BUDGET, impl=runs, **how) as report:
             yield report
         return
-    report = ours.register(error=BUDGET, impl=impl, **how)
+    report = ours.register(error=BUDGET, impl=runs, **how)
     try:
         model.set_attention_backend("scram")
         yield report
@@ -151,7 +151,7 @@ def planned(monkeypatch):
 def test_a_tuned_model_compiles_without_a_break(name, planned):
     model, inputs, want = family(name)
     way = "back end" if name in BY_BACK_END else "patch"
-    with by(way, model, impl="auto") as report:
+    with by(way, model, runs="auto") as report:
         out = model(**inputs)[0]
         before = len(planned)
         layers = {layer.name: layer.clustered for layer in report.layers.values() if layer.grid}
